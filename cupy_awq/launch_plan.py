@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel launch as pure data: the library launches it on a GPU, the test suite executes it without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+Dim3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tiled view of a buffer for the tensor copy engine; the driver encodes it at launch.
+
+    ``dims`` (elements) and ``box`` count from the innermost axis; ``strides`` (bytes) are those of all axes but the
+    innermost, whose elements are adjacent. ``swizzle`` is 0, 32, 64 or 128 bytes.
+    """
+
+    buffer: str
+    dtype: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 0
+
+
+Argument = str | np.generic | TensorMap
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is compiled: ``entry`` of ``source`` (a file below ``cuda_src``) with its constants, for one architecture.
+
+    ``arch`` is a target of the compiler without its prefix: ``"60"``, ``"75"``, ``"80"``, ``"90a"``.
+    """
+
+    source: str
+    entry: str
+    defines: tuple[tuple[str, int | str], ...]
+    arch: str
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """One launch. In ``arguments`` a string names a buffer, whose pointer is passed; other values go as they are."""
+
+    kernel: Kernel
+    grid: Dim3
+    block: Dim3
+    arguments: tuple[Argument, ...]
+    shared_bytes: int = 0
+    cluster: Dim3 = (1, 1, 1)
+    dependent: bool = False
