@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markers that need a GPU are deselected, not skipped, where there is none: a skipped test hides that it did not run."""
+"""Tests that need a GPU are deselected, not skipped, where there is none: a skip reads like a result."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy loads: threads of a small product cost more than they give
+# Read when NumPy loads: on small products, BLAS threads cost more than they give.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import functools
 

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for the repository as a whole: layers, imports, file rules, and what an installation carries."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "cupy_awq"
+CUDA = ROOT / "cuda_src"
+
+# A module imports only from those before it. `x @ weight` is the one way up: the product of a weight is an operation.
+ORDER = (
+    "check packing weight reference quantizer sources launch_plan device compile launch kernels select ops linear"
+    " checkpoint testing llm demo info bench __main__"
+).split()
+WAYS_UP = {("weight", "linear")}
+NO_CUPY = set("check packing weight reference sources launch_plan kernels select checkpoint".split())
+
+TOP_LEVEL = {"pyproject.toml", "cupy_awq", "cuda_src", "tests", "README.md", "LICENSE", "CHANGELOG.md"}
+BUILT = {"build", "dist", "cupy_awq.egg-info"}  # what pip leaves, ignored by git
+
+
+def files(*suffixes: str) -> list[Path]:
+    found = [p for folder in (PACKAGE, CUDA, ROOT / "tests") for p in folder.rglob("*") if p.suffix in suffixes]
+    assert found
+    return found
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Dotted names of all that a file imports, inside functions too; those of the package are absolute."""
+    for node in ast.walk(ast.parse(read(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = list(path.relative_to(ROOT).parts[: -node.level]) if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def module_of(path: Path) -> str:
+    """First name below the package: "ops" for cupy_awq/ops/gemm.py."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def python(*arguments: str, cwd: Path = ROOT) -> str:
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, check=True, capture_output=True, text=True).stdout
+
+
+def test_no_module_imports_from_a_layer_above() -> None:
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        module = module_of(path)
+        if module in ("__init__", "data"):
+            continue
+        assert module in ORDER, f"{path} has no place in the layers"
+        for name in imported(path):
+            parts = name.split(".")
+            below = parts[0] != "cupy_awq" or parts[1] in ORDER[: ORDER.index(module) + 1]
+            if not below and (module, parts[1]) not in WAYS_UP:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_formats_reference_and_selection_never_name_cupy() -> None:
+    paths = [p for p in PACKAGE.rglob("*.py") if module_of(p) in NO_CUPY]
+    assert paths
+    assert not [str(p) for p in paths for name in imported(p) if name.split(".")[0] in ("cupy", "cupyx", "cuda")]
+
+
+def test_nothing_imports_torch() -> None:
+    assert not [str(p) for p in files(".py") for name in imported(p) if name.split(".")[0] in ("torch", "torchvision")]
+
+
+def test_import_is_quick_and_leaves_cupy_unloaded() -> None:
+    program = (
+        "import sys, time; start = time.perf_counter(); import cupy_awq; print(time.perf_counter() - start,"
+        " {'cupy', 'cuda', 'matplotlib', 'torch'} & set(sys.modules) or '')"
+    )
+    runs = [python("-c", program).split(maxsplit=1) for _ in range(3)]
+    assert [rest for _, *rest in runs] == [[], [], []]
+    assert min(float(seconds) for seconds, *_ in runs) < 0.3
+
+
+def test_every_source_opens_with_its_license() -> None:
+    others = [ROOT / "pyproject.toml", ROOT / ".ci" / "run", ROOT / ".gitignore", ROOT / ".clang-format"]
+    first = re.compile(r"(#!.*\n)?(#|//) SPDX-License-Identifier: Apache-2\.0\n")
+    assert not [str(p) for p in [*files(".py", ".cu", ".cuh"), *others] if not first.match(read(p))]
+
+
+def test_modules_stay_under_500_lines() -> None:
+    lengths = {str(p): len(read(p).splitlines()) for p in files(".py", ".cu", ".cuh")}
+    assert not {path: length for path, length in lengths.items() if length >= 500}
+
+
+def test_inline_assembly_stands_in_the_ptx_folder_alone() -> None:
+    with_asm = [p for p in files(".cu", ".cuh") if re.search(r"\basm\b", re.sub(r"//.*", "", read(p)))]
+    assert with_asm
+    assert not [str(p) for p in with_asm if p.parent != CUDA / "ptx"]
+
+
+def test_device_code_includes_nothing_but_its_own_headers() -> None:
+    assert not [str(p) for p in files(".cu", ".cuh") if re.search(r"#\s*include\s*<", read(p))]
+
+
+def test_top_level_holds_only_the_known_names() -> None:
+    names = {p.name for p in ROOT.iterdir() if not p.name.startswith(".")}
+    assert names - BUILT == TOP_LEVEL
+
+
+def copy_checkout(target: Path) -> None:
+    target.mkdir()
+    for name in TOP_LEVEL - {"tests"}:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        else:
+            shutil.copy(ROOT / name, target / name)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel by the long way: a copy of the checkout, its source distribution unpacked, and the wheel of that."""
+    work = tmp_path_factory.mktemp("dist")
+    checkout = work / "checkout"
+    copy_checkout(checkout)
+    build = "from setuptools import build_meta; print(build_meta.build_{}({!r}))"
+    python("-c", build.format("sdist", str(work)), cwd=checkout)
+    (source,) = work.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        archive.extractall(work, filter="data")
+    python("-c", build.format("wheel", str(work)), cwd=work / source.name.removesuffix(".tar.gz"))
+    (result,) = work.glob("*.whl")
+    return result
+
+
+def test_wheel_carries_every_module_kernel_and_data_file(wheel: Path) -> None:
+    def below(folder: Path, prefix: str) -> set[str]:
+        names = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+        return {f"{prefix}/{name.as_posix()}" for name in names}
+
+    expected = below(PACKAGE, "cupy_awq") | below(CUDA, "cupy_awq/cuda_src")
+    carried = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert carried == expected
+
+
+def test_version_is_known_without_installation(wheel: Path) -> None:
+    version = python("-c", "import cupy_awq; print(cupy_awq.__version__)").strip()
+    assert wheel.name == f"cupy_awq-{version}-py3-none-any.whl"
+
+
+def readme_commands() -> set[str]:
+    return set(re.findall(r"python -m cupy_awq (\w+)", read(ROOT / "README.md")))
+
+
+@pytest.mark.parametrize("command", sorted(readme_commands()))
+def test_command_of_the_readme_exists(command: str) -> None:
+    assert "usage:" in python("-m", "cupy_awq", command, "--help")
+
+
+def test_readme_opens_with_the_two_commands() -> None:
+    block = re.search(r"```bash\n(.*?)```", read(ROOT / "README.md"), re.DOTALL)
+    assert block
+    lines = [shlex.split(line, comments=True) for line in block[1].splitlines()]
+    assert lines[1] == shlex.split("pip install . && python -m cupy_awq demo")
+    assert lines[2] == shlex.split('pip install -e ".[test]" && python -m pytest')
