@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orders of codes inside 32-bit words: AWQ's INT4, and the INT8 order of the byte-permute conversion."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from cupy_awq import check
+from cupy_awq.check import Array
+
+PACK_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Nibble p of a word (bits 4p..4p+3) holds column PACK_ORDER[p] of its eight."""
+
+UNPACK_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Column i of a word's eight is in nibble UNPACK_ORDER[i]; the inverse of PACK_ORDER."""
+
+INT8_ORDER = (0, 2, 1, 3)
+"""Byte b of a word holds element INT8_ORDER[b] of its four; its own inverse."""
+
+
+def namespace(a: Array) -> Any:
+    """The module of an array's library, NumPy or CuPy; CuPy is never imported for it.
+
+    >>> namespace(np.zeros(3)).__name__
+    'numpy'
+    """
+    return np if isinstance(a, np.ndarray) else sys.modules["cupy"]
+
+
+def pack_int4(codes: Array, /) -> Array:
+    """Codes [..., N] uint8, each 0..15, as words [..., N/8] int32 in AWQ order.
+
+    Raises:
+        TypeError: codes is not an array of uint8.
+        ValueError: N is not a multiple of 8, or a code is above 15.
+
+    >>> [hex(word) for word in pack_int4(np.arange(8, dtype=np.uint8))]
+    ['0x75316420']
+    """
+    check.packable(codes, "codes", check.UINT8, 8)
+    if codes.size and (top := int(codes.max())) > 15:
+        raise ValueError(f"codes must be in 0..15, got {top}")
+    words = namespace(codes).zeros((*codes.shape[:-1], codes.shape[-1] // 8), np.uint32)
+    for column, nibble in enumerate(UNPACK_ORDER):
+        words |= codes[..., column::8].astype(np.uint32) << np.uint32(4 * nibble)
+    return words.view(np.int32)
+
+
+def unpack_int4(words: Array, /) -> Array:
+    """Words [..., N/8] int32 in AWQ order as codes [..., N] uint8: the inverse of `pack_int4`.
+
+    Raises:
+        TypeError: words is not an array of int32.
+
+    >>> unpack_int4(np.array([0x75316420], np.int32))
+    array([0, 1, 2, 3, 4, 5, 6, 7], dtype=uint8)
+    """
+    check.packable(words, "words", check.INT32, 1)
+    codes = namespace(words).empty((*words.shape, 8), np.uint8)
+    for column, nibble in enumerate(UNPACK_ORDER):
+        codes[..., column] = (words >> np.int32(4 * nibble)) & np.int32(15)  # the mask undoes the sign extension
+    return codes.reshape(*words.shape[:-1], 8 * words.shape[-1])
+
+
+def pack_int8(values: Array, /) -> Array:
+    """Values [..., N] int8 as words [..., N/4] int32: each byte is value + 128, elements in the order 0, 2, 1, 3.
+
+    A byte permute against 0x64 bytes then makes two float16 at a time, each 1024 + byte.
+
+    Raises:
+        TypeError: values is not an array of int8.
+        ValueError: N is not a multiple of 4.
+
+    >>> hex(pack_int8(np.array([-128, -1, 0, 127], np.int8)).view(np.uint32)[0])
+    '0xff7f8000'
+    """
+    check.packable(values, "values", check.INT8, 4)
+    words = namespace(values).zeros((*values.shape[:-1], values.shape[-1] // 4), np.uint32)
+    for byte, element in enumerate(INT8_ORDER):
+        biased = values[..., element::4].view(np.uint8) ^ np.uint8(128)  # + 128 modulo 256
+        words |= biased.astype(np.uint32) << np.uint32(8 * byte)
+    return words.view(np.int32)
+
+
+def unpack_int8(words: Array, /) -> Array:
+    """Words [..., N/4] int32 as values [..., N] int8: the inverse of `pack_int8`.
+
+    Raises:
+        TypeError: words is not an array of int32.
+
+    >>> unpack_int8(np.array([-8421376], np.int32))  # 0xff7f8000
+    array([-128,   -1,    0,  127], dtype=int8)
+    """
+    check.packable(words, "words", check.INT32, 1)
+    values = namespace(words).empty((*words.shape, 4), np.int8)
+    for byte, element in enumerate(INT8_ORDER):
+        values[..., element] = ((words >> np.int32(8 * byte)) & np.int32(255)) - np.int32(128)
+    return values.reshape(*words.shape[:-1], 4 * words.shape[-1])

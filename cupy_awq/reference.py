@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NumPy semantics of every public operation: the definition of correct, and the way of machines with no GPU.
+
+A word's nibbles are unpacked as two planes, all low nibbles of its bytes and then all high ones: two contiguous passes
+of byte arithmetic, where the order of columns would take eight strided ones. Column i = 4a + 2b + d (bits a, b, d) of a
+word is nibble UNPACK_ORDER[i] = 4d + 2a + b, that is plane b of byte 2d + a, so planes and columns differ by a
+transposition of the axes (word, a, b, d), which only scales and results go through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupy_awq import check
+
+Array = npt.NDArray[Any]
+
+# Weights that one block dequantizes: a block in a core's own cache for a few rows of x, large matrix products for many.
+_BLOCK = 1 << 18
+_LARGE_BLOCK = 1 << 21
+_FEW_ROWS = 8
+
+
+def dequantize(
+    qweight: Array, scales: Array, qzeros: Array | None, /, *, dtype: Any = None, out: Array | None = None
+) -> Array:
+    """W [K, N], where W[k, n] = (q[k, n] - z[g, n]) * s[g, n], rounded once to `dtype`.
+
+    Args:
+        qweight, scales, qzeros: as in `PackedWeight`; with float offsets o, W = q*s + o, rounded once.
+        dtype: float16, bfloat16 or float32; by default that of the scales.
+        out: [K, N] array of `dtype` to fill and return.
+
+    Raises:
+        TypeError, ValueError: as `PackedWeight`; or a dtype or an `out` that does not fit.
+
+    >>> qweight = np.array([[0x75316420], [-1]], np.int32)  # codes 0..7, and 15 in each column
+    >>> dequantize(qweight, np.full((1, 8), 0.5, np.float16), None)
+    array([[-4. , -3.5, -3. , -2.5, -2. , -1.5, -1. , -0.5],
+           [ 3.5,  3.5,  3.5,  3.5,  3.5,  3.5,  3.5,  3.5]], dtype=float16)
+    """
+    facts = check.weight(qweight, scales, qzeros)
+    to = facts.dtype if dtype is None else check.float_dtype(dtype)
+    if out is None:
+        out = np.empty((facts.k, facts.n), to)
+    else:
+        check.out(out, (facts.k, facts.n), to, check.HOST)
+    # An offset's sum is exact in float64 and not in float32, whose rounding would come on top of that of `dtype`.
+    exact = np.float64 if facts.zeros == "float" and to != check.FLOAT32 else np.float32
+    for rows, block in _blocks(qweight, scales, qzeros, facts, _BLOCK, exact):
+        out[rows] = _to_columns(_round(block, to))
+    return out
+
+
+def matmul(
+    x: Array,
+    qweight: Array,
+    scales: Array,
+    qzeros: Array | None,
+    /,
+    *,
+    bias: Array | None = None,
+    out: Array | None = None,
+    dtype: Any = None,
+) -> Array:
+    """y = x @ W + bias, with W in float32 (code times scale is exact there), summed in float32, rounded once.
+
+    Args:
+        x: [..., K] float16, bfloat16 or float32, any strides; or bfloat16 as uint16 bits, with `dtype=bfloat16`.
+        qweight, scales, qzeros: as in `PackedWeight`.
+        bias: [N], any of the types of x.
+        out: [..., N] array of x's dtype to fill and return.
+        dtype: the element type of x, where its bits alone do not tell.
+
+    Returns:
+        [..., N] of x's dtype.
+
+    Raises:
+        TypeError, ValueError: as `PackedWeight`; or an x, bias or `out` that does not fit.
+
+    >>> qweight = np.array([[0x75316420], [-1]], np.int32)
+    >>> matmul(np.array([1, 2], np.float16), qweight, np.full((1, 8), 0.5, np.float16), None)
+    array([3. , 3.5, 4. , 4.5, 5. , 5.5, 6. , 6.5], dtype=float16)
+    """
+    facts = check.weight(qweight, scales, qzeros)
+    element = check.activations(x, facts.k, dtype, facts.device)
+    if bias is not None:
+        bias = bias.view(check.bias(bias, facts.n, element, facts.device))
+    shape = (*x.shape[:-1], facts.n)
+    if out is None:
+        out = np.empty(shape, x.dtype)
+    else:
+        check.out(out, shape, x.dtype, facts.device)
+    rows_of_x = x.view(element).astype(np.float32).reshape(-1, facts.k)
+    m = len(rows_of_x)
+    total = np.zeros((m, facts.n), np.float32)
+    if m:
+        with np.errstate(over="ignore", invalid="ignore"):  # Inf and NaN are answers here, not accidents
+            for rows, block in _blocks(
+                qweight, scales, qzeros, facts, _BLOCK if m <= _FEW_ROWS else _LARGE_BLOCK, np.float32
+            ):
+                total += rows_of_x[:, rows] @ block
+    y = _to_columns(total)
+    if bias is not None:
+        y += bias
+    out.view(element)[...] = _round(y, element).reshape(shape)
+    return out
+
+
+def _blocks(
+    qweight: Array, scales: Array, qzeros: Array | None, facts: check.Weight, size: int, exact: type[np.floating[Any]]
+) -> Iterator[tuple[slice, Array]]:
+    """(rows, W[rows] in the order of planes) for runs of rows: whole groups or a part of one, about `size` weights."""
+    k, n, group_size = facts.k, facts.n, facts.group_size
+    groups = k // group_size
+    words = qweight.reshape(groups, group_size, n // 8)
+    s = _to_planes(scales).astype(exact)[:, None]
+    offsets = None
+    zeros = np.full((groups, 1, 1), 8, np.int8)
+    if qzeros is not None and facts.zeros == "packed":
+        zeros = _planes(qzeros)[:, None]
+    elif qzeros is not None:
+        zeros[:] = 0
+        offsets = _to_planes(qzeros).astype(exact)[:, None]
+    step_g = max(1, size // (group_size * n))
+    step_k = max(1, min(group_size, size // n))
+    for g in range(0, groups, step_g):
+        some = slice(g, g + step_g)
+        for row in range(0, group_size, step_k):
+            q = _planes(words[some, row : row + step_k])
+            q -= zeros[some]
+            w = q.astype(exact)
+            w *= s[some]
+            if offsets is not None:
+                w += offsets[some]
+            start = g * group_size + row
+            w = w.reshape(-1, n)
+            yield slice(start, start + len(w)), w
+
+
+def _planes(words: Array) -> Array:
+    """Codes of words [..., N/8], in the order of planes: int8 [..., N]. A word's bytes are little-endian."""
+    data = words.view(np.uint8)
+    codes = np.empty((*words.shape[:-1], 2, data.shape[-1]), np.uint8)
+    np.bitwise_and(data, 15, out=codes[..., 0, :])
+    np.right_shift(data, 4, out=codes[..., 1, :])
+    return codes.reshape(*words.shape[:-1], -1).view(np.int8)
+
+
+def _to_planes(a: Array) -> Array:
+    """[R, N] from the order of columns to that of planes."""
+    rows, n = a.shape
+    return a.reshape(rows, n // 8, 2, 2, 2).transpose(0, 3, 1, 4, 2).reshape(rows, n)  # word, a, b, d -> b, word, d, a
+
+
+def _to_columns(a: Array) -> Array:
+    """[R, N] from the order of planes to that of columns."""
+    rows, n = a.shape
+    columns = np.empty((rows, n), a.dtype)
+    planes = a.reshape(rows, 2, n // 8, 4)
+    for column in range(8):
+        a_, b, d = column >> 2, column >> 1 & 1, column & 1
+        columns[:, column::8] = planes[:, b, :, 2 * d + a_]
+    return columns
+
+
+def _round(a: Array, dtype: np.dtype[Any]) -> Array:
+    """`a` in `dtype`, rounded once to nearest, ties to even."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if a.dtype == np.float64 and dtype == check.BFLOAT16:
+            # ml_dtypes goes through float32, and rounding there first could make a tie of what is none. So truncate to
+            # float32, and keep "there was more" as its last bit: round to odd, which bfloat16's rounding then respects.
+            short = a.astype(np.float32)
+            bits = short.view(np.uint32)
+            bits -= np.abs(short) > np.abs(a)
+            bits |= short != a
+            a = short
+        return a.astype(dtype, copy=False)
