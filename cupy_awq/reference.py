@@ -10,6 +10,7 @@ transposition of the axes (word, a, b, d), which only scales and results go thro
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,11 @@ _BLOCK = 1 << 18
 _LARGE_BLOCK = 1 << 21
 _FEW_ROWS = 8
 
+# Inf and NaN are answers here, as they are on a GPU, not accidents to warn of.
+_quiet = np.errstate(over="ignore", invalid="ignore")
 
+
+@_quiet
 def dequantize(
     qweight: Array, scales: Array, qzeros: Array | None, /, *, dtype: Any = None, out: Array | None = None
 ) -> Array:
@@ -51,11 +56,13 @@ def dequantize(
         check.out(out, (facts.k, facts.n), to, check.HOST)
     # An offset's sum is exact in float64 and not in float32, whose rounding would come on top of that of `dtype`.
     exact = np.float64 if facts.zeros == "float" and to != check.FLOAT32 else np.float32
+    _, columns = _orders(facts.n)
     for rows, block in _blocks(qweight, scales, qzeros, facts, _BLOCK, exact):
-        out[rows] = _to_columns(_round(block, to))
+        out[rows] = _round(block, to).take(columns, axis=1)
     return out
 
 
+@_quiet
 def matmul(
     x: Array,
     qweight: Array,
@@ -99,12 +106,10 @@ def matmul(
     m = len(rows_of_x)
     total = np.zeros((m, facts.n), np.float32)
     if m:
-        with np.errstate(over="ignore", invalid="ignore"):  # Inf and NaN are answers here, not accidents
-            for rows, block in _blocks(
-                qweight, scales, qzeros, facts, _BLOCK if m <= _FEW_ROWS else _LARGE_BLOCK, np.float32
-            ):
-                total += rows_of_x[:, rows] @ block
-    y = _to_columns(total)
+        size = _BLOCK if m <= _FEW_ROWS else _LARGE_BLOCK
+        for rows, block in _blocks(qweight, scales, qzeros, facts, size, np.float32):
+            total += rows_of_x[:, rows] @ block
+    y = total.take(_orders(facts.n)[1], axis=1)
     if bias is not None:
         y += bias
     out.view(element)[...] = _round(y, element).reshape(shape)
@@ -118,14 +123,15 @@ def _blocks(
     k, n, group_size = facts.k, facts.n, facts.group_size
     groups = k // group_size
     words = qweight.reshape(groups, group_size, n // 8)
-    s = _to_planes(scales).astype(exact)[:, None]
+    planes, _ = _orders(n)
+    s = scales.take(planes, axis=1).astype(exact)[:, None]
     offsets = None
     zeros = np.full((groups, 1, 1), 8, np.int8)
     if qzeros is not None and facts.zeros == "packed":
         zeros = _planes(qzeros)[:, None]
     elif qzeros is not None:
         zeros[:] = 0
-        offsets = _to_planes(qzeros).astype(exact)[:, None]
+        offsets = qzeros.take(planes, axis=1).astype(exact)[:, None]
     step_g = max(1, size // (group_size * n))
     step_k = max(1, min(group_size, size // n))
     for g in range(0, groups, step_g):
@@ -151,32 +157,23 @@ def _planes(words: Array) -> Array:
     return codes.reshape(*words.shape[:-1], -1).view(np.int8)
 
 
-def _to_planes(a: Array) -> Array:
-    """[R, N] from the order of columns to that of planes."""
-    rows, n = a.shape
-    return a.reshape(rows, n // 8, 2, 2, 2).transpose(0, 3, 1, 4, 2).reshape(rows, n)  # word, a, b, d -> b, word, d, a
-
-
-def _to_columns(a: Array) -> Array:
-    """[R, N] from the order of planes to that of columns."""
-    rows, n = a.shape
-    columns = np.empty((rows, n), a.dtype)
-    planes = a.reshape(rows, 2, n // 8, 4)
-    for column in range(8):
-        a_, b, d = column >> 2, column >> 1 & 1, column & 1
-        columns[:, column::8] = planes[:, b, :, 2 * d + a_]
-    return columns
+@lru_cache(maxsize=16)
+def _orders(n: int) -> tuple[Array, Array]:
+    """(the column at each place of the planes, the place of each column) for N columns."""
+    columns = np.arange(n).reshape(n // 8, 2, 2, 2)  # word, a, b, d
+    planes = columns.transpose(2, 0, 3, 1).reshape(n)  # b, word, d, a
+    return planes, np.argsort(planes)
 
 
 def _round(a: Array, dtype: np.dtype[Any]) -> Array:
     """`a` in `dtype`, rounded once to nearest, ties to even."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        if a.dtype == np.float64 and dtype == check.BFLOAT16:
-            # ml_dtypes goes through float32, and rounding there first could make a tie of what is none. So truncate to
-            # float32, and keep "there was more" as its last bit: round to odd, which bfloat16's rounding then respects.
-            short = a.astype(np.float32)
-            bits = short.view(np.uint32)
-            bits -= np.abs(short) > np.abs(a)
-            bits |= short != a
-            a = short
-        return a.astype(dtype, copy=False)
+    if a.dtype == np.float64 and dtype == check.BFLOAT16:
+        # ml_dtypes goes through float32, and rounding there first could make a tie of what is none. So truncate to
+        # float32, and keep "there was more" as its last bit: round to odd, which bfloat16's rounding then respects.
+        short = a.astype(np.float32)
+        bits = short.view(np.uint32)
+        away = np.abs(short) > np.abs(a)
+        bits -= away
+        bits |= short != a
+        a = short
+    return a.astype(dtype, copy=False)

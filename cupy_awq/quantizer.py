@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From dense weights to 4-bit codes: round to nearest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_awq import check
+from cupy_awq.check import Array
+from cupy_awq.packing import namespace, pack_int4
+from cupy_awq.weight import PackedWeight
+
+_BLOCK = 1 << 22  # weights that are in float32 at a time
+_SYMMETRIC_ZERO = 8
+
+# The smallest scale and the largest finite value of each storage type. bfloat16's scales start at its smallest normal
+# number, since some GPU arithmetic takes its subnormals for 0.
+_LIMITS = {check.FLOAT16: (2.0**-24, 65504.0), check.BFLOAT16: (2.0**-126, (2 - 2.0**-7) * 2.0**127)}
+
+
+def quantize(w: Array, /, *, group_size: int = 128, bits: int = 4, symmetric: bool = False) -> PackedWeight:
+    """The nearest codes for W [K, N], with one scale and zero point for `group_size` rows of a column.
+
+    Each scale is rounded to its storage type first, and zero point and codes are the nearest for the rounded scale:
+
+    - asymmetric: s = (max - min) / 15, z = round(-min / s), q = round(w / s) + z, where the range of each group is
+      widened to include 0. AutoAWQ's quantizer does not widen it, and saturates groups of one sign.
+    - symmetric: z = 8 (stored), s = max(max / 7, -min / 8): the smallest step whose codes -8..7 reach both ends.
+
+    So |W - dequantize(...)| is at most s/2, and 3 % of s for the rounding of s itself; it is at most s where s is a
+    subnormal float16, or where one step more would leave the range of the scales' type. A group of zeros gets the
+    smallest scale and decodes to zeros.
+
+    Args:
+        w: [K, N] float16, bfloat16, float32 or float64, NumPy or CuPy, any strides; N a multiple of 8.
+        group_size: a divisor of K; -1 stands for K.
+        bits: 4.
+        symmetric: whether zero points are fixed at 8.
+
+    Returns:
+        Codes, scales (bfloat16 for a bfloat16 w, else float16) and packed zero points, where `w` lives.
+
+    Raises:
+        TypeError: w is not an array of a floating type, or group_size is not an integer.
+        ValueError: a shape, group size or width that does not fit; NaN or Inf in w, or values that need a scale beyond
+            the range of its type.
+
+    >>> w = np.linspace(-1, 2, 32, dtype=np.float32).reshape(4, 8)
+    >>> weight = quantize(w, group_size=4)
+    >>> weight
+    PackedWeight(K=4, N=8, group_size=4, float16, packed zeros, 36 B)
+    >>> from cupy_awq.reference import dequantize
+    >>> bool(np.max(np.abs(dequantize(weight.qweight, weight.scales, weight.qzeros) - w)) < 0.09)
+    True
+    """
+    k, n = check.dense_weight(w)
+    if bits != 4:
+        raise ValueError(f"bits must be 4, got {bits!r}")
+    group_size = check.group_size(k, group_size)
+    groups = k // group_size
+    xp = namespace(w)
+    scale_dtype = check.BFLOAT16 if w.dtype == check.BFLOAT16 else check.FLOAT16
+    qweight = xp.empty((k, n // 8), np.int32)
+    scales = xp.empty((groups, n), scale_dtype)
+    qzeros = xp.empty((groups, n // 8), np.int32)
+    step_g = max(1, _BLOCK // (group_size * n))
+    step_n = n if group_size * n <= _BLOCK else max(8, _BLOCK // group_size // 8 * 8)
+    for g in range(0, groups, step_g):
+        rows = slice(g * group_size, (g + step_g) * group_size)
+        for column in range(0, n, step_n):
+            columns = slice(column, column + step_n)
+            words = slice(column // 8, (column + step_n) // 8)
+            block = w[rows, columns]
+            block = block.reshape(-1, group_size, block.shape[1])
+            codes, s, zeros = _quantize_groups(block, scale_dtype, symmetric, xp)
+            qweight[rows, words] = pack_int4(codes.reshape(-1, codes.shape[2]))
+            scales[g : g + step_g, columns] = s
+            qzeros[g : g + step_g, words] = pack_int4(zeros)
+    return PackedWeight(qweight, scales, qzeros)
+
+
+def _quantize_groups(w: Array, scale_dtype: np.dtype[Any], symmetric: bool, xp: Any) -> tuple[Array, Array, Array]:
+    """Codes [g, G, n] uint8, scales [g, n] and zero points [g, n] uint8 of groups w [g, G, n]."""
+    w = w.astype(np.float64 if w.dtype == np.float64 else np.float32)
+    high, low = w.max(axis=1).astype(np.float64), w.min(axis=1).astype(np.float64)
+    if not bool((xp.isfinite(high) & xp.isfinite(low)).all()):  # a NaN or Inf anywhere in w is in one of them
+        raise ValueError("w must be finite, got NaN or Inf")
+    high, low = xp.maximum(high, 0), xp.minimum(low, 0)
+    ideal = xp.maximum(high / 7, low / -8) if symmetric else high / 15 - low / 15
+    smallest, largest = _LIMITS[scale_dtype]
+    if (top := float(ideal.max())) > largest:
+        raise ValueError(f"w needs a scale of {top:.3g}, above the range of {scale_dtype} ({largest:.3g})")
+    s = xp.maximum(ideal, smallest).astype(np.float32).astype(scale_dtype)
+    # Upwards where rounding to nearest would lose half a step: 15 steps become 15.5 of a scale 1/32 smaller.
+    # Only float16's subnormals are that coarse.
+    coarse = s.astype(np.float64) * 32 < ideal * 31
+    s = (s.view(np.uint16) + coarse.astype(np.uint16)).view(scale_dtype)
+    step = s.astype(np.float64)
+    zeros = xp.full_like(step, _SYMMETRIC_ZERO) if symmetric else xp.clip(xp.rint(-low / step), 0, 15)
+    # 15 steps of a scale that was rounded up may leave the range of its type: then fewer.
+    reach = xp.floor(largest / step)
+    bottom, top_code = xp.maximum(zeros - reach, 0), xp.minimum(zeros + reach, 15)
+    zeros, bottom, top_code, step = (a.astype(w.dtype)[:, None] for a in (zeros, bottom, top_code, step))
+    codes = xp.clip(xp.rint(w / step) + zeros, bottom, top_code)
+    return codes.astype(np.uint8), s, zeros[:, 0].astype(np.uint8)

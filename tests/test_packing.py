@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from cupy_awq import packing
+
+GOLDEN = json.loads((Path(__file__).parent / "vectors.json").read_text(encoding="utf-8"))
+
+# Bit shift of each of a word's eight columns, as the format's description gives it.
+SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+
+
+def words_of(hexes: list[str], shape: tuple[int, ...] = (-1,)) -> np.ndarray:
+    return np.array([int(word, 16) for word in hexes], np.uint32).view(np.int32).reshape(shape)
+
+
+def test_one_word_of_autoawq() -> None:
+    golden = GOLDEN["awq_word"]
+    codes = np.array(golden["logical_columns_0_to_7"], np.uint8)
+    assert packing.pack_int4(codes).tolist() == [golden["word_int32"]]
+    assert packing.unpack_int4(words_of([golden["word_hex"]])).tolist() == codes.tolist()
+    assert [golden["word_int32"] >> 4 * p & 15 for p in range(8)] == golden["nibbles_from_bit0"]
+
+
+def test_tensors_of_autoawq_in_both_directions() -> None:
+    golden = GOLDEN["awq_gemm_k8_n16_g4"]
+    for words, codes in (("qweight", "intweight"), ("qzeros", "zeros_int")):
+        packed = words_of(golden[words]["hex"], golden[words]["shape"])
+        logical = np.array(golden[codes]["v"], np.uint8).reshape(golden[codes]["shape"])
+        np.testing.assert_array_equal(packing.pack_int4(logical), packed)
+        np.testing.assert_array_equal(packing.unpack_int4(packed), logical)
+
+
+def test_columns_come_in_the_memory_order_of_the_halves_conversion() -> None:
+    golden = GOLDEN["s4_to_fp16x2"]
+    codes = packing.unpack_int4(words_of([golden["source_word"]]))
+    assert codes.tolist() == golden["out_values"]
+    for dtype, key in (
+        (np.float16, "out_fp16_hex_in_memory_order"),
+        (ml_dtypes.bfloat16, "bf16_out_hex_in_memory_order"),
+    ):
+        assert [f"{bits:04x}" for bits in codes.astype(dtype).view(np.uint16)] == golden[key]
+
+
+def test_int8_bytes_are_what_the_byte_permute_expects() -> None:
+    golden = GOLDEN["int8_to_fp16_prmt"]
+    values = np.array(golden["logical_int8"], np.int8)
+    word = packing.pack_int8(values)
+    assert word.tolist() == words_of([golden["input_word"]]).tolist()
+    assert packing.unpack_int8(word).tolist() == values.tolist()
+    pool = word.tobytes() + bytes.fromhex("64646464")
+    halves = b"".join(bytes(pool[selector >> 4 * i & 7] for i in range(4)) for selector in (0x5250, 0x5351))
+    floats = np.frombuffer(halves, np.float16) - np.float16(1152)  # 1024 + 128
+    assert [f"{bits:04x}" for bits in floats.view(np.uint16)] == golden["out_fp16_hex"]
+
+
+def test_the_two_orders_are_inverse_permutations() -> None:
+    assert [packing.PACK_ORDER[i] for i in packing.UNPACK_ORDER] == list(range(8))
+    assert [4 * nibble for nibble in packing.UNPACK_ORDER] == list(SHIFTS)
+
+
+def shapes(multiple: int) -> st.SearchStrategy[tuple[int, ...]]:
+    leading = st.lists(st.integers(0, 3), max_size=2)
+    return st.builds(lambda lead, n: (*lead, n * multiple), leading, st.integers(0, 4))
+
+
+@given(st.data(), st.sampled_from([1, 2, -1]))
+def test_int4_round_trip_at_any_shape_and_stride(data: st.DataObject, step: int) -> None:
+    codes = data.draw(hnp.arrays(np.uint8, shapes(8), elements=st.integers(0, 15)))
+    strided = np.repeat(codes, abs(step), axis=-1)[..., ::step]  # step -1: the columns in reverse
+    words = packing.pack_int4(strided)
+    assert words.dtype == np.int32
+    assert words.shape == (*codes.shape[:-1], codes.shape[-1] // 8)
+    bits = words.view(np.uint32)[..., None] >> np.array(SHIFTS, np.uint32) & 15
+    np.testing.assert_array_equal(bits.reshape(strided.shape), strided)
+    np.testing.assert_array_equal(packing.unpack_int4(words), strided)
+    wide = np.repeat(words, 2, axis=-1)[..., ::2]
+    np.testing.assert_array_equal(packing.unpack_int4(wide), strided)
+
+
+@given(hnp.arrays(np.int32, shapes(1)))
+def test_every_word_survives_unpacking_and_packing(words: np.ndarray) -> None:
+    np.testing.assert_array_equal(packing.pack_int4(packing.unpack_int4(words)), words)
+    np.testing.assert_array_equal(packing.pack_int8(packing.unpack_int8(words)), words)
+
+
+@given(hnp.arrays(np.int8, shapes(4)))
+def test_int8_round_trip(values: np.ndarray) -> None:
+    np.testing.assert_array_equal(packing.unpack_int8(packing.pack_int8(values)), values)
+    reverse = values[..., ::-1]
+    np.testing.assert_array_equal(packing.unpack_int8(packing.pack_int8(reverse)), reverse)
+
+
+@pytest.mark.parametrize(
+    ("pack", "argument", "error", "message"),
+    [
+        (packing.pack_int4, np.array([0] * 7 + [16], np.uint8), ValueError, r"codes must be in 0\.\.15, got 16"),
+        (packing.pack_int4, np.zeros(12, np.uint8), ValueError, "N=12 in codes is not a multiple of 8"),
+        (packing.pack_int4, np.zeros(8, np.int64), TypeError, "codes must be uint8, got int64"),
+        (packing.pack_int4, np.array(3, np.uint8), ValueError, r"codes must have at least one axis, got shape \(\)"),
+        (packing.pack_int4, [0] * 8, TypeError, "codes must be a NumPy or CUDA array, got list"),
+        (packing.unpack_int4, np.zeros(2, np.uint32), TypeError, "words must be int32, got uint32"),
+        (packing.unpack_int4, (1, 2), TypeError, "words must be a NumPy or CUDA array, got tuple"),
+        (packing.pack_int8, np.zeros(6, np.int8), ValueError, "N=6 in values is not a multiple of 4"),
+        (packing.pack_int8, np.zeros(8, np.uint8), TypeError, "values must be int8, got uint8"),
+        (packing.unpack_int8, np.zeros(2, np.float32), TypeError, "words must be int32, got float32"),
+    ],
+)
+def test_bad_input_is_named(pack: object, argument: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}$"):
+        pack(argument)  # type: ignore[operator]

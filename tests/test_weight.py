@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import sys
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupy_awq import reference
+from cupy_awq.testing import random_activations, random_weight
+from cupy_awq.weight import PackedWeight
+
+
+@pytest.fixture
+def weight() -> PackedWeight:
+    return random_weight(np.random.default_rng(0), 96, 64, 32)
+
+
+def test_facts_come_from_the_shapes(weight: PackedWeight) -> None:
+    assert weight.shape == (96, 64)
+    assert weight.group_size == 32
+    assert weight.dtype == np.float16
+    assert weight.nbytes == 96 * 64 // 2 + 3 * 64 * 2 + 3 * 64 // 2
+
+
+def test_arrays_are_kept_and_not_copied(weight: PackedWeight) -> None:
+    again = PackedWeight(weight.qweight, weight.scales, weight.qzeros)
+    assert again.qweight is weight.qweight
+    assert again.scales is weight.scales
+    assert again.qzeros is weight.qzeros
+
+
+def test_slices_of_rows_and_columns_need_no_copy(weight: PackedWeight) -> None:
+    assert weight.qzeros is not None
+    part = PackedWeight(weight.qweight[32:, 2:5], weight.scales[1:, 16:40], weight.qzeros[1:, 2:5])
+    assert part.shape == (64, 24)
+    whole = reference.dequantize(weight.qweight, weight.scales, weight.qzeros)
+    np.testing.assert_array_equal(reference.dequantize(part.qweight, part.scales, part.qzeros), whole[32:, 16:40])
+
+
+@pytest.mark.parametrize("zeros", ["packed", "symmetric", "float"])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_repr_tells_all_but_the_values(zeros: str, dtype: type) -> None:
+    weight = random_weight(np.random.default_rng(0), 576, 1536, 64, dtype=dtype, zeros=zeros)
+    size = {"packed": "0.48", "symmetric": "0.47", "float": "0.50"}[zeros]
+    name = np.dtype(dtype).name
+    assert repr(weight) == f"PackedWeight(K=576, N=1536, group_size=64, {name}, {zeros} zeros, {size} MB)"
+
+
+def test_a_weight_cannot_be_changed(weight: PackedWeight) -> None:
+    for name in ("qweight", "facts", "shape", "new"):
+        with pytest.raises((dataclasses.FrozenInstanceError, AttributeError, TypeError)):
+            setattr(weight, name, None)
+
+
+def test_equality_is_identity_and_never_an_array_of_truths(weight: PackedWeight) -> None:
+    assert weight == weight
+    assert weight != copy.copy(weight)
+    assert len({weight, weight}) == 1
+
+
+def test_copies_and_pickles_compute_the_same(weight: PackedWeight) -> None:
+    expected = reference.dequantize(weight.qweight, weight.scales, weight.qzeros)
+    for twin in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        np.testing.assert_array_equal(reference.dequantize(twin.qweight, twin.scales, twin.qzeros), expected)
+        assert twin.facts == weight.facts
+
+
+def test_matmul_operator_leaves_the_product_to_gemm(weight: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = types.ModuleType("cupy_awq.ops")
+    ops.gemm = reference.matmul  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy_awq.ops", ops)
+    x = random_activations(np.random.default_rng(1), 2, 3, 96)
+    y = x @ weight
+    assert y.dtype == np.float16
+    np.testing.assert_array_equal(y, reference.matmul(x, weight.qweight, weight.scales, weight.qzeros))
+
+
+def test_a_weight_is_validated_when_it_is_made(weight: PackedWeight) -> None:
+    with pytest.raises(ValueError, match=r"^N=56 in scales is not N=64 in qweight \(8 words of 8 columns\)$"):
+        PackedWeight(weight.qweight, weight.scales[:, :56], weight.qzeros)
