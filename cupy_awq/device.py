@@ -7,6 +7,8 @@ import functools
 import os
 from dataclasses import dataclass, replace
 
+from cupy_awq import placement
+
 ARCH_VARIABLE = "CUPY_AWQ_ARCH"
 
 
@@ -78,6 +80,11 @@ def current() -> Device:
     import cupy
 
     return of(cupy.cuda.runtime.getDevice())
+
+
+def current_or_nominal() -> Device:
+    """The current GPU's facts, or with none those of an H100."""
+    return current() if placement.gpu_count() else nominal(90)
 
 
 @functools.cache

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tensor-core matrix product of gemm_mma.cuh for sm_75: pairs of mma m16n8k8 in float16, and copies through registers.
+#include "gemm_mma.cuh"
+#include "ptx/mma.cuh"
+
+static_assert(__CUDA_ARCH__ >= 750, "gemm_sm75 needs sm_75 or newer");
+
+// A copy is complete when the block's next barrier is.
+struct CopyDirect {
+  template <class T>
+  __device__ __forceinline__ void start(uint32_t shared_address, const void* source, bool valid) const {
+    T value = {};
+    if (valid) value = *static_cast<const T*>(source);
+    *static_cast<T*>(__cvta_shared_to_generic(shared_address)) = value;
+  }
+  __device__ __forceinline__ void start_16(uint32_t shared_address, const void* source, bool valid) const {
+    start<Vector<uint32_t, 4>>(shared_address, source, valid);
+  }
+  __device__ __forceinline__ void start_4(uint32_t shared_address, const void* source, bool valid) const {
+    start<uint32_t>(shared_address, source, valid);
+  }
+  __device__ __forceinline__ void commit() const {}
+  template <int PENDING>
+  __device__ __forceinline__ void wait() const {}
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    gemm_sm75(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
+              const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size, int ldx,
+              int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
+  auto mma = [](float(&c)[4], const uint32_t(&a)[4], uint32_t b0, uint32_t b1) {
+    ptx::mma_m16n8k8_f16(c, a[0], a[1], b0);
+    ptx::mma_m16n8k8_f16(c, a[2], a[3], b1);
+  };
+  gemm_mma(x, qweight, scales, zeros, bias, residual, y, partials, counters, m, n, k, group_size, ldx, ldq, lds, ldz,
+           ldr, ldy, low, high, CopyDirect{}, mma);
+}

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// PTX ISA: "Half Precision Floating Point Instructions". Two 16-bit values in one register; the suffix .rn keeps the
+// assembler from fusing what must round twice.
+#pragma once
+
+namespace ptx {
+
+// sub.rn.f16x2: sm_53 and newer.
+__device__ __forceinline__ unsigned sub_f16x2(unsigned a, unsigned b) {
+  unsigned out;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
+// mul.rn.f16x2: sm_53 and newer.
+__device__ __forceinline__ unsigned mul_f16x2(unsigned a, unsigned b) {
+  unsigned out;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
+// fma.rn.f16x2: a * b + c with one rounding; sm_53 and newer.
+__device__ __forceinline__ unsigned fma_f16x2(unsigned a, unsigned b, unsigned c) {
+  unsigned out;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
+// fma.rn.bf16x2: a * b + c with one rounding; sm_80 and newer (sub and mul only since sm_90).
+__device__ __forceinline__ unsigned fma_bf16x2(unsigned a, unsigned b, unsigned c) {
+  unsigned out;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
+}  // namespace ptx

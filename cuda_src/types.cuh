@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Integer and 16-bit floating-point types for NVRTC, with no header of the toolkit: kernels compile in a fraction of
+// the time and need nothing but the compiler.
+#pragma once
+
+#include "ptx/cvt.cuh"
+
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+
+struct half_t {
+  uint16_t bits;
+};
+
+struct bfloat16_t {
+  uint16_t bits;
+};
+
+__device__ __forceinline__ float to_float(half_t value) { return ptx::cvt_f32_f16(value.bits); }
+__device__ __forceinline__ float to_float(bfloat16_t value) { return __uint_as_float(uint32_t{value.bits} << 16); }
+__device__ __forceinline__ float to_float(float value) { return value; }
+
+// One rounding, to nearest even.
+template <class T>
+__device__ __forceinline__ T from_float(float value);
+
+template <>
+__device__ __forceinline__ half_t from_float<half_t>(float value) {
+  return {ptx::cvt_rn_f16_f32(value)};
+}
+
+template <>
+__device__ __forceinline__ bfloat16_t from_float<bfloat16_t>(float value) {
+#if __CUDA_ARCH__ >= 800
+  return {ptx::cvt_rn_bf16_f32(value)};
+#else
+  const uint32_t bits = __float_as_uint(value);
+  // Adding the rounding term to a NaN could carry into its sign.
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fffu};
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+#endif
+}
+
+template <>
+__device__ __forceinline__ float from_float<float>(float value) {
+  return value;
+}
+
+// COUNT adjacent values that move as one access when their address is a multiple of their size.
+template <class T, int COUNT>
+struct alignas(sizeof(T) * COUNT) Vector {
+  T values[COUNT];
+};
+
+// WHOLE: one access; otherwise COUNT accesses of one value.
+template <bool WHOLE, class T, int COUNT>
+__device__ __forceinline__ void load(Vector<T, COUNT>& out, const T* source) {
+  if constexpr (WHOLE) {
+    out = *reinterpret_cast<const Vector<T, COUNT>*>(source);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) out.values[i] = source[i];
+  }
+}
+
+template <bool WHOLE, class T, int COUNT>
+__device__ __forceinline__ void store(T* target, const Vector<T, COUNT>& values) {
+  if constexpr (WHOLE) {
+    *reinterpret_cast<Vector<T, COUNT>*>(target) = values;
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) target[i] = values.values[i];
+  }
+}
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

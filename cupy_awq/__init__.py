@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AWQ INT4 weight-only linear algebra for NVIDIA GPUs, with no PyTorch.
+
+y = x @ W for x [..., K] in float16, bfloat16 or float32 and W [K, N] as 4-bit codes with a scale and a zero point for
+each group of ``group_size`` rows. NumPy arrays are computed on the CPU, CuPy arrays on their GPU.
+"""
+
+from cupy_awq.checkpoint import CheckpointError, load
+from cupy_awq.linear import AwqLinear
+from cupy_awq.ops import dequantize, explain, gemm, gemv
+from cupy_awq.packing import pack_int4, unpack_int4
+from cupy_awq.quantizer import quantize
+from cupy_awq.weight import PackedWeight
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AwqLinear",
+    "CheckpointError",
+    "PackedWeight",
+    "dequantize",
+    "explain",
+    "gemm",
+    "gemv",
+    "load",
+    "pack_int4",
+    "quantize",
+    "unpack_int4",
+]

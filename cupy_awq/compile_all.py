@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel for the architectures named, with no GPU: to fill the cache of a container image, and to check them all.
+
+Prints registers, shared memory and spills of each kernel, and fails if one spills.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+from cupy_awq import compile as compiler
+from cupy_awq import device, select
+from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.kernels.problem import Problem
+from cupy_awq.launch_plan import Kernel
+from cupy_awq.table import render
+
+SHAPE = (4096, 4096)
+
+
+def kernels(arch: int) -> Iterator[Kernel]:
+    """The kernels of common layers: each dtype, packed zeros, group sizes of 128 and 32, each configuration."""
+    facts = device.nominal(arch)
+    seen = set()
+    k, n = SHAPE
+    for dtype in ("float16", "bfloat16", "float32"):
+        scales = "bfloat16" if dtype == "bfloat16" else "float16"
+        yield Dequantization(k, n, 128, scales, "packed", dtype, True, (n // 8, n, n // 8, n)).plan(facts).kernel
+        for group_size in (128, 32):
+            for m in (1, 2, 4, 8, 16, 64):
+                problem = Problem(m, n, k, group_size, dtype, scales)
+                candidates = select.candidates(problem, facts)
+                if not isinstance(candidates["gemm_sm80"], str):
+                    del candidates["gemm_sm75"]  # legal, but only when it is asked for by name
+                for configs in candidates.values():
+                    for config in configs if not isinstance(configs, str) else ():
+                        kernel = config.plan(problem, facts).kernel
+                        if kernel not in seen:
+                            seen.add(kernel)
+                            yield kernel
+
+
+def run(archs: list[str]) -> int:
+    """Compile for each of ``archs`` ("75", "90a"; below the compiler's range its lowest); 1 if a kernel spills, else 0.
+
+    Raises ValueError for an arch that is not one.
+    """
+    for arch in archs:
+        if not re.fullmatch(r"\d{2,3}a?", arch) or int(arch.rstrip("a")) < min(device.NOMINAL):
+            raise ValueError(f"arch: expected a compute capability such as 75 or 90a, got {arch!r}")
+    spills = 0
+    rows = []
+    for arch in archs:
+        for kernel in kernels(int(arch.rstrip("a"))):
+            binary = compiler.build(kernel)
+            resources = binary.resources
+            if resources is None:
+                raise RuntimeError(f"{kernel.entry}: the compiler reported no resources")
+            defines = " ".join(f"{name}={value}" for name, value in kernel.defines if name not in QUIET)
+            rows.append(
+                (
+                    kernel.entry,
+                    f"sm_{compiler.target(kernel.arch)}",
+                    defines,
+                    str(resources.registers),
+                    str(resources.shared_bytes),
+                    str(resources.spill_bytes),
+                    "compiled" if binary.fresh else "cached",
+                )
+            )
+            spills += resources.spill_bytes > 0
+            print(f"\r{len(rows)} kernels", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print(render(("kernel", "target", "constants", "registers", "shared bytes", "spill bytes", ""), rows, left=3))
+    print(f"{len(rows)} kernels, {spills} with spills; cache: {compiler.cache_folder()}")
+    return 1 if spills else 0
+
+
+QUIET = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")
+"""Constants that are the same in all of them."""

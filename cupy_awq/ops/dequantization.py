@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dequantize``: a weight in floating point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupy_awq import check, device, reference
+from cupy_awq.check import Array
+from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.ops import gpu
+
+
+def dequantize(
+    qweight: Array, scales: Array, qzeros: Array | None, /, *, dtype: Any = None, out: Array | None = None
+) -> Array:
+    """W [K, N], where W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size, rounded once to ``dtype``.
+
+    Args:
+        qweight: [K, N/8] int32, codes in AWQ order (see `PackedWeight`).
+        scales: [K/G, N] float16 or bfloat16.
+        qzeros: [K/G, N/8] int32 zero points; None where all are 8; or [K/G, N] offsets o of the scales' dtype, for
+            W = q*s + o.
+        dtype: float16, bfloat16 or float32; by default that of the scales.
+        out: [K, N] array of ``dtype`` to fill and return.
+
+    All arrays are NumPy's, or all lie on one GPU. Rows may have any stride, so slices are not copied.
+
+    Raises:
+        TypeError, ValueError: an array, a shape or a dtype that does not fit; the message names it.
+
+    >>> import numpy as np
+    >>> import cupy_awq
+    >>> qweight = cupy_awq.pack_int4(np.arange(16, dtype=np.uint8)[None].repeat(32, 0))
+    >>> cupy_awq.dequantize(qweight, np.ones((1, 16), np.float16), None)[0, :4]
+    array([-8., -7., -6., -5.], dtype=float16)
+    """
+    qweight, scales, qzeros = gpu.as_cupy(qweight), gpu.as_cupy(scales), gpu.as_cupy(qzeros)
+    facts = check.weight(qweight, scales, qzeros)
+    if facts.device == check.HOST:
+        return reference.dequantize(qweight, scales, qzeros, dtype=dtype, out=out)
+    to = facts.dtype if dtype is None else check.float_dtype(dtype)
+    import cupy
+
+    with gpu.on_device(facts.device):
+        if out is None:
+            out = cupy.empty((facts.k, facts.n), to)
+        else:
+            out = gpu.as_cupy(out)
+            check.out(out, (facts.k, facts.n), to, facts.device)
+        # The kernel writes whole rows: another order of axes goes through a buffer.
+        target = out if out.strides[1] == to.itemsize else cupy.empty((facts.k, facts.n), to)
+        offsets = qzeros if facts.zeros == "float" else None
+        problem = Dequantization(
+            facts.k,
+            facts.n,
+            facts.group_size,
+            facts.dtype.name,
+            facts.zeros,
+            to.name,
+            gpu.aligned(scales, offsets, target),
+            (gpu.row_stride(qweight), gpu.row_stride(scales), gpu.row_stride(qzeros), gpu.row_stride(target)),
+        )
+        launcher = gpu.launcher(problem.plan(device.current()), facts.device)
+        pointers = tuple(gpu.address(a) for a in (qweight, scales, qzeros, target))
+        launcher(pointers, cupy.cuda.get_current_stream().ptr)
+        if target is not out:
+            out[...] = target
+    return out

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel makes a product, and how: pure functions of the problem and of the device's facts."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from cupy_awq.device import Device
+from cupy_awq.kernels.gemm_mma import GEMM_SM75, GEMM_SM80
+from cupy_awq.kernels.gemm_simt import GemmSimt
+from cupy_awq.kernels.gemv import GemmSmall, Gemv
+from cupy_awq.kernels.problem import COUNTERS, WORKSPACE_BYTES, Config, Family, Problem
+from cupy_awq.launch_plan import LaunchPlan
+
+FAMILIES: dict[str, Family] = {
+    family.NAME: family for family in (Gemv(), GemmSmall(), GemmSimt(), GEMM_SM75, GEMM_SM80)
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel family, its configuration and the launch that follows from them."""
+
+    name: str
+    config: Config
+    plan: LaunchPlan
+
+
+def candidates(problem: Problem, device: Device, split_k: int | None = None) -> dict[str, list[Config] | str]:
+    """Of each family the legal configurations, the fastest by the model first, or the reason why there is none."""
+    found: dict[str, list[Config] | str] = {}
+    for name, family in FAMILIES.items():
+        reason = family.refuse(problem, device)
+        if reason is not None:
+            found[name] = reason
+            continue
+        configs = [config for config in family.configs(problem, device) if _fits(config, problem, split_k)]
+        configs.sort(key=lambda config: config.microseconds(problem, device))
+        found[name] = configs or f"cannot split K={problem.k} into {split_k} parts here"
+    return found
+
+
+def _fits(config: Config, problem: Problem, split_k: int | None) -> bool:
+    partials, counters = config.workspace(problem)
+    return partials <= WORKSPACE_BYTES and counters <= COUNTERS and split_k in (None, config.splits)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(problem: Problem, device: Device, kernel: str | None = None, split_k: int | None = None) -> Choice:
+    """The configuration that the model ranks first, of every family or of the one named ``kernel``.
+
+    Raises ValueError if there is none, with the reason.
+    """
+    if kernel is not None and kernel not in FAMILIES:
+        raise ValueError(f"kernel: expected one of {', '.join(FAMILIES)}, got {kernel!r}")
+    found = candidates(problem, device, split_k)
+    if kernel is not None:
+        found = {kernel: found[kernel]}
+    best = {name: configs[0] for name, configs in found.items() if not isinstance(configs, str)}
+    if not best:
+        reasons = "; ".join(f"{name} {reason}" for name, reason in found.items())
+        raise ValueError(f"no kernel fits: {reasons}")
+    name = min(best, key=lambda name: best[name].microseconds(problem, device))
+    return Choice(name, best[name], best[name].plan(problem, device))
+
+
+def explain(problem: Problem, device: Device) -> str:
+    """A line for each kernel family: its best configuration and expected time, or why it is not legal."""
+    choice = choose(problem, device)
+    lines = [f"x[{problem.m}, {problem.k}] {problem.dtype} @ W[{problem.k}, {problem.n}] group size {problem.group_size} on {device.name} (sm_{device.arch})"]
+    for name, configs in candidates(problem, device).items():
+        mark = "->" if name == choice.name else "  "
+        if isinstance(configs, str):
+            lines.append(f"{mark} {name:10} not legal: {configs}")
+        else:
+            expected = configs[0].microseconds(problem, device)
+            lines.append(f"{mark} {name:10} {expected:8.1f} us expected  {configs[0]}")
+    return "\n".join(lines)
