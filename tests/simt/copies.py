@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies that a thread starts and another instruction waits for: ``cp.async`` into shared memory.
+
+With landing "latest" the bytes arrive at the instruction that waits for them and are marked in flight until then; with
+"earliest" they arrive at once. The race detector takes them as unordered with everything until they are waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.simt.memory import IN_FLIGHT, READY
+
+if TYPE_CHECKING:
+    from tests.simt.machine import Machine
+
+Array = Any
+
+
+@dataclass
+class _Copy:
+    """One execution of ``cp.async``, by the threads ``lanes``: ``source`` and ``target`` as byte addresses."""
+
+    lanes: Array
+    group: Array
+    source: Array
+    position: Array
+    size: int
+    taken: Array  # bytes to read; the rest is zeros
+    at: int
+
+
+class AsyncCopies:
+    """The copies in flight, with each thread's count of committed groups."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.pending: list[_Copy] = []
+        self.groups = np.zeros(machine.threads, np.int64)
+
+    def start(self, target: Array, source: Array, lanes: Any, size: int, taken: Array, at: int) -> None:
+        """Start copies of ``size`` bytes, of which ``taken`` are read and the rest zeros."""
+        machine, shared = self.machine, self.machine.memory.shared
+        if isinstance(lanes, slice):
+            lanes = np.arange(machine.threads)
+        if not len(lanes):
+            return
+        target, source, taken = (machine.pick(value, lanes) for value in (target, source, taken))
+        if np.any(taken > size):
+            machine.fail("invalid", f"source size above {size}", at, lanes, int(np.argmax(taken > size)))
+        shared.check_alignment(target, size, lanes, at)
+        machine.memory.globals.check_alignment(source, size, lanes, at)
+        position = shared.locate(target, lanes, size, at)
+        if machine.races:
+            machine.races.start_write(position, size, lanes, at)
+        copy = _Copy(lanes, self.groups[lanes], source, position, size, taken, at)
+        if machine.landing == "earliest":
+            self._move(copy)
+        else:
+            shared.mark(position, size, IN_FLIGHT)
+        self.pending.append(copy)
+
+    def commit(self, active: Array) -> None:
+        self.groups = self.groups + active
+
+    def wait(self, active: Array, newest: int | None) -> None:
+        """Land what each thread waits for: all groups but the ``newest`` ones, or everything if that is None."""
+        machine = self.machine
+        kept = []
+        for copy in self.pending:
+            done = active[copy.lanes]
+            if newest is not None:
+                done = done & (copy.group < self.groups[copy.lanes] - newest)
+            if done.any():
+                self._land(_select(copy, done))
+            if not done.all():
+                kept.append(_select(copy, ~done))
+        self.pending = kept
+        if machine.races:
+            machine.races.progress(active)
+
+    def _land(self, copy: _Copy) -> None:
+        machine = self.machine
+        if machine.landing == "latest":
+            self._move(copy)
+            machine.memory.shared.mark(copy.position, copy.size, READY)
+        if machine.races:
+            machine.races.finish_write(copy.position, copy.size, copy.lanes)
+
+    def _move(self, copy: _Copy) -> None:
+        """Copy the bytes of whole words, then those of copies with a shorter source."""
+        machine, shared = self.machine, self.machine.memory.shared
+        words = np.zeros((len(copy.lanes), copy.size // 4), np.uint32)
+        whole = copy.taken == copy.size
+        if whole.any():
+            lanes, source = copy.lanes[whole], copy.source[whole]
+            words[whole] = np.stack(machine.memory.globals.fetch(source, lanes, np.uint32, copy.size // 4, copy.at), 1)
+        for k in np.flatnonzero(~whole & (copy.taken > 0)):
+            source = copy.source[k] + np.arange(copy.taken[k])
+            lanes = np.full(len(source), copy.lanes[k])
+            content = machine.memory.globals.fetch(source, lanes, np.uint8, 1, copy.at)[0]
+            words.view(np.uint8)[k, : len(content)] = content
+        view, index = shared.buffer.elements(copy.position, np.uint32)
+        for k in range(words.shape[1]):
+            view[index + k] = words[:, k]
+        if machine.landing == "earliest":
+            shared.mark(copy.position, copy.size, READY)
+
+
+def _select(copy: _Copy, part: Array) -> _Copy:
+    if part.all():
+        return copy
+    return _Copy(
+        copy.lanes[part], copy.group[part], copy.source[part], copy.position[part], copy.size, copy.taken[part], copy.at
+    )

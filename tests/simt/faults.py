@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the simulator reports instead of going on."""
+
+from __future__ import annotations
+
+from tests.simt.parser import Location
+
+
+class Fault(Exception):
+    """A kernel did what it must not do.
+
+    ``kind`` is one of: out of bounds, null pointer, misaligned, read-only, uninitialised, in flight, race, deadlock,
+    divergence, barrier, invalid, trap. ``source`` is the line of the ``.cu`` or ``.cuh`` file, ``thread`` the first
+    offender as ((x, y, z) of its block in the grid, (x, y, z) in the block), ``address`` what it used.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        text: str,
+        *,
+        source: Location | None = None,
+        opcode: str = "",
+        ptx_line: int = 0,
+        thread: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+        address: int | None = None,
+    ) -> None:
+        self.kind, self.text, self.source, self.opcode = kind, text, source, opcode
+        self.ptx_line, self.thread, self.address = ptx_line, thread, address
+        where = f"{source or 'unknown source line'} ({opcode}, PTX line {ptx_line})" if opcode else ""
+        who = f"thread {thread[1]} of block {thread[0]}" if thread else ""
+        place = f"address {address:#x}" if address is not None else ""
+        super().__init__(": ".join(part for part in (kind, where, who, place, text) if part))

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic that NumPy does not have: fused multiply-add, bfloat16, flushing, PTX's minimum, conversions.
+
+Register contents are arrays of unsigned integers or floats; a value that is equal in all threads may be a scalar.
+bfloat16 values travel as float32 that bfloat16 can hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = Any  # an ndarray or a NumPy scalar
+
+_F16_VALUES = np.arange(65536, dtype=np.uint32).astype(np.uint16).view(np.float16).astype(np.float32)
+
+
+def f16_to_f32(bits: Array) -> Array:
+    """uint16 bits of float16 -> float32 (a table is twice as fast as NumPy's conversion)."""
+    return _F16_VALUES.take(bits)
+
+
+def bf16_to_f32(bits: Array) -> Array:
+    """uint16 bits of bfloat16 -> float32."""
+    return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+
+def f32_to_f16(x: Array) -> Array:
+    """float32 or float64 -> uint16 bits of float16, to nearest even; NaN is the canonical one."""
+    return np.where(np.isnan(x), np.uint16(0x7FFF), np.asarray(x).astype(np.float16).view(np.uint16))
+
+
+def f32_to_bf16(x: Array) -> Array:
+    """float32 -> uint16 bits of bfloat16, to nearest even; NaN is the canonical one."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
+
+
+def f32_to_bf16_rz(x: Array) -> Array:
+    """float32 -> uint16 bits of bfloat16, toward zero."""
+    bits = np.asarray(x, np.float32).view(np.uint32) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), bits.astype(np.uint16))
+
+
+def halves(words: Array) -> Array:
+    """uint32 [...] -> its uint16 halves [..., 2], low first."""
+    return np.ascontiguousarray(np.asarray(words)[..., None]).view(np.uint16)
+
+
+def words(halves: Array) -> Array:
+    """The inverse of ``halves``."""
+    return np.ascontiguousarray(halves).view(np.uint32)[..., 0]
+
+
+def f32_to_f16_rz(x: Array) -> Array:
+    """float32 -> uint16 bits of float16, toward zero."""
+    x = np.asarray(x, np.float32)
+    nearest = x.astype(np.float16)
+    over = np.abs(nearest.astype(np.float32)) > np.abs(x)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), nearest.view(np.uint16) - over.astype(np.uint16))
+
+
+def flush(x: Array) -> Array:
+    """float32 with subnormals replaced by zeros of their sign (``.ftz``)."""
+    bits = np.asarray(x).view(np.uint32)
+    return np.where(bits & np.uint32(0x7F800000), bits, bits & np.uint32(0x80000000)).view(np.float32)
+
+
+def saturate(x: Array) -> Array:
+    """Clamp to [0, 1]; NaN becomes 0 (``.sat``)."""
+    return np.fmin(np.fmax(x, x.dtype.type(0)), x.dtype.type(1))
+
+
+def relu(x: Array) -> Array:
+    """Negative -> 0, NaN stays NaN (``.relu``)."""
+    return np.where(x < 0, x.dtype.type(0), x)
+
+
+def minimum(x: Array, y: Array) -> Array:
+    """The number if one is NaN; -0 below +0."""
+    return np.where((x == y) & np.signbit(y), y, np.fmin(x, y))
+
+
+def maximum(x: Array, y: Array) -> Array:
+    """The number if one is NaN; -0 below +0."""
+    return np.where((x == y) & ~np.signbit(y), y, np.fmax(x, y))
+
+
+def minimum_nan(x: Array, y: Array) -> Array:
+    """NaN if one is NaN."""
+    return np.where(np.isnan(x) | np.isnan(y), x.dtype.type(np.nan), minimum(x, y))
+
+
+def maximum_nan(x: Array, y: Array) -> Array:
+    """NaN if one is NaN."""
+    return np.where(np.isnan(x) | np.isnan(y), x.dtype.type(np.nan), maximum(x, y))
+
+
+def _sum_to_odd(x: Array, y: Array) -> Array:
+    """float64 x + y rounded to odd: rounding it again, to fewer bits, then equals one rounding of the exact sum."""
+    total = np.asarray(x + y)
+    back = total - x
+    error = (x - (total - back)) + (y - back)  # Knuth's TwoSum: total + error is exact
+    away = (error > 0) == (total > 0)
+    even = (total.view(np.uint64) & np.uint64(1)) == 0
+    wrong = even & (error != 0) & np.isfinite(total)
+    step = np.where(away, np.int64(1), np.int64(-1))
+    return np.where(wrong, (total.view(np.int64) + step).view(np.float64), total)
+
+
+def fma_f32(x: Array, y: Array, z: Array) -> Array:
+    """float32 x * y + z with one rounding."""
+    product = np.multiply(x, y, dtype=np.float64)  # exact
+    total = product + z
+    # Rounding twice errs only if the first result lies half-way between two float32, or is subnormal there.
+    low = np.asarray(total).view(np.uint64) & np.uint64(0x1FFFFFFF)
+    doubtful = (low == 0x10000000) | ((np.abs(total) < 2.0**-125) & (total != 0))
+    if doubtful.any():
+        total = _sum_to_odd(product, np.asarray(z, np.float64))
+    return total.astype(np.float32)
+
+
+def fma_f16(x: Array, y: Array, z: Array) -> Array:
+    """float32 holding float16 values -> float64 x * y + z, exact wherever it matters for one rounding to float16."""
+    return np.multiply(x, y, dtype=np.float64) + z
+
+
+def fma_bf16(x: Array, y: Array, z: Array) -> Array:
+    """float32 holding bfloat16 values -> float32 x * y + z rounded to odd, for one rounding to bfloat16 after it."""
+    return f64_to_f32_odd(_sum_to_odd(np.multiply(x, y, dtype=np.float64), np.asarray(z, np.float64)))
+
+
+def f64_to_f32_odd(x: Array) -> Array:
+    """float64 -> float32, inexact results to the odd neighbour."""
+    nearest = np.asarray(x).astype(np.float32)
+    back = nearest.astype(np.float64)
+    bits = nearest.view(np.uint32)
+    truncated = bits - (np.abs(back) > np.abs(x)).astype(np.uint32)
+    odd = np.where((back != x) & ~np.isnan(x), truncated | np.uint32(1), bits)
+    return odd.view(np.float32)
+
+
+def to_integer(x: Array, dtype: Any, rounding: str) -> Array:
+    """Float -> integer with PTX's clamping; NaN -> 0. ``rounding``: rni, rzi, rmi, rpi."""
+    whole = round_whole(np.asarray(x, np.float64), rounding)
+    info = np.iinfo(dtype)
+    # float64 cannot hold the largest 64-bit integers: compare, do not clip.
+    high = whole >= float(info.max)
+    low = whole <= float(info.min)
+    safe = np.where(high | low | np.isnan(whole), 0.0, whole).astype(dtype)
+    return np.where(high, dtype(info.max), np.where(low, dtype(info.min), safe))
+
+
+def round_whole(x: Array, rounding: str) -> Array:
+    """Round to a whole number, in the same type."""
+    return {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding](x)
+
+
+def divide(x: Array, y: Array, remainder: bool = False) -> Array:
+    """Integer division toward zero, or its remainder; by zero gives all ones, or x, as the hardware does."""
+    zero = y == 0
+    safe = np.where(zero, y.dtype.type(1), y)
+    quotient = x // safe
+    if x.dtype.kind == "i":
+        quotient = quotient + ((x - quotient * safe != 0) & ((x < 0) != (safe < 0))).astype(x.dtype)
+    if remainder:
+        return np.where(zero, x, x - quotient * safe)
+    return np.where(zero, ~x.dtype.type(0), quotient)
+
+
+def multiply_high(x: Array, y: Array) -> Array:
+    """The upper half of the product of two 64-bit integers."""
+    mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    a, b = np.asarray(x).view(np.uint64), np.asarray(y).view(np.uint64)
+    a0, a1, b0, b1 = a & mask, a >> shift, b & mask, b >> shift
+    middle = a1 * b0 + (a0 * b0 >> shift)
+    other = a0 * b1 + (middle & mask)
+    high = a1 * b1 + (middle >> shift) + (other >> shift)
+    if x.dtype.kind == "i":
+        high = high - np.where(x < 0, b, np.uint64(0)) - np.where(y < 0, a, np.uint64(0))
+    return high.view(x.dtype)
+
+
+def lut(x: Array, y: Array, z: Array, table: int) -> Array:
+    """``lop3``: bit ``x << 2 | y << 1 | z`` of ``table``, for each bit."""
+    common = {
+        0xEA: lambda: (x & y) | z,
+        0x6A: lambda: (x & y) ^ z,
+        0xF8: lambda: x | (y & z),
+        0x80: lambda: x & y & z,
+        0xFE: lambda: x | y | z,
+        0x96: lambda: x ^ y ^ z,
+        0xC0: lambda: x & y,
+        0xE2: lambda: (y & x) | (~y & z),
+    }
+    if table in common:
+        return common[table]()
+    terms = [(x if k & 4 else ~x) & (y if k & 2 else ~y) & (z if k & 1 else ~z) for k in range(8) if table >> k & 1]
+    return np.bitwise_or.reduce(np.broadcast_arrays(*terms)) if terms else x & np.uint32(0)
+
+
+def permute_bytes(x: Array, y: Array, selector: Array) -> Array:
+    """``prmt``: nibble k of ``selector`` picks one of the bytes of {y, x}; its bit 3 repeats the byte's sign."""
+    both = x.astype(np.uint64) | (y.astype(np.uint64) << np.uint64(32))
+    result = np.uint32(0)
+    for k in range(4):
+        nibble = (selector >> np.uint32(4 * k)) & np.uint32(15)
+        byte = (both >> ((nibble & np.uint32(7)) * np.uint32(8)).astype(np.uint64)).astype(np.uint32) & np.uint32(255)
+        sign = (np.uint32(0) - (byte >> np.uint32(7))) & np.uint32(255)
+        result = result | (np.where(nibble & np.uint32(8), sign, byte) << np.uint32(8 * k))
+    return result
+
+
+def permute_mode(selector: Array, mode: str) -> Array:
+    """The default-mode selector that acts as ``selector`` does in another mode of ``prmt``."""
+    table = {
+        "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
+        "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
+        "rc8": (0x0000, 0x1111, 0x2222, 0x3333),
+        "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
+        "ecr": (0x0000, 0x1110, 0x2210, 0x3210),
+        "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
+    }[mode]
+    return np.array(table, np.uint32)[selector & np.uint32(3)]
+
+
+def reverse_bits(x: Array, width: int) -> Array:
+    """``brev``."""
+    result = x & x.dtype.type(0)
+    for k in range(width):
+        result = result | ((x >> x.dtype.type(k)) & x.dtype.type(1)) << x.dtype.type(width - 1 - k)
+    return result
+
+
+def leading_zeros(x: Array, width: int) -> Array:
+    """``clz``."""
+    count = np.where(x == 0, np.uint32(width), np.uint32(0))
+    found = x != 0
+    step = width // 2
+    while step:
+        high = x >> x.dtype.type(width - step)
+        empty = found & (high == 0)
+        count = count + np.where(empty, np.uint32(step), np.uint32(0))
+        x = np.where(empty, x << x.dtype.type(step), x)
+        step //= 2
+    return count
+
+
+def extract_field(x: Array, position: Array, length: Array, width: int) -> Array:
+    """``bfe``: ``x`` signed or unsigned decides the filling bits."""
+    unsigned = np.asarray(x).view(np.uint64 if width == 64 else np.uint32).astype(np.uint64)
+    position = (position & np.uint32(255)).astype(np.uint64)
+    length = (length & np.uint32(255)).astype(np.uint64)
+    one, all_ones = np.uint64(1), ~np.uint64(0)
+    mask = np.where(length >= 64, all_ones, (one << length) - one)
+    field = (unsigned >> position) & mask
+    if x.dtype.kind == "i":
+        last = np.minimum(position + np.maximum(length, one) - one, np.uint64(width - 1))
+        sign = np.where(length == 0, np.uint64(0), (unsigned >> last) & one)
+        known = np.where(position >= width, np.uint64(0), np.minimum(length, np.uint64(width) - position))
+        fill = np.where(known >= 64, np.uint64(0), all_ones << known)
+        field = np.where(sign != 0, field | fill, field)
+    return field.astype(np.uint64 if width == 64 else np.uint32)
+
+
+def insert_field(x: Array, y: Array, position: Array, length: Array, width: int) -> Array:
+    """``bfi``: the low bits of ``x`` into ``y``."""
+    position = (position & np.uint32(255)).astype(np.uint64)
+    length = (length & np.uint32(255)).astype(np.uint64)
+    one = np.uint64(1)
+    mask = np.where(length >= 64, ~np.uint64(0), (one << length) - one) << position
+    result = (y.astype(np.uint64) & ~mask) | ((x.astype(np.uint64) << position) & mask)
+    return result.astype(np.uint64 if width == 64 else np.uint32)
+
+
+def dot_bytes(x: Array, y: Array, z: Array, signed_x: bool, signed_y: bool) -> Array:
+    """``dp4a``: uint32 words of four bytes each, 32-bit accumulation."""
+    total = np.asarray(z).view(np.uint32)
+    for k in range(0, 32, 8):
+        a = (x >> np.uint32(k)).astype(np.int8 if signed_x else np.uint8).astype(np.int64)
+        b = (y >> np.uint32(k)).astype(np.int8 if signed_y else np.uint8).astype(np.int64)
+        total = total + (a * b).astype(np.uint32)
+    return total
+
+
+def bit_count(x: Array) -> Array:
+    """``popc``."""
+    return np.bitwise_count(x).astype(np.uint32)
+
+
+def highest_bit(x: Array, width: int, as_shift: bool) -> Array:
+    """``bfind``: the highest bit that differs from the sign (or the shift that brings it to the top); -1 if none."""
+    unsigned = np.uint64 if width == 64 else np.uint32
+    if x.dtype.kind == "i":
+        x = np.where(x < 0, ~x, x).view(unsigned)
+    zeros = leading_zeros(x, width)
+    return np.where(zeros == width, np.uint32(0xFFFFFFFF), zeros if as_shift else np.uint32(width - 1) - zeros)
+
+
+def clip_integer(x: Array, dtype: Any) -> Array:
+    """Saturating conversion between integers."""
+    goal, own = np.iinfo(dtype), np.iinfo(x.dtype)
+    return np.clip(x, x.dtype.type(max(goal.min, own.min)), x.dtype.type(min(goal.max, own.max))).astype(dtype)

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PTX text -> instructions with resolved names.
+
+The grammar is the part that NVRTC emits and that inline ``asm`` adds to it: ``{ }`` scopes may declare registers and
+labels again, several statements may share a line, and ``.loc`` ends at its newline.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+TYPE_BYTES = {"pred": 1, "b128": 16, "f16x2": 4, "bf16x2": 4} | {
+    f"{letter}{bits}": bits // 8 for letter in "busf" for bits in (8, 16, 32, 64)
+}
+
+
+class PtxError(Exception):
+    """The text is not PTX that the simulator knows; the message names the line."""
+
+
+@dataclass(frozen=True)
+class Register:
+    """``name`` is unique in its function; ``type`` as declared: pred, b16, b32, f32, ..."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
+class Special:
+    """A predefined read-only register, ``%tid.x``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Immediate:
+    """A constant; ``float_bits`` is 32 or 64 for the forms ``0f`` and ``0d``, whose bits are in ``value``."""
+
+    value: int | float
+    float_bits: int = 0
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A variable, parameter or label."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Address:
+    """``[base + offset]``; a tensor copy's ``[map, {x, y}]`` has coordinates."""
+
+    base: Operand
+    offset: int = 0
+    coordinates: tuple[Operand, ...] = ()
+
+
+@dataclass(frozen=True)
+class Vector:
+    """``{a, b, c}``; an item that PTX writes ``_`` is None."""
+
+    items: tuple[Operand | None, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two results, ``a|b``."""
+
+    first: Operand | None
+    second: Operand | None
+
+
+@dataclass(frozen=True)
+class Not:
+    """A negated predicate operand, ``!p``."""
+
+    predicate: Register
+
+
+Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair | Not
+
+
+@dataclass(frozen=True)
+class Location:
+    """A line of a source file; of inlined code also the line that called it."""
+
+    file: str
+    line: int
+    caller: Location | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f", inlined at {self.caller}" if self.caller else "")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """``guard`` is the predicate of ``@p`` (a Not for ``@!p``); ``line`` counts in the PTX text."""
+
+    opcode: str
+    operands: tuple[Operand | None, ...]
+    guard: Register | Not | None
+    line: int
+    source: Location | None
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A declared variable in ``space`` (global, const, shared, local, param); ``size`` 0 is dynamic shared memory."""
+
+    name: str
+    space: str
+    align: int
+    size: int
+    data: bytes = b""
+
+
+@dataclass
+class Function:
+    """An entry. ``labels`` give the index of the instruction that follows; ``tables`` are targets of ``brx.idx``."""
+
+    name: str
+    parameters: list[Variable]
+    variables: list[Variable] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass
+class Module:
+    """``functions`` holds entries by name; those that ``.func`` declares are left out (their ``call`` is refused)."""
+
+    functions: dict[str, Function]
+    variables: list[Variable]
+
+
+@dataclass
+class _Statement:
+    kind: str  # "text", "label", "open", "close"
+    text: str
+    line: int
+    loc: Location | None
+
+
+_TOKEN = re.compile(
+    r"""//[^\n]*|/\*.*?\*/            # comments
+      |\.(?P<directive>loc|file)\b(?P<rest>[^\n]*)
+      |"[^"]*"|(?P<mark>[{};\n])
+      |(?P<label>[\w$%]+)[ \t]*:(?!:)
+      |[^\s{};"/]+|.""",
+    re.VERBOSE | re.DOTALL,
+)
+_HEADER = re.compile(r"\.(entry|func|section)\b")
+
+
+def _statements(text: str) -> Iterator[_Statement]:
+    """Split into statements, labels and scope marks."""
+    files = dict(re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text))
+    seen: dict[tuple[str, ...], Location] = {}
+    line, start, loc = 1, 1, None
+    parts: list[str] = []
+    for token in _TOKEN.finditer(text):
+        word = token[0]
+        if token["directive"]:
+            numbers = re.findall(r"\d+", token["rest"].partition(",")[0])
+            if token["directive"] == "loc" and numbers[1] != "0":  # line 0 is unknown: keep the one before
+                inlined = re.search(r"inlined_at (\d+) (\d+) (\d+)", token["rest"])
+                caller = seen.get(inlined.groups()) if inlined else None
+                loc = seen[tuple(numbers)] = Location(files.get(numbers[0], "?"), int(numbers[1]), caller)
+        elif token["label"] and not parts and not word.startswith("%"):
+            yield _Statement("label", token["label"], line, loc)
+        elif word == ";" or (word in "{}" and _is_scope(parts)):
+            if parts or word == "{":
+                yield _Statement("open" if word == "{" else "text", "".join(parts).strip(), start, loc)
+            if word == "}":
+                yield _Statement("close", "", line, loc)
+            parts = []
+        elif not word.startswith(("//", "/*")) and (parts or not word.isspace()):
+            if not parts:
+                start = line
+            parts.append(word)
+        elif parts:
+            parts.append(" ")
+        line += word.count("\n")
+
+
+def _is_scope(parts: list[str]) -> bool:
+    """Does a brace here open or close a scope (else it belongs to a vector or an initialiser)?"""
+    return not parts or bool(_HEADER.search("".join(parts)))
+
+
+_VARIABLE = re.compile(
+    r"(?:\.(?:extern|visible|weak)\s+)*\.(?P<space>global|const|shared|local|param)\b\s*(?:\.attribute\([^)]*\)\s*)?"
+    r"(?P<marks>(?:\.ptr\s*|\.align\s+\d+\s*|\.(?:global|const|shared|local)\s+)*)\.(?P<type>\w+)\s*"
+    r"(?P<marks2>(?:\.ptr\s*|\.align\s+\d+\s*|\.(?:global|const|shared|local)\s+)*)"
+    r"(?P<name>[\w$%]+)\s*(?P<dims>(?:\[\d*\])*)\s*(?:=\s*(?P<init>.*))?$",
+    re.DOTALL,
+)
+
+
+def _variable(text: str) -> Variable:
+    match = _VARIABLE.match(text.strip())
+    if not match:
+        raise PtxError(f"declaration not understood: {text}")
+    each = TYPE_BYTES[match["type"]]
+    count = 1
+    for dim in re.findall(r"\[(\d*)\]", match["dims"]):
+        count *= int(dim or 0)
+    align = re.search(r"\.align\s+(\d+)", match["marks"])  # after the type it is the pointee's
+    values = re.findall(r"[^\s,{}]+", match["init"] or "")
+    data = b"".join((_number(value).value % 2 ** (8 * each)).to_bytes(each, "little") for value in values)
+    return Variable(match["name"], match["space"], int(align[1]) if align else each, each * count, data)
+
+
+_NUMBER = re.compile(r"(-?)(?:0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})|(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?)$")
+_DECIMAL = re.compile(r"-?\d+\.\d*(?:[eE][-+]?\d+)?$")
+
+
+def _number(text: str) -> Immediate:
+    if match := _NUMBER.match(text):
+        sign, single, double, integer = match.groups()
+        if single or double:
+            if sign:
+                raise PtxError(f"negated float bits: {text}")
+            return Immediate(int(single or double, 16), 32 if single else 64)
+        octal = len(integer) > 1 and integer[0] == "0" and integer.isdigit()
+        value = int(integer, 8 if octal else 0)
+        return Immediate(-value if sign else value)
+    if _DECIMAL.match(text):
+        return Immediate(float(text))
+    raise PtxError(f"number not understood: {text}")
+
+
+class _Scope:
+    """Registers and labels that one ``{ }`` declares; inner scopes hide outer ones."""
+
+    def __init__(self, parent: _Scope | None, serial: int) -> None:
+        self.parent = parent
+        self.suffix = f"~{serial}" if parent else ""
+        self.registers: dict[str, Register] = {}
+        self.ranges: dict[str, tuple[str, int]] = {}
+        self.labels: dict[str, str] = {}
+
+    def declare(self, text: str) -> None:
+        """``.reg .b32 %r<58>, p``"""
+        match = re.match(r"\.reg\s+\.(\w+)\s+(.*)$", text, re.DOTALL)
+        if not match:
+            raise PtxError(f"declaration not understood: {text}")
+        for name in match[2].split(","):
+            prefix, _, count = name.strip().partition("<")
+            if count:
+                self.ranges[prefix] = match[1], int(count.rstrip(">"))
+            else:
+                self.registers[prefix] = Register(prefix + self.suffix, match[1])
+
+    def register(self, name: str) -> Register | None:
+        if name in self.registers:
+            return self.registers[name]
+        prefix = name.rstrip("0123456789")
+        if prefix in self.ranges and prefix != name and int(name[len(prefix) :]) < self.ranges[prefix][1]:
+            self.registers[name] = Register(name + self.suffix, self.ranges[prefix][0])
+            return self.registers[name]
+        return self.parent.register(name) if self.parent else None
+
+    def label(self, name: str) -> str | None:
+        return self.labels.get(name) or (self.parent.label(name) if self.parent else None)
+
+
+_SPLIT = re.compile(r",(?![^{\[(]*[}\])])")
+
+
+class _Body:
+    """Builds one function from its statements: declarations of all scopes first, so that labels resolve forwards."""
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+
+    def build(self, statements: list[_Statement]) -> None:
+        scopes = self._declare(statements)
+        for statement, scope in zip(statements, scopes, strict=True):
+            text = statement.text
+            if statement.kind == "label":
+                label = scope.label(text)
+                if label is None:
+                    raise PtxError(f"PTX line {statement.line}: no such label: {text}")
+                self.function.labels[label] = len(self.function.instructions)
+            elif text.startswith(".branchtargets"):
+                table = [name for name, at in self.function.labels.items() if at == len(self.function.instructions)][-1]
+                self.function.tables[table] = [
+                    scope.label(name.strip()) or "" for name in text.removeprefix(".branchtargets").split(",")
+                ]
+            elif statement.kind == "text" and not text.startswith("."):
+                self.function.instructions.append(self._instruction(statement, scope))
+
+    def _declare(self, statements: list[_Statement]) -> list[_Scope]:
+        """The scope of each statement."""
+        scope = _Scope(None, 0)
+        scopes = []
+        for serial, statement in enumerate(statements, 1):
+            if statement.kind == "open":
+                scope = _Scope(scope, serial)
+            scopes.append(scope)
+            if statement.kind == "close" and scope.parent:
+                scope = scope.parent
+            elif statement.kind == "label":
+                scope.labels[statement.text] = statement.text + scope.suffix
+            elif statement.text.startswith(".reg"):
+                scope.declare(statement.text)
+            elif re.match(r"\.(shared|local)\b", statement.text):
+                self.function.variables.append(_variable(statement.text))
+        return scopes
+
+    def _instruction(self, statement: _Statement, scope: _Scope) -> Instruction:
+        match = re.match(r"(?:@(!?)\s*([\w$%]+)\s+)?([\w.:]+)\s*(.*)$", statement.text, re.DOTALL)
+        if not match:
+            raise PtxError(f"PTX line {statement.line}: not understood: {statement.text}")
+        negated, predicate, opcode, rest = match.groups()
+        try:
+            guard = self._operand(("!" if negated else "") + predicate, scope) if predicate else None
+            operands = tuple(self._operand(part.strip(), scope) for part in _SPLIT.split(rest) if part.strip())
+        except PtxError as error:
+            raise PtxError(f"PTX line {statement.line}: {error}") from None
+        assert guard is None or isinstance(guard, (Register, Not))
+        return Instruction(opcode, operands, guard, statement.line, statement.loc)
+
+    def _operand(self, text: str, scope: _Scope) -> Operand | None:
+        if text == "_":
+            return None
+        if text[0] == "[":
+            return self._address(text[1:-1].strip(), scope)
+        if text[0] == "{":
+            return Vector(tuple(self._operand(item.strip(), scope) for item in text[1:-1].split(",")))
+        if "|" in text:
+            first, second = text.split("|")
+            return Pair(self._operand(first.strip(), scope), self._operand(second.strip(), scope))
+        if text[0] == "!":
+            register = scope.register(text[1:].strip())
+            if register is None:
+                raise PtxError(f"no such predicate: {text}")
+            return Not(register)
+        if register := scope.register(text):
+            return register
+        if text[0].isdigit() or text[0] == "-":
+            return _number(text)
+        if text[0] == "%":
+            return Special(text)
+        if label := scope.label(text):
+            return Symbol(label)
+        return Symbol(text)
+
+    def _address(self, text: str, scope: _Scope) -> Address:
+        place, _, coordinates = text.partition(",")
+        base, _, offset = place.partition("+")
+        operand = self._operand(base.strip(), scope)
+        vector = self._operand(coordinates.strip(), scope) if coordinates else None
+        if operand is None or not (vector is None or isinstance(vector, Vector)):
+            raise PtxError(f"address not understood: [{text}]")
+        items = tuple(item for item in vector.items if item is not None) if vector else ()
+        return Address(operand, int(offset.strip() or "0", 0), items)
+
+
+_UNUSED = re.compile(r"^\s*\.(?:version|target|address_size)\b[^\n]*|^\s*\.section\b[^{]*\{[^}]*\}", re.MULTILINE)
+
+
+def parse(text: str) -> Module:
+    """Parse the PTX of one module. Raises PtxError for what it does not understand."""
+    module = Module({}, [])
+    text = _UNUSED.sub(lambda match: "\n" * match[0].count("\n"), text)
+    statements = list(_statements(text))
+    position = 0
+    while position < len(statements):
+        statement = statements[position]
+        position += 1
+        if statement.kind == "open":
+            end = _closing(statements, position)
+            if entry := re.search(r"\.entry\s+([\w$]+)\s*(?:\((.*?)\))?", statement.text, re.DOTALL):
+                parameters = [_variable(part) for part in (entry[2] or "").split(",") if part.strip()]
+                function = Function(entry[1], parameters)
+                _Body(function).build(statements[position : end - 1])
+                module.functions[entry[1]] = function
+            position = end
+        elif re.match(r"(\.(extern|visible|weak)\s+)*\.(global|const|shared)\b", statement.text):
+            module.variables.append(_variable(statement.text))
+    return module
+
+
+def _closing(statements: list[_Statement], position: int) -> int:
+    """The index after the mark that closes the scope opened before ``position``."""
+    depth = 1
+    while depth:
+        depth += {"open": 1, "close": -1}.get(statements[position].kind, 0)
+        position += 1
+    return position

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A parsed entry -> a program: basic blocks, each a compiled Python function, and the layout of its variables."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.simt.emit import BlockCode, Names, find, namespace, special_variable, storage
+from tests.simt.memory import SHARED_START, WINDOW_BITS
+from tests.simt.parser import TYPE_BYTES, Function, Instruction, Module, Not, Operand, Symbol, Variable, parse
+
+PARAMETER_WINDOW = 1 << 16
+VARIABLE_WINDOW = PARAMETER_WINDOW + 1
+WIDTH = {"warp": 32, "warpgroup": 128, "blocks": 32}
+
+
+@dataclass
+class Block:
+    """Instructions ``start:stop`` of the program.
+
+    ``width`` threads must have arrived before any of them goes on (0: each on its own); ``members`` names those of a
+    warp that take part, if not all do. ``ending`` is next, branch (the function returns who jumps to ``targets[0]``),
+    table (the function returns an index into ``targets``), exit, or parked (the function schedules its threads).
+    """
+
+    start: int
+    stop: int
+    width: int = 0
+    members: Operand | None = None
+    ending: str = "next"
+    targets: list[int] = field(default_factory=list)
+    function: Callable[..., Any] = lambda *_: None
+
+
+@dataclass
+class Program:
+    """``registers``: Python name -> NumPy type. ``grain``: bytes of the narrowest shared-memory access (4 at most)."""
+
+    name: str
+    instructions: list[Instruction]
+    blocks: list[Block]
+    registers: dict[str, str]
+    names: Names
+    parameters: list[Variable]
+    parameter_offsets: list[int]
+    parameter_bytes: int
+    constants: list[Variable]
+    shared_bytes: int
+    dynamic_at: int | None
+    local_bytes: int
+    grain: int
+    text: str
+
+
+@functools.cache
+def module(ptx: str) -> Module:
+    return parse(ptx)
+
+
+@functools.cache
+def compile_entry(ptx: str, entry: str) -> Program:
+    """Compile an entry of a PTX module, once in a process."""
+    parsed = module(ptx)
+    if entry not in parsed.functions:
+        raise KeyError(f"{entry} is not an entry; these are: {', '.join(parsed.functions)}")
+    return _compile(parsed, parsed.functions[entry])
+
+
+def _compile(parsed: Module, function: Function) -> Program:
+    function = _unguard(function)
+    blocks = _split(function)
+    symbols, layout = _layout(parsed, function)
+    names = Names()
+    codes = []
+    for number, block in enumerate(blocks):
+        code = BlockCode(number, symbols, names)
+        for index in range(block.start, block.stop):
+            code.instruction(index, function.instructions[index])
+        codes.append(code)
+    live = _live_out(blocks, codes)
+    text = "\n".join(_function(number, code, live[number]) for number, code in enumerate(codes))
+    scope = namespace() | names.constants
+    exec(compile(text, f"<{function.name}>", "exec"), scope)
+    for number, block in enumerate(blocks):
+        block.function = scope[f"block_{number}"]
+    offsets, end = [], 0
+    for parameter in function.parameters:
+        end = -(-end // parameter.align) * parameter.align
+        offsets.append(end)
+        end += parameter.size
+    return Program(
+        name=function.name,
+        instructions=function.instructions,
+        blocks=blocks,
+        registers={name: storage(register.type) for register, name in names.registers.items()},
+        names=names,
+        parameters=function.parameters,
+        parameter_offsets=offsets,
+        parameter_bytes=end,
+        constants=[variable for variable in parsed.variables if variable.space in ("global", "const")],
+        grain=_grain(function.instructions),
+        text=text,
+        **layout,
+    )
+
+
+def _unguard(function: Function) -> Function:
+    """Turn a guard of an instruction that ends a block or meets other threads into a jump around it."""
+    instructions: list[Instruction] = []
+    moved = {}
+    labels = {}
+    for index, instruction in enumerate(function.instructions):
+        moved[index] = len(instructions)
+        special = find(instruction.opcode)[2] and not instruction.opcode.startswith("bra")
+        if instruction.guard and special:
+            guard = instruction.guard.predicate if isinstance(instruction.guard, Not) else Not(instruction.guard)
+            label = f"after~{index}"
+            skip = replace(instruction, opcode="bra", operands=(Symbol(label),), guard=guard)
+            instructions += [skip, replace(instruction, guard=None)]
+            labels[label] = len(instructions)
+        else:
+            instructions.append(instruction)
+    moved[len(function.instructions)] = len(instructions)
+    labels |= {label: moved[index] for label, index in function.labels.items()}
+    return Function(function.name, function.parameters, function.variables, instructions, labels, function.tables)
+
+
+def _split(function: Function) -> list[Block]:
+    """Basic blocks; an instruction that needs whole warps starts one, unless it is known that they are whole."""
+    instructions, labels = function.instructions, function.labels
+    starts = {0, len(instructions)} | set(labels.values())
+    together: tuple[str, object] | None = None  # the kind and members of the last such instruction in this block
+    for index, instruction in enumerate(instructions):
+        kind = find(instruction.opcode)[2]
+        if index in starts:
+            together = None
+        if kind in ("warp", "warpgroup", "blocks"):
+            here = kind, _members(instruction)
+            if here != together:
+                starts.add(index)
+            together = here
+        if kind in ("ends", "blocks", "polls"):
+            starts.add(index + 1)
+            together = None
+        if kind == "polls":
+            starts.add(index)
+    order = sorted(starts)
+    blocks = [Block(start, stop) for start, stop in itertools.pairwise(order)]
+    number = {block.start: k for k, block in enumerate(blocks)}
+    number[len(instructions)] = len(blocks)
+    for k, block in enumerate(blocks):
+        kind = find(instructions[block.start].opcode)[2]
+        block.width = WIDTH.get(kind, 0)
+        block.members = _members(instructions[block.start]) if kind == "warp" else None
+        last = instructions[block.stop - 1]
+        root = last.opcode.split(".")[0]
+        targets = [op.name for op in last.operands if isinstance(op, Symbol)] if root in ("bra", "brx") else []
+        block.targets = [k + 1]
+        if root == "bra":
+            block.ending = "branch" if last.guard else "next"
+            block.targets = [number[labels[targets[0]]]] + ([k + 1] if last.guard else [])
+        elif root == "brx":
+            block.ending = "table"
+            block.targets = [number[labels[name]] for name in function.tables[targets[0]]]
+        elif root in ("ret", "exit"):
+            block.ending, block.targets = "exit", []
+        elif find(last.opcode)[2] in ("blocks", "polls"):
+            block.ending = "parked"
+    end = Block(len(instructions), len(instructions), ending="exit")
+    return [*blocks, end]
+
+
+def _members(instruction: Instruction) -> Operand | None:
+    """The operand that names the participants of a warp instruction; None: all 32."""
+    root = instruction.opcode.split(".")[0]
+    if root in ("shfl", "vote", "match", "redux", "elect") or instruction.opcode == "bar.warp.sync":
+        return instruction.operands[-1]
+    return None
+
+
+def _layout(parsed: Module, function: Function) -> tuple[dict[str, int], dict[str, Any]]:
+    """The address of each variable, and the sizes of the memories.
+
+    Dynamic shared memory is aligned as declared and no better, so that a kernel cannot lean on luck.
+    """
+    symbols: dict[str, int] = {}
+    ends = {"shared": SHARED_START, "local": 0}
+    dynamic = []
+    for variable in [*parsed.variables, *function.variables]:
+        if variable.space not in ends:
+            continue
+        if variable.space == "shared" and variable.size == 0:
+            dynamic.append(variable)
+            continue
+        start = -(-ends[variable.space] // variable.align) * variable.align
+        symbols[variable.name] = start
+        ends[variable.space] = start + variable.size
+    dynamic_at = None
+    if dynamic:
+        align = max(max(variable.align for variable in dynamic), 16)
+        dynamic_at = -(-ends["shared"] // align) * align
+        if align < SHARED_START and dynamic_at % (2 * align) == 0:
+            dynamic_at += align
+        symbols |= {variable.name: dynamic_at for variable in dynamic}
+    kept = [variable for variable in parsed.variables if variable.space in ("global", "const")]
+    symbols |= {variable.name: (VARIABLE_WINDOW + k) << WINDOW_BITS for k, variable in enumerate(kept)}
+    offset = 0
+    for parameter in function.parameters:
+        offset = -(-offset // parameter.align) * parameter.align
+        symbols[parameter.name] = (PARAMETER_WINDOW << WINDOW_BITS) + offset
+        offset += parameter.size
+    sizes = {"shared_bytes": ends["shared"] - SHARED_START, "dynamic_at": dynamic_at, "local_bytes": ends["local"]}
+    return symbols, sizes
+
+
+def _grain(instructions: list[Instruction]) -> int:
+    """The narrowest type with which shared memory may be read or written, 4 at most."""
+    sizes = [4]
+    for instruction in instructions:
+        parts = instruction.opcode.split(".")
+        if parts[0] in ("ld", "st") and not {"global", "local", "param", "const"} & set(parts):
+            sizes.append(TYPE_BYTES[parts[-1]])
+    return min(sizes)
+
+
+def _live_out(blocks: list[Block], codes: list[BlockCode]) -> list[set[str]]:
+    """The registers of each block that a later one may read."""
+    live_in = [set(code.reads) for code in codes]
+    live_out: list[set[str]] = [set() for _ in codes]
+    changed = True
+    while changed:
+        changed = False
+        for number in reversed(range(len(blocks))):
+            out = set().union(*(live_in[target] for target in blocks[number].targets))
+            if out != live_out[number]:
+                live_out[number] = out
+                live_in[number] |= out - set(codes[number].writes)
+                changed = True
+    return live_out
+
+
+def _function(number: int, code: BlockCode, live: set[str]) -> str:
+    """The text of one block's function."""
+    head = [f"{name} = R[{name!r}]" for name in sorted(code.names.register(r) for r in code.reads.values())]
+    head += [f"{special_variable(name)} = m.special[{name!r}]" for name in sorted(code.specials)]
+    if code.uses_lanes:
+        head.append("lanes = m.lanes(active)")
+    kept = sorted(code.names.register(register) for name, register in code.writes.items() if name in live)
+    tail = []
+    if kept:
+        tail = ["if full:", *(f"    R[{name!r}] = {name}" for name in kept), "else:"]
+        tail += [f"    R[{name!r}] = np_where(active, {name}, R[{name!r}])" for name in kept]
+    body = [*head, *code.lines, *tail, f"return {code.outcome or 'None'}"]
+    return f"def block_{number}(m, R, active, full):\n" + "\n".join("    " + line for line in body) + "\n"
