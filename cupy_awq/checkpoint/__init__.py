@@ -128,14 +128,16 @@ def _indexed(index: Path) -> dict[str, Tensor]:
         # A shard lies beside its index: a path could lead anywhere.
         if not isinstance(shard, str) or shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
             raise CheckpointError(
-                f"{index}: tensor {name!r}: expected the name of a file in the folder, got {shard!r:.80}"
+                f"{index}: tensor {name!r:.200}: expected the name of a file in the folder, got {shard!r:.80}"
             )
         if shard not in shards:
             file = index.parent / shard
             if not file.is_file():
-                raise CheckpointError(f"{index}: tensor {name!r}: its shard {shard} is missing")
+                raise CheckpointError(f"{index}: tensor {name!r:.200}: its shard {shard} is missing")
             shards[shard] = _tensors([file])
         if name not in shards[shard]:
-            raise CheckpointError(f"{index.parent / shard}: tensor {name!r}: named by {INDEX}, but not in this shard")
+            raise CheckpointError(
+                f"{index.parent / shard}: tensor {name!r:.200}: named by {INDEX}, but not in this shard"
+            )
         tensors[name] = shards[shard][name]
     return tensors

@@ -62,7 +62,7 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     start = 8 + length
     spans, views = [], {}
     for name, entry in header.items():
-        where = f"{path}: tensor {name!r}"
+        where = f"{path}: tensor {name!r:.200}"
         dtype, shape, begin, end = _entry(entry, where)
         if end > size - start:
             raise CheckpointError(
@@ -100,13 +100,13 @@ def _entry(entry: Any, where: str) -> tuple[np.dtype[Any], tuple[int, ...], int,
     if dtype is None:
         raise CheckpointError(f"{where}: expected a dtype of {', '.join(DTYPES)}, got {name!r:.80}")
     if not _naturals(shape) or len(shape) > MAX_RANK:
-        raise CheckpointError(f"{where}: expected a shape of at most {MAX_RANK} integers >= 0, got {shape!r:.80}")
+        raise CheckpointError(f"{where}: expected a shape of at most {MAX_RANK} int64 >= 0, got {shape!r:.80}")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(
-            f"{where}: expected data_offsets [begin, end] with 0 <= begin <= end, got {offsets!r:.80}"
+            f"{where}: expected data_offsets [begin, end] in int64, 0 <= begin <= end, got {offsets!r:.80}"
         )
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
 def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
