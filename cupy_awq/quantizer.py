@@ -29,9 +29,9 @@ def quantize(w: Array, /, *, group_size: int = 128, bits: int = 4, symmetric: bo
       widened to include 0. AutoAWQ's quantizer does not widen it, and saturates groups of one sign.
     - symmetric: z = 8 (stored), s = max(max / 7, -min / 8): the smallest step whose codes -8..7 reach both ends.
 
-    So |W - dequantize(...)| is at most s/2, and 3 % of s for the rounding of s itself; it is at most s where s is a
-    subnormal float16, or where one step more would leave the range of the scales' type. A group of zeros gets the
-    smallest scale and decodes to zeros.
+    So |W - dequantize(...)| is at most s/2, and 1 % of s (bfloat16: 6 %) for the rounding of s itself; it is at most s
+    where s is a subnormal float16, or where one step more would leave the range of the scales' type. A group of zeros
+    gets the smallest scale and decodes to zeros.
 
     Args:
         w: [K, N] float16, bfloat16, float32 or float64, NumPy or CuPy, any strides; N a multiple of 8.

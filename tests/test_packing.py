@@ -100,6 +100,23 @@ def test_int8_round_trip(values: np.ndarray) -> None:
     np.testing.assert_array_equal(packing.unpack_int8(packing.pack_int8(reverse)), reverse)
 
 
+@pytest.mark.gpu
+def test_a_gpu_packs_as_the_cpu_does() -> None:
+    import cupy
+
+    rng = np.random.default_rng(0)
+    codes, values = rng.integers(0, 16, (3, 5, 48), np.uint8), rng.integers(-128, 128, (3, 48), np.int8)
+    for pack, unpack, a in (
+        (packing.pack_int4, packing.unpack_int4, codes[:, ::2]),
+        (packing.pack_int8, packing.unpack_int8, values[..., ::-1]),
+    ):
+        words = pack(cupy.asarray(a))
+        np.testing.assert_array_equal(words.get(), pack(a))
+        np.testing.assert_array_equal(unpack(words).get(), a)
+    with pytest.raises(ValueError, match=r"^codes must be in 0\.\.15, got 16$"):
+        packing.pack_int4(cupy.full(8, 16, np.uint8))
+
+
 @pytest.mark.parametrize(
     ("pack", "argument", "error", "message"),
     [

@@ -182,7 +182,12 @@ def test_autoawq_tensors_dequantize_bit_for_bit() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "scale", "offset", "expected"),
-    [(FLOAT16, 683, 2.0**-20, 2050), (BFLOAT16, 87, 2.0**-30, 262), (BFLOAT16, -87, -(2.0**-30), -262)],
+    [
+        (FLOAT16, 683, 2.0**-20, 2050),
+        (BFLOAT16, 87, 2.0**-30, 262),
+        (BFLOAT16, -87, -(2.0**-30), -262),
+        (BFLOAT16, 89, -(2.0**-30), 266),
+    ],
 )
 def test_an_offset_below_float32_still_decides_a_tie(
     dtype: np.dtype[Any], scale: float, offset: float, expected: float
