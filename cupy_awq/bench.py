@@ -205,7 +205,10 @@ def _ceilings(device: int) -> Ceilings:
     read_gbs = _read_gbs()
     if timing.cublas():
         return Ceilings(read_gbs, _matmul_tflops(device), measured=True)
-    return Ceilings(read_gbs, _nominal_tflops(device), measured=False)
+    import cupy
+
+    hertz = cupy.cuda.Device(device).attributes["ClockRate"] * 1e3
+    return Ceilings(read_gbs, nominal_tflops(devices.of(device), hertz), measured=False)
 
 
 def _read_gbs() -> float:
@@ -230,13 +233,10 @@ def _matmul_tflops(device: int) -> float:
     return 2 * SIDE**3 / timing.on_gpu([lambda: cupy.matmul(a, b, out=c)], graph=False) / 1e6
 
 
-def _nominal_tflops(device: int) -> float:
-    import cupy
-
-    facts = devices.of(device)
+def nominal_tflops(facts: devices.Device, hertz: float) -> float:
+    """The float16 rate of a chip at a clock, from its compute capability and its number of SMs."""
     known = max((arch for arch in FP16_FLOPS_PER_SM_CLOCK if arch <= facts.native), default=60)
-    hertz = cupy.cuda.Device(device).attributes["ClockRate"] * 1e3
-    return float(FP16_FLOPS_PER_SM_CLOCK[known] * facts.sm_count * hertz / 1e12)
+    return FP16_FLOPS_PER_SM_CLOCK[known] * facts.sm_count * hertz / 1e12
 
 
 def to_json(rows: Sequence[Row], ceilings: Ceilings | None, device: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import threading
@@ -44,8 +45,9 @@ def on_gpu(calls: Sequence[Call], *, graph: bool = True) -> float:
     """
     import cupy
 
-    cupy.cuda.Device().synchronize()  # the new stream does not wait for work of the default stream
-    stream = cupy.cuda.Stream(non_blocking=True)
+    device = cupy.cuda.Device()
+    device.synchronize()  # a non-blocking stream does not wait for work of the default stream
+    stream = _stream(device.id)
     with stream:
         for call in calls:
             call()  # the first call compiles and allocates
@@ -56,6 +58,14 @@ def on_gpu(calls: Sequence[Call], *, graph: bool = True) -> float:
         batch = list(calls) * (math.ceil(20 / len(calls)) if guess < 1 else 1)
         samples = _replayed(stream, batch) if graph else _queued(stream, batch)
     return statistics.median(samples) / len(batch) * 1e3
+
+
+@functools.cache
+def _stream(device: int) -> Any:
+    """One stream for all measurements on a GPU: memory pools and workspaces belong to a stream."""
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True)
 
 
 def _milliseconds(begin: Any, end: Any) -> float:

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint files for the tests, true and lying ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+
+from cupy_awq import checkpoint, testing
+
+K, N, G = 64, 16, 32
+CONFIG = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": G, "zero_point": True}
+Tensors = dict[str, npt.NDArray[Any]]
+Header = dict[str, Any]
+
+
+def module(name: str, k: int = K, n: int = N, g: int = G, seed: int = 0) -> Tensors:
+    """The tensors of one quantized module."""
+    weight = testing.random_weight(np.random.default_rng(seed), k, n, g)
+    return {f"{name}.qweight": weight.qweight, f"{name}.qzeros": weight.qzeros, f"{name}.scales": weight.scales}
+
+
+def folder(path: Path, tensors: Tensors, quantization: Any = CONFIG) -> Path:
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    return path
+
+
+def sharded(path: Path, shards: list[Tensors], quantization: Any = CONFIG) -> dict[str, str]:
+    """A folder of several files and its index; returns the index's weight_map."""
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for name, tensors in zip(names, shards, strict=True):
+        save_file(tensors, path / name)
+    weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+    (path / checkpoint.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    return weight_map
+
+
+def raw(path: Path, header: Header | bytes, data: bytes, length: int | None = None) -> Path:
+    """A safetensors file of any header, true or not."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(dtype: Any = "F16", shape: Any = (4,), offsets: Any = (0, 8)) -> Header:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}

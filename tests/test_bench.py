@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark: figures from times, what is printed and drawn, and on a GPU that its times are times."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupy_awq import bench, placement, timing
+from cupy_awq.__main__ import main
+from cupy_awq.bench import Ceilings, Row
+from cupy_awq.check import HOST
+
+CEILINGS = Ceilings(read_gbs=2000.0, tflops=500.0, measured=True)
+
+
+def row(
+    k: int = 4096, n: int = 4096, m: int = 16, us: float = 10.0, roof: float | None = 5.0, fp16: float | None = 20.0
+) -> Row:
+    return Row(k, n, m, 128, "float16", "gemm_sm80", us, 10_000_000, roof, fp16)
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, and few repetitions."""
+    monkeypatch.setattr(placement, "gpu_count", lambda: 0)
+    monkeypatch.setattr(timing, "CPU_SECONDS", 0.0)
+
+
+# Figures
+
+
+def test_figures_of_a_row() -> None:
+    found = row()
+    assert found.gbs == 1000.0  # 10 MB in 10 us
+    assert found.tflops == pytest.approx(2 * 16 * 4096 * 4096 / 10e-6 / 1e12)
+    assert found.over_roofline == 2.0
+    assert found.over_fp16 == 2.0
+    unknown = row(roof=None, fp16=None)
+    assert (unknown.over_roofline, unknown.over_fp16) == (None, None)
+
+
+def test_roofline_is_the_slower_of_reading_and_multiplying() -> None:
+    assert CEILINGS.microseconds(2_000_000, 0) == 1.0
+    assert CEILINGS.microseconds(0, 500_000_000) == 1.0
+    assert CEILINGS.microseconds(4_000_000, 500_000_000) == 2.0
+    assert CEILINGS.microseconds(2_000_000, 1_500_000_000) == 3.0
+
+
+@given(
+    sizes=st.tuples(*[st.integers(1, 10**6)] * 3),
+    times=st.tuples(st.floats(1e-2, 1e7), *[st.none() | st.floats(1e-2, 1e7)] * 2),
+)
+def test_rows_survive_json_and_stay_consistent(sizes: tuple[int, ...], times: tuple[Any, ...]) -> None:
+    found = row(*sizes, *times)
+    read = json.loads(json.dumps(found.to_json()))
+    assert read["us"] * read["tflops"] * 1e6 == pytest.approx(2 * read["m"] * read["n"] * read["k"])
+    assert (read["over_roofline"] is None) == (read["roofline_us"] is None)
+    assert (read["over_fp16"] is None) == (read["fp16_us"] is None)
+
+
+# Times on the CPU
+
+
+def test_time_on_the_cpu_is_that_of_one_call() -> None:
+    assert 2000 <= timing.on_cpu([lambda: time.sleep(0.002)]) < 20_000
+
+
+def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "CPU_SECONDS", 0.0)
+    seen: list[int] = []
+    timing.on_cpu([lambda: seen.append(0), lambda: seen.append(1)])
+    assert seen == [0, *([0, 1] * timing.SAMPLES)[: timing.SAMPLES]]
+
+
+@pytest.mark.usefixtures("cpu")
+def test_bench_without_a_gpu_times_numpy_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "128x16", "64x8", "--m", "1,4", "--group-size", "64"]) == 0
+    captured = capsys.readouterr()
+    head, _, header, *rows, _, note = captured.out.splitlines()
+    assert head.startswith("CPU (")
+    assert header.split()[:3] == ["shape", "kernel", "M"]
+    assert [line.split()[:3] for line in rows] == [
+        [shape, "numpy", m] for shape in ("128x16", "64x8") for m in ("1", "4")
+    ]
+    assert all(line.split()[-3:] == ["-", "-", "-"] for line in rows)
+    assert note.startswith("No GPU here")
+    assert "bench: 64x8: M=4" in captured.err.splitlines()
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("dtype", bench.DTYPES)
+def test_bench_json_holds_every_figure(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "64x16", "--m", "3", "--group-size", "-1", "--dtype", dtype, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (only,) = found["rows"]
+    assert found["ceilings"] is None
+    assert (only["k"], only["n"], only["m"], only["group_size"], only["dtype"]) == (64, 16, 3, 64, dtype)
+    size = 4 if dtype == "float32" else 2
+    assert only["nbytes"] == 64 * 8 + 16 * 2 + 8 + 3 * (64 + 16) * size
+    assert only["us"] > 0
+    assert (only["roofline_us"], only["fp16_us"]) == (None, None)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_forced_kernel_is_the_one_named() -> None:
+    rows, _ = bench.run(
+        [(64, 8)], [1], group_size=64, dtype="float16", kernel="gemv", device=HOST, progress=lambda text: None
+    )
+    assert [found.kernel for found in rows] == ["gemv"]
+
+
+# What is printed and drawn
+
+
+def test_text_says_what_is_measured_and_what_nominal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "name", lambda index: "Test GPU")
+    measured = bench.render([row()], CEILINGS, 0)
+    assert measured.startswith("Test GPU: x float16, group size 128\n")
+    assert measured.splitlines()[3].split() == "4096x4096 gemm_sm80 16 10.0 1000 53.7 2.00 20.0 2.00".split()
+    assert measured.endswith("read 2000 GB/s, fp16 500 TFLOP/s by cupy.matmul.")
+    assert "500 TFLOP/s nominal" in bench.render([row(fp16=None)], Ceilings(2000.0, 500.0, measured=False), 0)
+
+
+def test_nominal_rates_are_those_of_data_sheets(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Boost clocks in MHz and dense float16 tensor rates that the makers state.
+    sheets = {70: (1530, 125), 75: (1590, 65), 80: (1410, 312), 90: (1830, 989), 89: (2520, 330)}
+    for arch, (mhz, tflops) in sheets.items():
+        facts = bench.devices.nominal(arch)
+        assert bench.nominal_tflops(facts, mhz * 1e6) == pytest.approx(tflops, rel=0.02)
+
+
+def figure(rows: list[Row]) -> Any:
+    pytest.importorskip("matplotlib")
+    found = bench.new_figure()
+    bench.draw(found, rows, "Test GPU")
+    return found
+
+
+def test_plot_has_a_line_for_each_shape_and_fp16_dashed() -> None:
+    rows = [row(n=n, m=m, us=10.0 + m) for n in (4096, 8192) for m in (64, 1, 16)]
+    (axes,) = figure(rows).axes
+    solid = [line for line in axes.lines if line.get_marker() == "o"]
+    dashed = [line for line in axes.lines if line.get_linestyle() == "--" and len(line.get_xdata())]
+    assert [line.get_label() for line in solid] == ["4096 x 4096", "4096 x 8192"]
+    assert len(dashed) == 2
+    assert list(solid[0].get_xdata()) == [1, 16, 64]
+    assert list(solid[0].get_ydata()) == [11 / 5, 26 / 5, 74 / 5]
+    assert list(dashed[0].get_ydata()) == [4.0, 4.0, 4.0]
+    assert axes.get_xscale() == "log"
+    assert axes.get_ylabel() == "time / roofline"
+
+
+def test_plot_without_a_roofline_shows_microseconds() -> None:
+    (axes,) = figure([row(m=m, us=float(m), roof=None, fp16=None) for m in (1, 2)]).axes
+    assert list(axes.lines[0].get_ydata()) == [1.0, 2.0]
+    assert axes.get_ylabel() == "time, microseconds"
+
+
+@pytest.mark.usefixtures("cpu")
+def test_plot_is_written_as_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "times.png"
+    assert main(["bench", "64x8", "--m", "1,2", "--group-size", "64", "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert "64x8" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("cpu")
+def test_plot_without_matplotlib_fails_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert main(["bench", "64x8", "--group-size", "64", "--plot", "times.png"]) == 2
+    assert capsys.readouterr().err == "cupy_awq: error: --plot needs matplotlib: pip install cupy-awq[plot]\n"
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_time_on_the_gpu_is_that_of_the_work_and_not_of_the_host() -> None:
+    import cupy
+
+    source = cupy.zeros(1 << 26, cupy.float32)
+    target = cupy.empty_like(source)
+    nominal = bench.devices.current().read_gbs
+
+    def gbs(megabytes: int, graph: bool) -> float:
+        n = megabytes << 18
+        us = timing.on_gpu([lambda: cupy.copyto(target[:n], source[:n])], graph=graph)
+        return 2 * n * 4 / us / 1e3
+
+    for graph in (True, False):
+        assert 0.5 * nominal < gbs(256, graph) < nominal
+    # An element-wise kernel takes the host several times longer to launch than the GPU to run.
+    tiny = cupy.zeros(8, cupy.float32)
+    assert timing.on_gpu([lambda: cupy.add(tiny, 1, out=tiny)], graph=False) < 5
+
+
+@pytest.mark.gpu
+def test_capture_leaves_the_results_of_the_calls() -> None:
+    import cupy
+
+    count = cupy.zeros((), cupy.int64)
+    timing.on_gpu([lambda: cupy.add(count, 1, out=count)])
+    assert int(count) > 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [None, "gemm_simt"])
+def test_bench_on_a_gpu_fills_every_column(kernel: str | None) -> None:
+    rows, ceilings = bench.run(
+        [(1024, 2048)], [2, 64], group_size=128, dtype="float16", kernel=kernel, device=0, progress=lambda text: None
+    )
+    nominal = bench.devices.of(0).read_gbs
+    assert ceilings is not None
+    assert 0.5 * nominal < ceilings.read_gbs < nominal
+    assert ceilings.measured == timing.cublas()
+    for found in rows:
+        assert found.over_roofline is not None
+        assert 0.9 < found.over_roofline < 200
+        assert (found.fp16_us is not None) == timing.cublas()
+        assert kernel in (None, found.kernel)

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged and lying checkpoints: each is answered by one clear error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from cupy_awq import CheckpointError, checkpoint, load
+from cupy_awq.checkpoint import safetensors
+from cupy_awq.demo import SMOLLM2_MLP
+from tests.checkpoint_files import CONFIG, G, K, N, Tensors, entry, folder, module, raw, sharded
+
+
+def refused(path: Path, *fragments: str) -> None:
+    """`load` itself, which places nothing on a device, says one line that names the file and holds the fragments."""
+    with pytest.raises(CheckpointError) as caught:
+        load(path, device="cpu")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 600
+    assert str(path) in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+@pytest.mark.parametrize("size", [0, 3, 7])
+def test_file_without_a_header_length_is_refused(tmp_path: Path, size: int) -> None:
+    (tmp_path / "f").write_bytes(bytes(size))
+    refused(tmp_path / "f", "not a safetensors file")
+
+
+@pytest.mark.parametrize("length", [3, 10**6, 2**63, 2**64 - 1])
+def test_header_length_beyond_the_file_is_refused(tmp_path: Path, length: int) -> None:
+    refused(
+        raw(tmp_path / "f", b"{}", b"", length), "header", f"got a length of {length}" if length > 3 else "at most 2"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"not json",
+        b"[1, 2]",
+        b"\xff\xfe{}",
+        b'{"a": ',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"a": ' + b"1" * 5000 + b"}",
+        b'{"a": 1, "a": 2}',
+        b"{}\0\0",
+    ],
+    ids=["empty", "text", "list", "not-utf8", "cut", "deep-list", "deep-object", "huge-integer", "twice", "nul"],
+)
+def test_header_that_is_not_a_json_object_is_refused(tmp_path: Path, text: bytes) -> None:
+    refused(raw(tmp_path / "f", text, b""), "header: expected")
+
+
+def test_truncated_file_is_refused_and_names_the_tensor(tmp_path: Path) -> None:
+    save_file({"cut": np.ones(100, np.float32)}, tmp_path / "f")
+    whole = (tmp_path / "f").read_bytes()
+    (tmp_path / "f").write_bytes(whole[:-1])
+    refused(tmp_path / "f", "tensor 'cut'", "399 bytes")
+    (tmp_path / "f").write_bytes(whole[:20])
+    refused(tmp_path / "f", "truncated")
+
+
+@pytest.mark.parametrize(
+    ("bad", "fragment"),
+    [
+        (5, "expected an object"),
+        ({}, "expected a dtype"),
+        (entry(dtype="F17"), "got 'F17'"),
+        (entry(dtype=["F16"]), "expected a dtype"),
+        (entry(dtype="F4"), "expected a dtype"),
+        (entry(shape=4), "expected a shape"),
+        (entry(shape=(-4,)), "expected a shape"),
+        (entry(shape=(4.0,)), "expected a shape"),
+        (entry(shape=(True, 4)), "expected a shape"),
+        (entry(shape=(1,) * 33), "at most 32"),
+        (entry(shape=(5,)), "takes 10 bytes, got 8"),
+        (entry(shape=(2**40, 2**40)), "bytes, got 8"),
+        (entry(shape=(10**3000, 0), offsets=(0, 0)), "expected a shape"),
+        (entry(shape=(2**63, 0), offsets=(0, 0)), "expected a shape"),
+        (entry(shape=(2**63 - 1,) * 5), "bytes, got 8"),
+        (entry(shape=(2**62, 2**62, 0), offsets=(0, 0)), "shape"),
+        (entry(dtype="F32"), "takes 16 bytes, got 8"),
+        (entry(offsets=(0, 2**63)), "begin <= end"),
+        (entry(offsets=(0, 2**63 - 1)), "expected data within 8 bytes"),
+        (entry(offsets=(8, 16)), "expected data within 8 bytes"),
+        (entry(offsets=(8, 0)), "begin <= end"),
+        (entry(offsets=(-8, 0)), "begin <= end"),
+        (entry(offsets=(0,)), "begin <= end"),
+        (entry(offsets=None), "begin <= end"),
+        (entry(offsets={"0": 8}), "begin <= end"),
+    ],
+)
+def test_lying_tensor_entry_is_refused_and_named(tmp_path: Path, bad: Any, fragment: str) -> None:
+    refused(
+        raw(tmp_path / "f", {"good": entry(shape=(0,), offsets=(0, 0)), "bad": bad}, bytes(8)), "tensor 'bad'", fragment
+    )
+
+
+def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
+    header = {"one": entry(), "two": entry(offsets=(4, 12))}
+    refused(raw(tmp_path / "f", header, bytes(12)), "tensor 'two'", "overlap")
+
+
+def test_two_names_for_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    refused(raw(tmp_path / "f", {"one": entry(), "two": entry()}, bytes(8)), "tensor 'two'", "overlap")
+
+
+def test_gap_between_tensors_is_refused(tmp_path: Path) -> None:
+    header = {"one": entry(), "two": entry(offsets=(12, 20))}
+    refused(raw(tmp_path / "f", header, bytes(20)), "tensor 'two'", "gap")
+
+
+def test_bytes_behind_the_last_tensor_are_refused(tmp_path: Path) -> None:
+    refused(raw(tmp_path / "f", {"one": entry()}, bytes(9)), "expected 8 bytes of tensors, got 9")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@given(data=st.data())
+def test_any_damage_ends_in_one_error_or_in_readable_arrays(tmp_path: Path, data: st.DataObject) -> None:
+    if not (tmp_path / "whole").exists():
+        save_file(module("a"), tmp_path / "whole")
+    content = bytearray((tmp_path / "whole").read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, header - 1))] = data.draw(st.integers(0, 255))
+    del content[data.draw(st.integers(0, len(content)) | st.just(len(content))) :]
+    (tmp_path / "f").write_bytes(content)
+    found = None
+    with contextlib.suppress(CheckpointError):
+        found = safetensors.read(tmp_path / "f")
+    if found is not None:
+        assert sum(array.nbytes for array in found.values()) == len(content) - 8 - int.from_bytes(content[:8], "little")
+        assert all(array.tobytes() is not None for array in found.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "fragments"),
+    [
+        (lambda t: t.pop("m.scales"), ["expected scales beside qweight"]),
+        (lambda t: t.pop("m.qzeros"), ["expected qzeros", "zero_point is true in", "config.json"]),
+        (lambda t: t.update({"m.qweight": t["m.qweight"].astype(np.int64)}), ["qweight", "int32", "int64"]),
+        (lambda t: t.update({"m.qzeros": t["m.qzeros"].view(np.uint32)}), ["qzeros", "int32", "uint32"]),
+        (lambda t: t.update({"m.qzeros": np.ones((K // G, N), np.float16)}), ["qzeros", "int32", "float16"]),
+        (lambda t: t.update({"m.scales": t["m.scales"].astype(np.float64)}), ["scales", "float16", "float64"]),
+        (lambda t: t.update({"m.scales": np.ones((3, N), np.float16)}), ["K=64", "scales"]),
+        (lambda t: t.update({"m.scales": np.ones((0, N), np.float16)}), ["scales"]),
+        (lambda t: t.update({"m.scales": np.ones((2, N + 8), np.float16)}), ["N=24 in scales", "N=16 in qweight"]),
+        (lambda t: t.update({"m.qzeros": np.ones((1, N // 8), np.int32)}), ["qzeros", "(1, 2)"]),
+        (lambda t: t.update({"m.qweight": np.ones((0, N // 8), np.int32)}), ["qweight", "(0, 2)"]),
+        (lambda t: t.update({"m.qweight": np.ones((K, 2, 1), np.int32)}), ["qweight", "(64, 2, 1)"]),
+        (lambda t: t.update({"m.bias": np.ones(N + 1, np.float16)}), ["bias", "(17,)"]),
+        (lambda t: t.update({"m.bias": np.ones(N, np.int32)}), ["bias", "int32"]),
+        (lambda t: t.update(module("m", g=16)), [f"expected group_size {G}", "config.json", "got 16 from the shapes"]),
+        # GPTQ packs along K: qweight [K/8, N], zeros and scales as here.
+        (lambda t: t.update({"m.qweight": np.ones((K // 8, N), np.int32)}), ["N=16 in scales", "N=128 in qweight"]),
+    ],
+)
+def test_module_that_does_not_fit_together_is_refused(
+    tmp_path: Path, change: Callable[[Tensors], object], fragments: list[str]
+) -> None:
+    tensors = module("m")
+    change(tensors)
+    refused(folder(tmp_path, tensors), str(tmp_path / "model.safetensors"), "module 'm'", *fragments)
+
+
+def test_zeros_without_a_weight_are_refused(tmp_path: Path) -> None:
+    refused(folder(tmp_path, {"m.qzeros": np.ones((2, 2), np.int32)}), "tensor 'm.qzeros'", "qweight")
+
+
+def test_tensor_named_like_a_module_is_refused(tmp_path: Path) -> None:
+    refused(folder(tmp_path, module("m") | {"m": np.ones(3, np.float32)}), "tensor 'm'", "same name")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "fragment"),
+    [
+        ([1], "expected quantization_config to be an object"),
+        ({}, "neither"),
+        ({"bits": 4, "group_size": 32, "desc_act": False}, "neither"),
+        (CONFIG | {"quant_method": "gptq"}, "quant_method is 'gptq'"),
+        (CONFIG | {"quant_method": "compressed-tensors"}, "quant_method is 'compressed-tensors'"),
+        (CONFIG | {"version": "gemv"}, "version is 'gemv'"),
+        (CONFIG | {"version": "gemv_fast"}, "version is 'gemv_fast'"),
+        (CONFIG | {"version": ["gemm"]}, "version is ['gemm']"),
+        (CONFIG | {"bits": 3}, "bits is 3"),
+        (CONFIG | {"bits": None}, "bits is None"),
+        (CONFIG | {"group_size": 0}, "group_size"),
+        (CONFIG | {"group_size": -2}, "group_size"),
+        (CONFIG | {"group_size": "32"}, "group_size"),
+        (CONFIG | {"group_size": True}, "group_size"),
+        ({key: value for key, value in CONFIG.items() if key != "group_size"}, "got None"),
+        (CONFIG | {"zero_point": "yes"}, "zero_point"),
+    ],
+)
+def test_configuration_of_another_format_is_refused(tmp_path: Path, quantization: Any, fragment: str) -> None:
+    refused(folder(tmp_path, module("a"), quantization), "config.json", fragment)
+
+
+def test_refused_format_says_what_is_supported(tmp_path: Path) -> None:
+    refused(
+        folder(tmp_path, module("a"), CONFIG | {"version": "gemv"}),
+        "supported: quant_method 'awq', version 'gemm', 4 bits",
+    )
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\0"])
+def test_configuration_that_is_not_a_json_object_is_refused(tmp_path: Path, text: str) -> None:
+    folder(tmp_path, module("a"))
+    (tmp_path / "config.json").write_text(text)
+    refused(tmp_path, "config.json: expected")
+
+
+def test_index_that_names_a_missing_shard_is_refused(tmp_path: Path) -> None:
+    weight_map = sharded(tmp_path, [module("a"), module("b")])
+    (tmp_path / weight_map["b.scales"]).unlink()
+    refused(tmp_path, "tensor 'b.", "00002-of-00002.safetensors is missing")
+
+
+def test_tensor_missing_from_its_shard_is_refused(tmp_path: Path) -> None:
+    weight_map = sharded(tmp_path, [module("a"), module("b")])
+    weight_map["ghost"] = weight_map["b.scales"]
+    (tmp_path / checkpoint.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    refused(tmp_path, "tensor 'ghost'", "00002-of-00002.safetensors", "not in this shard")
+
+
+@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "..", ".", "", "a\\b", "a\0b", None, 3, ["x"]])
+def test_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, shard: Any) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    save_file(module("a"), tmp_path / "x.safetensors")
+    (inner / checkpoint.INDEX).write_text(json.dumps({"weight_map": {"a.qweight": shard}}))
+    refused(inner, "tensor 'a.qweight'", "name of a file")
+
+
+@pytest.mark.parametrize("text", ["[]", "nope", "{}", '{"weight_map": []}'])
+def test_index_without_a_weight_map_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / checkpoint.INDEX).write_text(text)
+    refused(tmp_path, checkpoint.INDEX, "expected")
+
+
+def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    refused(tmp_path, "got 0")
+
+
+def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
+    save_file(module("a"), tmp_path / "one.safetensors")
+    save_file(module("b"), tmp_path / "two.safetensors")
+    refused(tmp_path, "got 2")
+
+
+def test_huge_json_is_refused_unread(tmp_path: Path) -> None:
+    folder(tmp_path, module("a"))
+    with open(tmp_path / "config.json", "r+b") as opened:
+        opened.truncate(1 << 40)
+    refused(tmp_path, "config.json", "at most 100000000 bytes")
+
+
+def test_missing_path_is_a_file_not_found_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load(tmp_path / "nowhere", device="cpu")
+
+
+@pytest.mark.parametrize("path", [None, 3, ["a"], b"bytes"])
+def test_path_of_another_type_is_a_type_error(path: Any) -> None:
+    with pytest.raises(TypeError, match=r"path: expected a str or an os\.PathLike, got"):
+        load(path)
+
+
+@pytest.mark.parametrize("device", ["cuda", "gpu", "0", "", -1, 10**6])
+def test_device_that_is_not_there_is_a_value_error(device: Any) -> None:
+    with pytest.raises(ValueError, match=r"device: expected .* got"):
+        load(SMOLLM2_MLP, device=device)
+
+
+@pytest.mark.parametrize("device", [1.0, True, ["cpu"], b"cpu"])
+def test_device_of_another_type_is_a_type_error(device: Any) -> None:
+    with pytest.raises(TypeError, match="device: expected"):
+        load(SMOLLM2_MLP, device=device)

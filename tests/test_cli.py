@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what each command prints, and one line with exit code 2 for every mistake."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import cupy_awq
+from cupy_awq import placement, table, testing, timing
+from cupy_awq.__main__ import main
+from cupy_awq.demo import SMOLLM2_MLP
+
+COMMANDS = ("demo", "info", "bench", "compile", "explain")
+
+
+@pytest.fixture(autouse=True)
+def quick_and_on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "CPU_SECONDS", 0.0)
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(placement, "gpu_count", lambda: 0)
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": str(Path(cupy_awq.__file__).parents[1])}
+    command = [sys.executable, "-m", "cupy_awq", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a mistake is answered with."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    *progress, line = captured.err.splitlines()
+    assert captured.out == ""
+    assert line.startswith("cupy_awq: error: ")
+    assert all(text.startswith("bench: ") for text in progress)
+    return line
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+# Processes.
+
+
+def test_mistake_in_a_process_is_one_line_and_exit_code_2() -> None:
+    result = run("info", "nowhere")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == ["cupy_awq: error: [Errno 2] No such file or directory: 'nowhere'"]
+
+
+def test_demo_runs_in_another_folder(tmp_path: Path) -> None:
+    result = run("demo", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes break differently there")
+def test_reader_that_closes_the_pipe_causes_no_traceback() -> None:
+    program = (
+        "import os, sys; from cupy_awq.__main__ import main; read, write = os.pipe(); os.close(read);"
+        " os.dup2(write, 1); sys.exit(main(['info', sys.argv[1]]))"
+    )
+    command = [sys.executable, "-c", program, str(SMOLLM2_MLP)]
+    result = subprocess.run(
+        command, cwd=Path(cupy_awq.__file__).parents[1], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+# Help and mistakes that all commands share.
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"examples:\n  python -m cupy_awq {command}" in capsys.readouterr().out
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n    {command} " in text for command in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"cupy_awq {cupy_awq.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        ([], "COMMAND"),
+        (["train"], "'train'"),
+        (["demo", "--fast"], "--fast"),
+        (["info"], "PATH"),
+        (["explain", "1", "2"], "K"),
+        (["explain", "one", "2", "3"], "'one'"),
+        (["explain", "1", "9", "64", "--group-size", "64"], "9"),
+        (["explain", "1", "8", "64", "--dtype", "int8"], "int8"),
+        (["explain", "1", "8", "64", "--group-size", "64", "--arch", "10"], "10"),
+        (["compile"], "--arch"),
+        (["compile", "--arch", "ninety"], "ninety"),
+        (["compile", "--arch", "90", "--arch", ""], "''"),
+        (["bench"], "KxN"),
+        (["bench", "4096"], "expected KxN such as 4096x12288, got '4096'"),
+        (["bench", "-1x8"], "KxN"),
+        (["bench", "64x8x2"], "64x8x2"),
+        (["bench", "0x8", "--group-size", "-1"], "shape 0x8"),
+        (["bench", "128x0"], "shape 128x0"),
+        (["bench", "128x12"], "a multiple of 8"),
+        (["bench", "100x8"], "K=100"),
+        (["bench", "128x8", "--group-size", "0"], "group_size"),
+        (["bench", "128x8", "--group-size", "x"], "'x'"),
+        (["bench", "128x8", "--dtype", "int4"], "int4"),
+        (["bench", "128x8", "--m", "0"], "positive integers"),
+        (["bench", "128x8", "--m", "1,,2"], "positive integers"),
+        (["bench", "128x8", "--m", "1,-2"], "positive integers"),
+        (["bench", "128x8", "--kernel", "magic"], "magic"),
+        (["bench", "128x8", "--plot", "times.svg"], "FILE.png"),
+        (["bench", "128x8", "--plot", "no/such/folder/times.png"], "FILE.png"),
+    ],
+)
+def test_mistake_is_one_line(arguments: list[str], fragment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fragment in mistake(capsys, *arguments)
+
+
+def test_second_bad_shape_is_found_before_the_first_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "128x8", "128x12"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_control_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cupy_awq.info.describe", interrupted)
+    assert main(["info", "x"]) == 130
+
+
+def test_defect_of_ours_is_not_disguised_as_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(_: object) -> None:
+        raise AttributeError("ours")
+
+    monkeypatch.setattr("cupy_awq.info.describe", defect)
+    with pytest.raises(AttributeError, match="ours"):
+        main(["info", "x"])
+
+
+def test_memory_that_does_not_suffice_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exhausted(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("cupy_awq.bench.run", exhausted)
+    assert mistake(capsys, "bench", "128x8") == "cupy_awq: error: MemoryError"
+
+
+# demo
+
+
+def test_demo_json_has_every_layer_at_every_m_with_a_small_error(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(output(capsys, "demo", "--json"))
+    assert [(row["layer"], row["m"]) for row in rows] == [
+        (layer, m) for layer in ("gate_proj", "up_proj", "down_proj") for m in (1, 16, 256)
+    ]
+    for row in rows:
+        assert row.keys() == {"layer", "m", "kernel", "error", "quantization_error", "us", "fp16_us"}
+        assert row["kernel"] == "numpy"
+        assert 0 < row["error"] < 5e-4
+        assert 0.05 < row["quantization_error"] < 0.15
+        assert row["us"] > 0
+        assert row["fp16_us"] > 0
+
+
+def test_demo_text_has_a_line_for_each_and_aligned_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "demo")
+    header, *rows = text.splitlines()[2:12]
+    assert header.split() == "layer kernel M error quantization error us fp32 us".split()
+    assert len(rows) == 9
+    assert {len(line) for line in rows} == {len(header)}
+    assert "on CPU" in text
+
+
+@pytest.mark.gpu
+def test_demo_on_a_gpu_uses_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    for row in json.loads(output(capsys, "demo", "--json")):
+        assert row["kernel"] != "numpy"
+        assert 0 < row["error"] < 5e-4
+        assert 0 < row["us"] < 1000
+        assert (row["fp16_us"] is not None) == timing.cublas()
+    assert placement.name(0) in output(capsys, "demo")
+
+
+# info
+
+
+def test_info_counts_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weight = testing.random_weight(np.random.default_rng(0), 64, 16, 32)
+    tensors = {
+        "a.qweight": weight.qweight,
+        "a.scales": weight.scales,
+        "a.qzeros": weight.qzeros,
+        "a.bias": np.ones(16, np.float16),
+        "head": np.ones((3, 5), ml_dtypes.bfloat16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    facts = json.loads(output(capsys, "info", str(tmp_path), "--json"))
+    nbytes = 64 * 8 + 2 * 16 * 2 + 2 * 8 + 16 * 2
+    sizes = {"bytes": nbytes, "fp16_bytes": 64 * 16 * 2 + 32, "ratio": nbytes / (64 * 16 * 2 + 32)}
+    layer = {"name": "a", "k": 64, "n": 16, "group_size": 32, "zeros": "packed", "dtype": "float16", "bias": True}
+    assert facts == {
+        "path": str(tmp_path),
+        "layers": [layer | sizes],
+        "others": [{"name": "head", "shape": [3, 5], "dtype": "bfloat16", "bytes": 30}],
+        "total": {"layers": sizes, "other_bytes": 30},
+    }
+    text = output(capsys, "info", str(tmp_path))
+    assert "1 quantized layer: 624 B, 0.300 of the 2.08 kB in fp16\n1 other tensor: 30 B\ntotal: 654 B\n" in text
+
+
+def test_info_of_the_shipped_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "info", str(SMOLLM2_MLP))
+    header, *rows, _, total = text.splitlines()
+    assert header.split() == "layer zeros scales bias K N group size bytes ratio to fp16".split()
+    assert [row.split()[4:] for row in rows] == [
+        ["1536", "576", "64", "477", "kB", "0.270"],
+        ["576", "1536", "64", "477", "kB", "0.270"],
+        ["576", "1536", "64", "477", "kB", "0.270"],
+    ]
+    assert total == "3 quantized layers: 1.43 MB, 0.270 of the 5.31 MB in fp16"
+
+
+def test_info_of_a_file_without_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({}, tmp_path / "f")
+    assert output(capsys, "info", str(tmp_path / "f")) == "0 quantized layers: 0 B\n"
+
+
+def test_info_of_a_damaged_file_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "f").write_bytes(b"12345678901234567890")
+    assert str(tmp_path / "f") in mistake(capsys, "info", str(tmp_path / "f"))
+
+
+def test_line_breaks_in_names_cannot_split_the_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a\nb.qzeros": np.ones(3, np.int32)}, tmp_path / "f")
+    assert "a\\nb.qzeros" in mistake(capsys, "info", str(tmp_path / "f"))
+    assert "no where" in mistake(capsys, "info", "no\nwhere") or "no\\nwhere" in mistake(capsys, "info", "no\nwhere")
+
+
+# explain and compile
+
+
+def test_explain_prints_what_the_function_says(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "explain", "16", "12288", "4096", "--group-size", "64", "--dtype", "bfloat16", "--arch", "80")
+    assert text == cupy_awq.explain(16, 12288, 4096, 64, "bfloat16", arch=80) + "\n"
+
+
+def test_compile_passes_archs_on_and_returns_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_all: Any = importlib.import_module("cupy_awq.compile_all")
+    seen: list[list[str]] = []
+
+    def fake(archs: list[str]) -> int:
+        seen.append(archs)
+        return 1
+
+    monkeypatch.setattr(compile_all, "run", fake)
+    assert main(["compile", "--arch", "80", "--arch", "90a"]) == 1
+    assert seen == [["80", "90a"]]
+
+
+# Tables
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.00"),
+        (0.09996, "0.100"),
+        (0.9996, "1.00"),
+        (9.996, "10.0"),
+        (99.96, "100"),
+        (123456.0, "123456"),
+        (None, "-"),
+    ],
+)
+def test_numbers_keep_three_digits(value: float | None, text: str) -> None:
+    assert table.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_400, "999 kB"), (999_600, "1 MB"), (5 * 10**15, "5e+03 TB")],
+)
+def test_sizes_change_units_where_they_round_up(nbytes: int, text: str) -> None:
+    assert table.size(nbytes) == text
