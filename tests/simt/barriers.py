@@ -30,6 +30,9 @@ class Barriers:
         self.cluster_phase = np.zeros(clusters, np.int64)
         self.cluster_arrived = np.zeros(machine.threads, bool)
         self.cluster_ticket = np.full(machine.threads, -1)
+        columns = machine.cluster_threads // 32
+        self.cluster_clocks = np.zeros((2, clusters, columns), np.int64)  # what arrivals of the open phase published
+        self.cluster_closed = np.zeros_like(self.cluster_clocks)  # of the last complete phase
 
     def arrive(
         self,
@@ -121,7 +124,7 @@ class Barriers:
         self.cluster_arrived |= active
         self.cluster_ticket = np.where(active, self.cluster_phase[machine.cluster_of], self.cluster_ticket)
         if machine.races and release:
-            machine.races.release_cluster(active)
+            machine.races.cluster_release(active, self.cluster_clocks)
         self._complete_clusters()
 
     def _complete_clusters(self) -> None:
@@ -131,6 +134,7 @@ class Barriers:
         done = np.asarray((arrived | ~living).all(axis=1) & arrived.any(axis=1))
         if done.any():
             self.cluster_phase += done
+            self.cluster_closed[:, done] = self.cluster_clocks[:, done]
             self.cluster_arrived &= ~done[machine.cluster_of]
             machine.wake()
 
@@ -142,7 +146,7 @@ class Barriers:
         passed = active & (self.cluster_phase[machine.cluster_of] > self.cluster_ticket)
         if passed.any():
             if machine.races:
-                machine.races.acquire_cluster(passed)
+                machine.races.cluster_acquire(passed, self.cluster_closed)
             self.cluster_ticket = np.where(passed, -1, self.cluster_ticket)
             machine.enqueue(following, passed)
         machine.park(here, active & ~passed)

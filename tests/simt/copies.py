@@ -39,6 +39,7 @@ class AsyncCopies:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.pending: list[_Copy] = []
+        self.signals: list[tuple[Array, Array, int]] = []  # (lanes, address of the mbarrier, instruction)
         self.groups = np.zeros(machine.threads, np.int64)
 
     def start(self, target: Array, source: Array, lanes: Any, size: int, taken: Array, at: int) -> None:
@@ -68,7 +69,6 @@ class AsyncCopies:
 
     def wait(self, active: Array, newest: int | None) -> None:
         """Land what each thread waits for: all groups but the ``newest`` ones, or everything if that is None."""
-        machine = self.machine
         kept = []
         for copy in self.pending:
             done = active[copy.lanes]
@@ -79,8 +79,25 @@ class AsyncCopies:
             if not done.all():
                 kept.append(_select(copy, ~done))
         self.pending = kept
-        if machine.races:
-            machine.races.progress(active)
+
+    def signal(self, address: Array, lanes: Any, count_it: bool, at: int) -> None:
+        """Arrive at an mbarrier once the threads' copies have landed; ``count_it`` raises what it waits for by one."""
+        machine = self.machine
+        lanes = np.arange(machine.threads) if isinstance(lanes, slice) else lanes
+        if count_it:
+            machine.mbarriers.arrive(address, lanes, np.int64(-1), np.int64(0), at)
+        self.signals.append((lanes, machine.pick(address, lanes), at))
+        if machine.landing == "earliest":
+            self.land()
+
+    def land(self) -> bool:
+        """Let the copies land whose threads signal an mbarrier. False if there are none."""
+        signals, self.signals = self.signals, []
+        for lanes, address, at in signals:
+            self.wait(np.bincount(lanes, minlength=self.machine.threads) > 0, None)
+            whole = self.machine.spread(address, lanes)
+            self.machine.mbarriers.arrive(whole, lanes, np.int64(1), np.int64(0), at)
+        return bool(signals)
 
     def _land(self, copy: _Copy) -> None:
         machine = self.machine
@@ -98,11 +115,11 @@ class AsyncCopies:
         if whole.any():
             lanes, source = copy.lanes[whole], copy.source[whole]
             words[whole] = np.stack(machine.memory.globals.fetch(source, lanes, np.uint32, copy.size // 4, copy.at), 1)
-        for k in np.flatnonzero(~whole & (copy.taken > 0)):
-            source = copy.source[k] + np.arange(copy.taken[k])
-            lanes = np.full(len(source), copy.lanes[k])
+        for row in np.flatnonzero(~whole & (copy.taken > 0)):
+            source = copy.source[row] + np.arange(copy.taken[row])
+            lanes = np.full(len(source), copy.lanes[row])
             content = machine.memory.globals.fetch(source, lanes, np.uint8, 1, copy.at)[0]
-            words.view(np.uint8)[k, : len(content)] = content
+            words.view(np.uint8)[row, : len(content)] = content
         view, index = shared.buffer.elements(copy.position, np.uint32)
         for k in range(words.shape[1]):
             view[index + k] = words[:, k]

@@ -115,6 +115,12 @@ class Names:
         self.constants[name] = np.dtype(dtype).type(value)
         return name
 
+    def object(self, value: Any) -> str:
+        """A name for any other constant."""
+        name = self._known.setdefault((repr(value), "object"), f"k{len(self._known)}")
+        self.constants[name] = value
+        return name
+
 
 class BlockCode:
     """The lines of one block, the registers that it reads before it writes them, and those that it writes."""

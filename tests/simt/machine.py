@@ -9,12 +9,16 @@ from typing import Any, NoReturn
 import numpy as np
 
 from tests.simt.barriers import Barriers
+from tests.simt.bulk import BulkCopies
 from tests.simt.copies import AsyncCopies
 from tests.simt.faults import Fault
+from tests.simt.mbarriers import Mbarriers
 from tests.simt.memory import Memory
 from tests.simt.parser import Immediate
 from tests.simt.program import Block, Program
+from tests.simt.races import Races
 from tests.simt.warp import Matrices, Warps
+from tests.simt.wgmma import Warpgroups
 
 Array = Any
 Dim3 = tuple[int, int, int]
@@ -65,11 +69,14 @@ class Machine:
         self.cluster_origin = self.cluster_of * self.cluster_size
         self.registers = {name: np.dtype(kind).type(0) for name, kind in program.registers.items()}
         self._parameters, self.tensor_maps = parameters, maps
-        self.races: Any = None
         self.memory = Memory(self, shared_bytes, program.local_bytes)
+        self.races = Races(self, program.grain) if races else None
         self.special = self._special_registers(padded, shared_bytes)
         self.barriers = Barriers(self)
         self.async_copies = AsyncCopies(self)
+        self.mbarriers = Mbarriers(self)
+        self.bulk = BulkCopies(self)
+        self.warpgroups = Warpgroups(self)
         self.warps = Warps(self)
         self.matrices = Matrices(self)
         self._queue: dict[int, Array] = {}
@@ -145,17 +152,17 @@ class Machine:
                     number = self._next()
                     self._since.pop(number)
                     self._execute(number, self._queue.pop(number))
-                if self.living and not self.land():
+                if self.living and not self._land():
                     self._deadlock()
 
-    def land(self) -> bool:
+    def _land(self) -> bool:
         """Nothing can run: let asynchronous copies land. False if there are none."""
-        return False
+        return self.bulk.land() or self.async_copies.land()
 
     def _next(self) -> int:
         """The lowest block, unless another has waited too long."""
         self._step += 1
-        if self._step - self._progress > STALLED:
+        if self._step - self._progress > STALLED and not self._land():
             self._deadlock()
         if len(self._queue) > 1:
             oldest = min(self._since, key=self._since.__getitem__)
@@ -249,6 +256,7 @@ class Machine:
     def _exit(self, active: Array) -> None:
         self.live = self.live & ~active
         self.living = int(np.count_nonzero(self.live))
+        self.bulk.on_exit(active)
         self.barriers.on_exit()
         self.wake()
 
@@ -302,6 +310,10 @@ class Machine:
     def warp_barrier(self, active: Array) -> None:
         if self.races:
             self.races.warp_barrier(active)
+
+    def fence_proxy(self, active: Array) -> None:
+        if self.races:
+            self.races.fence_proxy(active)
 
     def check_register_count(self, count: int, at: int, lanes: Any) -> None:
         if not 24 <= count <= 256 or count % 8:

@@ -28,6 +28,9 @@ BASE_ALIGNMENT = 512
 READY, UNINITIALISED, IN_FLIGHT, BARRIER = 0, 1, 2, 3
 """States of a byte of shared memory."""
 
+PLAIN, ORDERED, TOGETHER = "plain", "ordered", "together"
+"""How an access meets others: as data; as an atomic that races with no other; by a warp as a whole."""
+
 Array = Any
 Lanes = Any  # indices of the threads that access, or slice(None) for all
 Chunks = Iterator[tuple["Buffer", Array, Any]]
@@ -78,10 +81,10 @@ class Space:
         """The buffers hit, the byte positions in them, and which of the addresses these are (None: all)."""
         raise NotImplementedError
 
-    def on_read(self, position: Array, size: int, lanes: Lanes, at: int, ordered: bool) -> None:
+    def on_read(self, position: Array, size: int, lanes: Lanes, at: int, how: str) -> None:
         """Called before each read."""
 
-    def on_write(self, position: Array, size: int, lanes: Lanes, at: int, ordered: bool) -> None:
+    def on_write(self, position: Array, size: int, lanes: Lanes, at: int, how: str = PLAIN) -> None:
         """Called before each write."""
 
     def check_alignment(self, address: Array, size: int, lanes: Lanes, at: int) -> None:
@@ -90,15 +93,13 @@ class Space:
             text = f"expected a multiple of {size}"
             self.machine.fail("misaligned", text, at, lanes, first, int(address[first]))
 
-    def fetch(
-        self, address: Array, lanes: Lanes, dtype: Any, count: int, at: int, ordered: bool = False
-    ) -> list[Array]:
+    def fetch(self, address: Array, lanes: Lanes, dtype: Any, count: int, at: int, how: str = PLAIN) -> list[Array]:
         """``count`` adjacent items from each address, one address for each of ``lanes``."""
         size = np.dtype(dtype).itemsize * count
         self.check_alignment(address, size, lanes, at)
         values: list[Array] = []
         for buffer, position, part in self.chunks(address, lanes, size, at, write=False):
-            self.on_read(position, size, lanes if part is None else self.machine.subset(lanes, part), at, ordered)
+            self.on_read(position, size, lanes if part is None else self.machine.subset(lanes, part), at, how)
             view, index = buffer.elements(position, dtype)
             found = [view.take(index + k if k else index) for k in range(count)]
             if part is None:
@@ -108,20 +109,20 @@ class Space:
                 whole[part] = some
         return values
 
-    def load(self, address: Array, lanes: Lanes, dtype: Any, count: int, at: int, ordered: bool) -> list[Array]:
+    def load(self, address: Array, lanes: Lanes, dtype: Any, count: int, at: int, how: str) -> list[Array]:
         """``count`` adjacent items per thread, as registers."""
         machine = self.machine
         once = np.ndim(address) == 0 and self.uniform
         address = machine.pick(address, lanes)
         if not len(address):
             return [dtype(0)] * count
-        values = self.fetch(address[:1] if once else address, lanes, dtype, count, at, ordered)
+        values = self.fetch(address[:1] if once else address, lanes, dtype, count, at, how)
         return [value[0] if once else machine.spread(value, lanes) for value in values]
 
     uniform = False
     """Whether equal addresses mean equal bytes in all threads."""
 
-    def store(self, address: Array, lanes: Lanes, values: tuple[Array, ...], at: int, ordered: bool) -> None:
+    def store(self, address: Array, lanes: Lanes, values: tuple[Array, ...], at: int, how: str) -> None:
         """Adjacent items per thread; of several threads at one address the last wins."""
         machine = self.machine
         address = machine.pick(address, lanes)
@@ -132,10 +133,21 @@ class Space:
         self.check_alignment(address, size, lanes, at)
         for buffer, position, part in self.chunks(address, lanes, size, at, write=True):
             some = lanes if part is None else machine.subset(lanes, part)
-            self.on_write(position, size, some, at, ordered)
+            self.on_write(position, size, some, at, how)
             view, index = buffer.elements(position, dtype.type)
             for k, value in enumerate(values):
-                view[index + k] = value if np.ndim(value) == 0 else value[some]
+                here = machine.pick(value, some)
+                view[index + k] = here
+                if machine.races:
+                    self._check_agreement(view[index + k], here, address if part is None else address[part], some, at)
+
+    def _check_agreement(self, stored: Array, wanted: Array, address: Array, lanes: Lanes, at: int) -> None:
+        """Fail if threads stored different values at one address in one step."""
+        same = stored.view(f"u{stored.itemsize}") == wanted.view(f"u{wanted.itemsize}")
+        if not same.all():
+            first = int(np.argmin(same))
+            text = "another thread stores a different value at the same address in the same step"
+            self.machine.fail("race", text, at, lanes, first, int(address[first]))
 
     def atomic(self, address: Array, lanes: Lanes, operation: str, values: tuple[Array, ...], at: int) -> Array:
         """Read, combine, write, thread after thread; returns what was there before."""
@@ -148,8 +160,8 @@ class Space:
         before = np.zeros(len(address), dtype)
         for buffer, position, part in self.chunks(address, lanes, dtype.itemsize, at, write=True):
             some = lanes if part is None else machine.subset(lanes, part)
-            self.on_read(position, dtype.itemsize, some, at, True)
-            self.on_write(position, dtype.itemsize, some, at, True)
+            self.on_read(position, dtype.itemsize, some, at, ORDERED)
+            self.on_write(position, dtype.itemsize, some, at, ORDERED)
             view, index = buffer.elements(position, dtype.type)
             picked = [machine.pick(value, some) for value in values]
             before[slice(None) if part is None else part] = _combine(view, index, operation, picked)
@@ -250,7 +262,6 @@ class SharedMemory(Space):
         self.buffer = Buffer("shared memory", 0, self.data)
         self.states = Buffer("states", 0, self.state)
         self.origin = machine.block_of * self.stride
-        self.races = machine.races
 
     def locate(self, address: Array, lanes: Lanes, size: int, at: int) -> Array:
         """Positions in ``data`` of addresses in the accessing block's or its cluster's shared memory."""
@@ -263,6 +274,12 @@ class SharedMemory(Space):
             if wrong.any():
                 first = int(np.flatnonzero(wrong)[0])
                 machine.fail("out of bounds", "no such block in the cluster", at, lanes, first, int(address[first]))
+            owner = machine.cluster_origin[lanes] + rank
+            living = machine.live.reshape(machine.blocks, -1).max(axis=1)
+            gone = (rank >= 0) & ~living[owner]
+            if gone.any():
+                first = int(np.flatnonzero(gone)[0])
+                machine.fail("invalid", "the block of this shared memory has exited", at, lanes, first)
             origin = np.where(rank >= 0, machine.cluster_origin[lanes] * self.stride + rank * self.stride, origin)
             address = address & ((1 << RANK_BITS) - 1)
             high = int(address.max())
@@ -276,14 +293,16 @@ class SharedMemory(Space):
     def chunks(self, address: Array, lanes: Lanes, size: int, at: int, write: bool) -> Chunks:
         yield self.buffer, self.locate(address, lanes, size, at), None
 
-    def on_read(self, position: Array, size: int, lanes: Lanes, at: int, ordered: bool) -> None:
+    def on_read(self, position: Array, size: int, lanes: Lanes, at: int, how: str) -> None:
         self.check_state(position, size, lanes, at)
-        if self.races and not ordered:
-            self.races.read(position, size, lanes, at)
+        races = self.machine.races
+        if races and how != ORDERED:
+            races.read(position, size, lanes, at, together=how == TOGETHER)
 
-    def on_write(self, position: Array, size: int, lanes: Lanes, at: int, ordered: bool) -> None:
-        if self.races and not ordered:
-            self.races.write(position, size, lanes, at)
+    def on_write(self, position: Array, size: int, lanes: Lanes, at: int, how: str = PLAIN) -> None:
+        races = self.machine.races
+        if races and how != ORDERED:
+            races.write(position, size, lanes, at)
         self.mark(position, size, READY)
 
     def mark(self, position: Array, size: int, state: int) -> None:
@@ -358,25 +377,21 @@ class Memory:
             if len(part):
                 yield space, address - base, self.machine.subset(lanes, part)
 
-    def load(
-        self, space: str, address: Array, lanes: Lanes, dtype: Any, count: int, at: int, ordered: bool
-    ) -> list[Array]:
+    def load(self, space: str, address: Array, lanes: Lanes, dtype: Any, count: int, at: int, how: str) -> list[Array]:
         if space != "generic":
-            return self.spaces[space].load(address, lanes, dtype, count, at, ordered)
+            return self.spaces[space].load(address, lanes, dtype, count, at, how)
         results = [np.zeros(self.machine.threads, dtype) for _ in range(count)]
         for target, there, some in self._split(address, lanes):
-            for result, value in zip(results, target.load(there, some, dtype, count, at, ordered), strict=True):
+            for result, value in zip(results, target.load(there, some, dtype, count, at, how), strict=True):
                 result[some] = value[some]
         return results
 
-    def store(
-        self, space: str, address: Array, lanes: Lanes, values: tuple[Array, ...], at: int, ordered: bool
-    ) -> None:
+    def store(self, space: str, address: Array, lanes: Lanes, values: tuple[Array, ...], at: int, how: str) -> None:
         if space != "generic":
-            self.spaces[space].store(address, lanes, values, at, ordered)
+            self.spaces[space].store(address, lanes, values, at, how)
             return
         for target, there, some in self._split(address, lanes):
-            target.store(there, some, values, at, ordered)
+            target.store(there, some, values, at, how)
 
     def atomic(
         self, space: str, address: Array, lanes: Lanes, operation: str, values: tuple[Array, ...], at: int

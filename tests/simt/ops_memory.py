@@ -6,7 +6,7 @@ from __future__ import annotations
 from re import Match
 
 from tests.simt.emit import BlockCode, Operand, computed, emits, items
-from tests.simt.memory import LOCAL_GENERIC, SHARED_GENERIC, WINDOW_BITS
+from tests.simt.memory import LOCAL_GENERIC, ORDERED, PLAIN, SHARED_GENERIC, WINDOW_BITS
 from tests.simt.parser import Symbol
 from tests.simt.program import PARAMETER_WINDOW
 
@@ -20,9 +20,10 @@ def space_of(text: str | None) -> str:
     return "global" if name in ("const", "param") else name
 
 
-def _ordered(modifiers: str) -> bool:
-    """Do such accesses order themselves, so that they race with no other of the kind?"""
-    return any(word in modifiers for word in ("volatile", "relaxed", "acquire", "release", "acq_rel"))
+def _how(modifiers: str) -> str:
+    """Accesses that order themselves race with no other of the kind."""
+    words = ("volatile", "relaxed", "acquire", "release", "acq_rel")
+    return ORDERED if any(word in modifiers for word in words) else PLAIN
 
 
 @emits(rf"ldu?{ORDER}{SPACE}{CACHE}(?:\.v([248]))?\.([busf](?:8|16|32|64))")
@@ -34,15 +35,15 @@ def load(b: BlockCode, m: Match[str], d: Operand, address: Operand, *hint: Opera
         values = b.results(len(targets), f"m.parameter({offset}, {dtype}, {len(targets)})")
     else:
         where = f"{space_of(m[2])!r}, {b.address(address)}, {b.lanes}"
-        values = b.results(len(targets), f"m.memory.load({where}, {dtype}, {len(targets)}, {b.at}, {_ordered(m[1])})")
+        values = b.results(len(targets), f"m.memory.load({where}, {dtype}, {len(targets)}, {b.at}, {_how(m[1])!r})")
     b.define_all(targets, m[4], values)
 
 
-@emits(rf"st(?:\.async)?{ORDER}{SPACE}{CACHE}(?:\.v([248]))?\.([busf](?:8|16|32|64))")
+@emits(rf"st{ORDER}{SPACE}{CACHE}(?:\.v([248]))?\.([busf](?:8|16|32|64))")
 def store(b: BlockCode, m: Match[str], address: Operand, value: Operand, *hint: Operand) -> None:
     values = "".join(f"{b.use(v, m[4])}, " for v in items(value))
     where = f"{space_of(m[2])!r}, {b.address(address)}, {b.lanes}"
-    b.line(f"m.memory.store({where}, ({values}), {b.at}, {_ordered(m[1])})")
+    b.line(f"m.memory.store({where}, ({values}), {b.at}, {_how(m[1])!r})")
 
 
 ATOMIC_TYPE = r"([bus](?:32|64)|f32|f64)"

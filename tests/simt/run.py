@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.simt.bulk import check_map
 from tests.simt.machine import Machine
 from tests.simt.memory import BASE_ALIGNMENT, SHARED_START, WINDOW_BITS, flat_bytes
 from tests.simt.program import PARAMETER_WINDOW, VARIABLE_WINDOW, Program, compile_entry
@@ -105,6 +106,7 @@ def _parameters(program: Program, plan: Any, places: Mapping[str, int]) -> tuple
             content = argument.tobytes()
         else:
             content = bytes(128)
+            check_map(argument, places[argument.buffer])
             maps[(PARAMETER_WINDOW << WINDOW_BITS) + offset] = argument, places[argument.buffer]
         if len(content) != parameter.size:
             raise ValueError(f"arguments: {parameter.name} has {parameter.size} bytes, got {argument!r}")

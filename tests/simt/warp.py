@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.simt.memory import TOGETHER
 from tests.simt.numerics import bf16_to_f32, f16_to_f32, f32_to_f16
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Matrices:
         """``ldmatrix``: lane 8 j + i has the address of row i of matrix j."""
         machine, warps = self.machine, self.whole_warps(active)
         lanes = (warps[:, None] * 32 + np.arange(8 * count)).ravel()
-        words = machine.memory.shared.fetch(machine.pick(address, lanes), lanes, np.uint32, 4, at)
+        words = machine.memory.shared.fetch(machine.pick(address, lanes), lanes, np.uint32, 4, at, TOGETHER)
         rows = np.stack(words, axis=-1).reshape(len(warps), count, 8, 4)
         if transposed:
             rows = np.ascontiguousarray(rows.view(np.uint16).swapaxes(2, 3)).view(np.uint32)
@@ -128,7 +129,7 @@ class Matrices:
             column = np.zeros(machine.threads, np.uint32)
             column[lanes] = rows[..., k].ravel()
             columns.append(column)
-        machine.memory.shared.store(address, lanes, tuple(columns), at, False)
+        machine.memory.shared.store(address, lanes, tuple(columns), at, TOGETHER)
 
     def multiply(
         self,

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bulk and tensor copies between global and shared memory, and between the shared memories of a cluster.
+
+A copy into shared memory that nothing can wait for any more lands when no thread can run ("latest") or at once
+("earliest"); then its bytes count at its mbarrier. A copy out of shared memory reads its source when its thread waits
+for its group, or at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.simt.memory import IN_FLIGHT, READY, WINDOW_BITS, Buffer
+
+if TYPE_CHECKING:
+    from tests.simt.machine import Machine
+
+Array = Any
+CHUNK = 16
+
+
+@dataclass
+class _Load:
+    """16-byte chunks to write at ``position``; ``content`` reads the source."""
+
+    thread: int
+    position: Array
+    barrier: int
+    content: Callable[[], Array]
+    published: Array | None
+    at: int
+
+
+@dataclass
+class _Store:
+    """16-byte chunks to read at ``position``, for ``write`` to put away."""
+
+    thread: int
+    group: int
+    position: Array
+    write: Callable[[Array], None]
+    at: int
+
+
+class BulkCopies:
+    """The copies under way."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.loads: list[_Load] = []
+        self.stores: list[_Store] = []
+        self.groups = np.zeros(machine.threads, np.int64)
+
+    # ---- into shared memory
+
+    def load(self, lanes: Any, target: Array, source: Array, size: Array, barrier: Array, space: str, at: int) -> None:
+        """``size`` bytes from global (or the own block's shared) memory to a block of the cluster."""
+        for thread, to, start, count, signal in self._threads(lanes, target, source, size, barrier):
+            content = self._bytes(thread, start, count, space, at)
+            self._start_load(thread, to, np.arange(0, count, CHUNK), signal, content, at)
+
+    def load_multicast(
+        self, lanes: Any, target: Array, source: Array, size: Array, barrier: Array, ranks: Array, at: int
+    ) -> None:
+        """The same to several blocks of the cluster, a bit of ``ranks`` each."""
+        for thread, to, start, count, signal, bits in self._threads(lanes, target, source, size, barrier, ranks):
+            content = self._bytes(thread, start, count, "global", at)
+            self._multicast(thread, to, np.arange(0, count, CHUNK), signal, bits, content, at)
+
+    def load_tensor(
+        self,
+        lanes: Any,
+        target: Array,
+        tensor: Array,
+        coordinates: tuple[Array, ...],
+        barrier: Array,
+        ranks: Any,
+        at: int,
+    ) -> None:
+        """A box of a tensor map; what lies outside the tensor becomes zeros. ``ranks`` None: no multicast."""
+        masks = 0 if ranks is None else ranks
+        for thread, to, map_at, signal, bits, *place in self._threads(
+            lanes, target, tensor, barrier, masks, *coordinates
+        ):
+            box = self._box(thread, map_at, place, at)
+            to_one = to & 0xFFFFFF
+            self._expect(to_one % 128 == 0, "expected a target at a multiple of 128", thread, to, at)
+            offsets = box.swizzled(to_one) - to_one
+            if ranks is None:
+                self._start_load(thread, to, offsets, signal, box.read, at)
+            else:
+                self._multicast(thread, to, offsets, signal, bits, box.read, at)
+
+    def store_async(self, lanes: Any, target: Array, values: tuple[Array, ...], barrier: Array, at: int) -> None:
+        """``st.async``: a few bytes to a block of the cluster, counted at an mbarrier there; lands at once."""
+        machine = self.machine
+        machine.memory.shared.store(target, lanes, values, at, "plain")
+        size = sum(np.asarray(value).itemsize for value in values)
+        for thread, signal in self._threads(lanes, barrier):
+            lane = np.array([thread])
+            position = int(machine.memory.shared.locate(np.array([signal]), lane, 8, at)[0])
+            machine.mbarriers.find(position, lane, at)
+            machine.mbarriers.complete(position, size, machine.races.release(lane) if machine.races else None)
+
+    def _multicast(
+        self, thread: int, to: int, offsets: Array, signal: int, ranks: int, content: Callable[[], Array], at: int
+    ) -> None:
+        """To the same offsets in each block of ``ranks``."""
+        for rank in range(16):
+            if int(ranks) >> rank & 1:
+                window = (rank + 1) << 24
+                self._start_load(thread, (to & 0xFFFFFF) | window, offsets, (signal & 0xFFFFFF) | window, content, at)
+
+    def _start_load(
+        self, thread: int, to: int, offsets: Array, signal: int, content: Callable[[], Array], at: int
+    ) -> None:
+        machine, shared = self.machine, self.machine.memory.shared
+        lane = np.array([thread])
+        self._expect(to % CHUNK == 0, "expected a target at a multiple of 16", thread, to, at)
+        lanes = np.repeat(lane, len(offsets))
+        position = shared.locate(to + offsets, lanes, CHUNK, at)
+        barrier = int(shared.locate(np.array([signal]), lane, 8, at)[0])
+        machine.mbarriers.find(barrier, lane, at)
+        published = None
+        if machine.races:
+            machine.races.start_write(position, CHUNK, lanes, at)
+            published = machine.races.release(lane)
+        shared.mark(position, CHUNK, IN_FLIGHT)
+        load = _Load(thread, position, barrier, content, published, at)
+        if machine.landing == "earliest":
+            self._land(load)
+        else:
+            self.loads.append(load)
+
+    def land(self) -> bool:
+        """Land the oldest copy of each block, so that blocks stay in step. False if there is none."""
+        first: dict[int, _Load] = {}
+        for load in self.loads:
+            first.setdefault(int(self.machine.block_of[load.thread]), load)
+        for load in first.values():
+            self.loads.remove(load)
+            self._land(load)
+        return bool(first)
+
+    def _land(self, load: _Load) -> None:
+        machine, shared = self.machine, self.machine.memory.shared
+        shared.data.reshape(-1, CHUNK)[load.position // CHUNK] = load.content().reshape(-1, CHUNK)
+        shared.mark(load.position, CHUNK, READY)
+        if machine.races and load.published is not None:
+            lanes = np.full(len(load.position), load.thread)
+            own = load.published[0, machine.races.column[load.thread >> 5]]
+            machine.races.finish_write(load.position, CHUNK, lanes, own)
+        machine.mbarriers.complete(load.barrier, CHUNK * len(load.position), load.published)
+
+    def _bytes(self, thread: int, start: int, count: int, space: str, at: int) -> Callable[[], Array]:
+        """A reader of ``count`` bytes from an address."""
+        machine = self.machine
+        self._expect(count % CHUNK == 0, f"{count} bytes: expected a multiple of 16", thread, start, at)
+        self._expect(start % CHUNK == 0, "expected a source at a multiple of 16", thread, start, at)
+        chunks = start + np.arange(0, count, CHUNK)
+        lanes = np.full(len(chunks), thread)
+        if space == "global":
+            ((buffer, position, _),) = machine.memory.globals.chunks(chunks, lanes, CHUNK, at, write=False)
+            return lambda: buffer.data[position[0] : position[0] + count]
+        position = machine.memory.shared.locate(chunks, lanes, CHUNK, at)
+        machine.memory.shared.check_state(position, CHUNK, lanes, at)
+        if machine.races:
+            machine.races.read(position, CHUNK, lanes, at)
+        return lambda: machine.memory.shared.data.reshape(-1, CHUNK)[position // CHUNK]
+
+    # ---- out of shared memory
+
+    def store(self, lanes: Any, target: Array, source: Array, size: Array, at: int) -> None:
+        """``size`` bytes of the block's shared memory to global memory."""
+        for thread, to, start, count in self._threads(lanes, target, source, size):
+            self._expect(to % CHUNK == 0 and count % CHUNK == 0, "expected multiples of 16", thread, to, at)
+            chunks = to + np.arange(0, count, CHUNK)
+            who = np.full(len(chunks), thread)
+            ((buffer, position, _),) = self.machine.memory.globals.chunks(chunks, who, CHUNK, at, write=True)
+            self._start_store(thread, start, np.arange(0, count, CHUNK), _writer(buffer, int(position[0])), at)
+
+    def store_tensor(self, lanes: Any, tensor: Array, coordinates: tuple[Array, ...], source: Array, at: int) -> None:
+        """A box of the block's shared memory; what lies outside the tensor is not written."""
+        for thread, map_at, start, *place in self._threads(lanes, tensor, source, *coordinates):
+            box = self._box(thread, map_at, place, at)
+            self._expect(start % 128 == 0, "expected a source at a multiple of 128", thread, start, at)
+            self._start_store(thread, start, box.swizzled(start) - start, box.write, at)
+
+    def _start_store(self, thread: int, start: int, offsets: Array, write: Callable[[Array], None], at: int) -> None:
+        machine, shared = self.machine, self.machine.memory.shared
+        self._expect(start % CHUNK == 0, "expected a source at a multiple of 16", thread, start, at)
+        lanes = np.full(len(offsets), thread)
+        position = shared.locate(start + offsets, lanes, CHUNK, at)
+        shared.check_state(position, CHUNK, lanes, at)
+        if machine.races:
+            machine.races.start_read(position, CHUNK, lanes, at)
+        store = _Store(thread, int(self.groups[thread]), position, write, at)
+        if machine.landing == "earliest":
+            self._put_away(store)
+        self.stores.append(store)
+        machine.progress()
+
+    def commit(self, active: Array) -> None:
+        self.groups = self.groups + active
+
+    def wait(self, active: Array, newest: int) -> None:
+        """Finish all groups of the threads but their ``newest`` ones."""
+        machine, kept = self.machine, []
+        for store in self.stores:
+            if active[store.thread] and store.group < self.groups[store.thread] - newest:
+                if machine.landing == "latest":
+                    self._put_away(store)
+                if machine.races:
+                    machine.races.finish_read(store.position, CHUNK, np.full(len(store.position), store.thread))
+            else:
+                kept.append(store)
+        self.stores = kept
+
+    def _put_away(self, store: _Store) -> None:
+        store.write(self.machine.memory.shared.data.reshape(-1, CHUNK)[store.position // CHUNK])
+
+    # ---- both
+
+    def on_exit(self, active: Array) -> None:
+        """Shared memory ends with its block: no copy may still need it."""
+        machine = self.machine
+        for store in self.stores:
+            if active[store.thread]:
+                text = "the thread exits before its bulk copy has read shared memory"
+                machine.fail("in flight", text, store.at, [store.thread])
+        gone = ~machine.live.reshape(machine.blocks, -1).max(axis=1)
+        for load in self.loads:
+            block = int(load.position[0]) // machine.memory.shared.stride
+            if gone[block]:
+                machine.fail("in flight", "the block exits before the copy has landed", load.at, [load.thread])
+
+    def _threads(self, lanes: Any, *values: Array) -> zip[Any]:
+        """The threads, and their values as Python integers."""
+        machine = self.machine
+        numbers = range(machine.threads) if isinstance(lanes, slice) else lanes.tolist()
+        return zip(numbers, *(machine.pick(np.asarray(value), lanes).tolist() for value in values), strict=True)
+
+    def _expect(self, holds: bool, text: str, thread: int, address: int, at: int) -> None:
+        if not holds:
+            self.machine.fail("misaligned", text, at, [thread], 0, address)
+
+    def _box(self, thread: int, map_at: int, place: list[int], at: int) -> Box:
+        machine = self.machine
+        if map_at not in machine.tensor_maps:
+            machine.fail("invalid", "no tensor map lies here", at, [thread], 0, map_at)
+        tensor, base = machine.tensor_maps[map_at]
+        if len(place) != len(tensor.dims):
+            machine.fail("invalid", f"{len(place)} coordinates for {len(tensor.dims)} dimensions", at, [thread])
+        return Box(tensor, machine.memory.globals.windows[base >> WINDOW_BITS], place)
+
+
+def _writer(buffer: Buffer, position: int) -> Callable[[Array], None]:
+    def write(chunks: Array) -> None:
+        buffer.data[position : position + chunks.size] = chunks.ravel()
+
+    return write
+
+
+class Box:
+    """A box of a tensor at a place: its rows in the buffer, clipped to the tensor, and its order in shared memory."""
+
+    def __init__(self, tensor: Any, buffer: Buffer, place: list[int]) -> None:
+        self.tensor, self.buffer = tensor, buffer
+        self.item = int(np.dtype(ITEM.get(tensor.dtype, tensor.dtype)).itemsize)
+        self.row_bytes = tensor.box[0] * self.item
+        first = place[0]
+        low, high = max(first, 0), min(first + tensor.box[0], tensor.dims[0])
+        self.clip = slice((low - first) * self.item, max(high - first, low - first) * self.item)
+        self.rows: list[tuple[int, int]] = []  # (row of the box, byte in the buffer) of the rows inside
+        outer = [range(extent) for extent in tensor.box[:0:-1]]
+        for row, steps in enumerate(itertools.product(*outer)):
+            indices = [at + step for at, step in zip(place[1:], reversed(steps), strict=True)]
+            if all(0 <= i < extent for i, extent in zip(indices, tensor.dims[1:], strict=True)) and low < high:
+                start = sum(i * stride for i, stride in zip(indices, tensor.strides, strict=True))
+                self.rows.append((row, start + low * self.item))
+        self.count = int(np.prod(tensor.box[1:]))
+
+    def swizzled(self, start: int) -> Array:
+        """The address of each 16-byte chunk of a box that begins at ``start``."""
+        address = start + np.arange(0, self.count * self.row_bytes, CHUNK)
+        return swizzle(address, self.tensor.swizzle)
+
+    def read(self) -> Array:
+        content = np.zeros((self.count, self.row_bytes), np.uint8)
+        size = self.clip.stop - self.clip.start
+        for row, start in self.rows:
+            content[row, self.clip] = self.buffer.data[start : start + size]
+        return content
+
+    def write(self, chunks: Array) -> None:
+        content = chunks.reshape(self.count, self.row_bytes)
+        size = self.clip.stop - self.clip.start
+        for row, start in self.rows:
+            self.buffer.data[start : start + size] = content[row, self.clip]
+
+
+ITEM = {"bfloat16": "uint16"}
+
+
+def swizzle(address: Array, span: int) -> Array:
+    """The place of a byte in a layout swizzled over ``span`` bytes: chunk bits 4.. take those of the row, 7.. ."""
+    mask = max(span, 1) - 1 & 0x70
+    return address ^ (address >> 3 & mask)
+
+
+def check_map(tensor: Any, address: int) -> None:
+    """What the driver checks when it encodes a tensor map. Raises ValueError."""
+    item = int(np.dtype(ITEM.get(tensor.dtype, tensor.dtype)).itemsize)
+    inner = tensor.box[0] * item
+    if address % 16 or any(stride % 16 for stride in tensor.strides):
+        raise ValueError(f"TensorMap: expected address and strides in multiples of 16 bytes, got {tensor}")
+    if not len(tensor.dims) == len(tensor.box) == len(tensor.strides) + 1:
+        raise ValueError(f"TensorMap: expected as many box extents as dims, and one stride less, got {tensor}")
+    if inner % 16 or any(not 1 <= extent <= 256 for extent in tensor.box):
+        raise ValueError(f"TensorMap: expected a box of 1 .. 256 and rows in multiples of 16 bytes, got {tensor}")
+    if tensor.swizzle not in (0, 32, 64, 128) or (tensor.swizzle and inner != tensor.swizzle):
+        raise ValueError(f"TensorMap: expected rows as wide as the swizzle of {tensor.swizzle}, got {inner} bytes")

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""mbarrier objects: 64-bit words of shared memory that count arrivals and bytes of asynchronous copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.simt.memory import BARRIER, UNINITIALISED
+
+if TYPE_CHECKING:
+    from tests.simt.machine import Machine
+
+Array = Any
+
+
+@dataclass
+class Mbarrier:
+    """``pending`` arrivals and ``bytes`` to come before ``phase`` phases become one more."""
+
+    count: int
+    pending: int
+    clock: Array  # what arrivals published, in this phase and before
+    bytes: int = 0
+    phase: int = 0
+
+    def __str__(self) -> str:
+        return f"phase {self.phase} misses {self.pending} of {self.count} arrivals and {self.bytes} bytes"
+
+
+class Mbarriers:
+    """The live objects by their position in shared memory."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.objects: dict[int, Mbarrier] = {}
+
+    def _each(self, address: Array, lanes: Any, at: int) -> Iterator[tuple[int, Array]]:
+        """The positions that threads name, and for each the threads."""
+        machine = self.machine
+        if isinstance(lanes, slice):
+            lanes = np.arange(machine.threads)
+        if not len(lanes):
+            return
+        address = machine.pick(address, lanes)
+        shared = machine.memory.shared
+        shared.check_alignment(address, 8, lanes, at)
+        position = shared.locate(address, lanes, 8, at)
+        for one in np.unique(position):
+            yield int(one), lanes[position == one]
+
+    def find(self, position: int, lanes: Array, at: int) -> Mbarrier:
+        """The object at a position; its initialisation must be known to the threads."""
+        machine = self.machine
+        if position not in self.objects:
+            address = position % machine.memory.shared.stride
+            machine.fail("invalid", "no mbarrier was initialised here", at, lanes, 0, address)
+        if machine.races:
+            machine.races.check_known(np.full(len(lanes), position), 8, lanes, at)
+        return self.objects[position]
+
+    def init(self, address: Array, lanes: Any, count: Array, at: int) -> None:
+        machine = self.machine
+        for position, here in self._each(address, lanes, at):
+            if position in self.objects:
+                text = "an mbarrier lives here already (invalidate it first)"
+                machine.fail("invalid", text, at, here, 0, position % machine.memory.shared.stride)
+            wanted = int(machine.pick(count, here)[0])
+            if not 1 <= wanted < 2**20:
+                machine.fail("invalid", f"mbarrier count {wanted}: expected 1 .. 2**20 - 1", at, here)
+            where = np.full(len(here), position)
+            machine.memory.shared.on_write(where, 8, here, at)
+            machine.memory.shared.mark(where, 8, BARRIER)
+            clock = machine.races.nothing_known() if machine.races else None
+            self.objects[position] = Mbarrier(wanted, wanted, clock)
+
+    def invalidate(self, address: Array, lanes: Any, at: int) -> None:
+        for position, here in self._each(address, lanes, at):
+            self.find(position, here, at)
+            del self.objects[position]
+            self.machine.memory.shared.mark(np.array([position]), 8, UNINITIALISED)
+
+    def arrive(
+        self, address: Array, lanes: Any, count: Array, transfers: Array, at: int, *, drop: bool = False
+    ) -> Array:
+        """Expect ``transfers`` more bytes, then arrive ``count`` times (0: only expect). Returns the phase as state."""
+        machine = self.machine
+        state = np.zeros(machine.threads, np.uint64)
+        for position, here in self._each(address, lanes, at):
+            barrier = self.find(position, here, at)
+            arrivals = int(machine.pick(count, here).sum())
+            state[here] = barrier.phase
+            barrier.bytes += int(machine.pick(transfers, here).sum())
+            if arrivals > barrier.pending:
+                text = f"{arrivals} arrivals, but {barrier}"
+                machine.fail("barrier", text, at, here, 0, position % machine.memory.shared.stride)
+            barrier.pending -= arrivals
+            barrier.count -= arrivals if drop else 0
+            if machine.races and arrivals > 0:
+                for warp in np.unique(here >> 5):
+                    published = machine.races.release(here[here >> 5 == warp])
+                    barrier.clock = np.maximum(barrier.clock, published)
+            self._advance(barrier)
+        return state
+
+    def complete(self, position: int, count: int, published: Array | None) -> None:
+        """A copy of ``count`` bytes has landed; ``published`` is what its issuer knew."""
+        barrier = self.objects[position]
+        barrier.bytes -= count
+        if published is not None:
+            barrier.clock = np.maximum(barrier.clock, published)
+        self._advance(barrier)
+
+    def _advance(self, barrier: Mbarrier) -> None:
+        if barrier.pending == 0 and barrier.bytes == 0:
+            barrier.phase += 1
+            barrier.pending = barrier.count
+            self.machine.wake()
+
+    def test(self, address: Array, lanes: Any, phase: Array, parity: bool, at: int) -> Array:
+        """Whether the phase of that parity (or state) is complete, per thread; if so the threads have synchronised."""
+        machine = self.machine
+        done = np.zeros(machine.threads, bool)
+        for position, here in self._each(address, lanes, at):
+            barrier = self.find(position, here, at)
+            asked = machine.pick(phase, here).astype(np.int64)
+            passed = (barrier.phase & 1) != asked if parity else barrier.phase > asked
+            done[here] = passed
+            if machine.races and passed.any():
+                machine.races.acquire(np.unique(here[passed] >> 5), barrier.clock)
+        return done
+
+    def wait(
+        self, active: Array, address: Array, phase: Array, parity: bool, result: str, here: int, following: int, at: int
+    ) -> None:
+        """``try_wait``: threads go on when the phase is complete; ``result`` is the register that becomes true."""
+        machine = self.machine
+        done = self.test(address, machine.lanes(active), phase, parity, at)
+        passed = active & done
+        if passed.any():
+            machine.registers[result] = np.where(passed, True, machine.registers[result])
+            machine.enqueue(following, passed)
+        machine.park(here, active & ~done)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of a warpgroup (four warps): A from registers or shared memory, B from shared memory, by descriptors.
+
+The product is made when it is issued; its reads of shared memory count as under way until ``wgmma.wait_group``, so the
+race detector sees a stage that is given back too early.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.simt.bulk import CHUNK, swizzle
+from tests.simt.warp import elements
+
+if TYPE_CHECKING:
+    from tests.simt.machine import Machine
+    from tests.simt.races import Races
+
+Array = Any
+ROWS = 64
+SWIZZLE = np.array([0, 128, 64, 32])
+"""Bytes of the layouts, by bits 62 and 63 of a descriptor."""
+
+
+@dataclass
+class _Reads:
+    """Chunks that the warps of ``lanes`` may still be reading; ``group`` by warp."""
+
+    lanes: Array
+    position: Array
+    group: Array
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the opcode says. ``depth`` counts elements; the flags negate or transpose an operand."""
+
+    columns: int
+    depth: int
+    added: str
+    left: str
+    right: str
+    negative: tuple[bool, bool] = (False, False)
+    transposed: tuple[bool, bool] = (False, False)
+
+
+class Warpgroups:
+    """The products under way."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        warps = machine.threads // 32
+        self.reads: list[_Reads] = []
+        self.groups = np.zeros(warps, np.int64)
+        self.fenced = np.zeros(warps, bool)
+
+    def fence(self, active: Array) -> None:
+        self.fenced |= active.reshape(-1, 32).any(axis=1)
+
+    def multiply(
+        self, shape: Shape, active: Array, a: Any, b: Array, accumulate: Array, c: tuple[Array, ...], at: int
+    ) -> list[Array]:
+        """``wgmma.mma_async``. ``a`` is a tuple of registers or a descriptor."""
+        machine, matrices = self.machine, self.machine.matrices
+        warps = matrices.whole_warps(active)
+        unfenced = warps[~self.fenced[warps]]
+        if len(unfenced):
+            machine.fail("invalid", "no wgmma.fence since the registers were last free", at, unfenced * 32)
+        groups = warps[::4] // 4
+        if isinstance(a, tuple):
+            left = matrices.left(a, warps, 16, shape.left).reshape(len(groups), ROWS, -1)
+        else:
+            left = self._tile(a, groups, ROWS, shape.depth, shape.left, shape.transposed[0], False, at)
+        right = self._tile(b, groups, shape.columns, shape.depth, shape.right, shape.transposed[1], True, at)
+        product = left @ right.swapaxes(1, 2)
+        if shape.negative[0] != shape.negative[1]:
+            product = -product
+        if np.ndim(accumulate) or not accumulate:
+            c = tuple(np.where(accumulate, value, value.dtype.type(0)) for value in c)
+        return matrices.accumulate(product.reshape(len(warps), 16, -1), c, warps, shape.added, False)
+
+    def commit(self, active: Array) -> None:
+        self.groups += active.reshape(-1, 32).any(axis=1)
+
+    def wait(self, active: Array, newest: int) -> None:
+        """``wgmma.wait_group``: all groups but the newest are over."""
+        warps = active.reshape(-1, 32).any(axis=1)
+        self.fenced &= ~warps
+        races = self.machine.races
+        if not races:
+            return
+        kept = []
+        for reads in self.reads:
+            warp = reads.lanes >> 5
+            done = warps[warp] & (reads.group < self.groups[warp] - newest)
+            races.finish_read(reads.position[done], CHUNK, reads.lanes[done])
+            if not done.all():
+                kept.append(_Reads(reads.lanes[~done], reads.position[~done], reads.group[~done]))
+        self.reads = kept
+
+    def _tile(
+        self,
+        descriptor: Array,
+        groups: Array,
+        rows: int,
+        depth: int,
+        kind: str,
+        transposed: bool,
+        shared: bool,
+        at: int,
+    ) -> Array:
+        """A matrix [groups, rows, depth] as float32; ``shared``: all four warps read all of it (else 16 rows each)."""
+        machine = self.machine
+        lanes = groups * 128
+        words = machine.pick(descriptor, lanes).astype(np.uint64)
+        address = self._addresses(words, rows, depth, 1 if kind in ("s8", "u8") else 2, transposed, lanes, at)
+        flat = address.reshape(-1)
+        owners = np.repeat(lanes, flat.size // len(groups))
+        memory = machine.memory.shared
+        position = memory.locate(flat, owners, CHUNK, at)
+        memory.check_state(position, CHUNK, owners, at)
+        if machine.races:
+            self._record(machine.races, position.reshape(address.shape), lanes, shared, at)
+        chunks = memory.data.reshape(-1, CHUNK)[position // CHUNK].reshape(*address.shape, CHUNK)
+        if transposed:  # [groups, depth, chunks of 8 rows]
+            values = elements(chunks.view(np.uint32), kind)
+            return values.reshape(len(groups), depth, rows).swapaxes(1, 2)
+        return elements(chunks.view(np.uint32), kind).reshape(len(groups), rows, depth)
+
+    def _addresses(
+        self, words: Array, rows: int, depth: int, item: int, transposed: bool, lanes: Array, at: int
+    ) -> Array:
+        """The 16-byte chunks of a matrix in the canonical layouts: [groups, rows or depth, chunks]."""
+
+        def field(first: int, bits: int) -> Array:
+            return ((words >> np.uint64(first)) & np.uint64(2**bits - 1)).astype(np.int64)[:, None, None]
+
+        start, leading, stride = field(0, 14) * 16, field(16, 14) * 16, field(32, 14) * 16
+        span = SWIZZLE[field(62, 2)]
+        if field(49, 3).any():
+            self.machine.fail("invalid", "a descriptor's base offset is not implemented", at, lanes)
+        if len(np.unique(span)) > 1:
+            self.machine.fail("invalid", "warpgroups with different layouts in one step", at, lanes)
+        wide = int(span.flat[0])
+        if transposed:
+            k, chunk = np.arange(depth)[:, None], np.arange(rows * item // CHUNK)
+            if wide:
+                place = (
+                    k // 8 * stride
+                    + k % 8 * wide
+                    + chunk % (wide // CHUNK) * CHUNK
+                    + chunk // (wide // CHUNK) * leading
+                )
+            else:
+                place = chunk * stride + k // 8 * leading + k % 8 * CHUNK
+        else:
+            row, chunk = np.arange(rows)[:, None], np.arange(depth * item // CHUNK)
+            if wide:
+                place = row // 8 * stride + row % 8 * wide + chunk * CHUNK
+            else:
+                place = row // 8 * stride + row % 8 * CHUNK + chunk * leading
+        return swizzle(start + place, wide)
+
+    def _record(self, races: Races, position: Array, lanes: Array, shared: bool, at: int) -> None:
+        """Begin the reads: by all four warps, or of a fourth of the rows by each."""
+        warps = lanes[:, None] + 32 * np.arange(4)
+        count = position[0].size
+        if shared:
+            readers = np.repeat(warps.ravel(), count)
+            positions = np.repeat(position.reshape(len(lanes), 1, count), 4, axis=1).ravel()
+        else:
+            readers = np.repeat(warps.ravel(), count // 4)
+            positions = position.ravel()
+        races.start_read(positions, CHUNK, readers, at)
+        self.reads.append(_Reads(readers, positions, self.groups[readers >> 5]))
