@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 TYPE_BYTES = {"pred": 1, "b128": 16, "f16x2": 4, "bf16x2": 4} | {
     f"{letter}{bits}": bits // 8 for letter in "busf" for bits in (8, 16, 32, 64)
@@ -170,7 +171,7 @@ def _statements(text: str) -> Iterator[_Statement]:
             if token["directive"] == "loc" and numbers[1] != "0":  # line 0 is unknown: keep the one before
                 inlined = re.search(r"inlined_at (\d+) (\d+) (\d+)", token["rest"])
                 caller = seen.get(inlined.groups()) if inlined else None
-                loc = seen[tuple(numbers)] = Location(files.get(numbers[0], "?"), int(numbers[1]), caller)
+                loc = seen[tuple(numbers)] = Location(Path(files.get(numbers[0], "?")).name, int(numbers[1]), caller)
         elif token["label"] and not parts and not word.startswith("%"):
             yield _Statement("label", token["label"], line, loc)
         elif word == ";" or (word in "{}" and _is_scope(parts)):
@@ -270,7 +271,16 @@ class _Scope:
         return self.labels.get(name) or (self.parent.label(name) if self.parent else None)
 
 
-_SPLIT = re.compile(r",(?![^{\[(]*[}\])])")
+def _split(text: str) -> list[str]:
+    """The parts between commas that stand in no bracket."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{(") - (letter in ")}]")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
 
 
 class _Body:
@@ -321,7 +331,7 @@ class _Body:
         negated, predicate, opcode, rest = match.groups()
         try:
             guard = self._operand(("!" if negated else "") + predicate, scope) if predicate else None
-            operands = tuple(self._operand(part.strip(), scope) for part in _SPLIT.split(rest) if part.strip())
+            operands = tuple(self._operand(part, scope) for part in _split(rest))
         except PtxError as error:
             raise PtxError(f"PTX line {statement.line}: {error}") from None
         assert guard is None or isinstance(guard, (Register, Not))

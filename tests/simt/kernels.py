@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels from other places than ``cuda_src``: samples, texts, and copies of our sources with a change planted."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from cupy_awq import sources
+from cupy_awq.launch_plan import Argument, Dim3, Kernel, LaunchPlan
+
+SAMPLES = Path(__file__).parent / "samples"
+
+
+@contextlib.contextmanager
+def sources_in(folder: Path) -> Iterator[None]:
+    """Let plans take their sources from ``folder``."""
+    with mock.patch.object(sources, "folder", lambda: folder):
+        yield
+
+
+@contextlib.contextmanager
+def source_text(name: str, text: str) -> Iterator[None]:
+    """Let plans find ``text`` as the source ``name``."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, name).write_text(text, encoding="utf-8")
+        with sources_in(Path(folder)):
+            yield
+
+
+@contextlib.contextmanager
+def patched(file: str, old: str, new: str) -> Iterator[None]:
+    """Let plans find a copy of ``cuda_src`` in which ``old``, which must occur once, is ``new``."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "cuda_src")
+        shutil.copytree(sources.folder(), copy)
+        text = (copy / file).read_text(encoding="utf-8")
+        if text.count(old) != 1:
+            raise ValueError(f"{file}: expected one {old!r}, found {text.count(old)}")
+        (copy / file).write_text(text.replace(old, new), encoding="utf-8")
+        with sources_in(copy):
+            yield
+
+
+def plan(
+    source: str,
+    arguments: tuple[Argument, ...],
+    *,
+    grid: Dim3 = (1, 1, 1),
+    block: Dim3 = (32, 1, 1),
+    arch: str = "80",
+    shared_bytes: int = 0,
+    cluster: Dim3 = (1, 1, 1),
+    **defines: int | str,
+) -> LaunchPlan:
+    """The launch of ``NAME.cu``'s entry ``NAME``."""
+    kernel = Kernel(source, source.removesuffix(".cu"), tuple(defines.items()), arch)
+    return LaunchPlan(kernel, grid, block, arguments, shared_bytes, cluster)
