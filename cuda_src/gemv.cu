@@ -9,10 +9,10 @@
 //   y        X [m, n] (gated: [m, n / 2]), row stride ldy values
 //   partials, counters: see reduce.cuh; unused when the grid has one split
 //
-// Any architecture; k and group_size multiples of CHUNK, n of 8 (gated: of 16). ALIGNED: qweight, scales and offsets
-// start at, and step by, multiples of 16 bytes; X_ALIGNED: so does x. PTX_PATH: convert pairs of codes by lop3.
+// Any architecture; k and group_size multiples of CHUNK, n of 8 (gated: of 16). ALIGNED: scales and offsets start at, and
+// step by, multiples of 16 bytes; X_ALIGNED: so does x. PTX_PATH: convert pairs of codes by lop3.
 //
-// Grid (column blocks, splits). 16 lanes lie side by side on a row, WORDS words each; the 16-lane slices of all splits
+// Grid (column blocks, splits). 16 lanes lie side by side on a row, one word each; the 16-lane slices of all splits
 // deal the rows of K among themselves in contiguous runs of CHUNK rows. A lane sums x * (q - z) over a chunk, where
 // codes are small integers and only x rounds, and scales that sum: one multiplication by s for CHUNK weights.
 #include "epilogue.cuh"
@@ -25,9 +25,8 @@ constexpr bool kPtxPath = PTX_PATH;
 constexpr Zeros kZeros = Zeros::ZEROS;
 constexpr int kRows = ROWS;
 constexpr int kChunk = CHUNK;
-constexpr int kWords = WORDS;
 constexpr int kLanes = 16;
-constexpr int kBlockN = kLanes * kWords * 8;
+constexpr int kBlockN = kLanes * 8;
 constexpr int kThreads = kBlockN;  // one thread a column in the epilogue
 constexpr int kSlices = kThreads / kLanes;
 constexpr int kWarps = kThreads / 32;
@@ -36,22 +35,19 @@ static_assert(kZeros == Zeros::kOffset || sizeof(SCALE) == 2, "scales are 16-bit
 
 // What a lane keeps of a group: its columns' scales and zero points.
 struct Group {
-  Vector<SCALE, 8> scales[kWords];
-  Vector<SCALE, 8> offsets[kWords];
-  uint32_t zeros[kWords];
+  Vector<SCALE, 8> scales;
+  Vector<SCALE, 8> offsets;
+  uint32_t zeros;
 
-  __device__ __forceinline__ void fetch(const SCALE* scale_row, const void* zero_row, const int (&columns)[kWords]) {
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      load<kAligned>(scales[w], scale_row + columns[w]);
-      if constexpr (kZeros == Zeros::kOffset) {
-        load<kAligned>(offsets[w], static_cast<const SCALE*>(zero_row) + columns[w]);
-        zeros[w] = 0;
-      } else if constexpr (kZeros == Zeros::kPacked) {
-        zeros[w] = static_cast<const uint32_t*>(zero_row)[columns[w] / 8];
-      } else {
-        zeros[w] = kSymmetricZeros;
-      }
+  __device__ __forceinline__ void fetch(const SCALE* scale_row, const void* zero_row, int column) {
+    load<kAligned>(scales, scale_row + column);
+    if constexpr (kZeros == Zeros::kOffset) {
+      load<kAligned>(offsets, static_cast<const SCALE*>(zero_row) + column);
+      zeros = 0;
+    } else if constexpr (kZeros == Zeros::kPacked) {
+      zeros = static_cast<const uint32_t*>(zero_row)[column / 8];
+    } else {
+      zeros = kSymmetricZeros;
     }
   }
 };
@@ -87,28 +83,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int k_begin = static_cast<int>(static_cast<int64_t>(chunks) * slice / slices) * kChunk;
   const int k_end = static_cast<int>(static_cast<int64_t>(chunks) * (slice + 1) / slices) * kChunk;
 
-  // The weight's column of each word of this lane; words past n are read as the last one and never stored.
-  int columns[kWords];
-#pragma unroll
-  for (int w = 0; w < kWords; ++w) {
-    columns[w] = min(weight_column<kBlockN>(blockIdx.x, (lane * kWords + w) * 8, n), n - 8);
-  }
-  // Adjacent words move as one access when all of them exist, which for whole vectors one comparison tells.
-  const bool whole = kAligned && columns[kWords - 1] == columns[0] + (kWords - 1) * 8;
-
-  float sums[kRows][kWords * 8] = {};
-  Vector<uint32_t, kWords> words[kChunk];
+  // A lane past n reads the last word, and its sums are not stored.
+  const int first = min(weight_column<kBlockN>(blockIdx.x, lane * 8, n), n - 8);
+  float sums[kRows][8] = {};
+  uint32_t words[kChunk];
   auto fetch_words = [&](int row) {
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const uint32_t* source = qweight + static_cast<int64_t>(row + i) * ldq;
-      if (whole) {
-        load<true>(words[i], source + columns[0] / 8);
-      } else {
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) words[i].values[w] = source[columns[w] / 8];
-      }
-    }
+    for (int i = 0; i < kChunk; ++i) words[i] = qweight[static_cast<int64_t>(row + i) * ldq + first / 8];
   };
 
   constexpr int kZeroBytes = kZeros == Zeros::kOffset ? sizeof(SCALE) : sizeof(uint32_t);
@@ -119,39 +100,36 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (row >= group_end) {
       const int index = row / group_size;
       group.fetch(scales + static_cast<int64_t>(index) * lds,
-                  static_cast<const char*>(zeros) + static_cast<int64_t>(index) * ldz * kZeroBytes, columns);
+                  static_cast<const char*>(zeros) + static_cast<int64_t>(index) * ldz * kZeroBytes, first);
       group_end = (index + 1) * group_size;
     }
-    Vector<uint32_t, kWords> current[kChunk];
+    uint32_t current[kChunk];
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) current[i] = words[i];
     if (row + kChunk < k_end) fetch_words(row + kChunk);
 
+    float codes[kChunk][8];
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      float codes[kChunk][8];
+    for (int i = 0; i < kChunk; ++i) differences(codes[i], current[i], group.zeros);
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) differences(codes[i], current[i].values[w], group.zeros[w]);
+    for (int r = 0; r < kRows; ++r) {
+      if (r >= m) break;
+      Vector<X, kChunk> x_row;
+      load<kXAligned>(x_row, x + static_cast<int64_t>(r) * ldx + row);
+      float part[8] = {};
+      float x_sum = 0.0f;
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (r >= m) break;
-        Vector<X, kChunk> x_row;
-        load<kXAligned>(x_row, x + static_cast<int64_t>(r) * ldx + row);
-        float part[8] = {};
-        float x_sum = 0.0f;
+      for (int i = 0; i < kChunk; ++i) {
+        const float x_value = to_float(x_row.values[i]);
+        x_sum += x_value;
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) {
-          const float x_value = to_float(x_row.values[i]);
-          x_sum += x_value;
+        for (int c = 0; c < 8; ++c) part[c] = fmaf(x_value, codes[i][c], part[c]);
+      }
 #pragma unroll
-          for (int c = 0; c < 8; ++c) part[c] = fmaf(x_value, codes[i][c], part[c]);
-        }
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-          float& sum = sums[r][w * 8 + c];
-          sum = fmaf(part[c], to_float(group.scales[w].values[c]), sum);
-          if constexpr (kZeros == Zeros::kOffset) sum = fmaf(x_sum, to_float(group.offsets[w].values[c]), sum);
-        }
+      for (int c = 0; c < 8; ++c) {
+        float& sum = sums[r][c];
+        sum = fmaf(part[c], to_float(group.scales.values[c]), sum);
+        if constexpr (kZeros == Zeros::kOffset) sum = fmaf(x_sum, to_float(group.offsets.values[c]), sum);
       }
     }
   }
@@ -166,9 +144,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       continue;
     }
 #pragma unroll
-    for (int c = 0; c < kWords * 8; ++c) {
+    for (int c = 0; c < 8; ++c) {
       const float pair = sums[r][c] + __shfl_xor_sync(0xffffffffu, sums[r][c], kLanes);
-      if (threadIdx.x % 32 < kLanes) tile[threadIdx.x / 32][lane * kWords * 8 + c] = pair;
+      if (threadIdx.x % 32 < kLanes) tile[threadIdx.x / 32][lane * 8 + c] = pair;
     }
     __syncthreads();
     totals[r] = 0.0f;

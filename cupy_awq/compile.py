@@ -199,7 +199,7 @@ def function(kernel: Kernel, shared_bytes: int = 0) -> Any:
             # A cubin runs on its own architecture alone; PTX runs on all newer ones.
             form = "cubin" if target(kernel.arch).rstrip("a") == native else "ptx"
             raw = cupy.RawModule(path=str(build(kernel, form).path)).get_function(kernel.entry)
-            if shared_bytes > 48 * 1024:
+            if shared_bytes:
                 raw.max_dynamic_shared_size_bytes = shared_bytes
             _functions[key] = raw
         return _functions[key]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,25 +14,21 @@ from cupy_awq.launch_plan import LaunchPlan
 
 MAX_ROWS = 16
 LANES = 16
-"""Lanes side by side on a row of the weight."""
+"""Lanes side by side on a row of the weight, a word each; two such slices make a warp."""
+BLOCK_N = THREADS = LANES * 8
+SLICES = THREADS // LANES
+REGISTERS = {1: 80, 2: 128, 4: 154, 8: 192, 16: 248}
+"""Of a thread, by rows of x."""
 
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """``rows`` of x a block holds (a power of two), ``words`` of eight columns a lane owns, blocks that share a sum."""
+    """``rows`` of x a block holds (a power of two), ``chunk`` rows of the weight a lane takes at once, blocks that
+    share a sum."""
 
     rows: int
-    words: int
     chunk: int
     splits: int
-
-    @property
-    def block_n(self) -> int:
-        return LANES * self.words * 8
-
-    @property
-    def threads(self) -> int:
-        return self.block_n
 
     def plan(self, problem: Problem, device: Device) -> LaunchPlan:
         defines = (
@@ -40,26 +37,30 @@ class GemvConfig:
             ("PTX_PATH", int(device.arch >= common.PTX_ARCH)),
             ("ROWS", self.rows),
             ("CHUNK", self.chunk),
-            ("WORDS", self.words),
         )
-        grid = (ceil_div(problem.n, self.block_n), self.splits, 1)
-        return common.plan("gemv.cu", "gemv", defines, problem, device, grid, self.threads)
+        grid = (ceil_div(problem.n, BLOCK_N), self.splits, 1)
+        return common.plan("gemv.cu", "gemv", defines, problem, device, grid, THREADS)
 
     def microseconds(self, problem: Problem, device: Device) -> float:
-        blocks = ceil_div(problem.n, self.block_n) * self.splits
-        # About eight warps an SM keep the memory busy; more blocks than that come in waves.
-        per_sm = max(1, 512 // self.threads)
-        waves = ceil_div(blocks, device.sm_count * per_sm)
-        filled = min(1.0, blocks / (device.sm_count * per_sm))
-        stream = problem.weight_bytes / (device.read_gbs * 1e3) / max(filled, 1 / device.sm_count)
-        issue = problem.k * problem.n * (2 + self.rows) / (device.sm_count * 64 * 1.5e3) / max(filled, 1e-3)
-        return 3.0 + max(stream, issue) + 0.3 * waves + (1.5 + 0.02 * self.splits if self.splits > 1 else 0.0)
+        blocks = ceil_div(problem.n, BLOCK_N) * self.splits
+        per_sm = 65536 // (REGISTERS[self.rows] * THREADS)
+        full_waves = ceil_div(blocks, device.sm_count * per_sm) - 1
+        tail = ceil_div(blocks - full_waves * device.sm_count * per_sm, device.sm_count)
+        # Nanoseconds of a block, fitted to 150 measurements on an H200: the latency of a lane's chunks, or the work of
+        # all blocks on the SM: their instructions, or their share of the memory.
+        rows = problem.k / self.splits
+        latency = math.ceil(rows / (SLICES * self.chunk)) * (530 + 215 * self.rows)
+        issue = rows * BLOCK_N * (1.4 + 0.1 * self.rows) / 218
+        stream = rows * BLOCK_N / 2 * device.sm_count / (0.79 * device.read_gbs)
+        work = max(issue, stream)
+        reduction = 2.75 + 0.32 * self.splits if self.splits > 1 else 0.0
+        return reduction + (full_waves * max(latency, per_sm * work) + max(latency, tail * work)) * 1e-3
 
     def workspace(self, problem: Problem) -> tuple[int, int]:
         if self.splits == 1:
             return 0, 0
-        blocks = ceil_div(problem.n, self.block_n)
-        return blocks * self.splits * self.rows * self.block_n * 4, blocks
+        blocks = ceil_div(problem.n, BLOCK_N)
+        return blocks * self.splits * self.rows * BLOCK_N * 4, blocks
 
 
 class Gemv:
@@ -90,8 +91,5 @@ class GemmSmall:
 
 def _configs(problem: Problem, rows: int) -> Iterator[GemvConfig]:
     chunk = 8 if problem.group_size % 8 == 0 else 1
-    # Two words a lane halve the number of loads; with more rows their sums would not fit into registers.
-    for words in (1, 2) if rows == 1 else (1,):
-        slices = LANES * words * 8 // LANES
-        for splits in common.split_counts(ceil_div(problem.k // chunk, slices)):
-            yield GemvConfig(rows, words, chunk, splits)
+    for splits in common.split_counts(ceil_div(problem.k // chunk, SLICES)):
+        yield GemvConfig(rows, chunk, splits)

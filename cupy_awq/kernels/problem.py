@@ -75,6 +75,11 @@ class Problem:
         return Strides(self.k, self.n // 8, self.n, zeros, n_out, n_out)
 
     @property
+    def wide(self) -> bool:
+        """Whether a kernel may move 16 bytes of the weight at a time: they never mix gate and up columns."""
+        return self.aligned and not (self.gated and self.n % 64)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of codes, scales and zero points: what must be read at least."""
         groups = self.k // self.group_size

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a kernel test runs a launch plan: on the simulator, or on the GPU with the marker ``gpu``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+
+from cupy_awq.launch_plan import LaunchPlan
+from tests import simt
+
+Buffers = Mapping[str, "np.ndarray | None"]
+Run = Callable[[LaunchPlan, Buffers], None]
+
+BACKENDS = ("latest", "earliest", pytest.param("gpu", marks=pytest.mark.gpu))
+"""The simulator's two ways of landing asynchronous copies, and the GPU."""
+
+
+def runner(backend: str) -> Run:
+    """A function that runs a plan over NumPy arrays, which it changes in place."""
+    if backend == "gpu":
+        return on_gpu
+    return lambda plan, buffers: simt.run(plan, buffers, landing=backend)
+
+
+def on_gpu(plan: LaunchPlan, buffers: Buffers) -> None:
+    """The plan on the current GPU, over copies with the strides and the alignment of the arrays."""
+    import cupy
+
+    from cupy_awq.launch import launch
+
+    copies = {name: None if a is None else _copy(a) for name, a in buffers.items()}
+    launch(plan, copies)
+    cupy.cuda.get_current_stream().synchronize()
+    for name, a in buffers.items():
+        if a is not None and a.flags.writeable:
+            a[...] = cupy.asnumpy(copies[name])
+
+
+def _copy(a: np.ndarray):  # noqa: ANN202  (a CuPy array, whose type needs CuPy)
+    import cupy
+
+    base = a if a.base is None else a.base
+    if not isinstance(base, np.ndarray) or not base.flags.c_contiguous:
+        return cupy.asarray(a)
+    offset = a.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    memory = cupy.asarray(base.reshape(-1).view(np.uint8))
+    return cupy.ndarray(a.shape, a.dtype, memory.data + offset, a.strides)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel of the raw layout, through its launch plan, against float64 formulas: on the simulator and on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupy_awq import device, select
+from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.kernels.problem import Config, Problem, Strides
+from cupy_awq.testing import random_activations, random_weight
+from tests.backends import BACKENDS, Run, runner
+from tests.test_reference import float64_weight
+
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+BOUNDS = {"float16": 5e-4, "bfloat16": 4e-3, "float32": 2e-6}
+ARCHS = (60, 75, 80, 90)
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def facts(arch: int, backend: str) -> device.Device:
+    """The device of a test: on a GPU its own facts with the architecture path lowered."""
+    if backend == "gpu":
+        own = device.current()
+        return replace(own, arch=min(arch, own.arch))
+    return device.nominal(arch)
+
+
+def strided(a: np.ndarray, extra: int) -> np.ndarray:
+    """The same matrix with ``extra`` elements, all NaN or ones, between its rows."""
+    wide = np.full((a.shape[0], a.shape[1] + extra), 255 if a.dtype.kind in "iu" else np.nan, a.dtype)
+    wide[:, : a.shape[1]] = a
+    return wide[:, : a.shape[1]]
+
+
+def expected(problem: Problem, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, residual: np.ndarray | None):
+    """y in float64, and the size of what was summed."""
+    x64 = x.astype(np.float64)
+    y = x64 @ w
+    if bias is not None:
+        y = y + bias.astype(np.float64)
+
+    def activate(v: np.ndarray) -> np.ndarray:
+        if problem.activation == "clamp":
+            return np.clip(v, *problem.limits)
+        if problem.activation == "silu":
+            return v / (1 + np.exp(-v))
+        if problem.activation == "gelu":
+            return 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
+        return v
+
+    if problem.gated:
+        gate, up = np.split(y, 2, axis=1)
+        y = activate(gate) * up
+    else:
+        y = activate(y)
+    if residual is not None:
+        y = y + residual.astype(np.float64)
+    return y, np.sqrt((x64**2).sum(1, keepdims=True) * (w**2).sum(0).mean())
+
+
+def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Device, seed: int, pad: int = 0) -> None:
+    """One launch of a configuration over random data, with NaN wherever it must write."""
+    rng = np.random.default_rng(seed)
+    dtype, scales_dtype = DTYPES[problem.dtype], DTYPES[problem.scales_dtype]
+    weight = random_weight(rng, problem.k, problem.n, problem.group_size, dtype=scales_dtype, zeros=problem.zeros)
+    x = random_activations(rng, problem.m, problem.k, dtype=dtype)
+    n_out = problem.n // 2 if problem.gated else problem.n
+    bias = None
+    if problem.bias_dtype:
+        bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype])
+    residual = rng.standard_normal((problem.m, n_out)).astype(dtype) if problem.residual else None
+    partials, counters = config.workspace(problem)
+    arrays = {
+        "x": strided(x, pad),
+        "qweight": strided(weight.qweight, pad),
+        "scales": strided(weight.scales, pad),
+        "qzeros": None if weight.qzeros is None else strided(weight.qzeros, pad),
+        "residual": None if residual is None else strided(residual, pad),
+        "y": strided(np.full((problem.m, n_out), np.nan, dtype), pad),
+    }
+    for name, a in arrays.items():
+        if a is not None:
+            a.flags.writeable = name == "y"
+    strides = Strides(*(0 if a is None else a.strides[0] // a.itemsize for a in arrays.values()))
+    offsets = arrays["qzeros"] if problem.zeros == "float" else None
+    wide = (arrays["qweight"], arrays["scales"], offsets, arrays["y"])
+    aligned = all(a is None or a.strides[0] % 16 == 0 for a in wide)
+    problem = replace(problem, strides=strides, aligned=aligned, x_aligned=arrays["x"].strides[0] % 16 == 0)
+    scratch = {"partials": np.full(partials // 4, np.nan, np.float32), "counters": np.zeros(counters, np.uint32)}
+    run(config.plan(problem, facts), {**arrays, "bias": bias, **scratch})
+    y = arrays["y"].astype(np.float64)
+    reference, size = expected(problem, x, float64_weight(weight.qweight, weight.scales, weight.qzeros), bias, residual)
+    assert np.isfinite(y).all(), f"{np.count_nonzero(~np.isfinite(y))} elements were not written"
+    assert np.linalg.norm(y - reference) <= BOUNDS[problem.dtype] * np.linalg.norm(size + np.abs(reference))
+    # One wrong column or row would vanish in a norm over many.
+    assert (np.abs(y - reference) <= 20 * BOUNDS[problem.dtype] * (size + np.abs(reference))).all()
+    assert not scratch["counters"].any(), "the counters must be left as they were found"
+
+
+def families(problem: Problem, facts: device.Device) -> dict[str, list[Config]]:
+    found = select.candidates(problem, facts)
+    return {name: configs for name, configs in found.items() if not isinstance(configs, str)}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("m", [1, 3, 16, 70])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_every_legal_configuration(backend: str, arch: int, m: int, dtype: str) -> None:
+    """All tiles and splits of all families, on a shape whose last tiles are partly empty in M, N and K."""
+    scales_dtype = "bfloat16" if dtype == "bfloat16" else "float16"
+    problem = Problem(m, 224, 192, 64, dtype, scales_dtype)
+    here = facts(arch, backend)
+    for configs in families(problem, here).values():
+        for config in configs:
+            if config.splits in (1, 4):
+                check_matmul(runner(backend), problem, config, here, seed=m)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@given(data=st.data())
+@settings(max_examples=6)
+def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject) -> None:
+    """Shapes, group sizes, zeros, epilogues, strides and misalignment, drawn; every family that takes the problem."""
+    group_size = data.draw(st.sampled_from([1, 3, 8, 16, 24, 32, 48, 64, 128]))
+    gated = data.draw(st.booleans())
+    pad = data.draw(st.sampled_from([0, 1, 8]))
+    problem = Problem(
+        m=data.draw(st.sampled_from([1, 2, 5, 17])),
+        n=data.draw(st.integers(1, 18)) * (16 if gated else 8),
+        k=group_size * data.draw(st.integers(1, max(1, 160 // group_size))),
+        group_size=group_size,
+        dtype=data.draw(st.sampled_from(list(DTYPES))),
+        scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        zeros=data.draw(st.sampled_from(["packed", "symmetric", "float"])),
+        bias_dtype=data.draw(st.sampled_from([None, *DTYPES])),
+        residual=data.draw(st.booleans()),
+        activation=data.draw(st.sampled_from([None, "clamp", "silu", "gelu"])),
+        limits=(-0.5, 0.75),
+        gated=gated,
+    )
+    # Tensor cores need aligned rows of x, which decides whether their families are legal.
+    problem = replace(problem, x_aligned=(problem.k + pad) * DTYPES[problem.dtype].itemsize % 16 == 0)
+    here = facts(arch, backend)
+    for configs in families(problem, here).values():
+        config = data.draw(st.sampled_from(configs[:8]))
+        check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@given(data=st.data())
+@settings(max_examples=5)
+def test_dequantize_gives_the_formulas_bits(backend: str, arch: int, dtype: str, data: st.DataObject) -> None:
+    """Bit for bit (but for the sign of zero), with scales down to subnormal and up to overflowing ones."""
+    group_size = data.draw(st.sampled_from([1, 5, 8, 16, 64]))
+    k, n = group_size * data.draw(st.integers(1, 5)), 8 * data.draw(st.integers(1, 20))
+    scales_dtype = data.draw(st.sampled_from(["float16", "bfloat16"]))
+    zeros = data.draw(st.sampled_from(["packed", "symmetric", "float"]))
+    pad = data.draw(st.sampled_from([0, 1, 8]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    weight = random_weight(rng, k, n, group_size, dtype=DTYPES[scales_dtype], zeros=zeros)
+    spread = np.float64(2) ** rng.integers(-22, 12, weight.scales.shape)
+    scales = (weight.scales.astype(np.float64) * spread).astype(weight.scales.dtype)
+    qzeros = weight.qzeros
+    arrays = {
+        "qweight": strided(weight.qweight, pad),
+        "scales": strided(scales, pad),
+        "qzeros": None if qzeros is None else strided(qzeros, pad),
+        "out": strided(np.full((k, n), np.nan, DTYPES[dtype]), pad),
+    }
+    strides = tuple(0 if a is None else a.strides[0] // a.itemsize for a in arrays.values())
+    aligned = (n + pad) % 8 == 0
+    problem = Dequantization(k, n, group_size, scales_dtype, zeros, dtype, aligned, strides)  # type: ignore[arg-type]
+    runner(backend)(problem.plan(facts(arch, backend)), arrays)
+    with np.errstate(over="ignore"):
+        wanted = float64_weight(weight.qweight, scales, qzeros)
+        if dtype == "bfloat16":
+            # ml_dtypes rounds through float32: rounding to odd there first leaves one rounding in all.
+            short = wanted.astype(np.float32)
+            toward_zero = np.where(np.abs(short) > np.abs(wanted), np.nextafter(short, np.float32(0)), short)
+            bits = toward_zero.view(np.uint32) | (toward_zero != wanted)
+            wanted = bits.astype(np.uint32).view(np.float32)
+        wanted = wanted.astype(DTYPES[dtype])
+    np.testing.assert_array_equal(arrays["out"].astype(np.float64), wanted.astype(np.float64))
