@@ -122,6 +122,13 @@ def fma_f32(x: Array, y: Array, z: Array) -> Array:
     return total.astype(np.float32)
 
 
+def fma_down_f32(x: Array, y: Array, z: Array) -> Array:
+    """float32 x * y + z rounded toward minus infinity."""
+    total = _sum_to_odd(np.multiply(x, y, dtype=np.float64), np.asarray(z, np.float64))
+    nearest = total.astype(np.float32)
+    return np.where(nearest > total, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+
+
 def fma_f16(x: Array, y: Array, z: Array) -> Array:
     """float32 holding float16 values -> float64 x * y + z, exact wherever it matters for one rounding to float16."""
     return np.multiply(x, y, dtype=np.float64) + z

@@ -38,6 +38,12 @@ def fma(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, z: Oper
     _finish(b, d, "f32", f"fma_f32({values})", m[1], m[2])
 
 
+@emits(r"fma\.rm(\.ftz)?(\.sat)?\.f32")
+def fma_down(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, z: Operand) -> None:
+    values = ", ".join(_single(b, v, "f32", m[1]) for v in (x, y, z))
+    _finish(b, d, "f32", f"fma_down_f32({values})", m[1], m[2])
+
+
 @emits(r"div\.(?:rn|approx|full)(\.ftz)?\.(f32|f64)")
 def divide(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand) -> None:
     _finish(b, d, m[2], f"({_single(b, x, m[2], m[1])} / {_single(b, y, m[2], m[1])})", m[1])
