@@ -110,12 +110,16 @@ def _compile(kernel: Kernel, arch: str, texts: Mapping[str, str], form: str) -> 
         options = [f"-arch={'sm' if form == 'cubin' else 'compute'}_{arch}", *OPTIONS]
         options += [f"-D{name}={value}" for name, value in kernel.defines]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        log = _read(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace")
+        log = (
+            _read(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+            .rstrip(b"\0")
+            .decode(errors="replace")
+        )
         if int(status) != 0:
             raise CompileError(f"{source} does not compile for sm_{arch} with {dict(kernel.defines)}:\n{log.strip()}")
         if form == "cubin":
             return _read(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), log
-        return _read(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX), log
+        return _read(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX).rstrip(b"\0"), log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
@@ -123,10 +127,10 @@ def _compile(kernel: Kernel, arch: str, texts: Mapping[str, str], form: str) -> 
 def _read(program: Any, size: Any, content: Any) -> bytes:
     status, length = size(program)
     _check(status, size.__name__)
-    buffer = b" " * length
+    buffer = bytes(length)
     (status,) = content(program, buffer)
     _check(status, content.__name__)
-    return buffer.rstrip(b"\0") if content.__name__ != "nvrtcGetCUBIN" else buffer
+    return buffer
 
 
 def _resources(log: str) -> Resources:
@@ -185,10 +189,7 @@ _functions_lock = threading.Lock()
 
 
 def function(kernel: Kernel, shared_bytes: int = 0) -> Any:
-    """The kernel loaded on the current device, once per device, with room for ``shared_bytes`` of dynamic shared memory.
-
-    Returns the driver's handle of the function.
-    """
+    """The kernel loaded on the current device, once, with room for ``shared_bytes`` of dynamic shared memory."""
     import cupy
 
     index = cupy.cuda.runtime.getDevice()

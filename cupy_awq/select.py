@@ -68,7 +68,9 @@ def choose(problem: Problem, device: Device, kernel: str | None = None, split_k:
 def explain(problem: Problem, device: Device) -> str:
     """A line for each kernel family: its best configuration and expected time, or why it is not legal."""
     choice = choose(problem, device)
-    lines = [f"x[{problem.m}, {problem.k}] {problem.dtype} @ W[{problem.k}, {problem.n}] group size {problem.group_size} on {device.name} (sm_{device.arch})"]
+    m, n, k, group_size = problem.m, problem.n, problem.k, problem.group_size
+    product = f"x[{m}, {k}] {problem.dtype} @ W[{k}, {n}] group size {group_size}"
+    lines = [f"{product} on {device.name} (sm_{device.arch})"]
     for name, configs in candidates(problem, device).items():
         mark = "->" if name == choice.name else "  "
         if isinstance(configs, str):

@@ -39,7 +39,7 @@ def on_gpu(plan: LaunchPlan, buffers: Buffers) -> None:
             a[...] = cupy.asnumpy(copies[name])
 
 
-def _copy(a: np.ndarray):  # noqa: ANN202  (a CuPy array, whose type needs CuPy)
+def _copy(a: np.ndarray):
     import cupy
 
     base = a if a.base is None else a.base

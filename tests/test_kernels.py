@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel of the raw layout, through its launch plan, against float64 formulas: on the simulator and on the GPU."""
+"""Every kernel of the raw layout, through its launch plan, against float64 formulas: simulated and on the GPU."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -118,7 +119,10 @@ class Problem:
 class Config(Protocol):
     """One way to launch one family; each implementation is a frozen dataclass."""
 
-    splits: int
+    @property
+    def splits(self) -> int:
+        """Blocks that share each sum over K."""
+        ...
 
     def plan(self, problem: Problem, device: Device) -> LaunchPlan: ...
 
@@ -134,13 +138,14 @@ class Config(Protocol):
 class Family(Protocol):
     """What a module of this package offers."""
 
-    NAME: str
+    @property
+    def NAME(self) -> str: ...
 
     def refuse(self, problem: Problem, device: Device) -> str | None:
         """Why the family cannot take the problem on this device, or None."""
         ...
 
-    def configs(self, problem: Problem, device: Device) -> list[Config]:
+    def configs(self, problem: Problem, device: Device) -> Sequence[Config]:
         """The legal configurations of a problem that is not refused, with one split and with several."""
         ...
 
