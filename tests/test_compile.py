@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources, compilation and its cache, with no GPU; launches with one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupy_awq import compile as compiler
+from cupy_awq import compile_all, device, select, sources
+from cupy_awq.kernels.problem import Problem
+from cupy_awq.launch_plan import Kernel, LaunchPlan
+
+SCALE = """
+#include "factor.cuh"
+extern "C" __global__ void scale(float* out, const float* in, int n) {
+  int i = blockIdx.x * 32 + threadIdx.x;
+  if (i < n) out[i] = FACTOR * half_of(in[i]);
+}
+"""
+FACTOR = "__device__ float half_of(float v) { return v / 2; }\n"
+KERNEL = Kernel("scale.cu", "scale", (("FACTOR", 3),), "80")
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source folder with one kernel and one header, and an empty cache."""
+    (tmp_path / "scale.cu").write_text(SCALE)
+    (tmp_path / "factor.cuh").write_text(FACTOR)
+    monkeypatch.setattr(sources, "folder", lambda: tmp_path)
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The targets of NVRTC's compilations, as they happen."""
+    seen: list[str] = []
+    real = compiler._compile
+
+    def counted(kernel: Kernel, arch: str, *rest: object) -> tuple[bytes, str]:
+        seen.append(arch)
+        return real(kernel, arch, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compiler, "_compile", counted)
+    yield seen
+
+
+def test_closure_follows_includes_once(tmp_path: Path) -> None:
+    (tmp_path / "a.cu").write_text('#include "b.cuh"\n  #  include "ptx/c.cuh"\n#include <d>\n')
+    (tmp_path / "b.cuh").write_text('#include "ptx/c.cuh"\n')
+    (tmp_path / "ptx").mkdir()
+    (tmp_path / "ptx" / "c.cuh").write_text('#include "b.cuh"\n')  # a cycle, which #pragma once makes legal
+    assert list(sources.closure("a.cu", tmp_path)) == ["a.cu", "b.cuh", "ptx/c.cuh"]
+
+
+def test_a_kernel_is_compiled_once(root: Path, compilations: list[str]) -> None:
+    first, second = compiler.build(KERNEL), compiler.build(KERNEL)
+    assert (first.fresh, second.fresh, compilations) == (True, False, ["80"])
+    assert first.path == second.path
+    assert first.path.read_bytes()[:4] == b"\x7fELF"
+    assert first.resources == second.resources
+    assert first.resources is not None
+    assert first.resources.registers > 0
+    assert first.resources.spill_bytes == 0
+
+
+@pytest.mark.parametrize("change", ["header", "source", "define", "arch", "form"])
+def test_whatever_goes_in_is_part_of_the_cache_key(root: Path, compilations: list[str], change: str) -> None:
+    compiler.build(KERNEL)
+    kernel, form = KERNEL, "cubin"
+    if change == "header":
+        (root / "factor.cuh").write_text(FACTOR.replace("/ 2", "/ 4"))
+    elif change == "source":
+        (root / "scale.cu").write_text(SCALE + "// \n")
+    elif change == "define":
+        kernel = Kernel("scale.cu", "scale", (("FACTOR", 5),), "80")
+    elif change == "arch":
+        kernel = Kernel("scale.cu", "scale", KERNEL.defines, "86")
+    else:
+        form = "ptx"
+    assert compiler.build(kernel, form).fresh
+    assert len(compilations) == 2
+
+
+def test_an_empty_or_lost_cache_entry_is_compiled_again(root: Path, compilations: list[str]) -> None:
+    path = compiler.build(KERNEL).path
+    path.write_bytes(b"")
+    compiler.build(KERNEL)
+    path.with_suffix(".json").unlink()
+    compiler.build(KERNEL)
+    assert len(compilations) == 3
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    script = (
+        "from cupy_awq import compile, device, select\n"
+        "from cupy_awq.kernels.problem import Problem\n"
+        "from cuda.bindings import nvrtc\n"
+        "calls = []\n"
+        "real = nvrtc.nvrtcCompileProgram\n"
+        "nvrtc.nvrtcCompileProgram = lambda *a: calls.append(a) or real(*a)\n"
+        "plan = select.choose(Problem(1, 256, 256, 128), device.nominal(80)).plan\n"
+        "compile.build(plan.kernel)\n"
+        "print(len(calls))\n"
+    )
+    environment = {**os.environ, compiler.CACHE_VARIABLE: str(tmp_path)}
+    counts = [
+        int(subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)) for _ in range(2)
+    ]
+    assert counts == [1, 0]
+
+
+def test_threads_may_compile_the_same_kernel(root: Path) -> None:
+    found: list[compiler.Binary] = []
+    threads = [threading.Thread(target=lambda: found.append(compiler.build(KERNEL))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len({binary.path.read_bytes() for binary in found}) == 1
+    assert sorted(path.suffix for path in found[0].path.parent.iterdir()) == [".cubin", ".json"]
+
+
+def test_a_compile_error_shows_file_and_line_of_the_header(root: Path) -> None:
+    (root / "factor.cuh").write_text("\n\n__device__ int broken() { return missing; }\n")
+    with pytest.raises(compiler.CompileError, match=r"factor\.cuh\(3\): error"):
+        compiler.build(KERNEL)
+    assert not (root / "cache").exists()
+
+
+def test_a_target_outside_of_the_compilers_range_is_its_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "compiler", lambda: ((13, 0), (75, 80, 90, 120)))
+    assert [compiler.target(arch) for arch in ("60", "75", "86", "90a", "121")] == ["75", "75", "80", "90a", "120"]
+
+
+def test_ptx_is_the_text_for_the_plan(root: Path) -> None:
+    text = compiler.ptx(LaunchPlan(KERNEL, (1, 1, 1), (32, 1, 1), ("out", "in", np.int32(3))))
+    assert ".entry scale(" in text
+    assert ".target sm_80" in text
+    assert ".loc" in text
+
+
+@pytest.mark.parametrize("arch", [60, 75, 80, 90])
+def test_all_kernels_of_an_arch_are_listed_for_compilation(arch: int) -> None:
+    """Whatever the selection may pick for a common layer is compiled ahead."""
+    listed = set(compile_all.kernels(arch))
+    facts = device.nominal(arch)
+    for m in (1, 3, 12, 500):
+        for shape in ((4096, 4096), (1536, 576)):
+            problem = Problem(m, *shape, 128 if shape[0] == 4096 else 64)
+            assert select.choose(problem, facts).plan.kernel in listed
+
+
+def test_compile_all_reports_and_refuses_what_is_no_arch(capsys: pytest.CaptureFixture[str]) -> None:
+    for arch in ("5", "sm_80", "90b", "50"):
+        with pytest.raises(ValueError, match="arch: expected"):
+            compile_all.run([arch])
+
+
+@pytest.mark.gpu
+def test_launch_passes_arguments_and_honours_the_stream(root: Path) -> None:
+    import cupy
+
+    from cupy_awq.launch import launch
+
+    native = device.current().target
+    kernel = Kernel("scale.cu", "scale", (("FACTOR", 3),), native)
+    plan = LaunchPlan(kernel, (4, 1, 1), (32, 1, 1), ("out", "in", np.int32(100)))
+    x, y = cupy.arange(128, dtype=cupy.float32), cupy.zeros(128, cupy.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        launch(plan, {"out": y, "in": x})
+    stream.synchronize()
+    np.testing.assert_array_equal(y.get(), np.where(np.arange(128) < 100, 1.5 * np.arange(128), 0))
+
+
+@pytest.mark.gpu
+def test_an_older_path_runs_on_a_newer_gpu(root: Path) -> None:
+    import cupy
+
+    from cupy_awq.launch import launch
+
+    plan = LaunchPlan(
+        Kernel("scale.cu", "scale", (("FACTOR", 3),), "75"), (1, 1, 1), (32, 1, 1), ("out", "in", np.int32(32))
+    )
+    x, y = cupy.ones(32, cupy.float32), cupy.zeros(32, cupy.float32)
+    launch(plan, {"out": y, "in": x})
+    assert (y.get() == 1.5).all()
+
+
+@pytest.mark.gpu
+def test_a_refused_launch_names_the_kernel(root: Path) -> None:
+    from cupy_awq.launch import Launcher
+
+    plan = LaunchPlan(Kernel("scale.cu", "scale", KERNEL.defines, device.current().target), (1, 1, 1), (2048, 1, 1), ())
+    plan = LaunchPlan(plan.kernel, (1, 1, 1), (2048, 1, 1), ("out", "in", np.int32(1)))
+    with pytest.raises(RuntimeError, match="launch of scale failed"):
+        Launcher(plan)((0, 0), 0)

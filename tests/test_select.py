@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selection is pure: legality with reasons, choices and their consequences, with no GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cupy_awq
+from cupy_awq import device, select
+from cupy_awq.kernels.problem import COUNTERS, WORKSPACE_BYTES, Problem
+
+ARCHS = sorted(device.NOMINAL)
+
+
+@given(
+    m=st.integers(1, 9000),
+    words=st.integers(1, 2000),
+    group_size=st.sampled_from([1, 8, 24, 32, 64, 128]),
+    groups=st.integers(1, 100),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    arch=st.sampled_from(ARCHS),
+    aligned=st.booleans(),
+)
+def test_every_problem_has_a_kernel_within_its_limits(
+    m: int, words: int, group_size: int, groups: int, dtype: str, arch: int, aligned: bool
+) -> None:
+    problem = Problem(m, 8 * words, group_size * groups, group_size, dtype, aligned=aligned, x_aligned=aligned)
+    facts = device.nominal(arch)
+    choice = select.choose(problem, facts)
+    plan = choice.plan
+    partials, counters = choice.config.workspace(problem)
+    assert partials <= WORKSPACE_BYTES
+    assert counters <= COUNTERS
+    assert plan.shared_bytes <= facts.shared_bytes_per_block
+    assert plan.block[0] <= 1024
+    assert max(plan.grid[1:]) <= 65535
+    assert int(plan.kernel.arch.rstrip("a")) == arch
+
+
+@pytest.mark.parametrize(
+    ("m", "arch", "dtype", "group_size", "names"),
+    [
+        (1, 90, "float16", 128, {"gemv", "gemm_sm80"}),
+        (16, 80, "float16", 128, {"gemm_sm80"}),
+        (16, 75, "float16", 128, {"gemm_sm75"}),
+        (16, 75, "bfloat16", 128, {"gemm_small", "gemm_simt"}),
+        (16, 60, "float16", 128, {"gemm_small", "gemm_simt"}),
+        (1024, 90, "float16", 128, {"gemm_sm80"}),
+        (1024, 60, "float16", 128, {"gemm_simt"}),
+        (1024, 90, "float32", 128, {"gemm_simt"}),
+        (1024, 90, "float16", 8, {"gemm_simt"}),
+    ],
+)
+def test_the_choice_where_there_is_no_doubt(m: int, arch: int, dtype: str, group_size: int, names: set[str]) -> None:
+    assert select.choose(Problem(m, 4096, 4096, group_size, dtype), device.nominal(arch)).name in names
+
+
+@pytest.mark.parametrize(
+    ("kernel", "problem", "arch", "reason"),
+    [
+        ("gemv", Problem(2, 64, 64, 64), 90, "takes one row of x, not M=2"),
+        ("gemm_small", Problem(17, 64, 64, 64), 90, "takes 2 to 16 rows of x, not M=17"),
+        ("gemm_sm80", Problem(4, 64, 64, 64), 75, "needs sm_80 or newer, not sm_75"),
+        ("gemm_sm75", Problem(4, 64, 64, 64, "bfloat16"), 75, "takes x of float16, not bfloat16"),
+        ("gemm_sm80", Problem(4, 64, 48, 24), 80, "multiple of 16, not 24"),
+        ("gemm_sm80", Problem(4, 64, 64, 64, x_aligned=False), 80, "multiples of 16 bytes"),
+    ],
+)
+def test_a_refusal_says_why(kernel: str, problem: Problem, arch: int, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        select.choose(problem, device.nominal(arch), kernel)
+
+
+def test_split_k_is_taken_or_refused() -> None:
+    problem, facts = Problem(4, 512, 512, 128), device.nominal(80)
+    assert select.choose(problem, facts, "gemm_sm80", 4).config.splits == 4
+    with pytest.raises(ValueError, match="cannot split K=512 into 32 parts"):
+        select.choose(problem, facts, "gemm_sm80", 32)
+
+
+def test_an_unknown_kernel_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"expected one of gemv, .*, got 'marlin'"):
+        select.choose(Problem(1, 64, 64, 64), device.nominal(80), "marlin")
+
+
+def test_explain_has_a_line_for_each_kernel_and_marks_the_choice() -> None:
+    lines = cupy_awq.explain(1, 4096, 4096, 128, "float16", arch=75).splitlines()[1:]
+    assert [line[3:].split()[0] for line in lines] == list(select.FAMILIES)
+    assert [line[:2] for line in lines].count("->") == 1
+    assert "needs sm_80 or newer" in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "text"),
+    [
+        ((0, 64, 64, 64), {}, ValueError, "m must be positive, got 0"),
+        ((1, 63, 64, 64), {}, ValueError, "n must be a multiple of 8, got 63"),
+        ((1, 64, 64, 48), {}, ValueError, "not a multiple of group_size=48"),
+        ((1.0, 64, 64, 64), {}, TypeError, "m must be an integer, got 1.0"),
+        ((1, 64, 64, 64, "int8"), {}, TypeError, "dtype must be"),
+        ((1, 64, 64, 64), {"arch": 50}, ValueError, "60 or more, got 50"),
+    ],
+)
+def test_explain_refuses(arguments: tuple[object, ...], options: dict[str, int], error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        cupy_awq.explain(*arguments, **options)  # type: ignore[arg-type]
+
+
+def test_a_forced_arch_lowers_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(device.ARCH_VARIABLE, "75")
+    assert device.forced_arch() == 75
+    for text in ("sm_75", "5", "-80"):
+        monkeypatch.setenv(device.ARCH_VARIABLE, text)
+        with pytest.raises(ValueError, match="CUPY_AWQ_ARCH: expected a compute capability"):
+            device.forced_arch()
