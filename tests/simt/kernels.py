@@ -19,7 +19,7 @@ SAMPLES = Path(__file__).parent / "samples"
 @contextlib.contextmanager
 def sources_in(folder: Path) -> Iterator[None]:
     """Let plans take their sources from ``folder``."""
-    with mock.patch.object(sources, "folder", lambda: folder):
+    with mock.patch.object(sources, "folder", return_value=folder):
         yield
 
 

@@ -173,7 +173,7 @@ class Machine:
     def _execute(self, number: int, active: Array) -> None:
         block = self.program.blocks[number]
         full = np.count_nonzero(active) == self.living
-        if block.width and not full:
+        if block.width and not (full and block.members is None):
             active = self._whole(number, block, active)
             if active is None:
                 return
@@ -231,7 +231,13 @@ class Machine:
     def _whole(self, number: int, block: Block, active: Array) -> Array | None:
         """Those of a group whose whole warp (or warpgroup, or member mask) is there; the others park."""
         if block.members is not None:
-            members = self._member_masks(block, active)
+            members = self._member_masks(block)
+            if np.ndim(members) == 0 and members == EVERYONE and np.count_nonzero(active) == self.living:
+                return active
+            outside = active & ((members >> self.special["%laneid"]) & np.uint32(1) == 0)
+            if outside.any():
+                lanes = np.flatnonzero(outside)
+                self.fail("divergence", "the thread is not in its own member mask", block.start, lanes)
             there, alive = self.warps.bits(active), self.warps.bits(self.live)
             ready = active & ((members & alive & ~there) == 0)
         else:
@@ -242,21 +248,18 @@ class Machine:
         self.park(number, active & ~ready)
         return ready if ready.any() else None
 
-    def _member_masks(self, block: Block, active: Array) -> Array:
+    def _member_masks(self, block: Block) -> Array:
         operand = block.members
         if isinstance(operand, Immediate):
-            masks = np.uint32(int(operand.value) % 2**32)
-        else:
-            masks = self.registers[self.program.names.registers[operand]]  # type: ignore[index]
-        outside = active & ((masks >> self.special["%laneid"]) & np.uint32(1) == 0)
-        if outside.any():
-            self.fail("divergence", "the thread is not in its own member mask", block.start, np.flatnonzero(outside))
-        return masks
+            return np.uint32(int(operand.value) % 2**32)
+        return self.registers[self.program.names.registers[operand]]  # type: ignore[index]
 
     def _exit(self, active: Array) -> None:
         self.live = self.live & ~active
         self.living = int(np.count_nonzero(self.live))
         self.bulk.on_exit(active)
+        if self.races:
+            self.races.on_exit(active)
         self.barriers.on_exit()
         self.wake()
 
@@ -268,7 +271,8 @@ class Machine:
             for at in np.unique(self.barriers.since[mask]):
                 group = mask & (self.barriers.since == at)
                 lines.append((int(at), group, f"wait at barrier {name}"))
-        lines += [(self.program.blocks[n].start, group, "wait") for n, group in waiting.items()]
+        for n, group in waiting.items():
+            lines.append((self.program.blocks[n].start, group, f"wait {self.mbarriers.awaited(n)}".strip()))
         lines += [(self.program.blocks[n].start, group, "spin") for n, group in self._queue.items()]
         parts = []
         for at, group, verb in lines:

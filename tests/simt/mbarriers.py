@@ -37,6 +37,7 @@ class Mbarriers:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.objects: dict[int, Mbarrier] = {}
+        self._awaited: dict[int, int] = {}  # block of the program -> position of the last mbarrier waited for there
 
     def _each(self, address: Array, lanes: Any, at: int) -> Iterator[tuple[int, Array]]:
         """The positions that threads name, and for each the threads."""
@@ -143,4 +144,12 @@ class Mbarriers:
         if passed.any():
             machine.registers[result] = np.where(passed, True, machine.registers[result])
             machine.enqueue(following, passed)
+        elif active.any():
+            first = np.flatnonzero(active)[:1]
+            self._awaited[here] = next(self._each(address, first, at))[0]
         machine.park(here, active & ~done)
+
+    def awaited(self, here: int) -> str:
+        """What is missing at the mbarrier for which threads wait at a block of the program."""
+        barrier = self.objects.get(self._awaited.get(here, -1))
+        return f"({barrier})" if barrier else ""

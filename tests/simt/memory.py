@@ -280,6 +280,8 @@ class SharedMemory(Space):
             if gone.any():
                 first = int(np.flatnonzero(gone)[0])
                 machine.fail("invalid", "the block of this shared memory has exited", at, lanes, first)
+            if machine.races:
+                machine.races.remote(owner[rank >= 0], np.arange(machine.threads)[lanes][rank >= 0])
             origin = np.where(rank >= 0, machine.cluster_origin[lanes] * self.stride + rank * self.stride, origin)
             address = address & ((1 << RANK_BITS) - 1)
             high = int(address.max())

@@ -46,6 +46,7 @@ class Races:
         self.reader = np.full(grains, -32, np.int32)
         self.read_at = np.zeros(grains, np.int32)
         self.has_pending_reads = False
+        self.visited = np.zeros((machine.blocks, self.columns), np.int64)  # last use of a block's memory by others
 
     def _set_own(self) -> None:
         self.known[0, np.arange(len(self.time)), self.column] = self.time
@@ -73,7 +74,7 @@ class Races:
         grains, threads = self._grains(position, size), self._threads(lanes)
         warps = threads >> 5
         self._check_writes(grains, threads, at, "write")
-        self._check_reads(grains, threads, at)
+        self._check_reads(grains, threads, at, "write")
         self.write_time[grains] = self.time[warps]
         self.writer[grains], self.written_at[grains], self.generic[grains] = threads, at, True
         self.touched[threads[:, 0]] = self.time[warps[:, 0]]
@@ -82,7 +83,7 @@ class Races:
         """An asynchronous copy begins to write: ordered with nothing until ``finish_write``."""
         grains, threads = self._grains(position, size), self._threads(lanes)
         self._check_writes(grains, threads, at, "asynchronous write")
-        self._check_reads(grains, threads, at)
+        self._check_reads(grains, threads, at, "asynchronous write")
         self.write_time[grains] = PENDING
         self.writer[grains], self.written_at[grains], self.generic[grains] = threads, at, False
 
@@ -106,6 +107,21 @@ class Races:
     def finish_read(self, position: Array, size: int, lanes: Any) -> None:
         grains, warps = self._grains(position, size), self._threads(lanes) >> 5
         self.read_time[grains, self.column[warps]] = self.time[warps]
+
+    def remote(self, owner: Array, threads: Array) -> None:
+        """Threads use the shared memory of the blocks ``owner`` through the cluster."""
+        warps = threads >> 5
+        self.visited[owner, self.column[warps]] = self.time[warps]
+
+    def on_exit(self, active: Array) -> None:
+        """The uses of a block's memory by others must be ordered before its exit."""
+        machine = self.machine
+        rows = active.reshape(machine.blocks, -1)
+        gone = rows.any(axis=1) & ~machine.live.reshape(machine.blocks, -1).max(axis=1)
+        known = self.known[0].reshape(machine.blocks, -1, self.columns).max(axis=1)
+        for block in np.flatnonzero(gone & (self.visited > known).any(axis=1)):
+            text = "the block exits while others of its cluster may still use its shared memory"
+            machine.fail("race", text, len(machine.program.instructions), np.flatnonzero(rows[block])[:1])
 
     def _grains(self, position: Array, size: int) -> Array:
         first = position // self.grain
@@ -132,7 +148,7 @@ class Races:
         if bad.any():
             self._fail(bad, grains, threads, at, verb, "wrote", "nothing orders the two")
 
-    def _check_reads(self, grains: Array, threads: Array, at: int) -> None:
+    def _check_reads(self, grains: Array, threads: Array, at: int, verb: str) -> None:
         warps = threads >> 5
         times = self.read_time[grains]
         bad = (times > self.known[0, warps[:, 0]][:, None, :]).any(axis=2)
@@ -140,7 +156,7 @@ class Races:
         own = np.take_along_axis(times, self.column[warps][:, :, None], axis=2)[..., 0]
         bad |= (reader >> 5 == warps) & (reader != threads) & (own == self.time[warps])
         if bad.any():
-            self._fail(bad, grains, threads, at, "write", "read", "nothing orders the two")
+            self._fail(bad, grains, threads, at, verb, "read", "nothing orders the two")
 
     def _fail(self, bad: Array, grains: Array, threads: Array, at: int, verb: str, earlier: str, why: str) -> None:
         machine = self.machine

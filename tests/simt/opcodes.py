@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One small kernel for each opcode: what the simulator is compared with hardware, and with plain Python, on.
+
+Each of 128 threads reads its inputs, executes the instruction, and writes the results. Inputs come from a generator
+of our own with fixed seeds, so that only results need to be stored.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupy_awq.launch_plan import LaunchPlan
+from tests.simt.kernels import plan
+
+THREADS = 128
+WORDS = {"l": 2}
+"""32-bit words of an operand by its asm constraint, if not 1."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """``text`` is PTX over a0, a1, ... and o0, o1, ... (or C++, if ``code``); operands are kinds such as f32 or f16x2.
+
+    ``tolerance`` bounds the error of each float result relative to it (0: bit for bit, NaN equal to NaN); ``absolute``
+    adds a bound that is not.
+    """
+
+    name: str
+    text: str
+    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]
+    arch: str = "80"
+    tolerance: float = 0.0
+    absolute: float = 0.0
+    code: bool = False
+
+    @property
+    def source(self) -> str:
+        """The file name of its kernel, also a name in C."""
+        return "op_" + re.sub(r"\W", "_", self.name) + ".cu"
+
+    def plan(self) -> LaunchPlan:
+        return plan(self.source, ("x", "y"), block=(THREADS, 1, 1), arch=self.arch)
+
+    def buffers(self) -> dict[str, np.ndarray]:
+        y = np.zeros((sum(_words(kind) for kind in self.outputs), THREADS), np.uint32)
+        return {"x": inputs(self), "y": y}
+
+    def kernel(self) -> str:
+        """The CUDA source."""
+        entry = self.source.removesuffix(".cu")
+        lines = [f'extern "C" __global__ void {entry}(const unsigned* x, unsigned* y) {{']
+        lines.append(f"  constexpr int n = {THREADS};\n  const int t = threadIdx.x;")
+        lines += _loads(self.inputs)
+        lines += [f"  {_CTYPE[_letter(kind)]} o{k} = 0;" for k, kind in enumerate(self.outputs)]
+        lines += [self.text if self.code else _asm(self)]
+        lines += _stores(self.outputs)
+        return "\n".join([*lines, "}\n"])
+
+
+_CTYPE = {"r": "unsigned", "h": "unsigned short", "l": "unsigned long long"}
+
+
+def _letter(kind: str) -> str:
+    kind = kind.partition(":")[0]
+    bits = 32 if "x" in kind or kind == "pred" else int(re.sub(r"\D", "", kind))
+    return {16: "h", 32: "r", 64: "l"}[bits]
+
+
+def _words(kind: str) -> int:
+    return WORDS.get(_letter(kind), 1)
+
+
+def _loads(kinds: tuple[str, ...]) -> Iterator[str]:
+    row = 0
+    for k, kind in enumerate(kinds):
+        letter = _letter(kind)
+        value = f"x[{row} * n + t]"
+        if letter == "l":
+            value += f" | static_cast<unsigned long long>(x[{row + 1} * n + t]) << 32"
+        yield f"  const {_CTYPE[letter]} a{k} = {value};"
+        row += _words(kind)
+
+
+def _stores(kinds: tuple[str, ...]) -> Iterator[str]:
+    row = 0
+    for k, kind in enumerate(kinds):
+        yield f"  y[{row} * n + t] = o{k};"
+        if _letter(kind) == "l":
+            yield f"  y[{row + 1} * n + t] = o{k} >> 32;"
+        row += _words(kind)
+
+
+def _asm(case: Case) -> str:
+    count = len(case.outputs)
+    text = re.sub(r"\bo(\d+)\b", lambda match: f"%{match[1]}", case.text)
+    text = re.sub(r"\ba(\d+)\b", lambda match: f"%{count + int(match[1])}", text)
+    outputs = ", ".join(f'"+{_letter(kind)}"(o{k})' for k, kind in enumerate(case.outputs))
+    given = ", ".join(f'"{_letter(kind)}"(a{k})' for k, kind in enumerate(case.inputs))
+    return f'  asm volatile("{{{text}}}" : {outputs} : {given} : "memory");'.replace("%%", "%")
+
+
+def random_words(seed: str, count: int) -> np.ndarray:
+    """uint32 [count]: SplitMix64 (Steele, Lea, Flood 2014), started by the name."""
+    state = np.uint64(zlib.crc32(seed.encode())) << np.uint64(32)
+    with np.errstate(over="ignore"):
+        z = state + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31)) >> np.uint64(32)).astype(np.uint32)
+
+
+SPECIAL = {
+    "f32": [0, 1 << 31, 1, 0x3F800000, 0xBF800000, 0x7F800000, 0xFF800000, 0x7FC00000, 0x807FFFFF, 0x7F7FFFFF],
+    "f16": [0, 0x8000, 0x3C00, 0xBC00, 0x7C00, 0xFC00, 0x7E00, 1, 0x83FF, 0x0400, 0x7BFF],
+    "bf16": [0, 0x8000, 0x3F80, 0xBF80, 0x7F80, 0xFF80, 0x7FC0, 1, 0x807F, 0x0080, 0x7F7F],
+    "int": [0, 1, 0xFFFFFFFF, 0x80000000, 0x7FFFFFFF, 31, 32, 33],
+}  # fmt: skip
+
+
+def inputs(case: Case) -> np.ndarray:
+    """uint32 [words, THREADS]; suffixes bound a kind: ``:unit`` to [-4, 4], ``:small`` to few integers, ``:N`` to N."""
+    rows: list[np.ndarray] = []
+    for k, full in enumerate(case.inputs):
+        kind, _, suffix = full.partition(":")
+        for word in range(_words(kind)):
+            rows.append(_operand(random_words(f"{case.name}/{k}/{word}", 2 * THREADS), kind, suffix, 3 * k + word))
+    return np.stack(rows)
+
+
+def _operand(words: np.ndarray, kind: str, suffix: str, shift: int) -> np.ndarray:
+    words, more = words[:THREADS], words[THREADS:]
+    if suffix.isdigit():
+        return words % np.uint32(suffix)
+    base = kind.removesuffix("x2")
+    if suffix == "small":
+        if base in ("f16", "bf16", "f32"):
+            values = (
+                (words.astype(np.int64) % 9 - 4).astype(np.float32),
+                (more.astype(np.int64) % 9 - 4).astype(np.float32),
+            )
+            return _pack(values, kind)
+        return words & np.uint32(0x03030303)
+    if suffix == "unit":
+        unit = [(w.astype(np.float64) / 2**29 - 4).astype(np.float32) for w in (words, more)]
+        return _pack((unit[0], unit[1]), kind)
+    if base in ("f16", "bf16", "f32"):
+        # Half of the values have exponents near 1, so that sums round; the others are any bits and special values.
+        words = words.copy()
+        near = _pack(((words.astype(np.float64) / 2**31 - 1).astype(np.float32),) * 2, kind)
+        words[::2] = near[::2]
+        special = np.array(SPECIAL[base], np.uint32)
+        if kind.endswith("x2"):
+            special = special | np.roll(special, 3) << np.uint32(16)
+        words[shift : shift + 3 * len(special) : 3] = special
+    elif kind != "pred":
+        words = words.copy()
+        words[shift : shift + 3 * len(SPECIAL["int"]) : 3] = np.array(SPECIAL["int"], np.uint32)
+    return words
+
+
+def _pack(values: tuple[np.ndarray, np.ndarray], kind: str) -> np.ndarray:
+    """float32 values as bits of a kind; pairs take both."""
+    if kind.startswith("f32"):
+        return values[0].view(np.uint32)
+    if kind.startswith("bf16"):
+        low, high = ((value.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16) for value in values)
+    else:
+        low, high = (value.astype(np.float16).view(np.uint16).astype(np.uint32) for value in values)
+    return low | high << np.uint32(16) if kind.endswith("x2") else low
+
+
+def _simple(opcode: str, output: str, operands: str, arch: str = "80", **more: Any) -> Case:
+    """An instruction whose operands are its results and inputs in order."""
+    kinds = tuple(operands.split())
+    text = ", ".join(["o0", *(f"a{k}" for k in range(len(kinds)))])
+    return Case(opcode, f"{opcode} {text};", (output,), kinds, arch, **more)
+
+
+def _integers() -> Iterator[Case]:
+    for table in (0xEA, 0x6A, 0x1B, 0xE8, 0xF8, 0xE2):
+        yield Case(f"lop3.b32 {table:#x}", f"lop3.b32 o0, a0, a1, a2, {table};", ("b32",), ("b32",) * 3)
+    for mode in ("", ".f4e", ".b4e", ".rc8", ".ecl", ".ecr", ".rc16"):
+        yield _simple(f"prmt.b32{mode}", "b32", "b32 b32 b32")
+    for kind in ("s32", "u32", "s64", "u64", "s16", "u16"):
+        for operation in ("mul.lo", "mul.hi", "min", "max", "add", "sub"):
+            yield _simple(f"{operation}.{kind}", kind, f"{kind} {kind}")
+        yield _simple(f"mad.lo.{kind}", kind, f"{kind} {kind} {kind}")
+        yield _simple(f"sad.{kind}", kind, f"{kind} {kind} {kind}")
+        yield _simple(f"shr.{kind}", kind, f"{kind} u32:70")
+        wide = kind[0] + str(2 * int(kind[1:]))
+        if kind[1:] != "64":
+            yield _simple(f"mul.wide.{kind}", wide, f"{kind} {kind}")
+            yield _simple(f"mad.wide.{kind}", wide, f"{kind} {kind} {wide}")
+    for kind in ("s32", "u32"):
+        yield _simple(f"mad.hi.{kind}", kind, f"{kind} {kind} {kind}")
+        yield _simple(f"mul24.lo.{kind}", kind, f"{kind} {kind}")
+        yield _simple(f"dp4a.{kind}.s32", "s32", f"{kind} s32 s32")
+        yield _simple(f"dp4a.{kind}.u32", "s32" if kind == "s32" else "u32", f"{kind} u32 u32")
+    for kind in ("s32", "u32", "s64", "u64"):
+        yield _simple(f"bfe.{kind}", kind, f"{kind} u32:80 u32:80")
+        yield _simple(f"bfind.{kind}", "u32", kind)
+        yield _simple(f"bfind.shiftamt.{kind}", "u32", kind)
+        for operation in ("div", "rem"):
+            bits = kind[1:]
+            text = f"{operation}.{kind} o0, a0, t;"
+            yield Case(
+                f"{operation}.{kind}", f".reg .b{bits} t; or.b{bits} t, a1, 1; {text}", (kind,), (kind, f"{kind}")
+            )
+    for bits in ("32", "64"):
+        yield _simple(f"bfi.b{bits}", f"b{bits}", f"b{bits} b{bits} u32:80 u32:80")
+        yield _simple(f"brev.b{bits}", f"b{bits}", f"b{bits}")
+        yield _simple(f"popc.b{bits}", "u32", f"b{bits}")
+        yield _simple(f"clz.b{bits}", "u32", f"b{bits}")
+        yield _simple(f"abs.s{bits}", f"s{bits}", f"s{bits}")
+        yield _simple(f"neg.s{bits}", f"s{bits}", f"s{bits}")
+        yield _simple(f"shl.b{bits}", f"b{bits}", f"b{bits} u32:70")
+        yield _simple(f"cnot.b{bits}", f"b{bits}", f"b{bits}")
+    for mode in ("l.wrap", "l.clamp", "r.wrap", "r.clamp"):
+        yield _simple(f"shf.{mode}.b32", "b32", "b32 b32 u32:70")
+    yield Case(
+        "add.cc.u32", "add.cc.u32 o0, a0, a1; addc.u32 o1, a2, a3;", ("u32", "u32"), ("u32", "u32", "u32", "u32")
+    )
+    yield Case(
+        "sub.cc.u32", "sub.cc.u32 o0, a0, a1; subc.u32 o1, a2, a3;", ("u32", "u32"), ("u32", "u32", "u32", "u32")
+    )
+    for to, source in (("s8", "s32"), ("u8", "s32"), ("s16", "s32"), ("u16", "s32"), ("u32", "s32"), ("s32", "u32")):
+        kind = to if to[1:] in ("16", "32") else "s32"
+        yield Case(f"cvt.sat.{to}.{source}", f"cvt.sat.{to}.{source} o0, a0;", (kind,), (source,))
+    yield _simple("cvt.s64.s32", "s64", "s32")
+    yield _simple("slct.b32.s32", "b32", "b32 b32 s32")
+    for compare in ("lt.s32", "ge.u32", "eq.b32", "hi.u32"):
+        text = f".reg .pred p, q; setp.{compare} p|q, a0, a1; selp.b32 o0, 1, 0, p; selp.b32 o1, 1, 0, q;"
+        yield Case(f"setp.{compare}", text, ("u32", "u32"), ("s32", "s32"))
+
+
+def _floats() -> Iterator[Case]:
+    for suffix in ("", ".ftz", ".sat", ".ftz.sat"):
+        for operation in ("add", "sub", "mul"):
+            yield _simple(f"{operation}.rn{suffix}.f32", "f32", "f32 f32")
+        yield _simple(f"fma.rn{suffix}.f32", "f32", "f32 f32 f32")
+    for operation in ("min", "max"):
+        for suffix in ("", ".ftz", ".NaN"):
+            yield _simple(f"{operation}{suffix}.f32", "f32", "f32 f32")
+        for kind in ("f16", "f16x2", "bf16", "bf16x2"):
+            yield _simple(f"{operation}.{kind}", kind, f"{kind} {kind}")
+            yield _simple(f"{operation}.NaN.{kind}", kind, f"{kind} {kind}")
+    for kind in ("f16", "f16x2", "bf16", "bf16x2"):
+        arch = "90" if kind[0] == "b" else "80"
+        for operation in ("add.rn", "sub.rn", "mul.rn"):
+            yield _simple(f"{operation}.{kind}", kind, f"{kind} {kind}", arch)
+        yield _simple(f"fma.rn.{kind}", kind, f"{kind} {kind} {kind}")
+        yield _simple(f"fma.rn.relu.{kind}", kind, f"{kind} {kind} {kind}")
+        yield _simple(f"neg.{kind}", kind, kind)
+        yield _simple(f"abs.{kind}", kind, kind)
+    yield _simple("fma.rm.f32", "f32", "f32 f32 f32")
+    yield _simple("div.rn.f32", "f32", "f32 f32")
+    yield _simple("sqrt.rn.f32", "f32", "f32")
+    yield _simple("rcp.rn.f32", "f32", "f32")
+    yield _simple("copysign.f32", "f32", "f32 f32")
+    for compare in ("lt", "geu", "equ", "ne", "num", "nan", "neu", "gtu"):
+        text = f".reg .pred p, q; setp.{compare}.f32 p|q, a0, a1; selp.b32 o0, 1, 0, p; selp.b32 o1, 1, 0, q;"
+        yield Case(f"setp.{compare}.f32", text, ("u32", "u32"), ("f32", "f32"))
+    for kind in ("f16", "bf16"):
+        text = f".reg .pred p, q; setp.gt.{kind}x2 p|q, a0, a1; selp.b32 o0, 1, 0, p; selp.b32 o1, 1, 0, q;"
+        yield Case(
+            f"setp.gt.{kind}x2", text, ("u32", "u32"), (f"{kind}x2", f"{kind}x2"), "80" if kind == "f16" else "90"
+        )
+    yield _simple("set.gt.f16x2.f16x2", "f16x2", "f16x2 f16x2")
+    # Approximations: the ISA's bounds on the relative error, or on the absolute one where it gives that.
+    yield _simple("ex2.approx.f32", "f32", "f32:unit", tolerance=2.0**-21)
+    yield _simple("lg2.approx.f32", "f32", "f32", absolute=2.0**-20, tolerance=2.0**-21)
+    yield _simple("sin.approx.f32", "f32", "f32:unit", absolute=2.0**-20)
+    yield _simple("cos.approx.f32", "f32", "f32:unit", absolute=2.0**-20)
+    yield _simple("rsqrt.approx.f32", "f32", "f32", tolerance=2.0**-21)
+    yield _simple("rcp.approx.ftz.f32", "f32", "f32", tolerance=2.0**-22)
+    yield _simple("sqrt.approx.ftz.f32", "f32", "f32", tolerance=2.0**-21)
+    yield _simple("div.approx.ftz.f32", "f32", "f32:unit f32:unit", tolerance=2.0**-21)
+    yield _simple("div.full.ftz.f32", "f32", "f32:unit f32:unit", tolerance=2.0**-21)
+    yield _simple("tanh.approx.f32", "f32", "f32:unit", tolerance=2.0**-10)
+    yield _simple("tanh.approx.f16x2", "f16x2", "f16x2:unit", tolerance=2.0**-9)
+    yield _simple("ex2.approx.f16x2", "f16x2", "f16x2:unit", tolerance=2.0**-9)
+    yield _simple("ex2.approx.ftz.bf16x2", "bf16x2", "bf16x2:unit", "90", tolerance=2.0**-6)
+
+
+def _conversions() -> Iterator[Case]:
+    for rounding in ("rn", "rz"):
+        for kind in ("f16", "bf16"):
+            arch = "90" if (rounding, kind) == ("rz", "bf16") else "80"
+            yield _simple(f"cvt.{rounding}.{kind}.f32", kind, "f32", arch)
+            yield _simple(f"cvt.{rounding}.{kind}x2.f32", f"{kind}x2", "f32 f32")
+    yield _simple("cvt.rn.relu.bf16.f32", "bf16", "f32")
+    yield _simple("cvt.f32.f16", "f32", "f16")
+    yield _simple("cvt.f32.bf16", "f32", "bf16", "90")
+    for rounding in ("rni", "rzi", "rmi", "rpi"):
+        yield _simple(f"cvt.{rounding}.f32.f32", "f32", "f32")
+        for kind in ("s32", "u32", "s64", "u64", "s16"):
+            yield _simple(f"cvt.{rounding}.{kind}.f32", kind, "f32")
+        yield _simple(f"cvt.{rounding}.s32.f16", "s32", "f16")
+    yield _simple("cvt.rni.ftz.s32.f32", "s32", "f32")
+    for kind in ("s32", "u32", "s64", "u64", "u16"):
+        yield _simple(f"cvt.rn.f32.{kind}", "f32", kind)
+    for kind in ("s32", "u32", "s16"):
+        yield _simple(f"cvt.rn.f16.{kind}", "f16", kind)
+    yield _simple("cvt.rn.bf16.s32", "bf16", "s32", "90")
+    for kind in ("s8", "u8"):
+        yield Case(f"cvt.rn.f32.{kind}", f"cvt.rn.f32.{kind} o0, a0;", ("f32",), ("s32",))
+    yield _simple("cvt.f64.f32", "f64", "f32:unit")
+    yield _simple("cvt.sat.f32.f32", "f32", "f32")
+
+
+def _warps() -> Iterator[Case]:
+    for mode in ("up", "down", "bfly", "idx"):
+        for clamp in (0x1F, 0, 0x181F, 0x1C07):
+            text = f".reg .pred p; shfl.sync.{mode}.b32 o0|p, a0, a1, {clamp}, -1; selp.b32 o1, 1, 0, p;"
+            yield Case(f"shfl.sync.{mode}.b32 {clamp:#x}", text, ("b32", "u32"), ("b32", "u32:40"))
+    for mode in ("all", "any", "uni"):
+        text = f".reg .pred p; setp.gt.u32 p, a0, 2; vote.sync.{mode}.pred p, p, -1; selp.b32 o0, 1, 0, p;"
+        yield Case(f"vote.sync.{mode}.pred", text, ("u32",), ("u32:60",))
+    text = ".reg .pred p; setp.gt.u32 p, a0, 2; vote.sync.ballot.b32 o0, p, -1;"
+    yield Case("vote.sync.ballot.b32", text, ("u32",), ("u32:5",))
+    yield Case("match.any.sync.b32", "match.any.sync.b32 o0, a0, -1;", ("u32",), ("u32:4",))
+    yield Case(
+        "match.all.sync.b32", ".reg .pred p; match.all.sync.b32 o0|p, a0, -1; selp.b32 o1, 1, 0, p;", ("u32", "u32"),
+        ("u32:1",),
+    )  # fmt: skip
+    for operation in ("add", "min", "max"):
+        for kind in ("s32", "u32"):
+            yield Case(f"redux.sync.{operation}.{kind}", f"redux.sync.{operation}.{kind} o0, a0, -1;", (kind,), (kind,))
+    for operation in ("and", "or", "xor"):
+        yield Case(f"redux.sync.{operation}.b32", f"redux.sync.{operation}.b32 o0, a0, -1;", ("b32",), ("b32",))
+    text = ".reg .pred p; elect.sync o0|p, -1; selp.b32 o1, 1, 0, p;"
+    yield Case("elect.sync", text, ("u32", "u32"), ("u32",), "90")
+
+
+_FILL = """
+  __shared__ alignas(1024) unsigned tile[4][128];
+  const unsigned warp = t / 32, lane = t % 32;
+  tile[warp][lane] = a0; tile[warp][lane + 32] = a1; tile[warp][lane + 64] = a2; tile[warp][lane + 96] = a3;
+  __syncwarp();
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(&tile[warp][lane * 4]));
+"""
+
+
+def _matrices() -> Iterator[Case]:
+    for count in (1, 2, 4):
+        for trans in ("", ".trans"):
+            outputs = ", ".join(f"%{k}" for k in range(count))
+            results = ", ".join(f'"+r"(o{k})' for k in range(count))
+            opcode = f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16"
+            text = f'{_FILL}  asm volatile("{opcode} {{{outputs}}}, [%{count}];" : {results} : "r"(row) : "memory");'
+            yield Case(opcode, text, ("b32",) * count, ("b32",) * 4, code=True)
+            opcode = f"stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16"
+            values = ", ".join(f"%{k + 1}" for k in range(count))
+            given = ", ".join(f'"r"(a{k} + 1)' for k in range(count))
+            text = f'{_FILL}  asm volatile("{opcode} [%0], {{{values}}};" :: "r"(row), {given} : "memory");\n'
+            text += "  __syncwarp();\n" + "\n".join(f"  o{k} = tile[warp][lane + {32 * k}];" for k in range(4))
+            yield Case(opcode, text, ("b32",) * 4, ("b32",) * 4, "90", code=True)
+    for shape, kind, added, a, b, c in (
+        ("m16n8k8", "f16", "f32", 2, 1, 4), ("m16n8k16", "f16", "f32", 4, 2, 4), ("m16n8k8", "bf16", "f32", 2, 1, 4),
+        ("m16n8k16", "bf16", "f32", 4, 2, 4), ("m16n8k8", "f16", "f16", 2, 1, 2), ("m16n8k16", "f16", "f16", 4, 2, 2),
+        ("m16n8k32", "s8", "s32", 4, 2, 4), ("m8n8k16", "s8", "s32", 1, 1, 2), ("m16n8k16", "s8", "s32", 2, 1, 4),
+        ("m16n8k32", "u8", "s32", 4, 2, 4),
+    ):  # fmt: skip
+        opcode = f"mma.sync.aligned.{shape}.row.col.{added}.{kind}.{kind}.{added}"
+        parts, first = [], 0
+        for count in (a, b, c):
+            parts.append("{" + ", ".join(f"a{k}" for k in range(first, first + count)) + "}")
+            first += count
+        text = f"{opcode} {{{', '.join(f'o{k}' for k in range(c))}}}, {', '.join(parts)};"
+        sums = {"f32": "f32", "f16": "f16x2", "s32": "s32"}[added]
+        factors = "b32" if kind[1:] == "8" else f"{kind}x2"
+        exact, rough = ("", "") if kind[1:] == "8" else (":small", ":unit")
+        yield Case(opcode, text, (sums,) * c, (factors + exact,) * (a + b) + (sums + exact,) * c)
+        if rough:
+            # The hardware adds in its own order and cuts low bits: relative to the sum of the absolute products.
+            bound = 2.0**-9 if added == "f16" else 2.0**-12
+            inexact = (factors + rough,) * (a + b) + (sums + rough,) * c
+            yield Case(f"{opcode} inexact", text, (sums,) * c, inexact, absolute=bound * 100, tolerance=2.0**-10)
+
+
+def _warpgroups() -> Iterator[Case]:
+    """B is a 64-row tile of 32-byte rows (or its transpose) in each layout; A comes from registers or shared memory."""
+    for kind, added, columns in (
+        ("f16", "f32", 8),
+        ("bf16", "f32", 16),
+        ("f16", "f32", 64),
+        ("f16", "f16", 16),
+        ("s8", "s32", 16),
+    ):
+        for layout, name in ((0, "plain"), (1, "128B"), (2, "64B"), (3, "32B")):
+            for from_registers in (False, True):
+                for transposed in (False, True) if kind != "s8" and columns == 64 else (False,):
+                    yield _warpgroup(kind, added, columns, layout, name, from_registers, transposed)
+
+
+def _warpgroup(
+    kind: str, added: str, columns: int, layout: int, name: str, from_registers: bool, transposed: bool
+) -> Case:
+    depth = 32 if kind == "s8" else 16
+    count = columns // (4 if added == "f16" else 2)
+    span = (0, 128, 64, 32)[layout]
+    # Eight rows of `span` bytes (or of 16) follow each other; see the canonical layouts of the ISA.
+    if transposed:
+        leading, stride = (columns * 16, 128) if not span else (16 * span, 8 * span)
+    else:
+        leading, stride = (128, 256) if not span else (0, 8 * span)
+    a_leading, a_stride = (128, 256) if not span else (0, 8 * span)
+    opcode = f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{added}.{kind}.{kind}"
+    sums = {"f32": "f32", "f16": "f16x2", "s32": "s32"}[added]
+    outputs = ", ".join(f"%{k}" for k in range(count))
+    results = ", ".join(f'"+r"(o{k})' for k in range(count))
+    if from_registers:
+        a, given = f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}", '"r"(a0), "r"(a1), "r"(a2), "r"(a3)'
+        b = count + 4
+    else:
+        a, given, b = f"%{count}", '"l"(a_tile)', count + 1
+    flags = ", 1, 1" + ("" if from_registers else ", 0") + f", {int(transposed)}" if kind != "s8" else ""
+    text = f"""
+  __shared__ alignas(1024) unsigned tiles[2][2048];
+  for (int i = t; i < 2048; i += n) {{ tiles[0][i] = x[i % 512]; tiles[1][i] = x[(i * 7 + 3) % 512]; }}
+  asm volatile("fence.proxy.async;" ::: "memory");
+  __syncthreads();
+  auto matrix = [](const void* start, unsigned long long leading, unsigned long long stride) {{
+    return (__cvta_generic_to_shared(start) & 0x3ffff) >> 4 | (leading >> 4) << 16 | (stride >> 4) << 32 |
+           static_cast<unsigned long long>({layout}) << 62;
+  }};
+  const unsigned long long a_tile = matrix(tiles[0], {a_leading}, {a_stride});
+  const unsigned long long b_tile = matrix(tiles[1], {leading}, {stride});
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  asm volatile("{opcode} {{{outputs}}}, {a}, %{b}, 1{flags};" : {results} : {given}, "l"(b_tile));
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");"""
+    what = f"{name} {'registers' if from_registers else 'shared'}{' transposed' if transposed else ''}"
+    factors = "b32" if kind == "s8" else f"{kind}x2:small"
+    return Case(f"{opcode} {what}", text, (sums,) * count, (factors,) * 4, "90a", code=True)
+
+
+CASES = {
+    case.name: case
+    for family in (_integers, _floats, _conversions, _warps, _matrices, _warpgroups)
+    for case in family()
+}  # fmt: skip
+
+
+def same(case: Case, found: np.ndarray, wanted: np.ndarray) -> Any:
+    """Which words [words, THREADS] agree, within the case's tolerance."""
+    rows, row = [], 0
+    for kind in case.outputs:
+        base = kind.partition(":")[0]
+        for _ in range(_words(base)):
+            rows.append(_agree(case, base, found[row], wanted[row]))
+            row += 1
+    return np.stack(rows)
+
+
+def _agree(case: Case, kind: str, found: np.ndarray, wanted: np.ndarray) -> Any:
+    if kind.removesuffix("x2") not in ("f32", "f16", "bf16"):
+        return found == wanted
+    with np.errstate(all="ignore"):
+        left, right = _values(kind, found), _values(kind, wanted)
+        close = np.abs(left - right) <= case.tolerance * np.abs(right) + case.absolute
+    equal = found == wanted if not kind.endswith("x2") else _bits(kind, found) == _bits(kind, wanted)
+    exact = equal | (np.isnan(left) & np.isnan(right))
+    result = exact | close if case.tolerance or case.absolute else exact
+    return result.all(axis=-1) if result.ndim == 2 else result
+
+
+def _bits(kind: str, words: np.ndarray) -> np.ndarray:
+    if kind == "f32":
+        return words
+    halves = words[:, None].view(np.uint16)
+    return halves if kind.endswith("x2") else halves[:, 0]
+
+
+def _values(kind: str, words: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(_bits(kind, words))
+    if kind == "f32":
+        return bits.view(np.float32).astype(np.float64)
+    if kind.startswith("bf16"):
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    return bits.view(np.float16).astype(np.float64)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator against vectors recorded from a GPU by ``record.py``: the same PTX and inputs, opcode by opcode."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.simt.opcodes import CASES, same
+from tests.simt.record import VECTORS, load, simulate
+
+if not VECTORS.exists():
+    pytest.skip("no vectors recorded yet: run tests/simt/record.py on a GPU", allow_module_level=True)
+
+RECORDED = load()
+
+
+def test_every_case_was_recorded() -> None:
+    assert sorted(RECORDED) == sorted(CASES)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_same_as_hardware(name: str) -> None:
+    case = CASES[name]
+    found = simulate(case)
+    agrees = same(case, found, RECORDED[name])
+    if not agrees.all():
+        row, thread = (int(index[0]) for index in np.nonzero(~agrees))
+        inputs = ", ".join(f"{word:#x}" for word in case.buffers()["x"][:, thread])
+        pytest.fail(
+            f"{(~agrees).sum()} words differ; first: inputs [{inputs}], hardware {RECORDED[name][row, thread]:#x}, "
+            f"simulated {found[row, thread]:#x}"
+        )
