@@ -8,11 +8,11 @@
 //   out      OUT [k, n], row stride ldo values
 //
 // Any k, any group_size, n a multiple of 8; any architecture. ALIGNED: scales, offsets and out start at, and step by,
-// multiples of 16 bytes. PTX_PATH: convert and multiply pairs of 16-bit values (SCALE and OUT must be one type; bfloat16
-// needs sm_80); otherwise float32, with the same bits.
+// multiples of 16 bytes. PTX_PATH: convert and multiply pairs of 16-bit values (SCALE and OUT must be one type;
+// bfloat16 needs sm_80); otherwise float32, with the same bits.
 //
-// A thread owns one word column and ROWS rows: its loads are all under way before the first conversion, a group's scales
-// and zeros are read once, and a warp writes 512 adjacent bytes a row.
+// A thread owns one word column and ROWS rows: its loads are all under way before the first conversion, a group's
+// scales and zeros are read once, and a warp writes 512 adjacent bytes a row.
 #include "int4.cuh"
 
 constexpr bool kAligned = ALIGNED;
@@ -48,9 +48,8 @@ struct Group {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int shift = (i >> 1) * 8;
-        const uint32_t codes =
-            i & 1 ? Codes<SCALE>::high(word >> shift, Codes<SCALE>::zero_high(zeros >> shift))
-                  : Codes<SCALE>::low(word >> shift, Codes<SCALE>::zero_low(zeros >> shift));
+        const uint32_t codes = i & 1 ? Codes<SCALE>::high(word >> shift, Codes<SCALE>::zero_high(zeros >> shift))
+                                     : Codes<SCALE>::low(word >> shift, Codes<SCALE>::zero_low(zeros >> shift));
         pairs[i] = kZeros == Zeros::kOffset ? Codes<SCALE>::multiply_add(codes, scale_pairs[i], offset_pairs[i])
                                             : Codes<SCALE>::multiply(codes, scale_pairs[i]);
       }

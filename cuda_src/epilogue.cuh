@@ -2,7 +2,8 @@
 // What happens to a sum before it is stored: y = activation(sum + bias) + residual, in float32, rounded once. A gated
 // kernel multiplies activation(gate sum + bias) by (up sum + bias) in place of the activation alone.
 //
-// Compile-time constants of every kernel that has an epilogue: ACTIVATION, GATED, HAS_BIAS, BIAS (its type), HAS_RESIDUAL.
+// Compile-time constants of every kernel that has an epilogue: ACTIVATION, GATED, HAS_BIAS, BIAS (its type),
+// HAS_RESIDUAL.
 #pragma once
 
 #include "types.cuh"
@@ -14,8 +15,8 @@ constexpr bool kGated = GATED;
 constexpr bool kHasBias = HAS_BIAS;
 constexpr bool kHasResidual = HAS_RESIDUAL;
 
-// bias BIAS [n]; residual T [m, n_out], row stride ldr; the bounds of kClamp. n_out is n, or n / 2 when gated: the weight's
-// first n / 2 columns are the gate, the others the up projection.
+// bias BIAS [n]; residual T [m, n_out], row stride ldr; the bounds of kClamp. n_out is n, or n / 2 when gated: the
+// weight's first n / 2 columns are the gate, the others the up projection.
 template <class T>
 struct Epilogue {
   const BIAS* bias;

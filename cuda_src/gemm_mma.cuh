@@ -53,10 +53,13 @@ constexpr int kTilesM = kBlockM / 8;  // of mma, along m
 constexpr int kTilesN = 2;            // of mma, along n
 constexpr int kXUnits = kBlockM * kBlockK / 8;
 constexpr int kWeightUnits = kWarps * kBlockK;
+constexpr int kXRowStep = kThreads / 8;
+constexpr int kXCopies = kBlockM / kXRowStep;
 constexpr int kStageBytes = (kXUnits + kWeightUnits) * 16;
 constexpr int kSums = kTilesN * kTilesM * 4;
 
 static_assert(kBlockM % 16 == 0, "ldmatrix takes 16 rows of x at a time");
+static_assert(kBlockM % kXRowStep == 0, "the copies of x divide evenly");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(!kGated || kWarps % 2 == 0, "the gate takes half of the warps");
 
@@ -94,41 +97,53 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   const int column = weight_column<kBlockN>(blockIdx.y, warp * kWarpN + g * 4, n);
   const int column_read = min(column, n - 4);
 
+  // What a thread copies in each stage: 16-byte unit x_unit of rows x_row, x_row + kXRowStep, ... of x, and unit w_unit
+  // of rows w_row and w_row + 32 of the weight. Only the sources move from stage to stage.
+  const int x_row = threadIdx.x / 8;
+  const int x_unit = threadIdx.x % 8;
+  const X* x_source = x + static_cast<int64_t>(m_begin + x_row) * ldx + tile_begin * kBlockK + x_unit * 8;
+  const int64_t x_step = static_cast<int64_t>(kXRowStep) * ldx;
+  const uint32_t x_target = (x_row * 8 + (x_unit ^ (x_row % 8))) * 16;
+  const int w_row = threadIdx.x / kWarps;
+  const int w_unit = threadIdx.x % kWarps;
+  const int w_slot = w_row / 16 * 16 + w_row % 16 / 8 * 8 + w_row % 2 * 4 + w_row % 8 / 2;
+  const uint32_t w_target = (kXUnits + w_unit * kBlockK + w_slot) * 16;
+  const int w_first = weight_column<kBlockN>(blockIdx.y, w_unit * kWarpN, n);
+  const bool w_whole = kAligned && w_first + 24 < n;
+  const uint32_t* w_source = qweight + static_cast<int64_t>(tile_begin * kBlockK + w_row) * ldq;
+
   auto start_stage = [&](int tile, int stage) {
-    const uint32_t x_begin = shared_begin + stage * kStageBytes;
-    const uint32_t w_begin = x_begin + kXUnits * 16;
-    const int k_begin = tile * kBlockK;
+    const uint32_t begin = shared_begin + stage * kStageBytes;
+    // Rows of K in this tile; less than kBlockK only at the end of K, which only such kernels can meet inside a tile.
+    const int rows = kGroupInTile ? min(k - tile * kBlockK, kBlockK) : kBlockK;
 #pragma unroll
-    for (int index = threadIdx.x; index < kXUnits; index += kThreads) {
-      const int row = index / 8;
-      const int unit = index % 8;
-      const bool valid = m_begin + row < m && k_begin + unit * 8 < k;
-      const X* source = valid ? x + static_cast<int64_t>(m_begin + row) * ldx + k_begin + unit * 8 : x;
-      copy.start_16(x_begin + (row * 8 + (unit ^ (row % 8))) * 16, source, valid);
+    for (int i = 0; i < kXCopies; ++i) {
+      const bool valid = m_begin + x_row + i * kXRowStep < m && x_unit * 8 < rows;
+      copy.start_16(begin + x_target + i * kXRowStep * 128, valid ? x_source + i * x_step : x, valid);
     }
 #pragma unroll
-    for (int index = threadIdx.x; index < kWeightUnits; index += kThreads) {
-      const int row = index / kWarps;
-      const int unit = index % kWarps;
-      const int slot = row / 16 * 16 + row % 16 / 8 * 8 + row % 2 * 4 + row % 8 / 2;
-      const uint32_t target = w_begin + (unit * kBlockK + slot) * 16;
-      const uint32_t* source = qweight + static_cast<int64_t>(min(k_begin + row, k - 1)) * ldq;
-      const int first = weight_column<kBlockN>(blockIdx.y, unit * kWarpN, n);
-      if (kAligned && first + 24 < n) {
-        copy.start_16(target, source + first / 8, true);
+    for (int i = 0; i < 2; ++i) {
+      const bool valid = w_row + i * 32 < rows;
+      const uint32_t* source = valid ? w_source + i * 32 * static_cast<int64_t>(ldq) : qweight;
+      const uint32_t target = begin + w_target + i * 32 * 16;
+      if (w_whole) {
+        copy.start_16(target, source + w_first / 8, valid);
       } else {
 #pragma unroll
         for (int word = 0; word < 4; ++word) {
-          const int word_column = weight_column<kBlockN>(blockIdx.y, unit * kWarpN + word * 8, n);
-          copy.start_4(target + word * 4, source + min(word_column, n - 8) / 8, true);
+          const int word_column = weight_column<kBlockN>(blockIdx.y, w_unit * kWarpN + word * 8, n);
+          copy.start_4(target + word * 4, source + min(word_column, n - 8) / 8, valid);
         }
       }
     }
+    x_source += kBlockK;
+    w_source += static_cast<int64_t>(kBlockK) * ldq;
   };
 
   NextGroup next;
+  const int last_group = k / group_size - 1;
   auto fetch_group = [&](int index) {
-    const int64_t row = min(index, k / group_size - 1);
+    const int64_t row = min(index, last_group);
     load<kAligned>(next.scales, scales + row * lds + column_read);
     if constexpr (kZeros == Zeros::kOffset) {
       load<kAligned>(next.offsets, static_cast<const SCALE*>(zeros) + row * ldz + column_read);
@@ -140,8 +155,9 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     }
   };
 
-  // Selectors for __byte_perm that put a byte of the first word at bit 0 and the same byte of the second at bit 16; what
-  // lies between is masked away later. A lane's even columns are in byte 0 or 1 of its word, the odd ones in 2 or 3.
+  // Selectors for __byte_perm that put a byte of the first word at bit 0 and the same byte of the second at bit 16;
+  // what lies between is masked away later. A lane's even columns are in byte 0 or 1 of its word, the odd ones in 2
+  // or 3.
   const uint32_t even_bytes = 0x0400u + (column_read / 4 % 2) * 0x0101u;
   const uint32_t odd_bytes = even_bytes + 0x0202u;
   Group group;
@@ -260,7 +276,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   close_group();
 
   const int tile = blockIdx.y * gridDim.x + blockIdx.x;
-  auto& flat = reinterpret_cast<float(&)[kSums]>(sums);
+  auto& flat = reinterpret_cast<float (&)[kSums]>(sums);
   if (!sum_over_splits<kSums, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
 
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};

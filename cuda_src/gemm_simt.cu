@@ -43,8 +43,8 @@ union Shared {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     gemm_simt(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
-              const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size, int ldx,
-              int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
+              const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size,
+              int ldx, int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
   __shared__ Shared shared;
   const int m_begin = blockIdx.x * kBlockM;
   const int steps = ceil_div(k, kBlockK);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensor-core matrix product of gemm_mma.cuh for sm_75: pairs of mma m16n8k8 in float16, and copies through registers.
+// The tensor-core matrix product of gemm_mma.cuh for sm_75: pairs of mma m16n8k8 in float16, and copies through
+// registers.
 #include "gemm_mma.cuh"
 #include "ptx/mma.cuh"
 
@@ -26,9 +27,9 @@ struct CopyDirect {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     gemm_sm75(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
-              const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size, int ldx,
-              int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
-  auto mma = [](float(&c)[4], const uint32_t(&a)[4], uint32_t b0, uint32_t b1) {
+              const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size,
+              int ldx, int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
+  auto mma = [](float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     ptx::mma_m16n8k8_f16(c, a[0], a[1], b0);
     ptx::mma_m16n8k8_f16(c, a[2], a[3], b1);
   };

@@ -23,9 +23,9 @@ struct CopyAsync {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     gemm_sm80(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
-              const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size, int ldx,
-              int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
-  auto mma = [](float(&c)[4], const uint32_t(&a)[4], uint32_t b0, uint32_t b1) {
+              const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size,
+              int ldx, int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
+  auto mma = [](float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (Codes<X>::kMagic == Codes<half_t>::kMagic) {
       ptx::mma_m16n8k16_f16(c, a, b0, b1);
     } else {

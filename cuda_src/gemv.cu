@@ -9,8 +9,8 @@
 //   y        X [m, n] (gated: [m, n / 2]), row stride ldy values
 //   partials, counters: see reduce.cuh; unused when the grid has one split
 //
-// Any architecture; k and group_size multiples of CHUNK, n of 8 (gated: of 16). ALIGNED: scales and offsets start at, and
-// step by, multiples of 16 bytes; X_ALIGNED: so does x. PTX_PATH: convert pairs of codes by lop3.
+// Any architecture; k and group_size multiples of CHUNK, n of 8 (gated: of 16). ALIGNED: scales and offsets start at,
+// and step by, multiples of 16 bytes; X_ALIGNED: so does x. PTX_PATH: convert pairs of codes by lop3.
 //
 // Grid (column blocks, splits). 16 lanes lie side by side on a row, one word each; the 16-lane slices of all splits
 // deal the rows of K among themselves in contiguous runs of CHUNK rows. A lane sums x * (q - z) over a chunk, where
@@ -73,9 +73,9 @@ __device__ __forceinline__ void differences(float (&out)[8], uint32_t word, uint
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    gemv(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias, const X* residual,
-         X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size, int ldx, int ldq, int lds,
-         int ldz, int ldr, int ldy, float low, float high) {
+    gemv(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
+         const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size, int ldx,
+         int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
   const int lane = threadIdx.x % kLanes;
   const int slice = blockIdx.y * kSlices + threadIdx.x / kLanes;
   const int slices = gridDim.y * kSlices;

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +39,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The targets of NVRTC's compilations, as they happen."""
     seen: list[str] = []
     real = compiler._compile
@@ -50,7 +49,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return real(kernel, arch, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(compiler, "_compile", counted)
-    yield seen
+    return seen
 
 
 def test_closure_follows_includes_once(tmp_path: Path) -> None:

@@ -48,21 +48,26 @@ class GemmMmaConfig:
     def microseconds(self, problem: Problem, device: Device) -> float:
         tiles_k = ceil_div(ceil_div(problem.k, BLOCK_K), self.splits)
         blocks = ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n) * self.splits
-        registers = 3 * self.block_m + 40
-        fit = device.shared_bytes_per_sm // (self.shared_bytes + 1024), 65536 // (registers * self.warps * 32)
+        fit = device.shared_bytes_per_sm // (self.shared_bytes + 1024), 65536 // (self._registers * self.warps * 32)
         per_sm = max(1, min(fit))
-        waves = ceil_div(blocks, device.sm_count * per_sm)
-        sharing = min(per_sm, ceil_div(blocks, device.sm_count))
-        # Nanoseconds of one tile of K, fitted to 700 measurements on an H200: the latency of a block that is alone, or
-        # the work of all blocks on the SM: tensor cores, conversion, copies of x; or their share of the memory.
-        latency = 810 + 8 * self.block_m
-        work = self.block_m * self.block_n * BLOCK_K / 1000 + BLOCK_K * (0.0165 * self.block_n + 0.0235 * self.block_m)
-        stream = BLOCK_K * self.block_n / 2 * device.sm_count / (0.8 * device.read_gbs)
-        tile = max(latency, sharing * max(work, stream))
-        reduction = 3.2 + 0.4 * self.splits if self.splits > 1 else 0.0
-        # With one buffer ahead and copies through registers, loads and products hardly overlap.
-        overlap = 1.0 if self.stages > 2 else 1.5
-        return 0.5 + reduction + waves * tiles_k * tile * overlap * 1e-3
+        full_waves = ceil_div(blocks, device.sm_count * per_sm) - 1
+        tail = ceil_div(blocks - full_waves * device.sm_count * per_sm, device.sm_count)
+        # Nanoseconds, fitted to 300 measurements on an H200: of a block's start; of a tile of K, which has the latency
+        # of a block that is alone, or the work of all blocks on the SM, or their share of the memory.
+        start = 4700
+        latency = 550 + 4.4 * self.block_m
+        work = self.block_n * BLOCK_K * (self.block_m / 930 + 0.0046)
+        stream = self.block_n * BLOCK_K / 2 * device.sm_count / (0.5 * device.read_gbs)
+        if self.stages == 2:
+            latency *= 2  # copies through registers hardly overlap with the products
+        full = tiles_k * max(latency, per_sm * max(work, stream)) + start
+        last = tiles_k * max(latency, tail * max(work, stream)) + start
+        reduction = 1.0 + 0.17 * self.splits if self.splits > 1 else 0.0
+        return 0.4 + reduction + (full_waves * full + last) * 1e-3
+
+    @property
+    def _registers(self) -> int:
+        return {16: 96, 32: 150, 64: 232}[self.block_m]
 
     def workspace(self, problem: Problem) -> tuple[int, int]:
         if self.splits == 1:
@@ -99,4 +104,4 @@ class GemmMma:
 
 
 GEMM_SM75 = GemmMma("gemm_sm75", 75, ("float16",), stages=2)
-GEMM_SM80 = GemmMma("gemm_sm80", 80, ("float16", "bfloat16"), stages=4)
+GEMM_SM80 = GemmMma("gemm_sm80", 80, ("float16", "bfloat16"), stages=3)
