@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import struct
 import threading
 from collections.abc import Mapping
@@ -15,42 +17,75 @@ from cupy_awq import compile as compiler
 from cupy_awq.launch_plan import LaunchPlan, TensorMap
 
 FORMATS = {"int32": "i", "uint32": "I", "int64": "q", "uint64": "Q", "float32": "f"}
+MAP_BYTES = 128
+MAP_TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "int8": "UINT8", "uint8": "UINT8"}
 
-# Keys of the ``extra`` argument of cuLaunchKernelEx: all arguments packed in one buffer.
-BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0
+
+@functools.lru_cache(maxsize=4096)
+def encode(tensor_map: TensorMap, address: int) -> bytes:
+    """The driver's form of a tensor map of the buffer at ``address``, which must be a multiple of 16."""
+    from cuda.bindings import driver
+
+    rank = len(tensor_map.dims)
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{MAP_TYPES[tensor_map.dtype]}"),
+        rank,
+        address,
+        [driver.cuuint64_t(size) for size in tensor_map.dims],
+        [driver.cuuint64_t(stride) for stride in tensor_map.strides],
+        [driver.cuuint32_t(size) for size in tensor_map.box],
+        [driver.cuuint32_t(1)] * rank,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(
+            driver.CUtensorMapSwizzle,
+            f"CU_TENSOR_MAP_SWIZZLE_{f'{tensor_map.swizzle}B' if tensor_map.swizzle else 'NONE'}",
+        ),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != 0:
+        raise RuntimeError(f"tensor map of {tensor_map.buffer} failed: {status.name}; {tensor_map}")
+    return ctypes.string_at(encoded.getPtr(), MAP_BYTES)
 
 
 class _Arguments(threading.local):
-    """The packed arguments of one thread's launches of one plan."""
+    """The arguments of one thread's launches of one plan, and the list of their addresses that the driver takes.
 
-    def __init__(self, size: int) -> None:
+    The driver knows the offset of each argument; those of tensor maps depend on the compiler's version.
+    """
+
+    def __init__(self, size: int, offsets: list[int]) -> None:
         self.buffer = (ctypes.c_char * size)()
-        self.size = ctypes.c_size_t(size)
-        items = BUFFER_POINTER, ctypes.addressof(self.buffer), BUFFER_SIZE, ctypes.addressof(self.size), END
-        self.extra = (ctypes.c_void_p * len(items))(*items)
-        self.address = ctypes.addressof(self.extra)
+        begin = ctypes.addressof(self.buffer)
+        self.list = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
+        self.address = ctypes.addressof(self.list)
 
 
 class Launcher:
     """A plan made ready on the current device; calling it only launches.
 
-    ``launcher(pointers, stream)`` takes the addresses of the plan's buffers in the order of ``launcher.buffers`` and a
-    stream's handle. Safe to call from several threads and to capture into a CUDA graph.
+    ``launcher(pointers, stream)`` takes the addresses of the plan's buffers in the order of ``launcher.buffers`` (those
+    of tensor maps last) and a stream's handle. Safe to call from several threads and to capture into a CUDA graph.
     """
 
     def __init__(self, plan: LaunchPlan) -> None:
         from cuda.bindings import driver
 
         self.plan = plan
-        self.buffers = [argument for argument in plan.arguments if isinstance(argument, str)]
-        if list(plan.arguments[: len(self.buffers)]) != self.buffers:
-            raise ValueError(f"{plan.kernel.entry}: expected the pointers before the other arguments")
-        scalars = plan.arguments[len(self.buffers) :]
-        if any(isinstance(argument, TensorMap) for argument in scalars):
-            raise ValueError(f"{plan.kernel.entry}: tensor maps cannot be launched yet")
-        self._format = struct.Struct("Q" * len(self.buffers) + "".join(FORMATS[np.dtype(type(s)).name] for s in scalars))
+        pointers = [argument for argument in plan.arguments if isinstance(argument, str)]
+        maps = [argument for argument in plan.arguments if isinstance(argument, TensorMap)]
+        scalars = [argument for argument in plan.arguments if isinstance(argument, np.generic)]
+        if list(plan.arguments) != [*pointers, *maps, *scalars]:
+            raise ValueError(f"{plan.kernel.entry}: expected pointers, then tensor maps, then scalars")
+        self.buffers = [*pointers, *(tensor_map.buffer for tensor_map in maps)]
+        formats = ["Q"] * len(pointers) + [f"{MAP_BYTES}s"] * len(maps)
+        formats += [FORMATS[np.dtype(type(scalar)).name] for scalar in scalars]
+        self._format = struct.Struct("=" + "".join(formats))
+        sizes = [struct.calcsize(form) for form in formats]
+        self._pointers = len(pointers)
+        self._maps = tuple(maps)
         self._scalars = tuple(scalar.item() for scalar in scalars)
-        self._arguments = _Arguments(self._format.size)
+        self._arguments = _Arguments(self._format.size, list(itertools.accumulate(sizes, initial=0))[:-1])
         # Keeping the module's object keeps the code loaded.
         self._raw = compiler.function(plan.kernel, plan.shared_bytes)
         self._function = driver.CUfunction(self._raw.kernel.ptr)
@@ -86,8 +121,13 @@ class Launcher:
         if config is None:
             config = self._configs[stream] = self._config(stream)
         arguments = self._arguments
-        self._format.pack_into(arguments.buffer, 0, *pointers, *self._scalars)
-        (status,) = self._driver.cuLaunchKernelEx(config, self._function, 0, arguments.address)
+        if self._maps:
+            count = self._pointers
+            encoded = map(encode, self._maps, pointers[count:])
+            self._format.pack_into(arguments.buffer, 0, *pointers[:count], *encoded, *self._scalars)
+        else:
+            self._format.pack_into(arguments.buffer, 0, *pointers, *self._scalars)
+        (status,) = self._driver.cuLaunchKernelEx(config, self._function, arguments.address, 0)
         if status != 0:
             raise RuntimeError(f"launch of {self.plan.kernel.entry} failed: {status.name}; {self.plan}")
 

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// The matrix product of gemm_sm90.cuh by wgmma: operand A, the weight, from registers; B, x, from shared memory.
+//
+// sm_90a. A team is WARPGROUPS warpgroups; each makes TILES times 64 columns of the block's tile for all BLOCK_M rows,
+// which are the instruction's N. Codes minus zero points enter exactly; the float32 sums over a group are multiplied by
+// its scale.
+#include "gemm_sm90.cuh"
+#include "ptx/wgmma.cuh"
+
+static_assert(__CUDA_ARCH__ == 900, "gemm_sm90 needs sm_90a");
+
+constexpr int kWarpgroups = WARPGROUPS;
+constexpr int kTiles = TILES;
+constexpr int kStepsK16 = kRecordK / 16;
+
+static_assert(kTeamWarps == kWarpgroups * 4, "a warpgroup is four warps");
+static_assert(kRecords == kWarpgroups * kTiles * 2, "a warpgroup makes 64 columns at a time");
+
+template <bool ACCUMULATE, int COUNT>
+__device__ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint32_t b) {
+  if constexpr (Codes<X>::kMagic == Codes<half_t>::kMagic) {
+    ptx::wgmma_f16<ACCUMULATE>(d, a, b);
+  } else {
+    ptx::wgmma_bf16<ACCUMULATE>(d, a, b);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    gemm_sm90(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const __grid_constant__ TensorMap x_map,
+              int m, int n, int k, int ldr, int ldy, float low, float high) {
+  constexpr int kSums = kBlockM / 2;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int team = warp / kTeamWarps;
+  const int warpgroup = warp % kTeamWarps / 4;
+  float sums[kTiles][kSums] = {};
+
+  auto consume = [&](const Tile& tile, const uint8_t* shared) {
+    Position at{team, 0};
+    for (int step = tile.step_begin + team; step < tile.step_end; step += kTeams) {
+      wait(tile.full(at.stage), at.parity);
+      const uint32_t x_begin = tile.x(at.stage) / 16;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const uint8_t* record = shared + kWeightBegin + at.stage * kWeightBytes +
+                                ((i * kWarpgroups + warpgroup) * 2 + warp % 4 / 2) * kRecordBytes;
+        Vector<uint32_t, 4> words[2];
+#pragma unroll
+        for (int k64 = 0; k64 < 2; ++k64) {
+          words[k64] = reinterpret_cast<const Vector<uint32_t, 4>*>(record)[(k64 * 2 + warp % 2) * 32 + lane];
+        }
+#pragma unroll
+        for (int part = 0; part < kGroups; ++part) {
+          constexpr int kSteps = kStepsK16 / kGroups;
+          const Group group =
+              load_group(record + kCodeBytes + part * kGroupBytes + warp % 2 * kTileGroupBytes, lane / 4);
+          uint32_t a[kSteps][4];
+#pragma unroll
+          for (int s = 0; s < kSteps; ++s) {
+            const int k16 = part * kSteps + s;
+            RepackedCodes<X>::convert(a[s], words[k16 / 4].values[k16 % 4], group.zeros);
+          }
+          float parts[kSums];
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int s = 0; s < kSteps; ++s) {
+            const int k16 = part * kSteps + s;
+            const uint32_t b = x_begin + (k16 / 4 * kXHalfBytes) / 16 + k16 % 4 * 2;
+            if (s == 0) {
+              wgmma<false>(parts, a[s], b);
+            } else {
+              wgmma<true>(parts, a[s], b);
+            }
+          }
+          ptx::wgmma_commit_group();
+          ptx::wgmma_wait_group<0>();
+#pragma unroll
+          for (int v = 0; v < kSums; ++v) sums[i][v] = fmaf(parts[v], group.scales[v / 2 % 2], sums[i][v]);
+        }
+      }
+      if (lane == 0) ptx::mbarrier_arrive(tile.empty(at.stage));
+      at.advance(kTeams);
+    }
+  };
+  auto push = [&](const Tile& tile) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < kBlockM / 8; ++j) {
+        const float c[4] = {sums[i][4 * j], sums[i][4 * j + 1], sums[i][4 * j + 2], sums[i][4 * j + 3]};
+        push_sums(tile, team, j * 8, (i * kWarpgroups + warpgroup) * 64 + warp % 4 * 16, c);
+      }
+    }
+  };
+  run_tile(weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, consume, push);
+}

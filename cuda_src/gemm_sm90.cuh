@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels on the repacked weight share: a producer warp that streams x and the weight through stages of shared
+// memory, and the sum over warps and thread blocks that have parts of one tile.
+//
+//   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
+//
+//   weight    records of repacked.cuh
+//   bias      BIAS [n] or null; residual X [m, n], row stride ldr values, or null
+//   y         X [m, n] (gated: [m, n / 2]), row stride ldy values; ALIGNED: rows start at multiples of 16 bytes
+//   x_map     tensor map of x as [k / 64][m][64] in boxes of [2][BLOCK_M][64], swizzled by 128 bytes
+//
+// k a multiple of 64, n of 8 (gated: of 64). The product is made transposed, y^T = W^T x^T: the weight is the operand
+// that warps dequantize in registers, once for all BLOCK_M rows of x.
+//
+// A cluster of SPLITS blocks makes a tile of BLOCK_M rows and RECORDS * 32 columns; block r has the r-th part of K. In
+// it TEAMS teams of warps take turns at the stages, each with sums of its own for the whole tile. In the end every team
+// pushes its sums into the shared memory of the block that owns their rows, and the owner adds them in a fixed order.
+//
+// Programmatic dependent launch: all that is read before griddepcontrol.wait is the weight.
+#pragma once
+
+#include "epilogue.cuh"
+#include "ptx/bulk_copy.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "repacked.cuh"
+
+constexpr bool kAligned = ALIGNED;
+constexpr int kBlockM = BLOCK_M;
+constexpr int kRecords = RECORDS;
+constexpr int kTeams = TEAMS;
+constexpr int kTeamWarps = TEAM_WARPS;
+constexpr int kStages = STAGES;
+constexpr int kSplits = SPLITS;
+
+constexpr int kBlockN = kRecords * kRecordColumns;
+constexpr int kConsumerWarps = kTeams * kTeamWarps;
+constexpr int kThreads = (kConsumerWarps + 1) * 32;
+
+// Shared memory, from a multiple of 1024: x [stage][2 of k64][BLOCK_M][64], the weight [stage][record], barriers
+// [stage] full, empty, then the sums float32 [split][team][row of the owner][kSumStride]. A tile without splits puts
+// its sums over the stages, which nobody writes any more.
+constexpr int kXHalfBytes = kBlockM * 128;
+constexpr int kXBytes = 2 * kXHalfBytes;
+constexpr int kWeightBytes = kRecords * kRecordBytes;
+constexpr int kWeightBegin = kStages * kXBytes;
+constexpr int kBarrierBegin = kWeightBegin + kStages * kWeightBytes;
+constexpr int kSumsBegin = kSplits == 1 ? 0 : kBarrierBegin + kStages * 16;
+// 2 rows of t take the next 8 banks: the 32 lanes' values lie in 32 banks.
+constexpr int kSumStride = kBlockN + 4;
+constexpr int kOwnedRows = kBlockM / kSplits;
+constexpr int kPartSums = kOwnedRows * kSumStride;
+
+static_assert(kBlockM % 8 == 0, "tensor cores take 8 rows of x at a time");
+static_assert(kBlockM % kSplits == 0, "every block of a cluster owns as many rows");
+static_assert(kTeams <= kStages, "teams work on different stages");
+static_assert(kRecords <= 32, "each lane of the producer copies one record");
+static_assert(!kGated || kRecords % 2 == 0, "the gate takes half of the records");
+static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
+
+// 128 bytes that the driver encodes.
+struct alignas(64) TensorMap {
+  uint8_t bytes[128];
+};
+
+// The walk of producer and consumers over the stages.
+struct Position {
+  int stage;
+  uint32_t parity;
+
+  __device__ __forceinline__ void advance(int steps) {
+    stage += steps;
+    if (stage >= kStages) {
+      stage -= kStages;
+      parity ^= 1u;
+    }
+  }
+};
+
+struct Tile {
+  uint32_t shared_begin;
+  int block_n;
+  int m_begin;
+  int split;
+  int step_begin;  // in steps of 128 k
+  int step_end;
+
+  __device__ __forceinline__ uint32_t x(int stage) const { return shared_begin + stage * kXBytes; }
+  __device__ __forceinline__ uint32_t weight(int stage) const {
+    return shared_begin + kWeightBegin + stage * kWeightBytes;
+  }
+  __device__ __forceinline__ uint32_t full(int stage) const { return shared_begin + kBarrierBegin + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + kStages * 8; }
+};
+
+__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+
+__device__ __forceinline__ void synchronize_cluster() {
+  if constexpr (kSplits == 1) {
+    __syncthreads();
+  } else {
+    ptx::barrier_cluster_arrive_release();
+    ptx::barrier_cluster_wait_acquire();
+  }
+}
+
+// The first weights are under way when this returns; all threads of the block call it.
+__device__ __forceinline__ Tile begin_tile(uint8_t* shared, int k) {
+  Tile tile;
+  tile.shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  tile.block_n = blockIdx.x / kSplits;
+  tile.m_begin = blockIdx.y * kBlockM;
+  tile.split = kSplits == 1 ? 0 : ptx::cluster_ctarank();
+  const int steps = ceil_div(k, kRecordK);
+  tile.step_begin = steps * tile.split / kSplits;
+  tile.step_end = steps * (tile.split + 1) / kSplits;
+  return tile;
+}
+
+// The producer warp's work. Lane r copies record r of each stage.
+template <class Synchronize>
+__device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight, const TensorMap* x_map, int n, int k,
+                                        Synchronize synchronize) {
+  const int lane = threadIdx.x % 32;
+  const int steps_k = ceil_div(k, kRecordK);
+  // A gated tile has the records of the gate, then those of the up projection that belong to them.
+  constexpr int kHalf = kRecords / 2;
+  const int record = !kGated        ? tile.block_n * kRecords + lane
+                     : lane < kHalf ? tile.block_n * kHalf + lane
+                                    : n / 2 / kRecordColumns + tile.block_n * kHalf + lane - kHalf;
+  // The last tile may reach beyond the weight: it reads some record there, and stores nothing of it.
+  const int records = ceil_div(n, kRecordColumns);
+  const uint8_t* source =
+      weight + (static_cast<int64_t>(min(record, records - 1)) * steps_k + tile.step_begin) * kRecordBytes;
+
+  auto start_weight = [&](int stage) {
+    if (lane == 0) ptx::mbarrier_arrive_expect_tx(tile.full(stage), kWeightBytes + kXBytes);
+    __syncwarp();
+    if (lane < kRecords) {
+      ptx::cp_async_bulk(tile.weight(stage) + lane * kRecordBytes, source, kRecordBytes, tile.full(stage));
+    }
+    source += kRecordBytes;
+  };
+  auto start_x = [&](int step, int stage) {
+    if (lane == 0) ptx::cp_async_bulk_tensor_3d(tile.x(stage), x_map, 0, tile.m_begin, step * 2, tile.full(stage));
+  };
+
+  if (lane == 0) {
+    ptx::prefetch_tensormap(x_map);
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::mbarrier_init(tile.full(stage), 1);
+      ptx::mbarrier_init(tile.empty(stage), kTeamWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncwarp();
+  const int steps = tile.step_end - tile.step_begin;
+  const int ahead = min(steps, kStages);
+  for (int stage = 0; stage < ahead; ++stage) start_weight(stage);
+  synchronize();
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+  for (int stage = 0; stage < ahead; ++stage) start_x(tile.step_begin + stage, stage);
+  Position at{0, 0};
+  for (int step = tile.step_begin + ahead; step < tile.step_end; ++step) {
+    wait(tile.empty(at.stage), at.parity);
+    start_weight(at.stage);
+    start_x(step, at.stage);
+    at.advance(1);
+  }
+}
+
+// A lane's scales and zero points of one group: columns g and g + 8 of a tile of 16.
+struct Group {
+  float scales[2];
+  uint32_t zeros[2];
+};
+
+__device__ __forceinline__ Group load_group(const uint8_t* tile_group, int g) {
+  const uint32_t pair = reinterpret_cast<const uint32_t*>(tile_group)[g];
+  const uint32_t zeros = kZeros == Zeros::kPacked ? reinterpret_cast<const uint16_t*>(tile_group + 32)[g] : 0x0808u;
+  Group group;
+  group.scales[0] = to_float(SCALE{static_cast<uint16_t>(pair)}) * RepackedCodes<X>::kUnit;
+  group.scales[1] = to_float(SCALE{static_cast<uint16_t>(pair >> 16)}) * RepackedCodes<X>::kUnit;
+  group.zeros[0] = RepackedCodes<X>::template zero<0>(zeros);
+  group.zeros[1] = RepackedCodes<X>::template zero<1>(zeros);
+  return group;
+}
+
+// A team's sums of 16 columns from `column` on and 8 rows from `row` on, to the owner of these rows. c as in
+// ptx/mma.cuh.
+__device__ __forceinline__ void push_sums(const Tile& tile, int team, int row, int column, const float (&c)[4]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int odd = 0; odd < 2; ++odd) {
+    const int my_row = row + lane % 4 * 2 + odd;
+    const int slot = tile.split * kTeams + team;
+    const uint32_t address =
+        tile.shared_begin + kSumsBegin + (slot * kPartSums + my_row % kOwnedRows * kSumStride + column + lane / 4) * 4;
+    const uint32_t owner = kSplits == 1 ? address : ptx::mapa(address, my_row / kOwnedRows);
+    ptx::st_shared_cluster(owner, c[odd]);
+    ptx::st_shared_cluster(owner + 32, c[2 + odd]);
+  }
+}
+
+// Adds the parts of this block's rows and stores them; all threads call it after all pushes.
+__device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shared, const BIAS* bias, const X* residual,
+                                           X* y, int m, int n, int ldr, int ldy, float low, float high) {
+  const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
+  const float* sums = reinterpret_cast<const float*>(shared + kSumsBegin);
+  auto load_sums = [&](float (&out)[8], int row, int column) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out[i] = 0.0f;
+#pragma unroll
+    for (int part = 0; part < kSplits * kTeams; ++part) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Vector<float, 4> values;
+        load<true>(values, sums + part * kPartSums + row * kSumStride + column + half * 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[half * 4 + i] += values.values[i];
+      }
+    }
+  };
+  constexpr int kWidth = kGated ? kBlockN / 2 : kBlockN;
+  const int n_out = kGated ? n / 2 : n;
+  for (int index = threadIdx.x; index < kOwnedRows * (kWidth / 8); index += kThreads) {
+    const int local_row = index / (kWidth / 8);
+    const int local_column = index % (kWidth / 8) * 8;
+    const int row = tile.m_begin + tile.split * kOwnedRows + local_row;
+    const int column = tile.block_n * kWidth + local_column;
+    if (row >= m || column >= n_out) continue;
+    float total[8];
+    load_sums(total, local_row, local_column);
+    Vector<X, 8> out;
+    if constexpr (kGated) {
+      float up[8];
+      load_sums(up, local_row, local_column + kWidth);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) out.values[i] = epilogue.finish_gated(total[i], up[i], row, column + i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) out.values[i] = epilogue.finish(total[i], row, column + i);
+    }
+    store<kAligned>(y + static_cast<int64_t>(row) * ldy + column, out);
+  }
+}
+
+// The whole kernel. `consume(tile, team)` adds up a team's part of K and pushes its sums through the function it is
+// given.
+template <class Consume, class Push>
+__device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
+                                         const TensorMap* x_map, int m, int n, int k, int ldr, int ldy, float low,
+                                         float high, Consume consume, Push push) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const Tile tile = begin_tile(shared, k);
+  const int warp = threadIdx.x / 32;
+  const bool consumer = warp < kConsumerWarps;
+  if (!consumer) {
+    produce(tile, weight, x_map, n, k, synchronize_cluster);
+  } else {
+    synchronize_cluster();
+    ptx::griddepcontrol_launch_dependents();
+    consume(tile, shared);
+  }
+  if constexpr (kSplits == 1) __syncthreads();
+  if (consumer) push(tile);
+  synchronize_cluster();
+  store_tile(tile, shared, bias, residual, y, m, n, ldr, ldy, low, high);
+}

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// PTX ISA: "Data Movement and Conversion Instructions: Bulk copy", "Tensor copy". Global to shared memory by the copy
+// engine, which counts the bytes down on an mbarrier; sm_90 and newer.
+#pragma once
+
+namespace ptx {
+
+// cp.async.bulk: `bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void cp_async_bulk(unsigned shared_address, const void* source, unsigned bytes,
+                                              unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// cp.async.bulk.tensor.3d: the box of a tensor map at (x, y, z), x innermost; what lies outside is zero.
+__device__ __forceinline__ void cp_async_bulk_tensor_3d(unsigned shared_address, const void* map, int x, int y, int z,
+                                                        unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+          "r"(shared_address),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
+// prefetch.tensormap: brings a map in parameter space near the copy engine.
+__device__ __forceinline__ void prefetch_tensormap(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+}  // namespace ptx

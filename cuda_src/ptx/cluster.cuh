@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// PTX ISA: "barrier.cluster", "mapa", "Special Registers: %cluster_ctarank". Blocks of a cluster; sm_90 and newer.
+#pragma once
+
+namespace ptx {
+
+// %cluster_ctarank: the number of this block in its cluster.
+__device__ __forceinline__ unsigned cluster_ctarank() {
+  unsigned rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// barrier.cluster.arrive.release: what this thread wrote is there for who waits.
+__device__ __forceinline__ void barrier_cluster_arrive_release() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+
+// barrier.cluster.wait.acquire: until all threads of the cluster have arrived.
+__device__ __forceinline__ void barrier_cluster_wait_acquire() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// mapa: the address, in the cluster's shared memory, of the same variable of block `rank`.
+__device__ __forceinline__ unsigned mapa(unsigned shared_address, unsigned rank) {
+  unsigned out;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out) : "r"(shared_address), "r"(rank));
+  return out;
+}
+
+// st.shared::cluster.f32: one value to the shared memory of a block of the cluster.
+__device__ __forceinline__ void st_shared_cluster(unsigned cluster_address, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address), "f"(value) : "memory");
+}
+
+}  // namespace ptx

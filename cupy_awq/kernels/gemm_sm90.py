@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gemm_sm90`` and ``gemm_sm90_mma``: Hopper's tensor cores on the repacked weight (`Repacking`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cupy_awq.device import Device
+from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
+from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K, Repacking
+from cupy_awq.launch_plan import Kernel, LaunchPlan, TensorMap
+
+WGMMA, MMA = "gemm_sm90", "gemm_sm90_mma"
+MAX_BLOCK_M = 128
+MMA_MAX_ROWS = 16
+REGISTERS = 65536
+
+
+def layout(problem: Problem) -> Repacking:
+    """The layout that the weight of a problem must have."""
+    return Repacking(problem.k, problem.n, problem.group_size, problem.scales_dtype, problem.zeros)
+
+
+@dataclass(frozen=True)
+class GemmSm90Config:
+    """``splits`` blocks of a cluster make a tile of ``block_m`` rows and ``records`` times 32 columns.
+
+    In each block ``teams`` teams of warps take turns at ``stages`` stages of 128 k. By wgmma (``name``) a warpgroup
+    makes ``tiles`` times 64 columns; by mma a warp makes 32.
+    """
+
+    name: str
+    block_m: int
+    records: int
+    tiles: int
+    teams: int
+    stages: int
+    splits: int
+
+    @property
+    def team_warps(self) -> int:
+        return self.records if self.name == MMA else self.records // (2 * self.tiles) * 4
+
+    @property
+    def threads(self) -> int:
+        return (self.teams * self.team_warps + 1) * 32
+
+    @property
+    def block_n(self) -> int:
+        return self.records * RECORD_COLUMNS
+
+    def shared_bytes(self, problem: Problem) -> int:
+        stage = 2 * RECORD_K * self.block_m + self.records * layout(problem).record_bytes + 16
+        sums = self.teams * self.block_m * (self.block_n + 4) * 4
+        return max(self.stages * stage, sums) if self.splits == 1 else self.stages * stage + sums
+
+    def grid(self, problem: Problem) -> tuple[int, int, int]:
+        return ceil_div(problem.n, self.block_n) * self.splits, ceil_div(problem.m, self.block_m), 1
+
+    def plan(self, problem: Problem, device: Device) -> LaunchPlan:
+        """The launch. Buffers: weight (of `Repacking`), bias, residual, y, x."""
+        defines: tuple[tuple[str, int | str], ...] = (
+            *(item for item in problem.defines() if item[0] not in ("SCALE", "ZEROS")),
+            *layout(problem).defines(),
+            ("ALIGNED", int(problem.aligned)),
+            ("BLOCK_M", self.block_m),
+            ("RECORDS", self.records),
+            ("TEAMS", self.teams),
+            ("TEAM_WARPS", self.team_warps),
+            ("STAGES", self.stages),
+            ("SPLITS", self.splits),
+        )
+        if self.name == WGMMA:
+            defines += (("WARPGROUPS", self.team_warps // 4), ("TILES", self.tiles))
+        strides = problem.row_strides
+        itemsize = ITEMSIZE[problem.dtype]
+        x_map = TensorMap(
+            "x",
+            problem.dtype,
+            dims=(64, problem.m, problem.k // 64),
+            strides=(strides.x * itemsize, 64 * itemsize),
+            box=(64, self.block_m, 2),
+            swizzle=128,
+        )
+        sizes = (problem.m, problem.n, problem.k, strides.residual, strides.y)
+        return LaunchPlan(
+            Kernel(f"{self.name}.cu", self.name, defines, device.target),
+            self.grid(problem),
+            (self.threads, 1, 1),
+            (
+                *("weight", "bias", "residual", "y"),
+                x_map,
+                *(np.int32(size) for size in sizes),
+                *(np.float32(limit) for limit in problem.limits),
+            ),
+            self.shared_bytes(problem),
+            cluster=(self.splits, 1, 1),
+            dependent=True,
+        )
+
+    def microseconds(self, problem: Problem, device: Device) -> float:
+        blocks = self.grid(problem)[0] * self.grid(problem)[1]
+        waves = ceil_div(blocks, device.sm_count)
+        steps = ceil_div(ceil_div(problem.k, RECORD_K), self.splits)
+        rate = device.read_gbs / device.sm_count * 1e3
+        # Microseconds of a step: the stream, the tensor cores, and the issue of the conversion.
+        stream = (self.records * layout(problem).record_bytes + 2 * RECORD_K * min(self.block_m, problem.m) / 2) / rate
+        columns = self.block_m if self.name == MMA else max(32, self.block_m)
+        tensor = self.block_n / 64 * 8 * columns / 2 / 1700
+        issue = self.block_n / 64 * 8 * (13 + self.block_m / 8) / 1700
+        return 3.0 + 0.4 * (self.splits > 1) + waves * steps * max(stream, tensor, issue)
+
+    def workspace(self, problem: Problem) -> tuple[int, int]:
+        return 0, 0
+
+
+class GemmSm90:
+    NAME = "gemm_sm90"
+
+    def refuse(self, problem: Problem, device: Device) -> str | None:
+        if device.arch != 90:
+            return f"needs sm_90, not sm_{device.arch}"
+        if problem.dtype not in ("float16", "bfloat16"):
+            return f"takes x of float16 or bfloat16, not {problem.dtype}"
+        if not problem.x_aligned:
+            return "needs rows of x that start at multiples of 16 bytes"
+        if problem.gated and problem.n % (2 * RECORD_COLUMNS):
+            return f"needs N to be a multiple of {2 * RECORD_COLUMNS} when gated, not {problem.n}"
+        return layout(problem).refuse()
+
+    def configs(self, problem: Problem, device: Device) -> list[GemmSm90Config]:
+        return list(_configs(problem, device))
+
+
+def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
+    steps = ceil_div(problem.k, RECORD_K)
+    if problem.m <= MMA_MAX_ROWS:
+        block_m = 8 if problem.m <= 8 else 16
+        for records in (1, 2, 3, 4, 6, 7, 8):
+            for splits in (1, 2):
+                teams = max(1, min(8 // records, steps // splits))
+                yield from _staged(GemmSm90Config(MMA, block_m, records, 1, teams, 0, splits), problem, device)
+    smallest = 16 if problem.m <= 16 else 1 << (problem.m - 1).bit_length()
+    block_m = min(smallest, MAX_BLOCK_M)
+    for tiles in (1, 2):
+        for warpgroups in (1, 2, 3, 4, 6, 7):
+            for teams in (1, 2, 3, 4):
+                for splits in (1, 2, 4):
+                    if teams * splits > steps:
+                        continue
+                    config = GemmSm90Config(WGMMA, block_m, warpgroups * tiles * 2, tiles, teams, 0, splits)
+                    # Sums, parts, the operand of a group and about 40 more.
+                    if (block_m * (tiles + 1) / 2 + 72) * config.threads <= REGISTERS:
+                        yield from _staged(config, problem, device)
+
+
+def _staged(config: GemmSm90Config, problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
+    """The configuration with as many stages as let one block, or two, live on a multiprocessor."""
+    steps = ceil_div(ceil_div(problem.k, RECORD_K), config.splits)
+    counts = [replace(config, stages=stages) for stages in range(max(2, config.teams), max(3, steps + 1))]
+    # A block takes 1 KB besides its own.
+    for limit in (device.shared_bytes_per_sm // 2 - 1024, device.shared_bytes_per_block):
+        fitting = [staged for staged in counts if staged.shared_bytes(problem) <= limit]
+        if fitting:
+            yield fitting[-1]
+            if fitting[-1] == counts[-1]:
+                return
