@@ -7,7 +7,7 @@ each group of ``group_size`` rows. NumPy arrays are computed on the CPU, CuPy ar
 
 from cupy_awq.checkpoint import CheckpointError, load
 from cupy_awq.linear import AwqLinear
-from cupy_awq.ops import dequantize, explain, gemm, gemv
+from cupy_awq.ops import Plan, dequantize, dequantize_s4_to_fp16x2, explain, gemm, gemv, int8_to_fp16, plan
 from cupy_awq.packing import pack_int4, unpack_int4
 from cupy_awq.quantizer import quantize
 from cupy_awq.weight import PackedWeight
@@ -18,12 +18,16 @@ __all__ = [
     "AwqLinear",
     "CheckpointError",
     "PackedWeight",
+    "Plan",
     "dequantize",
+    "dequantize_s4_to_fp16x2",
     "explain",
     "gemm",
     "gemv",
+    "int8_to_fp16",
     "load",
     "pack_int4",
+    "plan",
     "quantize",
     "unpack_int4",
 ]

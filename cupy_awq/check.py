@@ -8,6 +8,8 @@ ValueError naming the argument, what was expected and what came.
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,6 +50,37 @@ class Weight(NamedTuple):
     """HOST, or the number of the GPU."""
 
 
+class Activation(NamedTuple):
+    """What an epilogue applies to x @ W + bias."""
+
+    kind: str | None = None
+    """"clamp" (to ``limits``), "silu", "gelu" (its tanh form) or None."""
+    limits: tuple[float, float] = (0.0, 0.0)
+    gated: bool = False
+    """The activated first half of the columns multiplies the second half."""
+
+
+ACTIVATIONS = {
+    "relu": Activation("clamp", (0.0, math.inf)),
+    "relu6": Activation("clamp", (0.0, 6.0)),
+    "silu": Activation("silu"),
+    "gelu": Activation("gelu"),
+    "swiglu": Activation("silu", gated=True),
+}
+"""The activations that have a name."""
+
+
+class Product(NamedTuple):
+    """The facts of a valid y = activation(x @ W + bias) + residual."""
+
+    element: np.dtype[Any]
+    """Of x and y, whose dtype is uint16 where they hold bfloat16 as bits."""
+    shape: tuple[int, ...]
+    """Of y."""
+    bias: np.dtype[Any] | None
+    activation: Activation
+
+
 def is_device_array(a: object) -> bool:
     """Whether `a` is memory of a CUDA device, told by the array protocols and not by importing a library.
 
@@ -63,7 +96,7 @@ def is_device_array(a: object) -> bool:
 
 
 def device_id(a: Array, name: str) -> int:
-    """HOST for a NumPy array, the GPU's number for a device array.
+    """HOST for a NumPy array, the GPU's number for a CuPy array.
 
     Raises:
         TypeError: `a` is neither, a list for example: nothing is converted silently.
@@ -75,9 +108,8 @@ def device_id(a: Array, name: str) -> int:
         return HOST
     if _is_cupy(a):
         return int(a.data.device_id)  # CuPy's __cuda_array_interface__ would build a dictionary for each call
-    if is_device_array(a):
-        return int(a.__dlpack_device__()[1]) if hasattr(a, "__dlpack_device__") else 0
-    raise TypeError(f"{name} must be a NumPy or CUDA array, got {type(a).__name__}")
+    hint = ": cupy.asarray or cupy.from_dlpack views it without a copy" if is_device_array(a) else ""
+    raise TypeError(f"{name} must be a NumPy or CuPy array, got {type(a).__name__}{hint}")
 
 
 def float_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
@@ -138,7 +170,7 @@ def activations(x: Array, k: int, dtype: Any = None, device: int | None = None) 
     """
     where = device_id(x, "x")
     if device is not None and where != device:
-        raise TypeError(f"x is on {_place(where)}, but the weight is on {_place(device)}")
+        raise TypeError(f"x is on {place(where)}, but the weight is on {place(device)}")
     found: np.dtype[Any] = _element(x, "x", dtype)
     shape = x.shape
     if not shape:
@@ -156,7 +188,7 @@ def bias(bias: Array, n: int, dtype: Any = None, device: int | None = None) -> n
     """
     where = device_id(bias, "bias")
     if device is not None and where != device:
-        raise TypeError(f"bias is on {_place(where)}, but the weight is on {_place(device)}")
+        raise TypeError(f"bias is on {place(where)}, but the weight is on {place(device)}")
     found: np.dtype[Any] = bias.dtype
     if found == UINT16 and dtype == BFLOAT16:
         found = BFLOAT16
@@ -174,15 +206,73 @@ def out(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -
 
     >>> out(np.empty((3, 16), np.float16), (3, 16), np.dtype(np.float16), HOST)
     """
-    where = device_id(out, "out")
-    if where != device:
-        raise TypeError(f"out is on {_place(where)}, but the result is on {_place(device)}")
-    if out.dtype != dtype:
-        raise TypeError(f"out must be {dtype}, got {out.dtype}")
-    if out.shape != shape:
-        raise ValueError(f"out must have shape {shape}, got {out.shape}")
-    if where == HOST and not out.flags.writeable:
+    _like_result(out, "out", shape, dtype, device)
+    if device == HOST and not out.flags.writeable:
         raise ValueError("out must be writable, got a read-only array")
+
+
+def activation(activation: Any) -> Activation:
+    """The epilogue's activation that a name, a pair of limits (low, high) or None means.
+
+    >>> activation((0, 6)) == activation("relu6")
+    True
+    """
+    if activation is None:
+        return Activation()
+    if isinstance(activation, str):
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be {', '.join(ACTIVATIONS)}, (low, high) or None, got {activation!r}")
+        return ACTIVATIONS[activation]
+    pair = activation if isinstance(activation, tuple) else ()
+    if len(pair) != 2 or not all(isinstance(limit, numbers.Real) for limit in pair):
+        raise TypeError(f"activation must be {', '.join(ACTIVATIONS)}, (low, high) or None, got {activation!r}")
+    with np.errstate(over="ignore"):
+        low, high = (float(np.float32(limit)) for limit in pair)  # what epilogues compute in; beyond it is infinity
+    if not low <= high:
+        raise ValueError(f"activation must be (low, high) with low <= high, got {activation!r}")
+    return Activation("clamp", (low, high))
+
+
+def out_features(n: int, activation: Activation) -> int:
+    """Columns of y, of a weight with n.
+
+    >>> out_features(32, ACTIVATIONS["swiglu"])
+    16
+    """
+    if not activation.gated:
+        return n
+    _multiple(n, 16, "N", "qweight (half gate, half up, each of whole words)")
+    return n // 2
+
+
+_bias, _out, _activation = bias, out, activation  # `product` has parameters of these names
+
+
+def product(
+    x: Array,
+    weight: Weight,
+    /,
+    *,
+    bias: Array | None = None,
+    activation: Any = None,
+    residual: Array | None = None,
+    out: Array | None = None,
+    dtype: Any = None,
+) -> Product:
+    """The facts of y = activation(x @ W + bias) + residual, when all its arrays fit the weight's facts.
+
+    >>> product(np.zeros((3, 64), np.float16), Weight(64, 32, 16, "packed", FLOAT16, HOST), activation="swiglu").shape
+    (3, 16)
+    """
+    element = activations(x, weight.k, dtype, weight.device)
+    bias_dtype = None if bias is None else _bias(bias, weight.n, element, weight.device)
+    form = _activation(activation)
+    shape = (*x.shape[:-1], out_features(weight.n, form))
+    if residual is not None:
+        _like_result(residual, "residual", shape, x.dtype, weight.device)
+    if out is not None:
+        _out(out, shape, x.dtype, weight.device)
+    return Product(element, shape, bias_dtype, form)
 
 
 def group_size(k: int, group_size: Any) -> int:
@@ -239,7 +329,12 @@ def _is_cupy(a: object) -> bool:
     return type(a).__module__.partition(".")[0] == "cupy"
 
 
-def _place(device: int) -> str:
+def place(device: int) -> str:
+    """What messages call a device.
+
+    >>> place(HOST), place(1)
+    ('the CPU', 'GPU 1')
+    """
     return "the CPU" if device == HOST else f"GPU {device}"
 
 
@@ -251,7 +346,17 @@ def _names(dtypes: tuple[Any, ...]) -> str:
 def _on_device(a: Array, name: str, device: int, other: str) -> None:
     where = device_id(a, name)
     if where != device:
-        raise TypeError(f"{name} is on {_place(where)}, but {other} is on {_place(device)}")
+        raise TypeError(f"{name} is on {place(where)}, but {other} is on {place(device)}")
+
+
+def _like_result(a: Array, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
+    where = device_id(a, name)
+    if where != device:
+        raise TypeError(f"{name} is on {place(where)}, but the result is on {place(device)}")
+    if a.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {a.dtype}")
+    if a.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {a.shape}")
 
 
 def _multiple(size: int, multiple: int, axis: str, name: str) -> None:

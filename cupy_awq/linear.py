@@ -3,66 +3,226 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from cupy_awq import check, device, ops, select
+import numpy as np
+
+from cupy_awq import check, device, placement, select
 from cupy_awq.check import Array
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.ops import gpu, planning
+from cupy_awq.packing import namespace
 from cupy_awq.weight import PackedWeight
+
+MAX_PREPARED = 256
+"""Layouts of x and out whose launches a layer keeps ready; a pipeline meets a few, one for each number of rows."""
 
 
 class AwqLinear:
-    """y = x @ W + bias for a `PackedWeight`, on the device where the weight lies.
+    """y = activation(x @ W + bias) for a `PackedWeight`, on the device where the weight lies.
+
+    ``layer(x, out=None, residual=None, dtype=None)`` takes x [..., K] in float16, bfloat16 or float32 and gives
+    activation(x @ W + bias) + residual, [..., N] of x's dtype; all as in `gemm`. A layout of x and out that was met
+    before is launched without further checks. Layers may be called from several threads and on several streams at once.
 
     Args:
         weight: the weight [K, N], on the CPU or on a GPU.
         bias: [N] float16, bfloat16 or float32, on the same device; or None.
-
-    ``layer(x, out=None)`` takes x [..., K] in float16, bfloat16 or float32 and gives [..., N] of x's dtype.
+        activation: as in `gemm`: None, "relu", "relu6", (low, high), "silu", "gelu" or "swiglu".
 
     Raises:
-        TypeError, ValueError: a bias, an x or an out that does not fit the weight; the message names it.
+        TypeError, ValueError: a bias or an activation that does not fit the weight, or at a call an x, out or residual;
+            the message names it.
 
     >>> import numpy as np
     >>> import cupy_awq
     >>> weight = cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16)
-    >>> layer = cupy_awq.AwqLinear(weight, bias=np.ones(16, np.float32))
-    >>> layer(np.ones((2, 32), np.float16))[:, 0]
-    array([2., 2.], dtype=float16)
+    >>> layer = cupy_awq.AwqLinear(weight, bias=np.full(16, 6, np.float32), activation="relu6")
+    >>> layer(np.array([[1] * 32, [-1] * 32], np.float16))[:, 0]
+    array([6., 5.], dtype=float16)
     """
 
-    __slots__ = ("bias", "weight")
+    __slots__ = ("_activation", "_bias", "_prepared", "_splits", "_weight")
 
-    def __init__(self, weight: PackedWeight, /, *, bias: Array | None = None) -> None:
+    def __init__(self, weight: PackedWeight, /, *, bias: Array | None = None, activation: Any = None) -> None:
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"weight must be a PackedWeight, got {type(weight).__name__}")
+        (bias,) = gpu.views(bias=bias)
+        facts = weight.facts
         if bias is not None:
-            check.bias(bias, weight.shape[1], None, weight.facts.device)
-        self.weight = weight
-        self.bias = bias
+            check.bias(bias, facts.n, None, facts.device)
+        self._splits: tuple[int, ...] = (check.out_features(facts.n, check.activation(activation)),)
+        self._weight = weight
+        self._bias = bias
+        self._activation = activation
+        self._prepared: dict[Any, planning.Prepared] = {}
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[AwqLinear | PackedWeight], /, *, activation: Any = None) -> AwqLinear:
+        """One layer that does the work of several which share x: the query, key and value of an attention, say.
+
+        Its weight is a copy with the columns of all parts, its bias holds theirs (zeros for a part that has none), and
+        `split` takes y apart. [gate, up] with ``activation="swiglu"`` is a gated layer.
+
+        Raises:
+            TypeError, ValueError: no parts; parts that differ in K, group size, dtype, form of zeros or device; parts
+                with an activation of their own.
+
+        >>> import numpy as np
+        >>> import cupy_awq
+        >>> q, k = (cupy_awq.quantize(np.eye(32, n, dtype=np.float32), group_size=16) for n in (16, 8))
+        >>> layer = AwqLinear.concatenate([q, k])
+        >>> layer.shape, layer.splits
+        ((32, 24), (16, 8))
+        >>> [y.shape for y in layer.split(layer(np.ones((2, 32), np.float16)))]
+        [(2, 16), (2, 8)]
+        """
+        layers = [part if isinstance(part, AwqLinear) else AwqLinear(part) for part in parts]
+        if not layers:
+            raise ValueError("parts must have at least one layer or weight, got none")
+        weights = [layer.weight for layer in layers]
+        first = weights[0].facts
+        for i, layer in enumerate(layers):
+            for name in ("k", "group_size", "dtype", "zeros", "device"):
+                expected, found = getattr(first, name), getattr(layer.weight.facts, name)
+                if found != expected:
+                    raise ValueError(f"parts[{i}] must have {name}={expected} as parts[0] has, got {found}")
+            if layer.activation is not None:
+                raise ValueError(f"parts[{i}] must have no activation of its own, got {layer.activation!r}")
+        with placement.on(first.device):
+            qweight, scales = (_joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales"))
+            qzeros = None if first.zeros == "symmetric" else _joined([w.qzeros for w in weights])
+            whole = cls(PackedWeight(qweight, scales, qzeros), bias=_joined_bias(layers), activation=activation)
+        if len(whole.splits) == 1 and whole.splits[0] == whole.shape[1]:
+            whole._splits = tuple(weight.shape[1] for weight in weights)
+        return whole
+
+    @property
+    def weight(self) -> PackedWeight:
+        return self._weight
+
+    @property
+    def bias(self) -> Array | None:
+        return self._bias
+
+    @property
+    def activation(self) -> Any:
+        """As it was given."""
+        return self._activation
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(K, N)."""
-        return self.weight.shape
+        """(K, N) of the weight; a gated layer's y has N/2 columns."""
+        return self._weight.shape
 
     @property
     def group_size(self) -> int:
         """Rows of W that share a scale."""
-        return self.weight.group_size
+        return self._weight.group_size
 
-    def __call__(self, x: Array, /, *, out: Array | None = None) -> Array:
-        weight = self.weight
-        return ops.gemm(x, weight.qweight, weight.scales, weight.qzeros, bias=self.bias, out=out)
+    @property
+    def splits(self) -> tuple[int, ...]:
+        """Columns of y that belong to each part of a concatenated layer; one number for any other layer."""
+        return self._splits
+
+    def split(self, y: Array, /) -> list[Array]:
+        """The parts of a result [..., N], as views.
+
+        Raises ValueError if y does not have the columns of a result.
+        """
+        if y.shape[-1] != sum(self._splits):
+            raise ValueError(f"y must have {sum(self._splits)} columns, got shape {y.shape}")
+        ends = np.cumsum(self._splits).tolist()
+        return [y[..., end - size : end] for size, end in zip(self._splits, ends, strict=True)]
+
+    def __call__(
+        self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
+    ) -> Array:
+        # A layout holds all that checks and the choice of a kernel depend on: one that was met needs neither.
+        try:
+            key = gpu.layout(x), gpu.layout(out), gpu.layout(residual), dtype
+        except (AttributeError, ValueError):  # not CuPy's arrays
+            key = None
+        prepared = self._prepared.get(key)
+        if prepared is not None:
+            import cupy
+
+            index = self._weight.facts.device
+            if cupy.cuda.runtime.getDevice() == index:
+                y = cupy.empty(prepared.shape, x.dtype) if out is None else out
+                addresses = x.data.ptr, 0 if residual is None else residual.data.ptr, y.data.ptr
+                if out is None or prepared.may_write(*addresses):
+                    stream = cupy.cuda.get_current_stream().ptr
+                    prepared(*addresses, gpu.workspace(index, stream) if prepared.workspace_bytes else 0, stream)
+                    return y
+        options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
+        y, prepared = planning.multiply(x, self._weight, **options)
+        if prepared is not None and key is not None:
+            if len(self._prepared) >= MAX_PREPARED:
+                self._prepared.clear()
+            self._prepared[key] = prepared
+        return y
+
+    def plan(
+        self,
+        x: Array | tuple[int, ...],
+        /,
+        *,
+        residual: Array | tuple[int, ...] | None = None,
+        out: Array | tuple[int, ...] | None = None,
+        dtype: Any = None,
+    ) -> planning.Plan:
+        """A `Plan` of this layer's product, with a workspace of its own; arguments and errors as in `cupy_awq.plan`.
+
+        >>> import numpy as np
+        >>> import cupy_awq
+        >>> layer = AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
+        >>> layer.plan((2, 32)).shape
+        (2, 16)
+        """
+        options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
+        return planning.plan(x, self._weight, residual=residual, out=out, **options)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
-        """The name of the kernel that makes ``m`` rows of x; "numpy" on the CPU."""
-        facts = self.weight.facts
-        if facts.device == check.HOST:
+        """The name of the kernel that makes ``m`` rows of contiguous x; "numpy" on the CPU."""
+        index = self._weight.facts.device
+        if index == check.HOST:
             return "numpy"
-        element = check.float_dtype(dtype).name
-        problem = Problem(m, facts.n, facts.k, facts.group_size, element, facts.dtype.name, facts.zeros)
-        return select.choose(problem, device.of(facts.device)).name
+        element, form = check.float_dtype(dtype), check.activation(self._activation)
+        bias_dtype = None if self._bias is None else self._bias.dtype.name
+        problem = planning.problem_of(self._weight, form, m, element, bias_dtype=bias_dtype)
+        return select.choose(problem, device.of(index)).name
 
     def __repr__(self) -> str:
-        return f"AwqLinear({self.weight}{', bias' if self.bias is not None else ''})"
+        activation = f", activation={self._activation!r}" if self._activation is not None else ""
+        return f"AwqLinear({self._weight}{', bias' if self._bias is not None else ''}{activation})"
+
+    def __reduce__(self) -> Any:
+        return _restored, (self._weight, self._bias, self._activation, self._splits)
+
+
+def _restored(weight: PackedWeight, bias: Array | None, activation: Any, splits: tuple[int, ...]) -> AwqLinear:
+    """A copied or unpickled layer; what it has prepared belongs to a device and a process."""
+    layer = AwqLinear(weight, bias=bias, activation=activation)
+    layer._splits = splits
+    return layer
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    """Arrays side by side."""
+    return namespace(arrays[0]).concatenate(arrays, axis=-1)
+
+
+def _joined_bias(layers: Sequence[AwqLinear]) -> Array | None:
+    """The bias of all columns: of the type that all biases have, else float32, which holds each of them."""
+    types = {layer.bias.dtype for layer in layers if layer.bias is not None}
+    if not types:
+        return None
+    dtype = types.pop() if len(types) == 1 else check.FLOAT32
+    xp = namespace(layers[0].weight.qweight)
+    columns = [layer.shape[1] for layer in layers]
+    bias = xp.zeros(sum(columns), dtype)
+    for layer, end in zip(layers, np.cumsum(columns).tolist(), strict=True):
+        if layer.bias is not None:
+            bias[end - layer.shape[1] : end] = layer.bias
+    return bias

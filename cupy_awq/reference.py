@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq import check
+from cupy_awq.packing import unpack_int4, unpack_int8
 
 Array = npt.NDArray[Any]
 
@@ -71,37 +72,45 @@ def matmul(
     /,
     *,
     bias: Array | None = None,
+    activation: Any = None,
+    residual: Array | None = None,
     out: Array | None = None,
     dtype: Any = None,
 ) -> Array:
-    """y = x @ W + bias, with W in float32 (code times scale is exact there), summed in float32, rounded once.
+    """y = activation(x @ W + bias) + residual, with W in float32 (code times scale is exact there), rounded once.
+
+    Sums, bias, activation and residual are float32. The activations:
+
+        "relu"       max(v, 0); "relu6", and (low, high) in general, clamp to both sides; a NaN stays
+        "silu"       v / (1 + exp(-v))
+        "gelu"       v/2 * (1 + tanh(sqrt(2/pi) * (v + 0.044715 * v**3)))
+        "swiglu"     silu(gate) * up, where W = [gate | up], half of the columns (and of bias) each
 
     Args:
         x: [..., K] float16, bfloat16 or float32, any strides; or bfloat16 as uint16 bits, with `dtype=bfloat16`.
         qweight, scales, qzeros: as in `PackedWeight`.
         bias: [N], any of the types of x.
-        out: [..., N] array of x's dtype to fill and return.
+        activation: None, one of these names, or (low, high).
+        residual: like y, any strides.
+        out: like y, to fill and return.
         dtype: the element type of x, where its bits alone do not tell.
 
     Returns:
-        [..., N] of x's dtype.
+        [..., N], for "swiglu" [..., N/2], of x's dtype.
 
     Raises:
-        TypeError, ValueError: as `PackedWeight`; or an x, bias or `out` that does not fit.
+        TypeError, ValueError: as `PackedWeight`; or another argument that does not fit.
 
     >>> qweight = np.array([[0x75316420], [-1]], np.int32)
-    >>> matmul(np.array([1, 2], np.float16), qweight, np.full((1, 8), 0.5, np.float16), None)
-    array([3. , 3.5, 4. , 4.5, 5. , 5.5, 6. , 6.5], dtype=float16)
+    >>> matmul(np.array([1, 2], np.float16), qweight, np.full((1, 8), 0.5, np.float16), None, activation=(3.5, 5))
+    array([3.5, 3.5, 4. , 4.5, 5. , 5. , 5. , 5. ], dtype=float16)
     """
     facts = check.weight(qweight, scales, qzeros)
-    element = check.activations(x, facts.k, dtype, facts.device)
-    if bias is not None:
-        bias = bias.view(check.bias(bias, facts.n, element, facts.device))
-    shape = (*x.shape[:-1], facts.n)
+    element, shape, bias_dtype, form = check.product(
+        x, facts, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype
+    )
     if out is None:
         out = np.empty(shape, x.dtype)
-    else:
-        check.out(out, shape, x.dtype, facts.device)
     rows_of_x = x.view(element).astype(np.float32).reshape(-1, facts.k)
     m = len(rows_of_x)
     total = np.zeros((m, facts.n), np.float32)
@@ -110,10 +119,48 @@ def matmul(
         for rows, block in _blocks(qweight, scales, qzeros, facts, size, np.float32):
             total += rows_of_x[:, rows] @ block
     y = total.take(_orders(facts.n)[1], axis=1)
-    if bias is not None:
-        y += bias
-    out.view(element)[...] = _round(y, element).reshape(shape)
+    if bias is not None and bias_dtype is not None:
+        y += bias.view(bias_dtype)
+    y = _activated(y, form).reshape(shape)
+    if residual is not None:
+        y += residual.view(element)
+    out.view(element)[...] = _round(y, element)
     return out
+
+
+def _activated(v: Any, form: check.Activation) -> Any:
+    """The epilogue's activation of float32 values [M, N]."""
+    if form.gated:
+        half = v.shape[1] // 2
+        return _activated(v[:, :half], form._replace(gated=False)) * v[:, half:]
+    if form.kind == "clamp":
+        return np.clip(v, np.float32(form.limits[0]), np.float32(form.limits[1]))
+    if form.kind == "silu":
+        return v / (np.float32(1) + np.exp(-v))
+    if form.kind == "gelu":
+        inner = np.float32(0.7978845608028654) * (v + np.float32(0.044715) * v * v * v)
+        return np.float32(0.5) * v * (np.float32(1) + np.tanh(inner))
+    return v
+
+
+def dequantize_s4_to_fp16x2(words: Array, /) -> Array:
+    """The codes 0..15 of words [..., N/8] int32 in AWQ order as float16 [..., N], in the order of columns.
+
+    >>> dequantize_s4_to_fp16x2(np.array([0x75316420], np.int32))
+    array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float16)
+    """
+    codes: Array = unpack_int4(words)
+    return codes.astype(np.float16)
+
+
+def int8_to_fp16(words: Array, /) -> Array:
+    """The int8 values of words [..., N/4] int32, packed as `pack_int8` does, as float16 [..., N].
+
+    >>> int8_to_fp16(np.array([-8421376], np.int32))  # 0xff7f8000
+    array([-128.,   -1.,    0.,  127.], dtype=float16)
+    """
+    values: Array = unpack_int8(words)
+    return values.astype(np.float16)
 
 
 def _blocks(

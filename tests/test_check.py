@@ -56,8 +56,6 @@ def test_device_arrays_are_known_by_their_protocols() -> None:
 def test_device_numbers() -> None:
     assert check.device_id(SCALES, "x") == check.HOST
     assert check.device_id(OnGpu(SCALES, 3), "x") == 3
-    assert check.device_id(Foreign((2, 1)), "x") == 1
-    assert check.device_id(SimpleNamespace(__cuda_array_interface__={}), "x") == 0
 
 
 @pytest.mark.parametrize("to", [lambda a: a, OnGpu])
@@ -83,10 +81,16 @@ def spoiled(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (spoiled(qweight=[[1]]), TypeError, "qweight must be a NumPy or CUDA array, got list"),
-        (spoiled(scales=(1.0,)), TypeError, "scales must be a NumPy or CUDA array, got tuple"),
-        (spoiled(qzeros=8), TypeError, "qzeros must be a NumPy or CUDA array, got int"),
-        (spoiled(qweight=Foreign((1, 0))), TypeError, "qweight must be a NumPy or CUDA array, got Foreign"),
+        (spoiled(qweight=[[1]]), TypeError, "qweight must be a NumPy or CuPy array, got list"),
+        (spoiled(scales=(1.0,)), TypeError, "scales must be a NumPy or CuPy array, got tuple"),
+        (spoiled(qzeros=8), TypeError, "qzeros must be a NumPy or CuPy array, got int"),
+        (spoiled(qweight=Foreign((1, 0))), TypeError, "qweight must be a NumPy or CuPy array, got Foreign"),
+        (
+            spoiled(qweight=Foreign((2, 0))),
+            TypeError,
+            "qweight must be a NumPy or CuPy array, got Foreign:"
+            " cupy.asarray or cupy.from_dlpack views it without a copy",
+        ),
         (spoiled(qweight=QWEIGHT.view(np.uint32)), TypeError, "qweight must be int32, got uint32"),
         (spoiled(qweight=QWEIGHT.astype(">i4")), TypeError, "qweight must be int32, got >i4"),
         (spoiled(qweight=QWEIGHT.astype(np.int64)), TypeError, "qweight must be int32, got int64"),
@@ -187,7 +191,7 @@ X = np.zeros((2, K), np.float16)
 @pytest.mark.parametrize(
     ("x", "options", "error", "message"),
     [
-        ([0.0] * K, {}, TypeError, "x must be a NumPy or CUDA array, got list"),
+        ([0.0] * K, {}, TypeError, "x must be a NumPy or CuPy array, got list"),
         (X.astype(np.complex64), {}, TypeError, "x must be float16, bfloat16 or float32, got complex64"),
         (X.astype(np.int32), {}, TypeError, "x must be float16, bfloat16 or float32, got int32"),
         (X.astype(bool), {}, TypeError, "x must be float16, bfloat16 or float32, got bool"),
@@ -225,7 +229,7 @@ BIAS = np.zeros(N, np.float16)
 @pytest.mark.parametrize(
     ("bias", "error", "message"),
     [
-        ([0.0] * N, TypeError, "bias must be a NumPy or CUDA array, got list"),
+        ([0.0] * N, TypeError, "bias must be a NumPy or CuPy array, got list"),
         (BIAS[1:], ValueError, "bias must be [N] = (32,), got shape (31,)"),
         (BIAS[None], ValueError, "bias must be [N] = (32,), got shape (1, 32)"),
         (BIAS.astype(np.int16), TypeError, "bias must be float16, bfloat16 or float32, got int16"),
@@ -247,7 +251,7 @@ def read_only(a: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("out", "error", "message"),
     [
-        ([[0.0]], TypeError, "out must be a NumPy or CUDA array, got list"),
+        ([[0.0]], TypeError, "out must be a NumPy or CuPy array, got list"),
         (np.zeros((2, N), np.float32), TypeError, "out must be float16, got float32"),
         (np.zeros((N, 2), np.float16), ValueError, "out must have shape (2, 32), got (32, 2)"),
         (read_only(np.zeros((2, N), np.float16)), ValueError, "out must be writable, got a read-only array"),
@@ -291,3 +295,82 @@ def test_bad_group_sizes_are_named(given: Any, error: type[Exception], message: 
 def test_other_float_types_are_refused(given: Any) -> None:
     with pytest.raises(TypeError, match=r"^dtype must be float16, bfloat16 or float32, got "):
         check.float_dtype(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, (None, (0, 0), False)),
+        ("relu", ("clamp", (0, np.inf), False)),
+        ("relu6", ("clamp", (0, 6), False)),
+        ((-1, 2.5), ("clamp", (-1, 2.5), False)),
+        ((np.float16(-1), np.int32(3)), ("clamp", (-1, 3), False)),
+        ((-1e300, 1e300), ("clamp", (-np.inf, np.inf), False)),
+        ((-np.inf, np.inf), ("clamp", (-np.inf, np.inf), False)),
+        ("silu", ("silu", (0, 0), False)),
+        ("gelu", ("gelu", (0, 0), False)),
+        ("swiglu", ("silu", (0, 0), True)),
+    ],
+)
+def test_activations_by_name_and_by_limits(given: Any, expected: Any) -> None:
+    assert check.activation(given) == expected
+
+
+NAMES = "activation must be relu, relu6, silu, gelu, swiglu, (low, high) or None, got "
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("tanh", ValueError, NAMES + "'tanh'"),
+        ("", ValueError, NAMES + "''"),
+        (np.maximum, TypeError, NAMES + "<ufunc 'maximum'>"),
+        (6, TypeError, NAMES + "6"),
+        ((0, 1, 2), TypeError, NAMES + "(0, 1, 2)"),
+        ((0, "6"), TypeError, NAMES + "(0, '6')"),
+        ((0, None), TypeError, NAMES + "(0, None)"),
+        ((1, 0), ValueError, "activation must be (low, high) with low <= high, got (1, 0)"),
+        ((0.0, float("nan")), ValueError, "activation must be (low, high) with low <= high, got (0.0, nan)"),
+    ],
+)
+def test_bad_activations_of_the_epilogue_are_named(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        check.activation(given)
+
+
+FACTS = check.weight(QWEIGHT, SCALES, QZEROS)
+
+
+def test_facts_of_a_product() -> None:
+    x = np.zeros((2, 3, K), np.uint16)
+    found = check.product(x, FACTS, bias=BIAS, activation="swiglu", residual=x[..., : N // 2], dtype="bfloat16")
+    assert found == (BFLOAT16, (2, 3, N // 2), np.float16, ("silu", (0, 0), True))
+    assert check.product(X, FACTS, out=X[:, :N]) == (np.float16, (2, N), None, check.Activation())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"residual": [0.0]}, TypeError, "residual must be a NumPy or CuPy array, got list"),
+        ({"residual": np.zeros((2, N), np.float32)}, TypeError, "residual must be float16, got float32"),
+        ({"residual": X[0, :N]}, ValueError, "residual must have shape (2, 32), got (32,)"),
+        ({"residual": OnGpu(X[:, :N])}, TypeError, "residual is on GPU 0, but the result is on the CPU"),
+        (
+            {"residual": X[:, :N], "activation": "swiglu"},
+            ValueError,
+            "residual must have shape (2, 16), got (2, 32)",
+        ),
+        ({"out": X[:, :N], "activation": "swiglu"}, ValueError, "out must have shape (2, 16), got (2, 32)"),
+        ({"activation": "swish"}, ValueError, NAMES + "'swish'"),
+    ],
+)
+def test_bad_parts_of_a_product_are_named(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        check.product(X, FACTS, **options)
+
+
+def test_a_gated_weight_has_two_halves_of_whole_words() -> None:
+    facts = check.weight(QWEIGHT[:, :3], SCALES[:, :24], QZEROS[:, :3])
+    message = "N=24 in qweight (half gate, half up, each of whole words) is not a multiple of 16"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check.product(X, facts, activation="swiglu")

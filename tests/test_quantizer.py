@@ -207,7 +207,7 @@ def with_value(value: float, dtype: Any = np.float32) -> np.ndarray:
             ValueError,
             "w needs a scale of 6.67e+306, above the range of float16 (6.55e+04)",
         ),
-        ([[0.0] * 8], {}, TypeError, "w must be a NumPy or CUDA array, got list"),
+        ([[0.0] * 8], {}, TypeError, "w must be a NumPy or CuPy array, got list"),
         (
             W.astype(np.int8),
             {},

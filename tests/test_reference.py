@@ -18,7 +18,8 @@ from cupy_awq import reference
 from cupy_awq.testing import random_activations, random_weight, relative_error
 from cupy_awq.weight import PackedWeight
 
-GOLDEN = json.loads((Path(__file__).parent / "vectors.json").read_text(encoding="utf-8"))["awq_gemm_k8_n16_g4"]
+VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text(encoding="utf-8"))
+GOLDEN = VECTORS["awq_gemm_k8_n16_g4"]
 
 FLOAT16, BFLOAT16, FLOAT32 = (np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32))
 SIGNIFICANT_BITS = {FLOAT16: 11, BFLOAT16: 8, FLOAT32: 24}
@@ -132,6 +133,78 @@ def test_matmul_is_the_float64_product(
     bound += (len(w64) + 2) * 2.0**-24 * 1.01 * (np.abs(x64) @ np.abs(w64) + np.abs(b64))
     error = np.abs(y.view(element).astype(np.float64) - expected)
     assert np.all(error <= bound), f"largest error / bound: {np.max(error / bound)}"
+
+
+def float64_epilogue(v: np.ndarray, activation: Any, residual: np.ndarray | float = 0.0) -> np.ndarray:
+    """activation(v) + residual by the formulas, in float64."""
+    if activation == "swiglu":
+        gate, up = np.split(v, 2, axis=-1)
+        v = gate / (1 + np.exp(-gate)) * up
+    elif activation == "silu":
+        v = v / (1 + np.exp(-v))
+    elif activation == "gelu":
+        v = 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
+    elif activation is not None:
+        v = np.clip(v, *{"relu": (0, np.inf), "relu6": (0, 6)}.get(activation, activation))
+    return v + residual
+
+
+ACTIVATIONS = [None, "relu", "relu6", "silu", "gelu", (-0.5, 0.75), "swiglu"]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("element", [FLOAT16, BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("residual", [None, "strided", "out"])
+def test_epilogues_are_the_float64_formulas_rounded_once(
+    activation: Any, element: np.dtype[Any], residual: str | None
+) -> None:
+    rng = np.random.default_rng(7)
+    weight = random_weight(rng, 64, 32, 16)
+    x = 3 * random_activations(rng, 2, 5, 64).astype(element)
+    n = 16 if activation == "swiglu" else 32
+    bias = rng.standard_normal(32).astype(np.float32)
+    extra = rng.standard_normal((2, 5, 2 * n)).astype(element)[..., ::2] if residual else None
+    added = 0.0 if extra is None else extra.astype(np.float64)
+    out = extra if residual == "out" else None
+    w = float64_weight(weight.qweight, weight.scales, weight.qzeros)
+    expected = float64_epilogue(x.astype(np.float64) @ w + bias, activation, added)
+    tensors = weight.qweight, weight.scales, weight.qzeros
+    y = reference.matmul(x, *tensors, bias=bias, activation=activation, residual=extra, out=out)
+    assert y.shape == (2, 5, n)
+    assert y.dtype == element
+    assert residual != "out" or y is extra
+    half_unit = 2.0 ** -SIGNIFICANT_BITS[element]
+    size = np.abs(expected - added) + np.abs(added)
+    assert np.all(np.abs(y.astype(np.float64) - expected) <= half_unit * np.abs(expected) + 1e-5 * size + 1e-5)
+
+
+def test_activations_at_the_ends_of_the_range() -> None:
+    qweight, scales = np.full((1, 1), 0x99999999, np.uint32).view(np.int32), np.ones((1, 8), np.float16)  # W = 1
+    v = np.array([-np.inf, -60000, -100, -0.0, 0.0, 100, 60000, np.inf, np.nan], np.float16)
+
+    def activated(activation: Any) -> np.ndarray:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return reference.matmul(v[:, None], qweight, scales, None, activation=activation)[:, 0]
+
+    nan, inf = np.nan, np.inf
+    np.testing.assert_array_equal(activated("relu"), [0, 0, 0, 0, 0, 100, 60000, inf, nan])
+    np.testing.assert_array_equal(activated("relu6"), [0, 0, 0, 0, 0, 6, 6, 6, nan])
+    np.testing.assert_array_equal(activated((-inf, 7)), [-inf, -60000, -100, 0, 0, 7, 7, 7, nan])
+    np.testing.assert_array_equal(activated("silu"), [nan, 0, 0, 0, 0, 100, 60000, inf, nan])
+    np.testing.assert_array_equal(activated("gelu"), [nan, 0, 0, 0, 0, 100, 60000, inf, nan])
+
+
+def test_golden_conversions_of_packed_words() -> None:
+    def half(names: list[str]) -> list[float]:
+        return np.array([int(name, 16) for name in names], np.uint16).view(np.float16).tolist()
+
+    golden = VECTORS["s4_to_fp16x2"]
+    words = np.array([int(golden["source_word"], 16)], np.uint32).view(np.int32)
+    assert reference.dequantize_s4_to_fp16x2(words).tolist() == half(golden["out_fp16_hex_in_memory_order"])
+    golden = VECTORS["int8_to_fp16_prmt"]
+    words = np.array([int(golden["input_word"], 16)], np.uint32).view(np.int32)
+    assert reference.int8_to_fp16(words).tolist() == half(golden["out_fp16_hex"]) == golden["logical_int8"]
 
 
 @pytest.mark.parametrize("block", [1, 20, 100, 1000])
@@ -260,7 +333,7 @@ def test_matmul_names_each_argument_that_does_not_fit() -> None:
     x = np.ones((2, 32), np.float16)
     with pytest.raises(ValueError, match=r"^K=31 in x is not K=32 in qweight$"):
         reference.matmul(x[:, 1:], *tensors)
-    with pytest.raises(TypeError, match=r"^x must be a NumPy or CUDA array, got list$"):
+    with pytest.raises(TypeError, match=r"^x must be a NumPy or CuPy array, got list$"):
         reference.matmul([1.0] * 32, *tensors)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^bias must be \[N\] = \(16,\), got shape \(8,\)$"):
         reference.matmul(x, *tensors, bias=np.zeros(8, np.float16))

@@ -9,7 +9,7 @@ import numpy as np
 
 from cupy_awq.device import Device
 from cupy_awq.kernels.problem import PTX_ARCH, TYPES, ZEROS, ceil_div
-from cupy_awq.launch_plan import Kernel, LaunchPlan
+from cupy_awq.launch_plan import Argument, Kernel, LaunchPlan
 
 ROWS, THREADS = 8, 128
 
@@ -40,7 +40,7 @@ class Dequantization:
             ("THREADS", THREADS),
         )
         sizes = (self.k, self.n, self.group_size, *self.strides)
-        arguments = ("qweight", "scales", "qzeros", "out", *(np.int32(size) for size in sizes))
+        arguments: tuple[Argument, ...] = ("qweight", "scales", "qzeros", "out", *map(np.int32, sizes))
         kernel = Kernel("dequantize.cu", "dequantize", defines, device.target)
         # Rows along x: the grid's other axes end at 65535.
         grid = (ceil_div(self.k, ROWS), ceil_div(self.n // 8, THREADS), 1)

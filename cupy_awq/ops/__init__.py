@@ -5,7 +5,18 @@ NumPy arrays go to `cupy_awq.reference`; arrays of a GPU to its kernels, on the 
 and no synchronisation.
 """
 
+from cupy_awq.ops.conversion import dequantize_s4_to_fp16x2, int8_to_fp16
 from cupy_awq.ops.dequantization import dequantize
 from cupy_awq.ops.matmul import explain, gemm, gemv
+from cupy_awq.ops.planning import Plan, plan
 
-__all__ = ["dequantize", "explain", "gemm", "gemv"]
+__all__ = [
+    "Plan",
+    "dequantize",
+    "dequantize_s4_to_fp16x2",
+    "explain",
+    "gemm",
+    "gemv",
+    "int8_to_fp16",
+    "plan",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupy_awq import check, device, reference
+from cupy_awq import check, device, placement, reference
 from cupy_awq.check import Array
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.ops import gpu
@@ -35,22 +35,19 @@ def dequantize(
     >>> cupy_awq.dequantize(qweight, np.ones((1, 16), np.float16), None)[0, :4]
     array([-8., -7., -6., -5.], dtype=float16)
     """
-    qweight, scales, qzeros = gpu.as_cupy(qweight), gpu.as_cupy(scales), gpu.as_cupy(qzeros)
+    qweight, scales, qzeros, out = gpu.views(qweight=qweight, scales=scales, qzeros=qzeros, out=out)
     facts = check.weight(qweight, scales, qzeros)
     if facts.device == check.HOST:
         return reference.dequantize(qweight, scales, qzeros, dtype=dtype, out=out)
     to = facts.dtype if dtype is None else check.float_dtype(dtype)
+    if out is not None:
+        check.out(out, (facts.k, facts.n), to, facts.device)
     import cupy
 
-    with gpu.on_device(facts.device):
-        if out is None:
-            out = cupy.empty((facts.k, facts.n), to)
-        else:
-            out = gpu.as_cupy(out)
-            check.out(out, (facts.k, facts.n), to, facts.device)
-        # The kernel writes whole rows: another order of axes goes through a buffer.
-        target = out if out.strides[1] == to.itemsize else cupy.empty((facts.k, facts.n), to)
+    with placement.on(facts.device):
+        w = out if out is not None and gpu.writable_rows(out) else cupy.empty((facts.k, facts.n), to)
         offsets = qzeros if facts.zeros == "float" else None
+        strides = gpu.row_stride(qweight), gpu.row_stride(scales), gpu.row_stride(qzeros), gpu.row_stride(w)
         problem = Dequantization(
             facts.k,
             facts.n,
@@ -58,12 +55,12 @@ def dequantize(
             facts.dtype.name,
             facts.zeros,
             to.name,
-            gpu.aligned(scales, offsets, target),
-            (gpu.row_stride(qweight), gpu.row_stride(scales), gpu.row_stride(qzeros), gpu.row_stride(target)),
+            gpu.aligned(scales, offsets, w),
+            strides,
         )
         launcher = gpu.launcher(problem.plan(device.current()), facts.device)
-        pointers = tuple(gpu.address(a) for a in (qweight, scales, qzeros, target))
-        launcher(pointers, cupy.cuda.get_current_stream().ptr)
-        if target is not out:
-            out[...] = target
-    return out
+        stream = cupy.cuda.get_current_stream().ptr
+        launcher(tuple(map(gpu.address, (qweight, scales, qzeros, w))), stream)
+        if out is not None and w is not out:
+            out[...] = w
+    return w if out is None else out

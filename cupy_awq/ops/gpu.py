@@ -1,58 +1,147 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every operation needs of CuPy: arrays, their addresses, and memory for partial sums."""
+"""What every operation needs of CuPy: arrays over any library's memory, their layout, and memory for partial sums."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from cupy_awq import device, placement, select
 from cupy_awq.check import Array, is_device_array
-from cupy_awq.kernels.problem import COUNTERS, WORKSPACE_BYTES
+from cupy_awq.kernels.problem import COUNTERS, WORKSPACE_BYTES, Problem
 from cupy_awq.launch import Launcher
 from cupy_awq.launch_plan import LaunchPlan
 
 if TYPE_CHECKING:
     import cupy
 
-ALIGNMENT = 16
-"""Bytes that the widest access moves at once."""
+COUNTER_BYTES = 4 * COUNTERS
+"""A workspace begins with its counters, so that one which served a plan, and holds zeros there again, serves any."""
+
+PER_THREAD_STREAM = 2
+"""CUDA's handle of the default stream of whichever thread uses it."""
 
 
-def as_cupy(a: Any) -> Any:
-    """``a`` as a CuPy array of the same memory if it lies on a GPU, else ``a`` itself."""
-    if type(a).__module__.startswith("cupy") or not is_device_array(a):
+def views(**arrays: Any) -> list[Any]:
+    """Each array as a CuPy array of the same memory if it lies on a GPU; all else as it is, for `check` to judge.
+
+    Raises:
+        TypeError: an array of a GPU that CuPy cannot view.
+        ValueError: a null pointer, or an ``out`` that its library calls read-only.
+    """
+    return [_view(a, name) for name, a in arrays.items()]
+
+
+def _view(a: Any, name: str) -> Any:
+    if a is None or isinstance(a, np.ndarray) or type(a).__module__.startswith("cupy") or not is_device_array(a):
         return a
     import cupy
 
-    return cupy.asarray(a) if hasattr(a, "__cuda_array_interface__") else cupy.from_dlpack(a)
-
-
-def on_device(index: int) -> contextlib.AbstractContextManager[Any]:
-    """Makes the GPU of the arrays the current one, if it is not."""
-    import cupy
-
-    if cupy.cuda.runtime.getDevice() == index:
-        return contextlib.nullcontext()
-    return cupy.cuda.Device(index)
-
-
-def aligned(*arrays: Array | None) -> bool:
-    """Whether all arrays start at, and step along their rows by, multiples of 16 bytes."""
-    for a in arrays:
-        if a is not None and (a.data.ptr | (a.strides[0] if a.shape[0] > 1 else 0)) % ALIGNMENT:
-            return False
-    return True
-
-
-def row_stride(a: Array | None) -> int:
-    """The step from one row of a matrix to the next, in elements."""
-    return 0 if a is None else int(a.strides[0]) // a.dtype.itemsize
+    interface = getattr(a, "__cuda_array_interface__", None)
+    try:
+        if interface is None:
+            return cupy.from_dlpack(a)
+        pointer, read_only = interface["data"]
+        if pointer and not (read_only and name == "out"):
+            # CuPy would copy what is not on the current device.
+            with placement.on(cupy.cuda.runtime.pointerGetAttributes(pointer).device):
+                return cupy.asarray(a)
+        empty = 0 in interface["shape"]
+    except Exception as error:  # whatever a foreign library or CuPy raises
+        raise TypeError(f"{name} must be an array that CuPy can view, got {type(a).__name__}: {error}") from error
+    if pointer:
+        raise ValueError(f"{name} must be writable, got a read-only {type(a).__name__}")
+    if not empty:
+        raise ValueError(f"{name} must be an array in memory, got a {type(a).__name__} with a null pointer")
+    return cupy.empty(interface["shape"], interface["typestr"])
 
 
 def address(a: Array | None) -> int:
     return 0 if a is None else int(a.data.ptr)
+
+
+def aligned(*arrays: Array | None) -> bool:
+    """Whether all arrays start at, and step along their rows by, multiples of what the widest access moves."""
+    return all(a is None or (a.data.ptr | _row_bytes(a)) % width(a) == 0 for a in arrays)
+
+
+def width(a: Array) -> int:
+    """Bytes of four words or of eight values."""
+    return 32 if a.dtype == np.float32 else 16
+
+
+def _row_bytes(a: Array) -> int:
+    if rows(a) == 1:
+        return 0
+    step = row_step(a)
+    return int(a.strides[0] if step is None else step * a.dtype.itemsize)
+
+
+def layout(a: Array | None) -> Any:
+    """All of a CuPy array that checks and kernels depend on; equal for arrays that one launch can serve.
+
+    Raises AttributeError for an array of another library, or ValueError, as NumPy's of bfloat16 do.
+    """
+    if a is None:
+        return None
+    data = a.data
+    return a.shape, a.strides, a.dtype, data.device_id, data.ptr % 32
+
+
+def row_step(a: Array) -> int | None:
+    """Elements from one row of [..., N] to the next, if each row is contiguous and one step leads through all of them.
+
+    >>> x = np.zeros((4, 6, 8), np.float16)
+    >>> row_step(x), row_step(x[:, 0]), row_step(x[..., 2:4]), row_step(x[:, :3]), row_step(x[..., ::2])
+    (8, 48, 8, None, None)
+    """
+    (*leading, n), (*strides, last) = a.shape, a.strides
+    size = a.dtype.itemsize
+    if n > 1 and last != size:
+        return None
+    step = None
+    expected = 0
+    for count, stride in zip(reversed(leading), reversed(strides), strict=True):
+        if count == 1:
+            continue
+        if step is None:
+            step = stride
+        elif stride != expected:
+            return None
+        expected = stride * count
+    if step is None:
+        return int(n)
+    return None if step < 0 or step % size else int(step // size)
+
+
+def readable_rows(a: Array) -> bool:
+    """Whether kernels can read the rows of [..., N] where they are, as fast as they could read a copy."""
+    return row_step(a) is not None and (aligned(a) or a.shape[-1] * a.dtype.itemsize % width(a) != 0)
+
+
+def writable_rows(a: Array) -> bool:
+    """Whether kernels can write the rows of [..., N] where they are: no two of them overlap."""
+    step = row_step(a)
+    return step is not None and (step >= a.shape[-1] or rows(a) == 1)
+
+
+def rows(a: Array) -> int:
+    """M of [..., N]."""
+    return math.prod(a.shape[:-1])
+
+
+def row_stride(a: Array | None) -> int:
+    """Elements from one row of a matrix to the next, with any sign; 0 for no matrix."""
+    return 0 if a is None else int(a.strides[0]) // a.dtype.itemsize
+
+
+def extent(a: Array) -> int:
+    """Bytes from the start of an array with a `row_step` to its end."""
+    return int(((rows(a) - 1) * (row_step(a) or 0) + a.shape[-1]) * a.dtype.itemsize)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,22 +150,40 @@ def launcher(plan: LaunchPlan, index: int) -> Launcher:
     return Launcher(plan)
 
 
-_workspaces: dict[tuple[int, int], tuple[cupy.ndarray, cupy.ndarray]] = {}
+@functools.lru_cache(maxsize=4096)
+def chosen(problem: Problem, index: int, kernel: str | None, split_k: int | None) -> tuple[select.Choice, Launcher]:
+    """The choice for a problem on the GPU ``index``, which must be current, and its launcher."""
+    choice = select.choose(problem, device.of(index), kernel, split_k)
+    return choice, Launcher(choice.plan)
+
+
+def zeroed(nbytes: int) -> cupy.ndarray:
+    """Memory of zeros on the current device, for any stream; while one is captured into a graph, too."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        memory = cupy.zeros(nbytes, cupy.uint8)
+    stream.synchronize()
+    return memory
+
+
+_workspaces: dict[tuple[int, int, int], tuple[cupy.ndarray, int]] = {}
 _workspaces_lock = threading.Lock()
 
 
-def workspace(index: int, stream: int) -> tuple[int, int]:
-    """Addresses of the partial sums and of the counters that belong to a stream; allocated at its first use.
+def workspace(index: int, stream: int) -> int:
+    """Address of the workspace that belongs to a stream of the GPU ``index``, which must be current; made at first use.
 
-    Launches of one stream follow each other, so they can share them; those of two streams cannot.
+    Launches of one stream follow each other, so they can share it; those of two streams cannot. It is never freed or
+    moved, because a captured graph may hold its address.
     """
-    import cupy
-
-    found = _workspaces.get((index, stream))
+    key = index, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0
+    found = _workspaces.get(key)
     if found is None:
         with _workspaces_lock:
-            found = _workspaces.setdefault(
-                (index, stream),
-                (cupy.empty(WORKSPACE_BYTES, cupy.uint8), cupy.zeros(COUNTERS, cupy.uint32)),
-            )
-    return found[0].data.ptr, found[1].data.ptr
+            found = _workspaces.get(key)
+            if found is None:
+                memory = zeroed(COUNTER_BYTES + WORKSPACE_BYTES)
+                found = _workspaces[key] = memory, int(memory.data.ptr)
+    return found[1]

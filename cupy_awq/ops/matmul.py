@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from cupy_awq import check, device, reference, select
+from cupy_awq import check, device, select
 from cupy_awq.check import Array
-from cupy_awq.kernels.problem import Problem, Strides
+from cupy_awq.kernels.problem import Problem
 from cupy_awq.ops import gpu
+from cupy_awq.ops.planning import multiply
+from cupy_awq.weight import PackedWeight
 
 
 def gemm(
@@ -22,15 +23,18 @@ def gemm(
     /,
     *,
     bias: Array | None = None,
+    activation: Any = None,
+    residual: Array | None = None,
     out: Array | None = None,
     dtype: Any = None,
     kernel: str | None = None,
     split_k: int | None = None,
 ) -> Array:
-    """y = x @ W + bias, where W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size.
+    """y = activation(x @ W + bias) + residual, where W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size.
 
-    Codes minus zero points are exact, sums are float32, and y is rounded once; the same bits at every run. float32 x is
-    multiplied in float32.
+    Codes minus zero points are exact, sums and the epilogue are float32, and y is rounded once; the same bits at every
+    run. float16 and bfloat16 x may go through tensor cores, which multiply them exactly; float32 x never does: its
+    products are float32, on CUDA cores.
 
     Args:
         x: [..., K] float16, bfloat16 or float32, any strides; or bfloat16 as uint16 bits, with ``dtype="bfloat16"``.
@@ -40,12 +44,19 @@ def gemm(
         qzeros: [K/G, N/8] int32 zero points; None where all are 8; or [K/G, N] offsets o of the scales' dtype, for
             W = q*s + o.
         bias: [N] float16, bfloat16 or float32.
-        out: [..., N] array of x's dtype to fill and return.
+        activation: None; "relu"; "relu6"; (low, high), limits to clamp to; "silu"; "gelu" (its tanh form); or "swiglu",
+            silu(gate) * up where the first half of W's columns makes the gate and the second half up, so that y has N/2
+            columns. `cupy_awq.reference.matmul` has the formulas.
+        residual: like y, any strides; it may be ``out``.
+        out: array like y to fill and return.
         dtype: the element type of x, where its bits alone do not tell.
         kernel: the name of a kernel to use whatever the selection says (see `explain`).
         split_k: the number of blocks, a power of two, that share each sum over K; by default the selection's.
 
-    All arrays are NumPy's, or all lie on one GPU (CuPy's, or any with ``__cuda_array_interface__`` or ``__dlpack__``).
+    All arrays are NumPy's, or all lie on one GPU: CuPy's, or any with ``__cuda_array_interface__`` or ``__dlpack__``,
+    which are not copied. Work on a GPU is queued on CuPy's current stream of that GPU. Calls on one stream share memory
+    for partial sums: replay a graph that was captured from them on that stream, or where nothing else runs on it; or
+    capture a `plan`, which has its own.
 
     Returns:
         [..., N] of x's dtype, on the GPU as a CuPy array.
@@ -57,22 +68,25 @@ def gemm(
     >>> import numpy as np
     >>> import cupy_awq
     >>> weight = cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16)
-    >>> cupy_awq.gemm(np.ones((2, 32), np.float16), weight.qweight, weight.scales, weight.qzeros)[:, 0]
-    array([1., 1.], dtype=float16)
+    >>> x = np.array([[3] * 32, [-3] * 32], np.float16)
+    >>> cupy_awq.gemm(x, weight.qweight, weight.scales, weight.qzeros)[:, 0]
+    array([ 3., -3.], dtype=float16)
+    >>> cupy_awq.gemm(x, weight.qweight, weight.scales, weight.qzeros, activation=(-1, 2))[:, 0]
+    array([ 2., -1.], dtype=float16)
     """
-    x, qweight, scales, qzeros, bias, out = map(gpu.as_cupy, (x, qweight, scales, qzeros, bias, out))
-    facts = check.weight(qweight, scales, qzeros)
-    element = check.activations(x, facts.k, dtype, facts.device)
-    if bias is not None:
-        check.bias(bias, facts.n, element, facts.device)
-    shape = (*x.shape[:-1], facts.n)
-    if out is not None:
-        check.out(out, shape, x.dtype, facts.device)
-    _check_choice(kernel, split_k)
-    if facts.device == check.HOST:
-        return reference.matmul(x, qweight, scales, qzeros, bias=bias, out=out, dtype=dtype)
-    with gpu.on_device(facts.device):
-        return _launch(x, qweight, scales, qzeros, facts, element, bias, out, shape, kernel, split_k)
+    qweight, scales, qzeros = gpu.views(qweight=qweight, scales=scales, qzeros=qzeros)
+    y, _ = multiply(
+        x,
+        PackedWeight(qweight, scales, qzeros),
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        out=out,
+        dtype=dtype,
+        kernel=kernel,
+        split_k=split_k,
+    )
+    return y
 
 
 def gemv(
@@ -83,11 +97,13 @@ def gemv(
     /,
     *,
     bias: Array | None = None,
+    activation: Any = None,
+    residual: Array | None = None,
     out: Array | None = None,
     dtype: Any = None,
     kernel: str | None = None,
 ) -> Array:
-    """y = x @ W + bias for one vector x [K]; everything else as in `gemm`.
+    """y = activation(x @ W + bias) + residual for one vector x [K]; everything else as in `gemm`.
 
     Returns:
         [N] of x's dtype.
@@ -98,10 +114,21 @@ def gemv(
     >>> cupy_awq.gemv(np.ones(32, np.float16), weight.qweight, weight.scales, weight.qzeros)[:2]
     array([1., 1.], dtype=float16)
     """
-    ndim = getattr(x, "ndim", None)
-    if ndim is not None and ndim != 1:
+    (x,) = gpu.views(x=x)
+    if check.device_id(x, "x") is not None and x.ndim != 1:
         raise ValueError(f"x must be one vector [K], got shape {x.shape}")
-    return gemm(x, qweight, scales, qzeros, bias=bias, out=out, dtype=dtype, kernel=kernel)
+    return gemm(
+        x,
+        qweight,
+        scales,
+        qzeros,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        out=out,
+        dtype=dtype,
+        kernel=kernel,
+    )
 
 
 def explain(m: int, n: int, k: int, group_size: int, dtype: Any = "float16", /, *, arch: int | None = None) -> str:
@@ -130,77 +157,3 @@ def explain(m: int, n: int, k: int, group_size: int, dtype: Any = "float16", /, 
     problem = Problem(m, n, k, check.group_size(k, group_size), check.float_dtype(dtype).name)
     facts = device.nominal(arch) if arch is not None else device.current_or_nominal()
     return select.explain(problem, facts)
-
-
-def _check_choice(kernel: str | None, split_k: int | None) -> None:
-    if kernel is not None and kernel not in select.FAMILIES:
-        raise ValueError(f"kernel must be one of {', '.join(select.FAMILIES)}, got {kernel!r}")
-    if split_k is not None and (not isinstance(split_k, int) or split_k < 1 or split_k & (split_k - 1)):
-        raise ValueError(f"split_k must be a power of two, got {split_k!r}")
-
-
-def _launch(
-    x: Array,
-    qweight: Array,
-    scales: Array,
-    qzeros: Array | None,
-    facts: check.Weight,
-    element: np.dtype[Any],
-    bias: Array | None,
-    out: Array | None,
-    shape: tuple[int, ...],
-    kernel: str | None,
-    split_k: int | None,
-) -> Array:
-    import cupy
-
-    m = math.prod(shape[:-1])
-    if out is None:
-        out = cupy.empty(shape, x.dtype)
-    if m == 0:
-        return out
-    x_rows = _aligned_rows(x.reshape(m, facts.k))
-    y = out.reshape(m, facts.n) if out.flags.c_contiguous else _rows_of(out, m)
-    offsets = qzeros if facts.zeros == "float" else None
-    problem = Problem(
-        m=m,
-        n=facts.n,
-        k=facts.k,
-        group_size=facts.group_size,
-        dtype=element.name,
-        scales_dtype=facts.dtype.name,
-        zeros=facts.zeros,
-        bias_dtype=None if bias is None else check.bias(bias, facts.n, element).name,
-        aligned=gpu.aligned(qweight, scales, offsets, y),
-        x_aligned=gpu.aligned(x_rows),
-        strides=Strides(*(gpu.row_stride(a) for a in (x_rows, qweight, scales, qzeros, None, y))),
-    )
-    choice = select.choose(problem, device.current(), kernel, split_k)
-    launcher = gpu.launcher(choice.plan, facts.device)
-    stream = cupy.cuda.get_current_stream().ptr
-    scratch = gpu.workspace(facts.device, stream) if choice.config.splits > 1 else (0, 0)
-    pointers = tuple(gpu.address(a) for a in (x_rows, qweight, scales, qzeros, bias, None, y))
-    launcher((*pointers, *scratch), stream)
-    if y.data.ptr != out.data.ptr:
-        out[...] = y.reshape(shape)
-    return out
-
-
-def _aligned_rows(x: Array) -> Array:
-    """x [M, K] with contiguous rows, at multiples of 16 bytes where its K allows."""
-    import cupy
-
-    itemsize = x.dtype.itemsize
-    if x.strides[1] == itemsize and (gpu.aligned(x) or x.shape[1] * itemsize % gpu.ALIGNMENT):
-        return x
-    return cupy.array(x, order="C")
-
-
-def _rows_of(out: Array, m: int) -> Array:
-    """out [..., N] as a matrix if its rows are contiguous and evenly spaced, else a buffer of that shape."""
-    import cupy
-
-    rows = out.reshape(m, out.shape[-1])  # a copy where strides do not allow a view
-    if rows.data.ptr == out.data.ptr and rows.strides[1] == out.dtype.itemsize:
-        return rows
-    return cupy.empty((m, out.shape[-1]), out.dtype)

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``plan``: a product that is checked once and then only launched; and the way of all other products to a launch."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from cupy_awq import check, placement, reference, select
+from cupy_awq.check import HOST, Array
+from cupy_awq.kernels.problem import Problem, Strides
+from cupy_awq.ops import gpu
+from cupy_awq.weight import PackedWeight
+
+CALL = ("x", "residual", "y", "partials", "counters")
+"""Buffers of a launch that each call brings."""
+
+
+class Prepared:
+    """A valid product whose kernel is loaded: what remains are addresses and a stream.
+
+    It serves all arrays of the layouts (`gpu.layout`) of those that it is made from.
+    """
+
+    __slots__ = (
+        "_arrays",
+        "_extents",
+        "_fixed",
+        "_in_place",
+        "_launcher",
+        "_order",
+        "kernel",
+        "shape",
+        "workspace_bytes",
+    )
+
+    def __init__(
+        self,
+        x: Array,
+        weight: PackedWeight,
+        product: check.Product,
+        bias: Array | None,
+        residual: Array | None,
+        out: Array,
+        kernel: str | None = None,
+        split_k: int | None = None,
+    ) -> None:
+        qweight, scales, qzeros = weight.qweight, weight.scales, weight.qzeros
+        offsets = qzeros if weight.facts.zeros == "float" else None
+        steps = Strides(
+            x=gpu.row_step(x) or 0,
+            qweight=gpu.row_stride(qweight),
+            scales=gpu.row_stride(scales),
+            qzeros=gpu.row_stride(qzeros),
+            residual=0 if residual is None else gpu.row_step(residual) or 0,
+            y=gpu.row_step(out) or 0,
+        )
+        problem = problem_of(
+            weight,
+            product.activation,
+            gpu.rows(x),
+            product.element,
+            bias_dtype=product.bias.name if product.bias else None,
+            residual=residual is not None,
+            aligned=gpu.aligned(qweight, scales, offsets, out),
+            x_aligned=gpu.aligned(x),
+            strides=steps,
+        )
+        choice, self._launcher = gpu.chosen(problem, weight.facts.device, kernel, split_k)
+        partials, _ = choice.config.workspace(problem)
+        fixed = {"qweight": qweight, "scales": scales, "qzeros": qzeros, "bias": bias}
+        names = (*CALL, *fixed)
+        self.kernel = choice.name
+        self.shape = product.shape
+        self.workspace_bytes = gpu.COUNTER_BYTES + partials if partials else 0
+        self._fixed = tuple(map(gpu.address, fixed.values()))
+        self._order = operator.itemgetter(*map(names.index, self._launcher.buffers))
+        self._arrays = tuple(fixed.values())  # whose memory the launches read
+        self._extents = gpu.extent(x), 0 if residual is None else gpu.extent(residual), gpu.extent(out)
+        self._in_place = steps.residual == steps.y
+
+    def __call__(self, x: int, residual: int, y: int, workspace: int, stream: int) -> None:
+        """Launch. Arrays are given by their addresses, 0 for a residual or a workspace that is not needed."""
+        self._launcher(self._order((x, residual, y, workspace + gpu.COUNTER_BYTES, workspace, *self._fixed)), stream)
+
+    def may_write(self, x: int, residual: int, y: int) -> bool:
+        """Whether y does not overlap what is still to be read.
+
+        The residual may be y itself: each element is read by the thread that then writes it.
+        """
+        x_bytes, residual_bytes, y_bytes = self._extents
+        end = y + y_bytes
+        if x < end and y < x + x_bytes:
+            return False
+        return residual >= end or y >= residual + residual_bytes or (residual == y and self._in_place)
+
+
+def problem_of(
+    weight: PackedWeight, activation: check.Activation, m: int, element: np.dtype[Any], **arrays: Any
+) -> Problem:
+    """The problem of m rows of x with a weight, for contiguous arrays unless ``arrays`` tells more."""
+    facts = weight.facts
+    return Problem(
+        m=m,
+        n=facts.n,
+        k=facts.k,
+        group_size=facts.group_size,
+        dtype=element.name,
+        scales_dtype=facts.dtype.name,
+        zeros=facts.zeros,
+        activation=activation.kind,
+        limits=activation.limits,
+        gated=activation.gated,
+        **arrays,
+    )
+
+
+def multiply(
+    x: Array,
+    weight: PackedWeight,
+    /,
+    *,
+    bias: Array | None = None,
+    activation: Any = None,
+    residual: Array | None = None,
+    out: Array | None = None,
+    dtype: Any = None,
+    kernel: str | None = None,
+    split_k: int | None = None,
+) -> tuple[Array, Prepared | None]:
+    """y = activation(x @ W + bias) + residual, and what can launch it again over arrays of the same layouts.
+
+    The latter is None on the CPU, for no rows, and where an array must be copied first.
+    """
+    x, bias, residual, out = gpu.views(x=x, bias=bias, residual=residual, out=out)
+    product = check.product(x, weight.facts, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype)
+    _check_choice(kernel, split_k)
+    index = weight.facts.device
+    if index == HOST:
+        tensors = weight.qweight, weight.scales, weight.qzeros
+        options = {"bias": bias, "activation": activation, "residual": residual, "out": out, "dtype": dtype}
+        return reference.matmul(x, *tensors, **options), None
+    import cupy
+
+    with placement.on(index):
+        y = out if out is not None and gpu.writable_rows(out) else cupy.empty(product.shape, x.dtype)
+        prepared = None
+        if y.size:
+            source = x if gpu.readable_rows(x) else cupy.array(x, order="C")
+            added = residual if residual is None or gpu.row_step(residual) is not None else residual.copy(order="C")
+            prepared = Prepared(source, weight, product, bias, added, y, kernel, split_k)
+            addresses = gpu.address(source), gpu.address(added), gpu.address(y)
+            if y is out and not prepared.may_write(*addresses):
+                y = cupy.empty(product.shape, x.dtype)
+                prepared = Prepared(source, weight, product, bias, added, y, kernel, split_k)
+                addresses = *addresses[:2], gpu.address(y)
+            stream = cupy.cuda.get_current_stream().ptr
+            workspace = gpu.workspace(index, stream) if prepared.workspace_bytes else 0
+            prepared(*addresses, workspace, stream)
+            if source is not x or added is not residual or (out is not None and y is not out):
+                prepared = None
+        if out is None:
+            return y, prepared
+        if y is not out:
+            out[...] = y
+        return out, prepared
+
+
+def _check_choice(kernel: str | None, split_k: int | None) -> None:
+    if kernel is not None and kernel not in select.FAMILIES:
+        raise ValueError(f"kernel must be one of {', '.join(select.FAMILIES)}, got {kernel!r}")
+    if split_k is not None and (not isinstance(split_k, int) or split_k < 1 or split_k & (split_k - 1)):
+        raise ValueError(f"split_k must be a power of two, got {split_k!r}")
+
+
+class Plan:
+    """y = activation(x @ W + bias) + residual for arrays of one layout; made by `plan`, called as ``plan(x, out)``.
+
+    ``plan(x, out, residual=None, workspace=None)`` fills ``out`` and returns it. On a GPU that is one launch on the
+    current stream, with no allocation, copy or synchronisation, so it can be captured into a CUDA graph. x, out and the
+    residual must have the shape, strides, dtype, place and alignment that were planned; anything else is a TypeError or
+    ValueError. out must not overlap x; it may be the residual.
+
+    Attributes:
+        kernel: the name of the kernel; "numpy" on the CPU.
+        shape: of y.
+        workspace_bytes: memory for partial sums, which the plan owns. Calls that may run at the same time, on several
+            streams, each need a ``workspace`` of their own: a contiguous array of at least this many bytes, zeros
+            before its first use. It can serve one plan after the other.
+    """
+
+    __slots__ = ("_layouts", "_memory", "_options", "_prepared", "_weight", "kernel", "shape", "workspace_bytes")
+
+    def __init__(
+        self,
+        x: Array,
+        weight: PackedWeight,
+        options: dict[str, Any],
+        residual: Array | None,
+        out: Array | None,
+        kernel: str | None,
+        split_k: int | None,
+    ) -> None:
+        product = check.product(x, weight.facts, residual=residual, out=out, **options)
+        _check_choice(kernel, split_k)
+        self._weight, self._options = weight, options
+        self.kernel, self.shape, self.workspace_bytes = "numpy", product.shape, 0
+        self._prepared: Prepared | None = None
+        self._memory: Array | None = None
+        if out is None:
+            out = _empty(product.shape, x.dtype, weight.facts.device)
+        if weight.facts.device != HOST:
+            for name, a in (("x", x), ("out", out), ("residual", residual)):
+                if a is not None and not (gpu.writable_rows(a) if a is out else gpu.row_step(a) is not None):
+                    raise ValueError(f"{name} must have contiguous rows at even steps, got strides {a.strides}")
+            self.kernel = "none"  # M = 0
+            if x.size:
+                self._prepared = Prepared(x, weight, product, options["bias"], residual, out, kernel, split_k)
+                self.kernel, self.workspace_bytes = self._prepared.kernel, self._prepared.workspace_bytes
+            if self.workspace_bytes:
+                self._memory = gpu.zeroed(self.workspace_bytes)
+        self._layouts = self._layout(x), self._layout(out), self._layout(residual)
+
+    def __call__(
+        self, x: Array, out: Array, /, *, residual: Array | None = None, workspace: Array | None = None
+    ) -> Array:
+        try:
+            fits = (self._layout(x), self._layout(out), self._layout(residual)) == self._layouts
+        except (AttributeError, ValueError):  # an array of another library, or none
+            fits = False
+        if not fits:
+            x, out, residual, workspace = gpu.views(x=x, out=out, residual=residual, workspace=workspace)
+            for name, a, planned in zip(("x", "out", "residual"), (x, out, residual), self._layouts, strict=True):
+                self._check(name, a, planned)
+        if self.kernel == "numpy":
+            weight = self._weight
+            tensors = weight.qweight, weight.scales, weight.qzeros
+            return reference.matmul(x, *tensors, residual=residual, out=out, **self._options)
+        if self._prepared is None:
+            return out
+        import cupy
+
+        index = self._weight.facts.device
+        if cupy.cuda.runtime.getDevice() != index:
+            with placement.on(index):
+                return self(x, out, residual=residual, workspace=workspace)
+        memory = self._memory
+        if workspace is not None and memory is not None:
+            memory = _workspace(workspace, self.workspace_bytes, index)
+        stream = cupy.cuda.get_current_stream().ptr
+        address = gpu.address
+        self._prepared(address(x), address(residual), address(out), address(memory), stream)
+        return out
+
+    def _layout(self, a: Array | None) -> Any:
+        if a is not None and self.kernel == "numpy":
+            return a.shape, None, a.dtype, HOST, 0  # strides and alignment are free
+        return gpu.layout(a)
+
+    def _check(self, name: str, a: Array | None, planned: Any) -> None:
+        """`a` has the planned layout, or one that differs in nothing but a better alignment."""
+        if a is None or planned is None:
+            if a is not planned:
+                raise ValueError(f"{name} must be {'None' if planned is None else 'an array'}, as planned")
+            return
+        where = check.device_id(a, name)
+        if where != planned[3]:
+            raise TypeError(f"{name} is on {check.place(where)}, but the plan is for {check.place(planned[3])}")
+        found = self._layout(a)
+        width = gpu.width(a)
+        if found[:4] != planned[:4] or (found[4] % width and not planned[4] % width):
+            form = "(shape, strides, dtype, GPU, address modulo 32)"
+            raise ValueError(f"{name} must be as planned, {form} = {planned}, got {found}")
+
+
+def plan(
+    x: Array | tuple[int, ...],
+    weight: PackedWeight,
+    /,
+    *,
+    bias: Array | None = None,
+    activation: Any = None,
+    residual: Array | tuple[int, ...] | None = None,
+    out: Array | tuple[int, ...] | None = None,
+    dtype: Any = None,
+    kernel: str | None = None,
+    split_k: int | None = None,
+) -> Plan:
+    """y = activation(x @ W + bias) + residual, checked and prepared now, to be launched as often as wanted.
+
+    Args:
+        x: [..., K], an array like those to come; or a shape, for contiguous arrays of ``dtype``.
+        weight: the weight, whose arrays must not be moved or freed; on a GPU all calls are for that GPU.
+        bias, activation: as in `gemm`; the bias is part of the plan.
+        residual: like y: an array or a shape as for x; None for none.
+        out: the same for y; by default contiguous.
+        dtype: of x where it is a shape, by default float16; how to read x where it is an array of uint16.
+        kernel, split_k: as in `gemm`.
+
+    Returns:
+        A `Plan`. Its kernel is compiled and loaded, and the memory for its partial sums is there.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; an array whose rows kernels cannot walk, because they are
+            not contiguous or their steps differ; a kernel that is unknown or cannot take the problem.
+
+    >>> import numpy as np
+    >>> import cupy_awq
+    >>> weight = cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16)
+    >>> plan = cupy_awq.plan((2, 32), weight, activation="relu")
+    >>> plan.shape, plan.workspace_bytes
+    ((2, 16), 0)
+    >>> y = np.empty((2, 16), np.float16)
+    >>> plan(np.ones((2, 32), np.float16), y)[:, 0]
+    array([1., 1.], dtype=float16)
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight must be a PackedWeight, got {type(weight).__name__}")
+    index = weight.facts.device
+    with placement.on(index):
+        if isinstance(x, tuple):
+            x, dtype = _empty(x, check.float_dtype(dtype or "float16"), index), None
+        x, bias = gpu.views(x=x, bias=bias)
+        element = getattr(x, "dtype", None)
+        residual, out = (_empty(a, element, index) if isinstance(a, tuple) else a for a in (residual, out))
+        residual, out = gpu.views(residual=residual, out=out)
+        options = {"bias": bias, "activation": activation, "dtype": dtype}
+        return Plan(x, weight, options, residual, out, kernel, split_k)
+
+
+def _empty(shape: tuple[int, ...], dtype: Any, index: int) -> Array:
+    """A new array on the current device, the GPU ``index``, or of NumPy."""
+    if index == HOST:
+        return np.empty(shape, dtype)
+    import cupy
+
+    return cupy.empty(shape, dtype)
+
+
+def _workspace(memory: Array, nbytes: int, index: int) -> Array:
+    """``memory`` if it can be a plan's workspace."""
+    where = check.device_id(memory, "workspace")
+    if where != index:
+        raise TypeError(f"workspace is on {check.place(where)}, but the plan is for {check.place(index)}")
+    if not memory.flags.c_contiguous or memory.data.ptr % 16:
+        raise ValueError("workspace must be contiguous and start at a multiple of 16 bytes")
+    if memory.nbytes < nbytes:
+        raise ValueError(f"workspace must have at least {nbytes} bytes, got {memory.nbytes}")
+    return memory
