@@ -14,8 +14,11 @@ from tests import simt
 Buffers = Mapping[str, "np.ndarray | None"]
 Run = Callable[[LaunchPlan, Buffers], None]
 
-BACKENDS = ("latest", "earliest", pytest.param("gpu", marks=pytest.mark.gpu))
-"""The simulator's two ways of landing asynchronous copies, and the GPU."""
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+BACKENDS = ("latest", GPU)
+"""The simulator, where asynchronous copies land as late as they may, and the GPU."""
+LANDINGS = ("latest", "earliest", GPU)
+"""The simulator with both ways of landing, and the GPU."""
 
 
 def runner(backend: str) -> Run:

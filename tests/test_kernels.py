@@ -15,15 +15,12 @@ from cupy_awq import device, select
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.problem import Config, Problem, Strides
 from cupy_awq.testing import random_activations, random_weight
-from tests.backends import BACKENDS, Run, runner
+from tests.backends import BACKENDS, LANDINGS, Run, runner
 from tests.test_reference import float64_weight
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 BOUNDS = {"float16": 5e-4, "bfloat16": 4e-3, "float32": 2e-6}
 ARCHS = (60, 75, 80, 90)
-
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
-
 
 def facts(arch: int, backend: str) -> device.Device:
     """The device of a test: on a GPU its own facts with the architecture path lowered."""
@@ -110,6 +107,7 @@ def families(problem: Problem, facts: device.Device) -> dict[str, list[Config]]:
     return {name: configs for name, configs in found.items() if not isinstance(configs, str)}
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("m", [1, 3, 16, 70])
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -124,6 +122,7 @@ def test_every_legal_configuration(backend: str, arch: int, m: int, dtype: str) 
                 check_matmul(runner(backend), problem, config, here, seed=m)
 
 
+@pytest.mark.parametrize("backend", LANDINGS)
 @pytest.mark.parametrize("arch", ARCHS)
 @given(data=st.data())
 @settings(max_examples=6)
@@ -154,6 +153,7 @@ def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject)
         check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @given(data=st.data())
