@@ -154,7 +154,7 @@ class BulkCopies:
         if machine.races and load.published is not None:
             lanes = np.full(len(load.position), load.thread)
             own = load.published[0, machine.races.column[load.thread >> 5]]
-            machine.races.finish_write(load.position, CHUNK, lanes, own)
+            machine.races.finish_write(load.position, CHUNK, lanes, load.at, own)
         machine.mbarriers.complete(load.barrier, CHUNK * len(load.position), load.published)
 
     def _bytes(self, thread: int, start: int, count: int, space: str, at: int) -> Callable[[], Array]:
@@ -216,7 +216,9 @@ class BulkCopies:
                 if machine.landing == "latest":
                     self._put_away(store)
                 if machine.races:
-                    machine.races.finish_read(store.position, CHUNK, np.full(len(store.position), store.thread))
+                    machine.races.finish_read(
+                        store.position, CHUNK, np.full(len(store.position), store.thread), store.at
+                    )
             else:
                 kept.append(store)
         self.stores = kept

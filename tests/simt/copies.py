@@ -105,7 +105,7 @@ class AsyncCopies:
             self._move(copy)
             machine.memory.shared.mark(copy.position, copy.size, READY)
         if machine.races:
-            machine.races.finish_write(copy.position, copy.size, copy.lanes)
+            machine.races.finish_write(copy.position, copy.size, copy.lanes, copy.at)
 
     def _move(self, copy: _Copy) -> None:
         """Copy the bytes of whole words, then those of copies with a shorter source."""

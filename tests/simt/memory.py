@@ -51,7 +51,7 @@ class Buffer:
             whole = (len(self.data) - skip) // size
             self._views[dtype] = self.data[skip : skip + max(whole, 0) * size].view(dtype), skip
         view, skip = self._views[dtype]
-        return view, (position - skip) // view.itemsize
+        return view, (position - skip if skip else position) >> view.itemsize.bit_length() - 1
 
 
 def flat_bytes(array: np.ndarray) -> tuple[np.ndarray, int]:

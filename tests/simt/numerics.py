@@ -74,18 +74,18 @@ def saturate(x: Array) -> Array:
 
 
 def relu(x: Array) -> Array:
-    """Negative -> 0, NaN stays NaN (``.relu``)."""
-    return np.where(x < 0, x.dtype.type(0), x)
+    """Negative and -0 -> 0, NaN stays NaN (``.relu``)."""
+    return np.where(x <= 0, x.dtype.type(0), x)
 
 
 def minimum(x: Array, y: Array) -> Array:
     """The number if one is NaN; -0 below +0."""
-    return np.where((x == y) & np.signbit(y), y, np.fmin(x, y))
+    return np.where(x == y, np.where(np.signbit(x), x, y), np.fmin(x, y))
 
 
 def maximum(x: Array, y: Array) -> Array:
     """The number if one is NaN; -0 below +0."""
-    return np.where((x == y) & ~np.signbit(y), y, np.fmax(x, y))
+    return np.where(x == y, np.where(np.signbit(x), y, x), np.fmax(x, y))
 
 
 def minimum_nan(x: Array, y: Array) -> Array:
@@ -118,15 +118,19 @@ def fma_f32(x: Array, y: Array, z: Array) -> Array:
     low = np.asarray(total).view(np.uint64) & np.uint64(0x1FFFFFFF)
     doubtful = (low == 0x10000000) | ((np.abs(total) < 2.0**-125) & (total != 0))
     if doubtful.any():
-        total = _sum_to_odd(product, np.asarray(z, np.float64))
+        total, addend = np.array(total), np.asarray(z, np.float64)
+        some = (np.broadcast_to(value, total.shape)[doubtful] for value in (product, addend))
+        total[doubtful] = _sum_to_odd(*some)
     return total.astype(np.float32)
 
 
 def fma_down_f32(x: Array, y: Array, z: Array) -> Array:
-    """float32 x * y + z rounded toward minus infinity."""
-    total = _sum_to_odd(np.multiply(x, y, dtype=np.float64), np.asarray(z, np.float64))
+    """float32 x * y + z rounded toward minus infinity; a zero sum is -0 unless both terms are +0."""
+    product = np.multiply(x, y, dtype=np.float64)
+    total = _sum_to_odd(product, np.asarray(z, np.float64))
     nearest = total.astype(np.float32)
-    return np.where(nearest > total, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+    lower = np.where(nearest > total, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+    return np.where((total == 0) & (np.signbit(product) | np.signbit(z)), np.float32(-0.0), lower)
 
 
 def fma_f16(x: Array, y: Array, z: Array) -> Array:
@@ -150,14 +154,18 @@ def f64_to_f32_odd(x: Array) -> Array:
 
 
 def to_integer(x: Array, dtype: Any, rounding: str) -> Array:
-    """Float -> integer with PTX's clamping; NaN -> 0. ``rounding``: rni, rzi, rmi, rpi."""
+    """Float -> integer with PTX's clamping; NaN -> 0, or the top bit alone if 64-bit. ``rounding``: rni, rzi, ..."""
     whole = round_whole(np.asarray(x, np.float64), rounding)
     info = np.iinfo(dtype)
     # float64 cannot hold the largest 64-bit integers: compare, do not clip.
     high = whole >= float(info.max)
     low = whole <= float(info.min)
     safe = np.where(high | low | np.isnan(whole), 0.0, whole).astype(dtype)
-    return np.where(high, dtype(info.max), np.where(low, dtype(info.min), safe))
+    result = np.where(high, dtype(info.max), np.where(low, dtype(info.min), safe))
+    wide = info.bits == 64 or x.dtype == np.float64
+    return np.where(
+        np.isnan(whole), np.array(1 << info.bits - 1, f"u{info.bits // 8}").astype(dtype) * dtype(wide), result
+    )
 
 
 def round_whole(x: Array, rounding: str) -> Array:

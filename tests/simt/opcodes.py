@@ -311,7 +311,6 @@ def _conversions() -> Iterator[Case]:
     yield _simple("cvt.rn.bf16.s32", "bf16", "s32", "90")
     for kind in ("s8", "u8"):
         yield Case(f"cvt.rn.f32.{kind}", f"cvt.rn.f32.{kind} o0, a0;", ("f32",), ("s32",))
-    yield _simple("cvt.f64.f32", "f64", "f32:unit")
     yield _simple("cvt.sat.f32.f32", "f32", "f32")
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from tests.simt.emit import BlockCode, Names, find, namespace, special_variable, storage
 from tests.simt.memory import SHARED_START, WINDOW_BITS
 from tests.simt.parser import TYPE_BYTES, Function, Instruction, Module, Not, Operand, Symbol, Variable, parse
@@ -83,7 +85,7 @@ def _compile(parsed: Module, function: Function) -> Program:
         codes.append(code)
     live = _live_out(blocks, codes)
     text = "\n".join(_function(number, code, live[number]) for number, code in enumerate(codes))
-    scope = namespace() | names.constants
+    scope = namespace() | names.constants | {"keep": keep}
     exec(compile(text, f"<{function.name}>", "exec"), scope)
     for number, block in enumerate(blocks):
         block.function = scope[f"block_{number}"]
@@ -243,6 +245,15 @@ def _live_out(blocks: list[Block], codes: list[BlockCode]) -> list[set[str]]:
     return live_out
 
 
+def keep(registers: dict[str, Any], active: Any, full: bool, results: tuple[tuple[str, Any], ...]) -> None:
+    """Write a block's results back, for its threads alone."""
+    if full:
+        registers.update(results)
+    else:
+        for name, value in results:
+            registers[name] = np.where(active, value, registers[name])
+
+
 def _function(number: int, code: BlockCode, live: set[str]) -> str:
     """The text of one block's function."""
     head = [f"{name} = R[{name!r}]" for name in sorted(code.names.register(r) for r in code.reads.values())]
@@ -250,9 +261,6 @@ def _function(number: int, code: BlockCode, live: set[str]) -> str:
     if code.uses_lanes:
         head.append("lanes = m.lanes(active)")
     kept = sorted(code.names.register(register) for name, register in code.writes.items() if name in live)
-    tail = []
-    if kept:
-        tail = ["if full:", *(f"    R[{name!r}] = {name}" for name in kept), "else:"]
-        tail += [f"    R[{name!r}] = np_where(active, {name}, R[{name!r}])" for name in kept]
+    tail = [f"keep(R, active, full, ({''.join(f'({name!r}, {name}), ' for name in kept)}))"] if kept else []
     body = [*head, *code.lines, *tail, f"return {code.outcome or 'None'}"]
     return f"def block_{number}(m, R, active, full):\n" + "\n".join("    " + line for line in body) + "\n"

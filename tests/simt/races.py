@@ -12,7 +12,7 @@ through ``fence.proxy.async``, so there is a second table of what is known to be
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -20,8 +20,14 @@ if TYPE_CHECKING:
     from tests.simt.machine import Machine
 
 Array = Any
-NEVER, PENDING = 0, 2**30
+NEVER, PENDING = 0, 2**22 - 1
 """Times before every access and after: an access that is under way is ordered with nothing."""
+
+# An access as one integer, so that it is stored at once and later ones are larger: time, whether it is a store (and not
+# a copy), thread, instruction.
+AT_BITS, THREAD_BITS = 20, 20
+GENERIC = 1 << (AT_BITS + THREAD_BITS)
+TIME_SHIFT = AT_BITS + THREAD_BITS + 1
 
 
 class Races:
@@ -38,22 +44,19 @@ class Races:
         self._set_own()
         self.touched = np.zeros(machine.threads, np.int64)  # when a lane last used shared memory by itself
         grains = machine.memory.shared.data.size // grain
-        self.write_time = np.zeros(grains, np.int64)
-        self.writer = np.zeros(grains, np.int32)  # thread
-        self.written_at = np.zeros(grains, np.int32)  # instruction
-        self.generic = np.zeros(grains, bool)  # written by a store, not by a copy
-        self.read_time = np.zeros((grains, self.columns), np.int64)
-        self.reader = np.full(grains, -32, np.int32)
-        self.read_at = np.zeros(grains, np.int32)
+        self.writes = np.zeros(grains, np.int64)
+        self.reads = np.zeros((grains, self.columns), np.int64)
         self.has_pending_reads = False
         self.visited = np.zeros((machine.blocks, self.columns), np.int64)  # last use of a block's memory by others
 
     def _set_own(self) -> None:
         self.known[0, np.arange(len(self.time)), self.column] = self.time
+        # All accesses up to this time are ordered before the warp, whoever made them.
+        self.floor = np.minimum(self.known[0].min(axis=1), self.time - 1)
 
     def _advance(self, warps: Array) -> None:
         self.time[warps] += 1
-        self.known[0, warps, self.column[warps]] = self.time[warps]
+        self._set_own()
 
     # ---- accesses: byte positions in shared memory, one for each thread in ``lanes``
 
@@ -62,11 +65,11 @@ class Races:
         grains, threads = self._grains(position, size), self._threads(lanes)
         warps = threads >> 5
         self._check_writes(grains, threads, at, "read")
-        column, time = self.column[warps], self.time[warps]
+        access = self._access(self.time[warps], threads, at)
+        column = self.column[warps]
         if self.has_pending_reads:
-            time = np.maximum(self.read_time[grains, column], time)
-        self.read_time[grains, column] = time
-        self.reader[grains], self.read_at[grains] = threads, at
+            access = np.maximum(self.reads[grains, column], access)
+        self.reads.reshape(-1)[grains * self.columns + column] = access
         if not together:
             self.touched[threads[:, 0]] = self.time[warps[:, 0]]
 
@@ -75,8 +78,7 @@ class Races:
         warps = threads >> 5
         self._check_writes(grains, threads, at, "write")
         self._check_reads(grains, threads, at, "write")
-        self.write_time[grains] = self.time[warps]
-        self.writer[grains], self.written_at[grains], self.generic[grains] = threads, at, True
+        self.writes[grains] = self._access(self.time[warps], threads, at) | GENERIC
         self.touched[threads[:, 0]] = self.time[warps[:, 0]]
 
     def start_write(self, position: Array, size: int, lanes: Any, at: int) -> None:
@@ -84,29 +86,28 @@ class Races:
         grains, threads = self._grains(position, size), self._threads(lanes)
         self._check_writes(grains, threads, at, "asynchronous write")
         self._check_reads(grains, threads, at, "asynchronous write")
-        self.write_time[grains] = PENDING
-        self.writer[grains], self.written_at[grains], self.generic[grains] = threads, at, False
+        self.writes[grains] = self._access(PENDING, threads, at)
 
     def check_known(self, position: Array, size: int, lanes: Any, at: int) -> None:
         """Fail unless the last write is ordered before the threads."""
         self._check_writes(self._grains(position, size), self._threads(lanes), at, "use")
 
-    def finish_write(self, position: Array, size: int, lanes: Any, time: Array | None = None) -> None:
+    def finish_write(self, position: Array, size: int, lanes: Any, at: int, time: Array | None = None) -> None:
         """The copy is over; its time is that of the waiting thread's warp, or ``time``."""
-        grains = self._grains(position, size)
-        self.write_time[grains] = self.time[self._threads(lanes) >> 5] if time is None else time
+        grains, threads = self._grains(position, size), self._threads(lanes)
+        self.writes[grains] = self._access(self.time[threads >> 5] if time is None else time, threads, at)
 
     def start_read(self, position: Array, size: int, lanes: Any, at: int) -> None:
         """The asynchronous proxy begins to read: stores must be fenced before it."""
         grains, threads = self._grains(position, size), self._threads(lanes)
         self._check_writes(grains, threads, at, "asynchronous read", proxy=1)
-        self.read_time[grains, self.column[threads >> 5]] = PENDING
-        self.reader[grains], self.read_at[grains] = threads, at
+        self.reads[grains, self.column[threads >> 5]] = self._access(PENDING, threads, at)
         self.has_pending_reads = True
 
-    def finish_read(self, position: Array, size: int, lanes: Any) -> None:
-        grains, warps = self._grains(position, size), self._threads(lanes) >> 5
-        self.read_time[grains, self.column[warps]] = self.time[warps]
+    def finish_read(self, position: Array, size: int, lanes: Any, at: int) -> None:
+        grains, threads = self._grains(position, size), self._threads(lanes)
+        warps = threads >> 5
+        self.reads[grains, self.column[warps]] = self._access(self.time[warps], threads, at)
 
     def remote(self, owner: Array, threads: Array) -> None:
         """Threads use the shared memory of the blocks ``owner`` through the cluster."""
@@ -123,50 +124,57 @@ class Races:
             text = "the block exits while others of its cluster may still use its shared memory"
             machine.fail("race", text, len(machine.program.instructions), np.flatnonzero(rows[block])[:1])
 
+    def _access(self, time: Array, threads: Array, at: int) -> Array:
+        return (time << TIME_SHIFT) | (threads << AT_BITS) | at
+
     def _grains(self, position: Array, size: int) -> Array:
-        first = position // self.grain
-        return first[:, None] + np.arange(max(size // self.grain, 1))
+        first = (position >> self.grain.bit_length() - 1)[:, None]
+        return first + np.arange(size // self.grain) if size > self.grain else first
 
     def _threads(self, lanes: Any) -> Array:
         numbers = np.arange(self.machine.threads) if isinstance(lanes, slice) else lanes
         return numbers[:, None]
 
     def _check_writes(self, grains: Array, threads: Array, at: int, verb: str, proxy: int = 0) -> None:
-        time = self.write_time[grains]
-        if not time.any():
+        access = self.writes[grains]
+        time, warps = access >> TIME_SHIFT, threads >> 5
+        if not proxy and (time <= self.floor[warps]).all():
             return
-        writer, warps = self.writer[grains], threads >> 5
-        known = self.known[0, warps, self.column[writer >> 5]]
-        bad = time > known
-        other_lane = (writer >> 5 == warps) & (writer != threads) & (time == self.time[warps])
+        writer, generic = _thread(access), (access & GENERIC) != 0
+        bad = time > self.known[0, warps, self.column[writer >> 5]]
         if proxy:
-            unfenced = self.generic[grains] & (time > self.known[1, warps, self.column[writer >> 5]])
+            unfenced = generic & (time > self.known[1, warps, self.column[writer >> 5]])
             if unfenced.any() and not bad.any():
-                self._fail(unfenced, grains, threads, at, verb, "wrote", "no fence.proxy.async lies between")
+                self._fail(unfenced, access, grains, threads, at, verb, "wrote", "no fence.proxy.async lies between")
         else:
-            bad = bad | (other_lane & self.generic[grains])
+            bad |= generic & (writer >> 5 == warps) & (writer != threads) & (time == self.time[warps])
         if bad.any():
-            self._fail(bad, grains, threads, at, verb, "wrote", "nothing orders the two")
+            self._fail(bad, access, grains, threads, at, verb, "wrote", "nothing orders the two")
 
     def _check_reads(self, grains: Array, threads: Array, at: int, verb: str) -> None:
-        warps = threads >> 5
-        times = self.read_time[grains]
-        bad = (times > self.known[0, warps[:, 0]][:, None, :]).any(axis=2)
-        reader = self.reader[grains]
-        own = np.take_along_axis(times, self.column[warps][:, :, None], axis=2)[..., 0]
-        bad |= (reader >> 5 == warps) & (reader != threads) & (own == self.time[warps])
+        access, warps = self.reads[grains], threads >> 5
+        times = access >> TIME_SHIFT
+        if (times <= self.floor[warps][:, :, None]).all():
+            return
+        bad = times > self.known[0, warps[:, 0]][:, None, :]
+        own = np.take_along_axis(access, self.column[warps][:, :, None], axis=2)[..., 0]
+        lanes = (_thread(own) != threads) & (own >> TIME_SHIFT == self.time[warps])
+        if lanes.any():
+            self._fail(lanes, own, grains, threads, at, verb, "read", "nothing orders the two")
         if bad.any():
-            self._fail(bad, grains, threads, at, verb, "read", "nothing orders the two")
+            latest = np.where(bad, access, 0).max(axis=2)
+            self._fail(bad.any(axis=2), latest, grains, threads, at, verb, "read", "nothing orders the two")
 
-    def _fail(self, bad: Array, grains: Array, threads: Array, at: int, verb: str, earlier: str, why: str) -> None:
+    def _fail(
+        self, bad: Array, access: Array, grains: Array, threads: Array, at: int, verb: str, earlier: str, why: str
+    ) -> NoReturn:
         machine = self.machine
         row, column = (int(index[0]) for index in np.nonzero(bad))
-        grain = int(grains[row, column])
-        other, line = (self.writer, self.written_at) if earlier == "wrote" else (self.reader, self.read_at)
-        block, thread = machine.thread(int(other[grain]))
-        where = machine.program.instructions[int(line[grain])].source
+        other = int(access[row, column])
+        block, thread = machine.thread(int(_thread(other)))
+        where = machine.program.instructions[other & ((1 << AT_BITS) - 1)].source
         text = f"{verb} of what thread {thread} of block {block} {earlier} at {where}; {why}"
-        address = grain * self.grain % machine.memory.shared.stride
+        address = int(grains[row, column]) * self.grain % machine.memory.shared.stride
         machine.fail("race", text, at, threads[:, 0], row, address)
 
     # ---- synchronisation
@@ -228,3 +236,7 @@ class Races:
 
     def _warps(self, active: Array) -> Array:
         return np.asarray(active.reshape(-1, 32).any(axis=1))
+
+
+def _thread(access: Array) -> Array:
+    return access >> AT_BITS & ((1 << THREAD_BITS) - 1)

@@ -213,7 +213,9 @@ def _to_integer(value: Fraction | float, rounding: str, kind: str) -> int:
     bits = int(kind[1:])
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if kind[0] == "s" else (0, 2**bits - 1)
     if isinstance(value, float):
-        return 0 if math.isnan(value) or value == 0 else high if value > 0 else low
+        if math.isnan(value):
+            return 2 ** (bits - 1) if bits == 64 else 0
+        return 0 if value == 0 else high if value > 0 else low
     rounded: dict[str, Callable[[Fraction], int]] = {
         "rni": round,
         "rzi": math.trunc,

@@ -32,6 +32,7 @@ class _Reads:
     lanes: Array
     position: Array
     group: Array
+    at: int
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ class Warpgroups:
         for reads in self.reads:
             warp = reads.lanes >> 5
             done = warps[warp] & (reads.group < self.groups[warp] - newest)
-            races.finish_read(reads.position[done], CHUNK, reads.lanes[done])
+            races.finish_read(reads.position[done], CHUNK, reads.lanes[done], reads.at)
             if not done.all():
-                kept.append(_Reads(reads.lanes[~done], reads.position[~done], reads.group[~done]))
+                kept.append(_Reads(reads.lanes[~done], reads.position[~done], reads.group[~done], reads.at))
         self.reads = kept
 
     def _tile(
@@ -175,4 +176,4 @@ class Warpgroups:
             readers = np.repeat(warps.ravel(), count // 4)
             positions = position.ravel()
         races.start_read(positions, CHUNK, readers, at)
-        self.reads.append(_Reads(readers, positions, self.groups[readers >> 5]))
+        self.reads.append(_Reads(readers, positions, self.groups[readers >> 5], at))
