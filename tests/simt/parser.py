@@ -148,11 +148,12 @@ class _Statement:
 
 
 _TOKEN = re.compile(
-    r"""//[^\n]*|/\*.*?\*/            # comments
+    r"""(?P<comment>//[^\n]*|/\*.*?\*/)
       |\.(?P<directive>loc|file)\b(?P<rest>[^\n]*)
-      |"[^"]*"|(?P<mark>[{};\n])
-      |(?P<label>[\w$%]+)[ \t]*:(?!:)
-      |[^\s{};"/]+|.""",
+      |(?P<mark>[{};])
+      |(?P<blank>\s+)
+      |(?P<label>[\w$]+)[ \t]*:(?!:)
+      |(?P<text>"[^"]*"|[^{};"/\s][^{};"/\n]*|.)""",
     re.VERBOSE | re.DOTALL,
 )
 _HEADER = re.compile(r"\.(entry|func|section)\b")
@@ -160,33 +161,34 @@ _HEADER = re.compile(r"\.(entry|func|section)\b")
 
 def _statements(text: str) -> Iterator[_Statement]:
     """Split into statements, labels and scope marks."""
-    files = dict(re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text))
+    files = {number: Path(name).name for number, name in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text)}
     seen: dict[tuple[str, ...], Location] = {}
     line, start, loc = 1, 1, None
     parts: list[str] = []
     for token in _TOKEN.finditer(text):
-        word = token[0]
-        if token["directive"]:
-            numbers = re.findall(r"\d+", token["rest"].partition(",")[0])
-            if token["directive"] == "loc" and numbers[1] != "0":  # line 0 is unknown: keep the one before
-                inlined = re.search(r"inlined_at (\d+) (\d+) (\d+)", token["rest"])
-                caller = seen.get(inlined.groups()) if inlined else None
-                loc = seen[tuple(numbers)] = Location(Path(files.get(numbers[0], "?")).name, int(numbers[1]), caller)
-        elif token["label"] and not parts and not word.startswith("%"):
-            yield _Statement("label", token["label"], line, loc)
-        elif word == ";" or (word in "{}" and _is_scope(parts)):
+        word, kind = token[0], token.lastgroup
+        if kind == "mark" and (word == ";" or _is_scope(parts)):
             if parts or word == "{":
                 yield _Statement("open" if word == "{" else "text", "".join(parts).strip(), start, loc)
             if word == "}":
                 yield _Statement("close", "", line, loc)
             parts = []
-        elif not word.startswith(("//", "/*")) and (parts or not word.isspace()):
+        elif kind == "rest":
+            numbers = re.findall(r"\d+", token["rest"].partition(",")[0])
+            if token["directive"] == "loc" and numbers[1] != "0":  # line 0 is unknown: keep the one before
+                inlined = re.search(r"inlined_at (\d+) (\d+) (\d+)", token["rest"])
+                caller = seen.get(inlined.groups()) if inlined else None
+                loc = seen[tuple(numbers)] = Location(files.get(numbers[0], "?"), int(numbers[1]), caller)
+        elif kind == "label" and not parts:
+            yield _Statement("label", token["label"], line, loc)
+        elif kind in ("text", "mark", "label"):
             if not parts:
                 start = line
             parts.append(word)
         elif parts:
             parts.append(" ")
-        line += word.count("\n")
+        if kind in ("blank", "comment"):
+            line += word.count("\n")
 
 
 def _is_scope(parts: list[str]) -> bool:
