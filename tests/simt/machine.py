@@ -32,7 +32,7 @@ EVERYONE = 0xFFFFFFFF
 class Machine:
     """Blocks ``first`` .. ``first + blocks - 1`` of a grid, all resident, with their registers and memories.
 
-    Threads are numbered block after block, each block padded to whole warps. A value that is equal in all threads may
+    Threads are numbered block after block, each block padded to whole warps (or warpgroups). A value that is equal in all threads may
     be held as a scalar.
     """
 
@@ -55,7 +55,7 @@ class Machine:
         self.first, self.blocks = first, blocks
         self.landing = landing
         size = block[0] * block[1] * block[2]
-        padded = -(-size // 32) * 32
+        padded = padded_threads(program, block)
         self.block_threads = padded
         self.threads = blocks * padded
         number = np.arange(self.threads)
@@ -122,7 +122,7 @@ class Machine:
         values |= {
             "%laneid": lane,
             "%warpid": within // 32,
-            "%nwarpid": padded // 32,
+            "%nwarpid": -(-self.block[0] * self.block[1] * self.block[2] // 32),
             "%cluster_ctarank": block % self.cluster_size,
             "%cluster_nctarank": self.cluster_size,
             "%lanemask_eq": one << lane,
@@ -347,6 +347,12 @@ class Machine:
         names = itertools.product(("%ctaid", "%tid"), "xyz")
         place = [int(np.broadcast_to(self.special[f"{name}.{axis}"], self.threads)[number]) for name, axis in names]
         return (place[0], place[1], place[2]), (place[3], place[4], place[5])
+
+
+def padded_threads(program: Program, block: Dim3) -> int:
+    """The threads of a block, with those that never live: blocks consist of whole warps, or warpgroups if any meet."""
+    width = max([32, *(part.width for part in program.blocks)])
+    return -(-block[0] * block[1] * block[2] // width) * width
 
 
 def _scalar_if_equal(values: Array) -> Array:

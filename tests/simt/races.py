@@ -40,6 +40,7 @@ class Races:
         self.column = np.arange(warps) % self.columns
         # known[0, u, v]: warp u is ordered behind warp v up to this time; known[1]: so is its asynchronous proxy.
         self.known = np.zeros((2, warps, self.columns), np.int64)
+        self.known[:, :, ~machine.live.reshape(warps, 32).max(axis=1)[: self.columns]] = PENDING  # padding
         self.time = np.ones(warps, np.int64)
         self._set_own()
         self.touched = np.zeros(machine.threads, np.int64)  # when a lane last used shared memory by itself

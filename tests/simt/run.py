@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.simt.bulk import check_map
-from tests.simt.machine import Machine
+from tests.simt.machine import Machine, padded_threads
 from tests.simt.memory import BASE_ALIGNMENT, SHARED_START, WINDOW_BITS, flat_bytes
 from tests.simt.program import PARAMETER_WINDOW, VARIABLE_WINDOW, Program, compile_entry
 
@@ -57,7 +57,7 @@ def execute(program: Program, plan: Any, buffers: Buffers, *, landing: str = "la
         data = np.frombuffer(variable.data.ljust(variable.size, b"\0"), np.uint8).copy()
         memory.append((variable.name, window, data, 0, variable.space == "global"))
     shared_bytes = plan.shared_bytes + (program.dynamic_at or SHARED_START + program.shared_bytes) - SHARED_START
-    per_block = -(-plan.block[0] * plan.block[1] * plan.block[2] // 32) * 32
+    per_block = padded_threads(program, plan.block)
     cluster = plan.cluster[0] * plan.cluster[1] * plan.cluster[2]
     total = plan.grid[0] * plan.grid[1] * plan.grid[2]
     resident = max(RESIDENT_THREADS // (per_block * cluster), 1) * cluster
