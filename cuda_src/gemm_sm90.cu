@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The matrix product of gemm_sm90.cuh by wgmma: operand A, the weight, from registers; B, x, from shared memory.
 //
+//   x_map  tensor map of x as [k / 64][m][64] in boxes of [2][BLOCK_M][64], swizzled by 128 bytes
+//
 // sm_90a. A team is WARPGROUPS warpgroups; each makes TILES times 64 columns of the block's tile for all BLOCK_M rows,
 // which are the instruction's N. Codes minus zero points enter exactly; the float32 sums over a group are multiplied by
 // its scale.
@@ -12,8 +14,11 @@ static_assert(__CUDA_ARCH__ == 900, "gemm_sm90 needs sm_90a");
 constexpr int kWarpgroups = WARPGROUPS;
 constexpr int kTiles = TILES;
 constexpr int kStepsK16 = kRecordK / 16;
+constexpr int kXHalfBytes = kBlockM * 128;
 
 static_assert(kTeamWarps == kWarpgroups * 4, "a warpgroup is four warps");
+static_assert(kXBytes == 2 * kXHalfBytes && kXRingBytes == kStages * kXBytes,
+              "a step of x comes with one of the weight");
 static_assert(kRecords == kWarpgroups * kTiles * 2, "a warpgroup makes 64 columns at a time");
 
 template <bool ACCUMULATE, int COUNT>
@@ -37,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   auto consume = [&](const Tile& tile, const uint8_t* shared) {
     Position at{team, 0};
-    for (int step = tile.step_begin + team; step < tile.step_end; step += kTeams) {
+    for (int step = team; step < tile.steps(); step += kTeams) {
       wait(tile.full(at.stage), at.parity);
       const uint32_t x_begin = tile.x(at.stage) / 16;
 #pragma unroll
@@ -52,13 +57,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int part = 0; part < kGroups; ++part) {
           constexpr int kSteps = kStepsK16 / kGroups;
-          const Group group =
-              load_group(record + kCodeBytes + part * kGroupBytes + warp % 2 * kTileGroupBytes, lane / 4);
+          const Group group = Group::load(record, part, warp % 2, lane / 4);
+          const uint32_t zeros[2] = {ExactCodes<X>::zero<0>(group.zeros), ExactCodes<X>::zero<1>(group.zeros)};
+          const float scales[2] = {group.scale(0) * ExactCodes<X>::kUnit, group.scale(1) * ExactCodes<X>::kUnit};
           uint32_t a[kSteps][4];
 #pragma unroll
           for (int s = 0; s < kSteps; ++s) {
             const int k16 = part * kSteps + s;
-            RepackedCodes<X>::convert(a[s], words[k16 / 4].values[k16 % 4], group.zeros);
+            ExactCodes<X>::convert(a[s], words[k16 / 4].values[k16 % 4], zeros);
           }
           float parts[kSums];
           ptx::wgmma_fence();
@@ -75,9 +81,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           ptx::wgmma_commit_group();
           ptx::wgmma_wait_group<0>();
 #pragma unroll
-          for (int v = 0; v < kSums; ++v) sums[i][v] = fmaf(parts[v], group.scales[v / 2 % 2], sums[i][v]);
+          for (int v = 0; v < kSums; ++v) sums[i][v] = fmaf(parts[v], scales[v / 2 % 2], sums[i][v]);
         }
       }
+      __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(tile.empty(at.stage));
       at.advance(kTeams);
     }

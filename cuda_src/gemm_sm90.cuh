@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels on the repacked weight share: a producer warp that streams x and the weight through stages of shared
-// memory, and the sum over warps and thread blocks that have parts of one tile.
+// What the kernels on the repacked weight share: a producer warp that streams the weight through shared memory, and the
+// sum over warps and thread blocks that have parts of one tile.
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //
 //   weight    records of repacked.cuh
 //   bias      BIAS [n] or null; residual X [m, n], row stride ldr values, or null
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values; ALIGNED: rows start at multiples of 16 bytes
-//   x_map     tensor map of x as [k / 64][m][64] in boxes of [2][BLOCK_M][64], swizzled by 128 bytes
-//
 // k a multiple of 64, n of 8 (gated: of 64). The product is made transposed, y^T = W^T x^T: the weight is the operand
 // that warps dequantize in registers, once for all BLOCK_M rows of x.
 //
@@ -33,18 +31,18 @@ constexpr int kTeams = TEAMS;
 constexpr int kTeamWarps = TEAM_WARPS;
 constexpr int kStages = STAGES;
 constexpr int kSplits = SPLITS;
+constexpr int kXBytes = X_BYTES;           // of x that the producer brings with a step of the weight, by the tensor map
+constexpr int kXRingBytes = X_RING_BYTES;  // of x in shared memory
 
 constexpr int kBlockN = kRecords * kRecordColumns;
 constexpr int kConsumerWarps = kTeams * kTeamWarps;
-constexpr int kThreads = (kConsumerWarps + 1) * 32;
+constexpr int kThreads = (kConsumerWarps + 1) * 32;  // and the producer
 
-// Shared memory, from a multiple of 1024: x [stage][2 of k64][BLOCK_M][64], the weight [stage][record], barriers
-// [stage] full, empty, then the sums float32 [split][team][row of the owner][kSumStride]. A tile without splits puts
-// its sums over the stages, which nobody writes any more.
-constexpr int kXHalfBytes = kBlockM * 128;
-constexpr int kXBytes = 2 * kXHalfBytes;
+// Shared memory, from a multiple of 1024: x, the weight [stage][record], barriers [full, empty][stage], then the sums
+// float32 [split][team][row of the owner][kSumStride]. A tile without splits puts its sums over the stages, which
+// nobody writes any more.
 constexpr int kWeightBytes = kRecords * kRecordBytes;
-constexpr int kWeightBegin = kStages * kXBytes;
+constexpr int kWeightBegin = kXRingBytes;
 constexpr int kBarrierBegin = kWeightBegin + kStages * kWeightBytes;
 constexpr int kSumsBegin = kSplits == 1 ? 0 : kBarrierBegin + kStages * 16;
 // 2 rows of t take the next 8 banks: the 32 lanes' values lie in 32 banks.
@@ -64,7 +62,7 @@ struct alignas(64) TensorMap {
   uint8_t bytes[128];
 };
 
-// The walk of producer and consumers over the stages.
+// The walk over the stages.
 struct Position {
   int stage;
   uint32_t parity;
@@ -86,12 +84,13 @@ struct Tile {
   int step_begin;  // in steps of 128 k
   int step_end;
 
+  __device__ __forceinline__ int steps() const { return step_end - step_begin; }
   __device__ __forceinline__ uint32_t x(int stage) const { return shared_begin + stage * kXBytes; }
   __device__ __forceinline__ uint32_t weight(int stage) const {
     return shared_begin + kWeightBegin + stage * kWeightBytes;
   }
   __device__ __forceinline__ uint32_t full(int stage) const { return shared_begin + kBarrierBegin + stage * 8; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + kStages * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
 };
 
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
@@ -108,7 +107,6 @@ __device__ __forceinline__ void synchronize_cluster() {
   }
 }
 
-// The first weights are under way when this returns; all threads of the block call it.
 __device__ __forceinline__ Tile begin_tile(uint8_t* shared, int k) {
   Tile tile;
   tile.shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -121,21 +119,18 @@ __device__ __forceinline__ Tile begin_tile(uint8_t* shared, int k) {
   return tile;
 }
 
-// The producer warp's work. Lane r copies record r of each stage.
-template <class Synchronize>
-__device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight, const TensorMap* x_map, int n, int k,
-                                        Synchronize synchronize) {
+// The producer warp. Lane r copies record r of each stage. The first weights are under way before the block meets and
+// before the wait for the grid that makes x.
+__device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight, const TensorMap* x_map, int n, int k) {
   const int lane = threadIdx.x % 32;
-  const int steps_k = ceil_div(k, kRecordK);
   // A gated tile has the records of the gate, then those of the up projection that belong to them.
   constexpr int kHalf = kRecords / 2;
   const int record = !kGated        ? tile.block_n * kRecords + lane
                      : lane < kHalf ? tile.block_n * kHalf + lane
                                     : n / 2 / kRecordColumns + tile.block_n * kHalf + lane - kHalf;
   // The last tile may reach beyond the weight: it reads some record there, and stores nothing of it.
-  const int records = ceil_div(n, kRecordColumns);
-  const uint8_t* source =
-      weight + (static_cast<int64_t>(min(record, records - 1)) * steps_k + tile.step_begin) * kRecordBytes;
+  const int64_t run = min(record, ceil_div(n, kRecordColumns) - 1);
+  const uint8_t* source = weight + (run * ceil_div(k, kRecordK) + tile.step_begin) * kRecordBytes;
 
   auto start_weight = [&](int stage) {
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(tile.full(stage), kWeightBytes + kXBytes);
@@ -146,50 +141,35 @@ __device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight,
     source += kRecordBytes;
   };
   auto start_x = [&](int step, int stage) {
-    if (lane == 0) ptx::cp_async_bulk_tensor_3d(tile.x(stage), x_map, 0, tile.m_begin, step * 2, tile.full(stage));
+    if (kXBytes != 0 && lane == 0) {
+      ptx::cp_async_bulk_tensor_3d(tile.x(stage), x_map, 0, tile.m_begin, (tile.step_begin + step) * 2,
+                                   tile.full(stage));
+    }
   };
 
-  if (lane == 0) {
-    ptx::prefetch_tensormap(x_map);
-#pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
-      ptx::mbarrier_init(tile.full(stage), 1);
-      ptx::mbarrier_init(tile.empty(stage), kTeamWarps);
-    }
-    ptx::fence_mbarrier_init();
+  if (kXBytes != 0 && lane == 0) ptx::prefetch_tensormap(x_map);
+  for (int stage = lane; stage < kStages; stage += 32) {
+    ptx::mbarrier_init(tile.full(stage), 1);
+    ptx::mbarrier_init(tile.empty(stage), kTeamWarps);
   }
+  ptx::fence_mbarrier_init();
   __syncwarp();
-  const int steps = tile.step_end - tile.step_begin;
-  const int ahead = min(steps, kStages);
+  const int ahead = min(tile.steps(), kStages);
   for (int stage = 0; stage < ahead; ++stage) start_weight(stage);
-  synchronize();
+  synchronize_cluster();
   ptx::griddepcontrol_launch_dependents();
-  ptx::griddepcontrol_wait();
-  for (int stage = 0; stage < ahead; ++stage) start_x(tile.step_begin + stage, stage);
+  if constexpr (kXBytes != 0) {
+    ptx::griddepcontrol_wait();
+    for (int stage = 0; stage < ahead; ++stage) start_x(stage, stage);
+  }
   Position at{0, 0};
-  for (int step = tile.step_begin + ahead; step < tile.step_end; ++step) {
+  for (int step = ahead; step < tile.steps(); ++step) {
     wait(tile.empty(at.stage), at.parity);
     start_weight(at.stage);
     start_x(step, at.stage);
     at.advance(1);
   }
-}
-
-// A lane's scales and zero points of one group: columns g and g + 8 of a tile of 16.
-struct Group {
-  float scales[2];
-  uint32_t zeros[2];
-};
-
-__device__ __forceinline__ Group load_group(const uint8_t* tile_group, int g) {
-  const uint32_t pair = reinterpret_cast<const uint32_t*>(tile_group)[g];
-  const uint32_t zeros = kZeros == Zeros::kPacked ? reinterpret_cast<const uint16_t*>(tile_group + 32)[g] : 0x0808u;
-  Group group;
-  group.scales[0] = to_float(SCALE{static_cast<uint16_t>(pair)}) * RepackedCodes<X>::kUnit;
-  group.scales[1] = to_float(SCALE{static_cast<uint16_t>(pair >> 16)}) * RepackedCodes<X>::kUnit;
-  group.zeros[0] = RepackedCodes<X>::template zero<0>(zeros);
-  group.zeros[1] = RepackedCodes<X>::template zero<1>(zeros);
-  return group;
+  __syncwarp();
 }
 
 // A team's sums of 16 columns from `column` on and 8 rows from `row` on, to the owner of these rows. c as in
@@ -251,8 +231,7 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shar
   }
 }
 
-// The whole kernel. `consume(tile, team)` adds up a team's part of K and pushes its sums through the function it is
-// given.
+// The whole kernel: `consume(tile, shared)` adds up a team's part of K, `push(tile)` pushes its sums.
 template <class Consume, class Push>
 __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
                                          const TensorMap* x_map, int m, int n, int k, int ldr, int ldy, float low,
@@ -261,15 +240,17 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
   const Tile tile = begin_tile(shared, k);
   const int warp = threadIdx.x / 32;
   const bool consumer = warp < kConsumerWarps;
-  if (!consumer) {
-    produce(tile, weight, x_map, n, k, synchronize_cluster);
-  } else {
+  if (consumer) {
     synchronize_cluster();
     ptx::griddepcontrol_launch_dependents();
     consume(tile, shared);
+    __syncwarp();
+  } else {
+    produce(tile, weight, x_map, n, k);
   }
   if constexpr (kSplits == 1) __syncthreads();
   if (consumer) push(tile);
   synchronize_cluster();
+  if constexpr (kHasResidual) ptx::griddepcontrol_wait();
   store_tile(tile, shared, bias, residual, y, m, n, ldr, ldy, low, high);
 }

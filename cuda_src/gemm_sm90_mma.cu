@@ -2,9 +2,13 @@
 // The matrix product of gemm_sm90.cuh by mma m16n8k16, for few rows: below 16 rows of x wgmma takes as long as for 16,
 // and a warp that needs no other can have a part of K of its own.
 //
+//   x  X [m, k], row stride ldx values; rows start at multiples of 16 bytes
+//
 // sm_90. A team is one warp a record: it makes 32 columns of the block's tile for all BLOCK_M rows. Codes minus zero
 // points enter exactly; the float32 sums over a group are multiplied by its scale.
 #include "gemm_sm90.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 
@@ -12,79 +16,126 @@ static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_mma needs sm_90");
 
 constexpr int kTilesM = kBlockM / 8;
 constexpr int kTilesN = 2;
+constexpr int kXRows = X_ROWS;      // of x in shared memory: a power of two
+constexpr int kXStages = X_STAGES;  // steps of x that a team has there
+constexpr int kXStageBytes = kXRows * kRecordK * 2;
 
+static_assert(kXBytes == 0 && kXRingBytes == kTeams * kXStages * kXStageBytes, "teams bring x themselves");
+static_assert(kXRows <= kBlockM, "a tile has no more rows of x");
+static_assert(kTeams < 16, "there are 16 barriers, one is that of the block");
 static_assert(kTeamWarps == kRecords, "a warp makes the columns of a record");
 
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (Codes<X>::kMagic == Codes<half_t>::kMagic) {
+    ptx::mma_m16n8k16_f16(c, a, b0, b1);
+  } else {
+    ptx::mma_m16n8k16_bf16(c, a, b0, b1);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
-                  const __grid_constant__ TensorMap x_map, int m, int n, int k, int ldr, int ldy, float low,
-                  float high) {
+    gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const X* x, int m, int n, int k,
+                  int ldr, int ldy, int ldx, float low, float high) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int team = warp / kTeamWarps;
   float sums[kTilesN][kTilesM][4] = {};
 
   auto consume = [&](const Tile& tile, const uint8_t* shared) {
+    // 16 bytes of x a lane: unit u of row r lies at u ^ (r % 8), so that ldmatrix meets no bank twice. Without the
+    // tensor copy engine x is there sooner, and few rows need few copies.
+    const uint32_t x_ring = tile.shared_begin + team * kXStages * kXStageBytes;
+    auto start_x = [&](int step, int stage) {
+      const int k_begin = (tile.step_begin + step) * kRecordK;
+#pragma unroll
+      for (int index = threadIdx.x % (kTeamWarps * 32); index < kXRows * 16; index += kTeamWarps * 32) {
+        const int row = index / 16;
+        const int unit = index % 16;
+        const bool valid = step < tile.steps() && tile.m_begin + row < m && k_begin + unit * 8 < k;
+        const X* source = valid ? x + static_cast<int64_t>(tile.m_begin + row) * ldx + k_begin + unit * 8 : x;
+        ptx::cp_async_16(x_ring + stage * kXStageBytes + (row * 16 + (unit ^ (row % 8))) * 16, source, valid ? 16 : 0);
+      }
+      ptx::cp_async_commit_group();
+    };
+    auto synchronize_team = [&] {
+      if constexpr (kTeamWarps == 1) {
+        __syncwarp();
+      } else {
+        ptx::barrier_sync(team + 1, kTeamWarps * 32);
+      }
+    };
+    ptx::griddepcontrol_wait();
+#pragma unroll
+    for (int stage = 0; stage < kXStages - 1; ++stage) start_x(team + stage * kTeams, stage);
+
     Position at{team, 0};
-    for (int step = tile.step_begin + team; step < tile.step_end; step += kTeams) {
+    int x_stage = 0;
+    for (int step = team; step < tile.steps(); step += kTeams) {
       wait(tile.full(at.stage), at.parity);
       const uint8_t* record = shared + kWeightBegin + at.stage * kWeightBytes + warp % kTeamWarps * kRecordBytes;
-      Group groups[kTilesN];
-      float parts[kTilesN][kTilesM][4] = {};
+      // What does not need x comes first: it is there before x is.
+      Vector<uint32_t, 4> words[2][kTilesN];
 #pragma unroll
-      for (int k64 = 0; k64 < 2; ++k64) {
-        Vector<uint32_t, 4> words[kTilesN];
+      for (int index = 0; index < 2 * kTilesN; ++index) {
+        words[index / kTilesN][index % kTilesN] =
+            reinterpret_cast<const Vector<uint32_t, 4>*>(record)[index * 32 + lane];
+      }
+      Group groups[kGroups][kTilesN];
 #pragma unroll
-        for (int i = 0; i < kTilesN; ++i) {
-          words[i] = reinterpret_cast<const Vector<uint32_t, 4>*>(record)[(k64 * 2 + i) * 32 + lane];
-        }
+      for (int part = 0; part < kGroups; ++part) {
 #pragma unroll
-        for (int k32 = 0; k32 < 2; ++k32) {
-          const int part = (k64 * 2 + k32) * kGroups / 4;
-          if ((k64 * 2 + k32) * kGroups % 4 == 0) {
+        for (int i = 0; i < kTilesN; ++i) groups[part][i] = Group::load(record, part, i, lane / 4);
+      }
+      ptx::cp_async_wait_group<kXStages - 2>();
+      synchronize_team();
+      // The stage that was read last is free now.
+      start_x(step + (kXStages - 1) * kTeams, x_stage == 0 ? kXStages - 1 : x_stage - 1);
+      const uint32_t x_begin = x_ring + x_stage * kXStageBytes;
+      x_stage = x_stage + 1 == kXStages ? 0 : x_stage + 1;
+
 #pragma unroll
-            for (int i = 0; i < kTilesN; ++i) {
-              groups[i] = load_group(record + kCodeBytes + part * kGroupBytes + i * kTileGroupBytes, lane / 4);
-            }
-          }
+      for (int part = 0; part < kGroups; ++part) {
+        float parts[kTilesN][kTilesM][4] = {};
+        float x_sums[kTilesM][4] = {};
+#pragma unroll
+        for (int k32 = part * 4 / kGroups; k32 < (part + 1) * 4 / kGroups; ++k32) {
           uint32_t a[2][kTilesN][4];
 #pragma unroll
           for (int k16 = 0; k16 < 2; ++k16) {
 #pragma unroll
             for (int i = 0; i < kTilesN; ++i) {
-              RepackedCodes<X>::convert(a[k16][i], words[i].values[k32 * 2 + k16], groups[i].zeros);
+              RawCodes<X>::convert(a[k16][i], words[k32 / 2][i].values[k32 % 2 * 2 + k16]);
             }
           }
 #pragma unroll
           for (int j = 0; j < kTilesM; ++j) {
-            // Four matrices of 8 rows and 8 k: those of two steps of 16 k.
+            // Four matrices of 8 rows and 8 k: those of two steps of 16 k. Rows that x does not have repeat its last
+            // one and give columns of the product that nobody stores.
             const int unit = k32 * 4 + lane / 8;
-            const int row = j * 8 + lane % 8;
+            const int row = min(j * 8 + lane % 8, kXRows - 1);
             uint32_t b[4];
-            ptx::ldmatrix_x4(b, tile.x(at.stage) + k64 * kXHalfBytes + row * 128 + (unit ^ (row % 8)) * 16);
+            ptx::ldmatrix_x4(b, x_begin + (row * 16 + (unit ^ (row % 8))) * 16);
 #pragma unroll
             for (int k16 = 0; k16 < 2; ++k16) {
+              constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne,
+                                             RawCodes<X>::kOne};
+              mma(x_sums[j], kOnes, b[k16 * 2], b[k16 * 2 + 1]);
 #pragma unroll
-              for (int i = 0; i < kTilesN; ++i) {
-                if constexpr (Codes<X>::kMagic == Codes<half_t>::kMagic) {
-                  ptx::mma_m16n8k16_f16(parts[i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
-                } else {
-                  ptx::mma_m16n8k16_bf16(parts[i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
-                }
-              }
+              for (int i = 0; i < kTilesN; ++i) mma(parts[i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
             }
           }
-          if ((k64 * 2 + k32 + 1) * kGroups % 4 == 0) {
+        }
 #pragma unroll
-            for (int i = 0; i < kTilesN; ++i) {
+        for (int i = 0; i < kTilesN; ++i) {
 #pragma unroll
-              for (int j = 0; j < kTilesM; ++j) {
+          for (int v = 0; v < 4; ++v) {
+            const float unit = RawCodes<X>::kUnits[v / 2];
+            const float scale = groups[part][i].scale(v / 2) * unit;
+            const float zero = (groups[part][i].zero(v / 2) + RawCodes<X>::kOffset) / -unit;
 #pragma unroll
-                for (int v = 0; v < 4; ++v) {
-                  sums[i][j][v] = fmaf(parts[i][j][v], groups[i].scales[v / 2], sums[i][j][v]);
-                  parts[i][j][v] = 0.0f;
-                }
-              }
+            for (int j = 0; j < kTilesM; ++j) {
+              const float difference = fmaf(zero, x_sums[j][v], parts[i][j][v]);
+              sums[i][j][v] = fmaf(difference, scale, sums[i][j][v]);
             }
           }
         }
@@ -93,6 +144,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) ptx::mbarrier_arrive(tile.empty(at.stage));
       at.advance(kTeams);
     }
+    // Copies beyond the last step write zeros, where the sums may come to lie.
+    ptx::cp_async_wait_group<0>();
   };
   auto push = [&](const Tile& tile) {
 #pragma unroll
@@ -103,5 +156,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   };
-  run_tile(weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, consume, push);
+  run_tile(weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, consume, push);
 }

@@ -30,12 +30,28 @@ constexpr int kRecordBytes = kCodeBytes + kGroups * kGroupBytes;
 static_assert(kZeros != Zeros::kOffset, "offsets cannot be repacked");
 static_assert(sizeof(SCALE) == 2, "scales are 16-bit values");
 
-// Codes to the registers of operand A: (q - z) / kUnit, exactly.
+// A lane's scales and zero points of one group: columns g and g + 8 of a tile of 16.
+struct Group {
+  uint32_t scales;  // two SCALE
+  uint32_t zeros;   // two bytes
+
+  static __device__ __forceinline__ Group load(const uint8_t* record, int index, int tile, int g) {
+    const uint8_t* source = record + kCodeBytes + index * kGroupBytes + tile * kTileGroupBytes;
+    const uint32_t zeros = kZeros == Zeros::kPacked ? reinterpret_cast<const uint16_t*>(source + 32)[g] : 0x0808u;
+    return {reinterpret_cast<const uint32_t*>(source)[g], zeros};
+  }
+  __device__ __forceinline__ float scale(int column) const {
+    return to_float(SCALE{static_cast<uint16_t>(scales >> (16 * column))});
+  }
+  __device__ __forceinline__ float zero(int column) const { return static_cast<float>((zeros >> (8 * column)) & 255u); }
+};
+
+// Codes to the registers of operand A as (q - z) / kUnit, exactly.
 template <class T>
-struct RepackedCodes;
+struct ExactCodes;
 
 template <>
-struct RepackedCodes<half_t> {
+struct ExactCodes<half_t> {
   // Four bits alone are a subnormal number: q * 2^-24 in the lowest bits, q * 2^-20 four bits higher. One multiply-add
   // brings them to q * 2^-9 and subtracts the zero point.
   static constexpr float kUnit = 512.0f;
@@ -59,7 +75,7 @@ struct RepackedCodes<half_t> {
 };
 
 template <>
-struct RepackedCodes<bfloat16_t> {
+struct ExactCodes<bfloat16_t> {
   // bfloat16 has no room for the shifted bits, and its subnormals are too small: 128 + q - (128 + z), see int4.cuh.
   static constexpr float kUnit = 1.0f;
 
@@ -71,5 +87,39 @@ struct RepackedCodes<bfloat16_t> {
   static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word, const uint32_t (&zeros)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = Codes<bfloat16_t>::low(word >> (4 * i), zeros[i % 2]);
+  }
+};
+
+// Codes to the registers of operand A by masks alone, as kOffset + q in units of 1 / kUnits of their row (g, g + 8).
+// The zero point is subtracted from the sums, in float32: sum x (offset + q) - (offset + z) sum x, where the second sum
+// is a product with kOne. What cancels is exact but for the float32 sums themselves.
+template <class T>
+struct RawCodes;
+
+template <>
+struct RawCodes<half_t> {
+  // Subnormal numbers, which tensor cores take as they are.
+  static constexpr float kOffset = 0.0f;
+  static constexpr float kUnits[2] = {16777216.0f, 1048576.0f};
+  static constexpr uint32_t kOne = 0x3c003c00u;
+
+  static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) {
+    const uint32_t upper = word >> 8;
+    a[0] = word & 0x000f000fu;
+    a[1] = word & 0x00f000f0u;
+    a[2] = upper & 0x000f000fu;
+    a[3] = upper & 0x00f000f0u;
+  }
+};
+
+template <>
+struct RawCodes<bfloat16_t> {
+  static constexpr float kOffset = 128.0f;
+  static constexpr float kUnits[2] = {1.0f, 1.0f};
+  static constexpr uint32_t kOne = 0x3f803f80u;
+
+  static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = ptx::lop3_and_or(word >> (4 * i), 0x000f000fu, Codes<bfloat16_t>::kMagic);
   }
 };

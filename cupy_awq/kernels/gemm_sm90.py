@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ import numpy as np
 from cupy_awq.device import Device
 from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
 from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K, Repacking
-from cupy_awq.launch_plan import Kernel, LaunchPlan, TensorMap
+from cupy_awq.launch_plan import Argument, Kernel, LaunchPlan, TensorMap
 
 WGMMA, MMA = "gemm_sm90", "gemm_sm90_mma"
 MAX_BLOCK_M = 128
@@ -28,8 +29,8 @@ def layout(problem: Problem) -> Repacking:
 class GemmSm90Config:
     """``splits`` blocks of a cluster make a tile of ``block_m`` rows and ``records`` times 32 columns.
 
-    In each block ``teams`` teams of warps take turns at ``stages`` stages of 128 k. By wgmma (``name``) a warpgroup
-    makes ``tiles`` times 64 columns; by mma a warp makes 32.
+    In each block ``teams`` teams of warps take turns at ``stages`` steps of 128 k. By wgmma (``name``) a warpgroup
+    makes ``tiles`` times 64 columns; by mma a warp makes 32, and a team keeps ``x_stages`` steps of ``x_rows`` rows.
     """
 
     name: str
@@ -39,6 +40,8 @@ class GemmSm90Config:
     teams: int
     stages: int
     splits: int
+    x_rows: int = 0
+    x_stages: int = 0
 
     @property
     def team_warps(self) -> int:
@@ -52,10 +55,16 @@ class GemmSm90Config:
     def block_n(self) -> int:
         return self.records * RECORD_COLUMNS
 
+    @property
+    def x_ring_bytes(self) -> int:
+        if self.name == MMA:
+            return self.teams * self.x_stages * self.x_rows * RECORD_K * 2
+        return self.stages * self.block_m * RECORD_K * 2
+
     def shared_bytes(self, problem: Problem) -> int:
-        stage = 2 * RECORD_K * self.block_m + self.records * layout(problem).record_bytes + 16
+        staged = self.x_ring_bytes + self.stages * (self.records * layout(problem).record_bytes + 16)
         sums = self.teams * self.block_m * (self.block_n + 4) * 4
-        return max(self.stages * stage, sums) if self.splits == 1 else self.stages * stage + sums
+        return max(staged, sums) if self.splits == 1 else staged + sums
 
     def grid(self, problem: Problem) -> tuple[int, int, int]:
         return ceil_div(problem.n, self.block_n) * self.splits, ceil_div(problem.m, self.block_m), 1
@@ -72,30 +81,33 @@ class GemmSm90Config:
             ("TEAM_WARPS", self.team_warps),
             ("STAGES", self.stages),
             ("SPLITS", self.splits),
+            ("X_BYTES", 0 if self.name == MMA else self.block_m * RECORD_K * 2),
+            ("X_RING_BYTES", self.x_ring_bytes),
         )
-        if self.name == WGMMA:
-            defines += (("WARPGROUPS", self.team_warps // 4), ("TILES", self.tiles))
         strides = problem.row_strides
-        itemsize = ITEMSIZE[problem.dtype]
-        x_map = TensorMap(
-            "x",
-            problem.dtype,
-            dims=(64, problem.m, problem.k // 64),
-            strides=(strides.x * itemsize, 64 * itemsize),
-            box=(64, self.block_m, 2),
-            swizzle=128,
-        )
-        sizes = (problem.m, problem.n, problem.k, strides.residual, strides.y)
+        sizes: tuple[int, ...] = (problem.m, problem.n, problem.k, strides.residual, strides.y)
+        x: Argument
+        if self.name == MMA:
+            defines += (("X_ROWS", self.x_rows), ("X_STAGES", self.x_stages))
+            x = "x"
+            sizes += (strides.x,)
+        else:
+            defines += (("WARPGROUPS", self.team_warps // 4), ("TILES", self.tiles))
+            itemsize = ITEMSIZE[problem.dtype]
+            x = TensorMap(
+                "x",
+                problem.dtype,
+                dims=(64, problem.m, problem.k // 64),
+                strides=(strides.x * itemsize, 64 * itemsize),
+                box=(64, self.block_m, 2),
+                swizzle=128,
+            )
+        scalars = (*(np.int32(size) for size in sizes), *(np.float32(limit) for limit in problem.limits))
         return LaunchPlan(
             Kernel(f"{self.name}.cu", self.name, defines, device.target),
             self.grid(problem),
             (self.threads, 1, 1),
-            (
-                *("weight", "bias", "residual", "y"),
-                x_map,
-                *(np.int32(size) for size in sizes),
-                *(np.float32(limit) for limit in problem.limits),
-            ),
+            ("weight", "bias", "residual", "y", x, *scalars),
             self.shared_bytes(problem),
             cluster=(self.splits, 1, 1),
             dependent=True,
@@ -137,24 +149,24 @@ class GemmSm90:
 
 def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
     steps = ceil_div(problem.k, RECORD_K)
+    power = 1 << (problem.m - 1).bit_length()
     if problem.m <= MMA_MAX_ROWS:
-        block_m = 8 if problem.m <= 8 else 16
         for records in (1, 2, 3, 4, 6, 7, 8):
             for splits in (1, 2):
                 teams = max(1, min(8 // records, steps // splits))
-                yield from _staged(GemmSm90Config(MMA, block_m, records, 1, teams, 0, splits), problem, device)
-    smallest = 16 if problem.m <= 16 else 1 << (problem.m - 1).bit_length()
-    block_m = min(smallest, MAX_BLOCK_M)
-    for tiles in (1, 2):
-        for warpgroups in (1, 2, 3, 4, 6, 7):
-            for teams in (1, 2, 3, 4):
-                for splits in (1, 2, 4):
-                    if teams * splits > steps:
-                        continue
-                    config = GemmSm90Config(WGMMA, block_m, warpgroups * tiles * 2, tiles, teams, 0, splits)
-                    # Sums, parts, the operand of a group and about 40 more.
-                    if (block_m * (tiles + 1) / 2 + 72) * config.threads <= REGISTERS:
-                        yield from _staged(config, problem, device)
+                for x_stages in (2, 4):
+                    config = GemmSm90Config(MMA, max(8, power), records, 1, teams, 0, splits, power, x_stages)
+                    yield from _staged(config, problem, device)
+    for block_m in (16, 32, 64, 128):
+        if block_m > max(16, power) or block_m < min(max(16, power), 64):
+            continue
+        for tiles, warpgroups, teams, splits in itertools.product((1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2, 4)):
+            config = GemmSm90Config(WGMMA, block_m, warpgroups * tiles * 2, tiles, teams, 0, splits)
+            # Sums, parts, the operand of a group and about 40 more; warps are dealt to four schedulers.
+            registers = block_m * (tiles + 1) // 2 + 72
+            warps = ceil_div(config.threads // 32, 4) * 4
+            if teams * splits <= steps and registers * warps * 32 <= REGISTERS:
+                yield from _staged(config, problem, device)
 
 
 def _staged(config: GemmSm90Config, problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
