@@ -32,8 +32,8 @@ EVERYONE = 0xFFFFFFFF
 class Machine:
     """Blocks ``first`` .. ``first + blocks - 1`` of a grid, all resident, with their registers and memories.
 
-    Threads are numbered block after block, each block padded to whole warps (or warpgroups). A value that is equal in all threads may
-    be held as a scalar.
+    Threads are numbered block after block, each block padded to whole warps (or warpgroups). A value that is
+    equal in all threads may be held as a scalar.
     """
 
     def __init__(
