@@ -52,7 +52,9 @@ constexpr int kPartSums = kOwnedRows * kSumStride;
 
 static_assert(kBlockM % 8 == 0, "tensor cores take 8 rows of x at a time");
 static_assert(kBlockM % kSplits == 0, "every block of a cluster owns as many rows");
-static_assert(kTeams <= kStages, "teams work on different stages");
+// Copies land in any order. A team that came early to a stage which another team had not even found full would take the
+// parity of the phase before that for its own.
+static_assert(kStages % kTeams == 0, "a stage belongs to one team");
 static_assert(kRecords <= 32, "each lane of the producer copies one record");
 static_assert(!kGated || kRecords % 2 == 0, "the gate takes half of the records");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
@@ -172,7 +174,7 @@ __device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight,
   __syncwarp();
 }
 
-// A team's sums of 16 columns from `column` on and 8 rows from `row` on, to the owner of these rows. c as in
+// A team's sums of 16 columns from `column` on and 8 rows from `row` on, to the owner of these rows; c as in
 // ptx/mma.cuh.
 __device__ __forceinline__ void push_sums(const Tile& tile, int team, int row, int column, const float (&c)[4]) {
   const int lane = threadIdx.x % 32;
@@ -180,11 +182,17 @@ __device__ __forceinline__ void push_sums(const Tile& tile, int team, int row, i
   for (int odd = 0; odd < 2; ++odd) {
     const int my_row = row + lane % 4 * 2 + odd;
     const int slot = tile.split * kTeams + team;
-    const uint32_t address =
-        tile.shared_begin + kSumsBegin + (slot * kPartSums + my_row % kOwnedRows * kSumStride + column + lane / 4) * 4;
-    const uint32_t owner = kSplits == 1 ? address : ptx::mapa(address, my_row / kOwnedRows);
-    ptx::st_shared_cluster(owner, c[odd]);
-    ptx::st_shared_cluster(owner + 32, c[2 + odd]);
+    const int index = slot * kPartSums + my_row % kOwnedRows * kSumStride + column + lane / 4;
+    if constexpr (kSplits == 1) {
+      extern __shared__ __align__(1024) uint8_t shared[];
+      float* sums = reinterpret_cast<float*>(shared + kSumsBegin) + index;
+      sums[0] = c[odd];
+      sums[8] = c[2 + odd];
+    } else {
+      const uint32_t owner = ptx::mapa(tile.shared_begin + kSumsBegin + index * 4, my_row / kOwnedRows);
+      ptx::st_shared_cluster(owner, c[odd]);
+      ptx::st_shared_cluster(owner + 32, c[2 + odd]);
+    }
   }
 }
 

@@ -22,7 +22,7 @@ constexpr int kXStageBytes = kXRows * kRecordK * 2;
 
 static_assert(kXBytes == 0 && kXRingBytes == kTeams * kXStages * kXStageBytes, "teams bring x themselves");
 static_assert(kXRows <= kBlockM, "a tile has no more rows of x");
-static_assert(kTeams < 16, "there are 16 barriers, one is that of the block");
+static_assert(kTeamWarps == 1 || kTeams < 16, "there are 16 barriers, one is that of the block");
 static_assert(kTeamWarps == kRecords, "a warp makes the columns of a record");
 
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -45,28 +45,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // 16 bytes of x a lane: unit u of row r lies at u ^ (r % 8), so that ldmatrix meets no bank twice. Without the
     // tensor copy engine x is there sooner, and few rows need few copies.
     const uint32_t x_ring = tile.shared_begin + team * kXStages * kXStageBytes;
-    auto start_x = [&](int step, int stage) {
-      const int k_begin = (tile.step_begin + step) * kRecordK;
+    constexpr int kTeamThreads = kTeamWarps * 32;
+    constexpr int kRowsAtOnce = kTeamThreads / 16;
+    const int thread = threadIdx.x % kTeamThreads;
+    const int rows = m - tile.m_begin;
+    const int k_end = min(k, tile.step_end * kRecordK);
+    int k_next = (tile.step_begin + team) * kRecordK + thread % 16 * 8;
+    const X* source = x + static_cast<int64_t>(tile.m_begin + thread / 16) * ldx + k_next;
+    auto start_x = [&](int stage) {
 #pragma unroll
-      for (int index = threadIdx.x % (kTeamWarps * 32); index < kXRows * 16; index += kTeamWarps * 32) {
-        const int row = index / 16;
-        const int unit = index % 16;
-        const bool valid = step < tile.steps() && tile.m_begin + row < m && k_begin + unit * 8 < k;
-        const X* source = valid ? x + static_cast<int64_t>(tile.m_begin + row) * ldx + k_begin + unit * 8 : x;
-        ptx::cp_async_16(x_ring + stage * kXStageBytes + (row * 16 + (unit ^ (row % 8))) * 16, source, valid ? 16 : 0);
+      for (int begin = 0; begin < kXRows; begin += kRowsAtOnce) {
+        const int row = begin + thread / 16;
+        if (kXRows % kRowsAtOnce != 0 && row >= kXRows) break;
+        const bool valid = row < rows && k_next < k_end;
+        const uint32_t target = x_ring + stage * kXStageBytes + (row * 16 + (thread % 16 ^ (row % 8))) * 16;
+        ptx::cp_async_16(target, source + static_cast<int64_t>(begin) * ldx, valid ? 16 : 0);
       }
       ptx::cp_async_commit_group();
+      source += kTeams * kRecordK;
+      k_next += kTeams * kRecordK;
     };
     auto synchronize_team = [&] {
       if constexpr (kTeamWarps == 1) {
         __syncwarp();
       } else {
-        ptx::barrier_sync(team + 1, kTeamWarps * 32);
+        ptx::barrier_sync(team + 1, kTeamThreads);
       }
     };
     ptx::griddepcontrol_wait();
 #pragma unroll
-    for (int stage = 0; stage < kXStages - 1; ++stage) start_x(team + stage * kTeams, stage);
+    for (int stage = 0; stage < kXStages - 1; ++stage) start_x(stage);
 
     Position at{team, 0};
     int x_stage = 0;
@@ -89,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ptx::cp_async_wait_group<kXStages - 2>();
       synchronize_team();
       // The stage that was read last is free now.
-      start_x(step + (kXStages - 1) * kTeams, x_stage == 0 ? kXStages - 1 : x_stage - 1);
+      start_x(x_stage == 0 ? kXStages - 1 : x_stage - 1);
       const uint32_t x_begin = x_ring + x_stage * kXStageBytes;
       x_stage = x_stage + 1 == kXStages ? 0 : x_stage + 1;
 

@@ -151,12 +151,10 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
     steps = ceil_div(problem.k, RECORD_K)
     power = 1 << (problem.m - 1).bit_length()
     if problem.m <= MMA_MAX_ROWS:
-        for records in (1, 2, 3, 4, 6, 7, 8):
-            for splits in (1, 2):
-                teams = max(1, min(8 // records, steps // splits))
-                for x_stages in (2, 4):
-                    config = GemmSm90Config(MMA, max(8, power), records, 1, teams, 0, splits, power, x_stages)
-                    yield from _staged(config, problem, device)
+        for records, splits, warps, x_stages in itertools.product((1, 2, 3, 4, 6, 7, 8), (1, 2), (8, 15), (2, 4)):
+            teams = max(1, min(warps // records, steps // splits))
+            config = GemmSm90Config(MMA, max(8, power), records, 1, teams, 0, splits, power, x_stages)
+            yield from _staged(config, problem, device)
     for block_m in (16, 32, 64, 128):
         if block_m > max(16, power) or block_m < min(max(16, power), 64):
             continue
@@ -172,7 +170,10 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
 def _staged(config: GemmSm90Config, problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
     """The configuration with as many stages as let one block, or two, live on a multiprocessor."""
     steps = ceil_div(ceil_div(problem.k, RECORD_K), config.splits)
-    counts = [replace(config, stages=stages) for stages in range(max(2, config.teams), max(3, steps + 1))]
+    # A stage belongs to one team.
+    enough = ceil_div(steps, config.teams)
+    rounds = range(1 if config.teams > 1 else 2, max(3, enough + 1))
+    counts = [replace(config, stages=each * config.teams) for each in rounds]
     # A block takes 1 KB besides its own.
     for limit in (device.shared_bytes_per_sm // 2 - 1024, device.shared_bytes_per_block):
         fitting = [staged for staged in counts if staged.shared_bytes(problem) <= limit]
