@@ -42,7 +42,7 @@ class AwqLinear:
     array([6., 5.], dtype=float16)
     """
 
-    __slots__ = ("_activation", "_bias", "_prepared", "_splits", "_weight")
+    __slots__ = ("_activation", "_bias", "_fixed", "_prepared", "_splits", "_weight")
 
     def __init__(self, weight: PackedWeight, /, *, bias: Array | None = None, activation: Any = None) -> None:
         if not isinstance(weight, PackedWeight):
@@ -56,6 +56,7 @@ class AwqLinear:
         self._bias = bias
         self._activation = activation
         self._prepared: dict[Any, planning.Prepared] = {}
+        self._fixed = planning.fixed_addresses(weight, bias) if facts.device != check.HOST else ()
 
     @classmethod
     def concatenate(cls, parts: Sequence[AwqLinear | PackedWeight], /, *, activation: Any = None) -> AwqLinear:
@@ -138,29 +139,21 @@ class AwqLinear:
     def __call__(
         self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
     ) -> Array:
-        # A layout holds all that checks and the choice of a kernel depend on: one that was met needs neither.
+        # Layouts hold all that checks and the choice of a kernel depend on: what was met needs neither.
+        key: Any
         try:
             key = gpu.layout(x), gpu.layout(out), gpu.layout(residual), dtype
-        except (AttributeError, ValueError):  # not CuPy's arrays
-            key = None
-        prepared = self._prepared.get(key)
+            prepared = self._prepared.get(key)
+        except (AttributeError, ValueError, TypeError):  # arrays of other libraries, or a dtype that is none
+            key = prepared = None
         if prepared is not None:
-            import cupy
-
-            index = self._weight.facts.device
-            if cupy.cuda.runtime.getDevice() == index:
-                y = cupy.empty(prepared.shape, x.dtype) if out is None else out
-                addresses = x.data.ptr, 0 if residual is None else residual.data.ptr, y.data.ptr
-                if out is None or prepared.may_write(*addresses):
-                    stream = cupy.cuda.get_current_stream().ptr
-                    prepared(*addresses, gpu.workspace(index, stream) if prepared.workspace_bytes else 0, stream)
-                    return y
+            y = prepared.run(x, residual, out, self._fixed)
+            if y is not None:
+                return y
         options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
         y, prepared = planning.multiply(x, self._weight, **options)
         if prepared is not None and key is not None:
-            if len(self._prepared) >= MAX_PREPARED:
-                self._prepared.clear()
-            self._prepared[key] = prepared
+            planning.remember(self._prepared, key, prepared, MAX_PREPARED)
         return y
 
     def plan(

@@ -139,11 +139,6 @@ def row_stride(a: Array | None) -> int:
     return 0 if a is None else int(a.strides[0]) // a.dtype.itemsize
 
 
-def extent(a: Array) -> int:
-    """Bytes from the start of an array with a `row_step` to its end."""
-    return int(((rows(a) - 1) * (row_step(a) or 0) + a.shape[-1]) * a.dtype.itemsize)
-
-
 @functools.lru_cache(maxsize=4096)
 def launcher(plan: LaunchPlan, index: int) -> Launcher:
     """The launcher of a plan on the GPU ``index``, which must be current."""

@@ -11,8 +11,13 @@ from cupy_awq import check, device, select
 from cupy_awq.check import Array
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.ops import gpu
-from cupy_awq.ops.planning import multiply
+from cupy_awq.ops.planning import Prepared, multiply, remember
 from cupy_awq.weight import PackedWeight
+
+MAX_PREPARED = 4096
+"""Layouts of arguments whose launches are kept ready."""
+
+_prepared: dict[Any, Prepared] = {}
 
 
 def gemm(
@@ -74,10 +79,22 @@ def gemm(
     >>> cupy_awq.gemm(x, weight.qweight, weight.scales, weight.qzeros, activation=(-1, 2))[:, 0]
     array([ 2., -1.], dtype=float16)
     """
-    qweight, scales, qzeros = gpu.views(qweight=qweight, scales=scales, qzeros=qzeros)
-    y, _ = multiply(
+    # The layouts hold all that checks and the choice of a kernel depend on: what was met needs neither.
+    arrays = x, qweight, scales, qzeros, bias, residual, out
+    key: Any
+    try:
+        key = *map(gpu.layout, arrays), activation, dtype, kernel, split_k
+        prepared = _prepared.get(key)
+    except (AttributeError, ValueError, TypeError):  # arrays of other libraries, or options that are none
+        key = prepared = None
+    if prepared is not None:
+        y = prepared.run(x, residual, out, tuple(map(gpu.address, (qweight, scales, qzeros, bias))))
+        if y is not None:
+            return y
+    weight = PackedWeight(*gpu.views(qweight=qweight, scales=scales, qzeros=qzeros))
+    y, prepared = multiply(
         x,
-        PackedWeight(qweight, scales, qzeros),
+        weight,
         bias=bias,
         activation=activation,
         residual=residual,
@@ -86,6 +103,8 @@ def gemm(
         kernel=kernel,
         split_k=split_k,
     )
+    if prepared is not None and key is not None:
+        remember(_prepared, key, prepared, MAX_PREPARED)
     return y
 
 

@@ -14,27 +14,18 @@ from cupy_awq.kernels.problem import Problem, Strides
 from cupy_awq.ops import gpu
 from cupy_awq.weight import PackedWeight
 
-CALL = ("x", "residual", "y", "partials", "counters")
-"""Buffers of a launch that each call brings."""
+BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "bias")
+"""What launches can be given: the arrays of a call, its workspace, and what stays from call to call."""
 
 
 class Prepared:
     """A valid product whose kernel is loaded: what remains are addresses and a stream.
 
-    It serves all arrays of the layouts (`gpu.layout`) of those that it is made from.
+    It serves all arrays of the layouts (`gpu.layout`) of those that it is made from, whatever weight they belong to;
+    without an ``out``, contiguous results.
     """
 
-    __slots__ = (
-        "_arrays",
-        "_extents",
-        "_fixed",
-        "_in_place",
-        "_launcher",
-        "_order",
-        "kernel",
-        "shape",
-        "workspace_bytes",
-    )
+    __slots__ = ("_extents", "_in_place", "_index", "_launcher", "_order", "kernel", "shape", "workspace_bytes")
 
     def __init__(
         self,
@@ -43,24 +34,25 @@ class Prepared:
         product: check.Product,
         bias: Array | None,
         residual: Array | None,
-        out: Array,
-        kernel: str | None = None,
-        split_k: int | None = None,
+        out: Array | None,
+        kernel: str | None,
+        split_k: int | None,
     ) -> None:
         qweight, scales, qzeros = weight.qweight, weight.scales, weight.qzeros
         offsets = qzeros if weight.facts.zeros == "float" else None
+        m, n = gpu.rows(x), product.shape[-1]
         steps = Strides(
             x=gpu.row_step(x) or 0,
             qweight=gpu.row_stride(qweight),
             scales=gpu.row_stride(scales),
             qzeros=gpu.row_stride(qzeros),
             residual=0 if residual is None else gpu.row_step(residual) or 0,
-            y=gpu.row_step(out) or 0,
+            y=n if out is None else gpu.row_step(out) or 0,
         )
         problem = problem_of(
             weight,
             product.activation,
-            gpu.rows(x),
+            m,
             product.element,
             bias_dtype=product.bias.name if product.bias else None,
             residual=residual is not None,
@@ -70,31 +62,53 @@ class Prepared:
         )
         choice, self._launcher = gpu.chosen(problem, weight.facts.device, kernel, split_k)
         partials, _ = choice.config.workspace(problem)
-        fixed = {"qweight": qweight, "scales": scales, "qzeros": qzeros, "bias": bias}
-        names = (*CALL, *fixed)
         self.kernel = choice.name
         self.shape = product.shape
         self.workspace_bytes = gpu.COUNTER_BYTES + partials if partials else 0
-        self._fixed = tuple(map(gpu.address, fixed.values()))
-        self._order = operator.itemgetter(*map(names.index, self._launcher.buffers))
-        self._arrays = tuple(fixed.values())  # whose memory the launches read
-        self._extents = gpu.extent(x), 0 if residual is None else gpu.extent(residual), gpu.extent(out)
+        self._index = weight.facts.device
+        self._order = operator.itemgetter(*map(BUFFERS.index, self._launcher.buffers))
+        ends = (steps.x, problem.k), (steps.residual, n if residual is not None else 0), (steps.y, n)
+        self._extents = tuple(((m - 1) * step + row) * x.dtype.itemsize for step, row in ends)
         self._in_place = steps.residual == steps.y
 
-    def __call__(self, x: int, residual: int, y: int, workspace: int, stream: int) -> None:
-        """Launch. Arrays are given by their addresses, 0 for a residual or a workspace that is not needed."""
-        self._launcher(self._order((x, residual, y, workspace + gpu.COUNTER_BYTES, workspace, *self._fixed)), stream)
+    def __call__(self, x: int, residual: int, y: int, fixed: tuple[int, ...], workspace: int, stream: int) -> None:
+        """Launch. Arrays are given by their addresses, 0 for one that is not needed; ``fixed`` are the last four."""
+        self._launcher(self._order((x, residual, y, workspace + gpu.COUNTER_BYTES, workspace, *fixed)), stream)
 
-    def may_write(self, x: int, residual: int, y: int) -> bool:
-        """Whether y does not overlap what is still to be read.
+    def run(self, x: Array, residual: Array | None, out: Array | None, fixed: tuple[int, ...]) -> Array | None:
+        """y, launched on the current stream with its workspace.
 
-        The residual may be y itself: each element is read by the thread that then writes it.
+        None, and nothing done, if another GPU is current, or if out overlaps what is read. It may be the residual: each
+        element is read by the thread that then writes it.
         """
-        x_bytes, residual_bytes, y_bytes = self._extents
-        end = y + y_bytes
-        if x < end and y < x + x_bytes:
-            return False
-        return residual >= end or y >= residual + residual_bytes or (residual == y and self._in_place)
+        import cupy
+
+        index = self._index
+        if cupy.cuda.runtime.getDevice() != index:
+            return None
+        x_begin, residual_begin = x.data.ptr, 0 if residual is None else residual.data.ptr
+        if out is None:
+            y = cupy.empty(self.shape, x.dtype)
+            y_begin = y.data.ptr
+        else:
+            y = out
+            y_begin = y.data.ptr
+            x_bytes, residual_bytes, y_bytes = self._extents
+            y_end = y_begin + y_bytes
+            if x_begin < y_end and y_begin < x_begin + x_bytes:
+                return None
+            met = residual_begin < y_end and y_begin < residual_begin + residual_bytes
+            if met and not (residual_begin == y_begin and self._in_place):
+                return None
+        stream = cupy.cuda.get_current_stream().ptr
+        workspace = gpu.workspace(index, stream) if self.workspace_bytes else 0
+        self(x_begin, residual_begin, y_begin, fixed, workspace, stream)
+        return y
+
+
+def fixed_addresses(weight: PackedWeight, bias: Array | None) -> tuple[int, ...]:
+    """Of what stays from call to call, in the order of BUFFERS."""
+    return tuple(map(gpu.address, (weight.qweight, weight.scales, weight.qzeros, bias)))
 
 
 def problem_of(
@@ -130,9 +144,9 @@ def multiply(
     kernel: str | None = None,
     split_k: int | None = None,
 ) -> tuple[Array, Prepared | None]:
-    """y = activation(x @ W + bias) + residual, and what can launch it again over arrays of the same layouts.
+    """y = activation(x @ W + bias) + residual, and what can make it again from arrays of the same layouts.
 
-    The latter is None on the CPU, for no rows, and where an array must be copied first.
+    The latter is None on the CPU, for no rows, and where an array had to be copied.
     """
     x, bias, residual, out = gpu.views(x=x, bias=bias, residual=residual, out=out)
     product = check.product(x, weight.facts, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype)
@@ -145,27 +159,29 @@ def multiply(
     import cupy
 
     with placement.on(index):
-        y = out if out is not None and gpu.writable_rows(out) else cupy.empty(product.shape, x.dtype)
-        prepared = None
-        if y.size:
-            source = x if gpu.readable_rows(x) else cupy.array(x, order="C")
-            added = residual if residual is None or gpu.row_step(residual) is not None else residual.copy(order="C")
-            prepared = Prepared(source, weight, product, bias, added, y, kernel, split_k)
-            addresses = gpu.address(source), gpu.address(added), gpu.address(y)
-            if y is out and not prepared.may_write(*addresses):
-                y = cupy.empty(product.shape, x.dtype)
-                prepared = Prepared(source, weight, product, bias, added, y, kernel, split_k)
-                addresses = *addresses[:2], gpu.address(y)
-            stream = cupy.cuda.get_current_stream().ptr
-            workspace = gpu.workspace(index, stream) if prepared.workspace_bytes else 0
-            prepared(*addresses, workspace, stream)
-            if source is not x or added is not residual or (out is not None and y is not out):
-                prepared = None
+        if x.size == 0:
+            return cupy.empty(product.shape, x.dtype) if out is None else out, None
+        source = x if gpu.readable_rows(x) else cupy.array(x, order="C")
+        added = residual if residual is None or gpu.row_step(residual) is not None else residual.copy(order="C")
+        target = out if out is not None and gpu.writable_rows(out) else None
+        fixed = fixed_addresses(weight, bias)
+        prepared = Prepared(source, weight, product, bias, added, target, kernel, split_k)
+        y = prepared.run(source, added, target, fixed)
+        if y is None:
+            y = Prepared(source, weight, product, bias, added, None, kernel, split_k).run(source, added, None, fixed)
+        direct = source is x and added is residual and target is out
         if out is None:
-            return y, prepared
-        if y is not out:
+            out = y
+        elif y is not out:
             out[...] = y
-        return out, prepared
+        return out, prepared if direct else None
+
+
+def remember(prepared: dict[Any, Prepared], key: Any, value: Prepared, limit: int) -> None:
+    """Keep what is prepared for a key; a store that is full starts anew, as its entries are soon made again."""
+    if len(prepared) >= limit:
+        prepared.clear()
+    prepared[key] = value
 
 
 def _check_choice(kernel: str | None, split_k: int | None) -> None:
@@ -191,7 +207,17 @@ class Plan:
             before its first use. It can serve one plan after the other.
     """
 
-    __slots__ = ("_layouts", "_memory", "_options", "_prepared", "_weight", "kernel", "shape", "workspace_bytes")
+    __slots__ = (
+        "_fixed",
+        "_layouts",
+        "_memory",
+        "_options",
+        "_prepared",
+        "_weight",
+        "kernel",
+        "shape",
+        "workspace_bytes",
+    )
 
     def __init__(
         self,
@@ -212,13 +238,14 @@ class Plan:
         if out is None:
             out = _empty(product.shape, x.dtype, weight.facts.device)
         if weight.facts.device != HOST:
-            for name, a in (("x", x), ("out", out), ("residual", residual)):
-                if a is not None and not (gpu.writable_rows(a) if a is out else gpu.row_step(a) is not None):
-                    raise ValueError(f"{name} must have contiguous rows at even steps, got strides {a.strides}")
             self.kernel = "none"  # M = 0
             if x.size:
+                for name, a in (("x", x), ("out", out), ("residual", residual)):
+                    if a is not None and not (gpu.writable_rows(a) if a is out else gpu.row_step(a) is not None):
+                        raise ValueError(f"{name} must have contiguous rows at even steps, got strides {a.strides}")
                 self._prepared = Prepared(x, weight, product, options["bias"], residual, out, kernel, split_k)
                 self.kernel, self.workspace_bytes = self._prepared.kernel, self._prepared.workspace_bytes
+            self._fixed = fixed_addresses(weight, options["bias"])
             if self.workspace_bytes:
                 self._memory = gpu.zeroed(self.workspace_bytes)
         self._layouts = self._layout(x), self._layout(out), self._layout(residual)
@@ -251,7 +278,7 @@ class Plan:
             memory = _workspace(workspace, self.workspace_bytes, index)
         stream = cupy.cuda.get_current_stream().ptr
         address = gpu.address
-        self._prepared(address(x), address(residual), address(out), address(memory), stream)
+        self._prepared(address(x), address(residual), address(out), self._fixed, address(memory), stream)
         return out
 
     def _layout(self, a: Array | None) -> Any:

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays known by ``__cuda_array_interface__`` or ``__dlpack__`` alone: no copy, and results as CuPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupy_awq
+from cupy_awq import AwqLinear, PackedWeight
+from cupy_awq.ops import gpu
+from cupy_awq.testing import random_activations, random_weight
+from tests.test_ops import FLOAT16, check_product, nan_like, put, tensors
+
+
+class Interface:
+    """A CuPy array that shows ``__cuda_array_interface__`` and nothing else."""
+
+    def __init__(self, a: Any, read_only: bool = False) -> None:
+        self._interface = dict(a.__cuda_array_interface__)
+        self._interface["data"] = self._interface["data"][0], read_only
+        self._owner = a
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self._interface
+
+
+class DLPack:
+    """A CuPy array that shows the DLPack protocol and nothing else."""
+
+    def __init__(self, a: Any) -> None:
+        self._a = a
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._a.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._a.__dlpack_device__()
+
+
+class OnCpu:
+    """An array of another library in the memory of the CPU."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+def test_other_libraries_arrays_on_the_cpu_are_not_converted_silently() -> None:
+    weight = random_weight(np.random.default_rng(0), 64, 32, 16)
+    for function in (
+        lambda: OnCpu() @ weight,
+        lambda: AwqLinear(weight)(OnCpu()),
+        lambda: cupy_awq.plan(OnCpu(), weight),
+    ):
+        with pytest.raises(TypeError, match=r"^x must be a NumPy or CuPy array, got OnCpu$"):
+            function()
+    with pytest.raises(TypeError, match=r"^words must be a NumPy or CuPy array, got OnCpu$"):
+        cupy_awq.int8_to_fp16(OnCpu())
+
+
+def test_numpy_arrays_and_what_is_none_pass_as_they_are() -> None:
+    arrays = {"x": np.zeros(3), "bias": None, "out": [1.0], "residual": OnCpu()}
+    assert all(a is b for a, b in zip(gpu.views(**arrays), arrays.values(), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("foreign", [Interface, DLPack])
+def test_each_operation_takes_arrays_by_protocol_and_gives_cupys(foreign: Callable[[Any], Any]) -> None:
+    import cupy
+
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, 64, 32, 16)
+    on_gpu = [put(a) for a in tensors(weight)]
+    raw = [foreign(a) for a in on_gpu]
+    x, bias, residual = random_activations(rng, 3, 64), np.ones(32, np.float16), np.ones((3, 32), np.float16)
+    out = nan_like((3, 32), FLOAT16)
+    options = {"bias": foreign(put(bias)), "residual": foreign(put(residual))}
+    y = cupy_awq.gemm(foreign(put(x)), *raw, out=foreign(out), **options)
+    assert isinstance(y, cupy.ndarray)
+    assert y.data.ptr == out.data.ptr
+    check_product(out, x, weight, bias, None, residual)
+    vector = cupy_awq.gemv(foreign(put(x[0])), *raw)
+    assert isinstance(vector, cupy.ndarray)
+    check_product(vector, x[:1], weight)
+    w = nan_like((64, 32), FLOAT16)
+    cupy_awq.dequantize(*raw, out=foreign(w))
+    assert w.get().tobytes() == cupy_awq.dequantize(*tensors(weight)).tobytes()
+    codes = nan_like((64, 32), FLOAT16)
+    cupy_awq.dequantize_s4_to_fp16x2(raw[0], out=foreign(codes))
+    np.testing.assert_array_equal(codes.get(), cupy_awq.unpack_int4(weight.qweight))
+
+    layer = AwqLinear(PackedWeight(*on_gpu), bias=foreign(put(bias)))
+    for _ in range(2):
+        out = nan_like((3, 32), FLOAT16)
+        y = layer(foreign(put(x)), out=foreign(out), residual=options["residual"])
+        assert y.data.ptr == out.data.ptr
+        check_product(out, x, weight, bias, None, residual)
+    plan = cupy_awq.plan(foreign(put(x)), PackedWeight(*on_gpu), out=foreign(out))
+    out = nan_like((3, 32), FLOAT16)
+    plan(foreign(put(x)), foreign(out))
+    check_product(out, x, weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("foreign", [Interface, DLPack])
+def test_strides_of_other_libraries_arrays_are_kept(foreign: Callable[[Any], Any]) -> None:
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, 64, 32, 16)
+    x = random_activations(rng, 3, 128)
+    for values, a in ((x[:, 64:], put(x)[:, 64:]), (x[:, ::2], put(x)[:, ::2])):
+        check_product(cupy_awq.gemm(foreign(a), *map(put, tensors(weight))), values, weight)
+
+
+@pytest.mark.gpu
+def test_null_pointers_and_read_only_results_are_refused() -> None:
+    import cupy
+
+    weight = put(random_weight(np.random.default_rng(0), 64, 32, 16))
+    x, out = put(np.zeros((2, 64), np.float16)), put(np.zeros((2, 32), np.float16))
+    interface = {"shape": (2, 64), "typestr": "<f2", "data": (0, False), "version": 3}
+    message = r"^x must be an array in memory, got a SimpleNamespace with a null pointer$"
+    with pytest.raises(ValueError, match=message):
+        cupy_awq.gemm(SimpleNamespace(__cuda_array_interface__=interface), *tensors(weight))
+    with pytest.raises(ValueError, match=r"^out must be writable, got a read-only Interface$"):
+        cupy_awq.gemm(x, *tensors(weight), out=Interface(out, read_only=True))
+    assert cupy_awq.gemm(Interface(x, read_only=True), *tensors(weight)).shape == (2, 32)
+    empty = SimpleNamespace(__cuda_array_interface__=interface | {"shape": (0, 64)})
+    assert cupy_awq.gemm(empty, *tensors(weight)).shape == (0, 32)
+    lying = SimpleNamespace(__cuda_array_interface__={"shape": (2, 64), "data": (x.data.ptr, False), "version": 3})
+    with pytest.raises(TypeError, match=r"^x must be an array that CuPy can view, got SimpleNamespace: "):
+        cupy_awq.gemm(lying, *tensors(weight))
+    message = r"^qweight must be a NumPy or CuPy array, got Interface: cupy\.asarray or cupy\.from_dlpack views it"
+    with pytest.raises(TypeError, match=message):
+        PackedWeight(Interface(weight.qweight), weight.scales, None)
+    assert isinstance(out, cupy.ndarray)
+
+
+@pytest.mark.gpu
+def test_numba_arrays() -> None:
+    cuda = pytest.importorskip("numba.cuda")
+    weight = random_weight(np.random.default_rng(0), 64, 32, 16)
+    x = random_activations(np.random.default_rng(1), 3, 64)
+    out = cuda.to_device(np.full((3, 32), np.nan, np.float16))
+    y = cupy_awq.gemm(cuda.to_device(x), *map(cuda.to_device, tensors(weight)), out=out)
+    assert y.data.ptr == out.__cuda_array_interface__["data"][0]
+    check_product(y, x, weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: np.dtype(dtype).name)
+def test_jax_arrays(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jax = pytest.importorskip("jax")
+    weight = random_weight(np.random.default_rng(0), 64, 32, 16)
+    x = random_activations(np.random.default_rng(1), 3, 64, dtype=dtype)
+    y = cupy_awq.gemm(jax.numpy.asarray(x), *map(jax.numpy.asarray, tensors(weight)))
+    assert y.dtype == dtype
+    check_product(y, x, weight)

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AwqLinear`: layers and concatenated layers, and with the marker ``gpu`` what they keep from call to call."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import threading
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupy_awq
+from cupy_awq import AwqLinear, PackedWeight, linear, placement
+from cupy_awq.testing import random_activations, random_weight
+from tests.test_ops import FLOAT16, ZEROS, check_product, gemm, nan_like, put, tensors
+from tests.test_reference import ACTIVATIONS
+
+BFLOAT16 = ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_a_layer_is_gemm_with_its_bias_and_activation(activation: Any, zeros: str) -> None:
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, 64, 32, 16, zeros=zeros)
+    x, bias = random_activations(rng, 2, 3, 64), rng.standard_normal(32).astype(np.float32)
+    layer = AwqLinear(weight, bias=bias, activation=activation)
+    n = 16 if activation == "swiglu" else 32
+    assert (layer.shape, layer.group_size, layer.splits) == ((64, 32), 16, (n,))
+    assert layer.weight is weight
+    assert layer.bias is bias
+    residual, out = rng.standard_normal((2, 3, n)).astype(np.float16), np.full((2, 3, n), np.nan, np.float16)
+    expected = gemm(x, weight, bias=bias, activation=activation, residual=residual)
+    check_product(expected, x, weight, bias, activation, residual)
+    assert layer(x, residual=residual, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+    y = layer.plan(x, residual=residual)(x, np.empty_like(out), residual=residual)
+    np.testing.assert_array_equal(y, expected)
+    assert layer.kernel_for(6) == "numpy"
+    assert repr(layer) == f"AwqLinear({weight}, bias{'' if activation is None else f', activation={activation!r}'})"
+
+
+def test_a_layer_reads_uint16_as_it_is_told() -> None:
+    weight = random_weight(np.random.default_rng(0), 64, 32, 16)
+    x = random_activations(np.random.default_rng(1), 2, 64, dtype=BFLOAT16)
+    y = AwqLinear(weight)(x.view(np.uint16), dtype="bfloat16")
+    np.testing.assert_array_equal(y.view(BFLOAT16), AwqLinear(weight)(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bias": np.zeros(16, np.float16)}, ValueError, "bias must be [N] = (24,), got shape (16,)"),
+        ({"bias": [0.0] * 24}, TypeError, "bias must be a NumPy or CuPy array, got list"),
+        ({"activation": "elu"}, ValueError, "activation must be relu, "),
+        (
+            {"activation": "swiglu"},
+            ValueError,
+            "N=24 in qweight (half gate, half up, each of whole words) is not a multiple of 16",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_weight_is_named_when_the_layer_is_made(
+    options: Any, error: type[Exception], message: str
+) -> None:
+    weight = random_weight(np.random.default_rng(0), 64, 24, 16)
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        AwqLinear(weight, **options)
+    with pytest.raises(TypeError, match=r"^weight must be a PackedWeight, got ndarray$"):
+        AwqLinear(weight.qweight, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_a_concatenated_layer_makes_what_its_parts_make(zeros: str) -> None:
+    rng = np.random.default_rng(0)
+    weights = [random_weight(rng, 64, n, 16, zeros=zeros) for n in (32, 8, 16)]
+    biases = [rng.standard_normal(32).astype(np.float16), None, rng.standard_normal(16).astype(np.float16)]
+    parts = [AwqLinear(w, bias=b) if i else w for i, (w, b) in enumerate(zip(weights, biases, strict=True))]
+    layer = AwqLinear.concatenate(parts)
+    assert (layer.shape, layer.splits) == ((64, 56), (32, 8, 16))
+    assert layer.bias is not None
+    assert layer.bias.dtype == np.float16
+    x = random_activations(rng, 2, 3, 64)
+    y = layer(x)
+    views = layer.split(y)
+    assert all(np.shares_memory(view, y) for view in views)
+    for view, w, b, i in zip(views, weights, biases, range(3), strict=True):
+        check_product(view, x, w, b if i else None)
+    with pytest.raises(ValueError, match=r"^y must have 56 columns, got shape \(2, 3, 32\)$"):
+        layer.split(views[0])
+
+
+def test_gate_and_up_concatenate_to_a_gated_layer() -> None:
+    rng = np.random.default_rng(0)
+    gate, up = (random_weight(rng, 64, 24, 16) for _ in range(2))
+    x = random_activations(rng, 5, 64)
+    layer = AwqLinear.concatenate([gate, up], activation="swiglu")
+    assert (layer.shape, layer.splits) == ((64, 48), (24,))
+    g, u = (gemm(x.astype(np.float32), weight) for weight in (gate, up))
+    np.testing.assert_allclose(layer(x), g / (1 + np.exp(-g)) * u, rtol=2e-3, atol=1e-4)
+    assert len(layer.split(layer(x))) == 1
+
+
+def test_biases_of_several_types_concatenate_to_float32() -> None:
+    weights = [random_weight(np.random.default_rng(0), 64, 8, 16) for _ in range(3)]
+    biases = [np.full(8, 0.1, np.float32), np.full(8, 1, BFLOAT16), None]
+    layer = AwqLinear.concatenate([AwqLinear(w, bias=b) for w, b in zip(weights, biases, strict=True)])
+    assert layer.bias is not None
+    np.testing.assert_array_equal(layer.bias, np.repeat(np.array([0.1, 1, 0], np.float32), 8))
+    assert AwqLinear.concatenate(weights).bias is None
+
+
+def test_parts_that_cannot_be_concatenated_are_named() -> None:
+    rng = np.random.default_rng(0)
+    first = random_weight(rng, 64, 16, 16)
+
+    def refused(*parts: Any) -> str:
+        with pytest.raises(ValueError, match=r"^parts") as error:
+            AwqLinear.concatenate(parts)
+        return str(error.value)
+
+    assert refused() == "parts must have at least one layer or weight, got none"
+    assert refused(first, random_weight(rng, 32, 16, 16)) == "parts[1] must have k=64 as parts[0] has, got 32"
+    expected = "parts[2] must have group_size=16 as parts[0] has, got 32"
+    assert refused(first, first, random_weight(rng, 64, 16, 32)) == expected
+    other = random_weight(rng, 64, 16, 16, dtype=BFLOAT16)
+    assert refused(first, other) == "parts[1] must have dtype=float16 as parts[0] has, got bfloat16"
+    other = random_weight(rng, 64, 16, 16, zeros="float")
+    assert refused(first, other) == "parts[1] must have zeros=packed as parts[0] has, got float"
+    assert refused(AwqLinear(first, activation="relu")) == "parts[0] must have no activation of its own, got 'relu'"
+    with pytest.raises(TypeError, match=r"^weight must be a PackedWeight, got ndarray$"):
+        AwqLinear.concatenate([first.qweight])  # type: ignore[list-item]
+
+
+def test_copies_and_pickles_of_layers_compute_the_same() -> None:
+    rng = np.random.default_rng(0)
+    weights = [random_weight(rng, 64, n, 16) for n in (16, 8)]
+    layer = AwqLinear.concatenate(
+        [AwqLinear(w, bias=np.ones(w.shape[1], np.float16)) for w in weights], activation="relu"
+    )
+    x = random_activations(rng, 2, 64)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        np.testing.assert_array_equal(twin(x), layer(x))
+        assert (twin.splits, twin.activation) == ((16, 8), "relu")
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "activation", "splits"])
+def test_a_layer_cannot_be_changed_behind_its_back(name: str) -> None:
+    with pytest.raises(AttributeError):
+        setattr(AwqLinear(random_weight(np.random.default_rng(0), 64, 16, 16)), name, None)
+
+
+# ----------------------------------------------------------------------------------------------------------- the GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zeros", ZEROS)
+@pytest.mark.parametrize("m", [1, 16, 100])
+def test_concatenated_layers_on_the_gpu(zeros: str, m: int) -> None:
+    rng = np.random.default_rng(0)
+    for dtype in (np.float16, BFLOAT16):
+        weights = [random_weight(rng, 128, n, 32, zeros=zeros, dtype=dtype) for n in (64, 24, 40)]
+        biases = [rng.standard_normal(64).astype(dtype), None, None]
+        parts = [AwqLinear(put(w), bias=put(b)) for w, b in zip(weights, biases, strict=True)]
+        layer = AwqLinear.concatenate(parts)
+        x = random_activations(rng, m, 128, dtype=dtype)
+        for view, w, b in zip(layer.split(layer(put(x))), weights, biases, strict=True):
+            check_product(view, x, w, b)
+        gated = AwqLinear.concatenate([weights[0], weights[0]], activation="swiglu")
+        on_gpu = AwqLinear.concatenate([put(weights[0])] * 2, activation="swiglu")
+        y = on_gpu(put(x), out=nan_like((m, 64), dtype))
+        check_product(y, x, gated.weight, None, "swiglu")
+
+
+@pytest.mark.gpu
+def test_a_layout_that_was_met_is_launched_without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, 256, 128, 64)
+    layer = AwqLinear(put(weight), activation="gelu")
+    values = [random_activations(rng, 3, 256) for _ in range(4)]
+    outs = [nan_like((3, 128), FLOAT16) for _ in values]
+    assert layer(put(values[0]), out=outs[0]) is outs[0]
+    layer(put(values[0]))
+
+    def checked(*_: Any, **__: Any) -> None:
+        raise AssertionError("a known layout was checked again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(linear.planning, "multiply", checked)
+        for x, out in zip(values, outs, strict=True):
+            assert layer(put(x), out=out) is out
+            check_product(layer(put(x)), x, weight, activation="gelu")
+            check_product(out, x, weight, activation="gelu")
+        for unknown in (put(values[0])[:2], put(values[0]).astype(np.float32), put(values[0]).reshape(1, 3, 256)):
+            with pytest.raises(AssertionError, match="checked again"):
+                layer(unknown)
+    with pytest.raises(ValueError, match=r"^out must have shape \(3, 128\), got \(128, 3\)$"):
+        layer(put(values[0]), out=outs[0].T)
+    with pytest.raises(TypeError, match=r"^out must be float16, got float32$"):
+        layer(put(values[0]), out=outs[0].astype(np.float32))
+
+
+@pytest.mark.gpu
+def test_layouts_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "MAX_PREPARED", 4)
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, 64, 16, 16)
+    layer = AwqLinear(put(weight))
+    for m in range(1, 20):
+        x = random_activations(rng, m, 64)
+        check_product(layer(put(x)), x, weight)
+        assert len(layer._prepared) <= 4
+
+
+@pytest.mark.gpu
+def test_threads_and_streams_share_a_layer() -> None:
+    """Products that split K, each thread on its own stream or on the default one of the thread, all at once."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    weight = put(random_weight(rng, 4096, 256, 128))
+    layer = AwqLinear(weight, bias=put(np.ones(256, np.float16)))
+    values = [random_activations(rng, 1 + i % 3, 4096) for i in range(8)]
+    expected = [AwqLinear(weight, bias=layer.bias)(put(x)).get().tobytes() for x in values]
+    cupy.cuda.Device().synchronize()
+    wrong: list[Any] = []
+    start = threading.Barrier(len(values))
+
+    def work(i: int) -> None:
+        try:
+            stream = cupy.cuda.Stream.ptds if i % 2 else cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                x = put(values[i])
+                stream.synchronize()
+                start.wait()
+                for _ in range(100):
+                    out = cupy.full((len(x), 256), np.nan, np.float16)
+                    if layer(x, out=out).get().tobytes() != expected[i]:
+                        wrong.append(i)
+        except Exception as error:  # shown by the test, not by the thread
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(values))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_used() -> None:
+    """A stream that waits holds the layer's work back until it goes on."""
+    import cupy
+
+    weight = put(random_weight(np.random.default_rng(0), 64, 32, 16))
+    layer, x = AwqLinear(weight), put(np.ones((2, 64), np.float16))
+    expected = layer(x).get()
+    out = nan_like((2, 32), FLOAT16)
+    stream, go = cupy.cuda.Stream(non_blocking=True), threading.Event()
+    cupy.cuda.Device().synchronize()
+    with stream:
+        layer(x, out=out)  # prepared
+        out.fill(np.nan)
+        stream.launch_host_func(lambda _: go.wait(), None)
+        for _ in range(2):
+            layer(x, out=out)
+    with cupy.cuda.Stream(non_blocking=True):
+        before = out.get()
+    go.set()
+    stream.synchronize()
+    assert np.isnan(before).all()
+    np.testing.assert_array_equal(out.get(), expected)
+
+
+@pytest.mark.gpu
+def test_a_layer_works_on_the_device_of_its_weight_whichever_is_current() -> None:
+    """On a machine with one GPU both are the same."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, 256, 64, 64)
+    x = random_activations(rng, 3, 256)
+    for home in range(placement.gpu_count()):
+        with cupy.cuda.Device(home):
+            layer = AwqLinear(put(weight))
+            plan, on_gpu, out = layer.plan((3, 256)), put(x), nan_like((3, 64), FLOAT16)
+        for current in range(placement.gpu_count()):
+            with cupy.cuda.Device(current):
+                for _ in range(2):
+                    y = layer(on_gpu)
+                    assert y.device.id == home
+                    planned = plan(on_gpu, out)
+                    w = cupy_awq.dequantize(*tensors(layer.weight))
+                assert cupy.cuda.runtime.getDevice() == current
+            check_product(y, x, weight)
+            check_product(planned, x, weight)
+            np.testing.assert_array_equal(w.get(), cupy_awq.dequantize(*tensors(weight)))
+
+
+@pytest.mark.gpu
+def test_kernels_are_named_as_they_are_chosen() -> None:
+    weight = put(random_weight(np.random.default_rng(0), 256, 64, 64))
+    for activation in (None, "swiglu"):
+        layer = AwqLinear(weight, activation=activation, bias=put(np.zeros(64, np.float16)))
+        for m in (1, 5, 300):
+            assert layer.kernel_for(m) == layer.plan((m, 256)).kernel
+    assert AwqLinear(weight).kernel_for(300, "float32") == "gemm_simt"
+
+
+@pytest.mark.gpu
+def test_a_captured_layer_replays_with_new_values() -> None:
+    import cupy
+
+    rng = np.random.default_rng(0)
+    weights = [random_weight(rng, 256, 256, 64) for _ in range(2)]
+    first, second = (AwqLinear(put(w), activation="relu") for w in weights)
+    x, middle, out = (put(np.zeros((4, 256), np.float16)) for _ in range(3))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        second(first(x, out=middle), out=out)
+        graph = stream.end_capture()
+        for seed in range(2):
+            values = random_activations(np.random.default_rng(seed), 4, 256)
+            x.set(values)
+            graph.launch()
+            check_product(middle, values, weights[0], activation="relu")
+            check_product(out, middle.get(), weights[1], activation="relu")
+
+
+@pytest.mark.gpu
+def test_copies_of_layers_on_the_gpu_prepare_anew() -> None:
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, 64, 16, 16)
+    layer, x = AwqLinear(put(weight)), random_activations(rng, 2, 64)
+    layer(put(x))
+    twin = copy.deepcopy(layer)
+    assert not twin._prepared
+    assert isinstance(twin.weight, PackedWeight)
+    check_product(twin(put(x)), x, weight)
