@@ -31,7 +31,7 @@ class Barriers:
         self.cluster_arrived = np.zeros(machine.threads, bool)
         self.cluster_ticket = np.full(machine.threads, -1)
         columns = machine.cluster_threads // 32
-        self.cluster_clocks = np.zeros((2, clusters, columns), np.int64)  # what arrivals of the open phase published
+        self.cluster_clocks = np.zeros((3, clusters, columns), np.int64)  # what arrivals of the open phase published
         self.cluster_closed = np.zeros_like(self.cluster_clocks)  # of the last complete phase
 
     def arrive(

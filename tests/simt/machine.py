@@ -70,7 +70,7 @@ class Machine:
         self.registers = {name: np.dtype(kind).type(0) for name, kind in program.registers.items()}
         self._parameters, self.tensor_maps = parameters, maps
         self.memory = Memory(self, shared_bytes, program.local_bytes)
-        self.races = Races(self, program.grain) if races else None
+        self.races = Races(self, program.grains) if races else None
         self.special = self._special_registers(padded, shared_bytes)
         self.barriers = Barriers(self)
         self.async_copies = AsyncCopies(self)
@@ -314,6 +314,11 @@ class Machine:
     def warp_barrier(self, active: Array) -> None:
         if self.races:
             self.races.warp_barrier(active)
+
+    def fence(self, active: Array) -> None:
+        self.progress()
+        if self.races:
+            self.races.fence(active)
 
     def fence_proxy(self, active: Array) -> None:
         if self.races:

@@ -73,7 +73,7 @@ class Mbarriers:
             if not 1 <= wanted < 2**20:
                 machine.fail("invalid", f"mbarrier count {wanted}: expected 1 .. 2**20 - 1", at, here)
             where = np.full(len(here), position)
-            machine.memory.shared.on_write(where, 8, here, at)
+            machine.memory.shared.on_write(machine.memory.shared.buffer, where, 8, here, at)
             machine.memory.shared.mark(where, 8, BARRIER)
             clock = machine.races.nothing_known() if machine.races else None
             self.objects[position] = Mbarrier(wanted, wanted, clock)

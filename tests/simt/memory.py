@@ -28,8 +28,9 @@ BASE_ALIGNMENT = 512
 READY, UNINITIALISED, IN_FLIGHT, BARRIER = 0, 1, 2, 3
 """States of a byte of shared memory."""
 
-PLAIN, ORDERED, TOGETHER = "plain", "ordered", "together"
-"""How an access meets others: as data; as an atomic that races with no other; by a warp as a whole."""
+PLAIN, ORDERED, ATOMIC, TOGETHER = "plain", "ordered", "atomic", "together"
+"""How an access meets others: as data; as a volatile or relaxed one, or as an atomic operation, which race with none of
+their kind; by a warp as a whole."""
 
 Array = Any
 Lanes = Any  # indices of the threads that access, or slice(None) for all
@@ -81,10 +82,10 @@ class Space:
         """The buffers hit, the byte positions in them, and which of the addresses these are (None: all)."""
         raise NotImplementedError
 
-    def on_read(self, position: Array, size: int, lanes: Lanes, at: int, how: str) -> None:
+    def on_read(self, buffer: Buffer, position: Array, size: int, lanes: Lanes, at: int, how: str) -> None:
         """Called before each read."""
 
-    def on_write(self, position: Array, size: int, lanes: Lanes, at: int, how: str = PLAIN) -> None:
+    def on_write(self, buffer: Buffer, position: Array, size: int, lanes: Lanes, at: int, how: str = PLAIN) -> None:
         """Called before each write."""
 
     def check_alignment(self, address: Array, size: int, lanes: Lanes, at: int) -> None:
@@ -99,7 +100,7 @@ class Space:
         self.check_alignment(address, size, lanes, at)
         values: list[Array] = []
         for buffer, position, part in self.chunks(address, lanes, size, at, write=False):
-            self.on_read(position, size, lanes if part is None else self.machine.subset(lanes, part), at, how)
+            self.on_read(buffer, position, size, lanes if part is None else self.machine.subset(lanes, part), at, how)
             view, index = buffer.elements(position, dtype)
             found = [view.take(index + k if k else index) for k in range(count)]
             if part is None:
@@ -133,7 +134,7 @@ class Space:
         self.check_alignment(address, size, lanes, at)
         for buffer, position, part in self.chunks(address, lanes, size, at, write=True):
             some = lanes if part is None else machine.subset(lanes, part)
-            self.on_write(position, size, some, at, how)
+            self.on_write(buffer, position, size, some, at, how)
             view, index = buffer.elements(position, dtype.type)
             for k, value in enumerate(values):
                 here = machine.pick(value, some)
@@ -160,8 +161,8 @@ class Space:
         before = np.zeros(len(address), dtype)
         for buffer, position, part in self.chunks(address, lanes, dtype.itemsize, at, write=True):
             some = lanes if part is None else machine.subset(lanes, part)
-            self.on_read(position, dtype.itemsize, some, at, ORDERED)
-            self.on_write(position, dtype.itemsize, some, at, ORDERED)
+            self.on_read(buffer, position, dtype.itemsize, some, at, ATOMIC)
+            self.on_write(buffer, position, dtype.itemsize, some, at, ATOMIC)
             view, index = buffer.elements(position, dtype.type)
             picked = [machine.pick(value, some) for value in values]
             before[slice(None) if part is None else part] = _combine(view, index, operation, picked)
@@ -231,6 +232,24 @@ class GlobalMemory(Space):
             buffer = self._checked(some, self.machine.subset(lanes, part), size, at, write, some.min(), some.max())
             yield buffer, some - self._base, part
 
+    def on_read(self, buffer: Buffer, position: Array, size: int, lanes: Lanes, at: int, how: str) -> None:
+        races = self.machine.races
+        if not races or not buffer.writable:
+            return
+        if how == PLAIN:
+            races.globals.read(buffer, position, size, lanes, at)
+        else:
+            races.globals.atomic(buffer, position, lanes, reads=True, writes=how == ATOMIC)
+
+    def on_write(self, buffer: Buffer, position: Array, size: int, lanes: Lanes, at: int, how: str = PLAIN) -> None:
+        races = self.machine.races
+        if not races:
+            return
+        if how == PLAIN:
+            races.globals.write(buffer, position, size, lanes, at)
+        elif how == ORDERED:
+            races.globals.atomic(buffer, position, lanes, reads=False, writes=True)
+
     def _checked(self, address: Array, lanes: Lanes, size: int, at: int, write: bool, low: int, high: int) -> Buffer:
         buffer = self.windows.get(int(low) >> WINDOW_BITS)
         if buffer is None:
@@ -295,15 +314,15 @@ class SharedMemory(Space):
     def chunks(self, address: Array, lanes: Lanes, size: int, at: int, write: bool) -> Chunks:
         yield self.buffer, self.locate(address, lanes, size, at), None
 
-    def on_read(self, position: Array, size: int, lanes: Lanes, at: int, how: str) -> None:
+    def on_read(self, buffer: Buffer, position: Array, size: int, lanes: Lanes, at: int, how: str) -> None:
         self.check_state(position, size, lanes, at)
         races = self.machine.races
-        if races and how != ORDERED:
+        if races and how not in (ORDERED, ATOMIC):
             races.read(position, size, lanes, at, together=how == TOGETHER)
 
-    def on_write(self, position: Array, size: int, lanes: Lanes, at: int, how: str = PLAIN) -> None:
+    def on_write(self, buffer: Buffer, position: Array, size: int, lanes: Lanes, at: int, how: str = PLAIN) -> None:
         races = self.machine.races
-        if races and how != ORDERED:
+        if races and how not in (ORDERED, ATOMIC):
             races.write(position, size, lanes, at)
         self.mark(position, size, READY)
 

@@ -62,13 +62,19 @@ def warp_barrier(b: BlockCode, m: Match[str], members: Operand) -> None:
     b.line("m.warp_barrier(active)")
 
 
+@emits(r"(?:fence|membar)((?:\.(?:sc|acq_rel|acquire|release|cta|cluster|gpu|gl|sys|sync_restrict::shared::\w+))*)")
+def fence(b: BlockCode, m: Match[str]) -> None:
+    """Memory is one and in order here; the race detector must know of fences between blocks."""
+    if {"gpu", "gl", "sys"} & set(m[1].split(".")):
+        b.line(f"m.fence({b.mask})")
+
+
 @emits(
-    r"(?:fence|membar)(?:\.(?:sc|acq_rel|acquire|release|cta|cluster|gpu|gl|sys|sync_restrict::shared::\w+))*"
-    r"|fence\.mbarrier_init\.release\.cluster|nanosleep\.u32|griddepcontrol\.(?:wait|launch_dependents)"
+    r"fence\.mbarrier_init\.release\.cluster|nanosleep\.u32|griddepcontrol\.(?:wait|launch_dependents)"
     r"|(?:prefetch|prefetchu|applypriority|discard)(?:\.(?:global|local|L1|L2|L2::\w+))*|pragma"
 )
 def no_effect(b: BlockCode, m: Match[str], *operands: Operand) -> None:
-    """Memory is one and in order here; the race detector ignores plain fences, which order nothing by themselves."""
+    """Hints, and what only orders things that are in order here."""
 
 
 @emits(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32", "warp")

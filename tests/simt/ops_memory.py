@@ -26,6 +26,14 @@ def _how(modifiers: str) -> str:
     return ORDERED if any(word in modifiers for word in words) else PLAIN
 
 
+def _fence(b: BlockCode, modifiers: str, *words: str) -> None:
+    """An access that acquires or releases at the GPU's scope has a fence of its own."""
+    if any(f".{word}" in modifiers for word in words) and not any(
+        f".{word}" in modifiers for word in ("cta", "cluster")
+    ):
+        b.line(f"m.fence({b.mask})")
+
+
 @emits(rf"ldu?{ORDER}{SPACE}{CACHE}(?:\.v([248]))?\.([busf](?:8|16|32|64))")
 def load(b: BlockCode, m: Match[str], d: Operand, address: Operand, *hint: Operand) -> None:
     targets = items(d)
@@ -36,6 +44,7 @@ def load(b: BlockCode, m: Match[str], d: Operand, address: Operand, *hint: Opera
     else:
         where = f"{space_of(m[2])!r}, {b.address(address)}, {b.lanes}"
         values = b.results(len(targets), f"m.memory.load({where}, {dtype}, {len(targets)}, {b.at}, {_how(m[1])!r})")
+        _fence(b, m[1], "acquire")
     b.define_all(targets, m[4], values)
 
 
@@ -43,6 +52,7 @@ def load(b: BlockCode, m: Match[str], d: Operand, address: Operand, *hint: Opera
 def store(b: BlockCode, m: Match[str], address: Operand, value: Operand, *hint: Operand) -> None:
     values = "".join(f"{b.use(v, m[4])}, " for v in items(value))
     where = f"{space_of(m[2])!r}, {b.address(address)}, {b.lanes}"
+    _fence(b, m[1], "release")
     b.line(f"m.memory.store({where}, ({values}), {b.at}, {_how(m[1])!r})")
 
 
@@ -63,7 +73,10 @@ def reduce(b: BlockCode, m: Match[str], address: Operand, value: Operand, *hint:
 def _atomic(b: BlockCode, m: Match[str], address: Operand, values: tuple[Operand, ...]) -> str:
     picked = "".join(f"{b.use(v, m[4])}, " for v in values)
     where = f"{space_of(m[2])!r}, {b.address(address)}, {b.lanes}"
-    return b.temporary(f"m.memory.atomic({where}, {m[3]!r}, ({picked}), {b.at})")
+    _fence(b, m[1], "release", "acq_rel")
+    result = b.temporary(f"m.memory.atomic({where}, {m[3]!r}, ({picked}), {b.at})")
+    _fence(b, m[1], "acquire", "acq_rel")
+    return result
 
 
 @emits(rf"(atom|red){ORDER}{SPACE}\.add\.noftz(?:\.L2::cache_hint)?\.(f16|bf16)(x2)?")

@@ -40,7 +40,8 @@ class Block:
 
 @dataclass
 class Program:
-    """``registers``: Python name -> NumPy type. ``grain``: bytes of the narrowest shared-memory access (4 at most)."""
+    """``registers``: Python name -> NumPy type. ``grains``: bytes, 4 at most, of the narrowest access to shared and to
+    global memory."""
 
     name: str
     instructions: list[Instruction]
@@ -54,7 +55,7 @@ class Program:
     shared_bytes: int
     dynamic_at: int | None
     local_bytes: int
-    grain: int
+    grains: tuple[int, int]
     text: str
 
 
@@ -104,7 +105,7 @@ def _compile(parsed: Module, function: Function) -> Program:
         parameter_offsets=offsets,
         parameter_bytes=end,
         constants=[variable for variable in parsed.variables if variable.space in ("global", "const")],
-        grain=_grain(function.instructions),
+        grains=(_grain(function.instructions, "shared"), _grain(function.instructions, "global")),
         text=text,
         **layout,
     )
@@ -219,12 +220,13 @@ def _layout(parsed: Module, function: Function) -> tuple[dict[str, int], dict[st
     return symbols, sizes
 
 
-def _grain(instructions: list[Instruction]) -> int:
-    """The narrowest type with which shared memory may be read or written, 4 at most."""
+def _grain(instructions: list[Instruction], space: str) -> int:
+    """The narrowest type with which a space may be read or written, 4 at most."""
+    others = {"global", "shared", "local", "param", "const"} - {space}
     sizes = [4]
     for instruction in instructions:
-        parts = instruction.opcode.split(".")
-        if parts[0] in ("ld", "st") and not {"global", "local", "param", "const"} & set(parts):
+        root, *parts = instruction.opcode.replace("::", ".").split(".")
+        if root in ("ld", "st", "ldu") and not others & set(parts):
             sizes.append(TYPE_BYTES[parts[-1]])
     return min(sizes)
 

@@ -16,38 +16,35 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from tests.simt.access import AT_BITS, GENERIC, NEVER, PENDING, TIME_SHIFT, access_code, thread_of
+from tests.simt.global_races import GlobalRaces
+
 if TYPE_CHECKING:
     from tests.simt.machine import Machine
 
 Array = Any
-NEVER, PENDING = 0, 2**22 - 1
-"""Times before every access and after: an access that is under way is ordered with nothing."""
-
-# An access as one integer, so that it is stored at once and later ones are larger: time, whether it is a store (and not
-# a copy), thread, instruction.
-AT_BITS, THREAD_BITS = 20, 20
-GENERIC = 1 << (AT_BITS + THREAD_BITS)
-TIME_SHIFT = AT_BITS + THREAD_BITS + 1
 
 
 class Races:
     """The clocks of all warps and the access history of all shared memory."""
 
-    def __init__(self, machine: Machine, grain: int) -> None:
-        self.machine, self.grain = machine, grain
+    def __init__(self, machine: Machine, grains: tuple[int, int]) -> None:
+        self.machine, self.grain = machine, grains[0]
         warps = machine.threads // 32
         self.columns = machine.cluster_threads // 32  # warps of a cluster
         self.column = np.arange(warps) % self.columns
-        # known[0, u, v]: warp u is ordered behind warp v up to this time; known[1]: so is its asynchronous proxy.
-        self.known = np.zeros((2, warps, self.columns), np.int64)
+        # known[0, u, v]: warp u is ordered behind warp v up to this time; known[1]: so is its asynchronous proxy;
+        # known[2]: so are other blocks that learn from u.
+        self.known = np.zeros((3, warps, self.columns), np.int64)
         self.known[:, :, ~machine.live.reshape(warps, 32).max(axis=1)[: self.columns]] = PENDING  # padding
         self.time = np.ones(warps, np.int64)
         self._set_own()
         self.touched = np.zeros(machine.threads, np.int64)  # when a lane last used shared memory by itself
-        grains = machine.memory.shared.data.size // grain
-        self.writes = np.zeros(grains, np.int64)
-        self.reads = np.zeros((grains, self.columns), np.int64)
+        count = machine.memory.shared.data.size // self.grain
+        self.writes = np.zeros(count, np.int64)
+        self.reads = np.zeros((count, self.columns), np.int64)
         self.has_pending_reads = False
+        self.globals = GlobalRaces(machine, self, grains[1])
         self.visited = np.zeros((machine.blocks, self.columns), np.int64)  # last use of a block's memory by others
 
     def _set_own(self) -> None:
@@ -66,7 +63,7 @@ class Races:
         grains, threads = self._grains(position, size), self._threads(lanes)
         warps = threads >> 5
         self._check_writes(grains, threads, at, "read")
-        access = self._access(self.time[warps], threads, at)
+        access = access_code(self.time[warps], threads, at)
         column = self.column[warps]
         if self.has_pending_reads:
             access = np.maximum(self.reads[grains, column], access)
@@ -79,7 +76,7 @@ class Races:
         warps = threads >> 5
         self._check_writes(grains, threads, at, "write")
         self._check_reads(grains, threads, at, "write")
-        self.writes[grains] = self._access(self.time[warps], threads, at) | GENERIC
+        self.writes[grains] = access_code(self.time[warps], threads, at) | GENERIC
         self.touched[threads[:, 0]] = self.time[warps[:, 0]]
 
     def start_write(self, position: Array, size: int, lanes: Any, at: int) -> None:
@@ -87,7 +84,7 @@ class Races:
         grains, threads = self._grains(position, size), self._threads(lanes)
         self._check_writes(grains, threads, at, "asynchronous write")
         self._check_reads(grains, threads, at, "asynchronous write")
-        self.writes[grains] = self._access(PENDING, threads, at)
+        self.writes[grains] = access_code(PENDING, threads, at)
 
     def check_known(self, position: Array, size: int, lanes: Any, at: int) -> None:
         """Fail unless the last write is ordered before the threads."""
@@ -96,19 +93,19 @@ class Races:
     def finish_write(self, position: Array, size: int, lanes: Any, at: int, time: Array | None = None) -> None:
         """The copy is over; its time is that of the waiting thread's warp, or ``time``."""
         grains, threads = self._grains(position, size), self._threads(lanes)
-        self.writes[grains] = self._access(self.time[threads >> 5] if time is None else time, threads, at)
+        self.writes[grains] = access_code(self.time[threads >> 5] if time is None else time, threads, at)
 
     def start_read(self, position: Array, size: int, lanes: Any, at: int) -> None:
         """The asynchronous proxy begins to read: stores must be fenced before it."""
         grains, threads = self._grains(position, size), self._threads(lanes)
         self._check_writes(grains, threads, at, "asynchronous read", proxy=1)
-        self.reads[grains, self.column[threads >> 5]] = self._access(PENDING, threads, at)
+        self.reads[grains, self.column[threads >> 5]] = access_code(PENDING, threads, at)
         self.has_pending_reads = True
 
     def finish_read(self, position: Array, size: int, lanes: Any, at: int) -> None:
         grains, threads = self._grains(position, size), self._threads(lanes)
         warps = threads >> 5
-        self.reads[grains, self.column[warps]] = self._access(self.time[warps], threads, at)
+        self.reads[grains, self.column[warps]] = access_code(self.time[warps], threads, at)
 
     def remote(self, owner: Array, threads: Array) -> None:
         """Threads use the shared memory of the blocks ``owner`` through the cluster."""
@@ -125,9 +122,6 @@ class Races:
             text = "the block exits while others of its cluster may still use its shared memory"
             machine.fail("race", text, len(machine.program.instructions), np.flatnonzero(rows[block])[:1])
 
-    def _access(self, time: Array, threads: Array, at: int) -> Array:
-        return (time << TIME_SHIFT) | (threads << AT_BITS) | at
-
     def _grains(self, position: Array, size: int) -> Array:
         first = (position >> self.grain.bit_length() - 1)[:, None]
         return first + np.arange(size // self.grain) if size > self.grain else first
@@ -136,21 +130,33 @@ class Races:
         numbers = np.arange(self.machine.threads) if isinstance(lanes, slice) else lanes
         return numbers[:, None]
 
+    def _address(self, grains: Array) -> Array:
+        return grains * self.grain % self.machine.memory.shared.stride
+
     def _check_writes(self, grains: Array, threads: Array, at: int, verb: str, proxy: int = 0) -> None:
         access = self.writes[grains]
         time, warps = access >> TIME_SHIFT, threads >> 5
         if not proxy and (time <= self.floor[warps]).all():
             return
-        writer, generic = _thread(access), (access & GENERIC) != 0
+        writer, generic = thread_of(access), (access & GENERIC) != 0
         bad = time > self.known[0, warps, self.column[writer >> 5]]
         if proxy:
             unfenced = generic & (time > self.known[1, warps, self.column[writer >> 5]])
             if unfenced.any() and not bad.any():
-                self._fail(unfenced, access, grains, threads, at, verb, "wrote", "no fence.proxy.async lies between")
+                self.fail(
+                    unfenced,
+                    access,
+                    threads,
+                    at,
+                    verb,
+                    "wrote",
+                    "no fence.proxy.async lies between",
+                    self._address(grains),
+                )
         else:
             bad |= generic & (writer >> 5 == warps) & (writer != threads) & (time == self.time[warps])
         if bad.any():
-            self._fail(bad, access, grains, threads, at, verb, "wrote", "nothing orders the two")
+            self.fail(bad, access, threads, at, verb, "wrote", "nothing orders the two", self._address(grains))
 
     def _check_reads(self, grains: Array, threads: Array, at: int, verb: str) -> None:
         access, warps = self.reads[grains], threads >> 5
@@ -159,24 +165,35 @@ class Races:
             return
         bad = times > self.known[0, warps[:, 0]][:, None, :]
         own = np.take_along_axis(access, self.column[warps][:, :, None], axis=2)[..., 0]
-        lanes = (_thread(own) != threads) & (own >> TIME_SHIFT == self.time[warps])
+        lanes = (thread_of(own) != threads) & (own >> TIME_SHIFT == self.time[warps])
         if lanes.any():
-            self._fail(lanes, own, grains, threads, at, verb, "read", "nothing orders the two")
+            self.fail(lanes, own, threads, at, verb, "read", "nothing orders the two", self._address(grains))
         if bad.any():
             latest = np.where(bad, access, 0).max(axis=2)
-            self._fail(bad.any(axis=2), latest, grains, threads, at, verb, "read", "nothing orders the two")
+            self.fail(
+                bad.any(axis=2), latest, threads, at, verb, "read", "nothing orders the two", self._address(grains)
+            )
 
-    def _fail(
-        self, bad: Array, access: Array, grains: Array, threads: Array, at: int, verb: str, earlier: str, why: str
+    def fail(
+        self,
+        bad: Array,
+        access: Array,
+        threads: Array,
+        at: int,
+        verb: str,
+        earlier: str,
+        why: str,
+        address: Array = None,
     ) -> NoReturn:
+        """Report the first of the accesses [threads, grains] that are ``bad``; ``access`` are the earlier ones."""
         machine = self.machine
         row, column = (int(index[0]) for index in np.nonzero(bad))
-        other = int(access[row, column])
-        block, thread = machine.thread(int(_thread(other)))
+        other = int(np.broadcast_to(access, bad.shape)[row, column])
+        block, thread = machine.thread(int(thread_of(other)))
         where = machine.program.instructions[other & ((1 << AT_BITS) - 1)].source
         text = f"{verb} of what thread {thread} of block {block} {earlier} at {where}; {why}"
-        address = int(grains[row, column]) * self.grain % machine.memory.shared.stride
-        machine.fail("race", text, at, threads[:, 0], row, address)
+        where_at = None if address is None else int(address[row, column])
+        machine.fail("race", text, at, threads[:, 0], row, where_at)
 
     # ---- synchronisation
 
@@ -184,9 +201,10 @@ class Races:
         """A barrier of a block is complete: the threads ``released`` are ordered behind all ``members``."""
         blocks = self.machine.blocks
         arrived = self._warps(members)
-        joined = np.where(arrived[:, None], self.known, NEVER).reshape(2, blocks, -1, self.columns).max(axis=2)
+        joined = np.where(arrived[:, None], self.known, NEVER).reshape(3, blocks, -1, self.columns).max(axis=2)
         joined = np.repeat(joined, len(arrived) // blocks, axis=1)
         self.known = np.where(self._warps(released)[:, None], np.maximum(self.known, joined), self.known)
+        self.globals.meet(arrived, self._warps(released), blocks)
         self._set_own()
         self._advance(np.flatnonzero(arrived))
 
@@ -208,7 +226,7 @@ class Races:
         return published
 
     def acquire(self, warps: Array, published: Array) -> None:
-        """Warps learn what was published; ``published`` is [2, columns] or [2, warps, columns]."""
+        """Warps learn what was published; ``published`` is [3, columns] or [3, warps, columns]."""
         if published.ndim == 2:
             published = published[:, None]
         self.known[:, warps] = np.maximum(self.known[:, warps], published)
@@ -220,11 +238,18 @@ class Races:
         self.known[1, warps] = np.maximum(self.known[1, warps], self.known[0, warps])
         self._advance(warps)
 
+    def fence(self, active: Array) -> None:
+        """``__threadfence``: all that the warp knows of is now fenced, and what it saw at atomics is known."""
+        warps = np.flatnonzero(self._warps(active))
+        self.known[2, warps] = np.maximum(self.known[2, warps], self.known[0, warps])
+        self.globals.fence(warps)
+        self._advance(warps)
+
     def nothing_known(self) -> Array:
-        return np.zeros((2, self.columns), np.int64)
+        return np.zeros((3, self.columns), np.int64)
 
     def cluster_release(self, active: Array, clocks: Array) -> None:
-        """Threads arrive at the cluster barriers whose published knowledge is ``clocks`` [2, clusters, columns]."""
+        """Threads arrive at the cluster barriers whose published knowledge is ``clocks`` [3, clusters, columns]."""
         warps = np.flatnonzero(self._warps(active))
         for warp in warps:
             cluster = warp // self.columns
@@ -234,10 +259,8 @@ class Races:
     def cluster_acquire(self, active: Array, clocks: Array) -> None:
         warps = np.flatnonzero(self._warps(active))
         self.acquire(warps, clocks[:, warps // self.columns])
+        everyone = np.ones(len(self.time), bool)
+        self.globals.meet(everyone, self._warps(active), len(self.time) // self.columns)
 
     def _warps(self, active: Array) -> Array:
         return np.asarray(active.reshape(-1, 32).any(axis=1))
-
-
-def _thread(access: Array) -> Array:
-    return access >> AT_BITS & ((1 << THREAD_BITS) - 1)

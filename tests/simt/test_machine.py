@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -73,6 +74,7 @@ def test_a_block_waits_for_the_one_before_it() -> None:
     if (threadIdx.x == 0) {
       volatile int* turn = y;
       while (*turn != blockIdx.x) {}
+      __threadfence();
       y[1 + blockIdx.x] = y[blockIdx.x] + 2;
       __threadfence();
       *turn = blockIdx.x + 1;
@@ -81,6 +83,36 @@ def test_a_block_waits_for_the_one_before_it() -> None:
     y = ints(body, 9, grid=(8, 1, 1))
     assert y[0] == 8
     np.testing.assert_array_equal(y[1:], 2 + 2 * np.arange(8))
+
+
+SUM_OF_BLOCKS = """
+    __shared__ bool last;
+    y[1 + blockIdx.x * 64 + threadIdx.x] = threadIdx.x;
+    {fence} {barrier}
+    if (threadIdx.x == 0) last = atomicAdd(&y[0], 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    {acquire}
+    int sum = 0;
+    for (int block = 0; block < gridDim.x; ++block) sum += y[1 + block * 64 + (threadIdx.x ^ 33)];
+    y[330 + threadIdx.x] = sum;"""
+GOOD = {"fence": "__threadfence();", "barrier": "__syncthreads();", "acquire": "__threadfence();"}
+
+
+def test_the_last_block_adds_up_what_others_left() -> None:
+    y = ints(SUM_OF_BLOCKS.format(**GOOD), 394, grid=(5, 1, 1), block=(64, 1, 1))
+    np.testing.assert_array_equal(y[330:], 5 * (np.arange(64) ^ 33))
+
+
+@pytest.mark.parametrize("missing", GOOD)
+def test_a_sum_over_blocks_needs_each_of_its_fences(missing: str) -> None:
+    with pytest.raises(simt.Fault, match="race: .* read of what thread"):
+        ints(SUM_OF_BLOCKS.format(**GOOD | {missing: ""}), 394, grid=(5, 1, 1), block=(64, 1, 1))
+
+
+def test_two_threads_that_store_to_one_place_race() -> None:
+    with pytest.raises(simt.Fault, match="race: .* write of what thread"):
+        ints("y[threadIdx.x % 32] = 1; __syncwarp(); if (threadIdx.x < 32) y[threadIdx.x] = 2;", 32, grid=(2, 1, 1))
 
 
 def test_more_blocks_than_are_resident() -> None:
@@ -120,14 +152,14 @@ def test_atomics_of_threads_that_meet(operation: str) -> None:
     y, old = start.copy(), np.zeros(32, np.int32)
     body = f"old[threadIdx.x] = atomic{operation}(&y[threadIdx.x % 3], static_cast<int>(threadIdx.x * 5 + 1));"
     execute(body, "int* y, int* old", ("y", "old"), {"y": y, "old": old})
-    step = {
+    steps: dict[str, Callable[[int, int], int]] = {
         "Add": lambda a, b: a + b, "Min": min, "Max": max, "And": lambda a, b: a & b, "Or": lambda a, b: a | b,
         "Xor": lambda a, b: a ^ b, "Exch": lambda a, b: b,
-    }[operation]  # fmt: skip
+    }  # fmt: skip
     values, seen = [int(v) for v in start], []
     for t in range(32):
         seen.append(values[t % 3])
-        values[t % 3] = step(values[t % 3], t * 5 + 1)
+        values[t % 3] = steps[operation](values[t % 3], t * 5 + 1)
     np.testing.assert_array_equal(old, seen)
     np.testing.assert_array_equal(y, values)
 
