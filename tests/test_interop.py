@@ -15,7 +15,7 @@ import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight
 from cupy_awq.ops import gpu
 from cupy_awq.testing import random_activations, random_weight
-from tests.test_ops import FLOAT16, check_product, nan_like, put, tensors
+from tests.products import FLOAT16, check_product, nan_like, put, tensors
 
 
 class Interface:

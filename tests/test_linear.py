@@ -16,7 +16,7 @@ import pytest
 import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight, linear, placement
 from cupy_awq.testing import random_activations, random_weight
-from tests.test_ops import FLOAT16, ZEROS, check_product, gemm, nan_like, put, tensors
+from tests.products import FLOAT16, ZEROS, check_product, gemm, nan_like, put, tensors
 from tests.test_reference import ACTIVATIONS
 
 BFLOAT16 = ml_dtypes.bfloat16

@@ -45,7 +45,7 @@ def dequantize(
     import cupy
 
     with placement.on(facts.device):
-        w = out if out is not None and gpu.writable_rows(out) else cupy.empty((facts.k, facts.n), to)
+        w = out if out is not None and gpu.row_step(out) is not None else cupy.empty((facts.k, facts.n), to)
         offsets = qzeros if facts.zeros == "float" else None
         strides = gpu.row_stride(qweight), gpu.row_stride(scales), gpu.row_stride(qzeros), gpu.row_stride(w)
         problem = Dequantization(

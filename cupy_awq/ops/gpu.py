@@ -123,12 +123,6 @@ def readable_rows(a: Array) -> bool:
     return row_step(a) is not None and (aligned(a) or a.shape[-1] * a.dtype.itemsize % width(a) != 0)
 
 
-def writable_rows(a: Array) -> bool:
-    """Whether kernels can write the rows of [..., N] where they are: no two of them overlap."""
-    step = row_step(a)
-    return step is not None and (step >= a.shape[-1] or rows(a) == 1)
-
-
 def rows(a: Array) -> int:
     """M of [..., N]."""
     return math.prod(a.shape[:-1])

@@ -163,7 +163,7 @@ def multiply(
             return cupy.empty(product.shape, x.dtype) if out is None else out, None
         source = x if gpu.readable_rows(x) else cupy.array(x, order="C")
         added = residual if residual is None or gpu.row_step(residual) is not None else residual.copy(order="C")
-        target = out if out is not None and gpu.writable_rows(out) else None
+        target = out if out is not None and gpu.row_step(out) is not None else None
         fixed = fixed_addresses(weight, bias)
         prepared = Prepared(source, weight, product, bias, added, target, kernel, split_k)
         y = prepared.run(source, added, target, fixed)
@@ -241,7 +241,7 @@ class Plan:
             self.kernel = "none"  # M = 0
             if x.size:
                 for name, a in (("x", x), ("out", out), ("residual", residual)):
-                    if a is not None and not (gpu.writable_rows(a) if a is out else gpu.row_step(a) is not None):
+                    if a is not None and gpu.row_step(a) is None:
                         raise ValueError(f"{name} must have contiguous rows at even steps, got strides {a.strides}")
                 self._prepared = Prepared(x, weight, product, options["bias"], residual, out, kernel, split_k)
                 self.kernel, self.workspace_bytes = self._prepared.kernel, self._prepared.workspace_bytes
