@@ -22,6 +22,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/setmaxnreg.cuh"
 #include "repacked.cuh"
 
 constexpr bool kAligned = ALIGNED;
@@ -36,7 +37,11 @@ constexpr int kXRingBytes = X_RING_BYTES;  // of x in shared memory
 
 constexpr int kBlockN = kRecords * kRecordColumns;
 constexpr int kConsumerWarps = kTeams * kTeamWarps;
-constexpr int kThreads = (kConsumerWarps + 1) * 32;  // and the producer
+constexpr int kConsumerThreads = kConsumerWarps * 32;
+// Registers that the producer's warpgroup leaves to the consumers; 0: the producer is one warp, and all have as many.
+constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
+constexpr int kProducerRegisters = 24;
+constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : 32);
 
 // Shared memory, from a multiple of 1024: x, the weight [stage][record], barriers [full, empty][stage], then the sums
 // float32 [split][team][row of the owner][kSumStride]. A tile without splits puts its sums over the stages, which
@@ -55,6 +60,8 @@ static_assert(kBlockM % kSplits == 0, "every block of a cluster owns as many row
 // Copies land in any order. A team that came early to a stage which another team had not even found full would take the
 // parity of the phase before that for its own.
 static_assert(kStages % kTeams == 0, "a stage belongs to one team");
+static_assert(kConsumerRegisters == 0 || (kConsumerWarps * kConsumerRegisters + 4 * kProducerRegisters) * 32 <= 65536,
+              "registers come out of those that all warps start with");
 static_assert(kRecords <= 32, "each lane of the producer copies one record");
 static_assert(!kGated || kRecords % 2 == 0, "the gate takes half of the records");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
@@ -196,7 +203,7 @@ __device__ __forceinline__ void push_sums(const Tile& tile, int team, int row, i
   }
 }
 
-// Adds the parts of this block's rows and stores them; all threads call it after all pushes.
+// Adds the parts of this block's rows and stores them; all consumers call it after all pushes.
 __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shared, const BIAS* bias, const X* residual,
                                            X* y, int m, int n, int ldr, int ldy, float low, float high) {
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
@@ -217,7 +224,7 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shar
   };
   constexpr int kWidth = kGated ? kBlockN / 2 : kBlockN;
   const int n_out = kGated ? n / 2 : n;
-  for (int index = threadIdx.x; index < kOwnedRows * (kWidth / 8); index += kThreads) {
+  for (int index = threadIdx.x; index < kOwnedRows * (kWidth / 8); index += kConsumerThreads) {
     const int local_row = index / (kWidth / 8);
     const int local_column = index % (kWidth / 8) * 8;
     const int row = tile.m_begin + tile.split * kOwnedRows + local_row;
@@ -247,18 +254,26 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
   extern __shared__ __align__(1024) uint8_t shared[];
   const Tile tile = begin_tile(shared, k);
   const int warp = threadIdx.x / 32;
-  const bool consumer = warp < kConsumerWarps;
-  if (consumer) {
+  // Registers move between the roles only while each is one branch to its end.
+  if (warp < kConsumerWarps) {
+    if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_inc<kConsumerRegisters>();
     synchronize_cluster();
     ptx::griddepcontrol_launch_dependents();
     consume(tile, shared);
-    __syncwarp();
+    if constexpr (kSplits == 1) __syncthreads();
+    push(tile);
+    synchronize_cluster();
+    if constexpr (kHasResidual) ptx::griddepcontrol_wait();
+    store_tile(tile, shared, bias, residual, y, m, n, ldr, ldy, low, high);
   } else {
-    produce(tile, weight, x_map, n, k);
+    if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (warp == kConsumerWarps) {
+      produce(tile, weight, x_map, n, k);
+    } else {
+      synchronize_cluster();
+      ptx::griddepcontrol_launch_dependents();
+    }
+    if constexpr (kSplits == 1) __syncthreads();
+    synchronize_cluster();
   }
-  if constexpr (kSplits == 1) __syncthreads();
-  if (consumer) push(tile);
-  synchronize_cluster();
-  if constexpr (kHasResidual) ptx::griddepcontrol_wait();
-  store_tile(tile, shared, bias, residual, y, m, n, ldr, ldy, low, high);
 }

@@ -49,7 +49,14 @@ class GemmSm90Config:
 
     @property
     def threads(self) -> int:
-        return (self.teams * self.team_warps + 1) * 32
+        return (self.teams * self.team_warps + (4 if self.consumer_registers else 1)) * 32
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer where the producer is a warpgroup that leaves it most of its own; else 0."""
+        if self.name == MMA or self.block_m < 64:
+            return 0
+        return {8: 240, 12: 160, 16: 120}.get(self.teams * self.team_warps, 0)
 
     @property
     def block_n(self) -> int:
@@ -81,6 +88,7 @@ class GemmSm90Config:
             ("TEAM_WARPS", self.team_warps),
             ("STAGES", self.stages),
             ("SPLITS", self.splits),
+            ("CONSUMER_REGISTERS", self.consumer_registers),
             ("X_BYTES", 0 if self.name == MMA else self.block_m * RECORD_K * 2),
             ("X_RING_BYTES", self.x_ring_bytes),
         )
@@ -135,6 +143,8 @@ class GemmSm90:
     def refuse(self, problem: Problem, device: Device) -> str | None:
         if device.arch != 90:
             return f"needs sm_90, not sm_{device.arch}"
+        if not problem.repacked:
+            return "needs the layout into which AwqLinear repacks its weight"
         if problem.dtype not in ("float16", "bfloat16"):
             return f"takes x of float16 or bfloat16, not {problem.dtype}"
         if not problem.x_aligned:
@@ -160,10 +170,10 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
             continue
         for tiles, warpgroups, teams, splits in itertools.product((1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2, 4)):
             config = GemmSm90Config(WGMMA, block_m, warpgroups * tiles * 2, tiles, teams, 0, splits)
-            # Sums, parts, the operand of a group and about 40 more; warps are dealt to four schedulers.
-            registers = block_m * (tiles + 1) // 2 + 72
-            warps = ceil_div(config.threads // 32, 4) * 4
-            if teams * splits <= steps and registers * warps * 32 <= REGISTERS:
+            # Sums, parts, the operand of a group and about 30 more; warps are dealt to four schedulers.
+            needed = block_m * (tiles + 1) // 2 + 62
+            shared_out = REGISTERS // (ceil_div(config.threads // 32, 4) * 128) // 8 * 8
+            if teams * splits <= steps and needed <= min(255, config.consumer_registers or shared_out):
                 yield from _staged(config, problem, device)
 
 
