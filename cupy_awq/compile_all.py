@@ -6,25 +6,35 @@ Prints registers, shared memory and spills of each kernel, and fails if one spil
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator
 
 from cupy_awq import compile as compiler
 from cupy_awq import device, select
+from cupy_awq.kernels.convert import Conversion
 from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.kernels.gemm_sm90 import layout
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.launch_plan import Kernel
 from cupy_awq.table import render
 
-SHAPE = (4096, 4096)
+SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (8192, 28672), (28672, 8192))
+"""K and N of linear layers of 8B and 70B models."""
+HOPPER_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 
 
 def kernels(arch: int) -> Iterator[Kernel]:
-    """The kernels of common layers: each dtype, packed zeros, group sizes of 128 and 32, each configuration."""
+    """The kernels of common layers: each dtype, packed zeros, group sizes of 128 and 32, each configuration.
+
+    The Hopper family has a kernel for each configuration, so of these only the choices for the models' SHAPES.
+    """
     facts = device.nominal(arch)
     seen = set()
-    k, n = SHAPE
+    for conversion, values in (("s4_to_fp16x2", 8), ("int8_to_fp16", 4)):
+        yield Conversion(conversion, values, 1, True).plan(facts).kernel
+    k, n = SHAPES[0]
     for dtype in ("float16", "bfloat16", "float32"):
         scales = "bfloat16" if dtype == "bfloat16" else "float16"
         yield Dequantization(k, n, 128, scales, "packed", dtype, True, (n // 8, n, n // 8, n)).plan(facts).kernel
@@ -32,6 +42,7 @@ def kernels(arch: int) -> Iterator[Kernel]:
             for m in (1, 2, 4, 8, 16, 64):
                 problem = Problem(m, n, k, group_size, dtype, scales)
                 candidates = select.candidates(problem, facts)
+                del candidates["gemm_sm90"]
                 if not isinstance(candidates["gemm_sm80"], str):
                     del candidates["gemm_sm75"]  # legal, but only when it is asked for by name
                 for configs in candidates.values():
@@ -40,6 +51,16 @@ def kernels(arch: int) -> Iterator[Kernel]:
                         if kernel not in seen:
                             seen.add(kernel)
                             yield kernel
+    if arch == 90:
+        for dtype in ("float16", "bfloat16"):
+            yield layout(Problem(1, n, k, 128, dtype, dtype)).plan(facts).kernel
+            for m, (k, n) in itertools.product(HOPPER_ROWS, SHAPES):
+                kernel = select.choose(
+                    Problem(m, n, k, 128, dtype, dtype, repacked=True), facts, "gemm_sm90"
+                ).plan.kernel
+                if kernel not in seen:
+                    seen.add(kernel)
+                    yield kernel
 
 
 def run(archs: list[str]) -> int:
@@ -71,8 +92,10 @@ def run(archs: list[str]) -> int:
                 )
             )
             spills += resources.spill_bytes > 0
-            print(f"\r{len(rows)} kernels", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+            if sys.stderr.isatty():
+                print(f"\r{len(rows)} kernels", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
     print(render(("kernel", "target", "constants", "registers", "shared bytes", "spill bytes", ""), rows, left=3))
     print(f"{len(rows)} kernels, {spills} with spills; cache: {compiler.cache_folder()}")
     return 1 if spills else 0

@@ -47,7 +47,8 @@ class Problem:
     """y [m, n] = epilogue(x [m, k] @ W [k, n]); all that a kernel's code and launch depend on.
 
     ``n`` counts the weight's columns: a gated problem has ``n / 2`` in y. ``aligned``: the weight's arrays and y start
-    at, and step by, multiples of 16 bytes; ``x_aligned``: so does x. Dtypes are names.
+    at, and step by, multiples of 16 bytes; ``x_aligned``: so does x. ``repacked``: the weight is there in the layout of
+    `Repacking`, too. Dtypes are names.
     """
 
     m: int
@@ -64,6 +65,7 @@ class Problem:
     gated: bool = False
     aligned: bool = True
     x_aligned: bool = True
+    repacked: bool = False
     strides: Strides | None = None
 
     @property
