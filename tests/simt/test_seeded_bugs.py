@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults planted in copies of the library's kernels: each one is caught, and this says by which check.
+
+A check is the kind of a simulator's fault, or "values" where the kernel ran to its end with a wrong result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from cupy_awq import device, select
+from cupy_awq.kernels.problem import Config, Problem
+from tests import simt
+from tests.simt.kernels import patched
+from tests.test_kernels import check_matmul
+
+
+@dataclass(frozen=True)
+class Seed:
+    """``old`` becomes ``new`` in ``file``; ``kernel`` then runs ``problem`` on the path of ``arch``.
+
+    ``caught`` are the checks with copies that land as late, and as early, as the rules allow.
+    """
+
+    kernel: str
+    arch: int
+    file: str
+    old: str
+    new: str
+    caught: tuple[str, str]
+    problem: Problem = field(default_factory=lambda: Problem(40, 224, 320, 64))
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+LONG = Problem(40, 224, 640, 64)
+GEMV = Problem(1, 264, 320, 32)
+REPACKED = Problem(20, 192, 1024, 128, repacked=True)
+REPACKED_FEW = Problem(3, 192, 1024, 128, repacked=True)
+RACE, VALUES = ("race", "race"), ("values", "values")
+OUTSIDE, DEADLOCK = ("out of bounds", "out of bounds"), ("deadlock", "deadlock")
+
+SEEDS = {
+    # Barriers
+    "gemv: sums are read before all warps have left theirs": Seed(
+        "gemv", 80, "gemv.cu",
+        "    __syncthreads();\n    totals[r] = 0.0f;", "    totals[r] = 0.0f;", RACE, GEMV,
+    ),
+    "gemv: the next row's sums overwrite those still read": Seed(
+        "gemm_small", 80, "gemv.cu",
+        "totals[r] += tile[warp][threadIdx.x];\n    __syncthreads();", "totals[r] += tile[warp][threadIdx.x];", RACE,
+        Problem(5, 264, 320, 32),
+    ),
+    "gemm_simt: a step is multiplied before it is complete": Seed(
+        "gemm_simt", 60, "gemm_simt.cu",
+        "    keep(shared.steps[step_begin & 1]);\n  }\n  __syncthreads();",
+        "    keep(shared.steps[step_begin & 1]);\n  }", RACE,
+    ),
+    "gemm_simt: a half is overwritten while others still multiply": Seed(
+        "gemm_simt", 60, "gemm_simt.cu",
+        "keep(shared.steps[(step + 1) & 1]);\n    __syncthreads();", "keep(shared.steps[(step + 1) & 1]);",
+        ("uninitialised", "uninitialised"),
+    ),
+    "gemm_mma: no barrier after the wait for a stage": Seed(
+        "gemm_sm80", 80, "gemm_mma.cuh",
+        "copy.template wait<kStages - 2>();\n    __syncthreads();", "copy.template wait<kStages - 2>();",
+        RACE,
+    ),
+    "gemm_mma: the gate reads what the other warps have yet to leave": Seed(
+        "gemm_sm80", 80, "gemm_mma.cuh",
+        "    __syncthreads();\n    if (warp >= kWarps / 2 || column >= n / 2) return;",
+        "    if (warp >= kWarps / 2 || column >= n / 2) return;",
+        RACE, Problem(40, 256, 320, 64, gated=True),
+    ),
+    "split-K: one thread counts before the block has left its part": Seed(
+        "gemv", 80, "reduce.cuh",
+        "  __syncthreads();\n  if (threadIdx.x == 0) {", "  if (threadIdx.x == 0) {",
+        RACE, GEMV, {"splits": 2},
+    ),
+    "split-K: all act on a count that one thread has yet to take": Seed(
+        "gemm_sm80", 80, "reduce.cuh",
+        "  __syncthreads();\n  if (!is_last) return false;", "  if (!is_last) return false;",
+        ("uninitialised", "uninitialised"), config={"splits": 2},
+    ),
+    # Fences and waits
+    "split-K: parts are not fenced before the count": Seed(
+        "gemm_sm80", 80, "reduce.cuh",
+        "  __threadfence();\n  __syncthreads();\n", "  __syncthreads();\n", RACE, config={"splits": 2},
+    ),
+    "split-K: parts are read with no fence after the count": Seed(
+        "gemv", 80, "reduce.cuh",
+        "  if (!is_last) return false;\n  __threadfence();", "  if (!is_last) return false;", RACE, GEMV, {"splits": 2},
+    ),
+    "gemm_mma: waits for one stage too few": Seed(
+        "gemm_sm80", 80, "gemm_mma.cuh",
+        "copy.template wait<kStages - 2>();", "copy.template wait<kStages - 1>();", ("in flight", "race"),
+    ),
+    "cp.async: copies are never closed into groups": Seed(
+        "gemm_sm80", 80, "gemm_sm80.cu", "{ ptx::cp_async_commit_group(); }", "{}", ("in flight", "race"),
+    ),
+    # Stages
+    "gemm_mma: a stage is refilled one step too early": Seed(
+        "gemm_sm80", 80, "gemm_mma.cuh",
+        "start_stage(tile_ahead, stage == 0 ? kStages - 1 : stage - 1);", "start_stage(tile_ahead, stage);",
+        ("in flight", "race"), LONG, {"splits": 1},
+    ),
+    "gemm_mma: the ring of stages is one too short": Seed(
+        "gemm_sm80", 80, "gemm_mma.cuh",
+        "stage = stage + 1 == kStages ? 0 : stage + 1;", "stage = stage + 2 >= kStages ? 0 : stage + 1;",
+        ("in flight", "race"), LONG, {"splits": 1},
+    ),
+    "gemm_sm90: a stage is given back before its last lane has read it": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cu",
+        "__syncwarp();\n      if (lane == 0) ptx::mbarrier_arrive", "if (lane == 0) ptx::mbarrier_arrive",
+        RACE, REPACKED, {"splits": 1},
+    ),
+    "gemm_sm90: consumers do not wait for a stage": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cu", "wait(tile.full(at.stage), at.parity);", "",
+        ("in flight", "uninitialised"), REPACKED,
+    ),
+    "gemm_sm90: the producer does not wait for an empty stage": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "wait(tile.empty(at.stage), at.parity);", "",
+        ("barrier", "race"), REPACKED, {"splits": 1},
+    ),
+    "gemm_sm90: the parity of the stages does not turn": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "parity ^= 1u;", "", ("in flight", "deadlock"), REPACKED, {"splits": 1},
+    ),
+    "gemm_sm90: an arrival too many is expected": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh",
+        "ptx::mbarrier_init(tile.full(stage), 1);", "ptx::mbarrier_init(tile.full(stage), 2);", DEADLOCK,
+        REPACKED,
+    ),
+    "gemm_sm90: bytes are expected that nobody copies": Seed(
+        "gemm_sm90", 90, "ptx/mbarrier.cuh", '::"r"(barrier), "r"(bytes)', '::"r"(barrier), "r"(bytes + 16)', DEADLOCK,
+        REPACKED,
+    ),
+    "wgmma: products are not waited for": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cu", "ptx::wgmma_wait_group<0>();", "", RACE, REPACKED, {"splits": 1},
+    ),
+    "wgmma: no fence before the first product": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cu", "ptx::wgmma_fence();", "", ("invalid", "invalid"), REPACKED,
+    ),
+    # Bounds and masks
+    "gemv: the last lanes are not held back from beyond n": Seed(
+        "gemv", 80, "gemv.cu",
+        "min(weight_column<kBlockN>(blockIdx.x, lane * 8, n), n - 8)",
+        "weight_column<kBlockN>(blockIdx.x, lane * 8, n)",
+        OUTSIDE, GEMV,
+    ),
+    "gemv: columns beyond n are stored": Seed(
+        "gemv", 80, "gemv.cu", "} else if (column < n) {", "} else {", OUTSIDE, GEMV,
+    ),
+    "gemv: the last chunk of a slice fetches one too many": Seed(
+        "gemv", 80, "gemv.cu",
+        "if (row + kChunk < k_end) fetch_words(row + kChunk);", "fetch_words(row + kChunk);",
+        OUTSIDE, GEMV,
+    ),
+    "gemm_mma: rows beyond m are copied": Seed(
+        "gemm_sm80", 80, "gemm_mma.cuh", "m_begin + x_row + i * kXRowStep < m && ", "", OUTSIDE,
+    ),
+    "gemm_mma: rows beyond m are stored": Seed(
+        "gemm_sm80", 80, "gemm_mma.cuh", "if (row >= m) continue;", "", OUTSIDE,
+    ),
+    "gemm_mma: columns beyond n are stored": Seed(
+        "gemm_sm75", 75, "gemm_mma.cuh", "if (column >= n) return;", "", RACE,
+    ),
+    "gemm_simt: the tail of K is not masked": Seed(
+        "gemm_simt", 60, "gemm_simt.cu", "row < m && k_x < k ?", "row < m ?", OUTSIDE,
+        Problem(3, 64, 24, 24),
+    ),
+    "gemm_simt: a block stores all of its rows": Seed(
+        "gemm_simt", 60, "gemm_simt.cu", "if (row >= m || column >= n) continue;", "if (column >= n) continue;",
+        OUTSIDE,
+    ),
+    # Arithmetic and layouts
+    "gemm_mma: the halves of the second operand are swapped": Seed(
+        "gemm_sm80", 80, "gemm_mma.cuh", "mma(parts[i][pair * 2 + j], a[i], b[j * 2], b[j * 2 + 1]);",
+        "mma(parts[i][pair * 2 + j], a[i], b[j * 2 + 1], b[j * 2]);", VALUES,
+    ),
+    "gemm_mma: ldmatrix and the copies disagree on the swizzle": Seed(
+        "gemm_sm80", 80, "gemm_mma.cuh", "(row * 8 + (unit ^ (row % 8))) * 16", "(row * 8 + (unit ^ (row % 4))) * 16",
+        VALUES,
+    ),
+    "gemv: the shuffle adds the wrong lane": Seed(
+        "gemv", 80, "gemv.cu", "__shfl_xor_sync(0xffffffffu, sums[r][c], kLanes)",
+        "__shfl_xor_sync(0xffffffffu, sums[r][c], kLanes / 2)", VALUES, GEMV,
+    ),
+    "gemv: a group's scales are used one chunk too long": Seed(
+        "gemv", 80, "gemv.cu", "if (row >= group_end) {", "if (row > group_end) {", VALUES, GEMV,
+    ),
+    "split-K: the counter is not left at zero": Seed(
+        "gemv", 80, "reduce.cuh", "if (is_last) counters[tile] = 0;", "", VALUES, GEMV, {"splits": 2},
+    ),
+}  # fmt: skip
+
+
+def configuration(seed: Seed) -> tuple[Config, device.Device]:
+    """The last legal configuration of the kernel with the values that the seed asks for."""
+    here = device.nominal(seed.arch)
+    configs = [
+        config
+        for config in select.FAMILIES[seed.kernel.removesuffix("_mma")].configs(seed.problem, here)
+        if all(getattr(config, name) == value for name, value in seed.config.items())
+    ]
+    return configs[-1], here
+
+
+def outcome(seed: Seed, landing: str) -> str:
+    """The check that catches the seed, or "nothing"."""
+    config, here = configuration(seed)
+    try:
+        check_matmul(lambda plan, buffers: simt.run(plan, buffers, landing=landing), seed.problem, config, here, seed=0)
+    except simt.Fault as fault:
+        return fault.kind
+    except AssertionError:
+        return "values"
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_seeded_bug_is_caught(name: str) -> None:
+    seed = SEEDS[name]
+    assert outcome(seed, "latest") == "nothing", "the kernel must be right before the bug is planted"
+    with patched(seed.file, seed.old, seed.new):
+        found = outcome(seed, "latest"), outcome(seed, "earliest")
+    assert found == seed.caught
