@@ -118,9 +118,12 @@ def fma_f32(x: Array, y: Array, z: Array) -> Array:
     low = np.asarray(total).view(np.uint64) & np.uint64(0x1FFFFFFF)
     doubtful = (low == 0x10000000) | ((np.abs(total) < 2.0**-125) & (total != 0))
     if doubtful.any():
-        total, addend = np.array(total), np.asarray(z, np.float64)
-        some = (np.broadcast_to(value, total.shape)[doubtful] for value in (product, addend))
-        total[doubtful] = _sum_to_odd(*some)
+        total, addend = np.array(total), np.asarray(z)
+        some = (
+            product[doubtful] if np.shape(product) == total.shape else np.broadcast_to(product, total.shape)[doubtful]
+        )
+        more = addend[doubtful] if addend.shape == total.shape else np.broadcast_to(addend, total.shape)[doubtful]
+        total[doubtful] = _sum_to_odd(some, more.astype(np.float64))
     return total.astype(np.float32)
 
 
@@ -218,14 +221,14 @@ def lut(x: Array, y: Array, z: Array, table: int) -> Array:
 
 def permute_bytes(x: Array, y: Array, selector: Array) -> Array:
     """``prmt``: nibble k of ``selector`` picks one of the bytes of {y, x}; its bit 3 repeats the byte's sign."""
-    both = x.astype(np.uint64) | (y.astype(np.uint64) << np.uint64(32))
-    result = np.uint32(0)
-    for k in range(4):
-        nibble = (selector >> np.uint32(4 * k)) & np.uint32(15)
-        byte = (both >> ((nibble & np.uint32(7)) * np.uint32(8)).astype(np.uint64)).astype(np.uint32) & np.uint32(255)
-        sign = (np.uint32(0) - (byte >> np.uint32(7))) & np.uint32(255)
-        result = result | (np.where(nibble & np.uint32(8), sign, byte) << np.uint32(8 * k))
-    return result
+    x, y, selector = np.broadcast_arrays(x, y, selector)
+    source = np.stack((x, y), axis=-1).view(np.uint8)
+    nibbles = selector[..., None] >> np.arange(0, 16, 4, dtype=np.uint32)
+    bytes_ = np.take_along_axis(source, nibbles & np.uint32(7), axis=-1)
+    signs = nibbles & np.uint32(8)
+    if signs.any():
+        bytes_ = np.where(signs, (bytes_.view(np.int8) >> 7).view(np.uint8), bytes_)
+    return np.ascontiguousarray(bytes_).view(np.uint32)[..., 0]
 
 
 def permute_mode(selector: Array, mode: str) -> Array:

@@ -42,7 +42,7 @@ class Races:
         self.touched = np.zeros(machine.threads, np.int64)  # when a lane last used shared memory by itself
         count = machine.memory.shared.data.size // self.grain
         self.writes = np.zeros(count, np.int64)
-        self.reads = np.zeros((count, self.columns), np.int64)
+        self.reads = np.zeros((self.columns, count), np.int64)
         self.has_pending_reads = False
         self.globals = GlobalRaces(machine, self, grains[1])
         self.visited = np.zeros((machine.blocks, self.columns), np.int64)  # last use of a block's memory by others
@@ -64,10 +64,9 @@ class Races:
         warps = threads >> 5
         self._check_writes(grains, threads, at, "read")
         access = access_code(self.time[warps], threads, at)
-        column = self.column[warps]
         if self.has_pending_reads:
-            access = np.maximum(self.reads[grains, column], access)
-        self.reads.reshape(-1)[grains * self.columns + column] = access
+            access = np.maximum(self.reads[self.column[warps], grains], access)
+        self.reads[self.column[warps], grains] = access
         if not together:
             self.touched[threads[:, 0]] = self.time[warps[:, 0]]
 
@@ -99,13 +98,13 @@ class Races:
         """The asynchronous proxy begins to read: stores must be fenced before it."""
         grains, threads = self._grains(position, size), self._threads(lanes)
         self._check_writes(grains, threads, at, "asynchronous read", proxy=1)
-        self.reads[grains, self.column[threads >> 5]] = access_code(PENDING, threads, at)
+        self.reads[self.column[threads >> 5], grains] = access_code(PENDING, threads, at)
         self.has_pending_reads = True
 
     def finish_read(self, position: Array, size: int, lanes: Any, at: int) -> None:
         grains, threads = self._grains(position, size), self._threads(lanes)
         warps = threads >> 5
-        self.reads[grains, self.column[warps]] = access_code(self.time[warps], threads, at)
+        self.reads[self.column[warps], grains] = access_code(self.time[warps], threads, at)
 
     def remote(self, owner: Array, threads: Array) -> None:
         """Threads use the shared memory of the blocks ``owner`` through the cluster."""
@@ -159,20 +158,16 @@ class Races:
             self.fail(bad, access, threads, at, verb, "wrote", "nothing orders the two", self._address(grains))
 
     def _check_reads(self, grains: Array, threads: Array, at: int, verb: str) -> None:
-        access, warps = self.reads[grains], threads >> 5
-        times = access >> TIME_SHIFT
-        if (times <= self.floor[warps][:, :, None]).all():
-            return
-        bad = times > self.known[0, warps[:, 0]][:, None, :]
-        own = np.take_along_axis(access, self.column[warps][:, :, None], axis=2)[..., 0]
-        lanes = (thread_of(own) != threads) & (own >> TIME_SHIFT == self.time[warps])
-        if lanes.any():
-            self.fail(lanes, own, threads, at, verb, "read", "nothing orders the two", self._address(grains))
-        if bad.any():
-            latest = np.where(bad, access, 0).max(axis=2)
-            self.fail(
-                bad.any(axis=2), latest, threads, at, verb, "read", "nothing orders the two", self._address(grains)
-            )
+        warps = threads >> 5
+        for column, reads in enumerate(self.reads):
+            access = reads.take(grains)
+            time = access >> TIME_SHIFT
+            if (time <= self.floor[warps]).all():
+                continue
+            bad = time > self.known[0, warps, column]
+            bad |= (column == self.column[warps]) & (thread_of(access) != threads) & (time == self.time[warps])
+            if bad.any():
+                self.fail(bad, access, threads, at, verb, "read", "nothing orders the two", self._address(grains))
 
     def fail(
         self,
