@@ -12,9 +12,10 @@ from cupy_awq import check, placement, reference, select
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels.problem import Problem, Strides
 from cupy_awq.ops import gpu
+from cupy_awq.ops.repacking import RepackedWeight
 from cupy_awq.weight import PackedWeight
 
-BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "bias")
+BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "weight", "bias")
 """What launches can be given: the arrays of a call, its workspace, and what stays from call to call."""
 
 
@@ -72,7 +73,7 @@ class Prepared:
         self._in_place = steps.residual == steps.y
 
     def __call__(self, x: int, residual: int, y: int, fixed: tuple[int, ...], workspace: int, stream: int) -> None:
-        """Launch. Arrays are given by their addresses, 0 for one that is not needed; ``fixed`` are the last four."""
+        """Launch. Arrays are given by their addresses, 0 for one that is not needed; ``fixed`` are those that stay."""
         self._launcher(self._order((x, residual, y, workspace + gpu.COUNTER_BYTES, workspace, *fixed)), stream)
 
     def run(self, x: Array, residual: Array | None, out: Array | None, fixed: tuple[int, ...]) -> Array | None:
@@ -108,7 +109,8 @@ class Prepared:
 
 def fixed_addresses(weight: PackedWeight, bias: Array | None) -> tuple[int, ...]:
     """Of what stays from call to call, in the order of BUFFERS."""
-    return tuple(map(gpu.address, (weight.qweight, weight.scales, weight.qzeros, bias)))
+    repacked = weight.repacked if isinstance(weight, RepackedWeight) else None
+    return tuple(map(gpu.address, (weight.qweight, weight.scales, weight.qzeros, repacked, bias)))
 
 
 def problem_of(
@@ -127,6 +129,7 @@ def problem_of(
         activation=activation.kind,
         limits=activation.limits,
         gated=activation.gated,
+        repacked=isinstance(weight, RepackedWeight),
         **arrays,
     )
 
