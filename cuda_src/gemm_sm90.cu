@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The matrix product of gemm_sm90.cuh by wgmma: operand A, the weight, from registers; B, x, from shared memory.
 //
-//   x_map  tensor map of x as [k / 64][m][64] in boxes of [2][BLOCK_M][64], swizzled by 128 bytes
+//   x_map  tensor map of x as [k / 64][m][64] in boxes of [2 * DEPTH][BLOCK_M][64], swizzled by 128 bytes
 //
 // sm_90a. A team is WARPGROUPS warpgroups; each makes TILES times 64 columns of the block's tile for all BLOCK_M rows,
 // which are the instruction's N. Codes minus zero points enter exactly; the float32 sums over a group are multiplied by
@@ -17,8 +17,7 @@ constexpr int kStepsK16 = kRecordK / 16;
 constexpr int kXHalfBytes = kBlockM * 128;
 
 static_assert(kTeamWarps == kWarpgroups * 4, "a warpgroup is four warps");
-static_assert(kXBytes == 2 * kXHalfBytes && kXRingBytes == kStages * kXBytes,
-              "a step of x comes with one of the weight");
+static_assert(kXBytes == kDepth * 2 * kXHalfBytes && kXRingBytes == kStages * kXBytes, "x comes with the weight");
 static_assert(kRecords == kWarpgroups * kTiles * 2, "a warpgroup makes 64 columns at a time");
 
 template <bool ACCUMULATE, int COUNT>
@@ -30,7 +29,7 @@ __device__ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4],
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     gemm_sm90(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const __grid_constant__ TensorMap x_map,
               int m, int n, int k, int ldr, int ldy, float low, float high) {
   constexpr int kSums = kBlockM / 2;
@@ -42,46 +41,51 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   auto consume = [&](const Tile& tile, const uint8_t* shared) {
     Position at{team, 0};
-    for (int step = team; step < tile.steps(); step += kTeams) {
+    for (int round = team; round < tile.rounds(); round += kTeams) {
       wait(tile.full(at.stage), at.parity);
-      const uint32_t x_begin = tile.x(at.stage) / 16;
+      const int depth = tile.depth(round);
+#pragma unroll 1
+      for (int step = 0; step < depth; ++step) {
+        const uint32_t x_begin = (tile.x(at.stage) + step * 2 * kXHalfBytes) / 16;
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        const uint8_t* record = shared + kWeightBegin + at.stage * kWeightBytes +
-                                ((i * kWarpgroups + warpgroup) * 2 + warp % 4 / 2) * kRecordBytes;
-        Vector<uint32_t, 4> words[2];
+        for (int i = 0; i < kTiles; ++i) {
+          const int column = (i * kWarpgroups + warpgroup) * 2 + warp % 4 / 2;
+          const uint8_t* record =
+              shared + kWeightBegin + at.stage * kWeightBytes + (column * kDepth + step) * kRecordBytes;
+          Vector<uint32_t, 4> words[2];
 #pragma unroll
-        for (int k64 = 0; k64 < 2; ++k64) {
-          words[k64] = reinterpret_cast<const Vector<uint32_t, 4>*>(record)[(k64 * 2 + warp % 2) * 32 + lane];
-        }
-#pragma unroll
-        for (int part = 0; part < kGroups; ++part) {
-          constexpr int kSteps = kStepsK16 / kGroups;
-          const Group group = Group::load(record, part, warp % 2, lane / 4);
-          const uint32_t zeros[2] = {ExactCodes<X>::zero<0>(group.zeros), ExactCodes<X>::zero<1>(group.zeros)};
-          const float scales[2] = {group.scale(0) * ExactCodes<X>::kUnit, group.scale(1) * ExactCodes<X>::kUnit};
-          uint32_t a[kSteps][4];
-#pragma unroll
-          for (int s = 0; s < kSteps; ++s) {
-            const int k16 = part * kSteps + s;
-            ExactCodes<X>::convert(a[s], words[k16 / 4].values[k16 % 4], zeros);
+          for (int k64 = 0; k64 < 2; ++k64) {
+            words[k64] = reinterpret_cast<const Vector<uint32_t, 4>*>(record)[(k64 * 2 + warp % 2) * 32 + lane];
           }
-          float parts[kSums];
-          ptx::wgmma_fence();
 #pragma unroll
-          for (int s = 0; s < kSteps; ++s) {
-            const int k16 = part * kSteps + s;
-            const uint32_t b = x_begin + (k16 / 4 * kXHalfBytes) / 16 + k16 % 4 * 2;
-            if (s == 0) {
-              wgmma<false>(parts, a[s], b);
-            } else {
-              wgmma<true>(parts, a[s], b);
+          for (int part = 0; part < kGroups; ++part) {
+            constexpr int kSteps = kStepsK16 / kGroups;
+            const Group group = Group::load(record, part, warp % 2, lane / 4);
+            const uint32_t zeros[2] = {ExactCodes<X>::zero<0>(group.zeros), ExactCodes<X>::zero<1>(group.zeros)};
+            const float scales[2] = {group.scale(0) * ExactCodes<X>::kUnit, group.scale(1) * ExactCodes<X>::kUnit};
+            uint32_t a[kSteps][4];
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+              const int k16 = part * kSteps + s;
+              ExactCodes<X>::convert(a[s], words[k16 / 4].values[k16 % 4], zeros);
             }
-          }
-          ptx::wgmma_commit_group();
-          ptx::wgmma_wait_group<0>();
+            float parts[kSums];
+            ptx::wgmma_fence();
 #pragma unroll
-          for (int v = 0; v < kSums; ++v) sums[i][v] = fmaf(parts[v], scales[v / 2 % 2], sums[i][v]);
+            for (int s = 0; s < kSteps; ++s) {
+              const int k16 = part * kSteps + s;
+              const uint32_t b = x_begin + (k16 / 4 * kXHalfBytes) / 16 + k16 % 4 * 2;
+              if (s == 0) {
+                wgmma<false>(parts, a[s], b);
+              } else {
+                wgmma<true>(parts, a[s], b);
+              }
+            }
+            ptx::wgmma_commit_group();
+            ptx::wgmma_wait_group<0>();
+#pragma unroll
+            for (int v = 0; v < kSums; ++v) sums[i][v] = fmaf(parts[v], scales[v / 2 % 2], sums[i][v]);
+          }
         }
       }
       __syncwarp();

@@ -31,8 +31,11 @@ constexpr int kRecords = RECORDS;
 constexpr int kTeams = TEAMS;
 constexpr int kTeamWarps = TEAM_WARPS;
 constexpr int kStages = STAGES;
+constexpr int kDepth = DEPTH;  // steps of 128 k in a stage: as many records of a run that one copy brings
 constexpr int kSplits = SPLITS;
-constexpr int kXBytes = X_BYTES;           // of x that the producer brings with a step of the weight, by the tensor map
+// Blocks that a multiprocessor shall have room for: with two, the next grid's weights can come while this one computes.
+constexpr int kResident = RESIDENT;
+constexpr int kXBytes = X_BYTES;  // of x that the producer brings with a stage of the weight, by the tensor map
 constexpr int kXRingBytes = X_RING_BYTES;  // of x in shared memory
 
 constexpr int kBlockN = kRecords * kRecordColumns;
@@ -40,13 +43,13 @@ constexpr int kConsumerWarps = kTeams * kTeamWarps;
 constexpr int kConsumerThreads = kConsumerWarps * 32;
 // Registers that the producer's warpgroup leaves to the consumers; 0: the producer is one warp, and all have as many.
 constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
-constexpr int kProducerRegisters = 24;
+constexpr int kProducerRegisters = 32;
 constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : 32);
 
-// Shared memory, from a multiple of 1024: x, the weight [stage][record], barriers [full, empty][stage], then the sums
-// float32 [split][team][row of the owner][kSumStride]. A tile without splits puts its sums over the stages, which
-// nobody writes any more.
-constexpr int kWeightBytes = kRecords * kRecordBytes;
+// Shared memory, from a multiple of 1024: x, the weight [stage][column of records][DEPTH], barriers [full,
+// empty][stage], then the sums float32 [split][team][row of the owner][kSumStride]. A tile without splits puts its sums
+// over the stages, which nobody writes any more.
+constexpr int kWeightBytes = kRecords * kDepth * kRecordBytes;
 constexpr int kWeightBegin = kXRingBytes;
 constexpr int kBarrierBegin = kWeightBegin + kStages * kWeightBytes;
 constexpr int kSumsBegin = kSplits == 1 ? 0 : kBarrierBegin + kStages * 16;
@@ -91,9 +94,13 @@ struct Tile {
   int m_begin;
   int split;
   int step_begin;  // in steps of 128 k
-  int step_end;
+  int step_end;    // step_begin + a multiple of DEPTH, or the end of K
 
-  __device__ __forceinline__ int steps() const { return step_end - step_begin; }
+  __device__ __forceinline__ int rounds() const { return ceil_div(step_end - step_begin, kDepth); }
+  // Of the stage that is filled in a round.
+  __device__ __forceinline__ int depth(int round) const {
+    return kDepth == 1 ? 1 : min(kDepth, step_end - step_begin - round * kDepth);
+  }
   __device__ __forceinline__ uint32_t x(int stage) const { return shared_begin + stage * kXBytes; }
   __device__ __forceinline__ uint32_t weight(int stage) const {
     return shared_begin + kWeightBegin + stage * kWeightBytes;
@@ -123,59 +130,67 @@ __device__ __forceinline__ Tile begin_tile(uint8_t* shared, int k) {
   tile.m_begin = blockIdx.y * kBlockM;
   tile.split = kSplits == 1 ? 0 : ptx::cluster_ctarank();
   const int steps = ceil_div(k, kRecordK);
-  tile.step_begin = steps * tile.split / kSplits;
-  tile.step_end = steps * (tile.split + 1) / kSplits;
+  const int rounds = ceil_div(steps, kDepth);
+  tile.step_begin = rounds * tile.split / kSplits * kDepth;
+  tile.step_end = min(steps, rounds * (tile.split + 1) / kSplits * kDepth);
   return tile;
 }
 
-// The producer warp. Lane r copies record r of each stage. The first weights are under way before the block meets and
-// before the wait for the grid that makes x.
+// The producer warp. The first weights are under way before the block meets and before the wait for the grid that makes
+// x.
 __device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight, const TensorMap* x_map, int n, int k) {
   const int lane = threadIdx.x % 32;
-  // A gated tile has the records of the gate, then those of the up projection that belong to them.
-  constexpr int kHalf = kRecords / 2;
-  const int record = !kGated        ? tile.block_n * kRecords + lane
-                     : lane < kHalf ? tile.block_n * kHalf + lane
-                                    : n / 2 / kRecordColumns + tile.block_n * kHalf + lane - kHalf;
-  // The last tile may reach beyond the weight: it reads some record there, and stores nothing of it.
-  const int64_t run = min(record, ceil_div(n, kRecordColumns) - 1);
-  const uint8_t* source = weight + (run * ceil_div(k, kRecordK) + tile.step_begin) * kRecordBytes;
-
-  auto start_weight = [&](int stage) {
-    if (lane == 0) ptx::mbarrier_arrive_expect_tx(tile.full(stage), kWeightBytes + kXBytes);
-    __syncwarp();
-    if (lane < kRecords) {
-      ptx::cp_async_bulk(tile.weight(stage) + lane * kRecordBytes, source, kRecordBytes, tile.full(stage));
-    }
-    source += kRecordBytes;
+  // Where a column of records begins. A gated tile has those of the gate, then those of the up projection that belong
+  // to them. The last tile may reach beyond the weight: it reads some records there, and stores nothing of them.
+  auto run = [&](int column) {
+    constexpr int kHalf = kRecords / 2;
+    const int record = !kGated          ? tile.block_n * kRecords + column
+                       : column < kHalf ? tile.block_n * kHalf + column
+                                        : n / 2 / kRecordColumns + tile.block_n * kHalf + column - kHalf;
+    const int64_t index = min(record, ceil_div(n, kRecordColumns) - 1);
+    return weight + (index * ceil_div(k, kRecordK) + tile.step_begin) * kRecordBytes;
   };
-  auto start_x = [&](int step, int stage) {
+  auto expect = [&](int round, int stage) {
+    ptx::mbarrier_arrive_expect_tx(tile.full(stage), kRecords * tile.depth(round) * kRecordBytes + kXBytes);
+  };
+  auto start_weight = [&](const uint8_t* source, int column, int round, int stage) {
+    ptx::cp_async_bulk(tile.weight(stage) + column * kDepth * kRecordBytes, source + round * (kDepth * kRecordBytes),
+                       tile.depth(round) * kRecordBytes, tile.full(stage));
+  };
+  auto start_x = [&](int round, int stage) {
     if (kXBytes != 0 && lane == 0) {
-      ptx::cp_async_bulk_tensor_3d(tile.x(stage), x_map, 0, tile.m_begin, (tile.step_begin + step) * 2,
+      ptx::cp_async_bulk_tensor_3d(tile.x(stage), x_map, 0, tile.m_begin, (tile.step_begin + round * kDepth) * 2,
                                    tile.full(stage));
     }
   };
 
+  const int ahead = min(tile.rounds(), kStages);
   if (kXBytes != 0 && lane == 0) ptx::prefetch_tensormap(x_map);
   for (int stage = lane; stage < kStages; stage += 32) {
     ptx::mbarrier_init(tile.full(stage), 1);
     ptx::mbarrier_init(tile.empty(stage), kTeamWarps);
+    ptx::fence_mbarrier_init();
+    if (stage < ahead) expect(stage, stage);
   }
-  ptx::fence_mbarrier_init();
   __syncwarp();
-  const int ahead = min(tile.steps(), kStages);
-  for (int stage = 0; stage < ahead; ++stage) start_weight(stage);
+  for (int index = lane; index < ahead * kRecords; index += 32) {
+    const int column = index % kRecords;
+    start_weight(run(column), column, index / kRecords, index / kRecords);
+  }
   synchronize_cluster();
   ptx::griddepcontrol_launch_dependents();
   if constexpr (kXBytes != 0) {
     ptx::griddepcontrol_wait();
     for (int stage = 0; stage < ahead; ++stage) start_x(stage, stage);
   }
+  const uint8_t* source = run(min(lane, kRecords - 1));
   Position at{0, 0};
-  for (int step = ahead; step < tile.steps(); ++step) {
+  for (int round = ahead; round < tile.rounds(); ++round) {
     wait(tile.empty(at.stage), at.parity);
-    start_weight(at.stage);
-    start_x(step, at.stage);
+    if (lane == 0) expect(round, at.stage);
+    __syncwarp();
+    if (lane < kRecords) start_weight(source, lane, round, at.stage);
+    start_x(round, at.stage);
     at.advance(1);
   }
   __syncwarp();

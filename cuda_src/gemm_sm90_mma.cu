@@ -16,9 +16,13 @@ static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_mma needs sm_90");
 
 constexpr int kTilesM = kBlockM / 8;
 constexpr int kTilesN = 2;
-constexpr int kXRows = X_ROWS;      // of x in shared memory: a power of two
-constexpr int kXStages = X_STAGES;  // steps of x that a team has there
-constexpr int kXStageBytes = kXRows * kRecordK * 2;
+constexpr int kUnroll = kTilesM == 1 && kResident == 1 && kThreads <= 320 ? 2 : 1;
+constexpr int kChains = kTilesM == 1 ? 2 : 1;  // of mma that do not wait for each other, a tile
+constexpr int kXRows = X_ROWS;                 // of x in shared memory: a power of two
+constexpr int kXStages = X_STAGES;             // stages of x that a team has there
+constexpr int kStageK = kDepth * kRecordK;
+constexpr int kUnits = kStageK / 8;  // of 16 bytes, in a row
+constexpr int kXStageBytes = kXRows * kUnits * 16;
 
 static_assert(kXBytes == 0 && kXRingBytes == kTeams * kXStages * kXStageBytes, "teams bring x themselves");
 static_assert(kXRows <= kBlockM, "a tile has no more rows of x");
@@ -33,7 +37,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const X* x, int m, int n, int k,
                   int ldr, int ldy, int ldx, float low, float high) {
   const int lane = threadIdx.x % 32;
@@ -46,24 +50,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // tensor copy engine x is there sooner, and few rows need few copies.
     const uint32_t x_ring = tile.shared_begin + team * kXStages * kXStageBytes;
     constexpr int kTeamThreads = kTeamWarps * 32;
-    constexpr int kRowsAtOnce = kTeamThreads / 16;
     const int thread = threadIdx.x % kTeamThreads;
     const int rows = m - tile.m_begin;
     const int k_end = min(k, tile.step_end * kRecordK);
-    int k_next = (tile.step_begin + team) * kRecordK + thread % 16 * 8;
-    const X* source = x + static_cast<int64_t>(tile.m_begin + thread / 16) * ldx + k_next;
+    int k_next = tile.step_begin * kRecordK + team * kStageK;
     auto start_x = [&](int stage) {
 #pragma unroll
-      for (int begin = 0; begin < kXRows; begin += kRowsAtOnce) {
-        const int row = begin + thread / 16;
-        if (kXRows % kRowsAtOnce != 0 && row >= kXRows) break;
-        const bool valid = row < rows && k_next < k_end;
-        const uint32_t target = x_ring + stage * kXStageBytes + (row * 16 + (thread % 16 ^ (row % 8))) * 16;
-        ptx::cp_async_16(target, source + static_cast<int64_t>(begin) * ldx, valid ? 16 : 0);
+      for (int begin = 0; begin < kXRows * kUnits; begin += kTeamThreads) {
+        const int row = (begin + thread) / kUnits;
+        const int unit = (begin + thread) % kUnits;
+        if (kXRows * kUnits % kTeamThreads != 0 && row >= kXRows) break;
+        const int k_unit = k_next + unit * 8;
+        const bool valid = row < rows && k_unit < k_end;
+        const uint32_t target = x_ring + stage * kXStageBytes + (row * kUnits + (unit ^ (row % 8))) * 16;
+        ptx::cp_async_16(target, x + static_cast<int64_t>(tile.m_begin + row) * ldx + k_unit, valid ? 16 : 0);
       }
       ptx::cp_async_commit_group();
-      source += kTeams * kRecordK;
-      k_next += kTeams * kRecordK;
+      k_next += kTeams * kStageK;
     };
     auto synchronize_team = [&] {
       if constexpr (kTeamWarps == 1) {
@@ -78,72 +81,88 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     Position at{team, 0};
     int x_stage = 0;
-    for (int step = team; step < tile.steps(); step += kTeams) {
+    for (int round = team; round < tile.rounds(); round += kTeams) {
       wait(tile.full(at.stage), at.parity);
-      const uint8_t* record = shared + kWeightBegin + at.stage * kWeightBytes + warp % kTeamWarps * kRecordBytes;
-      // What does not need x comes first: it is there before x is.
-      Vector<uint32_t, 4> words[2][kTilesN];
+      const int depth = tile.depth(round);
+      uint32_t x_begin = 0;
+#pragma unroll kUnroll
+      for (int step = 0; step < depth; ++step) {
+        const uint8_t* record =
+            shared + kWeightBegin + at.stage * kWeightBytes + (warp % kTeamWarps * kDepth + step) * kRecordBytes;
+        // What does not need x comes first: it is there before x is.
+        Vector<uint32_t, 4> words[2][kTilesN];
 #pragma unroll
-      for (int index = 0; index < 2 * kTilesN; ++index) {
-        words[index / kTilesN][index % kTilesN] =
-            reinterpret_cast<const Vector<uint32_t, 4>*>(record)[index * 32 + lane];
-      }
-      Group groups[kGroups][kTilesN];
+        for (int index = 0; index < 2 * kTilesN; ++index) {
+          words[index / kTilesN][index % kTilesN] =
+              reinterpret_cast<const Vector<uint32_t, 4>*>(record)[index * 32 + lane];
+        }
+        Group groups[kGroups][kTilesN];
 #pragma unroll
-      for (int part = 0; part < kGroups; ++part) {
+        for (int part = 0; part < kGroups; ++part) {
 #pragma unroll
-        for (int i = 0; i < kTilesN; ++i) groups[part][i] = Group::load(record, part, i, lane / 4);
-      }
-      ptx::cp_async_wait_group<kXStages - 2>();
-      synchronize_team();
-      // The stage that was read last is free now.
-      start_x(x_stage == 0 ? kXStages - 1 : x_stage - 1);
-      const uint32_t x_begin = x_ring + x_stage * kXStageBytes;
-      x_stage = x_stage + 1 == kXStages ? 0 : x_stage + 1;
+          for (int i = 0; i < kTilesN; ++i) groups[part][i] = Group::load(record, part, i, lane / 4);
+        }
+        if (step == 0) {
+          ptx::cp_async_wait_group<kXStages - 2>();
+          synchronize_team();
+          // The stage that was read last is free now.
+          start_x(x_stage == 0 ? kXStages - 1 : x_stage - 1);
+          x_begin = x_ring + x_stage * kXStageBytes;
+          x_stage = x_stage + 1 == kXStages ? 0 : x_stage + 1;
+        }
 
 #pragma unroll
-      for (int part = 0; part < kGroups; ++part) {
-        float parts[kTilesN][kTilesM][4] = {};
-        float x_sums[kTilesM][4] = {};
+        for (int part = 0; part < kGroups; ++part) {
+          float parts[kChains][kTilesN][kTilesM][4] = {};
+          float x_sums[kChains][kTilesM][4] = {};
 #pragma unroll
-        for (int k32 = part * 4 / kGroups; k32 < (part + 1) * 4 / kGroups; ++k32) {
-          uint32_t a[2][kTilesN][4];
-#pragma unroll
-          for (int k16 = 0; k16 < 2; ++k16) {
-#pragma unroll
-            for (int i = 0; i < kTilesN; ++i) {
-              RawCodes<X>::convert(a[k16][i], words[k32 / 2][i].values[k32 % 2 * 2 + k16]);
-            }
-          }
-#pragma unroll
-          for (int j = 0; j < kTilesM; ++j) {
-            // Four matrices of 8 rows and 8 k: those of two steps of 16 k. Rows that x does not have repeat its last
-            // one and give columns of the product that nobody stores.
-            const int unit = k32 * 4 + lane / 8;
-            const int row = min(j * 8 + lane % 8, kXRows - 1);
-            uint32_t b[4];
-            ptx::ldmatrix_x4(b, x_begin + (row * 16 + (unit ^ (row % 8))) * 16);
+          for (int k32 = part * 4 / kGroups; k32 < (part + 1) * 4 / kGroups; ++k32) {
+            uint32_t a[2][kTilesN][4];
 #pragma unroll
             for (int k16 = 0; k16 < 2; ++k16) {
-              constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne,
-                                             RawCodes<X>::kOne};
-              mma(x_sums[j], kOnes, b[k16 * 2], b[k16 * 2 + 1]);
 #pragma unroll
-              for (int i = 0; i < kTilesN; ++i) mma(parts[i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
+              for (int i = 0; i < kTilesN; ++i) {
+                RawCodes<X>::convert(a[k16][i], words[k32 / 2][i].values[k32 % 2 * 2 + k16]);
+              }
             }
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kTilesN; ++i) {
-#pragma unroll
-          for (int v = 0; v < 4; ++v) {
-            const float unit = RawCodes<X>::kUnits[v / 2];
-            const float scale = groups[part][i].scale(v / 2) * unit;
-            const float zero = (groups[part][i].zero(v / 2) + RawCodes<X>::kOffset) / -unit;
 #pragma unroll
             for (int j = 0; j < kTilesM; ++j) {
-              const float difference = fmaf(zero, x_sums[j][v], parts[i][j][v]);
-              sums[i][j][v] = fmaf(difference, scale, sums[i][j][v]);
+              // Four matrices of 8 rows and 8 k: those of two steps of 16 k. Rows that x does not have repeat its last
+              // one and give columns of the product that nobody stores.
+              const int unit = step * 16 + k32 * 4 + lane / 8;
+              const int row = min(j * 8 + lane % 8, kXRows - 1);
+              uint32_t b[4];
+              ptx::ldmatrix_x4(b, x_begin + (row * kUnits + (unit ^ (row % 8))) * 16);
+#pragma unroll
+              for (int k16 = 0; k16 < 2; ++k16) {
+                constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne,
+                                               RawCodes<X>::kOne};
+                mma(x_sums[k16 % kChains][j], kOnes, b[k16 * 2], b[k16 * 2 + 1]);
+#pragma unroll
+                for (int i = 0; i < kTilesN; ++i) {
+                  mma(parts[k16 % kChains][i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
+                }
+              }
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < kTilesN; ++i) {
+#pragma unroll
+            for (int v = 0; v < 4; ++v) {
+              const float unit = RawCodes<X>::kUnits[v / 2];
+              const float scale = groups[part][i].scale(v / 2) * unit;
+              const float zero = (groups[part][i].zero(v / 2) + RawCodes<X>::kOffset) / -unit;
+#pragma unroll
+              for (int j = 0; j < kTilesM; ++j) {
+                float product = parts[0][i][j][v];
+                float x_sum = x_sums[0][j][v];
+                if constexpr (kChains == 2) {
+                  product += parts[1][i][j][v];
+                  x_sum += x_sums[1][j][v];
+                }
+                const float difference = fmaf(zero, x_sum, product);
+                sums[i][j][v] = fmaf(difference, scale, sums[i][j][v]);
+              }
             }
           }
         }

@@ -29,8 +29,9 @@ def layout(problem: Problem) -> Repacking:
 class GemmSm90Config:
     """``splits`` blocks of a cluster make a tile of ``block_m`` rows and ``records`` times 32 columns.
 
-    In each block ``teams`` teams of warps take turns at ``stages`` steps of 128 k. By wgmma (``name``) a warpgroup
-    makes ``tiles`` times 64 columns; by mma a warp makes 32, and a team keeps ``x_stages`` steps of ``x_rows`` rows.
+    In each block ``teams`` teams of warps take turns at ``stages`` stages of ``depth`` times 128 k. By wgmma (``name``)
+    a warpgroup makes ``tiles`` times 64 columns; by mma a warp makes 32, and a team keeps ``x_stages`` stages of
+    ``x_rows`` rows of x. A multiprocessor has room for ``resident`` blocks.
     """
 
     name: str
@@ -40,6 +41,8 @@ class GemmSm90Config:
     teams: int
     stages: int
     splits: int
+    depth: int = 1
+    resident: int = 1
     x_rows: int = 0
     x_stages: int = 0
 
@@ -65,11 +68,11 @@ class GemmSm90Config:
     @property
     def x_ring_bytes(self) -> int:
         if self.name == MMA:
-            return self.teams * self.x_stages * self.x_rows * RECORD_K * 2
-        return self.stages * self.block_m * RECORD_K * 2
+            return self.teams * self.x_stages * self.x_rows * self.depth * RECORD_K * 2
+        return self.stages * self.block_m * self.depth * RECORD_K * 2
 
     def shared_bytes(self, problem: Problem) -> int:
-        staged = self.x_ring_bytes + self.stages * (self.records * layout(problem).record_bytes + 16)
+        staged = self.x_ring_bytes + self.stages * (self.records * self.depth * layout(problem).record_bytes + 16)
         sums = self.teams * self.block_m * (self.block_n + 4) * 4
         return max(staged, sums) if self.splits == 1 else staged + sums
 
@@ -87,9 +90,11 @@ class GemmSm90Config:
             ("TEAMS", self.teams),
             ("TEAM_WARPS", self.team_warps),
             ("STAGES", self.stages),
+            ("DEPTH", self.depth),
             ("SPLITS", self.splits),
+            ("RESIDENT", self.resident),
             ("CONSUMER_REGISTERS", self.consumer_registers),
-            ("X_BYTES", 0 if self.name == MMA else self.block_m * RECORD_K * 2),
+            ("X_BYTES", 0 if self.name == MMA else self.block_m * self.depth * RECORD_K * 2),
             ("X_RING_BYTES", self.x_ring_bytes),
         )
         strides = problem.row_strides
@@ -107,7 +112,7 @@ class GemmSm90Config:
                 problem.dtype,
                 dims=(64, problem.m, problem.k // 64),
                 strides=(strides.x * itemsize, 64 * itemsize),
-                box=(64, self.block_m, 2),
+                box=(64, self.block_m, 2 * self.depth),
                 swizzle=128,
             )
         scalars = (*(np.int32(size) for size in sizes), *(np.float32(limit) for limit in problem.limits))
@@ -154,40 +159,46 @@ class GemmSm90:
         return layout(problem).refuse()
 
     def configs(self, problem: Problem, device: Device) -> list[GemmSm90Config]:
-        return list(_configs(problem, device))
+        # A gated tile has as many records of the gate as of the up projection.
+        return [config for config in _configs(problem, device) if not (problem.gated and config.records % 2)]
 
 
 def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
     steps = ceil_div(problem.k, RECORD_K)
     power = 1 << (problem.m - 1).bit_length()
     if problem.m <= MMA_MAX_ROWS:
-        for records, splits, warps, x_stages in itertools.product((1, 2, 3, 4, 6, 7, 8), (1, 2), (8, 15), (2, 4)):
-            teams = max(1, min(warps // records, steps // splits))
-            config = GemmSm90Config(MMA, max(8, power), records, 1, teams, 0, splits, power, x_stages)
-            yield from _staged(config, problem, device)
+        for records, splits, warps, depth in itertools.product((1, 2, 3, 4, 6, 7, 8), (1, 2), (8, 16), (1, 2, 4)):
+            teams = max(1, min(warps // records, steps // splits // depth))
+            config = GemmSm90Config(
+                MMA, max(8, power), records, 1, teams, 0, splits, depth, 1, power, 4 if depth == 1 else 2
+            )
+            yield from _staged(config, problem, device, 72 if power <= 8 else 112)
     for block_m in (16, 32, 64, 128):
         if block_m > max(16, power) or block_m < min(max(16, power), 64):
             continue
-        for tiles, warpgroups, teams, splits in itertools.product((1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2, 4)):
-            config = GemmSm90Config(WGMMA, block_m, warpgroups * tiles * 2, tiles, teams, 0, splits)
-            # Sums, parts, the operand of a group and about 30 more; warps are dealt to four schedulers.
-            needed = block_m * (tiles + 1) // 2 + 62
-            shared_out = REGISTERS // (ceil_div(config.threads // 32, 4) * 128) // 8 * 8
-            if teams * splits <= steps and needed <= min(255, config.consumer_registers or shared_out):
-                yield from _staged(config, problem, device)
+        depths = (1, 2) if block_m <= 32 else (1,)
+        for tiles, warpgroups, teams, splits, depth in itertools.product(
+            (1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2, 4), depths
+        ):
+            config = GemmSm90Config(WGMMA, block_m, warpgroups * tiles * 2, tiles, teams, 0, splits, depth)
+            # Sums, parts, the operand of a group and about 30 more.
+            if teams * splits * depth <= steps:
+                yield from _staged(config, problem, device, block_m * (tiles + 1) // 2 + 62)
 
 
-def _staged(config: GemmSm90Config, problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
-    """The configuration with as many stages as let one block, or two, live on a multiprocessor."""
+def _staged(config: GemmSm90Config, problem: Problem, device: Device, registers: int) -> Iterator[GemmSm90Config]:
+    """The configuration with as many stages as let two blocks, or one, live on a multiprocessor."""
     steps = ceil_div(ceil_div(problem.k, RECORD_K), config.splits)
     # A stage belongs to one team.
-    enough = ceil_div(steps, config.teams)
+    enough = ceil_div(steps, config.teams * config.depth)
     rounds = range(1 if config.teams > 1 else 2, max(3, enough + 1))
-    counts = [replace(config, stages=each * config.teams) for each in rounds]
-    # A block takes 1 KB besides its own.
-    for limit in (device.shared_bytes_per_sm // 2 - 1024, device.shared_bytes_per_block):
+    for resident in (2, 1):
+        # Warps are dealt to four schedulers; a block takes 1 KB of shared memory besides its own.
+        most = REGISTERS // (ceil_div(config.threads // 32, 4) * 128 * resident) // 8 * 8
+        limit = min(device.shared_bytes_per_sm // resident - 1024, device.shared_bytes_per_block)
+        if resident == 1 and config.consumer_registers:
+            most = config.consumer_registers
+        counts = [replace(config, stages=each * config.teams, resident=resident) for each in rounds]
         fitting = [staged for staged in counts if staged.shared_bytes(problem) <= limit]
-        if fitting:
+        if fitting and registers <= min(most, 255):
             yield fitting[-1]
-            if fitting[-1] == counts[-1]:
-                return
