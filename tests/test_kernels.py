@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from cupy_awq import device, select
 from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.kernels.gemm_sm90 import layout as repacking
 from cupy_awq.kernels.problem import Config, Problem, Strides
+from cupy_awq.packing import unpack_int4
 from cupy_awq.testing import random_activations, random_weight
 from tests.backends import BACKENDS, LANDINGS, Run, runner
 from tests.test_reference import float64_weight
@@ -21,6 +23,7 @@ from tests.test_reference import float64_weight
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 BOUNDS = {"float16": 5e-4, "bfloat16": 4e-3, "float32": 2e-6}
 ARCHS = (60, 75, 80, 90)
+
 
 def facts(arch: int, backend: str) -> device.Device:
     """The device of a test: on a GPU its own facts with the architecture path lowered."""
@@ -74,6 +77,14 @@ def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Devic
     if problem.bias_dtype:
         bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype])
     residual = rng.standard_normal((problem.m, n_out)).astype(dtype) if problem.residual else None
+    repacked = None
+    if problem.repacked:
+        layout = repacking(problem)
+        repacked = np.full(layout.nbytes, 255, np.uint8)
+        run(
+            layout.plan(facts),
+            {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros, "out": repacked},
+        )
     partials, counters = config.workspace(problem)
     arrays = {
         "x": strided(x, pad),
@@ -92,7 +103,7 @@ def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Devic
     aligned = all(a is None or a.strides[0] % 16 == 0 for a in wide)
     problem = replace(problem, strides=strides, aligned=aligned, x_aligned=arrays["x"].strides[0] % 16 == 0)
     scratch = {"partials": np.full(partials // 4, np.nan, np.float32), "counters": np.zeros(counters, np.uint32)}
-    run(config.plan(problem, facts), {**arrays, "bias": bias, **scratch})
+    run(config.plan(problem, facts), {**arrays, "bias": bias, "weight": repacked, **scratch})
     y = arrays["y"].astype(np.float64)
     reference, size = expected(problem, x, float64_weight(weight.qweight, weight.scales, weight.qzeros), bias, residual)
     assert np.isfinite(y).all(), f"{np.count_nonzero(~np.isfinite(y))} elements were not written"
@@ -190,3 +201,48 @@ def test_dequantize_gives_the_formulas_bits(backend: str, arch: int, dtype: str,
             wanted = bits.astype(np.uint32).view(np.float32)
         wanted = wanted.astype(DTYPES[dtype])
     np.testing.assert_array_equal(arrays["out"].astype(np.float64), wanted.astype(np.float64))
+
+
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@given(data=st.data())
+@settings(max_examples=12)
+def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
+    """The Hopper family: rows on both sides of each tile, partly empty tiles, group sizes, zeros, epilogues."""
+    group_size = data.draw(st.sampled_from([32, 64, 128, 192]))
+    gated = data.draw(st.booleans())
+    problem = Problem(
+        m=data.draw(st.sampled_from([1, 2, 7, 8, 9, 16, 17, 33, 65, 130])),
+        n=data.draw(st.integers(1, 5)) * 64 if gated else data.draw(st.integers(1, 40)) * 8,
+        k=group_size * data.draw(st.integers(1, 1 if group_size == 192 else 512 // group_size)) // 64 * 64 or 64,
+        group_size=group_size,
+        dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
+        bias_dtype=data.draw(st.sampled_from([None, "float16", "float32"])),
+        residual=data.draw(st.booleans()),
+        activation=data.draw(st.sampled_from([None, "clamp", "silu", "gelu"])),
+        limits=(-0.5, 0.75),
+        gated=gated,
+        repacked=True,
+    )
+    here = facts(90, backend)
+    configs = select.FAMILIES["gemm_sm90"].configs(problem, here)
+    config = data.draw(st.sampled_from(sorted(configs, key=lambda config: config.microseconds(problem, here))[:30]))
+    pad = data.draw(st.sampled_from([0, 8]))
+    check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("zeros", ["packed", "symmetric"])
+@pytest.mark.parametrize(("k", "n", "group_size"), [(128, 128, 128), (320, 72, 64), (192, 264, 32), (192, 8, 192)])
+def test_repacking_keeps_every_code_scale_and_zero(backend: str, zeros: str, k: int, n: int, group_size: int) -> None:
+    weight = random_weight(np.random.default_rng(k), k, n, group_size, zeros=zeros)
+    layout = repacking(Problem(1, n, k, group_size, zeros=zeros))
+    out = np.full(layout.nbytes, 255, np.uint8)
+    arrays = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros, "out": out}
+    runner(backend)(layout.plan(facts(90, backend)), arrays)
+    codes, scales, points = layout.unpack(out)
+    np.testing.assert_array_equal(codes, unpack_int4(weight.qweight))
+    np.testing.assert_array_equal(scales, weight.scales.view(np.uint16))
+    if points is not None:
+        np.testing.assert_array_equal(points, unpack_int4(weight.qzeros))

@@ -185,3 +185,14 @@ def test_readme_opens_with_the_two_commands() -> None:
     lines = [shlex.split(line, comments=True) for line in block[1].splitlines()]
     assert lines[1] == shlex.split("pip install . && python -m cupy_awq demo")
     assert lines[2] == shlex.split('pip install -e ".[test]" && python -m pytest')
+
+
+def test_readme_has_the_table_of_operators_as_its_command_prints_it() -> None:
+    """And each test that the table names exists."""
+    from tests.tools.operator_table import table
+
+    text = table()
+    assert text in read(ROOT / "README.md")
+    for file, names in re.findall(r"`(test_\w+\.py)::([\w, ]+)`", text):
+        for name in names.split(", "):
+            assert f"def {name}(" in read(ROOT / "tests" / file)

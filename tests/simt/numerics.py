@@ -303,6 +303,16 @@ def dot_bytes(x: Array, y: Array, z: Array, signed_x: bool, signed_y: bool) -> A
     return total
 
 
+def dot_halves(x: Array, y: Array, z: Array, signed_x: bool, signed_y: bool, high: bool) -> Array:
+    """``dp2a``: two 16-bit values of ``x`` by the two low (or high) bytes of ``y``, 32-bit accumulation."""
+    total = np.asarray(z).view(np.uint32)
+    for k in range(2):
+        a = (x >> np.uint32(16 * k)).astype(np.int16 if signed_x else np.uint16).astype(np.int64)
+        b = (y >> np.uint32(16 * high + 8 * k)).astype(np.int8 if signed_y else np.uint8).astype(np.int64)
+        total = total + (a * b).astype(np.uint32)
+    return total
+
+
 def bit_count(x: Array) -> Array:
     """``popc``."""
     return np.bitwise_count(x).astype(np.uint32)

@@ -203,6 +203,9 @@ def _integers() -> Iterator[Case]:
         yield _simple(f"mul24.lo.{kind}", kind, f"{kind} {kind}")
         yield _simple(f"dp4a.{kind}.s32", "s32", f"{kind} s32 s32")
         yield _simple(f"dp4a.{kind}.u32", "s32" if kind == "s32" else "u32", f"{kind} u32 u32")
+        for half in ("lo", "hi"):
+            yield _simple(f"dp2a.{half}.{kind}.s32", "s32", f"{kind} s32 s32")
+            yield _simple(f"dp2a.{half}.{kind}.u32", "s32" if kind == "s32" else "u32", f"{kind} u32 u32")
     for kind in ("s32", "u32", "s64", "u64"):
         yield _simple(f"bfe.{kind}", kind, f"{kind} u32:80 u32:80")
         yield _simple(f"bfind.{kind}", "u32", kind)

@@ -159,6 +159,12 @@ def dot4(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, z: Ope
     b.define(d, "b32", f"dot_bytes({values}, {m[1] == 's'}, {m[2] == 's'})")
 
 
+@emits(r"dp2a\.(lo|hi)\.([us])32\.([us])32")
+def dot2(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, z: Operand) -> None:
+    values = ", ".join(b.use(v, "b32") for v in (x, y, z))
+    b.define(d, "b32", f"dot_halves({values}, {m[2] == 's'}, {m[3] == 's'}, {m[1] == 'hi'})")
+
+
 @emits(rf"sad\.{INT}")
 def absolute_difference(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, z: Operand) -> None:
     left, right = b.use(x, m[1]), b.use(y, m[1])

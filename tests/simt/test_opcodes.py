@@ -148,6 +148,11 @@ def integer(case: Case, values: list[int]) -> int | None:
     if name.startswith("dp4a"):
         pairs = zip(bytes_of(raw[0], name.split(".")[1]), bytes_of(raw[1], kind), strict=True)
         return sum(a * b for a, b in pairs) + raw[2]
+    if name.startswith("dp2a"):
+        _, half, left = name.split(".")
+        halves = [signed(raw[0] >> 16 * k, 16) if left[0] == "s" else raw[0] >> 16 * k & 0xFFFF for k in range(2)]
+        pair = bytes_of(raw[1], kind)[2 * (half == "hi") :][:2]
+        return sum(a * b for a, b in zip(halves, pair, strict=True)) + raw[2]
     return simple[name]() if name in simple else None
 
 

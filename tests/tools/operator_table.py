@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints the README's table of operators: which kernel takes which types of x on which architecture path, and its test.
+
+python -m tests.tools.operator_table
+"""
+
+from __future__ import annotations
+
+from cupy_awq import device, select
+from cupy_awq.kernels.problem import Problem
+
+PATHS = {60: "below sm_75", 75: "sm_75", 80: "sm_80 and newer", 90: "sm_90"}
+DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+RAW = "test_kernels.py::test_every_legal_configuration, test_any_problem_on_any_kernel"
+TESTS = {
+    "gemv": RAW,
+    "gemm_small": RAW,
+    "gemm_simt": RAW,
+    "gemm_sm75": RAW,
+    "gemm_sm80": RAW,
+    "gemm_sm90": "test_kernels.py::test_any_repacked_problem",
+}
+OTHERS = {
+    "dequantize": ("fp16 bf16 fp32", "test_kernels.py::test_dequantize_gives_the_formulas_bits"),
+    "repack": (None, "test_kernels.py::test_repacking_keeps_every_code_scale_and_zero"),
+    "dequantize_s4_to_fp16x2, int8_to_fp16": ("fp16", "test_ops.py::test_conversion_kernels"),
+}
+
+
+def table() -> str:
+    """The table in Markdown."""
+    lines = [
+        f"| kernel | rows of x | {' | '.join(PATHS.values())} | tests |",
+        f"|{'---|' * (len(PATHS) + 3)}",
+    ]
+    for name, family in select.FAMILIES.items():
+        rows = [m for m in (1, 2, 16, 17) if any(_legal(family, m, arch, "float16") for arch in PATHS)]
+        span = {(1,): "1", (2, 16): "2-16"}.get(tuple(rows), "any")
+        cells = [
+            " ".join(short for dtype, short in DTYPES.items() if _legal(family, rows[0], arch, dtype)) or "-"
+            for arch in PATHS
+        ]
+        lines.append(f"| `{name}` | {span} | {' | '.join(cells)} | `{TESTS[name]}` |")
+    for name, (dtypes, test) in OTHERS.items():
+        cells = [dtypes or ("fp16 bf16" if arch == 90 else "-") for arch in PATHS]
+        lines.append(f"| `{name}` | - | {' | '.join(cells)} | `{test}` |")
+    return "\n".join(lines)
+
+
+def _legal(family: select.Family, m: int, arch: int, dtype: str) -> bool:
+    problem = Problem(m, 256, 256, 64, dtype, repacked=True)
+    return family.refuse(problem, device.nominal(arch)) is None
+
+
+if __name__ == "__main__":
+    print(table())
