@@ -15,6 +15,11 @@
 // pushes its sums into the shared memory of the block that owns their rows, and the owner adds them in a fixed order.
 //
 // Programmatic dependent launch: all that is read before griddepcontrol.wait is the weight.
+//
+// Measured on an H200, 4096 x 4096, one row, dependent launches (microseconds a launch). In all 4.4; without the early
+// launch of the next grid 5.6; without the math 2.9, so the math between x and the sums is the longest link of the
+// chain (without the wait for x it is 2.9, too); without the last sums and stores 4.6: they cost nothing. Copies of one
+// record each took 5.1: a warp starts a copy in tens of cycles, and 32 of them one after the other delay the stream.
 #pragma once
 
 #include "epilogue.cuh"

@@ -4,6 +4,10 @@
 //
 //   x  X [m, k], row stride ldx values; rows start at multiples of 16 bytes
 //
+// Predicted and measured otherwise: one tensor copy of all of x was slower than 32 small ones (5.5 against 4.7
+// microseconds, 4096 x 4096, one row), for nobody can begin before it ends; copies by the consumers were no slower than
+// those.
+//
 // sm_90. A team is one warp a record: it makes 32 columns of the block's tile for all BLOCK_M rows. Codes minus zero
 // points enter exactly; the float32 sums over a group are multiplied by its scale.
 #include "gemm_sm90.cuh"
