@@ -8,8 +8,8 @@
 // microseconds, 4096 x 4096, one row), for nobody can begin before it ends; copies by the consumers were no slower than
 // those.
 //
-// sm_90. A team is one warp a record: it makes 32 columns of the block's tile for all BLOCK_M rows. Codes minus zero
-// points enter exactly; the float32 sums over a group are multiplied by its scale.
+// sm_90. A team is one warp a record: it makes 32 columns of the block's tile for all BLOCK_M rows. Codes enter as they
+// are; zero points and scales of a group are applied to its float32 sums.
 #include "gemm_sm90.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
