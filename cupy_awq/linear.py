@@ -60,7 +60,7 @@ class AwqLinear:
         self._activation = activation
         self._prepared: dict[Any, planning.Prepared] = {}
         self._operand = repack(weight)
-        self._fixed = planning.fixed_addresses(self._operand, bias) if facts.device != check.HOST else ()
+        self._fixed = planning.weight_addresses(self._operand, bias) if facts.device != check.HOST else ()
 
     @classmethod
     def concatenate(cls, parts: Sequence[AwqLinear | PackedWeight], /, *, activation: Any = None) -> AwqLinear:

@@ -29,7 +29,7 @@ def facts(arch: int, backend: str) -> device.Device:
     """The device of a test: on a GPU its own facts with the architecture path lowered."""
     if backend == "gpu":
         own = device.current()
-        return replace(own, arch=min(arch, own.arch))
+        return replace(own, arch=min(arch, own.native))
     return device.nominal(arch)
 
 

@@ -107,10 +107,17 @@ class Prepared:
         return y
 
 
-def fixed_addresses(weight: PackedWeight, bias: Array | None) -> tuple[int, ...]:
+def fixed_addresses(
+    qweight: Array, scales: Array, qzeros: Array | None, repacked: Array | None, bias: Array | None
+) -> tuple[int, ...]:
     """Of what stays from call to call, in the order of BUFFERS."""
+    return tuple(map(gpu.address, (qweight, scales, qzeros, repacked, bias)))
+
+
+def weight_addresses(weight: PackedWeight, bias: Array | None) -> tuple[int, ...]:
+    """`fixed_addresses` of a weight and its bias."""
     repacked = weight.repacked if isinstance(weight, RepackedWeight) else None
-    return tuple(map(gpu.address, (weight.qweight, weight.scales, weight.qzeros, repacked, bias)))
+    return fixed_addresses(weight.qweight, weight.scales, weight.qzeros, repacked, bias)
 
 
 def problem_of(
@@ -167,7 +174,7 @@ def multiply(
         source = x if gpu.readable_rows(x) else cupy.array(x, order="C")
         added = residual if residual is None or gpu.row_step(residual) is not None else residual.copy(order="C")
         target = out if out is not None and gpu.row_step(out) is not None else None
-        fixed = fixed_addresses(weight, bias)
+        fixed = weight_addresses(weight, bias)
         prepared = Prepared(source, weight, product, bias, added, target, kernel, split_k)
         y = prepared.run(source, added, target, fixed)
         if y is None:
@@ -248,7 +255,7 @@ class Plan:
                         raise ValueError(f"{name} must have contiguous rows at even steps, got strides {a.strides}")
                 self._prepared = Prepared(x, weight, product, options["bias"], residual, out, kernel, split_k)
                 self.kernel, self.workspace_bytes = self._prepared.kernel, self._prepared.workspace_bytes
-            self._fixed = fixed_addresses(weight, options["bias"])
+            self._fixed = weight_addresses(weight, options["bias"])
             if self.workspace_bytes:
                 self._memory = gpu.zeroed(self.workspace_bytes)
         self._layouts = self._layout(x), self._layout(out), self._layout(residual)
