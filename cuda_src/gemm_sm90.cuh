@@ -48,7 +48,7 @@ constexpr int kConsumerWarps = kTeams * kTeamWarps;
 constexpr int kConsumerThreads = kConsumerWarps * 32;
 // Registers that the producer's warpgroup leaves to the consumers; 0: the producer is one warp, and all have as many.
 constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
-constexpr int kProducerRegisters = 32;
+constexpr int kProducerRegisters = 40;
 constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : 32);
 
 // Shared memory, from a multiple of 1024: x, the weight [stage][column of records][DEPTH], barriers [full,
@@ -68,8 +68,10 @@ static_assert(kBlockM % kSplits == 0, "every block of a cluster owns as many row
 // Copies land in any order. A team that came early to a stage which another team had not even found full would take the
 // parity of the phase before that for its own.
 static_assert(kStages % kTeams == 0, "a stage belongs to one team");
-static_assert(kConsumerRegisters == 0 || (kConsumerWarps * kConsumerRegisters + 4 * kProducerRegisters) * 32 <= 65536,
-              "registers come out of those that all warps start with");
+// What the block starts with is all that it has: one register too many and setmaxnreg waits for ever.
+static_assert(kConsumerWarps / 4 * kConsumerRegisters + (kConsumerRegisters != 0 ? kProducerRegisters : 0) <=
+                  kThreads / 128 * (65536 / kThreads / 8 * 8),
+              "registers come out of those that the block starts with");
 static_assert(kRecords <= 32, "each lane of the producer copies one record");
 static_assert(!kGated || kRecords % 2 == 0, "the gate takes half of the records");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");

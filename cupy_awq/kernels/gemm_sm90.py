@@ -59,7 +59,7 @@ class GemmSm90Config:
         """Registers of a consumer where the producer is a warpgroup that leaves it most of its own; else 0."""
         if self.name == MMA or self.block_m < 64:
             return 0
-        return {8: 240, 12: 160, 16: 120}.get(self.teams * self.team_warps, 0)
+        return {8: 232, 12: 152}.get(self.teams * self.team_warps, 0)
 
     @property
     def block_n(self) -> int:
