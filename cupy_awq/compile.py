@@ -69,13 +69,13 @@ def _check(status: Any, what: str) -> None:
 
 @functools.cache
 def compiler() -> tuple[tuple[int, int], tuple[int, ...]]:
-    """NVRTC's version and the architectures that it knows, in rising order."""
+    """NVRTC's version and the architectures that it knows, in rising order. Raises OSError if it is not there."""
     try:
         from cuda.bindings import nvrtc
 
         status, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        raise CompileError(
+        raise OSError(
             f"NVRTC cannot be loaded ({error}); install nvidia-cuda-nvrtc-cu12>=12.8 and cuda-bindings"
         ) from error
     _check(status, "nvrtcVersion")

@@ -137,7 +137,6 @@ def test_nominal_rates_are_those_of_data_sheets(monkeypatch: pytest.MonkeyPatch)
 
 
 def figure(rows: list[Row]) -> Any:
-    pytest.importorskip("matplotlib")
     found = bench.new_figure()
     bench.draw(found, rows, "Test GPU")
     return found
@@ -165,7 +164,6 @@ def test_plot_without_a_roofline_shows_microseconds() -> None:
 
 @pytest.mark.usefixtures("cpu")
 def test_plot_is_written_as_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     file = tmp_path / "times.png"
     assert main(["bench", "64x8", "--m", "1,2", "--group-size", "64", "--plot", str(file)]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")

@@ -147,8 +147,8 @@ def test_no_rows_give_no_rows() -> None:
     assert cupy_awq.plan(x, weight)(x, y) is y
 
 
-@pytest.mark.parametrize("backend", BACKENDS[1:])
-@pytest.mark.parametrize("arch", [60, 75])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", [60, 75, 80, 90])
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(("entry", "values"), [("s4_to_fp16x2", 8), ("int8_to_fp16", 4)])
 def test_conversion_kernels(backend: str, arch: int, aligned: bool, entry: str, values: int) -> None:

@@ -162,7 +162,7 @@ class GemmSm90:
         if device.arch != 90:
             return f"needs sm_90, not sm_{device.arch}"
         if not problem.repacked:
-            return "needs the layout into which AwqLinear repacks its weight"
+            return "needs a weight in the layout of Repacking"
         if problem.dtype not in ("float16", "bfloat16"):
             return f"takes x of float16 or bfloat16, not {problem.dtype}"
         if not problem.x_aligned:
