@@ -13,7 +13,7 @@
 //
 // A thread owns one word column and ROWS rows: its loads are all under way before the first conversion, a group's
 // scales and zeros are read once, and a warp writes 512 adjacent bytes a row.
-#include "int4.cuh"
+#include "group.cuh"
 
 constexpr bool kAligned = ALIGNED;
 constexpr bool kPtxPath = PTX_PATH;
@@ -22,23 +22,7 @@ constexpr Zeros kZeros = Zeros::ZEROS;
 
 using Row = Vector<OUT, 8>;
 
-struct Group {
-  Vector<SCALE, 8> scales;
-  Vector<SCALE, 8> offsets;
-  uint32_t zeros;
-
-  __device__ __forceinline__ void fetch(const SCALE* scale_row, const void* zero_row, int column) {
-    load<kAligned>(scales, scale_row + column * 8);
-    if constexpr (kZeros == Zeros::kOffset) {
-      load<kAligned>(offsets, static_cast<const SCALE*>(zero_row) + column * 8);
-      zeros = 0;
-    } else if constexpr (kZeros == Zeros::kPacked) {
-      zeros = static_cast<const uint32_t*>(zero_row)[column];
-    } else {
-      zeros = kSymmetricZeros;
-    }
-  }
-
+struct Group : WordGroup<SCALE, kZeros, kAligned> {
   __device__ __forceinline__ Row dequantize(uint32_t word) const {
     Row row;
     if constexpr (kPtxPath) {
@@ -99,7 +83,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     words[i] = k_begin + i < k ? qweight[static_cast<int64_t>(k_begin + i) * ldq + column] : 0;
   }
 
-  constexpr int kZeroBytes = kZeros == Zeros::kOffset ? sizeof(SCALE) : sizeof(uint32_t);
   int group = k_begin / group_size;
   int group_end = group * group_size;
   --group;
@@ -111,8 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (i == 0 || row == group_end) {
       ++group;
       group_end += group_size;
-      parameters.fetch(scales + static_cast<int64_t>(group) * lds,
-                       static_cast<const char*>(zeros) + static_cast<int64_t>(group) * ldz * kZeroBytes, column);
+      parameters.fetch(scales, zeros, group, lds, ldz, column * 8);
     }
     store<kAligned>(out + static_cast<int64_t>(row) * ldo + column * 8, parameters.dequantize(words[i]));
   }

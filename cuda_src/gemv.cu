@@ -16,7 +16,7 @@
 // deal the rows of K among themselves in contiguous runs of CHUNK rows. A lane sums x * (q - z) over a chunk, where
 // codes are small integers and only x rounds, and scales that sum: one multiplication by s for CHUNK weights.
 #include "epilogue.cuh"
-#include "int4.cuh"
+#include "group.cuh"
 #include "reduce.cuh"
 
 constexpr bool kAligned = ALIGNED;
@@ -32,25 +32,6 @@ constexpr int kSlices = kThreads / kLanes;
 constexpr int kWarps = kThreads / 32;
 
 static_assert(kZeros == Zeros::kOffset || sizeof(SCALE) == 2, "scales are 16-bit values");
-
-// What a lane keeps of a group: its columns' scales and zero points.
-struct Group {
-  Vector<SCALE, 8> scales;
-  Vector<SCALE, 8> offsets;
-  uint32_t zeros;
-
-  __device__ __forceinline__ void fetch(const SCALE* scale_row, const void* zero_row, int column) {
-    load<kAligned>(scales, scale_row + column);
-    if constexpr (kZeros == Zeros::kOffset) {
-      load<kAligned>(offsets, static_cast<const SCALE*>(zero_row) + column);
-      zeros = 0;
-    } else if constexpr (kZeros == Zeros::kPacked) {
-      zeros = static_cast<const uint32_t*>(zero_row)[column / 8];
-    } else {
-      zeros = kSymmetricZeros;
-    }
-  }
-};
 
 // The eight codes of a word minus the zero points, exactly.
 __device__ __forceinline__ void differences(float (&out)[8], uint32_t word, uint32_t zeros) {
@@ -93,15 +74,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
     for (int i = 0; i < kChunk; ++i) words[i] = qweight[static_cast<int64_t>(row + i) * ldq + first / 8];
   };
 
-  constexpr int kZeroBytes = kZeros == Zeros::kOffset ? sizeof(SCALE) : sizeof(uint32_t);
-  Group group;
+  WordGroup<SCALE, kZeros, kAligned> group;
   int group_end = k_begin;  // no group is loaded yet
   if (k_begin < k_end) fetch_words(k_begin);
   for (int row = k_begin; row < k_end; row += kChunk) {
     if (row >= group_end) {
       const int index = row / group_size;
-      group.fetch(scales + static_cast<int64_t>(index) * lds,
-                  static_cast<const char*>(zeros) + static_cast<int64_t>(index) * ldz * kZeroBytes, first);
+      group.fetch(scales, zeros, index, lds, ldz, first);
       group_end = (index + 1) * group_size;
     }
     uint32_t current[kChunk];
