@@ -25,42 +25,38 @@ SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (8192, 28672
 HOPPER_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 
 
-def kernels(arch: int) -> Iterator[Kernel]:
-    """The kernels of common layers: each dtype, packed zeros, group sizes of 128 and 32, each configuration.
+def kernels(arch: int) -> list[Kernel]:
+    """The kernels of common layers, each once: each dtype, packed zeros, group sizes of 128 and 32, each configuration.
 
     The Hopper family has a kernel for each configuration, so of these only the choices for the models' SHAPES.
     """
     facts = device.nominal(arch)
-    seen = set()
+    found = [*_raw(facts), *(_hopper(facts) if arch == 90 else ())]
+    return list(dict.fromkeys(found))
+
+
+def _raw(facts: device.Device) -> Iterator[Kernel]:
     for conversion, values in (("s4_to_fp16x2", 8), ("int8_to_fp16", 4)):
         yield Conversion(conversion, values, 1, True).plan(facts).kernel
     k, n = SHAPES[0]
     for dtype in ("float16", "bfloat16", "float32"):
         scales = "bfloat16" if dtype == "bfloat16" else "float16"
         yield Dequantization(k, n, 128, scales, "packed", dtype, True, (n // 8, n, n // 8, n)).plan(facts).kernel
-        for group_size in (128, 32):
-            for m in (1, 2, 4, 8, 16, 64):
-                problem = Problem(m, n, k, group_size, dtype, scales)
-                candidates = select.candidates(problem, facts)
-                del candidates["gemm_sm90"]
-                if not isinstance(candidates["gemm_sm80"], str):
-                    del candidates["gemm_sm75"]  # legal, but only when it is asked for by name
-                for configs in candidates.values():
-                    for config in configs if not isinstance(configs, str) else ():
-                        kernel = config.plan(problem, facts).kernel
-                        if kernel not in seen:
-                            seen.add(kernel)
-                            yield kernel
-    if arch == 90:
-        for dtype in ("float16", "bfloat16"):
-            yield layout(Problem(1, n, k, 128, dtype, dtype)).plan(facts).kernel
-            for m, (k, n) in itertools.product(HOPPER_ROWS, SHAPES):
-                kernel = select.choose(
-                    Problem(m, n, k, 128, dtype, dtype, repacked=True), facts, "gemm_sm90"
-                ).plan.kernel
-                if kernel not in seen:
-                    seen.add(kernel)
-                    yield kernel
+        for group_size, m in itertools.product((128, 32), (1, 2, 4, 8, 16, 64)):
+            problem = Problem(m, n, k, group_size, dtype, scales)
+            candidates = select.candidates(problem, facts)
+            if not isinstance(candidates["gemm_sm80"], str):
+                del candidates["gemm_sm75"]  # legal, but only when it is asked for by name
+            for configs in candidates.values():
+                if not isinstance(configs, str):
+                    yield from (config.plan(problem, facts).kernel for config in configs)
+
+
+def _hopper(facts: device.Device) -> Iterator[Kernel]:
+    for dtype, m, (k, n) in itertools.product(("float16", "bfloat16"), HOPPER_ROWS, SHAPES):
+        problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
+        yield layout(problem).plan(facts).kernel
+        yield select.choose(problem, facts, "gemm_sm90").plan.kernel
 
 
 def run(archs: list[str]) -> int:

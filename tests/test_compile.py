@@ -201,7 +201,7 @@ def test_an_older_path_runs_on_a_newer_gpu(root: Path) -> None:
 def test_a_refused_launch_names_the_kernel(root: Path) -> None:
     from cupy_awq.launch import Launcher
 
-    plan = LaunchPlan(Kernel("scale.cu", "scale", KERNEL.defines, device.current().target), (1, 1, 1), (2048, 1, 1), ())
-    plan = LaunchPlan(plan.kernel, (1, 1, 1), (2048, 1, 1), ("out", "in", np.int32(1)))
+    kernel = Kernel("scale.cu", "scale", KERNEL.defines, device.current().target)
+    plan = LaunchPlan(kernel, (1, 1, 1), (2048, 1, 1), ("out", "in", np.int32(1)))
     with pytest.raises(RuntimeError, match="launch of scale failed"):
         Launcher(plan)((0, 0), 0)

@@ -89,15 +89,6 @@ class Problem:
         zeros = {"packed": self.n // 2, "symmetric": 0, "float": 2 * self.n}[self.zeros]
         return self.k * self.n // 2 + groups * (2 * self.n + zeros)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the weight, x and y."""
-        return self.weight_bytes + ITEMSIZE[self.dtype] * self.m * (self.k + self.n)
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.m * self.n * self.k
-
     def defines(self) -> tuple[tuple[str, int | str], ...]:
         """The compile-time constants that every kernel takes from the problem."""
         return (
