@@ -22,7 +22,7 @@ CUDA = ROOT / "cuda_src"
 
 # A module imports only from those before it. `x @ weight` is the one way up: the product of a weight is an operation.
 ORDER = (
-    "check packing weight reference quantizer sources launch_plan placement device compile launch kernels select ops"
+    "check packing weight reference quantizer sources launch_plan placement device compile launch kernels select ops int8"
     " linear checkpoint testing llm __init__ table timing compile_all demo info bench __main__"
 ).split()
 WAYS_UP = {("weight", "ops")}

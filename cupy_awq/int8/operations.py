@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public operations on blocks of INT4 and INT8 codes: check the arguments, then NumPy or the GPU's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_awq import check
+from cupy_awq.check import HOST, Array
+from cupy_awq.int8 import arguments, gpu, reference
+from cupy_awq.int8.weight import PackedConvWeight
+
+
+def quantize_activations(
+    x: Array, /, *, block_size: int | None = None, symmetric: bool = False, rounding: str = "half_away"
+) -> tuple[Array, Array, Array | None, Array]:
+    """Rows as int8 codes with a scale and an offset for each block of columns: x = code * scale + offset, about.
+
+        asymmetric  scale = (max - min) / 255, offset = max - 127 * scale; a scale of 1e-5 or less becomes 1, with
+                    offset = max (MNN's on-line quantization)
+        symmetric   scale = max|x| / 127, no offset (with block_size=32 llama.cpp's q8_1)
+
+        code = clamp(round((x - offset) / scale), -128, 127), each operation in float32
+
+    Args:
+        x: [M, K] float16, bfloat16 or float32.
+        block_size: columns of a block, the last may be short; by default K.
+        symmetric: which of the two.
+        rounding: of halves, "half_away" from zero or to "half_even".
+
+    Returns:
+        codes int8 [M, K], scale float32 [M, blocks], offset float32 [M, blocks] (None if symmetric), and the sums of
+        the codes, int32 [M, blocks]. A block with an infinity or a NaN has scale NaN and codes 0.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it.
+
+    >>> quantize_activations(np.array([[-1.0, 0.25, 1.0]], np.float32), symmetric=True)[0]
+    array([[-127,   32,  127]], dtype=int8)
+    """
+    (x,) = gpu.views(x=x)
+    block = min(arguments.row_blocks(x, block_size), max(1, x.shape[1]))
+    if not isinstance(symmetric, bool):
+        raise TypeError(f"symmetric must be True or False, got {symmetric!r}")
+    if rounding not in ("half_away", "half_even"):
+        raise ValueError(f"rounding must be 'half_away' or 'half_even', got {rounding!r}")
+    if check.device_id(x, "x") == HOST:
+        return reference.quantize(x, block, symmetric, rounding)
+    return gpu.quantize(x, block, symmetric, rounding)
+
+
+def gemm_int8(
+    xq: Array,
+    x_scale: Array,
+    x_offset: Array | None,
+    x_sums: Array,
+    weight: PackedConvWeight,
+    /,
+    *,
+    block_size: int | None = None,
+    bias: Array | None = None,
+    activation: Any = None,
+    out: Array | None = None,
+) -> Array:
+    """y [M, N] = activation(A @ B^T + bias), where A are quantized rows and B is a weight, multiplied as integers.
+
+        y = sum over blocks of sA*(C*sB + sumA*oB) + oA*(sumB*sB + k*oB),  C = A_q B_q^T in int32
+
+    That is the product of what the codes stand for, with no other error than that of float32 sums over blocks.
+
+    Args:
+        xq, x_scale, x_offset, x_sums: what `quantize_activations` returns; no x_offset means zeros.
+        weight: [N, 1, 1, K], 4 or 8 bits.
+        block_size: columns of a block of xq; by default K for one block, else the weight's. It must divide the weight's
+            block size, if that has more than one.
+        bias: [N] float16, bfloat16 or float32.
+        activation: None, "relu", "relu6", or (low, high).
+        out: [M, N] float16, bfloat16 or float32 to fill and return; by default of the dtype of the weight's scale.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it.
+
+    Source of the formula: MNN's DequantAndAcc.
+
+    >>> weight = PackedConvWeight(np.full((1, 1, 1, 4), 9, np.uint8), np.full((1, 1), 0.5, np.float32), None)
+    >>> gemm_int8(*quantize_activations(np.array([[1, 2, 3, 4]], np.float32)), weight)
+    array([[5.]], dtype=float32)
+    """
+    weight = arguments.packed(weight)
+    xq, x_scale, x_offset, x_sums, bias, out = gpu.views(
+        xq=xq, x_scale=x_scale, x_offset=x_offset, x_sums=x_sums, bias=bias, out=out
+    )
+    facts = arguments.quantized(xq, x_scale, x_offset, x_sums, weight, block_size, bias, out)
+    form = arguments.activation(activation)
+    if weight.device == HOST:
+        target = np.empty((facts.m, facts.n), facts.dtype) if out is None else out
+        return reference.gemm(xq, x_scale, x_offset, x_sums, weight, facts, bias, form, target)
+    return gpu.gemm(xq, x_scale, x_offset, x_sums, weight, facts, bias, form, out)
+
+
+def conv2d(
+    x: Array,
+    weight: PackedConvWeight,
+    /,
+    *,
+    bias: Array | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    activation: Any = None,
+    layout: str = "NCHW",
+    out: Array | None = None,
+) -> Array:
+    """A 2-D convolution (correlation, as everywhere in deep learning) with quantized weights.
+
+        y[b, co, i, j] = activation(bias[co] + sum over y, x, c of
+                                    x[b, c, i*stride + y*dilation - top, j*stride + x*dilation - left] * w[co, y, x, c])
+
+    Args:
+        x: float16, bfloat16 or float32, [batch, Ci, height, width], or [batch, height, width, Ci] for layout "NHWC".
+        weight: [Co, Kh, Kw, Ci/groups].
+        bias: [Co] float16, bfloat16 or float32.
+        stride, dilation: a number or (vertical, horizontal).
+        padding: the same, or ((top, bottom), (left, right)), or "same": ceil(size / stride) outputs, with the odd pixel
+            of padding at the bottom and the right.
+        groups: of channels, Ci for a depthwise convolution.
+        activation: None, "relu", "relu6", or (low, high).
+        layout: of x and y.
+        out: array for y to fill and return, of x's dtype.
+
+    Returns:
+        y in the layout and dtype of x.
+
+    On a GPU, tensor cores take float16 and bfloat16 x; they round each weight to the type of x.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it.
+
+    >>> weight = PackedConvWeight(np.full((1, 3, 3, 1), 9, np.uint8), np.ones((1, 1), np.float32), None)
+    >>> conv2d(np.ones((1, 1, 3, 3), np.float32), weight, padding=1)[0, 0]
+    array([[4., 6., 4.],
+           [6., 9., 6.],
+           [4., 6., 4.]], dtype=float32)
+    """
+    weight = arguments.packed(weight)
+    x, bias, out = gpu.views(x=x, bias=bias, out=out)
+    arguments.floats(x, weight)
+    sizes = arguments.geometry(x.shape, weight.shape, stride, padding, dilation, groups, layout)
+    form = arguments.activation(activation)
+    if bias is not None:
+        check.bias(bias, sizes.outputs, device=weight.device)
+    if out is not None:
+        check.out(out, sizes.shape, x.dtype, weight.device)
+    if weight.device == HOST:
+        target = np.empty(sizes.shape, x.dtype) if out is None else out
+        return reference.conv2d(x, weight, sizes, bias, form, target)
+    return gpu.conv2d(x, weight, sizes, bias, form, out)

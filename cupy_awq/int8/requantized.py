@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``conv2d_int8``: int8 in, int8 out, with one scale and zero point a tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cupy_awq import check
+from cupy_awq.check import HOST, Array
+from cupy_awq.int8 import arguments, gpu, reference
+from cupy_awq.int8.reference import SMALLEST_WEIGHT_SCALE
+
+F32 = np.float32
+
+
+def conv2d_int8(
+    x: Array,
+    codes: Array,
+    weight_scale: Array,
+    /,
+    *,
+    x_scale: float,
+    out_scale: float,
+    x_zero: int = 0,
+    out_zero: int = 0,
+    bias: Array | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    activation: Any = None,
+    layout: str = "NCHW",
+    out: Array | None = None,
+) -> Array:
+    """A convolution of int8 with int8, requantized to int8 in the same kernel.
+
+        M = x_scale * weight_scale / out_scale
+        fused = trunc(bias / (x_scale * weight_scale)) - x_zero * sum(codes) + trunc(out_zero / M)
+        y = clamp(rint_even((sum of x * codes + fused) * M), low, high), in float32 from the int32 sum on
+
+    Args:
+        x: int8 in ``layout``; it stands for (x - x_zero) * x_scale.
+        codes: [Co, Kh, Kw, Ci/groups] int8; they stand for codes * weight_scale.
+        weight_scale: [Co] float32; below 1e-6 in magnitude it is taken as 1e-6.
+        x_scale, out_scale: positive.
+        x_zero, out_zero: of int8. What lies outside x is x_zero, that is 0.
+        bias: [Co] float32, real.
+        stride, padding, dilation, groups, layout: as in `conv2d`.
+        activation: None, "relu", "relu6", or (low, high), in real values.
+        out: int8 array to fill and return.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it.
+
+    Source of the formula: MNN's ConvInt8, with the bias term of its CPU form and clamps that heed the zero point.
+
+    >>> x, codes = np.full((1, 2, 1, 1), 10, np.int8), np.full((1, 1, 1, 2), 3, np.int8)
+    >>> conv2d_int8(x, codes, np.ones(1, np.float32), x_scale=0.5, out_scale=2.0)
+    array([[[[15]]]], dtype=int8)
+    """
+    x, codes, weight_scale, bias, out = gpu.views(x=x, codes=codes, weight_scale=weight_scale, bias=bias, out=out)
+    where = check.device_id(x, "x")
+    for name, a, dtype in (
+        ("x", x, check.INT8),
+        ("codes", codes, check.INT8),
+        ("weight_scale", weight_scale, check.FLOAT32),
+        ("bias", bias, check.FLOAT32),
+    ):
+        if a is None and name == "bias":
+            continue
+        if check.device_id(a, name) != where:
+            raise TypeError(f"{name} is on {check.place(check.device_id(a, name))}, but x is on {check.place(where)}")
+        if a.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, got {a.dtype}")
+    if len(codes.shape) != 4 or 0 in codes.shape:
+        raise ValueError(f"codes must be [Co, Kh, Kw, Ci/groups] with at least one element, got shape {codes.shape}")
+    sizes = arguments.geometry(x.shape, codes.shape, stride, padding, dilation, groups, layout)
+    for name, a in (("weight_scale", weight_scale), ("bias", bias)):
+        if a is not None and a.shape != (sizes.outputs,):
+            raise ValueError(f"{name} must be [Co] = ({sizes.outputs},), got shape {a.shape}")
+    for name, scale in (("x_scale", x_scale), ("out_scale", out_scale)):
+        if not 0 < float(scale) < math.inf:
+            raise ValueError(f"{name} must be positive, got {scale!r}")
+    zeros = _zero(x_zero, "x_zero"), _zero(out_zero, "out_zero")
+    limits = _limits(arguments.activation(activation), F32(out_scale), zeros[1])
+    if out is not None:
+        check.out(out, sizes.shape, check.INT8, where)
+    host = [a if a is None or where == HOST else a.get() for a in (codes, weight_scale, bias)]
+    fused, multiplier = _channels(host[0], host[1], host[2], F32(x_scale), F32(out_scale), *zeros)
+    if where == HOST:
+        target = np.empty(sizes.shape, np.int8) if out is None else out
+        return reference.conv2d_int8(x, codes, sizes, fused, multiplier, zeros[0], limits, target)
+    return gpu.conv2d_int8(x, codes, sizes, fused, multiplier, zeros[0], limits, out)
+
+
+def _channels(
+    codes: Array, weight_scale: Array, bias: Array | None, x_scale: Any, out_scale: Any, x_zero: int, out_zero: int
+) -> tuple[Array, Array]:
+    """(fused int32 [Co], M float32 [Co])."""
+    scale = np.where(np.abs(weight_scale) < SMALLEST_WEIGHT_SCALE, SMALLEST_WEIGHT_SCALE, weight_scale)
+    multiplier = x_scale * scale / out_scale
+    fused = -x_zero * codes.sum((1, 2, 3), dtype=np.int64) + np.trunc(out_zero / multiplier).astype(np.int64)
+    if bias is not None:
+        fused = fused + np.trunc(bias / (x_scale * scale)).astype(np.int64)
+    return np.clip(fused, -(2**31), 2**31 - 1).astype(np.int32), multiplier
+
+
+def _limits(form: check.Activation, out_scale: Any, out_zero: int) -> tuple[int, int]:
+    if form.kind is None:
+        return -128, 127
+    low, high = (float(np.clip(np.rint(limit / out_scale) + out_zero, -128, 127)) for limit in form.limits)
+    return int(low), int(high)
+
+
+def _zero(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if not -128 <= value <= 127:
+        raise ValueError(f"{name} must be in -128..127, got {value}")
+    return int(value)

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of INT4 and INT8 codes on the CPU: MNN's vectors, the formulas by another way, and bad arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupy_awq.int8 import PackedConvWeight, conv2d, conv2d_int8, from_mnn, gemm_int8, quantize_activations
+
+VECTORS = json.loads((Path(__file__).parent / "int8_vectors.json").read_text(encoding="utf-8"))
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32]
+
+
+def array(entry: dict[str, Any], dtype: Any) -> np.ndarray:
+    return np.array(entry["v"], dtype).reshape(entry["shape"])
+
+
+def random_weight(
+    rng: np.random.Generator,
+    shape: tuple[int, int, int, int],
+    block: int,
+    bits: int = 4,
+    offsets: bool = True,
+    dtype: Any = np.float32,
+) -> PackedConvWeight:
+    """Random codes, scales and offsets; a product with x is about as large as x."""
+    codes = rng.integers(0, 2**bits, shape, np.uint8)
+    blocks = -(-shape[3] // block)
+    size = 2.0 ** (1 - bits) / np.sqrt(np.prod(shape[1:]))
+    scale = (rng.uniform(0.5, 1.5, (shape[0], blocks)) * size).astype(dtype)
+    offset = (rng.standard_normal((shape[0], blocks)) * size).astype(dtype) if offsets else None
+    return PackedConvWeight(codes, scale, offset, bits=bits, block_size=block)
+
+
+def float64_values(weight: PackedConvWeight) -> np.ndarray:
+    """The weight [Co, Kh, Kw, Ci/groups], element by element."""
+    values = np.empty(weight.shape)
+    for ci in range(weight.shape[3]):
+        b = ci // weight.block_size
+        scale = weight.scale[:, b].astype(np.float64)[:, None, None]
+        offset = 0.0 if weight.offset is None else weight.offset[:, b].astype(np.float64)[:, None, None]
+        values[..., ci] = (weight.codes[..., ci].astype(int) - 2 ** (weight.bits - 1)) * scale + offset
+    return values
+
+
+def naive_conv(x: np.ndarray, w: np.ndarray, stride, sides, dilation, groups: int, fill: float = 0.0) -> np.ndarray:
+    """NCHW, one output at a time, through no padded copy."""
+    batch, _, height, width = x.shape
+    co, kh, kw, ci = w.shape
+    oh = (height + sum(sides[0]) - dilation[0] * (kh - 1) - 1) // stride[0] + 1
+    ow = (width + sum(sides[1]) - dilation[1] * (kw - 1) - 1) // stride[1] + 1
+    y = np.zeros((batch, co, oh, ow))
+    for b, o, i, j in np.ndindex(y.shape):
+        first = o // (co // groups) * ci
+        for dy, dx in np.ndindex(kh, kw):
+            row, column = i * stride[0] + dy * dilation[0] - sides[0][0], j * stride[1] + dx * dilation[1] - sides[1][0]
+            inside = 0 <= row < height and 0 <= column < width
+            pixel = x[b, first : first + ci, row, column] if inside else np.full(ci, fill)
+            y[b, o, i, j] += pixel @ w[o, dy, dx]
+    return y
+
+
+# ---- MNN's vectors
+
+
+def test_mnn_packing_decodes_to_the_codes_bit_for_bit() -> None:
+    case = VECTORS["mnn_conv_fpA_int4B"]
+    packed = np.array([int(b, 16) for b in case["packed_ocp_khw_icp2_hex"]["hex"]], np.uint8).reshape(8, 4, 4)
+    weight = from_mnn(packed, array(case["scale"], np.float32), None, kernel=(2, 2), in_channels=4)
+    signed = array(case["qweight_signed_oc_ic_kh_kw"], int).transpose(0, 2, 3, 1)
+    np.testing.assert_array_equal(weight.codes.astype(int) - 8, signed)
+    assert (weight.block_size, weight.blocks) == (2, 2)
+
+
+def test_mnn_convolution() -> None:
+    """To the five decimals that the vector has."""
+    case = VECTORS["mnn_conv_fpA_int4B"]
+    packed = np.array([int(b, 16) for b in case["packed_ocp_khw_icp2_hex"]["hex"]], np.uint8).reshape(8, 4, 4)
+    scale, offset = array(case["scale"], np.float32), array(case["offset"], np.float32)
+    weight = from_mnn(packed, scale, offset, kernel=(2, 2), in_channels=4)
+    x = array(case["input_nhwc_unpadded_f32"], np.float32)
+    bias = np.array(case["bias"], np.float32)
+    for activation, name in (("relu6", "out_nhwc_unpadded"), (None, "out_before_clamp")):
+        y = conv2d(x, weight, bias=bias, padding=1, activation=activation, layout="NHWC")
+        wanted = np.array(case[name]["v"] if activation else case[name]).reshape(y.shape)
+        np.testing.assert_allclose(y, wanted, atol=6e-6)
+
+
+def test_mnn_quantization_and_product_bit_for_bit() -> None:
+    case = VECTORS["mnn_quantA_chain"]
+    x = array(case["A_f32"], np.float32)
+    codes, scale, offset, sums = quantize_activations(x, block_size=4)
+    weight_codes = array(case["B_q"], int)
+    for b, group in enumerate(case["per_group"]):
+        some = slice(4 * b, 4 * b + 4)
+        np.testing.assert_array_equal(codes[:, some].ravel(), group["A_q"])
+        np.testing.assert_array_equal(scale[:, b], np.array(group["scale_A"], np.float32))
+        np.testing.assert_array_equal(offset[:, b], np.array(group["offset_A"], np.float32))
+        np.testing.assert_array_equal(sums[:, b], group["sum_A_q"])
+        exact = codes[:, some].astype(int) @ weight_codes[:, some].T
+        np.testing.assert_array_equal(exact.ravel(), group["C_q"])
+    weight = PackedConvWeight(
+        (weight_codes + 128).astype(np.uint8).reshape(2, 1, 1, 8),
+        array(case["scale_B"], np.float32),
+        array(case["offset_B"], np.float32),
+        bits=8,
+    )
+    y = gemm_int8(codes, scale, offset, sums, weight, bias=np.array(case["bias"], np.float32))
+    np.testing.assert_allclose(y, array(case["out"], float), atol=2e-6)
+
+
+def test_mnn_requantization_bit_for_bit() -> None:
+    case = VECTORS["mnn_convint8_requant"]
+    x, w = array(case["I_q"], np.int8), array(case["W_q"], np.int8)
+    y = conv2d_int8(
+        x[:, :, None, None],
+        w[:, None, None, :],
+        np.array(case["S_W"], np.float32),
+        x_scale=case["S_I"],
+        out_scale=case["S_O"],
+        x_zero=case["Z_I"],
+        out_zero=case["Z_O"],
+        bias=np.array(case["bias_real"], np.float32),
+    )
+    np.testing.assert_array_equal(y[:, :, 0, 0], array(case["out_q"], int))
+
+
+# ---- properties
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_codes_stand_for_x_within_half_a_step(data: st.DataObject) -> None:
+    m, k = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 70))
+    block = data.draw(st.one_of(st.none(), st.integers(1, 80)))
+    symmetric = data.draw(st.booleans())
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    x = (rng.standard_normal((m, k)) * 2.0 ** data.draw(st.integers(-2, 9))).astype(dtype)
+    rounding = data.draw(st.sampled_from(["half_away", "half_even"]))
+    codes, scale, offset, sums = quantize_activations(x, block_size=block, symmetric=symmetric, rounding=rounding)
+    size = block or k
+    assert scale.shape == sums.shape == (m, -(-k // size))
+    for b in range(scale.shape[1]):
+        some = slice(b * size, (b + 1) * size)
+        o = 0 if symmetric else offset[:, b, None]
+        close = codes[:, some] * scale[:, b, None].astype(float) + o
+        # Half a step, and what float32 rounds away of x - offset.
+        slack = 0.5001 * scale[:, b, None] + 1e-6 * np.abs(x[:, some].astype(float)).max()
+        assert (np.abs(close - x[:, some].astype(float)) <= slack).all()
+        np.testing.assert_array_equal(sums[:, b], codes[:, some].sum(1, dtype=int))
+    assert (offset is None) == symmetric
+
+
+def test_halves_round_as_asked() -> None:
+    x = np.array([[127.0, 0.5, 1.5, 2.5, -0.5, -2.5]], np.float32)  # scale 1
+    away, even = (quantize_activations(x, symmetric=True, rounding=r)[0][0] for r in ("half_away", "half_even"))
+    np.testing.assert_array_equal(away, [127, 1, 2, 3, -1, -3])
+    np.testing.assert_array_equal(even, [127, 0, 2, 2, 0, -2])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_block_that_is_not_finite_shows_in_the_scale(value: float, symmetric: bool) -> None:
+    x = np.ones((2, 8), np.float32)
+    x[0, 5] = value
+    codes, scale, _, sums = quantize_activations(x, block_size=4, symmetric=symmetric)
+    assert np.isnan(scale[0, 1])
+    assert np.isfinite(scale[[0, 1, 1], [0, 0, 1]]).all()
+    assert not codes[0, 4:].any()
+    assert sums[0, 1] == 0
+
+
+def test_zeros_and_constant_rows_are_exact() -> None:
+    x = np.array([[0.0] * 4, [2.5] * 4, [-3.0] * 4], np.float32)
+    codes, scale, offset, _ = quantize_activations(x)
+    np.testing.assert_array_equal(codes * scale + offset, x)
+    codes, scale, _, _ = quantize_activations(x[:1], symmetric=True)
+    np.testing.assert_array_equal(codes, 0)
+    np.testing.assert_array_equal(scale, 0)
+
+
+@given(data=st.data())
+@settings(max_examples=40)
+def test_the_integer_product_is_that_of_the_dequantized_operands(data: st.DataObject) -> None:
+    """MNN's identity, with short last blocks, x in finer blocks than the weight, and no offsets on either side."""
+    m, n, k = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 60))
+    block = data.draw(st.integers(1, 70))
+    parts = data.draw(st.sampled_from([p for p in (1, 2, 3) if block % p == 0]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    bits = data.draw(st.sampled_from([4, 8]))
+    weight = random_weight(rng, (n, 1, 1, k), block, bits, data.draw(st.booleans()))
+    x = rng.standard_normal((m, k)).astype(np.float32)
+    codes, scale, offset, sums = quantize_activations(x, block_size=block // parts, symmetric=data.draw(st.booleans()))
+    bias = rng.standard_normal(n).astype(np.float32)
+    y = gemm_int8(codes, scale, offset, sums, weight, block_size=block // parts, bias=bias)
+    at = np.arange(k) // (block // parts)
+    close = codes * scale.astype(float)[:, at] + (0 if offset is None else offset.astype(float)[:, at])
+    wanted = close @ float64_values(weight).reshape(n, k).T + bias
+    np.testing.assert_allclose(y, wanted, rtol=1e-6, atol=1e-6)
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_convolution_is_that_of_the_values(data: st.DataObject) -> None:
+    draw = data.draw
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    ci, co = draw(st.integers(1, 6)), groups * draw(st.integers(1, 3))
+    kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    stride, dilation = ((draw(st.integers(1, 3)), draw(st.integers(1, 3))) for _ in range(2))
+    sides = tuple((draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(2))
+    spread = [dilation[i] * (kernel[i] - 1) + 1 for i in range(2)]
+    height, width = (draw(st.integers(max(1, spread[i] - sum(sides[i])), 9)) for i in range(2))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    weight = random_weight(rng, (co, *kernel, ci), draw(st.integers(1, 7)), draw(st.sampled_from([4, 8])))
+    x = rng.standard_normal((draw(st.integers(0, 2)), groups * ci, height, width)).astype(np.float32)
+    bias = rng.standard_normal(co).astype(np.float32)
+    options = {"stride": stride, "padding": sides, "dilation": dilation, "groups": groups, "bias": bias}
+    y = conv2d(x, weight, **options)
+    wanted = naive_conv(x.astype(float), float64_values(weight), stride, sides, dilation, groups)
+    np.testing.assert_allclose(y, wanted + bias[:, None, None], rtol=1e-6, atol=1e-6)
+    last = conv2d(np.ascontiguousarray(x.transpose(0, 2, 3, 1)), weight, layout="NHWC", **options)
+    np.testing.assert_array_equal(last.transpose(0, 3, 1, 2), y)
+    clamped = conv2d(x, weight, activation=(-0.25, 0.5), **options)
+    np.testing.assert_allclose(clamped, np.clip(wanted + bias[:, None, None], -0.25, 0.5), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [5, 6, 7, 8])
+@pytest.mark.parametrize("kernel", [1, 2, 3, 4])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_same_padding_gives_ceil_outputs_and_more_at_the_end(size: int, kernel: int, stride: int) -> None:
+    rng = np.random.default_rng(size)
+    weight = random_weight(rng, (2, kernel, kernel, 3), 3)
+    x = rng.standard_normal((1, 3, size, size)).astype(np.float32)
+    y = conv2d(x, weight, padding="same", stride=stride)
+    out = -(-size // stride)
+    assert y.shape == (1, 2, out, out)
+    first = max(0, ((out - 1) * stride + kernel - size)) // 2
+    sides = (first, max(0, (out - 1) * stride + kernel - size) - first)
+    wanted = naive_conv(x.astype(float), float64_values(weight), (stride, stride), (sides, sides), (1, 1), 1)
+    np.testing.assert_allclose(y, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_are_rounded_once_to_the_dtype_of_x(dtype: Any) -> None:
+    rng = np.random.default_rng(1)
+    weight = random_weight(rng, (4, 3, 3, 5), 2, dtype=dtype)
+    x = rng.standard_normal((1, 5, 6, 6)).astype(dtype)
+    out = np.full((1, 4, 4, 4), np.nan, dtype)
+    assert conv2d(x, weight, out=out) is out
+    wanted = naive_conv(x.astype(float), float64_values(weight), (1, 1), ((0, 0), (0, 0)), (1, 1), 1)
+    np.testing.assert_allclose(out.astype(float), wanted, rtol=float(ml_dtypes.finfo(dtype).eps), atol=1e-7)
+
+
+@given(data=st.data())
+@settings(max_examples=30)
+def test_requantized_convolution_is_within_one_code_of_the_real_one(data: st.DataObject) -> None:
+    draw = data.draw
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    x = rng.integers(-128, 128, (2, 4, 5, 5), np.int8)
+    w = rng.integers(-128, 128, (6, 3, 3, 2), np.int8)
+    scale = rng.uniform(0.001, 0.01, 6).astype(np.float32)
+    bias = rng.standard_normal(6).astype(np.float32)
+    zeros = draw(st.integers(-128, 127)), draw(st.integers(-128, 127))
+    activation = draw(st.sampled_from([None, "relu", "relu6", (-1.0, 2.0)]))
+    y = conv2d_int8(
+        x,
+        w,
+        scale,
+        x_scale=0.02,
+        out_scale=0.05,
+        x_zero=zeros[0],
+        out_zero=zeros[1],
+        bias=bias,
+        padding=1,
+        groups=2,
+        activation=activation,
+    )
+    real = naive_conv(x - float(zeros[0]), w.astype(float), (1, 1), ((1, 1), (1, 1)), (1, 1), 2)
+    real = real * 0.02 * scale[:, None, None] + bias[:, None, None]
+    low, high = {None: (-np.inf, np.inf), "relu": (0, np.inf), "relu6": (0, 6)}.get(activation, activation)  # type: ignore[arg-type]
+    wanted = np.clip(np.rint(np.clip(real, low, high) / 0.05) + zeros[1], -128, 127)
+    # The formula truncates the bias and the zero point to whole units of the product's scale.
+    assert np.abs(y - wanted).max() <= 1
+    assert np.mean(y == wanted) > 0.9
