@@ -5,7 +5,8 @@
 //
 // sm_90a. A team is WARPGROUPS warpgroups; each makes TILES times 64 columns of the block's tile for all BLOCK_M rows,
 // which are the instruction's N. Codes minus zero points enter exactly; the float32 sums over a group are multiplied by
-// its scale.
+// its scale. SCALED: weights enter as (q - z) * s * scale_factor, rounded once, and the sums over all of K are multiplied
+// by result_factor in the end; both are powers of two.
 #include "gemm_sm90.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -13,12 +14,33 @@ static_assert(__CUDA_ARCH__ == 900, "gemm_sm90 needs sm_90a");
 
 constexpr int kWarpgroups = WARPGROUPS;
 constexpr int kTiles = TILES;
+constexpr bool kScaled = SCALED;
 constexpr int kStepsK16 = kRecordK / 16;
 constexpr int kXHalfBytes = kBlockM * 128;
 
 static_assert(kTeamWarps == kWarpgroups * 4, "a warpgroup is four warps");
 static_assert(kXBytes == kDepth * 2 * kXHalfBytes && kXRingBytes == kStages * kXBytes, "x comes with the weight");
+static_assert(!kScaled || kStages >= 2 * kTeams, "a stage is released while its team is at the next");
 static_assert(kRecords == kWarpgroups * kTiles * 2, "a warpgroup makes 64 columns at a time");
+
+// Codes to the registers of operand A with their scale, for a lane's two columns.
+struct ScaledCodes {
+  uint32_t zeros[2];
+  uint32_t scales[2];
+
+  __device__ __forceinline__ ScaledCodes(const Group& group, float scale_factor)
+      : zeros{ExactCodes<X>::zero<0>(group.zeros), ExactCodes<X>::zero<1>(group.zeros)} {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scales[i] = __byte_perm(from_float<X>(group.scale(i) * (scale_factor * ExactCodes<X>::kUnit)).bits, 0, 0x1010);
+    }
+  }
+  __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
+    ExactCodes<X>::convert(a, word, zeros);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = Codes<X>::multiply(a[i], scales[i % 2]);
+  }
+};
 
 template <bool ACCUMULATE, int COUNT>
 __device__ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint32_t b) {
@@ -31,7 +53,7 @@ __device__ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4],
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     gemm_sm90(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const __grid_constant__ TensorMap x_map,
-              int m, int n, int k, int ldr, int ldy, float low, float high) {
+              int m, int n, int k, int ldr, int ldy, float low, float high, float scale_factor, float result_factor) {
   constexpr int kSums = kBlockM / 2;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
@@ -39,7 +61,56 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   const int warpgroup = warp % kTeamWarps / 4;
   float sums[kTiles][kSums] = {};
 
-  auto consume = [&](const Tile& tile, const uint8_t* shared) {
+  // Tensor cores multiply 64 k while the next 64 are converted.
+  auto consume_scaled = [&](const Tile& tile, const uint8_t* shared) {
+    Position at{team, 0};
+    int last = -1;
+    uint32_t a[2][4][4];
+    for (int round = team; round < tile.rounds(); round += kTeams) {
+      wait(tile.full(at.stage), at.parity);
+      const int depth = tile.depth(round);
+#pragma unroll 1
+      for (int step = 0; step < depth; ++step) {
+        const uint32_t x_begin = (tile.x(at.stage) + step * 2 * kXHalfBytes) / 16;
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          const int column = (i * kWarpgroups + warpgroup) * 2 + warp % 4 / 2;
+          const uint8_t* record =
+              shared + kWeightBegin + at.stage * kWeightBytes + (column * kDepth + step) * kRecordBytes;
+#pragma unroll
+          for (int k64 = 0; k64 < 2; ++k64) {
+            const Vector<uint32_t, 4> words =
+                reinterpret_cast<const Vector<uint32_t, 4>*>(record)[(k64 * 2 + warp % 2) * 32 + lane];
+#pragma unroll
+            for (int s = 0; s < 4; ++s) {
+              const Group group = Group::load(record, (k64 * 4 + s) * kGroups / kStepsK16, warp % 2, lane / 4);
+              ScaledCodes(group, scale_factor).convert(a[k64][s], words.values[s]);
+            }
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int s = 0; s < 4; ++s) {
+              wgmma<true>(sums[i], a[k64][s], x_begin + k64 * kXHalfBytes / 16 + s * 2);
+            }
+            ptx::wgmma_commit_group();
+            ptx::wgmma_wait_group<1>();
+          }
+        }
+      }
+      if (last >= 0) {
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(tile.empty(last));
+      }
+      last = at.stage;
+      at.advance(kTeams);
+    }
+    ptx::wgmma_wait_group<0>();
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int v = 0; v < kSums; ++v) sums[i][v] *= result_factor;
+    }
+  };
+  auto consume_exact = [&](const Tile& tile, const uint8_t* shared) {
     Position at{team, 0};
     for (int round = team; round < tile.rounds(); round += kTeams) {
       wait(tile.full(at.stage), at.parity);
@@ -101,6 +172,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
         const float c[4] = {sums[i][4 * j], sums[i][4 * j + 1], sums[i][4 * j + 2], sums[i][4 * j + 3]};
         push_sums(tile, team, j * 8, (i * kWarpgroups + warpgroup) * 64 + warp % 4 * 16, c);
       }
+    }
+  };
+  auto consume = [&](const Tile& tile, const uint8_t* shared) {
+    if constexpr (kScaled) {
+      consume_scaled(tile, shared);
+    } else {
+      consume_exact(tile, shared);
     }
   };
   run_tile(weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, consume, push);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: ``python -m cupy_awq {demo,info,bench,compile,explain}``.
+"""Command line: ``python -m cupy_awq {demo,info,bench,tune,compile,explain}``.
 
 A user's mistake is one line on stderr and exit code 2.
 """
@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 import cupy_awq
 from cupy_awq import placement
+from cupy_awq.check import HOST
+from cupy_awq.llm import command_line
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -93,6 +95,16 @@ def _parser() -> argparse.ArgumentParser:
         "--plot", metavar="FILE.png", type=Path, help="also draw time / roofline over M (needs matplotlib)"
     )
 
+    tune = command("tune", _tune, "measure the fastest configurations on this GPU", TUNE, ["4096x12288 12288x4096"])
+    tune.add_argument("shapes", metavar="KxN", nargs="+", type=_shape, help="in features x out features")
+    tune.add_argument(
+        "--m", metavar="M,M,...", type=_counts, default=TUNE_ROWS, help="rows of x (default: 1 to 4096, powers of two)"
+    )
+    tune.add_argument(
+        "--group-size", metavar="G", type=int, default=128, help="rows of W that share a scale, -1: K (default: 128)"
+    )
+    tune.add_argument("--tries", metavar="T", type=int, default=12, help="configurations for each M (default: 12)")
+
     compile_ = command(
         "compile", _compile, "compile every kernel, with no GPU", COMPILE, ["--arch 90a", "--arch 80 --arch 89"]
     )
@@ -115,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--arch", metavar="ARCH", type=int, help="compute capability, such as 90 (default: the current GPU's)"
     )
+    command_line.add(command)
     return parser
 
 
@@ -136,6 +149,14 @@ GB/s counts the bytes of W, x and y. us / roofline: 1 is the best possible, wher
 roofline is max(bytes / read bandwidth, flops / fp16 rate), measured in the same run.
 fp16 / us: how many times faster than cupy.matmul with fp16 weights (needs cuBLAS).
 Without a GPU, the NumPy path is timed."""
+
+TUNE_ROWS = [1 << i for i in range(13)]
+TUNE = """
+
+Times the configurations that the model ranks first, with weights that are cold in
+L2, and keeps the fastest for each shape and number of rows in the user's cache
+(CUPY_AWQ_CACHE_DIR). AwqLinear uses them from the next process on, for every group
+size and dtype; other numbers of rows take the next power of two's."""
 
 COMPILE = """
 
@@ -192,7 +213,7 @@ def _bench(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         kernel=args.kernel,
         device=device,
-        progress=_progress,
+        progress=lambda text: _progress("bench", text),
     )
     if figure:
         bench.draw(figure, rows, placement.name(device))
@@ -200,8 +221,23 @@ def _bench(args: argparse.Namespace) -> int:
     return _print(bench.to_json(rows, ceilings, device), bench.render(rows, ceilings, device), args.json)
 
 
-def _progress(text: str) -> None:
-    print(f"bench: {text}", file=sys.stderr, flush=True)
+def _progress(command: str, text: str) -> None:
+    print(f"{command}: {text}", file=sys.stderr, flush=True)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from cupy_awq import tune
+
+    device = placement.resolve()
+    if device == HOST:
+        raise ValueError("tune needs an NVIDIA GPU, and there is none")
+    if args.tries < 1:
+        raise ValueError(f"--tries: expected a positive integer, got {args.tries}")
+    options = {"group_size": args.group_size, "tries": args.tries, "device": device}
+    rows = tune.run(args.shapes, args.m, **options, progress=lambda text: _progress("tune", text))
+    print(tune.render(rows))
+    print(f"kept in {tune.keep(rows, device)}")
+    return 0
 
 
 def _compile(args: argparse.Namespace) -> int:

@@ -10,20 +10,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import re
-import sys
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cupy_awq import sources
+from cupy_awq import cache, sources
 from cupy_awq.launch_plan import Kernel, LaunchPlan
 
-CACHE_VARIABLE = "CUPY_AWQ_CACHE_DIR"
 OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
 """Options of every compilation: line numbers cost nothing at run time and let faults and profiles name source lines."""
 
@@ -49,17 +45,6 @@ class Binary:
     path: Path
     resources: Resources | None
     fresh: bool
-
-
-def cache_folder() -> Path:
-    """``$CUPY_AWQ_CACHE_DIR``, else ``cupy_awq`` in the user's cache folder."""
-    if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen)
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "cupy_awq"
 
 
 def _check(status: Any, what: str) -> None:
@@ -160,7 +145,7 @@ def build(kernel: Kernel, form: str = "cubin") -> Binary:
     version, _ = compiler()
     parts = [repr((version, arch, form, OPTIONS, kernel.entry, kernel.defines)), *texts.keys(), *texts.values()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    path = cache_folder() / f"{kernel.entry}-sm{arch}-{digest}.{form}"
+    path = cache.folder() / f"{kernel.entry}-sm{arch}-{digest}.{form}"
     facts = path.with_suffix(".json")
     try:
         resources = Resources(**json.loads(facts.read_text(encoding="utf-8"))) if form == "cubin" else None
@@ -170,18 +155,10 @@ def build(kernel: Kernel, form: str = "cubin") -> Binary:
         pass
     code, log = _compile(kernel, arch, texts, form)
     resources = _resources(log) if form == "cubin" else None
-    _write(path, code)
+    cache.write(path, code)
     if resources is not None:
-        _write(facts, json.dumps(asdict(resources)).encode())
+        cache.write(facts, json.dumps(asdict(resources)).encode())
     return Binary(path, resources, fresh=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, whatever other processes do."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
 
 
 _functions: dict[tuple[int, Kernel, int], Any] = {}

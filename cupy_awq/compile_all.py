@@ -11,8 +11,8 @@ import re
 import sys
 from collections.abc import Iterator
 
+from cupy_awq import cache, device, select
 from cupy_awq import compile as compiler
-from cupy_awq import device, select
 from cupy_awq.kernels.convert import Conversion
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.gemm_sm90 import layout
@@ -93,7 +93,7 @@ def run(archs: list[str]) -> int:
     if sys.stderr.isatty():
         print(file=sys.stderr)
     print(render(("kernel", "target", "constants", "registers", "shared bytes", "spill bytes", ""), rows, left=3))
-    print(f"{len(rows)} kernels, {spills} with spills; cache: {compiler.cache_folder()}")
+    print(f"{len(rows)} kernels, {spills} with spills; cache: {cache.folder()}")
     return 1 if spills else 0
 
 

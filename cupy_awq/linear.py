@@ -11,6 +11,7 @@ import numpy as np
 from cupy_awq import check, device, placement, select
 from cupy_awq.check import Array
 from cupy_awq.ops import gpu, planning
+from cupy_awq.ops.repacking import repack
 from cupy_awq.packing import namespace
 from cupy_awq.weight import PackedWeight
 
@@ -20,6 +21,8 @@ MAX_PREPARED = 256
 
 class AwqLinear:
     """y = activation(x @ W + bias) for a `PackedWeight`, on the device where the weight lies.
+
+    On a Hopper GPU the layer makes a second copy of the weight, in the order in which its tensor cores take it.
 
     ``layer(x, out=None, residual=None, dtype=None)`` takes x [..., K] in float16, bfloat16 or float32 and gives
     activation(x @ W + bias) + residual, [..., N] of x's dtype; all as in `gemm`. A layout of x and out that was met
@@ -42,7 +45,7 @@ class AwqLinear:
     array([6., 5.], dtype=float16)
     """
 
-    __slots__ = ("_activation", "_bias", "_fixed", "_prepared", "_splits", "_weight")
+    __slots__ = ("_activation", "_bias", "_fixed", "_operand", "_prepared", "_splits", "_weight")
 
     def __init__(self, weight: PackedWeight, /, *, bias: Array | None = None, activation: Any = None) -> None:
         if not isinstance(weight, PackedWeight):
@@ -56,7 +59,8 @@ class AwqLinear:
         self._bias = bias
         self._activation = activation
         self._prepared: dict[Any, planning.Prepared] = {}
-        self._fixed = planning.fixed_addresses(weight, bias) if facts.device != check.HOST else ()
+        self._operand = repack(weight)
+        self._fixed = planning.weight_addresses(self._operand, bias) if facts.device != check.HOST else ()
 
     @classmethod
     def concatenate(cls, parts: Sequence[AwqLinear | PackedWeight], /, *, activation: Any = None) -> AwqLinear:
@@ -151,7 +155,7 @@ class AwqLinear:
             if y is not None:
                 return y
         options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
-        y, prepared = planning.multiply(x, self._weight, **options)
+        y, prepared = planning.multiply(x, self._operand, **options)
         if prepared is not None and key is not None:
             planning.remember(self._prepared, key, prepared, MAX_PREPARED)
         return y
@@ -174,7 +178,7 @@ class AwqLinear:
         (2, 16)
         """
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
-        return planning.plan(x, self._weight, residual=residual, out=out, **options)
+        return planning.plan(x, self._operand, residual=residual, out=out, **options)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
         """The name of the kernel that makes ``m`` rows of contiguous x; "numpy" on the CPU."""
@@ -183,7 +187,7 @@ class AwqLinear:
             return "numpy"
         element, form = check.float_dtype(dtype), check.activation(self._activation)
         bias_dtype = None if self._bias is None else self._bias.dtype.name
-        problem = planning.problem_of(self._weight, form, m, element, bias_dtype=bias_dtype)
+        problem = planning.problem_of(self._operand, form, m, element, bias_dtype=bias_dtype)
         return select.choose(problem, device.of(index)).name
 
     def __repr__(self) -> str:

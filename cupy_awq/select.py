@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from cupy_awq import tuning
 from cupy_awq.device import Device
 from cupy_awq.kernels.gemm_mma import GEMM_SM75, GEMM_SM80
 from cupy_awq.kernels.gemm_simt import GemmSimt
@@ -49,7 +50,7 @@ def _fits(config: Config, problem: Problem, split_k: int | None) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: Problem, device: Device, kernel: str | None = None, split_k: int | None = None) -> Choice:
-    """The configuration that the model ranks first, of every family or of the one named ``kernel``.
+    """The fastest configuration, of every family or of the one named ``kernel``: as measured, else as the model ranks.
 
     Raises ValueError if there is none, with the reason.
     """
@@ -58,12 +59,18 @@ def choose(problem: Problem, device: Device, kernel: str | None = None, split_k:
     found = candidates(problem, device, split_k)
     if kernel is not None:
         found = {kernel: found[kernel]}
-    best = {name: configs[0] for name, configs in found.items() if not isinstance(configs, str)}
-    if not best:
+    legal = {name: configs for name, configs in found.items() if not isinstance(configs, str)}
+    if not legal:
         reasons = "; ".join(f"{name} {reason}" for name, reason in found.items())
         raise ValueError(f"no kernel fits: {reasons}")
-    name = min(best, key=lambda name: best[name].microseconds(problem, device))
-    return Choice(name, best[name], best[name].plan(problem, device))
+    name = min(legal, key=lambda name: legal[name][0].microseconds(problem, device))
+    config = legal[name][0]
+    wanted = tuning.preferred(problem, device)
+    for other, configs in legal.items() if wanted else ():
+        for measured in configs:
+            if tuning.label(measured) == wanted:
+                name, config = other, measured
+    return Choice(name, config, config.plan(problem, device))
 
 
 def explain(problem: Problem, device: Device) -> str:
@@ -77,6 +84,6 @@ def explain(problem: Problem, device: Device) -> str:
         if isinstance(configs, str):
             lines.append(f"{mark} {name:10} not legal: {configs}")
         else:
-            expected = configs[0].microseconds(problem, device)
-            lines.append(f"{mark} {name:10} {expected:8.1f} us expected  {configs[0]}")
+            config = choice.config if name == choice.name else configs[0]
+            lines.append(f"{mark} {name:10} {config.microseconds(problem, device):8.1f} us expected  {config}")
     return "\n".join(lines)

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cupy_awq import cache, compile_all, device, select, sources
 from cupy_awq import compile as compiler
-from cupy_awq import compile_all, device, select, sources
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.launch_plan import Kernel, LaunchPlan
 
@@ -34,7 +34,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "scale.cu").write_text(SCALE)
     (tmp_path / "factor.cuh").write_text(FACTOR)
     monkeypatch.setattr(sources, "folder", lambda: tmp_path)
-    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
     return tmp_path
 
 
@@ -110,7 +110,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
         "compile.build(plan.kernel)\n"
         "print(len(calls))\n"
     )
-    environment = {**os.environ, compiler.CACHE_VARIABLE: str(tmp_path)}
+    environment = {**os.environ, cache.VARIABLE: str(tmp_path)}
     counts = [
         int(subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)) for _ in range(2)
     ]

@@ -224,10 +224,13 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
         limits=(-0.5, 0.75),
         gated=gated,
         repacked=True,
+        scale_exponent=data.draw(st.sampled_from([0, 3, 8])),
+        wide_scales=data.draw(st.booleans()),
     )
     here = facts(90, backend)
     configs = select.FAMILIES["gemm_sm90"].configs(problem, here)
-    config = data.draw(st.sampled_from(sorted(configs, key=lambda config: config.microseconds(problem, here))[:30]))
+    ranked = sorted(configs, key=lambda config: (config.scaled, config.microseconds(problem, here)))
+    config = data.draw(st.sampled_from(ranked[:20] + [config for config in ranked if config.scaled][:20]))
     pad = data.draw(st.sampled_from([0, 8]))
     check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 

@@ -22,11 +22,12 @@ CUDA = ROOT / "cuda_src"
 
 # A module imports only from those before it. `x @ weight` is the one way up: the product of a weight is an operation.
 ORDER = (
-    "check packing weight reference quantizer sources launch_plan placement device compile launch kernels select ops int8"
-    " linear checkpoint testing llm __init__ table timing compile_all demo info bench __main__"
+    "check packing weight reference quantizer sources launch_plan placement device cache compile launch"
+    " kernels tuning select ops int8 linear checkpoint testing llm __init__ table timing compile_all demo"
+    " info bench tune __main__"
 ).split()
 WAYS_UP = {("weight", "ops")}
-NO_CUPY = set("check packing weight reference sources launch_plan kernels select checkpoint table".split())
+NO_CUPY = set("check packing weight reference sources launch_plan kernels tuning select checkpoint table".split())
 
 TOP_LEVEL = {"pyproject.toml", "cupy_awq", "cuda_src", "tests", "README.md", "LICENSE", "CHANGELOG.md"}
 BUILT = {"build", "dist", "cupy_awq.egg-info"}  # what pip leaves, ignored by git

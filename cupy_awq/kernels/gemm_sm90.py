@@ -31,7 +31,8 @@ class GemmSm90Config:
 
     In each block ``teams`` teams of warps take turns at ``stages`` stages of ``depth`` times 128 k. By wgmma (``name``)
     a warpgroup makes ``tiles`` times 64 columns; by mma a warp makes 32, and a team keeps ``x_stages`` stages of
-    ``x_rows`` rows of x. A multiprocessor has room for ``resident`` blocks.
+    ``x_rows`` rows of x. A multiprocessor has room for ``resident`` blocks. ``scaled``: weights are rounded to float16
+    once they are scaled, instead of scaling the sums of each group.
     """
 
     name: str
@@ -45,6 +46,7 @@ class GemmSm90Config:
     resident: int = 1
     x_rows: int = 0
     x_stages: int = 0
+    scaled: bool = False
 
     @property
     def team_warps(self) -> int:
@@ -105,7 +107,7 @@ class GemmSm90Config:
             x = "x"
             sizes += (strides.x,)
         else:
-            defines += (("WARPGROUPS", self.team_warps // 4), ("TILES", self.tiles))
+            defines += (("WARPGROUPS", self.team_warps // 4), ("TILES", self.tiles), ("SCALED", int(self.scaled)))
             itemsize = ITEMSIZE[problem.dtype]
             x = TensorMap(
                 "x",
@@ -115,7 +117,8 @@ class GemmSm90Config:
                 box=(64, self.block_m, 2 * self.depth),
                 swizzle=128,
             )
-        scalars = (*(np.int32(size) for size in sizes), *(np.float32(limit) for limit in problem.limits))
+        factors = () if self.name == MMA else (2.0**problem.scale_exponent, 2.0**-problem.scale_exponent)
+        scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, *factors)))
         return LaunchPlan(
             Kernel(f"{self.name}.cu", self.name, defines, device.target),
             self.grid(problem),
@@ -142,7 +145,9 @@ class GemmSm90Config:
             alone, busy = 26 + 920 * (self.block_m / 8 - 1), units * (9.2 + 7.4 * self.block_m / 8)
         else:
             alone, busy = 60 + self.tiles * (134 + 8 * wide), units * (5 + 1.06 * wide)
-            if self.teams == 1 and sharing == 1:
+            if self.scaled:
+                alone = 60 + self.tiles * max(200.0, 8.5 * wide)
+            elif self.teams == 1 and sharing == 1:
                 busy += 250  # nobody else uses the tensor cores while the only team converts
         work = waves * (steps * max(alone / self.teams, busy * sharing) / 1700 + 0.46)
         stream = problem.weight_bytes / (device.read_gbs * 1e3)
@@ -162,7 +167,7 @@ class GemmSm90:
         if device.arch != 90:
             return f"needs sm_90, not sm_{device.arch}"
         if not problem.repacked:
-            return "needs a weight in the layout of Repacking"
+            return "needs the layout in which AwqLinear keeps its weight"
         if problem.dtype not in ("float16", "bfloat16"):
             return f"takes x of float16 or bfloat16, not {problem.dtype}"
         if not problem.x_aligned:
@@ -198,6 +203,9 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
             # Sums, parts, the operand of a group and about 30 more.
             if teams * splits * depth <= steps:
                 yield from _staged(config, problem, device, block_m * (tiles + 1) // 2 + 62)
+                if block_m >= 64 and problem.dtype == "float16" and not problem.wide_scales:
+                    scaled = replace(config, scaled=True)
+                    yield from _staged(scaled, problem, device, block_m * tiles // 2 + 86)
 
 
 def _staged(config: GemmSm90Config, problem: Problem, device: Device, registers: int) -> Iterator[GemmSm90Config]:
@@ -205,7 +213,7 @@ def _staged(config: GemmSm90Config, problem: Problem, device: Device, registers:
     steps = ceil_div(ceil_div(problem.k, RECORD_K), config.splits)
     # A stage belongs to one team.
     enough = ceil_div(steps, config.teams * config.depth)
-    rounds = range(1 if config.teams > 1 else 2, max(3, enough + 1))
+    rounds = range(1 if config.teams > 1 and not config.scaled else 2, max(3, enough + 1))
     for resident in (2, 1):
         # Warps are dealt to four schedulers; a block takes 1 KB of shared memory besides its own.
         most = REGISTERS // (ceil_div(config.threads // 32, 4) * 128 * resident) // 8 * 8

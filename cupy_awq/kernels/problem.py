@@ -48,7 +48,8 @@ class Problem:
 
     ``n`` counts the weight's columns: a gated problem has ``n / 2`` in y. ``aligned``: the weight's arrays and y start
     at, and step by, multiples of 16 bytes; ``x_aligned``: so does x. ``repacked``: the weight is there in the layout of
-    `Repacking`, too. Dtypes are names.
+    `Repacking`, too; ``scale_exponent``: scales times two to its power are at most 64, and float16 holds all of them
+    without loss unless ``wide_scales``. Dtypes are names.
     """
 
     m: int
@@ -66,6 +67,8 @@ class Problem:
     aligned: bool = True
     x_aligned: bool = True
     repacked: bool = False
+    scale_exponent: int = 0
+    wide_scales: bool = False
     strides: Strides | None = None
 
     @property

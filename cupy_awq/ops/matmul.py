@@ -11,7 +11,7 @@ from cupy_awq import check, device, select
 from cupy_awq.check import Array
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.ops import gpu
-from cupy_awq.ops.planning import Prepared, multiply, remember
+from cupy_awq.ops.planning import Prepared, fixed_addresses, multiply, remember
 from cupy_awq.weight import PackedWeight
 
 MAX_PREPARED = 4096
@@ -88,7 +88,8 @@ def gemm(
     except (AttributeError, ValueError, TypeError):  # arrays of other libraries, or options that are none
         key = prepared = None
     if prepared is not None:
-        y = prepared.run(x, residual, out, tuple(map(gpu.address, (qweight, scales, qzeros, bias))))
+        fixed = fixed_addresses(qweight, scales, qzeros, None, bias)
+        y = prepared.run(x, residual, out, fixed)
         if y is not None:
             return y
     weight = PackedWeight(*gpu.views(qweight=qweight, scales=scales, qzeros=qzeros))

@@ -12,9 +12,10 @@ from cupy_awq import check, placement, reference, select
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels.problem import Problem, Strides
 from cupy_awq.ops import gpu
+from cupy_awq.ops.repacking import RepackedWeight
 from cupy_awq.weight import PackedWeight
 
-BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "bias")
+BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "weight", "bias")
 """What launches can be given: the arrays of a call, its workspace, and what stays from call to call."""
 
 
@@ -72,7 +73,7 @@ class Prepared:
         self._in_place = steps.residual == steps.y
 
     def __call__(self, x: int, residual: int, y: int, fixed: tuple[int, ...], workspace: int, stream: int) -> None:
-        """Launch. Arrays are given by their addresses, 0 for one that is not needed; ``fixed`` are the last four."""
+        """Launch. Arrays are given by their addresses, 0 for one that is not needed; ``fixed`` are those that stay."""
         self._launcher(self._order((x, residual, y, workspace + gpu.COUNTER_BYTES, workspace, *fixed)), stream)
 
     def run(self, x: Array, residual: Array | None, out: Array | None, fixed: tuple[int, ...]) -> Array | None:
@@ -106,9 +107,17 @@ class Prepared:
         return y
 
 
-def fixed_addresses(weight: PackedWeight, bias: Array | None) -> tuple[int, ...]:
+def fixed_addresses(
+    qweight: Array, scales: Array, qzeros: Array | None, repacked: Array | None, bias: Array | None
+) -> tuple[int, ...]:
     """Of what stays from call to call, in the order of BUFFERS."""
-    return tuple(map(gpu.address, (weight.qweight, weight.scales, weight.qzeros, bias)))
+    return tuple(map(gpu.address, (qweight, scales, qzeros, repacked, bias)))
+
+
+def weight_addresses(weight: PackedWeight, bias: Array | None) -> tuple[int, ...]:
+    """`fixed_addresses` of a weight and its bias."""
+    repacked = weight.repacked if isinstance(weight, RepackedWeight) else None
+    return fixed_addresses(weight.qweight, weight.scales, weight.qzeros, repacked, bias)
 
 
 def problem_of(
@@ -127,8 +136,16 @@ def problem_of(
         activation=activation.kind,
         limits=activation.limits,
         gated=activation.gated,
+        **_repacked(weight),
         **arrays,
     )
+
+
+def _repacked(weight: PackedWeight) -> dict[str, Any]:
+    """The fields of a problem that tell of a repacked weight."""
+    if not isinstance(weight, RepackedWeight):
+        return {}
+    return {"repacked": True, "scale_exponent": weight.scale_exponent, "wide_scales": weight.wide_scales}
 
 
 def multiply(
@@ -164,7 +181,7 @@ def multiply(
         source = x if gpu.readable_rows(x) else cupy.array(x, order="C")
         added = residual if residual is None or gpu.row_step(residual) is not None else residual.copy(order="C")
         target = out if out is not None and gpu.row_step(out) is not None else None
-        fixed = fixed_addresses(weight, bias)
+        fixed = weight_addresses(weight, bias)
         prepared = Prepared(source, weight, product, bias, added, target, kernel, split_k)
         y = prepared.run(source, added, target, fixed)
         if y is None:
@@ -245,7 +262,7 @@ class Plan:
                         raise ValueError(f"{name} must have contiguous rows at even steps, got strides {a.strides}")
                 self._prepared = Prepared(x, weight, product, options["bias"], residual, out, kernel, split_k)
                 self.kernel, self.workspace_bytes = self._prepared.kernel, self._prepared.workspace_bytes
-            self._fixed = fixed_addresses(weight, options["bias"])
+            self._fixed = weight_addresses(weight, options["bias"])
             if self.workspace_bytes:
                 self._memory = gpu.zeroed(self.workspace_bytes)
         self._layouts = self._layout(x), self._layout(out), self._layout(residual)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A weight prepared for its GPU: beside AWQ's own layout the one from which the GPU's fastest kernels read it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cupy_awq import device, placement
+from cupy_awq.check import HOST, Array
+from cupy_awq.kernels.repack import Repacking
+from cupy_awq.launch import launch
+from cupy_awq.ops import gpu
+from cupy_awq.weight import PackedWeight
+
+
+class RepackedWeight(PackedWeight):
+    """A weight; ``repacked``: a copy of it in the layout of `Repacking`; and its scales' range as `Problem` has it."""
+
+    __slots__ = ("repacked", "scale_exponent", "wide_scales")
+
+    repacked: Array
+    scale_exponent: int
+    wide_scales: bool
+
+    def __init__(self, weight: PackedWeight, repacked: Array, scale_exponent: int, wide_scales: bool) -> None:
+        super().__init__(weight.qweight, weight.scales, weight.qzeros)
+        object.__setattr__(self, "repacked", repacked)
+        object.__setattr__(self, "scale_exponent", scale_exponent)
+        object.__setattr__(self, "wide_scales", wide_scales)
+
+
+def repack(weight: PackedWeight) -> PackedWeight:
+    """The weight with its repacked copy where that serves: on a GPU of sm_90, in a form that the layout has."""
+    facts = weight.facts
+    if facts.device == HOST or device.of(facts.device).arch != 90:
+        return weight
+    layout = Repacking(facts.k, facts.n, facts.group_size, facts.dtype.name, facts.zeros)
+    if layout.refuse() is not None:
+        return weight
+    import cupy
+
+    with placement.on(facts.device):
+        out = cupy.empty(layout.nbytes, cupy.uint8)
+        arrays = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
+        steps = gpu.row_stride(weight.qweight), gpu.row_stride(weight.scales), gpu.row_stride(weight.qzeros)
+        launch(layout.plan(device.of(facts.device), steps), {**arrays, "out": out})
+        # Kernels that read it begin before their predecessor ends: this one must have ended by then, so the host waits
+        # for what comes after it.
+        bits = weight.scales.view(np.uint16) & 0x7FFF
+        ends = cupy.stack([bits.max(), cupy.where(bits == 0, 0x7FFF, bits).min()]).get().astype(np.uint16)
+    return RepackedWeight(weight, out, *scale_range(*map(float, ends.view(facts.dtype))))
+
+
+def scale_range(largest: float, smallest: float) -> tuple[int, bool]:
+    """The exponent e of the greatest power of two with largest * 2^e <= 64, and whether float16 fails to hold that of
+    every scale in between without loss; ``smallest`` is that of the scales which are not zero.
+
+    A weight is at most 15 scales, and at least one: within float16's normal numbers from 2^-14 to 65504.
+
+    >>> scale_range(0.02, 0.001), scale_range(1.0, 2.0**-21), scale_range(0.0, np.nan)
+    ((11, False), (0, True), (0, False))
+    """
+    if largest == 0:
+        return 0, False
+    if not np.isfinite(largest):
+        return 0, True
+    mantissa, power = math.frexp(largest)
+    exponent = (7 if mantissa == 0.5 else 6) - power
+    wide = abs(exponent) > 100 or smallest * 2.0**exponent < 2.0**-14
+    return (0, True) if wide else (exponent, False)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure on this GPU which configuration is the fastest for a shape: ``python -m cupy_awq tune 4096x12288``.
+
+For each number of rows the configurations that the model ranks first are timed as `timing` does, with cold weights;
+the fastest is kept in the user's cache, where `tuning` finds it. AwqLinear then uses it for these K and N, whatever
+the group size and dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupy_awq import check, placement, select, table, testing, timing, tuning
+from cupy_awq import compile as compiler
+from cupy_awq import device as devices
+from cupy_awq.check import Array
+from cupy_awq.kernels.problem import Config, Problem
+from cupy_awq.launch import Launcher
+from cupy_awq.ops import gpu
+from cupy_awq.ops.planning import BUFFERS, problem_of, weight_addresses
+from cupy_awq.ops.repacking import repack
+from cupy_awq.weight import PackedWeight
+
+
+@dataclass(frozen=True)
+class Row:
+    """The fastest configuration for M rows, its time, that of the model's first, and how many were tried."""
+
+    k: int
+    n: int
+    m: int
+    config: Config
+    us: float
+    model_us: float
+    tried: int
+
+
+def run(
+    shapes: Sequence[tuple[int, int]],
+    ms: Sequence[int],
+    *,
+    group_size: int,
+    tries: int,
+    device: int,
+    progress: Callable[[str], None],
+) -> list[Row]:
+    """Time the ``tries`` first configurations for every (K, N) and every M, in float16."""
+    for k, n in shapes:
+        if k == 0 or n == 0 or n % 8:
+            raise ValueError(f"shape {k}x{n}: expected K > 0 and N > 0, a multiple of 8")
+        check.group_size(k, group_size)
+    rows = []
+    with placement.on(device):
+        for k, n in shapes:
+            progress(f"{k}x{n}: random weight")
+            weights = _weights(k, n, group_size, device)
+            problems = {m: _problem(weights[0], m) for m in sorted(set(map(tuning.rows, ms)))}
+            ranked = {m: _ranked(problem, device, tries) for m, problem in problems.items()}
+            progress(f"{k}x{n}: compiling")
+            _compile([config.plan(problems[m], devices.of(device)) for m in ranked for config in ranked[m]])
+            for m, configs in ranked.items():
+                progress(f"{k}x{n}: M={m}")
+                times = _times(problems[m], configs, weights, device)
+                best = min(range(len(configs)), key=times.__getitem__)
+                rows.append(Row(k, n, m, configs[best], times[best], times[0], len(configs)))
+    return rows
+
+
+def _weights(k: int, n: int, group_size: int, device: int) -> list[PackedWeight]:
+    """Copies that are cold in L2 when their turn comes, prepared as AwqLinear prepares them."""
+    import cupy
+
+    first = testing.random_weight(np.random.default_rng(0), k, n, group_size)
+    parts = [placement.put(part, device) for part in (first.qweight, first.scales, first.qzeros)]
+    copies = max(2, math.ceil(3 * devices.of(device).l2_bytes / first.nbytes))
+    return [repack(PackedWeight(*map(cupy.array, parts))) for _ in range(copies)]
+
+
+def _problem(weight: PackedWeight, m: int) -> Problem:
+    return problem_of(weight, check.activation(None), m, np.dtype(np.float16))
+
+
+def _ranked(problem: Problem, device: int, tries: int) -> list[Config]:
+    facts = devices.of(device)
+    found = select.candidates(problem, facts)
+    configs = [config for some in found.values() if not isinstance(some, str) for config in some]
+    return sorted(configs, key=lambda config: config.microseconds(problem, facts))[:tries]
+
+
+def _compile(plans: Sequence[Any]) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda plan: compiler.build(plan.kernel), plans))
+
+
+def _times(problem: Problem, configs: Sequence[Config], weights: Sequence[PackedWeight], device: int) -> list[float]:
+    """Microseconds of each configuration."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    x = placement.put(testing.random_activations(rng, problem.m, problem.k), device)
+    y = cupy.empty((problem.m, problem.n), x.dtype)
+    times = []
+    for config in configs:
+        launcher = Launcher(config.plan(problem, devices.of(device)))
+        calls = [functools.partial(_launch, launcher, x, y, weight, device) for weight in weights]
+        times.append(timing.on_gpu(calls))
+    return times
+
+
+def _launch(launcher: Launcher, x: Array, y: Array, weight: PackedWeight, device: int) -> None:
+    import cupy
+
+    stream = cupy.cuda.get_current_stream().ptr
+    workspace = gpu.workspace(device, stream)
+    addresses = gpu.address(x), 0, gpu.address(y), workspace + gpu.COUNTER_BYTES, workspace
+    named = dict(zip(BUFFERS, (*addresses, *weight_addresses(weight, None)), strict=True))
+    launcher(tuple(named[name] for name in launcher.buffers), stream)
+
+
+def keep(rows: Sequence[Row], device: int) -> str:
+    """Store the choices for the processes to come; the path of their file."""
+    choices: tuning.Choices = {}
+    for row in rows:
+        choices.setdefault(f"{row.k}x{row.n}", {})[str(row.m)] = tuning.label(row.config)
+    return str(tuning.write(devices.of(device), choices))
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The run as text."""
+    header = ["shape", "fastest configuration", "M", "us", "model's choice, us", "gain", "tried"]
+    cells = []
+    for row in rows:
+        gain = f"{row.model_us / row.us:.2f}x"
+        figures = (table.number(row.us), table.number(row.model_us), gain, str(row.tried))
+        cells.append([f"{row.k}x{row.n}", tuning.label(row.config), str(row.m), *figures])
+    return table.render(header, cells, left=2)

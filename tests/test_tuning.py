@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured choices: what is shipped is legal, a user's come first, and a file of anything else is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cupy_awq import cache, device, placement, select, tune, tuning
+from cupy_awq.kernels.problem import Problem
+
+A100 = device.nominal(80)
+PROBLEM = Problem(3, 4096, 4096, 128)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and nothing remembered of another."""
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    forget()
+    yield tmp_path / "tuned"
+    forget()
+
+
+def forget() -> None:
+    tuning._choices.cache_clear()
+    select.choose.cache_clear()
+
+
+def test_what_was_measured_is_chosen_for_its_shape_rows_and_gpu_and_for_no_other(folder: Path) -> None:
+    before = select.choose(PROBLEM, A100)
+    configs = select.candidates(PROBLEM, A100)["gemm_simt"]
+    assert not isinstance(configs, str)
+    assert configs[-1] != before.config
+    path = tuning.write(A100, {"4096x4096": {"4": tuning.label(configs[-1])}})
+    assert path.parent == folder
+    forget()
+    assert select.choose(PROBLEM, A100).config == configs[-1]
+    assert select.choose(PROBLEM, A100).name == "gemm_simt"
+    assert select.explain(PROBLEM, A100).count("-> gemm_simt") == 1
+    for other in (replace(PROBLEM, m=5), replace(PROBLEM, n=8192)):
+        assert select.choose(other, A100).name != "gemm_simt"
+    assert select.choose(PROBLEM, device.nominal(86)).name != "gemm_simt"
+    assert select.choose(PROBLEM, replace(device.nominal(90), arch=80)).name != "gemm_simt"  # a forced path
+
+
+def test_a_measured_choice_that_is_not_legal_or_not_known_gives_way_to_the_model(folder: Path) -> None:
+    before = select.choose(PROBLEM, A100)
+    tuning.write(A100, {"4096x4096": {"4": "GemmOfYore(tile=3)"}})
+    forget()
+    assert select.choose(PROBLEM, A100) == before
+
+
+def test_new_measurements_replace_only_their_own(folder: Path) -> None:
+    tuning.write(A100, {"8x8": {"1": "a", "2": "b"}, "16x8": {"1": "c"}})
+    path = tuning.write(A100, {"8x8": {"2": "d"}})
+    assert tuning.read(path) == {"8x8": {"1": "a", "2": "d"}, "16x8": {"1": "c"}}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"8x8": 3}', '{"8x8": {"1": 2}}', "\0", '{"8x8": ["a"]}'])
+def test_a_file_of_anything_else_is_named_and_refused(folder: Path, text: str) -> None:
+    path = folder / tuning.file_name(A100)
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(ValueError, match="tune") as caught:
+        select.choose(PROBLEM, A100)
+    assert str(path) in str(caught.value)
+
+
+def test_every_shipped_choice_is_legal_on_its_gpu(folder: Path) -> None:
+    facts = device.nominal(90)
+    shipped = tuning.read(tuning.SHIPPED / tuning.file_name(facts))
+    assert shipped
+    for shape, choices in shipped.items():
+        k, n = map(int, shape.split("x"))
+        for m, label in choices.items():
+            problem = Problem(int(m), n, k, 128, repacked=True)
+            assert tuning.label(select.choose(problem, facts).config) == label, (shape, m)
+
+
+def test_shipped_files_are_plain_json() -> None:
+    for path in tuning.SHIPPED.glob("*.json"):
+        assert path.read_text() == json.dumps(tuning.read(path), indent=1) + "\n"
+
+
+@pytest.mark.gpu
+def test_tuning_keeps_the_fastest_and_layers_use_it(folder: Path) -> None:
+    index = placement.resolve()
+    rows = tune.run([(512, 256)], [1, 3], group_size=128, tries=3, device=index, progress=lambda text: None)
+    assert [(row.m, row.tried) for row in rows] == [(1, 3), (4, 3)]
+    assert all(0 < row.us <= row.model_us for row in rows)
+    tune.keep(rows, index)
+    forget()
+    for row in rows:
+        problem = Problem(row.m, row.n, row.k, 128, repacked=device.of(index).arch == 90)
+        assert select.choose(problem, device.of(index)).config == row.config
+    assert "1.00x" in tune.render(rows) or rows[0].us < rows[0].model_us
