@@ -21,7 +21,7 @@ from cupy_awq import placement, table, testing, timing
 from cupy_awq.__main__ import main
 from cupy_awq.demo import SMOLLM2_MLP
 
-COMMANDS = ("demo", "info", "bench", "tune", "compile", "explain")
+COMMANDS = ("demo", "info", "bench", "tune", "compile", "explain", "generate", "chat", "score", "convert")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small language models for the tests: files of each format, and a float64 forward pass by the formulas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+
+from cupy_awq import testing
+from cupy_awq.checkpoint import Module
+from cupy_awq.llm import Source
+from tests.products import float64_weight
+
+VOCAB, SPECIAL = 264, ("<|end|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GROUP = 16
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 258,
+}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "num_attention_heads": 2, "head_dim": 32, "tie_word_embeddings": False}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+
+
+def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """(K, N) of each linear module."""
+    d, i, h = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    wide, narrow = config["num_attention_heads"] * h, config["num_key_value_heads"] * h
+    sizes = {"self_attn.q_proj": (d, wide), "self_attn.k_proj": (d, narrow), "self_attn.v_proj": (d, narrow)}
+    sizes |= {"self_attn.o_proj": (wide, d), "mlp.gate_proj": (d, i), "mlp.up_proj": (d, i), "mlp.down_proj": (i, d)}
+    return {
+        f"model.layers.{n}.{name}": size for n in range(config["num_hidden_layers"]) for name, size in sizes.items()
+    }
+
+
+def tensors(config: dict[str, Any], *, plain: tuple[str, ...] = (), seed: int = 0) -> dict[str, np.ndarray]:
+    """Random tensors by their Hugging Face names; modules whose names end in one of ``plain`` are not quantized."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int, scale: float = 1.0, around: float = 0.0) -> np.ndarray:
+        return (around + scale * rng.standard_normal(shape)).astype(np.float16)
+
+    d, h = config["hidden_size"], config["head_dim"]
+    found = {
+        "model.embed_tokens.weight": normal(config["vocab_size"], d, scale=0.2),
+        "model.norm.weight": normal(d, around=1),
+    }
+    if not config["tie_word_embeddings"]:
+        found["lm_head.weight"] = normal(config["vocab_size"], d, scale=0.3)
+    for name, (k, n) in linears(config).items():
+        if name.endswith(plain) and plain:
+            found[f"{name}.weight"] = normal(n, k, scale=k**-0.5)
+        else:
+            weight = testing.random_weight(rng, k, n, GROUP)
+            found |= {f"{name}.{part}": getattr(weight, part) for part in ("qweight", "scales", "qzeros")}
+        if config["model_type"] == "qwen2" and name.endswith(("q_proj", "k_proj", "v_proj")):
+            found[f"{name}.bias"] = normal(n)
+    for i in range(config["num_hidden_layers"]):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            found[f"model.layers.{i}.{norm}.weight"] = normal(d, scale=0.2, around=1)
+        if config["model_type"] == "qwen3":
+            for norm in ("q_norm", "k_norm"):
+                found[f"model.layers.{i}.self_attn.{norm}.weight"] = normal(h, scale=0.2, around=1)
+    return found
+
+
+def tokenizer() -> tokenizers.Tokenizer:
+    """Each byte is a token, and there are three special ones."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    return inner
+
+
+def folder(path: Path, config: dict[str, Any], **options: Any) -> Path:
+    """A Hugging Face folder."""
+    path.mkdir(exist_ok=True)
+    quantization = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True}
+    save_file(tensors(config, **options), path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    tokenizer().save(str(path / "tokenizer.json"))
+    return path
+
+
+def gguf_file(path: Path, kinds: dict[str, str], *, arch: str = "llama") -> dict[str, np.ndarray]:
+    """A GGUF file of a Llama-like model; ``kinds``: the quantization of its modules by name, Q4_1 for others.
+
+    Returns the values that its tensors stand for, by their Hugging Face names, with the rows in Hugging Face's order.
+    """
+    heads, kv_heads, h, d, i, layers = 4, 2, 16, 64, 96, 2
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(256)
+    writer.add_embedding_length(d)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(i)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    inner = tokenizer()
+    tokens = [inner.id_to_token(n) or f"<unused{n}>" for n in range(VOCAB)]
+    tokens[-3:] = ["ab", "ĠĠ", "12"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
+    writer.add_token_merges(["a b", "Ġ Ġ", "1 2"])
+    writer.add_eos_token_id(258)
+    writer.add_chat_template(TEMPLATE)
+    values = {}
+
+    def add(name: str, target: str, shape: tuple[int, ...], kind: str, permute: int = 0) -> None:
+        w = rng.standard_normal(shape).astype(np.float32) * (shape[-1] ** -0.5 if len(shape) == 2 else 1)
+        form = gguf.GGMLQuantizationType[kind]
+        data = gguf.quants.quantize(w, form)
+        w = gguf.quants.dequantize(data, form)
+        if permute:  # the file's rows are those of Hugging Face's, with each head's halves interleaved
+            order = np.arange(shape[0]).reshape(permute, 2, -1).swapaxes(1, 2).reshape(-1)
+            w = w[np.argsort(order)]
+        values[target] = w
+        writer.add_tensor(name, data, raw_dtype=form)
+
+    add("token_embd.weight", "model.embed_tokens.weight", (VOCAB, d), kinds.get("token_embd", "Q8_0"))
+    add("output_norm.weight", "model.norm.weight", (d,), "F32")
+    for n in range(layers):
+        at = f"model.layers.{n}"
+        add(f"blk.{n}.attn_norm.weight", f"{at}.input_layernorm.weight", (d,), "F32")
+        add(f"blk.{n}.ffn_norm.weight", f"{at}.post_attention_layernorm.weight", (d,), "F32")
+        turned = arch == "llama"
+        for name, target, shape, permute in (
+            ("attn_q", "self_attn.q_proj", (heads * h, d), heads * turned),
+            ("attn_k", "self_attn.k_proj", (kv_heads * h, d), kv_heads * turned),
+            ("attn_v", "self_attn.v_proj", (kv_heads * h, d), 0),
+            ("attn_output", "self_attn.o_proj", (d, heads * h), 0),
+            ("ffn_gate", "mlp.gate_proj", (i, d), 0),
+            ("ffn_up", "mlp.up_proj", (i, d), 0),
+            ("ffn_down", "mlp.down_proj", (d, i), 0),
+        ):
+            add(f"blk.{n}.{name}.weight", f"{at}.{target}", shape, kinds.get(name, "Q4_1"), permute)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def weight(source: Source, name: str) -> np.ndarray:
+    """The weight [K, N] of a linear module in float64."""
+    if name in source.tensors:
+        module = source.tensors[name]()
+        assert isinstance(module, Module)
+        return float64_weight(module.weight.qweight, module.weight.scales, module.weight.qzeros)
+    return source.tensors[f"{name}.weight"]().astype(np.float64).T
+
+
+def forward(source: Source, ids: list[int]) -> np.ndarray:
+    """Logits [S, V] in float64, token by token and head by head, from the formulas of the model's papers."""
+    c = source.config
+
+    def vector(name: str) -> np.ndarray:
+        return source.tensors[name]().astype(np.float64)
+
+    def linear(x: np.ndarray, name: str) -> np.ndarray:
+        y = x @ weight(source, name)
+        bias = source.tensors.get(f"{name}.bias")
+        module = source.tensors[name]() if name in source.tensors else None
+        if isinstance(module, Module) and module.bias is not None:
+            return y + module.bias.astype(np.float64)
+        return y if bias is None else y + bias().astype(np.float64)
+
+    def norm(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + c.eps) * w
+
+    def rotate(x: np.ndarray, position: int) -> np.ndarray:
+        """As complex numbers x[i] + j x[i + half], turned by the angle."""
+        frequencies, factor = c.frequencies()
+        half = c.head_dim // 2
+        turned = (x[:half] + 1j * x[half:]) * np.exp(1j * position * frequencies) * factor
+        return np.concatenate([turned.real, turned.imag])
+
+    h = vector("model.embed_tokens.weight")[ids]
+    for n in range(c.layers):
+        at = f"model.layers.{n}"
+        x = norm(h, vector(f"{at}.input_layernorm.weight"))
+        q, k, v = (linear(x, f"{at}.self_attn.{p}_proj").reshape(len(ids), -1, c.head_dim) for p in "qkv")
+        if c.qk_norm:
+            q, k = norm(q, vector(f"{at}.self_attn.q_norm.weight")), norm(k, vector(f"{at}.self_attn.k_norm.weight"))
+        out = np.zeros_like(q)
+        for s in range(len(ids)):
+            for head in range(c.heads):
+                shared = head // (c.heads // c.kv_heads)
+                scores = [rotate(q[s, head], s) @ rotate(k[t, shared], t) / np.sqrt(c.head_dim) for t in range(s + 1)]
+                p = np.exp(scores - np.max(scores))
+                out[s, head] = p / p.sum() @ v[: s + 1, shared]
+        h = h + linear(out.reshape(len(ids), -1), f"{at}.self_attn.o_proj")
+        x = norm(h, vector(f"{at}.post_attention_layernorm.weight"))
+        gate, up = linear(x, f"{at}.mlp.gate_proj"), linear(x, f"{at}.mlp.up_proj")
+        h = h + linear(gate / (1 + np.exp(-gate)) * up, f"{at}.mlp.down_proj")
+    x = norm(h, vector("model.norm.weight"))
+    return x @ (vector("model.embed_tokens.weight").T if c.tied else weight(source, "lm_head"))

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text in, text out: generation, chats, scores, sampling, and the commands."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupy_awq import llm
+from cupy_awq.__main__ import main
+from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.llm import LanguageModel, Sampling
+from cupy_awq.llm.language_model import Writer
+from cupy_awq.llm.sampling import choose, gumbel
+from cupy_awq.llm.tokenizer import Tokenizer
+from tests import llm_models
+
+PROMPTS = ["Hello", "Why is the sky blue?", "é"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llm_models.folder(tmp_path_factory.mktemp("model"), llm_models.QWEN3)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> LanguageModel:
+    return llm.load(path, device="cpu")
+
+
+# Sampling
+
+LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.2], np.float32))
+
+
+def drawn(sampling: dict[str, Any], count: int, logits: np.ndarray = LOGITS) -> np.ndarray:
+    """How often each token is chosen, as a share."""
+    seen = np.zeros(len(logits), bool)
+    chosen = [choose(logits, Sampling(**sampling), seen=seen, row=0, position=i) for i in range(count)]
+    return np.bincount(chosen, minlength=len(logits)) / count
+
+
+@pytest.mark.parametrize(
+    ("sampling", "wanted"),
+    [
+        ({}, [0.05, 0.4, 0.1, 0.25, 0.2]),
+        ({"top_k": 2}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"top_p": 0.5}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"top_p": 0.7}, [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]),
+        ({"min_p": 0.45}, [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]),
+        ({"top_k": 3, "top_p": 0.5}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"temperature": 0.5}, [0.0025, 0.16, 0.01, 0.0625, 0.04]),
+    ],
+)
+def test_tokens_come_with_their_probability(sampling: dict[str, Any], wanted: list[float]) -> None:
+    """4,000 draws: a share is within 4 standard deviations, and exactly 0 outside of the filter."""
+    found, p = drawn({"temperature": 1.0, "seed": 5, **sampling}, 4000), np.array(wanted) / sum(wanted)
+    assert (np.abs(found - p) <= 4 * np.sqrt(p * (1 - p) / 4000)).all()
+    assert (found[p == 0] == 0).all()
+
+
+def test_seeds_rows_and_positions_draw_differently_and_again_the_same() -> None:
+    ids = np.arange(1000)
+    noise = [gumbel(*key, ids) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 7, 9))]
+    for i, one in enumerate(noise):
+        assert all(abs(np.corrcoef(one, other)[0, 1]) < 0.15 for other in noise[:i])
+    np.testing.assert_array_equal(noise[1], gumbel(1, 0, 0, ids))
+    np.testing.assert_array_equal(noise[1][500:], gumbel(1, 0, 0, ids[500:]))
+
+
+def test_greedy_takes_the_first_of_equal_tokens() -> None:
+    logits = np.array([1, 3, 3, 2], np.float32)
+    assert choose(logits, Sampling(top_k=1, seed=9), seen=np.zeros(4, bool), row=0, position=0) == 1
+
+
+def test_a_repetition_penalty_makes_seen_tokens_less_likely_on_both_sides_of_zero() -> None:
+    seen = np.array([True, False, False])
+    for logits, wanted in (([2.0, 1.5, 0.0], 1), ([-1.0, -1.5, -9.0], 1), ([4.0, 1.5, 0.0], 0)):
+        assert choose(np.float32(logits), Sampling(repetition_penalty=2.0), seen=seen, row=0, position=0) == wanted
+
+
+def test_logits_with_nan_are_an_error() -> None:
+    with pytest.raises(ValueError, match="the logits hold NaN"):
+        choose(np.array([1, np.nan], np.float32), Sampling(), seen=np.zeros(2, bool), row=0, position=0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1},
+        {"temperature": math.nan},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"min_p": 2},
+        {"seed": -1},
+        {"repetition_penalty": 0},
+    ],
+)
+def test_sampling_refuses_values_out_of_range(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+        Sampling(**wrong)
+
+
+# Generation
+
+
+def test_a_batch_gives_what_each_prompt_gives_alone(model: LanguageModel) -> None:
+    pieces = [""] * 3
+
+    def on_text(i: int, text: str) -> None:
+        pieces[i] += text
+
+    batch = model.generate(PROMPTS, max_tokens=12, on_text=on_text)
+    alone = [model.generate(prompt, max_tokens=12)[0] for prompt in PROMPTS]
+    assert batch == alone
+    assert pieces == [completion.text for completion in batch]
+
+
+def test_sampling_twice_gives_the_same_and_another_seed_another_text(model: LanguageModel) -> None:
+    texts = [
+        model.generate("Hello", max_tokens=20, sampling=Sampling(temperature=1.0, seed=seed))[0].text
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_decoding_goes_on_as_a_forward_pass_of_the_whole_text_does(model: LanguageModel) -> None:
+    completion = model.generate("Hello", max_tokens=10, raw=True)[0]
+    ids = model.tokenizer.encode("Hello") + completion.tokens
+    kv = model.model.ops.cache(1, len(ids))
+    (hidden,) = model.model.append(kv, 0, ids)
+    wanted = model.model.logits(hidden)[0, 4:-1].argmax(axis=1)
+    assert completion.tokens == wanted.tolist()
+
+
+def test_the_template_is_applied_unless_the_prompt_is_raw(model: LanguageModel) -> None:
+    assert model.encode("hi", raw=True) == model.tokenizer.encode("hi")
+    ids = model.encode("hi")
+    assert ids == model.encode([{"role": "user", "content": "hi"}])
+    text = model.tokenizer.inner.decode(ids, skip_special_tokens=False)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_stop_token_ends_a_text_and_is_not_shown(path: Path) -> None:
+    model = llm.load(path, device="cpu")
+    first = model.generate("Hello", max_tokens=6)[0]
+    stop = first.tokens[3]
+    at = first.tokens.index(stop)
+    model.stop = frozenset([stop])
+    again = model.generate("Hello", max_tokens=6)[0]
+    assert (again.tokens, again.reason) == (first.tokens[: at + 1], "stop")
+    assert again.text == model.tokenizer.decode(first.tokens[:at])
+
+
+class Bytes:
+    """A stream whose tokens are characters."""
+
+    def step(self, token: int) -> str:
+        return chr(token)
+
+
+@given(text=st.text("ab<", max_size=12), stop=st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3))
+def test_stop_strings_end_a_text_wherever_tokens_split_them(text: str, stop: list[str]) -> None:
+    writer = Writer(Bytes(), stop)  # type: ignore[arg-type]
+    out = ""
+    for c in text:
+        piece = writer.step(ord(c))
+        assert not any(s in out + piece for s in stop)
+        out += piece
+        if writer.stopped:
+            break
+    out += writer.rest()
+    # Tokens are characters here: the string that is complete first ends the text where it begins.
+    ends = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
+    last = min(end for end, _ in ends) if ends else 0
+    assert writer.stopped == bool(ends)
+    assert out == (text[: min(begin for end, begin in ends if end == last)] if ends else text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", {"raw": True}, "the prompt must have at least one token, got none"),
+        ("x" * 256, {"raw": True}, "the prompt has 256 tokens, but the model's context is 256"),
+        ("x", {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ([], {}, "prompts must have at least one prompt, got none"),
+        ([{"role": "user", "content": "x"}], {"raw": True}, "a raw prompt must be a text"),
+    ],
+)
+def test_generate_refuses(model: LanguageModel, prompt: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.generate(prompt, **options)
+
+
+def test_the_context_limits_an_answer(model: LanguageModel) -> None:
+    completion = model.generate("x" * 250, raw=True, max_tokens=100)[0]
+    assert (len(completion.tokens), completion.reason) == (6, "length")
+
+
+# Templates
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "the model has no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "the chat template failed: ValueError: roles must alternate"),
+        ("{% for", "the chat template failed: TemplateSyntaxError"),
+        ("{{ 1 / 0 }}", "the chat template failed: ZeroDivisionError"),
+        ("{{ messages[5].content.x.y }}", "the chat template failed: UndefinedError"),
+        ("{{ ''.__class__.__mro__ }}", "the chat template failed: SecurityError"),
+        ("{{ messages.append(1) }}", "the chat template failed: SecurityError"),
+    ],
+)
+def test_a_template_that_fails_is_one_error(template: str | None, message: str) -> None:
+    tokenizer = Tokenizer(llm_models.tokenizer(), template, {})
+    with pytest.raises(CheckpointError, match=message):
+        tokenizer.chat([{"role": "user", "content": "hi"}])
+
+
+def test_templates_use_what_models_expect_of_them() -> None:
+    template = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ bos_token }}{{ m | tojson }}"
+        "{% endfor %}{{ strftime_now('%Y') | length }}"
+    )
+    tokenizer = Tokenizer(llm_models.tokenizer(), template, {"bos_token": "<s>"})
+    ids = tokenizer.chat([{"role": "user", "content": "<é>"}, {"role": "user", "content": "no"}])
+    assert tokenizer.decode(ids) == '<s>{"role": "user", "content": "<é>"}4'
+
+
+# Chats
+
+
+def said(chat: llm.Chat, text: str, **options: Any) -> str:
+    return "".join(chat.say(text, **options))
+
+
+def test_a_chat_goes_on_as_if_it_were_asked_anew(model: LanguageModel) -> None:
+    chat = model.chat(system="Be brief.")
+    answers = [said(chat, text, max_tokens=8) for text in ("Hi", "And now?", "More")]
+    messages: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
+    for text, answer in zip(("Hi", "And now?", "More"), answers, strict=True):
+        messages.append({"role": "user", "content": text})
+        assert model.generate([messages], max_tokens=8)[0].text == answer
+        messages.append({"role": "assistant", "content": answer})
+    assert chat.messages == messages
+
+
+def test_a_turn_costs_only_what_is_new(model: LanguageModel) -> None:
+    chat = model.chat()
+    said(chat, "x" * 100, max_tokens=2)
+    said(chat, "y", max_tokens=2)
+    assert model.stats.prompt_tokens < 60
+
+
+def test_an_answer_that_is_cut_off_joins_the_conversation(model: LanguageModel) -> None:
+    chat = model.chat()
+    pieces = chat.say("Hi", max_tokens=30)
+    first = next(pieces)
+    pieces.close()
+    assert chat.messages[-1] == {"role": "assistant", "content": first}
+    answer = said(chat, "Go on", max_tokens=6)
+    fresh = model.chat()
+    fresh.messages = chat.messages[:-2]
+    assert said(fresh, "Go on", max_tokens=6) == answer
+
+
+def test_a_conversation_beyond_its_room_is_refused_and_stays(model: LanguageModel) -> None:
+    chat = model.chat(capacity=64)
+    said(chat, "Hi", max_tokens=2)
+    before = list(chat.messages)
+    with pytest.raises(ValueError, match="room for 64"):
+        said(chat, "x" * 64)
+    assert chat.messages == before
+    with pytest.raises(ValueError, match=r"capacity must be in 2\.\.256"):
+        model.chat(capacity=257)
+
+
+# Scores
+
+
+def test_a_score_is_the_sum_of_log_probabilities(model: LanguageModel, path: Path) -> None:
+    text = "The sky is blue because of scattering."
+    ids = model.tokenizer.encode(text)
+    logits = llm_models.forward(llm.read(path), ids)
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    wanted = log_p[np.arange(len(ids) - 1), ids[1:]].sum()
+    score = model.score(text)
+    assert score.tokens == len(ids) - 1
+    assert score.log_likelihood == pytest.approx(wanted, rel=1e-4)
+    assert score.perplexity == pytest.approx(math.exp(-wanted / (len(ids) - 1)), rel=1e-4)
+
+
+def test_a_text_longer_than_the_context_is_scored_in_windows(model: LanguageModel) -> None:
+    """Each token once: 600 tokens are windows of 256, 256 and 90 that share one token with the one before."""
+    text = "abcdefghij" * 60
+    parts = [text[0:256], text[255:511], text[510:600]]
+    scores = [model.score(part) for part in parts]
+    whole = model.score(text)
+    assert whole.tokens == 599 == sum(score.tokens for score in scores)
+    assert whole.log_likelihood == pytest.approx(sum(score.log_likelihood for score in scores), rel=1e-5)
+
+
+def test_a_text_of_one_token_has_no_score(model: LanguageModel) -> None:
+    with pytest.raises(ValueError, match="the text must have at least 2 tokens, got 1"):
+        model.score("x")
+
+
+# Commands
+
+
+def run(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tuple[int, str, str]:
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_generate_prints_what_the_library_gives(
+    path: Path, model: LanguageModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", str(path), "Hello", "--max-tokens", "9", "--device", "cpu", "--stats"]
+    code, out, err = run(capsys, command)
+    assert (code, out) == (0, model.generate("Hello", max_tokens=9)[0].text + "\n")
+    assert "tokens/s" in err
+    code, out, _ = run(capsys, [*command[:3], "Two", *command[3:], "--temperature", "1", "--top-p", "0.5"])
+    sampling = Sampling(temperature=1.0, top_p=0.5)
+    texts = [c.text for c in model.generate(["Hello", "Two"], max_tokens=9, sampling=sampling)]
+    assert (code, out) == (0, f"Hello\n{texts[0]}\n\nTwo\n{texts[1]}\n\n")
+
+
+def test_chat_reads_lines_until_there_are_none(path: Path, model: LanguageModel) -> None:
+    command = [sys.executable, "-m", "cupy_awq", "chat", str(path), "--max-tokens", "5", "--device", "cpu"]
+    result = subprocess.run(command, input=b"Hi\nMore\n", capture_output=True, check=True)
+    chat = model.chat()
+    answers = [said(chat, text, max_tokens=5) for text in ("Hi", "More")]
+    assert result.stdout.decode() == f"> {answers[0]}\n> {answers[1]}\n> "
+
+
+def test_score_prints_the_perplexity(
+    path: Path, model: LanguageModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("Some text.")
+    code, out, _ = run(capsys, ["score", str(path), str(tmp_path / "text.txt"), "--device", "cpu"])
+    assert code == 0
+    assert f"perplexity      {model.score('Some text.').perplexity:.4f}\n" in out
+
+
+def test_convert_writes_a_file_that_generates_the_same(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = path / "m.ak48"
+    code, text, _ = run(capsys, ["convert", str(path), str(out)])
+    assert (code, text) == (0, f"{out}: {out.stat().st_size / 1e6:.1f} MB\n")
+    texts = [run(capsys, ["generate", str(p), "Hello", "--max-tokens", "9", "--device", "cpu"])[1] for p in (path, out)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "nothing", "x"], "nothing: no such file or folder"),
+        (["generate", "MODEL", "x", "--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
+        (["generate", "MODEL", "x", "--device", "gpu"], "device: expected 'cpu', a GPU's number or None"),
+        (["score", "MODEL", "nothing.txt"], "nothing.txt"),
+        (["convert", "MODEL", "out.gguf"], "expected a file named .ak48 to write, got out.gguf"),
+    ],
+)
+def test_a_users_mistake_is_one_line(
+    path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, out, err = run(capsys, [str(path) if a == "MODEL" else a for a in arguments])
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r"the package tokenizers is needed: pip install \"cupy-awq\[llm\]\""):
+        llm.load(path, device="cpu")
