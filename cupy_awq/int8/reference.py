@@ -40,7 +40,7 @@ def quantize(x: Array, block: int, symmetric: bool, rounding: str) -> tuple[Arra
                 o = np.where(wide, high - F32(127) * s, high)
                 s = np.where(wide | ~np.isfinite(s), s, F32(1))
             finite = np.isfinite(s)
-            s[~finite] = np.nan
+            s[~finite] = o[~finite] = np.nan
             ratio = (part - o[:, None]) / s[:, None]
             ratio[~finite | (s == 0)] = 0
         if rounding == "half_even":

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of the integer product share:
+//   y[m, n] = epilogue(sum over blocks b of sA*(C*sB + sumA*oB) + oA*(sumB*sB + k_b*oB)),  C = sum over k in b of a*w
+// so that A = a*sA + oA and B = w*sB + oB are multiplied with no error but that of float32 sums over blocks.
+//
+//   xq          int8 [m, k]
+//   x_scale, x_offset, x_sums   float32, float32, int32 [m, blocks]: sA, oA (null without X_OFFSET), sumA
+//   codes       the weight, w: BITS 8: int8 [n, k_padded]; BITS 4: [n, k_padded / 2] bytes, where byte i of the 16 of a
+//               step of 32 k holds k = i in its low and k = 16 + i in its high nibble, both as two's complement.
+//               k_padded is k rounded up to 32, and codes past k are 0.
+//   parameters  float32 [3, blocks, n_padded]: sB, oB and sumB*sB. For 4 bits sB is a sixteenth: a nibble is used where
+//               it stands, in the high half of a byte, where it is worth 16 times as much.
+//   y           Y [m, n], row stride ldy values
+#pragma once
+
+#include "epilogue.cuh"
+
+using int8_t = signed char;
+
+constexpr int kBits = BITS;
+constexpr bool kXOffset = X_OFFSET;
+constexpr bool kWeightOffset = WEIGHT_OFFSET;
+constexpr uint32_t kHighNibbles = 0xf0f0f0f0u;
+
+// 16 times the codes of the low nibbles of four bytes, and of the high ones.
+__device__ __forceinline__ uint32_t low_nibbles(uint32_t word) { return (word << 4) & kHighNibbles; }
+__device__ __forceinline__ uint32_t high_nibbles(uint32_t word) { return word & kHighNibbles; }
+
+// What a block adds to a sum. `product` is C, `row` sA*sumA + k_b*oA.
+__device__ __forceinline__ float add_block(float sum, float product, float x_scale, float scale) {
+  return fmaf(product, x_scale * scale, sum);
+}
+__device__ __forceinline__ float add_offsets(float sum, float row, float x_offset, float offset, float column) {
+  if constexpr (kWeightOffset) sum = fmaf(row, offset, sum);
+  if constexpr (kXOffset) sum = fmaf(x_offset, column, sum);
+  return sum;
+}
+__device__ __forceinline__ float row_term(float x_scale, int32_t x_sum, float x_offset, int columns) {
+  const float term = x_scale * static_cast<float>(x_sum);
+  return kXOffset ? fmaf(static_cast<float>(columns), x_offset, term) : term;
+}

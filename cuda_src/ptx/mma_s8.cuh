@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// PTX ISA: "Warp-level matrix instructions: mma", int8 operands and int32 accumulators. sm_80 and newer.
+//
+// With g = lane / 4 and t = lane % 4, a register holding four adjacent k (columns of A, rows of B):
+//   A  a[0]: row g, k 4t..   a[1]: row g + 8, k 4t..   a[2]: row g, k 4t + 16..   a[3]: row g + 8, k 4t + 16..
+//   B  b0: k 4t.., column g   b1: k 4t + 16.., column g
+//   C  c[0], c[1]: row g, columns 2t, 2t + 1   c[2], c[3]: row g + 8, the same columns
+#pragma once
+
+namespace ptx {
+
+// mma.m16n8k32, s8.
+__device__ __forceinline__ void mma_m16n8k32_s8(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace ptx

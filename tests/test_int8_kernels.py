@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels for INT8 activations, through their launch plans: simulated and on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupy_awq import check, device
+from cupy_awq.int8 import arguments, forms, gemm_int8, quantize_activations, reference
+from cupy_awq.kernels.int8 import IntegerProduct, MmaConfig, RowQuantization, SimtConfig, choose, configs, refuse
+from tests.backends import BACKENDS, LANDINGS, runner
+from tests.test_int8 import random_weight
+from tests.test_kernels import ARCHS, DTYPES, facts, strided
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@given(data=st.data())
+@settings(max_examples=8)
+def test_quantization_gives_the_references_bits(backend: str, arch: int, data: st.DataObject) -> None:
+    """Blocks of a part of a warp, of a warp and of a whole thread block, short last ones, NaN, infinity, zeros."""
+    wide = data.draw(st.booleans())
+    each = 8 if wide else 1
+    m = data.draw(st.integers(1, 5))
+    k = each * data.draw(st.sampled_from([1, 3, 16, 33, 100, 300]))
+    block = data.draw(st.sampled_from([size * each for size in (1, 4, 5, 16, 40, 290)] + [k]))
+    block = min(block, k)
+    dtype = data.draw(st.sampled_from(list(DTYPES)))
+    symmetric, half_even = data.draw(st.booleans()), data.draw(st.booleans())
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    x = (rng.standard_normal((m, k)) * 2.0 ** rng.integers(-8, 8, (m, 1))).astype(DTYPES[dtype])
+    x[0, : k // 2] = data.draw(st.sampled_from([0.0, 1.5, np.nan, np.inf, -np.inf]))
+    x = strided(x, data.draw(st.sampled_from([0, 8])))
+    x.flags.writeable = False
+    wanted = reference.quantize(x, block, symmetric, "half_even" if half_even else "half_away")
+    out = [None if a is None else np.full(a.shape, 77, a.dtype) for a in wanted]
+    stride = x.strides[0] // x.itemsize
+    problem = RowQuantization(m, k, block, dtype, symmetric, half_even, wide, stride)
+    names = ("codes", "scale", "offset", "sums")
+    runner(backend)(problem.plan(facts(arch, backend)), {"x": x, **dict(zip(names, out, strict=True))})
+    for name, got, expected in zip(names, out, wanted, strict=True):
+        np.testing.assert_array_equal(got, expected, err_msg=name)
+
+
+def check_product(
+    backend: str,
+    problem: IntegerProduct,
+    config: MmaConfig | SimtConfig,
+    here: device.Device,
+    weight_block: int,
+    seed: int,
+) -> None:
+    """One launch over random codes, with NaN where it must write."""
+    rng = np.random.default_rng(seed)
+    dtype = DTYPES[problem.dtype]
+    shape = (problem.n, 1, 1, problem.k)
+    weight = random_weight(rng, shape, weight_block, problem.bits, problem.weight_offset, np.float32)
+    x = rng.standard_normal((problem.m, problem.k)).astype(np.float32)
+    x[0] = 1.0  # codes of -128 and 127 alone, as the largest products have
+    x[0, ::2] = -1.0
+    quantized = quantize_activations(x, block_size=problem.block, symmetric=not problem.x_offset)
+    bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype]) if problem.bias_dtype else None
+    stride = problem.n if problem.stride is None else problem.stride
+    y = strided(np.full((problem.m, problem.n), np.nan, dtype), stride - problem.n)
+    partials, counters = config.workspace(problem)
+    buffers = {
+        **dict(zip(("xq", "x_scale", "x_offset", "x_sums"), quantized, strict=True)),
+        "codes": forms.product_codes(weight),
+        "parameters": forms.product_parameters(weight, problem.block),
+        "bias": bias,
+    }
+    for a in buffers.values():
+        if a is not None:
+            a.flags.writeable = False
+    scratch = {"partials": np.full(partials // 4, np.nan, np.float32), "counters": np.zeros(counters, np.uint32)}
+    runner(backend)(config.plan(problem, here), {**buffers, **scratch, "y": y})
+    sizes = arguments.quantized(*quantized, weight, problem.block, bias, None)
+    exact = np.empty((problem.m, problem.n), np.float64)
+    form = check.Activation(problem.activation, problem.limits)
+    reference.gemm(*quantized, weight, sizes._replace(dtype=np.dtype(np.float64)), bias, form, exact)
+    size = np.sqrt((x.astype(np.float64) ** 2).sum(1, keepdims=True) / problem.k) + np.abs(exact)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    error = np.abs(y.astype(np.float64) - exact)
+    assert (error <= eps * np.abs(exact) + 4e-6 * size * np.sqrt(problem.k)).all(), (error / size).max()
+    assert not scratch["counters"].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("m", [1, 20, 70, 130])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_tile_of_the_tensor_cores(backend: str, arch: int, m: int, bits: int) -> None:
+    """All tiles with one split and with two, on a shape whose last tiles are partly empty in M, N and K."""
+    problem = IntegerProduct(m, 150, 288, 64, bits, True, True, "float16", "float32")
+    here = facts(arch, backend)
+    found = [c for c in configs(problem, here) if c.block_m in (16, 32) or m > 20]
+    assert {c.splits for c in found} == {1, 2}
+    for config in found:
+        check_product(backend, problem, config, here, 64, seed=m)
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
+@pytest.mark.parametrize("arch", ARCHS)
+@given(data=st.data())
+@settings(max_examples=10)
+def test_any_integer_product(backend: str, arch: int, data: st.DataObject) -> None:
+    """Block sizes that meet within a tile, short last blocks, x in finer blocks than the weight, both epilogues."""
+    draw = data.draw
+    tensor = arch >= 80 and draw(st.booleans())
+    block = draw(st.sampled_from([32, 64, 96, 128, 160, 256, 320] if tensor else [1, 10, 32, 33, 64, 100]))
+    k = draw(st.integers(1, 24)) * 16 if tensor else draw(st.integers(1, 140))
+    block = min(block, k)
+    problem = IntegerProduct(
+        m=draw(st.sampled_from([1, 7, 17, 66])),
+        n=draw(st.integers(1, 140)),
+        k=k,
+        block=block,
+        bits=draw(st.sampled_from([4, 8])),
+        x_offset=draw(st.booleans()),
+        weight_offset=draw(st.booleans()),
+        dtype=draw(st.sampled_from(list(DTYPES))),
+        bias_dtype=draw(st.sampled_from([None, *DTYPES])),
+        activation=draw(st.sampled_from([None, "clamp"])),
+        limits=(-0.5, 0.75),
+    )
+    stride = problem.n + draw(st.sampled_from([0, 1, 2]))
+    problem = replace(problem, even=stride % 2 == 0, stride=stride)
+    here = facts(arch, backend)
+    config: MmaConfig | SimtConfig = SimtConfig()
+    if tensor:
+        assert refuse(problem, here) is None
+        config = draw(st.sampled_from(configs(problem, here)))
+    weight_block = block * draw(st.integers(1, 2)) if block < k else k
+    check_product(backend, problem, config, here, weight_block, seed=draw(st.integers(0, 99)))
+
+
+def test_selection_fills_the_multiprocessors_and_says_why_it_refuses() -> None:
+    here = device.nominal(90)
+    few = choose(IntegerProduct(1, 4096, 4096, 128, 4, False, True, "float16"), here)
+    many = choose(IntegerProduct(4096, 4096, 4096, 128, 4, False, True, "float16"), here)
+    assert isinstance(few, MmaConfig)
+    assert isinstance(many, MmaConfig)
+    assert (few.block_m, few.splits) == (16, 8)
+    assert (many.block_m, many.block_n, many.splits) == (128, 128, 1)
+    problem = IntegerProduct(1, 64, 72, 36, 4, False, True, "float16")
+    assert refuse(problem, device.nominal(75)) == "needs sm_80 or newer, not sm_75"
+    assert refuse(problem, here) == "needs rows of xq that start at multiples of 16 bytes"
+    assert refuse(replace(problem, k=96), here) == "needs blocks that are multiples of 32 columns, not 36"
+    assert isinstance(choose(problem, here), SimtConfig)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "block"), [(1, 256, 512, 128), (9, 100, 96, 32), (300, 520, 1024, 128), (5, 7, 33, 10)]
+)
+def test_operations_on_a_gpu_agree_with_those_on_the_cpu(
+    dtype: str, bits: int, m: int, n: int, k: int, block: int
+) -> None:
+    import cupy
+
+    from cupy_awq.int8 import PackedConvWeight
+
+    rng = np.random.default_rng(m)
+    weight = random_weight(rng, (n, 1, 1, k), block, bits, dtype=DTYPES[dtype])
+    there = PackedConvWeight(
+        *map(cupy.asarray, (weight.codes, weight.scale, weight.offset)), bits=bits, block_size=block
+    )
+    x = rng.standard_normal((m, k)).astype(DTYPES[dtype])
+    here, far = quantize_activations(x, block_size=block), quantize_activations(cupy.asarray(x), block_size=block)
+    for a, b in zip(here, far, strict=True):
+        np.testing.assert_array_equal(a, b.get())
+    bias = rng.standard_normal(n).astype(np.float32)
+    wanted = gemm_int8(*here, weight, bias=bias, activation="relu").astype(np.float64)
+    out = cupy.asarray(np.full((m, n), np.nan, DTYPES[dtype]))
+    y = gemm_int8(*far, there, bias=cupy.asarray(bias), activation="relu", out=out)
+    assert y is out
+    eps = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
+    np.testing.assert_allclose(y.get().astype(np.float64), wanted, rtol=2 * eps, atol=2e-5)
