@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import numpy as np
 from cupy_awq import check, device, placement
 from cupy_awq.check import Array
 from cupy_awq.int8 import forms
-from cupy_awq.int8.arguments import Quantized
+from cupy_awq.int8.arguments import Geometry, Quantized
 from cupy_awq.int8.weight import PackedConvWeight
+from cupy_awq.kernels import conv2d as conv2d_kernels
 from cupy_awq.kernels import int8
 from cupy_awq.launch_plan import LaunchPlan
 from cupy_awq.ops.gpu import COUNTER_BYTES, address, launcher, row_step, views, workspace
@@ -35,7 +37,7 @@ def quantize(x: Array, block: int, symmetric: bool, rounding: str) -> tuple[Arra
                 x = cupy.ascontiguousarray(x)
             wide = k % 8 == 0 and block % 8 == 0 and (x.data.ptr | x.strides[0]) % (8 * size) == 0
             problem = int8.RowQuantization(
-                m, k, block, x.dtype.name, symmetric, rounding == "half_even", wide, x.strides[0] // size
+                m, k, block, x.dtype.name, symmetric, rounding == "half_even", wide, row_step(x) or 0
             )
             buffers = {"x": x, "codes": codes, "scale": scale, "offset": offset, "sums": sums}
             _launch(problem.plan(device.current()), buffers, index)
@@ -74,7 +76,7 @@ def gemm(
                 form.limits,
                 aligned=xq.data.ptr % 16 == 0,
                 even=(y.data.ptr | y.strides[0]) % (2 * size) == 0,
-                stride=y.strides[0] // size,
+                stride=row_step(y) or 0,
             )
             buffers = {
                 "xq": xq,
@@ -88,9 +90,129 @@ def gemm(
             }
             here = device.current()
             _launch(int8.choose(problem, here).plan(problem, here), buffers, weight.device)
-        if out is not None and y is not out:
-            out[...] = y
-    return y if out is None else out
+        return _into(out, y)
+
+
+def conv2d(
+    x: Array, weight: PackedConvWeight, sizes: Geometry, bias: Array | None, form: check.Activation, out: Array | None
+) -> Array:
+    """As `cupy_awq.int8.conv2d`."""
+    with placement.on(weight.device):
+        y = _result(sizes, x.dtype, out)
+        if y.size:
+            here = device.current()
+            problem = _convolution(x, weight, sizes, bias, form)
+            if conv2d_kernels.refuse(problem, here):
+                # What tensor cores cannot read as it is, they may read in another order.
+                channels = -(-sizes.channels // conv2d_kernels.UNIT) * conv2d_kernels.UNIT
+                strides = sizes.height * sizes.width * channels, sizes.width * channels, channels, 1
+                copied = replace(problem, strides=strides, aligned=True)
+                if not conv2d_kernels.refuse(copied, here):
+                    x, problem = _pixels(x, sizes, channels), copied
+            config = conv2d_kernels.choose(problem, here)
+            buffers = {"x": x, "bias": bias, "y": y}
+            if isinstance(config, conv2d_kernels.MmaConfig):
+                buffers["codes"] = forms.unit_words(weight)
+                buffers["scales"], buffers["offsets"] = forms.rounded(weight, x.dtype)
+            else:
+                buffers["codes"], buffers["parameters"] = forms.simt_codes(weight), forms.simt_parameters(weight)
+            _launch(config.plan(problem, here), buffers, weight.device)
+        return _into(out, y)
+
+
+def conv2d_int8(
+    x: Array,
+    codes: Array,
+    sizes: Geometry,
+    fused: Array,
+    multiplier: Array,
+    x_zero: int,
+    limits: tuple[int, int],
+    out: Array | None,
+) -> Array:
+    """As `cupy_awq.int8.conv2d_int8`; ``fused`` and ``multiplier`` come from the host."""
+    import cupy
+
+    index = check.device_id(x, "x")
+    with placement.on(index):
+        y = _result(sizes, x.dtype, out)
+        if y.size:
+            plan = conv2d_kernels.int8_plan(
+                _sizes(sizes), _strides(x, sizes.nhwc), sizes.nhwc, x_zero, limits, device.current()
+            )
+            codes, fused, multiplier = cupy.ascontiguousarray(codes), cupy.asarray(fused), cupy.asarray(multiplier)
+            buffers = {"x": x, "codes": codes, "fused": fused, "multiplier": multiplier, "y": y}
+            _launch(plan, buffers, index)
+        return _into(out, y)
+
+
+def _convolution(
+    x: Array, weight: PackedConvWeight, sizes: Geometry, bias: Array | None, form: check.Activation
+) -> conv2d_kernels.Convolution:
+    return conv2d_kernels.Convolution(
+        _sizes(sizes),
+        weight.block_size,
+        weight.bits,
+        weight.offset is not None,
+        x.dtype.name,
+        _strides(x, sizes.nhwc),
+        sizes.nhwc,
+        None if bias is None else bias.dtype.name,
+        form.kind,
+        form.limits,
+        aligned=x.data.ptr % 16 == 0,
+    )
+
+
+def _sizes(sizes: Geometry) -> conv2d_kernels.Sizes:
+    (top, _), (left, _) = sizes.padding
+    return conv2d_kernels.Sizes(
+        sizes.batch,
+        sizes.height,
+        sizes.width,
+        sizes.channels // sizes.groups,
+        sizes.outputs // sizes.groups,
+        sizes.groups,
+        *sizes.kernel,
+        *sizes.out,
+        *sizes.stride,
+        top,
+        left,
+        *sizes.dilation,
+    )
+
+
+def _strides(x: Array, nhwc: bool) -> tuple[int, int, int, int]:
+    """Of batch, row, pixel and channel, in values."""
+    batch, *others = (int(stride) // x.dtype.itemsize for stride in x.strides)
+    return (batch, *others) if nhwc else (batch, *others[1:], others[0])
+
+
+def _pixels(x: Array, sizes: Geometry, channels: int) -> Array:
+    """x as contiguous NHWC, with channels of 0 up to ``channels``."""
+    import cupy
+
+    pixels = x if sizes.nhwc else x.transpose(0, 2, 3, 1)
+    if sizes.channels == channels:
+        return cupy.array(pixels, order="C")
+    padded = cupy.zeros((*pixels.shape[:3], channels), x.dtype)
+    padded[..., : sizes.channels] = pixels
+    return padded
+
+
+def _result(sizes: Geometry, dtype: Any, out: Array | None) -> Array:
+    """Contiguous memory for y: ``out`` if it is."""
+    import cupy
+
+    return cupy.empty(sizes.shape, dtype) if out is None or not out.flags.c_contiguous else out
+
+
+def _into(out: Array | None, y: Array) -> Array:
+    if out is None:
+        return y
+    if out is not y:
+        out[...] = y
+    return out
 
 
 def _launch(plan: LaunchPlan, buffers: dict[str, Any], index: int) -> None:
@@ -105,10 +227,3 @@ def _launch(plan: LaunchPlan, buffers: dict[str, Any], index: int) -> None:
         (begin and begin + memory[name]) if name in memory else address(buffers[name]) for name in ready.buffers
     )
     ready(tuple(pointers), stream)
-
-
-def _refuse(*arguments: Any) -> Any:
-    raise TypeError("x must be a NumPy array: there are no kernels for GPUs yet")
-
-
-conv2d = conv2d_int8 = _refuse

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of convolutions, through their launch plans: simulated and on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupy_awq import device
+from cupy_awq.int8 import PackedConvWeight, arguments, conv2d, conv2d_int8, forms, reference
+from cupy_awq.kernels.conv2d import (
+    TILES,
+    Convolution,
+    MmaConfig,
+    SimtConfig,
+    Sizes,
+    choose,
+    configs,
+    int8_plan,
+    refuse,
+)
+from tests.backends import BACKENDS, LANDINGS, runner
+from tests.test_int8 import float64_values, naive_conv, random_weight
+from tests.test_kernels import ARCHS, DTYPES, facts
+
+F32 = np.float32
+
+
+def pixels(rng: np.random.Generator, sizes: Sizes, dtype: Any, padded: int = 0) -> np.ndarray:
+    """x [batch, height, width, channels] with ``padded`` channels of 0 behind it; NaN beyond it."""
+    channels = sizes.channels * sizes.groups
+    x = np.zeros((sizes.batch, sizes.height, sizes.width, channels + padded), dtype)
+    x[..., :channels] = rng.standard_normal((*x.shape[:3], channels))
+    return x
+
+
+def geometry(sizes: Sizes) -> arguments.Geometry:
+    s = sizes
+    # Padding at the end so that the output's size is what is asked for.
+    bottom = (s.out_h - 1) * s.stride_h + s.dilation_h * (s.kernel_h - 1) + 1 - s.height - s.pad_h
+    right = (s.out_w - 1) * s.stride_w + s.dilation_w * (s.kernel_w - 1) + 1 - s.width - s.pad_w
+    return arguments.Geometry(
+        s.batch,
+        s.channels * s.groups,
+        s.height,
+        s.width,
+        s.outputs * s.groups,
+        (s.kernel_h, s.kernel_w),
+        (s.stride_h, s.stride_w),
+        ((s.pad_h, max(0, bottom)), (s.pad_w, max(0, right))),
+        (s.dilation_h, s.dilation_w),
+        s.groups,
+        (s.out_h, s.out_w),
+        True,
+    )
+
+
+def check_convolution(
+    backend: str, problem: Convolution, config: MmaConfig | SimtConfig, here: device.Device, seed: int
+) -> None:
+    """One launch over random data, with NaN where it must write."""
+    rng = np.random.default_rng(seed)
+    sizes, dtype = problem.sizes, DTYPES[problem.dtype]
+    shape = sizes.outputs * sizes.groups, sizes.kernel_h, sizes.kernel_w, sizes.channels
+    weight = random_weight(rng, shape, problem.block, problem.bits, problem.weight_offset, dtype)
+    x = pixels(rng, sizes, dtype, problem.strides[2] - sizes.channels * sizes.groups)
+    x.flags.writeable = False
+    bias = rng.standard_normal(shape[0]).astype(DTYPES[problem.bias_dtype]) if problem.bias_dtype else None
+    y = np.full((sizes.batch, sizes.out_h, sizes.out_w, shape[0]), np.nan, dtype)
+    if not problem.nhwc:
+        y = np.ascontiguousarray(y.transpose(0, 3, 1, 2))
+    partials, counters = config.workspace(problem)
+    scratch = {"partials": np.full(partials // 4, np.nan, F32), "counters": np.zeros(counters, np.uint32)}
+    scales, offsets = forms.rounded(weight, dtype)
+    mma = isinstance(config, MmaConfig)
+    buffers = {
+        "x": x,
+        "codes": forms.unit_words(weight) if mma else forms.simt_codes(weight),
+        "scales": scales,
+        "offsets": offsets,
+        "parameters": forms.simt_parameters(weight),
+        "bias": bias,
+    }
+    for a in buffers.values():
+        if a is not None:
+            a.flags.writeable = False
+    plan = config.plan(problem, here)
+    names = {a for a in plan.arguments if isinstance(a, str)}
+    runner(backend)(plan, {name: a for name, a in ({**buffers, **scratch, "y": y}).items() if name in names})
+    values = float64_values(weight)
+    if mma:
+        values = values.astype(F32).astype(dtype).astype(np.float64)  # kernels round weights to the type of x
+    x64 = x[..., : sizes.channels * sizes.groups].astype(np.float64)
+    wanted = reference.correlate(x64, values, geometry(sizes), 0.0)
+    if bias is not None:
+        wanted = wanted + bias.astype(np.float64)
+    if problem.activation:
+        wanted = np.clip(wanted, *problem.limits)
+    got = (y if problem.nhwc else y.transpose(0, 2, 3, 1)).astype(np.float64)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    # A weight that was rounded through float32 may differ in its last bit.
+    np.testing.assert_allclose(got, wanted, rtol=eps, atol=3e-6 + (eps / 4 if mma else 0))
+    assert not scratch["counters"].any()
+
+
+def with_strides(sizes: Sizes, **options: Any) -> Convolution:
+    """Over x in contiguous NHWC, with channels padded to a multiple of 8 where there is one group."""
+    channels = sizes.channels * sizes.groups
+    padded = -(-channels // 8) * 8 if sizes.groups == 1 else channels
+    strides = sizes.height * sizes.width * padded, sizes.width * padded, padded, 1
+    return Convolution(sizes, strides=strides, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_tile_of_the_tensor_cores(backend: str, arch: int, dtype: str, bits: int) -> None:
+    """3x3 with padding, whose last tiles are partly empty in pixels, outputs and K; one split and three."""
+    sizes = Sizes(2, 9, 9, 24, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1)
+    problem = with_strides(sizes, block=16, bits=bits, weight_offset=True, dtype=dtype, bias_dtype="float32")
+    here = facts(arch, backend)
+    found = [c for c in configs(problem, here) if c.splits in (1, 2)]
+    assert len(found) == 2 * len(TILES)
+    for config in found:
+        check_convolution(backend, problem, config, here, seed=bits)
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
+@pytest.mark.parametrize("arch", ARCHS)
+@given(data=st.data())
+@settings(max_examples=12)
+def test_any_convolution(backend: str, arch: int, data: st.DataObject) -> None:
+    """Channels that no unit divides, strides, dilations, paddings, groups, 1x1 and one pixel, both orders of y."""
+    draw = data.draw
+    tensor = arch >= 80 and draw(st.booleans())
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    channels = draw(st.sampled_from([8, 16, 40])) if tensor and groups > 1 else draw(st.integers(1, 40))
+    block = draw(st.sampled_from([8, 16, 24, 40])) if tensor else draw(st.integers(1, 40))
+    kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    stride, dilation, pad = ((draw(st.integers(low, 2)), draw(st.integers(low, 2))) for low in (1, 1, 0))
+    spread = [dilation[i] * (kernel[i] - 1) + 1 for i in range(2)]
+    height, width = (draw(st.integers(max(1, spread[i] - pad[i]), 7)) for i in range(2))
+    out = [(size + pad[i] - spread[i]) // stride[i] + 1 for i, size in enumerate((height, width))]
+    outputs = draw(st.integers(1, 40))
+    batch = draw(st.integers(1, 2))
+    sizes = Sizes(batch, height, width, channels, outputs, groups, *kernel, *out, *stride, *pad, *dilation)
+    problem = with_strides(
+        sizes,
+        block=block,
+        bits=draw(st.sampled_from([4, 8])),
+        weight_offset=draw(st.booleans()),
+        dtype=draw(st.sampled_from(["float16", "bfloat16"] if tensor else list(DTYPES))),
+        nhwc=draw(st.booleans()),
+        bias_dtype=draw(st.sampled_from([None, *DTYPES])),
+        activation=draw(st.sampled_from([None, "clamp"])),
+        limits=(-0.5, 0.75),
+    )
+    here = facts(arch, backend)
+    config: MmaConfig | SimtConfig = SimtConfig()
+    if tensor:
+        assert refuse(problem, here) is None
+        config = draw(st.sampled_from(configs(problem, here)))
+    check_convolution(backend, problem, config, here, seed=draw(st.integers(0, 99)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("nhwc", [True, False])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_int8_convolution_gives_the_references_bits(backend: str, arch: int, nhwc: bool, groups: int) -> None:
+    rng = np.random.default_rng(groups)
+    sizes = Sizes(2, 6, 5, 7, 9, groups, 3, 2, 3, 6, stride_h=2, pad_h=1, pad_w=1)
+    x = rng.integers(-128, 128, (2, 6, 5, 7 * groups), np.int8)
+    codes = rng.integers(-128, 128, (9 * groups, 3, 2, 7), np.int8)
+    fused = rng.integers(-3000, 3000, 9 * groups, np.int32)
+    multiplier = rng.uniform(1e-3, 2e-3, 9 * groups).astype(F32)
+    limits = (-100, 90)
+    wanted = np.empty((2, 3, 6, 9 * groups), np.int8)
+    reference.conv2d_int8(x, codes, geometry(sizes), fused, multiplier, -7, limits, wanted)
+    assert {-100, 90} <= set(wanted.ravel().tolist())
+    y = np.full_like(wanted if nhwc else wanted.transpose(0, 3, 1, 2), 101, order="C", subok=False)
+    if not nhwc:
+        y = np.ascontiguousarray(y)
+    strides = tuple(x.strides)
+    plan = int8_plan(sizes, strides, nhwc, -7, limits, facts(arch, backend))  # type: ignore[arg-type]
+    for a in (x, codes, fused, multiplier):
+        a.flags.writeable = False
+    runner(backend)(plan, {"x": x, "codes": codes, "fused": fused, "multiplier": multiplier, "y": y})
+    np.testing.assert_array_equal(y if nhwc else y.transpose(0, 2, 3, 1), wanted)
+
+
+def test_selection_splits_small_images_and_says_why_it_refuses() -> None:
+    here = device.nominal(90)
+    large = with_strides(
+        Sizes(32, 56, 56, 64, 256, 1, 1, 1, 56, 56), block=64, bits=4, weight_offset=True, dtype="float16"
+    )
+    small = replace(large, sizes=Sizes(1, 7, 7, 512, 512, 1, 3, 3, 7, 7, pad_h=1, pad_w=1))
+    chosen = choose(large, here), choose(small, here)
+    assert all(isinstance(config, MmaConfig) for config in chosen)
+    assert chosen[0].splits == 1
+    assert chosen[1].splits > 1
+    assert refuse(large, device.nominal(75)) == "needs sm_80 or newer, not sm_75"
+    assert refuse(replace(large, dtype="float32"), here) == "takes x of float16 or bfloat16, not float32"
+    assert "multiple of 16 bytes" in str(refuse(replace(large, aligned=False), here))
+    assert "multiples of 8 channels, not 12" in str(refuse(replace(large, block=12), here))
+    depthwise = with_strides(
+        Sizes(1, 8, 8, 1, 1, 32, 3, 3, 6, 6), block=1, bits=8, weight_offset=False, dtype="float16"
+    )
+    assert refuse(depthwise, here) == "needs groups of a multiple of 8 channels, not 1"
+    assert isinstance(choose(depthwise, here), SimtConfig)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("shape", [(3, 16, 7, 1), (64, 72, 3, 1), (32, 32, 3, 32), (48, 40, 1, 2)])
+def test_operation_on_a_gpu(dtype: str, layout: str, shape: tuple[int, ...]) -> None:
+    """Images that tensor cores can read, those that are copied for them, and those that CUDA cores take."""
+    import cupy
+
+    ci, co, kernel, groups = shape
+    rng = np.random.default_rng(ci)
+    weight = random_weight(rng, (co, kernel, kernel, ci // groups), 16, dtype=DTYPES[dtype])
+    there = PackedConvWeight(*map(cupy.asarray, (weight.codes, weight.scale, weight.offset)), block_size=16)
+    x = rng.standard_normal((2, ci, 13, 11) if layout == "NCHW" else (2, 13, 11, ci)).astype(DTYPES[dtype])
+    bias = rng.standard_normal(co).astype(F32)
+    options = {"stride": 2, "padding": "same", "groups": groups, "activation": "relu6", "layout": layout}
+    wanted = conv2d(x, weight, bias=bias, **options).astype(np.float64)
+    out = cupy.asarray(np.full(wanted.shape, np.nan, DTYPES[dtype]))
+    assert conv2d(cupy.asarray(x), there, bias=cupy.asarray(bias), out=out, **options) is out
+    eps = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
+    np.testing.assert_allclose(out.get().astype(np.float64), wanted, rtol=2 * eps, atol=2 * eps + 5e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_int8_operation_on_a_gpu_gives_the_cpus_bits(layout: str) -> None:
+    import cupy
+
+    rng = np.random.default_rng(0)
+    x = rng.integers(-128, 128, (2, 8, 8, 8), np.int8)
+    codes = rng.integers(-128, 128, (6, 3, 3, 8), np.int8)
+    scale, bias = rng.uniform(0.001, 0.01, 6).astype(F32), rng.standard_normal(6).astype(F32)
+    options: dict[str, Any] = {"x_scale": 0.02, "out_scale": 0.3, "x_zero": 3, "out_zero": -4, "padding": 1}
+    wanted = conv2d_int8(x, codes, scale, bias=bias, layout=layout, **options)
+    far = [cupy.asarray(a) for a in (x, codes, scale)]
+    y = conv2d_int8(*far, bias=cupy.asarray(bias), layout=layout, **options)
+    np.testing.assert_array_equal(y.get(), wanted)
+
+
+def test_reference_correlation_is_the_naive_one() -> None:
+    """What the kernels' tests are measured with, against loops over single outputs."""
+    rng = np.random.default_rng(3)
+    sizes = Sizes(2, 6, 5, 2, 3, 2, 3, 2, 3, 6, stride_h=2, pad_h=1, pad_w=1)
+    x, w = rng.standard_normal((2, 6, 5, 4)), rng.standard_normal((6, 3, 2, 2))
+    g = geometry(sizes)
+    y = reference.correlate(x, w, g, 0.5)
+    wanted = naive_conv(x.transpose(0, 3, 1, 2), w, g.stride, g.padding, g.dilation, 2, 0.5)
+    np.testing.assert_allclose(y.transpose(0, 3, 1, 2), wanted, atol=1e-12)
