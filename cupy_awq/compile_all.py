@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from cupy_awq import cache, device, select
 from cupy_awq import compile as compiler
-from cupy_awq.kernels import conv2d, int8
+from cupy_awq.kernels import conv2d, int8, llm
 from cupy_awq.kernels.convert import Conversion
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.gemm_sm90 import layout
@@ -32,7 +32,9 @@ def kernels(arch: int) -> list[Kernel]:
     The Hopper family has a kernel for each configuration, so of these only the choices for the models' SHAPES.
     """
     facts = device.nominal(arch)
-    found = [*_raw(facts), *int8.kernels(facts), *conv2d.kernels(facts), *(_hopper(facts) if arch == 90 else ())]
+    found = [*_raw(facts), *int8.kernels(facts), *conv2d.kernels(facts), *llm.kernels(facts)]
+    if arch == 90:
+        found += _hopper(facts)
     return list(dict.fromkeys(found))
 
 

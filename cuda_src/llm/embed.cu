@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+//   h[m, i] = table[tokens[m], i]
+//
+//   tokens  int32 [m]; a token outside of the table reads its first row
+//   table   TABLE [vocab, width]
+//   h       float32 [m, width]
+//
+// Any width, any architecture. One block a row.
+#include "llm/begin.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    embed(const int32_t* tokens, const TABLE* table, float* h, int vocab, int width) {
+  begin();
+  const int token = tokens[blockIdx.x];
+  const TABLE* row = table + static_cast<int64_t>(token >= 0 && token < vocab ? token : 0) * width;
+  float* out = h + static_cast<int64_t>(blockIdx.x) * width;
+  for (int i = threadIdx.x; i < width; i += THREADS) out[i] = to_float(row[i]);
+}

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launches of a decoder's kernels other than its quantized products; ``cuda_src/llm`` says what each computes.
+
+``m`` counts rows: tokens of one sequence, or one token of each of several. Dtypes are names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cupy_awq.device import Device
+from cupy_awq.kernels.problem import TYPES, ceil_div
+from cupy_awq.launch_plan import Argument, Dim3, Kernel, LaunchPlan
+
+MMA_ARCH = 80
+THREADS = 256
+CHOOSE_BLOCKS = 64
+MAX_SPLITS = 64
+MAX_HEADS = 8
+"""Query heads of a key head that one block of ``attention`` takes."""
+MMA_ROWS = 16
+"""Rows for which ``dense_sm80`` reads its weight once."""
+TILE = 64
+"""Queries and keys of a tile of ``attention_sm80``."""
+
+
+def _plan(
+    device: Device,
+    entry: str,
+    defines: dict[str, int | str],
+    grid: Dim3,
+    threads: int,
+    arguments: tuple[Argument, ...],
+    *,
+    source: str | None = None,
+    shared_bytes: int = 0,
+) -> LaunchPlan:
+    dependent = device.arch >= 90
+    constants = (*defines.items(), ("DEPENDENT", int(dependent)), ("THREADS", threads))
+    kernel = Kernel(f"llm/{source or entry}.cu", entry, constants, device.target)
+    return LaunchPlan(kernel, grid, (threads, 1, 1), arguments, shared_bytes, dependent=dependent)
+
+
+def embed(device: Device, m: int, vocab: int, width: int, table: str) -> LaunchPlan:
+    sizes = np.int32(vocab), np.int32(width)
+    return _plan(device, "embed", {"TABLE": TYPES[table]}, (m, 1, 1), THREADS, ("tokens", "table", "h", *sizes))
+
+
+def rms_norm(device: Device, m: int, width: int, dtype: str, eps: float, *, delta: bool) -> LaunchPlan:
+    defines: dict[str, int | str] = {"X": TYPES[dtype], "HAS_DELTA": int(delta)}
+    arguments = ("h", "delta", "weight", "x", np.int32(width), np.float32(eps))
+    threads = 1024 if width >= 4096 else THREADS
+    return _plan(device, "rms_norm", defines, (m, 1, 1), threads, arguments)
+
+
+def swiglu(device: Device, m: int, width: int, dtype: str) -> LaunchPlan:
+    grid = (ceil_div(width, THREADS), m, 1)
+    return _plan(device, "swiglu", {"X": TYPES[dtype]}, grid, THREADS, ("x", "y", np.int32(width)))
+
+
+def rope_cache(
+    device: Device,
+    m: int,
+    steps: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    sequence_stride: int,
+    dtype: str,
+    eps: float,
+    *,
+    norm: bool,
+) -> LaunchPlan:
+    defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
+    threads = 128
+    sizes = (np.int32(size) for size in (m, steps, heads, kv_heads, capacity))
+    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "q", "k", "v")
+    arguments = (*buffers, *sizes, np.int64(sequence_stride), np.float32(eps))
+    blocks = ceil_div(m * (heads + 2 * kv_heads), threads // 32)
+    return _plan(device, "rope_cache", defines, (blocks, 1, 1), threads, arguments)
+
+
+def attention(
+    device: Device,
+    m: int,
+    steps: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    sequence_stride: int,
+    dtype: str,
+) -> LaunchPlan:
+    """On tensor cores for several tokens of a sequence where they can do it; otherwise in plain CUDA, with splits."""
+    sizes = (np.int32(size) for size in (steps, heads, kv_heads, capacity))
+    scalars = (*sizes, np.int64(sequence_stride), np.float32(head_dim**-0.5))
+    defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim}
+    if steps > 1 and device.arch >= MMA_ARCH and head_dim % 16 == 0 and head_dim <= 128:
+        grid = (ceil_div(steps, TILE), heads, m // steps)
+        shared_bytes = 2 * 2 * TILE * (head_dim + 8) * 2  # stages, k and v, rows, padded values, bytes
+        arguments = ("q", "k", "v", "lengths", "out", *scalars)
+        return _plan(device, "attention_sm80", defines, grid, 128, arguments, shared_bytes=shared_bytes)
+    part = max(i for i in range(1, MAX_HEADS + 1) if heads // kv_heads % i == 0)
+    lanes = 1 << (ceil_div(head_dim, 8) - 1).bit_length()
+    # Two blocks for each multiprocessor, whatever the length is: a captured graph serves all.
+    splits = 1 if steps > 1 else max(1, min(MAX_SPLITS, 2 * device.sm_count // (m * heads // part)))
+    defines |= {"HEADS": part, "LANES": lanes, "UNROLL": 2 if part > 4 else 4}
+    buffers = ("q", "k", "v", "lengths", "out", "partials", "counters")
+    return _plan(device, "attention", defines, (splits, heads // part, m), 128, (*buffers, *scalars))
+
+
+def attention_workspace(plan: LaunchPlan, head_dim: int) -> tuple[int, int]:
+    """float32 values of partial sums, and counters, of a plan of `attention`."""
+    splits, parts, m = plan.grid
+    heads = dict(plan.kernel.defines).get("HEADS")
+    if not isinstance(heads, int) or splits == 1:
+        return 0, 0
+    return m * parts * splits * heads * (head_dim + 2), m * parts
+
+
+def dense(device: Device, m: int, n: int, k: int, dtype: str, out: str, *, bias: bool) -> LaunchPlan:
+    defines: dict[str, int | str] = {"X": TYPES[dtype], "Y": TYPES[out], "HAS_BIAS": int(bias)}
+    buffers = ("x", "w", "bias", "y")
+    if device.arch >= MMA_ARCH and k % 32 == 0:
+        tiles, threads = 2, 128
+        grid = (ceil_div(n, 8 * tiles * (threads // 32)), ceil_div(m, MMA_ROWS), 1)
+        sizes = (np.int32(size) for size in (m, n, k))
+        return _plan(device, "dense_sm80", {**defines, "TILES": tiles}, grid, threads, (*buffers, *sizes))
+    grid = (ceil_div(n, THREADS // 32), m, 1)
+    return _plan(device, "dense", defines, grid, THREADS, (*buffers, np.int32(n), np.int32(k)))
+
+
+def choose(
+    device: Device,
+    m: int,
+    vocab: int,
+    *,
+    seed: int = 0,
+    temperature: float = 0.0,
+    penalty: float = 1.0,
+    advance: bool = False,
+) -> LaunchPlan:
+    """``limits`` may be a null pointer: all tokens may be chosen."""
+    arguments = (
+        *("logits", "seen", "limits", "tokens", "lengths", "partials", "counters"),
+        *(np.int32(vocab), np.uint64(seed), np.float32(temperature), np.float32(penalty)),
+    )
+    defines = _sampling(temperature, penalty) | {"ADVANCE": int(advance)}
+    return _plan(device, "choose", defines, (CHOOSE_BLOCKS, m, 1), THREADS, arguments, source="sample")
+
+
+def choose_limit(
+    device: Device,
+    m: int,
+    vocab: int,
+    *,
+    temperature: float,
+    penalty: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> LaunchPlan:
+    log_min_p = np.log(np.float32(min_p)) if min_p > 0 else np.float32(-np.inf)
+    arguments = (
+        *("logits", "seen", "limits", np.int32(vocab), np.int32(top_k)),
+        *(np.float32(temperature), np.float32(penalty), np.float32(top_p), np.float32(log_min_p)),
+    )
+    defines = _sampling(temperature, penalty) | {"ADVANCE": 0}
+    return _plan(device, "choose_limit", defines, (1, m, 1), 1024, arguments, source="sample")
+
+
+def _sampling(temperature: float, penalty: float) -> dict[str, int | str]:
+    return {"SAMPLES": int(temperature > 0), "PENALTY": int(penalty != 1)}
+
+
+def kernels(device: Device) -> Iterator[Kernel]:
+    """Those of common models: heads of 64 and 128, with 1, 3, 4 and 8 query heads for a key head."""
+    for dtype in ("float16", "bfloat16"):
+        yield embed(device, 1, 8, 8, dtype).kernel
+        yield swiglu(device, 1, 8, dtype).kernel
+        for width, delta in ((2048, False), (2048, True), (4096, True)):
+            yield rms_norm(device, 1, width, dtype, 1e-6, delta=delta).kernel
+        for head_dim in (64, 128):
+            for norm in (False, True):
+                yield rope_cache(device, 1, 1, 4, 4, head_dim, 8, 8, dtype, 1e-6, norm=norm).kernel
+            for group in (1, 3, 4, 8):
+                yield attention(device, 1, 1, group, 1, head_dim, 8, 8, dtype).kernel
+            yield attention(device, 2, 2, 1, 1, head_dim, 8, 8, dtype).kernel
+        for k, out in ((64, dtype), (64, "float32"), (72, "float32")):
+            yield dense(device, 1, 8, k, dtype, out, bias=False).kernel
+    for temperature, penalty in ((0.0, 1.0), (0.0, 1.1), (0.8, 1.0), (0.8, 1.1)):
+        for advance in (False, True):
+            yield choose(device, 1, 8, temperature=temperature, penalty=penalty, advance=advance).kernel
+        if temperature:
+            yield choose_limit(device, 1, 8, temperature=temperature, penalty=penalty).kernel

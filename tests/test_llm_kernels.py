@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder's kernels through their launch plans, against float64 formulas: simulated and on the GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_awq.kernels import llm
+from cupy_awq.llm.sampling import Sampling, choose
+from tests.backends import BACKENDS, runner
+from tests.test_kernels import ARCHS, BOUNDS, DTYPES, facts
+
+SIXTEEN = ("float16", "bfloat16")
+CAPACITY, LENGTHS = 140, (0, 37, 65)
+
+
+def nan(*shape: int, dtype: Any) -> np.ndarray:
+    return np.full(shape, np.nan, dtype)
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def frozen(**arrays: np.ndarray) -> dict[str, np.ndarray]:
+    """Arrays that a kernel must not write."""
+    for a in arrays.values():
+        a.flags.writeable = False
+    return arrays
+
+
+def check_close(found: np.ndarray, wanted: np.ndarray, bound: float) -> None:
+    found = found.astype(np.float64)
+    assert np.isfinite(found).all(), f"{np.count_nonzero(~np.isfinite(found))} elements were not written"
+    assert np.linalg.norm(found - wanted) <= bound * np.linalg.norm(wanted)
+    assert np.abs(found - wanted).max() <= 10 * bound * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [*SIXTEEN, "float32"])
+def test_embedding_copies_rows_and_reads_no_token_outside_of_the_table(backend: str, arch: int, dtype: str) -> None:
+    table = normal(np.random.default_rng(0), 7, 300, dtype=DTYPES[dtype])
+    tokens, h = np.array([6, 0, -1, 7], np.int32), nan(4, 300, dtype=np.float32)
+    plan = llm.embed(facts(arch, backend), 4, 7, 300, dtype)
+    runner(backend)(plan, {**frozen(tokens=tokens, table=table), "h": h})
+    np.testing.assert_array_equal(h, table[[6, 0, 0, 0]].astype(np.float32))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("width", [4, 576, 4100])
+def test_rms_norm_adds_to_the_residual_stream_first(
+    backend: str, arch: int, dtype: str, delta: bool, width: int
+) -> None:
+    rng = np.random.default_rng(width)
+    h, added = normal(rng, 3, width), normal(rng, 3, width, dtype=DTYPES[dtype])
+    weight = normal(rng, width)
+    before, x = h.copy(), nan(3, width, dtype=DTYPES[dtype])
+    plan = llm.rms_norm(facts(arch, backend), 3, width, dtype, 1e-5, delta=delta)
+    runner(backend)(plan, {"h": h, **frozen(weight=weight, delta=added), "x": x})
+    wanted = before + added.astype(np.float32) if delta else before
+    np.testing.assert_array_equal(h, wanted)
+    scale = 1 / np.sqrt((wanted.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5)
+    check_close(x, wanted * scale * weight, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_swiglu_of_large_gates_stays_finite(backend: str, arch: int, dtype: str) -> None:
+    x = normal(np.random.default_rng(0), 3, 600, dtype=DTYPES[dtype])
+    x[0, :4] = [-100, 100, -30, 30]
+    y = nan(3, 300, dtype=DTYPES[dtype])
+    runner(backend)(llm.swiglu(facts(arch, backend), 3, 300, dtype), {**frozen(x=x), "y": y})
+    gate, up = np.split(x.astype(np.float64), 2, axis=1)
+    check_close(y, gate / (1 + np.exp(-gate)) * up, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize(("head_dim", "norm", "steps"), [(64, False, 1), (128, True, 1), (16, True, 3), (80, False, 3)])
+def test_rope_goes_on_where_each_sequence_is(
+    backend: str, arch: int, dtype: str, head_dim: int, norm: bool, steps: int
+) -> None:
+    """Norm, RoPE and cache; a sequence that is full writes nothing, and no other key or value is touched."""
+    heads, kv_heads, element = 4, 2, DTYPES[dtype]
+    rng = np.random.default_rng(head_dim)
+    lengths = np.array([0, 37, CAPACITY - steps, CAPACITY], np.int32)
+    m = len(lengths) * steps
+    qkv = normal(rng, m, heads + 2 * kv_heads, head_dim, dtype=element)
+    q_norm, k_norm = normal(rng, head_dim), normal(rng, head_dim)
+    cos, sin = normal(rng, CAPACITY, head_dim // 2), normal(rng, CAPACITY, head_dim // 2)
+    shape = len(lengths), kv_heads, CAPACITY, head_dim
+    arrays = {"q": nan(m, heads, head_dim, dtype=element), "k": nan(*shape, dtype=element)}
+    arrays["v"] = nan(*shape, dtype=element)
+    stride = kv_heads * CAPACITY * head_dim
+    sizes = m, steps, heads, kv_heads, head_dim, CAPACITY, stride
+    plan = llm.rope_cache(facts(arch, backend), *sizes, dtype, 1e-6, norm=norm)
+    read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
+    runner(backend)(plan, {**read, **arrays})
+    x = qkv.astype(np.float64)
+    q, k, v = np.split(x, [heads, heads + kv_heads], axis=1)
+    if norm:
+        q, k = (a / np.sqrt((a * a).mean(-1, keepdims=True) + 1e-6) * w for a, w in ((q, q_norm), (k, k_norm)))
+    written = np.zeros(shape, bool)
+    for row in range(m):
+        b, at = row // steps, lengths[row // steps] + row % steps
+        if at >= CAPACITY:
+            continue
+        for a, found in ((q, arrays["q"][row]), (k, arrays["k"][b, :, at])):
+            first, second = np.split(a[row], 2, axis=-1)
+            wanted = np.concatenate([first * cos[at] - second * sin[at], second * cos[at] + first * sin[at]], axis=-1)
+            check_close(found, wanted, BOUNDS[dtype])
+        np.testing.assert_array_equal(arrays["v"][b, :, at].astype(np.float64), v[row])
+        written[b, :, at] = True
+    for name in ("k", "v"):
+        assert np.isnan(arrays[name].astype(np.float32)[~written]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "steps"),
+    [
+        *[(4, 2, 64, 1), (4, 1, 128, 1), (9, 3, 64, 1), (16, 1, 16, 1), (2, 2, 80, 1), (7, 1, 256, 1)],
+        *[(2, 1, 64, 25), (1, 1, 128, 17), (2, 2, 80, 5), (1, 1, 256, 3), (1, 1, 16, 70)],
+    ],
+)
+def test_attention_sees_its_sequence_up_to_itself(
+    backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, steps: int
+) -> None:
+    """Decoding with splits, and several tokens at a time; what lies behind the last key is NaN and must not count."""
+    rng = np.random.default_rng(heads + head_dim)
+    lengths, element = np.array(LENGTHS, np.int32), DTYPES[dtype]
+    b, group = len(lengths), heads // kv_heads
+    m = b * steps
+    q = normal(rng, m, heads, head_dim, dtype=element)
+    k, v = (normal(rng, b, kv_heads, CAPACITY, head_dim, dtype=element) for _ in "kv")
+    for i, length in enumerate(LENGTHS):
+        k[i, :, length + steps :] = v[i, :, length + steps :] = np.nan
+    out = nan(m, heads, head_dim, dtype=element)
+    here = facts(arch, backend)
+    stride = kv_heads * CAPACITY * head_dim
+    plan = llm.attention(here, m, steps, heads, kv_heads, head_dim, CAPACITY, stride, dtype)
+    partials, counters = llm.attention_workspace(plan, head_dim)
+    scratch = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
+    runner(backend)(plan, {**frozen(q=q, k=k, v=v, lengths=lengths), "out": out, **scratch})
+    wanted = np.empty(out.shape)
+    for row in range(m):
+        i, seen = row // steps, LENGTHS[row // steps] + row % steps + 1
+        for head in range(heads):
+            keys, values = (a[i, head // group, :seen].astype(np.float64) for a in (k, v))
+            scores = keys @ q[row, head].astype(np.float64) / math.sqrt(head_dim)
+            p = np.exp(scores - scores.max())
+            wanted[row, head] = p / p.sum() @ values
+    check_close(out, wanted, 2 * BOUNDS[dtype])  # probabilities, too, are rounded on tensor cores
+    assert not scratch["counters"].any(), "the counters must be left as they were found"
+
+
+def test_one_graph_serves_short_and_long_sequences() -> None:
+    """The launch of a decode step depends on no length."""
+    sizes = 1, 1, 32, 8, 128, 4096, 8 * 4096 * 128
+    plan = llm.attention(facts(90, "latest"), *sizes, "float16")
+    assert plan.grid == (33, 8, 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 50, 96), (17, 33, 64), (5, 130, 200)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_dense_products(backend: str, arch: int, dtype: str, m: int, n: int, k: int, bias: bool) -> None:
+    rng = np.random.default_rng(m)
+    x, w = normal(rng, m, k, dtype=DTYPES[dtype]), normal(rng, n, k, dtype=DTYPES[dtype])
+    added = normal(rng, n)
+    for out, bound in ((dtype, BOUNDS[dtype]), ("float32", 2e-6)):
+        y = nan(m, n, dtype=DTYPES[out])
+        plan = llm.dense(facts(arch, backend), m, n, k, dtype, out, bias=bias)
+        runner(backend)(plan, {**frozen(x=x, w=w, bias=added), "y": y})
+        check_close(y, x.astype(np.float64) @ w.astype(np.float64).T + (added if bias else 0), bound)
+
+
+VOCAB = 3000
+
+
+def device_choice(
+    backend: str, arch: int, logits: np.ndarray, seen: np.ndarray, sampling: Sampling, lengths: np.ndarray
+) -> np.ndarray:
+    """The tokens that the kernels choose; ``seen`` and ``lengths`` are changed as they change them."""
+    here, run, m = facts(arch, backend), runner(backend), len(logits)
+    options = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
+    limits = None
+    if sampling.temperature and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+        limits = nan(m, dtype=np.float32)
+        more = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+        plan = llm.choose_limit(here, m, logits.shape[1], **options, **more)
+        run(plan, {"logits": logits, "seen": seen, "limits": limits})
+    tokens, counters = np.full(m, -7, np.int32), np.zeros(m, np.uint32)
+    plan = llm.choose(here, m, logits.shape[1], seed=sampling.seed, **options, advance=True)
+    arrays = {"logits": logits, "seen": seen, "limits": limits, "tokens": tokens, "lengths": lengths}
+    run(plan, {**arrays, "partials": np.zeros((m, llm.CHOOSE_BLOCKS), np.uint64), "counters": counters})
+    assert not counters.any()
+    return tokens
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(repetition_penalty=1.5),
+        Sampling(temperature=0.8, seed=2**63 + 5),
+        Sampling(temperature=1.2, top_k=5, seed=1),
+        Sampling(temperature=1.0, top_p=0.6, seed=2),
+        Sampling(temperature=1.0, min_p=0.3, seed=3),
+        Sampling(temperature=0.9, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.3, seed=4),
+    ],
+)
+def test_tokens_are_chosen_as_on_the_cpu(backend: str, arch: int, sampling: Sampling) -> None:
+    """Same noise, same filters: with the seed, the text depends on no device."""
+    rng = np.random.default_rng(8)
+    logits = (3 * rng.standard_normal((4, VOCAB))).astype(np.float32)
+    seen = (rng.random((4, VOCAB)) < 0.2).astype(np.uint8)
+    lengths = np.array([0, 5, 700, 2**20], np.int32)
+    wanted = [choose(logits[i], sampling, seen=seen[i] != 0, row=i, position=int(lengths[i]) + 1) for i in range(4)]
+    before, marked = lengths.copy(), seen.copy()
+    assert device_choice(backend, arch, logits, seen, sampling, lengths).tolist() == wanted
+    np.testing.assert_array_equal(lengths, before + 1)
+    if sampling.repetition_penalty != 1:
+        marked[np.arange(4), wanted] = 1
+    np.testing.assert_array_equal(seen, marked)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_equal_logits_infinities_and_nan(backend: str, arch: int) -> None:
+    """The first of equal ones, wherever blocks divide the vocabulary; -1 where there is a NaN."""
+    logits = np.zeros((4, VOCAB), np.float32)
+    logits[1, [2999, 300, 1700]] = 2
+    logits[2] = -np.inf
+    logits[2, 2000] = -3e38
+    logits[3, 1234] = np.nan
+    seen, lengths = np.zeros((4, VOCAB), np.uint8), np.zeros(4, np.int32)
+    assert device_choice(backend, arch, logits, seen, Sampling(), lengths).tolist() == [0, 300, 2000, -1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_limits_keep_all_tokens_that_are_as_likely_as_the_last_one(backend: str, arch: int) -> None:
+    logits = np.array([[1, 3, 2, 2, 2, 0, -1, -2]], np.float32)
+    for options, wanted in (({"top_k": 2}, 2), ({"top_k": 1}, 3), ({"top_k": 8}, -np.inf), ({"top_p": 0.5}, 2)):
+        limits = nan(1, dtype=np.float32)
+        plan = llm.choose_limit(facts(arch, backend), 1, 8, temperature=1.0, **options)
+        runner(backend)(plan, {"logits": logits, "seen": np.zeros((1, 8), np.uint8), "limits": limits})
+        assert limits[0] == wanted
