@@ -7,9 +7,11 @@ Prints registers, shared memory and spills of each kernel, and fails if one spil
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from cupy_awq import cache, device, select
 from cupy_awq import compile as compiler
@@ -17,6 +19,7 @@ from cupy_awq.kernels import conv2d, int8, llm
 from cupy_awq.kernels.convert import Conversion
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.gemm_sm90 import layout
+from cupy_awq.kernels.gemm_sm90_large import GemmSm90Large
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.launch_plan import Kernel
 from cupy_awq.table import render
@@ -60,6 +63,8 @@ def _hopper(facts: device.Device) -> Iterator[Kernel]:
         problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
         yield layout(problem).plan(facts).kernel
         yield select.choose(problem, facts, "gemm_sm90").plan.kernel
+        if m >= 256:
+            yield from (config.plan(problem, facts).kernel for config in GemmSm90Large().configs(problem, facts))
 
 
 def run(archs: list[str]) -> int:
@@ -73,8 +78,10 @@ def run(archs: list[str]) -> int:
     spills = 0
     rows = []
     for arch in archs:
-        for kernel in kernels(int(arch.rstrip("a"))):
-            binary = compiler.build(kernel)
+        some = kernels(int(arch.rstrip("a")))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            binaries = pool.map(compiler.build, some)
+        for kernel, binary in zip(some, binaries, strict=True):
             resources = binary.resources
             if resources is None:
                 raise RuntimeError(f"{kernel.entry}: the compiler reported no resources")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cupy_awq import device, select
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.gemm_sm90 import layout as repacking
+from cupy_awq.kernels.gemm_sm90_large import GemmSm90Large
 from cupy_awq.kernels.problem import Config, Problem, Strides
 from cupy_awq.packing import unpack_int4
 from cupy_awq.testing import random_activations, random_weight
@@ -231,6 +232,37 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
     configs = select.FAMILIES["gemm_sm90"].configs(problem, here)
     ranked = sorted(configs, key=lambda config: (config.scaled, config.microseconds(problem, here)))
     config = data.draw(st.sampled_from(ranked[:20] + [config for config in ranked if config.scaled][:20]))
+    pad = data.draw(st.sampled_from([0, 8]))
+    check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+
+
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@given(data=st.data())
+@settings(max_examples=8)
+def test_many_rows_of_any_repacked_problem(backend: str, data: st.DataObject) -> None:
+    """Persistent blocks, few of them: several tiles a block, tiles that clusters share along K, partly empty tiles."""
+    group_size = data.draw(st.sampled_from([32, 64, 128, 192]))
+    gated = data.draw(st.booleans())
+    problem = Problem(
+        m=data.draw(st.sampled_from([5, 128, 140, 300])),
+        n=data.draw(st.integers(1, 11)) * 64 if gated else data.draw(st.integers(1, 88)) * 8,
+        k=group_size * data.draw(st.integers(1, 1 if group_size == 192 else 768 // group_size)) // 64 * 64 or 64,
+        group_size=group_size,
+        dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
+        bias_dtype=data.draw(st.sampled_from([None, "float16", "float32"])),
+        residual=data.draw(st.booleans()),
+        activation=data.draw(st.sampled_from([None, "clamp", "silu", "gelu"])),
+        limits=(-0.5, 0.75),
+        gated=gated,
+        repacked=True,
+        scale_exponent=data.draw(st.sampled_from([0, 3, 8])),
+    )
+    here = replace(facts(90, backend), sm_count=data.draw(st.sampled_from([2, 4, 7])))
+    family = GemmSm90Large()
+    assert family.refuse(problem, here) is None
+    config = data.draw(st.sampled_from(sorted(family.configs(problem, here), key=lambda config: -config.splits)))
     pad = data.draw(st.sampled_from([0, 8]))
     check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 

@@ -24,6 +24,17 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d(unsigned shared_address,
       : "memory");
 }
 
+// The same to the same place, and the same barrier, of each block of the cluster whose bit is set in `ranks`.
+__device__ __forceinline__ void cp_async_bulk_tensor_3d_multicast(unsigned shared_address, const void* map, int x,
+                                                                  int y, int z, unsigned barrier,
+                                                                  unsigned short ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(ranks)
+      : "memory");
+}
+
 // prefetch.tensormap: brings a map in parameter space near the copy engine.
 __device__ __forceinline__ void prefetch_tensormap(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

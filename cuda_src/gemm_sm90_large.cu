@@ -1,0 +1,491 @@
+// SPDX-License-Identifier: Apache-2.0
+// The matrix product of many rows by wgmma, on the weight of repacked.cuh.
+//
+//   y[m, n] = epilogue(result_factor * sum over k of x[m, k] * w[k, n])
+//   w[k, n] = (q[k, n] - z[k / group_size, n]) * s[k / group_size, n] * scale_factor, rounded once to the type of x
+//
+//   weight    records of repacked.cuh
+//   bias      BIAS [n] or null; residual X [m, n], row stride ldr values, or null
+//   y         X [m, n] (gated: [m, n / 2]), row stride ldy values; ALIGNED: rows start at multiples of 16 bytes
+//   x_map     tensor map of x as [k / 64][m][64] in boxes of [2 / CLUSTER][BLOCK_M][64], swizzled by 128 bytes
+//   factors   scale_factor is a power of two that brings scales to the middle of X's range, result_factor its inverse
+//   partials, counters: see share_sums; unused without shared units
+// k a multiple of 64, n of 8 (gated: of 64). sm_90a. The product is made transposed, y^T = W^T x^T: the weight is
+// operand A, dequantized in registers; x is B.
+//
+// A block makes tiles of BLOCK_M rows and 256 columns: two warpgroups with 128 columns each, as two tiles of 64 columns
+// for the instruction. Wide tiles, because 4-bit weights cost little to read: at full rate a block takes 16 bytes of x
+// and 8 of the weight a clock from L2, where a tile of 256 rows and 128 columns would take 32 and 4. A warpgroup
+// converts 64 columns and k while the tensor cores have the 64 before. Blocks are persistent: the producer fills stages
+// for the next tile while the warpgroups store the last, and the one that comes first to the end of a tile stores it
+// while the other has the tensor cores.
+//
+// CLUSTER blocks take neighbouring columns of the same rows. Each of them brings its part of every stage of x to all of
+// them.
+//
+// Measured on an H100: 620 to 720 TFLOP/s where the tiles fill the chip, at its limit of 700 W (1.3 to 1.5 GHz) in all
+// that takes longer than 0.3 ms, so what remains to be saved is energy. A shared unit costs about 8 us: its partial
+// sums go through L2.
+#include "epilogue.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/bulk_copy.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/wgmma.cuh"
+#include "repacked.cuh"
+
+static_assert(__CUDA_ARCH__ == 900, "gemm_sm90_large needs sm_90a");
+
+constexpr bool kAligned = ALIGNED;
+constexpr int kBlockM = BLOCK_M;
+constexpr int kStages = STAGES;
+constexpr int kCluster = CLUSTER;
+// Rows of units in a band: blocks that run at the same time share rows of x and columns of the weight in L2.
+constexpr int kBandRows = BAND_ROWS;
+
+constexpr int kWarpgroups = 2;
+constexpr int kTiles = 2;
+constexpr int kConsumerWarps = kWarpgroups * 4;
+constexpr int kThreads = (kConsumerWarps + 4) * 32;
+constexpr int kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 40;
+constexpr int kRecords = kWarpgroups * kTiles * 2;
+constexpr int kBlockN = kRecords * kRecordColumns;
+constexpr int kSums = kBlockM / 2;
+
+// Shared memory, from a multiple of 1024: x [stage][k64][row][64 k], the weight [stage][record], what is on
+// its way to y [warpgroup][kStoreRows][kRowBytes], barriers [full, empty][stage].
+constexpr int kXHalfBytes = kBlockM * 128;
+constexpr int kXBytes = 2 * kXHalfBytes;
+constexpr int kWeightBytes = kRecords * kRecordBytes;
+constexpr int kWeightBegin = kStages * kXBytes;
+constexpr int kStoreRows = 32;
+constexpr int kRowBytes = kTiles * 64 * 2 + 16;  // 8 rows lie in different banks
+constexpr int kStoreBegin = kWeightBegin + kStages * kWeightBytes;
+constexpr int kBarrierBegin = kStoreBegin + kWarpgroups * kStoreRows * kRowBytes;
+
+static_assert(kCluster == 1 || kCluster == 2, "a stage of x has two parts");
+static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
+static_assert(kBlockM % kStoreRows == 0, "rows are stored 32 at a time");
+
+// 128 bytes that the driver encodes.
+struct alignas(64) TensorMap {
+  uint8_t bytes[128];
+};
+
+// The walk over the stages, on over all tiles of a block.
+struct Position {
+  int stage;
+  uint32_t parity;
+
+  __device__ __forceinline__ Position next() const {
+    return stage + 1 == kStages ? Position{0, parity ^ 1u} : Position{stage + 1, parity};
+  }
+};
+
+// The parts of tiles that a cluster makes, one after the other. Units are the tiles of a cluster: neighbours along the
+// columns, in bands of rows. `sharers` clusters divide all steps over k of the first `shared` units evenly, and take
+// theirs from the last to the first: what they do first is another's to finish. Then all clusters take turns at whole
+// units.
+struct Schedule {
+  int rows;  // of units
+  int columns;
+  int steps;
+  int cluster;
+  int shared;
+  int sharers;
+  int low;  // steps of shared units that are left
+  int high;
+  int whole;  // the next unit that is not shared
+
+  int unit;
+  int begin;  // steps of 128 k
+  int end;
+
+  __device__ __forceinline__ Schedule(int m, int n, int k, int shared, int sharers)
+      : rows(ceil_div(m, kBlockM)),
+        columns(ceil_div(n, kBlockN * kCluster)),
+        steps(ceil_div(k, kRecordK)),
+        cluster(blockIdx.x / kCluster),
+        shared(shared),
+        sharers(sharers),
+        low(share(cluster)),
+        high(share(cluster + 1)),
+        whole(shared + cluster) {}
+  // Where a cluster's share begins.
+  __device__ __forceinline__ int share(int index) const {
+    return shared * steps * min(index, sharers) / max(sharers, 1);
+  }
+  __device__ __forceinline__ bool advance() {
+    if (high > low) {
+      unit = (high - 1) / steps;
+      end = high - unit * steps;
+      high = max(low, unit * steps);
+      begin = high - unit * steps;
+      return true;
+    }
+    unit = whole;
+    begin = 0;
+    end = steps;
+    whole += gridDim.x / kCluster;
+    return unit < rows * columns;
+  }
+  // {row, column} of this block's tile
+  __device__ __forceinline__ int2 tile() const {
+    const int band = unit / (kBandRows * columns);
+    const int height = min(kBandRows, rows - band * kBandRows);
+    const int within = unit - band * kBandRows * columns;
+    return {band * kBandRows + within % height, within / height * kCluster + rank()};
+  }
+  static __device__ __forceinline__ int rank() { return kCluster == 1 ? 0 : ptx::cluster_ctarank(); }
+};
+
+__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+
+__device__ __forceinline__ void synchronize_cluster() {
+  if constexpr (kCluster == 1) {
+    __syncthreads();
+  } else {
+    ptx::barrier_cluster_arrive_release();
+    ptx::barrier_cluster_wait_acquire();
+  }
+}
+
+// Blocks of a cluster write to each other's shared memory: none may end before the other.
+__device__ __forceinline__ void end_cluster() {
+  if constexpr (kCluster > 1) synchronize_cluster();
+}
+
+struct Shared {
+  uint32_t begin;
+
+  __device__ __forceinline__ uint32_t x(int stage) const { return begin + stage * kXBytes; }
+  __device__ __forceinline__ uint32_t weight(int stage) const { return begin + kWeightBegin + stage * kWeightBytes; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return begin + kBarrierBegin + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
+};
+
+// What a lane needs of a group: zero points as Codes takes them, and scales, of columns g and g + 8.
+template <class T>
+struct ScaledCodes;
+
+template <>
+struct ScaledCodes<half_t> {
+  static constexpr uint32_t kMinusOne = 0xbc00bc00u;
+  static constexpr uint32_t k960 = 0x63806380u;
+
+  uint32_t zeros[2];
+  uint32_t scales[2];
+
+  __device__ __forceinline__ ScaledCodes(const Group& group, float scale_factor) {
+    zeros[0] = __byte_perm(group.zeros, 0x64u, 0x4040);
+    zeros[1] = ptx::fma_f16x2(__byte_perm(group.zeros, 0x64u, 0x4141), kMinusOne, k960);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t bits = from_float<half_t>(group.scale(i) * scale_factor).bits;
+      scales[i] = __byte_perm(bits, 0, 0x1010);
+    }
+  }
+  __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      const uint32_t part = word >> (8 * upper);
+      a[2 * upper] = ptx::mul_f16x2(Codes<half_t>::low(part, zeros[0]), scales[0]);
+      a[2 * upper + 1] = ptx::mul_f16x2(Codes<half_t>::high(part, zeros[1]), scales[1]);
+    }
+  }
+};
+
+template <>
+struct ScaledCodes<bfloat16_t> {
+  uint32_t zeros[2];
+  float scales[2];
+
+  __device__ __forceinline__ ScaledCodes(const Group& group, float scale_factor)
+      : zeros{ExactCodes<bfloat16_t>::zero<0>(group.zeros), ExactCodes<bfloat16_t>::zero<1>(group.zeros)},
+        scales{group.scale(0) * scale_factor, group.scale(1) * scale_factor} {}
+  // In float32: a scale may have more bits than bfloat16.
+  __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
+    uint32_t exact[4];
+    ExactCodes<bfloat16_t>::convert(exact, word, zeros);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t low = from_float<bfloat16_t>(__uint_as_float(exact[i] << 16) * scales[i % 2]).bits;
+      const uint32_t high = from_float<bfloat16_t>(__uint_as_float(exact[i] & 0xffff0000u) * scales[i % 2]).bits;
+      a[i] = __byte_perm(low, high, 0x5410);
+    }
+  }
+};
+
+__device__ __forceinline__ void wgmma(float (&d)[kSums], const uint32_t (&a)[4], uint32_t b) {
+  if constexpr (Codes<X>::kMagic == Codes<half_t>::kMagic) {
+    ptx::wgmma_f16<true>(d, a, b);
+  } else {
+    ptx::wgmma_bf16<true>(d, a, b);
+  }
+}
+
+// The producer warp.
+__device__ __forceinline__ void produce(const Shared& shared, Schedule& schedule, const uint8_t* weight,
+                                        const TensorMap* x_map, int n) {
+  const int lane = threadIdx.x % 32;
+  const int rank = Schedule::rank();
+  if (lane == 0) ptx::prefetch_tensormap(x_map);
+  ptx::griddepcontrol_wait();
+  Position at{0, 1};
+  while (schedule.advance()) {
+    const int2 tile = schedule.tile();
+    // Where a column of records begins. A warpgroup of a gated tile has 64 columns of the gate, then those of the up
+    // projection that belong to them. The last tile may reach beyond the weight: it reads some records there, and
+    // stores nothing of them.
+    const int column = lane % kRecords;
+    const int record =
+        kGated ? column / 2 % 2 * (n / 2 / kRecordColumns) + tile.y * (kRecords / 2) + column / 4 * 2 + column % 2
+               : tile.y * kRecords + column;
+    const int64_t index = min(record, ceil_div(n, kRecordColumns) - 1);
+    const uint8_t* source = weight + (index * schedule.steps + schedule.begin) * kRecordBytes;
+    for (int step = schedule.begin; step < schedule.end; ++step) {
+      wait(shared.empty(at.stage), at.parity);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(shared.full(at.stage), kXBytes + kWeightBytes);
+      __syncwarp();
+      if (lane < kRecords) {
+        ptx::cp_async_bulk(shared.weight(at.stage) + lane * kRecordBytes, source, kRecordBytes, shared.full(at.stage));
+        source += kRecordBytes;
+      } else if (lane == kRecords) {
+        if constexpr (kCluster == 1) {
+          ptx::cp_async_bulk_tensor_3d(shared.x(at.stage), x_map, 0, tile.x * kBlockM, step * 2, shared.full(at.stage));
+        } else {
+          ptx::cp_async_bulk_tensor_3d_multicast(shared.x(at.stage) + rank * kXHalfBytes, x_map, 0, tile.x * kBlockM,
+                                                 step * 2 + rank, shared.full(at.stage), (1 << kCluster) - 1);
+        }
+      }
+      at = at.next();
+    }
+  }
+  __syncwarp();
+}
+
+// Adds up the parts of a shared unit, in an order that depends on nothing. A block that does not have the unit's last
+// steps leaves its sums in `partials`, float4 [block][warpgroup][kParts][128]; the one that has them waits for those of
+// the clusters before it. `counters` [block of a unit][warpgroup] are zero before and after. Returns whether the sums
+// are complete.
+__device__ __forceinline__ bool share_sums(float (&sums)[kTiles][kSums], const Schedule& schedule, int warpgroup,
+                                           float* partials, uint32_t* counters) {
+  if (schedule.begin == 0 && schedule.end == schedule.steps) return true;
+  constexpr int kParts = kSums / 4;
+  const int thread = threadIdx.x % 128;
+  const auto slot = [&](int cluster) {
+    const int block = cluster * kCluster + Schedule::rank();
+    return reinterpret_cast<Vector<float, 4>*>(partials) + (block * kWarpgroups + warpgroup) * (kTiles * kParts * 128) +
+           thread;
+  };
+  uint32_t* counter = counters + (schedule.unit * kCluster + Schedule::rank()) * kWarpgroups + warpgroup;
+  if (schedule.end != schedule.steps) {
+    Vector<float, 4>* target = slot(schedule.cluster);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        target[(i * kParts + part) * 128] = {sums[i][4 * part], sums[i][4 * part + 1], sums[i][4 * part + 2],
+                                             sums[i][4 * part + 3]};
+      }
+    }
+    __threadfence();
+    ptx::barrier_sync(1 + warpgroup, 128);
+    if (thread == 0) atomicAdd(counter, 1u);
+    return false;
+  }
+  int first = schedule.cluster - 1;
+  while (schedule.share(first) > schedule.unit * schedule.steps) --first;
+  if (thread == 0) {
+    while (*const_cast<volatile uint32_t*>(counter) != schedule.cluster - first) {
+    }
+    *counter = 0;
+  }
+  __threadfence();
+  ptx::barrier_sync(1 + warpgroup, 128);
+#pragma unroll 1
+  for (int cluster = first; cluster < schedule.cluster; ++cluster) {
+    const Vector<float, 4>* source = slot(cluster);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const Vector<float, 4> values = source[(i * kParts + part) * 128];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[i][4 * part + e] += values.values[e];
+      }
+    }
+  }
+  return true;
+}
+
+// A warpgroup's part of a tile to y, by way of shared memory: what lies in a lane along the rows of x is to be stored
+// along the columns.
+__device__ __forceinline__ void store_tile(uint8_t* buffer, const float (&sums)[kTiles][kSums], const int2& tile,
+                                           int warpgroup, const Epilogue<X>& epilogue, X* y, int m, int n, int ldy,
+                                           float result_factor) {
+  constexpr int kWidth = kGated ? 64 : kTiles * 64;
+  const int thread = threadIdx.x % 128;
+  const int lane = thread % 32;
+  const int n_out = kGated ? n / 2 : n;
+  const int column_begin = (tile.y * kWarpgroups + warpgroup) * kWidth;
+  const int row_begin = tile.x * kBlockM;
+  // Of sums[i], values v = 0, 1 belong to this column, 2, 3 to the one 8 further.
+  const int my_column = column_begin + thread / 32 * 16 + lane / 4;
+  float biases[kTiles][2] = {};
+  if constexpr (kHasBias) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper) {
+        const int column = my_column + upper * 8 + (kGated ? 0 : i * 64);
+        if (column < n_out) biases[i][upper] = epilogue.biased(0.0f, column + (kGated ? i * (n / 2) : 0));
+      }
+    }
+  }
+  auto finish = [&](int i, int index) {
+    const int upper = index / 2 % 2;
+    float value = epilogue.activate(fmaf(sums[i][index], result_factor, biases[i][upper]));
+    if constexpr (kGated) value *= fmaf(sums[1][index], result_factor, biases[1][upper]);
+    if constexpr (kHasResidual) {
+      const int row = row_begin + index / 4 * 8 + lane % 4 * 2 + index % 2;
+      const int column = my_column + upper * 8 + i * 64;
+      if (row < m && column < n_out) value = epilogue.with_residual(value, row, column);
+    }
+    return uint32_t{from_float<X>(value).bits};
+  };
+  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
+                          (lane / 16 * 8 + lane % 8) * kRowBytes + (thread / 32 * 16 + lane / 8 % 2 * 8) * 2;
+#pragma unroll
+  for (int chunk = 0; chunk < kBlockM / kStoreRows; ++chunk) {
+    ptx::barrier_sync(1 + warpgroup, 128);
+#pragma unroll
+    for (int i = 0; i < kWidth / 64; ++i) {
+#pragma unroll
+      for (int rows = 0; rows < kStoreRows; rows += 16) {
+        uint32_t values[4];
+#pragma unroll
+        for (int matrix = 0; matrix < 4; ++matrix) {
+          const int index = (chunk * kStoreRows + rows) / 2 + matrix * 2;
+          values[matrix] = finish(i, index) | finish(i, index + 1) << 16;
+        }
+        ptx::stmatrix_x4_trans(target + rows * kRowBytes + i * 128, values);
+      }
+    }
+    ptx::barrier_sync(1 + warpgroup, 128);
+#pragma unroll
+    for (int pass = 0; pass < kStoreRows * kWidth / 8 / 128; ++pass) {
+      const int index = pass * 128 + thread;
+      const int local_row = index / (kWidth / 8);
+      const int local_column = index % (kWidth / 8) * 8;
+      const int row = row_begin + chunk * kStoreRows + local_row;
+      const int column = column_begin + local_column;
+      if (row < m && column < n_out) {
+        store<kAligned>(y + static_cast<int64_t>(row) * ldy + column,
+                        *reinterpret_cast<const Vector<X, 8>*>(buffer + local_row * kRowBytes + local_column * 2));
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    gemm_sm90_large(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, float* partials,
+                    uint32_t* counters, const __grid_constant__ TensorMap x_map, int m, int n, int k, int ldr, int ldy,
+                    int shared_units, int sharers, float low, float high, float scale_factor, float result_factor) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  if (warp == kConsumerWarps && lane < kStages) {
+    ptx::mbarrier_init(shared.full(lane), 1);
+    ptx::mbarrier_init(shared.empty(lane), kConsumerWarps * kCluster);
+    ptx::fence_mbarrier_init();
+  }
+  synchronize_cluster();
+  ptx::griddepcontrol_launch_dependents();
+  if (warp < kConsumerWarps) {
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    const int warpgroup = warp / 4;
+    Schedule schedule(m, n, k, shared_units, sharers);
+    const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
+    if constexpr (kHasResidual) ptx::griddepcontrol_wait();
+
+    // Block b of a stage: 64 columns (tile b / 2) and 64 k (b % 2).
+    const int my_record = warpgroup * kTiles * 2 + warp % 4 / 2;
+    auto load_words = [&](int stage, int b) {
+      const uint8_t* record = memory + kWeightBegin + stage * kWeightBytes + (my_record + b / 2 * 2) * kRecordBytes;
+      return reinterpret_cast<const Vector<uint32_t, 4>*>(record)[(b % 2 * 2 + warp % 2) * 32 + lane];
+    };
+    auto convert = [&](uint32_t (&a)[4][4], const Vector<uint32_t, 4>& words, int stage, int b) {
+      const uint8_t* record = memory + kWeightBegin + stage * kWeightBytes + (my_record + b / 2 * 2) * kRecordBytes;
+      constexpr int kParts = kGroups > 1 ? kGroups / 2 : 1;  // groups in 64 k
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int index = kGroups > 1 ? b % 2 * kParts + part : 0;
+        const ScaledCodes<X> codes(Group::load(record, index, warp % 2, lane / 4), scale_factor);
+#pragma unroll
+        for (int s = part * 4 / kParts; s < (part + 1) * 4 / kParts; ++s) codes.convert(a[s], words.values[s]);
+      }
+    };
+    auto release = [&](int stage) {
+      __syncwarp();
+      if constexpr (kCluster == 1) {
+        if (lane == 0) ptx::mbarrier_arrive(shared.empty(stage));
+      } else {
+        if (lane < kCluster) ptx::mbarrier_arrive_cluster(ptx::mapa(shared.empty(stage), lane));
+      }
+    };
+
+    Position at{0, 0};
+    while (schedule.advance()) {
+      float sums[kTiles][kSums] = {};
+      uint32_t a[2][4][4];
+      wait(shared.full(at.stage), at.parity);
+      convert(a[0], load_words(at.stage, 0), at.stage, 0);
+      for (int step = schedule.begin; step < schedule.end; ++step) {
+        const Position next = step + 1 < schedule.end ? at.next() : at;
+#pragma unroll
+        for (int b = 0; b < 2 * kTiles; ++b) {
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int s = 0; s < 4; ++s) {
+            wgmma(sums[b / 2], a[b % 2][s], (shared.x(at.stage) + b % 2 * kXHalfBytes) / 16 + s * 2);
+          }
+          ptx::wgmma_commit_group();
+          // The tensor cores have this block; the next is converted meanwhile. After the last one a block is converted
+          // for nothing.
+          const bool last = b == 2 * kTiles - 1;
+          const int stage = last ? next.stage : at.stage;
+          if (last) wait(shared.full(next.stage), next.parity);
+          const Vector<uint32_t, 4> words = load_words(stage, (b + 1) % (2 * kTiles));
+          ptx::wgmma_wait_group<1>();
+          if (b == 0 && step > schedule.begin) release(at.stage == 0 ? kStages - 1 : at.stage - 1);
+          convert(a[(b + 1) % 2], words, stage, (b + 1) % (2 * kTiles));
+        }
+        if (step + 1 < schedule.end) at = next;
+      }
+      ptx::wgmma_wait_group<0>();
+      release(at.stage);
+      at = at.next();
+      if (share_sums(sums, schedule, warpgroup, partials, counters)) {
+        uint8_t* buffer = memory + kStoreBegin + warpgroup * kStoreRows * kRowBytes;
+        store_tile(buffer, sums, schedule.tile(), warpgroup, epilogue, y, m, n, ldy, result_factor);
+      }
+    }
+    end_cluster();
+  } else {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (warp == kConsumerWarps) {
+      Schedule schedule(m, n, k, shared_units, sharers);
+      produce(shared, schedule, weight, &x_map, n);
+    }
+    end_cluster();
+  }
+}
