@@ -29,6 +29,8 @@ constexpr int kBlockM = kWarpsM * WARP_M;
 constexpr int kBlockN = kWarpsN * kTilesN * 8;
 constexpr int kBlockK = 128;
 constexpr int kStepK = 32;
+// A tile that meets one block alone can only end it after its last step.
+constexpr int kCheckSteps = X_BLOCKS == 1 ? kBlockK / kStepK : 1;
 constexpr int kXBytes = kBlockM * kBlockK;
 constexpr int kUnitsN = kBits;  // 16-byte units in a row of the weight's tile
 constexpr int kWeightBytes = kBlockN * kUnitsN * 16;
@@ -231,8 +233,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int step = 0; step < kBlockK / kStepK; ++step) {
       const int step_end = tile * kBlockK + (step + 1) * kStepK;
       matmul(stage, step);
+      if ((step + 1) % kCheckSteps != 0) continue;
       // Past the end of k all codes are 0, and so are the products.
-      const bool is_end = step_end >= block_end && step_end - kStepK < block_end;
+      const bool is_end = step_end >= block_end && step_end - kCheckSteps * kStepK < block_end;
       const bool is_last = step == kBlockK / kStepK - 1 && tile + 1 == tile_end;
       if (is_end || is_last) {
         close_block(stage, within, first + within, is_end);

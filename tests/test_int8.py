@@ -13,7 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq.int8 import PackedConvWeight, conv2d, conv2d_int8, from_mnn, gemm_int8, quantize_activations
+from cupy_awq.int8 import (
+    PackedConvWeight,
+    conv2d,
+    conv2d_int8,
+    from_mnn,
+    from_packed,
+    gemm_int8,
+    linear_int8,
+    quantize_activations,
+)
+from cupy_awq.testing import random_weight as random_awq
+from tests.test_reference import float64_weight
 
 VECTORS = json.loads((Path(__file__).parent / "int8_vectors.json").read_text(encoding="utf-8"))
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32]
@@ -291,3 +302,29 @@ def test_requantized_convolution_is_within_one_code_of_the_real_one(data: st.Dat
     # The formula truncates the bias and the zero point to whole units of the product's scale.
     assert np.abs(y - wanted).max() <= 1
     assert np.mean(y == wanted) > 0.9
+
+
+# ---- a linear layer
+
+
+@pytest.mark.parametrize("zeros", ["packed", "symmetric", "float"])
+def test_an_awq_weight_keeps_its_values(zeros: str) -> None:
+    weight = random_awq(np.random.default_rng(0), 96, 40, 32, zeros=zeros)
+    values = float64_values(from_packed(weight)).reshape(40, 96).T
+    wanted = float64_weight(weight.qweight, weight.scales, weight.qzeros)
+    np.testing.assert_allclose(values, wanted, rtol=1e-6 if zeros == "float" else 0, atol=1e-8)
+
+
+@given(seed=st.integers(0, 99), spread=st.integers(0, 6))
+@settings(max_examples=20)
+def test_a_linear_layer_keeps_the_bound_that_it_documents(seed: int, spread: int) -> None:
+    rng = np.random.default_rng(seed)
+    weight = from_packed(random_awq(rng, 96, 24, 32))
+    x = (rng.standard_normal((5, 96)) * 2.0 ** rng.integers(-spread, spread + 1, 96)).astype(np.float32)
+    w = float64_values(weight).reshape(24, 96)
+    y = linear_int8(x, weight)
+    size = np.abs(x).reshape(5, 3, 32).max(2).astype(float) / 254 @ np.abs(w).reshape(24, 3, 32).sum(2).T
+    error = np.abs(y - x.astype(float) @ w.T)
+    assert (error <= 1.001 * size + 1e-5).all()
+    assert error.max() > 0.02 * size.max()  # the bound is no formality
+    assert linear_int8(x.astype(np.float16), weight, activation="relu").dtype == np.float16

@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_awq.int8 import PackedConvWeight, conv2d, conv2d_int8, from_mnn, gemm_int8, quantize_activations
+from cupy_awq.int8 import (
+    PackedConvWeight,
+    conv2d,
+    conv2d_int8,
+    from_mnn,
+    from_packed,
+    gemm_int8,
+    linear_int8,
+    quantize_activations,
+)
 
 F32 = np.float32
 
@@ -188,3 +197,22 @@ def test_conv2d_int8(change: dict[str, Any], error: type[Exception], text: str) 
     arrays = [change.get(name, a) for name, a in given.items()]
     with pytest.raises(error, match=text):
         conv2d_int8(*arrays, **options)
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "error", "text"),
+    [
+        (np.zeros((3, 8)), {}, TypeError, "x must be float16, bfloat16 or float32"),
+        (np.zeros((3, 9), F32), {}, ValueError, "K=9 in xq is not K=8 in weight"),
+        (np.zeros(8, F32), {}, ValueError, r"x must be \[M, K\]"),
+        (np.zeros((3, 8), F32), {"out": np.zeros((3, 4), np.float16)}, TypeError, "out must be float32 like x"),
+    ],
+)
+def test_linear(x: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        linear_int8(x, weight(kernel=1), **options)
+
+
+def test_only_a_packed_weight_is_turned_into_blocks() -> None:
+    with pytest.raises(TypeError, match="weight must be a PackedWeight, got ndarray"):
+        from_packed(CODES)  # type: ignore[arg-type]

@@ -4,15 +4,17 @@
 NumPy arrays are computed on the CPU, CuPy arrays on their GPU.
 """
 
-from cupy_awq.int8.operations import conv2d, gemm_int8, quantize_activations
+from cupy_awq.int8.operations import conv2d, gemm_int8, linear_int8, quantize_activations
 from cupy_awq.int8.requantized import conv2d_int8
-from cupy_awq.int8.weight import PackedConvWeight, from_mnn
+from cupy_awq.int8.weight import PackedConvWeight, from_mnn, from_packed
 
 __all__ = [
     "PackedConvWeight",
     "conv2d",
     "conv2d_int8",
     "from_mnn",
+    "from_packed",
     "gemm_int8",
+    "linear_int8",
     "quantize_activations",
 ]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +20,17 @@ from cupy_awq.kernels import int8
 from cupy_awq.launch_plan import LaunchPlan
 from cupy_awq.ops.gpu import COUNTER_BYTES, address, launcher, row_step, views, workspace
 
-__all__ = ["conv2d", "conv2d_int8", "gemm", "quantize", "views"]
+__all__ = ["conv2d", "conv2d_int8", "empty", "gemm", "quantize", "views"]
+
+
+def empty(shape: tuple[int, ...], dtype: Any, index: int) -> Array:
+    """A new array on GPU ``index``, or of NumPy."""
+    if index == check.HOST:
+        return np.empty(shape, dtype)
+    import cupy
+
+    with placement.on(index):
+        return cupy.empty(shape, dtype)
 
 
 def quantize(x: Array, block: int, symmetric: bool, rounding: str) -> tuple[Array, Array, Array | None, Array]:
@@ -78,16 +90,10 @@ def gemm(
                 even=(y.data.ptr | y.strides[0]) % (2 * size) == 0,
                 stride=row_step(y) or 0,
             )
-            buffers = {
-                "xq": xq,
-                "x_scale": x_scale,
-                "x_offset": x_offset,
-                "x_sums": x_sums,
-                "codes": forms.product_codes(weight),
-                "parameters": forms.product_parameters(weight, facts.block),
-                "bias": bias,
-                "y": y,
-            }
+            buffers = {"xq": xq, "x_scale": x_scale, "x_offset": x_offset, "x_sums": x_sums, "bias": bias, "y": y}
+            with _lasting(weight):
+                buffers["codes"] = forms.product_codes(weight)
+                buffers["parameters"] = forms.product_parameters(weight, facts.block)
             here = device.current()
             _launch(int8.choose(problem, here).plan(problem, here), buffers, weight.device)
         return _into(out, y)
@@ -111,11 +117,12 @@ def conv2d(
                     x, problem = _pixels(x, sizes, channels), copied
             config = conv2d_kernels.choose(problem, here)
             buffers = {"x": x, "bias": bias, "y": y}
-            if isinstance(config, conv2d_kernels.MmaConfig):
-                buffers["codes"] = forms.unit_words(weight)
-                buffers["scales"], buffers["offsets"] = forms.rounded(weight, x.dtype)
-            else:
-                buffers["codes"], buffers["parameters"] = forms.simt_codes(weight), forms.simt_parameters(weight)
+            with _lasting(weight):
+                if isinstance(config, conv2d_kernels.MmaConfig):
+                    buffers["codes"] = forms.unit_words(weight)
+                    buffers["scales"], buffers["offsets"] = forms.rounded(weight, x.dtype)
+                else:
+                    buffers["codes"], buffers["parameters"] = forms.simt_codes(weight), forms.simt_parameters(weight)
             _launch(config.plan(problem, here), buffers, weight.device)
         return _into(out, y)
 
@@ -213,6 +220,17 @@ def _into(out: Array | None, y: Array) -> Array:
     if out is not y:
         out[...] = y
     return out
+
+
+@contextmanager
+def _lasting(weight: PackedConvWeight) -> Iterator[None]:
+    """Around the making of forms: other streams may use them next, so a new one is complete on leaving."""
+    import cupy
+
+    known = len(weight.prepared)
+    yield
+    if len(weight.prepared) > known:
+        cupy.cuda.get_current_stream().synchronize()
 
 
 def _launch(plan: LaunchPlan, buffers: dict[str, Any], index: int) -> None:

@@ -100,6 +100,49 @@ def gemm_int8(
     return gpu.gemm(xq, x_scale, x_offset, x_sums, weight, facts, bias, form, out)
 
 
+def linear_int8(
+    x: Array,
+    weight: PackedConvWeight,
+    /,
+    *,
+    bias: Array | None = None,
+    activation: Any = None,
+    out: Array | None = None,
+) -> Array:
+    """y [M, N] = activation(x @ W^T + bias) with x quantized on the way: a linear layer of INT4 or INT8 weights (W4A8).
+
+    Each block of x has the block size of the weight, no offset, and so is off by at most half a step of its scale
+    max|x| / 127. An element of y is therefore off by at most the sum over blocks of max|x| / 254 times the sum of |W|,
+    and by about 1/200 of the size of x @ W^T where both are normal.
+
+    Args:
+        x: [M, K] float16, bfloat16 or float32.
+        weight: [N, 1, 1, K], of `from_packed` for an AWQ weight.
+        bias, activation: as in `gemm_int8`.
+        out: array of x's dtype to fill and return.
+
+    Returns:
+        y, of x's dtype: two launches on a GPU.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it.
+
+    >>> weight = PackedConvWeight(np.full((1, 1, 1, 4), 9, np.uint8), np.full((1, 1), 0.5, np.float32), None)
+    >>> linear_int8(np.array([[127, 2, 3, 4]], np.float16), weight)
+    array([[68.]], dtype=float16)
+    """
+    weight = arguments.packed(weight)
+    x, out = gpu.views(x=x, out=out)
+    arguments.floats(x, weight)
+    block = min(weight.block_size, arguments.row_blocks(x, None))
+    quantized = quantize_activations(x, block_size=block, symmetric=True)
+    if out is None:
+        out = gpu.empty((len(x), weight.shape[0]), x.dtype, weight.device)
+    elif out.dtype != x.dtype:
+        raise TypeError(f"out must be {x.dtype} like x, got {out.dtype}")
+    return gemm_int8(*quantized, weight, block_size=block, bias=bias, activation=activation, out=out)
+
+
 def conv2d(
     x: Array,
     weight: PackedConvWeight,

@@ -11,7 +11,8 @@ import numpy as np
 
 from cupy_awq import check
 from cupy_awq.check import Array
-from cupy_awq.packing import namespace
+from cupy_awq.packing import namespace, unpack_int4
+from cupy_awq.weight import PackedWeight
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -167,6 +168,32 @@ def from_mnn(
         codes = packed.view(np.uint8) ^ np.uint8(128)
     codes = codes.reshape(expected[0], kh, kw, -1)[:co, ..., :in_channels]
     return PackedConvWeight(codes.copy(), scale, offset, bits=bits)
+
+
+def from_packed(weight: PackedWeight, /) -> PackedConvWeight:
+    """An AWQ weight [K, N] as [N, 1, 1, K] with the same values, in blocks of its groups; for `gemm_int8`.
+
+    Scales and offsets are float32: (8 - zero) * scale is exact there.
+
+    Raises:
+        TypeError: another type.
+
+    >>> from cupy_awq import quantize
+    >>> from_packed(quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
+    PackedConvWeight(Co=16, kernel=1x1, Ci/groups=32, 4 bits, block_size=16, float32, offsets)
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight must be a PackedWeight, got {type(weight).__name__}")
+    k, n = weight.shape
+    xp = namespace(weight.qweight)
+    scale = xp.ascontiguousarray(weight.scales.T).astype(np.float32)
+    offset = None
+    if weight.facts.zeros == "packed":
+        offset = (8 - unpack_int4(weight.qzeros).T.astype(np.float32)) * scale
+    elif weight.qzeros is not None:
+        offset = weight.qzeros.T.astype(np.float32) + 8 * scale
+    codes = xp.ascontiguousarray(unpack_int4(weight.qweight).T).reshape(n, 1, 1, k)
+    return PackedConvWeight(codes, scale, offset, block_size=weight.group_size)
 
 
 def _parameter(a: Array, name: str, device: int) -> None:

@@ -166,6 +166,8 @@ def refuse(problem: Convolution, device: Device) -> str | None:
         return f"needs sm_80 or newer, not sm_{device.arch}"
     if problem.dtype == "float32":
         return "takes x of float16 or bfloat16, not float32"
+    if sizes.pixels >= 2**31:
+        return f"needs fewer than 2**31 pixels in y, not {sizes.pixels}"
     if problem.strides[3] != 1 or any(s % UNIT for s in problem.strides[:3]) or not problem.aligned:
         return f"needs x with contiguous channels, each pixel at a multiple of {2 * UNIT} bytes"
     if sizes.groups > 1 and sizes.channels % UNIT:
