@@ -14,7 +14,8 @@
 //   lengths   int32 [sequences]: the position that is chosen for, less one; choose adds 1 (ADVANCE)
 //   partials  uint64 [sequences, blocks]; counters uint32 [sequences], zeros before and after
 //
-// Any architecture. choose: grid (blocks, sequences); choose_limit: grid (1, sequences).
+// Any architecture. choose: grid (blocks, sequences), of which the first is number first_row of the batch;
+// choose_limit: grid (1, sequences).
 #include "llm/begin.cuh"
 
 constexpr bool kSamples = SAMPLES;
@@ -79,7 +80,8 @@ __device__ __forceinline__ uint64_t block_max(uint64_t value, uint64_t* shared) 
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     choose(const float* logits, uint8_t* seen, const float* limits, int32_t* tokens, int32_t* lengths,
-           uint64_t* partials, uint32_t* counters, int vocab, uint64_t seed, float temperature, float penalty) {
+           uint64_t* partials, uint32_t* counters, int vocab, int first_row, uint64_t seed, float temperature,
+           float penalty) {
   __shared__ uint64_t shared[kWarps];
   __shared__ bool is_last;
   begin();
@@ -88,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Logits values{logits + start, seen + start, temperature, penalty};
   // Of the position of the new token: those before it are in the cache, or about to be.
   const uint64_t position = lengths[row] + (kAdvance ? 1 : 0);
-  const uint64_t hash = mix(seed + (static_cast<uint64_t>(row) << 32 | position) * kStep);
+  const uint64_t hash = mix(seed + (static_cast<uint64_t>(first_row + row) << 32 | position) * kStep);
   uint64_t best = 0;
   for (int token = blockIdx.x * THREADS + threadIdx.x; token < vocab; token += blocks * THREADS) {
     float value = values(token);

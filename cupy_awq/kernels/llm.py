@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,6 +19,8 @@ MMA_ARCH = 80
 THREADS = 256
 CHOOSE_BLOCKS = 64
 MAX_SPLITS = 64
+MAX_COUNTERS = 1 << 16
+"""Of ``attention``: rows of a launch, times heads."""
 MAX_HEADS = 8
 """Query heads of a key head that one block of ``attention`` takes."""
 MMA_ROWS = 16
@@ -43,11 +46,17 @@ def _plan(
     return LaunchPlan(kernel, grid, (threads, 1, 1), arguments, shared_bytes, dependent=dependent)
 
 
+def _ints(*values: int) -> tuple[Argument, ...]:
+    return tuple(map(np.int32, values))
+
+
+@functools.lru_cache(maxsize=1024)
 def embed(device: Device, m: int, vocab: int, width: int, table: str) -> LaunchPlan:
-    sizes = np.int32(vocab), np.int32(width)
+    sizes = _ints(vocab, width)
     return _plan(device, "embed", {"TABLE": TYPES[table]}, (m, 1, 1), THREADS, ("tokens", "table", "h", *sizes))
 
 
+@functools.lru_cache(maxsize=1024)
 def rms_norm(device: Device, m: int, width: int, dtype: str, eps: float, *, delta: bool) -> LaunchPlan:
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HAS_DELTA": int(delta)}
     arguments = ("h", "delta", "weight", "x", np.int32(width), np.float32(eps))
@@ -55,11 +64,13 @@ def rms_norm(device: Device, m: int, width: int, dtype: str, eps: float, *, delt
     return _plan(device, "rms_norm", defines, (m, 1, 1), threads, arguments)
 
 
+@functools.lru_cache(maxsize=1024)
 def swiglu(device: Device, m: int, width: int, dtype: str) -> LaunchPlan:
     grid = (ceil_div(width, THREADS), m, 1)
     return _plan(device, "swiglu", {"X": TYPES[dtype]}, grid, THREADS, ("x", "y", np.int32(width)))
 
 
+@functools.lru_cache(maxsize=1024)
 def rope_cache(
     device: Device,
     m: int,
@@ -76,13 +87,14 @@ def rope_cache(
 ) -> LaunchPlan:
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
     threads = 128
-    sizes = (np.int32(size) for size in (m, steps, heads, kv_heads, capacity))
+    sizes = _ints(m, steps, heads, kv_heads, capacity)
     buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "q", "k", "v")
     arguments = (*buffers, *sizes, np.int64(sequence_stride), np.float32(eps))
     blocks = ceil_div(m * (heads + 2 * kv_heads), threads // 32)
     return _plan(device, "rope_cache", defines, (blocks, 1, 1), threads, arguments)
 
 
+@functools.lru_cache(maxsize=1024)
 def attention(
     device: Device,
     m: int,
@@ -95,7 +107,7 @@ def attention(
     dtype: str,
 ) -> LaunchPlan:
     """On tensor cores for several tokens of a sequence where they can do it; otherwise in plain CUDA, with splits."""
-    sizes = (np.int32(size) for size in (steps, heads, kv_heads, capacity))
+    sizes = _ints(steps, heads, kv_heads, capacity)
     scalars = (*sizes, np.int64(sequence_stride), np.float32(head_dim**-0.5))
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim}
     if steps > 1 and device.arch >= MMA_ARCH and head_dim % 16 == 0 and head_dim <= 128:
@@ -121,37 +133,41 @@ def attention_workspace(plan: LaunchPlan, head_dim: int) -> tuple[int, int]:
     return m * parts * splits * heads * (head_dim + 2), m * parts
 
 
+@functools.lru_cache(maxsize=1024)
 def dense(device: Device, m: int, n: int, k: int, dtype: str, out: str, *, bias: bool) -> LaunchPlan:
     defines: dict[str, int | str] = {"X": TYPES[dtype], "Y": TYPES[out], "HAS_BIAS": int(bias)}
     buffers = ("x", "w", "bias", "y")
     if device.arch >= MMA_ARCH and k % 32 == 0:
         tiles, threads = 2, 128
         grid = (ceil_div(n, 8 * tiles * (threads // 32)), ceil_div(m, MMA_ROWS), 1)
-        sizes = (np.int32(size) for size in (m, n, k))
+        sizes = _ints(m, n, k)
         return _plan(device, "dense_sm80", {**defines, "TILES": tiles}, grid, threads, (*buffers, *sizes))
     grid = (ceil_div(n, THREADS // 32), m, 1)
     return _plan(device, "dense", defines, grid, THREADS, (*buffers, np.int32(n), np.int32(k)))
 
 
+@functools.lru_cache(maxsize=1024)
 def choose(
     device: Device,
     m: int,
     vocab: int,
     *,
+    row: int = 0,
     seed: int = 0,
     temperature: float = 0.0,
     penalty: float = 1.0,
     advance: bool = False,
 ) -> LaunchPlan:
-    """``limits`` may be a null pointer: all tokens may be chosen."""
+    """The arrays begin at sequence ``row`` of the batch. ``limits`` may be a null pointer: all tokens may be chosen."""
     arguments = (
         *("logits", "seen", "limits", "tokens", "lengths", "partials", "counters"),
-        *(np.int32(vocab), np.uint64(seed), np.float32(temperature), np.float32(penalty)),
+        *(*_ints(vocab, row), np.uint64(seed), np.float32(temperature), np.float32(penalty)),
     )
     defines = _sampling(temperature, penalty) | {"ADVANCE": int(advance)}
     return _plan(device, "choose", defines, (CHOOSE_BLOCKS, m, 1), THREADS, arguments, source="sample")
 
 
+@functools.lru_cache(maxsize=1024)
 def choose_limit(
     device: Device,
     m: int,

@@ -16,6 +16,7 @@ from cupy_awq.check import HOST
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import ak48, folder, gguf
 from cupy_awq.llm.config import Config
+from cupy_awq.llm.device_ops import DeviceOps, activation_dtype
 from cupy_awq.llm.host import HostOps
 from cupy_awq.llm.language_model import Chat, Completion, LanguageModel, Score, Stats
 from cupy_awq.llm.model import Progress, build
@@ -62,10 +63,15 @@ def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progr
     index = placement.resolve(device)
     source = read(path)
     tokenizer = source.tokenizer()
-    if index != HOST:
-        raise ValueError("device: only 'cpu' runs language models so far")
-    model = build(source, HostOps(source.config), progress)
+    with placement.on(index):
+        model = build(source, HostOps(source.config) if index == HOST else _device_ops(source, index), progress)
     return LanguageModel(source.config, model, tokenizer, source.stop)
+
+
+def _device_ops(source: Source, index: int) -> DeviceOps:
+    config = source.config
+    first = source.linear("model.layers.0.self_attn.q_proj", config.hidden, config.q_width)
+    return DeviceOps(config, index, activation_dtype(first))
 
 
 def _packaged(package: str) -> Path:

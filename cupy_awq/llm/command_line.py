@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cupy_awq import device
+from cupy_awq.check import HOST
+
 if TYPE_CHECKING:
     from cupy_awq.llm import LanguageModel, Sampling
 
@@ -138,10 +141,10 @@ def _sampling(args: argparse.Namespace) -> Sampling:
 def _load(args: argparse.Namespace) -> LanguageModel:
     from cupy_awq import llm
 
-    device: Any = args.device
-    if device is not None and device.isdecimal():
-        device = int(device)
-    return llm.load(args.model, device=device, progress=_progress if sys.stderr.isatty() else None)
+    place: Any = args.device
+    if place is not None and place.isdecimal():
+        place = int(place)
+    return llm.load(args.model, device=place, progress=_progress if sys.stderr.isatty() else None)
 
 
 def _progress(done: int, total: int) -> None:
@@ -162,5 +165,9 @@ def _print_stats(model: LanguageModel) -> None:
     ]
     if stats.tokens:
         speed = stats.tokens / stats.seconds
-        lines.append(f"decode  {stats.tokens} tokens, {speed:.1f} tokens/s, {read / 1e6:.1f} MB of weights a token")
+        index = model.model.ops.index
+        rate = stats.steps / stats.seconds * read / 1e9
+        share = f", {rate / device.of(index).read_gbs:.0%} of the memory's rate" if index != HOST else ""
+        text = f"decode  {stats.tokens} tokens, {speed:.1f} tokens/s, {read / 1e6:.1f} MB of weights a step{share}"
+        lines.append(text)
     print("\n".join(lines), file=sys.stderr)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq import reference
+from cupy_awq.check import HOST
 from cupy_awq.checkpoint import Module
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm import cache as kv
@@ -30,6 +31,7 @@ class HostOps:
     dequantized block by block in each product.
     """
 
+    index = HOST
     chunk = 512
     """Tokens of a prompt that go through the model at a time."""
 
@@ -58,6 +60,10 @@ class HostOps:
                 return np.concatenate([one(x) for one in each], axis=-1)
 
         return (lambda x: _swiglu(project(x))) if gated else project
+
+    def head(self, part: Module | Linear) -> Project:
+        """x [.., hidden] -> logits."""
+        return self.projection([part])
 
     def embed(self, table: Array, tokens: Array) -> Array:
         """Rows of the table: the residual stream, float32 [.., hidden]."""

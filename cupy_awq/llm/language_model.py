@@ -39,11 +39,15 @@ class Completion:
 
 @dataclass
 class Stats:
-    """Tokens and seconds of the prompts (those that were not in the cache already) and of what followed."""
+    """Tokens and seconds of the prompts (those that were not in the cache already) and of what followed.
+
+    ``steps`` counts decode steps, each of which makes a token of every sequence that is not at its end.
+    """
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     tokens: int = 0
+    steps: int = 0
     seconds: float = 0.0
 
 
@@ -210,6 +214,7 @@ class LanguageModel:
             tokens = decoder.step()
             stats.seconds += time.perf_counter() - began
             stats.tokens += len(open_)
+            stats.steps += 1
 
 
 class Chat:

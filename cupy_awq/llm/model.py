@@ -92,6 +92,7 @@ def build(source: Source, ops: Ops, progress: Progress | None = None) -> Model:
         return ops.array(source.tensor(f"{name}.weight", (size,)))
 
     table = source.tensor("model.embed_tokens.weight", (config.vocab, d))
+    embedding = ops.array(table)
     for i in range(config.layers):
         if progress is not None:
             progress(i, config.layers + 1)
@@ -119,11 +120,9 @@ def build(source: Source, ops: Ops, progress: Progress | None = None) -> Model:
     if f"model.layers.{config.layers}.input_layernorm.weight" in source.tensors:
         raise CheckpointError(f"{source.path}: expected {config.layers} layers, got more")
     norm = vector("model.norm")
-    if config.tied:
-        read += table.nbytes
-        head: Project = ops.projection([Linear(table, None)])
-    else:
-        head = projection(("lm_head", d, config.vocab))
+    last = Linear(table, None) if config.tied else source.linear("lm_head", d, config.vocab)
+    head = ops.head(last)
+    read += last.weight.nbytes
     if progress is not None:
         progress(config.layers + 1, config.layers + 1)
-    return Model(ops, ops.array(table), layers, norm, head, read)
+    return Model(ops, embedding, layers, norm, head, read)

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder's operations on a GPU: activations in 16 bits, the residual stream and the logits in float32.
+
+Intermediate arrays come from CuPy's memory pool, so that one forward pass serves every shape. A decode step is captured
+into a CUDA graph, with a pool of its own whose memory nothing else can get while the graph lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cupy_awq import check, device
+from cupy_awq.check import Array
+from cupy_awq.checkpoint import Module
+from cupy_awq.kernels import llm as kernels
+from cupy_awq.launch_plan import LaunchPlan
+from cupy_awq.linear import AwqLinear
+from cupy_awq.llm import cache as kv
+from cupy_awq.llm.cache import Cache
+from cupy_awq.llm.config import Config
+from cupy_awq.llm.sampling import Sampling
+from cupy_awq.llm.source import Linear
+from cupy_awq.ops import gpu
+from cupy_awq.weight import PackedWeight
+
+if TYPE_CHECKING:
+    import cupy
+
+Project = Callable[[Array], Array]
+
+RESERVE = 1 << 29
+"""Bytes that a cache leaves for what a forward pass needs."""
+
+
+class DeviceOps:
+    """Operations for a model of ``config`` on the GPU ``index``, which must be current; as those of `HostOps`.
+
+    ``dtype`` is that of the activations, float16 or bfloat16. To be used by one thread at a time.
+
+    Raises ValueError for a model that the kernels cannot take.
+    """
+
+    chunk = 2048
+
+    def __init__(self, config: Config, index: int, dtype: np.dtype[Any]) -> None:
+        if config.head_dim % 8 or config.head_dim > 256 or config.hidden % 8:
+            raise ValueError(
+                f"a GPU needs head_dim a multiple of 8 up to 256 and hidden a multiple of 8, got {config.head_dim} and"
+                f" {config.hidden}"
+            )
+        self.config, self.index, self.dtype = config, index, dtype
+        self._facts = device.of(index)
+        self._table: tuple[Any, Any] = (None, None)
+        self._counters = gpu.zeroed(4 * kernels.MAX_COUNTERS)
+        self._decoding: cupy.cuda.Stream | None = None
+
+    @property
+    def stream(self) -> cupy.cuda.Stream:
+        """Of all decode steps: a stream's workspace is never freed, so that one for each text would add up."""
+        import cupy
+
+        if self._decoding is None:
+            self._decoding = cupy.cuda.Stream(non_blocking=True)
+            gpu.workspace(self.index, self._decoding.ptr)
+        return self._decoding
+
+    def array(self, a: Array) -> cupy.ndarray:
+        import cupy
+
+        if a.ndim == 1:
+            return cupy.asarray(a.astype(np.float32))
+        self._table = a, cupy.asarray(a.astype(self.dtype, copy=False))
+        return self._table[1]
+
+    def projection(self, parts: Sequence[Module | Linear], *, gated: bool = False) -> Project:
+        modules = [self._module(part) for part in parts if isinstance(part, Module)]
+        if len(modules) == len(parts) and len({_kind(layer) for layer in modules}) == 1:
+            if len(modules) == 1:
+                return modules[0]
+            return AwqLinear.concatenate(modules, activation="swiglu" if gated else None)
+        quantized = iter(modules)
+        each = [self._dense(p) if isinstance(p, Linear) else next(quantized) for p in parts]
+
+        def project(x: Array) -> Array:
+            import cupy
+
+            y = cupy.concatenate([one(x) for one in each], axis=-1) if len(each) > 1 else each[0](x)
+            return self._swiglu(y) if gated else y
+
+        return project
+
+    def head(self, part: Module | Linear) -> Project:
+        return self._module(part) if isinstance(part, Module) else self._dense(part, np.dtype(np.float32))
+
+    def embed(self, table: Array, tokens: Array) -> Array:
+        vocab, width = table.shape
+        h = self._empty((*tokens.shape, width), np.float32)
+        plan = kernels.embed(self._facts, tokens.size, vocab, width, self.dtype.name)
+        self.run(plan, tokens=tokens, table=table, h=h)
+        return h
+
+    def norm(self, h: Array, delta: Array | None, weight: Array) -> Array:
+        width = h.shape[-1]
+        x = self._empty(h.shape)
+        options = self.dtype.name, self.config.eps
+        plan = kernels.rms_norm(self._facts, h.size // width, width, *options, delta=delta is not None)
+        self.run(plan, h=h, delta=delta, weight=weight, x=x)
+        return x
+
+    def rope_and_append(
+        self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int
+    ) -> Array:
+        config = self.config
+        b, s, _ = qkv.shape
+        q = self._empty((b, s, config.heads, config.head_dim))
+        norm = {"norm": q_norm is not None}
+        plan = kernels.rope_cache(self._facts, b * s, *self._sizes(s, cache), self.dtype.name, config.eps, **norm)
+        arrays = {"cos": cache.cos, "sin": cache.sin, "lengths": cache.lengths}
+        arrays |= {"q": q, "k": cache.k[layer], "v": cache.v[layer]}
+        self.run(plan, qkv=qkv, q_norm=q_norm, k_norm=k_norm, **arrays)
+        return q
+
+    def attention(self, q: Array, cache: Cache, layer: int) -> Array:
+        b, s, heads, head_dim = q.shape
+        out = self._empty((b, s, heads * head_dim))
+        plan = kernels.attention(self._facts, b * s, *self._sizes(s, cache), self.dtype.name)
+        partials, _ = kernels.attention_workspace(plan, head_dim)
+        arrays = {"q": q, "k": cache.k[layer], "v": cache.v[layer], "lengths": cache.lengths, "out": out}
+        self.run(plan, **arrays, partials=self._empty((partials,), np.float32), counters=self._counters)
+        return out
+
+    def cache(self, sequences: int, capacity: int) -> Cache:
+        import cupy
+
+        if sequences * self.config.heads > kernels.MAX_COUNTERS:
+            most = kernels.MAX_COUNTERS // self.config.heads
+            raise ValueError(f"a batch must have at most {most} sequences on a GPU, got {sequences}")
+        free, _ = cupy.cuda.runtime.memGetInfo()
+        pool = cupy.get_default_memory_pool()
+        free += pool.free_bytes() - RESERVE
+        return kv.create(self.config, sequences, capacity, self.dtype, cupy, max(free, 0))
+
+    def tokens(self, ids: Sequence[int]) -> Array:
+        import cupy
+
+        return cupy.asarray(np.array(ids, np.int32))
+
+    def logits(self, y: Array) -> Array:
+        return y.astype(np.float32, copy=False)
+
+    def decoder(self, step: Callable[[Array], Array], cache: Cache, sampling: Sampling) -> DeviceDecoder:
+        return DeviceDecoder(self, step, cache, sampling)
+
+    def run(self, plan: LaunchPlan, **arrays: Array | None) -> None:
+        """Launch a plan over arrays by their names, on the current stream."""
+        import cupy
+
+        launcher = gpu.launcher(plan, self.index)
+        addresses = tuple(gpu.address(arrays[name]) for name in launcher.buffers)
+        launcher(addresses, cupy.cuda.get_current_stream().ptr)
+
+    def _empty(self, shape: tuple[int, ...], dtype: Any = None) -> cupy.ndarray:
+        import cupy
+
+        return cupy.empty(shape, self.dtype if dtype is None else dtype)
+
+    def _sizes(self, steps: int, cache: Cache) -> tuple[int, int, int, int, int, int]:
+        config = self.config
+        stride = config.kv_width * cache.capacity
+        return steps, config.heads, config.kv_heads, config.head_dim, cache.capacity, stride
+
+    def _module(self, part: Module) -> AwqLinear:
+        import cupy
+
+        def put(a: Array | None) -> Any:
+            return None if a is None else cupy.asarray(a)
+
+        weight = part.weight
+        return AwqLinear(PackedWeight(put(weight.qweight), put(weight.scales), put(weight.qzeros)), bias=put(part.bias))
+
+    def _dense(self, part: Linear, out: np.dtype[Any] | None = None) -> Project:
+        import cupy
+
+        known, table = self._table
+        w = table if part.weight is known else cupy.asarray(part.weight.astype(self.dtype, copy=False))
+        bias = None if part.bias is None else cupy.asarray(part.bias.astype(np.float32))
+        n, k = w.shape
+        if k % 8:
+            raise ValueError(f"a GPU needs K a multiple of 8 in every linear module, got {k}")
+        y_dtype = out or self.dtype
+
+        def project(x: Array) -> Array:
+            x = cupy.ascontiguousarray(x)
+            y = self._empty((*x.shape[:-1], n), y_dtype)
+            options = self.dtype.name, y_dtype.name
+            plan = kernels.dense(self._facts, x.size // k, n, k, *options, bias=bias is not None)
+            self.run(plan, x=x, w=w, bias=bias, y=y)
+            return y
+
+        return project
+
+    def _swiglu(self, x: Array) -> Array:
+        width = x.shape[-1] // 2
+        y = self._empty((*x.shape[:-1], width))
+        self.run(kernels.swiglu(self._facts, y.size // width, width, self.dtype.name), x=x, y=y)
+        return y
+
+
+class DeviceDecoder:
+    """As `HostDecoder`: the first step runs as it is, which loads every kernel, the second one is captured, and all
+    further ones are one graph launch. Tokens, positions and what was seen live on the device."""
+
+    def __init__(self, ops: DeviceOps, step: Callable[[Array], Array], cache: Cache, sampling: Sampling) -> None:
+        import cupy
+
+        rows, vocab = len(cache.tokens), ops.config.vocab
+        self._ops, self._step, self._cache, self._sampling = ops, step, cache, sampling
+        self._next = [0] * rows
+        self._tokens = cupy.zeros(rows, np.int32)
+        self._seen = cupy.zeros((rows, vocab), np.uint8) if sampling.repetition_penalty != 1 else None
+        filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        self._limits = cupy.zeros(rows, np.float32) if filters and sampling.temperature > 0 else None
+        self._partials = cupy.zeros((rows, kernels.CHOOSE_BLOCKS), np.uint64)
+        self._counters = cupy.zeros(rows, np.uint32)
+        self._stream = ops.stream
+        self._stream.synchronize()  # a text may have been cut off in the middle of a step
+        self._pool = cupy.cuda.MemoryPool()
+        self._steps = 0
+        self._graph: Any = None
+
+    def put(self, row: int, logits: Array) -> int:
+        """The first token of a sequence, from the logits [V] of its prompt."""
+        one = slice(row, row + 1)
+        if self._seen is not None:
+            self._seen[row, self._ops.tokens(self._cache.tokens[row])] = 1
+        self._choose(logits[None], one, advance=False)
+        token = _checked(int(self._tokens[row]))
+        self._next[row] = token
+        return token
+
+    def step(self) -> list[int]:
+        """The next token of every sequence."""
+        import cupy
+
+        with self._stream, cupy.cuda.using_allocator(self._pool.malloc):
+            if self._steps == 1:
+                self._stream.begin_capture()
+                try:
+                    self._advance()
+                finally:
+                    self._graph = self._stream.end_capture()
+            if self._graph is None:
+                self._advance()
+            else:
+                self._graph.launch(self._stream)
+            tokens = self._tokens.get(stream=self._stream).tolist()
+        self._steps += 1
+        for known, token in zip(self._cache.tokens, self._next, strict=True):
+            known.append(token)
+        self._next = [_checked(token) for token in tokens]
+        return list(self._next)
+
+    def _advance(self) -> None:
+        self._choose(self._step(self._tokens), slice(None), advance=True)
+
+    def _choose(self, logits: Array, rows: slice, *, advance: bool) -> None:
+        sampling, ops = self._sampling, self._ops
+        facts, (m, vocab) = device.of(ops.index), logits.shape
+        seen, limits = (None if a is None else a[rows] for a in (self._seen, self._limits))
+        options = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
+        if limits is not None:
+            filters = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+            ops.run(
+                kernels.choose_limit(facts, m, vocab, **options, **filters), logits=logits, seen=seen, limits=limits
+            )
+        plan = kernels.choose(facts, m, vocab, row=rows.start or 0, seed=sampling.seed, **options, advance=advance)
+        arrays = {"tokens": self._tokens[rows], "lengths": self._cache.lengths[rows]}
+        arrays |= {"partials": self._partials[rows], "counters": self._counters[rows]}
+        ops.run(plan, logits=logits, seen=seen, limits=limits, **arrays)
+
+
+def _checked(token: int) -> int:
+    if token < 0:
+        raise ValueError("the logits hold NaN: the model's weights are damaged, or its values overflow")
+    return token
+
+
+def _kind(layer: AwqLinear) -> tuple[Any, ...]:
+    facts = layer.weight.facts
+    return facts.k, facts.group_size, facts.dtype, facts.zeros
+
+
+def activation_dtype(part: Module | Linear) -> np.dtype[Any]:
+    """bfloat16 for a model whose weights are, otherwise float16."""
+    dtype = part.weight.dtype
+    return check.BFLOAT16 if dtype == check.BFLOAT16 else check.FLOAT16
