@@ -5,8 +5,8 @@
 //
 // sm_90a. A team is WARPGROUPS warpgroups; each makes TILES times 64 columns of the block's tile for all BLOCK_M rows,
 // which are the instruction's N. Codes minus zero points enter exactly; the float32 sums over a group are multiplied by
-// its scale. SCALED: weights enter as (q - z) * s * scale_factor, rounded once, and the sums over all of K are multiplied
-// by result_factor in the end; both are powers of two.
+// its scale. SCALED: weights enter as (q - z) * s * scale_factor, rounded once, and the sums over all of K are
+// multiplied by result_factor in the end; both are powers of two.
 #include "gemm_sm90.cuh"
 #include "ptx/wgmma.cuh"
 

@@ -60,6 +60,9 @@ constexpr int kBarrierBegin = kWeightBegin + kStages * kWeightBytes;
 constexpr int kSumsBegin = kSplits == 1 ? 0 : kBarrierBegin + kStages * 16;
 // 2 rows of t take the next 8 banks: the 32 lanes' values lie in 32 banks.
 constexpr int kSumStride = kBlockN + 4;
+// Tiles of one column that follow each other: blocks that run at the same time share rows of x and columns of the
+// weight in L2.
+constexpr int kBandRows = 8;
 constexpr int kOwnedRows = kBlockM / kSplits;
 constexpr int kPartSums = kOwnedRows * kSumStride;
 
@@ -134,7 +137,17 @@ __device__ __forceinline__ Tile begin_tile(uint8_t* shared, int k) {
   Tile tile;
   tile.shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   tile.block_n = blockIdx.x / kSplits;
-  tile.m_begin = blockIdx.y * kBlockM;
+  int block_m = 0;
+  if (gridDim.y > 1) {
+    const int columns = gridDim.x / kSplits;
+    const int index = blockIdx.y * columns + tile.block_n;
+    const int band = index / (kBandRows * columns);
+    const int height = min(kBandRows, static_cast<int>(gridDim.y) - band * kBandRows);
+    const int within = index - band * kBandRows * columns;
+    block_m = band * kBandRows + within % height;
+    tile.block_n = within / height;
+  }
+  tile.m_begin = block_m * kBlockM;
   tile.split = kSplits == 1 ? 0 : ptx::cluster_ctarank();
   const int steps = ceil_div(k, kRecordK);
   const int rounds = ceil_div(steps, kDepth);

@@ -32,6 +32,10 @@ def gpu() -> tuple[str, str]:
         return "none", ""
 
 
+collect_ignore = ["peers"]
+"""Scripts for a machine that has the peers."""
+
+
 def pytest_report_header() -> str:
     name, capability = gpu()
     return f"GPU: {name} (sm_{capability})" if capability else "GPU: none, so tests marked gpu are deselected"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -301,3 +302,31 @@ def test_arrays_of_two_places_are_refused() -> None:
         cupy_awq.plan((2, 64), put(weight))(x, x[:, :32])
     with pytest.raises(ValueError, match=r"^no kernel fits: gemv takes one row of x, not M=2$"):
         gemm(put(x), put(weight), kernel="gemv")
+
+
+def test_every_gpu_of_the_machine_from_any_other_and_from_several_threads() -> None:
+    """Arrays decide where the work is done, whichever GPU is current; a thread for each GPU, all at once."""
+    import cupy
+
+    count = cupy.cuda.runtime.getDeviceCount()
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, 256, 128, 64)
+    xs = {m: random_activations(rng, m, 256) for m in (1, 9, 70)}
+
+    def work(index: int) -> None:
+        with cupy.cuda.Device(index):
+            there = put(weight)
+            layer = cupy_awq.AwqLinear(there)
+            inputs = {m: put(x) for m, x in xs.items()}
+            cupy.cuda.Device().synchronize()
+        for current in {index, 0, count - 1}:
+            with cupy.cuda.Device(current):
+                for _ in range(3):
+                    for m, x in inputs.items():
+                        for y in (layer(x), gemm(x, there)):
+                            assert y.device.id == index
+                            assert relative_error(y, xs[m], weight) < 5e-4
+                assert cupy.cuda.runtime.getDevice() == current
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))

@@ -95,7 +95,11 @@ def test_tuning_keeps_the_fastest_and_layers_use_it(folder: Path) -> None:
     assert all(0 < row.us <= row.model_us for row in rows)
     tune.keep(rows, index)
     forget()
+    facts = replace(device.of(index), arch=device.of(index).native)  # what is measured serves no forced path
+    path = json.loads((folder / tuning.file_name(facts)).read_text())
+    assert path == {"512x256": {str(row.m): tuning.label(row.config) for row in rows}}
     for row in rows:
         problem = Problem(row.m, row.n, row.k, 128, repacked=device.of(index).arch == 90)
-        assert select.choose(problem, device.of(index)).config == row.config
-    assert "1.00x" in tune.render(rows) or rows[0].us < rows[0].model_us
+        assert tuning.preferred(problem, facts) == tuning.label(row.config)
+        assert (select.choose(problem, facts).config == row.config) or facts != device.of(index)
+    assert tune.render(rows).count("512x256") == 2

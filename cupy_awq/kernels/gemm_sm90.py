@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -220,7 +222,14 @@ def _staged(config: GemmSm90Config, problem: Problem, device: Device, registers:
         limit = min(device.shared_bytes_per_sm // resident - 1024, device.shared_bytes_per_block)
         if resident == 1 and config.consumer_registers:
             most = config.consumer_registers
-        counts = [replace(config, stages=each * config.teams, resident=resident) for each in rounds]
-        fitting = [staged for staged in counts if staged.shared_bytes(problem) <= limit]
-        if fitting and registers <= min(most, 255):
-            yield fitting[-1]
+        if registers > min(most, 255):
+            continue
+        counts = functools.partial(_with_stages, config, resident)
+        fitting = bisect.bisect_right(rounds, limit, key=lambda each: counts(each).shared_bytes(problem))
+        if fitting:
+            yield counts(rounds[fitting - 1])
+
+
+def _with_stages(config: GemmSm90Config, resident: int, each: int) -> GemmSm90Config:
+    """The configuration with ``each`` stages a team."""
+    return replace(config, stages=each * config.teams, resident=resident)

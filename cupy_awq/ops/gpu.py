@@ -47,6 +47,9 @@ def _view(a: Any, name: str) -> Any:
             return cupy.from_dlpack(a)
         pointer, read_only = interface["data"]
         if pointer and not (read_only and name == "out"):
+            # An interface that names no stream leaves open when the array's values are there; DLPack waits for them.
+            if interface.get("stream") is None and hasattr(a, "__dlpack__"):
+                return cupy.from_dlpack(a)
             # CuPy would copy what is not on the current device.
             with placement.on(cupy.cuda.runtime.pointerGetAttributes(pointer).device):
                 return cupy.asarray(a)

@@ -19,10 +19,15 @@ TESTS = {
     "gemm_sm75": RAW,
     "gemm_sm80": RAW,
     "gemm_sm90": "test_kernels.py::test_any_repacked_problem",
+    "gemm_sm90_large": "test_kernels.py::test_many_rows_of_any_repacked_problem",
 }
 OTHERS = {
     "dequantize": ("fp16 bf16 fp32", "test_kernels.py::test_dequantize_gives_the_formulas_bits"),
     "repack": (None, "test_kernels.py::test_repacking_keeps_every_code_scale_and_zero"),
+    "quantize_activations": ("fp16 bf16 fp32", "test_int8_kernels.py::test_quantization_gives_the_references_bits"),
+    "gemm_int8": ("fp16 bf16 fp32", "test_int8_kernels.py::test_any_integer_product"),
+    "conv2d": ("fp16 bf16 fp32", "test_conv2d.py::test_any_convolution"),
+    "conv2d_int8": ("int8", "test_conv2d.py::test_the_int8_convolution_gives_the_references_bits"),
     "dequantize_s4_to_fp16x2, int8_to_fp16": ("fp16", "test_ops.py::test_conversion_kernels"),
 }
 
