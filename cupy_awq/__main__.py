@@ -7,6 +7,7 @@ A user's mistake is one line on stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -77,10 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("path", metavar="PATH", help="folder or safetensors file in the AutoAWQ gemm format")
     info.add_argument("--json", action="store_true", help="an object instead of text")
 
-    examples = ["4096x12288 --m 1,16,64", "4096x4096 12288x4096 --m 1,4,16,64,256 --plot times.png"]
+    examples = ["4096x12288 --m 1,16,64", "4096x4096 12288x4096 --m 1,4,16,64,256 --plot times.png", "--model qwen3-8b"]
     bench = command("bench", _bench, "time x @ W for shapes that you name", BENCH, examples)
     bench.add_argument(
-        "shapes", metavar="KxN", nargs="+", type=_shape, help="in features x out features, such as 4096x12288"
+        "shapes", metavar="KxN", nargs="*", type=_shape, help="in features x out features, such as 4096x12288"
     )
     bench.add_argument("--m", metavar="M,M,...", type=_counts, default=[1, 16, 64], help="rows of x (default: 1,16,64)")
     bench.add_argument(
@@ -93,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", action="store_true", help="an object instead of text")
     bench.add_argument(
         "--plot", metavar="FILE.png", type=Path, help="also draw time / roofline over M (needs matplotlib)"
+    )
+    bench.add_argument(
+        "--model", metavar="NAME", help="instead: a whole model of random weights, such as qwen3-8b, behind 1024 tokens"
     )
 
     tune = command("tune", _tune, "measure the fastest configurations on this GPU", TUNE, ["4096x12288 12288x4096"])
@@ -202,6 +206,10 @@ def _info(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from cupy_awq import bench
 
+    if (args.model is None) == (not args.shapes):
+        raise ValueError("bench: expected shapes KxN or a --model")
+    if args.model is not None:
+        return _bench_model(args)
     figure = bench.new_figure() if args.plot else None  # fails before the work
     if args.plot and not (args.plot.suffix == ".png" and args.plot.absolute().parent.is_dir()):
         raise ValueError(f"--plot: expected FILE.png in a folder that exists, got {args.plot}")
@@ -219,6 +227,25 @@ def _bench(args: argparse.Namespace) -> int:
         bench.draw(figure, rows, placement.name(device))
         figure.savefig(args.plot)
     return _print(bench.to_json(rows, ceilings, device), bench.render(rows, ceilings, device), args.json)
+
+
+def _bench_model(args: argparse.Namespace) -> int:
+    from cupy_awq.llm import speed
+    from cupy_awq.table import render
+
+    rows = speed.measure(args.model, progress=lambda done, total: _progress("bench", f"layer {done} of {total}"))
+    lines = [
+        [
+            f"{row.model} x {row.batch}",
+            f"{row.prompt_tokens / row.prompt_seconds:.0f}",
+            f"{row.batch / row.step_seconds:.1f}",
+            f"{row.step_bytes / 1e9:.3f}",
+            f"{row.gbs:.0f}",
+        ]
+        for row in rows
+    ]
+    table = render(("model x batch", "prompt tokens/s", "decode tokens/s", "GB a step", "GB/s"), lines)
+    return _print([dataclasses.asdict(row) for row in rows], table, args.json)
 
 
 def _progress(command: str, text: str) -> None:

@@ -123,7 +123,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["compile", "--arch", "90", "--arch", ""], "''"),
         (["bench"], "KxN"),
         (["bench", "4096"], "expected KxN such as 4096x12288, got '4096'"),
-        (["bench", "-1x8"], "KxN"),
+        (["bench", "-1x8"], "-1x8"),
         (["bench", "64x8x2"], "64x8x2"),
         (["bench", "0x8", "--group-size", "-1"], "shape 0x8"),
         (["bench", "128x0"], "shape 128x0"),

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of random weights: that they run, and what they count."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from cupy_awq.__main__ import main
+from cupy_awq.llm import Config, speed
+
+TINY = Config("qwen3", 256, 512, 2, 4, 2, 64, 1000, 4096, 1e-6, 1e6, qk_norm=True)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(speed.SHAPES, "tiny", TINY)
+
+
+def test_a_step_counts_every_byte_that_it_must_read() -> None:
+    """Layers of q 256x256, k and v 256x128, o, gate, up, down at 0.5 bytes and 5/256 more, head in fp16, K and V."""
+    one, three = speed.measure("tiny", batches=(1, 3), prompt_tokens=10, steps=4, index=-1)
+    values = 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
+    weights = values // 2 + values // 128 * 5 // 2 + 2 * 1000 * 256
+    assert one.step_bytes == weights + 2 * 2 * 128 * 12 * 4
+    assert three.step_bytes == weights + 3 * 2 * 2 * 128 * 12 * 4
+    assert min(one.prompt_seconds, one.step_seconds, one.gbs) > 0
+
+
+def test_random_weights_give_finite_and_different_logits() -> None:
+    from cupy_awq.llm.host import HostOps
+    from cupy_awq.llm.model import build
+
+    model = build(speed.synthetic(TINY), HostOps(TINY))
+    kv = model.ops.cache(1, 8)
+    (hidden,) = model.append(kv, 0, [1, 2, 3])
+    logits = model.logits(hidden)[0]
+    assert np.isfinite(logits).all()
+    assert (logits.std(axis=1) > 0.01).all()
+
+
+@pytest.mark.parametrize("name", list(speed.SHAPES))
+def test_the_published_sizes_are_those_of_the_names(name: str) -> None:
+    c = speed.SHAPES[name]
+    layer = c.hidden * (2 * c.q_width + 2 * c.kv_width + 3 * c.intermediate)
+    billions = (c.layers * layer + c.vocab * c.hidden * (1 if c.tied else 2)) / 1e9
+    wanted = {"qwen3-8b": 8.19, "qwen3-0.6b": 0.596, "llama-3-8b": 8.03, "llama-3-70b": 70.55, "llama-3.2-1b": 1.236}
+    assert billions == pytest.approx(wanted[name], rel=2e-3)
+
+
+def test_bench_times_a_model_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    row = speed.Speed("tiny", 1, 1024, 0.5, 0.002, 5 * 10**9)
+    monkeypatch.setattr(speed, "measure", lambda name, progress: [row])
+    assert main(["bench", "--model", "tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["step_bytes"] == 5 * 10**9
+    assert main(["bench", "--model", "tiny"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["tiny", "x", "1", "2048", "500.0", "5.000", "2500"]
+    for wrong in (["bench"], ["bench", "64x64", "--model", "tiny"]):
+        assert main(wrong) == 2
+        assert "expected shapes KxN or a --model" in capsys.readouterr().err
+
+
+def test_an_unknown_model_names_those_that_are_known() -> None:
+    with pytest.raises(ValueError, match=r"expected one of qwen3-8b, qwen3-0\.6b"):
+        speed.measure("gpt-9", index=-1)
