@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults planted in copies of the integer and convolution kernels: each is caught, and this says by which check.
+
+A check is the kind of a simulator's fault, or "values" where the kernel ran to its end with a wrong result; with copies
+that land as late, and as early, as the rules allow.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from cupy_awq import device
+from cupy_awq.kernels import conv2d, int8
+from tests import simt
+from tests.simt.kernels import patched
+from tests.test_conv2d import check_convolution, with_strides
+from tests.test_int8_kernels import check_product
+
+CONVOLUTION = with_strides(
+    conv2d.Sizes(2, 9, 9, 40, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1), block=8, bits=8, weight_offset=True, dtype="float16"
+)
+RACE, VALUES = ("race", "race"), ("values", "values")
+
+SEEDS = {
+    "a tile is multiplied before the copies of other threads are there": (
+        "gemm_int8_sm80.cu", "<kStages - 2>();\n    __syncthreads();", "<kStages - 2>();", RACE,
+    ),
+    "one stage too many is left under way": (
+        "gemm_int8_sm80.cu", "wait_group<kStages - 2>", "wait_group<kStages - 1>", ("in flight", "race"),
+    ),
+    "offsets are added by every split of a block": (
+        "gemm_int8_sm80.cu", "      if (is_end) {\n#pragma", "      if (true) {\n#pragma", VALUES,
+    ),
+    "the low nibbles are those of the high ones": (
+        "gemm_int8.cuh", "return (word << 4) & kHighNibbles", "return word & kHighNibbles", VALUES,
+    ),
+    "a block takes the scales of the one before": (
+        "gemm_int8_sm80.cu", "if (is_end && within + 1 < kXBlocks) {\n          ++within;",
+        "if (is_end && within + 1 < kXBlocks) {", VALUES,
+    ),
+    "the next weights overwrite those still read": (
+        "conv2d_sm80.cu", "    buffer ^= 1;\n", "", RACE,
+    ),
+    "a tap to the left of the image reads the row before": (
+        "conv2d_sm80.cu", "static_cast<unsigned>(left[i] + dx) < static_cast<unsigned>(s.width)",
+        "left[i] + dx < s.width", ("out of bounds", "out of bounds"),
+    ),
+    "the place in K is not carried to the next row of the kernel": (
+        "conv2d_sm80.cu", "        ++fy;\n", "", VALUES,
+    ),
+}  # fmt: skip
+
+
+def outcome(file: str, landing: str) -> str:
+    """The check that catches what is planted in a file, or "nothing"."""
+    here = device.nominal(80)
+    try:
+        if file.startswith("conv2d"):
+            check_convolution(landing, CONVOLUTION, conv2d.MmaConfig(32, 2, 2, 3, 1), here, seed=0)
+        else:
+            # Of five tiles of K for two splits; a block of 96 belongs to both, one of 64 to one.
+            for block in (64, 96):
+                problem = int8.IntegerProduct(20, 150, 640, block, 4, True, True, "float16")
+                check_product(landing, problem, int8.MmaConfig(16, 1, 4, 3, 2), here, block, seed=0)
+    except simt.Fault as fault:
+        return fault.kind
+    except AssertionError:
+        return "values"
+    return "nothing"
+
+
+@pytest.mark.parametrize("file", ["gemm_int8_sm80.cu", "conv2d_sm80.cu"])
+def test_the_kernels_are_right_before_a_bug_is_planted(file: str) -> None:
+    assert outcome(file, "latest") == "nothing"
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_seeded_bug_is_caught(name: str) -> None:
+    file, old, new, caught = SEEDS[name]
+    with patched(file, old, new):
+        assert (outcome(file, "latest"), outcome(file, "earliest")) == caught
