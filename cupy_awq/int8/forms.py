@@ -36,17 +36,17 @@ def product_parameters(weight: PackedConvWeight, block: int) -> Array:
         n, _, _, k = weight.shape
         xp = namespace(weight.codes)
         begins = range(0, k, block)
-        at = [begin // weight.block_size for begin in begins]
+        at = xp.asarray([begin // weight.block_size for begin in begins])
         rows = weight.codes.reshape(n, k)
         half = 1 << (weight.bits - 1)
         sums = [
             rows[:, begin : begin + block].sum(1, dtype=np.int64) - half * min(block, k - begin) for begin in begins
         ]
         parameters = xp.zeros((3, len(at), ceil_div(n, PAD_N) * PAD_N), np.float32)
-        scale = weight.scale.astype(np.float32)[:, at].T
+        scale = weight.scale.astype(np.float32).take(at, axis=1).T
         parameters[0, :, :n] = scale / 16 if weight.bits == 4 else scale
         if weight.offset is not None:
-            parameters[1, :, :n] = weight.offset.astype(np.float32)[:, at].T
+            parameters[1, :, :n] = weight.offset.astype(np.float32).take(at, axis=1).T
         parameters[2, :, :n] = xp.stack(sums) * scale
         weight.prepared["parameters", block] = parameters
     return weight.prepared["parameters", block]
