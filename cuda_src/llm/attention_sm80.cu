@@ -11,9 +11,9 @@
 // Four warps take 16 queries each. Tiles of BLOCK_N keys and values go through two stages of shared memory; scores stay
 // in registers, and the accumulators of q . k are, rounded to X, the operand of the product with v.
 #include "llm/begin.cuh"
+#include "llm/mma.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
-#include "ptx/mma.cuh"
 
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kBlockM = 64;
@@ -27,19 +27,6 @@ constexpr int kValueTiles = kHeadDim / 8;
 constexpr float kLowest = -1e30f;
 
 static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "the accumulators of a wider head do not fit the registers");
-
-template <class T>
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-
-template <>
-__device__ __forceinline__ void mma<half_t>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  ptx::mma_m16n8k16_f16(c, a, b0, b1);
-}
-
-template <>
-__device__ __forceinline__ void mma<bfloat16_t>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  ptx::mma_m16n8k16_bf16(c, a, b0, b1);
-}
 
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   return from_float<X>(low).bits | static_cast<uint32_t>(from_float<X>(high).bits) << 16;

@@ -12,23 +12,10 @@
 // order, so lane t of a row loads 16 adjacent bytes, k 8t .. 8t + 7 of 32, and its four pairs serve as the pairs that
 // two instructions want at 2t and 2t + 8; x is loaded in the same order.
 #include "llm/begin.cuh"
-#include "ptx/mma.cuh"
+#include "llm/mma.cuh"
 
 constexpr int kTiles = TILES;
 constexpr int kUnroll = 4;
-
-template <class T>
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-
-template <>
-__device__ __forceinline__ void mma<half_t>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  ptx::mma_m16n8k16_f16(c, a, b0, b1);
-}
-
-template <>
-__device__ __forceinline__ void mma<bfloat16_t>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  ptx::mma_m16n8k16_bf16(c, a, b0, b1);
-}
 
 using Pairs = Vector<uint32_t, 4>;
 

@@ -18,7 +18,7 @@ from cupy_awq.launch_plan import Argument, Dim3, Kernel, LaunchPlan
 MMA_ARCH = 80
 THREADS = 256
 CHOOSE_BLOCKS = 64
-MAX_SPLITS = 64
+MAX_SPLITS = 32
 MAX_COUNTERS = 1 << 16
 """Of ``attention``: rows of a launch, times heads."""
 MAX_HEADS = 8
@@ -117,8 +117,8 @@ def attention(
         return _plan(device, "attention_sm80", defines, grid, 128, arguments, shared_bytes=shared_bytes)
     part = max(i for i in range(1, MAX_HEADS + 1) if heads // kv_heads % i == 0)
     lanes = 1 << (ceil_div(head_dim, 8) - 1).bit_length()
-    # Two blocks for each multiprocessor, whatever the length is: a captured graph serves all.
-    splits = 1 if steps > 1 else max(1, min(MAX_SPLITS, 2 * device.sm_count // (m * heads // part)))
+    # Four blocks for each multiprocessor, whatever the length is: a captured graph serves all.
+    splits = 1 if steps > 1 else max(1, min(MAX_SPLITS, 4 * device.sm_count // (m * heads // part)))
     defines |= {"HEADS": part, "LANES": lanes, "UNROLL": 2 if part > 4 else 4}
     buffers = ("q", "k", "v", "lengths", "out", "partials", "counters")
     return _plan(device, "attention", defines, (splits, heads // part, m), 128, (*buffers, *scalars))
