@@ -38,6 +38,7 @@ class Seed:
 LONG = Problem(40, 224, 640, 64)
 GEMV = Problem(1, 264, 320, 32)
 REPACKED = Problem(20, 192, 1024, 128, repacked=True)
+REPACKED_MANY = Problem(70, 64, 3072, 128, repacked=True, scale_exponent=6)
 REPACKED_FEW = Problem(3, 192, 1024, 128, repacked=True)
 RACE, VALUES = ("race", "race"), ("values", "values")
 OUTSIDE, DEADLOCK = ("out of bounds", "out of bounds"), ("deadlock", "deadlock")
@@ -117,7 +118,10 @@ SEEDS = {
         RACE, REPACKED, {"splits": 1},
     ),
     "gemm_sm90: consumers do not wait for a stage": Seed(
-        "gemm_sm90", 90, "gemm_sm90.cu", "wait(tile.full(at.stage), at.parity);", "",
+        "gemm_sm90", 90, "gemm_sm90.cu",
+        "Position at{team, 0};\n    for (int round = team; round < tile.rounds(); round += kTeams) {\n"
+        "      wait(tile.full(at.stage), at.parity);",
+        "Position at{team, 0};\n    for (int round = team; round < tile.rounds(); round += kTeams) {",
         ("in flight", "uninitialised"), REPACKED,
     ),
     "gemm_sm90: the producer does not wait for an empty stage": Seed(
@@ -137,10 +141,21 @@ SEEDS = {
         REPACKED,
     ),
     "wgmma: products are not waited for": Seed(
-        "gemm_sm90", 90, "gemm_sm90.cu", "ptx::wgmma_wait_group<0>();", "", RACE, REPACKED, {"splits": 1},
+        "gemm_sm90", 90, "gemm_sm90.cu",
+        "ptx::wgmma_commit_group();\n            ptx::wgmma_wait_group<0>();", "ptx::wgmma_commit_group();",
+        RACE, REPACKED, {"splits": 1},
     ),
     "wgmma: no fence before the first product": Seed(
-        "gemm_sm90", 90, "gemm_sm90.cu", "ptx::wgmma_fence();", "", ("invalid", "invalid"), REPACKED,
+        "gemm_sm90", 90, "gemm_sm90.cu",
+        "float parts[kSums];\n            ptx::wgmma_fence();", "float parts[kSums];", ("invalid", "invalid"), REPACKED,
+    ),
+    "wgmma: an operand is converted anew while products read it": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cu", "ptx::wgmma_wait_group<1>();", "", RACE, REPACKED_MANY,
+        {"splits": 1, "scaled": True},
+    ),
+    "gemm_sm90: a stage is released while products read it": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cu", "if (last >= 0) {", "last = at.stage;\n      {", RACE, REPACKED_MANY,
+        {"splits": 1, "scaled": True},
     ),
     # Bounds and masks
     "gemv: the last lanes are not held back from beyond n": Seed(
