@@ -46,8 +46,13 @@ def check_product(
     bias: np.ndarray | None = None,
     activation: Any = None,
     residual: np.ndarray | None = None,
+    *,
+    rounded: bool = False,
 ) -> None:
-    """Each element of y lies between the roundings of what float32 sums may differ from the float64 formula."""
+    """Each element of y lies between the roundings of what float32 sums may differ from the float64 formula.
+
+    ``rounded``: the kernel may round each weight, code times scale, to x's dtype before the sum.
+    """
     y = y if isinstance(y, np.ndarray) else y.get()
     k, n = weight.shape
     w = float64_weight(*tensors(weight))
@@ -62,6 +67,8 @@ def check_product(
                 np.abs(weight.scales.astype(np.float64)), weight.group_size, axis=0
             )
         error = 2.0**-24 * ((8 + 4 * np.sqrt(k)) * (np.abs(x64) @ sizes + np.abs(added)) + 32 * np.abs(v))
+        if rounded:
+            error += (2.0**-9 if x.dtype == BFLOAT16 else 2.0**-11) * (np.abs(x64) @ sizes)
         if activation == "swiglu":
             (gate, up), (gate_error, up_error) = np.split(v, 2, axis=1), np.split(error, 2, axis=1)
             error = 1.2 * gate_error * (np.abs(up) + up_error) + (np.abs(gate) + 1) * up_error
