@@ -16,7 +16,6 @@ import numpy as np
 from cupy_awq import compile as compiler
 from cupy_awq.launch_plan import LaunchPlan, TensorMap
 
-FORMATS = {"int32": "i", "uint32": "I", "int64": "q", "uint64": "Q", "float32": "f"}
 MAP_BYTES = 128
 MAP_TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "int8": "UINT8", "uint8": "UINT8"}
 
@@ -51,14 +50,28 @@ def encode(tensor_map: TensorMap, address: int) -> bytes:
 class _Arguments(threading.local):
     """The arguments of one thread's launches of one plan, and the list of their addresses that the driver takes.
 
-    The driver knows the offset of each argument; those of tensor maps depend on the compiler's version.
+    The driver knows the offset of each argument; those of tensor maps depend on the compiler's version. Scalars never
+    change, and a tensor map only with the address of its buffer.
     """
 
-    def __init__(self, size: int, offsets: list[int]) -> None:
-        self.buffer = (ctypes.c_char * size)()
-        begin = ctypes.addressof(self.buffer)
-        self.list = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
-        self.address = ctypes.addressof(self.list)
+    def __init__(self, pointers: int, maps: tuple[TensorMap, ...], scalars: tuple[bytes, ...]) -> None:
+        values = [bytes(8)] * pointers + [bytes(MAP_BYTES)] * len(maps) + list(scalars)
+        offsets = list(itertools.accumulate(map(len, values), initial=0))
+        self._buffer = ctypes.create_string_buffer(b"".join(values), offsets[-1])
+        begin = ctypes.addressof(self._buffer)
+        self._list = (ctypes.c_void_p * len(values))(*(begin + offset for offset in offsets[:-1]))
+        self.address = ctypes.addressof(self._list)
+        self._maps = [
+            (tensor_map, begin + offset) for tensor_map, offset in zip(maps, offsets[pointers:], strict=False)
+        ]
+        self._encoded = [0] * len(maps)
+        self.set_pointers = functools.partial(struct.Struct(f"={pointers}Q").pack_into, self._buffer, 0)
+
+    def set_map(self, i: int, address: int) -> None:
+        if self._encoded[i] != address:
+            tensor_map, begin = self._maps[i]
+            ctypes.memmove(begin, encode(tensor_map, address), MAP_BYTES)
+            self._encoded[i] = address
 
 
 class Launcher:
@@ -78,14 +91,8 @@ class Launcher:
         if list(plan.arguments) != [*pointers, *maps, *scalars]:
             raise ValueError(f"{plan.kernel.entry}: expected pointers, then tensor maps, then scalars")
         self.buffers = [*pointers, *(tensor_map.buffer for tensor_map in maps)]
-        formats = ["Q"] * len(pointers) + [f"{MAP_BYTES}s"] * len(maps)
-        formats += [FORMATS[np.dtype(type(scalar)).name] for scalar in scalars]
-        self._format = struct.Struct("=" + "".join(formats))
-        sizes = [struct.calcsize(form) for form in formats]
         self._pointers = len(pointers)
-        self._maps = tuple(maps)
-        self._scalars = tuple(scalar.item() for scalar in scalars)
-        self._arguments = _Arguments(self._format.size, list(itertools.accumulate(sizes, initial=0))[:-1])
+        self._arguments = _Arguments(len(pointers), tuple(maps), tuple(scalar.tobytes() for scalar in scalars))
         # Keeping the module's object keeps the code loaded.
         self._raw = compiler.function(plan.kernel, plan.shared_bytes)
         self._function = driver.CUfunction(self._raw.kernel.ptr)
@@ -121,12 +128,10 @@ class Launcher:
         if config is None:
             config = self._configs[stream] = self._config(stream)
         arguments = self._arguments
-        if self._maps:
-            count = self._pointers
-            encoded = map(encode, self._maps, pointers[count:])
-            self._format.pack_into(arguments.buffer, 0, *pointers[:count], *encoded, *self._scalars)
-        else:
-            self._format.pack_into(arguments.buffer, 0, *pointers, *self._scalars)
+        count = self._pointers
+        arguments.set_pointers(*pointers[:count])
+        for i, address in enumerate(pointers[count:]):
+            arguments.set_map(i, address)
         (status,) = self._driver.cuLaunchKernelEx(config, self._function, arguments.address, 0)
         if status != 0:
             raise RuntimeError(f"launch of {self.plan.kernel.entry} failed: {status.name}; {self.plan}")
