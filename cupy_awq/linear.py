@@ -10,6 +10,7 @@ import numpy as np
 
 from cupy_awq import check, device, placement, select
 from cupy_awq.check import Array
+from cupy_awq.int8 import PackedConvWeight, arguments, from_packed, linear_int8
 from cupy_awq.ops import gpu, planning
 from cupy_awq.ops.repacking import repack
 from cupy_awq.packing import namespace
@@ -32,6 +33,10 @@ class AwqLinear:
         weight: the weight [K, N], on the CPU or on a GPU.
         bias: [N] float16, bfloat16 or float32, on the same device; or None.
         activation: as in `gemm`: None, "relu", "relu6", (low, high), "silu", "gelu" or "swiglu".
+        activations: "int8" to multiply integers (W4A8): each group of a row of x is quantized to 127 steps on either
+            side at every call, which changes an element of y by at most the sum over groups of max|x| / 254 times the
+            sum of |W|; see `cupy_awq.int8.linear_int8`. Such a layer takes the activations None, "relu", "relu6" and
+            (low, high), and no residual. By default x is multiplied as it is.
 
     Raises:
         TypeError, ValueError: a bias or an activation that does not fit the weight, or at a call an x, out or residual;
@@ -45,9 +50,17 @@ class AwqLinear:
     array([6., 5.], dtype=float16)
     """
 
-    __slots__ = ("_activation", "_bias", "_fixed", "_operand", "_prepared", "_splits", "_weight")
+    __slots__ = ("_activation", "_bias", "_fixed", "_integers", "_operand", "_prepared", "_splits", "_weight")
 
-    def __init__(self, weight: PackedWeight, /, *, bias: Array | None = None, activation: Any = None) -> None:
+    def __init__(
+        self,
+        weight: PackedWeight,
+        /,
+        *,
+        bias: Array | None = None,
+        activation: Any = None,
+        activations: str | None = None,
+    ) -> None:
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"weight must be a PackedWeight, got {type(weight).__name__}")
         (bias,) = gpu.views(bias=bias)
@@ -59,11 +72,23 @@ class AwqLinear:
         self._bias = bias
         self._activation = activation
         self._prepared: dict[Any, planning.Prepared] = {}
-        self._operand = repack(weight)
+        if activations not in (None, "int8"):
+            raise ValueError(f"activations must be None or 'int8', got {activations!r}")
+        if activations is not None:
+            arguments.activation(activation)
+        self._integers = None if activations is None else from_packed(weight)
+        self._operand = repack(weight) if activations is None else weight
         self._fixed = planning.weight_addresses(self._operand, bias) if facts.device != check.HOST else ()
 
     @classmethod
-    def concatenate(cls, parts: Sequence[AwqLinear | PackedWeight], /, *, activation: Any = None) -> AwqLinear:
+    def concatenate(
+        cls,
+        parts: Sequence[AwqLinear | PackedWeight],
+        /,
+        *,
+        activation: Any = None,
+        activations: str | None = None,
+    ) -> AwqLinear:
         """One layer that does the work of several which share x: the query, key and value of an attention, say.
 
         Its weight is a copy with the columns of all parts, its bias holds theirs (zeros for a part that has none), and
@@ -71,7 +96,7 @@ class AwqLinear:
 
         Raises:
             TypeError, ValueError: no parts; parts that differ in K, group size, dtype, form of zeros or device; parts
-                with an activation of their own.
+                with an activation or activations of their own.
 
         >>> import numpy as np
         >>> import cupy_awq
@@ -94,10 +119,13 @@ class AwqLinear:
                     raise ValueError(f"parts[{i}] must have {name}={expected} as parts[0] has, got {found}")
             if layer.activation is not None:
                 raise ValueError(f"parts[{i}] must have no activation of its own, got {layer.activation!r}")
+            if layer.activations is not None:
+                raise ValueError(f"parts[{i}] must have no activations of its own, got {layer.activations!r}")
         with placement.on(first.device):
             qweight, scales = (_joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales"))
             qzeros = None if first.zeros == "symmetric" else _joined([w.qzeros for w in weights])
-            whole = cls(PackedWeight(qweight, scales, qzeros), bias=_joined_bias(layers), activation=activation)
+            options = {"bias": _joined_bias(layers), "activation": activation, "activations": activations}
+            whole = cls(PackedWeight(qweight, scales, qzeros), **options)
         if len(whole.splits) == 1 and whole.splits[0] == whole.shape[1]:
             whole._splits = tuple(weight.shape[1] for weight in weights)
         return whole
@@ -114,6 +142,11 @@ class AwqLinear:
     def activation(self) -> Any:
         """As it was given."""
         return self._activation
+
+    @property
+    def activations(self) -> str | None:
+        """What x is quantized to, "int8", or None."""
+        return None if self._integers is None else "int8"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -143,6 +176,8 @@ class AwqLinear:
     def __call__(
         self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
     ) -> Array:
+        if self._integers is not None:
+            return self._multiply_integers(self._integers, x, out, residual, dtype)
         # Layouts hold all that checks and the choice of a kernel depend on: what was met needs neither.
         key: Any
         try:
@@ -159,6 +194,27 @@ class AwqLinear:
         if prepared is not None and key is not None:
             planning.remember(self._prepared, key, prepared, MAX_PREPARED)
         return y
+
+    def _multiply_integers(
+        self, weight: PackedConvWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
+    ) -> Array:
+        if residual is not None or dtype is not None:
+            raise ValueError("a layer with activations='int8' takes no residual and no dtype")
+        x, out = gpu.views(x=x, out=out)
+        facts = self._weight.facts
+        check.activations(x, facts.k, device=facts.device)
+        shape = *x.shape[:-1], facts.n
+        if out is not None:
+            check.out(out, shape, x.dtype, facts.device)
+        in_place = out is not None and out.flags.c_contiguous
+        target = out.reshape(-1, facts.n) if in_place else None
+        rows = x.reshape(-1, facts.k)
+        y = linear_int8(rows, weight, bias=self._bias, activation=self._activation, out=target).reshape(shape)
+        if out is None:
+            return y
+        if not in_place:
+            out[...] = y
+        return out
 
     def plan(
         self,
@@ -177,6 +233,8 @@ class AwqLinear:
         >>> layer.plan((2, 32)).shape
         (2, 16)
         """
+        if self._integers is not None:
+            raise ValueError("a layer with activations='int8' has no plan: it is two launches")
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
         return planning.plan(x, self._operand, residual=residual, out=out, **options)
 
@@ -185,6 +243,8 @@ class AwqLinear:
         index = self._weight.facts.device
         if index == check.HOST:
             return "numpy"
+        if self._integers is not None:
+            return "gemm_int8"
         element, form = check.float_dtype(dtype), check.activation(self._activation)
         bias_dtype = None if self._bias is None else self._bias.dtype.name
         problem = planning.problem_of(self._operand, form, m, element, bias_dtype=bias_dtype)
@@ -192,15 +252,18 @@ class AwqLinear:
 
     def __repr__(self) -> str:
         activation = f", activation={self._activation!r}" if self._activation is not None else ""
-        return f"AwqLinear({self._weight}{', bias' if self._bias is not None else ''}{activation})"
+        activations = f", activations={self.activations!r}" if self.activations else ""
+        return f"AwqLinear({self._weight}{', bias' if self._bias is not None else ''}{activation}{activations})"
 
     def __reduce__(self) -> Any:
-        return _restored, (self._weight, self._bias, self._activation, self._splits)
+        return _restored, (self._weight, self._bias, self._activation, self.activations, self._splits)
 
 
-def _restored(weight: PackedWeight, bias: Array | None, activation: Any, splits: tuple[int, ...]) -> AwqLinear:
+def _restored(
+    weight: PackedWeight, bias: Array | None, activation: Any, activations: str | None, splits: tuple[int, ...]
+) -> AwqLinear:
     """A copied or unpickled layer; what it has prepared belongs to a device and a process."""
-    layer = AwqLinear(weight, bias=bias, activation=activation)
+    layer = AwqLinear(weight, bias=bias, activation=activation, activations=activations)
     layer._splits = splits
     return layer
 

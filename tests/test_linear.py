@@ -17,7 +17,7 @@ import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight, linear, placement
 from cupy_awq.testing import random_activations, random_weight
 from tests.products import FLOAT16, ZEROS, check_product, gemm, nan_like, put, tensors
-from tests.test_reference import ACTIVATIONS
+from tests.test_reference import ACTIVATIONS, float64_epilogue, float64_weight
 
 BFLOAT16 = ml_dtypes.bfloat16
 
@@ -152,6 +152,56 @@ def test_copies_and_pickles_of_layers_compute_the_same() -> None:
 def test_a_layer_cannot_be_changed_behind_its_back(name: str) -> None:
     with pytest.raises(AttributeError):
         setattr(AwqLinear(random_weight(np.random.default_rng(0), 64, 16, 16)), name, None)
+
+
+@pytest.mark.parametrize("backend", [np.asarray, pytest.param(put, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("activation", [None, "relu6", (-0.25, 0.5)])
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_a_layer_of_integers_stays_within_its_bound(backend: Any, zeros: str, activation: Any) -> None:
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, 128, 40, 32, zeros=zeros)
+    x, bias = random_activations(rng, 2, 33, 128), rng.standard_normal(40).astype(np.float32)
+    on_device = PackedWeight(*(None if a is None else backend(a) for a in tensors(weight)))
+    options = {"bias": backend(bias), "activation": activation, "activations": "int8"}
+    layer = AwqLinear(on_device, **options)
+    wide = backend(np.full((2, 33, 48), np.nan, np.float16))
+    out = wide[..., 4:44]
+    y = layer(backend(x))
+    assert layer(backend(x), out=out) is out
+    wide, y = (a if isinstance(a, np.ndarray) else a.get() for a in (wide, y))
+    np.testing.assert_array_equal(wide[..., 4:44], y)
+    assert np.isnan(wide[..., :4]).all()
+    assert np.isnan(wide[..., 44:]).all()
+    w = float64_weight(*tensors(weight))
+    steps = np.abs(x.astype(np.float64)).reshape(66, 4, 32).max(axis=2) / 254
+    bound = steps @ np.abs(w).reshape(4, 32, 40).sum(axis=1)
+    exact = x.reshape(66, 128).astype(np.float64) @ w + bias
+    low, high = (float64_epilogue(v, activation, 0.0) for v in (exact - bound, exact + bound))
+    slack = 2e-3 * (1 + np.abs(exact))
+    assert np.all((low - slack <= y.reshape(66, 40)) & (y.reshape(66, 40) <= high + slack))
+    assert (layer.activations, repr(layer).endswith("activations='int8')")) == ("int8", True)
+    parts = AwqLinear.concatenate([on_device, on_device], activations="int8")
+    first, second = (a if isinstance(a, np.ndarray) else a.get() for a in parts.split(parts(backend(x))))
+    np.testing.assert_array_equal(first, second)
+    again = pickle.loads(pickle.dumps(layer))
+    assert again.activations == "int8"
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda w, x: AwqLinear(w, activations="int4"), "activations must be None or 'int8', got 'int4'"),
+        (lambda w, x: AwqLinear(w, activations="int8", activation="silu"), "activation must be "),
+        (lambda w, x: AwqLinear(w, activations="int8")(x, residual=x[:, :16]), "takes no residual and no dtype"),
+        (lambda w, x: AwqLinear(w, activations="int8").plan((2, 32)), "has no plan"),
+        (lambda w, x: AwqLinear(w, activations="int8")(x[:, :16]), "K=16 in x is not K=32 in qweight"),
+        (lambda w, x: AwqLinear.concatenate([AwqLinear(w, activations="int8")]), "no activations of its own"),
+    ],
+)
+def test_what_a_layer_of_integers_does_not_take_is_named(act: Any, message: str) -> None:
+    weight = random_weight(np.random.default_rng(0), 32, 16, 16)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        act(weight, np.ones((2, 32), np.float16))
 
 
 # ----------------------------------------------------------------------------------------------------------- the GPU
