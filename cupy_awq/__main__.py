@@ -22,6 +22,7 @@ from cupy_awq.check import HOST
 from cupy_awq.llm import command_line
 
 DTYPES = ("float16", "bfloat16", "float32")
+OPS = ("gemm", "gemm_int8", "conv2d")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,12 +79,25 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("path", metavar="PATH", help="folder or safetensors file in the AutoAWQ gemm format")
     info.add_argument("--json", action="store_true", help="an object instead of text")
 
-    examples = ["4096x12288 --m 1,16,64", "4096x4096 12288x4096 --m 1,4,16,64,256 --plot times.png", "--model qwen3-8b"]
+    examples = [
+        "4096x12288 --m 1,16,64",
+        "4096x4096 12288x4096 --m 1,4,16,64,256 --plot times.png",
+        "--model qwen3-8b",
+        "--op gemm_int8 4096x12288",
+        "--op conv2d 64x64 256x256 --m 1,8,32 --image 14",
+    ]
     bench = command("bench", _bench, "time x @ W for shapes that you name", BENCH, examples)
     bench.add_argument(
         "shapes", metavar="KxN", nargs="*", type=_shape, help="in features x out features, such as 4096x12288"
     )
-    bench.add_argument("--m", metavar="M,M,...", type=_counts, default=[1, 16, 64], help="rows of x (default: 1,16,64)")
+    bench.add_argument(
+        "--op", choices=OPS, default="gemm", help="gemm (default), gemm_int8 (W4A8), or conv2d (shapes are CIxCO)"
+    )
+    bench.add_argument("--image", metavar="S", type=int, default=56, help="conv2d: of S x S pixels (default: 56)")
+    bench.add_argument("--window", metavar="S", type=int, default=3, help="conv2d: of S x S taps (default: 3)")
+    bench.add_argument(
+        "--m", metavar="M,M,...", type=_counts, default=[1, 16, 64], help="rows of x, or images (default: 1,16,64)"
+    )
     bench.add_argument(
         "--group-size", metavar="G", type=int, default=128, help="rows of W that share a scale, -1: K (default: 128)"
     )
@@ -210,6 +224,8 @@ def _bench(args: argparse.Namespace) -> int:
         raise ValueError("bench: expected shapes KxN or a --model")
     if args.model is not None:
         return _bench_model(args)
+    if args.op != "gemm":
+        return _bench_int8(args)
     figure = bench.new_figure() if args.plot else None  # fails before the work
     if args.plot and not (args.plot.suffix == ".png" and args.plot.absolute().parent.is_dir()):
         raise ValueError(f"--plot: expected FILE.png in a folder that exists, got {args.plot}")
@@ -246,6 +262,21 @@ def _bench_model(args: argparse.Namespace) -> int:
     ]
     table = render(("model x batch", "prompt tokens/s", "decode tokens/s", "GB a step", "GB/s"), lines)
     return _print([dataclasses.asdict(row) for row in rows], table, args.json)
+
+
+def _bench_int8(args: argparse.Namespace) -> int:
+    from cupy_awq.int8 import speed
+
+    if args.kernel or args.plot or args.dtype != "float16":
+        raise ValueError(f"bench: --op {args.op} takes no --kernel, --plot or --dtype")
+    device = placement.resolve()
+    options: dict[str, Any] = {"device": device, "progress": lambda text: _progress("bench", text)}
+    with placement.on(device):
+        if args.op == "conv2d":
+            rows = speed.convolution(args.shapes, args.m, window=args.window, image=args.image, **options)
+        else:
+            rows = speed.gemm(args.shapes, args.m, group_size=args.group_size, **options)
+    return _print(speed.to_json(rows, device), speed.render(rows, device), args.json)
 
 
 def _progress(command: str, text: str) -> None:

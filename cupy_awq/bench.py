@@ -137,8 +137,8 @@ def run(
             rng = np.random.default_rng(0)
             scales = np.float16 if dtype == "float32" else DTYPES[dtype]
             weight = testing.random_weight(rng, k, n, group_size, dtype=scales)
-            fp16 = _Fp16(weight, device) if device != HOST and timing.cublas() else None
-            layers = _layers(weight, device)
+            fp16 = Fp16(weight, device) if device != HOST and timing.cublas() else None
+            layers = cold_layers(weight, device)
             for m in ms:
                 progress(f"{k}x{n}: M={m}")
                 x = testing.random_activations(rng, m, k, dtype=DTYPES[dtype])
@@ -150,21 +150,21 @@ def run(
     return rows, ceilings
 
 
-def _copies(nbytes: int, device: int) -> int:
+def copies(nbytes: int, device: int) -> int:
     """How many weights take turns so that each is cold in L2; one on the CPU."""
     if device == HOST:
         return 1
     return min(MAX_COPIES, max(2, math.ceil(3 * devices.of(device).l2_bytes / nbytes)))
 
 
-def _layers(weight: PackedWeight, device: int) -> list[AwqLinear]:
+def cold_layers(weight: PackedWeight, device: int) -> list[AwqLinear]:
     """A layer for each copy of the weight."""
     if device == HOST:
         return [AwqLinear(weight)]
     import cupy
 
     parts = [placement.put(part, device) for part in (weight.qweight, weight.scales, weight.qzeros)]
-    return [AwqLinear(PackedWeight(*map(cupy.array, parts))) for _ in range(_copies(weight.nbytes, device))]
+    return [AwqLinear(PackedWeight(*map(cupy.array, parts))) for _ in range(copies(weight.nbytes, device))]
 
 
 def _time(layers: Sequence[AwqLinear], x: Array, kernel: str | None, device: int) -> tuple[float, str]:
@@ -182,7 +182,7 @@ def _time(layers: Sequence[AwqLinear], x: Array, kernel: str | None, device: int
     return us, kernel or layers[0].kernel_for(len(x), x.dtype)
 
 
-class _Fp16:
+class Fp16:
     """Times x @ W by cupy.matmul in float16, with cold copies of the dense weight."""
 
     def __init__(self, weight: PackedWeight, device: int) -> None:
@@ -191,7 +191,7 @@ class _Fp16:
         w = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float16)
         self._device = device
         dense = placement.put(w, device)
-        self._weights = [cupy.array(dense) for _ in range(_copies(w.nbytes, device))]
+        self._weights = [cupy.array(dense) for _ in range(copies(w.nbytes, device))]
 
     def __call__(self, x: Array) -> float:
         import cupy

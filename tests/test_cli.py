@@ -136,6 +136,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "128x8", "--m", "1,,2"], "positive integers"),
         (["bench", "128x8", "--m", "1,-2"], "positive integers"),
         (["bench", "128x8", "--kernel", "magic"], "magic"),
+        (["bench", "128x8", "--op", "conv3d"], "conv3d"),
+        (["bench", "128x8", "--op", "gemm_int8", "--kernel", "gemv"], "takes no --kernel"),
+        (["bench", "128x12", "--op", "gemm_int8"], "a multiple of 8"),
+        (["bench", "8x8", "--op", "conv2d", "--image", "0"], "at least one channel, one pixel"),
         (["bench", "128x8", "--plot", "times.svg"], "FILE.png"),
         (["bench", "128x8", "--plot", "no/such/folder/times.png"], "FILE.png"),
     ],
@@ -200,6 +204,27 @@ def test_demo_text_has_a_line_for_each_and_aligned_columns(capsys: pytest.Captur
     assert len(rows) == 9
     assert {len(line) for line in rows} == {len(header)}
     assert "on CPU" in text
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("argv", "operations", "beside"),
+    [
+        (["gemm_int8", "64x16", "--group-size", "32", "--m", "1,9"], 2 * 64 * 16, {"quantize", "W4A16", "fp16"}),
+        (["conv2d", "8x16", "--image", "5", "--window", "1", "--m", "1,2"], 2 * 25 * 8 * 16, {"INT8 weights"}),
+    ],
+)
+def test_bench_of_integers(
+    place: str, argv: list[str], operations: int, beside: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--op", *argv, "--json"]) == 0
+    one, other = json.loads(capsys.readouterr().out)["rows"]
+    assert (one["operations"], set(one["beside"])) == (operations, beside)
+    assert other["operations"] == operations * other["m"]
+    assert one["us"] > 0
+    assert one["tops"] == pytest.approx(operations / one["us"] / 1e6)
+    assert main(["bench", "--op", *argv]) == 0
+    assert "TOP/s" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
