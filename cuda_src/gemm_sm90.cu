@@ -20,27 +20,9 @@ constexpr int kXHalfBytes = kBlockM * 128;
 
 static_assert(kTeamWarps == kWarpgroups * 4, "a warpgroup is four warps");
 static_assert(kXBytes == kDepth * 2 * kXHalfBytes && kXRingBytes == kStages * kXBytes, "x comes with the weight");
+static_assert(!kScaled || kDepth == 1, "a stage is a step");
 static_assert(!kScaled || kStages >= 2 * kTeams, "a stage is released while its team is at the next");
 static_assert(kRecords == kWarpgroups * kTiles * 2, "a warpgroup makes 64 columns at a time");
-
-// Codes to the registers of operand A with their scale, for a lane's two columns.
-struct ScaledCodes {
-  uint32_t zeros[2];
-  uint32_t scales[2];
-
-  __device__ __forceinline__ ScaledCodes(const Group& group, float scale_factor)
-      : zeros{ExactCodes<X>::zero<0>(group.zeros), ExactCodes<X>::zero<1>(group.zeros)} {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      scales[i] = __byte_perm(from_float<X>(group.scale(i) * (scale_factor * ExactCodes<X>::kUnit)).bits, 0, 0x1010);
-    }
-  }
-  __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
-    ExactCodes<X>::convert(a, word, zeros);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = Codes<X>::multiply(a[i], scales[i % 2]);
-  }
-};
 
 template <bool ACCUMULATE, int COUNT>
 __device__ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint32_t b) {
@@ -66,34 +48,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     Position at{team, 0};
     int last = -1;
     uint32_t a[2][4][4];
+    const ScaledCodes<X>::Factor factor(scale_factor);
     for (int round = team; round < tile.rounds(); round += kTeams) {
       wait(tile.full(at.stage), at.parity);
-      const int depth = tile.depth(round);
-#pragma unroll 1
-      for (int step = 0; step < depth; ++step) {
-        const uint32_t x_begin = (tile.x(at.stage) + step * 2 * kXHalfBytes) / 16;
+      // The same in all lanes, said so that descriptors stay in uniform registers.
+      const uint32_t x_begin = __shfl_sync(0xffffffffu, tile.x(at.stage) / 16, 0);
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-          const int column = (i * kWarpgroups + warpgroup) * 2 + warp % 4 / 2;
-          const uint8_t* record =
-              shared + kWeightBegin + at.stage * kWeightBytes + (column * kDepth + step) * kRecordBytes;
+      for (int i = 0; i < kTiles; ++i) {
+        const int column = (i * kWarpgroups + warpgroup) * 2 + warp % 4 / 2;
+        const uint8_t* record = shared + kWeightBegin + at.stage * kWeightBytes + column * kRecordBytes;
+        constexpr int kParts = kGroups > 1 ? kGroups / 2 : 1;  // groups in 64 k
+        ScaledCodes<X> codes[kParts];
 #pragma unroll
-          for (int k64 = 0; k64 < 2; ++k64) {
-            const Vector<uint32_t, 4> words =
-                reinterpret_cast<const Vector<uint32_t, 4>*>(record)[(k64 * 2 + warp % 2) * 32 + lane];
+        for (int k64 = 0; k64 < 2; ++k64) {
+          const Vector<uint32_t, 4> words =
+              reinterpret_cast<const Vector<uint32_t, 4>*>(record)[(k64 * 2 + warp % 2) * 32 + lane];
+          if (kGroups > 1 || k64 == 0) {
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {
-              const Group group = Group::load(record, (k64 * 4 + s) * kGroups / kStepsK16, warp % 2, lane / 4);
-              ScaledCodes(group, scale_factor).convert(a[k64][s], words.values[s]);
+            for (int part = 0; part < kParts; ++part) {
+              codes[part] = ScaledCodes<X>(Group::load(record, k64 * kParts + part, warp % 2, lane / 4), factor);
             }
-            ptx::wgmma_fence();
-#pragma unroll
-            for (int s = 0; s < 4; ++s) {
-              wgmma<true>(sums[i], a[k64][s], x_begin + k64 * kXHalfBytes / 16 + s * 2);
-            }
-            ptx::wgmma_commit_group();
-            ptx::wgmma_wait_group<1>();
           }
+          ptx::wgmma_wait_group<1>();
+#pragma unroll
+          for (int s = 0; s < 4; ++s) codes[s * kParts / 4].convert(a[k64][s], words.values[s]);
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int s = 0; s < 4; ++s) wgmma<true>(sums[i], a[k64][s], x_begin + k64 * kXHalfBytes / 16 + s * 2);
+          ptx::wgmma_commit_group();
         }
       }
       if (last >= 0) {
@@ -117,7 +99,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       const int depth = tile.depth(round);
 #pragma unroll 1
       for (int step = 0; step < depth; ++step) {
-        const uint32_t x_begin = (tile.x(at.stage) + step * 2 * kXHalfBytes) / 16;
+        // The same in all lanes, said so that descriptors stay in uniform registers.
+        const uint32_t x_begin = __shfl_sync(0xffffffffu, (tile.x(at.stage) + step * 2 * kXHalfBytes) / 16, 0);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
           const int column = (i * kWarpgroups + warpgroup) * 2 + warp % 4 / 2;

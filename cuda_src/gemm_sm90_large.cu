@@ -46,12 +46,13 @@ constexpr int kCluster = CLUSTER;
 // Rows of units in a band: blocks that run at the same time share rows of x and columns of the weight in L2.
 constexpr int kBandRows = BAND_ROWS;
 
-constexpr int kWarpgroups = 2;
-constexpr int kTiles = 2;
+constexpr int kWarpgroups = WARPGROUPS;
+constexpr int kTiles = 4 / kWarpgroups;
+constexpr int kBlocks = 2 * kTiles;  // of 64 columns and 64 k in a stage, for a warpgroup
 constexpr int kConsumerWarps = kWarpgroups * 4;
 constexpr int kThreads = (kConsumerWarps + 4) * 32;
-constexpr int kConsumerRegisters = 232;
-constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 112;
+constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 24;
 constexpr int kRecords = kWarpgroups * kTiles * 2;
 constexpr int kBlockN = kRecords * kRecordColumns;
 constexpr int kSums = kBlockM / 2;
@@ -67,6 +68,7 @@ constexpr int kRowBytes = kTiles * 64 * 2 + 16;  // 8 rows lie in different bank
 constexpr int kStoreBegin = kWeightBegin + kStages * kWeightBytes;
 constexpr int kBarrierBegin = kStoreBegin + kWarpgroups * kStoreRows * kRowBytes;
 
+static_assert(kWarpgroups == 2 || (kWarpgroups == 4 && kBlockM <= 64 && !kGated), "registers and columns are enough");
 static_assert(kCluster == 1 || kCluster == 2, "a stage of x has two parts");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(kBlockM % kStoreRows == 0, "rows are stored 32 at a time");
@@ -169,58 +171,6 @@ struct Shared {
   __device__ __forceinline__ uint32_t weight(int stage) const { return begin + kWeightBegin + stage * kWeightBytes; }
   __device__ __forceinline__ uint32_t full(int stage) const { return begin + kBarrierBegin + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
-};
-
-// What a lane needs of a group: zero points as Codes takes them, and scales, of columns g and g + 8.
-template <class T>
-struct ScaledCodes;
-
-template <>
-struct ScaledCodes<half_t> {
-  static constexpr uint32_t kMinusOne = 0xbc00bc00u;
-  static constexpr uint32_t k960 = 0x63806380u;
-
-  uint32_t zeros[2];
-  uint32_t scales[2];
-
-  __device__ __forceinline__ ScaledCodes(const Group& group, float scale_factor) {
-    zeros[0] = __byte_perm(group.zeros, 0x64u, 0x4040);
-    zeros[1] = ptx::fma_f16x2(__byte_perm(group.zeros, 0x64u, 0x4141), kMinusOne, k960);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t bits = from_float<half_t>(group.scale(i) * scale_factor).bits;
-      scales[i] = __byte_perm(bits, 0, 0x1010);
-    }
-  }
-  __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
-#pragma unroll
-    for (int upper = 0; upper < 2; ++upper) {
-      const uint32_t part = word >> (8 * upper);
-      a[2 * upper] = ptx::mul_f16x2(Codes<half_t>::low(part, zeros[0]), scales[0]);
-      a[2 * upper + 1] = ptx::mul_f16x2(Codes<half_t>::high(part, zeros[1]), scales[1]);
-    }
-  }
-};
-
-template <>
-struct ScaledCodes<bfloat16_t> {
-  uint32_t zeros[2];
-  float scales[2];
-
-  __device__ __forceinline__ ScaledCodes(const Group& group, float scale_factor)
-      : zeros{ExactCodes<bfloat16_t>::zero<0>(group.zeros), ExactCodes<bfloat16_t>::zero<1>(group.zeros)},
-        scales{group.scale(0) * scale_factor, group.scale(1) * scale_factor} {}
-  // In float32: a scale may have more bits than bfloat16.
-  __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
-    uint32_t exact[4];
-    ExactCodes<bfloat16_t>::convert(exact, word, zeros);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t low = from_float<bfloat16_t>(__uint_as_float(exact[i] << 16) * scales[i % 2]).bits;
-      const uint32_t high = from_float<bfloat16_t>(__uint_as_float(exact[i] & 0xffff0000u) * scales[i % 2]).bits;
-      a[i] = __byte_perm(low, high, 0x5410);
-    }
-  }
 };
 
 __device__ __forceinline__ void wgmma(float (&d)[kSums], const uint32_t (&a)[4], uint32_t b) {
@@ -402,7 +352,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
+  // Known to be the same in all lanes, so that what the roles count stays in uniform registers.
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp == kConsumerWarps && lane < kStages) {
     ptx::mbarrier_init(shared.full(lane), 1);
     ptx::mbarrier_init(shared.empty(lane), kConsumerWarps * kCluster);
@@ -417,22 +368,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
     if constexpr (kHasResidual) ptx::griddepcontrol_wait();
 
-    // Block b of a stage: 64 columns (tile b / 2) and 64 k (b % 2).
-    const int my_record = warpgroup * kTiles * 2 + warp % 4 / 2;
-    auto load_words = [&](int stage, int b) {
-      const uint8_t* record = memory + kWeightBegin + stage * kWeightBytes + (my_record + b / 2 * 2) * kRecordBytes;
-      return reinterpret_cast<const Vector<uint32_t, 4>*>(record)[(b % 2 * 2 + warp % 2) * 32 + lane];
-    };
-    auto convert = [&](uint32_t (&a)[4][4], const Vector<uint32_t, 4>& words, int stage, int b) {
-      const uint8_t* record = memory + kWeightBegin + stage * kWeightBytes + (my_record + b / 2 * 2) * kRecordBytes;
-      constexpr int kParts = kGroups > 1 ? kGroups / 2 : 1;  // groups in 64 k
+    // Block b of a stage: 64 columns (tile b / 2) and 64 k (b % 2), with kParts groups or in one with its neighbour.
+    constexpr int kParts = kGroups > 1 ? kGroups / 2 : 1;
+    const typename ScaledCodes<X>::Factor factor(scale_factor);
+    const uint8_t* my_records = memory + kWeightBegin + (warpgroup * kTiles * 2 + warp % 4 / 2) * kRecordBytes;
+    Vector<uint32_t, 4> words;
+    ScaledCodes<X> codes[kParts];
+    auto load_block = [&](int stage, int b) {
+      const uint8_t* record = my_records + stage * kWeightBytes + b / 2 * 2 * kRecordBytes;
+      words = reinterpret_cast<const Vector<uint32_t, 4>*>(record)[(b % 2 * 2 + warp % 2) * 32 + lane];
+      if (kGroups > 1 || b % 2 == 0) {
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const int index = kGroups > 1 ? b % 2 * kParts + part : 0;
-        const ScaledCodes<X> codes(Group::load(record, index, warp % 2, lane / 4), scale_factor);
-#pragma unroll
-        for (int s = part * 4 / kParts; s < (part + 1) * 4 / kParts; ++s) codes.convert(a[s], words.values[s]);
+        for (int part = 0; part < kParts; ++part) {
+          const int index = kGroups > 1 ? b % 2 * kParts + part : 0;
+          codes[part] = ScaledCodes<X>(Group::load(record, index, warp % 2, lane / 4), factor);
+        }
       }
+    };
+    auto convert = [&](uint32_t (&a)[4][4]) {
+#pragma unroll
+      for (int s = 0; s < 4; ++s) codes[s * kParts / 4].convert(a[s], words.values[s]);
     };
     auto release = [&](int stage) {
       __syncwarp();
@@ -448,26 +403,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       float sums[kTiles][kSums] = {};
       uint32_t a[2][4][4];
       wait(shared.full(at.stage), at.parity);
-      convert(a[0], load_words(at.stage, 0), at.stage, 0);
+      load_block(at.stage, 0);
+      convert(a[0]);
       for (int step = schedule.begin; step < schedule.end; ++step) {
         const Position next = step + 1 < schedule.end ? at.next() : at;
+        // The same in all lanes, said so that descriptors stay in uniform registers.
+        const uint32_t x_begin = __shfl_sync(0xffffffffu, shared.x(at.stage) / 16, 0);
 #pragma unroll
-        for (int b = 0; b < 2 * kTiles; ++b) {
+        for (int b = 0; b < kBlocks; ++b) {
           ptx::wgmma_fence();
 #pragma unroll
           for (int s = 0; s < 4; ++s) {
-            wgmma(sums[b / 2], a[b % 2][s], (shared.x(at.stage) + b % 2 * kXHalfBytes) / 16 + s * 2);
+            wgmma(sums[b / 2], a[b % 2][s], x_begin + b % 2 * (kXHalfBytes / 16) + s * 2);
           }
           ptx::wgmma_commit_group();
           // The tensor cores have this block; the next is converted meanwhile. After the last one a block is converted
           // for nothing.
-          const bool last = b == 2 * kTiles - 1;
-          const int stage = last ? next.stage : at.stage;
+          const bool last = b == kBlocks - 1;
           if (last) wait(shared.full(next.stage), next.parity);
-          const Vector<uint32_t, 4> words = load_words(stage, (b + 1) % (2 * kTiles));
+          load_block(last ? next.stage : at.stage, (b + 1) % kBlocks);
           ptx::wgmma_wait_group<1>();
           if (b == 0 && step > schedule.begin) release(at.stage == 0 ? kStages - 1 : at.stage - 1);
-          convert(a[(b + 1) % 2], words, stage, (b + 1) % (2 * kTiles));
+          convert(a[(b + 1) % 2]);
         }
         if (step + 1 < schedule.end) at = next;
       }

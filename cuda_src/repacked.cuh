@@ -123,3 +123,94 @@ struct RawCodes<bfloat16_t> {
     for (int i = 0; i < 4; ++i) a[i] = ptx::lop3_and_or(word >> (4 * i), 0x000f000fu, Codes<bfloat16_t>::kMagic);
   }
 };
+
+// Codes to the registers of operand A as (q - z) * scale * factor, rounded once, for a lane's two columns. The factor is
+// a power of two that brings all scales to where T holds them in full.
+template <class T>
+struct ScaledCodes;
+
+constexpr bool kHalfScales = Codes<SCALE>::kMagic == Codes<half_t>::kMagic;
+
+template <>
+struct ScaledCodes<half_t> {
+  static constexpr uint32_t kMinusOne = 0xbc00bc00u;
+  static constexpr uint32_t k960 = 0x63806380u;
+
+  // In two parts, as float16 ends at 2^15.
+  struct Factor {
+    float whole;
+    uint32_t parts[2];
+
+    explicit __device__ __forceinline__ Factor(float factor) : whole(factor) {
+      const float first = fminf(factor, 32768.0f);
+      parts[0] = from_float<half_t>(first).bits * 0x10001u;
+      parts[1] = from_float<half_t>(factor / first).bits * 0x10001u;
+    }
+  };
+
+  uint32_t zeros[2];
+  uint32_t scales[2];
+
+  ScaledCodes() = default;
+  __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor) {
+    zeros[0] = __byte_perm(group.zeros, 0x64u, 0x4040);
+    zeros[1] = ptx::fma_f16x2(__byte_perm(group.zeros, 0x64u, 0x4141), kMinusOne, k960);
+    if constexpr (kHalfScales) {
+      const uint32_t both = ptx::mul_f16x2(ptx::mul_f16x2(group.scales, factor.parts[0]), factor.parts[1]);
+      scales[0] = __byte_perm(both, 0, 0x1010);
+      scales[1] = __byte_perm(both, 0, 0x3232);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) scales[i] = from_float<half_t>(group.scale(i) * factor.whole).bits * 0x10001u;
+    }
+  }
+  __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      const uint32_t part = word >> (8 * upper);
+      a[2 * upper] = ptx::mul_f16x2(Codes<half_t>::low(part, zeros[0]), scales[0]);
+      a[2 * upper + 1] = ptx::mul_f16x2(Codes<half_t>::high(part, zeros[1]), scales[1]);
+    }
+  }
+};
+
+template <>
+struct ScaledCodes<bfloat16_t> {
+  struct Factor {
+    float whole;
+    uint32_t pair;
+
+    explicit __device__ __forceinline__ Factor(float factor)
+        : whole(factor), pair(from_float<bfloat16_t>(factor).bits * 0x10001u) {}
+  };
+
+  uint32_t zeros[2];
+  uint32_t pairs[2];
+  float scales[2];
+
+  ScaledCodes() = default;
+  __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
+      : zeros{ExactCodes<bfloat16_t>::zero<0>(group.zeros), ExactCodes<bfloat16_t>::zero<1>(group.zeros)} {
+    if constexpr (kHalfScales) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) scales[i] = group.scale(i) * factor.whole;
+    } else {
+      const uint32_t both = Codes<bfloat16_t>::multiply(group.scales, factor.pair);
+      pairs[0] = __byte_perm(both, 0, 0x1010);
+      pairs[1] = __byte_perm(both, 0, 0x3232);
+    }
+  }
+  __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
+    ExactCodes<bfloat16_t>::convert(a, word, zeros);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kHalfScales) {  // in float32: a scale has more bits than bfloat16
+        const uint32_t low = from_float<bfloat16_t>(__uint_as_float(a[i] << 16) * scales[i % 2]).bits;
+        const uint32_t high = from_float<bfloat16_t>(__uint_as_float(a[i] & 0xffff0000u) * scales[i % 2]).bits;
+        a[i] = __byte_perm(low, high, 0x5410);
+      } else {
+        a[i] = Codes<bfloat16_t>::multiply(a[i], pairs[i % 2]);
+      }
+    }
+  }
+};

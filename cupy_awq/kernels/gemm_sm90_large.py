@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,18 +17,16 @@ from cupy_awq.launch_plan import Kernel, LaunchPlan, TensorMap
 
 BLOCK_N = 256
 RECORDS = BLOCK_N // RECORD_COLUMNS
-BLOCK_M = 128
-THREADS = 384
-STAGES = 4
-"""Of 128 k in shared memory: as many as fit, whatever the group size."""
-STORE_BYTES = 2 * 32 * (BLOCK_N + 16)
-"""Of shared memory for what both warpgroups are about to store."""
+SHARED_BYTES = 232448
+"""That a block of sm_90 can have."""
+MAX_STAGES = 6
 
 
 @dataclass(frozen=True)
 class GemmSm90LargeConfig:
-    """Clusters of ``cluster`` persistent blocks make units of 128 rows and ``cluster`` times 256 columns.
+    """Clusters of ``cluster`` persistent blocks make units of ``block_m`` rows and ``cluster`` times 256 columns.
 
+    In a block each of ``warpgroups`` warpgroups makes its part of the columns.
     Units follow each other in bands of ``band_rows`` rows of them. The first ``shared`` units are divided along K among
     ``sharers`` clusters, the others are made whole.
     """
@@ -37,17 +36,30 @@ class GemmSm90LargeConfig:
     shared: int = 0
     sharers: int = 0
     band_rows: int = 8
+    block_m: int = 128
+    warpgroups: int = 2
 
     @property
     def splits(self) -> int:
         return ceil_div(self.sharers, self.shared) if self.shared else 1
 
     def units(self, problem: Problem) -> int:
-        return ceil_div(problem.m, BLOCK_M) * ceil_div(problem.n, BLOCK_N * self.cluster)
+        return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, BLOCK_N * self.cluster)
+
+    @property
+    def store_bytes(self) -> int:
+        """Of shared memory for what the warpgroups are about to store."""
+        return 32 * 2 * (BLOCK_N + 8 * self.warpgroups)
+
+    def stage_bytes(self, problem: Problem) -> int:
+        return self.block_m * RECORD_K * 2 + RECORDS * layout(problem).record_bytes + 16
+
+    def stages(self, problem: Problem) -> int:
+        """Of 128 k in shared memory: as many as fit."""
+        return min(MAX_STAGES, (SHARED_BYTES - self.store_bytes) // self.stage_bytes(problem))
 
     def shared_bytes(self, problem: Problem) -> int:
-        stage = BLOCK_M * RECORD_K * 2 + RECORDS * layout(problem).record_bytes + 16
-        return STAGES * stage + STORE_BYTES
+        return self.stages(problem) * self.stage_bytes(problem) + self.store_bytes
 
     def plan(self, problem: Problem, device: Device) -> LaunchPlan:
         """The launch. Buffers: weight (of `Repacking`), bias, residual, y, partials, counters, x."""
@@ -55,8 +67,9 @@ class GemmSm90LargeConfig:
             *(item for item in problem.defines() if item[0] not in ("SCALE", "ZEROS")),
             *layout(problem).defines(),
             ("ALIGNED", int(problem.aligned)),
-            ("BLOCK_M", BLOCK_M),
-            ("STAGES", STAGES),
+            ("BLOCK_M", self.block_m),
+            ("WARPGROUPS", self.warpgroups),
+            ("STAGES", self.stages(problem)),
             ("CLUSTER", self.cluster),
             ("BAND_ROWS", self.band_rows),
         )
@@ -67,7 +80,7 @@ class GemmSm90LargeConfig:
             problem.dtype,
             dims=(64, problem.m, problem.k // 64),
             strides=(strides.x * itemsize, 64 * itemsize),
-            box=(64, BLOCK_M, 2 // self.cluster),
+            box=(64, self.block_m, 2 // self.cluster),
             swizzle=128,
         )
         sizes = (problem.m, problem.n, problem.k, strides.residual, strides.y, self.shared, self.sharers)
@@ -76,7 +89,7 @@ class GemmSm90LargeConfig:
         return LaunchPlan(
             Kernel("gemm_sm90_large.cu", "gemm_sm90_large", defines, device.target),
             (self.blocks, 1, 1),
-            (THREADS, 1, 1),
+            (128 * (self.warpgroups + 1), 1, 1),
             ("weight", "bias", "residual", "y", "partials", "counters", x, *scalars),
             self.shared_bytes(problem),
             cluster=(self.cluster, 1, 1),
@@ -100,7 +113,7 @@ class GemmSm90LargeConfig:
     def workspace(self, problem: Problem) -> tuple[int, int]:
         if not self.shared:
             return 0, 0
-        return self.sharers * self.cluster * BLOCK_M * BLOCK_N * 4, self.shared * self.cluster * 2
+        return self.sharers * self.cluster * self.block_m * BLOCK_N * 4, self.shared * self.cluster * 2
 
 
 class GemmSm90Large:
@@ -127,9 +140,11 @@ class GemmSm90Large:
 
 def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
     steps = ceil_div(problem.k, RECORD_K)
-    for cluster in (1, 2):
+    # Four warpgroups have too few registers for 128 rows, and none has both of a gate and what it gates.
+    shapes = [(128, 2)] if problem.m > 64 else [(64, 2)] if problem.gated else [(64, 2), (64, 4)]
+    for cluster, (block_m, warpgroups) in itertools.product((1, 2), shapes):
         workers = device.sm_count // cluster
-        config = GemmSm90LargeConfig(cluster, workers * cluster)
+        config = GemmSm90LargeConfig(cluster, workers * cluster, block_m=block_m, warpgroups=warpgroups)
         units = config.units(problem)
         yield replace(config, blocks=min(units, workers) * cluster)
         # The units of the last, incomplete round, alone or with those of the round before.
