@@ -55,7 +55,7 @@ def test_embedding_copies_rows_and_reads_no_token_outside_of_the_table(backend: 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize("width", [4, 576, 4100])
+@pytest.mark.parametrize("width", [4, 576, 4100, 8192])
 def test_rms_norm_adds_to_the_residual_stream_first(
     backend: str, arch: int, dtype: str, delta: bool, width: int
 ) -> None:
@@ -64,7 +64,7 @@ def test_rms_norm_adds_to_the_residual_stream_first(
     weight = normal(rng, width)
     before, x = h.copy(), nan(3, width, dtype=DTYPES[dtype])
     plan = llm.rms_norm(facts(arch, backend), 3, width, dtype, 1e-5, delta=delta)
-    runner(backend)(plan, {"h": h, **frozen(weight=weight, delta=added), "x": x})
+    runner(backend)(plan, {"h": h, **frozen(weight=weight, delta=added), "x": x, "next": None})
     wanted = before + added.astype(np.float32) if delta else before
     np.testing.assert_array_equal(h, wanted)
     scale = 1 / np.sqrt((wanted.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5)
@@ -81,6 +81,15 @@ def test_swiglu_of_large_gates_stays_finite(backend: str, arch: int, dtype: str)
     runner(backend)(llm.swiglu(facts(arch, backend), 3, 300, dtype), {**frozen(x=x), "y": y})
     gate, up = np.split(x.astype(np.float64), 2, axis=1)
     check_close(y, gate / (1 + np.exp(-gate)) * up, BOUNDS[dtype])
+
+
+def turned(x: np.ndarray, weight: np.ndarray | None, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Heads [.., head_dim] after norm and RoPE, by float64 formulas."""
+    x = x.astype(np.float64)
+    if weight is not None:
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -106,23 +115,29 @@ def test_rope_goes_on_where_each_sequence_is(
     plan = llm.rope_cache(facts(arch, backend), *sizes, dtype, 1e-6, norm=norm)
     read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
     runner(backend)(plan, {**read, **arrays})
-    x = qkv.astype(np.float64)
-    q, k, v = np.split(x, [heads, heads + kv_heads], axis=1)
-    if norm:
-        q, k = (a / np.sqrt((a * a).mean(-1, keepdims=True) + 1e-6) * w for a, w in ((q, q_norm), (k, k_norm)))
+    q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
     written = np.zeros(shape, bool)
     for row in range(m):
         b, at = row // steps, lengths[row // steps] + row % steps
         if at >= CAPACITY:
             continue
-        for a, found in ((q, arrays["q"][row]), (k, arrays["k"][b, :, at])):
-            first, second = np.split(a[row], 2, axis=-1)
-            wanted = np.concatenate([first * cos[at] - second * sin[at], second * cos[at] + first * sin[at]], axis=-1)
-            check_close(found, wanted, BOUNDS[dtype])
-        np.testing.assert_array_equal(arrays["v"][b, :, at].astype(np.float64), v[row])
+        for a, weight, found in ((q, q_norm, arrays["q"][row]), (k, k_norm, arrays["k"][b, :, at])):
+            check_close(found, turned(a[row], weight if norm else None, cos[at], sin[at]), BOUNDS[dtype])
+        np.testing.assert_array_equal(arrays["v"][b, :, at], v[row])
         written[b, :, at] = True
     for name in ("k", "v"):
         assert np.isnan(arrays[name].astype(np.float32)[~written]).all()
+
+
+def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Attention of q [heads, head_dim] to all of k and v [kv_heads, keys, head_dim], by float64 formulas."""
+    out = np.empty(q.shape)
+    for head in range(len(q)):
+        keys, values = (a[head // (len(q) // len(k))].astype(np.float64) for a in (k, v))
+        scores = keys @ q[head].astype(np.float64) / math.sqrt(q.shape[1])
+        p = np.exp(scores - scores.max())
+        out[head] = p / p.sum() @ values
+    return out
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -130,53 +145,95 @@ def test_rope_goes_on_where_each_sequence_is(
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "steps"),
-    [
-        *[(4, 2, 64, 1), (4, 1, 128, 1), (9, 3, 64, 1), (16, 1, 16, 1), (2, 2, 80, 1), (7, 1, 256, 1)],
-        *[(2, 1, 64, 25), (1, 1, 128, 17), (2, 2, 80, 5), (1, 1, 256, 3), (1, 1, 16, 70)],
-    ],
+    [(2, 1, 64, 25), (1, 1, 128, 17), (2, 2, 80, 5), (7, 1, 256, 3), (1, 1, 16, 70), (9, 3, 24, 5)],
 )
 def test_attention_sees_its_sequence_up_to_itself(
     backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, steps: int
 ) -> None:
-    """Decoding with splits, and several tokens at a time; what lies behind the last key is NaN and must not count."""
+    """What lies behind the last key is NaN and must not count."""
     rng = np.random.default_rng(heads + head_dim)
     lengths, element = np.array(LENGTHS, np.int32), DTYPES[dtype]
-    b, group = len(lengths), heads // kv_heads
+    b = len(lengths)
     m = b * steps
     q = normal(rng, m, heads, head_dim, dtype=element)
     k, v = (normal(rng, b, kv_heads, CAPACITY, head_dim, dtype=element) for _ in "kv")
     for i, length in enumerate(LENGTHS):
         k[i, :, length + steps :] = v[i, :, length + steps :] = np.nan
     out = nan(m, heads, head_dim, dtype=element)
-    here = facts(arch, backend)
     stride = kv_heads * CAPACITY * head_dim
-    plan = llm.attention(here, m, steps, heads, kv_heads, head_dim, CAPACITY, stride, dtype)
-    partials, counters = llm.attention_workspace(plan, head_dim)
-    scratch = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
-    runner(backend)(plan, {**frozen(q=q, k=k, v=v, lengths=lengths), "out": out, **scratch})
+    plan = llm.attention(facts(arch, backend), m, steps, heads, kv_heads, head_dim, CAPACITY, stride, dtype)
+    runner(backend)(plan, {**frozen(q=q, k=k, v=v, lengths=lengths), "out": out})
     wanted = np.empty(out.shape)
     for row in range(m):
         i, seen = row // steps, LENGTHS[row // steps] + row % steps + 1
-        for head in range(heads):
-            keys, values = (a[i, head // group, :seen].astype(np.float64) for a in (k, v))
-            scores = keys @ q[row, head].astype(np.float64) / math.sqrt(head_dim)
-            p = np.exp(scores - scores.max())
-            wanted[row, head] = p / p.sum() @ values
+        wanted[row] = attended(q[row], k[i, :, :seen], v[i, :, :seen])
     check_close(out, wanted, 2 * BOUNDS[dtype])  # probabilities, too, are rounded on tensor cores
-    assert not scratch["counters"].any(), "the counters must be left as they were found"
-
-
-def test_one_graph_serves_short_and_long_sequences() -> None:
-    """The launch of a decode step depends on no length."""
-    sizes = 1, 1, 32, 8, 128, 4096, 8 * 4096 * 128
-    plan = llm.attention(facts(90, "latest"), *sizes, "float16")
-    assert plan.grid == (32, 8, 1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", SIXTEEN)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 50, 96), (17, 33, 64), (5, 130, 200)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "norm"),
+    [
+        *[(4, 2, 64, False), (4, 1, 128, True), (9, 3, 64, False), (16, 1, 16, True)],
+        *[(2, 2, 80, True), (7, 1, 256, False), (3, 3, 24, True), (80, 10, 8, False)],
+    ],
+)
+def test_a_decode_step_attends_to_its_token_and_all_before(
+    backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, norm: bool
+) -> None:
+    """In one split, in several and in empty ones; what lies behind the last key is NaN and must not count; a sequence
+    that is full leaves its cache as it is, and its result is finite."""
+    rng = np.random.default_rng(heads + head_dim)
+    lengths, element = np.array([0, 1, 64, 65, CAPACITY - 1, CAPACITY], np.int32), DTYPES[dtype]
+    m = len(lengths)
+    qkv = normal(rng, m, heads + 2 * kv_heads, head_dim, dtype=element)
+    q_norm, k_norm = normal(rng, head_dim), normal(rng, head_dim)
+    angles = rng.uniform(0, 6, (CAPACITY, head_dim // 2))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    k, v = (normal(rng, m, kv_heads, CAPACITY, head_dim, dtype=element) for _ in "kv")
+    for i, length in enumerate(lengths):
+        k[i, :, length:] = v[i, :, length:] = np.nan
+    old_k, old_v = k.copy(), v.copy()
+    out = nan(m, heads, head_dim, dtype=element)
+    stride = kv_heads * CAPACITY * head_dim
+    sizes = m, heads, kv_heads, head_dim, CAPACITY, stride
+    plan = llm.decode_attention(facts(arch, backend), *sizes, dtype, 1e-6, norm=norm)
+    partials, counters = llm.attention_workspace(plan, head_dim)
+    arrays = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32), "next": None}
+    read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
+    runner(backend)(plan, {**read, "k": k, "v": v, "out": out, **arrays})
+    assert not arrays["counters"].any(), "the counters must be left as they were found"
+    new_q, new_k, new_v = np.split(qkv, [heads, heads + kv_heads], axis=1)
+    for i, length in enumerate(lengths):
+        if length == CAPACITY:
+            np.testing.assert_array_equal(k[i].view(np.uint16), old_k[i].view(np.uint16))
+            assert np.isfinite(out[i].astype(np.float32)).all()
+            continue
+        q_weight, k_weight = (q_norm, k_norm) if norm else (None, None)
+        check_close(k[i, :, length], turned(new_k[i], k_weight, cos[length], sin[length]), BOUNDS[dtype])
+        np.testing.assert_array_equal(v[i, :, length], new_v[i])
+        others = np.arange(CAPACITY) != length
+        for a, old in ((k, old_k), (v, old_v)):
+            np.testing.assert_array_equal(a[i, :, others].view(np.uint16), old[i, :, others].view(np.uint16))
+        q = turned(new_q[i], q_weight, cos[length], sin[length])
+        wanted = attended(q, k[i, :, : length + 1], v[i, :, : length + 1])
+        check_close(out[i], wanted, BOUNDS[dtype])
+
+
+def test_one_graph_serves_short_and_long_sequences() -> None:
+    """The launch of a decode step depends on no length, and fills the GPU for one sequence and for many."""
+    for m, splits in ((1, 32), (16, 3)):
+        sizes = m, 32, 8, 128, 4096, 8 * 4096 * 128
+        plan = llm.decode_attention(facts(90, "latest"), *sizes, "float16", 1e-6, norm=True)
+        assert plan.grid == (splits, 8, m)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 50, 96), (17, 33, 64), (5, 130, 200), (16, 40, 4640), (3, 2200, 544)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_dense_products(backend: str, arch: int, dtype: str, m: int, n: int, k: int, bias: bool) -> None:
     rng = np.random.default_rng(m)

@@ -6,31 +6,49 @@
 //   delta   X [m, width], or null
 //   weight  float32 [width]
 //   x       X [m, width]
+//   next    what is asked for ahead (begin.cuh), by the blocks behind the first m
 //
-// width a multiple of 4, any architecture. One block a row; all arrays start at multiples of 16 bytes.
+// width a multiple of 4 up to THREADS * 4 * VECTORS, any architecture. One block a row; all arrays start at multiples of
+// 16 bytes.
 #include "llm/begin.cuh"
 
 constexpr int kWarps = THREADS / 32;
+constexpr int kVectors = VECTORS;
 constexpr bool kHasDelta = HAS_DELTA;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    rms_norm(float* h, const X* delta, const float* weight, X* x, int width, float eps) {
+    rms_norm(float* h, const X* delta, const float* weight, X* x, const uint8_t* next, int m, int width, int runs,
+             int run_bytes, int ahead_bytes, float eps) {
   __shared__ float sums[kWarps];
-  begin();
+  if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
+  if (blockIdx.x >= m) {
+    ask_ahead(next, runs, run_bytes, ahead_bytes, blockIdx.x - m, gridDim.x - m);
+    return;
+  }
   const int64_t start = static_cast<int64_t>(blockIdx.x) * width;
+  Vector<float, 4> values[kVectors] = {}, weights[kVectors];
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    const int i = (j * THREADS + threadIdx.x) * 4;
+    if (i < width) load<true>(weights[j], weight + i);
+  }
+  if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
+  Vector<X, 4> added[kVectors] = {};
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    const int i = (j * THREADS + threadIdx.x) * 4;
+    if (i >= width) continue;
+    load<true>(values[j], h + start + i);
+    if constexpr (kHasDelta) load<true>(added[j], delta + start + i);
+  }
   float sum = 0.0f;
-  for (int i = threadIdx.x * 4; i < width; i += THREADS * 4) {
-    Vector<float, 4> values;
-    load<true>(values, h + start + i);
-    if constexpr (kHasDelta) {
-      Vector<X, 4> added;
-      load<true>(added, delta + start + i);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) values.values[j] += to_float(added.values[j]);
-      store<true>(h + start + i, values);
+  for (int j = 0; j < kVectors; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kHasDelta) values[j].values[i] += to_float(added[j].values[i]);
+      sum += values[j].values[i] * values[j].values[i];
     }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) sum += values.values[j] * values.values[j];
   }
   sum = warp_sum(sum);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
@@ -39,14 +57,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) sum += sums[warp];
   const float scale = 1.0f / sqrtf(sum / static_cast<float>(width) + eps);
-  // A thread reads again what it read or wrote itself.
-  for (int i = threadIdx.x * 4; i < width; i += THREADS * 4) {
-    Vector<float, 4> values, weights;
-    load<true>(values, h + start + i);
-    load<true>(weights, weight + i);
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    const int i = (j * THREADS + threadIdx.x) * 4;
+    if (i >= width) continue;
     Vector<X, 4> normed;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) normed.values[j] = from_float<X>(values.values[j] * scale * weights.values[j]);
+    for (int e = 0; e < 4; ++e) {
+      normed.values[e] = from_float<X>(values[j].values[e] * scale * weights[j].values[e]);
+    }
     store<true>(x + start + i, normed);
+    if constexpr (kHasDelta) store<true>(h + start + i, values[j]);
   }
 }

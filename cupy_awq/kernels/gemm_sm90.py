@@ -153,6 +153,8 @@ class GemmSm90Config:
                 busy += 250  # nobody else uses the tensor cores while the only team converts
         work = waves * (steps * max(alone / self.teams, busy * sharing) / 1700 + 0.46)
         stream = problem.weight_bytes / (device.read_gbs * 1e3)
+        if self.name == MMA and self.stages == 2 and steps > 2 * self.depth:
+            stream *= 1.5  # one stage is under way while the other is consumed: too little for memory that answers late
         x_bytes = columns * rows * steps * min(self.block_m, problem.m) * 2 * RECORD_K
         copies = waves * steps / self.depth * (1 + 0.47 * self.records)
         fixed = 1.4 + (1.3 if self.splits > 1 else 0.0)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,13 +22,26 @@ THREADS = 256
 CHOOSE_BLOCKS = 64
 MAX_SPLITS = 32
 MAX_COUNTERS = 1 << 16
-"""Of ``attention``: rows of a launch, times heads."""
+"""Of ``decode_attention``: rows of a launch, times heads."""
 MAX_HEADS = 8
-"""Query heads of a key head that one block of ``attention`` takes."""
+"""Query heads of a key head that one block of plain attention takes."""
 MMA_ROWS = 16
 """Rows for which ``dense_sm80`` reads its weight once."""
 TILE = 64
 """Queries and keys of a tile of ``attention_sm80``."""
+SPAN = 64
+"""Keys for which a split of ``decode_attention`` is worth its while."""
+
+
+class Ahead(NamedTuple):
+    """What a kernel asks the L2 cache for: the first ``bytes`` of each of ``runs`` runs of ``run_bytes``."""
+
+    runs: int
+    run_bytes: int
+    bytes: int
+
+
+NOTHING = Ahead(0, 0, 0)
 
 
 def _plan(
@@ -53,15 +68,20 @@ def _ints(*values: int) -> tuple[Argument, ...]:
 @functools.lru_cache(maxsize=1024)
 def embed(device: Device, m: int, vocab: int, width: int, table: str) -> LaunchPlan:
     sizes = _ints(vocab, width)
-    return _plan(device, "embed", {"TABLE": TYPES[table]}, (m, 1, 1), THREADS, ("tokens", "table", "h", *sizes))
+    plan = _plan(device, "embed", {"TABLE": TYPES[table]}, (m, 1, 1), THREADS, ("tokens", "table", "h", *sizes))
+    return replace(plan, dependent=False)
 
 
 @functools.lru_cache(maxsize=1024)
-def rms_norm(device: Device, m: int, width: int, dtype: str, eps: float, *, delta: bool) -> LaunchPlan:
-    defines: dict[str, int | str] = {"X": TYPES[dtype], "HAS_DELTA": int(delta)}
-    arguments = ("h", "delta", "weight", "x", np.int32(width), np.float32(eps))
-    threads = 1024 if width >= 4096 else THREADS
-    return _plan(device, "rms_norm", defines, (m, 1, 1), threads, arguments)
+def rms_norm(
+    device: Device, m: int, width: int, dtype: str, eps: float, *, delta: bool, ahead: Ahead = NOTHING
+) -> LaunchPlan:
+    threads = 256 if width <= 4096 else 1024
+    vectors = ceil_div(width, 4 * threads)
+    defines: dict[str, int | str] = {"X": TYPES[dtype], "HAS_DELTA": int(delta), "VECTORS": vectors}
+    arguments = ("h", "delta", "weight", "x", "next", *_ints(m, width, *ahead), np.float32(eps))
+    blocks = m + (device.sm_count if ahead.bytes else 0)
+    return _plan(device, "rms_norm", defines, (blocks, 1, 1), threads, arguments)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,31 +126,64 @@ def attention(
     sequence_stride: int,
     dtype: str,
 ) -> LaunchPlan:
-    """On tensor cores for several tokens of a sequence where they can do it; otherwise in plain CUDA, with splits."""
+    """On tensor cores where they can do it; otherwise in plain CUDA."""
     sizes = _ints(steps, heads, kv_heads, capacity)
     scalars = (*sizes, np.int64(sequence_stride), np.float32(head_dim**-0.5))
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim}
-    if steps > 1 and device.arch >= MMA_ARCH and head_dim % 16 == 0 and head_dim <= 128:
+    arguments = ("q", "k", "v", "lengths", "out", *scalars)
+    if device.arch >= MMA_ARCH and head_dim % 16 == 0 and head_dim <= 128:
         grid = (ceil_div(steps, TILE), heads, m // steps)
         shared_bytes = 2 * 2 * TILE * (head_dim + 8) * 2  # stages, k and v, rows, padded values, bytes
-        arguments = ("q", "k", "v", "lengths", "out", *scalars)
         return _plan(device, "attention_sm80", defines, grid, 128, arguments, shared_bytes=shared_bytes)
+    part, threads, sharing = _sharing(heads, kv_heads, head_dim)
+    return _plan(device, "attention", {**defines, **sharing}, (heads // part, m, 1), threads, arguments)
+
+
+@functools.lru_cache(maxsize=1024)
+def decode_attention(
+    device: Device,
+    m: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    sequence_stride: int,
+    dtype: str,
+    eps: float,
+    *,
+    norm: bool,
+    ahead: Ahead = NOTHING,
+) -> LaunchPlan:
+    """Its grid depends on no length: a captured graph serves all."""
+    part, threads, sharing = _sharing(heads, kv_heads, head_dim)
+    blocks = m * heads // part
+    if 4 * blocks > device.sm_count:
+        threads = 128  # several blocks a multiprocessor, whose loads and sums overlap
+    splits = max(1, min(MAX_SPLITS, (2 if threads > 128 else 3) * device.sm_count // blocks))
+    defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm), **sharing}
+    defines |= {"MAX_SPLITS": MAX_SPLITS, "SPAN": SPAN}
+    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters", "next")
+    sizes = _ints(heads, kv_heads, capacity, *ahead)
+    scalars = np.int64(sequence_stride), np.float32(head_dim**-0.5), np.float32(eps)
+    grid = (splits, heads // part, m)
+    return _plan(device, "decode_attention", defines, grid, threads, (*buffers, *sizes, *scalars))
+
+
+def _sharing(heads: int, kv_heads: int, head_dim: int) -> tuple[int, int, dict[str, int | str]]:
+    """Query heads and threads of a block of plain attention, and the constants that follow."""
     part = max(i for i in range(1, MAX_HEADS + 1) if heads // kv_heads % i == 0)
     lanes = 1 << (ceil_div(head_dim, 8) - 1).bit_length()
-    # Four blocks for each multiprocessor, whatever the length is: a captured graph serves all.
-    splits = 1 if steps > 1 else max(1, min(MAX_SPLITS, 4 * device.sm_count // (m * heads // part)))
-    defines |= {"HEADS": part, "LANES": lanes, "UNROLL": 2 if part > 4 else 4}
-    buffers = ("q", "k", "v", "lengths", "out", "partials", "counters")
-    return _plan(device, "attention", defines, (splits, heads // part, m), 128, (*buffers, *scalars))
+    threads = 256 if part * head_dim <= 1024 else 128  # the sums of all warps lie in shared memory
+    return part, threads, {"HEADS": part, "LANES": lanes, "UNROLL": 2 if part > 4 else 4}
 
 
 def attention_workspace(plan: LaunchPlan, head_dim: int) -> tuple[int, int]:
-    """float32 values of partial sums, and counters, of a plan of `attention`."""
+    """float32 values of partial sums, and counters, of a plan of `decode_attention`."""
     splits, parts, m = plan.grid
-    heads = dict(plan.kernel.defines).get("HEADS")
-    if not isinstance(heads, int) or splits == 1:
+    heads = dict(plan.kernel.defines)["HEADS"]
+    if splits == 1:
         return 0, 0
-    return m * parts * splits * heads * (head_dim + 2), m * parts
+    return m * parts * MAX_SPLITS * int(heads) * (head_dim + 2), m * parts
 
 
 @functools.lru_cache(maxsize=1024)
@@ -138,12 +191,14 @@ def dense(device: Device, m: int, n: int, k: int, dtype: str, out: str, *, bias:
     defines: dict[str, int | str] = {"X": TYPES[dtype], "Y": TYPES[out], "HAS_BIAS": int(bias)}
     buffers = ("x", "w", "bias", "y")
     if device.arch >= MMA_ARCH and k % 32 == 0:
-        tiles, threads = 2, 128
-        grid = (ceil_div(n, 8 * tiles * (threads // 32)), ceil_div(m, MMA_ROWS), 1)
-        sizes = _ints(m, n, k)
-        return _plan(device, "dense_sm80", {**defines, "TILES": tiles}, grid, threads, (*buffers, *sizes))
+        threads = 512
+        steps = min(8, ceil_div(k, 32 * (threads // 32)))
+        tiles = {8: 2, 4: 3}.get(steps, 4)
+        grid = (min(ceil_div(n, 8 * tiles), device.sm_count), ceil_div(m, MMA_ROWS), 1)
+        defines |= {"TILES": tiles, "STEPS": steps}
+        return _plan(device, "dense_sm80", defines, grid, threads, (*buffers, *_ints(m, n, k)))
     grid = (ceil_div(n, THREADS // 32), m, 1)
-    return _plan(device, "dense", defines, grid, THREADS, (*buffers, np.int32(n), np.int32(k)))
+    return _plan(device, "dense", defines, grid, THREADS, (*buffers, *_ints(n, k)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -202,10 +257,11 @@ def kernels(device: Device) -> Iterator[Kernel]:
         for head_dim in (64, 128):
             for norm in (False, True):
                 yield rope_cache(device, 1, 1, 4, 4, head_dim, 8, 8, dtype, 1e-6, norm=norm).kernel
+                for group in (1, 3, 4, 8):
+                    yield decode_attention(device, 1, group, 1, head_dim, 8, 8, dtype, 1e-6, norm=norm).kernel
             for group in (1, 3, 4, 8):
-                yield attention(device, 1, 1, group, 1, head_dim, 8, 8, dtype).kernel
-            yield attention(device, 2, 2, 1, 1, head_dim, 8, 8, dtype).kernel
-        for k, out in ((64, dtype), (64, "float32"), (72, "float32")):
+                yield attention(device, 2, 2, group, 1, head_dim, 8, 8, dtype).kernel
+        for k, out in ((64, dtype), (64, "float32"), (2048, "float32"), (4096, "float32"), (72, "float32")):
             yield dense(device, 1, 8, k, dtype, out, bias=False).kernel
     for temperature, penalty in ((0.0, 1.0), (0.0, 1.1), (0.8, 1.0), (0.8, 1.1)):
         for advance in (False, True):

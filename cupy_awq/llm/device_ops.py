@@ -16,6 +16,7 @@ from cupy_awq import check, device
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.kernels import llm as kernels
+from cupy_awq.kernels.repack import RECORD_COLUMNS
 from cupy_awq.launch_plan import LaunchPlan
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm import cache as kv
@@ -24,6 +25,7 @@ from cupy_awq.llm.config import Config
 from cupy_awq.llm.sampling import Sampling
 from cupy_awq.llm.source import Linear
 from cupy_awq.ops import gpu
+from cupy_awq.ops.repacking import RepackedWeight
 from cupy_awq.weight import PackedWeight
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 Project = Callable[[Array], Array]
 
+AHEAD_ROWS = 16
+AHEAD_BYTES = 16 << 20
+"""Of a weight that comes next, into the L2 cache."""
 RESERVE = 1 << 29
 """Bytes that a cache leaves for what a forward pass needs."""
 
@@ -102,34 +107,38 @@ class DeviceOps:
         self.run(plan, tokens=tokens, table=table, h=h)
         return h
 
-    def norm(self, h: Array, delta: Array | None, weight: Array) -> Array:
+    def norm(self, h: Array, delta: Array | None, weight: Array, then: Project) -> Array:
         width = h.shape[-1]
+        m = h.size // width
         x = self._empty(h.shape)
-        options = self.dtype.name, self.config.eps
-        plan = kernels.rms_norm(self._facts, h.size // width, width, *options, delta=delta is not None)
-        self.run(plan, h=h, delta=delta, weight=weight, x=x)
+        following, ahead = _following(then, m)
+        options = {"delta": delta is not None, "ahead": ahead}
+        plan = kernels.rms_norm(self._facts, m, width, self.dtype.name, self.config.eps, **options)
+        self.run(plan, h=h, delta=delta, weight=weight, x=x, next=following)
         return x
 
-    def rope_and_append(
-        self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int
+    def attend(
+        self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int, then: Project
     ) -> Array:
-        config = self.config
+        config, dtype = self.config, self.dtype.name
         b, s, _ = qkv.shape
-        q = self._empty((b, s, config.heads, config.head_dim))
-        norm = {"norm": q_norm is not None}
-        plan = kernels.rope_cache(self._facts, b * s, *self._sizes(s, cache), self.dtype.name, config.eps, **norm)
-        arrays = {"cos": cache.cos, "sin": cache.sin, "lengths": cache.lengths}
-        arrays |= {"q": q, "k": cache.k[layer], "v": cache.v[layer]}
-        self.run(plan, qkv=qkv, q_norm=q_norm, k_norm=k_norm, **arrays)
-        return q
-
-    def attention(self, q: Array, cache: Cache, layer: int) -> Array:
-        b, s, heads, head_dim = q.shape
-        out = self._empty((b, s, heads * head_dim))
-        plan = kernels.attention(self._facts, b * s, *self._sizes(s, cache), self.dtype.name)
-        partials, _ = kernels.attention_workspace(plan, head_dim)
-        arrays = {"q": q, "k": cache.k[layer], "v": cache.v[layer], "lengths": cache.lengths, "out": out}
-        self.run(plan, **arrays, partials=self._empty((partials,), np.float32), counters=self._counters)
+        norm = q_norm is not None
+        stride = config.kv_width * cache.capacity
+        sizes = config.heads, config.kv_heads, config.head_dim, cache.capacity, stride
+        out = self._empty((b, s, config.q_width))
+        arrays = {"lengths": cache.lengths, "k": cache.k[layer], "v": cache.v[layer]}
+        new = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cache.cos, "sin": cache.sin}
+        if s == 1:
+            following, ahead = _following(then, b)
+            plan = kernels.decode_attention(self._facts, b, *sizes, dtype, config.eps, norm=norm, ahead=ahead)
+            partials, _ = kernels.attention_workspace(plan, config.head_dim)
+            scratch = {"partials": self._empty((partials,), np.float32), "counters": self._counters, "next": following}
+            self.run(plan, **arrays, **new, **scratch, out=out)
+            return out
+        q = self._empty((b, s, config.q_width))
+        plan = kernels.rope_cache(self._facts, b * s, s, *sizes, dtype, config.eps, norm=norm)
+        self.run(plan, **arrays, **new, q=q)
+        self.run(kernels.attention(self._facts, b * s, s, *sizes, dtype), **arrays, q=q, out=out)
         return out
 
     def cache(self, sequences: int, capacity: int) -> Cache:
@@ -166,11 +175,6 @@ class DeviceOps:
         import cupy
 
         return cupy.empty(shape, self.dtype if dtype is None else dtype)
-
-    def _sizes(self, steps: int, cache: Cache) -> tuple[int, int, int, int, int, int]:
-        config = self.config
-        stride = config.kv_width * cache.capacity
-        return steps, config.heads, config.kv_heads, config.head_dim, cache.capacity, stride
 
     def _module(self, part: Module) -> AwqLinear:
         import cupy
@@ -286,6 +290,17 @@ def _checked(token: int) -> int:
     if token < 0:
         raise ValueError("the logits hold NaN: the model's weights are damaged, or its values overflow")
     return token
+
+
+def _following(then: Project, m: int) -> tuple[Array | None, kernels.Ahead]:
+    """The weight of the product that comes next and what of it to ask for ahead; for few rows, which are the time that
+    memory takes. The weight's columns lie in runs, all of which the product reads from their beginning on."""
+    weight = then._operand if isinstance(then, AwqLinear) else None
+    if m > AHEAD_ROWS or not isinstance(weight, RepackedWeight):
+        return None, kernels.NOTHING
+    runs = -(-weight.shape[1] // RECORD_COLUMNS)
+    run_bytes = weight.repacked.nbytes // runs
+    return weight.repacked, kernels.Ahead(runs, run_bytes, min(run_bytes, AHEAD_BYTES // runs // 128 * 128))
 
 
 def _kind(layer: AwqLinear) -> tuple[Any, ...]:

@@ -69,18 +69,19 @@ class HostOps:
         """Rows of the table: the residual stream, float32 [.., hidden]."""
         return table[tokens].astype(np.float32)
 
-    def norm(self, h: Array, delta: Array | None, weight: Array) -> Array:
-        """RMSNorm of h, to which delta is added first, in place."""
+    def norm(self, h: Array, delta: Array | None, weight: Array, then: Project) -> Array:
+        """RMSNorm of h, to which delta is added first, in place. ``then``: the product that comes next."""
         if delta is not None:
             h += delta
         return _rms_norm(h, weight, self.config.eps)
 
-    def rope_and_append(
-        self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int
+    def attend(
+        self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int, then: Project
     ) -> Array:
-        """q [B, S, heads, head_dim] with its norm and RoPE, from qkv [B, S, (heads + 2 kv_heads) * head_dim].
+        """Causal attention of the newest tokens to all of theirs; [B, S, q_width]. ``then``: the product that follows.
 
-        k, likewise, and v are written to the cache, behind what each sequence has.
+        From qkv [B, S, (heads + 2 kv_heads) * head_dim]; q and k get their norm and RoPE, k and v are written to the
+        cache, behind what each sequence has.
         """
         config = self.config
         b, s, _ = qkv.shape
@@ -94,10 +95,10 @@ class HostOps:
         for i, start in enumerate(cache.lengths.tolist()):
             cache.k[layer, i, :, start : start + s] = rotated[i].swapaxes(0, 1)
             cache.v[layer, i, :, start : start + s] = v[i].swapaxes(0, 1)
-        return _rotate(q, cos, sin)
+        return self._attention(_rotate(q, cos, sin), cache, layer)
 
-    def attention(self, q: Array, cache: Cache, layer: int) -> Array:
-        """Causal attention of q [B, S, heads, head_dim], the newest tokens, to all of theirs; [B, S, q_width]."""
+    def _attention(self, q: Array, cache: Cache, layer: int) -> Array:
+        """Of q [B, S, heads, head_dim]."""
         b, s, heads, head_dim = q.shape
         kv_heads = self.config.kv_heads
         out = np.empty((b, s, heads * head_dim), np.float32)

@@ -54,12 +54,11 @@ class Model:
         h = ops.embed(self.embedding, tokens)
         delta = None
         for i, layer in enumerate(self.layers):
-            x = ops.norm(h, delta, layer.input_norm)
-            q = ops.rope_and_append(layer.qkv(x), layer.q_norm, layer.k_norm, cache, i)
-            delta = layer.o(ops.attention(q, cache, i))
-            x = ops.norm(h, delta, layer.post_norm)
+            x = ops.norm(h, delta, layer.input_norm, layer.qkv)
+            delta = layer.o(ops.attend(layer.qkv(x), layer.q_norm, layer.k_norm, cache, i, layer.o))
+            x = ops.norm(h, delta, layer.post_norm, layer.gate_up)
             delta = layer.down(layer.gate_up(x))
-        return ops.norm(h, delta, self.norm)
+        return ops.norm(h, delta, self.norm, self.head)
 
     def append(self, cache: Cache, sequence: int, tokens: Sequence[int]) -> Iterator[Array]:
         """The hidden states [1, S, hidden] of tokens that go on one sequence, chunk by chunk."""

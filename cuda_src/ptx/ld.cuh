@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// PTX ISA: "Data Movement and Conversion Instructions: ld". sm_70 and newer.
+#pragma once
+
+namespace ptx {
+
+// ld.global.nc.L1::no_allocate: 16 bytes that nobody writes meanwhile and that are read once.
+__device__ __forceinline__ void ld_global_no_allocate(unsigned (&out)[4], const void* source) {
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "l"(source));
+}
+
+}  // namespace ptx

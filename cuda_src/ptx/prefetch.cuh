@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+// PTX ISA: "Data Movement and Conversion Instructions: prefetch".
+#pragma once
+
+namespace ptx {
+
+// prefetch.global.L2: asks for the line that holds an address.
+__device__ __forceinline__ void prefetch_global_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+}  // namespace ptx
