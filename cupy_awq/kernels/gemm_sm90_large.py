@@ -113,7 +113,7 @@ class GemmSm90LargeConfig:
     def workspace(self, problem: Problem) -> tuple[int, int]:
         if not self.shared:
             return 0, 0
-        return self.sharers * self.cluster * self.block_m * BLOCK_N * 4, self.shared * self.cluster * 2
+        return self.sharers * self.cluster * self.block_m * BLOCK_N * 4, self.shared * self.cluster * self.warpgroups
 
 
 class GemmSm90Large:
