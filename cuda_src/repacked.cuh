@@ -124,8 +124,8 @@ struct RawCodes<bfloat16_t> {
   }
 };
 
-// Codes to the registers of operand A as (q - z) * scale * factor, rounded once, for a lane's two columns. The factor is
-// a power of two that brings all scales to where T holds them in full.
+// Codes to the registers of operand A as (q - z) * scale * factor, rounded once, for a lane's two columns. The factor
+// is a power of two that brings all scales to where T holds them in full.
 template <class T>
 struct ScaledCodes;
 

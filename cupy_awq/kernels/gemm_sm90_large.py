@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cupy_awq.device import Device
-from cupy_awq.kernels.gemm_sm90 import layout
+from cupy_awq.kernels.gemm_sm90 import layout, powered
 from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
 from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K
 from cupy_awq.launch_plan import Kernel, LaunchPlan, TensorMap
@@ -97,18 +97,20 @@ class GemmSm90LargeConfig:
         )
 
     def microseconds(self, problem: Problem, device: Device) -> float:
-        """The steps of the busiest cluster, or all products at the rate that the chip's power allows.
+        """The steps of the busiest cluster, and what sharing takes.
 
-        Fitted to 30 problems from 256 to 8192 rows on an H100: 6% off (root mean square), and its first choice took
-        1.01 times as long as the best (geometric mean).
+        Fitted to 21 problems from 64 to 4096 rows on an H100: 5% off (root mean square), and its first choice took 1.02
+        times as long as the best (geometric mean; at most 1.10, where times vary by 5%).
         """
         workers = self.blocks // self.cluster
         steps = ceil_div(problem.k, RECORD_K)
         rounds = ceil_div(self.units(problem) - self.shared, workers)
         share = self.shared * steps / self.sharers if self.shared else 0.0
-        busiest = 1.55 * (rounds * steps + share)
-        sums = 4.0 + 2.0 * self.splits if self.shared else 0.0
-        return 2.0 + max(busiest, 2 * problem.m * problem.n * problem.k / 650e6) + sums
+        one = (0.92 if self.block_m == 64 else 1.28) * (1.06 if self.cluster > 1 else 1.0)
+        work = powered(one * (rounds * steps + share), problem)
+        stream = problem.weight_bytes / (device.read_gbs * 1e3)
+        sums = 4.4 + 1.7 * self.splits + 0.01 * work if self.shared else 0.0
+        return max(work, stream) + sums
 
     def workspace(self, problem: Problem) -> tuple[int, int]:
         if not self.shared:
