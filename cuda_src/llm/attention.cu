@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int i = 2 * threadIdx.x; i < kHeads * kHeadDim; i += 2 * THREADS) {
     float top, total;
     const Vector<float, 2> sums = block.get(i / kHeadDim, i % kHeadDim, top, total);
-    store<true>(out + target + i, Vector<X, 2>{from_float<X>(sums.values[0] / total),
-                                               from_float<X>(sums.values[1] / total)});
+    store<true>(out + target + i,
+                Vector<X, 2>{from_float<X>(sums.values[0] / total), from_float<X>(sums.values[1] / total)});
   }
 }

@@ -16,8 +16,8 @@
 // HEAD_DIM a multiple of 8 up to 256, any architecture. Every key is read once for HEADS query heads that share it.
 //
 // grid (splits, heads / HEADS, m): as many of the splits as have SPAN keys or more are at work, whatever the length is
-// when the launch is captured. Each group of LANES lanes keeps a softmax of its own. Groups, warps, and then splits, are
-// merged in a fixed order: the same bits at every run.
+// when the launch is captured. Each group of LANES lanes keeps a softmax of its own. Groups, warps, and then splits,
+// are merged in a fixed order: the same bits at every run.
 //
 // Programmatic dependent launch: `lengths` and what the cache holds already are read before griddepcontrol.wait. Steps
 // begin with `embed`, which is launched only when all before it has ended.
@@ -31,11 +31,13 @@ constexpr int kRecord = kHeadDim + 2;
 
 static_assert(kMaxSplits <= 32, "a lane weighs a split");
 
-extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1 : kHeads > 4 ? 2 : 3)
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
+                                                      : kHeads > 4  ? 2
+                                                                    : 3)
     decode_attention(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
                      const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters,
-                     const uint8_t* next, int heads, int kv_heads, int capacity, int runs, int run_bytes, int ahead_bytes,
-                     int64_t sequence_stride, float scale, float eps) {
+                     const uint8_t* next, int heads, int kv_heads, int capacity, int runs, int run_bytes,
+                     int ahead_bytes, int64_t sequence_stride, float scale, float eps) {
   __shared__ BlockSoftmax block;
   __shared__ alignas(16) float queries[kHeads][kHeadDim];
   __shared__ alignas(16) X new_key[kHeadDim];

@@ -9,10 +9,10 @@
 // k a multiple of 32; sm_80 and newer. grid (blocks, tiles of 16 rows): for up to 16 rows w is read once.
 //
 // A block walks over tiles of 8 * TILES columns; its warps share K, each with STEPS steps of 32 k at a time. So a block
-// reads whole rows of w that follow each other: rows read in parts by many warps cost a third of the memory's bandwidth.
-// Operands come straight from global memory. A sum over k may be taken in any order, so lane t of a row loads 16 adjacent
-// bytes, k 8t .. 8t + 7 of 32, and its four pairs serve as the pairs that two instructions want at 2t and 2t + 8; x is
-// loaded in the same order. w does not push x out of L1.
+// reads whole rows of w that follow each other: rows read in parts by many warps cost a third of the memory's
+// bandwidth. Operands come straight from global memory. A sum over k may be taken in any order, so lane t of a row
+// loads 16 adjacent bytes, k 8t .. 8t + 7 of 32, and its four pairs serve as the pairs that two instructions want at 2t
+// and 2t + 8; x is loaded in the same order. w does not push x out of L1.
 //
 // Programmatic dependent launch: the first of w is read before griddepcontrol.wait.
 #include "llm/begin.cuh"

@@ -8,8 +8,8 @@
 //   x       X [m, width]
 //   next    what is asked for ahead (begin.cuh), by the blocks behind the first m
 //
-// width a multiple of 4 up to THREADS * 4 * VECTORS, any architecture. One block a row; all arrays start at multiples of
-// 16 bytes.
+// width a multiple of 4 up to THREADS * 4 * VECTORS, any architecture. One block a row; all arrays start at multiples
+// of 16 bytes.
 #include "llm/begin.cuh"
 
 constexpr int kWarps = THREADS / 32;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The softmax-weighted sum of values that a group of LANES lanes keeps for each of HEADS query heads, key by key; lane l
-// has the values 8 l to 8 l + 7 of a head of HEAD_DIM.
+// The softmax-weighted sum of values that a group of LANES lanes keeps for each of HEADS query heads, key by key; lane
+// l has the values 8 l to 8 l + 7 of a head of HEAD_DIM.
 #pragma once
 
 #include "llm/begin.cuh"
