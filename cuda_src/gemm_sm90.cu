@@ -8,7 +8,6 @@
 // its scale. SCALED: weights enter as (q - z) * s * scale_factor, rounded once, and the sums over all of K are
 // multiplied by result_factor in the end; both are powers of two.
 #include "gemm_sm90.cuh"
-#include "ptx/wgmma.cuh"
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_sm90 needs sm_90a");
 
@@ -23,15 +22,6 @@ static_assert(kXBytes == kDepth * 2 * kXHalfBytes && kXRingBytes == kStages * kX
 static_assert(!kScaled || kDepth == 1, "a stage is a step");
 static_assert(!kScaled || kStages >= 2 * kTeams, "a stage is released while its team is at the next");
 static_assert(kRecords == kWarpgroups * kTiles * 2, "a warpgroup makes 64 columns at a time");
-
-template <bool ACCUMULATE, int COUNT>
-__device__ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint32_t b) {
-  if constexpr (Codes<X>::kMagic == Codes<half_t>::kMagic) {
-    ptx::wgmma_f16<ACCUMULATE>(d, a, b);
-  } else {
-    ptx::wgmma_bf16<ACCUMULATE>(d, a, b);
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     gemm_sm90(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const __grid_constant__ TensorMap x_map,

@@ -23,10 +23,10 @@
 #pragma once
 
 #include "epilogue.cuh"
+#include "hopper.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "repacked.cuh"
 
@@ -79,11 +79,6 @@ static_assert(kRecords <= 32, "each lane of the producer copies one record");
 static_assert(!kGated || kRecords % 2 == 0, "the gate takes half of the records");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 
-// 128 bytes that the driver encodes.
-struct alignas(64) TensorMap {
-  uint8_t bytes[128];
-};
-
 // The walk over the stages.
 struct Position {
   int stage;
@@ -118,11 +113,6 @@ struct Tile {
   __device__ __forceinline__ uint32_t full(int stage) const { return shared_begin + kBarrierBegin + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
 };
-
-__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
-  }
-}
 
 __device__ __forceinline__ void synchronize_cluster() {
   if constexpr (kSplits == 1) {

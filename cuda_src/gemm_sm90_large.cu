@@ -13,28 +13,31 @@
 // k a multiple of 64, n of 8 (gated: of 64). sm_90a. The product is made transposed, y^T = W^T x^T: the weight is
 // operand A, dequantized in registers; x is B.
 //
-// A block makes tiles of BLOCK_M rows and 256 columns: two warpgroups with 128 columns each, as two tiles of 64 columns
-// for the instruction. Wide tiles, because 4-bit weights cost little to read: at full rate a block takes 16 bytes of x
-// and 8 of the weight a clock from L2, where a tile of 256 rows and 128 columns would take 32 and 4. A warpgroup
-// converts 64 columns and k while the tensor cores have the 64 before. Blocks are persistent: the producer fills stages
-// for the next tile while the warpgroups store the last, and the one that comes first to the end of a tile stores it
-// while the other has the tensor cores.
+// A block makes tiles of BLOCK_M rows and 256 columns: WARPGROUPS warpgroups with as many columns each, 64 at a time for
+// the instruction. Wide tiles, because 4-bit weights cost little to read: at full rate a block of 128 rows takes 16
+// bytes of x and 8 of the weight a clock from L2, where a tile of 256 rows and 128 columns would take 32 and 4. A
+// warpgroup converts 64 columns and k while the tensor cores have the 64 before. Blocks are persistent: the producer
+// fills stages for the next tile while the warpgroups store the last, and the one that comes first to the end of a tile
+// stores it while the other has the tensor cores.
 //
 // CLUSTER blocks take neighbouring columns of the same rows. Each of them brings its part of every stage of x to all of
 // them.
 //
-// Measured on an H100: 620 to 720 TFLOP/s where the tiles fill the chip, at its limit of 700 W (1.3 to 1.5 GHz) in all
-// that takes longer than 0.3 ms, so what remains to be saved is energy. A shared unit costs about 8 us: its partial
-// sums go through L2.
+// Measured on an H100: 690 to 750 TFLOP/s where the tiles fill the chip, at its limit of 700 W (1.3 to 1.6 GHz) in all
+// that takes longer than 0.3 ms, so instructions cost speed twice, as slots and as energy: 315 of them a step and warp
+// instead of 420 (scales made ready once for both halves of a record, descriptors in uniform registers) brought 7 to
+// 10%. Most stalls are of dispatch: accumulators seem to take the registers' ports. At 128 rows the tensor cores are busy
+// for 90% of the cycles with 33% of the issue slots in use, at 64 rows for 59% with 51%. Scales that are powers of two,
+// which leave multipliers little to do, gained 4%. Clusters of two are 6% slower. A shared unit costs about 8 us: its
+// partial sums go through L2.
 #include "epilogue.cuh"
+#include "hopper.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/wgmma.cuh"
 #include "repacked.cuh"
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_sm90_large needs sm_90a");
@@ -72,11 +75,6 @@ static_assert(kWarpgroups == 2 || (kWarpgroups == 4 && kBlockM <= 64 && !kGated)
 static_assert(kCluster == 1 || kCluster == 2, "a stage of x has two parts");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(kBlockM % kStoreRows == 0, "rows are stored 32 at a time");
-
-// 128 bytes that the driver encodes.
-struct alignas(64) TensorMap {
-  uint8_t bytes[128];
-};
 
 // The walk over the stages, on over all tiles of a block.
 struct Position {
@@ -145,11 +143,6 @@ struct Schedule {
   static __device__ __forceinline__ int rank() { return kCluster == 1 ? 0 : ptx::cluster_ctarank(); }
 };
 
-__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
-  }
-}
-
 __device__ __forceinline__ void synchronize_cluster() {
   if constexpr (kCluster == 1) {
     __syncthreads();
@@ -172,14 +165,6 @@ struct Shared {
   __device__ __forceinline__ uint32_t full(int stage) const { return begin + kBarrierBegin + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
 };
-
-__device__ __forceinline__ void wgmma(float (&d)[kSums], const uint32_t (&a)[4], uint32_t b) {
-  if constexpr (Codes<X>::kMagic == Codes<half_t>::kMagic) {
-    ptx::wgmma_f16<true>(d, a, b);
-  } else {
-    ptx::wgmma_bf16<true>(d, a, b);
-  }
-}
 
 // The producer warp.
 __device__ __forceinline__ void produce(const Shared& shared, Schedule& schedule, const uint8_t* weight,
@@ -414,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           ptx::wgmma_fence();
 #pragma unroll
           for (int s = 0; s < 4; ++s) {
-            wgmma(sums[b / 2], a[b % 2][s], x_begin + b % 2 * (kXHalfBytes / 16) + s * 2);
+            wgmma<true>(sums[b / 2], a[b % 2][s], x_begin + b % 2 * (kXHalfBytes / 16) + s * 2);
           }
           ptx::wgmma_commit_group();
           // The tensor cores have this block; the next is converted meanwhile. After the last one a block is converted
