@@ -11,7 +11,9 @@
 //
 // Any k and block, any architecture. WIDE: k and block are multiples of 8, and so moves of 16 bytes are aligned.
 //
-// LANES adjacent threads take a block, 8 (or 1) values each at a time; they read x twice, the second time from L1.
+// LANES adjacent threads take a block in ROUNDS, 8 (or 1) values each at a time. The
+// grid is [.., rows, ..]: block (i, j, l) takes the i-th blocks of x that THREADS / LANES groups can take of row
+// l * gridDim.y + j.
 #include "types.cuh"
 
 constexpr int kLanes = LANES;
@@ -20,10 +22,15 @@ constexpr int kValues = WIDE ? 8 : 1;
 constexpr bool kSymmetric = SYMMETRIC;
 constexpr bool kHalfEven = HALF_EVEN;
 constexpr int kWarps = kLanes / 32;
+constexpr int kStride = kLanes * kValues;
+constexpr int kRounds = ROUNDS;  // of all lanes over a block
+constexpr int kKept = kRounds <= 4 ? kRounds : 1;
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: its last mantissa bit is worth 1
 
 static_assert(kLanes <= 32 ? 32 % kLanes == 0 : kLanes == kThreads, "lanes are a part of a warp, or the whole block");
 
 using int8_t = signed char;
+using Values = Vector<X, kValues>;
 
 // op over all lanes of a block of x. Every thread calls it.
 template <class T, class Op>
@@ -48,78 +55,136 @@ __device__ __forceinline__ float round_code(float ratio) {
   return fabsf(ratio - whole) >= 0.5f ? whole + copysignf(1.0f, ratio) : whole;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    quantize_rows(const X* x, int8_t* codes, float* scale, float* offset, int32_t* sums, int m, int k, int block,
-                  int ldx) {
+// Bytes of a word of codes, added to a sum.
+__device__ __forceinline__ int32_t add_codes(uint32_t word, int32_t sum) {
+#if __CUDA_ARCH__ >= 610
+  return __dp4a(static_cast<int>(word), 0x01010101, sum);
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum += static_cast<int8_t>(word >> (8 * i));
+  return sum;
+#endif
+}
+
+// body(i, values) for each 8 (or 1) values of a lane, from i on; few stay in registers.
+template <class Body>
+__device__ __forceinline__ void for_each(Values (&kept)[kKept], const X* source, int begin, int end, Body body) {
+  if constexpr (kKept == kRounds) {
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      if (begin + round * kStride < end) body(begin + round * kStride, kept[round]);
+    }
+  } else {
+    for (int i = begin; i < end; i += kStride) {
+      load<true>(kept[0], source + i);
+      body(i, kept[0]);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1536 / THREADS)
+    quantize_rows(const X* __restrict__ x, int8_t* __restrict__ codes, float* scale, float* offset, int32_t* sums,
+                  int m, int k, int block, int ldx) {
   // One for each value that is reduced, so that no warp overwrites what another has yet to read.
   __shared__ float shared_high[32];
   __shared__ float shared_low[32];
-  __shared__ float shared_poison[32];
+  __shared__ uint32_t shared_largest[32];
   __shared__ int32_t shared_sum[32];
   const int blocks = ceil_div(k, block);
-  const int64_t index = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
-  const bool is_there = index < static_cast<int64_t>(m) * blocks;
-  const int row = is_there ? static_cast<int>(index / blocks) : 0;
-  const int begin = static_cast<int>(index % blocks) * block + threadIdx.x % kLanes * kValues;
-  const int end = is_there ? min(static_cast<int>(index % blocks) * block + block, k) : 0;
+  const int row = blockIdx.z * gridDim.y + blockIdx.y;
+  const int index = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const bool is_there = row < m && index < blocks;
+  const int begin = index * block + threadIdx.x % kLanes * kValues;
+  const int end = is_there ? min(index * block + block, k) : 0;
   const X* source = x + static_cast<int64_t>(row) * ldx;
 
+  Values kept[kKept];
+  if constexpr (kKept == kRounds) {
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      if (begin + round * kStride < end) load<true>(kept[round], source + begin + round * kStride);
+    }
+  }
   const float infinity = __uint_as_float(0x7f800000u);
   float high = -infinity;
   float low = infinity;
-  float poison = 0.0f;  // NaN once a value was not finite: maximum and minimum ignore NaN
-  for (int i = begin; i < end; i += kLanes * kValues) {
-    Vector<X, kValues> values;
-    load<true>(values, source + i);
+  uint32_t largest = 0;  // |x| as integers, whose order is that of numbers, with infinity and NaN above them
+  for_each(kept, source, begin, end, [&](int i, const Values& values) {
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
       const float value = to_float(values.values[v]);
-      poison += value * 0.0f;
-      high = fmaxf(high, kSymmetric ? fabsf(value) : value);
-      if constexpr (!kSymmetric) low = fminf(low, value);
+      largest = max(largest, __float_as_uint(fabsf(value)));
+      if constexpr (!kSymmetric) {
+        high = fmaxf(high, value);
+        low = fminf(low, value);
+      }
     }
-  }
-  auto maximum = [](float a, float b) { return fmaxf(a, b); };
-  auto minimum = [](float a, float b) { return fminf(a, b); };
-  auto add = [](float a, float b) { return a + b; };
-  auto count = [](int32_t a, int32_t b) { return a + b; };
-  high = reduce(high, maximum, shared_high);
-  if constexpr (!kSymmetric) low = reduce(low, minimum, shared_low);
-  poison = reduce(poison, add, shared_poison);
-
+  });
+  largest = reduce(largest, [](uint32_t a, uint32_t b) { return max(a, b); }, shared_largest);
   float step;
   float origin = 0.0f;
   if constexpr (kSymmetric) {
-    step = __fdiv_rn(high, 127.0f);
+    step = __fdiv_rn(__uint_as_float(largest), 127.0f);
   } else {
+    high = reduce(high, [](float a, float b) { return fmaxf(a, b); }, shared_high);
+    low = reduce(low, [](float a, float b) { return fminf(a, b); }, shared_low);
     step = __fdiv_rn(__fsub_rn(high, low), 255.0f);
     const bool is_wide = step > 1e-5f;
     origin = is_wide ? __fsub_rn(high, __fmul_rn(127.0f, step)) : high;
     if (!is_wide) step = 1.0f;
   }
-  const bool is_finite = poison == 0.0f && step < infinity;
+  const bool is_finite = largest < 0x7f800000u && step < infinity;
   const bool has_codes = is_finite && step > 0.0f;
 
+  // The product with the reciprocal is less than 1e-4 off the rounded quotient, and so has the same code unless it lies
+  // about half-way between two.
+  const float reciprocal = __fdiv_rn(1.0f, step);
+  const bool is_plain = has_codes && step > 1e-30f && step < 1e30f;
+  int8_t* target = codes + static_cast<int64_t>(row) * k;
   int32_t total = 0;
-  for (int i = begin; i < end; i += kLanes * kValues) {
-    Vector<X, kValues> values;
-    load<true>(values, source + i);
-    Vector<int8_t, kValues> out;
+  for_each(kept, source, begin, end, [&](int i, const Values& values) {
+    bool is_sure = false;
+    if constexpr (kValues == 8) {
+      uint32_t bits[8];
+      is_sure = is_plain;
 #pragma unroll
-    for (int v = 0; v < kValues; ++v) {
-      const float ratio = __fdiv_rn(__fsub_rn(to_float(values.values[v]), origin), step);
-      const float rounded = fminf(fmaxf(round_code(ratio), -128.0f), 127.0f);
-      const int code = has_codes ? static_cast<int>(rounded) : 0;
-      out.values[v] = static_cast<int8_t>(code);
-      total += code;
+      for (int v = 0; v < 8; ++v) {
+        float ratio = __fsub_rn(to_float(values.values[v]), origin) * reciprocal;
+        if constexpr (!kSymmetric) ratio = fminf(fmaxf(ratio, -128.0f), 127.0f);
+        // Rounded to an integer, which stands in the lowest bits.
+        const float shifted = ratio + kMagic;
+        bits[v] = __float_as_uint(shifted);
+        is_sure &= fabsf(ratio - (shifted - kMagic)) < 0.4999f;
+      }
+      if (is_sure) {
+        Vector<uint32_t, 2> words;
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+          const uint32_t first = __byte_perm(bits[4 * w], bits[4 * w + 1], 0x0040);
+          const uint32_t second = __byte_perm(bits[4 * w + 2], bits[4 * w + 3], 0x0040);
+          words.values[w] = __byte_perm(first, second, 0x5410);
+          total = add_codes(words.values[w], total);
+        }
+        *reinterpret_cast<Vector<uint32_t, 2>*>(target + i) = words;
+      }
     }
-    store<true>(codes + static_cast<int64_t>(row) * k + i, out);
-  }
-  total = reduce(total, count, shared_sum);
-  const float nan = __uint_as_float(0x7fffffffu);
+    if (!is_sure) {
+#pragma unroll 1
+      for (int v = 0; v < kValues; ++v) {
+        const float ratio = __fdiv_rn(__fsub_rn(to_float(source[i + v]), origin), step);
+        const float rounded = fminf(fmaxf(round_code(ratio), -128.0f), 127.0f);
+        const int code = has_codes ? static_cast<int>(rounded) : 0;
+        target[i + v] = static_cast<int8_t>(code);
+        total += code;
+      }
+    }
+  });
+  total = reduce(total, [](int32_t a, int32_t b) { return a + b; }, shared_sum);
   if (is_there && threadIdx.x % kLanes == 0) {
-    scale[index] = is_finite ? step : nan;
-    if constexpr (!kSymmetric) offset[index] = is_finite ? origin : nan;
-    sums[index] = total;
+    const int64_t at = static_cast<int64_t>(row) * blocks + index;
+    const float nan = __uint_as_float(0x7fffffffu);
+    scale[at] = is_finite ? step : nan;
+    if constexpr (!kSymmetric) offset[at] = is_finite ? origin : nan;
+    sums[at] = total;
   }
 }

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from cupy_awq import check, device
 from cupy_awq.int8 import arguments, forms, gemm_int8, quantize_activations, reference
-from cupy_awq.kernels.int8 import IntegerProduct, MmaConfig, RowQuantization, SimtConfig, choose, configs, refuse
+from cupy_awq.kernels.int8 import (
+    HopperConfig,
+    IntegerProduct,
+    MmaConfig,
+    RowQuantization,
+    SimtConfig,
+    choose,
+    configs,
+    refuse,
+    refuse_hopper,
+)
 from tests.backends import BACKENDS, LANDINGS, runner
 from tests.test_int8 import random_weight
 from tests.test_kernels import ARCHS, DTYPES, facts, strided
@@ -35,6 +45,8 @@ def test_quantization_gives_the_references_bits(backend: str, arch: int, data: s
     symmetric, half_even = data.draw(st.booleans()), data.draw(st.booleans())
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     x = (rng.standard_normal((m, k)) * 2.0 ** rng.integers(-8, 8, (m, 1))).astype(DTYPES[dtype])
+    x[-1] = rng.integers(-254, 255, k) / 2  # where the largest is 127 the scale is 1, and many lie half-way
+    x[-1, ::block] = 127
     x[0, : k // 2] = data.draw(st.sampled_from([0.0, 1.5, np.nan, np.inf, -np.inf]))
     x = strided(x, data.draw(st.sampled_from([0, 8])))
     x.flags.writeable = False
@@ -51,7 +63,7 @@ def test_quantization_gives_the_references_bits(backend: str, arch: int, data: s
 def check_product(
     backend: str,
     problem: IntegerProduct,
-    config: MmaConfig | SimtConfig,
+    config: HopperConfig | MmaConfig | SimtConfig,
     here: device.Device,
     weight_block: int,
     seed: int,
@@ -71,10 +83,13 @@ def check_product(
     partials, counters = config.workspace(problem)
     buffers = {
         **dict(zip(("xq", "x_scale", "x_offset", "x_sums"), quantized, strict=True)),
-        "codes": forms.product_codes(weight),
-        "parameters": forms.product_parameters(weight, problem.block),
         "bias": bias,
     }
+    if isinstance(config, HopperConfig):
+        buffers["weight"] = forms.records(weight, problem.block, problem.x_offset)
+    else:
+        buffers["codes"] = forms.product_codes(weight)
+        buffers["parameters"] = forms.product_parameters(weight, problem.block)
     for a in buffers.values():
         if a is not None:
             a.flags.writeable = False
@@ -140,18 +155,56 @@ def test_any_integer_product(backend: str, arch: int, data: st.DataObject) -> No
     check_product(backend, problem, config, here, weight_block, seed=draw(st.integers(0, 99)))
 
 
+# m, n, k, block, bits, x_offset, weight_offset, dtype, bias, clamps, spare columns of y, cluster, blocks
+HOPPER = (
+    (70, 270, 272, 128, 4, False, True, "float16", None, False, 0, 1, 4),
+    (70, 270, 272, 128, 4, False, False, "float16", "float16", True, 2, 2, 2),
+    (131, 40, 144, 128, 4, True, True, "float32", None, False, 1, 1, 1),
+    (1, 300, 400, 256, 8, True, True, "bfloat16", "float32", False, 4, 2, 2),
+    (65, 64, 192, 64, 4, False, True, "float16", None, True, 0, 1, 1),
+    (129, 257, 144, 32, 4, True, False, "float16", "bfloat16", False, 7, 1, 2),
+    (3, 515, 144, 32, 8, False, True, "float32", None, False, 5, 2, 4),
+    (66, 72, 1040, 1040, 8, False, False, "float16", None, False, 0, 1, 1),
+    (66, 72, 1040, 1040, 4, True, True, "bfloat16", None, False, 0, 1, 1),
+)
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_integer_products_of_hopper(backend: str, case: tuple) -> None:
+    """Blocks within and across steps of 128 k, stages that come round, several tiles a block, ends in M, N and K."""
+    m, n, k, block, bits, x_offset, weight_offset, dtype, bias, clamps, spare, cluster, blocks = case
+    problem = IntegerProduct(
+        *(m, n, k, block, bits, x_offset, weight_offset, dtype, bias),
+        activation="clamp" if clamps else None,
+        limits=(-0.5, 0.75),
+        wide=(n + spare) * np.dtype(DTYPES[dtype]).itemsize % 16 == 0,
+        stride=n + spare,
+    )
+    here = facts(90, backend)
+    assert refuse_hopper(problem, here) is None
+    weight_block = k if problem.blocks == 1 else 2 * block
+    check_product(backend, problem, HopperConfig(cluster, blocks), here, weight_block, seed=m)
+
+
 def test_selection_fills_the_multiprocessors_and_says_why_it_refuses() -> None:
     here = device.nominal(90)
-    few = choose(IntegerProduct(1, 4096, 4096, 128, 4, False, True, "float16"), here)
-    many = choose(IntegerProduct(4096, 4096, 4096, 128, 4, False, True, "float16"), here)
+    one = IntegerProduct(1, 4096, 4096, 128, 4, False, True, "float16")
+    few, many = choose(one, here), choose(replace(one, m=4096), device.nominal(80))
     assert isinstance(few, MmaConfig)
     assert isinstance(many, MmaConfig)
     assert (few.block_m, few.splits) == (16, 8)
     assert (many.block_m, many.block_n, many.splits) == (128, 128, 1)
+    assert choose(replace(one, m=4096), here) == HopperConfig(2, 132)
+    assert choose(replace(one, m=4096, n=256 * 33), here) == HopperConfig(1, 132)
+    assert isinstance(choose(replace(one, m=4096, block=96), here), MmaConfig)
     problem = IntegerProduct(1, 64, 72, 36, 4, False, True, "float16")
     assert refuse(problem, device.nominal(75)) == "needs sm_80 or newer, not sm_75"
     assert refuse(problem, here) == "needs rows of xq that start at multiples of 16 bytes"
     assert refuse(replace(problem, k=96), here) == "needs blocks that are multiples of 32 columns, not 36"
+    wanted = "needs blocks of 32, 64, or a multiple of 128 columns, not 96"
+    assert refuse_hopper(replace(problem, k=960, block=96), here) == wanted
+    assert refuse_hopper(one, device.nominal(100)) == "needs sm_90, not sm_100"
     assert isinstance(choose(problem, here), SimtConfig)
 
 
@@ -159,7 +212,8 @@ def test_selection_fills_the_multiprocessors_and_says_why_it_refuses() -> None:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
-    ("m", "n", "k", "block"), [(1, 256, 512, 128), (9, 100, 96, 32), (300, 520, 1024, 128), (5, 7, 33, 10)]
+    ("m", "n", "k", "block"),
+    [(1, 256, 512, 128), (9, 100, 96, 32), (300, 520, 1024, 128), (1000, 4096, 512, 64), (5, 7, 33, 10)],
 )
 def test_operations_on_a_gpu_agree_with_those_on_the_cpu(
     dtype: str, bits: int, m: int, n: int, k: int, block: int

@@ -19,7 +19,7 @@ from tests.test_int8_kernels import check_product
 CONVOLUTION = with_strides(
     conv2d.Sizes(2, 9, 9, 40, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1), block=8, bits=8, weight_offset=True, dtype="float16"
 )
-RACE, VALUES = ("race", "race"), ("values", "values")
+RACE, VALUES, BARRIER = ("race", "race"), ("values", "values"), ("barrier", "barrier")
 
 SEEDS = {
     "a tile is multiplied before the copies of other threads are there": (
@@ -37,6 +37,25 @@ SEEDS = {
     "a block takes the scales of the one before": (
         "gemm_int8_sm80.cu", "if (is_end && within + 1 < kXBlocks) {\n          ++within;",
         "if (is_end && within + 1 < kXBlocks) {", VALUES,
+    ),
+    "a stage is given back while it is multiplied": (
+        "gemm_int8_sm90.cu", "            ptx::wgmma_wait_group<0>();\n", "", ("race", "race"),
+    ),
+    "a stage is read before the parameters of x are there": (
+        "gemm_int8_sm90.cu", "shared.full(lane), 1 + kParameterWarps", "shared.full(lane), 1",
+        ("barrier", "uninitialised"),
+    ),
+    "a block of the cluster brings rows before the other is done with the stage": (
+        "gemm_int8_sm90.cu", "kConsumerWarps * kCluster);", "kConsumerWarps);", BARRIER,
+    ),
+    "the turn is not passed on": (
+        "gemm_int8_sm90.cu", "            end_turn();\n", "", ("deadlock", "deadlock"),
+    ),
+    "codes of high nibbles come from the low ones": (
+        "gemm_int8_sm90.cu", "kWeightOffset ? word & kHigh :", "kWeightOffset ? word & kLow :", VALUES,
+    ),
+    "offsets of x are added with the sums of another block": (
+        "gemm_int8_sm90.cu", "step * kXBlocks + b, blocks - 1)", "step * kXBlocks, blocks - 1)", VALUES,
     ),
     "the next weights overwrite those still read": (
         "conv2d_sm80.cu", "    buffer ^= 1;\n", "", RACE,
@@ -57,6 +76,11 @@ def outcome(file: str, landing: str) -> str:
     try:
         if file.startswith("conv2d"):
             check_convolution(landing, CONVOLUTION, conv2d.MmaConfig(32, 2, 2, 3, 1), here, seed=0)
+        elif file == "gemm_int8_sm90.cu":
+            # Three steps, or stages that come round; blocks within a step.
+            for k, block in ((1040, 128), (272, 64)):
+                problem = int8.IntegerProduct(70, 304, k, block, 4, True, True, "float16")
+                check_product(landing, problem, int8.HopperConfig(2, 2), device.nominal(90), block, seed=0)
         else:
             # Of five tiles of K for two splits; a block of 96 belongs to both, one of 64 to one.
             for block in (64, 96):
@@ -69,7 +93,7 @@ def outcome(file: str, landing: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("file", ["gemm_int8_sm80.cu", "conv2d_sm80.cu"])
+@pytest.mark.parametrize("file", ["gemm_int8_sm80.cu", "gemm_int8_sm90.cu", "conv2d_sm80.cu"])
 def test_the_kernels_are_right_before_a_bug_is_planted(file: str) -> None:
     assert outcome(file, "latest") == "nothing"
 

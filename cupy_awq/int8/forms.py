@@ -10,7 +10,7 @@ import numpy as np
 from cupy_awq.check import Array
 from cupy_awq.int8.weight import PackedConvWeight
 from cupy_awq.kernels.conv2d import UNIT
-from cupy_awq.kernels.int8 import PAD_N, STEP_K
+from cupy_awq.kernels.int8 import BLOCK_K, PAD_N, RECORD_N, STEP_K
 from cupy_awq.kernels.problem import ceil_div
 from cupy_awq.packing import namespace, pack_int4, pack_int8
 
@@ -33,23 +33,79 @@ def product_codes(weight: PackedConvWeight) -> Array:
 def product_parameters(weight: PackedConvWeight, block: int) -> Array:
     """Scale, offset, and sum of the codes times scale, float32 [3, blocks of x, N padded]."""
     if ("parameters", block) not in weight.prepared:
-        n, _, _, k = weight.shape
-        xp = namespace(weight.codes)
-        begins = range(0, k, block)
-        at = xp.asarray([begin // weight.block_size for begin in begins])
-        rows = weight.codes.reshape(n, k)
-        half = 1 << (weight.bits - 1)
-        sums = [
-            rows[:, begin : begin + block].sum(1, dtype=np.int64) - half * min(block, k - begin) for begin in begins
-        ]
-        parameters = xp.zeros((3, len(at), ceil_div(n, PAD_N) * PAD_N), np.float32)
-        scale = weight.scale.astype(np.float32).take(at, axis=1).T
+        n = weight.shape[0]
+        scale, offset, sums = _of_blocks(weight, block)
+        parameters = namespace(weight.codes).zeros((3, len(scale), ceil_div(n, PAD_N) * PAD_N), np.float32)
         parameters[0, :, :n] = scale / 16 if weight.bits == 4 else scale
-        if weight.offset is not None:
-            parameters[1, :, :n] = weight.offset.astype(np.float32).take(at, axis=1).T
-        parameters[2, :, :n] = xp.stack(sums) * scale
+        if offset is not None:
+            parameters[1, :, :n] = offset
+        parameters[2, :, :n] = sums * scale
         weight.prepared["parameters", block] = parameters
     return weight.prepared["parameters", block]
+
+
+def _of_blocks(weight: PackedConvWeight, block: int) -> tuple[Array, Array | None, Array]:
+    """Scale and offset, float32, and sums of the signed codes, int64, of a 1x1 weight: each [blocks of x, N]."""
+    n, _, _, k = weight.shape
+    xp = namespace(weight.codes)
+    begins = range(0, k, block)
+    at = xp.asarray([begin // weight.block_size for begin in begins])
+    rows = weight.codes.reshape(n, k)
+    half = 1 << (weight.bits - 1)
+    sums = [rows[:, begin : begin + block].sum(1, dtype=np.int64) - half * min(block, k - begin) for begin in begins]
+    scale, offset = (a if a is None else a.astype(np.float32).take(at, axis=1).T for a in (weight.scale, weight.offset))
+    return scale, offset, xp.stack(sums)
+
+
+def records(weight: PackedConvWeight, block: int, x_offset: bool) -> Array:
+    """A 1x1 weight in the order in which Hopper's tensor cores consume it: see gemm_int8_sm90.cu."""
+    if ("records", block, x_offset) not in weight.prepared:
+        n, _, _, k = weight.shape
+        tiles, steps = ceil_div(n, RECORD_N), ceil_div(k, BLOCK_K)
+        xp = namespace(weight.codes)
+        shape = tiles * RECORD_N, steps * BLOCK_K
+        parameters = _record_parameters(weight, block, x_offset, tiles, steps)
+        if weight.bits == 4:
+            codes = xp.full(shape, 8 if weight.offset is None else 0, np.uint8)
+            codes[:n, :k] = weight.codes.reshape(n, k)
+            # Warp, column of g, g + 8, g; step, k64, k32, half of it, t, byte.
+            codes = codes.reshape(tiles, 4, 2, 8, steps, 2, 2, 2, 4, 4)
+            codes = (codes[:, :, 0] | codes[:, :, 1] << np.uint8(4)).transpose(0, 3, 4, 1, 2, 7, 5, 6, 8)
+        else:
+            codes = xp.zeros(shape, np.uint8)
+            codes[:n, :k] = weight.codes.reshape(n, k) ^ np.uint8(128)
+            codes = codes.reshape(tiles, 4, 2, 8, steps, 4, 2, 4, 4).transpose(0, 4, 5, 1, 3, 7, 6, 2, 8)
+        parts = codes.reshape(tiles, steps, -1), parameters.view(np.uint8)
+        weight.prepared["records", block, x_offset] = xp.concatenate(parts, axis=2)
+    return weight.prepared["records", block, x_offset]
+
+
+def _record_parameters(weight: PackedConvWeight, block: int, x_offset: bool, tiles: int, steps: int) -> Array:
+    """float32 [tiles, steps, parameters of a record]."""
+    n, _, _, k = weight.shape
+    xp = namespace(weight.codes)
+    scale, offset, sums = _of_blocks(weight, block)
+    begins = xp.arange(0, k, block)[:, None]
+    columns = xp.minimum(begins + block, k) - begins
+    rows = [scale.copy()]
+    if weight.bits == 4:
+        upper = xp.arange(n) // 8 % 2 == 1
+        rows[0][:, upper if offset is not None else slice(None)] /= 16
+    if offset is not None:
+        rows.append(offset - 8 * scale if weight.bits == 4 else offset)
+    if x_offset:
+        rows.append(sums * scale + (0 if offset is None else columns * offset))
+    # The scale of each step of 32 or more columns; all else is added with the last of a block alone.
+    within = BLOCK_K // block if block < BLOCK_K and len(scale) > 1 else 1
+    parameters = xp.zeros((len(rows), steps * within, tiles * RECORD_N), np.float32)
+    at = xp.arange(steps * within) * (BLOCK_K // within)
+    is_there = at < k
+    parameters[0, is_there, :n] = rows[0][at[is_there] // block]
+    for part, values in zip(parameters[1:], rows[1:], strict=True):
+        part[(xp.minimum(begins[:, 0] + block, k) - 1) // (BLOCK_K // within), :n] = values
+    # Step, block, part; warp, column of g, g + 8, g.
+    parameters = parameters.reshape(len(rows), steps, within, tiles, 4, 2, 8).transpose(3, 1, 2, 0, 4, 6, 5)
+    return xp.ascontiguousarray(parameters).reshape(tiles, steps, -1)
 
 
 def simt_codes(weight: PackedConvWeight) -> Array:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -88,15 +89,28 @@ def gemm(
                 form.limits,
                 aligned=xq.data.ptr % 16 == 0,
                 even=(y.data.ptr | y.strides[0]) % (2 * size) == 0,
+                wide=(y.data.ptr | y.strides[0]) % 16 == 0,
                 stride=row_step(y) or 0,
             )
             buffers = {"xq": xq, "x_scale": x_scale, "x_offset": x_offset, "x_sums": x_sums, "bias": bias, "y": y}
+            config, plan = _chosen_product(problem, device.current())
             with _lasting(weight):
-                buffers["codes"] = forms.product_codes(weight)
-                buffers["parameters"] = forms.product_parameters(weight, facts.block)
-            here = device.current()
-            _launch(int8.choose(problem, here).plan(problem, here), buffers, weight.device)
+                if isinstance(config, int8.HopperConfig):
+                    buffers["weight"] = forms.records(weight, facts.block, problem.x_offset)
+                else:
+                    buffers["codes"] = forms.product_codes(weight)
+                    buffers["parameters"] = forms.product_parameters(weight, facts.block)
+            _launch(plan, buffers, weight.device)
         return _into(out, y)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen_product(
+    problem: int8.IntegerProduct, here: device.Device
+) -> tuple[int8.SimtConfig | int8.MmaConfig | int8.HopperConfig, LaunchPlan]:
+    """The configuration for a problem and its launch."""
+    config = int8.choose(problem, here)
+    return config, config.plan(problem, here)
 
 
 def conv2d(
@@ -240,7 +254,7 @@ def _launch(plan: LaunchPlan, buffers: dict[str, Any], index: int) -> None:
     stream = cupy.cuda.get_current_stream().ptr
     ready = launcher(plan, index)
     memory = {"counters": 0, "partials": COUNTER_BYTES}
-    begin = workspace(index, stream) if plan.grid[2] > 1 else 0
+    begin = workspace(index, stream) if plan.grid[2] > 1 and "partials" in ready.buffers else 0
     pointers = (
         (begin and begin + memory[name]) if name in memory else address(buffers[name]) for name in ready.buffers
     )

@@ -1,24 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``quantize_rows``, ``gemm_int8_simt`` and ``gemm_int8_sm80``: quantized activations, and integer products of them."""
+"""``quantize_rows`` and ``gemm_int8_*``: quantized activations, and integer products of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cupy_awq.device import Device
-from cupy_awq.kernels.problem import ACTIVATIONS, TYPES, ceil_div, split_counts
-from cupy_awq.launch_plan import Argument, Kernel, LaunchPlan
+from cupy_awq.kernels.problem import ACTIVATIONS, ITEMSIZE, TYPES, ceil_div, split_counts
+from cupy_awq.launch_plan import Argument, Kernel, LaunchPlan, TensorMap
 
 THREADS = 256
+MAX_GRID = 65535
+"""Thread blocks along the second and third axis of a grid."""
 STEP_K = 32
 BLOCK_K = 128
 SIMT_TILE = 64
 PAD_N = 128
 """Columns of the parameters are padded to it, so that whole tiles can be read."""
 SHORT_BLOCK = 256
+
+RECORD_N = 64
+HOPPER_M, HOPPER_N = 128, 256
+HOPPER_THREADS = 384
+HOPPER_ROWS = 64
+"""At least, for Hopper's kernel to be worth its tiles."""
+MMA_OPERATIONS = 305e6
+"""Operations a microsecond of gemm_int8_sm80 on an H100, where its tiles fill the chip."""
+HOPPER_STAGES = 6
+"""At most."""
 
 
 @dataclass(frozen=True)
@@ -39,26 +52,31 @@ class RowQuantization:
         values = 8 if self.wide else 1
         needed = ceil_div(self.block, values)
         # A warp takes up to eight rounds, more are shared by a whole thread block.
-        lanes = THREADS if needed > 8 * 32 else min(32, 1 << (needed - 1).bit_length())
+        lanes = THREADS if needed > 8 * 32 else min(32, max(1, 1 << (needed - 1).bit_length() >> 1))
+        blocks = ceil_div(self.k, self.block)
+        threads = min(THREADS, ceil_div(blocks * lanes, 32) * 32)
         defines = (
             ("X", TYPES[self.dtype]),
             ("LANES", lanes),
-            ("THREADS", THREADS),
+            ("ROUNDS", ceil_div(needed, lanes)),
+            ("THREADS", threads),
             ("WIDE", int(self.wide)),
             ("SYMMETRIC", int(self.symmetric)),
             ("HALF_EVEN", int(self.half_even)),
         )
         kernel = Kernel("quantize_rows.cu", "quantize_rows", defines, device.target)
-        grid = ceil_div(self.m * ceil_div(self.k, self.block) * lanes, THREADS)
+        layers = ceil_div(self.m, MAX_GRID)
+        grid = ceil_div(blocks * lanes, threads), ceil_div(self.m, layers), layers
         sizes = map(np.int32, (self.m, self.k, self.block, self.stride))
-        return LaunchPlan(kernel, (grid, 1, 1), (THREADS, 1, 1), ("x", "codes", "scale", "offset", "sums", *sizes))
+        return LaunchPlan(kernel, grid, (threads, 1, 1), ("x", "codes", "scale", "offset", "sums", *sizes))
 
 
 @dataclass(frozen=True)
 class IntegerProduct:
     """y [m, n] of quantized rows in blocks of ``block`` of k columns and a weight of 4 or 8 ``bits``.
 
-    ``aligned``: xq starts at a multiple of 16 bytes; ``even``: y starts at, and steps by, a multiple of two values.
+    ``aligned``: xq starts at a multiple of 16 bytes; ``even``: y starts at, and steps by, a multiple of two values;
+    ``wide``: of 16 bytes.
     """
 
     m: int
@@ -74,6 +92,7 @@ class IntegerProduct:
     limits: tuple[float, float] = (0.0, 0.0)
     aligned: bool = True
     even: bool = True
+    wide: bool = True
     stride: int | None = None
     """Of y's rows, in values; by default n."""
 
@@ -81,8 +100,12 @@ class IntegerProduct:
     def blocks(self) -> int:
         return ceil_div(self.k, self.block)
 
+    @property
+    def y_stride(self) -> int:
+        return self.n if self.stride is None else self.stride
+
     def defines(self) -> tuple[tuple[str, int | str], ...]:
-        """The constants of both kernels."""
+        """The constants of all kernels."""
         return (
             ("Y", TYPES[self.dtype]),
             ("BITS", self.bits),
@@ -98,7 +121,7 @@ class IntegerProduct:
     def arguments(self) -> tuple[Argument, ...]:
         buffers = ("xq", "x_scale", "x_offset", "x_sums", "codes", "parameters", "bias", "y", "partials", "counters")
         n_padded = ceil_div(self.n, PAD_N) * PAD_N
-        sizes = (self.m, self.n, self.k, self.block, n_padded, self.n if self.stride is None else self.stride)
+        sizes = (self.m, self.n, self.k, self.block, n_padded, self.y_stride)
         return (*buffers, *map(np.int32, sizes), *map(np.float32, self.limits))
 
 
@@ -169,6 +192,63 @@ class MmaConfig:
         return ceil_div(problem.m, self.block_m), ceil_div(problem.n, self.block_n)
 
 
+@dataclass(frozen=True)
+class HopperConfig:
+    """Clusters of ``cluster`` of ``blocks`` persistent blocks make units of 128 rows and ``cluster`` * 256 columns."""
+
+    cluster: int
+    blocks: int
+
+    splits = 1
+
+    def units(self, problem: IntegerProduct) -> tuple[int, int]:
+        """Rows and columns of units."""
+        return ceil_div(problem.m, HOPPER_M), ceil_div(problem.n, HOPPER_N * self.cluster)
+
+    def plan(self, problem: IntegerProduct, device: Device) -> LaunchPlan:
+        """The launch. Buffers: x_scale, x_offset, x_sums, weight (of `forms.records`), bias, y, xq."""
+        x_blocks, parts = self._parts(problem)
+        stage = HOPPER_M * BLOCK_K + HOPPER_N * BLOCK_K * problem.bits // 8 + 16
+        stage += 4 * x_blocks * parts * (HOPPER_M + HOPPER_N)
+        size = ITEMSIZE[problem.dtype]
+        store = 2 * 32 // size * (HOPPER_N * size + 16)
+        stages = min(HOPPER_STAGES, (device.shared_bytes_per_block - store) // stage)
+        defines = (*problem.defines(), ("X_BLOCKS", x_blocks), ("STAGES", stages), ("CLUSTER", self.cluster))
+        xq = TensorMap(
+            "xq",
+            "int8",
+            dims=(problem.k, problem.m, 1),
+            strides=(problem.k, problem.k * problem.m),
+            box=(BLOCK_K, HOPPER_M // self.cluster, 1),
+            swizzle=128,
+        )
+        sizes = (problem.m, problem.n, problem.k, problem.block, *self.units(problem), problem.y_stride, problem.wide)
+        scalars = (*map(np.int32, sizes), *map(np.float32, problem.limits))
+        return LaunchPlan(
+            Kernel("gemm_int8_sm90.cu", "gemm_int8_sm90", defines, device.target),
+            (self.blocks, 1, 1),
+            (HOPPER_THREADS, 1, 1),
+            ("x_scale", "x_offset", "x_sums", "weight", "bias", "y", xq, *scalars),
+            stages * stage + store,
+            cluster=(self.cluster, 1, 1),
+            dependent=True,
+        )
+
+    def microseconds(self, problem: IntegerProduct, device: Device) -> float:
+        """Fitted to 29 times on an H100: 4% off (root mean square)."""
+        x_blocks, parts = self._parts(problem)
+        rounds = ceil_div(math.prod(self.units(problem)), self.blocks // self.cluster)
+        return 2.5 + rounds * ceil_div(problem.k, BLOCK_K) * (0.6 + 0.25 * x_blocks * (1.8 + parts))
+
+    def workspace(self, problem: IntegerProduct) -> tuple[int, int]:
+        return 0, 0
+
+    def _parts(self, problem: IntegerProduct) -> tuple[int, int]:
+        """Blocks in 128 k, and the numbers that a row or a column has in each."""
+        x_blocks = BLOCK_K // problem.block if problem.block < BLOCK_K and problem.blocks > 1 else 1
+        return x_blocks, 1 + problem.weight_offset + problem.x_offset
+
+
 TILES = ((64, 2, 4), (64, 1, 4), (32, 1, 4), (16, 1, 4))
 """(rows of a warp, warps along m, warps along n), the largest tile first."""
 
@@ -191,6 +271,23 @@ def refuse(problem: IntegerProduct, device: Device) -> str | None:
     return None
 
 
+def refuse_hopper(problem: IntegerProduct, device: Device) -> str | None:
+    """Why Hopper's tensor cores cannot take a problem, or None."""
+    if device.arch != 90:
+        return f"needs sm_90, not sm_{device.arch}"
+    if problem.block not in (32, 64) and problem.block % BLOCK_K and problem.blocks > 1:
+        return f"needs blocks of 32, 64, or a multiple of {BLOCK_K} columns, not {problem.block}"
+    return refuse(problem, device)
+
+
+def hopper_configs(problem: IntegerProduct, device: Device) -> list[HopperConfig]:
+    found = []
+    for cluster in (1, 2):
+        config = HopperConfig(cluster, device.sm_count // cluster * cluster)
+        found.append(replace(config, blocks=min(config.blocks, math.prod(config.units(problem)) * cluster)))
+    return found
+
+
 def configs(problem: IntegerProduct, device: Device) -> list[MmaConfig]:
     """All that tensor cores can launch for a problem that is not refused; the preferred tile's splits first."""
     found = []
@@ -202,10 +299,21 @@ def configs(problem: IntegerProduct, device: Device) -> list[MmaConfig]:
     return found
 
 
-def choose(problem: IntegerProduct, device: Device) -> SimtConfig | MmaConfig:
-    """The smallest tile that holds all rows, or the largest; split until the multiprocessors are busy."""
+def choose(problem: IntegerProduct, device: Device) -> SimtConfig | MmaConfig | HopperConfig:
+    """Hopper's kernel where its time is less than that of the other tensor kernel at the rate of its large tiles."""
     if refuse(problem, device):
         return SimtConfig()
+    config = _choose_mma(problem, device)
+    if problem.m < HOPPER_ROWS or refuse_hopper(problem, device):
+        return config
+    hopper = min(hopper_configs(problem, device), key=lambda c: (c.microseconds(problem, device), -c.cluster))
+    rows = ceil_div(problem.m, config.block_m) * config.block_m
+    microseconds = 4.0 + 2 * rows * problem.n * problem.k / MMA_OPERATIONS
+    return hopper if hopper.microseconds(problem, device) < microseconds else config
+
+
+def _choose_mma(problem: IntegerProduct, device: Device) -> MmaConfig:
+    """The smallest tile that holds all rows, or the largest; split until the multiprocessors are busy."""
     legal = configs(problem, device)
     rows = [c.block_m for c in legal if c.block_m >= problem.m]
     block_m = min(rows) if rows else max(c.block_m for c in legal)
@@ -223,12 +331,13 @@ def choose(problem: IntegerProduct, device: Device) -> SimtConfig | MmaConfig:
 
 
 def kernels(device: Device) -> Iterator[Kernel]:
-    """Those of common layers: 4 and 8 bits in blocks of 128, 64 and 32 columns, for few and for many rows."""
+    """Those of common layers: 4 and 8 bits in blocks of 128 and 32 columns or one, for few rows and for many."""
     for dtype in ("float16", "bfloat16", "float32"):
         for block, symmetric in ((128, False), (128, True), (32, True), (4096, False)):
             yield RowQuantization(1, 4096, block, dtype, symmetric, False, True, 4096).plan(device).kernel
+    common = ("float16", 4, 128, False, True)
     for dtype, bits, block, x_offset, weight_offset in (
-        ("float16", 4, 128, False, True),
+        common,
         ("float16", 4, 128, False, False),
         ("float16", 4, 128, True, True),
         ("float16", 8, 128, False, True),
@@ -236,7 +345,7 @@ def kernels(device: Device) -> Iterator[Kernel]:
         ("float16", 4, 32, False, True),
         ("bfloat16", 4, 128, False, True),
     ):
-        for m in (1, 32, 64, 1024):
+        for m in (1, 32, 64, 1024) if (dtype, bits, block, x_offset, weight_offset) == common else (1, 1024):
             problem = IntegerProduct(m, 4096, 4096, block, bits, x_offset, weight_offset, dtype)
             yield choose(problem, device).plan(problem, device).kernel
     yield SimtConfig().plan(IntegerProduct(1, 64, 66, 66, 4, True, True, "float16"), device).kernel
