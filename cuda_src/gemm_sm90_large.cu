@@ -13,8 +13,8 @@
 // k a multiple of 64, n of 8 (gated: of 64). sm_90a. The product is made transposed, y^T = W^T x^T: the weight is
 // operand A, dequantized in registers; x is B.
 //
-// A block makes tiles of BLOCK_M rows and 256 columns: WARPGROUPS warpgroups with as many columns each, 64 at a time for
-// the instruction. Wide tiles, because 4-bit weights cost little to read: at full rate a block of 128 rows takes 16
+// A block makes tiles of BLOCK_M rows and 256 columns: WARPGROUPS warpgroups with as many columns each, 64 at a time
+// for the instruction. Wide tiles, because 4-bit weights cost little to read: at full rate a block of 128 rows takes 16
 // bytes of x and 8 of the weight a clock from L2, where a tile of 256 rows and 128 columns would take 32 and 4. A
 // warpgroup converts 64 columns and k while the tensor cores have the 64 before. Blocks are persistent: the producer
 // fills stages for the next tile while the warpgroups store the last, and the one that comes first to the end of a tile
@@ -26,10 +26,10 @@
 // Measured on an H100: 690 to 750 TFLOP/s where the tiles fill the chip, at its limit of 700 W (1.3 to 1.6 GHz) in all
 // that takes longer than 0.3 ms, so instructions cost speed twice, as slots and as energy: 315 of them a step and warp
 // instead of 420 (scales made ready once for both halves of a record, descriptors in uniform registers) brought 7 to
-// 10%. Most stalls are of dispatch: accumulators seem to take the registers' ports. At 128 rows the tensor cores are busy
-// for 90% of the cycles with 33% of the issue slots in use, at 64 rows for 59% with 51%. Scales that are powers of two,
-// which leave multipliers little to do, gained 4%. Clusters of two are 6% slower. A shared unit costs about 8 us: its
-// partial sums go through L2.
+// 10%. Most stalls are of dispatch: accumulators seem to take the registers' ports. At 128 rows the tensor cores are
+// busy for 90% of the cycles with 33% of the issue slots in use, at 64 rows for 59% with 51%. Scales that are powers of
+// two, which leave multipliers little to do, gained 4%. Clusters of two are 6% slower. A shared unit costs about 8 us:
+// its partial sums go through L2.
 #include "epilogue.cuh"
 #include "hopper.cuh"
 #include "ptx/barrier.cuh"
