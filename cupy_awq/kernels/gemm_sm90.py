@@ -19,6 +19,8 @@ from cupy_awq.launch_plan import Argument, Kernel, LaunchPlan, TensorMap
 WGMMA, MMA = "gemm_sm90", "gemm_sm90_mma"
 MAX_BLOCK_M = 128
 MMA_MAX_ROWS = 16
+MMA_ALONE_ROWS = 8
+"""Up to which wgmma, which takes as long as for 16, was the slower one for all shapes that were measured."""
 REGISTERS = 65536
 
 
@@ -175,6 +177,8 @@ class GemmSm90Config:
         if self.name == WGMMA:
             work = powered(work, problem)
         stream = problem.weight_bytes / (device.read_gbs * 1e3)
+        if self.name == MMA and self.stages == 2 and steps > 2 * self.depth:
+            stream *= 1.5  # one stage is under way while the other is consumed: too little for memory that answers late
         x_bytes = columns * rows * steps * min(self.block_m, problem.m) * 2 * RECORD_K
         copies = waves * steps / self.depth * (1 + 0.47 * self.records)
         if self.splits > 1:
@@ -210,13 +214,13 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
     steps = ceil_div(problem.k, RECORD_K)
     power = 1 << (problem.m - 1).bit_length()
     if problem.m <= MMA_MAX_ROWS:
-        for records, splits, warps, depth in itertools.product((1, 2, 3, 4, 6, 7, 8), (1, 2), (8, 16), (1, 2, 4)):
+        for records, splits, warps, depth in itertools.product((1, 2, 3, 4, 6, 7, 8), (1, 2), (16, 8), (1, 2, 4)):
             teams = max(1, min(warps // records, steps // splits // depth))
             config = GemmSm90Config(
                 MMA, max(8, power), records, 1, teams, 0, splits, depth, 1, power, 4 if depth == 1 else 2
             )
             yield from _staged(config, problem, device, 72 if power <= 8 else 112)
-    for block_m in (16, 32, 64, 128):
+    for block_m in (16, 32, 64, 128) if problem.m > MMA_ALONE_ROWS else ():
         if block_m > max(16, power) or block_m < min(max(16, power), 64):
             continue
         depths = (1, 2) if block_m <= 32 else (1,)
