@@ -265,7 +265,7 @@ def _bench_model(args: argparse.Namespace) -> int:
 
 
 def _bench_int8(args: argparse.Namespace) -> int:
-    from cupy_awq.int8 import speed
+    from cupy_awq import bench_int8 as speed
 
     if args.kernel or args.plot or args.dtype != "float16":
         raise ValueError(f"bench: --op {args.op} takes no --kernel, --plot or --dtype")

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cupy_awq import check, device, placement, select
 from cupy_awq.check import Array
-from cupy_awq.int8 import PackedConvWeight, arguments, from_packed, linear_int8
 from cupy_awq.ops import gpu, planning
 from cupy_awq.ops.repacking import repack
 from cupy_awq.packing import namespace
 from cupy_awq.weight import PackedWeight
+
+if TYPE_CHECKING:
+    from cupy_awq.int8 import PackedConvWeight
 
 MAX_PREPARED = 256
 """Layouts of x and out whose launches a layer keeps ready; a pipeline meets a few, one for each number of rows."""
@@ -74,9 +76,7 @@ class AwqLinear:
         self._prepared: dict[Any, planning.Prepared] = {}
         if activations not in (None, "int8"):
             raise ValueError(f"activations must be None or 'int8', got {activations!r}")
-        if activations is not None:
-            arguments.activation(activation)
-        self._integers = None if activations is None else from_packed(weight)
+        self._integers = None if activations is None else _integers(weight, activation)
         self._operand = repack(weight) if activations is None else weight
         self._fixed = planning.weight_addresses(self._operand, bias) if facts.device != check.HOST else ()
 
@@ -198,6 +198,8 @@ class AwqLinear:
     def _multiply_integers(
         self, weight: PackedConvWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
     ) -> Array:
+        from cupy_awq.int8 import linear_int8
+
         if residual is not None or dtype is not None:
             raise ValueError("a layer with activations='int8' takes no residual and no dtype")
         x, out = gpu.views(x=x, out=out)
@@ -266,6 +268,14 @@ def _restored(
     layer = AwqLinear(weight, bias=bias, activation=activation, activations=activations)
     layer._splits = splits
     return layer
+
+
+def _integers(weight: PackedWeight, activation: Any) -> PackedConvWeight:
+    """The weight for `linear_int8`, which must know the activation."""
+    from cupy_awq.int8 import arguments, from_packed  # not at the start: few programs need it
+
+    arguments.activation(activation)
+    return from_packed(weight)
 
 
 def _joined(arrays: Sequence[Array]) -> Array:

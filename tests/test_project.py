@@ -25,7 +25,7 @@ PEERS = ROOT / "tests" / "peers"
 ORDER = (
     "check packing weight reference quantizer sources launch_plan placement device cache compile launch"
     " kernels tuning select ops int8 linear checkpoint testing llm __init__ table timing compile_all demo"
-    " info bench tune __main__"
+    " info bench bench_int8 tune __main__"
 ).split()
 WAYS_UP = {("weight", "ops")}
 NO_CUPY = set("check packing weight reference sources launch_plan kernels tuning select checkpoint table".split())
