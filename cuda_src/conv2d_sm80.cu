@@ -20,6 +20,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "reduce.cuh"
+#include "unpack_bytes.cuh"
 
 static_assert(__CUDA_ARCH__ >= 800, "conv2d_sm80 needs sm_80 or newer");
 
@@ -42,25 +43,6 @@ constexpr int kSums = kTilesM * kTilesN * 4;
 
 static_assert(kBlockM % kRowStep == 0 && kBlockN % kRowStep == 0, "the copies divide evenly");
 
-// Four bytes, each plus 128, in the order 0, 2, 1, 3, as two pairs of X; exact.
-__device__ __forceinline__ void unpack_bytes(uint32_t (&pairs)[2], uint32_t word) {
-  if constexpr (kHalf) {
-    // A byte under 0x64 is 1024 + byte; 0x6480 is 1024 + 128.
-    pairs[0] = ptx::sub_f16x2(__byte_perm(word, 0x64646464u, 0x5250), 0x64806480u);
-    pairs[1] = ptx::sub_f16x2(__byte_perm(word, 0x64646464u, 0x5351), 0x64806480u);
-  } else {
-    // A byte under 0x4b0000 is 2^23 + byte; a byte minus 128 needs no more than the upper half of a float.
-    uint32_t values[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float value = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7540 + i)) - 8388736.0f;
-      values[i] = __float_as_uint(value);
-    }
-    pairs[0] = __byte_perm(values[0], values[2], 0x7632);
-    pairs[1] = __byte_perm(values[1], values[3], 0x7632);
-  }
-}
-
 // One unit of the weight: eight values of X.
 struct Unit {
   uint32_t words[kWords];
@@ -81,7 +63,7 @@ struct Unit {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
         uint32_t pairs[2];
-        unpack_bytes(pairs, words[i]);
+        unpack_bytes<X>(pairs, words[i]);
         out.values[i * 2] = pairs[0];
         out.values[i * 2 + 1] = pairs[1];
       }

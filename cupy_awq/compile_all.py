@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cupy_awq import cache, device, select
 from cupy_awq import compile as compiler
-from cupy_awq.kernels import conv2d, int8, llm
+from cupy_awq.kernels import conv2d, conv2d_sm90, int8, llm
 from cupy_awq.kernels.convert import Conversion
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.gemm_sm90 import layout
@@ -36,6 +36,7 @@ def kernels(arch: int) -> list[Kernel]:
     """
     facts = device.nominal(arch)
     found = [*_raw(facts), *int8.kernels(facts), *conv2d.kernels(facts), *llm.kernels(facts)]
+    found += conv2d_sm90.kernels(facts)
     if arch == 90:
         found += _hopper(facts)
     return list(dict.fromkeys(found))

@@ -26,14 +26,15 @@ def encode(tensor_map: TensorMap, address: int) -> bytes:
     from cuda.bindings import driver
 
     rank = len(tensor_map.dims)
+    steps = tensor_map.steps or (1,) * rank
     status, encoded = driver.cuTensorMapEncodeTiled(
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{MAP_TYPES[tensor_map.dtype]}"),
         rank,
         address,
         [driver.cuuint64_t(size) for size in tensor_map.dims],
         [driver.cuuint64_t(stride) for stride in tensor_map.strides],
-        [driver.cuuint32_t(size) for size in tensor_map.box],
-        [driver.cuuint32_t(1)] * rank,
+        [driver.cuuint32_t((size - 1) * step + 1) for size, step in zip(tensor_map.box, steps, strict=True)],
+        [driver.cuuint32_t(step) for step in steps],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(
             driver.CUtensorMapSwizzle,

@@ -15,7 +15,8 @@ class TensorMap:
     """A tiled view of a buffer for the tensor copy engine; the driver encodes it at launch.
 
     ``dims`` (elements) and ``box`` count from the innermost axis; ``strides`` (bytes) are those of all axes but the
-    innermost, whose elements are adjacent. ``swizzle`` is 0, 32, 64 or 128 bytes.
+    innermost, whose elements are adjacent. ``swizzle`` is 0, 32, 64 or 128 bytes. ``steps`` leads along each axis from
+    one element of a box to the next, by default 1; a box has as many elements as ``box`` says.
     """
 
     buffer: str
@@ -24,6 +25,7 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 0
+    steps: tuple[int, ...] = ()
 
 
 Argument = str | np.generic | TensorMap

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cupy_awq import device
 from cupy_awq.int8 import PackedConvWeight, arguments, conv2d, conv2d_int8, forms, reference
+from cupy_awq.kernels import conv2d_sm90 as hopper
 from cupy_awq.kernels.conv2d import (
     TILES,
     Convolution,
@@ -25,11 +26,13 @@ from cupy_awq.kernels.conv2d import (
     int8_plan,
     refuse,
 )
+from cupy_awq.launch_plan import TensorMap
 from tests.backends import BACKENDS, LANDINGS, runner
 from tests.test_int8 import float64_values, naive_conv, random_weight
 from tests.test_kernels import ARCHS, DTYPES, facts
 
 F32 = np.float32
+Config = SimtConfig | MmaConfig | hopper.Config
 
 
 def pixels(rng: np.random.Generator, sizes: Sizes, dtype: Any, padded: int = 0) -> np.ndarray:
@@ -61,9 +64,7 @@ def geometry(sizes: Sizes) -> arguments.Geometry:
     )
 
 
-def check_convolution(
-    backend: str, problem: Convolution, config: MmaConfig | SimtConfig, here: device.Device, seed: int
-) -> None:
+def check_convolution(backend: str, problem: Convolution, config: Config, here: device.Device, seed: int) -> None:
     """One launch over random data, with NaN where it must write."""
     rng = np.random.default_rng(seed)
     sizes, dtype = problem.sizes, DTYPES[problem.dtype]
@@ -78,22 +79,21 @@ def check_convolution(
     partials, counters = config.workspace(problem)
     scratch = {"partials": np.full(partials // 4, np.nan, F32), "counters": np.zeros(counters, np.uint32)}
     scales, offsets = forms.rounded(weight, dtype)
-    mma = isinstance(config, MmaConfig)
-    buffers = {
-        "x": x,
-        "codes": forms.unit_words(weight) if mma else forms.simt_codes(weight),
-        "scales": scales,
-        "offsets": offsets,
-        "parameters": forms.simt_parameters(weight),
-        "bias": bias,
-    }
+    buffers = {"x": x, "scales": scales, "offsets": offsets, "bias": bias}
+    if isinstance(config, hopper.Config):
+        buffers["codes"], buffers["parameters"] = forms.hopper_codes(weight), forms.hopper_parameters(weight, dtype)
+    elif isinstance(config, MmaConfig):
+        buffers["codes"] = forms.unit_words(weight)
+    else:
+        buffers["codes"], buffers["parameters"] = forms.simt_codes(weight), forms.simt_parameters(weight)
     for a in buffers.values():
         if a is not None:
             a.flags.writeable = False
     plan = config.plan(problem, here)
-    names = {a for a in plan.arguments if isinstance(a, str)}
+    names = {a.buffer if isinstance(a, TensorMap) else a for a in plan.arguments if isinstance(a, str | TensorMap)}
     runner(backend)(plan, {name: a for name, a in ({**buffers, **scratch, "y": y}).items() if name in names})
     values = float64_values(weight)
+    mma = not isinstance(config, SimtConfig)
     if mma:
         values = values.astype(F32).astype(dtype).astype(np.float64)  # kernels round weights to the type of x
     x64 = x[..., : sizes.channels * sizes.groups].astype(np.float64)
@@ -163,7 +163,7 @@ def test_any_convolution(backend: str, arch: int, data: st.DataObject) -> None:
         limits=(-0.5, 0.75),
     )
     here = facts(arch, backend)
-    config: MmaConfig | SimtConfig = SimtConfig()
+    config: Config = SimtConfig()
     if tensor:
         assert refuse(problem, here) is None
         config = draw(st.sampled_from(configs(problem, here)))
@@ -194,6 +194,79 @@ def test_the_int8_convolution_gives_the_references_bits(backend: str, arch: int,
         a.flags.writeable = False
     runner(backend)(plan, {"x": x, "codes": codes, "fused": fused, "multiplier": multiplier, "y": y})
     np.testing.assert_array_equal(y if nhwc else y.transpose(0, 2, 3, 1), wanted)
+
+
+HOPPER = pytest.mark.parametrize(
+    "backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])]
+)
+
+
+@HOPPER
+@pytest.mark.parametrize(("kernel", "bits", "dtype"), [(3, 4, "float16"), (1, 8, "bfloat16")])
+def test_every_tile_on_hopper(backend: str, kernel: int, bits: int, dtype: str) -> None:
+    """Images whose last tiles are partly empty in pixels, outputs and channels; whole tiles and split ones."""
+    sizes = Sizes(2, 9, 9, 72, 136, 1, kernel, kernel, 9, 9, pad_h=kernel // 2, pad_w=kernel // 2)
+    problem = with_strides(sizes, block=32, bits=bits, weight_offset=True, dtype=dtype, bias_dtype="float32")
+    here = facts(90, backend)
+    found = hopper.configs(problem, here)
+    assert {c.pixels for c in found} == set(hopper.PIXELS)
+    assert {(c.wg_co, c.wg_px) for c in found} == {(1, 1), (2, 1)}
+    # Half of them with K in one part, half of them in two.
+    for config in [c for c in found if c.splits == (c.pixels // 8 + c.wg_co) % 2 + 1]:
+        check_convolution(backend, problem, config, here, seed=kernel)
+
+
+@HOPPER
+@given(data=st.data())
+@settings(max_examples=12)
+def test_any_convolution_on_hopper(backend: str, data: st.DataObject) -> None:
+    """Channels that fill no chunk, blocks that fit in none, strides, dilations, paddings, both orders of y."""
+    draw = data.draw
+    channels = draw(st.sampled_from([16, 24, 63, 64, 80, 130]))
+    kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    stride, dilation, pad = ((draw(st.integers(low, 2)), draw(st.integers(low, 2))) for low in (1, 1, 0))
+    spread = [dilation[i] * (kernel[i] - 1) + 1 for i in range(2)]
+    height, width = (draw(st.integers(max(1, spread[i] - pad[i]), 11)) for i in range(2))
+    out = [(size + pad[i] - spread[i]) // stride[i] + 1 for i, size in enumerate((height, width))]
+    outputs = draw(st.sampled_from([1, 8, 60, 64, 70, 200]))
+    batch = draw(st.integers(1, 3))
+    sizes = Sizes(batch, height, width, channels, outputs, 1, *kernel, *out, *stride, *pad, *dilation)
+    problem = with_strides(
+        sizes,
+        block=draw(st.sampled_from([16, 32, 48, 64, 128, 256])),
+        bits=draw(st.sampled_from([4, 8])),
+        weight_offset=draw(st.booleans()),
+        dtype=draw(st.sampled_from(["float16", "bfloat16"])),
+        nhwc=draw(st.booleans()),
+        bias_dtype=draw(st.sampled_from([None, *DTYPES])),
+        activation=draw(st.sampled_from([None, "clamp"])),
+        limits=(-0.5, 0.75),
+        y_aligned=draw(st.booleans()),
+    )
+    here = facts(90, backend)
+    assert hopper.refuse(problem, here) is None
+    config = draw(st.sampled_from(hopper.configs(problem, here)))
+    check_convolution(backend, problem, config, here, seed=draw(st.integers(0, 99)))
+
+
+def test_hopper_refuses_what_it_cannot_read_and_says_why() -> None:
+    here = device.nominal(90)
+    problem = with_strides(
+        Sizes(1, 14, 14, 64, 64, 1, 3, 3, 14, 14, pad_h=1, pad_w=1),
+        block=32,
+        bits=4,
+        weight_offset=True,
+        dtype="float16",
+    )
+    assert hopper.refuse(problem, here) is None
+    assert hopper.refuse(problem, device.nominal(80)) == "needs sm_90, not sm_80"
+    assert hopper.refuse(replace(problem, dtype="float32"), here) == "takes x of float16 or bfloat16, not float32"
+    assert "one group, not 2" in str(hopper.refuse(replace(problem, sizes=problem.sizes._replace(groups=2)), here))
+    assert "16 channels" in str(hopper.refuse(replace(problem, sizes=problem.sizes._replace(channels=8)), here))
+    assert "multiples of 16 channels, not 8" in str(hopper.refuse(replace(problem, block=8), here))
+    assert "strides" in str(hopper.refuse(replace(problem, strides=(0, 896, 64, 1)), here))
+    far = problem.sizes._replace(dilation_h=200, dilation_w=200, pad_h=200, pad_w=200)
+    assert "shared memory" in str(hopper.refuse(replace(problem, sizes=far), here))
 
 
 def test_selection_splits_small_images_and_says_why_it_refuses() -> None:

@@ -10,12 +10,19 @@ from __future__ import annotations
 import pytest
 
 from cupy_awq import device
-from cupy_awq.kernels import conv2d, int8
+from cupy_awq.kernels import conv2d, conv2d_sm90, int8
 from tests import simt
 from tests.simt.kernels import patched
 from tests.test_conv2d import check_convolution, with_strides
 from tests.test_int8_kernels import check_product
 
+HOPPER_CONVOLUTION = with_strides(
+    conv2d.Sizes(1, 7, 7, 130, 64, 1, 3, 3, 7, 7, pad_h=1, pad_w=1),
+    block=64,
+    bits=4,
+    weight_offset=True,
+    dtype="float16",
+)
 CONVOLUTION = with_strides(
     conv2d.Sizes(2, 9, 9, 40, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1), block=8, bits=8, weight_offset=True, dtype="float16"
 )
@@ -67,6 +74,23 @@ SEEDS = {
     "the place in K is not carried to the next row of the kernel": (
         "conv2d_sm80.cu", "        ++fy;\n", "", VALUES,
     ),
+    "a box of pixels is given back while tensor cores read it": (
+        "conv2d_sm90.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
+    ),
+    "codes are given back by a lane that has not seen the others read": (
+        "conv2d_sm90.cu", "    __syncwarp();\n    if (lane == 0) ptx::mbarrier_arrive(barrier);",
+        "    if (lane == 0) ptx::mbarrier_arrive(barrier);", RACE,
+    ),
+    "a tap begins a row of the image below": (
+        "conv2d_sm90.cu", "unit.fy * dilation_h * kBoxW", "unit.fy * dilation_h * kTileW", VALUES,
+    ),
+    "parameters stay those of the first channels": (
+        "conv2d_sm90.cu", "kParametersBegin + x_at.stage * kParameterBytes", "kParametersBegin", VALUES,
+    ),
+    "partial sums are added before they are there": (
+        "conv2d_sm90.cu", "    synchronize_cluster();\n#pragma unroll", "#pragma unroll",
+        ("uninitialised", "race"),
+    ),
 }  # fmt: skip
 
 
@@ -74,7 +98,12 @@ def outcome(file: str, landing: str) -> str:
     """The check that catches what is planted in a file, or "nothing"."""
     here = device.nominal(80)
     try:
-        if file.startswith("conv2d"):
+        if file == "conv2d_sm90.cu":
+            # Three chunks of channels for two boxes, in one part and in two.
+            for splits in (1, 2):
+                config = conv2d_sm90.Config(1, 1, 4, 8, True, 2, 8, splits, 1)
+                check_convolution(landing, HOPPER_CONVOLUTION, config, device.nominal(90), seed=0)
+        elif file.startswith("conv2d"):
             check_convolution(landing, CONVOLUTION, conv2d.MmaConfig(32, 2, 2, 3, 1), here, seed=0)
         elif file == "gemm_int8_sm90.cu":
             # Three steps, or stages that come round; blocks within a step.
@@ -93,7 +122,7 @@ def outcome(file: str, landing: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("file", ["gemm_int8_sm80.cu", "gemm_int8_sm90.cu", "conv2d_sm80.cu"])
+@pytest.mark.parametrize("file", ["gemm_int8_sm80.cu", "gemm_int8_sm90.cu", "conv2d_sm80.cu", "conv2d_sm90.cu"])
 def test_the_kernels_are_right_before_a_bug_is_planted(file: str) -> None:
     assert outcome(file, "latest") == "nothing"
 

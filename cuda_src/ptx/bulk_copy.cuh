@@ -24,7 +24,18 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d(unsigned shared_address,
       : "memory");
 }
 
-// The same to the same place, and the same barrier, of each block of the cluster whose bit is set in `ranks`.
+// cp.async.bulk.tensor.4d
+__device__ __forceinline__ void cp_async_bulk_tensor_4d(unsigned shared_address, const void* map, int x, int y, int z,
+                                                        int w, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(shared_address),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+      : "memory");
+}
+
+// cp.async.bulk.tensor.3d to the same place, and the same barrier, of each block of the cluster whose bit is set in
+// `ranks`.
 __device__ __forceinline__ void cp_async_bulk_tensor_3d_multicast(unsigned shared_address, const void* map, int x,
                                                                   int y, int z, unsigned barrier,
                                                                   unsigned short ranks) {

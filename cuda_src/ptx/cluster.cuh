@@ -33,4 +33,11 @@ __device__ __forceinline__ void st_shared_cluster(unsigned cluster_address, floa
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address), "f"(value) : "memory");
 }
 
+// st.shared::cluster.v4.f32: four values to a multiple of 16.
+__device__ __forceinline__ void st_shared_cluster(unsigned cluster_address, const float (&values)[4]) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address), "f"(values[0]),
+               "f"(values[1]), "f"(values[2]), "f"(values[3])
+               : "memory");
+}
+
 }  // namespace ptx

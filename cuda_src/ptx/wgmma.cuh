@@ -7,8 +7,9 @@
 //
 // B is N rows of 128 bytes (64 k), swizzled by 128 bytes as the tensor copy leaves them, at a multiple of 1024 bytes.
 // `b` is its shared address / 16, plus 2 for each 16 k inside the 128 bytes. The descriptor's upper word says: groups
-// of 8 rows lie 1024 bytes apart (64 = 1024 / 16 in bits 32 .. 45), 128-byte swizzle (1 in bits 62, 63). Put together
-// inside the asm, both words stay uniform registers.
+// of 8 rows lie STRIDE bytes apart (STRIDE / 16 in bits 32 .. 45), 128-byte swizzle (1 in bits 62, 63). Put together
+// inside the asm, both words stay uniform registers. Bits of the address itself choose the swizzle, so that B may begin
+// at any row of what a tensor copy has left at a multiple of 1024 bytes, and STRIDE may be any number of rows.
 #pragma once
 
 namespace ptx {
@@ -25,42 +26,59 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+template <unsigned STRIDE>
+constexpr unsigned kUpper = 1u << 30 | STRIDE / 16;
+
 // clang-format off
 // wgmma.mma_async.m64nNk16: d = a * b, plus d if ACCUMULATE. N is twice the number of accumulators.
-template <bool ACCUMULATE>
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
 __device__ __forceinline__ void wgmma_f16(float (&d)[4], const unsigned (&a)[4], unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %9, 0; mov.b64 desc, {%8, 0x40000040};"
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %9, 0; mov.b64 desc, {%8, %10};"
     "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {"
     "%0, %1, %2, %3}, "
     "{%4, %5, %6, %7}, desc, p, 1, 1, 0;}"
     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0));
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
 }
 
-template <bool ACCUMULATE>
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
 __device__ __forceinline__ void wgmma_f16(float (&d)[8], const unsigned (&a)[4], unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %13, 0; mov.b64 desc, {%12, 0x40000040};"
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %13, 0; mov.b64 desc, {%12, %14};"
     "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
     "%0, %1, %2, %3, %4, %5, %6, %7}, "
     "{%8, %9, %10, %11}, desc, p, 1, 1, 0;}"
     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0));
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
 }
 
-template <bool ACCUMULATE>
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
 __device__ __forceinline__ void wgmma_f16(float (&d)[16], const unsigned (&a)[4], unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %21, 0; mov.b64 desc, {%20, 0x40000040};"
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %21, 0; mov.b64 desc, {%20, %22};"
     "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
     "{%16, %17, %18, %19}, desc, p, 1, 1, 0;}"
     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
       "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0));
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
 }
 
-template <bool ACCUMULATE>
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
+__device__ __forceinline__ void wgmma_f16(float (&d)[28], const unsigned (&a)[4], unsigned b) {
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %33, 0; mov.b64 desc, {%32, %34};"
+    "wgmma.mma_async.sync.aligned.m64n56k16.f32.f16.f16 {"
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
+    "%22, %23, %24, %25, %26, %27}, "
+    "{%28, %29, %30, %31}, desc, p, 1, 1, 0;}"
+    : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+      "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+      "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27])
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
+}
+
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
 __device__ __forceinline__ void wgmma_f16(float (&d)[32], const unsigned (&a)[4], unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %37, 0; mov.b64 desc, {%36, 0x40000040};"
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %37, 0; mov.b64 desc, {%36, %38};"
     "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
     "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
@@ -69,12 +87,30 @@ __device__ __forceinline__ void wgmma_f16(float (&d)[32], const unsigned (&a)[4]
       "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
       "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
       "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0));
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
 }
 
-template <bool ACCUMULATE>
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
+__device__ __forceinline__ void wgmma_f16(float (&d)[56], const unsigned (&a)[4], unsigned b) {
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %61, 0; mov.b64 desc, {%60, %62};"
+    "wgmma.mma_async.sync.aligned.m64n112k16.f32.f16.f16 {"
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
+    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41,"
+    "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55}, "
+    "{%56, %57, %58, %59}, desc, p, 1, 1, 0;}"
+    : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+      "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+      "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+      "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+      "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+      "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
+}
+
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
 __device__ __forceinline__ void wgmma_f16(float (&d)[64], const unsigned (&a)[4], unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %69, 0; mov.b64 desc, {%68, 0x40000040};"
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %69, 0; mov.b64 desc, {%68, %70};"
     "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
     "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41,"
@@ -89,12 +125,12 @@ __device__ __forceinline__ void wgmma_f16(float (&d)[64], const unsigned (&a)[4]
       "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
       "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
       "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0));
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
 }
 
-template <bool ACCUMULATE>
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
 __device__ __forceinline__ void wgmma_f16(float (&d)[128], const unsigned (&a)[4], unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %133, 0; mov.b64 desc, {%132, 0x40000040};"
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %133, 0; mov.b64 desc, {%132, %134};"
     "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
     "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41,"
@@ -121,43 +157,57 @@ __device__ __forceinline__ void wgmma_f16(float (&d)[128], const unsigned (&a)[4
       "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]),
       "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]),
       "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0));
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
 }
 
-template <bool ACCUMULATE>
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %9, 0; mov.b64 desc, {%8, 0x40000040};"
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %9, 0; mov.b64 desc, {%8, %10};"
     "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
     "%0, %1, %2, %3}, "
     "{%4, %5, %6, %7}, desc, p, 1, 1, 0;}"
     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0));
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
 }
 
-template <bool ACCUMULATE>
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[8], const unsigned (&a)[4], unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %13, 0; mov.b64 desc, {%12, 0x40000040};"
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %13, 0; mov.b64 desc, {%12, %14};"
     "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
     "%0, %1, %2, %3, %4, %5, %6, %7}, "
     "{%8, %9, %10, %11}, desc, p, 1, 1, 0;}"
     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0));
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
 }
 
-template <bool ACCUMULATE>
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[16], const unsigned (&a)[4], unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %21, 0; mov.b64 desc, {%20, 0x40000040};"
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %21, 0; mov.b64 desc, {%20, %22};"
     "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
     "{%16, %17, %18, %19}, desc, p, 1, 1, 0;}"
     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
       "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0));
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
 }
 
-template <bool ACCUMULATE>
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[28], const unsigned (&a)[4], unsigned b) {
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %33, 0; mov.b64 desc, {%32, %34};"
+    "wgmma.mma_async.sync.aligned.m64n56k16.f32.bf16.bf16 {"
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
+    "%22, %23, %24, %25, %26, %27}, "
+    "{%28, %29, %30, %31}, desc, p, 1, 1, 0;}"
+    : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+      "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+      "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27])
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
+}
+
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[32], const unsigned (&a)[4], unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %37, 0; mov.b64 desc, {%36, 0x40000040};"
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %37, 0; mov.b64 desc, {%36, %38};"
     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
     "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
@@ -166,12 +216,30 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[32], const unsigned (&a)[4
       "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
       "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
       "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0));
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
 }
 
-template <bool ACCUMULATE>
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[56], const unsigned (&a)[4], unsigned b) {
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %61, 0; mov.b64 desc, {%60, %62};"
+    "wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16 {"
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
+    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41,"
+    "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55}, "
+    "{%56, %57, %58, %59}, desc, p, 1, 1, 0;}"
+    : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+      "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+      "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+      "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+      "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+      "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
+}
+
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[64], const unsigned (&a)[4], unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %69, 0; mov.b64 desc, {%68, 0x40000040};"
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %69, 0; mov.b64 desc, {%68, %70};"
     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
     "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41,"
@@ -186,12 +254,12 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[64], const unsigned (&a)[4
       "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
       "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
       "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0));
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
 }
 
-template <bool ACCUMULATE>
+template <bool ACCUMULATE, unsigned STRIDE = 1024>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[128], const unsigned (&a)[4], unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %133, 0; mov.b64 desc, {%132, 0x40000040};"
+  asm volatile("{.reg .pred p; .reg .b64 desc; setp.ne.b32 p, %133, 0; mov.b64 desc, {%132, %134};"
     "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
     "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41,"
@@ -218,7 +286,7 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[128], const unsigned (&a)[
       "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]),
       "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]),
       "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0));
+    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ACCUMULATE ? 1 : 0), "n"(kUpper<STRIDE>));
 }
 // clang-format on
 

@@ -10,6 +10,7 @@ import numpy as np
 from cupy_awq.check import Array
 from cupy_awq.int8.weight import PackedConvWeight
 from cupy_awq.kernels.conv2d import UNIT
+from cupy_awq.kernels.conv2d_sm90 import CHUNK, TILE_CO, co_tiles, parameter_groups
 from cupy_awq.kernels.int8 import BLOCK_K, PAD_N, RECORD_N, STEP_K
 from cupy_awq.kernels.problem import ceil_div
 from cupy_awq.packing import namespace, pack_int4, pack_int8
@@ -143,3 +144,43 @@ def rounded(weight: PackedConvWeight, dtype: np.dtype[Any]) -> tuple[Array, Arra
         )
     scale, offset = weight.prepared["rounded", dtype.name]
     return scale, offset
+
+
+def hopper_codes(weight: PackedConvWeight) -> Array:
+    """The codes in the order of conv2d_sm90.cu."""
+    if "hopper" not in weight.prepared:
+        co, kh, kw, ci = weight.shape
+        xp = namespace(weight.codes)
+        tiles, chunks = co_tiles(co), ceil_div(ci, CHUNK)
+        padded = xp.zeros((tiles * TILE_CO, kh * kw, chunks * CHUNK), np.uint8)
+        padded[:co, :, :ci] = weight.codes.reshape(co, kh * kw, ci)
+        # Axes 0 .. 9: tile, warp, row half, g, tap, chunk, k16, k half, t, pair.
+        axes = padded.reshape(tiles, 4, 2, 8, kh * kw, chunks, 4, 2, 4, 2)
+        if weight.bits == 4:
+            # [chunk, tap, tile, warp, g, t, k16][pair, k half, row half]: nibbles from the lowest.
+            nibbles = axes.transpose(5, 4, 0, 1, 3, 8, 6, 9, 7, 2).reshape(-1, 8)
+            words = nibbles[:, ::2] | nibbles[:, 1::2] << np.uint8(4)
+        else:
+            # [chunk, tap, tile, two k16, warp, g, t, k16][k half][pair, row half]
+            axes = axes.reshape(tiles, 4, 2, 8, kh * kw, chunks, 2, 2, 2, 4, 2)
+            words = axes.transpose(5, 4, 0, 6, 1, 3, 9, 7, 8, 10, 2)
+        weight.prepared["hopper"] = xp.ascontiguousarray(words)
+    return weight.prepared["hopper"]
+
+
+def hopper_parameters(weight: PackedConvWeight, dtype: np.dtype[Any]) -> Array:
+    """Scale and offset in the type of x, in the order of conv2d_sm90.cu: [chunks, tiles, groups, 64, 2]."""
+    if ("hopper", dtype.name) not in weight.prepared:
+        co, _, _, ci = weight.shape
+        xp = namespace(weight.codes)
+        tiles, chunks = co_tiles(co), ceil_div(ci, CHUNK)
+        groups = parameter_groups(weight.block_size, ci)
+        span = CHUNK // groups
+        at = xp.asarray([begin // weight.block_size for begin in range(0, ci, span)])
+        padded = xp.zeros((chunks * groups, tiles * TILE_CO, 2), dtype)
+        for index, a in enumerate((weight.scale, weight.offset)):
+            if a is not None:
+                padded[: len(at), :co, index] = a.take(at, axis=1).T.astype(dtype)
+        ordered = padded.reshape(chunks, groups, tiles, TILE_CO, 2).transpose(0, 2, 1, 3, 4)
+        weight.prepared["hopper", dtype.name] = xp.ascontiguousarray(ordered)
+    return weight.prepared["hopper", dtype.name]

@@ -17,7 +17,7 @@ from cupy_awq.int8 import forms
 from cupy_awq.int8.arguments import Geometry, Quantized
 from cupy_awq.int8.weight import PackedConvWeight
 from cupy_awq.kernels import conv2d as conv2d_kernels
-from cupy_awq.kernels import int8
+from cupy_awq.kernels import conv2d_sm90, int8
 from cupy_awq.launch_plan import LaunchPlan
 from cupy_awq.ops.gpu import COUNTER_BYTES, address, launcher, row_step, views, workspace
 
@@ -121,7 +121,7 @@ def conv2d(
         y = _result(sizes, x.dtype, out)
         if y.size:
             here = device.current()
-            problem = _convolution(x, weight, sizes, bias, form)
+            problem = _convolution(x, weight, sizes, bias, form, y)
             if conv2d_kernels.refuse(problem, here):
                 # What tensor cores cannot read as it is, they may read in another order.
                 channels = -(-sizes.channels // conv2d_kernels.UNIT) * conv2d_kernels.UNIT
@@ -129,16 +129,29 @@ def conv2d(
                 copied = replace(problem, strides=strides, aligned=True)
                 if not conv2d_kernels.refuse(copied, here):
                     x, problem = _pixels(x, sizes, channels), copied
-            config = conv2d_kernels.choose(problem, here)
+            config, plan = _chosen(problem, here)
             buffers = {"x": x, "bias": bias, "y": y}
             with _lasting(weight):
-                if isinstance(config, conv2d_kernels.MmaConfig):
+                if isinstance(config, conv2d_sm90.Config):
+                    buffers["codes"] = forms.hopper_codes(weight)
+                    buffers["parameters"] = forms.hopper_parameters(weight, x.dtype)
+                elif isinstance(config, conv2d_kernels.MmaConfig):
                     buffers["codes"] = forms.unit_words(weight)
                     buffers["scales"], buffers["offsets"] = forms.rounded(weight, x.dtype)
                 else:
                     buffers["codes"], buffers["parameters"] = forms.simt_codes(weight), forms.simt_parameters(weight)
-            _launch(config.plan(problem, here), buffers, weight.device)
+            _launch(plan, buffers, weight.device)
         return _into(out, y)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(
+    problem: conv2d_kernels.Convolution, here: device.Device
+) -> tuple[conv2d_sm90.Config | conv2d_kernels.MmaConfig | conv2d_kernels.SimtConfig, LaunchPlan]:
+    """The configuration for a problem and its launch."""
+    hopper = conv2d_sm90.refuse(problem, here) is None
+    config = (conv2d_sm90 if hopper else conv2d_kernels).choose(problem, here)
+    return config, config.plan(problem, here)
 
 
 def conv2d_int8(
@@ -168,7 +181,7 @@ def conv2d_int8(
 
 
 def _convolution(
-    x: Array, weight: PackedConvWeight, sizes: Geometry, bias: Array | None, form: check.Activation
+    x: Array, weight: PackedConvWeight, sizes: Geometry, bias: Array | None, form: check.Activation, y: Array
 ) -> conv2d_kernels.Convolution:
     return conv2d_kernels.Convolution(
         _sizes(sizes),
@@ -182,6 +195,7 @@ def _convolution(
         form.kind,
         form.limits,
         aligned=x.data.ptr % 16 == 0,
+        y_aligned=y.data.ptr % 16 == 0,
     )
 
 

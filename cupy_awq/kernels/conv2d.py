@@ -52,7 +52,7 @@ class Convolution:
     """A convolution with a weight of 4 or 8 ``bits`` in blocks of ``block`` channels.
 
     ``strides`` are x's (batch, row, pixel, channel), in values; ``nhwc`` is the order of y. ``aligned``: x starts at a
-    multiple of 16 bytes.
+    multiple of 16 bytes; ``y_aligned``: so does y.
     """
 
     sizes: Sizes
@@ -66,6 +66,7 @@ class Convolution:
     activation: str | None = None
     limits: tuple[float, float] = (0.0, 0.0)
     aligned: bool = True
+    y_aligned: bool = True
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
         """The constants of both kernels."""
@@ -138,7 +139,7 @@ class MmaConfig:
             ("WARPS_M", self.warps_m),
             ("WARPS_N", self.warps_n),
             ("STAGES", self.stages),
-            ("EVEN", int(problem.sizes.outputs % 2 == 0)),
+            ("EVEN", int(problem.y_aligned and problem.sizes.outputs % 2 == 0)),
         )
         kernel = Kernel("conv2d_sm80.cu", "conv2d_sm80", defines, device.target)
         block = ceil_div(min(problem.block, problem.sizes.channels), UNIT)

@@ -279,7 +279,8 @@ class Box:
         low, high = max(first, 0), min(first + tensor.box[0], tensor.dims[0])
         self.clip = slice((low - first) * self.item, max(high - first, low - first) * self.item)
         self.rows: list[tuple[int, int]] = []  # (row of the box, byte in the buffer) of the rows inside
-        outer = [range(extent) for extent in tensor.box[:0:-1]]
+        strides = tensor.steps or (1,) * len(tensor.box)
+        outer = [range(0, extent * step, step) for extent, step in zip(tensor.box[:0:-1], strides[:0:-1], strict=True)]
         for row, steps in enumerate(itertools.product(*outer)):
             indices = [at + step for at, step in zip(place[1:], reversed(steps), strict=True)]
             if all(0 <= i < extent for i, extent in zip(indices, tensor.dims[1:], strict=True)) and low < high:
@@ -323,7 +324,11 @@ def check_map(tensor: Any, address: int) -> None:
         raise ValueError(f"TensorMap: expected address and strides in multiples of 16 bytes, got {tensor}")
     if not len(tensor.dims) == len(tensor.box) == len(tensor.strides) + 1:
         raise ValueError(f"TensorMap: expected as many box extents as dims, and one stride less, got {tensor}")
-    if inner % 16 or any(not 1 <= extent <= 256 for extent in tensor.box):
+    steps = tensor.steps or (1,) * len(tensor.box)
+    if steps[0] != 1 or any(not 1 <= step <= 8 for step in steps):
+        raise ValueError(f"TensorMap: expected steps of 1 .. 8, and of 1 along the innermost axis, got {tensor}")
+    spans = [(extent - 1) * step + 1 for extent, step in zip(tensor.box, steps, strict=True)]
+    if inner % 16 or any(not 1 <= span <= 256 for span in spans):
         raise ValueError(f"TensorMap: expected a box of 1 .. 256 and rows in multiples of 16 bytes, got {tensor}")
     if tensor.swizzle not in (0, 32, 64, 128) or (tensor.swizzle and inner != tensor.swizzle):
         raise ValueError(f"TensorMap: expected rows as wide as the swizzle of {tensor.swizzle}, got {inner} bytes")

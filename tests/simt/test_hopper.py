@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,6 +56,18 @@ def test_tensor_copy_swizzles_and_fills_what_lies_outside_with_zeros(landing: st
     np.testing.assert_array_equal(
         raw.reshape(3, raw.shape[1], -1, 8)[:, :, chunks], boxes.reshape(*raw.shape[:2], -1, 8)
     )
+
+
+@LANDINGS
+def test_tensor_copy_steps_over_rows_from_where_the_box_begins(landing: str) -> None:
+    """Boxes of 8 rows, every third of x from row 0, 8, 16 on; zeros beyond the last."""
+    x = np.arange(1, 32 * 32 + 1, dtype=np.uint16).reshape(32, 32)
+    y, raw = np.zeros((24, 32), np.uint16), np.zeros((3, 8, 32), np.uint16)
+    maps = (replace(tensor("x", x, (32, 8)), steps=(1, 3)), tensor("y", y, (32, 8)))
+    copy = plan("tensor_copy.cu", (*maps, "raw"), grid=(1, 3, 1), arch="90a", ROWS=8, COLUMNS=32)
+    simt.run(copy, {"x": x, "y": y, "raw": raw}, landing=landing)
+    beyond = np.concatenate((x, np.zeros_like(x)))
+    np.testing.assert_array_equal(raw, [beyond[begin : begin + 24 : 3] for begin in (0, 8, 16)])
 
 
 def product(m: int, n: int, k: int, *, from_registers: int) -> tuple[LaunchPlan, dict[str, np.ndarray]]:
