@@ -24,6 +24,7 @@
 
 #include "epilogue.cuh"
 #include "hopper.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -114,9 +115,12 @@ struct Tile {
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
 };
 
+// Called from different places by the roles of the block, as __syncthreads may not be.
+__device__ __forceinline__ void synchronize_block() { ptx::barrier_sync(0, kThreads); }
+
 __device__ __forceinline__ void synchronize_cluster() {
   if constexpr (kSplits == 1) {
-    __syncthreads();
+    synchronize_block();
   } else {
     ptx::barrier_cluster_arrive_release();
     ptx::barrier_cluster_wait_acquire();
@@ -285,7 +289,7 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
     synchronize_cluster();
     ptx::griddepcontrol_launch_dependents();
     consume(tile, shared);
-    if constexpr (kSplits == 1) __syncthreads();
+    if constexpr (kSplits == 1) synchronize_block();
     push(tile);
     synchronize_cluster();
     if constexpr (kHasResidual) ptx::griddepcontrol_wait();
@@ -298,7 +302,7 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
       synchronize_cluster();
       ptx::griddepcontrol_launch_dependents();
     }
-    if constexpr (kSplits == 1) __syncthreads();
+    if constexpr (kSplits == 1) synchronize_block();
     synchronize_cluster();
   }
 }
