@@ -28,7 +28,7 @@
 // Programmatic dependent launch: all that is read before griddepcontrol.wait is the weight.
 //
 // Measured on an H100, 3x3 with 64 channels of 56 x 56, 128 of 28 x 28, 256 of 14 x 14 and 512 of 7 x 7, in
-// microseconds: 3.7 to 5.3 for one image, 16 to 24 for 32. Tensor cores would need 8 of the 16: a warpgroup issues its
+// microseconds: 3.7 to 5.7 for one image, 16 to 24 for 32. Tensor cores would need 8 of the 16: a warpgroup issues its
 // products, waits until they have begun, and only then converts the next unit, so that two of them on a multiprocessor
 // leave the tensor cores idle for a third of the time. Three reach their rate, but 64 outputs and 112 pixels each are
 // more than such layers have. Blocks of the next grid that come early lie where there is room, not evenly: 128 blocks

@@ -176,7 +176,7 @@ class Config:
     def microseconds(self, problem: Convolution, device: Device) -> float:
         """The larger of the busiest multiprocessor's work and of the traffic, and a part of the other.
 
-        Fitted to 188 times on an H100: 14% off (root mean square), and its first choice took 1.02 times as long as the
+        Fitted to 151 times on an H100: 15% off (root mean square), and its first choice took 1.02 times as long as the
         best (geometric mean). The next unit's weights are converted in the shadow of the tensor cores only where other
         warpgroups have them: a warpgroup alone takes 386 cycles more than its products, three are at their rate.
         """
@@ -195,7 +195,7 @@ class Config:
         boxes = ceil_div(mine, sizes.kernel_h * sizes.kernel_w) if self.halo else mine
         copied = self.wg_px * box_h * box_w * CHUNK * 2 * boxes + mine * self.wg_co * TILE_CO * CHUNK * problem.bits / 8
         traffic = max((blocks * copied + y_bytes) / 5.7e6, (x_bytes + y_bytes) / (device.read_gbs * 1e3))
-        shared = 0.57 + 0.25 * self.splits if self.splits > 1 else 0.0
+        shared = 0.8 + 0.25 * self.splits if self.splits > 1 else 0.0
         return max(work, traffic) + 0.4 * min(work, traffic) + shared
 
     def workspace(self, problem: Convolution) -> tuple[int, int]:
@@ -242,12 +242,16 @@ def _configs(problem: Convolution, device: Device) -> Iterator[Config]:
         mine = ceil_div(units(sizes), splits)
         if splits > min(units(sizes), pixels // 8):
             continue
+        # Clusters of four and more were never faster with large blocks: fewer of them fit on the chip.
+        if splits > 2 and (wg_co, wg_px) != (1, 1):
+            continue
         # A box is released after the next but one has come, if it serves one unit.
         x_stages = min(2, ceil_div(mine + taps - 1, taps)) if halo and taps > 1 else min(4, mine)
         for code_stages in dict.fromkeys((min(mine, 8), min(mine, 4))):
             config = Config(wg_co, wg_px, *tile, halo, x_stages, code_stages, splits, 1)
             most = _most_resident(config, problem, device)
-            if most:
+            # Two warpgroups with small tiles need others beside them.
+            if most >= (2 if wg_co * wg_px == 2 and pixels < 112 else 1):
                 yield replace(config, resident=most)
                 break
 
