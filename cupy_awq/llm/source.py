@@ -82,6 +82,8 @@ class Source:
         return read()
 
     def _check_finite(self, values: Array, name: str) -> None:
-        # One sum tells of any NaN or infinity, and makes no array of flags.
-        if not np.isfinite(np.abs(values, dtype=np.float32).max(initial=0)):
+        # One value tells of any NaN or infinity, and makes no array of flags.
+        with np.errstate(invalid="ignore"):
+            largest = float(abs(values).max()) if values.size else 0.0
+        if not np.isfinite(largest):
             raise CheckpointError(f"{self.path}: {name}: expected finite values, got NaN or infinity")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,23 +57,27 @@ class Speed:
         return self.step_bytes / self.step_seconds / 1e9
 
 
-def synthetic(config: Config, group_size: int = 128) -> Source:
+def synthetic(config: Config, group_size: int = 128, xp: Any = np) -> Source:
     """A model of random weights in AutoAWQ's layout, head and embedding in float16. It has no tokenizer.
+
+    ``xp``: NumPy, or CuPy to make them on the current GPU.
 
     >>> source = synthetic(Config("llama", 64, 128, 1, 2, 2, 32, 96, 256), group_size=32)
     >>> source.linear("model.layers.0.mlp.up_proj", 64, 128).weight
     PackedWeight(K=64, N=128, group_size=32, float16, packed zeros, 4736 B)
     """
     rng = np.random.default_rng(0)
-    words = rng.integers(-(2**31), 2**31, _POOL_BYTES // 4, np.int32)
-    halves = rng.standard_normal(_POOL_BYTES // 2, np.float32).astype(np.float16)
+    words = xp.asarray(rng.integers(-(2**31), 2**31, _POOL_BYTES // 4, np.int32))
+    halves = xp.asarray(rng.standard_normal(_POOL_BYTES // 2, np.float32).astype(np.float16))
 
     def repeated(pool: Array, shape: tuple[int, ...]) -> Array:
-        return np.resize(pool, shape)  # a copy of what repeats
+        size = math.prod(shape)
+        whole: Array = xp.tile(pool, -(-size // pool.size))
+        return whole[:size].reshape(shape)
 
     def module(k: int, n: int) -> Module:
         groups = k // group_size
-        scales = (np.abs(repeated(halves, (groups, n))) + np.float16(0.5)) * np.float16(0.1 * k**-0.5)
+        scales = (xp.abs(repeated(halves, (groups, n))) + np.float16(0.5)) * np.float16(0.1 * k**-0.5)
         return Module(PackedWeight(repeated(words, (k, n // 8)), scales, repeated(words[::-1], (groups, n // 8))), None)
 
     def scaled(shape: tuple[int, ...], scale: float) -> Array:
@@ -117,7 +122,12 @@ def measure(
     place = placement.resolve() if index is None else index
     with placement.on(place):
         ops: Any = HostOps(config) if place == HOST else DeviceOps(config, place, np.dtype(np.float16))
-        model = build(synthetic(config), ops, progress)
+        xp: Any = np
+        if place != HOST:
+            import cupy
+
+            xp = cupy
+        model = build(synthetic(config, xp=xp), ops, progress)
         return [_measure(name, config, model, batch, prompt_tokens, steps) for batch in batches]
 
 
