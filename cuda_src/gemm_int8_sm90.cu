@@ -11,16 +11,18 @@
 // k a multiple of 16; block a multiple of 128, or 64 or 32, or one block for all of k. X_BLOCKS: blocks in 128 k.
 //
 // A record holds 64 columns and 128 k of the weight, zero beyond its ends:
-//   codes       With g = lane / 4 and t = lane % 4, warp w of a warpgroup has columns 16 w + g and 16 w + 8 + g. 16
-//   bytes
-//               a lane, [2 of k64][warp][lane] for 4 bits: byte 8 s + 4 h + i holds k = 32 s + 16 h + 4 t + i of the
-//               64, of column g in its low and of g + 8 in its high nibble; [4 of k32][warp][lane] for 8 bits: byte 8 h
-//               + 4 c + i holds k = 16 h + 4 t + i of column g + 8 c, as two's complement.
+//   codes       With g = lane / 4 and t = lane % 4, warp w of a warpgroup has columns 16 w + g and 16 w + 8 + g; 16
+//               bytes a lane. For 4 bits [2 of k64][warp][lane]: byte 8 s + 4 h + i holds k = 32 s + 16 h + 4 t + i of
+//               the 64, of column g in its low and of g + 8 in its high nibble; for 8 bits [4 of k32][warp][lane]: byte
+//               8 h + 4 c + i holds k = 16 h + 4 t + i of column g + 8 c, as two's complement.
 //   parameters  float32 [X_BLOCKS][part][warp][8 of g][2 of g, g + 8]: the scale, then with WEIGHT_OFFSET the offset of
 //               the codes as they are multiplied, then with X_OFFSET the sum over the block of what the codes stand
 //               for. The last two are zero but in the last step of 128 k of a block.
 // 4-bit codes are multiplied as unsigned bytes with WEIGHT_OFFSET, else as signed ones; where they stand in a byte, so
 // that those of high nibbles, and all signed ones, are worth 16 times as much. Scale and offset allow for it.
+//
+// FP8: xq is e4m3 with one scale a row, x_scale [m]; x_sums are float32, of its values. 4-bit codes in the low bits of
+// a byte are e4m3 as they lie: code * 2^-9. Products are float32; the scale of x comes last.
 //
 // A block makes tiles of 128 rows and 256 columns: two warpgroups with 64 rows each, whose four tiles of 64 columns
 // share the parameters of x in registers. While one warpgroup adds up a block of products the other has the tensor
@@ -36,12 +38,18 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/thread_index.cuh"
 #include "ptx/wgmma.cuh"
+#include "ptx/wgmma_e4m3.cuh"
 #include "ptx/wgmma_s8.cuh"
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_int8_sm90 needs sm_90a");
 
-using int8_t = signed char;
+#if FP8
+using Product = float;
+#else
+using Product = int32_t;
+#endif
 
+constexpr bool kFp8 = FP8;
 constexpr int kBits = BITS;
 constexpr bool kXOffset = X_OFFSET;
 constexpr bool kWeightOffset = WEIGHT_OFFSET;
@@ -92,6 +100,7 @@ constexpr int kRowBytes = kBlockN * sizeof(Y) + 16;  // 8 rows lie in different 
 constexpr int kStoreBegin = kXParameterBegin + kStages * kXParameterBytes;
 constexpr int kBarrierBegin = kStoreBegin + kWarpgroups * kStoreRows * kRowBytes;
 
+static_assert(!kFp8 || (kBits == 4 && kWeightOffset && !kXOffset), "what FP8 takes");
 static_assert(kCluster == 1 || kCluster == 2, "a stage of x has two parts");
 // What the block starts with is all that it has: one register too many and setmaxnreg waits for ever.
 static_assert(kWarpgroups * kConsumerRegisters + kProducerRegisters <= kThreads / 128 * (65536 / kThreads / 8 * 8),
@@ -199,7 +208,7 @@ __device__ __forceinline__ void produce(const Shared& shared, const uint8_t* wei
 
 // The warps that bring the parameters of x, each of them those of two adjacent rows a lane.
 __device__ __forceinline__ void produce_parameters(const Shared& shared, uint8_t* memory, const float* x_scale,
-                                                   const float* x_offset, const int32_t* x_sums, int rows, int columns,
+                                                   const float* x_offset, const Product* x_sums, int rows, int columns,
                                                    int m, int k, int block) {
   const int lane = threadIdx.x % 32;
   const int local_row = (threadIdx.x / 32 - kConsumerWarps - 1) * (kBlockM / kParameterWarps) + lane * 2;
@@ -209,8 +218,7 @@ __device__ __forceinline__ void produce_parameters(const Shared& shared, uint8_t
   Position at{0, 1};
   for (Schedule schedule(rows, columns); schedule.is_there(); schedule.advance()) {
     const int row = schedule.tile().x * kBlockM + local_row;
-    const int64_t begins[2] = {static_cast<int64_t>(min(row, m - 1)) * blocks,
-                               static_cast<int64_t>(min(row + 1, m - 1)) * blocks};
+    const int64_t source_rows[2] = {min(row, m - 1), min(row + 1, m - 1)};
     for (int step = 0; step < steps; ++step) {
       auto* target = reinterpret_cast<float*>(memory + kXParameterBegin + at.stage * kXParameterBytes) + local_row;
 #pragma unroll 1
@@ -219,12 +227,14 @@ __device__ __forceinline__ void produce_parameters(const Shared& shared, uint8_t
         Vector<float, 2> values[kParts];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float scale = x_scale[begins[i] + index];
+          const int64_t source = source_rows[i] * blocks + index;
+          const float scale = x_scale[kFp8 ? source_rows[i] : source];
           values[0].values[i] = scale;
           if constexpr (kWeightOffset) {
-            values[kOffsetPart].values[i] = scale * static_cast<float>(x_sums[begins[i] + index]);
+            const auto sum = static_cast<float>(x_sums[source]);
+            values[kOffsetPart].values[i] = kFp8 ? sum : scale * sum;
           }
-          if constexpr (kXOffset) values[kColumnPart].values[i] = x_offset[begins[i] + index];
+          if constexpr (kXOffset) values[kColumnPart].values[i] = x_offset[source];
         }
         if (b == 0) wait(shared.empty(at.stage), at.parity);
 #pragma unroll
@@ -251,14 +261,16 @@ __device__ __forceinline__ void unpack(uint32_t (&a)[4], const uint32_t (&words)
     for (int i = 0; i < 2; ++i) {
       const uint32_t word = words[step * 2 + i];
       a[2 * i] = kWeightOffset ? word & kLow : ((word << 4) & kHigh) ^ kSigns;
-      a[2 * i + 1] = kWeightOffset ? word & kHigh : (word & kHigh) ^ kSigns;
+      a[2 * i + 1] = kFp8 ? (word >> 4) & kLow : kWeightOffset ? word & kHigh : (word & kHigh) ^ kSigns;
     }
   }
 }
 
 template <bool ACCUMULATE>
-__device__ __forceinline__ void wgmma(int32_t (&d)[kSums], const uint32_t (&a)[4], uint32_t b) {
-  if constexpr (kBits == 4 && kWeightOffset) {
+__device__ __forceinline__ void wgmma(Product (&d)[kSums], const uint32_t (&a)[4], uint32_t b) {
+  if constexpr (kFp8) {
+    ptx::wgmma_e4m3<ACCUMULATE>(d, a, b);
+  } else if constexpr (kBits == 4 && kWeightOffset) {
     ptx::wgmma_u8_s8<ACCUMULATE>(d, a, b);
   } else {
     ptx::wgmma_s8_s8<ACCUMULATE>(d, a, b);
@@ -340,7 +352,7 @@ __device__ __forceinline__ void store_tile(uint8_t* memory, const float (&sums)[
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    gemm_int8_sm90(const float* x_scale, const float* x_offset, const int32_t* x_sums, const uint8_t* weight,
+    gemm_int8_sm90(const float* x_scale, const float* x_offset, const Product* x_sums, const uint8_t* weight,
                    const BIAS* bias, Y* y, const __grid_constant__ TensorMap x_map, int m, int n, int k, int block,
                    int rows, int columns, int ldy, int aligned, float low, float high) {
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -409,7 +421,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Position at{0, 0};
     for (Schedule schedule(rows, columns); schedule.is_there(); schedule.advance()) {
       float sums[kTiles][kSums] = {};
-      int32_t products[kSums];
+      Product products[kSums];
       Vector<float, 2> x_parts[kKeptParts][kSums / 4];
       for (int step = 0; step < steps; ++step) {
         wait(shared.full(at.stage), at.parity);
@@ -445,8 +457,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             if (is_last && kKeptParts == kParts) release(at.stage);
 #pragma unroll
             for (int v = 0; v < kSums; ++v) {
-              const float product = static_cast<float>(products[v]) * weight_parts[0].values[v / 2 % 2];
-              sums[i][v] = fmaf(product, x_parts[0][v / 4].values[v % 2], sums[i][v]);
+              const auto product = static_cast<float>(products[v]);
+              const float scale = weight_parts[0].values[v / 2 % 2], of_x = x_parts[0][v / 4].values[v % 2];
+              sums[i][v] = kFp8 ? fmaf(product, scale, sums[i][v]) : fmaf(product * scale, of_x, sums[i][v]);
             }
 #pragma unroll
             for (int part = 1; part < kParts; ++part) {
@@ -464,6 +477,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           }
         }
         at = at.next();
+      }
+      if constexpr (kFp8) {
+#pragma unroll
+        for (int v = 0; v < kTiles * kSums; ++v) sums[v / kSums][v % kSums] *= x_parts[0][v % kSums / 4].values[v % 2];
       }
       store_tile(memory, sums, schedule.tile(), epilogue, y, m, n, ldy, aligned != 0);
     }

@@ -38,7 +38,10 @@ class AwqLinear:
         activations: "int8" to multiply integers (W4A8): each group of a row of x is quantized to 127 steps on either
             side at every call, which changes an element of y by at most the sum over groups of max|x| / 254 times the
             sum of |W|; see `cupy_awq.int8.linear_int8`. Such a layer takes the activations None, "relu", "relu6" and
-            (low, high), and no residual. By default x is multiplied as it is.
+            (low, high), and no residual. "fp8" to multiply floats of 8 bits (e4m3) in the same way: each element of x
+            is rounded to 4 bits of significand, which changes an element of y by at most the sum over K of |x| |W| / 17
+            and more where x is less than 1/28672 of its row's largest; see `cupy_awq.int8.linear_fp8`, also for the
+            GPUs that have it. By default x is multiplied as it is.
 
     Raises:
         TypeError, ValueError: a bias or an activation that does not fit the weight, or at a call an x, out or residual;
@@ -52,7 +55,17 @@ class AwqLinear:
     array([6., 5.], dtype=float16)
     """
 
-    __slots__ = ("_activation", "_bias", "_fixed", "_integers", "_operand", "_prepared", "_splits", "_weight")
+    __slots__ = (
+        "_activation",
+        "_activations",
+        "_bias",
+        "_fixed",
+        "_operand",
+        "_prepared",
+        "_quantized",
+        "_splits",
+        "_weight",
+    )
 
     def __init__(
         self,
@@ -74,9 +87,10 @@ class AwqLinear:
         self._bias = bias
         self._activation = activation
         self._prepared: dict[Any, planning.Prepared] = {}
-        if activations not in (None, "int8"):
-            raise ValueError(f"activations must be None or 'int8', got {activations!r}")
-        self._integers = None if activations is None else _integers(weight, activation)
+        if activations not in (None, "int8", "fp8"):
+            raise ValueError(f"activations must be None, 'int8' or 'fp8', got {activations!r}")
+        self._activations = activations
+        self._quantized = None if activations is None else _for_quantized(weight, activation, activations)
         self._operand = repack(weight) if activations is None else weight
         self._fixed = planning.weight_addresses(self._operand, bias) if facts.device != check.HOST else ()
 
@@ -145,8 +159,8 @@ class AwqLinear:
 
     @property
     def activations(self) -> str | None:
-        """What x is quantized to, "int8", or None."""
-        return None if self._integers is None else "int8"
+        """What x is quantized to, "int8" or "fp8", or None."""
+        return self._activations
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -176,8 +190,8 @@ class AwqLinear:
     def __call__(
         self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
     ) -> Array:
-        if self._integers is not None:
-            return self._multiply_integers(self._integers, x, out, residual, dtype)
+        if self._quantized is not None:
+            return self._multiply_quantized(self._quantized, x, out, residual, dtype)
         # Layouts hold all that checks and the choice of a kernel depend on: what was met needs neither.
         key: Any
         try:
@@ -195,13 +209,13 @@ class AwqLinear:
             planning.remember(self._prepared, key, prepared, MAX_PREPARED)
         return y
 
-    def _multiply_integers(
+    def _multiply_quantized(
         self, weight: PackedConvWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
     ) -> Array:
-        from cupy_awq.int8 import linear_int8
+        from cupy_awq.int8 import linear_fp8, linear_int8
 
         if residual is not None or dtype is not None:
-            raise ValueError("a layer with activations='int8' takes no residual and no dtype")
+            raise ValueError(f"a layer with activations={self._activations!r} takes no residual and no dtype")
         x, out = gpu.views(x=x, out=out)
         facts = self._weight.facts
         check.activations(x, facts.k, device=facts.device)
@@ -211,7 +225,8 @@ class AwqLinear:
         in_place = out is not None and out.flags.c_contiguous
         target = out.reshape(-1, facts.n) if in_place else None
         rows = x.reshape(-1, facts.k)
-        y = linear_int8(rows, weight, bias=self._bias, activation=self._activation, out=target).reshape(shape)
+        linear = linear_int8 if self._activations == "int8" else linear_fp8
+        y = linear(rows, weight, bias=self._bias, activation=self._activation, out=target).reshape(shape)
         if out is None:
             return y
         if not in_place:
@@ -235,8 +250,8 @@ class AwqLinear:
         >>> layer.plan((2, 32)).shape
         (2, 16)
         """
-        if self._integers is not None:
-            raise ValueError("a layer with activations='int8' has no plan: it is two launches")
+        if self._activations is not None:
+            raise ValueError(f"a layer with activations={self._activations!r} has no plan: it is two launches")
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
         return planning.plan(x, self._operand, residual=residual, out=out, **options)
 
@@ -245,8 +260,8 @@ class AwqLinear:
         index = self._weight.facts.device
         if index == check.HOST:
             return "numpy"
-        if self._integers is not None:
-            return "gemm_int8"
+        if self._activations is not None:
+            return f"gemm_{self._activations}"
         element, form = check.float_dtype(dtype), check.activation(self._activation)
         bias_dtype = None if self._bias is None else self._bias.dtype.name
         problem = planning.problem_of(self._operand, form, m, element, bias_dtype=bias_dtype)
@@ -270,12 +285,15 @@ def _restored(
     return layer
 
 
-def _integers(weight: PackedWeight, activation: Any) -> PackedConvWeight:
-    """The weight for `linear_int8`, which must know the activation."""
-    from cupy_awq.int8 import arguments, from_packed  # not at the start: few programs need it
+def _for_quantized(weight: PackedWeight, activation: Any, activations: str) -> PackedConvWeight:
+    """The weight for `linear_int8` or `linear_fp8`, which must know the activation."""
+    from cupy_awq.int8 import arguments, from_packed, gpu  # not at the start: few programs need it
 
     arguments.activation(activation)
-    return from_packed(weight)
+    packed = from_packed(weight)
+    if activations == "fp8":
+        gpu.check_fp8(packed)
+    return packed
 
 
 def _joined(arrays: Sequence[Array]) -> Array:

@@ -2,11 +2,12 @@
 """Faults planted in copies of the integer and convolution kernels: each is caught, and this says by which check.
 
 A check is the kind of a simulator's fault, or "values" where the kernel ran to its end with a wrong result; with copies
-that land as late, and as early, as the rules allow.
+that land as late, and as early, as the rules allow. "fp8" after a file stands for its form for float8.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from cupy_awq import device
@@ -14,6 +15,8 @@ from cupy_awq.kernels import conv2d, conv2d_sm90, int8
 from tests import simt
 from tests.simt.kernels import patched
 from tests.test_conv2d import check_convolution, with_strides
+from tests.test_int8 import random_weight
+from tests.test_int8_fp8 import check_fp8_product, check_fp8_quantization
 from tests.test_int8_kernels import check_product
 
 HOPPER_CONVOLUTION = with_strides(
@@ -64,6 +67,25 @@ SEEDS = {
     "offsets of x are added with the sums of another block": (
         "gemm_int8_sm90.cu", "step * kXBlocks + b, blocks - 1)", "step * kXBlocks, blocks - 1)", VALUES,
     ),
+    "codes of high nibbles are not brought down to e4m3": (
+        "gemm_int8_sm90.cu fp8", "kFp8 ? (word >> 4) & kLow :", "kFp8 ? word & kHigh :", VALUES,
+    ),
+    "a row of float8 takes the scale of another": (
+        "gemm_int8_sm90.cu fp8", "x_scale[kFp8 ? source_rows[i] : source]", "x_scale[kFp8 ? source_rows[0] : source]",
+        VALUES,
+    ),
+    "products of float8 stay without the scale of their row": (
+        "gemm_int8_sm90.cu fp8", "[v % kSums] *= x_parts[0]", "[v % kSums] += 0 * x_parts[0]", VALUES,
+    ),
+    "a warp of a row does not wait for the largest values of the others": (
+        "quantize_fp8.cu", "  __syncthreads();\n", "", RACE,
+    ),
+    "values beyond the first round are counted for the first sums": (
+        "quantize_fp8.cu", "ceil_div(k, unit) + i / unit]", "ceil_div(k, unit) + begin / unit]", VALUES,
+    ),
+    "a pair of values changes places": (
+        "quantize_fp8.cu", "e4m3x2_f32(scaled[0], scaled[1])", "e4m3x2_f32(scaled[1], scaled[0])", VALUES,
+    ),
     "the next weights overwrite those still read": (
         "conv2d_sm80.cu", "    buffer ^= 1;\n", "", RACE,
     ),
@@ -110,6 +132,12 @@ def outcome(file: str, landing: str) -> str:
             for k, block in ((1040, 128), (272, 64)):
                 problem = int8.IntegerProduct(70, 304, k, block, 4, True, True, "float16")
                 check_product(landing, problem, int8.HopperConfig(2, 2), device.nominal(90), block, seed=0)
+        elif file == "gemm_int8_sm90.cu fp8":
+            weight = random_weight(np.random.default_rng(0), (152, 1, 1, 400), 64)
+            problem = int8.IntegerProduct(70, 152, 400, 64, 4, False, True, "float16", fp8=True)
+            check_fp8_product(landing, problem, int8.HopperConfig(1, 1), weight, seed=0)
+        elif file == "quantize_fp8.cu":
+            check_fp8_quantization(landing, 1, 2064, 128, "float16", 8)
         else:
             # Of five tiles of K for two splits; a block of 96 belongs to both, one of 64 to one.
             for block in (64, 96):
@@ -122,7 +150,7 @@ def outcome(file: str, landing: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("file", ["gemm_int8_sm80.cu", "gemm_int8_sm90.cu", "conv2d_sm80.cu", "conv2d_sm90.cu"])
+@pytest.mark.parametrize("file", sorted({file for file, *_ in SEEDS.values()}))
 def test_the_kernels_are_right_before_a_bug_is_planted(file: str) -> None:
     assert outcome(file, "latest") == "nothing"
 
@@ -130,5 +158,5 @@ def test_the_kernels_are_right_before_a_bug_is_planted(file: str) -> None:
 @pytest.mark.parametrize("name", SEEDS)
 def test_seeded_bug_is_caught(name: str) -> None:
     file, old, new, caught = SEEDS[name]
-    with patched(file, old, new):
+    with patched(file.split()[0], old, new):
         assert (outcome(file, "latest"), outcome(file, "earliest")) == caught

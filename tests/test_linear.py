@@ -7,6 +7,7 @@ import copy
 import pickle
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -158,11 +159,35 @@ def test_a_layer_cannot_be_changed_behind_its_back(name: str) -> None:
 @pytest.mark.parametrize("activation", [None, "relu6", (-0.25, 0.5)])
 @pytest.mark.parametrize("zeros", ZEROS)
 def test_a_layer_of_integers_stays_within_its_bound(backend: Any, zeros: str, activation: Any) -> None:
+    def bound(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        return np.abs(x).reshape(66, 4, 32).max(axis=2) / 254 @ np.abs(w).reshape(4, 32, 40).sum(axis=1)
+
+    check_bound(backend, zeros, activation, "int8", bound)
+
+
+@pytest.mark.parametrize("backend", [np.asarray, pytest.param(put, marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("activation", [None, "relu6", (-0.25, 0.5)])
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_a_layer_of_float8_stays_within_its_bound(backend: Any, zeros: str, activation: Any) -> None:
+    def bound(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        return np.maximum(np.abs(x) / 17, np.abs(x).max(axis=1, keepdims=True) / 448 / 1024) @ np.abs(w)
+
+    check_bound(backend, zeros, activation, "fp8", bound)
+
+
+def check_bound(
+    backend: Any,
+    zeros: str,
+    activation: Any,
+    activations: str,
+    bound_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> None:
+    """A layer keeps ``bound_of(x, w)``, fills any out, and survives concatenation and pickling."""
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 128, 40, 32, zeros=zeros)
     x, bias = random_activations(rng, 2, 33, 128), rng.standard_normal(40).astype(np.float32)
     on_device = PackedWeight(*(None if a is None else backend(a) for a in tensors(weight)))
-    options = {"bias": backend(bias), "activation": activation, "activations": "int8"}
+    options = {"bias": backend(bias), "activation": activation, "activations": activations}
     layer = AwqLinear(on_device, **options)
     wide = backend(np.full((2, 33, 48), np.nan, np.float16))
     out = wide[..., 4:44]
@@ -173,24 +198,26 @@ def test_a_layer_of_integers_stays_within_its_bound(backend: Any, zeros: str, ac
     assert np.isnan(wide[..., :4]).all()
     assert np.isnan(wide[..., 44:]).all()
     w = float64_weight(*tensors(weight))
-    steps = np.abs(x.astype(np.float64)).reshape(66, 4, 32).max(axis=2) / 254
-    bound = steps @ np.abs(w).reshape(4, 32, 40).sum(axis=1)
-    exact = x.reshape(66, 128).astype(np.float64) @ w + bias
+    rows = x.reshape(66, 128).astype(np.float64)
+    bound, exact = bound_of(rows, w), rows @ w + bias
     low, high = (float64_epilogue(v, activation, 0.0) for v in (exact - bound, exact + bound))
     slack = 2e-3 * (1 + np.abs(exact))
     assert np.all((low - slack <= y.reshape(66, 40)) & (y.reshape(66, 40) <= high + slack))
-    assert (layer.activations, repr(layer).endswith("activations='int8')")) == ("int8", True)
-    parts = AwqLinear.concatenate([on_device, on_device], activations="int8")
+    assert (layer.activations, repr(layer).endswith(f"activations='{activations}')")) == (activations, True)
+    parts = AwqLinear.concatenate([on_device, on_device], activations=activations)
     first, second = (a if isinstance(a, np.ndarray) else a.get() for a in parts.split(parts(backend(x))))
     np.testing.assert_array_equal(first, second)
     again = pickle.loads(pickle.dumps(layer))
-    assert again.activations == "int8"
+    assert again.activations == activations
 
 
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda w, x: AwqLinear(w, activations="int4"), "activations must be None or 'int8', got 'int4'"),
+        (lambda w, x: AwqLinear(w, activations="int4"), "activations must be None, 'int8' or 'fp8', got 'int4'"),
+        (lambda w, x: AwqLinear(w, activations="fp8", activation="silu"), "activation must be "),
+        (lambda w, x: AwqLinear(w, activations="fp8")(x, dtype="float16"), "layer with activations='fp8' takes no"),
+        (lambda w, x: AwqLinear(w, activations="fp8").plan((2, 32)), "layer with activations='fp8' has no plan"),
         (lambda w, x: AwqLinear(w, activations="int8", activation="silu"), "activation must be "),
         (lambda w, x: AwqLinear(w, activations="int8")(x, residual=x[:, :16]), "takes no residual and no dtype"),
         (lambda w, x: AwqLinear(w, activations="int8").plan((2, 32)), "has no plan"),

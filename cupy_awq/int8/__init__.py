@@ -4,7 +4,7 @@
 NumPy arrays are computed on the CPU, CuPy arrays on their GPU.
 """
 
-from cupy_awq.int8.operations import conv2d, gemm_int8, linear_int8, quantize_activations
+from cupy_awq.int8.operations import conv2d, gemm_int8, linear_fp8, linear_int8, quantize_activations
 from cupy_awq.int8.requantized import conv2d_int8
 from cupy_awq.int8.weight import PackedConvWeight, from_mnn, from_packed
 
@@ -15,6 +15,7 @@ __all__ = [
     "from_mnn",
     "from_packed",
     "gemm_int8",
+    "linear_fp8",
     "linear_int8",
     "quantize_activations",
 ]

@@ -188,6 +188,25 @@ def quantized(
     return Quantized(m, n, k, block, dtype)
 
 
+def fp8(x: Array, weight: PackedConvWeight, bias: Array | None, out: Array | None) -> Quantized:
+    """The sizes of a product of x, to be quantized to e4m3; its block is the weight's."""
+    floats(x, weight)
+    row_blocks(x, None)
+    n, kh, kw, k = weight.shape
+    if (kh, kw) != (1, 1):
+        raise ValueError(f"weight must have a 1x1 kernel for a matrix product, got {kh}x{kw}")
+    if weight.bits != 4:
+        raise ValueError(f"weight must have 4 bits for a product with float8, got {weight.bits}")
+    if x.shape[1] != k:
+        raise ValueError(f"K={x.shape[1]} in x is not K={k} in weight")
+    m = int(x.shape[0])
+    if bias is not None:
+        check.bias(bias, n, device=weight.device)
+    if out is not None:
+        check.out(out, (m, n), x.dtype, weight.device)
+    return Quantized(m, n, k, weight.block_size, x.dtype)
+
+
 def _on(a: Array, name: str, device: int) -> None:
     where = check.device_id(a, name)
     if where != device:

@@ -58,16 +58,17 @@ def _of_blocks(weight: PackedConvWeight, block: int) -> tuple[Array, Array | Non
     return scale, offset, xp.stack(sums)
 
 
-def records(weight: PackedConvWeight, block: int, x_offset: bool) -> Array:
+def records(weight: PackedConvWeight, block: int, x_offset: bool, fp8: bool = False) -> Array:
     """A 1x1 weight in the order in which Hopper's tensor cores consume it: see gemm_int8_sm90.cu."""
-    if ("records", block, x_offset) not in weight.prepared:
+    key = "records", block, x_offset, fp8
+    if key not in weight.prepared:
         n, _, _, k = weight.shape
         tiles, steps = ceil_div(n, RECORD_N), ceil_div(k, BLOCK_K)
         xp = namespace(weight.codes)
         shape = tiles * RECORD_N, steps * BLOCK_K
-        parameters = _record_parameters(weight, block, x_offset, tiles, steps)
+        parameters = _record_parameters(weight, block, x_offset, fp8, tiles, steps)
         if weight.bits == 4:
-            codes = xp.full(shape, 8 if weight.offset is None else 0, np.uint8)
+            codes = xp.full(shape, 8 if weight.offset is None and not fp8 else 0, np.uint8)
             codes[:n, :k] = weight.codes.reshape(n, k)
             # Warp, column of g, g + 8, g; step, k64, k32, half of it, t, byte.
             codes = codes.reshape(tiles, 4, 2, 8, steps, 2, 2, 2, 4, 4)
@@ -77,11 +78,13 @@ def records(weight: PackedConvWeight, block: int, x_offset: bool) -> Array:
             codes[:n, :k] = weight.codes.reshape(n, k) ^ np.uint8(128)
             codes = codes.reshape(tiles, 4, 2, 8, steps, 4, 2, 4, 4).transpose(0, 4, 5, 1, 3, 7, 6, 2, 8)
         parts = codes.reshape(tiles, steps, -1), parameters.view(np.uint8)
-        weight.prepared["records", block, x_offset] = xp.concatenate(parts, axis=2)
-    return weight.prepared["records", block, x_offset]
+        weight.prepared[key] = xp.concatenate(parts, axis=2)
+    return weight.prepared[key]
 
 
-def _record_parameters(weight: PackedConvWeight, block: int, x_offset: bool, tiles: int, steps: int) -> Array:
+def _record_parameters(
+    weight: PackedConvWeight, block: int, x_offset: bool, fp8: bool, tiles: int, steps: int
+) -> Array:
     """float32 [tiles, steps, parameters of a record]."""
     n, _, _, k = weight.shape
     xp = namespace(weight.codes)
@@ -89,7 +92,10 @@ def _record_parameters(weight: PackedConvWeight, block: int, x_offset: bool, til
     begins = xp.arange(0, k, block)[:, None]
     columns = xp.minimum(begins + block, k) - begins
     rows = [scale.copy()]
-    if weight.bits == 4:
+    if fp8:
+        rows[0] *= 512  # codes are multiplied as code * 2**-9
+        offset = scale * 0 if offset is None else offset
+    elif weight.bits == 4:
         upper = xp.arange(n) // 8 % 2 == 1
         rows[0][:, upper if offset is not None else slice(None)] /= 16
     if offset is not None:

@@ -67,8 +67,9 @@ def gemm(
     bias: Array | None,
     form: check.Activation,
     out: Array | None,
+    fp8: bool = False,
 ) -> Array:
-    """As `cupy_awq.int8.gemm_int8`."""
+    """As `cupy_awq.int8.gemm_int8`; or xq is e4m3, with x_scale [M], no x_offset, and float32 x_sums."""
     import cupy
 
     with placement.on(weight.device):
@@ -82,7 +83,7 @@ def gemm(
                 *facts[:4],
                 weight.bits,
                 x_offset is not None,
-                weight.offset is not None,
+                weight.offset is not None or fp8,
                 facts.dtype.name,
                 None if bias is None else bias.dtype.name,
                 form.kind,
@@ -91,17 +92,53 @@ def gemm(
                 even=(y.data.ptr | y.strides[0]) % (2 * size) == 0,
                 wide=(y.data.ptr | y.strides[0]) % 16 == 0,
                 stride=row_step(y) or 0,
+                fp8=fp8,
             )
             buffers = {"xq": xq, "x_scale": x_scale, "x_offset": x_offset, "x_sums": x_sums, "bias": bias, "y": y}
             config, plan = _chosen_product(problem, device.current())
             with _lasting(weight):
                 if isinstance(config, int8.HopperConfig):
-                    buffers["weight"] = forms.records(weight, facts.block, problem.x_offset)
+                    buffers["weight"] = forms.records(weight, facts.block, problem.x_offset, fp8)
                 else:
                     buffers["codes"] = forms.product_codes(weight)
                     buffers["parameters"] = forms.product_parameters(weight, facts.block)
             _launch(plan, buffers, weight.device)
         return _into(out, y)
+
+
+def check_fp8(weight: PackedConvWeight) -> None:
+    """A ValueError that says why its GPU cannot multiply e4m3 by a weight, if it cannot."""
+    if weight.device != check.HOST:
+        reason = int8.refuse_fp8(weight.block_size, weight.shape[3], device.of(weight.device))
+        if reason:
+            raise ValueError(f"activations in float8: {reason}")
+
+
+def linear_fp8(
+    x: Array,
+    weight: PackedConvWeight,
+    facts: Quantized,
+    bias: Array | None,
+    form: check.Activation,
+    out: Array | None,
+) -> Array:
+    """As `cupy_awq.int8.linear_fp8`."""
+    import cupy
+
+    check_fp8(weight)
+    with placement.on(weight.device):
+        m, k = facts.m, facts.k
+        unit = int8.fp8_unit(facts.block, k)
+        sums = cupy.empty((m, -(-k // unit)), np.float32)
+        codes, scale = cupy.empty((m, k), np.uint8), cupy.empty(m, np.float32)
+        if m:
+            step = row_step(x)
+            if step is None or (x.data.ptr | step * x.dtype.itemsize) % 16:
+                x, step = cupy.array(x, order="C"), k
+            problem = int8.Fp8Quantization(m, k, unit, x.dtype.name, step)
+            buffers = {"x": x, "codes": codes, "scale": scale, "sums": sums}
+            _launch(problem.plan(device.current()), buffers, weight.device)
+        return gemm(codes, scale, None, sums, weight, facts._replace(block=unit), bias, form, out, fp8=True)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -20,6 +21,9 @@ F32 = np.float32
 SMALLEST_SCALE = F32(1e-5)
 """Asymmetric blocks whose scale is not above it have scale 1 and their maximum as offset, as in MNN."""
 SMALLEST_WEIGHT_SCALE = F32(1e-6)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+SMALLEST_FP8_ROW = F32(2.0**-100)
+"""Rows are quantized to e4m3 as if their largest value was at least that."""
 
 
 def quantize(x: Array, block: int, symmetric: bool, rounding: str) -> tuple[Array, Array, Array | None, Array]:
@@ -51,6 +55,30 @@ def quantize(x: Array, block: int, symmetric: bool, rounding: str) -> tuple[Arra
         codes[:, b * block : (b + 1) * block] = q
         scale[:, b], offset[:, b], sums[:, b] = s, o, q.sum(1, dtype=np.int32)
     return codes, scale, None if symmetric else offset, sums
+
+
+def quantize_fp8(x: Array, unit: int) -> tuple[Array, Array, Array]:
+    """x [M, K] as codes of e4m3, uint8 [M, K], a scale [M], and sums [M, units] of what the codes stand for, float32.
+
+    scale = max|x| / 448 and code = e4m3(x * (448 / max|x|)), each operation in float32. A row with an infinity or a NaN
+    has scale NaN and codes 0.
+    """
+    rows = x.astype(F32)
+    largest = np.abs(rows).max(1, keepdims=True)
+    finite = np.isfinite(largest)
+    size = np.where(finite, np.maximum(largest, SMALLEST_FP8_ROW), F32(np.nan))
+    values = np.where(finite, rows * (F32(448) / size), F32(0)).astype(E4M3)
+    sums = np.add.reduceat(values.astype(np.float64), range(0, x.shape[1], unit), axis=1)
+    return values.view(np.uint8), (size / F32(448))[:, 0], sums.astype(F32)
+
+
+def linear_fp8(
+    x: Array, weight: PackedConvWeight, facts: Quantized, bias: Array | None, form: check.Activation, out: Array
+) -> Array:
+    """As `cupy_awq.int8.linear_fp8`, in float64 but for the codes."""
+    codes, scale, sums = quantize_fp8(x, facts.block)
+    scales = np.broadcast_to(scale[:, None], sums.shape)
+    return gemm(codes.view(E4M3), scales, None, sums, weight, facts, bias, form, out)
 
 
 def gemm(

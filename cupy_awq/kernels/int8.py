@@ -33,6 +33,9 @@ MMA_OPERATIONS = 305e6
 HOPPER_STAGES = 6
 """At most."""
 
+FP8_VALUES = 8
+"""That a thread of quantize_fp8 takes at a time."""
+
 
 @dataclass(frozen=True)
 class RowQuantization:
@@ -72,11 +75,29 @@ class RowQuantization:
 
 
 @dataclass(frozen=True)
+class Fp8Quantization:
+    """x [m, k] to e4m3 with one scale a row, and sums of ``unit`` columns; rows start at multiples of 16 bytes."""
+
+    m: int
+    k: int
+    unit: int
+    dtype: str
+    stride: int
+    """Of x's rows, in values."""
+
+    def plan(self, device: Device) -> LaunchPlan:
+        defines = ("X", TYPES[self.dtype]), ("ROUNDS", ceil_div(self.k, THREADS * FP8_VALUES))
+        kernel = Kernel("quantize_fp8.cu", "quantize_fp8", defines, device.target)
+        sizes = map(np.int32, (self.k, self.unit, self.stride))
+        return LaunchPlan(kernel, (self.m, 1, 1), (THREADS, 1, 1), ("x", "codes", "scale", "sums", *sizes))
+
+
+@dataclass(frozen=True)
 class IntegerProduct:
     """y [m, n] of quantized rows in blocks of ``block`` of k columns and a weight of 4 or 8 ``bits``.
 
     ``aligned``: xq starts at a multiple of 16 bytes; ``even``: y starts at, and steps by, a multiple of two values;
-    ``wide``: of 16 bytes.
+    ``wide``: of 16 bytes. ``fp8``: x is e4m3, as of `Fp8Quantization`.
     """
 
     m: int
@@ -95,6 +116,7 @@ class IntegerProduct:
     wide: bool = True
     stride: int | None = None
     """Of y's rows, in values; by default n."""
+    fp8: bool = False
 
     @property
     def blocks(self) -> int:
@@ -213,7 +235,13 @@ class HopperConfig:
         size = ITEMSIZE[problem.dtype]
         store = 2 * 32 // size * (HOPPER_N * size + 16)
         stages = min(HOPPER_STAGES, (device.shared_bytes_per_block - store) // stage)
-        defines = (*problem.defines(), ("X_BLOCKS", x_blocks), ("STAGES", stages), ("CLUSTER", self.cluster))
+        defines = (
+            *problem.defines(),
+            ("FP8", int(problem.fp8)),
+            ("X_BLOCKS", x_blocks),
+            ("STAGES", stages),
+            ("CLUSTER", self.cluster),
+        )
         xq = TensorMap(
             "xq",
             "int8",
@@ -283,6 +311,27 @@ def refuse_hopper(problem: IntegerProduct, device: Device) -> str | None:
     return refuse(problem, device)
 
 
+def fp8_unit(block_size: int, k: int) -> int:
+    """Columns of x that quantize_fp8 adds up: those of 128 that share a weight's scale in all of its blocks."""
+    return math.gcd(block_size, BLOCK_K) if block_size < k else BLOCK_K
+
+
+def refuse_fp8(block_size: int, k: int, device: Device) -> str | None:
+    """Why no kernel can multiply e4m3 by a weight of k columns in blocks, or None."""
+    if device.arch != 90:
+        return f"needs sm_90, not sm_{device.arch}"
+    if k % 16:
+        return f"needs a multiple of 16 columns, not {k}"
+    if fp8_unit(block_size, k) < STEP_K:
+        return f"needs blocks that are multiples of {STEP_K} columns, not {block_size}"
+    return None
+
+
+def choose_hopper(problem: IntegerProduct, device: Device) -> HopperConfig:
+    """The faster cluster; of equals the larger."""
+    return min(hopper_configs(problem, device), key=lambda c: (c.microseconds(problem, device), -c.cluster))
+
+
 def hopper_configs(problem: IntegerProduct, device: Device) -> list[HopperConfig]:
     found = []
     for cluster in (1, 2):
@@ -303,13 +352,18 @@ def configs(problem: IntegerProduct, device: Device) -> list[MmaConfig]:
 
 
 def choose(problem: IntegerProduct, device: Device) -> SimtConfig | MmaConfig | HopperConfig:
-    """Hopper's kernel where its time is less than that of the other tensor kernel at the rate of its large tiles."""
+    """Hopper's kernel where its time is less than that of the other tensor kernel at the rate of its large tiles.
+
+    Of e4m3, for which `refuse_fp8` has no reason, Hopper's always.
+    """
+    if problem.fp8:
+        return choose_hopper(problem, device)
     if refuse(problem, device):
         return SimtConfig()
     config = _choose_mma(problem, device)
     if problem.m < HOPPER_ROWS or refuse_hopper(problem, device):
         return config
-    hopper = min(hopper_configs(problem, device), key=lambda c: (c.microseconds(problem, device), -c.cluster))
+    hopper = choose_hopper(problem, device)
     rows = ceil_div(problem.m, config.block_m) * config.block_m
     microseconds = 4.0 + 2 * rows * problem.n * problem.k / MMA_OPERATIONS
     return hopper if hopper.microseconds(problem, device) < microseconds else config
@@ -350,5 +404,10 @@ def kernels(device: Device) -> Iterator[Kernel]:
     ):
         for m in (1, 32, 64, 1024) if (dtype, bits, block, x_offset, weight_offset) == common else (1, 1024):
             problem = IntegerProduct(m, 4096, 4096, block, bits, x_offset, weight_offset, dtype)
+            yield choose(problem, device).plan(problem, device).kernel
+    if not refuse_fp8(128, 4096, device):
+        for dtype in ("float16", "bfloat16"):
+            yield Fp8Quantization(1, 4096, 128, dtype, 4096).plan(device).kernel
+            problem = IntegerProduct(1024, 4096, 4096, 128, 4, False, True, dtype, fp8=True)
             yield choose(problem, device).plan(problem, device).kernel
     yield SimtConfig().plan(IntegerProduct(1, 64, 66, 66, 4, True, True, "float16"), device).kernel

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 Array = Any  # an ndarray or a NumPy scalar
 
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_E4M3_VALUES = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float32)
 _F16_VALUES = np.arange(65536, dtype=np.uint32).astype(np.uint16).view(np.float16).astype(np.float32)
 
 
@@ -42,6 +45,17 @@ def f32_to_bf16_rz(x: Array) -> Array:
     """float32 -> uint16 bits of bfloat16, toward zero."""
     bits = np.asarray(x, np.float32).view(np.uint32) >> np.uint32(16)
     return np.where(np.isnan(x), np.uint16(0x7FFF), bits.astype(np.uint16))
+
+
+def e4m3_to_f32(codes: Array) -> Array:
+    """uint8 codes of e4m3 -> float32."""
+    return _E4M3_VALUES.take(codes)
+
+
+def f32_to_e4m3(x: Array) -> Array:
+    """float32 -> uint8 codes of e4m3, to nearest even and at most 448 (``.satfinite``); NaN is the positive one."""
+    codes = np.clip(x, np.float32(-448), np.float32(448)).astype(_E4M3).view(np.uint8)
+    return np.where(np.isnan(x), np.uint8(0x7F), codes)
 
 
 def halves(words: Array) -> Array:

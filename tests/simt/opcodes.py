@@ -399,13 +399,15 @@ def _warpgroups() -> Iterator[Case]:
         for layout, name in ((0, "plain"), (1, "128B"), (2, "64B"), (3, "32B")):
             for from_registers in (False, True):
                 for transposed in (False, True) if kind != "s8" and columns == 64 else (False,):
-                    yield _warpgroup(kind, added, columns, layout, name, from_registers, transposed)
+                    yield warpgroup(kind, added, columns, layout, name, from_registers, transposed)
 
 
-def _warpgroup(
+def warpgroup(
     kind: str, added: str, columns: int, layout: int, name: str, from_registers: bool, transposed: bool
 ) -> Case:
-    depth = 32 if kind == "s8" else 16
+    """A product; ``layout`` and its ``name`` are those of a descriptor."""
+    small = kind in ("s8", "e4m3")
+    depth = 32 if small else 16
     count = columns // (4 if added == "f16" else 2)
     span = (0, 128, 64, 32)[layout]
     # Eight rows of `span` bytes (or of 16) follow each other; see the canonical layouts of the ISA.
@@ -423,7 +425,9 @@ def _warpgroup(
         b = count + 4
     else:
         a, given, b = f"%{count}", '"l"(a_tile)', count + 1
-    flags = ", 1, 1" + ("" if from_registers else ", 0") + f", {int(transposed)}" if kind != "s8" else ""
+    flags = "" if kind == "s8" else ", 1, 1"
+    if not small:
+        flags += ("" if from_registers else ", 0") + f", {int(transposed)}"
     text = f"""
   __shared__ alignas(1024) unsigned tiles[2][2048];
   for (int i = t; i < 2048; i += n) {{ tiles[0][i] = x[i % 512]; tiles[1][i] = x[(i * 7 + 3) % 512]; }}
@@ -440,7 +444,7 @@ def _warpgroup(
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");"""
     what = f"{name} {'registers' if from_registers else 'shared'}{' transposed' if transposed else ''}"
-    factors = "b32" if kind == "s8" else f"{kind}x2:small"
+    factors = {"s8": "b32", "e4m3": "b32:small"}.get(kind, f"{kind}x2:small")
     return Case(f"{opcode} {what}", text, (sums,) * count, (factors,) * 4, "90a", code=True)
 
 

@@ -179,16 +179,17 @@ def wgmma_wait(b: BlockCode, m: Match[str], newest: Operand) -> None:
     b.line(f"m.warpgroups.wait(active, {newest.value})")
 
 
-@emits(
-    r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(16|32)\.(f32|f16|s32)\.(f16|bf16|s8|u8)\.(f16|bf16|s8|u8)",
-    "warpgroup",
-)
+FACTOR = r"(f16|bf16|s8|u8|e4m3)"
+
+
+@emits(rf"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(16|32)\.(f32|f16|s32)\.{FACTOR}\.{FACTOR}", "warpgroup")
 def wgmma(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, add: Operand, *flags: Operand) -> None:
     """``flags``: signs of A and B, then for 16-bit types whether A (if in shared memory) and B are transposed."""
     columns, depth, added, left, right = int(m[1]), int(m[2]), m[3], m[4], m[5]
     integer = added == "s32"
+    small = "e4m3" in (left, right)
     from_registers = isinstance(x, Vector)
-    if (depth == 32) != integer or columns % 8 or columns > 256 or (left != right and not integer):
+    if (depth == 32) != (integer != small) or columns % 8 or columns > 256 or (left != right and not integer):
         raise TypeError(m[0])
     values = [int(flag.value) for flag in flags]
     negative = (values[0] == -1, values[1] == -1) if values else (False, False)

@@ -254,6 +254,19 @@ def to_pair(b: BlockCode, m: Match[str], d: Operand, high: Operand, low: Operand
     b.define(d, "b32", f"({upper}.astype(uint32) << uint32(16)) | {lower}")
 
 
+@emits(r"cvt\.rn\.satfinite\.e4m3x2\.f32")
+def to_float8_pair(b: BlockCode, m: Match[str], d: Operand, high: Operand, low: Operand) -> None:
+    upper, lower = (f"f32_to_e4m3({b.use(x, 'f32')}).astype(uint16)" for x in (high, low))
+    b.define(d, "b16", f"({upper} << uint16(8)) | {lower}")
+
+
+@emits(r"cvt\.rn\.f16x2\.e4m3x2")
+def from_float8_pair(b: BlockCode, m: Match[str], d: Operand, x: Operand) -> None:
+    value = b.temporary(b.use(x, "b16"))
+    lower, upper = (f"f32_to_f16(e4m3_to_f32({byte}))" for byte in (f"{value} & uint16(255)", f"{value} >> uint16(8)"))
+    b.define(d, "b32", f"({upper}.astype(uint32) << uint32(16)) | {lower}")
+
+
 def _narrowed(b: BlockCode, kind: str, rounding: str, finish: str | None, value: str) -> str:
     value = {None: "{}", ".sat": "saturate({})", ".relu": "relu({})"}[finish].format(value)
     return f"f32_to_{kind}{'_rz' if rounding == 'rz' else ''}({value})"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.simt.memory import TOGETHER
-from tests.simt.numerics import bf16_to_f32, f16_to_f32, f32_to_f16
+from tests.simt.numerics import bf16_to_f32, e4m3_to_f32, f16_to_f32, f32_to_f16
 
 if TYPE_CHECKING:
     from tests.simt.machine import Machine
@@ -200,5 +200,7 @@ def elements(words: Array, kind: str) -> Array:
     words = np.ascontiguousarray(words)[..., None]
     if kind in ("s8", "u8"):
         return words.view(np.int8 if kind == "s8" else np.uint8).astype(np.float32)
+    if kind == "e4m3":
+        return e4m3_to_f32(words.view(np.uint8))
     halves = words.view(np.uint16)
     return f16_to_f32(halves) if kind == "f16" else bf16_to_f32(halves)

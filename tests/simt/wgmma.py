@@ -117,7 +117,7 @@ class Warpgroups:
         machine = self.machine
         lanes = groups * 128
         words = machine.pick(descriptor, lanes).astype(np.uint64)
-        address = self._addresses(words, rows, depth, 1 if kind in ("s8", "u8") else 2, transposed, lanes, at)
+        address = self._addresses(words, rows, depth, 1 if kind in ("s8", "u8", "e4m3") else 2, transposed, lanes, at)
         flat = address.reshape(-1)
         owners = np.repeat(lanes, flat.size // len(groups))
         memory = machine.memory.shared
