@@ -14,6 +14,7 @@
 #pragma once
 
 #include "epilogue.cuh"
+#include "ptx/mma_s8.cuh"
 
 using int8_t = signed char;
 
@@ -25,6 +26,35 @@ constexpr uint32_t kHighNibbles = 0xf0f0f0f0u;
 // 16 times the codes of the low nibbles of four bytes, and of the high ones.
 __device__ __forceinline__ uint32_t low_nibbles(uint32_t word) { return (word << 4) & kHighNibbles; }
 __device__ __forceinline__ uint32_t high_nibbles(uint32_t word) { return word & kHighNibbles; }
+
+// c + the products of four pairs of int8.
+__device__ __forceinline__ int32_t dot(uint32_t a, uint32_t b, int32_t c) {
+#if __CUDA_ARCH__ >= 610
+  return __dp4a(static_cast<int>(a), static_cast<int>(b), c);
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) c += static_cast<int8_t>(a >> (8 * i)) * static_cast<int8_t>(b >> (8 * i));
+  return c;
+#endif
+}
+
+// c + the products of 16 rows and 8 columns over 32 k: see mma_s8.cuh.
+__device__ __forceinline__ void mma(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (__CUDA_ARCH__ >= 800) {
+    ptx::mma_m16n8k32_s8(c, a, b0, b1);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      ptx::mma_m8n8k16_s8(c[half * 2], c[half * 2 + 1], a[half], b0);
+      ptx::mma_m8n8k16_s8(c[half * 2], c[half * 2 + 1], a[half + 2], b1);
+    }
+  }
+}
+
+// Sums within 2^22 that began with the bits of 1.5 * 2^23 are its mantissa: a subtraction makes a float of them, which
+// is faster than the conversion.
+constexpr int32_t kMagicBits = 0x4b400000;
+__device__ __forceinline__ float magic_to_float(int32_t value) { return __int_as_float(value) - 12582912.0f; }
 
 // What a block adds to a sum. `product` is C, `row` sA*sumA + k_b*oA.
 __device__ __forceinline__ float add_block(float sum, float product, float x_scale, float scale) {

@@ -12,17 +12,6 @@ constexpr int kThreads = 256;
 constexpr int kWords = kStep / 4;
 constexpr int kRow = kWords + 1;  // one word more, so that rows begin in different banks
 
-// c + the products of four pairs of int8.
-__device__ __forceinline__ int32_t dot(uint32_t a, uint32_t b, int32_t c) {
-#if __CUDA_ARCH__ >= 610
-  return __dp4a(static_cast<int>(a), static_cast<int>(b), c);
-#else
-#pragma unroll
-  for (int i = 0; i < 4; ++i) c += static_cast<int8_t>(a >> (8 * i)) * static_cast<int8_t>(b >> (8 * i));
-  return c;
-#endif
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads)
     gemm_int8_simt(const int8_t* xq, const float* x_scale, const float* x_offset, const int32_t* x_sums,
                    const uint8_t* codes, const float* parameters, const BIAS* bias, Y* y, float* partials,

@@ -1,29 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tensor-core matrix product of gemm_mma.cuh for sm_75: pairs of mma m16n8k8 in float16, and copies through
 // registers.
+#include "copies.cuh"
 #include "gemm_mma.cuh"
 #include "ptx/mma.cuh"
 
 static_assert(__CUDA_ARCH__ >= 750, "gemm_sm75 needs sm_75 or newer");
-
-// A copy is complete when the block's next barrier is.
-struct CopyDirect {
-  template <class T>
-  __device__ __forceinline__ void start(uint32_t shared_address, const void* source, bool valid) const {
-    T value = {};
-    if (valid) value = *static_cast<const T*>(source);
-    *static_cast<T*>(__cvta_shared_to_generic(shared_address)) = value;
-  }
-  __device__ __forceinline__ void start_16(uint32_t shared_address, const void* source, bool valid) const {
-    start<Vector<uint32_t, 4>>(shared_address, source, valid);
-  }
-  __device__ __forceinline__ void start_4(uint32_t shared_address, const void* source, bool valid) const {
-    start<uint32_t>(shared_address, source, valid);
-  }
-  __device__ __forceinline__ void commit() const {}
-  template <int PENDING>
-  __device__ __forceinline__ void wait() const {}
-};
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     gemm_sm75(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,

@@ -1,25 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tensor-core matrix product of gemm_mma.cuh for sm_80 and newer: mma m16n8k16 in float16 or bfloat16, and cp.async
 // into STAGES stages of shared memory.
+#include "copies.cuh"
 #include "gemm_mma.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/mma.cuh"
 
 static_assert(__CUDA_ARCH__ >= 800, "gemm_sm80 needs sm_80 or newer");
-
-struct CopyAsync {
-  __device__ __forceinline__ void start_16(uint32_t shared_address, const void* source, bool valid) const {
-    ptx::cp_async_16(shared_address, source, valid ? 16 : 0);
-  }
-  __device__ __forceinline__ void start_4(uint32_t shared_address, const void* source, bool valid) const {
-    ptx::cp_async_4(shared_address, source, valid ? 4 : 0);
-  }
-  __device__ __forceinline__ void commit() const { ptx::cp_async_commit_group(); }
-  template <int PENDING>
-  __device__ __forceinline__ void wait() const {
-    ptx::cp_async_wait_group<PENDING>();
-  }
-};
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     gemm_sm80(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from cupy_awq import check, device
 from cupy_awq.int8 import arguments, forms, gemm_int8, quantize_activations, reference
+from cupy_awq.kernels import gemv_int8
+from cupy_awq.kernels.gemv_int8 import GemvInt8Config
 from cupy_awq.kernels.int8 import (
+    Config,
     HopperConfig,
     IntegerProduct,
     MmaConfig,
@@ -23,6 +26,7 @@ from cupy_awq.kernels.int8 import (
     configs,
     refuse,
     refuse_hopper,
+    refuse_layout,
 )
 from tests.backends import BACKENDS, LANDINGS, runner
 from tests.test_int8 import random_weight
@@ -63,7 +67,7 @@ def test_quantization_gives_the_references_bits(backend: str, arch: int, data: s
 def check_product(
     backend: str,
     problem: IntegerProduct,
-    config: HopperConfig | MmaConfig | SimtConfig,
+    config: Config,
     here: device.Device,
     weight_block: int,
     seed: int,
@@ -107,7 +111,7 @@ def check_product(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [75, 80])
 @pytest.mark.parametrize("m", [1, 20, 70, 130])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_tile_of_the_tensor_cores(backend: str, arch: int, m: int, bits: int) -> None:
@@ -127,12 +131,13 @@ def test_every_tile_of_the_tensor_cores(backend: str, arch: int, m: int, bits: i
 def test_any_integer_product(backend: str, arch: int, data: st.DataObject) -> None:
     """Block sizes that meet within a tile, short last blocks, x in finer blocks than the weight, both epilogues."""
     draw = data.draw
-    tensor = arch >= 80 and draw(st.booleans())
+    kind = draw(st.sampled_from(["simt", "gemv", "mma"] if arch >= 75 else ["simt", "gemv"]))
+    tensor = kind != "simt"
     block = draw(st.sampled_from([32, 64, 96, 128, 160, 256, 320] if tensor else [1, 10, 32, 33, 64, 100]))
     k = draw(st.integers(1, 24)) * 16 if tensor else draw(st.integers(1, 140))
     block = min(block, k)
     problem = IntegerProduct(
-        m=draw(st.sampled_from([1, 7, 17, 66])),
+        m=draw(st.integers(1, 8) if kind == "gemv" else st.sampled_from([1, 7, 17, 66])),
         n=draw(st.integers(1, 140)),
         k=k,
         block=block,
@@ -147,12 +152,42 @@ def test_any_integer_product(backend: str, arch: int, data: st.DataObject) -> No
     stride = problem.n + draw(st.sampled_from([0, 1, 2]))
     problem = replace(problem, even=stride % 2 == 0, stride=stride)
     here = facts(arch, backend)
-    config: MmaConfig | SimtConfig = SimtConfig()
-    if tensor:
+    config: Config = SimtConfig()
+    if kind == "gemv":
+        assert refuse_layout(problem) is None
+        rows = draw(st.sampled_from([rows for rows in (2, 4, 8) if rows >= problem.m]))
+        config = GemvInt8Config(rows, draw(st.integers(1, 3)))
+    elif kind == "mma":
         assert refuse(problem, here) is None
         config = draw(st.sampled_from(configs(problem, here)))
     weight_block = block * draw(st.integers(1, 2)) if block < k else k
     check_product(backend, problem, config, here, weight_block, seed=draw(st.integers(0, 99)))
+
+
+# m, n, k, block, bits, x_offset, weight_offset, splits
+FEW = (
+    (1, 16, 4112, 4112, 4, False, False, 1),
+    (2, 17, 4224, 128, 4, True, True, 1),
+    (1, 33, 2208, 32, 8, False, True, 1),
+    (2, 31, 2304, 96, 8, True, False, 2),
+    (3, 15, 2176, 32, 4, False, True, 1),
+    (4, 16, 1152, 384, 8, True, True, 1),
+    (5, 1, 2064, 64, 4, True, True, 1),
+    (8, 50, 2208, 32, 4, False, True, 2),
+    (7, 18, 1040, 160, 8, False, True, 3),
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_rows_on_weights_that_come_in_several_rounds(backend: str, arch: int, case: tuple) -> None:
+    """More of K than all warps have under way, ends within a step and a chunk, columns past n, rows that x lacks."""
+    *sizes, splits = case
+    problem = IntegerProduct(*sizes, "float16", "float32", "clamp", (-0.5, 0.75), stride=sizes[1] + 1)
+    here = facts(arch, backend)
+    config = replace(gemv_int8.choose(problem, here), splits=splits)
+    check_product(backend, problem, config, here, problem.k if problem.blocks == 1 else 2 * problem.block, seed=1)
 
 
 # m, n, k, block, bits, x_offset, weight_offset, dtype, bias, clamps, spare columns of y, cluster, blocks
@@ -189,7 +224,7 @@ def test_integer_products_of_hopper(backend: str, case: tuple) -> None:
 
 def test_selection_fills_the_multiprocessors_and_says_why_it_refuses() -> None:
     here = device.nominal(90)
-    one = IntegerProduct(1, 4096, 4096, 128, 4, False, True, "float16")
+    one = IntegerProduct(9, 4096, 4096, 128, 4, False, True, "float16")
     few, many = choose(one, here), choose(replace(one, m=4096), device.nominal(80))
     assert isinstance(few, MmaConfig)
     assert isinstance(many, MmaConfig)
@@ -199,13 +234,31 @@ def test_selection_fills_the_multiprocessors_and_says_why_it_refuses() -> None:
     assert choose(replace(one, m=4096, n=256 * 33), here) == HopperConfig(1, 132)
     assert isinstance(choose(replace(one, m=4096, block=96), here), MmaConfig)
     problem = IntegerProduct(1, 64, 72, 36, 4, False, True, "float16")
-    assert refuse(problem, device.nominal(75)) == "needs sm_80 or newer, not sm_75"
+    assert refuse(problem, device.nominal(72)) == "needs sm_75 or newer, not sm_72"
     assert refuse(problem, here) == "needs rows of xq that start at multiples of 16 bytes"
     assert refuse(replace(problem, k=96), here) == "needs blocks that are multiples of 32 columns, not 36"
     wanted = "needs blocks of 32, 64, or a multiple of 128 columns, not 96"
     assert refuse_hopper(replace(problem, k=960, block=96), here) == wanted
     assert refuse_hopper(one, device.nominal(100)) == "needs sm_90, not sm_100"
     assert isinstance(choose(problem, here), SimtConfig)
+    assert isinstance(choose(replace(problem, k=72, block=72), here), SimtConfig)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_up_to_eight_rows_are_for_the_kernel_that_reads_weights_once(arch: int) -> None:
+    """Both sides of the edge, the rows a block holds, and splits where columns leave multiprocessors idle alone."""
+    here = device.nominal(arch)
+    problem = IntegerProduct(8, 4096, 4096, 32, 4, False, True, "float16")
+    assert choose(problem, here) == GemvInt8Config(8, 1)
+    assert isinstance(choose(replace(problem, m=9), here), MmaConfig if arch >= 75 else SimtConfig)
+    assert isinstance(choose(replace(problem, aligned=False), here), SimtConfig)
+    assert isinstance(choose(replace(problem, block=36), here), SimtConfig)
+    rows = [choose(replace(problem, m=m), here).rows for m in range(1, 9)]
+    assert rows == [2, 2, 4, 4, 8, 8, 8, 8]
+    few_columns = choose(replace(problem, n=64, k=28672), here)
+    assert isinstance(few_columns, GemvInt8Config)
+    assert few_columns.splits > 1
+    assert choose(replace(problem, n=64, k=1024), here).splits == 1
 
 
 @pytest.mark.gpu
@@ -213,7 +266,14 @@ def test_selection_fills_the_multiprocessors_and_says_why_it_refuses() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
     ("m", "n", "k", "block"),
-    [(1, 256, 512, 128), (9, 100, 96, 32), (300, 520, 1024, 128), (1000, 4096, 512, 64), (5, 7, 33, 10)],
+    [
+        (1, 256, 512, 128),
+        (8, 200, 512, 32),
+        (9, 100, 96, 32),
+        (300, 520, 1024, 128),
+        (1000, 4096, 512, 64),
+        (5, 7, 33, 10),
+    ],
 )
 def test_operations_on_a_gpu_agree_with_those_on_the_cpu(
     dtype: str, bits: int, m: int, n: int, k: int, block: int

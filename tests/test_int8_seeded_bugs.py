@@ -12,6 +12,7 @@ import pytest
 
 from cupy_awq import device
 from cupy_awq.kernels import conv2d, conv2d_sm90, int8
+from cupy_awq.kernels.gemv_int8 import GemvInt8Config
 from tests import simt
 from tests.simt.kernels import patched
 from tests.test_conv2d import check_convolution, with_strides
@@ -33,20 +34,39 @@ RACE, VALUES, BARRIER = ("race", "race"), ("values", "values"), ("barrier", "bar
 
 SEEDS = {
     "a tile is multiplied before the copies of other threads are there": (
-        "gemm_int8_sm80.cu", "<kStages - 2>();\n    __syncthreads();", "<kStages - 2>();", RACE,
+        "gemm_int8_mma.cuh", "<kStages - 2>();\n    __syncthreads();", "<kStages - 2>();", RACE,
     ),
     "one stage too many is left under way": (
-        "gemm_int8_sm80.cu", "wait_group<kStages - 2>", "wait_group<kStages - 1>", ("in flight", "race"),
+        "gemm_int8_mma.cuh", "wait<kStages - 2>", "wait<kStages - 1>", ("in flight", "race"),
     ),
     "offsets are added by every split of a block": (
-        "gemm_int8_sm80.cu", "      if (is_end) {\n#pragma", "      if (true) {\n#pragma", VALUES,
+        "gemm_int8_mma.cuh", "      if (is_end) {\n#pragma", "      if (true) {\n#pragma", VALUES,
     ),
     "the low nibbles are those of the high ones": (
         "gemm_int8.cuh", "return (word << 4) & kHighNibbles", "return word & kHighNibbles", VALUES,
     ),
     "a block takes the scales of the one before": (
-        "gemm_int8_sm80.cu", "if (is_end && within + 1 < kXBlocks) {\n          ++within;",
+        "gemm_int8_mma.cuh", "if (is_end && within + 1 < kXBlocks) {\n          ++within;",
         "if (is_end && within + 1 < kXBlocks) {", VALUES,
+    ),
+    "x is read before the other lanes of the warp have brought it": (
+        "gemv_int8.cu", "    fetch_x(first);\n    __syncwarp();", "    fetch_x(first);", RACE,
+    ),
+    "the next x overwrites what other lanes still read": (
+        "gemv_int8.cu", "    }\n    __syncwarp();\n  }", "    }\n  }", RACE,
+    ),
+    "offsets are added with every 32 k of a block": (
+        "gemv_int8.cu", "if (step * kStep == b * block) {", "if (true) {", VALUES,
+    ),
+    "a column of B holds the k of another lane": (
+        "gemv_int8.cu", "lane / 8 == t", "(lane / 8 ^ 2) == t", VALUES,
+    ),
+    "the weight is read beyond its end": (
+        "gemv_int8.cu", "if (chunk >= chunk_end || step >= steps) return part;",
+        "if (chunk >= chunk_end) return part;", ("out of bounds", "out of bounds"),
+    ),
+    "the sums of warps are added before they are there": (
+        "gemv_int8.cu", "  __syncthreads();\n  float total", "  float total", RACE,
     ),
     "a stage is given back while it is multiplied": (
         "gemm_int8_sm90.cu", "            ptx::wgmma_wait_group<0>();\n", "", ("race", "race"),
@@ -138,6 +158,10 @@ def outcome(file: str, landing: str) -> str:
             check_fp8_product(landing, problem, int8.HopperConfig(1, 1), weight, seed=0)
         elif file == "quantize_fp8.cu":
             check_fp8_quantization(landing, 1, 2064, 128, "float16", 8)
+        elif file == "gemv_int8.cu":
+            # Warps that come back for more, at an end of K within a chunk.
+            problem = int8.IntegerProduct(3, 20, 4400, 64, 4, True, True, "float16")
+            check_product(landing, problem, GemvInt8Config(4, 2), device.nominal(90), 64, seed=0)
         else:
             # Of five tiles of K for two splits; a block of 96 belongs to both, one of 64 to one.
             for block in (64, 96):

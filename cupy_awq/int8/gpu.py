@@ -142,9 +142,7 @@ def linear_fp8(
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen_product(
-    problem: int8.IntegerProduct, here: device.Device
-) -> tuple[int8.SimtConfig | int8.MmaConfig | int8.HopperConfig, LaunchPlan]:
+def _chosen_product(problem: int8.IntegerProduct, here: device.Device) -> tuple[int8.Config, LaunchPlan]:
     """The configuration for a problem and its launch."""
     config = int8.choose(problem, here)
     return config, config.plan(problem, here)

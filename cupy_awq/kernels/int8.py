@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``quantize_rows`` and ``gemm_int8_*``: quantized activations, and integer products of them."""
+"""``quantize_rows`` and ``gemm_int8_*``: quantized activations, and integer products of them.
+
+Those of few rows are `cupy_awq.kernels.gemv_int8`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cupy_awq.device import Device
-from cupy_awq.kernels.problem import ACTIVATIONS, ITEMSIZE, TYPES, ceil_div, split_counts
+from cupy_awq.kernels import gemv_int8
+from cupy_awq.kernels.gemv_int8 import GemvInt8Config
+from cupy_awq.kernels.problem import ACTIVATIONS, ITEMSIZE, PTX_ARCH, TYPES, ceil_div, split_counts
 from cupy_awq.launch_plan import Argument, Kernel, LaunchPlan, TensorMap
 
 THREADS = 256
@@ -22,6 +27,8 @@ SIMT_TILE = 64
 PAD_N = 128
 """Columns of the parameters are padded to it, so that whole tiles can be read."""
 SHORT_BLOCK = 256
+ASYNC_ARCH = 80
+"""From it on stages are copied while others are multiplied."""
 
 RECORD_N = 64
 HOPPER_M, HOPPER_N = 128, 256
@@ -198,7 +205,8 @@ class MmaConfig:
             ("SHORT_BLOCKS", int(problem.block <= SHORT_BLOCK)),
             ("EVEN", int(problem.even)),
         )
-        kernel = Kernel("gemm_int8_sm80.cu", "gemm_int8_sm80", defines, device.target)
+        name = _mma_name(device)
+        kernel = Kernel(f"{name}.cu", name, defines, device.target)
         grid = (*self._tiles(problem), self.splits)
         threads = 32 * self.warps_m * self.warps_n
         return LaunchPlan(kernel, grid, (threads, 1, 1), problem.arguments(), self.shared_bytes(problem))
@@ -280,8 +288,17 @@ class HopperConfig:
         return x_blocks, 1 + problem.weight_offset + problem.x_offset
 
 
-TILES = ((64, 2, 4), (64, 1, 4), (32, 1, 4), (16, 1, 4))
-"""(rows of a warp, warps along m, warps along n), the largest tile first."""
+Config = SimtConfig | GemvInt8Config | MmaConfig | HopperConfig
+
+TILES = {
+    "gemm_int8_sm75": ((32, 2, 4), (32, 1, 4), (16, 1, 4)),
+    "gemm_int8_sm80": ((64, 2, 4), (64, 1, 4), (32, 1, 4), (16, 1, 4)),
+}
+"""(rows of a warp, warps along m, warps along n), the largest tile first; 64 rows would lack registers on sm_75."""
+
+
+def _mma_name(device: Device) -> str:
+    return "gemm_int8_sm80" if device.arch >= ASYNC_ARCH else "gemm_int8_sm75"
 
 
 def _blocks_in_tile(block: int) -> int:
@@ -291,15 +308,20 @@ def _blocks_in_tile(block: int) -> int:
     return 1 if block % BLOCK_K == 0 else 2
 
 
-def refuse(problem: IntegerProduct, device: Device) -> str | None:
-    """Why the tensor cores cannot take a problem, or None."""
-    if device.arch < 80:
-        return f"needs sm_80 or newer, not sm_{device.arch}"
+def refuse_layout(problem: IntegerProduct) -> str | None:
+    """Why gemm_int8_simt alone can take a problem, or None."""
     if problem.k % 16 or not problem.aligned:
         return "needs rows of xq that start at multiples of 16 bytes"
     if problem.block % STEP_K and problem.blocks > 1:
         return f"needs blocks that are multiples of {STEP_K} columns, not {problem.block}"
     return None
+
+
+def refuse(problem: IntegerProduct, device: Device) -> str | None:
+    """Why the tensor cores cannot take a problem, or None."""
+    if device.arch < PTX_ARCH:
+        return f"needs sm_{PTX_ARCH} or newer, not sm_{device.arch}"
+    return refuse_layout(problem)
 
 
 def refuse_hopper(problem: IntegerProduct, device: Device) -> str | None:
@@ -343,21 +365,24 @@ def hopper_configs(problem: IntegerProduct, device: Device) -> list[HopperConfig
 def configs(problem: IntegerProduct, device: Device) -> list[MmaConfig]:
     """All that tensor cores can launch for a problem that is not refused; the preferred tile's splits first."""
     found = []
-    for warp_m, warps_m, warps_n in TILES:
+    depths = (4, 3, 2) if device.arch >= ASYNC_ARCH else (2,)
+    for warp_m, warps_m, warps_n in TILES[_mma_name(device)]:
         for splits in split_counts(ceil_div(problem.k, BLOCK_K)):
-            options = [MmaConfig(warp_m, warps_m, warps_n, stages, splits) for stages in (4, 3, 2)]
+            options = [MmaConfig(warp_m, warps_m, warps_n, stages, splits) for stages in depths]
             fitting = [c for c in options if c.shared_bytes(problem) <= device.shared_bytes_per_block]
             found += fitting[:1]
     return found
 
 
-def choose(problem: IntegerProduct, device: Device) -> SimtConfig | MmaConfig | HopperConfig:
-    """Hopper's kernel where its time is less than that of the other tensor kernel at the rate of its large tiles.
+def choose(problem: IntegerProduct, device: Device) -> Config:
+    """gemv_int8 for few rows; for more Hopper's kernel where it takes less than the other at the rate of large tiles.
 
     Of e4m3, for which `refuse_fp8` has no reason, Hopper's always.
     """
     if problem.fp8:
         return choose_hopper(problem, device)
+    if problem.m <= gemv_int8.MAX_ROWS and refuse_layout(problem) is None:
+        return gemv_int8.choose(problem, device)
     if refuse(problem, device):
         return SimtConfig()
     config = _choose_mma(problem, device)
@@ -402,7 +427,7 @@ def kernels(device: Device) -> Iterator[Kernel]:
         ("float16", 4, 32, False, True),
         ("bfloat16", 4, 128, False, True),
     ):
-        for m in (1, 32, 64, 1024) if (dtype, bits, block, x_offset, weight_offset) == common else (1, 1024):
+        for m in (1, 4, 8, 16, 64, 1024) if (dtype, bits, block, x_offset, weight_offset) == common else (1, 1024):
             problem = IntegerProduct(m, 4096, 4096, block, bits, x_offset, weight_offset, dtype)
             yield choose(problem, device).plan(problem, device).kernel
     if not refuse_fp8(128, 4096, device):

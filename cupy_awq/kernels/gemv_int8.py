@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gemv_int8``: integer products of up to 8 rows, every weight read once; on any architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cupy_awq.device import Device
+from cupy_awq.kernels.problem import COUNTERS, WORKSPACE_BYTES, ceil_div, split_counts
+from cupy_awq.launch_plan import Kernel, LaunchPlan
+
+if TYPE_CHECKING:
+    from cupy_awq.kernels.int8 import IntegerProduct
+
+MAX_ROWS = 8
+WARPS = 8
+CHUNK = 128
+"""Columns of K that a warp takes at once."""
+COLUMNS = 16
+"""Of the weight, a thread block."""
+
+
+@dataclass(frozen=True)
+class GemvInt8Config:
+    """``rows`` of x a thread block holds (2, 4 or 8), and blocks that share a sum."""
+
+    rows: int
+    splits: int
+
+    def plan(self, problem: IntegerProduct, device: Device) -> LaunchPlan:
+        defines = (
+            *problem.defines(),
+            ("ROWS", self.rows),
+            ("WARPS", WARPS),
+            ("DEPTH", (16 if self.rows == 2 else 8) // problem.bits),
+        )
+        kernel = Kernel("gemv_int8.cu", "gemv_int8", defines, device.target)
+        grid = (ceil_div(problem.n, COLUMNS), 1, self.splits)
+        return LaunchPlan(kernel, grid, (32 * WARPS, 1, 1), problem.arguments(), dependent=device.arch >= 90)
+
+    def microseconds(self, problem: IntegerProduct, device: Device) -> float:
+        """A start and, on the multiprocessor with the most blocks, its share of the memory's rate; not fitted yet.
+
+        What splits cost is that of the kernel ``gemv`` on an H200.
+        """
+        parts = 1 + problem.weight_offset + problem.x_offset
+        block_bytes = COLUMNS * (problem.k * problem.bits / 8 + 4 * parts * problem.blocks) / self.splits
+        rounds = ceil_div(ceil_div(problem.n, COLUMNS) * self.splits, device.sm_count)
+        reduction = 2.75 + 0.32 * self.splits if self.splits > 1 else 0.0
+        return 1.5 + reduction + rounds * block_bytes * device.sm_count / device.read_gbs * 1e-3
+
+    def workspace(self, problem: IntegerProduct) -> tuple[int, int]:
+        """Bytes of partial sums and number of counters."""
+        if self.splits == 1:
+            return 0, 0
+        tiles = ceil_div(problem.n, COLUMNS)
+        return tiles * self.splits * 32 * WARPS * 4, tiles
+
+
+def configs(problem: IntegerProduct) -> list[GemvInt8Config]:
+    """All for a problem of up to 8 rows that `int8.refuse_layout` does not refuse."""
+    rows = max(2, 1 << (problem.m - 1).bit_length())
+    found = [GemvInt8Config(rows, splits) for splits in split_counts(ceil_div(problem.k, CHUNK * WARPS))]
+    return [c for c in found if c.workspace(problem) <= (WORKSPACE_BYTES, COUNTERS)]
+
+
+def choose(problem: IntegerProduct, device: Device) -> GemvInt8Config:
+    return min(configs(problem), key=lambda config: config.microseconds(problem, device))
