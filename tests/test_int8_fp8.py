@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import device
-from cupy_awq.int8 import PackedConvWeight, forms, from_packed, linear_fp8, linear_int8, reference
+from cupy_awq.int8 import PackedConvWeight, forms, from_packed, gpu, linear_fp8, linear_int8, reference
 from cupy_awq.kernels import int8
 from cupy_awq.testing import random_weight as random_awq
 from cupy_awq.testing import relative_error
@@ -107,6 +107,21 @@ def test_the_error_of_normal_activations_and_of_those_with_outliers() -> None:
         np.linalg.norm(y - exact_large - ordinary @ w) / size for y in (linear_fp8(x, weight), linear_int8(x, weight))
     )
     assert fp8 < 1 / 30 < int8_
+
+
+def test_the_bits_that_tensor_cores_cut_off_are_few() -> None:
+    """Of 32 products and a sum, each is cut off 13 bits below the largest, toward zero; a block of 128 columns."""
+    rng = np.random.default_rng(0)
+    codes, _, _ = reference.quantize_fp8(rng.standard_normal((8, 128)).astype(np.float32), 128)
+    values, weights = codes.view(E4M3).astype(np.float64), rng.integers(0, 16, (64, 128)) * 2.0**-9
+    total = np.zeros((8, 64))
+    for k in range(0, 128, 32):
+        terms = np.concatenate((values[:, None, k : k + 32] * weights[:, k : k + 32], total[..., None]), axis=2)
+        unit = 2.0 ** (np.floor(np.log2(np.abs(terms).max(axis=2, keepdims=True))) - 13)
+        total = (np.trunc(terms / unit) * unit).sum(axis=2)
+    # What the zero points take off again is not in y: its size is that of signed codes.
+    size = np.linalg.norm(values @ (weights - 8 * 2.0**-9).T)
+    assert 1e-6 < np.linalg.norm(total - values @ weights.T) / size < 1 / 4000
 
 
 # ------------------------------------------------------------------------------------------------------ the kernels
@@ -220,6 +235,15 @@ def test_what_no_kernel_takes_is_said() -> None:
     assert int8.refuse_fp8(48, 96, here) == "needs blocks that are multiples of 32 columns, not 48"
     problem = int8.IntegerProduct(1, 4096, 4096, 128, 4, False, True, "float16", fp8=True)
     assert int8.choose(problem, here) == int8.HopperConfig(2, 16)
+
+
+def test_a_gpu_that_has_no_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "of", lambda index: device.nominal(89))
+    there = weight()
+    gpu.check_fp8(there)
+    object.__setattr__(there, "device", 0)
+    with pytest.raises(ValueError, match=r"^activations in float8: needs sm_90, not sm_89$"):
+        gpu.check_fp8(there)
 
 
 # -------------------------------------------------------------------------------------------------------- arguments
