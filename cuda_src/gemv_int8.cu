@@ -74,54 +74,63 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
   const int chunk_end = static_cast<int>(static_cast<int64_t>(chunks) * (blockIdx.z + 1) / gridDim.z);
   const int64_t plane = static_cast<int64_t>(blocks) * n_padded;
 
-  auto fetch_weight = [&](int chunk) {
-    WeightPart part = {};
+  // The block of a step: exact for k below 2^27, and far quicker than a division.
+  const float blocks_per_step = __frcp_rn(static_cast<float>(ceil_div(block, kStep)));
+  auto block_of = [&](int step) { return static_cast<int>((static_cast<float>(step) + 0.5f) * blocks_per_step); };
+
+  // Columns past n repeat the last one, and nobody stores them.
+  const float* of_column = parameters + n_begin + lane / 4;
+  uint32_t column_units[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) column_units[half] = min(n_begin + half * 8 + lane / 4, n - 1) * steps * kUnits;
+  auto fetch_weight = [&](WeightPart& part, int chunk) {
+    if (chunk >= chunk_end) return;
+    // Past the end of k x is zero, and so must be what is multiplied by a scale.
     const int step = chunk * 4 + t;
-    if (chunk >= chunk_end || step >= steps) return part;
-    const float* of_block = parameters + static_cast<int64_t>(step * kStep / block) * n_padded;
+    const bool valid = step < steps;
+    const int there = min(step, steps - 1);
+    const float* of_block = of_column + static_cast<int64_t>(block_of(there)) * n_padded;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // Columns past n repeat the last one, and nobody stores them.
-      const int column = n_begin + half * 8 + lane / 4;
-      const uint32_t unit = (min(column, n - 1) * steps + step) * kUnits;
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) {
-        load<true>(part.codes[half][i], reinterpret_cast<const uint32_t*>(codes + static_cast<int64_t>(unit + i) * 16));
+        const int64_t unit = column_units[half] + there * kUnits + i;
+        load<true>(part.codes[half][i], reinterpret_cast<const uint32_t*>(codes + unit * 16));
       }
-      part.scale[half] = of_block[column];
-      if constexpr (kWeightOffset) part.offset[half] = of_block[plane + column];
-      if constexpr (kXOffset) part.column[half] = of_block[2 * plane + column];
+      part.scale[half] = valid ? of_block[half * 8] : 0.0f;
+      if constexpr (kWeightOffset) part.offset[half] = valid ? of_block[plane + half * 8] : 0.0f;
+      if constexpr (kXOffset) part.column[half] = valid ? of_block[2 * plane + half * 8] : 0.0f;
     }
-    return part;
   };
 
+  // Rows that x lacks repeat its last one: nobody stores them, either.
   auto fetch_x = [&](int first) {
     XPart& part = x_parts[warp];
+    const int k_end = min(k, chunk_end * kChunk);
 #pragma unroll
     for (int begin = 0; begin < kRows * kDepth * 8; begin += 32) {
       const int row = (begin + lane) / (kDepth * 8);
       const int unit = (begin + lane) % (kDepth * 8);
-      const int chunk = first + unit / 8 * kWarps;
-      const int at = chunk * kChunk + unit % 8 * 16;
+      if (row >= kRows) break;
+      const int at = (first + unit / 8 * kWarps) * kChunk + unit % 8 * 16;
       Vector<uint32_t, 4> words = {};
-      if (row < m && chunk < chunk_end && at < k) {
-        load<true>(words, reinterpret_cast<const uint32_t*>(xq + static_cast<int64_t>(row) * k + at));
+      if (at < k_end) {
+        load<true>(words, reinterpret_cast<const uint32_t*>(xq + static_cast<int64_t>(min(row, m - 1)) * k + at));
       }
-      if (row < kRows) *reinterpret_cast<Vector<uint32_t, 4>*>(&part.codes[row][unit * 16]) = words;
+      *reinterpret_cast<Vector<uint32_t, 4>*>(&part.codes[row][unit * 16]) = words;
     }
 #pragma unroll
     for (int begin = 0; begin < kRows * kSteps; begin += 32) {
       const int row = (begin + lane) / kSteps;
       const int index = (begin + lane) % kSteps;
-      const int chunk = first + index / 4 * kWarps;
-      const int step = chunk * 4 + index % 4;
       if (row >= kRows) break;
+      const int step = (first + index / 4 * kWarps) * 4 + index % 4;
       float scale = 0.0f;
       float row_sum = 0.0f;
       float offset = 0.0f;
-      if (row < m && chunk < chunk_end && step < steps) {
-        const int b = step * kStep / block;
-        const int64_t at = static_cast<int64_t>(row) * blocks + b;
+      if (step * kStep < k_end) {
+        const int b = block_of(step);
+        const int64_t at = static_cast<int64_t>(min(row, m - 1)) * blocks + b;
         scale = x_scale[at];
         if (step * kStep == b * block) {
           if constexpr (kXOffset) offset = x_offset[at];
@@ -140,8 +149,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
     const int index = depth * 4 + t;
 #pragma unroll
     for (int pair = 0; pair < kRows; pair += 2) {
-      // The compiler would load x for all rows at once, and lack registers.
-      if (pair == 4) __syncwarp();
+      // The other lanes have brought x. Again every four rows: else the compiler loads x sooner than registers allow.
+      if (pair % 4 == 0) __syncwarp();
       // Four codes of x a word: of the column of B that this lane holds, or of two rows.
       constexpr int kXRows = kTensor ? 1 : 2;
       Vector<uint32_t, kWords / 2> x_words[kXRows][2] = {};
@@ -181,22 +190,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
         float& sum = sums[half][row];
         sum = add_block(sum, magic_to_float(products[i]), x.scale[row][index], weight.scale[half]);
         sum = add_offsets(sum, kWeightOffset ? x.row[row][index] : 0.0f, kXOffset ? x.offset[row][index] : 0.0f,
-                          weight.offset[half], weight.column[half]);
+                          kWeightOffset ? weight.offset[half] : 0.0f, kXOffset ? weight.column[half] : 0.0f);
       }
     }
   };
 
   WeightPart weight[kDepth];
 #pragma unroll
-  for (int i = 0; i < kDepth; ++i) weight[i] = fetch_weight(chunk_begin + i * kWarps);
+  for (int i = 0; i < kDepth; ++i) fetch_weight(weight[i], chunk_begin + i * kWarps);
   if constexpr (kDependent) ptx::griddepcontrol_wait();
   for (int first = chunk_begin; first < chunk_end; first += kDepth * kWarps) {
     fetch_x(first);
-    __syncwarp();
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
+      const int chunk = first + i * kWarps;
+      if (chunk >= chunk_end) break;
       matmul(weight[i], i);
-      weight[i] = fetch_weight(first + (kDepth + i) * kWarps);
+      fetch_weight(weight[i], chunk + kDepth * kWarps);
     }
     __syncwarp();
   }

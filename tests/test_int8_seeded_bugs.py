@@ -50,7 +50,7 @@ SEEDS = {
         "if (is_end && within + 1 < kXBlocks) {", VALUES,
     ),
     "x is read before the other lanes of the warp have brought it": (
-        "gemv_int8.cu", "    fetch_x(first);\n    __syncwarp();", "    fetch_x(first);", RACE,
+        "gemv_int8.cu", "      if (pair % 4 == 0) __syncwarp();\n", "", RACE,
     ),
     "the next x overwrites what other lanes still read": (
         "gemv_int8.cu", "    }\n    __syncwarp();\n  }", "    }\n  }", RACE,
@@ -62,8 +62,7 @@ SEEDS = {
         "gemv_int8.cu", "lane / 8 == t", "(lane / 8 ^ 2) == t", VALUES,
     ),
     "the weight is read beyond its end": (
-        "gemv_int8.cu", "if (chunk >= chunk_end || step >= steps) return part;",
-        "if (chunk >= chunk_end) return part;", ("out of bounds", "out of bounds"),
+        "gemv_int8.cu", "min(step, steps - 1)", "step", ("out of bounds", "out of bounds"),
     ),
     "the sums of warps are added before they are there": (
         "gemv_int8.cu", "  __syncthreads();\n  float total", "  float total", RACE,
