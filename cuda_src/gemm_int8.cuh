@@ -11,21 +11,36 @@
 //   parameters  float32 [3, blocks, n_padded]: sB, oB and sumB*sB. For 4 bits sB is a sixteenth: a nibble is used where
 //               it stands, in the high half of a byte, where it is worth 16 times as much.
 //   y           Y [m, n], row stride ldy values
+//
+// FP8: xq is e4m3 with one scale a row, x_scale [m], and x_sums are float32, of its values. Codes, of 4 bits, are
+// unsigned and used in the low half of a byte, where they are e4m3 of code * 2^-9; sB and oB allow for it.
 #pragma once
 
 #include "epilogue.cuh"
+#include "ptx/mma_e4m3.cuh"
 #include "ptx/mma_s8.cuh"
 
 using int8_t = signed char;
+#if FP8
+using Product = float;
+#else
+using Product = int32_t;
+#endif
 
+constexpr bool kFp8 = FP8;
 constexpr int kBits = BITS;
 constexpr bool kXOffset = X_OFFSET;
 constexpr bool kWeightOffset = WEIGHT_OFFSET;
 constexpr uint32_t kHighNibbles = 0xf0f0f0f0u;
+constexpr uint32_t kLowNibbles = 0x0f0f0f0fu;
 
-// 16 times the codes of the low nibbles of four bytes, and of the high ones.
-__device__ __forceinline__ uint32_t low_nibbles(uint32_t word) { return (word << 4) & kHighNibbles; }
-__device__ __forceinline__ uint32_t high_nibbles(uint32_t word) { return word & kHighNibbles; }
+// The low nibbles of four bytes, and the high ones, where their codes are used.
+__device__ __forceinline__ uint32_t low_nibbles(uint32_t word) {
+  return kFp8 ? word & kLowNibbles : (word << 4) & kHighNibbles;
+}
+__device__ __forceinline__ uint32_t high_nibbles(uint32_t word) {
+  return kFp8 ? (word >> 4) & kLowNibbles : word & kHighNibbles;
+}
 
 // c + the products of four pairs of int8.
 __device__ __forceinline__ int32_t dot(uint32_t a, uint32_t b, int32_t c) {
@@ -39,6 +54,9 @@ __device__ __forceinline__ int32_t dot(uint32_t a, uint32_t b, int32_t c) {
 }
 
 // c + the products of 16 rows and 8 columns over 32 k: see mma_s8.cuh.
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  ptx::mma_m16n8k32_e4m3(c, a, b0, b1);
+}
 __device__ __forceinline__ void mma(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (__CUDA_ARCH__ >= 800) {
     ptx::mma_m16n8k32_s8(c, a, b0, b1);
@@ -65,7 +83,7 @@ __device__ __forceinline__ float add_offsets(float sum, float row, float x_offse
   if constexpr (kXOffset) sum = fmaf(x_offset, column, sum);
   return sum;
 }
-__device__ __forceinline__ float row_term(float x_scale, int32_t x_sum, float x_offset, int columns) {
+__device__ __forceinline__ float row_term(float x_scale, Product x_sum, float x_offset, int columns) {
   const float term = x_scale * static_cast<float>(x_sum);
   return kXOffset ? fmaf(static_cast<float>(columns), x_offset, term) : term;
 }

@@ -39,16 +39,17 @@ constexpr int kWeightParameters = kXParameters + kXBlocks * 3 * kBlockM * 4;
 constexpr int kStageBytes = kWeightParameters + kXBlocks * 3 * kBlockN * 4;
 constexpr int kSums = kTilesM * kTilesN * 4;
 
+static_assert(!(kFp8 && kShortBlocks), "the products of floats are no integers");
 static_assert(kBlockM * 8 % kThreads == 0 && kBlockN * kUnitsN % kThreads == 0, "the copies divide evenly");
 
 // Products of a short block stay within 2^22.
-__device__ __forceinline__ float to_product(int value) {
+__device__ __forceinline__ float to_product(Product value) {
   return kShortBlocks ? magic_to_float(value) : static_cast<float>(value);
 }
 
 template <class Copies>
 __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_scale, const float* x_offset,
-                                              const int32_t* x_sums, const uint8_t* codes, const float* parameters,
+                                              const Product* x_sums, const uint8_t* codes, const float* parameters,
                                               const BIAS* bias, Y* y, float* partials, uint32_t* counters, int m, int n,
                                               int k, int block, int n_padded, int ldy, float low, float high,
                                               Copies copies) {
@@ -94,7 +95,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
       const int row = min(m_begin + index % kBlockM, m - 1);
       const int64_t at = static_cast<int64_t>(row) * blocks + min(first + index / kBlockM, blocks - 1);
       const uint32_t target = begin + kXParameters + (index / kBlockM * 3 * kBlockM + index % kBlockM) * 4;
-      copies.start_4(target, x_scale + at, true);
+      copies.start_4(target, x_scale + (kFp8 ? row : at), true);
       if constexpr (kXOffset) copies.start_4(target + kBlockM * 4, x_offset + at, true);
       if constexpr (kWeightOffset) copies.start_4(target + 2 * kBlockM * 4, x_sums + at, true);
     }
@@ -111,7 +112,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
 
   // [tile along m][tile along n][value of the mma]
   float sums[kTilesM][kTilesN][4] = {};
-  int32_t products[kTilesM][kTilesN][4];
+  Product products[kTilesM][kTilesN][4];
   auto clear = [&] {
 #pragma unroll
     for (int i = 0; i < kTilesM; ++i) {
@@ -127,6 +128,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
   auto close_block = [&](int stage, int within, int b, bool is_end) {
     const auto* of_x = reinterpret_cast<const float*>(shared + stage * kStageBytes + kXParameters) +
                        within * 3 * kBlockM + warp_m + lane / 4;
+    const auto* x_sums_of_block = reinterpret_cast<const Product*>(of_x) + 2 * kBlockM;
     const auto* of_weight = reinterpret_cast<const float*>(shared + stage * kStageBytes + kWeightParameters) +
                             within * 3 * kBlockN + warp_n + lane % 4 * 2;
     const int columns = min(block, k - b * block);
@@ -155,8 +157,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
           for (int half = 0; half < 2; ++half) {
             const int at = i * 16 + half * 8;
             const float x_part = kXOffset ? of_x[kBlockM + at] : 0.0f;
-            const float row =
-                kWeightOffset ? row_term(of_x[at], __float_as_int(of_x[2 * kBlockM + at]), x_part, columns) : 0.0f;
+            const float row = kWeightOffset ? row_term(of_x[at], x_sums_of_block[at], x_part, columns) : 0.0f;
 #pragma unroll
             for (int j = 0; j < kTilesN; ++j) {
 #pragma unroll

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -164,7 +165,12 @@ def test_quantization_gives_the_references_bits(
 
 
 def check_fp8_product(
-    backend: str, problem: int8.IntegerProduct, config: int8.HopperConfig, weight: PackedConvWeight, seed: int
+    backend: str,
+    problem: int8.IntegerProduct,
+    config: int8.HopperConfig | int8.MmaConfig,
+    weight: PackedConvWeight,
+    seed: int,
+    arch: int = 90,
 ) -> None:
     """One launch over random codes, with NaN where it must write."""
     rng = np.random.default_rng(seed)
@@ -172,13 +178,19 @@ def check_fp8_product(
     x = (rng.standard_normal((problem.m, problem.k)) * 2.0 ** rng.integers(-3, 4, problem.k)).astype(np.float32)
     codes, scale, sums = reference.quantize_fp8(x, problem.block)
     bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype]) if problem.bias_dtype else None
-    records = forms.records(weight, problem.block, False, fp8=True)
-    buffers = {"xq": codes, "x_scale": scale, "x_offset": None, "x_sums": sums, "weight": records, "bias": bias}
+    buffers = {"xq": codes, "x_scale": scale, "x_offset": None, "x_sums": sums, "bias": bias}
+    if isinstance(config, int8.HopperConfig):
+        buffers["weight"] = forms.records(weight, problem.block, False, fp8=True)
+    else:
+        buffers["codes"] = forms.product_codes(weight, fp8=True)
+        buffers["parameters"] = forms.product_parameters(weight, problem.block, fp8=True)
     for a in buffers.values():
         if a is not None:
             a.flags.writeable = False
     y = strided(np.full((problem.m, problem.n), np.nan, dtype), problem.y_stride - problem.n)
-    runner(backend)(config.plan(problem, facts(90, backend)), {**buffers, "y": y})
+    partials, counters = config.workspace(problem)
+    scratch = {"partials": np.full(partials // 4, np.nan, np.float32), "counters": np.zeros(counters, np.uint32)}
+    runner(backend)(config.plan(problem, facts(arch, backend)), {**buffers, **scratch, "y": y})
     values = codes.view(E4M3).astype(np.float64) * scale[:, None]
     w = float64_values(weight).reshape(problem.n, problem.k)
     exact = values @ w.T + (0 if bias is None else bias.astype(np.float64))
@@ -221,6 +233,36 @@ def test_products_of_hopper(backend: str, case: tuple) -> None:
     check_fp8_product(backend, problem, int8.HopperConfig(cluster, blocks), weight, seed=m)
 
 
+# m, n, k, weight's block, its offsets, dtype, bias, clamps, spare columns of y, splits
+MMA_CASES = (
+    (1, 70, 272, 128, True, "float16", None, False, 0, 2),
+    (20, 41, 1040, 256, False, "float32", "float16", True, 1, 1),
+    (70, 131, 144, 32, True, "bfloat16", "float32", False, 3, 1),
+    (17, 40, 208, 192, True, "float16", None, False, 0, 1),
+)
+
+
+@pytest.mark.parametrize("backend", ["latest", "earliest", HOPPER])
+@pytest.mark.parametrize("arch", [89, 90])
+@pytest.mark.parametrize("case", MMA_CASES, ids=str)
+def test_products_by_warps(backend: str, arch: int, case: tuple) -> None:
+    """The tile that is chosen for the rows, one block and four in 128 k, splits of K, ends in M, N and K."""
+    m, n, k, block, offsets, dtype, bias, clamps, spare, splits = case
+    here = facts(arch, backend)
+    problem = int8.IntegerProduct(
+        *(m, n, k, int8.fp8_unit(block, k), 4, False, True, dtype, bias),
+        activation="clamp" if clamps else None,
+        limits=(-0.5, 0.75),
+        even=(n + spare) % 2 == 0,
+        stride=n + spare,
+        fp8=True,
+    )
+    config = replace(int8.choose(problem, device.nominal(89)), splits=splits)
+    assert int8.refuse_fp8(block, k, here) is None
+    weight = random_weight(np.random.default_rng(m), (n, 1, 1, k), block, 4, offsets)
+    check_fp8_product(backend, problem, config, weight, seed=m, arch=arch)
+
+
 def test_every_code_of_4_bits_is_e4m3_as_it_lies() -> None:
     np.testing.assert_array_equal(np.arange(16, dtype=np.uint8).view(E4M3).astype(float) * 512, np.arange(16))
 
@@ -230,19 +272,23 @@ def test_what_no_kernel_takes_is_said() -> None:
     assert int8.refuse_fp8(128, 4096, here) is None
     assert int8.refuse_fp8(4096, 4096, here) is None
     assert int8.refuse_fp8(16, 16, here) is None
-    assert int8.refuse_fp8(128, 4096, device.nominal(89)) == "needs sm_90, not sm_89"
+    assert int8.refuse_fp8(128, 4096, device.nominal(89)) is None
+    assert int8.refuse_fp8(128, 4096, device.nominal(86)) == "needs sm_89 or newer, not sm_86"
     assert int8.refuse_fp8(8, 24, here) == "needs a multiple of 16 columns, not 24"
     assert int8.refuse_fp8(48, 96, here) == "needs blocks that are multiples of 32 columns, not 48"
     problem = int8.IntegerProduct(1, 4096, 4096, 128, 4, False, True, "float16", fp8=True)
-    assert int8.choose(problem, here) == int8.HopperConfig(2, 16)
+    assert isinstance(int8.choose(problem, here), int8.MmaConfig)
+    many = replace(problem, m=4096)
+    assert int8.choose(many, here) == int8.HopperConfig(2, 132)
+    assert isinstance(int8.choose(many, device.nominal(89)), int8.MmaConfig)
 
 
 def test_a_gpu_that_has_no_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "of", lambda index: device.nominal(89))
+    monkeypatch.setattr(device, "of", lambda index: device.nominal(80))
     there = weight()
     gpu.check_fp8(there)
     object.__setattr__(there, "device", 0)
-    with pytest.raises(ValueError, match=r"^activations in float8: needs sm_90, not sm_89$"):
+    with pytest.raises(ValueError, match=r"^activations in float8: needs sm_89 or newer, not sm_80$"):
         gpu.check_fp8(there)
 
 

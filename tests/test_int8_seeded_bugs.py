@@ -43,7 +43,7 @@ SEEDS = {
         "gemm_int8_mma.cuh", "      if (is_end) {\n#pragma", "      if (true) {\n#pragma", VALUES,
     ),
     "the low nibbles are those of the high ones": (
-        "gemm_int8.cuh", "return (word << 4) & kHighNibbles", "return word & kHighNibbles", VALUES,
+        "gemm_int8.cuh", ": (word << 4) & kHighNibbles", ": word & kHighNibbles", VALUES,
     ),
     "a block takes the scales of the one before": (
         "gemm_int8_mma.cuh", "if (is_end && within + 1 < kXBlocks) {\n          ++within;",
@@ -95,6 +95,12 @@ SEEDS = {
     ),
     "products of float8 stay without the scale of their row": (
         "gemm_int8_sm90.cu fp8", "[v % kSums] *= x_parts[0]", "[v % kSums] += 0 * x_parts[0]", VALUES,
+    ),
+    "rows of float8 take scales of other blocks": (
+        "gemm_int8_mma.cuh fp8", "x_scale + (kFp8 ? row : at)", "x_scale + (kFp8 ? row / 2 : at)", VALUES,
+    ),
+    "codes of low nibbles stay above e4m3's lowest bits": (
+        "gemm_int8.cuh fp8", "kFp8 ? word & kLowNibbles :", "kFp8 ? (word << 1) & kHighNibbles :", VALUES,
     ),
     "a warp of a row does not wait for the largest values of the others": (
         "quantize_fp8.cu", "  __syncthreads();\n", "", RACE,
@@ -155,6 +161,10 @@ def outcome(file: str, landing: str) -> str:
             weight = random_weight(np.random.default_rng(0), (152, 1, 1, 400), 64)
             problem = int8.IntegerProduct(70, 152, 400, 64, 4, False, True, "float16", fp8=True)
             check_fp8_product(landing, problem, int8.HopperConfig(1, 1), weight, seed=0)
+        elif file.endswith("fp8"):
+            weight = random_weight(np.random.default_rng(0), (40, 1, 1, 272), 64)
+            problem = int8.IntegerProduct(20, 40, 272, 64, 4, False, True, "float16", fp8=True)
+            check_fp8_product(landing, problem, int8.MmaConfig(16, 1, 4, 2, 1), weight, seed=0, arch=89)
         elif file == "quantize_fp8.cu":
             check_fp8_quantization(landing, 1, 2064, 128, "float16", 8)
         elif file == "gemv_int8.cu":

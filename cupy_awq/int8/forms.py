@@ -15,34 +15,41 @@ from cupy_awq.kernels.int8 import BLOCK_K, PAD_N, RECORD_N, STEP_K
 from cupy_awq.kernels.problem import ceil_div
 from cupy_awq.packing import namespace, pack_int4, pack_int8
 
+FP8_CODES = 512
+"""In units of what they stand for as e4m3: 4-bit codes are code * 2**-9."""
 
-def product_codes(weight: PackedConvWeight) -> Array:
+
+def product_codes(weight: PackedConvWeight, fp8: bool = False) -> Array:
     """The codes of a 1x1 weight as the kernels of the integer product want them: see gemm_int8.cuh."""
-    if "product" not in weight.prepared:
+    if ("product", fp8) not in weight.prepared:
         n, _, _, k = weight.shape
         xp = namespace(weight.codes)
-        signed = xp.zeros((n, ceil_div(k, STEP_K) * STEP_K), np.uint8)
+        codes = xp.zeros((n, ceil_div(k, STEP_K) * STEP_K), np.uint8)
         # Two's complement: the lowest 4 or 8 bits of code - 2**(bits - 1).
-        signed[:, :k] = weight.codes.reshape(n, k) ^ np.uint8(1 << (weight.bits - 1))
+        codes[:, :k] = weight.codes.reshape(n, k) ^ np.uint8(0 if fp8 else 1 << (weight.bits - 1))
         if weight.bits == 4:
-            halves = signed.reshape(n, -1, 2, STEP_K // 2)
-            signed = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(n, -1)
-        weight.prepared["product"] = signed
-    return weight.prepared["product"]
+            halves = codes.reshape(n, -1, 2, STEP_K // 2)
+            codes = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(n, -1)
+        weight.prepared["product", fp8] = codes
+    return weight.prepared["product", fp8]
 
 
-def product_parameters(weight: PackedConvWeight, block: int) -> Array:
-    """Scale, offset, and sum of the codes times scale, float32 [3, blocks of x, N padded]."""
-    if ("parameters", block) not in weight.prepared:
+def product_parameters(weight: PackedConvWeight, block: int, fp8: bool = False) -> Array:
+    """Scale, offset, and sum of the codes times scale, float32 [3, blocks of x, N padded]; without the sum for e4m3."""
+    if ("parameters", block, fp8) not in weight.prepared:
         n = weight.shape[0]
         scale, offset, sums = _of_blocks(weight, block)
         parameters = namespace(weight.codes).zeros((3, len(scale), ceil_div(n, PAD_N) * PAD_N), np.float32)
-        parameters[0, :, :n] = scale / 16 if weight.bits == 4 else scale
+        if fp8:
+            parameters[0, :, :n] = FP8_CODES * scale
+            parameters[1, :, :n] = -8 * scale
+        else:
+            parameters[0, :, :n] = scale / 16 if weight.bits == 4 else scale
+            parameters[2, :, :n] = sums * scale
         if offset is not None:
-            parameters[1, :, :n] = offset
-        parameters[2, :, :n] = sums * scale
-        weight.prepared["parameters", block] = parameters
-    return weight.prepared["parameters", block]
+            parameters[1, :, :n] += offset
+        weight.prepared["parameters", block, fp8] = parameters
+    return weight.prepared["parameters", block, fp8]
 
 
 def _of_blocks(weight: PackedConvWeight, block: int) -> tuple[Array, Array | None, Array]:
@@ -93,7 +100,7 @@ def _record_parameters(
     columns = xp.minimum(begins + block, k) - begins
     rows = [scale.copy()]
     if fp8:
-        rows[0] *= 512  # codes are multiplied as code * 2**-9
+        rows[0] *= FP8_CODES
         offset = scale * 0 if offset is None else offset
     elif weight.bits == 4:
         upper = xp.arange(n) // 8 % 2 == 1

@@ -100,8 +100,8 @@ def gemm(
                 if isinstance(config, int8.HopperConfig):
                     buffers["weight"] = forms.records(weight, facts.block, problem.x_offset, fp8)
                 else:
-                    buffers["codes"] = forms.product_codes(weight)
-                    buffers["parameters"] = forms.product_parameters(weight, facts.block)
+                    buffers["codes"] = forms.product_codes(weight, fp8)
+                    buffers["parameters"] = forms.product_parameters(weight, facts.block, fp8)
             _launch(plan, buffers, weight.device)
         return _into(out, y)
 

@@ -170,8 +170,8 @@ def linear_fp8(
         out: array of x's dtype to fill and return.
 
     Returns:
-        y, of x's dtype: two launches on a GPU, which must be of sm_90, for tiles of 128 rows; K must be a multiple of
-        16 there, and the weight's block size of 32 where it is less than K.
+        y, of x's dtype: two launches on a GPU, which must be of sm_89 or newer; K must be a multiple of 16 there, and
+        the weight's block size of 32 where it is less than K.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, or a GPU; the message names it.

@@ -40,6 +40,8 @@ MMA_OPERATIONS = 305e6
 HOPPER_STAGES = 6
 """At most."""
 
+FP8_ARCH = 89
+"""From it on tensor cores multiply e4m3."""
 FP8_VALUES = 8
 """That a thread of quantize_fp8 takes at a time."""
 
@@ -138,6 +140,7 @@ class IntegerProduct:
         return (
             ("Y", TYPES[self.dtype]),
             ("BITS", self.bits),
+            ("FP8", int(self.fp8)),
             ("X_OFFSET", int(self.x_offset)),
             ("WEIGHT_OFFSET", int(self.weight_offset)),
             ("ACTIVATION", ACTIVATIONS[self.activation]),
@@ -202,7 +205,7 @@ class MmaConfig:
             ("WARPS_N", self.warps_n),
             ("STAGES", self.stages),
             ("X_BLOCKS", _blocks_in_tile(problem.block)),
-            ("SHORT_BLOCKS", int(problem.block <= SHORT_BLOCK)),
+            ("SHORT_BLOCKS", int(problem.block <= SHORT_BLOCK and not problem.fp8)),
             ("EVEN", int(problem.even)),
         )
         name = _mma_name(device)
@@ -243,13 +246,7 @@ class HopperConfig:
         size = ITEMSIZE[problem.dtype]
         store = 2 * 32 // size * (HOPPER_N * size + 16)
         stages = min(HOPPER_STAGES, (device.shared_bytes_per_block - store) // stage)
-        defines = (
-            *problem.defines(),
-            ("FP8", int(problem.fp8)),
-            ("X_BLOCKS", x_blocks),
-            ("STAGES", stages),
-            ("CLUSTER", self.cluster),
-        )
+        defines = (*problem.defines(), ("X_BLOCKS", x_blocks), ("STAGES", stages), ("CLUSTER", self.cluster))
         xq = TensorMap(
             "xq",
             "int8",
@@ -294,7 +291,8 @@ TILES = {
     "gemm_int8_sm75": ((32, 2, 4), (32, 1, 4), (16, 1, 4)),
     "gemm_int8_sm80": ((64, 2, 4), (64, 1, 4), (32, 1, 4), (16, 1, 4)),
 }
-"""(rows of a warp, warps along m, warps along n), the largest tile first; 64 rows would lack registers on sm_75."""
+"""(rows of a warp, warps along m, warps along n), the largest tile first; 64 rows would lack registers on sm_75, and
+on sm_90 and sm_100 for e4m3."""
 
 
 def _mma_name(device: Device) -> str:
@@ -340,18 +338,13 @@ def fp8_unit(block_size: int, k: int) -> int:
 
 def refuse_fp8(block_size: int, k: int, device: Device) -> str | None:
     """Why no kernel can multiply e4m3 by a weight of k columns in blocks, or None."""
-    if device.arch != 90:
-        return f"needs sm_90, not sm_{device.arch}"
+    if device.arch < FP8_ARCH:
+        return f"needs sm_{FP8_ARCH} or newer, not sm_{device.arch}"
     if k % 16:
         return f"needs a multiple of 16 columns, not {k}"
     if fp8_unit(block_size, k) < STEP_K:
         return f"needs blocks that are multiples of {STEP_K} columns, not {block_size}"
     return None
-
-
-def choose_hopper(problem: IntegerProduct, device: Device) -> HopperConfig:
-    """The faster cluster; of equals the larger."""
-    return min(hopper_configs(problem, device), key=lambda c: (c.microseconds(problem, device), -c.cluster))
 
 
 def hopper_configs(problem: IntegerProduct, device: Device) -> list[HopperConfig]:
@@ -366,7 +359,7 @@ def configs(problem: IntegerProduct, device: Device) -> list[MmaConfig]:
     """All that tensor cores can launch for a problem that is not refused; the preferred tile's splits first."""
     found = []
     depths = (4, 3, 2) if device.arch >= ASYNC_ARCH else (2,)
-    for warp_m, warps_m, warps_n in TILES[_mma_name(device)]:
+    for warp_m, warps_m, warps_n in TILES["gemm_int8_sm75" if problem.fp8 else _mma_name(device)]:
         for splits in split_counts(ceil_div(problem.k, BLOCK_K)):
             options = [MmaConfig(warp_m, warps_m, warps_n, stages, splits) for stages in depths]
             fitting = [c for c in options if c.shared_bytes(problem) <= device.shared_bytes_per_block]
@@ -377,21 +370,19 @@ def configs(problem: IntegerProduct, device: Device) -> list[MmaConfig]:
 def choose(problem: IntegerProduct, device: Device) -> Config:
     """gemv_int8 for few rows; for more Hopper's kernel where it takes less than the other at the rate of large tiles.
 
-    Of e4m3, for which `refuse_fp8` has no reason, Hopper's always.
+    Of e4m3, for which `refuse_fp8` has no reason, tensor cores take any number of rows.
     """
-    if problem.fp8:
-        return choose_hopper(problem, device)
-    if problem.m <= gemv_int8.MAX_ROWS and refuse_layout(problem) is None:
+    if not problem.fp8 and problem.m <= gemv_int8.MAX_ROWS and refuse_layout(problem) is None:
         return gemv_int8.choose(problem, device)
     if refuse(problem, device):
         return SimtConfig()
     config = _choose_mma(problem, device)
     if problem.m < HOPPER_ROWS or refuse_hopper(problem, device):
         return config
-    hopper = choose_hopper(problem, device)
+    hopper = min(hopper_configs(problem, device), key=lambda c: (c.microseconds(problem, device), -c.cluster))
     rows = ceil_div(problem.m, config.block_m) * config.block_m
     microseconds = 4.0 + 2 * rows * problem.n * problem.k / MMA_OPERATIONS
-    return hopper if hopper.microseconds(problem, device) < microseconds else config
+    return hopper if problem.fp8 or hopper.microseconds(problem, device) < microseconds else config
 
 
 def _choose_mma(problem: IntegerProduct, device: Device) -> MmaConfig:
@@ -433,6 +424,7 @@ def kernels(device: Device) -> Iterator[Kernel]:
     if not refuse_fp8(128, 4096, device):
         for dtype in ("float16", "bfloat16"):
             yield Fp8Quantization(1, 4096, 128, dtype, 4096).plan(device).kernel
-            problem = IntegerProduct(1024, 4096, 4096, 128, 4, False, True, dtype, fp8=True)
-            yield choose(problem, device).plan(problem, device).kernel
+            for m in (1, 1024):
+                problem = IntegerProduct(m, 4096, 4096, 128, 4, False, True, dtype, fp8=True)
+                yield choose(problem, device).plan(problem, device).kernel
     yield SimtConfig().plan(IntegerProduct(1, 64, 66, 66, 4, True, True, "float16"), device).kernel

@@ -69,9 +69,11 @@ def multiply_matrices(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Op
     rows, depth = int(m[1]), int(m[2])
     to, left, right, added = m[4], m[5], m[6], m[7]
     known = {("f32", "f16", "f16", "f32"), ("f16", "f16", "f16", "f16"), ("f32", "bf16", "bf16", "f32")}
+    small = (to, left, right, added) == ("f32", "e4m3", "e4m3", "f32")
     integer = (to, added) == ("s32", "s32") and {left, right} <= {"s8", "u8"}
-    legal = (rows, depth) in ({(16, 32), (16, 16), (8, 16)} if integer else {(16, 8), (16, 16)})
-    if not legal or not (integer or ((to, left, right, added) in known and not m[3])):
+    shapes = {(16, 32), (16, 16), (8, 16)} if integer else {(16, 32)} if small else {(16, 8), (16, 16)}
+    floats = small or (to, left, right, added) in known
+    if (rows, depth) not in shapes or not (integer or (floats and not m[3])):
         raise TypeError(m[0])
     parts = [
         "".join(f"{b.use(v, kind)}, " for v in items(operand))
