@@ -259,6 +259,8 @@ def test_up_to_eight_rows_are_for_the_kernel_that_reads_weights_once(arch: int) 
     assert isinstance(few_columns, GemvInt8Config)
     assert few_columns.splits > 1
     assert choose(replace(problem, n=64, k=1024), here).splits == 1
+    assert {c.splits for c in gemv_int8.configs(replace(problem, n=4096 * 16))} == {1, 2, 4}
+    assert {c.splits for c in gemv_int8.configs(replace(problem, n=4096 * 16 + 1))} == {1}
 
 
 @pytest.mark.gpu

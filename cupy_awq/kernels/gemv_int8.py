@@ -62,7 +62,8 @@ def configs(problem: IntegerProduct) -> list[GemvInt8Config]:
     """All for a problem of up to 8 rows that `int8.refuse_layout` does not refuse."""
     rows = max(2, 1 << (problem.m - 1).bit_length())
     found = [GemvInt8Config(rows, splits) for splits in split_counts(ceil_div(problem.k, CHUNK * WARPS))]
-    return [c for c in found if c.workspace(problem) <= (WORKSPACE_BYTES, COUNTERS)]
+    needs = [config.workspace(problem) for config in found]
+    return [c for c, (size, tiles) in zip(found, needs, strict=True) if size <= WORKSPACE_BYTES and tiles <= COUNTERS]
 
 
 def choose(problem: IntegerProduct, device: Device) -> GemvInt8Config:
