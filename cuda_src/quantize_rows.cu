@@ -82,7 +82,10 @@ __device__ __forceinline__ void for_each(Values (&kept)[kKept], const X* source,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1536 / THREADS)
+// Held to as few registers as the others, kernels for sm_100 and newer spill.
+constexpr int kResidentThreads = __CUDA_ARCH__ >= 1000 ? 1024 : 1536;
+
+extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS)
     quantize_rows(const X* __restrict__ x, int8_t* __restrict__ codes, float* scale, float* offset, int32_t* sums,
                   int m, int k, int block, int ldx) {
   // One for each value that is reduced, so that no warp overwrites what another has yet to read.

@@ -193,7 +193,7 @@ def dense(device: Device, m: int, n: int, k: int, dtype: str, out: str, *, bias:
     if device.arch >= MMA_ARCH and k % 32 == 0:
         threads = 512
         steps = min(8, ceil_div(k, 32 * (threads // 32)))
-        tiles = {8: 2, 4: 3}.get(steps, 4)
+        tiles = {8: 1 if device.arch >= 100 else 2, 4: 3}.get(steps, 4)  # as many as registers hold
         grid = (min(ceil_div(n, 8 * tiles), device.sm_count), ceil_div(m, MMA_ROWS), 1)
         defines |= {"TILES": tiles, "STEPS": steps}
         return _plan(device, "dense_sm80", defines, grid, threads, (*buffers, *_ints(m, n, k)))
