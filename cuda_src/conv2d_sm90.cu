@@ -33,13 +33,13 @@
 // leave the tensor cores idle for a third of the time. Three reach their rate, but 64 outputs and 112 pixels each are
 // more than such layers have. Blocks of the next grid that come early lie where there is room, not evenly: 128 blocks
 // of which two fit took 40 in place of about 24.
+#include "copied.cuh"
 #include "epilogue.cuh"
 #include "int4.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "unpack_bytes.cuh"
@@ -90,11 +90,6 @@ static_assert(kWarpgroups * kStoreRows * kRowBytes <= RING_BYTES, "what is store
 static_assert(kTileH == 1 || kTileW == 8, "one distance leads from 8 pixels to the next");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 
-// 128 bytes that the driver encodes.
-struct alignas(64) TensorMap {
-  uint8_t bytes[128];
-};
-
 // The walk over the stages of a ring.
 template <int STAGES>
 struct Position {
@@ -137,20 +132,6 @@ struct Shared {
   __device__ __forceinline__ uint32_t codes_full(int stage) const { return x_full(2 * kXStages + stage); }
   __device__ __forceinline__ uint32_t codes_empty(int stage) const { return codes_full(kCodeStages + stage); }
 };
-
-__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
-  }
-}
-
-__device__ __forceinline__ void synchronize_cluster() {
-  if constexpr (kSplits == 1) {
-    __syncthreads();
-  } else {
-    ptx::barrier_cluster_arrive_release();
-    ptx::barrier_cluster_wait_acquire();
-  }
-}
 
 // Scales and offsets of a lane's rows g and g + 8, twice each.
 struct Parameters {
@@ -248,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     }
     ptx::fence_mbarrier_init();
   }
-  synchronize_cluster();
+  synchronize_cluster<kSplits>();
   ptx::griddepcontrol_launch_dependents();
 
   if (warp == kConsumerWarps) {
@@ -291,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       }
     }
     __syncwarp();
-    if constexpr (kSplits > 1) synchronize_cluster();
+    if constexpr (kSplits > 1) synchronize_cluster<kSplits>();
     return;
   }
 
@@ -395,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       const uint32_t to = ptx::mapa(shared.begin + slot(split, group % kOwnedGroups), group / kOwnedGroups);
       ptx::st_shared_cluster(to, {sums[group * 4], sums[group * 4 + 1], sums[group * 4 + 2], sums[group * 4 + 3]});
     }
-    synchronize_cluster();
+    synchronize_cluster<kSplits>();
 #pragma unroll
     for (int group = 0; group < kOwnedGroups; ++group) {
 #pragma unroll

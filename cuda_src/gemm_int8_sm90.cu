@@ -28,12 +28,12 @@
 // share the parameters of x in registers. While one warpgroup adds up a block of products the other has the tensor
 // cores. Blocks are persistent, and CLUSTER of them, with neighbouring columns of the same rows, share what they bring
 // of xq.
+#include "copied.cuh"
 #include "epilogue.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/thread_index.cuh"
@@ -106,11 +106,6 @@ static_assert(kCluster == 1 || kCluster == 2, "a stage of x has two parts");
 static_assert(kWarpgroups * kConsumerRegisters + kProducerRegisters <= kThreads / 128 * (65536 / kThreads / 8 * 8),
               "registers come out of those that the block starts with");
 
-// 128 bytes that the driver encodes.
-struct alignas(64) TensorMap {
-  uint8_t bytes[128];
-};
-
 // The walk over the stages, on over all tiles of a block.
 struct Position {
   int stage;
@@ -140,25 +135,6 @@ struct Schedule {
   }
   static __device__ __forceinline__ int rank() { return kCluster == 1 ? 0 : ptx::cluster_ctarank(); }
 };
-
-__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
-  }
-}
-
-__device__ __forceinline__ void synchronize_cluster() {
-  if constexpr (kCluster == 1) {
-    __syncthreads();
-  } else {
-    ptx::barrier_cluster_arrive_release();
-    ptx::barrier_cluster_wait_acquire();
-  }
-}
-
-// Blocks of a cluster write to each other's shared memory: none may end before the other.
-__device__ __forceinline__ void end_cluster() {
-  if constexpr (kCluster > 1) synchronize_cluster();
-}
 
 struct Shared {
   uint32_t begin;
@@ -364,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::mbarrier_init(shared.empty(lane), kConsumerWarps * kCluster);
     ptx::fence_mbarrier_init();
   }
-  synchronize_cluster();
+  synchronize_cluster<kCluster>();
   ptx::griddepcontrol_launch_dependents();
   if (warp < kConsumerWarps) {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
@@ -485,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       store_tile(memory, sums, schedule.tile(), epilogue, y, m, n, ldy, aligned != 0);
     }
     if (warpgroup == 0) take_turn();
-    end_cluster();
+    end_cluster<kCluster>();
   } else {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kConsumerWarps) {
@@ -493,6 +469,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else if (warp <= kConsumerWarps + kParameterWarps) {
       produce_parameters(shared, memory, x_scale, x_offset, x_sums, rows, columns, m, k, block);
     }
-    end_cluster();
+    end_cluster<kCluster>();
   }
 }

@@ -143,20 +143,6 @@ struct Schedule {
   static __device__ __forceinline__ int rank() { return kCluster == 1 ? 0 : ptx::cluster_ctarank(); }
 };
 
-__device__ __forceinline__ void synchronize_cluster() {
-  if constexpr (kCluster == 1) {
-    __syncthreads();
-  } else {
-    ptx::barrier_cluster_arrive_release();
-    ptx::barrier_cluster_wait_acquire();
-  }
-}
-
-// Blocks of a cluster write to each other's shared memory: none may end before the other.
-__device__ __forceinline__ void end_cluster() {
-  if constexpr (kCluster > 1) synchronize_cluster();
-}
-
 struct Shared {
   uint32_t begin;
 
@@ -344,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::mbarrier_init(shared.empty(lane), kConsumerWarps * kCluster);
     ptx::fence_mbarrier_init();
   }
-  synchronize_cluster();
+  synchronize_cluster<kCluster>();
   ptx::griddepcontrol_launch_dependents();
   if (warp < kConsumerWarps) {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
@@ -421,13 +407,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         store_tile(buffer, sums, schedule.tile(), warpgroup, epilogue, y, m, n, ldy, result_factor);
       }
     }
-    end_cluster();
+    end_cluster<kCluster>();
   } else {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kConsumerWarps) {
       Schedule schedule(m, n, k, shared_units, sharers);
       produce(shared, schedule, weight, &x_map, n);
     }
-    end_cluster();
+    end_cluster<kCluster>();
   }
 }

@@ -1,20 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels for sm_90a share: arguments that the copy engine takes, waiting for it, and wgmma by type.
+// What the kernels on repacked weights share for sm_90a: the copy engine, and wgmma by type.
 #pragma once
 
+#include "copied.cuh"
 #include "int4.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
-
-// 128 bytes that the driver encodes.
-struct alignas(64) TensorMap {
-  uint8_t bytes[128];
-};
-
-__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
-  }
-}
 
 template <bool ACCUMULATE, int COUNT>
 __device__ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint32_t b) {

@@ -122,10 +122,7 @@ def run(
     The ceilings are None on the CPU. Raises ValueError for a shape that the format does not allow, before anything is
     timed, and for one that the kernel does not allow.
     """
-    for k, n in shapes:
-        if k == 0 or n == 0 or n % 8:
-            raise ValueError(f"shape {k}x{n}: expected K > 0 and N > 0, a multiple of 8")
-        check.group_size(k, group_size)
+    check_shapes(shapes, group_size)
     ceilings = None
     rows = []
     with placement.on(device):
@@ -148,6 +145,14 @@ def run(
                 roofline_us = ceilings.microseconds(nbytes, 2 * m * n * k) if ceilings else None
                 rows.append(Row(k, n, m, weight.group_size, dtype, name, us, nbytes, roofline_us, fp16_us))
     return rows, ceilings
+
+
+def check_shapes(shapes: Sequence[tuple[int, int]], group_size: int) -> None:
+    """ValueError for (K, N) that the format does not allow."""
+    for k, n in shapes:
+        if k == 0 or n == 0 or n % 8:
+            raise ValueError(f"shape {k}x{n}: expected K > 0 and N > 0, a multiple of 8")
+        check.group_size(k, group_size)
 
 
 def copies(nbytes: int, device: int) -> int:

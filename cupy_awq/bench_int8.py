@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import bench, check, placement, table, testing, timing
+from cupy_awq import bench, placement, table, testing, timing
 from cupy_awq.check import HOST
 from cupy_awq.int8 import PackedConvWeight, conv2d, from_packed, gemm_int8, quantize_activations
 
@@ -51,10 +51,7 @@ def gemm(
     Raises ValueError for a shape that the format does not allow.
     """
     rows = []
-    for k, n in shapes:
-        if k == 0 or n == 0 or n % 8:
-            raise ValueError(f"shape {k}x{n}: expected K > 0 and N > 0, a multiple of 8")
-        check.group_size(k, group_size)
+    bench.check_shapes(shapes, group_size)
     for k, n in shapes:
         progress(f"{k}x{n}: random weight")
         rng = np.random.default_rng(0)

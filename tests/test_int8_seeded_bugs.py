@@ -135,7 +135,7 @@ SEEDS = {
         "conv2d_sm90.cu", "kParametersBegin + x_at.stage * kParameterBytes", "kParametersBegin", VALUES,
     ),
     "partial sums are added before they are there": (
-        "conv2d_sm90.cu", "    synchronize_cluster();\n#pragma unroll", "#pragma unroll",
+        "conv2d_sm90.cu", "    synchronize_cluster<kSplits>();\n#pragma unroll", "#pragma unroll",
         ("uninitialised", "race"),
     ),
 }  # fmt: skip

@@ -189,21 +189,26 @@ class GemmSm90Config:
         return 0, 0
 
 
+def unfit(problem: Problem, device: Device) -> str | None:
+    """Why no kernel on repacked weights can take a problem, whatever the layout of these, or None."""
+    if device.arch != 90:
+        return f"needs sm_90, not sm_{device.arch}"
+    if not problem.repacked:
+        return "needs the layout in which AwqLinear keeps its weight"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"takes x of float16 or bfloat16, not {problem.dtype}"
+    if not problem.x_aligned:
+        return "needs rows of x that start at multiples of 16 bytes"
+    if problem.gated and problem.n % (2 * RECORD_COLUMNS):
+        return f"needs N to be a multiple of {2 * RECORD_COLUMNS} when gated, not {problem.n}"
+    return None
+
+
 class GemmSm90:
     NAME = "gemm_sm90"
 
     def refuse(self, problem: Problem, device: Device) -> str | None:
-        if device.arch != 90:
-            return f"needs sm_90, not sm_{device.arch}"
-        if not problem.repacked:
-            return "needs the layout in which AwqLinear keeps its weight"
-        if problem.dtype not in ("float16", "bfloat16"):
-            return f"takes x of float16 or bfloat16, not {problem.dtype}"
-        if not problem.x_aligned:
-            return "needs rows of x that start at multiples of 16 bytes"
-        if problem.gated and problem.n % (2 * RECORD_COLUMNS):
-            return f"needs N to be a multiple of {2 * RECORD_COLUMNS} when gated, not {problem.n}"
-        return layout(problem).refuse()
+        return unfit(problem, device) or layout(problem).refuse()
 
     def configs(self, problem: Problem, device: Device) -> list[GemmSm90Config]:
         # A gated tile has as many records of the gate as of the up projection.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cupy_awq.device import Device
-from cupy_awq.kernels.gemm_sm90 import layout, powered
+from cupy_awq.kernels.gemm_sm90 import layout, powered, unfit
 from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
 from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K
 from cupy_awq.launch_plan import Kernel, LaunchPlan, TensorMap
@@ -122,16 +122,9 @@ class GemmSm90Large:
     NAME = "gemm_sm90_large"
 
     def refuse(self, problem: Problem, device: Device) -> str | None:
-        if device.arch != 90:
-            return f"needs sm_90, not sm_{device.arch}"
-        if not problem.repacked:
-            return "needs the layout in which AwqLinear keeps its weight"
-        if problem.dtype not in ("float16", "bfloat16"):
-            return f"takes x of float16 or bfloat16, not {problem.dtype}"
-        if not problem.x_aligned:
-            return "needs rows of x that start at multiples of 16 bytes"
-        if problem.gated and problem.n % (2 * RECORD_COLUMNS):
-            return f"needs N to be a multiple of {2 * RECORD_COLUMNS} when gated, not {problem.n}"
+        reason = unfit(problem, device)
+        if reason is not None:
+            return reason
         if problem.dtype == "float16" and problem.wide_scales:
             return "needs scales whose products float16 holds in full"
         return layout(problem).refuse()
