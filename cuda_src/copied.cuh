@@ -27,6 +27,17 @@ __device__ __forceinline__ void synchronize_cluster() {
   }
 }
 
+// The same where all that they share is barriers behind a fence_mbarrier_init: to order more would wait for memory.
+template <int BLOCKS>
+__device__ __forceinline__ void begin_cluster() {
+  if constexpr (BLOCKS == 1) {
+    __syncthreads();
+  } else {
+    ptx::barrier_cluster_arrive_relaxed();
+    ptx::barrier_cluster_wait_acquire();
+  }
+}
+
 // Blocks of a cluster write to each other's shared memory: none may end before the other.
 template <int BLOCKS>
 __device__ __forceinline__ void end_cluster() {

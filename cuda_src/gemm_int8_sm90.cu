@@ -340,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::mbarrier_init(shared.empty(lane), kConsumerWarps * kCluster);
     ptx::fence_mbarrier_init();
   }
-  synchronize_cluster<kCluster>();
+  begin_cluster<kCluster>();
   ptx::griddepcontrol_launch_dependents();
   if (warp < kConsumerWarps) {
     ptx::setmaxnreg_inc<kConsumerRegisters>();

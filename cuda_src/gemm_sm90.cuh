@@ -53,22 +53,25 @@ constexpr int kProducerRegisters = 40;
 constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : 32);
 
 // Shared memory, from a multiple of 1024: x, the weight [stage][column of records][DEPTH], barriers [full,
-// empty][stage], then the sums float32 [split][team][row of the owner][kSumStride]. A tile without splits puts its sums
-// over the stages, which nobody writes any more.
+// empty][stage] and that of the sums, then the sums, as they lie in the lanes: float4 [split][team][8 of the owner's
+// rows][16 columns][column % 8][two rows]. A tile without splits puts its sums over the stages, which nobody writes any
+// more.
 constexpr int kWeightBytes = kRecords * kDepth * kRecordBytes;
 constexpr int kWeightBegin = kXRingBytes;
 constexpr int kBarrierBegin = kWeightBegin + kStages * kWeightBytes;
-constexpr int kSumsBegin = kSplits == 1 ? 0 : kBarrierBegin + kStages * 16;
-// 2 rows of t take the next 8 banks: the 32 lanes' values lie in 32 banks.
-constexpr int kSumStride = kBlockN + 4;
+constexpr int kSumsBarrier = kBarrierBegin + kStages * 16;
+constexpr int kSumsBegin = kSplits == 1 ? 0 : kSumsBarrier + 16;
 // Tiles of one column that follow each other: blocks that run at the same time share rows of x and columns of the
 // weight in L2.
 constexpr int kBandRows = 8;
 constexpr int kOwnedRows = kBlockM / kSplits;
-constexpr int kPartSums = kOwnedRows * kSumStride;
+constexpr int kOwnedPairs = kOwnedRows < 8 ? kOwnedRows / 2 : 4;  // of rows, in 8
+// In float: lanes that read the same column % 8 of neighbouring tiles of 16 columns meet in no bank.
+constexpr int kTileSums = 8 * kOwnedPairs * 4 + 8;
+constexpr int kPartSums = ceil_div(kOwnedRows, 8) * (kBlockN / 16) * kTileSums;
 
 static_assert(kBlockM % 8 == 0, "tensor cores take 8 rows of x at a time");
-static_assert(kBlockM % kSplits == 0, "every block of a cluster owns as many rows");
+static_assert(kBlockM % (2 * kSplits) == 0, "every block of a cluster owns as many pairs of rows");
 // Copies land in any order. A team that came early to a stage which another team had not even found full would take the
 // parity of the phase before that for its own.
 static_assert(kStages % kTeams == 0, "a stage belongs to one team");
@@ -118,12 +121,12 @@ struct Tile {
 // Called from different places by the roles of the block, as __syncthreads may not be.
 __device__ __forceinline__ void synchronize_block() { ptx::barrier_sync(0, kThreads); }
 
-__device__ __forceinline__ void synchronize_cluster() {
+// All barriers are there, in all blocks of the cluster.
+__device__ __forceinline__ void begin_roles() {
   if constexpr (kSplits == 1) {
     synchronize_block();
   } else {
-    ptx::barrier_cluster_arrive_release();
-    ptx::barrier_cluster_wait_acquire();
+    begin_cluster<kSplits>();
   }
 }
 
@@ -186,12 +189,18 @@ __device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight,
     ptx::fence_mbarrier_init();
     if (stage < ahead) expect(stage, stage);
   }
+  if (kSplits > 1 && lane == 0) {
+    constexpr int kSums = kSplits * kTeams * kOwnedRows * kBlockN;
+    ptx::mbarrier_init(tile.shared_begin + kSumsBarrier, 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(tile.shared_begin + kSumsBarrier, kSums * 4);
+  }
   __syncwarp();
   for (int index = lane; index < ahead * kRecords; index += 32) {
     const int column = index % kRecords;
     start_weight(run(column), column, index / kRecords, index / kRecords);
   }
-  synchronize_cluster();
+  begin_roles();
   ptx::griddepcontrol_launch_dependents();
   if constexpr (kXBytes != 0) {
     ptx::griddepcontrol_wait();
@@ -214,41 +223,34 @@ __device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight,
 // ptx/mma.cuh.
 __device__ __forceinline__ void push_sums(const Tile& tile, int team, int row, int column, const float (&c)[4]) {
   const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int odd = 0; odd < 2; ++odd) {
-    const int my_row = row + lane % 4 * 2 + odd;
-    const int slot = tile.split * kTeams + team;
-    const int index = slot * kPartSums + my_row % kOwnedRows * kSumStride + column + lane / 4;
-    if constexpr (kSplits == 1) {
-      extern __shared__ __align__(1024) uint8_t shared[];
-      float* sums = reinterpret_cast<float*>(shared + kSumsBegin) + index;
-      sums[0] = c[odd];
-      sums[8] = c[2 + odd];
-    } else {
-      const uint32_t owner = ptx::mapa(tile.shared_begin + kSumsBegin + index * 4, my_row / kOwnedRows);
-      ptx::st_shared_cluster(owner, c[odd]);
-      ptx::st_shared_cluster(owner + 32, c[2 + odd]);
-    }
+  const int my_row = row + lane % 4 * 2;
+  const int block = my_row % kOwnedRows / 8 * (kBlockN / 16) + column / 16;
+  const int index =
+      (tile.split * kTeams + team) * kPartSums + block * kTileSums + (lane / 4 * kOwnedPairs + lane % kOwnedPairs) * 4;
+  if constexpr (kSplits == 1) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    store<true>(reinterpret_cast<float*>(shared + kSumsBegin) + index, Vector<float, 4>{c[0], c[1], c[2], c[3]});
+  } else {
+    const int owner = my_row / kOwnedRows;
+    ptx::st_async(ptx::mapa(tile.shared_begin + kSumsBegin + index * 4, owner), c,
+                  ptx::mapa(tile.shared_begin + kSumsBarrier, owner));
   }
 }
 
-// Adds the parts of this block's rows and stores them; all consumers call it after all pushes.
+// Adds the parts of this block's rows and stores them, once all are there.
 __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shared, const BIAS* bias, const X* residual,
                                            X* y, int m, int n, int ldr, int ldy, float low, float high) {
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
   const float* sums = reinterpret_cast<const float*>(shared + kSumsBegin);
   auto load_sums = [&](float (&out)[8], int row, int column) {
+    const int block = row / 8 * (kBlockN / 16) + column / 16;
+    const float* source = sums + block * kTileSums + row / 2 % kOwnedPairs * 4 + column / 8 % 2 * 2 + row % 2;
 #pragma unroll
     for (int i = 0; i < 8; ++i) out[i] = 0.0f;
 #pragma unroll
     for (int part = 0; part < kSplits * kTeams; ++part) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Vector<float, 4> values;
-        load<true>(values, sums + part * kPartSums + row * kSumStride + column + half * 4);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[half * 4 + i] += values.values[i];
-      }
+      for (int i = 0; i < 8; ++i) out[i] += source[part * kPartSums + i * kOwnedPairs * 4];
     }
   };
   constexpr int kWidth = kGated ? kBlockN / 2 : kBlockN;
@@ -286,12 +288,16 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
   // Registers move between the roles only while each is one branch to its end.
   if (warp < kConsumerWarps) {
     if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    synchronize_cluster();
+    begin_roles();
     ptx::griddepcontrol_launch_dependents();
     consume(tile, shared);
     if constexpr (kSplits == 1) synchronize_block();
     push(tile);
-    synchronize_cluster();
+    if constexpr (kSplits == 1) {
+      synchronize_block();
+    } else {
+      wait(tile.shared_begin + kSumsBarrier, 0);
+    }
     if constexpr (kHasResidual) ptx::griddepcontrol_wait();
     store_tile(tile, shared, bias, residual, y, m, n, ldr, ldy, low, high);
   } else {
@@ -299,10 +305,12 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
     if (warp == kConsumerWarps) {
       produce(tile, weight, x_map, n, k);
     } else {
-      synchronize_cluster();
+      begin_roles();
       ptx::griddepcontrol_launch_dependents();
     }
-    if constexpr (kSplits == 1) synchronize_block();
-    synchronize_cluster();
+    if constexpr (kSplits == 1) {
+      synchronize_block();
+      synchronize_block();
+    }
   }
 }

@@ -217,9 +217,11 @@ __device__ __forceinline__ bool share_sums(float (&sums)[kTiles][kSums], const S
                                              sums[i][4 * part + 3]};
       }
     }
-    __threadfence();
     ptx::barrier_sync(1 + warpgroup, 128);
-    if (thread == 0) atomicAdd(counter, 1u);
+    if (thread == 0) {
+      __threadfence();
+      atomicAdd(counter, 1u);
+    }
     return false;
   }
   int first = schedule.cluster - 1;
@@ -228,8 +230,8 @@ __device__ __forceinline__ bool share_sums(float (&sums)[kTiles][kSums], const S
     while (*const_cast<volatile uint32_t*>(counter) != schedule.cluster - first) {
     }
     *counter = 0;
+    __threadfence();
   }
-  __threadfence();
   ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll 1
   for (int cluster = first; cluster < schedule.cluster; ++cluster) {
@@ -330,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::mbarrier_init(shared.empty(lane), kConsumerWarps * kCluster);
     ptx::fence_mbarrier_init();
   }
-  synchronize_cluster<kCluster>();
+  begin_cluster<kCluster>();
   ptx::griddepcontrol_launch_dependents();
   if (warp < kConsumerWarps) {
     ptx::setmaxnreg_inc<kConsumerRegisters>();

@@ -30,6 +30,7 @@ class Barriers:
         self.cluster_phase = np.zeros(clusters, np.int64)
         self.cluster_arrived = np.zeros(machine.threads, bool)
         self.cluster_ticket = np.full(machine.threads, -1)
+        self.initialised = np.zeros(machine.threads, bool)  # behind a fence of mbarriers
         columns = machine.cluster_threads // 32
         self.cluster_clocks = np.zeros((3, clusters, columns), np.int64)  # what arrivals of the open phase published
         self.cluster_closed = np.zeros_like(self.cluster_clocks)  # of the last complete phase
@@ -116,6 +117,10 @@ class Barriers:
 
     # ---- clusters
 
+    def fence_initialised(self, active: Array) -> None:
+        """``fence.mbarrier_init``: a relaxed arrival publishes these threads' mbarriers (and here all that they did)."""
+        self.initialised |= active
+
     def cluster_arrive(self, active: Array, release: bool, at: int) -> None:
         machine = self.machine
         twice = active & self.cluster_arrived
@@ -123,8 +128,10 @@ class Barriers:
             machine.fail("barrier", "arrives twice at the cluster barrier", at, machine.lanes(twice))
         self.cluster_arrived |= active
         self.cluster_ticket = np.where(active, self.cluster_phase[machine.cluster_of], self.cluster_ticket)
-        if machine.races and release:
-            machine.races.cluster_release(active, self.cluster_clocks)
+        releasing = active if release else active & self.initialised
+        if machine.races and releasing.any():
+            machine.races.cluster_release(releasing, self.cluster_clocks)
+        self.initialised &= ~active
         self._complete_clusters()
 
     def _complete_clusters(self) -> None:

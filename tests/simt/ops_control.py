@@ -46,6 +46,11 @@ def barrier_reduce(b: BlockCode, m: Match[str], d: Operand, name: Operand, *rest
     )
 
 
+@emits(r"fence\.mbarrier_init\.release\.cluster")
+def fence_mbarrier_init(b: BlockCode, m: Match[str]) -> None:
+    b.line(f"m.barriers.fence_initialised({b.mask})")
+
+
 @emits(r"barrier\.cluster\.arrive(?:\.release|(\.relaxed))?(?:\.aligned)?", "warp")
 def cluster_arrive(b: BlockCode, m: Match[str]) -> None:
     b.line(f"m.barriers.cluster_arrive(active, {not m[1]}, {b.at})")
@@ -70,7 +75,7 @@ def fence(b: BlockCode, m: Match[str]) -> None:
 
 
 @emits(
-    r"fence\.mbarrier_init\.release\.cluster|nanosleep\.u32|griddepcontrol\.(?:wait|launch_dependents)"
+    r"nanosleep\.u32|griddepcontrol\.(?:wait|launch_dependents)"
     r"|(?:prefetch|prefetchu|applypriority|discard)(?:\.(?:global|local|L1|L2|L2::\w+))*|pragma"
 )
 def no_effect(b: BlockCode, m: Match[str], *operands: Operand) -> None:
