@@ -137,13 +137,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       at.advance(kTeams);
     }
   };
-  auto push = [&](const Tile& tile) {
+  auto push = [&](float* shared_sums) {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
       for (int j = 0; j < kBlockM / 8; ++j) {
         const float c[4] = {sums[i][4 * j], sums[i][4 * j + 1], sums[i][4 * j + 2], sums[i][4 * j + 3]};
-        push_sums(tile, team, j * 8, (i * kWarpgroups + warpgroup) * 64 + warp % 4 * 16, c);
+        push_sums(shared_sums, team, j * 8, (i * kWarpgroups + warpgroup) * 64 + warp % 4 * 16, c);
       }
     }
   };

@@ -52,23 +52,45 @@ constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kProducerRegisters = 40;
 constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : 32);
 
+// Sums of 8 rows and 16 columns as they lie in the lanes: float4 [column % 8][two rows]. Of a tile that a team has made
+// all 4 pairs of rows, of what another block sends those that this block owns. Lanes that read the same column % 8 of
+// neighbouring tiles meet in no bank.
+template <int PAIRS>
+struct SumTiles {
+  static constexpr int kPairs = PAIRS;
+  static constexpr int kColumnFloats = PAIRS * 4;
+  static constexpr int kFloats = 8 * kColumnFloats + 8;
+
+  // Of two rows, the first of which is `row`, and the columns `column` and `column` + 8.
+  static __device__ __forceinline__ int index(int row, int column) {
+    const int tile = row / (2 * PAIRS) * (kBlockN / 16) + column / 16;
+    return tile * kFloats + column % 8 * kColumnFloats + row / 2 % PAIRS * 4;
+  }
+  // Adds 8 columns of a row, `column` a multiple of 8.
+  static __device__ __forceinline__ void add(float (&out)[8], const float* sums, int row, int column) {
+    const float* source = sums + index(row, column) + column / 8 % 2 * 2 + row % 2;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out[i] += source[i * kColumnFloats];
+  }
+};
+
 // Shared memory, from a multiple of 1024: x, the weight [stage][column of records][DEPTH], barriers [full,
-// empty][stage] and that of the sums, then the sums, as they lie in the lanes: float4 [split][team][8 of the owner's
-// rows][16 columns][column % 8][two rows]. A tile without splits puts its sums over the stages, which nobody writes any
-// more.
+// empty][stage]; over them, when nobody writes them any more, the sums of each team. Behind both a barrier and the sums
+// that the other blocks of the cluster send for this block's rows [other].
 constexpr int kWeightBytes = kRecords * kDepth * kRecordBytes;
 constexpr int kWeightBegin = kXRingBytes;
 constexpr int kBarrierBegin = kWeightBegin + kStages * kWeightBytes;
-constexpr int kSumsBarrier = kBarrierBegin + kStages * 16;
-constexpr int kSumsBegin = kSplits == 1 ? 0 : kSumsBarrier + 16;
+constexpr int kOwnedRows = kBlockM / kSplits;
+using TeamSums = SumTiles<4>;
+using SentSums = SumTiles<(kOwnedRows < 8 ? kOwnedRows / 2 : 4)>;
+constexpr int kTeamFloats = kBlockM / 8 * (kBlockN / 16) * TeamSums::kFloats;
+constexpr int kSentFloats = ceil_div(kOwnedRows, 8) * (kBlockN / 16) * SentSums::kFloats;
+constexpr int kStagedBytes = kBarrierBegin + kStages * 16;
+constexpr int kSentBarrier = kStagedBytes > kTeams * kTeamFloats * 4 ? kStagedBytes : kTeams * kTeamFloats * 4;
+constexpr int kSentBegin = kSentBarrier + 16;
 // Tiles of one column that follow each other: blocks that run at the same time share rows of x and columns of the
 // weight in L2.
 constexpr int kBandRows = 8;
-constexpr int kOwnedRows = kBlockM / kSplits;
-constexpr int kOwnedPairs = kOwnedRows < 8 ? kOwnedRows / 2 : 4;  // of rows, in 8
-// In float: lanes that read the same column % 8 of neighbouring tiles of 16 columns meet in no bank.
-constexpr int kTileSums = 8 * kOwnedPairs * 4 + 8;
-constexpr int kPartSums = ceil_div(kOwnedRows, 8) * (kBlockN / 16) * kTileSums;
 
 static_assert(kBlockM % 8 == 0, "tensor cores take 8 rows of x at a time");
 static_assert(kBlockM % (2 * kSplits) == 0, "every block of a cluster owns as many pairs of rows");
@@ -190,10 +212,9 @@ __device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight,
     if (stage < ahead) expect(stage, stage);
   }
   if (kSplits > 1 && lane == 0) {
-    constexpr int kSums = kSplits * kTeams * kOwnedRows * kBlockN;
-    ptx::mbarrier_init(tile.shared_begin + kSumsBarrier, 1);
+    ptx::mbarrier_init(tile.shared_begin + kSentBarrier, 1);
     ptx::fence_mbarrier_init();
-    ptx::mbarrier_arrive_expect_tx(tile.shared_begin + kSumsBarrier, kSums * 4);
+    ptx::mbarrier_arrive_expect_tx(tile.shared_begin + kSentBarrier, (kSplits - 1) * kOwnedRows * kBlockN * 4);
   }
   __syncwarp();
   for (int index = lane; index < ahead * kRecords; index += 32) {
@@ -219,21 +240,34 @@ __device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight,
   __syncwarp();
 }
 
-// A team's sums of 16 columns from `column` on and 8 rows from `row` on, to the owner of these rows; c as in
-// ptx/mma.cuh.
-__device__ __forceinline__ void push_sums(const Tile& tile, int team, int row, int column, const float (&c)[4]) {
+// A team's sums of 16 columns from `column` on and 8 rows from `row` on, for the block to see; c as in ptx/mma.cuh.
+__device__ __forceinline__ void push_sums(float* sums, int team, int row, int column, const float (&c)[4]) {
   const int lane = threadIdx.x % 32;
-  const int my_row = row + lane % 4 * 2;
-  const int block = my_row % kOwnedRows / 8 * (kBlockN / 16) + column / 16;
-  const int index =
-      (tile.split * kTeams + team) * kPartSums + block * kTileSums + (lane / 4 * kOwnedPairs + lane % kOwnedPairs) * 4;
-  if constexpr (kSplits == 1) {
-    extern __shared__ __align__(1024) uint8_t shared[];
-    store<true>(reinterpret_cast<float*>(shared + kSumsBegin) + index, Vector<float, 4>{c[0], c[1], c[2], c[3]});
-  } else {
-    const int owner = my_row / kOwnedRows;
-    ptx::st_async(ptx::mapa(tile.shared_begin + kSumsBegin + index * 4, owner), c,
-                  ptx::mapa(tile.shared_begin + kSumsBarrier, owner));
+  const int index = TeamSums::index(row + lane % 4 * 2, column + lane / 4);
+  store<true>(sums + team * kTeamFloats + index, Vector<float, 4>{c[0], c[1], c[2], c[3]});
+}
+
+// The block's sums of the rows that other blocks of the cluster own, to them.
+__device__ __forceinline__ void send_sums(const Tile& tile, const float* sums) {
+  constexpr int kUnits = kOwnedRows / 2 * (kBlockN / 2);
+  constexpr int kPairs = SentSums::kPairs;
+  for (int index = threadIdx.x; index < (kSplits - 1) * kUnits; index += kConsumerThreads) {
+    const int owner = (tile.split + 1 + index / kUnits) % kSplits;
+    const int unit = index % kUnits;
+    const int row = unit % kPairs * 2 + unit / (kPairs * (kBlockN / 2)) * 8;
+    const int column = unit / kPairs % 8 + unit / (kPairs * 8) % (kBlockN / 16) * 16;
+    const float* source = sums + TeamSums::index(owner * kOwnedRows + row, column);
+    float total[4] = {};
+#pragma unroll
+    for (int team = 0; team < kTeams; ++team) {
+      Vector<float, 4> part;
+      load<true>(part, source + team * kTeamFloats);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) total[i] += part.values[i];
+    }
+    const int slot = tile.split < owner ? tile.split : tile.split - 1;
+    const uint32_t target = tile.shared_begin + kSentBegin + (slot * kSentFloats + SentSums::index(row, column)) * 4;
+    ptx::st_async(ptx::mapa(target, owner), total, ptx::mapa(tile.shared_begin + kSentBarrier, owner));
   }
 }
 
@@ -241,17 +275,17 @@ __device__ __forceinline__ void push_sums(const Tile& tile, int team, int row, i
 __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shared, const BIAS* bias, const X* residual,
                                            X* y, int m, int n, int ldr, int ldy, float low, float high) {
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
-  const float* sums = reinterpret_cast<const float*>(shared + kSumsBegin);
+  const float* team_sums = reinterpret_cast<const float*>(shared);
+  const float* sent_sums = reinterpret_cast<const float*>(shared + kSentBegin);
   auto load_sums = [&](float (&out)[8], int row, int column) {
-    const int block = row / 8 * (kBlockN / 16) + column / 16;
-    const float* source = sums + block * kTileSums + row / 2 % kOwnedPairs * 4 + column / 8 % 2 * 2 + row % 2;
 #pragma unroll
     for (int i = 0; i < 8; ++i) out[i] = 0.0f;
 #pragma unroll
-    for (int part = 0; part < kSplits * kTeams; ++part) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) out[i] += source[part * kPartSums + i * kOwnedPairs * 4];
+    for (int team = 0; team < kTeams; ++team) {
+      TeamSums::add(out, team_sums + team * kTeamFloats, tile.split * kOwnedRows + row, column);
     }
+#pragma unroll
+    for (int other = 0; other < kSplits - 1; ++other) SentSums::add(out, sent_sums + other * kSentFloats, row, column);
   };
   constexpr int kWidth = kGated ? kBlockN / 2 : kBlockN;
   const int n_out = kGated ? n / 2 : n;
@@ -277,7 +311,7 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shar
   }
 }
 
-// The whole kernel: `consume(tile, shared)` adds up a team's part of K, `push(tile)` pushes its sums.
+// The whole kernel: `consume(tile, shared)` adds up a team's part of K, `push(sums)` pushes its sums.
 template <class Consume, class Push>
 __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
                                          const TensorMap* x_map, int m, int n, int k, int ldr, int ldy, float low,
@@ -290,13 +324,14 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
     if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_inc<kConsumerRegisters>();
     begin_roles();
     ptx::griddepcontrol_launch_dependents();
+    float* sums = reinterpret_cast<float*>(shared);
     consume(tile, shared);
-    if constexpr (kSplits == 1) synchronize_block();
-    push(tile);
-    if constexpr (kSplits == 1) {
-      synchronize_block();
-    } else {
-      wait(tile.shared_begin + kSumsBarrier, 0);
+    synchronize_block();
+    push(sums);
+    synchronize_block();
+    if constexpr (kSplits > 1) {
+      send_sums(tile, sums);
+      wait(tile.shared_begin + kSentBarrier, 0);
     }
     if constexpr (kHasResidual) ptx::griddepcontrol_wait();
     store_tile(tile, shared, bias, residual, y, m, n, ldr, ldy, low, high);
@@ -308,9 +343,7 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
       begin_roles();
       ptx::griddepcontrol_launch_dependents();
     }
-    if constexpr (kSplits == 1) {
-      synchronize_block();
-      synchronize_block();
-    }
+    synchronize_block();
+    synchronize_block();
   }
 }

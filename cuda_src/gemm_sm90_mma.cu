@@ -178,12 +178,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     // Copies beyond the last step write zeros, where the sums may come to lie.
     ptx::cp_async_wait_group<0>();
   };
-  auto push = [&](const Tile& tile) {
+  auto push = [&](float* shared_sums) {
 #pragma unroll
     for (int i = 0; i < kTilesN; ++i) {
 #pragma unroll
       for (int j = 0; j < kTilesM; ++j) {
-        push_sums(tile, team, j * 8, warp % kTeamWarps * kRecordColumns + i * 16, sums[i][j]);
+        push_sums(shared_sums, team, j * 8, warp % kTeamWarps * kRecordColumns + i * 16, sums[i][j]);
       }
     }
   };

@@ -88,10 +88,13 @@ class GemmSm90Config:
 
     def shared_bytes(self, problem: Problem) -> int:
         staged = self.x_ring_bytes + self.stages * (self.records * self.depth * layout(problem).record_bytes + 16)
-        rows = self.block_m // self.splits
-        tile = 8 * min(4, rows // 2) * 4 + 8  # of 8 rows and 16 columns
-        sums = self.splits * self.teams * ceil_div(rows, 8) * self.block_n // 16 * tile * 4
-        return max(staged, sums) if self.splits == 1 else staged + 16 + sums
+        tiles = self.block_n // 16
+        most = max(staged, self.teams * (self.block_m // 8 * tiles) * 136 * 4)
+        if self.splits == 1:
+            return most
+        owned = self.block_m // self.splits
+        sent = (self.splits - 1) * ceil_div(owned, 8) * tiles * (8 * min(4, owned // 2) * 4 + 8) * 4
+        return most + 16 + sent
 
     def grid(self, problem: Problem) -> tuple[int, int, int]:
         return ceil_div(problem.n, self.block_n) * self.splits, ceil_div(problem.m, self.block_m), 1
