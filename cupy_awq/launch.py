@@ -19,6 +19,10 @@ from cupy_awq.launch_plan import LaunchPlan, TensorMap
 MAP_BYTES = 128
 MAP_TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "int8": "UINT8", "uint8": "UINT8"}
 
+CACHED_SHARED_PERCENT = 25
+"""Shared memory's part of a multiprocessor's memory where a kernel wants an L1 cache. Without it, the cache stays as
+small as the kernel before needed it: the head of a language model took 535 instead of 428 us after a product."""
+
 
 @functools.lru_cache(maxsize=4096)
 def encode(tensor_map: TensorMap, address: int) -> bytes:
@@ -96,6 +100,8 @@ class Launcher:
         self._arguments = _Arguments(len(pointers), tuple(maps), tuple(scalar.tobytes() for scalar in scalars))
         # Keeping the module's object keeps the code loaded.
         self._raw = compiler.function(plan.kernel, plan.shared_bytes)
+        if plan.cached:
+            self._raw.preferred_shared_memory_carveout = CACHED_SHARED_PERCENT
         self._function = driver.CUfunction(self._raw.kernel.ptr)
         self._driver = driver
         self._configs: dict[int, Any] = {}

@@ -46,7 +46,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One launch. In ``arguments`` a string names a buffer, whose pointer is passed; other values go as they are."""
+    """One launch. In ``arguments`` a string names a buffer, whose pointer is passed; other values go as they are.
+
+    ``cached``: the kernel reads much through the L1 cache, of which a kernel before it may have left little.
+    """
 
     kernel: Kernel
     grid: Dim3
@@ -55,3 +58,4 @@ class LaunchPlan:
     shared_bytes: int = 0
     cluster: Dim3 = (1, 1, 1)
     dependent: bool = False
+    cached: bool = False

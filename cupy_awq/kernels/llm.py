@@ -196,7 +196,8 @@ def dense(device: Device, m: int, n: int, k: int, dtype: str, out: str, *, bias:
         tiles = {8: 1 if device.arch >= 100 else 2, 4: 3}.get(steps, 4)  # as many as registers hold
         grid = (min(ceil_div(n, 8 * tiles), device.sm_count), ceil_div(m, MMA_ROWS), 1)
         defines |= {"TILES": tiles, "STEPS": steps}
-        return _plan(device, "dense_sm80", defines, grid, threads, (*buffers, *_ints(m, n, k)))
+        plan = _plan(device, "dense_sm80", defines, grid, threads, (*buffers, *_ints(m, n, k)))
+        return replace(plan, cached=True)
     grid = (ceil_div(n, THREADS // 32), m, 1)
     return _plan(device, "dense", defines, grid, THREADS, (*buffers, *_ints(n, k)))
 

@@ -2,7 +2,7 @@
 """The decoder's operations on a GPU: activations in 16 bits, the residual stream and the logits in float32.
 
 Intermediate arrays come from CuPy's memory pool, so that one forward pass serves every shape. A decode step is captured
-into a CUDA graph, with a pool of its own whose memory nothing else can get while the graph lives.
+into a CUDA graph; decode steps have a memory pool of their own, so that nothing else gets a living graph's memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cupy_awq import check, device
 from cupy_awq.check import Array
@@ -60,16 +61,22 @@ class DeviceOps:
         self._facts = device.of(index)
         self._table: tuple[Any, Any] = (None, None)
         self._counters = gpu.zeroed(4 * kernels.MAX_COUNTERS)
-        self._decoding: cupy.cuda.Stream | None = None
+        self._decoding: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
 
     @property
-    def stream(self) -> cupy.cuda.Stream:
-        """Of all decode steps: a stream's workspace is never freed, so that one for each text would add up."""
+    def decoding(self) -> tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool]:
+        """The stream of all decode steps, and the pool of their intermediate arrays.
+
+        Steps follow each other, and none needs what another left in these arrays, so that graphs can share them. Both
+        are made once: a stream's workspace is never freed, and a pool that is dropped leaves some of the device's
+        memory behind, so that one for each text would add up.
+        """
         import cupy
 
         if self._decoding is None:
-            self._decoding = cupy.cuda.Stream(non_blocking=True)
-            gpu.workspace(self.index, self._decoding.ptr)
+            stream = cupy.cuda.Stream(non_blocking=True)
+            gpu.workspace(self.index, stream.ptr)
+            self._decoding = stream, cupy.cuda.MemoryPool()
         return self._decoding
 
     def array(self, a: Array) -> cupy.ndarray:
@@ -215,7 +222,9 @@ class DeviceOps:
 
 class DeviceDecoder:
     """As `HostDecoder`: the first step runs as it is, which loads every kernel, the second one is captured, and all
-    further ones are one graph launch. Tokens, positions and what was seen live on the device."""
+    further ones are one graph launch. Tokens, positions and what was seen live on the device, so that a step can begin
+    while the host still waits for the tokens of the one before: the GPU never waits for the host. The last such step
+    is in vain; it writes behind the tokens that the cache knows, and `close` waits for it."""
 
     def __init__(self, ops: DeviceOps, step: Callable[[Array], Array], cache: Cache, sampling: Sampling) -> None:
         import cupy
@@ -229,11 +238,13 @@ class DeviceDecoder:
         self._limits = cupy.zeros(rows, np.float32) if filters and sampling.temperature > 0 else None
         self._partials = cupy.zeros((rows, kernels.CHOOSE_BLOCKS), np.uint64)
         self._counters = cupy.zeros(rows, np.uint32)
-        self._stream = ops.stream
+        self._stream, self._pool = ops.decoding
         self._stream.synchronize()  # a text may have been cut off in the middle of a step
-        self._pool = cupy.cuda.MemoryPool()
         self._steps = 0
         self._graph: Any = None
+        pinned = cupy.cuda.alloc_pinned_memory(self._tokens.nbytes)
+        self._arrived: npt.NDArray[Any] = np.frombuffer(pinned, np.int32, rows)
+        self._arrival = cupy.cuda.Event(disable_timing=True)
 
     def put(self, row: int, logits: Array) -> int:
         """The first token of a sequence, from the logits [V] of its prompt."""
@@ -258,14 +269,23 @@ class DeviceDecoder:
                     self._graph = self._stream.end_capture()
             if self._graph is None:
                 self._advance()
-            else:
+            elif self._steps == 1:
                 self._graph.launch(self._stream)
-            tokens = self._tokens.get(stream=self._stream).tolist()
+            self._tokens.get(stream=self._stream, out=self._arrived, blocking=False)
+            self._arrival.record()
+            if self._graph is not None:
+                self._graph.launch(self._stream)
+        self._arrival.synchronize()
+        tokens = self._arrived.tolist()
         self._steps += 1
         for known, token in zip(self._cache.tokens, self._next, strict=True):
             known.append(token)
         self._next = [_checked(token) for token in tokens]
         return list(self._next)
+
+    def close(self) -> None:
+        """Wait for the step that nobody asked for: it uses the cache, whose memory may go to others then."""
+        self._stream.synchronize()
 
     def _advance(self) -> None:
         self._choose(self._step(self._tokens), slice(None), advance=True)

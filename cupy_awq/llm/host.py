@@ -159,6 +159,9 @@ class HostDecoder:
         self._cache.lengths[:] += 1
         return [self.put(row, logits[row]) for row in range(len(logits))]
 
+    def close(self) -> None:
+        """Nothing is under way here when a step has returned."""
+
 
 def _memory() -> int:
     """Bytes of the machine's memory; where the system does not tell, 8 GB."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -185,36 +186,37 @@ class LanguageModel:
         model, stats = self.model, Stats()
         self.stats = stats
         decoder = model.ops.decoder(lambda t: model.logits(model.forward(t[:, None], cache))[:, -1], cache, sampling)
-        began = time.perf_counter()
-        tokens = []
-        for i, prompt in enumerate(ids):
-            new = prompt[cache.reuse(i, prompt) :]
-            stats.prompt_tokens += len(new)
-            *_, hidden = model.append(cache, i, new)
-            tokens.append(decoder.put(i, model.logits(hidden[:, -1])[0]))
-        stats.prompt_seconds = time.perf_counter() - began
-        writers = [Writer(self.tokenizer.stream(), stop) for _ in ids]
-        open_ = set(range(len(ids)))
-        for step in range(limit):
-            for i in sorted(open_):
-                completion, writer, token = completions[i], writers[i], tokens[i]
-                completion.tokens.append(token)
-                text = "" if token in self.stop else writer.step(token)
-                ended = token in self.stop or writer.stopped
-                if ended or step == limit - 1:
-                    open_.remove(i)
-                    completion.reason = "stop" if ended else "length"
-                    text += writer.rest()
-                completion.text += text
-                if text:
-                    yield i, text
-            if not open_:
-                break
+        with contextlib.closing(decoder):
             began = time.perf_counter()
-            tokens = decoder.step()
-            stats.seconds += time.perf_counter() - began
-            stats.tokens += len(open_)
-            stats.steps += 1
+            tokens = []
+            for i, prompt in enumerate(ids):
+                new = prompt[cache.reuse(i, prompt) :]
+                stats.prompt_tokens += len(new)
+                *_, hidden = model.append(cache, i, new)
+                tokens.append(decoder.put(i, model.logits(hidden[:, -1])[0]))
+            stats.prompt_seconds = time.perf_counter() - began
+            writers = [Writer(self.tokenizer.stream(), stop) for _ in ids]
+            open_ = set(range(len(ids)))
+            for step in range(limit):
+                for i in sorted(open_):
+                    completion, writer, token = completions[i], writers[i], tokens[i]
+                    completion.tokens.append(token)
+                    text = "" if token in self.stop else writer.step(token)
+                    ended = token in self.stop or writer.stopped
+                    if ended or step == limit - 1:
+                        open_.remove(i)
+                        completion.reason = "stop" if ended else "length"
+                        text += writer.rest()
+                    completion.text += text
+                    if text:
+                        yield i, text
+                if not open_:
+                    break
+                began = time.perf_counter()
+                tokens = decoder.step()
+                stats.seconds += time.perf_counter() - began
+                stats.tokens += len(open_)
+                stats.steps += 1
 
 
 class Chat:

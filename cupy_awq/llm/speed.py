@@ -150,5 +150,6 @@ def _measure(name: str, config: Config, model: Model, batch: int, prompt_tokens:
     for _ in range(steps):
         decoder.step()
     seconds = (time.perf_counter() - began) / steps
+    decoder.close()
     read = model.weight_bytes + nbytes(config, batch, prompt_tokens + steps // 2, cache.k.dtype.itemsize)
     return Speed(name, batch, prompt_tokens, min(times[1:]), seconds, read)

@@ -118,7 +118,7 @@ class Barriers:
     # ---- clusters
 
     def fence_initialised(self, active: Array) -> None:
-        """``fence.mbarrier_init``: a relaxed arrival publishes these threads' mbarriers (and here all that they did)."""
+        """``fence.mbarrier_init``: a relaxed arrival publishes these threads' mbarriers, and here all that they did."""
         self.initialised |= active
 
     def cluster_arrive(self, active: Array, release: bool, at: int) -> None:
