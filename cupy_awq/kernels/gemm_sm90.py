@@ -151,7 +151,7 @@ class GemmSm90Config:
         """The larger of the stream and of the work on it, and what does not overlap.
 
         Fitted, mma to 1-16 rows on an H200 and wgmma to 114 times from 32 to 8192 rows on an H100: 6% off (root mean
-        square). There its first choice took 1.02 times as long as the best (geometric mean; at most 1.10), with mma
+        square). There its first choice took 1.03 times as long as the best (geometric mean), with mma
         1.07 times.
         """
         columns, rows, _ = self.grid(problem)
@@ -177,7 +177,7 @@ class GemmSm90Config:
                 wait /= self.stages
                 if self.teams == 1 and sharing == 1:
                     busy += 250  # nobody else uses the tensor cores while the only team converts
-            fixed, joining, beside, x_rate, copy = 1.9, 2.0, 0.15 if self.scaled else 0.2, 157e6, 0.041
+            fixed, joining, beside, x_rate, copy = 1.9, 0.9, 0.15 if self.scaled else 0.2, 157e6, 0.041
         work = waves * (steps * max(alone / self.teams, busy * sharing, wait) / 1700 + 0.46)
         if self.name == WGMMA:
             work = powered(work, problem)
@@ -187,7 +187,7 @@ class GemmSm90Config:
         x_bytes = columns * rows * steps * min(self.block_m, problem.m) * 2 * RECORD_K
         copies = waves * steps / self.depth * (1 + 0.47 * self.records)
         if self.splits > 1:
-            fixed += joining
+            fixed += joining * waves
         return fixed + max(stream, work) + beside * min(stream, work) + x_bytes / x_rate + copy * copies
 
     def workspace(self, problem: Problem) -> tuple[int, int]:
