@@ -10,8 +10,9 @@ import numpy as np
 
 from cupy_awq import check, device, placement, select
 from cupy_awq.check import Array
+from cupy_awq.kernels.repack import RECORD_COLUMNS
 from cupy_awq.ops import gpu, planning
-from cupy_awq.ops.repacking import repack
+from cupy_awq.ops.repacking import RepackedWeight, repack
 from cupy_awq.packing import namespace
 from cupy_awq.weight import PackedWeight
 
@@ -25,7 +26,8 @@ MAX_PREPARED = 256
 class AwqLinear:
     """y = activation(x @ W + bias) for a `PackedWeight`, on the device where the weight lies.
 
-    On a Hopper GPU the layer makes a second copy of the weight, in the order in which its tensor cores take it.
+    On a Hopper GPU the layer makes a second copy of the weight, in the order in which its tensor cores take it, and
+    can do with that one alone.
 
     ``layer(x, out=None, residual=None, dtype=None)`` takes x [..., K] in float16, bfloat16 or float32 and gives
     activation(x @ W + bias) + residual, [..., N] of x's dtype; all as in `gemm`. A layout of x and out that was met
@@ -42,6 +44,8 @@ class AwqLinear:
             is rounded to 4 bits of significand, which changes an element of y by at most the sum over K of |x| |W| / 17
             and more where x is less than 1/28672 of its row's largest; see `cupy_awq.int8.linear_fp8`, also for the
             GPUs that have it. By default x is multiplied as it is.
+        keep_weight: False to let go of ``weight`` where the layer has a copy of its own: it then takes half the memory,
+            and only x of float16 or bfloat16 whose rows start at multiples of 16 bytes.
 
     Raises:
         TypeError, ValueError: a bias or an activation that does not fit the weight, or at a call an x, out or residual;
@@ -75,6 +79,7 @@ class AwqLinear:
         bias: Array | None = None,
         activation: Any = None,
         activations: str | None = None,
+        keep_weight: bool = True,
     ) -> None:
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"weight must be a PackedWeight, got {type(weight).__name__}")
@@ -82,7 +87,8 @@ class AwqLinear:
         facts = weight.facts
         if bias is not None:
             check.bias(bias, facts.n, None, facts.device)
-        self._splits: tuple[int, ...] = (check.out_features(facts.n, check.activation(activation)),)
+        form = check.activation(activation)
+        self._splits: tuple[int, ...] = (check.out_features(facts.n, form),)
         self._weight = weight
         self._bias = bias
         self._activation = activation
@@ -92,6 +98,9 @@ class AwqLinear:
         self._activations = activations
         self._quantized = None if activations is None else _for_quantized(weight, activation, activations)
         self._operand = repack(weight) if activations is None else weight
+        whole_records = not form.gated or facts.n % (2 * RECORD_COLUMNS) == 0
+        if not keep_weight and isinstance(self._operand, RepackedWeight) and whole_records:
+            self._weight = self._operand = self._operand.alone()
         self._fixed = planning.weight_addresses(self._operand, bias) if facts.device != check.HOST else ()
 
     @classmethod
@@ -102,6 +111,7 @@ class AwqLinear:
         *,
         activation: Any = None,
         activations: str | None = None,
+        keep_weight: bool = True,
     ) -> AwqLinear:
         """One layer that does the work of several which share x: the query, key and value of an attention, say.
 
@@ -121,31 +131,38 @@ class AwqLinear:
         >>> [y.shape for y in layer.split(layer(np.ones((2, 32), np.float16)))]
         [(2, 16), (2, 8)]
         """
-        layers = [part if isinstance(part, AwqLinear) else AwqLinear(part) for part in parts]
-        if not layers:
+        if not parts:
             raise ValueError("parts must have at least one layer or weight, got none")
-        weights = [layer.weight for layer in layers]
+        layers = [part if isinstance(part, AwqLinear) else None for part in parts]
+        weights = [part.weight if isinstance(part, AwqLinear) else part for part in parts]
+        for i, weight in enumerate(weights):
+            if not isinstance(weight, PackedWeight):
+                raise TypeError(f"parts[{i}] must be an AwqLinear or a PackedWeight, got {type(weight).__name__}")
         first = weights[0].facts
-        for i, layer in enumerate(layers):
+        for i, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
             for name in ("k", "group_size", "dtype", "zeros", "device"):
-                expected, found = getattr(first, name), getattr(layer.weight.facts, name)
+                expected, found = getattr(first, name), getattr(weight.facts, name)
                 if found != expected:
                     raise ValueError(f"parts[{i}] must have {name}={expected} as parts[0] has, got {found}")
-            if layer.activation is not None:
+            if layer is not None and layer.activation is not None:
                 raise ValueError(f"parts[{i}] must have no activation of its own, got {layer.activation!r}")
-            if layer.activations is not None:
+            if layer is not None and layer.activations is not None:
                 raise ValueError(f"parts[{i}] must have no activations of its own, got {layer.activations!r}")
         with placement.on(first.device):
             qweight, scales = (_joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales"))
             qzeros = None if first.zeros == "symmetric" else _joined([w.qzeros for w in weights])
-            options = {"bias": _joined_bias(layers), "activation": activation, "activations": activations}
-            whole = cls(PackedWeight(qweight, scales, qzeros), **options)
+            bias = _joined_bias(weights, [None if layer is None else layer.bias for layer in layers])
+            options = {"activation": activation, "activations": activations, "keep_weight": keep_weight}
+            whole = cls(PackedWeight(qweight, scales, qzeros), bias=bias, **options)
         if len(whole.splits) == 1 and whole.splits[0] == whole.shape[1]:
             whole._splits = tuple(weight.shape[1] for weight in weights)
         return whole
 
     @property
     def weight(self) -> PackedWeight:
+        """Raises ValueError if the layer has let go of it."""
+        if isinstance(self._weight, RepackedWeight):
+            raise ValueError("the layer has let go of its weight, as keep_weight=False asked for")
         return self._weight
 
     @property
@@ -273,7 +290,7 @@ class AwqLinear:
         return f"AwqLinear({self._weight}{', bias' if self._bias is not None else ''}{activation}{activations})"
 
     def __reduce__(self) -> Any:
-        return _restored, (self._weight, self._bias, self._activation, self.activations, self._splits)
+        return _restored, (self.weight, self._bias, self._activation, self.activations, self._splits)
 
 
 def _restored(
@@ -301,16 +318,15 @@ def _joined(arrays: Sequence[Array]) -> Array:
     return namespace(arrays[0]).concatenate(arrays, axis=-1)
 
 
-def _joined_bias(layers: Sequence[AwqLinear]) -> Array | None:
+def _joined_bias(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> Array | None:
     """The bias of all columns: of the type that all biases have, else float32, which holds each of them."""
-    types = {layer.bias.dtype for layer in layers if layer.bias is not None}
+    types = {bias.dtype for bias in biases if bias is not None}
     if not types:
         return None
     dtype = types.pop() if len(types) == 1 else check.FLOAT32
-    xp = namespace(layers[0].weight.qweight)
-    columns = [layer.shape[1] for layer in layers]
-    bias = xp.zeros(sum(columns), dtype)
-    for layer, end in zip(layers, np.cumsum(columns).tolist(), strict=True):
-        if layer.bias is not None:
-            bias[end - layer.shape[1] : end] = layer.bias
-    return bias
+    columns = [weight.shape[1] for weight in weights]
+    whole = namespace(weights[0].qweight).zeros(sum(columns), dtype)
+    for bias, size, end in zip(biases, columns, np.cumsum(columns).tolist(), strict=True):
+        if bias is not None:
+            whole[end - size : end] = bias
+    return whole

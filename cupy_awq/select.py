@@ -22,6 +22,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+ON_REPACKED = ("gemm_sm90", "gemm_sm90_large")
+
+
 @dataclass(frozen=True)
 class Choice:
     """A kernel family, its configuration and the launch that follows from them."""
@@ -36,6 +39,8 @@ def candidates(problem: Problem, device: Device, split_k: int | None = None) -> 
     found: dict[str, list[Config] | str] = {}
     for name, family in FAMILIES.items():
         reason = family.refuse(problem, device)
+        if name not in ON_REPACKED and not problem.raw:
+            reason = "needs AWQ's own arrays, which the layer has let go"
         if reason is not None:
             found[name] = reason
             continue

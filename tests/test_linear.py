@@ -71,7 +71,7 @@ def test_what_does_not_fit_the_weight_is_named_when_the_layer_is_made(
     weight = random_weight(np.random.default_rng(0), 64, 24, 16)
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         AwqLinear(weight, **options)
-    with pytest.raises(TypeError, match=r"^weight must be a PackedWeight, got ndarray$"):
+    with pytest.raises(TypeError, match=r"^parts\[0\] must be an AwqLinear or a PackedWeight, got ndarray$"):
         AwqLinear(weight.qweight, **options)  # type: ignore[arg-type]
 
 
@@ -133,7 +133,7 @@ def test_parts_that_cannot_be_concatenated_are_named() -> None:
     other = random_weight(rng, 64, 16, 16, zeros="float")
     assert refused(first, other) == "parts[1] must have zeros=packed as parts[0] has, got float"
     assert refused(AwqLinear(first, activation="relu")) == "parts[0] must have no activation of its own, got 'relu'"
-    with pytest.raises(TypeError, match=r"^weight must be a PackedWeight, got ndarray$"):
+    with pytest.raises(TypeError, match=r"^parts\[0\] must be an AwqLinear or a PackedWeight, got ndarray$"):
         AwqLinear.concatenate([first.qweight])  # type: ignore[list-item]
 
 
@@ -409,6 +409,42 @@ def test_a_captured_layer_replays_with_new_values() -> None:
             graph.launch()
             check_product(middle, values, weights[0], activation="relu")
             check_product(out, middle.get(), weights[1], activation="relu")
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize(("n", "activation"), [(256, None), (384, "swiglu")])
+def test_a_layer_can_do_without_the_weight_that_it_copied(n: int, activation: Any) -> None:
+    rng = np.random.default_rng(9)
+    weight, bias = random_weight(rng, 256, n, 128), rng.standard_normal(n).astype(np.float32)
+    whole = AwqLinear(PackedWeight(*map(put, tensors(weight))), bias=put(bias), activation=activation)
+    alone = AwqLinear(whole.weight, bias=put(bias), activation=activation, keep_weight=False)
+    for m in (1, 16, 100, 513):
+        x = random_activations(rng, m, 256)
+        y = alone(put(x))
+        check_product(y.get(), x, weight, bias, activation)
+        assert (y == whole(put(x))).all()
+    assert (alone.shape, alone.group_size, alone.kernel_for(1)) == ((256, n), 128, whole.kernel_for(1))
+    assert "MB" in repr(alone) or " B" in repr(alone)
+    with pytest.raises(ValueError, match="let go of its weight"):
+        _ = alone.weight
+    with pytest.raises(ValueError, match="let go of its weight"):
+        pickle.dumps(alone)
+    with pytest.raises(ValueError, match="needs AWQ's own arrays"):
+        alone(put(x.astype(np.float32)))
+
+
+def test_a_layer_without_a_copy_keeps_its_weight() -> None:
+    weight = random_weight(np.random.default_rng(0), 64, 32, 16)
+    assert AwqLinear(weight, keep_weight=False).weight is weight
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_a_gated_layer_of_half_records_keeps_its_weight() -> None:
+    weight = random_weight(np.random.default_rng(0), 256, 96, 128)
+    layer = AwqLinear(PackedWeight(*map(put, tensors(weight))), activation="swiglu", keep_weight=False)
+    assert layer.weight.shape == (256, 96)
 
 
 @pytest.mark.gpu

@@ -47,9 +47,9 @@ class Problem:
     """y [m, n] = epilogue(x [m, k] @ W [k, n]); all that a kernel's code and launch depend on.
 
     ``n`` counts the weight's columns: a gated problem has ``n / 2`` in y. ``aligned``: the weight's arrays and y start
-    at, and step by, multiples of 16 bytes; ``x_aligned``: so does x. ``repacked``: the weight is there in the layout of
-    `Repacking`, too; ``scale_exponent``: scales times two to its power are at most 64, and float16 holds all of them
-    without loss unless ``wide_scales``. Dtypes are names.
+    at, and step by, multiples of 16 bytes; ``x_aligned``: so does x. ``raw``: the weight is there in AWQ's own layout;
+    ``repacked``: in that of `Repacking`; ``scale_exponent``: scales times two to its power are at most 64, and float16
+    holds all of them without loss unless ``wide_scales``. Dtypes are names.
     """
 
     m: int
@@ -66,6 +66,7 @@ class Problem:
     gated: bool = False
     aligned: bool = True
     x_aligned: bool = True
+    raw: bool = True
     repacked: bool = False
     scale_exponent: int = 0
     wide_scales: bool = False

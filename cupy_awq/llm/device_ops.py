@@ -88,13 +88,12 @@ class DeviceOps:
         return self._table[1]
 
     def projection(self, parts: Sequence[Module | Linear], *, gated: bool = False) -> Project:
-        modules = [self._module(part) for part in parts if isinstance(part, Module)]
-        if len(modules) == len(parts) and len({_kind(layer) for layer in modules}) == 1:
-            if len(modules) == 1:
-                return modules[0]
-            return AwqLinear.concatenate(modules, activation="swiglu" if gated else None)
-        quantized = iter(modules)
-        each = [self._dense(p) if isinstance(p, Linear) else next(quantized) for p in parts]
+        modules = [part for part in parts if isinstance(part, Module)]
+        if 1 < len(modules) == len(parts) and len({_kind(part.weight) for part in modules}) == 1:
+            return self._joined(modules, "swiglu" if gated else None)
+        each = [self._dense(part) if isinstance(part, Linear) else self._module(part) for part in parts]
+        if len(each) == 1 and not gated:
+            return each[0]
 
         def project(x: Array) -> Array:
             import cupy
@@ -184,13 +183,14 @@ class DeviceOps:
         return cupy.empty(shape, self.dtype if dtype is None else dtype)
 
     def _module(self, part: Module) -> AwqLinear:
-        import cupy
+        return AwqLinear(_on_gpu(part.weight), bias=_put(part.bias), keep_weight=False)
 
-        def put(a: Array | None) -> Any:
-            return None if a is None else cupy.asarray(a)
-
-        weight = part.weight
-        return AwqLinear(PackedWeight(put(weight.qweight), put(weight.scales), put(weight.qzeros)), bias=put(part.bias))
+    def _joined(self, parts: Sequence[Module], activation: str | None) -> AwqLinear:
+        each: list[AwqLinear | PackedWeight] = []
+        for part in parts:
+            weight = _on_gpu(part.weight)
+            each.append(weight if part.bias is None else AwqLinear(weight, bias=_put(part.bias)))
+        return AwqLinear.concatenate(each, activation=activation, keep_weight=False)
 
     def _dense(self, part: Linear, out: np.dtype[Any] | None = None) -> Project:
         import cupy
@@ -323,8 +323,18 @@ def _following(then: Project, m: int) -> tuple[Array | None, kernels.Ahead]:
     return weight.repacked, kernels.Ahead(runs, run_bytes, min(run_bytes, AHEAD_BYTES // runs // 128 * 128))
 
 
-def _kind(layer: AwqLinear) -> tuple[Any, ...]:
-    facts = layer.weight.facts
+def _put(a: Array | None) -> Any:
+    import cupy
+
+    return None if a is None else cupy.asarray(a)
+
+
+def _on_gpu(weight: PackedWeight) -> PackedWeight:
+    return PackedWeight(_put(weight.qweight), _put(weight.scales), _put(weight.qzeros))
+
+
+def _kind(weight: PackedWeight) -> tuple[Any, ...]:
+    facts = weight.facts
     return facts.k, facts.group_size, facts.dtype, facts.zeros
 
 

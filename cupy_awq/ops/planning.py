@@ -145,7 +145,8 @@ def _repacked(weight: PackedWeight) -> dict[str, Any]:
     """The fields of a problem that tell of a repacked weight."""
     if not isinstance(weight, RepackedWeight):
         return {}
-    return {"repacked": True, "scale_exponent": weight.scale_exponent, "wide_scales": weight.wide_scales}
+    scales = {"scale_exponent": weight.scale_exponent, "wide_scales": weight.wide_scales}
+    return {"raw": weight.kept, "repacked": True, **scales}
 
 
 def multiply(

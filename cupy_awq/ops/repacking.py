@@ -30,6 +30,24 @@ class RepackedWeight(PackedWeight):
         object.__setattr__(self, "scale_exponent", scale_exponent)
         object.__setattr__(self, "wide_scales", wide_scales)
 
+    @property
+    def nbytes(self) -> int:
+        return int(super().nbytes if self.kept else self.repacked.nbytes)
+
+    @property
+    def kept(self) -> bool:
+        """Whether AWQ's own arrays are still there."""
+        return self.qweight is not None
+
+    def alone(self) -> RepackedWeight:
+        """The weight without AWQ's own arrays, whose memory is free when nobody else holds them."""
+        weight = object.__new__(RepackedWeight)
+        for name in ("facts", *RepackedWeight.__slots__):
+            object.__setattr__(weight, name, getattr(self, name))
+        for name in ("qweight", "scales", "qzeros"):
+            object.__setattr__(weight, name, None)
+        return weight
+
 
 def repack(weight: PackedWeight) -> PackedWeight:
     """The weight with its repacked copy where that serves: on a GPU of sm_90, in a form that the layout has."""
