@@ -81,8 +81,7 @@ class AwqLinear:
         activations: str | None = None,
         keep_weight: bool = True,
     ) -> None:
-        if not isinstance(weight, PackedWeight):
-            raise TypeError(f"weight must be a PackedWeight, got {type(weight).__name__}")
+        _check(weight)
         (bias,) = gpu.views(bias=bias)
         facts = weight.facts
         if bias is not None:
@@ -135,9 +134,8 @@ class AwqLinear:
             raise ValueError("parts must have at least one layer or weight, got none")
         layers = [part if isinstance(part, AwqLinear) else None for part in parts]
         weights = [part.weight if isinstance(part, AwqLinear) else part for part in parts]
-        for i, weight in enumerate(weights):
-            if not isinstance(weight, PackedWeight):
-                raise TypeError(f"parts[{i}] must be an AwqLinear or a PackedWeight, got {type(weight).__name__}")
+        for weight in weights:
+            _check(weight)
         first = weights[0].facts
         for i, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
             for name in ("k", "group_size", "dtype", "zeros", "device"):
@@ -311,6 +309,11 @@ def _for_quantized(weight: PackedWeight, activation: Any, activations: str) -> P
     if activations == "fp8":
         gpu.check_fp8(packed)
     return packed
+
+
+def _check(weight: Any) -> None:
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight must be a PackedWeight, got {type(weight).__name__}")
 
 
 def _joined(arrays: Sequence[Array]) -> Array:

@@ -71,7 +71,7 @@ def test_what_does_not_fit_the_weight_is_named_when_the_layer_is_made(
     weight = random_weight(np.random.default_rng(0), 64, 24, 16)
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         AwqLinear(weight, **options)
-    with pytest.raises(TypeError, match=r"^parts\[0\] must be an AwqLinear or a PackedWeight, got ndarray$"):
+    with pytest.raises(TypeError, match=r"^weight must be a PackedWeight, got ndarray$"):
         AwqLinear(weight.qweight, **options)  # type: ignore[arg-type]
 
 
@@ -133,7 +133,7 @@ def test_parts_that_cannot_be_concatenated_are_named() -> None:
     other = random_weight(rng, 64, 16, 16, zeros="float")
     assert refused(first, other) == "parts[1] must have zeros=packed as parts[0] has, got float"
     assert refused(AwqLinear(first, activation="relu")) == "parts[0] must have no activation of its own, got 'relu'"
-    with pytest.raises(TypeError, match=r"^parts\[0\] must be an AwqLinear or a PackedWeight, got ndarray$"):
+    with pytest.raises(TypeError, match=r"^weight must be a PackedWeight, got ndarray$"):
         AwqLinear.concatenate([first.qweight])  # type: ignore[list-item]
 
 
