@@ -178,6 +178,7 @@ def test_attention_sees_its_sequence_up_to_itself(
     [
         *[(4, 2, 64, False), (4, 1, 128, True), (9, 3, 64, False), (16, 1, 16, True)],
         *[(2, 2, 80, True), (7, 1, 256, False), (3, 3, 24, True), (80, 10, 8, False)],
+        *[(8, 1, 64, True), (16, 1, 128, False), (1, 1, 192, True), (14, 2, 128, False)],
     ],
 )
 def test_a_decode_step_attends_to_its_token_and_all_before(
@@ -186,19 +187,20 @@ def test_a_decode_step_attends_to_its_token_and_all_before(
     """In one split, in several and in empty ones; what lies behind the last key is NaN and must not count; a sequence
     that is full leaves its cache as it is, and its result is finite."""
     rng = np.random.default_rng(heads + head_dim)
-    lengths, element = np.array([0, 1, 64, 65, CAPACITY - 1, CAPACITY], np.int32), DTYPES[dtype]
+    capacity, element = llm.ALONE + 44, DTYPES[dtype]
+    lengths = np.array([0, 32, llm.ALONE - 1, llm.ALONE, capacity - 1, capacity], np.int32)
     m = len(lengths)
     qkv = normal(rng, m, heads + 2 * kv_heads, head_dim, dtype=element)
     q_norm, k_norm = normal(rng, head_dim), normal(rng, head_dim)
-    angles = rng.uniform(0, 6, (CAPACITY, head_dim // 2))
+    angles = rng.uniform(0, 6, (capacity, head_dim // 2))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    k, v = (normal(rng, m, kv_heads, CAPACITY, head_dim, dtype=element) for _ in "kv")
+    k, v = (normal(rng, m, kv_heads, capacity, head_dim, dtype=element) for _ in "kv")
     for i, length in enumerate(lengths):
         k[i, :, length:] = v[i, :, length:] = np.nan
     old_k, old_v = k.copy(), v.copy()
     out = nan(m, heads, head_dim, dtype=element)
-    stride = kv_heads * CAPACITY * head_dim
-    sizes = m, heads, kv_heads, head_dim, CAPACITY, stride
+    stride = kv_heads * capacity * head_dim
+    sizes = m, heads, kv_heads, head_dim, capacity, stride
     plan = llm.decode_attention(facts(arch, backend), *sizes, dtype, 1e-6, norm=norm)
     partials, counters = llm.attention_workspace(plan, head_dim)
     arrays = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32), "next": None}
@@ -207,24 +209,24 @@ def test_a_decode_step_attends_to_its_token_and_all_before(
     assert not arrays["counters"].any(), "the counters must be left as they were found"
     new_q, new_k, new_v = np.split(qkv, [heads, heads + kv_heads], axis=1)
     for i, length in enumerate(lengths):
-        if length == CAPACITY:
+        if length == capacity:
             np.testing.assert_array_equal(k[i].view(np.uint16), old_k[i].view(np.uint16))
             assert np.isfinite(out[i].astype(np.float32)).all()
             continue
         q_weight, k_weight = (q_norm, k_norm) if norm else (None, None)
         check_close(k[i, :, length], turned(new_k[i], k_weight, cos[length], sin[length]), BOUNDS[dtype])
         np.testing.assert_array_equal(v[i, :, length], new_v[i])
-        others = np.arange(CAPACITY) != length
+        others = np.arange(capacity) != length
         for a, old in ((k, old_k), (v, old_v)):
             np.testing.assert_array_equal(a[i, :, others].view(np.uint16), old[i, :, others].view(np.uint16))
         q = turned(new_q[i], q_weight, cos[length], sin[length])
         wanted = attended(q, k[i, :, : length + 1], v[i, :, : length + 1])
-        check_close(out[i], wanted, BOUNDS[dtype])
+        check_close(out[i], wanted, 2 * BOUNDS[dtype])  # queries and probabilities, too, are rounded on tensor cores
 
 
 def test_one_graph_serves_short_and_long_sequences() -> None:
     """The launch of a decode step depends on no length, and fills the GPU for one sequence and for many."""
-    for m, splits in ((1, 32), (16, 3)):
+    for m, splits in ((1, 16), (16, 1)):
         sizes = m, 32, 8, 128, 4096, 8 * 4096 * 128
         plan = llm.decode_attention(facts(90, "latest"), *sizes, "float16", 1e-6, norm=True)
         assert plan.grid == (splits, 8, m)

@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     softmax.add(query, k_values, v_values, valid);
   }
   softmax.merge_groups();
-  block.put(softmax);
+  softmax.put(block);
   __syncthreads();
   for (int i = 2 * threadIdx.x; i < kHeads * kHeadDim; i += 2 * THREADS) {
     float top, total;

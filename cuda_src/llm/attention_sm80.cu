@@ -28,10 +28,6 @@ constexpr float kLowest = -1e30f;
 
 static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "the accumulators of a wider head do not fit the registers");
 
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  return from_float<X>(low).bits | static_cast<uint32_t>(from_float<X>(high).bits) << 16;
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads)
     attention_sm80(const X* q, const X* k, const X* v, const int32_t* lengths, X* out, int steps, int heads,
                    int kv_heads, int capacity, int64_t sequence_stride, float scale) {
@@ -140,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
           score[e] = exp2f(score[e] - high[e / 2]);
           total[e / 2] += score[e];
         }
-        weights[2 * i] = pack(score[0], score[1]);
-        weights[2 * i + 1] = pack(score[2], score[3]);
+        weights[2 * i] = pack<X>(score[0], score[1]);
+        weights[2 * i + 1] = pack<X>(score[2], score[3]);
       }
 #pragma unroll
       for (int pair = 0; pair < kValueTiles / 2; ++pair) {
@@ -163,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int j = 0; j < kValueTiles; ++j) {
       *reinterpret_cast<uint32_t*>(row + j * 8 + 2 * t) =
-          pack(sums[j][2 * half] / total[half], sums[j][2 * half + 1] / total[half]);
+          pack<X>(sums[j][2 * half] / total[half], sums[j][2 * half + 1] / total[half]);
     }
   }
 }

@@ -28,15 +28,20 @@ struct Pairs {
     }
     return pairs;
   }
-  template <class T>
-  __device__ __forceinline__ void store(T* head, float factor = 1.0f) const {
+  // take(i, value) for each of this lane's values.
+  template <class Take>
+  __device__ __forceinline__ void each(Take take) const {
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
       const int i = threadIdx.x % 32 + 32 * j;
       if (i >= kHalf) continue;
-      head[i] = from_float<T>(first[j] * factor);
-      head[i + kHalf] = from_float<T>(second[j] * factor);
+      take(i, first[j]);
+      take(i + kHalf, second[j]);
     }
+  }
+  template <class T>
+  __device__ __forceinline__ void store(T* head, float factor = 1.0f) const {
+    each([&](int i, float value) { head[i] = from_float<T>(value * factor); });
   }
   // weight: of the norm; turn: cos and sin.
   __device__ __forceinline__ void norm_and_turn(const Pairs& weight, const Pairs& turn, float eps) {

@@ -3,12 +3,10 @@
 // l has the values 8 l to 8 l + 7 of a head of HEAD_DIM.
 #pragma once
 
-#include "llm/begin.cuh"
+#include "llm/block_softmax.cuh"
 
-constexpr int kHeads = HEADS;
 constexpr int kLanes = LANES;
 constexpr int kGroups = THREADS / kLanes;
-constexpr float kLowest = -1e30f;  // finite, so that the difference of two is 0 and not NaN
 
 static_assert(kLanes * 8 >= HEAD_DIM && kLanes <= 32 && 32 % kLanes == 0, "a key is a part of a warp");
 
@@ -78,43 +76,21 @@ struct Softmax {
       }
     }
   }
-};
 
-// Those of a block's warps.
-struct BlockSoftmax {
-  static constexpr int kWarps = THREADS / 32;
-  float tops[kWarps][kHeads], totals[kWarps][kHeads];
-  alignas(16) float sums[kWarps][kHeads][HEAD_DIM];
-
-  __device__ __forceinline__ void put(const Softmax& mine) {
+  // The first group of each warp writes what the warp has.
+  __device__ __forceinline__ void put(BlockSoftmax& block) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane >= kLanes) return;
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {
       if (lane == 0) {
-        tops[warp][head] = mine.top[head];
-        totals[warp][head] = mine.total[head];
+        block.tops[warp][head] = top[head];
+        block.totals[warp][head] = total[head];
       }
       if (lane * 8 < HEAD_DIM) {
-        store<true>(&sums[warp][head][lane * 8], reinterpret_cast<const Vector<float, 4>&>(mine.sum[head][0]));
-        store<true>(&sums[warp][head][lane * 8 + 4], reinterpret_cast<const Vector<float, 4>&>(mine.sum[head][4]));
+        store<true>(&block.sums[warp][head][lane * 8], reinterpret_cast<const Vector<float, 4>&>(sum[head][0]));
+        store<true>(&block.sums[warp][head][lane * 8 + 4], reinterpret_cast<const Vector<float, 4>&>(sum[head][4]));
       }
     }
-  }
-  // Of the values d and d + 1 of a head, and what they are relative to.
-  __device__ __forceinline__ Vector<float, 2> get(int head, int d, float& top, float& total) const {
-    top = kLowest;
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) top = fmaxf(top, tops[warp][head]);
-    total = 0.0f;
-    Vector<float, 2> result = {};
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
-      const float weight = exp2f(tops[warp][head] - top);
-      total += weight * totals[warp][head];
-      result.values[0] += weight * sums[warp][head][d];
-      result.values[1] += weight * sums[warp][head][d + 1];
-    }
-    return result;
   }
 };

@@ -31,6 +31,8 @@ TILE = 64
 """Queries and keys of a tile of ``attention_sm80``."""
 SPAN = 64
 """Keys for which a split of ``decode_attention`` is worth its while."""
+ALONE = 256
+"""Keys up to which it has one split on tensor cores: to merge several takes 1.5 us on an H100."""
 
 
 class Ahead(NamedTuple):
@@ -154,27 +156,45 @@ def decode_attention(
     norm: bool,
     ahead: Ahead = NOTHING,
 ) -> LaunchPlan:
-    """Its grid depends on no length: a captured graph serves all."""
-    part, threads, sharing = _sharing(heads, kv_heads, head_dim)
-    blocks = m * heads // part
-    if 4 * blocks > device.sm_count:
-        threads = 128  # several blocks a multiprocessor, whose loads and sums overlap
-    splits = max(1, min(MAX_SPLITS, (2 if threads > 128 else 3) * device.sm_count // blocks))
-    defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm), **sharing}
+    """On tensor cores where they can do it; otherwise in plain CUDA. Its grid depends on no length: a captured graph
+    serves all."""
+    defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
     defines |= {"MAX_SPLITS": MAX_SPLITS, "SPAN": SPAN}
+    if device.arch >= MMA_ARCH and head_dim % 64 == 0 and head_dim <= 256:
+        entry = "decode_attention_sm80"
+        part = _part(heads // kv_heads, 16 if head_dim <= 128 else 8)  # whose sums the registers hold
+        threads = _threads(part, head_dim)
+        resident = 256 // threads
+        defines |= {"HEADS": part, "KEYS": 16 * max(1, 128 // head_dim), "ALONE": ALONE, "RESIDENT": resident}
+    else:
+        entry = "decode_attention"
+        part, threads, sharing = _sharing(heads, kv_heads, head_dim)
+        if 4 * m * heads // part > device.sm_count:
+            threads = 128  # several blocks a multiprocessor, whose loads and sums overlap
+        resident = 2 if threads > 128 else 3
+        defines |= sharing
+    splits = max(1, min(MAX_SPLITS, resident * device.sm_count // (m * heads // part)))
     buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters", "next")
     sizes = _ints(heads, kv_heads, capacity, *ahead)
     scalars = np.int64(sequence_stride), np.float32(head_dim**-0.5), np.float32(eps)
-    grid = (splits, heads // part, m)
-    return _plan(device, "decode_attention", defines, grid, threads, (*buffers, *sizes, *scalars))
+    return _plan(device, entry, defines, (splits, heads // part, m), threads, (*buffers, *sizes, *scalars))
+
+
+def _part(sharing: int, most: int) -> int:
+    """Query heads that a block takes of those that share a key head."""
+    return max(i for i in range(1, most + 1) if sharing % i == 0)
+
+
+def _threads(part: int, head_dim: int) -> int:
+    """Of a block, whose warps' sums lie in shared memory."""
+    return 256 if part * head_dim <= 1024 else 128
 
 
 def _sharing(heads: int, kv_heads: int, head_dim: int) -> tuple[int, int, dict[str, int | str]]:
     """Query heads and threads of a block of plain attention, and the constants that follow."""
-    part = max(i for i in range(1, MAX_HEADS + 1) if heads // kv_heads % i == 0)
+    part = _part(heads // kv_heads, MAX_HEADS)
     lanes = 1 << (ceil_div(head_dim, 8) - 1).bit_length()
-    threads = 256 if part * head_dim <= 1024 else 128  # the sums of all warps lie in shared memory
-    return part, threads, {"HEADS": part, "LANES": lanes, "UNROLL": 2 if part > 4 else 4}
+    return part, _threads(part, head_dim), {"HEADS": part, "LANES": lanes, "UNROLL": 2 if part > 4 else 4}
 
 
 def attention_workspace(plan: LaunchPlan, head_dim: int) -> tuple[int, int]:
