@@ -83,6 +83,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     fetch_keys(base);
     fetch_values(base);
   }
+  if constexpr (DEPENDENT) {
+    // While the grid before ends, L2 gets the keys and values of all warps' second turn; a third one was slower.
+    constexpr int kLine = 128 / sizeof(X), kTurn = kWarps * kKeys * kHeadDim;
+    const int64_t first = cache + static_cast<int64_t>(key_begin) * kHeadDim;
+    const int count = min((last + 1 - key_begin) * kHeadDim, 2 * kTurn);
+    for (int i = kTurn + threadIdx.x * kLine; i < count; i += THREADS * kLine) {
+      ptx::prefetch_global_l2(k + first + i);
+      ptx::prefetch_global_l2(v + first + i);
+    }
+  }
   ask_ahead(next, runs, run_bytes, ahead_bytes, unit * gridDim.x + split, gridDim.x * gridDim.y * gridDim.z);
   if (split >= splits) return;
   const int64_t at = static_cast<int64_t>(min(position, capacity - 1)) * kHalf;
