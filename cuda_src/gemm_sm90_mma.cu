@@ -14,7 +14,6 @@
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
-#include "ptx/mma.cuh"
 
 static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_mma needs sm_90");
 
@@ -32,14 +31,6 @@ static_assert(kXBytes == 0 && kXRingBytes == kTeams * kXStages * kXStageBytes, "
 static_assert(kXRows <= kBlockM, "a tile has no more rows of x");
 static_assert(kTeamWarps == 1 || kTeams < 16, "there are 16 barriers, one is that of the block");
 static_assert(kTeamWarps == kRecords, "a warp makes the columns of a record");
-
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (Codes<X>::kMagic == Codes<half_t>::kMagic) {
-    ptx::mma_m16n8k16_f16(c, a, b0, b1);
-  } else {
-    ptx::mma_m16n8k16_bf16(c, a, b0, b1);
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const X* x, int m, int n, int k,
@@ -141,10 +132,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
               for (int k16 = 0; k16 < 2; ++k16) {
                 constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne,
                                                RawCodes<X>::kOne};
-                mma(x_sums[k16 % kChains][j], kOnes, b[k16 * 2], b[k16 * 2 + 1]);
+                mma<X>(x_sums[k16 % kChains][j], kOnes, b[k16 * 2], b[k16 * 2 + 1]);
 #pragma unroll
                 for (int i = 0; i < kTilesN; ++i) {
-                  mma(parts[k16 % kChains][i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
+                  mma<X>(parts[k16 % kChains][i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
                 }
               }
             }

@@ -16,7 +16,7 @@
 // n and rows from k on have codes and scales of zero.
 #pragma once
 
-#include "int4.cuh"
+#include "raw_codes.cuh"
 
 constexpr int kGroups = GROUPS;
 constexpr Zeros kZeros = Zeros::ZEROS;
@@ -87,40 +87,6 @@ struct ExactCodes<bfloat16_t> {
   static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word, const uint32_t (&zeros)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = Codes<bfloat16_t>::low(word >> (4 * i), zeros[i % 2]);
-  }
-};
-
-// Codes to the registers of operand A by masks alone, as kOffset + q in units of 1 / kUnits of their row (g, g + 8).
-// The zero point is subtracted from the sums, in float32: sum x (offset + q) - (offset + z) sum x, where the second sum
-// is a product with kOne. What cancels is exact but for the float32 sums themselves.
-template <class T>
-struct RawCodes;
-
-template <>
-struct RawCodes<half_t> {
-  // Subnormal numbers, which tensor cores take as they are.
-  static constexpr float kOffset = 0.0f;
-  static constexpr float kUnits[2] = {16777216.0f, 1048576.0f};
-  static constexpr uint32_t kOne = 0x3c003c00u;
-
-  static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) {
-    const uint32_t upper = word >> 8;
-    a[0] = word & 0x000f000fu;
-    a[1] = word & 0x00f000f0u;
-    a[2] = upper & 0x000f000fu;
-    a[3] = upper & 0x00f000f0u;
-  }
-};
-
-template <>
-struct RawCodes<bfloat16_t> {
-  static constexpr float kOffset = 128.0f;
-  static constexpr float kUnits[2] = {1.0f, 1.0f};
-  static constexpr uint32_t kOne = 0x3f803f80u;
-
-  static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = ptx::lop3_and_or(word >> (4 * i), 0x000f000fu, Codes<bfloat16_t>::kMagic);
   }
 };
 
