@@ -12,13 +12,14 @@ from cupy_awq.kernels.gemm_mma import GEMM_SM75, GEMM_SM80
 from cupy_awq.kernels.gemm_simt import GemmSimt
 from cupy_awq.kernels.gemm_sm90 import GemmSm90
 from cupy_awq.kernels.gemm_sm90_large import GemmSm90Large
+from cupy_awq.kernels.gemm_sm90_raw import GemmSm90Raw
 from cupy_awq.kernels.gemv import GemmSmall, Gemv
 from cupy_awq.kernels.problem import COUNTERS, WORKSPACE_BYTES, Config, Family, Problem
 from cupy_awq.launch_plan import LaunchPlan
 
 FAMILIES: dict[str, Family] = {
     family.NAME: family
-    for family in (Gemv(), GemmSmall(), GemmSimt(), GEMM_SM75, GEMM_SM80, GemmSm90(), GemmSm90Large())
+    for family in (Gemv(), GemmSmall(), GemmSimt(), GEMM_SM75, GEMM_SM80, GemmSm90Raw(), GemmSm90(), GemmSm90Large())
 }
 
 

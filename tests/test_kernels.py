@@ -130,7 +130,7 @@ def test_every_legal_configuration(backend: str, arch: int, m: int, dtype: str) 
     here = facts(arch, backend)
     for configs in families(problem, here).values():
         for config in configs:
-            if config.splits in (1, 4):
+            if config.splits in (1, 3, 4):
                 check_matmul(runner(backend), problem, config, here, seed=m)
 
 
@@ -163,6 +163,34 @@ def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject)
     for configs in families(problem, here).values():
         config = data.draw(st.sampled_from(configs[:8]))
         check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+
+
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@given(data=st.data())
+@settings(max_examples=8)
+def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
+    """Parts of K with many, few and no steps, groups that end inside them, all clusters, partly empty tiles."""
+    group_size = data.draw(st.sampled_from([32, 64, 96, 128, 256]))
+    gated = data.draw(st.booleans())
+    problem = Problem(
+        m=data.draw(st.sampled_from([1, 2, 7, 8, 9, 16])),
+        n=data.draw(st.integers(1, 24)) * (16 if gated else 8),
+        k=group_size * data.draw(st.integers(1, 4096 // group_size)),
+        group_size=group_size,
+        dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        zeros=data.draw(st.sampled_from(["packed", "symmetric", "float"])),
+        bias_dtype=data.draw(st.sampled_from([None, "float16", "float32"])),
+        residual=data.draw(st.booleans()),
+        activation=data.draw(st.sampled_from([None, "clamp", "silu", "gelu"])),
+        limits=(-0.5, 0.75),
+        gated=gated,
+    )
+    pad = data.draw(st.sampled_from([0, 8]))
+    here = facts(90, backend)
+    configs = select.FAMILIES["gemm_sm90_raw"].configs(replace(problem, aligned=pad == 0), here)
+    config = data.draw(st.sampled_from(configs))
+    check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -44,7 +44,9 @@ def test_every_problem_has_a_kernel_within_its_limits(
 @pytest.mark.parametrize(
     ("m", "arch", "dtype", "group_size", "names"),
     [
-        (1, 90, "float16", 128, {"gemv", "gemm_sm80"}),
+        (1, 90, "float16", 128, {"gemm_sm90_raw"}),
+        (16, 90, "bfloat16", 32, {"gemm_sm90_raw"}),
+        (16, 90, "float16", 16, {"gemm_sm80"}),
         (16, 80, "float16", 128, {"gemm_sm80"}),
         (16, 75, "float16", 128, {"gemm_sm75"}),
         (16, 75, "bfloat16", 128, {"gemm_small", "gemm_simt"}),
@@ -68,6 +70,12 @@ def test_the_choice_where_there_is_no_doubt(m: int, arch: int, dtype: str, group
         ("gemm_sm75", Problem(4, 64, 64, 64, "bfloat16"), 75, "takes x of float16, not bfloat16"),
         ("gemm_sm80", Problem(4, 64, 48, 24), 80, "multiple of 16, not 24"),
         ("gemm_sm80", Problem(4, 64, 64, 64, x_aligned=False), 80, "multiples of 16 bytes"),
+        ("gemm_sm90_raw", Problem(4, 64, 64, 64), 80, "needs sm_90, not sm_80"),
+        ("gemm_sm90_raw", Problem(17, 64, 64, 64), 90, "takes up to 16 rows of x, not M=17"),
+        ("gemm_sm90_raw", Problem(4, 64, 64, 64, "float32"), 90, "takes x of float16 or bfloat16, not float32"),
+        ("gemm_sm90_raw", Problem(4, 64, 64, 64, repacked=True), 90, "weights that have no other layout"),
+        ("gemm_sm90_raw", Problem(4, 64, 48, 48), 90, "multiple of 32, not 48"),
+        ("gemm_sm90_raw", Problem(4, 64, 64, 64, x_aligned=False), 90, "multiples of 16 bytes"),
     ],
 )
 def test_a_refusal_says_why(kernel: str, problem: Problem, arch: int, reason: str) -> None:

@@ -37,7 +37,7 @@ def gemm(
 ) -> Array:
     """y = activation(x @ W + bias) + residual, where W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size.
 
-    Codes minus zero points are exact, sums and the epilogue are float32, and y is rounded once; the same bits at every
+    Codes and zero points are exact, sums and the epilogue are float32, and y is rounded once; the same bits at every
     run. float16 and bfloat16 x may go through tensor cores, which multiply them exactly; float32 x never does: its
     products are float32, on CUDA cores.
 

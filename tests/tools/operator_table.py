@@ -18,6 +18,7 @@ TESTS = {
     "gemm_simt": RAW,
     "gemm_sm75": RAW,
     "gemm_sm80": RAW,
+    "gemm_sm90_raw": RAW + ", test_few_rows_of_any_problem",
     "gemm_sm90": "test_kernels.py::test_any_repacked_problem",
     "gemm_sm90_large": "test_kernels.py::test_many_rows_of_any_repacked_problem",
 }
@@ -40,7 +41,7 @@ def table() -> str:
     ]
     for name, family in select.FAMILIES.items():
         rows = [m for m in (1, 2, 16, 17) if any(_legal(family, m, arch, "float16") for arch in PATHS)]
-        span = {(1,): "1", (2, 16): "2-16"}.get(tuple(rows), "any")
+        span = {(1,): "1", (2, 16): "2-16", (1, 2, 16): "1-16"}.get(tuple(rows), "any")
         cells = [
             " ".join(short for dtype, short in DTYPES.items() if _legal(family, rows[0], arch, dtype)) or "-"
             for arch in PATHS
@@ -53,7 +54,7 @@ def table() -> str:
 
 
 def _legal(family: select.Family, m: int, arch: int, dtype: str) -> bool:
-    problem = Problem(m, 256, 256, 64, dtype, repacked=True)
+    problem = Problem(m, 256, 256, 64, dtype, repacked=family.NAME in select.ON_REPACKED)
     return family.refuse(problem, device.nominal(arch)) is None
 
 
