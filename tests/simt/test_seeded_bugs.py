@@ -132,6 +132,30 @@ SEEDS = {
     "gemm_sm90: the parity of the stages does not turn": Seed(
         "gemm_sm90", 90, "gemm_sm90.cuh", "parity ^= 1u;", "", ("in flight", "deadlock"), REPACKED, {"splits": 1},
     ),
+    "gemm_sm90: a block does not wait for the other's sums": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "wait(tile.shared_begin + kSentBarrier, 0);", "", RACE, REPACKED,
+        {"splits": 2},
+    ),
+    "gemm_sm90: sums are sent to a barrier that may not be there yet": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "begin_cluster<kSplits>();", "synchronize_block();", RACE, REPACKED,
+        {"splits": 2},
+    ),
+    "gemm_sm90: a block expects its own sums, too": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "(kSplits - 1) * kOwnedRows * kBlockN * 4",
+        "kSplits * kOwnedRows * kBlockN * 4", DEADLOCK, REPACKED, {"splits": 2},
+    ),
+    "gemm_sm90: sums are added before all teams have left theirs": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "{ ptx::barrier_sync(0, kThreads); }", "{}", RACE, REPACKED, {"splits": 2},
+    ),
+    "gemm_sm90: the sums of the last team are not sent": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "for (int team = 0; team < kTeams; ++team) {\n      Vector<float, 4> part;",
+        "for (int team = 0; team < kTeams - 1; ++team) {\n      Vector<float, 4> part;", VALUES, REPACKED,
+        {"splits": 2},
+    ),
+    "gemm_sm90_mma: sums of few rows are sent to the wrong pair": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "unit % kPairs * 2 + unit", "unit % kPairs + unit",
+        ("uninitialised", "uninitialised"), REPACKED_FEW, {"splits": 2},
+    ),
     "gemm_sm90: an arrival too many is expected": Seed(
         "gemm_sm90", 90, "gemm_sm90.cuh",
         "ptx::mbarrier_init(tile.full(stage), 1);", "ptx::mbarrier_init(tile.full(stage), 2);", DEADLOCK,
