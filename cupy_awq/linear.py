@@ -130,6 +130,7 @@ class AwqLinear:
         >>> [y.shape for y in layer.split(layer(np.ones((2, 32), np.float16)))]
         [(2, 16), (2, 8)]
         """
+        parts = list(parts)
         if not parts:
             raise ValueError("parts must have at least one layer or weight, got none")
         layers = [part if isinstance(part, AwqLinear) else None for part in parts]

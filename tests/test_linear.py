@@ -95,6 +95,11 @@ def test_a_concatenated_layer_makes_what_its_parts_make(zeros: str) -> None:
         layer.split(views[0])
 
 
+def test_parts_can_come_one_by_one() -> None:
+    weight = random_weight(np.random.default_rng(0), 64, 16, 16)
+    assert AwqLinear.concatenate(part for part in (weight, weight)).splits == (16, 16)  # type: ignore[arg-type]
+
+
 def test_gate_and_up_concatenate_to_a_gated_layer() -> None:
     rng = np.random.default_rng(0)
     gate, up = (random_weight(rng, 64, 24, 16) for _ in range(2))
