@@ -87,11 +87,12 @@ def explain(problem: Problem, device: Device) -> str:
     m, n, k, group_size = problem.m, problem.n, problem.k, problem.group_size
     product = f"x[{m}, {k}] {problem.dtype} @ W[{k}, {n}] group size {group_size}"
     lines = [f"{product} on {device.name} (sm_{device.arch})"]
+    width = max(map(len, FAMILIES))
     for name, configs in candidates(problem, device).items():
         mark = "->" if name == choice.name else "  "
         if isinstance(configs, str):
-            lines.append(f"{mark} {name:10} not legal: {configs}")
+            lines.append(f"{mark} {name:{width}} not legal: {configs}")
         else:
             config = choice.config if name == choice.name else configs[0]
-            lines.append(f"{mark} {name:10} {config.microseconds(problem, device):8.1f} us expected  {config}")
+            lines.append(f"{mark} {name:{width}} {config.microseconds(problem, device):8.1f} us expected  {config}")
     return "\n".join(lines)

@@ -100,6 +100,8 @@ def test_explain_has_a_line_for_each_kernel_and_marks_the_choice() -> None:
     assert [line[3:].split()[0] for line in lines] == list(select.FAMILIES)
     assert [line[:2] for line in lines].count("->") == 1
     assert "needs sm_80 or newer" in "\n".join(lines)
+    assert len({line.index(" us expected") for line in lines if " us expected" in line}) == 1
+    assert len({line.index("not legal") for line in lines if "not legal" in line}) == 1
 
 
 @pytest.mark.parametrize(
