@@ -183,8 +183,9 @@ def _time(layers: Sequence[AwqLinear], x: Array, kernel: str | None, device: int
 
     y = product(layers[0])
     calls = [functools.partial(product, layer, y) for layer in layers]
-    us = timing.on_cpu(calls) if device == HOST else timing.on_gpu(calls)
-    return us, kernel or layers[0].kernel_for(len(x), x.dtype)
+    if device == HOST:
+        return timing.on_cpu(calls), "numpy"
+    return timing.on_gpu(calls), kernel or layers[0].kernel_for(len(x), x.dtype)
 
 
 class Fp16:

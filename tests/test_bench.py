@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from cupy_awq import bench, placement, timing
 from cupy_awq.__main__ import main
 from cupy_awq.bench import Ceilings, Row
-from cupy_awq.check import HOST
 
 CEILINGS = Ceilings(read_gbs=2000.0, tflops=500.0, measured=True)
 
@@ -95,6 +94,12 @@ def test_bench_without_a_gpu_times_numpy_and_says_so(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.usefixtures("cpu")
+def test_bench_without_a_gpu_names_no_kernel_that_did_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "128x16", "--m", "1", "--kernel", "gemv"]) == 0
+    assert capsys.readouterr().out.splitlines()[3].split()[:3] == ["128x16", "numpy", "1"]
+
+
+@pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("dtype", bench.DTYPES)
 def test_bench_json_holds_every_figure(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "64x16", "--m", "3", "--group-size", "-1", "--dtype", dtype, "--json"]) == 0
@@ -106,14 +111,6 @@ def test_bench_json_holds_every_figure(dtype: str, capsys: pytest.CaptureFixture
     assert only["nbytes"] == 64 * 8 + 16 * 2 + 8 + 3 * (64 + 16) * size
     assert only["us"] > 0
     assert (only["roofline_us"], only["fp16_us"]) == (None, None)
-
-
-@pytest.mark.usefixtures("cpu")
-def test_forced_kernel_is_the_one_named() -> None:
-    rows, _ = bench.run(
-        [(64, 8)], [1], group_size=64, dtype="float16", kernel="gemv", device=HOST, progress=lambda text: None
-    )
-    assert [found.kernel for found in rows] == ["gemv"]
 
 
 # What is printed and drawn
