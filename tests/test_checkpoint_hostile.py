@@ -36,7 +36,7 @@ def refused(path: Path, *fragments: str) -> None:
 @pytest.mark.parametrize("size", [0, 3, 7])
 def test_file_without_a_header_length_is_refused(tmp_path: Path, size: int) -> None:
     (tmp_path / "f").write_bytes(bytes(size))
-    refused(tmp_path / "f", "not a safetensors file")
+    refused(tmp_path / "f", "not a safetensors file", f"expected at least 8 bytes, got {size}")
 
 
 @pytest.mark.parametrize("length", [3, 10**6, 2**63, 2**64 - 1])

@@ -51,10 +51,13 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            claim = f"expected at least 8 bytes, got {size}"
+            raise CheckpointError(f"{path}: not a safetensors file, or a truncated one: {claim}")
         length = int.from_bytes(file.read(8), "little")
         limit = min(size - 8, MAX_JSON_BYTES)
-        if length > limit or size < 8:
-            claim = f"expected a header of at most {max(limit, 0)} bytes, got a length of {length}"
+        if length > limit:
+            claim = f"expected a header of at most {limit} bytes, got a length of {length}"
             raise CheckpointError(f"{path}: not a safetensors file, or a truncated one: {claim}")
         header = parse_object(file.read(length), f"{path}: header")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
