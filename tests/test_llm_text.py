@@ -201,6 +201,13 @@ def test_generate_refuses(model: LanguageModel, prompt: Any, options: dict[str, 
         model.generate(prompt, **options)
 
 
+def test_a_stop_text_that_is_no_list_is_refused_and_not_read_letter_by_letter(model: LanguageModel) -> None:
+    with pytest.raises(TypeError, match="stop must be a list of texts, got the text 'end'"):
+        model.generate("x", stop="end")
+    with pytest.raises(TypeError, match="stop must be a list"):
+        said(model.chat(), "x", stop="end")
+
+
 def test_the_context_limits_an_answer(model: LanguageModel) -> None:
     completion = model.generate("x" * 250, raw=True, max_tokens=100)[0]
     assert (len(completion.tokens), completion.reason) == (6, "length")
@@ -280,6 +287,8 @@ def test_a_conversation_beyond_its_room_is_refused_and_stays(model: LanguageMode
     before = list(chat.messages)
     with pytest.raises(ValueError, match="room for 64"):
         said(chat, "x" * 64)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        said(chat, "x", max_tokens=0)
     assert chat.messages == before
     with pytest.raises(ValueError, match=r"capacity must be in 2\.\.256"):
         model.chat(capacity=257)

@@ -100,6 +100,7 @@ class LanguageModel:
             on_text: called with the number of the prompt and its next piece of text.
 
         Raises:
+            TypeError: ``stop`` is a text, not a list of texts.
             ValueError: a prompt that is empty or longer than the context; a cache that needs more memory than is free.
             CheckpointError: (a ValueError) there is no chat template, or it fails.
         """
@@ -122,9 +123,9 @@ class LanguageModel:
         Raises ValueError if the text has fewer than two tokens, or the logits hold NaN.
         """
         ids = self.tokenizer.encode(text)
-        self._check_ids(ids)
         if len(ids) < 2:
             raise ValueError(f"the text must have at least 2 tokens, got {len(ids)}")
+        self._check_ids(ids)
         window = min(self.config.context, SCORE_WINDOW, len(ids))
         cache = self.model.ops.cache(1, window)
         count, total = 0, 0.0
@@ -164,8 +165,7 @@ class LanguageModel:
 
     def _limit(self, ids: Sequence[Sequence[int]], max_tokens: int) -> int:
         """How many tokens the context leaves for answers."""
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        _check_max_tokens(max_tokens)
         if not ids:
             raise ValueError("prompts must have at least one prompt, got none")
         longest = max(map(len, ids))
@@ -183,6 +183,8 @@ class LanguageModel:
         completions: Sequence[Completion],
     ) -> Iterator[tuple[int, str]]:
         """(number of the prompt, next piece of its text), while the completions are filled."""
+        if isinstance(stop, str):
+            raise TypeError(f"stop must be a list of texts, got the text {stop!r}")
         model, stats = self.model, Stats()
         self.stats = stats
         decoder = model.ops.decoder(lambda t: model.logits(model.forward(t[:, None], cache))[:, -1], cache, sampling)
@@ -234,8 +236,10 @@ class Chat:
     ) -> Iterator[str]:
         """The answer to ``text``, piece by piece. Both join the conversation when the answer ends, or is cut off.
 
-        Raises ValueError if the conversation is longer than its capacity; it is then as it was before.
+        Raises TypeError for a ``stop`` that is a text, and ValueError for ``max_tokens`` below 1 or if the conversation
+        is longer than its capacity; it is then as it was before.
         """
+        _check_max_tokens(max_tokens)
         model, cache = self._model, self._cache
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = model.encode(messages)
@@ -278,6 +282,11 @@ class Writer:
         """What was held back, when no more tokens come."""
         held, self._held = self._held, ""
         return held
+
+
+def _check_max_tokens(max_tokens: int) -> None:
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
