@@ -11,8 +11,9 @@
 // that warps dequantize in registers, once for all BLOCK_M rows of x.
 //
 // A cluster of SPLITS blocks makes a tile of BLOCK_M rows and RECORDS * 32 columns; block r has the r-th part of K. In
-// it TEAMS teams of warps take turns at the stages, each with sums of its own for the whole tile. In the end every team
-// pushes its sums into the shared memory of the block that owns their rows, and the owner adds them in a fixed order.
+// it TEAMS teams of warps take turns at the stages, each with sums of its own for the whole tile. In the end a block
+// adds up its teams' sums of the rows that other blocks own and sends them there. Each block then adds, in a fixed
+// order, its own teams' sums of its rows and what the others sent.
 //
 // Programmatic dependent launch: all that is read before griddepcontrol.wait is the weight.
 //

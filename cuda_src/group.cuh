@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a thread of the CUDA-core kernels keeps of a group: scales and zero points of the eight columns of a word.
+// What a thread keeps of a group where words come from AWQ's own layout: scales and zero points of a word's eight
+// columns.
 #pragma once
 
 #include "int4.cuh"

@@ -33,12 +33,7 @@ __device__ __forceinline__ unsigned mapa(unsigned shared_address, unsigned rank)
   return out;
 }
 
-// st.shared::cluster.f32: one value to the shared memory of a block of the cluster.
-__device__ __forceinline__ void st_shared_cluster(unsigned cluster_address, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address), "f"(value) : "memory");
-}
-
-// st.shared::cluster.v4.f32: four values to a multiple of 16.
+// st.shared::cluster.v4.f32: four values to a multiple of 16 in a block of the cluster.
 __device__ __forceinline__ void st_shared_cluster(unsigned cluster_address, const float (&values)[4]) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address), "f"(values[0]),
                "f"(values[1]), "f"(values[2]), "f"(values[3])
