@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: ``python -m cupy_awq {demo,info,bench,tune,compile,explain}``.
+"""Command line: ``python -m cupy_awq COMMAND``; those of language models are in `llm.command_line`.
 
 A user's mistake is one line on stderr and exit code 2.
 """

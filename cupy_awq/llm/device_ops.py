@@ -239,7 +239,7 @@ class DeviceDecoder:
         self._partials = cupy.zeros((rows, kernels.CHOOSE_BLOCKS), np.uint64)
         self._counters = cupy.zeros(rows, np.uint32)
         self._stream, self._pool = ops.decoding
-        self._stream.synchronize()  # a text may have been cut off in the middle of a step
+        self._stream.synchronize()  # another text's step may be under way: prompts, on another stream, share counters
         self._steps = 0
         self._graph: Any = None
         pinned = cupy.cuda.alloc_pinned_memory(self._tokens.nbytes)

@@ -39,7 +39,8 @@ def gemm(
 
     Codes and zero points are exact, sums and the epilogue are float32, and y is rounded once; the same bits at every
     run. float16 and bfloat16 x may go through tensor cores, which multiply them exactly; float32 x never does: its
-    products are float32, on CUDA cores.
+    products are float32, on CUDA cores. An Inf or NaN in x reaches all of its own row of y and no other; what is Inf by
+    the formula may come as NaN, since some kernels sum x * q and x * z, or q * s and o, apart.
 
     Args:
         x: [..., K] float16, bfloat16 or float32, any strides; or bfloat16 as uint16 bits, with ``dtype="bfloat16"``.
