@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_awq import llm
+from cupy_awq import llm, placement
 from cupy_awq.__main__ import main
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import LanguageModel, Sampling
+from cupy_awq.llm.cache import Cache
+from cupy_awq.llm.host import HostDecoder, HostOps
 from cupy_awq.llm.language_model import Writer
 from cupy_awq.llm.sampling import choose, gumbel
 from cupy_awq.llm.tokenizer import Tokenizer
@@ -199,6 +202,39 @@ def test_stop_strings_end_a_text_wherever_tokens_split_them(text: str, stop: lis
 def test_generate_refuses(model: LanguageModel, prompt: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model.generate(prompt, **options)
+
+
+def test_all_work_is_on_the_models_device_and_pieces_come_on_the_callers(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = 0  # the current GPU; the model is on number 1
+
+    @contextlib.contextmanager
+    def on(index: int) -> Iterator[None]:
+        nonlocal here
+        before, here = here, index
+        yield
+        here = before
+
+    def watched(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            assert here == 1
+            return function(*arguments, **options)
+
+        return call
+
+    for owner, names in ((HostOps, ("cache", "decoder", "tokens", "embed", "logits")), (HostDecoder, ("put", "step"))):
+        for name in names:
+            monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    monkeypatch.setattr(Cache, "reuse", watched(Cache.reuse))
+    monkeypatch.setattr(placement, "on", on)
+    monkeypatch.setattr(model.model.ops, "index", 1)
+    found = []
+    model.generate("Hello", max_tokens=8, on_text=lambda i, text: found.append(here))
+    found += [here for _ in model.chat().say("Hello", max_tokens=8)]
+    model.score("Hello")
+    assert set(found) == {0}
+    assert here == 0
 
 
 def test_a_stop_text_that_is_no_list_is_refused_and_not_read_letter_by_letter(model: LanguageModel) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from cupy_awq import placement
+from cupy_awq.check import Array
 from cupy_awq.llm.cache import Cache
 from cupy_awq.llm.config import Config
 from cupy_awq.llm.model import Model
@@ -106,7 +108,8 @@ class LanguageModel:
         """
         ids = [self.encode(prompt, raw=raw) for prompt in _several(prompts)]
         limit = self._limit(ids, max_tokens)
-        cache = self.model.ops.cache(len(ids), max(map(len, ids)) + limit)
+        with self._on_device():
+            cache = self.model.ops.cache(len(ids), max(map(len, ids)) + limit)
         completions = [Completion() for _ in ids]
         for i, text in self._pieces(cache, ids, limit, sampling or Sampling(), stop, completions):
             if on_text is not None:
@@ -126,6 +129,13 @@ class LanguageModel:
         if len(ids) < 2:
             raise ValueError(f"the text must have at least 2 tokens, got {len(ids)}")
         self._check_ids(ids)
+        with self._on_device():
+            score = self._score(ids)
+        if math.isnan(score.log_likelihood):
+            raise ValueError("the logits hold NaN: the model's weights are damaged, or its values overflow")
+        return score
+
+    def _score(self, ids: Sequence[int]) -> Score:
         window = min(self.config.context, SCORE_WINDOW, len(ids))
         cache = self.model.ops.cache(1, window)
         count, total = 0, 0.0
@@ -142,8 +152,6 @@ class LanguageModel:
                     total += float((likely - np.log(np.exp(logits - top[:, None]).sum(axis=1))).sum())
                     count += len(wanted)
                 done += hidden.shape[1]
-        if math.isnan(total):
-            raise ValueError("the logits hold NaN: the model's weights are damaged, or its values overflow")
         return Score(count, total)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
@@ -156,6 +164,10 @@ class LanguageModel:
             ids = self.tokenizer.chat(prompt)
         self._check_ids(ids)
         return ids
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Where the model's GPU is the current one. Between the pieces of a text, the caller's is."""
+        return placement.on(self.model.ops.index)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -187,15 +199,21 @@ class LanguageModel:
             raise TypeError(f"stop must be a list of texts, got the text {stop!r}")
         model, stats = self.model, Stats()
         self.stats = stats
-        decoder = model.ops.decoder(lambda t: model.logits(model.forward(t[:, None], cache))[:, -1], cache, sampling)
+
+        def step_logits(tokens: Array) -> Array:
+            return model.logits(model.forward(tokens[:, None], cache))[:, -1]
+
+        with self._on_device():
+            decoder = model.ops.decoder(step_logits, cache, sampling)
         with contextlib.closing(decoder):
             began = time.perf_counter()
             tokens = []
-            for i, prompt in enumerate(ids):
-                new = prompt[cache.reuse(i, prompt) :]
-                stats.prompt_tokens += len(new)
-                *_, hidden = model.append(cache, i, new)
-                tokens.append(decoder.put(i, model.logits(hidden[:, -1])[0]))
+            with self._on_device():
+                for i, prompt in enumerate(ids):
+                    new = prompt[cache.reuse(i, prompt) :]
+                    stats.prompt_tokens += len(new)
+                    *_, hidden = model.append(cache, i, new)
+                    tokens.append(decoder.put(i, model.logits(hidden[:, -1])[0]))
             stats.prompt_seconds = time.perf_counter() - began
             writers = [Writer(self.tokenizer.stream(), stop) for _ in ids]
             open_ = set(range(len(ids)))
@@ -215,7 +233,8 @@ class LanguageModel:
                 if not open_:
                     break
                 began = time.perf_counter()
-                tokens = decoder.step()
+                with self._on_device():
+                    tokens = decoder.step()
                 stats.seconds += time.perf_counter() - began
                 stats.tokens += len(open_)
                 stats.steps += 1
@@ -229,7 +248,8 @@ class Chat:
             raise ValueError(f"capacity must be in 2..{model.config.context}, the model's context, got {capacity}")
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._model = model
-        self._cache = model.model.ops.cache(1, capacity)
+        with model._on_device():
+            self._cache = model.model.ops.cache(1, capacity)
 
     def say(
         self, text: str, /, *, max_tokens: int = 1024, sampling: Sampling | None = None, stop: Sequence[str] = ()
