@@ -41,6 +41,15 @@ def strided(a: np.ndarray, extra: int) -> np.ndarray:
     return wide[:, : a.shape[1]]
 
 
+def padded(problem: Problem, extra: int) -> Problem:
+    """The problem of contiguous arrays with ``extra`` elements between their rows."""
+    itemsize = DTYPES[problem.dtype].itemsize
+    n_out = problem.n // 2 if problem.gated else problem.n
+    steps = (problem.n // 8 + extra) * 4, (problem.n + extra) * 2, (n_out + extra) * itemsize
+    x_step = (problem.k + extra) * itemsize
+    return replace(problem, aligned=not any(step % 16 for step in steps), x_aligned=x_step % 16 == 0)
+
+
 def expected(problem: Problem, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, residual: np.ndarray | None):
     """y in float64, and the size of what was summed."""
     x64 = x.astype(np.float64)
@@ -157,10 +166,8 @@ def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject)
         limits=(-0.5, 0.75),
         gated=gated,
     )
-    # Tensor cores need aligned rows of x, which decides whether their families are legal.
-    problem = replace(problem, x_aligned=(problem.k + pad) * DTYPES[problem.dtype].itemsize % 16 == 0)
     here = facts(arch, backend)
-    for configs in families(problem, here).values():
+    for configs in families(padded(problem, pad), here).values():
         config = data.draw(st.sampled_from(configs[:8]))
         check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
@@ -188,7 +195,7 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
     )
     pad = data.draw(st.sampled_from([0, 8]))
     here = facts(90, backend)
-    configs = select.FAMILIES["gemm_sm90_raw"].configs(replace(problem, aligned=pad == 0), here)
+    configs = select.FAMILIES["gemm_sm90_raw"].configs(padded(problem, pad), here)
     config = data.draw(st.sampled_from(configs))
     check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
