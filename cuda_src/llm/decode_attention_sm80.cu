@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int kv_head = part * kHeads / (heads / kv_heads);
   const int64_t cache = row * sequence_stride + static_cast<int64_t>(kv_head) * capacity * kHeadDim;
 
-  // Keys behind the last one that is cached and of this split stand for it; they are masked, or the new one's.
+  // In place of keys behind it, this split's last cached one is loaded: they are masked, or become the new token's.
   const int last = min(cached, key_end) - 1;
   const X* const k_rows = k + cache + 8 * t;
   const X* const v_rows = v + cache + 8 * g;
