@@ -45,8 +45,8 @@ class AwqLinear:
             and more where x is less than 1/28672 of its row's largest; see `cupy_awq.int8.linear_fp8`, also for the
             GPUs that have it. By default x is multiplied as it is.
         keep_weight: False to let go of ``weight`` where the layer has a copy of its own: it then takes half the memory,
-            and only x of float16 or bfloat16 whose rows start at multiples of 16 bytes. It cannot be copied, pickled
-            or be a part of `concatenate`.
+            and only x of float16 or bfloat16. It cannot be copied, pickled or be a part of `concatenate`. A layer with
+            ``activations`` keeps its weight.
 
     Raises:
         TypeError, ValueError: a bias or an activation that does not fit the weight, or at a call an x, out or residual;

@@ -16,6 +16,7 @@ import pytest
 
 import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight, linear, placement
+from cupy_awq.ops import gpu
 from cupy_awq.testing import random_activations, random_weight
 from tests.products import FLOAT16, ZEROS, check_product, gemm, nan_like, put, tensors
 from tests.test_reference import ACTIVATIONS, float64_epilogue, float64_weight
@@ -450,6 +451,23 @@ def test_a_gated_layer_of_half_records_keeps_its_weight() -> None:
     weight = random_weight(np.random.default_rng(0), 256, 96, 128)
     layer = AwqLinear(PackedWeight(*map(put, tensors(weight))), activation="swiglu", keep_weight=False)
     assert layer.weight.shape == (256, 96)
+
+
+def test_rows_that_overlap_are_not_read_where_they_are() -> None:
+    row = np.zeros(64, np.float16)
+    assert not gpu.readable_rows(np.broadcast_to(row, (4, 64)))
+    assert not gpu.readable_rows(np.lib.stride_tricks.sliding_window_view(row, 32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [3, 40, 600])
+def test_the_same_row_many_times(m: int) -> None:
+    import cupy
+
+    rng = np.random.default_rng(10)
+    weight, x = random_weight(rng, 256, 128, 128), random_activations(rng, 1, 256)
+    y = AwqLinear(PackedWeight(*map(put, tensors(weight))))(cupy.broadcast_to(put(x), (m, 256)))
+    check_product(y.get(), np.broadcast_to(x, (m, 256)), weight)
 
 
 @pytest.mark.gpu

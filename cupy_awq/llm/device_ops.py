@@ -2,7 +2,7 @@
 """The decoder's operations on a GPU: activations in 16 bits, the residual stream and the logits in float32.
 
 Intermediate arrays come from CuPy's memory pool, so that one forward pass serves every shape. A decode step is captured
-into a CUDA graph; decode steps have a memory pool of their own, so that nothing else gets a living graph's memory.
+into a CUDA graph, whose decoder keeps these arrays, so that nothing else gets a living graph's memory.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class DeviceOps:
     def decoding(self) -> tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool]:
         """The stream of all decode steps, and the pool of their intermediate arrays.
 
-        Steps follow each other, and none needs what another left in these arrays, so that graphs can share them. Both
-        are made once: a stream's workspace is never freed, and a pool that is dropped leaves some of the device's
+        Both are made once: a stream's workspace is never freed, and a pool that is dropped leaves some of the device's
         memory behind, so that one for each text would add up.
         """
         import cupy
@@ -242,6 +241,7 @@ class DeviceDecoder:
         self._stream.synchronize()  # another text's step may be under way: prompts, on another stream, share counters
         self._steps = 0
         self._graph: Any = None
+        self._memory: list[Any] = []
         pinned = cupy.cuda.alloc_pinned_memory(self._tokens.nbytes)
         self._arrived: npt.NDArray[Any] = np.frombuffer(pinned, np.int32, rows)
         self._arrival = cupy.cuda.Event(disable_timing=True)
@@ -264,7 +264,8 @@ class DeviceDecoder:
             if self._steps == 1:
                 self._stream.begin_capture()
                 try:
-                    self._advance()
+                    with cupy.cuda.using_allocator(self._kept):
+                        self._advance()
                 finally:
                     self._graph = self._stream.end_capture()
             if self._graph is None:
@@ -286,6 +287,12 @@ class DeviceDecoder:
     def close(self) -> None:
         """Wait for the step that nobody asked for: it uses the cache, whose memory may go to others then."""
         self._stream.synchronize()
+
+    def _kept(self, size: int) -> Any:
+        """Memory that stays this decoder's: its graph writes there whenever it is launched."""
+        memory = self._pool.malloc(size)
+        self._memory.append(memory)
+        return memory
 
     def _advance(self) -> None:
         self._choose(self._step(self._tokens), slice(None), advance=True)

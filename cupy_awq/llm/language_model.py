@@ -44,7 +44,9 @@ class Completion:
 class Stats:
     """Tokens and seconds of the prompts (those that were not in the cache already) and of what followed.
 
-    ``steps`` counts decode steps, each of which makes a token of every sequence that is not at its end.
+    ``seconds`` run from the prompts' end to the last step's, with the time that the caller takes between two pieces, in
+    which a GPU works ahead. ``steps`` counts decode steps, each of which makes a token of every sequence that is not at
+    its end.
     """
 
     prompt_tokens: int = 0
@@ -215,6 +217,7 @@ class LanguageModel:
                     *_, hidden = model.append(cache, i, new)
                     tokens.append(decoder.put(i, model.logits(hidden[:, -1])[0]))
             stats.prompt_seconds = time.perf_counter() - began
+            began = time.perf_counter()
             writers = [Writer(self.tokenizer.stream(), stop) for _ in ids]
             open_ = set(range(len(ids)))
             for step in range(limit):
@@ -232,10 +235,9 @@ class LanguageModel:
                         yield i, text
                 if not open_:
                     break
-                began = time.perf_counter()
                 with self._on_device():
                     tokens = decoder.step()
-                stats.seconds += time.perf_counter() - began
+                stats.seconds = time.perf_counter() - began
                 stats.tokens += len(open_)
                 stats.steps += 1
 

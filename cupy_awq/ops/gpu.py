@@ -122,8 +122,13 @@ def row_step(a: Array) -> int | None:
 
 
 def readable_rows(a: Array) -> bool:
-    """Whether kernels can read the rows of [..., N] where they are, as fast as they could read a copy."""
-    return row_step(a) is not None and (aligned(a) or a.shape[-1] * a.dtype.itemsize % width(a) != 0)
+    """Whether kernels can read the rows of [..., N] where they are, as fast as they could read a copy.
+
+    Rows that overlap are not among them: a tensor map has none.
+    """
+    step = row_step(a)
+    apart = step is not None and (rows(a) == 1 or step >= a.shape[-1])
+    return apart and (aligned(a) or a.shape[-1] * a.dtype.itemsize % width(a) != 0)
 
 
 def rows(a: Array) -> int:
