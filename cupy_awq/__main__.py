@@ -249,6 +249,8 @@ def _bench_model(args: argparse.Namespace) -> int:
     from cupy_awq.llm import speed
     from cupy_awq.table import render
 
+    if args.kernel or args.plot or args.dtype != "float16" or args.op != "gemm":
+        raise ValueError("bench: --model takes no --kernel, --plot, --dtype or --op")
     rows = speed.measure(args.model, progress=lambda done, total: _progress("bench", f"layer {done} of {total}"))
     lines = [
         [

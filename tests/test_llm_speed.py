@@ -60,6 +60,8 @@ def test_bench_times_a_model_by_name(monkeypatch: pytest.MonkeyPatch, capsys: py
     for wrong in (["bench"], ["bench", "64x64", "--model", "tiny"]):
         assert main(wrong) == 2
         assert "expected shapes KxN or a --model" in capsys.readouterr().err
+    assert main(["bench", "--model", "tiny", "--dtype", "bfloat16"]) == 2
+    assert "--model takes no --kernel" in capsys.readouterr().err
 
 
 def test_an_unknown_model_names_those_that_are_known() -> None:

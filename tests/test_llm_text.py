@@ -298,6 +298,17 @@ def test_a_chat_goes_on_as_if_it_were_asked_anew(model: LanguageModel) -> None:
     assert chat.messages == messages
 
 
+def test_an_answer_that_was_left_ends_with_the_next_turn(model: LanguageModel) -> None:
+    chat, other = model.chat(), model.chat()
+    left = chat.say("Hi", max_tokens=8)
+    next(left)
+    answer = said(chat, "And now?", max_tokens=8)
+    assert not list(left)
+    assert answer == said(other, "And now?", max_tokens=8)
+    assert chat.messages == other.messages
+    assert said(chat, "More", max_tokens=8) == said(other, "More", max_tokens=8)
+
+
 def test_a_turn_costs_only_what_is_new(model: LanguageModel) -> None:
     chat = model.chat()
     said(chat, "x" * 100, max_tokens=2)

@@ -252,11 +252,13 @@ class Chat:
         self._model = model
         with model._on_device():
             self._cache = model.model.ops.cache(1, capacity)
+        self._turn = 0
 
     def say(
         self, text: str, /, *, max_tokens: int = 1024, sampling: Sampling | None = None, stop: Sequence[str] = ()
     ) -> Iterator[str]:
-        """The answer to ``text``, piece by piece. Both join the conversation when the answer ends, or is cut off.
+        """The answer to ``text``, piece by piece. Both join the conversation when the answer ends, or is cut off; an
+        answer that is not at its end when the next one begins says no more, and neither it nor its text joins.
 
         Raises TypeError for a ``stop`` that is a text, and ValueError for ``max_tokens`` below 1 or if the conversation
         is longer than its capacity; it is then as it was before.
@@ -270,12 +272,15 @@ class Chat:
             raise ValueError(f"the conversation has {len(ids)} tokens, but room for {cache.capacity}")
         completion = Completion()
         limit = min(max_tokens, room)
+        turn = self._turn = self._turn + 1
         try:
             pieces = model._pieces(cache, [ids], limit, sampling or Sampling(), stop, [completion])
             for _, piece in pieces:
                 yield piece
+                if turn != self._turn:
+                    break  # the cache is the next turn's
         finally:
-            if completion.tokens:
+            if completion.tokens and turn == self._turn:
                 self.messages = [*messages, {"role": "assistant", "content": completion.text}]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -144,12 +145,12 @@ def _measure(name: str, config: Config, model: Model, batch: int, prompt_tokens:
             *_, hidden = model.append(cache, row, prompt)
             decoder.put(row, model.logits(hidden[:, -1])[0])
             times.append(time.perf_counter() - began)
-    for _ in range(3):  # as it is, captured, and once replayed
-        decoder.step()
-    began = time.perf_counter()
-    for _ in range(steps):
-        decoder.step()
-    seconds = (time.perf_counter() - began) / steps
-    decoder.close()
+    with contextlib.closing(decoder):
+        for _ in range(3):  # as it is, captured, and once replayed
+            decoder.step()
+        began = time.perf_counter()
+        for _ in range(steps):
+            decoder.step()
+        seconds = (time.perf_counter() - began) / steps
     read = model.weight_bytes + nbytes(config, batch, prompt_tokens + steps // 2, cache.k.dtype.itemsize)
     return Speed(name, batch, prompt_tokens, min(times[1:]), seconds, read)
