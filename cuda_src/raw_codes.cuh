@@ -1,22 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// mma by type, and codes to the registers of its operand A by masks alone. Of a word the nibbles i and i + 4, two
+// Codes to the registers of operand A by masks alone. Of a word the nibbles i and i + 4, two
 // adjacent k of one column, become register i, as (kOffset + q) / kUnits[i % 2]. The zero point is subtracted from the
 // sums, in float32: sum x (offset + q) - (offset + z) sum x, where the second sum is a product with kOne. What cancels
 // is exact but for the float32 sums themselves; in bfloat16, sums of (128 + q) x overflow from |x| of 1e34 on.
 #pragma once
 
 #include "int4.cuh"
-#include "ptx/mma.cuh"
-
-// c += a * b in the type T.
-template <class T>
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (Codes<T>::kMagic == Codes<half_t>::kMagic) {
-    ptx::mma_m16n8k16_f16(c, a, b0, b1);
-  } else {
-    ptx::mma_m16n8k16_bf16(c, a, b0, b1);
-  }
-}
+#include "mma.cuh"
 
 template <class T>
 struct RawCodes;
