@@ -14,7 +14,7 @@ from cupy_awq.kernels.repack import RECORD_COLUMNS
 from cupy_awq.ops import gpu, planning
 from cupy_awq.ops.repacking import RepackedWeight, repack
 from cupy_awq.packing import namespace
-from cupy_awq.weight import PackedWeight
+from cupy_awq.weight import PackedWeight, check_packed
 
 if TYPE_CHECKING:
     from cupy_awq.int8 import PackedConvWeight
@@ -82,7 +82,7 @@ class AwqLinear:
         activations: str | None = None,
         keep_weight: bool = True,
     ) -> None:
-        _check(weight)
+        check_packed(weight)
         (bias,) = gpu.views(bias=bias)
         facts = weight.facts
         if bias is not None:
@@ -137,16 +137,18 @@ class AwqLinear:
         layers = [part if isinstance(part, AwqLinear) else None for part in parts]
         weights = [part.weight if isinstance(part, AwqLinear) else part for part in parts]
         for weight in weights:
-            _check(weight)
+            check_packed(weight)
         first = weights[0].facts
         for i, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
             for name in ("k", "group_size", "dtype", "zeros", "device"):
                 expected, found = getattr(first, name), getattr(weight.facts, name)
                 if found != expected:
                     raise ValueError(f"parts[{i}] must have {name}={expected} as parts[0] has, got {found}")
-            if layer is not None and layer.activation is not None:
+            if layer is None:
+                continue
+            if layer.activation is not None:
                 raise ValueError(f"parts[{i}] must have no activation of its own, got {layer.activation!r}")
-            if layer is not None and layer.activations is not None:
+            if layer.activations is not None:
                 raise ValueError(f"parts[{i}] must have no activations of its own, got {layer.activations!r}")
         with placement.on(first.device):
             qweight, scales = (_joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales"))
@@ -311,11 +313,6 @@ def _for_quantized(weight: PackedWeight, activation: Any, activations: str) -> P
     if activations == "fp8":
         gpu.check_fp8(packed)
     return packed
-
-
-def _check(weight: Any) -> None:
-    if not isinstance(weight, PackedWeight):
-        raise TypeError(f"weight must be a PackedWeight, got {type(weight).__name__}")
 
 
 def _joined(arrays: Sequence[Array]) -> Array:

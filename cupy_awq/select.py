@@ -21,8 +21,6 @@ FAMILIES: dict[str, Family] = {
     family.NAME: family
     for family in (Gemv(), GemmSmall(), GemmSimt(), GEMM_SM75, GEMM_SM80, GemmSm90Raw(), GemmSm90(), GemmSm90Large())
 }
-
-
 ON_REPACKED = ("gemm_sm90", "gemm_sm90_large")
 
 

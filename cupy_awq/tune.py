@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import check, placement, select, table, testing, timing, tuning
+from cupy_awq import bench, check, placement, select, table, testing, timing, tuning
 from cupy_awq import compile as compiler
 from cupy_awq import device as devices
 from cupy_awq.check import Array
@@ -53,10 +53,7 @@ def run(
     progress: Callable[[str], None],
 ) -> list[Row]:
     """Time the ``tries`` first configurations for every (K, N) and every M, in float16."""
-    for k, n in shapes:
-        if k == 0 or n == 0 or n % 8:
-            raise ValueError(f"shape {k}x{n}: expected K > 0 and N > 0, a multiple of 8")
-        check.group_size(k, group_size)
+    bench.check_shapes(shapes, group_size)
     rows = []
     with placement.on(device):
         for k, n in shapes:

@@ -83,3 +83,9 @@ class PackedWeight:
         size = self.nbytes
         bytes_ = f"{size / 1e6:.2f} MB" if size >= 10_000 else f"{size} B"
         return f"PackedWeight(K={k}, N={n}, group_size={group_size}, {dtype}, {zeros} zeros, {bytes_}{place})"
+
+
+def check_packed(weight: object) -> None:
+    """TypeError for an argument ``weight`` that is no `PackedWeight`."""
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight must be a PackedWeight, got {type(weight).__name__}")

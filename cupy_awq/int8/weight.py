@@ -12,7 +12,7 @@ import numpy as np
 from cupy_awq import check
 from cupy_awq.check import Array
 from cupy_awq.packing import namespace, unpack_int4
-from cupy_awq.weight import PackedWeight
+from cupy_awq.weight import PackedWeight, check_packed
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -182,8 +182,7 @@ def from_packed(weight: PackedWeight, /) -> PackedConvWeight:
     >>> from_packed(quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
     PackedConvWeight(Co=16, kernel=1x1, Ci/groups=32, 4 bits, block_size=16, float32, offsets)
     """
-    if not isinstance(weight, PackedWeight):
-        raise TypeError(f"weight must be a PackedWeight, got {type(weight).__name__}")
+    check_packed(weight)
     k, n = weight.shape
     xp = namespace(weight.qweight)
     scale = xp.ascontiguousarray(weight.scales.T).astype(np.float32)

@@ -88,13 +88,13 @@ class GemmSm90Config:
 
     def shared_bytes(self, problem: Problem) -> int:
         staged = self.x_ring_bytes + self.stages * (self.records * self.depth * layout(problem).record_bytes + 16)
-        tiles = self.block_n // 16
-        most = max(staged, self.teams * (self.block_m // 8 * tiles) * 136 * 4)
-        if self.splits == 1:
-            return most
-        owned = self.block_m // self.splits
-        sent = (self.splits - 1) * ceil_div(owned, 8) * tiles * (8 * min(4, owned // 2) * 4 + 8) * 4
-        return most + 16 + sent
+        sums = self.teams * self._sum_bytes(self.block_m)
+        barrier_and_sent = 16 + (self.splits - 1) * self._sum_bytes(self.block_m // self.splits)
+        return max(staged, sums) + (barrier_and_sent if self.splits > 1 else 0)
+
+    def _sum_bytes(self, rows: int) -> int:
+        """Of the tile's sums in `rows` of its rows, as SumTiles has them."""
+        return ceil_div(rows, 8) * (self.block_n // 16) * (8 * min(4, rows // 2) * 4 + 8) * 4
 
     def grid(self, problem: Problem) -> tuple[int, int, int]:
         return ceil_div(problem.n, self.block_n) * self.splits, ceil_div(problem.m, self.block_m), 1
@@ -151,8 +151,7 @@ class GemmSm90Config:
         """The larger of the stream and of the work on it, and what does not overlap.
 
         Fitted, mma to 1-16 rows on an H200 and wgmma to 114 times from 32 to 8192 rows on an H100: 6% off (root mean
-        square). There its first choice took 1.03 times as long as the best (geometric mean), with mma
-        1.07 times.
+        square). There its first choice took 1.03 times as long as the best (geometric mean), with mma 1.07 times.
         """
         columns, rows, _ = self.grid(problem)
         steps = ceil_div(ceil_div(problem.k, RECORD_K), self.splits)

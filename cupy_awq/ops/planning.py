@@ -13,7 +13,7 @@ from cupy_awq.check import HOST, Array
 from cupy_awq.kernels.problem import Problem, Strides
 from cupy_awq.ops import gpu
 from cupy_awq.ops.repacking import RepackedWeight
-from cupy_awq.weight import PackedWeight
+from cupy_awq.weight import PackedWeight, check_packed
 
 BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "weight", "bias")
 """What launches can be given: the arrays of a call, its workspace, and what stays from call to call."""
@@ -361,8 +361,7 @@ def plan(
     >>> plan(np.ones((2, 32), np.float16), y)[:, 0]
     array([1., 1.], dtype=float16)
     """
-    if not isinstance(weight, PackedWeight):
-        raise TypeError(f"weight must be a PackedWeight, got {type(weight).__name__}")
+    check_packed(weight)
     index = weight.facts.device
     with placement.on(index):
         if isinstance(x, tuple):
