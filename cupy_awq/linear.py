@@ -27,7 +27,8 @@ class AwqLinear:
     """y = activation(x @ W + bias) for a `PackedWeight`, on the device where the weight lies.
 
     On a Hopper GPU the layer makes a second copy of the weight, in the order in which its tensor cores take it, and
-    can do with that one alone.
+    can do with that one alone. There products of 33 and more rows may round each weight to x's dtype before they
+    multiply, as `dequantize` does.
 
     ``layer(x, out=None, residual=None, dtype=None)`` takes x [..., K] in float16, bfloat16 or float32 and gives
     activation(x @ W + bias) + residual, [..., N] of x's dtype; all as in `gemm`. A layout of x and out that was met

@@ -13,6 +13,7 @@ import functools
 import hypothesis
 import pytest
 
+from cupy_awq.device import forced_arch
 from cupy_awq.table import render
 from tests import simt
 
@@ -43,10 +44,11 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _, capability = gpu()
+    hopper = capability == "90" and forced_arch() in (None, 90)
 
     def runs_here(item: pytest.Item) -> bool:
         if item.get_closest_marker("sm90"):
-            return capability == "90"
+            return hopper
         return bool(capability) or not item.get_closest_marker("gpu")
 
     deselected = [item for item in items if not runs_here(item)]

@@ -252,11 +252,11 @@ def test_concatenated_layers_on_the_gpu(zeros: str, m: int) -> None:
         layer = AwqLinear.concatenate(parts)
         x = random_activations(rng, m, 128, dtype=dtype)
         for view, w, b in zip(layer.split(layer(put(x))), weights, biases, strict=True):
-            check_product(view, x, w, b, rounded=m >= 64)
+            check_product(view, x, w, b, rounded=m > 32)
         gated = AwqLinear.concatenate([weights[0], weights[0]], activation="swiglu")
         on_gpu = AwqLinear.concatenate([put(weights[0])] * 2, activation="swiglu")
         y = on_gpu(put(x), out=nan_like((m, 64), dtype))
-        check_product(y, x, gated.weight, None, "swiglu", rounded=m >= 64)
+        check_product(y, x, gated.weight, None, "swiglu", rounded=m > 32)
 
 
 @pytest.mark.gpu
@@ -349,6 +349,7 @@ def test_the_current_stream_is_used() -> None:
     with stream:
         layer(x, out=out)  # prepared
         out.fill(np.nan)
+        stream.synchronize()
         stream.launch_host_func(lambda _: go.wait(), None)
         for _ in range(2):
             layer(x, out=out)
@@ -428,7 +429,7 @@ def test_a_layer_can_do_without_the_weight_that_it_copied(n: int, activation: An
     for m in (1, 16, 100, 513):
         x = random_activations(rng, m, 256)
         y = alone(put(x))
-        check_product(y.get(), x, weight, bias, activation)
+        check_product(y.get(), x, weight, bias, activation, rounded=m > 32)
         assert (y == whole(put(x))).all()
     assert (alone.shape, alone.group_size, alone.kernel_for(1)) == ((256, n), 128, whole.kernel_for(1))
     assert "MB" in repr(alone) or " B" in repr(alone)
@@ -467,7 +468,7 @@ def test_the_same_row_many_times(m: int) -> None:
     rng = np.random.default_rng(10)
     weight, x = random_weight(rng, 256, 128, 128), random_activations(rng, 1, 256)
     y = AwqLinear(PackedWeight(*map(put, tensors(weight))))(cupy.broadcast_to(put(x), (m, 256)))
-    check_product(y.get(), np.broadcast_to(x, (m, 256)), weight)
+    check_product(y.get(), np.broadcast_to(x, (m, 256)), weight, rounded=m > 32)
 
 
 @pytest.mark.gpu

@@ -127,3 +127,11 @@ def test_a_forced_arch_lowers_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(device.ARCH_VARIABLE, text)
         with pytest.raises(ValueError, match="CUPY_AWQ_ARCH: expected a compute capability"):
             device.forced_arch()
+
+
+@given(m=st.integers(1, 32), n=st.sampled_from([64, 256, 4096]), k=st.sampled_from([64, 256, 4096]))
+def test_few_rows_meet_weights_that_were_not_rounded(m: int, n: int, k: int) -> None:
+    problem = Problem(m, n, k, 64, repacked=True)
+    choice = select.choose(problem, device.nominal(90))
+    assert choice.name != "gemm_sm90_large"
+    assert not getattr(choice.config, "scaled", False)

@@ -20,6 +20,8 @@ RECORDS = BLOCK_N // RECORD_COLUMNS
 SHARED_BYTES = 232448
 """That a block of sm_90 can have."""
 MAX_STAGES = 6
+LEAST_ROWS = 33
+"""Fewer rows are promised products of weights that were not rounded."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ class GemmSm90Large:
         reason = unfit(problem, device)
         if reason is not None:
             return reason
+        if problem.m < LEAST_ROWS:
+            return f"needs {LEAST_ROWS} rows of x"
         if problem.dtype == "float16" and problem.wide_scales:
             return "needs scales whose products float16 holds in full"
         return layout(problem).refuse()
