@@ -64,7 +64,7 @@ def test_rms_norm_adds_to_the_residual_stream_first(
     weight = normal(rng, width)
     before, x = h.copy(), nan(3, width, dtype=DTYPES[dtype])
     plan = llm.rms_norm(facts(arch, backend), 3, width, dtype, 1e-5, delta=delta)
-    runner(backend)(plan, {"h": h, **frozen(weight=weight, delta=added), "x": x, "next": None})
+    runner(backend)(plan, {"h": h, **frozen(weight=weight, delta=added), "x": x})
     wanted = before + added.astype(np.float32) if delta else before
     np.testing.assert_array_equal(h, wanted)
     scale = 1 / np.sqrt((wanted.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5)
@@ -203,7 +203,7 @@ def test_a_decode_step_attends_to_its_token_and_all_before(
     sizes = m, heads, kv_heads, head_dim, capacity, stride
     plan = llm.decode_attention(facts(arch, backend), *sizes, dtype, 1e-6, norm=norm)
     partials, counters = llm.attention_workspace(plan, head_dim)
-    arrays = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32), "next": None}
+    arrays = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
     read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
     runner(backend)(plan, {**read, "k": k, "v": v, "out": out, **arrays})
     assert not arrays["counters"].any(), "the counters must be left as they were found"

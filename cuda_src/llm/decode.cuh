@@ -9,7 +9,6 @@
 //   out             X [m, heads, HEAD_DIM]
 //   partials        float32 [m, heads / HEADS, MAX_SPLITS, HEADS, HEAD_DIM + 2]
 //   counters        uint32 [m, heads / HEADS], zeros before and after
-//   next            what is asked for ahead (begin.cuh)
 //
 // grid (splits, heads / HEADS, m): as many of the splits as have SPAN keys or more are at work, whatever the length is
 // when the launch is captured. Warps, and then splits, are merged in a fixed order: the same bits at every run.

@@ -14,9 +14,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
                                                       : kHeads > 4  ? 2
                                                                     : 3)
     decode_attention(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
-                     const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters,
-                     const uint8_t* next, int heads, int kv_heads, int capacity, int runs, int run_bytes,
-                     int ahead_bytes, int64_t sequence_stride, float scale, float eps) {
+                     const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters, int heads,
+                     int kv_heads, int capacity, int64_t sequence_stride, float scale, float eps) {
   __shared__ BlockSoftmax block;
   __shared__ alignas(16) float queries[kHeads][kHeadDim];
   __shared__ alignas(16) X new_key[kHeadDim];
@@ -24,7 +23,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
   const int split = blockIdx.x, part = blockIdx.y, row = blockIdx.z;
   const int unit = row * gridDim.y + part;
-  ask_ahead(next, runs, run_bytes, ahead_bytes, unit * gridDim.x + split, gridDim.x * gridDim.y * gridDim.z);
   const int position = lengths[row];
   const int keys = min(position, capacity);  // that are in the cache
   const int span = max(SPAN, ceil_div(ceil_div(keys, static_cast<int>(gridDim.x)), kGroups) * kGroups);

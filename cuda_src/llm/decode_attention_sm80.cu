@@ -18,6 +18,7 @@
 #include "llm/decode.cuh"
 #include "mma.cuh"
 #include "ptx/ld.cuh"
+#include "ptx/prefetch.cuh"
 
 constexpr int kKeys = KEYS;
 constexpr int kSteps = kKeys / 16;
@@ -32,9 +33,8 @@ using Words = Vector<uint32_t, 4>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     decode_attention_sm80(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
-                          const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters,
-                          const uint8_t* next, int heads, int kv_heads, int capacity, int runs, int run_bytes,
-                          int ahead_bytes, int64_t sequence_stride, float scale, float eps) {
+                          const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters, int heads,
+                          int kv_heads, int capacity, int64_t sequence_stride, float scale, float eps) {
   __shared__ BlockSoftmax block;
   __shared__ Words queries[2 * kChunks][32];  // the operands of each lane
   __shared__ alignas(16) X new_key[kHeadDim];
@@ -93,7 +93,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       ptx::prefetch_global_l2(v + first + i);
     }
   }
-  ask_ahead(next, runs, run_bytes, ahead_bytes, unit * gridDim.x + split, gridDim.x * gridDim.y * gridDim.z);
   if (split >= splits) return;
   const int64_t at = static_cast<int64_t>(min(position, capacity - 1)) * kHalf;
   const Token token(cos + at, sin + at, q_norm, k_norm);

@@ -6,7 +6,6 @@
 //   delta   X [m, width], or null
 //   weight  float32 [width]
 //   x       X [m, width]
-//   next    what is asked for ahead (begin.cuh), by the blocks behind the first m
 //
 // width a multiple of 4 up to THREADS * 4 * VECTORS, any architecture. One block a row; all arrays start at multiples
 // of 16 bytes.
@@ -17,14 +16,9 @@ constexpr int kVectors = VECTORS;
 constexpr bool kHasDelta = HAS_DELTA;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    rms_norm(float* h, const X* delta, const float* weight, X* x, const uint8_t* next, int m, int width, int runs,
-             int run_bytes, int ahead_bytes, float eps) {
+    rms_norm(float* h, const X* delta, const float* weight, X* x, int width, float eps) {
   __shared__ float sums[kWarps];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
-  if (blockIdx.x >= m) {
-    ask_ahead(next, runs, run_bytes, ahead_bytes, blockIdx.x - m, gridDim.x - m);
-    return;
-  }
   const int64_t start = static_cast<int64_t>(blockIdx.x) * width;
   Vector<float, 4> values[kVectors] = {}, weights[kVectors];
 #pragma unroll

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,17 +32,6 @@ SPAN = 64
 """Keys for which a split of ``decode_attention`` is worth its while."""
 ALONE = 256
 """Keys up to which it has one split on tensor cores: to merge several takes 1.5 us on an H100."""
-
-
-class Ahead(NamedTuple):
-    """What a kernel asks the L2 cache for: the first ``bytes`` of each of ``runs`` runs of ``run_bytes``."""
-
-    runs: int
-    run_bytes: int
-    bytes: int
-
-
-NOTHING = Ahead(0, 0, 0)
 
 
 def _plan(
@@ -75,15 +63,12 @@ def embed(device: Device, m: int, vocab: int, width: int, table: str) -> LaunchP
 
 
 @functools.lru_cache(maxsize=1024)
-def rms_norm(
-    device: Device, m: int, width: int, dtype: str, eps: float, *, delta: bool, ahead: Ahead = NOTHING
-) -> LaunchPlan:
+def rms_norm(device: Device, m: int, width: int, dtype: str, eps: float, *, delta: bool) -> LaunchPlan:
     threads = 256 if width <= 4096 else 1024
     vectors = ceil_div(width, 4 * threads)
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HAS_DELTA": int(delta), "VECTORS": vectors}
-    arguments = ("h", "delta", "weight", "x", "next", *_ints(m, width, *ahead), np.float32(eps))
-    blocks = m + (device.sm_count if ahead.bytes else 0)
-    return _plan(device, "rms_norm", defines, (blocks, 1, 1), threads, arguments)
+    arguments = ("h", "delta", "weight", "x", np.int32(width), np.float32(eps))
+    return _plan(device, "rms_norm", defines, (m, 1, 1), threads, arguments)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -154,7 +139,6 @@ def decode_attention(
     eps: float,
     *,
     norm: bool,
-    ahead: Ahead = NOTHING,
 ) -> LaunchPlan:
     """On tensor cores where they can do it; otherwise in plain CUDA. Its grid depends on no length: a captured graph
     serves all."""
@@ -174,8 +158,8 @@ def decode_attention(
         resident = 2 if threads > 128 else 3
         defines |= sharing
     splits = max(1, min(MAX_SPLITS, resident * device.sm_count // (m * heads // part)))
-    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters", "next")
-    sizes = _ints(heads, kv_heads, capacity, *ahead)
+    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters")
+    sizes = _ints(heads, kv_heads, capacity)
     scalars = np.int64(sequence_stride), np.float32(head_dim**-0.5), np.float32(eps)
     return _plan(device, entry, defines, (splits, heads // part, m), threads, (*buffers, *sizes, *scalars))
 

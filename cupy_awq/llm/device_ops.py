@@ -17,7 +17,6 @@ from cupy_awq import check, device
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.kernels import llm as kernels
-from cupy_awq.kernels.repack import RECORD_COLUMNS
 from cupy_awq.launch_plan import LaunchPlan
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm import cache as kv
@@ -26,7 +25,6 @@ from cupy_awq.llm.config import Config
 from cupy_awq.llm.sampling import Sampling
 from cupy_awq.llm.source import Linear
 from cupy_awq.ops import gpu
-from cupy_awq.ops.repacking import RepackedWeight
 from cupy_awq.weight import PackedWeight
 
 if TYPE_CHECKING:
@@ -34,9 +32,6 @@ if TYPE_CHECKING:
 
 Project = Callable[[Array], Array]
 
-AHEAD_ROWS = 16
-AHEAD_BYTES = 4 << 20
-"""Of a weight that comes next, into the L2 cache; on an H100 more than 4 MiB cost more than they gained."""
 RESERVE = 1 << 29
 """Bytes that a cache leaves for what a forward pass needs."""
 
@@ -112,19 +107,15 @@ class DeviceOps:
         self.run(plan, tokens=tokens, table=table, h=h)
         return h
 
-    def norm(self, h: Array, delta: Array | None, weight: Array, then: Project) -> Array:
+    def norm(self, h: Array, delta: Array | None, weight: Array) -> Array:
         width = h.shape[-1]
         m = h.size // width
         x = self._empty(h.shape)
-        following, ahead = _following(then, m)
-        options = {"delta": delta is not None, "ahead": ahead}
-        plan = kernels.rms_norm(self._facts, m, width, self.dtype.name, self.config.eps, **options)
-        self.run(plan, h=h, delta=delta, weight=weight, x=x, next=following)
+        plan = kernels.rms_norm(self._facts, m, width, self.dtype.name, self.config.eps, delta=delta is not None)
+        self.run(plan, h=h, delta=delta, weight=weight, x=x)
         return x
 
-    def attend(
-        self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int, then: Project
-    ) -> Array:
+    def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int) -> Array:
         config, dtype = self.config, self.dtype.name
         b, s, _ = qkv.shape
         norm = q_norm is not None
@@ -134,10 +125,9 @@ class DeviceOps:
         arrays = {"lengths": cache.lengths, "k": cache.k[layer], "v": cache.v[layer]}
         new = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cache.cos, "sin": cache.sin}
         if s == 1:
-            following, ahead = _following(then, b)
-            plan = kernels.decode_attention(self._facts, b, *sizes, dtype, config.eps, norm=norm, ahead=ahead)
+            plan = kernels.decode_attention(self._facts, b, *sizes, dtype, config.eps, norm=norm)
             partials, _ = kernels.attention_workspace(plan, config.head_dim)
-            scratch = {"partials": self._empty((partials,), np.float32), "counters": self._counters, "next": following}
+            scratch = {"partials": self._empty((partials,), np.float32), "counters": self._counters}
             self.run(plan, **arrays, **new, **scratch, out=out)
             return out
         q = self._empty((b, s, config.q_width))
@@ -317,17 +307,6 @@ def _checked(token: int) -> int:
     if token < 0:
         raise ValueError("the logits hold NaN: the model's weights are damaged, or its values overflow")
     return token
-
-
-def _following(then: Project, m: int) -> tuple[Array | None, kernels.Ahead]:
-    """The weight of the product that comes next and what of it to ask for ahead; for few rows, which are the time that
-    memory takes. The weight's columns lie in runs, all of which the product reads from their beginning on."""
-    weight = then._operand if isinstance(then, AwqLinear) else None
-    if m > AHEAD_ROWS or not isinstance(weight, RepackedWeight):
-        return None, kernels.NOTHING
-    runs = -(-weight.shape[1] // RECORD_COLUMNS)
-    run_bytes = weight.repacked.nbytes // runs
-    return weight.repacked, kernels.Ahead(runs, run_bytes, min(run_bytes, AHEAD_BYTES // runs // 128 * 128))
 
 
 def _put(a: Array | None) -> Any:

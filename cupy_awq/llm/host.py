@@ -69,16 +69,14 @@ class HostOps:
         """Rows of the table: the residual stream, float32 [.., hidden]."""
         return table[tokens].astype(np.float32)
 
-    def norm(self, h: Array, delta: Array | None, weight: Array, then: Project) -> Array:
-        """RMSNorm of h, to which delta is added first, in place. ``then``: the product that comes next."""
+    def norm(self, h: Array, delta: Array | None, weight: Array) -> Array:
+        """RMSNorm of h, to which delta is added first, in place."""
         if delta is not None:
             h += delta
         return _rms_norm(h, weight, self.config.eps)
 
-    def attend(
-        self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int, then: Project
-    ) -> Array:
-        """Causal attention of the newest tokens to all of theirs; [B, S, q_width]. ``then``: the product that follows.
+    def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int) -> Array:
+        """Causal attention of the newest tokens to all of theirs; [B, S, q_width].
 
         From qkv [B, S, (heads + 2 kv_heads) * head_dim]; q and k get their norm and RoPE, k and v are written to the
         cache, behind what each sequence has.

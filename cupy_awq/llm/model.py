@@ -54,11 +54,11 @@ class Model:
         h = ops.embed(self.embedding, tokens)
         delta = None
         for i, layer in enumerate(self.layers):
-            x = ops.norm(h, delta, layer.input_norm, layer.qkv)
-            delta = layer.o(ops.attend(layer.qkv(x), layer.q_norm, layer.k_norm, cache, i, layer.o))
-            x = ops.norm(h, delta, layer.post_norm, layer.gate_up)
+            x = ops.norm(h, delta, layer.input_norm)
+            delta = layer.o(ops.attend(layer.qkv(x), layer.q_norm, layer.k_norm, cache, i))
+            x = ops.norm(h, delta, layer.post_norm)
             delta = layer.down(layer.gate_up(x))
-        return ops.norm(h, delta, self.norm, self.head)
+        return ops.norm(h, delta, self.norm)
 
     def append(self, cache: Cache, sequence: int, tokens: Sequence[int]) -> Iterator[Array]:
         """The hidden states [1, S, hidden] of tokens that go on one sequence, chunk by chunk."""
