@@ -3,6 +3,12 @@
 // and a warp that needs no other can have a part of K of its own.
 //
 //   x  X [m, k], row stride ldx values; rows start at multiples of 16 bytes
+// NORM_K, k as a multiple of 128, unless it is 0: x is what `NormedRows` makes of these, each contiguous, in every
+// block anew:
+//   h      float32 [m, k]
+//   delta  X [m, k], or null
+//   norm   float32 [k]
+//   sum    float32 [m, k]: h + delta, each element from one block; where there is no delta, nothing
 //
 // Predicted and measured otherwise: one tensor copy of all of x was slower than 32 small ones (5.5 against 4.7
 // microseconds, 4096 x 4096, one row), for nobody can begin before it ends; copies by the consumers were no slower than
@@ -11,6 +17,7 @@
 // sm_90. A team is one warp a record: it makes 32 columns of the block's tile for all BLOCK_M rows. Codes enter as they
 // are; zero points and scales of a group are applied to its float32 sums.
 #include "gemm_sm90.cuh"
+#include "normed_rows.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -22,60 +29,109 @@ constexpr int kTilesN = 2;
 constexpr int kUnroll = kTilesM == 1 && kResident == 1 && kThreads <= 320 ? 2 : 1;
 constexpr int kChains = kTilesM == 1 ? 2 : 1;  // of mma that do not wait for each other, a tile
 constexpr int kXRows = X_ROWS;                 // of x in shared memory: a power of two
-constexpr int kXStages = X_STAGES;             // stages of x that a team has there
 constexpr int kStageK = kDepth * kRecordK;
-constexpr int kUnits = kStageK / 8;  // of 16 bytes, in a row
-constexpr int kXStageBytes = kXRows * kUnits * 16;
+constexpr int kUnits = (NORM_K == 0 ? kStageK : NORM_K) / 8;  // of 16 bytes, in a row of x in shared memory
 
-static_assert(kXBytes == 0 && kXRingBytes == kTeams * kXStages * kXStageBytes, "teams bring x themselves");
+static_assert(kXBytes == 0, "the consumers bring x themselves");
 static_assert(kXRows <= kBlockM, "a tile has no more rows of x");
-static_assert(kTeamWarps == 1 || kTeams < 16, "there are 16 barriers, one is that of the block");
 static_assert(kTeamWarps == kRecords, "a warp makes the columns of a record");
 
+// x, stage by stage: each team has a ring of its own. Without the tensor copy engine x is there sooner, and few rows
+// need few copies. Unit u of row r lies at u ^ (r % 8), so that ldmatrix meets no bank twice.
+class StagedRows {
+ public:
+  struct Source {
+    const X* x;
+    int ldx;
+  };
+
+  __device__ __forceinline__ StagedRows(const Source& source, const Tile& tile, int m, int k)
+      : x_(source.x),
+        ldx_(source.ldx),
+        m_begin_(tile.m_begin),
+        rows_(m - tile.m_begin),
+        k_end_(min(k, tile.step_end * kRecordK)),
+        k_next_(tile.step_begin * kRecordK + team() * kStageK),
+        ring_(tile.shared_begin + team() * kStages * kStageBytes) {}
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int stage = 0; stage < kStages - 1; ++stage) start(stage);
+  }
+
+  // Where the x of the team's next round begins, once it is there.
+  __device__ __forceinline__ uint32_t next(int) {
+    ptx::cp_async_wait_group<kStages - 2>();
+    if constexpr (kTeamWarps == 1) {
+      __syncwarp();
+    } else {
+      ptx::barrier_sync(team() + 1, kTeamThreads);
+    }
+    // The stage that was read last is free now.
+    start(stage_ == 0 ? kStages - 1 : stage_ - 1);
+    const uint32_t begin = ring_ + stage_ * kStageBytes;
+    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+    return begin;
+  }
+
+  // Copies beyond the last step write zeros, where the sums may come to lie.
+  __device__ __forceinline__ void end() { ptx::cp_async_wait_group<0>(); }
+
+ private:
+  static constexpr int kStages = X_STAGES;
+  static constexpr int kStageBytes = kXRows * kUnits * 16;
+  static constexpr int kTeamThreads = kTeamWarps * 32;
+
+  static_assert(NORM_K != 0 || kXRingBytes == kTeams * kStages * kStageBytes, "a team has stages of its own");
+  static_assert(NORM_K != 0 || kTeamWarps == 1 || kTeams < 16, "there are 16 barriers, one is that of the block");
+
+  static __device__ __forceinline__ int team() { return threadIdx.x / kTeamThreads; }
+
+  __device__ __forceinline__ void start(int stage) {
+    const int thread = threadIdx.x % kTeamThreads;
+#pragma unroll
+    for (int begin = 0; begin < kXRows * kUnits; begin += kTeamThreads) {
+      const int row = (begin + thread) / kUnits;
+      const int unit = (begin + thread) % kUnits;
+      if (kXRows * kUnits % kTeamThreads != 0 && row >= kXRows) break;
+      const int k = k_next_ + unit * 8;
+      const bool valid = row < rows_ && k < k_end_;
+      const uint32_t target = ring_ + stage * kStageBytes + (row * kUnits + (unit ^ (row % 8))) * 16;
+      ptx::cp_async_16(target, x_ + static_cast<int64_t>(m_begin_ + row) * ldx_ + k, valid ? 16 : 0);
+    }
+    ptx::cp_async_commit_group();
+    k_next_ += kTeams * kStageK;
+  }
+
+  const X* x_;
+  int ldx_, m_begin_, rows_, k_end_, k_next_;
+  uint32_t ring_;
+  int stage_ = 0;
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
-    gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const X* x, int m, int n, int k,
-                  int ldr, int ldy, int ldx, float low, float high) {
+    gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
+#if NORM_K == 0
+                  const X* x, int m, int n, int k, int ldr, int ldy, int ldx, float low, float high) {
+  using Rows = StagedRows;
+  const Rows::Source source{x, ldx};
+#else
+                  const float* h, const X* delta, const float* norm, float* sum, int m, int n, int k, int ldr, int ldy,
+                  float low, float high, float eps) {
+  using Rows = NormedRows<kXRows, kUnits, kConsumerThreads, HAS_DELTA>;
+  const Rows::Source source{h, delta, norm, sum, eps};
+#endif
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int team = warp / kTeamWarps;
   float sums[kTilesN][kTilesM][4] = {};
 
   auto consume = [&](const Tile& tile, const uint8_t* shared) {
-    // 16 bytes of x a lane: unit u of row r lies at u ^ (r % 8), so that ldmatrix meets no bank twice. Without the
-    // tensor copy engine x is there sooner, and few rows need few copies.
-    const uint32_t x_ring = tile.shared_begin + team * kXStages * kXStageBytes;
-    constexpr int kTeamThreads = kTeamWarps * 32;
-    const int thread = threadIdx.x % kTeamThreads;
-    const int rows = m - tile.m_begin;
-    const int k_end = min(k, tile.step_end * kRecordK);
-    int k_next = tile.step_begin * kRecordK + team * kStageK;
-    auto start_x = [&](int stage) {
-#pragma unroll
-      for (int begin = 0; begin < kXRows * kUnits; begin += kTeamThreads) {
-        const int row = (begin + thread) / kUnits;
-        const int unit = (begin + thread) % kUnits;
-        if (kXRows * kUnits % kTeamThreads != 0 && row >= kXRows) break;
-        const int k_unit = k_next + unit * 8;
-        const bool valid = row < rows && k_unit < k_end;
-        const uint32_t target = x_ring + stage * kXStageBytes + (row * kUnits + (unit ^ (row % 8))) * 16;
-        ptx::cp_async_16(target, x + static_cast<int64_t>(tile.m_begin + row) * ldx + k_unit, valid ? 16 : 0);
-      }
-      ptx::cp_async_commit_group();
-      k_next += kTeams * kStageK;
-    };
-    auto synchronize_team = [&] {
-      if constexpr (kTeamWarps == 1) {
-        __syncwarp();
-      } else {
-        ptx::barrier_sync(team + 1, kTeamThreads);
-      }
-    };
+    Rows rows(source, tile, m, k);
     ptx::griddepcontrol_wait();
-#pragma unroll
-    for (int stage = 0; stage < kXStages - 1; ++stage) start_x(stage);
+    rows.begin();
 
     Position at{team, 0};
-    int x_stage = 0;
     for (int round = team; round < tile.rounds(); round += kTeams) {
       wait(tile.full(at.stage), at.parity);
       const int depth = tile.depth(round);
@@ -97,14 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 #pragma unroll
           for (int i = 0; i < kTilesN; ++i) groups[part][i] = Group::load(record, part, i, lane / 4);
         }
-        if (step == 0) {
-          ptx::cp_async_wait_group<kXStages - 2>();
-          synchronize_team();
-          // The stage that was read last is free now.
-          start_x(x_stage == 0 ? kXStages - 1 : x_stage - 1);
-          x_begin = x_ring + x_stage * kXStageBytes;
-          x_stage = x_stage + 1 == kXStages ? 0 : x_stage + 1;
-        }
+        if (step == 0) x_begin = rows.next(round);
 
 #pragma unroll
         for (int part = 0; part < kGroups; ++part) {
@@ -166,8 +215,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       if (lane == 0) ptx::mbarrier_arrive(tile.empty(at.stage));
       at.advance(kTeams);
     }
-    // Copies beyond the last step write zeros, where the sums may come to lie.
-    ptx::cp_async_wait_group<0>();
+    rows.end();
   };
   auto push = [&](float* shared_sums) {
 #pragma unroll

@@ -82,6 +82,14 @@ def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Devic
     dtype, scales_dtype = DTYPES[problem.dtype], DTYPES[problem.scales_dtype]
     weight = random_weight(rng, problem.k, problem.n, problem.group_size, dtype=scales_dtype, zeros=problem.zeros)
     x = random_activations(rng, problem.m, problem.k, dtype=dtype)
+    normed: dict[str, np.ndarray] = {}
+    if problem.norm:
+        h = rng.standard_normal((problem.m, problem.k)).astype(np.float32) * np.float32(3)
+        delta = rng.standard_normal(h.shape).astype(dtype)
+        norm = (1 + rng.standard_normal(problem.k) / 4).astype(np.float32)
+        normed = {"h": h, "delta": delta, "norm": norm, "sum": np.full_like(h, np.nan)}
+        total = h + delta.astype(np.float32) if problem.norm == "h + delta" else h
+        x = (total / np.sqrt((total**2).mean(1, keepdims=True) + problem.eps) * norm).astype(dtype)
     n_out = problem.n // 2 if problem.gated else problem.n
     bias = None
     if problem.bias_dtype:
@@ -113,7 +121,10 @@ def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Devic
     aligned = all(a is None or a.strides[0] % 16 == 0 for a in wide)
     problem = replace(problem, strides=strides, aligned=aligned, x_aligned=arrays["x"].strides[0] % 16 == 0)
     scratch = {"partials": np.full(partials // 4, np.nan, np.float32), "counters": np.zeros(counters, np.uint32)}
-    run(config.plan(problem, facts), {**arrays, "bias": bias, "weight": repacked, **scratch})
+    run(config.plan(problem, facts), {**arrays, **normed, "bias": bias, "weight": repacked, **scratch})
+    if normed:
+        np.testing.assert_array_equal(normed["h"], h)
+        np.testing.assert_array_equal(normed["sum"], total if problem.norm == "h + delta" else np.nan)
     y = arrays["y"].astype(np.float64)
     reference, size = expected(problem, x, float64_weight(weight.qweight, weight.scales, weight.qzeros), bias, residual)
     assert np.isfinite(y).all(), f"{np.count_nonzero(~np.isfinite(y))} elements were not written"
@@ -269,6 +280,33 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
     config = data.draw(st.sampled_from(ranked[:20] + [config for config in ranked if config.scaled][:20]))
     pad = data.draw(st.sampled_from([0, 8]))
     check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+
+
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@given(data=st.data())
+@settings(max_examples=12)
+def test_any_product_of_what_it_takes_the_norm_of(backend: str, data: st.DataObject) -> None:
+    gated = data.draw(st.booleans())
+    problem = Problem(
+        m=data.draw(st.integers(1, 5)),
+        n=data.draw(st.integers(1, 5)) * 64 if gated else data.draw(st.integers(1, 40)) * 8,
+        k=data.draw(st.sampled_from([64, 128, 192, 512, 1088])),
+        group_size=64,
+        dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
+        bias_dtype=data.draw(st.sampled_from([None, "float32"])),
+        activation=data.draw(st.sampled_from([None, "silu"])),
+        gated=gated,
+        raw=False,
+        repacked=True,
+        norm=data.draw(st.sampled_from(["h", "h + delta"])),
+        eps=data.draw(st.sampled_from([1e-6, 0.5])),
+    )
+    here = facts(90, backend)
+    found = families(problem, here)
+    assert list(found) == ["gemm_sm90"]
+    config = data.draw(st.sampled_from(found["gemm_sm90"]))
+    check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)))
 
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])

@@ -49,7 +49,8 @@ class Problem:
     ``n`` counts the weight's columns: a gated problem has ``n / 2`` in y. ``aligned``: the weight's arrays and y start
     at, and step by, multiples of 16 bytes; ``x_aligned``: so does x. ``raw``: the weight is there in AWQ's own layout;
     ``repacked``: in that of `Repacking`; ``scale_exponent``: scales times two to its power are at most 64, and float16
-    holds all of them without loss unless ``wide_scales``. Dtypes are names.
+    holds all of them without loss unless ``wide_scales``. ``norm``: x is the RMSNorm, with ``eps``, of a float32 h, or
+    of h + delta, which the product makes on its way. Dtypes are names.
     """
 
     m: int
@@ -70,6 +71,8 @@ class Problem:
     repacked: bool = False
     scale_exponent: int = 0
     wide_scales: bool = False
+    norm: str | None = None
+    eps: float = 0.0
     strides: Strides | None = None
 
     @property

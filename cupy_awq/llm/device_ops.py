@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq import check, device
+from cupy_awq import check, device, select
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.kernels import llm as kernels
@@ -24,7 +24,8 @@ from cupy_awq.llm.cache import Cache
 from cupy_awq.llm.config import Config
 from cupy_awq.llm.sampling import Sampling
 from cupy_awq.llm.source import Linear
-from cupy_awq.ops import gpu
+from cupy_awq.ops import gpu, planning
+from cupy_awq.ops.repacking import RepackedWeight
 from cupy_awq.weight import PackedWeight
 
 if TYPE_CHECKING:
@@ -114,6 +115,22 @@ class DeviceOps:
         plan = kernels.rms_norm(self._facts, m, width, self.dtype.name, self.config.eps, delta=delta is not None)
         self.run(plan, h=h, delta=delta, weight=weight, x=x)
         return x
+
+    def project(self, h: Array, delta: Array | None, weight: Array, then: Project) -> tuple[Array, Array]:
+        operand = then._operand if isinstance(then, AwqLinear) else None
+        if isinstance(then, AwqLinear) and isinstance(operand, RepackedWeight):
+            options = {"bias_dtype": None if then.bias is None else then.bias.dtype.name, "eps": self.config.eps}
+            norm, form = "h" if delta is None else "h + delta", check.activation(then.activation)
+            m = h.size // h.shape[-1]
+            problem = planning.problem_of(operand, form, m, self.dtype, norm=norm, **options)
+            # Few rows: the product makes the norm on its way.
+            if select.FAMILIES["gemm_sm90"].refuse(problem, self._facts) is None:
+                total = h if delta is None else self._empty(h.shape, np.float32)
+                y = self._empty((*h.shape[:-1], sum(then.splits)))
+                arrays = {"h": h, "delta": delta, "norm": weight, "sum": total, "bias": then.bias, "residual": None}
+                self.run(select.choose(problem, self._facts).plan, weight=operand.repacked, y=y, **arrays)
+                return total, y
+        return h, then(self.norm(h, delta, weight))
 
     def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int) -> Array:
         config, dtype = self.config, self.dtype.name

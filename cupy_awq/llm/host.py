@@ -75,6 +75,10 @@ class HostOps:
             h += delta
         return _rms_norm(h, weight, self.config.eps)
 
+    def project(self, h: Array, delta: Array | None, weight: Array, then: Project) -> tuple[Array, Array]:
+        """h + delta, and ``then`` of its RMSNorm."""
+        return h, then(self.norm(h, delta, weight))
+
     def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int) -> Array:
         """Causal attention of the newest tokens to all of theirs; [B, S, q_width].
 

@@ -54,10 +54,10 @@ class Model:
         h = ops.embed(self.embedding, tokens)
         delta = None
         for i, layer in enumerate(self.layers):
-            x = ops.norm(h, delta, layer.input_norm)
-            delta = layer.o(ops.attend(layer.qkv(x), layer.q_norm, layer.k_norm, cache, i))
-            x = ops.norm(h, delta, layer.post_norm)
-            delta = layer.down(layer.gate_up(x))
+            h, qkv = ops.project(h, delta, layer.input_norm, layer.qkv)
+            delta = layer.o(ops.attend(qkv, layer.q_norm, layer.k_norm, cache, i))
+            h, x = ops.project(h, delta, layer.post_norm, layer.gate_up)
+            delta = layer.down(x)
         return ops.norm(h, delta, self.norm)
 
     def append(self, cache: Cache, sequence: int, tokens: Sequence[int]) -> Iterator[Array]:
