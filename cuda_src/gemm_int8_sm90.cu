@@ -1,33 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 // The integer product of gemm_int8.cuh by wgmma, for hundreds of rows and more: all blocks in one launch, each block's
 // int32 products scaled and added up in registers. sm_90a. The product is made transposed, y^T = W x^T: the weight is
-// operand A, unpacked in registers; x is B.
+// operand A, x is B.
 //
-//   weight      records [ceil(n / 64)][ceil(k / 128)], see below
-//   x_map       tensor map of xq as [1][m][k] in boxes of [1][128 / CLUSTER][128], swizzled by 128 bytes
+//   w_map       tensor map of the weight's codes, int8 [1][n][k], in boxes of [1][256 / CLUSTER][128], swizzled by 128
+//               bytes
+//   parameters  float32 [ceil(n / 64)][ceil(k / 128)][X_BLOCKS][part][warp][8 of g][2], of columns 16 warp + g and
+//               16 warp + g + 8: the scale, then with WEIGHT_OFFSET the offset, then with X_OFFSET the sum over the
+//               block of what the codes stand for. The last two are zero but in the last step of 128 k of a block.
+//   x_map       tensor map of xq as [1][m][k] in boxes of [1][128][128], swizzled by 128 bytes
 //   x_scale, x_offset, x_sums   as in gemm_int8.cuh
 //   rows, columns   of units
 //   bias        BIAS [n] or null; y  Y [m, n], row stride ldy values; aligned: rows start at multiples of 16 bytes
 // k a multiple of 16; block a multiple of 128, or 64 or 32, or one block for all of k. X_BLOCKS: blocks in 128 k.
 //
-// A record holds 64 columns and 128 k of the weight, zero beyond its ends:
-//   codes       With g = lane / 4 and t = lane % 4, warp w of a warpgroup has columns 16 w + g and 16 w + 8 + g; 16
-//               bytes a lane. For 4 bits [2 of k64][warp][lane]: byte 8 s + 4 h + i holds k = 32 s + 16 h + 4 t + i of
-//               the 64, of column g in its low and of g + 8 in its high nibble; for 8 bits [4 of k32][warp][lane]: byte
-//               8 h + 4 c + i holds k = 16 h + 4 t + i of column g + 8 c, as two's complement.
-//   parameters  float32 [X_BLOCKS][part][warp][8 of g][2 of g, g + 8]: the scale, then with WEIGHT_OFFSET the offset of
-//               the codes as they are multiplied, then with X_OFFSET the sum over the block of what the codes stand
-//               for. The last two are zero but in the last step of 128 k of a block.
-// 4-bit codes are multiplied as unsigned bytes with WEIGHT_OFFSET, else as signed ones; where they stand in a byte, so
-// that those of high nibbles, and all signed ones, are worth 16 times as much. Scale and offset allow for it.
+// Codes of 4 bits are bytes here, too: a warp that gives operand A out of its registers waits at each instruction until
+// the one before has begun, and in shared memory, where it goes on, a code is a byte. That leaves room for whole zeros:
+// weights whose offsets are multiples of their scales have none here.
 //
-// FP8: xq is e4m3 with one scale a row, x_scale [m]; x_sums are float32, of its values. 4-bit codes in the low bits of
-// a byte are e4m3 as they lie: code * 2^-9. Products are float32; the scale of x comes last.
+// FP8: xq and the codes are e4m3, xq with one scale a row, x_scale [m]; x_sums are float32, of its values. Products are
+// float32; the scale of x comes last.
 //
 // A block makes tiles of 128 rows and 256 columns: two warpgroups with 64 rows each, whose four tiles of 64 columns
-// share the parameters of x in registers. While one warpgroup adds up a block of products the other has the tensor
-// cores. Blocks are persistent, and CLUSTER of them, with neighbouring columns of the same rows, share what they bring
-// of xq.
+// share the scales of x in registers. Each adds up one tile's products while the next tile's are made. Blocks are
+// persistent, and CLUSTER of them, with the same columns of neighbouring rows, share what they bring of the weight.
 #include "copied.cuh"
 #include "epilogue.cuh"
 #include "ptx/barrier.cuh"
@@ -50,14 +46,13 @@ using Product = int32_t;
 #endif
 
 constexpr bool kFp8 = FP8;
-constexpr int kBits = BITS;
 constexpr bool kXOffset = X_OFFSET;
 constexpr bool kWeightOffset = WEIGHT_OFFSET;
 constexpr int kXBlocks = X_BLOCKS;
 constexpr int kStages = STAGES;
 constexpr int kCluster = CLUSTER;
 // Rows of units in a band: blocks that run at the same time share rows of x and columns of the weight in L2.
-constexpr int kBandRows = 8;
+constexpr int kBandRows = 8 / kCluster;
 
 constexpr int kWarpgroups = 2;
 constexpr int kTiles = 4;
@@ -66,8 +61,6 @@ constexpr int kParameterWarps = 2;
 constexpr int kThreads = (kConsumerWarps + 4) * 32;
 constexpr int kConsumerRegisters = 232;
 constexpr int kProducerRegisters = 40;
-// Those before are of __syncthreads and of the warpgroups.
-constexpr int kTurnBarrier = 1 + kWarpgroups;
 constexpr int kBlockM = 128;
 constexpr int kRows = kBlockM / kWarpgroups;
 constexpr int kBlockN = kTiles * 64;
@@ -76,32 +69,29 @@ constexpr int kSums = kRows / 2;
 
 // What is multiplied at once: 64 columns and the k of one block, or all 128.
 constexpr int kSteps = kBlockK / 32 / kXBlocks;
-constexpr int kWords = kSteps * kBits / 2;
-constexpr bool kTurns = kSteps > 1;
 
 constexpr int kParts = 1 + kWeightOffset + kXOffset;
-// Of those of x, what stays in registers for all tiles.
-constexpr int kKeptParts = kParts < 2 ? kParts : 2;
 constexpr int kOffsetPart = 1;
 constexpr int kColumnPart = 1 + kWeightOffset;
-constexpr int kCodeBytes = 64 * kBlockK * kBits / 8;
-constexpr int kRecordBytes = kCodeBytes + kXBlocks * kParts * 64 * 4;
+constexpr int kRecordBytes = kXBlocks * kParts * 64 * 4;
 
-// Shared memory, from a multiple of 1024: x [stage][row][128 k], the weight [stage][record], parameters of x float32
-// [stage][X_BLOCKS][part: scale, scale * sum, offset][row], what is on its way to y [warpgroup][kStoreRows][kRowBytes],
-// barriers [full, empty][stage].
+// Shared memory, from a multiple of 1024: x [stage][row][128 k], codes [stage][column][128 k], parameters of the weight
+// [stage][record], of x float32 [stage][X_BLOCKS][part: scale, scale * sum, offset][row], what is on its way to y
+// [warpgroup][kStoreRows][kRowBytes], barriers [full, empty][stage].
 constexpr int kXBytes = kBlockM * kBlockK;
-constexpr int kWeightBytes = kTiles * kRecordBytes;
+constexpr int kCodeBytes = kBlockN * kBlockK;
+constexpr int kWeightParameterBytes = kTiles * kRecordBytes;
 constexpr int kXParameterBytes = kXBlocks * kParts * kBlockM * 4;
-constexpr int kWeightBegin = kStages * kXBytes;
-constexpr int kXParameterBegin = kWeightBegin + kStages * kWeightBytes;
+constexpr int kCodeBegin = kStages * kXBytes;
+constexpr int kWeightParameterBegin = kCodeBegin + kStages * kCodeBytes;
+constexpr int kXParameterBegin = kWeightParameterBegin + kStages * kWeightParameterBytes;
 constexpr int kStoreRows = sizeof(Y) == 2 ? 16 : 8;
 constexpr int kRowBytes = kBlockN * sizeof(Y) + 16;  // 8 rows lie in different banks
 constexpr int kStoreBegin = kXParameterBegin + kStages * kXParameterBytes;
 constexpr int kBarrierBegin = kStoreBegin + kWarpgroups * kStoreRows * kRowBytes;
 
-static_assert(!kFp8 || (kBits == 4 && kWeightOffset && !kXOffset), "what FP8 takes");
-static_assert(kCluster == 1 || kCluster == 2, "a stage of x has two parts");
+static_assert(!kFp8 || !kXOffset, "what FP8 takes");
+static_assert(kCluster == 1 || kCluster == 2, "a stage of codes has two parts");
 // What the block starts with is all that it has: one register too many and setmaxnreg waits for ever.
 static_assert(kWarpgroups * kConsumerRegisters + kProducerRegisters <= kThreads / 128 * (65536 / kThreads / 8 * 8),
               "registers come out of those that the block starts with");
@@ -116,7 +106,7 @@ struct Position {
   }
 };
 
-// The units of a cluster, tiles that are neighbours along the columns, one after the other, in bands of rows.
+// The units of a cluster, tiles that are neighbours along the rows, one after the other, in bands of rows.
 struct Schedule {
   int rows;  // of units
   int columns;
@@ -131,7 +121,7 @@ struct Schedule {
     const int band = unit / (kBandRows * columns);
     const int height = min(kBandRows, rows - band * kBandRows);
     const int within = unit - band * kBandRows * columns;
-    return {band * kBandRows + within % height, within / height * kCluster + rank()};
+    return {(band * kBandRows + within % height) * kCluster + rank(), within / height};
   }
   static __device__ __forceinline__ int rank() { return kCluster == 1 ? 0 : ptx::cluster_ctarank(); }
 };
@@ -140,40 +130,48 @@ struct Shared {
   uint32_t begin;
 
   __device__ __forceinline__ uint32_t x(int stage) const { return begin + stage * kXBytes; }
-  __device__ __forceinline__ uint32_t weight(int stage) const { return begin + kWeightBegin + stage * kWeightBytes; }
+  __device__ __forceinline__ uint32_t codes(int stage) const { return begin + kCodeBegin + stage * kCodeBytes; }
+  __device__ __forceinline__ uint32_t parameters(int stage) const {
+    return begin + kWeightParameterBegin + stage * kWeightParameterBytes;
+  }
   __device__ __forceinline__ uint32_t full(int stage) const { return begin + kBarrierBegin + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
 };
 
 // The warp that brings xq and the weight.
-__device__ __forceinline__ void produce(const Shared& shared, const uint8_t* weight, const TensorMap* x_map, int rows,
-                                        int columns, int n, int k) {
+__device__ __forceinline__ void produce(const Shared& shared, const TensorMap* w_map, const uint8_t* parameters,
+                                        const TensorMap* x_map, int rows, int columns, int n, int k) {
   const int lane = threadIdx.x % 32;
   const int rank = Schedule::rank();
   const int steps = ceil_div(k, kBlockK);
-  if (lane == 0) ptx::prefetch_tensormap(x_map);
+  if (lane == 0) {
+    ptx::prefetch_tensormap(x_map);
+    ptx::prefetch_tensormap(w_map);
+  }
   ptx::griddepcontrol_wait();
   Position at{0, 1};
   for (Schedule schedule(rows, columns); schedule.is_there(); schedule.advance()) {
     const int2 tile = schedule.tile();
-    // The last tile may reach beyond the weight: it reads some records there, and stores nothing of them.
+    // The last tile may reach beyond the weight: it reads some parameters there, and stores nothing of them.
     const int64_t column = min(tile.y * kTiles + lane % kTiles, ceil_div(n, 64) - 1);
-    const uint8_t* source = weight + column * steps * kRecordBytes;
+    const uint8_t* source = parameters + column * steps * kRecordBytes;
     for (int step = 0; step < steps; ++step) {
+      const uint32_t full = shared.full(at.stage);
       wait(shared.empty(at.stage), at.parity);
-      if (lane == 0) ptx::mbarrier_arrive_expect_tx(shared.full(at.stage), kXBytes + kWeightBytes);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, kXBytes + kCodeBytes + kWeightParameterBytes);
       __syncwarp();
       if (lane < kTiles) {
-        ptx::cp_async_bulk(shared.weight(at.stage) + lane * kRecordBytes, source, kRecordBytes, shared.full(at.stage));
+        ptx::cp_async_bulk(shared.parameters(at.stage) + lane * kRecordBytes, source, kRecordBytes, full);
         source += kRecordBytes;
       } else if (lane == kTiles) {
+        ptx::cp_async_bulk_tensor_3d(shared.x(at.stage), x_map, step * kBlockK, tile.x * kBlockM, 0, full);
+      } else if (lane == kTiles + 1) {
         if constexpr (kCluster == 1) {
-          ptx::cp_async_bulk_tensor_3d(shared.x(at.stage), x_map, step * kBlockK, tile.x * kBlockM, 0,
-                                       shared.full(at.stage));
+          ptx::cp_async_bulk_tensor_3d(shared.codes(at.stage), w_map, step * kBlockK, tile.y * kBlockN, 0, full);
         } else {
-          ptx::cp_async_bulk_tensor_3d_multicast(shared.x(at.stage) + rank * (kXBytes / kCluster), x_map,
-                                                 step * kBlockK, tile.x * kBlockM + rank * (kBlockM / kCluster), 0,
-                                                 shared.full(at.stage), (1 << kCluster) - 1);
+          ptx::cp_async_bulk_tensor_3d_multicast(shared.codes(at.stage) + rank * (kCodeBytes / kCluster), w_map,
+                                                 step * kBlockK, tile.y * kBlockN + rank * (kBlockN / kCluster), 0,
+                                                 full, (1 << kCluster) - 1);
         }
       }
       at = at.next();
@@ -224,32 +222,12 @@ __device__ __forceinline__ void produce_parameters(const Shared& shared, uint8_t
   __syncwarp();
 }
 
-// Codes of one step of 32 k to operand A.
-__device__ __forceinline__ void unpack(uint32_t (&a)[4], const uint32_t (&words)[kWords], int step) {
-  constexpr uint32_t kLow = 0x0f0f0f0fu;
-  constexpr uint32_t kHigh = 0xf0f0f0f0u;
-  constexpr uint32_t kSigns = 0x80808080u;
-  if constexpr (kBits == 8) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = words[step * 4 + i];
-  } else {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t word = words[step * 2 + i];
-      a[2 * i] = kWeightOffset ? word & kLow : ((word << 4) & kHigh) ^ kSigns;
-      a[2 * i + 1] = kFp8 ? (word >> 4) & kLow : kWeightOffset ? word & kHigh : (word & kHigh) ^ kSigns;
-    }
-  }
-}
-
-template <bool ACCUMULATE>
-__device__ __forceinline__ void wgmma(Product (&d)[kSums], const uint32_t (&a)[4], uint32_t b) {
+template <bool FIRST, class T>
+__device__ __forceinline__ void wgmma(T (&d)[kSums], uint32_t a, uint32_t b) {
   if constexpr (kFp8) {
-    ptx::wgmma_e4m3<ACCUMULATE>(d, a, b);
-  } else if constexpr (kBits == 4 && kWeightOffset) {
-    ptx::wgmma_u8_s8<ACCUMULATE>(d, a, b);
+    FIRST ? ptx::wgmma_e4m3_first(d, a, b) : ptx::wgmma_e4m3(d, a, b);
   } else {
-    ptx::wgmma_s8_s8<ACCUMULATE>(d, a, b);
+    FIRST ? ptx::wgmma_s8_first(d, a, b) : ptx::wgmma_s8(d, a, b);
   }
 }
 
@@ -328,9 +306,10 @@ __device__ __forceinline__ void store_tile(uint8_t* memory, const float (&sums)[
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    gemm_int8_sm90(const float* x_scale, const float* x_offset, const Product* x_sums, const uint8_t* weight,
-                   const BIAS* bias, Y* y, const __grid_constant__ TensorMap x_map, int m, int n, int k, int block,
-                   int rows, int columns, int ldy, int aligned, float low, float high) {
+    gemm_int8_sm90(const float* x_scale, const float* x_offset, const Product* x_sums, const uint8_t* parameters,
+                   const BIAS* bias, Y* y, const __grid_constant__ TensorMap x_map,
+                   const __grid_constant__ TensorMap w_map, int m, int n, int k, int block, int rows, int columns,
+                   int ldy, int aligned, float low, float high) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
   const int lane = threadIdx.x % 32;
@@ -350,25 +329,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int steps = ceil_div(k, kBlockK);
     const Epilogue<Y> epilogue{bias, nullptr, low, high, n, 0};
 
-    auto record = [&](int stage, int tile) {
-      return memory + kWeightBegin + stage * kWeightBytes + tile * kRecordBytes;
-    };
-    auto load_words = [&](uint32_t (&words)[kWords], int stage, int b, int tile) {
-      constexpr int kLoad = kWords < 4 ? kWords : 4;
-      const auto* codes = reinterpret_cast<const uint32_t*>(record(stage, tile)) + thread * 4;
-#pragma unroll
-      for (int i = 0; i < kWords; i += kLoad) {
-        const int index = b * kWords + i;
-        Vector<uint32_t, kLoad> values;
-        load<true>(values, codes + index / 4 * (4 * 128) + index % 4);
-#pragma unroll
-        for (int v = 0; v < kLoad; ++v) words[i + v] = values.values[v];
-      }
-    };
     auto load_weight_part = [&](int stage, int b, int tile, int part) {
-      const auto* parameters = reinterpret_cast<const float*>(record(stage, tile) + kCodeBytes);
+      const auto* values_begin = reinterpret_cast<const float*>(memory + kWeightParameterBegin +
+                                                                stage * kWeightParameterBytes + tile * kRecordBytes);
       Vector<float, 2> values;
-      load<true>(values, parameters + ((b * kParts + part) * 32 + thread / 4) * 2);
+      load<true>(values, values_begin + ((b * kParts + part) * 32 + thread / 4) * 2);
       return values;
     };
     auto load_x_part = [&](int stage, int b, int part, int j) {
@@ -376,13 +341,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       Vector<float, 2> values;
       load<true>(values, parameters + (b * kParts + part) * kBlockM + warpgroup * kRows + j * 8 + lane % 4 * 2);
       return values;
-    };
-    // The warpgroups take turns at starting products: else both would multiply at the same time, then both add up.
-    auto take_turn = [&] {
-      if constexpr (kTurns) ptx::barrier_sync(kTurnBarrier + warpgroup, kConsumerWarps * 32);
-    };
-    auto end_turn = [&] {
-      if constexpr (kTurns) ptx::barrier_arrive(kTurnBarrier + 1 - warpgroup, kConsumerWarps * 32);
     };
     auto release = [&](int stage) {
       __syncwarp();
@@ -393,55 +351,59 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     };
 
-    if (warpgroup == 1) end_turn();
     Position at{0, 0};
     for (Schedule schedule(rows, columns); schedule.is_there(); schedule.advance()) {
       float sums[kTiles][kSums] = {};
-      Product products[kSums];
-      Vector<float, 2> x_parts[kKeptParts][kSums / 4];
-      for (int step = 0; step < steps; ++step) {
-        wait(shared.full(at.stage), at.parity);
-#pragma unroll 1
-        for (int b = 0; b < kXBlocks; ++b) {
+      Product products[2][kSums];
+      Vector<float, 2> x_scales[kSums / 4];
+      int b = 0;  // of the blocks in a stage
+      auto start = [&](int tile) {
+        const uint32_t w_begin = (shared.codes(at.stage) + tile * (64 * kBlockK)) / 16 + b * kSteps * 2;
+        const uint32_t x_begin = (shared.x(at.stage) + warpgroup * (kRows * kBlockK)) / 16 + b * kSteps * 2;
+        ptx::wgmma_fence();
+        wgmma<true>(products[tile % 2], w_begin, x_begin);
 #pragma unroll
-          for (int i = 0; i < kTiles; ++i) {
-            uint32_t words[kWords];
-            load_words(words, at.stage, b, i);
-            uint32_t a[kSteps][4];
+        for (int s = 1; s < kSteps; ++s) wgmma<false>(products[tile % 2], w_begin + s * 2, x_begin + s * 2);
+        ptx::wgmma_commit_group();
+      };
+      auto load_x_scales = [&] {
 #pragma unroll
-            for (int s = 0; s < kSteps; ++s) unpack(a[s], words, s);
-            const uint32_t x_begin = (shared.x(at.stage) + warpgroup * (kRows * kBlockK)) / 16 + b * kSteps * 2;
-            take_turn();
-            ptx::wgmma_fence();
-            wgmma<false>(products, a[0], x_begin);
+        for (int j = 0; j < kSums / 4; ++j) x_scales[j] = load_x_part(at.stage, b, 0, j);
+      };
+      wait(shared.full(at.stage), at.parity);
+      start(0);
+      load_x_scales();
+      ptx::wgmma_wait_group<0>();
+      for (int left = steps * kXBlocks; left > 0; --left) {
+        const int stage = at.stage;
+        const int block_at = b;
 #pragma unroll
-            for (int s = 1; s < kSteps; ++s) wgmma<true>(products, a[s], x_begin + s * 2);
-            ptx::wgmma_commit_group();
-            end_turn();
-            if (i == 0) {
+        for (int i = 0; i < kTiles; ++i) {
+          const bool is_last = i == kTiles - 1;
+          Vector<float, 2> weight_parts[kParts];
 #pragma unroll
-              for (int part = 0; part < kKeptParts; ++part) {
-#pragma unroll
-                for (int j = 0; j < kSums / 4; ++j) x_parts[part][j] = load_x_part(at.stage, b, part, j);
-              }
-            }
-            ptx::wgmma_wait_group<0>();
-            Vector<float, 2> weight_parts[kParts];
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) weight_parts[part] = load_weight_part(at.stage, b, i, part);
-            const bool is_last = i == kTiles - 1 && b == kXBlocks - 1;
-            if (is_last && kKeptParts == kParts) release(at.stage);
+          for (int part = 0; part < kParts; ++part) weight_parts[part] = load_weight_part(stage, block_at, i, part);
+          if (is_last && ++b == kXBlocks) {
+            b = 0;
+            at = at.next();
+          }
+          if (!is_last || left > 1) {
+            if (is_last && b == 0) wait(shared.full(at.stage), at.parity);
+            start((i + 1) % kTiles);
+          }
+          // Always so. What is in a branch stays before the wait: the compiler would move half of it behind.
+          if (m > 0) {
 #pragma unroll
             for (int v = 0; v < kSums; ++v) {
-              const auto product = static_cast<float>(products[v]);
-              const float scale = weight_parts[0].values[v / 2 % 2], of_x = x_parts[0][v / 4].values[v % 2];
+              const auto product = static_cast<float>(products[i % 2][v]);
+              const float scale = weight_parts[0].values[v / 2 % 2], of_x = x_scales[v / 4].values[v % 2];
               sums[i][v] = kFp8 ? fmaf(product, scale, sums[i][v]) : fmaf(product * scale, of_x, sums[i][v]);
             }
 #pragma unroll
             for (int part = 1; part < kParts; ++part) {
 #pragma unroll
               for (int j = 0; j < kSums / 4; ++j) {
-                const Vector<float, 2> of_x = part < kKeptParts ? x_parts[part][j] : load_x_part(at.stage, b, part, j);
+                const Vector<float, 2> of_x = load_x_part(stage, block_at, part, j);
 #pragma unroll
                 for (int v = 0; v < 4; ++v) {
                   float& sum = sums[i][j * 4 + v];
@@ -449,23 +411,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 }
               }
             }
-            if (is_last && kKeptParts < kParts) release(at.stage);
           }
+          if (is_last && b == 0) release(stage);
+          if (is_last && left > 1) load_x_scales();
+          ptx::wgmma_wait_group<0>();
         }
-        at = at.next();
       }
       if constexpr (kFp8) {
 #pragma unroll
-        for (int v = 0; v < kTiles * kSums; ++v) sums[v / kSums][v % kSums] *= x_parts[0][v % kSums / 4].values[v % 2];
+        for (int v = 0; v < kTiles * kSums; ++v) sums[v / kSums][v % kSums] *= x_scales[v % kSums / 4].values[v % 2];
       }
       store_tile(memory, sums, schedule.tile(), epilogue, y, m, n, ldy, aligned != 0);
     }
-    if (warpgroup == 0) take_turn();
     end_cluster<kCluster>();
   } else {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kConsumerWarps) {
-      produce(shared, weight, &x_map, rows, columns, n, k);
+      produce(shared, &w_map, parameters, &x_map, rows, columns, n, k);
     } else if (warp <= kConsumerWarps + kParameterWarps) {
       produce_parameters(shared, memory, x_scale, x_offset, x_sums, rows, columns, m, k, block);
     }

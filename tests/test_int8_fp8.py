@@ -180,7 +180,9 @@ def check_fp8_product(
     bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype]) if problem.bias_dtype else None
     buffers = {"xq": codes, "x_scale": scale, "x_offset": None, "x_sums": sums, "bias": bias}
     if isinstance(config, int8.HopperConfig):
-        buffers["weight"] = forms.records(weight, problem.block, False, fp8=True)
+        problem = replace(problem, weight_offset=weight.offset is not None)
+        buffers["codes"] = forms.byte_codes(weight, fp8=True)
+        buffers["parameters"] = forms.tile_parameters(weight, problem.block, False)
     else:
         buffers["codes"] = forms.product_codes(weight, fp8=True)
         buffers["parameters"] = forms.product_parameters(weight, problem.block, fp8=True)

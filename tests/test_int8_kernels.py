@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import check, device
-from cupy_awq.int8 import arguments, forms, gemm_int8, quantize_activations, reference
+from cupy_awq.int8 import PackedConvWeight, arguments, forms, gemm_int8, quantize_activations, reference
 from cupy_awq.kernels import gemv_int8
 from cupy_awq.kernels.gemv_int8 import GemvInt8Config
 from cupy_awq.kernels.int8 import (
@@ -71,12 +71,16 @@ def check_product(
     here: device.Device,
     weight_block: int,
     seed: int,
+    whole_zeros: bool = False,
 ) -> None:
     """One launch over random codes, with NaN where it must write."""
     rng = np.random.default_rng(seed)
     dtype = DTYPES[problem.dtype]
     shape = (problem.n, 1, 1, problem.k)
     weight = random_weight(rng, shape, weight_block, problem.bits, problem.weight_offset, np.float32)
+    if whole_zeros:
+        offset = rng.integers(-8, 9, weight.scale.shape).astype(np.float32) * weight.scale
+        weight = PackedConvWeight(weight.codes, weight.scale, offset, bits=4, block_size=weight_block)
     x = rng.standard_normal((problem.m, problem.k)).astype(np.float32)
     x[0] = 1.0  # codes of -128 and 127 alone, as the largest products have
     x[0, ::2] = -1.0
@@ -90,7 +94,8 @@ def check_product(
         "bias": bias,
     }
     if isinstance(config, HopperConfig):
-        buffers["weight"] = forms.records(weight, problem.block, problem.x_offset)
+        buffers["codes"] = forms.byte_codes(weight)
+        buffers["parameters"] = forms.tile_parameters(weight, problem.block, problem.x_offset)
     else:
         buffers["codes"] = forms.product_codes(weight)
         buffers["parameters"] = forms.product_parameters(weight, problem.block)
@@ -222,6 +227,30 @@ def test_integer_products_of_hopper(backend: str, case: tuple) -> None:
     check_product(backend, problem, HopperConfig(cluster, blocks), here, weight_block, seed=m)
 
 
+@pytest.mark.parametrize("backend", LANDINGS)
+@pytest.mark.parametrize("x_offset", [False, True])
+def test_offsets_that_are_whole_scales_become_codes(backend: str, x_offset: bool) -> None:
+    problem = IntegerProduct(70, 300, 272, 64, 4, x_offset, False, "float32", wide=True)
+    check_product(backend, problem, HopperConfig(1, 2), facts(90, backend), 64, seed=0, whole_zeros=True)
+
+
+def test_zeros_are_whole_only_where_all_are_and_codes_have_room() -> None:
+    codes, scale = np.zeros((2, 1, 1, 64), np.uint8), np.array([[0.5, 0.25], [0, 3]], np.float32)
+    whole = np.array([[-8, 3], [0, 8]], np.float32)
+    for change, expected in (([], True), ([(0, 1, 3.5)], False), ([(1, 1, 9)], False), ([(1, 0, np.nan)], False)):
+        zeros = whole.copy()
+        for row, block, value in change:
+            zeros[row, block] = value
+        offset = np.where(np.isnan(zeros), 1, zeros * scale).astype(np.float32)
+        weight = PackedConvWeight(codes, scale, offset, bits=4, block_size=32)
+        found = forms.whole_zeros(weight)
+        assert (found is not None) == expected
+        if found is not None:
+            np.testing.assert_array_equal(found, whole)
+    assert forms.whole_zeros(PackedConvWeight(codes, scale, whole * scale, bits=8, block_size=32)) is None
+    assert forms.whole_zeros(PackedConvWeight(codes, scale, None, bits=4, block_size=32)) is None
+
+
 def test_selection_fills_the_multiprocessors_and_says_why_it_refuses() -> None:
     here = device.nominal(90)
     one = IntegerProduct(9, 4096, 4096, 128, 4, False, True, "float16")
@@ -231,7 +260,7 @@ def test_selection_fills_the_multiprocessors_and_says_why_it_refuses() -> None:
     assert (few.block_m, few.splits) == (16, 8)
     assert (many.block_m, many.block_n, many.splits) == (128, 128, 1)
     assert choose(replace(one, m=4096), here) == HopperConfig(2, 132)
-    assert choose(replace(one, m=4096, n=256 * 33), here) == HopperConfig(1, 132)
+    assert choose(replace(one, m=128 * 33), here) == HopperConfig(1, 132)
     assert isinstance(choose(replace(one, m=4096, block=96), here), MmaConfig)
     problem = IntegerProduct(1, 64, 72, 36, 4, False, True, "float16")
     assert refuse(problem, device.nominal(72)) == "needs sm_75 or newer, not sm_72"

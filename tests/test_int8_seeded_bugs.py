@@ -68,33 +68,24 @@ SEEDS = {
         "gemv_int8.cu", "  __syncthreads();\n  float total", "  float total", RACE,
     ),
     "a stage is given back while it is multiplied": (
-        "gemm_int8_sm90.cu", "            ptx::wgmma_wait_group<0>();\n", "", ("race", "race"),
+        "gemm_int8_sm90.cu", "          ptx::wgmma_wait_group<0>();\n", "", ("race", "race"),
     ),
     "a stage is read before the parameters of x are there": (
         "gemm_int8_sm90.cu", "shared.full(lane), 1 + kParameterWarps", "shared.full(lane), 1",
         ("barrier", "uninitialised"),
     ),
-    "a block of the cluster brings rows before the other is done with the stage": (
-        "gemm_int8_sm90.cu", "kConsumerWarps * kCluster);", "kConsumerWarps);", BARRIER,
-    ),
-    "the turn is not passed on": (
-        "gemm_int8_sm90.cu", "            end_turn();\n", "", ("deadlock", "deadlock"),
-    ),
-    "codes of high nibbles come from the low ones": (
-        "gemm_int8_sm90.cu", "kWeightOffset ? word & kHigh :", "kWeightOffset ? word & kLow :", VALUES,
+    "a block of the cluster brings columns before the other is done with the stage": (
+        "gemm_int8_sm90.cu", "kConsumerWarps * kCluster);", "kConsumerWarps);", ("race", "barrier"),
     ),
     "offsets of x are added with the sums of another block": (
         "gemm_int8_sm90.cu", "step * kXBlocks + b, blocks - 1)", "step * kXBlocks, blocks - 1)", VALUES,
-    ),
-    "codes of high nibbles are not brought down to e4m3": (
-        "gemm_int8_sm90.cu fp8", "kFp8 ? (word >> 4) & kLow :", "kFp8 ? word & kHigh :", VALUES,
     ),
     "a row of float8 takes the scale of another": (
         "gemm_int8_sm90.cu fp8", "x_scale[kFp8 ? source_rows[i] : source]", "x_scale[kFp8 ? source_rows[0] : source]",
         VALUES,
     ),
     "products of float8 stay without the scale of their row": (
-        "gemm_int8_sm90.cu fp8", "[v % kSums] *= x_parts[0]", "[v % kSums] += 0 * x_parts[0]", VALUES,
+        "gemm_int8_sm90.cu fp8", "[v % kSums] *= x_scales", "[v % kSums] += 0 * x_scales", VALUES,
     ),
     "rows of float8 take scales of other blocks": (
         "gemm_int8_mma.cuh fp8", "x_scale + (kFp8 ? row : at)", "x_scale + (kFp8 ? row / 2 : at)", VALUES,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from cupy_awq.check import Array
@@ -17,6 +18,8 @@ from cupy_awq.packing import namespace, pack_int4, pack_int8
 
 FP8_CODES = 512
 """In units of what they stand for as e4m3: 4-bit codes are code * 2**-9."""
+E4M3 = np.arange(-16, 16).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+"""The bits of -16 .. 15."""
 
 
 def product_codes(weight: PackedConvWeight, fp8: bool = False) -> Array:
@@ -65,61 +68,64 @@ def _of_blocks(weight: PackedConvWeight, block: int) -> tuple[Array, Array | Non
     return scale, offset, xp.stack(sums)
 
 
-def records(weight: PackedConvWeight, block: int, x_offset: bool, fp8: bool = False) -> Array:
-    """A 1x1 weight in the order in which Hopper's tensor cores consume it: see gemm_int8_sm90.cu."""
-    key = "records", block, x_offset, fp8
+def whole_zeros(weight: PackedConvWeight) -> Array | None:
+    """Offsets / scales, int8 [N, blocks], where all are whole and the codes have room for them, as of AWQ; or None.
+
+    (code + zero) * scale is then the value, and code + zero lies within -16 .. 15, which e4m3 has, too.
+    """
+    if "zeros" not in weight.prepared:
+        zeros = None
+        if weight.bits == 4 and weight.offset is not None:
+            xp = namespace(weight.codes)
+            scale, offset = weight.scale.astype(np.float32), weight.offset.astype(np.float32)
+            found = xp.clip(xp.rint(offset / xp.where(scale == 0, np.float32(1), scale)), -8, 8)
+            zeros = found.astype(np.int8) if bool((found * scale == offset).all()) else None
+        weight.prepared["zeros"] = zeros
+    return weight.prepared["zeros"]
+
+
+def byte_codes(weight: PackedConvWeight, fp8: bool = False) -> Array:
+    """The codes of a 1x1 weight with their whole zeros, [N, K]: int8, or the bits of e4m3."""
+    if ("bytes", fp8) not in weight.prepared:
+        n, _, _, k = weight.shape
+        xp = namespace(weight.codes)
+        codes = (weight.codes.reshape(n, k) ^ np.uint8(1 << (weight.bits - 1))).view(np.int8)
+        if weight.bits == 4:
+            codes = weight.codes.reshape(n, k).astype(np.int8) - np.int8(8)
+        zeros = whole_zeros(weight)
+        if zeros is not None:
+            codes = codes + zeros.take(xp.arange(k) // weight.block_size, axis=1)
+        weight.prepared["bytes", fp8] = xp.asarray(E4M3)[codes + np.int8(16)] if fp8 else codes
+    return weight.prepared["bytes", fp8]
+
+
+def tile_parameters(weight: PackedConvWeight, block: int, x_offset: bool) -> Array:
+    """What belongs to `byte_codes`, float32 [tiles, steps, parameters]: see gemm_int8_sm90.cu."""
+    key = "tiles", block, x_offset
     if key not in weight.prepared:
         n, _, _, k = weight.shape
-        tiles, steps = ceil_div(n, RECORD_N), ceil_div(k, BLOCK_K)
         xp = namespace(weight.codes)
-        shape = tiles * RECORD_N, steps * BLOCK_K
-        parameters = _record_parameters(weight, block, x_offset, fp8, tiles, steps)
-        if weight.bits == 4:
-            codes = xp.full(shape, 8 if weight.offset is None and not fp8 else 0, np.uint8)
-            codes[:n, :k] = weight.codes.reshape(n, k)
-            # Warp, column of g, g + 8, g; step, k64, k32, half of it, t, byte.
-            codes = codes.reshape(tiles, 4, 2, 8, steps, 2, 2, 2, 4, 4)
-            codes = (codes[:, :, 0] | codes[:, :, 1] << np.uint8(4)).transpose(0, 3, 4, 1, 2, 7, 5, 6, 8)
-        else:
-            codes = xp.zeros(shape, np.uint8)
-            codes[:n, :k] = weight.codes.reshape(n, k) ^ np.uint8(128)
-            codes = codes.reshape(tiles, 4, 2, 8, steps, 4, 2, 4, 4).transpose(0, 4, 5, 1, 3, 7, 6, 2, 8)
-        parts = codes.reshape(tiles, steps, -1), parameters.view(np.uint8)
-        weight.prepared[key] = xp.concatenate(parts, axis=2)
+        tiles, steps = ceil_div(n, RECORD_N), ceil_div(k, BLOCK_K)
+        scale, offset, sums = _of_blocks(weight, block)
+        begins = xp.arange(0, k, block)[:, None]
+        columns = xp.minimum(begins + block, k) - begins
+        rows = [scale]
+        if offset is not None and whole_zeros(weight) is None:
+            rows.append(offset)
+        if x_offset:
+            rows.append(sums * scale + (0 if offset is None else columns * offset))
+        # The scale of each step of 32 or more columns; all else is added with the last of a block alone.
+        within = BLOCK_K // block if block < BLOCK_K and len(scale) > 1 else 1
+        parameters = xp.zeros((len(rows), steps * within, tiles * RECORD_N), np.float32)
+        at = xp.arange(steps * within) * (BLOCK_K // within)
+        is_there = at < k
+        parameters[0, is_there, :n] = rows[0][at[is_there] // block]
+        for part, values in zip(parameters[1:], rows[1:], strict=True):
+            part[(xp.minimum(begins[:, 0] + block, k) - 1) // (BLOCK_K // within), :n] = values
+        # Step, block, part; warp, column of g, g + 8, g.
+        parameters = parameters.reshape(len(rows), steps, within, tiles, 4, 2, 8).transpose(3, 1, 2, 0, 4, 6, 5)
+        weight.prepared[key] = xp.ascontiguousarray(parameters).reshape(tiles, steps, -1)
     return weight.prepared[key]
-
-
-def _record_parameters(
-    weight: PackedConvWeight, block: int, x_offset: bool, fp8: bool, tiles: int, steps: int
-) -> Array:
-    """float32 [tiles, steps, parameters of a record]."""
-    n, _, _, k = weight.shape
-    xp = namespace(weight.codes)
-    scale, offset, sums = _of_blocks(weight, block)
-    begins = xp.arange(0, k, block)[:, None]
-    columns = xp.minimum(begins + block, k) - begins
-    rows = [scale.copy()]
-    if fp8:
-        rows[0] *= FP8_CODES
-        offset = scale * 0 if offset is None else offset
-    elif weight.bits == 4:
-        upper = xp.arange(n) // 8 % 2 == 1
-        rows[0][:, upper if offset is not None else slice(None)] /= 16
-    if offset is not None:
-        rows.append(offset - 8 * scale if weight.bits == 4 else offset)
-    if x_offset:
-        rows.append(sums * scale + (0 if offset is None else columns * offset))
-    # The scale of each step of 32 or more columns; all else is added with the last of a block alone.
-    within = BLOCK_K // block if block < BLOCK_K and len(scale) > 1 else 1
-    parameters = xp.zeros((len(rows), steps * within, tiles * RECORD_N), np.float32)
-    at = xp.arange(steps * within) * (BLOCK_K // within)
-    is_there = at < k
-    parameters[0, is_there, :n] = rows[0][at[is_there] // block]
-    for part, values in zip(parameters[1:], rows[1:], strict=True):
-        part[(xp.minimum(begins[:, 0] + block, k) - 1) // (BLOCK_K // within), :n] = values
-    # Step, block, part; warp, column of g, g + 8, g.
-    parameters = parameters.reshape(len(rows), steps, within, tiles, 4, 2, 8).transpose(3, 1, 2, 0, 4, 6, 5)
-    return xp.ascontiguousarray(parameters).reshape(tiles, steps, -1)
 
 
 def simt_codes(weight: PackedConvWeight) -> Array:

@@ -95,10 +95,12 @@ def gemm(
                 fp8=fp8,
             )
             buffers = {"xq": xq, "x_scale": x_scale, "x_offset": x_offset, "x_sums": x_sums, "bias": bias, "y": y}
-            config, plan = _chosen_product(problem, device.current())
             with _lasting(weight):
+                zeros = weight.offset is None or forms.whole_zeros(weight) is not None
+                config, plan = _chosen_product(problem, device.current(), zeros)
                 if isinstance(config, int8.HopperConfig):
-                    buffers["weight"] = forms.records(weight, facts.block, problem.x_offset, fp8)
+                    buffers["codes"] = forms.byte_codes(weight, fp8)
+                    buffers["parameters"] = forms.tile_parameters(weight, facts.block, problem.x_offset)
                 else:
                     buffers["codes"] = forms.product_codes(weight, fp8)
                     buffers["parameters"] = forms.product_parameters(weight, facts.block, fp8)
@@ -142,9 +144,11 @@ def linear_fp8(
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen_product(problem: int8.IntegerProduct, here: device.Device) -> tuple[int8.Config, LaunchPlan]:
-    """The configuration for a problem and its launch."""
+def _chosen_product(problem: int8.IntegerProduct, here: device.Device, zeros: bool) -> tuple[int8.Config, LaunchPlan]:
+    """The configuration for a problem and its launch; with ``zeros``, Hopper's codes are all that offsets would be."""
     config = int8.choose(problem, here)
+    if zeros and isinstance(config, int8.HopperConfig):
+        problem = replace(problem, weight_offset=False)
     return config, config.plan(problem, here)
 
 

@@ -227,7 +227,7 @@ class MmaConfig:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Clusters of ``cluster`` of ``blocks`` persistent blocks make units of 128 rows and ``cluster`` * 256 columns."""
+    """Clusters of ``cluster`` of ``blocks`` persistent blocks make units of ``cluster`` * 128 rows and 256 columns."""
 
     cluster: int
     blocks: int
@@ -236,24 +236,28 @@ class HopperConfig:
 
     def units(self, problem: IntegerProduct) -> tuple[int, int]:
         """Rows and columns of units."""
-        return ceil_div(problem.m, HOPPER_M), ceil_div(problem.n, HOPPER_N * self.cluster)
+        return ceil_div(problem.m, HOPPER_M * self.cluster), ceil_div(problem.n, HOPPER_N)
 
     def plan(self, problem: IntegerProduct, device: Device) -> LaunchPlan:
-        """The launch. Buffers: x_scale, x_offset, x_sums, weight (of `forms.records`), bias, y, xq."""
+        """The launch. Buffers: x_scale, x_offset, x_sums, parameters and codes (of `forms`), bias, y, xq."""
         x_blocks, parts = self._parts(problem)
-        stage = HOPPER_M * BLOCK_K + HOPPER_N * BLOCK_K * problem.bits // 8 + 16
-        stage += 4 * x_blocks * parts * (HOPPER_M + HOPPER_N)
+        stage = (HOPPER_M + HOPPER_N) * (BLOCK_K + 4 * x_blocks * parts) + 16
         size = ITEMSIZE[problem.dtype]
         store = 2 * 32 // size * (HOPPER_N * size + 16)
         stages = min(HOPPER_STAGES, (device.shared_bytes_per_block - store) // stage)
-        defines = (*problem.defines(), ("X_BLOCKS", x_blocks), ("STAGES", stages), ("CLUSTER", self.cluster))
-        xq = TensorMap(
-            "xq",
-            "int8",
-            dims=(problem.k, problem.m, 1),
-            strides=(problem.k, problem.k * problem.m),
-            box=(BLOCK_K, HOPPER_M // self.cluster, 1),
-            swizzle=128,
+        shared = (item for item in problem.defines() if item[0] != "BITS")
+        defines = (*shared, ("X_BLOCKS", x_blocks), ("STAGES", stages), ("CLUSTER", self.cluster))
+        bytes_of = {"xq": (problem.m, HOPPER_M), "codes": (problem.n, HOPPER_N // self.cluster)}
+        xq, codes = (
+            TensorMap(
+                name,
+                "int8",
+                dims=(problem.k, rows, 1),
+                strides=(problem.k, problem.k * rows),
+                box=(BLOCK_K, box, 1),
+                swizzle=128,
+            )
+            for name, (rows, box) in bytes_of.items()
         )
         sizes = (problem.m, problem.n, problem.k, problem.block, *self.units(problem), problem.y_stride, problem.wide)
         scalars = (*map(np.int32, sizes), *map(np.float32, problem.limits))
@@ -261,7 +265,7 @@ class HopperConfig:
             Kernel("gemm_int8_sm90.cu", "gemm_int8_sm90", defines, device.target),
             (self.blocks, 1, 1),
             (HOPPER_THREADS, 1, 1),
-            ("x_scale", "x_offset", "x_sums", "weight", "bias", "y", xq, *scalars),
+            ("x_scale", "x_offset", "x_sums", "parameters", "bias", "y", xq, codes, *scalars),
             stages * stage + store,
             cluster=(self.cluster, 1, 1),
             dependent=True,
