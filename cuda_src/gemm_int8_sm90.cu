@@ -58,6 +58,9 @@ constexpr int kWarpgroups = 2;
 constexpr int kTiles = 4;
 constexpr int kConsumerWarps = kWarpgroups * 4;
 constexpr int kParameterWarps = 2;
+// Parts of k whose parameters a lane asks for at once, as many as its registers hold: one alone takes as long as the
+// memory's answer.
+constexpr int kAtOnce = X_OFFSET ? 1 : 2;
 constexpr int kThreads = (kConsumerWarps + 4) * 32;
 constexpr int kConsumerRegisters = 232;
 constexpr int kProducerRegisters = 40;
@@ -186,37 +189,52 @@ __device__ __forceinline__ void produce_parameters(const Shared& shared, uint8_t
                                                    int m, int k, int block) {
   const int lane = threadIdx.x % 32;
   const int local_row = (threadIdx.x / 32 - kConsumerWarps - 1) * (kBlockM / kParameterWarps) + lane * 2;
-  const int steps = ceil_div(k, kBlockK);
   const int blocks = ceil_div(k, block);
+  const int parts = ceil_div(k, kBlockK) * kXBlocks;             // of k
+  const int span = kXBlocks == 1 ? max(block / kBlockK, 1) : 1;  // of a block, in parts
   ptx::griddepcontrol_wait();
   Position at{0, 1};
   for (Schedule schedule(rows, columns); schedule.is_there(); schedule.advance()) {
     const int row = schedule.tile().x * kBlockM + local_row;
-    const int64_t source_rows[2] = {min(row, m - 1), min(row + 1, m - 1)};
-    for (int step = 0; step < steps; ++step) {
-      auto* target = reinterpret_cast<float*>(memory + kXParameterBegin + at.stage * kXParameterBytes) + local_row;
-#pragma unroll 1
-      for (int b = 0; b < kXBlocks; ++b, target += kParts * kBlockM) {
-        const int index = min(kXBlocks == 1 ? step * kBlockK / block : step * kXBlocks + b, blocks - 1);
-        Vector<float, 2> values[kParts];
+    const int source_rows[2] = {min(row, m - 1), min(row + 1, m - 1)};
+    int index = 0;
+    int within = 0;
+    for (int begin = 0; begin < parts; begin += kAtOnce) {
+      Vector<float, 2> values[kAtOnce][kParts];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int64_t source = source_rows[i] * blocks + index;
-          const float scale = x_scale[kFp8 ? source_rows[i] : source];
-          values[0].values[i] = scale;
-          if constexpr (kWeightOffset) {
-            const auto sum = static_cast<float>(x_sums[source]);
-            values[kOffsetPart].values[i] = kFp8 ? sum : scale * sum;
-          }
-          if constexpr (kXOffset) values[kColumnPart].values[i] = x_offset[source];
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+          const int64_t source = static_cast<int64_t>(source_rows[v]) * blocks + min(index, blocks - 1);
+          values[i][0].values[v] = x_scale[kFp8 ? source_rows[v] : source];
+          if constexpr (kWeightOffset) values[i][kOffsetPart].values[v] = static_cast<float>(x_sums[source]);
+          if constexpr (kXOffset) values[i][kColumnPart].values[v] = x_offset[source];
         }
-        if (b == 0) wait(shared.empty(at.stage), at.parity);
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) store<true>(target + part * kBlockM, values[part]);
+        if (++within == span) {
+          within = 0;
+          ++index;
+        }
       }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(shared.full(at.stage));
-      at = at.next();
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (begin + i == parts) break;
+        const int b = (begin + i) % kXBlocks;
+        auto* target = reinterpret_cast<float*>(memory + kXParameterBegin + at.stage * kXParameterBytes) + local_row;
+        if (b == 0) wait(shared.empty(at.stage), at.parity);
+        if constexpr (kWeightOffset && !kFp8) {
+#pragma unroll
+          for (int v = 0; v < 2; ++v) values[i][kOffsetPart].values[v] *= values[i][0].values[v];
+        }
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          store<true>(target + (b * kParts + part) * kBlockM, values[i][part]);
+        }
+        if (b == kXBlocks - 1) {
+          __syncwarp();
+          if (lane == 0) ptx::mbarrier_arrive(shared.full(at.stage));
+          at = at.next();
+        }
+      }
     }
   }
   __syncwarp();
@@ -355,8 +373,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (Schedule schedule(rows, columns); schedule.is_there(); schedule.advance()) {
       float sums[kTiles][kSums] = {};
       Product products[2][kSums];
-      Vector<float, 2> x_scales[kSums / 4];
-      int b = 0;  // of the blocks in a stage
+      Vector<float, 2> x_scales[kSums / 4];  // where registers suffice
+      int b = 0;                             // of the blocks in a stage
       auto start = [&](int tile) {
         const uint32_t w_begin = (shared.codes(at.stage) + tile * (64 * kBlockK)) / 16 + b * kSteps * 2;
         const uint32_t x_begin = (shared.x(at.stage) + warpgroup * (kRows * kBlockK)) / 16 + b * kSteps * 2;
@@ -394,10 +412,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           // Always so. What is in a branch stays before the wait: the compiler would move half of it behind.
           if (m > 0) {
 #pragma unroll
-            for (int v = 0; v < kSums; ++v) {
-              const auto product = static_cast<float>(products[i % 2][v]);
-              const float scale = weight_parts[0].values[v / 2 % 2], of_x = x_scales[v / 4].values[v % 2];
-              sums[i][v] = kFp8 ? fmaf(product, scale, sums[i][v]) : fmaf(product * scale, of_x, sums[i][v]);
+            for (int j = 0; j < kSums / 4; ++j) {
+              const Vector<float, 2> of_x = kXOffset ? load_x_part(stage, block_at, 0, j) : x_scales[j];
+#pragma unroll
+              for (int v = 0; v < 4; ++v) {
+                const auto product = static_cast<float>(products[i % 2][j * 4 + v]);
+                const float scale = weight_parts[0].values[v / 2];
+                float& sum = sums[i][j * 4 + v];
+                sum = kFp8 ? fmaf(product, scale, sum) : fmaf(product * scale, of_x.values[v % 2], sum);
+              }
             }
 #pragma unroll
             for (int part = 1; part < kParts; ++part) {

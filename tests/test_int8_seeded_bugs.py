@@ -78,10 +78,10 @@ SEEDS = {
         "gemm_int8_sm90.cu", "kConsumerWarps * kCluster);", "kConsumerWarps);", ("race", "barrier"),
     ),
     "offsets of x are added with the sums of another block": (
-        "gemm_int8_sm90.cu", "step * kXBlocks + b, blocks - 1)", "step * kXBlocks, blocks - 1)", VALUES,
+        "gemm_int8_sm90.cu", "min(index, blocks - 1)", "min(index - i, blocks - 1)", VALUES,
     ),
     "a row of float8 takes the scale of another": (
-        "gemm_int8_sm90.cu fp8", "x_scale[kFp8 ? source_rows[i] : source]", "x_scale[kFp8 ? source_rows[0] : source]",
+        "gemm_int8_sm90.cu fp8", "x_scale[kFp8 ? source_rows[v] : source]", "x_scale[kFp8 ? source_rows[0] : source]",
         VALUES,
     ),
     "products of float8 stay without the scale of their row": (
