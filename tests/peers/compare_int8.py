@@ -125,7 +125,8 @@ def header(*names):
 
 
 def gemm(shapes, ms):
-    names = "K x N", "M", "quantize", "W4A8", "W8A8", "linear_int8", "linear_fp8", "W4A16", "fp16", "_int_mm"
+    """W4A8 with AWQ's zero points, and with offsets."""
+    names = "K x N", "M", "quantize", "W4A8", "offsets", "W8A8", "linear_int8", "linear_fp8", "W4A16", "fp16", "_int_mm"
     header(*names, "fp16 / W4A8")
     for k, n in shapes:
         w4 = [block_weight(n, k, 128, 4) for _ in range(min(6, copies(n * k / 2)))]
@@ -141,15 +142,14 @@ def gemm(shapes, ms):
             ty = torch.empty(m, n, device="cuda", dtype=torch.float16)
             times = [
                 ours([lambda: quantize_activations(x, block_size=128, symmetric=True)]),
-                ours([lambda w=w: gemm_int8(*q, w, out=y) for w in w4]),
-                ours([lambda w=w: gemm_int8(*q, w, out=y) for w in w8]),
+                *(ours([lambda w=w: gemm_int8(*q, w, out=y) for w in weights]) for weights in (blocks, w4, w8)),
                 ours([lambda w=w: linear_int8(x, w, out=y) for w in blocks]),
                 ours([lambda w=w: linear_fp8(x, w, out=y) for w in blocks]),
                 ours([lambda layer=layer: layer(x, out=y) for layer in layers]),
                 peer([lambda w=w: torch.matmul(tx, w.T, out=ty) for w in f16]),
                 peer([lambda w=w: torch._int_mm(tq, w.T) for w in i8]) if m > 16 else math.nan,
             ]
-            show(f"{k} x {n}", m, *times, f"{times[6] / times[1]:.2f}")
+            show(f"{k} x {n}", m, *times, f"{times[7] / times[1]:.2f}")
         del w4, w8, packed, layers, blocks, f16, i8
         fresh()
 
