@@ -49,13 +49,24 @@ struct Epilogue {
     return kHasResidual ? value + to_float(residual[static_cast<int64_t>(row) * ldr + column]) : value;
   }
 
+  // Eight adjacent values of the residual, zeros where there is none. WHOLE: they start at a multiple of 16 bytes.
+  template <bool WHOLE>
+  __device__ __forceinline__ Vector<T, 8> residuals(int row, int column) const {
+    Vector<T, 8> out = {};
+    if constexpr (kHasResidual) load<WHOLE>(out, residual + static_cast<int64_t>(row) * ldr + column);
+    return out;
+  }
+
+  __device__ __forceinline__ float product(float gate, float up, int column) const {
+    return activate(biased(gate, column)) * biased(up, column + n / 2);
+  }
+
   __device__ __forceinline__ T finish(float sum, int row, int column) const {
     return from_float<T>(with_residual(activate(biased(sum, column)), row, column));
   }
 
   __device__ __forceinline__ T finish_gated(float gate, float up, int row, int column) const {
-    const float value = activate(biased(gate, column)) * biased(up, column + n / 2);
-    return from_float<T>(with_residual(value, row, column));
+    return from_float<T>(with_residual(product(gate, up, column), row, column));
   }
 };
 

@@ -6,7 +6,8 @@
 //
 //   weight    records of repacked.cuh
 //   bias      BIAS [n] or null; residual X [m, n], row stride ldr values, or null
-//   y         X [m, n] (gated: [m, n / 2]), row stride ldy values; ALIGNED: rows start at multiples of 16 bytes
+//   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
+// ALIGNED: rows of y and of the residual start at multiples of 16 bytes.
 // k a multiple of 64, n of 8 (gated: of 64). The product is made transposed, y^T = W^T x^T: the weight is the operand
 // that warps dequantize in registers, once for all BLOCK_M rows of x.
 //
@@ -296,17 +297,23 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shar
     const int row = tile.m_begin + tile.split * kOwnedRows + local_row;
     const int column = tile.block_n * kWidth + local_column;
     if (row >= m || column >= n_out) continue;
+    const Vector<X, 8> added = epilogue.residuals<kAligned>(row, column);
     float total[8];
     load_sums(total, local_row, local_column);
-    Vector<X, 8> out;
     if constexpr (kGated) {
       float up[8];
       load_sums(up, local_row, local_column + kWidth);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) out.values[i] = epilogue.finish_gated(total[i], up[i], row, column + i);
+      for (int i = 0; i < 8; ++i) total[i] = epilogue.product(total[i], up[i], column + i);
     } else {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) out.values[i] = epilogue.finish(total[i], row, column + i);
+      for (int i = 0; i < 8; ++i) total[i] = epilogue.activate(epilogue.biased(total[i], column + i));
+    }
+    Vector<X, 8> out;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if constexpr (kHasResidual) total[i] += to_float(added.values[i]);
+      out.values[i] = from_float<X>(total[i]);
     }
     store<kAligned>(y + static_cast<int64_t>(row) * ldy + column, out);
   }

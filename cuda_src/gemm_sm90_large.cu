@@ -6,7 +6,9 @@
 //
 //   weight    records of repacked.cuh
 //   bias      BIAS [n] or null; residual X [m, n], row stride ldr values, or null
-//   y         X [m, n] (gated: [m, n / 2]), row stride ldy values; ALIGNED: rows start at multiples of 16 bytes
+//   y         X [m, n] (gated: [m, n / 2]), row stride ldy values; ALIGNED: its rows and the residual's start at
+//   multiples
+//             of 16 bytes
 //   x_map     tensor map of x as [k / 64][m][64] in boxes of [2 / CLUSTER][BLOCK_M][64], swizzled by 128 bytes
 //   factors   scale_factor is a power of two that brings scales to the middle of X's range, result_factor its inverse
 //   partials, counters: see share_sums; unused without shared units
@@ -36,6 +38,8 @@
 #include "ptx/bulk_copy.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/prefetch.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/stmatrix.cuh"
 #include "repacked.cuh"
@@ -249,6 +253,19 @@ __device__ __forceinline__ bool share_sums(float (&sums)[kTiles][kSums], const S
   return true;
 }
 
+// Asks L2 for the residual that a warpgroup will add.
+__device__ __forceinline__ void ask_residual(const Epilogue<X>& epilogue, const int2& tile, int warpgroup, int m,
+                                             int n) {
+  constexpr int kWidth = kGated ? 64 : kTiles * 64;
+  constexpr int kLine = 128 / sizeof(X);
+  for (int i = threadIdx.x % 128; i < kBlockM * (kWidth / kLine); i += 128) {
+    const int row = tile.x * kBlockM + i % kBlockM;
+    const int column = (tile.y * kWarpgroups + warpgroup) * kWidth + i / kBlockM * kLine;
+    if (row >= m || column >= (kGated ? n / 2 : n)) continue;
+    ptx::prefetch_global_l2(epilogue.residual + static_cast<int64_t>(row) * epilogue.ldr + column);
+  }
+}
+
 // A warpgroup's part of a tile to y, by way of shared memory: what lies in a lane along the rows of x is to be stored
 // along the columns.
 __device__ __forceinline__ void store_tile(uint8_t* buffer, const float (&sums)[kTiles][kSums], const int2& tile,
@@ -277,43 +294,62 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const float (&sums)[
     const int upper = index / 2 % 2;
     float value = epilogue.activate(fmaf(sums[i][index], result_factor, biases[i][upper]));
     if constexpr (kGated) value *= fmaf(sums[1][index], result_factor, biases[1][upper]);
-    if constexpr (kHasResidual) {
-      const int row = row_begin + index / 4 * 8 + lane % 4 * 2 + index % 2;
-      const int column = my_column + upper * 8 + i * 64;
-      if (row < m && column < n_out) value = epilogue.with_residual(value, row, column);
-    }
-    return uint32_t{from_float<X>(value).bits};
+    return value;
   };
+  // The thread moves 8 columns of a row of a chunk in each pass.
+  constexpr int kChunks = kBlockM / kStoreRows;
+  constexpr int kPasses = kStoreRows * kWidth / 8 / 128;
+  auto row = [&](int chunk, int pass) { return row_begin + chunk * kStoreRows + (pass * 128 + thread) / (kWidth / 8); };
+  auto column = [&](int pass) { return column_begin + (pass * 128 + thread) % (kWidth / 8) * 8; };
+  auto exists = [&](int chunk, int pass) { return row(chunk, pass) < m && column(pass) < n_out; };
+  auto moved = [&](int pass) -> Vector<X, 8>& {
+    const int offset = (pass * 128 + thread) / (kWidth / 8) * kRowBytes + (column(pass) - column_begin) * 2;
+    return *reinterpret_cast<Vector<X, 8>*>(buffer + offset);
+  };
+  Vector<X, 8> residuals[kPasses] = {};
+  auto fetch_residuals = [&](int chunk) {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (exists(chunk, pass)) residuals[pass] = epilogue.residuals<kAligned>(row(chunk, pass), column(pass));
+    }
+  };
+  if constexpr (kHasResidual) fetch_residuals(0);
   const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
                           (lane / 16 * 8 + lane % 8) * kRowBytes + (thread / 32 * 16 + lane / 8 % 2 * 8) * 2;
 #pragma unroll
-  for (int chunk = 0; chunk < kBlockM / kStoreRows; ++chunk) {
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
     ptx::barrier_sync(1 + warpgroup, 128);
+    if constexpr (kHasResidual) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) moved(pass) = residuals[pass];
+      ptx::barrier_sync(1 + warpgroup, 128);
+      if (chunk + 1 < kChunks) fetch_residuals(chunk + 1);
+    }
 #pragma unroll
     for (int i = 0; i < kWidth / 64; ++i) {
 #pragma unroll
       for (int rows = 0; rows < kStoreRows; rows += 16) {
-        uint32_t values[4];
+        const uint32_t address = target + rows * kRowBytes + i * 128;
+        uint32_t values[4] = {};
+        if constexpr (kHasResidual) ptx::ldmatrix_x4_trans(values, address);
 #pragma unroll
         for (int matrix = 0; matrix < 4; ++matrix) {
           const int index = (chunk * kStoreRows + rows) / 2 + matrix * 2;
-          values[matrix] = finish(i, index) | finish(i, index + 1) << 16;
+          float low = finish(i, index), high = finish(i, index + 1);
+          if constexpr (kHasResidual) {
+            low += to_float(X{static_cast<uint16_t>(values[matrix])});
+            high += to_float(X{static_cast<uint16_t>(values[matrix] >> 16)});
+          }
+          values[matrix] = from_float<X>(low).bits | uint32_t{from_float<X>(high).bits} << 16;
         }
-        ptx::stmatrix_x4_trans(target + rows * kRowBytes + i * 128, values);
+        ptx::stmatrix_x4_trans(address, values);
       }
     }
     ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll
-    for (int pass = 0; pass < kStoreRows * kWidth / 8 / 128; ++pass) {
-      const int index = pass * 128 + thread;
-      const int local_row = index / (kWidth / 8);
-      const int local_column = index % (kWidth / 8) * 8;
-      const int row = row_begin + chunk * kStoreRows + local_row;
-      const int column = column_begin + local_column;
-      if (row < m && column < n_out) {
-        store<kAligned>(y + static_cast<int64_t>(row) * ldy + column,
-                        *reinterpret_cast<const Vector<X, 8>*>(buffer + local_row * kRowBytes + local_column * 2));
-      }
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (!exists(chunk, pass)) continue;
+      store<kAligned>(y + static_cast<int64_t>(row(chunk, pass)) * ldy + column(pass), moved(pass));
     }
   }
 }
@@ -373,6 +409,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     Position at{0, 0};
     while (schedule.advance()) {
+      if constexpr (kHasResidual) ask_residual(epilogue, schedule.tile(), warpgroup, m, n);
       float sums[kTiles][kSums] = {};
       uint32_t a[2][4][4];
       wait(shared.full(at.stage), at.parity);

@@ -177,7 +177,8 @@ def function(kernel: Kernel, shared_bytes: int = 0) -> Any:
             # A cubin runs on its own architecture alone; PTX runs on all newer ones.
             form = "cubin" if target(kernel.arch).rstrip("a") == native else "ptx"
             raw = cupy.RawModule(path=str(build(kernel, form).path)).get_function(kernel.entry)
-            if shared_bytes:
+            # The driver has one function for all launches of a kernel, whatever shared memory they ask for.
+            if shared_bytes > raw.max_dynamic_shared_size_bytes:
                 raw.max_dynamic_shared_size_bytes = shared_bytes
             _functions[key] = raw
         return _functions[key]

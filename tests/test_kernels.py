@@ -117,7 +117,7 @@ def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Devic
             a.flags.writeable = name == "y"
     strides = Strides(*(0 if a is None else a.strides[0] // a.itemsize for a in arrays.values()))
     offsets = arrays["qzeros"] if problem.zeros == "float" else None
-    wide = (arrays["qweight"], arrays["scales"], offsets, arrays["y"])
+    wide = (arrays["qweight"], arrays["scales"], offsets, arrays["residual"], arrays["y"])
     aligned = all(a is None or a.strides[0] % 16 == 0 for a in wide)
     problem = replace(problem, strides=strides, aligned=aligned, x_aligned=arrays["x"].strides[0] % 16 == 0)
     scratch = {"partials": np.full(partials // 4, np.nan, np.float32), "counters": np.zeros(counters, np.uint32)}

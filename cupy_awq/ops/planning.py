@@ -57,7 +57,7 @@ class Prepared:
             product.element,
             bias_dtype=product.bias.name if product.bias else None,
             residual=residual is not None,
-            aligned=gpu.aligned(qweight, scales, offsets, out),
+            aligned=gpu.aligned(qweight, scales, offsets, residual, out),
             x_aligned=gpu.aligned(x),
             strides=steps,
         )

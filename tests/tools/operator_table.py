@@ -19,7 +19,7 @@ TESTS = {
     "gemm_sm75": RAW,
     "gemm_sm80": RAW,
     "gemm_sm90_raw": RAW + ", test_few_rows_of_any_problem",
-    "gemm_sm90": "test_kernels.py::test_any_repacked_problem",
+    "gemm_sm90": "test_kernels.py::test_any_repacked_problem, test_any_product_of_what_it_takes_the_norm_of",
     "gemm_sm90_large": "test_kernels.py::test_many_rows_of_any_repacked_problem",
 }
 OTHERS = {
@@ -40,8 +40,8 @@ def table() -> str:
         f"|{'---|' * (len(PATHS) + 3)}",
     ]
     for name, family in select.FAMILIES.items():
-        rows = [m for m in (1, 2, 16, 17) if any(_legal(family, m, arch, "float16") for arch in PATHS)]
-        span = {(1,): "1", (2, 16): "2-16", (1, 2, 16): "1-16"}.get(tuple(rows), "any")
+        rows = [m for m in (1, 2, 16, 17, 33) if any(_legal(family, m, arch, "float16") for arch in PATHS)]
+        span = {(1,): "1", (2, 16): "2-16", (1, 2, 16): "1-16", (33,): "33 and more"}.get(tuple(rows), "any")
         cells = [
             " ".join(short for dtype, short in DTYPES.items() if _legal(family, rows[0], arch, dtype)) or "-"
             for arch in PATHS
