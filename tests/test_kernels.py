@@ -285,7 +285,7 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
 @given(data=st.data())
 @settings(max_examples=12)
-def test_any_product_of_what_it_takes_the_norm_of(backend: str, data: st.DataObject) -> None:
+def test_any_product_of_a_norm(backend: str, data: st.DataObject) -> None:
     gated = data.draw(st.booleans())
     problem = Problem(
         m=data.draw(st.integers(1, 5)),
