@@ -160,7 +160,7 @@ def decode_attention(
     splits = max(1, min(MAX_SPLITS, resident * device.sm_count // (m * heads // part)))
     # One block a multiprocessor: two, for which registers would suffice, go to one while the kernel before still has
     # the others (Llama-3.2-1B's layer, 16 sequences, H100: 47.1 us, so 41.9).
-    apart = resident == 1 and head_dim < 128 and splits * m * heads // part <= device.sm_count
+    apart = resident == 1 and head_dim < 128 and splits == 1 and m * heads // part <= device.sm_count
     shared_bytes = device.shared_bytes_per_sm // 2 if apart else 0
     buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters")
     sizes = _ints(heads, kv_heads, capacity)

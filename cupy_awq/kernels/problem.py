@@ -46,11 +46,11 @@ class Strides(NamedTuple):
 class Problem:
     """y [m, n] = epilogue(x [m, k] @ W [k, n]); all that a kernel's code and launch depend on.
 
-    ``n`` counts the weight's columns: a gated problem has ``n / 2`` in y. ``aligned``: the weight's arrays, the residual
-    and y start at, and step by, multiples of 16 bytes; ``x_aligned``: so does x. ``raw``: the weight is there in AWQ's
-    own layout; ``repacked``: in that of `Repacking`; ``scale_exponent``: scales times two to its power are at most 64,
-    and float16 holds all of them without loss unless ``wide_scales``. ``norm``: x is the RMSNorm, with ``eps``, of a
-    float32 h, or of h + delta, which the product makes on its way. Dtypes are names.
+    ``n`` counts the weight's columns: a gated problem has ``n / 2`` in y. ``aligned``: the weight's arrays, the
+    residual and y start at, and step by, multiples of 16 bytes; ``x_aligned``: so does x. ``raw``: the weight is
+    there in AWQ's own layout; ``repacked``: in that of `Repacking`; ``scale_exponent``: scales times two to its
+    power are at most 64, and float16 holds all of them without loss unless ``wide_scales``. ``norm``: x is the
+    RMSNorm, with ``eps``, of a float32 h, or of h + delta, which the product makes on its way. Dtypes are names.
     """
 
     m: int
