@@ -6,9 +6,8 @@
 //
 //   weight    records of repacked.cuh
 //   bias      BIAS [n] or null; residual X [m, n], row stride ldr values, or null
-//   y         X [m, n] (gated: [m, n / 2]), row stride ldy values; ALIGNED: its rows and the residual's start at
-//   multiples
-//             of 16 bytes
+//   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
+// ALIGNED: rows of y and of the residual start at multiples of 16 bytes.
 //   x_map     tensor map of x as [k / 64][m][64] in boxes of [2 / CLUSTER][BLOCK_M][64], swizzled by 128 bytes
 //   factors   scale_factor is a power of two that brings scales to the middle of X's range, result_factor its inverse
 //   partials, counters: see share_sums; unused without shared units

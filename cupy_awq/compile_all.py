@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from cupy_awq import cache, device, select
 from cupy_awq import compile as compiler
@@ -64,6 +65,9 @@ def _hopper(facts: device.Device) -> Iterator[Kernel]:
         problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
         yield layout(problem).plan(facts).kernel
         yield select.choose(problem, facts, "gemm_sm90").plan.kernel
+        normed = replace(problem, norm="h + delta")
+        if select.FAMILIES["gemm_sm90"].refuse(normed, facts) is None:
+            yield select.choose(normed, facts).plan.kernel
         if m >= 256:
             yield from (config.plan(problem, facts).kernel for config in GemmSm90Large().configs(problem, facts))
 

@@ -47,7 +47,8 @@ def candidates(problem: Problem, device: Device, split_k: int | None = None) -> 
             continue
         configs = [config for config in family.configs(problem, device) if _fits(config, problem, split_k)]
         configs.sort(key=lambda config: config.microseconds(problem, device))
-        found[name] = configs or f"cannot split K={problem.k} into {split_k} parts here"
+        nothing = f"cannot split K={problem.k} into {split_k} parts here" if split_k else "has no configuration for it"
+        found[name] = configs or nothing
     return found
 
 

@@ -3,7 +3,7 @@
 
 The package ships the choices of some GPUs, a file a GPU in ``data/tuned``; those that a user measures lie in a folder
 ``tuned`` of the user's cache and come first. A file maps ``"KxN"``, or ``"KxN norm"`` for products that make the norm
-of their x, to an object that maps rows to a configuration.
+of their x (measured in the chain of a decode step), to an object that maps rows to a configuration.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     }
 
 
-def tensors(config: dict[str, Any], *, plain: tuple[str, ...] = (), seed: int = 0) -> dict[str, np.ndarray]:
+def tensors(
+    config: dict[str, Any], *, plain: tuple[str, ...] = (), seed: int = 0, group: int = GROUP
+) -> dict[str, np.ndarray]:
     """Random tensors by their Hugging Face names; modules whose names end in one of ``plain`` are not quantized."""
     rng = np.random.default_rng(seed)
 
@@ -73,7 +75,7 @@ def tensors(config: dict[str, Any], *, plain: tuple[str, ...] = (), seed: int = 
         if name.endswith(plain) and plain:
             found[f"{name}.weight"] = normal(n, k, scale=k**-0.5)
         else:
-            weight = testing.random_weight(rng, k, n, GROUP)
+            weight = testing.random_weight(rng, k, n, group)
             found |= {f"{name}.{part}": getattr(weight, part) for part in ("qweight", "scales", "qzeros")}
         if config["model_type"] == "qwen2" and name.endswith(("q_proj", "k_proj", "v_proj")):
             found[f"{name}.bias"] = normal(n)
@@ -96,11 +98,11 @@ def tokenizer() -> tokenizers.Tokenizer:
     return inner
 
 
-def folder(path: Path, config: dict[str, Any], **options: Any) -> Path:
-    """A Hugging Face folder."""
+def folder(path: Path, config: dict[str, Any], group: int = GROUP, **options: Any) -> Path:
+    """A Hugging Face folder; ``group``: the size of its groups."""
     path.mkdir(exist_ok=True)
-    quantization = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True}
-    save_file(tensors(config, **options), path / "model.safetensors")
+    quantization = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": group, "zero_point": True}
+    save_file(tensors(config, group=group, **options), path / "model.safetensors")
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     tokenizer().save(str(path / "tokenizer.json"))

@@ -180,7 +180,7 @@ def check_fp8_product(
     bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype]) if problem.bias_dtype else None
     buffers = {"xq": codes, "x_scale": scale, "x_offset": None, "x_sums": sums, "bias": bias}
     if isinstance(config, int8.HopperConfig):
-        problem = replace(problem, weight_offset=weight.offset is not None)
+        problem = replace(problem, weight_offset=weight.offset is not None and forms.whole_zeros(weight) is None)
         buffers["codes"] = forms.byte_codes(weight, fp8=True)
         buffers["parameters"] = forms.tile_parameters(weight, problem.block, False)
     else:
@@ -233,6 +233,19 @@ def test_products_of_hopper(backend: str, case: tuple) -> None:
     assert int8.refuse_fp8(block, k, facts(90, backend)) is None
     weight = random_weight(np.random.default_rng(m), (n, 1, 1, k), block, 4, offsets)
     check_fp8_product(backend, problem, int8.HopperConfig(cluster, blocks), weight, seed=m)
+
+
+@pytest.mark.parametrize("backend", ["latest", "earliest", HOPPER])
+def test_codes_and_whole_zeros_are_e4m3(backend: str) -> None:
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, (300, 1, 1, 272), 128, 4, False)
+    offset = rng.integers(-8, 9, weight.scale.shape).astype(weight.scale.dtype) * weight.scale
+    weight = PackedConvWeight(weight.codes, weight.scale, offset, block_size=128)
+    assert forms.whole_zeros(weight) is not None
+    problem = int8.IntegerProduct(
+        70, 300, 272, int8.fp8_unit(128, 272), 4, False, False, "float32", wide=True, fp8=True
+    )
+    check_fp8_product(backend, problem, int8.HopperConfig(1, 2), weight, seed=0)
 
 
 # m, n, k, weight's block, its offsets, dtype, bias, clamps, spare columns of y, splits

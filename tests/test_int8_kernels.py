@@ -251,6 +251,15 @@ def test_zeros_are_whole_only_where_all_are_and_codes_have_room() -> None:
     assert forms.whole_zeros(PackedConvWeight(codes, scale, None, bits=4, block_size=32)) is None
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_in_any_order_of_memory_are_bytes_row_by_row(bits: int) -> None:
+    codes = np.random.default_rng(0).integers(0, 1 << bits, (64, 40), dtype=np.uint8)
+    columns = PackedConvWeight(codes.T.reshape(40, 1, 1, 64), np.ones((40, 1), np.float32), None, bits=bits)
+    found = forms.byte_codes(columns)
+    assert found.flags.c_contiguous
+    np.testing.assert_array_equal(found, codes.T.astype(np.int64) - (1 << bits - 1))
+
+
 def test_selection_fills_the_multiprocessors_and_says_why_it_refuses() -> None:
     here = device.nominal(90)
     one = IntegerProduct(9, 4096, 4096, 128, 4, False, True, "float16")

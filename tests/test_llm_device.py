@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_awq import device, llm
+from cupy_awq import AwqLinear, device, llm
 from cupy_awq.check import BFLOAT16, FLOAT16
+from cupy_awq.kernels.repack import Repacking
 from cupy_awq.llm import Config, LanguageModel, Sampling
 from cupy_awq.llm.device_ops import DeviceOps
 from cupy_awq.llm.model import Model, build
+from cupy_awq.ops.repacking import RepackedWeight
+from cupy_awq.testing import random_weight
 from tests import llm_models, simt
 from tests.llm_models import FAMILIES, LLAMA, QWEN3
 
@@ -103,13 +106,51 @@ def test_a_cache_larger_than_the_gpus_memory_is_refused(tmp_path: Path) -> None:
         SimulatedOps(source.config, 0, FLOAT16).cache(2, 10**6)
 
 
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
+@pytest.mark.parametrize(
+    ("m", "delta", "gated"),
+    [(1, False, False), (3, True, False), (4, True, True), (5, True, False), (17, True, False), (300, True, False)],
+)
+def test_products_of_few_rows_make_their_norm(
+    monkeypatch: pytest.MonkeyPatch, dtype: Any, m: int, delta: bool, gated: bool
+) -> None:
+    rng = np.random.default_rng(m)
+    weight, layout = random_weight(rng, 128, 64, 64), Repacking(128, 64, 64)
+    repacked = np.empty(layout.nbytes, np.uint8)
+    tensors = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
+    simt.run(layout.plan(device.nominal(90)), {**tensors, "out": repacked})
+    then = AwqLinear(weight, bias=rng.standard_normal(64).astype(np.float32), activation="swiglu" if gated else None)
+    then._operand = RepackedWeight(weight, repacked, 0, False)
+    ops = SimulatedOps(Config("llama", 128, 96, 1, 2, 2, 16, 264, 256), 0, dtype)
+    entries, run = [], ops.run
+
+    def recorded(plan: Any, **arrays: Any) -> None:
+        entries.append(plan.kernel.entry)
+        run(plan, **arrays)
+
+    monkeypatch.setattr(ops, "run", recorded)
+    h, norm = rng.standard_normal((m, 1, 128)).astype(np.float32), rng.standard_normal(128).astype(np.float32)
+    added = rng.standard_normal(h.shape).astype(dtype) if delta else None
+    before = h.copy()
+    total, y = ops.project(h, added, norm, then)
+    assert entries == (["gemm_sm90_mma"] if m <= 4 else ["rms_norm"])
+    wanted = then(ops.norm(before, added, norm)).astype(np.float32)
+    np.testing.assert_array_equal(total, before)
+    assert y.dtype == dtype
+    assert np.abs(y.astype(np.float32) - wanted).max() <= (2e-3 if dtype == FLOAT16 else 2e-2) * np.abs(wanted).max()
+
+
 # On a GPU
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageModel, LanguageModel]:
-    """One model on the CPU and on the GPU."""
-    path = llm_models.folder(tmp_path_factory.mktemp("model"), QWEN3)
+@pytest.fixture(scope="module", params=["plain", "repacked"])
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[LanguageModel, LanguageModel]:
+    """One model on the CPU and on the GPU; of sizes that Hopper's layout of weights has, and of others."""
+    options = {"config": {**QWEN3, "intermediate_size": 128}, "group": 32} if request.param == "repacked" else {}
+    path = llm_models.folder(tmp_path_factory.mktemp("model"), **{"config": QWEN3, **options})
     return llm.load(path, device="cpu"), llm.load(path)
 
 

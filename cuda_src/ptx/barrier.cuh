@@ -9,9 +9,4 @@ __device__ __forceinline__ void barrier_sync(int index, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
 }
 
-// barrier.arrive: counts this warp's threads among the `threads` that barrier `index` waits for, and goes on.
-__device__ __forceinline__ void barrier_arrive(int index, int threads) {
-  asm volatile("barrier.arrive %0, %1;" ::"r"(index), "r"(threads) : "memory");
-}
-
 }  // namespace ptx

@@ -89,9 +89,8 @@ def byte_codes(weight: PackedConvWeight, fp8: bool = False) -> Array:
     if ("bytes", fp8) not in weight.prepared:
         n, _, _, k = weight.shape
         xp = namespace(weight.codes)
-        codes = (weight.codes.reshape(n, k) ^ np.uint8(1 << (weight.bits - 1))).view(np.int8)
-        if weight.bits == 4:
-            codes = weight.codes.reshape(n, k).astype(np.int8) - np.int8(8)
+        codes = xp.ascontiguousarray(weight.codes.reshape(n, k)) - np.uint8(1 << (weight.bits - 1))
+        codes = codes.view(np.int8)  # the subtraction wraps
         zeros = whole_zeros(weight)
         if zeros is not None:
             codes = codes + zeros.take(xp.arange(k) // weight.block_size, axis=1)

@@ -96,9 +96,10 @@ def gemm(
             )
             buffers = {"xq": xq, "x_scale": x_scale, "x_offset": x_offset, "x_sums": x_sums, "bias": bias, "y": y}
             with _lasting(weight):
-                zeros = weight.offset is None or forms.whole_zeros(weight) is not None
-                config, plan = _chosen_product(problem, device.current(), zeros)
+                config, plan = _chosen_product(problem, device.current())
                 if isinstance(config, int8.HopperConfig):
+                    if weight.offset is None or forms.whole_zeros(weight) is not None:
+                        plan = _planned(config, replace(problem, weight_offset=False), device.current())
                     buffers["codes"] = forms.byte_codes(weight, fp8)
                     buffers["parameters"] = forms.tile_parameters(weight, facts.block, problem.x_offset)
                 else:
@@ -144,12 +145,15 @@ def linear_fp8(
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen_product(problem: int8.IntegerProduct, here: device.Device, zeros: bool) -> tuple[int8.Config, LaunchPlan]:
-    """The configuration for a problem and its launch; with ``zeros``, Hopper's codes are all that offsets would be."""
+def _chosen_product(problem: int8.IntegerProduct, here: device.Device) -> tuple[int8.Config, LaunchPlan]:
+    """The configuration for a problem and its launch."""
     config = int8.choose(problem, here)
-    if zeros and isinstance(config, int8.HopperConfig):
-        problem = replace(problem, weight_offset=False)
     return config, config.plan(problem, here)
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(config: int8.Config, problem: int8.IntegerProduct, here: device.Device) -> LaunchPlan:
+    return config.plan(problem, here)
 
 
 def conv2d(

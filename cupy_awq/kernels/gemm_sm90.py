@@ -21,8 +21,8 @@ MAX_BLOCK_M = 128
 MMA_MAX_ROWS = 16
 MMA_ALONE_ROWS = 8
 """Up to which wgmma, which takes as long as for 16, was the slower one for all shapes that were measured."""
-NORM_BYTES = 32768
-"""Of all of x, in 16 bits, up to which each block may make it by itself."""
+NORM_ROWS, NORM_BYTES = 4, 32768
+"""Of x, in 16 bits, up to which each block may make all of it by itself."""
 REGISTERS = 65536
 
 
@@ -224,8 +224,8 @@ class GemmSm90:
     NAME = "gemm_sm90"
 
     def refuse(self, problem: Problem, device: Device) -> str | None:
-        if _power(problem) * _norm_k(problem) * 2 > NORM_BYTES:
-            return f"makes the norm of up to {NORM_BYTES} bytes of x"
+        if problem.norm and (problem.m > NORM_ROWS or _power(problem) * _norm_k(problem) * 2 > NORM_BYTES):
+            return f"makes the norm of up to {NORM_ROWS} rows and {NORM_BYTES} bytes of x"
         return unfit(problem, device) or layout(problem).refuse()
 
     def configs(self, problem: Problem, device: Device) -> list[GemmSm90Config]:

@@ -119,10 +119,10 @@ class DeviceOps:
     def project(self, h: Array, delta: Array | None, weight: Array, then: Project) -> tuple[Array, Array]:
         operand = then._operand if isinstance(then, AwqLinear) else None
         if isinstance(then, AwqLinear) and isinstance(operand, RepackedWeight):
-            options = {"bias_dtype": None if then.bias is None else then.bias.dtype.name, "eps": self.config.eps}
-            norm, form = "h" if delta is None else "h + delta", check.activation(then.activation)
-            m = h.size // h.shape[-1]
-            problem = planning.problem_of(operand, form, m, self.dtype, norm=norm, **options)
+            m, form = h.size // h.shape[-1], check.activation(then.activation)
+            norm = {"norm": "h" if delta is None else "h + delta", "eps": self.config.eps}
+            bias_dtype = None if then.bias is None else then.bias.dtype.name
+            problem = planning.problem_of(operand, form, m, self.dtype, bias_dtype=bias_dtype, **norm)
             # Few rows: the product makes the norm on its way.
             if select.FAMILIES["gemm_sm90"].refuse(problem, self._facts) is None:
                 total = h if delta is None else self._empty(h.shape, np.float32)

@@ -41,6 +41,7 @@ FEW = Problem(5, 136, 640, 32)
 REPACKED = Problem(20, 192, 1024, 128, repacked=True)
 REPACKED_MANY = Problem(70, 64, 3072, 128, repacked=True, scale_exponent=6)
 REPACKED_FEW = Problem(3, 192, 1024, 128, repacked=True)
+NORMED = Problem(3, 192, 1024, 128, repacked=True, norm="h + delta", eps=1e-6)
 RACE, VALUES = ("race", "race"), ("values", "values")
 OUTSIDE, DEADLOCK = ("out of bounds", "out of bounds"), ("deadlock", "deadlock")
 
@@ -155,6 +156,18 @@ SEEDS = {
     "gemm_sm90_mma: sums of few rows are sent to the wrong pair": Seed(
         "gemm_sm90", 90, "gemm_sm90.cuh", "unit % kPairs * 2 + unit", "unit % kPairs + unit",
         ("uninitialised", "uninitialised"), REPACKED_FEW, {"splits": 2},
+    ),
+    "gemm_sm90_mma: x is read before all threads have made it": Seed(
+        "gemm_sm90", 90, "normed_rows.cuh", "    ptx::barrier_sync(1, THREADS);\n  }\n", "  }\n", RACE, NORMED,
+    ),
+    "gemm_sm90_mma: squares are added up before all warps have theirs": Seed(
+        "gemm_sm90", 90, "normed_rows.cuh",
+        "    ptx::barrier_sync(1, THREADS);\n#pragma unroll", "#pragma unroll",
+        RACE, NORMED,
+    ),
+    "gemm_sm90_mma: two blocks write the same part of h + delta": Seed(
+        "gemm_sm90", 90, "normed_rows.cuh", "% gridDim.x == blockIdx.x", "% gridDim.x == 0", VALUES, NORMED,
+        {"records": 2, "splits": 1},
     ),
     "gemm_sm90: an arrival too many is expected": Seed(
         "gemm_sm90", 90, "gemm_sm90.cuh",
