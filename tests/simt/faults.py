@@ -10,8 +10,8 @@ class Fault(Exception):
     """A kernel did what it must not do.
 
     ``kind`` is one of: out of bounds, null pointer, misaligned, read-only, uninitialised, in flight, race, deadlock,
-    divergence, barrier, invalid, trap. ``source`` is the line of the ``.cu`` or ``.cuh`` file, ``thread`` the first
-    offender as ((x, y, z) of its block in the grid, (x, y, z) in the block), ``address`` what it used.
+    divergence, barrier, early, invalid, trap. ``source`` is the line of the ``.cu`` or ``.cuh`` file, ``thread`` the
+    first offender as ((x, y, z) of its block in the grid, (x, y, z) in the block), ``address`` what it used.
     """
 
     def __init__(

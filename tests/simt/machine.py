@@ -48,6 +48,7 @@ class Machine:
         parameters: bytes,
         maps: dict[int, Any],
         *,
+        dependent: bool,
         races: bool,
         landing: str,
     ) -> None:
@@ -67,6 +68,7 @@ class Machine:
         self.cluster_threads = self.cluster_size * padded
         self.cluster_of = number // self.cluster_threads
         self.cluster_origin = self.cluster_of * self.cluster_size
+        self.may_write = np.full(blocks, not dependent)
         self.registers = {name: np.dtype(kind).type(0) for name, kind in program.registers.items()}
         self._parameters, self.tensor_maps = parameters, maps
         self.memory = Memory(self, shared_bytes, program.local_bytes)
@@ -319,6 +321,10 @@ class Machine:
         self.progress()
         if self.races:
             self.races.fence(active)
+
+    def dependent_wait(self, active: Array) -> None:
+        """Blocks of a dependent launch write to global memory only when one of their threads has waited."""
+        self.may_write[self.block_of[active]] = True
 
     def fence_proxy(self, active: Array) -> None:
         if self.races:

@@ -264,6 +264,11 @@ class GlobalMemory(Space):
             self.machine.fail("out of bounds", text, at, lanes, first, int(address[first]))
         if write and not buffer.writable:
             self.machine.fail("read-only", f"write to {buffer.name!r}", at, lanes, 0, int(address[0]))
+        if write and not self.machine.may_write.all():
+            early = np.flatnonzero(~self.machine.may_write[self.machine.block_of[lanes]])
+            if early.size:
+                text = f"write to {buffer.name!r} before griddepcontrol.wait"
+                self.machine.fail("early", text, at, lanes, int(early[0]), int(address[early[0]]))
         return buffer
 
 

@@ -75,11 +75,16 @@ def fence(b: BlockCode, m: Match[str]) -> None:
 
 
 @emits(
-    r"nanosleep\.u32|griddepcontrol\.(?:wait|launch_dependents)"
+    r"nanosleep\.u32|griddepcontrol\.launch_dependents"
     r"|(?:prefetch|prefetchu|applypriority|discard)(?:\.(?:global|local|L1|L2|L2::\w+))*|pragma"
 )
 def no_effect(b: BlockCode, m: Match[str], *operands: Operand) -> None:
     """Hints, and what only orders things that are in order here."""
+
+
+@emits(r"griddepcontrol\.wait")
+def dependent_wait(b: BlockCode, m: Match[str]) -> None:
+    b.line(f"m.dependent_wait({b.mask})")
 
 
 @emits(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32", "warp")

@@ -72,6 +72,7 @@ def execute(program: Program, plan: Any, buffers: Buffers, *, landing: str = "la
             shared_bytes,
             parameters,
             maps,
+            dependent=plan.dependent,
             races=races,
             landing=landing,
         )

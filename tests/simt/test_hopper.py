@@ -12,7 +12,7 @@ import pytest
 from cupy_awq.launch_plan import LaunchPlan, TensorMap
 from tests import simt
 from tests.simt.bulk import swizzle
-from tests.simt.kernels import SAMPLES, plan, sources_in
+from tests.simt.kernels import SAMPLES, patched, plan, sources_in
 
 LANDINGS = pytest.mark.parametrize("landing", ["latest", "earliest"])
 
@@ -106,5 +106,10 @@ def test_cluster_shares_memory(landing: str) -> None:
 
 def test_dependent_launch() -> None:
     x, y = np.arange(40, dtype=np.int32), np.zeros(40, np.int32)
-    simt.run(plan("dependent.cu", ("x", "y", np.int32(40)), grid=(2, 1, 1), arch="90a"), {"x": x, "y": y})
+    launch = replace(plan("dependent.cu", ("x", "y", np.int32(40)), grid=(2, 1, 1), arch="90a"), dependent=True)
+    simt.run(launch, {"x": x, "y": y})
     np.testing.assert_array_equal(y, x + 1)
+    wait = '  asm volatile("griddepcontrol.wait;" ::: "memory");\n'
+    with patched("dependent.cu", wait, ""), pytest.raises(simt.Fault) as caught:
+        simt.run(launch, {"x": x, "y": y})
+    assert caught.value.kind == "early"

@@ -157,6 +157,9 @@ SEEDS = {
         "gemm_sm90", 90, "gemm_sm90.cuh", "unit % kPairs * 2 + unit", "unit % kPairs + unit",
         ("uninitialised", "uninitialised"), REPACKED_FEW, {"splits": 2},
     ),
+    "gemm_sm90_mma: nobody waits for the kernel before": Seed(
+        "gemm_sm90", 90, "gemm_sm90_mma.cu", "    ptx::griddepcontrol_wait();\n", "", ("early", "early"), REPACKED_FEW,
+    ),
     "gemm_sm90_mma: x is read before all threads have made it": Seed(
         "gemm_sm90", 90, "normed_rows.cuh", "    ptx::barrier_sync(1, THREADS);\n  }\n", "  }\n", RACE, NORMED,
     ),
