@@ -18,6 +18,7 @@
 #include "gemm_int8.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "reduce.cuh"
+#include "warp.cuh"
 
 constexpr int kRows = ROWS;
 constexpr int kWarps = WARPS;
@@ -33,7 +34,6 @@ constexpr int kUnits = kBits / 4;  // 16-byte units of codes in a step of a colu
 constexpr int kWords = kStep / 4;
 constexpr int kSteps = 4 * kDepth;  // that a warp takes between two looks at x
 constexpr int kOutputs = kRows * kColumns;
-constexpr uint32_t kFullWarp = 0xffffffffu;
 
 static_assert(kRows % 2 == 0, "tensor cores take two rows at a time");
 static_assert(kOutputs <= kThreads, "a thread finishes one output");

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "gemm_sm90.cuh"
+#include "warp.cuh"
 
 // ROWS rows of UNITS times 8 values, made by THREADS threads that share barrier 1; one tile of rows in all.
 template <int ROWS, int UNITS, int THREADS, bool DELTA>
@@ -51,9 +52,8 @@ class NormedRows {
     float* warps = static_cast<float*>(__cvta_shared_to_generic(shared_ + ROWS * UNITS * 16));
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) squares[row] += __shfl_xor_sync(0xffffffffu, squares[row], step);
-      if (threadIdx.x % 32 == 0) warps[row * kWarps + threadIdx.x / 32] = squares[row];
+      const float sum = warp_sum(squares[row]);
+      if (threadIdx.x % 32 == 0) warps[row * kWarps + threadIdx.x / 32] = sum;
     }
     ptx::barrier_sync(1, THREADS);
 #pragma unroll

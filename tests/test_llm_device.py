@@ -220,8 +220,8 @@ def test_many_requests_do_not_grow_the_devices_memory(pair: tuple[LanguageModel,
         model.generate("x" * (1 + 3 * (37 * i % 50)), max_tokens=3)
         cupy.get_default_memory_pool().free_all_blocks()
         free.append(cupy.cuda.runtime.memGetInfo()[0])
-    # Once each of the 50 lengths was met, and its kernels were loaded; others on the GPU come and go.
-    assert max(free[150:]) >= min(free[50:100])
+    # Once each of the 50 lengths was met, and its kernels were loaded. Another process on the GPU upsets this.
+    assert free[-1] >= min(free[50:100])
 
 
 @pytest.mark.gpu

@@ -136,7 +136,7 @@ class GemmSm90Config:
         else:
             defines += (("WARPGROUPS", self.team_warps // 4), ("TILES", self.tiles), ("SCALED", int(self.scaled)))
             itemsize = ITEMSIZE[problem.dtype]
-            tensor_map = TensorMap(
+            x_map = TensorMap(
                 "x",
                 problem.dtype,
                 dims=(64, problem.m, problem.k // 64),
@@ -144,7 +144,7 @@ class GemmSm90Config:
                 box=(64, self.block_m, 2 * self.depth),
                 swizzle=128,
             )
-            x = (tensor_map,)
+            x = (x_map,)
         factors: tuple[float, ...] = (2.0**problem.scale_exponent, 2.0**-problem.scale_exponent)
         if self.name == MMA:
             factors = (problem.eps,) if problem.norm else ()

@@ -245,9 +245,9 @@ class HopperConfig:
         size = ITEMSIZE[problem.dtype]
         store = 2 * 32 // size * (HOPPER_N * size + 16)
         stages = min(HOPPER_STAGES, (device.shared_bytes_per_block - store) // stage)
-        shared = (item for item in problem.defines() if item[0] != "BITS")
-        defines = (*shared, ("X_BLOCKS", x_blocks), ("STAGES", stages), ("CLUSTER", self.cluster))
-        bytes_of = {"xq": (problem.m, HOPPER_M), "codes": (problem.n, HOPPER_N // self.cluster)}
+        common = (item for item in problem.defines() if item[0] != "BITS")
+        defines = (*common, ("X_BLOCKS", x_blocks), ("STAGES", stages), ("CLUSTER", self.cluster))
+        boxes = {"xq": (problem.m, HOPPER_M), "codes": (problem.n, HOPPER_N // self.cluster)}
         xq, codes = (
             TensorMap(
                 name,
@@ -257,7 +257,7 @@ class HopperConfig:
                 box=(BLOCK_K, box, 1),
                 swizzle=128,
             )
-            for name, (rows, box) in bytes_of.items()
+            for name, (rows, box) in boxes.items()
         )
         sizes = (problem.m, problem.n, problem.k, problem.block, *self.units(problem), problem.y_stride, problem.wide)
         scalars = (*map(np.int32, sizes), *map(np.float32, problem.limits))

@@ -117,8 +117,7 @@ class DeviceOps:
         return x
 
     def project(self, h: Array, delta: Array | None, weight: Array, then: Project) -> tuple[Array, Array]:
-        operand = then._operand if isinstance(then, AwqLinear) else None
-        if isinstance(then, AwqLinear) and isinstance(operand, RepackedWeight):
+        if isinstance(then, AwqLinear) and isinstance(operand := then._operand, RepackedWeight):
             m, form = h.size // h.shape[-1], check.activation(then.activation)
             norm = {"norm": "h" if delta is None else "h + delta", "eps": self.config.eps}
             bias_dtype = None if then.bias is None else then.bias.dtype.name

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// What all lanes of a warp make together, in the same order in each of them.
+#pragma once
+
+#include "types.cuh"
+
+constexpr uint32_t kFullWarp = 0xffffffffu;
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kFullWarp, value, step);
+  return value;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, step));
+  return value;
+}
