@@ -58,9 +58,8 @@ class NormedRows {
     ptx::barrier_sync(1, THREADS);
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-      float total = 0.0f;
-#pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) total += warps[row * kWarps + warp];
+      const int lane = threadIdx.x % 32;
+      const float total = warp_sum(lane < kWarps ? warps[row * kWarps + lane] : 0.0f);
       const float factor = 1.0f / sqrtf(total / static_cast<float>(k_) + source_.eps);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -87,6 +86,8 @@ class NormedRows {
  private:
   static constexpr int kWarps = THREADS / 32;
   static constexpr int kSteps = ceil_div(UNITS, THREADS);
+
+  static_assert(kWarps <= 32, "a lane has the sum of a warp");
 
   static __device__ __forceinline__ int unit(int step) { return step * THREADS + threadIdx.x; }
 
