@@ -14,23 +14,24 @@
 // k a multiple of 64, n of 8 (gated: of 64). sm_90a. The product is made transposed, y^T = W^T x^T: the weight is
 // operand A, dequantized in registers; x is B.
 //
-// A block makes tiles of BLOCK_M rows and 256 columns: WARPGROUPS warpgroups with as many columns each, 64 at a time
-// for the instruction. Wide tiles, because 4-bit weights cost little to read: at full rate a block of 128 rows takes 16
-// bytes of x and 8 of the weight a clock from L2, where a tile of 256 rows and 128 columns would take 32 and 4. A
-// warpgroup converts 64 columns and k while the tensor cores have the 64 before. Blocks are persistent: the producer
-// fills stages for the next tile while the warpgroups store the last, and the one that comes first to the end of a tile
-// stores it while the other has the tensor cores.
+// A block makes tiles of BLOCK_M rows and 256 columns, or of 256 rows and 128 columns: WARPGROUPS warpgroups with as
+// many columns each, 64 at a time for the instruction. Of a tile of 128 rows, a block takes 16 bytes of x and 8 of the
+// weight a clock from L2, of 256 rows 32 and 4, but it converts half as many weights. A warpgroup converts 64 columns
+// and k while the tensor cores have the 64 before. Blocks are persistent: the producer fills stages for the next tile
+// while the warpgroups store the last, and the one that comes first to the end of a tile stores it while the other has
+// the tensor cores.
 //
 // CLUSTER blocks take neighbouring columns of the same rows. Each of them brings its part of every stage of x to all of
 // them.
 //
-// Measured on an H100: 690 to 750 TFLOP/s where the tiles fill the chip, at its limit of 700 W (1.3 to 1.6 GHz) in all
+// Measured on an H100: 690 to 780 TFLOP/s where the tiles fill the chip, at its limit of 700 W (1.3 to 1.6 GHz) in all
 // that takes longer than 0.3 ms, so instructions cost speed twice, as slots and as energy: 315 of them a step and warp
 // instead of 420 (scales made ready once for both halves of a record, descriptors in uniform registers) brought 7 to
-// 10%. Most stalls are of dispatch: accumulators seem to take the registers' ports. At 128 rows the tensor cores are
-// busy for 90% of the cycles with 33% of the issue slots in use, at 64 rows for 59% with 51%. Scales that are powers of
-// two, which leave multipliers little to do, gained 4%. Clusters of two are 6% slower. A shared unit costs about 8 us:
-// its partial sums go through L2.
+// 10%, and tiles of 256 rows 3 to 5% above 0.3 ms. Tensor cores at their full rate take three of four slots of
+// dispatch: of the products' share and the instructions a clock, 0.75 times the one and the other make at most 1. So
+// tiles of 64 rows are bound by conversion (59% and 0.51), those of 128 nearly (90% and 0.33). Scales that are powers
+// of two, which leave multipliers little to do, gained 4%. Clusters of two are 6% slower with 128 rows, and up to 4%
+// faster with 256, which take more of x. A shared unit costs about 8 us: its partial sums go through L2.
 #include "epilogue.cuh"
 #include "hopper.cuh"
 #include "ptx/barrier.cuh"
@@ -50,10 +51,10 @@ constexpr int kBlockM = BLOCK_M;
 constexpr int kStages = STAGES;
 constexpr int kCluster = CLUSTER;
 // Rows of units in a band: blocks that run at the same time share rows of x and columns of the weight in L2.
-constexpr int kBandRows = BAND_ROWS;
+constexpr int kBandRows = 8;
 
 constexpr int kWarpgroups = WARPGROUPS;
-constexpr int kTiles = 4 / kWarpgroups;
+constexpr int kTiles = kBlockM > 128 ? 1 : 4 / kWarpgroups;
 constexpr int kBlocks = 2 * kTiles;  // of 64 columns and 64 k in a stage, for a warpgroup
 constexpr int kConsumerWarps = kWarpgroups * 4;
 constexpr int kThreads = (kConsumerWarps + 4) * 32;
@@ -69,15 +70,16 @@ constexpr int kXHalfBytes = kBlockM * 128;
 constexpr int kXBytes = 2 * kXHalfBytes;
 constexpr int kWeightBytes = kRecords * kRecordBytes;
 constexpr int kWeightBegin = kStages * kXBytes;
-constexpr int kStoreRows = 32;
+constexpr int kStoreRows = STORE_ROWS;
 constexpr int kRowBytes = kTiles * 64 * 2 + 16;  // 8 rows lie in different banks
 constexpr int kStoreBegin = kWeightBegin + kStages * kWeightBytes;
 constexpr int kBarrierBegin = kStoreBegin + kWarpgroups * kStoreRows * kRowBytes;
 
-static_assert(kWarpgroups == 2 || (kWarpgroups == 4 && kBlockM <= 64 && !kGated), "registers and columns are enough");
+static_assert(kWarpgroups == 2 ? kTiles == 2 || !kGated : kWarpgroups == 4 && kBlockM <= 64 && !kGated,
+              "registers and columns are enough");
 static_assert(kCluster == 1 || kCluster == 2, "a stage of x has two parts");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
-static_assert(kBlockM % kStoreRows == 0, "rows are stored 32 at a time");
+static_assert(kStoreRows == 16 || kStoreRows == 32, "a matrix is stored in steps of 16 rows");
 
 // The walk over the stages, on over all tiles of a block.
 struct Position {

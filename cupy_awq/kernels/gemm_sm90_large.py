@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -15,8 +14,6 @@ from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
 from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K
 from cupy_awq.launch_plan import Kernel, LaunchPlan, TensorMap
 
-BLOCK_N = 256
-RECORDS = BLOCK_N // RECORD_COLUMNS
 SHARED_BYTES = 232448
 """That a block of sm_90 can have."""
 MAX_STAGES = 6
@@ -26,18 +23,16 @@ LEAST_ROWS = 33
 
 @dataclass(frozen=True)
 class GemmSm90LargeConfig:
-    """Clusters of ``cluster`` persistent blocks make units of ``block_m`` rows and ``cluster`` times 256 columns.
+    """Clusters of ``cluster`` persistent blocks make units of ``block_m`` rows and ``cluster * block_n`` columns.
 
-    In a block each of ``warpgroups`` warpgroups makes its part of the columns.
-    Units follow each other in bands of ``band_rows`` rows of them. The first ``shared`` units are divided along K among
-    ``sharers`` clusters, the others are made whole.
+    In a block each of ``warpgroups`` warpgroups makes its part of the columns. The first ``shared`` units are divided
+    along K among ``sharers`` clusters, the others are made whole.
     """
 
     cluster: int
     blocks: int
     shared: int = 0
     sharers: int = 0
-    band_rows: int = 8
     block_m: int = 128
     warpgroups: int = 2
 
@@ -45,23 +40,34 @@ class GemmSm90LargeConfig:
     def splits(self) -> int:
         return ceil_div(self.sharers, self.shared) if self.shared else 1
 
+    @property
+    def block_n(self) -> int:
+        return 128 if self.block_m == 256 else 256
+
     def units(self, problem: Problem) -> int:
-        return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, BLOCK_N * self.cluster)
+        return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n * self.cluster)
+
+    def store_rows(self, problem: Problem) -> int:
+        """That the warpgroups store at a time: 32, or 16 if that leaves room for a stage more."""
+        fit = {rows: (SHARED_BYTES - rows * self.store_row_bytes) // self.stage_bytes(problem) for rows in (16, 32)}
+        return 32 if fit[32] == fit[16] else 16
 
     @property
-    def store_bytes(self) -> int:
-        """Of shared memory for what the warpgroups are about to store."""
-        return 32 * 2 * (BLOCK_N + 8 * self.warpgroups)
+    def store_row_bytes(self) -> int:
+        """Of a row on its way to y, of all warpgroups."""
+        return 2 * (self.block_n + 8 * self.warpgroups)
 
     def stage_bytes(self, problem: Problem) -> int:
-        return self.block_m * RECORD_K * 2 + RECORDS * layout(problem).record_bytes + 16
+        return self.block_m * RECORD_K * 2 + self.block_n // RECORD_COLUMNS * layout(problem).record_bytes + 16
 
     def stages(self, problem: Problem) -> int:
         """Of 128 k in shared memory: as many as fit."""
-        return min(MAX_STAGES, (SHARED_BYTES - self.store_bytes) // self.stage_bytes(problem))
+        return min(
+            MAX_STAGES, (SHARED_BYTES - self.store_rows(problem) * self.store_row_bytes) // self.stage_bytes(problem)
+        )
 
     def shared_bytes(self, problem: Problem) -> int:
-        return self.stages(problem) * self.stage_bytes(problem) + self.store_bytes
+        return self.stages(problem) * self.stage_bytes(problem) + self.store_rows(problem) * self.store_row_bytes
 
     def plan(self, problem: Problem, device: Device) -> LaunchPlan:
         """The launch. Buffers: weight (of `Repacking`), bias, residual, y, partials, counters, x."""
@@ -73,7 +79,7 @@ class GemmSm90LargeConfig:
             ("WARPGROUPS", self.warpgroups),
             ("STAGES", self.stages(problem)),
             ("CLUSTER", self.cluster),
-            ("BAND_ROWS", self.band_rows),
+            ("STORE_ROWS", self.store_rows(problem)),
         )
         strides = problem.row_strides
         itemsize = ITEMSIZE[problem.dtype]
@@ -101,14 +107,14 @@ class GemmSm90LargeConfig:
     def microseconds(self, problem: Problem, device: Device) -> float:
         """The steps of the busiest cluster, and what sharing takes.
 
-        Fitted to 21 problems from 64 to 4096 rows on an H100: 5% off (root mean square), and its first choice took 1.02
-        times as long as the best (geometric mean; at most 1.10, where times vary by 5%).
+        Fitted to 21 problems from 64 to 4096 rows on an H100, then to 52 from 256 rows on: 5% off (root mean square),
+        and its first choice took 1.03 times as long as the best (geometric mean; at most 1.14, where times vary by 5%).
         """
         workers = self.blocks // self.cluster
         steps = ceil_div(problem.k, RECORD_K)
         rounds = ceil_div(self.units(problem) - self.shared, workers)
         share = self.shared * steps / self.sharers if self.shared else 0.0
-        one = (0.92 if self.block_m == 64 else 1.28) * (1.06 if self.cluster > 1 else 1.0)
+        one = {64: 0.92, 128: 1.28, 256: 1.18}[self.block_m]
         work = powered(one * (rounds * steps + share), problem)
         stream = problem.weight_bytes / (device.read_gbs * 1e3)
         sums = 4.4 + 1.7 * self.splits + 0.01 * work if self.shared else 0.0
@@ -117,7 +123,8 @@ class GemmSm90LargeConfig:
     def workspace(self, problem: Problem) -> tuple[int, int]:
         if not self.shared:
             return 0, 0
-        return self.sharers * self.cluster * self.block_m * BLOCK_N * 4, self.shared * self.cluster * self.warpgroups
+        blocks = self.sharers * self.cluster
+        return blocks * self.block_m * self.block_n * 4, self.shared * self.cluster * self.warpgroups
 
 
 class GemmSm90Large:
@@ -139,9 +146,12 @@ class GemmSm90Large:
 
 def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
     steps = ceil_div(problem.k, RECORD_K)
-    # Four warpgroups have too few registers for 128 rows, and none has both of a gate and what it gates.
-    shapes = [(128, 2)] if problem.m > 64 else [(64, 2)] if problem.gated else [(64, 2), (64, 4)]
-    for cluster, (block_m, warpgroups) in itertools.product((1, 2), shapes):
+    # Four warpgroups have too few registers for 128 rows, and none of them has both of a gate and what it gates; of 256
+    # rows none of two has.
+    shapes = [(1, 128, 2)] if problem.m > 64 else [(1, 64, 2)] if problem.gated else [(1, 64, 2), (1, 64, 4)]
+    if problem.m > 128 and not problem.gated:
+        shapes += [(1, 256, 2), (2, 256, 2)]
+    for cluster, block_m, warpgroups in shapes:
         workers = device.sm_count // cluster
         config = GemmSm90LargeConfig(cluster, workers * cluster, block_m=block_m, warpgroups=warpgroups)
         units = config.units(problem)
