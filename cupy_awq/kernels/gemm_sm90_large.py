@@ -47,11 +47,6 @@ class GemmSm90LargeConfig:
     def units(self, problem: Problem) -> int:
         return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n * self.cluster)
 
-    def store_rows(self, problem: Problem) -> int:
-        """That the warpgroups store at a time: 32, or 16 if that leaves room for a stage more."""
-        fit = {rows: (SHARED_BYTES - rows * self.store_row_bytes) // self.stage_bytes(problem) for rows in (16, 32)}
-        return 32 if fit[32] == fit[16] else 16
-
     @property
     def store_row_bytes(self) -> int:
         """Of a row on its way to y, of all warpgroups."""
@@ -61,10 +56,13 @@ class GemmSm90LargeConfig:
         return self.block_m * RECORD_K * 2 + self.block_n // RECORD_COLUMNS * layout(problem).record_bytes + 16
 
     def stages(self, problem: Problem) -> int:
-        """Of 128 k in shared memory: as many as fit."""
-        return min(
-            MAX_STAGES, (SHARED_BYTES - self.store_rows(problem) * self.store_row_bytes) // self.stage_bytes(problem)
-        )
+        """Of 128 k in shared memory: as many as fit beside 16 rows on their way to y."""
+        return min(MAX_STAGES, (SHARED_BYTES - 16 * self.store_row_bytes) // self.stage_bytes(problem))
+
+    def store_rows(self, problem: Problem) -> int:
+        """That the warpgroups store at a time: 32 if the stages leave room for them, else 16."""
+        left = SHARED_BYTES - self.stages(problem) * self.stage_bytes(problem)
+        return 32 if left >= 32 * self.store_row_bytes else 16
 
     def shared_bytes(self, problem: Problem) -> int:
         return self.stages(problem) * self.stage_bytes(problem) + self.store_rows(problem) * self.store_row_bytes
