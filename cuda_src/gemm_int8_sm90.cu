@@ -9,7 +9,7 @@
 //               16 warp + g + 8: the scale, then with WEIGHT_OFFSET the offset, then with X_OFFSET the sum over the
 //               block of what the codes stand for. The last two are zero but in the last step of 128 k of a block.
 //   x_map       tensor map of xq as [1][m][k] in boxes of [1][128][128], swizzled by 128 bytes
-//   x_scale, x_offset, x_sums   as in gemm_int8.cuh
+//   x_scale, x_offset, x_sums   as in gemm_int8.cuh; with ROW_SCALES, x_scale [m] has one scale a row
 //   rows, columns   of units
 //   bias        BIAS [n] or null; y  Y [m, n], row stride ldy values; aligned: rows start at multiples of 16 bytes
 // k a multiple of 16; block a multiple of 128, or 64 or 32, or one block for all of k. X_BLOCKS: blocks in 128 k.
@@ -18,8 +18,8 @@
 // the one before has begun, and in shared memory, where it goes on, a code is a byte. That leaves room for whole zeros:
 // weights whose offsets are multiples of their scales have none here.
 //
-// FP8: xq and the codes are e4m3, xq with one scale a row, x_scale [m]; x_sums are float32, of its values. Products are
-// float32; the scale of x comes last.
+// FP8: xq and the codes are e4m3, with ROW_SCALES; x_sums are float32, of its values. Products are float32.
+// ROW_SCALES: the scale of x comes last. That is a multiplication less for each product.
 //
 // A block makes tiles of 128 rows and 256 columns: two warpgroups with 64 rows each, whose four tiles of 64 columns
 // share the scales of x in registers. Each adds up one tile's products while the next tile's are made. Blocks are
@@ -46,6 +46,7 @@ using Product = int32_t;
 #endif
 
 constexpr bool kFp8 = FP8;
+constexpr bool kRowScales = ROW_SCALES;
 constexpr bool kXOffset = X_OFFSET;
 constexpr bool kWeightOffset = WEIGHT_OFFSET;
 constexpr int kXBlocks = X_BLOCKS;
@@ -93,7 +94,8 @@ constexpr int kRowBytes = kBlockN * sizeof(Y) + 16;  // 8 rows lie in different 
 constexpr int kStoreBegin = kXParameterBegin + kStages * kXParameterBytes;
 constexpr int kBarrierBegin = kStoreBegin + kWarpgroups * kStoreRows * kRowBytes;
 
-static_assert(!kFp8 || !kXOffset, "what FP8 takes");
+static_assert(kRowScales || !kFp8, "what FP8 takes");
+static_assert(!kRowScales || !(kXOffset || (kWeightOffset && !kFp8)), "what one scale a row takes");
 static_assert(kCluster == 1 || kCluster == 2, "a stage of codes has two parts");
 // What the block starts with is all that it has: one register too many and setmaxnreg waits for ever.
 static_assert(kWarpgroups * kConsumerRegisters + kProducerRegisters <= kThreads / 128 * (65536 / kThreads / 8 * 8),
@@ -197,6 +199,11 @@ __device__ __forceinline__ void produce_parameters(const Shared& shared, uint8_t
   for (Schedule schedule(rows, columns); schedule.is_there(); schedule.advance()) {
     const int row = schedule.tile().x * kBlockM + local_row;
     const int source_rows[2] = {min(row, m - 1), min(row + 1, m - 1)};
+    float row_scales[2];
+    if constexpr (kRowScales) {
+#pragma unroll
+      for (int v = 0; v < 2; ++v) row_scales[v] = x_scale[source_rows[v]];
+    }
     int index = 0;
     int within = 0;
     for (int begin = 0; begin < parts; begin += kAtOnce) {
@@ -206,7 +213,7 @@ __device__ __forceinline__ void produce_parameters(const Shared& shared, uint8_t
 #pragma unroll
         for (int v = 0; v < 2; ++v) {
           const int64_t source = static_cast<int64_t>(source_rows[v]) * blocks + min(index, blocks - 1);
-          values[i][0].values[v] = x_scale[kFp8 ? source_rows[v] : source];
+          values[i][0].values[v] = kRowScales ? row_scales[v] : x_scale[source];
           if constexpr (kWeightOffset) values[i][kOffsetPart].values[v] = static_cast<float>(x_sums[source]);
           if constexpr (kXOffset) values[i][kColumnPart].values[v] = x_offset[source];
         }
@@ -419,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 const auto product = static_cast<float>(products[i % 2][j * 4 + v]);
                 const float scale = weight_parts[0].values[v / 2];
                 float& sum = sums[i][j * 4 + v];
-                sum = kFp8 ? fmaf(product, scale, sum) : fmaf(product * scale, of_x.values[v % 2], sum);
+                sum = kRowScales ? fmaf(product, scale, sum) : fmaf(product * scale, of_x.values[v % 2], sum);
               }
             }
 #pragma unroll
@@ -436,11 +443,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             }
           }
           if (is_last && b == 0) release(stage);
-          if (is_last && left > 1) load_x_scales();
+          if (!kRowScales && is_last && left > 1) load_x_scales();
           ptx::wgmma_wait_group<0>();
         }
       }
-      if constexpr (kFp8) {
+      if constexpr (kRowScales) {
 #pragma unroll
         for (int v = 0; v < kTiles * kSums; ++v) sums[v / kSums][v % kSums] *= x_scales[v % kSums / 4].values[v % 2];
       }

@@ -202,7 +202,7 @@ def test_zeros_and_constant_rows_are_exact() -> None:
 @given(data=st.data())
 @settings(max_examples=40)
 def test_the_integer_product_is_that_of_the_dequantized_operands(data: st.DataObject) -> None:
-    """MNN's identity, with short last blocks, x in finer blocks than the weight, and no offsets on either side."""
+    """MNN's identity: short last blocks, x in finer blocks than the weight or in one, no offsets on either side."""
     m, n, k = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 60))
     block = data.draw(st.integers(1, 70))
     parts = data.draw(st.sampled_from([p for p in (1, 2, 3) if block % p == 0]))
@@ -210,10 +210,11 @@ def test_the_integer_product_is_that_of_the_dequantized_operands(data: st.DataOb
     bits = data.draw(st.sampled_from([4, 8]))
     weight = random_weight(rng, (n, 1, 1, k), block, bits, data.draw(st.booleans()))
     x = rng.standard_normal((m, k)).astype(np.float32)
-    codes, scale, offset, sums = quantize_activations(x, block_size=block // parts, symmetric=data.draw(st.booleans()))
+    part = data.draw(st.sampled_from([block // parts, None]))
+    codes, scale, offset, sums = quantize_activations(x, block_size=part, symmetric=data.draw(st.booleans()))
     bias = rng.standard_normal(n).astype(np.float32)
-    y = gemm_int8(codes, scale, offset, sums, weight, block_size=block // parts, bias=bias)
-    at = np.arange(k) // (block // parts)
+    y = gemm_int8(codes, scale, offset, sums, weight, block_size=part, bias=bias)
+    at = np.arange(k) // (part or k)
     close = codes * scale.astype(float)[:, at] + (0 if offset is None else offset.astype(float)[:, at])
     wanted = close @ float64_values(weight).reshape(n, k).T + bias
     np.testing.assert_allclose(y, wanted, rtol=1e-6, atol=1e-6)

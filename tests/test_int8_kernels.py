@@ -84,7 +84,8 @@ def check_product(
     x = rng.standard_normal((problem.m, problem.k)).astype(np.float32)
     x[0] = 1.0  # codes of -128 and 127 alone, as the largest products have
     x[0, ::2] = -1.0
-    quantized = quantize_activations(x, block_size=problem.block, symmetric=not problem.x_offset)
+    x_block = problem.k if problem.row_scales else problem.block
+    quantized = quantize_activations(x, block_size=x_block, symmetric=not problem.x_offset)
     bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype]) if problem.bias_dtype else None
     stride = problem.n if problem.stride is None else problem.stride
     y = strided(np.full((problem.m, problem.n), np.nan, dtype), stride - problem.n)
@@ -104,7 +105,10 @@ def check_product(
             a.flags.writeable = False
     scratch = {"partials": np.full(partials // 4, np.nan, np.float32), "counters": np.zeros(counters, np.uint32)}
     runner(backend)(config.plan(problem, here), {**buffers, **scratch, "y": y})
-    sizes = arguments.quantized(*quantized, weight, problem.block, bias, None)
+    sizes = arguments.quantized(*quantized, weight, x_block, bias, None)
+    assert (sizes.block, sizes.row_scales) == (problem.block, problem.row_scales)
+    if problem.row_scales:
+        quantized = quantized[0], *forms.in_blocks(quantized[0], *quantized[1:3], problem.block)
     exact = np.empty((problem.m, problem.n), np.float64)
     form = check.Activation(problem.activation, problem.limits)
     reference.gemm(*quantized, weight, sizes._replace(dtype=np.dtype(np.float64)), bias, form, exact)
@@ -228,6 +232,16 @@ def test_integer_products_of_hopper(backend: str, case: tuple) -> None:
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
+@pytest.mark.parametrize("sizes", [(70, 272, 400, 128, 1), (133, 80, 288, 64, 2), (3, 40, 144, 32, 1)], ids=str)
+@pytest.mark.parametrize("whole_zeros", [False, True])
+def test_rows_with_one_scale_over_blocks_of_the_weight(backend: str, sizes: tuple[int, ...], whole_zeros: bool) -> None:
+    *shape, cluster = sizes
+    problem = IntegerProduct(*shape, 4, False, False, "float16", "float32", row_scales=True)
+    here = facts(90, backend)
+    check_product(backend, problem, HopperConfig(cluster, 2), here, problem.block, seed=7, whole_zeros=whole_zeros)
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
 @pytest.mark.parametrize("x_offset", [False, True])
 def test_offsets_that_are_whole_scales_become_codes(backend: str, x_offset: bool) -> None:
     problem = IntegerProduct(70, 300, 272, 64, 4, x_offset, False, "float32", wide=True)
@@ -338,3 +352,10 @@ def test_operations_on_a_gpu_agree_with_those_on_the_cpu(
     assert y is out
     eps = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
     np.testing.assert_allclose(y.get().astype(np.float64), wanted, rtol=2 * eps, atol=2e-5)
+    for symmetric in (True, False):  # one scale a row
+        here, far = (
+            quantize_activations(x, symmetric=symmetric),
+            quantize_activations(cupy.asarray(x), symmetric=symmetric),
+        )
+        y = gemm_int8(*far, there, out=out).get().astype(np.float64)
+        np.testing.assert_allclose(y, gemm_int8(*here, weight).astype(np.float64), rtol=2 * eps, atol=2e-5)

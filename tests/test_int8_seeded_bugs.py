@@ -81,7 +81,7 @@ SEEDS = {
         "gemm_int8_sm90.cu", "min(index, blocks - 1)", "min(index / 2, blocks - 1)", VALUES,
     ),
     "a row of float8 takes the scale of another": (
-        "gemm_int8_sm90.cu fp8", "x_scale[kFp8 ? source_rows[v] : source]", "x_scale[kFp8 ? source_rows[0] : source]",
+        "gemm_int8_sm90.cu fp8", "row_scales[v] = x_scale[source_rows[v]]", "row_scales[v] = x_scale[source_rows[0]]",
         VALUES,
     ),
     "products of float8 stay without the scale of their row": (

@@ -116,9 +116,11 @@ class Quantized(NamedTuple):
     n: int
     k: int
     block: int
-    """Columns of a block of x."""
+    """Columns of a block of x; with ``row_scales`` of the weight."""
     dtype: np.dtype[Any]
     """Of y."""
+    row_scales: bool = False
+    """x is one block, the weight has more."""
 
 
 def row_blocks(x: Array, block_size: Any) -> int:
@@ -175,6 +177,9 @@ def quantized(
     block = default if block_size is None else _whole(block_size, "block_size", 1)
     if -(-k // block) != blocks:
         raise ValueError(f"x_scale has {blocks} blocks, but K={k} in blocks of block_size={block} are {-(-k // block)}")
+    row_scales = blocks == 1 < weight.blocks
+    if row_scales:
+        block = weight.block_size
     if block > MAX_BLOCK:
         raise ValueError(f"blocks of {block} columns could overflow int32: quantize x in blocks of at most {MAX_BLOCK}")
     if weight.blocks > 1 and weight.block_size % block:
@@ -185,7 +190,7 @@ def quantized(
     if out is not None:
         dtype = check.float_dtype(getattr(out, "dtype", None), "out")
         check.out(out, (m, n), dtype, where)
-    return Quantized(m, n, k, block, dtype)
+    return Quantized(m, n, k, block, dtype, row_scales)
 
 
 def fp8(x: Array, weight: PackedConvWeight, bias: Array | None, out: Array | None) -> Quantized:

@@ -22,6 +22,18 @@ E4M3 = np.arange(-16, 16).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 """The bits of -16 .. 15."""
 
 
+def in_blocks(xq: Array, x_scale: Array, x_offset: Array | None, block: int) -> tuple[Array, Array | None, Array]:
+    """x_scale, x_offset and x_sums [M, blocks] of rows that were quantized as one block."""
+    xp = namespace(xq)
+    m, k = xq.shape
+    blocks = ceil_div(k, block)
+    padded = xp.zeros((m, blocks * block), np.int8)
+    padded[:, :k] = xq
+    sums = padded.reshape(m, blocks, block).sum(2, dtype=np.int32)
+    scale, offset = (a if a is None else xp.repeat(a, blocks, axis=1) for a in (x_scale, x_offset))
+    return scale, offset, sums
+
+
 def product_codes(weight: PackedConvWeight, fp8: bool = False) -> Array:
     """The codes of a 1x1 weight as the kernels of the integer product want them: see gemm_int8.cuh."""
     if ("product", fp8) not in weight.prepared:

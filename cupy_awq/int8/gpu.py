@@ -95,16 +95,22 @@ def gemm(
                 fp8=fp8,
             )
             buffers = {"xq": xq, "x_scale": x_scale, "x_offset": x_offset, "x_sums": x_sums, "bias": bias, "y": y}
+            row_scales = False
             with _lasting(weight):
                 config, plan = _chosen_product(problem, device.current())
                 if isinstance(config, int8.HopperConfig):
                     if weight.offset is None or forms.whole_zeros(weight) is not None:
-                        plan = _planned(config, replace(problem, weight_offset=False), device.current())
+                        row_scales = facts.row_scales and x_offset is None
+                        simpler = replace(problem, weight_offset=False, row_scales=row_scales)
+                        plan = _planned(config, simpler, device.current())
                     buffers["codes"] = forms.byte_codes(weight, fp8)
                     buffers["parameters"] = forms.tile_parameters(weight, facts.block, problem.x_offset)
                 else:
                     buffers["codes"] = forms.product_codes(weight, fp8)
                     buffers["parameters"] = forms.product_parameters(weight, facts.block, fp8)
+            if facts.row_scales and not row_scales:
+                parts = forms.in_blocks(xq, x_scale, x_offset, facts.block)
+                buffers |= zip(("x_scale", "x_offset", "x_sums"), parts, strict=True)
             _launch(plan, buffers, weight.device)
         return _into(out, y)
 

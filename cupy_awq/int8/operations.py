@@ -9,7 +9,7 @@ import numpy as np
 
 from cupy_awq import check
 from cupy_awq.check import HOST, Array
-from cupy_awq.int8 import arguments, gpu, reference
+from cupy_awq.int8 import arguments, forms, gpu, reference
 from cupy_awq.int8.weight import PackedConvWeight
 
 
@@ -73,8 +73,8 @@ def gemm_int8(
     Args:
         xq, x_scale, x_offset, x_sums: what `quantize_activations` returns; no x_offset means zeros.
         weight: [N, 1, 1, K], 4 or 8 bits.
-        block_size: columns of a block of xq; by default K for one block, else the weight's. It must divide the weight's
-            block size, if that has more than one.
+        block_size: columns of a block of xq; by default K for one block, else the weight's. Unless xq is one block, it
+            must divide the weight's block size, if that has more than one.
         bias: [N] float16, bfloat16 or float32.
         activation: None, "relu", "relu6", or (low, high).
         out: [M, N] float16, bfloat16 or float32 to fill and return; by default of the dtype of the weight's scale.
@@ -96,6 +96,8 @@ def gemm_int8(
     form = arguments.activation(activation)
     if weight.device == HOST:
         target = np.empty((facts.m, facts.n), facts.dtype) if out is None else out
+        if facts.row_scales:
+            x_scale, x_offset, x_sums = forms.in_blocks(xq, x_scale, x_offset, facts.block)
         return reference.gemm(xq, x_scale, x_offset, x_sums, weight, facts, bias, form, target)
     return gpu.gemm(xq, x_scale, x_offset, x_sums, weight, facts, bias, form, out)
 

@@ -106,7 +106,8 @@ class IntegerProduct:
     """y [m, n] of quantized rows in blocks of ``block`` of k columns and a weight of 4 or 8 ``bits``.
 
     ``aligned``: xq starts at a multiple of 16 bytes; ``even``: y starts at, and steps by, a multiple of two values;
-    ``wide``: of 16 bytes. ``fp8``: x is e4m3, as of `Fp8Quantization`.
+    ``wide``: of 16 bytes. ``fp8``: x is e4m3, as of `Fp8Quantization`. ``row_scales``: x has one scale a row, which
+    Hopper's kernel takes as it is, if there are no offsets.
     """
 
     m: int
@@ -126,6 +127,7 @@ class IntegerProduct:
     stride: int | None = None
     """Of y's rows, in values; by default n."""
     fp8: bool = False
+    row_scales: bool = False
 
     @property
     def blocks(self) -> int:
@@ -247,6 +249,7 @@ class HopperConfig:
         stages = min(HOPPER_STAGES, (device.shared_bytes_per_block - store) // stage)
         common = (item for item in problem.defines() if item[0] != "BITS")
         defines = (*common, ("X_BLOCKS", x_blocks), ("STAGES", stages), ("CLUSTER", self.cluster))
+        defines += (("ROW_SCALES", int(problem.row_scales or problem.fp8)),)
         boxes = {"xq": (problem.m, HOPPER_M), "codes": (problem.n, HOPPER_N // self.cluster)}
         xq, codes = (
             TensorMap(
@@ -430,6 +433,9 @@ def kernels(device: Device) -> Iterator[Kernel]:
         for m in (1, 4, 8, 16, 64, 1024) if (dtype, bits, block, x_offset, weight_offset) == common else (1, 1024):
             problem = IntegerProduct(m, 4096, 4096, block, bits, x_offset, weight_offset, dtype)
             yield choose(problem, device).plan(problem, device).kernel
+    rows = IntegerProduct(1024, 4096, 4096, 128, 4, False, False, "float16", row_scales=True)
+    if refuse_hopper(rows, device) is None:
+        yield choose(rows, device).plan(rows, device).kernel
     if not refuse_fp8(128, 4096, device):
         for dtype in ("float16", "bfloat16"):
             yield Fp8Quantization(1, 4096, 128, dtype, 4096).plan(device).kernel

@@ -125,9 +125,22 @@ def header(*names):
 
 
 def gemm(shapes, ms):
-    """W4A8 with AWQ's zero points, and with offsets."""
-    names = "K x N", "M", "quantize", "W4A8", "offsets", "W8A8", "linear_int8", "linear_fp8", "W4A16", "fp16", "_int_mm"
-    header(*names, "fp16 / W4A8")
+    """W4A8 with AWQ's zero points, x with one scale a row or one a block of 128, and with offsets."""
+    names = (
+        "K x N",
+        "M",
+        "quantize",
+        "W4A8, rows",
+        "W4A8",
+        "offsets",
+        "W8A8",
+        "linear_int8",
+        "linear_fp8",
+        "W4A16",
+        "fp16",
+        "_int_mm",
+    )
+    header(*names, "fp16 / rows", "fp16 / W4A8")
     for k, n in shapes:
         w4 = [block_weight(n, k, 128, 4) for _ in range(min(6, copies(n * k / 2)))]
         w8 = [block_weight(n, k, 128, 8) for _ in range(min(6, copies(n * k)))]
@@ -137,11 +150,12 @@ def gemm(shapes, ms):
         i8 = [torch.randint(-128, 127, (n, k), device="cuda", dtype=torch.int8) for _ in range(copies(n * k))]
         for m in ms:
             x, y = cp.random.standard_normal((m, k)).astype(cp.float16), cp.empty((m, n), cp.float16)
-            q = quantize_activations(x, block_size=128, symmetric=True)
+            q, rows = (quantize_activations(x, block_size=b, symmetric=True) for b in (128, None))
             tx, tq = torch.from_dlpack(x), torch.from_dlpack(q[0])
             ty = torch.empty(m, n, device="cuda", dtype=torch.float16)
             times = [
                 ours([lambda: quantize_activations(x, block_size=128, symmetric=True)]),
+                ours([lambda w=w: gemm_int8(*rows, w, out=y) for w in blocks]),
                 *(ours([lambda w=w: gemm_int8(*q, w, out=y) for w in weights]) for weights in (blocks, w4, w8)),
                 ours([lambda w=w: linear_int8(x, w, out=y) for w in blocks]),
                 ours([lambda w=w: linear_fp8(x, w, out=y) for w in blocks]),
@@ -149,7 +163,7 @@ def gemm(shapes, ms):
                 peer([lambda w=w: torch.matmul(tx, w.T, out=ty) for w in f16]),
                 peer([lambda w=w: torch._int_mm(tq, w.T) for w in i8]) if m > 16 else math.nan,
             ]
-            show(f"{k} x {n}", m, *times, f"{times[7] / times[1]:.2f}")
+            show(f"{k} x {n}", m, *times, *(f"{times[8] / times[i]:.2f}" for i in (1, 2)))
         del w4, w8, packed, layers, blocks, f16, i8
         fresh()
 
