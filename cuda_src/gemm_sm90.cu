@@ -33,9 +33,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   const int warpgroup = warp % kTeamWarps / 4;
   float sums[kTiles][kSums] = {};
 
+  // This lane's in the warpgroup's first record.
+  struct Lane {
+    uint32_t words, scales, zeros;
+  };
+  const auto begin_lane = [&](const Tile& tile) {
+    const uint32_t record = tile.weight(0) + (warpgroup * 2 + warp % 4 / 2) * kDepth * kRecordBytes;
+    const uint32_t scales = record + kCodeBytes + warp % 2 * kTileGroupBytes + lane / 4 * 4;
+    return Lane{ptx::opaque(record + warp % 2 * 512 + lane * 16), ptx::opaque(scales),
+                ptx::opaque(scales + 32 - lane / 4 * 2)};
+  };
   // Tensor cores multiply 64 k while the next 64 are converted.
-  auto consume_scaled = [&](const Tile& tile, const uint8_t* shared) {
+  auto consume_scaled = [&](const Tile& tile) {
     Position at{team, 0};
+    const Lane mine = begin_lane(tile);
     int last = -1;
     uint32_t a[2][4][4];
     const ScaledCodes<X>::Factor factor(scale_factor);
@@ -45,18 +56,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       const uint32_t x_begin = __shfl_sync(0xffffffffu, tile.x(at.stage) / 16, 0);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        const int column = (i * kWarpgroups + warpgroup) * 2 + warp % 4 / 2;
-        const uint8_t* record = shared + kWeightBegin + at.stage * kWeightBytes + column * kRecordBytes;
+        const uint32_t record = at.stage * kWeightBytes + i * kWarpgroups * 2 * kRecordBytes;
         constexpr int kParts = kGroups > 1 ? kGroups / 2 : 1;  // groups in 64 k
         ScaledCodes<X> codes[kParts];
 #pragma unroll
         for (int k64 = 0; k64 < 2; ++k64) {
-          const Vector<uint32_t, 4> words =
-              reinterpret_cast<const Vector<uint32_t, 4>*>(record)[(k64 * 2 + warp % 2) * 32 + lane];
+          Vector<uint32_t, 4> words;
+          ptx::ld_shared_u32x4(words.values, mine.words + record + k64 * 1024);
           if (kGroups > 1 || k64 == 0) {
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
-              codes[part] = ScaledCodes<X>(Group::load(record, k64 * kParts + part, warp % 2, lane / 4), factor);
+              codes[part] = ScaledCodes<X>(
+                  Group::load_shared(mine.scales + record, mine.zeros + record, k64 * kParts + part), factor);
             }
           }
           ptx::wgmma_wait_group<1>();
@@ -82,8 +93,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       for (int v = 0; v < kSums; ++v) sums[i][v] *= result_factor;
     }
   };
-  auto consume_exact = [&](const Tile& tile, const uint8_t* shared) {
+  auto consume_exact = [&](const Tile& tile) {
     Position at{team, 0};
+    const Lane mine = begin_lane(tile);
     for (int round = team; round < tile.rounds(); round += kTeams) {
       wait(tile.full(at.stage), at.parity);
       const int depth = tile.depth(round);
@@ -93,18 +105,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
         const uint32_t x_begin = __shfl_sync(0xffffffffu, (tile.x(at.stage) + step * 2 * kXHalfBytes) / 16, 0);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
-          const int column = (i * kWarpgroups + warpgroup) * 2 + warp % 4 / 2;
-          const uint8_t* record =
-              shared + kWeightBegin + at.stage * kWeightBytes + (column * kDepth + step) * kRecordBytes;
+          const uint32_t record = at.stage * kWeightBytes + (i * kWarpgroups * 2 * kDepth + step) * kRecordBytes;
           Vector<uint32_t, 4> words[2];
 #pragma unroll
-          for (int k64 = 0; k64 < 2; ++k64) {
-            words[k64] = reinterpret_cast<const Vector<uint32_t, 4>*>(record)[(k64 * 2 + warp % 2) * 32 + lane];
-          }
+          for (int k64 = 0; k64 < 2; ++k64) ptx::ld_shared_u32x4(words[k64].values, mine.words + record + k64 * 1024);
 #pragma unroll
           for (int part = 0; part < kGroups; ++part) {
             constexpr int kSteps = kStepsK16 / kGroups;
-            const Group group = Group::load(record, part, warp % 2, lane / 4);
+            const Group group = Group::load_shared(mine.scales + record, mine.zeros + record, part);
             const uint32_t zeros[2] = {ExactCodes<X>::zero<0>(group.zeros), ExactCodes<X>::zero<1>(group.zeros)};
             const float scales[2] = {group.scale(0) * ExactCodes<X>::kUnit, group.scale(1) * ExactCodes<X>::kUnit};
             uint32_t a[kSteps][4];
@@ -147,11 +155,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       }
     }
   };
-  auto consume = [&](const Tile& tile, const uint8_t* shared) {
+  auto consume = [&](const Tile& tile, const uint8_t*) {
     if constexpr (kScaled) {
-      consume_scaled(tile, shared);
+      consume_scaled(tile);
     } else {
-      consume_exact(tile, shared);
+      consume_exact(tile);
     }
   };
   run_tile(weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, consume, push);

@@ -156,7 +156,7 @@ __device__ __forceinline__ void begin_roles() {
 
 __device__ __forceinline__ Tile begin_tile(uint8_t* shared, int k) {
   Tile tile;
-  tile.shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  tile.shared_begin = ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
   tile.block_n = blockIdx.x / kSplits;
   int block_m = 0;
   if (gridDim.y > 1) {

@@ -360,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     uint32_t* counters, const __grid_constant__ TensorMap x_map, int m, int n, int k, int ldr, int ldy,
                     int shared_units, int sharers, float low, float high, float scale_factor, float result_factor) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  const Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
+  const Shared shared{ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(memory)))};
   const int lane = threadIdx.x % 32;
   // Known to be the same in all lanes, so that what the roles count stays in uniform registers.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
@@ -381,17 +381,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // Block b of a stage: 64 columns (tile b / 2) and 64 k (b % 2), with kParts groups or in one with its neighbour.
     constexpr int kParts = kGroups > 1 ? kGroups / 2 : 1;
     const typename ScaledCodes<X>::Factor factor(scale_factor);
-    const uint8_t* my_records = memory + kWeightBegin + (warpgroup * kTiles * 2 + warp % 4 / 2) * kRecordBytes;
+    const uint32_t my_records = shared.weight(0) + (warpgroup * kTiles * 2 + warp % 4 / 2) * kRecordBytes;
+    const uint32_t my_words = ptx::opaque(my_records + warp % 2 * 512 + lane * 16);
+    const uint32_t my_scales = ptx::opaque(my_records + kCodeBytes + warp % 2 * kTileGroupBytes + lane / 4 * 4);
+    const uint32_t my_zeros = ptx::opaque(my_scales + 32 - lane / 4 * 2);
     Vector<uint32_t, 4> words;
     ScaledCodes<X> codes[kParts];
     auto load_block = [&](int stage, int b) {
-      const uint8_t* record = my_records + stage * kWeightBytes + b / 2 * 2 * kRecordBytes;
-      words = reinterpret_cast<const Vector<uint32_t, 4>*>(record)[(b % 2 * 2 + warp % 2) * 32 + lane];
+      const uint32_t record = stage * kWeightBytes + b / 2 * 2 * kRecordBytes;
+      ptx::ld_shared_u32x4(words.values, my_words + record + b % 2 * 1024);
       if (kGroups > 1 || b % 2 == 0) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           const int index = kGroups > 1 ? b % 2 * kParts + part : 0;
-          codes[part] = ScaledCodes<X>(Group::load(record, index, warp % 2, lane / 4), factor);
+          codes[part] = ScaledCodes<X>(Group::load_shared(my_scales + record, my_zeros + record, index), factor);
         }
       }
     };

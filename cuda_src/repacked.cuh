@@ -16,6 +16,7 @@
 // n and rows from k on have codes and scales of zero.
 #pragma once
 
+#include "ptx/ld_shared.cuh"
 #include "raw_codes.cuh"
 
 constexpr int kGroups = GROUPS;
@@ -39,6 +40,11 @@ struct Group {
     const uint8_t* source = record + kCodeBytes + index * kGroupBytes + tile * kTileGroupBytes;
     const uint32_t zeros = kZeros == Zeros::kPacked ? reinterpret_cast<const uint16_t*>(source + 32)[g] : 0x0808u;
     return {reinterpret_cast<const uint32_t*>(source)[g], zeros};
+  }
+  // The same from shared memory: `scales` and `zeros` are the addresses of this lane's of the record's first group.
+  static __device__ __forceinline__ Group load_shared(uint32_t scales, uint32_t zeros, int index) {
+    return {ptx::ld_shared_u32(scales + index * kGroupBytes),
+            kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + index * kGroupBytes) : 0x0808u};
   }
   __device__ __forceinline__ float scale(int column) const {
     return to_float(SCALE{static_cast<uint16_t>(scales >> (16 * column))});

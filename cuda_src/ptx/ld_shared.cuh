@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// PTX ISA: "Data Movement and Conversion Instructions: ld", of this block's shared memory by its own addresses: those
+// of pointers are made anew from the block's number in its cluster wherever the compiler lacks a register.
+#pragma once
+
+namespace ptx {
+
+// The value, which the compiler cannot make again: it stays in its register.
+__device__ __forceinline__ unsigned opaque(unsigned value) {
+  asm volatile("mov.u32 %0, %1;" : "=r"(value) : "r"(value));
+  return value;
+}
+
+// ld.shared: a value, 32 bits, and four of them.
+__device__ __forceinline__ unsigned ld_shared_u16(unsigned address) {
+  unsigned short out;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(out) : "r"(address) : "memory");
+  return out;
+}
+
+__device__ __forceinline__ unsigned ld_shared_u32(unsigned address) {
+  unsigned out;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(out) : "r"(address) : "memory");
+  return out;
+}
+
+__device__ __forceinline__ void ld_shared_u32x4(unsigned (&out)[4], unsigned address) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(address)
+               : "memory");
+}
+
+}  // namespace ptx
