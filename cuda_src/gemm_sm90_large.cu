@@ -14,9 +14,9 @@
 // k a multiple of 64, n of 8 (gated: of 64). sm_90a. The product is made transposed, y^T = W^T x^T: the weight is
 // operand A, dequantized in registers; x is B.
 //
-// A block makes tiles of BLOCK_M rows and 256 columns, or of 256 rows and 128 columns: WARPGROUPS warpgroups with as
-// many columns each, 64 at a time for the instruction. Of a tile of 128 rows, a block takes 16 bytes of x and 8 of the
-// weight a clock from L2, of 256 rows 32 and 4, but it converts half as many weights. A warpgroup converts 64 columns
+// A block makes tiles of BLOCK_M rows and WARPGROUPS times TILES times 64 columns: each warpgroup has its columns, 64
+// at a time for the instruction. Of 128 rows and 256 columns, a block takes 16 bytes of x and 8 of the weight a clock
+// from L2, of 256 rows and 128 columns 32 and 4, but it converts half as many weights. A warpgroup converts 64 columns
 // and k while the tensor cores have the 64 before. Blocks are persistent: the producer fills stages for the next tile
 // while the warpgroups store the last, and the one that comes first to the end of a tile stores it while the other has
 // the tensor cores.
@@ -54,7 +54,7 @@ constexpr int kCluster = CLUSTER;
 constexpr int kBandRows = 8;
 
 constexpr int kWarpgroups = WARPGROUPS;
-constexpr int kTiles = kBlockM > 128 ? 1 : 4 / kWarpgroups;
+constexpr int kTiles = TILES;
 constexpr int kBlocks = 2 * kTiles;  // of 64 columns and 64 k in a stage, for a warpgroup
 constexpr int kConsumerWarps = kWarpgroups * 4;
 constexpr int kThreads = (kConsumerWarps + 4) * 32;
@@ -75,8 +75,8 @@ constexpr int kRowBytes = kTiles * 64 * 2 + 16;  // 8 rows lie in different bank
 constexpr int kStoreBegin = kWeightBegin + kStages * kWeightBytes;
 constexpr int kBarrierBegin = kStoreBegin + kWarpgroups * kStoreRows * kRowBytes;
 
-static_assert(kWarpgroups == 2 ? kTiles == 2 || !kGated : kWarpgroups == 4 && kBlockM <= 64 && !kGated,
-              "registers and columns are enough");
+static_assert(kTiles * kBlockM * (kWarpgroups / 2) <= 256, "registers are enough");
+static_assert(!kGated || kTiles == 2, "a warpgroup has both of a gate and what it gates");
 static_assert(kCluster == 1 || kCluster == 2, "a stage of x has two parts");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(kStoreRows == 16 || kStoreRows == 32, "a matrix is stored in steps of 16 rows");

@@ -25,8 +25,8 @@ LEAST_ROWS = 33
 class GemmSm90LargeConfig:
     """Clusters of ``cluster`` persistent blocks make units of ``block_m`` rows and ``cluster * block_n`` columns.
 
-    In a block each of ``warpgroups`` warpgroups makes its part of the columns. The first ``shared`` units are divided
-    along K among ``sharers`` clusters, the others are made whole.
+    In a block each of ``warpgroups`` warpgroups makes ``tiles`` times 64 columns. The first ``shared`` units are
+    divided along K among ``sharers`` clusters, the others are made whole.
     """
 
     cluster: int
@@ -35,6 +35,7 @@ class GemmSm90LargeConfig:
     sharers: int = 0
     block_m: int = 128
     warpgroups: int = 2
+    tiles: int = 2
 
     @property
     def splits(self) -> int:
@@ -42,7 +43,7 @@ class GemmSm90LargeConfig:
 
     @property
     def block_n(self) -> int:
-        return 128 if self.block_m == 256 else 256
+        return self.warpgroups * self.tiles * 64
 
     def units(self, problem: Problem) -> int:
         return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n * self.cluster)
@@ -75,6 +76,7 @@ class GemmSm90LargeConfig:
             ("ALIGNED", int(problem.aligned)),
             ("BLOCK_M", self.block_m),
             ("WARPGROUPS", self.warpgroups),
+            ("TILES", self.tiles),
             ("STAGES", self.stages(problem)),
             ("CLUSTER", self.cluster),
             ("STORE_ROWS", self.store_rows(problem)),
@@ -112,7 +114,7 @@ class GemmSm90LargeConfig:
         steps = ceil_div(problem.k, RECORD_K)
         rounds = ceil_div(self.units(problem) - self.shared, workers)
         share = self.shared * steps / self.sharers if self.shared else 0.0
-        one = {64: 0.92, 128: 1.28, 256: 1.18}[self.block_m]
+        one = {64: 0.92, 128: 1.28 if self.tiles == 2 else 0.70, 256: 1.18}[self.block_m]
         work = powered(one * (rounds * steps + share), problem)
         stream = problem.weight_bytes / (device.read_gbs * 1e3)
         sums = 4.4 + 1.7 * self.splits + 0.01 * work if self.shared else 0.0
@@ -144,14 +146,16 @@ class GemmSm90Large:
 
 def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
     steps = ceil_div(problem.k, RECORD_K)
-    # Four warpgroups have too few registers for 128 rows, and none of them has both of a gate and what it gates; of 256
-    # rows none of two has.
-    shapes = [(1, 128, 2)] if problem.m > 64 else [(1, 64, 2)] if problem.gated else [(1, 64, 2), (1, 64, 4)]
-    if problem.m > 128 and not problem.gated:
-        shapes += [(1, 256, 2), (2, 256, 2)]
-    for cluster, block_m, warpgroups in shapes:
+    # A thread has registers for 128 sums, or 32 with four warpgroups. A gate and what it gates are a warpgroup's tiles.
+    few = problem.m <= 64
+    shapes = [(1, 64 if few else 128, 2, 2)]
+    if not problem.gated:
+        shapes += [(1, 64, 4, 1)] if few else [(1, 128, 2, 1)]
+        if problem.m > 128:
+            shapes += [(1, 256, 2, 1), (2, 256, 2, 1)]
+    for cluster, block_m, warpgroups, tiles in shapes:
         workers = device.sm_count // cluster
-        config = GemmSm90LargeConfig(cluster, workers * cluster, block_m=block_m, warpgroups=warpgroups)
+        config = GemmSm90LargeConfig(cluster, workers * cluster, block_m=block_m, warpgroups=warpgroups, tiles=tiles)
         units = config.units(problem)
         yield replace(config, blocks=min(units, workers) * cluster)
         # The units of the last, incomplete round, alone or with those of the round before.
