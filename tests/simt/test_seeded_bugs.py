@@ -121,9 +121,9 @@ SEEDS = {
     ),
     "gemm_sm90: consumers do not wait for a stage": Seed(
         "gemm_sm90", 90, "gemm_sm90.cu",
-        "Position at{team, 0};\n    for (int round = team; round < tile.rounds(); round += kTeams) {\n"
+        "const Lane mine = begin_lane(tile);\n    for (int round = team; round < tile.rounds(); round += kTeams) {\n"
         "      wait(tile.full(at.stage), at.parity);",
-        "Position at{team, 0};\n    for (int round = team; round < tile.rounds(); round += kTeams) {",
+        "const Lane mine = begin_lane(tile);\n    for (int round = team; round < tile.rounds(); round += kTeams) {",
         ("in flight", "uninitialised"), REPACKED,
     ),
     "gemm_sm90: the producer does not wait for an empty stage": Seed(
