@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cupy_awq import device
 from cupy_awq.int8 import PackedConvWeight, arguments, conv2d, conv2d_int8, forms, reference
 from cupy_awq.kernels import conv2d_sm90 as hopper
+from cupy_awq.kernels import conv2d_sm90_large as large
 from cupy_awq.kernels.conv2d import (
     TILES,
     Convolution,
@@ -32,7 +33,7 @@ from tests.test_int8 import float64_values, naive_conv, random_weight
 from tests.test_kernels import ARCHS, DTYPES, facts
 
 F32 = np.float32
-Config = SimtConfig | MmaConfig | hopper.Config
+Config = SimtConfig | MmaConfig | hopper.Config | large.LargeConfig
 
 
 def pixels(rng: np.random.Generator, sizes: Sizes, dtype: Any, padded: int = 0) -> np.ndarray:
@@ -80,7 +81,9 @@ def check_convolution(backend: str, problem: Convolution, config: Config, here: 
     scratch = {"partials": np.full(partials // 4, np.nan, F32), "counters": np.zeros(counters, np.uint32)}
     scales, offsets = forms.rounded(weight, dtype)
     buffers = {"x": x, "scales": scales, "offsets": offsets, "bias": bias}
-    if isinstance(config, hopper.Config):
+    if isinstance(config, large.LargeConfig):
+        buffers["weight"] = forms.dense(weight, np.dtype(dtype))
+    elif isinstance(config, hopper.Config):
         buffers["codes"], buffers["parameters"] = forms.hopper_codes(weight), forms.hopper_parameters(weight, dtype)
     elif isinstance(config, MmaConfig):
         buffers["codes"] = forms.unit_words(weight)
@@ -246,6 +249,52 @@ def test_any_convolution_on_hopper(backend: str, data: st.DataObject) -> None:
     here = facts(90, backend)
     assert hopper.refuse(problem, here) is None
     config = draw(st.sampled_from(hopper.configs(problem, here)))
+    check_convolution(backend, problem, config, here, seed=draw(st.integers(0, 99)))
+
+
+@HOPPER
+@pytest.mark.parametrize(
+    ("kernel", "outputs", "dtype"), [(3, 64, "float16"), (3, 136, "bfloat16"), (1, 200, "float16")]
+)
+def test_every_large_tile_on_hopper(backend: str, kernel: int, outputs: int, dtype: str) -> None:
+    """Images whose last tiles are partly empty in pixels, outputs and channels; whole tiles and split ones."""
+    sizes = Sizes(3, 9, 9, 72, outputs, 1, kernel, kernel, 9, 9, pad_h=kernel // 2, pad_w=kernel // 2)
+    problem = with_strides(sizes, block=32, bits=4, weight_offset=True, dtype=dtype, bias_dtype="float32")
+    here = facts(90, backend)
+    found = large.configs(problem, here)
+    assert {c.pixels for c in found} == set(large.PIXELS)
+    for config in found:
+        check_convolution(backend, problem, config, here, seed=kernel)
+
+
+@HOPPER
+@given(data=st.data())
+@settings(max_examples=12)
+def test_any_large_convolution_on_hopper(backend: str, data: st.DataObject) -> None:
+    """Channels that fill no chunk, strides, dilations, paddings; more tiles than blocks."""
+    draw = data.draw
+    channels = draw(st.sampled_from([16, 24, 63, 64, 80, 130]))
+    kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    stride, dilation, pad = ((draw(st.integers(low, 2)), draw(st.integers(low, 2))) for low in (1, 1, 0))
+    spread = [dilation[i] * (kernel[i] - 1) + 1 for i in range(2)]
+    height, width = (draw(st.integers(max(1, spread[i] - pad[i]), 20)) for i in range(2))
+    out = [(size + pad[i] - spread[i]) // stride[i] + 1 for i, size in enumerate((height, width))]
+    outputs = draw(st.sampled_from([8, 64, 72, 200]))
+    batch = draw(st.integers(1, 5))
+    sizes = Sizes(batch, height, width, channels, outputs, 1, *kernel, *out, *stride, *pad, *dilation)
+    problem = with_strides(
+        sizes,
+        block=draw(st.sampled_from([16, 32, 48, 64, 128, 256])),
+        bits=draw(st.sampled_from([4, 8])),
+        weight_offset=draw(st.booleans()),
+        dtype=draw(st.sampled_from(["float16", "bfloat16"])),
+        bias_dtype=draw(st.sampled_from([None, *DTYPES])),
+        activation=draw(st.sampled_from([None, "clamp"])),
+        limits=(-0.5, 0.75),
+    )
+    here = replace(facts(90, backend), sm_count=draw(st.sampled_from([2, 132])))
+    assert large.refuse(problem, here) is None
+    config = draw(st.sampled_from(large.configs(problem, here)))
     check_convolution(backend, problem, config, here, seed=draw(st.integers(0, 99)))
 
 

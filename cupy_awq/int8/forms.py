@@ -214,3 +214,26 @@ def hopper_parameters(weight: PackedConvWeight, dtype: np.dtype[Any]) -> Array:
         ordered = padded.reshape(chunks, groups, tiles, TILE_CO, 2).transpose(0, 2, 1, 3, 4)
         weight.prepared["hopper", dtype.name] = xp.ascontiguousarray(ordered)
     return weight.prepared["hopper", dtype.name]
+
+
+def dense(weight: PackedConvWeight, dtype: np.dtype[Any]) -> Array:
+    """The values in the type of x, in the order of conv2d_sm90_large.cu, as uint16: [chunks, taps, tiles, 64, 64]."""
+    if ("dense", dtype.name) not in weight.prepared:
+        co, kh, kw, ci = weight.shape
+        xp = namespace(weight.codes)
+        tiles, chunks = co_tiles(co), ceil_div(ci, CHUNK)
+        at = xp.arange(ci) // weight.block_size
+        scale, offset = (
+            a if a is None else a.astype(np.float32).take(at, axis=1)[:, None] for a in rounded(weight, dtype)
+        )
+        values = (weight.codes.reshape(co, kh * kw, ci) - np.float32(1 << (weight.bits - 1))) * scale
+        if offset is not None:
+            values += offset
+        padded = xp.zeros((tiles * TILE_CO, kh * kw, chunks * CHUNK), dtype)
+        padded[:co, :, :ci] = values.astype(dtype)
+        # Axes 0 .. 6: tile, 8 rows, row, tap, chunk, 8 channels, channel.
+        axes = padded.view(np.uint16).reshape(tiles, 8, 8, kh * kw, chunks, 8, 8).transpose(4, 3, 0, 1, 2, 5, 6)
+        row = xp.arange(8)[:, None]
+        swizzled = axes[..., row, row ^ xp.arange(8), :]
+        weight.prepared["dense", dtype.name] = xp.ascontiguousarray(swizzled).reshape(chunks, kh * kw, tiles, 64, 64)
+    return weight.prepared["dense", dtype.name]

@@ -17,9 +17,13 @@ from cupy_awq.int8 import forms
 from cupy_awq.int8.arguments import Geometry, Quantized
 from cupy_awq.int8.weight import PackedConvWeight
 from cupy_awq.kernels import conv2d as conv2d_kernels
-from cupy_awq.kernels import conv2d_sm90, int8
+from cupy_awq.kernels import conv2d_sm90, conv2d_sm90_large, int8
 from cupy_awq.launch_plan import LaunchPlan
 from cupy_awq.ops.gpu import COUNTER_BYTES, address, launcher, row_step, views, workspace
+
+ConvolutionConfig = (
+    conv2d_sm90_large.LargeConfig | conv2d_sm90.Config | conv2d_kernels.MmaConfig | conv2d_kernels.SimtConfig
+)
 
 __all__ = ["conv2d", "conv2d_int8", "empty", "gemm", "quantize", "views"]
 
@@ -170,18 +174,21 @@ def conv2d(
         y = _result(sizes, x.dtype, out)
         if y.size:
             here = device.current()
-            problem = _convolution(x, weight, sizes, bias, form, y)
+            plain = _convolution(x, weight, sizes, bias, form, y)
+            problem = plain.simplest()
             if conv2d_kernels.refuse(problem, here):
                 # What tensor cores cannot read as it is, they may read in another order.
                 channels = -(-sizes.channels // conv2d_kernels.UNIT) * conv2d_kernels.UNIT
                 strides = sizes.height * sizes.width * channels, sizes.width * channels, channels, 1
-                copied = replace(problem, strides=strides, aligned=True)
+                copied = replace(plain, strides=strides, aligned=True).simplest()
                 if not conv2d_kernels.refuse(copied, here):
                     x, problem = _pixels(x, sizes, channels), copied
             config, plan = _chosen(problem, here)
             buffers = {"x": x, "bias": bias, "y": y}
             with _lasting(weight):
-                if isinstance(config, conv2d_sm90.Config):
+                if isinstance(config, conv2d_sm90_large.LargeConfig):
+                    buffers["weight"] = forms.dense(weight, x.dtype)
+                elif isinstance(config, conv2d_sm90.Config):
                     buffers["codes"] = forms.hopper_codes(weight)
                     buffers["parameters"] = forms.hopper_parameters(weight, x.dtype)
                 elif isinstance(config, conv2d_kernels.MmaConfig):
@@ -194,12 +201,15 @@ def conv2d(
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(
-    problem: conv2d_kernels.Convolution, here: device.Device
-) -> tuple[conv2d_sm90.Config | conv2d_kernels.MmaConfig | conv2d_kernels.SimtConfig, LaunchPlan]:
+def _chosen(problem: conv2d_kernels.Convolution, here: device.Device) -> tuple[ConvolutionConfig, LaunchPlan]:
     """The configuration for a problem and its launch."""
-    hopper = conv2d_sm90.refuse(problem, here) is None
-    config = (conv2d_sm90 if hopper else conv2d_kernels).choose(problem, here)
+    families = [family for family in (conv2d_sm90, conv2d_sm90_large) if family.refuse(problem, here) is None]
+    config: ConvolutionConfig
+    if families:
+        found = (config for family in families for config in family.configs(problem, here))
+        config = min(found, key=lambda config: config.microseconds(problem, here))
+    else:
+        config = conv2d_kernels.choose(problem, here)
     return config, config.plan(problem, here)
 
 

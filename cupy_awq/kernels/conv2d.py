@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +67,16 @@ class Convolution:
     limits: tuple[float, float] = (0.0, 0.0)
     aligned: bool = True
     y_aligned: bool = True
+
+    def simplest(self) -> Convolution:
+        """The same without steps: a 1x1 kernel reads its own pixels alone, which may lie further apart."""
+        sizes = self.sizes
+        if sizes[6:8] != (1, 1) or sizes[12:14] != (0, 0) or sizes[10:12] == (1, 1):
+            return self
+        batch, row, pixel, channel = self.strides
+        strides = batch, row * sizes.stride_h, pixel * sizes.stride_w, channel
+        plain = sizes._replace(height=sizes.out_h, width=sizes.out_w, stride_h=1, stride_w=1)
+        return replace(self, sizes=plain, strides=strides)
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
         """The constants of both kernels."""
