@@ -8,14 +8,16 @@
 //            the swizzle by 128 bytes wants it
 //   bias     BIAS [outputs] or null
 //   y        X, contiguous, NHWC, in rows of a multiple of 16 bytes
-//   tiles    of WG_CO * 64 outputs and WG_PX boxes; co_blocks: tiles along the outputs; parts_h, parts_w: boxes of an
-//            image along its height and its width; units: of K
-//   x_map    tensor map of x as [batch][height][width][channels] in boxes of [BOX_N][BOX_H][BOX_W][64], swizzled by 128
+//   tiles    of WG_CO * 64 outputs and WG_PX * PARTS parts; co_blocks: tiles along the outputs; parts_h, parts_w: parts
+//            of an image along its height and its width; units: of K
+//   x_map    tensor map of x as [batch][height][width][channels] in boxes of [TILE_N][BOX_H][BOX_W][64], swizzled by
+//   128
 //            bytes; what lies outside is the padding. The map steps over x as the convolution does.
 //
-// sm_90a. A block has WG_CO * WG_PX = 2 warpgroups, each with 64 outputs and a box of pixels, of which an instruction
-// takes PIXELS: the last of them may be none of the box. Blocks are persistent: the producer fills stages for the next
-// tile while the warpgroups store the last.
+// sm_90a. A block has WG_CO * WG_PX = 2 warpgroups, each with 64 outputs and PARTS parts of TILE_N * TILE_H * TILE_W
+// pixels. An instruction takes PIXELS: a part, and maybe some behind it. With HALO the box of a part has a border and
+// serves all taps of its channels: a tap is another first row of B, TILE_W = 8 rows at a time. Else each unit has a box
+// of its own. Blocks are persistent: the producer fills stages for the next tile while the warpgroups store the last.
 //
 // A cluster of SPLITS blocks divides the units of a tile; its blocks make one tile alone. In the end each pushes its
 // sums into the shared memory of the block that owns their pixels, and the owner adds them in a fixed order.
@@ -32,61 +34,75 @@
 
 static_assert(__CUDA_ARCH__ == 900, "conv2d_sm90_large needs sm_90a");
 
+constexpr bool kHalo = HALO;
 constexpr int kWgCo = WG_CO;
 constexpr int kWgPx = WG_PX;
+constexpr int kParts = PARTS;
 constexpr int kPixels = PIXELS;
-constexpr int kBoxN = BOX_N;
-constexpr int kBoxH = BOX_H;
+constexpr int kTileN = TILE_N;
+constexpr int kTileH = TILE_H;
+constexpr int kTileW = TILE_W;
 constexpr int kBoxW = BOX_W;
 constexpr int kSteps = STEPS;  // of 16 channels, in a unit
-constexpr int kStages = STAGES;
+constexpr int kXStages = X_STAGES;
+constexpr int kWeightStages = WEIGHT_STAGES;
 constexpr int kSplits = SPLITS;
 
 constexpr int kWarpgroups = kWgCo * kWgPx;
 constexpr int kConsumerWarps = kWarpgroups * 4;
 constexpr int kThreads = kConsumerWarps * 32 + 32;
-constexpr int kBoxPixels = kBoxN * kBoxH * kBoxW;
+constexpr int kBoxes = kWgPx * kParts;
+constexpr int kTilePixels = kTileN * kTileH * kTileW;
+constexpr int kBoxRows = kTileN * BOX_H * kBoxW;
+constexpr int kStride = kHalo ? kBoxW * 128 : 1024;  // from 8 pixels to the next 8
 constexpr int kSums = kPixels / 2;
 constexpr int kGroups = kPixels / 8;
-constexpr int kOwnedGroups = ceil_div(kGroups, kSplits);
+constexpr int kOwnedGroups = ceil_div(kParts * kGroups, kSplits);
 constexpr bool kHalf = Codes<X>::kMagic == Codes<half_t>::kMagic;
 
-// Shared memory, from a multiple of 1024: x [stage][WG_PX][kPixels], the weight [stage][WG_CO][tile], what is on its
-// way to y [warpgroup][kStoreRows][kRowBytes], barriers [full, empty][stage]. The sums for other blocks, float4
-// [split][warpgroup][owned group][128], take the place of the stages.
-constexpr int kBoxBytes = ceil_div(kPixels * 128, 1024) * 1024;
+// Shared memory, from a multiple of 1024: x [stage][box], the weight [stage][WG_CO][tile], what is on its way to y
+// [warpgroup][kStoreRows][kRowBytes], barriers [full, empty][stage] of x, then of the weight. The sums for other
+// blocks, float4 [split][warpgroup][owned group][128], take the place of the stages.
+constexpr int kBoxBytes = ceil_div((kPixels > kBoxRows ? kPixels : kBoxRows) * 128, 1024) * 1024;
+constexpr int kXBytes = kBoxes * kBoxBytes;
 constexpr int kTileBytes = 64 * 128;
-constexpr int kStageBytes = kWgPx * kBoxBytes + kWgCo * kTileBytes;
+constexpr int kWeightBytes = kWgCo * kTileBytes;
+constexpr int kWeightBegin = kXStages * kXBytes;
 constexpr int kStoreRows = 32;
 constexpr int kRowBytes = 64 * 2 + 16;  // 8 rows lie in different banks
-constexpr int kStoreBegin = kStages * kStageBytes;
+constexpr int kStoreBegin = kWeightBegin + kWeightStages * kWeightBytes;
 constexpr int kBarrierBegin = kStoreBegin + kWarpgroups * kStoreRows * kRowBytes;
 
 static_assert(kWarpgroups == 2, "two warpgroups share the tensor cores");
-static_assert(kBoxPixels <= kPixels, "an instruction takes a box");
+static_assert(kTilePixels <= kPixels, "an instruction takes a part");
+static_assert(!kHalo || (kTileN == 1 && kTileW == 8 && kTilePixels == kPixels), "a distance leads from 8 pixels to 8");
 static_assert(kSplits == 1 || kSplits * kWarpgroups * kOwnedGroups * 2048 <= kStoreBegin, "sums fit in the stages");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 
 struct Shared {
   uint32_t begin;
 
-  __device__ __forceinline__ uint32_t x(int stage) const { return begin + stage * kStageBytes; }
-  __device__ __forceinline__ uint32_t weight(int stage) const { return x(stage) + kWgPx * kBoxBytes; }
-  __device__ __forceinline__ uint32_t full(int stage) const { return begin + kBarrierBegin + stage * 8; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
+  __device__ __forceinline__ uint32_t x(int stage) const { return begin + stage * kXBytes; }
+  __device__ __forceinline__ uint32_t weight(int stage) const { return begin + kWeightBegin + stage * kWeightBytes; }
+  __device__ __forceinline__ uint32_t x_full(int stage) const { return begin + kBarrierBegin + stage * 8; }
+  __device__ __forceinline__ uint32_t x_empty(int stage) const { return x_full(kXStages + stage); }
+  __device__ __forceinline__ uint32_t weight_full(int stage) const { return x_full(2 * kXStages + stage); }
+  __device__ __forceinline__ uint32_t weight_empty(int stage) const { return weight_full(kWeightStages + stage); }
 };
 
-// The walk over the stages, on over all tiles of a block.
+// The walk over the stages of a ring, on over all tiles of a block.
+template <int STAGES>
 struct Position {
   int stage;
   uint32_t parity;
 
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
+    if (++stage == STAGES) {
       stage = 0;
       parity ^= 1u;
     }
   }
+  __device__ __forceinline__ int before() const { return stage == 0 ? STAGES - 1 : stage - 1; }
 };
 
 // A tap of the kernel and a chunk of channels.
@@ -100,9 +116,11 @@ struct Unit {
     fy = 0;
     ++chunk;
   }
+  // Whether x comes with it, though it is not the first.
+  __device__ __forceinline__ bool begins_box() const { return !kHalo || (fy | fx) == 0; }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     conv2d_sm90_large(const uint8_t* weight, const BIAS* bias, X* y, const __grid_constant__ TensorMap x_map, int tiles,
                       int co_blocks, int parts_h, int parts_w, int units, int batch, int outputs, int kernel_h,
                       int kernel_w, int out_h, int out_w, int stride_h, int stride_w, int pad_h, int pad_w,
@@ -116,23 +134,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   const int begin = units * split / kSplits;
   const int end = units * (split + 1) / kSplits;
 
-  // Where a box of a tile lies in y: image, row, column.
+  const int taps = kernel_h * kernel_w;
+  const Unit first_unit{begin / taps, begin % taps / kernel_w, begin % kernel_w};
+
+  // Where a part of a tile lies in y: image, row, column.
   auto place = [&](int tile, int index) {
-    const int part = tile / co_blocks * kWgPx + index;
-    return int3{part / (parts_h * parts_w) * kBoxN, part / parts_w % parts_h * kBoxH, part % parts_w * kBoxW};
+    const int part = tile / co_blocks * kBoxes + index;
+    return int3{part / (parts_h * parts_w) * kTileN, part / parts_w % parts_h * kTileH, part % parts_w * kTileW};
   };
 
-  if (warp == kConsumerWarps && lane < kStages) {
-    ptx::mbarrier_init(shared.full(lane), 1);
-    ptx::mbarrier_init(shared.empty(lane), kConsumerWarps);
+  if (warp == kConsumerWarps) {
+    for (int stage = lane; stage < kXStages + kWeightStages; stage += 32) {
+      const bool is_x = stage < kXStages;
+      ptx::mbarrier_init(is_x ? shared.x_full(stage) : shared.weight_full(stage - kXStages), 1);
+      ptx::mbarrier_init(is_x ? shared.x_empty(stage) : shared.weight_empty(stage - kXStages), kConsumerWarps);
+    }
     ptx::fence_mbarrier_init();
   }
-  if constexpr (kBoxPixels < kPixels) {
-    // What is behind a box is multiplied, too.
-    constexpr int kLeft = (kPixels - kBoxPixels) * 8;
-    for (int i = threadIdx.x; i < kStages * kWgPx * kLeft; i += kThreads) {
-      const int at = i / (kWgPx * kLeft) * kStageBytes + i / kLeft % kWgPx * kBoxBytes + kBoxPixels * 128;
-      *reinterpret_cast<Vector<uint32_t, 4>*>(memory + at + i % kLeft * 16) = {};
+  if constexpr (kTilePixels < kPixels) {
+    // What is behind a part is multiplied, too.
+    constexpr int kLeft = (kPixels - kTilePixels) * 8;
+    for (int i = threadIdx.x; i < kXStages * kBoxes * kLeft; i += kThreads) {
+      const int at = i / kLeft * kBoxBytes + kTilePixels * 128 + i % kLeft * 16;
+      *reinterpret_cast<Vector<uint32_t, 4>*>(memory + at) = {};
     }
     ptx::fence_proxy_async();
   }
@@ -143,27 +167,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     if (lane == 0) {
       ptx::prefetch_tensormap(&x_map);
       ptx::griddepcontrol_wait();
-      Position at{0, 1};
+      Position<kXStages> x_at{0, 1};
+      Position<kWeightStages> weight_at{0, 1};
       for (int tile = blockIdx.x / kSplits; tile < tiles; tile += gridDim.x / kSplits) {
         const int co_tiles = co_blocks * kWgCo;
         const uint8_t* source = weight + static_cast<int64_t>(begin * co_tiles + tile % co_blocks * kWgCo) * kTileBytes;
-        const int taps = kernel_h * kernel_w;
-        Unit unit{begin / taps, begin % taps / kernel_w, begin % kernel_w};
+        Unit unit = first_unit;
         for (int index = begin; index < end; ++index) {
-          const uint32_t full = shared.full(at.stage);
-          wait(shared.empty(at.stage), at.parity);
-          ptx::mbarrier_arrive_expect_tx(full, kWgPx * kBoxPixels * 128 + kWgCo * kTileBytes);
-          ptx::cp_async_bulk(shared.weight(at.stage), source, kWgCo * kTileBytes, full);
+          if (index == begin || unit.begins_box()) {
+            const uint32_t full = shared.x_full(x_at.stage);
+            wait(shared.x_empty(x_at.stage), x_at.parity);
+            ptx::mbarrier_arrive_expect_tx(full, kBoxes * kBoxRows * 128);
 #pragma unroll
-          for (int i = 0; i < kWgPx; ++i) {
-            const int3 from = place(tile, i);
-            ptx::cp_async_bulk_tensor_4d(shared.x(at.stage) + i * kBoxBytes, &x_map, unit.chunk * 64,
-                                         from.z * stride_w - pad_w + unit.fx * dilation_w,
-                                         from.y * stride_h - pad_h + unit.fy * dilation_h, from.x, full);
+            for (int i = 0; i < kBoxes; ++i) {
+              const int3 from = place(tile, i);
+              const int row = from.y * stride_h - pad_h + (kHalo ? 0 : unit.fy * dilation_h);
+              const int column = from.z * stride_w - pad_w + (kHalo ? 0 : unit.fx * dilation_w);
+              ptx::cp_async_bulk_tensor_4d(shared.x(x_at.stage) + i * kBoxBytes, &x_map, unit.chunk * 64, column, row,
+                                           from.x, full);
+            }
+            x_at.advance();
           }
+          const uint32_t full = shared.weight_full(weight_at.stage);
+          wait(shared.weight_empty(weight_at.stage), weight_at.parity);
+          ptx::mbarrier_arrive_expect_tx(full, kWeightBytes);
+          ptx::cp_async_bulk(shared.weight(weight_at.stage), source, kWeightBytes, full);
           source += static_cast<int64_t>(co_tiles) * kTileBytes;
+          weight_at.advance();
           unit.advance(kernel_h, kernel_w);
-          at.advance();
         }
       }
     }
@@ -183,44 +214,58 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
                           (lane / 16 * 8 + lane % 8) * kRowBytes + (warp % 4 * 16 + lane / 8 % 2 * 8) * 2;
   const Epilogue<X> epilogue{bias, nullptr, low, high, outputs, 0};
-  auto release = [&](int stage) {
+  auto release = [&](uint32_t barrier) {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(shared.empty(stage));
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
 
-  Position at{0, 0};
+  Position<kXStages> x_at{0, 0};
+  Position<kWeightStages> weight_at{0, 0};
   for (int tile = blockIdx.x / kSplits; tile < tiles; tile += gridDim.x / kSplits) {
-    float sums[kSums] = {};
-    int last = -1;
+    float sums[kParts][kSums] = {};
+    Unit unit = first_unit;
     for (int index = begin; index < end; ++index) {
-      wait(shared.full(at.stage), at.parity);
-      const uint32_t a = __shfl_sync(0xffffffffu, (shared.weight(at.stage) + wg_co * kTileBytes) / 16, 0);
-      const uint32_t b = __shfl_sync(0xffffffffu, (shared.x(at.stage) + wg_px * kBoxBytes) / 16, 0);
+      const bool is_next_box = index > begin && unit.begins_box();
+      if (is_next_box) x_at.advance();
+      if (is_next_box || index == begin) wait(shared.x_full(x_at.stage), x_at.parity);
+      wait(shared.weight_full(weight_at.stage), weight_at.parity);
+      const int first = kHalo ? unit.fy * dilation_h * kBoxW + unit.fx * dilation_w : 0;
+      // The same in all lanes, said so that descriptors stay in uniform registers.
+      const uint32_t a = __shfl_sync(0xffffffffu, (shared.weight(weight_at.stage) + wg_co * kTileBytes) / 16, 0);
+      const uint32_t b =
+          __shfl_sync(0xffffffffu, (shared.x(x_at.stage) + wg_px * kParts * kBoxBytes) / 16 + first * 8, 0);
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        if constexpr (kHalf) {
-          ptx::wgmma_f16(sums, a + step * 2, b + step * 2);
-        } else {
-          ptx::wgmma_bf16(sums, a + step * 2, b + step * 2);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          const uint32_t at = b + part * (kBoxBytes / 16) + step * 2;
+          if constexpr (kHalf) {
+            ptx::wgmma_f16<kStride>(sums[part], a + step * 2, at);
+          } else {
+            ptx::wgmma_bf16<kStride>(sums[part], a + step * 2, at);
+          }
         }
       }
       ptx::wgmma_commit_group();
       // The unit before is done.
       ptx::wgmma_wait_group<1>();
-      if (last >= 0) release(last);
-      last = at.stage;
-      at.advance();
+      if (index > begin) release(shared.weight_empty(weight_at.before()));
+      if (is_next_box) release(shared.x_empty(x_at.before()));
+      weight_at.advance();
+      unit.advance(kernel_h, kernel_w);
     }
     ptx::wgmma_wait_group<0>();
-    release(last);
+    release(shared.weight_empty(weight_at.before()));
+    release(shared.x_empty(x_at.stage));
+    x_at.advance();
 
     // The sums of the pixels that this block stores, from group first_group on.
     float total[kOwnedGroups * 4];
     const int first_group = split * kOwnedGroups;
     if constexpr (kSplits == 1) {
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) total[i] = sums[i];
+      for (int i = 0; i < kOwnedGroups * 4; ++i) total[i] = sums[i / kSums][i % kSums];
     } else {
       auto slot = [&](int from, int group) {
         return ((from * kWarpgroups + warpgroup) * kOwnedGroups + group) * 2048 + thread * 16;
@@ -228,16 +273,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       // Nobody needs the stages any more.
       synchronize_cluster<kSplits>();
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
+      for (int group = 0; group < kParts * kGroups; ++group) {
+        const float* some = &sums[group / kGroups][group % kGroups * 4];
         const uint32_t to = ptx::mapa(shared.begin + slot(split, group % kOwnedGroups), group / kOwnedGroups);
-        ptx::st_shared_cluster(to, {sums[group * 4], sums[group * 4 + 1], sums[group * 4 + 2], sums[group * 4 + 3]});
+        ptx::st_shared_cluster(to, {some[0], some[1], some[2], some[3]});
       }
       synchronize_cluster<kSplits>();
 #pragma unroll
       for (int group = 0; group < kOwnedGroups; ++group) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) total[group * 4 + i] = 0.0f;
-        if (first_group + group >= kGroups) continue;
+        if (first_group + group >= kParts * kGroups) continue;
 #pragma unroll
         for (int from = 0; from < kSplits; ++from) {
           const auto some = *reinterpret_cast<const Vector<float, 4>*>(memory + slot(from, group));
@@ -260,19 +306,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     auto finish = [&](int index) {
       return uint32_t{from_float<X>(epilogue.activate(total[index] + biases[index / 2 % 2])).bits};
     };
-    const int3 corner = place(tile, wg_px);
+    int3 corners[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) corners[part] = place(tile, wg_px * kParts + part);
     const int output = co + thread % 8 * 8;
 #pragma unroll
     for (int chunk = 0; chunk < ceil_div(kOwnedGroups * 8, kStoreRows); ++chunk) {
       ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll
       for (int rows = 0; rows < kStoreRows; rows += 16) {
-        const int first = (chunk * kStoreRows + rows) / 2;
-        if (first >= kOwnedGroups * 4) continue;
+        const int begin_at = (chunk * kStoreRows + rows) / 2;
+        if (begin_at >= kOwnedGroups * 4) continue;
         uint32_t values[4] = {};
 #pragma unroll
         for (int matrix = 0; matrix < 4; ++matrix) {
-          const int index = first + matrix * 2;
+          const int index = begin_at + matrix * 2;
           if (index < kOwnedGroups * 4) values[matrix] = finish(index) | finish(index + 1) << 16;
         }
         ptx::stmatrix_x4_trans(target + rows * kRowBytes, values);
@@ -281,11 +329,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #pragma unroll
       for (int row = thread / 8; row < kStoreRows; row += 16) {
         const int owned = chunk * kStoreRows + row;
-        const int pixel = first_group * 8 + owned;
-        const int image = corner.x + pixel / (kBoxH * kBoxW);
-        const int y_row = corner.y + pixel / kBoxW % kBoxH;
-        const int column = corner.z + pixel % kBoxW;
-        if (owned >= kOwnedGroups * 8 || pixel >= kBoxPixels || output >= outputs) continue;
+        const int index = first_group * 8 + owned;
+        const int pixel = index % kPixels;
+        if (owned >= kOwnedGroups * 8 || index >= kParts * kPixels || pixel >= kTilePixels || output >= outputs)
+          continue;
+        int3 corner = corners[0];
+#pragma unroll
+        for (int part = 1; part < kParts; ++part) {
+          if (index >= part * kPixels) corner = corners[part];
+        }
+        const int image = corner.x + pixel / (kTileH * kTileW);
+        const int y_row = corner.y + pixel / kTileW % kTileH;
+        const int column = corner.z + pixel % kTileW;
         if (image >= batch || y_row >= out_h || column >= out_w) continue;
         store<true>(y + ((static_cast<int64_t>(image) * out_h + y_row) * out_w + column) * outputs + output,
                     *reinterpret_cast<const Vector<X, 8>*>(buffer + row * kRowBytes + thread % 8 * 16));

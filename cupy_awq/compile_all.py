@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from cupy_awq import cache, device, select
 from cupy_awq import compile as compiler
-from cupy_awq.kernels import conv2d, conv2d_sm90, int8, llm
+from cupy_awq.kernels import conv2d, conv2d_sm90, conv2d_sm90_large, int8, llm
 from cupy_awq.kernels.convert import Conversion
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.gemm_sm90 import layout
@@ -38,6 +38,7 @@ def kernels(arch: int) -> list[Kernel]:
     facts = device.nominal(arch)
     found = [*_raw(facts), *int8.kernels(facts), *conv2d.kernels(facts), *llm.kernels(facts)]
     found += conv2d_sm90.kernels(facts)
+    found += conv2d_sm90_large.kernels(facts)
     if arch == 90:
         found += _hopper(facts)
     return list(dict.fromkeys(found))

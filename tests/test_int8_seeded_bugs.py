@@ -7,11 +7,14 @@ that land as late, and as early, as the rules allow. "fp8" after a file stands f
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from cupy_awq import device
 from cupy_awq.kernels import conv2d, conv2d_sm90, int8
+from cupy_awq.kernels.conv2d_sm90_large import LargeConfig
 from cupy_awq.kernels.gemv_int8 import GemvInt8Config
 from tests import simt
 from tests.simt.kernels import patched
@@ -30,6 +33,7 @@ HOPPER_CONVOLUTION = with_strides(
 CONVOLUTION = with_strides(
     conv2d.Sizes(2, 9, 9, 40, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1), block=8, bits=8, weight_offset=True, dtype="float16"
 )
+FOUR_IMAGES = HOPPER_CONVOLUTION.sizes._replace(batch=4)
 RACE, VALUES, BARRIER = ("race", "race"), ("values", "values"), ("barrier", "barrier")
 
 SEEDS = {
@@ -129,6 +133,22 @@ SEEDS = {
         "conv2d_sm90.cu", "    synchronize_cluster<kSplits>();\n#pragma unroll", "#pragma unroll",
         ("uninitialised", "race"),
     ),
+    "what lies behind a part of the pixels is not zero": (
+        "conv2d_sm90_large.cu", "*reinterpret_cast<Vector<uint32_t, 4>*>(memory + at) = {};", "",
+        ("uninitialised", "uninitialised"),
+    ),
+    "tensor cores read zeros that were stored without a fence": (
+        "conv2d_sm90_large.cu", "    ptx::fence_proxy_async();\n", "", RACE,
+    ),
+    "stages are given back while tensor cores read them": (
+        "conv2d_sm90_large.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
+    ),
+    "the second part takes the place of the first": (
+        "conv2d_sm90_large.cu", "corner = corners[part];", "corner = corners[0];", VALUES,
+    ),
+    "sums go to other blocks while those need their stages": (
+        "conv2d_sm90_large.cu", "stages any more.\n      synchronize_cluster<kSplits>();", "stages any more.", RACE,
+    ),
 }  # fmt: skip
 
 
@@ -140,6 +160,13 @@ def outcome(file: str, landing: str) -> str:
             # Three chunks of channels for two boxes, in one part and in two.
             for splits in (1, 2):
                 config = conv2d_sm90.Config(1, 1, 4, 8, True, 2, 8, splits, 1)
+                check_convolution(landing, HOPPER_CONVOLUTION, config, device.nominal(90), seed=0)
+        elif file == "conv2d_sm90_large.cu":
+            # Two boxes of three for each warpgroup; and one for each unit, in one part and in two.
+            halo = LargeConfig(1, 56, (1, 7, 8), 2, True, 2, 3, 1)
+            check_convolution(landing, replace(HOPPER_CONVOLUTION, sizes=FOUR_IMAGES), halo, device.nominal(90), seed=0)
+            for splits in (1, 2):
+                config = LargeConfig(1, 112, (2, 7, 7), 1, False, 3, 3, splits)
                 check_convolution(landing, HOPPER_CONVOLUTION, config, device.nominal(90), seed=0)
         elif file.startswith("conv2d"):
             check_convolution(landing, CONVOLUTION, conv2d.MmaConfig(32, 2, 2, 3, 1), here, seed=0)

@@ -2,17 +2,23 @@
 // PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": those of ptx/wgmma.cuh with both
 // operands in shared memory. A is 64 and B is N rows of 128 bytes (64 k), swizzled by 128 bytes as the tensor copy
 // leaves them, at multiples of 1024 bytes. `a` and `b` are their shared addresses / 16, plus 2 for each 16 k inside the
-// 128 bytes.
+// 128 bytes. Groups of 8 rows of B lie STRIDE bytes apart, and B may begin at any row, as there.
 #pragma once
+
+#include "ptx/wgmma.cuh"
 
 namespace ptx {
 
 // clang-format off
 // The names of the first accumulators.
-#define PTX_NAMES_56 \
+#define PTX_NAMES_28 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
-  "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55"
+  "%20, %21, %22, %23, %24, %25, %26, %27"
+#define PTX_NAMES_32 PTX_NAMES_28 ", " \
+  "%28, %29, %30, %31"
+#define PTX_NAMES_56 PTX_NAMES_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
+  "%52, %53, %54, %55"
 #define PTX_NAMES_64 PTX_NAMES_56 ", " \
   "%56, %57, %58, %59, %60, %61, %62, %63"
 #define PTX_NAMES_100 PTX_NAMES_64 ", " \
@@ -26,31 +32,39 @@ namespace ptx {
 // Accumulators, four at a time.
 #define PTX_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PTX_D16(i) PTX_D4(i), PTX_D4(i + 4), PTX_D4(i + 8), PTX_D4(i + 12)
+#define PTX_D28 PTX_D16(0), PTX_D4(16), PTX_D4(20), PTX_D4(24)
+#define PTX_D32 PTX_D16(0), PTX_D16(16)
 #define PTX_D56 PTX_D16(0), PTX_D16(16), PTX_D16(32), PTX_D4(48), PTX_D4(52)
 #define PTX_D64 PTX_D16(0), PTX_D16(16), PTX_D16(32), PTX_D16(48)
 #define PTX_D100 PTX_D16(0), PTX_D16(16), PTX_D16(32), PTX_D16(48), PTX_D16(64), PTX_D16(80), PTX_D4(96)
 #define PTX_D112 PTX_D16(0), PTX_D16(16), PTX_D16(32), PTX_D16(48), PTX_D16(64), PTX_D16(80), PTX_D16(96)
 #define PTX_D128 PTX_D16(0), PTX_D16(16), PTX_D16(32), PTX_D16(48), PTX_D16(64), PTX_D16(80), PTX_D16(96), PTX_D16(112)
 
-// wgmma.mma_async.m64nNk16: d = a * b + d. N is twice COUNT, the number of accumulators.
-#define PTX_WGMMA(TYPE, N, COUNT, A, B)                                                                            \
+// wgmma.mma_async.m64nNk16: d = a * b + d. N is twice COUNT, the number of accumulators; A, B and UPPER name what follows
+// them.
+#define PTX_WGMMA(TYPE, N, COUNT, A, B, UPPER)                                                                     \
+  template <unsigned STRIDE>                                                                                       \
   __device__ __forceinline__ void wgmma_##TYPE(float (&d)[COUNT], unsigned a, unsigned b) {                        \
     asm volatile("{.reg .pred p; .reg .b64 a, b; setp.eq.b32 p, 0, 0; mov.b64 a, {" A ", 0x40000040};"             \
-      "mov.b64 b, {" B ", 0x40000040};"                                                                            \
-      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE " {"                                         \
+      "mov.b64 b, {" B ", " UPPER "};"                                                                             \
+      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE " {"                                       \
       PTX_NAMES_##COUNT "}, a, b, p, 1, 1, 0, 0;}"                                                                 \
-      : PTX_D##COUNT : "r"(a), "r"(b));                                                                            \
+      : PTX_D##COUNT : "r"(a), "r"(b), "n"(kUpper<STRIDE>));                                                       \
   }
-PTX_WGMMA(f16, 112, 56, "%56", "%57")
-PTX_WGMMA(f16, 128, 64, "%64", "%65")
-PTX_WGMMA(f16, 200, 100, "%100", "%101")
-PTX_WGMMA(f16, 224, 112, "%112", "%113")
-PTX_WGMMA(f16, 256, 128, "%128", "%129")
-PTX_WGMMA(bf16, 112, 56, "%56", "%57")
-PTX_WGMMA(bf16, 128, 64, "%64", "%65")
-PTX_WGMMA(bf16, 200, 100, "%100", "%101")
-PTX_WGMMA(bf16, 224, 112, "%112", "%113")
-PTX_WGMMA(bf16, 256, 128, "%128", "%129")
+PTX_WGMMA(f16, 56, 28, "%28", "%29", "%30")
+PTX_WGMMA(f16, 64, 32, "%32", "%33", "%34")
+PTX_WGMMA(f16, 112, 56, "%56", "%57", "%58")
+PTX_WGMMA(f16, 128, 64, "%64", "%65", "%66")
+PTX_WGMMA(f16, 200, 100, "%100", "%101", "%102")
+PTX_WGMMA(f16, 224, 112, "%112", "%113", "%114")
+PTX_WGMMA(f16, 256, 128, "%128", "%129", "%130")
+PTX_WGMMA(bf16, 56, 28, "%28", "%29", "%30")
+PTX_WGMMA(bf16, 64, 32, "%32", "%33", "%34")
+PTX_WGMMA(bf16, 112, 56, "%56", "%57", "%58")
+PTX_WGMMA(bf16, 128, 64, "%64", "%65", "%66")
+PTX_WGMMA(bf16, 200, 100, "%100", "%101", "%102")
+PTX_WGMMA(bf16, 224, 112, "%112", "%113", "%114")
+PTX_WGMMA(bf16, 256, 128, "%128", "%129", "%130")
 #undef PTX_WGMMA
 // clang-format on
 

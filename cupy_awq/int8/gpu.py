@@ -203,11 +203,11 @@ def conv2d(
 @functools.lru_cache(maxsize=4096)
 def _chosen(problem: conv2d_kernels.Convolution, here: device.Device) -> tuple[ConvolutionConfig, LaunchPlan]:
     """The configuration for a problem and its launch."""
-    families = [family for family in (conv2d_sm90, conv2d_sm90_large) if family.refuse(problem, here) is None]
     config: ConvolutionConfig
-    if families:
-        found = (config for family in families for config in family.configs(problem, here))
-        config = min(found, key=lambda config: config.microseconds(problem, here))
+    if conv2d_sm90_large.refuse(problem, here) is None:
+        config = conv2d_sm90_large.choose(problem, here)
+    elif conv2d_sm90.refuse(problem, here) is None:
+        config = conv2d_sm90.choose(problem, here)
     else:
         config = conv2d_kernels.choose(problem, here)
     return config, config.plan(problem, here)

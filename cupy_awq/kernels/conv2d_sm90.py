@@ -271,12 +271,18 @@ def _most_resident(config: Config, problem: Convolution, device: Device) -> int:
     return min(3, device.shared_bytes_per_sm // (shared + 1024), warps // (config.threads // 32))
 
 
-def kernels(device: Device) -> Iterator[Kernel]:
-    """Those of common layers in NHWC, INT4 and INT8 in blocks of 32."""
+def common(batch: int, bits: int) -> Iterator[Convolution]:
+    """Common layers in NHWC, with weights in blocks of 32."""
     wide = ((3, 64, 64, 56), (3, 128, 128, 28), (3, 256, 256, 14), (3, 512, 512, 7))
     pointwise = ((1, 64, 256, 56), (1, 256, 64, 56), (1, 1024, 256, 14), (1, 512, 2048, 7))
-    for batch, (kernel, ci, co, side), bits in itertools.product((1, 32), wide + pointwise, (4, 8)):
+    for kernel, ci, co, side in wide + pointwise:
         sizes = Sizes(batch, side, side, ci, co, 1, kernel, kernel, side, side, pad_h=kernel // 2, pad_w=kernel // 2)
-        problem = Convolution(sizes, 32, bits, True, "float16", (side * side * ci, side * ci, ci, 1))
-        if refuse(problem, device) is None:
-            yield choose(problem, device).plan(problem, device).kernel
+        yield Convolution(sizes, 32, bits, True, "float16", (side * side * ci, side * ci, ci, 1))
+
+
+def kernels(device: Device) -> Iterator[Kernel]:
+    """Those of common layers, one image and eight, INT4 and INT8."""
+    for batch, bits in itertools.product((1, 8), (4, 8)):
+        for problem in common(batch, bits):
+            if refuse(problem, device) is None:
+                yield choose(problem, device).plan(problem, device).kernel

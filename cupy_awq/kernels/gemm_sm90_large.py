@@ -114,7 +114,7 @@ class GemmSm90LargeConfig:
         steps = ceil_div(problem.k, RECORD_K)
         rounds = ceil_div(self.units(problem) - self.shared, workers)
         share = self.shared * steps / self.sharers if self.shared else 0.0
-        one = {64: 0.92, 128: 1.28 if self.tiles == 2 else 0.70, 256: 1.18}[self.block_m]
+        one = {64: 0.92, 128: 1.28 if self.tiles == 2 else 0.73, 256: 1.18}[self.block_m]
         work = powered(one * (rounds * steps + share), problem)
         stream = problem.weight_bytes / (device.read_gbs * 1e3)
         sums = 4.4 + 1.7 * self.splits + 0.01 * work if self.shared else 0.0
