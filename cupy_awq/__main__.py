@@ -134,9 +134,8 @@ def _parser() -> argparse.ArgumentParser:
         help="compute capability, such as 75 or 90a; repeatable",
     )
 
-    explain = command(
-        "explain", _explain, "print each kernel, legal or why not, and the choice", "", ["1 12288 4096 --arch 90"]
-    )
+    examples = ["1 12288 4096 --arch 90", "16 12288 4096 --arch 90 --layer"]
+    explain = command("explain", _explain, "print each kernel, legal or why not, and the choice", "", examples)
     explain.add_argument("m", metavar="M", type=int, help="rows of x")
     explain.add_argument("n", metavar="N", type=int, help="out features")
     explain.add_argument("k", metavar="K", type=int, help="in features")
@@ -144,6 +143,11 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--dtype", choices=DTYPES, default="float16", help="of x (default: float16)")
     explain.add_argument(
         "--arch", metavar="ARCH", type=int, help="compute capability, such as 90 (default: the current GPU's)"
+    )
+    explain.add_argument(
+        "--layer",
+        action="store_true",
+        help="kernels of AwqLinear, which repacks its weight on Hopper (default: of gemm)",
     )
     command_line.add(command)
     return parser
@@ -307,7 +311,7 @@ def _compile(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    print(cupy_awq.explain(args.m, args.n, args.k, args.group_size, args.dtype, arch=args.arch))
+    print(cupy_awq.explain(args.m, args.n, args.k, args.group_size, args.dtype, arch=args.arch, layer=args.layer))
     return 0
 
 

@@ -298,6 +298,9 @@ def test_line_breaks_in_names_cannot_split_the_message(tmp_path: Path, capsys: p
 def test_explain_prints_what_the_function_says(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "explain", "16", "12288", "4096", "--group-size", "64", "--dtype", "bfloat16", "--arch", "80")
     assert text == cupy_awq.explain(16, 12288, 4096, 64, "bfloat16", arch=80) + "\n"
+    text = output(capsys, "explain", "16", "12288", "4096", "--arch", "90", "--layer")
+    assert text == cupy_awq.explain(16, 12288, 4096, 128, arch=90, layer=True) + "\n"
+    assert text != output(capsys, "explain", "16", "12288", "4096", "--arch", "90")
 
 
 def test_compile_passes_archs_on_and_returns_the_code(monkeypatch: pytest.MonkeyPatch) -> None:

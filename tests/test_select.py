@@ -104,6 +104,31 @@ def test_explain_has_a_line_for_each_kernel_and_marks_the_choice() -> None:
     assert len({line.index("not legal") for line in lines if "not legal" in line}) == 1
 
 
+def _chosen(text: str) -> str:
+    (name,) = re.findall(r"^-> (\w+)", text, re.MULTILINE)
+    return name
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("k", "group_size"), [(4096, 32), (4096, 64), (4096, 128), (4096, -1), (192, 192)])
+@pytest.mark.parametrize("m", [1, 16, 64, 2048])
+def test_explain_of_a_layer_chooses_among_kernels_on_the_repacked_weight(
+    m: int, k: int, group_size: int, dtype: str
+) -> None:
+    layer, raw = (cupy_awq.explain(m, 4096, k, group_size, dtype, arch=90, layer=layer) for layer in (True, False))
+    assert _chosen(layer) in select.ON_REPACKED
+    assert _chosen(raw) not in select.ON_REPACKED
+
+
+@pytest.mark.parametrize(
+    ("k", "group_size", "arch"),
+    [(4096, 128, 80), (4096, 128, 89), (4096, 128, 100), (4096, 16, 90), (384, 192, 90), (96, 32, 90)],
+)
+def test_explain_of_a_layer_that_repacks_nothing_is_that_of_the_raw_weight(k: int, group_size: int, arch: int) -> None:
+    arguments = 16, 4096, k, group_size
+    assert cupy_awq.explain(*arguments, arch=arch, layer=True) == cupy_awq.explain(*arguments, arch=arch)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
     [

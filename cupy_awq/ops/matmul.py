@@ -10,6 +10,7 @@ import numpy as np
 from cupy_awq import check, device, select
 from cupy_awq.check import Array
 from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.repack import Repacking
 from cupy_awq.ops import gpu
 from cupy_awq.ops.planning import Prepared, fixed_addresses, multiply, remember
 from cupy_awq.weight import PackedWeight
@@ -152,7 +153,9 @@ def gemv(
     )
 
 
-def explain(m: int, n: int, k: int, group_size: int, dtype: Any = "float16", /, *, arch: int | None = None) -> str:
+def explain(
+    m: int, n: int, k: int, group_size: int, dtype: Any = "float16", /, *, arch: int | None = None, layer: bool = False
+) -> str:
     """A line for each kernel: its best configuration for x [m, k] @ W [k, n] and the expected time, or why it is not
     legal; ``->`` marks the choice.
 
@@ -161,12 +164,17 @@ def explain(m: int, n: int, k: int, group_size: int, dtype: Any = "float16", /, 
         group_size: rows of W that share a scale; -1 is K.
         dtype: of x: float16, bfloat16 or float32.
         arch: a compute capability such as 80, whose typical GPU is meant; by default the current GPU, or 90 with none.
+        layer: True for the kernels of an `AwqLinear`, which on Hopper repacks its weight where K and the group size
+            allow; by default those of `gemm`, on AWQ's own arrays.
 
     Raises:
         TypeError, ValueError: a size, a dtype or an arch that does not exist.
 
     >>> print(explain(1, 4096, 4096, 128, arch=80).splitlines()[0])
     x[1, 4096] float16 @ W[4096, 4096] group size 128 on A100 SXM 80GB (sm_80)
+    >>> lines = explain(16, 4096, 4096, 128, arch=90, layer=True).splitlines()
+    >>> [line.split()[1] for line in lines if line.startswith("->")]
+    ['gemm_sm90']
     """
     for name, size in (("m", m), ("n", n), ("k", k)):
         if not isinstance(size, int | np.integer) or isinstance(size, bool):
@@ -175,6 +183,7 @@ def explain(m: int, n: int, k: int, group_size: int, dtype: Any = "float16", /, 
             raise ValueError(f"{name} must be positive, got {size}")
     if n % 8:
         raise ValueError(f"n must be a multiple of 8, got {n}")
-    problem = Problem(m, n, k, check.group_size(k, group_size), check.float_dtype(dtype).name)
+    size, element = check.group_size(k, group_size), check.float_dtype(dtype)
     facts = device.nominal(arch) if arch is not None else device.current_or_nominal()
-    return select.explain(problem, facts)
+    repacked = layer and facts.arch == 90 and Repacking(k, n, size).refuse() is None
+    return select.explain(Problem(m, n, k, size, element.name, repacked=repacked), facts)
