@@ -12,8 +12,8 @@ namespace ptx {
 // clang-format off
 // The names of the first accumulators.
 #define PTX_NAMES_28 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-  "%20, %21, %22, %23, %24, %25, %26, %27"
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+  "%22, %23, %24, %25, %26, %27"
 #define PTX_NAMES_32 PTX_NAMES_28 ", " \
   "%28, %29, %30, %31"
 #define PTX_NAMES_56 PTX_NAMES_32 ", " \
@@ -24,24 +24,22 @@ namespace ptx {
 #define PTX_NAMES_100 PTX_NAMES_64 ", " \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
   "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99"
-#define PTX_NAMES_112 PTX_NAMES_100 ", " \
-  "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define PTX_NAMES_128 PTX_NAMES_112 ", " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define PTX_NAMES_128 PTX_NAMES_100 ", " \
+  "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, " \
+  "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// Accumulators, four at a time.
-#define PTX_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define PTX_D16(i) PTX_D4(i), PTX_D4(i + 4), PTX_D4(i + 8), PTX_D4(i + 12)
-#define PTX_D28 PTX_D16(0), PTX_D4(16), PTX_D4(20), PTX_D4(24)
-#define PTX_D32 PTX_D16(0), PTX_D16(16)
-#define PTX_D56 PTX_D16(0), PTX_D16(16), PTX_D16(32), PTX_D4(48), PTX_D4(52)
-#define PTX_D64 PTX_D16(0), PTX_D16(16), PTX_D16(32), PTX_D16(48)
-#define PTX_D100 PTX_D16(0), PTX_D16(16), PTX_D16(32), PTX_D16(48), PTX_D16(64), PTX_D16(80), PTX_D4(96)
-#define PTX_D112 PTX_D16(0), PTX_D16(16), PTX_D16(32), PTX_D16(48), PTX_D16(64), PTX_D16(80), PTX_D16(96)
-#define PTX_D128 PTX_D16(0), PTX_D16(16), PTX_D16(32), PTX_D16(48), PTX_D16(64), PTX_D16(80), PTX_D16(96), PTX_D16(112)
+// The accumulators themselves.
+#define PTX_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define PTX_12(i) PTX_4(i), PTX_4(i + 4), PTX_4(i + 8)
+#define PTX_D28 PTX_4(0), PTX_12(4), PTX_12(16)
+#define PTX_D32 PTX_D28, PTX_4(28)
+#define PTX_D56 PTX_D32, PTX_12(32), PTX_12(44)
+#define PTX_D64 PTX_D56, PTX_4(56), PTX_4(60)
+#define PTX_D100 PTX_D64, PTX_12(64), PTX_12(76), PTX_12(88)
+#define PTX_D128 PTX_D100, PTX_12(100), PTX_12(112), PTX_4(124)
 
-// wgmma.mma_async.m64nNk16: d = a * b + d. N is twice COUNT, the number of accumulators; A, B and UPPER name what follows
-// them.
+// wgmma.mma_async.m64nNk16: d = a * b + d. N is twice COUNT, the number of accumulators; A, B and UPPER are the names
+// that come after theirs.
 #define PTX_WGMMA(TYPE, N, COUNT, A, B, UPPER)                                                                     \
   template <unsigned STRIDE>                                                                                       \
   __device__ __forceinline__ void wgmma_##TYPE(float (&d)[COUNT], unsigned a, unsigned b) {                        \
@@ -56,14 +54,12 @@ PTX_WGMMA(f16, 64, 32, "%32", "%33", "%34")
 PTX_WGMMA(f16, 112, 56, "%56", "%57", "%58")
 PTX_WGMMA(f16, 128, 64, "%64", "%65", "%66")
 PTX_WGMMA(f16, 200, 100, "%100", "%101", "%102")
-PTX_WGMMA(f16, 224, 112, "%112", "%113", "%114")
 PTX_WGMMA(f16, 256, 128, "%128", "%129", "%130")
 PTX_WGMMA(bf16, 56, 28, "%28", "%29", "%30")
 PTX_WGMMA(bf16, 64, 32, "%32", "%33", "%34")
 PTX_WGMMA(bf16, 112, 56, "%56", "%57", "%58")
 PTX_WGMMA(bf16, 128, 64, "%64", "%65", "%66")
 PTX_WGMMA(bf16, 200, 100, "%100", "%101", "%102")
-PTX_WGMMA(bf16, 224, 112, "%112", "%113", "%114")
 PTX_WGMMA(bf16, 256, 128, "%128", "%129", "%130")
 #undef PTX_WGMMA
 // clang-format on
