@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from cupy_awq import cache, device, select
 from cupy_awq import compile as compiler
-from cupy_awq.kernels import conv2d, conv2d_sm90, conv2d_sm90_large, int8, llm
+from cupy_awq.int8.gpu import chosen_convolution
+from cupy_awq.kernels import conv2d, int8, llm
 from cupy_awq.kernels.convert import Conversion
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.gemm_sm90 import layout
@@ -33,14 +34,12 @@ HOPPER_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 def kernels(arch: int) -> list[Kernel]:
     """The kernels of common layers, each once: each dtype, packed zeros, group sizes of 128 and 32, each configuration.
 
-    The Hopper family has a kernel for each configuration, so of these only the choices for the models' SHAPES.
+    Hopper's families have a kernel for each configuration, so of these only the choices for common layers.
     """
     facts = device.nominal(arch)
     found = [*_raw(facts), *int8.kernels(facts), *conv2d.kernels(facts), *llm.kernels(facts)]
-    found += conv2d_sm90.kernels(facts)
-    found += conv2d_sm90_large.kernels(facts)
     if arch == 90:
-        found += _hopper(facts)
+        found += [*_hopper(facts), *_convolutions(facts)]
     return list(dict.fromkeys(found))
 
 
@@ -71,6 +70,18 @@ def _hopper(facts: device.Device) -> Iterator[Kernel]:
             yield select.choose(normed, facts).plan.kernel
         if m >= 256:
             yield from (config.plan(problem, facts).kernel for config in GemmSm90Large().configs(problem, facts))
+
+
+def _convolutions(facts: device.Device) -> Iterator[Kernel]:
+    """Those of common layers in NHWC, with weights in blocks of 32."""
+    wide = ((3, 64, 64, 56), (3, 128, 128, 28), (3, 256, 256, 14), (3, 512, 512, 7))
+    pointwise = ((1, 64, 256, 56), (1, 256, 64, 56), (1, 1024, 256, 14), (1, 512, 2048, 7))
+    for batch, bits, (kernel, ci, co, side) in itertools.product((1, 8, 32), (4, 8), wide + pointwise):
+        pad = kernel // 2
+        sizes = conv2d.Sizes(batch, side, side, ci, co, 1, kernel, kernel, side, side, pad_h=pad, pad_w=pad)
+        strides = side * side * ci, side * ci, ci, 1
+        _, plan = chosen_convolution(conv2d.Convolution(sizes, 32, bits, True, "float16", strides), facts)
+        yield plan.kernel
 
 
 def run(archs: list[str]) -> int:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import device
-from cupy_awq.int8 import PackedConvWeight, arguments, conv2d, conv2d_int8, forms, reference
+from cupy_awq.int8 import PackedConvWeight, arguments, conv2d, conv2d_int8, forms, gpu, reference
 from cupy_awq.kernels import conv2d_sm90 as hopper
 from cupy_awq.kernels import conv2d_sm90_large as large
 from cupy_awq.kernels.conv2d import (
@@ -29,6 +29,7 @@ from cupy_awq.kernels.conv2d import (
 )
 from cupy_awq.launch_plan import TensorMap
 from tests.backends import BACKENDS, LANDINGS, runner
+from tests.simt.bulk import check_map
 from tests.test_int8 import float64_values, naive_conv, random_weight
 from tests.test_kernels import ARCHS, DTYPES, facts
 
@@ -37,7 +38,7 @@ Config = SimtConfig | MmaConfig | hopper.Config | large.LargeConfig
 
 
 def pixels(rng: np.random.Generator, sizes: Sizes, dtype: Any, padded: int = 0) -> np.ndarray:
-    """x [batch, height, width, channels] with ``padded`` channels of 0 behind it; NaN beyond it."""
+    """x [batch, height, width, channels] with ``padded`` channels of 0 behind it."""
     channels = sizes.channels * sizes.groups
     x = np.zeros((sizes.batch, sizes.height, sizes.width, channels + padded), dtype)
     x[..., :channels] = rng.standard_normal((*x.shape[:3], channels))
@@ -92,7 +93,7 @@ def check_convolution(backend: str, problem: Convolution, config: Config, here: 
     for a in buffers.values():
         if a is not None:
             a.flags.writeable = False
-    plan = config.plan(problem, here)
+    plan = config.plan(problem.simplest(), here)
     names = {a.buffer if isinstance(a, TensorMap) else a for a in plan.arguments if isinstance(a, str | TensorMap)}
     runner(backend)(plan, {name: a for name, a in ({**buffers, **scratch, "y": y}).items() if name in names})
     values = float64_values(weight)
@@ -262,9 +263,10 @@ def test_every_large_tile_on_hopper(backend: str, kernel: int, outputs: int, dty
     problem = with_strides(sizes, block=32, bits=4, weight_offset=True, dtype=dtype, bias_dtype="float32")
     here = facts(90, backend)
     found = large.configs(problem, here)
-    assert {c.pixels for c in found if not c.halo} == set(large.PIXELS)
+    assert {c.pixels for c in found if not c.halo} == set(large.PIXELS if kernel == 1 else large.PIXELS[:-1])
     assert {c.pixels for c in found if c.halo} == {pixels for pixels, _ in large.HALO_PIXELS if kernel == 3}
-    for config in found if backend == "gpu" else found[outputs % 3 :: 3]:
+    # There are three of a shape, for as many splits.
+    for config in [c for i, c in enumerate(found) if backend == "gpu" or (i + i // 3) % 3 == outputs % 3]:
         check_convolution(backend, problem, config, here, seed=kernel)
 
 
@@ -320,7 +322,13 @@ def test_hopper_refuses_what_it_cannot_read_and_says_why() -> None:
 
 def test_many_pixels_go_to_the_large_tiles() -> None:
     here = device.nominal(90)
-    many = next(iter(hopper.common(32, 4)))
+    many = with_strides(
+        Sizes(32, 56, 56, 64, 64, 1, 3, 3, 56, 56, pad_h=1, pad_w=1),
+        block=32,
+        bits=4,
+        weight_offset=True,
+        dtype="float16",
+    )
     assert large.refuse(many, here) is None
     assert large.choose(many, here).halo
     assert "NHWC" in str(large.refuse(replace(many, nhwc=False), here))
@@ -330,14 +338,46 @@ def test_many_pixels_go_to_the_large_tiles() -> None:
     assert large.refuse(replace(many, sizes=few), here) == "needs 1024 pixels of y, not 1023"
 
 
-def test_a_1x1_kernel_with_steps_is_one_without() -> None:
-    sizes = Sizes(2, 9, 9, 16, 8, 1, 1, 1, 5, 4, stride_h=2, stride_w=3)
-    problem = Convolution(sizes, 16, 4, True, "float16", (9 * 9 * 16, 9 * 16, 16, 1))
-    plain = problem.simplest()
-    assert plain.sizes == Sizes(2, 5, 4, 16, 8, 1, 1, 1, 5, 4)
-    assert plain.strides == (9 * 9 * 16, 2 * 9 * 16, 3 * 16, 1)
-    padded = replace(problem, sizes=sizes._replace(pad_w=1))
-    assert padded.simplest() is padded
+@pytest.mark.parametrize("stride", [1, 2, 3, 4, 8, 9])
+@pytest.mark.parametrize("shape", [(4, 300, 300, 3, 3), (2, 1, 8192, 1, 8), (4, 50, 2100, 1, 1)])
+def test_each_step_has_a_kernel(stride: int, shape: tuple[int, ...]) -> None:
+    """Boxes of a tensor map span 256 values at most, in steps of 8 at most."""
+    batch, height, width, *kernel = shape
+    out = [(size - taps) // stride + 1 for size, taps in zip((height, width), kernel, strict=True)]
+    sizes = Sizes(batch, height, width, 64, 64, 1, *kernel, *out, stride, stride)
+    problem = with_strides(sizes, block=32, bits=4, weight_offset=True, dtype="float16").simplest()
+    here = device.nominal(90)
+    config, plan = gpu.chosen_convolution(problem, here)
+    assert isinstance(config, MmaConfig if problem.sizes.stride_w > 8 else large.LargeConfig)
+    for argument in plan.arguments:
+        if isinstance(argument, TensorMap):
+            check_map(argument, 0)
+    steps = hopper.refuse(problem, here)
+    assert steps is None or "steps of up to 8 pixels" in steps
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", [75, 80, 90])
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_1x1_kernel_with_steps(backend: str, arch: int, after: int) -> None:
+    """It is one without, unless padding behind the image has outputs of its own."""
+    out = (5, 3) if after == 0 else (6, 4)
+    sizes = Sizes(2, 9, 8, 16, 8, 1, 1, 1, *out, stride_h=2, stride_w=3)
+    problem = with_strides(sizes, block=16, bits=4, weight_offset=True, dtype="float16")
+    simplest = problem.simplest()
+    assert (simplest is problem) == bool(after)
+    if not after:
+        assert simplest.sizes == Sizes(2, 5, 3, 16, 8, 1, 1, 1, 5, 3)
+        assert simplest.strides == (9 * 8 * 16, 2 * 8 * 16, 3 * 16, 1)
+    assert replace(problem, sizes=sizes._replace(pad_w=1)).simplest().sizes.pad_w == 1
+    here = facts(arch, backend)
+    found: list[Config] = [SimtConfig()]
+    if arch >= 80:
+        found.append(configs(problem, here)[0])
+    if arch == 90:
+        found += [hopper.configs(simplest, here)[0], large.configs(simplest, here)[0]]
+    for config in found:
+        check_convolution(backend, problem, config, here, seed=after)
 
 
 def test_selection_splits_small_images_and_says_why_it_refuses() -> None:
@@ -364,16 +404,19 @@ def test_selection_splits_small_images_and_says_why_it_refuses() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-@pytest.mark.parametrize("shape", [(3, 16, 7, 1), (64, 72, 3, 1), (32, 32, 3, 32), (48, 40, 1, 2)])
-def test_operation_on_a_gpu(dtype: str, layout: str, shape: tuple[int, ...]) -> None:
-    """Images that tensor cores can read, those that are copied for them, and those that CUDA cores take."""
+@pytest.mark.parametrize("shape", [(3, 16, 7, 1), (64, 72, 3, 1), (32, 32, 3, 32), (48, 40, 1, 2), (64, 72, 1, 1)])
+@pytest.mark.parametrize("side", [13, 50])
+def test_operation_on_a_gpu(dtype: str, layout: str, shape: tuple[int, ...], side: int) -> None:
+    """Images that tensor cores can read, those that are copied for them, and those that CUDA cores take; few and many
+    pixels."""
     import cupy
 
     ci, co, kernel, groups = shape
     rng = np.random.default_rng(ci)
     weight = random_weight(rng, (co, kernel, kernel, ci // groups), 16, dtype=DTYPES[dtype])
     there = PackedConvWeight(*map(cupy.asarray, (weight.codes, weight.scale, weight.offset)), block_size=16)
-    x = rng.standard_normal((2, ci, 13, 11) if layout == "NCHW" else (2, 13, 11, ci)).astype(DTYPES[dtype])
+    x = rng.standard_normal((2, ci, side, side - 2) if layout == "NCHW" else (2, side, side - 2, ci))
+    x = x.astype(DTYPES[dtype])
     bias = rng.standard_normal(co).astype(F32)
     options = {"stride": 2, "padding": "same", "groups": groups, "activation": "relu6", "layout": layout}
     wanted = conv2d(x, weight, bias=bias, **options).astype(np.float64)
@@ -381,6 +424,28 @@ def test_operation_on_a_gpu(dtype: str, layout: str, shape: tuple[int, ...]) -> 
     assert conv2d(cupy.asarray(x), there, bias=cupy.asarray(bias), out=out, **options) is out
     eps = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
     np.testing.assert_allclose(out.get().astype(np.float64), wanted, rtol=2 * eps, atol=2 * eps + 5e-6)
+
+
+@pytest.mark.gpu
+def test_what_a_capture_left_unmade_is_made_again() -> None:
+    import cupy
+
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, (64, 3, 3, 64), 32, dtype=np.float16)
+    there = PackedConvWeight(*map(cupy.asarray, (weight.codes, weight.scale, weight.offset)), block_size=32)
+    x = rng.standard_normal((1, 40, 40, 64)).astype(np.float16)
+    far, out = cupy.asarray(x), cupy.empty((1, 40, 40, 64), np.float16)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+            conv2d(far, there, padding=1, layout="NHWC", out=out)
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+            stream.end_capture()
+    assert not there.prepared
+    wanted = conv2d(x, weight, padding=1, layout="NHWC").astype(np.float64)
+    got = conv2d(far, there, padding=1, layout="NHWC", out=out).get().astype(np.float64)
+    np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.gpu

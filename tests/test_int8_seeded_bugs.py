@@ -33,7 +33,7 @@ HOPPER_CONVOLUTION = with_strides(
 CONVOLUTION = with_strides(
     conv2d.Sizes(2, 9, 9, 40, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1), block=8, bits=8, weight_offset=True, dtype="float16"
 )
-FOUR_IMAGES = HOPPER_CONVOLUTION.sizes._replace(batch=4)
+EIGHT_IMAGES = HOPPER_CONVOLUTION.sizes._replace(batch=8)
 RACE, VALUES, BARRIER = ("race", "race"), ("values", "values"), ("barrier", "barrier")
 
 SEEDS = {
@@ -143,6 +143,13 @@ SEEDS = {
     "stages are given back while tensor cores read them": (
         "conv2d_sm90_large.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
     ),
+    "the next tile begins with the box before": (
+        "conv2d_sm90_large.cu", "    release(shared.x_empty(x_at.stage));\n    x_at.advance();",
+        "    release(shared.x_empty(x_at.stage));", ("race", "race"),
+    ),
+    "the last box of a tile is kept": (
+        "conv2d_sm90_large.cu", "    release(shared.x_empty(x_at.stage));\n", "", ("deadlock", "deadlock"),
+    ),
     "the second part takes the place of the first": (
         "conv2d_sm90_large.cu", "corner = corners[part];", "corner = corners[0];", VALUES,
     ),
@@ -162,9 +169,10 @@ def outcome(file: str, landing: str) -> str:
                 config = conv2d_sm90.Config(1, 1, 4, 8, True, 2, 8, splits, 1)
                 check_convolution(landing, HOPPER_CONVOLUTION, config, device.nominal(90), seed=0)
         elif file == "conv2d_sm90_large.cu":
-            # Two boxes of three for each warpgroup; and one for each unit, in one part and in two.
+            # Two tiles of three boxes, one after the other; and a box for each unit, in one part and in two.
             halo = LargeConfig(1, 56, (1, 7, 8), 2, True, 2, 3, 1)
-            check_convolution(landing, replace(HOPPER_CONVOLUTION, sizes=FOUR_IMAGES), halo, device.nominal(90), seed=0)
+            alone = replace(device.nominal(90), sm_count=1)
+            check_convolution(landing, replace(HOPPER_CONVOLUTION, sizes=EIGHT_IMAGES), halo, alone, seed=0)
             for splits in (1, 2):
                 config = LargeConfig(1, 112, (2, 7, 7), 1, False, 3, 3, splits)
                 check_convolution(landing, HOPPER_CONVOLUTION, config, device.nominal(90), seed=0)

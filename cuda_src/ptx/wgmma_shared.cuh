@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": those of ptx/wgmma.cuh with both
-// operands in shared memory. A is 64 and B is N rows of 128 bytes (64 k), swizzled by 128 bytes as the tensor copy
-// leaves them, at multiples of 1024 bytes. `a` and `b` are their shared addresses / 16, plus 2 for each 16 k inside the
-// 128 bytes. Groups of 8 rows of B lie STRIDE bytes apart, and B may begin at any row, as there.
+// operands in shared memory. A is 64 rows of 128 bytes (64 k), swizzled by 128 bytes as the tensor copy leaves them, at
+// a multiple of 1024 bytes; B is N rows as there, in groups of 8 that lie STRIDE bytes apart. `a` and `b` are their
+// shared addresses / 16, plus 2 for each 16 k inside the 128 bytes.
 #pragma once
 
 #include "ptx/wgmma.cuh"

@@ -25,7 +25,7 @@ ConvolutionConfig = (
     conv2d_sm90_large.LargeConfig | conv2d_sm90.Config | conv2d_kernels.MmaConfig | conv2d_kernels.SimtConfig
 )
 
-__all__ = ["conv2d", "conv2d_int8", "empty", "gemm", "quantize", "views"]
+__all__ = ["chosen_convolution", "conv2d", "conv2d_int8", "empty", "gemm", "quantize", "views"]
 
 
 def empty(shape: tuple[int, ...], dtype: Any, index: int) -> Array:
@@ -183,7 +183,7 @@ def conv2d(
                 copied = replace(plain, strides=strides, aligned=True).simplest()
                 if not conv2d_kernels.refuse(copied, here):
                     x, problem = _pixels(x, sizes, channels), copied
-            config, plan = _chosen(problem, here)
+            config, plan = chosen_convolution(problem, here)
             buffers = {"x": x, "bias": bias, "y": y}
             with _lasting(weight):
                 if isinstance(config, conv2d_sm90_large.LargeConfig):
@@ -201,7 +201,9 @@ def conv2d(
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(problem: conv2d_kernels.Convolution, here: device.Device) -> tuple[ConvolutionConfig, LaunchPlan]:
+def chosen_convolution(
+    problem: conv2d_kernels.Convolution, here: device.Device
+) -> tuple[ConvolutionConfig, LaunchPlan]:
     """The configuration for a problem and its launch."""
     config: ConvolutionConfig
     if conv2d_sm90_large.refuse(problem, here) is None:
@@ -279,6 +281,8 @@ def _sizes(sizes: Geometry) -> conv2d_kernels.Sizes:
 def _strides(x: Array, nhwc: bool) -> tuple[int, int, int, int]:
     """Of batch, row, pixel and channel, in values."""
     batch, *others = (int(stride) // x.dtype.itemsize for stride in x.strides)
+    if len(x) == 1:
+        batch = others[0] * x.shape[1]  # an axis of one may have any
     return (batch, *others) if nhwc else (batch, *others[1:], others[0])
 
 
@@ -314,10 +318,16 @@ def _lasting(weight: PackedConvWeight) -> Iterator[None]:
     """Around the making of forms: other streams may use them next, so a new one is complete on leaving."""
     import cupy
 
-    known = len(weight.prepared)
-    yield
-    if len(weight.prepared) > known:
-        cupy.cuda.get_current_stream().synchronize()
+    known = set(weight.prepared)
+    try:
+        yield
+        if len(weight.prepared) > len(known):
+            cupy.cuda.get_current_stream().synchronize()
+    except BaseException:
+        # In a capture, which cannot wait, a form has not been made.
+        for name in set(weight.prepared) - known:
+            del weight.prepared[name]
+        raise
 
 
 def _launch(plan: LaunchPlan, buffers: dict[str, Any], index: int) -> None:

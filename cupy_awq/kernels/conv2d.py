@@ -71,7 +71,9 @@ class Convolution:
     def simplest(self) -> Convolution:
         """The same without steps: a 1x1 kernel reads its own pixels alone, which may lie further apart."""
         sizes = self.sizes
-        if sizes[6:8] != (1, 1) or sizes[12:14] != (0, 0) or sizes[10:12] == (1, 1):
+        ends = (sizes.out_h - 1) * sizes.stride_h, (sizes.out_w - 1) * sizes.stride_w
+        outside = sizes.pad_h or sizes.pad_w or ends[0] >= sizes.height or ends[1] >= sizes.width
+        if (sizes.kernel_h, sizes.kernel_w) != (1, 1) or outside or (sizes.stride_h, sizes.stride_w) == (1, 1):
             return self
         batch, row, pixel, channel = self.strides
         strides = batch, row * sizes.stride_h, pixel * sizes.stride_w, channel

@@ -27,6 +27,8 @@ PIXELS = (32, 56, 64, 112, 128)
 CLUSTERS = (1, 2, 4, 8)
 MAX_BOX = 256
 """Values of x along each axis from the first of a box to the last."""
+MAX_STEP = 8
+"""Of a tensor map, from one value to the next."""
 STORE_ROW_BYTES = TILE_CO * 2 + 16
 
 
@@ -216,6 +218,8 @@ def refuse(problem: Convolution, device: Device) -> str | None:
         return f"needs {MIN_CHANNELS} channels or more, not {sizes.channels}"
     if problem.block % 16 and problem.block < sizes.channels:
         return f"needs blocks that are multiples of 16 channels, not {problem.block}"
+    if max(sizes.stride_h, sizes.stride_w) > MAX_STEP:
+        return f"takes steps of up to {MAX_STEP} pixels, not {max(sizes.stride_h, sizes.stride_w)}"
     if min(problem.strides[:3]) <= 0:
         return "needs x with strides of its own in each direction"
     if not configs(problem, device):
@@ -269,20 +273,3 @@ def _most_resident(config: Config, problem: Convolution, device: Device) -> int:
     registers = ceil_div(config.pixels // 2 + 62 + problem.bits + config.splits, 8) * 8
     warps = 4 * (16384 // (32 * registers))
     return min(3, device.shared_bytes_per_sm // (shared + 1024), warps // (config.threads // 32))
-
-
-def common(batch: int, bits: int) -> Iterator[Convolution]:
-    """Common layers in NHWC, with weights in blocks of 32."""
-    wide = ((3, 64, 64, 56), (3, 128, 128, 28), (3, 256, 256, 14), (3, 512, 512, 7))
-    pointwise = ((1, 64, 256, 56), (1, 256, 64, 56), (1, 1024, 256, 14), (1, 512, 2048, 7))
-    for kernel, ci, co, side in wide + pointwise:
-        sizes = Sizes(batch, side, side, ci, co, 1, kernel, kernel, side, side, pad_h=kernel // 2, pad_w=kernel // 2)
-        yield Convolution(sizes, 32, bits, True, "float16", (side * side * ci, side * ci, ci, 1))
-
-
-def kernels(device: Device) -> Iterator[Kernel]:
-    """Those of common layers, one image and eight, INT4 and INT8."""
-    for batch, bits in itertools.product((1, 8), (4, 8)):
-        for problem in common(batch, bits):
-            if refuse(problem, device) is None:
-                yield choose(problem, device).plan(problem, device).kernel

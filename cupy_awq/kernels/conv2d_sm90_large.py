@@ -165,6 +165,8 @@ def refuse(problem: Convolution, device: Device) -> str | None:
         return f"needs {LEAST_PIXELS} pixels of y, not {problem.sizes.pixels}"
     if not problem.nhwc or not problem.y_aligned or problem.sizes.outputs % 8:
         return "needs y in NHWC with pixels at multiples of 16 bytes"
+    if not configs(problem, device):
+        return "needs boxes of pixels that fit in shared memory"
     return None
 
 
@@ -180,7 +182,9 @@ def choose(problem: Convolution, device: Device) -> LargeConfig:
 def _configs(problem: Convolution, device: Device) -> Iterator[LargeConfig]:
     sizes, image = problem.sizes, view(problem)
     wg_co = 1 if co_tiles(sizes.outputs) == 1 else 2
-    shapes = [(pixels, _part(image, pixels), 1, False) for pixels in PIXELS]
+    shapes = [(pixels, _part(image, sizes, pixels), 1, False) for pixels in PIXELS]
+    # Beside so many sums a thread has no registers left for what lies behind a part.
+    shapes = [shape for shape in shapes if shape[0] <= 200 or math.prod(shape[1]) == shape[0]]
     if sizes.kernel_h * sizes.kernel_w > 1 and (sizes.stride_h, sizes.stride_w) == (1, 1):
         shapes += [(pixels, (1, pixels // 8, 8), parts, True) for pixels, parts in HALO_PIXELS]
     for (pixels, part, parts, halo), splits in itertools.product(shapes, SPLITS):
@@ -193,7 +197,7 @@ def _configs(problem: Convolution, device: Device) -> Iterator[LargeConfig]:
 
 
 def _stages(config: LargeConfig, problem: Convolution, device: Device) -> tuple[int, int] | None:
-    """Of x and of the weight that there is room for; None if not for two of each, or not for the sums of splits."""
+    """Of x and of the weight that there is room for; None if not for two of each, or if a box is too large."""
     sizes = problem.sizes
     _, height, width = config.box(sizes)
     if max((height - 1) * sizes.stride_h, (width - 1) * sizes.stride_w) >= MAX_BOX:
@@ -208,10 +212,12 @@ def _stages(config: LargeConfig, problem: Convolution, device: Device) -> tuple[
     return stages if sums <= stages[0] * (x - 16) + stages[1] * (weight - 16) else None
 
 
-def _part(image: View, pixels: int) -> tuple[int, int, int]:
+def _part(image: View, sizes: Sizes, pixels: int) -> tuple[int, int, int]:
     """Images, rows and columns, at most ``pixels``: as many whole ones as there is room for, evenly."""
-    width = _even(image.out_w, min(pixels, MAX_BOX))
-    height = _even(image.out_h, pixels // width)
+    if image.flat:
+        return 1, 1, pixels
+    width = _even(image.out_w, min(pixels, (MAX_BOX - 1) // sizes.stride_w + 1))
+    height = _even(image.out_h, min(pixels // width, (MAX_BOX - 1) // sizes.stride_h + 1))
     whole = (height, width) == (image.out_h, image.out_w)
     return _even(image.batch, pixels // (height * width)) if whole else 1, height, width
 
@@ -219,10 +225,3 @@ def _part(image: View, pixels: int) -> tuple[int, int, int]:
 def _even(size: int, most: int) -> int:
     """Of parts of at most ``most`` that make up ``size``, of about equal length."""
     return ceil_div(size, ceil_div(size, most))
-
-
-def kernels(device: Device) -> Iterator[Kernel]:
-    """Those of common layers in batches of 32."""
-    for problem in conv2d_sm90.common(32, 4):
-        if refuse(problem, device) is None:
-            yield choose(problem, device).plan(problem, device).kernel
