@@ -331,12 +331,15 @@ def test_many_pixels_go_to_the_large_tiles() -> None:
         dtype="float16",
     )
     assert large.refuse(many, here) is None
-    assert large.choose(many, here).halo
+    config, _ = gpu.chosen_convolution(many, here)
+    assert isinstance(config, large.LargeConfig)
+    assert config.halo
     assert "NHWC" in str(large.refuse(replace(many, nhwc=False), here))
     assert "16 bytes" in str(large.refuse(replace(many, y_aligned=False), here))
     assert "needs sm_90" in str(large.refuse(many, device.nominal(80)))
-    few = many.sizes._replace(batch=1, height=31, width=33, out_h=31, out_w=33)
-    assert large.refuse(replace(many, sizes=few), here) == "needs 1024 pixels of y, not 1023"
+    few = many.sizes._replace(batch=1, height=15, width=17, out_h=15, out_w=17)
+    assert large.refuse(replace(many, sizes=few), here) == "needs 256 pixels of y, not 255"
+    assert isinstance(gpu.chosen_convolution(replace(many, sizes=few), here)[0], hopper.Config)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 8, 9])
@@ -349,12 +352,13 @@ def test_each_step_has_a_kernel(stride: int, shape: tuple[int, ...]) -> None:
     problem = with_strides(sizes, block=32, bits=4, weight_offset=True, dtype="float16").simplest()
     here = device.nominal(90)
     config, plan = gpu.chosen_convolution(problem, here)
-    assert isinstance(config, MmaConfig if problem.sizes.stride_w > 8 else large.LargeConfig)
+    assert isinstance(config, MmaConfig) == (problem.sizes.stride_w > 8)
     for argument in plan.arguments:
         if isinstance(argument, TensorMap):
             check_map(argument, 0)
     steps = hopper.refuse(problem, here)
     assert steps is None or "steps of up to 8 pixels" in steps
+    assert (steps is None) == (large.refuse(problem, here) is None)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -205,11 +205,11 @@ def chosen_convolution(
     problem: conv2d_kernels.Convolution, here: device.Device
 ) -> tuple[ConvolutionConfig, LaunchPlan]:
     """The configuration for a problem and its launch."""
+    families = [family for family in (conv2d_sm90, conv2d_sm90_large) if family.refuse(problem, here) is None]
+    found = [config for family in families for config in family.configs(problem, here)]
     config: ConvolutionConfig
-    if conv2d_sm90_large.refuse(problem, here) is None:
-        config = conv2d_sm90_large.choose(problem, here)
-    elif conv2d_sm90.refuse(problem, here) is None:
-        config = conv2d_sm90.choose(problem, here)
+    if found:
+        config = min(found, key=lambda config: config.microseconds(problem, here))
     else:
         config = conv2d_kernels.choose(problem, here)
     return config, config.plan(problem, here)

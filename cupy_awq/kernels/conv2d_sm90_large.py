@@ -17,7 +17,7 @@ from cupy_awq.kernels.conv2d_sm90 import CHUNK, MAX_BOX, TILE_CO, View, co_tiles
 from cupy_awq.kernels.problem import ceil_div
 from cupy_awq.launch_plan import Kernel, LaunchPlan, TensorMap
 
-LEAST_PIXELS = 1024
+LEAST_PIXELS = 256
 """Of y, for which weights are dequantized to memory."""
 WARPGROUPS = 2
 PIXELS = (112, 128, 200, 256)
@@ -172,11 +172,6 @@ def refuse(problem: Convolution, device: Device) -> str | None:
 
 def configs(problem: Convolution, device: Device) -> list[LargeConfig]:
     return list(_configs(problem, device))
-
-
-def choose(problem: Convolution, device: Device) -> LargeConfig:
-    """The fastest configuration for a problem that is not refused."""
-    return min(configs(problem, device), key=lambda config: config.microseconds(problem, device))
 
 
 def _configs(problem: Convolution, device: Device) -> Iterator[LargeConfig]:
