@@ -33,7 +33,7 @@
 // leave the tensor cores idle for a third of the time. Three reach their rate, but 64 outputs and 112 pixels each are
 // more than such layers have. Blocks of the next grid that come early lie where there is room, not evenly: 128 blocks
 // of which two fit took 40 in place of about 24.
-#include "copied.cuh"
+#include "conv2d_sm90.cuh"
 #include "epilogue.cuh"
 #include "int4.cuh"
 #include "ptx/barrier.cuh"
@@ -48,7 +48,6 @@ static_assert(__CUDA_ARCH__ == 900, "conv2d_sm90 needs sm_90a");
 
 constexpr bool kNhwc = NHWC;
 constexpr bool kAligned = ALIGNED;
-constexpr bool kHalo = HALO;
 constexpr int kWgCo = WG_CO;
 constexpr int kWgPx = WG_PX;
 constexpr int kTileH = TILE_H;
@@ -89,35 +88,6 @@ static_assert(kParametersBegin + kXStages * kParameterBytes <= RING_BYTES, "the 
 static_assert(kWarpgroups * kStoreRows * kRowBytes <= RING_BYTES, "what is stored takes the place of the stages");
 static_assert(kTileH == 1 || kTileW == 8, "one distance leads from 8 pixels to the next");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
-
-// The walk over the stages of a ring.
-template <int STAGES>
-struct Position {
-  int stage;
-  uint32_t parity;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1u;
-    }
-  }
-};
-
-// A unit of K.
-struct Unit {
-  int chunk, fy, fx;
-
-  __device__ __forceinline__ void advance(int kernel_h, int kernel_w) {
-    if (++fx < kernel_w) return;
-    fx = 0;
-    if (++fy < kernel_h) return;
-    fy = 0;
-    ++chunk;
-  }
-  // Whether x comes with it.
-  __device__ __forceinline__ bool begins_box() const { return !kHalo || (fy | fx) == 0; }
-};
 
 struct Shared {
   uint32_t begin;

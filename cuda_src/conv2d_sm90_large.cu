@@ -27,7 +27,7 @@
 // Measured on an H100: 3x3 layers of 64 to 512 channels take 13 to 16 microseconds for 32 images where conv2d_sm90
 // takes 16 to 23 and cuDNN 17 to 26. A multiprocessor takes 53 bytes a clock from L2, so tiles of 128 outputs and 112
 // pixels or more are bound by products only where a box serves several taps.
-#include "copied.cuh"
+#include "conv2d_sm90.cuh"
 #include "epilogue.cuh"
 #include "int4.cuh"
 #include "ptx/barrier.cuh"
@@ -40,7 +40,6 @@
 
 static_assert(__CUDA_ARCH__ == 900, "conv2d_sm90_large needs sm_90a");
 
-constexpr bool kHalo = HALO;
 constexpr int kWgCo = WG_CO;
 constexpr int kWgPx = WG_PX;
 constexpr int kParts = PARTS;
@@ -96,36 +95,6 @@ struct Shared {
   __device__ __forceinline__ uint32_t weight_empty(int stage) const { return weight_full(kWeightStages + stage); }
 };
 
-// The walk over the stages of a ring, on over all tiles of a block.
-template <int STAGES>
-struct Position {
-  int stage;
-  uint32_t parity;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1u;
-    }
-  }
-  __device__ __forceinline__ int before() const { return stage == 0 ? STAGES - 1 : stage - 1; }
-};
-
-// A tap of the kernel and a chunk of channels.
-struct Unit {
-  int chunk, fy, fx;
-
-  __device__ __forceinline__ void advance(int kernel_h, int kernel_w) {
-    if (++fx < kernel_w) return;
-    fx = 0;
-    if (++fy < kernel_h) return;
-    fy = 0;
-    ++chunk;
-  }
-  // Whether x comes with it, though it is not the first.
-  __device__ __forceinline__ bool begins_box() const { return !kHalo || (fy | fx) == 0; }
-};
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     conv2d_sm90_large(const uint8_t* weight, const BIAS* bias, X* y, const __grid_constant__ TensorMap x_map, int tiles,
                       int co_blocks, int parts_h, int parts_w, int units, int batch, int outputs, int kernel_h,
@@ -160,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   if constexpr (kTilePixels < kPixels) {
     // What is behind a part is multiplied, too.
-    constexpr int kLeft = (kPixels - kTilePixels) * 8;
+    constexpr int kLeft = kTilePixels < kPixels ? (kPixels - kTilePixels) * 8 : 1;
     for (int i = threadIdx.x; i < kXStages * kBoxes * kLeft; i += kThreads) {
       const int at = i / kLeft * kBoxBytes + kTilePixels * 128 + i % kLeft * 16;
       *reinterpret_cast<Vector<uint32_t, 4>*>(memory + at) = {};

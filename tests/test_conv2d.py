@@ -255,9 +255,7 @@ def test_any_convolution_on_hopper(backend: str, data: st.DataObject) -> None:
 
 
 @HOPPER
-@pytest.mark.parametrize(
-    ("kernel", "outputs", "dtype"), [(3, 64, "float16"), (3, 72, "bfloat16"), (1, 200, "float16")]
-)
+@pytest.mark.parametrize(("kernel", "outputs", "dtype"), [(3, 64, "float16"), (3, 72, "bfloat16"), (1, 200, "float16")])
 def test_every_large_tile_on_hopper(backend: str, kernel: int, outputs: int, dtype: str) -> None:
     """Images whose last tiles are partly empty in pixels, outputs and channels; whole tiles and split ones."""
     sizes = Sizes(3, 9, 9, 72, outputs, 1, kernel, kernel, 9, 9, pad_h=kernel // 2, pad_w=kernel // 2)
