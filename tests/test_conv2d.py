@@ -221,33 +221,37 @@ def test_every_tile_on_hopper(backend: str, kernel: int, bits: int, dtype: str) 
         check_convolution(backend, problem, config, here, seed=kernel)
 
 
-@HOPPER
-@given(data=st.data())
-@settings(max_examples=12)
-def test_any_convolution_on_hopper(backend: str, data: st.DataObject) -> None:
-    """Channels that fill no chunk, blocks that fit in none, strides, dilations, paddings, both orders of y."""
-    draw = data.draw
+def any_hopper_problem(draw: Any, side: int, outputs: list[int], batches: int, **options: Any) -> Convolution:
+    """Channels that fill no chunk, blocks that fit in none, strides, dilations, paddings, images of up to ``side``."""
     channels = draw(st.sampled_from([16, 24, 63, 64, 80, 130]))
     kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     stride, dilation, pad = ((draw(st.integers(low, 2)), draw(st.integers(low, 2))) for low in (1, 1, 0))
     spread = [dilation[i] * (kernel[i] - 1) + 1 for i in range(2)]
-    height, width = (draw(st.integers(max(1, spread[i] - pad[i]), 11)) for i in range(2))
+    height, width = (draw(st.integers(max(1, spread[i] - pad[i]), side)) for i in range(2))
     out = [(size + pad[i] - spread[i]) // stride[i] + 1 for i, size in enumerate((height, width))]
-    outputs = draw(st.sampled_from([1, 8, 60, 64, 70, 200]))
-    batch = draw(st.integers(1, 3))
-    sizes = Sizes(batch, height, width, channels, outputs, 1, *kernel, *out, *stride, *pad, *dilation)
-    problem = with_strides(
-        sizes,
+    batch = draw(st.integers(1, batches))
+    n = draw(st.sampled_from(outputs))
+    return with_strides(
+        Sizes(batch, height, width, channels, n, 1, *kernel, *out, *stride, *pad, *dilation),
         block=draw(st.sampled_from([16, 32, 48, 64, 128, 256])),
         bits=draw(st.sampled_from([4, 8])),
         weight_offset=draw(st.booleans()),
         dtype=draw(st.sampled_from(["float16", "bfloat16"])),
-        nhwc=draw(st.booleans()),
         bias_dtype=draw(st.sampled_from([None, *DTYPES])),
         activation=draw(st.sampled_from([None, "clamp"])),
         limits=(-0.5, 0.75),
-        y_aligned=draw(st.booleans()),
+        **options,
     )
+
+
+@HOPPER
+@given(data=st.data())
+@settings(max_examples=12)
+def test_any_convolution_on_hopper(backend: str, data: st.DataObject) -> None:
+    """Any size, both orders of y."""
+    draw = data.draw
+    nhwc, y_aligned = draw(st.booleans()), draw(st.booleans())
+    problem = any_hopper_problem(draw, 11, [1, 8, 60, 64, 70, 200], 3, nhwc=nhwc, y_aligned=y_aligned)
     here = facts(90, backend)
     assert hopper.refuse(problem, here) is None
     config = draw(st.sampled_from(hopper.configs(problem, here)))
@@ -273,27 +277,9 @@ def test_every_large_tile_on_hopper(backend: str, kernel: int, outputs: int, dty
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_large_convolution_on_hopper(backend: str, data: st.DataObject) -> None:
-    """Channels that fill no chunk, strides, dilations, paddings; more tiles than blocks."""
+    """Any size; more tiles than blocks."""
     draw = data.draw
-    channels = draw(st.sampled_from([16, 24, 63, 64, 80, 130]))
-    kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    stride, dilation, pad = ((draw(st.integers(low, 2)), draw(st.integers(low, 2))) for low in (1, 1, 0))
-    spread = [dilation[i] * (kernel[i] - 1) + 1 for i in range(2)]
-    height, width = (draw(st.integers(max(1, spread[i] - pad[i]), 20)) for i in range(2))
-    out = [(size + pad[i] - spread[i]) // stride[i] + 1 for i, size in enumerate((height, width))]
-    outputs = draw(st.sampled_from([8, 64, 72, 200]))
-    batch = draw(st.integers(1, 5))
-    sizes = Sizes(batch, height, width, channels, outputs, 1, *kernel, *out, *stride, *pad, *dilation)
-    problem = with_strides(
-        sizes,
-        block=draw(st.sampled_from([16, 32, 48, 64, 128, 256])),
-        bits=draw(st.sampled_from([4, 8])),
-        weight_offset=draw(st.booleans()),
-        dtype=draw(st.sampled_from(["float16", "bfloat16"])),
-        bias_dtype=draw(st.sampled_from([None, *DTYPES])),
-        activation=draw(st.sampled_from([None, "clamp"])),
-        limits=(-0.5, 0.75),
-    )
+    problem = any_hopper_problem(draw, 20, [8, 64, 72, 200], 5)
     here = replace(facts(90, backend), sm_count=draw(st.sampled_from([2, 132])))
     config = draw(st.sampled_from(large.configs(problem, here)))
     check_convolution(backend, problem, config, here, seed=draw(st.integers(0, 99)))
@@ -381,6 +367,13 @@ def test_a_1x1_kernel_with_steps(backend: str, arch: int, after: int) -> None:
         found += [hopper.configs(simplest, here)[0], large.configs(simplest, here)[0]]
     for config in found:
         check_convolution(backend, problem, config, here, seed=after)
+
+
+def test_one_image_has_the_strides_of_a_batch() -> None:
+    """A new axis has a stride of 0, which no tensor map takes."""
+    x = np.zeros((5, 6, 8), np.float16)
+    assert gpu._strides(x[None], True) == (240, 48, 8, 1)
+    assert gpu._strides(x[None], False) == (240, 8, 1, 48)
 
 
 def test_selection_splits_small_images_and_says_why_it_refuses() -> None:

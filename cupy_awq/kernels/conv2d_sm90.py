@@ -70,6 +70,36 @@ def units(sizes: Sizes) -> int:
     return sizes.kernel_h * sizes.kernel_w * ceil_div(sizes.channels, CHUNK)
 
 
+def with_border(sizes: Sizes, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of x that all taps of so many outputs take, without steps."""
+    return height + (sizes.kernel_h - 1) * sizes.dilation_h, width + (sizes.kernel_w - 1) * sizes.dilation_w
+
+
+def too_wide(sizes: Sizes, height: int, width: int) -> bool:
+    """Whether no tensor map has boxes of so many rows and columns."""
+    return max((height - 1) * sizes.stride_h, (width - 1) * sizes.stride_w) >= MAX_BOX
+
+
+def x_map(problem: Convolution, images: int, height: int, width: int) -> TensorMap:
+    """The images in boxes of so many images, rows and columns, and of a chunk of channels."""
+    sizes, image = problem.sizes, view(problem)
+    batch, row, pixel, _ = problem.strides
+    return TensorMap(
+        "x",
+        problem.dtype,
+        dims=(sizes.channels, image.width, image.height, image.batch),
+        strides=(pixel * 2, pixel * 2 if image.flat else row * 2, pixel * 2 if image.flat else batch * 2),
+        box=(CHUNK, width, height, images),
+        swizzle=128,
+        steps=(1, sizes.stride_w, sizes.stride_h, 1),
+    )
+
+
+def multiprocessors(device: Device, splits: int) -> int:
+    """That clusters of ``splits`` blocks reach: of four and more, 32 did not fit on the chip at once."""
+    return device.sm_count if splits < 4 else device.sm_count * 17 // 20
+
+
 @dataclass(frozen=True)
 class Config:
     """``wg_co`` times ``wg_px`` warpgroups, each with 64 outputs and ``tile_h`` times ``tile_w`` pixels.
@@ -105,8 +135,7 @@ class Config:
         """Rows and columns of pixels."""
         if not self.halo:
             return self.tile_h, self.tile_w
-        border_h, border_w = (sizes.kernel_h - 1) * sizes.dilation_h, (sizes.kernel_w - 1) * sizes.dilation_w
-        return self.tile_h + border_h, self.tile_w + border_w
+        return with_border(sizes, self.tile_h, self.tile_w)
 
     def ring_bytes(self, problem: Convolution) -> int:
         """Of all stages, or of what takes their place on its way to y."""
@@ -151,16 +180,6 @@ class Config:
             ("SPLITS", self.splits),
             ("RESIDENT", self.resident),
         )
-        batch, row, pixel, _ = problem.strides
-        x = TensorMap(
-            "x",
-            problem.dtype,
-            dims=(sizes.channels, image.width, image.height, image.batch),
-            strides=(pixel * 2, pixel * 2 if image.flat else row * 2, pixel * 2 if image.flat else batch * 2),
-            box=(CHUNK, box_w, box_h, 1),
-            swizzle=128,
-            steps=(1, sizes.stride_w, sizes.stride_h, 1),
-        )
         parts_h, parts_w = ceil_div(image.out_h, self.tile_h), ceil_div(image.out_w, self.tile_w)
         co_blocks = co_tiles(sizes.outputs) // self.wg_co
         counts = parts_h * parts_w, parts_w, co_blocks, units(sizes), image.batch, sizes.outputs
@@ -169,7 +188,15 @@ class Config:
             Kernel("conv2d_sm90.cu", "conv2d_sm90", defines, device.target),
             (self.tiles(problem) * self.splits, 1, 1),
             (self.threads, 1, 1),
-            ("codes", "parameters", "bias", "y", x, *map(np.int32, numbers), *map(np.float32, problem.limits)),
+            (
+                "codes",
+                "parameters",
+                "bias",
+                "y",
+                x_map(problem, 1, box_h, box_w),
+                *map(np.int32, numbers),
+                *map(np.float32, problem.limits),
+            ),
             self.shared_bytes(problem),
             cluster=(self.splits, 1, 1),
             dependent=True,
@@ -183,17 +210,16 @@ class Config:
         weights are converted in the shadow of the tensor cores only where other warpgroups have them: a warpgroup alone
         takes 386 cycles more than its products, three are at their rate.
         """
-        sizes, image = problem.sizes, view(problem)
+        sizes = problem.sizes
         box_h, box_w = self.box(sizes)
         blocks = self.tiles(problem) * self.splits
         mine = ceil_div(units(sizes), self.splits)
-        # Clusters of four and more leave multiprocessors out: 32 of four did not fit on the chip at once.
-        rounds = ceil_div(blocks, (device.sm_count if self.splits < 4 else device.sm_count * 17 // 20) * self.resident)
+        rounds = ceil_div(blocks, multiprocessors(device, self.splits) * self.resident)
         together = self.resident * self.warpgroups
         products = ceil_div(min(sizes.channels, CHUNK), 16) * self.pixels / 2
         unit = max(together * max(0.87 * products, 180), products + 386) / 1700
         work = rounds * (mine * unit + 1.14 + 0.0033 * together * self.pixels)
-        y_bytes = image.batch * image.out_h * image.out_w * sizes.outputs * 2
+        y_bytes = sizes.pixels * sizes.outputs * 2
         x_bytes = sizes.batch * sizes.height * sizes.width * sizes.channels * 2
         boxes = ceil_div(mine, sizes.kernel_h * sizes.kernel_w) if self.halo else mine
         copied = self.wg_px * box_h * box_w * CHUNK * 2 * boxes + mine * self.wg_co * TILE_CO * CHUNK * problem.bits / 8
@@ -263,7 +289,7 @@ def _most_resident(config: Config, problem: Convolution, device: Device) -> int:
     shared = config.shared_bytes(problem)
     if shared > device.shared_bytes_per_block:
         return 0
-    if max((box[0] - 1) * sizes.stride_h, (box[1] - 1) * sizes.stride_w) >= MAX_BOX:
+    if too_wide(sizes, *box):
         return 0
     # Sums, two units of operand A, and the rest, for each of four schedulers; a block takes 1 KB of shared memory more.
     registers = ceil_div(config.pixels // 2 + 62 + problem.bits + config.splits, 8) * 8

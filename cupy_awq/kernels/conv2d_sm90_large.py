@@ -13,9 +13,21 @@ import numpy as np
 from cupy_awq.device import Device
 from cupy_awq.kernels import conv2d_sm90
 from cupy_awq.kernels.conv2d import Convolution, Sizes
-from cupy_awq.kernels.conv2d_sm90 import CHUNK, MAX_BOX, TILE_CO, View, co_tiles, units, view
+from cupy_awq.kernels.conv2d_sm90 import (
+    CHUNK,
+    MAX_BOX,
+    TILE_CO,
+    View,
+    co_tiles,
+    multiprocessors,
+    too_wide,
+    units,
+    view,
+    with_border,
+    x_map,
+)
 from cupy_awq.kernels.problem import ceil_div
-from cupy_awq.launch_plan import Kernel, LaunchPlan, TensorMap
+from cupy_awq.launch_plan import Kernel, LaunchPlan
 
 LEAST_PIXELS = 256
 """Of y, for which weights are dequantized to memory."""
@@ -60,8 +72,7 @@ class LargeConfig:
         images, height, width = self.part
         if not self.halo:
             return self.part
-        border_h, border_w = (sizes.kernel_h - 1) * sizes.dilation_h, (sizes.kernel_w - 1) * sizes.dilation_w
-        return images, height + border_h, width + border_w
+        return images, *with_border(sizes, height, width)
 
     def x_bytes(self, sizes: Sizes) -> int:
         """Of a stage."""
@@ -105,16 +116,6 @@ class LargeConfig:
             ("WEIGHT_STAGES", self.weight_stages),
             ("SPLITS", self.splits),
         )
-        batch, row, pixel, _ = problem.strides
-        x = TensorMap(
-            "x",
-            problem.dtype,
-            dims=(sizes.channels, image.width, image.height, image.batch),
-            strides=(pixel * 2, pixel * 2 if image.flat else row * 2, pixel * 2 if image.flat else batch * 2),
-            box=(CHUNK, box_w, box_h, images),
-            swizzle=128,
-            steps=(1, sizes.stride_w, sizes.stride_h, 1),
-        )
         tiles, (_, parts_h, parts_w) = self.tiles(problem), self.image_parts(problem)
         counts = tiles, co_tiles(sizes.outputs) // self.wg_co, parts_h, parts_w, units(sizes), image.batch
         numbers = (*counts, sizes.outputs, sizes.kernel_h, sizes.kernel_w, image.out_h, image.out_w, *sizes[10:])
@@ -123,7 +124,14 @@ class LargeConfig:
             Kernel("conv2d_sm90_large.cu", "conv2d_sm90_large", defines, device.target),
             (blocks * self.splits, 1, 1),
             (WARPGROUPS * 128 + 32, 1, 1),
-            ("weight", "bias", "y", x, *map(np.int32, numbers), *map(np.float32, problem.limits)),
+            (
+                "weight",
+                "bias",
+                "y",
+                x_map(problem, images, box_h, box_w),
+                *map(np.int32, numbers),
+                *map(np.float32, problem.limits),
+            ),
             self.shared_bytes(sizes),
             cluster=(self.splits, 1, 1),
             dependent=True,
@@ -135,10 +143,8 @@ class LargeConfig:
         Fitted to 600 times on an H100, of 30 layers of ResNet-50 and others: 8% off (root mean square), and its first
         choice took 1.02 times as long as the best (geometric mean).
         """
-        sizes, image = problem.sizes, view(problem)
-        blocks = self.tiles(problem) * self.splits
-        # Clusters of four leave multiprocessors out.
-        rounds = ceil_div(blocks, device.sm_count if self.splits < 4 else device.sm_count * 17 // 20)
+        sizes = problem.sizes
+        rounds = ceil_div(self.tiles(problem) * self.splits, multiprocessors(device, self.splits))
         mine = ceil_div(units(sizes), self.splits)
         boxes = ceil_div(mine, sizes.kernel_h * sizes.kernel_w) if self.halo else mine
         pixels = self.parts * self.pixels
@@ -148,8 +154,8 @@ class LargeConfig:
         work = rounds * (unit + 0.54 + 0.0052 * pixels)
         if self.splits > 1:
             work += 1.28 + 0.0177 * pixels * (self.splits - 1) / self.splits
-        outputs = image.batch * image.out_h * image.out_w * sizes.outputs
-        traffic = (sizes.batch * sizes.height * sizes.width * sizes.channels + outputs) * 2 / (device.read_gbs * 1e3)
+        values = sizes.batch * sizes.height * sizes.width * sizes.channels + sizes.pixels * sizes.outputs
+        traffic = values * 2 / (device.read_gbs * 1e3)
         return 1.2 + max(work, traffic) + 0.24 * min(work, traffic)
 
     def workspace(self, problem: Convolution) -> tuple[int, int]:
@@ -194,8 +200,7 @@ def _configs(problem: Convolution, device: Device) -> Iterator[LargeConfig]:
 def _stages(config: LargeConfig, problem: Convolution, device: Device) -> tuple[int, int] | None:
     """Of x and of the weight that there is room for; None if not for two of each, or if a box is too large."""
     sizes = problem.sizes
-    _, height, width = config.box(sizes)
-    if max((height - 1) * sizes.stride_h, (width - 1) * sizes.stride_w) >= MAX_BOX:
+    if too_wide(sizes, *config.box(sizes)[1:]):
         return None
     room = device.shared_bytes_per_block - STORE_BYTES
     x, weight = config.x_bytes(sizes) + 16, config.weight_bytes + 16
