@@ -15,12 +15,15 @@
 // those.
 //
 // sm_90. A team is one warp a record: it makes 32 columns of the block's tile for all BLOCK_M rows. Codes enter as they
-// are; zero points and scales of a group are applied to its float32 sums.
+// are; scales and zero points of a group are applied to its float32 sums. Those of x, which zero points multiply, come
+// from the tensor cores, too: columns that one or two rows leave free take other parts of K, so that one instruction
+// adds up a record, and lanes keep what they have of it times zero points to themselves until the end.
 #include "gemm_sm90.cuh"
 #include "normed_rows.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "warp.cuh"
 
 static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_mma needs sm_90");
 
@@ -31,6 +34,10 @@ constexpr int kChains = kTilesM == 1 ? 2 : 1;  // of mma that do not wait for ea
 constexpr int kXRows = X_ROWS;                 // of x in shared memory: a power of two
 constexpr int kStageK = kDepth * kRecordK;
 constexpr int kUnits = (NORM_K == 0 ? kStageK : NORM_K) / 8;  // of 16 bytes, in a row of x in shared memory
+
+constexpr bool kSliced = kXRows <= 2 && kGroups == 1;  // more rows gain nothing, more groups have no registers left
+constexpr int kSlices = kSliced ? 8 / kXRows : 1;      // of a record's 8 steps of 16 k, which one product adds up
+constexpr int kRows = kSliced ? kXRows : 2;            // of x among a lane's two
 
 static_assert(kXBytes == 0, "the consumers bring x themselves");
 static_assert(kXRows <= kBlockM, "a tile has no more rows of x");
@@ -124,7 +131,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int team = warp / kTeamWarps;
+  constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne};
   float sums[kTilesN][kTilesM][4] = {};
+  float offsets[kTilesN][4] = {};  // kSliced: to add to the sums of its only tile, this lane's part
 
   auto consume = [&](const Tile& tile, const uint8_t* shared) {
     Rows rows(source, tile, m, k);
@@ -159,6 +168,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
         for (int part = 0; part < kGroups; ++part) {
           float parts[kChains][kTilesN][kTilesM][4] = {};
           float x_sums[kChains][kTilesM][4] = {};
+          if constexpr (kSliced) {
+            // Row i of a matrix is row i % kXRows of x at slice i / kXRows.
+            const int row = lane % kXRows;
+#pragma unroll
+            for (int turn = 0; turn < kXRows; ++turn) {
+              const int unit = (step * 8 + turn * kSlices + lane % 8 / kXRows) * 2 + lane / 8 % 2;
+              uint32_t b[2];
+              ptx::ldmatrix_x2(b, x_begin + (row * kUnits + (unit ^ row)) * 16);
+              mma<X>(x_sums[0][0], kOnes, b[0], b[1]);
+            }
+          }
 #pragma unroll
           for (int k32 = part * 4 / kGroups; k32 < (part + 1) * 4 / kGroups; ++k32) {
             uint32_t a[2][kTilesN][4];
@@ -179,9 +199,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
               ptx::ldmatrix_x4(b, x_begin + (row * kUnits + (unit ^ (row % 8))) * 16);
 #pragma unroll
               for (int k16 = 0; k16 < 2; ++k16) {
-                constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne,
-                                               RawCodes<X>::kOne};
-                mma<X>(x_sums[k16 % kChains][j], kOnes, b[k16 * 2], b[k16 * 2 + 1]);
+                if constexpr (!kSliced) mma<X>(x_sums[k16 % kChains][j], kOnes, b[k16 * 2], b[k16 * 2 + 1]);
 #pragma unroll
                 for (int i = 0; i < kTilesN; ++i) {
                   mma<X>(parts[k16 % kChains][i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
@@ -189,23 +207,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
               }
             }
           }
+          if constexpr (kRows == 1) x_sums[0][0][0] += x_sums[0][0][1];
 #pragma unroll
           for (int i = 0; i < kTilesN; ++i) {
 #pragma unroll
             for (int v = 0; v < 4; ++v) {
+              if (v % 2 >= kRows) continue;
               const float unit = RawCodes<X>::kUnits[v / 2];
-              const float scale = groups[part][i].scale(v / 2) * unit;
-              const float zero = (groups[part][i].zero(v / 2) + RawCodes<X>::kOffset) / -unit;
+              const float scale = groups[part][i].scale(v / 2);
+              const float zero = groups[part][i].zero(v / 2) + RawCodes<X>::kOffset;
 #pragma unroll
               for (int j = 0; j < kTilesM; ++j) {
                 float product = parts[0][i][j][v];
                 float x_sum = x_sums[0][j][v];
-                if constexpr (kChains == 2) {
-                  product += parts[1][i][j][v];
-                  x_sum += x_sums[1][j][v];
+                if constexpr (kChains == 2) product += parts[1][i][j][v];
+                if constexpr (kSliced) {
+                  offsets[i][v] = fmaf(zero * -scale, x_sums[0][0][v % kRows], offsets[i][v]);
+                  sums[i][j][v] = fmaf(product, scale, sums[i][j][v]);
+                } else {
+                  if constexpr (kChains == 2) x_sum += x_sums[1][j][v];
+                  const float difference = fmaf(zero / -unit, x_sum, product);
+                  sums[i][j][v] = fmaf(difference, scale * unit, sums[i][j][v]);
                 }
-                const float difference = fmaf(zero, x_sum, product);
-                sums[i][j][v] = fmaf(difference, scale, sums[i][j][v]);
               }
             }
           }
@@ -216,6 +239,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       at.advance(kTeams);
     }
     rows.end();
+    if constexpr (kSliced) {
+#pragma unroll
+      for (int i = 0; i < kTilesN; ++i) {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+          if (v % 2 >= kRows) continue;
+          float& offset = offsets[i][v];
+          offset += __shfl_xor_sync(kFullWarp, offset, 1);
+          offset += __shfl_xor_sync(kFullWarp, offset, 2);
+          sums[i][0][v] = fmaf(sums[i][0][v], RawCodes<X>::kUnits[v / 2], offset);
+        }
+      }
+    }
   };
   auto push = [&](float* shared_sums) {
 #pragma unroll

@@ -110,7 +110,7 @@ def test_a_cache_larger_than_the_gpus_memory_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
 @pytest.mark.parametrize(
     ("m", "delta", "gated"),
-    [(1, False, False), (3, True, False), (4, True, True), (5, True, False), (17, True, False), (300, True, False)],
+    [(1, False, False), (2, True, False), (2, True, True), (3, True, False), (17, True, False), (300, True, False)],
 )
 def test_products_of_few_rows_make_their_norm(
     monkeypatch: pytest.MonkeyPatch, dtype: Any, m: int, delta: bool, gated: bool
@@ -134,7 +134,7 @@ def test_products_of_few_rows_make_their_norm(
     added = rng.standard_normal(h.shape).astype(dtype) if delta else None
     before = h.copy()
     total, y = ops.project(h, added, norm, then)
-    assert entries == (["gemm_sm90_mma"] if m <= 4 else ["rms_norm"])
+    assert entries == (["gemm_sm90_mma"] if m <= 2 else ["rms_norm"])
     wanted = then(ops.norm(before, added, norm)).astype(np.float32)
     np.testing.assert_array_equal(total, before)
     assert y.dtype == dtype

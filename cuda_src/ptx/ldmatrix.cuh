@@ -13,6 +13,14 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&out)[4], unsigned address
                : "memory");
 }
 
+// ldmatrix.x2: two of them, by the addresses of lanes 0 to 15.
+__device__ __forceinline__ void ldmatrix_x2(unsigned (&out)[2], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(out[0]), "=r"(out[1])
+               : "r"(address)
+               : "memory");
+}
+
 // ldmatrix.x4.trans: the same, transposed: lane 4g + t receives of each matrix rows 2t and 2t + 1, column g.
 __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&out)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -41,7 +41,8 @@ FEW = Problem(5, 136, 640, 32)
 REPACKED = Problem(20, 192, 1024, 128, repacked=True)
 REPACKED_MANY = Problem(70, 64, 3072, 128, repacked=True, scale_exponent=6)
 REPACKED_FEW = Problem(3, 192, 1024, 128, repacked=True)
-NORMED = Problem(3, 192, 1024, 128, repacked=True, norm="h + delta", eps=1e-6)
+REPACKED_ONE = Problem(1, 192, 1024, 128, repacked=True)
+NORMED = Problem(2, 192, 1024, 128, repacked=True, norm="h + delta", eps=1e-6)
 RACE, VALUES = ("race", "race"), ("values", "values")
 OUTSIDE, DEADLOCK = ("out of bounds", "out of bounds"), ("deadlock", "deadlock")
 
@@ -159,6 +160,10 @@ SEEDS = {
     ),
     "gemm_sm90_mma: nobody waits for the kernel before": Seed(
         "gemm_sm90", 90, "gemm_sm90_mma.cu", "    ptx::griddepcontrol_wait();\n", "", ("early", "early"), REPACKED_FEW,
+    ),
+    "gemm_sm90_mma: zero points take away the part of one lane": Seed(
+        "gemm_sm90", 90, "gemm_sm90_mma.cu", "offset += __shfl_xor_sync(kFullWarp, offset, 2);", "", VALUES,
+        REPACKED_ONE,
     ),
     "gemm_sm90_mma: x is read before all threads have made it": Seed(
         "gemm_sm90", 90, "normed_rows.cuh", "    ptx::barrier_sync(1, THREADS);\n  }\n", "  }\n", RACE, NORMED,
