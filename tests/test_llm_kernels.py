@@ -248,7 +248,7 @@ def test_dense_products(backend: str, arch: int, dtype: str, m: int, n: int, k: 
         check_close(y, x.astype(np.float64) @ w.astype(np.float64).T + (added if bias else 0), bound)
 
 
-VOCAB = 3000
+VOCAB = 3001  # so that rows begin at any of the four places that the widest loads allow
 
 
 def device_choice(
@@ -263,11 +263,16 @@ def device_choice(
         more = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
         plan = llm.choose_limit(here, m, logits.shape[1], **options, **more)
         run(plan, {"logits": logits, "seen": seen, "limits": limits})
-    tokens, counters = np.full(m, -7, np.int32), np.zeros(m, np.uint32)
+    tokens, counters, before = np.full(m, -7, np.int32), np.zeros(m, np.uint32), lengths.copy()
+    arrived = np.full((m, 2), -7, np.int32)
     plan = llm.choose(here, m, logits.shape[1], seed=sampling.seed, **options, advance=True)
     arrays = {"logits": logits, "seen": seen, "limits": limits, "tokens": tokens, "lengths": lengths}
-    run(plan, {**arrays, "partials": np.zeros((m, llm.CHOOSE_BLOCKS), np.uint64), "counters": counters})
+    arrays |= {"partials": np.zeros((m, llm.CHOOSE_BLOCKS), np.uint64), "counters": counters}
+    run(plan, {**arrays, "arrived": arrived})
     assert not counters.any()
+    at = np.arange(m), (before + 1) % 2
+    np.testing.assert_array_equal(arrived[at], tokens)
+    assert (arrived[at[0], before % 2] == -7).all(), "the host may be reading the token before"
     return tokens
 
 

@@ -5,16 +5,22 @@
 //   table   TABLE [vocab, width]
 //   h       float32 [m, width]
 //
-// Any width, any architecture. One block a row. Launched when all before it has ended: kernels behind it may read ahead
-// of griddepcontrol.wait what the step before has left.
+// width a multiple of 4, any architecture. One block a row. Launched when all before it has ended: kernels behind it
+// may read ahead of griddepcontrol.wait what the step before has left.
 #include "llm/begin.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    embed(const int32_t* tokens, const TABLE* table, float* h, int vocab, int width) {
+    embed(const int32_t* tokens, const TABLE* __restrict__ table, float* __restrict__ h, int vocab, int width) {
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
   const int token = tokens[blockIdx.x];
   const TABLE* row = table + static_cast<int64_t>(token >= 0 && token < vocab ? token : 0) * width;
   float* out = h + static_cast<int64_t>(blockIdx.x) * width;
-#pragma unroll 8
-  for (int i = threadIdx.x; i < width; i += THREADS) out[i] = to_float(row[i]);
+  for (int i = 4 * threadIdx.x; i < width; i += 4 * THREADS) {
+    Vector<TABLE, 4> part;
+    load<true>(part, row + i);
+    Vector<float, 4> values;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) values.values[e] = to_float(part.values[e]);
+    store<true>(out + i, values);
+  }
 }

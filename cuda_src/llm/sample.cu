@@ -13,6 +13,8 @@
 //   tokens    int32 [sequences]: choose writes here; -1 where the logits hold NaN
 //   lengths   int32 [sequences]: the position that is chosen for, less one; choose adds 1 (ADVANCE)
 //   partials  uint64 [sequences, blocks]; counters uint32 [sequences], zeros before and after
+//   arrived   int32 [sequences, 2], in memory that the host reads: the token once more, at [.., position % 2], where it
+//             stays until the step after the next one (ADVANCE)
 //
 // Any architecture. choose: grid (blocks, sequences), of which the first is number first_row of the batch;
 // choose_limit: grid (1, sequences).
@@ -22,6 +24,7 @@ constexpr bool kSamples = SAMPLES;
 constexpr bool kPenalty = PENALTY;
 constexpr bool kAdvance = ADVANCE;
 constexpr int kWarps = THREADS / 32;
+constexpr int kVectors = 3;  // loads of a thread that are under way at once
 
 // Keys are ordered as their values are; NaN is above all.
 __device__ __forceinline__ uint32_t key_of(float value) {
@@ -48,8 +51,10 @@ struct Logits {
   const uint8_t* seen;
   float temperature, penalty;
 
-  __device__ __forceinline__ float operator()(int token) const {
-    float value = row[token];
+  __device__ __forceinline__ float operator()(int token) const { return of(token, row[token]); }
+
+  // What becomes of the logit `value`.
+  __device__ __forceinline__ float of(int token, float value) const {
     if constexpr (kPenalty) {
       if (seen[token]) value = value > 0.0f ? value / penalty : value * penalty;
     }
@@ -80,8 +85,8 @@ __device__ __forceinline__ uint64_t block_max(uint64_t value, uint64_t* shared) 
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     choose(const float* logits, uint8_t* seen, const float* limits, int32_t* tokens, int32_t* lengths,
-           uint64_t* partials, uint32_t* counters, int vocab, int first_row, uint64_t seed, float temperature,
-           float penalty) {
+           uint64_t* partials, uint32_t* counters, int32_t* arrived, int vocab, int first_row, uint64_t seed,
+           float temperature, float penalty) {
   __shared__ uint64_t shared[kWarps];
   __shared__ bool is_last;
   begin();
@@ -91,17 +96,43 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   // Of the position of the new token: those before it are in the cache, or about to be.
   const uint64_t position = lengths[row] + (kAdvance ? 1 : 0);
   const uint64_t hash = mix(seed + (static_cast<uint64_t>(first_row + row) << 32 | position) * kStep);
+  const float limit = kSamples && limits ? limits[row] : __int_as_float(0xff800000);
   uint64_t best = 0;
-  for (int token = blockIdx.x * THREADS + threadIdx.x; token < vocab; token += blocks * THREADS) {
-    float value = values(token);
+  auto take = [&](int token, float logit) {
+    float value = values.of(token, logit);
     if constexpr (kSamples) {
-      if (limits && value < limits[row]) continue;
+      if (value < limit) return;
       const auto bits = static_cast<uint32_t>(mix(hash + token * kStep) >> 41);
       const float uniform = (static_cast<float>(bits) + 0.5f) * 1.1920928955078125e-7f;  // 2^-23
       value += -logf(-logf(uniform));
     }
     const uint64_t key = static_cast<uint64_t>(key_of(value)) << 32 | (0xffffffffu - static_cast<uint32_t>(token));
     best = key > best ? key : best;
+  };
+  // Four tokens at a time, from the last multiple of 16 bytes that is not behind the row's begin.
+  const int before = static_cast<int>(reinterpret_cast<uint64_t>(values.row) / sizeof(float) % 4);
+  const int step = 4 * THREADS * blocks;
+  for (int first = 4 * (blockIdx.x * THREADS + threadIdx.x) - before; first < vocab; first += kVectors * step) {
+    Vector<float, 4> parts[kVectors];
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int token = first + j * step;
+      if (token >= 0 && token <= vocab - 4) load<true>(parts[j], values.row + token);
+    }
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int begin = first + j * step;
+      const bool whole = begin >= 0 && begin <= vocab - 4;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int token = begin + e;
+        if (whole) {
+          take(token, parts[j].values[e]);
+        } else if (token >= 0 && token < vocab) {
+          take(token, values.row[token]);
+        }
+      }
+    }
   }
   best = block_max(best, shared);
   uint64_t* mine = partials + static_cast<int64_t>(row) * blocks;
@@ -121,11 +152,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   best = block_max(best, shared);
   if (threadIdx.x == 0) {
-    const uint32_t token = 0xffffffffu - static_cast<uint32_t>(best);
     const bool is_nan = (best >> 32) == 0xffffffffu;
-    tokens[row] = is_nan ? -1 : static_cast<int32_t>(token);
+    const int token = is_nan ? -1 : static_cast<int>(0xffffffffu - static_cast<uint32_t>(best));
+    tokens[row] = token;
     if (kPenalty && !is_nan) seen[start + token] = 1;
-    if (kAdvance) lengths[row] += 1;
+    if constexpr (kAdvance) {
+      arrived[2 * row + position % 2] = token;
+      lengths[row] = static_cast<int32_t>(position);
+    }
   }
 }
 

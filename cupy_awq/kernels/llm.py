@@ -18,7 +18,8 @@ from cupy_awq.launch_plan import Argument, Dim3, Kernel, LaunchPlan
 
 MMA_ARCH = 80
 THREADS = 256
-CHOOSE_BLOCKS = 64
+CHOOSE_BLOCKS = 128
+"""At most, of a sequence."""
 MAX_SPLITS = 32
 MAX_COUNTERS = 1 << 16
 """Of ``decode_attention``: rows of a launch, times heads."""
@@ -58,7 +59,8 @@ def _ints(*values: int) -> tuple[Argument, ...]:
 @functools.lru_cache(maxsize=1024)
 def embed(device: Device, m: int, vocab: int, width: int, table: str) -> LaunchPlan:
     sizes = _ints(vocab, width)
-    plan = _plan(device, "embed", {"TABLE": TYPES[table]}, (m, 1, 1), THREADS, ("tokens", "table", "h", *sizes))
+    threads = 1024  # which read a row of up to 4,096 values at once
+    plan = _plan(device, "embed", {"TABLE": TYPES[table]}, (m, 1, 1), threads, ("tokens", "table", "h", *sizes))
     return replace(plan, dependent=False)
 
 
@@ -227,11 +229,12 @@ def choose(
 ) -> LaunchPlan:
     """The arrays begin at sequence ``row`` of the batch. ``limits`` may be a null pointer: all tokens may be chosen."""
     arguments = (
-        *("logits", "seen", "limits", "tokens", "lengths", "partials", "counters"),
+        *("logits", "seen", "limits", "tokens", "lengths", "partials", "counters", "arrived"),
         *(*_ints(vocab, row), np.uint64(seed), np.float32(temperature), np.float32(penalty)),
     )
     defines = _sampling(temperature, penalty) | {"ADVANCE": int(advance)}
-    return _plan(device, "choose", defines, (CHOOSE_BLOCKS, m, 1), THREADS, arguments, source="sample")
+    blocks = max(1, min(CHOOSE_BLOCKS, 1024 // THREADS * device.sm_count // m))  # as many as run at once
+    return _plan(device, "choose", defines, (blocks, m, 1), THREADS, arguments, source="sample")
 
 
 @functools.lru_cache(maxsize=1024)

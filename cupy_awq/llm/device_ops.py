@@ -229,7 +229,9 @@ class DeviceDecoder:
     """As `HostDecoder`: the first step runs as it is, which loads every kernel, the second one is captured, and all
     further ones are one graph launch. Tokens, positions and what was seen live on the device, so that a step can begin
     while the host still waits for the tokens of the one before: the GPU never waits for the host. The last such step
-    is in vain; it writes behind the tokens that the cache knows, and `close` waits for it."""
+    is in vain; it writes behind the tokens that the cache knows, and `close` waits for it.
+
+    `choose` writes tokens where the host sees them, too: nothing but an event stands between two graphs."""
 
     def __init__(self, ops: DeviceOps, step: Callable[[Array], Array], cache: Cache, sampling: Sampling) -> None:
         import cupy
@@ -248,8 +250,12 @@ class DeviceDecoder:
         self._steps = 0
         self._graph: Any = None
         self._memory: list[Any] = []
-        pinned = cupy.cuda.alloc_pinned_memory(self._tokens.nbytes)
-        self._arrived: npt.NDArray[Any] = np.frombuffer(pinned, np.int32, rows)
+        # Of each sequence, the last token at even and at odd positions: while the host reads one, the step after it may
+        # write the other. A device knows pinned memory by the host's address.
+        pinned = cupy.cuda.alloc_pinned_memory(8 * rows)
+        self._arrived: npt.NDArray[Any] = np.frombuffer(pinned, np.int32, 2 * rows).reshape(rows, 2)
+        memory = cupy.cuda.UnownedMemory(pinned.ptr, 8 * rows, pinned, ops.index)
+        self._sent = cupy.ndarray((rows, 2), np.int32, cupy.cuda.MemoryPointer(memory, 0))
         self._arrival = cupy.cuda.Event(disable_timing=True)
 
     def put(self, row: int, logits: Array) -> int:
@@ -278,16 +284,15 @@ class DeviceDecoder:
                 self._advance()
             elif self._steps == 1:
                 self._graph.launch(self._stream)
-            self._tokens.get(stream=self._stream, out=self._arrived, blocking=False)
             self._arrival.record()
             if self._graph is not None:
                 self._graph.launch(self._stream)
         self._arrival.synchronize()
-        tokens = self._arrived.tolist()
         self._steps += 1
         for known, token in zip(self._cache.tokens, self._next, strict=True):
             known.append(token)
-        self._next = [_checked(token) for token in tokens]
+        positions = map(len, self._cache.tokens)
+        self._next = [_checked(both[at % 2]) for both, at in zip(self._arrived.tolist(), positions, strict=True)]
         return list(self._next)
 
     def close(self) -> None:
@@ -315,7 +320,7 @@ class DeviceDecoder:
             )
         plan = kernels.choose(facts, m, vocab, row=rows.start or 0, seed=sampling.seed, **options, advance=advance)
         arrays = {"tokens": self._tokens[rows], "lengths": self._cache.lengths[rows]}
-        arrays |= {"partials": self._partials[rows], "counters": self._counters[rows]}
+        arrays |= {"partials": self._partials[rows], "counters": self._counters[rows], "arrived": self._sent[rows]}
         ops.run(plan, logits=logits, seen=seen, limits=limits, **arrays)
 
 
