@@ -22,7 +22,7 @@ MMA_MAX_ROWS = 16
 MMA_ALONE_ROWS = 8
 """Up to which wgmma, which takes as long as for 16, was the slower one for all shapes that were measured."""
 NORM_ROWS, NORM_BYTES = 2, 32768
-"""Of x, in 16 bits, up to which each block may make all of it by itself; four rows took a layer of Qwen3-8B 10% longer."""
+"""Of x, in 16 bits, up to which each block may make all of it; with four rows a layer of Qwen3-8B took 10% longer."""
 REGISTERS = 65536
 
 
