@@ -338,27 +338,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     // Nobody reads the stages any more.
     ptx::barrier_sync(1, kConsumerWarps * 32);
   } else {
-    auto slot = [&](int from, int group) {
-      return kSumsBegin + ((from * kWarpgroups + warpgroup) * kOwnedGroups + group) * 2048 + thread * 16;
-    };
-#pragma unroll
-    for (int group = 0; group < kPixelGroups; ++group) {
-      const uint32_t to = ptx::mapa(shared.begin + slot(split, group % kOwnedGroups), group / kOwnedGroups);
-      ptx::st_shared_cluster(to, {sums[group * 4], sums[group * 4 + 1], sums[group * 4 + 2], sums[group * 4 + 3]});
-    }
-    synchronize_cluster<kSplits>();
-#pragma unroll
-    for (int group = 0; group < kOwnedGroups; ++group) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) total[group * 4 + i] = 0.0f;
-      if (first_group + group >= kPixelGroups) continue;
-#pragma unroll
-      for (int from = 0; from < kSplits; ++from) {
-        const auto some = *reinterpret_cast<const Vector<float, 4>*>(memory + slot(from, group));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) total[group * 4 + i] += some.values[i];
-      }
-    }
+    exchange_sums<kSplits, kWarpgroups, kPixelGroups, kOwnedGroups>(total, sums, memory + kSumsBegin,
+                                                                    shared.begin + kSumsBegin, split, warpgroup);
   }
   // Of a group, values 0, 1 belong to this output, 2, 3 to the one 8 further.
   auto finish = [&](int index) { return from_float<X>(epilogue.activate(total[index] + biases[index / 2 % 2])); };

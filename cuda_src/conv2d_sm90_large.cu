@@ -243,30 +243,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int i = 0; i < kOwnedGroups * 4; ++i) total[i] = sums[i / kSums][i % kSums];
     } else {
-      auto slot = [&](int from, int group) {
-        return ((from * kWarpgroups + warpgroup) * kOwnedGroups + group) * 2048 + thread * 16;
-      };
       // Nobody needs the stages any more.
       synchronize_cluster<kSplits>();
-#pragma unroll
-      for (int group = 0; group < kParts * kGroups; ++group) {
-        const float* some = &sums[group / kGroups][group % kGroups * 4];
-        const uint32_t to = ptx::mapa(shared.begin + slot(split, group % kOwnedGroups), group / kOwnedGroups);
-        ptx::st_shared_cluster(to, {some[0], some[1], some[2], some[3]});
-      }
-      synchronize_cluster<kSplits>();
-#pragma unroll
-      for (int group = 0; group < kOwnedGroups; ++group) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) total[group * 4 + i] = 0.0f;
-        if (first_group + group >= kParts * kGroups) continue;
-#pragma unroll
-        for (int from = 0; from < kSplits; ++from) {
-          const auto some = *reinterpret_cast<const Vector<float, 4>*>(memory + slot(from, group));
-#pragma unroll
-          for (int i = 0; i < 4; ++i) total[group * 4 + i] += some.values[i];
-        }
-      }
+      exchange_sums<kSplits, kWarpgroups, kParts * kGroups, kOwnedGroups>(total, &sums[0][0], memory, shared.begin,
+                                                                          split, warpgroup);
     }
 
     // Of a group, values 0, 1 belong to one output, 2, 3 to the one 8 further.
