@@ -16,8 +16,10 @@
 //
 // sm_90. A team is one warp a record: it makes 32 columns of the block's tile for all BLOCK_M rows. Codes enter as they
 // are; scales and zero points of a group are applied to its float32 sums. Those of x, which zero points multiply, come
-// from the tensor cores, too: columns that one or two rows leave free take other parts of K, so that one instruction
-// adds up a record, and lanes keep what they have of it times zero points to themselves until the end.
+// from the tensor cores, too: columns that one or two rows leave free take other parts of K, so that one instruction a
+// row adds up a record, and lanes keep what they have of it times zero points to themselves until the end. What cancels
+// then, and not in each group, are sums over all of K that a team takes: float32 relative to 15 times, in bfloat16 143
+// times the sum of x * scale, at most 6e-4 of y's root mean square for 28672 bfloat16 x that are all positive.
 #include "gemm_sm90.cuh"
 #include "normed_rows.cuh"
 #include "ptx/barrier.cuh"
@@ -41,6 +43,7 @@ constexpr int kRows = kSliced ? kXRows : 2;            // of x among a lane's tw
 
 static_assert(kXBytes == 0, "the consumers bring x themselves");
 static_assert(kXRows <= kBlockM, "a tile has no more rows of x");
+static_assert(!kSliced || kTilesM == 1, "offsets are those of one tile of rows");
 static_assert(kTeamWarps == kRecords, "a warp makes the columns of a record");
 
 // x, stage by stage: each team has a ring of its own. Without the tensor copy engine x is there sooner, and few rows
@@ -169,11 +172,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
           float parts[kChains][kTilesN][kTilesM][4] = {};
           float x_sums[kChains][kTilesM][4] = {};
           if constexpr (kSliced) {
-            // Row i of a matrix is row i % kXRows of x at slice i / kXRows.
+            // Row i of a matrix is row i % kXRows of x at slice i / kXRows: in any order of K that meets no bank twice.
             const int row = lane % kXRows;
 #pragma unroll
             for (int turn = 0; turn < kXRows; ++turn) {
-              const int unit = (step * 8 + turn * kSlices + lane % 8 / kXRows) * 2 + lane / 8 % 2;
+              const int slice = turn * kSlices + lane % 8 / kXRows;
+              const int unit = step * 16 + (kXRows == 1 ? lane % 16 : slice * 2 + lane / 8 % 2);
               uint32_t b[2];
               ptx::ldmatrix_x2(b, x_begin + (row * kUnits + (unit ^ row)) * 16);
               mma<X>(x_sums[0][0], kOnes, b[0], b[1]);

@@ -282,16 +282,55 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
     check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
 
+@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize(("k", "dtype"), [(320, "float16"), (1088, "bfloat16")])
+def test_few_rows_of_one_group_a_record(backend: str, m: int, k: int, dtype: str) -> None:
+    """Sums of x by parts of K, of every depth and number of splits."""
+    problem = Problem(m, 72, k, k, dtype, repacked=True)
+    here = facts(90, backend)
+    configs = {(c.depth, c.splits): c for c in select.FAMILIES["gemm_sm90"].configs(problem, here) if c.records == 2}
+    assert {depth for depth, _ in configs} >= {1, 2}
+    assert {splits for _, splits in configs} == {1, 2}
+    for config in configs.values():
+        check_matmul(runner(backend), problem, config, here, seed=k)
+
+
+@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_is_not_finite_stays_in_its_row_of_x(backend: str, value: float) -> None:
+    """Two rows share instructions that sum x."""
+    problem, run, here = Problem(2, 64, 256, 128, repacked=True), runner(backend), facts(90, backend)
+    rng = np.random.default_rng(0)
+    weight, x = random_weight(rng, 256, 64, 128), random_activations(rng, 2, 256)
+    repacked = np.empty(repacking(problem).nbytes, np.uint8)
+    tensors = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
+    run(repacking(problem).plan(here), {**tensors, "out": repacked})
+    plan = select.choose(problem, here, "gemm_sm90").plan
+    assert plan.kernel.entry == "gemm_sm90_mma"
+    found = []
+    for row in (None, 0, 1):
+        damaged, y = x.copy(), np.zeros((2, 64), np.float16)
+        if row is not None:
+            damaged[row, 77] = value
+        run(plan, {"weight": repacked, "bias": None, "residual": None, "y": y, "x": damaged})
+        found.append(y)
+    for row in (0, 1):
+        assert not np.isfinite(found[row + 1][row]).any()
+        np.testing.assert_array_equal(found[row + 1][1 - row], found[0][1 - row])
+
+
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_product_of_a_norm(backend: str, data: st.DataObject) -> None:
     gated = data.draw(st.booleans())
+    k = data.draw(st.sampled_from([64, 128, 192, 512, 1088]))
     problem = Problem(
         m=data.draw(st.integers(1, 2)),
         n=data.draw(st.integers(1, 5)) * 64 if gated else data.draw(st.integers(1, 40)) * 8,
-        k=data.draw(st.sampled_from([64, 128, 192, 512, 1088])),
-        group_size=64,
+        k=k,
+        group_size=data.draw(st.sampled_from([64, k])),
         dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
         zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
         bias_dtype=data.draw(st.sampled_from([None, "float32"])),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -235,7 +236,9 @@ def test_one_graph_serves_short_and_long_sequences() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", SIXTEEN)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 50, 96), (17, 33, 64), (5, 130, 200), (16, 40, 4640), (3, 2200, 544)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 50, 96), (17, 33, 64), (5, 130, 200), (16, 40, 4640), (3, 2200, 544), (2, 70, 1568)]
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_dense_products(backend: str, arch: int, dtype: str, m: int, n: int, k: int, bias: bool) -> None:
     rng = np.random.default_rng(m)
@@ -252,10 +255,17 @@ VOCAB = 3001  # so that rows begin at any of the four places that the widest loa
 
 
 def device_choice(
-    backend: str, arch: int, logits: np.ndarray, seen: np.ndarray, sampling: Sampling, lengths: np.ndarray
+    backend: str,
+    arch: int,
+    logits: np.ndarray,
+    seen: np.ndarray,
+    sampling: Sampling,
+    lengths: np.ndarray,
+    blocks: int = 0,
 ) -> np.ndarray:
     """The tokens that the kernels choose; ``seen`` and ``lengths`` are changed as they change them."""
     here, run, m = facts(arch, backend), runner(backend), len(logits)
+    here = dataclasses.replace(here, sm_count=blocks or here.sm_count)
     options = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
     limits = None
     if sampling.temperature and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
@@ -316,6 +326,16 @@ def test_equal_logits_infinities_and_nan(backend: str, arch: int) -> None:
     logits[3, 1234] = np.nan
     seen, lengths = np.zeros((4, VOCAB), np.uint8), np.zeros(4, np.int32)
     assert device_choice(backend, arch, logits, seen, Sampling(), lengths).tolist() == [0, 300, 2000, -1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=5)])
+def test_a_block_takes_several_turns_at_a_large_vocabulary(backend: str, sampling: Sampling) -> None:
+    logits = (3 * np.random.default_rng(8).standard_normal((9, 9001))).astype(np.float32)
+    logits[np.arange(9), np.arange(9) * 1000] = 20
+    seen, lengths = np.zeros((9, 9001), np.uint8), np.zeros(9, np.int32)
+    wanted = [choose(logits[i], sampling, seen=seen[i] != 0, row=i, position=1) for i in range(9)]
+    assert device_choice(backend, 90, logits, seen, sampling, lengths, blocks=1).tolist() == wanted
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

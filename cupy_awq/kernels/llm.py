@@ -276,7 +276,7 @@ def kernels(device: Device) -> Iterator[Kernel]:
                     yield decode_attention(device, 1, group, 1, head_dim, 8, 8, dtype, 1e-6, norm=norm).kernel
             for group in (1, 3, 4, 8):
                 yield attention(device, 2, 2, group, 1, head_dim, 8, 8, dtype).kernel
-        for k, out in ((64, dtype), (64, "float32"), (2048, "float32"), (4096, "float32"), (72, "float32")):
+        for k, out in ((64, dtype), *((k, "float32") for k in (64, 896, 1536, 4096, 72))):
             yield dense(device, 1, 8, k, dtype, out, bias=False).kernel
     for temperature, penalty in ((0.0, 1.0), (0.0, 1.1), (0.8, 1.0), (0.8, 1.1)):
         for advance in (False, True):

@@ -236,6 +236,9 @@ class DeviceDecoder:
     def __init__(self, ops: DeviceOps, step: Callable[[Array], Array], cache: Cache, sampling: Sampling) -> None:
         import cupy
 
+        self._stream, self._pool = ops.decoding
+        # Another text's step may be under way: prompts, on another stream, share counters, and what it had was freed.
+        self._stream.synchronize()
         rows, vocab = len(cache.tokens), ops.config.vocab
         self._ops, self._step, self._cache, self._sampling = ops, step, cache, sampling
         self._next = [0] * rows
@@ -245,8 +248,6 @@ class DeviceDecoder:
         self._limits = cupy.zeros(rows, np.float32) if filters and sampling.temperature > 0 else None
         self._partials = cupy.zeros((rows, kernels.CHOOSE_BLOCKS), np.uint64)
         self._counters = cupy.zeros(rows, np.uint32)
-        self._stream, self._pool = ops.decoding
-        self._stream.synchronize()  # another text's step may be under way: prompts, on another stream, share counters
         self._steps = 0
         self._graph: Any = None
         self._memory: list[Any] = []
