@@ -24,7 +24,7 @@ constexpr bool kSamples = SAMPLES;
 constexpr bool kPenalty = PENALTY;
 constexpr bool kAdvance = ADVANCE;
 constexpr int kWarps = THREADS / 32;
-constexpr int kVectors = 3;  // loads of a thread that are under way at once
+constexpr int kVectors = kSamples || kPenalty ? 1 : 3;  // loads of a thread under way at once; more would spill
 
 // Keys are ordered as their values are; NaN is above all.
 __device__ __forceinline__ uint32_t key_of(float value) {
@@ -116,21 +116,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Vector<float, 4> parts[kVectors];
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      const int token = first + j * step;
-      if (token >= 0 && token <= vocab - 4) load<true>(parts[j], values.row + token);
+      const int begin = first + j * step;
+      if (begin >= 0 && begin <= vocab - 4) {
+        load<true>(parts[j], values.row + begin);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (begin + e >= 0 && begin + e < vocab) parts[j].values[e] = values.row[begin + e];
+        }
+      }
     }
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      const int begin = first + j * step;
-      const bool whole = begin >= 0 && begin <= vocab - 4;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int token = begin + e;
-        if (whole) {
-          take(token, parts[j].values[e]);
-        } else if (token >= 0 && token < vocab) {
-          take(token, values.row[token]);
-        }
+        const int token = first + j * step + e;
+        if (token >= 0 && token < vocab) take(token, parts[j].values[e]);
       }
     }
   }
