@@ -217,22 +217,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 #pragma unroll
             for (int v = 0; v < 4; ++v) {
               if (v % 2 >= kRows) continue;
-              const float unit = RawCodes<X>::kUnits[v / 2];
-              const float scale = groups[part][i].scale(v / 2);
-              const float zero = groups[part][i].zero(v / 2) + RawCodes<X>::kOffset;
+              const float unit = kSliced ? 1.0f : RawCodes<X>::kUnits[v / 2];  // kSliced: applied in the end
+              const float scale = groups[part][i].scale(v / 2) * unit;
+              const float zero = (groups[part][i].zero(v / 2) + RawCodes<X>::kOffset) / -unit;
 #pragma unroll
               for (int j = 0; j < kTilesM; ++j) {
                 float product = parts[0][i][j][v];
-                float x_sum = x_sums[0][j][v];
+                float x_sum = x_sums[0][j][kSliced ? v % kRows : v];
                 if constexpr (kChains == 2) product += parts[1][i][j][v];
                 if constexpr (kSliced) {
-                  offsets[i][v] = fmaf(zero * -scale, x_sums[0][0][v % kRows], offsets[i][v]);
-                  sums[i][j][v] = fmaf(product, scale, sums[i][j][v]);
+                  offsets[i][v] = fmaf(zero * scale, x_sum, offsets[i][v]);
                 } else {
                   if constexpr (kChains == 2) x_sum += x_sums[1][j][v];
-                  const float difference = fmaf(zero / -unit, x_sum, product);
-                  sums[i][j][v] = fmaf(difference, scale * unit, sums[i][j][v]);
+                  product = fmaf(zero, x_sum, product);
                 }
+                sums[i][j][v] = fmaf(product, scale, sums[i][j][v]);
               }
             }
           }

@@ -18,6 +18,7 @@ from cupy_awq.kernels.gemm_sm90_large import GemmSm90Large
 from cupy_awq.kernels.problem import Config, Problem, Strides
 from cupy_awq.packing import unpack_int4
 from cupy_awq.testing import random_activations, random_weight
+from cupy_awq.weight import PackedWeight
 from tests.backends import BACKENDS, LANDINGS, Run, runner
 from tests.test_reference import float64_weight
 
@@ -76,6 +77,15 @@ def expected(problem: Problem, x: np.ndarray, w: np.ndarray, bias: np.ndarray | 
     return y, np.sqrt((x64**2).sum(1, keepdims=True) * (w**2).sum(0).mean())
 
 
+def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Device) -> np.ndarray:
+    """The weight of a problem in Hopper's layout, of bytes that are all ones before."""
+    layout = repacking(problem)
+    out = np.full(layout.nbytes, 255, np.uint8)
+    tensors = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
+    run(layout.plan(facts), {**tensors, "out": out})
+    return out
+
+
 def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Device, seed: int, pad: int = 0) -> None:
     """One launch of a configuration over random data, with NaN wherever it must write."""
     rng = np.random.default_rng(seed)
@@ -95,14 +105,7 @@ def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Devic
     if problem.bias_dtype:
         bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype])
     residual = rng.standard_normal((problem.m, n_out)).astype(dtype) if problem.residual else None
-    repacked = None
-    if problem.repacked:
-        layout = repacking(problem)
-        repacked = np.full(layout.nbytes, 255, np.uint8)
-        run(
-            layout.plan(facts),
-            {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros, "out": repacked},
-        )
+    repacked = repack(run, problem, weight, facts) if problem.repacked else None
     partials, counters = config.workspace(problem)
     arrays = {
         "x": strided(x, pad),
@@ -303,9 +306,7 @@ def test_what_is_not_finite_stays_in_its_row_of_x(backend: str, value: float) ->
     problem, run, here = Problem(2, 64, 256, 128, repacked=True), runner(backend), facts(90, backend)
     rng = np.random.default_rng(0)
     weight, x = random_weight(rng, 256, 64, 128), random_activations(rng, 2, 256)
-    repacked = np.empty(repacking(problem).nbytes, np.uint8)
-    tensors = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
-    run(repacking(problem).plan(here), {**tensors, "out": repacked})
+    repacked = repack(run, problem, weight, here)
     plan = select.choose(problem, here, "gemm_sm90").plan
     assert plan.kernel.entry == "gemm_sm90_mma"
     found = []

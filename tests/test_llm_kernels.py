@@ -261,11 +261,11 @@ def device_choice(
     seen: np.ndarray,
     sampling: Sampling,
     lengths: np.ndarray,
-    blocks: int = 0,
+    sm_count: int = 0,
 ) -> np.ndarray:
     """The tokens that the kernels choose; ``seen`` and ``lengths`` are changed as they change them."""
     here, run, m = facts(arch, backend), runner(backend), len(logits)
-    here = dataclasses.replace(here, sm_count=blocks or here.sm_count)
+    here = dataclasses.replace(here, sm_count=sm_count or here.sm_count)
     options = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
     limits = None
     if sampling.temperature and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
@@ -335,7 +335,7 @@ def test_a_block_takes_several_turns_at_a_large_vocabulary(backend: str, samplin
     logits[np.arange(9), np.arange(9) * 1000] = 20
     seen, lengths = np.zeros((9, 9001), np.uint8), np.zeros(9, np.int32)
     wanted = [choose(logits[i], sampling, seen=seen[i] != 0, row=i, position=1) for i in range(9)]
-    assert device_choice(backend, 90, logits, seen, sampling, lengths, blocks=1).tolist() == wanted
+    assert device_choice(backend, 90, logits, seen, sampling, lengths, sm_count=1).tolist() == wanted
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

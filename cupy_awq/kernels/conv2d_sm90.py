@@ -184,19 +184,12 @@ class Config:
         co_blocks = co_tiles(sizes.outputs) // self.wg_co
         counts = parts_h * parts_w, parts_w, co_blocks, units(sizes), image.batch, sizes.outputs
         numbers = (*counts, sizes.kernel_h, sizes.kernel_w, image.out_h, image.out_w, *sizes[10:])
+        x = x_map(problem, 1, box_h, box_w)
         return LaunchPlan(
             Kernel("conv2d_sm90.cu", "conv2d_sm90", defines, device.target),
             (self.tiles(problem) * self.splits, 1, 1),
             (self.threads, 1, 1),
-            (
-                "codes",
-                "parameters",
-                "bias",
-                "y",
-                x_map(problem, 1, box_h, box_w),
-                *map(np.int32, numbers),
-                *map(np.float32, problem.limits),
-            ),
+            ("codes", "parameters", "bias", "y", x, *map(np.int32, numbers), *map(np.float32, problem.limits)),
             self.shared_bytes(problem),
             cluster=(self.splits, 1, 1),
             dependent=True,

@@ -120,18 +120,12 @@ class LargeConfig:
         counts = tiles, co_tiles(sizes.outputs) // self.wg_co, parts_h, parts_w, units(sizes), image.batch
         numbers = (*counts, sizes.outputs, sizes.kernel_h, sizes.kernel_w, image.out_h, image.out_w, *sizes[10:])
         blocks = tiles if self.splits > 1 else min(tiles, device.sm_count)
+        x = x_map(problem, images, box_h, box_w)
         return LaunchPlan(
             Kernel("conv2d_sm90_large.cu", "conv2d_sm90_large", defines, device.target),
             (blocks * self.splits, 1, 1),
             (WARPGROUPS * 128 + 32, 1, 1),
-            (
-                "weight",
-                "bias",
-                "y",
-                x_map(problem, images, box_h, box_w),
-                *map(np.int32, numbers),
-                *map(np.float32, problem.limits),
-            ),
+            ("weight", "bias", "y", x, *map(np.int32, numbers), *map(np.float32, problem.limits)),
             self.shared_bytes(sizes),
             cluster=(self.splits, 1, 1),
             dependent=True,
