@@ -16,7 +16,7 @@
 // adds up its teams' sums of the rows that other blocks own and sends them there. Each block then adds, in a fixed
 // order, its own teams' sums of its rows and what the others sent.
 //
-// Programmatic dependent launch: all that is read before griddepcontrol.wait is the weight, and that of a norm.
+// Programmatic dependent launch: all that is read before griddepcontrol.wait is the weight.
 //
 // Measured on an H200, 4096 x 4096, one row, dependent launches (microseconds a launch). In all 4.4; without the early
 // launch of the next grid 5.6; without the math 2.9, so the math between x and the sums is the longest link of the
@@ -32,6 +32,7 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "repacked.cuh"
+#include "residual_stream.cuh"
 
 constexpr bool kAligned = ALIGNED;
 constexpr int kBlockM = BLOCK_M;
@@ -52,7 +53,8 @@ constexpr int kConsumerThreads = kConsumerWarps * 32;
 // Registers that the producer's warpgroup leaves to the consumers; 0: the producer is one warp, and all have as many.
 constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kProducerRegisters = 40;
-constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : 32);
+// Behind the producer a warp for a stream's norm, while the others multiply.
+constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : kNorms ? 64 : 32);
 
 // Sums of 8 rows and 16 columns as they lie in the lanes: float4 [column % 8][two rows]. Of a tile that a team has made
 // all 4 pairs of rows, of what another block sends those that this block owns. Lanes that read the same column % 8 of
@@ -90,6 +92,8 @@ constexpr int kSentFloats = ceil_div(kOwnedRows, 8) * (kBlockN / 16) * SentSums:
 constexpr int kStagedBytes = kBarrierBegin + kStages * 16;
 constexpr int kSentBarrier = kStagedBytes > kTeams * kTeamFloats * 4 ? kStagedBytes : kTeams * kTeamFloats * 4;
 constexpr int kSentBegin = kSentBarrier + 16;
+// Behind all of that, what a stream's norm multiplies the rows that this block owns by.
+constexpr int kFactorsBegin = kSplits == 1 ? kSentBarrier : kSentBegin + (kSplits - 1) * kSentFloats * 4;
 // Tiles of one column that follow each other: blocks that run at the same time share rows of x and columns of the
 // weight in L2.
 constexpr int kBandRows = 8;
@@ -106,6 +110,7 @@ static_assert(kConsumerWarps / 4 * kConsumerRegisters + (kConsumerRegisters != 0
 static_assert(kRecords <= 32, "each lane of the producer copies one record");
 static_assert(!kGated || kRecords % 2 == 0, "the gate takes half of the records");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
+static_assert(!kAdds || (!kGated && !kHasResidual && kAligned), "what a stream takes is all of y");
 
 // The walk over the stages.
 struct Position {
@@ -273,12 +278,30 @@ __device__ __forceinline__ void send_sums(const Tile& tile, const float* sums) {
   }
 }
 
-// Adds the parts of this block's rows and stores them, once all are there.
+// Of eight columns of y that a thread stores: its index-th.
+struct Place {
+  int local_row, local_column, row, column;
+  bool valid;
+
+  __device__ __forceinline__ Place(const Tile& tile, int index, int m, int n_out) {
+    constexpr int kWidth = kGated ? kBlockN / 2 : kBlockN;
+    local_row = index / (kWidth / 8);
+    local_column = index % (kWidth / 8) * 8;
+    row = tile.m_begin + tile.split * kOwnedRows + local_row;
+    column = tile.block_n * kWidth + local_column;
+    valid = index < kOwnedRows * (kWidth / 8) && row < m && column < n_out;
+  }
+};
+
+// Adds the parts of this block's rows and stores them, once all are there. `part` is the stream's at the thread's first
+// place.
 __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shared, const BIAS* bias, const X* residual,
-                                           X* y, int m, int n, int ldr, int ldy, float low, float high) {
+                                           X* y, int m, int n, int ldr, int ldy, float low, float high,
+                                           const ResidualStream& stream, ResidualStream::Part part) {
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
   const float* team_sums = reinterpret_cast<const float*>(shared);
   const float* sent_sums = reinterpret_cast<const float*>(shared + kSentBegin);
+  const float* factors = reinterpret_cast<const float*>(shared + kFactorsBegin);
   auto load_sums = [&](float (&out)[8], int row, int column) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) out[i] = 0.0f;
@@ -288,34 +311,42 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shar
     }
 #pragma unroll
     for (int other = 0; other < kSplits - 1; ++other) SentSums::add(out, sent_sums + other * kSentFloats, row, column);
+    if constexpr (kNorms) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) out[i] *= factors[row];
+    }
   };
   constexpr int kWidth = kGated ? kBlockN / 2 : kBlockN;
   const int n_out = kGated ? n / 2 : n;
   for (int index = threadIdx.x; index < kOwnedRows * (kWidth / 8); index += kConsumerThreads) {
-    const int local_row = index / (kWidth / 8);
-    const int local_column = index % (kWidth / 8) * 8;
-    const int row = tile.m_begin + tile.split * kOwnedRows + local_row;
-    const int column = tile.block_n * kWidth + local_column;
-    if (row >= m || column >= n_out) continue;
-    const Vector<X, 8> added = epilogue.residuals<kAligned>(row, column);
-    float total[8];
-    load_sums(total, local_row, local_column);
-    if constexpr (kGated) {
-      float up[8];
-      load_sums(up, local_row, local_column + kWidth);
+    const Place at(tile, index, m, n_out);
+    float squares = 0.0f;
+    if (at.valid) {
+      const Vector<X, 8> added = epilogue.residuals<kAligned>(at.row, at.column);
+      float total[8];
+      load_sums(total, at.local_row, at.local_column);
+      if constexpr (kGated) {
+        float up[8];
+        load_sums(up, at.local_row, at.local_column + kWidth);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) total[i] = epilogue.product(total[i], up[i], column + i);
-    } else {
+        for (int i = 0; i < 8; ++i) total[i] = epilogue.product(total[i], up[i], at.column + i);
+      } else {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) total[i] = epilogue.activate(epilogue.biased(total[i], column + i));
+        for (int i = 0; i < 8; ++i) total[i] = epilogue.activate(epilogue.biased(total[i], at.column + i));
+      }
+      if constexpr (kAdds) {
+        if (index != threadIdx.x) part = stream.part(at.row, at.column, n);
+        squares = stream.add(total, part, at.row, at.column, n);
+      }
+      Vector<X, 8> out;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if constexpr (kHasResidual) total[i] += to_float(added.values[i]);
+        out.values[i] = from_float<X>(total[i]);
+      }
+      store<kAligned>(y + static_cast<int64_t>(at.row) * ldy + at.column, out);
     }
-    Vector<X, 8> out;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if constexpr (kHasResidual) total[i] += to_float(added.values[i]);
-      out.values[i] = from_float<X>(total[i]);
-    }
-    store<kAligned>(y + static_cast<int64_t>(row) * ldy + column, out);
+    if constexpr (kAdds) stream.put_squares(squares, at.valid, at.row, at.column, n);
   }
 }
 
@@ -323,7 +354,7 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shar
 template <class Consume, class Push>
 __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
                                          const TensorMap* x_map, int m, int n, int k, int ldr, int ldy, float low,
-                                         float high, Consume consume, Push push) {
+                                         float high, const ResidualStream& stream, Consume consume, Push push) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const Tile tile = begin_tile(shared, k);
   const int warp = threadIdx.x / 32;
@@ -334,6 +365,12 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
     ptx::griddepcontrol_launch_dependents();
     float* sums = reinterpret_cast<float*>(shared);
     consume(tile, shared);
+    ResidualStream::Part part = {};
+    if constexpr (kAdds) {
+      ptx::griddepcontrol_wait();
+      const Place first(tile, threadIdx.x, m, n);
+      if (first.valid) part = stream.part(first.row, first.column, n);
+    }
     synchronize_block();
     push(sums);
     synchronize_block();
@@ -342,7 +379,7 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
       wait(tile.shared_begin + kSentBarrier, 0);
     }
     if constexpr (kHasResidual) ptx::griddepcontrol_wait();
-    store_tile(tile, shared, bias, residual, y, m, n, ldr, ldy, low, high);
+    store_tile(tile, shared, bias, residual, y, m, n, ldr, ldy, low, high, stream, part);
   } else {
     if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kConsumerWarps) {
@@ -350,6 +387,11 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
     } else {
       begin_roles();
       ptx::griddepcontrol_launch_dependents();
+      if (kNorms && warp == kConsumerWarps + 1) {
+        ptx::griddepcontrol_wait();
+        stream.make_factors<kOwnedRows>(reinterpret_cast<float*>(shared + kFactorsBegin),
+                                        tile.m_begin + tile.split * kOwnedRows, m, k, tile.block_n == 0);
+      }
     }
     synchronize_block();
     synchronize_block();

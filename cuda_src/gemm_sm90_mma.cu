@@ -3,12 +3,6 @@
 // and a warp that needs no other can have a part of K of its own.
 //
 //   x  X [m, k], row stride ldx values; rows start at multiples of 16 bytes
-// NORM_K, k as a multiple of 128, unless it is 0: x is what `NormedRows` makes of these, each contiguous, in every
-// block anew:
-//   h      float32 [m, k]
-//   delta  X [m, k], or null
-//   norm   float32 [k]
-//   sum    float32 [m, k]: h + delta, each element from one block; where there is no delta, nothing
 //
 // Predicted and measured otherwise: one tensor copy of all of x was slower than 32 small ones (5.5 against 4.7
 // microseconds, 4096 x 4096, one row), for nobody can begin before it ends; copies by the consumers were no slower than
@@ -21,7 +15,6 @@
 // then, and not in each group, are sums over all of K that a team takes: float32 relative to 15 times, in bfloat16 143
 // times the sum of x * scale, at most 6e-4 of y's root mean square for 28672 bfloat16 x that are all positive.
 #include "gemm_sm90.cuh"
-#include "normed_rows.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -35,7 +28,7 @@ constexpr int kUnroll = kTilesM == 1 && kResident == 1 && kThreads <= 320 ? 2 : 
 constexpr int kChains = kTilesM == 1 ? 2 : 1;  // of mma that do not wait for each other, a tile
 constexpr int kXRows = X_ROWS;                 // of x in shared memory: a power of two
 constexpr int kStageK = kDepth * kRecordK;
-constexpr int kUnits = (NORM_K == 0 ? kStageK : NORM_K) / 8;  // of 16 bytes, in a row of x in shared memory
+constexpr int kUnits = kStageK / 8;  // of 16 bytes, in a row of x in shared memory
 
 constexpr bool kSliced = kXRows <= 2 && kGroups == 1;  // more rows gain nothing, more groups have no registers left
 constexpr int kSlices = kSliced ? 8 / kXRows : 1;      // of a record's 8 steps of 16 k, which one product adds up
@@ -50,14 +43,9 @@ static_assert(kTeamWarps == kRecords, "a warp makes the columns of a record");
 // need few copies. Unit u of row r lies at u ^ (r % 8), so that ldmatrix meets no bank twice.
 class StagedRows {
  public:
-  struct Source {
-    const X* x;
-    int ldx;
-  };
-
-  __device__ __forceinline__ StagedRows(const Source& source, const Tile& tile, int m, int k)
-      : x_(source.x),
-        ldx_(source.ldx),
+  __device__ __forceinline__ StagedRows(const X* x, int ldx, const Tile& tile, int m, int k)
+      : x_(x),
+        ldx_(ldx),
         m_begin_(tile.m_begin),
         rows_(m - tile.m_begin),
         k_end_(min(k, tile.step_end * kRecordK)),
@@ -70,7 +58,7 @@ class StagedRows {
   }
 
   // Where the x of the team's next round begins, once it is there.
-  __device__ __forceinline__ uint32_t next(int) {
+  __device__ __forceinline__ uint32_t next() {
     ptx::cp_async_wait_group<kStages - 2>();
     if constexpr (kTeamWarps == 1) {
       __syncwarp();
@@ -92,8 +80,8 @@ class StagedRows {
   static constexpr int kStageBytes = kXRows * kUnits * 16;
   static constexpr int kTeamThreads = kTeamWarps * 32;
 
-  static_assert(NORM_K != 0 || kXRingBytes == kTeams * kStages * kStageBytes, "a team has stages of its own");
-  static_assert(NORM_K != 0 || kTeamWarps == 1 || kTeams < 16, "there are 16 barriers, one is that of the block");
+  static_assert(kXRingBytes == kTeams * kStages * kStageBytes, "a team has stages of its own");
+  static_assert(kTeamWarps == 1 || kTeams < 16, "there are 16 barriers, one is that of the block");
 
   static __device__ __forceinline__ int team() { return threadIdx.x / kTeamThreads; }
 
@@ -120,17 +108,8 @@ class StagedRows {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
-    gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
-#if NORM_K == 0
-                  const X* x, int m, int n, int k, int ldr, int ldy, int ldx, float low, float high) {
-  using Rows = StagedRows;
-  const Rows::Source source{x, ldx};
-#else
-                  const float* h, const X* delta, const float* norm, float* sum, int m, int n, int k, int ldr, int ldy,
-                  float low, float high, float eps) {
-  using Rows = NormedRows<kXRows, kUnits, kConsumerThreads, HAS_DELTA>;
-  const Rows::Source source{h, delta, norm, sum, eps};
-#endif
+    gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const X* x, int m, int n, int k,
+                  int ldr, int ldy, int ldx, float low, float high STREAM_PARAMETERS) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int team = warp / kTeamWarps;
@@ -139,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   float offsets[kTilesN][4] = {};  // kSliced: to add to the sums of its only tile, this lane's part
 
   auto consume = [&](const Tile& tile, const uint8_t* shared) {
-    Rows rows(source, tile, m, k);
+    StagedRows rows(x, ldx, tile, m, k);
     ptx::griddepcontrol_wait();
     rows.begin();
 
@@ -165,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 #pragma unroll
           for (int i = 0; i < kTilesN; ++i) groups[part][i] = Group::load(record, part, i, lane / 4);
         }
-        if (step == 0) x_begin = rows.next(round);
+        if (step == 0) x_begin = rows.next();
 
 #pragma unroll
         for (int part = 0; part < kGroups; ++part) {
@@ -265,5 +244,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       }
     }
   };
-  run_tile(weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, consume, push);
+  run_tile(weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, STREAM_ARGUMENTS, consume, push);
 }

@@ -20,7 +20,7 @@ from cupy_awq.int8.gpu import chosen_convolution
 from cupy_awq.kernels import conv2d, int8, llm
 from cupy_awq.kernels.convert import Conversion
 from cupy_awq.kernels.dequantize import Dequantization
-from cupy_awq.kernels.gemm_sm90 import layout
+from cupy_awq.kernels.gemm_sm90 import STREAM_ROWS, layout
 from cupy_awq.kernels.gemm_sm90_large import GemmSm90Large
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.launch_plan import Kernel
@@ -65,9 +65,9 @@ def _hopper(facts: device.Device) -> Iterator[Kernel]:
         problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
         yield layout(problem).plan(facts).kernel
         yield select.choose(problem, facts, "gemm_sm90").plan.kernel
-        normed = replace(problem, norm="h + delta")
-        if select.FAMILIES["gemm_sm90"].refuse(normed, facts) is None:
-            yield select.choose(normed, facts).plan.kernel
+        if m <= STREAM_ROWS:
+            stream = "adds" if k >= n else "norms"
+            yield select.choose(replace(problem, stream=stream), facts).plan.kernel
         if m >= 256:
             yield from (config.plan(problem, facts).kernel for config in GemmSm90Large().configs(problem, facts))
 

@@ -40,8 +40,8 @@ def candidates(problem: Problem, device: Device, split_k: int | None = None) -> 
         reason = family.refuse(problem, device)
         if name not in ON_REPACKED and not problem.raw:
             reason = "needs AWQ's own arrays, which the layer has let go"
-        if name != GemmSm90.NAME and problem.norm:
-            reason = "needs x, not what its norm is taken of"
+        if name != GemmSm90.NAME and problem.stream:
+            reason = "keeps no residual stream"
         if reason is not None:
             found[name] = reason
             continue

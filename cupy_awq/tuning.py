@@ -2,8 +2,7 @@
 """Choices that were measured: which configuration was the fastest for a shape on a GPU, by ``python -m cupy_awq tune``.
 
 The package ships the choices of some GPUs, a file a GPU in ``data/tuned``; those that a user measures lie in a folder
-``tuned`` of the user's cache and come first. A file maps ``"KxN"``, or ``"KxN norm"`` for products that make the norm
-of their x (measured in the chain of a decode step), to an object that maps rows to a configuration.
+``tuned`` of the user's cache and come first. A file maps ``"KxN"`` to an object that maps rows to a configuration.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ def preferred(problem: Problem, device: Device) -> str | None:
     """The label of the configuration that was measured to be the fastest, if there is one; it may not be legal."""
     if device.arch != device.native:
         return None  # a lower path is forced
-    shape = f"{problem.k}x{problem.n}{' norm' if problem.norm else ''}"
-    return _choices(device).get(shape, {}).get(str(rows(problem.m)))
+    return _choices(device).get(f"{problem.k}x{problem.n}", {}).get(str(rows(problem.m)))
 
 
 @functools.cache

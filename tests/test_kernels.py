@@ -86,20 +86,27 @@ def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Devic
     return out
 
 
+def residual_stream(problem: Problem, rng: np.random.Generator) -> dict[str, np.ndarray | None]:
+    """A product's part of a decoder's residual stream, with NaN wherever it must write."""
+    known = rng.uniform(16, 640, problem.m).astype(np.float32)
+    stream: dict[str, np.ndarray | None] = dict.fromkeys(("h", "norm", "squares", "inverse"))
+    if problem.stream == "adds":
+        stream["h"] = rng.standard_normal((problem.m, problem.n)).astype(np.float32)
+        stream["norm"] = (1 + rng.standard_normal(problem.n) / 4).astype(np.float32)
+        stream["squares"] = np.full((problem.m, -(-problem.n // 32)), np.nan, np.float32)
+    elif problem.stream == "norms":
+        stream["squares"] = rng.uniform(1, 50, (problem.m, -(-problem.k // 32))).astype(np.float32)
+        stream["inverse"] = np.full(problem.m, np.nan, np.float32)
+    return {**stream, "known": known}
+
+
 def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Device, seed: int, pad: int = 0) -> None:
     """One launch of a configuration over random data, with NaN wherever it must write."""
     rng = np.random.default_rng(seed)
     dtype, scales_dtype = DTYPES[problem.dtype], DTYPES[problem.scales_dtype]
     weight = random_weight(rng, problem.k, problem.n, problem.group_size, dtype=scales_dtype, zeros=problem.zeros)
     x = random_activations(rng, problem.m, problem.k, dtype=dtype)
-    normed: dict[str, np.ndarray] = {}
-    if problem.norm:
-        h = rng.standard_normal((problem.m, problem.k)).astype(np.float32) * np.float32(3)
-        delta = rng.standard_normal(h.shape).astype(dtype)
-        norm = (1 + rng.standard_normal(problem.k) / 4).astype(np.float32)
-        normed = {"h": h, "delta": delta, "norm": norm, "sum": np.full_like(h, np.nan)}
-        total = h + delta.astype(np.float32) if problem.norm == "h + delta" else h
-        x = (total / np.sqrt((total**2).mean(1, keepdims=True) + problem.eps) * norm).astype(dtype)
+    stream = residual_stream(problem, rng)
     n_out = problem.n // 2 if problem.gated else problem.n
     bias = None
     if problem.bias_dtype:
@@ -120,16 +127,27 @@ def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Devic
             a.flags.writeable = name == "y"
     strides = Strides(*(0 if a is None else a.strides[0] // a.itemsize for a in arrays.values()))
     offsets = arrays["qzeros"] if problem.zeros == "float" else None
-    wide = (arrays["qweight"], arrays["scales"], offsets, arrays["residual"], arrays["y"])
+    raw = (arrays["qweight"], arrays["scales"], offsets) if problem.raw else ()
+    wide = (*raw, arrays["residual"], arrays["y"])
     aligned = all(a is None or a.strides[0] % 16 == 0 for a in wide)
     problem = replace(problem, strides=strides, aligned=aligned, x_aligned=arrays["x"].strides[0] % 16 == 0)
     scratch = {"partials": np.full(partials // 4, np.nan, np.float32), "counters": np.zeros(counters, np.uint32)}
-    run(config.plan(problem, facts), {**arrays, **normed, "bias": bias, "weight": repacked, **scratch})
-    if normed:
-        np.testing.assert_array_equal(normed["h"], h)
-        np.testing.assert_array_equal(normed["sum"], total if problem.norm == "h + delta" else np.nan)
+    before = {name: None if a is None else a.astype(np.float64) for name, a in stream.items()}
+    run(config.plan(problem, facts), {**arrays, **stream, "bias": bias, "weight": repacked, **scratch})
     y = arrays["y"].astype(np.float64)
-    reference, size = expected(problem, x, float64_weight(weight.qweight, weight.scales, weight.qzeros), bias, residual)
+    w, x = float64_weight(weight.qweight, weight.scales, weight.qzeros), x.astype(np.float64)
+    if problem.stream == "norms":
+        inverse = 1 / np.sqrt(before["squares"].sum(1) / problem.k + problem.eps)
+        np.testing.assert_allclose(stream["inverse"], inverse, rtol=1e-5)
+        x *= (inverse / before["known"] * 64)[:, None]
+    reference, size = expected(problem, x, w, bias, residual)
+    if problem.stream == "adds":
+        # Its bits follow from those of h, which stands for all of y.
+        h, factor = stream["h"].astype(np.float64), before["norm"] * before["known"][:, None] / 64
+        np.testing.assert_allclose(y, h * factor, rtol=2 * BOUNDS[problem.dtype], atol=1e-7)
+        squares = np.pad(h**2, ((0, 0), (0, -problem.n % 32))).reshape(problem.m, -1, 32).sum(2)
+        np.testing.assert_allclose(stream["squares"], squares, rtol=1e-5)
+        y, reference = h, before["h"] + reference
     assert np.isfinite(y).all(), f"{np.count_nonzero(~np.isfinite(y))} elements were not written"
     assert np.linalg.norm(y - reference) <= BOUNDS[problem.dtype] * np.linalg.norm(size + np.abs(reference))
     # One wrong column or row would vanish in a norm over many.
@@ -324,22 +342,23 @@ def test_what_is_not_finite_stays_in_its_row_of_x(backend: str, value: float) ->
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
 @given(data=st.data())
 @settings(max_examples=12)
-def test_any_product_of_a_norm(backend: str, data: st.DataObject) -> None:
-    gated = data.draw(st.booleans())
+def test_any_product_that_keeps_a_residual_stream(backend: str, data: st.DataObject) -> None:
+    stream = data.draw(st.sampled_from(["adds", "norms"]))
+    gated = stream == "norms" and data.draw(st.booleans())
     k = data.draw(st.sampled_from([64, 128, 192, 512, 1088]))
     problem = Problem(
-        m=data.draw(st.integers(1, 2)),
+        m=data.draw(st.sampled_from([1, 2, 3, 7, 16, 20, 33, 64])),
         n=data.draw(st.integers(1, 5)) * 64 if gated else data.draw(st.integers(1, 40)) * 8,
         k=k,
         group_size=data.draw(st.sampled_from([64, k])),
         dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
         zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
         bias_dtype=data.draw(st.sampled_from([None, "float32"])),
-        activation=data.draw(st.sampled_from([None, "silu"])),
+        activation="silu" if gated else None,
         gated=gated,
         raw=False,
         repacked=True,
-        norm=data.draw(st.sampled_from(["h", "h + delta"])),
+        stream=stream,
         eps=data.draw(st.sampled_from([1e-6, 0.5])),
     )
     here = facts(90, backend)

@@ -65,11 +65,13 @@ def test_rms_norm_adds_to_the_residual_stream_first(
     weight = normal(rng, width)
     before, x = h.copy(), nan(3, width, dtype=DTYPES[dtype])
     plan = llm.rms_norm(facts(arch, backend), 3, width, dtype, 1e-5, delta=delta)
-    runner(backend)(plan, {"h": h, **frozen(weight=weight, delta=added), "x": x})
+    inverse = nan(3, dtype=np.float32)
+    runner(backend)(plan, {"h": h, **frozen(weight=weight, delta=added), "x": x, "inverse": inverse})
     wanted = before + added.astype(np.float32) if delta else before
     np.testing.assert_array_equal(h, wanted)
     scale = 1 / np.sqrt((wanted.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5)
     check_close(x, wanted * scale * weight, BOUNDS[dtype])
+    np.testing.assert_allclose(inverse, scale[:, 0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -76,10 +76,9 @@ def test_every_shipped_choice_is_legal_on_its_gpu(folder: Path) -> None:
     shipped = tuning.read(tuning.SHIPPED / tuning.file_name(facts))
     assert shipped
     for shape, choices in shipped.items():
-        size, *norm = shape.split()
-        k, n = map(int, size.split("x"))
+        k, n = map(int, shape.split("x"))
         for m, label in choices.items():
-            problem = Problem(int(m), n, k, 128, repacked=True, norm="h" if norm else None)
+            problem = Problem(int(m), n, k, 128, repacked=True)
             assert tuning.label(select.choose(problem, facts).config) == label, (shape, m)
 
 

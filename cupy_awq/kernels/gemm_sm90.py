@@ -21,8 +21,10 @@ MAX_BLOCK_M = 128
 MMA_MAX_ROWS = 16
 MMA_ALONE_ROWS = 8
 """Up to which wgmma, which takes as long as for 16, was the slower one for all shapes that were measured."""
-NORM_ROWS, NORM_BYTES = 2, 32768
-"""Of x, in 16 bits, up to which each block may make all of it; with four rows a layer of Qwen3-8B took 10% longer."""
+STREAM_ROWS = 64
+"""Up to which a decoder's products keep its residual stream; beside more rows a norm's launch costs little."""
+SQUARES_COLUMNS = 32
+"""Of a residual stream, whose squares are summed up where they are made."""
 REGISTERS = 65536
 
 
@@ -46,9 +48,8 @@ class GemmSm90Config:
 
     In each block ``teams`` teams of warps take turns at ``stages`` stages of ``depth`` times 128 k. By wgmma (``name``)
     a warpgroup makes ``tiles`` times 64 columns; by mma a warp makes 32, and a team keeps ``x_stages`` stages of
-    ``x_rows`` rows of x; no stages, but all of these rows, where the block makes x. A multiprocessor has room for
-    ``resident`` blocks. ``scaled``: weights are rounded to float16 once they are scaled, instead of scaling the sums of
-    each group.
+    ``x_rows`` rows of x. A multiprocessor has room for ``resident`` blocks. ``scaled``: weights are rounded to float16
+    once they are scaled, instead of scaling the sums of each group.
     """
 
     name: str
@@ -68,9 +69,9 @@ class GemmSm90Config:
     def team_warps(self) -> int:
         return self.records if self.name == MMA else self.records // (2 * self.tiles) * 4
 
-    @property
-    def threads(self) -> int:
-        return (self.teams * self.team_warps + (4 if self.consumer_registers else 1)) * 32
+    def threads(self, problem: Problem) -> int:
+        others = 4 if self.consumer_registers else 2 if problem.stream == "norms" else 1
+        return (self.teams * self.team_warps + others) * 32
 
     @property
     def consumer_registers(self) -> int:
@@ -83,19 +84,18 @@ class GemmSm90Config:
     def block_n(self) -> int:
         return self.records * RECORD_COLUMNS
 
-    def x_ring_bytes(self, problem: Problem) -> int:
-        if problem.norm:  # all rows, and the sums of each warp
-            return ceil_div(self.x_rows * (_norm_k(problem) * 2 + self.teams * self.team_warps * 4), 128) * 128
+    def x_ring_bytes(self) -> int:
         if self.name == MMA:
             return self.teams * self.x_stages * self.x_rows * self.depth * RECORD_K * 2
         return self.stages * self.block_m * self.depth * RECORD_K * 2
 
     def shared_bytes(self, problem: Problem) -> int:
         stage = self.records * self.depth * layout(problem).record_bytes + 16
-        staged = self.x_ring_bytes(problem) + self.stages * stage
+        staged = self.x_ring_bytes() + self.stages * stage
         sums = self.teams * self._sum_bytes(self.block_m)
-        barrier_and_sent = 16 + (self.splits - 1) * self._sum_bytes(self.block_m // self.splits)
-        return max(staged, sums) + (barrier_and_sent if self.splits > 1 else 0)
+        owned = self.block_m // self.splits
+        barrier_and_sent = 16 + (self.splits - 1) * self._sum_bytes(owned) if self.splits > 1 else 0
+        return max(staged, sums) + barrier_and_sent + (owned * 4 if problem.stream == "norms" else 0)
 
     def _sum_bytes(self, rows: int) -> int:
         """Of the tile's sums in `rows` of its rows, as SumTiles has them."""
@@ -105,7 +105,7 @@ class GemmSm90Config:
         return ceil_div(problem.n, self.block_n) * self.splits, ceil_div(problem.m, self.block_m), 1
 
     def plan(self, problem: Problem, device: Device) -> LaunchPlan:
-        """The launch. Buffers: weight (of `Repacking`), bias, residual, y, x; with a norm h, delta, norm, sum for x."""
+        """The launch. Buffers: weight (of `Repacking`), bias, residual, y, x; and those of a stream."""
         defines: tuple[tuple[str, int | str], ...] = (
             *(item for item in problem.defines() if item[0] not in ("SCALE", "ZEROS")),
             *layout(problem).defines(),
@@ -120,23 +120,22 @@ class GemmSm90Config:
             ("RESIDENT", self.resident),
             ("CONSUMER_REGISTERS", self.consumer_registers),
             ("X_BYTES", 0 if self.name == MMA else self.block_m * self.depth * RECORD_K * 2),
-            ("X_RING_BYTES", self.x_ring_bytes(problem)),
+            ("X_RING_BYTES", self.x_ring_bytes()),
+            ("STREAM_ADDS", int(problem.stream == "adds")),
+            ("STREAM_NORMS", int(problem.stream == "norms")),
         )
         strides = problem.row_strides
         sizes: tuple[int, ...] = (problem.m, problem.n, problem.k, strides.residual, strides.y)
-        x: tuple[Argument, ...]
+        x: Argument = "x"
+        factors: tuple[float, ...] = ()
         if self.name == MMA:
-            defines += (("X_ROWS", self.x_rows), ("X_STAGES", self.x_stages), ("NORM_K", _norm_k(problem)))
-            x = ("x",)
-            if problem.norm:
-                defines += (("HAS_DELTA", int(problem.norm == "h + delta")),)
-                x = "h", "delta", "norm", "sum"
-            else:
-                sizes += (strides.x,)
+            defines += (("X_ROWS", self.x_rows), ("X_STAGES", self.x_stages))
+            sizes += (strides.x,)
         else:
             defines += (("WARPGROUPS", self.team_warps // 4), ("TILES", self.tiles), ("SCALED", int(self.scaled)))
             itemsize = ITEMSIZE[problem.dtype]
-            x_map = TensorMap(
+            factors = 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent
+            x = TensorMap(
                 "x",
                 problem.dtype,
                 dims=(64, problem.m, problem.k // 64),
@@ -144,16 +143,13 @@ class GemmSm90Config:
                 box=(64, self.block_m, 2 * self.depth),
                 swizzle=128,
             )
-            x = (x_map,)
-        factors: tuple[float, ...] = (2.0**problem.scale_exponent, 2.0**-problem.scale_exponent)
-        if self.name == MMA:
-            factors = (problem.eps,) if problem.norm else ()
         scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, *factors)))
+        stream = ("h", "norm", "squares", "known", "inverse", np.float32(problem.eps)) if problem.stream else ()
         return LaunchPlan(
             Kernel(f"{self.name}.cu", self.name, defines, device.target),
             self.grid(problem),
-            (self.threads, 1, 1),
-            ("weight", "bias", "residual", "y", *x, *scalars),
+            (self.threads(problem), 1, 1),
+            ("weight", "bias", "residual", "y", x, *scalars, *stream),
             self.shared_bytes(problem),
             cluster=(self.splits, 1, 1),
             dependent=True,
@@ -224,8 +220,10 @@ class GemmSm90:
     NAME = "gemm_sm90"
 
     def refuse(self, problem: Problem, device: Device) -> str | None:
-        if problem.norm and (problem.m > NORM_ROWS or _power(problem) * _norm_k(problem) * 2 > NORM_BYTES):
-            return f"makes the norm of up to {NORM_ROWS} rows and {NORM_BYTES} bytes of x"
+        if problem.stream and problem.m > STREAM_ROWS:
+            return f"keeps a residual stream of up to {STREAM_ROWS} rows"
+        if problem.stream == "adds" and not problem.aligned:
+            return "needs rows of y that start at multiples of 16 bytes"
         return unfit(problem, device) or layout(problem).refuse()
 
     def configs(self, problem: Problem, device: Device) -> list[GemmSm90Config]:
@@ -238,25 +236,15 @@ def _power(problem: Problem) -> int:
     return 1 << (problem.m - 1).bit_length()
 
 
-def _norm_k(problem: Problem) -> int:
-    """Values that are kept of a row of x where the block makes x, else 0."""
-    return ceil_div(problem.k, RECORD_K) * RECORD_K if problem.norm else 0
-
-
 def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
     steps = ceil_div(problem.k, RECORD_K)
     power = _power(problem)
     if problem.m <= MMA_MAX_ROWS:
         for records, splits, warps, depth in itertools.product((1, 2, 3, 4, 6, 7, 8), (1, 2), (16, 8), (1, 2, 4)):
             teams = max(1, min(warps // records, steps // splits // depth))
-            x_stages = 0 if problem.norm else 4 if depth == 1 else 2
+            x_stages = 4 if depth == 1 else 2
             config = GemmSm90Config(MMA, max(8, power), records, 1, teams, 0, splits, depth, 1, power, x_stages)
-            # What a norm is taken of is in registers: a thread's 8 values of each row, of delta and the norm's weight.
-            units = ceil_div(_norm_k(problem) // 8, teams * records * 32)
-            registers = max(72 if power <= 8 else 112, 30 + units * (8 + 12 * power))
-            yield from _staged(config, problem, device, registers)
-    if problem.norm:
-        return
+            yield from _staged(config, problem, device, 72 if power <= 8 else 112)
     for block_m in (16, 32, 64, 128) if problem.m > MMA_ALONE_ROWS else ():
         if block_m > max(16, power) or block_m < min(max(16, power), 64):
             continue
@@ -283,7 +271,7 @@ def _staged(config: GemmSm90Config, problem: Problem, device: Device, registers:
     rounds = range(1 if config.teams > 1 and not config.scaled else 2, max(3, enough + 1))
     for resident in (2, 1):
         # Warps are dealt to four schedulers; a block takes 1 KB of shared memory besides its own.
-        most = REGISTERS // (ceil_div(config.threads // 32, 4) * 128 * resident) // 8 * 8
+        most = REGISTERS // (ceil_div(config.threads(problem) // 32, 4) * 128 * resident) // 8 * 8
         limit = min(device.shared_bytes_per_sm // resident - 1024, device.shared_bytes_per_block)
         if resident == 1 and config.consumer_registers:
             most = config.consumer_registers

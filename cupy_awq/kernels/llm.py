@@ -69,7 +69,7 @@ def rms_norm(device: Device, m: int, width: int, dtype: str, eps: float, *, delt
     threads = 256 if width <= 4096 else 1024
     vectors = ceil_div(width, 4 * threads)
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HAS_DELTA": int(delta), "VECTORS": vectors}
-    arguments = ("h", "delta", "weight", "x", np.int32(width), np.float32(eps))
+    arguments = ("h", "delta", "weight", "x", "inverse", np.int32(width), np.float32(eps))
     return _plan(device, "rms_norm", defines, (m, 1, 1), threads, arguments)
 
 

@@ -49,8 +49,9 @@ class Problem:
     ``n`` counts the weight's columns: a gated problem has ``n / 2`` in y. ``aligned``: the weight's arrays, the
     residual and y start at, and step by, multiples of 16 bytes; ``x_aligned``: so does x. ``raw``: the weight is
     there in AWQ's own layout; ``repacked``: in that of `Repacking`; ``scale_exponent``: scales times two to its
-    power are at most 64, and float16 holds all of them without loss unless ``wide_scales``. ``norm``: x is the
-    RMSNorm, with ``eps``, of a float32 h, or of h + delta, which the product makes on its way. Dtypes are names.
+    power are at most 64, and float16 holds all of them without loss unless ``wide_scales``. ``stream``: "adds" where y
+    joins a decoder's residual stream, "norms" where x comes from there and lacks the last factor of its RMSNorm, whose
+    ``eps`` counts then (``cuda_src/residual_stream.cuh``). Dtypes are names.
     """
 
     m: int
@@ -71,7 +72,7 @@ class Problem:
     repacked: bool = False
     scale_exponent: int = 0
     wide_scales: bool = False
-    norm: str | None = None
+    stream: str | None = None
     eps: float = 0.0
     strides: Strides | None = None
 

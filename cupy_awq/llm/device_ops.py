@@ -8,6 +8,7 @@ into a CUDA graph, whose decoder keeps these arrays, so that nothing else gets a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from cupy_awq import check, device, select
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.kernels import llm as kernels
+from cupy_awq.kernels.gemm_sm90 import SQUARES_COLUMNS
+from cupy_awq.kernels.problem import ceil_div
 from cupy_awq.launch_plan import LaunchPlan
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm import cache as kv
@@ -35,6 +38,21 @@ Project = Callable[[Array], Array]
 
 RESERVE = 1 << 29
 """Bytes that a cache leaves for what a forward pass needs."""
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The residual stream, ``h`` + ``delta``: float32 and the activations' dtype [.., hidden].
+
+    Where products keep it: ``x`` is its norm but for a factor of each row, which follows from ``squares``. ``inverse``
+    [m] are the factors of the norm before.
+    """
+
+    h: Array
+    inverse: Array | None = None
+    delta: Array | None = None
+    x: Array | None = None
+    squares: Array | None = None
 
 
 class DeviceOps:
@@ -101,35 +119,59 @@ class DeviceOps:
     def head(self, part: Module | Linear) -> Project:
         return self._module(part) if isinstance(part, Module) else self._dense(part, np.dtype(np.float32))
 
-    def embed(self, table: Array, tokens: Array) -> Array:
+    def embed(self, table: Array, tokens: Array) -> Residual:
         vocab, width = table.shape
         h = self._empty((*tokens.shape, width), np.float32)
         plan = kernels.embed(self._facts, tokens.size, vocab, width, self.dtype.name)
         self.run(plan, tokens=tokens, table=table, h=h)
-        return h
+        return Residual(h)
 
-    def norm(self, h: Array, delta: Array | None, weight: Array) -> Array:
-        width = h.shape[-1]
-        m = h.size // width
-        x = self._empty(h.shape)
+    def norm(self, h: Residual, weight: Array) -> Array:
+        return self._norm(h, weight)[0]
+
+    def _norm(self, h: Residual, weight: Array) -> tuple[Array, Array]:
+        """The norm, and what each row of the stream was multiplied by."""
+        width = h.h.shape[-1]
+        m, delta = h.h.size // width, h.delta
+        x, inverse = self._empty(h.h.shape), self._empty((m,), np.float32)
         plan = kernels.rms_norm(self._facts, m, width, self.dtype.name, self.config.eps, delta=delta is not None)
-        self.run(plan, h=h, delta=delta, weight=weight, x=x)
-        return x
+        self.run(plan, h=h.h, delta=delta, weight=weight, x=x, inverse=inverse)
+        return x, inverse
 
-    def project(self, h: Array, delta: Array | None, weight: Array, then: Project) -> tuple[Array, Array]:
-        if isinstance(then, AwqLinear) and isinstance(operand := then._operand, RepackedWeight):
-            m, form = h.size // h.shape[-1], check.activation(then.activation)
-            norm = {"norm": "h" if delta is None else "h + delta", "eps": self.config.eps}
-            bias_dtype = None if then.bias is None else then.bias.dtype.name
-            problem = planning.problem_of(operand, form, m, self.dtype, bias_dtype=bias_dtype, **norm)
-            # Few rows: the product makes the norm on its way.
-            if select.FAMILIES["gemm_sm90"].refuse(problem, self._facts) is None:
-                total = h if delta is None else self._empty(h.shape, np.float32)
-                y = self._empty((*h.shape[:-1], sum(then.splits)))
-                arrays = {"h": h, "delta": delta, "norm": weight, "sum": total, "bias": then.bias, "residual": None}
-                self.run(select.choose(problem, self._facts).plan, weight=operand.repacked, y=y, **arrays)
-                return total, y
-        return h, then(self.norm(h, delta, weight))
+    def project(self, h: Residual, weight: Array, then: Project) -> tuple[Residual, Array]:
+        if h.x is not None and (product := self._product(then, h.x, "norms")) is not None:
+            inverse = self._empty((h.x.size // h.x.shape[-1],), np.float32)
+            stream = {"h": None, "norm": None, "squares": h.squares, "known": h.inverse, "inverse": inverse}
+            return Residual(h.h, inverse), product(h.x, **stream)
+        x, inverse = self._norm(h, weight)
+        return Residual(h.h, inverse), then(x)
+
+    def add(self, h: Residual, x: Array, last: Project, after: tuple[Array, Project] | None) -> Residual:
+        product = self._product(last, x, "adds")
+        if product is None or after is None or self._product(after[1], h.h, "norms") is None:
+            return Residual(h.h, delta=last(x))
+        *rows, width = h.h.shape
+        squares = self._empty((*rows, ceil_div(width, SQUARES_COLUMNS)), np.float32)
+        stream = {"h": h.h, "norm": after[0], "squares": squares, "known": h.inverse, "inverse": None}
+        return Residual(h.h, h.inverse, x=product(x, **stream), squares=squares)
+
+    def _product(self, layer: Project, x: Array, stream: str) -> Callable[..., Array] | None:
+        """What launches the layer's product over x, if that can keep the residual stream."""
+        if not isinstance(layer, AwqLinear) or not isinstance(operand := layer._operand, RepackedWeight):
+            return None
+        options = {"bias_dtype": layer.bias.dtype.name if layer.bias is not None else None, "eps": self.config.eps}
+        form, m = check.activation(layer.activation), x.size // x.shape[-1]
+        problem = planning.problem_of(operand, form, m, self.dtype, stream=stream, **options)
+        if select.FAMILIES["gemm_sm90"].refuse(problem, self._facts) is not None:
+            return None
+
+        def launch(x: Array, **arrays: Array | None) -> Array:
+            y = self._empty((*x.shape[:-1], sum(layer.splits)))
+            arrays |= {"weight": operand.repacked, "bias": layer.bias, "residual": None, "x": x, "y": y}
+            self.run(select.choose(problem, self._facts).plan, **arrays)
+            return y
+
+        return launch
 
     def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int) -> Array:
         config, dtype = self.config, self.dtype.name

@@ -69,15 +69,18 @@ class HostOps:
         """Rows of the table: the residual stream, float32 [.., hidden]."""
         return table[tokens].astype(np.float32)
 
-    def norm(self, h: Array, delta: Array | None, weight: Array) -> Array:
-        """RMSNorm of h, to which delta is added first, in place."""
-        if delta is not None:
-            h += delta
+    def norm(self, h: Array, weight: Array) -> Array:
+        """RMSNorm of the residual stream."""
         return _rms_norm(h, weight, self.config.eps)
 
-    def project(self, h: Array, delta: Array | None, weight: Array, then: Project) -> tuple[Array, Array]:
-        """h + delta, and ``then`` of its RMSNorm."""
-        return h, then(self.norm(h, delta, weight))
+    def project(self, h: Array, weight: Array, then: Project) -> tuple[Array, Array]:
+        """The residual stream, and ``then`` of its RMSNorm."""
+        return h, then(self.norm(h, weight))
+
+    def add(self, h: Array, x: Array, last: Project, after: tuple[Array, Project] | None) -> Array:
+        """The residual stream and ``last`` of x, in place; ``after``: the norm and the product that `project` gets."""
+        h += last(x)
+        return h
 
     def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int) -> Array:
         """Causal attention of the newest tokens to all of theirs; [B, S, q_width].

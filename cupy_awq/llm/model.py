@@ -52,13 +52,14 @@ class Model:
         """
         ops = self.ops
         h = ops.embed(self.embedding, tokens)
-        delta = None
         for i, layer in enumerate(self.layers):
-            h, qkv = ops.project(h, delta, layer.input_norm, layer.qkv)
-            delta = layer.o(ops.attend(qkv, layer.q_norm, layer.k_norm, cache, i))
-            h, x = ops.project(h, delta, layer.post_norm, layer.gate_up)
-            delta = layer.down(x)
-        return ops.norm(h, delta, self.norm)
+            h, qkv = ops.project(h, layer.input_norm, layer.qkv)
+            x = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, i)
+            h = ops.add(h, x, layer.o, (layer.post_norm, layer.gate_up))
+            h, x = ops.project(h, layer.post_norm, layer.gate_up)
+            after = self.layers[i + 1] if i + 1 < len(self.layers) else None
+            h = ops.add(h, x, layer.down, after and (after.input_norm, after.qkv))
+        return ops.norm(h, self.norm)
 
     def append(self, cache: Cache, sequence: int, tokens: Sequence[int]) -> Iterator[Array]:
         """The hidden states [1, S, hidden] of tokens that go on one sequence, chunk by chunk."""

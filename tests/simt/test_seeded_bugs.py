@@ -42,7 +42,8 @@ REPACKED = Problem(20, 192, 1024, 128, repacked=True)
 REPACKED_MANY = Problem(70, 64, 3072, 128, repacked=True, scale_exponent=6)
 REPACKED_FEW = Problem(3, 192, 1024, 128, repacked=True)
 REPACKED_ONE = Problem(1, 192, 1024, 128, repacked=True)
-NORMED = Problem(2, 192, 1024, 128, repacked=True, norm="h + delta", eps=1e-6)
+ADDED = Problem(5, 192, 1024, 128, repacked=True, stream="adds")
+NORMED = Problem(5, 192, 1024, 128, repacked=True, stream="norms", eps=1e-6)
 RACE, VALUES = ("race", "race"), ("values", "values")
 OUTSIDE, DEADLOCK = ("out of bounds", "out of bounds"), ("deadlock", "deadlock")
 
@@ -165,17 +166,19 @@ SEEDS = {
         "gemm_sm90", 90, "gemm_sm90_mma.cu", "offset += __shfl_xor_sync(kFullWarp, offset, 2);", "", VALUES,
         REPACKED_ONE,
     ),
-    "gemm_sm90_mma: x is read before all threads have made it": Seed(
-        "gemm_sm90", 90, "normed_rows.cuh", "    ptx::barrier_sync(1, THREADS);\n  }\n", "  }\n", RACE, NORMED,
+    "residual_stream: each lane adds up a part of the squares alone": Seed(
+        "gemm_sm90", 90, "residual_stream.cuh", "total += __shfl_xor_sync(quarters, total, 2);", "", VALUES, ADDED,
     ),
-    "gemm_sm90_mma: squares are added up before all warps have theirs": Seed(
-        "gemm_sm90", 90, "normed_rows.cuh",
-        "    ptx::barrier_sync(1, THREADS);\n#pragma unroll", "#pragma unroll",
-        RACE, NORMED,
+    "residual_stream: rows have the factor of the first": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "factors[row]", "factors[0]", VALUES, NORMED,
     ),
-    "gemm_sm90_mma: two blocks write the same part of h + delta": Seed(
-        "gemm_sm90", 90, "normed_rows.cuh", "% gridDim.x == blockIdx.x", "% gridDim.x == 0", VALUES, NORMED,
-        {"records": 2, "splits": 1},
+    "residual_stream: a block of a cluster has the rows of the other": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "tile.m_begin + tile.split * kOwnedRows, m, k", "tile.m_begin, m, k", VALUES,
+        NORMED, {"splits": 2},
+    ),
+    "residual_stream: a thread's second place has what the first one adds to": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "if (index != threadIdx.x) part =", "if (false) part =", VALUES,
+        Problem(64, 192, 1024, 128, repacked=True, stream="adds"),
     ),
     "gemm_sm90: an arrival too many is expected": Seed(
         "gemm_sm90", 90, "gemm_sm90.cuh",
