@@ -24,9 +24,9 @@ static_assert(!kScaled || kStages >= 2 * kTeams, "a stage is released while its 
 static_assert(kRecords == kWarpgroups * kTiles * 2, "a warpgroup makes 64 columns at a time");
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
-    gemm_sm90(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const __grid_constant__ TensorMap x_map,
-              int m, int n, int k, int ldr, int ldy, float low, float high, float scale_factor,
-              float result_factor STREAM_PARAMETERS) {
+    gemm_sm90(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
+              STREAM_PARAMETERS const __grid_constant__ TensorMap x_map, int m, int n, int k, int ldr, int ldy,
+              float low, float high, float eps, float scale_factor, float result_factor) {
   constexpr int kSums = kBlockM / 2;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
@@ -163,5 +163,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       consume_exact(tile);
     }
   };
-  run_tile(weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, STREAM_ARGUMENTS, consume, push);
+  const ResidualStream stream{STREAM_ARGUMENTS, eps};
+  run_tile(weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, stream, consume, push);
 }

@@ -108,8 +108,8 @@ class StagedRows {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
-    gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, const X* x, int m, int n, int k,
-                  int ldr, int ldy, int ldx, float low, float high STREAM_PARAMETERS) {
+    gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, STREAM_PARAMETERS const X* x, int m,
+                  int n, int k, int ldr, int ldy, int ldx, float low, float high, float eps) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int team = warp / kTeamWarps;
@@ -244,5 +244,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       }
     }
   };
-  run_tile(weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, STREAM_ARGUMENTS, consume, push);
+  const ResidualStream stream{STREAM_ARGUMENTS, eps};
+  run_tile(weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, stream, consume, push);
 }

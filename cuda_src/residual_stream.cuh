@@ -20,14 +20,13 @@
 #include "types.cuh"
 #include "warp.cuh"
 
+// A kernel's parameters, which a plain product lacks: null.
 #if STREAM_ADDS || STREAM_NORMS
-#define STREAM_PARAMETERS , float *h, const float *norm, float *squares, const float *known, float *inverse, float eps
-#define STREAM_ARGUMENTS \
-  ResidualStream { h, norm, squares, known, inverse, eps }
+#define STREAM_PARAMETERS float *h, const float *norm, float *squares, const float *known, float *inverse,
+#define STREAM_ARGUMENTS h, norm, squares, known, inverse
 #else
 #define STREAM_PARAMETERS
-#define STREAM_ARGUMENTS \
-  ResidualStream {}
+#define STREAM_ARGUMENTS nullptr, nullptr, nullptr, nullptr, nullptr
 #endif
 
 constexpr bool kAdds = STREAM_ADDS;
@@ -35,7 +34,6 @@ constexpr bool kNorms = STREAM_NORMS;
 constexpr float kHeadroom = 0.015625f;
 constexpr int kSquaresColumns = 32;
 
-// What a kernel takes beyond a plain product's arguments; all null where there is no stream.
 struct ResidualStream {
   float* h;
   const float* norm;

@@ -93,8 +93,6 @@ class Launcher:
         pointers = [argument for argument in plan.arguments if isinstance(argument, str)]
         maps = [argument for argument in plan.arguments if isinstance(argument, TensorMap)]
         scalars = [argument for argument in plan.arguments if isinstance(argument, np.generic)]
-        if list(plan.arguments) != [*pointers, *maps, *scalars]:
-            raise ValueError(f"{plan.kernel.entry}: expected pointers, then tensor maps, then scalars")
         self.buffers = [*pointers, *(tensor_map.buffer for tensor_map in maps)]
         self._pointers = len(pointers)
         self._arguments = _Arguments(len(pointers), tuple(maps), tuple(scalar.tobytes() for scalar in scalars))

@@ -48,6 +48,8 @@ class Kernel:
 class LaunchPlan:
     """One launch. In ``arguments`` a string names a buffer, whose pointer is passed; other values go as they are.
 
+    Pointers come first, then tensor maps, then scalars; ValueError if they do not.
+
     ``cached``: the kernel reads much through the L1 cache, of which a kernel before it may have left little.
     """
 
@@ -59,3 +61,11 @@ class LaunchPlan:
     cluster: Dim3 = (1, 1, 1)
     dependent: bool = False
     cached: bool = False
+
+    def __post_init__(self) -> None:
+        order = [
+            1 if isinstance(argument, TensorMap) else 0 if isinstance(argument, str) else 2
+            for argument in self.arguments
+        ]
+        if order != sorted(order):
+            raise ValueError(f"{self.kernel.entry}: expected pointers, then tensor maps, then scalars")

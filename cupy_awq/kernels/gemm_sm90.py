@@ -143,13 +143,13 @@ class GemmSm90Config:
                 box=(64, self.block_m, 2 * self.depth),
                 swizzle=128,
             )
-        scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, *factors)))
-        stream = ("h", "norm", "squares", "known", "inverse", np.float32(problem.eps)) if problem.stream else ()
+        scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, problem.eps, *factors)))
+        stream = ("h", "norm", "squares", "known", "inverse") if problem.stream else ()
         return LaunchPlan(
             Kernel(f"{self.name}.cu", self.name, defines, device.target),
             self.grid(problem),
             (self.threads(problem), 1, 1),
-            ("weight", "bias", "residual", "y", x, *scalars, *stream),
+            ("weight", "bias", "residual", "y", *stream, x, *scalars),
             self.shared_bytes(problem),
             cluster=(self.splits, 1, 1),
             dependent=True,
