@@ -53,8 +53,10 @@ constexpr int kConsumerThreads = kConsumerWarps * 32;
 // Registers that the producer's warpgroup leaves to the consumers; 0: the producer is one warp, and all have as many.
 constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kProducerRegisters = 40;
-// Behind the producer a warp for a stream's norm, while the others multiply.
-constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : kNorms ? 64 : 32);
+// Whether a warp behind the producer makes what a stream's norm multiplies sums by. Where the producer brings x, its
+// consumers do so while they wait for x, for there may be many rows.
+constexpr bool kFactorWarp = kNorms && kXBytes == 0;
+constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : kFactorWarp ? 64 : 32);
 
 // Sums of 8 rows and 16 columns as they lie in the lanes: float4 [column % 8][two rows]. Of a tile that a team has made
 // all 4 pairs of rows, of what another block sends those that this block owns. Lanes that read the same column % 8 of
@@ -350,6 +352,15 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shar
   }
 }
 
+// By WARPS warps, of which this is the warp-th.
+template <int WARPS>
+__device__ __forceinline__ void make_factors(const Tile& tile, const ResidualStream& stream, uint8_t* shared, int warp,
+                                             int m, int k) {
+  ptx::griddepcontrol_wait();
+  stream.make_factors<kOwnedRows, WARPS>(reinterpret_cast<float*>(shared + kFactorsBegin), warp,
+                                         tile.m_begin + tile.split * kOwnedRows, m, k, tile.block_n == 0);
+}
+
 // The whole kernel: `consume(tile, shared)` adds up a team's part of K, `push(sums)` pushes its sums.
 template <class Consume, class Push>
 __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
@@ -364,6 +375,7 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
     begin_roles();
     ptx::griddepcontrol_launch_dependents();
     float* sums = reinterpret_cast<float*>(shared);
+    if constexpr (kNorms && !kFactorWarp) make_factors<kConsumerWarps>(tile, stream, shared, warp, m, k);
     consume(tile, shared);
     ResidualStream::Part part = {};
     if constexpr (kAdds) {
@@ -387,11 +399,7 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
     } else {
       begin_roles();
       ptx::griddepcontrol_launch_dependents();
-      if (kNorms && warp == kConsumerWarps + 1) {
-        ptx::griddepcontrol_wait();
-        stream.make_factors<kOwnedRows>(reinterpret_cast<float*>(shared + kFactorsBegin),
-                                        tile.m_begin + tile.split * kOwnedRows, m, k, tile.block_n == 0);
-      }
+      if (kFactorWarp && warp == kConsumerWarps + 1) make_factors<1>(tile, stream, shared, 0, m, k);
     }
     synchronize_block();
     synchronize_block();

@@ -70,7 +70,7 @@ class GemmSm90Config:
         return self.records if self.name == MMA else self.records // (2 * self.tiles) * 4
 
     def threads(self, problem: Problem) -> int:
-        others = 4 if self.consumer_registers else 2 if problem.stream == "norms" else 1
+        others = 4 if self.consumer_registers else 2 if self.name == MMA and problem.stream == "norms" else 1
         return (self.teams * self.team_warps + others) * 32
 
     @property
