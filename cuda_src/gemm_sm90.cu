@@ -164,5 +164,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     }
   };
   const ResidualStream stream{STREAM_ARGUMENTS, eps};
-  run_tile(weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, stream, consume, push);
+  run_tile<true>(weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, stream, consume, push);
 }

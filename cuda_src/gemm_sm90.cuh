@@ -361,8 +361,9 @@ __device__ __forceinline__ void make_factors(const Tile& tile, const ResidualStr
                                          tile.m_begin + tile.split * kOwnedRows, m, k, tile.block_n == 0);
 }
 
-// The whole kernel: `consume(tile, shared)` adds up a team's part of K, `push(sums)` pushes its sums.
-template <class Consume, class Push>
+// The whole kernel: `consume(tile, shared)` adds up a team's part of K, `push(sums)` pushes its sums. EARLY: a thread
+// has 17 registers for what its place in the stream holds, so that it can read that as early as x.
+template <bool EARLY, class Consume, class Push>
 __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
                                          const TensorMap* x_map, int m, int n, int k, int ldr, int ldy, float low,
                                          float high, const ResidualStream& stream, Consume consume, Push push) {
@@ -375,14 +376,21 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
     begin_roles();
     ptx::griddepcontrol_launch_dependents();
     float* sums = reinterpret_cast<float*>(shared);
-    if constexpr (kNorms && !kFactorWarp) make_factors<kConsumerWarps>(tile, stream, shared, warp, m, k);
-    consume(tile, shared);
-    ResidualStream::Part part = {};
     if constexpr (kAdds) {
+      // The weights between have driven it out of L2, and in the end all would wait for it.
+      const Place first(tile, threadIdx.x, m, n);
+      if (first.valid) stream.prefetch(first.row, first.column, n);
+    }
+    if constexpr (kNorms && !kFactorWarp) make_factors<kConsumerWarps>(tile, stream, shared, warp, m, k);
+    ResidualStream::Part part = {};
+    auto load_part = [&]() {
       ptx::griddepcontrol_wait();
       const Place first(tile, threadIdx.x, m, n);
       if (first.valid) part = stream.part(first.row, first.column, n);
-    }
+    };
+    if constexpr (kAdds && EARLY) load_part();
+    consume(tile, shared);
+    if constexpr (kAdds && !EARLY) load_part();
     synchronize_block();
     push(sums);
     synchronize_block();

@@ -17,6 +17,7 @@
 // that of all has fallen to a hundredth.
 #pragma once
 
+#include "ptx/prefetch.cuh"
 #include "types.cuh"
 #include "warp.cuh"
 
@@ -53,6 +54,11 @@ struct ResidualStream {
     load<true>(out.norm, norm + column);
     out.known = known[row];
     return out;
+  }
+
+  __device__ __forceinline__ void prefetch(int row, int column, int n) const {
+    ptx::prefetch_global_l2(h + static_cast<int64_t>(row) * n + column);
+    ptx::prefetch_global_l2(norm + column);
   }
 
   // y becomes x; the sum of h^2.

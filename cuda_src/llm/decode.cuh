@@ -19,6 +19,7 @@
 
 #include "llm/block_softmax.cuh"
 #include "llm/rope.cuh"
+#include "ptx/atom.cuh"
 
 constexpr int kWarps = THREADS / 32;
 constexpr int kMaxSplits = MAX_SPLITS;
@@ -59,6 +60,19 @@ struct Token {
   }
 };
 
+// By one thread behind a barrier: how many blocks have come before. The block has written for those that come later,
+// and behind another barrier it can read what those before have.
+__device__ __forceinline__ uint32_t arrive(uint32_t* counter) {
+#if __CUDA_ARCH__ >= 750
+  return ptx::atom_add_acq_rel(counter, 1u);
+#else
+  __threadfence();
+  const uint32_t before = atomicAdd(counter, 1u);
+  __threadfence();
+  return before;
+#endif
+}
+
 // Writes the result of a block's heads if it is their only split; else a record of its sums, and the last of the splits
 // to come here merges all records.
 __device__ __forceinline__ void merge_splits(const BlockSoftmax& block, int split, int splits, X* out, float* records,
@@ -84,10 +98,8 @@ __device__ __forceinline__ void merge_splits(const BlockSoftmax& block, int spli
   if (splits == 1) return;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();  // what all threads of the block have written: the barrier put it before
-    is_last = atomicAdd(counter, 1u) == splits - 1;
+    is_last = arrive(counter) == splits - 1;
     if (is_last) *counter = 0;
-    __threadfence();
   }
   __syncthreads();
   if (!is_last) return;
