@@ -2,7 +2,8 @@
 """Choices that were measured: which configuration was the fastest for a shape on a GPU, by ``python -m cupy_awq tune``.
 
 The package ships the choices of some GPUs, a file a GPU in ``data/tuned``; those that a user measures lie in a folder
-``tuned`` of the user's cache and come first. A file maps ``"KxN"`` to an object that maps rows to a configuration.
+``tuned`` of the user's cache and come first. A file maps ``"KxN"`` to an object that maps rows to a configuration;
+``"KxN stream"`` comes first for products that keep a decoder's residual stream (measured in the chain of a step).
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def preferred(problem: Problem, device: Device) -> str | None:
     """The label of the configuration that was measured to be the fastest, if there is one; it may not be legal."""
     if device.arch != device.native:
         return None  # a lower path is forced
-    return _choices(device).get(f"{problem.k}x{problem.n}", {}).get(str(rows(problem.m)))
+    choices, shape, m = _choices(device), f"{problem.k}x{problem.n}", str(rows(problem.m))
+    streams = choices.get(f"{shape} stream", {}) if problem.stream else {}
+    return streams.get(m) or choices.get(shape, {}).get(m)
 
 
 @functools.cache

@@ -76,9 +76,10 @@ def test_every_shipped_choice_is_legal_on_its_gpu(folder: Path) -> None:
     shipped = tuning.read(tuning.SHIPPED / tuning.file_name(facts))
     assert shipped
     for shape, choices in shipped.items():
-        k, n = map(int, shape.split("x"))
+        size, *stream = shape.split()
+        k, n = map(int, size.split("x"))
         for m, label in choices.items():
-            problem = Problem(int(m), n, k, 128, repacked=True)
+            problem = Problem(int(m), n, k, 128, repacked=True, stream="norms" if stream else None)
             assert tuning.label(select.choose(problem, facts).config) == label, (shape, m)
 
 
