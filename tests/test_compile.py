@@ -205,3 +205,8 @@ def test_a_refused_launch_names_the_kernel(root: Path) -> None:
     plan = LaunchPlan(kernel, (1, 1, 1), (2048, 1, 1), ("out", "in", np.int32(1)))
     with pytest.raises(RuntimeError, match="launch of scale failed"):
         Launcher(plan)((0, 0), 0)
+
+
+def test_a_plan_refuses_arguments_that_a_launch_would_not_take() -> None:
+    with pytest.raises(ValueError, match="scale: expected pointers, then tensor maps, then scalars"):
+        LaunchPlan(KERNEL, (1, 1, 1), (32, 1, 1), ("out", np.int32(3), "in"))
