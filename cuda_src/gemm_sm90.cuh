@@ -7,6 +7,7 @@
 //   weight    records of repacked.cuh
 //   bias      BIAS [n] or null; residual X [m, n], row stride ldr values, or null
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
+// STREAM_ADDS, STREAM_NORMS: see residual_stream.cuh; what adds to a stream has the next product's x for y.
 // ALIGNED: rows of y and of the residual start at multiples of 16 bytes.
 // k a multiple of 64, n of 8 (gated: of 64). The product is made transposed, y^T = W^T x^T: the weight is the operand
 // that warps dequantize in registers, once for all BLOCK_M rows of x.

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The residual stream of a decoder at both ends of a product, so that its RMSNorm takes no kernel:
 //
-//   STREAM kAdds, where a product ends:    h[m, i] += y[m, i]
-//                                          x[m, i] = h[m, i] * norm[i] * known[m] * kHeadroom
-//                                          squares[m, i / 32] = sum of h^2 over 32 columns
-//   STREAM kNorms, where the next begins:  y[m, :] = epilogue(sums of x[m, :] * inverse[m] / (known[m] * kHeadroom))
-//                                          inverse[m] = 1 / sqrt(mean of h[m, :]^2 + eps), from `squares`
+//   STREAM_ADDS, where one ends:     h[m, i] += y[m, i]
+//                                    x[m, i] = h[m, i] * norm[i] * known[m] * kHeadroom
+//                                    squares[m, i / 32] = sum of h^2 over 32 columns
+//   STREAM_NORMS, where one begins:  inverse[m] = 1 / sqrt(mean of h[m, :]^2 + eps), from `squares`
+//                                    y[m, :] = epilogue(sums of x[m, :] * inverse[m] / (known[m] * kHeadroom))
 //
 //   h               float32 [m, n], n being the width of the stream
 //   norm            float32 [n]
