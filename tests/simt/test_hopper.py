@@ -45,7 +45,7 @@ def test_tensor_copy_swizzles_and_fills_what_lies_outside_with_zeros(landing: st
     x = whole[:, :100]
     y, raw = np.zeros_like(whole), np.zeros((3, -(-100 // columns), rows, columns), np.uint16)
     maps = (tensor("x", x, (columns, rows), span), tensor("y", y[:, :100], (columns, rows), span))
-    copy = plan("tensor_copy.cu", (*maps, "raw"), grid=(raw.shape[1], 3, 1), arch="90a", ROWS=rows, COLUMNS=columns)
+    copy = plan("tensor_copy.cu", ("raw", *maps), grid=(raw.shape[1], 3, 1), arch="90a", ROWS=rows, COLUMNS=columns)
     simt.run(copy, {"x": x, "y": y, "raw": raw}, landing=landing)
     np.testing.assert_array_equal(y[:, :100], x)
     assert not y[:, 100:].any()
@@ -64,7 +64,7 @@ def test_tensor_copy_steps_over_rows_from_where_the_box_begins(landing: str) -> 
     x = np.arange(1, 32 * 32 + 1, dtype=np.uint16).reshape(32, 32)
     y, raw = np.zeros((24, 32), np.uint16), np.zeros((3, 8, 32), np.uint16)
     maps = (replace(tensor("x", x, (32, 8)), steps=(1, 3)), tensor("y", y, (32, 8)))
-    copy = plan("tensor_copy.cu", (*maps, "raw"), grid=(1, 3, 1), arch="90a", ROWS=8, COLUMNS=32)
+    copy = plan("tensor_copy.cu", ("raw", *maps), grid=(1, 3, 1), arch="90a", ROWS=8, COLUMNS=32)
     simt.run(copy, {"x": x, "y": y, "raw": raw}, landing=landing)
     beyond = np.concatenate((x, np.zeros_like(x)))
     np.testing.assert_array_equal(raw, [beyond[begin : begin + 24 : 3] for begin in (0, 8, 16)])
@@ -75,7 +75,7 @@ def product(m: int, n: int, k: int, *, from_registers: int) -> tuple[LaunchPlan,
     x, w = (rng.integers(-8, 8, shape).astype(np.float16) for shape in ((m, k), (n, k)))
     maps = tensor("x", x, (64, 128), 128), tensor("w", w, (64, 64), 128)
     launch = plan(
-        "wgmma.cu", (*maps, "y", np.int32(n), np.int32(k)), grid=(m // 128, n // 64, 1), block=(384, 1, 1),
+        "wgmma.cu", ("y", *maps, np.int32(n), np.int32(k)), grid=(m // 128, n // 64, 1), block=(384, 1, 1),
         arch="90a", shared_bytes=2 * 24576 + 32, FROM_REGISTERS=from_registers,
     )  # fmt: skip
     return launch, {"x": x, "w": w, "y": np.full((m, n), np.nan, np.float32)}
@@ -95,7 +95,7 @@ def test_cluster_shares_memory(landing: str) -> None:
     x, tiles = rng.integers(0, 99, 8).astype(np.int32), rng.integers(0, 99, (2, 32)).astype(np.int32)
     y, z, following = np.zeros(8, np.int32), np.zeros((8, 32), np.int32), np.zeros(8, np.int32)
     launch = plan(
-        "cluster.cu", (tensor("tiles", tiles, (32, 1)), "x", "y", "z", "next"), grid=(8, 1, 1), arch="90a",
+        "cluster.cu", ("x", "y", "z", "next", tensor("tiles", tiles, (32, 1))), grid=(8, 1, 1), arch="90a",
         cluster=(4, 1, 1),
     )  # fmt: skip
     simt.run(launch, {"tiles": tiles, "x": x, "y": y, "z": z, "next": following}, landing=landing)

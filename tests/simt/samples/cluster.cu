@@ -5,7 +5,7 @@
 #include "hopper.cuh"
 
 extern "C" __global__ void __cluster_dims__(4, 1, 1)
-    cluster(const __grid_constant__ TensorMap tile, const int* x, int* y, int* z, int* next) {
+    cluster(const int* x, int* y, int* z, int* next, const __grid_constant__ TensorMap tile) {
   __shared__ alignas(128) int box[32];
   __shared__ int parts[4];
   __shared__ int sent;

@@ -3,8 +3,8 @@
 // bytes; boxes may hang over the edge. raw[block] takes what a block sees in shared memory.
 #include "hopper.cuh"
 
-extern "C" __global__ void tensor_copy(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y,
-                                       uint16_t* raw) {
+extern "C" __global__ void tensor_copy(uint16_t* raw, const __grid_constant__ TensorMap x,
+                                       const __grid_constant__ TensorMap y) {
   __shared__ alignas(1024) uint16_t box[ROWS * COLUMNS];
   __shared__ alignas(8) uint64_t full;
   if (threadIdx.x == 0) {

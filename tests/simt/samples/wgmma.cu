@@ -42,7 +42,7 @@ __device__ __forceinline__ void multiply(float (&c)[32], const uint32_t (&a)[4],
 }
 
 extern "C" __global__ void __launch_bounds__(384)
-    wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, float* y, int n, int k) {
+    wgmma(float* y, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, int n, int k) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int warpgroup = threadIdx.x / 128;
