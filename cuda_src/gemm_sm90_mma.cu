@@ -32,7 +32,7 @@ constexpr int kUnits = kStageK / 8;  // of 16 bytes, in a row of x in shared mem
 
 constexpr bool kSliced = kXRows <= 2 && kGroups == 1;  // more rows gain nothing, more groups have no registers left
 constexpr int kSlices = kSliced ? 8 / kXRows : 1;      // of a record's 8 steps of 16 k, which one product adds up
-constexpr bool kEarly = kXRows == 1 || kResident * kThreads < 512;
+constexpr bool kEarly = kXRows == 1 || (kTilesM == 1 && kResident * kThreads < 512);
 constexpr int kRows = kSliced ? kXRows : 2;  // of x among a lane's two
 
 static_assert(kXBytes == 0, "the consumers bring x themselves");
