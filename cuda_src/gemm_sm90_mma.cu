@@ -32,6 +32,7 @@ constexpr int kUnits = kStageK / 8;  // of 16 bytes, in a row of x in shared mem
 
 constexpr bool kSliced = kXRows <= 2 && kGroups == 1;  // more rows gain nothing, more groups have no registers left
 constexpr int kSlices = kSliced ? 8 / kXRows : 1;      // of a record's 8 steps of 16 k, which one product adds up
+// Where the compiler finds registers, at least 112 but for one row, to read a stream's part with x.
 constexpr bool kEarly = kXRows == 1 || (kTilesM == 1 && kResident * kThreads < 512);
 constexpr int kRows = kSliced ? kXRows : 2;  // of x among a lane's two
 

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // The residual stream of a decoder at both ends of a product, so that its RMSNorm takes no kernel:
 //
-//   STREAM_ADDS, where one ends:     h[m, i] += y[m, i]
-//                                    x[m, i] = h[m, i] * norm[i] * known[m] * kHeadroom
+//   STREAM_ADDS, where one ends:     h[m, i] += result[m, i], and of that sum
 //                                    squares[m, i / 32] = sum of h^2 over 32 columns
+//                                    y[m, i] = h[m, i] * norm[i] * before[m] * kHeadroom, the x of the next product
 //   STREAM_NORMS, where one begins:  inverse[m] = 1 / sqrt(mean of h[m, :]^2 + eps), from `squares`
-//                                    y[m, :] = epilogue(sums of x[m, :] * inverse[m] / (known[m] * kHeadroom))
+//                                    y[m, :] = epilogue(sums of x[m, :] * inverse[m] / (before[m] * kHeadroom))
 //
-//   h               float32 [m, n], n being the width of the stream
-//   norm            float32 [n]
-//   squares         float32 [m, ceil(n / 32)]
-//   known, inverse  float32 [m]: 1 / root mean square of the stream, as it was at the norm before, and as it is
+//   h        float32 [m, width of the stream], and
+//   norm     float32 [width]: null for NORMS, which has the width as its k; ADDS has it as its n
+//   squares  float32 [m, ceil(width / 32)]
+//   before   float32 [m]: what `inverse` was at the norm before
+//   inverse  float32 [m]; null for ADDS
 //
-// Nobody has all of a row before the product ends, so that x takes the range of the row before: with float16 and a norm
-// of ones it overflows where an element is 4e6 times the root mean square at the norm before, and loses digits where
-// that of all has fallen to a hundredth.
+// Nobody has all of a row before the product ends, so that x takes the range of the row before. With a norm of ones,
+// float16 x overflows where an element is 4e6 times the root mean square of its row at the norm before, and has fewer
+// digits where that of the row itself has fallen to less than a 300th; a smaller norm moves both.
 #pragma once
 
 #include "ptx/prefetch.cuh"
@@ -23,8 +24,8 @@
 
 // A kernel's parameters, which a plain product lacks: null.
 #if STREAM_ADDS || STREAM_NORMS
-#define STREAM_PARAMETERS float *h, const float *norm, float *squares, const float *known, float *inverse,
-#define STREAM_ARGUMENTS h, norm, squares, known, inverse
+#define STREAM_PARAMETERS float *h, const float *norm, float *squares, const float *before, float *inverse,
+#define STREAM_ARGUMENTS h, norm, squares, before, inverse
 #else
 #define STREAM_PARAMETERS
 #define STREAM_ARGUMENTS nullptr, nullptr, nullptr, nullptr, nullptr
@@ -32,27 +33,27 @@
 
 constexpr bool kAdds = STREAM_ADDS;
 constexpr bool kNorms = STREAM_NORMS;
-constexpr float kHeadroom = 0.015625f;
-constexpr int kSquaresColumns = 32;
+constexpr float kHeadroom = 0.015625f;  // of float16's range, above; a power of two, which rounds nothing
+constexpr int kSquaresColumns = 4 * 8;  // those of four lanes
 
 struct ResidualStream {
   float* h;
   const float* norm;
   float* squares;
-  const float* known;
+  const float* before;
   float* inverse;
   float eps;
 
   // Eight columns of a row, before y is there.
   struct Part {
     Vector<float, 8> h, norm;
-    float known;
+    float before;
   };
   __device__ __forceinline__ Part part(int row, int column, int n) const {
     Part out;
     load<true>(out.h, h + static_cast<int64_t>(row) * n + column);
     load<true>(out.norm, norm + column);
-    out.known = known[row];
+    out.before = before[row];
     return out;
   }
 
@@ -69,19 +70,19 @@ struct ResidualStream {
     for (int i = 0; i < 8; ++i) {
       sum.values[i] = part.h.values[i] + y[i];
       total = fmaf(sum.values[i], sum.values[i], total);
-      y[i] = sum.values[i] * part.norm.values[i] * (part.known * kHeadroom);
+      y[i] = sum.values[i] * part.norm.values[i] * (part.before * kHeadroom);
     }
     store<true>(h + static_cast<int64_t>(row) * n + column, sum);
     return total;
   }
 
-  // `total` is of a quarter of 32 columns, the others are in the lanes beside; all four lanes come here, `any` is
-  // whether the first one lies in the stream.
-  __device__ __forceinline__ void put_squares(float total, bool any, int row, int column, int n) const {
-    const uint32_t quarters = 15u << (threadIdx.x % 32 / 4 * 4);
-    total += __shfl_xor_sync(quarters, total, 1);
-    total += __shfl_xor_sync(quarters, total, 2);
-    if (any && threadIdx.x % 4 == 0) {
+  // `total` is of eight columns, those beside are in the lanes beside: all four of kSquaresColumns come here, and
+  // `valid` is whether this lane's lie in the stream.
+  __device__ __forceinline__ void put_squares(float total, bool valid, int row, int column, int n) const {
+    const uint32_t four = 15u << (threadIdx.x % 32 / 4 * 4);
+    total += __shfl_xor_sync(four, total, 1);
+    total += __shfl_xor_sync(four, total, 2);
+    if (valid && threadIdx.x % 4 == 0) {
       squares[static_cast<int64_t>(row) * ceil_div(n, kSquaresColumns) + column / kSquaresColumns] = total;
     }
   }
@@ -121,7 +122,7 @@ struct ResidualStream {
         if (at >= rows) break;
         const float now = 1.0f / sqrtf(warp_sum(totals[r]) / static_cast<float>(k) + eps);
         if (lane == 0) {
-          factors[at] = now / (known[row + at] * kHeadroom);
+          factors[at] = now / (before[row + at] * kHeadroom);
           if (writes) inverse[row + at] = now;
         }
       }

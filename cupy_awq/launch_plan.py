@@ -63,9 +63,8 @@ class LaunchPlan:
     cached: bool = False
 
     def __post_init__(self) -> None:
-        order = [
-            1 if isinstance(argument, TensorMap) else 0 if isinstance(argument, str) else 2
-            for argument in self.arguments
-        ]
-        if order != sorted(order):
+        pointers = [argument for argument in self.arguments if isinstance(argument, str)]
+        maps = [argument for argument in self.arguments if isinstance(argument, TensorMap)]
+        scalars = [argument for argument in self.arguments if isinstance(argument, np.generic)]
+        if list(self.arguments) != [*pointers, *maps, *scalars]:
             raise ValueError(f"{self.kernel.entry}: expected pointers, then tensor maps, then scalars")

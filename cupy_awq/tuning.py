@@ -3,7 +3,8 @@
 
 The package ships the choices of some GPUs, a file a GPU in ``data/tuned``; those that a user measures lie in a folder
 ``tuned`` of the user's cache and come first. A file maps ``"KxN"`` to an object that maps rows to a configuration;
-``"KxN stream"`` comes first for products that keep a decoder's residual stream (measured in the chain of a step).
+in a file, ``"KxN stream"`` comes first for products that keep a decoder's residual stream (measured in the chain of a
+step).
 """
 
 from __future__ import annotations
@@ -52,15 +53,17 @@ def preferred(problem: Problem, device: Device) -> str | None:
     """The label of the configuration that was measured to be the fastest, if there is one; it may not be legal."""
     if device.arch != device.native:
         return None  # a lower path is forced
-    choices, shape, m = _choices(device), f"{problem.k}x{problem.n}", str(rows(problem.m))
-    streams = choices.get(f"{shape} stream", {}) if problem.stream else {}
-    return streams.get(m) or choices.get(shape, {}).get(m)
+    shape, m = f"{problem.k}x{problem.n}", str(rows(problem.m))
+    shapes = (f"{shape} stream", shape) if problem.stream else (shape,)
+    found = (choices[shape][m] for choices in _choices(device) for shape in shapes if m in choices.get(shape, {}))
+    return next(found, None)
 
 
 @functools.cache
-def _choices(device: Device) -> Choices:
+def _choices(device: Device) -> tuple[Choices, Choices]:
+    """The user's and the shipped ones."""
     name = file_name(device)
-    return merged(read(SHIPPED / name), read(user_folder() / name))
+    return read(user_folder() / name), read(SHIPPED / name)
 
 
 def merged(first: Mapping[str, Mapping[str, str]], second: Mapping[str, Mapping[str, str]]) -> Choices:

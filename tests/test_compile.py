@@ -208,5 +208,6 @@ def test_a_refused_launch_names_the_kernel(root: Path) -> None:
 
 
 def test_a_plan_refuses_arguments_that_a_launch_would_not_take() -> None:
-    with pytest.raises(ValueError, match="scale: expected pointers, then tensor maps, then scalars"):
-        LaunchPlan(KERNEL, (1, 1, 1), (32, 1, 1), ("out", np.int32(3), "in"))
+    for arguments in (("out", np.int32(3), "in"), ("out", "in", 3)):
+        with pytest.raises(ValueError, match="scale: expected pointers, then tensor maps, then scalars"):
+            LaunchPlan(KERNEL, (1, 1, 1), (32, 1, 1), arguments)

@@ -88,7 +88,7 @@ def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Devic
 
 def residual_stream(problem: Problem, rng: np.random.Generator) -> dict[str, np.ndarray | None]:
     """A product's part of a decoder's residual stream, with NaN wherever it must write."""
-    known = rng.uniform(16, 640, problem.m).astype(np.float32)
+    before = rng.uniform(16, 640, problem.m).astype(np.float32)
     stream: dict[str, np.ndarray | None] = dict.fromkeys(("h", "norm", "squares", "inverse"))
     if problem.stream == "adds":
         stream["h"] = rng.standard_normal((problem.m, problem.n)).astype(np.float32)
@@ -97,7 +97,7 @@ def residual_stream(problem: Problem, rng: np.random.Generator) -> dict[str, np.
     elif problem.stream == "norms":
         stream["squares"] = rng.uniform(1, 50, (problem.m, -(-problem.k // 32))).astype(np.float32)
         stream["inverse"] = np.full(problem.m, np.nan, np.float32)
-    return {**stream, "known": known}
+    return {**stream, "before": before}
 
 
 def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Device, seed: int, pad: int = 0) -> None:
@@ -132,22 +132,22 @@ def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Devic
     aligned = all(a is None or a.strides[0] % 16 == 0 for a in wide)
     problem = replace(problem, strides=strides, aligned=aligned, x_aligned=arrays["x"].strides[0] % 16 == 0)
     scratch = {"partials": np.full(partials // 4, np.nan, np.float32), "counters": np.zeros(counters, np.uint32)}
-    before = {name: None if a is None else a.astype(np.float64) for name, a in stream.items()}
+    given = {name: None if a is None else a.astype(np.float64) for name, a in stream.items()}
     run(config.plan(problem, facts), {**arrays, **stream, "bias": bias, "weight": repacked, **scratch})
     y = arrays["y"].astype(np.float64)
     w, x = float64_weight(weight.qweight, weight.scales, weight.qzeros), x.astype(np.float64)
     if problem.stream == "norms":
-        inverse = 1 / np.sqrt(before["squares"].sum(1) / problem.k + problem.eps)
+        inverse = 1 / np.sqrt(given["squares"].sum(1) / problem.k + problem.eps)
         np.testing.assert_allclose(stream["inverse"], inverse, rtol=1e-5)
-        x *= (inverse / before["known"] * 64)[:, None]
+        x *= (inverse / given["before"] * 64)[:, None]
     reference, size = expected(problem, x, w, bias, residual)
     if problem.stream == "adds":
         # Its bits follow from those of h, which stands for all of y.
-        h, factor = stream["h"].astype(np.float64), before["norm"] * before["known"][:, None] / 64
+        h, factor = stream["h"].astype(np.float64), given["norm"] * given["before"][:, None] / 64
         np.testing.assert_allclose(y, h * factor, rtol=2 * BOUNDS[problem.dtype], atol=1e-7)
         squares = np.pad(h**2, ((0, 0), (0, -problem.n % 32))).reshape(problem.m, -1, 32).sum(2)
         np.testing.assert_allclose(stream["squares"], squares, rtol=1e-5)
-        y, reference = h, before["h"] + reference
+        y, reference = h, given["h"] + reference
     assert np.isfinite(y).all(), f"{np.count_nonzero(~np.isfinite(y))} elements were not written"
     assert np.linalg.norm(y - reference) <= BOUNDS[problem.dtype] * np.linalg.norm(size + np.abs(reference))
     # One wrong column or row would vanish in a norm over many.
@@ -347,7 +347,7 @@ def test_any_product_that_keeps_a_residual_stream(backend: str, data: st.DataObj
     gated = stream == "norms" and data.draw(st.booleans())
     k = data.draw(st.sampled_from([64, 128, 192, 512, 1088]))
     problem = Problem(
-        m=data.draw(st.sampled_from([1, 2, 3, 7, 16, 20, 33, 64])),
+        m=data.draw(st.sampled_from([1, 2, 3, 7, 16, 20, 32])),
         n=data.draw(st.integers(1, 5)) * 64 if gated else data.draw(st.integers(1, 40)) * 8,
         k=k,
         group_size=data.draw(st.sampled_from([64, k])),

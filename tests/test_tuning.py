@@ -48,6 +48,21 @@ def test_what_was_measured_is_chosen_for_its_shape_rows_and_gpu_and_for_no_other
     assert select.choose(PROBLEM, replace(device.nominal(90), arch=80)).name != "gemm_simt"  # a forced path
 
 
+def test_a_product_that_keeps_a_residual_stream_has_choices_of_its_own_and_else_the_plain_ones(folder: Path) -> None:
+    facts = device.nominal(90)
+    shipped = tuning.read(tuning.SHIPPED / tuning.file_name(facts))
+    plain = Problem(1, 4096, 4096, 128, repacked=True)
+    ends = replace(plain, stream="adds")
+    assert tuning.preferred(plain, facts) == shipped["4096x4096"]["1"]
+    assert tuning.preferred(ends, facts) == shipped["4096x4096 stream"]["1"] != shipped["4096x4096"]["1"]
+    other = replace(ends, k=12288)
+    assert "12288x4096 stream" not in shipped
+    assert tuning.preferred(other, facts) == shipped["12288x4096"]["1"]
+    tuning.write(facts, {"4096x4096": {"1": "the user's"}})
+    forget()
+    assert tuning.preferred(ends, facts) == tuning.preferred(plain, facts) == "the user's"
+
+
 def test_a_measured_choice_that_is_not_legal_or_not_known_gives_way_to_the_model(folder: Path) -> None:
     before = select.choose(PROBLEM, A100)
     tuning.write(A100, {"4096x4096": {"4": "GemmOfYore(tile=3)"}})
@@ -79,8 +94,9 @@ def test_every_shipped_choice_is_legal_on_its_gpu(folder: Path) -> None:
         size, *stream = shape.split()
         k, n = map(int, size.split("x"))
         for m, label in choices.items():
-            problem = Problem(int(m), n, k, 128, repacked=True, stream="norms" if stream else None)
-            assert tuning.label(select.choose(problem, facts).config) == label, (shape, m)
+            for kind in ("adds", "norms") if stream else (None,):
+                problem = Problem(int(m), n, k, 128, repacked=True, stream=kind)
+                assert tuning.label(select.choose(problem, facts).config) == label, (shape, m, kind)
 
 
 def test_shipped_files_are_plain_json() -> None:

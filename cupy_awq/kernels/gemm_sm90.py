@@ -21,10 +21,10 @@ MAX_BLOCK_M = 128
 MMA_MAX_ROWS = 16
 MMA_ALONE_ROWS = 8
 """Up to which wgmma, which takes as long as for 16, was the slower one for all shapes that were measured."""
-STREAM_ROWS = 64
+STREAM_ROWS = 32
 """Up to which a decoder's products keep its residual stream; beside more rows a norm's launch costs little."""
 SQUARES_COLUMNS = 32
-"""Of a residual stream, whose squares are summed up where they are made."""
+"""Of a residual stream, whose squares are summed up where they are made: `kSquaresColumns`."""
 REGISTERS = 65536
 
 
@@ -144,12 +144,12 @@ class GemmSm90Config:
                 swizzle=128,
             )
         scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, problem.eps, *factors)))
-        stream = ("h", "norm", "squares", "known", "inverse") if problem.stream else ()
+        ends = ("h", "norm", "squares", "before", "inverse") if problem.stream else ()
         return LaunchPlan(
             Kernel(f"{self.name}.cu", self.name, defines, device.target),
             self.grid(problem),
             (self.threads(problem), 1, 1),
-            ("weight", "bias", "residual", "y", *stream, x, *scalars),
+            ("weight", "bias", "residual", "y", *ends, x, *scalars),
             self.shared_bytes(problem),
             cluster=(self.splits, 1, 1),
             dependent=True,
@@ -222,8 +222,8 @@ class GemmSm90:
     def refuse(self, problem: Problem, device: Device) -> str | None:
         if problem.stream and problem.m > STREAM_ROWS:
             return f"keeps a residual stream of up to {STREAM_ROWS} rows"
-        if problem.stream == "adds" and not problem.aligned:
-            return "needs rows of y that start at multiples of 16 bytes"
+        if problem.stream == "adds" and (problem.gated or problem.residual or not problem.aligned):
+            return "adds to a residual stream all of a y whose rows start at multiples of 16 bytes, and nothing else"
         return unfit(problem, device) or layout(problem).refuse()
 
     def configs(self, problem: Problem, device: Device) -> list[GemmSm90Config]:

@@ -139,28 +139,29 @@ class DeviceOps:
         return x, inverse
 
     def project(self, h: Residual, weight: Array, then: Project) -> tuple[Residual, Array]:
-        if h.x is not None and (product := self._product(then, h.x, "norms")) is not None:
-            inverse = self._empty((h.x.size // h.x.shape[-1],), np.float32)
-            stream = {"h": None, "norm": None, "squares": h.squares, "known": h.inverse, "inverse": inverse}
-            return Residual(h.h, inverse), product(h.x, **stream)
+        m = h.h.size // h.h.shape[-1]
+        if h.x is not None and (product := self._product(then, m, "norms")) is not None:
+            inverse = self._empty((m,), np.float32)
+            ends = {"h": None, "norm": None, "squares": h.squares, "before": h.inverse, "inverse": inverse}
+            return Residual(h.h, inverse), product(h.x, **ends)
         x, inverse = self._norm(h, weight)
         return Residual(h.h, inverse), then(x)
 
-    def add(self, h: Residual, x: Array, last: Project, after: tuple[Array, Project] | None) -> Residual:
-        product = self._product(last, x, "adds")
-        if product is None or after is None or self._product(after[1], h.h, "norms") is None:
-            return Residual(h.h, delta=last(x))
+    def add(self, h: Residual, x: Array, last: Project, following: Array | None) -> Residual:
         *rows, width = h.h.shape
+        product = self._product(last, x.size // x.shape[-1], "adds")
+        if product is None or following is None:
+            return Residual(h.h, delta=last(x))
         squares = self._empty((*rows, ceil_div(width, SQUARES_COLUMNS)), np.float32)
-        stream = {"h": h.h, "norm": after[0], "squares": squares, "known": h.inverse, "inverse": None}
-        return Residual(h.h, h.inverse, x=product(x, **stream), squares=squares)
+        ends = {"h": h.h, "norm": following, "squares": squares, "before": h.inverse, "inverse": None}
+        return Residual(h.h, h.inverse, x=product(x, **ends), squares=squares)
 
-    def _product(self, layer: Project, x: Array, stream: str) -> Callable[..., Array] | None:
-        """What launches the layer's product over x, if that can keep the residual stream."""
+    def _product(self, layer: Project, m: int, stream: str) -> Callable[..., Array] | None:
+        """What launches the layer's product over m rows, if that can keep the residual stream."""
         if not isinstance(layer, AwqLinear) or not isinstance(operand := layer._operand, RepackedWeight):
             return None
         options = {"bias_dtype": layer.bias.dtype.name if layer.bias is not None else None, "eps": self.config.eps}
-        form, m = check.activation(layer.activation), x.size // x.shape[-1]
+        form = check.activation(layer.activation)
         problem = planning.problem_of(operand, form, m, self.dtype, stream=stream, **options)
         if select.FAMILIES["gemm_sm90"].refuse(problem, self._facts) is not None:
             return None

@@ -77,8 +77,8 @@ class HostOps:
         """The residual stream, and ``then`` of its RMSNorm."""
         return h, then(self.norm(h, weight))
 
-    def add(self, h: Array, x: Array, last: Project, after: tuple[Array, Project] | None) -> Array:
-        """The residual stream and ``last`` of x, in place; ``after``: the norm and the product that `project` gets."""
+    def add(self, h: Array, x: Array, last: Project, following: Array | None) -> Array:
+        """The residual stream and ``last`` of x, in place; ``following``: the weight that `project` gets, if any."""
         h += last(x)
         return h
 

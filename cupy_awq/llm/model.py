@@ -55,10 +55,9 @@ class Model:
         for i, layer in enumerate(self.layers):
             h, qkv = ops.project(h, layer.input_norm, layer.qkv)
             x = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, i)
-            h = ops.add(h, x, layer.o, (layer.post_norm, layer.gate_up))
+            h = ops.add(h, x, layer.o, layer.post_norm)
             h, x = ops.project(h, layer.post_norm, layer.gate_up)
-            after = self.layers[i + 1] if i + 1 < len(self.layers) else None
-            h = ops.add(h, x, layer.down, after and (after.input_norm, after.qkv))
+            h = ops.add(h, x, layer.down, self.layers[i + 1].input_norm if i + 1 < len(self.layers) else None)
         return ops.norm(h, self.norm)
 
     def append(self, cache: Cache, sequence: int, tokens: Sequence[int]) -> Iterator[Array]:

@@ -69,6 +69,7 @@ class Machine:
         self.cluster_of = number // self.cluster_threads
         self.cluster_origin = self.cluster_of * self.cluster_size
         self.may_write = np.full(blocks, not dependent)
+        self.may_read = np.full(self.threads, not dependent)
         self.registers = {name: np.dtype(kind).type(0) for name, kind in program.registers.items()}
         self._parameters, self.tensor_maps = parameters, maps
         self.memory = Memory(self, shared_bytes, program.local_bytes)
@@ -323,8 +324,10 @@ class Machine:
             self.races.fence(active)
 
     def dependent_wait(self, active: Array) -> None:
-        """Blocks of a dependent launch write to global memory only when one of their threads has waited."""
+        """Blocks of a dependent launch write to global memory only when one of their threads has waited; a thread
+        reads what the launch before has made only when it has waited itself."""
         self.may_write[self.block_of[active]] = True
+        self.may_read[active] = True
 
     def fence_proxy(self, active: Array) -> None:
         if self.races:

@@ -37,6 +37,10 @@ Lanes = Any  # indices of the threads that access, or slice(None) for all
 Chunks = Iterator[tuple["Buffer", Array, Any]]
 
 
+FRESH = ("x", "h", "delta", "residual", "squares", "before", "qkv")
+"""Names of buffers that the launch before may have made: a dependent launch waits before it reads them."""
+
+
 class Buffer:
     """Bytes at an address. ``typed`` views start where addresses are multiples of the item size."""
 
@@ -268,6 +272,11 @@ class GlobalMemory(Space):
             early = np.flatnonzero(~self.machine.may_write[self.machine.block_of[lanes]])
             if early.size:
                 text = f"write to {buffer.name!r} before griddepcontrol.wait"
+                self.machine.fail("early", text, at, lanes, int(early[0]), int(address[early[0]]))
+        if not write and buffer.name in FRESH and not self.machine.may_read.all():
+            early = np.flatnonzero(~self.machine.may_read[lanes])
+            if early.size:
+                text = f"read of {buffer.name!r} before griddepcontrol.wait"
                 self.machine.fail("early", text, at, lanes, int(early[0]), int(address[early[0]]))
         return buffer
 

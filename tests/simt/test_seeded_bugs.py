@@ -166,8 +166,20 @@ SEEDS = {
         "gemm_sm90", 90, "gemm_sm90_mma.cu", "offset += __shfl_xor_sync(kFullWarp, offset, 2);", "", VALUES,
         REPACKED_ONE,
     ),
+    "residual_stream: nobody waits for what the launch before has added": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "      ptx::griddepcontrol_wait();\n      const Place", "      const Place",
+        ("early", "early"), ADDED,
+    ),
+    "residual_stream: no warp waits for the squares": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh",
+        "  ptx::griddepcontrol_wait();\n  stream.make_factors", "  stream.make_factors", ("early", "early"), NORMED,
+    ),
+    "residual_stream: squares of more than 4,096 columns are left out": Seed(
+        "gemm_sm90", 90, "residual_stream.cuh", "begin += 32 * kLoads", "begin += 32 * kLoads * 9", VALUES,
+        Problem(2, 64, 4224, 128, repacked=True, stream="norms"),
+    ),
     "residual_stream: each lane adds up a part of the squares alone": Seed(
-        "gemm_sm90", 90, "residual_stream.cuh", "total += __shfl_xor_sync(quarters, total, 2);", "", VALUES, ADDED,
+        "gemm_sm90", 90, "residual_stream.cuh", "total += __shfl_xor_sync(four, total, 2);", "", VALUES, ADDED,
     ),
     "residual_stream: rows have the factor of the first": Seed(
         "gemm_sm90", 90, "gemm_sm90.cuh", "factors[row]", "factors[0]", VALUES, NORMED,
