@@ -282,18 +282,19 @@ __device__ __forceinline__ void send_sums(const Tile& tile, const float* sums) {
   }
 }
 
+constexpr int kStoredColumns = kGated ? kBlockN / 2 : kBlockN;  // of y, by a block
+
 // Of eight columns of y that a thread stores: its index-th.
 struct Place {
   int local_row, local_column, row, column;
   bool valid;
 
   __device__ __forceinline__ Place(const Tile& tile, int index, int m, int n_out) {
-    constexpr int kWidth = kGated ? kBlockN / 2 : kBlockN;
-    local_row = index / (kWidth / 8);
-    local_column = index % (kWidth / 8) * 8;
+    local_row = index / (kStoredColumns / 8);
+    local_column = index % (kStoredColumns / 8) * 8;
     row = tile.m_begin + tile.split * kOwnedRows + local_row;
-    column = tile.block_n * kWidth + local_column;
-    valid = index < kOwnedRows * (kWidth / 8) && row < m && column < n_out;
+    column = tile.block_n * kStoredColumns + local_column;
+    valid = index < kOwnedRows * (kStoredColumns / 8) && row < m && column < n_out;
   }
 };
 
@@ -320,9 +321,8 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shar
       for (int i = 0; i < 8; ++i) out[i] *= factors[row];
     }
   };
-  constexpr int kWidth = kGated ? kBlockN / 2 : kBlockN;
   const int n_out = kGated ? n / 2 : n;
-  for (int index = threadIdx.x; index < kOwnedRows * (kWidth / 8); index += kConsumerThreads) {
+  for (int index = threadIdx.x; index < kOwnedRows * (kStoredColumns / 8); index += kConsumerThreads) {
     const Place at(tile, index, m, n_out);
     float squares = 0.0f;
     if (at.valid) {
@@ -331,7 +331,7 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shar
       load_sums(total, at.local_row, at.local_column);
       if constexpr (kGated) {
         float up[8];
-        load_sums(up, at.local_row, at.local_column + kWidth);
+        load_sums(up, at.local_row, at.local_column + kStoredColumns);
 #pragma unroll
         for (int i = 0; i < 8; ++i) total[i] = epilogue.product(total[i], up[i], at.column + i);
       } else {
@@ -378,16 +378,13 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
     begin_roles();
     ptx::griddepcontrol_launch_dependents();
     float* sums = reinterpret_cast<float*>(shared);
-    if constexpr (kAdds) {
-      // The weights between have driven it out of L2, and in the end all would wait for it.
-      const Place first(tile, threadIdx.x, m, n);
-      if (first.valid) stream.prefetch(first.row, first.column, n);
-    }
+    const Place first(tile, threadIdx.x, m, n);  // for a stream
+    // The weights between have driven it out of L2, and in the end all would wait for it.
+    if (kAdds && first.valid) stream.prefetch(first.row, first.column, n);
     if constexpr (kNorms && !kFactorWarp) make_factors<kConsumerWarps>(tile, stream, shared, warp, m, k);
     ResidualStream::Part part = {};
     auto load_part = [&]() {
       ptx::griddepcontrol_wait();
-      const Place first(tile, threadIdx.x, m, n);
       if (first.valid) part = stream.part(first.row, first.column, n);
     };
     if constexpr (kAdds && EARLY) load_part();

@@ -7,8 +7,10 @@
 //   STREAM_NORMS, where one begins:  inverse[m] = 1 / sqrt(mean of h[m, :]^2 + eps), from `squares`
 //                                    y[m, :] = epilogue(sums of x[m, :] * inverse[m] / (before[m] * kHeadroom))
 //
-//   h        float32 [m, width of the stream], and
-//   norm     float32 [width]: null for NORMS, which has the width as its k; ADDS has it as its n
+// with the width of the stream, which is the n of what adds and the k of what norms:
+//
+//   h        float32 [m, width]; null for NORMS
+//   norm     float32 [width]; null for NORMS
 //   squares  float32 [m, ceil(width / 32)]
 //   before   float32 [m]: what `inverse` was at the norm before
 //   inverse  float32 [m]; null for ADDS

@@ -66,8 +66,10 @@ def _hopper(facts: device.Device) -> Iterator[Kernel]:
         yield layout(problem).plan(facts).kernel
         yield select.choose(problem, facts, "gemm_sm90").plan.kernel
         if m <= STREAM_ROWS:
-            ends = {"stream": "adds"} if k >= n else {"stream": "norms", "gated": n > 3 * k, "activation": "silu"}
-            yield select.choose(replace(problem, **ends), facts).plan.kernel
+            ends = replace(problem, stream="adds" if k >= n else "norms")
+            if n > 3 * k:
+                ends = replace(ends, gated=True, activation="silu")
+            yield select.choose(ends, facts).plan.kernel
         if m >= 256:
             yield from (config.plan(problem, facts).kernel for config in GemmSm90Large().configs(problem, facts))
 

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from cupy_awq import compile as compiler
 from cupy_awq.launch_plan import LaunchPlan, TensorMap
 
@@ -90,12 +88,9 @@ class Launcher:
         from cuda.bindings import driver
 
         self.plan = plan
-        pointers = [argument for argument in plan.arguments if isinstance(argument, str)]
-        maps = [argument for argument in plan.arguments if isinstance(argument, TensorMap)]
-        scalars = [argument for argument in plan.arguments if isinstance(argument, np.generic)]
-        self.buffers = [*pointers, *(tensor_map.buffer for tensor_map in maps)]
-        self._pointers = len(pointers)
-        self._arguments = _Arguments(len(pointers), tuple(maps), tuple(scalar.tobytes() for scalar in scalars))
+        self.buffers = plan.buffers
+        self._pointers = len(plan.pointers)
+        self._arguments = _Arguments(self._pointers, plan.maps, tuple(scalar.tobytes() for scalar in plan.scalars))
         # Keeping the module's object keeps the code loaded.
         self._raw = compiler.function(plan.kernel, plan.shared_bytes)
         if plan.cached:

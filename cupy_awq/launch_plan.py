@@ -63,8 +63,22 @@ class LaunchPlan:
     cached: bool = False
 
     def __post_init__(self) -> None:
-        pointers = [argument for argument in self.arguments if isinstance(argument, str)]
-        maps = [argument for argument in self.arguments if isinstance(argument, TensorMap)]
-        scalars = [argument for argument in self.arguments if isinstance(argument, np.generic)]
-        if list(self.arguments) != [*pointers, *maps, *scalars]:
+        if self.arguments != (*self.pointers, *self.maps, *self.scalars):
             raise ValueError(f"{self.kernel.entry}: expected pointers, then tensor maps, then scalars")
+
+    @property
+    def pointers(self) -> tuple[str, ...]:
+        return tuple(argument for argument in self.arguments if isinstance(argument, str))
+
+    @property
+    def maps(self) -> tuple[TensorMap, ...]:
+        return tuple(argument for argument in self.arguments if isinstance(argument, TensorMap))
+
+    @property
+    def scalars(self) -> tuple[np.generic, ...]:
+        return tuple(argument for argument in self.arguments if isinstance(argument, np.generic))
+
+    @property
+    def buffers(self) -> list[str]:
+        """The names of all buffers, those of tensor maps last."""
+        return [*self.pointers, *(tensor_map.buffer for tensor_map in self.maps)]

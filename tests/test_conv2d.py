@@ -28,7 +28,6 @@ from cupy_awq.kernels.conv2d import (
     int8_plan,
     refuse,
 )
-from cupy_awq.launch_plan import TensorMap
 from tests.backends import BACKENDS, LANDINGS, runner
 from tests.simt.bulk import check_map
 from tests.test_int8 import float64_values, naive_conv, random_weight
@@ -95,8 +94,8 @@ def check_convolution(backend: str, problem: Convolution, config: Config, here: 
         if a is not None:
             a.flags.writeable = False
     plan = config.plan(problem.simplest(), here)
-    names = {a.buffer if isinstance(a, TensorMap) else a for a in plan.arguments if isinstance(a, str | TensorMap)}
-    runner(backend)(plan, {name: a for name, a in ({**buffers, **scratch, "y": y}).items() if name in names})
+    every = {**buffers, **scratch, "y": y}
+    runner(backend)(plan, {name: every[name] for name in plan.buffers})
     values = float64_values(weight)
     mma = not isinstance(config, SimtConfig)
     if mma:
@@ -337,9 +336,8 @@ def test_each_step_has_a_kernel(stride: int, shape: tuple[int, ...]) -> None:
     here = device.nominal(90)
     config, plan = gpu.chosen_convolution(problem, here)
     assert isinstance(config, MmaConfig) == (problem.sizes.stride_w > 8)
-    for argument in plan.arguments:
-        if isinstance(argument, TensorMap):
-            check_map(argument, 0)
+    for tensor_map in plan.maps:
+        check_map(tensor_map, 0)
     steps = hopper.refuse(problem, here)
     assert steps is None or "steps of up to 8 pixels" in steps
     assert (steps is None) == (large.refuse(problem, here) is None)

@@ -14,7 +14,6 @@ import pytest
 from cupy_awq import AwqLinear, device, llm
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.kernels.repack import Repacking
-from cupy_awq.launch_plan import TensorMap
 from cupy_awq.llm import Config, LanguageModel, Sampling
 from cupy_awq.llm.device_ops import DeviceOps, Residual
 from cupy_awq.llm.host import HostOps
@@ -31,8 +30,7 @@ class SimulatedOps(DeviceOps):
     """Kernels run on the simulator, over NumPy arrays; quantized products are NumPy's own."""
 
     def run(self, plan: Any, **arrays: Any) -> None:
-        names = [a.buffer if isinstance(a, TensorMap) else a for a in plan.arguments if not isinstance(a, np.generic)]
-        simt.run(plan, {name: arrays[name] for name in names})
+        simt.run(plan, {name: arrays[name] for name in plan.buffers})
 
 
 @pytest.fixture

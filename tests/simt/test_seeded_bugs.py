@@ -167,8 +167,8 @@ SEEDS = {
         REPACKED_ONE,
     ),
     "residual_stream: nobody waits for what the launch before has added": Seed(
-        "gemm_sm90", 90, "gemm_sm90.cuh", "      ptx::griddepcontrol_wait();\n      const Place", "      const Place",
-        ("early", "early"), ADDED,
+        "gemm_sm90", 90, "gemm_sm90.cuh",
+        "ptx::griddepcontrol_wait();\n      if (first.valid)", "if (first.valid)", ("early", "early"), ADDED,
     ),
     "residual_stream: no warp waits for the squares": Seed(
         "gemm_sm90", 90, "gemm_sm90.cuh",
@@ -190,7 +190,7 @@ SEEDS = {
     ),
     "residual_stream: a thread's second place has what the first one adds to": Seed(
         "gemm_sm90", 90, "gemm_sm90.cuh", "if (index != threadIdx.x) part =", "if (false) part =", VALUES,
-        Problem(64, 192, 1024, 128, repacked=True, stream="adds"),
+        Problem(32, 192, 1024, 128, repacked=True, stream="adds"),
     ),
     "gemm_sm90: an arrival too many is expected": Seed(
         "gemm_sm90", 90, "gemm_sm90.cuh",
