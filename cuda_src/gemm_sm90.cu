@@ -19,7 +19,6 @@ constexpr int kXHalfBytes = kBlockM * 128;
 
 static_assert(kTeamWarps == kWarpgroups * 4, "a warpgroup is four warps");
 static_assert(kXBytes == kDepth * 2 * kXHalfBytes && kXRingBytes == kStages * kXBytes, "x comes with the weight");
-static_assert(!kScaled || kDepth == 1, "a stage is a step");
 static_assert(!kScaled || kStages >= 2 * kTeams, "a stage is released while its team is at the next");
 static_assert(kRecords == kWarpgroups * kTiles * 2, "a warpgroup makes 64 columns at a time");
 
@@ -53,36 +52,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     const ScaledCodes<X>::Factor factor(scale_factor);
     for (int round = team; round < tile.rounds(); round += kTeams) {
       wait(tile.full(at.stage), at.parity);
-      // The same in all lanes, said so that descriptors stay in uniform registers.
-      const uint32_t x_begin = __shfl_sync(0xffffffffu, tile.x(at.stage) / 16, 0);
+      const int depth = tile.depth(round);
+#pragma unroll 1
+      for (int step = 0; step < depth; ++step) {
+        // The same in all lanes, said so that descriptors stay in uniform registers.
+        const uint32_t x_begin = __shfl_sync(0xffffffffu, (tile.x(at.stage) + step * 2 * kXHalfBytes) / 16, 0);
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        const uint32_t record = at.stage * kWeightBytes + i * kWarpgroups * 2 * kRecordBytes;
-        constexpr int kParts = kGroups > 1 ? kGroups / 2 : 1;  // groups in 64 k
-        ScaledCodes<X> codes[kParts];
+        for (int i = 0; i < kTiles; ++i) {
+          const uint32_t record = at.stage * kWeightBytes + (i * kWarpgroups * 2 * kDepth + step) * kRecordBytes;
+          constexpr int kParts = kGroups > 1 ? kGroups / 2 : 1;  // groups in 64 k
+          ScaledCodes<X> codes[kParts];
 #pragma unroll
-        for (int k64 = 0; k64 < 2; ++k64) {
-          Vector<uint32_t, 4> words;
-          ptx::ld_shared_u32x4(words.values, mine.words + record + k64 * 1024);
-          if (kGroups > 1 || k64 == 0) {
+          for (int k64 = 0; k64 < 2; ++k64) {
+            Vector<uint32_t, 4> words;
+            ptx::ld_shared_u32x4(words.values, mine.words + record + k64 * 1024);
+            if (kGroups > 1 || k64 == 0) {
 #pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-              codes[part] = ScaledCodes<X>(
-                  Group::load_shared(mine.scales + record, mine.zeros + record, k64 * kParts + part), factor);
+              for (int part = 0; part < kParts; ++part) {
+                codes[part] = ScaledCodes<X>(
+                    Group::load_shared(mine.scales + record, mine.zeros + record, k64 * kParts + part), factor);
+              }
             }
+            ptx::wgmma_wait_group<1>();
+#pragma unroll
+            for (int s = 0; s < 4; ++s) codes[s * kParts / 4].convert(a[k64][s], words.values[s]);
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int s = 0; s < 4; ++s) wgmma<true>(sums[i], a[k64][s], x_begin + k64 * kXHalfBytes / 16 + s * 2);
+            ptx::wgmma_commit_group();
           }
-          ptx::wgmma_wait_group<1>();
-#pragma unroll
-          for (int s = 0; s < 4; ++s) codes[s * kParts / 4].convert(a[k64][s], words.values[s]);
-          ptx::wgmma_fence();
-#pragma unroll
-          for (int s = 0; s < 4; ++s) wgmma<true>(sums[i], a[k64][s], x_begin + k64 * kXHalfBytes / 16 + s * 2);
-          ptx::wgmma_commit_group();
         }
-      }
-      if (last >= 0) {
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(tile.empty(last));
+        if (last >= 0) {
+          __syncwarp();
+          if (lane == 0) ptx::mbarrier_arrive(tile.empty(last));
+          last = -1;
+        }
       }
       last = at.stage;
       at.advance(kTeams);
@@ -156,6 +160,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       }
     }
   };
+  // For the first stages: from then on copies are as far ahead. More of it delays them.
+  auto ask = [&](const Tile& tile) {
+    if (threadIdx.x != 0) return;
+    for (int round = tile.block_n % kXParts; round < min(tile.rounds(), kStages); round += kXParts) {
+      ptx::cp_async_bulk_prefetch_tensor_3d(&x_map, 0, tile.m_begin, (tile.step_begin + round * kDepth) * 2);
+    }
+  };
   auto consume = [&](const Tile& tile, const uint8_t*) {
     if constexpr (kScaled) {
       consume_scaled(tile);
@@ -164,5 +175,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     }
   };
   const ResidualStream stream{STREAM_ARGUMENTS, eps};
-  run_tile<true>(weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, stream, consume, push);
+  run_tile<true>(weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, stream, ask, consume, push);
 }

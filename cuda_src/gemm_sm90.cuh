@@ -17,8 +17,8 @@
 // adds up its teams' sums of the rows that other blocks own and sends them there. Each block then adds, in a fixed
 // order, its own teams' sums of its rows and what the others sent.
 //
-// Programmatic dependent launch: all that is read before griddepcontrol.wait is the weight; a stream is asked for in
-// L2.
+// Programmatic dependent launch: all that is read before griddepcontrol.wait is the weight; x and a stream are asked
+// for in L2.
 //
 // Measured on an H200, 4096 x 4096, one row, dependent launches (microseconds a launch). In all 4.4; without the early
 // launch of the next grid 5.6; without the math 2.9, so the math between x and the sums is the longest link of the
@@ -48,6 +48,11 @@ constexpr int kSplits = SPLITS;
 constexpr int kResident = RESIDENT;
 constexpr int kXBytes = X_BYTES;  // of x that the producer brings with a stage of the weight, by the tensor map
 constexpr int kXRingBytes = X_RING_BYTES;  // of x in shared memory
+
+// Parts of x, of which a block asks L2 for one before the wait: the blocks that start early ask for all. What comes
+// with a stream was made just before.
+constexpr int kXParts = 8;
+constexpr bool kAsksX = !kAdds && !kNorms;
 
 constexpr int kBlockN = kRecords * kRecordColumns;
 constexpr int kConsumerWarps = kTeams * kTeamWarps;
@@ -363,18 +368,21 @@ __device__ __forceinline__ void make_factors(const Tile& tile, const ResidualStr
                                          tile.m_begin + tile.split * kOwnedRows, m, k, tile.block_n == 0);
 }
 
-// The whole kernel: `consume(tile, shared)` adds up a team's part of K, `push(sums)` pushes its sums. EARLY: a thread
-// has 17 registers for what its place in the stream holds, so that it can read that as early as x.
-template <bool EARLY, class Consume, class Push>
+// The whole kernel: `ask(tile)` asks L2 for the block's part of x, `consume(tile, shared)` adds up a team's part of K,
+// `push(sums)` pushes its sums. EARLY: a thread has 17 registers for what its place in the stream holds, so that it can
+// read that as early as x.
+template <bool EARLY, class Ask, class Consume, class Push>
 __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
                                          const TensorMap* x_map, int m, int n, int k, int ldr, int ldy, float low,
-                                         float high, const ResidualStream& stream, Consume consume, Push push) {
+                                         float high, const ResidualStream& stream, Ask ask, Consume consume,
+                                         Push push) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const Tile tile = begin_tile(shared, k);
   const int warp = threadIdx.x / 32;
   // Registers move between the roles only while each is one branch to its end.
   if (warp < kConsumerWarps) {
     if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_inc<kConsumerRegisters>();
+    if constexpr (kAsksX) ask(tile);
     begin_roles();
     ptx::griddepcontrol_launch_dependents();
     float* sums = reinterpret_cast<float*>(shared);

@@ -18,6 +18,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/prefetch.cuh"
 #include "warp.cuh"
 
 static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_mma needs sm_90");
@@ -119,6 +120,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   float sums[kTilesN][kTilesM][4] = {};
   float offsets[kTilesN][4] = {};  // kSliced: to add to the sums of its only tile, this lane's part
 
+  auto ask = [&](const Tile& tile) {
+    constexpr int kLine = 128 / sizeof(X);
+    const int k_end = min(k, tile.step_end * kRecordK);
+    for (int part = tile.block_n % kXParts + threadIdx.x * kXParts;; part += kConsumerThreads * kXParts) {
+      const int row = tile.m_begin + part % kXRows;
+      const int column = tile.step_begin * kRecordK + part / kXRows * kLine;
+      if (column >= k_end) break;
+      if (row < m) ptx::prefetch_global_l2(x + static_cast<int64_t>(row) * ldx + column);
+    }
+  };
   auto consume = [&](const Tile& tile, const uint8_t* shared) {
     StagedRows rows(x, ldx, tile, m, k);
     ptx::griddepcontrol_wait();
@@ -247,5 +258,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     }
   };
   const ResidualStream stream{STREAM_ARGUMENTS, eps};
-  run_tile<kEarly>(weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, stream, consume, push);
+  run_tile<kEarly>(weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, stream, ask, consume, push);
 }

@@ -317,6 +317,30 @@ def test_few_rows_of_one_group_a_record(backend: str, m: int, k: int, dtype: str
         check_matmul(runner(backend), problem, config, here, seed=k)
 
 
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize(
+    ("m", "dtype", "scaled", "depths"),
+    [
+        (12, "float16", False, {1, 2, 4}),
+        (12, "bfloat16", False, {1, 2, 4}),
+        (40, "float16", False, {1, 2}),
+        (40, "float16", True, {1, 2}),
+    ],
+)
+def test_stages_of_several_steps(backend: str, m: int, dtype: str, scaled: bool, depths: set[int]) -> None:
+    """Every depth and number of teams, round the stages more than once; K ends within a stage and within a record."""
+    problem = Problem(m, 72, 2112, 64, dtype, repacked=True)
+    here = facts(90, backend)
+    configs = {
+        (c.depth, c.teams): c
+        for c in sorted(select.FAMILIES["gemm_sm90"].configs(problem, here), key=lambda c: -c.stages)
+        if c.name == "gemm_sm90" and c.records == 2 and c.splits == 1 and c.scaled == scaled
+    }
+    assert {depth for depth, _ in configs} == depths
+    for config in configs.values():
+        check_matmul(runner(backend), problem, config, here, seed=m)
+
+
 @pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_what_is_not_finite_stays_in_its_row_of_x(backend: str, value: float) -> None:

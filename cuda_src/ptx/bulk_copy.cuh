@@ -46,6 +46,12 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d_multicast(unsigned share
       : "memory");
 }
 
+// cp.async.bulk.prefetch.tensor.3d: asks L2 for the box.
+__device__ __forceinline__ void cp_async_bulk_prefetch_tensor_3d(const void* map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+
 // prefetch.tensormap: brings a map in parameter space near the copy engine.
 __device__ __forceinline__ void prefetch_tensormap(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

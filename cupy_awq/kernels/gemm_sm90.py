@@ -248,7 +248,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
     for block_m in (16, 32, 64, 128) if problem.m > MMA_ALONE_ROWS else ():
         if block_m > max(16, power) or block_m < min(max(16, power), 64):
             continue
-        depths = (1, 2) if block_m <= 32 else (1,)
+        depths = (1, 2, 4) if block_m == 16 else (1, 2) if block_m <= 64 else (1,)
         # Clusters of four were slower everywhere: fewer of them fit on the chip. Clusters of two whose tiles bring x
         # together by multicast took 0 to 13% longer (20 cases from 32 to 128 rows on an H100).
         for tiles, warpgroups, teams, splits, depth in itertools.product(
