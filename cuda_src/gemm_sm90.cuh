@@ -49,8 +49,8 @@ constexpr int kResident = RESIDENT;
 constexpr int kXBytes = X_BYTES;  // of x that the producer brings with a stage of the weight, by the tensor map
 constexpr int kXRingBytes = X_RING_BYTES;  // of x in shared memory
 
-// Parts of x, of which a block asks L2 for one before the wait: the blocks that start early ask for all. What comes
-// with a stream was made just before.
+// Parts of x, of which a block asks L2 for one before the wait: neighbouring columns of tiles ask for different ones,
+// eight for all. What comes with a stream was made just before.
 constexpr int kXParts = 8;
 constexpr bool kAsksX = !kAdds && !kNorms;
 

@@ -184,7 +184,7 @@ COMPILE = """
 
 Fills the cache of compiled kernels (CUPY_AWQ_CACHE_DIR), to warm a container image
 or to check a build. Prints registers, shared memory and spills; exit code 1 if any
-kernel spills."""
+kernel spills or has its wgmma serialized."""
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -30,12 +30,16 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Resources:
-    """What the assembler says of a kernel: registers a thread, static shared bytes, bytes of spills and of stack."""
+    """What the assembler says of a kernel: registers a thread, static shared bytes, bytes of spills and of stack.
+
+    ``serialized``: its wgmma wait for each other, for want of registers or of order.
+    """
 
     registers: int
     shared_bytes: int
     spill_bytes: int
     stack_bytes: int
+    serialized: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ def _resources(log: str) -> Resources:
         shared_bytes=number(r"(\d+) bytes smem"),
         spill_bytes=number(r"(\d+) bytes spill"),
         stack_bytes=number(r"(\d+) bytes stack frame"),
+        serialized="wgmma.mma_async instructions are serialized" in log,
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel for the architectures named, with no GPU: to fill the cache of a container image, and to check them all.
 
-Prints registers, shared memory and spills of each kernel, and fails if one spills.
+Prints registers, shared memory and spills of each kernel, and fails if one spills or has its wgmma serialized.
 """
 
 from __future__ import annotations
@@ -87,14 +87,16 @@ def _convolutions(facts: device.Device) -> Iterator[Kernel]:
 
 
 def run(archs: list[str]) -> int:
-    """Compile for each of ``archs`` ("75", "90a"; below the compiler's range its lowest); 1 if a kernel spills, else 0.
+    """Compile for each of ``archs`` ("75", "90a"; below the compiler's range its lowest).
+
+    Returns 1 if a kernel spills or has its wgmma serialized, else 0.
 
     Raises ValueError for an arch that is not one.
     """
     for arch in archs:
         if not re.fullmatch(r"\d{2,3}a?", arch) or int(arch.rstrip("a")) < min(device.NOMINAL):
             raise ValueError(f"arch: expected a compute capability such as 75 or 90a, got {arch!r}")
-    spills = 0
+    spills = serialized = 0
     rows = []
     for arch in archs:
         some = kernels(int(arch.rstrip("a")))
@@ -113,17 +115,18 @@ def run(archs: list[str]) -> int:
                     str(resources.registers),
                     str(resources.shared_bytes),
                     str(resources.spill_bytes),
-                    "compiled" if binary.fresh else "cached",
+                    "serialized" if resources.serialized else "compiled" if binary.fresh else "cached",
                 )
             )
             spills += resources.spill_bytes > 0
+            serialized += resources.serialized
             if sys.stderr.isatty():
                 print(f"\r{len(rows)} kernels", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
         print(file=sys.stderr)
     print(render(("kernel", "target", "constants", "registers", "shared bytes", "spill bytes", ""), rows, left=3))
-    print(f"{len(rows)} kernels, {spills} with spills; cache: {cache.folder()}")
-    return 1 if spills else 0
+    print(f"{len(rows)} kernels, {spills} with spills, {serialized} with serialized wgmma; cache: {cache.folder()}")
+    return 1 if spills or serialized else 0
 
 
 QUIET = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")

@@ -101,10 +101,10 @@ FINAL_ROUNDS = 3
 
 
 def fastest(measures: Sequence[Callable[[], float]]) -> tuple[int, list[float]]:
-    """The index of what measures least, and the median of each.
+    """The index of the last that leads, and the median of each.
 
     They take turns, there and back, for clocks differ after a pause and as the chip warms up. The slower half leaves
-    after each round, and the last two have more rounds.
+    after each round, and the last two have more rounds: medians of those that left are of the first rounds alone.
 
     >>> fastest([lambda: 3.0, lambda: 1.0, lambda: 2.0])
     (1, [3.0, 1.0, 2.0])

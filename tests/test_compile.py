@@ -71,6 +71,13 @@ def test_a_kernel_is_compiled_once(root: Path, compilations: list[str]) -> None:
     assert first.resources.spill_bytes == 0
 
 
+def test_what_the_assembler_says_is_read_from_its_log() -> None:
+    used = "Used 168 registers, 16 bytes smem\n    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads"
+    warned = "ptxas warning : Potential Performance Loss: wgmma.mma_async instructions are serialized due to"
+    assert compiler._resources(used) == compiler.Resources(168, 16, 16, 8)
+    assert compiler._resources(f"{warned} insufficient register resources\n{used}").serialized
+
+
 @pytest.mark.parametrize("change", ["header", "source", "define", "arch", "form"])
 def test_whatever_goes_in_is_part_of_the_cache_key(root: Path, compilations: list[str], change: str) -> None:
     compiler.build(KERNEL)

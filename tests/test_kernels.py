@@ -328,12 +328,12 @@ def test_few_rows_of_one_group_a_record(backend: str, m: int, k: int, dtype: str
     ],
 )
 def test_stages_of_several_steps(backend: str, m: int, dtype: str, scaled: bool, depths: set[int]) -> None:
-    """Every depth and number of teams, round the stages more than once; K ends within a stage and within a record."""
-    problem = Problem(m, 72, 2112, 64, dtype, repacked=True)
+    """Every depth and number of teams, round the fewest stages several times; K ends within a stage and a record."""
+    problem = Problem(m, 128, 2112, 64, dtype, repacked=True)
     here = facts(90, backend)
     configs = {
-        (c.depth, c.teams): c
-        for c in sorted(select.FAMILIES["gemm_sm90"].configs(problem, here), key=lambda c: -c.stages)
+        (c.depth, c.teams): replace(c, stages=c.teams * (2 if scaled or c.teams == 1 else 1))
+        for c in select.FAMILIES["gemm_sm90"].configs(problem, here)
         if c.name == "gemm_sm90" and c.records == (4 if c.depth == 4 else 2) and (c.splits, c.scaled) == (1, scaled)
     }
     assert {depth for depth, _ in configs} == depths

@@ -262,7 +262,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
                 yield from _staged(config, problem, device, block_m * (tiles + 1) // 2 + 62)
                 if block_m >= 64 and problem.dtype == "float16" and not problem.wide_scales:
                     scaled = replace(config, scaled=True)
-                    yield from _staged(scaled, problem, device, block_m * tiles // 2 + 86)
+                    yield from _staged(scaled, problem, device, block_m * tiles // 2 + (86 if tiles == 1 else 90))
 
 
 def _staged(config: GemmSm90Config, problem: Problem, device: Device, registers: int) -> Iterator[GemmSm90Config]:
