@@ -101,10 +101,10 @@ FINAL_ROUNDS = 3
 
 
 def fastest(measures: Sequence[Callable[[], float]]) -> tuple[int, list[float]]:
-    """The index of the last that leads, and the median of each.
+    """The index of what measures least, and the median of each.
 
     They take turns, there and back, for clocks differ after a pause and as the chip warms up. The slower half leaves
-    after each round, and the last two have more rounds: medians of those that left are of the first rounds alone.
+    after each round, and the last two have more rounds, in which the first takes part again, to compare with.
 
     >>> fastest([lambda: 3.0, lambda: 1.0, lambda: 2.0])
     (1, [3.0, 1.0, 2.0])
@@ -117,7 +117,9 @@ def fastest(measures: Sequence[Callable[[], float]]) -> tuple[int, list[float]]:
     live = list(range(len(measures)))
     finals = 0
     while finals < FINAL_ROUNDS:
-        finals += len(live) <= 2
+        if len(live) <= 2:
+            finals += 1
+            live = sorted({0, *live})
         for index in (*live, *reversed(live)):
             found[index].append(measures[index]())
         live = sorted(live, key=median)[: max(2, math.ceil(len(live) / 2))]

@@ -110,7 +110,7 @@ def test_tuning_keeps_the_fastest_and_layers_use_it(folder: Path) -> None:
     index = placement.resolve()
     rows = tune.run([(512, 256)], [1, 3], group_size=128, tries=3, device=index, progress=lambda text: None)
     assert [(row.m, row.tried) for row in rows] == [(1, 3), (4, 3)]
-    assert all(0 < row.us < 1.5 * row.model_us for row in rows)
+    assert all(0 < row.us <= row.model_us for row in rows)
     tune.keep(rows, index)
     forget()
     facts = replace(device.of(index), arch=device.of(index).native)  # what is measured serves no forced path
@@ -136,7 +136,8 @@ def test_the_fastest_in_turns_is_found_while_the_chip_grows_slower_and_the_slowe
     assert len(times) == len(true)
     assert times[best] < times[1]
     assert seen[:12] == [0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0]
-    assert [seen.count(index) for index in range(6)] == [2, 10, 2, 10, 4, 2]
+    assert [seen.count(index) for index in range(6)] == [8, 10, 2, 10, 4, 2]
+    assert times[best] < times[0]  # which is to compare with, and has all the final rounds
 
 
 @pytest.mark.parametrize("count", [1, 2])
