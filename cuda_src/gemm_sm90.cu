@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   // For the first stages: from then on copies are as far ahead. More of it delays them.
   auto ask = [&](const Tile& tile) {
     if (threadIdx.x != 0) return;
-    for (int round = tile.block_n % kXParts; round < min(tile.rounds(), kStages); round += kXParts) {
+    for (int round = tile.block_n % kXParts; round < tile.first_rounds(); round += kXParts) {
       ptx::cp_async_bulk_prefetch_tensor_3d(&x_map, 0, tile.m_begin, (tile.step_begin + round * kDepth) * 2);
     }
   };

@@ -144,6 +144,8 @@ struct Tile {
   int step_end;    // step_begin + a multiple of DEPTH, or the end of K
 
   __device__ __forceinline__ int rounds() const { return ceil_div(step_end - step_begin, kDepth); }
+  // Of them, those that no stage has to be given back for.
+  __device__ __forceinline__ int first_rounds() const { return min(rounds(), kStages); }
   // Of the stage that is filled in a round.
   __device__ __forceinline__ int depth(int round) const {
     return kDepth == 1 ? 1 : min(kDepth, step_end - step_begin - round * kDepth);
@@ -219,7 +221,7 @@ __device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight,
     }
   };
 
-  const int ahead = min(tile.rounds(), kStages);
+  const int ahead = tile.first_rounds();
   if (kXBytes != 0 && lane == 0) ptx::prefetch_tensormap(x_map);
   for (int stage = lane; stage < kStages; stage += 32) {
     ptx::mbarrier_init(tile.full(stage), 1);
