@@ -43,6 +43,7 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "unpack_bytes.cuh"
+#include "warp.cuh"
 
 static_assert(__CUDA_ARCH__ == 900, "conv2d_sm90 needs sm_90a");
 
@@ -159,11 +160,11 @@ struct Words {
   }
 };
 
-__device__ __forceinline__ void wgmma(float (&d)[kSums], const uint32_t (&a)[4], uint32_t b) {
+__device__ __forceinline__ void wgmma(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b) {
   if constexpr (kHalf) {
-    ptx::wgmma_f16<true, kStride>(d, a, b);
+    ptx::wgmma_f16<true>(d, a, b);
   } else {
-    ptx::wgmma_bf16<true, kStride>(d, a, b);
+    ptx::wgmma_bf16<true>(d, a, b);
   }
 }
 
@@ -174,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
                 int pad_w, int dilation_h, int dilation_w, float low, float high) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
-  const int warp = threadIdx.x / 32;
+  const int warp = uniform_warp();
   const int lane = threadIdx.x % 32;
   const int split = kSplits == 1 ? 0 : ptx::cluster_ctarank();
   const int co_tiles = co_blocks * kWgCo;
@@ -247,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   }
 
   // The shuffle tells the compiler that these are the same in all lanes of a warp.
-  const int warpgroup = kWarpgroups == 1 ? 0 : __shfl_sync(0xffffffffu, warp / 4, 0);
+  const int warpgroup = kWarpgroups == 1 ? 0 : warp / 4;
   const int wg_co = warpgroup % kWgCo;
   const int wg_px = warpgroup / kWgCo;
   const int thread = threadIdx.x % 128;
@@ -257,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   Unit unit = first_unit;
   Parameters mine;
   Words words;
-  uint32_t b;  // of the unit
+  uint32_t b;  // address of the unit's
   float sums[kSums] = {};
 
   auto release = [&](uint32_t barrier) {
@@ -275,16 +276,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     release(shared.codes_empty(codes_at.stage));
     codes_at.advance();
     const int first = kHalo ? unit.fy * dilation_h * kBoxW + unit.fx * dilation_w : 0;
-    b = (shared.x(x_at.stage) + wg_px * kBoxBytes) / 16 + first * 8;
+    b = shared.x(x_at.stage) + wg_px * kBoxBytes + first * 128;
   };
   auto convert = [&](uint32_t (&a)[kSteps][4]) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) words.convert(a[step], step, mine);
   };
   auto multiply = [&](const uint32_t (&a)[kSteps][4]) {
+    // The same in all lanes, said so that the descriptor stays in uniform registers.
+    const uint64_t begin = ptx::wgmma_descriptor<kStride>(b);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) wgmma(sums, a[step], b + step * 2);
+    for (int step = 0; step < kSteps; ++step) wgmma(sums, a[step], begin + step * 2);
     ptx::wgmma_commit_group();
   };
   // Tensor cores multiply a unit while the next is converted. A box is free once the first product of the next box

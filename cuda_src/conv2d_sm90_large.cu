@@ -37,6 +37,7 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_shared.cuh"
+#include "warp.cuh"
 
 static_assert(__CUDA_ARCH__ == 900, "conv2d_sm90_large needs sm_90a");
 
@@ -103,8 +104,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
   const int lane = threadIdx.x % 32;
-  // Known to be the same in all lanes.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warp = uniform_warp();
   const int split = kSplits == 1 ? 0 : ptx::cluster_ctarank();
   const int begin = units * split / kSplits;
   const int end = units * (split + 1) / kSplits;
@@ -207,19 +207,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       wait(shared.weight_full(weight_at.stage), weight_at.parity);
       const int first = kHalo ? unit.fy * dilation_h * kBoxW + unit.fx * dilation_w : 0;
       // The same in all lanes, said so that descriptors stay in uniform registers.
-      const uint32_t a = __shfl_sync(0xffffffffu, (shared.weight(weight_at.stage) + wg_co * kTileBytes) / 16, 0);
-      const uint32_t b =
-          __shfl_sync(0xffffffffu, (shared.x(x_at.stage) + wg_px * kParts * kBoxBytes) / 16 + first * 8, 0);
+      const uint64_t a = ptx::wgmma_descriptor(shared.weight(weight_at.stage) + wg_co * kTileBytes);
+      const uint64_t b =
+          ptx::wgmma_descriptor<kStride>(shared.x(x_at.stage) + wg_px * kParts * kBoxBytes + first * 128);
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          const uint32_t at = b + part * (kBoxBytes / 16) + step * 2;
+          const uint64_t at = b + part * (kBoxBytes / 16) + step * 2;
           if constexpr (kHalf) {
-            ptx::wgmma_f16<kStride>(sums[part], a + step * 2, at);
+            ptx::wgmma_f16(sums[part], a + step * 2, at);
           } else {
-            ptx::wgmma_bf16<kStride>(sums[part], a + step * 2, at);
+            ptx::wgmma_bf16(sums[part], a + step * 2, at);
           }
         }
       }

@@ -36,6 +36,7 @@
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_e4m3.cuh"
 #include "ptx/wgmma_s8.cuh"
+#include "warp.cuh"
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_int8_sm90 needs sm_90a");
 
@@ -248,7 +249,7 @@ __device__ __forceinline__ void produce_parameters(const Shared& shared, uint8_t
 }
 
 template <bool FIRST, class T>
-__device__ __forceinline__ void wgmma(T (&d)[kSums], uint32_t a, uint32_t b) {
+__device__ __forceinline__ void wgmma(T (&d)[kSums], uint64_t a, uint64_t b) {
   if constexpr (kFp8) {
     FIRST ? ptx::wgmma_e4m3_first(d, a, b) : ptx::wgmma_e4m3(d, a, b);
   } else {
@@ -338,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
+  const int warp = uniform_warp();
   if (warp == kConsumerWarps && lane < kStages) {
     ptx::mbarrier_init(shared.full(lane), 1 + kParameterWarps);
     ptx::mbarrier_init(shared.empty(lane), kConsumerWarps * kCluster);
@@ -348,8 +349,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   ptx::griddepcontrol_launch_dependents();
   if (warp < kConsumerWarps) {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
-    // The same in all lanes, as the compiler shall know: operand B's address stays in uniform registers.
-    const int warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);
+    const int warpgroup = warp / 4;
     const int thread = threadIdx.x % 128;
     const int steps = ceil_div(k, kBlockK);
     const Epilogue<Y> epilogue{bias, nullptr, low, high, n, 0};
@@ -383,8 +383,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       Vector<float, 2> x_scales[kSums / 4];  // where registers suffice
       int b = 0;                             // of the blocks in a stage
       auto start = [&](int tile) {
-        const uint32_t w_begin = (shared.codes(at.stage) + tile * (64 * kBlockK)) / 16 + b * kSteps * 2;
-        const uint32_t x_begin = (shared.x(at.stage) + warpgroup * (kRows * kBlockK)) / 16 + b * kSteps * 2;
+        const uint64_t w_begin = ptx::wgmma_descriptor(shared.codes(at.stage) + tile * (64 * kBlockK)) + b * kSteps * 2;
+        const uint64_t x_begin =
+            ptx::wgmma_descriptor(shared.x(at.stage) + warpgroup * (kRows * kBlockK)) + b * kSteps * 2;
         ptx::wgmma_fence();
         wgmma<true>(products[tile % 2], w_begin, x_begin);
 #pragma unroll

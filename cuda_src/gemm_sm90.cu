@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
               float low, float high, float eps, float scale_factor, float result_factor) {
   constexpr int kSums = kBlockM / 2;
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
+  const int warp = uniform_warp();
   const int team = warp / kTeamWarps;
   const int warpgroup = warp % kTeamWarps / 4;
   float sums[kTiles][kSums] = {};
@@ -55,8 +55,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       const int depth = tile.depth(round);
 #pragma unroll 1
       for (int step = 0; step < depth; ++step) {
-        // The same in all lanes, said so that descriptors stay in uniform registers.
-        const uint32_t x_begin = __shfl_sync(0xffffffffu, (tile.x(at.stage) + step * 2 * kXHalfBytes) / 16, 0);
+        const uint64_t x_begin = ptx::wgmma_descriptor(tile.x(at.stage) + step * 2 * kXHalfBytes);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
           const uint32_t record = at.stage * kWeightBytes + (i * kWarpgroups * 2 * kDepth + step) * kRecordBytes;
@@ -106,8 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       const int depth = tile.depth(round);
 #pragma unroll 1
       for (int step = 0; step < depth; ++step) {
-        // The same in all lanes, said so that descriptors stay in uniform registers.
-        const uint32_t x_begin = __shfl_sync(0xffffffffu, (tile.x(at.stage) + step * 2 * kXHalfBytes) / 16, 0);
+        const uint64_t x_begin = ptx::wgmma_descriptor(tile.x(at.stage) + step * 2 * kXHalfBytes);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
           const uint32_t record = at.stage * kWeightBytes + (i * kWarpgroups * 2 * kDepth + step) * kRecordBytes;
@@ -131,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) {
               const int k16 = part * kSteps + s;
-              const uint32_t b = x_begin + (k16 / 4 * kXHalfBytes) / 16 + k16 % 4 * 2;
+              const uint64_t b = x_begin + (k16 / 4 * kXHalfBytes) / 16 + k16 % 4 * 2;
               if (s == 0) {
                 wgmma<false>(parts, a[s], b);
               } else {

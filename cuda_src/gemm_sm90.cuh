@@ -380,7 +380,7 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
                                          Push push) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const Tile tile = begin_tile(shared, k);
-  const int warp = threadIdx.x / 32;
+  const int warp = uniform_warp();
   // Registers move between the roles only while each is one branch to its end.
   if (warp < kConsumerWarps) {
     if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_inc<kConsumerRegisters>();

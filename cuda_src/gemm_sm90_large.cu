@@ -50,6 +50,7 @@ constexpr bool kAligned = ALIGNED;
 constexpr int kBlockM = BLOCK_M;
 constexpr int kStages = STAGES;
 constexpr int kCluster = CLUSTER;
+constexpr bool kShared = SHARED;  // whether there are shared units
 // Rows of units in a band: blocks that run at the same time share rows of x and columns of the weight in L2.
 constexpr int kBandRows = 8;
 
@@ -125,7 +126,7 @@ struct Schedule {
     return shared * steps * min(index, sharers) / max(sharers, 1);
   }
   __device__ __forceinline__ bool advance() {
-    if (high > low) {
+    if (kShared && high > low) {
       unit = (high - 1) / steps;
       end = high - unit * steps;
       high = max(low, unit * steps);
@@ -362,8 +363,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared shared{ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(memory)))};
   const int lane = threadIdx.x % 32;
-  // Known to be the same in all lanes, so that what the roles count stays in uniform registers.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warp = uniform_warp();
   if (warp == kConsumerWarps && lane < kStages) {
     ptx::mbarrier_init(shared.full(lane), 1);
     ptx::mbarrier_init(shared.empty(lane), kConsumerWarps * kCluster);
@@ -402,6 +402,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int s = 0; s < 4; ++s) codes[s * kParts / 4].convert(a[s], words.values[s]);
     };
+    auto before = [](int stage) { return stage == 0 ? kStages - 1 : stage - 1; };
     auto release = [&](int stage) {
       __syncwarp();
       if constexpr (kCluster == 1) {
@@ -420,9 +421,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       load_block(at.stage, 0);
       convert(a[0]);
       for (int step = schedule.begin; step < schedule.end; ++step) {
-        const Position next = step + 1 < schedule.end ? at.next() : at;
-        // The same in all lanes, said so that descriptors stay in uniform registers.
-        const uint32_t x_begin = __shfl_sync(0xffffffffu, shared.x(at.stage) / 16, 0);
+        const int stage = at.stage;
+        at = at.next();
+        // Between shared units the compiler does not see that all lanes of a warp are at the same stage.
+        const uint32_t x = kShared ? __shfl_sync(0xffffffffu, shared.x(stage), 0) : shared.x(stage);
+        const uint64_t x_begin = ptx::wgmma_descriptor(x);
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
           ptx::wgmma_fence();
@@ -431,21 +434,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             wgmma<true>(sums[b / 2], a[b % 2][s], x_begin + b % 2 * (kXHalfBytes / 16) + s * 2);
           }
           ptx::wgmma_commit_group();
-          // The tensor cores have this block; the next is converted meanwhile. After the last one a block is converted
-          // for nothing.
-          const bool last = b == kBlocks - 1;
-          if (last) wait(shared.full(next.stage), next.parity);
-          load_block(last ? next.stage : at.stage, (b + 1) % kBlocks);
+          // The tensor cores have this block; the next is converted meanwhile. After the last one the block before is
+          // converted again, for nothing.
+          if (b < kBlocks - 1) {
+            load_block(stage, b + 1);
+          } else if (step + 1 < schedule.end) {
+            wait(shared.full(at.stage), at.parity);
+            load_block(at.stage, 0);
+          }
           ptx::wgmma_wait_group<1>();
-          if (b == 0 && step > schedule.begin) release(at.stage == 0 ? kStages - 1 : at.stage - 1);
+          if (b == 0 && step > schedule.begin) release(before(stage));
           convert(a[(b + 1) % 2]);
         }
-        if (step + 1 < schedule.end) at = next;
       }
       ptx::wgmma_wait_group<0>();
-      release(at.stage);
-      at = at.next();
-      if (share_sums(sums, schedule, warpgroup, partials, counters)) {
+      release(before(at.stage));
+      if (!kShared || share_sums(sums, schedule, warpgroup, partials, counters)) {
         uint8_t* buffer = memory + kStoreBegin + warpgroup * kStoreRows * kRowBytes;
         store_tile(buffer, sums, schedule.tile(), warpgroup, epilogue, y, m, n, ldy, result_factor);
       }

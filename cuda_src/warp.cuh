@@ -6,6 +6,10 @@
 
 constexpr uint32_t kFullWarp = 0xffffffffu;
 
+// The number of this thread's warp, known to be the same in all lanes: what follows from it stays in uniform registers,
+// unless the compiler sees a branch before that lanes of a warp may take alone.
+__device__ __forceinline__ int uniform_warp() { return __shfl_sync(kFullWarp, threadIdx.x / 32, 0); }
+
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kFullWarp, value, step);

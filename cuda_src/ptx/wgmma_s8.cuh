@@ -4,42 +4,40 @@
 // ptx/wgmma.cuh.
 //
 // A is 64 and B is N rows of 128 bytes (128 k), swizzled by 128 bytes as the tensor copy leaves them, at multiples of
-// 1024 bytes. `a` and `b` are their shared addresses / 16, plus 2 for each 32 k inside the 128 bytes. Of the 64 rows
-// warp w of the warpgroup holds 16 w .. 16 w + 15: d[4 j .. 4 j + 3] are the columns 8 j .. 8 j + 7, as of mma m16n8k32
-// (ptx/mma_s8.cuh).
+// 1024 bytes. `a` and `b` are their descriptors (wgmma_descriptor), plus 2 for each 32 k inside the 128 bytes. Of the
+// 64 rows warp w of the warpgroup holds 16 w .. 16 w + 15: d[4 j .. 4 j + 3] are the columns 8 j .. 8 j + 7, as of mma
+// m16n8k32 (ptx/mma_s8.cuh).
 #pragma once
 
 namespace ptx {
 
 // clang-format off
 // wgmma.mma_async.m64n64k32 of signed bytes: d = a * b.
-__device__ __forceinline__ void wgmma_s8_first(int (&d)[32], unsigned a, unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, 0, 0; mov.b64 a, {%32, 0x40000040};"
-    "mov.b64 b, {%33, 0x40000040};"
+__device__ __forceinline__ void wgmma_s8_first(int (&d)[32], unsigned long long a, unsigned long long b) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, 0, 0;"
     "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
     "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-    "a, b, p;}"
+    "%32, %33, p;}"
     : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]), "=r"(d[4]), "=r"(d[5]), "=r"(d[6]), "=r"(d[7]), "=r"(d[8]),
       "=r"(d[9]), "=r"(d[10]), "=r"(d[11]), "=r"(d[12]), "=r"(d[13]), "=r"(d[14]), "=r"(d[15]), "=r"(d[16]),
       "=r"(d[17]), "=r"(d[18]), "=r"(d[19]), "=r"(d[20]), "=r"(d[21]), "=r"(d[22]), "=r"(d[23]), "=r"(d[24]),
       "=r"(d[25]), "=r"(d[26]), "=r"(d[27]), "=r"(d[28]), "=r"(d[29]), "=r"(d[30]), "=r"(d[31])
-    : "r"(a), "r"(b));
+    : "l"(a), "l"(b));
 }
 
 // The same, added to d.
-__device__ __forceinline__ void wgmma_s8(int (&d)[32], unsigned a, unsigned b) {
-  asm volatile("{.reg .pred p; .reg .b64 a, b; setp.eq.b32 p, 0, 0; mov.b64 a, {%32, 0x40000040};"
-    "mov.b64 b, {%33, 0x40000040};"
+__device__ __forceinline__ void wgmma_s8(int (&d)[32], unsigned long long a, unsigned long long b) {
+  asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;"
     "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
     "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-    "a, b, p;}"
+    "%32, %33, p;}"
     : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]),
       "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]),
       "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]),
       "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31])
-    : "r"(a), "r"(b));
+    : "l"(a), "l"(b));
 }
 // clang-format on
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": those of ptx/wgmma.cuh with both
 // operands in shared memory. A is 64 rows of 128 bytes (64 k), swizzled by 128 bytes as the tensor copy leaves them, at
-// a multiple of 1024 bytes; B is N rows as there, in groups of 8 that lie STRIDE bytes apart. `a` and `b` are their
-// shared addresses / 16, plus 2 for each 16 k inside the 128 bytes.
+// a multiple of 1024 bytes; B is N rows as there. `a` and `b` are their descriptors, plus 2 for each 16 k inside the
+// 128 bytes.
 #pragma once
 
 #include "ptx/wgmma.cuh"
@@ -38,29 +38,27 @@ namespace ptx {
 #define PTX_D100 PTX_D64, PTX_12(64), PTX_12(76), PTX_12(88)
 #define PTX_D128 PTX_D100, PTX_12(100), PTX_12(112), PTX_4(124)
 
-// wgmma.mma_async.m64nNk16: d = a * b + d. N is twice COUNT, the number of accumulators; A, B and UPPER are the names
-// that come after theirs.
-#define PTX_WGMMA(TYPE, N, COUNT, A, B, UPPER)                                                                     \
-  template <unsigned STRIDE>                                                                                       \
-  __device__ __forceinline__ void wgmma_##TYPE(float (&d)[COUNT], unsigned a, unsigned b) {                        \
-    asm volatile("{.reg .pred p; .reg .b64 a, b; setp.eq.b32 p, 0, 0; mov.b64 a, {" A ", 0x40000040};"             \
-      "mov.b64 b, {" B ", " UPPER "};"                                                                             \
+// wgmma.mma_async.m64nNk16: d = a * b + d. N is twice COUNT, the number of accumulators; A and B are the names that come
+// after theirs.
+#define PTX_WGMMA(TYPE, N, COUNT, A, B)                                                                            \
+  __device__ __forceinline__ void wgmma_##TYPE(float (&d)[COUNT], unsigned long long a, unsigned long long b) {    \
+    asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;"                                                             \
       "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE " {"                                       \
-      PTX_NAMES_##COUNT "}, a, b, p, 1, 1, 0, 0;}"                                                                 \
-      : PTX_D##COUNT : "r"(a), "r"(b), "n"(kUpper<STRIDE>));                                                       \
+      PTX_NAMES_##COUNT "}, " A ", " B ", p, 1, 1, 0, 0;}"                                                         \
+      : PTX_D##COUNT : "l"(a), "l"(b));                                                                            \
   }
-PTX_WGMMA(f16, 56, 28, "%28", "%29", "%30")
-PTX_WGMMA(f16, 64, 32, "%32", "%33", "%34")
-PTX_WGMMA(f16, 112, 56, "%56", "%57", "%58")
-PTX_WGMMA(f16, 128, 64, "%64", "%65", "%66")
-PTX_WGMMA(f16, 200, 100, "%100", "%101", "%102")
-PTX_WGMMA(f16, 256, 128, "%128", "%129", "%130")
-PTX_WGMMA(bf16, 56, 28, "%28", "%29", "%30")
-PTX_WGMMA(bf16, 64, 32, "%32", "%33", "%34")
-PTX_WGMMA(bf16, 112, 56, "%56", "%57", "%58")
-PTX_WGMMA(bf16, 128, 64, "%64", "%65", "%66")
-PTX_WGMMA(bf16, 200, 100, "%100", "%101", "%102")
-PTX_WGMMA(bf16, 256, 128, "%128", "%129", "%130")
+PTX_WGMMA(f16, 56, 28, "%28", "%29")
+PTX_WGMMA(f16, 64, 32, "%32", "%33")
+PTX_WGMMA(f16, 112, 56, "%56", "%57")
+PTX_WGMMA(f16, 128, 64, "%64", "%65")
+PTX_WGMMA(f16, 200, 100, "%100", "%101")
+PTX_WGMMA(f16, 256, 128, "%128", "%129")
+PTX_WGMMA(bf16, 56, 28, "%28", "%29")
+PTX_WGMMA(bf16, 64, 32, "%32", "%33")
+PTX_WGMMA(bf16, 112, 56, "%56", "%57")
+PTX_WGMMA(bf16, 128, 64, "%64", "%65")
+PTX_WGMMA(bf16, 200, 100, "%100", "%101")
+PTX_WGMMA(bf16, 256, 128, "%128", "%129")
 #undef PTX_WGMMA
 // clang-format on
 

@@ -79,6 +79,7 @@ class GemmSm90LargeConfig:
             ("TILES", self.tiles),
             ("STAGES", self.stages(problem)),
             ("CLUSTER", self.cluster),
+            ("SHARED", int(self.shared > 0)),
             ("STORE_ROWS", self.store_rows(problem)),
         )
         strides = problem.row_strides
