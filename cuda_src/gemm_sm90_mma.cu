@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, STREAM_PARAMETERS const X* x, int m,
                   int n, int k, int ldr, int ldy, int ldx, float low, float high, float eps) {
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
+  const int warp = uniform_warp();
   const int team = warp / kTeamWarps;
   constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne};
   float sums[kTilesN][kTilesM][4] = {};
