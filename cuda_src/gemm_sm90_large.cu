@@ -424,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int stage = at.stage;
         at = at.next();
         // Between shared units the compiler does not see that all lanes of a warp are at the same stage.
-        const uint32_t x = kShared ? __shfl_sync(0xffffffffu, shared.x(stage), 0) : shared.x(stage);
+        const uint32_t x = kShared ? __shfl_sync(kFullWarp, shared.x(stage), 0) : shared.x(stage);
         const uint64_t x_begin = ptx::wgmma_descriptor(x);
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {

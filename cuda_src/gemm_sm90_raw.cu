@@ -32,6 +32,7 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld.cuh"
 #include "raw_codes.cuh"
+#include "warp.cuh"
 
 static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_raw needs sm_90");
 
@@ -71,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   extern __shared__ __align__(16) float shared[];
   const uint32_t shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const uint32_t barrier = shared_begin + kBarrierBegin * 4;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // for the compiler: the same in all lanes
+  const int warp = uniform_warp();
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
   const int t = lane % 4;
