@@ -247,7 +247,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     return;
   }
 
-  // The shuffle tells the compiler that these are the same in all lanes of a warp.
   const int warpgroup = kWarpgroups == 1 ? 0 : warp / 4;
   const int wg_co = warpgroup % kWgCo;
   const int wg_px = warpgroup / kWgCo;
@@ -283,11 +282,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     for (int step = 0; step < kSteps; ++step) words.convert(a[step], step, mine);
   };
   auto multiply = [&](const uint32_t (&a)[kSteps][4]) {
-    // The same in all lanes, said so that the descriptor stays in uniform registers.
-    const uint64_t begin = ptx::wgmma_descriptor<kStride>(b);
+    const uint64_t x_begin = ptx::wgmma_descriptor<kStride>(b);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) wgmma(sums, a[step], begin + step * 2);
+    for (int step = 0; step < kSteps; ++step) wgmma(sums, a[step], x_begin + step * 2);
     ptx::wgmma_commit_group();
   };
   // Tensor cores multiply a unit while the next is converted. A box is free once the first product of the next box

@@ -206,7 +206,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (is_next_box || index == begin) wait(shared.x_full(x_at.stage), x_at.parity);
       wait(shared.weight_full(weight_at.stage), weight_at.parity);
       const int first = kHalo ? unit.fy * dilation_h * kBoxW + unit.fx * dilation_w : 0;
-      // The same in all lanes, said so that descriptors stay in uniform registers.
       const uint64_t a = ptx::wgmma_descriptor(shared.weight(weight_at.stage) + wg_co * kTileBytes);
       const uint64_t b =
           ptx::wgmma_descriptor<kStride>(shared.x(x_at.stage) + wg_px * kParts * kBoxBytes + first * 128);

@@ -218,6 +218,14 @@ SEEDS = {
         "gemm_sm90", 90, "gemm_sm90.cu", "if (last >= 0) {", "last = at.stage;\n      {", RACE, REPACKED_MANY,
         {"splits": 1, "scaled": True},
     ),
+    "gemm_sm90_large: the stage in use is released in place of the one before": Seed(
+        "gemm_sm90_large", 90, "gemm_sm90_large.cu", "release(before(stage));", "release(stage);", DEADLOCK,
+        REPACKED_MANY,
+    ),
+    "gemm_sm90_large: a stage is read before it has come": Seed(
+        "gemm_sm90_large", 90, "gemm_sm90_large.cu",
+        "            wait(shared.full(at.stage), at.parity);\n", "", ("in flight", "uninitialised"), REPACKED_MANY,
+    ),
     # Bounds and masks
     "gemv: the last lanes are not held back from beyond n": Seed(
         "gemv", 80, "gemv.cu",
