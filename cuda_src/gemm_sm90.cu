@@ -47,18 +47,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   auto consume_scaled = [&](const Tile& tile) {
     Position at{team, 0};
     const Lane mine = begin_lane(tile);
-    int last = -1;
+    uint32_t last = 0;  // the barrier of the stage before
     uint32_t a[2][4][4];
     const ScaledCodes<X>::Factor factor(scale_factor);
     for (int round = team; round < tile.rounds(); round += kTeams) {
       wait(tile.full(at.stage), at.parity);
       const int depth = tile.depth(round);
+      const uint32_t records = uniform(at.stage * kWeightBytes);
 #pragma unroll 1
       for (int step = 0; step < depth; ++step) {
         const uint64_t x_begin = ptx::wgmma_descriptor(tile.x(at.stage) + step * 2 * kXHalfBytes);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
-          const uint32_t record = at.stage * kWeightBytes + (i * kWarpgroups * 2 * kDepth + step) * kRecordBytes;
+          const uint32_t record = records + (i * kWarpgroups * 2 * kDepth + step) * kRecordBytes;
           constexpr int kParts = kGroups > 1 ? kGroups / 2 : 1;  // groups in 64 k
           ScaledCodes<X> codes[kParts];
 #pragma unroll
@@ -81,13 +82,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
             ptx::wgmma_commit_group();
           }
         }
-        if (last >= 0) {
+        if (last != 0) {
           __syncwarp();
-          if (lane == 0) ptx::mbarrier_arrive(tile.empty(last));
-          last = -1;
+          if (lane == 0) ptx::mbarrier_arrive(last);
+          last = 0;
         }
       }
-      last = at.stage;
+      last = tile.empty(at.stage);
       at.advance(kTeams);
     }
     ptx::wgmma_wait_group<0>();
@@ -103,12 +104,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     for (int round = team; round < tile.rounds(); round += kTeams) {
       wait(tile.full(at.stage), at.parity);
       const int depth = tile.depth(round);
+      const uint32_t records = uniform(at.stage * kWeightBytes);
 #pragma unroll 1
       for (int step = 0; step < depth; ++step) {
         const uint64_t x_begin = ptx::wgmma_descriptor(tile.x(at.stage) + step * 2 * kXHalfBytes);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
-          const uint32_t record = at.stage * kWeightBytes + (i * kWarpgroups * 2 * kDepth + step) * kRecordBytes;
+          const uint32_t record = records + (i * kWarpgroups * 2 * kDepth + step) * kRecordBytes;
           Vector<uint32_t, 4> words[2];
 #pragma unroll
           for (int k64 = 0; k64 < 2; ++k64) ptx::ld_shared_u32x4(words[k64].values, mine.words + record + k64 * 1024);

@@ -395,7 +395,9 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
     ResidualStream::Part part = {};
     auto load_part = [&]() {
       ptx::griddepcontrol_wait();
-      if (first.valid) part = stream.part(first.row, first.column, n);
+      // The late one makes the place anew, so that it needs no registers before.
+      const Place place = EARLY ? first : Place(tile, ptx::opaque(threadIdx.x), m, n);
+      if (place.valid) part = stream.part(place.row, place.column, n);
     };
     if constexpr (kAdds && EARLY) load_part();
     consume(tile, shared);

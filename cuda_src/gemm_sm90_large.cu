@@ -25,13 +25,13 @@
 // them.
 //
 // Measured on an H100: 690 to 780 TFLOP/s where the tiles fill the chip, at its limit of 700 W (1.3 to 1.6 GHz) in all
-// that takes longer than 0.3 ms, so instructions cost speed twice, as slots and as energy: 315 of them a step and warp
-// instead of 420 (scales made ready once for both halves of a record, descriptors in uniform registers) brought 7 to
-// 10%, and tiles of 256 rows 1 to 5%. Tensor cores at their full rate take three of four slots of dispatch: of the
-// products' share and the instructions a clock, 0.75 times the one and the other make at most 1. So tiles of 64 rows
-// are bound by conversion (59% and 0.51), those of 128 nearly (90% and 0.33). Scales that are powers of two, which
-// leave multipliers little to do, gained 4%. Clusters of two are 6% slower with 128 rows, and up to 5% faster with 256,
-// which take more of x. A shared unit costs about 8 us: its partial sums go through L2.
+// that takes longer than 0.3 ms, so instructions cost speed twice, as slots and as energy: 305 of them a step and warp
+// instead of 420 (scales made ready once for both halves of a record, descriptors and stages in uniform registers)
+// brought 8 to 13%, and tiles of 256 rows 1 to 5%. Tensor cores at their full rate take three of four slots of
+// dispatch: of the products' share and the instructions a clock, 0.75 times the one and the other make at most 1. So
+// tiles of 64 rows are bound by conversion (59% and 0.51), those of 128 nearly (90% and 0.33). Scales that are powers
+// of two, which leave multipliers little to do, gained 4%. Clusters of two are 6% slower with 128 rows, and up to 5%
+// faster with 256, which take more of x. A shared unit costs about 8 us: its partial sums go through L2.
 #include "epilogue.cuh"
 #include "hopper.cuh"
 #include "ptx/barrier.cuh"
@@ -388,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Vector<uint32_t, 4> words;
     ScaledCodes<X> codes[kParts];
     auto load_block = [&](int stage, int b) {
-      const uint32_t record = stage * kWeightBytes + b / 2 * 2 * kRecordBytes;
+      const uint32_t record = uniform(stage * kWeightBytes) + b / 2 * 2 * kRecordBytes;
       ptx::ld_shared_u32x4(words.values, my_words + record + b % 2 * 1024);
       if (kGroups > 1 || b % 2 == 0) {
 #pragma unroll
@@ -402,13 +402,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int s = 0; s < 4; ++s) codes[s * kParts / 4].convert(a[s], words.values[s]);
     };
-    auto before = [](int stage) { return stage == 0 ? kStages - 1 : stage - 1; };
-    auto release = [&](int stage) {
+    // Of the block that a lane gives stages back to.
+    const uint32_t my_empty = kCluster == 1 ? shared.empty(0) : ptx::mapa(shared.empty(0), lane % kCluster);
+    auto release = [&](uint32_t barrier) {
       __syncwarp();
       if constexpr (kCluster == 1) {
-        if (lane == 0) ptx::mbarrier_arrive(shared.empty(stage));
+        if (lane == 0) ptx::mbarrier_arrive(barrier);
       } else {
-        if (lane < kCluster) ptx::mbarrier_arrive_cluster(ptx::mapa(shared.empty(stage), lane));
+        if (lane < kCluster) ptx::mbarrier_arrive_cluster(barrier);
       }
     };
 
@@ -417,6 +418,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (kHasResidual) ask_residual(epilogue, schedule.tile(), warpgroup, m, n);
       float sums[kTiles][kSums] = {};
       uint32_t a[2][4][4];
+      uint32_t last = 0;  // the barrier of the stage before
       wait(shared.full(at.stage), at.parity);
       load_block(at.stage, 0);
       convert(a[0]);
@@ -424,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int stage = at.stage;
         at = at.next();
         // Between shared units the compiler does not see that all lanes of a warp are at the same stage.
-        const uint32_t x = kShared ? __shfl_sync(kFullWarp, shared.x(stage), 0) : shared.x(stage);
+        const uint32_t x = uniform(shared.x(stage));
         const uint64_t x_begin = ptx::wgmma_descriptor(x);
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
@@ -443,12 +445,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             load_block(at.stage, 0);
           }
           ptx::wgmma_wait_group<1>();
-          if (b == 0 && step > schedule.begin) release(before(stage));
+          if (b == 0 && step > schedule.begin) release(last);
           convert(a[(b + 1) % 2]);
         }
+        last = my_empty + stage * 8;
       }
       ptx::wgmma_wait_group<0>();
-      release(before(at.stage));
+      release(last);
       if (!kShared || share_sums(sums, schedule, warpgroup, partials, counters)) {
         uint8_t* buffer = memory + kStoreBegin + warpgroup * kStoreRows * kRowBytes;
         store_tile(buffer, sums, schedule.tile(), warpgroup, epilogue, y, m, n, ldy, result_factor);

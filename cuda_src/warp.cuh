@@ -6,9 +6,12 @@
 
 constexpr uint32_t kFullWarp = 0xffffffffu;
 
-// The number of this thread's warp, known to be the same in all lanes: what follows from it stays in uniform registers,
-// unless the compiler sees a branch before that lanes of a warp may take alone.
-__device__ __forceinline__ int uniform_warp() { return __shfl_sync(kFullWarp, threadIdx.x / 32, 0); }
+// A value that is the same in all lanes, known to be so: what follows from it stays in uniform registers, unless the
+// compiler sees a branch before that lanes of a warp may take alone.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(kFullWarp, value, 0); }
+
+// The number of this thread's warp.
+__device__ __forceinline__ int uniform_warp() { return uniform(threadIdx.x / 32); }
 
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll

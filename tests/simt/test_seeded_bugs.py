@@ -168,7 +168,7 @@ SEEDS = {
     ),
     "residual_stream: nobody waits for what the launch before has added": Seed(
         "gemm_sm90", 90, "gemm_sm90.cuh",
-        "ptx::griddepcontrol_wait();\n      if (first.valid)", "if (first.valid)", ("early", "early"), ADDED,
+        "ptx::griddepcontrol_wait();\n      // The late", "// The late", ("early", "early"), ADDED,
     ),
     "residual_stream: no warp waits for the squares": Seed(
         "gemm_sm90", 90, "gemm_sm90.cuh",
@@ -215,12 +215,12 @@ SEEDS = {
         {"splits": 1, "scaled": True},
     ),
     "gemm_sm90: a stage is released while products read it": Seed(
-        "gemm_sm90", 90, "gemm_sm90.cu", "if (last >= 0) {", "last = at.stage;\n      {", RACE, REPACKED_MANY,
-        {"splits": 1, "scaled": True},
+        "gemm_sm90", 90, "gemm_sm90.cu", "if (last != 0) {", "last = tile.empty(at.stage);\n      {", RACE,
+        REPACKED_MANY, {"splits": 1, "scaled": True},
     ),
     "gemm_sm90_large: the stage in use is released in place of the one before": Seed(
-        "gemm_sm90_large", 90, "gemm_sm90_large.cu", "release(before(stage));", "release(stage);", DEADLOCK,
-        REPACKED_MANY,
+        "gemm_sm90_large", 90, "gemm_sm90_large.cu", "schedule.begin) release(last);",
+        "schedule.begin) release(my_empty + stage * 8);", DEADLOCK, REPACKED_MANY,
     ),
     "gemm_sm90_large: a stage is read before it has come": Seed(
         "gemm_sm90_large", 90, "gemm_sm90_large.cu",
