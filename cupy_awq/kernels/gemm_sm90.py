@@ -249,7 +249,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
         if block_m > max(16, power) or block_m < min(max(16, power), 64):
             continue
         depths = (1, 2, 4) if block_m == 16 else (1, 2) if block_m <= 64 else (1,)
-        # Clusters of four were slower everywhere: fewer of them fit on the chip. Clusters of two whose tiles bring x
+        # Of clusters of four 30 run at a time on an H100, too few for 4096 columns. Clusters of two whose tiles bring x
         # together by multicast took 0 to 13% longer (20 cases from 32 to 128 rows on an H100).
         for tiles, warpgroups, teams, splits, depth in itertools.product(
             (1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2), depths
