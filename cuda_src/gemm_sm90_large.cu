@@ -25,13 +25,13 @@
 // them.
 //
 // Measured on an H100: 690 to 780 TFLOP/s where the tiles fill the chip, at its limit of 700 W (1.3 to 1.6 GHz) in all
-// that takes longer than 0.3 ms, so instructions cost speed twice, as slots and as energy: 305 of them a step and warp
-// instead of 420 (scales made ready once for both halves of a record, descriptors and stages in uniform registers)
-// brought 8 to 13%, and tiles of 256 rows 1 to 5%. Tensor cores at their full rate take three of four slots of
-// dispatch: of the products' share and the instructions a clock, 0.75 times the one and the other make at most 1. So
-// tiles of 64 rows are bound by conversion (59% and 0.51), those of 128 nearly (90% and 0.33). Scales that are powers
-// of two, which leave multipliers little to do, gained 4%. Clusters of two are 6% slower with 128 rows, and up to 5%
-// faster with 256, which take more of x. A shared unit costs about 8 us: its partial sums go through L2.
+// that takes longer than 0.3 ms, so instructions cost speed twice, as slots and as energy: 315 of them a step and warp
+// instead of 420 (scales made ready once for both halves of a record, descriptors in uniform registers) brought 7 to
+// 10%, and tiles of 256 rows 1 to 5%. Tensor cores at their full rate take three of four slots of dispatch: of the
+// products' share and the instructions a clock, 0.75 times the one and the other make at most 1. So tiles of 64 rows
+// are bound by conversion (59% and 0.51), those of 128 nearly (90% and 0.33). Scales that are powers of two, which
+// leave multipliers little to do, gained 4%. Clusters of two are 6% slower with 128 rows, and up to 5% faster with 256,
+// which take more of x. A shared unit costs about 8 us: its partial sums go through L2.
 #include "epilogue.cuh"
 #include "hopper.cuh"
 #include "ptx/barrier.cuh"

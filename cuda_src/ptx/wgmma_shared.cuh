@@ -47,18 +47,14 @@ namespace ptx {
       PTX_NAMES_##COUNT "}, " A ", " B ", p, 1, 1, 0, 0;}"                                                         \
       : PTX_D##COUNT : "l"(a), "l"(b));                                                                            \
   }
-PTX_WGMMA(f16, 56, 28, "%28", "%29")
-PTX_WGMMA(f16, 64, 32, "%32", "%33")
-PTX_WGMMA(f16, 112, 56, "%56", "%57")
-PTX_WGMMA(f16, 128, 64, "%64", "%65")
-PTX_WGMMA(f16, 200, 100, "%100", "%101")
-PTX_WGMMA(f16, 256, 128, "%128", "%129")
-PTX_WGMMA(bf16, 56, 28, "%28", "%29")
-PTX_WGMMA(bf16, 64, 32, "%32", "%33")
-PTX_WGMMA(bf16, 112, 56, "%56", "%57")
-PTX_WGMMA(bf16, 128, 64, "%64", "%65")
-PTX_WGMMA(bf16, 200, 100, "%100", "%101")
-PTX_WGMMA(bf16, 256, 128, "%128", "%129")
+#define PTX_WGMMA_TYPES(N, COUNT, A, B) PTX_WGMMA(f16, N, COUNT, A, B) PTX_WGMMA(bf16, N, COUNT, A, B)
+PTX_WGMMA_TYPES(56, 28, "%28", "%29")
+PTX_WGMMA_TYPES(64, 32, "%32", "%33")
+PTX_WGMMA_TYPES(112, 56, "%56", "%57")
+PTX_WGMMA_TYPES(128, 64, "%64", "%65")
+PTX_WGMMA_TYPES(200, 100, "%100", "%101")
+PTX_WGMMA_TYPES(256, 128, "%128", "%129")
+#undef PTX_WGMMA_TYPES
 #undef PTX_WGMMA
 // clang-format on
 
