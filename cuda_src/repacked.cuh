@@ -157,31 +157,37 @@ struct ScaledCodes<bfloat16_t> {
   };
 
   uint32_t zeros[2];
-  uint32_t pairs[2];
-  float scales[2];
+  uint32_t scales[2];
+  uint32_t rests[2];
 
   ScaledCodes() = default;
   __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
       : zeros{ExactCodes<bfloat16_t>::zero<0>(group.zeros), ExactCodes<bfloat16_t>::zero<1>(group.zeros)} {
     if constexpr (kHalfScales) {
+      // The first eight bits of a scale, and the other three: q - z times these is exact, so that the sum of both
+      // products is rounded once.
 #pragma unroll
-      for (int i = 0; i < 2; ++i) scales[i] = group.scale(i) * factor.whole;
+      for (int i = 0; i < 2; ++i) {
+        const float scale = group.scale(i) * factor.whole;
+        const uint32_t bits = __float_as_uint(scale);
+        scales[i] = __byte_perm(bits, 0, 0x3232);
+        rests[i] = __byte_perm(__float_as_uint(scale - __uint_as_float(bits & 0xffff0000u)), 0, 0x3232);
+      }
     } else {
       const uint32_t both = Codes<bfloat16_t>::multiply(group.scales, factor.pair);
-      pairs[0] = __byte_perm(both, 0, 0x1010);
-      pairs[1] = __byte_perm(both, 0, 0x3232);
+      scales[0] = __byte_perm(both, 0, 0x1010);
+      scales[1] = __byte_perm(both, 0, 0x3232);
     }
   }
   __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
     ExactCodes<bfloat16_t>::convert(a, word, zeros);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if constexpr (kHalfScales) {  // in float32: a scale has more bits than bfloat16
-        const uint32_t low = from_float<bfloat16_t>(__uint_as_float(a[i] << 16) * scales[i % 2]).bits;
-        const uint32_t high = from_float<bfloat16_t>(__uint_as_float(a[i] & 0xffff0000u) * scales[i % 2]).bits;
-        a[i] = __byte_perm(low, high, 0x5410);
+      if constexpr (kHalfScales) {
+        const uint32_t rest = Codes<bfloat16_t>::multiply(a[i], rests[i % 2]);
+        a[i] = Codes<bfloat16_t>::multiply_add(a[i], scales[i % 2], rest);
       } else {
-        a[i] = Codes<bfloat16_t>::multiply(a[i], pairs[i % 2]);
+        a[i] = Codes<bfloat16_t>::multiply(a[i], scales[i % 2]);
       }
     }
   }

@@ -232,6 +232,18 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
     check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
 
+def rounded_once(w: np.ndarray, dtype: str) -> np.ndarray:
+    """A float64 weight rounded to ``dtype``, in float64 again."""
+    with np.errstate(over="ignore"):
+        if dtype == "bfloat16":
+            # ml_dtypes rounds through float32: rounding to odd there first leaves one rounding in all.
+            short = w.astype(np.float32)
+            toward_zero = np.where(np.abs(short) > np.abs(w), np.nextafter(short, np.float32(0)), short)
+            bits = toward_zero.view(np.uint32) | (toward_zero != w)
+            w = bits.astype(np.uint32).view(np.float32)
+        return w.astype(DTYPES[dtype]).astype(np.float64)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -259,16 +271,8 @@ def test_dequantize_gives_the_formulas_bits(backend: str, arch: int, dtype: str,
     aligned = (n + pad) % 8 == 0
     problem = Dequantization(k, n, group_size, scales_dtype, zeros, dtype, aligned, strides)  # type: ignore[arg-type]
     runner(backend)(problem.plan(facts(arch, backend)), arrays)
-    with np.errstate(over="ignore"):
-        wanted = float64_weight(weight.qweight, scales, qzeros)
-        if dtype == "bfloat16":
-            # ml_dtypes rounds through float32: rounding to odd there first leaves one rounding in all.
-            short = wanted.astype(np.float32)
-            toward_zero = np.where(np.abs(short) > np.abs(wanted), np.nextafter(short, np.float32(0)), short)
-            bits = toward_zero.view(np.uint32) | (toward_zero != wanted)
-            wanted = bits.astype(np.uint32).view(np.float32)
-        wanted = wanted.astype(DTYPES[dtype])
-    np.testing.assert_array_equal(arrays["out"].astype(np.float64), wanted.astype(np.float64))
+    wanted = rounded_once(float64_weight(weight.qweight, scales, qzeros), dtype)
+    np.testing.assert_array_equal(arrays["out"].astype(np.float64), wanted)
 
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
@@ -325,6 +329,7 @@ def test_few_rows_of_one_group_a_record(backend: str, m: int, k: int, dtype: str
         (12, "bfloat16", False, {1, 2, 4}),
         (40, "float16", False, {1, 2}),
         (40, "float16", True, {1, 2}),
+        (40, "bfloat16", True, {1, 2}),
     ],
 )
 def test_stages_of_several_steps(backend: str, m: int, dtype: str, scaled: bool, depths: set[int]) -> None:
@@ -421,6 +426,34 @@ def test_many_rows_of_any_repacked_problem(backend: str, data: st.DataObject) ->
     config = data.draw(st.sampled_from(sorted(family.configs(problem, here), key=lambda config: -config.splits)))
     pad = data.draw(st.sampled_from([0, 8]))
     check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+
+
+@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("scales_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("family", ["gemm_sm90", "gemm_sm90_large"])
+def test_scaled_weights_are_rounded_once(backend: str, family: str, dtype: str, scales_dtype: str) -> None:
+    """Bit for bit (but for the sign of zero), as ones at the places of x show."""
+    problem = Problem(192, 136, 192, 64, dtype, scales_dtype, repacked=True, scale_exponent=3)
+    here, run, rng = facts(90, backend), runner(backend), np.random.default_rng(0)
+    weight = random_weight(rng, problem.k, problem.n, problem.group_size, dtype=DTYPES[scales_dtype])
+    spread = np.float64(2) ** rng.integers(-8, 3, weight.scales.shape)
+    scales = (weight.scales.astype(np.float64) * spread).astype(weight.scales.dtype)
+    weight = PackedWeight(weight.qweight, scales, weight.qzeros)
+    x = np.eye(problem.k).astype(DTYPES[dtype])
+    w = rounded_once(float64_weight(weight.qweight, weight.scales, weight.qzeros), dtype)
+    repacked = repack(run, problem, weight, here)
+    configs = {
+        (config.block_m, config.tiles): config
+        for config in select.FAMILIES[family].configs(problem, here)
+        if config.splits == 1 and getattr(config, "scaled", True)
+    }
+    assert configs
+    for config in configs.values():
+        y = np.full((problem.m, problem.n), np.nan, DTYPES[dtype])
+        none = dict.fromkeys(("bias", "residual", "partials", "counters"))
+        run(config.plan(problem, here), {**none, "x": x, "y": y, "weight": repacked})
+        np.testing.assert_array_equal(y.astype(np.float64), w)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -260,7 +260,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
             # Sums, parts, the operand of a group and about 30 more.
             if teams * splits * depth <= steps:
                 yield from _staged(config, problem, device, block_m * (tiles + 1) // 2 + 62)
-                if block_m >= 64 and problem.dtype == "float16" and not problem.wide_scales:
+                if block_m >= 64 and not (problem.dtype == "float16" and problem.wide_scales):
                     scaled = replace(config, scaled=True)
                     # With two tiles and four fewer, the assembler serializes wgmma for want of registers.
                     yield from _staged(scaled, problem, device, block_m * tiles // 2 + (86 if tiles == 1 else 90))
