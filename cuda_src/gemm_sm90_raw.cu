@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n]),  m <= ROWS
-// (q * s + o with offsets in place of zero points) on tensor cores, from AWQ's own layout of the weight, every weight
-// read once and by no way but registers.
+// (q * s + o with offsets in place of zero points) on tensor cores, from AWQ's own layout of the weight, which is read
+// once.
 //
-//   x        X [m, k], row stride ldx values; rows start at multiples of 16 bytes
-//   qweight  uint32 [k, n / 8], row stride ldq words
+//   w_map    tensor map of qweight, uint32 [k, n / 8], as [8 of i][k / 8][n / 8], where i is the row within 8
+//   x_map    tensor map of x as [k / 32][m][32]
 //   scales   SCALE [groups, n], row stride lds values
 //   zeros    uint32 [groups, n / 8], row stride ldz words; or SCALE [groups, n], row stride ldz values; or null
 //   y        X [m, n] (gated: [m, n / 2]), row stride ldy values
-// sm_90; k and group_size multiples of 32, n of 8 * WORDS (gated: of 16 * WORDS). ALIGNED: qweight, scales,
-// offsets and y start at, and step by, multiples of 16 bytes; WORDS above 1 needs it.
+// sm_90; k and group_size multiples of 32, n of 8 * WORDS (gated: of 16 * WORDS); all matrices, and a gated weight's
+// halves, start at, and step by, multiples of 16 bytes.
 //
 // The product is made transposed, y^T = W^T x^T: the weight is operand A of mma (ptx/mma.cuh), whose rows may be any
 // columns of the weight and whose k any k, as long as x has the same. A cluster of SPLITS blocks makes 64 * WORDS
@@ -19,24 +19,26 @@
 //   (t, k16 j of 2, register pair p of A and register p of B) -> k 8t + 4j + 2p, 8t + 4j + 2p + 1
 // The low (even columns) and high halves of two adjacent k's words, side by side, are what RawCodes takes.
 //
-// Programmatic dependent launch: the kernel before may have made any of the arrays, so they are read once it has ended.
+// Each warp asks the copy engine for its own words and x, DEPTH steps ahead. They come as [i][t][word], so that what
+// lanes read together lies in different banks.
 //
-// Predicted and measured otherwise (H100, 4096 x 4096, one row, 4.5 microseconds on the repacked weight): asking L2 for
-// all words before that, by prefetch, by bulk prefetch, or by loads whose L2::256B brings their neighbours, was no
-// faster or slower (6.5 to 8.5 against 6.5); real loads there, which are not allowed, would take 5.5.
-// What helped: many warps with little under way each (24 warps with one step 5.8, 16 with four 6.7), and st.async in
-// place of a barrier of the cluster, which waits for memory (7.1 to 6.5).
+// Programmatic dependent launch: qweight alone is read before griddepcontrol.wait, so no kernel that makes codes may
+// let the next one start before it ends; scales are asked for in L2. All else may come from the kernel before.
+//
+// Measured on an H100, 8192 x 28672 at one row (41.7 us on the repacked weight): words to registers 45.8 us, with at
+// most two steps of a warp under way (more took longer), by cp.async 57 to 61 however many, by the copy engine 42.5.
 #include "copied.cuh"
 #include "epilogue.cuh"
 #include "group.cuh"
+#include "ptx/bulk_copy.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/ld.cuh"
+#include "ptx/ld_shared.cuh"
+#include "ptx/prefetch.cuh"
 #include "raw_codes.cuh"
 #include "warp.cuh"
 
 static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_raw needs sm_90");
 
-constexpr bool kAligned = ALIGNED;
 constexpr Zeros kZeros = Zeros::ZEROS;
 constexpr int kRows = ROWS;
 constexpr int kWords = WORDS;
@@ -50,28 +52,34 @@ constexpr int kStepK = 32;
 constexpr int kTilesM = ceil_div(kRows, 8);
 constexpr int kOdd = kRows == 1 ? 1 : 2;  // rows of a lane's sums in each tile
 
-// Shared memory: sums float32 [warp][row][kSumStride], then those of each block of the cluster at its first block
-// [split][row][kSumStride], and a barrier for their bytes.
+// The columns of a gated tile are two parts of the weight's rows.
+constexpr int kParts = kGated ? 2 : 1;
+constexpr int kPartWords = 8 * kWords / kParts;
+constexpr int kPartBytes = kStepK * kPartWords * 4;
+constexpr int kWordBytes = kParts * kPartBytes;
+constexpr int kXTileBytes = 8 * kStepK * 2;
+constexpr int kXBytes = kRows * kStepK * 2;
+constexpr int kStepBytes = kWordBytes + (kXBytes > 128 ? kXBytes : 128);
+
+// Shared memory: of each warp its steps, words [part][i of 8][t of 4][kPartWords] and x [row][32], and in their place
+// its sums at last, float32 [row][kSumStride]; the sums of each block of the cluster at its first block
+// [split][row][kSumStride]; a barrier for these; of each warp kDepth barriers.
 constexpr int kSumStride = kBlockN + 4;
 constexpr int kPartSums = kRows * kSumStride;
-constexpr int kJoinedBegin = kWarps * kPartSums;
+constexpr int kRingFloats = kDepth * kStepBytes / 4;
+constexpr int kWarpFloats = kRingFloats > kPartSums ? kRingFloats : ceil_div(kPartSums, 32) * 32;
+constexpr int kJoinedBegin = kWarps * kWarpFloats;
 constexpr int kBarrierBegin = kJoinedBegin + kSplits * kPartSums;
 
-static_assert(kWords == 1 || kAligned, "words move together");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 
-struct Step {
-  uint32_t words[8][kWords];
-  Vector<uint32_t, 4> x[kTilesM];
-};
-
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
-    gemm_sm90_raw(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
-                  const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size,
-                  int ldx, int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
-  extern __shared__ __align__(16) float shared[];
+    gemm_sm90_raw(const SCALE* scales, const void* zeros, const BIAS* bias, const X* residual, X* y,
+                  const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, int m, int n, int k,
+                  int group_size, int lds, int ldz, int ldr, int ldy, float low, float high) {
+  extern __shared__ __align__(128) float shared[];
   const uint32_t shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const uint32_t barrier = shared_begin + kBarrierBegin * 4;
+  const uint32_t joined = shared_begin + kBarrierBegin * 4;
   const int warp = uniform_warp();
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
@@ -82,46 +90,69 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   const int steps = k / kStepK;
   const int step_begin = steps * part / (kSplits * kWarps);
   const int step_end = steps * (part + 1) / (kSplits * kWarps);
-  // A lane past n reads the last words, and its sums are not stored.
+  // A lane past n has the last columns' scales, and its sums are not stored.
   const int column = min(weight_column<kBlockN>(tile, g * kWords * 8, n), n - 8 * kWords);
 
   if constexpr (kSplits > 1) {
     if (threadIdx.x == 0) {
-      ptx::mbarrier_init(barrier, 1);
+      ptx::mbarrier_init(joined, 1);
       ptx::fence_mbarrier_init();
-      ptx::mbarrier_arrive_expect_tx(barrier, kSplits * m * kBlockN * 4);
+      ptx::mbarrier_arrive_expect_tx(joined, kSplits * m * kBlockN * 4);
     }
     ptx::barrier_cluster_arrive_relaxed();
   }
-  const uint32_t* w_source = qweight + static_cast<int64_t>(step_begin * kStepK + t * 8) * ldq + column / 8;
-  const int64_t w_step = static_cast<int64_t>(ldq) * kStepK;
-  const X* x_source[kTilesM];
-#pragma unroll
-  for (int j = 0; j < kTilesM; ++j) {
-    // Rows that x does not have repeat its last one and give sums that nobody stores.
-    x_source[j] = x + static_cast<int64_t>(min(j * 8 + g, m - 1)) * ldx + step_begin * kStepK + t * 8;
-  }
   const int group_steps = group_size / kStepK;
   int group = step_begin / group_steps;
-  if constexpr (kSplits > 1) ptx::barrier_cluster_wait_acquire();
-  ptx::griddepcontrol_wait();
 
-  auto fetch = [&](Step& step) {
+  const uint32_t ring = ptx::opaque(shared_begin + warp * (kWarpFloats * 4));
+  const uint32_t full = ptx::opaque(joined + 8 + warp * (kDepth * 8));
+  const int my_word = g * kWords;  // of a row of the tile
+  const uint32_t my_words =
+      ptx::opaque(ring + my_word / kPartWords * kPartBytes + (t * kPartWords + my_word % kPartWords) * 4);
+  const uint32_t my_x = ptx::opaque(ring + kWordBytes + (kRows == 1 ? t : lane) * 16);
+  const int first_word = weight_column<kBlockN>(tile, 0, n) / 8;
+  auto copy_words = [&](int step, uint32_t place, uint32_t barrier) {
+    ptx::mbarrier_arrive_expect_tx(barrier, kWordBytes + kXBytes);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) ptx::ld_global_once(step.words[i], w_source + static_cast<int64_t>(ldq) * i);
-    w_source += w_step;
-#pragma unroll
-    for (int j = 0; j < kTilesM; ++j) {
-      load<true>(step.x[j], reinterpret_cast<const uint32_t*>(x_source[j]));
-      x_source[j] += kStepK;
+    for (int i = 0; i < kParts; ++i) {
+      const uint32_t target = ring + place + i * kPartBytes;
+      ptx::cp_async_bulk_tensor_3d(target, &w_map, first_word + i * (n / 16), step * (kStepK / 8), 0, barrier);
     }
   };
+  auto copy_x = [&](int step, uint32_t place, uint32_t barrier) {
+    ptx::cp_async_bulk_tensor_3d(ring + place + kWordBytes, &x_map, 0, 0, step, barrier);
+  };
+
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) ptx::mbarrier_init(full + i * 8, 1);
+    ptx::fence_mbarrier_init();
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      if (step_begin + i < step_end) copy_words(step_begin + i, i * kStepBytes, full + i * 8);
+    }
+  }
+  __syncwarp();
+  if (step_begin < step_end && lane % 4 == 0) {
+    // The first two groups, a quarter of the tile's columns a lane.
+    const int index = min(group + g % 2, (step_end - 1) / group_steps);
+    const int first = weight_column<kBlockN>(tile, g / 2 * (kBlockN / 4), n);
+    if (first < n) {
+      ptx::prefetch_global_l2(scales + static_cast<int64_t>(index) * lds + first);
+      if constexpr (kZeros == Zeros::kPacked) {
+        ptx::prefetch_global_l2(static_cast<const uint32_t*>(zeros) + static_cast<int64_t>(index) * ldz + first / 8);
+      }
+    }
+  }
+  ptx::griddepcontrol_launch_dependents();
+  if constexpr (kSplits > 1) ptx::barrier_cluster_wait_acquire();
+  ptx::griddepcontrol_wait();
 
   // Of word, nibble, tile of rows: sums, and those of the present group, in units of RawCodes.
   float sums[kWords][4][kTilesM][2][kOdd] = {};
   float parts[kWords][4][kTilesM][4] = {};
   float x_sums[kTilesM][4] = {};
-  WordGroup<SCALE, kZeros, kAligned> parameters[kWords];
+  WordGroup<SCALE, kZeros, true> parameters[kWords];
   auto fetch_group = [&] {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) parameters[w].fetch(scales, zeros, group, lds, ldz, column + w * 8);
@@ -159,12 +190,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       }
     }
   };
-  auto multiply = [&](const Step& step) {
+  auto multiply = [&](uint32_t place) {
+    uint32_t x_step[kTilesM][4];
+#pragma unroll
+    for (int j = 0; j < kTilesM; ++j) ptx::ld_shared(x_step[j], my_x + place + j * kXTileBytes);
     constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne};
 #pragma unroll
     for (int k16 = 0; k16 < 2; ++k16) {
+      uint32_t words[4][kWords];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ptx::ld_shared(words[i], my_words + place + (k16 * 4 + i) * (kPartBytes / 8));
       auto multiply_by = [&](int j, float (&c)[4], const uint32_t (&a)[4]) {
-        mma<X>(c, a, step.x[j].values[2 * k16], step.x[j].values[2 * k16 + 1]);
+        mma<X>(c, a, x_step[j][2 * k16], x_step[j][2 * k16 + 1]);
       };
 #pragma unroll
       for (int j = 0; j < kTilesM; ++j) multiply_by(j, x_sums[j], kOnes);
@@ -173,8 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
         uint32_t codes[4][4];  // of a register of A, nibble
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int row = k16 * 4 + i / 2 * 2;
-          const uint32_t pair = __byte_perm(step.words[row][w], step.words[row + 1][w], i % 2 ? 0x7632 : 0x5410);
+          const uint32_t pair = __byte_perm(words[i / 2 * 2][w], words[i / 2 * 2 + 1][w], i % 2 ? 0x7632 : 0x5410);
           RawCodes<X>::convert(codes[i], pair);
         }
 #pragma unroll
@@ -187,27 +223,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     }
   };
 
-  Step ring[kDepth];
-#pragma unroll
-  for (int i = 0; i < kDepth; ++i) {
-    if (step_begin + i < step_end) fetch(ring[i]);
-  }
-  if (step_begin < step_end) fetch_group();
-  for (int first = step_begin; first < step_end; first += kDepth) {
+  if (lane == 0) {
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
-      if (first + i >= step_end) break;
-      if (first + i == (group + 1) * group_steps) {
-        close_group();
-        ++group;
-        fetch_group();
-      }
-      multiply(ring[i]);
-      if (first + i + kDepth < step_end) fetch(ring[i]);
+      if (step_begin + i < step_end) copy_x(step_begin + i, i * kStepBytes, full + i * 8);
+    }
+  }
+  if (step_begin < step_end) fetch_group();
+  uint32_t place = 0, filled = full, parity = 0;
+  for (int step = step_begin; step < step_end; ++step) {
+    if (step == (group + 1) * group_steps) {
+      close_group();
+      ++group;
+      fetch_group();
+    }
+    wait(filled, parity);
+    multiply(place);
+    __syncwarp();
+    if (lane == 0 && step + kDepth < step_end) {
+      copy_words(step + kDepth, place, filled);
+      copy_x(step + kDepth, place, filled);
+    }
+    place += kStepBytes;
+    filled += 8;
+    if (place == kDepth * kStepBytes) {
+      place = 0;
+      filled = full;
+      parity ^= 1;
     }
   }
   if (step_begin < step_end) close_group();
-  ptx::griddepcontrol_launch_dependents();
 
 #pragma unroll
   for (int j = 0; j < kTilesM; ++j) {
@@ -223,19 +268,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
           const int i = quad % 2 * 2 + c / 2;
           out.values[c] = sums[quad / 2][i][j][c % 2][odd] * RawCodes<X>::kUnits[i % 2];
         }
-        store<true>(shared + warp * kPartSums + row * kSumStride + g * kWords * 8 + quad * 4, out);
+        store<true>(shared + warp * kWarpFloats + row * kSumStride + g * kWords * 8 + quad * 4, out);
       }
     }
   }
   __syncthreads();
 
-  // Adds COUNT parts at `begin` of four columns of a row.
-  auto add_up = [&](int begin, int count, int offset) {
+  // Adds `count` parts, `stride` apart, of four columns of a row.
+  auto add_up = [&](int begin, int stride, int count) {
     Vector<float, 4> total = {};
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       Vector<float, 4> values;
-      load<true>(values, shared + begin + i * kPartSums + offset);
+      load<true>(values, shared + begin + i * stride);
 #pragma unroll
       for (int c = 0; c < 4; ++c) total.values[c] += values.values[c];
     }
@@ -243,19 +288,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   };
   for (int item = threadIdx.x; item < m * (kBlockN / 4); item += kThreads) {
     const int offset = item / (kBlockN / 4) * kSumStride + item % (kBlockN / 4) * 4;
-    const Vector<float, 4> total = add_up(0, kWarps, offset);
+    const Vector<float, 4> total = add_up(offset, kWarpFloats, kWarps);
     const int target = kJoinedBegin + split * kPartSums + offset;
     if constexpr (kSplits == 1) {
       store<true>(shared + target, total);
     } else {
-      ptx::st_async(ptx::mapa(shared_begin + target * 4, 0), total.values, ptx::mapa(barrier, 0));
+      ptx::st_async(ptx::mapa(shared_begin + target * 4, 0), total.values, ptx::mapa(joined, 0));
     }
   }
   if constexpr (kSplits == 1) {
     __syncthreads();
   } else {
     if (split != 0) return;
-    wait(barrier, 0);
+    wait(joined, 0);
   }
 
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
@@ -265,10 +310,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     const int local = item % (kWidth / 4) * 4;
     const int out_column = tile * kWidth + local;
     if (out_column >= (kGated ? n / 2 : n)) continue;
-    const Vector<float, 4> total = add_up(kJoinedBegin, kSplits, row * kSumStride + local);
+    const Vector<float, 4> total = add_up(kJoinedBegin + row * kSumStride + local, kPartSums, kSplits);
     Vector<X, 4> out;
     if constexpr (kGated) {
-      const Vector<float, 4> up = add_up(kJoinedBegin, kSplits, row * kSumStride + local + kWidth);
+      const Vector<float, 4> up = add_up(kJoinedBegin + row * kSumStride + local + kWidth, kPartSums, kSplits);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         out.values[c] = epilogue.finish_gated(total.values[c], up.values[c], row, out_column + c);
@@ -277,6 +322,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #pragma unroll
       for (int c = 0; c < 4; ++c) out.values[c] = epilogue.finish(total.values[c], row, out_column + c);
     }
-    store<kAligned>(y + static_cast<int64_t>(row) * ldy + out_column, out);
+    store<true>(y + static_cast<int64_t>(row) * ldy + out_column, out);
   }
 }

@@ -15,7 +15,14 @@ from cupy_awq import compile as compiler
 from cupy_awq.launch_plan import LaunchPlan, TensorMap
 
 MAP_BYTES = 128
-MAP_TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "int8": "UINT8", "uint8": "UINT8"}
+MAP_TYPES = {
+    "float16": "FLOAT16",
+    "bfloat16": "BFLOAT16",
+    "float32": "FLOAT32",
+    "int8": "UINT8",
+    "uint8": "UINT8",
+    "uint32": "UINT32",
+}
 
 CACHED_SHARED_PERCENT = 25
 """Shared memory's part of a multiprocessor's memory where a kernel wants an L1 cache. Without it, the cache stays as
@@ -42,7 +49,7 @@ def encode(tensor_map: TensorMap, address: int) -> bytes:
             driver.CUtensorMapSwizzle,
             f"CU_TENSOR_MAP_SWIZZLE_{f'{tensor_map.swizzle}B' if tensor_map.swizzle else 'NONE'}",
         ),
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{tensor_map.promotion}B"),
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status != 0:

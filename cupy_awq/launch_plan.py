@@ -16,7 +16,8 @@ class TensorMap:
 
     ``dims`` (elements) and ``box`` count from the innermost axis; ``strides`` (bytes) are those of all axes but the
     innermost, whose elements are adjacent. ``swizzle`` is 0, 32, 64 or 128 bytes. ``steps`` leads along each axis from
-    one element of a box to the next, by default 1; a box has as many elements as ``box`` says.
+    one element of a box to the next, by default 1; a box has as many elements as ``box`` says. ``promotion``: how many
+    bytes L2 asks memory for at a time.
     """
 
     buffer: str
@@ -26,6 +27,7 @@ class TensorMap:
     box: tuple[int, ...]
     swizzle: int = 0
     steps: tuple[int, ...] = ()
+    promotion: int = 256
 
 
 Argument = str | np.generic | TensorMap

@@ -42,8 +42,18 @@ def strided(a: np.ndarray, extra: int) -> np.ndarray:
     return wide[:, : a.shape[1]]
 
 
+WHOLE = -1
+"""Between rows as many elements as bring the next one to a multiple of 16 bytes."""
+
+
 def padded(problem: Problem, extra: int) -> Problem:
     """The problem of contiguous arrays with ``extra`` elements between their rows."""
+    if extra == WHOLE:
+        # 16 bytes are four words, and eight values of what this is for.
+        contiguous = problem.row_strides
+        units = Strides(8, 4, 8, 8 if problem.zeros == "float" else 4, 8, 8)
+        whole = (step + -step % unit for step, unit in zip(contiguous, units, strict=True))
+        return replace(problem, strides=Strides(*whole))
     itemsize = DTYPES[problem.dtype].itemsize
     n_out = problem.n // 2 if problem.gated else problem.n
     steps = (problem.n // 8 + extra) * 4, (problem.n + extra) * 2, (n_out + extra) * itemsize
@@ -114,13 +124,17 @@ def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Devic
     residual = rng.standard_normal((problem.m, n_out)).astype(dtype) if problem.residual else None
     repacked = repack(run, problem, weight, facts) if problem.repacked else None
     partials, counters = config.workspace(problem)
+
+    def spaced(a: np.ndarray) -> np.ndarray:
+        return strided(a, -a.shape[1] % (16 // a.itemsize) if pad == WHOLE else pad)
+
     arrays = {
-        "x": strided(x, pad),
-        "qweight": strided(weight.qweight, pad),
-        "scales": strided(weight.scales, pad),
-        "qzeros": None if weight.qzeros is None else strided(weight.qzeros, pad),
-        "residual": None if residual is None else strided(residual, pad),
-        "y": strided(np.full((problem.m, n_out), np.nan, dtype), pad),
+        "x": spaced(x),
+        "qweight": spaced(weight.qweight),
+        "scales": spaced(weight.scales),
+        "qzeros": None if weight.qzeros is None else spaced(weight.qzeros),
+        "residual": None if residual is None else spaced(residual),
+        "y": spaced(np.full((problem.m, n_out), np.nan, dtype)),
     }
     for name, a in arrays.items():
         if a is not None:
@@ -213,7 +227,7 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
     gated = data.draw(st.booleans())
     problem = Problem(
         m=data.draw(st.sampled_from([1, 2, 7, 8, 9, 16])),
-        n=data.draw(st.integers(1, 24)) * (16 if gated else 8),
+        n=data.draw(st.integers(1, 5)) * 64 if gated else data.draw(st.integers(1, 36)) * 8,
         k=group_size * data.draw(st.integers(1, 4096 // group_size)),
         group_size=group_size,
         dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
@@ -225,10 +239,11 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
         limits=(-0.5, 0.75),
         gated=gated,
     )
-    pad = data.draw(st.sampled_from([0, 8]))
+    pad = data.draw(st.sampled_from([WHOLE] if problem.n % 32 else [0, 8, WHOLE]))
     here = facts(90, backend)
-    configs = select.FAMILIES["gemm_sm90_raw"].configs(padded(problem, pad), here)
-    config = data.draw(st.sampled_from(configs))
+    family = select.FAMILIES["gemm_sm90_raw"]
+    assert family.refuse(padded(problem, pad), here) is None
+    config = data.draw(st.sampled_from(family.configs(padded(problem, pad), here)))
     check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
 

@@ -31,4 +31,13 @@ __device__ __forceinline__ void ld_shared_u32x4(unsigned (&out)[4], unsigned add
                : "memory");
 }
 
+// The same for one, two or four adjacent words.
+__device__ __forceinline__ void ld_shared(unsigned (&out)[1], unsigned address) { out[0] = ld_shared_u32(address); }
+
+__device__ __forceinline__ void ld_shared(unsigned (&out)[2], unsigned address) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void ld_shared(unsigned (&out)[4], unsigned address) { ld_shared_u32x4(out, address); }
+
 }  // namespace ptx

@@ -3,32 +3,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import numpy as np
 
 from cupy_awq.device import Device
-from cupy_awq.kernels import problem as common
-from cupy_awq.kernels.problem import Problem, ceil_div
-from cupy_awq.launch_plan import LaunchPlan
+from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
+from cupy_awq.launch_plan import Kernel, LaunchPlan, TensorMap
 
 ARCH = 90
 MAX_ROWS = 16
 STEP_K = 32
-SPLITS = (1, 2, 3, 6)
+SPLITS = (1, 2, 3, 4, 6)
 
 Block = tuple[int, int, int, int]
 """What a kernel is compiled for besides rows and splits: words, warps, depth, resident of `GemmSm90RawConfig`."""
 
-BLOCKS: dict[int, dict[Block, tuple[float, float]]] = {
-    1: {(1, 24, 1, 1): (19.3, 19.3), (2, 16, 1, 1): (14.9, 14.9), (2, 8, 1, 2): (29.0, 9.5)},
-    8: {(1, 16, 3, 1): (21.4, 21.4), (1, 8, 2, 2): (42.7, 19.4)},
-    16: {
-        (1, 12, 2, 1): (38.8, 38.8),
-        (2, 8, 2, 1): (33.4, 33.4),
-        (2, 4, 2, 2): (64.1, 32.9),
-        (1, 4, 2, 3): (94.1, 43.8),
+BLOCKS: dict[int, dict[Block, tuple[float, float, float]]] = {
+    1: {
+        (1, 16, 3, 1): (429, 44.6, 1.30),
+        (2, 8, 2, 2): (750, 31.4, 1.24),
+        (2, 16, 2, 1): (635, 33.2, 1.56),
+        (4, 8, 2, 1): (829, 8.7, 1.76),
     },
+    8: {
+        (1, 16, 2, 1): (436, 47.9, 1.47),
+        (2, 8, 2, 2): (773, 32.9, 1.69),
+        (2, 16, 2, 1): (639, 33.8, 2.21),
+        (4, 8, 2, 1): (810, 10.4, 2.61),
+    },
+    16: {(1, 12, 2, 1): (412, 53.2, 1.98), (2, 8, 3, 1): (543, 29.0, 2.46), (2, 4, 3, 2): (558, 9.9, 2.64)},
 }
-"""By rows: nanoseconds that a block takes for 64 columns and 32 k alone, and those for which others wait for it."""
+"""By rows: nanoseconds of a warp's step and of 64 columns and 32 k on a multiprocessor, microseconds of a launch."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,10 @@ class GemmSm90RawConfig:
 
     @property
     def shared_bytes(self) -> int:
-        return (self.warps + self.splits) * self.rows * (self.block_n + 4) * 4 + 8
+        sums = self.rows * (self.block_n + 4) * 4
+        step = self.words * 1024 + max(128, 64 * self.rows)
+        mine = max(self.depth * step, ceil_div(sums, 128) * 128)
+        return self.warps * (mine + self.depth * 8) + self.splits * sums + 8
 
     def blocks(self, problem: Problem) -> int:
         return ceil_div(problem.n, self.block_n) * self.splits
@@ -66,7 +75,7 @@ class GemmSm90RawConfig:
 
     def plan(self, problem: Problem, device: Device) -> LaunchPlan:
         defines = (
-            ("ALIGNED", int(problem.aligned)),
+            *problem.defines(),
             ("ROWS", self.rows),
             ("WORDS", self.words),
             ("WARPS", self.warps),
@@ -74,35 +83,61 @@ class GemmSm90RawConfig:
             ("RESIDENT", self.resident),
             ("SPLITS", self.splits),
         )
-        name = "gemm_sm90_raw"
-        grid = self.blocks(problem), 1, 1
-        plan = common.plan(f"{name}.cu", name, defines, problem, device, grid, self.warps * 32, self.shared_bytes)
-        return replace(plan, cluster=(self.splits, 1, 1), dependent=True)
+        strides = problem.row_strides
+        words = TensorMap(
+            "qweight",
+            "uint32",
+            dims=(problem.n // 8, problem.k // 8, 8),
+            strides=(32 * strides.qweight, 4 * strides.qweight),
+            box=(8 * self.words // (2 if problem.gated else 1), STEP_K // 8, 8),
+            promotion=128,
+        )
+        itemsize = ITEMSIZE[problem.dtype]
+        x = TensorMap(
+            "x",
+            problem.dtype,
+            dims=(STEP_K, problem.m, problem.k // STEP_K),
+            strides=(strides.x * itemsize, STEP_K * itemsize),
+            box=(STEP_K, self.rows, 1),
+        )
+        sizes = (problem.m, problem.n, problem.k, problem.group_size)
+        steps = (strides.scales, strides.qzeros, strides.residual, strides.y)
+        scalars = (*map(np.int32, (*sizes, *steps)), *map(np.float32, problem.limits))
+        return LaunchPlan(
+            Kernel("gemm_sm90_raw.cu", "gemm_sm90_raw", defines, device.target),
+            (self.blocks(problem), 1, 1),
+            (self.warps * 32, 1, 1),
+            ("scales", "qzeros", "bias", "residual", "y", words, x, *scalars),
+            self.shared_bytes,
+            cluster=(self.splits, 1, 1),
+            dependent=True,
+        )
 
     def microseconds(self, problem: Problem, device: Device) -> float:
-        """The larger of the stream and of the work on it, and what does not overlap.
+        """The launch, and a smooth maximum of the stream, of a warp's steps and of a multiprocessor's.
 
-        Fitted to 89 times of 1, 8 and 16 rows on an H100, group size 128: 6% off (root mean square); of six shapes each
-        its first choice took at most 1.02 times as long as the best.
+        The next launch fills what this one leaves free, so that a multiprocessor's work is the mean of all. Fitted to
+        321 times of ten shapes with 1, 8 and 16 rows on an H100, group size 128: 3% off (root mean square) where within
+        15% of the fastest; its first choice took 1.007 times as long as that (geometric mean; at most 1.04).
         """
-        alone, busy = BLOCKS[self.rows][self.words, self.warps, self.depth, self.resident]
+        alone, busy, fixed = BLOCKS[self.rows][self.words, self.warps, self.depth, self.resident]
         blocks = self.blocks(problem)
-        places = self.places(device)
-        full_waves = ceil_div(blocks, places) - 1
-        sharing = ceil_div(blocks - full_waves * places, device.sm_count)
+        waves = ceil_div(blocks, self.places(device))
+        steps = ceil_div(problem.k, STEP_K)
         # The scales of a group cost as many instructions as half a step.
-        units = ceil_div(problem.k, STEP_K) / self.splits * self.words * (0.85 + 0.15 * 128 / problem.group_size)
-        work = units * (full_waves * max(alone, self.resident * busy) + max(alone, sharing * busy)) * 1e-3
+        step = (0.85 + 0.15 * 128 / problem.group_size) * 1e-3
+        chain = waves * ceil_div(steps, self.splits * self.warps) * alone * step
+        work = blocks * steps / self.splits * self.words * busy * step / device.sm_count
         stream = problem.weight_bytes / (device.read_gbs * 1e3)
-        joining = 0.07 if self.splits > 1 else 0.0
-        return 2.96 + joining + max(stream, work) + 0.685 * min(stream, work)
+        joining = 0.04 * self.splits + (0.1 if self.splits > 1 else 0.0)
+        return float(fixed + joining + (chain**3 + work**3 + stream**3) ** (1 / 3))
 
     def workspace(self, problem: Problem) -> tuple[int, int]:
         return 0, 0
 
 
 class GemmSm90Raw:
-    """Words go from memory to registers, with neither a layout of their own nor a stage of shared memory."""
+    """What each warp multiplies comes by its own requests to the copy engine."""
 
     NAME = "gemm_sm90_raw"
 
@@ -119,6 +154,9 @@ class GemmSm90Raw:
             return f"needs a group size that is a multiple of {STEP_K}, not {problem.group_size}"
         if not problem.x_aligned:
             return "needs rows of x that start at multiples of 16 bytes"
+        words = problem.row_strides.qweight
+        if not problem.wide or words % 4 or words < problem.n // 8:
+            return "needs rows of the weight and of y that start at multiples of 16 bytes, one after the other"
         return None
 
     def configs(self, problem: Problem, device: Device) -> list[GemmSm90RawConfig]:
@@ -132,9 +170,6 @@ def _fits(config: GemmSm90RawConfig, problem: Problem, device: Device) -> bool:
     if config.splits > 1 and config.blocks(problem) > config.places(device):
         return False
     if config.splits > max(1, problem.k // STEP_K // config.warps):
-        return False
-    # A lane's words move together; with offsets for the columns of two there are too few registers.
-    if config.words > 1 and not (problem.aligned and problem.zeros != "float"):
         return False
     columns = 8 * config.words * (2 if problem.gated else 1)
     room = min(device.shared_bytes_per_block, device.shared_bytes_per_sm // config.resident - 1024)

@@ -37,7 +37,8 @@ class Seed:
 
 LONG = Problem(40, 224, 640, 64)
 GEMV = Problem(1, 264, 320, 32)
-FEW = Problem(5, 136, 640, 32)
+FEW = Problem(5, 160, 640, 32)
+FEW_LONG = Problem(5, 160, 4096, 64)
 REPACKED = Problem(20, 192, 1024, 128, repacked=True)
 REPACKED_MANY = Problem(70, 64, 3072, 128, repacked=True, scale_exponent=6)
 REPACKED_FEW = Problem(3, 192, 1024, 128, repacked=True)
@@ -281,7 +282,7 @@ SEEDS = {
         "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "  }\n  __syncthreads();\n", "  }\n", RACE, FEW, {"splits": 2},
     ),
     "gemm_sm90_raw: the first block does not wait for the others' sums": Seed(
-        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "wait(barrier, 0);", "", RACE, FEW, {"splits": 2},
+        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "wait(joined, 0);", "", RACE, FEW, {"splits": 2},
     ),
     "gemm_sm90_raw: sums are sent to a barrier that may not be there yet": Seed(
         "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "ptx::barrier_cluster_wait_acquire();", "", RACE, FEW, {"splits": 2},
@@ -295,13 +296,26 @@ SEEDS = {
         "min(weight_column<kBlockN>(tile, g * kWords * 8, n), n - 8 * kWords)",
         "weight_column<kBlockN>(tile, g * kWords * 8, n)", OUTSIDE, FEW,
     ),
-    "gemm_sm90_raw: a step beyond a warp's last is fetched": Seed(
-        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu",
-        "if (first + i + kDepth < step_end) fetch(ring[i]);", "fetch(ring[i]);", OUTSIDE, FEW,
+    "gemm_sm90_raw: nobody waits for the kernel before": Seed(
+        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "  ptx::griddepcontrol_wait();\n", "", ("early", "early"), FEW,
+    ),
+    "gemm_sm90_raw: a step is not waited for": Seed(
+        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "    wait(filled, parity);\n", "", ("in flight", "nothing"), FEW,
+    ),
+    "gemm_sm90_raw: the parity of the steps does not turn": Seed(
+        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "parity ^= 1;", "", ("in flight", "deadlock"), FEW_LONG, {"splits": 1},
+    ),
+    "gemm_sm90_raw: a step's place is filled before its last lane has read it": Seed(
+        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "multiply(place);\n    __syncwarp();", "multiply(place);",
+        RACE, FEW_LONG, {"splits": 1},
+    ),
+    "gemm_sm90_raw: x is not counted": Seed(
+        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "kWordBytes + kXBytes);", "kWordBytes);",
+        ("in flight", "nothing"), FEW,
     ),
     "gemm_sm90_raw: a group's scales are used one step too long": Seed(
         "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "== (group + 1) * group_steps", "== (group + 1) * group_steps + 1",
-        VALUES, Problem(5, 136, 4096, 64), {"splits": 1},
+        VALUES, FEW_LONG, {"splits": 1},
     ),
     "gemm_sm90_raw: odd columns are paired with even ones": Seed(
         "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "i % 2 ? 0x7632 : 0x5410", "i % 2 ? 0x5410 : 0x7632", VALUES, FEW,
