@@ -3,7 +3,7 @@
 
 For each number of rows the configurations that the model ranks first are timed in turns as `timing` does, with cold
 weights; the fastest is kept in the user's cache, where `tuning` finds it. AwqLinear then uses it for these K and N,
-whatever the group size and dtype.
+whatever the group size and dtype, wherever it is legal.
 """
 
 from __future__ import annotations

@@ -338,18 +338,21 @@ def test_few_rows_of_one_group_a_record(backend: str, m: int, k: int, dtype: str
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
 @pytest.mark.parametrize(
-    ("m", "dtype", "scaled", "depths"),
+    ("m", "dtype", "k", "group_size", "scaled", "depths"),
     [
-        (12, "float16", False, {1, 2, 4}),
-        (12, "bfloat16", False, {1, 2, 4}),
-        (40, "float16", False, {1, 2}),
-        (40, "float16", True, {1, 2}),
-        (40, "bfloat16", True, {1, 2}),
+        (12, "float16", 2112, 64, False, {1, 2, 4}),
+        (12, "bfloat16", 2112, 64, False, {1, 2, 4}),
+        (40, "float16", 2176, 128, False, {1, 2}),
+        (40, "float16", 2176, 128, True, {1, 2}),
+        (40, "bfloat16", 2176, 128, True, {1, 2}),
+        (40, "float16", 2112, 64, True, {1}),
     ],
 )
-def test_stages_of_several_steps(backend: str, m: int, dtype: str, scaled: bool, depths: set[int]) -> None:
-    """Every depth and number of teams, round the fewest stages several times; K ends within a stage and a record."""
-    problem = Problem(m, 128, 2112, 64, dtype, repacked=True)
+def test_stages_of_several_steps(
+    backend: str, m: int, dtype: str, k: int, group_size: int, scaled: bool, depths: set[int]
+) -> None:
+    """Every depth and number of teams, round the fewest stages several times; K ends within a stage (and a record)."""
+    problem = Problem(m, 128, k, group_size, dtype, repacked=True)
     here = facts(90, backend)
     configs = {
         (c.depth, c.teams): replace(c, stages=c.teams * (2 if scaled or c.teams == 1 else 1))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -160,3 +161,14 @@ def test_few_rows_meet_weights_that_were_not_rounded(m: int, n: int, k: int) -> 
     choice = select.choose(problem, device.nominal(90))
     assert choice.name != "gemm_sm90_large"
     assert not getattr(choice.config, "scaled", False)
+
+
+@pytest.mark.parametrize("m", [33, 128])
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_short_groups_of_many_rows_are_scaled_before_the_product(m: int, group_size: int) -> None:
+    """What adds up each group, as measured at group size 128, is offered only where float16 would lose scales."""
+    here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
+    problem = Problem(m, 4096, 4096, group_size, repacked=True, raw=False)
+    assert getattr(select.choose(problem, here).config, "scaled", True)
+    wide = replace(problem, wide_scales=True)
+    assert not select.choose(wide, here).config.scaled

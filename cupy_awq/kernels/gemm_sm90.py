@@ -26,6 +26,8 @@ STREAM_ROWS = 32
 SQUARES_COLUMNS = 32
 """Of a residual stream, whose squares are summed up where they are made: `kSquaresColumns`."""
 REGISTERS = 65536
+STEPS = {0: (1.29, 166), 1: (0.95, 202), 2: (0.97, 210), 4: (1.00, 227), 8: (1.07, 261), 16: (1.27, 431)}
+"""Of up to 16 rows, by `GemmSm90Config.x_rows`: microseconds of a launch, and nanoseconds of a team's 128 k."""
 
 
 def layout(problem: Problem) -> Repacking:
@@ -156,10 +158,41 @@ class GemmSm90Config:
         )
 
     def microseconds(self, problem: Problem, device: Device) -> float:
+        if self.block_m <= MMA_MAX_ROWS:
+            return self._few_rows_microseconds(problem, device)
+        return self._many_rows_microseconds(problem, device)
+
+    def _few_rows_microseconds(self, problem: Problem, device: Device) -> float:
+        """The launch, a smooth maximum of what goes on side by side, and what no kernel before could do ahead.
+
+        While a kernel ends, the next one's blocks begin where there is room for them, each with as much of the weight
+        as its stages hold. Fitted to 4545 times of twelve shapes with 1, 8 and 16 rows on an H100, group size 128. For
+        a shape that was left out its first choice took 1.10 times as long as the best (geometric mean).
+        """
+        columns, rows, _ = self.grid(problem)
+        blocks = columns * rows
+        places = device.sm_count * max(1, device.shared_bytes_per_sm // (self.shared_bytes(problem) + 1024))
+        steps = ceil_div(ceil_div(problem.k, RECORD_K), self.splits)
+        ahead = self.stages * self.depth
+        launch, alone = STEPS[self.x_rows]
+        waves = max(1.0, blocks / places)
+        nanoseconds = (
+            waves * ceil_div(ceil_div(steps, self.depth), self.teams) * self.depth * alone,
+            waves * steps / ahead * 490,
+            waves * steps / self.depth * (1 + self.records) * 22,
+            1.08 * problem.weight_bytes / device.read_gbs,
+        )
+        work = sum(each**1.5 for each in nanoseconds) ** (2 / 3) * 1e-3
+        joining = 0.033 * self.teams + (0.23 if self.splits > 1 else 0.0)
+        crowded = 1 - min(1.0, max(0.0, places / blocks - 1))
+        late = 1 - min(1.0, ahead / steps)
+        return float(launch + joining + 0.73 * crowded + 1.09 * late + work)
+
+    def _many_rows_microseconds(self, problem: Problem, device: Device) -> float:
         """The larger of the stream and of the work on it, and what does not overlap.
 
-        Fitted, mma to 1-16 rows on an H200 and wgmma to 114 times from 32 to 8192 rows on an H100: 6% off (root mean
-        square). There its first choice took 1.03 times as long as the best (geometric mean), with mma 1.07 times.
+        Fitted to 114 times from 32 to 8192 rows on an H100: 6% off (root mean square). There its first choice took 1.03
+        times as long as the best (geometric mean).
         """
         columns, rows, _ = self.grid(problem)
         steps = ceil_div(ceil_div(problem.k, RECORD_K), self.splits)
@@ -167,35 +200,26 @@ class GemmSm90Config:
         sharing = min(self.resident, ceil_div(columns * rows, device.sm_count))
         # Cycles of a step: how long a team takes for it alone, how long it keeps the tensor cores and schedulers, and
         # how long it waits for the copies.
-        wide = max(13.0, self.block_m / 2)
-        units = self.block_n / 8
-        if self.name == MMA:
-            alone, busy = 26 + 920 * (self.block_m / 8 - 1), units * (9.2 + 7.4 * self.block_m / 8)
-            wait = 0.0
-            fixed, joining, beside, x_rate, copy = 1.4, 1.3, 0.47, 54e6, 0.041
+        wide = self.block_m / 2
+        busy = self.block_n / 8 * (12.2 + 0.525 * wide)
+        stage = self.depth * RECORD_K * (2 * self.block_m + 0.52 * self.block_n)
+        wait = (720 + stage / 43 * sharing) / self.depth
+        if self.scaled:
+            alone = 60 + self.tiles * max(285.0, 5.24 * wide)
+            wait /= self.stages - self.teams  # a stage is given back one later
         else:
-            alone, busy = 60 + self.tiles * (260 + 6 * wide), units * (12.2 + 0.525 * wide)
-            stage = self.depth * RECORD_K * (2 * self.block_m + 0.52 * self.block_n)
-            wait = (720 + stage / 43 * sharing) / self.depth
-            if self.scaled:
-                alone = 60 + self.tiles * max(285.0, 5.24 * wide)
-                wait /= self.stages - self.teams  # a stage is given back one later
-            else:
-                wait /= self.stages
-                if self.teams == 1 and sharing == 1:
-                    busy += 250  # nobody else uses the tensor cores while the only team converts
-            fixed, joining, beside, x_rate, copy = 1.9, 0.9, 0.15 if self.scaled else 0.2, 157e6, 0.041
+            alone = 60 + self.tiles * (260 + 6 * wide)
+            wait /= self.stages
+            if self.teams == 1 and sharing == 1:
+                busy += 250  # nobody else uses the tensor cores while the only team converts
         work = waves * (steps * max(alone / self.teams, busy * sharing, wait) / 1700 + 0.46)
-        if self.name == WGMMA:
-            work = powered(work, problem)
+        work = powered(work, problem)
         stream = problem.weight_bytes / (device.read_gbs * 1e3)
-        if self.name == MMA and self.stages == 2 and steps > 2 * self.depth:
-            stream *= 1.5  # one stage is under way while the other is consumed: too little for memory that answers late
+        beside = (0.15 if self.scaled else 0.2) * min(stream, work)
         x_bytes = columns * rows * steps * min(self.block_m, problem.m) * 2 * RECORD_K
         copies = waves * steps / self.depth * (1 + 0.47 * self.records)
-        if self.splits > 1:
-            fixed += joining * waves
-        return fixed + max(stream, work) + beside * min(stream, work) + x_bytes / x_rate + copy * copies
+        joining = 0.9 * waves if self.splits > 1 else 0.0
+        return 1.9 + joining + max(stream, work) + beside + x_bytes / 157e6 + 0.041 * copies
 
     def workspace(self, problem: Problem) -> tuple[int, int]:
         return 0, 0
@@ -227,8 +251,9 @@ class GemmSm90:
         return unfit(problem, device) or layout(problem).refuse()
 
     def configs(self, problem: Problem, device: Device) -> list[GemmSm90Config]:
-        # A gated tile has as many records of the gate as of the up projection.
-        return [config for config in _configs(problem, device) if not (problem.gated and config.records % 2)]
+        # A gated tile has as many records of the gate as of the up projection; short K leaves fewer teams, twice.
+        found = dict.fromkeys(_configs(problem, device))
+        return [config for config in found if not (problem.gated and config.records % 2)]
 
 
 def _power(problem: Problem) -> int:
@@ -257,13 +282,18 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
             if depth == 4 and (tiles, warpgroups, teams) != (1, 2, 1):
                 continue  # took up to 1.28 times as long
             config = GemmSm90Config(WGMMA, block_m, warpgroups * tiles * 2, tiles, teams, 0, splits, depth)
-            # Sums, parts, the operand of a group and about 30 more.
-            if teams * splits * depth <= steps:
+            if teams * splits * depth > steps:
+                continue
+            scales = block_m >= 64 and not (problem.dtype == "float16" and problem.wide_scales)
+            # Sums of groups shorter than a record are waited for one by one: up to 1.39 times as long in 16 cases.
+            short = problem.group_size < RECORD_K
+            if not (scales and short):
+                # Sums, parts, the operand of a group and about 30 more.
                 yield from _staged(config, problem, device, block_m * (tiles + 1) // 2 + 62)
-                if block_m >= 64 and not (problem.dtype == "float16" and problem.wide_scales):
-                    scaled = replace(config, scaled=True)
-                    # With two tiles and four fewer, the assembler serializes wgmma for want of registers.
-                    yield from _staged(scaled, problem, device, block_m * tiles // 2 + (86 if tiles == 1 else 90))
+            if scales and not (short and depth > 1):
+                scaled = replace(config, scaled=True)
+                # With two tiles and four fewer, the assembler serializes wgmma for want of registers.
+                yield from _staged(scaled, problem, device, block_m * tiles // 2 + (86 if tiles == 1 else 90))
 
 
 def _staged(config: GemmSm90Config, problem: Problem, device: Device, registers: int) -> Iterator[GemmSm90Config]:
