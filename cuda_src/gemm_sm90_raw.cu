@@ -22,11 +22,12 @@
 // Each warp asks the copy engine for its own words and x, DEPTH steps ahead. They come as [i][t][word], so that what
 // lanes read together lies in different banks.
 //
-// Programmatic dependent launch: qweight alone is read before griddepcontrol.wait, so no kernel that makes codes may
-// let the next one start before it ends; scales are asked for in L2. All else may come from the kernel before.
+// Programmatic dependent launch: nothing is read before griddepcontrol.wait, as any array may come from the kernel
+// before, whose writes are promised only then, even if it lets nobody start early. Scales are asked for in L2.
 //
-// Measured on an H100, 8192 x 28672 at one row (41.7 us on the repacked weight): words to registers 45.8 us, with at
-// most two steps of a warp under way (more took longer), by cp.async 57 to 61 however many, by the copy engine 42.5.
+// Measured on an H100, 8192 x 28672 at one row (41.7 us on the repacked weight), codes read before that wait: words to
+// registers 45.8 us, with at most two steps of a warp under way (more took longer), by cp.async 57 to 61 however many,
+// by the copy engine 42.5.
 #include "copied.cuh"
 #include "epilogue.cuh"
 #include "group.cuh"
@@ -111,15 +112,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       ptx::opaque(ring + my_word / kPartWords * kPartBytes + (t * kPartWords + my_word % kPartWords) * 4);
   const uint32_t my_x = ptx::opaque(ring + kWordBytes + (kRows == 1 ? t : lane) * 16);
   const int first_word = weight_column<kBlockN>(tile, 0, n) / 8;
-  auto copy_words = [&](int step, uint32_t place, uint32_t barrier) {
+  auto copy = [&](int step, uint32_t place, uint32_t barrier) {
     ptx::mbarrier_arrive_expect_tx(barrier, kWordBytes + kXBytes);
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
       const uint32_t target = ring + place + i * kPartBytes;
       ptx::cp_async_bulk_tensor_3d(target, &w_map, first_word + i * (n / 16), step * (kStepK / 8), 0, barrier);
     }
-  };
-  auto copy_x = [&](int step, uint32_t place, uint32_t barrier) {
     ptx::cp_async_bulk_tensor_3d(ring + place + kWordBytes, &x_map, 0, 0, step, barrier);
   };
 
@@ -127,10 +126,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) ptx::mbarrier_init(full + i * 8, 1);
     ptx::fence_mbarrier_init();
-#pragma unroll
-    for (int i = 0; i < kDepth; ++i) {
-      if (step_begin + i < step_end) copy_words(step_begin + i, i * kStepBytes, full + i * 8);
-    }
   }
   __syncwarp();
   if (step_begin < step_end && lane % 4 == 0) {
@@ -147,6 +142,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   ptx::griddepcontrol_launch_dependents();
   if constexpr (kSplits > 1) ptx::barrier_cluster_wait_acquire();
   ptx::griddepcontrol_wait();
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      if (step_begin + i < step_end) copy(step_begin + i, i * kStepBytes, full + i * 8);
+    }
+  }
 
   // Of word, nibble, tile of rows: sums, and those of the present group, in units of RawCodes.
   float sums[kWords][4][kTilesM][2][kOdd] = {};
@@ -223,12 +224,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     }
   };
 
-  if (lane == 0) {
-#pragma unroll
-    for (int i = 0; i < kDepth; ++i) {
-      if (step_begin + i < step_end) copy_x(step_begin + i, i * kStepBytes, full + i * 8);
-    }
-  }
   if (step_begin < step_end) fetch_group();
   uint32_t place = 0, filled = full, parity = 0;
   for (int step = step_begin; step < step_end; ++step) {
@@ -240,10 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     wait(filled, parity);
     multiply(place);
     __syncwarp();
-    if (lane == 0 && step + kDepth < step_end) {
-      copy_words(step + kDepth, place, filled);
-      copy_x(step + kDepth, place, filled);
-    }
+    if (lane == 0 && step + kDepth < step_end) copy(step + kDepth, place, filled);
     place += kStepBytes;
     filled += 8;
     if (place == kDepth * kStepBytes) {

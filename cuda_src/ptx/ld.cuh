@@ -11,16 +11,4 @@ __device__ __forceinline__ void ld_global_no_allocate(unsigned (&out)[4], const 
                : "l"(source));
 }
 
-// ld.global.L1::no_allocate.L2::128B: words that are read once, while others read their neighbours.
-__device__ __forceinline__ void ld_global_once(unsigned (&out)[1], const void* source) {
-  asm volatile("ld.global.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(out[0]) : "l"(source) : "memory");
-}
-
-__device__ __forceinline__ void ld_global_once(unsigned (&out)[2], const void* source) {
-  asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];"
-               : "=r"(out[0]), "=r"(out[1])
-               : "l"(source)
-               : "memory");
-}
-
 }  // namespace ptx

@@ -118,7 +118,8 @@ class GemmSm90RawConfig:
 
         The next launch fills what this one leaves free, so that a multiprocessor's work is the mean of all. Fitted to
         321 times of ten shapes with 1, 8 and 16 rows on an H100, group size 128: 3% off (root mean square) where within
-        15% of the fastest; its first choice took 1.007 times as long as that (geometric mean; at most 1.04).
+        15% of the fastest; its first choice took 1.007 times as long as that (geometric mean; at most 1.04). Codes were
+        read before griddepcontrol.wait then.
         """
         alone, busy, fixed = BLOCKS[self.rows][self.words, self.warps, self.depth, self.resident]
         blocks = self.blocks(problem)

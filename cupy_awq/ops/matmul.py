@@ -61,10 +61,9 @@ def gemm(
         split_k: the number of blocks, a power of two, that share each sum over K; by default the selection's.
 
     All arrays are NumPy's, or all lie on one GPU: CuPy's, or any with ``__cuda_array_interface__`` or ``__dlpack__``,
-    which are not copied. Work on a GPU is queued on CuPy's current stream of that GPU. Calls on one stream share
-    memory for partial sums: replay a graph that was captured from them on that stream, or where nothing else runs on
-    it; or capture a `plan`, which has its own. On Hopper up to 16 rows may read ``qweight`` before the last kernel has
-    ended, if that lets its successor start early (programmatic dependent launch): no kernel that makes codes does.
+    which are not copied. Work on a GPU is queued on CuPy's current stream of that GPU. Calls on one stream share memory
+    for partial sums: replay a graph that was captured from them on that stream, or where nothing else runs on it; or
+    capture a `plan`, which has its own.
 
     Returns:
         [..., N] of x's dtype, on the GPU as a CuPy array.

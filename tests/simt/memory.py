@@ -37,7 +37,7 @@ Lanes = Any  # indices of the threads that access, or slice(None) for all
 Chunks = Iterator[tuple["Buffer", Array, Any]]
 
 
-FRESH = ("x", "h", "delta", "residual", "squares", "before", "qkv")
+FRESH = ("x", "h", "delta", "residual", "squares", "before", "qkv", "qweight", "scales", "qzeros")
 """Names of buffers that the launch before may have made: a dependent launch waits before it reads them."""
 
 
