@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 #pragma unroll
           for (int k64 = 0; k64 < 2; ++k64) {
             Vector<uint32_t, 4> words;
-            ptx::ld_shared_u32x4(words.values, mine.words + record + k64 * 1024);
+            ptx::ld_shared(words.values, mine.words + record + k64 * 1024);
             if (kGroups > 1 || k64 == 0) {
 #pragma unroll
               for (int part = 0; part < kParts; ++part) {
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
           const uint32_t record = records + (i * kWarpgroups * 2 * kDepth + step) * kRecordBytes;
           Vector<uint32_t, 4> words[2];
 #pragma unroll
-          for (int k64 = 0; k64 < 2; ++k64) ptx::ld_shared_u32x4(words[k64].values, mine.words + record + k64 * 1024);
+          for (int k64 = 0; k64 < 2; ++k64) ptx::ld_shared(words[k64].values, mine.words + record + k64 * 1024);
 #pragma unroll
           for (int part = 0; part < kGroups; ++part) {
             constexpr int kSteps = kStepsK16 / kGroups;

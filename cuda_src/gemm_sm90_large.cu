@@ -389,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ScaledCodes<X> codes[kParts];
     auto load_block = [&](int stage, int b) {
       const uint32_t record = uniform(stage * kWeightBytes) + b / 2 * 2 * kRecordBytes;
-      ptx::ld_shared_u32x4(words.values, my_words + record + b % 2 * 1024);
+      ptx::ld_shared(words.values, my_words + record + b % 2 * 1024);
       if (kGroups > 1 || b % 2 == 0) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {

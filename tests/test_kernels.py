@@ -342,7 +342,7 @@ def test_few_rows_of_one_group_a_record(backend: str, m: int, k: int, dtype: str
     [
         (12, "float16", 2112, 64, False, {1, 2, 4}),
         (12, "bfloat16", 2112, 64, False, {1, 2, 4}),
-        (40, "float16", 2176, 128, False, {1, 2}),
+        (40, "float16", 2112, 64, False, {1, 2}),
         (40, "float16", 2176, 128, True, {1, 2}),
         (40, "bfloat16", 2176, 128, True, {1, 2}),
         (40, "float16", 2112, 64, True, {1}),
@@ -352,7 +352,8 @@ def test_stages_of_several_steps(
     backend: str, m: int, dtype: str, k: int, group_size: int, scaled: bool, depths: set[int]
 ) -> None:
     """Every depth and number of teams, round the fewest stages several times; K ends within a stage (and a record)."""
-    problem = Problem(m, 128, k, group_size, dtype, repacked=True)
+    # Many rows by short groups are scaled wherever float16 holds the scales.
+    problem = Problem(m, 128, k, group_size, dtype, repacked=True, wide_scales=not scaled)
     here = facts(90, backend)
     configs = {
         (c.depth, c.teams): replace(c, stages=c.teams * (2 if scaled or c.teams == 1 else 1))

@@ -77,6 +77,13 @@ def test_the_choice_where_there_is_no_doubt(m: int, arch: int, dtype: str, group
         ("gemm_sm90_raw", Problem(4, 64, 64, 64, repacked=True), 90, "weights that have no other layout"),
         ("gemm_sm90_raw", Problem(4, 64, 48, 48), 90, "multiple of 32, not 48"),
         ("gemm_sm90_raw", Problem(4, 64, 64, 64, x_aligned=False), 90, "multiples of 16 bytes"),
+        (
+            "gemm_sm90_raw",
+            Problem(4, 64, 64, 64, aligned=False),
+            90,
+            "of the weight and of y that start at multiples of 16",
+        ),
+        ("gemm_sm90_raw", Problem(4, 72, 64, 64), 90, "of the weight and of y that start at multiples of 16"),
     ],
 )
 def test_a_refusal_says_why(kernel: str, problem: Problem, arch: int, reason: str) -> None:

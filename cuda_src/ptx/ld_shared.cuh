@@ -11,7 +11,7 @@ __device__ __forceinline__ unsigned opaque(unsigned value) {
   return value;
 }
 
-// ld.shared: a value, 32 bits, and four of them.
+// ld.shared: a value, and 32 bits.
 __device__ __forceinline__ unsigned ld_shared_u16(unsigned address) {
   unsigned short out;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(out) : "r"(address) : "memory");
@@ -24,20 +24,18 @@ __device__ __forceinline__ unsigned ld_shared_u32(unsigned address) {
   return out;
 }
 
-__device__ __forceinline__ void ld_shared_u32x4(unsigned (&out)[4], unsigned address) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-               : "r"(address)
-               : "memory");
-}
-
-// The same for one, two or four adjacent words.
+// One, two or four adjacent words.
 __device__ __forceinline__ void ld_shared(unsigned (&out)[1], unsigned address) { out[0] = ld_shared_u32(address); }
 
 __device__ __forceinline__ void ld_shared(unsigned (&out)[2], unsigned address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "r"(address) : "memory");
 }
 
-__device__ __forceinline__ void ld_shared(unsigned (&out)[4], unsigned address) { ld_shared_u32x4(out, address); }
+__device__ __forceinline__ void ld_shared(unsigned (&out)[4], unsigned address) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(address)
+               : "memory");
+}
 
 }  // namespace ptx

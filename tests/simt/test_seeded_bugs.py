@@ -296,6 +296,11 @@ SEEDS = {
         "min(weight_column<kBlockN>(tile, g * kWords * 8, n), n - 8 * kWords)",
         "weight_column<kBlockN>(tile, g * kWords * 8, n)", OUTSIDE, FEW,
     ),
+    "gemm_sm90_raw: steps beyond a warp's last are copied": Seed(
+        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu",
+        "if (lane == 0 && step + kDepth < step_end) copy", "if (lane == 0) copy", ("race", "nothing"), FEW_LONG,
+        {"splits": 1},
+    ),
     "gemm_sm90_raw: nobody waits for the kernel before": Seed(
         "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "  ptx::griddepcontrol_wait();\n", "", ("early", "early"), FEW,
     ),
