@@ -4,7 +4,7 @@
 // once.
 //
 //   w_map    tensor map of qweight, uint32 [k, n / 8], as [8 of i][k / 8][n / 8], where i is the row within 8
-//   x_map    tensor map of x as [k / 32][m][32]
+//   x_map    tensor map of x as [k / 32][m][32], a box of which has all rows
 //   scales   SCALE [groups, n], row stride lds values
 //   zeros    uint32 [groups, n / 8], row stride ldz words; or SCALE [groups, n], row stride ldz values; or null
 //   y        X [m, n] (gated: [m, n / 2]), row stride ldy values
@@ -22,16 +22,18 @@
 // Each warp asks the copy engine for its own words and x, DEPTH steps ahead. They come as [i][t][word], so that what
 // lanes read together lies in different banks.
 //
-// Programmatic dependent launch: nothing is read before griddepcontrol.wait, as any array may come from the kernel
-// before, whose writes are promised only then, even if it lets nobody start early. Scales are asked for in L2.
+// Programmatic dependent launch: what the kernel before has written is promised only behind griddepcontrol.wait, even
+// if it lets nobody start early. With CONSTANT it has written nothing of the weight, whose first steps and group are
+// then read before. Else nothing is; scales are asked for in L2.
 //
-// Measured on an H100, 8192 x 28672 at one row (41.7 us on the repacked weight), codes read before that wait: words to
-// registers 45.8 us, with at most two steps of a warp under way (more took longer), by cp.async 57 to 61 however many,
-// by the copy engine 42.5.
+// Measured on an H100, 8192 x 28672 at one row with CONSTANT (41.7 us on the repacked weight): words to registers 45.8
+// us, with at most two steps of a warp under way (more took longer), by cp.async 57 to 61 however many, by the copy
+// engine 42.1.
 #include "copied.cuh"
 #include "epilogue.cuh"
 #include "group.cuh"
 #include "ptx/bulk_copy.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld_shared.cuh"
 #include "ptx/prefetch.cuh"
@@ -46,6 +48,7 @@ constexpr int kWords = WORDS;
 constexpr int kWarps = WARPS;
 constexpr int kDepth = DEPTH;  // steps under way
 constexpr int kSplits = SPLITS;
+constexpr bool kConstant = CONSTANT;
 
 constexpr int kThreads = kWarps * 32;
 constexpr int kBlockN = 64 * kWords;
@@ -112,25 +115,47 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       ptx::opaque(ring + my_word / kPartWords * kPartBytes + (t * kPartWords + my_word % kPartWords) * 4);
   const uint32_t my_x = ptx::opaque(ring + kWordBytes + (kRows == 1 ? t : lane) * 16);
   const int first_word = weight_column<kBlockN>(tile, 0, n) / 8;
-  auto copy = [&](int step, uint32_t place, uint32_t barrier) {
-    ptx::mbarrier_arrive_expect_tx(barrier, kWordBytes + kXBytes);
+  const bool leader = ptx::elect();
+  auto copy = [&](int step, uint32_t place, uint32_t barrier, bool words, bool x) {
+    if (words) {
+      ptx::mbarrier_arrive_expect_tx(barrier, kWordBytes + m * (kStepK * 2));
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      const uint32_t target = ring + place + i * kPartBytes;
-      ptx::cp_async_bulk_tensor_3d(target, &w_map, first_word + i * (n / 16), step * (kStepK / 8), 0, barrier);
+      for (int i = 0; i < kParts; ++i) {
+        const uint32_t target = ring + place + i * kPartBytes;
+        ptx::cp_async_bulk_tensor_3d(target, &w_map, first_word + i * (n / 16), step * (kStepK / 8), 0, barrier);
+      }
     }
-    ptx::cp_async_bulk_tensor_3d(ring + place + kWordBytes, &x_map, 0, 0, step, barrier);
+    if (x) ptx::cp_async_bulk_tensor_3d(ring + place + kWordBytes, &x_map, 0, 0, step, barrier);
+  };
+  auto copy_first = [&](bool words, bool x) {
+    if (!leader) return;
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      if (step_begin + i < step_end) copy(step_begin + i, i * kStepBytes, full + i * 8, words, x);
+    }
   };
 
-  if (lane == 0) {
+  if (leader) {
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) ptx::mbarrier_init(full + i * 8, 1);
     ptx::fence_mbarrier_init();
   }
+  if constexpr (kConstant) copy_first(true, false);
+  // Rows past m are not copied.
+  if constexpr (kRows > 1) {
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+#pragma unroll
+      for (int chunk = lane; chunk < kXBytes / 16; chunk += 32) {
+        float* target = shared + warp * kWarpFloats + (i * kStepBytes + kWordBytes) / 4 + chunk * 4;
+        if (chunk >= m * (kStepK * 2 / 16)) store<true>(target, Vector<float, 4>{});
+      }
+    }
+  }
   __syncwarp();
-  if (step_begin < step_end && lane % 4 == 0) {
+  if (lane % 4 == 0 && (g % 2 == 0 ? step_begin : (group + 1) * group_steps) < step_end) {
     // The first two groups, a quarter of the tile's columns a lane.
-    const int index = min(group + g % 2, (step_end - 1) / group_steps);
+    const int index = group + g % 2;
     const int first = weight_column<kBlockN>(tile, g / 2 * (kBlockN / 4), n);
     if (first < n) {
       ptx::prefetch_global_l2(scales + static_cast<int64_t>(index) * lds + first);
@@ -141,13 +166,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   }
   ptx::griddepcontrol_launch_dependents();
   if constexpr (kSplits > 1) ptx::barrier_cluster_wait_acquire();
-  ptx::griddepcontrol_wait();
-  if (lane == 0) {
-#pragma unroll
-    for (int i = 0; i < kDepth; ++i) {
-      if (step_begin + i < step_end) copy(step_begin + i, i * kStepBytes, full + i * 8);
-    }
-  }
 
   // Of word, nibble, tile of rows: sums, and those of the present group, in units of RawCodes.
   float sums[kWords][4][kTilesM][2][kOdd] = {};
@@ -224,7 +242,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     }
   };
 
-  if (step_begin < step_end) fetch_group();
+  auto fetch_first_group = [&] {
+    if (step_begin < step_end) fetch_group();
+  };
+  if constexpr (kConstant) fetch_first_group();
+  ptx::griddepcontrol_wait();
+  copy_first(!kConstant, true);
+  if constexpr (!kConstant) fetch_first_group();
   uint32_t place = 0, filled = full, parity = 0;
   for (int step = step_begin; step < step_end; ++step) {
     if (step == (group + 1) * group_steps) {
@@ -235,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     wait(filled, parity);
     multiply(place);
     __syncwarp();
-    if (lane == 0 && step + kDepth < step_end) copy(step + kDepth, place, filled);
+    if (leader && step + kDepth < step_end) copy(step + kDepth, place, filled, true, true);
     place += kStepBytes;
     filled += 8;
     if (place == kDepth * kStepBytes) {

@@ -103,8 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--dtype", choices=DTYPES, default="float16", help="of x (default: float16)")
     bench.add_argument(
-        "--kernel", metavar="NAME", help="force one kernel on the raw tensors (default: AwqLinear and its choice)"
+        "--kernel", metavar="NAME", help="gemm with this kernel on AWQ's own arrays (default: AwqLinear and its choice)"
     )
+    bench.add_argument("--plan", action="store_true", help="through cupy_awq.plan, made once for each weight")
     bench.add_argument("--json", action="store_true", help="an object instead of text")
     bench.add_argument(
         "--plot", metavar="FILE.png", type=Path, help="also draw time / roofline over M (needs matplotlib)"
@@ -240,6 +241,7 @@ def _bench(args: argparse.Namespace) -> int:
         group_size=args.group_size,
         dtype=args.dtype,
         kernel=args.kernel,
+        planned=args.plan,
         device=device,
         progress=lambda text: _progress("bench", text),
     )
@@ -253,8 +255,8 @@ def _bench_model(args: argparse.Namespace) -> int:
     from cupy_awq.llm import speed
     from cupy_awq.table import render
 
-    if args.kernel or args.plot or args.dtype != "float16" or args.op != "gemm":
-        raise ValueError("bench: --model takes no --kernel, --plot, --dtype or --op")
+    if args.kernel or args.plan or args.plot or args.dtype != "float16" or args.op != "gemm":
+        raise ValueError("bench: --model takes no --kernel, --plan, --plot, --dtype or --op")
     rows = speed.measure(args.model, progress=lambda done, total: _progress("bench", f"layer {done} of {total}"))
     lines = [
         [
@@ -273,8 +275,8 @@ def _bench_model(args: argparse.Namespace) -> int:
 def _bench_int8(args: argparse.Namespace) -> int:
     from cupy_awq import bench_int8 as speed
 
-    if args.kernel or args.plot or args.dtype != "float16":
-        raise ValueError(f"bench: --op {args.op} takes no --kernel, --plot or --dtype")
+    if args.kernel or args.plan or args.plot or args.dtype != "float16":
+        raise ValueError(f"bench: --op {args.op} takes no --kernel, --plan, --plot or --dtype")
     device = placement.resolve()
     options: dict[str, Any] = {"device": device, "progress": lambda text: _progress("bench", text)}
     with placement.on(device):

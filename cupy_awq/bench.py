@@ -22,7 +22,7 @@ from cupy_awq import check, placement, reference, table, testing, timing
 from cupy_awq import device as devices
 from cupy_awq.check import HOST, Array
 from cupy_awq.linear import AwqLinear
-from cupy_awq.ops import gemm
+from cupy_awq.ops import gemm, plan
 from cupy_awq.weight import PackedWeight
 
 DTYPES = {
@@ -114,10 +114,13 @@ def run(
     group_size: int,
     dtype: str,
     kernel: str | None,
+    planned: bool,
     device: int,
     progress: Callable[[str], None],
 ) -> tuple[list[Row], Ceilings | None]:
-    """Time every (K, N) of ``shapes`` at every M; with ``kernel`` None, AwqLinear and what it chooses.
+    """Time every (K, N) of ``shapes`` at every M: AwqLinear and what it chooses, or `gemm` with a ``kernel``.
+
+    If they are ``planned``, through a `plan` of the same.
 
     The ceilings are None on the CPU. Raises ValueError for a shape that the format does not allow, before anything is
     timed, and for one that the kernel does not allow.
@@ -139,7 +142,7 @@ def run(
             for m in ms:
                 progress(f"{k}x{n}: M={m}")
                 x = testing.random_activations(rng, m, k, dtype=DTYPES[dtype])
-                us, name = _time(layers, placement.put(x, device), kernel, device)
+                us, name = _time(layers, placement.put(x, device), kernel, planned, device)
                 nbytes = weight.nbytes + m * (k + n) * x.itemsize
                 fp16_us = fp16(x.astype(np.float16)) if fp16 else None
                 roofline_us = ceilings.microseconds(nbytes, 2 * m * n * k) if ceilings else None
@@ -172,17 +175,20 @@ def cold_layers(weight: PackedWeight, device: int) -> list[AwqLinear]:
     return [AwqLinear(PackedWeight(*map(cupy.array, parts))) for _ in range(copies(weight.nbytes, device))]
 
 
-def _time(layers: Sequence[AwqLinear], x: Array, kernel: str | None, device: int) -> tuple[float, str]:
+def _time(layers: Sequence[AwqLinear], x: Array, kernel: str | None, planned: bool, device: int) -> tuple[float, str]:
     """Microseconds of one product, and the name of the kernel."""
+    y = layers[0](x)
 
-    def product(layer: AwqLinear, out: Array | None = None) -> Array:
-        if kernel is None:
-            return layer(x, out=out)
+    def product(layer: AwqLinear) -> Callable[[], Array]:
         weight = layer.weight
-        return gemm(x, weight.qweight, weight.scales, weight.qzeros, out=out, kernel=kernel)
+        if planned:
+            made = layer.plan(x, out=y) if kernel is None else plan(x, weight, out=y, kernel=kernel)
+            return functools.partial(made, x, y)
+        if kernel is None:
+            return functools.partial(layer, x, out=y)
+        return functools.partial(gemm, x, weight.qweight, weight.scales, weight.qzeros, out=y, kernel=kernel)
 
-    y = product(layers[0])
-    calls = [functools.partial(product, layer, y) for layer in layers]
+    calls = [product(layer) for layer in layers]
     if device == HOST:
         return timing.on_cpu(calls), "numpy"
     return timing.on_gpu(calls), kernel or layers[0].kernel_for(len(x), x.dtype)

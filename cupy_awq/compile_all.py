@@ -50,8 +50,8 @@ def _raw(facts: device.Device) -> Iterator[Kernel]:
     for dtype in ("float16", "bfloat16", "float32"):
         scales = "bfloat16" if dtype == "bfloat16" else "float16"
         yield Dequantization(k, n, 128, scales, "packed", dtype, True, (n // 8, n, n // 8, n)).plan(facts).kernel
-        for group_size, m in itertools.product((128, 32), (1, 2, 4, 8, 16, 64)):
-            problem = Problem(m, n, k, group_size, dtype, scales)
+        for group_size, m, constant in itertools.product((128, 32), (1, 2, 4, 8, 16, 64), (False, True)):
+            problem = Problem(m, n, k, group_size, dtype, scales, constant=constant)
             candidates = select.candidates(problem, facts)
             if not isinstance(candidates["gemm_sm80"], str):
                 del candidates["gemm_sm75"]  # legal, but only when it is asked for by name

@@ -95,8 +95,9 @@ def test_bench_without_a_gpu_times_numpy_and_says_so(capsys: pytest.CaptureFixtu
 
 @pytest.mark.usefixtures("cpu")
 def test_bench_without_a_gpu_names_no_kernel_that_did_not_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "128x16", "--m", "1", "--kernel", "gemv"]) == 0
-    assert capsys.readouterr().out.splitlines()[3].split()[:3] == ["128x16", "numpy", "1"]
+    for options in ([], ["--plan"]):
+        assert main(["bench", "128x16", "--m", "1", "--kernel", "gemv", *options]) == 0
+        assert capsys.readouterr().out.splitlines()[3].split()[:3] == ["128x16", "numpy", "1"]
 
 
 @pytest.mark.usefixtures("cpu")
@@ -209,11 +210,11 @@ def test_capture_leaves_the_results_of_the_calls() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("kernel", [None, "gemm_simt"])
-def test_bench_on_a_gpu_fills_every_column(kernel: str | None) -> None:
-    rows, ceilings = bench.run(
-        [(1024, 2048)], [2, 64], group_size=128, dtype="float16", kernel=kernel, device=0, progress=lambda text: None
-    )
+def test_bench_on_a_gpu_fills_every_column(kernel: str | None, planned: bool) -> None:
+    options = {"group_size": 128, "dtype": "float16", "kernel": kernel, "planned": planned, "device": 0}
+    rows, ceilings = bench.run([(1024, 2048)], [2, 64], **options, progress=lambda text: None)
     nominal = bench.devices.of(0).read_gbs
     assert ceilings is not None
     assert 0.5 * nominal < ceilings.read_gbs < nominal

@@ -99,6 +99,51 @@ def test_a_captured_plan_replays_on_new_values(m: int, split_k: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 64])
+def test_a_plan_waits_for_what_makes_its_weight(m: int) -> None:
+    """Its launches may read the weight before what was queued before them has ended."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, 512, 128, 64)
+    values = random_activations(rng, m, 512)
+    late, x, out = put(weight), put(values), nan_like((m, 128), FLOAT16)
+    codes, long = late.qweight.copy(), cupy.ones(2**27, np.float32)
+    late.qweight.fill(0)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        for _ in range(8):
+            cupy.sin(long, out=long)
+        late.qweight[...] = codes
+        assert not stream.done
+        plan = cupy_awq.plan(x, late)
+        assert stream.done
+        check_product(plan(x, out), values, weight)
+
+
+@pytest.mark.gpu
+def test_a_plan_that_is_made_during_a_capture() -> None:
+    import cupy
+
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, 512, 128, 64)
+    on_gpu, values = put(weight), random_activations(rng, 1, 512)
+    x, out = put(values), nan_like((1, 128), FLOAT16)
+    cupy_awq.plan(x, on_gpu)(x, out)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        plan = cupy_awq.plan(x, on_gpu)
+        plan(x, out)
+        graph = stream.end_capture()
+        out.fill(np.nan)
+        graph.launch()
+        check_product(out, values, weight)
+
+
+@pytest.mark.gpu
 def test_functions_whose_first_call_is_captured() -> None:
     """What they set up on the way, memory of zeros above all, is not a part of the graph."""
     import cupy

@@ -20,19 +20,9 @@ Block = tuple[int, int, int, int]
 """What a kernel is compiled for besides rows and splits: words, warps, depth, resident of `GemmSm90RawConfig`."""
 
 BLOCKS: dict[int, dict[Block, tuple[float, float, float]]] = {
-    1: {
-        (1, 16, 3, 1): (429, 44.6, 1.30),
-        (2, 8, 2, 2): (750, 31.4, 1.24),
-        (2, 16, 2, 1): (635, 33.2, 1.56),
-        (4, 8, 2, 1): (829, 8.7, 1.76),
-    },
-    8: {
-        (1, 16, 2, 1): (436, 47.9, 1.47),
-        (2, 8, 2, 2): (773, 32.9, 1.69),
-        (2, 16, 2, 1): (639, 33.8, 2.21),
-        (4, 8, 2, 1): (810, 10.4, 2.61),
-    },
-    16: {(1, 12, 2, 1): (412, 53.2, 1.98), (2, 8, 3, 1): (543, 29.0, 2.46), (2, 4, 3, 2): (558, 9.9, 2.64)},
+    1: {(1, 16, 2, 1): (446, 45.2, 1.67), (2, 16, 2, 1): (594, 34.1, 2.00), (4, 8, 2, 1): (792, 18.0, 2.22)},
+    8: {(1, 16, 2, 1): (443, 48.0, 1.91), (2, 16, 2, 1): (602, 35.4, 2.63), (4, 8, 2, 1): (790, 19.7, 3.12)},
+    16: {(1, 16, 2, 1): (507, 54.0, 2.44), (2, 8, 3, 1): (520, 31.6, 2.78), (2, 4, 3, 2): (516, 29.0, 2.91)},
 }
 """By rows: nanoseconds of a warp's step and of 64 columns and 32 k on a multiprocessor, microseconds of a launch."""
 
@@ -42,7 +32,8 @@ class GemmSm90RawConfig:
     """A cluster of ``splits`` blocks makes a tile of ``rows`` (1, 8 or 16) rows and ``words`` times 64 columns.
 
     Each of the ``warps`` warps of a block has a part of K, of which ``depth`` times 32 k are under way. A
-    multiprocessor has room for ``resident`` blocks.
+    multiprocessor has room for ``resident`` blocks and no more: else those of one launch gather on some while the next
+    launch's have the others, which took 1.4 times as long.
     """
 
     rows: int
@@ -82,6 +73,7 @@ class GemmSm90RawConfig:
             ("DEPTH", self.depth),
             ("RESIDENT", self.resident),
             ("SPLITS", self.splits),
+            ("CONSTANT", int(problem.constant)),
         )
         strides = problem.row_strides
         words = TensorMap(
@@ -98,7 +90,7 @@ class GemmSm90RawConfig:
             problem.dtype,
             dims=(STEP_K, problem.m, problem.k // STEP_K),
             strides=(strides.x * itemsize, STEP_K * itemsize),
-            box=(STEP_K, self.rows, 1),
+            box=(STEP_K, problem.m, 1),
         )
         sizes = (problem.m, problem.n, problem.k, problem.group_size)
         steps = (strides.scales, strides.qzeros, strides.residual, strides.y)
@@ -108,7 +100,7 @@ class GemmSm90RawConfig:
             (self.blocks(problem), 1, 1),
             (self.warps * 32, 1, 1),
             ("scales", "qzeros", "bias", "residual", "y", words, x, *scalars),
-            self.shared_bytes,
+            max(self.shared_bytes, device.shared_bytes_per_sm // (self.resident + 1)),
             cluster=(self.splits, 1, 1),
             dependent=True,
         )
@@ -117,9 +109,10 @@ class GemmSm90RawConfig:
         """The launch, and a smooth maximum of the stream, of a warp's steps and of a multiprocessor's.
 
         The next launch fills what this one leaves free, so that a multiprocessor's work is the mean of all. Fitted to
-        321 times of ten shapes with 1, 8 and 16 rows on an H100, group size 128: 3% off (root mean square) where within
-        15% of the fastest; its first choice took 1.007 times as long as that (geometric mean; at most 1.04). Codes were
-        read before griddepcontrol.wait then.
+        494 times of ten shapes with 1, 8 and 16 rows on an H100, group size 128: 3% off (root mean square) where within
+        15% of the fastest of 13 blocks with up to 8 splits; its first choice took 1.016 times as long as that
+        (geometric mean; at most 1.13). Half of them were of a constant weight, whose launches took 0.68 us less; that
+        does not count here, so that a plan makes `gemm`'s choice, and bits.
         """
         alone, busy, fixed = BLOCKS[self.rows][self.words, self.warps, self.depth, self.resident]
         blocks = self.blocks(problem)
@@ -130,7 +123,7 @@ class GemmSm90RawConfig:
         chain = waves * ceil_div(steps, self.splits * self.warps) * alone * step
         work = blocks * steps / self.splits * self.words * busy * step / device.sm_count
         stream = problem.weight_bytes / (device.read_gbs * 1e3)
-        joining = 0.04 * self.splits + (0.1 if self.splits > 1 else 0.0)
+        joining = 0.06 * self.splits + (0.17 if self.splits > 1 else 0.0)
         return float(fixed + joining + (chain**3 + work**3 + stream**3) ** (1 / 3))
 
     def workspace(self, problem: Problem) -> tuple[int, int]:

@@ -23,7 +23,8 @@ class Prepared:
     """A valid product whose kernel is loaded: what remains are addresses and a stream.
 
     It serves all arrays of the layouts (`gpu.layout`) of those that it is made from, whatever weight they belong to;
-    without an ``out``, contiguous results.
+    without an ``out``, contiguous results. If it is ``constant``, launches may read the weight before what was queued
+    before them has ended.
     """
 
     __slots__ = ("_extents", "_in_place", "_index", "_launcher", "_order", "kernel", "shape", "workspace_bytes")
@@ -38,6 +39,7 @@ class Prepared:
         out: Array | None,
         kernel: str | None,
         split_k: int | None,
+        constant: bool = False,
     ) -> None:
         qweight, scales, qzeros = weight.qweight, weight.scales, weight.qzeros
         offsets = qzeros if weight.facts.zeros == "float" else None
@@ -59,6 +61,7 @@ class Prepared:
             residual=residual is not None,
             aligned=gpu.aligned(qweight, scales, offsets, residual, out),
             x_aligned=gpu.aligned(x),
+            constant=constant,
             strides=steps,
         )
         choice, self._launcher = gpu.chosen(problem, weight.facts.device, kernel, split_k)
@@ -261,7 +264,8 @@ class Plan:
                 for name, a in (("x", x), ("out", out), ("residual", residual)):
                     if a is not None and gpu.row_step(a) is None:
                         raise ValueError(f"{name} must have contiguous rows at even steps, got strides {a.strides}")
-                self._prepared = Prepared(x, weight, product, options["bias"], residual, out, kernel, split_k)
+                constant = _ended()
+                self._prepared = Prepared(x, weight, product, options["bias"], residual, out, kernel, split_k, constant)
                 self.kernel, self.workspace_bytes = self._prepared.kernel, self._prepared.workspace_bytes
             self._fixed = weight_addresses(weight, options["bias"])
             if self.workspace_bytes:
@@ -337,7 +341,8 @@ def plan(
 
     Args:
         x: [..., K], an array like those to come; or a shape, for contiguous arrays of ``dtype``.
-        weight: the weight, whose arrays must not be moved or freed; on a GPU all calls are for that GPU.
+        weight: the weight, whose arrays must not be written, moved or freed from now on; on a GPU all calls are for
+            that GPU.
         bias, activation: as in `gemm`; the bias is part of the plan.
         residual: like y: an array or a shape as for x; None for none.
         out: the same for y; by default contiguous.
@@ -372,6 +377,17 @@ def plan(
         residual, out = gpu.views(residual=residual, out=out)
         options = {"bias": bias, "activation": activation, "dtype": dtype}
         return Plan(x, weight, options, residual, out, kernel, split_k)
+
+
+def _ended() -> bool:
+    """Wait until all has ended that was queued on the current stream; False where that cannot be: in a capture."""
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    if stream.is_capturing():
+        return False
+    stream.synchronize()
+    return True
 
 
 def _empty(shape: tuple[int, ...], dtype: Any, index: int) -> Array:

@@ -87,7 +87,7 @@ class BulkCopies:
         for thread, to, map_at, signal, bits, *place in self._threads(
             lanes, target, tensor, barrier, masks, *coordinates
         ):
-            box = self._box(thread, map_at, place, at)
+            box = self._box(thread, map_at, place, at, write=False)
             to_one = to & 0xFFFFFF
             self._expect(to_one % 128 == 0, "expected a target at a multiple of 128", thread, to, at)
             offsets = box.swizzled(to_one) - to_one
@@ -187,7 +187,7 @@ class BulkCopies:
     def store_tensor(self, lanes: Any, tensor: Array, coordinates: tuple[Array, ...], source: Array, at: int) -> None:
         """A box of the block's shared memory; what lies outside the tensor is not written."""
         for thread, map_at, start, *place in self._threads(lanes, tensor, source, *coordinates):
-            box = self._box(thread, map_at, place, at)
+            box = self._box(thread, map_at, place, at, write=True)
             self._expect(start % 128 == 0, "expected a source at a multiple of 128", thread, start, at)
             self._start_store(thread, start, box.swizzled(start) - start, box.write, at)
 
@@ -251,14 +251,16 @@ class BulkCopies:
         if not holds:
             self.machine.fail("misaligned", text, at, [thread], 0, address)
 
-    def _box(self, thread: int, map_at: int, place: list[int], at: int) -> Box:
+    def _box(self, thread: int, map_at: int, place: list[int], at: int, write: bool) -> Box:
         machine = self.machine
         if map_at not in machine.tensor_maps:
             machine.fail("invalid", "no tensor map lies here", at, [thread], 0, map_at)
         tensor, base = machine.tensor_maps[map_at]
         if len(place) != len(tensor.dims):
             machine.fail("invalid", f"{len(place)} coordinates for {len(tensor.dims)} dimensions", at, [thread])
-        return Box(tensor, machine.memory.globals.windows[base >> WINDOW_BITS], place)
+        buffer = machine.memory.globals.windows[base >> WINDOW_BITS]
+        machine.memory.globals.check_allowed(buffer, np.array([base]), np.array([thread]), at, write)
+        return Box(tensor, buffer, place)
 
 
 def _writer(buffer: Buffer, position: int) -> Callable[[Array], None]:

@@ -13,7 +13,7 @@ from tests.simt.bulk import BulkCopies
 from tests.simt.copies import AsyncCopies
 from tests.simt.faults import Fault
 from tests.simt.mbarriers import Mbarriers
-from tests.simt.memory import Memory
+from tests.simt.memory import CONSTANT, FRESH, Memory
 from tests.simt.parser import Immediate
 from tests.simt.program import Block, Program
 from tests.simt.races import Races
@@ -49,6 +49,7 @@ class Machine:
         maps: dict[int, Any],
         *,
         dependent: bool,
+        constant: bool,
         races: bool,
         landing: str,
     ) -> None:
@@ -70,6 +71,7 @@ class Machine:
         self.cluster_origin = self.cluster_of * self.cluster_size
         self.may_write = np.full(blocks, not dependent)
         self.may_read = np.full(self.threads, not dependent)
+        self.fresh = FRESH - CONSTANT if constant else FRESH
         self.registers = {name: np.dtype(kind).type(0) for name, kind in program.registers.items()}
         self._parameters, self.tensor_maps = parameters, maps
         self.memory = Memory(self, shared_bytes, program.local_bytes)

@@ -37,8 +37,10 @@ Lanes = Any  # indices of the threads that access, or slice(None) for all
 Chunks = Iterator[tuple["Buffer", Array, Any]]
 
 
-FRESH = ("x", "h", "delta", "residual", "squares", "before", "qkv", "qweight", "scales", "qzeros")
+FRESH = frozenset(("x", "h", "delta", "residual", "squares", "before", "qkv", "qweight", "scales", "qzeros"))
 """Names of buffers that the launch before may have made: a dependent launch waits before it reads them."""
+CONSTANT = frozenset(("qweight", "scales", "qzeros"))
+"""Of these what it has not made if the kernel is compiled with CONSTANT."""
 
 
 class Buffer:
@@ -266,19 +268,24 @@ class GlobalMemory(Space):
             place = int(address[first]) - buffer.base
             text = f"{size} bytes at offset {place} of {buffer.name!r}, which has {len(buffer.data)} bytes"
             self.machine.fail("out of bounds", text, at, lanes, first, int(address[first]))
+        self.check_allowed(buffer, address, lanes, at, write)
+        return buffer
+
+    def check_allowed(self, buffer: Buffer, address: Array, lanes: Lanes, at: int, write: bool) -> None:
+        """Fault at a write to what is read-only, and at what must wait for the launch before."""
+        machine = self.machine
         if write and not buffer.writable:
-            self.machine.fail("read-only", f"write to {buffer.name!r}", at, lanes, 0, int(address[0]))
-        if write and not self.machine.may_write.all():
-            early = np.flatnonzero(~self.machine.may_write[self.machine.block_of[lanes]])
+            machine.fail("read-only", f"write to {buffer.name!r}", at, lanes, 0, int(address[0]))
+        if write and not machine.may_write.all():
+            early = np.flatnonzero(~machine.may_write[machine.block_of[lanes]])
             if early.size:
                 text = f"write to {buffer.name!r} before griddepcontrol.wait"
-                self.machine.fail("early", text, at, lanes, int(early[0]), int(address[early[0]]))
-        if not write and buffer.name in FRESH and not self.machine.may_read.all():
-            early = np.flatnonzero(~self.machine.may_read[lanes])
+                machine.fail("early", text, at, lanes, int(early[0]), int(address[early[0]]))
+        if not write and buffer.name in machine.fresh and not machine.may_read.all():
+            early = np.flatnonzero(~machine.may_read[lanes])
             if early.size:
                 text = f"read of {buffer.name!r} before griddepcontrol.wait"
-                self.machine.fail("early", text, at, lanes, int(early[0]), int(address[early[0]]))
-        return buffer
+                machine.fail("early", text, at, lanes, int(early[0]), int(address[early[0]]))
 
 
 class SharedMemory(Space):

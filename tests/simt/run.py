@@ -73,6 +73,7 @@ def execute(program: Program, plan: Any, buffers: Buffers, *, landing: str = "la
             parameters,
             maps,
             dependent=plan.dependent,
+            constant=("CONSTANT", 1) in plan.kernel.defines,
             races=races,
             landing=landing,
         )

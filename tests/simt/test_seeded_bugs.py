@@ -39,6 +39,7 @@ LONG = Problem(40, 224, 640, 64)
 GEMV = Problem(1, 264, 320, 32)
 FEW = Problem(5, 160, 640, 32)
 FEW_LONG = Problem(5, 160, 4096, 64)
+FEW_CONSTANT = Problem(5, 160, 640, 32, constant=True)
 REPACKED = Problem(20, 192, 1024, 128, repacked=True)
 REPACKED_MANY = Problem(70, 64, 3072, 128, repacked=True, scale_exponent=6)
 REPACKED_FEW = Problem(3, 192, 1024, 128, repacked=True)
@@ -285,7 +286,7 @@ SEEDS = {
         "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "wait(joined, 0);", "", RACE, FEW, {"splits": 2},
     ),
     "gemm_sm90_raw: sums are sent to a barrier that may not be there yet": Seed(
-        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "ptx::barrier_cluster_wait_acquire();", "", RACE, FEW, {"splits": 2},
+        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "ptx::barrier_cluster_wait_acquire();", "{}", RACE, FEW, {"splits": 2},
     ),
     "gemm_sm90_raw: rows beyond m are counted": Seed(
         "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "kSplits * m * kBlockN * 4", "kSplits * kRows * kBlockN * 4", DEADLOCK,
@@ -298,11 +299,22 @@ SEEDS = {
     ),
     "gemm_sm90_raw: steps beyond a warp's last are copied": Seed(
         "gemm_sm90_raw", 90, "gemm_sm90_raw.cu",
-        "if (lane == 0 && step + kDepth < step_end) copy", "if (lane == 0) copy", ("race", "nothing"), FEW_LONG,
+        "if (leader && step + kDepth < step_end) copy", "if (leader) copy", ("race", "nothing"), FEW_LONG,
         {"splits": 1},
     ),
     "gemm_sm90_raw: nobody waits for the kernel before": Seed(
         "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "  ptx::griddepcontrol_wait();\n", "", ("early", "early"), FEW,
+    ),
+    "gemm_sm90_raw: a weight that may change is read before the kernel before has ended": Seed(
+        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "kConstant = CONSTANT;", "kConstant = true;", ("early", "early"), FEW,
+    ),
+    "gemm_sm90_raw: x is asked for with a weight that does not change": Seed(
+        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "copy_first(true, false)", "copy_first(true, true)",
+        ("early", "early"), FEW_CONSTANT,
+    ),
+    "gemm_sm90_raw: rows past m are left as they were": Seed(
+        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "if (chunk >= m * (kStepK * 2 / 16)) store", "if (chunk < 0) store",
+        ("uninitialised", "uninitialised"), FEW,
     ),
     "gemm_sm90_raw: a step is not waited for": Seed(
         "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "    wait(filled, parity);\n", "", ("in flight", "nothing"), FEW,
@@ -315,7 +327,7 @@ SEEDS = {
         RACE, FEW_LONG, {"splits": 1},
     ),
     "gemm_sm90_raw: x is not counted": Seed(
-        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "kWordBytes + kXBytes);", "kWordBytes);",
+        "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "kWordBytes + m * (kStepK * 2));", "kWordBytes);",
         ("in flight", "nothing"), FEW,
     ),
     "gemm_sm90_raw: a group's scales are used one step too long": Seed(
