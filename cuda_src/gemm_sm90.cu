@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The matrix product of gemm_sm90.cuh by wgmma: operand A, the weight, from registers; B, x, from shared memory.
 //
-//   x_map  tensor map of x as [k / 64][m][64] in boxes of [2 * DEPTH][BLOCK_M][64], swizzled by 128 bytes
+//   x_map  tensor map of x as [k / 64][m][64] in boxes of [2 * DEPTH][BLOCK_M][64], with fewer rows [1][m][64],
+//          swizzled by 128 bytes
 //
 // sm_90a. A team is WARPGROUPS warpgroups; each makes TILES times 64 columns of the block's tile for all BLOCK_M rows,
 // which are the instruction's N. Codes minus zero points enter exactly; the float32 sums over a group are multiplied by
@@ -162,9 +163,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   };
   // For the first stages: from then on copies are as far ahead. More of it delays them.
   auto ask = [&](const Tile& tile) {
-    if (threadIdx.x != 0) return;
+    if (threadIdx.x >= x_boxes(m)) return;
     for (int round = tile.block_n % kXParts; round < tile.first_rounds(); round += kXParts) {
-      ptx::cp_async_bulk_prefetch_tensor_3d(&x_map, 0, tile.m_begin, (tile.step_begin + round * kDepth) * 2);
+      const int k64 = (tile.step_begin + round * kDepth) * 2 + threadIdx.x;
+      ptx::cp_async_bulk_prefetch_tensor_3d(&x_map, 0, tile.m_begin, k64);
     }
   };
   auto consume = [&](const Tile& tile, const uint8_t*) {

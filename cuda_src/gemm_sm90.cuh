@@ -138,7 +138,8 @@ struct Position {
 struct Tile {
   uint32_t shared_begin;
   int block_n;
-  int m_begin;
+  int m_begin;  // the first row of x
+  int m_own;    // the first row that it stores
   int split;
   int step_begin;  // in steps of 128 k
   int step_end;    // step_begin + a multiple of DEPTH, or the end of K
@@ -161,16 +162,16 @@ struct Tile {
 // Called from different places by the roles of the block, as __syncthreads may not be.
 __device__ __forceinline__ void synchronize_block() { ptx::barrier_sync(0, kThreads); }
 
-// All barriers are there, in all blocks of the cluster.
-__device__ __forceinline__ void begin_roles() {
-  if constexpr (kSplits == 1) {
-    synchronize_block();
-  } else {
-    begin_cluster<kSplits>();
-  }
+// Whether the tile has rows that no copy brings, which the consumers clear.
+__device__ __forceinline__ bool clears(int m) { return kXBytes != 0 && lacks_rows<kBlockM>(m); }
+
+// All barriers are there, in all blocks of the cluster, and what consumers have cleared.
+__device__ __forceinline__ void begin_roles(int m) {
+  if (kSplits == 1 || clears(m)) synchronize_block();
+  if constexpr (kSplits > 1) begin_cluster<kSplits>();
 }
 
-__device__ __forceinline__ Tile begin_tile(uint8_t* shared, int k) {
+__device__ __forceinline__ Tile begin_tile(uint8_t* shared, int m, int k) {
   Tile tile;
   tile.shared_begin = ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
   tile.block_n = blockIdx.x / kSplits;
@@ -184,7 +185,8 @@ __device__ __forceinline__ Tile begin_tile(uint8_t* shared, int k) {
     block_m = band * kBandRows + within % height;
     tile.block_n = within / height;
   }
-  tile.m_begin = block_m * kBlockM;
+  tile.m_begin = first_row<kBlockM>(block_m, m);
+  tile.m_own = block_m * kBlockM;
   tile.split = kSplits == 1 ? 0 : ptx::cluster_ctarank();
   const int steps = ceil_div(k, kRecordK);
   const int rounds = ceil_div(steps, kDepth);
@@ -193,10 +195,15 @@ __device__ __forceinline__ Tile begin_tile(uint8_t* shared, int k) {
   return tile;
 }
 
+// Boxes of x in a stage: it is one, or has one of each 64 k where it lacks rows.
+__device__ __forceinline__ int x_boxes(int m) { return clears(m) ? 2 * kDepth : 1; }
+
 // The producer warp. The first weights are under way before the block meets and before the wait for the grid that makes
 // x.
-__device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight, const TensorMap* x_map, int n, int k) {
+__device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight, const TensorMap* x_map, int m, int n,
+                                        int k) {
   const int lane = threadIdx.x % 32;
+  const int x_bytes = clears(m) ? m * (kXBytes / kBlockM) : kXBytes;
   // Where a column of records begins. A gated tile has those of the gate, then those of the up projection that belong
   // to them. The last tile may reach beyond the weight: it reads some records there, and stores nothing of them.
   auto run = [&](int column) {
@@ -208,16 +215,16 @@ __device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight,
     return weight + (index * ceil_div(k, kRecordK) + tile.step_begin) * kRecordBytes;
   };
   auto expect = [&](int round, int stage) {
-    ptx::mbarrier_arrive_expect_tx(tile.full(stage), kRecords * tile.depth(round) * kRecordBytes + kXBytes);
+    ptx::mbarrier_arrive_expect_tx(tile.full(stage), kRecords * tile.depth(round) * kRecordBytes + x_bytes);
   };
   auto start_weight = [&](const uint8_t* source, int column, int round, int stage) {
     ptx::cp_async_bulk(tile.weight(stage) + column * kDepth * kRecordBytes, source + round * (kDepth * kRecordBytes),
                        tile.depth(round) * kRecordBytes, tile.full(stage));
   };
   auto start_x = [&](int round, int stage) {
-    if (kXBytes != 0 && lane == 0) {
-      ptx::cp_async_bulk_tensor_3d(tile.x(stage), x_map, 0, tile.m_begin, (tile.step_begin + round * kDepth) * 2,
-                                   tile.full(stage));
+    if (kXBytes != 0 && lane < x_boxes(m)) {
+      ptx::cp_async_bulk_tensor_3d(tile.x(stage) + lane * (kXBytes / kDepth / 2), x_map, 0, tile.m_begin,
+                                   (tile.step_begin + round * kDepth) * 2 + lane, tile.full(stage));
     }
   };
 
@@ -239,7 +246,7 @@ __device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight,
     const int column = index % kRecords;
     start_weight(run(column), column, index / kRecords, index / kRecords);
   }
-  begin_roles();
+  begin_roles(m);
   ptx::griddepcontrol_launch_dependents();
   if constexpr (kXBytes != 0) {
     ptx::griddepcontrol_wait();
@@ -301,7 +308,7 @@ struct Place {
     local_column = index % (kStoredColumns / 8) * 8;
     row = tile.m_begin + tile.split * kOwnedRows + local_row;
     column = tile.block_n * kStoredColumns + local_column;
-    valid = index < kOwnedRows * (kStoredColumns / 8) && row < m && column < n_out;
+    valid = index < kOwnedRows * (kStoredColumns / 8) && row >= tile.m_own && row < m && column < n_out;
   }
 };
 
@@ -367,7 +374,8 @@ __device__ __forceinline__ void make_factors(const Tile& tile, const ResidualStr
                                              int m, int k) {
   ptx::griddepcontrol_wait();
   stream.make_factors<kOwnedRows, WARPS>(reinterpret_cast<float*>(shared + kFactorsBegin), warp,
-                                         tile.m_begin + tile.split * kOwnedRows, m, k, tile.block_n == 0);
+                                         tile.m_begin + tile.split * kOwnedRows, m, k,
+                                         tile.block_n == 0 ? tile.m_own : m);
 }
 
 // The whole kernel: `ask(tile)` asks L2 for the block's part of x, `consume(tile, shared)` adds up a team's part of K,
@@ -379,13 +387,14 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
                                          float high, const ResidualStream& stream, Ask ask, Consume consume,
                                          Push push) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const Tile tile = begin_tile(shared, k);
+  const Tile tile = begin_tile(shared, m, k);
   const int warp = uniform_warp();
   // Registers move between the roles only while each is one branch to its end.
   if (warp < kConsumerWarps) {
     if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_inc<kConsumerRegisters>();
+    if (clears(m)) clear<kXRingBytes, kConsumerThreads>(shared);
     if constexpr (kAsksX) ask(tile);
-    begin_roles();
+    begin_roles(m);
     ptx::griddepcontrol_launch_dependents();
     float* sums = reinterpret_cast<float*>(shared);
     const Place first(tile, threadIdx.x, m, n);  // for a stream
@@ -414,9 +423,9 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
   } else {
     if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kConsumerWarps) {
-      produce(tile, weight, x_map, n, k);
+      produce(tile, weight, x_map, m, n, k);
     } else {
-      begin_roles();
+      begin_roles(m);
       ptx::griddepcontrol_launch_dependents();
       if (kFactorWarp && warp == kConsumerWarps + 1) make_factors<1>(tile, stream, shared, 0, m, k);
     }

@@ -8,7 +8,8 @@
 //   bias      BIAS [n] or null; residual X [m, n], row stride ldr values, or null
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
 // ALIGNED: rows of y and of the residual start at multiples of 16 bytes.
-//   x_map     tensor map of x as [k / 64][m][64] in boxes of [2 / CLUSTER][BLOCK_M][64], swizzled by 128 bytes
+//   x_map     tensor map of x as [k / 64][m][64] in boxes of [2 / CLUSTER][BLOCK_M][64], with fewer rows [1][m][64],
+//             swizzled by 128 bytes
 //   factors   scale_factor is a power of two that brings scales to the middle of X's range, result_factor its inverse
 //   partials, counters: see share_sums; unused without shared units
 // k a multiple of 64, n of 8 (gated: of 64). sm_90a. The product is made transposed, y^T = W^T x^T: the weight is
@@ -80,6 +81,7 @@ static_assert(kTiles * kBlockM * (kWarpgroups / 2) <= 256, "registers are enough
 static_assert(!kGated || kTiles == 2, "a warpgroup has both of a gate and what it gates");
 static_assert(kCluster == 1 || kCluster == 2, "a stage of x has two parts");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
+static_assert(kRecords <= 30, "each lane of the producer copies one record or box of x");
 static_assert(kStoreRows == 16 || kStoreRows == 32, "a matrix is stored in steps of 16 rows");
 
 // The walk over the stages, on over all tiles of a block.
@@ -160,14 +162,18 @@ struct Shared {
 
 // The producer warp.
 __device__ __forceinline__ void produce(const Shared& shared, Schedule& schedule, const uint8_t* weight,
-                                        const TensorMap* x_map, int n) {
+                                        const TensorMap* x_map, int m, int n) {
   const int lane = threadIdx.x % 32;
+  const bool lacks = lacks_rows<kBlockM>(m);
+  const int bytes = (lacks ? m : kBlockM) * (kXBytes / kBlockM) + kWeightBytes;
+  const int boxes = kCluster == 1 && lacks ? 2 : 1;  // of x in a stage, that this block asks for
   const int rank = Schedule::rank();
   if (lane == 0) ptx::prefetch_tensormap(x_map);
   ptx::griddepcontrol_wait();
   Position at{0, 1};
   while (schedule.advance()) {
     const int2 tile = schedule.tile();
+    const int m_begin = first_row<kBlockM>(tile.x, m);
     // Where a column of records begins. A warpgroup of a gated tile has 64 columns of the gate, then those of the up
     // projection that belong to them. The last tile may reach beyond the weight: it reads some records there, and
     // stores nothing of them.
@@ -179,17 +185,19 @@ __device__ __forceinline__ void produce(const Shared& shared, Schedule& schedule
     const uint8_t* source = weight + (index * schedule.steps + schedule.begin) * kRecordBytes;
     for (int step = schedule.begin; step < schedule.end; ++step) {
       wait(shared.empty(at.stage), at.parity);
-      if (lane == 0) ptx::mbarrier_arrive_expect_tx(shared.full(at.stage), kXBytes + kWeightBytes);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(shared.full(at.stage), bytes);
       __syncwarp();
       if (lane < kRecords) {
         ptx::cp_async_bulk(shared.weight(at.stage) + lane * kRecordBytes, source, kRecordBytes, shared.full(at.stage));
         source += kRecordBytes;
-      } else if (lane == kRecords) {
+      } else if (lane < kRecords + boxes) {
+        const int half = kCluster == 1 ? lane - kRecords : rank;
+        const uint32_t target = shared.x(at.stage) + half * kXHalfBytes;
         if constexpr (kCluster == 1) {
-          ptx::cp_async_bulk_tensor_3d(shared.x(at.stage), x_map, 0, tile.x * kBlockM, step * 2, shared.full(at.stage));
+          ptx::cp_async_bulk_tensor_3d(target, x_map, 0, m_begin, step * 2 + half, shared.full(at.stage));
         } else {
-          ptx::cp_async_bulk_tensor_3d_multicast(shared.x(at.stage) + rank * kXHalfBytes, x_map, 0, tile.x * kBlockM,
-                                                 step * 2 + rank, shared.full(at.stage), (1 << kCluster) - 1);
+          ptx::cp_async_bulk_tensor_3d_multicast(target, x_map, 0, m_begin, step * 2 + half, shared.full(at.stage),
+                                                 (1 << kCluster) - 1);
         }
       }
       at = at.next();
@@ -278,7 +286,7 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const float (&sums)[
   const int lane = thread % 32;
   const int n_out = kGated ? n / 2 : n;
   const int column_begin = (tile.y * kWarpgroups + warpgroup) * kWidth;
-  const int row_begin = tile.x * kBlockM;
+  const int row_begin = first_row<kBlockM>(tile.x, m);
   // Of sums[i], values v = 0, 1 belong to this column, 2, 3 to the one 8 further.
   const int my_column = column_begin + thread / 32 * 16 + lane / 4;
   float biases[kTiles][2] = {};
@@ -303,7 +311,9 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const float (&sums)[
   constexpr int kPasses = kStoreRows * kWidth / 8 / 128;
   auto row = [&](int chunk, int pass) { return row_begin + chunk * kStoreRows + (pass * 128 + thread) / (kWidth / 8); };
   auto column = [&](int pass) { return column_begin + (pass * 128 + thread) % (kWidth / 8) * 8; };
-  auto exists = [&](int chunk, int pass) { return row(chunk, pass) < m && column(pass) < n_out; };
+  auto exists = [&](int chunk, int pass) {
+    return row(chunk, pass) >= tile.x * kBlockM && row(chunk, pass) < m && column(pass) < n_out;
+  };
   auto moved = [&](int pass) -> Vector<X, 8>& {
     const int offset = (pass * 128 + thread) / (kWidth / 8) * kRowBytes + (column(pass) - column_begin) * 2;
     return *reinterpret_cast<Vector<X, 8>*>(buffer + offset);
@@ -369,7 +379,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::mbarrier_init(shared.empty(lane), kConsumerWarps * kCluster);
     ptx::fence_mbarrier_init();
   }
-  begin_cluster<kCluster>();
+  if (lacks_rows<kBlockM>(m)) {
+    clear<kStages * kXBytes, kThreads>(memory);
+    synchronize_cluster<kCluster>();
+  } else {
+    begin_cluster<kCluster>();
+  }
   ptx::griddepcontrol_launch_dependents();
   if (warp < kConsumerWarps) {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
@@ -462,7 +477,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kConsumerWarps) {
       Schedule schedule(m, n, k, shared_units, sharers);
-      produce(shared, schedule, weight, &x_map, n);
+      produce(shared, schedule, weight, &x_map, m, n);
     }
     end_cluster<kCluster>();
   }

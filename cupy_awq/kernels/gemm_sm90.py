@@ -35,6 +35,14 @@ def layout(problem: Problem) -> Repacking:
     return Repacking(problem.k, problem.n, problem.group_size, problem.scales_dtype, problem.zeros)
 
 
+def x_box(m: int, block_m: int, count: int) -> tuple[int, int, int]:
+    """The box of x that a copy brings: 64 k of each row, ``count`` times; only one time where the tile lacks rows.
+
+    See ``lacks_rows`` in ``cuda_src/hopper.cuh``.
+    """
+    return (64, m, 1) if m <= block_m - 16 else (64, block_m, count)
+
+
 def powered(work: float, problem: Problem) -> float:
     """Microseconds of what would take ``work`` at full clock, with the clock that the chip's power allows.
 
@@ -142,7 +150,7 @@ class GemmSm90Config:
                 problem.dtype,
                 dims=(64, problem.m, problem.k // 64),
                 strides=(strides.x * itemsize, 64 * itemsize),
-                box=(64, self.block_m, 2 * self.depth),
+                box=x_box(problem.m, self.block_m, 2 * self.depth),
                 swizzle=128,
             )
         scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, problem.eps, *factors)))

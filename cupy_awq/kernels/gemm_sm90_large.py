@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cupy_awq.device import Device
-from cupy_awq.kernels.gemm_sm90 import layout, powered, unfit
+from cupy_awq.kernels.gemm_sm90 import layout, powered, unfit, x_box
 from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
 from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K
 from cupy_awq.launch_plan import Kernel, LaunchPlan, TensorMap
@@ -89,7 +89,7 @@ class GemmSm90LargeConfig:
             problem.dtype,
             dims=(64, problem.m, problem.k // 64),
             strides=(strides.x * itemsize, 64 * itemsize),
-            box=(64, self.block_m, 2 // self.cluster),
+            box=x_box(problem.m, self.block_m, 2 // self.cluster),
             swizzle=128,
         )
         sizes = (problem.m, problem.n, problem.k, strides.residual, strides.y, self.shared, self.sharers)

@@ -6,7 +6,7 @@ A check is the kind of a simulator's fault, or "values" where the kernel ran to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -278,6 +278,26 @@ SEEDS = {
     ),
     "split-K: the counter is not left at zero": Seed(
         "gemv", 80, "reduce.cuh", "if (is_last) counters[tile] = 0;", "", VALUES, GEMV, {"splits": 2},
+    ),
+    "gemm_sm90: the last tile stores rows of its neighbour": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "row >= tile.m_own && row < m", "row < m", RACE, REPACKED_MANY,
+        {"block_m": 64},
+    ),
+    "gemm_sm90: rows that no copy brings are not cleared": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "if (clears(m)) clear<", "if (false) clear<",
+        ("uninitialised", "uninitialised"), REPACKED_MANY, {"block_m": 128},
+    ),
+    "gemm_sm90: what is cleared is not waited for": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "if (kSplits == 1 || clears(m))", "if (kSplits == 1)", RACE, REPACKED_MANY,
+        {"block_m": 128, "splits": 2},
+    ),
+    "gemm_sm90_large: the last tile stores rows of its neighbour": Seed(
+        "gemm_sm90_large", 90, "gemm_sm90_large.cu", "row(chunk, pass) >= tile.x * kBlockM && row", "row", RACE,
+        replace(REPACKED_MANY, m=140), {"block_m": 128},
+    ),
+    "gemm_sm90_large: rows that no copy brings are not cleared": Seed(
+        "gemm_sm90_large", 90, "gemm_sm90_large.cu", "clear<kStages * kXBytes, kThreads>(memory);", "",
+        ("uninitialised", "uninitialised"), REPACKED_MANY, {"block_m": 128},
     ),
     "gemm_sm90_raw: sums are added before all warps have left theirs": Seed(
         "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "  }\n  __syncthreads();\n", "  }\n", RACE, FEW, {"splits": 2},
