@@ -64,6 +64,19 @@ def test_a_product_that_keeps_a_residual_stream_has_choices_of_its_own_and_else_
     assert tuning.preferred(ends, facts) == tuning.preferred(plain, facts) == "the user's"
 
 
+def test_a_measured_choice_serves_fewer_rows_unless_the_model_knows_of_a_much_faster_one(folder: Path) -> None:
+    """The H100's: 1024 rows of 4096 x 12288 have tiles that 600 rows fill badly."""
+    here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
+    shipped = tuning.read(tuning.SHIPPED / tuning.file_name(here))["4096x12288"]
+    for m, measured in ((1024, True), (1000, True), (600, False), (100, True)):
+        problem = Problem(m, 12288, 4096, 128, repacked=True)
+        choice = select.choose(problem, here)
+        families = select.candidates(problem, here).values()
+        first = min(configs[0].microseconds(problem, here) for configs in families if not isinstance(configs, str))
+        assert (tuning.label(choice.config) == shipped[str(tuning.rows(m))]) == measured
+        assert measured or choice.config.microseconds(problem, here) == first
+
+
 def test_a_measured_choice_that_is_not_legal_or_not_known_gives_way_to_the_model(folder: Path) -> None:
     before = select.choose(PROBLEM, A100)
     tuning.write(A100, {"4096x4096": {"4": "GemmOfYore(tile=3)"}})
