@@ -350,7 +350,9 @@ def plan(
         kernel, split_k: as in `gemm`.
 
     Returns:
-        A `Plan`. Its kernel is compiled and loaded, and the memory for its partial sums is there.
+        A `Plan`. Its kernel is compiled and loaded, and the memory for its partial sums is there. Whatever was queued
+        on the current stream of the GPU has ended, unless that is captured: on Hopper a launch may read the weight
+        before the one before it has ended.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; an array whose rows kernels cannot walk, because they are
