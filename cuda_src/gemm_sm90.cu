@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The matrix product of gemm_sm90.cuh by wgmma: operand A, the weight, from registers; B, x, from shared memory.
 //
-//   x_map  tensor map of x as [k / 64][m][64] in boxes of [2 * DEPTH][BLOCK_M][64], with fewer rows [1][m][64],
-//          swizzled by 128 bytes
+//   x_map  tensor map of x as [k / 64][m][64], swizzled by 128 bytes, in boxes of [2 * DEPTH][BLOCK_M][64], or of
+//          [1][m][64] where the tile lacks rows
 //
 // sm_90a. A team is WARPGROUPS warpgroups; each makes TILES times 64 columns of the block's tile for all BLOCK_M rows,
 // which are the instruction's N. Codes minus zero points enter exactly; the float32 sums over a group are multiplied by

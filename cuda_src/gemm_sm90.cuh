@@ -374,8 +374,7 @@ __device__ __forceinline__ void make_factors(const Tile& tile, const ResidualStr
                                              int m, int k) {
   ptx::griddepcontrol_wait();
   stream.make_factors<kOwnedRows, WARPS>(reinterpret_cast<float*>(shared + kFactorsBegin), warp,
-                                         tile.m_begin + tile.split * kOwnedRows, m, k,
-                                         tile.block_n == 0 ? tile.m_own : m);
+                                         tile.m_begin + tile.split * kOwnedRows, m, k, tile.block_n == 0);
 }
 
 // The whole kernel: `ask(tile)` asks L2 for the block's part of x, `consume(tile, shared)` adds up a team's part of K,

@@ -8,8 +8,8 @@
 //   bias      BIAS [n] or null; residual X [m, n], row stride ldr values, or null
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
 // ALIGNED: rows of y and of the residual start at multiples of 16 bytes.
-//   x_map     tensor map of x as [k / 64][m][64] in boxes of [2 / CLUSTER][BLOCK_M][64], with fewer rows [1][m][64],
-//             swizzled by 128 bytes
+//   x_map     tensor map of x as [k / 64][m][64], swizzled by 128 bytes, in boxes of [2 / CLUSTER][BLOCK_M][64], or of
+//             [1][m][64] where the tile lacks rows
 //   factors   scale_factor is a power of two that brings scales to the middle of X's range, result_factor its inverse
 //   partials, counters: see share_sums; unused without shared units
 // k a multiple of 64, n of 8 (gated: of 64). sm_90a. The product is made transposed, y^T = W^T x^T: the weight is

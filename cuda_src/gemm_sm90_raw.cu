@@ -22,9 +22,9 @@
 // Each warp asks the copy engine for its own words and x, DEPTH steps ahead. They come as [i][t][word], so that what
 // lanes read together lies in different banks.
 //
-// Programmatic dependent launch: what the kernel before has written is promised only behind griddepcontrol.wait, even
-// if it lets nobody start early. With CONSTANT it has written nothing of the weight, whose first steps and group are
-// then read before. Else nothing is; scales are asked for in L2.
+// Programmatic dependent launch: what kernels before have written is promised only behind griddepcontrol.wait, even of
+// one that lets nobody start early. With CONSTANT none that may still be at work writes the weight, whose first steps
+// and group are then read before. Else nothing is; scales are asked for in L2.
 //
 // Measured on an H100, 8192 x 28672 at one row with CONSTANT (41.7 us on the repacked weight): words to registers 45.8
 // us, with at most two steps of a warp under way (more took longer), by cp.async 57 to 61 however many, by the copy
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     ptx::fence_mbarrier_init();
   }
   if constexpr (kConstant) copy_first(true, false);
-  // Rows past m are not copied.
+  // Rows past m are not copied: zeros, so that nothing is read that was never written, though no sum of them is stored.
   if constexpr (kRows > 1) {
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {

@@ -22,7 +22,8 @@ __device__ __forceinline__ bool lacks_rows(int m) {
   return m <= ROWS - 16;
 }
 
-// Zeros, by THREADS threads, where no copy brings what wgmma reads; they then meet whoever asks for copies.
+// Zeros, by THREADS threads, so that wgmma reads nothing that was never written, though no sum of such a row is stored.
+// The threads then meet whoever asks for copies.
 template <int BYTES, int THREADS>
 __device__ __forceinline__ void clear(uint8_t* shared) {
   for (int i = threadIdx.x; i < BYTES / 16; i += THREADS) {

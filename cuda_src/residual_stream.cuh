@@ -89,12 +89,11 @@ struct ResidualStream {
     }
   }
 
-  // What the sums of ROWS rows from `row` on are multiplied by, to `factors`, and, from `first_written` on, `inverse`,
-  // which one block of the grid writes. k is the width of the stream. By WARPS warps, each of which has all that it
-  // reads under way at once: one row after the other took 0.8 microseconds each on an H100.
+  // What the sums of ROWS rows from `row` on are multiplied by, to `factors`, and, from one block of the grid,
+  // `inverse`. k is the width of the stream. By WARPS warps, each of which has all that it reads under way at once: one
+  // row after the other took 0.8 microseconds each on an H100.
   template <int ROWS, int WARPS>
-  __device__ __forceinline__ void make_factors(float* factors, int warp, int row, int m, int k,
-                                               int first_written) const {
+  __device__ __forceinline__ void make_factors(float* factors, int warp, int row, int m, int k, bool writes) const {
     constexpr int kAtOnce = ceil_div(ROWS, WARPS) < 8 ? ceil_div(ROWS, WARPS) : 8;
     constexpr int kLoads = 4;
     const int lane = threadIdx.x % 32;
@@ -126,7 +125,7 @@ struct ResidualStream {
         const float now = 1.0f / sqrtf(warp_sum(totals[r]) / static_cast<float>(k) + eps);
         if (lane == 0) {
           factors[at] = now / (before[row + at] * kHeadroom);
-          if (row + at >= first_written) inverse[row + at] = now;
+          if (writes) inverse[row + at] = now;
         }
       }
     }

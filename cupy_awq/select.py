@@ -63,6 +63,8 @@ def _fits(config: Config, problem: Problem, split_k: int | None) -> bool:
 def choose(problem: Problem, device: Device, kernel: str | None = None, split_k: int | None = None) -> Choice:
     """The fastest configuration, of every family or of the one named ``kernel``: as measured, else as the model ranks.
 
+    What was measured serves other rows as `_serves` tells.
+
     Raises ValueError if there is none, with the reason.
     """
     if kernel is not None and kernel not in FAMILIES:

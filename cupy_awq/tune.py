@@ -3,7 +3,8 @@
 
 For each number of rows the configurations that the model ranks first are timed in turns as `timing` does, with cold
 weights; the fastest is kept in the user's cache, where `tuning` finds it. AwqLinear then uses it for these K and N,
-whatever the group size and dtype, wherever it is legal.
+whatever the group size and dtype, wherever it is legal and `select` does not know better for a number of rows between
+those that are measured, the powers of two.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def label(config: Config) -> str:
 
 
 def rows(m: int) -> int:
-    """The number of rows whose measurement serves m rows: the next power of two.
+    """The number of rows whose measurement serves m rows, unless `select` knows better: the next power of two.
 
     >>> rows(1), rows(48), rows(64)
     (1, 64, 64)

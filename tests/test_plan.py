@@ -10,7 +10,7 @@ import pytest
 
 import cupy_awq
 from cupy_awq.kernels.problem import WORKSPACE_BYTES
-from cupy_awq.ops import gpu
+from cupy_awq.ops import gpu, matmul
 from cupy_awq.testing import random_activations, random_weight
 from tests.products import BFLOAT16, FLOAT16, check_product, gemm, nan_like, put
 from tests.test_reference import ACTIVATIONS
@@ -98,6 +98,24 @@ def test_a_captured_plan_replays_on_new_values(m: int, split_k: int) -> None:
             check_product(out, values, weight, activation="silu")
 
 
+def constant(plan: cupy_awq.Plan) -> int | None:
+    """Whether its kernel reads the weight before the launches before it have ended; None if it never does."""
+    return dict(plan._prepared._launcher.plan.kernel.defines).get("CONSTANT")
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_only_plans_read_a_weight_early() -> None:
+    rng = np.random.default_rng(0)
+    weight, x = put(random_weight(rng, 4096, 1024, 128)), put(random_activations(rng, 1, 4096))
+    plan = cupy_awq.plan(x, weight)
+    assert (plan.kernel, constant(plan)) == ("gemm_sm90_raw", 1)
+    matmul._prepared.clear()
+    gemm(x, weight)
+    (prepared,) = matmul._prepared.values()
+    assert dict(prepared._launcher.plan.kernel.defines)["CONSTANT"] == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 64])
 def test_a_plan_waits_for_what_makes_its_weight(m: int) -> None:
@@ -119,6 +137,7 @@ def test_a_plan_waits_for_what_makes_its_weight(m: int) -> None:
         assert not stream.done
         plan = cupy_awq.plan(x, late)
         assert stream.done
+        assert constant(plan) in (None, 1)
         check_product(plan(x, out), values, weight)
 
 
@@ -136,6 +155,7 @@ def test_a_plan_that_is_made_during_a_capture() -> None:
     with stream:
         stream.begin_capture()
         plan = cupy_awq.plan(x, on_gpu)
+        assert constant(plan) in (None, 0)
         plan(x, out)
         graph = stream.end_capture()
         out.fill(np.nan)

@@ -51,8 +51,8 @@ class Problem:
     there in AWQ's own layout; ``repacked``: in that of `Repacking`; ``scale_exponent``: scales times two to its
     power are at most 64, and float16 holds all of them without loss unless ``wide_scales``. ``stream``: "adds" where y
     joins a decoder's residual stream, "norms" where x comes from there and lacks the last factor of its RMSNorm, whose
-    ``eps`` counts then (``cuda_src/residual_stream.cuh``). ``constant``: nothing that may still be at work writes the
-    weight's arrays. Dtypes are names.
+    ``eps`` counts then (``cuda_src/residual_stream.cuh``). ``constant``: no launch that may still be at work writes
+    the weight's arrays. Dtypes are names.
     """
 
     m: int

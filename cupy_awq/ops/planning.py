@@ -218,7 +218,8 @@ class Plan:
     ``plan(x, out, residual=None, workspace=None)`` fills ``out`` and returns it. On a GPU that is one launch on the
     current stream, with no allocation, copy or synchronisation, so it can be captured into a CUDA graph. x, out and the
     residual must have the shape, strides, dtype, place and alignment that were planned; anything else is a TypeError or
-    ValueError. out must not overlap x; it may be the residual.
+    ValueError. out must not overlap x; it may be the residual. The weight's arrays must not be written while there is a
+    plan for them.
 
     Attributes:
         kernel: the name of the kernel; "numpy" on the CPU.
@@ -342,7 +343,7 @@ def plan(
     Args:
         x: [..., K], an array like those to come; or a shape, for contiguous arrays of ``dtype``.
         weight: the weight, whose arrays must not be written, moved or freed from now on; on a GPU all calls are for
-            that GPU.
+            that GPU. What makes them on another stream than the current one must have ended.
         bias, activation: as in `gemm`; the bias is part of the plan.
         residual: like y: an array or a shape as for x; None for none.
         out: the same for y; by default contiguous.
@@ -352,7 +353,7 @@ def plan(
     Returns:
         A `Plan`. Its kernel is compiled and loaded, and the memory for its partial sums is there. Whatever was queued
         on the current stream of the GPU has ended, unless that is captured: on Hopper a launch may read the weight
-        before the one before it has ended.
+        while those before it still run.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; an array whose rows kernels cannot walk, because they are
@@ -386,7 +387,10 @@ def _ended() -> bool:
     import cupy
 
     stream = cupy.cuda.get_current_stream()
-    if stream.is_capturing():
+    try:
+        if stream.is_capturing():
+            return False
+    except cupy.cuda.runtime.CUDARuntimeError:  # the default stream, while another that it waits for is captured
         return False
     stream.synchronize()
     return True

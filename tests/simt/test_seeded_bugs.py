@@ -299,6 +299,13 @@ SEEDS = {
         "gemm_sm90_large", 90, "gemm_sm90_large.cu", "clear<kStages * kXBytes, kThreads>(memory);", "",
         ("uninitialised", "uninitialised"), REPACKED_MANY, {"block_m": 128},
     ),
+    "gemm_sm90_large: a cluster does not wait for what is cleared": Seed(
+        "gemm_sm90_large", 90, "gemm_sm90_large.cu", "synchronize_cluster<kCluster>();", "begin_cluster<kCluster>();",
+        RACE, replace(REPACKED_MANY, m=140, k=1024), {"block_m": 256, "cluster": 2},
+    ),
+    "gemm_sm90: what is cleared is not fenced": Seed(
+        "gemm_sm90", 90, "hopper.cuh", "  ptx::fence_proxy_async();\n", "", RACE, REPACKED_MANY, {"block_m": 128},
+    ),
     "gemm_sm90_raw: sums are added before all warps have left theirs": Seed(
         "gemm_sm90_raw", 90, "gemm_sm90_raw.cu", "  }\n  __syncthreads();\n", "  }\n", RACE, FEW, {"splits": 2},
     ),
