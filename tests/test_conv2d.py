@@ -284,6 +284,17 @@ def test_any_large_convolution_on_hopper(backend: str, data: st.DataObject) -> N
     check_convolution(backend, problem, config, here, seed=draw(st.integers(0, 99)))
 
 
+@HOPPER
+@pytest.mark.parametrize("size", [(2, 1), (2, 2), (3, 2)])
+def test_images_that_steps_leave_one_row_of_on_hopper(backend: str, size: tuple[int, int]) -> None:
+    """Their pixels are not one row of all images: rows that nobody reads lie between them."""
+    sizes = Sizes(3, *size, 16, 8, 1, 1, 1, 1, size[1], stride_h=size[0])
+    problem = with_strides(sizes, block=16, bits=4, weight_offset=False, dtype="float16")
+    here = facts(90, backend)
+    for config in (hopper.configs(problem, here)[0], large.configs(problem, here)[0]):
+        check_convolution(backend, problem, config, here, seed=1)
+
+
 def test_hopper_refuses_what_it_cannot_read_and_says_why() -> None:
     here = device.nominal(90)
     problem = with_strides(

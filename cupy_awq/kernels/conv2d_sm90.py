@@ -47,7 +47,8 @@ def view(problem: Convolution) -> View:
     sizes = problem.sizes
     batch, row, pixel, _ = problem.strides
     steps = (sizes.kernel_h, sizes.kernel_w, sizes.stride_h, sizes.stride_w) == (1, 1, 1, 1)
-    one_row = (sizes.height == 1 or row == sizes.width * pixel) and (sizes.batch == 1 or batch == sizes.height * row)
+    of_image = sizes.height * sizes.width * pixel
+    one_row = (sizes.height == 1 or row == sizes.width * pixel) and (sizes.batch == 1 or batch == of_image)
     whole = (sizes.out_h, sizes.out_w) == (sizes.height, sizes.width)
     if steps and whole and one_row and (problem.nhwc or sizes.batch == 1):
         return View(1, 1, sizes.pixels, 1, sizes.pixels, True)
