@@ -23,6 +23,7 @@ from cupy_awq import device as devices
 from cupy_awq.check import HOST, Array
 from cupy_awq.linear import AwqLinear
 from cupy_awq.ops import gemm, plan
+from cupy_awq.packing import namespace
 from cupy_awq.weight import PackedWeight
 
 DTYPES = {
@@ -177,7 +178,7 @@ def cold_layers(weight: PackedWeight, device: int) -> list[AwqLinear]:
 
 def _time(layers: Sequence[AwqLinear], x: Array, kernel: str | None, planned: bool, device: int) -> tuple[float, str]:
     """Microseconds of one product, and the name of the kernel."""
-    y = layers[0](x)
+    y = namespace(x).empty((len(x), layers[0].shape[1]), x.dtype)
 
     def product(layer: AwqLinear) -> Callable[[], Array]:
         weight = layer.weight

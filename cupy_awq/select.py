@@ -88,7 +88,7 @@ def choose(problem: Problem, device: Device, kernel: str | None = None, split_k:
 
 
 def _serves(measured: Config, least: float, problem: Problem, device: Device) -> bool:
-    """Whether to take what was measured for these rows or, as likely, for more.
+    """Whether to take what was measured, for these rows or for the next power of two.
 
     Fewer rows may make fewer tiles, so that another number of blocks fits: where the model's first took less than 0.9
     times as long by the model, it took 0.87 times as long (geometric mean of ten cases on an H100; 0.71 to 0.99).

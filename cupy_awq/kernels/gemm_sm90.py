@@ -35,12 +35,20 @@ def layout(problem: Problem) -> Repacking:
     return Repacking(problem.k, problem.n, problem.group_size, problem.scales_dtype, problem.zeros)
 
 
-def x_box(m: int, block_m: int, count: int) -> tuple[int, int, int]:
-    """The box of x that a copy brings: 64 k of each row, ``count`` times; only one time where the tile lacks rows.
+def x_map(problem: Problem, block_m: int, count: int) -> TensorMap:
+    """x in boxes of 64 k of each row of a tile, ``count`` times; only one time where the tile lacks rows.
 
     See ``lacks_rows`` in ``cuda_src/hopper.cuh``.
     """
-    return (64, m, 1) if m <= block_m - 16 else (64, block_m, count)
+    m, itemsize = problem.m, ITEMSIZE[problem.dtype]
+    return TensorMap(
+        "x",
+        problem.dtype,
+        dims=(64, m, problem.k // 64),
+        strides=(problem.row_strides.x * itemsize, 64 * itemsize),
+        box=(64, m, 1) if m <= block_m - 16 else (64, block_m, count),
+        swizzle=128,
+    )
 
 
 def powered(work: float, problem: Problem) -> float:
@@ -143,16 +151,8 @@ class GemmSm90Config:
             sizes += (strides.x,)
         else:
             defines += (("WARPGROUPS", self.team_warps // 4), ("TILES", self.tiles), ("SCALED", int(self.scaled)))
-            itemsize = ITEMSIZE[problem.dtype]
             factors = 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent
-            x = TensorMap(
-                "x",
-                problem.dtype,
-                dims=(64, problem.m, problem.k // 64),
-                strides=(strides.x * itemsize, 64 * itemsize),
-                box=x_box(problem.m, self.block_m, 2 * self.depth),
-                swizzle=128,
-            )
+            x = x_map(problem, self.block_m, 2 * self.depth)
         scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, problem.eps, *factors)))
         ends = ("h", "norm", "squares", "before", "inverse") if problem.stream else ()
         return LaunchPlan(

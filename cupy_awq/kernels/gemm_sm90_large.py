@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cupy_awq.device import Device
-from cupy_awq.kernels.gemm_sm90 import layout, powered, unfit, x_box
-from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
+from cupy_awq.kernels.gemm_sm90 import layout, powered, unfit, x_map
+from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K
-from cupy_awq.launch_plan import Kernel, LaunchPlan, TensorMap
+from cupy_awq.launch_plan import Kernel, LaunchPlan
 
 SHARED_BYTES = 232448
 """That a block of sm_90 can have."""
@@ -83,15 +83,7 @@ class GemmSm90LargeConfig:
             ("STORE_ROWS", self.store_rows(problem)),
         )
         strides = problem.row_strides
-        itemsize = ITEMSIZE[problem.dtype]
-        x = TensorMap(
-            "x",
-            problem.dtype,
-            dims=(64, problem.m, problem.k // 64),
-            strides=(strides.x * itemsize, 64 * itemsize),
-            box=x_box(problem.m, self.block_m, 2 // self.cluster),
-            swizzle=128,
-        )
+        x = x_map(problem, self.block_m, 2 // self.cluster)
         sizes = (problem.m, problem.n, problem.k, strides.residual, strides.y, self.shared, self.sharers)
         factors = (*problem.limits, 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent)
         scalars = (*(np.int32(size) for size in sizes), *(np.float32(factor) for factor in factors))

@@ -37,10 +37,10 @@ Lanes = Any  # indices of the threads that access, or slice(None) for all
 Chunks = Iterator[tuple["Buffer", Array, Any]]
 
 
-FRESH = frozenset(("x", "h", "delta", "residual", "squares", "before", "qkv", "qweight", "scales", "qzeros"))
-"""Names of buffers that the launch before may have made: a dependent launch waits before it reads them."""
 CONSTANT = frozenset(("qweight", "scales", "qzeros"))
-"""Of these what it has not made if the kernel is compiled with CONSTANT."""
+"""Names of buffers that the launch before has not made if the kernel is compiled with CONSTANT."""
+FRESH = CONSTANT | {"x", "h", "delta", "residual", "squares", "before", "qkv"}
+"""Names of buffers that the launch before may have made: a dependent launch waits before it reads them."""
 
 
 class Buffer:
