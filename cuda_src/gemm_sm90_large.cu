@@ -38,6 +38,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/bulk_copy.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/prefetch.cuh"
@@ -81,7 +82,6 @@ static_assert(kTiles * kBlockM * (kWarpgroups / 2) <= 256, "registers are enough
 static_assert(!kGated || kTiles == 2, "a warpgroup has both of a gate and what it gates");
 static_assert(kCluster == 1 || kCluster == 2, "a stage of x has two parts");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
-static_assert(kRecords <= 30, "each lane of the producer copies one record or box of x");
 static_assert(kStoreRows == 16 || kStoreRows == 32, "a matrix is stored in steps of 16 rows");
 
 // The walk over the stages, on over all tiles of a block.
@@ -160,44 +160,47 @@ struct Shared {
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
 };
 
-// The producer warp.
+// The producer warp, of which one lane asks for all copies.
 __device__ __forceinline__ void produce(const Shared& shared, Schedule& schedule, const uint8_t* weight,
                                         const TensorMap* x_map, int m, int n) {
-  const int lane = threadIdx.x % 32;
+  const bool leader = ptx::elect();
   const bool lacks = lacks_rows<kBlockM>(m);
   const int bytes = (lacks ? m : kBlockM) * (kXBytes / kBlockM) + kWeightBytes;
   const int boxes = kCluster == 1 && lacks ? 2 : 1;  // of x in a stage, that this block asks for
   const int rank = Schedule::rank();
-  if (lane == 0) ptx::prefetch_tensormap(x_map);
+  const int64_t run_bytes = schedule.steps * kRecordBytes;
+  if (leader) ptx::prefetch_tensormap(x_map);
   ptx::griddepcontrol_wait();
   Position at{0, 1};
   while (schedule.advance()) {
     const int2 tile = schedule.tile();
     const int m_begin = first_row<kBlockM>(tile.x, m);
-    // Where a column of records begins. A warpgroup of a gated tile has 64 columns of the gate, then those of the up
-    // projection that belong to them. The last tile may reach beyond the weight: it reads some records there, and
-    // stores nothing of them.
-    const int column = lane % kRecords;
-    const int record =
-        kGated ? column / 2 % 2 * (n / 2 / kRecordColumns) + tile.y * (kRecords / 2) + column / 4 * 2 + column % 2
-               : tile.y * kRecords + column;
-    const int64_t index = min(record, ceil_div(n, kRecordColumns) - 1);
-    const uint8_t* source = weight + (index * schedule.steps + schedule.begin) * kRecordBytes;
+    // Columns of records are runs of all K each. A warpgroup of a gated tile has 64 columns of the gate, then those of
+    // the up projection that belong to them. The last tile may reach beyond the weight: it reads some records there,
+    // and stores nothing of them.
+    const int first = tile.y * (kGated ? kRecords / 2 : kRecords);
+    const int last = ceil_div(n, kRecordColumns) - 1 - first;
+    const uint8_t* source = weight + first * run_bytes;
     for (int step = schedule.begin; step < schedule.end; ++step) {
       wait(shared.empty(at.stage), at.parity);
-      if (lane == 0) ptx::mbarrier_arrive_expect_tx(shared.full(at.stage), bytes);
-      __syncwarp();
-      if (lane < kRecords) {
-        ptx::cp_async_bulk(shared.weight(at.stage) + lane * kRecordBytes, source, kRecordBytes, shared.full(at.stage));
-        source += kRecordBytes;
-      } else if (lane < kRecords + boxes) {
-        const int half = kCluster == 1 ? lane - kRecords : rank;
-        const uint32_t target = shared.x(at.stage) + half * kXHalfBytes;
+      if (leader) {
+        const uint32_t full = shared.full(at.stage);
+        ptx::mbarrier_arrive_expect_tx(full, bytes);
+#pragma unroll
+        for (int column = 0; column < kRecords; ++column) {
+          const int record = kGated ? column / 2 % 2 * (n / 2 / kRecordColumns) + column / 4 * 2 + column % 2 : column;
+          ptx::cp_async_bulk(shared.weight(at.stage) + column * kRecordBytes,
+                             source + min(record, last) * run_bytes + step * kRecordBytes, kRecordBytes, full);
+        }
         if constexpr (kCluster == 1) {
-          ptx::cp_async_bulk_tensor_3d(target, x_map, 0, m_begin, step * 2 + half, shared.full(at.stage));
+#pragma unroll 1
+          for (int half = 0; half < boxes; ++half) {
+            ptx::cp_async_bulk_tensor_3d(shared.x(at.stage) + half * kXHalfBytes, x_map, 0, m_begin, step * 2 + half,
+                                         full);
+          }
         } else {
-          ptx::cp_async_bulk_tensor_3d_multicast(target, x_map, 0, m_begin, step * 2 + half, shared.full(at.stage),
-                                                 (1 << kCluster) - 1);
+          ptx::cp_async_bulk_tensor_3d_multicast(shared.x(at.stage) + rank * kXHalfBytes, x_map, 0, m_begin,
+                                                 step * 2 + rank, full, (1 << kCluster) - 1);
         }
       }
       at = at.next();
@@ -374,9 +377,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Shared shared{ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(memory)))};
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
-  if (warp == kConsumerWarps && lane < kStages) {
-    ptx::mbarrier_init(shared.full(lane), 1);
-    ptx::mbarrier_init(shared.empty(lane), kConsumerWarps * kCluster);
+  if (warp == kConsumerWarps && ptx::elect()) {
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::mbarrier_init(shared.full(stage), 1);
+      ptx::mbarrier_init(shared.empty(stage), kConsumerWarps * kCluster);
+    }
     ptx::fence_mbarrier_init();
   }
   if (lacks_rows<kBlockM>(m)) {

@@ -67,7 +67,8 @@ class GemmSm90Config:
     In each block ``teams`` teams of warps take turns at ``stages`` stages of ``depth`` times 128 k. By wgmma (``name``)
     a warpgroup makes ``tiles`` times 64 columns; by mma a warp makes 32, and a team keeps ``x_stages`` stages of
     ``x_rows`` rows of x. A multiprocessor has room for ``resident`` blocks. ``scaled``: weights are rounded to float16
-    once they are scaled, instead of scaling the sums of each group.
+    once they are scaled, instead of scaling the sums of each group. ``eager``: all of a block's first weights are asked
+    for before x, for which a block waits that begins before the kernel before has ended.
     """
 
     name: str
@@ -82,6 +83,7 @@ class GemmSm90Config:
     x_rows: int = 0
     x_stages: int = 0
     scaled: bool = False
+    eager: bool = True
 
     @property
     def team_warps(self) -> int:
@@ -136,6 +138,7 @@ class GemmSm90Config:
             ("DEPTH", self.depth),
             ("SPLITS", self.splits),
             ("RESIDENT", self.resident),
+            ("EAGER", int(self.eager)),
             ("CONSUMER_REGISTERS", self.consumer_registers),
             ("X_BYTES", 0 if self.name == MMA else self.block_m * self.depth * RECORD_K * 2),
             ("X_RING_BYTES", self.x_ring_bytes()),
@@ -199,8 +202,8 @@ class GemmSm90Config:
     def _many_rows_microseconds(self, problem: Problem, device: Device) -> float:
         """The larger of the stream and of the work on it, and what does not overlap.
 
-        Fitted to 114 times from 32 to 8192 rows on an H100: 6% off (root mean square). There its first choice took 1.03
-        times as long as the best (geometric mean).
+        Fitted to 674 times of six shapes with 32 to 128 rows on an H100: 6% off (root mean square). There its first
+        choice took 1.04 times as long as the best (geometric mean).
         """
         columns, rows, _ = self.grid(problem)
         steps = ceil_div(ceil_div(problem.k, RECORD_K), self.splits)
@@ -209,25 +212,25 @@ class GemmSm90Config:
         # Cycles of a step: how long a team takes for it alone, how long it keeps the tensor cores and schedulers, and
         # how long it waits for the copies.
         wide = self.block_m / 2
-        busy = self.block_n / 8 * (12.2 + 0.525 * wide)
+        busy = self.block_n / 8 * (12.5 + 0.766 * wide)
         stage = self.depth * RECORD_K * (2 * self.block_m + 0.52 * self.block_n)
-        wait = (720 + stage / 43 * sharing) / self.depth
+        wait = (1290 + stage / 43 * sharing) / self.depth
         if self.scaled:
-            alone = 60 + self.tiles * max(285.0, 5.24 * wide)
+            alone = 60 + self.tiles * max(350.0, 5.24 * wide)
             wait /= self.stages - self.teams  # a stage is given back one later
         else:
-            alone = 60 + self.tiles * (260 + 6 * wide)
+            alone = 60 + self.tiles * (164 + 14 * wide)
             wait /= self.stages
             if self.teams == 1 and sharing == 1:
                 busy += 250  # nobody else uses the tensor cores while the only team converts
         work = waves * (steps * max(alone / self.teams, busy * sharing, wait) / 1700 + 0.46)
         work = powered(work, problem)
         stream = problem.weight_bytes / (device.read_gbs * 1e3)
-        beside = (0.15 if self.scaled else 0.2) * min(stream, work)
+        beside = (0.45 if self.scaled else 0.35) * min(stream, work)
         x_bytes = columns * rows * steps * min(self.block_m, problem.m) * 2 * RECORD_K
-        copies = waves * steps / self.depth * (1 + 0.47 * self.records)
-        joining = 0.9 * waves if self.splits > 1 else 0.0
-        return 1.9 + joining + max(stream, work) + beside + x_bytes / 157e6 + 0.041 * copies
+        launch = 1.66 if self.eager else 1.04
+        joining = 0.81 * waves if self.splits > 1 else 0.0
+        return launch + joining + max(stream, work) + beside + x_bytes / 161e6
 
     def workspace(self, problem: Problem) -> tuple[int, int]:
         return 0, 0
@@ -321,7 +324,9 @@ def _staged(config: GemmSm90Config, problem: Problem, device: Device, registers:
         counts = functools.partial(_with_stages, config, resident)
         fitting = bisect.bisect_right(rounds, limit, key=lambda each: counts(each).shared_bytes(problem))
         if fitting:
-            yield counts(rounds[fitting - 1])
+            yield (chosen := counts(rounds[fitting - 1]))
+            if config.block_m > MMA_MAX_ROWS:
+                yield replace(chosen, eager=False)
 
 
 def _with_stages(config: GemmSm90Config, resident: int, each: int) -> GemmSm90Config:

@@ -161,6 +161,18 @@ SEEDS = {
         "gemm_sm90", 90, "gemm_sm90.cuh", "unit % kPairs * 2 + unit", "unit % kPairs + unit",
         ("uninitialised", "uninitialised"), REPACKED_FEW, {"splits": 2},
     ),
+    "gemm_sm90: x is asked for before the kernel before has ended": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "    ptx::griddepcontrol_wait();\n    if (leader)", "    if (leader)",
+        ("early", "early"), REPACKED,
+    ),
+    "gemm_sm90: weights that were to come with x do not": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "if (!kEager && round > 0) start_weight(round, round);", "", DEADLOCK,
+        REPACKED, {"splits": 1, "eager": False},
+    ),
+    "gemm_sm90: weights that were to come early come with x once more": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "if (!kEager && round > 0) start", "if (round > 0) start",
+        ("race", "deadlock"), REPACKED, {"splits": 1, "eager": True},
+    ),
     "gemm_sm90_mma: nobody waits for the kernel before": Seed(
         "gemm_sm90", 90, "gemm_sm90_mma.cu", "    ptx::griddepcontrol_wait();\n", "", ("early", "early"), REPACKED_FEW,
     ),
