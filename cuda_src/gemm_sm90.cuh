@@ -363,11 +363,9 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shar
     for (int team = 0; team < kTeams; ++team) {
       TeamSums::add(out, team_sums + team * kTeamFloats, tile.split * kOwnedRows + row, column);
     }
+    if constexpr (kSplits > 1) wait_for_sums(tile);
 #pragma unroll
-    for (int other = 0; other < kSplits - 1; ++other) {
-      wait_for_sums(tile);
-      SentSums::add(out, sent_sums + other * kSentFloats, row, column);
-    }
+    for (int other = 0; other < kSplits - 1; ++other) SentSums::add(out, sent_sums + other * kSentFloats, row, column);
     if constexpr (kNorms) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) out[i] *= factors[row];
