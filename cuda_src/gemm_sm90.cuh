@@ -209,22 +209,16 @@ __device__ __forceinline__ int x_boxes(int m) { return clears(m) ? 2 * kDepth : 
 __device__ __forceinline__ void produce(const Tile& tile, const uint8_t* weight, const TensorMap* x_map, int m, int n,
                                         int k) {
   const bool leader = ptx::elect();
-  // Columns of records from `first` on, each a run of all K. A gated tile has those of the gate, then those of the up
-  // projection that belong to them. The last tile may reach beyond the weight: it reads some records there, and stores
-  // nothing of them.
-  constexpr int kRun = kGated ? kRecords / 2 : kRecords;
-  const int first = tile.block_n * kRun;
-  const int last = ceil_div(n, kRecordColumns) - 1 - first;
-  const int64_t run_bytes = ceil_div(k, kRecordK) * kRecordBytes;
-  const uint8_t* source = weight + first * run_bytes + tile.step_begin * kRecordBytes;
+  // A gated tile has columns of records of the gate, then those of the up projection that belong to them.
+  constexpr int kNeighbours = kGated ? kRecords / 2 : kRecords;
+  const Runs runs(weight, tile.block_n * kNeighbours, tile.step_begin, n, k);
   const int x_bytes = clears(m) ? m * (kXBytes / kBlockM) : kXBytes;
   auto expect = [&](int round, int stage) {
     ptx::mbarrier_arrive_expect_tx(tile.full(stage), kRecords * tile.depth(round) * kRecordBytes + x_bytes);
   };
   auto start_run = [&](int column, int round, int stage) {
-    const int record = column < kRun ? column : n / 2 / kRecordColumns + column - kRun;
-    ptx::cp_async_bulk(tile.weight(stage) + column * kDepth * kRecordBytes,
-                       source + min(record, last) * run_bytes + round * (kDepth * kRecordBytes),
+    const int of_weight = column < kNeighbours ? column : n / 2 / kRecordColumns + column - kNeighbours;
+    ptx::cp_async_bulk(tile.weight(stage) + column * kDepth * kRecordBytes, runs.record(of_weight, round * kDepth),
                        tile.depth(round) * kRecordBytes, tile.full(stage));
   };
   auto start_weight = [&](int round, int stage) {

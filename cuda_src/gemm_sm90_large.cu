@@ -162,25 +162,20 @@ struct Shared {
 
 // The producer warp, of which one lane asks for all copies.
 __device__ __forceinline__ void produce(const Shared& shared, Schedule& schedule, const uint8_t* weight,
-                                        const TensorMap* x_map, int m, int n) {
+                                        const TensorMap* x_map, int m, int n, int k) {
   const bool leader = ptx::elect();
   const bool lacks = lacks_rows<kBlockM>(m);
   const int bytes = (lacks ? m : kBlockM) * (kXBytes / kBlockM) + kWeightBytes;
   const int boxes = kCluster == 1 && lacks ? 2 : 1;  // of x in a stage, that this block asks for
   const int rank = Schedule::rank();
-  const int64_t run_bytes = schedule.steps * kRecordBytes;
   if (leader) ptx::prefetch_tensormap(x_map);
   ptx::griddepcontrol_wait();
   Position at{0, 1};
   while (schedule.advance()) {
     const int2 tile = schedule.tile();
     const int m_begin = first_row<kBlockM>(tile.x, m);
-    // Columns of records are runs of all K each. A warpgroup of a gated tile has 64 columns of the gate, then those of
-    // the up projection that belong to them. The last tile may reach beyond the weight: it reads some records there,
-    // and stores nothing of them.
-    const int first = tile.y * (kGated ? kRecords / 2 : kRecords);
-    const int last = ceil_div(n, kRecordColumns) - 1 - first;
-    const uint8_t* source = weight + first * run_bytes;
+    // A warpgroup of a gated tile has 64 columns of the gate, then those of the up projection that belong to them.
+    const Runs runs(weight, tile.y * (kGated ? kRecords / 2 : kRecords), 0, n, k);
     for (int step = schedule.begin; step < schedule.end; ++step) {
       wait(shared.empty(at.stage), at.parity);
       if (leader) {
@@ -188,9 +183,10 @@ __device__ __forceinline__ void produce(const Shared& shared, Schedule& schedule
         ptx::mbarrier_arrive_expect_tx(full, bytes);
 #pragma unroll
         for (int column = 0; column < kRecords; ++column) {
-          const int record = kGated ? column / 2 % 2 * (n / 2 / kRecordColumns) + column / 4 * 2 + column % 2 : column;
-          ptx::cp_async_bulk(shared.weight(at.stage) + column * kRecordBytes,
-                             source + min(record, last) * run_bytes + step * kRecordBytes, kRecordBytes, full);
+          const int of_weight =
+              kGated ? column / 2 % 2 * (n / 2 / kRecordColumns) + column / 4 * 2 + column % 2 : column;
+          ptx::cp_async_bulk(shared.weight(at.stage) + column * kRecordBytes, runs.record(of_weight, step),
+                             kRecordBytes, full);
         }
         if constexpr (kCluster == 1) {
 #pragma unroll 1
@@ -483,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kConsumerWarps) {
       Schedule schedule(m, n, k, shared_units, sharers);
-      produce(shared, schedule, weight, &x_map, m, n);
+      produce(shared, schedule, weight, &x_map, m, n, k);
     }
     end_cluster<kCluster>();
   }

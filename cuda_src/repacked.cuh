@@ -31,6 +31,23 @@ constexpr int kRecordBytes = kCodeBytes + kGroups * kGroupBytes;
 static_assert(kZeros != Zeros::kOffset, "offsets cannot be repacked");
 static_assert(sizeof(SCALE) == 2, "scales are 16-bit values");
 
+// The columns of records from `first` on, each a run of all K, from a step of 128 k on. The last tile may reach beyond
+// the weight: it reads some records there, and stores nothing of them.
+struct Runs {
+  int last;       // column of the weight, counted from the first
+  int64_t bytes;  // of a run
+  const uint8_t* begin;
+
+  __device__ __forceinline__ Runs(const uint8_t* weight, int first, int step, int n, int k)
+      : last(ceil_div(n, kRecordColumns) - 1 - first),
+        bytes(ceil_div(k, kRecordK) * kRecordBytes),
+        begin(weight + first * bytes + step * kRecordBytes) {}
+  // A column's record, `step` steps on.
+  __device__ __forceinline__ const uint8_t* record(int column, int step) const {
+    return begin + min(column, last) * bytes + step * kRecordBytes;
+  }
+};
+
 // A lane's scales and zero points of one group: columns g and g + 8 of a tile of 16.
 struct Group {
   uint32_t scales;  // two SCALE
