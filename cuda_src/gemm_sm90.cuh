@@ -201,6 +201,12 @@ __device__ __forceinline__ Tile begin_tile(uint8_t* shared, int m, int k) {
   return tile;
 }
 
+// Of blocks without a tile, which make the launch's a whole number a multiprocessor. They end with the kernel before,
+// so that the next one's blocks find as much room everywhere; else two of them come to lie where none is, and all wait.
+__device__ __forceinline__ bool keeps_place(const Tile& tile, int n) {
+  return gridDim.y == 1 && tile.block_n >= ceil_div(n, kBlockN);
+}
+
 // Boxes of x in a stage: it is one, or has one of each 64 k where it lacks rows.
 __device__ __forceinline__ int x_boxes(int m) { return clears(m) ? 2 * kDepth : 1; }
 
@@ -417,6 +423,11 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
                                          Push push) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const Tile tile = begin_tile(shared, m, k);
+  if (keeps_place(tile, n)) {
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+    return;
+  }
   const int warp = uniform_warp();
   // Registers move between the roles only while each is one branch to its end.
   if (warp < kConsumerWarps) {

