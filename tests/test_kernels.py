@@ -388,7 +388,7 @@ def test_stages_of_several_steps(
 ) -> None:
     """Every depth and number of teams, round the fewest stages several times; K ends within a stage (and a record)."""
     # Many rows by short groups are scaled wherever float16 holds the scales.
-    problem = Problem(m, 128, k, group_size, dtype, repacked=True, wide_scales=not scaled)
+    problem = Problem(m, 128, k, group_size, dtype, dtype, repacked=True, wide_scales=not scaled)
     here = facts(90, backend)
     configs = {
         (c.depth, c.teams): replace(c, stages=c.teams * (2 if scaled or c.teams == 1 else 1))
