@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       ptx::cp_async_bulk_prefetch_tensor_3d(&x_map, 0, tile.m_begin, k64);
     }
   };
-  auto consume = [&](const Tile& tile, const uint8_t*) {
+  auto consume = [&](const Tile& tile) {
     if constexpr (kScaled) {
       consume_scaled(tile);
     } else {

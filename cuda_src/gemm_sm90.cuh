@@ -413,7 +413,7 @@ __device__ __forceinline__ void make_factors(const Tile& tile, const ResidualStr
                                          tile.m_begin + tile.split * kOwnedRows, m, k, tile.block_n == 0);
 }
 
-// The whole kernel: `ask(tile)` asks L2 for the block's part of x, `consume(tile, shared)` adds up a team's part of K,
+// The whole kernel: `ask(tile)` asks L2 for the block's part of x, `consume(tile)` adds up a team's part of K,
 // `push(sums)` pushes its sums. EARLY: a thread has 17 registers for what its place in the stream holds, so that it can
 // read that as early as x.
 template <bool EARLY, class Ask, class Consume, class Push>
@@ -449,7 +449,7 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
       if (place.valid) part = stream.part(place.row, place.column, n);
     };
     if constexpr (kAdds && EARLY) load_part();
-    consume(tile, shared);
+    consume(tile);
     if constexpr (kAdds && !EARLY) load_part();
     synchronize_block();
     push(sums);

@@ -30,8 +30,9 @@ constexpr int kXRows = X_ROWS;  // of x in shared memory: a power of two
 constexpr int kStageK = kDepth * kRecordK;
 constexpr int kUnits = kStageK / 8;  // of 16 bytes, in a row of x in shared memory
 
-constexpr bool kSliced = kXRows <= 2 && kGroups == 1;  // more rows gain nothing, more groups have no registers left
-constexpr int kSlices = kSliced ? 8 / kXRows : 1;      // of a record's 8 steps of 16 k, which one product adds up
+// More rows gain nothing; of more groups a lane would need that of each of its slices.
+constexpr bool kSliced = kXRows <= 2 && kGroups == 1;
+constexpr int kSlices = kSliced ? 8 / kXRows : 1;  // of a record's 8 steps of 16 k, which one product adds up
 // Where the compiler finds registers, at least 112 but for one row, to read a stream's part with x.
 constexpr bool kEarly = kXRows == 1 || (kTilesM == 1 && kResident * kThreads < 512);
 constexpr int kRows = kSliced ? kXRows : 2;  // of x among a lane's two
@@ -41,10 +42,11 @@ static_assert(kXRows <= kBlockM, "a tile has no more rows of x");
 static_assert(!kSliced || kTilesM == 1, "offsets are those of one tile of rows");
 static_assert(kTeamWarps == kRecords, "a warp makes the columns of a record");
 
-// x, stage by stage: each team has a ring of its own. Without the tensor copy engine x is there sooner, and few rows
-// need few copies. Unit u of row r lies at u ^ (r % 8), so that ldmatrix meets no bank twice.
+// The largest power of two up to `value`.
 __device__ constexpr int last_power_of_two(int value) { return value < 2 ? 1 : 2 * last_power_of_two(value / 2); }
 
+// x, stage by stage: each team has a ring of its own. Without the tensor copy engine x is there sooner, and few rows
+// need few copies. Unit u of row r lies at u ^ (r % 8), so that ldmatrix meets no bank twice.
 class StagedRows {
  public:
   __device__ __forceinline__ StagedRows(const X* x, int ldx, const Tile& tile, int team, int m, int k) : team_(team) {
@@ -146,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       if (row < m) ptx::prefetch_global_l2(x + static_cast<int64_t>(row) * ldx + column);
     }
   };
-  auto consume = [&](const Tile& tile, const uint8_t*) {
+  auto consume = [&](const Tile& tile) {
     StagedRows rows(x, ldx, tile, team, m, k);
     // This lane's in the first stage, and in a stage of x.
     const uint32_t first_record = tile.weight(0) + warp % kTeamWarps * kDepth * kRecordBytes;

@@ -53,12 +53,7 @@ struct Group {
   uint32_t scales;  // two SCALE
   uint32_t zeros;   // two bytes
 
-  static __device__ __forceinline__ Group load(const uint8_t* record, int index, int tile, int g) {
-    const uint8_t* source = record + kCodeBytes + index * kGroupBytes + tile * kTileGroupBytes;
-    const uint32_t zeros = kZeros == Zeros::kPacked ? reinterpret_cast<const uint16_t*>(source + 32)[g] : 0x0808u;
-    return {reinterpret_cast<const uint32_t*>(source)[g], zeros};
-  }
-  // The same from shared memory: `scales` and `zeros` are the addresses of this lane's of the record's first group.
+  // `scales` and `zeros` are addresses in shared memory, of this lane's of the record's first group.
   static __device__ __forceinline__ Group load_shared(uint32_t scales, uint32_t zeros, int index) {
     return {ptx::ld_shared_u32(scales + index * kGroupBytes),
             kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + index * kGroupBytes) : 0x0808u};
