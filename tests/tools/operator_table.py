@@ -19,12 +19,12 @@ TESTS = {
     "gemm_sm75": RAW,
     "gemm_sm80": RAW,
     "gemm_sm90_raw": RAW + ", test_few_rows_of_any_problem",
-    "gemm_sm90": "test_kernels.py::test_any_repacked_problem, test_any_product_that_keeps_a_residual_stream",
-    "gemm_sm90_large": "test_kernels.py::test_many_rows_of_any_repacked_problem",
+    "gemm_sm90": "test_repacked_kernels.py::test_any_repacked_problem, test_any_product_that_keeps_a_residual_stream",
+    "gemm_sm90_large": "test_repacked_kernels.py::test_many_rows_of_any_repacked_problem",
 }
 OTHERS = {
     "dequantize": ("fp16 bf16 fp32", "test_kernels.py::test_dequantize_gives_the_formulas_bits"),
-    "repack": (None, "test_kernels.py::test_repacking_keeps_every_code_scale_and_zero"),
+    "repack": (None, "test_repacked_kernels.py::test_repacking_keeps_every_code_scale_and_zero"),
     "quantize_activations": ("fp16 bf16 fp32", "test_int8_kernels.py::test_quantization_gives_the_references_bits"),
     "gemm_int8": ("fp16 bf16 fp32", "test_int8_kernels.py::test_any_integer_product"),
     "conv2d": ("fp16 bf16 fp32", "test_conv2d.py::test_any_convolution"),

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel of the repacked layout, through its launch plan, against float64 formulas: simulated and on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupy_awq import select
+from cupy_awq.kernels.gemm_sm90 import layout as repacking
+from cupy_awq.kernels.gemm_sm90_large import GemmSm90Large
+from cupy_awq.kernels.problem import Problem
+from cupy_awq.packing import unpack_int4
+from cupy_awq.testing import random_activations, random_weight
+from cupy_awq.weight import PackedWeight
+from tests.backends import BACKENDS, LANDINGS, runner
+from tests.test_kernels import DTYPES, check_matmul, facts, families, repack, rounded_once
+from tests.test_reference import float64_weight
+
+
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@given(data=st.data())
+@settings(max_examples=12)
+def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
+    """The Hopper family: rows on both sides of each tile, partly empty tiles, group sizes, zeros, epilogues."""
+    group_size = data.draw(st.sampled_from([32, 64, 128, 192]))
+    gated = data.draw(st.booleans())
+    problem = Problem(
+        m=data.draw(st.sampled_from([1, 2, 7, 8, 9, 16, 17, 33, 65, 130])),
+        n=data.draw(st.integers(1, 5)) * 64 if gated else data.draw(st.integers(1, 40)) * 8,
+        k=group_size * data.draw(st.integers(1, 1 if group_size == 192 else 512 // group_size)) // 64 * 64 or 64,
+        group_size=group_size,
+        dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
+        bias_dtype=data.draw(st.sampled_from([None, "float16", "float32"])),
+        residual=data.draw(st.booleans()),
+        activation=data.draw(st.sampled_from([None, "clamp", "silu", "gelu"])),
+        limits=(-0.5, 0.75),
+        gated=gated,
+        repacked=True,
+        scale_exponent=data.draw(st.sampled_from([0, 3, 8])),
+        wide_scales=data.draw(st.booleans()),
+    )
+    here = facts(90, backend)
+    configs = select.FAMILIES["gemm_sm90"].configs(problem, here)
+    ranked = sorted(configs, key=lambda config: (config.scaled, config.microseconds(problem, here)))
+    config = data.draw(st.sampled_from(ranked[:20] + [config for config in ranked if config.scaled][:20]))
+    pad = data.draw(st.sampled_from([0, 8]))
+    check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+
+
+@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize(("k", "dtype"), [(320, "float16"), (1088, "bfloat16")])
+def test_few_rows_of_one_group_a_record(backend: str, m: int, k: int, dtype: str) -> None:
+    """Sums of x by parts of K, of every depth and number of splits."""
+    problem = Problem(m, 72, k, k, dtype, repacked=True)
+    here = facts(90, backend)
+    configs = {(c.depth, c.splits): c for c in select.FAMILIES["gemm_sm90"].configs(problem, here) if c.records == 2}
+    assert {depth for depth, _ in configs} >= {1, 2}
+    assert {splits for _, splits in configs} == {1, 2}
+    for config in configs.values():
+        check_matmul(runner(backend), problem, config, here, seed=k)
+
+
+@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize(("m", "group_size", "depth"), [(4, 128, 1), (6, 64, 4), (16, 32, 2)])
+def test_few_rows_by_every_width_of_a_team(backend: str, m: int, group_size: int, depth: int) -> None:
+    """A team of any number of warps copies whole rows of x, in turns."""
+    problem = Problem(m, 264, 1152, group_size, repacked=True)
+    here = facts(90, backend)
+    family = select.FAMILIES["gemm_sm90"]
+    fit = [c for c in family.configs(problem, here) if c.name == "gemm_sm90_mma" and c.depth == depth]
+    configs = {c.records: c for c in fit}
+    assert set(configs) == {1, 2, 3, 4, 6, 7, 8}
+    for config in configs.values():
+        check_matmul(runner(backend), problem, config, here, seed=m)
+
+
+@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("m", [3, 20])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_blocks_that_only_keep_a_place(backend: str, m: int, splits: int) -> None:
+    problem = Problem(m, 632, 256, 128, repacked=True)
+    here = replace(facts(90, backend), sm_count=11 * splits)
+    configs = select.FAMILIES["gemm_sm90"].configs(problem, here)
+    config = next(c for c in configs if (c.records, c.splits) == (2, splits))
+    assert config.grid(problem)[0] == 10 * splits
+    assert config.plan(problem, here).grid == (11 * splits, 1, 1)
+    assert config.plan(replace(problem, m=200), here).grid[0] == 10 * splits  # more rows than a tile has
+    check_matmul(runner(backend), problem, config, here, seed=m)
+
+
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize(
+    ("m", "dtype", "k", "group_size", "scaled", "depths"),
+    [
+        (12, "float16", 2112, 64, False, {1, 2, 4}),
+        (12, "bfloat16", 2112, 64, False, {1, 2, 4}),
+        (40, "float16", 2112, 64, False, {1, 2}),
+        (40, "float16", 2176, 128, True, {1, 2}),
+        (40, "bfloat16", 2176, 128, True, {1, 2}),
+        (40, "float16", 2112, 64, True, {1}),
+    ],
+)
+def test_stages_of_several_steps(
+    backend: str, m: int, dtype: str, k: int, group_size: int, scaled: bool, depths: set[int]
+) -> None:
+    """Every depth and number of teams, round the fewest stages several times; K ends within a stage (and a record)."""
+    # Many rows by short groups are scaled wherever float16 holds the scales.
+    problem = Problem(m, 128, k, group_size, dtype, dtype, repacked=True, wide_scales=not scaled)
+    here = facts(90, backend)
+    configs = {
+        (c.depth, c.teams): replace(c, stages=c.teams * (2 if scaled or c.teams == 1 else 1))
+        for c in select.FAMILIES["gemm_sm90"].configs(problem, here)
+        if c.name == "gemm_sm90" and c.records == (4 if c.depth == 4 else 2) and (c.splits, c.scaled) == (1, scaled)
+    }
+    assert {depth for depth, _ in configs} == depths
+    for config in configs.values():
+        check_matmul(runner(backend), problem, config, here, seed=m)
+
+
+@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_is_not_finite_stays_in_its_row_of_x(backend: str, value: float) -> None:
+    """Two rows share instructions that sum x."""
+    problem, run, here = Problem(2, 64, 256, 128, repacked=True), runner(backend), facts(90, backend)
+    rng = np.random.default_rng(0)
+    weight, x = random_weight(rng, 256, 64, 128), random_activations(rng, 2, 256)
+    repacked = repack(run, problem, weight, here)
+    plan = select.choose(problem, here, "gemm_sm90").plan
+    assert plan.kernel.entry == "gemm_sm90_mma"
+    found = []
+    for row in (None, 0, 1):
+        damaged, y = x.copy(), np.zeros((2, 64), np.float16)
+        if row is not None:
+            damaged[row, 77] = value
+        run(plan, {"weight": repacked, "bias": None, "residual": None, "y": y, "x": damaged})
+        found.append(y)
+    for row in (0, 1):
+        assert not np.isfinite(found[row + 1][row]).any()
+        np.testing.assert_array_equal(found[row + 1][1 - row], found[0][1 - row])
+
+
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@given(data=st.data())
+@settings(max_examples=12)
+def test_any_product_that_keeps_a_residual_stream(backend: str, data: st.DataObject) -> None:
+    stream = data.draw(st.sampled_from(["adds", "norms"]))
+    gated = stream == "norms" and data.draw(st.booleans())
+    k = data.draw(st.sampled_from([64, 128, 192, 512, 1088]))
+    problem = Problem(
+        m=data.draw(st.sampled_from([1, 2, 3, 7, 16, 20, 32])),
+        n=data.draw(st.integers(1, 5)) * 64 if gated else data.draw(st.integers(1, 40)) * 8,
+        k=k,
+        group_size=data.draw(st.sampled_from([64, k])),
+        dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
+        bias_dtype=data.draw(st.sampled_from([None, "float32"])),
+        activation="silu" if gated else None,
+        gated=gated,
+        raw=False,
+        repacked=True,
+        stream=stream,
+        eps=data.draw(st.sampled_from([1e-6, 0.5])),
+    )
+    here = facts(90, backend)
+    found = families(problem, here)
+    assert list(found) == ["gemm_sm90"]
+    config = data.draw(st.sampled_from(found["gemm_sm90"]))
+    check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)))
+
+
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@given(data=st.data())
+@settings(max_examples=8)
+def test_many_rows_of_any_repacked_problem(backend: str, data: st.DataObject) -> None:
+    """Persistent blocks, few of them: several tiles a block, tiles that clusters share along K, partly empty tiles."""
+    group_size = data.draw(st.sampled_from([32, 64, 128, 192]))
+    gated = data.draw(st.booleans())
+    problem = Problem(
+        m=data.draw(st.sampled_from([40, 128, 140, 300])),
+        n=data.draw(st.integers(1, 11)) * 64 if gated else data.draw(st.integers(1, 88)) * 8,
+        k=group_size * data.draw(st.integers(1, 1 if group_size == 192 else 768 // group_size)) // 64 * 64 or 64,
+        group_size=group_size,
+        dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
+        bias_dtype=data.draw(st.sampled_from([None, "float16", "float32"])),
+        residual=data.draw(st.booleans()),
+        activation=data.draw(st.sampled_from([None, "clamp", "silu", "gelu"])),
+        limits=(-0.5, 0.75),
+        gated=gated,
+        repacked=True,
+        scale_exponent=data.draw(st.sampled_from([0, 3, 8])),
+    )
+    here = replace(facts(90, backend), sm_count=data.draw(st.sampled_from([2, 4, 7])))
+    family = GemmSm90Large()
+    assert family.refuse(problem, here) is None
+    config = data.draw(st.sampled_from(sorted(family.configs(problem, here), key=lambda config: -config.splits)))
+    pad = data.draw(st.sampled_from([0, 8]))
+    check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+
+
+@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("scales_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("family", ["gemm_sm90", "gemm_sm90_large"])
+def test_scaled_weights_are_rounded_once(backend: str, family: str, dtype: str, scales_dtype: str) -> None:
+    """Bit for bit (but for the sign of zero), as ones at the places of x show."""
+    problem = Problem(192, 136, 192, 64, dtype, scales_dtype, repacked=True, scale_exponent=3)
+    here, run, rng = facts(90, backend), runner(backend), np.random.default_rng(0)
+    weight = random_weight(rng, problem.k, problem.n, problem.group_size, dtype=DTYPES[scales_dtype])
+    spread = np.float64(2) ** rng.integers(-8, 3, weight.scales.shape)
+    scales = (weight.scales.astype(np.float64) * spread).astype(weight.scales.dtype)
+    weight = PackedWeight(weight.qweight, scales, weight.qzeros)
+    x = np.eye(problem.k).astype(DTYPES[dtype])
+    w = rounded_once(float64_weight(weight.qweight, weight.scales, weight.qzeros), dtype)
+    repacked = repack(run, problem, weight, here)
+    configs = {
+        (config.block_m, config.tiles): config
+        for config in select.FAMILIES[family].configs(problem, here)
+        if config.splits == 1 and getattr(config, "scaled", True)
+    }
+    assert configs
+    for config in configs.values():
+        y = np.full((problem.m, problem.n), np.nan, DTYPES[dtype])
+        none = dict.fromkeys(("bias", "residual", "partials", "counters"))
+        run(config.plan(problem, here), {**none, "x": x, "y": y, "weight": repacked})
+        np.testing.assert_array_equal(y.astype(np.float64), w)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("zeros", ["packed", "symmetric"])
+@pytest.mark.parametrize(("k", "n", "group_size"), [(128, 128, 128), (320, 72, 64), (192, 264, 32), (192, 8, 192)])
+def test_repacking_keeps_every_code_scale_and_zero(backend: str, zeros: str, k: int, n: int, group_size: int) -> None:
+    weight = random_weight(np.random.default_rng(k), k, n, group_size, zeros=zeros)
+    layout = repacking(Problem(1, n, k, group_size, zeros=zeros))
+    out = np.full(layout.nbytes, 255, np.uint8)
+    arrays = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros, "out": out}
+    runner(backend)(layout.plan(facts(90, backend)), arrays)
+    codes, scales, points = layout.unpack(out)
+    np.testing.assert_array_equal(codes, unpack_int4(weight.qweight))
+    np.testing.assert_array_equal(scales, weight.scales.view(np.uint16))
+    if points is not None:
+        np.testing.assert_array_equal(points, unpack_int4(weight.qzeros))
