@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Codes to the registers of operand A by masks alone. Of a word the nibbles i and i + 4, two adjacent k of one column,
 // become register i, as (kOffset + q) / kUnits[i % 2]. The zero point is subtracted from the sums, in float32: sum x
-// (offset + q) - (offset + z) sum x. The second sum is a product with kOne, or in the units of codes with kOnes (i %
-// 2). What cancels is exact but for the float32 sums themselves; in bfloat16, sums of (128 + q) x overflow from |x| of
-// 1e34 on.
+// (offset + q) - (offset + z) sum x. The second sum is a product with kOne, or with kOnes in the units of codes. What
+// cancels is exact but for the float32 sums themselves; in bfloat16, sums of (128 + q) x overflow from |x| of 1e34 on.
 #pragma once
 
 #include "int4.cuh"

@@ -15,6 +15,7 @@ Buffers = Mapping[str, "np.ndarray | None"]
 Run = Callable[[LaunchPlan, Buffers], None]
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+HOPPER = pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])
 BACKENDS = ("latest", GPU)
 """The simulator, where asynchronous copies land as late as they may, and the GPU."""
 LANDINGS = ("latest", "earliest", GPU)

@@ -28,7 +28,7 @@ from cupy_awq.kernels.conv2d import (
     int8_plan,
     refuse,
 )
-from tests.backends import BACKENDS, LANDINGS, runner
+from tests.backends import BACKENDS, HOPPER, LANDINGS, runner
 from tests.simt.bulk import check_map
 from tests.test_int8 import float64_values, naive_conv, random_weight
 from tests.test_kernels import ARCHS, DTYPES, facts
@@ -200,12 +200,10 @@ def test_the_int8_convolution_gives_the_references_bits(backend: str, arch: int,
     np.testing.assert_array_equal(y if nhwc else y.transpose(0, 2, 3, 1), wanted)
 
 
-HOPPER = pytest.mark.parametrize(
-    "backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])]
-)
+ON_HOPPER = pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 
 
-@HOPPER
+@ON_HOPPER
 @pytest.mark.parametrize(("kernel", "bits", "dtype"), [(3, 4, "float16"), (1, 8, "bfloat16")])
 def test_every_tile_on_hopper(backend: str, kernel: int, bits: int, dtype: str) -> None:
     """Images whose last tiles are partly empty in pixels, outputs and channels; whole tiles and split ones."""
@@ -243,7 +241,7 @@ def any_hopper_problem(draw: Any, side: int, outputs: list[int], batches: int, *
     )
 
 
-@HOPPER
+@ON_HOPPER
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_convolution_on_hopper(backend: str, data: st.DataObject) -> None:
@@ -257,7 +255,7 @@ def test_any_convolution_on_hopper(backend: str, data: st.DataObject) -> None:
     check_convolution(backend, problem, config, here, seed=draw(st.integers(0, 99)))
 
 
-@HOPPER
+@ON_HOPPER
 @pytest.mark.parametrize(("kernel", "outputs", "dtype"), [(3, 64, "float16"), (3, 72, "bfloat16"), (1, 200, "float16")])
 def test_every_large_tile_on_hopper(backend: str, kernel: int, outputs: int, dtype: str) -> None:
     """Images whose last tiles are partly empty in pixels, outputs and channels; whole tiles and split ones."""
@@ -272,7 +270,7 @@ def test_every_large_tile_on_hopper(backend: str, kernel: int, outputs: int, dty
         check_convolution(backend, problem, config, here, seed=kernel)
 
 
-@HOPPER
+@ON_HOPPER
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_large_convolution_on_hopper(backend: str, data: st.DataObject) -> None:
@@ -284,7 +282,7 @@ def test_any_large_convolution_on_hopper(backend: str, data: st.DataObject) -> N
     check_convolution(backend, problem, config, here, seed=draw(st.integers(0, 99)))
 
 
-@HOPPER
+@ON_HOPPER
 @pytest.mark.parametrize("size", [(2, 1), (2, 2), (3, 2)])
 def test_images_that_steps_leave_one_row_of_on_hopper(backend: str, size: tuple[int, int]) -> None:
     """Their pixels are not one row of all images: rows that nobody reads lie between them."""

@@ -17,13 +17,12 @@ from cupy_awq.int8 import PackedConvWeight, forms, from_packed, gpu, linear_fp8,
 from cupy_awq.kernels import int8
 from cupy_awq.testing import random_weight as random_awq
 from cupy_awq.testing import relative_error
-from tests.backends import runner
+from tests.backends import HOPPER, runner
 from tests.test_int8 import float64_values, random_weight
 from tests.test_kernels import DTYPES, facts, strided
 from tests.test_reference import float64_weight
 
 E4M3 = ml_dtypes.float8_e4m3fn
-HOPPER = pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])
 
 
 def step_of(x: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from cupy_awq.kernels.problem import Config, Problem, Strides
 from cupy_awq.launch_plan import LaunchPlan
 from cupy_awq.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
-from tests.backends import BACKENDS, LANDINGS, Buffers, Run, runner
+from tests.backends import BACKENDS, HOPPER, LANDINGS, Buffers, Run, runner
 from tests.test_reference import float64_weight
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
@@ -217,7 +217,7 @@ def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject)
         check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
 
-@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @given(data=st.data())
 @settings(max_examples=8)
 def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:

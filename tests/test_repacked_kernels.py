@@ -17,22 +17,20 @@ from cupy_awq.kernels.problem import Problem
 from cupy_awq.packing import unpack_int4
 from cupy_awq.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
-from tests.backends import BACKENDS, LANDINGS, runner
+from tests.backends import BACKENDS, HOPPER, LANDINGS, runner
 from tests.test_kernels import DTYPES, check_matmul, facts, families, repack, rounded_once
 from tests.test_reference import float64_weight
 
 
-@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
-@given(data=st.data())
-@settings(max_examples=12)
-def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
-    """The Hopper family: rows on both sides of each tile, partly empty tiles, group sizes, zeros, epilogues."""
+def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) -> Problem:
+    """Group sizes, zeros, scales and epilogues of both Hopper families."""
     group_size = data.draw(st.sampled_from([32, 64, 128, 192]))
     gated = data.draw(st.booleans())
-    problem = Problem(
-        m=data.draw(st.sampled_from([1, 2, 7, 8, 9, 16, 17, 33, 65, 130])),
-        n=data.draw(st.integers(1, 5)) * 64 if gated else data.draw(st.integers(1, 40)) * 8,
-        k=group_size * data.draw(st.integers(1, 1 if group_size == 192 else 512 // group_size)) // 64 * 64 or 64,
+    step = 64 if gated else 8
+    return Problem(
+        m=data.draw(st.sampled_from(rows)),
+        n=data.draw(st.integers(1, most_n // step)) * step,
+        k=group_size * data.draw(st.integers(1, 1 if group_size == 192 else most_k // group_size)) // 64 * 64 or 64,
         group_size=group_size,
         dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
         scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
@@ -44,8 +42,16 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
         gated=gated,
         repacked=True,
         scale_exponent=data.draw(st.sampled_from([0, 3, 8])),
-        wide_scales=data.draw(st.booleans()),
     )
+
+
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
+@given(data=st.data())
+@settings(max_examples=12)
+def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
+    """The Hopper family: rows on both sides of each tile, partly empty tiles, group sizes, zeros, epilogues."""
+    problem = any_problem(data, [1, 2, 7, 8, 9, 16, 17, 33, 65, 130], 320, 512)
+    problem = replace(problem, wide_scales=data.draw(st.booleans()))
     here = facts(90, backend)
     configs = select.FAMILIES["gemm_sm90"].configs(problem, here)
     ranked = sorted(configs, key=lambda config: (config.scaled, config.microseconds(problem, here)))
@@ -54,7 +60,7 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
     check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
 
-@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize(("k", "dtype"), [(320, "float16"), (1088, "bfloat16")])
 def test_few_rows_of_one_group_a_record(backend: str, m: int, k: int, dtype: str) -> None:
@@ -68,7 +74,7 @@ def test_few_rows_of_one_group_a_record(backend: str, m: int, k: int, dtype: str
         check_matmul(runner(backend), problem, config, here, seed=k)
 
 
-@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize(("m", "group_size", "depth"), [(4, 128, 1), (6, 64, 4), (16, 32, 2)])
 def test_few_rows_by_every_width_of_a_team(backend: str, m: int, group_size: int, depth: int) -> None:
     """A team of any number of warps copies whole rows of x, in turns."""
@@ -82,7 +88,7 @@ def test_few_rows_by_every_width_of_a_team(backend: str, m: int, group_size: int
         check_matmul(runner(backend), problem, config, here, seed=m)
 
 
-@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize("m", [3, 20])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_blocks_that_only_keep_a_place(backend: str, m: int, splits: int) -> None:
@@ -96,7 +102,7 @@ def test_blocks_that_only_keep_a_place(backend: str, m: int, splits: int) -> Non
     check_matmul(runner(backend), problem, config, here, seed=m)
 
 
-@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @pytest.mark.parametrize(
     ("m", "dtype", "k", "group_size", "scaled", "depths"),
     [
@@ -113,7 +119,8 @@ def test_stages_of_several_steps(
 ) -> None:
     """Every depth and number of teams, round the fewest stages several times; K ends within a stage (and a record)."""
     # Many rows by short groups are scaled wherever float16 holds the scales.
-    problem = Problem(m, 128, k, group_size, dtype, dtype, repacked=True, wide_scales=not scaled)
+    scales = dtype if scaled else "float16"
+    problem = Problem(m, 128, k, group_size, dtype, scales, repacked=True, wide_scales=not scaled)
     here = facts(90, backend)
     configs = {
         (c.depth, c.teams): replace(c, stages=c.teams * (2 if scaled or c.teams == 1 else 1))
@@ -125,7 +132,7 @@ def test_stages_of_several_steps(
         check_matmul(runner(backend), problem, config, here, seed=m)
 
 
-@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_what_is_not_finite_stays_in_its_row_of_x(backend: str, value: float) -> None:
     """Two rows share instructions that sum x."""
@@ -147,7 +154,7 @@ def test_what_is_not_finite_stays_in_its_row_of_x(backend: str, value: float) ->
         np.testing.assert_array_equal(found[row + 1][1 - row], found[0][1 - row])
 
 
-@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_product_that_keeps_a_residual_stream(backend: str, data: st.DataObject) -> None:
@@ -176,29 +183,12 @@ def test_any_product_that_keeps_a_residual_stream(backend: str, data: st.DataObj
     check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)))
 
 
-@pytest.mark.parametrize("backend", [*LANDINGS[:2], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @given(data=st.data())
 @settings(max_examples=8)
 def test_many_rows_of_any_repacked_problem(backend: str, data: st.DataObject) -> None:
     """Persistent blocks, few of them: several tiles a block, tiles that clusters share along K, partly empty tiles."""
-    group_size = data.draw(st.sampled_from([32, 64, 128, 192]))
-    gated = data.draw(st.booleans())
-    problem = Problem(
-        m=data.draw(st.sampled_from([40, 128, 140, 300])),
-        n=data.draw(st.integers(1, 11)) * 64 if gated else data.draw(st.integers(1, 88)) * 8,
-        k=group_size * data.draw(st.integers(1, 1 if group_size == 192 else 768 // group_size)) // 64 * 64 or 64,
-        group_size=group_size,
-        dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
-        scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
-        zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
-        bias_dtype=data.draw(st.sampled_from([None, "float16", "float32"])),
-        residual=data.draw(st.booleans()),
-        activation=data.draw(st.sampled_from([None, "clamp", "silu", "gelu"])),
-        limits=(-0.5, 0.75),
-        gated=gated,
-        repacked=True,
-        scale_exponent=data.draw(st.sampled_from([0, 3, 8])),
-    )
+    problem = any_problem(data, [40, 128, 140, 300], 704, 768)
     here = replace(facts(90, backend), sm_count=data.draw(st.sampled_from([2, 4, 7])))
     family = GemmSm90Large()
     assert family.refuse(problem, here) is None
@@ -207,7 +197,7 @@ def test_many_rows_of_any_repacked_problem(backend: str, data: st.DataObject) ->
     check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
 
-@pytest.mark.parametrize("backend", [LANDINGS[0], pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])])
+@pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize("scales_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("family", ["gemm_sm90", "gemm_sm90_large"])

@@ -130,7 +130,7 @@ class GemmSm90Config:
     def _launched(self, problem: Problem, device: Device) -> tuple[int, int, int]:
         """The grid with blocks that only keep a place, where few of them make it one block a multiprocessor.
 
-        4096 x 4096, 128 blocks of 132 places: 1.19 times as fast at 8 rows on an H100, 1.09 over 1 to 16.
+        4096 x 4096, 128 blocks of 132 places: 1.16 times as fast at 8 rows on an H100, 1.09 over 1 to 16.
         """
         columns, rows, _ = self.grid(problem)
         whole = device.sm_count // self.splits * self.splits
@@ -193,9 +193,7 @@ class GemmSm90Config:
         (root mean square, the faster ones above all). For shapes that were left out its first choice took 1.10 times
         as long as the best (geometric mean), as the constants before would have 1.14 times.
         """
-        columns, rows, _ = self.grid(problem)
-        blocks = columns * rows
-        launched = math.prod(self._launched(problem, device))
+        blocks = math.prod(self._launched(problem, device))
         resident = device.shared_bytes_per_sm // (self.shared_bytes(problem) + 1024)
         places = device.sm_count * max(1, min(resident, THREADS // self.threads(problem)))
         steps = ceil_div(ceil_div(problem.k, RECORD_K), self.splits)
@@ -207,8 +205,8 @@ class GemmSm90Config:
         )
         launch = 0.71 if self.name == WGMMA else 0.37
         joining = 0.35 if self.splits > 1 else 0.0
-        crowded = 1 - min(1.0, max(0.0, places / launched - 1))
-        uneven = 0.47 if launched % device.sm_count else 0.0
+        crowded = 1 - min(1.0, max(0.0, places / blocks - 1))
+        uneven = 0.47 if blocks % device.sm_count else 0.0
         return launch + joining + 1.11 * crowded + uneven + math.hypot(*nanoseconds) * 1e-3
 
     def _many_rows_microseconds(self, problem: Problem, device: Device) -> float:
