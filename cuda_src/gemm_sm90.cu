@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
           for (int part = 0; part < kGroups; ++part) {
             constexpr int kSteps = kStepsK16 / kGroups;
             const Group group = Group::load_shared(mine.scales + record, mine.zeros + record, part);
-            const uint32_t zeros[2] = {ExactCodes<X>::zero<0>(group.zeros), ExactCodes<X>::zero<1>(group.zeros)};
+            const uint32_t zeros = ExactCodes<X>::zeros(group.zeros);
             const float scales[2] = {group.scale(0) * ExactCodes<X>::kUnit, group.scale(1) * ExactCodes<X>::kUnit};
             uint32_t a[kSteps][4];
 #pragma unroll

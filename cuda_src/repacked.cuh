@@ -64,7 +64,7 @@ struct Group {
   __device__ __forceinline__ float zero(int column) const { return static_cast<float>((zeros >> (8 * column)) & 255u); }
 };
 
-// Codes to the registers of operand A as (q - z) / kUnit, exactly.
+// Codes to the registers of operand A as (q - z) / kUnit, exactly. What belongs to a lane's two columns is a pair.
 template <class T>
 struct ExactCodes;
 
@@ -78,17 +78,17 @@ struct ExactCodes<half_t> {
   static constexpr uint32_t kMinus2PowMinus9 = 0x98009800u;
   static constexpr uint32_t kTwo = 0x40004000u;
 
-  // A byte z of `zeros` in both halves as (1024 + z) * -2^-9 + 2 = -z * 2^-9.
-  template <int BYTE>
-  static __device__ __forceinline__ uint32_t zero(uint32_t zeros) {
-    return ptx::fma_f16x2(__byte_perm(zeros, 0x64u, BYTE == 0 ? 0x4040 : 0x4141), kMinus2PowMinus9, kTwo);
+  // Two bytes z as (1024 + z) * -2^-9 + 2 = -z * 2^-9.
+  static __device__ __forceinline__ uint32_t zeros(uint32_t bytes) {
+    return ptx::fma_f16x2(__byte_perm(bytes, 0x64u, 0x4140), kMinus2PowMinus9, kTwo);
   }
-  static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word, const uint32_t (&zeros)[2]) {
-    const uint32_t upper = word >> 8;
-    a[0] = ptx::fma_f16x2(word & 0x000f000fu, k2Pow15, zeros[0]);
-    a[1] = ptx::fma_f16x2(word & 0x00f000f0u, k2Pow11, zeros[1]);
-    a[2] = ptx::fma_f16x2(upper & 0x000f000fu, k2Pow15, zeros[0]);
-    a[3] = ptx::fma_f16x2(upper & 0x00f000f0u, k2Pow11, zeros[1]);
+  static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word, uint32_t zeros) {
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      const uint32_t part = word >> (8 * upper);
+      a[2 * upper] = ptx::fma_f16x2(part & 0x000f000fu, k2Pow15, ptx::twice<0>(zeros));
+      a[2 * upper + 1] = ptx::fma_f16x2(part & 0x00f000f0u, k2Pow11, ptx::twice<1>(zeros));
+    }
   }
 };
 
@@ -97,19 +97,19 @@ struct ExactCodes<bfloat16_t> {
   // bfloat16 has no room for the shifted bits, and its subnormals are too small: 128 + q - (128 + z), see int4.cuh.
   static constexpr float kUnit = 1.0f;
 
-  // A byte z of `zeros` in both halves as -(128 + z).
-  template <int BYTE>
-  static __device__ __forceinline__ uint32_t zero(uint32_t zeros) {
-    return __byte_perm(zeros, 0xc3u, BYTE == 0 ? 0x4040 : 0x4141);
-  }
-  static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word, const uint32_t (&zeros)[2]) {
+  // Two bytes z as -(128 + z).
+  static __device__ __forceinline__ uint32_t zeros(uint32_t bytes) { return __byte_perm(bytes, 0xc3u, 0x4140); }
+  static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word, uint32_t zeros) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = Codes<bfloat16_t>::low(word >> (4 * i), zeros[i % 2]);
+    for (int upper = 0; upper < 2; ++upper) {
+      a[2 * upper] = Codes<bfloat16_t>::low(word >> (8 * upper), ptx::twice<0>(zeros));
+      a[2 * upper + 1] = Codes<bfloat16_t>::low(word >> (8 * upper + 4), ptx::twice<1>(zeros));
+    }
   }
 };
 
-// Codes to the registers of operand A as (q - z) * scale * factor, rounded once, for a lane's two columns. The factor
-// is a power of two that brings all scales to where T holds them in full.
+// Codes to the registers of operand A as (q - z) * scale * factor, rounded once. The factor is a power of two that
+// brings all scales to where T holds them in full, for scales of float16 at most 2^15.
 template <class T>
 struct ScaledCodes;
 
@@ -120,40 +120,33 @@ struct ScaledCodes<half_t> {
   static constexpr uint32_t kMinusOne = 0xbc00bc00u;
   static constexpr uint32_t k960 = 0x63806380u;
 
-  // In two parts, as float16 ends at 2^15.
   struct Factor {
     float whole;
-    uint32_t parts[2];
+    uint32_t pair;
 
-    explicit __device__ __forceinline__ Factor(float factor) : whole(factor) {
-      const float first = fminf(factor, 32768.0f);
-      parts[0] = from_float<half_t>(first).bits * 0x10001u;
-      parts[1] = from_float<half_t>(factor / first).bits * 0x10001u;
-    }
+    explicit __device__ __forceinline__ Factor(float factor)
+        : whole(factor), pair(from_float<half_t>(factor).bits * 0x10001u) {}
   };
 
-  uint32_t zeros[2];
-  uint32_t scales[2];
+  uint32_t lows, highs;  // 1024 + z, -(64 + z): see int4.cuh
+  uint32_t scales;
 
   ScaledCodes() = default;
-  __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor) {
-    zeros[0] = __byte_perm(group.zeros, 0x64u, 0x4040);
-    zeros[1] = ptx::fma_f16x2(__byte_perm(group.zeros, 0x64u, 0x4141), kMinusOne, k960);
+  __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
+      : lows(__byte_perm(group.zeros, 0x64u, 0x4140)), highs(ptx::fma_f16x2(lows, kMinusOne, k960)) {
     if constexpr (kHalfScales) {
-      const uint32_t both = ptx::mul_f16x2(ptx::mul_f16x2(group.scales, factor.parts[0]), factor.parts[1]);
-      scales[0] = __byte_perm(both, 0, 0x1010);
-      scales[1] = __byte_perm(both, 0, 0x3232);
+      scales = ptx::mul_f16x2(group.scales, factor.pair);
     } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) scales[i] = from_float<half_t>(group.scale(i) * factor.whole).bits * 0x10001u;
+      scales = from_float<half_t>(group.scale(1) * factor.whole).bits * 0x10000u +
+               from_float<half_t>(group.scale(0) * factor.whole).bits;
     }
   }
   __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
       const uint32_t part = word >> (8 * upper);
-      a[2 * upper] = ptx::mul_f16x2(Codes<half_t>::low(part, zeros[0]), scales[0]);
-      a[2 * upper + 1] = ptx::mul_f16x2(Codes<half_t>::high(part, zeros[1]), scales[1]);
+      a[2 * upper] = ptx::mul_f16x2(Codes<half_t>::low(part, ptx::twice<0>(lows)), ptx::twice<0>(scales));
+      a[2 * upper + 1] = ptx::mul_f16x2(Codes<half_t>::high(part, ptx::twice<1>(highs)), ptx::twice<1>(scales));
     }
   }
 };
@@ -168,39 +161,46 @@ struct ScaledCodes<bfloat16_t> {
         : whole(factor), pair(from_float<bfloat16_t>(factor).bits * 0x10001u) {}
   };
 
-  uint32_t zeros[2];
-  uint32_t scales[2];
-  uint32_t rests[2];
+  uint32_t zeros;
+  uint32_t scales;
+  uint32_t rests;
 
   ScaledCodes() = default;
   __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
-      : zeros{ExactCodes<bfloat16_t>::zero<0>(group.zeros), ExactCodes<bfloat16_t>::zero<1>(group.zeros)} {
+      : zeros(ExactCodes<bfloat16_t>::zeros(group.zeros)) {
     if constexpr (kHalfScales) {
       // The first eight bits of a scale, and the other three: q - z times these is exact, so that the sum of both
       // products is rounded once.
+      uint32_t first[2], rest[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float scale = group.scale(i) * factor.whole;
-        const uint32_t bits = __float_as_uint(scale);
-        scales[i] = __byte_perm(bits, 0, 0x3232);
-        rests[i] = __byte_perm(__float_as_uint(scale - __uint_as_float(bits & 0xffff0000u)), 0, 0x3232);
+        first[i] = __float_as_uint(scale);
+        rest[i] = __float_as_uint(scale - __uint_as_float(first[i] & 0xffff0000u));
       }
+      scales = __byte_perm(first[0], first[1], 0x7632);
+      rests = __byte_perm(rest[0], rest[1], 0x7632);
     } else {
-      const uint32_t both = Codes<bfloat16_t>::multiply(group.scales, factor.pair);
-      scales[0] = __byte_perm(both, 0, 0x1010);
-      scales[1] = __byte_perm(both, 0, 0x3232);
+      scales = Codes<bfloat16_t>::multiply(group.scales, factor.pair);
     }
   }
   __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
     ExactCodes<bfloat16_t>::convert(a, word, zeros);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (kHalfScales) {
-        const uint32_t rest = Codes<bfloat16_t>::multiply(a[i], rests[i % 2]);
-        a[i] = Codes<bfloat16_t>::multiply_add(a[i], scales[i % 2], rest);
-      } else {
-        a[i] = Codes<bfloat16_t>::multiply(a[i], scales[i % 2]);
-      }
+    for (int upper = 0; upper < 2; ++upper) {
+      scale<0>(a[2 * upper]);
+      scale<1>(a[2 * upper + 1]);
+    }
+  }
+
+ private:
+  template <int COLUMN>
+  __device__ __forceinline__ void scale(uint32_t& pair) const {
+    if constexpr (kHalfScales) {
+      const uint32_t rest = Codes<bfloat16_t>::multiply(pair, ptx::twice<COLUMN>(rests));
+      pair = Codes<bfloat16_t>::multiply_add(pair, ptx::twice<COLUMN>(scales), rest);
+    } else {
+      pair = Codes<bfloat16_t>::multiply(pair, ptx::twice<COLUMN>(scales));
     }
   }
 };

@@ -33,4 +33,16 @@ __device__ __forceinline__ unsigned fma_bf16x2(unsigned a, unsigned b, unsigned 
   return out;
 }
 
+// mov.b32: one of the two in both places, as an instruction's operand may be without another one that makes it.
+template <int HALF>
+__device__ __forceinline__ unsigned twice(unsigned pair) {
+  unsigned out;
+  if constexpr (HALF == 0) {
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(out) : "r"(pair));
+  } else {
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(out) : "r"(pair));
+  }
+  return out;
+}
+
 }  // namespace ptx

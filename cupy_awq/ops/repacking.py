@@ -68,23 +68,26 @@ def repack(weight: PackedWeight) -> PackedWeight:
         # for what comes after it.
         bits = weight.scales.view(np.uint16) & 0x7FFF
         ends = cupy.stack([bits.max(), cupy.where(bits == 0, 0x7FFF, bits).min()]).get().astype(np.uint16)
-    return RepackedWeight(weight, out, *scale_range(*map(float, ends.view(facts.dtype))))
+    most = 15 if facts.dtype == np.float16 else 127  # enough for what float16 holds, and the largest that it does
+    return RepackedWeight(weight, out, *scale_range(*map(float, ends.view(facts.dtype)), most))
 
 
-def scale_range(largest: float, smallest: float) -> tuple[int, bool]:
-    """The exponent e of the greatest power of two with largest * 2^e <= 64, and whether float16 fails to hold that of
-    every scale in between without loss; ``smallest`` is that of the scales which are not zero.
+def scale_range(largest: float, smallest: float, most: int) -> tuple[int, bool]:
+    """The exponent of a power of two for all scales, and whether float16 fails to hold some of them times that.
+
+    The power is the greatest, up to 2^``most``, with which the ``largest`` is at most 64; ``smallest`` is that of the
+    scales which are not zero.
 
     A weight is at most 15 scales, and at least one: within float16's normal numbers from 2^-14 to 65504.
 
-    >>> scale_range(0.02, 0.001), scale_range(1.0, 2.0**-21), scale_range(0.0, np.nan)
-    ((11, False), (0, True), (0, False))
+    >>> scale_range(0.02, 0.001, 15), scale_range(2.0**-20, 2.0**-24, 15), scale_range(1.0, 2.0**-21, 127)
+    ((11, False), (15, False), (0, True))
     """
     if largest == 0:
         return 0, False
     if not np.isfinite(largest):
         return 0, True
     mantissa, power = math.frexp(largest)
-    exponent = (7 if mantissa == 0.5 else 6) - power
+    exponent = min(most, (7 if mantissa == 0.5 else 6) - power)
     wide = abs(exponent) > 100 or smallest * 2.0**exponent < 2.0**-14
     return (0, True) if wide else (exponent, False)
