@@ -277,6 +277,11 @@ class GemmSm90:
         return [config for config in found if not (problem.gated and config.records % 2)]
 
 
+def split_scales(problem: Problem) -> bool:
+    """Whether weights take two more operations a pair to be scaled: by bfloat16 in two parts."""
+    return (problem.dtype, problem.scales_dtype) == ("bfloat16", "float16")
+
+
 def _power(problem: Problem) -> int:
     """Rows that are kept of x."""
     return 1 << (problem.m - 1).bit_length()
@@ -311,9 +316,8 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
             if not (scales and short):
                 # Sums, parts, the operand of a group and about 30 more.
                 yield from _staged(config, problem, device, block_m * (tiles + 1) // 2 + 62)
-            # bfloat16 by scales of float16 takes two operations more a pair: up to 1.23 times as long at 64 rows.
-            split_scales = (problem.dtype, problem.scales_dtype) == ("bfloat16", "float16")
-            if scales and not (short and depth > 1) and not (split_scales and not short and block_m == 64):
+            # Two operations more a pair: up to 1.23 times as long at 64 rows.
+            if scales and not (short and depth > 1) and not (split_scales(problem) and not short and block_m == 64):
                 scaled = replace(config, scaled=True)
                 # With two tiles and four fewer, the assembler serializes wgmma for want of registers.
                 yield from _staged(scaled, problem, device, block_m * tiles // 2 + (86 if tiles == 1 else 90))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cupy_awq.device import Device
-from cupy_awq.kernels.gemm_sm90 import layout, powered, unfit, x_map
+from cupy_awq.kernels.gemm_sm90 import layout, powered, split_scales, unfit, x_map
 from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K
 from cupy_awq.launch_plan import Kernel, LaunchPlan
@@ -143,7 +143,11 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
     few = problem.m <= 64
     shapes = [(1, 64 if few else 128, 2, 2)]
     if not problem.gated:
-        shapes += [(1, 64, 4, 1)] if few else [(1, 128, 2, 1)]
+        if few:
+            shapes += [(1, 64, 4, 1)]
+        elif problem.m <= 128 or not split_scales(problem):
+            # A weight is scaled for 128 rows only: where it takes more, up to 1.10 times as long at 512 rows.
+            shapes += [(1, 128, 2, 1)]
         if problem.m > 128:
             shapes += [(1, 256, 2, 1), (2, 256, 2, 1)]
     for cluster, block_m, warpgroups, tiles in shapes:

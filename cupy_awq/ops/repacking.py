@@ -69,7 +69,8 @@ def repack(weight: PackedWeight) -> PackedWeight:
         bits = weight.scales.view(np.uint16) & 0x7FFF
         ends = cupy.stack([bits.max(), cupy.where(bits == 0, 0x7FFF, bits).min()]).get().astype(np.uint16)
     most = 15 if facts.dtype == np.float16 else 127  # enough for what float16 holds, and the largest that it does
-    return RepackedWeight(weight, out, *scale_range(*map(float, ends.view(facts.dtype)), most))
+    largest, smallest = map(float, ends.view(facts.dtype))
+    return RepackedWeight(weight, out, *scale_range(largest, smallest, most))
 
 
 def scale_range(largest: float, smallest: float, most: int) -> tuple[int, bool]:
