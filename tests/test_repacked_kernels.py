@@ -41,7 +41,7 @@ def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) 
         limits=(-0.5, 0.75),
         gated=gated,
         repacked=True,
-        scale_exponent=data.draw(st.sampled_from([0, 3, 8])),
+        scale_exponent=data.draw(st.sampled_from([0, 3, 8, 15])),
     )
 
 

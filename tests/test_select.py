@@ -189,3 +189,13 @@ def test_bfloat16_by_scales_of_float16_adds_up_each_group_at_64_rows(m: int) -> 
     assert kinds == {False}
     if m <= 64:
         assert not select.choose(problem, here).config.scaled
+
+
+@pytest.mark.parametrize("m", [65, 128, 129, 512])
+def test_scales_in_two_parts_have_no_tiles_that_scale_for_128_rows_only(m: int) -> None:
+    here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
+    problem = Problem(m, 12288, 4096, 128, "bfloat16", "bfloat16", repacked=True, raw=False)
+    for scales_dtype in ("bfloat16", "float16"):
+        configs = select.FAMILIES["gemm_sm90_large"].configs(replace(problem, scales_dtype=scales_dtype), here)
+        narrow = any((config.block_m, config.tiles) == (128, 1) for config in configs)
+        assert narrow == (m <= 128 or scales_dtype == "bfloat16")
