@@ -7,7 +7,10 @@ each group of ``group_size`` rows. NumPy arrays are computed on the CPU, CuPy ar
 
 from cupy_awq.checkpoint import CheckpointError, load
 from cupy_awq.linear import AwqLinear
-from cupy_awq.ops import Plan, dequantize, dequantize_s4_to_fp16x2, explain, gemm, gemv, int8_to_fp16, plan
+from cupy_awq.ops.convert import dequantize_s4_to_fp16x2, int8_to_fp16
+from cupy_awq.ops.dequantize import dequantize
+from cupy_awq.ops.gemm import explain, gemm, gemv
+from cupy_awq.ops.plan import Plan, plan
 from cupy_awq.packing import pack_int4, unpack_int4
 from cupy_awq.quantizer import quantize
 from cupy_awq.weight import PackedWeight

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupy_awq import check, device, placement, select
+from cupy_awq import check
 from cupy_awq.check import Array
+from cupy_awq.kernels import select
 from cupy_awq.kernels.repack import RECORD_COLUMNS
-from cupy_awq.ops import gpu, planning
-from cupy_awq.ops.repacking import RepackedWeight, repack
+from cupy_awq.ops import plan as planning
+from cupy_awq.ops.repack import RepackedWeight, repack
 from cupy_awq.packing import namespace
+from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.weight import PackedWeight, check_packed
 
 if TYPE_CHECKING:
-    from cupy_awq.int8 import PackedConvWeight
+    from cupy_awq.int8 import BlockQuantizedWeight
 
 MAX_PREPARED = 256
 """Layouts of x and out whose launches a layer keeps ready; a pipeline meets a few, one for each number of rows."""
@@ -38,7 +40,7 @@ class AwqLinear:
         weight: the weight [K, N], on the CPU or on a GPU.
         bias: [N] float16, bfloat16 or float32, on the same device; or None.
         activation: as in `gemm`: None, "relu", "relu6", (low, high), "silu", "gelu" or "swiglu".
-        activations: "int8" to multiply integers (W4A8): each group of a row of x is quantized to 127 steps on either
+        x_dtype: "int8" to multiply integers (W4A8): each group of a row of x is quantized to 127 steps on either
             side at every call, which changes an element of y by at most the sum over groups of max|x| / 254 times the
             sum of |W|; see `cupy_awq.int8.linear_int8`. Such a layer takes the activations None, "relu", "relu6" and
             (low, high), and no residual. "fp8" to multiply floats of 8 bits (e4m3) in the same way: each element of x
@@ -47,7 +49,7 @@ class AwqLinear:
             GPUs that have it. By default x is multiplied as it is.
         keep_weight: False to let go of ``weight`` where the layer has a copy of its own: it then takes half the memory,
             and only x of float16 or bfloat16. It cannot be copied, pickled or be a part of `concatenate`. A layer with
-            ``activations`` keeps its weight.
+            ``x_dtype`` keeps its weight.
 
     Raises:
         TypeError, ValueError: a bias or an activation that does not fit the weight, or at a call an x, out or residual;
@@ -63,7 +65,6 @@ class AwqLinear:
 
     __slots__ = (
         "_activation",
-        "_activations",
         "_bias",
         "_fixed",
         "_operand",
@@ -71,6 +72,7 @@ class AwqLinear:
         "_quantized",
         "_splits",
         "_weight",
+        "_x_dtype",
     )
 
     def __init__(
@@ -80,12 +82,12 @@ class AwqLinear:
         *,
         bias: Array | None = None,
         activation: Any = None,
-        activations: str | None = None,
+        x_dtype: str | None = None,
         keep_weight: bool = True,
     ) -> None:
         check_packed(weight)
-        (bias,) = gpu.views(bias=bias)
-        facts = weight.facts
+        (bias,) = arrays.views(bias=bias)
+        facts = weight.spec
         if bias is not None:
             check.bias(bias, facts.n, None, facts.device)
         form = check.activation(activation)
@@ -94,11 +96,11 @@ class AwqLinear:
         self._bias = bias
         self._activation = activation
         self._prepared: dict[Any, planning.Prepared] = {}
-        if activations not in (None, "int8", "fp8"):
-            raise ValueError(f"activations must be None, 'int8' or 'fp8', got {activations!r}")
-        self._activations = activations
-        self._quantized = None if activations is None else _for_quantized(weight, activation, activations)
-        self._operand = repack(weight) if activations is None else weight
+        if x_dtype not in (None, "int8", "fp8"):
+            raise ValueError(f"x_dtype must be None, 'int8' or 'fp8', got {x_dtype!r}")
+        self._x_dtype = x_dtype
+        self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
+        self._operand = repack(weight) if x_dtype is None else weight
         whole_records = not form.gated or facts.n % (2 * RECORD_COLUMNS) == 0
         if not keep_weight and isinstance(self._operand, RepackedWeight) and whole_records:
             self._weight = self._operand = self._operand.alone()
@@ -111,7 +113,7 @@ class AwqLinear:
         /,
         *,
         activation: Any = None,
-        activations: str | None = None,
+        x_dtype: str | None = None,
         keep_weight: bool = True,
     ) -> AwqLinear:
         """One layer that does the work of several which share x: the query, key and value of an attention, say.
@@ -121,7 +123,7 @@ class AwqLinear:
 
         Raises:
             TypeError, ValueError: no parts; parts that differ in K, group size, dtype, form of zeros or device; parts
-                with an activation or activations of their own; a layer that has let go of its weight.
+                with an activation or x_dtype of their own; a layer that has let go of its weight.
 
         >>> import numpy as np
         >>> import cupy_awq
@@ -139,23 +141,23 @@ class AwqLinear:
         weights = [part.weight if isinstance(part, AwqLinear) else part for part in parts]
         for weight in weights:
             check_packed(weight)
-        first = weights[0].facts
+        first = weights[0].spec
         for i, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
             for name in ("k", "group_size", "dtype", "zeros", "device"):
-                expected, found = getattr(first, name), getattr(weight.facts, name)
+                expected, found = getattr(first, name), getattr(weight.spec, name)
                 if found != expected:
                     raise ValueError(f"parts[{i}] must have {name}={expected} as parts[0] has, got {found}")
             if layer is None:
                 continue
             if layer.activation is not None:
                 raise ValueError(f"parts[{i}] must have no activation of its own, got {layer.activation!r}")
-            if layer.activations is not None:
-                raise ValueError(f"parts[{i}] must have no activations of its own, got {layer.activations!r}")
+            if layer.x_dtype is not None:
+                raise ValueError(f"parts[{i}] must have no x_dtype of its own, got {layer.x_dtype!r}")
         with placement.on(first.device):
             qweight, scales = (_joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales"))
             qzeros = None if first.zeros == "symmetric" else _joined([w.qzeros for w in weights])
             bias = _joined_bias(weights, [None if layer is None else layer.bias for layer in layers])
-            options = {"activation": activation, "activations": activations, "keep_weight": keep_weight}
+            options = {"activation": activation, "x_dtype": x_dtype, "keep_weight": keep_weight}
             whole = cls(PackedWeight(qweight, scales, qzeros), bias=bias, **options)
         if len(whole.splits) == 1 and whole.splits[0] == whole.shape[1]:
             whole._splits = tuple(weight.shape[1] for weight in weights)
@@ -178,9 +180,9 @@ class AwqLinear:
         return self._activation
 
     @property
-    def activations(self) -> str | None:
+    def x_dtype(self) -> str | None:
         """What x is quantized to, "int8" or "fp8", or None."""
-        return self._activations
+        return self._x_dtype
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -215,7 +217,7 @@ class AwqLinear:
         # Layouts hold all that checks and the choice of a kernel depend on: what was met needs neither.
         key: Any
         try:
-            key = gpu.layout(x), gpu.layout(out), gpu.layout(residual), dtype
+            key = arrays.layout(x), arrays.layout(out), arrays.layout(residual), dtype
             prepared = self._prepared.get(key)
         except (AttributeError, ValueError, TypeError):  # arrays of other libraries, or a dtype that is none
             key = prepared = None
@@ -230,14 +232,14 @@ class AwqLinear:
         return y
 
     def _multiply_quantized(
-        self, weight: PackedConvWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
+        self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
     ) -> Array:
         from cupy_awq.int8 import linear_fp8, linear_int8
 
         if residual is not None or dtype is not None:
-            raise ValueError(f"a layer with activations={self._activations!r} takes no residual and no dtype")
-        x, out = gpu.views(x=x, out=out)
-        facts = self._weight.facts
+            raise ValueError(f"a layer with x_dtype={self._x_dtype!r} takes no residual and no dtype")
+        x, out = arrays.views(x=x, out=out)
+        facts = self._weight.spec
         check.activations(x, facts.k, device=facts.device)
         shape = *x.shape[:-1], facts.n
         if out is not None:
@@ -245,7 +247,7 @@ class AwqLinear:
         in_place = out is not None and out.flags.c_contiguous
         target = out.reshape(-1, facts.n) if in_place else None
         rows = x.reshape(-1, facts.k)
-        linear = linear_int8 if self._activations == "int8" else linear_fp8
+        linear = linear_int8 if self._x_dtype == "int8" else linear_fp8
         y = linear(rows, weight, bias=self._bias, activation=self._activation, out=target).reshape(shape)
         if out is None:
             return y
@@ -270,18 +272,18 @@ class AwqLinear:
         >>> layer.plan((2, 32)).shape
         (2, 16)
         """
-        if self._activations is not None:
-            raise ValueError(f"a layer with activations={self._activations!r} has no plan: it is two launches")
+        if self._x_dtype is not None:
+            raise ValueError(f"a layer with x_dtype={self._x_dtype!r} has no plan: it is two launches")
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
         return planning.plan(x, self._operand, residual=residual, out=out, **options)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
         """The name of the kernel that makes ``m`` rows of contiguous x; "numpy" on the CPU."""
-        index = self._weight.facts.device
+        index = self._weight.spec.device
         if index == check.HOST:
             return "numpy"
-        if self._activations is not None:
-            return f"gemm_{self._activations}"
+        if self._x_dtype is not None:
+            return f"gemm_{self._x_dtype}"
         element, form = check.float_dtype(dtype), check.activation(self._activation)
         bias_dtype = None if self._bias is None else self._bias.dtype.name
         problem = planning.problem_of(self._operand, form, m, element, bias_dtype=bias_dtype)
@@ -289,29 +291,29 @@ class AwqLinear:
 
     def __repr__(self) -> str:
         activation = f", activation={self._activation!r}" if self._activation is not None else ""
-        activations = f", activations={self.activations!r}" if self.activations else ""
-        return f"AwqLinear({self._weight}{', bias' if self._bias is not None else ''}{activation}{activations})"
+        x_dtype = f", x_dtype={self.x_dtype!r}" if self.x_dtype else ""
+        return f"AwqLinear({self._weight}{', bias' if self._bias is not None else ''}{activation}{x_dtype})"
 
     def __reduce__(self) -> Any:
-        return _restored, (self.weight, self._bias, self._activation, self.activations, self._splits)
+        return _restored, (self.weight, self._bias, self._activation, self.x_dtype, self._splits)
 
 
 def _restored(
-    weight: PackedWeight, bias: Array | None, activation: Any, activations: str | None, splits: tuple[int, ...]
+    weight: PackedWeight, bias: Array | None, activation: Any, x_dtype: str | None, splits: tuple[int, ...]
 ) -> AwqLinear:
     """A copied or unpickled layer; what it has prepared belongs to a device and a process."""
-    layer = AwqLinear(weight, bias=bias, activation=activation, activations=activations)
+    layer = AwqLinear(weight, bias=bias, activation=activation, x_dtype=x_dtype)
     layer._splits = splits
     return layer
 
 
-def _for_quantized(weight: PackedWeight, activation: Any, activations: str) -> PackedConvWeight:
+def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
     """The weight for `linear_int8` or `linear_fp8`, which must know the activation."""
     from cupy_awq.int8 import arguments, from_packed, gpu  # not at the start: few programs need it
 
     arguments.activation(activation)
     packed = from_packed(weight)
-    if activations == "fp8":
+    if x_dtype == "fp8":
         gpu.check_fp8(packed)
     return packed
 

@@ -42,29 +42,29 @@ class PackedWeight:
     qweight: Array
     scales: Array
     qzeros: Array | None
-    facts: check.Weight
+    spec: check.Weight
 
     __array_ufunc__ = None  # NumPy and CuPy then leave `x @ weight` to __rmatmul__
 
     def __init__(self, qweight: Array, scales: Array, qzeros: Array | None, /) -> None:
         facts = check.weight(qweight, scales, qzeros)
-        for name, value in (("qweight", qweight), ("scales", scales), ("qzeros", qzeros), ("facts", facts)):
+        for name, value in (("qweight", qweight), ("scales", scales), ("qzeros", qzeros), ("spec", facts)):
             object.__setattr__(self, name, value)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(K, N)."""
-        return self.facts.k, self.facts.n
+        return self.spec.k, self.spec.n
 
     @property
     def group_size(self) -> int:
         """Rows of W that share a scale."""
-        return self.facts.group_size
+        return self.spec.group_size
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of the scales: float16 or bfloat16."""
-        return self.facts.dtype
+        return self.spec.dtype
 
     @property
     def nbytes(self) -> int:
@@ -73,12 +73,12 @@ class PackedWeight:
         return int(self.qweight.nbytes + self.scales.nbytes + zeros)
 
     def __rmatmul__(self, x: Array) -> Array:
-        from cupy_awq.ops import gemm  # the one upward edge of the imports: `x @ weight` is an operation
+        from cupy_awq.ops.gemm import gemm  # the one upward edge of the imports: `x @ weight` is an operation
 
         return gemm(x, self.qweight, self.scales, self.qzeros)
 
     def __repr__(self) -> str:
-        k, n, group_size, zeros, dtype, device = self.facts
+        k, n, group_size, zeros, dtype, device = self.spec
         place = "" if device == check.HOST else f", GPU {device}"
         size = self.nbytes
         bytes_ = f"{size / 1e6:.2f} MB" if size >= 10_000 else f"{size} B"

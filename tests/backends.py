@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from cupy_awq.launch_plan import LaunchPlan
+from cupy_awq.runtime.launch_plan import LaunchPlan
 from tests import simt
 
 Buffers = Mapping[str, "np.ndarray | None"]
@@ -33,7 +33,7 @@ def on_gpu(plan: LaunchPlan, buffers: Buffers) -> None:
     """The plan on the current GPU, over copies with the strides and the alignment of the arrays."""
     import cupy
 
-    from cupy_awq.launch import launch
+    from cupy_awq.runtime.launch import launch
 
     copies = {name: None if a is None else _copy(a) for name, a in buffers.items()}
     launch(plan, copies)

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from cupy_awq import checkpoint, testing
+from cupy_awq import checkpoint
+from cupy_awq.tools import testing
 
 K, N, G = 64, 16, 32
 CONFIG = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": G, "zero_point": True}

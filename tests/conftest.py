@@ -13,8 +13,8 @@ import functools
 import hypothesis
 import pytest
 
-from cupy_awq.device import forced_arch
-from cupy_awq.table import render
+from cupy_awq.runtime.device import forced_arch
+from cupy_awq.tools.table import render
 from tests import simt
 
 hypothesis.settings.register_profile("cupy_awq", deadline=None)  # a first call compiles a kernel
@@ -63,7 +63,7 @@ ARCHS = (60, 75, 80, 90)
 
 def kernels_to_simulate() -> set[tuple[str, str]]:
     """(kernel, target) of all that the package may launch on these paths."""
-    from cupy_awq import compile_all
+    from cupy_awq.tools import compile_all
 
     return {(kernel.entry, kernel.arch) for arch in ARCHS for kernel in compile_all.kernels(arch)}
 

@@ -12,9 +12,9 @@ import numpy as np
 import tokenizers
 from safetensors.numpy import save_file
 
-from cupy_awq import testing
 from cupy_awq.checkpoint import Module
 from cupy_awq.llm import Source
+from cupy_awq.tools import testing
 from tests.products import float64_weight
 
 VOCAB, SPECIAL = 264, ("<|end|>", "<|im_start|>", "<|im_end|>")

@@ -62,7 +62,7 @@ def check_product(
         v = x64 @ w + added
         # Offsets are summed apart from codes: what cancels in W does not cancel in the sizes of the sums.
         sizes = np.abs(w)
-        if weight.facts.zeros == "float":
+        if weight.spec.zeros == "float":
             sizes = np.abs(float64_weight(weight.qweight, weight.scales, None)) + 8 * np.repeat(
                 np.abs(weight.scales.astype(np.float64)), weight.group_size, axis=0
             )

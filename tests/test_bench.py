@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_awq import bench, placement, timing
-from cupy_awq.__main__ import main
-from cupy_awq.bench import Ceilings, Row
+from cupy_awq.runtime import placement
+from cupy_awq.tools import bench, timing
+from cupy_awq.tools.bench import Ceilings, Row
+from cupy_awq.tools.command_line import main
 
 CEILINGS = Ceilings(read_gbs=2000.0, tflops=500.0, measured=True)
 
@@ -46,10 +47,10 @@ def test_figures_of_a_row() -> None:
 
 
 def test_roofline_is_the_slower_of_reading_and_multiplying() -> None:
-    assert CEILINGS.microseconds(2_000_000, 0) == 1.0
-    assert CEILINGS.microseconds(0, 500_000_000) == 1.0
-    assert CEILINGS.microseconds(4_000_000, 500_000_000) == 2.0
-    assert CEILINGS.microseconds(2_000_000, 1_500_000_000) == 3.0
+    assert CEILINGS.estimate_us(2_000_000, 0) == 1.0
+    assert CEILINGS.estimate_us(0, 500_000_000) == 1.0
+    assert CEILINGS.estimate_us(4_000_000, 500_000_000) == 2.0
+    assert CEILINGS.estimate_us(2_000_000, 1_500_000_000) == 3.0
 
 
 @given(
@@ -154,7 +155,7 @@ def test_plot_has_a_line_for_each_shape_and_fp16_dashed() -> None:
     assert axes.get_ylabel() == "time / roofline"
 
 
-def test_plot_without_a_roofline_shows_microseconds() -> None:
+def test_plot_without_a_roofline_shows_estimate_us() -> None:
     (axes,) = figure([row(m=m, us=float(m), roof=None, fp16=None) for m in (1, 2)]).axes
     assert list(axes.lines[0].get_ydata()) == [1.0, 2.0]
     assert axes.get_ylabel() == "time, microseconds"

@@ -17,9 +17,11 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import save_file
 
 import cupy_awq
-from cupy_awq import AwqLinear, CheckpointError, load, placement, testing
+from cupy_awq import AwqLinear, CheckpointError, load
 from cupy_awq.checkpoint import safetensors
-from cupy_awq.demo import SMOLLM2_MLP
+from cupy_awq.runtime import placement
+from cupy_awq.tools import testing
+from cupy_awq.tools.demo import SMOLLM2_MLP
 from tests.checkpoint_files import CONFIG, G, K, N, Tensors, entry, folder, module, raw, sharded
 
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from cupy_awq import CheckpointError, checkpoint, load
 from cupy_awq.checkpoint import safetensors
-from cupy_awq.demo import SMOLLM2_MLP
+from cupy_awq.tools.demo import SMOLLM2_MLP
 from tests.checkpoint_files import CONFIG, G, K, N, Tensors, entry, folder, module, raw, sharded
 
 

@@ -17,9 +17,10 @@ import pytest
 from safetensors.numpy import save_file
 
 import cupy_awq
-from cupy_awq import placement, table, testing, timing
-from cupy_awq.__main__ import main
-from cupy_awq.demo import SMOLLM2_MLP
+from cupy_awq.runtime import placement
+from cupy_awq.tools import table, testing, timing
+from cupy_awq.tools.command_line import main
+from cupy_awq.tools.demo import SMOLLM2_MLP
 
 COMMANDS = ("demo", "info", "bench", "tune", "compile", "explain", "generate", "chat", "score", "convert")
 
@@ -72,7 +73,7 @@ def test_demo_runs_in_another_folder(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes break differently there")
 def test_reader_that_closes_the_pipe_causes_no_traceback() -> None:
     program = (
-        "import os, sys; from cupy_awq.__main__ import main; read, write = os.pipe(); os.close(read);"
+        "import os, sys; from cupy_awq.tools.command_line import main; read, write = os.pipe(); os.close(read);"
         " os.dup2(write, 1); sys.exit(main(['info', sys.argv[1]]))"
     )
     command = [sys.executable, "-c", program, str(SMOLLM2_MLP)]
@@ -157,7 +158,7 @@ def test_control_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cupy_awq.info.describe", interrupted)
+    monkeypatch.setattr("cupy_awq.tools.info.describe", interrupted)
     assert main(["info", "x"]) == 130
 
 
@@ -165,7 +166,7 @@ def test_defect_of_ours_is_not_disguised_as_a_mistake(monkeypatch: pytest.Monkey
     def defect(_: object) -> None:
         raise AttributeError("ours")
 
-    monkeypatch.setattr("cupy_awq.info.describe", defect)
+    monkeypatch.setattr("cupy_awq.tools.info.describe", defect)
     with pytest.raises(AttributeError, match="ours"):
         main(["info", "x"])
 
@@ -176,7 +177,7 @@ def test_memory_that_does_not_suffice_is_one_line(
     def exhausted(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("cupy_awq.bench.run", exhausted)
+    monkeypatch.setattr("cupy_awq.tools.bench.run", exhausted)
     assert mistake(capsys, "bench", "128x8") == "cupy_awq: error: MemoryError"
 
 
@@ -304,7 +305,7 @@ def test_explain_prints_what_the_function_says(capsys: pytest.CaptureFixture[str
 
 
 def test_compile_passes_archs_on_and_returns_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_all: Any = importlib.import_module("cupy_awq.compile_all")
+    compile_all: Any = importlib.import_module("cupy_awq.tools.compile_all")
     seen: list[list[str]] = []
 
     def fake(archs: list[str]) -> int:

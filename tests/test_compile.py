@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupy_awq import cache, compile_all, device, select, sources
-from cupy_awq import compile as compiler
+from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Problem
-from cupy_awq.launch_plan import Kernel, LaunchPlan
+from cupy_awq.runtime import compile as compiler
+from cupy_awq.runtime import device, sources
+from cupy_awq.runtime import disk_cache as cache
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+from cupy_awq.tools import compile_all
 
 SCALE = """
 #include "factor.cuh"
@@ -176,7 +179,7 @@ def test_compile_all_reports_and_refuses_what_is_no_arch(capsys: pytest.CaptureF
 def test_launch_passes_arguments_and_honours_the_stream(root: Path) -> None:
     import cupy
 
-    from cupy_awq.launch import launch
+    from cupy_awq.runtime.launch import launch
 
     native = device.current().target
     kernel = Kernel("scale.cu", "scale", (("FACTOR", 3),), native)
@@ -194,7 +197,7 @@ def test_launch_passes_arguments_and_honours_the_stream(root: Path) -> None:
 def test_an_older_path_runs_on_a_newer_gpu(root: Path) -> None:
     import cupy
 
-    from cupy_awq.launch import launch
+    from cupy_awq.runtime.launch import launch
 
     plan = LaunchPlan(
         Kernel("scale.cu", "scale", (("FACTOR", 3),), "75"), (1, 1, 1), (32, 1, 1), ("out", "in", np.int32(32))
@@ -206,7 +209,7 @@ def test_an_older_path_runs_on_a_newer_gpu(root: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_refused_launch_names_the_kernel(root: Path) -> None:
-    from cupy_awq.launch import Launcher
+    from cupy_awq.runtime.launch import Launcher
 
     kernel = Kernel("scale.cu", "scale", KERNEL.defines, device.current().target)
     plan = LaunchPlan(kernel, (1, 1, 1), (2048, 1, 1), ("out", "in", np.int32(1)))

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq import device
-from cupy_awq.int8 import PackedConvWeight, arguments, conv2d, conv2d_int8, forms, gpu, reference
+from cupy_awq.int8 import BlockQuantizedWeight, arguments, conv2d, conv2d_int8, forms, gpu, reference
 from cupy_awq.kernels import conv2d_sm90 as hopper
 from cupy_awq.kernels import conv2d_sm90_large as large
 from cupy_awq.kernels.conv2d import (
@@ -28,6 +27,7 @@ from cupy_awq.kernels.conv2d import (
     int8_plan,
     refuse,
 )
+from cupy_awq.runtime import device
 from tests.backends import BACKENDS, HOPPER, LANDINGS, runner
 from tests.simt.bulk import check_map
 from tests.test_int8 import float64_values, naive_conv, random_weight
@@ -417,7 +417,7 @@ def test_operation_on_a_gpu(dtype: str, layout: str, shape: tuple[int, ...], sid
     ci, co, kernel, groups = shape
     rng = np.random.default_rng(ci)
     weight = random_weight(rng, (co, kernel, kernel, ci // groups), 16, dtype=DTYPES[dtype])
-    there = PackedConvWeight(*map(cupy.asarray, (weight.codes, weight.scale, weight.offset)), block_size=16)
+    there = BlockQuantizedWeight(*map(cupy.asarray, (weight.codes, weight.scale, weight.offset)), block_size=16)
     x = rng.standard_normal((2, ci, side, side - 2) if layout == "NCHW" else (2, side, side - 2, ci))
     x = x.astype(DTYPES[dtype])
     bias = rng.standard_normal(co).astype(F32)
@@ -435,7 +435,7 @@ def test_what_a_capture_left_unmade_is_made_again() -> None:
 
     rng = np.random.default_rng(0)
     weight = random_weight(rng, (64, 3, 3, 64), 32, dtype=np.float16)
-    there = PackedConvWeight(*map(cupy.asarray, (weight.codes, weight.scale, weight.offset)), block_size=32)
+    there = BlockQuantizedWeight(*map(cupy.asarray, (weight.codes, weight.scale, weight.offset)), block_size=32)
     x = rng.standard_normal((1, 40, 40, 64)).astype(np.float16)
     far, out = cupy.asarray(x), cupy.empty((1, 40, 40, 64), np.float16)
     stream = cupy.cuda.Stream(non_blocking=True)

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import cupy_awq
-from cupy_awq import PackedWeight, device, select
+from cupy_awq import PackedWeight
+from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Problem
-from cupy_awq.ops import matmul
-from cupy_awq.testing import random_activations, random_weight, relative_error
+from cupy_awq.ops import gemm as gemm_op
+from cupy_awq.runtime import device
+from cupy_awq.tools.testing import random_activations, random_weight, relative_error
 from tests.products import BFLOAT16, ELEMENTS, FLOAT16, ZEROS, check_product, gemm, nan_like, put, tensors
 from tests.test_reference import ACTIVATIONS, SIGNIFICANT_BITS, float64_weight
 
@@ -254,7 +256,7 @@ def test_functions_check_a_layout_once_and_every_other_one(monkeypatch: pytest.M
     def checked(*_: Any, **__: Any) -> None:
         raise AssertionError("a known layout was checked again")
 
-    monkeypatch.setattr(matmul, "multiply", checked)
+    monkeypatch.setattr(gemm_op, "multiply", checked)
     for x, weight in zip(values, weights, strict=True):
         check_product(gemm(put(x), put(weight), activation=(-0.25, 0.5)), x, weight, activation=(-0.25, 0.5))
     x, weight = put(values[0]), put(weights[0])

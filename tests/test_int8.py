@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq.int8 import (
-    PackedConvWeight,
+    BlockQuantizedWeight,
     conv2d,
     conv2d_int8,
     from_mnn,
@@ -23,7 +23,7 @@ from cupy_awq.int8 import (
     linear_int8,
     quantize_activations,
 )
-from cupy_awq.testing import random_weight as random_awq
+from cupy_awq.tools.testing import random_weight as random_awq
 from tests.test_reference import float64_weight
 
 VECTORS = json.loads((Path(__file__).parent / "int8_vectors.json").read_text(encoding="utf-8"))
@@ -41,17 +41,17 @@ def random_weight(
     bits: int = 4,
     offsets: bool = True,
     dtype: Any = np.float32,
-) -> PackedConvWeight:
+) -> BlockQuantizedWeight:
     """Random codes, scales and offsets; a product with x is about as large as x."""
     codes = rng.integers(0, 2**bits, shape, np.uint8)
     blocks = -(-shape[3] // block)
     size = 2.0 ** (1 - bits) / np.sqrt(np.prod(shape[1:]))
     scale = (rng.uniform(0.5, 1.5, (shape[0], blocks)) * size).astype(dtype)
     offset = (rng.standard_normal((shape[0], blocks)) * size).astype(dtype) if offsets else None
-    return PackedConvWeight(codes, scale, offset, bits=bits, block_size=block)
+    return BlockQuantizedWeight(codes, scale, offset, bits=bits, block_size=block)
 
 
-def float64_values(weight: PackedConvWeight) -> np.ndarray:
+def float64_values(weight: BlockQuantizedWeight) -> np.ndarray:
     """The weight [Co, Kh, Kw, Ci/groups], element by element."""
     values = np.empty(weight.shape)
     for ci in range(weight.shape[3]):
@@ -118,7 +118,7 @@ def test_mnn_quantization_and_product_bit_for_bit() -> None:
         np.testing.assert_array_equal(sums[:, b], group["sum_A_q"])
         exact = codes[:, some].astype(int) @ weight_codes[:, some].T
         np.testing.assert_array_equal(exact.ravel(), group["C_q"])
-    weight = PackedConvWeight(
+    weight = BlockQuantizedWeight(
         (weight_codes + 128).astype(np.uint8).reshape(2, 1, 1, 8),
         array(case["scale_B"], np.float32),
         array(case["offset_B"], np.float32),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cupy_awq.int8 import (
-    PackedConvWeight,
+    BlockQuantizedWeight,
     conv2d,
     conv2d_int8,
     from_mnn,
@@ -22,9 +22,9 @@ from cupy_awq.int8 import (
 F32 = np.float32
 
 
-def weight(ci: int = 8, block: int = 4, co: int = 4, kernel: int = 3) -> PackedConvWeight:
+def weight(ci: int = 8, block: int = 4, co: int = 4, kernel: int = 3) -> BlockQuantizedWeight:
     scale = np.ones((co, -(-ci // block)), F32)
-    return PackedConvWeight(np.zeros((co, kernel, kernel, ci), np.uint8), scale, scale, block_size=block)
+    return BlockQuantizedWeight(np.zeros((co, kernel, kernel, ci), np.uint8), scale, scale, block_size=block)
 
 
 CODES = np.zeros((4, 1, 1, 8), np.uint8)
@@ -58,7 +58,7 @@ SCALE = np.ones((4, 2), F32)
 )
 def test_weight(arguments: list[Any], options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        PackedConvWeight(*arguments, **options)
+        BlockQuantizedWeight(*arguments, **options)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_conv2d(x: Any, options: dict[str, Any], error: type[Exception], text: s
 def test_conv2d_wants_outputs_in_whole_groups_and_a_packed_weight() -> None:
     with pytest.raises(ValueError, match="Co=4 in codes is not a multiple of groups=3"):
         conv2d(np.zeros((1, 24, 6, 6), F32), weight(), groups=3)
-    with pytest.raises(TypeError, match="weight must be a PackedConvWeight, got ndarray"):
+    with pytest.raises(TypeError, match="weight must be a BlockQuantizedWeight, got ndarray"):
         conv2d(X, X)  # type: ignore[arg-type]
 
 
@@ -139,7 +139,7 @@ def test_quantize(x: Any, options: dict[str, Any], error: type[Exception], text:
     ("change", "error", "text"),
     [
         ({"weight": weight()}, ValueError, "weight must have a 1x1 kernel for a matrix product, got 3x3"),
-        ({"weight": None}, TypeError, "weight must be a PackedConvWeight, got NoneType"),
+        ({"weight": None}, TypeError, "weight must be a BlockQuantizedWeight, got NoneType"),
         ({"xq": np.zeros((3, 8), np.uint8)}, TypeError, "xq must be int8, got uint8"),
         ({"xq": np.zeros((3, 9), np.int8)}, ValueError, "K=9 in xq is not K=8 in weight"),
         ({"xq": np.zeros(8, np.int8)}, ValueError, r"xq must be \[M, K\]"),
@@ -166,7 +166,7 @@ def test_gemm(change: dict[str, Any], error: type[Exception], text: str) -> None
 
 def test_gemm_refuses_blocks_whose_sums_could_overflow() -> None:
     k = 131072
-    wide = PackedConvWeight(np.zeros((1, 1, 1, k), np.uint8), np.ones((1, 1), F32), None)
+    wide = BlockQuantizedWeight(np.zeros((1, 1, 1, k), np.uint8), np.ones((1, 1), F32), None)
     quantized = quantize_activations(np.ones((1, k), F32), symmetric=True)
     with pytest.raises(ValueError, match="blocks of 131072 columns could overflow int32"):
         gemm_int8(*quantized, wide)

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq import device
-from cupy_awq.int8 import PackedConvWeight, forms, from_packed, gpu, linear_fp8, linear_int8, reference
+from cupy_awq.int8 import BlockQuantizedWeight, forms, from_packed, gpu, linear_fp8, linear_int8, reference
 from cupy_awq.kernels import int8
-from cupy_awq.testing import random_weight as random_awq
-from cupy_awq.testing import relative_error
+from cupy_awq.runtime import device
+from cupy_awq.tools.testing import random_weight as random_awq
+from cupy_awq.tools.testing import relative_error
 from tests.backends import HOPPER, runner
 from tests.test_int8 import float64_values, random_weight
 from tests.test_kernels import DTYPES, facts, strided
@@ -68,7 +68,7 @@ def test_rows_that_are_zero_tiny_or_not_finite() -> None:
     assert not sums[:4].any()
     np.testing.assert_array_equal(np.isnan(scale), [False, False, True, True, False])
     assert codes[4, 0] == 0x7E
-    y = linear_fp8(x, PackedConvWeight(np.full((2, 1, 1, 8), 9, np.uint8), np.ones((2, 1), np.float32), None))
+    y = linear_fp8(x, BlockQuantizedWeight(np.full((2, 1, 1, 8), 9, np.uint8), np.ones((2, 1), np.float32), None))
     np.testing.assert_array_equal(np.isnan(y[:, 0]), [False, False, True, True, False])
     np.testing.assert_array_equal(y[:2], 0)
 
@@ -167,7 +167,7 @@ def check_fp8_product(
     backend: str,
     problem: int8.IntegerProduct,
     config: int8.HopperConfig | int8.MmaConfig,
-    weight: PackedConvWeight,
+    weight: BlockQuantizedWeight,
     seed: int,
     arch: int = 90,
 ) -> None:
@@ -239,7 +239,7 @@ def test_codes_and_whole_zeros_are_e4m3(backend: str) -> None:
     rng = np.random.default_rng(0)
     weight = random_weight(rng, (300, 1, 1, 272), 128, 4, False)
     offset = rng.integers(-8, 9, weight.scale.shape).astype(weight.scale.dtype) * weight.scale
-    weight = PackedConvWeight(weight.codes, weight.scale, offset, block_size=128)
+    weight = BlockQuantizedWeight(weight.codes, weight.scale, offset, block_size=128)
     assert forms.whole_zeros(weight) is not None
     problem = int8.IntegerProduct(
         70, 300, 272, int8.fp8_unit(128, 272), 4, False, False, "float32", wide=True, fp8=True
@@ -312,15 +312,15 @@ def test_a_gpu_that_has_no_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 X = np.zeros((3, 8), np.float32)
 
 
-def weight(bits: int = 4, kernel: int = 1) -> PackedConvWeight:
+def weight(bits: int = 4, kernel: int = 1) -> BlockQuantizedWeight:
     scale = np.ones((4, 2), np.float32)
-    return PackedConvWeight(np.zeros((4, kernel, kernel, 8), np.uint8), scale, scale, bits=bits)
+    return BlockQuantizedWeight(np.zeros((4, kernel, kernel, 8), np.uint8), scale, scale, bits=bits)
 
 
 @pytest.mark.parametrize(
     ("x", "w", "options", "error", "text"),
     [
-        (X, X, {}, TypeError, "weight must be a PackedConvWeight, got ndarray"),
+        (X, X, {}, TypeError, "weight must be a BlockQuantizedWeight, got ndarray"),
         (X, weight(bits=8), {}, ValueError, "weight must have 4 bits for a product with float8, got 8"),
         (X, weight(kernel=3), {}, ValueError, "weight must have a 1x1 kernel for a matrix product, got 3x3"),
         (X.astype(float), weight(), {}, TypeError, "x must be float16, bfloat16 or float32"),

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq import check, device
-from cupy_awq.int8 import PackedConvWeight, arguments, forms, gemm_int8, quantize_activations, reference
+from cupy_awq import check
+from cupy_awq.int8 import BlockQuantizedWeight, arguments, forms, gemm_int8, quantize_activations, reference
 from cupy_awq.kernels import gemv_int8
 from cupy_awq.kernels.gemv_int8 import GemvInt8Config
 from cupy_awq.kernels.int8 import (
@@ -28,6 +28,7 @@ from cupy_awq.kernels.int8 import (
     refuse_hopper,
     refuse_layout,
 )
+from cupy_awq.runtime import device
 from tests.backends import BACKENDS, LANDINGS, runner
 from tests.test_int8 import random_weight
 from tests.test_kernels import ARCHS, DTYPES, facts, strided
@@ -80,7 +81,7 @@ def check_product(
     weight = random_weight(rng, shape, weight_block, problem.bits, problem.weight_offset, np.float32)
     if whole_zeros:
         offset = rng.integers(-8, 9, weight.scale.shape).astype(np.float32) * weight.scale
-        weight = PackedConvWeight(weight.codes, weight.scale, offset, bits=4, block_size=weight_block)
+        weight = BlockQuantizedWeight(weight.codes, weight.scale, offset, bits=4, block_size=weight_block)
     x = rng.standard_normal((problem.m, problem.k)).astype(np.float32)
     x[0] = 1.0  # codes of -128 and 127 alone, as the largest products have
     x[0, ::2] = -1.0
@@ -256,19 +257,19 @@ def test_zeros_are_whole_only_where_all_are_and_codes_have_room() -> None:
         for row, block, value in change:
             zeros[row, block] = value
         offset = np.where(np.isnan(zeros), 1, zeros * scale).astype(np.float32)
-        weight = PackedConvWeight(codes, scale, offset, bits=4, block_size=32)
+        weight = BlockQuantizedWeight(codes, scale, offset, bits=4, block_size=32)
         found = forms.whole_zeros(weight)
         assert (found is not None) == expected
         if found is not None:
             np.testing.assert_array_equal(found, whole)
-    assert forms.whole_zeros(PackedConvWeight(codes, scale, whole * scale, bits=8, block_size=32)) is None
-    assert forms.whole_zeros(PackedConvWeight(codes, scale, None, bits=4, block_size=32)) is None
+    assert forms.whole_zeros(BlockQuantizedWeight(codes, scale, whole * scale, bits=8, block_size=32)) is None
+    assert forms.whole_zeros(BlockQuantizedWeight(codes, scale, None, bits=4, block_size=32)) is None
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_codes_in_any_order_of_memory_are_bytes_row_by_row(bits: int) -> None:
     codes = np.random.default_rng(0).integers(0, 1 << bits, (64, 40), dtype=np.uint8)
-    columns = PackedConvWeight(codes.T.reshape(40, 1, 1, 64), np.ones((40, 1), np.float32), None, bits=bits)
+    columns = BlockQuantizedWeight(codes.T.reshape(40, 1, 1, 64), np.ones((40, 1), np.float32), None, bits=bits)
     found = forms.byte_codes(columns)
     assert found.flags.c_contiguous
     np.testing.assert_array_equal(found, codes.T.astype(np.int64) - (1 << bits - 1))
@@ -334,11 +335,11 @@ def test_operations_on_a_gpu_agree_with_those_on_the_cpu(
 ) -> None:
     import cupy
 
-    from cupy_awq.int8 import PackedConvWeight
+    from cupy_awq.int8 import BlockQuantizedWeight
 
     rng = np.random.default_rng(m)
     weight = random_weight(rng, (n, 1, 1, k), block, bits, dtype=DTYPES[dtype])
-    there = PackedConvWeight(
+    there = BlockQuantizedWeight(
         *map(cupy.asarray, (weight.codes, weight.scale, weight.offset)), bits=bits, block_size=block
     )
     x = rng.standard_normal((m, k)).astype(DTYPES[dtype])

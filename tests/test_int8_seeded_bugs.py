@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cupy_awq import device
 from cupy_awq.kernels import conv2d, conv2d_sm90, int8
 from cupy_awq.kernels.conv2d_sm90_large import LargeConfig
 from cupy_awq.kernels.gemv_int8 import GemvInt8Config
+from cupy_awq.runtime import device
 from tests import simt
 from tests.simt.kernels import patched
 from tests.test_conv2d import check_convolution, with_strides
@@ -38,123 +38,123 @@ RACE, VALUES, BARRIER = ("race", "race"), ("values", "values"), ("barrier", "bar
 
 SEEDS = {
     "a tile is multiplied before the copies of other threads are there": (
-        "gemm_int8_mma.cuh", "<kStages - 2>();\n    __syncthreads();", "<kStages - 2>();", RACE,
+        "int8/gemm_int8_mma.cuh", "<kStages - 2>();\n    __syncthreads();", "<kStages - 2>();", RACE,
     ),
     "one stage too many is left under way": (
-        "gemm_int8_mma.cuh", "wait<kStages - 2>", "wait<kStages - 1>", ("in flight", "race"),
+        "int8/gemm_int8_mma.cuh", "wait<kStages - 2>", "wait<kStages - 1>", ("in flight", "race"),
     ),
     "offsets are added by every split of a block": (
-        "gemm_int8_mma.cuh", "      if (is_end) {\n#pragma", "      if (true) {\n#pragma", VALUES,
+        "int8/gemm_int8_mma.cuh", "      if (is_end) {\n#pragma", "      if (true) {\n#pragma", VALUES,
     ),
     "the low nibbles are those of the high ones": (
-        "gemm_int8.cuh", ": (word << 4) & kHighNibbles", ": word & kHighNibbles", VALUES,
+        "int8/gemm_int8.cuh", ": (word << 4) & kHighNibbles", ": word & kHighNibbles", VALUES,
     ),
     "a block takes the scales of the one before": (
-        "gemm_int8_mma.cuh", "if (is_end && within + 1 < kXBlocks) {\n          ++within;",
+        "int8/gemm_int8_mma.cuh", "if (is_end && within + 1 < kXBlocks) {\n          ++within;",
         "if (is_end && within + 1 < kXBlocks) {", VALUES,
     ),
     "x is read before the other lanes of the warp have brought it": (
-        "gemv_int8.cu", "      if (pair % 4 == 0) __syncwarp();\n", "", RACE,
+        "int8/gemv_int8.cu", "      if (pair % 4 == 0) __syncwarp();\n", "", RACE,
     ),
     "the next x overwrites what other lanes still read": (
-        "gemv_int8.cu", "    }\n    __syncwarp();\n  }", "    }\n  }", RACE,
+        "int8/gemv_int8.cu", "    }\n    __syncwarp();\n  }", "    }\n  }", RACE,
     ),
     "offsets are added with every 32 k of a block": (
-        "gemv_int8.cu", "if (step * kStep == b * block) {", "if (true) {", VALUES,
+        "int8/gemv_int8.cu", "if (step * kStep == b * block) {", "if (true) {", VALUES,
     ),
     "a column of B holds the k of another lane": (
-        "gemv_int8.cu", "lane / 8 == t", "(lane / 8 ^ 2) == t", VALUES,
+        "int8/gemv_int8.cu", "lane / 8 == t", "(lane / 8 ^ 2) == t", VALUES,
     ),
     "the weight is read beyond its end": (
-        "gemv_int8.cu", "min(step, steps - 1)", "step", ("out of bounds", "out of bounds"),
+        "int8/gemv_int8.cu", "min(step, steps - 1)", "step", ("out of bounds", "out of bounds"),
     ),
     "the sums of warps are added before they are there": (
-        "gemv_int8.cu", "  __syncthreads();\n  float total", "  float total", RACE,
+        "int8/gemv_int8.cu", "  __syncthreads();\n  float total", "  float total", RACE,
     ),
     "a stage is given back while it is multiplied": (
-        "gemm_int8_sm90.cu", "          ptx::wgmma_wait_group<0>();\n", "", ("race", "race"),
+        "int8/gemm_int8_sm90.cu", "          ptx::wgmma_wait_group<0>();\n", "", ("race", "race"),
     ),
     "a stage is read before the parameters of x are there": (
-        "gemm_int8_sm90.cu", "shared.full(lane), 1 + kParameterWarps", "shared.full(lane), 1",
+        "int8/gemm_int8_sm90.cu", "shared.full(lane), 1 + kParameterWarps", "shared.full(lane), 1",
         ("barrier", "uninitialised"),
     ),
     "a block of the cluster brings columns before the other is done with the stage": (
-        "gemm_int8_sm90.cu", "kConsumerWarps * kCluster);", "kConsumerWarps);", ("race", "barrier"),
+        "int8/gemm_int8_sm90.cu", "kConsumerWarps * kCluster);", "kConsumerWarps);", ("race", "barrier"),
     ),
     "offsets of x are added with the sums of another block": (
-        "gemm_int8_sm90.cu", "min(index, blocks - 1)", "min(index / 2, blocks - 1)", VALUES,
+        "int8/gemm_int8_sm90.cu", "min(index, blocks - 1)", "min(index / 2, blocks - 1)", VALUES,
     ),
     "a row of float8 takes the scale of another": (
-        "gemm_int8_sm90.cu fp8", "row_scales[v] = x_scale[source_rows[v]]", "row_scales[v] = x_scale[source_rows[0]]",
+        "int8/gemm_int8_sm90.cu fp8", "row_scales[v] = x_scale[source_rows[v]]", "row_scales[v] = x_scale[source_rows[0]]",
         VALUES,
     ),
     "products of float8 stay without the scale of their row": (
-        "gemm_int8_sm90.cu fp8", "[v % kSums] *= x_scales", "[v % kSums] += 0 * x_scales", VALUES,
+        "int8/gemm_int8_sm90.cu fp8", "[v % kSums] *= x_scales", "[v % kSums] += 0 * x_scales", VALUES,
     ),
     "rows of float8 take scales of other blocks": (
-        "gemm_int8_mma.cuh fp8", "x_scale + (kFp8 ? row : at)", "x_scale + (kFp8 ? row / 2 : at)", VALUES,
+        "int8/gemm_int8_mma.cuh fp8", "x_scale + (kFp8 ? row : at)", "x_scale + (kFp8 ? row / 2 : at)", VALUES,
     ),
     "codes of low nibbles stay above e4m3's lowest bits": (
-        "gemm_int8.cuh fp8", "kFp8 ? word & kLowNibbles :", "kFp8 ? (word << 1) & kHighNibbles :", VALUES,
+        "int8/gemm_int8.cuh fp8", "kFp8 ? word & kLowNibbles :", "kFp8 ? (word << 1) & kHighNibbles :", VALUES,
     ),
     "a warp of a row does not wait for the largest values of the others": (
-        "quantize_fp8.cu", "  __syncthreads();\n", "", RACE,
+        "int8/quantize_fp8.cu", "  __syncthreads();\n", "", RACE,
     ),
     "values beyond the first round are counted for the first sums": (
-        "quantize_fp8.cu", "ceil_div(k, unit) + i / unit]", "ceil_div(k, unit) + begin / unit]", VALUES,
+        "int8/quantize_fp8.cu", "ceil_div(k, unit) + i / unit]", "ceil_div(k, unit) + begin / unit]", VALUES,
     ),
     "a pair of values changes places": (
-        "quantize_fp8.cu", "e4m3x2_f32(scaled[0], scaled[1])", "e4m3x2_f32(scaled[1], scaled[0])", VALUES,
+        "int8/quantize_fp8.cu", "e4m3x2_f32(scaled[0], scaled[1])", "e4m3x2_f32(scaled[1], scaled[0])", VALUES,
     ),
     "the next weights overwrite those still read": (
-        "conv2d_sm80.cu", "    buffer ^= 1;\n", "", RACE,
+        "conv2d/conv2d_sm80.cu", "    buffer ^= 1;\n", "", RACE,
     ),
     "a tap to the left of the image reads the row before": (
-        "conv2d_sm80.cu", "static_cast<unsigned>(left[i] + dx) < static_cast<unsigned>(s.width)",
+        "conv2d/conv2d_sm80.cu", "static_cast<unsigned>(left[i] + dx) < static_cast<unsigned>(s.width)",
         "left[i] + dx < s.width", ("out of bounds", "out of bounds"),
     ),
     "the place in K is not carried to the next row of the kernel": (
-        "conv2d_sm80.cu", "        ++fy;\n", "", VALUES,
+        "conv2d/conv2d_sm80.cu", "        ++fy;\n", "", VALUES,
     ),
     "a box of pixels is given back while tensor cores read it": (
-        "conv2d_sm90.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
+        "conv2d/conv2d_sm90.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
     ),
     "codes are given back by a lane that has not seen the others read": (
-        "conv2d_sm90.cu", "    __syncwarp();\n    if (lane == 0) ptx::mbarrier_arrive(barrier);",
+        "conv2d/conv2d_sm90.cu", "    __syncwarp();\n    if (lane == 0) ptx::mbarrier_arrive(barrier);",
         "    if (lane == 0) ptx::mbarrier_arrive(barrier);", RACE,
     ),
     "a tap begins a row of the image below": (
-        "conv2d_sm90.cu", "unit.fy * dilation_h * kBoxW", "unit.fy * dilation_h * kTileW", VALUES,
+        "conv2d/conv2d_sm90.cu", "unit.fy * dilation_h * kBoxW", "unit.fy * dilation_h * kTileW", VALUES,
     ),
     "parameters stay those of the first channels": (
-        "conv2d_sm90.cu", "kParametersBegin + x_at.stage * kParameterBytes", "kParametersBegin", VALUES,
+        "conv2d/conv2d_sm90.cu", "kParametersBegin + x_at.stage * kParameterBytes", "kParametersBegin", VALUES,
     ),
     "partial sums are added before they are there": (
-        "conv2d_sm90.cuh", "  synchronize_cluster<BLOCKS>();\n", "",
+        "conv2d/conv2d_sm90.cuh", "  synchronize_cluster<BLOCKS>();\n", "",
         ("uninitialised", "race"),
     ),
     "what lies behind a part of the pixels is not zero": (
-        "conv2d_sm90_large.cu", "*reinterpret_cast<Vector<uint32_t, 4>*>(memory + at) = {};", "",
+        "conv2d/conv2d_sm90_large.cu", "*reinterpret_cast<Vector<uint32_t, 4>*>(memory + at) = {};", "",
         ("uninitialised", "uninitialised"),
     ),
     "tensor cores read zeros that were stored without a fence": (
-        "conv2d_sm90_large.cu", "    ptx::fence_proxy_async();\n", "", RACE,
+        "conv2d/conv2d_sm90_large.cu", "    ptx::fence_proxy_async();\n", "", RACE,
     ),
     "stages are given back while tensor cores read them": (
-        "conv2d_sm90_large.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
+        "conv2d/conv2d_sm90_large.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
     ),
     "the next tile begins with the box before": (
-        "conv2d_sm90_large.cu", "    release(shared.x_empty(x_at.stage));\n    x_at.advance();",
+        "conv2d/conv2d_sm90_large.cu", "    release(shared.x_empty(x_at.stage));\n    x_at.advance();",
         "    release(shared.x_empty(x_at.stage));", ("race", "race"),
     ),
     "the last box of a tile is kept": (
-        "conv2d_sm90_large.cu", "    release(shared.x_empty(x_at.stage));\n", "", ("deadlock", "deadlock"),
+        "conv2d/conv2d_sm90_large.cu", "    release(shared.x_empty(x_at.stage));\n", "", ("deadlock", "deadlock"),
     ),
     "the second part takes the place of the first": (
-        "conv2d_sm90_large.cu", "corner = corners[part];", "corner = corners[0];", VALUES,
+        "conv2d/conv2d_sm90_large.cu", "corner = corners[part];", "corner = corners[0];", VALUES,
     ),
     "sums go to other blocks while those need their stages": (
-        "conv2d_sm90_large.cu", "stages any more.\n      synchronize_cluster<kSplits>();", "stages any more.", RACE,
+        "conv2d/conv2d_sm90_large.cu", "stages any more.\n      synchronize_cluster<kSplits>();", "stages any more.", RACE,
     ),
 }  # fmt: skip
 
@@ -163,12 +163,12 @@ def outcome(file: str, landing: str) -> str:
     """The check that catches what is planted in a file, or "nothing"."""
     here = device.nominal(80)
     try:
-        if file in ("conv2d_sm90.cu", "conv2d_sm90.cuh"):
+        if file in ("conv2d/conv2d_sm90.cu", "conv2d/conv2d_sm90.cuh"):
             # Three chunks of channels for two boxes, in one part and in two.
             for splits in (1, 2):
                 config = conv2d_sm90.Config(1, 1, 4, 8, True, 2, 8, splits, 1)
                 check_convolution(landing, HOPPER_CONVOLUTION, config, device.nominal(90), seed=0)
-        elif file == "conv2d_sm90_large.cu":
+        elif file == "conv2d/conv2d_sm90_large.cu":
             # Two tiles of three boxes, one after the other; and a box for each unit, in one part and in two.
             halo = LargeConfig(1, 56, (1, 7, 8), 2, True, 2, 3, 1)
             alone = replace(device.nominal(90), sm_count=1)
@@ -178,12 +178,12 @@ def outcome(file: str, landing: str) -> str:
                 check_convolution(landing, HOPPER_CONVOLUTION, config, device.nominal(90), seed=0)
         elif file.startswith("conv2d"):
             check_convolution(landing, CONVOLUTION, conv2d.MmaConfig(32, 2, 2, 3, 1), here, seed=0)
-        elif file == "gemm_int8_sm90.cu":
+        elif file == "int8/gemm_int8_sm90.cu":
             # Three steps, or stages that come round; blocks within a step.
             for k, block in ((1040, 128), (272, 64)):
                 problem = int8.IntegerProduct(70, 304, k, block, 4, True, True, "float16")
                 check_product(landing, problem, int8.HopperConfig(2, 2), device.nominal(90), block, seed=0)
-        elif file == "gemm_int8_sm90.cu fp8":
+        elif file == "int8/gemm_int8_sm90.cu fp8":
             weight = random_weight(np.random.default_rng(0), (152, 1, 1, 400), 64)
             problem = int8.IntegerProduct(70, 152, 400, 64, 4, False, True, "float16", fp8=True)
             check_fp8_product(landing, problem, int8.HopperConfig(1, 1), weight, seed=0)
@@ -191,9 +191,9 @@ def outcome(file: str, landing: str) -> str:
             weight = random_weight(np.random.default_rng(0), (40, 1, 1, 272), 64)
             problem = int8.IntegerProduct(20, 40, 272, 64, 4, False, True, "float16", fp8=True)
             check_fp8_product(landing, problem, int8.MmaConfig(16, 1, 4, 2, 1), weight, seed=0, arch=89)
-        elif file == "quantize_fp8.cu":
+        elif file == "int8/quantize_fp8.cu":
             check_fp8_quantization(landing, 1, 2064, 128, "float16", 8)
-        elif file == "gemv_int8.cu":
+        elif file == "int8/gemv_int8.cu":
             # Warps that come back for more, at an end of K within a chunk.
             problem = int8.IntegerProduct(3, 20, 4400, 64, 4, True, True, "float16")
             check_product(landing, problem, GemvInt8Config(4, 2), device.nominal(90), 64, seed=0)

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq import device, select
+from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.gemm_sm90 import layout as repacking
 from cupy_awq.kernels.problem import Config, Problem, Strides
-from cupy_awq.launch_plan import LaunchPlan
-from cupy_awq.testing import random_activations, random_weight
+from cupy_awq.runtime import device
+from cupy_awq.runtime.launch_plan import LaunchPlan
+from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
 from tests.backends import BACKENDS, HOPPER, LANDINGS, Buffers, Run, runner
 from tests.test_reference import float64_weight

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import cupy_awq
-from cupy_awq import AwqLinear, PackedWeight, linear, placement
-from cupy_awq.ops import gpu
-from cupy_awq.testing import random_activations, random_weight
+from cupy_awq import AwqLinear, PackedWeight, linear
+from cupy_awq.runtime import arrays, placement
+from cupy_awq.tools.testing import random_activations, random_weight
 from tests.products import FLOAT16, ZEROS, check_product, gemm, nan_like, put, tensors
 from tests.test_reference import ACTIVATIONS, float64_epilogue, float64_weight
 
@@ -185,7 +185,7 @@ def check_bound(
     backend: Any,
     zeros: str,
     activation: Any,
-    activations: str,
+    x_dtype: str,
     bound_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> None:
     """A layer keeps ``bound_of(x, w)``, fills any out, and survives concatenation and pickling."""
@@ -193,7 +193,7 @@ def check_bound(
     weight = random_weight(rng, 128, 40, 32, zeros=zeros)
     x, bias = random_activations(rng, 2, 33, 128), rng.standard_normal(40).astype(np.float32)
     on_device = PackedWeight(*(None if a is None else backend(a) for a in tensors(weight)))
-    options = {"bias": backend(bias), "activation": activation, "activations": activations}
+    options = {"bias": backend(bias), "activation": activation, "x_dtype": x_dtype}
     layer = AwqLinear(on_device, **options)
     wide = backend(np.full((2, 33, 48), np.nan, np.float16))
     out = wide[..., 4:44]
@@ -209,26 +209,26 @@ def check_bound(
     low, high = (float64_epilogue(v, activation, 0.0) for v in (exact - bound, exact + bound))
     slack = 2e-3 * (1 + np.abs(exact))
     assert np.all((low - slack <= y.reshape(66, 40)) & (y.reshape(66, 40) <= high + slack))
-    assert (layer.activations, repr(layer).endswith(f"activations='{activations}')")) == (activations, True)
-    parts = AwqLinear.concatenate([on_device, on_device], activations=activations)
+    assert (layer.x_dtype, repr(layer).endswith(f"x_dtype='{x_dtype}')")) == (x_dtype, True)
+    parts = AwqLinear.concatenate([on_device, on_device], x_dtype=x_dtype)
     first, second = (a if isinstance(a, np.ndarray) else a.get() for a in parts.split(parts(backend(x))))
     np.testing.assert_array_equal(first, second)
     again = pickle.loads(pickle.dumps(layer))
-    assert again.activations == activations
+    assert again.x_dtype == x_dtype
 
 
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda w, x: AwqLinear(w, activations="int4"), "activations must be None, 'int8' or 'fp8', got 'int4'"),
-        (lambda w, x: AwqLinear(w, activations="fp8", activation="silu"), "activation must be "),
-        (lambda w, x: AwqLinear(w, activations="fp8")(x, dtype="float16"), "layer with activations='fp8' takes no"),
-        (lambda w, x: AwqLinear(w, activations="fp8").plan((2, 32)), "layer with activations='fp8' has no plan"),
-        (lambda w, x: AwqLinear(w, activations="int8", activation="silu"), "activation must be "),
-        (lambda w, x: AwqLinear(w, activations="int8")(x, residual=x[:, :16]), "takes no residual and no dtype"),
-        (lambda w, x: AwqLinear(w, activations="int8").plan((2, 32)), "has no plan"),
-        (lambda w, x: AwqLinear(w, activations="int8")(x[:, :16]), "K=16 in x is not K=32 in qweight"),
-        (lambda w, x: AwqLinear.concatenate([AwqLinear(w, activations="int8")]), "no activations of its own"),
+        (lambda w, x: AwqLinear(w, x_dtype="int4"), "x_dtype must be None, 'int8' or 'fp8', got 'int4'"),
+        (lambda w, x: AwqLinear(w, x_dtype="fp8", activation="silu"), "activation must be "),
+        (lambda w, x: AwqLinear(w, x_dtype="fp8")(x, dtype="float16"), "layer with x_dtype='fp8' takes no"),
+        (lambda w, x: AwqLinear(w, x_dtype="fp8").plan((2, 32)), "layer with x_dtype='fp8' has no plan"),
+        (lambda w, x: AwqLinear(w, x_dtype="int8", activation="silu"), "activation must be "),
+        (lambda w, x: AwqLinear(w, x_dtype="int8")(x, residual=x[:, :16]), "takes no residual and no dtype"),
+        (lambda w, x: AwqLinear(w, x_dtype="int8").plan((2, 32)), "has no plan"),
+        (lambda w, x: AwqLinear(w, x_dtype="int8")(x[:, :16]), "K=16 in x is not K=32 in qweight"),
+        (lambda w, x: AwqLinear.concatenate([AwqLinear(w, x_dtype="int8")]), "no x_dtype of its own"),
     ],
 )
 def test_what_a_layer_of_integers_does_not_take_is_named(act: Any, message: str) -> None:
@@ -456,8 +456,8 @@ def test_a_gated_layer_of_half_records_keeps_its_weight() -> None:
 
 def test_rows_that_overlap_are_not_read_where_they_are() -> None:
     row = np.zeros(64, np.float16)
-    assert not gpu.readable_rows(np.broadcast_to(row, (4, 64)))
-    assert not gpu.readable_rows(np.lib.stride_tricks.sliding_window_view(row, 32))
+    assert not arrays.readable_rows(np.broadcast_to(row, (4, 64)))
+    assert not arrays.readable_rows(np.lib.stride_tricks.sliding_window_view(row, 32))
 
 
 @pytest.mark.gpu

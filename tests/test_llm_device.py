@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_awq import AwqLinear, device, llm
+from cupy_awq import AwqLinear, llm
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.kernels.repack import Repacking
 from cupy_awq.llm import Config, LanguageModel, Sampling
-from cupy_awq.llm.device_ops import DeviceOps, Residual
-from cupy_awq.llm.host import HostOps
+from cupy_awq.llm.cuda_ops import DeviceOps, Residual
 from cupy_awq.llm.model import Model, build
-from cupy_awq.ops.repacking import RepackedWeight
-from cupy_awq.testing import random_weight
+from cupy_awq.llm.numpy_ops import HostOps
+from cupy_awq.ops.repack import RepackedWeight
+from cupy_awq.runtime import device
+from cupy_awq.tools.testing import random_weight
 from tests import llm_models, simt
 from tests.llm_models import FAMILIES, LLAMA, QWEN3
 
@@ -46,7 +47,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = SimpleNamespace(**functions, empty=empty, cuda=cuda, get_default_memory_pool=lambda: pool)
     monkeypatch.setitem(sys.modules, "cupy", stub)
     monkeypatch.setattr(device, "of", lambda _: device.nominal(90))
-    monkeypatch.setattr("cupy_awq.ops.gpu.zeroed", lambda nbytes: np.zeros(nbytes, np.uint8))
+    monkeypatch.setattr("cupy_awq.runtime.arrays.zeroed", lambda nbytes: np.zeros(nbytes, np.uint8))
 
 
 def simulated_logits(model: Model, ids: list[int], prompt: int) -> np.ndarray:
@@ -197,7 +198,7 @@ def test_a_replayed_graph_decodes_what_single_launches_do(
     pair: tuple[LanguageModel, LanguageModel], sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch of three lengths, twice; then with each step launched as it is."""
-    from cupy_awq.llm.device_ops import DeviceDecoder
+    from cupy_awq.llm.cuda_ops import DeviceDecoder
 
     _, model = pair
     graph = [model.generate(PROMPTS, max_tokens=30, sampling=sampling) for _ in range(2)]

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import llm
-from cupy_awq.llm import Config, Source, cache
-from cupy_awq.llm.host import HostOps
+from cupy_awq.llm import Config, Source
+from cupy_awq.llm import kv_cache as cache
 from cupy_awq.llm.model import Model, build
+from cupy_awq.llm.numpy_ops import HostOps
 from tests import llm_models
 from tests.llm_models import FAMILIES, LLAMA
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from cupy_awq import llm, reference
 from cupy_awq.checkpoint import CheckpointError, Module
 from cupy_awq.llm import Source, ak48, gguf
-from cupy_awq.llm.host import HostOps
 from cupy_awq.llm.model import build
+from cupy_awq.llm.numpy_ops import HostOps
 from tests import llm_models
 from tests.llm_models import LLAMA, QWEN3
 
@@ -50,7 +50,7 @@ def test_blocks_of_four_bits_carry_over_exactly(tmp_path: Path, kind: str, arch:
         assert isinstance(module, Module)
         weight = module.weight
         assert weight.group_size == 32
-        assert (weight.facts.zeros == "symmetric") == (kind == "Q4_0")
+        assert (weight.spec.zeros == "symmetric") == (kind == "Q4_0")
         w = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
         np.testing.assert_array_equal(w, values[name].T)
 

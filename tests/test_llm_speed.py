@@ -8,8 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from cupy_awq.__main__ import main
-from cupy_awq.llm import Config, speed
+from cupy_awq.llm import Config
+from cupy_awq.tools import bench_llm as speed
+from cupy_awq.tools.command_line import main
 
 TINY = Config("qwen3", 256, 512, 2, 4, 2, 64, 1000, 4096, 1e-6, 1e6, qk_norm=True)
 
@@ -30,8 +31,8 @@ def test_a_step_counts_every_byte_that_it_must_read() -> None:
 
 
 def test_random_weights_give_finite_and_different_logits() -> None:
-    from cupy_awq.llm.host import HostOps
     from cupy_awq.llm.model import build
+    from cupy_awq.llm.numpy_ops import HostOps
 
     model = build(speed.synthetic(TINY), HostOps(TINY))
     kv = model.ops.cache(1, 8)

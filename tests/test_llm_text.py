@@ -16,15 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_awq import llm, placement
-from cupy_awq.__main__ import main
+from cupy_awq import llm
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import LanguageModel, Sampling
-from cupy_awq.llm.cache import Cache
-from cupy_awq.llm.host import HostDecoder, HostOps
+from cupy_awq.llm.kv_cache import Cache
 from cupy_awq.llm.language_model import Writer
+from cupy_awq.llm.numpy_ops import HostDecoder, HostOps
 from cupy_awq.llm.sampling import choose, gumbel
 from cupy_awq.llm.tokenizer import Tokenizer
+from cupy_awq.runtime import placement
+from cupy_awq.tools.command_line import main
 from tests import llm_models
 
 PROMPTS = ["Hello", "Why is the sky blue?", "é"]

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupy_awq
-from cupy_awq import PackedWeight, device, reference
+from cupy_awq import PackedWeight, reference
 from cupy_awq.kernels.convert import Conversion
-from cupy_awq.ops import gpu
 from cupy_awq.packing import pack_int8
-from cupy_awq.testing import random_activations, random_weight
+from cupy_awq.runtime import arrays, device
+from cupy_awq.tools.testing import random_activations, random_weight
 from tests.backends import BACKENDS, runner
 from tests.products import FLOAT16, ZEROS, check_product, gemm, nan_like, put, tensors
 from tests.test_reference import float64_weight
@@ -130,7 +130,7 @@ def test_row_steps_lead_to_every_row_or_are_none(data: st.DataObject) -> None:
         a = a.swapaxes(0, 1)
     if data.draw(st.booleans()):
         a = np.broadcast_to(a, (2, *a.shape))
-    step = gpu.row_step(a)
+    step = arrays.row_step(a)
     starts = a.reshape(-1, a.shape[-1])[:, 0].tolist()
     contiguous = a.shape[-1] == 1 or a.strides[-1] == 4
     steps = {second - first for first, second in itertools.pairwise(starts)}

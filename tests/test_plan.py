@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import cupy_awq
-from cupy_awq.kernels.problem import WORKSPACE_BYTES
-from cupy_awq.ops import gpu, matmul
-from cupy_awq.testing import random_activations, random_weight
+from cupy_awq.ops import gemm as gemm_op
+from cupy_awq.runtime import workspace as workspaces
+from cupy_awq.runtime.workspace import WORKSPACE_BYTES
+from cupy_awq.tools.testing import random_activations, random_weight
 from tests.products import BFLOAT16, FLOAT16, check_product, gemm, nan_like, put
 from tests.test_reference import ACTIVATIONS
 
@@ -110,9 +111,9 @@ def test_only_plans_read_a_weight_early() -> None:
     weight, x = put(random_weight(rng, 4096, 1024, 128)), put(random_activations(rng, 1, 4096))
     plan = cupy_awq.plan(x, weight)
     assert (plan.kernel, constant(plan)) == ("gemm_sm90_raw", 1)
-    matmul._prepared.clear()
+    gemm_op._prepared.clear()
     gemm(x, weight)
-    (prepared,) = matmul._prepared.values()
+    (prepared,) = gemm_op._prepared.values()
     assert dict(prepared._launcher.plan.kernel.defines)["CONSTANT"] == 0
 
 
@@ -176,7 +177,7 @@ def test_functions_whose_first_call_is_captured() -> None:
     stream = cupy.cuda.Stream(non_blocking=True)  # one that has no workspace yet
     cupy.cuda.Device().synchronize()
     with stream:
-        dirty = cupy.full(gpu.COUNTER_BYTES + WORKSPACE_BYTES, 255, cupy.uint8)
+        dirty = cupy.full(workspaces.COUNTER_BYTES + WORKSPACE_BYTES, 255, cupy.uint8)
         del dirty  # what the stream's next allocation may get
         stream.begin_capture()
         gemm(x, on_gpu, out=out, split_k=4)

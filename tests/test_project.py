@@ -23,12 +23,11 @@ CUDA = ROOT / "cuda_src"
 # A module imports only from those before it. `x @ weight` is the one way up: the product of a weight is an operation.
 PEERS = ROOT / "tests" / "peers"
 ORDER = (
-    "check packing weight reference quantizer sources launch_plan placement device cache compile launch"
-    " kernels tuning select ops int8 linear checkpoint testing llm __init__ table timing compile_all demo"
-    " info bench bench_int8 tune __main__"
+    "check packing weight block_weight reference quantizer runtime kernels ops int8 linear checkpoint llm __init__"
+    " tools __main__"
 ).split()
-WAYS_UP = {("weight", "ops")}
-NO_CUPY = set("check packing weight reference sources launch_plan kernels tuning select checkpoint table".split())
+WAYS_UP = {("weight", "ops"), ("tools", "__main__")}
+NO_CUPY = set("check packing weight block_weight reference kernels checkpoint".split())
 
 TOP_LEVEL = {"pyproject.toml", "cupy_awq", "cuda_src", "tests", "README.md", "LICENSE", "CHANGELOG.md"}
 BUILT = {"build", "dist", "cupy_awq.egg-info"}  # what pip leaves, ignored by git

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_awq import reference
-from cupy_awq.testing import random_activations, random_weight, relative_error
+from cupy_awq.tools.testing import random_activations, random_weight, relative_error
 from cupy_awq.weight import PackedWeight
 
 GOLDEN = json.loads((Path(__file__).parent / "vectors.json").read_text(encoding="utf-8"))["awq_gemm_k8_n16_g4"]

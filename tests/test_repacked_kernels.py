@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq import select
+from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm_sm90 import layout as repacking
 from cupy_awq.kernels.gemm_sm90_large import GemmSm90Large
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.packing import unpack_int4
-from cupy_awq.testing import random_activations, random_weight
+from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
 from tests.backends import BACKENDS, HOPPER, LANDINGS, runner
 from tests.test_kernels import DTYPES, check_matmul, facts, families, repack, rounded_once
@@ -54,7 +54,7 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
     problem = replace(problem, wide_scales=data.draw(st.booleans()))
     here = facts(90, backend)
     configs = select.FAMILIES["gemm_sm90"].configs(problem, here)
-    ranked = sorted(configs, key=lambda config: (config.scaled, config.microseconds(problem, here)))
+    ranked = sorted(configs, key=lambda config: (config.scaled, config.estimate_us(problem, here)))
     config = data.draw(st.sampled_from(ranked[:20] + [config for config in ranked if config.scaled][:20]))
     pad = data.draw(st.sampled_from([0, 8]))
     check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)

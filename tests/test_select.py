@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupy_awq
-from cupy_awq import device, select
-from cupy_awq.kernels.problem import COUNTERS, WORKSPACE_BYTES, Problem
+from cupy_awq.kernels import select
+from cupy_awq.kernels.problem import Problem
+from cupy_awq.runtime import device
+from cupy_awq.runtime.workspace import COUNTERS, WORKSPACE_BYTES
 
 ARCHS = sorted(device.NOMINAL)
 

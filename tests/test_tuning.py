@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from cupy_awq import cache, device, placement, select, tune, tuning
+from cupy_awq.kernels import select
+from cupy_awq.kernels import tuned as tuning
 from cupy_awq.kernels.problem import Problem
+from cupy_awq.runtime import device, placement
+from cupy_awq.runtime import disk_cache as cache
+from cupy_awq.tools import autotune as tune
 
 A100 = device.nominal(80)
 PROBLEM = Problem(3, 4096, 4096, 128)
@@ -72,9 +76,9 @@ def test_a_measured_choice_serves_fewer_rows_unless_the_model_knows_of_a_much_fa
         problem = Problem(m, 12288, 4096, 128, repacked=True)
         choice = select.choose(problem, here)
         families = select.candidates(problem, here).values()
-        first = min(configs[0].microseconds(problem, here) for configs in families if not isinstance(configs, str))
+        first = min(configs[0].estimate_us(problem, here) for configs in families if not isinstance(configs, str))
         assert (tuning.label(choice.config) == shipped[str(tuning.rows(m))]) == measured
-        assert measured or choice.config.microseconds(problem, here) == first
+        assert measured or choice.config.estimate_us(problem, here) == first
 
 
 def test_a_measured_choice_that_is_not_legal_or_not_known_gives_way_to_the_model(folder: Path) -> None:

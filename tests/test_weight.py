@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cupy_awq import reference
-from cupy_awq.testing import random_activations, random_weight
+from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
 
 
@@ -66,7 +66,7 @@ def test_copies_and_pickles_compute_the_same(weight: PackedWeight) -> None:
     expected = reference.dequantize(weight.qweight, weight.scales, weight.qzeros)
     for twin in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
         np.testing.assert_array_equal(reference.dequantize(twin.qweight, twin.scales, twin.qzeros), expected)
-        assert twin.facts == weight.facts
+        assert twin.spec == weight.spec
 
 
 def test_matmul_operator_is_the_product_in_the_type_of_x(weight: PackedWeight) -> None:

@@ -11,7 +11,7 @@
 // Four warps take 16 queries each. Tiles of BLOCK_N keys and values go through two stages of shared memory; scores stay
 // in registers, and the accumulators of q . k are, rounded to X, the operand of the product with v.
 #include "llm/begin.cuh"
-#include "mma.cuh"
+#include "common/mma.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "ptx/griddepcontrol.cuh"
-#include "warp.cuh"
+#include "common/warp.cuh"
 
 // DEPENDENT (sm_90 and newer): the next kernel's blocks may take their places, and those before have written all.
 __device__ __forceinline__ void begin() {

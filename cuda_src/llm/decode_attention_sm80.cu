@@ -16,7 +16,7 @@
 //     heads take half the registers of 16. Lane (g, t) loads dims 8g .. 8g + 7 of 64 of the keys 2t, 2t + 1,
 //     2t + 8, 2t + 9, and row g of instruction j stands for dim 8g + 2j, row g + 8 for dim 8g + 2j + 1.
 #include "llm/decode.cuh"
-#include "mma.cuh"
+#include "common/mma.cuh"
 #include "ptx/ld.cuh"
 #include "ptx/prefetch.cuh"
 

@@ -16,7 +16,7 @@
 //
 // Programmatic dependent launch: the first of w is read before griddepcontrol.wait.
 #include "llm/begin.cuh"
-#include "mma.cuh"
+#include "common/mma.cuh"
 #include "ptx/ld.cuh"
 
 constexpr int kTiles = TILES;

@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cupy_awq import placement
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import autoawq, config, safetensors
 from cupy_awq.checkpoint.autoawq import Module, Tensor
 from cupy_awq.checkpoint.files import CheckpointError, read_object
 from cupy_awq.linear import AwqLinear
+from cupy_awq.runtime import placement
 from cupy_awq.weight import PackedWeight
 
 __all__ = ["Checkpoint", "CheckpointError", "Module", "Tensor", "load", "read"]
@@ -84,7 +84,7 @@ def load(path: str | os.PathLike[str], /, *, device: object = None) -> Checkpoin
         OSError: a file cannot be opened.
         TypeError, ValueError: ``path`` or ``device`` is not one.
 
-    >>> from cupy_awq.demo import SMOLLM2_MLP
+    >>> from cupy_awq.tools.demo import SMOLLM2_MLP
     >>> layers = load(SMOLLM2_MLP, device="cpu")
     >>> sorted(layers)[0], len(layers)
     ('model.layers.0.mlp.down_proj', 3)

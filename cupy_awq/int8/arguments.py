@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_awq import check
+from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.int8.weight import PackedConvWeight
 
 Pair = tuple[int, int]
 
@@ -95,13 +95,13 @@ def activation(value: Any) -> check.Activation:
     return form
 
 
-def packed(weight: Any) -> PackedConvWeight:
-    if not isinstance(weight, PackedConvWeight):
-        raise TypeError(f"weight must be a PackedConvWeight, got {type(weight).__name__}")
+def packed(weight: Any) -> BlockQuantizedWeight:
+    if not isinstance(weight, BlockQuantizedWeight):
+        raise TypeError(f"weight must be a BlockQuantizedWeight, got {type(weight).__name__}")
     return weight
 
 
-def floats(x: Array, weight: PackedConvWeight) -> None:
+def floats(x: Array, weight: BlockQuantizedWeight) -> None:
     """x lies where the weight does and holds floats."""
     where = check.device_id(x, "x")
     if where != weight.device:
@@ -139,7 +139,7 @@ def quantized(
     x_scale: Array,
     x_offset: Array | None,
     x_sums: Array,
-    weight: PackedConvWeight,
+    weight: BlockQuantizedWeight,
     block_size: Any,
     bias: Array | None,
     out: Array | None,
@@ -193,7 +193,7 @@ def quantized(
     return Quantized(m, n, k, block, dtype, row_scales)
 
 
-def fp8(x: Array, weight: PackedConvWeight, bias: Array | None, out: Array | None) -> Quantized:
+def fp8(x: Array, weight: BlockQuantizedWeight, bias: Array | None, out: Array | None) -> Quantized:
     """The sizes of a product of x, to be quantized to e4m3; its block is the weight's."""
     floats(x, weight)
     row_blocks(x, None)

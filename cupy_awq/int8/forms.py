@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms of a weight that kernels read, made of a `PackedConvWeight` by its own array library."""
+"""The forms of a weight that kernels read, made of a `BlockQuantizedWeight` by its own array library."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.int8.weight import PackedConvWeight
 from cupy_awq.kernels.conv2d import UNIT
 from cupy_awq.kernels.conv2d_sm90 import CHUNK, TILE_CO, co_tiles, parameter_groups
 from cupy_awq.kernels.int8 import BLOCK_K, PAD_N, RECORD_N, STEP_K
@@ -34,8 +34,8 @@ def in_blocks(xq: Array, x_scale: Array, x_offset: Array | None, block: int) -> 
     return scale, offset, sums
 
 
-def product_codes(weight: PackedConvWeight, fp8: bool = False) -> Array:
-    """The codes of a 1x1 weight as the kernels of the integer product want them: see gemm_int8.cuh."""
+def product_codes(weight: BlockQuantizedWeight, fp8: bool = False) -> Array:
+    """The codes of a 1x1 weight as the kernels of the integer product want them: see int8/gemm_int8.cuh."""
     if ("product", fp8) not in weight.prepared:
         n, _, _, k = weight.shape
         xp = namespace(weight.codes)
@@ -49,7 +49,7 @@ def product_codes(weight: PackedConvWeight, fp8: bool = False) -> Array:
     return weight.prepared["product", fp8]
 
 
-def product_parameters(weight: PackedConvWeight, block: int, fp8: bool = False) -> Array:
+def product_parameters(weight: BlockQuantizedWeight, block: int, fp8: bool = False) -> Array:
     """Scale, offset, and sum of the codes times scale, float32 [3, blocks of x, N padded]; without the sum for e4m3."""
     if ("parameters", block, fp8) not in weight.prepared:
         n = weight.shape[0]
@@ -67,7 +67,7 @@ def product_parameters(weight: PackedConvWeight, block: int, fp8: bool = False) 
     return weight.prepared["parameters", block, fp8]
 
 
-def _of_blocks(weight: PackedConvWeight, block: int) -> tuple[Array, Array | None, Array]:
+def _of_blocks(weight: BlockQuantizedWeight, block: int) -> tuple[Array, Array | None, Array]:
     """Scale and offset, float32, and sums of the signed codes, int64, of a 1x1 weight: each [blocks of x, N]."""
     n, _, _, k = weight.shape
     xp = namespace(weight.codes)
@@ -80,7 +80,7 @@ def _of_blocks(weight: PackedConvWeight, block: int) -> tuple[Array, Array | Non
     return scale, offset, xp.stack(sums)
 
 
-def whole_zeros(weight: PackedConvWeight) -> Array | None:
+def whole_zeros(weight: BlockQuantizedWeight) -> Array | None:
     """Offsets / scales, int8 [N, blocks], where all are whole and the codes have room for them, as of AWQ; or None.
 
     (code + zero) * scale is then the value, and code + zero lies within -16 .. 15, which e4m3 has, too.
@@ -96,7 +96,7 @@ def whole_zeros(weight: PackedConvWeight) -> Array | None:
     return weight.prepared["zeros"]
 
 
-def byte_codes(weight: PackedConvWeight, fp8: bool = False) -> Array:
+def byte_codes(weight: BlockQuantizedWeight, fp8: bool = False) -> Array:
     """The codes of a 1x1 weight with their whole zeros, [N, K]: int8, or the bits of e4m3."""
     if ("bytes", fp8) not in weight.prepared:
         n, _, _, k = weight.shape
@@ -110,8 +110,8 @@ def byte_codes(weight: PackedConvWeight, fp8: bool = False) -> Array:
     return weight.prepared["bytes", fp8]
 
 
-def tile_parameters(weight: PackedConvWeight, block: int, x_offset: bool) -> Array:
-    """What belongs to `byte_codes`, float32 [tiles, steps, parameters]: see gemm_int8_sm90.cu."""
+def tile_parameters(weight: BlockQuantizedWeight, block: int, x_offset: bool) -> Array:
+    """What belongs to `byte_codes`, float32 [tiles, steps, parameters]: see int8/gemm_int8_sm90.cu."""
     key = "tiles", block, x_offset
     if key not in weight.prepared:
         n, _, _, k = weight.shape
@@ -139,12 +139,12 @@ def tile_parameters(weight: PackedConvWeight, block: int, x_offset: bool) -> Arr
     return weight.prepared[key]
 
 
-def simt_codes(weight: PackedConvWeight) -> Array:
+def simt_codes(weight: BlockQuantizedWeight) -> Array:
     """The codes, one a byte, contiguous."""
     return namespace(weight.codes).ascontiguousarray(weight.codes)
 
 
-def simt_parameters(weight: PackedConvWeight) -> Array:
+def simt_parameters(weight: BlockQuantizedWeight) -> Array:
     """Scale and offset, float32 [2, Co, blocks]."""
     if "simt" not in weight.prepared:
         scale = weight.scale.astype(np.float32)
@@ -153,8 +153,8 @@ def simt_parameters(weight: PackedConvWeight) -> Array:
     return weight.prepared["simt"]
 
 
-def unit_words(weight: PackedConvWeight) -> Array:
-    """The codes in units of 8 channels, for conv2d_sm80.cu: int32 [Co, Kh * Kw, units * 1 or 2]."""
+def unit_words(weight: BlockQuantizedWeight) -> Array:
+    """The codes in units of 8 channels, for conv2d/conv2d_sm80.cu: int32 [Co, Kh * Kw, units * 1 or 2]."""
     if "units" not in weight.prepared:
         co, kh, kw, ci = weight.shape
         xp = namespace(weight.codes)
@@ -165,7 +165,7 @@ def unit_words(weight: PackedConvWeight) -> Array:
     return weight.prepared["units"]
 
 
-def rounded(weight: PackedConvWeight, dtype: np.dtype[Any]) -> tuple[Array, Array | None]:
+def rounded(weight: BlockQuantizedWeight, dtype: np.dtype[Any]) -> tuple[Array, Array | None]:
     """Scale and offset in the type of x."""
     if ("rounded", dtype.name) not in weight.prepared:
         xp = namespace(weight.codes)
@@ -176,8 +176,8 @@ def rounded(weight: PackedConvWeight, dtype: np.dtype[Any]) -> tuple[Array, Arra
     return scale, offset
 
 
-def hopper_codes(weight: PackedConvWeight) -> Array:
-    """The codes in the order of conv2d_sm90.cu."""
+def hopper_codes(weight: BlockQuantizedWeight) -> Array:
+    """The codes in the order of `conv2d/conv2d_sm90.cu."""
     if "hopper" not in weight.prepared:
         co, kh, kw, ci = weight.shape
         xp = namespace(weight.codes)
@@ -198,8 +198,8 @@ def hopper_codes(weight: PackedConvWeight) -> Array:
     return weight.prepared["hopper"]
 
 
-def hopper_parameters(weight: PackedConvWeight, dtype: np.dtype[Any]) -> Array:
-    """Scale and offset in the type of x, in the order of conv2d_sm90.cu: [chunks, tiles, groups, 64, 2]."""
+def hopper_parameters(weight: BlockQuantizedWeight, dtype: np.dtype[Any]) -> Array:
+    """Scale and offset in the type of x, in the order of `conv2d/conv2d_sm90.cu: [chunks, tiles, groups, 64, 2]."""
     if ("hopper", dtype.name) not in weight.prepared:
         co, _, _, ci = weight.shape
         xp = namespace(weight.codes)
@@ -216,8 +216,8 @@ def hopper_parameters(weight: PackedConvWeight, dtype: np.dtype[Any]) -> Array:
     return weight.prepared["hopper", dtype.name]
 
 
-def dense(weight: PackedConvWeight, dtype: np.dtype[Any]) -> Array:
-    """The values in the type of x, in the order of conv2d_sm90_large.cu, as uint16: [chunks, taps, tiles, 64, 64]."""
+def dense(weight: BlockQuantizedWeight, dtype: np.dtype[Any]) -> Array:
+    """Values in the type of x in the order of `conv2d/conv2d_sm90_large.cu`: uint16 [chunks, taps, tiles, 64, 64]."""
     if ("dense", dtype.name) not in weight.prepared:
         co, kh, kw, ci = weight.shape
         xp = namespace(weight.codes)

@@ -11,15 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import check, device, placement
+from cupy_awq import check
+from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.int8 import forms
 from cupy_awq.int8.arguments import Geometry, Quantized
-from cupy_awq.int8.weight import PackedConvWeight
 from cupy_awq.kernels import conv2d as conv2d_kernels
 from cupy_awq.kernels import conv2d_sm90, conv2d_sm90_large, int8
-from cupy_awq.launch_plan import LaunchPlan
-from cupy_awq.ops.gpu import COUNTER_BYTES, address, launcher, row_step, views, workspace
+from cupy_awq.runtime import device, placement
+from cupy_awq.runtime.arrays import address, row_step, views
+from cupy_awq.runtime.launch import launcher
+from cupy_awq.runtime.launch_plan import LaunchPlan
+from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace
 
 ConvolutionConfig = (
     conv2d_sm90_large.LargeConfig | conv2d_sm90.Config | conv2d_kernels.MmaConfig | conv2d_kernels.SimtConfig
@@ -66,7 +69,7 @@ def gemm(
     x_scale: Array,
     x_offset: Array | None,
     x_sums: Array,
-    weight: PackedConvWeight,
+    weight: BlockQuantizedWeight,
     facts: Quantized,
     bias: Array | None,
     form: check.Activation,
@@ -119,7 +122,7 @@ def gemm(
         return _into(out, y)
 
 
-def check_fp8(weight: PackedConvWeight) -> None:
+def check_fp8(weight: BlockQuantizedWeight) -> None:
     """A ValueError that says why its GPU cannot multiply e4m3 by a weight, if it cannot."""
     if weight.device != check.HOST:
         reason = int8.refuse_fp8(weight.block_size, weight.shape[3], device.of(weight.device))
@@ -129,7 +132,7 @@ def check_fp8(weight: PackedConvWeight) -> None:
 
 def linear_fp8(
     x: Array,
-    weight: PackedConvWeight,
+    weight: BlockQuantizedWeight,
     facts: Quantized,
     bias: Array | None,
     form: check.Activation,
@@ -167,7 +170,12 @@ def _planned(config: int8.Config, problem: int8.IntegerProduct, here: device.Dev
 
 
 def conv2d(
-    x: Array, weight: PackedConvWeight, sizes: Geometry, bias: Array | None, form: check.Activation, out: Array | None
+    x: Array,
+    weight: BlockQuantizedWeight,
+    sizes: Geometry,
+    bias: Array | None,
+    form: check.Activation,
+    out: Array | None,
 ) -> Array:
     """As `cupy_awq.int8.conv2d`."""
     with placement.on(weight.device):
@@ -209,7 +217,7 @@ def chosen_convolution(
     found = [config for family in families for config in family.configs(problem, here)]
     config: ConvolutionConfig
     if found:
-        config = min(found, key=lambda config: config.microseconds(problem, here))
+        config = min(found, key=lambda config: config.estimate_us(problem, here))
     else:
         config = conv2d_kernels.choose(problem, here)
     return config, config.plan(problem, here)
@@ -242,7 +250,7 @@ def conv2d_int8(
 
 
 def _convolution(
-    x: Array, weight: PackedConvWeight, sizes: Geometry, bias: Array | None, form: check.Activation, y: Array
+    x: Array, weight: BlockQuantizedWeight, sizes: Geometry, bias: Array | None, form: check.Activation, y: Array
 ) -> conv2d_kernels.Convolution:
     return conv2d_kernels.Convolution(
         _sizes(sizes),
@@ -314,7 +322,7 @@ def _into(out: Array | None, y: Array) -> Array:
 
 
 @contextmanager
-def _lasting(weight: PackedConvWeight) -> Iterator[None]:
+def _lasting(weight: BlockQuantizedWeight) -> Iterator[None]:
     """Around the making of forms: other streams may use them next, so a new one is complete on leaving."""
     import cupy
 

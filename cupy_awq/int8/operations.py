@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from cupy_awq import check
+from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import HOST, Array
 from cupy_awq.int8 import arguments, forms, gpu, reference
-from cupy_awq.int8.weight import PackedConvWeight
 
 
 def quantize_activations(
@@ -56,7 +56,7 @@ def gemm_int8(
     x_scale: Array,
     x_offset: Array | None,
     x_sums: Array,
-    weight: PackedConvWeight,
+    weight: BlockQuantizedWeight,
     /,
     *,
     block_size: int | None = None,
@@ -84,7 +84,7 @@ def gemm_int8(
 
     Source of the formula: MNN's DequantAndAcc.
 
-    >>> weight = PackedConvWeight(np.full((1, 1, 1, 4), 9, np.uint8), np.full((1, 1), 0.5, np.float32), None)
+    >>> weight = BlockQuantizedWeight(np.full((1, 1, 1, 4), 9, np.uint8), np.full((1, 1), 0.5, np.float32), None)
     >>> gemm_int8(*quantize_activations(np.array([[1, 2, 3, 4]], np.float32)), weight)
     array([[5.]], dtype=float32)
     """
@@ -104,7 +104,7 @@ def gemm_int8(
 
 def linear_int8(
     x: Array,
-    weight: PackedConvWeight,
+    weight: BlockQuantizedWeight,
     /,
     *,
     bias: Array | None = None,
@@ -129,7 +129,7 @@ def linear_int8(
     Raises:
         TypeError, ValueError: an argument that does not fit; the message names it.
 
-    >>> weight = PackedConvWeight(np.full((1, 1, 1, 4), 9, np.uint8), np.full((1, 1), 0.5, np.float32), None)
+    >>> weight = BlockQuantizedWeight(np.full((1, 1, 1, 4), 9, np.uint8), np.full((1, 1), 0.5, np.float32), None)
     >>> linear_int8(np.array([[127, 2, 3, 4]], np.float16), weight)
     array([[68.]], dtype=float16)
     """
@@ -147,7 +147,7 @@ def linear_int8(
 
 def linear_fp8(
     x: Array,
-    weight: PackedConvWeight,
+    weight: BlockQuantizedWeight,
     /,
     *,
     bias: Array | None = None,
@@ -178,7 +178,7 @@ def linear_fp8(
     Raises:
         TypeError, ValueError: an argument that does not fit, or a GPU; the message names it.
 
-    >>> weight = PackedConvWeight(np.full((1, 1, 1, 4), 9, np.uint8), np.full((1, 1), 0.5, np.float32), None)
+    >>> weight = BlockQuantizedWeight(np.full((1, 1, 1, 4), 9, np.uint8), np.full((1, 1), 0.5, np.float32), None)
     >>> linear_fp8(np.array([[448, 17, 3, 4]], np.float16), weight)  # 17 lies half-way between 16 and 18
     array([[235.5]], dtype=float16)
     """
@@ -194,7 +194,7 @@ def linear_fp8(
 
 def conv2d(
     x: Array,
-    weight: PackedConvWeight,
+    weight: BlockQuantizedWeight,
     /,
     *,
     bias: Array | None = None,
@@ -231,7 +231,7 @@ def conv2d(
     Raises:
         TypeError, ValueError: an argument that does not fit; the message names it.
 
-    >>> weight = PackedConvWeight(np.full((1, 3, 3, 1), 9, np.uint8), np.ones((1, 1), np.float32), None)
+    >>> weight = BlockQuantizedWeight(np.full((1, 3, 3, 1), 9, np.uint8), np.ones((1, 1), np.float32), None)
     >>> conv2d(np.ones((1, 1, 3, 3), np.float32), weight, padding=1)[0, 0]
     array([[4., 6., 4.],
            [6., 9., 6.],

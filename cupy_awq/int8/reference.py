@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq import check
+from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.int8.arguments import Geometry, Quantized
-from cupy_awq.int8.weight import PackedConvWeight
 from cupy_awq.reference import _round
 
 Array = npt.NDArray[Any]
@@ -73,7 +73,7 @@ def quantize_fp8(x: Array, unit: int) -> tuple[Array, Array, Array]:
 
 
 def linear_fp8(
-    x: Array, weight: PackedConvWeight, facts: Quantized, bias: Array | None, form: check.Activation, out: Array
+    x: Array, weight: BlockQuantizedWeight, facts: Quantized, bias: Array | None, form: check.Activation, out: Array
 ) -> Array:
     """As `cupy_awq.int8.linear_fp8`, in float64 but for the codes."""
     codes, scale, sums = quantize_fp8(x, facts.block)
@@ -86,7 +86,7 @@ def gemm(
     x_scale: Array,
     x_offset: Array | None,
     x_sums: Array,
-    weight: PackedConvWeight,
+    weight: BlockQuantizedWeight,
     facts: Quantized,
     bias: Array | None,
     form: check.Activation,
@@ -115,7 +115,7 @@ def gemm(
 
 
 def conv2d(
-    x: Array, weight: PackedConvWeight, sizes: Geometry, bias: Array | None, form: check.Activation, out: Array
+    x: Array, weight: BlockQuantizedWeight, sizes: Geometry, bias: Array | None, form: check.Activation, out: Array
 ) -> Array:
     """As `cupy_awq.int8.conv2d`, in float64."""
     codes = weight.codes.astype(np.float64) - 2.0 ** (weight.bits - 1)

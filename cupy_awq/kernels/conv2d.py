@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupy_awq.device import Device
-from cupy_awq.kernels.problem import ACTIVATIONS, COUNTERS, TYPES, WORKSPACE_BYTES, ceil_div, split_counts
-from cupy_awq.launch_plan import Argument, Kernel, LaunchPlan
+from cupy_awq.kernels.problem import ACTIVATIONS, TYPES, ceil_div, split_counts
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
+from cupy_awq.runtime.workspace import COUNTERS, WORKSPACE_BYTES
 
 THREADS = 256
 UNIT = 8
@@ -107,7 +108,7 @@ class SimtConfig:
 
     def plan(self, problem: Convolution, device: Device) -> LaunchPlan:
         defines = (*problem.defines(), ("ZERO", 1 << (problem.bits - 1)), ("THREADS", THREADS))
-        kernel = Kernel("conv2d_simt.cu", "conv2d_simt", defines, device.target)
+        kernel = Kernel("conv2d/conv2d_simt.cu", "conv2d_simt", defines, device.target)
         pointers = ("x", "codes", "parameters", "bias", "y")
         arguments = (*pointers, *problem.scalars(4, problem.block))
         return LaunchPlan(kernel, _outputs_grid(problem.sizes), (THREADS, 1, 1), arguments)
@@ -153,7 +154,7 @@ class MmaConfig:
             ("STAGES", self.stages),
             ("EVEN", int(problem.y_aligned and problem.sizes.outputs % 2 == 0)),
         )
-        kernel = Kernel("conv2d_sm80.cu", "conv2d_sm80", defines, device.target)
+        kernel = Kernel("conv2d/conv2d_sm80.cu", "conv2d_sm80", defines, device.target)
         block = ceil_div(min(problem.block, problem.sizes.channels), UNIT)
         pointers = ("x", "codes", "scales", "offsets", "bias", "y", "partials", "counters")
         threads = 32 * self.warps_m * self.warps_n
@@ -229,7 +230,7 @@ def int8_plan(
     sizes: Sizes, strides: tuple[int, int, int, int], nhwc: bool, x_zero: int, limits: tuple[int, int], device: Device
 ) -> LaunchPlan:
     """The convolution of int8 with int8."""
-    kernel = Kernel("conv2d_int8.cu", "conv2d_int8", (("NHWC", int(nhwc)), ("THREADS", THREADS)), device.target)
+    kernel = Kernel("conv2d/conv2d_int8.cu", "conv2d_int8", (("NHWC", int(nhwc)), ("THREADS", THREADS)), device.target)
     pointers = ("x", "codes", "fused", "multiplier", "y")
     numbers: tuple[Argument, ...] = (*map(np.int64, strides), np.int32(x_zero), *map(np.int32, sizes))
     arguments = (*pointers, *numbers, *map(np.float32, limits))

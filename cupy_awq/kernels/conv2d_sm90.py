@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupy_awq.device import Device
 from cupy_awq.kernels import conv2d
 from cupy_awq.kernels.conv2d import Convolution, Sizes
 from cupy_awq.kernels.problem import ceil_div
-from cupy_awq.launch_plan import Kernel, LaunchPlan, TensorMap
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
 TILE_CO = 64
 """Outputs of a warpgroup."""
@@ -187,7 +187,7 @@ class Config:
         numbers = (*counts, sizes.kernel_h, sizes.kernel_w, image.out_h, image.out_w, *sizes[10:])
         x = x_map(problem, 1, box_h, box_w)
         return LaunchPlan(
-            Kernel("conv2d_sm90.cu", "conv2d_sm90", defines, device.target),
+            Kernel("conv2d/conv2d_sm90.cu", "conv2d_sm90", defines, device.target),
             (self.tiles(problem) * self.splits, 1, 1),
             (self.threads, 1, 1),
             ("codes", "parameters", "bias", "y", x, *map(np.int32, numbers), *map(np.float32, problem.limits)),
@@ -196,7 +196,7 @@ class Config:
             dependent=True,
         )
 
-    def microseconds(self, problem: Convolution, device: Device) -> float:
+    def estimate_us(self, problem: Convolution, device: Device) -> float:
         """The larger of the busiest multiprocessor's work and of the traffic, and a part of the other.
 
         Fitted to 151 times on an H100: 15% off (root mean square), and its first choice took 1.02 times as long as the

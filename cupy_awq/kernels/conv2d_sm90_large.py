@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cupy_awq.device import Device
 from cupy_awq.kernels import conv2d_sm90
 from cupy_awq.kernels.conv2d import Convolution, Sizes
 from cupy_awq.kernels.conv2d_sm90 import (
@@ -27,7 +26,8 @@ from cupy_awq.kernels.conv2d_sm90 import (
     x_map,
 )
 from cupy_awq.kernels.problem import ceil_div
-from cupy_awq.launch_plan import Kernel, LaunchPlan
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 LEAST_PIXELS = 256
 """Of y, for which weights are dequantized to memory."""
@@ -122,7 +122,7 @@ class LargeConfig:
         blocks = tiles if self.splits > 1 else min(tiles, device.sm_count)
         x = x_map(problem, images, box_h, box_w)
         return LaunchPlan(
-            Kernel("conv2d_sm90_large.cu", "conv2d_sm90_large", defines, device.target),
+            Kernel("conv2d/conv2d_sm90_large.cu", "conv2d_sm90_large", defines, device.target),
             (blocks * self.splits, 1, 1),
             (WARPGROUPS * 128 + 32, 1, 1),
             ("weight", "bias", "y", x, *map(np.int32, numbers), *map(np.float32, problem.limits)),
@@ -131,7 +131,7 @@ class LargeConfig:
             dependent=True,
         )
 
-    def microseconds(self, problem: Convolution, device: Device) -> float:
+    def estimate_us(self, problem: Convolution, device: Device) -> float:
         """The larger of the busiest multiprocessor's work and of the traffic, and a part of the other.
 
         Fitted to 600 times on an H100, of 30 layers of ResNet-50 and others: 8% off (root mean square), and its first

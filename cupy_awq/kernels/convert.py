@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.device import Device
 from cupy_awq.kernels.problem import PTX_ARCH, ceil_div
-from cupy_awq.launch_plan import Kernel, LaunchPlan
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 THREADS = 256
 
@@ -32,6 +32,6 @@ class Conversion:
             ("PTX_PATH", int(device.arch >= PTX_ARCH)),
             ("THREADS", THREADS),
         )
-        kernel = Kernel("convert.cu", self.entry, defines, device.target)
+        kernel = Kernel("dequant/convert.cu", self.entry, defines, device.target)
         arguments = ("words", "out", np.int64(self.count))
         return LaunchPlan(kernel, (ceil_div(self.count, THREADS), 1, 1), (THREADS, 1, 1), arguments)

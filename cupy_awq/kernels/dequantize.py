@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.device import Device
 from cupy_awq.kernels.problem import PTX_ARCH, TYPES, ZEROS, ceil_div
-from cupy_awq.launch_plan import Argument, Kernel, LaunchPlan
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 ROWS, THREADS = 4, 128
 
@@ -41,6 +41,6 @@ class Dequantization:
         )
         sizes = (self.k, self.n, self.group_size, *self.strides)
         arguments: tuple[Argument, ...] = ("qweight", "scales", "qzeros", "out", *map(np.int32, sizes))
-        kernel = Kernel("dequantize.cu", "dequantize", defines, device.target)
+        kernel = Kernel("dequant/dequantize.cu", "dequantize", defines, device.target)
         grid = (ceil_div(self.k, ROWS) * ceil_div(self.n // 8, THREADS), 1, 1)
         return LaunchPlan(kernel, grid, (THREADS, 1, 1), arguments)

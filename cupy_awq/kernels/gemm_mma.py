@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_awq.device import Device
 from cupy_awq.kernels import problem as common
 from cupy_awq.kernels.problem import Problem, ceil_div
-from cupy_awq.launch_plan import LaunchPlan
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import LaunchPlan
 
 BLOCK_K = 64
 STEP_K = 16
@@ -42,10 +42,10 @@ class GemmMmaConfig:
             ("GROUP_IN_TILE", int(problem.group_size % BLOCK_K != 0)),
         )
         grid = (ceil_div(problem.m, self.block_m), ceil_div(problem.n, self.block_n), self.splits)
-        source = f"{self.name}.cu"
+        source = f"gemm/{self.name}.cu"
         return common.plan(source, self.name, defines, problem, device, grid, self.warps * 32, self.shared_bytes)
 
-    def microseconds(self, problem: Problem, device: Device) -> float:
+    def estimate_us(self, problem: Problem, device: Device) -> float:
         tiles_k = ceil_div(ceil_div(problem.k, BLOCK_K), self.splits)
         blocks = ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n) * self.splits
         fit = device.shared_bytes_per_sm // (self.shared_bytes + 1024), 65536 // (self._registers * self.warps * 32)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_awq.device import Device
 from cupy_awq.kernels import problem as common
 from cupy_awq.kernels.problem import Problem, ceil_div
-from cupy_awq.launch_plan import LaunchPlan
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import LaunchPlan
 
 BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 64, 64, 16, 256
 
@@ -19,9 +19,9 @@ class GemmSimtConfig:
 
     def plan(self, problem: Problem, device: Device) -> LaunchPlan:
         grid = (ceil_div(problem.m, BLOCK_M), ceil_div(problem.n, BLOCK_N), self.splits)
-        return common.plan("gemm_simt.cu", "gemm_simt", (), problem, device, grid, THREADS)
+        return common.plan("gemm/gemm_simt.cu", "gemm_simt", (), problem, device, grid, THREADS)
 
-    def microseconds(self, problem: Problem, device: Device) -> float:
+    def estimate_us(self, problem: Problem, device: Device) -> float:
         blocks = ceil_div(problem.m, BLOCK_M) * ceil_div(problem.n, BLOCK_N) * self.splits
         # 1.1 us for a block's step of 16 rows, measured on an H200; blocks on one SM share its lanes.
         steps = ceil_div(ceil_div(problem.k, BLOCK_K), self.splits)

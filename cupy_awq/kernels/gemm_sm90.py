@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cupy_awq.device import Device
 from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
 from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K, Repacking
-from cupy_awq.launch_plan import Argument, Kernel, LaunchPlan, TensorMap
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan, TensorMap
 
 WGMMA, MMA = "gemm_sm90", "gemm_sm90_mma"
 MAX_BLOCK_M = 128
@@ -171,7 +171,7 @@ class GemmSm90Config:
         scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, problem.eps, *factors)))
         ends = ("h", "norm", "squares", "before", "inverse") if problem.stream else ()
         return LaunchPlan(
-            Kernel(f"{self.name}.cu", self.name, defines, device.target),
+            Kernel(f"gemm/{self.name}.cu", self.name, defines, device.target),
             self._launched(problem, device),
             (self.threads(problem), 1, 1),
             ("weight", "bias", "residual", "y", *ends, x, *scalars),
@@ -180,12 +180,12 @@ class GemmSm90Config:
             dependent=True,
         )
 
-    def microseconds(self, problem: Problem, device: Device) -> float:
+    def estimate_us(self, problem: Problem, device: Device) -> float:
         if self.block_m <= MMA_MAX_ROWS:
-            return self._few_rows_microseconds(problem, device)
-        return self._many_rows_microseconds(problem, device)
+            return self._few_rows_estimate_us(problem, device)
+        return self._many_rows_estimate_us(problem, device)
 
-    def _few_rows_microseconds(self, problem: Problem, device: Device) -> float:
+    def _few_rows_estimate_us(self, problem: Problem, device: Device) -> float:
         """The launch, what goes on side by side, and what no kernel before could do ahead.
 
         While a kernel ends, the next one's blocks begin where there is room for them, each with as much of the weight
@@ -217,7 +217,7 @@ class GemmSm90Config:
         free = self._places(problem, device) / math.prod(self._launched(problem, device)) - 1
         return 1 - min(1.0, max(0.0, free))
 
-    def _many_rows_microseconds(self, problem: Problem, device: Device) -> float:
+    def _many_rows_estimate_us(self, problem: Problem, device: Device) -> float:
         """The larger of the stream and of the work on it, and what does not overlap.
 
         Fitted to 4902 times of 39 shapes with 32 to 128 rows on an H100, group sizes 32, 64 and 128: 8% off (root mean

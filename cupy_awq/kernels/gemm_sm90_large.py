@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cupy_awq.device import Device
 from cupy_awq.kernels.gemm_sm90 import layout, powered, split_scales, unfit, x_map
 from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K
-from cupy_awq.launch_plan import Kernel, LaunchPlan
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 SHARED_BYTES = 232448
 """That a block of sm_90 can have."""
@@ -88,7 +88,7 @@ class GemmSm90LargeConfig:
         factors = (*problem.limits, 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent)
         scalars = (*(np.int32(size) for size in sizes), *(np.float32(factor) for factor in factors))
         return LaunchPlan(
-            Kernel("gemm_sm90_large.cu", "gemm_sm90_large", defines, device.target),
+            Kernel("gemm/gemm_sm90_large.cu", "gemm_sm90_large", defines, device.target),
             (self.blocks, 1, 1),
             (128 * (self.warpgroups + 1), 1, 1),
             ("weight", "bias", "residual", "y", "partials", "counters", x, *scalars),
@@ -97,7 +97,7 @@ class GemmSm90LargeConfig:
             dependent=True,
         )
 
-    def microseconds(self, problem: Problem, device: Device) -> float:
+    def estimate_us(self, problem: Problem, device: Device) -> float:
         """The steps of the busiest cluster, and what sharing takes.
 
         Fitted to 21 problems from 64 to 4096 rows on an H100, then to 52 from 256 rows on: 5% off (root mean square),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.device import Device
 from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
-from cupy_awq.launch_plan import Kernel, LaunchPlan, TensorMap
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
 ARCH = 90
 MAX_ROWS = 16
@@ -96,7 +96,7 @@ class GemmSm90RawConfig:
         steps = (strides.scales, strides.qzeros, strides.residual, strides.y)
         scalars = (*map(np.int32, (*sizes, *steps)), *map(np.float32, problem.limits))
         return LaunchPlan(
-            Kernel("gemm_sm90_raw.cu", "gemm_sm90_raw", defines, device.target),
+            Kernel("gemm/gemm_sm90_raw.cu", "gemm_sm90_raw", defines, device.target),
             (self.blocks(problem), 1, 1),
             (self.warps * 32, 1, 1),
             ("scales", "qzeros", "bias", "residual", "y", words, x, *scalars),
@@ -105,7 +105,7 @@ class GemmSm90RawConfig:
             dependent=True,
         )
 
-    def microseconds(self, problem: Problem, device: Device) -> float:
+    def estimate_us(self, problem: Problem, device: Device) -> float:
         """The launch, and a smooth maximum of the stream, of a warp's steps and of a multiprocessor's.
 
         The next launch fills what this one leaves free, so that a multiprocessor's work is the mean of all. Fitted to

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_awq.device import Device
 from cupy_awq.kernels import problem as common
 from cupy_awq.kernels.problem import Problem, ceil_div
-from cupy_awq.launch_plan import LaunchPlan
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import LaunchPlan
 
 MAX_ROWS = 16
 LANES = 16
@@ -39,9 +39,9 @@ class GemvConfig:
             ("CHUNK", self.chunk),
         )
         grid = (ceil_div(problem.n, BLOCK_N), self.splits, 1)
-        return common.plan("gemv.cu", "gemv", defines, problem, device, grid, THREADS)
+        return common.plan("gemm/gemv.cu", "gemv", defines, problem, device, grid, THREADS)
 
-    def microseconds(self, problem: Problem, device: Device) -> float:
+    def estimate_us(self, problem: Problem, device: Device) -> float:
         blocks = ceil_div(problem.n, BLOCK_N) * self.splits
         per_sm = 65536 // (REGISTERS[self.rows] * THREADS)
         full_waves = ceil_div(blocks, device.sm_count * per_sm) - 1

@@ -7,9 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cupy_awq.device import Device
-from cupy_awq.kernels.problem import COUNTERS, WORKSPACE_BYTES, ceil_div, split_counts
-from cupy_awq.launch_plan import Kernel, LaunchPlan
+from cupy_awq.kernels.problem import ceil_div, split_counts
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+from cupy_awq.runtime.workspace import COUNTERS, WORKSPACE_BYTES
 
 if TYPE_CHECKING:
     from cupy_awq.kernels.int8 import IntegerProduct
@@ -36,11 +37,11 @@ class GemvInt8Config:
             ("WARPS", WARPS),
             ("DEPTH", (16 if self.rows == 2 else 8) // problem.bits),
         )
-        kernel = Kernel("gemv_int8.cu", "gemv_int8", defines, device.target)
+        kernel = Kernel("int8/gemv_int8.cu", "gemv_int8", defines, device.target)
         grid = (ceil_div(problem.n, COLUMNS), 1, self.splits)
         return LaunchPlan(kernel, grid, (32 * WARPS, 1, 1), problem.arguments(), dependent=device.arch >= 90)
 
-    def microseconds(self, problem: IntegerProduct, device: Device) -> float:
+    def estimate_us(self, problem: IntegerProduct, device: Device) -> float:
         """A start, and what each multiprocessor copies and multiplies; splits add an exchange to each block.
 
         Fitted to 97 times on an H100: 10% off (root mean square).
@@ -73,4 +74,4 @@ def configs(problem: IntegerProduct) -> list[GemvInt8Config]:
 
 
 def choose(problem: IntegerProduct, device: Device) -> GemvInt8Config:
-    return min(configs(problem), key=lambda config: config.microseconds(problem, device))
+    return min(configs(problem), key=lambda config: config.estimate_us(problem, device))

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cupy_awq.device import Device
 from cupy_awq.kernels import gemv_int8
 from cupy_awq.kernels.gemv_int8 import GemvInt8Config
 from cupy_awq.kernels.problem import ACTIVATIONS, ITEMSIZE, PTX_ARCH, TYPES, ceil_div, split_counts
-from cupy_awq.launch_plan import Argument, Kernel, LaunchPlan, TensorMap
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan, TensorMap
 
 THREADS = 256
 MAX_GRID = 65535
@@ -76,7 +76,7 @@ class RowQuantization:
             ("SYMMETRIC", int(self.symmetric)),
             ("HALF_EVEN", int(self.half_even)),
         )
-        kernel = Kernel("quantize_rows.cu", "quantize_rows", defines, device.target)
+        kernel = Kernel("int8/quantize_rows.cu", "quantize_rows", defines, device.target)
         layers = ceil_div(self.m, MAX_GRID)
         grid = ceil_div(blocks * lanes, threads), ceil_div(self.m, layers), layers
         sizes = map(np.int32, (self.m, self.k, self.block, self.stride))
@@ -96,7 +96,7 @@ class Fp8Quantization:
 
     def plan(self, device: Device) -> LaunchPlan:
         defines = ("X", TYPES[self.dtype]), ("ROUNDS", ceil_div(self.k, THREADS * FP8_VALUES))
-        kernel = Kernel("quantize_fp8.cu", "quantize_fp8", defines, device.target)
+        kernel = Kernel("int8/quantize_fp8.cu", "quantize_fp8", defines, device.target)
         sizes = map(np.int32, (self.k, self.unit, self.stride))
         return LaunchPlan(kernel, (self.m, 1, 1), (THREADS, 1, 1), ("x", "codes", "scale", "sums", *sizes))
 
@@ -169,7 +169,7 @@ class SimtConfig:
         whole = problem.block % STEP_K == 0 or problem.blocks == 1
         aligned = problem.aligned and whole and problem.k % 8 == 0
         defines = (*problem.defines(), ("ALIGNED", int(aligned)))
-        kernel = Kernel("gemm_int8_simt.cu", "gemm_int8_simt", defines, device.target)
+        kernel = Kernel("int8/gemm_int8_simt.cu", "gemm_int8_simt", defines, device.target)
         grid = (ceil_div(problem.m, SIMT_TILE), ceil_div(problem.n, SIMT_TILE), 1)
         return LaunchPlan(kernel, grid, (THREADS, 1, 1), problem.arguments())
 
@@ -211,7 +211,7 @@ class MmaConfig:
             ("EVEN", int(problem.even)),
         )
         name = _mma_name(device)
-        kernel = Kernel(f"{name}.cu", name, defines, device.target)
+        kernel = Kernel(f"int8/{name}.cu", name, defines, device.target)
         grid = (*self._tiles(problem), self.splits)
         threads = 32 * self.warps_m * self.warps_n
         return LaunchPlan(kernel, grid, (threads, 1, 1), problem.arguments(), self.shared_bytes(problem))
@@ -265,7 +265,7 @@ class HopperConfig:
         sizes = (problem.m, problem.n, problem.k, problem.block, *self.units(problem), problem.y_stride, problem.wide)
         scalars = (*map(np.int32, sizes), *map(np.float32, problem.limits))
         return LaunchPlan(
-            Kernel("gemm_int8_sm90.cu", "gemm_int8_sm90", defines, device.target),
+            Kernel("int8/gemm_int8_sm90.cu", "gemm_int8_sm90", defines, device.target),
             (self.blocks, 1, 1),
             (HOPPER_THREADS, 1, 1),
             ("x_scale", "x_offset", "x_sums", "parameters", "bias", "y", xq, codes, *scalars),
@@ -274,7 +274,7 @@ class HopperConfig:
             dependent=True,
         )
 
-    def microseconds(self, problem: IntegerProduct, device: Device) -> float:
+    def estimate_us(self, problem: IntegerProduct, device: Device) -> float:
         """Fitted to 16 times on an H100, 3% off (root mean square)."""
         x_blocks, parts = self._parts(problem)
         rounds = ceil_div(math.prod(self.units(problem)), self.blocks // self.cluster)
@@ -378,20 +378,20 @@ def choose(problem: IntegerProduct, device: Device) -> Config:
     """
     if not problem.fp8 and problem.m <= gemv_int8.MAX_ROWS and refuse_layout(problem) is None:
         gemv = gemv_int8.choose(problem, device)
-        if device.arch < ASYNC_ARCH or gemv.microseconds(problem, device) <= _small_mma_microseconds(problem, device):
+        if device.arch < ASYNC_ARCH or gemv.estimate_us(problem, device) <= _small_mma_estimate_us(problem, device):
             return gemv
     if refuse(problem, device):
         return SimtConfig()
     config = _choose_mma(problem, device)
     if problem.m < HOPPER_ROWS or refuse_hopper(problem, device):
         return config
-    hopper = min(hopper_configs(problem, device), key=lambda c: (c.microseconds(problem, device), -c.cluster))
+    hopper = min(hopper_configs(problem, device), key=lambda c: (c.estimate_us(problem, device), -c.cluster))
     rows = ceil_div(problem.m, config.block_m) * config.block_m
     microseconds = 4.0 + 2 * rows * problem.n * problem.k / MMA_OPERATIONS
-    return hopper if problem.fp8 or hopper.microseconds(problem, device) < microseconds else config
+    return hopper if problem.fp8 or hopper.estimate_us(problem, device) < microseconds else config
 
 
-def _small_mma_microseconds(problem: IntegerProduct, device: Device) -> float:
+def _small_mma_estimate_us(problem: IntegerProduct, device: Device) -> float:
     """Of gemm_int8_sm80 for up to 16 rows: 12 times on an H100, 5 to 13% off."""
     parts = 1 + problem.weight_offset + problem.x_offset
     return 5.0 + problem.n * (problem.k * problem.bits / 8 + 4 * parts * problem.blocks) / (720 * device.read_gbs)

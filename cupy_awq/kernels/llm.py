@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from cupy_awq.device import Device
 from cupy_awq.kernels.problem import TYPES, ceil_div
-from cupy_awq.launch_plan import Argument, Dim3, Kernel, LaunchPlan
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Argument, Dim3, Kernel, LaunchPlan
 
 MMA_ARCH = 80
 THREADS = 256

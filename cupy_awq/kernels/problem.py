@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from cupy_awq.device import Device
-from cupy_awq.launch_plan import Argument, Kernel, LaunchPlan
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 TYPES = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float"}
 ZEROS = {"packed": "kPacked", "symmetric": "kSymmetric", "float": "kOffset"}
@@ -18,10 +18,6 @@ ACTIVATIONS = {None: "kNone", "clamp": "kClamp", "silu": "kSilu", "gelu": "kGelu
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 MAX_SPLITS = 64
-WORKSPACE_BYTES = 32 * 2**20
-"""What a stream sets aside for partial sums; configurations that need more are not legal."""
-COUNTERS = 4096
-"""Tiles that may share their sums among several blocks."""
 
 PTX_ARCH = 75
 """Below it kernels keep to plain CUDA."""
@@ -129,7 +125,7 @@ class Config(Protocol):
 
     def plan(self, problem: Problem, device: Device) -> LaunchPlan: ...
 
-    def microseconds(self, problem: Problem, device: Device) -> float:
+    def estimate_us(self, problem: Problem, device: Device) -> float:
         """The expected time: a model to rank by, not a promise."""
         ...
 

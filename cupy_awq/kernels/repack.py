@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cupy_awq.device import Device
 from cupy_awq.kernels.problem import TYPES, ZEROS, ceil_div
-from cupy_awq.launch_plan import Argument, Kernel, LaunchPlan
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 Bits: TypeAlias = np.ndarray[Any, Any]
 
@@ -75,7 +75,7 @@ class Repacking:
         return self.records_n * self.records_k * self.record_bytes
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
-        """The constants that ``repacked.cuh`` takes."""
+        """The constants that ``gemm/repacked.cuh`` takes."""
         return ("SCALE", TYPES[self.scales_dtype]), ("ZEROS", ZEROS[self.zeros]), ("GROUPS", self.groups)
 
     def plan(self, device: Device, strides: tuple[int, int, int] | None = None) -> LaunchPlan:
@@ -84,7 +84,7 @@ class Repacking:
         A dependent launch reads its weight before it waits for its predecessor, which thus must not be this launch:
         synchronise once in between.
         """
-        kernel = Kernel("repack.cu", "repack", (*self.defines(), ("BLOCK_N", BLOCK_N)), device.target)
+        kernel = Kernel("gemm/repack.cu", "repack", (*self.defines(), ("BLOCK_N", BLOCK_N)), device.target)
         sizes = (self.n, self.k, self.group_size, *(strides or (self.n // 8, self.n, self.n // 8)))
         arguments: tuple[Argument, ...] = ("qweight", "scales", "qzeros", "out", *(np.int32(size) for size in sizes))
         grid = (self.records_k, ceil_div(self.n, BLOCK_N), 1)

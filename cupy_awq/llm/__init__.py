@@ -11,17 +11,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cupy_awq import placement
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import ak48, folder, gguf
 from cupy_awq.llm.config import Config
-from cupy_awq.llm.device_ops import DeviceOps, activation_dtype
-from cupy_awq.llm.host import HostOps
+from cupy_awq.llm.cuda_ops import DeviceOps, activation_dtype
 from cupy_awq.llm.language_model import Chat, Completion, LanguageModel, Score, Stats
 from cupy_awq.llm.model import Progress, build
+from cupy_awq.llm.numpy_ops import HostOps
 from cupy_awq.llm.sampling import Sampling
 from cupy_awq.llm.source import Source
+from cupy_awq.runtime import placement
 
 __all__ = ["Chat", "Completion", "Config", "LanguageModel", "Sampling", "Score", "Source", "Stats", "load", "read"]
 

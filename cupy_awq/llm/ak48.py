@@ -189,7 +189,7 @@ def _arrays(source: Source, entry: Linears | Vectors, group_size: int) -> list[A
     if isinstance(entry, Vectors):
         return [_half(source.tensor(entry.name, entry.shape), entry.name)]
     module = source.linear(entry.name, entry.k, entry.n)
-    if not isinstance(module, Module) or module.bias is not None or module.weight.facts.zeros == "float":
+    if not isinstance(module, Module) or module.bias is not None or module.weight.spec.zeros == "float":
         raise ValueError(f"{entry.name}: an ak48 file holds quantized modules with integer zero points and no bias")
     weight = module.weight
     if weight.group_size != group_size:

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import placement
 from cupy_awq.check import Array
-from cupy_awq.llm.cache import Cache
 from cupy_awq.llm.config import Config
+from cupy_awq.llm.kv_cache import Cache
 from cupy_awq.llm.model import Model
 from cupy_awq.llm.sampling import Sampling
 from cupy_awq.llm.tokenizer import Message, Stream, Tokenizer
+from cupy_awq.runtime import placement
 
 Prompt = str | Sequence[Message]
 SCORE_WINDOW = 2048

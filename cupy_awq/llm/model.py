@@ -9,7 +9,7 @@ from typing import Any
 
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.llm.cache import Cache
+from cupy_awq.llm.kv_cache import Cache
 from cupy_awq.llm.source import Linear, Source
 
 Ops = Any

@@ -169,7 +169,7 @@ PEERS = {f.__name__: f for f in (fp16, fp16_tn, marlin, machete, fbgemm, ours)}
 STREAM = torch.cuda.Stream()
 
 
-def microseconds(calls, out_bytes=0):
+def estimate_us(calls, out_bytes=0):
     """Median time of one call; the calls rotate inside one CUDA graph."""
 
     def event():
@@ -229,7 +229,7 @@ def read_floor(nbytes):
         out = torch.empty(grid, dtype=torch.int32, device=DEV)
         best = min(
             best,
-            microseconds(
+            estimate_us(
                 [
                     lambda c=c: _read[(grid,)](src[c * n :], out, iters, block, num_warps=warps)
                     for c in range(copies(nbytes))
@@ -257,7 +257,7 @@ def main():
     names, ms = a.peers.split(","), [int(m) for m in a.ms.split(",")]
     read = (1 << 30) / read_floor(1 << 30) / 1e3  # GB/s over a GiB
     x = torch.randn(8192, 8192, device=DEV).half()
-    rate = 2 * 8192**3 / microseconds([lambda: torch.mm(x, x)]) / 1e6  # TFLOP/s
+    rate = 2 * 8192**3 / estimate_us([lambda: torch.mm(x, x)]) / 1e6  # TFLOP/s
     del x
     print(f"{torch.cuda.get_device_name()}: read {read:.0f} GB/s, fp16 8192^3 {rate:.0f} TFLOP/s", flush=True)
     with open(os.path.join(HERE, "recorded.json")) as f:
@@ -286,7 +286,7 @@ def main():
                     torch.cuda.synchronize()
                     ref = x[:64].float() @ dense
                     error = ((y[:64].float() - ref).norm() / ref.norm()).item()
-                    us = microseconds([lambda f=f, x=xs[i % len(xs)]: f(x) for i, f in enumerate(fs)], m * n * 2)
+                    us = estimate_us([lambda f=f, x=xs[i % len(xs)]: f(x) for i, f in enumerate(fs)], m * n * 2)
                     ok = bool(torch.isfinite(y).all()) and error < 2e-2
                     table[name, m] = us if ok else math.nan
                     rows.append(dict(k=k, n=n, m=m, peer=name, us=us, error=error, ok=ok))

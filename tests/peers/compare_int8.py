@@ -26,9 +26,8 @@ import cupy as cp
 import numpy as np
 
 import cupy_awq
-from cupy_awq import timing
 from cupy_awq.int8 import (
-    PackedConvWeight,
+    BlockQuantizedWeight,
     conv2d,
     from_packed,
     gemm_int8,
@@ -36,6 +35,7 @@ from cupy_awq.int8 import (
     linear_int8,
     quantize_activations,
 )
+from cupy_awq.tools import timing
 
 CHANNELS_LAST = torch.channels_last
 COLD_BYTES = 120e6
@@ -99,7 +99,7 @@ def block_weight(n, k, block, bits, window=1):
     size = 2.0 ** (1 - bits) / math.sqrt(k * window * window)
     scale = (cp.random.uniform(0.5, 1.5, (n, math.ceil(k / block))) * size).astype(np.float16)
     offset = (cp.random.standard_normal(scale.shape) * size).astype(np.float16)
-    return PackedConvWeight(codes, scale, offset, bits=bits, block_size=block)
+    return BlockQuantizedWeight(codes, scale, offset, bits=bits, block_size=block)
 
 
 def awq_weight(k, n, group_size):

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from cupy_awq import sources
-from cupy_awq.launch_plan import Argument, Dim3, Kernel, LaunchPlan
+from cupy_awq.runtime import sources
+from cupy_awq.runtime.launch_plan import Argument, Dim3, Kernel, LaunchPlan
 
 SAMPLES = Path(__file__).parent / "samples"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq.launch_plan import LaunchPlan
+from cupy_awq.runtime.launch_plan import LaunchPlan
 from tests.simt.kernels import plan
 
 THREADS = 128

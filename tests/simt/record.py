@@ -30,7 +30,7 @@ def measure(name: str) -> np.ndarray:
     """The words that a case's kernel writes on the current GPU."""
     import cupy
 
-    from cupy_awq.launch import launch
+    from cupy_awq.runtime.launch import launch
 
     case = CASES[name]
     buffers = {key: cupy.asarray(value) for key, value in case.buffers().items()}

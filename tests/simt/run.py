@@ -37,7 +37,7 @@ def run(plan: Any, buffers: Buffers, *, landing: str = "latest", races: bool = T
 
     Raises Fault for what a kernel must not do, UnknownOpcode for what the simulator does not know.
     """
-    from cupy_awq import compile
+    from cupy_awq.runtime import compile
 
     program = compile_entry(compile.ptx(plan), plan.kernel.entry)
     _launches[plan.kernel.entry, str(plan.kernel.arch)] += 1

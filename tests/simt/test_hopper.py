@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cupy_awq.launch_plan import LaunchPlan, TensorMap
+from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 from tests import simt
 from tests.simt.bulk import swizzle
 from tests.simt.kernels import SAMPLES, patched, plan, sources_in

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_awq.launch_plan import LaunchPlan
+from cupy_awq.runtime.launch_plan import LaunchPlan
 from tests import simt
 from tests.simt.kernels import plan, source_text
 

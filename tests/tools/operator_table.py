@@ -6,8 +6,9 @@ python -m tests.tools.operator_table
 
 from __future__ import annotations
 
-from cupy_awq import device, select
+from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Problem
+from cupy_awq.runtime import device
 
 PATHS = {60: "below sm_75", 75: "sm_75", 80: "sm_80 and newer", 90: "sm_90"}
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// mma.m16n8k16 by the type of its operands; sm_80 and newer.
+#pragma once
+
+#include "ptx/mma.cuh"
+#include "common/types.cuh"
+
+template <class T>
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+__device__ __forceinline__ void mma<half_t>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  ptx::mma_m16n8k16_f16(c, a, b0, b1);
+}
+
+template <>
+__device__ __forceinline__ void mma<bfloat16_t>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  ptx::mma_m16n8k16_bf16(c, a, b0, b1);
+}
+
+// Two values, each rounded once.
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  return from_float<T>(low).bits | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
+}

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the convolutions share:
+//   y[b, i, j, co] = epilogue(sum over fy, fx, c of x[b, i*stride - pad + fy*dilation, ..., c] * w[co, fy, fx, c])
+#pragma once
+
+#include "common/types.cuh"
+
+// The sizes of a convolution; c and co of one group. Outside of x there is nothing (for integers, the zero point).
+struct Sizes {
+  int batch, height, width, channels;
+  int outputs, groups, kernel_h, kernel_w, out_h, out_w;
+  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+};
+
+#define SIZES                                                                                                     \
+  int batch, int height, int width, int channels, int outputs, int groups, int kernel_h, int kernel_w, int out_h, \
+      int out_w, int stride_h, int stride_w, int pad_h, int pad_w, int dilation_h, int dilation_w
+#define SIZES_GIVEN                                                          \
+  {batch, height, width,    channels, outputs, groups, kernel_h,   kernel_w, \
+   out_h, out_w,  stride_h, stride_w, pad_h,   pad_w,  dilation_h, dilation_w}
+
+constexpr bool kNhwc = NHWC;
+
+// An output pixel (b, i, j) or channel, of a flat index over y in its own order, so that neighbours in a warp are
+// neighbours in memory.
+struct Output {
+  int b, i, j, co;
+};
+
+__device__ __forceinline__ Output output_of(int64_t index, const Sizes& s) {
+  const int all = s.outputs * s.groups;
+  const int pixels = s.out_h * s.out_w;
+  const int64_t within = index % (static_cast<int64_t>(all) * pixels);
+  const int pixel = static_cast<int>(kNhwc ? within / all : within % pixels);
+  const int co = static_cast<int>(kNhwc ? within % all : within / pixels);
+  return {static_cast<int>(index / (static_cast<int64_t>(all) * pixels)), pixel / s.out_w, pixel % s.out_w, co};
+}

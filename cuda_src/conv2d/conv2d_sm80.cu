@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+// The convolution of conv2d.cuh on tensor cores, for sm_80 and newer: a matrix product of pixels [batch * out_h *
+// out_w, K] and weights [outputs, K], where K runs over taps of the kernel and channels in units of 8. Neither matrix
+// exists: pixels are copied from x as they are met, and weights are dequantized on their way to shared memory, each
+// rounded once to X.
+//
+//   x       X [batch, height, width, groups * channels], contiguous channels, strides in values that are multiples of 8
+//   codes   BITS 4: one word, BITS 8: two words for each unit of 8 channels, [groups * outputs, taps * units]; the
+//           nibbles in AWQ's order (int4.cuh), the bytes in the order 0, 2, 1, 3 of each four, both plus their zero
+//   scales, offsets  X [groups * outputs, blocks]; a block of channels is `block` units. offsets may be null.
+//   y       X, contiguous, NHWC or NCHW
+//   partials, counters: see reduce.cuh; unused when the grid has one split
+//
+// A block of WARPS_M x WARPS_N warps, each WARP_M pixels and 32 outputs. Shared memory: STAGES tiles of pixels
+// [BLOCK_M][64], then two of weights [BLOCK_N][64]; the 16-byte unit u of row r lies at u ^ (r % 8).
+#include "conv2d/conv2d.cuh"
+#include "common/epilogue.cuh"
+#include "dequant/int4.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "common/reduce.cuh"
+#include "dequant/unpack_bytes.cuh"
+
+static_assert(__CUDA_ARCH__ >= 800, "conv2d_sm80 needs sm_80 or newer");
+
+constexpr bool kWeightOffset = WEIGHT_OFFSET;
+constexpr bool kHalf = Codes<X>::kMagic == Codes<half_t>::kMagic;
+constexpr int kWords = BITS / 4;  // of a unit
+constexpr int kTilesM = WARP_M / 16;
+constexpr int kTilesN = 4;
+constexpr int kStages = STAGES;
+constexpr int kThreads = WARPS_M * WARPS_N * 32;
+constexpr int kBlockM = WARPS_M * WARP_M;
+constexpr int kBlockN = WARPS_N * kTilesN * 8;
+constexpr int kUnits = 8;  // of K, in a tile
+constexpr int kRowStep = kThreads / kUnits;
+constexpr int kXCopies = kBlockM / kRowStep;
+constexpr int kWeightCopies = kBlockN / kRowStep;
+constexpr int kXBytes = kBlockM * kUnits * 16;
+constexpr int kWeightBytes = kBlockN * kUnits * 16;
+constexpr int kSums = kTilesM * kTilesN * 4;
+
+static_assert(kBlockM % kRowStep == 0 && kBlockN % kRowStep == 0, "the copies divide evenly");
+
+// One unit of the weight: eight values of X.
+struct Unit {
+  uint32_t words[kWords];
+  X scale;
+  X offset;
+
+  __device__ __forceinline__ Vector<uint32_t, 4> dequantize() const {
+    Vector<uint32_t, 4> out;
+    if constexpr (BITS == 4) {
+      const uint32_t low = Codes<X>::zero_low(kSymmetricZeros);
+      const uint32_t high = Codes<X>::zero_high(kSymmetricZeros);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t word = words[0] >> (i / 2 * 8);
+        out.values[i] = i % 2 ? Codes<X>::high(word, high) : Codes<X>::low(word, low);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        uint32_t pairs[2];
+        unpack_bytes<X>(pairs, words[i]);
+        out.values[i * 2] = pairs[0];
+        out.values[i * 2 + 1] = pairs[1];
+      }
+    }
+    const uint32_t scales = scale.bits * 0x00010001u;
+    const uint32_t offsets = offset.bits * 0x00010001u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      out.values[i] = kWeightOffset ? Codes<X>::multiply_add(out.values[i], scales, offsets)
+                                    : Codes<X>::multiply(out.values[i], scales);
+    }
+    return out;
+  }
+};
+
+// Where a thread stands in K: a unit, and the tap and the channels that it means.
+struct Place {
+  int unit, channel, fy, fx;
+
+  __device__ __forceinline__ void advance(int count, int channel_units, int kernel_w) {
+    unit += count;
+    channel += count;
+    while (channel >= channel_units) {
+      channel -= channel_units;
+      if (++fx == kernel_w) {
+        fx = 0;
+        ++fy;
+      }
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    conv2d_sm80(const X* x, const uint32_t* codes, const X* scales, const X* offsets, const BIAS* bias, X* y,
+                float* partials, uint32_t* counters, int64_t x_batch, int64_t x_row, int64_t x_pixel, int block, SIZES,
+                float low, float high) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const Sizes s SIZES_GIVEN;
+  const uint32_t shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t weight_begin = shared_begin + kStages * kXBytes;
+  const int lane = threadIdx.x % 32;
+  const int warp_m = threadIdx.x / 32 % WARPS_M * WARP_M;
+  const int warp_n = threadIdx.x / 32 / WARPS_M * kTilesN * 8;
+  const int pixels = s.out_h * s.out_w;
+  const int m = s.batch * pixels;
+  const int m_begin = blockIdx.x * kBlockM;
+  const int tiles_n = ceil_div(s.outputs, kBlockN);
+  const int group = blockIdx.y / tiles_n;
+  const int n_begin = blockIdx.y % tiles_n * kBlockN;
+  const int channel_units = ceil_div(s.channels, 8);
+  const int blocks = ceil_div(channel_units, block);
+  const int units = s.kernel_h * s.kernel_w * channel_units;
+  const int tiles = ceil_div(units, kUnits);
+  const int tile_begin = static_cast<int>(static_cast<int64_t>(tiles) * blockIdx.z / gridDim.z);
+  const int tile_end = static_cast<int>(static_cast<int64_t>(tiles) * (blockIdx.z + 1) / gridDim.z);
+
+  // A thread copies unit `unit` of rows `row`, row + kRowStep, ... of both operands.
+  const int unit = threadIdx.x % kUnits;
+  const int row = threadIdx.x / kUnits;
+  const uint32_t target = (row * kUnits + (unit ^ (row % 8))) * 16;
+  static_assert(kRowStep % 8 == 0, "all rows of a thread have one order of units");
+  int top[kXCopies];
+  int left[kXCopies];
+  const X* corner[kXCopies];
+#pragma unroll
+  for (int i = 0; i < kXCopies; ++i) {
+    const int index = m_begin + row + i * kRowStep;
+    const int pixel = index % pixels;
+    // Past the last pixel no row is inside of x.
+    top[i] = index < m ? pixel / s.out_w * s.stride_h - s.pad_h : s.height;
+    left[i] = pixel % s.out_w * s.stride_w - s.pad_w;
+    corner[i] = x + index / pixels * x_batch + top[i] * x_row + left[i] * x_pixel + group * s.channels;
+  }
+  const int64_t weight_row = group * s.outputs + n_begin + row;
+
+  Place x_place{0, 0, 0, 0};
+  x_place.advance(tile_begin * kUnits + unit, channel_units, s.kernel_w);
+  Place weight_place = x_place;
+
+  auto start_pixels = [&](int stage) {
+    const int dy = x_place.fy * s.dilation_h;
+    const int dx = x_place.fx * s.dilation_w;
+    const int64_t step = dy * x_row + dx * x_pixel + x_place.channel * 8;
+#pragma unroll
+    for (int i = 0; i < kXCopies; ++i) {
+      const bool valid = x_place.unit < units && static_cast<unsigned>(top[i] + dy) < static_cast<unsigned>(s.height) &&
+                         static_cast<unsigned>(left[i] + dx) < static_cast<unsigned>(s.width);
+      ptx::cp_async_16(shared_begin + stage * kXBytes + target + i * kRowStep * kUnits * 16,
+                       valid ? corner[i] + step : x, valid ? 16 : 0);
+    }
+    x_place.advance(kUnits, channel_units, s.kernel_w);
+  };
+
+  Unit fetched[kWeightCopies];
+  auto fetch_weight = [&] {
+#pragma unroll
+    for (int i = 0; i < kWeightCopies; ++i) {
+      const bool valid = weight_place.unit < units && n_begin + row + i * kRowStep < s.outputs;
+      const int64_t from = valid ? weight_row + i * kRowStep : 0;
+      const int64_t at = from * units + (valid ? weight_place.unit : 0);
+      const int64_t parameter = from * blocks + (valid ? weight_place.channel / block : 0);
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) fetched[i].words[word] = codes[at * kWords + word];
+      // Rows and units that are not there become 0, whatever was read.
+      fetched[i].scale = valid ? scales[parameter] : X{0};
+      fetched[i].offset = kWeightOffset && valid ? offsets[parameter] : X{0};
+    }
+    weight_place.advance(kUnits, channel_units, s.kernel_w);
+  };
+  auto store_weight = [&](int buffer) {
+#pragma unroll
+    for (int i = 0; i < kWeightCopies; ++i) {
+      const int at = kStages * kXBytes + buffer * kWeightBytes + target + i * kRowStep * kUnits * 16;
+      *reinterpret_cast<Vector<uint32_t, 4>*>(shared + at) = fetched[i].dequantize();
+    }
+  };
+
+  // [tile along m][tile along n][value of the mma]
+  float sums[kTilesM][kTilesN][4] = {};
+  auto matmul = [&](int stage, int buffer, int step) {
+    uint32_t b[kTilesN][2];
+#pragma unroll
+    for (int pair = 0; pair < kTilesN / 2; ++pair) {
+      // Matrices 0, 1: outputs 0 .. 7, k below and above 8; matrices 2, 3: outputs 8 .. 15.
+      const int from = warp_n + pair * 16 + lane / 16 * 8 + lane % 8;
+      const int at = step * 2 + lane / 8 % 2;
+      uint32_t words[4];
+      ptx::ldmatrix_x4(words, weight_begin + buffer * kWeightBytes + (from * kUnits + (at ^ (from % 8))) * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) b[pair * 2 + i / 2][i % 2] = words[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kTilesM; ++i) {
+      // Matrices 0, 1: pixels 0 .. 7 and 8 .. 15 of k below 8; matrices 2, 3: of k above.
+      const int from = warp_m + i * 16 + lane % 16;
+      const int at = step * 2 + lane / 16;
+      uint32_t a[4];
+      ptx::ldmatrix_x4(a, shared_begin + stage * kXBytes + (from * kUnits + (at ^ (from % 8))) * 16);
+#pragma unroll
+      for (int j = 0; j < kTilesN; ++j) {
+        if constexpr (kHalf) {
+          ptx::mma_m16n8k16_f16(sums[i][j], a, b[j][0], b[j][1]);
+        } else {
+          ptx::mma_m16n8k16_bf16(sums[i][j], a, b[j][0], b[j][1]);
+        }
+      }
+    }
+  };
+
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    if (tile_begin + stage < tile_end) start_pixels(stage);
+    ptx::cp_async_commit_group();
+  }
+  fetch_weight();
+  store_weight(0);
+  int stage = 0;
+  int buffer = 0;
+  for (int tile = tile_begin; tile < tile_end; ++tile) {
+    ptx::cp_async_wait_group<kStages - 2>();
+    __syncthreads();
+    // The stage and the buffer that were read last are free now.
+    if (tile + kStages - 1 < tile_end) start_pixels(stage == 0 ? kStages - 1 : stage - 1);
+    ptx::cp_async_commit_group();
+    const bool has_next = tile + 1 < tile_end;
+    if (has_next) fetch_weight();
+#pragma unroll
+    for (int step = 0; step < kUnits / 2; ++step) matmul(stage, buffer, step);
+    buffer ^= 1;
+    if (has_next) store_weight(buffer);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  }
+
+  const int tile = blockIdx.y * gridDim.x + blockIdx.x;
+  auto& flat = reinterpret_cast<float (&)[kSums]>(sums);
+  if (!sum_over_splits<kSums, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
+
+  const int all = s.outputs * s.groups;
+  const Epilogue<X> epilogue{bias, nullptr, low, high, all, 0};
+#pragma unroll
+  for (int i = 0; i < kTilesM; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int index = m_begin + warp_m + i * 16 + half * 8 + lane / 4;
+      if (index >= m) continue;
+#pragma unroll
+      for (int j = 0; j < kTilesN; ++j) {
+        const int within = n_begin + warp_n + j * 8 + lane % 4 * 2;
+        const int co = group * s.outputs + within;
+        const float* values = &sums[i][j][half * 2];
+        if constexpr (kNhwc) {
+          X* to = y + static_cast<int64_t>(index) * all + co;
+          if (EVEN && within < s.outputs) {
+            const Vector<X, 2> out = {epilogue.finish(values[0], 0, co), epilogue.finish(values[1], 0, co + 1)};
+            store<true>(to, out);
+          } else {
+#pragma unroll
+            for (int v = 0; v < 2; ++v) {
+              if (within + v < s.outputs) to[v] = epilogue.finish(values[v], 0, co + v);
+            }
+          }
+        } else {
+          X* to = y + (static_cast<int64_t>(index / pixels) * all + co) * pixels + index % pixels;
+#pragma unroll
+          for (int v = 0; v < 2; ++v) {
+            if (within + v < s.outputs) to[static_cast<int64_t>(v) * pixels] = epilogue.finish(values[v], 0, co + v);
+          }
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// 8-bit codes to floating point.
+#pragma once
+
+#include "dequant/int4.cuh"
+
+// Four bytes, each plus 128, in the order 0, 2, 1, 3, as two pairs of T; exact.
+template <class T>
+__device__ __forceinline__ void unpack_bytes(uint32_t (&pairs)[2], uint32_t word) {
+  if constexpr (Codes<T>::kMagic == Codes<half_t>::kMagic) {
+    // A byte under 0x64 is 1024 + byte; 0x6480 is 1024 + 128.
+    pairs[0] = ptx::sub_f16x2(__byte_perm(word, 0x64646464u, 0x5250), 0x64806480u);
+    pairs[1] = ptx::sub_f16x2(__byte_perm(word, 0x64646464u, 0x5351), 0x64806480u);
+  } else {
+    // A byte under 0x4b0000 is 2^23 + byte; a byte minus 128 needs no more than the upper half of a float.
+    uint32_t values[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float value = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7540 + i)) - 8388736.0f;
+      values[i] = __float_as_uint(value);
+    }
+    pairs[0] = __byte_perm(values[0], values[2], 0x7632);
+    pairs[1] = __byte_perm(values[1], values[3], 0x7632);
+  }
+}

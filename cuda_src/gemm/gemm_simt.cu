@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+//   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
+// (q * s + o with offsets in place of zero points) on CUDA cores, in float32 throughout: every architecture, every
+// group_size, every alignment. The fallback where no tensor core fits the problem, and the check on those that do.
+//
+//   x        X [m, k], row stride ldx values
+//   qweight  uint32 [k, n / 8], row stride ldq words
+//   scales   SCALE [groups, n], row stride lds values
+//   zeros    uint32 [groups, n / 8], row stride ldz words; or SCALE [groups, n], row stride ldz values; or null
+//   y        X [m, n] (gated: [m, n / 2]), row stride ldy values
+//   partials, counters: see reduce.cuh; unused when the grid has one split
+//
+// Grid (row blocks, column blocks, splits). A block makes a 64 x 64 tile from k in steps of 16; each of its 256 threads
+// holds 4 x 4 sums. While a step is summed from one half of shared memory, the next one is loaded into registers and
+// then stored, dequantized, into the other half.
+#include "common/epilogue.cuh"
+#include "dequant/int4.cuh"
+#include "common/reduce.cuh"
+
+constexpr Zeros kZeros = Zeros::ZEROS;
+constexpr int kBlockM = 64;
+constexpr int kBlockN = 64;
+constexpr int kBlockK = 16;
+constexpr int kThreads = 256;
+constexpr int kThreadM = 4;
+constexpr int kThreadN = 4;
+constexpr int kXValues = kBlockM * kBlockK / kThreads;
+constexpr int kWordThreads = kBlockK * kBlockN / 8;  // one word each
+
+static_assert(kBlockM / kThreadM * (kBlockN / kThreadN) == kThreads, "each thread holds one piece of the tile");
+static_assert(kWordThreads <= kThreads, "a step has at most one word a thread");
+
+struct Step {
+  // Four values more a row: the stores of x walk down columns.
+  float x[kBlockK][kBlockM + 4];
+  float w[kBlockK][kBlockN];
+};
+
+union Shared {
+  Step steps[2];
+  float tile[kBlockM][kBlockN];
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    gemm_simt(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
+              const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size,
+              int ldx, int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
+  __shared__ Shared shared;
+  const int m_begin = blockIdx.x * kBlockM;
+  const int steps = ceil_div(k, kBlockK);
+  const int step_begin = static_cast<int>(static_cast<int64_t>(steps) * blockIdx.z / gridDim.z);
+  const int step_end = static_cast<int>(static_cast<int64_t>(steps) * (blockIdx.z + 1) / gridDim.z);
+
+  // Thread i loads x at k = i % 16 of rows i / 16, i / 16 + 16, ..., and word i % 8 of row i / 8 of the weight.
+  const int x_k = threadIdx.x % kBlockK;
+  const int x_m = threadIdx.x / kBlockK;
+  const int w_k = threadIdx.x / (kBlockN / 8);
+  const int w_local = threadIdx.x % (kBlockN / 8) * 8;
+  const int w_column = weight_column<kBlockN>(blockIdx.y, w_local, n);
+  const bool has_word = threadIdx.x < kWordThreads && w_column < n;
+
+  float x_values[kXValues];
+  float w_values[8];
+  auto fetch = [&](int step) {
+    const int k_x = step * kBlockK + x_k;
+#pragma unroll
+    for (int i = 0; i < kXValues; ++i) {
+      const int row = m_begin + x_m + i * (kThreads / kBlockK);
+      x_values[i] = row < m && k_x < k ? to_float(x[static_cast<int64_t>(row) * ldx + k_x]) : 0.0f;
+    }
+    const int k_w = step * kBlockK + w_k;
+    const bool valid = has_word && k_w < k;
+    const int64_t group = valid ? k_w / group_size : 0;
+    const uint32_t word = valid ? qweight[static_cast<int64_t>(k_w) * ldq + w_column / 8] : 0;
+    uint32_t zero_word = kZeros == Zeros::kOffset ? 0 : kSymmetricZeros;
+    if (kZeros == Zeros::kPacked && valid) zero_word = static_cast<const uint32_t*>(zeros)[group * ldz + w_column / 8];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      const float scale = valid ? to_float(scales[group * lds + w_column + c]) : 0.0f;
+      float offset = 0.0f;
+      if (kZeros == Zeros::kOffset && valid) {
+        offset = to_float(static_cast<const SCALE*>(zeros)[group * ldz + w_column + c]);
+      }
+      const int32_t difference = static_cast<int32_t>(code(word, c)) - static_cast<int32_t>(code(zero_word, c));
+      w_values[c] = fmaf(static_cast<float>(difference), scale, offset);
+    }
+  };
+  auto keep = [&](Step& step) {
+#pragma unroll
+    for (int i = 0; i < kXValues; ++i) step.x[x_k][x_m + i * (kThreads / kBlockK)] = x_values[i];
+    if (threadIdx.x < kWordThreads) {
+#pragma unroll
+      for (int c = 0; c < 8; ++c) step.w[w_k][w_local + c] = w_values[c];
+    }
+  };
+
+  // The thread's piece of the tile: rows m_local .., columns n_local ..
+  const int m_local = threadIdx.x / (kBlockN / kThreadN) * kThreadM;
+  const int n_local = threadIdx.x % (kBlockN / kThreadN) * kThreadN;
+  float sums[kThreadM * kThreadN] = {};
+  if (step_begin < step_end) {
+    fetch(step_begin);
+    keep(shared.steps[step_begin & 1]);
+  }
+  __syncthreads();
+  for (int step = step_begin; step < step_end; ++step) {
+    const Step& current = shared.steps[step & 1];
+    if (step + 1 < step_end) fetch(step + 1);
+#pragma unroll
+    for (int i = 0; i < kBlockK; ++i) {
+#pragma unroll
+      for (int a = 0; a < kThreadM; ++a) {
+#pragma unroll
+        for (int b = 0; b < kThreadN; ++b) {
+          sums[a * kThreadN + b] = fmaf(current.x[i][m_local + a], current.w[i][n_local + b], sums[a * kThreadN + b]);
+        }
+      }
+    }
+    if (step + 1 < step_end) keep(shared.steps[(step + 1) & 1]);
+    __syncthreads();
+  }
+
+  const int tile = blockIdx.y * gridDim.x + blockIdx.x;
+  if (!sum_over_splits<kThreadM * kThreadN, kThreads>(sums, partials, counters, tile, blockIdx.z, gridDim.z)) return;
+
+  const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
+  if constexpr (kGated) {
+#pragma unroll
+    for (int i = 0; i < kThreadM * kThreadN; ++i) {
+      shared.tile[m_local + i / kThreadN][n_local + i % kThreadN] = sums[i];
+    }
+    __syncthreads();
+    if (n_local >= kBlockN / 2) return;
+  }
+#pragma unroll
+  for (int i = 0; i < kThreadM * kThreadN; ++i) {
+    const int row = m_begin + m_local + i / kThreadN;
+    const int local = n_local + i % kThreadN;
+    const int column = weight_column<kBlockN>(blockIdx.y, local, n);
+    if (row >= m || column >= n) continue;
+    X& target = y[static_cast<int64_t>(row) * ldy + column];
+    if constexpr (kGated) {
+      const float up = shared.tile[m_local + i / kThreadN][local + kBlockN / 2];
+      target = epilogue.finish_gated(sums[i], up, row, column);
+    } else {
+      target = epilogue.finish(sums[i], row, column);
+    }
+  }
+}

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tensor-core matrix product of gemm_mma.cuh for sm_80 and newer: mma m16n8k16 in float16 or bfloat16, and cp.async
+// into STAGES stages of shared memory.
+#include "hopper/copies.cuh"
+#include "gemm/gemm_mma.cuh"
+#include "ptx/mma.cuh"
+
+static_assert(__CUDA_ARCH__ >= 800, "gemm_sm80 needs sm_80 or newer");
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    gemm_sm80(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
+              const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size,
+              int ldx, int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
+  auto mma = [](float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (Codes<X>::kMagic == Codes<half_t>::kMagic) {
+      ptx::mma_m16n8k16_f16(c, a, b0, b1);
+    } else {
+      ptx::mma_m16n8k16_bf16(c, a, b0, b1);
+    }
+  };
+  gemm_mma(x, qweight, scales, zeros, bias, residual, y, partials, counters, m, n, k, group_size, ldx, ldq, lds, ldz,
+           ldr, ldy, low, high, CopyAsync{}, mma);
+}

@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: Apache-2.0
+//   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n]),  m <= ROWS
+// (q * s + o with offsets in place of zero points) on tensor cores, from AWQ's own layout of the weight, which is read
+// once.
+//
+//   w_map    tensor map of qweight, uint32 [k, n / 8], as [8 of i][k / 8][n / 8], where i is the row within 8
+//   x_map    tensor map of x as [k / 32][m][32], a box of which has all rows
+//   scales   SCALE [groups, n], row stride lds values
+//   zeros    uint32 [groups, n / 8], row stride ldz words; or SCALE [groups, n], row stride ldz values; or null
+//   y        X [m, n] (gated: [m, n / 2]), row stride ldy values
+// sm_90; k and group_size multiples of 32, n of 8 * WORDS (gated: of 16 * WORDS); all matrices, and a gated weight's
+// halves, start at, and step by, multiples of 16 bytes.
+//
+// The product is made transposed, y^T = W^T x^T: the weight is operand A of mma (ptx/mma.cuh), whose rows may be any
+// columns of the weight and whose k any k, as long as x has the same. A cluster of SPLITS blocks makes 64 * WORDS
+// columns; its warps have adjacent parts of K each. In a step of 32 k lane 4g + t takes WORDS adjacent words, g-th of
+// the tile, of rows 8t .. 8t + 7, and the same k of rows g, g + 8 of x:
+//   (lane, word, nibble i of 4) -> row g of a product: column 2i of the word, row g + 8: column 2i + 1
+//   (t, k16 j of 2, register pair p of A and register p of B) -> k 8t + 4j + 2p, 8t + 4j + 2p + 1
+// The low (even columns) and high halves of two adjacent k's words, side by side, are what RawCodes takes.
+//
+// Each warp asks the copy engine for its own words and x, DEPTH steps ahead. They come as [i][t][word], so that what
+// lanes read together lies in different banks.
+//
+// Programmatic dependent launch: what kernels before have written is promised only behind griddepcontrol.wait, even of
+// one that lets nobody start early. With CONSTANT none that may still be at work writes the weight, whose first steps
+// and group are then read before. Else nothing is; scales are asked for in L2.
+//
+// Measured on an H100, 8192 x 28672 at one row with CONSTANT (41.7 us on the repacked weight): words to registers 45.8
+// us, with at most two steps of a warp under way (more took longer), by cp.async 57 to 61 however many, by the copy
+// engine 42.1.
+#include "hopper/copied.cuh"
+#include "common/epilogue.cuh"
+#include "gemm/group.cuh"
+#include "ptx/bulk_copy.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/ld_shared.cuh"
+#include "ptx/prefetch.cuh"
+#include "dequant/raw_codes.cuh"
+#include "common/warp.cuh"
+
+static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_raw needs sm_90");
+
+constexpr Zeros kZeros = Zeros::ZEROS;
+constexpr int kRows = ROWS;
+constexpr int kWords = WORDS;
+constexpr int kWarps = WARPS;
+constexpr int kDepth = DEPTH;  // steps under way
+constexpr int kSplits = SPLITS;
+constexpr bool kConstant = CONSTANT;
+
+constexpr int kThreads = kWarps * 32;
+constexpr int kBlockN = 64 * kWords;
+constexpr int kStepK = 32;
+constexpr int kTilesM = ceil_div(kRows, 8);
+constexpr int kOdd = kRows == 1 ? 1 : 2;  // rows of a lane's sums in each tile
+
+// The columns of a gated tile are two parts of the weight's rows.
+constexpr int kParts = kGated ? 2 : 1;
+constexpr int kPartWords = 8 * kWords / kParts;
+constexpr int kPartBytes = kStepK * kPartWords * 4;
+constexpr int kWordBytes = kParts * kPartBytes;
+constexpr int kXTileBytes = 8 * kStepK * 2;
+constexpr int kXBytes = kRows * kStepK * 2;
+constexpr int kStepBytes = kWordBytes + (kXBytes > 128 ? kXBytes : 128);
+
+// Shared memory: of each warp its steps, words [part][i of 8][t of 4][kPartWords] and x [row][32], and in their place
+// its sums at last, float32 [row][kSumStride]; the sums of each block of the cluster at its first block
+// [split][row][kSumStride]; a barrier for these; of each warp kDepth barriers.
+constexpr int kSumStride = kBlockN + 4;
+constexpr int kPartSums = kRows * kSumStride;
+constexpr int kRingFloats = kDepth * kStepBytes / 4;
+constexpr int kWarpFloats = kRingFloats > kPartSums ? kRingFloats : ceil_div(kPartSums, 32) * 32;
+constexpr int kJoinedBegin = kWarps * kWarpFloats;
+constexpr int kBarrierBegin = kJoinedBegin + kSplits * kPartSums;
+
+static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
+
+extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
+    gemm_sm90_raw(const SCALE* scales, const void* zeros, const BIAS* bias, const X* residual, X* y,
+                  const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, int m, int n, int k,
+                  int group_size, int lds, int ldz, int ldr, int ldy, float low, float high) {
+  extern __shared__ __align__(128) float shared[];
+  const uint32_t shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t joined = shared_begin + kBarrierBegin * 4;
+  const int warp = uniform_warp();
+  const int lane = threadIdx.x % 32;
+  const int g = lane / 4;
+  const int t = lane % 4;
+  const int split = kSplits == 1 ? 0 : ptx::cluster_ctarank();
+  const int tile = blockIdx.x / kSplits;
+  const int part = split * kWarps + warp;
+  const int steps = k / kStepK;
+  const int step_begin = steps * part / (kSplits * kWarps);
+  const int step_end = steps * (part + 1) / (kSplits * kWarps);
+  // A lane past n has the last columns' scales, and its sums are not stored.
+  const int column = min(weight_column<kBlockN>(tile, g * kWords * 8, n), n - 8 * kWords);
+
+  if constexpr (kSplits > 1) {
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_init(joined, 1);
+      ptx::fence_mbarrier_init();
+      ptx::mbarrier_arrive_expect_tx(joined, kSplits * m * kBlockN * 4);
+    }
+    ptx::barrier_cluster_arrive_relaxed();
+  }
+  const int group_steps = group_size / kStepK;
+  int group = step_begin / group_steps;
+
+  const uint32_t ring = ptx::opaque(shared_begin + warp * (kWarpFloats * 4));
+  const uint32_t full = ptx::opaque(joined + 8 + warp * (kDepth * 8));
+  const int my_word = g * kWords;  // of a row of the tile
+  const uint32_t my_words =
+      ptx::opaque(ring + my_word / kPartWords * kPartBytes + (t * kPartWords + my_word % kPartWords) * 4);
+  const uint32_t my_x = ptx::opaque(ring + kWordBytes + (kRows == 1 ? t : lane) * 16);
+  const int first_word = weight_column<kBlockN>(tile, 0, n) / 8;
+  const bool leader = ptx::elect();
+  auto copy = [&](int step, uint32_t place, uint32_t barrier, bool words, bool x) {
+    if (words) {
+      ptx::mbarrier_arrive_expect_tx(barrier, kWordBytes + m * (kStepK * 2));
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const uint32_t target = ring + place + i * kPartBytes;
+        ptx::cp_async_bulk_tensor_3d(target, &w_map, first_word + i * (n / 16), step * (kStepK / 8), 0, barrier);
+      }
+    }
+    if (x) ptx::cp_async_bulk_tensor_3d(ring + place + kWordBytes, &x_map, 0, 0, step, barrier);
+  };
+  auto copy_first = [&](bool words, bool x) {
+    if (!leader) return;
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      if (step_begin + i < step_end) copy(step_begin + i, i * kStepBytes, full + i * 8, words, x);
+    }
+  };
+
+  if (leader) {
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) ptx::mbarrier_init(full + i * 8, 1);
+    ptx::fence_mbarrier_init();
+  }
+  if constexpr (kConstant) copy_first(true, false);
+  // Rows past m are not copied: zeros, so that nothing is read that was never written, though no sum of them is stored.
+  if constexpr (kRows > 1) {
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+#pragma unroll
+      for (int chunk = lane; chunk < kXBytes / 16; chunk += 32) {
+        float* target = shared + warp * kWarpFloats + (i * kStepBytes + kWordBytes) / 4 + chunk * 4;
+        if (chunk >= m * (kStepK * 2 / 16)) store<true>(target, Vector<float, 4>{});
+      }
+    }
+  }
+  __syncwarp();
+  if (lane % 4 == 0 && (g % 2 == 0 ? step_begin : (group + 1) * group_steps) < step_end) {
+    // The first two groups, a quarter of the tile's columns a lane.
+    const int index = group + g % 2;
+    const int first = weight_column<kBlockN>(tile, g / 2 * (kBlockN / 4), n);
+    if (first < n) {
+      ptx::prefetch_global_l2(scales + static_cast<int64_t>(index) * lds + first);
+      if constexpr (kZeros == Zeros::kPacked) {
+        ptx::prefetch_global_l2(static_cast<const uint32_t*>(zeros) + static_cast<int64_t>(index) * ldz + first / 8);
+      }
+    }
+  }
+  ptx::griddepcontrol_launch_dependents();
+  if constexpr (kSplits > 1) ptx::barrier_cluster_wait_acquire();
+
+  // Of word, nibble, tile of rows: sums, and those of the present group, in units of RawCodes.
+  float sums[kWords][4][kTilesM][2][kOdd] = {};
+  float parts[kWords][4][kTilesM][4] = {};
+  float x_sums[kTilesM][4] = {};
+  WordGroup<SCALE, kZeros, true> parameters[kWords];
+  auto fetch_group = [&] {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) parameters[w].fetch(scales, zeros, group, lds, ldz, column + w * 8);
+  };
+  auto close_group = [&] {
+#pragma unroll
+    for (int j = 0; j < kTilesM; ++j) {
+#pragma unroll
+      for (int odd = 0; odd < kOdd; ++odd) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float x_sum = -x_sums[j][odd] / RawCodes<X>::kUnits[i % 2];
+#pragma unroll
+          for (int w = 0; w < kWords; ++w) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const int c = 2 * i + half;
+              float& sum = sums[w][i][j][half][odd];
+              float zero = RawCodes<X>::kOffset;
+              if constexpr (kZeros != Zeros::kOffset) zero += static_cast<float>(code(parameters[w].zeros, c));
+              const float difference = fmaf(zero, x_sum, parts[w][i][j][half * 2 + odd]);
+              sum = fmaf(difference, to_float(parameters[w].scales.values[c]), sum);
+              if constexpr (kZeros == Zeros::kOffset) {
+                sum = fmaf(-to_float(parameters[w].offsets.values[c]), x_sum, sum);
+              }
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        x_sums[j][c] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4 * kWords; ++i) parts[i / 4][i % 4][j][c] = 0.0f;
+      }
+    }
+  };
+  auto multiply = [&](uint32_t place) {
+    uint32_t x_step[kTilesM][4];
+#pragma unroll
+    for (int j = 0; j < kTilesM; ++j) ptx::ld_shared(x_step[j], my_x + place + j * kXTileBytes);
+    constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne};
+#pragma unroll
+    for (int k16 = 0; k16 < 2; ++k16) {
+      uint32_t words[4][kWords];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ptx::ld_shared(words[i], my_words + place + (k16 * 4 + i) * (kPartBytes / 8));
+      auto multiply_by = [&](int j, float (&c)[4], const uint32_t (&a)[4]) {
+        mma<X>(c, a, x_step[j][2 * k16], x_step[j][2 * k16 + 1]);
+      };
+#pragma unroll
+      for (int j = 0; j < kTilesM; ++j) multiply_by(j, x_sums[j], kOnes);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        uint32_t codes[4][4];  // of a register of A, nibble
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t pair = __byte_perm(words[i / 2 * 2][w], words[i / 2 * 2 + 1][w], i % 2 ? 0x7632 : 0x5410);
+          RawCodes<X>::convert(codes[i], pair);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t a[4] = {codes[0][i], codes[1][i], codes[2][i], codes[3][i]};
+#pragma unroll
+          for (int j = 0; j < kTilesM; ++j) multiply_by(j, parts[w][i][j], a);
+        }
+      }
+    }
+  };
+
+  auto fetch_first_group = [&] {
+    if (step_begin < step_end) fetch_group();
+  };
+  if constexpr (kConstant) fetch_first_group();
+  ptx::griddepcontrol_wait();
+  copy_first(!kConstant, true);
+  if constexpr (!kConstant) fetch_first_group();
+  uint32_t place = 0, filled = full, parity = 0;
+  for (int step = step_begin; step < step_end; ++step) {
+    if (step == (group + 1) * group_steps) {
+      close_group();
+      ++group;
+      fetch_group();
+    }
+    wait(filled, parity);
+    multiply(place);
+    __syncwarp();
+    if (leader && step + kDepth < step_end) copy(step + kDepth, place, filled, true, true);
+    place += kStepBytes;
+    filled += 8;
+    if (place == kDepth * kStepBytes) {
+      place = 0;
+      filled = full;
+      parity ^= 1;
+    }
+  }
+  if (step_begin < step_end) close_group();
+
+#pragma unroll
+  for (int j = 0; j < kTilesM; ++j) {
+#pragma unroll
+    for (int odd = 0; odd < kOdd; ++odd) {
+      const int row = j * 8 + t * 2 + odd;
+      if (row >= kRows) continue;
+#pragma unroll
+      for (int quad = 0; quad < 2 * kWords; ++quad) {
+        Vector<float, 4> out;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int i = quad % 2 * 2 + c / 2;
+          out.values[c] = sums[quad / 2][i][j][c % 2][odd] * RawCodes<X>::kUnits[i % 2];
+        }
+        store<true>(shared + warp * kWarpFloats + row * kSumStride + g * kWords * 8 + quad * 4, out);
+      }
+    }
+  }
+  __syncthreads();
+
+  // Adds `count` parts, `stride` apart, of four columns of a row.
+  auto add_up = [&](int begin, int stride, int count) {
+    Vector<float, 4> total = {};
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      Vector<float, 4> values;
+      load<true>(values, shared + begin + i * stride);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) total.values[c] += values.values[c];
+    }
+    return total;
+  };
+  for (int item = threadIdx.x; item < m * (kBlockN / 4); item += kThreads) {
+    const int offset = item / (kBlockN / 4) * kSumStride + item % (kBlockN / 4) * 4;
+    const Vector<float, 4> total = add_up(offset, kWarpFloats, kWarps);
+    const int target = kJoinedBegin + split * kPartSums + offset;
+    if constexpr (kSplits == 1) {
+      store<true>(shared + target, total);
+    } else {
+      ptx::st_async(ptx::mapa(shared_begin + target * 4, 0), total.values, ptx::mapa(joined, 0));
+    }
+  }
+  if constexpr (kSplits == 1) {
+    __syncthreads();
+  } else {
+    if (split != 0) return;
+    wait(joined, 0);
+  }
+
+  const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
+  constexpr int kWidth = kGated ? kBlockN / 2 : kBlockN;
+  for (int item = threadIdx.x; item < m * (kWidth / 4); item += kThreads) {
+    const int row = item / (kWidth / 4);
+    const int local = item % (kWidth / 4) * 4;
+    const int out_column = tile * kWidth + local;
+    if (out_column >= (kGated ? n / 2 : n)) continue;
+    const Vector<float, 4> total = add_up(kJoinedBegin + row * kSumStride + local, kPartSums, kSplits);
+    Vector<X, 4> out;
+    if constexpr (kGated) {
+      const Vector<float, 4> up = add_up(kJoinedBegin + row * kSumStride + local + kWidth, kPartSums, kSplits);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        out.values[c] = epilogue.finish_gated(total.values[c], up.values[c], row, out_column + c);
+      }
+    } else {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) out.values[c] = epilogue.finish(total.values[c], row, out_column + c);
+    }
+    store<true>(y + static_cast<int64_t>(row) * ldy + out_column, out);
+  }
+}

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+//   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n]),  m <= ROWS
+// (q * s + o with offsets in place of zero points) on CUDA cores: products and sums in float32, every weight read once.
+//
+//   x        X [m, k], row stride ldx values
+//   qweight  uint32 [k, n / 8], row stride ldq words
+//   scales   SCALE [groups, n], row stride lds values
+//   zeros    uint32 [groups, n / 8], row stride ldz words; or SCALE [groups, n], row stride ldz values; or null
+//   y        X [m, n] (gated: [m, n / 2]), row stride ldy values
+//   partials, counters: see reduce.cuh; unused when the grid has one split
+//
+// Any architecture; k and group_size multiples of CHUNK, n of 8 (gated: of 16). ALIGNED: scales and offsets start at,
+// and step by, multiples of 16 bytes; X_ALIGNED: so does x. PTX_PATH: convert pairs of codes by lop3.
+//
+// Grid (column blocks, splits). 16 lanes lie side by side on a row, one word each; the 16-lane slices of all splits
+// deal the rows of K among themselves in contiguous runs of CHUNK rows. A lane sums x * (q - z) over a chunk, where
+// codes are small integers and only x rounds, and scales that sum: one multiplication by s for CHUNK weights.
+#include "common/epilogue.cuh"
+#include "gemm/group.cuh"
+#include "common/reduce.cuh"
+
+constexpr bool kAligned = ALIGNED;
+constexpr bool kXAligned = X_ALIGNED;
+constexpr bool kPtxPath = PTX_PATH;
+constexpr Zeros kZeros = Zeros::ZEROS;
+constexpr int kRows = ROWS;
+constexpr int kChunk = CHUNK;
+constexpr int kLanes = 16;
+constexpr int kBlockN = kLanes * 8;
+constexpr int kThreads = kBlockN;  // one thread a column in the epilogue
+constexpr int kSlices = kThreads / kLanes;
+constexpr int kWarps = kThreads / 32;
+
+static_assert(kZeros == Zeros::kOffset || sizeof(SCALE) == 2, "scales are 16-bit values");
+
+// The eight codes of a word minus the zero points, exactly.
+__device__ __forceinline__ void differences(float (&out)[8], uint32_t word, uint32_t zeros) {
+  if constexpr (kPtxPath) {
+    using C = Codes<half_t>;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int shift = (i >> 1) * 8;
+      const uint32_t pair = i & 1 ? C::high(word >> shift, C::zero_high(zeros >> shift))
+                                  : C::low(word >> shift, C::zero_low(zeros >> shift));
+      out[2 * i] = ptx::cvt_f32_f16(static_cast<uint16_t>(pair));
+      out[2 * i + 1] = ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> 16));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      out[i] = static_cast<float>(static_cast<int32_t>(code(word, i)) - static_cast<int32_t>(code(zeros, i)));
+    }
+  }
+}
+
+// Five blocks an SM: left alone, the compiler aims at 72 registers for one row on sm_80 to sm_89, and spills.
+extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
+    gemv(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
+         const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size, int ldx,
+         int ldq, int lds, int ldz, int ldr, int ldy, float low, float high) {
+  const int lane = threadIdx.x % kLanes;
+  const int slice = blockIdx.y * kSlices + threadIdx.x / kLanes;
+  const int slices = gridDim.y * kSlices;
+  const int chunks = k / kChunk;
+  const int k_begin = static_cast<int>(static_cast<int64_t>(chunks) * slice / slices) * kChunk;
+  const int k_end = static_cast<int>(static_cast<int64_t>(chunks) * (slice + 1) / slices) * kChunk;
+
+  // A lane past n reads the last word, and its sums are not stored.
+  const int first = min(weight_column<kBlockN>(blockIdx.x, lane * 8, n), n - 8);
+  float sums[kRows][8] = {};
+  uint32_t words[kChunk];
+  auto fetch_words = [&](int row) {
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) words[i] = qweight[static_cast<int64_t>(row + i) * ldq + first / 8];
+  };
+
+  WordGroup<SCALE, kZeros, kAligned> group;
+  int group_end = k_begin;  // no group is loaded yet
+  if (k_begin < k_end) fetch_words(k_begin);
+  for (int row = k_begin; row < k_end; row += kChunk) {
+    if (row >= group_end) {
+      const int index = row / group_size;
+      group.fetch(scales, zeros, index, lds, ldz, first);
+      group_end = (index + 1) * group_size;
+    }
+    uint32_t current[kChunk];
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) current[i] = words[i];
+    if (row + kChunk < k_end) fetch_words(row + kChunk);
+
+    float codes[kChunk][8];
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) differences(codes[i], current[i], group.zeros);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (r >= m) break;
+      Vector<X, kChunk> x_row;
+      load<kXAligned>(x_row, x + static_cast<int64_t>(r) * ldx + row);
+      float part[8] = {};
+      float x_sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) {
+        const float x_value = to_float(x_row.values[i]);
+        x_sum += x_value;
+#pragma unroll
+        for (int c = 0; c < 8; ++c) part[c] = fmaf(x_value, codes[i][c], part[c]);
+      }
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        float& sum = sums[r][c];
+        sum = fmaf(part[c], to_float(group.scales.values[c]), sum);
+        if constexpr (kZeros == Zeros::kOffset) sum = fmaf(x_sum, to_float(group.offsets.values[c]), sum);
+      }
+    }
+  }
+
+  // The slices of the block, then the splits: thread i ends with column i of the tile.
+  __shared__ float tile[kWarps][kBlockN];
+  float totals[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (r >= m) {
+      totals[r] = 0.0f;
+      continue;
+    }
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      const float pair = sums[r][c] + __shfl_xor_sync(0xffffffffu, sums[r][c], kLanes);
+      if (threadIdx.x % 32 < kLanes) tile[threadIdx.x / 32][lane * 8 + c] = pair;
+    }
+    __syncthreads();
+    totals[r] = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) totals[r] += tile[warp][threadIdx.x];
+    __syncthreads();
+  }
+  if (!sum_over_splits<kRows, kThreads>(totals, partials, counters, blockIdx.x, blockIdx.y, gridDim.y)) return;
+
+  const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
+  const int column = weight_column<kBlockN>(blockIdx.x, threadIdx.x, n);
+  if constexpr (kGated) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (r >= m) break;
+      tile[0][threadIdx.x] = totals[r];
+      __syncthreads();
+      if (threadIdx.x < kBlockN / 2 && column < n / 2) {
+        const float up = tile[0][threadIdx.x + kBlockN / 2];
+        y[static_cast<int64_t>(r) * ldy + column] = epilogue.finish_gated(totals[r], up, r, column);
+      }
+      __syncthreads();
+    }
+  } else if (column < n) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (r >= m) break;
+      y[static_cast<int64_t>(r) * ldy + column] = epilogue.finish(totals[r], r, column);
+    }
+  }
+}

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a thread keeps of a group where words come from AWQ's own layout: scales and zero points of a word's eight
+// columns.
+#pragma once
+
+#include "dequant/int4.cuh"
+
+// WHOLE: the rows of scales and offsets start at, and step by, multiples of 16 bytes.
+template <class S, Zeros FORM, bool WHOLE>
+struct WordGroup {
+  Vector<S, 8> scales;
+  Vector<S, 8> offsets;
+  uint32_t zeros;
+
+  // Of group `index` and the eight columns from `column` on; all_scales, all_zeros, lds, ldz: as the kernels'
+  // arguments.
+  __device__ __forceinline__ void fetch(const S* all_scales, const void* all_zeros, int index, int lds, int ldz,
+                                        int column) {
+    load<WHOLE>(scales, all_scales + static_cast<int64_t>(index) * lds + column);
+    const int64_t zero_row = static_cast<int64_t>(index) * ldz;
+    if constexpr (FORM == Zeros::kOffset) {
+      load<WHOLE>(offsets, static_cast<const S*>(all_zeros) + zero_row + column);
+      zeros = 0;
+    } else if constexpr (FORM == Zeros::kPacked) {
+      zeros = static_cast<const uint32_t*>(all_zeros)[zero_row + column / 8];
+    } else {
+      zeros = kSymmetricZeros;
+    }
+  }
+};

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// A weight from AWQ's own layout to that of repacked.cuh, once a layer.
+//
+//   qweight  uint32 [k, n / 8], row stride ldq words
+//   scales   SCALE [groups, n], row stride lds values
+//   zeros    uint32 [groups, n / 8], row stride ldz words; or null
+//   out      records [ceil(n / BLOCK_N) * BLOCK_N / 32, ceil(k / 128)]
+//
+// sm_60 and newer. Grid (k records, column blocks). A block turns 128 k x BLOCK_N columns: rows come in through shared
+// memory, where the four t of a warp read four rows of one word column; a row has an odd number of words, so that they
+// do not meet in a bank.
+#include "gemm/repacked.cuh"
+
+constexpr int kThreads = 256;
+constexpr int kBlockN = BLOCK_N;
+constexpr int kWords = kBlockN / 8;
+constexpr int kRowWords = kWords + 1;
+constexpr int kRecords = kBlockN / kRecordColumns;
+constexpr int kLanes = kRecordColumns * kRecordK / 32;  // of 16 bytes, in a record
+
+static_assert(kWords % 2 == 0, "a row's words plus one must be odd");
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    repack(const uint32_t* qweight, const SCALE* scales, const uint32_t* zeros, uint8_t* out, int n, int k,
+           int group_size, int ldq, int lds, int ldz) {
+  __shared__ uint32_t rows[kRecordK * kRowWords];
+  const int k_begin = blockIdx.x * kRecordK;
+  const int first_word = blockIdx.y * kWords;
+  for (int index = threadIdx.x; index < kRecordK * kWords; index += kThreads) {
+    const int row = index / kWords;
+    const int word = index % kWords;
+    const bool inside = k_begin + row < k && first_word + word < n / 8;
+    rows[row * kRowWords + word] = inside ? qweight[static_cast<int64_t>(k_begin + row) * ldq + first_word + word] : 0u;
+  }
+  __syncthreads();
+
+  auto record = [&](int index) {
+    return out + (static_cast<int64_t>(blockIdx.y * kRecords + index) * gridDim.x + blockIdx.x) * kRecordBytes;
+  };
+#pragma unroll 1
+  for (int index = threadIdx.x; index < kRecords * kLanes; index += kThreads) {
+    const int lane = index % 32;
+    const int tile = index / 32 % 2;
+    const int k64 = index / 64 % 2;
+    const int g = lane / 4;
+    const int t = lane % 4;
+    const int shift = nibble_shift(g);
+    Vector<uint32_t, 4> words;
+#pragma unroll
+    for (int k16 = 0; k16 < 4; ++k16) {
+      uint32_t word = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        // Bit 0 of i: the odd k; bit 1: column g + 8; bit 2: k + 8.
+        const int row = k64 * 64 + k16 * 16 + t * 2 + i % 2 + i / 4 * 8;
+        const int source = row * kRowWords + index / kLanes * 4 + tile * 2 + i / 2 % 2;
+        word |= ((rows[source] >> shift) & 15u) << (i % 2 * 16 + i / 2 * 4 % 8 + i / 4 * 8);
+      }
+      words.values[k16] = word;
+    }
+    store<true>(reinterpret_cast<uint32_t*>(record(index / kLanes)) + index % kLanes * 4, words);
+  }
+
+  for (int index = threadIdx.x; index < kGroups * kBlockN; index += kThreads) {
+    const int column = index % kBlockN;
+    const int group = k_begin / group_size + index / kBlockN;
+    const int block_column = blockIdx.y * kBlockN + column;
+    const bool inside = block_column < n && group < k / group_size;
+    uint8_t* target = record(column / kRecordColumns) + kCodeBytes + index / kBlockN * kGroupBytes +
+                      column / 16 % 2 * kTileGroupBytes;
+    const int slot = column % 8 * 2 + column / 8 % 2;
+    SCALE scale = {};
+    if (inside) scale = scales[static_cast<int64_t>(group) * lds + block_column];
+    reinterpret_cast<SCALE*>(target)[slot] = scale;
+    if constexpr (kZeros == Zeros::kPacked) {
+      const uint32_t word = inside ? zeros[static_cast<int64_t>(group) * ldz + block_column / 8] : 0u;
+      target[32 + slot] = static_cast<uint8_t>(code(word, block_column % 8));
+    }
+  }
+}

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+//   codes[m, k] = clamp(round((x[m, k] - offset[m, b]) / scale[m, b]), -128, 127),  b = k / block
+//   sums[m, b] = sum of the block's codes
+// with scale = (max - min) / 255 and offset = max - 127 * scale, or scale = 1 and offset = max where that scale is 1e-5
+// or less; SYMMETRIC: scale = max|x| / 127 and no offset. Every operation is rounded to float32, none is fused. A block
+// that holds a NaN or an infinity has scale NaN and codes 0.
+//
+//   x        X [m, k], row stride ldx values
+//   codes    int8 [m, k]
+//   scale, offset, sums  float32, float32 (null if SYMMETRIC), int32 [m, blocks]
+//
+// Any k and block, any architecture. WIDE: k and block are multiples of 8, and so moves of 16 bytes are aligned.
+//
+// LANES adjacent threads take a block in ROUNDS, 8 (or 1) values each at a time. The
+// grid is [.., rows, ..]: block (i, j, l) takes the i-th blocks of x that THREADS / LANES groups can take of row
+// l * gridDim.y + j.
+#include "common/types.cuh"
+
+constexpr int kLanes = LANES;
+constexpr int kThreads = THREADS;
+constexpr int kValues = WIDE ? 8 : 1;
+constexpr bool kSymmetric = SYMMETRIC;
+constexpr bool kHalfEven = HALF_EVEN;
+constexpr int kWarps = kLanes / 32;
+constexpr int kStride = kLanes * kValues;
+constexpr int kRounds = ROUNDS;  // of all lanes over a block
+constexpr int kKept = kRounds <= 4 ? kRounds : 1;
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: its last mantissa bit is worth 1
+
+static_assert(kLanes <= 32 ? 32 % kLanes == 0 : kLanes == kThreads, "lanes are a part of a warp, or the whole block");
+
+using int8_t = signed char;
+using Values = Vector<X, kValues>;
+
+// op over all lanes of a block of x. Every thread calls it.
+template <class T, class Op>
+__device__ __forceinline__ T reduce(T value, Op op, T* shared) {
+#pragma unroll
+  for (int step = min(kLanes, 32) / 2; step > 0; step /= 2) {
+    value = op(value, __shfl_xor_sync(0xffffffffu, value, step));
+  }
+  if constexpr (kLanes > 32) {
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = shared[0];
+#pragma unroll
+    for (int warp = 1; warp < kWarps; ++warp) value = op(value, shared[warp]);
+  }
+  return value;
+}
+
+__device__ __forceinline__ float round_code(float ratio) {
+  if constexpr (kHalfEven) return rintf(ratio);
+  const float whole = truncf(ratio);
+  return fabsf(ratio - whole) >= 0.5f ? whole + copysignf(1.0f, ratio) : whole;
+}
+
+// Bytes of a word of codes, added to a sum.
+__device__ __forceinline__ int32_t add_codes(uint32_t word, int32_t sum) {
+#if __CUDA_ARCH__ >= 610
+  return __dp4a(static_cast<int>(word), 0x01010101, sum);
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum += static_cast<int8_t>(word >> (8 * i));
+  return sum;
+#endif
+}
+
+// body(i, values) for each 8 (or 1) values of a lane, from i on; few stay in registers.
+template <class Body>
+__device__ __forceinline__ void for_each(Values (&kept)[kKept], const X* source, int begin, int end, Body body) {
+  if constexpr (kKept == kRounds) {
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      if (begin + round * kStride < end) body(begin + round * kStride, kept[round]);
+    }
+  } else {
+    for (int i = begin; i < end; i += kStride) {
+      load<true>(kept[0], source + i);
+      body(i, kept[0]);
+    }
+  }
+}
+
+// Held to as few registers as the others, kernels for sm_100 and newer spill.
+constexpr int kResidentThreads = __CUDA_ARCH__ >= 1000 ? 1024 : 1536;
+
+extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS)
+    quantize_rows(const X* __restrict__ x, int8_t* __restrict__ codes, float* scale, float* offset, int32_t* sums,
+                  int m, int k, int block, int ldx) {
+  // One for each value that is reduced, so that no warp overwrites what another has yet to read.
+  __shared__ float shared_high[32];
+  __shared__ float shared_low[32];
+  __shared__ uint32_t shared_largest[32];
+  __shared__ int32_t shared_sum[32];
+  const int blocks = ceil_div(k, block);
+  const int row = blockIdx.z * gridDim.y + blockIdx.y;
+  const int index = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const bool is_there = row < m && index < blocks;
+  const int begin = index * block + threadIdx.x % kLanes * kValues;
+  const int end = is_there ? min(index * block + block, k) : 0;
+  const X* source = x + static_cast<int64_t>(row) * ldx;
+
+  Values kept[kKept];
+  if constexpr (kKept == kRounds) {
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      if (begin + round * kStride < end) load<true>(kept[round], source + begin + round * kStride);
+    }
+  }
+  const float infinity = __uint_as_float(0x7f800000u);
+  float high = -infinity;
+  float low = infinity;
+  uint32_t largest = 0;  // |x| as integers, whose order is that of numbers, with infinity and NaN above them
+  for_each(kept, source, begin, end, [&](int i, const Values& values) {
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      const float value = to_float(values.values[v]);
+      largest = max(largest, __float_as_uint(fabsf(value)));
+      if constexpr (!kSymmetric) {
+        high = fmaxf(high, value);
+        low = fminf(low, value);
+      }
+    }
+  });
+  largest = reduce(largest, [](uint32_t a, uint32_t b) { return max(a, b); }, shared_largest);
+  float step;
+  float origin = 0.0f;
+  if constexpr (kSymmetric) {
+    step = __fdiv_rn(__uint_as_float(largest), 127.0f);
+  } else {
+    high = reduce(high, [](float a, float b) { return fmaxf(a, b); }, shared_high);
+    low = reduce(low, [](float a, float b) { return fminf(a, b); }, shared_low);
+    step = __fdiv_rn(__fsub_rn(high, low), 255.0f);
+    const bool is_wide = step > 1e-5f;
+    origin = is_wide ? __fsub_rn(high, __fmul_rn(127.0f, step)) : high;
+    if (!is_wide) step = 1.0f;
+  }
+  const bool is_finite = largest < 0x7f800000u && step < infinity;
+  const bool has_codes = is_finite && step > 0.0f;
+
+  // The product with the reciprocal is less than 1e-4 off the rounded quotient, and so has the same code unless it lies
+  // about half-way between two.
+  const float reciprocal = __fdiv_rn(1.0f, step);
+  const bool is_plain = has_codes && step > 1e-30f && step < 1e30f;
+  int8_t* target = codes + static_cast<int64_t>(row) * k;
+  int32_t total = 0;
+  for_each(kept, source, begin, end, [&](int i, const Values& values) {
+    bool is_sure = false;
+    if constexpr (kValues == 8) {
+      uint32_t bits[8];
+      is_sure = is_plain;
+#pragma unroll
+      for (int v = 0; v < 8; ++v) {
+        float ratio = __fsub_rn(to_float(values.values[v]), origin) * reciprocal;
+        if constexpr (!kSymmetric) ratio = fminf(fmaxf(ratio, -128.0f), 127.0f);
+        // Rounded to an integer, which stands in the lowest bits.
+        const float shifted = ratio + kMagic;
+        bits[v] = __float_as_uint(shifted);
+        is_sure &= fabsf(ratio - (shifted - kMagic)) < 0.4999f;
+      }
+      if (is_sure) {
+        Vector<uint32_t, 2> words;
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+          const uint32_t first = __byte_perm(bits[4 * w], bits[4 * w + 1], 0x0040);
+          const uint32_t second = __byte_perm(bits[4 * w + 2], bits[4 * w + 3], 0x0040);
+          words.values[w] = __byte_perm(first, second, 0x5410);
+          total = add_codes(words.values[w], total);
+        }
+        *reinterpret_cast<Vector<uint32_t, 2>*>(target + i) = words;
+      }
+    }
+    if (!is_sure) {
+#pragma unroll 1
+      for (int v = 0; v < kValues; ++v) {
+        const float ratio = __fdiv_rn(__fsub_rn(to_float(source[i + v]), origin), step);
+        const float rounded = fminf(fmaxf(round_code(ratio), -128.0f), 127.0f);
+        const int code = has_codes ? static_cast<int>(rounded) : 0;
+        target[i + v] = static_cast<int8_t>(code);
+        total += code;
+      }
+    }
+  });
+  total = reduce(total, [](int32_t a, int32_t b) { return a + b; }, shared_sum);
+  if (is_there && threadIdx.x % kLanes == 0) {
+    const int64_t at = static_cast<int64_t>(row) * blocks + index;
+    const float nan = __uint_as_float(0x7fffffffu);
+    scale[at] = is_finite ? step : nan;
+    if constexpr (!kSymmetric) offset[at] = is_finite ? origin : nan;
+    sums[at] = total;
+  }
+}

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dequantize_s4_to_fp16x2`` and ``int8_to_fp16``: the bit tricks of the dequantizers as functions of their own."""
+
+from __future__ import annotations
+
+from cupy_awq import check, reference
+from cupy_awq.check import HOST, Array
+from cupy_awq.kernels.convert import Conversion
+from cupy_awq.runtime import arrays, device, launch, placement
+
+
+def dequantize_s4_to_fp16x2(words: Array, /, *, out: Array | None = None) -> Array:
+    """The codes 0..15 of AWQ's words as float16, exactly; no zero point, no scale.
+
+    Args:
+        words: [..., N/8] int32, codes in AWQ order: nibbles i and i + 4 of a word become the halves of the i-th pair,
+            which so come in the order of columns.
+        out: [..., N] float16 array to fill and return.
+
+    Returns:
+        [..., N] float16: the values of columns 0 .. N-1.
+
+    Raises:
+        TypeError, ValueError: an array that does not fit; the message names it.
+
+    The formula is that of SGLang's function of this name: OR a nibble into the mantissa of 1024 or, four bits higher,
+    16 times into that of 1024, and take it off again.
+
+    >>> import numpy as np
+    >>> dequantize_s4_to_fp16x2(np.array([0x75316420], np.int32))
+    array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float16)
+    """
+    return _convert(words, out, "s4_to_fp16x2", 8)
+
+
+def int8_to_fp16(words: Array, /, *, out: Array | None = None) -> Array:
+    """int8 values as float16, exactly, by byte permutation.
+
+    Args:
+        words: [..., N/4] int32; each byte is a value + 128, in the order of elements 0, 2, 1, 3
+            (`cupy_awq.packing.pack_int8`).
+        out: [..., N] float16 array to fill and return.
+
+    Returns:
+        [..., N] float16.
+
+    Raises:
+        TypeError, ValueError: an array that does not fit; the message names it.
+
+    The formula is that of FasterTransformer's interleaved conversion: 0x64 above a byte b is 1024 + b.
+
+    >>> import numpy as np
+    >>> int8_to_fp16(np.array([-8421376], np.int32))  # 0xff7f8000
+    array([-128.,   -1.,    0.,  127.], dtype=float16)
+    """
+    return _convert(words, out, "int8_to_fp16", 4)
+
+
+def _convert(words: Array, out: Array | None, entry: str, values: int) -> Array:
+    words, out = arrays.views(words=words, out=out)
+    check.packable(words, "words", check.INT32, 1)
+    shape = (*words.shape[:-1], values * words.shape[-1])
+    index = check.device_id(words, "words")
+    if out is not None:
+        check.out(out, shape, check.FLOAT16, index)
+    if index == HOST:
+        y = reference.dequantize_s4_to_fp16x2(words) if values == 8 else reference.int8_to_fp16(words)
+        if out is None:
+            return y
+        out[...] = y
+        return out
+    import cupy
+
+    with placement.on(index):
+        y = out if out is not None and out.flags.c_contiguous else cupy.empty(shape, check.FLOAT16)
+        if words.size:
+            source = cupy.ascontiguousarray(words)
+            plan = Conversion(entry, values, words.size, arrays.aligned(y.reshape(-1))).plan(device.current())
+            stream = cupy.cuda.get_current_stream().ptr
+            launch.launcher(plan, index)((arrays.address(source), arrays.address(y)), stream)
+        if out is not None and y is not out:
+            out[...] = y
+    return y if out is None else out

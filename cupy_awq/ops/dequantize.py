@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dequantize``: a weight in floating point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupy_awq import check, reference
+from cupy_awq.check import Array
+from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.runtime import arrays, device, launch, placement
+
+
+def dequantize(
+    qweight: Array, scales: Array, qzeros: Array | None, /, *, dtype: Any = None, out: Array | None = None
+) -> Array:
+    """W [K, N], where W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size, rounded once to ``dtype``.
+
+    Args:
+        qweight: [K, N/8] int32, codes in AWQ order (see `PackedWeight`).
+        scales: [K/G, N] float16 or bfloat16.
+        qzeros: [K/G, N/8] int32 zero points; None where all are 8; or [K/G, N] offsets o of the scales' dtype, for
+            W = q*s + o.
+        dtype: float16, bfloat16 or float32; by default that of the scales.
+        out: [K, N] array of ``dtype`` to fill and return.
+
+    All arrays are NumPy's, or all lie on one GPU. Rows may have any stride, so slices are not copied.
+
+    Raises:
+        TypeError, ValueError: an array, a shape or a dtype that does not fit; the message names it.
+
+    >>> import numpy as np
+    >>> import cupy_awq
+    >>> qweight = cupy_awq.pack_int4(np.arange(16, dtype=np.uint8)[None].repeat(32, 0))
+    >>> cupy_awq.dequantize(qweight, np.ones((1, 16), np.float16), None)[0, :4]
+    array([-8., -7., -6., -5.], dtype=float16)
+    """
+    qweight, scales, qzeros, out = arrays.views(qweight=qweight, scales=scales, qzeros=qzeros, out=out)
+    facts = check.weight(qweight, scales, qzeros)
+    if facts.device == check.HOST:
+        return reference.dequantize(qweight, scales, qzeros, dtype=dtype, out=out)
+    to = facts.dtype if dtype is None else check.float_dtype(dtype)
+    if out is not None:
+        check.out(out, (facts.k, facts.n), to, facts.device)
+    import cupy
+
+    with placement.on(facts.device):
+        w = out if out is not None and arrays.row_step(out) is not None else cupy.empty((facts.k, facts.n), to)
+        offsets = qzeros if facts.zeros == "float" else None
+        strides = arrays.row_stride(qweight), arrays.row_stride(scales), arrays.row_stride(qzeros), arrays.row_stride(w)
+        problem = Dequantization(
+            facts.k,
+            facts.n,
+            facts.group_size,
+            facts.dtype.name,
+            facts.zeros,
+            to.name,
+            arrays.aligned(scales, offsets, w),
+            strides,
+        )
+        launcher = launch.launcher(problem.plan(device.current()), facts.device)
+        stream = cupy.cuda.get_current_stream().ptr
+        launcher(tuple(map(arrays.address, (qweight, scales, qzeros, w))), stream)
+        if out is not None and w is not out:
+            out[...] = w
+    return w if out is None else out

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch a plan on the current device through ``cuLaunchKernelEx``: the one place that sees launch attributes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import struct
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from cupy_awq.runtime import compile as compiler
+from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
+
+MAP_BYTES = 128
+MAP_TYPES = {
+    "float16": "FLOAT16",
+    "bfloat16": "BFLOAT16",
+    "float32": "FLOAT32",
+    "int8": "UINT8",
+    "uint8": "UINT8",
+    "uint32": "UINT32",
+}
+
+CACHED_SHARED_PERCENT = 25
+"""Shared memory's part of a multiprocessor's memory where a kernel wants an L1 cache. Without it, the cache stays as
+small as the kernel before needed it: the head of a language model took 535 instead of 428 us after a product."""
+
+
+@functools.lru_cache(maxsize=4096)
+def encode(tensor_map: TensorMap, address: int) -> bytes:
+    """The driver's form of a tensor map of the buffer at ``address``, which must be a multiple of 16."""
+    from cuda.bindings import driver
+
+    rank = len(tensor_map.dims)
+    steps = tensor_map.steps or (1,) * rank
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{MAP_TYPES[tensor_map.dtype]}"),
+        rank,
+        address,
+        [driver.cuuint64_t(size) for size in tensor_map.dims],
+        [driver.cuuint64_t(stride) for stride in tensor_map.strides],
+        [driver.cuuint32_t((size - 1) * step + 1) for size, step in zip(tensor_map.box, steps, strict=True)],
+        [driver.cuuint32_t(step) for step in steps],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(
+            driver.CUtensorMapSwizzle,
+            f"CU_TENSOR_MAP_SWIZZLE_{f'{tensor_map.swizzle}B' if tensor_map.swizzle else 'NONE'}",
+        ),
+        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{tensor_map.promotion}B"),
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != 0:
+        raise RuntimeError(f"tensor map of {tensor_map.buffer} failed: {status.name}; {tensor_map}")
+    return ctypes.string_at(encoded.getPtr(), MAP_BYTES)
+
+
+class _Arguments(threading.local):
+    """The arguments of one thread's launches of one plan, and the list of their addresses that the driver takes.
+
+    The driver knows the offset of each argument; those of tensor maps depend on the compiler's version. Scalars never
+    change, and a tensor map only with the address of its buffer.
+    """
+
+    def __init__(self, pointers: int, maps: tuple[TensorMap, ...], scalars: tuple[bytes, ...]) -> None:
+        values = [bytes(8)] * pointers + [bytes(MAP_BYTES)] * len(maps) + list(scalars)
+        offsets = list(itertools.accumulate(map(len, values), initial=0))
+        self._buffer = ctypes.create_string_buffer(b"".join(values), offsets[-1])
+        begin = ctypes.addressof(self._buffer)
+        self._list = (ctypes.c_void_p * len(values))(*(begin + offset for offset in offsets[:-1]))
+        self.address = ctypes.addressof(self._list)
+        self._maps = [
+            (tensor_map, begin + offset) for tensor_map, offset in zip(maps, offsets[pointers:], strict=False)
+        ]
+        self._encoded = [0] * len(maps)
+        self.set_pointers = functools.partial(struct.Struct(f"={pointers}Q").pack_into, self._buffer, 0)
+
+    def set_map(self, i: int, address: int) -> None:
+        if self._encoded[i] != address:
+            tensor_map, begin = self._maps[i]
+            ctypes.memmove(begin, encode(tensor_map, address), MAP_BYTES)
+            self._encoded[i] = address
+
+
+class Launcher:
+    """A plan made ready on the current device; calling it only launches.
+
+    ``launcher(pointers, stream)`` takes the addresses of the plan's buffers in the order of ``launcher.buffers`` (those
+    of tensor maps last) and a stream's handle. Safe to call from several threads and to capture into a CUDA graph.
+    """
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        from cuda.bindings import driver
+
+        self.plan = plan
+        self.buffers = plan.buffers
+        self._pointers = len(plan.pointers)
+        self._arguments = _Arguments(self._pointers, plan.maps, tuple(scalar.tobytes() for scalar in plan.scalars))
+        # Keeping the module's object keeps the code loaded.
+        self._raw = compiler.function(plan.kernel, plan.shared_bytes)
+        if plan.cached:
+            self._raw.preferred_shared_memory_carveout = CACHED_SHARED_PERCENT
+        self._function = driver.CUfunction(self._raw.kernel.ptr)
+        self._driver = driver
+        self._configs: dict[int, Any] = {}
+
+    def _config(self, stream: int) -> Any:
+        """The launch configuration for a stream; one object a stream, so that threads share none that changes."""
+        driver, plan = self._driver, self.plan
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = plan.block
+        config.sharedMemBytes = plan.shared_bytes
+        config.hStream = driver.CUstream(stream)
+        kinds = driver.CUlaunchAttributeID
+        attributes = []
+        if plan.cluster != (1, 1, 1):
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = plan.cluster
+            attributes.append(attribute)
+        if plan.dependent:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        return config
+
+    def __call__(self, pointers: tuple[int, ...], stream: int) -> None:
+        config = self._configs.get(stream)
+        if config is None:
+            config = self._configs[stream] = self._config(stream)
+        arguments = self._arguments
+        count = self._pointers
+        arguments.set_pointers(*pointers[:count])
+        for i, address in enumerate(pointers[count:]):
+            arguments.set_map(i, address)
+        (status,) = self._driver.cuLaunchKernelEx(config, self._function, arguments.address, 0)
+        if status != 0:
+            raise RuntimeError(f"launch of {self.plan.kernel.entry} failed: {status.name}; {self.plan}")
+
+
+def launch(plan: LaunchPlan, buffers: Mapping[str, Any]) -> None:
+    """Launch a plan once on CuPy's current device and stream; ``buffers`` maps names to CuPy arrays, None is a null."""
+    import cupy
+
+    launcher = Launcher(plan)
+    pointers = tuple(0 if buffers[name] is None else buffers[name].data.ptr for name in launcher.buffers)
+    launcher(pointers, cupy.cuda.get_current_stream().ptr)
+
+
+@functools.lru_cache(maxsize=4096)
+def launcher(plan: LaunchPlan, index: int) -> Launcher:
+    """The launcher of a plan on the GPU ``index``, which must be current."""
+    return Launcher(plan)

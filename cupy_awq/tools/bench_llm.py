@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speed of models of known shapes on random weights, where no weights can be had."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from cupy_awq.check import HOST
+from cupy_awq.checkpoint import CheckpointError, Module
+from cupy_awq.llm.config import Config
+from cupy_awq.llm.cuda_ops import DeviceOps
+from cupy_awq.llm.kv_cache import nbytes
+from cupy_awq.llm.model import Model, Progress, build
+from cupy_awq.llm.numpy_ops import HostOps
+from cupy_awq.llm.sampling import Sampling
+from cupy_awq.llm.source import Array, Source
+from cupy_awq.runtime import placement
+from cupy_awq.weight import PackedWeight
+
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_2 = {"rope_type": "llama3", **_LLAMA3, "factor": 32.0}
+
+SHAPES = {
+    "qwen3-8b": Config("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, 1e-6, 1e6, qk_norm=True),
+    "qwen3-0.6b": Config("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 40960, 1e-6, 1e6, tied=True, qk_norm=True),
+    "llama-3-8b": Config("llama", 4096, 14336, 32, 32, 8, 128, 128256, 8192, 1e-5, 5e5),
+    "llama-3-70b": Config("llama", 8192, 28672, 80, 64, 8, 128, 128256, 8192, 1e-5, 5e5),
+    "llama-3.2-1b": Config("llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072, 1e-5, 5e5, _LLAMA3_2, tied=True),
+}
+"""Public sizes of models, by the names that `measure` takes."""
+
+_POOL_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Speed:
+    """``step_bytes``: of weights, keys and values that a decode step reads at least."""
+
+    model: str
+    batch: int
+    prompt_tokens: int
+    prompt_seconds: float
+    step_seconds: float
+    step_bytes: int
+
+    @property
+    def gbs(self) -> float:
+        """Bytes that decoding must read, a second, in GB/s."""
+        return self.step_bytes / self.step_seconds / 1e9
+
+
+def synthetic(config: Config, group_size: int = 128, xp: Any = np) -> Source:
+    """A model of random weights in AutoAWQ's layout, head and embedding in float16. It has no tokenizer.
+
+    ``xp``: NumPy, or CuPy to make them on the current GPU.
+
+    >>> source = synthetic(Config("llama", 64, 128, 1, 2, 2, 32, 96, 256), group_size=32)
+    >>> source.linear("model.layers.0.mlp.up_proj", 64, 128).weight
+    PackedWeight(K=64, N=128, group_size=32, float16, packed zeros, 4736 B)
+    """
+    rng = np.random.default_rng(0)
+    words = xp.asarray(rng.integers(-(2**31), 2**31, _POOL_BYTES // 4, np.int32))
+    halves = xp.asarray(rng.standard_normal(_POOL_BYTES // 2, np.float32).astype(np.float16))
+
+    def repeated(pool: Array, shape: tuple[int, ...]) -> Array:
+        size = math.prod(shape)
+        whole: Array = xp.tile(pool, -(-size // pool.size))
+        return whole[:size].reshape(shape)
+
+    def module(k: int, n: int) -> Module:
+        groups = k // group_size
+        scales = (xp.abs(repeated(halves, (groups, n))) + np.float16(0.5)) * np.float16(0.1 * k**-0.5)
+        return Module(PackedWeight(repeated(words, (k, n // 8)), scales, repeated(words[::-1], (groups, n // 8))), None)
+
+    def scaled(shape: tuple[int, ...], scale: float) -> Array:
+        return repeated(halves * np.float16(scale), shape)
+
+    d, i, wide, narrow = config.hidden, config.intermediate, config.q_width, config.kv_width
+    sizes = {"self_attn.q_proj": (d, wide), "self_attn.k_proj": (d, narrow), "self_attn.v_proj": (d, narrow)}
+    sizes |= {"self_attn.o_proj": (wide, d), "mlp.gate_proj": (d, i), "mlp.up_proj": (d, i), "mlp.down_proj": (i, d)}
+    norms = {"input_layernorm": d, "post_attention_layernorm": d}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
+    tensors: dict[str, Callable[[], Module | Array]] = {"model.norm.weight": partial(np.ones, d, np.float16)}
+    for name in ("model.embed_tokens.weight", *([] if config.tied else ["lm_head.weight"])):
+        tensors[name] = partial(scaled, (config.vocab, d), 0.02)
+    for layer in range(config.layers):
+        at = f"model.layers.{layer}"
+        tensors |= {f"{at}.{name}": partial(module, k, n) for name, (k, n) in sizes.items()}
+        tensors |= {f"{at}.{name}.weight": partial(np.ones, size, np.float16) for name, size in norms.items()}
+    return Source(Path("synthetic"), config, tensors, _no_tokenizer)
+
+
+def _no_tokenizer() -> NoReturn:
+    raise CheckpointError("a model of random weights has no tokenizer")
+
+
+def measure(
+    name: str,
+    *,
+    batches: tuple[int, ...] = (1, 16),
+    prompt_tokens: int = 1024,
+    steps: int = 32,
+    index: int | None = None,
+    progress: Progress | None = None,
+) -> list[Speed]:
+    """Times of a model of SHAPES for each batch: a prompt of each sequence, and decode steps behind it.
+
+    Raises ValueError for another name, or memory that does not suffice.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"model: expected one of {', '.join(SHAPES)}, got {name!r}")
+    config = SHAPES[name]
+    place = placement.resolve() if index is None else index
+    with placement.on(place):
+        ops: Any = HostOps(config) if place == HOST else DeviceOps(config, place, np.dtype(np.float16))
+        xp: Any = np
+        if place != HOST:
+            import cupy
+
+            xp = cupy
+        model = build(synthetic(config, xp=xp), ops, progress)
+        return [_measure(name, config, model, batch, prompt_tokens, steps) for batch in batches]
+
+
+def _measure(name: str, config: Config, model: Model, batch: int, prompt_tokens: int, steps: int) -> Speed:
+    ops = model.ops
+    cache = ops.cache(batch, prompt_tokens + steps + 3)
+    prompt = np.random.default_rng(0).integers(0, config.vocab, prompt_tokens).tolist()
+    decoder = ops.decoder(lambda t: model.logits(model.forward(t[:, None], cache))[:, -1], cache, Sampling())
+    times = []
+    for warm_up in (True, False):
+        for row in range(1 if warm_up else batch):
+            cache.reuse(row, prompt[:1])
+            began = time.perf_counter()
+            *_, hidden = model.append(cache, row, prompt)
+            decoder.put(row, model.logits(hidden[:, -1])[0])
+            times.append(time.perf_counter() - began)
+    with contextlib.closing(decoder):
+        for _ in range(3):  # as it is, captured, and once replayed
+            decoder.step()
+        began = time.perf_counter()
+        for _ in range(steps):
+            decoder.step()
+        seconds = (time.perf_counter() - began) / steps
+    read = model.weight_bytes + nbytes(config, batch, prompt_tokens + steps // 2, cache.k.dtype.itemsize)
+    return Speed(name, batch, prompt_tokens, min(times[1:]), seconds, read)

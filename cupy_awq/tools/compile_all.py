@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel for the architectures named, with no GPU: to fill the cache of a container image, and to check them all.
+
+Prints registers, shared memory and spills of each kernel, and fails if one spills or has its wgmma serialized.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from cupy_awq.int8.gpu import chosen_convolution
+from cupy_awq.kernels import conv2d, int8, llm, select
+from cupy_awq.kernels.convert import Conversion
+from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.kernels.gemm_sm90 import STREAM_ROWS, layout
+from cupy_awq.kernels.gemm_sm90_large import GemmSm90Large
+from cupy_awq.kernels.problem import Problem
+from cupy_awq.runtime import compile as compiler
+from cupy_awq.runtime import device
+from cupy_awq.runtime import disk_cache as cache
+from cupy_awq.runtime.launch_plan import Kernel
+from cupy_awq.tools.table import render
+
+SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (8192, 28672), (28672, 8192))
+"""K and N of linear layers of 8B and 70B models."""
+HOPPER_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
+
+
+def kernels(arch: int) -> list[Kernel]:
+    """The kernels of common layers, each once: each dtype, packed zeros, group sizes of 128 and 32, each configuration.
+
+    Hopper's families have a kernel for each configuration, so of these only the choices for common layers.
+    """
+    facts = device.nominal(arch)
+    found = [*_raw(facts), *int8.kernels(facts), *conv2d.kernels(facts), *llm.kernels(facts)]
+    if arch == 90:
+        found += [*_hopper(facts), *_convolutions(facts)]
+    return list(dict.fromkeys(found))
+
+
+def _raw(facts: device.Device) -> Iterator[Kernel]:
+    for conversion, values in (("s4_to_fp16x2", 8), ("int8_to_fp16", 4)):
+        yield Conversion(conversion, values, 1, True).plan(facts).kernel
+    k, n = SHAPES[0]
+    for dtype in ("float16", "bfloat16", "float32"):
+        scales = "bfloat16" if dtype == "bfloat16" else "float16"
+        yield Dequantization(k, n, 128, scales, "packed", dtype, True, (n // 8, n, n // 8, n)).plan(facts).kernel
+        for group_size, m, constant in itertools.product((128, 32), (1, 2, 4, 8, 16, 64), (False, True)):
+            problem = Problem(m, n, k, group_size, dtype, scales, constant=constant)
+            candidates = select.candidates(problem, facts)
+            if not isinstance(candidates["gemm_sm80"], str):
+                del candidates["gemm_sm75"]  # legal, but only when it is asked for by name
+            for configs in candidates.values():
+                if not isinstance(configs, str):
+                    yield from (config.plan(problem, facts).kernel for config in configs)
+
+
+def _hopper(facts: device.Device) -> Iterator[Kernel]:
+    for dtype, m, (k, n) in itertools.product(("float16", "bfloat16"), HOPPER_ROWS, SHAPES):
+        problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
+        yield layout(problem).plan(facts).kernel
+        yield select.choose(problem, facts, "gemm_sm90").plan.kernel
+        if m <= STREAM_ROWS:
+            ends = replace(problem, stream="adds" if k >= n else "norms")
+            if n > 3 * k:
+                ends = replace(ends, gated=True, activation="silu")
+            yield select.choose(ends, facts).plan.kernel
+        if m >= 256:
+            yield from (config.plan(problem, facts).kernel for config in GemmSm90Large().configs(problem, facts))
+
+
+def _convolutions(facts: device.Device) -> Iterator[Kernel]:
+    """Those of common layers in NHWC, with weights in blocks of 32."""
+    wide = ((3, 64, 64, 56), (3, 128, 128, 28), (3, 256, 256, 14), (3, 512, 512, 7))
+    pointwise = ((1, 64, 256, 56), (1, 256, 64, 56), (1, 1024, 256, 14), (1, 512, 2048, 7))
+    for batch, bits, (kernel, ci, co, side) in itertools.product((1, 8, 32), (4, 8), wide + pointwise):
+        pad = kernel // 2
+        sizes = conv2d.Sizes(batch, side, side, ci, co, 1, kernel, kernel, side, side, pad_h=pad, pad_w=pad)
+        strides = side * side * ci, side * ci, ci, 1
+        _, plan = chosen_convolution(conv2d.Convolution(sizes, 32, bits, True, "float16", strides), facts)
+        yield plan.kernel
+
+
+def run(archs: list[str]) -> int:
+    """Compile for each of ``archs`` ("75", "90a"; below the compiler's range its lowest).
+
+    Returns 1 if a kernel spills or has its wgmma serialized, else 0.
+
+    Raises ValueError for an arch that is not one.
+    """
+    for arch in archs:
+        if not re.fullmatch(r"\d{2,3}a?", arch) or int(arch.rstrip("a")) < min(device.NOMINAL):
+            raise ValueError(f"arch: expected a compute capability such as 75 or 90a, got {arch!r}")
+    spills = serialized = 0
+    rows = []
+    for arch in archs:
+        some = kernels(int(arch.rstrip("a")))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            binaries = pool.map(compiler.build, some)
+        for kernel, binary in zip(some, binaries, strict=True):
+            resources = binary.resources
+            if resources is None:
+                raise RuntimeError(f"{kernel.entry}: the compiler reported no resources")
+            defines = " ".join(f"{name}={value}" for name, value in kernel.defines if name not in QUIET)
+            rows.append(
+                (
+                    kernel.entry,
+                    f"sm_{compiler.target(kernel.arch)}",
+                    defines,
+                    str(resources.registers),
+                    str(resources.shared_bytes),
+                    str(resources.spill_bytes),
+                    "serialized" if resources.serialized else "compiled" if binary.fresh else "cached",
+                )
+            )
+            spills += resources.spill_bytes > 0
+            serialized += resources.serialized
+            if sys.stderr.isatty():
+                print(f"\r{len(rows)} kernels", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    print(render(("kernel", "target", "constants", "registers", "shared bytes", "spill bytes", ""), rows, left=3))
+    print(f"{len(rows)} kernels, {spills} with spills, {serialized} with serialized wgmma; cache: {cache.folder()}")
+    return 1 if spills or serialized else 0
+
+
+QUIET = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")
+"""Constants that are the same in all of them."""

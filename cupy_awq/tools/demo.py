@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real quantized layer, run, checked and timed: ``python -m cupy_awq demo``.
+
+The package carries the MLP of layer 0 of SmolLM2-135M-Instruct as an AutoAWQ-format folder. The error of each product
+is measured here, on random x. The quantization error is not: that needs the weights before quantization, which would
+more than double the folder. It belongs to the weights alone and is the same for every M, so the command that built the
+folder measured it, norm(W_awq - W) / norm(W), and wrote it to ``config.json``. W is the weight in the public GGUF file,
+which holds it in 4-bit blocks of 32 (Q4_1); what either loses against the original bfloat16 weight is not known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupy_awq import checkpoint, reference
+from cupy_awq.check import HOST, Array
+from cupy_awq.checkpoint.files import read_object
+from cupy_awq.linear import AwqLinear
+from cupy_awq.runtime import placement
+from cupy_awq.tools import table, testing, timing
+from cupy_awq.weight import PackedWeight
+
+SMOLLM2_MLP = Path(__file__).parents[1] / "data" / "smollm2-mlp"
+"""The folder; ``tests/tools/rebuild_smollm2_mlp.py`` makes it."""
+
+PREFIX = "model.layers.0.mlp."
+LAYERS = ("gate_proj", "up_proj", "down_proj")
+ROWS = (1, 16, 256)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer at one M. Errors are relative; ``fp16_us`` is the time of the same product with unquantized weights."""
+
+    layer: str
+    m: int
+    kernel: str
+    error: float
+    quantization_error: float
+    us: float
+    fp16_us: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(device: int) -> list[Row]:
+    """Run and time every layer of the shipped folder on a device of ``placement.resolve``."""
+    errors = read_object(SMOLLM2_MLP / "config.json")["quantization_error"]
+    layers = checkpoint.load(SMOLLM2_MLP, device=device if device != HOST else "cpu")
+    weights = checkpoint.load(SMOLLM2_MLP, device="cpu")
+    rng = np.random.default_rng(0)
+    rows = []
+    with placement.on(device):
+        for name in LAYERS:
+            layer, weight = layers[PREFIX + name], weights[PREFIX + name].weight
+            for m in ROWS:
+                x = rng.standard_normal((m, weight.shape[0])).astype(np.float16)
+                placed = placement.put(x, device)
+                y = layer(placed)
+                error = testing.relative_error(y, x, weight)
+                us = _time(layer, placed, y, device)
+                rows.append(
+                    Row(name, m, layer.kernel_for(m), error, errors[PREFIX + name], us, _unquantized(x, weight, device))
+                )
+    return rows
+
+
+def _time(layer: AwqLinear, x: Array, y: Array, device: int) -> float:
+    timer = timing.on_cpu if device == HOST else timing.on_gpu
+    return timer([lambda: layer(x, out=y)])
+
+
+def _unquantized(x: Array, weight: PackedWeight, device: int) -> float | None:
+    """Microseconds of x @ W in float16 by cuBLAS, None without it; on the CPU in float32, which BLAS has there."""
+    w = reference.dequantize(weight.qweight, weight.scales, weight.qzeros)
+    if device == HOST:
+        x, w = x.astype(np.float32), w.astype(np.float32)
+        return timing.on_cpu([lambda: x @ w])
+    if not timing.cublas():
+        return None
+    import cupy
+
+    x, w = placement.put(x, device), placement.put(w, device)
+    y = cupy.matmul(x, w)
+    return timing.on_gpu([lambda: cupy.matmul(x, w, out=y)], graph=False)
+
+
+def render(rows: list[Row], device: int) -> str:
+    """The demo as text."""
+    cpu = device == HOST
+    header = ["layer", "kernel", "M", "error", "quantization error", "us", "fp32 us" if cpu else "fp16 us"]
+    cells = [
+        [
+            row.layer,
+            row.kernel,
+            str(row.m),
+            f"{row.error:.1e}",
+            f"{row.quantization_error:.1%}",
+            table.number(row.us),
+            table.number(row.fp16_us),
+        ]
+        for row in rows
+    ]
+    if cpu:
+        baseline = "fp32 us: the product with unquantized weights, NumPy in float32"
+    elif rows[0].fp16_us is None:
+        baseline = "fp16 us: needs cuBLAS, pip install cupy-awq[blas]"
+    else:
+        baseline = (
+            "fp16 us: the product with unquantized weights, cupy.matmul (cuBLAS); all weights are in the L2 cache"
+        )
+    return "\n".join(
+        [
+            f"SmolLM2-135M-Instruct, MLP of layer 0, AWQ INT4, group size 64, on {placement.name(device)}",
+            "",
+            table.render(header, cells, left=2),
+            "",
+            "error: against the float64 product of the same 4-bit weights; quantization error: of those weights",
+            baseline,
+        ]
+    )

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint holds, read from its headers alone: ``python -m cupy_awq info PATH``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from cupy_awq import checkpoint
+from cupy_awq.checkpoint import Module
+from cupy_awq.tools import table
+
+
+def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Layers, other tensors and totals of a checkpoint, ready for JSON; raises as ``checkpoint.load`` does.
+
+    ``fp16_bytes`` is what the same layer takes unquantized, at two bytes a weight; ``ratio`` is bytes / fp16_bytes.
+    """
+    layers: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    for name, item in checkpoint.read(path).items():
+        if isinstance(item, Module):
+            (k, n), bias = item.weight.shape, item.bias
+            extra = 0 if bias is None else bias.nbytes
+            layers.append(
+                {
+                    "name": name,
+                    "k": k,
+                    "n": n,
+                    "group_size": item.weight.group_size,
+                    "zeros": item.weight.spec.zeros,
+                    "dtype": str(item.weight.dtype),
+                    "bias": bias is not None,
+                    **_sizes(item.weight.nbytes + extra, 2 * k * n + extra),
+                }
+            )
+        else:
+            array = item.array
+            others.append({"name": name, "shape": list(array.shape), "dtype": str(array.dtype), "bytes": array.nbytes})
+    other_bytes = sum(item["bytes"] for item in others)
+    total = {
+        "layers": _sizes(sum(item["bytes"] for item in layers), sum(item["fp16_bytes"] for item in layers)),
+        "other_bytes": other_bytes,
+    }
+    return {"path": os.fspath(path), "layers": layers, "others": others, "total": total}
+
+
+def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
+    return {"bytes": nbytes, "fp16_bytes": fp16_bytes, "ratio": nbytes / fp16_bytes if fp16_bytes else None}
+
+
+def render(facts: dict[str, Any]) -> str:
+    """``describe``'s result as text."""
+    lines = []
+    layers, others, total = facts["layers"], facts["others"], facts["total"]
+    if layers:
+        header = ["layer", "zeros", "scales", "bias", "K", "N", "group size", "bytes", "ratio to fp16"]
+        rows = [[i["name"], i["zeros"], i["dtype"], "yes" if i["bias"] else "no", *_numbers(i)] for i in layers]
+        lines += [table.render(header, rows, left=4), ""]
+    sums = total["layers"]
+    fp16 = f", {sums['ratio']:.3f} of the {table.size(sums['fp16_bytes'])} in fp16" if layers else ""
+    lines.append(f"{_count(len(layers), 'quantized layer')}: {table.size(sums['bytes'])}{fp16}")
+    if others:
+        lines.append(f"{_count(len(others), 'other tensor')}: {table.size(total['other_bytes'])}")
+        lines.append(f"total: {table.size(sums['bytes'] + total['other_bytes'])}")
+    return "\n".join(lines)
+
+
+def _numbers(item: dict[str, Any]) -> list[str]:
+    return [str(item["k"]), str(item["n"]), str(item["group_size"]), table.size(item["bytes"]), f"{item['ratio']:.3f}"]
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" + ("" if n == 1 else "s")

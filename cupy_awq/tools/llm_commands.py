@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands ``generate``, ``chat``, ``score`` and ``convert``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cupy_awq.check import HOST
+from cupy_awq.runtime import device
+
+if TYPE_CHECKING:
+    from cupy_awq.llm import LanguageModel, Sampling
+
+MODEL = "Hugging Face folder, .gguf or .ak48 file, or the name smollm2"
+
+CHAT = """
+
+A line is what you say; an empty one or Ctrl-D ends it, Ctrl-C cuts an answer short."""
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands by the function that makes a parser of (name, run, summary, text, examples)."""
+    question = 'smollm2 "What is the capital of France?"'
+    generate = command(
+        "generate", _generate, "complete prompts", "", [question, f"{question} --temperature 0.7 --seed 1"]
+    )
+    generate.add_argument("model", metavar="MODEL", help=MODEL)
+    generate.add_argument("prompts", metavar="PROMPT", nargs="+", help="what a user says; several run as one batch")
+    generate.add_argument("--raw", action="store_true", help="go on from the text itself, with no chat template")
+    _add_choices(generate, 256)
+    chat = command("chat", _chat, "talk to a model", CHAT, ["smollm2"])
+    chat.add_argument("model", metavar="MODEL", help=MODEL)
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told first (default: by its template)")
+    chat.add_argument("--context", metavar="N", type=int, help="tokens of memory (default: 8192 or the model's)")
+    _add_choices(chat, 1024)
+    score = command("score", _score, "print how likely a text is to a model", "", ["smollm2 text.txt"])
+    score.add_argument("model", metavar="MODEL", help=MODEL)
+    score.add_argument("text", metavar="FILE", type=Path, help="text in UTF-8")
+    _add_device(score)
+    convert = command("convert", _convert, "write a Qwen3 model as an ak48 file", CONVERT, ["Qwen3-8B-AWQ/ qwen3.ak48"])
+    convert.add_argument("model", metavar="IN", help=MODEL)
+    convert.add_argument("out", metavar="OUT.ak48", type=Path, help="the file to write")
+
+
+CONVERT = """
+
+The file holds no tokenizer: put tokenizer.json and tokenizer_config.json beside it."""
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="cpu|N", help="(default: the current GPU, or the CPU if there is none)")
+
+
+def _add_choices(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    def number(name: str, kind: type, default: Any, text: str) -> None:
+        parser.add_argument(name, metavar="X", type=kind, default=default, help=f"{text} (default: {default})")
+
+    number("--max-tokens", int, max_tokens, "tokens of an answer at most")
+    number("--temperature", float, 0.0, "0: always the likeliest token")
+    number("--top-k", int, 0, "only the so many likeliest tokens, 0: all")
+    number("--top-p", float, 1.0, "only the likeliest tokens that hold this probability")
+    number("--min-p", float, 0.0, "only tokens at least this times as likely as the likeliest")
+    number("--repetition-penalty", float, 1.0, "above 1: seen tokens are less likely")
+    number("--seed", int, 0, "of the choice")
+    parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="ends an answer; repeatable")
+    parser.add_argument("--stats", action="store_true", help="print speeds on stderr")
+    _add_device(parser)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    sampling = _sampling(args)
+    model = _load(args)
+    alone = len(args.prompts) == 1
+    options = {"raw": args.raw, "max_tokens": args.max_tokens, "sampling": sampling, "stop": args.stop}
+    completions = model.generate(args.prompts, **options, on_text=_write if alone else None)
+    if alone:
+        print()
+    else:
+        for prompt, completion in zip(args.prompts, completions, strict=True):
+            print(f"{prompt}\n{completion.text}\n")
+    if args.stats:
+        _print_stats(model)
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    sampling = _sampling(args)
+    model = _load(args)
+    chat = model.chat(capacity=args.context, system=args.system)
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            text = ""
+        if not text:
+            return 0
+        try:
+            for piece in chat.say(text, max_tokens=args.max_tokens, sampling=sampling, stop=args.stop):
+                _write(0, piece)
+        except KeyboardInterrupt:
+            pass  # the answer so far is part of the conversation
+        print()
+        if args.stats:
+            _print_stats(model)
+
+
+def _score(args: argparse.Namespace) -> int:
+    try:
+        text = args.text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{args.text}: expected text in UTF-8: {error}") from None
+    score = _load(args).score(text)
+    print(f"tokens          {score.tokens}")
+    print(f"log-likelihood  {score.log_likelihood:.3f} nats")
+    print(f"perplexity      {score.perplexity:.4f}")
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from cupy_awq import llm
+    from cupy_awq.llm import ak48
+
+    if args.out.suffix != ".ak48":
+        raise ValueError(f"expected a file named .ak48 to write, got {args.out}")
+    ak48.write(llm.read(args.model), args.out, _progress if sys.stderr.isatty() else None)
+    print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    from cupy_awq.llm import Sampling
+
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    return Sampling(**{name: getattr(args, name) for name in names})
+
+
+def _load(args: argparse.Namespace) -> LanguageModel:
+    from cupy_awq import llm
+
+    place: Any = args.device
+    if place is not None and place.isdecimal():
+        place = int(place)
+    return llm.load(args.model, device=place, progress=_progress if sys.stderr.isatty() else None)
+
+
+def _progress(done: int, total: int) -> None:
+    width = 30
+    filled = width * done // total
+    end = "\r\033[K" if done == total else ""
+    print(f"\r[{'#' * filled}{' ' * (width - filled)}] {end}", end="", file=sys.stderr, flush=True)
+
+
+def _write(_: int, text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _print_stats(model: LanguageModel) -> None:
+    stats, read = model.stats, model.model.weight_bytes
+    lines = [
+        f"prompt  {stats.prompt_tokens} tokens, {stats.prompt_tokens / max(stats.prompt_seconds, 1e-9):.1f} tokens/s"
+    ]
+    if stats.tokens:
+        speed = stats.tokens / stats.seconds
+        index = model.model.ops.index
+        rate = stats.steps / stats.seconds * read / 1e9
+        share = f", {rate / device.of(index).read_gbs:.0%} of the memory's rate" if index != HOST else ""
+        text = f"decode  {stats.tokens} tokens, {speed:.1f} tokens/s, {read / 1e6:.1f} MB of weights a step{share}"
+        lines.append(text)
+    print("\n".join(lines), file=sys.stderr)
