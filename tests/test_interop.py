@@ -13,6 +13,7 @@ import pytest
 
 import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight
+from cupy_awq.runtime import arrays
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests.products import FLOAT16, check_product, nan_like, put, tensors
 
