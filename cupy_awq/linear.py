@@ -153,7 +153,7 @@ class AwqLinear:
                 raise ValueError(f"parts[{i}] must have no activation of its own, got {layer.activation!r}")
             if layer.x_dtype is not None:
                 raise ValueError(f"parts[{i}] must have no x_dtype of its own, got {layer.x_dtype!r}")
-        with placement.on(first.device):
+        with placement.use_device(first.device):
             qweight, scales = (_joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales"))
             qzeros = None if first.zeros == "symmetric" else _joined([w.qzeros for w in weights])
             bias = _joined_bias(weights, [None if layer is None else layer.bias for layer in layers])

@@ -190,7 +190,7 @@ def multiply(
         return reference.matmul(x, *tensors, **options), None
     import cupy
 
-    with placement.on(index):
+    with placement.use_device(index):
         if x.size == 0:
             return cupy.empty(product.shape, x.dtype) if out is None else out, None
         source = x if arrays.readable_rows(x) else cupy.array(x, order="C")
@@ -305,7 +305,7 @@ class Plan:
 
         index = self._weight.spec.device
         if cupy.cuda.runtime.getDevice() != index:
-            with placement.on(index):
+            with placement.use_device(index):
                 return self(x, out, residual=residual, workspace=workspace)
         memory = self._memory
         if workspace is not None and memory is not None:
@@ -382,7 +382,7 @@ def plan(
     """
     check_packed(weight)
     index = weight.spec.device
-    with placement.on(index):
+    with placement.use_device(index):
         if isinstance(x, tuple):
             x, dtype = _empty(x, check.float_dtype(dtype or "float16"), index), None
         x, bias = arrays.views(x=x, bias=bias)

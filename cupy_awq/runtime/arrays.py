@@ -37,7 +37,7 @@ def _view(a: Any, name: str) -> Any:
             if interface.get("stream") is None and hasattr(a, "__dlpack__"):
                 return cupy.from_dlpack(a)
             # CuPy would copy what is not on the current device.
-            with placement.on(cupy.cuda.runtime.pointerGetAttributes(pointer).device):
+            with placement.use_device(cupy.cuda.runtime.pointerGetAttributes(pointer).device):
                 return cupy.asarray(a)
         empty = 0 in interface["shape"]
     except Exception as error:  # whatever a foreign library or CuPy raises
