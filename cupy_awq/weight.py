@@ -42,7 +42,7 @@ class PackedWeight:
     qweight: Array
     scales: Array
     qzeros: Array | None
-    spec: check.Weight
+    spec: check.WeightSpec
 
     __array_ufunc__ = None  # NumPy and CuPy then leave `x @ weight` to __rmatmul__
 
@@ -88,4 +88,4 @@ class PackedWeight:
 def check_packed(weight: object) -> None:
     """TypeError for an argument ``weight`` that is no `PackedWeight`."""
     if not isinstance(weight, PackedWeight):
-        raise TypeError(f"weight must be a PackedWeight, got {type(weight).__name__}")
+        raise TypeError(f"weight: expected a PackedWeight, got {type(weight).__name__}")

@@ -158,20 +158,38 @@ def test_any_damage_ends_in_one_error_or_in_readable_arrays(tmp_path: Path, data
         (lambda t: t.update({"m.qzeros": t["m.qzeros"].view(np.uint32)}), ["qzeros", "int32", "uint32"]),
         (lambda t: t.update({"m.qzeros": np.ones((K // G, N), np.float16)}), ["qzeros", "int32", "float16"]),
         (lambda t: t.update({"m.scales": t["m.scales"].astype(np.float64)}), ["scales", "float16", "float64"]),
-        (lambda t: t.update({"m.scales": np.ones((3, N), np.float16)}), ["K=64", "scales"]),
+        (
+            lambda t: t.update({"m.scales": np.ones((3, N), np.float16)}),
+            ["scales: expected", "a divisor of K = 64", "got float16 [3, 16]"],
+        ),
         (lambda t: t.update({"m.scales": np.ones((0, N), np.float16)}), ["scales"]),
-        (lambda t: t.update({"m.scales": np.ones((2, N + 8), np.float16)}), ["N=24 in scales", "N=16 in qweight"]),
-        (lambda t: t.update({"m.qzeros": np.ones((1, N // 8), np.int32)}), ["qzeros", "(1, 2)"]),
-        (lambda t: t.update({"m.qweight": np.ones((0, N // 8), np.int32)}), ["qweight", "(0, 2)"]),
-        (lambda t: t.update({"m.qweight": np.ones((K, 2, 1), np.int32)}), ["qweight", "(64, 2, 1)"]),
-        (lambda t: t.update({"m.bias": np.ones(N + 1, np.float16)}), ["bias", "(17,)"]),
+        (
+            lambda t: t.update({"m.scales": np.ones((2, N + 8), np.float16)}),
+            ["scales: expected", "N = 16", "got float16 [2, 24]"],
+        ),
+        (
+            lambda t: t.update({"m.qzeros": np.ones((1, N // 8), np.int32)}),
+            ["qzeros: expected int32", "got int32 [1, 2]"],
+        ),
+        (
+            lambda t: t.update({"m.qweight": np.ones((0, N // 8), np.int32)}),
+            ["qweight: expected int32", "got int32 [0, 2]"],
+        ),
+        (
+            lambda t: t.update({"m.qweight": np.ones((K, 2, 1), np.int32)}),
+            ["qweight: expected int32", "got int32 [64, 2, 1]"],
+        ),
+        (lambda t: t.update({"m.bias": np.ones(N + 1, np.float16)}), ["bias: expected", "got float16 [17]"]),
         (lambda t: t.update({"m.bias": np.ones(N, np.int32)}), ["bias", "int32"]),
         (
             lambda t: t.update(module("m", g=16)),
             [f"group_size: expected {G} as in", "config.json", "got 16 from the shapes"],
         ),
         # GPTQ packs along K: qweight [K/8, N], zeros and scales as here.
-        (lambda t: t.update({"m.qweight": np.ones((K // 8, N), np.int32)}), ["N=16 in scales", "N=128 in qweight"]),
+        (
+            lambda t: t.update({"m.qweight": np.ones((K // 8, N), np.int32)}),
+            ["scales: expected", "N = 128", "got float16 [2, 16]"],
+        ),
     ],
 )
 def test_module_that_does_not_fit_together_is_refused(
