@@ -219,7 +219,7 @@ class AwqLinear:
         # Layouts hold all that checks and the choice of a kernel depend on: what was met needs neither.
         key: Any
         try:
-            key = arrays.layout(x), arrays.layout(out), arrays.layout(residual), dtype
+            key = arrays.layout_key(x), arrays.layout_key(out), arrays.layout_key(residual), dtype
             prepared = self._prepared.get(key)
         except (AttributeError, ValueError, TypeError):  # arrays of other libraries, or a dtype that is none
             key = prepared = None

@@ -385,8 +385,8 @@ def test_a_gated_layer_of_half_records_keeps_its_weight() -> None:
 
 def test_rows_that_overlap_are_not_read_where_they_are() -> None:
     row = np.zeros(64, np.float16)
-    assert not arrays.readable_rows(np.broadcast_to(row, (4, 64)))
-    assert not arrays.readable_rows(np.lib.stride_tricks.sliding_window_view(row, 32))
+    assert not arrays.has_readable_rows(np.broadcast_to(row, (4, 64)))
+    assert not arrays.has_readable_rows(np.lib.stride_tricks.sliding_window_view(row, 32))
 
 
 @pytest.mark.gpu

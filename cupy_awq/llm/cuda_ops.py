@@ -77,7 +77,7 @@ class DeviceOps:
         self.config, self.index, self.dtype = config, index, dtype
         self._facts = device.of(index)
         self._table: tuple[Any, Any] = (None, None)
-        self._counters = workspaces.zeroed(4 * kernels.MAX_COUNTERS)
+        self._counters = workspaces.allocate_zeros(4 * kernels.MAX_COUNTERS)
         self._decoding: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
 
     @property
@@ -91,7 +91,7 @@ class DeviceOps:
 
         if self._decoding is None:
             stream = cupy.cuda.Stream(non_blocking=True)
-            workspaces.workspace(self.index, stream.ptr)
+            workspaces.workspace_address(self.index, stream.ptr)
             self._decoding = stream, cupy.cuda.MemoryPool()
         return self._decoding
 
@@ -224,7 +224,7 @@ class DeviceOps:
         """Launch a plan over arrays by their names, on the current stream."""
         import cupy
 
-        launcher = launch.launcher(plan, self.index)
+        launcher = launch.get_launcher(plan, self.index)
         addresses = tuple(arrays.address(buffers[name]) for name in launcher.buffers)
         launcher(addresses, cupy.cuda.get_current_stream().ptr)
 

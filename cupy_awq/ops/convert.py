@@ -75,9 +75,9 @@ def _convert(words: Array, out: Array | None, entry: str, values: int) -> Array:
         y = out if out is not None and out.flags.c_contiguous else cupy.empty(shape, check.FLOAT16)
         if words.size:
             source = cupy.ascontiguousarray(words)
-            plan = Conversion(entry, values, words.size, arrays.aligned(y.reshape(-1))).plan(device.current())
+            plan = Conversion(entry, values, words.size, arrays.is_aligned(y.reshape(-1))).plan(device.current())
             stream = cupy.cuda.get_current_stream().ptr
-            launch.launcher(plan, index)((arrays.address(source), arrays.address(y)), stream)
+            launch.get_launcher(plan, index)((arrays.address(source), arrays.address(y)), stream)
         if out is not None and y is not out:
             out[...] = y
     return y if out is None else out
