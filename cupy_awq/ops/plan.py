@@ -76,7 +76,7 @@ class Prepared:
             strides=steps,
         )
         choice, self._launcher = chosen(problem, weight.spec.device, kernel, split_k)
-        partials, _ = choice.config.workspace(problem)
+        partials, _ = choice.family.workspace(choice.config, problem)
         self.kernel = choice.name
         self.shape = product.shape
         self.workspace_bytes = workspaces.COUNTER_BYTES + partials if partials else 0
@@ -217,8 +217,8 @@ def remember(prepared: dict[Any, Prepared], key: Any, value: Prepared, limit: in
 
 
 def _check_choice(kernel: str | None, split_k: int | None) -> None:
-    if kernel is not None and kernel not in select.FAMILIES:
-        raise ValueError(f"kernel must be one of {', '.join(select.FAMILIES)}, got {kernel!r}")
+    if kernel is not None and kernel not in select.FAMILIES_OF[Problem]:
+        raise ValueError(f"kernel: expected one of {', '.join(select.FAMILIES_OF[Problem])}, got {kernel!r}")
     if split_k is not None and (not isinstance(split_k, int) or split_k < 1 or split_k & (split_k - 1)):
         raise ValueError(f"split_k must be a power of two, got {split_k!r}")
 
