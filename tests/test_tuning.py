@@ -13,7 +13,7 @@ import pytest
 
 from cupy_awq.kernels import select
 from cupy_awq.kernels import tuned as tuning
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.problem import Fusion, Problem
 from cupy_awq.runtime import device, placement
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.tools import autotune as tune
@@ -57,15 +57,15 @@ def test_a_product_that_keeps_a_residual_stream_has_choices_of_its_own_and_else_
     facts = device.nominal(90)
     shipped = tuning.read(tuning.SHIPPED / tuning.file_name(facts))
     plain = Problem(1, 4096, 4096, 128, repacked=True)
-    ends = replace(plain, stream="adds")
+    fused = replace(plain, fusion=Fusion("add_to_stream"))
     assert tuning.preferred(plain, facts) == shipped["4096x4096"]["1"]
-    assert tuning.preferred(ends, facts) == shipped["4096x4096 stream"]["1"] != shipped["4096x4096"]["1"]
-    other = replace(ends, k=12288)
+    assert tuning.preferred(fused, facts) == shipped["4096x4096 stream"]["1"] != shipped["4096x4096"]["1"]
+    other = replace(fused, k=12288)
     assert "12288x4096 stream" not in shipped
     assert tuning.preferred(other, facts) == shipped["12288x4096"]["1"]
     tuning.write(facts, {"4096x4096": {"1": "the user's"}})
     forget()
-    assert tuning.preferred(ends, facts) == tuning.preferred(plain, facts) == "the user's"
+    assert tuning.preferred(fused, facts) == tuning.preferred(plain, facts) == "the user's"
 
 
 def test_a_measured_choice_serves_fewer_rows_unless_the_model_knows_of_a_much_faster_one(folder: Path) -> None:
@@ -112,9 +112,9 @@ def test_every_shipped_choice_is_legal_on_its_gpu(folder: Path) -> None:
         size, *stream = shape.split()
         k, n = map(int, size.split("x"))
         for m, label in choices.items():
-            for kind in ("adds", "norms") if stream else (None,):
-                problem = Problem(int(m), n, k, 128, repacked=True, stream=kind)
-                assert tuning.label(select.choose(problem, facts).config) == label, (shape, m, kind)
+            for fusion in (Fusion("add_to_stream"), Fusion("rms_norm_x")) if stream else (None,):
+                problem = Problem(int(m), n, k, 128, repacked=True, fusion=fusion)
+                assert tuning.label(select.choose(problem, facts).config) == label, (shape, m, fusion)
 
 
 def test_shipped_files_are_plain_json() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -39,16 +39,32 @@ class Strides(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """The part of a decoder's residual add and RMSNorm that a GEMM performs, so that neither needs a kernel.
+
+    ``cuda_src/hopper/residual_stream.cuh`` has the formulas and the buffers.
+
+    Attributes:
+        role: "add_to_stream": the GEMM adds its result to the residual stream and writes the x of the next GEMM, the
+            stream times the RMSNorm weight, still without the division by the root mean square (RMS) of its row.
+            "rms_norm_x": x comes from such a GEMM, and this one divides its accumulators by the RMS of each row.
+        eps: the epsilon of the RMSNorm; only "rms_norm_x" uses it.
+    """
+
+    role: Literal["add_to_stream", "rms_norm_x"]
+    eps: float = 0.0
+
+
+@dataclass(frozen=True)
 class Problem:
     """y [m, n] = epilogue(x [m, k] @ W [k, n]); all that a kernel's code and launch depend on.
 
     ``n`` counts the weight's columns: a gated problem has ``n / 2`` in y. ``aligned``: the weight's arrays, the
     residual and y start at, and step by, multiples of 16 bytes; ``x_aligned``: so does x. ``raw``: the weight is
     there in AWQ's own layout; ``repacked``: in that of `Repacking`; ``scale_exponent``: scales times two to its
-    power are at most 64, and float16 holds all of them without loss unless ``wide_scales``. ``stream``: "adds" where y
-    joins a decoder's residual stream, "norms" where x comes from there and lacks the last factor of its RMSNorm, whose
-    ``eps`` counts then (``cuda_src/residual_stream.cuh``). ``constant``: no launch that may still be at work writes
-    the weight's arrays. Dtypes are names.
+    power are at most 64, and float16 holds all of them without loss unless ``wide_scales``. ``fusion``: the part of
+    a decoder's residual add or RMSNorm that the GEMM performs, or None. ``constant``: no launch that may still be at
+    work writes the weight's arrays. Dtypes are names.
     """
 
     m: int
@@ -69,8 +85,7 @@ class Problem:
     repacked: bool = False
     scale_exponent: int = 0
     wide_scales: bool = False
-    stream: str | None = None
-    eps: float = 0.0
+    fusion: Fusion | None = None
     constant: bool = False
     strides: Strides | None = None
 
@@ -82,6 +97,14 @@ class Problem:
         n_out = self.n // 2 if self.gated else self.n
         zeros = self.n if self.zeros == "float" else self.n // 8
         return Strides(self.k, self.n // 8, self.n, zeros, n_out, n_out)
+
+    @property
+    def adds_to_stream(self) -> bool:
+        return self.fusion is not None and self.fusion.role == "add_to_stream"
+
+    @property
+    def rms_norms_x(self) -> bool:
+        return self.fusion is not None and self.fusion.role == "rms_norm_x"
 
     @property
     def wide(self) -> bool:

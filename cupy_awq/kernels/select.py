@@ -43,8 +43,8 @@ def candidates(problem: Problem, device: Device, split_k: int | None = None) -> 
         reason = family.refuse(problem, device)
         if name not in ON_REPACKED and not problem.raw:
             reason = "needs AWQ's own arrays, which the layer has let go"
-        if name != GemmSm90.NAME and problem.stream:
-            reason = "keeps no residual stream"
+        if name != GemmSm90.NAME and problem.fusion:
+            reason = "cannot fuse the residual add or RMSNorm of a decoder"
         if reason is not None:
             found[name] = reason
             continue

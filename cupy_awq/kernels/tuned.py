@@ -2,9 +2,8 @@
 """Choices that were measured: which configuration was the fastest for a shape on a GPU, by ``python -m cupy_awq tune``.
 
 The package ships the choices of some GPUs, a file a GPU in ``data/tuned``; those that a user measures lie in a folder
-``tuned`` of the user's cache and come first. A file maps ``"KxN"`` to an object that maps rows to a configuration;
-in a file, ``"KxN stream"`` comes first for products that keep a decoder's residual stream (measured in the chain of a
-step).
+``tuned`` of the user's cache and come first. A file maps ``"KxN"`` to an object that maps rows to a configuration.
+A GEMM with a `Fusion` looks under ``"KxN stream"`` first, which was measured in the chain of a decoder step.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def preferred(problem: Problem, device: Device) -> str | None:
     if device.arch != device.native:
         return None  # a lower path is forced
     shape, m = f"{problem.k}x{problem.n}", str(rows(problem.m))
-    shapes = (f"{shape} stream", shape) if problem.stream else (shape,)
+    shapes = (f"{shape} stream", shape) if problem.fusion else (shape,)
     found = (choices[shape][m] for choices in _choices(device) for shape in shapes if m in choices.get(shape, {}))
     return next(found, None)
 
