@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.family import AnyFamily, Config
+from cupy_awq.kernels.gemm_sm90 import FUSION_BUFFERS
 from cupy_awq.kernels.gemm_sm90 import layout as repacking
 from cupy_awq.kernels.problem import Problem, Strides
 from cupy_awq.runtime import device
@@ -98,17 +99,17 @@ def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Devic
 
 
 def residual_stream(problem: Problem, rng: np.random.Generator) -> dict[str, np.ndarray | None]:
-    """A product's part of a decoder's residual stream, with NaN wherever it must write."""
-    before = rng.uniform(16, 640, problem.m).astype(np.float32)
-    stream: dict[str, np.ndarray | None] = dict.fromkeys(("h", "norm", "squares", "inverse"))
-    if problem.stream == "adds":
+    """Return random buffers of a problem's fusion, with NaN wherever the kernel must write."""
+    stream: dict[str, np.ndarray | None] = dict.fromkeys(FUSION_BUFFERS)
+    stream["previous_inverse_rms"] = rng.uniform(16, 640, problem.m).astype(np.float32)
+    if problem.adds_to_stream:
         stream["h"] = rng.standard_normal((problem.m, problem.n)).astype(np.float32)
-        stream["norm"] = (1 + rng.standard_normal(problem.n) / 4).astype(np.float32)
-        stream["squares"] = np.full((problem.m, -(-problem.n // 32)), np.nan, np.float32)
-    elif problem.stream == "norms":
-        stream["squares"] = rng.uniform(1, 50, (problem.m, -(-problem.k // 32))).astype(np.float32)
-        stream["inverse"] = np.full(problem.m, np.nan, np.float32)
-    return {**stream, "before": before}
+        stream["norm_weight"] = (1 + rng.standard_normal(problem.n) / 4).astype(np.float32)
+        stream["square_sums"] = np.full((problem.m, -(-problem.n // 32)), np.nan, np.float32)
+    elif problem.rms_norms_x:
+        stream["square_sums"] = rng.uniform(1, 50, (problem.m, -(-problem.k // 32))).astype(np.float32)
+        stream["inverse_rms"] = np.full(problem.m, np.nan, np.float32)
+    return stream
 
 
 def check_matmul(
@@ -153,17 +154,17 @@ def check_matmul(
     run(family.plan(config, problem, facts), {**arrays, **stream, "bias": bias, "weight": repacked, **scratch})
     y = arrays["y"].astype(np.float64)
     w, x = float64_weight(weight.qweight, weight.scales, weight.qzeros), x.astype(np.float64)
-    if problem.stream == "norms":
-        inverse = 1 / np.sqrt(given["squares"].sum(1) / problem.k + problem.eps)
-        np.testing.assert_allclose(stream["inverse"], inverse, rtol=1e-5)
-        x *= (inverse / given["before"] * 64)[:, None]
+    if problem.rms_norms_x:
+        inverse_rms = 1 / np.sqrt(given["square_sums"].sum(1) / problem.k + problem.fusion.eps)
+        np.testing.assert_allclose(stream["inverse_rms"], inverse_rms, rtol=1e-5)
+        x *= (inverse_rms / given["previous_inverse_rms"] * 64)[:, None]
     reference, size = expected(problem, x, w, bias, residual)
-    if problem.stream == "adds":
+    if problem.adds_to_stream:
         # Its bits follow from those of h, which stands for all of y.
-        h, factor = stream["h"].astype(np.float64), given["norm"] * given["before"][:, None] / 64
+        h, factor = stream["h"].astype(np.float64), given["norm_weight"] * given["previous_inverse_rms"][:, None] / 64
         np.testing.assert_allclose(y, h * factor, rtol=2 * BOUNDS[problem.dtype], atol=1e-7)
         squares = np.pad(h**2, ((0, 0), (0, -problem.n % 32))).reshape(problem.m, -1, 32).sum(2)
-        np.testing.assert_allclose(stream["squares"], squares, rtol=1e-5)
+        np.testing.assert_allclose(stream["square_sums"], squares, rtol=1e-5)
         y, reference = h, given["h"] + reference
     assert np.isfinite(y).all(), f"{np.count_nonzero(~np.isfinite(y))} elements were not written"
     assert np.linalg.norm(y - reference) <= BOUNDS[problem.dtype] * np.linalg.norm(size + np.abs(reference))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm_sm90 import layout as repacking
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.problem import Fusion, Problem
 from cupy_awq.packing import unpack_int4
 from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
@@ -161,8 +161,8 @@ def test_what_is_not_finite_stays_in_its_row_of_x(backend: str, value: float) ->
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_product_that_keeps_a_residual_stream(backend: str, data: st.DataObject) -> None:
-    stream = data.draw(st.sampled_from(["adds", "norms"]))
-    gated = stream == "norms" and data.draw(st.booleans())
+    role = data.draw(st.sampled_from(["add_to_stream", "rms_norm_x"]))
+    gated = role == "rms_norm_x" and data.draw(st.booleans())
     k = data.draw(st.sampled_from([64, 128, 192, 512, 1088]))
     problem = Problem(
         m=data.draw(st.sampled_from([1, 2, 3, 7, 16, 20, 32])),
@@ -176,8 +176,7 @@ def test_any_product_that_keeps_a_residual_stream(backend: str, data: st.DataObj
         gated=gated,
         raw=False,
         repacked=True,
-        stream=stream,
-        eps=data.draw(st.sampled_from([1e-6, 0.5])),
+        fusion=Fusion(role, eps=data.draw(st.sampled_from([1e-6, 0.5]))),
     )
     here = facts(90, backend)
     (found,) = candidates(problem, here)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cupy_awq.kernels import select, tuned
-from cupy_awq.kernels.problem import Problem, next_power_of_two
+from cupy_awq.kernels.problem import Fusion, Problem, next_power_of_two
 from cupy_awq.runtime import device, placement
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.tools import autotune as tune
@@ -66,15 +66,15 @@ def test_a_product_that_keeps_a_residual_stream_has_choices_of_its_own_and_else_
     facts = device.nominal(90)
     shipped = tuned.read(tuned.SHIPPED / tuned.file_name(facts))
     plain = Problem(1, 4096, 4096, 128, repacked=True)
-    ends = replace(plain, stream="adds")
+    fused = replace(plain, fusion=Fusion("add_to_stream"))
     assert _label(plain, facts) == shipped["4096x4096"]["1"]
-    assert _label(ends, facts) == shipped["4096x4096 stream"]["1"] != shipped["4096x4096"]["1"]
-    other = replace(ends, k=12288)
+    assert _label(fused, facts) == shipped["4096x4096 stream"]["1"] != shipped["4096x4096"]["1"]
+    other = replace(fused, k=12288)
     assert "12288x4096 stream" not in shipped
     assert _label(other, facts) == shipped["12288x4096"]["1"]
     tuned.write(facts, {"4096x4096": {"1": "the user's"}})
     forget()
-    assert _label(ends, facts) == _label(plain, facts) == "the user's"
+    assert _label(fused, facts) == _label(plain, facts) == "the user's"
 
 
 def test_a_measured_choice_serves_fewer_rows_unless_the_model_knows_of_a_much_faster_one(folder: Path) -> None:
@@ -122,10 +122,10 @@ def test_every_shipped_choice_is_legal_on_its_gpu(folder: Path) -> None:
         size, *stream = shape.split()
         k, n = map(int, size.split("x"))
         for m, label in choices.items():
-            for kind in ("adds", "norms") if stream else (None,):
-                problem = Problem(int(m), n, k, 128, repacked=True, stream=kind)
+            for fusion in (Fusion("add_to_stream"), Fusion("rms_norm_x")) if stream else (None,):
+                problem = Problem(int(m), n, k, 128, repacked=True, fusion=fusion)
                 choice = select.choose(problem, facts)
-                assert tuned.label(choice.family, choice.config) == label, (shape, m, kind)
+                assert tuned.label(choice.family, choice.config) == label, (shape, m, fusion)
 
 
 def test_shipped_files_are_plain_json() -> None:

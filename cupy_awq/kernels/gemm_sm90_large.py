@@ -128,8 +128,8 @@ class GemmSm90Large(_ByConfig):
     NAME = "gemm_sm90_large"
 
     def refuse(self, problem: Problem, device: Device) -> str | None:
-        if problem.stream:
-            return "has no fused residual add and RMSNorm"
+        if problem.fusion:
+            return "cannot fuse the residual add or RMSNorm of a decoder"
         reason = unfit(problem, device)
         if reason is not None:
             return reason

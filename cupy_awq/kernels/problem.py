@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -66,6 +66,23 @@ class Strides(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """The part of a decoder's residual add and RMSNorm that a GEMM performs, so that neither needs a kernel.
+
+    ``cuda_src/hopper/residual_stream.cuh`` has the formulas and the buffers.
+
+    Attributes:
+        role: "add_to_stream": the GEMM adds its result to the residual stream and writes the x of the next GEMM, the
+            stream times the RMSNorm weight, still without the division by the root mean square (RMS) of its row.
+            "rms_norm_x": x comes from such a GEMM, and this one divides its accumulators by the RMS of each row.
+        eps: the epsilon of the RMSNorm; only "rms_norm_x" uses it.
+    """
+
+    role: Literal["add_to_stream", "rms_norm_x"]
+    eps: float = 0.0
+
+
+@dataclass(frozen=True)
 class Problem:
     """A validated matrix product y [m, n] = epilogue(x [m, k] @ W [k, n]).
 
@@ -85,8 +102,7 @@ class Problem:
         repacked: whether the weight is there in the repacked layout (`Repacking`).
         scale_exponent: scales times two to this power are at most 64.
         wide_scales: whether float16 cannot hold all scales times that power without loss.
-        stream: "adds" if the epilogue adds y to a decoder's residual, "norms" if x lacks the last factor of its
-            RMSNorm, with ``eps`` (``cuda_src/hopper/residual_stream.cuh``).
+        fusion: the part of a decoder's residual add and RMSNorm that the GEMM performs, or None.
         constant: whether no launch that may still run writes the weight.
         strides: None for contiguous arrays.
     """
@@ -109,8 +125,7 @@ class Problem:
     repacked: bool = False
     scale_exponent: int = 0
     wide_scales: bool = False
-    stream: str | None = None
-    eps: float = 0.0
+    fusion: Fusion | None = None
     constant: bool = False
     strides: Strides | None = None
 
@@ -121,7 +136,7 @@ class Problem:
     def tuning_key(self) -> TuningKey:
         """The key of K and N, preceded by that of the fused residual; M is tuned at powers of two."""
         shape = f"{self.k}x{self.n}"
-        shapes = (f"{shape} stream", shape) if self.stream else (shape,)
+        shapes = (f"{shape} stream", shape) if self.fusion else (shape,)
         return TuningKey(shapes, self.m, next_power_of_two(self.m))
 
     @property
@@ -132,6 +147,16 @@ class Problem:
         n_out = self.n // 2 if self.gated else self.n
         zeros = self.n if self.zeros == "float" else self.n // 8
         return Strides(self.k, self.n // 8, self.n, zeros, n_out, n_out)
+
+    @property
+    def adds_to_stream(self) -> bool:
+        """Whether the epilogue adds y to the residual stream."""
+        return self.fusion is not None and self.fusion.role == "add_to_stream"
+
+    @property
+    def rms_norms_x(self) -> bool:
+        """Whether the epilogue divides by the root mean square of each row of x."""
+        return self.fusion is not None and self.fusion.role == "rms_norm_x"
 
     @property
     def wide(self) -> bool:
@@ -167,8 +192,8 @@ class Problem:
 
 def refuse_awq_layout(problem: Problem) -> str | None:
     """Return why no kernel that reads the AWQ layout can solve the problem, or None."""
-    if problem.stream:
-        return "has no fused residual add and RMSNorm"
+    if problem.fusion:
+        return "cannot fuse the residual add or RMSNorm of a decoder"
     if not problem.raw:
         return "needs the weight in the AWQ layout, which AwqLinear(keep_weight=False) has freed"
     return None

@@ -18,8 +18,8 @@ from cupy_awq.int8.gpu import chosen_convolution
 from cupy_awq.kernels import conv2d, int8, llm, select
 from cupy_awq.kernels.convert import VALUES, Conversion
 from cupy_awq.kernels.dequantize import Dequantization
-from cupy_awq.kernels.gemm_sm90 import STREAM_ROWS, layout
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm_sm90 import MAX_FUSED_ROWS, layout
+from cupy_awq.kernels.problem import Fusion, Problem
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
 from cupy_awq.runtime import disk_cache as cache
@@ -66,11 +66,11 @@ def _hopper(facts: device.Device) -> Iterator[Kernel]:
         problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
         yield layout(problem).plan(facts).kernel
         yield select.choose(problem, facts, "gemm_sm90").plan.kernel
-        if m <= STREAM_ROWS:
-            ends = replace(problem, stream="adds" if k >= n else "norms")
+        if m <= MAX_FUSED_ROWS:
+            fused = replace(problem, fusion=Fusion("add_to_stream" if k >= n else "rms_norm_x"))
             if n > 3 * k:
-                ends = replace(ends, gated=True, activation="silu")
-            yield select.choose(ends, facts).plan.kernel
+                fused = replace(fused, gated=True, activation="silu")
+            yield select.choose(fused, facts).plan.kernel
         if m >= 256:
             large = select.FAMILIES["gemm_sm90_large"]
             yield from (large.plan(config, problem, facts).kernel for config in large.configs(problem, facts))

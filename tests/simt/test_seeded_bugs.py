@@ -13,7 +13,7 @@ import pytest
 
 from cupy_awq.kernels import select
 from cupy_awq.kernels.family import AnyFamily, Config
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.problem import Fusion, Problem
 from cupy_awq.runtime import device
 from tests import simt
 from tests.simt.kernels import patched
@@ -46,8 +46,8 @@ REPACKED = Problem(20, 192, 1024, 128, repacked=True)
 REPACKED_MANY = Problem(70, 64, 3072, 128, repacked=True, scale_exponent=6)
 REPACKED_FEW = Problem(3, 192, 1024, 128, repacked=True)
 REPACKED_ONE = Problem(1, 192, 1024, 128, repacked=True)
-ADDED = Problem(5, 192, 1024, 128, repacked=True, stream="adds")
-NORMED = Problem(5, 192, 1024, 128, repacked=True, stream="norms", eps=1e-6)
+ADDED = Problem(5, 192, 1024, 128, repacked=True, fusion=Fusion("add_to_stream"))
+NORMED = Problem(5, 192, 1024, 128, repacked=True, fusion=Fusion("rms_norm_x", eps=1e-6))
 RACE, VALUES = ("race", "race"), ("values", "values")
 OUTSIDE, DEADLOCK = ("out of bounds", "out of bounds"), ("deadlock", "deadlock")
 
@@ -208,7 +208,7 @@ SEEDS = {
     ),
     "residual_stream: squares of more than 4,096 columns are left out": Seed(
         "gemm_sm90", 90, "hopper/residual_stream.cuh", "begin += 32 * kLoads", "begin += 32 * kLoads * 9", VALUES,
-        Problem(2, 64, 4224, 128, repacked=True, stream="norms"),
+        Problem(2, 64, 4224, 128, repacked=True, fusion=Fusion("rms_norm_x")),
     ),
     "residual_stream: each lane adds up a part of the squares alone": Seed(
         "gemm_sm90", 90, "hopper/residual_stream.cuh", "total += __shfl_xor_sync(four, total, 2);", "", VALUES, ADDED,
@@ -222,7 +222,7 @@ SEEDS = {
     ),
     "residual_stream: a thread's second place has what the first one adds to": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (index != threadIdx.x) part =", "if (false) part =", VALUES,
-        Problem(32, 192, 1024, 128, repacked=True, stream="adds"),
+        Problem(32, 192, 1024, 128, repacked=True, fusion=Fusion("add_to_stream")),
     ),
     "gemm_sm90: an arrival too many is expected": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh",
