@@ -235,7 +235,7 @@ def test_demo_on_a_gpu_uses_kernels(capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < row["error"] < 5e-4
         assert 0 < row["us"] < 1000
         assert (row["fp16_us"] is not None) == timing.cublas()
-    assert placement.name(0) in output(capsys, "demo")
+    assert placement.device_name(0) in output(capsys, "demo")
 
 
 # info

@@ -63,7 +63,7 @@ def run(
     """Time the ``tries`` first configurations for every (K, N) and every M, in float16."""
     bench.check_shapes(shapes, group_size)
     rows = []
-    with placement.on(device):
+    with placement.use_device(device):
         for k, n in shapes:
             progress(f"{k}x{n}: random weight")
             weights = _weights(k, n, group_size, device)
@@ -84,7 +84,7 @@ def _weights(k: int, n: int, group_size: int, device: int) -> list[PackedWeight]
     import cupy
 
     first = testing.random_weight(np.random.default_rng(0), k, n, group_size)
-    parts = [placement.put(part, device) for part in (first.qweight, first.scales, first.qzeros)]
+    parts = [placement.to_device(part, device) for part in (first.qweight, first.scales, first.qzeros)]
     copies = max(2, math.ceil(3 * devices.of(device).l2_bytes / first.nbytes))
     return [repack(PackedWeight(*map(cupy.array, parts))) for _ in range(copies)]
 
@@ -140,7 +140,7 @@ def _measures(
     import cupy
 
     rng = np.random.default_rng(0)
-    x = placement.put(testing.random_activations(rng, problem.m, problem.k), device)
+    x = placement.to_device(testing.random_activations(rng, problem.m, problem.k), device)
     y = cupy.empty((problem.m, problem.n), x.dtype)
     launchers = [Launcher(c.family.plan(c.config, problem, devices.of(device))) for c in some]
     calls = [[functools.partial(_launch, launcher, x, y, w, device) for w in weights] for launcher in launchers]
