@@ -13,6 +13,7 @@ import pytest
 
 import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight
+from cupy_awq.runtime import arrays
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests.products import FLOAT16, check_product, nan_like, put, tensors
 
@@ -64,8 +65,8 @@ def test_other_libraries_arrays_on_the_cpu_are_not_converted_silently() -> None:
 
 
 def test_numpy_arrays_and_what_is_none_pass_as_they_are() -> None:
-    arrays = {"x": np.zeros(3), "bias": None, "out": [1.0], "residual": OnCpu()}
-    assert all(a is b for a, b in zip(arrays.views(**arrays), arrays.values(), strict=True))
+    operands = {"x": np.zeros(3), "bias": None, "out": [1.0], "residual": OnCpu()}
+    assert all(a is b for a, b in zip(arrays.views(**operands), operands.values(), strict=True))
 
 
 @pytest.mark.gpu
