@@ -7,7 +7,7 @@ python -m tests.tools.operator_table
 from __future__ import annotations
 
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.problem import Family, Problem
 from cupy_awq.runtime import device
 
 PATHS = {60: "below sm_75", 75: "sm_75", 80: "sm_80 and newer", 90: "sm_90"}
@@ -54,7 +54,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def _legal(family: select.Family, m: int, arch: int, dtype: str) -> bool:
+def _legal(family: Family, m: int, arch: int, dtype: str) -> bool:
     problem = Problem(m, 256, 256, 64, dtype, repacked=family.NAME in select.ON_REPACKED)
     return family.refuse(problem, device.nominal(arch)) is None
 
