@@ -11,6 +11,7 @@ import numpy as np
 from cupy_awq import check
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
+from cupy_awq.kernels.problem import Fusion
 from cupy_awq.kernels.repack import RECORD_COLUMNS
 from cupy_awq.ops import plan as planning
 from cupy_awq.ops.repack import RepackedWeight, repack
@@ -282,6 +283,27 @@ class AwqLinear:
             )
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
         return planning.plan(x, self._operand, residual=residual, out=out, **options)
+
+    def fused_plan(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
+        """Return the plan of this layer's GEMM with a decoder's residual add or RMSNorm fused into it.
+
+        None if no kernel can perform that: the layer is on the CPU or on another GPU than Hopper, m is too large, or
+        the layer's shape or activation does not allow it.
+
+        Args:
+            m: the rows of x.
+            fusion: the fused operation.
+            dtype: the dtype of x and y, float16 or bfloat16.
+
+        >>> import numpy as np
+        >>> import cupy_awq
+        >>> from cupy_awq.kernels.problem import Fusion
+        >>> layer = AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
+        >>> layer.fused_plan(1, Fusion("add_to_stream")) is None  # on the CPU
+        True
+        """
+        element, form = check.float_dtype(dtype), check.activation(self._activation)
+        return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
         """The name of the kernel that makes ``m`` rows of contiguous x; "numpy" on the CPU."""

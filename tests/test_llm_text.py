@@ -228,7 +228,7 @@ def test_all_work_is_on_the_models_device_and_pieces_come_on_the_callers(
         for name in names:
             monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     monkeypatch.setattr(Cache, "reuse", watched(Cache.reuse))
-    monkeypatch.setattr(placement, "on", on)
+    monkeypatch.setattr(placement, "use_device", on)
     monkeypatch.setattr(model.model.ops, "index", 1)
     found = []
     model.generate("Hello", max_tokens=8, on_text=lambda i, text: found.append(here))

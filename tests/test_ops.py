@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import cupy_awq
 from cupy_awq import PackedWeight, reference
+from cupy_awq.kernels import select
 from cupy_awq.kernels.convert import Conversion
 from cupy_awq.packing import pack_int8
 from cupy_awq.runtime import arrays, device
@@ -100,7 +101,7 @@ def test_gemv_takes_one_vector_and_every_epilogue() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"kernel": "gemm"}, ValueError, "kernel must be one of gemv, "),
+        ({"kernel": "gemm"}, ValueError, "kernel: expected one of gemv, "),
         ({"split_k": 3}, ValueError, "split_k must be a power of two, got 3"),
         ({"split_k": 2.0}, ValueError, "split_k must be a power of two, got 2.0"),
         ({"activation": "elu"}, ValueError, "activation: expected relu, "),
@@ -165,7 +166,7 @@ def test_conversion_kernels(backend: str, arch: int, aligned: bool, entry: str, 
     words = np.random.default_rng(0).integers(-(2**31), 2**31, 700).astype(np.int32)
     base = np.full(700 * values + 1, np.nan, np.float16)
     out = base[:-1] if aligned else base[1:]
-    runner(backend)(Conversion(entry, values, words.size, aligned).plan(facts), {"words": words, "out": out})
+    runner(backend)(select.choose(Conversion(entry, words.size, aligned), facts).plan, {"words": words, "out": out})
     function = reference.dequantize_s4_to_fp16x2 if values == 8 else reference.int8_to_fp16
     np.testing.assert_array_equal(out, function(words))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from cupy_awq import check, reference
 from cupy_awq.check import Array
+from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.runtime import arrays, device, launch, placement
 
@@ -63,7 +64,7 @@ def dequantize(
             arrays.is_aligned(scales, offsets, w),
             strides,
         )
-        launcher = launch.get_launcher(problem.plan(device.current()), facts.device)
+        launcher = launch.get_launcher(select.choose(problem, device.current()).plan, facts.device)
         stream = cupy.cuda.get_current_stream().ptr
         launcher(tuple(map(arrays.address, (qweight, scales, qzeros, w))), stream)
         if out is not None and w is not out:
