@@ -37,7 +37,7 @@ def refused(path: Path, *fragments: str) -> None:
 @pytest.mark.parametrize("size", [0, 3, 7])
 def test_file_without_a_header_length_is_refused(tmp_path: Path, size: int) -> None:
     (tmp_path / "f").write_bytes(bytes(size))
-    refused(tmp_path / "f", "not a safetensors file", f"expected at least 8 bytes, got {size}")
+    refused(tmp_path / "f", f"expected a safetensors file of at least 8 bytes, got {size}")
 
 
 @pytest.mark.parametrize("length", [3, 10**6, 2**63, 2**64 - 1])
@@ -89,13 +89,13 @@ def test_truncated_file_is_refused_and_names_the_tensor(tmp_path: Path) -> None:
         (entry(shape=(4.0,)), "expected a shape"),
         (entry(shape=(True, 4)), "expected a shape"),
         (entry(shape=(1,) * 33), "at most 32"),
-        (entry(shape=(5,)), "takes 10 bytes, got 8"),
-        (entry(shape=(2**40, 2**40)), "bytes, got 8"),
+        (entry(shape=(5,)), "expected 10 bytes for float16 [5], got 8"),
+        (entry(shape=(2**40, 2**40)), ", got 8"),
         (entry(shape=(10**3000, 0), offsets=(0, 0)), "expected a shape"),
         (entry(shape=(2**63, 0), offsets=(0, 0)), "expected a shape"),
-        (entry(shape=(2**63 - 1,) * 5), "bytes, got 8"),
+        (entry(shape=(2**63 - 1,) * 5), ", got 8"),
         (entry(shape=(2**62, 2**62, 0), offsets=(0, 0)), "shape"),
-        (entry(dtype="F32"), "takes 16 bytes, got 8"),
+        (entry(dtype="F32"), "expected 16 bytes for float32 [4], got 8"),
         (entry(offsets=(0, 2**63)), "begin <= end"),
         (entry(offsets=(0, 2**63 - 1)), "expected data within 8 bytes"),
         (entry(offsets=(8, 16)), "expected data within 8 bytes"),
