@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_awq import check
-from cupy_awq.check import Array
+from cupy_awq.check import Array, StridedArray
 from cupy_awq.packing import namespace, pack_int4
 from cupy_awq.weight import PackedWeight
 
@@ -20,7 +20,7 @@ _SYMMETRIC_ZERO = 8
 _LIMITS = {check.FLOAT16: (2.0**-24, 65504.0), check.BFLOAT16: (2.0**-126, (2 - 2.0**-7) * 2.0**127)}
 
 
-def quantize(w: Array, /, *, group_size: int = 128, bits: int = 4, symmetric: bool = False) -> PackedWeight:
+def quantize(w: StridedArray, /, *, group_size: int = 128, bits: int = 4, symmetric: bool = False) -> PackedWeight:
     """Quantize a dense weight W [K, N] to 4 bits, with one scale and zero point for `group_size` rows of a column.
 
     Each scale s is rounded to its dtype first; zero points z and codes q are then nearest for the rounded scale:

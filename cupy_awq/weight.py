@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupy_awq import check
-from cupy_awq.check import Array
+from cupy_awq.check import Array, StridedArray
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, init=False)
@@ -50,7 +50,7 @@ class PackedWeight:
 
     __array_ufunc__ = None  # makes NumPy and CuPy defer `x @ weight` to __rmatmul__
 
-    def __init__(self, qweight: Array, scales: Array, qzeros: Array | None, /) -> None:
+    def __init__(self, qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | None, /) -> None:
         spec = check.weight(qweight, scales, qzeros)
         for name, value in (("qweight", qweight), ("scales", scales), ("qzeros", qzeros), ("spec", spec)):
             object.__setattr__(self, name, value)
