@@ -44,7 +44,7 @@ def test_folder_gives_layers_that_compute_and_the_other_tensors(tmp_path: Path) 
     np.testing.assert_array_equal(layers["norm.weight"], tensors["norm.weight"])
 
 
-def test_one_file_alone_takes_its_group_size_from_the_shapes(tmp_path: Path) -> None:
+def test_group_size_of_a_single_file_comes_from_the_shapes(tmp_path: Path) -> None:
     tensors = module("a", g=16)
     save_file(tensors, tmp_path / "any.name")
     layers = load(str(tmp_path / "any.name"), device="cpu")
@@ -52,7 +52,7 @@ def test_one_file_alone_takes_its_group_size_from_the_shapes(tmp_path: Path) -> 
     assert_right(layers["a"], tensors, "a")
 
 
-def test_module_split_over_shards_is_put_together(tmp_path: Path) -> None:
+def test_module_spread_over_shards_is_assembled(tmp_path: Path) -> None:
     tensors = module("a")
     shards = [{"a.qweight": tensors["a.qweight"]}, {k: v for k, v in tensors.items() if k != "a.qweight"}, module("b")]
     sharded(tmp_path, shards)
@@ -145,7 +145,7 @@ def test_nothing_is_copied_on_the_cpu(tmp_path: Path) -> None:
         assert not array.flags.writeable
 
 
-def test_tensors_far_larger_than_memory_load_since_nothing_is_read(tmp_path: Path) -> None:
+def test_tensor_larger_than_memory_loads_because_nothing_is_read(tmp_path: Path) -> None:
     k, words = 1 << 20, 1 << 14
     nbytes = 4 * k * words  # 64 GiB, a hole in a sparse file
     scales = 2 * 8 * words
@@ -161,13 +161,13 @@ def test_tensors_far_larger_than_memory_load_since_nothing_is_read(tmp_path: Pat
     assert layer.weight.qweight[k - 1, words - 1] == 0
 
 
-def test_one_key_gives_one_object(tmp_path: Path) -> None:
+def test_repeated_access_returns_the_same_object(tmp_path: Path) -> None:
     layers = load(folder(tmp_path, module("a") | {"t": np.ones(3, np.float32)}), device="cpu")
     assert layers["a"] is layers["a"]
     assert layers["t"] is dict(layers)["t"]
 
 
-def test_asking_what_is_there_places_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_a_checkpoint_places_nothing_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "to_device", lambda array, index: pytest.fail("a tensor was placed"))
     layers = load(folder(tmp_path, module("a")), device="cpu")
     assert "a" in layers
@@ -178,7 +178,7 @@ def test_asking_what_is_there_places_nothing(tmp_path: Path, monkeypatch: pytest
         layers["b"]
 
 
-def test_unaligned_tensors_compute(tmp_path: Path) -> None:
+def test_layer_computes_on_unaligned_tensors(tmp_path: Path) -> None:
     tensors = module("a")
     header, data = {"odd": entry("U8", (3,), (0, 3))}, b"abc"
     for name, array in tensors.items():
@@ -234,7 +234,7 @@ def test_shipped_folder_names_its_origin_and_license() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", [None, 0, "cupy"])
-def test_gpu_layers_compute_there(device: Any) -> None:
+def test_layers_compute_on_the_gpu_they_were_loaded_to(device: Any) -> None:
     import cupy
 
     layers = load(SMOLLM2_MLP, device=cupy.cuda.Device(0) if device == "cupy" else device)

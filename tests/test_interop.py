@@ -51,7 +51,7 @@ class OnCpu:
         return 1, 0
 
 
-def test_other_libraries_arrays_on_the_cpu_are_not_converted_silently() -> None:
+def test_cpu_arrays_of_other_libraries_are_refused() -> None:
     weight = random_weight(np.random.default_rng(0), 64, 32, 16)
     for function in (
         lambda: OnCpu() @ weight,
@@ -64,14 +64,14 @@ def test_other_libraries_arrays_on_the_cpu_are_not_converted_silently() -> None:
         cupy_awq.int8_to_fp16(OnCpu())
 
 
-def test_numpy_arrays_and_what_is_none_pass_as_they_are() -> None:
+def test_views_returns_numpy_arrays_and_none_unchanged() -> None:
     operands = {"x": np.zeros(3), "bias": None, "out": [1.0], "residual": OnCpu()}
     assert all(a is b for a, b in zip(arrays.views(**operands), operands.values(), strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("foreign", [Interface, DLPack])
-def test_each_operation_takes_arrays_by_protocol_and_gives_cupys(foreign: Callable[[Any], Any]) -> None:
+def test_operations_accept_array_protocols_and_return_cupy_arrays(foreign: Callable[[Any], Any]) -> None:
     import cupy
 
     rng = np.random.default_rng(0)
@@ -109,7 +109,7 @@ def test_each_operation_takes_arrays_by_protocol_and_gives_cupys(foreign: Callab
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("foreign", [Interface, DLPack])
-def test_strides_of_other_libraries_arrays_are_kept(foreign: Callable[[Any], Any]) -> None:
+def test_strides_of_foreign_arrays_are_kept(foreign: Callable[[Any], Any]) -> None:
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 64, 32, 16)
     x = random_activations(rng, 3, 128)

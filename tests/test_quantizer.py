@@ -48,7 +48,7 @@ def dense(draw: st.DrawFn) -> tuple[np.ndarray, int]:
 
 
 @given(dense(), st.booleans())
-def test_every_weight_is_within_half_a_step(problem: tuple[np.ndarray, int], symmetric: bool) -> None:
+def test_error_of_every_weight_is_at_most_half_a_step(problem: tuple[np.ndarray, int], symmetric: bool) -> None:
     w, group_size = problem
     weight = quantize(w, group_size=group_size, symmetric=symmetric)
     assert weight.shape == w.shape
@@ -83,7 +83,7 @@ def test_codes_are_those_of_the_formula(problem: tuple[np.ndarray, int]) -> None
 
 
 @given(st.integers(0, 2**32 - 1), st.booleans())
-def test_weights_on_the_grid_come_back_exactly(seed: int, symmetric: bool) -> None:
+def test_weights_on_the_grid_are_quantized_exactly(seed: int, symmetric: bool) -> None:
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 16, (2, 16, 8))
     codes[:, 0], codes[:, 1] = 0, 15
@@ -93,7 +93,7 @@ def test_weights_on_the_grid_come_back_exactly(seed: int, symmetric: bool) -> No
     np.testing.assert_array_equal(decoded(quantize(w, group_size=16, symmetric=symmetric)), w)
 
 
-def test_a_group_of_one_sign_does_not_saturate() -> None:
+def test_group_of_one_sign_does_not_saturate() -> None:
     w = np.linspace(1.0, 1.2, 32).reshape(4, 8)
     for sign in (1, -1):
         assert np.abs(decoded(quantize(sign * w, group_size=4)) - sign * w).max() < 0.05
@@ -101,7 +101,7 @@ def test_a_group_of_one_sign_does_not_saturate() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_zeros_stay_zeros_and_their_scale_is_a_number(dtype: Any, symmetric: bool) -> None:
+def test_group_of_zeros_dequantizes_to_zeros_with_a_finite_scale(dtype: Any, symmetric: bool) -> None:
     weight = quantize(np.zeros((8, 8), dtype), group_size=4, symmetric=symmetric)
     assert (decoded(weight) == 0).all()
     scales = weight.scales.astype(np.float64)
@@ -114,7 +114,7 @@ def test_zeros_stay_zeros_and_their_scale_is_a_number(dtype: Any, symmetric: boo
 @pytest.mark.parametrize(
     "pair", [(0, 65504), (-65504, 0), (-65504, 65504), (65504, 65504), (-65504, 1), (-60000, 65504), (-3000, 65504)]
 )
-def test_the_largest_halves_decode_to_finite_ones(pair: tuple[float, float], symmetric: bool) -> None:
+def test_largest_float16_weights_dequantize_to_finite_values(pair: tuple[float, float], symmetric: bool) -> None:
     w = np.tile(np.array(pair, np.float16)[:, None], (4, 8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -123,7 +123,7 @@ def test_the_largest_halves_decode_to_finite_ones(pair: tuple[float, float], sym
     assert np.all(error <= steps(weight))
 
 
-def test_the_largest_bfloat16_decode_to_finite_ones() -> None:
+def test_largest_bfloat16_weights_dequantize_to_finite_values() -> None:
     most = ml_dtypes.finfo(BFLOAT16).max
     w = np.tile(np.array([-most, most, 0, most], BFLOAT16)[:, None], (1, 8))
     with warnings.catch_warnings():
@@ -132,7 +132,7 @@ def test_the_largest_bfloat16_decode_to_finite_ones() -> None:
     assert np.all(np.abs(decoded(weight) - w.astype(np.float64)) <= steps(weight))
 
 
-def test_subnormal_halves_are_kept() -> None:
+def test_subnormal_float16_weights_are_kept() -> None:
     least = 2.0**-24
     for count in (1, 7, 15, 16, 22, 23, 38, 100, 1000):
         w = (np.linspace(-count, count, 64).round() * least).reshape(8, 8).astype(np.float16)
@@ -148,7 +148,7 @@ def test_weights_below_the_smallest_scale_become_zeros() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 64, 700])
-def test_blocks_of_rows_and_columns_join_without_seams(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_result_does_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     w = np.random.default_rng(0).standard_normal((60, 40))
     whole = quantize(w, group_size=12)
     monkeypatch.setattr(quantizer, "_BLOCK", block)
@@ -166,7 +166,7 @@ def test_group_size_minus_one_is_one_group() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_a_gpu_gives_the_codes_of_the_cpu(dtype: Any, symmetric: bool) -> None:
+def test_quantizing_on_the_gpu_equals_the_cpu(dtype: Any, symmetric: bool) -> None:
     import cupy
 
     w = np.random.default_rng(0).standard_normal((96, 64)).astype(dtype)
@@ -234,6 +234,8 @@ BAD_GROUP_SIZE = "group_size: expected a divisor of K = 128, or -1 for K itself,
         (W, {"bits": "4"}, ValueError, "bits: expected 4, got '4'"),
     ],
 )
-def test_bad_input_is_named(w: Any, options: Any, error: type[Exception], message: str) -> None:
+def test_invalid_input_raises_the_documented_message(
+    w: Any, options: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         quantize(w, **options)

@@ -177,7 +177,7 @@ def test_epilogues_are_the_float64_formulas_rounded_once(
     assert np.all(np.abs(y.astype(np.float64) - expected) <= half_unit * np.abs(expected) + 1e-5 * size + 1e-5)
 
 
-def test_activations_at_the_ends_of_the_range() -> None:
+def test_activations_of_extreme_values() -> None:
     qweight, scales = np.full((1, 1), 0x99999999, np.uint32).view(np.int32), np.ones((1, 8), np.float16)  # W = 1
     v = np.array([-np.inf, -60000, -100, -0.0, 0.0, 100, 60000, np.inf, np.nan], np.float16)
 
@@ -196,7 +196,7 @@ def test_activations_at_the_ends_of_the_range() -> None:
 
 @pytest.mark.parametrize("block", [1, 20, 100, 1000])
 @pytest.mark.parametrize("zeros", ["packed", "symmetric", "float"])
-def test_blocks_that_split_groups_or_join_them_give_the_same(
+def test_block_that_splits_or_joins_groups_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, block: int, zeros: str
 ) -> None:
     rng = np.random.default_rng(0)
@@ -214,7 +214,7 @@ def test_blocks_that_split_groups_or_join_them_give_the_same(
 @pytest.mark.parametrize(("element", "bound"), [(FLOAT16, 5e-4), (BFLOAT16, 4e-3), (FLOAT32, 2e-6)])
 @pytest.mark.parametrize("scale_dtype", [FLOAT16, BFLOAT16])
 @pytest.mark.parametrize("m", [1, 9])
-def test_errors_stay_in_bounds_at_a_large_k(
+def test_error_stays_in_bounds_at_a_large_k(
     element: np.dtype[Any], bound: float, scale_dtype: np.dtype[Any], m: int
 ) -> None:
     rng = np.random.default_rng(1)
@@ -249,7 +249,7 @@ def test_autoawq_tensors_dequantize_bit_for_bit() -> None:
         (BFLOAT16, 89, -(2.0**-30), 266),
     ],
 )
-def test_an_offset_below_float32_still_decides_a_tie(
+def test_offset_below_float32_precision_decides_a_rounding_tie(
     dtype: np.dtype[Any], scale: float, offset: float, expected: float
 ) -> None:
     # 3 * scale lies halfway between two values of `dtype`; float32 loses the offset, and the tie goes to the other one.
@@ -261,7 +261,7 @@ def test_an_offset_below_float32_still_decides_a_tie(
 
 
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
-def test_scales_at_the_ends_of_the_range_neither_warn_nor_vanish(dtype: np.dtype[Any]) -> None:
+def test_extreme_scales_neither_warn_nor_vanish(dtype: np.dtype[Any]) -> None:
     qweight = np.array([[0x75316420]], np.int32)
     codes = np.arange(8.0) - 8
     least = np.full((1, 8), 2.0 ** LEAST_EXPONENT[dtype], dtype)
@@ -277,7 +277,7 @@ def test_scales_at_the_ends_of_the_range_neither_warn_nor_vanish(dtype: np.dtype
     np.testing.assert_array_equal(y, large[0])
 
 
-def test_a_row_with_inf_or_nan_reaches_its_own_results_only() -> None:
+def test_inf_or_nan_in_a_row_stays_in_that_row() -> None:
     rng = np.random.default_rng(2)
     weight = random_weight(rng, 64, 16, 32)
     x = random_activations(rng, 4, 64)
@@ -302,7 +302,7 @@ def test_results_are_the_same_from_run_to_run() -> None:
     assert len(set(runs)) == 1
 
 
-def test_dequantize_fills_a_given_array_and_refuses_another_type() -> None:
+def test_dequantize_fills_out_and_refuses_another_dtype() -> None:
     weight = random_weight(np.random.default_rng(4), 32, 16, 8)
     tensors = weight.qweight, weight.scales, weight.qzeros
     out = np.full((16, 64), np.nan, np.float16).T[::2]
@@ -314,7 +314,7 @@ def test_dequantize_fills_a_given_array_and_refuses_another_type() -> None:
         reference.dequantize(*tensors, dtype="float64")
 
 
-def test_matmul_names_each_argument_that_does_not_fit() -> None:
+def test_matmul_refuses_arguments_that_do_not_fit() -> None:
     weight = random_weight(np.random.default_rng(5), 32, 16, 8)
     tensors = weight.qweight, weight.scales, weight.qzeros
     x = np.ones((2, 32), np.float16)
@@ -328,7 +328,7 @@ def test_matmul_names_each_argument_that_does_not_fit() -> None:
         reference.matmul(x, *tensors, out=np.zeros(16, np.float16))
 
 
-def test_relative_error_sees_wrong_and_missing_results() -> None:
+def test_relative_error_detects_wrong_and_missing_results() -> None:
     rng = np.random.default_rng(6)
     for zeros in ("packed", "symmetric", "float"):
         weight = random_weight(rng, 64, 32, 16, zeros=zeros)
