@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Validation: the summaries it returns, and the exact message of every error."""
+
 from __future__ import annotations
 
 import re
@@ -20,7 +22,7 @@ BFLOAT16 = ml_dtypes.bfloat16
 
 
 class OnGpu:
-    """The attributes of a CuPy array that validation may read."""
+    """A stand-in for a CuPy array with the attributes that validation may read."""
 
     def __init__(self, a: np.ndarray, device: int = 0) -> None:
         self.shape, self.dtype, self.strides, self.ndim = a.shape, a.dtype, a.strides, a.ndim
@@ -35,7 +37,7 @@ OnGpu.__module__ = "cupy"
 
 
 class Foreign:
-    """An array of another library, known by its protocols only."""
+    """An array of another library that supports DLPack only."""
 
     def __init__(self, device: tuple[int, int]) -> None:
         self.device = device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading checkpoints: what loads, how lazily, and the folder in the package."""
+"""`cupy_awq.load`: supported checkpoints, lazy and copy-free reading, and the checkpoint in the package."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.checkpoint_files import CONFIG, G, K, N, Tensors, entry, folder, modu
 
 
 def assert_right(layer: Any, tensors: Tensors, name: str) -> None:
-    """The layer computes with the codes of the file: checked against them, not against what was loaded."""
+    """Check a layer against the tensors that were written to the file, not against the loaded weight."""
     weight = cupy_awq.PackedWeight(*(tensors.get(f"{name}.{part}") for part in ("qweight", "scales", "qzeros")))
     x = testing.random_activations(np.random.default_rng(1), 3, weight.shape[0])
     assert isinstance(layer, AwqLinear)
     assert testing.relative_error(layer(x), x, weight) < 5e-4
 
 
-# What loads.
+# Supported checkpoints.
 
 
 def test_folder_gives_layers_that_compute_and_the_other_tensors(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_layer_at_the_root_has_the_empty_name(tmp_path: Path) -> None:
     assert load(tmp_path / "layer.safetensors", device="cpu")[""].shape == (K, N)
 
 
-# How it loads.
+# Lazy and copy-free reading.
 
 
 def test_nothing_is_copied_on_the_cpu(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_nothing_is_copied_on_the_cpu(tmp_path: Path) -> None:
 
 def test_tensor_larger_than_memory_loads_because_nothing_is_read(tmp_path: Path) -> None:
     k, words = 1 << 20, 1 << 14
-    nbytes = 4 * k * words  # 64 GiB, a hole in a sparse file
+    nbytes = 4 * k * words  # 64 GiB in a sparse file
     scales = 2 * 8 * words
     header = {
         "a.qweight": entry("I32", (k, words), (0, nbytes)),
@@ -213,7 +213,7 @@ def test_reads_what_the_safetensors_package_writes(tmp_path: Path, arrays: Tenso
         assert found[name].tobytes() == array.tobytes()
 
 
-# The folder in the package.
+# The checkpoint in the package.
 
 
 def test_shipped_folder_is_small_and_holds_the_three_layers() -> None:

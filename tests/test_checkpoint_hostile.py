@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged and lying checkpoints: each is answered by one clear error."""
+"""Damaged and inconsistent checkpoints: each raises one CheckpointError that names the file and the tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.checkpoint_files import CONFIG, G, K, N, Tensors, entry, folder, modu
 
 
 def refused(path: Path, *fragments: str) -> None:
-    """`load` itself, which places nothing on a device, says one line that names the file and holds the fragments."""
+    """Check that `load` raises a CheckpointError of one line with the path and all fragments."""
     with pytest.raises(CheckpointError) as caught:
         load(path, device="cpu")
     message = str(caught.value)
@@ -185,7 +185,7 @@ def test_random_damage_raises_checkpoint_error_or_leaves_readable_arrays(tmp_pat
             lambda t: t.update(module("m", g=16)),
             [f"group_size: expected {G} as in", "config.json", "got 16 from the shapes"],
         ),
-        # GPTQ packs along K: qweight [K/8, N], zeros and scales as here.
+        # GPTQ packs along K: its qweight is [K/8, N], its scales and qzeros have AWQ's shapes.
         (
             lambda t: t.update({"m.qweight": np.ones((K // 8, N), np.int32)}),
             ["scales: expected", "N = 128", "got float16 [2, 16]"],

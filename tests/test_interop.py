@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays known by ``__cuda_array_interface__`` or ``__dlpack__`` alone: no copy, and results as CuPy arrays."""
+"""Arrays of other libraries, through ``__cuda_array_interface__`` or ``__dlpack__``: no copy, CuPy results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.products import FLOAT16, check_product, nan_like, put, tensors
 
 
 class Interface:
-    """A CuPy array that shows ``__cuda_array_interface__`` and nothing else."""
+    """A GPU array that supports ``__cuda_array_interface__`` only."""
 
     def __init__(self, a: Any, read_only: bool = False) -> None:
         self._interface = dict(a.__cuda_array_interface__)
@@ -32,7 +32,7 @@ class Interface:
 
 
 class DLPack:
-    """A CuPy array that shows the DLPack protocol and nothing else."""
+    """A GPU array that supports DLPack only."""
 
     def __init__(self, a: Any) -> None:
         self._a = a
@@ -45,7 +45,7 @@ class DLPack:
 
 
 class OnCpu:
-    """An array of another library in the memory of the CPU."""
+    """An array of another library in CPU memory."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""INT4 and INT8 packing: known words, round trips, and the messages for invalid input."""
+
 from __future__ import annotations
 
 import json
@@ -15,7 +17,7 @@ from cupy_awq import packing
 
 GOLDEN = json.loads((Path(__file__).parent / "vectors.json").read_text(encoding="utf-8"))
 
-# Bit shift of each of a word's eight columns, as the format's description gives it.
+# The bit shift of each of a word's eight columns, from the specification of the format.
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
 
@@ -76,7 +78,7 @@ def shapes(multiple: int) -> st.SearchStrategy[tuple[int, ...]]:
 @given(st.data(), st.sampled_from([1, 2, -1]))
 def test_int4_round_trip_at_any_shape_and_stride(data: st.DataObject, step: int) -> None:
     codes = data.draw(hnp.arrays(np.uint8, shapes(8), elements=st.integers(0, 15)))
-    strided = np.repeat(codes, abs(step), axis=-1)[..., ::step]  # step -1: the columns in reverse
+    strided = np.repeat(codes, abs(step), axis=-1)[..., ::step]  # step -1 reverses the columns
     words = packing.pack_int4(strided)
     assert words.dtype == np.int32
     assert words.shape == (*codes.shape[:-1], codes.shape[-1] // 8)

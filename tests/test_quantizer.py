@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""`quantize`: error bounds, extreme values, and the messages for invalid input."""
+
 from __future__ import annotations
 
 import re
@@ -21,18 +23,18 @@ DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.floa
 
 
 def decoded(weight: PackedWeight) -> np.ndarray:
-    """The weight in float64, rounded as its own type rounds it."""
+    """Return the dequantized weight, rounded to the scales' dtype, as float64."""
     return reference.dequantize(weight.qweight, weight.scales, weight.qzeros).astype(np.float64)
 
 
 def steps(weight: PackedWeight) -> np.ndarray:
-    """The scale of each element."""
+    """Return the scale of each element, [K, N] float64."""
     return np.repeat(weight.scales.astype(np.float64), weight.group_size, axis=0)
 
 
 @st.composite
 def dense(draw: st.DrawFn) -> tuple[np.ndarray, int]:
-    """(w, group_size): groups of both signs, of one sign, of zeros; sizes from 1e-3 to 1e3; any strides."""
+    """Draw (w, group_size): groups of both signs, one sign or zeros, of magnitude 1e-3 to 1e3, with any strides."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     group_size, groups, n = draw(st.integers(1, 40)), draw(st.integers(1, 4)), 8 * draw(st.integers(1, 4))
     w = rng.standard_normal((groups, group_size, n)) * 10.0 ** rng.uniform(-3, 3, (groups, 1, n))
@@ -57,7 +59,8 @@ def test_error_of_every_weight_is_at_most_half_a_step(problem: tuple[np.ndarray,
     if symmetric:
         assert (unpack_int4(weight.qzeros) == 8).all()
     exact = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32).astype(np.float64)
-    # A scale rounded down leaves the range's ends beyond the codes: 15 roundings; half a step with subnormal scales.
+    # A scale that was rounded down leaves the extremes beyond the outermost codes: by 15 rounding errors of the
+    # scale, or by half a step for subnormal scales.
     half_unit = 2.0**-8 if weight.dtype == BFLOAT16 else 2.0**-11
     subnormal = (weight.dtype == np.float16) & (steps(weight) < 2.0**-14)
     slack = np.where(subnormal, 1.0, 0.5 + 15 * half_unit + 1e-5)
@@ -78,7 +81,7 @@ def test_codes_are_those_of_the_formula(problem: tuple[np.ndarray, int]) -> None
         np.testing.assert_array_equal(unpack_int4(weight.qzeros[g]), z)
         exact = rows / s + z
         q = unpack_int4(weight.qweight[g * group_size : (g + 1) * group_size])
-        # A quotient next to a tie may fall to either side of it in float32.
+        # In float32 a quotient close to a tie may round to either side.
         assert np.all(np.abs(q - np.clip(exact, 0, 15)) <= 0.5 + 1e-5 * (1 + np.abs(exact)))
 
 
@@ -106,7 +109,7 @@ def test_group_of_zeros_dequantizes_to_zeros_with_a_finite_scale(dtype: Any, sym
     assert (decoded(weight) == 0).all()
     scales = weight.scales.astype(np.float64)
     assert np.isfinite(scales).all()
-    # GPU arithmetic keeps float16's subnormals, and may take bfloat16's for 0, which nothing can be divided by.
+    # GPU arithmetic keeps float16 subnormals but may flush bfloat16 subnormals to 0, and then divide by 0.
     assert (scales >= (2.0**-126 if dtype == BFLOAT16 else 2.0**-24)).all()
 
 

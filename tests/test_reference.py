@@ -22,20 +22,22 @@ GOLDEN = json.loads((Path(__file__).parent / "vectors.json").read_text(encoding=
 
 FLOAT16, BFLOAT16, FLOAT32 = (np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32))
 SIGNIFICANT_BITS = {FLOAT16: 11, BFLOAT16: 8, FLOAT32: 24}
-LEAST_EXPONENT = {FLOAT16: -24, BFLOAT16: -133, FLOAT32: -149}  # of the smallest subnormal number
+LEAST_EXPONENT = {FLOAT16: -24, BFLOAT16: -133, FLOAT32: -149}  # exponent of the smallest subnormal
 
 
 class Problem(NamedTuple):
+    """The operands of a matrix product."""
+
     qweight: np.ndarray
     scales: np.ndarray
     qzeros: np.ndarray | None
     x: np.ndarray
     element: np.dtype[Any]
-    """Of x, whose dtype is uint16 where it holds bits."""
+    """The element type of x: bfloat16 where x is uint16 and holds its bits."""
 
 
 def float64_weight(qweight: np.ndarray, scales: np.ndarray, qzeros: np.ndarray | None) -> np.ndarray:
-    """W [K, N] by the formula, with the shifts that the description of the format lists."""
+    """Return W [K, N] by the formula, with the bit shifts from the specification of the format."""
 
     def codes(words: np.ndarray) -> np.ndarray:
         shifts = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
@@ -52,7 +54,7 @@ def float64_weight(qweight: np.ndarray, scales: np.ndarray, qzeros: np.ndarray |
 
 
 def rounded(a: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """float64 values that `dtype` holds, nearest to `a`; ties to even. Overflow is not treated."""
+    """Return `a` rounded to `dtype`, to nearest with ties to even, as float64. Overflow is not handled."""
     _, exponent = np.frexp(a)
     unit = np.maximum(exponent - SIGNIFICANT_BITS[dtype], LEAST_EXPONENT[dtype])
     return np.ldexp(np.rint(np.ldexp(a, -unit)), unit)
@@ -60,7 +62,7 @@ def rounded(a: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Shapes with tails of every kind, each form of zeros, and tensors that are slices of larger ones."""
+    """Draw a product: any tail sizes, any form of zero points, contiguous tensors and slices of larger ones."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     group_size, groups = draw(st.integers(1, 40)), draw(st.integers(1, 5))
     words = draw(st.integers(1, 7))
@@ -126,7 +128,7 @@ def test_matmul_is_the_float64_product(
     x64, w64 = x.view(element).astype(np.float64), float64_weight(qweight, scales, qzeros)
     b64 = np.zeros(n) if bias is None else bias.astype(np.float64)
     expected = x64 @ w64 + b64
-    # One rounding of the result, and one for each of the at most K + 2 float32 operations on the way to it.
+    # The result is rounded once, after at most K + 2 float32 operations with one rounding each.
     half_unit = 2.0 ** -SIGNIFICANT_BITS[element]
     bound = 2.0 ** LEAST_EXPONENT[element] + half_unit * np.abs(expected)
     bound += (len(w64) + 2) * 2.0**-24 * 1.01 * (np.abs(x64) @ np.abs(w64) + np.abs(b64))
@@ -135,7 +137,7 @@ def test_matmul_is_the_float64_product(
 
 
 def float64_epilogue(v: np.ndarray, activation: Any, residual: np.ndarray | float = 0.0) -> np.ndarray:
-    """activation(v) + residual by the formulas, in float64."""
+    """Return activation(v) + residual by the formulas, in float64."""
     if activation == "swiglu":
         gate, up = np.split(v, 2, axis=-1)
         v = gate / (1 + np.exp(-gate)) * up
@@ -252,7 +254,7 @@ def test_autoawq_tensors_dequantize_bit_for_bit() -> None:
 def test_offset_below_float32_precision_decides_a_rounding_tie(
     dtype: np.dtype[Any], scale: float, offset: float, expected: float
 ) -> None:
-    # 3 * scale lies halfway between two values of `dtype`; float32 loses the offset, and the tie goes to the other one.
+    # 3 * scale is a tie between two values of `dtype`. float32 would lose the offset and round to the other one.
     qweight = np.full((1, 1), 0x33333333, np.int32)
     scales, offsets = np.full((1, 8), scale, dtype), np.full((1, 8), offset, dtype)
     assert (reference.dequantize(qweight, scales, offsets) == expected).all()

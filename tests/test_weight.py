@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""`PackedWeight`: properties, slices, copies and the ``@`` operator."""
+
 from __future__ import annotations
 
 import copy
