@@ -16,8 +16,7 @@ from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.kernels.repack import Repacking
 from cupy_awq.llm import LanguageModel, ModelConfig, Sampling
 from cupy_awq.llm.build import build_model
-from cupy_awq.llm.cuda_ops import CudaOps
-from cupy_awq.llm.decode_graph import CudaDecodeLoop
+from cupy_awq.llm.cuda_ops import CudaDecodeLoop, CudaOps
 from cupy_awq.llm.model import Model
 from cupy_awq.llm.numpy_ops import NumpyOps
 from cupy_awq.llm.ops import DecoderOps, ResidualStream

@@ -236,7 +236,7 @@ def test_the_models_gpu_is_current_during_its_work_and_never_during_the_callers(
         for name in names:
             monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     monkeypatch.setattr(KvCache, "reuse_prefix", watched(KvCache.reuse_prefix))
-    monkeypatch.setattr(placement, "on", on)
+    monkeypatch.setattr(placement, "use_device", on)
     monkeypatch.setattr(model.model.ops, "device_index", 1)
     found = []
     model.generate("Hello", max_tokens=8, on_text=lambda i, text: found.append(here))

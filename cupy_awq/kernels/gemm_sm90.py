@@ -9,9 +9,11 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
 from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K, Repacking
 from cupy_awq.runtime.device import Device
@@ -89,6 +91,10 @@ class GemmSm90Config:
     x_stages: int = 0
     scaled: bool = False
     eager: bool = True
+
+    @property
+    def split_k(self) -> int:
+        return self.splits
 
     @property
     def team_warps(self) -> int:
@@ -274,7 +280,21 @@ def unfit(problem: Problem, device: Device) -> str | None:
     return None
 
 
-class GemmSm90:
+class _ByConfig:
+    """The part of a `Family` that its configurations implement."""
+
+    def estimate_us(self, config: Any, problem: Problem, device: Device) -> float:
+        return float(config.estimate_us(problem, device))
+
+    def plan(self, config: Any, problem: Problem, device: Device) -> LaunchPlan:
+        plan: LaunchPlan = config.plan(problem, device)
+        return plan
+
+    def workspace(self, config: Any, problem: Problem) -> Workspace:
+        return Workspace(*config.workspace(problem))
+
+
+class GemmSm90(_ByConfig):
     NAME = "gemm_sm90"
 
     def refuse(self, problem: Problem, device: Device) -> str | None:

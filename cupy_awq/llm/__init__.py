@@ -78,7 +78,7 @@ def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progr
     index = placement.resolve(device)
     files = read(path)
     tokenizer = files.load_tokenizer()
-    with placement.on(index):
+    with placement.use_device(index):
         ops = NumpyOps(files.config) if index == HOST else _cuda_ops(files, index)
         model = build_model(files, ops, progress)
     return LanguageModel(files.config, model, tokenizer, files.stop_ids)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU back end of the decoder: activations in 16 bits, the residual stream and the logits in float32.
 
-Intermediate arrays come from CuPy's memory pool, so one forward pass serves every shape.
+Intermediate arrays come from CuPy's memory pool, so one forward pass serves every shape. A decode step is one CUDA
+graph, launched one step ahead of the host.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from cupy_awq.kernels.problem import Fusion, ceil_div
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm import kv_cache
 from cupy_awq.llm.config import ModelConfig
-from cupy_awq.llm.decode_graph import CudaDecodeLoop
 from cupy_awq.llm.kv_cache import KvCache
 from cupy_awq.llm.model_files import DenseLinear
 from cupy_awq.llm.ops import DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
-from cupy_awq.llm.sampling import Sampling
+from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
 from cupy_awq.ops.plan import FusedPlan
 from cupy_awq.runtime import arrays, device, launch, workspace
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -261,6 +261,112 @@ class CudaOps(DecoderOps):
         return y
 
 
+class CudaDecodeLoop(DecodeLoop):
+    """A decode loop that keeps tokens, positions and the tokens seen so far on the device.
+
+    The first step runs eagerly, which loads every kernel; the second is captured into a CUDA graph, and each further
+    step is one graph launch. The graph of a step is launched before the host has read the tokens of the preceding one,
+    so the GPU never waits for the host. The last launch is speculative: it writes behind the tokens that the cache
+    knows, and `close` waits for it.
+
+    The kernel `choose` also writes its tokens to pinned host memory: only an event separates two graphs. The arrays
+    made during capture stay allocated as long as the graph.
+    """
+
+    def __init__(self, ops: CudaOps, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
+        import cupy
+
+        self._stream, self._pool = ops.decode_stream
+        # Wait for the speculative step of another text: its memory is free for reuse, and it shares counters with the
+        # prompts of this text, which run on another stream.
+        self._stream.synchronize()
+        sequences, vocab = len(cache.tokens), ops.config.vocab
+        self._ops, self._step_logits, self._cache, self._sampling = ops, step_logits, cache, sampling
+        self._next = [0] * sequences
+        self._tokens = cupy.zeros(sequences, np.int32)
+        self._seen = cupy.zeros((sequences, vocab), np.uint8) if sampling.repetition_penalty != 1 else None
+        has_filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        self._limits = cupy.zeros(sequences, np.float32) if has_filters and sampling.temperature > 0 else None
+        self._partials = cupy.zeros((sequences, kernels.MAX_CHOOSE_CTAS), np.uint64)
+        self._counters = cupy.zeros(sequences, np.uint32)
+        self._steps = 0
+        self._graph: Any = None
+        self._graph_memory: list[Any] = []
+        # The newest tokens of each sequence at even and at odd positions: the next step may write one of them while the
+        # host reads the other. Under unified addressing the device uses the host's address of pinned memory.
+        pinned = cupy.cuda.alloc_pinned_memory(8 * sequences)
+        host_tokens = np.frombuffer(pinned, np.int32, 2 * sequences).reshape(sequences, 2)
+        self._host_tokens: npt.NDArray[np.int32] = host_tokens
+        memory = cupy.cuda.UnownedMemory(pinned.ptr, 8 * sequences, pinned, ops.device_index)
+        self._host_tokens_view = cupy.ndarray((sequences, 2), np.int32, cupy.cuda.MemoryPointer(memory, 0))
+        self._tokens_written = cupy.cuda.Event(disable_timing=True)
+
+    def start(self, sequence: int, logits: Array) -> int:
+        one = slice(sequence, sequence + 1)
+        if self._seen is not None:
+            self._seen[sequence, self._ops.prepare_tokens(self._cache.tokens[sequence])] = 1
+        self._choose(logits[None], one, advance=False)
+        token = _checked(int(self._tokens[sequence]))
+        self._next[sequence] = token
+        return token
+
+    def step(self) -> list[int]:
+        import cupy
+
+        with self._stream, cupy.cuda.using_allocator(self._pool.malloc):
+            if self._steps == 1:
+                self._stream.begin_capture()
+                try:
+                    with cupy.cuda.using_allocator(self._allocate_for_graph):
+                        self._forward_and_choose()
+                finally:
+                    self._graph = self._stream.end_capture()
+            if self._graph is None:
+                self._forward_and_choose()
+            elif self._steps == 1:
+                self._graph.launch(self._stream)
+            self._tokens_written.record()
+            if self._graph is not None:
+                self._graph.launch(self._stream)
+        self._tokens_written.synchronize()
+        self._steps += 1
+        for known, token in zip(self._cache.tokens, self._next, strict=True):
+            known.append(token)
+        positions = map(len, self._cache.tokens)
+        self._next = [_checked(pair[at % 2]) for pair, at in zip(self._host_tokens.tolist(), positions, strict=True)]
+        return list(self._next)
+
+    def close(self) -> None:
+        """Wait for the discarded speculative step; it still uses the KV cache, whose memory is about to be reused."""
+        self._stream.synchronize()
+
+    def _allocate_for_graph(self, size: int) -> Any:
+        """Allocate memory that stays reserved for this loop, because its graph writes there at every launch."""
+        memory = self._pool.malloc(size)
+        self._graph_memory.append(memory)
+        return memory
+
+    def _forward_and_choose(self) -> None:
+        self._choose(self._step_logits(self._tokens), slice(None), advance=True)
+
+    def _choose(self, logits: Array, sequences: slice, *, advance: bool) -> None:
+        """Choose a token for each of ``sequences``; ``advance`` moves their positions on by one."""
+        sampling, ops = self._sampling, self._ops
+        gpu, (m, vocab) = ops.device, logits.shape
+        seen, limits = (None if a is None else a[sequences] for a in (self._seen, self._limits))
+        options = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
+        if limits is not None:
+            filters = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+            plan = kernels.plan_choose_limit(gpu, m, vocab, **options, **filters)
+            ops.run(plan, logits=logits, seen=seen, limits=limits)
+        options |= {"first_sequence": sequences.start or 0, "seed": sampling.seed}
+        plan = kernels.plan_choose(gpu, m, vocab, **options, advance=advance)
+        buffers = {"tokens": self._tokens[sequences], "lengths": self._cache.lengths[sequences]}
+        buffers |= {"partials": self._partials[sequences], "counters": self._counters[sequences]}
+        buffers |= {"host_tokens": self._host_tokens_view[sequences]}
+        ops.run(plan, logits=logits, seen=seen, limits=limits, **buffers)
+
+
 def activation_dtype(part: Module | DenseLinear) -> np.dtype[Any]:
     """Return the dtype for the activations of a model with this layer: bfloat16 if the layer has it, else float16."""
     return check.BFLOAT16 if part.weight.dtype == check.BFLOAT16 else check.FLOAT16
@@ -284,3 +390,10 @@ def _form(weight: PackedWeight) -> tuple[Any, ...]:
     """Return what weights must have in common to be concatenated."""
     spec = weight.spec
     return spec.k, spec.group_size, spec.dtype, spec.zeros
+
+
+def _checked(token: int) -> int:
+    """Return the token. Raises ValueError for -1, which `choose` writes if the logits hold NaN."""
+    if token < 0:
+        raise ValueError(NAN_LOGITS)
+    return token

@@ -216,7 +216,7 @@ class LanguageModel:
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Make the model's GPU current. It is never current while a piece of text is at the caller."""
-        return placement.on(self.model.ops.device_index)
+        return placement.use_device(self.model.ops.device_index)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:

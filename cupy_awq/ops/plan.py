@@ -80,7 +80,7 @@ class Prepared:
             strides=steps,
         )
         choice, self._launcher = chosen(problem, weight.spec.device, kernel, split_k)
-        partials, _ = choice.config.workspace(problem)
+        partials, _ = choice.family.workspace(choice.config, problem)
         self.kernel = choice.name
         self.shape = product.shape
         self.workspace_bytes = workspaces.COUNTER_BYTES + partials if partials else 0
@@ -237,7 +237,7 @@ def multiply(
         return reference.matmul(x, *tensors, **options), None
     import cupy
 
-    with placement.on(index):
+    with placement.use_device(index):
         if x.size == 0:
             return cupy.empty(product.shape, x.dtype) if out is None else out, None
         source = x if arrays.readable_rows(x) else cupy.array(x, order="C")
@@ -264,8 +264,8 @@ def remember(prepared: dict[Any, Prepared], key: Any, value: Prepared, limit: in
 
 
 def _check_choice(kernel: str | None, split_k: int | None) -> None:
-    if kernel is not None and kernel not in select.FAMILIES:
-        raise ValueError(f"kernel must be one of {', '.join(select.FAMILIES)}, got {kernel!r}")
+    if kernel is not None and kernel not in select.FAMILIES_OF[Problem]:
+        raise ValueError(f"kernel: expected one of {', '.join(select.FAMILIES_OF[Problem])}, got {kernel!r}")
     if split_k is not None and (not isinstance(split_k, int) or split_k < 1 or split_k & (split_k - 1)):
         raise ValueError(f"split_k must be a power of two, got {split_k!r}")
 
@@ -352,7 +352,7 @@ class Plan:
 
         index = self._weight.spec.device
         if cupy.cuda.runtime.getDevice() != index:
-            with placement.on(index):
+            with placement.use_device(index):
                 return self(x, out, residual=residual, workspace=workspace)
         memory = self._memory
         if workspace is not None and memory is not None:
@@ -373,9 +373,7 @@ class Plan:
             if a is not planned:
                 raise ValueError(f"{name} must be {'None' if planned is None else 'an array'}, as planned")
             return
-        where = check.device_id(a, name)
-        if where != planned[3]:
-            raise TypeError(f"{name} is on {check.place(where)}, but the plan is for {check.place(planned[3])}")
+        check.on_device(a, name, planned[3], "the plan")
         found = self._layout(a)
         width = arrays.width(a)
         if found[:4] != planned[:4] or (found[4] % width and not planned[4] % width):
@@ -429,7 +427,7 @@ def plan(
     """
     check_packed(weight)
     index = weight.spec.device
-    with placement.on(index):
+    with placement.use_device(index):
         if isinstance(x, tuple):
             x, dtype = _empty(x, check.float_dtype(dtype or "float16"), index), None
         x, bias = arrays.views(x=x, bias=bias)
@@ -465,9 +463,7 @@ def _empty(shape: tuple[int, ...], dtype: Any, index: int) -> Array:
 
 def _workspace(memory: Array, nbytes: int, index: int) -> Array:
     """``memory`` if it can be a plan's workspace."""
-    where = check.device_id(memory, "workspace")
-    if where != index:
-        raise TypeError(f"workspace is on {check.place(where)}, but the plan is for {check.place(index)}")
+    check.on_device(memory, "workspace", index, "the plan")
     if not memory.flags.c_contiguous or memory.data.ptr % 16:
         raise ValueError("workspace must be contiguous and start at a multiple of 16 bytes")
     if memory.nbytes < nbytes:
