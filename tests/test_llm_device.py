@@ -122,9 +122,8 @@ def test_products_of_few_rows_keep_the_residual_stream(
         repacked = np.empty(layout.nbytes, np.uint8)
         tensors = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
         simt.run(layout.plan(device.nominal(90)), {**tensors, "out": repacked})
-        made = AwqLinear(weight, **options)
-        made._operand = RepackedWeight(weight, repacked, 0, False)
-        return made
+        monkeypatch.setattr("cupy_awq.linear.repack", lambda weight: RepackedWeight(weight, repacked, 0, False))
+        return AwqLinear(weight, **options)
 
     wide = 256 if gated else 128
     enter = layer(192, wide, bias=rng.standard_normal(wide).astype(np.float32), activation="swiglu" if gated else None)

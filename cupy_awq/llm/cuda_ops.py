@@ -18,17 +18,15 @@ from cupy_awq import check
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.kernels import llm as kernels
-from cupy_awq.kernels import select
-from cupy_awq.kernels.gemm_sm90 import SQUARES_COLUMNS
-from cupy_awq.kernels.problem import ceil_div
+from cupy_awq.kernels.gemm_sm90 import SQUARE_SUM_COLUMNS
+from cupy_awq.kernels.problem import Fusion, ceil_div
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm import kv_cache as kv
 from cupy_awq.llm.config import Config
 from cupy_awq.llm.kv_cache import Cache
 from cupy_awq.llm.sampling import Sampling
 from cupy_awq.llm.source import Linear
-from cupy_awq.ops import plan as planning
-from cupy_awq.ops.repack import RepackedWeight
+from cupy_awq.ops.plan import FusedPlan
 from cupy_awq.runtime import arrays, device, launch
 from cupy_awq.runtime import workspace as workspaces
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -143,39 +141,31 @@ class DeviceOps:
 
     def project(self, h: Residual, weight: Array, then: Project) -> tuple[Residual, Array]:
         m = h.h.size // h.h.shape[-1]
-        if h.x is not None and (product := self._product(then, m, "norms")) is not None:
+        if h.x is not None and (plan := self._fused_plan(then, m, Fusion("rms_norm_x", self.config.eps))) is not None:
             inverse = self._empty((m,), np.float32)
-            ends = {"h": None, "norm": None, "squares": h.squares, "before": h.inverse, "inverse": inverse}
-            return Residual(h.h, inverse), product(h.x, **ends)
+            stream = {"h": None, "norm_weight": None, "square_sums": h.squares}
+            stream |= {"previous_inverse_rms": h.inverse, "inverse_rms": inverse}
+            return Residual(h.h, inverse), self._run_fused(plan, h.x, stream)
         x, inverse = self._norm(h, weight)
         return Residual(h.h, inverse), then(x)
 
     def add(self, h: Residual, x: Array, last: Project, following: Array | None) -> Residual:
         *rows, width = h.h.shape
-        product = self._product(last, x.size // x.shape[-1], "adds")
-        if product is None or following is None:
+        plan = self._fused_plan(last, x.size // x.shape[-1], Fusion("add_to_stream"))
+        if plan is None or following is None:
             return Residual(h.h, delta=last(x))
-        squares = self._empty((*rows, ceil_div(width, SQUARES_COLUMNS)), np.float32)
-        ends = {"h": h.h, "norm": following, "squares": squares, "before": h.inverse, "inverse": None}
-        return Residual(h.h, h.inverse, x=product(x, **ends), squares=squares)
+        squares = self._empty((*rows, ceil_div(width, SQUARE_SUM_COLUMNS)), np.float32)
+        stream = {"h": h.h, "norm_weight": following, "square_sums": squares}
+        stream |= {"previous_inverse_rms": h.inverse, "inverse_rms": None}
+        return Residual(h.h, h.inverse, x=self._run_fused(plan, x, stream), squares=squares)
 
-    def _product(self, layer: Project, m: int, stream: str) -> Callable[..., Array] | None:
-        """What launches the layer's product over m rows, if that can keep the residual stream."""
-        if not isinstance(layer, AwqLinear) or not isinstance(operand := layer._operand, RepackedWeight):
-            return None
-        options = {"bias_dtype": layer.bias.dtype.name if layer.bias is not None else None, "eps": self.config.eps}
-        form = check.activation(layer.activation)
-        problem = planning.problem_of(operand, form, m, self.dtype, stream=stream, **options)
-        if select.FAMILIES["gemm_sm90"].refuse(problem, self._facts) is not None:
-            return None
+    def _fused_plan(self, projection: Project, m: int, fusion: Fusion) -> FusedPlan | None:
+        return projection.fused_plan(m, fusion, dtype=self.dtype) if isinstance(projection, AwqLinear) else None
 
-        def launch(x: Array, **buffers: Array | None) -> Array:
-            y = self._empty((*x.shape[:-1], sum(layer.splits)))
-            buffers |= {"weight": operand.repacked, "bias": layer.bias, "residual": None, "x": x, "y": y}
-            self.run(select.choose(problem, self._facts).plan, **buffers)
-            return y
-
-        return launch
+    def _run_fused(self, plan: FusedPlan, x: Array, stream: dict[str, Array | None]) -> Array:
+        y = self._empty((*x.shape[:-1], plan.out_features))
+        self.run(plan.launch, **plan.arrays, **stream, x=x, y=y)
+        return y
 
     def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int) -> Array:
         config, dtype = self.config, self.dtype.name

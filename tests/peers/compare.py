@@ -277,7 +277,7 @@ def measure_fp16_tflops():
 
 
 def measure(problem, peer, ms):
-    """Return one row of the JSON file for each M that the peer can run: its time, its error, whether that is small."""
+    """Return a row of the JSON file for each M that the peer runs: its time, its error, and whether that is small."""
     k, n = problem.k, problem.n
     try:
         dtype, calls = PEERS[peer](problem)

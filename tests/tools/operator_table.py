@@ -7,7 +7,8 @@ python -m tests.tools.operator_table
 from __future__ import annotations
 
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Family, Problem
+from cupy_awq.kernels.family import AnyFamily
+from cupy_awq.kernels.problem import Problem
 from cupy_awq.runtime import device
 
 PATHS = {60: "below sm_75", 75: "sm_75", 80: "sm_80 and newer", 90: "sm_90"}
@@ -40,7 +41,7 @@ def table() -> str:
         f"| kernel | rows of x | {' | '.join(PATHS.values())} | tests |",
         f"|{'---|' * (len(PATHS) + 3)}",
     ]
-    for name, family in select.FAMILIES.items():
+    for name, family in select.FAMILIES_OF[Problem].items():
         rows = [m for m in (1, 2, 16, 17, 33) if any(_legal(family, m, arch, "float16") for arch in PATHS)]
         span = {(1,): "1", (2, 16): "2-16", (1, 2, 16): "1-16", (33,): "33 and more"}.get(tuple(rows), "any")
         cells = [
@@ -54,9 +55,10 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def _legal(family: Family, m: int, arch: int, dtype: str) -> bool:
-    problem = Problem(m, 256, 256, 64, dtype, repacked=family.NAME in select.ON_REPACKED)
-    return family.refuse(problem, device.nominal(arch)) is None
+def _legal(family: AnyFamily, m: int, arch: int, dtype: str) -> bool:
+    """Whether the family takes a weight in the AWQ layout or one that is repacked."""
+    problems = (Problem(m, 256, 256, 64, dtype, repacked=repacked) for repacked in (False, True))
+    return any(family.refuse(problem, device.nominal(arch)) is None for problem in problems)
 
 
 if __name__ == "__main__":
