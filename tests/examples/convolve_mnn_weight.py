@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolve images with a 4-bit weight in the layout of MNN's weight-only convolutions.
 
-    python tests/examples/convolve_mnn_weight.py
+python tests/examples/convolve_mnn_weight.py
 """
 
 import numpy as np
 
-import cupy_awq
+from cupy_awq.int8 import conv2d, from_mnn
 
 CO, CI, KERNEL, BLOCKS = 32, 16, (3, 3), 2
 
@@ -15,9 +15,9 @@ rng = np.random.default_rng(0)
 packed = rng.integers(0, 256, (CO, KERNEL[0] * KERNEL[1], CI // 2), np.uint8)
 scale = rng.uniform(0.01, 0.02, (CO, BLOCKS)).astype(np.float16)
 offset = np.zeros((CO, BLOCKS), np.float16)
-weight = cupy_awq.from_mnn(packed, scale, offset, kernel=KERNEL, in_channels=CI)
+weight = from_mnn(packed, scale, offset, kernel=KERNEL, in_channels=CI)
 print(weight)
 
 images = rng.standard_normal((2, CI, 14, 14)).astype(np.float16)  # NCHW
-y = cupy_awq.conv2d(images, weight, padding="same", activation="relu")
+y = conv2d(images, weight, padding="same", activation="relu")
 print(f"x {images.shape} -> y {y.shape} {y.dtype}")

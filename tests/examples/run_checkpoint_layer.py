@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load the AutoAWQ checkpoint that ships with the package and run the MLP of its decoder layer.
 
-    python tests/examples/run_checkpoint_layer.py
+python tests/examples/run_checkpoint_layer.py
 """
 
 from pathlib import Path
