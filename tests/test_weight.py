@@ -53,7 +53,7 @@ def test_repr_shows_shape_dtype_and_size(zeros: str, dtype: type) -> None:
 
 
 def test_weight_is_immutable(weight: PackedWeight) -> None:
-    for name in ("qweight", "facts", "shape", "new"):
+    for name in ("qweight", "spec", "shape", "new"):
         with pytest.raises((dataclasses.FrozenInstanceError, AttributeError, TypeError)):
             setattr(weight, name, None)
 
