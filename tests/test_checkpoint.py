@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import save_file
 
 import cupy_awq
-from cupy_awq import AwqLinear, CheckpointError, load
-from cupy_awq.checkpoint import safetensors
+from cupy_awq import AwqLinear, CheckpointError, checkpoint, load
+from cupy_awq.checkpoint import Module, Tensor, autoawq, safetensors
+from cupy_awq.checkpoint.config import QuantizationConfig
 from cupy_awq.runtime import placement
 from cupy_awq.tools import testing
 from cupy_awq.tools.demo import SMOLLM2_MLP
@@ -87,6 +89,21 @@ def test_newer_configuration_wins_over_an_older_file_beside_it(tmp_path: Path) -
 def test_unquantized_folder_without_a_configuration_gives_its_tensors(tmp_path: Path) -> None:
     save_file({"t": np.ones(3, np.float16)}, tmp_path / "weights.safetensors")
     assert load(tmp_path, device="cpu")["t"].tolist() == [1, 1, 1]
+
+
+def test_a_further_format_is_one_entry_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_transposed(tensors: Mapping[str, Tensor], config: QuantizationConfig | None) -> dict[str, Module | Tensor]:
+        turned = {
+            name: tensor._replace(array=np.ascontiguousarray(tensor.array.T)) if name.endswith(".scales") else tensor
+            for name, tensor in tensors.items()
+        }
+        return autoawq.read_modules(turned, config)
+
+    monkeypatch.setitem(checkpoint.FORMATS, ("awq", "transposed"), read_transposed)
+    tensors = module("a")
+    transposed = tensors | {"a.scales": np.ascontiguousarray(tensors["a.scales"].T)}
+    layers = load(folder(tmp_path, transposed, CONFIG | {"version": "transposed"}), device="cpu")
+    assert_right(layers["a"], tensors, "a")
 
 
 def test_group_size_of_minus_one_is_k(tmp_path: Path) -> None:
