@@ -62,9 +62,10 @@ class Binary:
     newly_compiled: bool
 
 
-def _check(status: Any, what: str) -> None:
+def _check(status: Any, function: str) -> None:
+    """Raise RuntimeError unless a function of NVRTC succeeded."""
     if int(status) != 0:
-        raise RuntimeError(f"{what} failed: {status.name}")
+        raise RuntimeError(f"{function}: expected success, got {status.name}")
 
 
 @functools.cache

@@ -63,31 +63,32 @@ def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
 
 
 class _Arguments(threading.local):
-    """The kernel arguments of a plan, one copy per thread, and the array of pointers to them that the driver takes.
+    """The kernel arguments of a plan in host memory, one copy per thread.
 
-    Between launches only buffer addresses change, and with them the tensor maps of those buffers; a tensor map is
-    encoded again only when its buffer's address differs from the last launch's.
+    The driver takes an array of pointers to them. Between launches only buffer addresses and tensor maps change.
+
+    Attributes:
+        address: the address of that array.
+        set_pointers: a function that stores the addresses of all buffers that are passed by address.
     """
 
     def __init__(self, pointers: int, maps: tuple[TensorMap, ...], scalars: tuple[bytes, ...]) -> None:
         values = [bytes(8)] * pointers + [bytes(MAP_BYTES)] * len(maps) + list(scalars)
         offsets = list(itertools.accumulate(map(len, values), initial=0))
         self._buffer = ctypes.create_string_buffer(b"".join(values), offsets[-1])
-        begin = ctypes.addressof(self._buffer)
-        self._list = (ctypes.c_void_p * len(values))(*(begin + offset for offset in offsets[:-1]))
-        self.address = ctypes.addressof(self._list)
-        self._maps = [
-            (tensor_map, begin + offset) for tensor_map, offset in zip(maps, offsets[pointers:], strict=False)
-        ]
-        self._encoded = [0] * len(maps)
+        base = ctypes.addressof(self._buffer)
+        self._pointers = (ctypes.c_void_p * len(values))(*(base + offset for offset in offsets[:-1]))
+        self.address = ctypes.addressof(self._pointers)
+        self._maps = [(tensor_map, base + offset) for tensor_map, offset in zip(maps, offsets[pointers:], strict=False)]
+        self._encoded_for = [0] * len(maps)
         self.set_pointers = functools.partial(struct.Struct(f"={pointers}Q").pack_into, self._buffer, 0)
 
     def set_map(self, i: int, address: int) -> None:
-        """Let tensor map ``i`` refer to the buffer at ``address``."""
-        if self._encoded[i] != address:
-            tensor_map, begin = self._maps[i]
-            ctypes.memmove(begin, encode_tensor_map(tensor_map, address), MAP_BYTES)
-            self._encoded[i] = address
+        """Encode tensor map ``i`` for the buffer at ``address``, unless the last launch had the same buffer."""
+        if self._encoded_for[i] != address:
+            tensor_map, place = self._maps[i]
+            ctypes.memmove(place, encode_tensor_map(tensor_map, address), MAP_BYTES)
+            self._encoded_for[i] = address
 
 
 class Launcher:
@@ -110,17 +111,17 @@ class Launcher:
 
         self.plan = plan
         self.buffers = plan.buffers
-        self._pointers = len(plan.pointers)
-        self._arguments = _Arguments(self._pointers, plan.maps, tuple(scalar.tobytes() for scalar in plan.scalars))
-        # The CuPy function keeps its module, and so the code, loaded.
-        self._raw = compiler.load_function(plan.kernel, plan.shared_bytes)
+        self._pointer_count = len(plan.pointers)
+        self._arguments = _Arguments(self._pointer_count, plan.maps, tuple(scalar.tobytes() for scalar in plan.scalars))
+        # The reference to the CuPy function keeps its module loaded.
+        self._cupy_function = compiler.load_function(plan.kernel, plan.shared_bytes)
         if plan.prefers_l1:
-            self._raw.preferred_shared_memory_carveout = L1_SHARED_PERCENT
-        self._function = driver.CUfunction(self._raw.kernel.ptr)
+            self._cupy_function.preferred_shared_memory_carveout = L1_SHARED_PERCENT
+        self._function = driver.CUfunction(self._cupy_function.kernel.ptr)
         self._driver = driver
         self._configs: dict[int, Any] = {}
 
-    def _config(self, stream: int) -> Any:
+    def _make_config(self, stream: int) -> Any:
         """Return the launch configuration for a stream: one per stream, so that threads never modify a shared one."""
         driver, plan = self._driver, self.plan
         config = driver.CUlaunchConfig()
@@ -145,11 +146,12 @@ class Launcher:
         return config
 
     def __call__(self, pointers: tuple[int, ...], stream: int) -> None:
+        """Launch on the stream with handle ``stream``; ``pointers`` are the addresses of `buffers`."""
         config = self._configs.get(stream)
         if config is None:
-            config = self._configs[stream] = self._config(stream)
+            config = self._configs[stream] = self._make_config(stream)
         arguments = self._arguments
-        count = self._pointers
+        count = self._pointer_count
         arguments.set_pointers(*pointers[:count])
         for i, address in enumerate(pointers[count:]):
             arguments.set_map(i, address)
