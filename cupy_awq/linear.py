@@ -13,6 +13,7 @@ from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Fusion
 from cupy_awq.kernels.repack import RECORD_COLUMNS
+from cupy_awq.ops import gemm_launch
 from cupy_awq.ops import plan as planning
 from cupy_awq.ops.repack import RepackedWeight, repack
 from cupy_awq.packing import namespace
@@ -22,7 +23,7 @@ from cupy_awq.weight import PackedWeight, check_packed
 if TYPE_CHECKING:
     from cupy_awq.int8 import BlockQuantizedWeight
 
-MAX_PREPARED = 256
+MAX_LAUNCHES = 256
 """Layouts of x and out whose launches a layer keeps ready; a pipeline meets a few, one for each number of rows."""
 
 
@@ -68,8 +69,8 @@ class AwqLinear:
         "_activation",
         "_bias",
         "_fixed",
+        "_launches",
         "_operand",
-        "_prepared",
         "_quantized",
         "_splits",
         "_weight",
@@ -96,7 +97,7 @@ class AwqLinear:
         self._weight = weight
         self._bias = bias
         self._activation = activation
-        self._prepared: dict[Any, planning.Prepared] = {}
+        self._launches: dict[Any, gemm_launch.GemmLaunch] = {}
         if x_dtype not in (None, "int8", "fp8"):
             raise ValueError(f"x_dtype must be None, 'int8' or 'fp8', got {x_dtype!r}")
         self._x_dtype = x_dtype
@@ -105,7 +106,7 @@ class AwqLinear:
         whole_records = not form.gated or facts.n % (2 * RECORD_COLUMNS) == 0
         if not keep_weight and isinstance(self._operand, RepackedWeight) and whole_records:
             self._weight = self._operand = self._operand.alone()
-        self._fixed = planning.weight_addresses(self._operand, bias) if facts.device != check.HOST else ()
+        self._fixed = gemm_launch.weight_pointers(self._operand, bias) if facts.device != check.HOST else ()
 
     @classmethod
     def concatenate(
@@ -219,17 +220,17 @@ class AwqLinear:
         key: Any
         try:
             key = arrays.layout(x), arrays.layout(out), arrays.layout(residual), dtype
-            prepared = self._prepared.get(key)
+            launch = self._launches.get(key)
         except (AttributeError, ValueError, TypeError):  # arrays of other libraries, or a dtype that is none
-            key = prepared = None
-        if prepared is not None:
-            y = prepared.run(x, residual, out, self._fixed)
+            key = launch = None
+        if launch is not None:
+            y = launch.run(x, residual, out, self._fixed)
             if y is not None:
                 return y
         options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
-        y, prepared = planning.multiply(x, self._operand, **options)
-        if prepared is not None and key is not None:
-            planning.remember(self._prepared, key, prepared, MAX_PREPARED)
+        y, launch = gemm_launch.run_gemm(x, self._operand, **options)
+        if launch is not None and key is not None:
+            gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
         return y
 
     def _multiply_quantized(
@@ -308,7 +309,7 @@ class AwqLinear:
             return f"gemm_{self._x_dtype}"
         element, form = check.float_dtype(dtype), check.activation(self._activation)
         bias_dtype = None if self._bias is None else self._bias.dtype.name
-        problem = planning.problem_of(self._operand, form, m, element, bias_dtype=bias_dtype)
+        problem = gemm_launch.gemm_problem(self._operand, form, m, element, bias_dtype=bias_dtype)
         return select.choose(problem, device.of(index)).name
 
     def __repr__(self) -> str:
@@ -323,7 +324,7 @@ class AwqLinear:
 def _restored(
     weight: PackedWeight, bias: Array | None, activation: Any, x_dtype: str | None, splits: tuple[int, ...]
 ) -> AwqLinear:
-    """A copied or unpickled layer; what it has prepared belongs to a device and a process."""
+    """A copied or unpickled layer; its launches belong to a device and a process."""
     layer = AwqLinear(weight, bias=bias, activation=activation, x_dtype=x_dtype)
     layer._splits = splits
     return layer

@@ -301,7 +301,7 @@ def test_arrays_of_two_places_are_refused() -> None:
         gemm(put(x), put(weight), out=x[:, :32])
     with pytest.raises(TypeError, match=r"^scales is on the CPU, but qweight is on GPU 0$"):
         cupy_awq.dequantize(put(weight.qweight), weight.scales, None)
-    with pytest.raises(TypeError, match=r"^x is on the CPU, but the plan is for GPU 0$"):
+    with pytest.raises(TypeError, match=r"^x: expected an array on GPU 0, as planned, got the CPU$"):
         cupy_awq.plan((2, 64), put(weight))(x, x[:, :32])
     with pytest.raises(ValueError, match=r"^no kernel fits: gemv takes one row of x, not M=2$"):
         gemm(put(x), put(weight), kernel="gemv")

@@ -296,7 +296,7 @@ def test_layouts_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> No
     for m in range(1, 20):
         x = random_activations(rng, m, 64)
         check_product(layer(put(x)), x, weight)
-        assert len(layer._prepared) <= 4
+        assert len(layer._launches) <= 4
 
 
 @pytest.mark.gpu
@@ -478,6 +478,6 @@ def test_copies_of_layers_on_the_gpu_prepare_anew() -> None:
     layer, x = AwqLinear(put(weight)), random_activations(rng, 2, 64)
     layer(put(x))
     twin = copy.deepcopy(layer)
-    assert not twin._prepared
+    assert not twin._launches
     assert isinstance(twin.weight, PackedWeight)
     check_product(twin(put(x)), x, weight)

@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     tuned._tables.cache_clear()
-    select.choose.cache_clear()
+    select._choose.cache_clear()
 
 
 def _label(problem: Problem, facts: device.Device) -> str:

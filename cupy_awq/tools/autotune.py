@@ -26,7 +26,7 @@ from cupy_awq.kernels import select, tuned
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.kernels.problem import Problem, next_power_of_two
 from cupy_awq.kernels.select import Candidate
-from cupy_awq.ops.plan import BUFFERS, problem_of, weight_addresses
+from cupy_awq.ops.gemm_launch import BUFFERS, gemm_problem, weight_pointers
 from cupy_awq.ops.repack import repack
 from cupy_awq.runtime import arrays, placement
 from cupy_awq.runtime import compile as compiler
@@ -90,7 +90,7 @@ def _weights(k: int, n: int, group_size: int, device: int) -> list[PackedWeight]
 
 
 def _problem(weight: PackedWeight, m: int) -> Problem:
-    return problem_of(weight, check.activation(None), m, np.dtype(np.float16))
+    return gemm_problem(weight, check.activation(None), m, np.dtype(np.float16))
 
 
 def _ranked(problem: Problem, device: int, tries: int) -> list[Candidate]:
@@ -153,7 +153,7 @@ def _launch(launcher: Launcher, x: Array, y: Array, weight: PackedWeight, device
     stream = cupy.cuda.get_current_stream().ptr
     workspace = workspaces.workspace(device, stream)
     addresses = arrays.address(x), 0, arrays.address(y), workspace + workspaces.COUNTER_BYTES, workspace
-    named = dict(zip(BUFFERS, (*addresses, *weight_addresses(weight, None)), strict=True))
+    named = dict(zip(BUFFERS, (*addresses, *weight_pointers(weight, None)), strict=True))
     launcher(tuple(named[name] for name in launcher.buffers), stream)
 
 
