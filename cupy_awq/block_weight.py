@@ -64,13 +64,13 @@ class BlockQuantizedWeight:
         if bits == 4 and (top := int(codes.max())) > 15:
             raise ValueError(f"codes must be in 0..15 for bits=4, got {top}")
         outputs, channels = codes.shape[0], codes.shape[3]
-        _parameter(scale, "scale", device)
+        check.on_device(scale, "scale", device, "codes")
         if scale.dtype not in check.FLOATS:
             raise TypeError(f"scale must be float16, bfloat16 or float32, got {scale.dtype}")
         if len(scale.shape) != 2 or scale.shape[0] != outputs or scale.shape[1] == 0:
             raise ValueError(f"scale must be [Co, blocks] with Co={outputs} as in codes, got shape {scale.shape}")
         if offset is not None:
-            _parameter(offset, "offset", device)
+            check.on_device(offset, "offset", device, "codes")
             if offset.dtype != scale.dtype:
                 raise TypeError(f"offset must be {scale.dtype} like scale, got {offset.dtype}")
             if offset.shape != scale.shape:
@@ -193,9 +193,3 @@ def from_packed(weight: PackedWeight, /) -> BlockQuantizedWeight:
         offset = weight.qzeros.T.astype(np.float32) + 8 * scale
     codes = xp.ascontiguousarray(unpack_int4(weight.qweight).T).reshape(n, 1, 1, k)
     return BlockQuantizedWeight(codes, scale, offset, block_size=weight.group_size)
-
-
-def _parameter(a: Array, name: str, device: int) -> None:
-    where = check.device_id(a, name)
-    if where != device:
-        raise TypeError(f"{name} is on {check.place(where)}, but codes is on {check.place(device)}")

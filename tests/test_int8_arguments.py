@@ -34,7 +34,7 @@ SCALE = np.ones((4, 2), F32)
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
     [
-        ([CODES.tolist(), SCALE, None], {}, TypeError, "codes must be a NumPy or CuPy array, got list"),
+        ([CODES.tolist(), SCALE, None], {}, TypeError, "codes: expected a NumPy or CuPy array, got list"),
         ([CODES.view(np.int8), SCALE, None], {}, TypeError, "codes must be uint8, got int8"),
         ([CODES[0], SCALE, None], {}, ValueError, r"codes must be \[Co, Kh, Kw, Ci/groups\]"),
         ([CODES[:0], SCALE, None], {}, ValueError, "at least one element"),
@@ -42,7 +42,7 @@ SCALE = np.ones((4, 2), F32)
         ([CODES + np.uint8(16), SCALE, None], {}, ValueError, "codes must be in 0..15 for bits=4, got 16"),
         ([CODES, SCALE.astype(float), None], {}, TypeError, "scale must be float16, bfloat16 or float32, got float64"),
         ([CODES, SCALE[:3], None], {}, ValueError, r"scale must be \[Co, blocks\] with Co=4"),
-        ([CODES, [1.0], None], {}, TypeError, "scale must be a NumPy or CuPy array"),
+        ([CODES, [1.0], None], {}, TypeError, "scale: expected a NumPy or CuPy array"),
         ([CODES, SCALE, SCALE.astype(np.float16)], {}, TypeError, "offset must be float32 like scale, got float16"),
         ([CODES, SCALE, SCALE[:, :1]], {}, ValueError, "offset must have the shape of scale"),
         (
@@ -83,8 +83,8 @@ X = np.zeros((1, 8, 6, 6), F32)
 @pytest.mark.parametrize(
     ("x", "options", "error", "text"),
     [
-        (X.tolist(), {}, TypeError, "x must be a NumPy or CuPy array, got list"),
-        (X.astype(float), {}, TypeError, "x must be float16, bfloat16 or float32"),
+        (X.tolist(), {}, TypeError, "x: expected a NumPy or CuPy array, got list"),
+        (X.astype(float), {}, TypeError, "x: expected float16, bfloat16 or float32"),
         (X[0], {}, ValueError, r"x must be NCHW, got shape \(8, 6, 6\)"),
         (X, {"layout": "CHWN"}, ValueError, "layout must be 'NCHW' or 'NHWC', got 'CHWN'"),
         (X, {"layout": "NHWC"}, ValueError, "Ci=6 in x is not Ci/groups=8 in codes times groups=1"),
@@ -97,12 +97,17 @@ X = np.zeros((1, 8, 6, 6), F32)
         (X, {"dilation": 3}, ValueError, "the 3x3 kernel, dilation .* is larger than x 6x6"),
         (X, {"padding": -1}, ValueError, "padding must be at least 0, got -1"),
         (X, {"padding": "valid"}, ValueError, "padding must be numbers or 'same', got 'valid'"),
-        (X, {"bias": np.zeros(3, F32)}, ValueError, r"bias must be \[N\] = \(4,\)"),
-        (X, {"bias": [0.0]}, TypeError, "bias must be a NumPy or CuPy array"),
+        (X, {"bias": np.zeros(3, F32)}, ValueError, r"bias: expected .* \[N\] = \[4\], got float32 \[3\]"),
+        (X, {"bias": [0.0]}, TypeError, "bias: expected a NumPy or CuPy array"),
         (X, {"activation": "silu"}, ValueError, "activation must be None, 'relu', 'relu6' or"),
         (X, {"activation": (2, 1)}, ValueError, "low <= high"),
-        (X, {"out": np.zeros((1, 4, 4, 5), F32)}, ValueError, r"out must have shape \(1, 4, 4, 4\)"),
-        (X, {"out": np.zeros((1, 4, 4, 4), np.float16)}, TypeError, "out must be float32, got float16"),
+        (X, {"out": np.zeros((1, 4, 4, 5), F32)}, ValueError, r"out: expected float32 \[1, 4, 4, 4\], got"),
+        (
+            X,
+            {"out": np.zeros((1, 4, 4, 4), np.float16)},
+            TypeError,
+            r"out: expected float32 \[1, 4, 4, 4\], got float16",
+        ),
     ],
 )
 def test_conv2d(x: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -120,10 +125,10 @@ def test_conv2d_wants_outputs_in_whole_groups_and_a_packed_weight() -> None:
 @pytest.mark.parametrize(
     ("x", "options", "error", "text"),
     [
-        ([[1.0]], {}, TypeError, "x must be a NumPy or CuPy array, got list"),
+        ([[1.0]], {}, TypeError, "x: expected a NumPy or CuPy array, got list"),
         (X, {}, ValueError, r"x must be \[M, K\]"),
         (np.zeros((3, 0), F32), {}, ValueError, "at least one column"),
-        (np.zeros((3, 4)), {}, TypeError, "x must be float16, bfloat16 or float32"),
+        (np.zeros((3, 4)), {}, TypeError, "x: expected float16, bfloat16 or float32"),
         (np.zeros((3, 4), F32), {"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
         (np.zeros((3, 4), F32), {"block_size": 2.0}, TypeError, "block_size must be an integer, got 2.0"),
         (np.zeros((3, 4), F32), {"symmetric": 1}, TypeError, "symmetric must be True or False, got 1"),
@@ -143,17 +148,17 @@ def test_quantize(x: Any, options: dict[str, Any], error: type[Exception], text:
         ({"xq": np.zeros((3, 8), np.uint8)}, TypeError, "xq must be int8, got uint8"),
         ({"xq": np.zeros((3, 9), np.int8)}, ValueError, "K=9 in xq is not K=8 in weight"),
         ({"xq": np.zeros(8, np.int8)}, ValueError, r"xq must be \[M, K\]"),
-        ({"xq": [[0] * 8]}, TypeError, "xq must be a NumPy or CuPy array, got list"),
+        ({"xq": [[0] * 8]}, TypeError, "xq: expected a NumPy or CuPy array, got list"),
         ({"x_scale": np.ones((3, 2), np.float16)}, TypeError, "x_scale must be float32, got float16"),
         ({"x_scale": np.ones((2, 2), F32)}, ValueError, r"x_scale must be \[M, blocks\] with M=3"),
         ({"x_offset": np.ones((3, 1), F32)}, ValueError, "x_offset must be"),
         ({"x_sums": np.ones((3, 2), F32)}, TypeError, "x_sums must be int32, got float32"),
         ({"block_size": 8}, ValueError, "x_scale has 2 blocks, but K=8 in blocks of block_size=8 are 1"),
         ({"block_size": 5}, ValueError, "the weight's block_size=4 is not a multiple of the 5 columns of x's"),
-        ({"bias": np.zeros(3, F32)}, ValueError, r"bias must be \[N\] = \(4,\)"),
+        ({"bias": np.zeros(3, F32)}, ValueError, r"bias: expected .* \[N\] = \[4\], got float32 \[3\]"),
         ({"activation": "gelu"}, ValueError, "activation must be None, 'relu', 'relu6' or"),
-        ({"out": np.zeros((3, 5), F32)}, ValueError, r"out must have shape \(3, 4\)"),
-        ({"out": np.zeros((3, 4))}, TypeError, "out must be float16, bfloat16 or float32"),
+        ({"out": np.zeros((3, 5), F32)}, ValueError, r"out: expected float32 \[3, 4\], got"),
+        ({"out": np.zeros((3, 4))}, TypeError, "out: expected float16, bfloat16 or float32"),
     ],
 )
 def test_gemm(change: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -188,7 +193,7 @@ def test_gemm_refuses_blocks_whose_sums_could_overflow() -> None:
         ({"x_zero": 128}, ValueError, "x_zero must be in -128..127, got 128"),
         ({"out_zero": 0.5}, TypeError, "out_zero must be an integer, got 0.5"),
         ({"activation": "silu"}, ValueError, "activation must be None"),
-        ({"out": np.zeros((1, 4, 6, 6), F32)}, TypeError, "out must be int8, got float32"),
+        ({"out": np.zeros((1, 4, 6, 6), F32)}, TypeError, r"out: expected int8 \[1, 4, 6, 6\], got float32"),
     ],
 )
 def test_conv2d_int8(change: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -202,7 +207,7 @@ def test_conv2d_int8(change: dict[str, Any], error: type[Exception], text: str) 
 @pytest.mark.parametrize(
     ("x", "options", "error", "text"),
     [
-        (np.zeros((3, 8)), {}, TypeError, "x must be float16, bfloat16 or float32"),
+        (np.zeros((3, 8)), {}, TypeError, "x: expected float16, bfloat16 or float32"),
         (np.zeros((3, 9), F32), {}, ValueError, "K=9 in xq is not K=8 in weight"),
         (np.zeros(8, F32), {}, ValueError, r"x must be \[M, K\]"),
         (np.zeros((3, 8), F32), {"out": np.zeros((3, 4), np.float16)}, TypeError, "out must be float32 like x"),
@@ -214,5 +219,5 @@ def test_linear(x: Any, options: dict[str, Any], error: type[Exception], text: s
 
 
 def test_only_a_packed_weight_is_turned_into_blocks() -> None:
-    with pytest.raises(TypeError, match="weight must be a PackedWeight, got ndarray"):
+    with pytest.raises(TypeError, match="weight: expected a PackedWeight, got ndarray"):
         from_packed(CODES)  # type: ignore[arg-type]

@@ -153,9 +153,9 @@ def test_explain_of_a_layer_that_repacks_nothing_is_that_of_the_raw_weight(k: in
     [
         ((0, 64, 64, 64), {}, ValueError, "m: expected a positive integer, got 0"),
         ((1, 64, 63, 64), {}, ValueError, "n: expected a multiple of 8, got 63"),
-        ((1, 64, 64, 48), {}, ValueError, "not a multiple of group_size=48"),
+        ((1, 64, 64, 48), {}, ValueError, "group_size: expected a divisor of K = 64"),
         ((1.0, 64, 64, 64), {}, TypeError, "m: expected an integer, got 1.0"),
-        ((1, 64, 64, 64, "int8"), {}, TypeError, "dtype must be"),
+        ((1, 64, 64, 64, "int8"), {}, TypeError, "dtype: expected"),
         ((1, 64, 64, 64), {"arch": 50}, ValueError, "60 or more, got 50"),
     ],
 )

@@ -103,9 +103,7 @@ def packed(weight: Any) -> BlockQuantizedWeight:
 
 def floats(x: Array, weight: BlockQuantizedWeight) -> None:
     """x lies where the weight does and holds floats."""
-    where = check.device_id(x, "x")
-    if where != weight.device:
-        raise TypeError(f"x is on {check.place(where)}, but the weight is on {check.place(weight.device)}")
+    check.on_device(x, "x", weight.device, "the weight")
     check.float_dtype(x.dtype, "x")
 
 
@@ -145,9 +143,7 @@ def quantized(
     out: Array | None,
 ) -> Quantized:
     """The sizes of a product; each block of x lies within one block of the weight."""
-    where = check.device_id(xq, "xq")
-    if where != weight.device:
-        raise TypeError(f"xq is on {check.place(where)}, but the weight is on {check.place(weight.device)}")
+    check.on_device(xq, "xq", weight.device, "the weight")
     n, kh, kw, k = weight.shape
     if (kh, kw) != (1, 1):
         raise ValueError(f"weight must have a 1x1 kernel for a matrix product, got {kh}x{kw}")
@@ -167,7 +163,7 @@ def quantized(
             if name == "x_offset":
                 continue
             raise TypeError(f"{name} must be an array, got None")
-        _on(a, name, where)
+        check.on_device(a, name, weight.device, "xq")
         if a.dtype != dtype:
             raise TypeError(f"{name} must be {dtype}, got {a.dtype}")
         if len(a.shape) != 2 or a.shape[0] != m or a.shape != x_scale.shape or a.shape[1] == 0:
@@ -185,11 +181,11 @@ def quantized(
     if weight.blocks > 1 and weight.block_size % block:
         raise ValueError(f"the weight's block_size={weight.block_size} is not a multiple of the {block} columns of x's")
     if bias is not None:
-        check.bias(bias, n, device=where)
+        check.bias(bias, n, device=weight.device)
     dtype = weight.dtype
     if out is not None:
         dtype = check.float_dtype(getattr(out, "dtype", None), "out")
-        check.out(out, (m, n), dtype, where)
+        check.out(out, (m, n), dtype, weight.device)
     return Quantized(m, n, k, block, dtype, row_scales)
 
 
@@ -210,12 +206,6 @@ def fp8(x: Array, weight: BlockQuantizedWeight, bias: Array | None, out: Array |
     if out is not None:
         check.out(out, (m, n), x.dtype, weight.device)
     return Quantized(m, n, k, weight.block_size, x.dtype)
-
-
-def _on(a: Array, name: str, device: int) -> None:
-    where = check.device_id(a, name)
-    if where != device:
-        raise TypeError(f"{name} is on {check.place(where)}, but xq is on {check.place(device)}")
 
 
 def _whole(value: Any, name: str, least: int) -> int:

@@ -37,7 +37,7 @@ def empty(shape: tuple[int, ...], dtype: Any, index: int) -> Array:
         return np.empty(shape, dtype)
     import cupy
 
-    with placement.on(index):
+    with placement.use_device(index):
         return cupy.empty(shape, dtype)
 
 
@@ -46,7 +46,7 @@ def quantize(x: Array, block: int, symmetric: bool, rounding: str) -> tuple[Arra
     import cupy
 
     index = check.device_id(x, "x")
-    with placement.on(index):
+    with placement.use_device(index):
         m, k = x.shape
         shape = m, -(-k // block)
         codes, scale, sums = (cupy.empty(s, t) for s, t in (((m, k), np.int8), (shape, np.float32), (shape, np.int32)))
@@ -79,7 +79,7 @@ def gemm(
     """As `cupy_awq.int8.gemm_int8`; or xq is e4m3, with x_scale [M], no x_offset, and float32 x_sums."""
     import cupy
 
-    with placement.on(weight.device):
+    with placement.use_device(weight.device):
         y = cupy.empty((facts.m, facts.n), facts.dtype) if out is None or row_step(out) is None else out
         if facts.m:
             xq, x_scale, x_offset, x_sums = (
@@ -142,7 +142,7 @@ def linear_fp8(
     import cupy
 
     check_fp8(weight)
-    with placement.on(weight.device):
+    with placement.use_device(weight.device):
         m, k = facts.m, facts.k
         unit = int8.fp8_unit(facts.block, k)
         sums = cupy.empty((m, -(-k // unit)), np.float32)
@@ -178,7 +178,7 @@ def conv2d(
     out: Array | None,
 ) -> Array:
     """As `cupy_awq.int8.conv2d`."""
-    with placement.on(weight.device):
+    with placement.use_device(weight.device):
         y = _result(sizes, x.dtype, out)
         if y.size:
             here = device.current()
@@ -237,7 +237,7 @@ def conv2d_int8(
     import cupy
 
     index = check.device_id(x, "x")
-    with placement.on(index):
+    with placement.use_device(index):
         y = _result(sizes, x.dtype, out)
         if y.size:
             plan = conv2d_kernels.int8_plan(

@@ -71,8 +71,7 @@ def conv2d_int8(
     ):
         if a is None and name == "bias":
             continue
-        if check.device_id(a, name) != where:
-            raise TypeError(f"{name} is on {check.place(check.device_id(a, name))}, but x is on {check.place(where)}")
+        check.on_device(a, name, where, "x")
         if a.dtype != dtype:
             raise TypeError(f"{name} must be {dtype}, got {a.dtype}")
     if len(codes.shape) != 4 or 0 in codes.shape:

@@ -63,7 +63,7 @@ def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progr
     index = placement.resolve(device)
     source = read(path)
     tokenizer = source.tokenizer()
-    with placement.on(index):
+    with placement.use_device(index):
         model = build(source, HostOps(source.config) if index == HOST else _device_ops(source, index), progress)
     return LanguageModel(source.config, model, tokenizer, source.stop)
 

@@ -169,7 +169,7 @@ class LanguageModel:
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Where the model's GPU is the current one. Between the pieces of a text, the caller's is."""
-        return placement.on(self.model.ops.index)
+        return placement.use_device(self.model.ops.index)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:

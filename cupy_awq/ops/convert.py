@@ -72,7 +72,7 @@ def _convert(words: Array, out: Array | None, entry: str, values: int) -> Array:
         return out
     import cupy
 
-    with placement.on(index):
+    with placement.use_device(index):
         y = out if out is not None and out.flags.c_contiguous else cupy.empty(shape, check.FLOAT16)
         if words.size:
             source = cupy.ascontiguousarray(words)

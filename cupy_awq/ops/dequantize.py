@@ -45,7 +45,7 @@ def dequantize(
         check.out(out, (facts.k, facts.n), to, facts.device)
     import cupy
 
-    with placement.on(facts.device):
+    with placement.use_device(facts.device):
         w = out if out is not None and arrays.row_step(out) is not None else cupy.empty((facts.k, facts.n), to)
         offsets = qzeros if facts.zeros == "float" else None
         strides = arrays.row_stride(qweight), arrays.row_stride(scales), arrays.row_stride(qzeros), arrays.row_stride(w)

@@ -193,7 +193,7 @@ def run_gemm(
         return reference.matmul(x, *tensors, **options), None
     import cupy
 
-    with placement.on(index):
+    with placement.use_device(index):
         if x.size == 0:
             return cupy.empty(product.shape, x.dtype) if out is None else out, None
         source = x if arrays.readable_rows(x) else cupy.array(x, order="C")

@@ -105,7 +105,7 @@ class Plan:
 
         index = self._weight.spec.device
         if cupy.cuda.runtime.getDevice() != index:
-            with placement.on(index):
+            with placement.use_device(index):
                 return self(x, out, residual=residual, workspace=workspace)
         memory = self._memory
         if workspace is not None and memory is not None:
@@ -127,11 +127,7 @@ class Plan:
                 expected, found = ("None", "an array") if planned is None else ("an array", "None")
                 raise ValueError(f"{name}: expected {expected}, as planned, got {found}")
             return
-        where = check.device_id(a, name)
-        if where != planned[3]:
-            raise TypeError(
-                f"{name}: expected an array on {check.place(planned[3])}, as planned, got {check.place(where)}"
-            )
+        check.on_device(a, name, planned[3], "the plan")
         found = self._layout(a)
         width = arrays.width(a)
         if found[:4] != planned[:4] or (found[4] % width and not planned[4] % width):
@@ -184,7 +180,7 @@ def plan(
     """
     check_packed(weight)
     index = weight.spec.device
-    with placement.on(index):
+    with placement.use_device(index):
         if isinstance(x, tuple):
             x, dtype = _empty(x, check.float_dtype(dtype or "float16"), index), None
         x, bias = arrays.views(x=x, bias=bias)
@@ -220,9 +216,7 @@ def _empty(shape: tuple[int, ...], dtype: Any, index: int) -> Array:
 
 def _workspace(memory: Array, nbytes: int, index: int) -> Array:
     """Return ``memory`` if it can be a plan's workspace, else raise an error."""
-    where = check.device_id(memory, "workspace")
-    if where != index:
-        raise TypeError(f"workspace: expected an array on {check.place(index)}, as planned, got {check.place(where)}")
+    check.on_device(memory, "workspace", index, "the plan")
     if not memory.flags.c_contiguous or memory.data.ptr % 16:
         raise ValueError("workspace: expected a contiguous array that starts at a multiple of 16 bytes, got another")
     if memory.nbytes < nbytes:

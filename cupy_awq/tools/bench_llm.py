@@ -121,7 +121,7 @@ def measure(
         raise ValueError(f"model: expected one of {', '.join(SHAPES)}, got {name!r}")
     config = SHAPES[name]
     place = placement.resolve() if index is None else index
-    with placement.on(place):
+    with placement.use_device(place):
         ops: Any = HostOps(config) if place == HOST else DeviceOps(config, place, np.dtype(np.float16))
         xp: Any = np
         if place != HOST:
