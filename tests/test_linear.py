@@ -225,7 +225,7 @@ def test_number_of_kept_layouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     for m in range(1, 20):
         x = random_activations(rng, m, 64)
         check_product(layer(put(x)), x, weight)
-        assert len(layer._prepared) <= 4
+        assert len(layer._launches) <= 4
 
 
 @pytest.mark.gpu
@@ -407,6 +407,6 @@ def test_copied_layer_does_not_share_prepared_launches() -> None:
     layer, x = AwqLinear(put(weight)), random_activations(rng, 2, 64)
     layer(put(x))
     twin = copy.deepcopy(layer)
-    assert not twin._prepared
+    assert not twin._launches
     assert isinstance(twin.weight, PackedWeight)
     check_product(twin(put(x)), x, weight)
