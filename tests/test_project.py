@@ -23,11 +23,12 @@ CUDA = ROOT / "cuda_src"
 # A module imports only from those before it. `x @ weight` is the one way up: the product of a weight is an operation.
 PEERS = ROOT / "tests" / "peers"
 ORDER = (
-    "check packing weight block_weight reference quantizer runtime kernels ops int8 linear checkpoint llm __init__"
+    "check packing weight block_weight reference block_check block_reference quantizer runtime kernels ops linear"
+    " checkpoint llm __init__"
     " tools __main__"
 ).split()
 WAYS_UP = {("weight", "ops"), ("tools", "__main__")}
-NO_CUPY = set("check packing weight block_weight reference kernels checkpoint".split())
+NO_CUPY = set("check packing weight block_weight reference block_check block_reference kernels checkpoint".split())
 
 TOP_LEVEL = {"pyproject.toml", "cupy_awq", "cuda_src", "tests", "README.md", "LICENSE", "CHANGELOG.md"}
 BUILT = {"build", "dist", "cupy_awq.egg-info"}  # what pip leaves, ignored by git

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.check import HOST
-from cupy_awq.int8 import BlockQuantizedWeight, conv2d, from_packed, gemm_int8, quantize_activations
+from cupy_awq.ops.conv2d import conv2d
+from cupy_awq.ops.quantized_linear import gemm_int8, quantize_activations
 from cupy_awq.runtime import placement
 from cupy_awq.tools import bench, table, testing, timing
 
