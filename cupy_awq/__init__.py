@@ -3,47 +3,55 @@
 
 y = x @ W for x [..., K] in float16, bfloat16 or float32 and W [K, N] as 4-bit codes with a scale and a zero point for
 each group of ``group_size`` rows. NumPy arrays are computed on the CPU, CuPy arrays on their GPU.
+
+A public name is imported from its module when it is first used, so that importing one part of the package, such as
+``cupy_awq.checkpoint``, loads that part alone.
 """
 
-from cupy_awq.block_weight import BlockQuantizedWeight, from_mnn, from_packed
-from cupy_awq.checkpoint import CheckpointError, load
-from cupy_awq.linear import AwqLinear
-from cupy_awq.ops.conv2d import conv2d
-from cupy_awq.ops.conv2d_int8 import conv2d_int8
-from cupy_awq.ops.convert import dequantize_s4_to_fp16x2, int8_to_fp16
-from cupy_awq.ops.dequantize import dequantize
-from cupy_awq.ops.gemm import explain, gemm, gemv
-from cupy_awq.ops.plan import Plan, plan
-from cupy_awq.ops.quantized_linear import gemm_int8, linear_fp8, linear_int8, quantize_activations
-from cupy_awq.packing import pack_int4, unpack_int4
-from cupy_awq.quantizer import quantize
-from cupy_awq.weight import PackedWeight
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AwqLinear",
-    "BlockQuantizedWeight",
-    "CheckpointError",
-    "PackedWeight",
-    "Plan",
-    "conv2d",
-    "conv2d_int8",
-    "dequantize",
-    "dequantize_s4_to_fp16x2",
-    "explain",
-    "from_mnn",
-    "from_packed",
-    "gemm",
-    "gemm_int8",
-    "gemv",
-    "int8_to_fp16",
-    "linear_fp8",
-    "linear_int8",
-    "load",
-    "pack_int4",
-    "plan",
-    "quantize",
-    "quantize_activations",
-    "unpack_int4",
-]
+_MODULES = {
+    "AwqLinear": "linear",
+    "BlockQuantizedWeight": "block_weight",
+    "Checkpoint": "loader",
+    "CheckpointError": "checkpoint",
+    "PackedWeight": "weight",
+    "Plan": "ops.plan",
+    "conv2d": "ops.conv2d",
+    "conv2d_int8": "ops.conv2d_int8",
+    "dequantize": "ops.dequantize",
+    "dequantize_s4_to_fp16x2": "ops.convert",
+    "explain": "ops.gemm",
+    "from_mnn": "block_weight",
+    "from_packed": "block_weight",
+    "gemm": "ops.gemm",
+    "gemm_int8": "ops.quantized_linear",
+    "gemv": "ops.gemm",
+    "int8_to_fp16": "ops.convert",
+    "linear_fp8": "ops.quantized_linear",
+    "linear_int8": "ops.quantized_linear",
+    "load": "loader",
+    "pack_int4": "packing",
+    "plan": "ops.plan",
+    "quantize": "quantizer",
+    "quantize_activations": "ops.quantized_linear",
+    "unpack_int4": "packing",
+}
+"""The module of each public name. ``__init__.pyi`` says the same to type checkers."""
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -158,7 +158,7 @@ def float_x(x: Array, weight: BlockQuantizedWeight) -> None:
     Raises:
         TypeError: it is not.
     """
-    on_device(x, "x", weight.device, "the weight")
+    check.on_device(x, "x", weight.device, "the weight")
     check.float_dtype(x.dtype, "x")
 
 
@@ -192,7 +192,7 @@ def product(
     Raises:
         TypeError, ValueError: an argument of `cupy_awq.gemm_int8` that does not fit; the message names it.
     """
-    on_device(xq, "xq", weight.device, "the weight")
+    check.on_device(xq, "xq", weight.device, "the weight")
     n, k = _matrix_shape(weight)
     if xq.dtype != check.INT8:
         raise TypeError(f"xq: expected int8, got {xq.dtype}")
@@ -208,7 +208,7 @@ def product(
             if name == "x_offset":
                 continue
             raise TypeError(f"{name}: expected an array, got None")
-        on_device(a, name, weight.device, "xq")
+        check.on_device(a, name, weight.device, "xq")
         if a.dtype != dtype:
             raise TypeError(f"{name}: expected {dtype}, got {a.dtype}")
         if len(a.shape) != 2 or a.shape[0] != m or a.shape != x_scale.shape or a.shape[1] == 0:
@@ -253,19 +253,6 @@ def fp8_product(x: Array, weight: BlockQuantizedWeight, bias: Array | None, out:
     if out is not None:
         check.out(out, (m, n), x.dtype, weight.device)
     return QuantizedProduct(m, n, k, weight.block_size, x.dtype)
-
-
-def on_device(a: Array, name: str, device: int, like: str) -> None:
-    """Check that ``a`` is an array on ``device``, which that of ``like`` decided.
-
-    Raises:
-        TypeError: it is not.
-    """
-    where = check.device_id(a, name)
-    if where != device:
-        raise TypeError(
-            f"{name}: expected an array on {check.place(device)} as {like}, got one on {check.place(where)}"
-        )
 
 
 def _matrix_shape(weight: BlockQuantizedWeight) -> tuple[int, int]:

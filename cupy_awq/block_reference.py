@@ -163,7 +163,7 @@ def conv2d_int8(
 
 
 def correlate(x: Array, w: Array, shape: ConvolutionShape, fill: float) -> Array:
-    """Return the correlation [batch, out height, out width, Co] of w [Co, Kh, Kw, Ci/groups] and x padded by ``fill``."""
+    """Return the correlation, [batch, out height, out width, Co], of w [Co, Kh, Kw, Ci/groups] and padded x."""
     pixels = x if shape.nhwc else x.transpose(0, 2, 3, 1)
     pixels = np.pad(pixels, ((0, 0), *shape.padding, (0, 0)), constant_values=fill)
     groups = shape.groups

@@ -216,13 +216,13 @@ def _checked_block_size(
 ) -> int:
     """Return the block size of valid parameters for codes of ``shape``."""
     outputs, channels = shape[0], shape[3]
-    _check_device(scale, "scale", device)
+    check.on_device(scale, "scale", device, "codes")
     if scale.dtype not in check.FLOATS:
         raise TypeError(f"scale: expected float16, bfloat16 or float32, got {scale.dtype}")
     if len(scale.shape) != 2 or scale.shape[0] != outputs or scale.shape[1] == 0:
         raise ValueError(f"scale: expected [Co, blocks] with Co={outputs} as in codes, got shape {scale.shape}")
     if offset is not None:
-        _check_device(offset, "offset", device)
+        check.on_device(offset, "offset", device, "codes")
         if offset.dtype != scale.dtype:
             raise TypeError(f"offset: expected {scale.dtype} as in scale, got {offset.dtype}")
         if offset.shape != scale.shape:
@@ -249,9 +249,3 @@ def _packed(codes: Array) -> Array:
     columns = xp.zeros((codes.size // outputs, -(-outputs // 8) * 8), np.uint8)
     columns[:, :outputs] = codes.reshape(outputs, -1).T
     return pack_int4(columns)
-
-
-def _check_device(a: Array, name: str, device: int) -> None:
-    where = check.device_id(a, name)
-    if where != device:
-        raise TypeError(f"{name}: expected an array on {check.place(device)} as codes, got one on {check.place(where)}")

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of arguments: every shape, dtype, stride and device rule of the package, and every message.
+"""Validation of arguments: the rules for shapes, dtypes, strides and devices, and the messages of their errors.
 
-Arrays are recognised by their attributes (`shape`, `dtype`, `strides`), so one function serves NumPy and CuPy and
-neither CuPy nor a GPU is needed here. Each function returns what the caller goes on to use, and raises TypeError or
-ValueError naming the argument, what was expected and what came.
+A function here is named after the argument that it validates, and returns what its caller needs next: a dtype, a shape
+or a summary. An error is a TypeError or ValueError of the form ``name: expected ..., got ...``.
+
+Arrays are recognized by their attributes (`shape`, `dtype`, `strides`), so the same functions serve NumPy and CuPy, and
+need neither CuPy nor a GPU.
 """
 
 from __future__ import annotations
@@ -11,16 +13,52 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
 Array: TypeAlias = Any
-"""A NumPy or CuPy array; the two share no base class."""
+"""A NumPy or CuPy array as a result: CuPy has no type information, so mypy cannot follow operations on it."""
+
+
+class StridedArray(Protocol):
+    """An array in strided memory as a parameter: a NumPy or CuPy array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each axis."""
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The bytes from one element to the next along each axis."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The element type."""
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+
+    @property
+    def data(self) -> Any:
+        """The memory: for CuPy with its address and device."""
+
+    @property
+    def flags(self) -> Any:
+        """The properties of the memory, such as ``c_contiguous``."""
+
+    def __getitem__(self, key: Any, /) -> Any:
+        """Return an element or a view."""
+
 
 HOST = -1
-"""Where NumPy arrays live; GPUs count from 0."""
+"""The device number of the CPU, where NumPy arrays live; GPUs count from 0."""
 
 INT8 = np.dtype(np.int8)
 UINT8 = np.dtype(np.uint8)
@@ -33,31 +71,35 @@ FLOAT64 = np.dtype(np.float64)
 FLOATS = (FLOAT16, BFLOAT16, FLOAT32)
 SCALES = (FLOAT16, BFLOAT16)
 
-_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged in dlpack.h
+_DLPACK_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
 
 
-class Weight(NamedTuple):
-    """The facts of a valid (qweight, scales, qzeros)."""
+class WeightSpec(NamedTuple):
+    """The shape, dtype and device of a valid (qweight, scales, qzeros)."""
 
     k: int
+    """The number of rows of W [K, N]."""
     n: int
+    """The number of columns of W [K, N]."""
     group_size: int
+    """The number of rows of W that share a scale."""
     zeros: str
-    """"packed" (int32 words), "symmetric" (none stored: zero = 8) or "float" (offsets: w = q*s + o)."""
+    """"packed" (int32 words), "symmetric" (none stored: zero = 8) or "float" (offsets o: W = q * s + o)."""
     dtype: np.dtype[Any]
-    """Of the scales."""
+    """The dtype of the scales, float16 or bfloat16."""
     device: int
-    """HOST, or the number of the GPU."""
+    """The number of the GPU, or `HOST`."""
 
 
 class Activation(NamedTuple):
-    """What an epilogue applies to x @ W + bias."""
+    """The activation that an epilogue applies to x @ W + bias."""
 
     kind: str | None = None
     """"clamp" (to ``limits``), "silu", "gelu" (its tanh form) or None."""
     limits: tuple[float, float] = (0.0, 0.0)
+    """The lowest and highest result of "clamp"."""
     gated: bool = False
-    """The activated first half of the columns multiplies the second half."""
+    """Whether the activated first half of the columns multiplies the second half."""
 
 
 ACTIVATIONS = {
@@ -71,18 +113,20 @@ ACTIVATIONS = {
 
 
 class Product(NamedTuple):
-    """The facts of a valid y = activation(x @ W + bias) + residual."""
+    """A validated y = activation(x @ W + bias) + residual."""
 
     element: np.dtype[Any]
-    """Of x and y, whose dtype is uint16 where they hold bfloat16 as bits."""
+    """The element type of x and y: bfloat16 where their dtype is uint16 and holds its bits."""
     shape: tuple[int, ...]
-    """Of y."""
+    """The shape of y."""
     bias: np.dtype[Any] | None
+    """The element type of the bias, None without one."""
     activation: Activation
+    """The activation of the epilogue."""
 
 
 def is_device_array(a: object) -> bool:
-    """Whether `a` is memory of a CUDA device, told by the array protocols and not by importing a library.
+    """Return whether `a` lies in the memory of a CUDA device, by its array protocols alone.
 
     >>> is_device_array(np.zeros(3)), is_device_array([1, 2])
     (False, False)
@@ -95,11 +139,11 @@ def is_device_array(a: object) -> bool:
     return dlpack_device is not None and int(dlpack_device()[0]) in _DLPACK_CUDA
 
 
-def device_id(a: Array, name: str) -> int:
-    """HOST for a NumPy array, the GPU's number for a CuPy array.
+def device_id(a: Any, name: str) -> int:
+    """Return the number of the GPU of a CuPy array, or `HOST` for a NumPy array.
 
     Raises:
-        TypeError: `a` is neither, a list for example: nothing is converted silently.
+        TypeError: `a` is neither; a list, for example, is not converted silently.
 
     >>> device_id(np.zeros(3), "x")
     -1
@@ -107,13 +151,39 @@ def device_id(a: Array, name: str) -> int:
     if isinstance(a, np.ndarray):
         return HOST
     if _is_cupy(a):
-        return int(a.data.device_id)  # CuPy's __cuda_array_interface__ would build a dictionary for each call
-    hint = ": cupy.asarray or cupy.from_dlpack views it without a copy" if is_device_array(a) else ""
-    raise TypeError(f"{name} must be a NumPy or CuPy array, got {type(a).__name__}{hint}")
+        return int(a.data.device_id)  # faster than CuPy's __cuda_array_interface__, which builds a dictionary
+    hint = "; cupy.asarray or cupy.from_dlpack views it without a copy" if is_device_array(a) else ""
+    raise TypeError(f"{name}: expected a NumPy or CuPy array, got {type(a).__name__}{hint}")
+
+
+def on_device(a: Any, name: str, device: int, like: str) -> None:
+    """Check that an array lies on `device`; `like` names the array that decided on the device.
+
+    Raises:
+        TypeError: `a` is not an array, or lies elsewhere.
+
+    >>> on_device(np.zeros(3), "bias", HOST, "the weight")
+    """
+    found = device_id(a, name)
+    if found != device:
+        places = ["the CPU" if number == HOST else f"GPU {number}" for number in (device, found)]
+        raise TypeError(f"{name}: expected an array on {places[0]} like {like}, got one on {places[1]}")
+
+
+def describe(a: StridedArray) -> str:
+    """Return the words for an array in messages: its dtype and shape.
+
+    >>> describe(np.zeros((4096, 500), np.int32))
+    'int32 [4096, 500]'
+    """
+    return f"{a.dtype} {_brackets(a.shape)}"
 
 
 def float_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
-    """`dtype` as one of float16, bfloat16, float32.
+    """Return `dtype` as one of float16, bfloat16 and float32.
+
+    Raises:
+        TypeError: it is none of them.
 
     >>> float_dtype("float16")
     dtype('float16')
@@ -122,149 +192,179 @@ def float_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
     try:
         found = np.dtype(dtype)
     except TypeError:
-        found = FLOAT64  # as np.dtype(None) is
-    if found not in FLOATS:
-        raise TypeError(f"{name} must be {_names(FLOATS)}, got {dtype!r}")
+        found = FLOAT64
+    if found not in FLOATS or dtype is None:
+        got = dtype if isinstance(dtype, np.dtype) else repr(dtype)
+        raise TypeError(f"{name}: expected {_names(FLOATS)}, got {got}")
     return found
 
 
-def weight(qweight: Array, scales: Array, qzeros: Array | None) -> Weight:
-    """The facts of a weight in the canonical layout (see `PackedWeight`).
+def weight(qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | None) -> WeightSpec:
+    """Return the summary of a weight in the layout of `PackedWeight`.
 
     Raises:
-        TypeError: not arrays of one device, or a dtype that the layout does not have.
-        ValueError: shapes that do not fit each other, or a last axis that is not contiguous (rows may have any stride).
+        TypeError: an argument is not an array, lies on another device or has another dtype.
+        ValueError: shapes contradict each other, or a last axis is not contiguous (rows may have any stride).
 
     >>> weight(np.zeros((64, 2), np.int32), np.ones((4, 16), np.float16), None)[:4]
     (64, 16, 16, 'symmetric')
     """
     device = device_id(qweight, "qweight")
-    k, words = _matrix(qweight, "qweight", "[K, N/8]", (INT32,))
-    _on_device(scales, "scales", device, "qweight")
-    groups, n = _matrix(scales, "scales", "[K/G, N]", SCALES)
+    k, words = _matrix(qweight, "qweight", (INT32,), "[K, N/8]")
     if k == 0 or words == 0:
-        raise ValueError(f"qweight must have at least one row and one column, got shape {(k, words)}")
-    if n != 8 * words:
-        raise ValueError(f"N={n} in scales is not N={8 * words} in qweight ({words} words of 8 columns)")
-    if groups == 0 or k % groups:
-        raise ValueError(f"K={k} in qweight is not a multiple of the {groups} groups (rows) of scales")
+        raise ValueError(f"qweight: expected int32 [K, N/8] with K > 0 and N > 0, got {describe(qweight)}")
+    n = 8 * words
+    on_device(scales, "scales", device, "qweight")
+    groups, columns = _matrix(scales, "scales", SCALES, "[K/G, N]")
+    if columns != n or groups == 0 or k % groups:
+        raise ValueError(
+            f"scales: expected {_names(SCALES)} [K/G, N] with N = {n} and K/G a divisor of K = {k}, as in qweight, "
+            f"got {describe(scales)}"
+        )
     if qzeros is None:
         zeros = "symmetric"
     else:
-        _on_device(qzeros, "qzeros", device, "qweight")
+        on_device(qzeros, "qzeros", device, "qweight")
         zeros = "packed" if qzeros.dtype == INT32 else "float"
-        layout, expected = ("[K/G, N/8]", (groups, words)) if zeros == "packed" else ("[K/G, N]", (groups, n))
-        shape = _matrix(qzeros, "qzeros", layout, (INT32, scales.dtype))
-        if shape != expected:
-            raise ValueError(f"qzeros must be {layout} = {expected} for dtype {qzeros.dtype}, got shape {shape}")
-    return Weight(k, n, k // groups, zeros, scales.dtype, device)
+        shape = (groups, words) if zeros == "packed" else (groups, n)
+        if qzeros.dtype not in (INT32, scales.dtype) or qzeros.shape != shape:
+            error = ValueError if qzeros.dtype in (INT32, scales.dtype) else TypeError
+            raise error(
+                f"qzeros: expected int32 [K/G, N/8] = {_brackets((groups, words))} or {scales.dtype} [K/G, N] = "
+                f"{_brackets((groups, n))}, got {describe(qzeros)}"
+            )
+        _contiguous_rows(qzeros, "qzeros")
+    return WeightSpec(k, n, k // groups, zeros, scales.dtype, device)
 
 
-def activations(x: Array, k: int, dtype: Any = None, device: int | None = None) -> np.dtype[Any]:
-    """The element type of x [..., K]: its own, or bfloat16 for uint16 bits with `dtype=bfloat16`.
+def x(x: StridedArray, k: int, dtype: Any = None, device: int | None = None) -> np.dtype[Any]:
+    """Return the element type of activations x [..., K]: their dtype, or bfloat16 for uint16 with `dtype=bfloat16`.
 
-    `device` is where the weight lives (`Weight.device`), None for anywhere. Strides are free.
+    `device` is the weight's device, or None for any. Strides are free.
 
-    >>> activations(np.zeros((3, 64), np.float16), 64)
+    Raises:
+        TypeError: x is not an array, lies on another device or has another dtype, or `dtype` contradicts it.
+        ValueError: the last axis has another length than `k`.
+
+    >>> x(np.zeros((3, 64), np.float16), 64)
     dtype('float16')
     """
-    where = device_id(x, "x")
-    if device is not None and where != device:
-        raise TypeError(f"x is on {place(where)}, but the weight is on {place(device)}")
-    found: np.dtype[Any] = _element(x, "x", dtype)
-    shape = x.shape
-    if not shape:
-        raise ValueError("x must have at least one axis, [..., K], got shape ()")
-    if shape[-1] != k:
-        raise ValueError(f"K={shape[-1]} in x is not K={k} in qweight")
+    if device is None:
+        device_id(x, "x")
+    else:
+        on_device(x, "x", device, "the weight")
+    found = _element(x, "x", dtype)
+    if not x.shape or x.shape[-1] != k:
+        raise ValueError(f"x: expected {found} [..., K] with K = {k}, got {describe(x)}")
     return found
 
 
-def bias(bias: Array, n: int, dtype: Any = None, device: int | None = None) -> np.dtype[Any]:
-    """The element type of a contiguous bias [N]: its own, or bfloat16 for uint16 bits where x's `dtype` is bfloat16.
+def bias(bias: StridedArray, n: int, dtype: Any = None, device: int | None = None) -> np.dtype[Any]:
+    """Return the element type of a contiguous bias [N]: its dtype, or bfloat16 for uint16 where `dtype` is bfloat16.
+
+    `dtype` is the element type of x, and `device` the weight's device, or None for any.
+
+    Raises:
+        TypeError: the bias is not an array, lies on another device or has another dtype.
+        ValueError: it has another shape, or is not contiguous.
 
     >>> bias(np.zeros(16, np.float32), 16)
     dtype('float32')
     """
-    where = device_id(bias, "bias")
-    if device is not None and where != device:
-        raise TypeError(f"bias is on {place(where)}, but the weight is on {place(device)}")
-    found: np.dtype[Any] = bias.dtype
+    if device is None:
+        device_id(bias, "bias")
+    else:
+        on_device(bias, "bias", device, "the weight")
+    found = bias.dtype
     if found == UINT16 and dtype == BFLOAT16:
         found = BFLOAT16
-    if found not in FLOATS:
-        raise TypeError(f"bias must be {_names(FLOATS)}, got {found}")
-    if bias.shape != (n,):
-        raise ValueError(f"bias must be [N] = ({n},), got shape {bias.shape}")
+    if found not in FLOATS or bias.shape != (n,):
+        error = TypeError if found not in FLOATS else ValueError
+        raise error(f"bias: expected {_names(FLOATS)} [N] = [{n}], got {describe(bias)}")
     if bias.strides[0] != bias.dtype.itemsize:
-        raise ValueError(f"bias must be contiguous, got a stride of {bias.strides[0]} bytes")
+        raise ValueError(f"bias: expected a contiguous array, got a stride of {bias.strides[0]} bytes")
     return found
 
 
-def out(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
-    """`out` can take a result of this shape, dtype and place; its strides are free.
+def out(out: StridedArray, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
+    """Check that `out` can hold a result of this shape, dtype and device; its strides are free.
+
+    Raises:
+        TypeError: `out` is not an array, lies on another device or has another dtype.
+        ValueError: it has another shape, or is read-only.
 
     >>> out(np.empty((3, 16), np.float16), (3, 16), np.dtype(np.float16), HOST)
     """
     _like_result(out, "out", shape, dtype, device)
     if device == HOST and not out.flags.writeable:
-        raise ValueError("out must be writable, got a read-only array")
+        raise ValueError("out: expected a writable array, got a read-only one")
 
 
 def activation(activation: Any) -> Activation:
-    """The epilogue's activation that a name, a pair of limits (low, high) or None means.
+    """Return the epilogue's activation for a name, a pair of limits (low, high) or None.
+
+    Raises:
+        TypeError: another type.
+        ValueError: another name, or low > high.
 
     >>> activation((0, 6)) == activation("relu6")
     True
     """
     if activation is None:
         return Activation()
-    if isinstance(activation, str):
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be {', '.join(ACTIVATIONS)}, (low, high) or None, got {activation!r}")
+    if isinstance(activation, str) and activation in ACTIVATIONS:
         return ACTIVATIONS[activation]
     pair = activation if isinstance(activation, tuple) else ()
     if len(pair) != 2 or not all(isinstance(limit, numbers.Real) for limit in pair):
-        raise TypeError(f"activation must be {', '.join(ACTIVATIONS)}, (low, high) or None, got {activation!r}")
+        error = ValueError if isinstance(activation, str) else TypeError
+        raise error(f"activation: expected {', '.join(ACTIVATIONS)}, (low, high) or None, got {activation!r}")
     with np.errstate(over="ignore"):
-        low, high = (float(np.float32(limit)) for limit in pair)  # what epilogues compute in; beyond it is infinity
+        low, high = (float(np.float32(limit)) for limit in pair)  # epilogues compute in float32, so 1e300 is infinity
     if not low <= high:
-        raise ValueError(f"activation must be (low, high) with low <= high, got {activation!r}")
+        raise ValueError(f"activation: expected (low, high) with low <= high, got {activation!r}")
     return Activation("clamp", (low, high))
 
 
 def out_features(n: int, activation: Activation) -> int:
-    """Columns of y, of a weight with n.
+    """Return the number of columns of y for a weight with n columns: n, or n / 2 with a gated activation.
+
+    Raises:
+        ValueError: the activation is gated and a half of the columns is not a multiple of 8.
 
     >>> out_features(32, ACTIVATIONS["swiglu"])
     16
     """
     if not activation.gated:
         return n
-    _multiple(n, 16, "N", "qweight (half gate, half up, each of whole words)")
+    if n % 16:
+        raise ValueError(f"qweight: expected N divisible by 16 for a gated activation, got N = {n}")
     return n // 2
 
 
-_bias, _out, _activation = bias, out, activation  # `product` has parameters of these names
+_bias, _out, _activation, _x = bias, out, activation, x  # the parameters of `product` hide these names
 
 
 def product(
-    x: Array,
-    weight: Weight,
+    x: StridedArray,
+    weight: WeightSpec,
     /,
     *,
-    bias: Array | None = None,
+    bias: StridedArray | None = None,
     activation: Any = None,
-    residual: Array | None = None,
-    out: Array | None = None,
+    residual: StridedArray | None = None,
+    out: StridedArray | None = None,
     dtype: Any = None,
 ) -> Product:
-    """The facts of y = activation(x @ W + bias) + residual, when all its arrays fit the weight's facts.
+    """Return the summary of y = activation(x @ W + bias) + residual for a weight's summary.
 
-    >>> product(np.zeros((3, 64), np.float16), Weight(64, 32, 16, "packed", FLOAT16, HOST), activation="swiglu").shape
+    Raises:
+        TypeError, ValueError: an argument does not fit the weight, as in `x`, `bias`, `activation` and `out`.
+
+    >>> spec = WeightSpec(64, 32, 16, "packed", FLOAT16, HOST)
+    >>> product(np.zeros((3, 64), np.float16), spec, activation="swiglu").shape
     (3, 16)
     """
-    element = activations(x, weight.k, dtype, weight.device)
+    element = _x(x, weight.k, dtype, weight.device)
     bias_dtype = None if bias is None else _bias(bias, weight.n, element, weight.device)
     form = _activation(activation)
     shape = (*x.shape[:-1], out_features(weight.n, form))
@@ -276,116 +376,109 @@ def product(
 
 
 def group_size(k: int, group_size: Any) -> int:
-    """A group size that divides K; -1 stands for K.
+    """Return the group size, a divisor of K; -1 stands for K.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it does not divide K.
 
     >>> group_size(4096, -1)
     4096
     """
-    if isinstance(group_size, (bool, np.bool_)):
-        raise TypeError(f"group_size must be an integer, got {group_size!r}")
     try:
+        if isinstance(group_size, (bool, np.bool_)):
+            raise TypeError
         g = operator.index(group_size)
     except TypeError:
-        raise TypeError(f"group_size must be an integer, got {group_size!r}") from None
+        raise TypeError(f"group_size: expected an integer, got {group_size!r}") from None
     if g == -1:
         return k
-    if g < 1:
-        raise ValueError(f"group_size must be positive, or -1 for K, got {g}")
-    if k % g:
-        raise ValueError(f"K={k} is not a multiple of group_size={g}")
+    if g < 1 or k % g:
+        raise ValueError(f"group_size: expected a divisor of K = {k}, or -1 for K itself, got {g}")
     return g
 
 
-def dense_weight(w: Array) -> tuple[int, int]:
-    """(K, N) of a weight to quantize: [K, N] float16, bfloat16, float32 or float64, any strides.
+def dense_weight(w: StridedArray) -> tuple[int, int]:
+    """Return (K, N) of a dense weight to quantize: [K, N] float16, bfloat16, float32 or float64, any strides.
+
+    Raises:
+        TypeError: w is not an array, or has another dtype.
+        ValueError: w has another number of axes, no elements, or an N that 8 does not divide.
 
     >>> dense_weight(np.zeros((64, 16), np.float32))
     (64, 16)
     """
     device_id(w, "w")
-    if w.dtype not in FLOATS and w.dtype != FLOAT64:
-        raise TypeError(f"w must be {_names((*FLOATS, FLOAT64))}, got {w.dtype}")
-    if w.ndim != 2 or 0 in w.shape:
-        raise ValueError(f"w must be [K, N] with at least one element, got shape {w.shape}")
-    k, n = w.shape
-    _multiple(n, 8, "N", "w")
-    return k, n
+    dtypes = *FLOATS, FLOAT64
+    if w.dtype not in dtypes:
+        raise TypeError(f"w: expected {_names(dtypes)} [K, N], got {describe(w)}")
+    if w.ndim != 2 or 0 in w.shape or w.shape[1] % 8:
+        raise ValueError(f"w: expected [K, N] with K > 0, N > 0 and N divisible by 8, got {describe(w)}")
+    return w.shape[0], w.shape[1]
 
 
-def packable(a: Array, name: str, dtype: np.dtype[Any], multiple: int) -> None:
-    """`a` is an array [..., N] of `dtype` with N a multiple of `multiple`.
+def packable(a: StridedArray, name: str, dtype: np.dtype[Any], multiple: int) -> None:
+    """Check that `a` is an array [..., N] of `dtype` with N divisible by `multiple`.
+
+    Raises:
+        TypeError: `a` is not an array, or has another dtype.
+        ValueError: `a` has no axis, or another N.
 
     >>> packable(np.zeros((2, 16), np.uint8), "codes", UINT8, 8)
     """
     device_id(a, name)
-    if a.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {a.dtype}")
-    if a.ndim == 0:
-        raise ValueError(f"{name} must have at least one axis, got shape ()")
-    _multiple(a.shape[-1], multiple, "N", name)
+    if a.dtype != dtype or a.ndim == 0 or a.shape[-1] % multiple:
+        error = TypeError if a.dtype != dtype else ValueError
+        divisible = f" with N divisible by {multiple}" if multiple > 1 else ""
+        raise error(f"{name}: expected {dtype} [..., N]{divisible}, got {describe(a)}")
 
 
 def _is_cupy(a: object) -> bool:
     return type(a).__module__.partition(".")[0] == "cupy"
 
 
-def place(device: int) -> str:
-    """What messages call a device.
-
-    >>> place(HOST), place(1)
-    ('the CPU', 'GPU 1')
-    """
-    return "the CPU" if device == HOST else f"GPU {device}"
+def _brackets(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
-def _names(dtypes: tuple[Any, ...]) -> str:
-    names = [str(dtype) for dtype in dtypes]
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+def _names(dtypes: tuple[np.dtype[Any], ...]) -> str:
+    """Return "a, b or c" for dtypes."""
+    *most, last = map(str, dtypes)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
-def _on_device(a: Array, name: str, device: int, other: str) -> None:
-    where = device_id(a, name)
-    if where != device:
-        raise TypeError(f"{name} is on {place(where)}, but {other} is on {place(device)}")
+def _like_result(a: StridedArray, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
+    """Check that an array has the shape, dtype and device of a result."""
+    on_device(a, name, device, "the result")
+    if a.dtype != dtype or a.shape != shape:
+        error = TypeError if a.dtype != dtype else ValueError
+        raise error(f"{name}: expected {dtype} {_brackets(shape)}, got {describe(a)}")
 
 
-def _like_result(a: Array, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
-    where = device_id(a, name)
-    if where != device:
-        raise TypeError(f"{name} is on {place(where)}, but the result is on {place(device)}")
-    if a.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {a.dtype}")
-    if a.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {a.shape}")
-
-
-def _multiple(size: int, multiple: int, axis: str, name: str) -> None:
-    if size % multiple:
-        raise ValueError(f"{axis}={size} in {name} is not a multiple of {multiple}")
-
-
-def _matrix(a: Array, name: str, layout: str, dtypes: tuple[np.dtype[Any], ...]) -> tuple[int, int]:
-    """Shape of a matrix whose rows are contiguous."""
+def _matrix(a: StridedArray, name: str, dtypes: tuple[np.dtype[Any], ...], layout: str) -> tuple[int, int]:
+    """Return the shape of a matrix with contiguous rows. ``layout`` names its axes in messages."""
     dtype = a.dtype
-    if dtype not in dtypes:
-        raise TypeError(f"{name} must be {_names(dtypes)}, got {dtype}")
-    shape = a.shape
-    if len(shape) != 2:
-        raise ValueError(f"{name} must be {layout}, got shape {shape}")
-    rows, columns = shape
-    if columns > 1 and a.strides[1] != dtype.itemsize:
-        raise ValueError(f"{name} must be contiguous in its last axis, got a stride of {a.strides[1]} bytes")
-    return rows, columns
+    if dtype not in dtypes or len(a.shape) != 2:
+        error = TypeError if dtype not in dtypes else ValueError
+        raise error(f"{name}: expected {_names(dtypes)} {layout}, got {describe(a)}")
+    _contiguous_rows(a, name)
+    return a.shape[0], a.shape[1]
 
 
-def _element(a: Array, name: str, dtype: Any) -> np.dtype[Any]:
-    found: np.dtype[Any] = a.dtype
-    if dtype is None:
-        if found in FLOATS:
-            return found
-        hint = " (dtype=bfloat16 reads uint16 as bits)" if found == UINT16 else ""
-        raise TypeError(f"{name} must be {_names(FLOATS)}, got {found}{hint}")
-    meant = float_dtype(dtype)
-    if meant != found and (meant, found) != (BFLOAT16, UINT16):
-        raise TypeError(f"dtype={meant} says how to read {name}, which is {found}: they must agree")
-    return meant
+def _contiguous_rows(a: StridedArray, name: str) -> None:
+    """Check that the elements of each row of a matrix are adjacent."""
+    if a.shape[1] > 1 and a.strides[1] != a.dtype.itemsize:
+        raise ValueError(f"{name}: expected a contiguous last axis, got a stride of {a.strides[1]} bytes")
+
+
+def _element(a: StridedArray, name: str, dtype: Any) -> np.dtype[Any]:
+    """Return the element type of an array; `dtype` is None, or says that uint16 holds the bits of bfloat16."""
+    found = a.dtype
+    bits = found == UINT16
+    element = found if dtype is None else float_dtype(dtype)
+    if found not in FLOATS and (dtype is None or not bits):
+        hint = "; pass dtype=bfloat16 if it holds the bits of bfloat16" if bits else ""
+        raise TypeError(f"{name}: expected {_names(FLOATS)} [..., K], got {describe(a)}{hint}")
+    if element != (BFLOAT16 if bits else found):
+        raise TypeError(f"dtype: expected {BFLOAT16 if bits else found} for {name} of {found}, got {element}")
+    return element

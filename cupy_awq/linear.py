@@ -11,6 +11,7 @@ import numpy as np
 from cupy_awq import check
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
+from cupy_awq.kernels.problem import Fusion
 from cupy_awq.kernels.repack import RECORD_COLUMNS
 from cupy_awq.ops import plan as planning
 from cupy_awq.ops.repack import RepackedWeight, repack
@@ -97,7 +98,7 @@ class AwqLinear:
         self._activation = activation
         self._prepared: dict[Any, planning.Prepared] = {}
         if x_dtype not in (None, "int8", "fp8"):
-            raise ValueError(f"x_dtype must be None, 'int8' or 'fp8', got {x_dtype!r}")
+            raise ValueError(f"x_dtype: expected None, 'int8' or 'fp8', got {x_dtype!r}")
         self._x_dtype = x_dtype
         self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype is None else weight
@@ -136,7 +137,7 @@ class AwqLinear:
         """
         parts = list(parts)
         if not parts:
-            raise ValueError("parts must have at least one layer or weight, got none")
+            raise ValueError("parts: expected at least one layer or weight, got none")
         layers = [part if isinstance(part, AwqLinear) else None for part in parts]
         weights = [part.weight if isinstance(part, AwqLinear) else part for part in parts]
         for weight in weights:
@@ -146,14 +147,14 @@ class AwqLinear:
             for name in ("k", "group_size", "dtype", "zeros", "device"):
                 expected, found = getattr(first, name), getattr(weight.spec, name)
                 if found != expected:
-                    raise ValueError(f"parts[{i}] must have {name}={expected} as parts[0] has, got {found}")
+                    raise ValueError(f"parts[{i}]: expected {name}={expected} as in parts[0], got {found}")
             if layer is None:
                 continue
             if layer.activation is not None:
-                raise ValueError(f"parts[{i}] must have no activation of its own, got {layer.activation!r}")
+                raise ValueError(f"parts[{i}]: expected a layer without an activation, got {layer.activation!r}")
             if layer.x_dtype is not None:
-                raise ValueError(f"parts[{i}] must have no x_dtype of its own, got {layer.x_dtype!r}")
-        with placement.on(first.device):
+                raise ValueError(f"parts[{i}]: expected a layer without an x_dtype, got {layer.x_dtype!r}")
+        with placement.use_device(first.device):
             qweight, scales = (_joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales"))
             qzeros = None if first.zeros == "symmetric" else _joined([w.qzeros for w in weights])
             bias = _joined_bias(weights, [None if layer is None else layer.bias for layer in layers])
@@ -167,7 +168,9 @@ class AwqLinear:
     def weight(self) -> PackedWeight:
         """Raises ValueError if the layer has let go of it."""
         if isinstance(self._weight, RepackedWeight):
-            raise ValueError("the layer has let go of its weight, as keep_weight=False asked for")
+            raise ValueError(
+                "weight: expected a layer with keep_weight=True, got one with keep_weight=False, whose weight is freed"
+            )
         return self._weight
 
     @property
@@ -205,7 +208,7 @@ class AwqLinear:
         Raises ValueError if y does not have the columns of a result.
         """
         if y.shape[-1] != sum(self._splits):
-            raise ValueError(f"y must have {sum(self._splits)} columns, got shape {y.shape}")
+            raise ValueError(f"y: expected [..., {sum(self._splits)}], got {check.describe(y)}")
         ends = np.cumsum(self._splits).tolist()
         return [y[..., end - size : end] for size, end in zip(self._splits, ends, strict=True)]
 
@@ -236,11 +239,13 @@ class AwqLinear:
     ) -> Array:
         from cupy_awq.ops.quantized_linear import linear_fp8, linear_int8
 
-        if residual is not None or dtype is not None:
-            raise ValueError(f"a layer with x_dtype={self._x_dtype!r} takes no residual and no dtype")
+        for name, value in (("residual", residual), ("dtype", dtype)):
+            if value is not None:
+                got = type(value).__name__ if name == "residual" else repr(value)
+                raise ValueError(f"{name}: expected None for a layer with x_dtype={self._x_dtype!r}, got {got}")
         x, out = arrays.views(x=x, out=out)
         facts = self._weight.spec
-        check.activations(x, facts.k, device=facts.device)
+        check.x(x, facts.k, device=facts.device)
         shape = *x.shape[:-1], facts.n
         if out is not None:
             check.out(out, shape, x.dtype, facts.device)
@@ -273,9 +278,32 @@ class AwqLinear:
         (2, 16)
         """
         if self._x_dtype is not None:
-            raise ValueError(f"a layer with x_dtype={self._x_dtype!r} has no plan: it is two launches")
+            raise ValueError(
+                f"x_dtype: expected None for a plan, which is one launch, got {self._x_dtype!r}, which takes two"
+            )
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
         return planning.plan(x, self._operand, residual=residual, out=out, **options)
+
+    def fused_plan(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
+        """Return the plan of this layer's GEMM with a decoder's residual add or RMSNorm fused into it.
+
+        None if no kernel can perform that: the layer is on the CPU or on another GPU than Hopper, m is too large, or
+        the layer's shape or activation does not allow it.
+
+        Args:
+            m: the rows of x.
+            fusion: the fused operation.
+            dtype: the dtype of x and y, float16 or bfloat16.
+
+        >>> import numpy as np
+        >>> import cupy_awq
+        >>> from cupy_awq.kernels.problem import Fusion
+        >>> layer = AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
+        >>> layer.fused_plan(1, Fusion("add_to_stream")) is None  # on the CPU
+        True
+        """
+        element, form = check.float_dtype(dtype), check.activation(self._activation)
+        return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
         """The name of the kernel that makes ``m`` rows of contiguous x; "numpy" on the CPU."""

@@ -42,7 +42,7 @@ def pack_int4(codes: Array, /) -> Array:
     """
     check.packable(codes, "codes", check.UINT8, 8)
     if codes.size and (top := int(codes.max())) > 15:
-        raise ValueError(f"codes must be in 0..15, got {top}")
+        raise ValueError(f"codes: expected values from 0 to 15, got {top}")
     words = namespace(codes).zeros((*codes.shape[:-1], codes.shape[-1] // 8), np.uint32)
     for column, nibble in enumerate(UNPACK_ORDER):
         words |= codes[..., column::8].astype(np.uint32) << np.uint32(4 * nibble)

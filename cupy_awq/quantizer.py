@@ -57,7 +57,7 @@ def quantize(w: Array, /, *, group_size: int = 128, bits: int = 4, symmetric: bo
     """
     k, n = check.dense_weight(w)
     if bits != 4:
-        raise ValueError(f"bits must be 4, got {bits!r}")
+        raise ValueError(f"bits: expected 4, got {bits!r}")
     group_size = check.group_size(k, group_size)
     groups = k // group_size
     xp = namespace(w)
@@ -86,12 +86,14 @@ def _quantize_groups(w: Array, scale_dtype: np.dtype[Any], symmetric: bool, xp: 
     w = w.astype(np.float64 if w.dtype == np.float64 else np.float32)
     high, low = w.max(axis=1).astype(np.float64), w.min(axis=1).astype(np.float64)
     if not bool((xp.isfinite(high) & xp.isfinite(low)).all()):  # a NaN or Inf anywhere in w is in one of them
-        raise ValueError("w must be finite, got NaN or Inf")
+        raise ValueError("w: expected finite values, got NaN or infinity")
     high, low = xp.maximum(high, 0), xp.minimum(low, 0)
     ideal = xp.maximum(high / 7, low / -8) if symmetric else high / 15 - low / 15
     smallest, largest = _LIMITS[scale_dtype]
     if (top := float(ideal.max())) > largest:
-        raise ValueError(f"w needs a scale of {top:.3g}, above the range of {scale_dtype} ({largest:.3g})")
+        raise ValueError(
+            f"w: expected values with scales up to {largest:.3g} ({scale_dtype}), got a scale of {top:.3g}"
+        )
     s = xp.maximum(ideal, smallest).astype(np.float32).astype(scale_dtype)
     # Upwards where rounding to nearest would lose half a step: 15 steps become 15.5 of a scale 1/32 smaller.
     # Only float16's subnormals are that coarse.

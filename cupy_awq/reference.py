@@ -49,16 +49,16 @@ def dequantize(
     array([[-4. , -3.5, -3. , -2.5, -2. , -1.5, -1. , -0.5],
            [ 3.5,  3.5,  3.5,  3.5,  3.5,  3.5,  3.5,  3.5]], dtype=float16)
     """
-    facts = check.weight(qweight, scales, qzeros)
-    to = facts.dtype if dtype is None else check.float_dtype(dtype)
+    spec = check.weight(qweight, scales, qzeros)
+    to = spec.dtype if dtype is None else check.float_dtype(dtype)
     if out is None:
-        out = np.empty((facts.k, facts.n), to)
+        out = np.empty((spec.k, spec.n), to)
     else:
-        check.out(out, (facts.k, facts.n), to, check.HOST)
+        check.out(out, (spec.k, spec.n), to, check.HOST)
     # An offset's sum is exact in float64 and not in float32, whose rounding would come on top of that of `dtype`.
-    exact = np.float64 if facts.zeros == "float" and to != check.FLOAT32 else np.float32
-    _, columns = _orders(facts.n)
-    for rows, block in _blocks(qweight, scales, qzeros, facts, _BLOCK, exact):
+    exact = np.float64 if spec.zeros == "float" and to != check.FLOAT32 else np.float32
+    _, columns = _orders(spec.n)
+    for rows, block in _blocks(qweight, scales, qzeros, spec, _BLOCK, exact):
         out[rows] = _round(block, to).take(columns, axis=1)
     return out
 
@@ -105,20 +105,20 @@ def matmul(
     >>> matmul(np.array([1, 2], np.float16), qweight, np.full((1, 8), 0.5, np.float16), None, activation=(3.5, 5))
     array([3.5, 3.5, 4. , 4.5, 5. , 5. , 5. , 5. ], dtype=float16)
     """
-    facts = check.weight(qweight, scales, qzeros)
+    spec = check.weight(qweight, scales, qzeros)
     element, shape, bias_dtype, form = check.product(
-        x, facts, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype
+        x, spec, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype
     )
     if out is None:
         out = np.empty(shape, x.dtype)
-    rows_of_x = x.view(element).astype(np.float32).reshape(-1, facts.k)
+    rows_of_x = x.view(element).astype(np.float32).reshape(-1, spec.k)
     m = len(rows_of_x)
-    total = np.zeros((m, facts.n), np.float32)
+    total = np.zeros((m, spec.n), np.float32)
     if m:
         size = _BLOCK if m <= _FEW_ROWS else _LARGE_BLOCK
-        for rows, block in _blocks(qweight, scales, qzeros, facts, size, np.float32):
+        for rows, block in _blocks(qweight, scales, qzeros, spec, size, np.float32):
             total += rows_of_x[:, rows] @ block
-    y = total.take(_orders(facts.n)[1], axis=1)
+    y = total.take(_orders(spec.n)[1], axis=1)
     if bias is not None and bias_dtype is not None:
         y += bias.view(bias_dtype)
     y = _activated(y, form).reshape(shape)
@@ -164,17 +164,22 @@ def int8_to_fp16(words: Array, /) -> Array:
 
 
 def _blocks(
-    qweight: Array, scales: Array, qzeros: Array | None, facts: check.Weight, size: int, exact: type[np.floating[Any]]
+    qweight: Array,
+    scales: Array,
+    qzeros: Array | None,
+    spec: check.WeightSpec,
+    size: int,
+    exact: type[np.floating[Any]],
 ) -> Iterator[tuple[slice, Array]]:
     """(rows, W[rows] in the order of planes) for runs of rows: whole groups or a part of one, about `size` weights."""
-    k, n, group_size = facts.k, facts.n, facts.group_size
+    k, n, group_size = spec.k, spec.n, spec.group_size
     groups = k // group_size
     words = qweight.reshape(groups, group_size, n // 8)
     planes, _ = _orders(n)
     s = scales.take(planes, axis=1).astype(exact)[:, None]
     offsets = None
     zeros = np.full((groups, 1, 1), 8, np.int8)
-    if qzeros is not None and facts.zeros == "packed":
+    if qzeros is not None and spec.zeros == "packed":
         zeros = _planes(qzeros)[:, None]
     elif qzeros is not None:
         zeros[:] = 0

@@ -42,7 +42,7 @@ class PackedWeight:
     qweight: Array
     scales: Array
     qzeros: Array | None
-    spec: check.Weight
+    spec: check.WeightSpec
 
     __array_ufunc__ = None  # NumPy and CuPy then leave `x @ weight` to __rmatmul__
 
@@ -73,9 +73,9 @@ class PackedWeight:
         return int(self.qweight.nbytes + self.scales.nbytes + zeros)
 
     def __rmatmul__(self, x: Array) -> Array:
-        from cupy_awq.ops.gemm import gemm  # the one upward edge of the imports: `x @ weight` is an operation
+        import cupy_awq  # the package imports `gemm`, from a layer above this one, when it is called
 
-        return gemm(x, self.qweight, self.scales, self.qzeros)
+        return cupy_awq.gemm(x, self.qweight, self.scales, self.qzeros)
 
     def __repr__(self) -> str:
         k, n, group_size, zeros, dtype, device = self.spec
@@ -88,4 +88,4 @@ class PackedWeight:
 def check_packed(weight: object) -> None:
     """TypeError for an argument ``weight`` that is no `PackedWeight`."""
     if not isinstance(weight, PackedWeight):
-        raise TypeError(f"weight must be a PackedWeight, got {type(weight).__name__}")
+        raise TypeError(f"weight: expected a PackedWeight, got {type(weight).__name__}")

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from cupy_awq import checkpoint
+from cupy_awq.checkpoint.tensors import INDEX
 from cupy_awq.tools import testing
 
 K, N, G = 64, 16, 32
@@ -38,7 +38,7 @@ def sharded(path: Path, shards: list[Tensors], quantization: Any = CONFIG) -> di
     for name, tensors in zip(names, shards, strict=True):
         save_file(tensors, path / name)
     weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
-    (path / checkpoint.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     return weight_map
 

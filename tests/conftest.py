@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that need a GPU are deselected, not skipped, where there is none: a skip reads like a result."""
+"""Selection of tests, their distribution over processes, and the count of simulated kernels.
+
+Tests that need a GPU are deselected where there is none, not skipped: a skip reads like a result.
+"""
 
 from __future__ import annotations
 
 import os
 
-# Read when NumPy loads: on small products, BLAS threads cost more than they give.
+# Set before NumPy loads: BLAS threads cost more than they gain on matrices this small, and the workers fill the cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import hypothesis
 import pytest
@@ -17,75 +23,124 @@ from cupy_awq.runtime.device import forced_arch
 from cupy_awq.tools.table import render
 from tests import simt
 
-hypothesis.settings.register_profile("cupy_awq", deadline=None)  # a first call compiles a kernel
+hypothesis.settings.register_profile("cupy_awq", deadline=None)  # the first call compiles a kernel
 hypothesis.settings.load_profile("cupy_awq")
+
+collect_ignore = ["peers"]
+"""The comparisons with other libraries, which must be installed on the machine."""
+
+MAX_WORKERS = 8
+"""The largest number of worker processes: each holds the translated kernels of its tests, about 0.5 GB."""
+
+ARCHS = (60, 75, 80, 90)
+"""The architecture paths: plain CUDA, sm_75, sm_80 and sm_90a."""
+
+launches: Counter[tuple[str, str]] = Counter()
+"""Simulated launches by (kernel, target), summed over the worker processes."""
+
+deselected: Counter[str] = Counter()
+"""Deselected tests by reason. Every worker deselects the same tests."""
 
 
 @functools.cache
 def gpu() -> tuple[str, str]:
-    """Name and compute capability ("90") of the current GPU; ("none", "") without CuPy, a driver or a device."""
+    """Return the name and compute capability ("90") of the current GPU, ("none", "") if there is none."""
     try:
         import cupy
 
         device = cupy.cuda.Device()
         return cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode(), device.compute_capability
-    except Exception:  # CuPy missing, or any of the errors that it raises without a driver
+    except Exception:  # CuPy is missing, or raises any of several errors without a driver
         return "none", ""
 
 
-collect_ignore = ["peers"]
-"""Scripts for a machine that has the peers."""
+def is_whole_run(config: pytest.Config) -> bool:
+    """Return whether neither arguments nor -k restrict the run."""
+    return bool(config.args == config.getini("testpaths") and not config.getoption("keyword"))
 
 
-def pytest_report_header() -> str:
+def is_worker(config: pytest.Config) -> bool:
+    """Return whether this process runs tests for another one, which prints the report."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
     name, capability = gpu()
-    return f"GPU: {name} (sm_{capability})" if capability else "GPU: none, so tests marked gpu are deselected"
+    lines = [f"GPU: {name} (sm_{capability})" if capability else "GPU: none, so tests marked gpu are deselected"]
+    if config.getoption("markexpr") == "not slow":
+        lines.append('tests marked slow are deselected; run all with: python -m pytest -m "slow or not slow"')
+    return lines
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the worker processes of ``-n auto``; 0 runs the tests in this process.
+
+    Tests share one GPU, and a few selected tests end before workers have started.
+    """
+    _, capability = gpu()
+    return 0 if capability or not is_whole_run(config) else min(os.cpu_count() or 1, MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _, capability = gpu()
-    hopper = capability == "90" and forced_arch() in (None, 90)
+    is_hopper = capability == "90" and forced_arch() in (None, 90)
 
-    def runs_here(item: pytest.Item) -> bool:
+    def can_run(item: pytest.Item) -> bool:
         if item.get_closest_marker("sm90"):
-            return hopper
+            return is_hopper
         return bool(capability) or not item.get_closest_marker("gpu")
 
-    deselected = [item for item in items if not runs_here(item)]
-    if deselected:
-        config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if runs_here(item)]
+    unable = [item for item in items if not can_run(item)]
+    if unable:
+        config.hook.pytest_deselected(items=unable)
+        items[:] = [item for item in items if can_run(item)]
 
 
-ARCHS = (60, 75, 80, 90)
-"""The architecture paths: plain CUDA, sm_75, sm_80, sm_90a."""
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        reasons = [name for name in ("gpu", "slow") if item.get_closest_marker(name)]
+        deselected[reasons[0] if reasons else "other"] += 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the counts of a worker to the process that reports; fail a whole run that left out a kernel."""
+    launches.update(simt.launch_counts())
+    if is_worker(session.config):
+        session.config.workeroutput["launches"] = list(launches.items())  # type: ignore[attr-defined]
+        session.config.workeroutput["deselected"] = dict(deselected)  # type: ignore[attr-defined]
+    elif is_whole_run(session.config) and kernels_to_simulate() - set(launches):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add the counts of a worker that has ended."""
+    output = getattr(node, "workeroutput", {})
+    launches.update({tuple(kernel): count for kernel, count in output.get("launches", ())})
+    deselected.update(Counter(output.get("deselected", {})) - deselected)
 
 
 def kernels_to_simulate() -> set[tuple[str, str]]:
-    """(kernel, target) of all that the package may launch on these paths."""
+    """Return (kernel, target) of every kernel that the package may launch on these architecture paths."""
     from cupy_awq.tools import compile_all
 
     return {(kernel.entry, kernel.arch) for arch in ARCHS for kernel in compile_all.kernels(arch)}
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A run of the whole suite fails if a kernel was never simulated."""
-    whole = session.config.args == session.config.getini("testpaths") and not session.config.getoption("keyword")
-    if whole and kernels_to_simulate() - set(simt.launch_counts()):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    counts = simt.launch_counts()
-    if not counts:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if deselected:
+        parts = [f"{count} {reason}" for reason, count in sorted(deselected.items())]
+        terminalreporter.write_line(f"deselected: {', '.join(parts)}")
+    if not is_whole_run(config):
         return
     wanted = kernels_to_simulate()
     targets = sorted({target for _, target in wanted}, key=lambda target: int(target.rstrip("a")))
     rows = []
     for entry in sorted({entry for entry, _ in wanted}):
-        cells = [str(counts.get((entry, t), 0)) if (entry, t) in wanted else "-" for t in targets]
+        cells = [str(launches[entry, target]) if (entry, target) in wanted else "-" for target in targets]
         rows.append([entry, *cells])
-    missing = sum((entry, target) not in counts for entry, target in wanted)
-    terminalreporter.section("kernels simulated")
-    terminalreporter.write_line(render(("launches", *(f"sm_{target}" for target in targets)), rows))
+    missing = sum(kernel not in launches for kernel in wanted)
+    terminalreporter.section("simulated launches by kernel")
+    terminalreporter.write_line(render(("kernel", *(f"sm_{target}" for target in targets)), rows))
     terminalreporter.write_line(f"{missing} missing")

@@ -59,11 +59,11 @@ def test_device_numbers() -> None:
 
 
 @pytest.mark.parametrize("to", [lambda a: a, OnGpu])
-def test_the_facts_of_each_form_of_zeros(to: Any) -> None:
+def test_summary_of_a_weight_tells_the_form_of_its_zeros(to: Any) -> None:
     device = to(SCALES).data.device_id if to is OnGpu else check.HOST
     for qzeros, form in ((QZEROS, "packed"), (None, "symmetric"), (SCALES, "float")):
-        facts = check.weight(to(QWEIGHT), to(SCALES), qzeros if qzeros is None else to(qzeros))
-        assert facts == (K, N, G, form, np.float16, device)
+        spec = check.weight(to(QWEIGHT), to(SCALES), qzeros if qzeros is None else to(qzeros))
+        assert spec == (K, N, G, form, np.float16, device)
 
 
 def test_rows_may_have_any_stride() -> None:
@@ -74,6 +74,13 @@ def test_rows_may_have_any_stride() -> None:
     assert check.weight(np.zeros((K, 2), np.int32)[:, ::2], SCALES[:, :8], QZEROS[:, :1]).n == 8
 
 
+BAD_SCALES = (
+    "scales: expected float16 or bfloat16 [K/G, N] with N = 32 and K/G a divisor of K = 64, as in qweight, got "
+)
+BAD_QZEROS = "qzeros: expected int32 [K/G, N/8] = [4, 4] or float16 [K/G, N] = [4, 32], got "
+BAD_X = "x: expected float16, bfloat16 or float32 [..., K], got "
+
+
 def spoiled(**changes: Any) -> dict[str, Any]:
     return {"qweight": QWEIGHT, "scales": SCALES, "qzeros": QZEROS} | changes
 
@@ -81,86 +88,106 @@ def spoiled(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (spoiled(qweight=[[1]]), TypeError, "qweight must be a NumPy or CuPy array, got list"),
-        (spoiled(scales=(1.0,)), TypeError, "scales must be a NumPy or CuPy array, got tuple"),
-        (spoiled(qzeros=8), TypeError, "qzeros must be a NumPy or CuPy array, got int"),
-        (spoiled(qweight=Foreign((1, 0))), TypeError, "qweight must be a NumPy or CuPy array, got Foreign"),
+        (spoiled(qweight=[[1]]), TypeError, "qweight: expected a NumPy or CuPy array, got list"),
+        (spoiled(scales=(1.0,)), TypeError, "scales: expected a NumPy or CuPy array, got tuple"),
+        (spoiled(qzeros=8), TypeError, "qzeros: expected a NumPy or CuPy array, got int"),
+        (spoiled(qweight=Foreign((1, 0))), TypeError, "qweight: expected a NumPy or CuPy array, got Foreign"),
         (
             spoiled(qweight=Foreign((2, 0))),
             TypeError,
-            "qweight must be a NumPy or CuPy array, got Foreign:"
-            " cupy.asarray or cupy.from_dlpack views it without a copy",
+            "qweight: expected a NumPy or CuPy array, got Foreign"
+            "; cupy.asarray or cupy.from_dlpack views it without a copy",
         ),
-        (spoiled(qweight=QWEIGHT.view(np.uint32)), TypeError, "qweight must be int32, got uint32"),
-        (spoiled(qweight=QWEIGHT.astype(">i4")), TypeError, "qweight must be int32, got >i4"),
-        (spoiled(qweight=QWEIGHT.astype(np.int64)), TypeError, "qweight must be int32, got int64"),
-        (spoiled(qweight=QWEIGHT[0]), ValueError, "qweight must be [K, N/8], got shape (4,)"),
-        (spoiled(qweight=QWEIGHT[None]), ValueError, "qweight must be [K, N/8], got shape (1, 64, 4)"),
+        (spoiled(qweight=QWEIGHT.view(np.uint32)), TypeError, "qweight: expected int32 [K, N/8], got uint32 [64, 4]"),
+        (spoiled(qweight=QWEIGHT.astype(">i4")), TypeError, "qweight: expected int32 [K, N/8], got >i4 [64, 4]"),
+        (spoiled(qweight=QWEIGHT.astype(np.int64)), TypeError, "qweight: expected int32 [K, N/8], got int64 [64, 4]"),
+        (spoiled(qweight=QWEIGHT[0]), ValueError, "qweight: expected int32 [K, N/8], got int32 [4]"),
+        (spoiled(qweight=QWEIGHT[None]), ValueError, "qweight: expected int32 [K, N/8], got int32 [1, 64, 4]"),
         (
             spoiled(qweight=QWEIGHT[:0]),
             ValueError,
-            "qweight must have at least one row and one column, got shape (0, 4)",
+            "qweight: expected int32 [K, N/8] with K > 0 and N > 0, got int32 [0, 4]",
         ),
         (
             spoiled(qweight=QWEIGHT[:, :0]),
             ValueError,
-            "qweight must have at least one row and one column, got shape (64, 0)",
+            "qweight: expected int32 [K, N/8] with K > 0 and N > 0, got int32 [64, 0]",
         ),
         (
             spoiled(qweight=np.zeros((K, N // 4), np.int32)[:, ::2]),
             ValueError,
-            "qweight must be contiguous in its last axis, got a stride of 8 bytes",
+            "qweight: expected a contiguous last axis, got a stride of 8 bytes",
         ),
         (
             spoiled(qweight=np.asfortranarray(QWEIGHT)),
             ValueError,
-            "qweight must be contiguous in its last axis, got a stride of 256 bytes",
+            "qweight: expected a contiguous last axis, got a stride of 256 bytes",
         ),
         (
             spoiled(scales=SCALES.astype(np.float32)),
             TypeError,
-            "scales must be float16 or bfloat16, got float32",
+            "scales: expected float16 or bfloat16 [K/G, N], got float32 [4, 32]",
         ),
-        (spoiled(scales=SCALES[0]), ValueError, "scales must be [K/G, N], got shape (32,)"),
+        (spoiled(scales=SCALES[0]), ValueError, "scales: expected float16 or bfloat16 [K/G, N], got float16 [32]"),
         (
             spoiled(scales=SCALES[:, ::-1]),
             ValueError,
-            "scales must be contiguous in its last axis, got a stride of -2 bytes",
+            "scales: expected a contiguous last axis, got a stride of -2 bytes",
         ),
         (
             spoiled(scales=SCALES[:, :20]),
             ValueError,
-            "N=20 in scales is not N=32 in qweight (4 words of 8 columns)",
+            BAD_SCALES + "float16 [4, 20]",
         ),
         (
             spoiled(scales=np.ones((3, N), np.float16)),
             ValueError,
-            "K=64 in qweight is not a multiple of the 3 groups (rows) of scales",
+            BAD_SCALES + "float16 [3, 32]",
         ),
         (
             spoiled(scales=SCALES[:0]),
             ValueError,
-            "K=64 in qweight is not a multiple of the 0 groups (rows) of scales",
+            BAD_SCALES + "float16 [0, 32]",
         ),
         (
             spoiled(qzeros=QZEROS[:2]),
             ValueError,
-            "qzeros must be [K/G, N/8] = (4, 4) for dtype int32, got shape (2, 4)",
+            BAD_QZEROS + "int32 [2, 4]",
         ),
         (
             spoiled(qzeros=SCALES[:, :4]),
             ValueError,
-            "qzeros must be [K/G, N] = (4, 32) for dtype float16, got shape (4, 4)",
+            BAD_QZEROS + "float16 [4, 4]",
         ),
-        (spoiled(qzeros=SCALES.astype(BFLOAT16)), TypeError, "qzeros must be int32 or float16, got bfloat16"),
-        (spoiled(qzeros=QZEROS.astype(np.int8)), TypeError, "qzeros must be int32 or float16, got int8"),
-        (spoiled(qzeros=QZEROS[0]), ValueError, "qzeros must be [K/G, N/8], got shape (4,)"),
-        (spoiled(scales=OnGpu(SCALES)), TypeError, "scales is on GPU 0, but qweight is on the CPU"),
-        (spoiled(qweight=OnGpu(QWEIGHT, 1)), TypeError, "scales is on the CPU, but qweight is on GPU 1"),
+        (
+            spoiled(qzeros=SCALES.astype(BFLOAT16)),
+            TypeError,
+            BAD_QZEROS + "bfloat16 [4, 32]",
+        ),
+        (
+            spoiled(qzeros=QZEROS.astype(np.int8)),
+            TypeError,
+            BAD_QZEROS + "int8 [4, 4]",
+        ),
+        (
+            spoiled(qzeros=QZEROS[0]),
+            ValueError,
+            BAD_QZEROS + "int32 [4]",
+        ),
+        (
+            spoiled(scales=OnGpu(SCALES)),
+            TypeError,
+            "scales: expected an array on the CPU like qweight, got one on GPU 0",
+        ),
+        (
+            spoiled(qweight=OnGpu(QWEIGHT, 1)),
+            TypeError,
+            "scales: expected an array on GPU 1 like qweight, got one on the CPU",
+        ),
         (
             spoiled(qweight=OnGpu(QWEIGHT), scales=OnGpu(SCALES), qzeros=OnGpu(QZEROS, 1)),
             TypeError,
-            "qzeros is on GPU 1, but qweight is on GPU 0",
+            "qzeros: expected an array on GPU 0 like qweight, got one on GPU 1",
         ),
     ],
 )
@@ -171,17 +198,17 @@ def test_bad_weights_are_named(arguments: Any, error: type[Exception], message: 
 
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
 @pytest.mark.parametrize("shape", [(K,), (0, K), (2, 3, K)])
-def test_activations_of_each_type_and_rank(dtype: Any, shape: tuple[int, ...]) -> None:
+def test_x_of_each_type_and_rank(dtype: Any, shape: tuple[int, ...]) -> None:
     x = np.zeros(shape, dtype)
-    assert check.activations(x, K) == dtype
-    assert check.activations(x, K, dtype, check.HOST) == dtype
-    assert check.activations(OnGpu(x, 2), K, device=2) == dtype
-    assert check.activations(x[..., ::-1].T.T, K) == dtype
+    assert check.x(x, K) == dtype
+    assert check.x(x, K, dtype, check.HOST) == dtype
+    assert check.x(OnGpu(x, 2), K, device=2) == dtype
+    assert check.x(x[..., ::-1].T.T, K) == dtype
 
 
 def test_uint16_is_bfloat16_only_on_request() -> None:
     bits = np.zeros((2, K), np.uint16)
-    assert check.activations(bits, K, "bfloat16") == BFLOAT16
+    assert check.x(bits, K, "bfloat16") == BFLOAT16
     assert check.bias(bits[0, :N], N, check.BFLOAT16) == BFLOAT16
 
 
@@ -191,36 +218,46 @@ X = np.zeros((2, K), np.float16)
 @pytest.mark.parametrize(
     ("x", "options", "error", "message"),
     [
-        ([0.0] * K, {}, TypeError, "x must be a NumPy or CuPy array, got list"),
-        (X.astype(np.complex64), {}, TypeError, "x must be float16, bfloat16 or float32, got complex64"),
-        (X.astype(np.int32), {}, TypeError, "x must be float16, bfloat16 or float32, got int32"),
-        (X.astype(bool), {}, TypeError, "x must be float16, bfloat16 or float32, got bool"),
-        (X.astype(np.float64), {}, TypeError, "x must be float16, bfloat16 or float32, got float64"),
-        (X.astype(object), {}, TypeError, "x must be float16, bfloat16 or float32, got object"),
+        ([0.0] * K, {}, TypeError, "x: expected a NumPy or CuPy array, got list"),
+        (
+            X.astype(np.complex64),
+            {},
+            TypeError,
+            BAD_X + "complex64 [2, 64]",
+        ),
+        (X.astype(np.int32), {}, TypeError, BAD_X + "int32 [2, 64]"),
+        (X.astype(bool), {}, TypeError, BAD_X + "bool [2, 64]"),
+        (X.astype(np.float64), {}, TypeError, BAD_X + "float64 [2, 64]"),
+        (X.astype(object), {}, TypeError, BAD_X + "object [2, 64]"),
         (
             X.view(np.uint16),
             {},
             TypeError,
-            "x must be float16, bfloat16 or float32, got uint16 (dtype=bfloat16 reads uint16 as bits)",
+            BAD_X + "uint16 [2, 64]; pass dtype=bfloat16 if it holds the bits of bfloat16",
         ),
         (
             X.view(np.uint16),
             {"dtype": "float16"},
             TypeError,
-            "dtype=float16 says how to read x, which is uint16: they must agree",
+            "dtype: expected bfloat16 for x of uint16, got float16",
         ),
-        (X, {"dtype": "float32"}, TypeError, "dtype=float32 says how to read x, which is float16: they must agree"),
-        (X, {"dtype": "int8"}, TypeError, "dtype must be float16, bfloat16 or float32, got 'int8'"),
-        (X[:, 1:], {}, ValueError, "K=63 in x is not K=64 in qweight"),
-        (X[0, 0, ...], {}, ValueError, "x must have at least one axis, [..., K], got shape ()"),
-        (X, {"device": 0}, TypeError, "x is on the CPU, but the weight is on GPU 0"),
-        (OnGpu(X, 1), {"device": 0}, TypeError, "x is on GPU 1, but the weight is on GPU 0"),
-        (OnGpu(X), {"device": check.HOST}, TypeError, "x is on GPU 0, but the weight is on the CPU"),
+        (X, {"dtype": "float32"}, TypeError, "dtype: expected float16 for x of float16, got float32"),
+        (X, {"dtype": "int8"}, TypeError, "dtype: expected float16, bfloat16 or float32, got 'int8'"),
+        (X[:, 1:], {}, ValueError, "x: expected float16 [..., K] with K = 64, got float16 [2, 63]"),
+        (X[0, 0, ...], {}, ValueError, "x: expected float16 [..., K] with K = 64, got float16 []"),
+        (X, {"device": 0}, TypeError, "x: expected an array on GPU 0 like the weight, got one on the CPU"),
+        (OnGpu(X, 1), {"device": 0}, TypeError, "x: expected an array on GPU 0 like the weight, got one on GPU 1"),
+        (
+            OnGpu(X),
+            {"device": check.HOST},
+            TypeError,
+            "x: expected an array on the CPU like the weight, got one on GPU 0",
+        ),
     ],
 )
-def test_bad_activations_are_named(x: Any, options: Any, error: type[Exception], message: str) -> None:
+def test_bad_x_is_named(x: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        check.activations(x, K, **options)
+        check.x(x, K, **options)
 
 
 BIAS = np.zeros(N, np.float16)
@@ -229,13 +266,13 @@ BIAS = np.zeros(N, np.float16)
 @pytest.mark.parametrize(
     ("bias", "error", "message"),
     [
-        ([0.0] * N, TypeError, "bias must be a NumPy or CuPy array, got list"),
-        (BIAS[1:], ValueError, "bias must be [N] = (32,), got shape (31,)"),
-        (BIAS[None], ValueError, "bias must be [N] = (32,), got shape (1, 32)"),
-        (BIAS.astype(np.int16), TypeError, "bias must be float16, bfloat16 or float32, got int16"),
-        (BIAS.view(np.uint16), TypeError, "bias must be float16, bfloat16 or float32, got uint16"),
-        (np.zeros(2 * N, np.float16)[::2], ValueError, "bias must be contiguous, got a stride of 4 bytes"),
-        (OnGpu(BIAS), TypeError, "bias is on GPU 0, but the weight is on the CPU"),
+        ([0.0] * N, TypeError, "bias: expected a NumPy or CuPy array, got list"),
+        (BIAS[1:], ValueError, "bias: expected float16, bfloat16 or float32 [N] = [32], got float16 [31]"),
+        (BIAS[None], ValueError, "bias: expected float16, bfloat16 or float32 [N] = [32], got float16 [1, 32]"),
+        (BIAS.astype(np.int16), TypeError, "bias: expected float16, bfloat16 or float32 [N] = [32], got int16 [32]"),
+        (BIAS.view(np.uint16), TypeError, "bias: expected float16, bfloat16 or float32 [N] = [32], got uint16 [32]"),
+        (np.zeros(2 * N, np.float16)[::2], ValueError, "bias: expected a contiguous array, got a stride of 4 bytes"),
+        (OnGpu(BIAS), TypeError, "bias: expected an array on the CPU like the weight, got one on GPU 0"),
     ],
 )
 def test_bad_bias_is_named(bias: Any, error: type[Exception], message: str) -> None:
@@ -251,11 +288,15 @@ def read_only(a: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("out", "error", "message"),
     [
-        ([[0.0]], TypeError, "out must be a NumPy or CuPy array, got list"),
-        (np.zeros((2, N), np.float32), TypeError, "out must be float16, got float32"),
-        (np.zeros((N, 2), np.float16), ValueError, "out must have shape (2, 32), got (32, 2)"),
-        (read_only(np.zeros((2, N), np.float16)), ValueError, "out must be writable, got a read-only array"),
-        (OnGpu(np.zeros((2, N), np.float16)), TypeError, "out is on GPU 0, but the result is on the CPU"),
+        ([[0.0]], TypeError, "out: expected a NumPy or CuPy array, got list"),
+        (np.zeros((2, N), np.float32), TypeError, "out: expected float16 [2, 32], got float32 [2, 32]"),
+        (np.zeros((N, 2), np.float16), ValueError, "out: expected float16 [2, 32], got float16 [32, 2]"),
+        (read_only(np.zeros((2, N), np.float16)), ValueError, "out: expected a writable array, got a read-only one"),
+        (
+            OnGpu(np.zeros((2, N), np.float16)),
+            TypeError,
+            "out: expected an array on the CPU like the result, got one on GPU 0",
+        ),
     ],
 )
 def test_bad_out_is_named(out: Any, error: type[Exception], message: str) -> None:
@@ -276,14 +317,14 @@ def test_group_sizes(given: Any, expected: int) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (0, ValueError, "group_size must be positive, or -1 for K, got 0"),
-        (-2, ValueError, "group_size must be positive, or -1 for K, got -2"),
-        (48, ValueError, "K=64 is not a multiple of group_size=48"),
-        (128, ValueError, "K=64 is not a multiple of group_size=128"),
-        (16.0, TypeError, "group_size must be an integer, got 16.0"),
-        ("16", TypeError, "group_size must be an integer, got '16'"),
-        (True, TypeError, "group_size must be an integer, got True"),
-        (None, TypeError, "group_size must be an integer, got None"),
+        (0, ValueError, "group_size: expected a divisor of K = 64, or -1 for K itself, got 0"),
+        (-2, ValueError, "group_size: expected a divisor of K = 64, or -1 for K itself, got -2"),
+        (48, ValueError, "group_size: expected a divisor of K = 64, or -1 for K itself, got 48"),
+        (128, ValueError, "group_size: expected a divisor of K = 64, or -1 for K itself, got 128"),
+        (16.0, TypeError, "group_size: expected an integer, got 16.0"),
+        ("16", TypeError, "group_size: expected an integer, got '16'"),
+        (True, TypeError, "group_size: expected an integer, got True"),
+        (None, TypeError, "group_size: expected an integer, got None"),
     ],
 )
 def test_bad_group_sizes_are_named(given: Any, error: type[Exception], message: str) -> None:
@@ -293,7 +334,7 @@ def test_bad_group_sizes_are_named(given: Any, error: type[Exception], message: 
 
 @pytest.mark.parametrize("given", ["float64", None, "int8", "nonsense", 3.5, np.complex64, object()])
 def test_other_float_types_are_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"^dtype must be float16, bfloat16 or float32, got "):
+    with pytest.raises(TypeError, match=r"^dtype: expected float16, bfloat16 or float32, got "):
         check.float_dtype(given)
 
 
@@ -316,7 +357,7 @@ def test_activations_by_name_and_by_limits(given: Any, expected: Any) -> None:
     assert check.activation(given) == expected
 
 
-NAMES = "activation must be relu, relu6, silu, gelu, swiglu, (low, high) or None, got "
+NAMES = "activation: expected relu, relu6, silu, gelu, swiglu, (low, high) or None, got "
 
 
 @pytest.mark.parametrize(
@@ -329,48 +370,56 @@ NAMES = "activation must be relu, relu6, silu, gelu, swiglu, (low, high) or None
         ((0, 1, 2), TypeError, NAMES + "(0, 1, 2)"),
         ((0, "6"), TypeError, NAMES + "(0, '6')"),
         ((0, None), TypeError, NAMES + "(0, None)"),
-        ((1, 0), ValueError, "activation must be (low, high) with low <= high, got (1, 0)"),
-        ((0.0, float("nan")), ValueError, "activation must be (low, high) with low <= high, got (0.0, nan)"),
+        ((1, 0), ValueError, "activation: expected (low, high) with low <= high, got (1, 0)"),
+        ((0.0, float("nan")), ValueError, "activation: expected (low, high) with low <= high, got (0.0, nan)"),
     ],
 )
-def test_bad_activations_of_the_epilogue_are_named(given: Any, error: type[Exception], message: str) -> None:
+def test_bad_activations_are_named(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         check.activation(given)
 
 
-FACTS = check.weight(QWEIGHT, SCALES, QZEROS)
+SPEC = check.weight(QWEIGHT, SCALES, QZEROS)
 
 
-def test_facts_of_a_product() -> None:
+def test_summary_of_a_product() -> None:
     x = np.zeros((2, 3, K), np.uint16)
-    found = check.product(x, FACTS, bias=BIAS, activation="swiglu", residual=x[..., : N // 2], dtype="bfloat16")
+    found = check.product(x, SPEC, bias=BIAS, activation="swiglu", residual=x[..., : N // 2], dtype="bfloat16")
     assert found == (BFLOAT16, (2, 3, N // 2), np.float16, ("silu", (0, 0), True))
-    assert check.product(X, FACTS, out=X[:, :N]) == (np.float16, (2, N), None, check.Activation())
+    assert check.product(X, SPEC, out=X[:, :N]) == (np.float16, (2, N), None, check.Activation())
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"residual": [0.0]}, TypeError, "residual must be a NumPy or CuPy array, got list"),
-        ({"residual": np.zeros((2, N), np.float32)}, TypeError, "residual must be float16, got float32"),
-        ({"residual": X[0, :N]}, ValueError, "residual must have shape (2, 32), got (32,)"),
-        ({"residual": OnGpu(X[:, :N])}, TypeError, "residual is on GPU 0, but the result is on the CPU"),
+        ({"residual": [0.0]}, TypeError, "residual: expected a NumPy or CuPy array, got list"),
+        (
+            {"residual": np.zeros((2, N), np.float32)},
+            TypeError,
+            "residual: expected float16 [2, 32], got float32 [2, 32]",
+        ),
+        ({"residual": X[0, :N]}, ValueError, "residual: expected float16 [2, 32], got float16 [32]"),
+        (
+            {"residual": OnGpu(X[:, :N])},
+            TypeError,
+            "residual: expected an array on the CPU like the result, got one on GPU 0",
+        ),
         (
             {"residual": X[:, :N], "activation": "swiglu"},
             ValueError,
-            "residual must have shape (2, 16), got (2, 32)",
+            "residual: expected float16 [2, 16], got float16 [2, 32]",
         ),
-        ({"out": X[:, :N], "activation": "swiglu"}, ValueError, "out must have shape (2, 16), got (2, 32)"),
+        ({"out": X[:, :N], "activation": "swiglu"}, ValueError, "out: expected float16 [2, 16], got float16 [2, 32]"),
         ({"activation": "swish"}, ValueError, NAMES + "'swish'"),
     ],
 )
 def test_bad_parts_of_a_product_are_named(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        check.product(X, FACTS, **options)
+        check.product(X, SPEC, **options)
 
 
 def test_a_gated_weight_has_two_halves_of_whole_words() -> None:
-    facts = check.weight(QWEIGHT[:, :3], SCALES[:, :24], QZEROS[:, :3])
-    message = "N=24 in qweight (half gate, half up, each of whole words) is not a multiple of 16"
+    spec = check.weight(QWEIGHT[:, :3], SCALES[:, :24], QZEROS[:, :3])
+    message = "qweight: expected N divisible by 16 for a gated activation, got N = 24"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check.product(X, facts, activation="swiglu")
+        check.product(X, spec, activation="swiglu")

@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from cupy_awq import CheckpointError, checkpoint, load
+from cupy_awq import CheckpointError, load
 from cupy_awq.checkpoint import safetensors
+from cupy_awq.checkpoint.tensors import INDEX
 from cupy_awq.tools.demo import SMOLLM2_MLP
 from tests.checkpoint_files import CONFIG, G, K, N, Tensors, entry, folder, module, raw, sharded
 
@@ -151,23 +152,44 @@ def test_any_damage_ends_in_one_error_or_in_readable_arrays(tmp_path: Path, data
 @pytest.mark.parametrize(
     ("change", "fragments"),
     [
-        (lambda t: t.pop("m.scales"), ["expected scales beside qweight"]),
-        (lambda t: t.pop("m.qzeros"), ["expected qzeros", "zero_point is true in", "config.json"]),
+        (lambda t: t.pop("m.scales"), ["scales: expected a tensor beside qweight, got none"]),
+        (lambda t: t.pop("m.qzeros"), ["qzeros: expected a tensor", "config.json has zero_point true, got none"]),
         (lambda t: t.update({"m.qweight": t["m.qweight"].astype(np.int64)}), ["qweight", "int32", "int64"]),
         (lambda t: t.update({"m.qzeros": t["m.qzeros"].view(np.uint32)}), ["qzeros", "int32", "uint32"]),
         (lambda t: t.update({"m.qzeros": np.ones((K // G, N), np.float16)}), ["qzeros", "int32", "float16"]),
         (lambda t: t.update({"m.scales": t["m.scales"].astype(np.float64)}), ["scales", "float16", "float64"]),
-        (lambda t: t.update({"m.scales": np.ones((3, N), np.float16)}), ["K=64", "scales"]),
+        (
+            lambda t: t.update({"m.scales": np.ones((3, N), np.float16)}),
+            ["scales: expected", "a divisor of K = 64", "got float16 [3, 16]"],
+        ),
         (lambda t: t.update({"m.scales": np.ones((0, N), np.float16)}), ["scales"]),
-        (lambda t: t.update({"m.scales": np.ones((2, N + 8), np.float16)}), ["N=24 in scales", "N=16 in qweight"]),
-        (lambda t: t.update({"m.qzeros": np.ones((1, N // 8), np.int32)}), ["qzeros", "(1, 2)"]),
-        (lambda t: t.update({"m.qweight": np.ones((0, N // 8), np.int32)}), ["qweight", "(0, 2)"]),
-        (lambda t: t.update({"m.qweight": np.ones((K, 2, 1), np.int32)}), ["qweight", "(64, 2, 1)"]),
-        (lambda t: t.update({"m.bias": np.ones(N + 1, np.float16)}), ["bias", "(17,)"]),
+        (
+            lambda t: t.update({"m.scales": np.ones((2, N + 8), np.float16)}),
+            ["scales: expected", "N = 16", "got float16 [2, 24]"],
+        ),
+        (
+            lambda t: t.update({"m.qzeros": np.ones((1, N // 8), np.int32)}),
+            ["qzeros: expected int32", "got int32 [1, 2]"],
+        ),
+        (
+            lambda t: t.update({"m.qweight": np.ones((0, N // 8), np.int32)}),
+            ["qweight: expected int32", "got int32 [0, 2]"],
+        ),
+        (
+            lambda t: t.update({"m.qweight": np.ones((K, 2, 1), np.int32)}),
+            ["qweight: expected int32", "got int32 [64, 2, 1]"],
+        ),
+        (lambda t: t.update({"m.bias": np.ones(N + 1, np.float16)}), ["bias: expected", "got float16 [17]"]),
         (lambda t: t.update({"m.bias": np.ones(N, np.int32)}), ["bias", "int32"]),
-        (lambda t: t.update(module("m", g=16)), [f"expected group_size {G}", "config.json", "got 16 from the shapes"]),
+        (
+            lambda t: t.update(module("m", g=16)),
+            [f"group_size: expected {G} as in", "config.json", "got 16 from the shapes"],
+        ),
         # GPTQ packs along K: qweight [K/8, N], zeros and scales as here.
-        (lambda t: t.update({"m.qweight": np.ones((K // 8, N), np.int32)}), ["N=16 in scales", "N=128 in qweight"]),
+        (
+            lambda t: t.update({"m.qweight": np.ones((K // 8, N), np.int32)}),
+            ["scales: expected", "N = 128", "got float16 [2, 16]"],
+        ),
     ],
 )
 def test_module_that_does_not_fit_together_is_refused(
@@ -183,22 +205,22 @@ def test_zeros_without_a_weight_are_refused(tmp_path: Path) -> None:
 
 
 def test_tensor_named_like_a_module_is_refused(tmp_path: Path) -> None:
-    refused(folder(tmp_path, module("m") | {"m": np.ones(3, np.float32)}), "tensor 'm'", "same name")
+    refused(folder(tmp_path, module("m") | {"m": np.ones(3, np.float32)}), "tensor 'm'", "got that of a module")
 
 
 @pytest.mark.parametrize(
     ("quantization", "fragment"),
     [
-        ([1], "expected quantization_config to be an object"),
+        ([1], "quantization_config: expected an object"),
         ({}, "neither"),
         ({"bits": 4, "group_size": 32, "desc_act": False}, "neither"),
-        (CONFIG | {"quant_method": "gptq"}, "quant_method is 'gptq'"),
-        (CONFIG | {"quant_method": "compressed-tensors"}, "quant_method is 'compressed-tensors'"),
-        (CONFIG | {"version": "gemv"}, "version is 'gemv'"),
-        (CONFIG | {"version": "gemv_fast"}, "version is 'gemv_fast'"),
-        (CONFIG | {"version": ["gemm"]}, "version is ['gemm']"),
-        (CONFIG | {"bits": 3}, "bits is 3"),
-        (CONFIG | {"bits": None}, "bits is None"),
+        (CONFIG | {"quant_method": "gptq"}, "got quant_method 'gptq' with"),
+        (CONFIG | {"quant_method": "compressed-tensors"}, "got quant_method 'compressed-tensors' with"),
+        (CONFIG | {"version": "gemv"}, "with version 'gemv'"),
+        (CONFIG | {"version": "gemv_fast"}, "with version 'gemv_fast'"),
+        (CONFIG | {"version": ["gemm"]}, "with version ['gemm']"),
+        (CONFIG | {"bits": 3}, "bits: expected 4, got 3"),
+        (CONFIG | {"bits": None}, "bits: expected 4, got None"),
         (CONFIG | {"group_size": 0}, "group_size"),
         (CONFIG | {"group_size": -2}, "group_size"),
         (CONFIG | {"group_size": "32"}, "group_size"),
@@ -211,10 +233,10 @@ def test_configuration_of_another_format_is_refused(tmp_path: Path, quantization
     refused(folder(tmp_path, module("a"), quantization), "config.json", fragment)
 
 
-def test_refused_format_says_what_is_supported(tmp_path: Path) -> None:
+def test_unsupported_format_is_answered_with_the_supported_one(tmp_path: Path) -> None:
     refused(
         folder(tmp_path, module("a"), CONFIG | {"version": "gemv"}),
-        "supported: quant_method 'awq', version 'gemm', 4 bits",
+        "expected quant_method 'awq' with version 'gemm', got quant_method 'awq' with version 'gemv'",
     )
 
 
@@ -228,14 +250,14 @@ def test_configuration_that_is_not_a_json_object_is_refused(tmp_path: Path, text
 def test_index_that_names_a_missing_shard_is_refused(tmp_path: Path) -> None:
     weight_map = sharded(tmp_path, [module("a"), module("b")])
     (tmp_path / weight_map["b.scales"]).unlink()
-    refused(tmp_path, "tensor 'b.", "00002-of-00002.safetensors is missing")
+    refused(tmp_path, "tensor 'b.", "00002-of-00002.safetensors in the folder, got no such file")
 
 
 def test_tensor_missing_from_its_shard_is_refused(tmp_path: Path) -> None:
     weight_map = sharded(tmp_path, [module("a"), module("b")])
     weight_map["ghost"] = weight_map["b.scales"]
-    (tmp_path / checkpoint.INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    refused(tmp_path, "tensor 'ghost'", "00002-of-00002.safetensors", "not in this shard")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    refused(tmp_path, "tensor 'ghost'", "00002-of-00002.safetensors", "got a shard without it")
 
 
 @pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "..", ".", "", "a\\b", "a\0b", None, 3, ["x"]])
@@ -243,14 +265,14 @@ def test_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, shard: An
     inner = tmp_path / "inner"
     inner.mkdir()
     save_file(module("a"), tmp_path / "x.safetensors")
-    (inner / checkpoint.INDEX).write_text(json.dumps({"weight_map": {"a.qweight": shard}}))
+    (inner / INDEX).write_text(json.dumps({"weight_map": {"a.qweight": shard}}))
     refused(inner, "tensor 'a.qweight'", "name of a file")
 
 
 @pytest.mark.parametrize("text", ["[]", "nope", "{}", '{"weight_map": []}'])
 def test_index_without_a_weight_map_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / checkpoint.INDEX).write_text(text)
-    refused(tmp_path, checkpoint.INDEX, "expected")
+    (tmp_path / INDEX).write_text(text)
+    refused(tmp_path, INDEX, "expected")
 
 
 def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:

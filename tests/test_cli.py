@@ -129,7 +129,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "0x8", "--group-size", "-1"], "shape 0x8"),
         (["bench", "128x0"], "shape 128x0"),
         (["bench", "128x12"], "a multiple of 8"),
-        (["bench", "100x8"], "K=100"),
+        (["bench", "100x8"], "K = 100"),
         (["bench", "128x8", "--group-size", "0"], "group_size"),
         (["bench", "128x8", "--group-size", "x"], "'x'"),
         (["bench", "128x8", "--dtype", "int4"], "int4"),
@@ -235,7 +235,7 @@ def test_demo_on_a_gpu_uses_kernels(capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < row["error"] < 5e-4
         assert 0 < row["us"] < 1000
         assert (row["fp16_us"] is not None) == timing.cublas()
-    assert placement.name(0) in output(capsys, "demo")
+    assert placement.device_name(0) in output(capsys, "demo")
 
 
 # info

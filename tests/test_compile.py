@@ -110,7 +110,8 @@ def test_an_empty_or_lost_cache_entry_is_compiled_again(root: Path, compilations
 
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     script = (
-        "from cupy_awq import compile, device, select\n"
+        "from cupy_awq.kernels import select\n"
+        "from cupy_awq.runtime import compile, device\n"
         "from cupy_awq.kernels.problem import Problem\n"
         "from cuda.bindings import nvrtc\n"
         "calls = []\n"

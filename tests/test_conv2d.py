@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cupy_awq import BlockQuantizedWeight, block_reference, conv2d, conv2d_int8
 from cupy_awq.block_check import ConvolutionShape
-from cupy_awq.kernels import choice, conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large
+from cupy_awq.kernels import conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large, select
 from cupy_awq.kernels.conv2d_int8 import Int8Convolution
 from cupy_awq.kernels.conv2d_problem import Convolution, ConvolutionSizes, refuse_tensor_cores
 from cupy_awq.kernels.conv2d_simt import Conv2dSimtConfig
@@ -180,7 +180,7 @@ def test_conv2d_int8_gives_the_bits_of_the_reference(backend: str, arch: int, nh
     if not nhwc:
         y = np.ascontiguousarray(y)
     problem = Int8Convolution(sizes, x_strides(x, True), nhwc, -7, limits)
-    plan = choice.choose(problem, facts(arch, backend)).plan
+    plan = select.choose(problem, facts(arch, backend)).plan
     for a in (x, codes, fused, multiplier):
         a.flags.writeable = False
     runner(backend)(plan, {"x": x, "codes": codes, "fused": fused, "multiplier": multiplier, "y": y})
@@ -310,7 +310,7 @@ def test_many_pixels_are_for_conv2d_sm90_large() -> None:
         dtype="float16",
     )
     assert conv2d_sm90_large.refuse(many, here) is None
-    chosen = choice.choose(many, here)
+    chosen = select.choose(many, here)
     assert chosen.name == "conv2d_sm90_large"
     assert chosen.config.halo  # type: ignore[attr-defined]
     assert "NHWC" in str(conv2d_sm90_large.refuse(replace(many, nhwc=False), here))
@@ -318,7 +318,7 @@ def test_many_pixels_are_for_conv2d_sm90_large() -> None:
     assert "needs sm_90" in str(conv2d_sm90_large.refuse(many, device.nominal(80)))
     few = many.sizes._replace(batch=1, height=15, width=17, out_h=15, out_w=17)
     assert conv2d_sm90_large.refuse(replace(many, sizes=few), here) == "needs 256 pixels of y, not 255"
-    assert choice.choose(replace(many, sizes=few), here).name == "conv2d_sm90"
+    assert select.choose(replace(many, sizes=few), here).name == "conv2d_sm90"
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 8, 9])
@@ -330,7 +330,7 @@ def test_every_stride_has_a_kernel(stride: int, shape: tuple[int, ...]) -> None:
     sizes = ConvolutionSizes(batch, height, width, 64, 64, 1, *kernel, *out, stride, stride)
     problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype="float16").without_stride()
     here = device.nominal(90)
-    chosen = choice.choose(problem, here)
+    chosen = select.choose(problem, here)
     assert (chosen.name == "conv2d_sm80") == (problem.sizes.stride_w > 8)
     for tensor_map in chosen.plan.maps:
         check_map(tensor_map, 0)
@@ -380,7 +380,7 @@ def test_selection_splits_k_of_small_images_and_says_why_a_kernel_is_refused() -
         dtype="float16",
     )
     few = replace(many, sizes=ConvolutionSizes(1, 7, 7, 512, 512, 1, 3, 3, 7, 7, pad_h=1, pad_w=1))
-    chosen = choice.choose(many, a100), choice.choose(few, a100)
+    chosen = select.choose(many, a100), select.choose(few, a100)
     assert all(c.name == "conv2d_sm80" for c in chosen)
     assert chosen[0].config.split_k == 1
     assert chosen[1].config.split_k > 1
@@ -398,7 +398,7 @@ def test_selection_splits_k_of_small_images_and_says_why_a_kernel_is_refused() -
         ConvolutionSizes(1, 8, 8, 1, 1, 32, 3, 3, 6, 6), block_size=1, bits=8, weight_offset=False, dtype="float16"
     )
     assert refuse(depthwise, a100) == "needs groups of a multiple of 8 channels, not 1"
-    assert choice.choose(depthwise, h100).name == "conv2d_simt"
+    assert select.choose(depthwise, h100).name == "conv2d_simt"
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import BlockQuantizedWeight, block_reference, from_packed, linear_fp8, linear_int8
-from cupy_awq.kernels import choice, gemm_int8_sm90, quantize_fp8
+from cupy_awq.kernels import gemm_int8_sm90, quantize_fp8, select
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM80
 from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
@@ -296,12 +296,12 @@ def test_fp8_selection_and_the_reasons_of_its_refusals() -> None:
     assert refuse_fp8(8, 24, h100) == "needs a multiple of 16 columns, not 24"
     assert refuse_fp8(48, 96, h100) == "needs blocks that are multiples of 32 columns, not 48"
     few, many = (fp8_problem(m, 4096, 4096, 128, "float16") for m in (1, 4096))
-    assert choice.choose(few, h100).name == "gemm_int8_sm80"
-    assert choice.choose(many, h100).config == GemmInt8Sm90Config(2, 132)
-    assert choice.choose(many, device.nominal(89)).name == "gemm_int8_sm80"
+    assert select.choose(few, h100).name == "gemm_int8_sm80"
+    assert select.choose(many, h100).config == GemmInt8Sm90Config(2, 132)
+    assert select.choose(many, device.nominal(89)).name == "gemm_int8_sm80"
     assert GEMM_INT8_SM80.refuse(many, h100) == "is replaced by gemm_int8_sm90 for e4m3"
     with pytest.raises(ValueError, match="gemm_int8_simt multiplies int8, not e4m3"):
-        choice.choose(few, device.nominal(86))
+        select.choose(few, device.nominal(86))
 
 
 def test_a_gpu_without_fp8_tensor_cores_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,14 +331,20 @@ def weight(bits: int = 4, kernel: int = 1) -> BlockQuantizedWeight:
         (X, X, {}, TypeError, "weight: expected a BlockQuantizedWeight, got ndarray"),
         (X, weight(bits=8), {}, ValueError, "weight: expected 4 bits for a float8 product, got 8"),
         (X, weight(kernel=3), {}, ValueError, "weight: expected a 1x1 kernel for a matrix product, got 3x3"),
-        (X.astype(float), weight(), {}, TypeError, "x.* float16, bfloat16 or float32"),
+        (X.astype(float), weight(), {}, TypeError, "x: expected float16, bfloat16 or float32"),
         (X[0], weight(), {}, ValueError, r"x: expected \[M, K\]"),
         (X[:, :4], weight(), {}, ValueError, r"x: expected \[M, K\] with K=8"),
-        (X.tolist(), weight(), {}, TypeError, "x.* a NumPy or CuPy array"),
-        (X, weight(), {"bias": np.ones(3, np.float32)}, ValueError, r"bias.* \[N\] = "),
+        (X.tolist(), weight(), {}, TypeError, "x: expected a NumPy or CuPy array"),
+        (X, weight(), {"bias": np.ones(3, np.float32)}, ValueError, r"^bias: expected .* \[N\] = \[4\], got "),
         (X, weight(), {"activation": "silu"}, ValueError, "activation: expected None"),
-        (X, weight(), {"out": np.zeros((3, 4), np.float16)}, TypeError, "out.* float32"),
-        (X, weight(), {"out": np.zeros((3, 5), np.float32)}, ValueError, "^out.* shape"),
+        (X, weight(), {"out": np.zeros((3, 4), np.float16)}, TypeError, "^out: expected float32 .*, got float16"),
+        (
+            X,
+            weight(),
+            {"out": np.zeros((3, 5), np.float32)},
+            ValueError,
+            r"^out: expected float32 \[3, 4\]",
+        ),
     ],
 )
 def test_linear_fp8_arguments(x: Any, w: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import BlockQuantizedWeight, block_check, block_reference, check, gemm_int8, quantize_activations
-from cupy_awq.kernels import choice, gemm_int8_simt, gemm_int8_sm90, gemv_int8, quantize_rows
+from cupy_awq.kernels import gemm_int8_simt, gemm_int8_sm90, gemv_int8, quantize_rows, select
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80, GemmInt8MmaConfig
 from cupy_awq.kernels.gemm_int8_simt import GemmInt8SimtConfig
@@ -284,14 +284,14 @@ def test_gemm_int8_sm90_reads_codes_row_by_row_whatever_their_strides(bits: int)
 def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
     h100, a100 = device.nominal(90), device.nominal(80)
     one = Int8Problem(9, 4096, 4096, 128, 4, False, True, "float16")
-    few, many = choice.choose(one, h100).config, choice.choose(replace(one, m=4096), a100).config
+    few, many = select.choose(one, h100).config, select.choose(replace(one, m=4096), a100).config
     assert isinstance(few, GemmInt8MmaConfig)
     assert isinstance(many, GemmInt8MmaConfig)
     assert (few.block_m, few.split_k) == (16, 8)
     assert (many.block_m, many.block_n, many.split_k) == (128, 128, 1)
-    assert choice.choose(replace(one, m=4096), h100).config == GemmInt8Sm90Config(2, 132)
-    assert choice.choose(replace(one, m=128 * 33), h100).config == GemmInt8Sm90Config(1, 132)
-    assert choice.choose(replace(one, m=4096, block_size=96), h100).name == "gemm_int8_sm80"
+    assert select.choose(replace(one, m=4096), h100).config == GemmInt8Sm90Config(2, 132)
+    assert select.choose(replace(one, m=128 * 33), h100).config == GemmInt8Sm90Config(1, 132)
+    assert select.choose(replace(one, m=4096, block_size=96), h100).name == "gemm_int8_sm80"
     problem = Int8Problem(1, 64, 72, 36, 4, False, True, "float16")
     refuse = GEMM_INT8_SM75.refuse
     assert refuse(problem, device.nominal(72)) == "needs sm_75 or newer, not sm_72"
@@ -305,10 +305,10 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
     assert gemm_int8_sm90.refuse(replace(problem, m=64, k=960, block_size=96), h100) == expected
     assert gemm_int8_sm90.refuse(one, device.nominal(100)) == "needs sm_90, not sm_100"
     assert gemm_int8_sm90.refuse(one, h100) == "takes 64 rows or more, not 9"
-    assert choice.choose(problem, h100).name == "gemm_int8_simt"
-    assert choice.choose(replace(problem, k=72, block_size=72), h100).name == "gemm_int8_simt"
+    assert select.choose(problem, h100).name == "gemm_int8_simt"
+    assert select.choose(replace(problem, k=72, block_size=72), h100).name == "gemm_int8_simt"
     with pytest.raises(ValueError, match=r"^no kernel fits: gemv_int8 has no activation silu, only clamp; "):
-        choice.choose(replace(one, m=1, activation="silu"), h100)
+        select.choose(replace(one, m=1, activation="silu"), h100)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -316,17 +316,17 @@ def test_gemv_is_chosen_for_up_to_eight_rows(arch: int) -> None:
     """Both sides of the limit, the rows that a CTA holds, and split-K where few columns would leave SMs idle."""
     gpu = device.nominal(arch)
     problem = Int8Problem(8, 4096, 4096, 32, 4, False, True, "float16")
-    assert choice.choose(problem, gpu).config == GemvInt8Config(8, 1)
-    more = choice.choose(replace(problem, m=9), gpu)
+    assert select.choose(problem, gpu).config == GemvInt8Config(8, 1)
+    more = select.choose(replace(problem, m=9), gpu)
     assert more.family is (MMA[arch] if arch >= 75 else gemm_int8_simt)
-    assert choice.choose(replace(problem, aligned=False), gpu).family is gemm_int8_simt
-    assert choice.choose(replace(problem, block_size=36), gpu).family is gemm_int8_simt
-    rows = [choice.choose(replace(problem, m=m), gpu).config.rows for m in range(1, 9)]  # type: ignore[attr-defined]
+    assert select.choose(replace(problem, aligned=False), gpu).family is gemm_int8_simt
+    assert select.choose(replace(problem, block_size=36), gpu).family is gemm_int8_simt
+    rows = [select.choose(replace(problem, m=m), gpu).config.rows for m in range(1, 9)]  # type: ignore[attr-defined]
     assert rows == [2, 2, 4, 4, 8, 8, 8, 8]
-    few_columns = choice.choose(replace(problem, n=64, k=28672), gpu)
+    few_columns = select.choose(replace(problem, n=64, k=28672), gpu)
     assert few_columns.family is gemv_int8
     assert few_columns.config.split_k > 1
-    assert choice.choose(replace(problem, n=64, k=1024), gpu).config.split_k == 1
+    assert select.choose(replace(problem, n=64, k=1024), gpu).config.split_k == 1
 
 
 @pytest.mark.gpu

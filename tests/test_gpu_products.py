@@ -291,17 +291,17 @@ def test_no_rows_on_the_gpu() -> None:
 def test_arrays_of_two_places_are_refused() -> None:
     weight = random_weight(np.random.default_rng(0), 64, 32, 16)
     x = np.zeros((2, 64), np.float16)
-    with pytest.raises(TypeError, match=r"^x is on the CPU, but the weight is on GPU 0$"):
+    with pytest.raises(TypeError, match=r"^x: expected an array on GPU 0 like the weight, got one on the CPU$"):
         gemm(x, put(weight))
-    with pytest.raises(TypeError, match=r"^x is on the CPU, but the weight is on GPU 0$"):
+    with pytest.raises(TypeError, match=r"^x: expected an array on GPU 0 like the weight, got one on the CPU$"):
         cupy_awq.AwqLinear(put(weight))(x.astype(BFLOAT16))
-    with pytest.raises(TypeError, match=r"^x is on GPU 0, but the weight is on the CPU$"):
+    with pytest.raises(TypeError, match=r"^x: expected an array on the CPU like the weight, got one on GPU 0$"):
         gemm(put(x), weight)
-    with pytest.raises(TypeError, match=r"^out is on the CPU, but the result is on GPU 0$"):
+    with pytest.raises(TypeError, match=r"^out: expected an array on GPU 0 like the result, got one on the CPU$"):
         gemm(put(x), put(weight), out=x[:, :32])
-    with pytest.raises(TypeError, match=r"^scales is on the CPU, but qweight is on GPU 0$"):
+    with pytest.raises(TypeError, match=r"^scales: expected an array on GPU 0 like qweight, got one on the CPU$"):
         cupy_awq.dequantize(put(weight.qweight), weight.scales, None)
-    with pytest.raises(TypeError, match=r"^x is on the CPU, but the plan is for GPU 0$"):
+    with pytest.raises(TypeError, match=r"^x: expected an array on GPU 0 like the plan, got one on the CPU$"):
         cupy_awq.plan((2, 64), put(weight))(x, x[:, :32])
     with pytest.raises(ValueError, match=r"^no kernel fits: gemv takes one row of x, not M=2$"):
         gemm(put(x), put(weight), kernel="gemv")

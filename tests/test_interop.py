@@ -13,6 +13,7 @@ import pytest
 
 import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight
+from cupy_awq.runtime import arrays
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests.products import FLOAT16, check_product, nan_like, put, tensors
 
@@ -57,15 +58,15 @@ def test_other_libraries_arrays_on_the_cpu_are_not_converted_silently() -> None:
         lambda: AwqLinear(weight)(OnCpu()),
         lambda: cupy_awq.plan(OnCpu(), weight),
     ):
-        with pytest.raises(TypeError, match=r"^x must be a NumPy or CuPy array, got OnCpu$"):
+        with pytest.raises(TypeError, match=r"^x: expected a NumPy or CuPy array, got OnCpu$"):
             function()
-    with pytest.raises(TypeError, match=r"^words must be a NumPy or CuPy array, got OnCpu$"):
+    with pytest.raises(TypeError, match=r"^words: expected a NumPy or CuPy array, got OnCpu$"):
         cupy_awq.int8_to_fp16(OnCpu())
 
 
 def test_numpy_arrays_and_what_is_none_pass_as_they_are() -> None:
-    arrays = {"x": np.zeros(3), "bias": None, "out": [1.0], "residual": OnCpu()}
-    assert all(a is b for a, b in zip(arrays.views(**arrays), arrays.values(), strict=True))
+    operands = {"x": np.zeros(3), "bias": None, "out": [1.0], "residual": OnCpu()}
+    assert all(a is b for a, b in zip(arrays.views(**operands), operands.values(), strict=True))
 
 
 @pytest.mark.gpu
@@ -123,18 +124,18 @@ def test_null_pointers_and_read_only_results_are_refused() -> None:
     weight = put(random_weight(np.random.default_rng(0), 64, 32, 16))
     x, out = put(np.zeros((2, 64), np.float16)), put(np.zeros((2, 32), np.float16))
     interface = {"shape": (2, 64), "typestr": "<f2", "data": (0, False), "version": 3}
-    message = r"^x must be an array in memory, got a SimpleNamespace with a null pointer$"
+    message = r"^x: expected an array in memory, got a SimpleNamespace with a null pointer$"
     with pytest.raises(ValueError, match=message):
         cupy_awq.gemm(SimpleNamespace(__cuda_array_interface__=interface), *tensors(weight))
-    with pytest.raises(ValueError, match=r"^out must be writable, got a read-only Interface$"):
+    with pytest.raises(ValueError, match=r"^out: expected a writable array, got a read-only Interface$"):
         cupy_awq.gemm(x, *tensors(weight), out=Interface(out, read_only=True))
     assert cupy_awq.gemm(Interface(x, read_only=True), *tensors(weight)).shape == (2, 32)
     empty = SimpleNamespace(__cuda_array_interface__=interface | {"shape": (0, 64)})
     assert cupy_awq.gemm(empty, *tensors(weight)).shape == (0, 32)
     lying = SimpleNamespace(__cuda_array_interface__={"shape": (2, 64), "data": (x.data.ptr, False), "version": 3})
-    with pytest.raises(TypeError, match=r"^x must be an array that CuPy can view, got SimpleNamespace: "):
+    with pytest.raises(TypeError, match=r"^x: expected an array that CuPy can view, got SimpleNamespace: "):
         cupy_awq.gemm(lying, *tensors(weight))
-    message = r"^qweight must be a NumPy or CuPy array, got Interface: cupy\.asarray or cupy\.from_dlpack views it"
+    message = r"^qweight: expected a NumPy or CuPy array, got Interface; cupy\.asarray or cupy\.from_dlpack views it"
     with pytest.raises(TypeError, match=message):
         PackedWeight(Interface(weight.qweight), weight.scales, None)
     assert isinstance(out, cupy.ndarray)

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.kernels.family import AnyFamily, Config
+from cupy_awq.kernels.gemm_sm90 import FUSION_BUFFERS
 from cupy_awq.kernels.gemm_sm90 import layout as repacking
-from cupy_awq.kernels.problem import Config, Problem, Strides
+from cupy_awq.kernels.problem import Problem, Strides
 from cupy_awq.runtime import device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.tools.testing import random_activations, random_weight
@@ -97,20 +99,22 @@ def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Devic
 
 
 def residual_stream(problem: Problem, rng: np.random.Generator) -> dict[str, np.ndarray | None]:
-    """A product's part of a decoder's residual stream, with NaN wherever it must write."""
-    before = rng.uniform(16, 640, problem.m).astype(np.float32)
-    stream: dict[str, np.ndarray | None] = dict.fromkeys(("h", "norm", "squares", "inverse"))
-    if problem.stream == "adds":
+    """Return random buffers of a problem's fusion, with NaN wherever the kernel must write."""
+    stream: dict[str, np.ndarray | None] = dict.fromkeys(FUSION_BUFFERS)
+    stream["previous_inverse_rms"] = rng.uniform(16, 640, problem.m).astype(np.float32)
+    if problem.adds_to_stream:
         stream["h"] = rng.standard_normal((problem.m, problem.n)).astype(np.float32)
-        stream["norm"] = (1 + rng.standard_normal(problem.n) / 4).astype(np.float32)
-        stream["squares"] = np.full((problem.m, -(-problem.n // 32)), np.nan, np.float32)
-    elif problem.stream == "norms":
-        stream["squares"] = rng.uniform(1, 50, (problem.m, -(-problem.k // 32))).astype(np.float32)
-        stream["inverse"] = np.full(problem.m, np.nan, np.float32)
-    return {**stream, "before": before}
+        stream["norm_weight"] = (1 + rng.standard_normal(problem.n) / 4).astype(np.float32)
+        stream["square_sums"] = np.full((problem.m, -(-problem.n // 32)), np.nan, np.float32)
+    elif problem.rms_norms_x:
+        stream["square_sums"] = rng.uniform(1, 50, (problem.m, -(-problem.k // 32))).astype(np.float32)
+        stream["inverse_rms"] = np.full(problem.m, np.nan, np.float32)
+    return stream
 
 
-def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Device, seed: int, pad: int = 0) -> None:
+def check_matmul(
+    run: Run, problem: Problem, family: AnyFamily, config: Config, facts: device.Device, seed: int, pad: int = 0
+) -> None:
     """One launch of a configuration over random data, with NaN wherever it must write."""
     rng = np.random.default_rng(seed)
     dtype, scales_dtype = DTYPES[problem.dtype], DTYPES[problem.scales_dtype]
@@ -123,7 +127,7 @@ def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Devic
         bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype])
     residual = rng.standard_normal((problem.m, n_out)).astype(dtype) if problem.residual else None
     repacked = repack(run, problem, weight, facts) if problem.repacked else None
-    partials, counters = config.workspace(problem)
+    partial_bytes, counters = family.workspace(config, problem)
 
     def spaced(a: np.ndarray) -> np.ndarray:
         return strided(a, -a.shape[1] % (16 // a.itemsize) if pad == WHOLE else pad)
@@ -145,22 +149,22 @@ def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Devic
     wide = (*raw, arrays["residual"], arrays["y"])
     aligned = all(a is None or a.strides[0] % 16 == 0 for a in wide)
     problem = replace(problem, strides=strides, aligned=aligned, x_aligned=arrays["x"].strides[0] % 16 == 0)
-    scratch = {"partials": np.full(partials // 4, np.nan, np.float32), "counters": np.zeros(counters, np.uint32)}
+    scratch = {"partials": np.full(partial_bytes // 4, np.nan, np.float32), "counters": np.zeros(counters, np.uint32)}
     given = {name: None if a is None else a.astype(np.float64) for name, a in stream.items()}
-    run(config.plan(problem, facts), {**arrays, **stream, "bias": bias, "weight": repacked, **scratch})
+    run(family.plan(config, problem, facts), {**arrays, **stream, "bias": bias, "weight": repacked, **scratch})
     y = arrays["y"].astype(np.float64)
     w, x = float64_weight(weight.qweight, weight.scales, weight.qzeros), x.astype(np.float64)
-    if problem.stream == "norms":
-        inverse = 1 / np.sqrt(given["squares"].sum(1) / problem.k + problem.eps)
-        np.testing.assert_allclose(stream["inverse"], inverse, rtol=1e-5)
-        x *= (inverse / given["before"] * 64)[:, None]
+    if problem.rms_norms_x:
+        inverse_rms = 1 / np.sqrt(given["square_sums"].sum(1) / problem.k + problem.fusion.eps)
+        np.testing.assert_allclose(stream["inverse_rms"], inverse_rms, rtol=1e-5)
+        x *= (inverse_rms / given["previous_inverse_rms"] * 64)[:, None]
     reference, size = expected(problem, x, w, bias, residual)
-    if problem.stream == "adds":
+    if problem.adds_to_stream:
         # Its bits follow from those of h, which stands for all of y.
-        h, factor = stream["h"].astype(np.float64), given["norm"] * given["before"][:, None] / 64
+        h, factor = stream["h"].astype(np.float64), given["norm_weight"] * given["previous_inverse_rms"][:, None] / 64
         np.testing.assert_allclose(y, h * factor, rtol=2 * BOUNDS[problem.dtype], atol=1e-7)
         squares = np.pad(h**2, ((0, 0), (0, -problem.n % 32))).reshape(problem.m, -1, 32).sum(2)
-        np.testing.assert_allclose(stream["squares"], squares, rtol=1e-5)
+        np.testing.assert_allclose(stream["square_sums"], squares, rtol=1e-5)
         y, reference = h, given["h"] + reference
     assert np.isfinite(y).all(), f"{np.count_nonzero(~np.isfinite(y))} elements were not written"
     assert np.linalg.norm(y - reference) <= BOUNDS[problem.dtype] * np.linalg.norm(size + np.abs(reference))
@@ -169,9 +173,9 @@ def check_matmul(run: Run, problem: Problem, config: Config, facts: device.Devic
     assert not scratch["counters"].any(), "the counters must be left as they were found"
 
 
-def families(problem: Problem, facts: device.Device) -> dict[str, list[Config]]:
-    found = select.candidates(problem, facts)
-    return {name: configs for name, configs in found.items() if not isinstance(configs, str)}
+def candidates(problem: Problem, facts: device.Device) -> list[list[select.Candidate]]:
+    """The legal configurations of each family that takes the problem."""
+    return [some for some in select.candidates(problem, facts).values() if not isinstance(some, str)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -183,10 +187,10 @@ def test_every_legal_configuration(backend: str, arch: int, m: int, dtype: str) 
     scales_dtype = "bfloat16" if dtype == "bfloat16" else "float16"
     problem = Problem(m, 224, 192, 64, dtype, scales_dtype)
     here = facts(arch, backend)
-    for configs in families(problem, here).values():
-        for config in configs:
-            if config.splits in (1, 3, 4):
-                check_matmul(runner(backend), problem, config, here, seed=m)
+    for some in candidates(problem, here):
+        for family, config, _ in some:
+            if config.split_k in (1, 3, 4):
+                check_matmul(runner(backend), problem, family, config, here, seed=m)
 
 
 @pytest.mark.parametrize("backend", LANDINGS)
@@ -213,9 +217,9 @@ def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject)
         gated=gated,
     )
     here = facts(arch, backend)
-    for configs in families(padded(problem, pad), here).values():
-        config = data.draw(st.sampled_from(configs[:8]))
-        check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+    for some in candidates(padded(problem, pad), here):
+        family, config, _ = data.draw(st.sampled_from(some[:8]))
+        check_matmul(runner(backend), problem, family, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
@@ -251,7 +255,7 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
         assert plan.shared_bytes >= config.shared_bytes
         runner(backend)(replace(plan, shared_bytes=config.shared_bytes), buffers)
 
-    check_matmul(run, problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+    check_matmul(run, problem, family, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
 
 def rounded_once(w: np.ndarray, dtype: str) -> np.ndarray:
@@ -292,6 +296,6 @@ def test_dequantize_gives_the_formulas_bits(backend: str, arch: int, dtype: str,
     strides = tuple(0 if a is None else a.strides[0] // a.itemsize for a in arrays.values())
     aligned = (n + pad) % 8 == 0
     problem = Dequantization(k, n, group_size, scales_dtype, zeros, dtype, aligned, strides)  # type: ignore[arg-type]
-    runner(backend)(problem.plan(facts(arch, backend)), arrays)
+    runner(backend)(select.choose(problem, facts(arch, backend)).plan, arrays)
     wanted = rounded_once(float64_weight(weight.qweight, scales, qzeros), dtype)
     np.testing.assert_array_equal(arrays["out"].astype(np.float64), wanted)

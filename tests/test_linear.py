@@ -7,7 +7,6 @@ import copy
 import pickle
 import re
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +18,7 @@ from cupy_awq import AwqLinear, PackedWeight, linear
 from cupy_awq.runtime import arrays, placement
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests.products import FLOAT16, ZEROS, check_product, gemm, nan_like, put, tensors
-from tests.test_reference import ACTIVATIONS, float64_epilogue, float64_weight
+from tests.test_reference import ACTIVATIONS
 
 BFLOAT16 = ml_dtypes.bfloat16
 
@@ -56,13 +55,17 @@ def test_a_layer_reads_uint16_as_it_is_told() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"bias": np.zeros(16, np.float16)}, ValueError, "bias must be [N] = (24,), got shape (16,)"),
-        ({"bias": [0.0] * 24}, TypeError, "bias must be a NumPy or CuPy array, got list"),
-        ({"activation": "elu"}, ValueError, "activation must be relu, "),
+        (
+            {"bias": np.zeros(16, np.float16)},
+            ValueError,
+            "bias: expected float16, bfloat16 or float32 [N] = [24], got float16 [16]",
+        ),
+        ({"bias": [0.0] * 24}, TypeError, "bias: expected a NumPy or CuPy array, got list"),
+        ({"activation": "elu"}, ValueError, "activation: expected relu, "),
         (
             {"activation": "swiglu"},
             ValueError,
-            "N=24 in qweight (half gate, half up, each of whole words) is not a multiple of 16",
+            "qweight: expected N divisible by 16 for a gated activation, got N = 24",
         ),
     ],
 )
@@ -72,7 +75,7 @@ def test_what_does_not_fit_the_weight_is_named_when_the_layer_is_made(
     weight = random_weight(np.random.default_rng(0), 64, 24, 16)
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         AwqLinear(weight, **options)
-    with pytest.raises(TypeError, match=r"^weight must be a PackedWeight, got ndarray$"):
+    with pytest.raises(TypeError, match=r"^weight: expected a PackedWeight, got ndarray$"):
         AwqLinear(weight.qweight, **options)  # type: ignore[arg-type]
 
 
@@ -92,7 +95,7 @@ def test_a_concatenated_layer_makes_what_its_parts_make(zeros: str) -> None:
     assert all(np.shares_memory(view, y) for view in views)
     for view, w, b, i in zip(views, weights, biases, range(3), strict=True):
         check_product(view, x, w, b if i else None)
-    with pytest.raises(ValueError, match=r"^y must have 56 columns, got shape \(2, 3, 32\)$"):
+    with pytest.raises(ValueError, match=r"^y: expected \[\.\.\., 56\], got float16 \[2, 3, 32\]$"):
         layer.split(views[0])
 
 
@@ -130,16 +133,18 @@ def test_parts_that_cannot_be_concatenated_are_named() -> None:
             AwqLinear.concatenate(parts)
         return str(error.value)
 
-    assert refused() == "parts must have at least one layer or weight, got none"
-    assert refused(first, random_weight(rng, 32, 16, 16)) == "parts[1] must have k=64 as parts[0] has, got 32"
-    expected = "parts[2] must have group_size=16 as parts[0] has, got 32"
+    assert refused() == "parts: expected at least one layer or weight, got none"
+    assert refused(first, random_weight(rng, 32, 16, 16)) == "parts[1]: expected k=64 as in parts[0], got 32"
+    expected = "parts[2]: expected group_size=16 as in parts[0], got 32"
     assert refused(first, first, random_weight(rng, 64, 16, 32)) == expected
     other = random_weight(rng, 64, 16, 16, dtype=BFLOAT16)
-    assert refused(first, other) == "parts[1] must have dtype=float16 as parts[0] has, got bfloat16"
+    assert refused(first, other) == "parts[1]: expected dtype=float16 as in parts[0], got bfloat16"
     other = random_weight(rng, 64, 16, 16, zeros="float")
-    assert refused(first, other) == "parts[1] must have zeros=packed as parts[0] has, got float"
-    assert refused(AwqLinear(first, activation="relu")) == "parts[0] must have no activation of its own, got 'relu'"
-    with pytest.raises(TypeError, match=r"^weight must be a PackedWeight, got ndarray$"):
+    assert refused(first, other) == "parts[1]: expected zeros=packed as in parts[0], got float"
+    assert (
+        refused(AwqLinear(first, activation="relu")) == "parts[0]: expected a layer without an activation, got 'relu'"
+    )
+    with pytest.raises(TypeError, match=r"^weight: expected a PackedWeight, got ndarray$"):
         AwqLinear.concatenate([first.qweight])  # type: ignore[list-item]
 
 
@@ -159,82 +164,6 @@ def test_copies_and_pickles_of_layers_compute_the_same() -> None:
 def test_a_layer_cannot_be_changed_behind_its_back(name: str) -> None:
     with pytest.raises(AttributeError):
         setattr(AwqLinear(random_weight(np.random.default_rng(0), 64, 16, 16)), name, None)
-
-
-@pytest.mark.parametrize("backend", [np.asarray, pytest.param(put, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("activation", [None, "relu6", (-0.25, 0.5)])
-@pytest.mark.parametrize("zeros", ZEROS)
-def test_a_layer_of_integers_stays_within_its_bound(backend: Any, zeros: str, activation: Any) -> None:
-    def bound(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-        return np.abs(x).reshape(66, 4, 32).max(axis=2) / 254 @ np.abs(w).reshape(4, 32, 40).sum(axis=1)
-
-    check_bound(backend, zeros, activation, "int8", bound)
-
-
-@pytest.mark.parametrize("backend", [np.asarray, pytest.param(put, marks=[pytest.mark.gpu, pytest.mark.sm90])])
-@pytest.mark.parametrize("activation", [None, "relu6", (-0.25, 0.5)])
-@pytest.mark.parametrize("zeros", ZEROS)
-def test_a_layer_of_float8_stays_within_its_bound(backend: Any, zeros: str, activation: Any) -> None:
-    def bound(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-        return np.maximum(np.abs(x) / 17, np.abs(x).max(axis=1, keepdims=True) / 448 / 1024) @ np.abs(w)
-
-    check_bound(backend, zeros, activation, "fp8", bound)
-
-
-def check_bound(
-    backend: Any,
-    zeros: str,
-    activation: Any,
-    x_dtype: str,
-    bound_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
-) -> None:
-    """A layer keeps ``bound_of(x, w)``, fills any out, and survives concatenation and pickling."""
-    rng = np.random.default_rng(0)
-    weight = random_weight(rng, 128, 40, 32, zeros=zeros)
-    x, bias = random_activations(rng, 2, 33, 128), rng.standard_normal(40).astype(np.float32)
-    on_device = PackedWeight(*(None if a is None else backend(a) for a in tensors(weight)))
-    options = {"bias": backend(bias), "activation": activation, "x_dtype": x_dtype}
-    layer = AwqLinear(on_device, **options)
-    wide = backend(np.full((2, 33, 48), np.nan, np.float16))
-    out = wide[..., 4:44]
-    y = layer(backend(x))
-    assert layer(backend(x), out=out) is out
-    wide, y = (a if isinstance(a, np.ndarray) else a.get() for a in (wide, y))
-    np.testing.assert_array_equal(wide[..., 4:44], y)
-    assert np.isnan(wide[..., :4]).all()
-    assert np.isnan(wide[..., 44:]).all()
-    w = float64_weight(*tensors(weight))
-    rows = x.reshape(66, 128).astype(np.float64)
-    bound, exact = bound_of(rows, w), rows @ w + bias
-    low, high = (float64_epilogue(v, activation, 0.0) for v in (exact - bound, exact + bound))
-    slack = 2e-3 * (1 + np.abs(exact))
-    assert np.all((low - slack <= y.reshape(66, 40)) & (y.reshape(66, 40) <= high + slack))
-    assert (layer.x_dtype, repr(layer).endswith(f"x_dtype='{x_dtype}')")) == (x_dtype, True)
-    parts = AwqLinear.concatenate([on_device, on_device], x_dtype=x_dtype)
-    first, second = (a if isinstance(a, np.ndarray) else a.get() for a in parts.split(parts(backend(x))))
-    np.testing.assert_array_equal(first, second)
-    again = pickle.loads(pickle.dumps(layer))
-    assert again.x_dtype == x_dtype
-
-
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [
-        (lambda w, x: AwqLinear(w, x_dtype="int4"), "x_dtype must be None, 'int8' or 'fp8', got 'int4'"),
-        (lambda w, x: AwqLinear(w, x_dtype="fp8", activation="silu"), "activation must be "),
-        (lambda w, x: AwqLinear(w, x_dtype="fp8")(x, dtype="float16"), "layer with x_dtype='fp8' takes no"),
-        (lambda w, x: AwqLinear(w, x_dtype="fp8").plan((2, 32)), "layer with x_dtype='fp8' has no plan"),
-        (lambda w, x: AwqLinear(w, x_dtype="int8", activation="silu"), "activation must be "),
-        (lambda w, x: AwqLinear(w, x_dtype="int8")(x, residual=x[:, :16]), "takes no residual and no dtype"),
-        (lambda w, x: AwqLinear(w, x_dtype="int8").plan((2, 32)), "has no plan"),
-        (lambda w, x: AwqLinear(w, x_dtype="int8")(x[:, :16]), "K=16 in x is not K=32 in qweight"),
-        (lambda w, x: AwqLinear.concatenate([AwqLinear(w, x_dtype="int8")]), "no x_dtype of its own"),
-    ],
-)
-def test_what_a_layer_of_integers_does_not_take_is_named(act: Any, message: str) -> None:
-    weight = random_weight(np.random.default_rng(0), 32, 16, 16)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        act(weight, np.ones((2, 32), np.float16))
 
 
 # ----------------------------------------------------------------------------------------------------------- the GPU
@@ -281,9 +210,9 @@ def test_a_layout_that_was_met_is_launched_without_checks(monkeypatch: pytest.Mo
         for unknown in (put(values[0])[:2], put(values[0]).astype(np.float32), put(values[0]).reshape(1, 3, 256)):
             with pytest.raises(AssertionError, match="checked again"):
                 layer(unknown)
-    with pytest.raises(ValueError, match=r"^out must have shape \(3, 128\), got \(128, 3\)$"):
+    with pytest.raises(ValueError, match=r"^out: expected float16 \[3, 128\], got float16 \[128, 3\]$"):
         layer(put(values[0]), out=outs[0].T)
-    with pytest.raises(TypeError, match=r"^out must be float16, got float32$"):
+    with pytest.raises(TypeError, match=r"^out: expected float16 \[3, 128\], got float32 \[3, 128\]$"):
         layer(put(values[0]), out=outs[0].astype(np.float32))
 
 

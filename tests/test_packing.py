@@ -113,23 +113,63 @@ def test_a_gpu_packs_as_the_cpu_does() -> None:
         words = pack(cupy.asarray(a))
         np.testing.assert_array_equal(words.get(), pack(a))
         np.testing.assert_array_equal(unpack(words).get(), a)
-    with pytest.raises(ValueError, match=r"^codes must be in 0\.\.15, got 16$"):
+    with pytest.raises(ValueError, match=r"^codes: expected values from 0 to 15, got 16$"):
         packing.pack_int4(cupy.full(8, 16, np.uint8))
 
 
 @pytest.mark.parametrize(
     ("pack", "argument", "error", "message"),
     [
-        (packing.pack_int4, np.array([0] * 7 + [16], np.uint8), ValueError, r"codes must be in 0\.\.15, got 16"),
-        (packing.pack_int4, np.zeros(12, np.uint8), ValueError, "N=12 in codes is not a multiple of 8"),
-        (packing.pack_int4, np.zeros(8, np.int64), TypeError, "codes must be uint8, got int64"),
-        (packing.pack_int4, np.array(3, np.uint8), ValueError, r"codes must have at least one axis, got shape \(\)"),
-        (packing.pack_int4, [0] * 8, TypeError, "codes must be a NumPy or CuPy array, got list"),
-        (packing.unpack_int4, np.zeros(2, np.uint32), TypeError, "words must be int32, got uint32"),
-        (packing.unpack_int4, (1, 2), TypeError, "words must be a NumPy or CuPy array, got tuple"),
-        (packing.pack_int8, np.zeros(6, np.int8), ValueError, "N=6 in values is not a multiple of 4"),
-        (packing.pack_int8, np.zeros(8, np.uint8), TypeError, "values must be int8, got uint8"),
-        (packing.unpack_int8, np.zeros(2, np.float32), TypeError, "words must be int32, got float32"),
+        (
+            packing.pack_int4,
+            np.array([0] * 7 + [16], np.uint8),
+            ValueError,
+            r"codes: expected values from 0 to 15, got 16",
+        ),
+        (
+            packing.pack_int4,
+            np.zeros(12, np.uint8),
+            ValueError,
+            r"codes: expected uint8 \[\.\.\., N\] with N divisible by 8, got uint8 \[12\]",
+        ),
+        (
+            packing.pack_int4,
+            np.zeros(8, np.int64),
+            TypeError,
+            r"codes: expected uint8 \[\.\.\., N\] with N divisible by 8, got int64 \[8\]",
+        ),
+        (
+            packing.pack_int4,
+            np.array(3, np.uint8),
+            ValueError,
+            r"codes: expected uint8 \[\.\.\., N\] with N divisible by 8, got uint8 \[\]",
+        ),
+        (packing.pack_int4, [0] * 8, TypeError, "codes: expected a NumPy or CuPy array, got list"),
+        (
+            packing.unpack_int4,
+            np.zeros(2, np.uint32),
+            TypeError,
+            r"words: expected int32 \[\.\.\., N\], got uint32 \[2\]",
+        ),
+        (packing.unpack_int4, (1, 2), TypeError, "words: expected a NumPy or CuPy array, got tuple"),
+        (
+            packing.pack_int8,
+            np.zeros(6, np.int8),
+            ValueError,
+            r"values: expected int8 \[\.\.\., N\] with N divisible by 4, got int8 \[6\]",
+        ),
+        (
+            packing.pack_int8,
+            np.zeros(8, np.uint8),
+            TypeError,
+            r"values: expected int8 \[\.\.\., N\] with N divisible by 4, got uint8 \[8\]",
+        ),
+        (
+            packing.unpack_int8,
+            np.zeros(2, np.float32),
+            TypeError,
+            r"words: expected int32 \[\.\.\., N\], got float32 \[2\]",
+        ),
     ],
 )
 def test_bad_input_is_named(pack: object, argument: object, error: type[Exception], message: str) -> None:

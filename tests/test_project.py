@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import shlex
 import shutil
@@ -16,18 +17,20 @@ from pathlib import Path
 
 import pytest
 
+import cupy_awq
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cupy_awq"
 CUDA = ROOT / "cuda_src"
 
-# A module imports only from those before it. `x @ weight` is the one way up: the product of a weight is an operation.
 PEERS = ROOT / "tests" / "peers"
+
+# A module imports only from its own and lower layers. `__init__`, which imports a public name when it is first used, is
+# the lowest: every module may use the package's public names.
 ORDER = (
-    "check packing weight block_weight reference block_check block_reference quantizer runtime kernels ops linear"
-    " checkpoint llm __init__"
-    " tools __main__"
+    "__init__ check packing weight block_weight reference block_check block_reference quantizer checkpoint runtime"
+    " kernels ops linear loader llm tools __main__"
 ).split()
-WAYS_UP = {("weight", "ops"), ("tools", "__main__")}
 NO_CUPY = set("check packing weight block_weight reference block_check block_reference kernels checkpoint".split())
 
 TOP_LEVEL = {"pyproject.toml", "cupy_awq", "cuda_src", "tests", "README.md", "LICENSE", "CHANGELOG.md"}
@@ -81,9 +84,54 @@ def test_no_module_imports_from_a_layer_above() -> None:
         for name in imported(path):
             parts = name.split(".")
             target = parts[1] if len(parts) > 1 else "__init__"
-            if parts[0] == "cupy_awq" and (module, target) not in WAYS_UP and target not in below:
+            if parts[0] == "cupy_awq" and target not in below:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong
+
+
+def module_name(path: Path) -> str:
+    """Dotted name: "cupy_awq.ops" for cupy_awq/ops/__init__.py."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_imports_have_no_cycle_not_even_inside_functions() -> None:
+    modules = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    typing_only = {("cupy_awq.kernels.gemv_int8", "cupy_awq.kernels.int8")}
+    for module, path in modules.items():
+        for name in imported(path):
+            target = name if name in modules else name.rpartition(".")[0]  # a module, or a name of one
+            if target in modules and target != module and (module, target) not in typing_only:
+                graph[module].add(target)
+    assert graph["cupy_awq.linear"] >= {"cupy_awq.check", "cupy_awq.weight"}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
+
+
+def test_reading_checkpoints_loads_neither_cupy_nor_the_gpu_layers() -> None:
+    program = (
+        "import sys; import numpy.typing, ml_dtypes; before = set(sys.modules); import cupy_awq.checkpoint;"
+        " print(*(set(sys.modules) - before))"
+    )
+    loaded = [name.split(".") for name in python("-c", program).split()]
+    own = {".".join(parts[:2]) for parts in loaded if parts[0] not in sys.stdlib_module_names}
+    assert own <= {"cupy_awq", "cupy_awq.checkpoint", "cupy_awq.weight", "cupy_awq.packing", "cupy_awq.check"}
+
+
+def test_type_stub_of_the_package_names_what_it_loads_lazily() -> None:
+    stub = ast.parse(read(PACKAGE / "__init__.pyi"))
+    declared = {
+        alias.name: (node.module or "").removeprefix("cupy_awq.")
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    assert declared == cupy_awq._MODULES
+    assert cupy_awq.__all__ == sorted(declared)
+    assert all(getattr(cupy_awq, name) for name in declared)
+    assert set(declared) <= set(dir(cupy_awq))
+    with pytest.raises(AttributeError, match="module 'cupy_awq' has no attribute 'absent'"):
+        _ = cupy_awq.absent
 
 
 def test_formats_reference_and_selection_never_name_cupy() -> None:
@@ -173,6 +221,11 @@ def test_wheel_carries_every_module_kernel_and_data_file(wheel: Path) -> None:
     assert carried == expected
 
 
+def test_wheel_carries_the_license_and_the_notices(wheel: Path) -> None:
+    names = {name.partition(".dist-info/licenses/")[2] for name in zipfile.ZipFile(wheel).namelist()}
+    assert names >= {"LICENSE", "cupy_awq/data/smollm2-mlp/NOTICE", "cupy_awq/data/THIRD_PARTY_NOTICES"}
+
+
 def test_version_is_known_without_installation(wheel: Path) -> None:
     version = python("-c", "import cupy_awq; print(cupy_awq.__version__)").strip()
     assert wheel.name == f"cupy_awq-{version}-py3-none-any.whl"
@@ -193,14 +246,3 @@ def test_readme_opens_with_the_two_commands() -> None:
     lines = [shlex.split(line, comments=True) for line in block[1].splitlines()]
     assert lines[1] == shlex.split("pip install . && python -m cupy_awq demo")
     assert lines[2] == shlex.split('pip install -e ".[test]" && python -m pytest')
-
-
-def test_readme_has_the_table_of_operators_as_its_command_prints_it() -> None:
-    """And each test that the table names exists."""
-    from tests.tools.operator_table import table
-
-    text = table()
-    assert text in read(ROOT / "README.md")
-    for file, names in re.findall(r"`(test_\w+\.py)::([\w, ]+)`", text):
-        for name in names.split(", "):
-            assert f"def {name}(" in read(ROOT / "tests" / file)

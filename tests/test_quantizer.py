@@ -175,7 +175,7 @@ def test_a_gpu_gives_the_codes_of_the_cpu(dtype: Any, symmetric: bool) -> None:
     on_gpu = quantize(cupy.asarray(w), group_size=32, symmetric=symmetric)
     for name in ("qweight", "scales", "qzeros"):
         np.testing.assert_array_equal(getattr(on_gpu, name).get(), getattr(on_cpu, name))
-    with pytest.raises(ValueError, match=r"^w must be finite, got NaN or Inf$"):
+    with pytest.raises(ValueError, match=r"^w: expected finite values, got NaN or infinity$"):
         quantize(cupy.asarray(np.full((8, 8), np.nan, dtype)), group_size=8)
 
 
@@ -188,46 +188,50 @@ def with_value(value: float, dtype: Any = np.float32) -> np.ndarray:
     return w
 
 
+BAD_SHAPE = "w: expected [K, N] with K > 0, N > 0 and N divisible by 8, got "
+BAD_GROUP_SIZE = "group_size: expected a divisor of K = 128, or -1 for K itself, got "
+
+
 @pytest.mark.parametrize(
     ("w", "options", "error", "message"),
     [
-        (with_value(np.nan), {}, ValueError, "w must be finite, got NaN or Inf"),
-        (with_value(np.inf), {}, ValueError, "w must be finite, got NaN or Inf"),
-        (with_value(-np.inf, np.float16), {}, ValueError, "w must be finite, got NaN or Inf"),
-        (with_value(np.nan, BFLOAT16), {}, ValueError, "w must be finite, got NaN or Inf"),
+        (with_value(np.nan), {}, ValueError, "w: expected finite values, got NaN or infinity"),
+        (with_value(np.inf), {}, ValueError, "w: expected finite values, got NaN or infinity"),
+        (with_value(-np.inf, np.float16), {}, ValueError, "w: expected finite values, got NaN or infinity"),
+        (with_value(np.nan, BFLOAT16), {}, ValueError, "w: expected finite values, got NaN or infinity"),
         (
             with_value(1.5e30),
             {},
             ValueError,
-            "w needs a scale of 1e+29, above the range of float16 (6.55e+04)",
+            "w: expected values with scales up to 6.55e+04 (float16), got a scale of 1e+29",
         ),
         (
             with_value(1e308, np.float64),
             {},
             ValueError,
-            "w needs a scale of 6.67e+306, above the range of float16 (6.55e+04)",
+            "w: expected values with scales up to 6.55e+04 (float16), got a scale of 6.67e+306",
         ),
-        ([[0.0] * 8], {}, TypeError, "w must be a NumPy or CuPy array, got list"),
+        ([[0.0] * 8], {}, TypeError, "w: expected a NumPy or CuPy array, got list"),
         (
             W.astype(np.int8),
             {},
             TypeError,
-            "w must be float16, bfloat16, float32 or float64, got int8",
+            "w: expected float16, bfloat16, float32 or float64 [K, N], got int8 [128, 16]",
         ),
         (
             W.astype(np.complex64),
             {},
             TypeError,
-            "w must be float16, bfloat16, float32 or float64, got complex64",
+            "w: expected float16, bfloat16, float32 or float64 [K, N], got complex64 [128, 16]",
         ),
-        (W[0], {}, ValueError, "w must be [K, N] with at least one element, got shape (16,)"),
-        (W[:0], {}, ValueError, "w must be [K, N] with at least one element, got shape (0, 16)"),
-        (W[:, :12], {}, ValueError, "N=12 in w is not a multiple of 8"),
-        (W, {"group_size": 48}, ValueError, "K=128 is not a multiple of group_size=48"),
-        (W, {"group_size": 0}, ValueError, "group_size must be positive, or -1 for K, got 0"),
-        (W, {"group_size": 64.0}, TypeError, "group_size must be an integer, got 64.0"),
-        (W, {"bits": 8}, ValueError, "bits must be 4, got 8"),
-        (W, {"bits": "4"}, ValueError, "bits must be 4, got '4'"),
+        (W[0], {}, ValueError, BAD_SHAPE + "float32 [16]"),
+        (W[:0], {}, ValueError, BAD_SHAPE + "float32 [0, 16]"),
+        (W[:, :12], {}, ValueError, BAD_SHAPE + "float32 [128, 12]"),
+        (W, {"group_size": 48}, ValueError, BAD_GROUP_SIZE + "48"),
+        (W, {"group_size": 0}, ValueError, BAD_GROUP_SIZE + "0"),
+        (W, {"group_size": 64.0}, TypeError, "group_size: expected an integer, got 64.0"),
+        (W, {"bits": 8}, ValueError, "bits: expected 4, got 8"),
+        (W, {"bits": "4"}, ValueError, "bits: expected 4, got '4'"),
     ],
 )
 def test_bad_input_is_named(w: Any, options: Any, error: type[Exception], message: str) -> None:

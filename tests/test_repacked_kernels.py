@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm_sm90 import layout as repacking
-from cupy_awq.kernels.gemm_sm90_large import GemmSm90Large
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.problem import Fusion, Problem
 from cupy_awq.packing import unpack_int4
 from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
 from tests.backends import BACKENDS, HOPPER, LANDINGS, runner
-from tests.test_kernels import DTYPES, check_matmul, facts, families, repack, rounded_once
+from tests.test_kernels import DTYPES, candidates, check_matmul, facts, repack, rounded_once
 from tests.test_reference import float64_weight
 
 
@@ -53,11 +52,12 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
     problem = any_problem(data, [1, 2, 7, 8, 9, 16, 17, 33, 65, 130], 320, 512)
     problem = replace(problem, wide_scales=data.draw(st.booleans()))
     here = facts(90, backend)
-    configs = select.FAMILIES["gemm_sm90"].configs(problem, here)
-    ranked = sorted(configs, key=lambda config: (config.scaled, config.estimate_us(problem, here)))
+    family = select.FAMILIES["gemm_sm90"]
+    configs = family.configs(problem, here)
+    ranked = sorted(configs, key=lambda config: (config.scaled, family.estimate_us(config, problem, here)))
     config = data.draw(st.sampled_from(ranked[:20] + [config for config in ranked if config.scaled][:20]))
     pad = data.draw(st.sampled_from([0, 8]))
-    check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+    check_matmul(runner(backend), problem, family, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
@@ -67,11 +67,12 @@ def test_few_rows_of_one_group_a_record(backend: str, m: int, k: int, dtype: str
     """Sums of x by parts of K, of every depth and number of splits."""
     problem = Problem(m, 72, k, k, dtype, repacked=True)
     here = facts(90, backend)
-    configs = {(c.depth, c.splits): c for c in select.FAMILIES["gemm_sm90"].configs(problem, here) if c.records == 2}
+    family = select.FAMILIES["gemm_sm90"]
+    configs = {(c.depth, c.splits): c for c in family.configs(problem, here) if c.records == 2}
     assert {depth for depth, _ in configs} >= {1, 2}
     assert {splits for _, splits in configs} == {1, 2}
     for config in configs.values():
-        check_matmul(runner(backend), problem, config, here, seed=k)
+        check_matmul(runner(backend), problem, family, config, here, seed=k)
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
@@ -85,7 +86,7 @@ def test_few_rows_by_every_width_of_a_team(backend: str, m: int, group_size: int
     configs = {c.records: c for c in fit}
     assert set(configs) == {1, 2, 3, 4, 6, 7, 8}
     for config in configs.values():
-        check_matmul(runner(backend), problem, config, here, seed=m)
+        check_matmul(runner(backend), problem, family, config, here, seed=m)
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
@@ -94,12 +95,13 @@ def test_few_rows_by_every_width_of_a_team(backend: str, m: int, group_size: int
 def test_blocks_that_only_keep_a_place(backend: str, m: int, splits: int) -> None:
     problem = Problem(m, 632, 256, 128, repacked=True)
     here = replace(facts(90, backend), sm_count=11 * splits)
-    configs = select.FAMILIES["gemm_sm90"].configs(problem, here)
+    family = select.FAMILIES["gemm_sm90"]
+    configs = family.configs(problem, here)
     config = next(c for c in configs if (c.records, c.splits) == (2, splits))
     assert config.grid(problem)[0] == 10 * splits
-    assert config.plan(problem, here).grid == (11 * splits, 1, 1)
-    assert config.plan(replace(problem, m=200), here).grid[0] == 10 * splits  # more rows than a tile has
-    check_matmul(runner(backend), problem, config, here, seed=m)
+    assert family.plan(config, problem, here).grid == (11 * splits, 1, 1)
+    assert family.plan(config, replace(problem, m=200), here).grid[0] == 10 * splits  # more rows than a tile has
+    check_matmul(runner(backend), problem, family, config, here, seed=m)
 
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
@@ -122,14 +124,15 @@ def test_stages_of_several_steps(
     scales = dtype if scaled else "float16"
     problem = Problem(m, 128, k, group_size, dtype, scales, repacked=True, wide_scales=not scaled)
     here = facts(90, backend)
+    family = select.FAMILIES["gemm_sm90"]
     configs = {
         (c.depth, c.teams): replace(c, stages=c.teams * (2 if scaled or c.teams == 1 else 1))
-        for c in select.FAMILIES["gemm_sm90"].configs(problem, here)
+        for c in family.configs(problem, here)
         if c.name == "gemm_sm90" and c.records == (4 if c.depth == 4 else 2) and (c.splits, c.scaled) == (1, scaled)
     }
     assert {depth for depth, _ in configs} == depths
     for config in configs.values():
-        check_matmul(runner(backend), problem, config, here, seed=m)
+        check_matmul(runner(backend), problem, family, config, here, seed=m)
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
@@ -158,8 +161,8 @@ def test_what_is_not_finite_stays_in_its_row_of_x(backend: str, value: float) ->
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_product_that_keeps_a_residual_stream(backend: str, data: st.DataObject) -> None:
-    stream = data.draw(st.sampled_from(["adds", "norms"]))
-    gated = stream == "norms" and data.draw(st.booleans())
+    role = data.draw(st.sampled_from(["add_to_stream", "rms_norm_x"]))
+    gated = role == "rms_norm_x" and data.draw(st.booleans())
     k = data.draw(st.sampled_from([64, 128, 192, 512, 1088]))
     problem = Problem(
         m=data.draw(st.sampled_from([1, 2, 3, 7, 16, 20, 32])),
@@ -173,14 +176,13 @@ def test_any_product_that_keeps_a_residual_stream(backend: str, data: st.DataObj
         gated=gated,
         raw=False,
         repacked=True,
-        stream=stream,
-        eps=data.draw(st.sampled_from([1e-6, 0.5])),
+        fusion=Fusion(role, eps=data.draw(st.sampled_from([1e-6, 0.5]))),
     )
     here = facts(90, backend)
-    found = families(problem, here)
-    assert list(found) == ["gemm_sm90"]
-    config = data.draw(st.sampled_from(found["gemm_sm90"]))
-    check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)))
+    (found,) = candidates(problem, here)
+    family, config, _ = data.draw(st.sampled_from(found))
+    assert family.NAME == "gemm_sm90"
+    check_matmul(runner(backend), problem, family, config, here, seed=data.draw(st.integers(0, 99)))
 
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
@@ -190,18 +192,18 @@ def test_many_rows_of_any_repacked_problem(backend: str, data: st.DataObject) ->
     """Persistent blocks, few of them: several tiles a block, tiles that clusters share along K, partly empty tiles."""
     problem = any_problem(data, [40, 128, 140, 300], 704, 768)
     here = replace(facts(90, backend), sm_count=data.draw(st.sampled_from([2, 4, 7])))
-    family = GemmSm90Large()
+    family = select.FAMILIES["gemm_sm90_large"]
     assert family.refuse(problem, here) is None
     config = data.draw(st.sampled_from(sorted(family.configs(problem, here), key=lambda config: -config.splits)))
     pad = data.draw(st.sampled_from([0, 8]))
-    check_matmul(runner(backend), problem, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+    check_matmul(runner(backend), problem, family, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize("scales_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("family", ["gemm_sm90", "gemm_sm90_large"])
-def test_scaled_weights_are_rounded_once(backend: str, family: str, dtype: str, scales_dtype: str) -> None:
+@pytest.mark.parametrize("name", ["gemm_sm90", "gemm_sm90_large"])
+def test_scaled_weights_are_rounded_once(backend: str, name: str, dtype: str, scales_dtype: str) -> None:
     """Bit for bit (but for the sign of zero), as ones at the places of x show."""
     problem = Problem(192, 136, 192, 64, dtype, scales_dtype, repacked=True, scale_exponent=3)
     here, run, rng = facts(90, backend), runner(backend), np.random.default_rng(0)
@@ -212,16 +214,17 @@ def test_scaled_weights_are_rounded_once(backend: str, family: str, dtype: str, 
     x = np.eye(problem.k).astype(DTYPES[dtype])
     w = rounded_once(float64_weight(weight.qweight, weight.scales, weight.qzeros), dtype)
     repacked = repack(run, problem, weight, here)
+    family = select.FAMILIES[name]
     configs = {
         (config.block_m, config.tiles): config
-        for config in select.FAMILIES[family].configs(problem, here)
+        for config in family.configs(problem, here)
         if config.splits == 1 and getattr(config, "scaled", True)
     }
     assert configs
     for config in configs.values():
         y = np.full((problem.m, problem.n), np.nan, DTYPES[dtype])
         none = dict.fromkeys(("bias", "residual", "partials", "counters"))
-        run(config.plan(problem, here), {**none, "x": x, "y": y, "weight": repacked})
+        run(family.plan(config, problem, here), {**none, "x": x, "y": y, "weight": repacked})
         np.testing.assert_array_equal(y.astype(np.float64), w)
 
 

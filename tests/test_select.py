@@ -35,8 +35,8 @@ def test_every_problem_has_a_kernel_within_its_limits(
     facts = device.nominal(arch)
     choice = select.choose(problem, facts)
     plan = choice.plan
-    partials, counters = choice.config.workspace(problem)
-    assert partials <= WORKSPACE_BYTES
+    partial_bytes, counters = choice.family.workspace(choice.config, problem)
+    assert partial_bytes <= WORKSPACE_BYTES
     assert counters <= COUNTERS
     assert plan.shared_bytes <= facts.shared_bytes_per_block
     assert plan.block[0] <= 1024
@@ -95,8 +95,8 @@ def test_a_refusal_says_why(kernel: str, problem: Problem, arch: int, reason: st
 
 def test_split_k_is_taken_or_refused() -> None:
     problem, facts = Problem(4, 512, 512, 128), device.nominal(80)
-    assert select.choose(problem, facts, "gemm_sm80", 4).config.splits == 4
-    with pytest.raises(ValueError, match="cannot split K=512 into 32 parts"):
+    assert select.choose(problem, facts, "gemm_sm80", 4).config.split_k == 4
+    with pytest.raises(ValueError, match="gemm_sm80 has no configuration with split_k=32"):
         select.choose(problem, facts, "gemm_sm80", 32)
 
 
@@ -106,12 +106,14 @@ def test_an_unknown_kernel_is_named_with_the_known_ones() -> None:
 
 
 def test_explain_has_a_line_for_each_kernel_and_marks_the_choice() -> None:
-    lines = cupy_awq.explain(1, 4096, 4096, 128, "float16", arch=75).splitlines()[1:]
-    assert [line[3:].split()[0] for line in lines] == list(select.FAMILIES)
+    _, header, *lines, chosen = cupy_awq.explain(1, 4096, 4096, 128, "float16", arch=75).splitlines()
+    assert header.split() == ["kernel", "us", "time", "configuration"]
+    assert [line[3:].split()[0] for line in lines] == list(select.FAMILIES_OF[Problem])
     assert [line[:2] for line in lines].count("->") == 1
     assert "needs sm_80 or newer" in "\n".join(lines)
-    assert len({line.index(" us expected") for line in lines if " us expected" in line}) == 1
-    assert len({line.index("not legal") for line in lines if "not legal" in line}) == 1
+    assert {line.index("modelled") for line in lines if "modelled" in line} == {header.index("time")}
+    assert {line.index("not legal") for line in lines if "not legal" in line} == {header.index("configuration")}
+    assert chosen == "chosen: the lowest modelled time; no tuned configuration applies"
 
 
 def _chosen(text: str) -> str:
@@ -126,8 +128,8 @@ def test_explain_of_a_layer_chooses_among_kernels_on_the_repacked_weight(
     m: int, k: int, group_size: int, dtype: str
 ) -> None:
     layer, raw = (cupy_awq.explain(m, 4096, k, group_size, dtype, arch=90, layer=layer) for layer in (True, False))
-    assert _chosen(layer) in select.ON_REPACKED
-    assert _chosen(raw) not in select.ON_REPACKED
+    assert _chosen(layer) in ("gemm_sm90", "gemm_sm90_large")
+    assert _chosen(raw) not in ("gemm_sm90", "gemm_sm90_large")
 
 
 @pytest.mark.parametrize(
@@ -144,9 +146,9 @@ def test_explain_of_a_layer_that_repacks_nothing_is_that_of_the_raw_weight(k: in
     [
         ((0, 64, 64, 64), {}, ValueError, "m must be positive, got 0"),
         ((1, 63, 64, 64), {}, ValueError, "n must be a multiple of 8, got 63"),
-        ((1, 64, 64, 48), {}, ValueError, "not a multiple of group_size=48"),
+        ((1, 64, 64, 48), {}, ValueError, "group_size: expected a divisor of K = 64"),
         ((1.0, 64, 64, 64), {}, TypeError, "m must be an integer, got 1.0"),
-        ((1, 64, 64, 64, "int8"), {}, TypeError, "dtype must be"),
+        ((1, 64, 64, 64, "int8"), {}, TypeError, "dtype: expected"),
         ((1, 64, 64, 64), {"arch": 50}, ValueError, "60 or more, got 50"),
     ],
 )

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cupy_awq.kernels import select
-from cupy_awq.kernels import tuned as tuning
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels import select, tuned
+from cupy_awq.kernels.problem import Fusion, Problem, next_power_of_two
 from cupy_awq.runtime import device, placement
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.tools import autotune as tune
@@ -32,21 +31,31 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
-    tuning._choices.cache_clear()
+    tuned._tables.cache_clear()
     select.choose.cache_clear()
+
+
+def _label(problem: Problem, facts: device.Device) -> str:
+    """The label in the table."""
+    found = tuned.lookup(problem, facts)
+    assert found is not None
+    return found.label
 
 
 def test_what_was_measured_is_chosen_for_its_shape_rows_and_gpu_and_for_no_other(folder: Path) -> None:
     before = select.choose(PROBLEM, A100)
-    configs = select.candidates(PROBLEM, A100)["gemm_simt"]
-    assert not isinstance(configs, str)
-    assert configs[-1] != before.config
-    path = tuning.write(A100, {"4096x4096": {"4": tuning.label(configs[-1])}})
+    some = select.candidates(PROBLEM, A100)["gemm_simt"]
+    assert not isinstance(some, str)
+    family, config, _ = some[-1]
+    assert config != before.config
+    path = tuned.write(A100, {"4096x4096": {"4": tuned.label(family, config)}})
     assert path.parent == folder
     forget()
-    assert select.choose(PROBLEM, A100).config == configs[-1]
+    assert select.choose(PROBLEM, A100).config == config
     assert select.choose(PROBLEM, A100).name == "gemm_simt"
-    assert select.explain(PROBLEM, A100).count("-> gemm_simt") == 1
+    text = select.explain(PROBLEM, A100)
+    assert text.count("-> gemm_simt") == 1
+    assert text.endswith(f"chosen: the tuned configuration, measured at M=4 (your table {path})")
     for other in (replace(PROBLEM, m=5), replace(PROBLEM, n=8192)):
         assert select.choose(other, A100).name != "gemm_simt"
     assert select.choose(PROBLEM, device.nominal(86)).name != "gemm_simt"
@@ -55,48 +64,49 @@ def test_what_was_measured_is_chosen_for_its_shape_rows_and_gpu_and_for_no_other
 
 def test_a_product_that_keeps_a_residual_stream_has_choices_of_its_own_and_else_the_plain_ones(folder: Path) -> None:
     facts = device.nominal(90)
-    shipped = tuning.read(tuning.SHIPPED / tuning.file_name(facts))
+    shipped = tuned.read(tuned.SHIPPED / tuned.file_name(facts))
     plain = Problem(1, 4096, 4096, 128, repacked=True)
-    ends = replace(plain, stream="adds")
-    assert tuning.preferred(plain, facts) == shipped["4096x4096"]["1"]
-    assert tuning.preferred(ends, facts) == shipped["4096x4096 stream"]["1"] != shipped["4096x4096"]["1"]
-    other = replace(ends, k=12288)
+    fused = replace(plain, fusion=Fusion("add_to_stream"))
+    assert _label(plain, facts) == shipped["4096x4096"]["1"]
+    assert _label(fused, facts) == shipped["4096x4096 stream"]["1"] != shipped["4096x4096"]["1"]
+    other = replace(fused, k=12288)
     assert "12288x4096 stream" not in shipped
-    assert tuning.preferred(other, facts) == shipped["12288x4096"]["1"]
-    tuning.write(facts, {"4096x4096": {"1": "the user's"}})
+    assert _label(other, facts) == shipped["12288x4096"]["1"]
+    tuned.write(facts, {"4096x4096": {"1": "the user's"}})
     forget()
-    assert tuning.preferred(ends, facts) == tuning.preferred(plain, facts) == "the user's"
+    assert _label(fused, facts) == _label(plain, facts) == "the user's"
 
 
 def test_a_measured_choice_serves_fewer_rows_unless_the_model_knows_of_a_much_faster_one(folder: Path) -> None:
     """The H100's: 1024 rows of 4096 x 12288 have tiles that 600 rows fill badly."""
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
-    shipped = tuning.read(tuning.SHIPPED / tuning.file_name(here))["4096x12288"]
+    shipped = tuned.read(tuned.SHIPPED / tuned.file_name(here))["4096x12288"]
     for m, measured in ((1024, True), (1000, True), (600, False), (100, True)):
         problem = Problem(m, 12288, 4096, 128, repacked=True)
         choice = select.choose(problem, here)
         families = select.candidates(problem, here).values()
-        first = min(configs[0].estimate_us(problem, here) for configs in families if not isinstance(configs, str))
-        assert (tuning.label(choice.config) == shipped[str(tuning.rows(m))]) == measured
-        assert measured or choice.config.estimate_us(problem, here) == first
+        first = min(some[0].us for some in families if not isinstance(some, str))
+        assert (tuned.label(choice.family, choice.config) == shipped[str(next_power_of_two(m))]) == measured
+        assert (choice.tuned is not None) == measured
+        assert measured or choice.family.estimate_us(choice.config, problem, here) == first
 
 
 def test_a_measured_choice_that_is_not_legal_or_not_known_gives_way_to_the_model(folder: Path) -> None:
     before = select.choose(PROBLEM, A100)
-    tuning.write(A100, {"4096x4096": {"4": "GemmOfYore(tile=3)"}})
+    tuned.write(A100, {"4096x4096": {"4": "GemmOfYore(tile=3)"}})
     forget()
     assert select.choose(PROBLEM, A100) == before
 
 
 def test_new_measurements_replace_only_their_own(folder: Path) -> None:
-    tuning.write(A100, {"8x8": {"1": "a", "2": "b"}, "16x8": {"1": "c"}})
-    path = tuning.write(A100, {"8x8": {"2": "d"}})
-    assert tuning.read(path) == {"8x8": {"1": "a", "2": "d"}, "16x8": {"1": "c"}}
+    tuned.write(A100, {"8x8": {"1": "a", "2": "b"}, "16x8": {"1": "c"}})
+    path = tuned.write(A100, {"8x8": {"2": "d"}})
+    assert tuned.read(path) == {"8x8": {"1": "a", "2": "d"}, "16x8": {"1": "c"}}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"8x8": 3}', '{"8x8": {"1": 2}}', "\0", '{"8x8": ["a"]}'])
 def test_a_file_of_anything_else_is_named_and_refused(folder: Path, text: str) -> None:
-    path = folder / tuning.file_name(A100)
+    path = folder / tuned.file_name(A100)
     path.parent.mkdir()
     path.write_text(text)
     with pytest.raises(ValueError, match="tune") as caught:
@@ -106,20 +116,21 @@ def test_a_file_of_anything_else_is_named_and_refused(folder: Path, text: str) -
 
 def test_every_shipped_choice_is_legal_on_its_gpu(folder: Path) -> None:
     facts = device.nominal(90)
-    shipped = tuning.read(tuning.SHIPPED / tuning.file_name(facts))
+    shipped = tuned.read(tuned.SHIPPED / tuned.file_name(facts))
     assert shipped
     for shape, choices in shipped.items():
         size, *stream = shape.split()
         k, n = map(int, size.split("x"))
         for m, label in choices.items():
-            for kind in ("adds", "norms") if stream else (None,):
-                problem = Problem(int(m), n, k, 128, repacked=True, stream=kind)
-                assert tuning.label(select.choose(problem, facts).config) == label, (shape, m, kind)
+            for fusion in (Fusion("add_to_stream"), Fusion("rms_norm_x")) if stream else (None,):
+                problem = Problem(int(m), n, k, 128, repacked=True, fusion=fusion)
+                choice = select.choose(problem, facts)
+                assert tuned.label(choice.family, choice.config) == label, (shape, m, fusion)
 
 
 def test_shipped_files_are_plain_json() -> None:
-    for path in tuning.SHIPPED.glob("*.json"):
-        assert path.read_text() == json.dumps(tuning.read(path), indent=1) + "\n"
+    for path in tuned.SHIPPED.glob("*.json"):
+        assert path.read_text() == json.dumps(tuned.read(path), indent=1) + "\n"
 
 
 @pytest.mark.gpu
@@ -131,11 +142,11 @@ def test_tuning_keeps_the_fastest_and_layers_use_it(folder: Path) -> None:
     tune.keep(rows, index)
     forget()
     facts = replace(device.of(index), arch=device.of(index).native)  # what is measured serves no forced path
-    path = json.loads((folder / tuning.file_name(facts)).read_text())
-    assert path == {"512x256": {str(row.m): tuning.label(row.config) for row in rows}}
+    path = json.loads((folder / tuned.file_name(facts)).read_text())
+    assert path == {"512x256": {str(row.m): tuned.entry(tuned.label(row.family, row.config), row.us) for row in rows}}
     for row in rows:
         problem = Problem(row.m, row.n, row.k, 128, repacked=device.of(index).arch == 90)
-        assert tuning.preferred(problem, facts) == tuning.label(row.config)
+        assert _label(problem, facts) == tuned.label(row.family, row.config)
         assert (select.choose(problem, facts).config == row.config) or facts != device.of(index)
     assert tune.render(rows).count("512x256") == 2
 

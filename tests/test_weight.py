@@ -74,10 +74,12 @@ def test_matmul_operator_is_the_product_in_the_type_of_x(weight: PackedWeight) -
     y = x @ weight
     assert y.dtype == np.float16
     np.testing.assert_array_equal(y, reference.matmul(x, weight.qweight, weight.scales, weight.qzeros))
-    with pytest.raises(ValueError, match=r"^K=95 in x is not K=96 in qweight$"):
+    with pytest.raises(ValueError, match=r"^x: expected \w+ \[\.\.\., K\] with K = 96, got \w+ \[.*95\]$"):
         x[..., 1:] @ weight
 
 
 def test_a_weight_is_validated_when_it_is_made(weight: PackedWeight) -> None:
-    with pytest.raises(ValueError, match=r"^N=56 in scales is not N=64 in qweight \(8 words of 8 columns\)$"):
+    with pytest.raises(
+        ValueError, match=r"^scales: expected .* with N = 64 and .*, as in qweight, got \w+ \[\d+, 56\]$"
+    ):
         PackedWeight(weight.qweight, weight.scales[:, :56], weight.qzeros)

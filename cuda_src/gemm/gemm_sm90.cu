@@ -25,7 +25,7 @@ static_assert(kRecords == kWarpgroups * kTiles * 2, "a warpgroup makes 64 column
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     gemm_sm90(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
-              STREAM_PARAMETERS const __grid_constant__ TensorMap x_map, int m, int n, int k, int ldr, int ldy,
+              FUSION_PARAMETERS const __grid_constant__ TensorMap x_map, int m, int n, int k, int ldr, int ldy,
               float low, float high, float eps, float scale_factor, float result_factor) {
   constexpr int kSums = kBlockM / 2;
   const int lane = threadIdx.x % 32;
@@ -176,6 +176,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       consume_exact(tile);
     }
   };
-  const ResidualStream stream{STREAM_ARGUMENTS, eps};
+  const ResidualStream stream{FUSION_ARGUMENTS, eps};
   run_tile<true>(weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, stream, ask, consume, push);
 }

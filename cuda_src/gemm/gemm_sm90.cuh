@@ -7,7 +7,7 @@
 //   weight    records of repacked.cuh
 //   bias      BIAS [n] or null; residual X [m, n], row stride ldr values, or null
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
-// STREAM_ADDS, STREAM_NORMS: see residual_stream.cuh; what adds to a stream has the next product's x for y.
+// ADD_TO_STREAM, RMS_NORM_X: the fused residual add and RMSNorm of a decoder, see hopper/residual_stream.cuh.
 // ALIGNED: rows of y and of the residual start at multiples of 16 bytes.
 // k a multiple of 64, n of 8 (gated: of 64). The product is made transposed, y^T = W^T x^T: the weight is the operand
 // that warps dequantize in registers, once for all BLOCK_M rows of x.
@@ -53,7 +53,7 @@ constexpr int kXRingBytes = X_RING_BYTES;  // of x in shared memory
 // Parts of x, of which a block asks L2 for one before the wait: neighbouring columns of tiles ask for different ones,
 // eight for all. What comes with a stream was made just before.
 constexpr int kXParts = 8;
-constexpr bool kAsksX = !kAdds && !kNorms;
+constexpr bool kAsksX = !kAddsToStream && !kRmsNormsX;
 // Whether all of a block's first weights are asked for before the wait for x, or those of its first stage alone. The
 // copy engine takes its turns, so that x comes behind all that was asked for: a block that has to begin when the kernel
 // before ends does better with stage after stage (4096 x 4096 at 64 rows: 6.6 us where 7.2 were), one that begins
@@ -68,7 +68,7 @@ constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kProducerRegisters = 40;
 // Whether a warp behind the producer makes what a stream's norm multiplies sums by. Where the producer brings x, its
 // consumers do so while they wait for x, for there may be many rows.
-constexpr bool kFactorWarp = kNorms && kXBytes == 0;
+constexpr bool kFactorWarp = kRmsNormsX && kXBytes == 0;
 constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : kFactorWarp ? 64 : 32);
 
 // Sums of 8 rows and 16 columns as they lie in the lanes: float4 [column % 8][two rows]. Of a tile that a team has made
@@ -125,7 +125,8 @@ static_assert(kConsumerWarps / 4 * kConsumerRegisters + (kConsumerRegisters != 0
 static_assert(!kGated || kRecords % 2 == 0, "the gate takes half of the records");
 static_assert(kEager || kXBytes != 0, "only where the producer brings x can it wait for that");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
-static_assert(!kAdds || (!kGated && !kHasResidual && kAligned), "what a stream takes is all of y");
+static_assert(!kAddsToStream || (!kGated && !kHasResidual && kAligned),
+              "only a plain, aligned y can be added to the residual stream");
 
 // The walk over the stages.
 struct Position {
@@ -366,7 +367,7 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shar
     if constexpr (kSplits > 1) wait_for_sums(tile);
 #pragma unroll
     for (int other = 0; other < kSplits - 1; ++other) SentSums::add(out, sent_sums + other * kSentFloats, row, column);
-    if constexpr (kNorms) {
+    if constexpr (kRmsNormsX) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) out[i] *= factors[row];
     }
@@ -388,7 +389,7 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shar
 #pragma unroll
         for (int i = 0; i < 8; ++i) total[i] = epilogue.activate(epilogue.biased(total[i], at.column + i));
       }
-      if constexpr (kAdds) {
+      if constexpr (kAddsToStream) {
         if (index != threadIdx.x) part = stream.part(at.row, at.column, n);
         squares = stream.add(total, part, at.row, at.column, n);
       }
@@ -400,7 +401,7 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* shar
       }
       store<kAligned>(y + static_cast<int64_t>(at.row) * ldy + at.column, out);
     }
-    if constexpr (kAdds) stream.put_squares(squares, at.valid, at.row, at.column, n);
+    if constexpr (kAddsToStream) stream.store_square_sum(squares, at.valid, at.row, at.column, n);
   }
 }
 
@@ -439,8 +440,8 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
     float* sums = reinterpret_cast<float*>(shared);
     const Place first(tile, threadIdx.x, m, n);  // for a stream
     // The weights between have driven it out of L2, and in the end all would wait for it.
-    if (kAdds && first.valid) stream.prefetch(first.row, first.column, n);
-    if constexpr (kNorms && !kFactorWarp) make_factors<kConsumerWarps>(tile, stream, shared, warp, m, k);
+    if (kAddsToStream && first.valid) stream.prefetch(first.row, first.column, n);
+    if constexpr (kRmsNormsX && !kFactorWarp) make_factors<kConsumerWarps>(tile, stream, shared, warp, m, k);
     ResidualStream::Part part = {};
     auto load_part = [&]() {
       ptx::griddepcontrol_wait();
@@ -448,9 +449,9 @@ __device__ __forceinline__ void run_tile(const uint8_t* weight, const BIAS* bias
       const Place place = EARLY ? first : Place(tile, ptx::opaque(threadIdx.x), m, n);
       if (place.valid) part = stream.part(place.row, place.column, n);
     };
-    if constexpr (kAdds && EARLY) load_part();
+    if constexpr (kAddsToStream && EARLY) load_part();
     consume(tile);
-    if constexpr (kAdds && !EARLY) load_part();
+    if constexpr (kAddsToStream && !EARLY) load_part();
     synchronize_block();
     push(sums);
     synchronize_block();

@@ -128,7 +128,7 @@ class StagedRows {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
-    gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, STREAM_PARAMETERS const X* x, int m,
+    gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, FUSION_PARAMETERS const X* x, int m,
                   int n, int k, int ldr, int ldy, int ldx, float low, float high, float eps) {
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
@@ -290,6 +290,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
       }
     }
   };
-  const ResidualStream stream{STREAM_ARGUMENTS, eps};
+  const ResidualStream stream{FUSION_ARGUMENTS, eps};
   run_tile<kEarly>(weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, stream, ask, consume, push);
 }

@@ -1,70 +1,74 @@
 // SPDX-License-Identifier: Apache-2.0
-// The residual stream of a decoder at both ends of a product, so that its RMSNorm takes no kernel:
+// The residual add and the RMSNorm of a decoder, fused into the GEMMs before and after them. Let acc be the GEMM's
+// accumulators and width the number of columns of the residual stream h: N with ADD_TO_STREAM, K with RMS_NORM_X.
 //
-//   STREAM_ADDS, where one ends:     h[m, i] += result[m, i], and of that sum
-//                                    squares[m, i / 32] = sum of h^2 over 32 columns
-//                                    y[m, i] = h[m, i] * norm[i] * before[m] * kHeadroom, the x of the next product
-//   STREAM_NORMS, where one begins:  inverse[m] = 1 / sqrt(mean of h[m, :]^2 + eps), from `squares`
-//                                    y[m, :] = epilogue(sums of x[m, :] * inverse[m] / (before[m] * kHeadroom))
+//   ADD_TO_STREAM, the GEMM that ends an attention or MLP block:
+//     h[m, i] += epilogue(acc[m, i])
+//     square_sums[m, i / 32] = sum of h[m, i]^2 over 32 adjacent columns
+//     y[m, i] = h[m, i] * norm_weight[i] * previous_inverse_rms[m] * kHeadroom         the x of the next GEMM
 //
-// with the width of the stream, which is the n of what adds and the k of what norms:
+//   RMS_NORM_X, the GEMM that begins the next block:
+//     inverse_rms[m] = 1 / sqrt(sum of square_sums[m, :] / width + eps)
+//     y[m, :] = epilogue(acc[m, :] * inverse_rms[m] / (previous_inverse_rms[m] * kHeadroom))
 //
-//   h        float32 [m, width]; null for NORMS
-//   norm     float32 [width]; null for NORMS
-//   squares  float32 [m, ceil(width / 32)]
-//   before   float32 [m]: what `inverse` was at the norm before
-//   inverse  float32 [m]; null for ADDS
+//   h                     float32 [m, width]; null with RMS_NORM_X
+//   norm_weight           float32 [width]; null with RMS_NORM_X
+//   square_sums           float32 [m, ceil(width / 32)]
+//   previous_inverse_rms  float32 [m]: inverse_rms of the preceding RMSNorm
+//   inverse_rms           float32 [m]; null with ADD_TO_STREAM
 //
-// Nobody has all of a row before the product ends, so that x takes the range of the row before. With a norm of ones,
-// float16 x overflows where an element is 4e6 times the root mean square of its row at the norm before, and has fewer
-// digits where that of the row itself has fallen to less than a 300th; a smaller norm moves both.
+// The RMS of a row is known only after all CTAs of the first GEMM have finished, so that GEMM scales its y by the RMS
+// of the preceding norm, and the second GEMM replaces it by the new one. With a norm_weight of ones, float16 y
+// overflows where an element exceeds 4e6 times the previous RMS of its row, and loses bits to subnormals where the RMS
+// of the row falls below 1/300 of the previous one. A smaller norm_weight scales both limits.
 #pragma once
 
 #include "ptx/prefetch.cuh"
 #include "common/types.cuh"
 #include "common/warp.cuh"
 
-// A kernel's parameters, which a plain product lacks: null.
-#if STREAM_ADDS || STREAM_NORMS
-#define STREAM_PARAMETERS float *h, const float *norm, float *squares, const float *before, float *inverse,
-#define STREAM_ARGUMENTS h, norm, squares, before, inverse
+// The kernel parameters of a fused GEMM; a plain GEMM has none of them.
+#if ADD_TO_STREAM || RMS_NORM_X
+#define FUSION_PARAMETERS \
+  float *h, const float *norm_weight, float *square_sums, const float *previous_inverse_rms, float *inverse_rms,
+#define FUSION_ARGUMENTS h, norm_weight, square_sums, previous_inverse_rms, inverse_rms
 #else
-#define STREAM_PARAMETERS
-#define STREAM_ARGUMENTS nullptr, nullptr, nullptr, nullptr, nullptr
+#define FUSION_PARAMETERS
+#define FUSION_ARGUMENTS nullptr, nullptr, nullptr, nullptr, nullptr
 #endif
 
-constexpr bool kAdds = STREAM_ADDS;
-constexpr bool kNorms = STREAM_NORMS;
-constexpr float kHeadroom = 0.015625f;  // of float16's range, above; a power of two, which rounds nothing
-constexpr int kSquaresColumns = 4 * 8;  // those of four lanes
+constexpr bool kAddsToStream = ADD_TO_STREAM;
+constexpr bool kRmsNormsX = RMS_NORM_X;
+constexpr float kHeadroom = 0.015625f;    // keeps y within float16 where a row's RMS grows; a power of two is exact
+constexpr int kSquareSumColumns = 4 * 8;  // four lanes with eight columns each
 
 struct ResidualStream {
   float* h;
-  const float* norm;
-  float* squares;
-  const float* before;
-  float* inverse;
+  const float* norm_weight;
+  float* square_sums;
+  const float* previous_inverse_rms;
+  float* inverse_rms;
   float eps;
 
-  // Eight columns of a row, before y is there.
+  // The operands of eight columns of a row, loaded before the accumulators are complete.
   struct Part {
-    Vector<float, 8> h, norm;
-    float before;
+    Vector<float, 8> h, norm_weight;
+    float previous_inverse_rms;
   };
   __device__ __forceinline__ Part part(int row, int column, int n) const {
     Part out;
     load<true>(out.h, h + static_cast<int64_t>(row) * n + column);
-    load<true>(out.norm, norm + column);
-    out.before = before[row];
+    load<true>(out.norm_weight, norm_weight + column);
+    out.previous_inverse_rms = previous_inverse_rms[row];
     return out;
   }
 
   __device__ __forceinline__ void prefetch(int row, int column, int n) const {
     ptx::prefetch_global_l2(h + static_cast<int64_t>(row) * n + column);
-    ptx::prefetch_global_l2(norm + column);
+    ptx::prefetch_global_l2(norm_weight + column);
   }
 
-  // y becomes x; the sum of h^2.
+  // Add y to h, replace y by the x of the next GEMM, and return the sum of h^2 over the eight columns.
   __device__ __forceinline__ float add(float (&y)[8], const Part& part, int row, int column, int n) const {
     Vector<float, 8> sum;
     float total = 0.0f;
@@ -72,60 +76,60 @@ struct ResidualStream {
     for (int i = 0; i < 8; ++i) {
       sum.values[i] = part.h.values[i] + y[i];
       total = fmaf(sum.values[i], sum.values[i], total);
-      y[i] = sum.values[i] * part.norm.values[i] * (part.before * kHeadroom);
+      y[i] = sum.values[i] * part.norm_weight.values[i] * (part.previous_inverse_rms * kHeadroom);
     }
     store<true>(h + static_cast<int64_t>(row) * n + column, sum);
     return total;
   }
 
-  // `total` is of eight columns, those beside are in the lanes beside: all four of kSquaresColumns come here, and
-  // `valid` is whether this lane's lie in the stream.
-  __device__ __forceinline__ void put_squares(float total, bool valid, int row, int column, int n) const {
+  // Store one element of square_sums. Four adjacent lanes call together, each with the `total` of its eight columns;
+  // `valid` tells whether this lane's columns lie inside the stream.
+  __device__ __forceinline__ void store_square_sum(float total, bool valid, int row, int column, int n) const {
     const uint32_t four = 15u << (threadIdx.x % 32 / 4 * 4);
     total += __shfl_xor_sync(four, total, 1);
     total += __shfl_xor_sync(four, total, 2);
     if (valid && threadIdx.x % 4 == 0) {
-      squares[static_cast<int64_t>(row) * ceil_div(n, kSquaresColumns) + column / kSquaresColumns] = total;
+      square_sums[static_cast<int64_t>(row) * ceil_div(n, kSquareSumColumns) + column / kSquareSumColumns] = total;
     }
   }
 
-  // What the sums of ROWS rows from `row` on are multiplied by, to `factors`, and, from one block of the grid,
-  // `inverse`. k is the width of the stream. By WARPS warps, each of which has all that it reads under way at once: one
-  // row after the other took 0.8 microseconds each on an H100.
+  // Compute the factors of the accumulators of rows [row, row + ROWS) into shared memory, with WARPS warps; the CTA
+  // with `writes` also stores inverse_rms. k is the width of the stream. A warp issues the loads of up to eight rows
+  // before it reduces any: one row after the other costs 0.8 us a row on an H100.
   template <int ROWS, int WARPS>
   __device__ __forceinline__ void make_factors(float* factors, int warp, int row, int m, int k, bool writes) const {
-    constexpr int kAtOnce = ceil_div(ROWS, WARPS) < 8 ? ceil_div(ROWS, WARPS) : 8;
+    constexpr int kRowsAtOnce = ceil_div(ROWS, WARPS) < 8 ? ceil_div(ROWS, WARPS) : 8;
     constexpr int kLoads = 4;
     const int lane = threadIdx.x % 32;
-    const int count = ceil_div(k, kSquaresColumns);
+    const int count = ceil_div(k, kSquareSumColumns);
     const int rows = min(ROWS, m - row);
-    for (int first = warp; first < rows; first += kAtOnce * WARPS) {
-      float totals[kAtOnce] = {};
+    for (int first = warp; first < rows; first += kRowsAtOnce * WARPS) {
+      float totals[kRowsAtOnce] = {};
       for (int begin = lane; begin < count; begin += 32 * kLoads) {
-        float values[kAtOnce][kLoads];
+        float values[kRowsAtOnce][kLoads];
 #pragma unroll
-        for (int r = 0; r < kAtOnce; ++r) {
+        for (int r = 0; r < kRowsAtOnce; ++r) {
 #pragma unroll
           for (int i = 0; i < kLoads; ++i) {
             const int at = first + r * WARPS;
             const bool valid = at < rows && begin + i * 32 < count;
-            values[r][i] = valid ? squares[static_cast<int64_t>(row + at) * count + begin + i * 32] : 0.0f;
+            values[r][i] = valid ? square_sums[static_cast<int64_t>(row + at) * count + begin + i * 32] : 0.0f;
           }
         }
 #pragma unroll
-        for (int r = 0; r < kAtOnce; ++r) {
+        for (int r = 0; r < kRowsAtOnce; ++r) {
 #pragma unroll
           for (int i = 0; i < kLoads; ++i) totals[r] += values[r][i];
         }
       }
 #pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) {
+      for (int r = 0; r < kRowsAtOnce; ++r) {
         const int at = first + r * WARPS;
         if (at >= rows) break;
         const float now = 1.0f / sqrtf(warp_sum(totals[r]) / static_cast<float>(k) + eps);
         if (lane == 0) {
-          factors[at] = now / (before[row + at] * kHeadroom);
-          if (writes) inverse[row + at] = now;
+          factors[at] = now / (previous_inverse_rms[row + at] * kHeadroom);
+          if (writes) inverse_rms[row + at] = now;
         }
       }
     }

@@ -1,56 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantization part of a checkpoint's configuration, in the words of AutoAWQ and transformers.
+"""The quantization entry of a checkpoint's configuration, as AutoAWQ and transformers write it.
 
-``config.json`` carries it as ``quantization_config`` (bits, group_size, zero_point, version, quant_method); older
-folders of AutoAWQ carry ``quant_config.json`` or ``quantize_config.json`` (w_bit, q_group_size, zero_point, version).
+``config.json`` has it under ``quantization_config`` (bits, group_size, zero_point, version, quant_method). Older
+AutoAWQ folders have ``quant_config.json`` or ``quantize_config.json`` (w_bit, q_group_size, zero_point, version).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from cupy_awq.checkpoint.files import CheckpointError, read_object
 
-SUPPORTED = "supported: quant_method 'awq', version 'gemm', 4 bits"
-
 
 @dataclass(frozen=True)
-class AwqConfig:
-    """What a configuration says of every quantized module; ``zero_point`` None: it does not say."""
+class QuantizationConfig:
+    """The quantization entry of a checkpoint's configuration, which holds for every quantized module.
+
+    Attributes:
+        file: the configuration file, for error messages.
+        format: (quant_method, version), such as ("awq", "gemm").
+        group_size: rows of W [K, N] that share a scale; -1 stands for K.
+        zero_point: whether modules store zero points; None if the entry does not say.
+    """
 
     file: Path
+    format: tuple[str, str]
     group_size: int
     zero_point: bool | None
 
 
-def read(folder: Path) -> AwqConfig | None:
-    """The configuration of a folder; None if it has none. Raises CheckpointError for a format that is not supported."""
-    table = None
+def read(folder: Path, formats: Collection[tuple[str, str]]) -> QuantizationConfig | None:
+    """Return a folder's quantization entry, or None if it has none.
+
+    Raises CheckpointError for a malformed entry, and for one whose format is not in ``formats`` or not of 4 bits.
+    """
+    entry = None
     if (file := folder / "config.json").is_file():
-        table = read_object(file).get("quantization_config")
+        entry = read_object(file).get("quantization_config")
     for name in ("quant_config.json", "quantize_config.json"):
-        if table is None and (folder / name).is_file():
+        if entry is None and (folder / name).is_file():
             file = folder / name
-            table = read_object(file)
-    if table is None:
+            entry = read_object(file)
+    if entry is None:
         return None
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{file}: expected quantization_config to be an object, got {table!r:.80}")
-    method, version = table.get("quant_method"), table.get("version")
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{file}: quantization_config: expected an object, got {entry!r:.80}")
+    method, version = entry.get("quant_method"), entry.get("version")
     if method is None and version is None:
-        raise CheckpointError(f"{file}: expected a quant_method or a version, got neither; {SUPPORTED}")
-    if method not in (None, "awq"):
-        raise CheckpointError(f"{file}: quant_method is {method!r:.80}; {SUPPORTED}")
-    if version is not None and str(version).lower() != "gemm":
-        raise CheckpointError(f"{file}: version is {version!r:.80}; {SUPPORTED}")
-    bits = table.get("bits", table.get("w_bit"))
+        raise CheckpointError(f"{file}: quantization_config: expected a quant_method or a version, got neither")
+    # AutoAWQ's own files have no quant_method, and some of transformers' no version.
+    method, version = "awq" if method is None else method, "gemm" if version is None else version
+    found = str(method), str(version).lower()
+    if found not in formats:
+        supported = " or ".join(f"quant_method {m!r} with version {v!r}" for m, v in formats)
+        got = f"quant_method {method!r:.80} with version {version!r:.80}"
+        raise CheckpointError(f"{file}: quantization_config: expected {supported}, got {got}")
+    bits = entry.get("bits", entry.get("w_bit"))
     if bits != 4:
-        raise CheckpointError(f"{file}: bits is {bits!r:.80}; {SUPPORTED}")
-    group_size = table.get("group_size", table.get("q_group_size"))
+        raise CheckpointError(f"{file}: bits: expected 4, got {bits!r:.80}")
+    group_size = entry.get("group_size", entry.get("q_group_size"))
     if type(group_size) is not int or not (group_size == -1 or group_size > 0):
-        raise CheckpointError(f"{file}: expected a group_size of -1 or a positive integer, got {group_size!r:.80}")
-    zero_point = table.get("zero_point")
+        raise CheckpointError(f"{file}: group_size: expected -1 or a positive integer, got {group_size!r:.80}")
+    zero_point = entry.get("zero_point")
     if not isinstance(zero_point, bool | None):
-        raise CheckpointError(f"{file}: expected zero_point to be true or false, got {zero_point!r:.80}")
-    return AwqConfig(file, group_size, zero_point)
+        raise CheckpointError(f"{file}: zero_point: expected true or false, got {zero_point!r:.80}")
+    return QuantizationConfig(file, found, group_size, zero_point)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.conv2d_problem import ConvolutionSizes, output_grid
-from cupy_awq.kernels.family import TuningKey, Workspace
+from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
@@ -48,10 +48,7 @@ class Int8Convolution:
             f"W[{s.outputs * s.groups}, {s.kernel_h}, {s.kernel_w}, {s.channels}]"
         )
 
-    @property
-    def tuning_key(self) -> TuningKey | None:
-        """None: there is one configuration."""
-        return None
+    tuning_key = None
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,11 @@ class Conv2dInt8Config:
 
     Attributes:
         threads: threads of a CTA.
-        split_k: CTAs that share an accumulator.
     """
 
     threads: int = 256
-    split_k: int = 1
+
+    split_k = 1
 
 
 def refuse(problem: Int8Convolution, device: Device) -> str | None:

@@ -11,7 +11,6 @@ import numpy as np
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.family import TuningKey
 from cupy_awq.kernels.problem import ACTIVATIONS, TYPES, ceil_div
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
@@ -107,10 +106,7 @@ class Convolution:
             f"stride {s.stride_h}x{s.stride_w} groups {s.groups}"
         )
 
-    @property
-    def tuning_key(self) -> TuningKey | None:
-        """None: the choice of a configuration follows from the cost models alone."""
-        return None
+    tuning_key = None
 
     def without_stride(self) -> Convolution:
         """Return the same 1x1 convolution with stride 1 over the pixels that it reads; itself if that is impossible."""

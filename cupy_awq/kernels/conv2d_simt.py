@@ -29,11 +29,11 @@ class Conv2dSimtConfig:
 
     Attributes:
         threads: threads of a CTA.
-        split_k: CTAs that share an accumulator.
     """
 
     threads: int = 256
-    split_k: int = 1
+
+    split_k = 1
 
 
 def refuse(problem: Convolution, device: Device) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s4_to_fp16x2`` and ``int8_to_fp16``: the launch of the kernels that convert words and do no more."""
+"""``convert``: words of 4-bit or 8-bit values to float16, without zero point and scale."""
 
 from __future__ import annotations
 
@@ -7,31 +7,68 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import PTX_ARCH, ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
-THREADS = 256
+NAME = "convert"
+VALUES = {"s4_to_fp16x2": 8, "int8_to_fp16": 4}
+"""The values in a 32-bit word, by entry point of ``dequant/convert.cu``."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """``count`` words to convert by the kernel ``entry``, which makes ``values`` values of each.
+    """A validated conversion of ``count`` words to float16.
 
-    ``aligned``: the result starts at a multiple of 16 bytes.
+    Attributes:
+        entry: a key of VALUES.
+        count: number of words.
+        aligned: whether the result starts at a multiple of 16 bytes.
     """
 
     entry: str
-    values: int
     count: int
     aligned: bool
 
-    def plan(self, device: Device) -> LaunchPlan:
-        defines = (
-            ("ALIGNED", int(self.aligned)),
-            ("PTX_PATH", int(device.arch >= PTX_ARCH)),
-            ("THREADS", THREADS),
-        )
-        kernel = Kernel("dequant/convert.cu", self.entry, defines, device.target)
-        arguments = ("words", "out", np.int64(self.count))
-        return LaunchPlan(kernel, (ceil_div(self.count, THREADS), 1, 1), (THREADS, 1, 1), arguments)
+    tuning_key = None
+
+    def __str__(self) -> str:
+        return f"float16[{self.count * VALUES[self.entry]}] = {self.entry}(words[{self.count}])"
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """One way to launch ``convert``: a CTA has ``threads`` threads, each of which converts one word."""
+
+    threads: int = 256
+
+    split_k = 1
+
+
+def refuse(problem: Conversion, device: Device) -> str | None:
+    return None
+
+
+def configs(problem: Conversion, device: Device) -> list[ConvertConfig]:
+    return [ConvertConfig()]
+
+
+def estimate_us(config: ConvertConfig, problem: Conversion, device: Device) -> float:
+    """Return the time of the memory traffic at the nominal bandwidth."""
+    return problem.count * (4 + 2 * VALUES[problem.entry]) / (device.read_gbs * 1e3)
+
+
+def plan(config: ConvertConfig, problem: Conversion, device: Device) -> LaunchPlan:
+    defines = (
+        ("ALIGNED", int(problem.aligned)),
+        ("PTX_PATH", int(device.arch >= PTX_ARCH)),
+        ("THREADS", config.threads),
+    )
+    kernel = Kernel("dequant/convert.cu", problem.entry, defines, device.target)
+    grid = (ceil_div(problem.count, config.threads), 1, 1)
+    return LaunchPlan(kernel, grid, (config.threads, 1, 1), ("words", "out", np.int64(problem.count)))
+
+
+def workspace(config: ConvertConfig, problem: Conversion) -> Workspace:
+    return Workspace()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dequantize``: the launch of the kernel that writes a weight in floating point."""
+"""``dequantize``: a 4-bit weight written in floating point."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.problem import PTX_ARCH, TYPES, ZEROS, ceil_div
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.problem import ITEMSIZE, PTX_ARCH, TYPES, ZEROS, ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
-ROWS, THREADS = 4, 128
+NAME = "dequantize"
 
 
 @dataclass(frozen=True)
 class Dequantization:
-    """A weight [k, n] to write as ``dtype``. Strides are those of rows, in elements (words for packed ones)."""
+    """A validated dequantization W[k, n] = (q[k, n] - z[g, n]) * s[g, n], g = k // group_size.
+
+    Attributes:
+        k, n: rows and columns of W.
+        group_size: rows of W that share a scale.
+        scales_dtype, dtype: of the scales; of W as it is written.
+        zeros: the kind of zero points, as in `Problem`.
+        aligned: whether scales, offsets and out start at multiples of 16 bytes, row by row.
+        strides: between rows of qweight, scales, qzeros and out, in elements (in words for packed arrays).
+    """
 
     k: int
     n: int
@@ -26,21 +36,54 @@ class Dequantization:
     dtype: str
     aligned: bool
     strides: tuple[int, int, int, int]
-    """Of qweight, scales, qzeros and out."""
 
-    def plan(self, device: Device) -> LaunchPlan:
-        arch = {"float16": PTX_ARCH, "bfloat16": 80}[self.scales_dtype]
-        defines: tuple[tuple[str, int | str], ...] = (
-            ("SCALE", TYPES[self.scales_dtype]),
-            ("OUT", TYPES[self.dtype]),
-            ("ZEROS", ZEROS[self.zeros]),
-            ("ALIGNED", int(self.aligned)),
-            ("PTX_PATH", int(device.arch >= arch and self.dtype == self.scales_dtype)),
-            ("ROWS", ROWS),
-            ("THREADS", THREADS),
-        )
-        sizes = (self.k, self.n, self.group_size, *self.strides)
-        arguments: tuple[Argument, ...] = ("qweight", "scales", "qzeros", "out", *map(np.int32, sizes))
-        kernel = Kernel("dequant/dequantize.cu", "dequantize", defines, device.target)
-        grid = (ceil_div(self.k, ROWS) * ceil_div(self.n // 8, THREADS), 1, 1)
-        return LaunchPlan(kernel, grid, (THREADS, 1, 1), arguments)
+    tuning_key = None
+
+    def __str__(self) -> str:
+        return f"W[{self.k}, {self.n}] {self.dtype} = (q - z) * s, group size {self.group_size}"
+
+
+@dataclass(frozen=True)
+class DequantizeConfig:
+    """One way to launch ``dequantize``: a thread writes ``rows`` x 8 elements, a CTA has ``threads`` threads."""
+
+    rows: int = 4
+    threads: int = 128
+
+    split_k = 1
+
+
+def refuse(problem: Dequantization, device: Device) -> str | None:
+    return None
+
+
+def configs(problem: Dequantization, device: Device) -> list[DequantizeConfig]:
+    return [DequantizeConfig()]
+
+
+def estimate_us(config: DequantizeConfig, problem: Dequantization, device: Device) -> float:
+    """Return the time of the memory traffic at the nominal bandwidth."""
+    nbytes = problem.k * problem.n * (0.5 + ITEMSIZE[problem.dtype])
+    return nbytes / (device.read_gbs * 1e3)
+
+
+def plan(config: DequantizeConfig, problem: Dequantization, device: Device) -> LaunchPlan:
+    arch = {"float16": PTX_ARCH, "bfloat16": 80}[problem.scales_dtype]
+    defines: tuple[tuple[str, int | str], ...] = (
+        ("SCALE", TYPES[problem.scales_dtype]),
+        ("OUT", TYPES[problem.dtype]),
+        ("ZEROS", ZEROS[problem.zeros]),
+        ("ALIGNED", int(problem.aligned)),
+        ("PTX_PATH", int(device.arch >= arch and problem.dtype == problem.scales_dtype)),
+        ("ROWS", config.rows),
+        ("THREADS", config.threads),
+    )
+    sizes = (problem.k, problem.n, problem.group_size, *problem.strides)
+    arguments: tuple[Argument, ...] = ("qweight", "scales", "qzeros", "out", *map(np.int32, sizes))
+    kernel = Kernel("dequant/dequantize.cu", NAME, defines, device.target)
+    grid = (ceil_div(problem.k, config.rows) * ceil_div(problem.n // 8, config.threads), 1, 1)
+    return LaunchPlan(kernel, grid, (config.threads, 1, 1), arguments)
+
+
+def workspace(config: DequantizeConfig, problem: Dequantization) -> Workspace:
+    return Workspace()

@@ -49,6 +49,8 @@ class KernelProblem(Protocol):
         """The key of the problem in the tuned tables; None if its families have nothing to tune."""
         ...
 
+    def __hash__(self) -> int: ...
+
 
 class Config(Protocol):
     """One way to launch a family: a frozen dataclass of the numbers that fix constants, grid and shared memory."""

@@ -34,12 +34,12 @@ class GemmInt8SimtConfig:
     Attributes:
         tile: rows and columns of the tile.
         threads: threads of the CTA.
-        split_k: CTAs that share an accumulator.
     """
 
     tile: int = 64
     threads: int = 256
-    split_k: int = 1
+
+    split_k = 1
 
 
 def refuse(problem: Int8Problem, device: Device) -> str | None:

@@ -55,12 +55,12 @@ class GemmInt8Sm90Config:
     Attributes:
         cluster: CTAs of a cluster, 1 or 2: neighbouring rows that share each copy of the weight.
         ctas: CTAs of the grid.
-        split_k: CTAs that share an accumulator.
     """
 
     cluster: int
     ctas: int
-    split_k: int = 1
+
+    split_k = 1
 
 
 def refuse(problem: Int8Problem, device: Device) -> str | None:

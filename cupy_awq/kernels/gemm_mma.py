@@ -1,83 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_sm75`` and ``gemm_sm80``: tensor cores on AWQ's own layout of the weight."""
+"""``gemm_sm75`` and ``gemm_sm80``: tensor cores (``mma.sync``) on the AWQ layout of the weight."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_awq.kernels import problem as common
-from cupy_awq.kernels.problem import Problem, ceil_div
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.problem import Problem, ceil_div, plan_awq_layout, refuse_awq_layout, split_counts
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
 BLOCK_K = 64
-STEP_K = 16
+"""The rows of the weight in one pipeline stage."""
+MMA_K = 16
+"""The rows of the weight that one step of the tensor cores takes; a group must hold whole steps."""
 WARP_N = 32
+"""The columns of a warp."""
+REGISTERS = {16: 96, 32: 150, 64: 232}
+"""The registers of a thread, by BLOCK_M."""
+
+
+@dataclass(frozen=True)
+class GemmMmaCosts:
+    """The fitted constants of the cost model: 300 measurements on an H200.
+
+    Attributes:
+        start_ns: start of a CTA.
+        latency_ns, latency_row_ns: latency of a K tile of a CTA alone on its SM; and its increase for each row of x.
+        mma_rate: multiplications of one row that an SM makes in a nanosecond.
+        convert_ns: time of the conversion of one weight.
+        bandwidth: reached fraction of the nominal memory bandwidth.
+        two_stages: factor of the latency with two stages, whose copies through registers hardly overlap with mma.
+        launch_us: launch and epilogue.
+        reduction_us, reduction_split_us: time of the split-K reduction; and its increase for each CTA.
+    """
+
+    start_ns: int = 4700
+    latency_ns: int = 550
+    latency_row_ns: float = 4.4
+    mma_rate: int = 930
+    convert_ns: float = 0.0046
+    bandwidth: float = 0.5
+    two_stages: int = 2
+    launch_us: float = 0.4
+    reduction_us: float = 1.0
+    reduction_split_us: float = 0.17
+
+
+COSTS = GemmMmaCosts()
 
 
 @dataclass(frozen=True)
 class GemmMmaConfig:
-    """A tile of ``block_m`` rows and 32 columns a warp, made through ``stages`` stages of shared memory."""
+    """One way to launch ``gemm_sm75`` or ``gemm_sm80``.
 
-    name: str
+    Attributes:
+        block_m: rows of a CTA tile, which has 32 columns for each warp.
+        warps: warps of a CTA.
+        stages: pipeline stages of BLOCK_K rows of the weight in shared memory.
+        split_k: CTAs that share an accumulator.
+    """
+
     block_m: int
     warps: int
     stages: int
-    splits: int
+    split_k: int
 
     @property
     def block_n(self) -> int:
+        """The columns of a CTA tile."""
         return self.warps * WARP_N
 
     @property
     def shared_bytes(self) -> int:
+        """The dynamic shared memory of a CTA."""
         return self.stages * BLOCK_K * (2 * self.block_m + self.block_n // 2)
 
-    def plan(self, problem: Problem, device: Device) -> LaunchPlan:
-        defines = (
-            ("ALIGNED", int(problem.wide)),
-            ("BLOCK_M", self.block_m),
-            ("WARPS", self.warps),
-            ("STAGES", self.stages),
-            ("GROUP_IN_TILE", int(problem.group_size % BLOCK_K != 0)),
-        )
-        grid = (ceil_div(problem.m, self.block_m), ceil_div(problem.n, self.block_n), self.splits)
-        source = f"gemm/{self.name}.cu"
-        return common.plan(source, self.name, defines, problem, device, grid, self.warps * 32, self.shared_bytes)
-
-    def estimate_us(self, problem: Problem, device: Device) -> float:
-        tiles_k = ceil_div(ceil_div(problem.k, BLOCK_K), self.splits)
-        blocks = ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n) * self.splits
-        fit = device.shared_bytes_per_sm // (self.shared_bytes + 1024), 65536 // (self._registers * self.warps * 32)
-        per_sm = max(1, min(fit))
-        full_waves = ceil_div(blocks, device.sm_count * per_sm) - 1
-        tail = ceil_div(blocks - full_waves * device.sm_count * per_sm, device.sm_count)
-        # Nanoseconds, fitted to 300 measurements on an H200: of a block's start; of a tile of K, which has the latency
-        # of a block that is alone, or the work of all blocks on the SM, or their share of the memory.
-        start = 4700
-        latency = 550 + 4.4 * self.block_m
-        work = self.block_n * BLOCK_K * (self.block_m / 930 + 0.0046)
-        stream = self.block_n * BLOCK_K / 2 * device.sm_count / (0.5 * device.read_gbs)
-        if self.stages == 2:
-            latency *= 2  # copies through registers hardly overlap with the products
-        full = tiles_k * max(latency, per_sm * max(work, stream)) + start
-        last = tiles_k * max(latency, tail * max(work, stream)) + start
-        reduction = 1.0 + 0.17 * self.splits if self.splits > 1 else 0.0
-        return 0.4 + reduction + (full_waves * full + last) * 1e-3
-
-    @property
-    def _registers(self) -> int:
-        return {16: 96, 32: 150, 64: 232}[self.block_m]
-
-    def workspace(self, problem: Problem) -> tuple[int, int]:
-        if self.splits == 1:
-            return 0, 0
-        tiles = ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n)
-        return tiles * self.splits * self.block_m * self.block_n * 4, tiles
+    def tiles(self, problem: Problem) -> int:
+        """Return the number of tiles of y."""
+        return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n)
 
 
 class GemmMma:
-    """Both families differ in the instructions alone."""
+    """A family of ``gemm_mma.cuh``; the two differ in the mma and copy instructions alone."""
 
     def __init__(self, name: str, arch: int, dtypes: tuple[str, ...], stages: int) -> None:
         self.NAME = name
@@ -86,21 +91,64 @@ class GemmMma:
         self._stages = stages
 
     def refuse(self, problem: Problem, device: Device) -> str | None:
+        reason = refuse_awq_layout(problem)
+        if reason is not None:
+            return reason
         if device.arch < self._arch:
             return f"needs sm_{self._arch} or newer, not sm_{device.arch}"
         if problem.dtype not in self._dtypes:
             return f"takes x of {' or '.join(self._dtypes)}, not {problem.dtype}"
-        if problem.group_size % STEP_K:
-            return f"needs a group size that is a multiple of {STEP_K}, not {problem.group_size}"
+        if problem.group_size % MMA_K:
+            return f"needs a group size that is a multiple of {MMA_K}, not {problem.group_size}"
         if not problem.x_aligned:
             return "needs rows of x that start at multiples of 16 bytes"
         return None
 
     def configs(self, problem: Problem, device: Device) -> list[GemmMmaConfig]:
         rows = [block_m for block_m in (16, 32, 64) if block_m == 16 or problem.m > block_m // 2]
-        splits = common.split_counts(ceil_div(problem.k, BLOCK_K))
-        configs = [GemmMmaConfig(self.NAME, m, w, self._stages, s) for m in rows for w in (2, 4) for s in splits]
-        return [config for config in configs if config.shared_bytes <= device.shared_bytes_per_block]
+        splits = split_counts(ceil_div(problem.k, BLOCK_K))
+        found = [GemmMmaConfig(m, w, self._stages, s) for m in rows for w in (2, 4) for s in splits]
+        return [config for config in found if config.shared_bytes <= device.shared_bytes_per_block]
+
+    def estimate_us(self, config: GemmMmaConfig, problem: Problem, device: Device) -> float:
+        """Return the time of all waves of CTAs, of the launch and of the reduction.
+
+        A K tile takes its latency, or the work or the share of the memory bandwidth of all CTAs on the SM.
+        """
+        k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
+        ctas = config.tiles(problem) * config.split_k
+        by_memory = device.shared_bytes_per_sm // (config.shared_bytes + 1024)
+        by_registers = 65536 // (REGISTERS[config.block_m] * config.warps * 32)
+        ctas_per_sm = max(1, min(by_memory, by_registers))
+        full_waves = ceil_div(ctas, device.sm_count * ctas_per_sm) - 1
+        tail = ceil_div(ctas - full_waves * device.sm_count * ctas_per_sm, device.sm_count)
+        latency = COSTS.latency_ns + COSTS.latency_row_ns * config.block_m
+        work = config.block_n * BLOCK_K * (config.block_m / COSTS.mma_rate + COSTS.convert_ns)
+        stream = config.block_n * BLOCK_K / 2 * device.sm_count / (COSTS.bandwidth * device.read_gbs)
+        if config.stages == 2:
+            latency *= COSTS.two_stages
+        full = k_tiles * max(latency, ctas_per_sm * max(work, stream)) + COSTS.start_ns
+        last = k_tiles * max(latency, tail * max(work, stream)) + COSTS.start_ns
+        reduction = COSTS.reduction_us + COSTS.reduction_split_us * config.split_k if config.split_k > 1 else 0.0
+        return COSTS.launch_us + reduction + (full_waves * full + last) * 1e-3
+
+    def plan(self, config: GemmMmaConfig, problem: Problem, device: Device) -> LaunchPlan:
+        defines = (
+            ("ALIGNED", int(problem.wide)),
+            ("BLOCK_M", config.block_m),
+            ("WARPS", config.warps),
+            ("STAGES", config.stages),
+            ("GROUP_IN_TILE", int(problem.group_size % BLOCK_K != 0)),
+        )
+        grid = (ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n), config.split_k)
+        source, threads = f"gemm/{self.NAME}.cu", config.warps * 32
+        return plan_awq_layout(source, self.NAME, defines, problem, device, grid, threads, config.shared_bytes)
+
+    def workspace(self, config: GemmMmaConfig, problem: Problem) -> Workspace:
+        if config.split_k == 1:
+            return Workspace()
+        tiles = config.tiles(problem)
+        return Workspace(tiles * config.split_k * config.block_m * config.block_n * 4, tiles)
 
 
 GEMM_SM75 = GemmMma("gemm_sm75", 75, ("float16",), stages=2)

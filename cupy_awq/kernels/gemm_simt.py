@@ -1,45 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_simt``: any problem, in float32 on CUDA cores; the fallback, and the check on the other kernels."""
+"""``gemm_simt``: any problem in float32 on CUDA cores; the fallback, and the reference of the other kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_awq.kernels import problem as common
-from cupy_awq.kernels.problem import Problem, ceil_div
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.problem import Problem, ceil_div, plan_awq_layout, refuse_awq_layout, split_counts
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
+NAME = "gemm_simt"
 BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 64, 64, 16, 256
+"""The tile of a CTA, and its threads."""
+
+
+@dataclass(frozen=True)
+class GemmSimtCosts:
+    """The fitted constants of the cost model, in microseconds on an H200.
+
+    Attributes:
+        k_tile_us: one tile of K; the CTAs of an SM share its lanes.
+        launch_us: launch and epilogue.
+        reduction_us, reduction_split_us: time of the split-K reduction; and its increase for each CTA.
+    """
+
+    k_tile_us: float = 1.1
+    launch_us: float = 2.0
+    reduction_us: float = 2.0
+    reduction_split_us: float = 0.2
+
+
+COSTS = GemmSimtCosts()
 
 
 @dataclass(frozen=True)
 class GemmSimtConfig:
-    splits: int
+    """One way to launch ``gemm_simt``: ``split_k`` CTAs share an accumulator."""
 
-    def plan(self, problem: Problem, device: Device) -> LaunchPlan:
-        grid = (ceil_div(problem.m, BLOCK_M), ceil_div(problem.n, BLOCK_N), self.splits)
-        return common.plan("gemm/gemm_simt.cu", "gemm_simt", (), problem, device, grid, THREADS)
-
-    def estimate_us(self, problem: Problem, device: Device) -> float:
-        blocks = ceil_div(problem.m, BLOCK_M) * ceil_div(problem.n, BLOCK_N) * self.splits
-        # 1.1 us for a block's step of 16 rows, measured on an H200; blocks on one SM share its lanes.
-        steps = ceil_div(ceil_div(problem.k, BLOCK_K), self.splits)
-        reduction = 2.0 + 0.2 * self.splits if self.splits > 1 else 0.0
-        return 2.0 + reduction + ceil_div(blocks, device.sm_count) * steps * 1.1
-
-    def workspace(self, problem: Problem) -> tuple[int, int]:
-        if self.splits == 1:
-            return 0, 0
-        tiles = ceil_div(problem.m, BLOCK_M) * ceil_div(problem.n, BLOCK_N)
-        return tiles * self.splits * BLOCK_M * BLOCK_N * 4, tiles
+    split_k: int
 
 
-class GemmSimt:
-    NAME = "gemm_simt"
+def refuse(problem: Problem, device: Device) -> str | None:
+    return refuse_awq_layout(problem)
 
-    def refuse(self, problem: Problem, device: Device) -> str | None:
-        return None
 
-    def configs(self, problem: Problem, device: Device) -> list[GemmSimtConfig]:
-        return [GemmSimtConfig(splits) for splits in common.split_counts(ceil_div(problem.k, BLOCK_K))]
+def configs(problem: Problem, device: Device) -> list[GemmSimtConfig]:
+    return [GemmSimtConfig(split_k) for split_k in split_counts(ceil_div(problem.k, BLOCK_K))]
+
+
+def estimate_us(config: GemmSimtConfig, problem: Problem, device: Device) -> float:
+    """Return the time of the K tiles of the busiest SM, of the launch and of the reduction."""
+    ctas = _tiles(problem) * config.split_k
+    k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
+    reduction = COSTS.reduction_us + COSTS.reduction_split_us * config.split_k if config.split_k > 1 else 0.0
+    return COSTS.launch_us + reduction + ceil_div(ctas, device.sm_count) * k_tiles * COSTS.k_tile_us
+
+
+def plan(config: GemmSimtConfig, problem: Problem, device: Device) -> LaunchPlan:
+    grid = (ceil_div(problem.m, BLOCK_M), ceil_div(problem.n, BLOCK_N), config.split_k)
+    return plan_awq_layout("gemm/gemm_simt.cu", NAME, (), problem, device, grid, THREADS)
+
+
+def workspace(config: GemmSimtConfig, problem: Problem) -> Workspace:
+    if config.split_k == 1:
+        return Workspace()
+    tiles = _tiles(problem)
+    return Workspace(tiles * config.split_k * BLOCK_M * BLOCK_N * 4, tiles)
+
+
+def _tiles(problem: Problem) -> int:
+    return ceil_div(problem.m, BLOCK_M) * ceil_div(problem.n, BLOCK_N)

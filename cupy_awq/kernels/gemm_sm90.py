@@ -9,9 +9,11 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
 from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K, Repacking
 from cupy_awq.runtime.device import Device
@@ -22,10 +24,12 @@ MAX_BLOCK_M = 128
 MMA_MAX_ROWS = 16
 MMA_ALONE_ROWS = 8
 """Up to which wgmma, which takes as long as for 16, was the slower one for all shapes that were measured."""
-STREAM_ROWS = 32
-"""Up to which a decoder's products keep its residual stream: as far as that was measured (1% of a layer with 32)."""
-SQUARES_COLUMNS = 32
-"""Of a residual stream, whose squares are summed up where they are made: `kSquaresColumns`."""
+MAX_FUSED_ROWS = 32
+"""The largest M of a GEMM with a `Fusion`; fusing 32 rows saves 1% of a decoder layer on an H100."""
+SQUARE_SUM_COLUMNS = 32
+"""The columns of the residual stream per element of ``square_sums``; kSquareSumColumns of the kernel."""
+FUSION_BUFFERS = ("h", "norm_weight", "square_sums", "previous_inverse_rms", "inverse_rms")
+"""The buffers that a launch with a `Fusion` takes besides those of a GEMM; `residual_stream.cuh` describes them."""
 REGISTERS = 65536
 THREADS = 2048
 """Of a multiprocessor."""
@@ -89,11 +93,15 @@ class GemmSm90Config:
     eager: bool = True
 
     @property
+    def split_k(self) -> int:
+        return self.splits
+
+    @property
     def team_warps(self) -> int:
         return self.records if self.name == MMA else self.records // (2 * self.tiles) * 4
 
     def threads(self, problem: Problem) -> int:
-        others = 4 if self.consumer_registers else 2 if self.name == MMA and problem.stream == "norms" else 1
+        others = 4 if self.consumer_registers else 2 if self.name == MMA and problem.rms_norms_x else 1
         return (self.teams * self.team_warps + others) * 32
 
     @property
@@ -118,7 +126,7 @@ class GemmSm90Config:
         sums = self.teams * self._sum_bytes(self.block_m)
         owned = self.block_m // self.splits
         barrier_and_sent = 16 + (self.splits - 1) * self._sum_bytes(owned) if self.splits > 1 else 0
-        return max(staged, sums) + barrier_and_sent + (owned * 4 if problem.stream == "norms" else 0)
+        return max(staged, sums) + barrier_and_sent + (owned * 4 if problem.rms_norms_x else 0)
 
     def _sum_bytes(self, rows: int) -> int:
         """Of the tile's sums in `rows` of its rows, as SumTiles has them."""
@@ -137,7 +145,7 @@ class GemmSm90Config:
         return whole if rows == 1 and 0.9 * whole < columns < whole else columns, rows, 1
 
     def plan(self, problem: Problem, device: Device) -> LaunchPlan:
-        """The launch. Buffers: weight (of `Repacking`), bias, residual, y, x; and those of a stream."""
+        """The launch. Buffers: weight (of `Repacking`), bias, residual, y, x; and FUSION_BUFFERS with a `Fusion`."""
         defines: tuple[tuple[str, int | str], ...] = (
             *(item for item in problem.defines() if item[0] not in ("SCALE", "ZEROS")),
             *layout(problem).defines(),
@@ -154,8 +162,8 @@ class GemmSm90Config:
             ("CONSUMER_REGISTERS", self.consumer_registers),
             ("X_BYTES", 0 if self.name == MMA else self.block_m * self.depth * RECORD_K * 2),
             ("X_RING_BYTES", self.x_ring_bytes()),
-            ("STREAM_ADDS", int(problem.stream == "adds")),
-            ("STREAM_NORMS", int(problem.stream == "norms")),
+            ("ADD_TO_STREAM", int(problem.adds_to_stream)),
+            ("RMS_NORM_X", int(problem.rms_norms_x)),
         )
         strides = problem.row_strides
         sizes: tuple[int, ...] = (problem.m, problem.n, problem.k, strides.residual, strides.y)
@@ -168,13 +176,14 @@ class GemmSm90Config:
             defines += (("WARPGROUPS", self.team_warps // 4), ("TILES", self.tiles), ("SCALED", int(self.scaled)))
             factors = 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent
             x = x_map(problem, self.block_m, 2 * self.depth)
-        scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, problem.eps, *factors)))
-        ends = ("h", "norm", "squares", "before", "inverse") if problem.stream else ()
+        eps = problem.fusion.eps if problem.fusion else 0.0
+        scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, eps, *factors)))
+        fusion_buffers = FUSION_BUFFERS if problem.fusion else ()
         return LaunchPlan(
             Kernel(f"gemm/{self.name}.cu", self.name, defines, device.target),
             self._launched(problem, device),
             (self.threads(problem), 1, 1),
-            ("weight", "bias", "residual", "y", *ends, x, *scalars),
+            ("weight", "bias", "residual", "y", *fusion_buffers, x, *scalars),
             self.shared_bytes(problem),
             cluster=(self.splits, 1, 1),
             dependent=True,
@@ -271,14 +280,28 @@ def unfit(problem: Problem, device: Device) -> str | None:
     return None
 
 
-class GemmSm90:
+class _ByConfig:
+    """The part of a `Family` that its configurations implement."""
+
+    def estimate_us(self, config: Any, problem: Problem, device: Device) -> float:
+        return float(config.estimate_us(problem, device))
+
+    def plan(self, config: Any, problem: Problem, device: Device) -> LaunchPlan:
+        plan: LaunchPlan = config.plan(problem, device)
+        return plan
+
+    def workspace(self, config: Any, problem: Problem) -> Workspace:
+        return Workspace(*config.workspace(problem))
+
+
+class GemmSm90(_ByConfig):
     NAME = "gemm_sm90"
 
     def refuse(self, problem: Problem, device: Device) -> str | None:
-        if problem.stream and problem.m > STREAM_ROWS:
-            return f"keeps a residual stream of up to {STREAM_ROWS} rows"
-        if problem.stream == "adds" and (problem.gated or problem.residual or not problem.aligned):
-            return "adds to a residual stream all of a y whose rows start at multiples of 16 bytes, and nothing else"
+        if problem.fusion and problem.m > MAX_FUSED_ROWS:
+            return f"fuses the residual stream only for M <= {MAX_FUSED_ROWS}, not {problem.m}"
+        if problem.adds_to_stream and (problem.gated or problem.residual or not problem.aligned):
+            return "cannot add a gated, unaligned or residual result to the residual stream"
         return unfit(problem, device) or layout(problem).refuse()
 
     def configs(self, problem: Problem, device: Device) -> list[GemmSm90Config]:

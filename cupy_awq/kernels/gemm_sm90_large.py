@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cupy_awq.kernels.gemm_sm90 import layout, powered, split_scales, unfit, x_map
+from cupy_awq.kernels.gemm_sm90 import _ByConfig, layout, powered, split_scales, unfit, x_map
 from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K
 from cupy_awq.runtime.device import Device
@@ -36,6 +36,10 @@ class GemmSm90LargeConfig:
     block_m: int = 128
     warpgroups: int = 2
     tiles: int = 2
+
+    @property
+    def split_k(self) -> int:
+        return self.splits
 
     @property
     def splits(self) -> int:
@@ -120,10 +124,12 @@ class GemmSm90LargeConfig:
         return blocks * self.block_m * self.block_n * 4, self.shared * self.cluster * self.warpgroups
 
 
-class GemmSm90Large:
+class GemmSm90Large(_ByConfig):
     NAME = "gemm_sm90_large"
 
     def refuse(self, problem: Problem, device: Device) -> str | None:
+        if problem.fusion:
+            return "cannot fuse the residual add or RMSNorm of a decoder"
         reason = unfit(problem, device)
         if reason is not None:
             return reason

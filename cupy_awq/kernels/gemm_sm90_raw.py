@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
+from cupy_awq.kernels.gemm_sm90 import _ByConfig
+from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div, refuse_awq_layout
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
@@ -42,6 +43,10 @@ class GemmSm90RawConfig:
     depth: int
     resident: int
     splits: int
+
+    @property
+    def split_k(self) -> int:
+        return self.splits
 
     @property
     def block_n(self) -> int:
@@ -130,12 +135,15 @@ class GemmSm90RawConfig:
         return 0, 0
 
 
-class GemmSm90Raw:
+class GemmSm90Raw(_ByConfig):
     """What each warp multiplies comes by its own requests to the copy engine."""
 
     NAME = "gemm_sm90_raw"
 
     def refuse(self, problem: Problem, device: Device) -> str | None:
+        reason = refuse_awq_layout(problem)
+        if reason is not None:
+            return reason
         if device.arch != ARCH:
             return f"needs sm_{ARCH}, not sm_{device.arch}"
         if problem.repacked:

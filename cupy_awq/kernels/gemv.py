@@ -1,95 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemv``: few rows of x on CUDA cores, every weight read once; on any architecture."""
+"""``gemv`` and ``gemm_small``: up to 16 rows of x on CUDA cores, on any architecture; each weight is read once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_awq.kernels import problem as common
-from cupy_awq.kernels.problem import Problem, ceil_div
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.problem import (
+    PTX_ARCH,
+    Problem,
+    ceil_div,
+    next_power_of_two,
+    plan_awq_layout,
+    refuse_awq_layout,
+    split_counts,
+)
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
-MAX_ROWS = 16
+MAX_M = 16
+"""The most rows of x that one CTA holds in registers."""
 LANES = 16
-"""Lanes side by side on a row of the weight, a word each; two such slices make a warp."""
+"""The lanes side by side on a row of the weight, one word of 8 codes each; two such slices of K make a warp."""
 BLOCK_N = THREADS = LANES * 8
+"""The columns of a CTA, and its threads."""
 SLICES = THREADS // LANES
+"""The slices of K in a CTA."""
 REGISTERS = {1: 80, 2: 128, 4: 154, 8: 192, 16: 248}
-"""Of a thread, by rows of x."""
+"""The registers of a thread, by rows of x."""
+
+
+@dataclass(frozen=True)
+class GemvCosts:
+    """The fitted constants of the cost model: 150 measurements on an H100.
+
+    Attributes:
+        chunk_ns, chunk_row_ns: latency of a lane's chunk of K; and its increase for each row of x.
+        issue_cycles, issue_row_cycles: instructions for a weight; and their increase for each row of x.
+        issue_rate: those that an SM issues in a nanosecond.
+        bandwidth: reached fraction of the nominal memory bandwidth.
+        reduction_us, reduction_split_us: time of the split-K reduction; and its increase for each CTA.
+    """
+
+    chunk_ns: int = 530
+    chunk_row_ns: int = 215
+    issue_cycles: float = 1.4
+    issue_row_cycles: float = 0.1
+    issue_rate: int = 218
+    bandwidth: float = 0.79
+    reduction_us: float = 2.75
+    reduction_split_us: float = 0.32
+
+
+COSTS = GemvCosts()
 
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """``rows`` of x a block holds (a power of two), ``chunk`` rows of the weight a lane takes at once, blocks that
-    share a sum."""
+    """One way to launch ``gemv`` or ``gemm_small``.
+
+    Attributes:
+        rows: rows of x in a CTA, a power of two.
+        chunk: rows of the weight that a lane loads at once.
+        split_k: CTAs that share an accumulator.
+    """
 
     rows: int
     chunk: int
-    splits: int
+    split_k: int
 
-    def plan(self, problem: Problem, device: Device) -> LaunchPlan:
+
+class GemvFamily:
+    """The kernel ``gemv`` for a range of M, which `explain` lists as a family of its own."""
+
+    def __init__(self, name: str, min_m: int, max_m: int) -> None:
+        self.NAME = name
+        self._min_m = min_m
+        self._max_m = max_m
+
+    def refuse(self, problem: Problem, device: Device) -> str | None:
+        reason = refuse_awq_layout(problem)
+        if reason is None and not self._min_m <= problem.m <= self._max_m:
+            rows = "one row" if self._max_m == 1 else f"{self._min_m} to {self._max_m} rows"
+            reason = f"takes {rows} of x, not M={problem.m}"
+        return reason
+
+    def configs(self, problem: Problem, device: Device) -> list[GemvConfig]:
+        chunk = 8 if problem.group_size % 8 == 0 else 1
+        rows = next_power_of_two(problem.m)
+        return [GemvConfig(rows, chunk, split_k) for split_k in split_counts(ceil_div(problem.k // chunk, SLICES))]
+
+    def estimate_us(self, config: GemvConfig, problem: Problem, device: Device) -> float:
+        """Return the time of all waves of CTAs, each bound by latency or by the work of its SM, and of the reduction.
+
+        The work of an SM is the larger of the instructions of its CTAs and of their share of the memory bandwidth.
+        """
+        ctas = ceil_div(problem.n, BLOCK_N) * config.split_k
+        ctas_per_sm = 65536 // (REGISTERS[config.rows] * THREADS)
+        full_waves = ceil_div(ctas, device.sm_count * ctas_per_sm) - 1
+        tail = ceil_div(ctas - full_waves * device.sm_count * ctas_per_sm, device.sm_count)
+        k = problem.k / config.split_k
+        latency = math.ceil(k / (SLICES * config.chunk)) * (COSTS.chunk_ns + COSTS.chunk_row_ns * config.rows)
+        issue = k * BLOCK_N * (COSTS.issue_cycles + COSTS.issue_row_cycles * config.rows) / COSTS.issue_rate
+        stream = k * BLOCK_N / 2 * device.sm_count / (COSTS.bandwidth * device.read_gbs)
+        work = max(issue, stream)
+        reduction = COSTS.reduction_us + COSTS.reduction_split_us * config.split_k if config.split_k > 1 else 0.0
+        return reduction + (full_waves * max(latency, ctas_per_sm * work) + max(latency, tail * work)) * 1e-3
+
+    def plan(self, config: GemvConfig, problem: Problem, device: Device) -> LaunchPlan:
         defines = (
             ("ALIGNED", int(problem.aligned)),
             ("X_ALIGNED", int(problem.x_aligned)),
-            ("PTX_PATH", int(device.arch >= common.PTX_ARCH)),
-            ("ROWS", self.rows),
-            ("CHUNK", self.chunk),
+            ("PTX_PATH", int(device.arch >= PTX_ARCH)),
+            ("ROWS", config.rows),
+            ("CHUNK", config.chunk),
         )
-        grid = (ceil_div(problem.n, BLOCK_N), self.splits, 1)
-        return common.plan("gemm/gemv.cu", "gemv", defines, problem, device, grid, THREADS)
+        grid = (ceil_div(problem.n, BLOCK_N), config.split_k, 1)
+        return plan_awq_layout("gemm/gemv.cu", "gemv", defines, problem, device, grid, THREADS)
 
-    def estimate_us(self, problem: Problem, device: Device) -> float:
-        blocks = ceil_div(problem.n, BLOCK_N) * self.splits
-        per_sm = 65536 // (REGISTERS[self.rows] * THREADS)
-        full_waves = ceil_div(blocks, device.sm_count * per_sm) - 1
-        tail = ceil_div(blocks - full_waves * device.sm_count * per_sm, device.sm_count)
-        # Nanoseconds of a block, fitted to 150 measurements on an H200: the latency of a lane's chunks, or the work of
-        # all blocks on the SM: their instructions, or their share of the memory.
-        rows = problem.k / self.splits
-        latency = math.ceil(rows / (SLICES * self.chunk)) * (530 + 215 * self.rows)
-        issue = rows * BLOCK_N * (1.4 + 0.1 * self.rows) / 218
-        stream = rows * BLOCK_N / 2 * device.sm_count / (0.79 * device.read_gbs)
-        work = max(issue, stream)
-        reduction = 2.75 + 0.32 * self.splits if self.splits > 1 else 0.0
-        return reduction + (full_waves * max(latency, per_sm * work) + max(latency, tail * work)) * 1e-3
-
-    def workspace(self, problem: Problem) -> tuple[int, int]:
-        if self.splits == 1:
-            return 0, 0
-        blocks = ceil_div(problem.n, BLOCK_N)
-        return blocks * self.splits * self.rows * BLOCK_N * 4, blocks
+    def workspace(self, config: GemvConfig, problem: Problem) -> Workspace:
+        if config.split_k == 1:
+            return Workspace()
+        tiles = ceil_div(problem.n, BLOCK_N)
+        return Workspace(tiles * config.split_k * config.rows * BLOCK_N * 4, tiles)
 
 
-class Gemv:
-    """One row of x."""
-
-    NAME = "gemv"
-
-    def refuse(self, problem: Problem, device: Device) -> str | None:
-        return None if problem.m == 1 else f"takes one row of x, not M={problem.m}"
-
-    def configs(self, problem: Problem, device: Device) -> list[GemvConfig]:
-        return list(_configs(problem, 1))
-
-
-class GemmSmall:
-    """2 to 16 rows of x, the weight read once for all of them."""
-
-    NAME = "gemm_small"
-
-    def refuse(self, problem: Problem, device: Device) -> str | None:
-        if 2 <= problem.m <= MAX_ROWS:
-            return None
-        return f"takes 2 to {MAX_ROWS} rows of x, not M={problem.m}"
-
-    def configs(self, problem: Problem, device: Device) -> list[GemvConfig]:
-        return list(_configs(problem, 1 << (problem.m - 1).bit_length()))
-
-
-def _configs(problem: Problem, rows: int) -> Iterator[GemvConfig]:
-    chunk = 8 if problem.group_size % 8 == 0 else 1
-    for splits in common.split_counts(ceil_div(problem.k // chunk, SLICES)):
-        yield GemvConfig(rows, chunk, splits)
+GEMV = GemvFamily("gemv", 1, 1)
+GEMM_SMALL = GemvFamily("gemm_small", 2, MAX_M)

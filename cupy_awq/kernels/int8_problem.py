@@ -11,7 +11,6 @@ import numpy as np
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.family import TuningKey
 from cupy_awq.kernels.problem import ACTIVATIONS, TYPES, ceil_div
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
@@ -77,10 +76,7 @@ class Int8Problem:
         x = "e4m3" if self.fp8 else "int8"
         return f"x[{self.m}, {self.k}] {x} @ W[{self.k}, {self.n}] int{self.bits} block size {self.block_size}"
 
-    @property
-    def tuning_key(self) -> TuningKey | None:
-        """None: the choice of a configuration follows from the cost models alone."""
-        return None
+    tuning_key = None
 
     @property
     def blocks(self) -> int:

@@ -1,34 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A matrix product to be made by a kernel, and what all kernel families share."""
+"""The GEMM problem, y = epilogue(x @ W) for a 4-bit weight, and what its kernel families share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from cupy_awq.kernels.family import TuningKey
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 TYPES = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float"}
+"""The C++ types of the dtypes (``cuda_src/common/types.cuh``)."""
+
 ZEROS = {"packed": "kPacked", "symmetric": "kSymmetric", "float": "kOffset"}
+"""The C++ names of the kinds of zero points (``cuda_src/gemm/group.cuh``)."""
+
 ACTIVATIONS = {None: "kNone", "clamp": "kClamp", "silu": "kSilu", "gelu": "kGelu"}
+"""The C++ names of the activations (``cuda_src/common/epilogue.cuh``)."""
+
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+"""The bytes of one element of each dtype."""
 
 MAX_SPLITS = 64
+"""The largest split-K factor."""
 
 PTX_ARCH = 75
-"""Below it kernels keep to plain CUDA."""
+"""The oldest architecture whose kernels use PTX instructions; kernels below it are plain CUDA C++."""
 
 
 def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
+def next_power_of_two(m: int) -> int:
+    """Return the smallest power of two that is at least ``m``.
+
+    >>> next_power_of_two(1), next_power_of_two(48), next_power_of_two(64)
+    (1, 64, 64)
+    """
+    return 1 << (m - 1).bit_length()
+
+
+def split_counts(limit: int) -> list[int]:
+    """Return the split-K factors to try: the powers of two up to ``limit`` and MAX_SPLITS.
+
+    >>> split_counts(5)
+    [1, 2, 4]
+    """
+    return [1 << i for i in range(MAX_SPLITS.bit_length()) if 1 << i <= max(1, min(limit, MAX_SPLITS))]
+
+
 class Strides(NamedTuple):
-    """Row strides, in elements (words for qweight and packed zeros)."""
+    """The strides between rows, in elements (in 32-bit words for qweight and packed zeros)."""
 
     x: int
     qweight: int
@@ -39,16 +66,45 @@ class Strides(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
-    """y [m, n] = epilogue(x [m, k] @ W [k, n]); all that a kernel's code and launch depend on.
+class Fusion:
+    """The part of a decoder's residual add and RMSNorm that a GEMM performs, so that neither needs a kernel.
 
-    ``n`` counts the weight's columns: a gated problem has ``n / 2`` in y. ``aligned``: the weight's arrays, the
-    residual and y start at, and step by, multiples of 16 bytes; ``x_aligned``: so does x. ``raw``: the weight is
-    there in AWQ's own layout; ``repacked``: in that of `Repacking`; ``scale_exponent``: scales times two to its
-    power are at most 64, and float16 holds all of them without loss unless ``wide_scales``. ``stream``: "adds" where y
-    joins a decoder's residual stream, "norms" where x comes from there and lacks the last factor of its RMSNorm, whose
-    ``eps`` counts then (``cuda_src/residual_stream.cuh``). ``constant``: no launch that may still be at work writes
-    the weight's arrays. Dtypes are names.
+    ``cuda_src/hopper/residual_stream.cuh`` has the formulas and the buffers.
+
+    Attributes:
+        role: "add_to_stream": the GEMM adds its result to the residual stream and writes the x of the next GEMM, the
+            stream times the RMSNorm weight, still without the division by the root mean square (RMS) of its row.
+            "rms_norm_x": x comes from such a GEMM, and this one divides its accumulators by the RMS of each row.
+        eps: the epsilon of the RMSNorm; only "rms_norm_x" uses it.
+    """
+
+    role: Literal["add_to_stream", "rms_norm_x"]
+    eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A validated matrix product y [m, n] = epilogue(x [m, k] @ W [k, n]).
+
+    It holds everything on which the code and the launch of a kernel depend. Dtypes are given by name.
+
+    Attributes:
+        m, n, k: rows of x, columns and rows of W; y of a gated problem has n / 2 columns.
+        group_size: rows of W that share a scale.
+        dtype, scales_dtype, bias_dtype: of x and y, of the scales, of the bias (None: no bias).
+        zeros: "packed" (4-bit zero points), "symmetric" (all 8) or "float" (offsets, W = q * s + o).
+        residual: whether the epilogue adds a residual.
+        activation, limits: a key of ACTIVATIONS; the bounds of "clamp".
+        gated: whether y = activation(gate) * up, for the first and the second half of W's columns.
+        aligned: whether the arrays of the weight, the residual and y start at multiples of 16 bytes, row by row.
+        x_aligned: whether the rows of x do.
+        raw: whether the weight is there in the AWQ layout.
+        repacked: whether the weight is there in the repacked layout (`Repacking`).
+        scale_exponent: scales times two to this power are at most 64.
+        wide_scales: whether float16 cannot hold all scales times that power without loss.
+        fusion: the part of a decoder's residual add and RMSNorm that the GEMM performs, or None.
+        constant: whether no launch that may still run writes the weight.
+        strides: None for contiguous arrays.
     """
 
     m: int
@@ -69,10 +125,19 @@ class Problem:
     repacked: bool = False
     scale_exponent: int = 0
     wide_scales: bool = False
-    stream: str | None = None
-    eps: float = 0.0
+    fusion: Fusion | None = None
     constant: bool = False
     strides: Strides | None = None
+
+    def __str__(self) -> str:
+        return f"x[{self.m}, {self.k}] {self.dtype} @ W[{self.k}, {self.n}] group size {self.group_size}"
+
+    @property
+    def tuning_key(self) -> TuningKey:
+        """The key of K and N, preceded by that of the fused residual; M is tuned at powers of two."""
+        shape = f"{self.k}x{self.n}"
+        shapes = (f"{shape} stream", shape) if self.fusion else (shape,)
+        return TuningKey(shapes, self.m, next_power_of_two(self.m))
 
     @property
     def row_strides(self) -> Strides:
@@ -84,19 +149,29 @@ class Problem:
         return Strides(self.k, self.n // 8, self.n, zeros, n_out, n_out)
 
     @property
+    def adds_to_stream(self) -> bool:
+        """Whether the epilogue adds y to the residual stream."""
+        return self.fusion is not None and self.fusion.role == "add_to_stream"
+
+    @property
+    def rms_norms_x(self) -> bool:
+        """Whether the epilogue divides by the root mean square of each row of x."""
+        return self.fusion is not None and self.fusion.role == "rms_norm_x"
+
+    @property
     def wide(self) -> bool:
-        """Whether a kernel may move 16 bytes of the weight at a time: they never mix gate and up columns."""
+        """Whether 16 bytes of the weight can be loaded at a time: aligned, and never both gate and up columns."""
         return self.aligned and not (self.gated and self.n % 64)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of codes, scales and zero points: what must be read at least."""
+        """The bytes of codes, scales and zero points, each of which is read at least once."""
         groups = self.k // self.group_size
         zeros = {"packed": self.n // 2, "symmetric": 0, "float": 2 * self.n}[self.zeros]
         return self.k * self.n // 2 + groups * (2 * self.n + zeros)
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
-        """The compile-time constants that every kernel takes from the problem."""
+        """Return the compile-time constants that every GEMM kernel takes from the problem."""
         return (
             ("X", TYPES[self.dtype]),
             ("SCALE", TYPES[self.scales_dtype]),
@@ -109,47 +184,22 @@ class Problem:
         )
 
     def arguments(self) -> tuple[Argument, ...]:
-        """The arguments of every kernel on the raw layout; a buffer that the problem lacks is a null pointer."""
+        """Return the arguments of the kernels on the AWQ layout; absent buffers are passed as null pointers."""
         buffers = ("x", "qweight", "scales", "qzeros", "bias", "residual", "y", "partials", "counters")
         sizes = (self.m, self.n, self.k, self.group_size, *self.row_strides)
         return (*buffers, *(np.int32(size) for size in sizes), *(np.float32(limit) for limit in self.limits))
 
 
-class Config(Protocol):
-    """One way to launch one family; each implementation is a frozen dataclass."""
-
-    @property
-    def splits(self) -> int:
-        """Blocks that share each sum over K."""
-        ...
-
-    def plan(self, problem: Problem, device: Device) -> LaunchPlan: ...
-
-    def estimate_us(self, problem: Problem, device: Device) -> float:
-        """The expected time: a model to rank by, not a promise."""
-        ...
-
-    def workspace(self, problem: Problem) -> tuple[int, int]:
-        """Bytes of partial sums and number of counters that the launch needs."""
-        ...
+def refuse_awq_layout(problem: Problem) -> str | None:
+    """Return why no kernel that reads the AWQ layout can solve the problem, or None."""
+    if problem.fusion:
+        return "cannot fuse the residual add or RMSNorm of a decoder"
+    if not problem.raw:
+        return "needs the weight in the AWQ layout, which AwqLinear(keep_weight=False) has freed"
+    return None
 
 
-class Family(Protocol):
-    """What a module of this package offers."""
-
-    @property
-    def NAME(self) -> str: ...
-
-    def refuse(self, problem: Problem, device: Device) -> str | None:
-        """Why the family cannot take the problem on this device, or None."""
-        ...
-
-    def configs(self, problem: Problem, device: Device) -> Sequence[Config]:
-        """The legal configurations of a problem that is not refused, with one split and with several."""
-        ...
-
-
-def plan(
+def plan_awq_layout(
     source: str,
     entry: str,
     defines: tuple[tuple[str, int | str], ...],
@@ -159,11 +209,6 @@ def plan(
     threads: int,
     shared_bytes: int = 0,
 ) -> LaunchPlan:
-    """The launch of a kernel on the raw layout."""
+    """Return the launch of a kernel that reads the AWQ layout."""
     kernel = Kernel(source, entry, (*problem.defines(), *defines), device.target)
     return LaunchPlan(kernel, grid, (threads, 1, 1), problem.arguments(), shared_bytes)
-
-
-def split_counts(limit: int) -> list[int]:
-    """Powers of two up to ``limit`` and MAX_SPLITS."""
-    return [1 << i for i in range(MAX_SPLITS.bit_length()) if 1 << i <= max(1, min(limit, MAX_SPLITS))]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.family import TuningKey, Workspace
+from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.int8_problem import FP8_ARCH
 from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
 from cupy_awq.runtime.device import Device
@@ -41,10 +41,7 @@ class Fp8Quantization:
     def __str__(self) -> str:
         return f"quantize x[{self.m}, {self.k}] {self.dtype} to e4m3"
 
-    @property
-    def tuning_key(self) -> TuningKey | None:
-        """None: there is one configuration."""
-        return None
+    tuning_key = None
 
 
 @dataclass(frozen=True)
@@ -53,11 +50,11 @@ class QuantizeFp8Config:
 
     Attributes:
         threads: threads of a CTA.
-        split_k: CTAs that share a result.
     """
 
     threads: int = 256
-    split_k: int = 1
+
+    split_k = 1
 
 
 def refuse(problem: Fp8Quantization, device: Device) -> str | None:

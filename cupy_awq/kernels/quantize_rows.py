@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupy_awq.kernels.family import TuningKey, Workspace
+from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -49,10 +49,7 @@ class RowQuantization:
     def __str__(self) -> str:
         return f"quantize x[{self.m}, {self.k}] {self.dtype} to int8 block size {self.block_size}"
 
-    @property
-    def tuning_key(self) -> TuningKey | None:
-        """None: there is one configuration."""
-        return None
+    tuning_key = None
 
 
 @dataclass(frozen=True)
@@ -63,13 +60,13 @@ class QuantizeRowsConfig:
         lanes: adjacent threads that read a block.
         rounds: reads of a thread, each of 8 elements (or 1), in a block.
         threads: threads of a CTA.
-        split_k: CTAs that share a result.
     """
 
     lanes: int
     rounds: int
     threads: int
-    split_k: int = 1
+
+    split_k = 1
 
 
 def refuse(problem: RowQuantization, device: Device) -> str | None:

@@ -1,115 +1,208 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel makes a product, and how: pure functions of the problem and of the device's facts."""
+"""The choice of a kernel: list the legal configurations of every family, rank them by cost model, prefer a tuned one.
+
+Pure functions of a problem and a `Device`, the same for every type of problem.
+"""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from cupy_awq.kernels import tuned as tuning
+from cupy_awq.kernels import (
+    conv2d_int8,
+    conv2d_simt,
+    conv2d_sm80,
+    conv2d_sm90,
+    conv2d_sm90_large,
+    convert,
+    dequantize,
+    gemm_int8_simt,
+    gemm_int8_sm90,
+    gemm_simt,
+    gemm_sm90,
+    gemm_sm90_large,
+    gemm_sm90_raw,
+    gemv_int8,
+    quantize_fp8,
+    quantize_rows,
+    tuned,
+)
+from cupy_awq.kernels.conv2d_int8 import Int8Convolution
+from cupy_awq.kernels.conv2d_problem import Convolution
+from cupy_awq.kernels.convert import Conversion
+from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem, TuningKey
+from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
 from cupy_awq.kernels.gemm_mma import GEMM_SM75, GEMM_SM80
-from cupy_awq.kernels.gemm_simt import GemmSimt
-from cupy_awq.kernels.gemm_sm90 import GemmSm90
-from cupy_awq.kernels.gemm_sm90_large import GemmSm90Large
-from cupy_awq.kernels.gemm_sm90_raw import GemmSm90Raw
-from cupy_awq.kernels.gemv import GemmSmall, Gemv
-from cupy_awq.kernels.problem import Config, Family, Problem
+from cupy_awq.kernels.gemv import GEMM_SMALL, GEMV
+from cupy_awq.kernels.int8_problem import Int8Problem
+from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.quantize_fp8 import Fp8Quantization
+from cupy_awq.kernels.quantize_rows import RowQuantization
+from cupy_awq.kernels.tuned import TunedConfig
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.runtime.workspace import COUNTERS, WORKSPACE_BYTES
 
-FAMILIES: dict[str, Family] = {
-    family.NAME: family
-    for family in (Gemv(), GemmSmall(), GemmSimt(), GEMM_SM75, GEMM_SM80, GemmSm90Raw(), GemmSm90(), GemmSm90Large())
+_REGISTERED: dict[type, tuple[AnyFamily, ...]] = {
+    Problem: (
+        GEMV,
+        GEMM_SMALL,
+        gemm_simt,
+        GEMM_SM75,
+        GEMM_SM80,
+        gemm_sm90_raw.GemmSm90Raw(),
+        gemm_sm90.GemmSm90(),
+        gemm_sm90_large.GemmSm90Large(),
+    ),
+    Dequantization: (dequantize,),
+    Conversion: (convert,),
+    Int8Problem: (gemv_int8, GEMM_INT8_SM75, GEMM_INT8_SM80, gemm_int8_sm90, gemm_int8_simt),
+    RowQuantization: (quantize_rows,),
+    Fp8Quantization: (quantize_fp8,),
+    Convolution: (conv2d_sm90, conv2d_sm90_large, conv2d_sm80, conv2d_simt),
+    Int8Convolution: (conv2d_int8,),
 }
-ON_REPACKED = ("gemm_sm90", "gemm_sm90_large")
-ONE_TILE = 128
-"""Up to so many rows are one tile for most configurations."""
+
+FAMILIES_OF: dict[type, dict[str, AnyFamily]] = {
+    problem: {family.NAME: family for family in some} for problem, some in _REGISTERED.items()
+}
+"""The families of each type of problem, by name."""
+
+FAMILIES: dict[str, AnyFamily] = {name: family for some in FAMILIES_OF.values() for name, family in some.items()}
+"""All families, by name."""
+
+ONE_TILE_M = 128
+"""The largest M that is one tile for most configurations."""
+
+TUNED_LIMIT = 0.9
+"""A tuned configuration of another M gives way to one whose modelled time is less than this fraction of its own.
+
+Such a configuration took 0.87 times as long (geometric mean of ten shapes on an H100).
+"""
+
+
+class Candidate(NamedTuple):
+    """A legal configuration and its modelled time in microseconds."""
+
+    family: AnyFamily
+    config: Config
+    us: float
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel family, its configuration and the launch that follows from them."""
+    """The kernel that solves a problem.
 
-    name: str
+    Attributes:
+        family, config: the kernel family and its configuration.
+        plan: the launch that follows from them.
+        tuned: the entry of a tuned table that decided, or None if the cost models did.
+    """
+
+    family: AnyFamily
     config: Config
     plan: LaunchPlan
+    tuned: TunedConfig | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the family."""
+        return self.family.NAME
 
 
-def candidates(problem: Problem, device: Device, split_k: int | None = None) -> dict[str, list[Config] | str]:
-    """Of each family the legal configurations, the fastest by the model first, or the reason why there is none."""
-    found: dict[str, list[Config] | str] = {}
-    for name, family in FAMILIES.items():
+def families(problem: KernelProblem) -> dict[str, AnyFamily]:
+    """Return the families for the type of a problem, by name."""
+    return FAMILIES_OF[type(problem)]
+
+
+def candidates(problem: KernelProblem, device: Device, split_k: int | None = None) -> dict[str, list[Candidate] | str]:
+    """Return for each family its legal configurations, the fastest by cost model first, or the reason for none."""
+    found: dict[str, list[Candidate] | str] = {}
+    for name, family in families(problem).items():
         reason = family.refuse(problem, device)
-        if name not in ON_REPACKED and not problem.raw:
-            reason = "needs AWQ's own arrays, which the layer has let go"
-        if name != GemmSm90.NAME and problem.stream:
-            reason = "keeps no residual stream"
         if reason is not None:
             found[name] = reason
             continue
-        configs = [config for config in family.configs(problem, device) if _fits(config, problem, split_k)]
-        configs.sort(key=lambda config: config.estimate_us(problem, device))
-        nothing = f"cannot split K={problem.k} into {split_k} parts here" if split_k else "has no configuration for it"
-        found[name] = configs or nothing
+        legal = [
+            Candidate(family, config, family.estimate_us(config, problem, device))
+            for config in family.configs(problem, device)
+            if split_k in (None, config.split_k) and _fits_workspace(family, config, problem)
+        ]
+        legal.sort(key=lambda candidate: candidate.us)
+        found[name] = legal or (f"has no configuration with split_k={split_k}" if split_k else "has no configuration")
     return found
 
 
-def _fits(config: Config, problem: Problem, split_k: int | None) -> bool:
-    partials, counters = config.workspace(problem)
-    return partials <= WORKSPACE_BYTES and counters <= COUNTERS and split_k in (None, config.splits)
+def _fits_workspace(family: AnyFamily, config: Config, problem: KernelProblem) -> bool:
+    partial_bytes, counters = family.workspace(config, problem)
+    return partial_bytes <= WORKSPACE_BYTES and counters <= COUNTERS
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(problem: Problem, device: Device, kernel: str | None = None, split_k: int | None = None) -> Choice:
-    """The fastest configuration, of every family or of the one named ``kernel``: as measured, else as the model ranks.
+def choose(problem: KernelProblem, device: Device, kernel: str | None = None, split_k: int | None = None) -> Choice:
+    """Return the tuned configuration of a problem if there is one, else the fastest one by cost model.
 
-    What was measured serves other rows as `_serves` tells.
+    Args:
+        problem: a problem of any type in FAMILIES_OF.
+        device: the GPU.
+        kernel: the name of the only family to consider.
+        split_k: the only split-K factor to consider.
 
-    Raises ValueError if there is none, with the reason.
+    Raises:
+        ValueError: no kernel has this name, or none is legal; the message gives each family's reason.
     """
-    if kernel is not None and kernel not in FAMILIES:
-        raise ValueError(f"kernel: expected one of {', '.join(FAMILIES)}, got {kernel!r}")
+    if kernel is not None and kernel not in families(problem):
+        raise ValueError(f"kernel: expected one of {', '.join(families(problem))}, got {kernel!r}")
     found = candidates(problem, device, split_k)
     if kernel is not None:
         found = {kernel: found[kernel]}
-    legal = {name: configs for name, configs in found.items() if not isinstance(configs, str)}
+    legal = [candidate for some in found.values() if not isinstance(some, str) for candidate in some]
     if not legal:
         reasons = "; ".join(f"{name} {reason}" for name, reason in found.items())
         raise ValueError(f"no kernel fits: {reasons}")
-    name = min(legal, key=lambda name: legal[name][0].estimate_us(problem, device))
-    config = legal[name][0]
-    wanted = tuning.preferred(problem, device)
-    least = config.estimate_us(problem, device)
-    for other, configs in legal.items() if wanted else ():
-        for measured in configs:
-            if tuning.label(measured) == wanted and _serves(measured, least, problem, device):
-                name, config = other, measured
-    return Choice(name, config, config.plan(problem, device))
+    best = min(legal, key=lambda candidate: candidate.us)
+    key, entry = problem.tuning_key, tuned.lookup(problem, device)
+    if key is not None and entry is not None:
+        for candidate in legal:
+            if tuned.label(candidate.family, candidate.config) == entry.label and _applies(key, candidate, best):
+                plan = candidate.family.plan(candidate.config, problem, device)
+                return Choice(candidate.family, candidate.config, plan, entry)
+    return Choice(best.family, best.config, best.family.plan(best.config, problem, device))
 
 
-def _serves(measured: Config, least: float, problem: Problem, device: Device) -> bool:
-    """Whether to take what was measured, for these rows or for the next power of two.
+def _applies(key: TuningKey, candidate: Candidate, best: Candidate) -> bool:
+    """Return whether a configuration that was tuned at ``key.tuned_m`` is also the choice at ``key.m``.
 
-    Fewer rows may make fewer tiles, so that another number of blocks fits: where the model's first took less than 0.9
-    times as long by the model, it took 0.87 times as long (geometric mean of ten cases on an H100; 0.71 to 0.99).
+    Fewer rows may make fewer tiles, so that another configuration fills the SMs better.
     """
-    rows = problem.m
-    return rows <= ONE_TILE or rows == tuning.rows(rows) or least >= 0.9 * measured.estimate_us(problem, device)
+    return key.m <= ONE_TILE_M or key.m == key.tuned_m or best.us >= TUNED_LIMIT * candidate.us
 
 
-def explain(problem: Problem, device: Device) -> str:
-    """A line for each kernel family: its best configuration and expected time, or why it is not legal."""
+def explain(problem: KernelProblem, device: Device) -> str:
+    """Return a table of the families: the best configuration of each and its time, or why the family is not legal.
+
+    ``->`` marks the choice. A time is "measured" if the tuned table that holds the configuration has it, else
+    "modelled" by the family's cost model; the last line says which decided.
+    """
     choice = choose(problem, device)
-    m, n, k, group_size = problem.m, problem.n, problem.k, problem.group_size
-    product = f"x[{m}, {k}] {problem.dtype} @ W[{k}, {n}] group size {group_size}"
-    lines = [f"{product} on {device.name} (sm_{device.arch})"]
-    width = max(map(len, FAMILIES))
-    for name, configs in candidates(problem, device).items():
-        mark = "->" if name == choice.name else "  "
-        if isinstance(configs, str):
-            lines.append(f"{mark} {name:{width}} not legal: {configs}")
-        else:
-            config = choice.config if name == choice.name else configs[0]
-            lines.append(f"{mark} {name:{width}} {config.estimate_us(problem, device):8.1f} us expected  {config}")
+    width = max(map(len, families(problem)))
+    lines = [f"{problem} on {device.name} (sm_{device.arch})"]
+    lines.append(f"   {'kernel':{width}}       us  time      configuration")
+    for name, some in candidates(problem, device).items():
+        if isinstance(some, str):
+            lines.append(f"   {name:{width}}        -  -         not legal: {some}")
+            continue
+        chosen = name == choice.name
+        config, us = next((c.config, c.us) for c in some if not chosen or c.config == choice.config)
+        source = "modelled"
+        if chosen and choice.tuned is not None and choice.tuned.us is not None:
+            us, source = choice.tuned.us, "measured"
+        lines.append(f"{'->' if chosen else '  '} {name:{width}} {us:8.1f}  {source:8}  {tuned.fields(config)}")
+    if choice.tuned is not None:
+        lines.append(f"chosen: the tuned configuration, measured at M={choice.tuned.m} ({choice.tuned.origin})")
+    else:
+        lines.append("chosen: the lowest modelled time; no tuned configuration applies")
     return "\n".join(lines)

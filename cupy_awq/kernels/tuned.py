@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices that were measured: which configuration was the fastest for a shape on a GPU, by ``python -m cupy_awq tune``.
+"""Tuned configurations: the fastest one for a shape on a GPU, as ``python -m cupy_awq tune`` measured it.
 
-The package ships the choices of some GPUs, a file a GPU in ``data/tuned``; those that a user measures lie in a folder
-``tuned`` of the user's cache and come first. A file maps ``"KxN"`` to an object that maps rows to a configuration;
-in a file, ``"KxN stream"`` comes first for products that keep a decoder's residual stream (measured in the chain of a
-step).
+The package ships a table for some GPUs, one JSON file each, in ``data/tuned``. Those that a user measures lie in the
+folder ``tuned`` of the user's cache and come first. A file maps a shape (`TuningKey`; ``"4096x12288"`` is K = 4096,
+N = 12288) to an object that maps m to an entry: the label of a configuration, and its time where `tune` has recorded
+it, as in ``"gemm_sm80(block_m=16, warps=4, split_k=4) 12.3 us"``.
 """
 
 from __future__ import annotations
@@ -12,81 +12,122 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from cupy_awq.kernels.problem import Config, Problem
+from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.runtime.device import Device
 
 SHIPPED = Path(__file__).parents[1] / "data" / "tuned"
-UNNAMED = ("stages",)
-"""What follows from the other fields and from the size of a group's scales."""
+"""The folder of the shipped tables."""
 
-Choices = dict[str, dict[str, str]]
+DERIVED_FIELDS = ("stages",)
+"""The fields that follow from the others and from the size of a group's scales."""
 
-
-def label(config: Config) -> str:
-    """The name of a configuration in a file: it holds for every group size and dtype."""
-    values = (f"{name}={value}" for name, value in vars(config).items() if name not in UNNAMED)
-    return f"{type(config).__name__}({', '.join(values)})"
+Table = dict[str, dict[str, str]]
+"""The content of a file: shape -> m -> entry."""
 
 
-def rows(m: int) -> int:
-    """The number of rows whose measurement serves m rows, unless `select` knows better: the next power of two.
+ENTRY = re.compile(r"(.+\))(?: (\d+\.\d) us)?")
+"""The text of an entry: a label, and the time where it is recorded."""
 
-    >>> rows(1), rows(48), rows(64)
-    (1, 64, 64)
+
+class TunedConfig(NamedTuple):
+    """An entry of a table.
+
+    Attributes:
+        label: the configuration, as `label` names it.
+        us: its time in microseconds, None if the table does not record it.
+        m: rows of x, or images, at which it was measured.
+        origin: the table, in words.
     """
-    return 1 << (m - 1).bit_length()
+
+    label: str
+    us: float | None
+    m: int
+    origin: str
+
+
+def label(family: AnyFamily, config: Config) -> str:
+    """Return the name of a configuration in a table, which holds for every group size and dtype."""
+    return f"{family.NAME}({fields(config, DERIVED_FIELDS)})"
+
+
+def fields(config: Config, without: Sequence[str] = ()) -> str:
+    """Return the fields of a configuration as ``name=value``, separated by commas."""
+    return ", ".join(f"{name}={value}" for name, value in vars(config).items() if name not in without)
+
+
+def entry(label: str, us: float) -> str:
+    """Return the text of a table's entry.
+
+    >>> entry("gemv(rows=1, chunk=8, split_k=4)", 12.345)
+    'gemv(rows=1, chunk=8, split_k=4) 12.3 us'
+    """
+    return f"{label} {us:.1f} us"
 
 
 def file_name(device: Device) -> str:
+    """Return the name of a GPU's file."""
     return re.sub(r"\W+", "-", device.name).strip("-").lower() + ".json"
 
 
 def user_folder() -> Path:
+    """Return the folder of the user's tables."""
     return cache.folder() / "tuned"
 
 
-def preferred(problem: Problem, device: Device) -> str | None:
-    """The label of the configuration that was measured to be the fastest, if there is one; it may not be legal."""
-    if device.arch != device.native:
-        return None  # a lower path is forced
-    shape, m = f"{problem.k}x{problem.n}", str(rows(problem.m))
-    shapes = (f"{shape} stream", shape) if problem.stream else (shape,)
-    found = (choices[shape][m] for choices in _choices(device) for shape in shapes if m in choices.get(shape, {}))
-    return next(found, None)
+def lookup(problem: KernelProblem, device: Device) -> TunedConfig | None:
+    """Return the tuned configuration of a problem, None if there is none; it may not be legal.
+
+    The user's table comes before the shipped one. A forced lower architecture path has none.
+    """
+    key = problem.tuning_key
+    if key is None or device.arch != device.native:
+        return None
+    m = str(key.tuned_m)
+    for origin, table in _tables(device).items():
+        for shape in key.shapes:
+            if m in table.get(shape, {}):
+                match = ENTRY.fullmatch(table[shape][m])
+                name, us = match.groups() if match else (table[shape][m], None)
+                return TunedConfig(name, None if us is None else float(us), key.tuned_m, origin)
+    return None
 
 
 @functools.cache
-def _choices(device: Device) -> tuple[Choices, Choices]:
-    """The user's and the shipped ones."""
+def _tables(device: Device) -> dict[str, Table]:
+    """Return the user's and the shipped table of a GPU, by their origin."""
     name = file_name(device)
-    return read(user_folder() / name), read(SHIPPED / name)
+    user = user_folder() / name
+    return {f"your table {user}": read(user), f"shipped table {name}": read(SHIPPED / name)}
 
 
-def merged(first: Mapping[str, Mapping[str, str]], second: Mapping[str, Mapping[str, str]]) -> Choices:
-    """All choices of both; the second's where both have one."""
+def merge(first: Mapping[str, Mapping[str, str]], second: Mapping[str, Mapping[str, str]]) -> Table:
+    """Return the entries of both tables; those of ``second`` where both have one."""
     return {shape: {**first.get(shape, {}), **second.get(shape, {})} for shape in [*first, *second]}
 
 
-def read(path: Path) -> Choices:
-    """The choices of a file; none if there is no file. Raises ValueError for a file of anything else."""
+def read(path: Path) -> Table:
+    """Return the table in a file, empty if there is no file. Raise ValueError if the file holds anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        good = all(isinstance(name, str) for choices in found.values() for name in choices.values())
+        is_table = all(isinstance(text, str) for entries in found.values() for text in entries.values())
     except FileNotFoundError:
         return {}
     except (ValueError, AttributeError, OSError):
-        good = False
-    if not good:
-        raise ValueError(f"{path} must hold measured choices; remove it, or measure anew by python -m cupy_awq tune")
+        is_table = False
+    if not is_table:
+        raise ValueError(
+            f"{path}: expected a table of tuned configurations; remove it, or run python -m cupy_awq tune again"
+        )
     return dict(found)
 
 
-def write(device: Device, choices: Choices) -> Path:
-    """Add to the user's choices for a GPU; the file that holds them now. They serve from the next process on."""
+def write(device: Device, table: Table) -> Path:
+    """Add entries to the user's table of a GPU and return its path; processes use them that start later."""
     path = user_folder() / file_name(device)
-    cache.write(path, (json.dumps(merged(read(path), choices), indent=1) + "\n").encode())
+    cache.write(path, (json.dumps(merge(read(path), table), indent=1) + "\n").encode())
     return path

@@ -12,7 +12,7 @@ from cupy_awq import block_check, block_reference, check
 from cupy_awq.block_check import ConvolutionShape
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels import choice
+from cupy_awq.kernels import select
 from cupy_awq.kernels.conv2d_problem import (
     EPILOGUE_ACTIVATIONS,
     UNIT,
@@ -122,7 +122,7 @@ def _conv2d_on_gpu(
 ) -> Array:
     import cupy
 
-    with placement.on(weight.device):
+    with placement.use_device(weight.device):
         y = cupy.empty(shape.y_shape, x.dtype) if out is None or not out.flags.c_contiguous else out
         if y.size:
             gpu = device.current()
@@ -148,7 +148,7 @@ def _conv2d_on_gpu(
                 copied = replace(given, strides=strides, aligned=True).without_stride()
                 if not refuse_tensor_cores(copied, gpu):
                     x, problem = _to_nhwc(x, shape, channels), copied
-            chosen = choice.choose(problem, gpu)
+            chosen = select.choose(problem, gpu)
             buffers = execute.weight_buffers(chosen, weight, problem) | {"x": x, "bias": bias, "y": y}
             execute.launch(chosen.plan, buffers, weight.device)
         return execute.deliver(y, out)

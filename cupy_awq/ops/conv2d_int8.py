@@ -11,7 +11,7 @@ import numpy as np
 from cupy_awq import block_check, block_reference, check
 from cupy_awq.block_reference import SMALLEST_WEIGHT_SCALE
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels import choice
+from cupy_awq.kernels import select
 from cupy_awq.kernels.conv2d_int8 import ACTIVATIONS, Int8Convolution
 from cupy_awq.ops import execute
 from cupy_awq.ops.conv2d import kernel_sizes, x_strides
@@ -79,7 +79,7 @@ def conv2d_int8(
     ):
         if a is None and name == "bias":
             continue
-        block_check.on_device(a, name, where, "x")
+        check.on_device(a, name, where, "x")
         if a.dtype != dtype:
             raise TypeError(f"{name}: expected {dtype}, got {a.dtype}")
     if len(codes.shape) != 4 or 0 in codes.shape:
@@ -102,13 +102,13 @@ def conv2d_int8(
         return block_reference.conv2d_int8(x, codes, shape, fused, multiplier, zeros[0], limits, target)
     import cupy
 
-    with placement.on(where):
+    with placement.use_device(where):
         y = cupy.empty(shape.y_shape, np.int8) if out is None or not out.flags.c_contiguous else out
         if y.size:
             problem = Int8Convolution(kernel_sizes(shape), x_strides(x, shape.nhwc), shape.nhwc, zeros[0], limits)
             buffers = {"x": x, "codes": cupy.ascontiguousarray(codes), "y": y}
             buffers |= {"fused": cupy.asarray(fused), "multiplier": cupy.asarray(multiplier)}
-            execute.launch(choice.choose(problem, device.current()).plan, buffers, where)
+            execute.launch(select.choose(problem, device.current()).plan, buffers, where)
         return execute.deliver(y, out)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from cupy_awq import check, reference
 from cupy_awq.check import HOST, Array
+from cupy_awq.kernels import select
 from cupy_awq.kernels.convert import Conversion
 from cupy_awq.runtime import arrays, device, launch, placement
 
@@ -71,11 +72,12 @@ def _convert(words: Array, out: Array | None, entry: str, values: int) -> Array:
         return out
     import cupy
 
-    with placement.on(index):
+    with placement.use_device(index):
         y = out if out is not None and out.flags.c_contiguous else cupy.empty(shape, check.FLOAT16)
         if words.size:
             source = cupy.ascontiguousarray(words)
-            plan = Conversion(entry, values, words.size, arrays.aligned(y.reshape(-1))).plan(device.current())
+            problem = Conversion(entry, words.size, arrays.aligned(y.reshape(-1)))
+            plan = select.choose(problem, device.current()).plan
             stream = cupy.cuda.get_current_stream().ptr
             launch.launcher(plan, index)((arrays.address(source), arrays.address(y)), stream)
         if out is not None and y is not out:

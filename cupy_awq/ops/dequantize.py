@@ -7,6 +7,7 @@ from typing import Any
 
 from cupy_awq import check, reference
 from cupy_awq.check import Array
+from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.runtime import arrays, device, launch, placement
 
@@ -44,7 +45,7 @@ def dequantize(
         check.out(out, (facts.k, facts.n), to, facts.device)
     import cupy
 
-    with placement.on(facts.device):
+    with placement.use_device(facts.device):
         w = out if out is not None and arrays.row_step(out) is not None else cupy.empty((facts.k, facts.n), to)
         offsets = qzeros if facts.zeros == "float" else None
         strides = arrays.row_stride(qweight), arrays.row_stride(scales), arrays.row_stride(qzeros), arrays.row_stride(w)
@@ -58,7 +59,7 @@ def dequantize(
             arrays.aligned(scales, offsets, w),
             strides,
         )
-        launcher = launch.launcher(problem.plan(device.current()), facts.device)
+        launcher = launch.launcher(select.choose(problem, device.current()).plan, facts.device)
         stream = cupy.cuda.get_current_stream().ptr
         launcher(tuple(map(arrays.address, (qweight, scales, qzeros, w))), stream)
         if out is not None and w is not out:

@@ -11,8 +11,8 @@ import numpy as np
 from cupy_awq import check
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.choice import Choice
 from cupy_awq.kernels.family import KernelProblem
+from cupy_awq.kernels.select import Choice
 from cupy_awq.runtime import placement
 from cupy_awq.runtime.arrays import address
 from cupy_awq.runtime.launch import launcher
@@ -26,7 +26,7 @@ def empty(shape: tuple[int, ...], dtype: Any, device: int) -> Array:
         return np.empty(shape, dtype)
     import cupy
 
-    with placement.on(device):
+    with placement.use_device(device):
         return cupy.empty(shape, dtype)
 
 

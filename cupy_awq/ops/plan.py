@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,13 @@ import numpy as np
 from cupy_awq import check, reference
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Problem, Strides
+from cupy_awq.kernels.problem import Fusion, Problem, Strides
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime import workspace as workspaces
+from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch import Launcher
+from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.weight import PackedWeight, check_packed
 
 BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "weight", "bias")
@@ -76,7 +80,7 @@ class Prepared:
             strides=steps,
         )
         choice, self._launcher = chosen(problem, weight.spec.device, kernel, split_k)
-        partials, _ = choice.config.workspace(problem)
+        partials, _ = choice.family.workspace(choice.config, problem)
         self.kernel = choice.name
         self.shape = product.shape
         self.workspace_bytes = workspaces.COUNTER_BYTES + partials if partials else 0
@@ -155,6 +159,49 @@ def problem_of(
     )
 
 
+@dataclass(frozen=True)
+class FusedPlan:
+    """A GEMM with a `Fusion`: the launch of its kernel, and the arrays of its layer.
+
+    Attributes:
+        launch: the launch. Besides ``arrays`` it takes the buffers x [m, K] and y [m, N] (gated: [m, N/2]), contiguous
+            and of the planned dtype, and those of ``cuda_src/hopper/residual_stream.cuh``.
+        arrays: the buffers that belong to the layer, by name.
+        out_features: the columns of y.
+    """
+
+    launch: LaunchPlan
+    arrays: Mapping[str, Array | None]
+    out_features: int
+
+
+def plan_fused(
+    weight: PackedWeight,
+    bias: Array | None,
+    activation: check.Activation,
+    m: int,
+    element: np.dtype[Any],
+    fusion: Fusion,
+) -> FusedPlan | None:
+    """Return the plan of a GEMM with a `Fusion` for contiguous arrays, or None if no kernel can perform it."""
+    if not isinstance(weight, RepackedWeight):
+        return None
+    bias_dtype = None if bias is None else bias.dtype.name
+    problem = problem_of(weight, activation, m, element, bias_dtype=bias_dtype, fusion=fusion)
+    launch = _fused_launch(problem, device.of(weight.spec.device))
+    if launch is None:
+        return None
+    buffers = {"weight": weight.repacked, "bias": bias, "residual": None}
+    return FusedPlan(launch, buffers, check.out_features(problem.n, activation))
+
+
+@functools.lru_cache(maxsize=1024)
+def _fused_launch(problem: Problem, gpu: Device) -> LaunchPlan | None:
+    if all(isinstance(found, str) for found in select.candidates(problem, gpu).values()):
+        return None
+    return select.choose(problem, gpu).plan
+
+
 def _repacked(weight: PackedWeight) -> dict[str, Any]:
     """The fields of a problem that tell of a repacked weight."""
     if not isinstance(weight, RepackedWeight):
@@ -190,7 +237,7 @@ def multiply(
         return reference.matmul(x, *tensors, **options), None
     import cupy
 
-    with placement.on(index):
+    with placement.use_device(index):
         if x.size == 0:
             return cupy.empty(product.shape, x.dtype) if out is None else out, None
         source = x if arrays.readable_rows(x) else cupy.array(x, order="C")
@@ -217,8 +264,8 @@ def remember(prepared: dict[Any, Prepared], key: Any, value: Prepared, limit: in
 
 
 def _check_choice(kernel: str | None, split_k: int | None) -> None:
-    if kernel is not None and kernel not in select.FAMILIES:
-        raise ValueError(f"kernel must be one of {', '.join(select.FAMILIES)}, got {kernel!r}")
+    if kernel is not None and kernel not in select.FAMILIES_OF[Problem]:
+        raise ValueError(f"kernel: expected one of {', '.join(select.FAMILIES_OF[Problem])}, got {kernel!r}")
     if split_k is not None and (not isinstance(split_k, int) or split_k < 1 or split_k & (split_k - 1)):
         raise ValueError(f"split_k must be a power of two, got {split_k!r}")
 
@@ -305,7 +352,7 @@ class Plan:
 
         index = self._weight.spec.device
         if cupy.cuda.runtime.getDevice() != index:
-            with placement.on(index):
+            with placement.use_device(index):
                 return self(x, out, residual=residual, workspace=workspace)
         memory = self._memory
         if workspace is not None and memory is not None:
@@ -326,9 +373,7 @@ class Plan:
             if a is not planned:
                 raise ValueError(f"{name} must be {'None' if planned is None else 'an array'}, as planned")
             return
-        where = check.device_id(a, name)
-        if where != planned[3]:
-            raise TypeError(f"{name} is on {check.place(where)}, but the plan is for {check.place(planned[3])}")
+        check.on_device(a, name, planned[3], "the plan")
         found = self._layout(a)
         width = arrays.width(a)
         if found[:4] != planned[:4] or (found[4] % width and not planned[4] % width):
@@ -382,7 +427,7 @@ def plan(
     """
     check_packed(weight)
     index = weight.spec.device
-    with placement.on(index):
+    with placement.use_device(index):
         if isinstance(x, tuple):
             x, dtype = _empty(x, check.float_dtype(dtype or "float16"), index), None
         x, bias = arrays.views(x=x, bias=bias)
@@ -418,9 +463,7 @@ def _empty(shape: tuple[int, ...], dtype: Any, index: int) -> Array:
 
 def _workspace(memory: Array, nbytes: int, index: int) -> Array:
     """``memory`` if it can be a plan's workspace."""
-    where = check.device_id(memory, "workspace")
-    if where != index:
-        raise TypeError(f"workspace is on {check.place(where)}, but the plan is for {check.place(index)}")
+    check.on_device(memory, "workspace", index, "the plan")
     if not memory.flags.c_contiguous or memory.data.ptr % 16:
         raise ValueError("workspace must be contiguous and start at a multiple of 16 bytes")
     if memory.nbytes < nbytes:

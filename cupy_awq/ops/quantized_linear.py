@@ -11,7 +11,7 @@ from cupy_awq import block_check, block_reference, check
 from cupy_awq.block_check import QuantizedProduct
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels import choice, int8_problem
+from cupy_awq.kernels import int8_problem, select
 from cupy_awq.kernels.int8_problem import EPILOGUE_ACTIVATIONS, Int8Problem
 from cupy_awq.kernels.quantize_fp8 import Fp8Quantization
 from cupy_awq.kernels.quantize_rows import RowQuantization
@@ -221,7 +221,7 @@ def _quantize_on_gpu(
     import cupy
 
     index = check.device_id(x, "x")
-    with placement.on(index):
+    with placement.use_device(index):
         m, k = x.shape
         shape = m, -(-k // block_size)
         codes, scale, sums = (cupy.empty(s, t) for s, t in (((m, k), np.int8), (shape, np.float32), (shape, np.int32)))
@@ -233,7 +233,7 @@ def _quantize_on_gpu(
             half_even = rounding == "half_even"
             problem = RowQuantization(m, k, block_size, x.dtype.name, symmetric, half_even, wide, row_step(x) or 0)
             buffers = {"x": x, "codes": codes, "scale": scale, "offset": offset, "sums": sums}
-            execute.launch(choice.choose(problem, device.current()).plan, buffers, index)
+            execute.launch(select.choose(problem, device.current()).plan, buffers, index)
         return codes, scale, offset, sums
 
 
@@ -253,7 +253,7 @@ def _multiply_on_gpu(
     """Multiply as in `gemm_int8`; with ``fp8`` xq is e4m3, x_scale is [M], and x_sums are float32."""
     import cupy
 
-    with placement.on(weight.device):
+    with placement.use_device(weight.device):
         y = cupy.empty((product.m, product.n), product.dtype) if out is None or row_step(out) is None else out
         if product.m:
             xq, x_scale, x_offset, x_sums = (
@@ -280,7 +280,7 @@ def _multiply_on_gpu(
                 row_scales=product.row_scales,
                 zero_points=weight.zero_points is not None,
             )
-            chosen = choice.choose(problem, device.current())
+            chosen = select.choose(problem, device.current())
             buffers = execute.weight_buffers(chosen, weight, problem)
             buffers |= {"xq": xq, "x_row_scale": x_scale, "bias": bias, "y": y}
             if product.row_scales and "x_scale" in chosen.plan.buffers:
@@ -300,7 +300,7 @@ def _linear_fp8_on_gpu(
 ) -> Array:
     import cupy
 
-    with placement.on(weight.device):
+    with placement.use_device(weight.device):
         m, k = product.m, product.k
         block_size = int8_problem.fp8_block_size(product.block_size, k)
         sums = cupy.empty((m, -(-k // block_size)), np.float32)
@@ -311,7 +311,7 @@ def _linear_fp8_on_gpu(
                 x, stride = cupy.array(x, order="C"), k
             problem = Fp8Quantization(m, k, block_size, x.dtype.name, stride)
             buffers = {"x": x, "codes": codes, "scale": scale, "sums": sums}
-            execute.launch(choice.choose(problem, device.current()).plan, buffers, weight.device)
+            execute.launch(select.choose(problem, device.current()).plan, buffers, weight.device)
         product = product._replace(block_size=block_size)
         return _multiply_on_gpu(codes, scale, None, sums, weight, product, bias, activation, out, fp8=True)
 

@@ -58,7 +58,7 @@ def repack(weight: PackedWeight) -> PackedWeight:
         return weight
     import cupy
 
-    with placement.on(facts.device):
+    with placement.use_device(facts.device):
         out = cupy.empty(layout.nbytes, cupy.uint8)
         buffers = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
         steps = arrays.row_stride(weight.qweight), arrays.row_stride(weight.scales), arrays.row_stride(weight.qzeros)

@@ -37,15 +37,15 @@ def _view(a: Any, name: str) -> Any:
             if interface.get("stream") is None and hasattr(a, "__dlpack__"):
                 return cupy.from_dlpack(a)
             # CuPy would copy what is not on the current device.
-            with placement.on(cupy.cuda.runtime.pointerGetAttributes(pointer).device):
+            with placement.use_device(cupy.cuda.runtime.pointerGetAttributes(pointer).device):
                 return cupy.asarray(a)
         empty = 0 in interface["shape"]
     except Exception as error:  # whatever a foreign library or CuPy raises
-        raise TypeError(f"{name} must be an array that CuPy can view, got {type(a).__name__}: {error}") from error
+        raise TypeError(f"{name}: expected an array that CuPy can view, got {type(a).__name__}: {error}") from error
     if pointer:
-        raise ValueError(f"{name} must be writable, got a read-only {type(a).__name__}")
+        raise ValueError(f"{name}: expected a writable array, got a read-only {type(a).__name__}")
     if not empty:
-        raise ValueError(f"{name} must be an array in memory, got a {type(a).__name__} with a null pointer")
+        raise ValueError(f"{name}: expected an array in memory, got a {type(a).__name__} with a null pointer")
     return cupy.empty(interface["shape"], interface["typestr"])
 
 

@@ -49,7 +49,7 @@ def gpu_count() -> int:
         return 0
 
 
-def on(index: int) -> AbstractContextManager[Any]:
+def use_device(index: int) -> AbstractContextManager[Any]:
     """A context in which GPU ``index`` is CuPy's current device; nothing for ``check.HOST``."""
     if index == HOST:
         return nullcontext()
@@ -59,17 +59,17 @@ def on(index: int) -> AbstractContextManager[Any]:
     return device
 
 
-def put(array: Array, index: int) -> Array:
+def to_device(array: Array, index: int) -> Array:
     """A NumPy array on GPU ``index``; the array itself for ``check.HOST``."""
     if index == HOST:
         return array
     import cupy
 
-    with on(index):
+    with use_device(index):
         return cupy.asarray(array)
 
 
-def name(index: int) -> str:
+def device_name(index: int) -> str:
     """What a headline calls the device: the GPU's name, or the CPU's architecture."""
     if index == HOST:
         import platform

@@ -22,9 +22,10 @@ import numpy as np
 
 from cupy_awq import check
 from cupy_awq.check import Array
-from cupy_awq.kernels import select
-from cupy_awq.kernels import tuned as tuning
-from cupy_awq.kernels.problem import Config, Problem
+from cupy_awq.kernels import select, tuned
+from cupy_awq.kernels.family import AnyFamily, Config
+from cupy_awq.kernels.problem import Problem, next_power_of_two
+from cupy_awq.kernels.select import Candidate
 from cupy_awq.ops.plan import BUFFERS, problem_of, weight_addresses
 from cupy_awq.ops.repack import repack
 from cupy_awq.runtime import arrays, placement
@@ -43,6 +44,7 @@ class Row:
     k: int
     n: int
     m: int
+    family: AnyFamily
     config: Config
     us: float
     model_us: float
@@ -61,18 +63,19 @@ def run(
     """Time the ``tries`` first configurations for every (K, N) and every M, in float16."""
     bench.check_shapes(shapes, group_size)
     rows = []
-    with placement.on(device):
+    with placement.use_device(device):
         for k, n in shapes:
             progress(f"{k}x{n}: random weight")
             weights = _weights(k, n, group_size, device)
-            problems = {m: _problem(weights[0], m) for m in sorted(set(map(tuning.rows, ms)))}
+            problems = {m: _problem(weights[0], m) for m in sorted(set(map(next_power_of_two, ms)))}
             ranked = {m: _ranked(problem, device, tries) for m, problem in problems.items()}
             progress(f"{k}x{n}: compiling")
-            _compile([config.plan(problems[m], devices.of(device)) for m in ranked for config in ranked[m]])
-            for m, configs in ranked.items():
+            facts = devices.of(device)
+            _compile([c.family.plan(c.config, problems[m], facts) for m in ranked for c in ranked[m]])
+            for m, some in ranked.items():
                 progress(f"{k}x{n}: M={m}")
-                best, times = fastest(_measures(problems[m], configs, weights, device))
-                rows.append(Row(k, n, m, configs[best], times[best], times[0], len(configs)))
+                best, times = fastest(_measures(problems[m], some, weights, device))
+                rows.append(Row(k, n, m, some[best].family, some[best].config, times[best], times[0], len(some)))
     return rows
 
 
@@ -81,7 +84,7 @@ def _weights(k: int, n: int, group_size: int, device: int) -> list[PackedWeight]
     import cupy
 
     first = testing.random_weight(np.random.default_rng(0), k, n, group_size)
-    parts = [placement.put(part, device) for part in (first.qweight, first.scales, first.qzeros)]
+    parts = [placement.to_device(part, device) for part in (first.qweight, first.scales, first.qzeros)]
     copies = max(2, math.ceil(3 * devices.of(device).l2_bytes / first.nbytes))
     return [repack(PackedWeight(*map(cupy.array, parts))) for _ in range(copies)]
 
@@ -90,11 +93,10 @@ def _problem(weight: PackedWeight, m: int) -> Problem:
     return problem_of(weight, check.activation(None), m, np.dtype(np.float16))
 
 
-def _ranked(problem: Problem, device: int, tries: int) -> list[Config]:
-    facts = devices.of(device)
-    found = select.candidates(problem, facts)
-    configs = [config for some in found.values() if not isinstance(some, str) for config in some]
-    return sorted(configs, key=lambda config: config.estimate_us(problem, facts))[:tries]
+def _ranked(problem: Problem, device: int, tries: int) -> list[Candidate]:
+    found = select.candidates(problem, devices.of(device))
+    legal = [candidate for some in found.values() if not isinstance(some, str) for candidate in some]
+    return sorted(legal, key=lambda candidate: candidate.us)[:tries]
 
 
 def _compile(plans: Sequence[Any]) -> None:
@@ -132,15 +134,15 @@ def fastest(measures: Sequence[Callable[[], float]]) -> tuple[int, list[float]]:
 
 
 def _measures(
-    problem: Problem, configs: Sequence[Config], weights: Sequence[PackedWeight], device: int
+    problem: Problem, some: Sequence[Candidate], weights: Sequence[PackedWeight], device: int
 ) -> list[Callable[[], float]]:
     """For each configuration what measures its microseconds."""
     import cupy
 
     rng = np.random.default_rng(0)
-    x = placement.put(testing.random_activations(rng, problem.m, problem.k), device)
+    x = placement.to_device(testing.random_activations(rng, problem.m, problem.k), device)
     y = cupy.empty((problem.m, problem.n), x.dtype)
-    launchers = [Launcher(config.plan(problem, devices.of(device))) for config in configs]
+    launchers = [Launcher(c.family.plan(c.config, problem, devices.of(device))) for c in some]
     calls = [[functools.partial(_launch, launcher, x, y, w, device) for w in weights] for launcher in launchers]
     return [functools.partial(timing.on_gpu, each) for each in calls]
 
@@ -157,10 +159,11 @@ def _launch(launcher: Launcher, x: Array, y: Array, weight: PackedWeight, device
 
 def keep(rows: Sequence[Row], device: int) -> str:
     """Store the choices for the processes to come; the path of their file."""
-    choices: tuning.Choices = {}
+    table: tuned.Table = {}
     for row in rows:
-        choices.setdefault(f"{row.k}x{row.n}", {})[str(row.m)] = tuning.label(row.config)
-    return str(tuning.write(devices.of(device), choices))
+        label = tuned.label(row.family, row.config)
+        table.setdefault(f"{row.k}x{row.n}", {})[str(row.m)] = tuned.entry(label, row.us)
+    return str(tuned.write(devices.of(device), table))
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -170,5 +173,5 @@ def render(rows: Sequence[Row]) -> str:
     for row in rows:
         gain = f"{row.model_us / row.us:.2f}x"
         figures = (table.number(row.us), table.number(row.model_us), gain, str(row.tried))
-        cells.append([f"{row.k}x{row.n}", tuning.label(row.config), str(row.m), *figures])
+        cells.append([f"{row.k}x{row.n}", tuned.label(row.family, row.config), str(row.m), *figures])
     return table.render(header, cells, left=2)

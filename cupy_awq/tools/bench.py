@@ -132,7 +132,7 @@ def run(
     check_shapes(shapes, group_size)
     ceilings = None
     rows = []
-    with placement.on(device):
+    with placement.use_device(device):
         if device != HOST:
             progress("read bandwidth and fp16 rate")
             ceilings = _ceilings(device)
@@ -146,7 +146,7 @@ def run(
             for m in ms:
                 progress(f"{k}x{n}: M={m}")
                 x = testing.random_activations(rng, m, k, dtype=DTYPES[dtype])
-                us, name = _time(layers, placement.put(x, device), kernel, planned, device)
+                us, name = _time(layers, placement.to_device(x, device), kernel, planned, device)
                 nbytes = weight.nbytes + m * (k + n) * x.itemsize
                 fp16_us = fp16(x.astype(np.float16)) if fp16 else None
                 roofline_us = ceilings.estimate_us(nbytes, 2 * m * n * k) if ceilings else None
@@ -175,7 +175,7 @@ def cold_layers(weight: PackedWeight, device: int) -> list[AwqLinear]:
         return [AwqLinear(weight)]
     import cupy
 
-    parts = [placement.put(part, device) for part in (weight.qweight, weight.scales, weight.qzeros)]
+    parts = [placement.to_device(part, device) for part in (weight.qweight, weight.scales, weight.qzeros)]
     return [AwqLinear(PackedWeight(*map(cupy.array, parts))) for _ in range(copies(weight.nbytes, device))]
 
 
@@ -206,13 +206,13 @@ class Fp16:
 
         w = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float16)
         self._device = device
-        dense = placement.put(w, device)
+        dense = placement.to_device(w, device)
         self._weights = [cupy.array(dense) for _ in range(copies(w.nbytes, device))]
 
     def __call__(self, x: Array) -> float:
         import cupy
 
-        x = placement.put(x, self._device)
+        x = placement.to_device(x, self._device)
         y = cupy.matmul(x, self._weights[0])
         return timing.on_gpu([functools.partial(cupy.matmul, x, w, out=y) for w in self._weights], graph=False)
 
@@ -244,7 +244,7 @@ def _matmul_tflops(device: int) -> float:
     import cupy
 
     tile = np.random.default_rng(0).standard_normal((SIDE, 256), np.float32).astype(np.float16)
-    a = cupy.tile(placement.put(tile, device), (1, SIDE // 256))
+    a = cupy.tile(placement.to_device(tile, device), (1, SIDE // 256))
     b, c = a.T.copy(), cupy.empty_like(a)
     return 2 * SIDE**3 / timing.on_gpu([lambda: cupy.matmul(a, b, out=c)], graph=False) / 1e6
 
@@ -258,7 +258,7 @@ def nominal_tflops(facts: devices.Device, hertz: float) -> float:
 def to_json(rows: Sequence[Row], ceilings: Ceilings | None, device: int) -> dict[str, Any]:
     """The run as JSON: the device, its ceilings and the rows."""
     return {
-        "device": placement.name(device),
+        "device": placement.device_name(device),
         "ceilings": None if ceilings is None else asdict(ceilings),
         "rows": [row.to_json() for row in rows],
     }
@@ -272,7 +272,7 @@ def render(rows: Sequence[Row], ceilings: Ceilings | None, device: int) -> str:
         figures = (row.us, row.gbs, row.tflops, row.over_roofline, row.fp16_us, row.over_fp16)
         cells.append([f"{row.k}x{row.n}", row.kernel, str(row.m), *map(table.number, figures)])
     group_size = ", ".join(dict.fromkeys(str(row.group_size) for row in rows))
-    head = f"{placement.name(device)}: x {rows[0].dtype}, group size {group_size}"
+    head = f"{placement.device_name(device)}: x {rows[0].dtype}, group size {group_size}"
     if ceilings is None:
         note = "No GPU here: times of the NumPy path, weights warm; no roofline and no fp16 product."
     else:

@@ -65,11 +65,11 @@ def gemm(
         for m in ms:
             progress(f"{k}x{n}: M={m}")
             x = testing.random_activations(rng, m, k)
-            there = placement.put(x, device)
+            there = placement.to_device(x, device)
             block = weights[0].block_size
             quantize = functools.partial(quantize_activations, there, block_size=block, symmetric=True)
             codes = quantize()
-            y = placement.put(np.empty((m, n), np.float16), device)
+            y = placement.to_device(np.empty((m, n), np.float16), device)
             us = _time([functools.partial(gemm_int8, *codes, w, block_size=block, out=y) for w in weights], device)
             beside = {
                 "quantize": _time([quantize], device),
@@ -98,8 +98,8 @@ def convolution(
         weights = {bits: _weights(rng, ci, co, window, bits, device) for bits in (4, 8)}
         for batch in batches:
             progress(f"{ci}x{co}: batch {batch}")
-            x = placement.put(testing.random_activations(rng, batch, image, image, ci), device)
-            y = placement.put(np.empty((batch, image, image, co), np.float16), device)
+            x = placement.to_device(testing.random_activations(rng, batch, image, image, ci), device)
+            y = placement.to_device(np.empty((batch, image, image, co), np.float16), device)
             four, eight = (
                 _time([functools.partial(conv2d, x, w, padding="same", layout="NHWC", out=y) for w in some], device)
                 for some in weights.values()
@@ -120,7 +120,9 @@ def _weights(
         (rng.uniform(0.5, 1.5, (co, -(-ci // block))) * size).astype(np.float16) for _ in ("scale", "offset")
     )
     return [
-        BlockQuantizedWeight(*(placement.put(a, device) for a in (codes, scale, offset)), bits=bits, block_size=block)
+        BlockQuantizedWeight(
+            *(placement.to_device(a, device) for a in (codes, scale, offset)), bits=bits, block_size=block
+        )
         for _ in range(bench.copies(codes.size * bits // 8, device))
     ]
 
@@ -131,7 +133,7 @@ def _time(calls: Sequence[Callable[[], Any]], device: int) -> float:
 
 def to_json(rows: Sequence[Row], device: int) -> dict[str, Any]:
     """The run as JSON: the device and the rows."""
-    return {"device": placement.name(device), "rows": [{**asdict(row), "tops": row.tops} for row in rows]}
+    return {"device": placement.device_name(device), "rows": [{**asdict(row), "tops": row.tops} for row in rows]}
 
 
 def render(rows: Sequence[Row], device: int) -> str:
@@ -143,4 +145,4 @@ def render(rows: Sequence[Row], device: int) -> str:
     ]
     header = ["what", "M", "us", "TOP/s", *(f"{name} us" for name in names)]
     note = "Weights warm: there is no GPU here." if device == HOST else "Weights cold in L2."
-    return "\n".join([placement.name(device), "", table.render(header, cells), "", note])
+    return "\n".join([placement.device_name(device), "", table.render(header, cells), "", note])

@@ -246,7 +246,7 @@ def _bench(args: argparse.Namespace) -> int:
         progress=lambda text: _progress("bench", text),
     )
     if figure:
-        bench.draw(figure, rows, placement.name(device))
+        bench.draw(figure, rows, placement.device_name(device))
         figure.savefig(args.plot)
     return _print(bench.to_json(rows, ceilings, device), bench.render(rows, ceilings, device), args.json)
 
@@ -279,7 +279,7 @@ def _bench_int8(args: argparse.Namespace) -> int:
         raise ValueError(f"bench: --op {args.op} takes no --kernel, --plan, --plot or --dtype")
     device = placement.resolve()
     options: dict[str, Any] = {"device": device, "progress": lambda text: _progress("bench", text)}
-    with placement.on(device):
+    with placement.use_device(device):
         if args.op == "conv2d":
             rows = speed.convolution(args.shapes, args.m, window=args.window, image=args.image, **options)
         else:

@@ -14,21 +14,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from cupy_awq.kernels import (
-    choice,
-    conv2d_int8,
-    conv2d_problem,
-    int8_problem,
-    llm,
-    quantize_fp8,
-    quantize_rows,
-    select,
-)
-from cupy_awq.kernels.convert import Conversion
+from cupy_awq.kernels import conv2d_int8, conv2d_problem, int8_problem, llm, quantize_fp8, quantize_rows, select
+from cupy_awq.kernels.convert import VALUES, Conversion
 from cupy_awq.kernels.dequantize import Dequantization
-from cupy_awq.kernels.gemm_sm90 import STREAM_ROWS, layout
-from cupy_awq.kernels.gemm_sm90_large import GemmSm90Large
-from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.gemm_sm90 import MAX_FUSED_ROWS, layout
+from cupy_awq.kernels.problem import Fusion, Problem
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
 from cupy_awq.runtime import disk_cache as cache
@@ -53,20 +43,21 @@ def kernels(arch: int) -> list[Kernel]:
 
 
 def _raw(facts: device.Device) -> Iterator[Kernel]:
-    for conversion, values in (("s4_to_fp16x2", 8), ("int8_to_fp16", 4)):
-        yield Conversion(conversion, values, 1, True).plan(facts).kernel
+    for entry in VALUES:
+        yield select.choose(Conversion(entry, 1, True), facts).plan.kernel
     k, n = SHAPES[0]
     for dtype in ("float16", "bfloat16", "float32"):
         scales = "bfloat16" if dtype == "bfloat16" else "float16"
-        yield Dequantization(k, n, 128, scales, "packed", dtype, True, (n // 8, n, n // 8, n)).plan(facts).kernel
+        weight = Dequantization(k, n, 128, scales, "packed", dtype, True, (n // 8, n, n // 8, n))
+        yield select.choose(weight, facts).plan.kernel
         for group_size, m, constant in itertools.product((128, 32), (1, 2, 4, 8, 16, 64), (False, True)):
             problem = Problem(m, n, k, group_size, dtype, scales, constant=constant)
             candidates = select.candidates(problem, facts)
             if not isinstance(candidates["gemm_sm80"], str):
                 del candidates["gemm_sm75"]  # legal, but only when it is asked for by name
-            for configs in candidates.values():
-                if not isinstance(configs, str):
-                    yield from (config.plan(problem, facts).kernel for config in configs)
+            for some in candidates.values():
+                if not isinstance(some, str):
+                    yield from (c.family.plan(c.config, problem, facts).kernel for c in some)
 
 
 def _hopper(facts: device.Device) -> Iterator[Kernel]:
@@ -74,23 +65,22 @@ def _hopper(facts: device.Device) -> Iterator[Kernel]:
         problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
         yield layout(problem).plan(facts).kernel
         yield select.choose(problem, facts, "gemm_sm90").plan.kernel
-        if m <= STREAM_ROWS:
-            ends = replace(problem, stream="adds" if k >= n else "norms")
+        if m <= MAX_FUSED_ROWS:
+            fused = replace(problem, fusion=Fusion("add_to_stream" if k >= n else "rms_norm_x"))
             if n > 3 * k:
-                ends = replace(ends, gated=True, activation="silu")
-            yield select.choose(ends, facts).plan.kernel
+                fused = replace(fused, gated=True, activation="silu")
+            yield select.choose(fused, facts).plan.kernel
         if m >= 256:
-            yield from (config.plan(problem, facts).kernel for config in GemmSm90Large().configs(problem, facts))
+            large = select.FAMILIES["gemm_sm90_large"]
+            yield from (large.plan(config, problem, facts).kernel for config in large.configs(problem, facts))
 
 
 def _quantized(facts: device.Device) -> Iterator[Kernel]:
     """Yield the kernels of common 8-bit products, quantizations and convolutions, where the GPU has them."""
     for module in (quantize_rows, quantize_fp8, int8_problem, conv2d_problem, conv2d_int8):
         for problem in module.common_problems():
-            try:
-                yield choice.choose(problem, facts).plan.kernel
-            except ValueError:
-                continue
+            if any(not isinstance(found, str) for found in select.candidates(problem, facts).values()):
+                yield select.choose(problem, facts).plan.kernel
 
 
 def run(archs: list[str]) -> int:

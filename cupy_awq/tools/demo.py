@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import checkpoint, reference
+from cupy_awq import reference
 from cupy_awq.check import HOST, Array
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.linear import AwqLinear
+from cupy_awq.loader import load
 from cupy_awq.runtime import placement
 from cupy_awq.tools import table, testing, timing
 from cupy_awq.weight import PackedWeight
@@ -51,16 +52,16 @@ class Row:
 def measure(device: int) -> list[Row]:
     """Run and time every layer of the shipped folder on a device of ``placement.resolve``."""
     errors = read_object(SMOLLM2_MLP / "config.json")["quantization_error"]
-    layers = checkpoint.load(SMOLLM2_MLP, device=device if device != HOST else "cpu")
-    weights = checkpoint.load(SMOLLM2_MLP, device="cpu")
+    layers = load(SMOLLM2_MLP, device=device if device != HOST else "cpu")
+    weights = load(SMOLLM2_MLP, device="cpu")
     rng = np.random.default_rng(0)
     rows = []
-    with placement.on(device):
+    with placement.use_device(device):
         for name in LAYERS:
             layer, weight = layers[PREFIX + name], weights[PREFIX + name].weight
             for m in ROWS:
                 x = rng.standard_normal((m, weight.shape[0])).astype(np.float16)
-                placed = placement.put(x, device)
+                placed = placement.to_device(x, device)
                 y = layer(placed)
                 error = testing.relative_error(y, x, weight)
                 us = _time(layer, placed, y, device)
@@ -85,7 +86,7 @@ def _unquantized(x: Array, weight: PackedWeight, device: int) -> float | None:
         return None
     import cupy
 
-    x, w = placement.put(x, device), placement.put(w, device)
+    x, w = placement.to_device(x, device), placement.to_device(w, device)
     y = cupy.matmul(x, w)
     return timing.on_gpu([lambda: cupy.matmul(x, w, out=y)], graph=False)
 
@@ -116,7 +117,7 @@ def render(rows: list[Row], device: int) -> str:
         )
     return "\n".join(
         [
-            f"SmolLM2-135M-Instruct, MLP of layer 0, AWQ INT4, group size 64, on {placement.name(device)}",
+            f"SmolLM2-135M-Instruct, MLP of layer 0, AWQ INT4, group size 64, on {placement.device_name(device)}",
             "",
             table.render(header, cells, left=2),
             "",

@@ -12,7 +12,7 @@ from cupy_awq.tools import table
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Layers, other tensors and totals of a checkpoint, ready for JSON; raises as ``checkpoint.load`` does.
+    """Layers, other tensors and totals of a checkpoint, ready for JSON; raises as `checkpoint.read` does.
 
     ``fp16_bytes`` is what the same layer takes unquantized, at two bytes a weight; ``ratio`` is bytes / fp16_bytes.
     """

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Fetches the peers' published wheels and cuts them down to what compare.py loads: about 25 MB.
-#   bash prepare.sh DEST        DEST: an ignored folder of the project, e.g. .peers (about 3 minutes, 3 GB of scratch space)
-# Then, with a GPU:    python tests/peers/compare.py --libraries DEST
+# Download the peers' published wheels and reduce them to what compare.py loads, about 25 MB.
+#   bash tests/peers/prepare.sh DEST      DEST: a folder that git ignores, such as .peers; 3 minutes, 3 GB of scratch
+# Then, on a GPU:   python tests/peers/compare.py --libraries DEST
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 dest=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -10,7 +10,7 @@ scratch=$(mktemp -d); trap 'rm -rf "$scratch"' EXIT
 cd "$scratch"
 wheel() { python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d . "$1"; }
-wheel vllm==0.26.0                 # requires torch 2.11.0 (CUDA 13): Marlin, Machete, awq_gemm, awq_dequantize, gptq_gemm
+wheel vllm==0.26.0                 # for torch 2.11.0 (CUDA 13): Marlin, Machete
 unzip -qo vllm-*.whl 'vllm/_C_stable_libtorch.abi3.so'
 python3 "$here/prune_fatbin.py" vllm/_C_stable_libtorch.abi3.so vllm_C.so ptx
 wheel fbgemm-gpu-genai==1.6.0      # bf16i4bf16_shuffled (CUTLASS, bf16)

@@ -1,56 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zero every device image in a CUDA shared library but those for sm_90, so that it compresses to a few MB.
+"""Zero every device image of a CUDA shared library but those for sm_90, so that it compresses to a few MB.
 
     python3 prune_fatbin.py IN.so OUT.so MODE     MODE "ptx": where there is no sm_90 image, keep PTX for at most sm_90
 
 Needs readelf (binutils). The result loads and runs on Hopper only.
 """
 
-import collections
+from __future__ import annotations
+
 import re
 import struct
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-src, dst, mode = sys.argv[1:4]
-b = bytearray(Path(src).read_bytes())
-out = subprocess.run(["readelf", "-SW", src], capture_output=True, text=True).stdout
-secs = []
-for line in out.splitlines():
-    m = re.search(r"\]\s+(\.nv_fatbin|__nv_relfatbin)\s+\S+\s+([0-9a-f]+)\s+([0-9a-f]+)\s+([0-9a-f]+)", line)
-    if m:
-        secs.append((m.group(1), int(m.group(3), 16), int(m.group(4), 16)))
-kept = collections.Counter()
-z = 0
-for _, off, size in secs:
-    p = off
-    while p < off + size - 16:
-        magic, ver, hs, fs = struct.unpack_from("<IHHQ", b, p)
-        if magic != 0xBA55ED50:
-            p += 8
+FATBIN_MAGIC = 0xBA55ED50
+PTX, CUBIN = 1, 2
+"""The kinds of an image."""
+
+
+class Image(NamedTuple):
+    """One device image: its kind and arch, and where its payload lies in the file."""
+
+    kind: int
+    arch: int
+    begin: int
+    size: int
+
+
+def sections(path: str) -> Iterator[tuple[int, int]]:
+    """Yield (offset, size) of each section that holds device code."""
+    listing = subprocess.run(["readelf", "-SW", path], capture_output=True, text=True, check=True).stdout
+    pattern = r"\]\s+(?:\.nv_fatbin|__nv_relfatbin)\s+\S+\s+[0-9a-f]+\s+([0-9a-f]+)\s+([0-9a-f]+)"
+    for offset, size in re.findall(pattern, listing):
+        yield int(offset, 16), int(size, 16)
+
+
+def containers(data: bytearray, offset: int, size: int) -> Iterator[list[Image]]:
+    """Yield the images of each fatbin container of a section."""
+    position = offset
+    while position < offset + size - 16:
+        magic, _, header_bytes, payload_bytes = struct.unpack_from("<IHHQ", data, position)
+        if magic != FATBIN_MAGIC:
+            position += 8
             continue
-        q = p + hs
-        end = p + hs + fs
-        ents = []
-        while q < end:
-            kind, v, ehs, esz = struct.unpack_from("<HHIQ", b, q)
-            arch = struct.unpack_from("<I", b, q + 28)[0]
-            ents.append((q, kind, ehs, esz, arch))
-            q += ehs + esz
-        has90 = any(k == 2 and a == 90 for _, k, _, _, a in ents)
-        for q, kind, ehs, esz, arch in ents:
-            if has90:
-                k = kind == 2 and arch == 90
-            elif mode == "ptx":
-                k = kind == 1 and arch <= 90
-            else:
-                k = False
-            if k:
-                kept[(kind, arch)] += esz
-            else:
-                b[q + ehs : q + ehs + esz] = bytes(esz)
-                z += esz
-        p = end
-print("kept", dict(kept), "zeroed", z)
-Path(dst).write_bytes(b)
+        entry, end = position + header_bytes, position + header_bytes + payload_bytes
+        images = []
+        while entry < end:
+            kind, _, entry_header_bytes, image_bytes = struct.unpack_from("<HHIQ", data, entry)
+            (arch,) = struct.unpack_from("<I", data, entry + 28)
+            images.append(Image(kind, arch, entry + entry_header_bytes, image_bytes))
+            entry += entry_header_bytes + image_bytes
+        yield images
+        position = end
+
+
+def is_kept(image: Image, images: list[Image], mode: str) -> bool:
+    """Return whether an image of a container stays."""
+    if any(other.kind == CUBIN and other.arch == 90 for other in images):
+        return image.kind == CUBIN and image.arch == 90
+    return mode == "ptx" and image.kind == PTX and image.arch <= 90
+
+
+def main() -> None:
+    """Read the library, zero the other images, and print the bytes kept by (kind, arch) and the bytes zeroed."""
+    source, target, mode = sys.argv[1:4]
+    data = bytearray(Path(source).read_bytes())
+    kept: Counter[tuple[int, int]] = Counter()
+    zeroed = 0
+    for offset, size in sections(source):
+        for images in containers(data, offset, size):
+            for image in images:
+                if is_kept(image, images, mode):
+                    kept[image.kind, image.arch] += image.size
+                else:
+                    data[image.begin : image.begin + image.size] = bytes(image.size)
+                    zeroed += image.size
+    print("kept", dict(kept), "zeroed", zeroed)
+    Path(target).write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()

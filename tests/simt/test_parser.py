@@ -91,9 +91,9 @@ def test_source_lines_with_the_lines_that_they_are_inlined_at() -> None:
         after='\t.file\t1 "/somewhere/gemv.cu"\n\t.file\t2 "/somewhere/ptx/mma.cuh"\n',
     )
     plain, inlined, unknown = (i.source for i in entry.instructions)
-    assert str(plain) == "gemm/gemv.cu:20"
-    assert inlined == Location("common/mma.cuh", 99, Location("gemm/gemv.cu", 20))
-    assert str(inlined) == "common/mma.cuh:99, inlined at gemm/gemv.cu:20"
+    assert str(plain) == "gemv.cu:20"
+    assert inlined == Location("mma.cuh", 99, Location("gemv.cu", 20))
+    assert str(inlined) == "mma.cuh:99, inlined at gemv.cu:20"
     assert unknown == inlined
 
 

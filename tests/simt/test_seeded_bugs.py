@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Config, Problem
+from cupy_awq.kernels.family import AnyFamily, Config
+from cupy_awq.kernels.problem import Fusion, Problem
 from cupy_awq.runtime import device
 from tests import simt
 from tests.simt.kernels import patched
@@ -45,8 +46,8 @@ REPACKED = Problem(20, 192, 1024, 128, repacked=True)
 REPACKED_MANY = Problem(70, 64, 3072, 128, repacked=True, scale_exponent=6)
 REPACKED_FEW = Problem(3, 192, 1024, 128, repacked=True)
 REPACKED_ONE = Problem(1, 192, 1024, 128, repacked=True)
-ADDED = Problem(5, 192, 1024, 128, repacked=True, stream="adds")
-NORMED = Problem(5, 192, 1024, 128, repacked=True, stream="norms", eps=1e-6)
+ADDED = Problem(5, 192, 1024, 128, repacked=True, fusion=Fusion("add_to_stream"))
+NORMED = Problem(5, 192, 1024, 128, repacked=True, fusion=Fusion("rms_norm_x", eps=1e-6))
 RACE, VALUES = ("race", "race"), ("values", "values")
 OUTSIDE, DEADLOCK = ("out of bounds", "out of bounds"), ("deadlock", "deadlock")
 
@@ -85,39 +86,39 @@ SEEDS = {
     "split-K: one thread counts before the block has left its part": Seed(
         "gemv", 80, "common/reduce.cuh",
         "  __syncthreads();\n  if (threadIdx.x == 0) {", "  if (threadIdx.x == 0) {",
-        RACE, GEMV, {"splits": 2},
+        RACE, GEMV, {"split_k": 2},
     ),
     "split-K: all act on a count that one thread has yet to take": Seed(
         "gemm_sm80", 80, "common/reduce.cuh",
         "  __syncthreads();\n  if (!is_last) return false;", "  if (!is_last) return false;",
-        ("uninitialised", "uninitialised"), config={"splits": 2},
+        ("uninitialised", "uninitialised"), config={"split_k": 2},
     ),
     # Fences and waits
     "split-K: parts are not fenced before the count": Seed(
         "gemm_sm80", 80, "common/reduce.cuh",
-        "  __threadfence();\n  __syncthreads();\n", "  __syncthreads();\n", RACE, config={"splits": 2},
+        "  __threadfence();\n  __syncthreads();\n", "  __syncthreads();\n", RACE, config={"split_k": 2},
     ),
     "split-K: parts are read with no fence after the count": Seed(
         "gemv", 80, "common/reduce.cuh",
-        "  if (!is_last) return false;\n  __threadfence();", "  if (!is_last) return false;", RACE, GEMV, {"splits": 2},
+        "  if (!is_last) return false;\n  __threadfence();", "  if (!is_last) return false;", RACE, GEMV, {"split_k": 2},
     ),
     "gemm_mma: waits for one stage too few": Seed(
         "gemm_sm80", 80, "gemm/gemm_mma.cuh",
         "copy.template wait<kStages - 2>();", "copy.template wait<kStages - 1>();", ("in flight", "race"),
     ),
     "cp.async: copies are never closed into groups": Seed(
-        "gemm_sm80", 80, "hopper/copies.cuh", "{ ptx::cp_async_commit_group(); }", "{}", ("in flight", "race"),
+        "gemm_sm80", 80, "common/copy_to_shared.cuh", "{ ptx::cp_async_commit_group(); }", "{}", ("in flight", "race"),
     ),
     # Stages
     "gemm_mma: a stage is refilled one step too early": Seed(
         "gemm_sm80", 80, "gemm/gemm_mma.cuh",
         "start_stage(tile_ahead, stage == 0 ? kStages - 1 : stage - 1);", "start_stage(tile_ahead, stage);",
-        ("in flight", "race"), LONG, {"splits": 1},
+        ("in flight", "race"), LONG, {"split_k": 1},
     ),
     "gemm_mma: the ring of stages is one too short": Seed(
         "gemm_sm80", 80, "gemm/gemm_mma.cuh",
         "stage = stage + 1 == kStages ? 0 : stage + 1;", "stage = stage + 2 >= kStages ? 0 : stage + 1;",
-        ("in flight", "race"), LONG, {"splits": 1},
+        ("in flight", "race"), LONG, {"split_k": 1},
     ),
     "gemm_sm90: a stage is given back before its last lane has read it": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cu",
@@ -207,7 +208,7 @@ SEEDS = {
     ),
     "residual_stream: squares of more than 4,096 columns are left out": Seed(
         "gemm_sm90", 90, "hopper/residual_stream.cuh", "begin += 32 * kLoads", "begin += 32 * kLoads * 9", VALUES,
-        Problem(2, 64, 4224, 128, repacked=True, stream="norms"),
+        Problem(2, 64, 4224, 128, repacked=True, fusion=Fusion("rms_norm_x")),
     ),
     "residual_stream: each lane adds up a part of the squares alone": Seed(
         "gemm_sm90", 90, "hopper/residual_stream.cuh", "total += __shfl_xor_sync(four, total, 2);", "", VALUES, ADDED,
@@ -221,7 +222,7 @@ SEEDS = {
     ),
     "residual_stream: a thread's second place has what the first one adds to": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (index != threadIdx.x) part =", "if (false) part =", VALUES,
-        Problem(32, 192, 1024, 128, repacked=True, stream="adds"),
+        Problem(32, 192, 1024, 128, repacked=True, fusion=Fusion("add_to_stream")),
     ),
     "gemm_sm90: an arrival too many is expected": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh",
@@ -306,7 +307,7 @@ SEEDS = {
         "gemv", 80, "gemm/gemv.cu", "if (row >= group_end) {", "if (row > group_end) {", VALUES, GEMV,
     ),
     "split-K: the counter is not left at zero": Seed(
-        "gemv", 80, "common/reduce.cuh", "if (is_last) counters[tile] = 0;", "", VALUES, GEMV, {"splits": 2},
+        "gemv", 80, "common/reduce.cuh", "if (is_last) counters[tile] = 0;", "", VALUES, GEMV, {"split_k": 2},
     ),
     "gemm_sm90: the last tile stores rows of its neighbour": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "row >= tile.m_own && row < m", "row < m", RACE, REPACKED_MANY,
@@ -396,22 +397,25 @@ SEEDS = {
 }  # fmt: skip
 
 
-def configuration(seed: Seed) -> tuple[Config, device.Device]:
-    """The last legal configuration of the kernel with the values that the seed asks for."""
+def configuration(seed: Seed) -> tuple[AnyFamily, Config, device.Device]:
+    """The kernel's family and its last legal configuration with the values that the seed asks for."""
     here = device.nominal(seed.arch)
+    family = select.FAMILIES[seed.kernel.removesuffix("_mma")]
     configs = [
         config
-        for config in select.FAMILIES[seed.kernel.removesuffix("_mma")].configs(seed.problem, here)
+        for config in family.configs(seed.problem, here)
         if all(getattr(config, name) == value for name, value in seed.config.items())
     ]
-    return configs[-1], here
+    return family, configs[-1], here
 
 
 def outcome(seed: Seed, landing: str) -> str:
     """The check that catches the seed, or "nothing"."""
-    config, here = configuration(seed)
+    family, config, here = configuration(seed)
     try:
-        check_matmul(lambda plan, buffers: simt.run(plan, buffers, landing=landing), seed.problem, config, here, seed=0)
+        check_matmul(
+            lambda plan, buffers: simt.run(plan, buffers, landing=landing), seed.problem, family, config, here, seed=0
+        )
     except simt.Fault as fault:
         return fault.kind
     except AssertionError:

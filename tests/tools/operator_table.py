@@ -7,6 +7,7 @@ python -m tests.tools.operator_table
 from __future__ import annotations
 
 from cupy_awq.kernels import select
+from cupy_awq.kernels.family import AnyFamily
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.runtime import device
 
@@ -26,10 +27,10 @@ TESTS = {
 OTHERS = {
     "dequantize": ("fp16 bf16 fp32", "test_kernels.py::test_dequantize_gives_the_formulas_bits"),
     "repack": (None, "test_repacked_kernels.py::test_repacking_keeps_every_code_scale_and_zero"),
-    "quantize_activations": ("fp16 bf16 fp32", "test_int8_kernels.py::test_quantization_gives_the_references_bits"),
-    "gemm_int8": ("fp16 bf16 fp32", "test_int8_kernels.py::test_any_integer_product"),
+    "quantize_activations": ("fp16 bf16 fp32", "test_gemm_int8.py::test_quantize_rows_gives_the_bits_of_the_reference"),
+    "gemm_int8": ("fp16 bf16 fp32", "test_gemm_int8.py::test_any_int8_product"),
     "conv2d": ("fp16 bf16 fp32", "test_conv2d.py::test_any_convolution"),
-    "conv2d_int8": ("int8", "test_conv2d.py::test_the_int8_convolution_gives_the_references_bits"),
+    "conv2d_int8": ("int8", "test_conv2d.py::test_conv2d_int8_gives_the_bits_of_the_reference"),
     "dequantize_s4_to_fp16x2, int8_to_fp16": ("fp16", "test_ops.py::test_conversion_kernels"),
 }
 
@@ -40,7 +41,7 @@ def table() -> str:
         f"| kernel | rows of x | {' | '.join(PATHS.values())} | tests |",
         f"|{'---|' * (len(PATHS) + 3)}",
     ]
-    for name, family in select.FAMILIES.items():
+    for name, family in select.FAMILIES_OF[Problem].items():
         rows = [m for m in (1, 2, 16, 17, 33) if any(_legal(family, m, arch, "float16") for arch in PATHS)]
         span = {(1,): "1", (2, 16): "2-16", (1, 2, 16): "1-16", (33,): "33 and more"}.get(tuple(rows), "any")
         cells = [
@@ -54,9 +55,10 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def _legal(family: select.Family, m: int, arch: int, dtype: str) -> bool:
-    problem = Problem(m, 256, 256, 64, dtype, repacked=family.NAME in select.ON_REPACKED)
-    return family.refuse(problem, device.nominal(arch)) is None
+def _legal(family: AnyFamily, m: int, arch: int, dtype: str) -> bool:
+    """Whether the family takes a weight in the AWQ layout or one that is repacked."""
+    problems = (Problem(m, 256, 256, 64, dtype, repacked=repacked) for repacked in (False, True))
+    return any(family.refuse(problem, device.nominal(arch)) is None for problem in problems)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a checkpoint by name: from one safetensors file, or from the shards that an index lists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from cupy_awq.checkpoint import safetensors
+from cupy_awq.checkpoint.files import CheckpointError, read_object
+from cupy_awq.weight import PackedWeight
+
+INDEX = "model.safetensors.index.json"
+"""The file that maps the tensors of a sharded checkpoint to their shards."""
+
+
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint that belongs to no quantized module."""
+
+    array: npt.NDArray[Any]
+    """A read-only view of the mapped file."""
+    file: Path
+    """The file, for error messages."""
+
+
+class Module(NamedTuple):
+    """A quantized linear module on the CPU."""
+
+    weight: PackedWeight
+    """The weight [K, N]; its arrays are views of mapped files."""
+    bias: npt.NDArray[Any] | None
+    """The bias [N], or None."""
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Return every tensor of a safetensors file, or of a folder with one file or with shards and their index.
+
+    Raises CheckpointError for missing or damaged files.
+    """
+    if not path.is_dir():
+        return _read_file(path)
+    if (path / INDEX).is_file():
+        return _read_shards(path / INDEX)
+    files = [path / "model.safetensors"]
+    if not files[0].is_file():
+        files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
+        raise CheckpointError(f"{path}: expected model.safetensors, {INDEX} or one safetensors file, got {len(files)}")
+    return _read_file(files[0])
+
+
+def _read_file(file: Path) -> dict[str, Tensor]:
+    return {name: Tensor(array, file) for name, array in safetensors.read(file).items()}
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """Return the tensors that an index lists, each from its own shard."""
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index}: weight_map: expected an object, got {weight_map!r:.80}")
+    shards: dict[str, dict[str, Tensor]] = {}
+    tensors = {}
+    for name, shard in weight_map.items():
+        where = f"{index}: tensor {name!r:.200}"
+        # The index is untrusted: a path separator would lead out of the checkpoint's folder.
+        if not isinstance(shard, str) or shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
+            raise CheckpointError(f"{where}: expected the name of a file in the folder, got {shard!r:.80}")
+        if shard not in shards:
+            file = index.parent / shard
+            if not file.is_file():
+                raise CheckpointError(f"{where}: expected its shard {shard:.200} in the folder, got no such file")
+            shards[shard] = _read_file(file)
+        if name not in shards[shard]:
+            raise CheckpointError(f"{where}: expected it in its shard {shard:.200}, got a shard without it")
+        tensors[name] = shards[shard][name]
+    return tensors
