@@ -17,12 +17,14 @@ import ml_dtypes
 import numpy as np
 
 from cupy_awq import check, reference
+from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.check import HOST, Array
-from cupy_awq.int8 import BlockQuantizedWeight, conv2d, from_packed, gemm_int8, quantize_activations
 from cupy_awq.linear import AwqLinear
+from cupy_awq.ops.conv2d import conv2d
 from cupy_awq.ops.gemm import gemm
 from cupy_awq.ops.gemm_launch import run_gemm
 from cupy_awq.ops.plan import plan
+from cupy_awq.ops.quantized_linear import gemm_int8, quantize_activations
 from cupy_awq.ops.repack import repack
 from cupy_awq.packing import namespace
 from cupy_awq.runtime import device as devices
