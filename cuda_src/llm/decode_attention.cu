@@ -59,10 +59,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
 
   const bool appends = split == splits - 1 && position < capacity;
   const int64_t append_offset = cache_offset + static_cast<int64_t>(position) * kHeadDim;
-  const float scale_log2 = scale * 1.4426950408889634f;  // exp(x) = 2^(x log2(e))
-  token.rotate_and_append(qkv + static_cast<int64_t>(row) * (heads + 2 * kv_heads) * kHeadDim, heads, kv_heads,
-                          head_block, kv_head, eps, appends, new_key, new_value, k + append_offset, v + append_offset,
-                          [&](int head, const Pairs& pairs) { pairs.store(queries[head], scale_log2); });
+  // Scores are to the base 2: exp(x) = 2^(x log2(e)).
+  token.rotate_and_append(
+      qkv + static_cast<int64_t>(row) * (heads + 2 * kv_heads) * kHeadDim, heads, kv_heads, head_block, kv_head, eps,
+      appends, new_key, new_value, k + append_offset, v + append_offset,
+      [&](int head, const Pairs& pairs) { pairs.store(queries[head], scale * 1.4426950408889634f); });
   __syncthreads();
 
   float query[kHeads][8];
