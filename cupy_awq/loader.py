@@ -38,7 +38,7 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
         return self._placed[name]
 
     def _place(self, item: Module | Tensor) -> AwqLinear | Array:
-        def place(array: Array | None) -> Array | None:
+        def place(array: Array) -> Array:
             return None if array is None else placement.to_device(array, self._device)
 
         if isinstance(item, Tensor):

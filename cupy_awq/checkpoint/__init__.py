@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints as NumPy views of their files: `read` returns packed weights by module name.
 
-Each format is one module of this package and one entry of `FORMATS`. `cupy_awq.load` places the weights on a device.
+`cupy_awq.load` places the weights on a device. To add a format, write a module with a function like
+`autoawq.read_modules` and enter it in `FORMATS`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ DEFAULT = ("awq", "gemm")
 
 
 def read(path: str | os.PathLike[str], /) -> dict[str, Module | Tensor]:
-    """Return a checkpoint's quantized modules and other tensors by name, as read-only views of the mapped files.
+    """Return a checkpoint's quantized modules and other tensors by name, as views of the memory-mapped files.
 
     Args:
         path: as in `cupy_awq.load`.
