@@ -74,7 +74,9 @@ def test_older_configuration_file_is_read(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_text(json.dumps(old))
     assert load(tmp_path, device="cpu")["a"].group_size == G
     (tmp_path / file).write_text(json.dumps(old | {"version": "GEMV"}))
-    with pytest.raises(CheckpointError, match=rf"{file}: .*expected .*version 'gemm', got .*version 'GEMV'"):
+    with pytest.raises(
+        CheckpointError, match=rf"expected the layout of awq gemv .version 'GEMV' in .*{file}., got .*awq gemm"
+    ):
         load(tmp_path, device="cpu")
 
 

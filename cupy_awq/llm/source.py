@@ -70,6 +70,8 @@ class Source:
         if not isinstance(module, Module) or module.weight.shape != (k, n):
             found = module.weight.shape if isinstance(module, Module) else module.shape
             raise CheckpointError(f"{self.path}: {name}: expected a weight (K, N) = {(k, n)}, got {found}")
+        if module.order is not None:
+            raise CheckpointError(f"{self.path}: {name}: expected no activation order, got one")
         for part in (module.weight.scales, module.weight.qzeros, module.bias):
             if part is not None and part.dtype != np.int32:
                 self._check_finite(part, name)
