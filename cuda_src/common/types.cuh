@@ -20,6 +20,11 @@ struct bfloat16_t {
   uint16_t bits;
 };
 
+template <class T>
+constexpr bool kIsHalf = false;
+template <>
+constexpr bool kIsHalf<half_t> = true;
+
 __device__ __forceinline__ float to_float(half_t value) { return ptx::cvt_f32_f16(value.bits); }
 __device__ __forceinline__ float to_float(bfloat16_t value) { return __uint_as_float(uint32_t{value.bits} << 16); }
 __device__ __forceinline__ float to_float(float value) { return value; }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tensor-core matrix product of gemm_mma.cuh for sm_75: pairs of mma m16n8k8 in float16, and copies through
 // registers.
-#include "hopper/copies.cuh"
+#include "common/copy_to_shared.cuh"
 #include "gemm/gemm_mma.cuh"
 #include "ptx/mma.cuh"
 

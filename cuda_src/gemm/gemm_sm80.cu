@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tensor-core matrix product of gemm_mma.cuh for sm_80 and newer: mma m16n8k16 in float16 or bfloat16, and cp.async
 // into STAGES stages of shared memory.
-#include "hopper/copies.cuh"
+#include "common/copy_to_shared.cuh"
 #include "gemm/gemm_mma.cuh"
 #include "ptx/mma.cuh"
 

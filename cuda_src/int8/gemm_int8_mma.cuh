@@ -11,7 +11,7 @@
 //   sA, oA, sumA [X_BLOCKS][3][BLOCK_M] and sB, oB, sumB*sB [X_BLOCKS][3][BLOCK_N].
 #pragma once
 
-#include "hopper/copies.cuh"
+#include "common/copy_to_shared.cuh"
 #include "int8/gemm_int8.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "common/reduce.cuh"

@@ -10,7 +10,7 @@
 //   partials        float32 [m, heads / HEADS, MAX_SPLITS, HEADS, HEAD_DIM + 2]
 //   counters        uint32 [m, heads / HEADS], zeros before and after
 //
-// grid (splits, heads / HEADS, m): as many of the splits as have SPAN keys or more are at work, whatever the length is
+// grid (splits, heads / HEADS, m): as many of the splits as have MIN_SPLIT_KEYS keys or more are at work, whatever the length is
 // when the launch is captured. Warps, and then splits, are merged in a fixed order: the same bits at every run.
 //
 // Programmatic dependent launch: `lengths` and what the cache holds already are read before griddepcontrol.wait. Steps
@@ -23,7 +23,7 @@
 
 constexpr int kWarps = THREADS / 32;
 constexpr int kMaxSplits = MAX_SPLITS;
-constexpr int kRecord = kHeadDim + 2;
+constexpr int kSplitFloats = kHeadDim + 2;
 
 static_assert(kMaxSplits <= 32, "a lane weighs a split");
 
@@ -91,7 +91,7 @@ __device__ __forceinline__ void merge_splits(const BlockSoftmax& block, int spli
       finish(i, sums.values[0] / total, sums.values[1] / total);
       continue;
     }
-    float* record = records + (split * kHeads + head) * kRecord;
+    float* record = records + (split * kHeads + head) * kSplitFloats;
     __stcg(reinterpret_cast<float2*>(record + d), float2{sums.values[0], sums.values[1]});
     if (d == 0) __stcg(reinterpret_cast<float2*>(record + kHeadDim), float2{top, total});
   }
@@ -107,7 +107,7 @@ __device__ __forceinline__ void merge_splits(const BlockSoftmax& block, int spli
   auto fetch_sums = [&](int i) {
 #pragma unroll
     for (int other = 0; other < kMaxSplits; ++other) {
-      const float* record = records + (other * kHeads + i / kHeadDim) * kRecord + i % kHeadDim;
+      const float* record = records + (other * kHeads + i / kHeadDim) * kSplitFloats + i % kHeadDim;
       sums[other] = other < splits ? __ldcg(reinterpret_cast<const float2*>(record)) : float2{0.0f, 0.0f};
     }
   };
@@ -116,7 +116,7 @@ __device__ __forceinline__ void merge_splits(const BlockSoftmax& block, int spli
   for (int head = warp; head < kHeads; head += kWarps) {
     float2 weight = {kLowest, 0.0f};  // top and total of a split
     if (lane < splits) {
-      weight = __ldcg(reinterpret_cast<const float2*>(records + (lane * kHeads + head) * kRecord + kHeadDim));
+      weight = __ldcg(reinterpret_cast<const float2*>(records + (lane * kHeads + head) * kSplitFloats + kHeadDim));
     }
     const float factor = exp2f(weight.x - warp_max(weight.x));
     const float total = warp_sum(factor * weight.y);

@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
   const int unit = row * gridDim.y + part;
   const int position = lengths[row];
   const int keys = min(position, capacity);  // that are in the cache
-  const int span = max(SPAN, ceil_div(ceil_div(keys, static_cast<int>(gridDim.x)), kGroups) * kGroups);
+  const int span = max(MIN_SPLIT_KEYS, ceil_div(ceil_div(keys, static_cast<int>(gridDim.x)), kGroups) * kGroups);
   const int splits = max(1, ceil_div(keys, span));
   if (split >= splits) return;
   const int key_begin = split * span, key_end = min(keys, key_begin + span);
@@ -91,5 +91,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
   softmax.put(block);
   __syncthreads();
   merge_splits(block, split, splits, out + (static_cast<int64_t>(row) * heads + part * kHeads) * kHeadDim,
-               partials + static_cast<int64_t>(unit) * kMaxSplits * kHeads * kRecord, counters + unit);
+               partials + static_cast<int64_t>(unit) * kMaxSplits * kHeads * kSplitFloats, counters + unit);
 }

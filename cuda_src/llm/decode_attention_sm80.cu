@@ -2,12 +2,12 @@
 // A decode step's attention: the new token's q and k are normed and turned (rope.cuh), its k and v join the cache, and
 //   out[b, head, :] = sum over keys p of softmax(q[b, head, :] . k[b, p, :] * scale)[p] * v[b, p, :]
 // over the keys 0 .. lengths[b] of sequence b. decode.cuh tells the arguments, the grid, and what is read ahead; up to
-// ALONE keys are one split.
+// UNSPLIT_KEYS keys are one split.
 //
 // HEAD_DIM a multiple of 64 up to 256, up to 16 HEADS that share a key; sm_80 and newer. q and probabilities are
 // rounded to X, as in attention_sm80.
 //
-// A warp takes KEYS keys at a time, and the loads of its next ones are under way meanwhile; warps take turns. Operands
+// A warp takes WARP_KEYS keys at a time, and the loads of its next ones are under way meanwhile; warps take turns. Operands
 // come straight from global memory to registers, 16 bytes a load:
 //   scores [16 heads, 8 keys] = q k^T: a sum over dims may be taken in any order, so lane t of a key loads the adjacent
 //     dims 8t .. 8t + 7 of 32, whose four pairs serve as those that two instructions want at 2t and 2t + 8; q lies in
@@ -20,18 +20,18 @@
 #include "ptx/ld.cuh"
 #include "ptx/prefetch.cuh"
 
-constexpr int kKeys = KEYS;
-constexpr int kSteps = kKeys / 16;
+constexpr int kWarpKeys = WARP_KEYS;
+constexpr int kSteps = kWarpKeys / 16;
 constexpr int kChunks = kHeadDim / 32;
 constexpr int kPieces = kHeadDim / 64;
 constexpr int kTiles = ceil_div(kHeads, 8);
 
-static_assert(kKeys % 16 == 0 && SPAN % kKeys == 0, "an instruction sums over 16 keys");
+static_assert(kWarpKeys % 16 == 0 && MIN_SPLIT_KEYS % kWarpKeys == 0, "an instruction sums over 16 keys");
 static_assert(kHeadDim % 64 == 0 && kHeads <= 16, "a lane's loads and the operands' rows");
 
 using Words = Vector<uint32_t, 4>;
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     decode_attention_sm80(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
                           const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters, int heads,
                           int kv_heads, int capacity, int64_t sequence_stride, float scale, float eps) {
@@ -44,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int unit = row * gridDim.y + part;
   const int position = lengths[row];
   const int cached = min(position, capacity), keys = min(position + 1, capacity);
-  const int part_of_all = ceil_div(ceil_div(keys, static_cast<int>(gridDim.x)), kKeys) * kKeys;
-  const int span = keys <= ALONE ? ALONE : max(SPAN, part_of_all);
+  const int part_of_all = ceil_div(ceil_div(keys, static_cast<int>(gridDim.x)), kWarpKeys) * kWarpKeys;
+  const int span = keys <= UNSPLIT_KEYS ? UNSPLIT_KEYS : max(MIN_SPLIT_KEYS, part_of_all);
   const int splits = ceil_div(keys, span);
   const int key_begin = split * span, key_end = min(keys, key_begin + span);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -78,14 +78,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       }
     }
   };
-  int base = key_begin + warp * kKeys;
+  int base = key_begin + warp * kWarpKeys;
   if (split < splits && base < key_end && cached > 0) {
     fetch_keys(base);
     fetch_values(base);
   }
   if constexpr (DEPENDENT) {
     // While the grid before ends, L2 gets the keys and values of all warps' second turn; a third one was slower.
-    constexpr int kLine = 128 / sizeof(X), kTurn = kWarps * kKeys * kHeadDim;
+    constexpr int kLine = 128 / sizeof(X), kTurn = kWarps * kWarpKeys * kHeadDim;
     const int64_t first = cache + static_cast<int64_t>(key_begin) * kHeadDim;
     const int count = min((last + 1 - key_begin) * kHeadDim, 2 * kTurn);
     for (int i = kTurn + threadIdx.x * kLine; i < count; i += THREADS * kLine) {
@@ -120,9 +120,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     total[tile] = 0.0f;
   }
   const float factor = scale * 1.4426950408889634f;  // exp(x) = 2^(x log2(e))
-  for (; base < key_end; base += kWarps * kKeys) {
-    const int following = base + kWarps * kKeys;
-    if (appends && base + kKeys > cached) {  // the new key, and finite values for those behind it
+  for (; base < key_end; base += kWarps * kWarpKeys) {
+    const int following = base + kWarps * kWarpKeys;
+    if (appends && base + kWarpKeys > cached) {  // the new key, and finite values for those behind it
 #pragma unroll
       for (int j = 0; j < 2 * kSteps; ++j) {
 #pragma unroll
@@ -226,5 +226,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   }
   __syncthreads();
   merge_splits(block, split, splits, out + (static_cast<int64_t>(row) * heads + part * kHeads) * kHeadDim,
-               partials + static_cast<int64_t>(unit) * kMaxSplits * kHeads * kRecord, counters + unit);
+               partials + static_cast<int64_t>(unit) * kMaxSplits * kHeads * kSplitFloats, counters + unit);
 }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //   h[m, i] += delta[m, i]                                            (HAS_DELTA)
-//   inverse[m] = 1 / sqrt(mean of h[m, :]^2 + eps)
-//   x[m, i] = h[m, i] * inverse[m] * weight[i]
+//   inverse_rms[m] = 1 / sqrt(mean of h[m, :]^2 + eps)
+//   x[m, i] = h[m, i] * inverse_rms[m] * weight[i]
 //
 //   h        float32 [m, width]: the residual stream, in which no sum of layers is rounded to 16 bits
 //   delta    X [m, width], or null
 //   weight   float32 [width]
 //   x        X [m, width]
-//   inverse  float32 [m]
+//   inverse_rms  float32 [m]
 //
 // width a multiple of 4 up to THREADS * 4 * VECTORS, any architecture. One block a row; all arrays start at multiples
 // of 16 bytes.
@@ -18,7 +18,7 @@ constexpr int kVectors = VECTORS;
 constexpr bool kHasDelta = HAS_DELTA;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    rms_norm(float* h, const X* delta, const float* weight, X* x, float* inverse, int width, float eps) {
+    rms_norm(float* h, const X* delta, const float* weight, X* x, float* inverse_rms, int width, float eps) {
   __shared__ float sums[kWarps];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
   const int64_t start = static_cast<int64_t>(blockIdx.x) * width;
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) sum += sums[warp];
   const float scale = 1.0f / sqrtf(sum / static_cast<float>(width) + eps);
-  if (threadIdx.x == 0) inverse[blockIdx.x] = scale;
+  if (threadIdx.x == 0) inverse_rms[blockIdx.x] = scale;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int i = (j * THREADS + threadIdx.x) * 4;

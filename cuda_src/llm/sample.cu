@@ -13,10 +13,10 @@
 //   tokens    int32 [sequences]: choose writes here; -1 where the logits hold NaN
 //   lengths   int32 [sequences]: the position that is chosen for, less one; choose adds 1 (ADVANCE)
 //   partials  uint64 [sequences, blocks]; counters uint32 [sequences], zeros before and after
-//   arrived   int32 [sequences, 2], in memory that the host reads: the token once more, at [.., position % 2], where it
+//   host_tokens   int32 [sequences, 2], in memory that the host reads: the token once more, at [.., position % 2], where it
 //             stays until the step after the next one (ADVANCE)
 //
-// Any architecture. choose: grid (blocks, sequences), of which the first is number first_row of the batch;
+// Any architecture. choose: grid (blocks, sequences), of which the first is number first_sequence of the batch;
 // choose_limit: grid (1, sequences).
 #include "llm/begin.cuh"
 
@@ -85,7 +85,7 @@ __device__ __forceinline__ uint64_t block_max(uint64_t value, uint64_t* shared) 
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     choose(const float* logits, uint8_t* seen, const float* limits, int32_t* tokens, int32_t* lengths,
-           uint64_t* partials, uint32_t* counters, int32_t* arrived, int vocab, int first_row, uint64_t seed,
+           uint64_t* partials, uint32_t* counters, int32_t* host_tokens, int vocab, int first_sequence, uint64_t seed,
            float temperature, float penalty) {
   __shared__ uint64_t shared[kWarps];
   __shared__ bool is_last;
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Logits values{logits + start, seen + start, temperature, penalty};
   // Of the position of the new token: those before it are in the cache, or about to be.
   const uint64_t position = lengths[row] + (kAdvance ? 1 : 0);
-  const uint64_t hash = mix(seed + (static_cast<uint64_t>(first_row + row) << 32 | position) * kStep);
+  const uint64_t hash = mix(seed + (static_cast<uint64_t>(first_sequence + row) << 32 | position) * kStep);
   const float limit = kSamples && limits ? limits[row] : __int_as_float(0xff800000);
   uint64_t best = 0;
   auto take = [&](int token, float logit) {
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     tokens[row] = token;
     if (kPenalty && !is_nan) seen[start + token] = 1;
     if constexpr (kAdvance) {
-      arrived[2 * row + position % 2] = token;
+      host_tokens[2 * row + position % 2] = token;
       lengths[row] = static_cast<int32_t>(position);
     }
   }

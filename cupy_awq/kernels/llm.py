@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launches of a decoder's kernels other than its quantized products; ``cuda_src/llm`` says what each computes.
+"""The launch plans of a decoder's kernels other than its quantized GEMMs; the files of ``cuda_src/llm`` define each.
 
-``m`` counts rows: tokens of one sequence, or one token of each of several. Dtypes are names.
+Every ``plan_*`` function returns the `LaunchPlan` of one kernel, pure data that depends on its arguments alone. Common
+arguments: ``m``, the number of rows (tokens of one sequence, or one token of each of several); ``dtype``, the name of
+the activations' dtype, "float16" or "bfloat16"; ``eps``, the epsilon of RMSNorm; ``capacity``, the largest number of
+tokens of a sequence of the KV cache; ``sequence_stride``, the number of values from one of its sequences to the next.
 """
 
 from __future__ import annotations
@@ -16,23 +19,257 @@ from cupy_awq.kernels.problem import TYPES, ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Dim3, Kernel, LaunchPlan
 
-MMA_ARCH = 80
+TENSOR_CORE_ARCH = 80
+"""The lowest architecture whose tensor cores these kernels use."""
 THREADS = 256
-CHOOSE_BLOCKS = 128
-"""At most, of a sequence."""
+"""The threads of a CTA of the kernels that do not choose another number."""
+MAX_CHOOSE_CTAS = 128
+"""The largest number of CTAs of ``choose`` for one sequence."""
 MAX_SPLITS = 32
+"""The largest number of CTAs that share the keys of one sequence in ``decode_attention``."""
 MAX_COUNTERS = 1 << 16
-"""Of ``decode_attention``: rows of a launch, times heads."""
-MAX_HEADS = 8
-"""Query heads of a key head that one block of plain attention takes."""
-MMA_ROWS = 16
-"""Rows for which ``dense_sm80`` reads its weight once."""
-TILE = 64
-"""Queries and keys of a tile of ``attention_sm80``."""
-SPAN = 64
-"""Keys for which a split of ``decode_attention`` is worth its while."""
-ALONE = 256
-"""Keys up to which it has one split on tensor cores: to merge several takes 1.5 us on an H100."""
+"""The largest product of rows and query heads of ``decode_attention``, which takes at most one counter for each."""
+MAX_SIMT_HEADS = 8
+"""The largest number of query heads of a CTA of attention without tensor cores."""
+DENSE_BLOCK_M = 16
+"""The rows of x for which ``dense_sm80`` reads its weight once."""
+PREFILL_TILE = 64
+"""The queries and the keys of a tile of ``attention_sm80``."""
+MIN_SPLIT_KEYS = 64
+"""The smallest number of keys of a split of ``decode_attention``."""
+UNSPLIT_KEYS = 256
+"""The keys up to which ``decode_attention_sm80`` does not split: merging splits takes 1.5 us on an H100."""
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_embed(device: Device, m: int, vocab: int, width: int, table_dtype: str) -> LaunchPlan:
+    """Return the plan of ``embed``: h = table[tokens], from a table [vocab, width]."""
+    threads = 1024  # load a row of up to 4096 values at once
+    arguments = ("tokens", "table", "h", *_int32s(vocab, width))
+    plan = _plan(device, "embed", {"TABLE": TYPES[table_dtype]}, (m, 1, 1), threads, arguments)
+    return replace(plan, dependent=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_rms_norm(device: Device, m: int, width: int, dtype: str, eps: float, *, delta: bool) -> LaunchPlan:
+    """Return the plan of ``rms_norm`` of rows of ``width`` values; ``delta``: add a block's output to h first."""
+    threads = 256 if width <= 4096 else 1024
+    vectors = ceil_div(width, 4 * threads)
+    defines: dict[str, int | str] = {"X": TYPES[dtype], "HAS_DELTA": int(delta), "VECTORS": vectors}
+    arguments = ("h", "delta", "weight", "x", "inverse_rms", np.int32(width), np.float32(eps))
+    return _plan(device, "rms_norm", defines, (m, 1, 1), threads, arguments)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_swiglu(device: Device, m: int, width: int, dtype: str) -> LaunchPlan:
+    """Return the plan of ``swiglu``: y [m, width] = silu(gate) * up of x = (gate, up) [m, 2 * width]."""
+    grid = (ceil_div(width, THREADS), m, 1)
+    return _plan(device, "swiglu", {"X": TYPES[dtype]}, grid, THREADS, ("x", "y", np.int32(width)))
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_rope_cache(
+    device: Device,
+    m: int,
+    steps: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    sequence_stride: int,
+    dtype: str,
+    eps: float,
+    *,
+    norm: bool,
+) -> LaunchPlan:
+    """Return the plan of ``rope_cache``: RoPE of q and k, k and v appended to the KV cache.
+
+    m rows are ``steps`` new tokens of each of m / steps sequences. ``norm``: each head of q and k passes an RMSNorm.
+    """
+    defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
+    threads = 128
+    sizes = _int32s(m, steps, heads, kv_heads, capacity)
+    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "q", "k", "v")
+    arguments = (*buffers, *sizes, np.int64(sequence_stride), np.float32(eps))
+    ctas = ceil_div(m * (heads + 2 * kv_heads), threads // 32)
+    return _plan(device, "rope_cache", defines, (ctas, 1, 1), threads, arguments)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_attention(
+    device: Device,
+    m: int,
+    steps: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    sequence_stride: int,
+    dtype: str,
+) -> LaunchPlan:
+    """Return the plan of causal attention of prompts: ``steps`` new tokens of each of m / steps sequences.
+
+    ``attention_sm80`` uses tensor cores; where it cannot run, ``attention`` serves any architecture and head.
+    """
+    sizes = _int32s(steps, heads, kv_heads, capacity)
+    scalars = (*sizes, np.int64(sequence_stride), np.float32(head_dim**-0.5))
+    defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim}
+    arguments = ("q", "k", "v", "lengths", "out", *scalars)
+    if device.arch >= TENSOR_CORE_ARCH and head_dim % 16 == 0 and head_dim <= 128:
+        grid = (ceil_div(steps, PREFILL_TILE), heads, m // steps)
+        stages, tensors, padded_row_bytes = 2, 2, 2 * (head_dim + 8)  # k and v
+        shared_bytes = stages * tensors * PREFILL_TILE * padded_row_bytes
+        return _plan(device, "attention_sm80", defines, grid, 128, arguments, shared_bytes=shared_bytes)
+    cta_heads, threads, constants = _simt_heads(heads, kv_heads, head_dim)
+    return _plan(device, "attention", {**defines, **constants}, (heads // cta_heads, m, 1), threads, arguments)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_decode_attention(
+    device: Device,
+    m: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    sequence_stride: int,
+    dtype: str,
+    eps: float,
+    *,
+    norm: bool,
+) -> LaunchPlan:
+    """Return the plan of a decode step's attention: RoPE, append to the KV cache, attention; one token of m sequences.
+
+    ``decode_attention_sm80`` uses tensor cores; where it cannot run, ``decode_attention`` serves any architecture and
+    head. The grid does not depend on the lengths of the sequences, so a captured graph serves all of them.
+    """
+    defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
+    defines |= {"MAX_SPLITS": MAX_SPLITS, "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS}
+    if device.arch >= TENSOR_CORE_ARCH and head_dim % 64 == 0 and head_dim <= 256:
+        entry = "decode_attention_sm80"
+        # The accumulators of so many heads fit the registers.
+        cta_heads = _cta_heads(heads // kv_heads, 16 if head_dim <= 128 else 8)
+        threads = _attention_threads(cta_heads, head_dim)
+        ctas_per_sm = 256 // threads
+        defines |= {"HEADS": cta_heads, "WARP_KEYS": 16 * max(1, 128 // head_dim), "UNSPLIT_KEYS": UNSPLIT_KEYS}
+        defines |= {"CTAS_PER_SM": ctas_per_sm}
+    else:
+        entry = "decode_attention"
+        cta_heads, threads, constants = _simt_heads(heads, kv_heads, head_dim)
+        if 4 * m * heads // cta_heads > device.sm_count:
+            threads = 128  # several CTAs per SM overlap loads with arithmetic
+        ctas_per_sm = 2 if threads > 128 else 3
+        defines |= constants
+    splits = max(1, min(MAX_SPLITS, ctas_per_sm * device.sm_count // (m * heads // cta_heads)))
+    # Claim half of the shared memory to keep one CTA per SM. Two would fit, and would pile up on some SMs while the
+    # preceding kernel still occupies the others (a layer of Llama-3.2-1B, 16 sequences, H100: 47.1 against 41.9 us).
+    spread = ctas_per_sm == 1 and head_dim < 128 and splits == 1 and m * heads // cta_heads <= device.sm_count
+    shared_bytes = device.shared_bytes_per_sm // 2 if spread else 0
+    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters")
+    sizes = _int32s(heads, kv_heads, capacity)
+    scalars = np.int64(sequence_stride), np.float32(head_dim**-0.5), np.float32(eps)
+    grid, arguments = (splits, heads // cta_heads, m), (*buffers, *sizes, *scalars)
+    return _plan(device, entry, defines, grid, threads, arguments, shared_bytes=shared_bytes)
+
+
+def attention_workspace(plan: LaunchPlan, head_dim: int) -> tuple[int, int]:
+    """Return the number of float32 partial sums and of uint32 counters that a plan of decode attention needs."""
+    splits, head_ctas, m = plan.grid
+    heads = dict(plan.kernel.defines)["HEADS"]
+    if splits == 1:
+        return 0, 0
+    return m * head_ctas * MAX_SPLITS * int(heads) * (head_dim + 2), m * head_ctas
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_dense(device: Device, m: int, n: int, k: int, dtype: str, out_dtype: str, *, bias: bool) -> LaunchPlan:
+    """Return the plan of a GEMM with a weight that is not quantized: y [m, n] = x [m, k] @ w [n, k]^T + bias."""
+    defines: dict[str, int | str] = {"X": TYPES[dtype], "Y": TYPES[out_dtype], "HAS_BIAS": int(bias)}
+    buffers = ("x", "w", "bias", "y")
+    if device.arch >= TENSOR_CORE_ARCH and k % 32 == 0:
+        threads = 512
+        # A step loads `threads` values of each row of w. More than 64 KiB of loads in flight per CTA slow down the head
+        # of a model by 1 to 4% on an H100.
+        steps = ceil_div(k, threads * ceil_div(k, 4 * threads))
+        tiles = min(4, 8 // steps)
+        grid = (min(ceil_div(n, 8 * tiles), device.sm_count), ceil_div(m, DENSE_BLOCK_M), 1)
+        defines |= {"TILES": tiles, "STEPS": steps}
+        plan = _plan(device, "dense_sm80", defines, grid, threads, (*buffers, *_int32s(m, n, k)))
+        return replace(plan, cached=True)
+    grid = (ceil_div(n, THREADS // 32), m, 1)
+    return _plan(device, "dense", defines, grid, THREADS, (*buffers, *_int32s(n, k)))
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_choose(
+    device: Device,
+    m: int,
+    vocab: int,
+    *,
+    first_sequence: int = 0,
+    seed: int = 0,
+    temperature: float = 0.0,
+    penalty: float = 1.0,
+    advance: bool = False,
+) -> LaunchPlan:
+    """Return the plan of ``choose``: the next token of sequences first_sequence .. first_sequence + m - 1 of a batch.
+
+    The arrays begin at the first of them. ``advance``: also move the positions on and write the tokens to host memory.
+    The buffer ``limits`` may be a null pointer: every token may be chosen then.
+    """
+    arguments = (
+        *("logits", "seen", "limits", "tokens", "lengths", "partials", "counters", "host_tokens"),
+        *(*_int32s(vocab, first_sequence), np.uint64(seed), np.float32(temperature), np.float32(penalty)),
+    )
+    defines = _sampling_constants(temperature, penalty) | {"ADVANCE": int(advance)}
+    resident_ctas = 1024 // THREADS * device.sm_count
+    ctas = max(1, min(MAX_CHOOSE_CTAS, resident_ctas // m))
+    return _plan(device, "choose", defines, (ctas, m, 1), THREADS, arguments, source="sample")
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_choose_limit(
+    device: Device,
+    m: int,
+    vocab: int,
+    *,
+    temperature: float,
+    penalty: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> LaunchPlan:
+    """Return the plan of ``choose_limit``: the smallest logit that top-k, top-p and min-p keep, for m sequences."""
+    log_min_p = np.log(np.float32(min_p)) if min_p > 0 else np.float32(-np.inf)
+    arguments = (
+        *("logits", "seen", "limits", np.int32(vocab), np.int32(top_k)),
+        *(np.float32(temperature), np.float32(penalty), np.float32(top_p), np.float32(log_min_p)),
+    )
+    defines = _sampling_constants(temperature, penalty) | {"ADVANCE": 0}
+    return _plan(device, "choose_limit", defines, (1, m, 1), 1024, arguments, source="sample")
+
+
+def kernels(device: Device) -> Iterator[Kernel]:
+    """Yield the kernels of common models: heads of 64 and 128, and 1, 3, 4 and 8 query heads for a key head."""
+    for dtype in ("float16", "bfloat16"):
+        yield plan_embed(device, 1, 8, 8, dtype).kernel
+        yield plan_swiglu(device, 1, 8, dtype).kernel
+        for width, delta in ((2048, False), (2048, True), (4096, True)):
+            yield plan_rms_norm(device, 1, width, dtype, 1e-6, delta=delta).kernel
+        for head_dim in (64, 128):
+            for norm in (False, True):
+                yield plan_rope_cache(device, 1, 1, 4, 4, head_dim, 8, 8, dtype, 1e-6, norm=norm).kernel
+                for group in (1, 3, 4, 8):
+                    yield plan_decode_attention(device, 1, group, 1, head_dim, 8, 8, dtype, 1e-6, norm=norm).kernel
+            for group in (1, 3, 4, 8):
+                yield plan_attention(device, 2, 2, group, 1, head_dim, 8, 8, dtype).kernel
+        for k, out_dtype in ((64, dtype), *((k, "float32") for k in (64, 896, 1536, 4096, 72))):
+            yield plan_dense(device, 1, 8, k, dtype, out_dtype, bias=False).kernel
+    for temperature, penalty in ((0.0, 1.0), (0.0, 1.1), (0.8, 1.0), (0.8, 1.1)):
+        for advance in (False, True):
+            yield plan_choose(device, 1, 8, temperature=temperature, penalty=penalty, advance=advance).kernel
+        if temperature:
+            yield plan_choose_limit(device, 1, 8, temperature=temperature, penalty=penalty).kernel
 
 
 def _plan(
@@ -46,240 +283,34 @@ def _plan(
     source: str | None = None,
     shared_bytes: int = 0,
 ) -> LaunchPlan:
+    """Return the plan of kernel ``entry``, with programmatic dependent launch from sm_90 on."""
     dependent = device.arch >= 90
     constants = (*defines.items(), ("DEPENDENT", int(dependent)), ("THREADS", threads))
     kernel = Kernel(f"llm/{source or entry}.cu", entry, constants, device.target)
     return LaunchPlan(kernel, grid, (threads, 1, 1), arguments, shared_bytes, dependent=dependent)
 
 
-def _ints(*values: int) -> tuple[Argument, ...]:
+def _int32s(*values: int) -> tuple[Argument, ...]:
     return tuple(map(np.int32, values))
 
 
-@functools.lru_cache(maxsize=1024)
-def embed(device: Device, m: int, vocab: int, width: int, table: str) -> LaunchPlan:
-    sizes = _ints(vocab, width)
-    threads = 1024  # which read a row of up to 4,096 values at once
-    plan = _plan(device, "embed", {"TABLE": TYPES[table]}, (m, 1, 1), threads, ("tokens", "table", "h", *sizes))
-    return replace(plan, dependent=False)
+def _cta_heads(heads_per_kv_head: int, most: int) -> int:
+    """Return how many of the query heads that share a key head one CTA takes: the largest divisor up to ``most``."""
+    return max(i for i in range(1, most + 1) if heads_per_kv_head % i == 0)
 
 
-@functools.lru_cache(maxsize=1024)
-def rms_norm(device: Device, m: int, width: int, dtype: str, eps: float, *, delta: bool) -> LaunchPlan:
-    threads = 256 if width <= 4096 else 1024
-    vectors = ceil_div(width, 4 * threads)
-    defines: dict[str, int | str] = {"X": TYPES[dtype], "HAS_DELTA": int(delta), "VECTORS": vectors}
-    arguments = ("h", "delta", "weight", "x", "inverse", np.int32(width), np.float32(eps))
-    return _plan(device, "rms_norm", defines, (m, 1, 1), threads, arguments)
+def _attention_threads(cta_heads: int, head_dim: int) -> int:
+    """Return the threads of a CTA of decode attention: the accumulators of all its warps must fit shared memory."""
+    return 256 if cta_heads * head_dim <= 1024 else 128
 
 
-@functools.lru_cache(maxsize=1024)
-def swiglu(device: Device, m: int, width: int, dtype: str) -> LaunchPlan:
-    grid = (ceil_div(width, THREADS), m, 1)
-    return _plan(device, "swiglu", {"X": TYPES[dtype]}, grid, THREADS, ("x", "y", np.int32(width)))
-
-
-@functools.lru_cache(maxsize=1024)
-def rope_cache(
-    device: Device,
-    m: int,
-    steps: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    capacity: int,
-    sequence_stride: int,
-    dtype: str,
-    eps: float,
-    *,
-    norm: bool,
-) -> LaunchPlan:
-    defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
-    threads = 128
-    sizes = _ints(m, steps, heads, kv_heads, capacity)
-    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "q", "k", "v")
-    arguments = (*buffers, *sizes, np.int64(sequence_stride), np.float32(eps))
-    blocks = ceil_div(m * (heads + 2 * kv_heads), threads // 32)
-    return _plan(device, "rope_cache", defines, (blocks, 1, 1), threads, arguments)
-
-
-@functools.lru_cache(maxsize=1024)
-def attention(
-    device: Device,
-    m: int,
-    steps: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    capacity: int,
-    sequence_stride: int,
-    dtype: str,
-) -> LaunchPlan:
-    """On tensor cores where they can do it; otherwise in plain CUDA."""
-    sizes = _ints(steps, heads, kv_heads, capacity)
-    scalars = (*sizes, np.int64(sequence_stride), np.float32(head_dim**-0.5))
-    defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim}
-    arguments = ("q", "k", "v", "lengths", "out", *scalars)
-    if device.arch >= MMA_ARCH and head_dim % 16 == 0 and head_dim <= 128:
-        grid = (ceil_div(steps, TILE), heads, m // steps)
-        shared_bytes = 2 * 2 * TILE * (head_dim + 8) * 2  # stages, k and v, rows, padded values, bytes
-        return _plan(device, "attention_sm80", defines, grid, 128, arguments, shared_bytes=shared_bytes)
-    part, threads, sharing = _sharing(heads, kv_heads, head_dim)
-    return _plan(device, "attention", {**defines, **sharing}, (heads // part, m, 1), threads, arguments)
-
-
-@functools.lru_cache(maxsize=1024)
-def decode_attention(
-    device: Device,
-    m: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    capacity: int,
-    sequence_stride: int,
-    dtype: str,
-    eps: float,
-    *,
-    norm: bool,
-) -> LaunchPlan:
-    """On tensor cores where they can do it; otherwise in plain CUDA. Its grid depends on no length: a captured graph
-    serves all."""
-    defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
-    defines |= {"MAX_SPLITS": MAX_SPLITS, "SPAN": SPAN}
-    if device.arch >= MMA_ARCH and head_dim % 64 == 0 and head_dim <= 256:
-        entry = "decode_attention_sm80"
-        part = _part(heads // kv_heads, 16 if head_dim <= 128 else 8)  # whose sums the registers hold
-        threads = _threads(part, head_dim)
-        resident = 256 // threads
-        defines |= {"HEADS": part, "KEYS": 16 * max(1, 128 // head_dim), "ALONE": ALONE, "RESIDENT": resident}
-    else:
-        entry = "decode_attention"
-        part, threads, sharing = _sharing(heads, kv_heads, head_dim)
-        if 4 * m * heads // part > device.sm_count:
-            threads = 128  # several blocks a multiprocessor, whose loads and sums overlap
-        resident = 2 if threads > 128 else 3
-        defines |= sharing
-    splits = max(1, min(MAX_SPLITS, resident * device.sm_count // (m * heads // part)))
-    # One block a multiprocessor: two, for which registers would suffice, go to one while the kernel before still has
-    # the others (Llama-3.2-1B's layer, 16 sequences, H100: 47.1 us, so 41.9).
-    apart = resident == 1 and head_dim < 128 and splits == 1 and m * heads // part <= device.sm_count
-    shared_bytes = device.shared_bytes_per_sm // 2 if apart else 0
-    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters")
-    sizes = _ints(heads, kv_heads, capacity)
-    scalars = np.int64(sequence_stride), np.float32(head_dim**-0.5), np.float32(eps)
-    grid, arguments = (splits, heads // part, m), (*buffers, *sizes, *scalars)
-    return _plan(device, entry, defines, grid, threads, arguments, shared_bytes=shared_bytes)
-
-
-def _part(sharing: int, most: int) -> int:
-    """Query heads that a block takes of those that share a key head."""
-    return max(i for i in range(1, most + 1) if sharing % i == 0)
-
-
-def _threads(part: int, head_dim: int) -> int:
-    """Of a block, whose warps' sums lie in shared memory."""
-    return 256 if part * head_dim <= 1024 else 128
-
-
-def _sharing(heads: int, kv_heads: int, head_dim: int) -> tuple[int, int, dict[str, int | str]]:
-    """Query heads and threads of a block of plain attention, and the constants that follow."""
-    part = _part(heads // kv_heads, MAX_HEADS)
+def _simt_heads(heads: int, kv_heads: int, head_dim: int) -> tuple[int, int, dict[str, int | str]]:
+    """Return the query heads and the threads of a CTA of attention without tensor cores, and its constants."""
+    cta_heads = _cta_heads(heads // kv_heads, MAX_SIMT_HEADS)
     lanes = 1 << (ceil_div(head_dim, 8) - 1).bit_length()
-    return part, _threads(part, head_dim), {"HEADS": part, "LANES": lanes, "UNROLL": 2 if part > 4 else 4}
+    constants: dict[str, int | str] = {"HEADS": cta_heads, "LANES": lanes, "UNROLL": 2 if cta_heads > 4 else 4}
+    return cta_heads, _attention_threads(cta_heads, head_dim), constants
 
 
-def attention_workspace(plan: LaunchPlan, head_dim: int) -> tuple[int, int]:
-    """float32 values of partial sums, and counters, of a plan of `decode_attention`."""
-    splits, parts, m = plan.grid
-    heads = dict(plan.kernel.defines)["HEADS"]
-    if splits == 1:
-        return 0, 0
-    return m * parts * MAX_SPLITS * int(heads) * (head_dim + 2), m * parts
-
-
-@functools.lru_cache(maxsize=1024)
-def dense(device: Device, m: int, n: int, k: int, dtype: str, out: str, *, bias: bool) -> LaunchPlan:
-    defines: dict[str, int | str] = {"X": TYPES[dtype], "Y": TYPES[out], "HAS_BIAS": int(bias)}
-    buffers = ("x", "w", "bias", "y")
-    if device.arch >= MMA_ARCH and k % 32 == 0:
-        threads = 512
-        # A step takes `threads` values of each row. At most 64 KiB of w are under way in a block: with 96 or 128 KiB a
-        # head took 1 to 4% longer on an H100.
-        steps = ceil_div(k, threads * ceil_div(k, 4 * threads))
-        tiles = min(4, 8 // steps)
-        grid = (min(ceil_div(n, 8 * tiles), device.sm_count), ceil_div(m, MMA_ROWS), 1)
-        defines |= {"TILES": tiles, "STEPS": steps}
-        plan = _plan(device, "dense_sm80", defines, grid, threads, (*buffers, *_ints(m, n, k)))
-        return replace(plan, cached=True)
-    grid = (ceil_div(n, THREADS // 32), m, 1)
-    return _plan(device, "dense", defines, grid, THREADS, (*buffers, *_ints(n, k)))
-
-
-@functools.lru_cache(maxsize=1024)
-def choose(
-    device: Device,
-    m: int,
-    vocab: int,
-    *,
-    row: int = 0,
-    seed: int = 0,
-    temperature: float = 0.0,
-    penalty: float = 1.0,
-    advance: bool = False,
-) -> LaunchPlan:
-    """The arrays begin at sequence ``row`` of the batch. ``limits`` may be a null pointer: all tokens may be chosen."""
-    arguments = (
-        *("logits", "seen", "limits", "tokens", "lengths", "partials", "counters", "arrived"),
-        *(*_ints(vocab, row), np.uint64(seed), np.float32(temperature), np.float32(penalty)),
-    )
-    defines = _sampling(temperature, penalty) | {"ADVANCE": int(advance)}
-    blocks = max(1, min(CHOOSE_BLOCKS, 1024 // THREADS * device.sm_count // m))  # as many as run at once
-    return _plan(device, "choose", defines, (blocks, m, 1), THREADS, arguments, source="sample")
-
-
-@functools.lru_cache(maxsize=1024)
-def choose_limit(
-    device: Device,
-    m: int,
-    vocab: int,
-    *,
-    temperature: float,
-    penalty: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> LaunchPlan:
-    log_min_p = np.log(np.float32(min_p)) if min_p > 0 else np.float32(-np.inf)
-    arguments = (
-        *("logits", "seen", "limits", np.int32(vocab), np.int32(top_k)),
-        *(np.float32(temperature), np.float32(penalty), np.float32(top_p), np.float32(log_min_p)),
-    )
-    defines = _sampling(temperature, penalty) | {"ADVANCE": 0}
-    return _plan(device, "choose_limit", defines, (1, m, 1), 1024, arguments, source="sample")
-
-
-def _sampling(temperature: float, penalty: float) -> dict[str, int | str]:
+def _sampling_constants(temperature: float, penalty: float) -> dict[str, int | str]:
     return {"SAMPLES": int(temperature > 0), "PENALTY": int(penalty != 1)}
-
-
-def kernels(device: Device) -> Iterator[Kernel]:
-    """Those of common models: heads of 64 and 128, with 1, 3, 4 and 8 query heads for a key head."""
-    for dtype in ("float16", "bfloat16"):
-        yield embed(device, 1, 8, 8, dtype).kernel
-        yield swiglu(device, 1, 8, dtype).kernel
-        for width, delta in ((2048, False), (2048, True), (4096, True)):
-            yield rms_norm(device, 1, width, dtype, 1e-6, delta=delta).kernel
-        for head_dim in (64, 128):
-            for norm in (False, True):
-                yield rope_cache(device, 1, 1, 4, 4, head_dim, 8, 8, dtype, 1e-6, norm=norm).kernel
-                for group in (1, 3, 4, 8):
-                    yield decode_attention(device, 1, group, 1, head_dim, 8, 8, dtype, 1e-6, norm=norm).kernel
-            for group in (1, 3, 4, 8):
-                yield attention(device, 2, 2, group, 1, head_dim, 8, 8, dtype).kernel
-        for k, out in ((64, dtype), *((k, "float32") for k in (64, 896, 1536, 4096, 72))):
-            yield dense(device, 1, 8, k, dtype, out, bias=False).kernel
-    for temperature, penalty in ((0.0, 1.0), (0.0, 1.1), (0.8, 1.0), (0.8, 1.1)):
-        for advance in (False, True):
-            yield choose(device, 1, 8, temperature=temperature, penalty=penalty, advance=advance).kernel
-        if temperature:
-            yield choose_limit(device, 1, 8, temperature=temperature, penalty=penalty).kernel

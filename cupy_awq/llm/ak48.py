@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OrinMLLM's model file "ak48", version 5: Qwen3 with AWQ weights in the canonical layout.
+"""The reader and writer of OrinMLLM's model file "ak48", version 5: Qwen3 with AWQ weights in the canonical layout.
 
-A header of 256 bytes, then the tensors without padding, each kind for all layers. The file holds neither RoPE's theta
-nor RMSNorm's epsilon nor a tokenizer: they are Qwen3's, and the tokenizer is read from the folder of the file.
+A header of 256 bytes precedes the tensors, which follow each other without padding: each kind of tensor for all layers,
+then the next kind. The file holds neither RoPE's theta nor RMSNorm's epsilon, which are Qwen3's, nor a tokenizer, which
+is read from the folder of the file.
 """
 
 from __future__ import annotations
@@ -19,69 +20,83 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_awq.checkpoint import CheckpointError, Module
-from cupy_awq.llm import folder
-from cupy_awq.llm.config import Config
-from cupy_awq.llm.model import Progress
-from cupy_awq.llm.source import Array, Source
+from cupy_awq.llm import hugging_face
+from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.model_files import Array, ModelFiles, Progress
 from cupy_awq.packing import pack_int4
 from cupy_awq.weight import PackedWeight
 
 MAGIC, VERSION, HEADER_BYTES = 0x616B3438, 5, 256
 HEADER = struct.Struct("<I8iB2i")
 THETA, EPS = 1e6, 1e-6
-STOP = (151645, 151643)
-"""<|im_end|> and <|endoftext|> of Qwen3."""
+STOP_IDS = (151645, 151643)
+"""The ids of <|im_end|> and <|endoftext|> of Qwen3."""
 
-HALF, WORD = np.dtype("<f2"), np.dtype("<i4")
+FLOAT16, INT32 = np.dtype("<f2"), np.dtype("<i4")
 
 
-class Linears(NamedTuple):
-    """The AWQ weights [K, N] of one module of each layer."""
+class QuantizedEntry(NamedTuple):
+    """An AWQ weight in the body of a file: qweight, qzeros and scales.
+
+    Attributes:
+        name: the Hugging Face name; ``{}`` stands for the number of the layer.
+        k, n: the shape [K, N] of the weight.
+    """
 
     name: str
     k: int
     n: int
 
 
-class Vectors(NamedTuple):
-    """A float16 tensor; ``{}`` in its name stands for the layer."""
+class TensorEntry(NamedTuple):
+    """A float16 tensor in the body of a file.
+
+    Attributes:
+        name: the Hugging Face name; ``{}`` stands for the number of the layer.
+        shape: the shape of the tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
 
 
-def _order(config: Config) -> list[Linears | Vectors]:
-    """The body of a file."""
+def _kinds(config: ModelConfig) -> list[QuantizedEntry | TensorEntry]:
+    """Return the kinds of entries in the order of the file."""
     d, i, wide, narrow = config.hidden, config.intermediate, config.q_width, config.kv_width
     attention, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
-    head = [] if config.tied else [Vectors("lm_head.weight", (config.vocab, d))]
+    head = [] if config.tied else [TensorEntry("lm_head.weight", (config.vocab, d))]
     return [
-        Vectors("model.layers.{}.input_layernorm.weight", (d,)),
-        Vectors("model.layers.{}.post_attention_layernorm.weight", (d,)),
-        Vectors("model.norm.weight", (d,)),
-        Vectors("model.embed_tokens.weight", (config.vocab, d)),
-        Linears(attention + "q_proj", d, wide),
-        Linears(attention + "k_proj", d, narrow),
-        Linears(attention + "v_proj", d, narrow),
-        Linears(attention + "o_proj", wide, d),
-        Linears(mlp + "gate_proj", d, i),
-        Linears(mlp + "down_proj", i, d),
-        Linears(mlp + "up_proj", d, i),
+        TensorEntry("model.layers.{}.input_layernorm.weight", (d,)),
+        TensorEntry("model.layers.{}.post_attention_layernorm.weight", (d,)),
+        TensorEntry("model.norm.weight", (d,)),
+        TensorEntry("model.embed_tokens.weight", (config.vocab, d)),
+        QuantizedEntry(attention + "q_proj", d, wide),
+        QuantizedEntry(attention + "k_proj", d, narrow),
+        QuantizedEntry(attention + "v_proj", d, narrow),
+        QuantizedEntry(attention + "o_proj", wide, d),
+        QuantizedEntry(mlp + "gate_proj", d, i),
+        QuantizedEntry(mlp + "down_proj", i, d),
+        QuantizedEntry(mlp + "up_proj", d, i),
         *head,
-        Vectors(attention + "q_norm.weight", (config.head_dim,)),
-        Vectors(attention + "k_norm.weight", (config.head_dim,)),
+        TensorEntry(attention + "q_norm.weight", (config.head_dim,)),
+        TensorEntry(attention + "k_norm.weight", (config.head_dim,)),
     ]
 
 
-def _entries(config: Config) -> Iterator[Linears | Vectors]:
-    """Each tensor or weight of the body, in order."""
-    for item in _order(config):
-        for layer in range(config.layers) if "{}" in item.name else (0,):
-            yield item._replace(name=item.name.format(layer))
+def _entries(config: ModelConfig) -> Iterator[QuantizedEntry | TensorEntry]:
+    """Yield every entry of the body, in order."""
+    for kind in _kinds(config):
+        for layer in range(config.layers) if "{}" in kind.name else (0,):
+            yield kind._replace(name=kind.name.format(layer))
 
 
-def read(path: Path) -> Source:
-    """The model in a file. Raises CheckpointError for an unusable one, OSError for one that cannot be read."""
+def read(path: Path) -> ModelFiles:
+    """Return the model of an ak48 file.
+
+    Raises:
+        CheckpointError: the file is damaged.
+        OSError: the file cannot be read.
+    """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < HEADER_BYTES:
@@ -97,18 +112,19 @@ def read(path: Path) -> Source:
         return lambda: np.ndarray(shape, dtype, mapped, start)
 
     for entry in _entries(config):
-        if isinstance(entry, Vectors):
-            tensors[entry.name] = view(entry.shape, HALF)
+        if isinstance(entry, TensorEntry):
+            tensors[entry.name] = view(entry.shape, FLOAT16)
         else:
             groups, words = entry.k // group_size, entry.n // 8
-            parts = view((entry.k, words), WORD), view((groups, words), WORD), view((groups, entry.n), HALF)
-            tensors[entry.name] = partial(_module, *parts)
+            parts = view((entry.k, words), INT32), view((groups, words), INT32), view((groups, entry.n), FLOAT16)
+            tensors[entry.name] = partial(_quantized, *parts)
     if offset != size:
         raise CheckpointError(f"{path}: expected {offset} bytes for the sizes in the header, got {size}")
-    return Source(path, config, tensors, partial(folder.tokenizer, path.parent), STOP)
+    return ModelFiles(path, config, tensors, partial(hugging_face.load_tokenizer, path.parent), STOP_IDS)
 
 
-def _header(data: bytes, path: Path) -> tuple[Config, int]:
+def _header(data: bytes, path: Path) -> tuple[ModelConfig, int]:
+    """Return the configuration and the group size in a header."""
     magic, version, *sizes, shared, head_dim, group_size = HEADER.unpack(data)
     if magic != MAGIC or version != VERSION:
         raise CheckpointError(f"{path}: expected magic {MAGIC:#x} and version {VERSION}, got {magic:#x} and {version}")
@@ -116,7 +132,7 @@ def _header(data: bytes, path: Path) -> tuple[Config, int]:
     if shared not in (0, 1):
         raise CheckpointError(f"{path}: expected shared_classifier 0 or 1, got {shared}")
     try:
-        config = Config(
+        config = ModelConfig(
             "qwen3",
             hidden,
             intermediate,
@@ -133,36 +149,37 @@ def _header(data: bytes, path: Path) -> tuple[Config, int]:
         )
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    for item in _order(config):
-        if isinstance(item, Linears) and (group_size < 1 or item.k % group_size or item.n % 8):
+    for kind in _kinds(config):
+        if isinstance(kind, QuantizedEntry) and (group_size < 1 or kind.k % group_size or kind.n % 8):
             raise CheckpointError(
-                f"{path}: {item.name}: K={item.k} must be whole groups of group_size={group_size}, N={item.n} of 8"
+                f"{path}: {kind.name}: expected K a multiple of group_size={group_size} and N a multiple of 8,"
+                f" got K={kind.k}, N={kind.n}"
             )
     return config, group_size
 
 
-def _module(qweight: Callable[[], Array], qzeros: Callable[[], Array], scales: Callable[[], Array]) -> Module:
+def _quantized(qweight: Callable[[], Array], qzeros: Callable[[], Array], scales: Callable[[], Array]) -> Module:
     return Module(PackedWeight(qweight(), scales(), qzeros()), None)
 
 
-def write(source: Source, path: Path, progress: Progress | None = None) -> None:
+def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> None:
     """Write a model as an ak48 file.
 
     Raises:
-        ValueError: the format cannot hold the model: it is not a Qwen3 with theta 1e6, epsilon 1e-6 and plain RoPE; a
-            linear module is not quantized, has a bias or offsets, or a group size of its own.
-        CheckpointError, OSError: the source cannot be read or the file cannot be written; none is left then.
+        ValueError: the format cannot hold the model: it is not a Qwen3 with theta 1e6, epsilon 1e-6 and plain RoPE, or
+            a linear layer is not quantized, has a bias or float offsets, or has another group size than the others.
+        CheckpointError, OSError: the model cannot be read or the file cannot be written; no file is left then.
     """
-    config = source.config
-    fixed = config.model_type, config.rope_theta, config.eps, config.frequencies()[0].tolist()
+    config = files.config
+    fixed = config.model_type, config.rope_theta, config.eps, config.rope_frequencies()[0].tolist()
     plain = THETA ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
     if fixed != ("qwen3", THETA, EPS, plain.tolist()):
         raise ValueError(
-            f"{source.path}: an ak48 file holds a qwen3 with rope_theta {THETA} and rms_norm_eps {EPS}, got a"
-            f" {config.model_type} with {config.rope_theta} and {config.eps}"
+            f"{files.path}: expected a qwen3 with rope_theta {THETA}, rms_norm_eps {EPS} and no rope_scaling, got a"
+            f" {config.model_type} with {config.rope_theta}, {config.eps} and {dict(config.rope_scaling)!s:.200}"
         )
     entries = list(_entries(config))
-    group_size = _group_size(source, next(entry for entry in entries if isinstance(entry, Linears)))
+    group_size = _group_size(files, next(entry for entry in entries if isinstance(entry, QuantizedEntry)))
     sizes = config.hidden, config.intermediate, config.layers, config.heads, config.kv_heads, config.vocab
     header = HEADER.pack(MAGIC, VERSION, *sizes, config.context, config.tied, config.head_dim, group_size)
     part = path.with_name(path.name + ".part")
@@ -170,7 +187,7 @@ def write(source: Source, path: Path, progress: Progress | None = None) -> None:
         with open(part, "wb") as file:
             file.write(header.ljust(HEADER_BYTES, b"\0"))
             for done, entry in enumerate(entries):
-                for array in _arrays(source, entry, group_size):
+                for array in _arrays(files, entry, group_size):
                     file.write(np.ascontiguousarray(array).data)
                 if progress is not None:
                     progress(done + 1, len(entries))
@@ -179,30 +196,36 @@ def write(source: Source, path: Path, progress: Progress | None = None) -> None:
         part.unlink(missing_ok=True)
 
 
-def _group_size(source: Source, entry: Linears) -> int:
-    module = source.linear(entry.name, entry.k, entry.n)
-    return module.weight.group_size if isinstance(module, Module) else 0
+def _group_size(files: ModelFiles, entry: QuantizedEntry) -> int:
+    """Return the group size of a weight; 0 if it is not quantized, which `_arrays` refuses."""
+    layer = files.read_linear(entry.name, entry.k, entry.n)
+    return layer.weight.group_size if isinstance(layer, Module) else 0
 
 
-def _arrays(source: Source, entry: Linears | Vectors, group_size: int) -> list[Array]:
-    """What stands in the file for an entry, in order."""
-    if isinstance(entry, Vectors):
-        return [_half(source.tensor(entry.name, entry.shape), entry.name)]
-    module = source.linear(entry.name, entry.k, entry.n)
-    if not isinstance(module, Module) or module.bias is not None or module.weight.spec.zeros == "float":
-        raise ValueError(f"{entry.name}: an ak48 file holds quantized modules with integer zero points and no bias")
-    weight = module.weight
+def _arrays(files: ModelFiles, entry: QuantizedEntry | TensorEntry, group_size: int) -> list[Array]:
+    """Return the arrays of an entry in the order of the file."""
+    if isinstance(entry, TensorEntry):
+        return [_float16(files.read_tensor(entry.name, entry.shape), entry.name)]
+    layer = files.read_linear(entry.name, entry.k, entry.n)
+    if not isinstance(layer, Module) or layer.bias is not None or layer.weight.spec.zeros == "float":
+        raise ValueError(
+            f"{entry.name}: expected a quantized layer with integer zero points and no bias for an ak48 file"
+        )
+    weight = layer.weight
     if weight.group_size != group_size:
-        raise ValueError(f"{entry.name}: expected group_size {group_size} as in all modules, got {weight.group_size}")
+        raise ValueError(
+            f"{entry.name}: expected the group_size {group_size} of the first layer, got {weight.group_size}"
+        )
     zeros = weight.qzeros
     if zeros is None:  # symmetric: every zero point is 8
         zeros = pack_int4(np.full((entry.k // group_size, entry.n), 8, np.uint8))
-    return [weight.qweight, zeros, _half(weight.scales, entry.name)]
+    return [weight.qweight, zeros, _float16(weight.scales, entry.name)]
 
 
-def _half(values: Array, name: str) -> Array:
+def _float16(values: Array, name: str) -> Array:
+    """Return values as float16. Raises ValueError if one is out of range."""
     with np.errstate(over="ignore"):
-        half: Array = values.astype(HALF)
-    if not np.isfinite(half).all():
-        raise ValueError(f"{name}: expected values within float16, got larger ones, NaN or infinity")
-    return half
+        converted: Array = values.astype(FLOAT16)
+    if not np.isfinite(converted).all():
+        raise ValueError(f"{name}: expected values within the range of float16, got larger ones, NaN or infinity")
+    return converted

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's operations on a GPU: activations in 16 bits, the residual stream and the logits in float32.
+"""The GPU back end of the decoder: activations in 16 bits, the residual stream and the logits in float32.
 
-Intermediate arrays come from CuPy's memory pool, so that one forward pass serves every shape. A decode step is captured
-into a CUDA graph, whose decoder keeps these arrays, so that nothing else gets a living graph's memory.
+Intermediate arrays come from CuPy's memory pool, so one forward pass serves every shape. A decode step is one CUDA
+graph, launched one step ahead of the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,234 +20,235 @@ from cupy_awq.kernels import llm as kernels
 from cupy_awq.kernels.gemm_sm90 import SQUARE_SUM_COLUMNS
 from cupy_awq.kernels.problem import Fusion, ceil_div
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm import kv_cache as kv
-from cupy_awq.llm.config import Config
-from cupy_awq.llm.kv_cache import Cache
-from cupy_awq.llm.sampling import Sampling
-from cupy_awq.llm.source import Linear
+from cupy_awq.llm import kv_cache
+from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.kv_cache import KvCache
+from cupy_awq.llm.model_files import DenseLinear
+from cupy_awq.llm.ops import DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
+from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
 from cupy_awq.ops.plan import FusedPlan
-from cupy_awq.runtime import arrays, device, launch
-from cupy_awq.runtime import workspace as workspaces
+from cupy_awq.runtime import arrays, device, launch, workspace
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.weight import PackedWeight
 
 if TYPE_CHECKING:
     import cupy
 
-Project = Callable[[Array], Array]
-
-RESERVE = 1 << 29
-"""Bytes that a cache leaves for what a forward pass needs."""
+RESERVED_BYTES = 1 << 29
+"""The free memory that a KV cache leaves for the intermediate arrays of a forward pass."""
 
 
-@dataclass(frozen=True)
-class Residual:
-    """The residual stream, ``h`` + ``delta``: float32 and the activations' dtype [.., hidden].
+class CudaOps(DecoderOps):
+    """The operations of a model on one GPU; `DecoderOps` describes them. One thread at a time may use them.
 
-    Where products keep it: ``x`` is its norm but for a factor of each row, which follows from ``squares``. ``inverse``
-    [m] are the factors of the norm before.
+    Args:
+        config: the configuration of the model.
+        device_index: the number of the GPU, which must be current here and at every call.
+        dtype: the dtype of activations and of the KV cache: float16 or bfloat16.
+
+    Raises:
+        ValueError: the kernels do not support the sizes of the model.
     """
 
-    h: Array
-    inverse: Array | None = None
-    delta: Array | None = None
-    x: Array | None = None
-    squares: Array | None = None
+    prefill_chunk = 2048
 
-
-class DeviceOps:
-    """Operations for a model of ``config`` on the GPU ``index``, which must be current; as those of `HostOps`.
-
-    ``dtype`` is that of the activations, float16 or bfloat16. To be used by one thread at a time.
-
-    Raises ValueError for a model that the kernels cannot take.
-    """
-
-    chunk = 2048
-
-    def __init__(self, config: Config, index: int, dtype: np.dtype[Any]) -> None:
-        if config.head_dim % 8 or config.head_dim > 256 or config.hidden % 8:
-            raise ValueError(
-                f"a GPU needs head_dim a multiple of 8 up to 256 and hidden a multiple of 8, got {config.head_dim} and"
-                f" {config.hidden}"
-            )
-        self.config, self.index, self.dtype = config, index, dtype
-        self._facts = device.of(index)
-        self._table: tuple[Any, Any] = (None, None)
-        self._counters = workspaces.zeroed(4 * kernels.MAX_COUNTERS)
-        self._decoding: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
+    def __init__(self, config: ModelConfig, device_index: int, dtype: np.dtype[Any]) -> None:
+        if config.head_dim % 8 or config.head_dim > 256:
+            raise ValueError(f"head_dim: expected a multiple of 8 up to 256 on a GPU, got {config.head_dim}")
+        if config.hidden % 8:
+            raise ValueError(f"hidden: expected a multiple of 8 on a GPU, got {config.hidden}")
+        self.config, self.device_index, self.dtype = config, device_index, dtype
+        self.device = device.of(device_index)
+        self._host_table: npt.NDArray[Any] | None = None
+        self._table: Array = None
+        self._attention_counters = workspace.zeroed(4 * kernels.MAX_COUNTERS)
+        self._decode_stream: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
 
     @property
-    def decoding(self) -> tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool]:
-        """The stream of all decode steps, and the pool of their intermediate arrays.
+    def decode_stream(self) -> tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool]:
+        """The stream of all decode steps, and the memory pool of their intermediate arrays.
 
-        Both are made once: a stream's workspace is never freed, and a pool that is dropped leaves some of the device's
-        memory behind, so that one for each text would add up.
+        Both live as long as the model: the workspace of a stream is never freed, and a dropped pool does not return all
+        of its device memory, so a new pair for each text would leak.
         """
         import cupy
 
-        if self._decoding is None:
+        if self._decode_stream is None:
             stream = cupy.cuda.Stream(non_blocking=True)
-            workspaces.workspace(self.index, stream.ptr)
-            self._decoding = stream, cupy.cuda.MemoryPool()
-        return self._decoding
+            workspace.workspace(self.device_index, stream.ptr)
+            self._decode_stream = stream, cupy.cuda.MemoryPool()
+        return self._decode_stream
 
-    def array(self, a: Array) -> cupy.ndarray:
+    def prepare_tensor(self, a: npt.NDArray[Any]) -> cupy.ndarray:
         import cupy
 
         if a.ndim == 1:
             return cupy.asarray(a.astype(np.float32))
-        self._table = a, cupy.asarray(a.astype(self.dtype, copy=False))
-        return self._table[1]
+        self._host_table, self._table = a, cupy.asarray(a.astype(self.dtype, copy=False))
+        return self._table
 
-    def projection(self, parts: Sequence[Module | Linear], *, gated: bool = False) -> Project:
-        modules = [part for part in parts if isinstance(part, Module)]
-        if 1 < len(modules) == len(parts) and len({_kind(part.weight) for part in modules}) == 1:
-            return self._joined(modules, "swiglu" if gated else None)
-        each = [self._dense(part) if isinstance(part, Linear) else self._module(part) for part in parts]
-        if len(each) == 1 and not gated:
-            return each[0]
-
-        def project(x: Array) -> Array:
-            import cupy
-
-            y = cupy.concatenate([one(x) for one in each], axis=-1) if len(each) > 1 else each[0](x)
-            return self._swiglu(y) if gated else y
-
-        return project
-
-    def head(self, part: Module | Linear) -> Project:
-        return self._module(part) if isinstance(part, Module) else self._dense(part, np.dtype(np.float32))
-
-    def embed(self, table: Array, tokens: Array) -> Residual:
-        vocab, width = table.shape
-        h = self._empty((*tokens.shape, width), np.float32)
-        plan = kernels.embed(self._facts, tokens.size, vocab, width, self.dtype.name)
-        self.run(plan, tokens=tokens, table=table, h=h)
-        return Residual(h)
-
-    def norm(self, h: Residual, weight: Array) -> Array:
-        return self._norm(h, weight)[0]
-
-    def _norm(self, h: Residual, weight: Array) -> tuple[Array, Array]:
-        """The norm, and what each row of the stream was multiplied by."""
-        width = h.h.shape[-1]
-        m, delta = h.h.size // width, h.delta
-        x, inverse = self._empty(h.h.shape), self._empty((m,), np.float32)
-        plan = kernels.rms_norm(self._facts, m, width, self.dtype.name, self.config.eps, delta=delta is not None)
-        self.run(plan, h=h.h, delta=delta, weight=weight, x=x, inverse=inverse)
-        return x, inverse
-
-    def project(self, h: Residual, weight: Array, then: Project) -> tuple[Residual, Array]:
-        m = h.h.size // h.h.shape[-1]
-        if h.x is not None and (plan := self._fused_plan(then, m, Fusion("rms_norm_x", self.config.eps))) is not None:
-            inverse = self._empty((m,), np.float32)
-            stream = {"h": None, "norm_weight": None, "square_sums": h.squares}
-            stream |= {"previous_inverse_rms": h.inverse, "inverse_rms": inverse}
-            return Residual(h.h, inverse), self._run_fused(plan, h.x, stream)
-        x, inverse = self._norm(h, weight)
-        return Residual(h.h, inverse), then(x)
-
-    def add(self, h: Residual, x: Array, last: Project, following: Array | None) -> Residual:
-        *rows, width = h.h.shape
-        plan = self._fused_plan(last, x.size // x.shape[-1], Fusion("add_to_stream"))
-        if plan is None or following is None:
-            return Residual(h.h, delta=last(x))
-        squares = self._empty((*rows, ceil_div(width, SQUARE_SUM_COLUMNS)), np.float32)
-        stream = {"h": h.h, "norm_weight": following, "square_sums": squares}
-        stream |= {"previous_inverse_rms": h.inverse, "inverse_rms": None}
-        return Residual(h.h, h.inverse, x=self._run_fused(plan, x, stream), squares=squares)
-
-    def _fused_plan(self, projection: Project, m: int, fusion: Fusion) -> FusedPlan | None:
-        return projection.fused_plan(m, fusion, dtype=self.dtype) if isinstance(projection, AwqLinear) else None
-
-    def _run_fused(self, plan: FusedPlan, x: Array, stream: dict[str, Array | None]) -> Array:
-        y = self._empty((*x.shape[:-1], plan.out_features))
-        self.run(plan.launch, **plan.arrays, **stream, x=x, y=y)
-        return y
-
-    def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: Cache, layer: int) -> Array:
-        config, dtype = self.config, self.dtype.name
-        b, s, _ = qkv.shape
-        norm = q_norm is not None
-        stride = config.kv_width * cache.capacity
-        sizes = config.heads, config.kv_heads, config.head_dim, cache.capacity, stride
-        out = self._empty((b, s, config.q_width))
-        buffers = {"lengths": cache.lengths, "k": cache.k[layer], "v": cache.v[layer]}
-        new = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cache.cos, "sin": cache.sin}
-        if s == 1:
-            plan = kernels.decode_attention(self._facts, b, *sizes, dtype, config.eps, norm=norm)
-            partials, _ = kernels.attention_workspace(plan, config.head_dim)
-            scratch = {"partials": self._empty((partials,), np.float32), "counters": self._counters}
-            self.run(plan, **buffers, **new, **scratch, out=out)
-            return out
-        q = self._empty((b, s, config.q_width))
-        plan = kernels.rope_cache(self._facts, b * s, s, *sizes, dtype, config.eps, norm=norm)
-        self.run(plan, **buffers, **new, q=q)
-        self.run(kernels.attention(self._facts, b * s, s, *sizes, dtype), **buffers, q=q, out=out)
-        return out
-
-    def cache(self, sequences: int, capacity: int) -> Cache:
-        import cupy
-
-        if sequences * self.config.heads > kernels.MAX_COUNTERS:
-            most = kernels.MAX_COUNTERS // self.config.heads
-            raise ValueError(f"a batch must have at most {most} sequences on a GPU, got {sequences}")
-        free, _ = cupy.cuda.runtime.memGetInfo()
-        pool = cupy.get_default_memory_pool()
-        free += pool.free_bytes() - RESERVE
-        return kv.create(self.config, sequences, capacity, self.dtype, cupy, max(free, 0))
-
-    def tokens(self, ids: Sequence[int]) -> Array:
+    def prepare_tokens(self, ids: Sequence[int]) -> cupy.ndarray:
         import cupy
 
         return cupy.asarray(np.array(ids, np.int32))
 
-    def logits(self, y: Array) -> Array:
-        return y.astype(np.float32, copy=False)
+    def make_projection(self, parts: Sequence[Module | DenseLinear], *, gated: bool = False) -> Projection:
+        quantized = [part for part in parts if isinstance(part, Module)]
+        if 1 < len(quantized) == len(parts) and len({_form(part.weight) for part in quantized}) == 1:
+            return self._concatenated(quantized, "swiglu" if gated else None)
+        linears = [self._dense(part) if isinstance(part, DenseLinear) else _awq_linear(part) for part in parts]
+        if len(linears) == 1 and not gated:
+            return linears[0]
 
-    def decoder(self, step: Callable[[Array], Array], cache: Cache, sampling: Sampling) -> DeviceDecoder:
-        return DeviceDecoder(self, step, cache, sampling)
+        def project(x: Array) -> Array:
+            import cupy
 
-    def run(self, plan: LaunchPlan, **buffers: Array | None) -> None:
-        """Launch a plan over arrays by their names, on the current stream."""
+            y = cupy.concatenate([linear(x) for linear in linears], axis=-1) if len(linears) > 1 else linears[0](x)
+            return self._swiglu(y) if gated else y
+
+        return project
+
+    def make_head(self, part: Module | DenseLinear) -> Projection:
+        if isinstance(part, DenseLinear):
+            return self._dense(part, np.dtype(np.float32))
+        linear = _awq_linear(part)
+        return lambda x: linear(x).astype(np.float32, copy=False)
+
+    def make_cache(self, sequences: int, capacity: int) -> KvCache:
         import cupy
 
-        launcher = launch.launcher(plan, self.index)
+        if sequences * self.config.heads > kernels.MAX_COUNTERS:
+            most = kernels.MAX_COUNTERS // self.config.heads
+            raise ValueError(f"prompts: expected at most {most} of them in a batch on a GPU, got {sequences}")
+        free_bytes, _ = cupy.cuda.runtime.memGetInfo()
+        free_bytes += cupy.get_default_memory_pool().free_bytes() - RESERVED_BYTES
+        return kv_cache.allocate(self.config, sequences, capacity, self.dtype, cupy, max(free_bytes, 0))
+
+    def make_decode_loop(self, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> DecodeLoop:
+        return CudaDecodeLoop(self, step_logits, cache, sampling)
+
+    def embed(self, table: Array, tokens: Array) -> ResidualStream:
+        vocab, width = table.shape
+        h = self._empty((*tokens.shape, width), np.float32)
+        plan = kernels.plan_embed(self.device, tokens.size, vocab, width, self.dtype.name)
+        self.run(plan, tokens=tokens, table=table, h=h)
+        return ResidualStream(h)
+
+    def norm_and_project(
+        self, stream: ResidualStream, norm_weight: Array, projection: Projection
+    ) -> tuple[ResidualStream, Array]:
+        """See `DecoderOps`. Runs one GEMM if `project_and_add` has left the division by the RMS to it."""
+        if stream.unnormalized_x is not None:
+            m = stream.unnormalized_x.size // self.config.hidden
+            plan = self._fused_plan(projection, m, Fusion("rms_norm_x", self.config.eps))
+            if plan is not None:
+                inverse_rms = self._empty((m,), np.float32)
+                read = {"square_sums": stream.square_sums, "previous_inverse_rms": stream.inverse_rms}
+                written = {"inverse_rms": inverse_rms}
+                y = self._run_fused(plan, stream.unnormalized_x, h=None, norm_weight=None, **read, **written)
+                return ResidualStream(stream.h, inverse_rms=inverse_rms), y
+        x, inverse_rms = self._rms_norm(stream, norm_weight)
+        return ResidualStream(stream.h, inverse_rms=inverse_rms), projection(x)
+
+    def project_and_add(
+        self, stream: ResidualStream, x: Array, projection: Projection, next_norm_weight: Array | None
+    ) -> ResidualStream:
+        """See `DecoderOps`. One GEMM adds its result to h and multiplies by the next norm's weight, if it can."""
+        *rows, width = stream.h.shape
+        plan = self._fused_plan(projection, x.size // x.shape[-1], Fusion("add_to_stream"))
+        if plan is None or next_norm_weight is None:
+            return ResidualStream(stream.h, delta=projection(x))
+        square_sums = self._empty((*rows, ceil_div(width, SQUARE_SUM_COLUMNS)), np.float32)
+        read = {"norm_weight": next_norm_weight, "previous_inverse_rms": stream.inverse_rms, "inverse_rms": None}
+        y = self._run_fused(plan, x, h=stream.h, square_sums=square_sums, **read)
+        return ResidualStream(stream.h, None, stream.inverse_rms, unnormalized_x=y, square_sums=square_sums)
+
+    def rms_norm(self, stream: ResidualStream, norm_weight: Array) -> Array:
+        return self._rms_norm(stream, norm_weight)[0]
+
+    def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: KvCache, layer: int) -> Array:
+        """See `DecoderOps`. A decode step (S = 1) is one kernel, a prompt two."""
+        config, dtype = self.config, self.dtype.name
+        b, s, _ = qkv.shape
+        has_norm = q_norm is not None
+        sequence_stride = config.kv_width * cache.capacity
+        sizes = config.heads, config.kv_heads, config.head_dim, cache.capacity, sequence_stride
+        out = self._empty((b, s, config.q_width))
+        cached = {"lengths": cache.lengths, "k": cache.k[layer], "v": cache.v[layer]}
+        new = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cache.cos, "sin": cache.sin}
+        if s == 1:
+            plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, config.eps, norm=has_norm)
+            partials, _ = kernels.attention_workspace(plan, config.head_dim)
+            scratch = {"partials": self._empty((partials,), np.float32), "counters": self._attention_counters}
+            self.run(plan, **cached, **new, **scratch, out=out)
+            return out
+        q = self._empty((b, s, config.q_width))
+        plan = kernels.plan_rope_cache(self.device, b * s, s, *sizes, dtype, config.eps, norm=has_norm)
+        self.run(plan, **cached, **new, q=q)
+        self.run(kernels.plan_attention(self.device, b * s, s, *sizes, dtype), **cached, q=q, out=out)
+        return out
+
+    def to_numpy(self, a: Array) -> npt.NDArray[np.float32]:
+        host: npt.NDArray[np.float32] = a.get()
+        return host
+
+    def run(self, plan: LaunchPlan, **buffers: Array | None) -> None:
+        """Launch a plan on the current stream, with its buffers given by name; None is a null pointer."""
+        import cupy
+
+        launcher = launch.launcher(plan, self.device_index)
         addresses = tuple(arrays.address(buffers[name]) for name in launcher.buffers)
         launcher(addresses, cupy.cuda.get_current_stream().ptr)
+
+    def _fused_plan(self, projection: Projection, m: int, fusion: Fusion) -> FusedPlan | None:
+        return projection.fused_plan(m, fusion, dtype=self.dtype) if isinstance(projection, AwqLinear) else None
+
+    def _run_fused(self, plan: FusedPlan, x: Array, **buffers: Array | None) -> Array:
+        y = self._empty((*x.shape[:-1], plan.out_features))
+        self.run(plan.launch, **plan.arrays, **buffers, x=x, y=y)
+        return y
+
+    def _rms_norm(self, stream: ResidualStream, norm_weight: Array) -> tuple[Array, Array]:
+        """Return the norm [B, S, hidden] and 1 / RMS of each row [B * S]; adds delta to h in place."""
+        h, delta = stream.h, stream.delta
+        width = h.shape[-1]
+        m = h.size // width
+        x, inverse_rms = self._empty(h.shape), self._empty((m,), np.float32)
+        has_delta = delta is not None
+        plan = kernels.plan_rms_norm(self.device, m, width, self.dtype.name, self.config.eps, delta=has_delta)
+        self.run(plan, h=h, delta=delta, weight=norm_weight, x=x, inverse_rms=inverse_rms)
+        return x, inverse_rms
 
     def _empty(self, shape: tuple[int, ...], dtype: Any = None) -> cupy.ndarray:
         import cupy
 
         return cupy.empty(shape, self.dtype if dtype is None else dtype)
 
-    def _module(self, part: Module) -> AwqLinear:
-        return AwqLinear(_on_gpu(part.weight), bias=_put(part.bias), keep_weight=False)
-
-    def _joined(self, parts: Sequence[Module], activation: str | None) -> AwqLinear:
-        each: list[AwqLinear | PackedWeight] = []
+    def _concatenated(self, parts: Sequence[Module], activation: str | None) -> AwqLinear:
+        """Return one layer of the columns of all parts."""
+        linears: list[AwqLinear | PackedWeight] = []
         for part in parts:
-            weight = _on_gpu(part.weight)
-            each.append(weight if part.bias is None else AwqLinear(weight, bias=_put(part.bias)))
-        return AwqLinear.concatenate(each, activation=activation, keep_weight=False)
+            weight = _upload_weight(part.weight)
+            linears.append(weight if part.bias is None else AwqLinear(weight, bias=_upload(part.bias)))
+        return AwqLinear.concatenate(linears, activation=activation, keep_weight=False)
 
-    def _dense(self, part: Linear, out: np.dtype[Any] | None = None) -> Project:
+    def _dense(self, part: DenseLinear, out_dtype: np.dtype[Any] | None = None) -> Projection:
+        """Return the product with a dense weight, which shares memory with the embedding table if it is that table."""
         import cupy
 
-        known, table = self._table
-        w = table if part.weight is known else cupy.asarray(part.weight.astype(self.dtype, copy=False))
+        tied = part.weight is self._host_table
+        w = self._table if tied else cupy.asarray(part.weight.astype(self.dtype, copy=False))
         bias = None if part.bias is None else cupy.asarray(part.bias.astype(np.float32))
         n, k = w.shape
         if k % 8:
-            raise ValueError(f"a GPU needs K a multiple of 8 in every linear module, got {k}")
-        y_dtype = out or self.dtype
+            raise ValueError(f"K of a linear layer: expected a multiple of 8 on a GPU, got {k}")
+        y_dtype = out_dtype or self.dtype
 
         def project(x: Array) -> Array:
             x = cupy.ascontiguousarray(x)
             y = self._empty((*x.shape[:-1], n), y_dtype)
-            options = self.dtype.name, y_dtype.name
-            plan = kernels.dense(self._facts, x.size // k, n, k, *options, bias=bias is not None)
+            dtypes = self.dtype.name, y_dtype.name
+            plan = kernels.plan_dense(self.device, x.size // k, n, k, *dtypes, bias=bias is not None)
             self.run(plan, x=x, w=w, bias=bias, y=y)
             return y
 
@@ -257,132 +257,143 @@ class DeviceOps:
     def _swiglu(self, x: Array) -> Array:
         width = x.shape[-1] // 2
         y = self._empty((*x.shape[:-1], width))
-        self.run(kernels.swiglu(self._facts, y.size // width, width, self.dtype.name), x=x, y=y)
+        self.run(kernels.plan_swiglu(self.device, y.size // width, width, self.dtype.name), x=x, y=y)
         return y
 
 
-class DeviceDecoder:
-    """As `HostDecoder`: the first step runs as it is, which loads every kernel, the second one is captured, and all
-    further ones are one graph launch. Tokens, positions and what was seen live on the device, so that a step can begin
-    while the host still waits for the tokens of the one before: the GPU never waits for the host. The last such step
-    is in vain; it writes behind the tokens that the cache knows, and `close` waits for it.
+class CudaDecodeLoop(DecodeLoop):
+    """A decode loop that keeps tokens, positions and the tokens seen so far on the device.
 
-    `choose` writes tokens where the host sees them, too: nothing but an event stands between two graphs."""
+    The first step runs eagerly, which loads every kernel; the second is captured into a CUDA graph, and each further
+    step is one graph launch. The graph of a step is launched before the host has read the tokens of the preceding one,
+    so the GPU never waits for the host. The last launch is speculative: it writes behind the tokens that the cache
+    knows, and `close` waits for it.
 
-    def __init__(self, ops: DeviceOps, step: Callable[[Array], Array], cache: Cache, sampling: Sampling) -> None:
+    The kernel `choose` also writes its tokens to pinned host memory: only an event separates two graphs. The arrays
+    made during capture stay allocated as long as the graph.
+    """
+
+    def __init__(self, ops: CudaOps, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
         import cupy
 
-        self._stream, self._pool = ops.decoding
-        # Another text's step may be under way: prompts, on another stream, share counters, and what it had was freed.
+        self._stream, self._pool = ops.decode_stream
+        # Wait for the speculative step of another text: its memory is free for reuse, and it shares counters with the
+        # prompts of this text, which run on another stream.
         self._stream.synchronize()
-        rows, vocab = len(cache.tokens), ops.config.vocab
-        self._ops, self._step, self._cache, self._sampling = ops, step, cache, sampling
-        self._next = [0] * rows
-        self._tokens = cupy.zeros(rows, np.int32)
-        self._seen = cupy.zeros((rows, vocab), np.uint8) if sampling.repetition_penalty != 1 else None
-        filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        self._limits = cupy.zeros(rows, np.float32) if filters and sampling.temperature > 0 else None
-        self._partials = cupy.zeros((rows, kernels.CHOOSE_BLOCKS), np.uint64)
-        self._counters = cupy.zeros(rows, np.uint32)
+        sequences, vocab = len(cache.tokens), ops.config.vocab
+        self._ops, self._step_logits, self._cache, self._sampling = ops, step_logits, cache, sampling
+        self._next = [0] * sequences
+        self._tokens = cupy.zeros(sequences, np.int32)
+        self._seen = cupy.zeros((sequences, vocab), np.uint8) if sampling.repetition_penalty != 1 else None
+        has_filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        self._limits = cupy.zeros(sequences, np.float32) if has_filters and sampling.temperature > 0 else None
+        self._partials = cupy.zeros((sequences, kernels.MAX_CHOOSE_CTAS), np.uint64)
+        self._counters = cupy.zeros(sequences, np.uint32)
         self._steps = 0
         self._graph: Any = None
-        self._memory: list[Any] = []
-        # Of each sequence, the last token at even and at odd positions: while the host reads one, the step after it may
-        # write the other. A device knows pinned memory by the host's address.
-        pinned = cupy.cuda.alloc_pinned_memory(8 * rows)
-        self._arrived: npt.NDArray[Any] = np.frombuffer(pinned, np.int32, 2 * rows).reshape(rows, 2)
-        memory = cupy.cuda.UnownedMemory(pinned.ptr, 8 * rows, pinned, ops.index)
-        self._sent = cupy.ndarray((rows, 2), np.int32, cupy.cuda.MemoryPointer(memory, 0))
-        self._arrival = cupy.cuda.Event(disable_timing=True)
+        self._graph_memory: list[Any] = []
+        # The newest tokens of each sequence at even and at odd positions: the next step may write one of them while the
+        # host reads the other. Under unified addressing the device uses the host's address of pinned memory.
+        pinned = cupy.cuda.alloc_pinned_memory(8 * sequences)
+        host_tokens = np.frombuffer(pinned, np.int32, 2 * sequences).reshape(sequences, 2)
+        self._host_tokens: npt.NDArray[np.int32] = host_tokens
+        memory = cupy.cuda.UnownedMemory(pinned.ptr, 8 * sequences, pinned, ops.device_index)
+        self._host_tokens_view = cupy.ndarray((sequences, 2), np.int32, cupy.cuda.MemoryPointer(memory, 0))
+        self._tokens_written = cupy.cuda.Event(disable_timing=True)
 
-    def put(self, row: int, logits: Array) -> int:
-        """The first token of a sequence, from the logits [V] of its prompt."""
-        one = slice(row, row + 1)
+    def start(self, sequence: int, logits: Array) -> int:
+        one = slice(sequence, sequence + 1)
         if self._seen is not None:
-            self._seen[row, self._ops.tokens(self._cache.tokens[row])] = 1
+            self._seen[sequence, self._ops.prepare_tokens(self._cache.tokens[sequence])] = 1
         self._choose(logits[None], one, advance=False)
-        token = _checked(int(self._tokens[row]))
-        self._next[row] = token
+        token = _checked(int(self._tokens[sequence]))
+        self._next[sequence] = token
         return token
 
     def step(self) -> list[int]:
-        """The next token of every sequence."""
         import cupy
 
         with self._stream, cupy.cuda.using_allocator(self._pool.malloc):
             if self._steps == 1:
                 self._stream.begin_capture()
                 try:
-                    with cupy.cuda.using_allocator(self._kept):
-                        self._advance()
+                    with cupy.cuda.using_allocator(self._allocate_for_graph):
+                        self._forward_and_choose()
                 finally:
                     self._graph = self._stream.end_capture()
             if self._graph is None:
-                self._advance()
+                self._forward_and_choose()
             elif self._steps == 1:
                 self._graph.launch(self._stream)
-            self._arrival.record()
+            self._tokens_written.record()
             if self._graph is not None:
                 self._graph.launch(self._stream)
-        self._arrival.synchronize()
+        self._tokens_written.synchronize()
         self._steps += 1
         for known, token in zip(self._cache.tokens, self._next, strict=True):
             known.append(token)
         positions = map(len, self._cache.tokens)
-        self._next = [_checked(both[at % 2]) for both, at in zip(self._arrived.tolist(), positions, strict=True)]
+        self._next = [_checked(pair[at % 2]) for pair, at in zip(self._host_tokens.tolist(), positions, strict=True)]
         return list(self._next)
 
     def close(self) -> None:
-        """Wait for the step that nobody asked for: it uses the cache, whose memory may go to others then."""
+        """Wait for the discarded speculative step; it still uses the KV cache, whose memory is about to be reused."""
         self._stream.synchronize()
 
-    def _kept(self, size: int) -> Any:
-        """Memory that stays this decoder's: its graph writes there whenever it is launched."""
+    def _allocate_for_graph(self, size: int) -> Any:
+        """Allocate memory that stays reserved for this loop, because its graph writes there at every launch."""
         memory = self._pool.malloc(size)
-        self._memory.append(memory)
+        self._graph_memory.append(memory)
         return memory
 
-    def _advance(self) -> None:
-        self._choose(self._step(self._tokens), slice(None), advance=True)
+    def _forward_and_choose(self) -> None:
+        self._choose(self._step_logits(self._tokens), slice(None), advance=True)
 
-    def _choose(self, logits: Array, rows: slice, *, advance: bool) -> None:
+    def _choose(self, logits: Array, sequences: slice, *, advance: bool) -> None:
+        """Choose a token for each of ``sequences``; ``advance`` moves their positions on by one."""
         sampling, ops = self._sampling, self._ops
-        facts, (m, vocab) = device.of(ops.index), logits.shape
-        seen, limits = (None if a is None else a[rows] for a in (self._seen, self._limits))
+        gpu, (m, vocab) = ops.device, logits.shape
+        seen, limits = (None if a is None else a[sequences] for a in (self._seen, self._limits))
         options = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
         if limits is not None:
             filters = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-            ops.run(
-                kernels.choose_limit(facts, m, vocab, **options, **filters), logits=logits, seen=seen, limits=limits
-            )
-        plan = kernels.choose(facts, m, vocab, row=rows.start or 0, seed=sampling.seed, **options, advance=advance)
-        buffers = {"tokens": self._tokens[rows], "lengths": self._cache.lengths[rows]}
-        buffers |= {"partials": self._partials[rows], "counters": self._counters[rows], "arrived": self._sent[rows]}
+            plan = kernels.plan_choose_limit(gpu, m, vocab, **options, **filters)
+            ops.run(plan, logits=logits, seen=seen, limits=limits)
+        options |= {"first_sequence": sequences.start or 0, "seed": sampling.seed}
+        plan = kernels.plan_choose(gpu, m, vocab, **options, advance=advance)
+        buffers = {"tokens": self._tokens[sequences], "lengths": self._cache.lengths[sequences]}
+        buffers |= {"partials": self._partials[sequences], "counters": self._counters[sequences]}
+        buffers |= {"host_tokens": self._host_tokens_view[sequences]}
         ops.run(plan, logits=logits, seen=seen, limits=limits, **buffers)
 
 
-def _checked(token: int) -> int:
-    if token < 0:
-        raise ValueError("the logits hold NaN: the model's weights are damaged, or its values overflow")
-    return token
+def activation_dtype(part: Module | DenseLinear) -> np.dtype[Any]:
+    """Return the dtype for the activations of a model with this layer: bfloat16 if the layer has it, else float16."""
+    return check.BFLOAT16 if part.weight.dtype == check.BFLOAT16 else check.FLOAT16
 
 
-def _put(a: Array | None) -> Any:
+def _awq_linear(part: Module) -> AwqLinear:
+    return AwqLinear(_upload_weight(part.weight), bias=_upload(part.bias), keep_weight=False)
+
+
+def _upload(a: npt.NDArray[Any] | None) -> Any:
     import cupy
 
     return None if a is None else cupy.asarray(a)
 
 
-def _on_gpu(weight: PackedWeight) -> PackedWeight:
-    return PackedWeight(_put(weight.qweight), _put(weight.scales), _put(weight.qzeros))
+def _upload_weight(weight: PackedWeight) -> PackedWeight:
+    return PackedWeight(_upload(weight.qweight), _upload(weight.scales), _upload(weight.qzeros))
 
 
-def _kind(weight: PackedWeight) -> tuple[Any, ...]:
-    facts = weight.spec
-    return facts.k, facts.group_size, facts.dtype, facts.zeros
+def _form(weight: PackedWeight) -> tuple[Any, ...]:
+    """Return what weights must have in common to be concatenated."""
+    spec = weight.spec
+    return spec.k, spec.group_size, spec.dtype, spec.zeros
 
 
-def activation_dtype(part: Module | Linear) -> np.dtype[Any]:
-    """bfloat16 for a model whose weights are, otherwise float16."""
-    dtype = part.weight.dtype
-    return check.BFLOAT16 if dtype == check.BFLOAT16 else check.FLOAT16
+def _checked(token: int) -> int:
+    """Return the token. Raises ValueError for -1, which `choose` writes if the logits hold NaN."""
+    if token < 0:
+        raise ValueError(NAN_LOGITS)
+    return token

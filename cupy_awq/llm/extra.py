@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages of the extra ``llm``, which the rest of the library does without."""
+"""The optional packages of the extra ``llm``: tokenizers, jinja2 and gguf."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import importlib
 from typing import Any
 
 
-def needed(name: str) -> Any:
-    """The module ``name``. Raises ValueError that tells what to install if it is missing."""
+def import_extra(name: str) -> Any:
+    """Return the module ``name``. Raises ValueError with the pip command if its package is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f'the package {name.partition(".")[0]} is needed: pip install "cupy-awq[llm]"') from error
+        package = name.partition(".")[0]
+        raise ValueError(f'{package}: expected an installed package, got none: pip install "cupy-awq[llm]"') from error

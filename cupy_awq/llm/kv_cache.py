@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of the tokens that sequences have seen."""
+"""The KV cache: keys and values of all tokens that a batch of sequences has seen."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 
 from cupy_awq.check import Array
-from cupy_awq.llm.config import Config
+from cupy_awq.llm.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Cache:
-    """Memory for ``sequences`` of at most ``capacity`` tokens.
+class KvCache:
+    """Keys and values of a batch of sequences, each with memory for ``capacity`` tokens.
 
     Attributes:
         k, v: [layers, sequences, kv_heads, capacity, head_dim].
-        lengths: int32 [sequences]: where each sequence goes on.
-        cos, sin: float32 [capacity, head_dim/2], of RoPE.
-        tokens: of each sequence, the tokens whose keys and values are in the cache, in order.
+        lengths: int32 [sequences], the number of tokens of each sequence: the position of its next token.
+        cos, sin: float32 [capacity, head_dim / 2], the RoPE factors of every position.
+        tokens: the token ids of each sequence whose keys and values are in the cache, in order.
     """
 
     k: Array
@@ -35,16 +35,15 @@ class Cache:
     def capacity(self) -> int:
         return int(self.k.shape[3])
 
-    def sequence(self, i: int) -> Cache:
-        """A view of one sequence."""
+    def select_sequence(self, i: int) -> KvCache:
+        """Return a view of one sequence, as a cache of batch size 1."""
         one = slice(i, i + 1)
-        return Cache(self.k[:, one], self.v[:, one], self.lengths[one], self.cos, self.sin, self.tokens[one])
+        return KvCache(self.k[:, one], self.v[:, one], self.lengths[one], self.cos, self.sin, self.tokens[one])
 
-    def reuse(self, i: int, prompt: Sequence[int]) -> int:
-        """Go back to the longest beginning of ``prompt`` that sequence ``i`` holds, short of its last token.
+    def reuse_prefix(self, i: int, prompt: Sequence[int]) -> int:
+        """Truncate sequence ``i`` to the longest prefix that it shares with ``prompt`` and return its length.
 
-        What is reused is exactly what is there: tokens are noted as they are appended. The last token is always left
-        to do, because its logits are not kept.
+        The prefix never includes the last token of the prompt: the model must run it again, as logits are not cached.
         """
         known = self.tokens[i]
         most = min(len(known), len(prompt) - 1)
@@ -54,25 +53,33 @@ class Cache:
         return same
 
 
-def nbytes(config: Config, sequences: int, capacity: int, itemsize: int) -> int:
-    """Bytes of keys and values."""
+def cache_bytes(config: ModelConfig, sequences: int, capacity: int, itemsize: int) -> int:
+    """Return the bytes of the keys and values of ``sequences`` sequences of ``capacity`` tokens."""
     return 2 * config.layers * sequences * config.kv_width * capacity * itemsize
 
 
-def create(config: Config, sequences: int, capacity: int, dtype: Any, xp: Any, free: int | None) -> Cache:
-    """An empty cache in the arrays of ``xp``.
+def allocate(config: ModelConfig, sequences: int, capacity: int, dtype: Any, xp: Any, free_bytes: int) -> KvCache:
+    """Return an empty KV cache.
 
-    Raises ValueError if it needs more than ``free`` bytes, or where the memory is refused; nothing is allocated then.
+    Args:
+        config: the configuration of the model.
+        sequences, capacity: the batch size, and the largest number of tokens of a sequence.
+        dtype: the dtype of keys and values.
+        xp: the array module, NumPy or CuPy.
+        free_bytes: the memory that the cache may take.
+
+    Raises:
+        ValueError: the cache needs more than ``free_bytes``; nothing is allocated then.
     """
-    wanted = nbytes(config, sequences, capacity, np.dtype(dtype).itemsize)
-    if free is not None and wanted > free:
+    needed_bytes = cache_bytes(config, sequences, capacity, np.dtype(dtype).itemsize)
+    if needed_bytes > free_bytes:
         raise ValueError(
-            f"the KV cache of {sequences} x {capacity} tokens needs {wanted / 1e9:.2f} GB, and {free / 1e9:.2f} GB are"
-            " free: ask for fewer tokens or fewer sequences"
+            f"KV cache of {sequences} x {capacity} tokens: expected at most {free_bytes / 1e9:.2f} GB of free memory,"
+            f" got {needed_bytes / 1e9:.2f} GB; use fewer tokens or fewer sequences"
         )
-    frequencies, factor = config.frequencies()
+    frequencies, factor = config.rope_frequencies()
     angles = np.arange(capacity)[:, None] * frequencies
     cos, sin = (xp.asarray((f(angles) * factor).astype(np.float32)) for f in (np.cos, np.sin))
     shape = config.layers, sequences, config.kv_heads, capacity, config.head_dim
     k, v = xp.zeros(shape, dtype), xp.zeros(shape, dtype)
-    return Cache(k, v, xp.zeros(sequences, np.int32), cos, sin, [[] for _ in range(sequences)])
+    return KvCache(k, v, xp.zeros(sequences, np.int32), cos, sin, [[] for _ in range(sequences)])

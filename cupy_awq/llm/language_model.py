@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LanguageModel`: text in, text out."""
+"""`LanguageModel`: text in, text out.
+
+The life of a prompt: the tokenizer turns it into tokens; the KV cache keeps the prefix that it already holds;
+`Model.prefill` runs the other tokens; a `DecodeLoop` generates one token after the other; a `Detokenizer` turns them
+into text, up to a stop token or stop string.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +18,31 @@ from typing import Any
 import numpy as np
 
 from cupy_awq.check import Array
-from cupy_awq.llm.config import Config
-from cupy_awq.llm.kv_cache import Cache
+from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.kv_cache import KvCache
 from cupy_awq.llm.model import Model
-from cupy_awq.llm.sampling import Sampling
-from cupy_awq.llm.tokenizer import Message, Stream, Tokenizer
+from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
+from cupy_awq.llm.tokenizer import DecodeStream, Message, Tokenizer
 from cupy_awq.runtime import placement
 
 Prompt = str | Sequence[Message]
+"""A text, or the messages of a conversation."""
+
 SCORE_WINDOW = 2048
-"""Tokens that a score looks back on at most, where the model's context is longer."""
+"""The largest number of tokens in one window of `LanguageModel.score`."""
+
+SCORE_ROWS = 64
+"""The number of positions whose logits `LanguageModel.score` holds at a time."""
 
 
 @dataclass
 class Completion:
-    """What came of a prompt.
+    """The completion of a prompt.
 
     Attributes:
-        text: without special tokens and without the stop string.
-        tokens: all that were made, the stopping one included.
-        reason: "stop" for a stop token or string, "length" for the limit of tokens or of the context.
+        text: the text, without special tokens and without the stop string.
+        tokens: the ids of all generated tokens, including a stop token.
+        reason: the reason why it ended: "stop" for a stop token or string, "length" for a limit of tokens.
     """
 
     text: str = ""
@@ -42,11 +52,15 @@ class Completion:
 
 @dataclass
 class Stats:
-    """Tokens and seconds of the prompts (those that were not in the cache already) and of what followed.
+    """The number of tokens and the time of one call.
 
-    ``seconds`` run from the prompts' end to the last step's, with the time that the caller takes between two pieces, in
-    which a GPU works ahead. ``steps`` counts decode steps, each of which makes a token of every sequence that is not at
-    its end.
+    Attributes:
+        prompt_tokens: the prompt tokens that the model ran; those reused from the KV cache do not count.
+        prompt_seconds: the time of the prompts, including the first token of each completion.
+        tokens: the tokens that decode steps generated, which excludes the first of each completion.
+        steps: the number of decode steps; each generates one token of every unfinished sequence.
+        seconds: the time from the end of the prompts to the end of the last step, including the caller's time between
+            pieces of text, during which a GPU runs ahead.
     """
 
     prompt_tokens: int = 0
@@ -58,28 +72,36 @@ class Stats:
 
 @dataclass(frozen=True)
 class Score:
-    """Log-likelihood of ``tokens`` tokens, in nats."""
+    """The log-likelihood of a text.
+
+    Attributes:
+        tokens: the number of scored tokens: all but the first.
+        log_likelihood: the sum of their log-probabilities, in nats.
+    """
 
     tokens: int
     log_likelihood: float
 
     @property
     def perplexity(self) -> float:
+        """exp of the mean negative log-likelihood of a token."""
         return math.exp(-self.log_likelihood / self.tokens)
 
 
 class LanguageModel:
-    """A model with its tokenizer; made by `load`.
+    """A model with its tokenizer on one device; `load` makes it. One thread at a time may use it.
 
     Attributes:
-        config, model, tokenizer: the parts.
-        stop: ids of tokens that end a text.
-        stats: of the last call.
+        config: the sizes and constants of the model.
+        model: the decoder.
+        tokenizer: the tokenizer with its chat template.
+        stop_ids: the ids of the tokens that end a text.
+        stats: the number of tokens and the time of the last `generate` or `Chat.say`.
     """
 
-    def __init__(self, config: Config, model: Model, tokenizer: Tokenizer, stop: Sequence[int]) -> None:
+    def __init__(self, config: ModelConfig, model: Model, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
         self.config, self.model, self.tokenizer = config, model, tokenizer
-        self.stop = frozenset(stop)
+        self.stop_ids = frozenset(stop_ids)
         self.stats = Stats()
 
     def generate(
@@ -93,25 +115,34 @@ class LanguageModel:
         stop: Sequence[str] = (),
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
-        """Complete prompts, all of them at a time.
+        """Complete prompts, all of them in one batch.
 
         Args:
-            prompts: a text or a list of messages, or a list of such prompts. A text is what a user says, unless
-                ``raw``: then it is what the model goes on from, with no chat template.
-            max_tokens: at most so many for each prompt.
-            sampling: see `Sampling`; by default the likeliest tokens.
+            prompts: a text or a list of messages, or a list of such prompts. A text is a user's message.
+            raw: True to complete the texts themselves, without a chat template.
+            max_tokens: the largest number of tokens of each completion.
+            sampling: the rule that chooses tokens; by default the most likely one.
             stop: texts that end a completion.
-            on_text: called with the number of the prompt and its next piece of text.
+            on_text: a callback that takes the index of a prompt and the next piece of its completion.
+
+        Returns:
+            One `Completion` for each prompt.
 
         Raises:
-            TypeError: ``stop`` is a text, not a list of texts.
-            ValueError: a prompt that is empty or longer than the context; a cache that needs more memory than is free.
+            TypeError: ``stop`` is a text instead of a list of texts.
+            ValueError: a prompt is empty or longer than the context, the KV cache needs more memory than is free, or
+                the logits hold NaN.
             CheckpointError: (a ValueError) there is no chat template, or it fails.
+
+        >>> from cupy_awq import llm
+        >>> model = llm.load("smollm2", device="cpu")  # doctest: +SKIP
+        >>> model.generate("What is the capital of France?")[0].text  # doctest: +SKIP
+        'The capital of France is Paris.'
         """
         ids = [self.encode(prompt, raw=raw) for prompt in _several(prompts)]
         limit = self._limit(ids, max_tokens)
         with self._on_device():
-            cache = self.model.ops.cache(len(ids), max(map(len, ids)) + limit)
+            cache = self.model.ops.make_cache(len(ids), max(map(len, ids)) + limit)
         completions = [Completion() for _ in ids]
         for i, text in self._pieces(cache, ids, limit, sampling or Sampling(), stop, completions):
             if on_text is not None:
@@ -119,86 +150,102 @@ class LanguageModel:
         return completions
 
     def chat(self, *, capacity: int | None = None, system: str | None = None) -> Chat:
-        """A conversation of at most ``capacity`` tokens, by default 8192 or as many as the model's context has."""
+        """Begin a conversation and return it.
+
+        Args:
+            capacity: the largest number of tokens of the conversation; by default 8192, or the model's context if that
+                is smaller.
+            system: the system message; by default that of the chat template, if it has one.
+
+        Raises:
+            ValueError: the capacity is below 2 or larger than the context, or needs more memory than is free.
+
+        >>> from cupy_awq import llm
+        >>> chat = llm.load("smollm2", device="cpu").chat()  # doctest: +SKIP
+        >>> for piece in chat.say("Hello!"):  # doctest: +SKIP
+        ...     print(piece, end="", flush=True)
+        """
         return Chat(self, capacity or min(self.config.context, 8192), system)
 
     def score(self, text: str, /) -> Score:
-        """The log-likelihood of a text, given its first token, in windows of at most 2048 tokens.
+        """Return the log-likelihood of a text, given its first token, in windows of at most SCORE_WINDOW tokens.
 
-        Raises ValueError if the text has fewer than two tokens, or the logits hold NaN.
+        Raises ValueError if the text has fewer than two tokens, or if the logits hold NaN.
         """
         ids = self.tokenizer.encode(text)
         if len(ids) < 2:
-            raise ValueError(f"the text must have at least 2 tokens, got {len(ids)}")
+            raise ValueError(f"text: expected at least 2 tokens, got {len(ids)}")
         self._check_ids(ids)
         with self._on_device():
             score = self._score(ids)
         if math.isnan(score.log_likelihood):
-            raise ValueError("the logits hold NaN: the model's weights are damaged, or its values overflow")
+            raise ValueError(NAN_LOGITS)
         return score
 
     def _score(self, ids: Sequence[int]) -> Score:
         window = min(self.config.context, SCORE_WINDOW, len(ids))
-        cache = self.model.ops.cache(1, window)
+        cache = self.model.ops.make_cache(1, window)
         count, total = 0, 0.0
         for start in range(0, len(ids) - 1, window - 1):
             part = ids[start : start + window]
-            cache.reuse(0, part[:1])
+            cache.reuse_prefix(0, part[:1])
             done = 0
-            for hidden in self.model.append(cache, 0, part[:-1]):
-                for first in range(0, hidden.shape[1], 64):  # a whole chunk of logits would be large
-                    logits = _host(self.model.logits(hidden[:, first : first + 64]))[0].astype(np.float64)
-                    wanted = part[done + first + 1 : done + first + 1 + len(logits)]
+            for hidden in self.model.prefill(cache, 0, part[:-1]):
+                for first in range(0, hidden.shape[1], SCORE_ROWS):
+                    rows = self.model.logits(hidden[:, first : first + SCORE_ROWS])
+                    logits = self.model.ops.to_numpy(rows)[0].astype(np.float64)
+                    targets = part[done + first + 1 : done + first + 1 + len(logits)]
                     top = logits.max(axis=1)
-                    likely = logits[np.arange(len(wanted)), wanted] - top
-                    total += float((likely - np.log(np.exp(logits - top[:, None]).sum(axis=1))).sum())
-                    count += len(wanted)
+                    shifted = logits[np.arange(len(targets)), targets] - top
+                    total += float((shifted - np.log(np.exp(logits - top[:, None]).sum(axis=1))).sum())
+                    count += len(targets)
                 done += hidden.shape[1]
         return Score(count, total)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """The tokens of a prompt, as `generate` feeds them to the model."""
+        """Return the token ids of a prompt, as `generate` feeds them to the model."""
         if raw and not isinstance(prompt, str):
-            raise ValueError("a raw prompt must be a text, got messages")
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt) if raw else self.tokenizer.chat([{"role": "user", "content": prompt}])
+            raise ValueError("prompt: expected a text with raw=True, got messages")
+        if isinstance(prompt, str) and raw:
+            ids = self.tokenizer.encode(prompt)
         else:
-            ids = self.tokenizer.chat(prompt)
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            ids = self.tokenizer.encode_chat(messages)
         self._check_ids(ids)
         return ids
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Where the model's GPU is the current one. Between the pieces of a text, the caller's is."""
-        return placement.use_device(self.model.ops.index)
+        """Make the model's GPU current. It is never current while a piece of text is at the caller."""
+        return placement.use_device(self.model.ops.device_index)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
-            raise ValueError("the prompt must have at least one token, got none")
+            raise ValueError("prompt: expected at least one token, got none")
         if max(ids) >= self.config.vocab:
-            raise ValueError(f"token {max(ids)} is not in the model's vocabulary of {self.config.vocab}")
+            raise ValueError(f"prompt: expected tokens below the vocabulary size {self.config.vocab}, got {max(ids)}")
 
     def _limit(self, ids: Sequence[Sequence[int]], max_tokens: int) -> int:
-        """How many tokens the context leaves for answers."""
+        """Return the largest number of tokens of a completion: ``max_tokens``, or fewer if the context is too short."""
         _check_max_tokens(max_tokens)
         if not ids:
-            raise ValueError("prompts must have at least one prompt, got none")
+            raise ValueError("prompts: expected at least one prompt, got none")
         longest = max(map(len, ids))
         if longest >= self.config.context:
-            raise ValueError(f"the prompt has {longest} tokens, but the model's context is {self.config.context}")
+            raise ValueError(f"prompt: expected fewer tokens than the context of {self.config.context}, got {longest}")
         return min(max_tokens, self.config.context - longest)
 
     def _pieces(
         self,
-        cache: Cache,
+        cache: KvCache,
         ids: Sequence[Sequence[int]],
         limit: int,
         sampling: Sampling,
         stop: Sequence[str],
         completions: Sequence[Completion],
     ) -> Iterator[tuple[int, str]]:
-        """(number of the prompt, next piece of its text), while the completions are filled."""
+        """Yield (index of a prompt, next piece of its text) and fill the completions meanwhile."""
         if isinstance(stop, str):
-            raise TypeError(f"stop must be a list of texts, got the text {stop!r}")
+            raise TypeError(f"stop: expected a list of texts, got the text {stop!r}")
         model, stats = self.model, Stats()
         self.stats = stats
 
@@ -206,62 +253,73 @@ class LanguageModel:
             return model.logits(model.forward(tokens[:, None], cache))[:, -1]
 
         with self._on_device():
-            decoder = model.ops.decoder(step_logits, cache, sampling)
-        with contextlib.closing(decoder):
+            loop = model.ops.make_decode_loop(step_logits, cache, sampling)
+        with contextlib.closing(loop):
             began = time.perf_counter()
             tokens = []
             with self._on_device():
                 for i, prompt in enumerate(ids):
-                    new = prompt[cache.reuse(i, prompt) :]
+                    new = prompt[cache.reuse_prefix(i, prompt) :]
                     stats.prompt_tokens += len(new)
-                    *_, hidden = model.append(cache, i, new)
-                    tokens.append(decoder.put(i, model.logits(hidden[:, -1])[0]))
+                    *_, hidden = model.prefill(cache, i, new)
+                    tokens.append(loop.start(i, model.logits(hidden[:, -1])[0]))
             stats.prompt_seconds = time.perf_counter() - began
             began = time.perf_counter()
-            writers = [Writer(self.tokenizer.stream(), stop) for _ in ids]
-            open_ = set(range(len(ids)))
+            detokenizers = [Detokenizer(self.tokenizer.stream(), stop) for _ in ids]
+            unfinished = set(range(len(ids)))
             for step in range(limit):
-                for i in sorted(open_):
-                    completion, writer, token = completions[i], writers[i], tokens[i]
+                for i in sorted(unfinished):
+                    completion, detokenizer, token = completions[i], detokenizers[i], tokens[i]
                     completion.tokens.append(token)
-                    text = "" if token in self.stop else writer.step(token)
-                    ended = token in self.stop or writer.stopped
-                    if ended or step == limit - 1:
-                        open_.remove(i)
-                        completion.reason = "stop" if ended else "length"
-                        text += writer.rest()
+                    text = "" if token in self.stop_ids else detokenizer.step(token)
+                    stopped = token in self.stop_ids or detokenizer.stopped
+                    if stopped or step == limit - 1:
+                        unfinished.remove(i)
+                        completion.reason = "stop" if stopped else "length"
+                        text += detokenizer.flush()
                     completion.text += text
                     if text:
                         yield i, text
-                if not open_:
+                if not unfinished:
                     break
                 with self._on_device():
-                    tokens = decoder.step()
+                    tokens = loop.step()
                 stats.seconds = time.perf_counter() - began
-                stats.tokens += len(open_)
+                stats.tokens += len(unfinished)
                 stats.steps += 1
 
 
 class Chat:
-    """A conversation that keeps its keys and values, so that a turn costs only what is new in it."""
+    """A conversation that keeps its KV cache, so that each turn runs only its new tokens.
+
+    Attributes:
+        messages: the conversation so far.
+    """
 
     def __init__(self, model: LanguageModel, capacity: int, system: str | None) -> None:
         if not 1 < capacity <= model.config.context:
-            raise ValueError(f"capacity must be in 2..{model.config.context}, the model's context, got {capacity}")
+            raise ValueError(f"capacity: expected 2..{model.config.context} (the context of the model), got {capacity}")
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._model = model
         with model._on_device():
-            self._cache = model.model.ops.cache(1, capacity)
+            self._cache = model.model.ops.make_cache(1, capacity)
         self._turn = 0
 
     def say(
         self, text: str, /, *, max_tokens: int = 1024, sampling: Sampling | None = None, stop: Sequence[str] = ()
     ) -> Iterator[str]:
-        """The answer to ``text``, piece by piece. Both join the conversation when the answer ends, or is cut off; an
-        answer that is not at its end when the next one begins says no more, and neither it nor its text joins.
+        """Yield the answer to ``text``, piece by piece.
 
-        Raises TypeError for a ``stop`` that is a text, and ValueError for ``max_tokens`` below 1 or if the conversation
-        is longer than its capacity; it is then as it was before.
+        Both join the conversation when the answer is complete or its iterator is closed. If the next turn begins
+        before, the iterator of this answer ends, and neither joins.
+
+        Args:
+            text: the user's message.
+            max_tokens, sampling, stop: as for `LanguageModel.generate`.
+
+        Raises:
+            TypeError: ``stop`` is a text instead of a list of texts.
+            ValueError: ``max_tokens`` is below 1, or the conversation exceeds its capacity and stays as it was.
         """
         _check_max_tokens(max_tokens)
         model, cache = self._model, self._cache
@@ -269,7 +327,9 @@ class Chat:
         ids = model.encode(messages)
         room = cache.capacity - len(ids)
         if room < 1:
-            raise ValueError(f"the conversation has {len(ids)} tokens, but room for {cache.capacity}")
+            raise ValueError(
+                f"conversation: expected fewer tokens than its capacity of {cache.capacity}, got {len(ids)}"
+            )
         completion = Completion()
         limit = min(max_tokens, room)
         turn = self._turn = self._turn + 1
@@ -278,23 +338,27 @@ class Chat:
             for _, piece in pieces:
                 yield piece
                 if turn != self._turn:
-                    break  # the cache is the next turn's
+                    break  # the next turn has taken over the KV cache
         finally:
             if completion.tokens and turn == self._turn:
                 self.messages = [*messages, {"role": "assistant", "content": completion.text}]
 
 
-class Writer:
-    """Text from tokens, held back while it may be the beginning of a stop string."""
+class Detokenizer:
+    """The text of one completion, token by token. Text that may begin a stop string is held back.
 
-    def __init__(self, stream: Stream, stop: Sequence[str]) -> None:
+    Attributes:
+        stopped: True once a stop string is complete.
+    """
+
+    def __init__(self, stream: DecodeStream, stop: Sequence[str]) -> None:
         self._stream = stream
         self._stop = [text for text in stop if text]
         self._held = ""
         self.stopped = False
 
     def step(self, token: int) -> str:
-        """The text that is now certain."""
+        """Return the text that one more token adds, as far as it cannot belong to a stop string."""
         text = self._held + self._stream.step(token)
         ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:
@@ -305,22 +369,18 @@ class Writer:
         self._held = next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stop)), "")
         return text[: len(text) - len(self._held)]
 
-    def rest(self) -> str:
-        """What was held back, when no more tokens come."""
+    def flush(self) -> str:
+        """Return the text that was held back, after the last token."""
         held, self._held = self._held, ""
         return held
 
 
 def _check_max_tokens(max_tokens: int) -> None:
     if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        raise ValueError(f"max_tokens: expected at least 1, got {max_tokens}")
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], dict)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _host(a: Any) -> Any:
-    return a if isinstance(a, np.ndarray) else a.get()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to tokens and back by the package ``tokenizers``, and chat templates by ``jinja2`` in its sandbox."""
+"""Text to tokens and back by the package ``tokenizers``; chat templates by the sandbox of ``jinja2``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cupy_awq.checkpoint import CheckpointError
-from cupy_awq.llm.extra import needed
+from cupy_awq.llm.extra import import_extra
 
 Message = Mapping[str, str]
-"""{"role": "user", "content": text}; roles are "system", "user" and "assistant"."""
+"""A message of a conversation: {"role": "user", "content": text}, with the roles "system", "user" and "assistant"."""
 
 
 class Tokenizer:
@@ -21,9 +21,10 @@ class Tokenizer:
 
     Args:
         inner: a ``tokenizers.Tokenizer``.
-        template: jinja2 text, or None.
-        special: "bos_token" and "eos_token" as text, for the template.
-        bos: id of a token that opens each text but those of the template; None if there is none, or ``inner`` adds it.
+        template: the chat template as jinja2 text, or None.
+        special: the variables "bos_token" and "eos_token" of the template, as text.
+        bos: the id of the token that opens every text but those of the template; None if the model has no such token,
+            or if ``inner`` adds it.
     """
 
     def __init__(self, inner: Any, template: str | None, special: Mapping[str, str], bos: int | None = None) -> None:
@@ -34,39 +35,42 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, file: Path, template: str | None, special: Mapping[str, str]) -> Tokenizer:
-        """From a tokenizer.json. Raises CheckpointError if the library cannot read it."""
-        tokenizers = needed("tokenizers")
+        """Return the tokenizer of a tokenizer.json. Raises CheckpointError if the library cannot read it."""
+        tokenizers = import_extra("tokenizers")
         try:
             return cls(tokenizers.Tokenizer.from_file(str(file)), template, special)
         except Exception as error:  # the library raises Exception itself
-            raise CheckpointError(f"{file}: not a tokenizer that can be read: {error}") from None
+            raise CheckpointError(f"{file}: expected a valid tokenizer, got {error}") from None
 
-    def encode(self, text: str, *, start: bool = True) -> list[int]:
-        """Ids of the tokens of ``text``, in which special tokens are recognised; ``start``: it opens a context."""
-        ids: list[int] = self.inner.encode(text, add_special_tokens=start).ids
-        return [self._bos, *ids] if start and self._bos is not None else ids
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text, with special tokens in it recognized.
+
+        ``add_special_tokens`` adds those that open a text, such as BOS.
+        """
+        ids: list[int] = self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+        return [self._bos, *ids] if add_special_tokens and self._bos is not None else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Return the text of tokens, without the special ones."""
         text: str = self.inner.decode(list(ids))
         return text
 
-    def stream(self) -> Stream:
-        """A decoder for tokens that come one by one."""
-        return Stream(self.inner)
+    def stream(self) -> DecodeStream:
+        """Return a decoder for tokens that arrive one by one."""
+        return DecodeStream(self.inner)
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation, up to where the assistant speaks.
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of a conversation up to the beginning of the assistant's answer.
 
-        Raises CheckpointError if there is no template, or it cannot be run on these messages.
+        Raises CheckpointError if there is no chat template, or if it fails for these messages.
         """
         if self.template is None:
-            raise CheckpointError("the model has no chat template: use --raw, or raw=True, to go on from plain text")
-        return self.encode(self._render(self.template, messages), start=False)
+            raise CheckpointError("chat template: expected one, got none: use --raw or raw=True to complete plain text")
+        return self.encode(self._render(self.template, messages), add_special_tokens=False)
 
     def _render(self, template: str, messages: Sequence[Message]) -> str:
-        jinja2 = needed("jinja2")
-        sandbox = needed("jinja2.sandbox")
+        jinja2 = import_extra("jinja2")
+        sandbox = import_extra("jinja2.sandbox")
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -77,18 +81,21 @@ class Tokenizer:
                 messages=[dict(message) for message in messages], add_generation_prompt=True, **self._special
             )
         except (jinja2.TemplateError, ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as error:
-            raise CheckpointError(f"the chat template failed: {type(error).__name__}: {error}") from None
+            raise CheckpointError(
+                f"chat template: expected valid jinja2, got {type(error).__name__}: {error}"
+            ) from None
         return text
 
 
-class Stream:
-    """Text of tokens that come one by one; a character that spans several tokens comes with its last one."""
+class DecodeStream:
+    """An incremental decoder: a character that spans several tokens is emitted with the last of them."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._decoder = needed("tokenizers.decoders").DecodeStream(skip_special_tokens=True)
+        self._decoder = import_extra("tokenizers.decoders").DecodeStream(skip_special_tokens=True)
 
     def step(self, token: int) -> str:
+        """Return the text that one more token adds, which may be empty."""
         text: str | None = self._decoder.step(self._inner, token)
         return text or ""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of models of known shapes on random weights, where no weights can be had."""
+"""The speed of language models of published shapes on random weights, for ``python -m cupy_awq bench --model``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ import numpy as np
 
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint import CheckpointError, Module
-from cupy_awq.llm.config import Config
-from cupy_awq.llm.cuda_ops import DeviceOps
-from cupy_awq.llm.kv_cache import nbytes
-from cupy_awq.llm.model import Model, Progress, build
-from cupy_awq.llm.numpy_ops import HostOps
+from cupy_awq.llm.build import build_model
+from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.cuda_ops import CudaOps
+from cupy_awq.llm.kv_cache import cache_bytes
+from cupy_awq.llm.model import Model
+from cupy_awq.llm.model_files import Array, ModelFiles, Progress
+from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.llm.ops import DecoderOps
 from cupy_awq.llm.sampling import Sampling
-from cupy_awq.llm.source import Array, Source
 from cupy_awq.runtime import placement
 from cupy_awq.weight import PackedWeight
 
@@ -30,20 +32,33 @@ _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
 _LLAMA3_2 = {"rope_type": "llama3", **_LLAMA3, "factor": 32.0}
 
 SHAPES = {
-    "qwen3-8b": Config("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, 1e-6, 1e6, qk_norm=True),
-    "qwen3-0.6b": Config("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 40960, 1e-6, 1e6, tied=True, qk_norm=True),
-    "llama-3-8b": Config("llama", 4096, 14336, 32, 32, 8, 128, 128256, 8192, 1e-5, 5e5),
-    "llama-3-70b": Config("llama", 8192, 28672, 80, 64, 8, 128, 128256, 8192, 1e-5, 5e5),
-    "llama-3.2-1b": Config("llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072, 1e-5, 5e5, _LLAMA3_2, tied=True),
+    "qwen3-8b": ModelConfig("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, 1e-6, 1e6, qk_norm=True),
+    "qwen3-0.6b": ModelConfig("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 40960, 1e-6, 1e6, tied=True, qk_norm=True),
+    "llama-3-8b": ModelConfig("llama", 4096, 14336, 32, 32, 8, 128, 128256, 8192, 1e-5, 5e5),
+    "llama-3-70b": ModelConfig("llama", 8192, 28672, 80, 64, 8, 128, 128256, 8192, 1e-5, 5e5),
+    "llama-3.2-1b": ModelConfig("llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072, 1e-5, 5e5, _LLAMA3_2, tied=True),
 }
-"""Public sizes of models, by the names that `measure` takes."""
+"""The published configurations, by the names that `measure` takes."""
 
 _POOL_BYTES = 1 << 24
+"""The bytes of random data that all weights of a synthetic model repeat."""
+
+WARM_UP_STEPS = 3
+"""The decode steps before timing starts: one eager, one that captures the CUDA graph, one replay."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """``step_bytes``: of weights, keys and values that a decode step reads at least."""
+    """The times of one model and batch size.
+
+    Attributes:
+        model: the name of the model in SHAPES.
+        batch: the number of sequences.
+        prompt_tokens: the number of tokens of each prompt.
+        prompt_seconds: the time of one prompt, including its first new token.
+        step_seconds: the time of one decode step of the whole batch.
+        step_bytes: the bytes of weights, keys and values that a decode step must read.
+    """
 
     model: str
     batch: int
@@ -54,17 +69,17 @@ class Speed:
 
     @property
     def gbs(self) -> float:
-        """Bytes that decoding must read, a second, in GB/s."""
+        """The bandwidth of a decode step: ``step_bytes`` per second, in GB/s."""
         return self.step_bytes / self.step_seconds / 1e9
 
 
-def synthetic(config: Config, group_size: int = 128, xp: Any = np) -> Source:
-    """A model of random weights in AutoAWQ's layout, head and embedding in float16. It has no tokenizer.
+def synthetic(config: ModelConfig, group_size: int = 128, xp: Any = np) -> ModelFiles:
+    """Return a model of random weights in AutoAWQ's layout, with head and embedding in float16 and no tokenizer.
 
-    ``xp``: NumPy, or CuPy to make them on the current GPU.
+    ``xp`` is the array module: NumPy, or CuPy to make the weights on the current GPU.
 
-    >>> source = synthetic(Config("llama", 64, 128, 1, 2, 2, 32, 96, 256), group_size=32)
-    >>> source.linear("model.layers.0.mlp.up_proj", 64, 128).weight
+    >>> files = synthetic(ModelConfig("llama", 64, 128, 1, 2, 2, 32, 96, 256), group_size=32)
+    >>> files.read_linear("model.layers.0.mlp.up_proj", 64, 128).weight
     PackedWeight(K=64, N=128, group_size=32, float16, packed zeros, 4736 B)
     """
     rng = np.random.default_rng(0)
@@ -97,11 +112,11 @@ def synthetic(config: Config, group_size: int = 128, xp: Any = np) -> Source:
         at = f"model.layers.{layer}"
         tensors |= {f"{at}.{name}": partial(module, k, n) for name, (k, n) in sizes.items()}
         tensors |= {f"{at}.{name}.weight": partial(np.ones, size, np.float16) for name, size in norms.items()}
-    return Source(Path("synthetic"), config, tensors, _no_tokenizer)
+    return ModelFiles(Path("synthetic"), config, tensors, _no_tokenizer)
 
 
 def _no_tokenizer() -> NoReturn:
-    raise CheckpointError("a model of random weights has no tokenizer")
+    raise CheckpointError("tokenizer: expected one, got a model of random weights, which has none")
 
 
 def measure(
@@ -113,44 +128,54 @@ def measure(
     index: int | None = None,
     progress: Progress | None = None,
 ) -> list[Speed]:
-    """Times of a model of SHAPES for each batch: a prompt of each sequence, and decode steps behind it.
+    """Return the speed of a model of SHAPES on random weights, for each batch size.
 
-    Raises ValueError for another name, or memory that does not suffice.
+    Args:
+        name: a key of SHAPES.
+        batches: the batch sizes.
+        prompt_tokens: the number of tokens of each prompt.
+        steps: the number of decode steps that are timed, after the prompts and three warm-up steps.
+        index: the number of a GPU, or `check.HOST`; by default the current GPU, or the CPU if there is none.
+        progress: a callback that takes the number of finished steps and their total, called while weights are made.
+
+    Raises:
+        ValueError: the name is unknown, or the model needs more memory than is free.
     """
     if name not in SHAPES:
         raise ValueError(f"model: expected one of {', '.join(SHAPES)}, got {name!r}")
     config = SHAPES[name]
     place = placement.resolve() if index is None else index
     with placement.use_device(place):
-        ops: Any = HostOps(config) if place == HOST else DeviceOps(config, place, np.dtype(np.float16))
+        host = place == HOST
+        ops: DecoderOps = NumpyOps(config) if host else CudaOps(config, place, np.dtype(np.float16))
         xp: Any = np
         if place != HOST:
             import cupy
 
             xp = cupy
-        model = build(synthetic(config, xp=xp), ops, progress)
+        model = build_model(synthetic(config, xp=xp), ops, progress)
         return [_measure(name, config, model, batch, prompt_tokens, steps) for batch in batches]
 
 
-def _measure(name: str, config: Config, model: Model, batch: int, prompt_tokens: int, steps: int) -> Speed:
+def _measure(name: str, config: ModelConfig, model: Model, batch: int, prompt_tokens: int, steps: int) -> Speed:
     ops = model.ops
-    cache = ops.cache(batch, prompt_tokens + steps + 3)
+    cache = ops.make_cache(batch, prompt_tokens + steps + WARM_UP_STEPS)
     prompt = np.random.default_rng(0).integers(0, config.vocab, prompt_tokens).tolist()
-    decoder = ops.decoder(lambda t: model.logits(model.forward(t[:, None], cache))[:, -1], cache, Sampling())
+    loop = ops.make_decode_loop(lambda t: model.logits(model.forward(t[:, None], cache))[:, -1], cache, Sampling())
     times = []
     for warm_up in (True, False):
         for row in range(1 if warm_up else batch):
-            cache.reuse(row, prompt[:1])
+            cache.reuse_prefix(row, prompt[:1])
             began = time.perf_counter()
-            *_, hidden = model.append(cache, row, prompt)
-            decoder.put(row, model.logits(hidden[:, -1])[0])
+            *_, hidden = model.prefill(cache, row, prompt)
+            loop.start(row, model.logits(hidden[:, -1])[0])
             times.append(time.perf_counter() - began)
-    with contextlib.closing(decoder):
-        for _ in range(3):  # as it is, captured, and once replayed
-            decoder.step()
+    with contextlib.closing(loop):
+        for _ in range(WARM_UP_STEPS):
+            loop.step()
         began = time.perf_counter()
         for _ in range(steps):
-            decoder.step()
+            loop.step()
         seconds = (time.perf_counter() - began) / steps
-    read = model.weight_bytes + nbytes(config, batch, prompt_tokens + steps // 2, cache.k.dtype.itemsize)
+    read = model.weight_bytes + cache_bytes(config, batch, prompt_tokens + steps // 2, cache.k.dtype.itemsize)
     return Speed(name, batch, prompt_tokens, min(times[1:]), seconds, read)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands ``generate``, ``chat``, ``score`` and ``convert``."""
+"""The commands ``generate``, ``chat``, ``score`` and ``convert`` of language models."""
 
 from __future__ import annotations
 
@@ -15,59 +15,69 @@ from cupy_awq.runtime import device
 if TYPE_CHECKING:
     from cupy_awq.llm import LanguageModel, Sampling
 
-MODEL = "Hugging Face folder, .gguf or .ak48 file, or the name smollm2"
+MODEL = "a Hugging Face folder, a .gguf or .ak48 file, or the name smollm2"
 
 CHAT = """
 
-A line is what you say; an empty one or Ctrl-D ends it, Ctrl-C cuts an answer short."""
-
-
-def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the commands by the function that makes a parser of (name, run, summary, text, examples)."""
-    question = 'smollm2 "What is the capital of France?"'
-    generate = command(
-        "generate", _generate, "complete prompts", "", [question, f"{question} --temperature 0.7 --seed 1"]
-    )
-    generate.add_argument("model", metavar="MODEL", help=MODEL)
-    generate.add_argument("prompts", metavar="PROMPT", nargs="+", help="what a user says; several run as one batch")
-    generate.add_argument("--raw", action="store_true", help="go on from the text itself, with no chat template")
-    _add_choices(generate, 256)
-    chat = command("chat", _chat, "talk to a model", CHAT, ["smollm2"])
-    chat.add_argument("model", metavar="MODEL", help=MODEL)
-    chat.add_argument("--system", metavar="TEXT", help="what the model is told first (default: by its template)")
-    chat.add_argument("--context", metavar="N", type=int, help="tokens of memory (default: 8192 or the model's)")
-    _add_choices(chat, 1024)
-    score = command("score", _score, "print how likely a text is to a model", "", ["smollm2 text.txt"])
-    score.add_argument("model", metavar="MODEL", help=MODEL)
-    score.add_argument("text", metavar="FILE", type=Path, help="text in UTF-8")
-    _add_device(score)
-    convert = command("convert", _convert, "write a Qwen3 model as an ak48 file", CONVERT, ["Qwen3-8B-AWQ/ qwen3.ak48"])
-    convert.add_argument("model", metavar="IN", help=MODEL)
-    convert.add_argument("out", metavar="OUT.ak48", type=Path, help="the file to write")
-
+Each line is a message. An empty line or Ctrl-D ends the conversation, Ctrl-C stops an answer."""
 
 CONVERT = """
 
 The file holds no tokenizer: put tokenizer.json and tokenizer_config.json beside it."""
 
 
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands; ``command`` makes the parser of (name, function to run, summary, more text, examples)."""
+    question = 'smollm2 "What is the capital of France?"'
+    generate = command(
+        "generate", _generate, "complete prompts", "", [question, f"{question} --temperature 0.7 --seed 1"]
+    )
+    generate.add_argument("model", metavar="MODEL", help=MODEL)
+    generate.add_argument("prompts", metavar="PROMPT", nargs="+", help="a user's message; several run as one batch")
+    generate.add_argument("--raw", action="store_true", help="complete the text itself, without a chat template")
+    _add_choices(generate, 256)
+    chat = command("chat", _chat, "talk to a model", CHAT, ["smollm2"])
+    chat.add_argument("model", metavar="MODEL", help=MODEL)
+    chat.add_argument("--system", metavar="TEXT", help="the system message (default: that of the chat template)")
+    chat.add_argument(
+        "--context",
+        metavar="N",
+        type=int,
+        help="the largest number of tokens of the conversation (default: 8192, or the model's context)",
+    )
+    _add_choices(chat, 1024)
+    score = command("score", _score, "print the perplexity of a text", "", ["smollm2 text.txt"])
+    score.add_argument("model", metavar="MODEL", help=MODEL)
+    score.add_argument("text", metavar="FILE", type=Path, help="a text file in UTF-8")
+    _add_device(score)
+    convert = command("convert", _convert, "write a Qwen3 model as an ak48 file", CONVERT, ["Qwen3-8B-AWQ/ qwen3.ak48"])
+    convert.add_argument("model", metavar="IN", help=MODEL)
+    convert.add_argument("out", metavar="OUT.ak48", type=Path, help="the file to write")
+
+
 def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="cpu|N", help="(default: the current GPU, or the CPU if there is none)")
+    parser.add_argument(
+        "--device",
+        metavar="cpu|N",
+        help="the CPU or the number of a GPU (default: the current GPU, or the CPU if there is none)",
+    )
 
 
 def _add_choices(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     def number(name: str, kind: type, default: Any, text: str) -> None:
         parser.add_argument(name, metavar="X", type=kind, default=default, help=f"{text} (default: {default})")
 
-    number("--max-tokens", int, max_tokens, "tokens of an answer at most")
-    number("--temperature", float, 0.0, "0: always the likeliest token")
-    number("--top-k", int, 0, "only the so many likeliest tokens, 0: all")
-    number("--top-p", float, 1.0, "only the likeliest tokens that hold this probability")
-    number("--min-p", float, 0.0, "only tokens at least this times as likely as the likeliest")
-    number("--repetition-penalty", float, 1.0, "above 1: seen tokens are less likely")
-    number("--seed", int, 0, "of the choice")
-    parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="ends an answer; repeatable")
-    parser.add_argument("--stats", action="store_true", help="print speeds on stderr")
+    number("--max-tokens", int, max_tokens, "the largest number of tokens of an answer")
+    number("--temperature", float, 0.0, "the divisor of the logits; 0 always takes the most likely token")
+    number("--top-k", int, 0, "keep the X most likely tokens; 0 keeps all")
+    number("--top-p", float, 1.0, "keep the most likely tokens that together hold this probability")
+    number("--min-p", float, 0.0, "keep tokens at least X times as likely as the most likely one")
+    number("--repetition-penalty", float, 1.0, "above 1, make tokens of the text so far less likely")
+    number("--seed", int, 0, "the seed of the random choice")
+    parser.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="a text that ends an answer; repeatable"
+    )
+    parser.add_argument("--stats", action="store_true", help="print tokens per second to stderr")
     _add_device(parser)
 
 
@@ -112,7 +122,7 @@ def _score(args: argparse.Namespace) -> int:
     try:
         text = args.text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{args.text}: expected text in UTF-8: {error}") from None
+        raise ValueError(f"{args.text}: expected text in UTF-8, got {error}") from None
     score = _load(args).score(text)
     print(f"tokens          {score.tokens}")
     print(f"log-likelihood  {score.log_likelihood:.3f} nats")
@@ -125,7 +135,7 @@ def _convert(args: argparse.Namespace) -> int:
     from cupy_awq.llm import ak48
 
     if args.out.suffix != ".ak48":
-        raise ValueError(f"expected a file named .ak48 to write, got {args.out}")
+        raise ValueError(f"OUT: expected a file name that ends in .ak48, got {args.out}")
     ak48.write(llm.read(args.model), args.out, _progress if sys.stderr.isatty() else None)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
     return 0
@@ -165,9 +175,9 @@ def _print_stats(model: LanguageModel) -> None:
     ]
     if stats.tokens:
         speed = stats.tokens / stats.seconds
-        index = model.model.ops.index
+        index = model.model.ops.device_index
         rate = stats.steps / stats.seconds * read / 1e9
-        share = f", {rate / device.of(index).read_gbs:.0%} of the memory's rate" if index != HOST else ""
-        text = f"decode  {stats.tokens} tokens, {speed:.1f} tokens/s, {read / 1e6:.1f} MB of weights a step{share}"
+        share = f", {rate / device.of(index).read_gbs:.0%} of the memory bandwidth" if index != HOST else ""
+        text = f"decode  {stats.tokens} tokens, {speed:.1f} tokens/s, {read / 1e6:.1f} MB of weights per step{share}"
         lines.append(text)
     print("\n".join(lines), file=sys.stderr)

@@ -107,7 +107,7 @@ SEEDS = {
         "copy.template wait<kStages - 2>();", "copy.template wait<kStages - 1>();", ("in flight", "race"),
     ),
     "cp.async: copies are never closed into groups": Seed(
-        "gemm_sm80", 80, "hopper/copies.cuh", "{ ptx::cp_async_commit_group(); }", "{}", ("in flight", "race"),
+        "gemm_sm80", 80, "common/copy_to_shared.cuh", "{ ptx::cp_async_commit_group(); }", "{}", ("in flight", "race"),
     ),
     # Stages
     "gemm_mma: a stage is refilled one step too early": Seed(

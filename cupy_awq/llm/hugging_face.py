@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face folder: config.json, safetensors, tokenizer.json, generation_config.json and a chat template."""
+"""The reader of Hugging Face folders: config.json, safetensors, generation_config.json and the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from cupy_awq import checkpoint
 from cupy_awq.checkpoint import CheckpointError, Contents, Module, Tensor
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.llm import config
-from cupy_awq.llm.source import Array, Source
+from cupy_awq.llm.model_files import Array, ModelFiles
 from cupy_awq.llm.tokenizer import Tokenizer
 
 
-def read(path: Path) -> Source:
-    """The model in a folder. Raises CheckpointError for an unusable one, OSError for one that cannot be read."""
+def read(path: Path) -> ModelFiles:
+    """Return the model of a folder.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the model is of an unsupported kind.
+        OSError: a file cannot be read.
+    """
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path}: expected a config.json, got none")
     table = read_object(file)
     contents = checkpoint.read(path)
     tensors = {name: partial(_read, contents, name) for name in contents}
-    return Source(
-        path, config.from_hugging_face(table, str(file)), tensors, partial(tokenizer, path), stop_ids(path, table)
-    )
+    model_config = config.from_hugging_face(table, str(file))
+    return ModelFiles(path, model_config, tensors, partial(load_tokenizer, path), read_stop_ids(path, table))
 
 
 def _read(contents: Contents, name: str) -> Module | Array:
@@ -33,8 +37,8 @@ def _read(contents: Contents, name: str) -> Module | Array:
     return item.array if isinstance(item, Tensor) else item
 
 
-def stop_ids(path: Path, table: dict[str, Any]) -> tuple[int, ...]:
-    """eos_token_id of generation_config.json, or else of the configuration: one id or several."""
+def read_stop_ids(path: Path, table: dict[str, Any]) -> tuple[int, ...]:
+    """Return eos_token_id, one id or several, of generation_config.json or else of the parsed config.json ``table``."""
     file = path / "generation_config.json"
     generation = read_object(file) if file.is_file() else {}
     ids = generation.get("eos_token_id", table.get("eos_token_id"))
@@ -42,8 +46,8 @@ def stop_ids(path: Path, table: dict[str, Any]) -> tuple[int, ...]:
     return tuple(i for i in ids if type(i) is int)
 
 
-def tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a folder, with its chat template. Raises CheckpointError if there is none that can be used."""
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a folder with its chat template. Raises CheckpointError if it is missing or damaged."""
     file = path / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(f"{path}: expected a tokenizer.json, got none")
@@ -51,15 +55,16 @@ def tokenizer(path: Path) -> Tokenizer:
     template = settings.get("chat_template")
     if (path / "chat_template.jinja").is_file():
         template = (path / "chat_template.jinja").read_text(encoding="utf-8")
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # several templates, each with a name
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if not isinstance(template, str | None):
-        raise CheckpointError(f"{path}: expected chat_template to be text, got {type(template).__name__}")
-    special = {name: _token(settings.get(name)) for name in ("bos_token", "eos_token")}
+        raise CheckpointError(f"{path}: chat_template: expected text, got {type(template).__name__}")
+    special = {name: _token_text(settings.get(name)) for name in ("bos_token", "eos_token")}
     return Tokenizer.from_file(file, template, special)
 
 
-def _token(value: Any) -> str:
+def _token_text(value: Any) -> str:
+    """Return the text of a special token, which files hold as text or as {"content": text}; "" for anything else."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else ""

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// The pipeline between a producer warp, which starts copies into shared memory, and the consumer warps that read them.
+//
+// kNumStages stages form a ring. Each stage has two mbarriers, which lie in shared memory as full [kNumStages], empty
+// [kNumStages]:
+//
+//   barrier  a phase completes when                                              who arrives       who waits
+//   full     the producer has arrived and all bytes that it expects have landed  producer          consumers
+//   empty    every consumer warp has released the stage                          consumer warps    producer
+//
+// Phases. A wait names the parity of a phase and returns once this phase has completed. A barrier counts its phases
+// from 0, so the parity of the phase in progress starts at 0 and flips with each completed phase:
+//
+//   use of the stage      1st   2nd   3rd
+//   full: consumers wait   0     1     0     ...  the copies of this use have landed
+//   empty: producer waits  1     0     1     ...  the previous use has been released
+//
+// A wait on a fresh barrier with parity 1 returns at once: phase 0 is in progress, and mbarrier.try_wait.parity takes
+// the other parity for the preceding phase, which is complete by definition. So a producer starts with phase 1 and the
+// first pass over the ring finds all stages empty; a consumer starts with phase 0 and blocks until copies have landed.
+//
+// No wait passes early. Parity tells two adjacent phases apart, and nobody falls further behind: phase i + 1 of a full
+// barrier needs the producer, which waits for phase i of the empty barrier, which needs every consumer warp to have
+// passed its wait for phase i. The same holds the other way round. It requires that each stage has a fixed set of
+// consumer warps: kernels whose groups of consumer warps take turns assert kNumStages % groups == 0.
+//
+// PipelineState::advance is the only place where a phase flips.
+//
+//   Pipeline<kStages, Barriers::kBegin> pipeline{shared_begin};
+//
+//   producer warp                                        consumer warps
+//   auto state = PipelineState<kStages>::producer();     auto state = PipelineState<kStages>::consumer();
+//   for each k tile:                                     for each k tile:
+//     pipeline.producer_acquire(state);                    pipeline.consumer_wait(state);
+//     if (is_leader) {                                     ... read stage state.stage_idx ...
+//       pipeline.producer_expect(state.stage_idx, bytes);  pipeline.consumer_release(state.stage_idx, lane);
+//       ... copies that signal full_barrier ...            state.advance();
+//     }
+//     state.advance();
+//
+// The template parameters of this folder are named kLikeThis, because kernels have macros such as STAGES.
+#pragma once
+
+#include "common/types.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+
+// Blocks until the phase of this parity has completed.
+__device__ __forceinline__ void wait(uint32_t barrier, uint32_t phase) {
+  while (!ptx::mbarrier_try_wait_parity(barrier, phase)) {
+  }
+}
+
+// A position in the ring: the stage and the parity of the phase to wait for there.
+template <int kNumStages>
+struct PipelineState {
+  int stage_idx;
+  uint32_t phase;
+
+  // The state that waits on empty barriers: the first pass over the ring does not block.
+  static __device__ constexpr PipelineState producer() { return {0, 1}; }
+  // The state that waits on full barriers.
+  static __device__ constexpr PipelineState consumer(int stage_idx = 0) { return {stage_idx, 0}; }
+
+  // Moves kCount stages on, at most kNumStages. Behind the last stage the ring starts again, in the next phase.
+  template <int kCount = 1>
+  __device__ __forceinline__ constexpr void advance() {
+    // The compiler does not know that a step of one stage can only wrap to stage 0.
+    const bool wraps = kCount == 1 ? stage_idx + 1 == kNumStages : stage_idx + kCount >= kNumStages;
+    *this = wraps ? PipelineState{kCount == 1 ? 0 : stage_idx + kCount - kNumStages, phase ^ 1u}
+                  : PipelineState{stage_idx + kCount, phase};
+  }
+  __device__ __forceinline__ int previous_stage() const { return stage_idx == 0 ? kNumStages - 1 : stage_idx - 1; }
+};
+
+constexpr int kBarrierBytes = 8;
+
+// The 2 * kNumStages barriers of a ring, kOffset bytes behind the begin of shared memory: a multiple of 8.
+template <int kNumStages, int kOffset>
+struct Pipeline {
+  using State = PipelineState<kNumStages>;
+
+  uint32_t shared_begin;
+
+  __device__ __forceinline__ uint32_t full_barrier(int stage_idx) const {
+    return shared_begin + kOffset + stage_idx * kBarrierBytes;
+  }
+  __device__ __forceinline__ uint32_t empty_barrier(int stage_idx) const {
+    return full_barrier(kNumStages + stage_idx);
+  }
+
+  // Initializes one stage. `full_arrivals`: 1 for the producer, plus each warp that stores to the stage itself;
+  // `empty_arrivals`: consumer warps, of all CTAs that the copies of this one serve. Call fence_mbarrier_init
+  // afterwards, then synchronize the CTA or, if others signal these barriers, the cluster.
+  __device__ __forceinline__ void init_stage(int stage_idx, int full_arrivals, int empty_arrivals) const {
+    ptx::mbarrier_init(full_barrier(stage_idx), full_arrivals);
+    ptx::mbarrier_init(empty_barrier(stage_idx), empty_arrivals);
+  }
+  // Initializes all stages, from one thread.
+  __device__ __forceinline__ void init(int full_arrivals, int empty_arrivals) const {
+#pragma unroll
+    for (int stage_idx = 0; stage_idx < kNumStages; ++stage_idx) init_stage(stage_idx, full_arrivals, empty_arrivals);
+  }
+
+  // Blocks until the consumers have released the stage.
+  __device__ __forceinline__ void producer_acquire(const State& state) const {
+    wait(empty_barrier(state.stage_idx), state.phase);
+  }
+  // Arrives at the full barrier for the producer and adds `bytes` to what the phase waits for. One thread calls it.
+  __device__ __forceinline__ void producer_expect(int stage_idx, int bytes) const {
+    ptx::mbarrier_arrive_expect_tx(full_barrier(stage_idx), bytes);
+  }
+
+  // Blocks until the copies of the stage have landed.
+  __device__ __forceinline__ void consumer_wait(const State& state) const {
+    wait(full_barrier(state.stage_idx), state.phase);
+  }
+  // Releases a stage once all lanes of the warp have read it.
+  __device__ __forceinline__ void consumer_release(int stage_idx, int lane) const {
+    release(empty_barrier(stage_idx), lane);
+  }
+
+  // The empty barriers, [kNumStages], at which this lane arrives when a stage was filled by the copies of kClusterSize
+  // CTAs: lane i signals CTA i of the cluster.
+  template <int kClusterSize>
+  __device__ __forceinline__ uint32_t cluster_empty_barriers(int lane) const {
+    return kClusterSize == 1 ? empty_barrier(0) : ptx::mapa(empty_barrier(0), lane % kClusterSize);
+  }
+  // Releases the stage of an empty barrier, which lies in this CTA, or in each CTA of a cluster by
+  // cluster_empty_barriers.
+  template <int kClusterSize = 1>
+  static __device__ __forceinline__ void release(uint32_t barrier, int lane) {
+    __syncwarp();
+    if constexpr (kClusterSize == 1) {
+      if (lane == 0) ptx::mbarrier_arrive(barrier);
+    } else {
+      if (lane < kClusterSize) ptx::mbarrier_arrive_cluster(barrier);
+    }
+  }
+};

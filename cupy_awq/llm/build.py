@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The assembly of a `Model` from its files and a back end."""
+
+from __future__ import annotations
+
+from cupy_awq.check import Array
+from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.llm.model import Layer, Model
+from cupy_awq.llm.model_files import DenseLinear, ModelFiles, Progress
+from cupy_awq.llm.ops import DecoderOps, Projection
+
+
+def build_model(files: ModelFiles, ops: DecoderOps, progress: Progress | None = None) -> Model:
+    """Read all tensors of a model and return it on the device of ``ops``.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape than the configuration says.
+        ValueError: the back end does not support a tensor.
+    """
+    return _Builder(files, ops).build(progress)
+
+
+class _Builder:
+    """Reads tensors by their Hugging Face names and counts the bytes of the projections."""
+
+    def __init__(self, files: ModelFiles, ops: DecoderOps) -> None:
+        self._files, self._ops, self._config = files, ops, files.config
+        self._weight_bytes = 0
+
+    def build(self, progress: Progress | None) -> Model:
+        config, files, ops = self._config, self._files, self._ops
+        table = files.read_tensor("model.embed_tokens.weight", (config.vocab, config.hidden))
+        embedding = ops.prepare_tensor(table)
+        layers = []
+        for i in range(config.layers):
+            if progress is not None:
+                progress(i, config.layers + 1)
+            layers.append(self._layer(f"model.layers.{i}"))
+        if f"model.layers.{config.layers}.input_layernorm.weight" in files.tensors:
+            raise CheckpointError(f"{files.path}: expected {config.layers} layers, got more")
+        norm = self._vector("model.norm", config.hidden)
+        tied = DenseLinear(table, None)
+        head = tied if config.tied else files.read_linear("lm_head", config.hidden, config.vocab)
+        model = Model(ops, embedding, layers, norm, ops.make_head(head), self._weight_bytes + head.weight.nbytes)
+        if progress is not None:
+            progress(config.layers + 1, config.layers + 1)
+        return model
+
+    def _layer(self, name: str) -> Layer:
+        config, attention, mlp = self._config, f"{name}.self_attn", f"{name}.mlp"
+        d, q_width, kv_width, intermediate = config.hidden, config.q_width, config.kv_width, config.intermediate
+        qkv = (f"{attention}.q_proj", d, q_width), *((f"{attention}.{p}_proj", d, kv_width) for p in "kv")
+        gate_up = (f"{mlp}.gate_proj", d, intermediate), (f"{mlp}.up_proj", d, intermediate)
+        return Layer(
+            attention_norm=self._vector(f"{name}.input_layernorm", d),
+            qkv=self._projection(*qkv),
+            q_norm=self._vector(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
+            k_norm=self._vector(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
+            o=self._projection((f"{attention}.o_proj", q_width, d)),
+            mlp_norm=self._vector(f"{name}.post_attention_layernorm", d),
+            gate_up=self._projection(*gate_up, gated=True),
+            down=self._projection((f"{mlp}.down_proj", intermediate, d)),
+        )
+
+    def _vector(self, name: str, size: int) -> Array:
+        return self._ops.prepare_tensor(self._files.read_tensor(f"{name}.weight", (size,)))
+
+    def _projection(self, *linears: tuple[str, int, int], gated: bool = False) -> Projection:
+        """Return the projection of linear layers, each given as (name, K, N)."""
+        parts = [self._files.read_linear(*linear) for linear in linears]
+        self._weight_bytes += sum(part.weight.nbytes for part in parts)
+        return self._ops.make_projection(parts, gated=gated)

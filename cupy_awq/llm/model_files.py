@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The common result of all readers: a model's configuration, and its tensors by their Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupy_awq.checkpoint import CheckpointError, Module
+from cupy_awq.llm.config import ModelConfig
+
+if TYPE_CHECKING:
+    from cupy_awq.llm.tokenizer import Tokenizer
+
+Array = npt.NDArray[Any]
+
+Progress = Callable[[int, int], None]
+"""A callback that takes the number of finished steps and their total."""
+
+
+@dataclass(frozen=True)
+class DenseLinear:
+    """A linear layer that is not quantized, y = x @ weight.T + bias.
+
+    Attributes:
+        weight: [N, K] of any float dtype.
+        bias: [N] of any float dtype, or None.
+    """
+
+    weight: Array
+    bias: Array | None
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a model, whose headers are checked and whose tensors are not read yet.
+
+    Attributes:
+        path: the file or folder.
+        config: the configuration of the model.
+        tensors: a function for each Hugging Face name, which reads a quantized layer (by the name of the layer) or a
+            plain tensor (by the name of the tensor, such as ``model.norm.weight``).
+        load_tokenizer: a function that returns the tokenizer. It raises CheckpointError if the files have none.
+        stop_ids: ids of the tokens that end a text.
+    """
+
+    path: Path
+    config: ModelConfig
+    tensors: Mapping[str, Callable[[], Module | Array]]
+    load_tokenizer: Callable[[], Tokenizer]
+    stop_ids: tuple[int, ...] = ()
+
+    def read_tensor(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Return a plain tensor.
+
+        Raises CheckpointError if it is missing, quantized, of another shape or not of floats, or if a vector holds NaN
+        or infinity.
+        """
+        value = self._read(name)
+        if isinstance(value, Module):
+            raise CheckpointError(f"{self.path}: {name}: expected a plain tensor, got a quantized layer")
+        if value.shape != shape:
+            raise CheckpointError(f"{self.path}: {name}: expected shape {shape}, got {value.shape}")
+        if value.dtype.kind not in "fV":  # V: bfloat16
+            raise CheckpointError(f"{self.path}: {name}: expected a float dtype, got {value.dtype}")
+        if value.ndim == 1:
+            self._check_finite(value, name)
+        return value
+
+    def read_linear(self, name: str, k: int, n: int) -> Module | DenseLinear:
+        """Return the linear layer ``name`` with K = k in features and N = n out features, quantized or not.
+
+        Raises CheckpointError as `read_tensor` does.
+        """
+        if name not in self.tensors:
+            bias = f"{name}.bias"
+            return DenseLinear(
+                self.read_tensor(f"{name}.weight", (n, k)),
+                self.read_tensor(bias, (n,)) if bias in self.tensors else None,
+            )
+        layer = self._read(name)
+        if not isinstance(layer, Module) or layer.weight.shape != (k, n):
+            found = layer.weight.shape if isinstance(layer, Module) else layer.shape
+            raise CheckpointError(f"{self.path}: {name}: expected a weight [K, N] = {[k, n]}, got {list(found)}")
+        if layer.order is not None:
+            raise CheckpointError(f"{self.path}: {name}: expected no activation order, got one")
+        for part in (layer.weight.scales, layer.weight.qzeros, layer.bias):
+            if part is not None and part.dtype != np.int32:
+                self._check_finite(part, name)
+        return layer
+
+    def _read(self, name: str) -> Module | Array:
+        read = self.tensors.get(name)
+        if read is None:
+            raise CheckpointError(f"{self.path}: {name}: expected a tensor of this name, got none")
+        return read()
+
+    def _check_finite(self, values: Array, name: str) -> None:
+        # The maximum propagates NaN and infinity, and needs no array of flags.
+        with np.errstate(invalid="ignore"):
+            largest = float(abs(values).max()) if values.size else 0.0
+        if not np.isfinite(largest):
+            raise CheckpointError(f"{self.path}: {name}: expected finite values, got NaN or infinity")
