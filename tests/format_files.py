@@ -95,18 +95,18 @@ class Persistent:
         self.identity = identity
 
 
-def name(module: str, attribute: str) -> Global:
+def global_name(module: str, attribute: str) -> Global:
     return Global(f"{module}\n{attribute}")
 
 
-def tensor(key: str, dtype: str, shape: tuple[int, ...], elements: int, **changes: Any) -> Call:
+def tensor(key: str, dtype: str, shape: tuple[int, ...], elements: int, /, **changes: Any) -> Call:
     """The call that rebuilds a tensor; ``changes`` replace offset, size, stride, and parts of the storage."""
     stride = tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape)))
     given = {"offset": 0, "size": shape, "stride": stride, "key": key, "elements": elements} | changes
-    kind = name("torch", STORAGES[dtype])
+    kind = global_name("torch", STORAGES[dtype])
     storage = Persistent("storage", kind, given["key"], "cpu", given["elements"])
-    hooks = Call(name("collections", "OrderedDict"))
-    rebuild = name("torch._utils", "_rebuild_tensor_v2")
+    hooks = Call(global_name("collections", "OrderedDict"))
+    rebuild = global_name("torch._utils", "_rebuild_tensor_v2")
     return Call(rebuild, storage, given["offset"], given["size"], given["stride"], False, hooks)
 
 

@@ -265,10 +265,8 @@ def _order(parts: Parts, k: int, group_size: int, count: int, g_idx: Array, name
         return None  # old files without activation order hold zeros
     sizes = np.bincount(g_idx, minlength=count)
     if (sizes != group_size).any():
-        odd = sizes[sizes != group_size]
-        others = sorted({int(odd.min()), int(odd.max())})
-        found = " and ".join(str(size) for size in others)
-        raise parts.refuse(f"{name}: expected groups of {group_size} rows, got groups of {found} rows")
+        found = f"{sizes.min()} and {sizes.max()} rows"
+        raise parts.refuse(f"{name}: expected groups of {group_size} rows, got groups of {found}")
     return np.argsort(g_idx, kind="stable").astype(np.int32)
 
 
