@@ -1,4 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+from cupy_awq import checkpoint as checkpoint
+from cupy_awq import llm as llm
+from cupy_awq import packing as packing
+from cupy_awq import reference as reference
 from cupy_awq.checkpoint import CheckpointError as CheckpointError
 from cupy_awq.linear import AwqLinear as AwqLinear
 from cupy_awq.loader import Checkpoint as Checkpoint

@@ -40,7 +40,7 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
     def _place(self, name: str) -> AwqLinear | Array:
         item = self._contents[name]
 
-        def place(array: Array | None) -> Array | None:
+        def place(array: Array) -> Array:
             return None if array is None else placement.to_device(array, self._device)
 
         if isinstance(item, Tensor):

@@ -119,7 +119,7 @@ def test_bench_json_holds_every_figure(dtype: str, capsys: pytest.CaptureFixture
 
 
 def test_text_says_what_is_measured_and_what_nominal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "name", lambda index: "Test GPU")
+    monkeypatch.setattr(placement, "device_name", lambda index: "Test GPU")
     measured = bench.render([row()], CEILINGS, 0)
     assert measured.startswith("Test GPU: x float16, group size 128\n")
     assert measured.splitlines()[3].split() == "4096x4096 gemm_sm80 16 10.0 1000 53.7 2.00 20.0 2.00".split()

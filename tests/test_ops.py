@@ -139,7 +139,7 @@ def test_row_steps_lead_to_every_row_or_are_none(data: st.DataObject) -> None:
         a = a.swapaxes(0, 1)
     if data.draw(st.booleans()):
         a = np.broadcast_to(a, (2, *a.shape))
-    step = arrays.row_step(a)
+    step = arrays.row_stride(a)
     starts = a.reshape(-1, a.shape[-1])[:, 0].tolist()
     contiguous = a.shape[-1] == 1 or a.strides[-1] == 4
     steps = {second - first for first, second in itertools.pairwise(starts)}

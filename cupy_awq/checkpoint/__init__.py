@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints as NumPy arrays: `read` returns packed weights by module name.
 
-Each format is one module of this package; `detect` tells them apart. `cupy_awq.load` places the weights on a device.
+`cupy_awq.load` places the weights on a device. To add a format, write a module with a class like `autoawq.AutoAwq`
+and enter it in `detect.METHODS`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
     """Return a checkpoint's quantized modules and other tensors by name.
 
     Headers, scales and permutations are validated here. Codes are repacked when a module is accessed; tensors, and
-    modules of AutoAWQ's "gemm" format, are read-only views of the mapped files.
+    modules of AutoAWQ's "gemm" format, are views of the memory-mapped files.
 
     Args:
         path: as in `cupy_awq.load`.

@@ -265,7 +265,7 @@ _FITS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
 def _check_layout(tensors: Tensors, layout: Format, reason: str) -> None:
     """Raise CheckpointError for a module whose shapes are those of another layout than the configuration's."""
     expected = layout.name.removesuffix(" v1").removesuffix(" v2")
-    if layout.codes != "qweight":
+    if expected not in (*_FITS, "awq gemv_fast"):
         return
     for name, tensor, scales in _coded(tensors):
         found = _layout(tensor.array, scales)

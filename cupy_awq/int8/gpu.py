@@ -19,10 +19,10 @@ from cupy_awq.int8.arguments import Geometry, Quantized
 from cupy_awq.kernels import conv2d as conv2d_kernels
 from cupy_awq.kernels import conv2d_sm90, conv2d_sm90_large, int8
 from cupy_awq.runtime import device, placement
-from cupy_awq.runtime.arrays import address, row_step, views
-from cupy_awq.runtime.launch import launcher
+from cupy_awq.runtime.arrays import address, row_stride, views
+from cupy_awq.runtime.launch import get_launcher
 from cupy_awq.runtime.launch_plan import LaunchPlan
-from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace
+from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace_address
 
 ConvolutionConfig = (
     conv2d_sm90_large.LargeConfig | conv2d_sm90.Config | conv2d_kernels.MmaConfig | conv2d_kernels.SimtConfig
@@ -53,11 +53,11 @@ def quantize(x: Array, block: int, symmetric: bool, rounding: str) -> tuple[Arra
         offset = None if symmetric else cupy.empty(shape, np.float32)
         if m:
             size = x.dtype.itemsize
-            if row_step(x) is None:
+            if row_stride(x) is None:
                 x = cupy.ascontiguousarray(x)
             wide = k % 8 == 0 and block % 8 == 0 and (x.data.ptr | x.strides[0]) % (8 * size) == 0
             problem = int8.RowQuantization(
-                m, k, block, x.dtype.name, symmetric, rounding == "half_even", wide, row_step(x) or 0
+                m, k, block, x.dtype.name, symmetric, rounding == "half_even", wide, row_stride(x) or 0
             )
             buffers = {"x": x, "codes": codes, "scale": scale, "offset": offset, "sums": sums}
             _launch(problem.plan(device.current()), buffers, index)
@@ -80,7 +80,7 @@ def gemm(
     import cupy
 
     with placement.use_device(weight.device):
-        y = cupy.empty((facts.m, facts.n), facts.dtype) if out is None or row_step(out) is None else out
+        y = cupy.empty((facts.m, facts.n), facts.dtype) if out is None or row_stride(out) is None else out
         if facts.m:
             xq, x_scale, x_offset, x_sums = (
                 a if a is None else cupy.ascontiguousarray(a) for a in (xq, x_scale, x_offset, x_sums)
@@ -98,7 +98,7 @@ def gemm(
                 aligned=xq.data.ptr % 16 == 0,
                 even=(y.data.ptr | y.strides[0]) % (2 * size) == 0,
                 wide=(y.data.ptr | y.strides[0]) % 16 == 0,
-                stride=row_step(y) or 0,
+                stride=row_stride(y) or 0,
                 fp8=fp8,
             )
             buffers = {"xq": xq, "x_scale": x_scale, "x_offset": x_offset, "x_sums": x_sums, "bias": bias, "y": y}
@@ -148,7 +148,7 @@ def linear_fp8(
         sums = cupy.empty((m, -(-k // unit)), np.float32)
         codes, scale = cupy.empty((m, k), np.uint8), cupy.empty(m, np.float32)
         if m:
-            step = row_step(x)
+            step = row_stride(x)
             if step is None or (x.data.ptr | step * x.dtype.itemsize) % 16:
                 x, step = cupy.array(x, order="C"), k
             problem = int8.Fp8Quantization(m, k, unit, x.dtype.name, step)
@@ -343,9 +343,9 @@ def _launch(plan: LaunchPlan, buffers: dict[str, Any], index: int) -> None:
     import cupy
 
     stream = cupy.cuda.get_current_stream().ptr
-    ready = launcher(plan, index)
+    ready = get_launcher(plan, index)
     memory = {"counters": 0, "partials": COUNTER_BYTES}
-    begin = workspace(index, stream) if plan.grid[2] > 1 and "partials" in ready.buffers else 0
+    begin = workspace_address(index, stream) if plan.grid[2] > 1 and "partials" in ready.buffers else 0
     pointers = (
         (begin and begin + memory[name]) if name in memory else address(buffers[name]) for name in ready.buffers
     )

@@ -195,7 +195,7 @@ def plan_dense(device: Device, m: int, n: int, k: int, dtype: str, out_dtype: st
         grid = (min(ceil_div(n, 8 * tiles), device.sm_count), ceil_div(m, DENSE_BLOCK_M), 1)
         defines |= {"TILES": tiles, "STEPS": steps}
         plan = _plan(device, "dense_sm80", defines, grid, threads, (*buffers, *_int32s(m, n, k)))
-        return replace(plan, cached=True)
+        return replace(plan, prefers_l1=True)
     grid = (ceil_div(n, THREADS // 32), m, 1)
     return _plan(device, "dense", defines, grid, THREADS, (*buffers, *_int32s(n, k)))
 

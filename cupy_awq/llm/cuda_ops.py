@@ -61,7 +61,7 @@ class CudaOps(DecoderOps):
         self.device = device.of(device_index)
         self._host_table: npt.NDArray[Any] | None = None
         self._table: Array = None
-        self._attention_counters = workspace.zeroed(4 * kernels.MAX_COUNTERS)
+        self._attention_counters = workspace.allocate_zeros(4 * kernels.MAX_COUNTERS)
         self._decode_stream: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
 
     @property
@@ -75,7 +75,7 @@ class CudaOps(DecoderOps):
 
         if self._decode_stream is None:
             stream = cupy.cuda.Stream(non_blocking=True)
-            workspace.workspace(self.device_index, stream.ptr)
+            workspace.workspace_address(self.device_index, stream.ptr)
             self._decode_stream = stream, cupy.cuda.MemoryPool()
         return self._decode_stream
 
@@ -196,7 +196,7 @@ class CudaOps(DecoderOps):
         """Launch a plan on the current stream, with its buffers given by name; None is a null pointer."""
         import cupy
 
-        launcher = launch.launcher(plan, self.device_index)
+        launcher = launch.get_launcher(plan, self.device_index)
         addresses = tuple(arrays.address(buffers[name]) for name in launcher.buffers)
         launcher(addresses, cupy.cuda.get_current_stream().ptr)
 

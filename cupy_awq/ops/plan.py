@@ -37,7 +37,7 @@ def chosen(problem: Problem, index: int, kernel: str | None, split_k: int | None
 class Prepared:
     """A valid product whose kernel is loaded: what remains are addresses and a stream.
 
-    It serves all arrays of the layouts (`arrays.layout`) of those that it is made from, whatever weight they belong to;
+    It serves all arrays with the layouts (`arrays.layout_key`) of those that it is made from, whatever their weight;
     without an ``out``, contiguous results. If it is ``constant``, launches may read the weight before what was queued
     before them has ended.
     """
@@ -58,14 +58,14 @@ class Prepared:
     ) -> None:
         qweight, scales, qzeros = weight.qweight, weight.scales, weight.qzeros
         offsets = qzeros if weight.spec.zeros == "float" else None
-        m, n = arrays.rows(x), product.shape[-1]
+        m, n = arrays.count_rows(x), product.shape[-1]
         steps = Strides(
-            x=arrays.row_step(x) or 0,
-            qweight=arrays.row_stride(qweight),
-            scales=arrays.row_stride(scales),
-            qzeros=arrays.row_stride(qzeros),
-            residual=0 if residual is None else arrays.row_step(residual) or 0,
-            y=n if out is None else arrays.row_step(out) or 0,
+            x=arrays.row_stride(x) or 0,
+            qweight=arrays.leading_dimension(qweight),
+            scales=arrays.leading_dimension(scales),
+            qzeros=arrays.leading_dimension(qzeros),
+            residual=0 if residual is None else arrays.row_stride(residual) or 0,
+            y=n if out is None else arrays.row_stride(out) or 0,
         )
         problem = problem_of(
             weight,
@@ -74,8 +74,8 @@ class Prepared:
             product.element,
             bias_dtype=product.bias.name if product.bias else None,
             residual=residual is not None,
-            aligned=arrays.aligned(qweight, scales, offsets, residual, out),
-            x_aligned=arrays.aligned(x),
+            aligned=arrays.is_aligned(qweight, scales, offsets, residual, out),
+            x_aligned=arrays.is_aligned(x),
             constant=constant,
             strides=steps,
         )
@@ -120,7 +120,7 @@ class Prepared:
             if met and not (residual_begin == y_begin and self._in_place):
                 return None
         stream = cupy.cuda.get_current_stream().ptr
-        workspace = workspaces.workspace(index, stream) if self.workspace_bytes else 0
+        workspace = workspaces.workspace_address(index, stream) if self.workspace_bytes else 0
         self(x_begin, residual_begin, y_begin, fixed, workspace, stream)
         return y
 
@@ -240,9 +240,9 @@ def multiply(
     with placement.use_device(index):
         if x.size == 0:
             return cupy.empty(product.shape, x.dtype) if out is None else out, None
-        source = x if arrays.readable_rows(x) else cupy.array(x, order="C")
-        added = residual if residual is None or arrays.row_step(residual) is not None else residual.copy(order="C")
-        target = out if out is not None and arrays.row_step(out) is not None else None
+        source = x if arrays.has_readable_rows(x) else cupy.array(x, order="C")
+        added = residual if residual is None or arrays.row_stride(residual) is not None else residual.copy(order="C")
+        target = out if out is not None and arrays.row_stride(out) is not None else None
         fixed = weight_addresses(weight, bias)
         prepared = Prepared(source, weight, product, bias, added, target, kernel, split_k)
         y = prepared.run(source, added, target, fixed)
@@ -321,14 +321,14 @@ class Plan:
             self.kernel = "none"  # M = 0
             if x.size:
                 for name, a in (("x", x), ("out", out), ("residual", residual)):
-                    if a is not None and arrays.row_step(a) is None:
+                    if a is not None and arrays.row_stride(a) is None:
                         raise ValueError(f"{name} must have contiguous rows at even steps, got strides {a.strides}")
                 constant = _ended()
                 self._prepared = Prepared(x, weight, product, options["bias"], residual, out, kernel, split_k, constant)
                 self.kernel, self.workspace_bytes = self._prepared.kernel, self._prepared.workspace_bytes
             self._fixed = weight_addresses(weight, options["bias"])
             if self.workspace_bytes:
-                self._memory = workspaces.zeroed(self.workspace_bytes)
+                self._memory = workspaces.allocate_zeros(self.workspace_bytes)
         self._layouts = self._layout(x), self._layout(out), self._layout(residual)
 
     def __call__(
@@ -365,7 +365,7 @@ class Plan:
     def _layout(self, a: Array | None) -> Any:
         if a is not None and self.kernel == "numpy":
             return a.shape, None, a.dtype, HOST, 0  # strides and alignment are free
-        return arrays.layout(a)
+        return arrays.layout_key(a)
 
     def _check(self, name: str, a: Array | None, planned: Any) -> None:
         """`a` has the planned layout, or one that differs in nothing but a better alignment."""
@@ -375,7 +375,7 @@ class Plan:
             return
         check.on_device(a, name, planned[3], "the plan")
         found = self._layout(a)
-        width = arrays.width(a)
+        width = arrays.vector_bytes(a)
         if found[:4] != planned[:4] or (found[4] % width and not planned[4] % width):
             form = "(shape, strides, dtype, GPU, address modulo 32)"
             raise ValueError(f"{name} must be as planned, {form} = {planned}, got {found}")

@@ -151,7 +151,7 @@ def _launch(launcher: Launcher, x: Array, y: Array, weight: PackedWeight, device
     import cupy
 
     stream = cupy.cuda.get_current_stream().ptr
-    workspace = workspaces.workspace(device, stream)
+    workspace = workspaces.workspace_address(device, stream)
     addresses = arrays.address(x), 0, arrays.address(y), workspace + workspaces.COUNTER_BYTES, workspace
     named = dict(zip(BUFFERS, (*addresses, *weight_addresses(weight, None)), strict=True))
     launcher(tuple(named[name] for name in launcher.buffers), stream)
