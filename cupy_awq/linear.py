@@ -21,7 +21,7 @@ from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.weight import PackedWeight, check_packed
 
 if TYPE_CHECKING:
-    from cupy_awq.int8 import BlockQuantizedWeight
+    from cupy_awq.block_weight import BlockQuantizedWeight
 
 MAX_LAUNCHES = 256
 """Layouts of x and out whose launches a layer keeps ready; a pipeline meets a few, one for each number of rows."""
@@ -44,10 +44,10 @@ class AwqLinear:
         activation: as in `gemm`: None, "relu", "relu6", (low, high), "silu", "gelu" or "swiglu".
         x_dtype: "int8" to multiply integers (W4A8): each group of a row of x is quantized to 127 steps on either
             side at every call, which changes an element of y by at most the sum over groups of max|x| / 254 times the
-            sum of |W|; see `cupy_awq.int8.linear_int8`. Such a layer takes the activations None, "relu", "relu6" and
+            sum of |W|; see `cupy_awq.linear_int8`. Such a layer takes the activations None, "relu", "relu6" and
             (low, high), and no residual. "fp8" to multiply floats of 8 bits (e4m3) in the same way: each element of x
             is rounded to 4 bits of significand, which changes an element of y by at most the sum over K of |x| |W| / 17
-            and more where x is less than 1/28672 of its row's largest; see `cupy_awq.int8.linear_fp8`, also for the
+            and more where x is less than 1/28672 of its row's largest; see `cupy_awq.linear_fp8`, also for the
             GPUs that have it. By default x is multiplied as it is.
         keep_weight: False to let go of ``weight`` where the layer has a copy of its own: it then takes half the memory,
             and only x of float16 or bfloat16. It cannot be copied, pickled or be a part of `concatenate`. A layer with
@@ -238,7 +238,7 @@ class AwqLinear:
     def _multiply_quantized(
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
     ) -> Array:
-        from cupy_awq.int8 import linear_fp8, linear_int8
+        from cupy_awq.ops.quantized_linear import linear_fp8, linear_int8
 
         for name, value in (("residual", residual), ("dtype", dtype)):
             if value is not None:
@@ -338,13 +338,12 @@ def _restored(
 
 def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
     """The weight for `linear_int8` or `linear_fp8`, which must know the activation."""
-    from cupy_awq.int8 import arguments, from_packed, gpu  # not at the start: few programs need it
+    from cupy_awq.block_weight import from_packed  # imported late, because few programs need it
+    from cupy_awq.ops.quantized_linear import check_layer
 
-    arguments.activation(activation)
-    packed = from_packed(weight)
-    if x_dtype == "fp8":
-        gpu.check_fp8(packed)
-    return packed
+    block_weight = from_packed(weight)
+    check_layer(block_weight, activation, x_dtype)
+    return block_weight
 
 
 def _joined(arrays: Sequence[Array]) -> Array:

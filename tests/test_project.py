@@ -28,10 +28,10 @@ PEERS = ROOT / "tests" / "peers"
 # A module imports only from its own and lower layers. `__init__`, which imports a public name when it is first used, is
 # the lowest: every module may use the package's public names.
 ORDER = (
-    "__init__ check packing weight block_weight reference quantizer checkpoint runtime kernels ops int8 linear loader"
-    " llm tools __main__"
+    "__init__ check packing weight block_weight reference block_check block_reference quantizer checkpoint runtime"
+    " kernels ops linear loader llm tools __main__"
 ).split()
-NO_CUPY = set("check packing weight block_weight reference kernels checkpoint".split())
+NO_CUPY = set("check packing weight block_weight reference block_check block_reference kernels checkpoint".split())
 
 TOP_LEVEL = {"pyproject.toml", "cupy_awq", "cuda_src", "tests", "README.md", "LICENSE", "CHANGELOG.md"}
 BUILT = {"build", "dist", "cupy_awq.egg-info"}  # what pip leaves, ignored by git
