@@ -11,6 +11,7 @@ import numpy as np
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
+from cupy_awq.kernels.family import TuningKey
 from cupy_awq.kernels.problem import ACTIVATIONS, TYPES, ceil_div
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
@@ -106,7 +107,14 @@ class Convolution:
             f"stride {s.stride_h}x{s.stride_w} groups {s.groups}"
         )
 
-    tuning_key = None
+    @property
+    def tuning_key(self) -> TuningKey:
+        """The key of the layer; every number of images is tuned by itself."""
+        s = self.sizes
+        layer = f"conv2d {s.channels * s.groups}x{s.outputs * s.groups} {s.kernel_h}x{s.kernel_w}"
+        steps = f"stride {s.stride_h}x{s.stride_w} dilation {s.dilation_h}x{s.dilation_w} groups {s.groups}"
+        shape = f"{layer} image {s.height}x{s.width} {steps} {self.bits} bits"
+        return TuningKey((shape,), s.batch, s.batch)
 
     def without_stride(self) -> Convolution:
         """Return the same 1x1 convolution with stride 1 over the pixels that it reads; itself if that is impossible."""

@@ -11,7 +11,8 @@ import numpy as np
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.problem import ACTIVATIONS, TYPES, ceil_div
+from cupy_awq.kernels.family import TuningKey
+from cupy_awq.kernels.problem import ACTIVATIONS, TYPES, ceil_div, next_power_of_two
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument
@@ -76,7 +77,12 @@ class Int8Problem:
         x = "e4m3" if self.fp8 else "int8"
         return f"x[{self.m}, {self.k}] {x} @ W[{self.k}, {self.n}] int{self.bits} block size {self.block_size}"
 
-    tuning_key = None
+    @property
+    def tuning_key(self) -> TuningKey:
+        """The key of the shape and the weight; M is tuned at powers of two."""
+        op = "gemm_fp8" if self.fp8 else "gemm_int8"
+        shape = f"{op} {self.k}x{self.n} {self.bits} bits in blocks of {self.block_size}"
+        return TuningKey((shape,), self.m, next_power_of_two(self.m))
 
     @property
     def blocks(self) -> int:
