@@ -31,7 +31,7 @@ _MODULES = {
     "quantize": "quantizer",
     "unpack_int4": "packing",
 }
-"""The module of each public name; ``__init__.pyi`` tells type checkers the same."""
+"""The module of each public name; ``__init__.pyi`` declares the same names for type checkers."""
 
 _SUBMODULES = ("checkpoint", "llm", "packing", "reference")
 """The public submodules, as attributes of the package."""

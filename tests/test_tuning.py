@@ -16,6 +16,7 @@ from cupy_awq.kernels.problem import Fusion, Problem, next_power_of_two
 from cupy_awq.runtime import device, placement
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.tools import autotune as tune
+from cupy_awq.tools.operations import Settings
 
 A100 = device.nominal(80)
 PROBLEM = Problem(3, 4096, 4096, 128)
@@ -32,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     tuned._tables.cache_clear()
-    select.choose.cache_clear()
+    select._choose.cache_clear()
 
 
 def _label(problem: Problem, facts: device.Device) -> str:
@@ -136,18 +137,21 @@ def test_shipped_files_are_plain_json() -> None:
 @pytest.mark.gpu
 def test_tuning_keeps_the_fastest_and_layers_use_it(folder: Path) -> None:
     index = placement.resolve()
-    rows = tune.run([(512, 256)], [1, 3], group_size=128, tries=3, device=index, progress=lambda text: None)
-    assert [(row.m, row.tried) for row in rows] == [(1, 3), (4, 3)]
-    assert all(0 < row.us <= row.model_us for row in rows)
+    settings = Settings(device=index, cached=False)
+    rows = tune.run("gemm", [(512, 256)], [1, 3], settings, tries=3, progress=lambda text: None)
+    assert [(row.key.tuned_m, row.tried) for row in rows] == [(1, 3), (4, 3)]
+    assert all(0 < row.us <= row.modelled_us for row in rows)
     tune.keep(rows, index)
     forget()
     facts = replace(device.of(index), arch=device.of(index).native)  # what is measured serves no forced path
     path = json.loads((folder / tuned.file_name(facts)).read_text())
-    assert path == {"512x256": {str(row.m): tuned.entry(tuned.label(row.family, row.config), row.us) for row in rows}}
+    labels = [tuned.label(row.best.family, row.best.config) for row in rows]
+    entries = [tuned.entry(label, row.us) for label, row in zip(labels, rows, strict=True)]
+    assert path == {"512x256": dict(zip(("1", "4"), entries, strict=True))}
     for row in rows:
-        problem = Problem(row.m, row.n, row.k, 128, repacked=device.of(index).arch == 90)
-        assert _label(problem, facts) == tuned.label(row.family, row.config)
-        assert (select.choose(problem, facts).config == row.config) or facts != device.of(index)
+        problem = Problem(row.key.tuned_m, 256, 512, 128, repacked=device.of(index).arch == 90)
+        assert _label(problem, facts) == tuned.label(row.best.family, row.best.config)
+        assert (select.choose(problem, facts).config == row.best.config) or facts != device.of(index)
     assert tune.render(rows).count("512x256") == 2
 
 
