@@ -21,7 +21,7 @@ from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.weight import PackedWeight, check_packed
 
 if TYPE_CHECKING:
-    from cupy_awq.int8 import BlockQuantizedWeight
+    from cupy_awq.block_weight import BlockQuantizedWeight
 
 MAX_LAUNCHES = 256
 """The number of argument layouts whose launches a layer keeps ready; an application has about one per batch size."""
@@ -251,7 +251,7 @@ class AwqLinear:
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
     ) -> Array:
         """Return y of a layer with an ``x_dtype``: quantize x and multiply."""
-        from cupy_awq.int8 import linear_fp8, linear_int8
+        from cupy_awq.ops.quantized_linear import linear_fp8, linear_int8
 
         for name, value in (("residual", residual), ("dtype", dtype)):
             if value is not None:
@@ -366,13 +366,12 @@ def _restored(
 
 def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
     """Return the weight for `linear_int8` or `linear_fp8`, which must support the activation."""
-    from cupy_awq.int8 import arguments, from_packed, gpu
+    from cupy_awq.block_weight import from_packed
+    from cupy_awq.ops.quantized_linear import check_layer
 
-    arguments.activation(activation)
-    packed = from_packed(weight)
-    if x_dtype == "fp8":
-        gpu.check_fp8(packed)
-    return packed
+    block_weight = from_packed(weight)
+    check_layer(block_weight, activation, x_dtype)
+    return block_weight
 
 
 def _joined(arrays: Sequence[Array]) -> Array:

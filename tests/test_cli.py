@@ -310,6 +310,13 @@ def test_explain_prints_what_the_function_says(capsys: pytest.CaptureFixture[str
     assert text != output(capsys, "explain", "4096x12288", "--m", "16", "--arch", "90")
 
 
+@pytest.mark.parametrize(("op", "kernel"), [("gemm_int8", "gemm_int8_sm90"), ("conv2d", "conv2d_sm90_large")])
+def test_explain_lists_the_kernels_of_every_operation(op: str, kernel: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "explain", "4096x4096", "--op", op, "--m", "1024", "--arch", "90")
+    assert f"-> {kernel} " in text
+    assert "chosen: the lowest modelled time" in text
+
+
 def test_compile_passes_archs_on_and_returns_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_all: Any = importlib.import_module("cupy_awq.tools.compile_all")
     seen: list[list[str]] = []

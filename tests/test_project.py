@@ -26,14 +26,14 @@ CUDA = ROOT / "cuda_src"
 PEERS = ROOT / "tests" / "peers"
 
 ORDER = (
-    "__init__ check packing weight block_weight reference quantizer checkpoint runtime kernels ops int8 linear loader"
-    " llm tools __main__"
+    "__init__ check packing weight block_weight reference block_check block_reference quantizer checkpoint runtime"
+    " kernels ops linear loader llm tools __main__"
 ).split()
 """The layers, the lowest first; a module imports from its own and lower ones.
 
 `__init__` is the lowest because it imports a public name when it is first used.
 """
-NO_CUPY = set("check packing weight block_weight reference kernels checkpoint".split())
+NO_CUPY = set("check packing weight block_weight reference block_check block_reference kernels checkpoint".split())
 """The layers that may not import CuPy, not even inside a function."""
 
 TOP_LEVEL = {"pyproject.toml", "cupy_awq", "cuda_src", "tests", "README.md", "LICENSE", "CHANGELOG.md"}

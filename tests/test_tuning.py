@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from cupy_awq.check import HOST
 from cupy_awq.kernels import select, tuned
+from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.problem import Fusion, Problem, next_power_of_two
 from cupy_awq.runtime import device, placement
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.tools import autotune as tune
-from cupy_awq.tools.operations import Settings
+from cupy_awq.tools.operations import Settings, typical_problem
 
 A100 = device.nominal(80)
 PROBLEM = Problem(3, 4096, 4096, 128)
@@ -90,6 +92,39 @@ def test_a_measured_choice_serves_fewer_rows_unless_the_model_knows_of_a_much_fa
         assert (tuned.label(choice.family, choice.config) == shipped[str(next_power_of_two(m))]) == measured
         assert (choice.tuned is not None) == measured
         assert measured or choice.family.estimate_us(choice.config, problem, here) == first
+
+
+@pytest.mark.parametrize("op", ["gemm_int8", "conv2d"])
+def test_a_tuned_configuration_is_chosen_whatever_the_operation(folder: Path, op: str) -> None:
+    problem, here = typical_problem(op, (256, 512), 3, Settings(HOST, image=14)), device.nominal(80)
+    candidates = [c for some in select.candidates(problem, here).values() if not isinstance(some, str) for c in some]
+    labels = [tuned.label(candidate.family, candidate.config) for candidate in candidates]
+    assert len(set(labels)) == len(labels)
+    before = select.choose(problem, here)
+    last = max(candidates, key=lambda candidate: candidate.us)
+    assert last.config != before.config
+    key = problem.tuning_key
+    assert key is not None
+    label = tuned.entry(tuned.label(last.family, last.config), 12.3)
+    tuned.write(here, {key.shapes[0]: {str(key.tuned_m): label}})
+    forget()
+    choice = select.choose(problem, here)
+    assert (choice.family, choice.config) == (last.family, last.config)
+    assert f"-> {choice.name} " in select.explain(problem, here)
+    assert "12.3  measured" in select.explain(problem, here)
+
+
+def test_a_forced_candidate_is_chosen_for_its_own_problems_alone() -> None:
+    some = select.candidates(PROBLEM, A100)["gemm_simt"]
+    assert not isinstance(some, str)
+    other = Dequantization(64, 64, 64, "float16", "packed", "float16", True, (8, 64, 8, 64))
+    with select.recorded() as choices, select.forced(some[-1]):
+        assert select.choose(PROBLEM, A100).config == some[-1].config
+        assert select.choose(other, A100).name == "dequantize"
+    assert select.choose(PROBLEM, A100).config != some[-1].config
+    assert choices == []  # the innermost context has them
+    with select.recorded() as choices:
+        assert select.choose(PROBLEM, A100) == choices[0]
 
 
 def test_a_measured_choice_that_is_not_legal_or_not_known_gives_way_to_the_model(folder: Path) -> None:

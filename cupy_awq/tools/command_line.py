@@ -116,22 +116,28 @@ def _parser() -> argparse.ArgumentParser:
         "--arch", metavar="ARCH", action="append", required=True, help="compute capability: 75, 90a, ...; repeatable"
     )
 
-    examples = ["4096x12288 --m 1,16 --arch 90", "4096x12288 --m 16 --arch 90 --layer"]
+    examples = [
+        "4096x12288 --m 1,16 --arch 90",
+        "4096x12288 --m 16 --arch 90 --layer",
+        "64x256 --op conv2d --image 14 --arch 90",
+    ]
     explain = command("explain", _explain, "print each kernel, its time or why it is not legal", EXPLAIN, examples)
-    _add_shapes(explain, nargs="+", ms=[1, 16, 64])
+    _add_operation(explain, nargs="+", ms=[1, 16, 64])
     _add_dtype(explain)
     explain.add_argument(
         "--arch", metavar="ARCH", type=int, help="compute capability, such as 90 (default: that of the current GPU)"
     )
     explain.add_argument(
-        "--layer", action="store_true", help="kernels of AwqLinear, which repacks on Hopper (default: those of gemm)"
+        "--layer",
+        action="store_true",
+        help="gemm: kernels of AwqLinear, which repacks on Hopper (default: those on the AWQ layout)",
     )
     llm_commands.add(command)
     return parser
 
 
-def _add_shapes(parser: argparse.ArgumentParser, nargs: str, ms: list[int]) -> None:
-    """Add the sizes, in the order of x[M, K] @ W[K, N], and the group size."""
+def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: list[int]) -> None:
+    """Add the sizes, in the order of x[M, K] @ W[K, N], and the operation."""
     parser.add_argument(
         "shapes", metavar="KxN", nargs=nargs, type=_shape, help="W [K, N]: in features x out features, as 4096x12288"
     )
@@ -140,11 +146,6 @@ def _add_shapes(parser: argparse.ArgumentParser, nargs: str, ms: list[int]) -> N
     parser.add_argument(
         "--group-size", metavar="G", type=int, default=128, help="rows of W that share a scale, -1 for K (default: 128)"
     )
-
-
-def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: list[int]) -> None:
-    """Add the sizes and the operation."""
-    _add_shapes(parser, nargs, ms)
     parser.add_argument(
         "--op",
         choices=OPS,
@@ -308,10 +309,25 @@ def _compile(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
+    if args.op != "gemm":
+        return _explain_problem(args)
     tables = [
         cupy_awq.explain(m, k, n, args.group_size, args.dtype, arch=args.arch, layer=args.layer)
         for k, n in args.shapes
         for m in args.m
     ]
     print("\n\n".join(tables))
+    return 0
+
+
+def _explain_problem(args: argparse.Namespace) -> int:
+    """Explain an operation other than gemm, for contiguous arrays."""
+    from cupy_awq.kernels import select
+    from cupy_awq.runtime import device
+    from cupy_awq.tools.operations import typical_problem
+
+    settings = _settings(args, HOST, dtype=args.dtype)
+    gpu = device.nominal(args.arch) if args.arch is not None else device.current_or_nominal()
+    problems = [typical_problem(args.op, shape, m, settings) for shape in args.shapes for m in args.m]
+    print("\n\n".join(select.explain(problem, gpu) for problem in problems))
     return 0

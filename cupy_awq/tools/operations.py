@@ -17,12 +17,17 @@ import ml_dtypes
 import numpy as np
 
 from cupy_awq import check, reference
+from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.check import HOST, Array
-from cupy_awq.int8 import BlockQuantizedWeight, conv2d, from_packed, gemm_int8, quantize_activations
+from cupy_awq.kernels.conv2d_problem import nhwc_problem
+from cupy_awq.kernels.family import KernelProblem
+from cupy_awq.kernels.int8_problem import Int8Problem
 from cupy_awq.linear import AwqLinear
+from cupy_awq.ops.conv2d import conv2d
 from cupy_awq.ops.gemm import gemm
 from cupy_awq.ops.gemm_launch import run_gemm
 from cupy_awq.ops.plan import plan
+from cupy_awq.ops.quantized_linear import gemm_int8, quantize_activations
 from cupy_awq.ops.repack import repack
 from cupy_awq.packing import namespace
 from cupy_awq.runtime import device as devices
@@ -266,6 +271,16 @@ class Conv2d:
 
     def other_us(self, m: int) -> dict[str, float | None]:
         return {"INT8 weights": timing.time_calls(self._calls(m, 8), self._settings.device)}
+
+
+def typical_problem(op: str, shape: Shape, m: int, settings: Settings) -> KernelProblem:
+    """Return the problem of "gemm_int8" or "conv2d" for contiguous arrays, for `explain` without a GPU."""
+    OPERATIONS[op].check(shape, settings)
+    if op == "conv2d":
+        return nhwc_problem(m, settings.image, *shape, settings.window)
+    k, n = shape
+    block_size = check.group_size(k, settings.group_size)
+    return Int8Problem(m, n, k, block_size, 4, False, True, settings.dtype, zero_points=True)
 
 
 OPERATIONS: dict[str, type[Operation]] = {"gemm": Gemm, "gemm_int8": GemmInt8, "conv2d": Conv2d}
