@@ -87,7 +87,7 @@ def gemm(
     operands = x, qweight, scales, qzeros, bias, residual, out
     key: Any
     try:
-        key = *map(arrays.layout, operands), activation, dtype, kernel, split_k
+        key = *map(arrays.layout_key, operands), activation, dtype, kernel, split_k
         launch = _launches.get(key)
     except (AttributeError, ValueError, TypeError):  # arrays of other libraries, or options that are not hashable
         key = launch = None

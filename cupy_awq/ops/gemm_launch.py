@@ -15,7 +15,7 @@ from cupy_awq.kernels.problem import Problem, Strides
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime import workspace as workspaces
-from cupy_awq.runtime.launch import launcher
+from cupy_awq.runtime.launch import get_launcher
 from cupy_awq.weight import PackedWeight
 
 BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "weight", "bias")
@@ -25,7 +25,7 @@ BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "q
 class GemmLaunch:
     """A validated GEMM whose kernel is chosen and loaded; a call needs only addresses and a stream.
 
-    It serves all arrays with the layouts (`arrays.layout`) of those that it is made from, and any weight with this
+    It serves all arrays with the layouts (`arrays.layout_key`) of those that it is made from, and any weight with this
     layout.
 
     Args:
@@ -57,14 +57,14 @@ class GemmLaunch:
     ) -> None:
         qweight, scales, qzeros = weight.qweight, weight.scales, weight.qzeros
         offsets = qzeros if weight.spec.zeros == "float" else None
-        m, n = arrays.rows(x), product.shape[-1]
+        m, n = arrays.count_rows(x), product.shape[-1]
         strides = Strides(
-            x=arrays.row_step(x) or 0,
-            qweight=arrays.row_stride(qweight),
-            scales=arrays.row_stride(scales),
-            qzeros=arrays.row_stride(qzeros),
-            residual=0 if residual is None else arrays.row_step(residual) or 0,
-            y=n if out is None else arrays.row_step(out) or 0,
+            x=arrays.row_stride(x) or 0,
+            qweight=arrays.leading_dimension(qweight),
+            scales=arrays.leading_dimension(scales),
+            qzeros=arrays.leading_dimension(qzeros),
+            residual=0 if residual is None else arrays.row_stride(residual) or 0,
+            y=n if out is None else arrays.row_stride(out) or 0,
         )
         problem = gemm_problem(
             weight,
@@ -73,15 +73,15 @@ class GemmLaunch:
             product.element,
             bias_dtype=product.bias.name if product.bias else None,
             residual=residual is not None,
-            aligned=arrays.aligned(qweight, scales, offsets, residual, out),
-            x_aligned=arrays.aligned(x),
+            aligned=arrays.is_aligned(qweight, scales, offsets, residual, out),
+            x_aligned=arrays.is_aligned(x),
             constant=constant,
             strides=strides,
         )
         self._index = weight.spec.device
         choice = select.choose(problem, device.of(self._index), kernel, split_k)
         partial_bytes = choice.family.workspace(choice.config, problem).partial_bytes
-        self._launcher = launcher(choice.plan, self._index)
+        self._launcher = get_launcher(choice.plan, self._index)
         self.kernel = choice.name
         self.shape = product.shape
         self.workspace_bytes = workspaces.COUNTER_BYTES + partial_bytes if partial_bytes else 0
@@ -121,7 +121,7 @@ class GemmLaunch:
             if overlaps_residual and not (residual_begin == y_begin and self._in_place):
                 return None
         stream = cupy.cuda.get_current_stream().ptr
-        workspace = workspaces.workspace(index, stream) if self.workspace_bytes else 0
+        workspace = workspaces.workspace_address(index, stream) if self.workspace_bytes else 0
         self(x_begin, residual_begin, y_begin, constants, workspace, stream)
         return y
 
@@ -196,9 +196,9 @@ def run_gemm(
     with placement.use_device(index):
         if x.size == 0:
             return cupy.empty(product.shape, x.dtype) if out is None else out, None
-        source = x if arrays.readable_rows(x) else cupy.array(x, order="C")
-        added = residual if residual is None or arrays.row_step(residual) is not None else residual.copy(order="C")
-        target = out if out is not None and arrays.row_step(out) is not None else None
+        source = x if arrays.has_readable_rows(x) else cupy.array(x, order="C")
+        added = residual if residual is None or arrays.row_stride(residual) is not None else residual.copy(order="C")
+        target = out if out is not None and arrays.row_stride(out) is not None else None
         constants = weight_pointers(weight, bias)
         launch = GemmLaunch(source, weight, product, bias, added, target, kernel, split_k)
         y = launch.run(source, added, target, constants)

@@ -74,14 +74,14 @@ class Plan:
             self.kernel = "none"  # M = 0
             if x.size:
                 for name, a in (("x", x), ("out", out), ("residual", residual)):
-                    if a is not None and arrays.row_step(a) is None:
+                    if a is not None and arrays.row_stride(a) is None:
                         raise ValueError(f"{name}: expected contiguous rows with one stride, got strides {a.strides}")
                 constant = _synchronize()
                 launch = GemmLaunch(x, weight, product, options["bias"], residual, out, kernel, split_k, constant)
                 self._launch, self.kernel, self.workspace_bytes = launch, launch.kernel, launch.workspace_bytes
             self._constants = weight_pointers(weight, options["bias"])
             if self.workspace_bytes:
-                self._memory = workspaces.zeroed(self.workspace_bytes)
+                self._memory = workspaces.allocate_zeros(self.workspace_bytes)
         self._layouts = self._layout(x), self._layout(out), self._layout(residual)
 
     def __call__(
@@ -118,7 +118,7 @@ class Plan:
     def _layout(self, a: Array | None) -> Any:
         if a is not None and self.kernel == "numpy":
             return a.shape, None, a.dtype, HOST, 0  # strides and alignment are free
-        return arrays.layout(a)
+        return arrays.layout_key(a)
 
     def _check(self, name: str, a: Array | None, planned: Any) -> None:
         """Raise an error unless an array has the planned layout or differs only by a better alignment."""
@@ -129,7 +129,7 @@ class Plan:
             return
         check.on_device(a, name, planned[3], "the plan")
         found = self._layout(a)
-        width = arrays.width(a)
+        width = arrays.vector_bytes(a)
         if found[:4] != planned[:4] or (found[4] % width and not planned[4] % width):
             form = "(shape, strides, dtype, GPU, address modulo 32)"
             raise ValueError(f"{name}: expected the planned layout {form} = {planned}, got {found}")
