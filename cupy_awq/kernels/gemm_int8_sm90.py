@@ -117,6 +117,7 @@ def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> La
         ("STAGES", stages),
         ("CLUSTER", config.cluster),
         ("ROW_SCALES", int(row_scales)),
+        ("SHARED_BYTES", stages * stage_bytes + store_bytes),
     )
     boxes = {"xq": (problem.m, TILE_M), "codes": (problem.n, TILE_N // config.cluster)}
     xq, codes = (
