@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation of arguments: the rules for shapes, dtypes, strides and devices, and the messages of their errors.
 
-A function here is named after the argument that it validates, and returns what its caller needs next: a dtype, a shape
-or a summary. An error is a TypeError or ValueError of the form ``name: expected ..., got ...``.
+A function is named after the argument that it validates, and returns the dtype, shape or summary that its caller needs
+next. An error is a TypeError or ValueError of the form ``name: expected ..., got ...``.
 
 Arrays are recognized by their attributes (`shape`, `dtype`, `strides`), so the same functions serve NumPy and CuPy, and
 need neither CuPy nor a GPU.
@@ -157,7 +157,7 @@ def device_id(a: Any, name: str) -> int:
 
 
 def on_device(a: Any, name: str, device: int, like: str) -> None:
-    """Check that an array lies on `device`; `like` names the array that decided on the device.
+    """Check that an array lies on `device`; `like` names the array whose device it is.
 
     Raises:
         TypeError: `a` is not an array, or lies elsewhere.
@@ -472,7 +472,7 @@ def _contiguous_rows(a: StridedArray, name: str) -> None:
 
 
 def _element(a: StridedArray, name: str, dtype: Any) -> np.dtype[Any]:
-    """Return the element type of an array; `dtype` is None, or says that uint16 holds the bits of bfloat16."""
+    """Return the element type of an array; `dtype` is None, or bfloat16 for uint16 that holds its bits."""
     found = a.dtype
     bits = found == UINT16
     element = found if dtype is None else float_dtype(dtype)

@@ -28,7 +28,7 @@ MAX_CHOOSE_CTAS = 128
 MAX_SPLITS = 32
 """The largest number of CTAs that share the keys of one sequence in ``decode_attention``."""
 MAX_COUNTERS = 1 << 16
-"""The largest product of rows and query heads of ``decode_attention``, which takes at most one counter for each."""
+"""The number of counters of ``decode_attention``; rows times query heads must not exceed it."""
 MAX_SIMT_HEADS = 8
 """The largest number of query heads of a CTA of attention without tensor cores."""
 DENSE_BLOCK_M = 16

@@ -225,7 +225,7 @@ class CudaOps(DecoderOps):
         return cupy.empty(shape, self.dtype if dtype is None else dtype)
 
     def _concatenated(self, parts: Sequence[Module], activation: str | None) -> AwqLinear:
-        """Return one layer of the columns of all parts."""
+        """Return one layer with the columns of all parts side by side."""
         linears: list[AwqLinear | PackedWeight] = []
         for part in parts:
             weight = _upload_weight(part.weight)
@@ -233,7 +233,7 @@ class CudaOps(DecoderOps):
         return AwqLinear.concatenate(linears, activation=activation, keep_weight=False)
 
     def _dense(self, part: DenseLinear, out_dtype: np.dtype[Any] | None = None) -> Projection:
-        """Return the product with a dense weight, which shares memory with the embedding table if it is that table."""
+        """Return the projection by a dense weight; a weight that is the embedding table shares its memory."""
         import cupy
 
         tied = part.weight is self._host_table
@@ -387,7 +387,7 @@ def _upload_weight(weight: PackedWeight) -> PackedWeight:
 
 
 def _form(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return what weights must have in common to be concatenated."""
+    """Return the properties that weights must share to be concatenated."""
     spec = weight.spec
     return spec.k, spec.group_size, spec.dtype, spec.zeros
 

@@ -84,7 +84,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-likelihood of a token."""
+        """The exponential of the mean negative log-likelihood of a token."""
         return math.exp(-self.log_likelihood / self.tokens)
 
 
@@ -215,7 +215,7 @@ class LanguageModel:
         return ids
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the model's GPU current. It is never current while a piece of text is at the caller."""
+        """Return a context in which the model's GPU is current; text is yielded to the caller outside of it."""
         return placement.use_device(self.model.ops.device_index)
 
     def _check_ids(self, ids: Sequence[int]) -> None:

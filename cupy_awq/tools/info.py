@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from cupy_awq import checkpoint
-from cupy_awq.checkpoint import Module
+from cupy_awq.checkpoint import Tensor
 from cupy_awq.tools import table
 
 
@@ -18,23 +18,25 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     layers: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
-    for name, item in checkpoint.read(path).items():
-        if isinstance(item, Module):
-            (k, n), bias = item.weight.shape, item.bias
-            extra = 0 if bias is None else bias.nbytes
+    contents = checkpoint.read(path)
+    specs = contents.specs
+    for name in contents:
+        if contents.is_module(name):
+            spec = specs[name]
+            extra = 0 if spec.bias_dtype is None else spec.n * spec.bias_dtype.itemsize
             layers.append(
                 {
                     "name": name,
-                    "k": k,
-                    "n": n,
-                    "group_size": item.weight.group_size,
-                    "zeros": item.weight.spec.zeros,
-                    "dtype": str(item.weight.dtype),
-                    "bias": bias is not None,
-                    **_sizes(item.weight.nbytes + extra, 2 * k * n + extra),
+                    "k": spec.k,
+                    "n": spec.n,
+                    "group_size": spec.group_size,
+                    "zeros": spec.zeros,
+                    "dtype": str(spec.dtype),
+                    "bias": spec.bias_dtype is not None,
+                    **_sizes(spec.nbytes, 2 * spec.k * spec.n + extra),
                 }
             )
-        else:
+        elif isinstance(item := contents[name], Tensor):
             array = item.array
             others.append({"name": name, "shape": list(array.shape), "dtype": str(array.dtype), "bytes": array.nbytes})
     other_bytes = sum(item["bytes"] for item in others)

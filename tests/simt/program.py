@@ -40,8 +40,8 @@ class Block:
 
 @dataclass
 class Program:
-    """``registers``: Python name -> zero of its NumPy type. ``grains``: bytes, 4 at most, of the narrowest access to shared and to
-    global memory."""
+    """``registers``: Python name -> zero of its NumPy type. ``grains``: bytes, at most 4, of the narrowest access to shared and
+    to global memory."""
 
     name: str
     instructions: list[Instruction]

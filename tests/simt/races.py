@@ -181,6 +181,7 @@ class Races:
         history = self.reads.reshape(self.columns, -1).take(grains, axis=1)
         if (history < self._limit[warps]).all():
             return
+        access: Array
         for column, access in enumerate(history):
             time = access >> TIME_SHIFT
             bad = time > self.known[0, warps, column]
