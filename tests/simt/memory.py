@@ -38,9 +38,9 @@ Chunks = Iterator[tuple["Buffer", Array, Any]]
 
 
 CONSTANT = frozenset(("qweight", "scales", "qzeros"))
-"""Names of buffers that the launch before has not made if the kernel is compiled with CONSTANT."""
-FRESH = CONSTANT | {"x", "h", "delta", "residual", "squares", "before", "qkv"}
-"""Names of buffers that the launch before may have made: a dependent launch waits before it reads them."""
+"""The names of the buffers that a kernel compiled with CONSTANT may read before the preceding kernel has finished."""
+FRESH = CONSTANT | {"x", "h", "delta", "residual", "square_sums", "previous_inverse_rms", "qkv"}
+"""The names of the buffers that the preceding kernel may write: a dependent launch waits before it reads them."""
 
 
 class Buffer:
