@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
 from cupy_awq import checkpoint
-from cupy_awq.checkpoint import Tensor
 from cupy_awq.tools import table
 
 
@@ -36,9 +36,10 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
                     **_sizes(spec.nbytes, 2 * spec.k * spec.n + extra),
                 }
             )
-        elif isinstance(item := contents[name], Tensor):
-            array = item.array
-            others.append({"name": name, "shape": list(array.shape), "dtype": str(array.dtype), "bytes": array.nbytes})
+        else:
+            shape, dtype = contents.dense_form(name)
+            size = math.prod(shape) * dtype.itemsize
+            others.append({"name": name, "shape": list(shape), "dtype": str(dtype), "bytes": size})
     other_bytes = sum(item["bytes"] for item in others)
     total = {
         "layers": _sizes(sum(item["bytes"] for item in layers), sum(item["fp16_bytes"] for item in layers)),
