@@ -71,10 +71,9 @@ def load(path: str | os.PathLike[str], /, *, device: object = None, group_size: 
     """Open a 4-bit checkpoint: a mapping from module names to `AwqLinear`, from other tensors' names to arrays.
 
     The formats are AutoAWQ ("gemm", "gemv", "gemv_fast"), llm-awq, GPTQ and auto-round, compressed-tensors
-    "pack-quantized", MLX, HQQ and GGUF; `cupy_awq.checkpoint.read` describes what each becomes. All headers and scales are
-    read and validated here. A module is read from the memory-mapped file when its key is first accessed, repacked
-    unless it is AutoAWQ's "gemm", and copied to the device once. On the CPU, layers of "gemm" compute on the mapped
-    file.
+    "pack-quantized", MLX, HQQ and GGUF. All headers and scales are read and validated here. A module is read from the
+    memory-mapped file when its key is first accessed, repacked unless it is AutoAWQ's "gemm", and copied to the device
+    once. On the CPU, layers of "gemm" compute on the mapped file.
 
     Args:
         path: a folder with ``config.json`` (or an older file of the quantization settings) and ``model.safetensors``,

@@ -116,17 +116,19 @@ def _q8_0(blocks: Bytes) -> Array:
     return _halves(blocks, 0, 1) * blocks[..., 2:].view(np.int8)
 
 
-def scales_and_minima(packed: Bytes) -> tuple[Array, Array]:
-    """Return the 6-bit sc and m [..., 8] of the twelve bytes of a super-block of Q4_K or Q5_K, as float32."""
-    low, mid, high = packed[..., :4], packed[..., 4:8], packed[..., 8:12]
-    sc = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=-1)
-    m = np.concatenate([mid & 63, (high >> 4) | (mid >> 6) << 4], axis=-1)
-    return sc.astype(np.float32), m.astype(np.float32)
+def scales_and_minima(blocks: Bytes) -> tuple[Array, Array]:
+    """Return the 6-bit sc and m [8, ...] of super-blocks [..., bytes] of Q4_K or Q5_K, as float32."""
+    packed = np.ascontiguousarray(np.moveaxis(blocks[..., 4:16], -1, 0))  # long inner loops
+    low, mid, high = packed[:4], packed[4:8], packed[8:]
+    sc, m = (np.empty((8, *packed.shape[1:]), np.float32) for _ in range(2))
+    sc[:4], m[:4] = low & 63, mid & 63
+    sc[4:], m[4:] = (high & 15) | (low >> 6) << 4, (high >> 4) | (mid >> 6) << 4
+    return sc, m
 
 
 def _k_groups(blocks: Bytes, codes: Array) -> Array:
     """Return (d sc) q - dmin m for codes [..., 8, 32] of super-blocks that begin as those of Q4_K do."""
-    sc, m = scales_and_minima(np.ascontiguousarray(blocks[..., 4:16]))
+    sc, m = (np.moveaxis(values, 0, -1) for values in scales_and_minima(blocks))
     header = _halves(blocks, 0, 2)
     values: Array = (header[..., :1] * sc)[..., None] * codes - (header[..., 1:] * m)[..., None]
     return values

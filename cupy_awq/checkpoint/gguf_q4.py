@@ -105,12 +105,15 @@ def _convert_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None) -
     target = out.view(np.uint32)
     # Byte t of word v holds element 4v + t; its low nibble is of the first group, its high one of the second.
     nibbles.transpose_columns(words, [target[:, half, :, t] for t in range(4) for half in range(2)])
-    scales, offsets = (np.empty((8 * count, n), np.float16) for _ in range(2))
+    scales: Array
+    offsets: Array
+    scales, offsets = (np.empty((count, 8, n), np.float16) for _ in range(2))
     step = max(1, CHUNK_BLOCKS // count)
     for start in range(0, n, step):
         rows = slice(start, start + step)
         factors, minima = _scales(blocks[rows])
-        scales[:, rows], offsets[:, rows] = factors.reshape(-1, 8 * count).T, minima.reshape(-1, 8 * count).T
+        scales[:, :, rows], offsets[:, :, rows] = factors.transpose(2, 0, 1), minima.transpose(2, 0, 1)
+    scales, offsets = scales.reshape(8 * count, n), offsets.reshape(8 * count, n)
     for name, values in (("d * sc", scales), ("dmin * m", offsets)):
         if not is_finite(values):
             raise CheckpointError(f"{where}: {name}: expected finite float16 values, got others")
@@ -118,10 +121,10 @@ def _convert_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None) -
 
 
 def _scales(blocks: npt.NDArray[np.uint8]) -> tuple[Array, Array]:
-    """Return d sc and -dmin m [n, blocks, 8] in float16 of super-blocks [n, blocks, 144]."""
+    """Return d sc and -dmin m [8, n, blocks] in float16 of super-blocks [n, blocks, 144]."""
     header = np.ascontiguousarray(blocks[:, :, :4]).view(np.float16).astype(np.float32)
-    sc, m = scales_and_minima(np.ascontiguousarray(blocks[:, :, 4:16]))
+    sc, m = scales_and_minima(blocks)
     with np.errstate(over="ignore", invalid="ignore"):  # of damaged files, which the caller refuses
-        sc *= header[..., :1]
-        m *= -header[..., 1:]
+        sc *= header[..., 0]
+        m *= -header[..., 1]
         return sc.astype(np.float16), m.astype(np.float16)
