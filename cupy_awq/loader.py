@@ -15,10 +15,10 @@ from cupy_awq.weight import PackedWeight
 
 
 class Checkpoint(Mapping[str, AwqLinear | Array]):
-    """A checkpoint whose layers and tensors move to a device when they are first accessed; `load` returns it.
+    """A mapping that copies the layers and tensors of a checkpoint to a device at their first access.
 
-    A key is the name of a quantized module (value: an `AwqLinear`) or of any other tensor (value: an array). A value is
-    kept once it is placed: the same key gives the same object. Dropping the mapping frees them all.
+    `load` returns it. The name of a quantized module maps to an `AwqLinear`, the name of any other tensor to an array.
+    Later accesses return the same object, and deleting the mapping frees all of them.
 
     >>> from cupy_awq import load
     >>> from cupy_awq.tools.demo import SMOLLM2_MLP

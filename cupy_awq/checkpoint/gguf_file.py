@@ -65,7 +65,7 @@ TYPES = {
 
 
 class Blocks(NamedTuple):
-    """A tensor as quantization blocks.
+    """A tensor of a GGUF file, stored as quantization blocks.
 
     Attributes:
         kind: the name of the GGML quantization type, such as "Q4_0" or "F16".
@@ -79,7 +79,7 @@ class Blocks(NamedTuple):
 
 
 class _Cursor:
-    """A position in the file, which moves forward only after checking that the bytes exist."""
+    """A read position in the file; every read first checks that the bytes exist."""
 
     def __init__(self, data: memoryview, path: Path) -> None:
         self.data, self.position, self.path = data, 0, path

@@ -134,7 +134,7 @@ class Problem:
 
     @property
     def tuning_key(self) -> TuningKey:
-        """The key of K and N, preceded by that of the fused residual; M is tuned at powers of two."""
+        """The shape "KxN", preceded by "KxN stream" for a GEMM with a `Fusion`; M is tuned at powers of two."""
         shape = f"{self.k}x{self.n}"
         shapes = (f"{shape} stream", shape) if self.fusion else (shape,)
         return TuningKey(shapes, self.m, next_power_of_two(self.m))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of INT4 and INT8 codes on the CPU: MNN's vectors, the formulas by another way, and bad arguments."""
+"""The operations on block-quantized weights on the CPU, against MNN's vectors and independent formulas."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq.int8 import (
+from cupy_awq import (
     BlockQuantizedWeight,
     conv2d,
     conv2d_int8,
     from_mnn,
     from_packed,
     gemm_int8,
+    linear_fp8,
     linear_int8,
     quantize_activations,
 )
 from cupy_awq.tools.testing import random_weight as random_awq
+from tests.block_weights import float64_values, naive_conv, random_weight
 from tests.test_reference import float64_weight
 
-VECTORS = json.loads((Path(__file__).parent / "int8_vectors.json").read_text(encoding="utf-8"))
+VECTORS = json.loads((Path(__file__).parent / "mnn_vectors.json").read_text(encoding="utf-8"))
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32]
 
 
@@ -34,55 +36,10 @@ def array(entry: dict[str, Any], dtype: Any) -> np.ndarray:
     return np.array(entry["v"], dtype).reshape(entry["shape"])
 
 
-def random_weight(
-    rng: np.random.Generator,
-    shape: tuple[int, int, int, int],
-    block: int,
-    bits: int = 4,
-    offsets: bool = True,
-    dtype: Any = np.float32,
-) -> BlockQuantizedWeight:
-    """Random codes, scales and offsets; a product with x is about as large as x."""
-    codes = rng.integers(0, 2**bits, shape, np.uint8)
-    blocks = -(-shape[3] // block)
-    size = 2.0 ** (1 - bits) / np.sqrt(np.prod(shape[1:]))
-    scale = (rng.uniform(0.5, 1.5, (shape[0], blocks)) * size).astype(dtype)
-    offset = (rng.standard_normal((shape[0], blocks)) * size).astype(dtype) if offsets else None
-    return BlockQuantizedWeight(codes, scale, offset, bits=bits, block_size=block)
-
-
-def float64_values(weight: BlockQuantizedWeight) -> np.ndarray:
-    """The weight [Co, Kh, Kw, Ci/groups], element by element."""
-    values = np.empty(weight.shape)
-    for ci in range(weight.shape[3]):
-        b = ci // weight.block_size
-        scale = weight.scale[:, b].astype(np.float64)[:, None, None]
-        offset = 0.0 if weight.offset is None else weight.offset[:, b].astype(np.float64)[:, None, None]
-        values[..., ci] = (weight.codes[..., ci].astype(int) - 2 ** (weight.bits - 1)) * scale + offset
-    return values
-
-
-def naive_conv(x: np.ndarray, w: np.ndarray, stride, sides, dilation, groups: int, fill: float = 0.0) -> np.ndarray:
-    """NCHW, one output at a time, through no padded copy."""
-    batch, _, height, width = x.shape
-    co, kh, kw, ci = w.shape
-    oh = (height + sum(sides[0]) - dilation[0] * (kh - 1) - 1) // stride[0] + 1
-    ow = (width + sum(sides[1]) - dilation[1] * (kw - 1) - 1) // stride[1] + 1
-    y = np.zeros((batch, co, oh, ow))
-    for b, o, i, j in np.ndindex(y.shape):
-        first = o // (co // groups) * ci
-        for dy, dx in np.ndindex(kh, kw):
-            row, column = i * stride[0] + dy * dilation[0] - sides[0][0], j * stride[1] + dx * dilation[1] - sides[1][0]
-            inside = 0 <= row < height and 0 <= column < width
-            pixel = x[b, first : first + ci, row, column] if inside else np.full(ci, fill)
-            y[b, o, i, j] += pixel @ w[o, dy, dx]
-    return y
-
-
 # ---- MNN's vectors
 
 
-def test_mnn_packing_decodes_to_the_codes_bit_for_bit() -> None:
+def test_mnn_packing_decodes_to_the_same_codes() -> None:
     case = VECTORS["mnn_conv_fpA_int4B"]
     packed = np.array([int(b, 16) for b in case["packed_ocp_khw_icp2_hex"]["hex"]], np.uint8).reshape(8, 4, 4)
     weight = from_mnn(packed, array(case["scale"], np.float32), None, kernel=(2, 2), in_channels=4)
@@ -91,8 +48,8 @@ def test_mnn_packing_decodes_to_the_codes_bit_for_bit() -> None:
     assert (weight.block_size, weight.blocks) == (2, 2)
 
 
-def test_mnn_convolution() -> None:
-    """To the five decimals that the vector has."""
+def test_conv2d_matches_the_mnn_vector() -> None:
+    """The vector has five decimals."""
     case = VECTORS["mnn_conv_fpA_int4B"]
     packed = np.array([int(b, 16) for b in case["packed_ocp_khw_icp2_hex"]["hex"]], np.uint8).reshape(8, 4, 4)
     scale, offset = array(case["scale"], np.float32), array(case["offset"], np.float32)
@@ -105,7 +62,7 @@ def test_mnn_convolution() -> None:
         np.testing.assert_allclose(y, wanted, atol=6e-6)
 
 
-def test_mnn_quantization_and_product_bit_for_bit() -> None:
+def test_quantization_and_product_match_the_mnn_vector() -> None:
     case = VECTORS["mnn_quantA_chain"]
     x = array(case["A_f32"], np.float32)
     codes, scale, offset, sums = quantize_activations(x, block_size=4)
@@ -128,7 +85,7 @@ def test_mnn_quantization_and_product_bit_for_bit() -> None:
     np.testing.assert_allclose(y, array(case["out"], float), atol=2e-6)
 
 
-def test_mnn_requantization_bit_for_bit() -> None:
+def test_conv2d_int8_matches_the_mnn_vector() -> None:
     case = VECTORS["mnn_convint8_requant"]
     x, w = array(case["I_q"], np.int8), array(case["W_q"], np.int8)
     y = conv2d_int8(
@@ -149,7 +106,7 @@ def test_mnn_requantization_bit_for_bit() -> None:
 
 @given(data=st.data())
 @settings(max_examples=60)
-def test_codes_stand_for_x_within_half_a_step(data: st.DataObject) -> None:
+def test_quantization_error_is_at_most_half_a_step(data: st.DataObject) -> None:
     m, k = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 70))
     block = data.draw(st.one_of(st.none(), st.integers(1, 80)))
     symmetric = data.draw(st.booleans())
@@ -164,14 +121,14 @@ def test_codes_stand_for_x_within_half_a_step(data: st.DataObject) -> None:
         some = slice(b * size, (b + 1) * size)
         o = 0 if symmetric else offset[:, b, None]
         close = codes[:, some] * scale[:, b, None].astype(float) + o
-        # Half a step, and what float32 rounds away of x - offset.
+        # Half a step, plus the float32 rounding of x - offset.
         slack = 0.5001 * scale[:, b, None] + 1e-6 * np.abs(x[:, some].astype(float)).max()
         assert (np.abs(close - x[:, some].astype(float)) <= slack).all()
         np.testing.assert_array_equal(sums[:, b], codes[:, some].sum(1, dtype=int))
     assert (offset is None) == symmetric
 
 
-def test_halves_round_as_asked() -> None:
+def test_halves_round_away_from_zero_or_to_even() -> None:
     x = np.array([[127.0, 0.5, 1.5, 2.5, -0.5, -2.5]], np.float32)  # scale 1
     away, even = (quantize_activations(x, symmetric=True, rounding=r)[0][0] for r in ("half_away", "half_even"))
     np.testing.assert_array_equal(away, [127, 1, 2, 3, -1, -3])
@@ -180,7 +137,7 @@ def test_halves_round_as_asked() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_block_that_is_not_finite_shows_in_the_scale(value: float, symmetric: bool) -> None:
+def test_inf_or_nan_in_a_block_gives_scale_nan_and_codes_0(value: float, symmetric: bool) -> None:
     x = np.ones((2, 8), np.float32)
     x[0, 5] = value
     codes, scale, _, sums = quantize_activations(x, block_size=4, symmetric=symmetric)
@@ -190,7 +147,7 @@ def test_a_block_that_is_not_finite_shows_in_the_scale(value: float, symmetric: 
     assert sums[0, 1] == 0
 
 
-def test_zeros_and_constant_rows_are_exact() -> None:
+def test_zero_and_constant_rows_are_quantized_exactly() -> None:
     x = np.array([[0.0] * 4, [2.5] * 4, [-3.0] * 4], np.float32)
     codes, scale, offset, _ = quantize_activations(x)
     np.testing.assert_array_equal(codes * scale + offset, x)
@@ -201,8 +158,8 @@ def test_zeros_and_constant_rows_are_exact() -> None:
 
 @given(data=st.data())
 @settings(max_examples=40)
-def test_the_integer_product_is_that_of_the_dequantized_operands(data: st.DataObject) -> None:
-    """MNN's identity: short last blocks, x in finer blocks than the weight or in one, no offsets on either side."""
+def test_gemm_int8_equals_the_product_of_the_dequantized_operands(data: st.DataObject) -> None:
+    """Short last blocks; x in finer blocks than the weight or in one block; with and without either offset."""
     m, n, k = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 60))
     block = data.draw(st.integers(1, 70))
     parts = data.draw(st.sampled_from([p for p in (1, 2, 3) if block % p == 0]))
@@ -222,7 +179,7 @@ def test_the_integer_product_is_that_of_the_dequantized_operands(data: st.DataOb
 
 @given(data=st.data())
 @settings(max_examples=60)
-def test_convolution_is_that_of_the_values(data: st.DataObject) -> None:
+def test_conv2d_equals_the_convolution_of_the_dequantized_weight(data: st.DataObject) -> None:
     draw = data.draw
     groups = draw(st.sampled_from([1, 1, 2, 3]))
     ci, co = draw(st.integers(1, 6)), groups * draw(st.integers(1, 3))
@@ -248,7 +205,7 @@ def test_convolution_is_that_of_the_values(data: st.DataObject) -> None:
 @pytest.mark.parametrize("size", [5, 6, 7, 8])
 @pytest.mark.parametrize("kernel", [1, 2, 3, 4])
 @pytest.mark.parametrize("stride", [1, 2, 3])
-def test_same_padding_gives_ceil_outputs_and_more_at_the_end(size: int, kernel: int, stride: int) -> None:
+def test_same_padding_rounds_outputs_up_and_puts_the_odd_pixel_last(size: int, kernel: int, stride: int) -> None:
     rng = np.random.default_rng(size)
     weight = random_weight(rng, (2, kernel, kernel, 3), 3)
     x = rng.standard_normal((1, 3, size, size)).astype(np.float32)
@@ -262,7 +219,7 @@ def test_same_padding_gives_ceil_outputs_and_more_at_the_end(size: int, kernel: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_results_are_rounded_once_to_the_dtype_of_x(dtype: Any) -> None:
+def test_conv2d_rounds_once_to_the_dtype_of_x(dtype: Any) -> None:
     rng = np.random.default_rng(1)
     weight = random_weight(rng, (4, 3, 3, 5), 2, dtype=dtype)
     x = rng.standard_normal((1, 5, 6, 6)).astype(dtype)
@@ -274,7 +231,7 @@ def test_results_are_rounded_once_to_the_dtype_of_x(dtype: Any) -> None:
 
 @given(data=st.data())
 @settings(max_examples=30)
-def test_requantized_convolution_is_within_one_code_of_the_real_one(data: st.DataObject) -> None:
+def test_conv2d_int8_is_within_one_code_of_the_real_convolution(data: st.DataObject) -> None:
     draw = data.draw
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     x = rng.integers(-128, 128, (2, 4, 5, 5), np.int8)
@@ -300,7 +257,7 @@ def test_requantized_convolution_is_within_one_code_of_the_real_one(data: st.Dat
     real = real * 0.02 * scale[:, None, None] + bias[:, None, None]
     low, high = {None: (-np.inf, np.inf), "relu": (0, np.inf), "relu6": (0, 6)}.get(activation, activation)  # type: ignore[arg-type]
     wanted = np.clip(np.rint(np.clip(real, low, high) / 0.05) + zeros[1], -128, 127)
-    # The formula truncates the bias and the zero point to whole units of the product's scale.
+    # The formula truncates bias and zero point to multiples of x_scale * weight_scale.
     assert np.abs(y - wanted).max() <= 1
     assert np.mean(y == wanted) > 0.9
 
@@ -309,16 +266,42 @@ def test_requantized_convolution_is_within_one_code_of_the_real_one(data: st.Dat
 
 
 @pytest.mark.parametrize("zeros", ["packed", "symmetric", "float"])
-def test_an_awq_weight_keeps_its_values(zeros: str) -> None:
+def test_from_packed_keeps_the_values_of_an_awq_weight(zeros: str) -> None:
     weight = random_awq(np.random.default_rng(0), 96, 40, 32, zeros=zeros)
     values = float64_values(from_packed(weight)).reshape(40, 96).T
     wanted = float64_weight(weight.qweight, weight.scales, weight.qzeros)
     np.testing.assert_allclose(values, wanted, rtol=1e-6 if zeros == "float" else 0, atol=1e-8)
 
 
+def test_4_bit_codes_are_stored_packed_and_awq_words_are_shared() -> None:
+    awq = random_awq(np.random.default_rng(0), 96, 40, 32)
+    assert from_packed(awq).stored is awq.qweight
+    codes = np.random.default_rng(1).integers(0, 16, (13, 3, 2, 5), np.uint8)
+    weight = BlockQuantizedWeight(codes, np.ones((13, 1), np.float32), None)
+    assert (weight.stored.dtype, weight.stored.shape) == (np.int32, (30, 2))
+    np.testing.assert_array_equal(weight.codes, codes)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "swiglu"])
+def test_activations_that_an_operation_lacks_are_refused_by_name(activation: str) -> None:
+    """None of them may turn into the clamp of the requantizing kernel."""
+    rng = np.random.default_rng(0)
+    weight, x = random_weight(rng, (4, 1, 1, 8), 8), np.ones((2, 8), np.float32)
+    image, codes = np.ones((1, 8, 1, 1), np.int8), np.ones((4, 1, 1, 8), np.int8)
+    for call in (
+        lambda: linear_int8(x, weight, activation=activation),
+        lambda: linear_fp8(x, weight, activation=activation),
+        lambda: gemm_int8(*quantize_activations(x), weight, activation=activation),
+        lambda: conv2d(image.astype(np.float32), weight, activation=activation),
+        lambda: conv2d_int8(image, codes, np.ones(4, np.float32), x_scale=1, out_scale=1, activation=activation),
+    ):
+        with pytest.raises(ValueError, match=f"^activation: expected None, 'relu', 'relu6' or .*, got '{activation}'$"):
+            call()
+
+
 @given(seed=st.integers(0, 99), spread=st.integers(0, 6))
 @settings(max_examples=20)
-def test_a_linear_layer_keeps_the_bound_that_it_documents(seed: int, spread: int) -> None:
+def test_linear_int8_stays_within_its_documented_error_bound(seed: int, spread: int) -> None:
     rng = np.random.default_rng(seed)
     weight = from_packed(random_awq(rng, 96, 24, 32))
     x = (rng.standard_normal((5, 96)) * 2.0 ** rng.integers(-spread, spread + 1, 96)).astype(np.float32)
@@ -327,5 +310,5 @@ def test_a_linear_layer_keeps_the_bound_that_it_documents(seed: int, spread: int
     size = np.abs(x).reshape(5, 3, 32).max(2).astype(float) / 254 @ np.abs(w).reshape(24, 3, 32).sum(2).T
     error = np.abs(y - x.astype(float) @ w.T)
     assert (error <= 1.001 * size + 1e-5).all()
-    assert error.max() > 0.02 * size.max()  # the bound is no formality
+    assert error.max() > 0.02 * size.max()  # the bound is not vacuous
     assert linear_int8(x.astype(np.float16), weight, activation="relu").dtype == np.float16

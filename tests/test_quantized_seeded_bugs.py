@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in copies of the integer and convolution kernels: each is caught, and this says by which check.
+"""Bugs planted in copies of the integer and convolution kernels: the test suite must catch each of them.
 
-A check is the kind of a simulator's fault, or "values" where the kernel ran to its end with a wrong result; with copies
-that land as late, and as early, as the rules allow. "fp8" after a file stands for its form for float8.
+The last entry of a bug names the checks that catch it: the kind of the simulator's fault, or "values" for a wrong
+result. The first one is with asynchronous copies that land as late as possible, the second one as early as possible.
+"fp8" after a file name selects its float8 form.
 """
 
 from __future__ import annotations
@@ -12,28 +13,44 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cupy_awq.kernels import conv2d, conv2d_sm90, int8
-from cupy_awq.kernels.conv2d_sm90_large import LargeConfig
+from cupy_awq.kernels import (
+    conv2d_sm80,
+    conv2d_sm90,
+    conv2d_sm90_large,
+    gemm_int8_sm90,
+    gemv_int8,
+)
+from cupy_awq.kernels.conv2d_problem import ConvolutionSizes
+from cupy_awq.kernels.conv2d_sm80 import Conv2dSm80Config
+from cupy_awq.kernels.conv2d_sm90 import Conv2dSm90Config
+from cupy_awq.kernels.conv2d_sm90_large import Conv2dSm90LargeConfig
+from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM80, GemmInt8MmaConfig
+from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
 from cupy_awq.kernels.gemv_int8 import GemvInt8Config
+from cupy_awq.kernels.int8_problem import Int8Problem
 from cupy_awq.runtime import device
 from tests import simt
+from tests.block_weights import random_weight
 from tests.simt.kernels import patched
 from tests.test_conv2d import check_convolution, with_strides
-from tests.test_int8 import random_weight
-from tests.test_int8_fp8 import check_fp8_product, check_fp8_quantization
-from tests.test_int8_kernels import check_product
+from tests.test_fp8 import check_fp8_product, check_fp8_quantization
+from tests.test_gemm_int8 import check_product
 
-HOPPER_CONVOLUTION = with_strides(
-    conv2d.Sizes(1, 7, 7, 130, 64, 1, 3, 3, 7, 7, pad_h=1, pad_w=1),
-    block=64,
+SM90_CONVOLUTION = with_strides(
+    ConvolutionSizes(1, 7, 7, 130, 64, 1, 3, 3, 7, 7, pad_h=1, pad_w=1),
+    block_size=64,
     bits=4,
     weight_offset=True,
     dtype="float16",
 )
 CONVOLUTION = with_strides(
-    conv2d.Sizes(2, 9, 9, 40, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1), block=8, bits=8, weight_offset=True, dtype="float16"
+    ConvolutionSizes(2, 9, 9, 40, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1),
+    block_size=8,
+    bits=8,
+    weight_offset=True,
+    dtype="float16",
 )
-EIGHT_IMAGES = HOPPER_CONVOLUTION.sizes._replace(batch=8)
+EIGHT_IMAGES = SM90_CONVOLUTION.sizes._replace(batch=8)
 RACE, VALUES, BARRIER = ("race", "race"), ("values", "values"), ("barrier", "barrier")
 
 SEEDS = {
@@ -160,48 +177,51 @@ SEEDS = {
 
 
 def outcome(file: str, landing: str) -> str:
-    """The check that catches what is planted in a file, or "nothing"."""
-    here = device.nominal(80)
+    """Return the check that catches the bug planted in a file, or "nothing"."""
+    a100, h100 = device.nominal(80), device.nominal(90)
     try:
         if file in ("conv2d/conv2d_sm90.cu", "conv2d/conv2d_sm90.cuh"):
-            # Three chunks of channels for two boxes, in one part and in two.
-            for splits in (1, 2):
-                config = conv2d_sm90.Config(1, 1, 4, 8, True, 2, 8, splits, 1)
-                check_convolution(landing, HOPPER_CONVOLUTION, config, device.nominal(90), seed=0)
+            # Three chunks of channels in two stages of x, with K whole and split in two.
+            for split_k in (1, 2):
+                config = Conv2dSm90Config(1, 1, 4, 8, True, 2, 8, split_k, 1)
+                check_convolution(landing, SM90_CONVOLUTION, conv2d_sm90, config, h100, seed=0)
         elif file == "conv2d/conv2d_sm90_large.cu":
-            # Two tiles of three boxes, one after the other; and a box for each unit, in one part and in two.
-            halo = LargeConfig(1, 56, (1, 7, 8), 2, True, 2, 3, 1)
-            alone = replace(device.nominal(90), sm_count=1)
-            check_convolution(landing, replace(HOPPER_CONVOLUTION, sizes=EIGHT_IMAGES), halo, alone, seed=0)
-            for splits in (1, 2):
-                config = LargeConfig(1, 112, (2, 7, 7), 1, False, 3, 3, splits)
-                check_convolution(landing, HOPPER_CONVOLUTION, config, device.nominal(90), seed=0)
+            # Two tiles of three boxes by one CTA; and a box for each unit, with K whole and split in two.
+            large = conv2d_sm90_large
+            halo = Conv2dSm90LargeConfig(1, 56, (1, 7, 8), 2, True, 2, 3, 1)
+            one_sm = replace(h100, sm_count=1)
+            check_convolution(landing, replace(SM90_CONVOLUTION, sizes=EIGHT_IMAGES), large, halo, one_sm, seed=0)
+            for split_k in (1, 2):
+                boxes = Conv2dSm90LargeConfig(1, 112, (2, 7, 7), 1, False, 3, 3, split_k)
+                check_convolution(landing, SM90_CONVOLUTION, large, boxes, h100, seed=0)
         elif file.startswith("conv2d"):
-            check_convolution(landing, CONVOLUTION, conv2d.MmaConfig(32, 2, 2, 3, 1), here, seed=0)
+            check_convolution(landing, CONVOLUTION, conv2d_sm80, Conv2dSm80Config(32, 2, 2, 3, 1), a100, seed=0)
         elif file == "int8/gemm_int8_sm90.cu":
-            # Three steps, or stages that come round; blocks within a step.
-            for k, block in ((1040, 128), (272, 64)):
-                problem = int8.IntegerProduct(70, 304, k, block, 4, True, True, "float16")
-                check_product(landing, problem, int8.HopperConfig(2, 2), device.nominal(90), block, seed=0)
+            # Pipelines that wrap around, and blocks within a stage.
+            for k, block_size in ((1040, 128), (272, 64)):
+                problem = Int8Problem(70, 304, k, block_size, 4, True, True, "float16")
+                check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(2, 2), h100, block_size, seed=0)
         elif file == "int8/gemm_int8_sm90.cu fp8":
             weight = random_weight(np.random.default_rng(0), (152, 1, 1, 400), 64)
-            problem = int8.IntegerProduct(70, 152, 400, 64, 4, False, True, "float16", fp8=True)
-            check_fp8_product(landing, problem, int8.HopperConfig(1, 1), weight, seed=0)
+            problem = Int8Problem(70, 152, 400, 64, 4, False, True, "float16", fp8=True)
+            check_fp8_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 1), weight, seed=0)
         elif file.endswith("fp8"):
             weight = random_weight(np.random.default_rng(0), (40, 1, 1, 272), 64)
-            problem = int8.IntegerProduct(20, 40, 272, 64, 4, False, True, "float16", fp8=True)
-            check_fp8_product(landing, problem, int8.MmaConfig(16, 1, 4, 2, 1), weight, seed=0, arch=89)
+            problem = Int8Problem(20, 40, 272, 64, 4, False, True, "float16", fp8=True)
+            mma = GemmInt8MmaConfig(16, 1, 4, 2, 1)
+            check_fp8_product(landing, problem, GEMM_INT8_SM80, mma, weight, seed=0, arch=89)
         elif file == "int8/quantize_fp8.cu":
             check_fp8_quantization(landing, 1, 2064, 128, "float16", 8)
         elif file == "int8/gemv_int8.cu":
-            # Warps that come back for more, at an end of K within a chunk.
-            problem = int8.IntegerProduct(3, 20, 4400, 64, 4, True, True, "float16")
-            check_product(landing, problem, GemvInt8Config(4, 2), device.nominal(90), 64, seed=0)
+            # Warps that prefetch several times, and a K that ends within a chunk.
+            problem = Int8Problem(3, 20, 4400, 64, 4, True, True, "float16")
+            check_product(landing, problem, gemv_int8, GemvInt8Config(4, 2), a100, 64, seed=0)
         else:
-            # Of five tiles of K for two splits; a block of 96 belongs to both, one of 64 to one.
-            for block in (64, 96):
-                problem = int8.IntegerProduct(20, 150, 640, block, 4, True, True, "float16")
-                check_product(landing, problem, int8.MmaConfig(16, 1, 4, 3, 2), here, block, seed=0)
+            # Two splits of five stages: a block of 96 belongs to both, a block of 64 to one.
+            for block_size in (64, 96):
+                problem = Int8Problem(20, 150, 640, block_size, 4, True, True, "float16")
+                mma = GemmInt8MmaConfig(16, 1, 4, 3, 2)
+                check_product(landing, problem, GEMM_INT8_SM80, mma, a100, block_size, seed=0)
     except simt.Fault as fault:
         return fault.kind
     except AssertionError:
