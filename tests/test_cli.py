@@ -285,9 +285,7 @@ def test_info_of_the_shipped_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert total == "3 quantized layers: 1.43 MB, 0.270 of the 5.31 MB in fp16"
 
 
-def test_info_names_modules_that_differ_and_what_is_rounded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_names_modules_that_differ_and_what_is_rounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = {}
     for name, words in (("a", 8), ("b", 8), ("gate", 16)):
         tensors[f"{name}.weight"] = np.zeros((16, words), np.uint32)

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import llm, reference
-from cupy_awq.checkpoint import CheckpointError, Module
-from cupy_awq.checkpoint import gguf_file
+from cupy_awq.checkpoint import CheckpointError, Module, gguf_file
 from cupy_awq.llm import ModelFiles, ak48, gguf
 from cupy_awq.llm.build import build_model
 from cupy_awq.llm.numpy_ops import NumpyOps
