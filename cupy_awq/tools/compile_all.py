@@ -100,6 +100,8 @@ def run(archs: list[str]) -> int:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             binaries = pool.map(compiler.build, some)
         for kernel, binary in zip(some, binaries, strict=True):
+            if binary.path is None:
+                raise OSError(f"{cache.VARIABLE}: expected a folder that can be written, got {cache.folder()}")
             resources = binary.resources
             if resources is None:
                 raise RuntimeError(f"{kernel.entry}: the compiler reported no resources")
