@@ -34,6 +34,7 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
         CheckpointError: (a ValueError) the format is not supported, or the files are damaged or contradict each other.
         OSError: a file cannot be opened.
         TypeError: ``path`` is neither a str nor an os.PathLike.
+        ValueError: ``path`` is empty.
 
     >>> from cupy_awq.tools.demo import SMOLLM2_MLP
     >>> read(SMOLLM2_MLP)["model.layers.0.mlp.up_proj"].weight
@@ -41,6 +42,8 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")
+    if not os.fspath(path):
+        raise ValueError("path: expected a file or a folder, got an empty string")
     found = Path(path)
     if not found.is_dir() and _starts_with(found, gguf_file.MAGIC):
         return gguf.read(found)

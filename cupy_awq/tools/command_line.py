@@ -38,6 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0, 2 for a user's mistake, or the command's own."""
+    _replace_closed_streams()
     try:
         args = _parser().parse_args(arguments)
         code: int = args.run(args)
@@ -52,6 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"cupy_awq: error: {message}", file=sys.stderr)
         return 2
+
+
+def _replace_closed_streams() -> None:
+    """Open the null device for each standard stream that the shell has closed, as ``>&-`` does."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (open until the process ends)
 
 
 def _parser() -> argparse.ArgumentParser:
