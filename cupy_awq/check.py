@@ -100,8 +100,10 @@ def is_device_array(a: object) -> bool:
         return False
     if _is_cupy(a) or hasattr(a, "__cuda_array_interface__"):
         return True
-    dlpack_device = getattr(a, "__dlpack_device__", None)
-    return dlpack_device is not None and int(dlpack_device()[0]) in _DLPACK_CUDA
+    try:
+        return int(a.__dlpack_device__()[0]) in _DLPACK_CUDA  # type: ignore[attr-defined]
+    except Exception:  # not an array, or a foreign library, which may raise anything
+        return False
 
 
 def device_id(a: Any, name: str) -> int:
@@ -113,10 +115,16 @@ def device_id(a: Any, name: str) -> int:
     -1
     """
     if isinstance(a, np.ndarray):
+        if isinstance(a, (np.ma.MaskedArray, np.matrix)):  # operations ignore a mask, and a matrix has two axes always
+            raise TypeError(f"{name}: expected a plain NumPy array, got {type(a).__name__}")
         return HOST
     if _is_cupy(a):
         return int(a.data.device_id)  # faster than CuPy's __cuda_array_interface__, which builds a dictionary
-    hint = "; cupy.asarray or cupy.from_dlpack views it without a copy" if is_device_array(a) else ""
+    hint = ""
+    if is_device_array(a):
+        hint = "; cupy.asarray or cupy.from_dlpack views it without a copy"
+    elif hasattr(a, "__dlpack__"):
+        hint = "; numpy.from_dlpack views it without a copy"
     raise TypeError(f"{name}: expected a NumPy or CuPy array, got {type(a).__name__}{hint}")
 
 
