@@ -3,7 +3,7 @@
 //   sums[m, b] = sum of the block's codes
 // with scale = (max - min) / 255 and offset = max - 127 * scale, or scale = 1 and offset = max where that scale is 1e-5
 // or less; SYMMETRIC: scale = max|x| / 127 and no offset. Every operation is rounded to float32, none is fused. A block
-// that holds a NaN or an infinity has scale NaN and codes 0.
+// that holds a NaN or an infinity has scale NaN and codes 0. Where max - min overflows, scale = max / 255 - min / 255.
 //
 //   x        X [m, k], row stride ldx values
 //   codes    int8 [m, k]
@@ -132,11 +132,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
     high = reduce(high, [](float a, float b) { return fmaxf(a, b); }, shared_high);
     low = reduce(low, [](float a, float b) { return fminf(a, b); }, shared_low);
     step = __fdiv_rn(__fsub_rn(high, low), 255.0f);
+    if (step == infinity) step = __fsub_rn(__fdiv_rn(high, 255.0f), __fdiv_rn(low, 255.0f));  // finite high and low
     const bool is_wide = step > 1e-5f;
     origin = is_wide ? __fsub_rn(high, __fmul_rn(127.0f, step)) : high;
     if (!is_wide) step = 1.0f;
   }
-  const bool is_finite = largest < 0x7f800000u && step < infinity;
+  const bool is_finite = largest < 0x7f800000u;
   const bool has_codes = is_finite && step > 0.0f;
 
   // The product with the reciprocal is less than 1e-4 off the rounded quotient, and so has the same code unless it lies

@@ -44,6 +44,8 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
         raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")
     if not os.fspath(path):
         raise ValueError("path: expected a file or a folder, got an empty string")
+    if "\0" in str(path) or not _is_encodable(path):
+        raise ValueError(f"path: expected a name that the file system can hold, got {str(path)!a:.200}")
     found = Path(path)
     if not found.is_dir() and _starts_with(found, gguf_file.MAGIC):
         return gguf.read(found)
@@ -54,6 +56,14 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
     entry = config.read(found) if found.is_dir() else None
     arrays = tensors.read(found)
     return _contents(arrays, detect.detect(arrays, entry, group_size))
+
+
+def _is_encodable(path: str | os.PathLike[str]) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _contents(arrays: dict[str, Tensor], detected: Detected) -> Contents:
