@@ -27,7 +27,7 @@ _BLOCK = 1 << 18
 _LARGE_BLOCK = 1 << 21
 _FEW_ROWS = 8
 
-# As on a GPU, infinity and NaN are results, not warnings.
+# As on a GPU, overflow yields infinity or NaN without a warning.
 _quiet = np.errstate(over="ignore", invalid="ignore")
 
 
@@ -205,8 +205,8 @@ def _planes(words: Array) -> Array:
 @lru_cache(maxsize=16)
 def _orders(n: int) -> tuple[Array, Array]:
     """Return the permutations of N columns into plane order, and back into column order."""
-    columns = np.arange(n).reshape(n // 8, 2, 2, 2)  # word, a, b, d
-    planes = columns.transpose(2, 0, 3, 1).reshape(n)  # b, word, d, a
+    columns = np.arange(n).reshape(n // 8, 2, 2, 2)  # axes word, a, b, d
+    planes = columns.transpose(2, 0, 3, 1).reshape(n)  # axes b, word, d, a
     return planes, np.argsort(planes)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cupy_awq.checkpoint import config, detect, llm_awq, tensors, torch_file
+from cupy_awq.checkpoint import config, detect, gguf, gguf_file, llm_awq, tensors, torch_file
 from cupy_awq.checkpoint.contents import Contents, Summary, gather, summarize
 from cupy_awq.checkpoint.detect import Detected
 from cupy_awq.checkpoint.files import CheckpointError
@@ -42,6 +42,8 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")
     found = Path(path)
+    if not found.is_dir() and _starts_with(found, gguf_file.MAGIC):
+        return gguf.read(found)
     if not found.is_dir() and _starts_with(found, b"PK"):
         arrays = {name: Tensor(array, found) for name, array in torch_file.read(found).items()}
         layout = llm_awq.detect(found, arrays, group_size)

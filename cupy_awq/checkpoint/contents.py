@@ -7,10 +7,13 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from cupy_awq.checkpoint import experts
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.module import Format, ModuleSpec, Pending
+from cupy_awq.checkpoint.module import Array, Format, ModuleSpec, Pending
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
 RUN_TIME_SCALES = "act.scales"
@@ -35,16 +38,29 @@ class Contents(Mapping[str, Module | Tensor]):
     @property
     def specs(self) -> dict[str, ModuleSpec]:
         """The shapes and forms of the quantized modules, also of those that become dense."""
-        return {name: entry.spec for name, entry in self._entries.items() if isinstance(entry, Pending)}
+        pending = {name: entry.spec for name, entry in self._entries.items() if isinstance(entry, Pending)}
+        return {name: spec for name, spec in pending.items() if spec.bits < 16}
 
     def is_module(self, name: str) -> bool:
         """Return whether a name is that of a module that stays quantized."""
         entry = self._entries.get(name)
         return isinstance(entry, Pending) and not entry.is_dense
 
+    def dense_form(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Return shape and dtype of a tensor that is no module, without converting it."""
+        entry = self._entries[name]
+        if isinstance(entry, Pending):
+            return (entry.spec.n, entry.spec.k), entry.spec.dtype
+        return entry.array.shape, entry.array.dtype
+
     def __getitem__(self, name: str) -> Module | Tensor:
         entry = self._entries[name]
         return entry.convert() if isinstance(entry, Pending) else entry
+
+    def read(self, name: str) -> Module | Array:
+        """Return a module, or the array of any other tensor."""
+        item = self[name]
+        return item.array if isinstance(item, Tensor) else item
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

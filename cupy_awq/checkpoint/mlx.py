@@ -83,7 +83,8 @@ class Mlx:
         scales = parts.finite("scales", parts.array("scales", SCALES, "[N, K/G]", shape))
         biases = parts.finite("biases", parts.array("biases", (scales.dtype,), "[N, K/G]", shape))
         if bits != 4 or n % 8:
-            spec = ModuleSpec(k, n, group_size, "float", scales.dtype, bits=bits, rounding="dense, rounded once")
+            rounding = f"{bits}-bit codes to dense {scales.dtype}"
+            spec = ModuleSpec(k, n, group_size, "float", scales.dtype, bits=bits, rounding=rounding)
             return Pending(spec, partial(_convert_dense, parts, weight, scales, biases, k, bits), is_dense=True)
         bias = parts.bias(n)
         spec = ModuleSpec(k, n, group_size, "float", scales.dtype, bias_dtype=parts.bias_dtype())
