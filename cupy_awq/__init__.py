@@ -40,12 +40,18 @@ _MODULES = {
     "quantize_activations": "ops.quantized_linear",
     "unpack_int4": "packing",
 }
-"""The module of each public name. ``__init__.pyi`` says the same to type checkers."""
+"""The module of each public name; ``__init__.pyi`` declares the same names for type checkers."""
+
+_SUBMODULES = ("checkpoint", "llm", "packing", "reference")
+"""The public submodules, as attributes of the package."""
 
 __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name or submodule at its first use."""
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
@@ -54,4 +60,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    """Return the public names, whether imported yet or not."""
+    return sorted({*globals(), *_MODULES, *_SUBMODULES})

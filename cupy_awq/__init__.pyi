@@ -1,4 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+from cupy_awq import checkpoint as checkpoint
+from cupy_awq import llm as llm
+from cupy_awq import packing as packing
+from cupy_awq import reference as reference
 from cupy_awq.block_weight import BlockQuantizedWeight as BlockQuantizedWeight
 from cupy_awq.block_weight import from_mnn as from_mnn
 from cupy_awq.block_weight import from_packed as from_packed

@@ -13,6 +13,7 @@ from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Fusion
 from cupy_awq.kernels.repack import RECORD_COLUMNS
+from cupy_awq.ops import gemm_launch
 from cupy_awq.ops import plan as planning
 from cupy_awq.ops.repack import RepackedWeight, repack
 from cupy_awq.packing import namespace
@@ -22,39 +23,37 @@ from cupy_awq.weight import PackedWeight, check_packed
 if TYPE_CHECKING:
     from cupy_awq.block_weight import BlockQuantizedWeight
 
-MAX_PREPARED = 256
-"""Layouts of x and out whose launches a layer keeps ready; a pipeline meets a few, one for each number of rows."""
+MAX_LAUNCHES = 256
+"""The number of argument layouts whose launches a layer keeps ready; an application has about one per batch size."""
 
 
 class AwqLinear:
-    """y = activation(x @ W + bias) for a `PackedWeight`, on the device where the weight lies.
+    """A linear layer y = activation(x @ W + bias) over a `PackedWeight`, on the weight's device.
 
-    On a Hopper GPU the layer makes a second copy of the weight, in the order in which its tensor cores take it, and
-    can do with that one alone. There products of 33 and more rows may round each weight to x's dtype before they
-    multiply, as `dequantize` does.
+    ``layer(x, out=None, residual=None, dtype=None)`` returns activation(x @ W + bias) + residual: [..., N] of x's dtype
+    for x [..., K] in float16, bfloat16 or float32; N/2 columns with "swiglu". The arguments mean the same as in `gemm`.
+    A call whose arrays have the same layout as an earlier call's is launched without validation. Threads and streams
+    may share a layer.
 
-    ``layer(x, out=None, residual=None, dtype=None)`` takes x [..., K] in float16, bfloat16 or float32 and gives
-    activation(x @ W + bias) + residual, [..., N] of x's dtype; all as in `gemm`. A layout of x and out that was met
-    before is launched without further checks. Layers may be called from several threads and on several streams at once.
+    On a Hopper GPU the layer makes a copy of the weight in the repacked layout, which its fastest kernels read. There,
+    a GEMM of 33 or more rows may round each weight to x's dtype before it multiplies, as `dequantize` does.
 
     Args:
         weight: the weight [K, N], on the CPU or on a GPU.
-        bias: [N] float16, bfloat16 or float32, on the same device; or None.
-        activation: as in `gemm`: None, "relu", "relu6", (low, high), "silu", "gelu" or "swiglu".
-        x_dtype: "int8" to multiply integers (W4A8): each group of a row of x is quantized to 127 steps on either
-            side at every call, which changes an element of y by at most the sum over groups of max|x| / 254 times the
-            sum of |W|; see `cupy_awq.linear_int8`. Such a layer takes the activations None, "relu", "relu6" and
-            (low, high), and no residual. "fp8" to multiply floats of 8 bits (e4m3) in the same way: each element of x
-            is rounded to 4 bits of significand, which changes an element of y by at most the sum over K of |x| |W| / 17
-            and more where x is less than 1/28672 of its row's largest; see `cupy_awq.linear_fp8`, also for the
-            GPUs that have it. By default x is multiplied as it is.
-        keep_weight: False to let go of ``weight`` where the layer has a copy of its own: it then takes half the memory,
-            and only x of float16 or bfloat16. It cannot be copied, pickled or be a part of `concatenate`. A layer with
-            ``x_dtype`` keeps its weight.
+        bias: [N] float16, bfloat16 or float32 on the weight's device, or None.
+        activation: None, "relu", "relu6", (low, high), "silu", "gelu" or "swiglu", as in `gemm`.
+        x_dtype: None to multiply x as it is, or the dtype to which each call quantizes x, for 8-bit tensor cores.
+            With "int8" (W4A8), each group of a row of x has one scale, and an element of y changes by at most the sum
+            over the groups of max|x| / 254 * sum|W|; see `linear_int8`. With "fp8" (e4m3), each row of x has one scale,
+            and an element of y changes by at most the sum over K of |x| |W| / 17, and by more where |x| is below
+            1/28672 of its row's maximum; see `linear_fp8`, also for the GPUs that support it. Such a layer supports
+            the activations None, "relu", "relu6" and (low, high), and no residual.
+        keep_weight: False to free the AWQ tensors once they are repacked, which halves the layer's memory. The layer
+            then takes float16 and bfloat16 x only, and cannot be copied, pickled or concatenated. A layer that makes no
+            repacked copy, or has an ``x_dtype``, keeps its weight.
 
     Raises:
-        TypeError, ValueError: a bias or an activation that does not fit the weight, or at a call an x, out or residual;
-            the message names it.
+        TypeError, ValueError: an argument does not fit the weight; at a call, x, out, residual or dtype.
 
     >>> import numpy as np
     >>> import cupy_awq
@@ -67,9 +66,9 @@ class AwqLinear:
     __slots__ = (
         "_activation",
         "_bias",
-        "_fixed",
+        "_launches",
         "_operand",
-        "_prepared",
+        "_pointers",
         "_quantized",
         "_splits",
         "_weight",
@@ -88,24 +87,25 @@ class AwqLinear:
     ) -> None:
         check_packed(weight)
         (bias,) = arrays.views(bias=bias)
-        facts = weight.spec
+        spec = weight.spec
         if bias is not None:
-            check.bias(bias, facts.n, None, facts.device)
+            check.bias(bias, spec.n, None, spec.device)
         form = check.activation(activation)
-        self._splits: tuple[int, ...] = (check.out_features(facts.n, form),)
+        self._splits: tuple[int, ...] = (check.out_features(spec.n, form),)
         self._weight = weight
         self._bias = bias
         self._activation = activation
-        self._prepared: dict[Any, planning.Prepared] = {}
+        self._launches: dict[Any, gemm_launch.GemmLaunch] = {}
         if x_dtype not in (None, "int8", "fp8"):
             raise ValueError(f"x_dtype: expected None, 'int8' or 'fp8', got {x_dtype!r}")
         self._x_dtype = x_dtype
         self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype is None else weight
-        whole_records = not form.gated or facts.n % (2 * RECORD_COLUMNS) == 0
-        if not keep_weight and isinstance(self._operand, RepackedWeight) and whole_records:
+        # Kernels of the repacked layout need gate and up in whole weight tiles; others need the AWQ tensors.
+        has_whole_tiles = not form.gated or spec.n % (2 * RECORD_COLUMNS) == 0
+        if not keep_weight and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
             self._weight = self._operand = self._operand.alone()
-        self._fixed = planning.weight_addresses(self._operand, bias) if facts.device != check.HOST else ()
+        self._pointers = gemm_launch.weight_pointers(self._operand, bias) if spec.device != check.HOST else ()
 
     @classmethod
     def concatenate(
@@ -117,14 +117,19 @@ class AwqLinear:
         x_dtype: str | None = None,
         keep_weight: bool = True,
     ) -> AwqLinear:
-        """One layer that does the work of several which share x: the query, key and value of an attention, say.
+        """Return one layer for several that share x, such as the query, key and value projections of attention.
 
-        Its weight is a copy with the columns of all parts, its bias holds theirs (zeros for a part that has none), and
-        `split` takes y apart. [gate, up] with ``activation="swiglu"`` is a gated layer.
+        Its weight is a copy of the parts' columns side by side, and its bias that of theirs, with zeros for a part
+        without one. `split` divides y among the parts. [gate, up] with ``activation="swiglu"`` makes a gated layer.
+
+        Args:
+            parts: layers without an activation and x_dtype, or weights, equal in K, group size, dtype, form of zero
+                points and device.
+            activation, x_dtype, keep_weight: the new layer's, as in `AwqLinear`.
 
         Raises:
-            TypeError, ValueError: no parts; parts that differ in K, group size, dtype, form of zeros or device; parts
-                with an activation or x_dtype of their own; a layer that has let go of its weight.
+            TypeError: a part is neither a layer nor a weight.
+            ValueError: no parts, parts that differ, or a layer whose weight is freed (``keep_weight=False``).
 
         >>> import numpy as np
         >>> import cupy_awq
@@ -166,7 +171,7 @@ class AwqLinear:
 
     @property
     def weight(self) -> PackedWeight:
-        """Raises ValueError if the layer has let go of it."""
+        """The weight [K, N]. Raises ValueError if it is freed (``keep_weight=False``)."""
         if isinstance(self._weight, RepackedWeight):
             raise ValueError(
                 "weight: expected a layer with keep_weight=True, got one with keep_weight=False, whose weight is freed"
@@ -175,37 +180,45 @@ class AwqLinear:
 
     @property
     def bias(self) -> Array | None:
+        """The bias [N], or None."""
         return self._bias
 
     @property
     def activation(self) -> Any:
-        """As it was given."""
+        """The activation as it was passed: a name, (low, high) or None."""
         return self._activation
 
     @property
     def x_dtype(self) -> str | None:
-        """What x is quantized to, "int8" or "fp8", or None."""
+        """The dtype to which each call quantizes x, "int8" or "fp8", or None."""
         return self._x_dtype
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(K, N) of the weight; a gated layer's y has N/2 columns."""
+        """The shape (K, N) of the weight; y of a gated layer has N/2 columns."""
         return self._weight.shape
 
     @property
     def group_size(self) -> int:
-        """Rows of W that share a scale."""
+        """The number of rows of W that share a scale."""
         return self._weight.group_size
 
     @property
     def splits(self) -> tuple[int, ...]:
-        """Columns of y that belong to each part of a concatenated layer; one number for any other layer."""
+        """The number of columns of y for each part of a concatenated layer; one number for any other layer."""
         return self._splits
 
     def split(self, y: Array, /) -> list[Array]:
-        """The parts of a result [..., N], as views.
+        """Return the columns of y [..., N] that belong to each part, as views.
 
-        Raises ValueError if y does not have the columns of a result.
+        Raises:
+            ValueError: y has another number of columns than `splits` adds up to.
+
+        >>> import numpy as np
+        >>> import cupy_awq
+        >>> weights = [cupy_awq.quantize(np.eye(32, n, dtype=np.float32), group_size=16) for n in (16, 8)]
+        >>> [y.shape for y in AwqLinear.concatenate(weights).split(np.zeros((2, 24)))]
+        [(2, 16), (2, 8)]
         """
         if y.shape[-1] != sum(self._splits):
             raise ValueError(f"y: expected [..., {sum(self._splits)}], got {check.describe(y)}")
@@ -217,26 +230,27 @@ class AwqLinear:
     ) -> Array:
         if self._quantized is not None:
             return self._multiply_quantized(self._quantized, x, out, residual, dtype)
-        # Layouts hold all that checks and the choice of a kernel depend on: what was met needs neither.
+        # Validation and kernel selection depend on the layouts alone, so a layout seen before needs neither.
         key: Any
         try:
-            key = arrays.layout(x), arrays.layout(out), arrays.layout(residual), dtype
-            prepared = self._prepared.get(key)
-        except (AttributeError, ValueError, TypeError):  # arrays of other libraries, or a dtype that is none
-            key = prepared = None
-        if prepared is not None:
-            y = prepared.run(x, residual, out, self._fixed)
+            key = arrays.layout_key(x), arrays.layout_key(out), arrays.layout_key(residual), dtype
+            launch = self._launches.get(key)
+        except (AttributeError, ValueError, TypeError):  # not CuPy arrays, or an unhashable dtype
+            key = launch = None
+        if launch is not None:
+            y = launch.run(x, residual, out, self._pointers)
             if y is not None:
                 return y
         options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
-        y, prepared = planning.multiply(x, self._operand, **options)
-        if prepared is not None and key is not None:
-            planning.remember(self._prepared, key, prepared, MAX_PREPARED)
+        y, launch = gemm_launch.run_gemm(x, self._operand, **options)
+        if launch is not None and key is not None:
+            gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
         return y
 
     def _multiply_quantized(
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
     ) -> Array:
+        """Return y of a layer with an ``x_dtype``: quantize x and multiply."""
         from cupy_awq.ops.quantized_linear import linear_fp8, linear_int8
 
         for name, value in (("residual", residual), ("dtype", dtype)):
@@ -244,14 +258,14 @@ class AwqLinear:
                 got = type(value).__name__ if name == "residual" else repr(value)
                 raise ValueError(f"{name}: expected None for a layer with x_dtype={self._x_dtype!r}, got {got}")
         x, out = arrays.views(x=x, out=out)
-        facts = self._weight.spec
-        check.x(x, facts.k, device=facts.device)
-        shape = *x.shape[:-1], facts.n
+        spec = self._weight.spec
+        check.x(x, spec.k, device=spec.device)
+        shape = *x.shape[:-1], spec.n
         if out is not None:
-            check.out(out, shape, x.dtype, facts.device)
+            check.out(out, shape, x.dtype, spec.device)
         in_place = out is not None and out.flags.c_contiguous
-        target = out.reshape(-1, facts.n) if in_place else None
-        rows = x.reshape(-1, facts.k)
+        target = out.reshape(-1, spec.n) if in_place else None
+        rows = x.reshape(-1, spec.k)
         linear = linear_int8 if self._x_dtype == "int8" else linear_fp8
         y = linear(rows, weight, bias=self._bias, activation=self._activation, out=target).reshape(shape)
         if out is None:
@@ -269,7 +283,12 @@ class AwqLinear:
         out: Array | tuple[int, ...] | None = None,
         dtype: Any = None,
     ) -> planning.Plan:
-        """A `Plan` of this layer's product, with a workspace of its own; arguments and errors as in `cupy_awq.plan`.
+        """Return a `Plan` of this layer with a workspace of its own, for arrays of fixed layouts.
+
+        The arguments and errors are those of `cupy_awq.plan`.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit the weight, or the layer has an ``x_dtype``.
 
         >>> import numpy as np
         >>> import cupy_awq
@@ -306,7 +325,17 @@ class AwqLinear:
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
-        """The name of the kernel that makes ``m`` rows of contiguous x; "numpy" on the CPU."""
+        """Return the name of the kernel for ``m`` rows of contiguous x; "numpy" on the CPU.
+
+        Args:
+            m: the rows of x.
+            dtype: the dtype of x.
+
+        >>> import numpy as np
+        >>> import cupy_awq
+        >>> AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16)).kernel_for(8)
+        'numpy'
+        """
         index = self._weight.spec.device
         if index == check.HOST:
             return "numpy"
@@ -314,7 +343,7 @@ class AwqLinear:
             return f"gemm_{self._x_dtype}"
         element, form = check.float_dtype(dtype), check.activation(self._activation)
         bias_dtype = None if self._bias is None else self._bias.dtype.name
-        problem = planning.problem_of(self._operand, form, m, element, bias_dtype=bias_dtype)
+        problem = gemm_launch.gemm_problem(self._operand, form, m, element, bias_dtype=bias_dtype)
         return select.choose(problem, device.of(index)).name
 
     def __repr__(self) -> str:
@@ -329,15 +358,15 @@ class AwqLinear:
 def _restored(
     weight: PackedWeight, bias: Array | None, activation: Any, x_dtype: str | None, splits: tuple[int, ...]
 ) -> AwqLinear:
-    """A copied or unpickled layer; what it has prepared belongs to a device and a process."""
+    """Return a copied or unpickled layer. Its launches are not copied: they belong to a process and a device."""
     layer = AwqLinear(weight, bias=bias, activation=activation, x_dtype=x_dtype)
     layer._splits = splits
     return layer
 
 
 def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
-    """The weight for `linear_int8` or `linear_fp8`, which must know the activation."""
-    from cupy_awq.block_weight import from_packed  # imported late, because few programs need it
+    """Return the weight for `linear_int8` or `linear_fp8`, which must support the activation."""
+    from cupy_awq.block_weight import from_packed
     from cupy_awq.ops.quantized_linear import check_layer
 
     block_weight = from_packed(weight)
@@ -346,12 +375,12 @@ def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> Block
 
 
 def _joined(arrays: Sequence[Array]) -> Array:
-    """Arrays side by side."""
+    """Return arrays side by side."""
     return namespace(arrays[0]).concatenate(arrays, axis=-1)
 
 
 def _joined_bias(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> Array | None:
-    """The bias of all columns: of the type that all biases have, else float32, which holds each of them."""
+    """Return the biases side by side: in their common dtype, else in float32, which holds every value of each."""
     types = {bias.dtype for bias in biases if bias is not None}
     if not types:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders of codes inside 32-bit words: AWQ's INT4, and the INT8 order of the byte-permute conversion."""
+"""Packing of small integers into 32-bit words: AWQ's INT4 order, and the INT8 order of the byte-permute conversion."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from cupy_awq import check
 from cupy_awq.check import Array
 
 PACK_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Nibble p of a word (bits 4p..4p+3) holds column PACK_ORDER[p] of its eight."""
+"""The column, of a word's eight, in each nibble p (bits 4p..4p+3)."""
 
 UNPACK_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Column i of a word's eight is in nibble UNPACK_ORDER[i]; the inverse of PACK_ORDER."""
+"""The nibble of each of a word's eight columns: the inverse of `PACK_ORDER`."""
 
 INT8_ORDER = (0, 2, 1, 3)
-"""Byte b of a word holds element INT8_ORDER[b] of its four; its own inverse."""
+"""The element, of a word's four, in each byte; the permutation is its own inverse."""
 
 
 def namespace(a: Array) -> Any:
-    """The module of an array's library, NumPy or CuPy; CuPy is never imported for it.
+    """Return the module of an array's library, NumPy or CuPy, without importing CuPy.
 
     >>> namespace(np.zeros(3)).__name__
     'numpy'
@@ -31,11 +31,14 @@ def namespace(a: Array) -> Any:
 
 
 def pack_int4(codes: Array, /) -> Array:
-    """Codes [..., N] uint8, each 0..15, as words [..., N/8] int32 in AWQ order.
+    """Pack codes [..., N] uint8, each from 0 to 15, into words [..., N/8] int32 in AWQ order.
+
+    Args:
+        codes: a NumPy or CuPy array; N divisible by 8.
 
     Raises:
-        TypeError: codes is not an array of uint8.
-        ValueError: N is not a multiple of 8, or a code is above 15.
+        TypeError: codes is not a uint8 array.
+        ValueError: N is not divisible by 8, or a code exceeds 15.
 
     >>> [hex(word) for word in pack_int4(np.arange(8, dtype=np.uint8))]
     ['0x75316420']
@@ -50,10 +53,14 @@ def pack_int4(codes: Array, /) -> Array:
 
 
 def unpack_int4(words: Array, /) -> Array:
-    """Words [..., N/8] int32 in AWQ order as codes [..., N] uint8: the inverse of `pack_int4`.
+    """Unpack words [..., N/8] int32 in AWQ order into codes [..., N] uint8: the inverse of `pack_int4`.
+
+    Args:
+        words: a NumPy or CuPy array.
 
     Raises:
-        TypeError: words is not an array of int32.
+        TypeError: words is not an int32 array.
+        ValueError: words has no axis.
 
     >>> unpack_int4(np.array([0x75316420], np.int32))
     array([0, 1, 2, 3, 4, 5, 6, 7], dtype=uint8)
@@ -61,18 +68,21 @@ def unpack_int4(words: Array, /) -> Array:
     check.packable(words, "words", check.INT32, 1)
     codes = namespace(words).empty((*words.shape, 8), np.uint8)
     for column, nibble in enumerate(UNPACK_ORDER):
-        codes[..., column] = (words >> np.int32(4 * nibble)) & np.int32(15)  # the mask undoes the sign extension
+        codes[..., column] = (words >> np.int32(4 * nibble)) & np.int32(15)  # the mask removes the sign bits
     return codes.reshape(*words.shape[:-1], 8 * words.shape[-1])
 
 
 def pack_int8(values: Array, /) -> Array:
-    """Values [..., N] int8 as words [..., N/4] int32: each byte is value + 128, elements in the order 0, 2, 1, 3.
+    """Pack values [..., N] int8 into words [..., N/4] int32: bytes of value + 128, elements in the order 0, 2, 1, 3.
 
-    A byte permute against 0x64 bytes then makes two float16 at a time, each 1024 + byte.
+    A byte permute of a word with 0x64 bytes yields two float16 numbers 1024 + byte at a time.
+
+    Args:
+        values: a NumPy or CuPy array; N divisible by 4.
 
     Raises:
-        TypeError: values is not an array of int8.
-        ValueError: N is not a multiple of 4.
+        TypeError: values is not an int8 array.
+        ValueError: N is not divisible by 4.
 
     >>> hex(pack_int8(np.array([-128, -1, 0, 127], np.int8)).view(np.uint32)[0])
     '0xff7f8000'
@@ -80,16 +90,20 @@ def pack_int8(values: Array, /) -> Array:
     check.packable(values, "values", check.INT8, 4)
     words = namespace(values).zeros((*values.shape[:-1], values.shape[-1] // 4), np.uint32)
     for byte, element in enumerate(INT8_ORDER):
-        biased = values[..., element::4].view(np.uint8) ^ np.uint8(128)  # + 128 modulo 256
+        biased = values[..., element::4].view(np.uint8) ^ np.uint8(128)  # adds 128 modulo 256
         words |= biased.astype(np.uint32) << np.uint32(8 * byte)
     return words.view(np.int32)
 
 
 def unpack_int8(words: Array, /) -> Array:
-    """Words [..., N/4] int32 as values [..., N] int8: the inverse of `pack_int8`.
+    """Unpack words [..., N/4] int32 into values [..., N] int8: the inverse of `pack_int8`.
+
+    Args:
+        words: a NumPy or CuPy array.
 
     Raises:
-        TypeError: words is not an array of int32.
+        TypeError: words is not an int32 array.
+        ValueError: words has no axis.
 
     >>> unpack_int8(np.array([-8421376], np.int32))  # 0xff7f8000
     array([-128,   -1,    0,  127], dtype=int8)

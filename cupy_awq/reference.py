@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NumPy semantics of every public operation: the definition of correct, and the way of machines with no GPU.
+"""The NumPy implementation of the operations: the reference for all kernels, and the path without a GPU.
 
-A word's nibbles are unpacked as two planes, all low nibbles of its bytes and then all high ones: two contiguous passes
-of byte arithmetic, where the order of columns would take eight strided ones. Column i = 4a + 2b + d (bits a, b, d) of a
-word is nibble UNPACK_ORDER[i] = 4d + 2a + b, that is plane b of byte 2d + a, so planes and columns differ by a
-transposition of the axes (word, a, b, d), which only scales and results go through.
+Codes are unpacked in plane order, not in column order: first the low nibbles of all bytes of a row, then the high ones.
+That takes two contiguous passes of byte arithmetic, while column order takes eight strided ones. Column i = 4a + 2b + d
+of a word (bits a, b, d) is nibble UNPACK_ORDER[i] = 4d + 2a + b, which is plane b of byte 2d + a. So the two orders
+differ by a transposition of the axes (word, a, b, d), which is applied to the scales, zero points and results only.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from cupy_awq.packing import unpack_int4, unpack_int8
 
 Array = npt.NDArray[Any]
 
-# Weights that one block dequantizes: a block in a core's own cache for a few rows of x, large matrix products for many.
+# The number of weights that are dequantized at a time. For up to _FEW_ROWS rows of x a block fits a core's cache; for
+# more rows, larger matrix products pay off.
 _BLOCK = 1 << 18
 _LARGE_BLOCK = 1 << 21
 _FEW_ROWS = 8
 
-# Inf and NaN are answers here, as they are on a GPU, not accidents to warn of.
+# As on a GPU, overflow yields infinity or NaN without a warning.
 _quiet = np.errstate(over="ignore", invalid="ignore")
 
 
@@ -34,15 +35,15 @@ _quiet = np.errstate(over="ignore", invalid="ignore")
 def dequantize(
     qweight: Array, scales: Array, qzeros: Array | None, /, *, dtype: Any = None, out: Array | None = None
 ) -> Array:
-    """W [K, N], where W[k, n] = (q[k, n] - z[g, n]) * s[g, n], rounded once to `dtype`.
+    """Return W [K, N], W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size, rounded once to `dtype`.
 
     Args:
-        qweight, scales, qzeros: as in `PackedWeight`; with float offsets o, W = q*s + o, rounded once.
-        dtype: float16, bfloat16 or float32; by default that of the scales.
-        out: [K, N] array of `dtype` to fill and return.
+        qweight, scales, qzeros: NumPy arrays as in `PackedWeight`; with float offsets o, W = q * s + o.
+        dtype: float16, bfloat16 or float32; None for the scales' dtype.
+        out: an array [K, N] of `dtype` to fill and return, or None.
 
     Raises:
-        TypeError, ValueError: as `PackedWeight`; or a dtype or an `out` that does not fit.
+        TypeError, ValueError: an invalid weight, as in `PackedWeight`; another dtype, or another shape or dtype of out.
 
     >>> qweight = np.array([[0x75316420], [-1]], np.int32)  # codes 0..7, and 15 in each column
     >>> dequantize(qweight, np.full((1, 8), 0.5, np.float16), None)
@@ -55,7 +56,7 @@ def dequantize(
         out = np.empty((spec.k, spec.n), to)
     else:
         check.out(out, (spec.k, spec.n), to, check.HOST)
-    # An offset's sum is exact in float64 and not in float32, whose rounding would come on top of that of `dtype`.
+    # q * s + o is exact in float64; in float32 it would be rounded once more before the rounding to `dtype`.
     exact = np.float64 if spec.zeros == "float" and to != check.FLOAT32 else np.float32
     _, columns = _orders(spec.n)
     for rows, block in _blocks(qweight, scales, qzeros, spec, _BLOCK, exact):
@@ -77,29 +78,30 @@ def matmul(
     out: Array | None = None,
     dtype: Any = None,
 ) -> Array:
-    """y = activation(x @ W + bias) + residual, with W in float32 (code times scale is exact there), rounded once.
+    """Return y = activation(x @ W + bias) + residual, rounded once to x's dtype.
 
-    Sums, bias, activation and residual are float32. The activations:
+    W, the accumulators and the epilogue are float32; (q - z) * s is exact there. The activations of a value v:
 
-        "relu"       max(v, 0); "relu6", and (low, high) in general, clamp to both sides; a NaN stays
+        "relu"       max(v, 0); "relu6" clamps to 0 and 6, and (low, high) to its limits; NaN stays NaN
         "silu"       v / (1 + exp(-v))
         "gelu"       v/2 * (1 + tanh(sqrt(2/pi) * (v + 0.044715 * v**3)))
-        "swiglu"     silu(gate) * up, where W = [gate | up], half of the columns (and of bias) each
+        "swiglu"     silu(gate) * up, where the first half of the columns of x @ W + bias is gate, the second half up
 
     Args:
-        x: [..., K] float16, bfloat16 or float32, any strides; or bfloat16 as uint16 bits, with `dtype=bfloat16`.
-        qweight, scales, qzeros: as in `PackedWeight`.
-        bias: [N], any of the types of x.
+        x: [..., K] float16, bfloat16 or float32, any strides; or uint16 that holds the bits of bfloat16, with
+            `dtype=bfloat16`.
+        qweight, scales, qzeros: NumPy arrays as in `PackedWeight`.
+        bias: [N] float16, bfloat16 or float32, or None.
         activation: None, one of these names, or (low, high).
-        residual: like y, any strides.
-        out: like y, to fill and return.
-        dtype: the element type of x, where its bits alone do not tell.
+        residual: an array of y's shape and dtype, any strides, or None.
+        out: an array of y's shape and dtype to fill and return, any strides, or None.
+        dtype: bfloat16 for a uint16 x; else None or x's dtype.
 
     Returns:
-        [..., N], for "swiglu" [..., N/2], of x's dtype.
+        y [..., N] of x's dtype; [..., N/2] for "swiglu".
 
     Raises:
-        TypeError, ValueError: as `PackedWeight`; or another argument that does not fit.
+        TypeError, ValueError: an invalid weight, as in `PackedWeight`, or another argument that does not fit it.
 
     >>> qweight = np.array([[0x75316420], [-1]], np.int32)
     >>> matmul(np.array([1, 2], np.float16), qweight, np.full((1, 8), 0.5, np.float16), None, activation=(3.5, 5))
@@ -121,30 +123,18 @@ def matmul(
     y = total.take(_orders(spec.n)[1], axis=1)
     if bias is not None and bias_dtype is not None:
         y += bias.view(bias_dtype)
-    y = _activated(y, form).reshape(shape)
+    y = form(y).reshape(shape)
     if residual is not None:
         y += residual.view(element)
     out.view(element)[...] = _round(y, element)
     return out
 
 
-def _activated(v: Any, form: check.Activation) -> Any:
-    """The epilogue's activation of float32 values [M, N]."""
-    if form.gated:
-        half = v.shape[1] // 2
-        return _activated(v[:, :half], form._replace(gated=False)) * v[:, half:]
-    if form.kind == "clamp":
-        return np.clip(v, np.float32(form.limits[0]), np.float32(form.limits[1]))
-    if form.kind == "silu":
-        return v / (np.float32(1) + np.exp(-v))
-    if form.kind == "gelu":
-        inner = np.float32(0.7978845608028654) * (v + np.float32(0.044715) * v * v * v)
-        return np.float32(0.5) * v * (np.float32(1) + np.tanh(inner))
-    return v
-
-
 def dequantize_s4_to_fp16x2(words: Array, /) -> Array:
-    """The codes 0..15 of words [..., N/8] int32 in AWQ order as float16 [..., N], in the order of columns.
+    """Unpack words [..., N/8] int32 in AWQ order into their codes, 0 to 15, as float16 [..., N].
+
+    Raises:
+        TypeError, ValueError: words is not an int32 array, or has no axis.
 
     >>> dequantize_s4_to_fp16x2(np.array([0x75316420], np.int32))
     array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float16)
@@ -154,7 +144,10 @@ def dequantize_s4_to_fp16x2(words: Array, /) -> Array:
 
 
 def int8_to_fp16(words: Array, /) -> Array:
-    """The int8 values of words [..., N/4] int32, packed as `pack_int8` does, as float16 [..., N].
+    """Unpack words [..., N/4] int32 of `cupy_awq.packing.pack_int8` into their int8 values as float16 [..., N].
+
+    Raises:
+        TypeError, ValueError: words is not an int32 array, or has no axis.
 
     >>> int8_to_fp16(np.array([-8421376], np.int32))  # 0xff7f8000
     array([-128.,   -1.,    0.,  127.], dtype=float16)
@@ -171,7 +164,7 @@ def _blocks(
     size: int,
     exact: type[np.floating[Any]],
 ) -> Iterator[tuple[slice, Array]]:
-    """(rows, W[rows] in the order of planes) for runs of rows: whole groups or a part of one, about `size` weights."""
+    """Yield (rows, W[rows] in plane order) for slices of rows: whole groups or a part of one, about `size` weights."""
     k, n, group_size = spec.k, spec.n, spec.group_size
     groups = k // group_size
     words = qweight.reshape(groups, group_size, n // 8)
@@ -201,7 +194,7 @@ def _blocks(
 
 
 def _planes(words: Array) -> Array:
-    """Codes of words [..., N/8], in the order of planes: int8 [..., N]. A word's bytes are little-endian."""
+    """Return the codes of little-endian words [..., N/8] in plane order: int8 [..., N]."""
     data = words.view(np.uint8)
     codes = np.empty((*words.shape[:-1], 2, data.shape[-1]), np.uint8)
     np.bitwise_and(data, 15, out=codes[..., 0, :])
@@ -211,17 +204,17 @@ def _planes(words: Array) -> Array:
 
 @lru_cache(maxsize=16)
 def _orders(n: int) -> tuple[Array, Array]:
-    """(the column at each place of the planes, the place of each column) for N columns."""
-    columns = np.arange(n).reshape(n // 8, 2, 2, 2)  # word, a, b, d
-    planes = columns.transpose(2, 0, 3, 1).reshape(n)  # b, word, d, a
+    """Return the permutations of N columns into plane order, and back into column order."""
+    columns = np.arange(n).reshape(n // 8, 2, 2, 2)  # axes word, a, b, d
+    planes = columns.transpose(2, 0, 3, 1).reshape(n)  # axes b, word, d, a
     return planes, np.argsort(planes)
 
 
 def _round(a: Array, dtype: np.dtype[Any]) -> Array:
-    """`a` in `dtype`, rounded once to nearest, ties to even."""
+    """Return `a` in `dtype`, rounded once to nearest, ties to even."""
     if a.dtype == np.float64 and dtype == check.BFLOAT16:
-        # ml_dtypes goes through float32, and rounding there first could make a tie of what is none. So truncate to
-        # float32, and keep "there was more" as its last bit: round to odd, which bfloat16's rounding then respects.
+        # ml_dtypes converts through float32, and rounding twice to nearest can create a tie. So round to odd first:
+        # truncate to float32, and set the last bit if the result is inexact. Rounding that to bfloat16 is correct.
         short = a.astype(np.float32)
         bits = short.view(np.uint32)
         away = np.abs(short) > np.abs(a)

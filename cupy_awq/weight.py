@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The canonical layout of a quantized weight."""
+"""`PackedWeight`: a quantized weight in the AWQ layout."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ from typing import Any
 import numpy as np
 
 from cupy_awq import check
-from cupy_awq.check import Array
+from cupy_awq.check import Array, StridedArray
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, init=False)
 class PackedWeight:
-    """A weight W [K, N] as 4-bit codes, in AutoAWQ's "gemm" layout: the one form that the package computes with.
+    """A weight W [K, N] as 4-bit codes with scales and zero points, in AutoAWQ's "gemm" layout.
 
         W[k, n] = (q[k, n] - z[g, n]) * s[g, n],  g = k // group_size
 
-    Args:
-        qweight: [K, N/8] int32. Bits 4p..4p+3 of word c hold the code, 0..15, of column 8c + PACK_ORDER[p], with
-            `cupy_awq.packing.PACK_ORDER` = (0, 2, 4, 6, 1, 3, 5, 7).
-        scales: [K/G, N] float16 or bfloat16; the group size G is K divided by its rows.
-        qzeros: [K/G, N/8] int32, zero points packed as the codes are; or None, where every zero point is 8; or
-            [K/G, N] offsets o of the scales' dtype, for W = q*s + o.
+    ``x @ weight`` is `gemm`. The arrays are NumPy or CuPy arrays and are not copied, so they may be slices of larger
+    tensors; only their last axis must be contiguous.
 
-    The arrays, NumPy or CuPy, are kept as they are, without copying: slices of rows or of columns of larger tensors are
-    welcome, only the last axis must be contiguous. `x @ weight` is `gemm`.
+    Args:
+        qweight: [K, N/8] int32. Bits 4p..4p+3 of word c are the code, 0 to 15, of column 8c + PACK_ORDER[p], where
+            `cupy_awq.packing.PACK_ORDER` is (0, 2, 4, 6, 1, 3, 5, 7).
+        scales: [K/G, N] float16 or bfloat16; the group size G is K divided by the number of rows.
+        qzeros: [K/G, N/8] int32 zero points, packed like the codes; None if every zero point is 8; or [K/G, N] offsets
+            o of the scales' dtype, for W = q * s + o.
+
+    Attributes:
+        qweight, scales, qzeros: the arrays.
+        spec: their shape, dtype and device.
 
     Raises:
-        TypeError: not arrays of one device, or another dtype.
-        ValueError: shapes that do not fit each other, or a last axis that is not contiguous.
+        TypeError: the arguments are not arrays of one device, or have another dtype.
+        ValueError: shapes contradict each other, or a last axis is not contiguous.
 
     >>> weight = PackedWeight(np.zeros((64, 2), np.int32), np.ones((4, 16), np.float16), None)
     >>> weight
@@ -44,36 +48,36 @@ class PackedWeight:
     qzeros: Array | None
     spec: check.WeightSpec
 
-    __array_ufunc__ = None  # NumPy and CuPy then leave `x @ weight` to __rmatmul__
+    __array_ufunc__ = None  # makes NumPy and CuPy defer `x @ weight` to __rmatmul__
 
-    def __init__(self, qweight: Array, scales: Array, qzeros: Array | None, /) -> None:
-        facts = check.weight(qweight, scales, qzeros)
-        for name, value in (("qweight", qweight), ("scales", scales), ("qzeros", qzeros), ("spec", facts)):
+    def __init__(self, qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | None, /) -> None:
+        spec = check.weight(qweight, scales, qzeros)
+        for name, value in (("qweight", qweight), ("scales", scales), ("qzeros", qzeros), ("spec", spec)):
             object.__setattr__(self, name, value)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(K, N)."""
+        """The shape (K, N)."""
         return self.spec.k, self.spec.n
 
     @property
     def group_size(self) -> int:
-        """Rows of W that share a scale."""
+        """The number of rows of W that share a scale."""
         return self.spec.group_size
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the scales: float16 or bfloat16."""
+        """The dtype of the scales, float16 or bfloat16."""
         return self.spec.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zeros."""
+        """The bytes of codes, scales and zero points."""
         zeros = 0 if self.qzeros is None else self.qzeros.nbytes
         return int(self.qweight.nbytes + self.scales.nbytes + zeros)
 
     def __rmatmul__(self, x: Array) -> Array:
-        import cupy_awq  # the package imports `gemm`, from a layer above this one, when it is called
+        import cupy_awq  # resolves `gemm`, which is in a higher layer, at the call
 
         return cupy_awq.gemm(x, self.qweight, self.scales, self.qzeros)
 
@@ -86,6 +90,6 @@ class PackedWeight:
 
 
 def check_packed(weight: object) -> None:
-    """TypeError for an argument ``weight`` that is no `PackedWeight`."""
+    """Raise TypeError unless the argument ``weight`` is a `PackedWeight`."""
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight: expected a PackedWeight, got {type(weight).__name__}")

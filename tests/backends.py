@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a kernel test runs a launch plan: on the simulator, or on the GPU with the marker ``gpu``."""
+"""The back ends of kernel tests: the simulator, and the GPU under the marker ``gpu``."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Run = Callable[[LaunchPlan, Buffers], None]
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 HOPPER = pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.sm90])
 BACKENDS = ("latest", GPU)
-"""The simulator, where asynchronous copies land as late as they may, and the GPU."""
+"""The simulator, with asynchronous copies that land as late as possible, and the GPU."""
 LANDINGS = ("latest", "earliest", GPU)
-"""The simulator with both ways of landing, and the GPU."""
+"""The simulator, with asynchronous copies that land as late and as early as possible, and the GPU."""
 
 
 def runner(backend: str) -> Run:
-    """A function that runs a plan over NumPy arrays, which it changes in place."""
+    """Return a function that runs a plan on NumPy arrays in place."""
     if backend == "gpu":
         return on_gpu
     return lambda plan, buffers: simt.run(plan, buffers, landing=backend)
 
 
 def on_gpu(plan: LaunchPlan, buffers: Buffers) -> None:
-    """The plan on the current GPU, over copies with the strides and the alignment of the arrays."""
+    """Run a plan on the current GPU, on copies that have the strides and alignment of the arrays."""
     import cupy
 
     from cupy_awq.runtime.launch import launch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint files for the tests, true and lying ones."""
+"""Valid and invalid checkpoint files for the tests."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ Header = dict[str, Any]
 
 
 def module(name: str, k: int = K, n: int = N, g: int = G, seed: int = 0) -> Tensors:
-    """The tensors of one quantized module."""
+    """Return the tensors of one quantized module [k, n] with group size g."""
     weight = testing.random_weight(np.random.default_rng(seed), k, n, g)
     return {f"{name}.qweight": weight.qweight, f"{name}.qzeros": weight.qzeros, f"{name}.scales": weight.scales}
 
 
 def folder(path: Path, tensors: Tensors, quantization: Any = CONFIG) -> Path:
+    """Write a checkpoint with one safetensors file; return its folder."""
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     return path
 
 
 def sharded(path: Path, shards: list[Tensors], quantization: Any = CONFIG) -> dict[str, str]:
-    """A folder of several files and its index; returns the index's weight_map."""
+    """Write a sharded checkpoint with its index; return the index's weight_map."""
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for name, tensors in zip(names, shards, strict=True):
         save_file(tensors, path / name)
@@ -44,11 +45,12 @@ def sharded(path: Path, shards: list[Tensors], quantization: Any = CONFIG) -> di
 
 
 def raw(path: Path, header: Header | bytes, data: bytes, length: int | None = None) -> Path:
-    """A safetensors file of any header, true or not."""
+    """Write a safetensors file with any header, valid or not; return its path."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
     return path
 
 
 def entry(dtype: Any = "F16", shape: Any = (4,), offsets: Any = (0, 8)) -> Header:
+    """Return the entry of a tensor in a safetensors header."""
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of products share: arrays brought to the GPU, and the bound that each result must keep."""
+"""Helpers of the tests of matrix products: copies to the GPU, and the error bound of each element."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ ZEROS = ["packed", "symmetric", "float"]
 
 
 def tensors(weight: PackedWeight) -> tuple[Any, Any, Any]:
+    """Return (qweight, scales, qzeros)."""
     return weight.qweight, weight.scales, weight.qzeros
 
 
 def put(a: Any) -> Any:
-    """A NumPy array, or a weight, on the GPU."""
+    """Return a copy of a NumPy array or a weight on the current GPU."""
     import cupy
 
     if isinstance(a, PackedWeight):
@@ -31,11 +32,12 @@ def put(a: Any) -> Any:
 
 
 def nan_like(shape: tuple[int, ...], dtype: Any) -> Any:
-    """An array of the GPU that shows what is not written."""
+    """Return a GPU array of NaN, so that elements which are not written show."""
     return put(np.full(shape, np.nan, dtype))
 
 
 def gemm(x: Any, weight: PackedWeight, **options: Any) -> Any:
+    """Return x @ weight by `cupy_awq.gemm`."""
     return cupy_awq.gemm(x, *tensors(weight), **options)
 
 
@@ -49,9 +51,9 @@ def check_product(
     *,
     rounded: bool = False,
 ) -> None:
-    """Each element of y lies between the roundings of what float32 sums may differ from the float64 formula.
+    """Check each element of y against the float64 formula, within the error of float32 accumulation and one rounding.
 
-    ``rounded``: the kernel may round each weight, code times scale, to x's dtype before the sum.
+    With ``rounded`` the kernel may also round each weight, code times scale, to x's dtype before it multiplies.
     """
     y = y if isinstance(y, np.ndarray) else y.get()
     k, n = weight.shape
@@ -60,7 +62,7 @@ def check_product(
     added = np.zeros(n) if bias is None else bias.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         v = x64 @ w + added
-        # Offsets are summed apart from codes: what cancels in W does not cancel in the sizes of the sums.
+        # Kernels may accumulate x * q * s and x * o apart, so a cancellation within W does not reduce the error.
         sizes = np.abs(w)
         if weight.spec.zeros == "float":
             sizes = np.abs(float64_weight(weight.qweight, weight.scales, None)) + 8 * np.repeat(

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Validation: the summaries it returns, and the exact message of every error."""
+
 from __future__ import annotations
 
 import re
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from cupy_awq import check
+from cupy_awq.activation import Activation
 
 K, N, G = 64, 32, 16
 
@@ -20,7 +23,7 @@ BFLOAT16 = ml_dtypes.bfloat16
 
 
 class OnGpu:
-    """The attributes of a CuPy array that validation may read."""
+    """A stand-in for a CuPy array with the attributes that validation may read."""
 
     def __init__(self, a: np.ndarray, device: int = 0) -> None:
         self.shape, self.dtype, self.strides, self.ndim = a.shape, a.dtype, a.strides, a.ndim
@@ -35,7 +38,7 @@ OnGpu.__module__ = "cupy"
 
 
 class Foreign:
-    """An array of another library, known by its protocols only."""
+    """An array of another library that supports DLPack only."""
 
     def __init__(self, device: tuple[int, int]) -> None:
         self.device = device
@@ -44,7 +47,7 @@ class Foreign:
         return self.device
 
 
-def test_device_arrays_are_known_by_their_protocols() -> None:
+def test_is_device_array_goes_by_the_array_protocols() -> None:
     assert check.is_device_array(OnGpu(SCALES))
     assert check.is_device_array(SimpleNamespace(__cuda_array_interface__={}))
     assert check.is_device_array(Foreign((2, 0)))
@@ -53,7 +56,7 @@ def test_device_arrays_are_known_by_their_protocols() -> None:
         assert not check.is_device_array(other)
 
 
-def test_device_numbers() -> None:
+def test_device_id_of_numpy_and_cupy_arrays() -> None:
     assert check.device_id(SCALES, "x") == check.HOST
     assert check.device_id(OnGpu(SCALES, 3), "x") == 3
 
@@ -66,7 +69,7 @@ def test_summary_of_a_weight_tells_the_form_of_its_zeros(to: Any) -> None:
         assert spec == (K, N, G, form, np.float16, device)
 
 
-def test_rows_may_have_any_stride() -> None:
+def test_weight_rows_may_have_any_stride() -> None:
     wide = np.zeros((3 * K, N // 4), np.int32)
     for rows in (slice(None, K), slice(None, None, 3), slice(None, K - 1, -1)):
         part = wide[rows][:K, 1 : 1 + N // 8]
@@ -191,7 +194,7 @@ def spoiled(**changes: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_bad_weights_are_named(arguments: Any, error: type[Exception], message: str) -> None:
+def test_invalid_weight_raises_the_documented_message(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         check.weight(**arguments)
 
@@ -206,7 +209,7 @@ def test_x_of_each_type_and_rank(dtype: Any, shape: tuple[int, ...]) -> None:
     assert check.x(x[..., ::-1].T.T, K) == dtype
 
 
-def test_uint16_is_bfloat16_only_on_request() -> None:
+def test_uint16_means_bfloat16_only_with_a_dtype() -> None:
     bits = np.zeros((2, K), np.uint16)
     assert check.x(bits, K, "bfloat16") == BFLOAT16
     assert check.bias(bits[0, :N], N, check.BFLOAT16) == BFLOAT16
@@ -255,7 +258,7 @@ X = np.zeros((2, K), np.float16)
         ),
     ],
 )
-def test_bad_x_is_named(x: Any, options: Any, error: type[Exception], message: str) -> None:
+def test_invalid_x_raises_the_documented_message(x: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         check.x(x, K, **options)
 
@@ -275,7 +278,7 @@ BIAS = np.zeros(N, np.float16)
         (OnGpu(BIAS), TypeError, "bias: expected an array on the CPU like the weight, got one on GPU 0"),
     ],
 )
-def test_bad_bias_is_named(bias: Any, error: type[Exception], message: str) -> None:
+def test_invalid_bias_raises_the_documented_message(bias: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         check.bias(bias, N, check.FLOAT16, check.HOST)
 
@@ -299,18 +302,18 @@ def read_only(a: np.ndarray) -> np.ndarray:
         ),
     ],
 )
-def test_bad_out_is_named(out: Any, error: type[Exception], message: str) -> None:
+def test_invalid_out_raises_the_documented_message(out: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         check.out(out, (2, N), check.FLOAT16, check.HOST)
 
 
-def test_out_on_a_gpu_and_with_strides() -> None:
+def test_out_may_be_on_a_gpu_and_strided() -> None:
     check.out(OnGpu(np.zeros((2, N), np.float16), 1), (2, N), check.FLOAT16, 1)
     check.out(np.zeros((2, 2 * N), np.float16)[:, ::2], (2, N), check.FLOAT16, check.HOST)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(16, 16), (-1, K), (K, K), (1, 1), (np.int64(32), 32)])
-def test_group_sizes(given: Any, expected: int) -> None:
+def test_group_size_divides_k_or_is_minus_one(given: Any, expected: int) -> None:
     assert check.group_size(K, given) == expected
 
 
@@ -327,13 +330,13 @@ def test_group_sizes(given: Any, expected: int) -> None:
         (None, TypeError, "group_size: expected an integer, got None"),
     ],
 )
-def test_bad_group_sizes_are_named(given: Any, error: type[Exception], message: str) -> None:
+def test_invalid_group_size_raises_the_documented_message(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         check.group_size(K, given)
 
 
 @pytest.mark.parametrize("given", ["float64", None, "int8", "nonsense", 3.5, np.complex64, object()])
-def test_other_float_types_are_refused(given: Any) -> None:
+def test_unsupported_dtype_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match=r"^dtype: expected float16, bfloat16 or float32, got "):
         check.float_dtype(given)
 
@@ -353,7 +356,7 @@ def test_other_float_types_are_refused(given: Any) -> None:
         ("swiglu", ("silu", (0, 0), True)),
     ],
 )
-def test_activations_by_name_and_by_limits(given: Any, expected: Any) -> None:
+def test_activation_from_a_name_or_from_limits(given: Any, expected: Any) -> None:
     assert check.activation(given) == expected
 
 
@@ -374,7 +377,7 @@ NAMES = "activation: expected relu, relu6, silu, gelu, swiglu, (low, high) or No
         ((0.0, float("nan")), ValueError, "activation: expected (low, high) with low <= high, got (0.0, nan)"),
     ],
 )
-def test_bad_activations_are_named(given: Any, error: type[Exception], message: str) -> None:
+def test_invalid_activation_raises_the_documented_message(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         check.activation(given)
 
@@ -386,7 +389,7 @@ def test_summary_of_a_product() -> None:
     x = np.zeros((2, 3, K), np.uint16)
     found = check.product(x, SPEC, bias=BIAS, activation="swiglu", residual=x[..., : N // 2], dtype="bfloat16")
     assert found == (BFLOAT16, (2, 3, N // 2), np.float16, ("silu", (0, 0), True))
-    assert check.product(X, SPEC, out=X[:, :N]) == (np.float16, (2, N), None, check.Activation())
+    assert check.product(X, SPEC, out=X[:, :N]) == (np.float16, (2, N), None, Activation())
 
 
 @pytest.mark.parametrize(
@@ -413,12 +416,14 @@ def test_summary_of_a_product() -> None:
         ({"activation": "swish"}, ValueError, NAMES + "'swish'"),
     ],
 )
-def test_bad_parts_of_a_product_are_named(options: Any, error: type[Exception], message: str) -> None:
+def test_invalid_part_of_a_product_raises_the_documented_message(
+    options: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         check.product(X, SPEC, **options)
 
 
-def test_a_gated_weight_has_two_halves_of_whole_words() -> None:
+def test_gated_weight_needs_halves_of_whole_words() -> None:
     spec = check.weight(QWEIGHT[:, :3], SCALES[:, :24], QZEROS[:, :3])
     message = "qweight: expected N divisible by 16 for a gated activation, got N = 24"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

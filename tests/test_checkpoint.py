@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading checkpoints: what loads, how lazily, and the folder in the package."""
+"""`cupy_awq.load`: supported checkpoints, lazy and copy-free reading, and the checkpoint in the package."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import save_file
 
 import cupy_awq
-from cupy_awq import AwqLinear, CheckpointError, load
-from cupy_awq.checkpoint import safetensors
+from cupy_awq import AwqLinear, CheckpointError, PackedWeight, load
+from cupy_awq.checkpoint import Module, ModuleSpec, detect, safetensors
+from cupy_awq.checkpoint.autoawq import AutoAwq
+from cupy_awq.checkpoint.module import SCALES, Parts, Pending
 from cupy_awq.runtime import placement
 from cupy_awq.tools import testing
 from cupy_awq.tools.demo import SMOLLM2_MLP
@@ -26,14 +28,14 @@ from tests.checkpoint_files import CONFIG, G, K, N, Tensors, entry, folder, modu
 
 
 def assert_right(layer: Any, tensors: Tensors, name: str) -> None:
-    """The layer computes with the codes of the file: checked against them, not against what was loaded."""
+    """Check a layer against the tensors that were written to the file, not against the loaded weight."""
     weight = cupy_awq.PackedWeight(*(tensors.get(f"{name}.{part}") for part in ("qweight", "scales", "qzeros")))
     x = testing.random_activations(np.random.default_rng(1), 3, weight.shape[0])
     assert isinstance(layer, AwqLinear)
     assert testing.relative_error(layer(x), x, weight) < 5e-4
 
 
-# What loads.
+# Supported checkpoints.
 
 
 def test_folder_gives_layers_that_compute_and_the_other_tensors(tmp_path: Path) -> None:
@@ -44,7 +46,7 @@ def test_folder_gives_layers_that_compute_and_the_other_tensors(tmp_path: Path) 
     np.testing.assert_array_equal(layers["norm.weight"], tensors["norm.weight"])
 
 
-def test_one_file_alone_takes_its_group_size_from_the_shapes(tmp_path: Path) -> None:
+def test_group_size_of_a_single_file_comes_from_the_shapes(tmp_path: Path) -> None:
     tensors = module("a", g=16)
     save_file(tensors, tmp_path / "any.name")
     layers = load(str(tmp_path / "any.name"), device="cpu")
@@ -52,7 +54,7 @@ def test_one_file_alone_takes_its_group_size_from_the_shapes(tmp_path: Path) -> 
     assert_right(layers["a"], tensors, "a")
 
 
-def test_module_split_over_shards_is_put_together(tmp_path: Path) -> None:
+def test_module_spread_over_shards_is_assembled(tmp_path: Path) -> None:
     tensors = module("a")
     shards = [{"a.qweight": tensors["a.qweight"]}, {k: v for k, v in tensors.items() if k != "a.qweight"}, module("b")]
     sharded(tmp_path, shards)
@@ -74,7 +76,9 @@ def test_older_configuration_file_is_read(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_text(json.dumps(old))
     assert load(tmp_path, device="cpu")["a"].group_size == G
     (tmp_path / file).write_text(json.dumps(old | {"version": "GEMV"}))
-    with pytest.raises(CheckpointError, match=rf"{file}: .*expected .*version 'gemm', got .*version 'GEMV'"):
+    with pytest.raises(
+        CheckpointError, match=rf"expected the layout of awq gemv .version 'GEMV' in .*{file}., got .*awq gemm"
+    ):
         load(tmp_path, device="cpu")
 
 
@@ -87,6 +91,23 @@ def test_newer_configuration_wins_over_an_older_file_beside_it(tmp_path: Path) -
 def test_unquantized_folder_without_a_configuration_gives_its_tensors(tmp_path: Path) -> None:
     save_file({"t": np.ones(3, np.float16)}, tmp_path / "weights.safetensors")
     assert load(tmp_path, device="cpu")["t"].tolist() == [1, 1, 1]
+
+
+def test_a_further_format_is_one_entry_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Transposed(AutoAwq):
+        name = "transposed"
+
+        def open_module(self, parts: Parts) -> Pending:
+            scales = np.ascontiguousarray(parts.matrix("scales", SCALES, "[N, K/G]").T)
+            weight = PackedWeight(parts.raw("qweight"), scales, parts.raw("qzeros"))
+            spec = ModuleSpec(*weight.shape, weight.group_size, weight.spec.zeros, weight.dtype)
+            return Pending(spec, lambda: Module(weight, None))
+
+    monkeypatch.setitem(detect.METHODS, "transposed", lambda tensors, table, where: (Transposed(), "quant_method"))
+    tensors = module("a")
+    transposed = tensors | {"a.scales": np.ascontiguousarray(tensors["a.scales"].T)}
+    layers = load(folder(tmp_path, transposed, CONFIG | {"quant_method": "transposed"}), device="cpu")
+    assert_right(layers["a"], tensors, "a")
 
 
 def test_group_size_of_minus_one_is_k(tmp_path: Path) -> None:
@@ -134,7 +155,7 @@ def test_layer_at_the_root_has_the_empty_name(tmp_path: Path) -> None:
     assert load(tmp_path / "layer.safetensors", device="cpu")[""].shape == (K, N)
 
 
-# How it loads.
+# Lazy and copy-free reading.
 
 
 def test_nothing_is_copied_on_the_cpu(tmp_path: Path) -> None:
@@ -145,9 +166,9 @@ def test_nothing_is_copied_on_the_cpu(tmp_path: Path) -> None:
         assert not array.flags.writeable
 
 
-def test_tensors_far_larger_than_memory_load_since_nothing_is_read(tmp_path: Path) -> None:
+def test_tensor_larger_than_memory_loads_because_nothing_is_read(tmp_path: Path) -> None:
     k, words = 1 << 20, 1 << 14
-    nbytes = 4 * k * words  # 64 GiB, a hole in a sparse file
+    nbytes = 4 * k * words  # 64 GiB in a sparse file
     scales = 2 * 8 * words
     header = {
         "a.qweight": entry("I32", (k, words), (0, nbytes)),
@@ -161,13 +182,13 @@ def test_tensors_far_larger_than_memory_load_since_nothing_is_read(tmp_path: Pat
     assert layer.weight.qweight[k - 1, words - 1] == 0
 
 
-def test_one_key_gives_one_object(tmp_path: Path) -> None:
+def test_repeated_access_returns_the_same_object(tmp_path: Path) -> None:
     layers = load(folder(tmp_path, module("a") | {"t": np.ones(3, np.float32)}), device="cpu")
     assert layers["a"] is layers["a"]
     assert layers["t"] is dict(layers)["t"]
 
 
-def test_asking_what_is_there_places_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_a_checkpoint_places_nothing_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "to_device", lambda array, index: pytest.fail("a tensor was placed"))
     layers = load(folder(tmp_path, module("a")), device="cpu")
     assert "a" in layers
@@ -178,7 +199,7 @@ def test_asking_what_is_there_places_nothing(tmp_path: Path, monkeypatch: pytest
         layers["b"]
 
 
-def test_unaligned_tensors_compute(tmp_path: Path) -> None:
+def test_layer_computes_on_unaligned_tensors(tmp_path: Path) -> None:
     tensors = module("a")
     header, data = {"odd": entry("U8", (3,), (0, 3))}, b"abc"
     for name, array in tensors.items():
@@ -213,7 +234,7 @@ def test_reads_what_the_safetensors_package_writes(tmp_path: Path, arrays: Tenso
         assert found[name].tobytes() == array.tobytes()
 
 
-# The folder in the package.
+# The checkpoint in the package.
 
 
 def test_shipped_folder_is_small_and_holds_the_three_layers() -> None:
@@ -234,7 +255,7 @@ def test_shipped_folder_names_its_origin_and_license() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", [None, 0, "cupy"])
-def test_gpu_layers_compute_there(device: Any) -> None:
+def test_layers_compute_on_the_gpu_they_were_loaded_to(device: Any) -> None:
     import cupy
 
     layers = load(SMOLLM2_MLP, device=cupy.cuda.Device(0) if device == "cupy" else device)

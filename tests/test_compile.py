@@ -60,12 +60,12 @@ def test_closure_follows_includes_once(tmp_path: Path) -> None:
     (tmp_path / "b.cuh").write_text('#include "ptx/c.cuh"\n')
     (tmp_path / "ptx").mkdir()
     (tmp_path / "ptx" / "c.cuh").write_text('#include "b.cuh"\n')  # a cycle, which #pragma once makes legal
-    assert list(sources.closure("a.cu", tmp_path)) == ["a.cu", "b.cuh", "ptx/c.cuh"]
+    assert list(sources.include_closure("a.cu", tmp_path)) == ["a.cu", "b.cuh", "ptx/c.cuh"]
 
 
 def test_a_kernel_is_compiled_once(root: Path, compilations: list[str]) -> None:
     first, second = compiler.build(KERNEL), compiler.build(KERNEL)
-    assert (first.fresh, second.fresh, compilations) == (True, False, ["80"])
+    assert (first.newly_compiled, second.newly_compiled, compilations) == (True, False, ["80"])
     assert first.path == second.path
     assert first.path.read_bytes()[:4] == b"\x7fELF"
     assert first.resources == second.resources
@@ -95,7 +95,7 @@ def test_whatever_goes_in_is_part_of_the_cache_key(root: Path, compilations: lis
         kernel = Kernel("scale.cu", "scale", KERNEL.defines, "86")
     else:
         form = "ptx"
-    assert compiler.build(kernel, form).fresh
+    assert compiler.build(kernel, form).newly_compiled
     assert len(compilations) == 2
 
 
@@ -148,8 +148,14 @@ def test_a_compile_error_shows_file_and_line_of_the_header(root: Path) -> None:
 
 
 def test_a_target_outside_of_the_compilers_range_is_its_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "compiler", lambda: ((13, 0), (75, 80, 90, 120)))
-    assert [compiler.target(arch) for arch in ("60", "75", "86", "90a", "121")] == ["75", "75", "80", "90a", "120"]
+    monkeypatch.setattr(compiler, "nvrtc_version_and_archs", lambda: ((13, 0), (75, 80, 90, 120)))
+    assert [compiler.nearest_target(arch) for arch in ("60", "75", "86", "90a", "121")] == [
+        "75",
+        "75",
+        "80",
+        "90a",
+        "120",
+    ]
 
 
 def test_ptx_is_the_text_for_the_plan(root: Path) -> None:
@@ -214,11 +220,11 @@ def test_a_refused_launch_names_the_kernel(root: Path) -> None:
 
     kernel = Kernel("scale.cu", "scale", KERNEL.defines, device.current().target)
     plan = LaunchPlan(kernel, (1, 1, 1), (2048, 1, 1), ("out", "in", np.int32(1)))
-    with pytest.raises(RuntimeError, match="launch of scale failed"):
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx: expected success, got "):
         Launcher(plan)((0, 0), 0)
 
 
 def test_a_plan_refuses_arguments_that_a_launch_would_not_take() -> None:
     for arguments in (("out", np.int32(3), "in"), ("out", "in", 3)):
-        with pytest.raises(ValueError, match="scale: expected pointers, then tensor maps, then scalars"):
+        with pytest.raises(ValueError, match="arguments: expected buffers, then tensor maps, then scalars, got "):
             LaunchPlan(KERNEL, (1, 1, 1), (32, 1, 1), arguments)

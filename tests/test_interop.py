@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays known by ``__cuda_array_interface__`` or ``__dlpack__`` alone: no copy, and results as CuPy arrays."""
+"""Arrays of other libraries, through ``__cuda_array_interface__`` or ``__dlpack__``: no copy, CuPy results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.products import FLOAT16, check_product, nan_like, put, tensors
 
 
 class Interface:
-    """A CuPy array that shows ``__cuda_array_interface__`` and nothing else."""
+    """A GPU array that supports ``__cuda_array_interface__`` only."""
 
     def __init__(self, a: Any, read_only: bool = False) -> None:
         self._interface = dict(a.__cuda_array_interface__)
@@ -32,7 +32,7 @@ class Interface:
 
 
 class DLPack:
-    """A CuPy array that shows the DLPack protocol and nothing else."""
+    """A GPU array that supports DLPack only."""
 
     def __init__(self, a: Any) -> None:
         self._a = a
@@ -45,13 +45,13 @@ class DLPack:
 
 
 class OnCpu:
-    """An array of another library in the memory of the CPU."""
+    """An array of another library in CPU memory."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0
 
 
-def test_other_libraries_arrays_on_the_cpu_are_not_converted_silently() -> None:
+def test_cpu_arrays_of_other_libraries_are_refused() -> None:
     weight = random_weight(np.random.default_rng(0), 64, 32, 16)
     for function in (
         lambda: OnCpu() @ weight,
@@ -64,14 +64,14 @@ def test_other_libraries_arrays_on_the_cpu_are_not_converted_silently() -> None:
         cupy_awq.int8_to_fp16(OnCpu())
 
 
-def test_numpy_arrays_and_what_is_none_pass_as_they_are() -> None:
+def test_views_returns_numpy_arrays_and_none_unchanged() -> None:
     operands = {"x": np.zeros(3), "bias": None, "out": [1.0], "residual": OnCpu()}
     assert all(a is b for a, b in zip(arrays.views(**operands), operands.values(), strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("foreign", [Interface, DLPack])
-def test_each_operation_takes_arrays_by_protocol_and_gives_cupys(foreign: Callable[[Any], Any]) -> None:
+def test_operations_accept_array_protocols_and_return_cupy_arrays(foreign: Callable[[Any], Any]) -> None:
     import cupy
 
     rng = np.random.default_rng(0)
@@ -109,7 +109,7 @@ def test_each_operation_takes_arrays_by_protocol_and_gives_cupys(foreign: Callab
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("foreign", [Interface, DLPack])
-def test_strides_of_other_libraries_arrays_are_kept(foreign: Callable[[Any], Any]) -> None:
+def test_strides_of_foreign_arrays_are_kept(foreign: Callable[[Any], Any]) -> None:
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 64, 32, 16)
     x = random_activations(rng, 3, 128)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AwqLinear`: layers and concatenated layers, and with the marker ``gpu`` what they keep from call to call."""
+"""`AwqLinear`: products, concatenation, copies; on a GPU also prepared launches, streams, threads and graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BFLOAT16 = ml_dtypes.bfloat16
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("zeros", ZEROS)
-def test_a_layer_is_gemm_with_its_bias_and_activation(activation: Any, zeros: str) -> None:
+def test_layer_equals_gemm_with_its_bias_and_activation(activation: Any, zeros: str) -> None:
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 64, 32, 16, zeros=zeros)
     x, bias = random_activations(rng, 2, 3, 64), rng.standard_normal(32).astype(np.float32)
@@ -45,7 +45,7 @@ def test_a_layer_is_gemm_with_its_bias_and_activation(activation: Any, zeros: st
     assert repr(layer) == f"AwqLinear({weight}, bias{'' if activation is None else f', activation={activation!r}'})"
 
 
-def test_a_layer_reads_uint16_as_it_is_told() -> None:
+def test_layer_reads_uint16_as_the_given_dtype() -> None:
     weight = random_weight(np.random.default_rng(0), 64, 32, 16)
     x = random_activations(np.random.default_rng(1), 2, 64, dtype=BFLOAT16)
     y = AwqLinear(weight)(x.view(np.uint16), dtype="bfloat16")
@@ -69,7 +69,7 @@ def test_a_layer_reads_uint16_as_it_is_told() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_the_weight_is_named_when_the_layer_is_made(
+def test_invalid_bias_or_activation_is_refused_by_the_constructor(
     options: Any, error: type[Exception], message: str
 ) -> None:
     weight = random_weight(np.random.default_rng(0), 64, 24, 16)
@@ -80,7 +80,7 @@ def test_what_does_not_fit_the_weight_is_named_when_the_layer_is_made(
 
 
 @pytest.mark.parametrize("zeros", ZEROS)
-def test_a_concatenated_layer_makes_what_its_parts_make(zeros: str) -> None:
+def test_concatenated_layer_equals_its_parts(zeros: str) -> None:
     rng = np.random.default_rng(0)
     weights = [random_weight(rng, 64, n, 16, zeros=zeros) for n in (32, 8, 16)]
     biases = [rng.standard_normal(32).astype(np.float16), None, rng.standard_normal(16).astype(np.float16)]
@@ -99,12 +99,12 @@ def test_a_concatenated_layer_makes_what_its_parts_make(zeros: str) -> None:
         layer.split(views[0])
 
 
-def test_parts_can_come_one_by_one() -> None:
+def test_concatenate_accepts_a_generator() -> None:
     weight = random_weight(np.random.default_rng(0), 64, 16, 16)
     assert AwqLinear.concatenate(part for part in (weight, weight)).splits == (16, 16)  # type: ignore[arg-type]
 
 
-def test_gate_and_up_concatenate_to_a_gated_layer() -> None:
+def test_gate_and_up_concatenate_into_a_gated_layer() -> None:
     rng = np.random.default_rng(0)
     gate, up = (random_weight(rng, 64, 24, 16) for _ in range(2))
     x = random_activations(rng, 5, 64)
@@ -115,7 +115,7 @@ def test_gate_and_up_concatenate_to_a_gated_layer() -> None:
     assert len(layer.split(layer(x))) == 1
 
 
-def test_biases_of_several_types_concatenate_to_float32() -> None:
+def test_biases_of_different_dtypes_concatenate_in_float32() -> None:
     weights = [random_weight(np.random.default_rng(0), 64, 8, 16) for _ in range(3)]
     biases = [np.full(8, 0.1, np.float32), np.full(8, 1, BFLOAT16), None]
     layer = AwqLinear.concatenate([AwqLinear(w, bias=b) for w, b in zip(weights, biases, strict=True)])
@@ -124,7 +124,7 @@ def test_biases_of_several_types_concatenate_to_float32() -> None:
     assert AwqLinear.concatenate(weights).bias is None
 
 
-def test_parts_that_cannot_be_concatenated_are_named() -> None:
+def test_concatenate_refuses_parts_that_differ() -> None:
     rng = np.random.default_rng(0)
     first = random_weight(rng, 64, 16, 16)
 
@@ -148,7 +148,7 @@ def test_parts_that_cannot_be_concatenated_are_named() -> None:
         AwqLinear.concatenate([first.qweight])  # type: ignore[list-item]
 
 
-def test_copies_and_pickles_of_layers_compute_the_same() -> None:
+def test_copied_and_pickled_layers_compute_the_same() -> None:
     rng = np.random.default_rng(0)
     weights = [random_weight(rng, 64, n, 16) for n in (16, 8)]
     layer = AwqLinear.concatenate(
@@ -161,12 +161,12 @@ def test_copies_and_pickles_of_layers_compute_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "activation", "splits"])
-def test_a_layer_cannot_be_changed_behind_its_back(name: str) -> None:
+def test_properties_of_a_layer_are_read_only(name: str) -> None:
     with pytest.raises(AttributeError):
         setattr(AwqLinear(random_weight(np.random.default_rng(0), 64, 16, 16)), name, None)
 
 
-# ----------------------------------------------------------------------------------------------------------- the GPU
+# ----------------------------------------------------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu
@@ -189,7 +189,7 @@ def test_concatenated_layers_on_the_gpu(zeros: str, m: int) -> None:
 
 
 @pytest.mark.gpu
-def test_a_layout_that_was_met_is_launched_without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_layout_is_launched_without_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 256, 128, 64)
     layer = AwqLinear(put(weight), activation="gelu")
@@ -217,7 +217,7 @@ def test_a_layout_that_was_met_is_launched_without_checks(monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
-def test_layouts_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_kept_layouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "MAX_PREPARED", 4)
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 64, 16, 16)
@@ -225,12 +225,12 @@ def test_layouts_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> No
     for m in range(1, 20):
         x = random_activations(rng, m, 64)
         check_product(layer(put(x)), x, weight)
-        assert len(layer._prepared) <= 4
+        assert len(layer._launches) <= 4
 
 
 @pytest.mark.gpu
 def test_threads_and_streams_share_a_layer() -> None:
-    """Products that split K, each thread on its own stream or on the default one of the thread, all at once."""
+    """Run split-K products at once from threads on streams of their own and on per-thread default streams."""
     import cupy
 
     rng = np.random.default_rng(0)
@@ -253,7 +253,7 @@ def test_threads_and_streams_share_a_layer() -> None:
                     out = cupy.full((len(x), 256), np.nan, np.float16)
                     if layer(x, out=out).get().tobytes() != expected[i]:
                         wrong.append(i)
-        except Exception as error:  # shown by the test, not by the thread
+        except Exception as error:  # reported by the test
             wrong.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(values))]
@@ -265,8 +265,8 @@ def test_threads_and_streams_share_a_layer() -> None:
 
 
 @pytest.mark.gpu
-def test_the_current_stream_is_used() -> None:
-    """A stream that waits holds the layer's work back until it goes on."""
+def test_layer_launches_on_the_current_stream() -> None:
+    """Block the current stream: the layer must not write before the stream resumes."""
     import cupy
 
     weight = put(random_weight(np.random.default_rng(0), 64, 32, 16))
@@ -276,7 +276,7 @@ def test_the_current_stream_is_used() -> None:
     stream, go = cupy.cuda.Stream(non_blocking=True), threading.Event()
     cupy.cuda.Device().synchronize()
     with stream:
-        layer(x, out=out)  # prepared
+        layer(x, out=out)  # prepares the launch
         out.fill(np.nan)
         stream.synchronize()
         stream.launch_host_func(lambda _: go.wait(), None)
@@ -291,8 +291,8 @@ def test_the_current_stream_is_used() -> None:
 
 
 @pytest.mark.gpu
-def test_a_layer_works_on_the_device_of_its_weight_whichever_is_current() -> None:
-    """On a machine with one GPU both are the same."""
+def test_layer_uses_the_device_of_its_weight_not_the_current_one() -> None:
+    """With a single GPU the two devices are the same, and this is a plain product."""
     import cupy
 
     rng = np.random.default_rng(0)
@@ -316,7 +316,7 @@ def test_a_layer_works_on_the_device_of_its_weight_whichever_is_current() -> Non
 
 
 @pytest.mark.gpu
-def test_kernels_are_named_as_they_are_chosen() -> None:
+def test_kernel_for_names_the_selected_kernel() -> None:
     weight = put(random_weight(np.random.default_rng(0), 256, 64, 64))
     for activation in (None, "swiglu"):
         layer = AwqLinear(weight, activation=activation, bias=put(np.zeros(64, np.float16)))
@@ -326,7 +326,7 @@ def test_kernels_are_named_as_they_are_chosen() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_layer_replays_with_new_values() -> None:
+def test_captured_layer_replays_with_new_values() -> None:
     import cupy
 
     rng = np.random.default_rng(0)
@@ -350,7 +350,7 @@ def test_a_captured_layer_replays_with_new_values() -> None:
 @pytest.mark.gpu
 @pytest.mark.sm90
 @pytest.mark.parametrize(("n", "activation"), [(256, None), (384, "swiglu")])
-def test_a_layer_can_do_without_the_weight_that_it_copied(n: int, activation: Any) -> None:
+def test_layer_without_its_awq_tensors_computes_the_same(n: int, activation: Any) -> None:
     rng = np.random.default_rng(9)
     weight, bias = random_weight(rng, 256, n, 128), rng.standard_normal(n).astype(np.float32)
     whole = AwqLinear(PackedWeight(*map(put, tensors(weight))), bias=put(bias), activation=activation)
@@ -362,36 +362,36 @@ def test_a_layer_can_do_without_the_weight_that_it_copied(n: int, activation: An
         assert (y == whole(put(x))).all()
     assert (alone.shape, alone.group_size, alone.kernel_for(1)) == ((256, n), 128, whole.kernel_for(1))
     assert "MB" in repr(alone) or " B" in repr(alone)
-    with pytest.raises(ValueError, match="let go of its weight"):
+    with pytest.raises(ValueError, match=r"^weight: expected a layer with keep_weight=True, got "):
         _ = alone.weight
-    with pytest.raises(ValueError, match="let go of its weight"):
+    with pytest.raises(ValueError, match=r"^weight: expected a layer with keep_weight=True, got "):
         pickle.dumps(alone)
     with pytest.raises(ValueError, match="needs AWQ's own arrays"):
         alone(put(x.astype(np.float32)))
 
 
-def test_a_layer_without_a_copy_keeps_its_weight() -> None:
+def test_layer_without_a_repacked_copy_keeps_its_weight() -> None:
     weight = random_weight(np.random.default_rng(0), 64, 32, 16)
     assert AwqLinear(weight, keep_weight=False).weight is weight
 
 
 @pytest.mark.gpu
 @pytest.mark.sm90
-def test_a_gated_layer_of_half_records_keeps_its_weight() -> None:
+def test_gated_layer_with_a_split_weight_tile_keeps_its_weight() -> None:
     weight = random_weight(np.random.default_rng(0), 256, 96, 128)
     layer = AwqLinear(PackedWeight(*map(put, tensors(weight))), activation="swiglu", keep_weight=False)
     assert layer.weight.shape == (256, 96)
 
 
-def test_rows_that_overlap_are_not_read_where_they_are() -> None:
+def test_overlapping_rows_are_not_read_in_place() -> None:
     row = np.zeros(64, np.float16)
-    assert not arrays.readable_rows(np.broadcast_to(row, (4, 64)))
-    assert not arrays.readable_rows(np.lib.stride_tricks.sliding_window_view(row, 32))
+    assert not arrays.has_readable_rows(np.broadcast_to(row, (4, 64)))
+    assert not arrays.has_readable_rows(np.lib.stride_tricks.sliding_window_view(row, 32))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [3, 40, 600])
-def test_the_same_row_many_times(m: int) -> None:
+def test_broadcast_row_is_multiplied_correctly(m: int) -> None:
     import cupy
 
     rng = np.random.default_rng(10)
@@ -401,12 +401,12 @@ def test_the_same_row_many_times(m: int) -> None:
 
 
 @pytest.mark.gpu
-def test_copies_of_layers_on_the_gpu_prepare_anew() -> None:
+def test_copied_layer_does_not_share_prepared_launches() -> None:
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 64, 16, 16)
     layer, x = AwqLinear(put(weight)), random_activations(rng, 2, 64)
     layer(put(x))
     twin = copy.deepcopy(layer)
-    assert not twin._prepared
+    assert not twin._launches
     assert isinstance(twin.weight, PackedWeight)
     check_product(twin(put(x)), x, weight)

@@ -49,7 +49,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = SimpleNamespace(**functions, empty=empty, cuda=cuda, get_default_memory_pool=lambda: pool)
     monkeypatch.setitem(sys.modules, "cupy", stub)
     monkeypatch.setattr(device, "of", lambda _: device.nominal(90))
-    monkeypatch.setattr("cupy_awq.runtime.workspace.zeroed", lambda nbytes: np.zeros(nbytes, np.uint8))
+    monkeypatch.setattr("cupy_awq.runtime.workspace.allocate_zeros", lambda nbytes: np.zeros(nbytes, np.uint8))
 
 
 def simulated_logits(model: Model, ids: list[int], prompt: int) -> np.ndarray:

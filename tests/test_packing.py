@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""INT4 and INT8 packing: known words, round trips, and the messages for invalid input."""
+
 from __future__ import annotations
 
 import json
@@ -15,7 +17,7 @@ from cupy_awq import packing
 
 GOLDEN = json.loads((Path(__file__).parent / "vectors.json").read_text(encoding="utf-8"))
 
-# Bit shift of each of a word's eight columns, as the format's description gives it.
+# The bit shift of each of a word's eight columns, from the specification of the format.
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
 
@@ -23,7 +25,7 @@ def words_of(hexes: list[str], shape: tuple[int, ...] = (-1,)) -> np.ndarray:
     return np.array([int(word, 16) for word in hexes], np.uint32).view(np.int32).reshape(shape)
 
 
-def test_one_word_of_autoawq() -> None:
+def test_pack_int4_of_a_known_autoawq_word() -> None:
     golden = GOLDEN["awq_word"]
     codes = np.array(golden["logical_columns_0_to_7"], np.uint8)
     assert packing.pack_int4(codes).tolist() == [golden["word_int32"]]
@@ -31,7 +33,7 @@ def test_one_word_of_autoawq() -> None:
     assert [golden["word_int32"] >> 4 * p & 15 for p in range(8)] == golden["nibbles_from_bit0"]
 
 
-def test_tensors_of_autoawq_in_both_directions() -> None:
+def test_autoawq_tensors_unpack_and_pack_to_themselves() -> None:
     golden = GOLDEN["awq_gemm_k8_n16_g4"]
     for words, codes in (("qweight", "intweight"), ("qzeros", "zeros_int")):
         packed = words_of(golden[words]["hex"], golden[words]["shape"])
@@ -40,7 +42,7 @@ def test_tensors_of_autoawq_in_both_directions() -> None:
         np.testing.assert_array_equal(packing.unpack_int4(packed), logical)
 
 
-def test_columns_come_in_the_memory_order_of_the_halves_conversion() -> None:
+def test_int4_order_gives_half2_conversion_adjacent_columns() -> None:
     golden = GOLDEN["s4_to_fp16x2"]
     codes = packing.unpack_int4(words_of([golden["source_word"]]))
     assert codes.tolist() == golden["out_values"]
@@ -51,7 +53,7 @@ def test_columns_come_in_the_memory_order_of_the_halves_conversion() -> None:
         assert [f"{bits:04x}" for bits in codes.astype(dtype).view(np.uint16)] == golden[key]
 
 
-def test_int8_bytes_are_what_the_byte_permute_expects() -> None:
+def test_int8_order_is_the_one_of_the_byte_permute() -> None:
     golden = GOLDEN["int8_to_fp16_prmt"]
     values = np.array(golden["logical_int8"], np.int8)
     word = packing.pack_int8(values)
@@ -59,11 +61,11 @@ def test_int8_bytes_are_what_the_byte_permute_expects() -> None:
     assert packing.unpack_int8(word).tolist() == values.tolist()
     pool = word.tobytes() + bytes.fromhex("64646464")
     halves = b"".join(bytes(pool[selector >> 4 * i & 7] for i in range(4)) for selector in (0x5250, 0x5351))
-    floats = np.frombuffer(halves, np.float16) - np.float16(1152)  # 1024 + 128
+    floats = np.frombuffer(halves, np.float16) - np.float16(1152)  # removes both biases, 1024 + 128
     assert [f"{bits:04x}" for bits in floats.view(np.uint16)] == golden["out_fp16_hex"]
 
 
-def test_the_two_orders_are_inverse_permutations() -> None:
+def test_pack_and_unpack_order_are_inverse_permutations() -> None:
     assert [packing.PACK_ORDER[i] for i in packing.UNPACK_ORDER] == list(range(8))
     assert [4 * nibble for nibble in packing.UNPACK_ORDER] == list(SHIFTS)
 
@@ -76,7 +78,7 @@ def shapes(multiple: int) -> st.SearchStrategy[tuple[int, ...]]:
 @given(st.data(), st.sampled_from([1, 2, -1]))
 def test_int4_round_trip_at_any_shape_and_stride(data: st.DataObject, step: int) -> None:
     codes = data.draw(hnp.arrays(np.uint8, shapes(8), elements=st.integers(0, 15)))
-    strided = np.repeat(codes, abs(step), axis=-1)[..., ::step]  # step -1: the columns in reverse
+    strided = np.repeat(codes, abs(step), axis=-1)[..., ::step]  # step -1 reverses the columns
     words = packing.pack_int4(strided)
     assert words.dtype == np.int32
     assert words.shape == (*codes.shape[:-1], codes.shape[-1] // 8)
@@ -101,7 +103,7 @@ def test_int8_round_trip(values: np.ndarray) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_packs_as_the_cpu_does() -> None:
+def test_packing_on_the_gpu_equals_the_cpu() -> None:
     import cupy
 
     rng = np.random.default_rng(0)
@@ -172,6 +174,8 @@ def test_a_gpu_packs_as_the_cpu_does() -> None:
         ),
     ],
 )
-def test_bad_input_is_named(pack: object, argument: object, error: type[Exception], message: str) -> None:
+def test_invalid_input_raises_the_documented_message(
+    pack: object, argument: object, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=f"^{message}$"):
         pack(argument)  # type: ignore[operator]

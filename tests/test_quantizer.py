@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""`quantize`: error bounds, extreme values, and the messages for invalid input."""
+
 from __future__ import annotations
 
 import re
@@ -21,18 +23,18 @@ DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.floa
 
 
 def decoded(weight: PackedWeight) -> np.ndarray:
-    """The weight in float64, rounded as its own type rounds it."""
+    """Return the dequantized weight, rounded to the scales' dtype, as float64."""
     return reference.dequantize(weight.qweight, weight.scales, weight.qzeros).astype(np.float64)
 
 
 def steps(weight: PackedWeight) -> np.ndarray:
-    """The scale of each element."""
+    """Return the scale of each element, [K, N] float64."""
     return np.repeat(weight.scales.astype(np.float64), weight.group_size, axis=0)
 
 
 @st.composite
 def dense(draw: st.DrawFn) -> tuple[np.ndarray, int]:
-    """(w, group_size): groups of both signs, of one sign, of zeros; sizes from 1e-3 to 1e3; any strides."""
+    """Draw (w, group_size): groups of both signs, one sign or zeros, of magnitude 1e-3 to 1e3, with any strides."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     group_size, groups, n = draw(st.integers(1, 40)), draw(st.integers(1, 4)), 8 * draw(st.integers(1, 4))
     w = rng.standard_normal((groups, group_size, n)) * 10.0 ** rng.uniform(-3, 3, (groups, 1, n))
@@ -48,7 +50,7 @@ def dense(draw: st.DrawFn) -> tuple[np.ndarray, int]:
 
 
 @given(dense(), st.booleans())
-def test_every_weight_is_within_half_a_step(problem: tuple[np.ndarray, int], symmetric: bool) -> None:
+def test_error_of_every_weight_is_at_most_half_a_step(problem: tuple[np.ndarray, int], symmetric: bool) -> None:
     w, group_size = problem
     weight = quantize(w, group_size=group_size, symmetric=symmetric)
     assert weight.shape == w.shape
@@ -57,7 +59,8 @@ def test_every_weight_is_within_half_a_step(problem: tuple[np.ndarray, int], sym
     if symmetric:
         assert (unpack_int4(weight.qzeros) == 8).all()
     exact = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32).astype(np.float64)
-    # A scale rounded down leaves the range's ends beyond the codes: 15 roundings; half a step with subnormal scales.
+    # A scale that was rounded down leaves the extremes beyond the outermost codes: by 15 rounding errors of the
+    # scale, or by half a step for subnormal scales.
     half_unit = 2.0**-8 if weight.dtype == BFLOAT16 else 2.0**-11
     subnormal = (weight.dtype == np.float16) & (steps(weight) < 2.0**-14)
     slack = np.where(subnormal, 1.0, 0.5 + 15 * half_unit + 1e-5)
@@ -78,12 +81,12 @@ def test_codes_are_those_of_the_formula(problem: tuple[np.ndarray, int]) -> None
         np.testing.assert_array_equal(unpack_int4(weight.qzeros[g]), z)
         exact = rows / s + z
         q = unpack_int4(weight.qweight[g * group_size : (g + 1) * group_size])
-        # A quotient next to a tie may fall to either side of it in float32.
+        # In float32 a quotient close to a tie may round to either side.
         assert np.all(np.abs(q - np.clip(exact, 0, 15)) <= 0.5 + 1e-5 * (1 + np.abs(exact)))
 
 
 @given(st.integers(0, 2**32 - 1), st.booleans())
-def test_weights_on_the_grid_come_back_exactly(seed: int, symmetric: bool) -> None:
+def test_weights_on_the_grid_are_quantized_exactly(seed: int, symmetric: bool) -> None:
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 16, (2, 16, 8))
     codes[:, 0], codes[:, 1] = 0, 15
@@ -93,7 +96,7 @@ def test_weights_on_the_grid_come_back_exactly(seed: int, symmetric: bool) -> No
     np.testing.assert_array_equal(decoded(quantize(w, group_size=16, symmetric=symmetric)), w)
 
 
-def test_a_group_of_one_sign_does_not_saturate() -> None:
+def test_group_of_one_sign_does_not_saturate() -> None:
     w = np.linspace(1.0, 1.2, 32).reshape(4, 8)
     for sign in (1, -1):
         assert np.abs(decoded(quantize(sign * w, group_size=4)) - sign * w).max() < 0.05
@@ -101,12 +104,12 @@ def test_a_group_of_one_sign_does_not_saturate() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_zeros_stay_zeros_and_their_scale_is_a_number(dtype: Any, symmetric: bool) -> None:
+def test_group_of_zeros_dequantizes_to_zeros_with_a_finite_scale(dtype: Any, symmetric: bool) -> None:
     weight = quantize(np.zeros((8, 8), dtype), group_size=4, symmetric=symmetric)
     assert (decoded(weight) == 0).all()
     scales = weight.scales.astype(np.float64)
     assert np.isfinite(scales).all()
-    # GPU arithmetic keeps float16's subnormals, and may take bfloat16's for 0, which nothing can be divided by.
+    # GPU arithmetic keeps float16 subnormals but may flush bfloat16 subnormals to 0, and then divide by 0.
     assert (scales >= (2.0**-126 if dtype == BFLOAT16 else 2.0**-24)).all()
 
 
@@ -114,7 +117,7 @@ def test_zeros_stay_zeros_and_their_scale_is_a_number(dtype: Any, symmetric: boo
 @pytest.mark.parametrize(
     "pair", [(0, 65504), (-65504, 0), (-65504, 65504), (65504, 65504), (-65504, 1), (-60000, 65504), (-3000, 65504)]
 )
-def test_the_largest_halves_decode_to_finite_ones(pair: tuple[float, float], symmetric: bool) -> None:
+def test_largest_float16_weights_dequantize_to_finite_values(pair: tuple[float, float], symmetric: bool) -> None:
     w = np.tile(np.array(pair, np.float16)[:, None], (4, 8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -123,7 +126,7 @@ def test_the_largest_halves_decode_to_finite_ones(pair: tuple[float, float], sym
     assert np.all(error <= steps(weight))
 
 
-def test_the_largest_bfloat16_decode_to_finite_ones() -> None:
+def test_largest_bfloat16_weights_dequantize_to_finite_values() -> None:
     most = ml_dtypes.finfo(BFLOAT16).max
     w = np.tile(np.array([-most, most, 0, most], BFLOAT16)[:, None], (1, 8))
     with warnings.catch_warnings():
@@ -132,7 +135,7 @@ def test_the_largest_bfloat16_decode_to_finite_ones() -> None:
     assert np.all(np.abs(decoded(weight) - w.astype(np.float64)) <= steps(weight))
 
 
-def test_subnormal_halves_are_kept() -> None:
+def test_subnormal_float16_weights_are_kept() -> None:
     least = 2.0**-24
     for count in (1, 7, 15, 16, 22, 23, 38, 100, 1000):
         w = (np.linspace(-count, count, 64).round() * least).reshape(8, 8).astype(np.float16)
@@ -148,7 +151,7 @@ def test_weights_below_the_smallest_scale_become_zeros() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 64, 700])
-def test_blocks_of_rows_and_columns_join_without_seams(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_result_does_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     w = np.random.default_rng(0).standard_normal((60, 40))
     whole = quantize(w, group_size=12)
     monkeypatch.setattr(quantizer, "_BLOCK", block)
@@ -166,7 +169,7 @@ def test_group_size_minus_one_is_one_group() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_a_gpu_gives_the_codes_of_the_cpu(dtype: Any, symmetric: bool) -> None:
+def test_quantizing_on_the_gpu_equals_the_cpu(dtype: Any, symmetric: bool) -> None:
     import cupy
 
     w = np.random.default_rng(0).standard_normal((96, 64)).astype(dtype)
@@ -234,6 +237,8 @@ BAD_GROUP_SIZE = "group_size: expected a divisor of K = 128, or -1 for K itself,
         (W, {"bits": "4"}, ValueError, "bits: expected 4, got '4'"),
     ],
 )
-def test_bad_input_is_named(w: Any, options: Any, error: type[Exception], message: str) -> None:
+def test_invalid_input_raises_the_documented_message(
+    w: Any, options: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         quantize(w, **options)

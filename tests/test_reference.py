@@ -22,20 +22,22 @@ GOLDEN = json.loads((Path(__file__).parent / "vectors.json").read_text(encoding=
 
 FLOAT16, BFLOAT16, FLOAT32 = (np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32))
 SIGNIFICANT_BITS = {FLOAT16: 11, BFLOAT16: 8, FLOAT32: 24}
-LEAST_EXPONENT = {FLOAT16: -24, BFLOAT16: -133, FLOAT32: -149}  # of the smallest subnormal number
+LEAST_EXPONENT = {FLOAT16: -24, BFLOAT16: -133, FLOAT32: -149}  # exponent of the smallest subnormal
 
 
 class Problem(NamedTuple):
+    """The operands of a matrix product."""
+
     qweight: np.ndarray
     scales: np.ndarray
     qzeros: np.ndarray | None
     x: np.ndarray
     element: np.dtype[Any]
-    """Of x, whose dtype is uint16 where it holds bits."""
+    """The element type of x: bfloat16 where x is uint16 and holds its bits."""
 
 
 def float64_weight(qweight: np.ndarray, scales: np.ndarray, qzeros: np.ndarray | None) -> np.ndarray:
-    """W [K, N] by the formula, with the shifts that the description of the format lists."""
+    """Return W [K, N] by the formula, with the bit shifts from the specification of the format."""
 
     def codes(words: np.ndarray) -> np.ndarray:
         shifts = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
@@ -52,7 +54,7 @@ def float64_weight(qweight: np.ndarray, scales: np.ndarray, qzeros: np.ndarray |
 
 
 def rounded(a: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """float64 values that `dtype` holds, nearest to `a`; ties to even. Overflow is not treated."""
+    """Return `a` rounded to `dtype`, to nearest with ties to even, as float64. Overflow is not handled."""
     _, exponent = np.frexp(a)
     unit = np.maximum(exponent - SIGNIFICANT_BITS[dtype], LEAST_EXPONENT[dtype])
     return np.ldexp(np.rint(np.ldexp(a, -unit)), unit)
@@ -60,14 +62,14 @@ def rounded(a: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Shapes with tails of every kind, each form of zeros, and tensors that are slices of larger ones."""
+    """Draw a product: any tail sizes, any form of zero points, contiguous tensors and slices of larger ones."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     group_size, groups = draw(st.integers(1, 40)), draw(st.integers(1, 5))
     words = draw(st.integers(1, 7))
     k, n = group_size * groups, 8 * words
     scale_dtype = draw(st.sampled_from([FLOAT16, BFLOAT16]))
     above, left = draw(st.integers(0, 2)), draw(st.integers(0, 2))
-    order = draw(st.sampled_from([1, -1]))  # the rows from the last to the first, too
+    order = draw(st.sampled_from([1, -1]))  # -1: the rows in reverse order
 
     def part(a: np.ndarray, per_word: int) -> np.ndarray:
         return a[above:, left * per_word : (left + words) * per_word][::order]
@@ -126,7 +128,7 @@ def test_matmul_is_the_float64_product(
     x64, w64 = x.view(element).astype(np.float64), float64_weight(qweight, scales, qzeros)
     b64 = np.zeros(n) if bias is None else bias.astype(np.float64)
     expected = x64 @ w64 + b64
-    # One rounding of the result, and one for each of the at most K + 2 float32 operations on the way to it.
+    # The result is rounded once, after at most K + 2 float32 operations with one rounding each.
     half_unit = 2.0 ** -SIGNIFICANT_BITS[element]
     bound = 2.0 ** LEAST_EXPONENT[element] + half_unit * np.abs(expected)
     bound += (len(w64) + 2) * 2.0**-24 * 1.01 * (np.abs(x64) @ np.abs(w64) + np.abs(b64))
@@ -135,7 +137,7 @@ def test_matmul_is_the_float64_product(
 
 
 def float64_epilogue(v: np.ndarray, activation: Any, residual: np.ndarray | float = 0.0) -> np.ndarray:
-    """activation(v) + residual by the formulas, in float64."""
+    """Return activation(v) + residual by the formulas, in float64."""
     if activation == "swiglu":
         gate, up = np.split(v, 2, axis=-1)
         v = gate / (1 + np.exp(-gate)) * up
@@ -177,7 +179,7 @@ def test_epilogues_are_the_float64_formulas_rounded_once(
     assert np.all(np.abs(y.astype(np.float64) - expected) <= half_unit * np.abs(expected) + 1e-5 * size + 1e-5)
 
 
-def test_activations_at_the_ends_of_the_range() -> None:
+def test_activations_of_extreme_values() -> None:
     qweight, scales = np.full((1, 1), 0x99999999, np.uint32).view(np.int32), np.ones((1, 8), np.float16)  # W = 1
     v = np.array([-np.inf, -60000, -100, -0.0, 0.0, 100, 60000, np.inf, np.nan], np.float16)
 
@@ -196,7 +198,7 @@ def test_activations_at_the_ends_of_the_range() -> None:
 
 @pytest.mark.parametrize("block", [1, 20, 100, 1000])
 @pytest.mark.parametrize("zeros", ["packed", "symmetric", "float"])
-def test_blocks_that_split_groups_or_join_them_give_the_same(
+def test_block_that_splits_or_joins_groups_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, block: int, zeros: str
 ) -> None:
     rng = np.random.default_rng(0)
@@ -214,7 +216,7 @@ def test_blocks_that_split_groups_or_join_them_give_the_same(
 @pytest.mark.parametrize(("element", "bound"), [(FLOAT16, 5e-4), (BFLOAT16, 4e-3), (FLOAT32, 2e-6)])
 @pytest.mark.parametrize("scale_dtype", [FLOAT16, BFLOAT16])
 @pytest.mark.parametrize("m", [1, 9])
-def test_errors_stay_in_bounds_at_a_large_k(
+def test_error_stays_in_bounds_at_a_large_k(
     element: np.dtype[Any], bound: float, scale_dtype: np.dtype[Any], m: int
 ) -> None:
     rng = np.random.default_rng(1)
@@ -249,10 +251,10 @@ def test_autoawq_tensors_dequantize_bit_for_bit() -> None:
         (BFLOAT16, 89, -(2.0**-30), 266),
     ],
 )
-def test_an_offset_below_float32_still_decides_a_tie(
+def test_offset_below_float32_precision_decides_a_rounding_tie(
     dtype: np.dtype[Any], scale: float, offset: float, expected: float
 ) -> None:
-    # 3 * scale lies halfway between two values of `dtype`; float32 loses the offset, and the tie goes to the other one.
+    # 3 * scale is a tie between two values of `dtype`. float32 would lose the offset and round to the other one.
     qweight = np.full((1, 1), 0x33333333, np.int32)
     scales, offsets = np.full((1, 8), scale, dtype), np.full((1, 8), offset, dtype)
     assert (reference.dequantize(qweight, scales, offsets) == expected).all()
@@ -261,7 +263,7 @@ def test_an_offset_below_float32_still_decides_a_tie(
 
 
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
-def test_scales_at_the_ends_of_the_range_neither_warn_nor_vanish(dtype: np.dtype[Any]) -> None:
+def test_extreme_scales_neither_warn_nor_vanish(dtype: np.dtype[Any]) -> None:
     qweight = np.array([[0x75316420]], np.int32)
     codes = np.arange(8.0) - 8
     least = np.full((1, 8), 2.0 ** LEAST_EXPONENT[dtype], dtype)
@@ -277,7 +279,7 @@ def test_scales_at_the_ends_of_the_range_neither_warn_nor_vanish(dtype: np.dtype
     np.testing.assert_array_equal(y, large[0])
 
 
-def test_a_row_with_inf_or_nan_reaches_its_own_results_only() -> None:
+def test_inf_or_nan_in_a_row_stays_in_that_row() -> None:
     rng = np.random.default_rng(2)
     weight = random_weight(rng, 64, 16, 32)
     x = random_activations(rng, 4, 64)
@@ -302,7 +304,7 @@ def test_results_are_the_same_from_run_to_run() -> None:
     assert len(set(runs)) == 1
 
 
-def test_dequantize_fills_a_given_array_and_refuses_another_type() -> None:
+def test_dequantize_fills_out_and_refuses_another_dtype() -> None:
     weight = random_weight(np.random.default_rng(4), 32, 16, 8)
     tensors = weight.qweight, weight.scales, weight.qzeros
     out = np.full((16, 64), np.nan, np.float16).T[::2]
@@ -314,7 +316,7 @@ def test_dequantize_fills_a_given_array_and_refuses_another_type() -> None:
         reference.dequantize(*tensors, dtype="float64")
 
 
-def test_matmul_names_each_argument_that_does_not_fit() -> None:
+def test_matmul_refuses_arguments_that_do_not_fit() -> None:
     weight = random_weight(np.random.default_rng(5), 32, 16, 8)
     tensors = weight.qweight, weight.scales, weight.qzeros
     x = np.ones((2, 32), np.float16)
@@ -328,7 +330,7 @@ def test_matmul_names_each_argument_that_does_not_fit() -> None:
         reference.matmul(x, *tensors, out=np.zeros(16, np.float16))
 
 
-def test_relative_error_sees_wrong_and_missing_results() -> None:
+def test_relative_error_detects_wrong_and_missing_results() -> None:
     rng = np.random.default_rng(6)
     for zeros in ("packed", "symmetric", "float"):
         weight = random_weight(rng, 64, 32, 16, zeros=zeros)

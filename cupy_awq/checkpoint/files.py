@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of an unusable checkpoint, and JSON read from files that may lie."""
+"""`CheckpointError`, and JSON objects from untrusted files."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 100_000_000
-"""Header, index and configuration files are refused above this size, the limit of the safetensors format."""
+"""The largest header, index and configuration file that is read: the limit of the safetensors format."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names the file and, where there is one, the tensor."""
+    """An unsupported or damaged checkpoint; the message names the file, and the tensor or module if there is one."""
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in ``text``. ``where`` opens the message of the CheckpointError that anything else raises."""
+    """Return the JSON object in ``text``.
+
+    Raises CheckpointError, whose message starts with ``where``, for other JSON, malformed JSON and duplicate keys.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
@@ -35,7 +38,7 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file ``path``; CheckpointError for anything else."""
+    """Return the JSON object in a file. Raises CheckpointError for any other content."""
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
         raise CheckpointError(f"{path}: expected at most {MAX_JSON_BYTES} bytes of JSON, got {size}")
     return parse_object(path.read_bytes(), str(path))

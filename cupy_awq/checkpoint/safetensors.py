@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The safetensors container: eight bytes of header length, a JSON header, then the bytes of all tensors.
 
-The header is hostile input and is checked whole before a tensor is shown: each one's bytes must be those of its dtype
-and shape, and all together must tile the data without overlap or gap. What comes back are read-only views of the
-memory-mapped file, so that a tensor costs nothing until its values are read, and an upload to a GPU is its first copy.
-(The reader of the package ``safetensors`` copies each tensor, and names no tensor in most of its errors.)
+The header is untrusted and is validated completely before any tensor is returned: the bytes of each tensor must match
+its dtype and shape, and the tensors must cover the data without overlap or gap. Tensors are read-only views of the
+memory-mapped file, so the first copy of a tensor is its upload to a GPU. The package ``safetensors`` would copy each
+tensor, and most of its errors name no tensor.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from cupy_awq.checkpoint.files import MAX_JSON_BYTES, CheckpointError, parse_object
 
 MAX_RANK = 32
+"""The largest number of axes of a tensor."""
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -41,24 +42,29 @@ DTYPES = {
     "F64": np.dtype(np.float64),
     "C64": np.dtype(np.complex64),
 }
+"""The NumPy dtype of each dtype of the format."""
 
 
 def read(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Every tensor of the file by name, as read-only views of the mapped file.
+    """Return every tensor of a file by name, as read-only views of the memory-mapped file.
 
-    The file must not be truncated while a view lives. Raises CheckpointError for a malformed file, OSError for one that
-    cannot be opened.
+    The file must not be truncated while a view exists.
+
+    Raises:
+        CheckpointError: the file is malformed.
+        OSError: the file cannot be opened.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
-            claim = f"expected at least 8 bytes, got {size}"
-            raise CheckpointError(f"{path}: not a safetensors file, or a truncated one: {claim}")
+            raise CheckpointError(f"{path}: expected a safetensors file of at least 8 bytes, got {size} bytes")
         length = int.from_bytes(file.read(8), "little")
         limit = min(size - 8, MAX_JSON_BYTES)
         if length > limit:
-            claim = f"expected a header of at most {limit} bytes, got a length of {length}"
-            raise CheckpointError(f"{path}: not a safetensors file, or a truncated one: {claim}")
+            raise CheckpointError(
+                f"{path}: expected a safetensors file with a header of at most {limit} bytes, got a length of "
+                f"{length}; the file may be truncated"
+            )
         header = parse_object(file.read(length), f"{path}: header")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     header.pop("__metadata__", None)
@@ -73,19 +79,19 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
             )
         expected = math.prod(shape) * dtype.itemsize
         if end - begin != expected:
-            raise CheckpointError(f"{where}: {dtype} {list(shape)} takes {expected} bytes, got {end - begin}")
+            raise CheckpointError(f"{where}: expected {expected} bytes for {dtype} {list(shape)}, got {end - begin}")
         try:
             views[name] = np.ndarray(shape, dtype, mapped, start + begin)
         except (ValueError, OverflowError) as error:
-            raise CheckpointError(f"{where}: shape {list(shape)}: {error}") from None
+            raise CheckpointError(
+                f"{where}: expected a shape that NumPy supports, got {list(shape)}: {error}"
+            ) from None
         spans.append((begin, end, where))
     position = 0
     for begin, end, where in sorted(spans):
         if begin != position:
-            kind = "overlap" if begin < position else "leave a gap before"
-            raise CheckpointError(
-                f"{where}: expected data_offsets to begin at {position}, got {begin}: they {kind} others"
-            )
+            kind = "an overlap" if begin < position else "a gap"
+            raise CheckpointError(f"{where}: expected data_offsets from {position} on, got {begin}: {kind}")
         position = end
     if position != size - start:
         raise CheckpointError(f"{path}: expected {position} bytes of tensors, got {size - start}")
@@ -93,7 +99,7 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def _entry(entry: Any, where: str) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
-    """dtype, shape, begin and end of one tensor of the header."""
+    """Return dtype, shape, and first and last offset of a tensor's entry in the header."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{where}: expected an object with dtype, shape and data_offsets, got {entry!r:.80}")
     name: Any = entry.get("dtype")
@@ -112,4 +118,5 @@ def _entry(entry: Any, where: str) -> tuple[np.dtype[Any], tuple[int, ...], int,
 
 
 def _naturals(value: Any) -> bool:
+    """Return whether a JSON value is a list of integers in 0..2**63-1."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)

@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupy_awq.activation import enumerator
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.problem import ACTIVATIONS, TYPES, ceil_div
+from cupy_awq.kernels.family import TuningKey
+from cupy_awq.kernels.problem import TYPES, ceil_div
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument
 
 EPILOGUE_ACTIVATIONS = (None, "clamp")
-"""The kinds of activation that these families take, of `cupy_awq.kernels.problem.ACTIVATIONS`."""
+"""The kinds of activation that these families take, of `cupy_awq.activation`."""
 UNIT = 8
 """The channels of 16 bytes, which the tensor-core kernels copy at a time."""
 MMA_ARCH = 80
@@ -106,7 +108,14 @@ class Convolution:
             f"stride {s.stride_h}x{s.stride_w} groups {s.groups}"
         )
 
-    tuning_key = None
+    @property
+    def tuning_key(self) -> TuningKey:
+        """The key of the layer; every number of images is tuned by itself."""
+        s = self.sizes
+        layer = f"conv2d {s.channels * s.groups}x{s.outputs * s.groups} {s.kernel_h}x{s.kernel_w}"
+        steps = f"stride {s.stride_h}x{s.stride_w} dilation {s.dilation_h}x{s.dilation_w} groups {s.groups}"
+        shape = f"{layer} image {s.height}x{s.width} {steps} {self.bits} bits"
+        return TuningKey((shape,), s.batch, s.batch)
 
     def without_stride(self) -> Convolution:
         """Return the same 1x1 convolution with stride 1 over the pixels that it reads; itself if that is impossible."""
@@ -126,7 +135,7 @@ class Convolution:
             ("X", TYPES[self.dtype]),
             ("NHWC", int(self.nhwc)),
             ("WEIGHT_OFFSET", int(self.weight_offset)),
-            ("ACTIVATION", ACTIVATIONS[self.activation]),
+            ("ACTIVATION", enumerator(self.activation)),
             ("GATED", 0),
             ("HAS_BIAS", int(self.bias_dtype is not None)),
             ("BIAS", TYPES[self.bias_dtype or "float16"]),

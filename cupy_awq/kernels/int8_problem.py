@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cupy_awq.activation import enumerator
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.problem import ACTIVATIONS, TYPES, ceil_div
+from cupy_awq.kernels.family import TuningKey
+from cupy_awq.kernels.problem import TYPES, ceil_div, next_power_of_two
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument
 
 EPILOGUE_ACTIVATIONS = (None, "clamp")
-"""The kinds of activation that these families take, of `cupy_awq.kernels.problem.ACTIVATIONS`."""
+"""The kinds of activation that these families take, of `cupy_awq.activation`."""
 STEP_K = 32
 """The columns of K that one tensor-core instruction multiplies."""
 BLOCK_K = 128
@@ -76,7 +78,12 @@ class Int8Problem:
         x = "e4m3" if self.fp8 else "int8"
         return f"x[{self.m}, {self.k}] {x} @ W[{self.k}, {self.n}] int{self.bits} block size {self.block_size}"
 
-    tuning_key = None
+    @property
+    def tuning_key(self) -> TuningKey:
+        """The key of the shape and the weight; M is tuned at powers of two."""
+        op = "gemm_fp8" if self.fp8 else "gemm_int8"
+        shape = f"{op} {self.k}x{self.n} {self.bits} bits in blocks of {self.block_size}"
+        return TuningKey((shape,), self.m, next_power_of_two(self.m))
 
     @property
     def blocks(self) -> int:
@@ -101,7 +108,7 @@ class Int8Problem:
             ("FP8", int(self.fp8)),
             ("X_OFFSET", int(self.x_offset)),
             ("WEIGHT_OFFSET", int(weight_offset)),
-            ("ACTIVATION", ACTIVATIONS[self.activation]),
+            ("ACTIVATION", enumerator(self.activation)),
             ("GATED", 0),
             ("HAS_BIAS", int(self.bias_dtype is not None)),
             ("BIAS", TYPES[self.bias_dtype or "float16"]),

@@ -76,10 +76,10 @@ def _convert(words: Array, out: Array | None, entry: str, values: int) -> Array:
         y = out if out is not None and out.flags.c_contiguous else cupy.empty(shape, check.FLOAT16)
         if words.size:
             source = cupy.ascontiguousarray(words)
-            problem = Conversion(entry, words.size, arrays.aligned(y.reshape(-1)))
+            problem = Conversion(entry, words.size, arrays.is_aligned(y.reshape(-1)))
             plan = select.choose(problem, device.current()).plan
             stream = cupy.cuda.get_current_stream().ptr
-            launch.launcher(plan, index)((arrays.address(source), arrays.address(y)), stream)
+            launch.get_launcher(plan, index)((arrays.address(source), arrays.address(y)), stream)
         if out is not None and y is not out:
             out[...] = y
     return y if out is None else out

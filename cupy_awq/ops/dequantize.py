@@ -46,9 +46,14 @@ def dequantize(
     import cupy
 
     with placement.use_device(facts.device):
-        w = out if out is not None and arrays.row_step(out) is not None else cupy.empty((facts.k, facts.n), to)
+        w = out if out is not None and arrays.row_stride(out) is not None else cupy.empty((facts.k, facts.n), to)
         offsets = qzeros if facts.zeros == "float" else None
-        strides = arrays.row_stride(qweight), arrays.row_stride(scales), arrays.row_stride(qzeros), arrays.row_stride(w)
+        strides = (
+            arrays.leading_dimension(qweight),
+            arrays.leading_dimension(scales),
+            arrays.leading_dimension(qzeros),
+            arrays.leading_dimension(w),
+        )
         problem = Dequantization(
             facts.k,
             facts.n,
@@ -56,10 +61,10 @@ def dequantize(
             facts.dtype.name,
             facts.zeros,
             to.name,
-            arrays.aligned(scales, offsets, w),
+            arrays.is_aligned(scales, offsets, w),
             strides,
         )
-        launcher = launch.launcher(select.choose(problem, device.current()).plan, facts.device)
+        launcher = launch.get_launcher(select.choose(problem, device.current()).plan, facts.device)
         stream = cupy.cuda.get_current_stream().ptr
         launcher(tuple(map(arrays.address, (qweight, scales, qzeros, w))), stream)
         if out is not None and w is not out:

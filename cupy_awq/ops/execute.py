@@ -15,9 +15,9 @@ from cupy_awq.kernels.family import KernelProblem
 from cupy_awq.kernels.select import Choice
 from cupy_awq.runtime import placement
 from cupy_awq.runtime.arrays import address
-from cupy_awq.runtime.launch import launcher
+from cupy_awq.runtime.launch import get_launcher
 from cupy_awq.runtime.launch_plan import LaunchPlan
-from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace
+from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace_address
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: int) -> Array:
@@ -56,9 +56,9 @@ def launch(plan: LaunchPlan, buffers: Mapping[str, Any], device: int) -> None:
     import cupy
 
     stream = cupy.cuda.get_current_stream().ptr
-    ready = launcher(plan, device)
+    ready = get_launcher(plan, device)
     offsets = {"counters": 0, "partials": COUNTER_BYTES}
-    begin = workspace(device, stream) if plan.grid[2] > 1 and "partials" in ready.buffers else 0
+    begin = workspace_address(device, stream) if plan.grid[2] > 1 and "partials" in ready.buffers else 0
     pointers = (
         (begin and begin + offsets[name]) if name in offsets else address(buffers[name]) for name in ready.buffers
     )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_awq import block_check, block_reference, check
+from cupy_awq.activation import Activation
 from cupy_awq.block_check import QuantizedProduct
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import HOST, Array
@@ -18,7 +19,7 @@ from cupy_awq.kernels.quantize_rows import RowQuantization
 from cupy_awq.ops import execute
 from cupy_awq.packing import namespace
 from cupy_awq.runtime import device, placement
-from cupy_awq.runtime.arrays import row_step, views
+from cupy_awq.runtime.arrays import row_stride, views
 
 
 def quantize_activations(
@@ -227,11 +228,11 @@ def _quantize_on_gpu(
         codes, scale, sums = (cupy.empty(s, t) for s, t in (((m, k), np.int8), (shape, np.float32), (shape, np.int32)))
         offset = None if symmetric else cupy.empty(shape, np.float32)
         if m:
-            if row_step(x) is None:
+            if row_stride(x) is None:
                 x = cupy.ascontiguousarray(x)
             wide = k % 8 == 0 and block_size % 8 == 0 and (x.data.ptr | x.strides[0]) % (8 * x.dtype.itemsize) == 0
             half_even = rounding == "half_even"
-            problem = RowQuantization(m, k, block_size, x.dtype.name, symmetric, half_even, wide, row_step(x) or 0)
+            problem = RowQuantization(m, k, block_size, x.dtype.name, symmetric, half_even, wide, row_stride(x) or 0)
             buffers = {"x": x, "codes": codes, "scale": scale, "offset": offset, "sums": sums}
             execute.launch(select.choose(problem, device.current()).plan, buffers, index)
         return codes, scale, offset, sums
@@ -245,7 +246,7 @@ def _multiply_on_gpu(
     weight: BlockQuantizedWeight,
     product: QuantizedProduct,
     bias: Array | None,
-    activation: check.Activation,
+    activation: Activation,
     out: Array | None,
     *,
     fp8: bool = False,
@@ -254,7 +255,7 @@ def _multiply_on_gpu(
     import cupy
 
     with placement.use_device(weight.device):
-        y = cupy.empty((product.m, product.n), product.dtype) if out is None or row_step(out) is None else out
+        y = cupy.empty((product.m, product.n), product.dtype) if out is None or row_stride(out) is None else out
         if product.m:
             xq, x_scale, x_offset, x_sums = (
                 a if a is None else cupy.ascontiguousarray(a) for a in (xq, x_scale, x_offset, x_sums)
@@ -275,7 +276,7 @@ def _multiply_on_gpu(
                 aligned=xq.data.ptr % 16 == 0,
                 even=y_bits % (2 * y.dtype.itemsize) == 0,
                 wide=y_bits % 16 == 0,
-                y_stride=row_step(y),
+                y_stride=row_stride(y),
                 fp8=fp8,
                 row_scales=product.row_scales,
                 zero_points=weight.zero_points is not None,
@@ -295,7 +296,7 @@ def _linear_fp8_on_gpu(
     weight: BlockQuantizedWeight,
     product: QuantizedProduct,
     bias: Array | None,
-    activation: check.Activation,
+    activation: Activation,
     out: Array | None,
 ) -> Array:
     import cupy
@@ -306,7 +307,7 @@ def _linear_fp8_on_gpu(
         sums = cupy.empty((m, -(-k // block_size)), np.float32)
         codes, scale = cupy.empty((m, k), np.uint8), cupy.empty(m, np.float32)
         if m:
-            stride = row_step(x)
+            stride = row_stride(x)
             if stride is None or (x.data.ptr | stride * x.dtype.itemsize) % 16:
                 x, stride = cupy.array(x, order="C"), k
             problem = Fp8Quantization(m, k, block_size, x.dtype.name, stride)

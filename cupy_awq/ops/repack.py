@@ -61,7 +61,11 @@ def repack(weight: PackedWeight) -> PackedWeight:
     with placement.use_device(facts.device):
         out = cupy.empty(layout.nbytes, cupy.uint8)
         buffers = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
-        steps = arrays.row_stride(weight.qweight), arrays.row_stride(weight.scales), arrays.row_stride(weight.qzeros)
+        steps = (
+            arrays.leading_dimension(weight.qweight),
+            arrays.leading_dimension(weight.scales),
+            arrays.leading_dimension(weight.qzeros),
+        )
         launch(layout.plan(device.of(facts.device), steps), {**buffers, "out": out})
         # Kernels that read it begin before their predecessor ends: this one must have ended by then, so the host waits
         # for what comes after it.

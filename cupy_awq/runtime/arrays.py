@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of any library's GPU arrays as CuPy arrays, and their memory layout."""
+"""CuPy views of any library's GPU arrays, and the properties of their memory layout that kernels depend on."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq.check import Array, is_device_array
+from cupy_awq.check import Array, StridedArray, is_device_array
 from cupy_awq.runtime import placement
 
 
 def views(**arrays: Any) -> list[Any]:
-    """Each array as a CuPy array of the same memory if it lies on a GPU; all else as it is, for `check` to judge.
+    """Return each argument, a GPU array of another library as a CuPy array of the same memory.
+
+    All others are returned as they are, for `cupy_awq.check` to judge.
 
     Raises:
-        TypeError: an array of a GPU that CuPy cannot view.
-        ValueError: a null pointer, or an ``out`` that its library calls read-only.
+        TypeError: a GPU array that CuPy cannot view.
+        ValueError: an array with a null pointer, or an ``out`` that its library calls read-only.
     """
     return [_view(a, name) for name, a in arrays.items()]
 
@@ -33,47 +35,52 @@ def _view(a: Any, name: str) -> Any:
             return cupy.from_dlpack(a)
         pointer, read_only = interface["data"]
         if pointer and not (read_only and name == "out"):
-            # An interface that names no stream leaves open when the array's values are there; DLPack waits for them.
+            # Without a stream in the interface, only DLPack waits until the array's values are written.
             if interface.get("stream") is None and hasattr(a, "__dlpack__"):
                 return cupy.from_dlpack(a)
-            # CuPy would copy what is not on the current device.
+            # cupy.asarray copies an array that is not on the current device.
             with placement.use_device(cupy.cuda.runtime.pointerGetAttributes(pointer).device):
                 return cupy.asarray(a)
-        empty = 0 in interface["shape"]
-    except Exception as error:  # whatever a foreign library or CuPy raises
+        is_empty = 0 in interface["shape"]
+    except Exception as error:  # a foreign library or CuPy may raise anything
         raise TypeError(f"{name}: expected an array that CuPy can view, got {type(a).__name__}: {error}") from error
     if pointer:
         raise ValueError(f"{name}: expected a writable array, got a read-only {type(a).__name__}")
-    if not empty:
+    if not is_empty:
         raise ValueError(f"{name}: expected an array in memory, got a {type(a).__name__} with a null pointer")
     return cupy.empty(interface["shape"], interface["typestr"])
 
 
 def address(a: Array | None) -> int:
+    """Return the address of a CuPy array's first element, 0 for None."""
     return 0 if a is None else int(a.data.ptr)
 
 
-def aligned(*arrays: Array | None) -> bool:
-    """Whether all arrays start at, and step along their rows by, multiples of what the widest access moves."""
-    return all(a is None or (a.data.ptr | _row_bytes(a)) % width(a) == 0 for a in arrays)
-
-
-def width(a: Array) -> int:
-    """Bytes of four words or of eight values."""
+def vector_bytes(a: StridedArray) -> int:
+    """Return the bytes of a kernel's widest access to an array: of four 32-bit words or of eight 16-bit values."""
     return 32 if a.dtype == np.float32 else 16
 
 
-def _row_bytes(a: Array) -> int:
-    if rows(a) == 1:
+def is_aligned(*arrays: Array | None) -> bool:
+    """Return whether the address and the row stride of every array are multiples of its `vector_bytes`."""
+    return all(a is None or (a.data.ptr | _row_stride_bytes(a)) % vector_bytes(a) == 0 for a in arrays)
+
+
+def _row_stride_bytes(a: StridedArray) -> int:
+    if count_rows(a) == 1:
         return 0
-    step = row_step(a)
-    return int(a.strides[0] if step is None else step * a.dtype.itemsize)
+    stride = row_stride(a)
+    return int(a.strides[0] if stride is None else stride * a.dtype.itemsize)
 
 
-def layout(a: Array | None) -> Any:
-    """All of a CuPy array that checks and kernels depend on; equal for arrays that one launch can serve.
+def layout_key(a: Array | None) -> Any:
+    """Return a hashable key of all properties of a CuPy array that validation and kernel selection depend on.
 
-    Raises AttributeError for an array of another library, or ValueError, as NumPy's of bfloat16 do.
+    One prepared launch serves all arrays with equal keys.
+
+    Raises:
+        AttributeError: an array of another library.
+        ValueError: a NumPy array of bfloat16, whose memory NumPy cannot export.
     """
     if a is None:
         return None
@@ -81,47 +88,57 @@ def layout(a: Array | None) -> Any:
     return a.shape, a.strides, a.dtype, data.device_id, data.ptr % 32
 
 
-def row_step(a: Array) -> int | None:
-    """Elements from one row of [..., N] to the next, if each row is contiguous and one step leads through all of them.
+def count_rows(a: StridedArray) -> int:
+    """Return M, the number of rows of [..., N].
+
+    >>> count_rows(np.zeros((4, 6, 8)))
+    24
+    """
+    return math.prod(a.shape[:-1])
+
+
+def row_stride(a: StridedArray) -> int | None:
+    """Return the elements from one row of [..., N] to the next, or None if no kernel can read the rows in place.
+
+    Kernels need contiguous rows and one stride >= 0 that leads from each row to the next.
 
     >>> x = np.zeros((4, 6, 8), np.float16)
-    >>> row_step(x), row_step(x[:, 0]), row_step(x[..., 2:4]), row_step(x[:, :3]), row_step(x[..., ::2])
+    >>> row_stride(x), row_stride(x[:, 0]), row_stride(x[..., 2:4]), row_stride(x[:, :3]), row_stride(x[..., ::2])
     (8, 48, 8, None, None)
     """
     (*leading, n), (*strides, last) = a.shape, a.strides
     size = a.dtype.itemsize
     if n > 1 and last != size:
         return None
-    step = None
+    row_bytes = None
     expected = 0
     for count, stride in zip(reversed(leading), reversed(strides), strict=True):
         if count == 1:
             continue
-        if step is None:
-            step = stride
+        if row_bytes is None:
+            row_bytes = stride
         elif stride != expected:
             return None
         expected = stride * count
-    if step is None:
+    if row_bytes is None:
         return int(n)
-    return None if step < 0 or step % size else int(step // size)
+    return None if row_bytes < 0 or row_bytes % size else int(row_bytes // size)
 
 
-def readable_rows(a: Array) -> bool:
-    """Whether kernels can read the rows of [..., N] where they are, as fast as they could read a copy.
+def has_readable_rows(a: Array) -> bool:
+    """Return whether kernels read the rows of [..., N] in place as fast as they would read an aligned copy.
 
-    Rows that overlap are not among them: a tensor map has none.
+    Overlapping rows are excluded: a tensor map cannot describe them.
     """
-    step = row_step(a)
-    apart = step is not None and (rows(a) == 1 or step >= a.shape[-1])
-    return apart and (aligned(a) or a.shape[-1] * a.dtype.itemsize % width(a) != 0)
+    stride = row_stride(a)
+    is_disjoint = stride is not None and (count_rows(a) == 1 or stride >= a.shape[-1])
+    return is_disjoint and (is_aligned(a) or a.shape[-1] * a.dtype.itemsize % vector_bytes(a) != 0)
 
 
-def rows(a: Array) -> int:
-    """M of [..., N]."""
-    return math.prod(a.shape[:-1])
+def leading_dimension(a: StridedArray | None) -> int:
+    """Return the elements from one row of a matrix to the next, of either sign; 0 for None.
 
-
-def row_stride(a: Array | None) -> int:
-    """Elements from one row of a matrix to the next, with any sign; 0 for no matrix."""
+    >>> leading_dimension(np.zeros((4, 8))[::-2])
+    -16
+    """
     return 0 if a is None else int(a.strides[0]) // a.dtype.itemsize

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a launch plan to machine code and a launch.
+"""Kernels to machine code: NVRTC compilation into the disk cache, and loading onto a device.
 
-NVRTC compiles a kernel to a cubin (or to PTX, for a GPU newer than the target) in the user's cache folder, named by a
-digest of everything that went in, so that a second process compiles nothing. Knows nothing of AWQ.
+A kernel becomes a cubin, or PTX for a GPU newer than its target. Its file is named by a digest of the sources, the
+constants, the options and NVRTC's version, so a second process compiles nothing.
 """
 
 from __future__ import annotations
@@ -17,23 +17,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cupy_awq.runtime import disk_cache as cache
-from cupy_awq.runtime import sources
+from cupy_awq.runtime import disk_cache, sources
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
-"""Options of every compilation: line numbers cost nothing at run time and let faults and profiles name source lines."""
+"""The options of every compilation. Line info costs nothing at run time; profilers and fault reports show it."""
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a kernel; the message holds its log, with file and line."""
+    """A kernel that NVRTC does not compile; the message holds NVRTC's log, with file and line."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What the assembler says of a kernel: registers a thread, static shared bytes, bytes of spills and of stack.
+    """The resources of a kernel, as ptxas reports them.
 
-    ``serialized``: its wgmma wait for each other, for want of registers or of order.
+    Attributes:
+        registers: the registers per thread.
+        shared_bytes: the static shared memory of a CTA.
+        spill_bytes: the spill loads and stores per thread.
+        stack_bytes: the stack frame of a thread.
+        serialized: whether ptxas serialized the kernel's wgmma instructions, which makes them slow.
     """
 
     registers: int
@@ -45,28 +49,35 @@ class Resources:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel on disk. ``resources`` is None for PTX, which only the driver assembles."""
+    """A compiled kernel on disk.
+
+    Attributes:
+        path: the cubin or PTX file.
+        resources: the kernel's resources; None for PTX, which the driver assembles when it is loaded.
+        newly_compiled: whether this process compiled it, rather than found it in the cache.
+    """
 
     path: Path
     resources: Resources | None
-    fresh: bool
+    newly_compiled: bool
 
 
-def _check(status: Any, what: str) -> None:
+def _check(status: Any, function: str) -> None:
+    """Raise RuntimeError unless a function of NVRTC succeeded."""
     if int(status) != 0:
-        raise RuntimeError(f"{what} failed: {status.name}")
+        raise RuntimeError(f"{function}: expected success, got {status.name}")
 
 
 @functools.cache
-def compiler() -> tuple[tuple[int, int], tuple[int, ...]]:
-    """NVRTC's version and the architectures that it knows, in rising order. Raises OSError if it is not there."""
+def nvrtc_version_and_archs() -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Return NVRTC's version and its supported architectures in ascending order. Raises OSError without NVRTC."""
     try:
         from cuda.bindings import nvrtc
 
         status, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
         raise OSError(
-            f"NVRTC cannot be loaded ({error}); install nvidia-cuda-nvrtc-cu12>=12.8 and cuda-bindings"
+            f"NVRTC: expected a loadable library, got {error}; install nvidia-cuda-nvrtc-cu12>=12.8 and cuda-bindings"
         ) from error
     _check(status, "nvrtcVersion")
     status, archs = nvrtc.nvrtcGetSupportedArchs()
@@ -74,9 +85,9 @@ def compiler() -> tuple[tuple[int, int], tuple[int, ...]]:
     return (major, minor), tuple(sorted(archs))
 
 
-def target(arch: str) -> str:
-    """The compiler's target nearest to ``arch``: itself, or the end of the compiler's range that lies on its side."""
-    known = compiler()[1]
+def nearest_target(arch: str) -> str:
+    """Return ``arch`` if NVRTC supports it, else the newest older architecture, or the oldest one if all are newer."""
+    known = nvrtc_version_and_archs()[1]
     number = int(arch.rstrip("af"))
     if number in known:
         return arch
@@ -84,7 +95,7 @@ def target(arch: str) -> str:
 
 
 def _compile(kernel: Kernel, arch: str, texts: Mapping[str, str], form: str) -> tuple[bytes, str]:
-    """The cubin or PTX of a kernel and the compiler's log."""
+    """Return the cubin or PTX of a kernel and NVRTC's log. Raises CompileError."""
     from cuda.bindings import nvrtc
 
     (source, text), *headers = texts.items()
@@ -106,7 +117,7 @@ def _compile(kernel: Kernel, arch: str, texts: Mapping[str, str], form: str) -> 
             .decode(errors="replace")
         )
         if int(status) != 0:
-            raise CompileError(f"{source} does not compile for sm_{arch} with {dict(kernel.defines)}:\n{log.strip()}")
+            raise CompileError(f"{source}: does not compile for sm_{arch} with {dict(kernel.defines)}:\n{log.strip()}")
         if form == "cubin":
             return _read(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), log
         return _read(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX).rstrip(b"\0"), log
@@ -115,6 +126,7 @@ def _compile(kernel: Kernel, arch: str, texts: Mapping[str, str], form: str) -> 
 
 
 def _read(program: Any, size: Any, content: Any) -> bytes:
+    """Return an output of NVRTC, for which it has one function for the size and one for the content."""
     status, length = size(program)
     _check(status, size.__name__)
     buffer = bytes(length)
@@ -124,6 +136,8 @@ def _read(program: Any, size: Any, content: Any) -> bytes:
 
 
 def _resources(log: str) -> Resources:
+    """Return the resources that ptxas reports in a compilation log."""
+
     def number(pattern: str) -> int:
         return sum(int(found) for found in re.findall(pattern, log))
 
@@ -137,42 +151,49 @@ def _resources(log: str) -> Resources:
 
 
 def ptx(plan: LaunchPlan) -> str:
-    """The PTX that NVRTC emits for a plan's kernel. Needs no GPU."""
+    """Return the PTX of a plan's kernel. Needs no GPU."""
     return build(plan.kernel, "ptx").path.read_text(encoding="utf-8")
 
 
 def build(kernel: Kernel, form: str = "cubin") -> Binary:
-    """Compile a kernel to a ``"cubin"`` or to ``"ptx"``, or find it in the cache. Needs no GPU. Thread-safe.
+    """Return a kernel compiled to a ``"cubin"`` or to ``"ptx"``, from the disk cache if it is there.
 
-    Raises CompileError, with NVRTC's log, if it does not compile.
+    Needs no GPU. Threads and processes may build the same kernel at once.
+
+    Raises:
+        CompileError: the kernel does not compile.
+        OSError: NVRTC is missing, or the cache folder cannot be written.
     """
-    arch = target(kernel.arch)
-    texts = sources.closure(kernel.source)
-    version, _ = compiler()
+    arch = nearest_target(kernel.arch)
+    texts = sources.include_closure(kernel.source)
+    version, _ = nvrtc_version_and_archs()
     parts = [repr((version, arch, form, OPTIONS, kernel.entry, kernel.defines)), *texts.keys(), *texts.values()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    path = cache.folder() / f"{kernel.entry}-sm{arch}-{digest}.{form}"
-    facts = path.with_suffix(".json")
+    path = disk_cache.folder() / f"{kernel.entry}-sm{arch}-{digest}.{form}"
+    resources_path = path.with_suffix(".json")
     try:
-        resources = Resources(**json.loads(facts.read_text(encoding="utf-8"))) if form == "cubin" else None
+        resources = Resources(**json.loads(resources_path.read_text(encoding="utf-8"))) if form == "cubin" else None
         if path.stat().st_size:
-            return Binary(path, resources, fresh=False)
+            return Binary(path, resources, newly_compiled=False)
     except FileNotFoundError:
         pass
     code, log = _compile(kernel, arch, texts, form)
     resources = _resources(log) if form == "cubin" else None
-    cache.write(path, code)
+    disk_cache.write(path, code)
     if resources is not None:
-        cache.write(facts, json.dumps(asdict(resources)).encode())
-    return Binary(path, resources, fresh=True)
+        disk_cache.write(resources_path, json.dumps(asdict(resources)).encode())
+    return Binary(path, resources, newly_compiled=True)
 
 
 _functions: dict[tuple[int, Kernel, int], Any] = {}
 _functions_lock = threading.Lock()
 
 
-def function(kernel: Kernel, shared_bytes: int = 0) -> Any:
-    """The kernel loaded on the current device, once, with room for ``shared_bytes`` of dynamic shared memory."""
+def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
+    """Return the kernel as a CuPy function, loaded once on the current device.
+
+    Its launches may use ``shared_bytes`` of dynamic shared memory.
+    """
     import cupy
 
     index = cupy.cuda.runtime.getDevice()
@@ -180,10 +201,10 @@ def function(kernel: Kernel, shared_bytes: int = 0) -> Any:
     with _functions_lock:
         if key not in _functions:
             native = cupy.cuda.Device(index).compute_capability
-            # A cubin runs on its own architecture alone; PTX runs on all newer ones.
-            form = "cubin" if target(kernel.arch).rstrip("a") == native else "ptx"
+            # A cubin runs on its own architecture only, PTX on every newer one too.
+            form = "cubin" if nearest_target(kernel.arch).rstrip("a") == native else "ptx"
             raw = cupy.RawModule(path=str(build(kernel, form).path)).get_function(kernel.entry)
-            # The driver has one function for all launches of a kernel, whatever shared memory they ask for.
+            # The limit belongs to the driver's function, which all plans of a kernel share: never lower it.
             if shared_bytes > raw.max_dynamic_shared_size_bytes:
                 raw.max_dynamic_shared_size_bytes = shared_bytes
             _functions[key] = raw

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts of a GPU that kernel selection needs, from the driver or, with no GPU, from a table."""
+"""The GPU properties that kernel selection needs: from the driver, or without a GPU from a table."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from dataclasses import dataclass, replace
 from cupy_awq.runtime import placement
 
 ARCH_VARIABLE = "CUPY_AWQ_ARCH"
+"""The environment variable that forces the architecture path of an older GPU."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """``arch`` is the compute capability times ten and decides which kernels are legal; ``native`` is the chip's own.
+    """The properties of a GPU.
 
-    They differ only when a lower path is forced. ``read_gbs`` is the nominal memory bandwidth in GB/s.
+    Attributes:
+        name: the model name.
+        arch: the compute capability times ten whose kernels are legal; below ``native`` when an older path is forced.
+        native: the compute capability times ten of the chip.
+        sm_count: the number of SMs.
+        shared_bytes_per_block: the largest shared memory of a CTA.
+        shared_bytes_per_sm: the shared memory of an SM.
+        l2_bytes: the size of the L2 cache.
+        read_gbs: the nominal memory bandwidth in GB/s.
     """
 
     name: str
@@ -30,35 +39,43 @@ class Device:
 
     @property
     def target(self) -> str:
-        """The compiler's target: sm_90 code needs the ``a`` for wgmma, the others stay portable in their family."""
+        """The compiler's target: "90a" for sm_90, whose wgmma needs the ``a``; else ``arch``."""
         return "90a" if self.arch == 90 else str(self.arch)
 
 
-def _facts(name: str, arch: int, sms: int, block_kb: int, sm_kb: int, l2_mb: float, gbs: float) -> Device:
+def _device(name: str, arch: int, sms: int, block_kb: int, sm_kb: int, l2_mb: float, gbs: float) -> Device:
     return Device(name, arch, arch, sms, block_kb * 1024, sm_kb * 1024, int(l2_mb * 2**20), gbs)
 
 
 NOMINAL = {
     device.arch: device
     for device in (
-        _facts("Tesla P100", 60, 56, 48, 64, 4, 732),
-        _facts("GeForce GTX 1080", 61, 20, 48, 96, 2, 320),
-        _facts("Tesla V100", 70, 80, 96, 96, 6, 900),
-        _facts("Jetson Xavier", 72, 8, 96, 96, 0.5, 137),
-        _facts("Tesla T4", 75, 40, 64, 64, 4, 320),
-        _facts("A100 SXM 80GB", 80, 108, 163, 164, 40, 2039),
-        _facts("GeForce RTX 3090", 86, 82, 99, 100, 6, 936),
-        _facts("Jetson AGX Orin", 87, 16, 163, 164, 4, 204),
-        _facts("GeForce RTX 4090", 89, 128, 99, 100, 72, 1008),
-        _facts("NVIDIA H100 80GB HBM3", 90, 132, 227, 228, 50, 3352),
-        _facts("B200", 100, 148, 227, 228, 126, 8000),
-        _facts("GeForce RTX 5090", 120, 170, 99, 100, 96, 1792),
+        _device("Tesla P100", 60, 56, 48, 64, 4, 732),
+        _device("GeForce GTX 1080", 61, 20, 48, 96, 2, 320),
+        _device("Tesla V100", 70, 80, 96, 96, 6, 900),
+        _device("Jetson Xavier", 72, 8, 96, 96, 0.5, 137),
+        _device("Tesla T4", 75, 40, 64, 64, 4, 320),
+        _device("A100 SXM 80GB", 80, 108, 163, 164, 40, 2039),
+        _device("GeForce RTX 3090", 86, 82, 99, 100, 6, 936),
+        _device("Jetson AGX Orin", 87, 16, 163, 164, 4, 204),
+        _device("GeForce RTX 4090", 89, 128, 99, 100, 72, 1008),
+        _device("NVIDIA H100 80GB HBM3", 90, 132, 227, 228, 50, 3352),
+        _device("B200", 100, 148, 227, 228, 126, 8000),
+        _device("GeForce RTX 5090", 120, 170, 99, 100, 96, 1792),
     )
 }
+"""The properties of one typical GPU for each compute capability."""
 
 
 def nominal(arch: int) -> Device:
-    """The facts of a typical GPU of compute capability ``arch``, or of the nearest older one in the table."""
+    """Return the properties of a typical GPU of compute capability ``arch``, or of the nearest older one in `NOMINAL`.
+
+    Raises:
+        ValueError: ``arch`` is older than every entry.
+
+    >>> nominal(90).sm_count
+    132
+    """
     known = [a for a in NOMINAL if a <= arch]
     if not known:
         raise ValueError(f"arch: expected a compute capability of {min(NOMINAL)} or more, got {arch}")
@@ -66,7 +83,7 @@ def nominal(arch: int) -> Device:
 
 
 def forced_arch() -> int | None:
-    """The architecture path that the environment forces, or None."""
+    """Return the architecture path that ``CUPY_AWQ_ARCH`` forces, or None. Raises ValueError for a malformed value."""
     text = os.environ.get(ARCH_VARIABLE)
     if not text:
         return None
@@ -76,20 +93,24 @@ def forced_arch() -> int | None:
 
 
 def current() -> Device:
-    """The facts of CuPy's current device; ``CUPY_AWQ_ARCH`` lowers its architecture path."""
+    """Return the properties of CuPy's current GPU, with the architecture path that ``CUPY_AWQ_ARCH`` forces."""
     import cupy
 
     return of(cupy.cuda.runtime.getDevice())
 
 
 def current_or_nominal() -> Device:
-    """The current GPU's facts, or with none those of an H100."""
+    """Return the properties of CuPy's current GPU, or those of an H100 without a GPU."""
     return current() if placement.gpu_count() else nominal(90)
 
 
 @functools.cache
 def of(index: int) -> Device:
-    """The facts of the GPU numbered ``index``."""
+    """Return the properties of GPU ``index``, with the architecture path that ``CUPY_AWQ_ARCH`` forces.
+
+    Raises:
+        ValueError: the forced path is newer than the GPU.
+    """
     import cupy
 
     device = cupy.cuda.Device(index)
@@ -107,6 +128,6 @@ def of(index: int) -> Device:
         shared_bytes_per_block=attributes["MaxSharedMemoryPerBlockOptin"],
         shared_bytes_per_sm=attributes["MaxSharedMemoryPerMultiprocessor"],
         l2_bytes=attributes["L2CacheSize"],
-        # Kilohertz, two transfers a clock, bits.
+        # The clock is in kHz and the bus width in bits; memory transfers twice per clock.
         read_gbs=attributes["MemoryClockRate"] * 2e3 * attributes["GlobalMemoryBusWidth"] / 8e9,
     )

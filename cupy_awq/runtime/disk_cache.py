@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of the user's cache: compiled kernels, and measured choices of them."""
+"""The user's cache folder: compiled kernels and tuned configurations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import tempfile
 from pathlib import Path
 
 VARIABLE = "CUPY_AWQ_CACHE_DIR"
+"""The environment variable that sets the cache folder."""
 
 
 def folder() -> Path:
-    """``$CUPY_AWQ_CACHE_DIR``, else ``cupy_awq`` in the user's cache folder."""
+    """Return ``$CUPY_AWQ_CACHE_DIR``, or ``cupy_awq`` in the platform's cache folder of the user."""
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)
     if sys.platform == "win32":
@@ -23,7 +24,7 @@ def folder() -> Path:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, whatever other processes do."""
+    """Write a file atomically: other processes see the whole content or no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         file.write(content)

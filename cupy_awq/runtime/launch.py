@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch a plan on the current device through ``cuLaunchKernelEx``: the one place that sees launch attributes."""
+"""Launches through ``cuLaunchKernelEx``: this module alone encodes tensor maps and sets launch attributes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 
 MAP_BYTES = 128
+"""The size of a CUtensorMap."""
 MAP_TYPES = {
     "float16": "FLOAT16",
     "bfloat16": "BFLOAT16",
@@ -23,15 +24,19 @@ MAP_TYPES = {
     "uint8": "UINT8",
     "uint32": "UINT32",
 }
+"""The driver's element type for each `TensorMap.dtype`; it has no signed bytes, and copies do not interpret them."""
 
-CACHED_SHARED_PERCENT = 25
-"""Shared memory's part of a multiprocessor's memory where a kernel wants an L1 cache. Without it, the cache stays as
-small as the kernel before needed it: the head of a language model took 535 instead of 428 us after a product."""
+L1_SHARED_PERCENT = 25
+"""The shared-memory carveout of a kernel that prefers L1, in percent of the memory that both share. Without it the
+carveout of the preceding kernel stays in force."""
 
 
 @functools.lru_cache(maxsize=4096)
-def encode(tensor_map: TensorMap, address: int) -> bytes:
-    """The driver's form of a tensor map of the buffer at ``address``, which must be a multiple of 16."""
+def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
+    """Return the CUtensorMap of a buffer at ``address``, a multiple of 16.
+
+    Raises RuntimeError if the driver refuses it.
+    """
     from cuda.bindings import driver
 
     rank = len(tensor_map.dims)
@@ -53,42 +58,52 @@ def encode(tensor_map: TensorMap, address: int) -> bytes:
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status != 0:
-        raise RuntimeError(f"tensor map of {tensor_map.buffer} failed: {status.name}; {tensor_map}")
+        raise RuntimeError(f"cuTensorMapEncodeTiled: expected success, got {status.name} for {tensor_map}")
     return ctypes.string_at(encoded.getPtr(), MAP_BYTES)
 
 
 class _Arguments(threading.local):
-    """The arguments of one thread's launches of one plan, and the list of their addresses that the driver takes.
+    """The kernel arguments of a plan in host memory, one copy per thread.
 
-    The driver knows the offset of each argument; those of tensor maps depend on the compiler's version. Scalars never
-    change, and a tensor map only with the address of its buffer.
+    The driver takes an array of pointers to them. Between launches only buffer addresses and tensor maps change.
+
+    Attributes:
+        address: the address of that array.
+        set_pointers: a function that stores the addresses of all buffers that are passed by address.
     """
 
     def __init__(self, pointers: int, maps: tuple[TensorMap, ...], scalars: tuple[bytes, ...]) -> None:
         values = [bytes(8)] * pointers + [bytes(MAP_BYTES)] * len(maps) + list(scalars)
         offsets = list(itertools.accumulate(map(len, values), initial=0))
         self._buffer = ctypes.create_string_buffer(b"".join(values), offsets[-1])
-        begin = ctypes.addressof(self._buffer)
-        self._list = (ctypes.c_void_p * len(values))(*(begin + offset for offset in offsets[:-1]))
-        self.address = ctypes.addressof(self._list)
-        self._maps = [
-            (tensor_map, begin + offset) for tensor_map, offset in zip(maps, offsets[pointers:], strict=False)
-        ]
-        self._encoded = [0] * len(maps)
+        base = ctypes.addressof(self._buffer)
+        self._pointers = (ctypes.c_void_p * len(values))(*(base + offset for offset in offsets[:-1]))
+        self.address = ctypes.addressof(self._pointers)
+        self._maps = [(tensor_map, base + offset) for tensor_map, offset in zip(maps, offsets[pointers:], strict=False)]
+        self._encoded_for = [0] * len(maps)
         self.set_pointers = functools.partial(struct.Struct(f"={pointers}Q").pack_into, self._buffer, 0)
 
     def set_map(self, i: int, address: int) -> None:
-        if self._encoded[i] != address:
-            tensor_map, begin = self._maps[i]
-            ctypes.memmove(begin, encode(tensor_map, address), MAP_BYTES)
-            self._encoded[i] = address
+        """Encode tensor map ``i`` for the buffer at ``address``, unless the last launch had the same buffer."""
+        if self._encoded_for[i] != address:
+            tensor_map, place = self._maps[i]
+            ctypes.memmove(place, encode_tensor_map(tensor_map, address), MAP_BYTES)
+            self._encoded_for[i] = address
 
 
 class Launcher:
-    """A plan made ready on the current device; calling it only launches.
+    """A plan with its kernel loaded on the current device; each call launches it.
 
-    ``launcher(pointers, stream)`` takes the addresses of the plan's buffers in the order of ``launcher.buffers`` (those
-    of tensor maps last) and a stream's handle. Safe to call from several threads and to capture into a CUDA graph.
+    ``launcher(pointers, stream)`` takes the addresses of the plan's buffers in the order of ``launcher.buffers``, and
+    the handle of a stream. Threads may share a launcher, and a CUDA graph may capture its calls.
+
+    Attributes:
+        plan: the plan.
+        buffers: the names of the plan's buffers; those of tensor maps come last.
+
+    Raises:
+        CompileError: the kernel does not compile.
+        RuntimeError: at a call, the driver refuses the launch.
     """
 
     def __init__(self, plan: LaunchPlan) -> None:
@@ -96,18 +111,18 @@ class Launcher:
 
         self.plan = plan
         self.buffers = plan.buffers
-        self._pointers = len(plan.pointers)
-        self._arguments = _Arguments(self._pointers, plan.maps, tuple(scalar.tobytes() for scalar in plan.scalars))
-        # Keeping the module's object keeps the code loaded.
-        self._raw = compiler.function(plan.kernel, plan.shared_bytes)
-        if plan.cached:
-            self._raw.preferred_shared_memory_carveout = CACHED_SHARED_PERCENT
-        self._function = driver.CUfunction(self._raw.kernel.ptr)
+        self._pointer_count = len(plan.pointers)
+        self._arguments = _Arguments(self._pointer_count, plan.maps, tuple(scalar.tobytes() for scalar in plan.scalars))
+        # The reference to the CuPy function keeps its module loaded.
+        self._cupy_function = compiler.load_function(plan.kernel, plan.shared_bytes)
+        if plan.prefers_l1:
+            self._cupy_function.preferred_shared_memory_carveout = L1_SHARED_PERCENT
+        self._function = driver.CUfunction(self._cupy_function.kernel.ptr)
         self._driver = driver
         self._configs: dict[int, Any] = {}
 
-    def _config(self, stream: int) -> Any:
-        """The launch configuration for a stream; one object a stream, so that threads share none that changes."""
+    def _make_config(self, stream: int) -> Any:
+        """Return the launch configuration for a stream: one per stream, so that threads never modify a shared one."""
         driver, plan = self._driver, self.plan
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid
@@ -131,21 +146,27 @@ class Launcher:
         return config
 
     def __call__(self, pointers: tuple[int, ...], stream: int) -> None:
+        """Launch on the stream with handle ``stream``; ``pointers`` are the addresses of `buffers`."""
         config = self._configs.get(stream)
         if config is None:
-            config = self._configs[stream] = self._config(stream)
+            config = self._configs[stream] = self._make_config(stream)
         arguments = self._arguments
-        count = self._pointers
+        count = self._pointer_count
         arguments.set_pointers(*pointers[:count])
         for i, address in enumerate(pointers[count:]):
             arguments.set_map(i, address)
         (status,) = self._driver.cuLaunchKernelEx(config, self._function, arguments.address, 0)
         if status != 0:
-            raise RuntimeError(f"launch of {self.plan.kernel.entry} failed: {status.name}; {self.plan}")
+            raise RuntimeError(f"cuLaunchKernelEx: expected success, got {status.name} for {self.plan}")
 
 
 def launch(plan: LaunchPlan, buffers: Mapping[str, Any]) -> None:
-    """Launch a plan once on CuPy's current device and stream; ``buffers`` maps names to CuPy arrays, None is a null."""
+    """Launch a plan once on CuPy's current device and stream.
+
+    Args:
+        plan: the plan.
+        buffers: a CuPy array for each name of a buffer, or None for a null pointer.
+    """
     import cupy
 
     launcher = Launcher(plan)
@@ -154,6 +175,6 @@ def launch(plan: LaunchPlan, buffers: Mapping[str, Any]) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def launcher(plan: LaunchPlan, index: int) -> Launcher:
-    """The launcher of a plan on the GPU ``index``, which must be current."""
+def get_launcher(plan: LaunchPlan, index: int) -> Launcher:
+    """Return the launcher of a plan on GPU ``index``, which must be current; equal plans share one."""
     return Launcher(plan)

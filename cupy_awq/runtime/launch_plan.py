@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel launch as pure data: the library launches it on a GPU, the test suite executes it without one."""
+"""Kernel launches as plain data: `cupy_awq.runtime.launch` runs them on a GPU, the test suite in a simulator."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from dataclasses import dataclass
 import numpy as np
 
 Dim3 = tuple[int, int, int]
+"""An extent (x, y, z) of a grid, a thread block or a cluster."""
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tiled view of a buffer for the tensor copy engine; the driver encodes it at launch.
+    """A TMA tensor map of a buffer: a tiled view that the driver encodes at launch.
 
-    ``dims`` (elements) and ``box`` count from the innermost axis; ``strides`` (bytes) are those of all axes but the
-    innermost, whose elements are adjacent. ``swizzle`` is 0, 32, 64 or 128 bytes. ``steps`` leads along each axis from
-    one element of a box to the next, by default 1; a box has as many elements as ``box`` says. ``promotion``: how many
-    bytes L2 asks memory for at a time.
+    Axes count from the innermost one, whose elements are adjacent.
+
+    Attributes:
+        buffer: the name of the buffer.
+        dtype: a name of `cupy_awq.runtime.launch.MAP_TYPES`.
+        dims: the elements along each axis.
+        strides: the bytes from one element to the next along each axis but the innermost.
+        box: the elements along each axis that one copy moves.
+        swizzle: the shared-memory swizzle in bytes: 0 (none), 32, 64 or 128.
+        steps: the element strides: the elements of a box are this far apart along each axis; () for 1 everywhere.
+        promotion: the bytes that L2 fetches at a time: 64, 128 or 256.
     """
 
     buffer: str
@@ -31,13 +39,18 @@ class TensorMap:
 
 
 Argument = str | np.generic | TensorMap
+"""A kernel argument: the name of a buffer whose address is passed, a scalar, or a tensor map."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What is compiled: ``entry`` of ``source`` (a file below ``cuda_src``) with its constants, for one architecture.
+    """A kernel to compile.
 
-    ``arch`` is a target of the compiler without its prefix: ``"60"``, ``"75"``, ``"80"``, ``"90a"``.
+    Attributes:
+        source: the file, relative to ``cuda_src``.
+        entry: the name of the ``extern "C"`` function.
+        defines: the constants (name, value) that ``-D`` sets.
+        arch: the target architecture without its prefix: ``"60"``, ``"75"``, ``"80"``, ``"90a"``.
     """
 
     source: str
@@ -48,11 +61,20 @@ class Kernel:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One launch. In ``arguments`` a string names a buffer, whose pointer is passed; other values go as they are.
+    """A launch of one kernel.
 
-    Pointers come first, then tensor maps, then scalars; ValueError if they do not.
+    Attributes:
+        kernel: the kernel.
+        grid: the extent in CTAs.
+        block: the extent of a CTA in threads.
+        arguments: the kernel's arguments: names of buffers first, then tensor maps, then scalars.
+        shared_bytes: the dynamic shared memory of a CTA.
+        cluster: the extent of a cluster in CTAs.
+        dependent: whether the launch may start before the preceding kernel ends (programmatic dependent launch).
+        prefers_l1: whether the kernel gains from a large L1 cache, which shares its memory with shared memory.
 
-    ``cached``: the kernel reads much through the L1 cache, of which a kernel before it may have left little.
+    Raises:
+        ValueError: arguments in another order.
     """
 
     kernel: Kernel
@@ -62,25 +84,29 @@ class LaunchPlan:
     shared_bytes: int = 0
     cluster: Dim3 = (1, 1, 1)
     dependent: bool = False
-    cached: bool = False
+    prefers_l1: bool = False
 
     def __post_init__(self) -> None:
         if self.arguments != (*self.pointers, *self.maps, *self.scalars):
-            raise ValueError(f"{self.kernel.entry}: expected pointers, then tensor maps, then scalars")
+            kinds = ", ".join(type(argument).__name__ for argument in self.arguments)
+            raise ValueError(f"arguments: expected buffers, then tensor maps, then scalars, got {kinds}")
 
     @property
     def pointers(self) -> tuple[str, ...]:
+        """The names of the buffers that are passed by address."""
         return tuple(argument for argument in self.arguments if isinstance(argument, str))
 
     @property
     def maps(self) -> tuple[TensorMap, ...]:
+        """The tensor maps."""
         return tuple(argument for argument in self.arguments if isinstance(argument, TensorMap))
 
     @property
     def scalars(self) -> tuple[np.generic, ...]:
+        """The arguments that are passed by value."""
         return tuple(argument for argument in self.arguments if isinstance(argument, np.generic))
 
     @property
     def buffers(self) -> list[str]:
-        """The names of all buffers, those of tensor maps last."""
+        """The names of all buffers; those of tensor maps come last."""
         return [*self.pointers, *(tensor_map.buffer for tensor_map in self.maps)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device to work on, and arrays brought there."""
+"""Devices by number: resolve a user's choice, make one current, copy arrays to it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from cupy_awq.check import HOST, Array
 
 
 def resolve(device: Any = None) -> int:
-    """The number of the GPU that ``device`` means, or ``check.HOST``.
+    """Return the number of the GPU that ``device`` selects, or ``check.HOST`` for the CPU.
 
-    None is CuPy's current GPU, or the CPU where CuPy or a usable GPU is missing; "cpu" is the CPU; an int or a
-    ``cupy.cuda.Device`` is that GPU.
+    None selects CuPy's current GPU, or the CPU without CuPy or a usable GPU; "cpu" selects the CPU; an int or a
+    ``cupy.cuda.Device`` selects that GPU.
 
     Raises:
         TypeError: another type.
-        ValueError: another string, or a GPU that is not there.
+        ValueError: another string, or a GPU that does not exist.
 
     >>> resolve("cpu")
     -1
@@ -26,7 +26,7 @@ def resolve(device: Any = None) -> int:
         if device == "cpu":
             return HOST
         raise ValueError(f"device: expected 'cpu', a GPU's number or None, got {device!r}")
-    index = getattr(device, "id", device)  # cupy.cuda.Device has its number there
+    index = getattr(device, "id", device)  # the attribute of cupy.cuda.Device
     if index is not None and type(index) is not int:
         raise TypeError(f"device: expected None, 'cpu', an int or a cupy.cuda.Device, got {type(device).__name__}")
     count = gpu_count()
@@ -38,19 +38,19 @@ def resolve(device: Any = None) -> int:
 
 
 def gpu_count() -> int:
-    """GPUs that CuPy can use here; 0 without CuPy or a driver."""
+    """Return the number of GPUs that CuPy can use; 0 without CuPy or a driver."""
     try:
         import cupy
     except ImportError:
         return 0
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError:  # no driver, or none that is new enough
+    except cupy.cuda.runtime.CUDARuntimeError:  # no driver, or one that is too old
         return 0
 
 
 def use_device(index: int) -> AbstractContextManager[Any]:
-    """A context in which GPU ``index`` is CuPy's current device; nothing for ``check.HOST``."""
+    """Return a context in which GPU ``index`` is CuPy's current device; it does nothing for ``check.HOST``."""
     if index == HOST:
         return nullcontext()
     import cupy
@@ -60,7 +60,7 @@ def use_device(index: int) -> AbstractContextManager[Any]:
 
 
 def to_device(array: Array, index: int) -> Array:
-    """A NumPy array on GPU ``index``; the array itself for ``check.HOST``."""
+    """Return a copy of a NumPy array on GPU ``index``, or the array itself for ``check.HOST``."""
     if index == HOST:
         return array
     import cupy
@@ -70,7 +70,7 @@ def to_device(array: Array, index: int) -> Array:
 
 
 def device_name(index: int) -> str:
-    """What a headline calls the device: the GPU's name, or the CPU's architecture."""
+    """Return the GPU's model name for headings, or the CPU's architecture for ``check.HOST``."""
     if index == HOST:
         import platform
 

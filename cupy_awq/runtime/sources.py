@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA sources: where they lie, and all that one of them includes."""
+"""The CUDA sources: their folder, and the include closure of each."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import re
 from pathlib import Path
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+"""An include directive; its group is the name of the included file."""
 
 
 @functools.cache
 def folder() -> Path:
-    """The folder of the ``.cu`` files: inside the installed package, beside it in a checkout."""
+    """Return the folder of the CUDA sources: inside an installed package, beside the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "cuda_src"
     return inside if inside.is_dir() else package.parent / "cuda_src"
 
 
-def closure(source: str, root: Path | None = None) -> dict[str, str]:
-    """Name -> text of ``source`` and of every file that it includes, directly or not; ``source`` comes first.
+def include_closure(source: str, root: Path | None = None) -> dict[str, str]:
+    """Return the text of ``source`` and of every file that it includes, directly or not, by name; ``source`` is first.
 
-    Include names count from the root of ``cuda_src``, whichever file they stand in. The compiler gets these texts and
-    no folder, so a kernel depends on nothing else.
+    All names are relative to ``root``, by default `folder`, whichever file includes them. NVRTC gets these texts and no
+    include path, so a kernel depends on nothing else.
     """
     root = root or folder()
     texts: dict[str, str] = {}

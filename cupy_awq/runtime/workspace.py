@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a stream's launches share: counters, and partial sums of split-K kernels."""
+"""The split-K workspace of each stream: counters and partial sums that its launches share."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ if TYPE_CHECKING:
     import cupy
 
 WORKSPACE_BYTES = 32 * 2**20
-"""What a stream sets aside for partial sums; configurations that need more are not legal."""
+"""The bytes for partial sums in each stream's workspace; a configuration that needs more is not legal."""
 COUNTERS = 4096
-"""Tiles that may share their sums among several blocks."""
+"""The number of counters: the largest number of output tiles that split-K can share between CTAs."""
 COUNTER_BYTES = 4 * COUNTERS
-"""A workspace begins with its counters, so that one which served a plan, and holds zeros there again, serves any."""
+"""The bytes of the counters. They come first in a workspace; every kernel leaves them zero for the next."""
 
 PER_THREAD_STREAM = 2
-"""CUDA's handle of the default stream of whichever thread uses it."""
+"""The handle cudaStreamPerThread: the default stream of the calling thread."""
 
 
-def zeroed(nbytes: int) -> cupy.ndarray:
-    """Memory of zeros on the current device, for any stream; while one is captured into a graph, too."""
+def allocate_zeros(nbytes: int) -> cupy.ndarray:
+    """Return zero-filled memory on the current device that any stream may use, also during stream capture."""
     import cupy
 
+    # The memset runs on its own stream and is complete on return: no capture records it, and no stream races with it.
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         memory = cupy.zeros(nbytes, cupy.uint8)
@@ -35,11 +36,11 @@ _workspaces: dict[tuple[int, int, int], tuple[cupy.ndarray, int]] = {}
 _workspaces_lock = threading.Lock()
 
 
-def workspace(index: int, stream: int) -> int:
-    """Address of the workspace that belongs to a stream of the GPU ``index``, which must be current; made at first use.
+def workspace_address(index: int, stream: int) -> int:
+    """Return the address of a stream's workspace on GPU ``index``, which must be current; allocate it at first use.
 
-    Launches of one stream follow each other, so they can share it; those of two streams cannot. It is never freed or
-    moved, because a captured graph may hold its address.
+    Launches on one stream run one after another and can share a workspace; those of two streams cannot. A workspace is
+    never freed or moved, because a captured graph may hold its address.
     """
     key = index, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0
     found = _workspaces.get(key)
@@ -47,6 +48,6 @@ def workspace(index: int, stream: int) -> int:
         with _workspaces_lock:
             found = _workspaces.get(key)
             if found is None:
-                memory = zeroed(COUNTER_BYTES + WORKSPACE_BYTES)
+                memory = allocate_zeros(COUNTER_BYTES + WORKSPACE_BYTES)
                 found = _workspaces[key] = memory, int(memory.data.ptr)
     return found[1]

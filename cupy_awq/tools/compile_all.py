@@ -107,12 +107,12 @@ def run(archs: list[str]) -> int:
             rows.append(
                 (
                     kernel.entry,
-                    f"sm_{compiler.target(kernel.arch)}",
+                    f"sm_{compiler.nearest_target(kernel.arch)}",
                     defines,
                     str(resources.registers),
                     str(resources.shared_bytes),
                     str(resources.spill_bytes),
-                    "serialized" if resources.serialized else "compiled" if binary.fresh else "cached",
+                    "serialized" if resources.serialized else "compiled" if binary.newly_compiled else "cached",
                 )
             )
             spills += resources.spill_bytes > 0

