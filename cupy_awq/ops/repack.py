@@ -8,14 +8,14 @@ import math
 import numpy as np
 
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels.repack import Repacking
+from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime.launch import launch
 from cupy_awq.weight import PackedWeight
 
 
 class RepackedWeight(PackedWeight):
-    """A weight; ``repacked``: a copy of it in the layout of `Repacking`; and its scales' range as `Problem` has it."""
+    """A weight; ``repacked``: a copy of it in the repacked layout; and its scales' range as `Problem` has it."""
 
     __slots__ = ("repacked", "scale_exponent", "wide_scales")
 
@@ -53,7 +53,7 @@ def repack(weight: PackedWeight) -> PackedWeight:
     facts = weight.spec
     if facts.device == HOST or device.of(facts.device).arch != 90:
         return weight
-    layout = Repacking(facts.k, facts.n, facts.group_size, facts.dtype.name, facts.zeros)
+    layout = RepackedLayout(facts.k, facts.n, facts.group_size, facts.dtype.name, facts.zeros)
     if layout.refuse() is not None:
         return weight
     import cupy

@@ -15,10 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from cupy_awq.int8.gpu import chosen_convolution
-from cupy_awq.kernels import conv2d, int8, llm, select
+from cupy_awq.kernels import conv2d, gemm_sm90, int8, llm, select
 from cupy_awq.kernels.convert import VALUES, Conversion
 from cupy_awq.kernels.dequantize import Dequantization
-from cupy_awq.kernels.gemm_sm90 import MAX_FUSED_ROWS, layout
 from cupy_awq.kernels.problem import Fusion, Problem
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
@@ -64,9 +63,9 @@ def _raw(facts: device.Device) -> Iterator[Kernel]:
 def _hopper(facts: device.Device) -> Iterator[Kernel]:
     for dtype, m, (k, n) in itertools.product(("float16", "bfloat16"), HOPPER_ROWS, SHAPES):
         problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
-        yield layout(problem).plan(facts).kernel
+        yield gemm_sm90.prepare_weight(problem, facts).kernel
         yield select.choose(problem, facts, "gemm_sm90").plan.kernel
-        if m <= MAX_FUSED_ROWS:
+        if m <= gemm_sm90.MAX_FUSED_ROWS:
             fused = replace(problem, fusion=Fusion("add_to_stream" if k >= n else "rms_norm_x"))
             if n > 3 * k:
                 fused = replace(fused, gated=True, activation="silu")

@@ -39,7 +39,7 @@ Chunks = Iterator[tuple["Buffer", Array, Any]]
 
 CONSTANT = frozenset(("qweight", "scales", "qzeros"))
 """Names of buffers that the launch before has not made if the kernel is compiled with CONSTANT."""
-FRESH = CONSTANT | {"x", "h", "delta", "residual", "squares", "before", "qkv"}
+FRESH = CONSTANT | {"x", "h", "delta", "residual", "square_sums", "previous_inverse_rms", "qkv"}
 """Names of buffers that the launch before may have made: a dependent launch waits before it reads them."""
 
 
