@@ -15,23 +15,32 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "AwqLinear": "linear",
+    "BlockQuantizedWeight": "block_weight",
     "Checkpoint": "loader",
     "CheckpointError": "checkpoint",
     "PackedWeight": "weight",
     "Plan": "ops.plan",
+    "conv2d": "ops.conv2d",
+    "conv2d_int8": "ops.conv2d_int8",
     "dequantize": "ops.dequantize",
     "dequantize_s4_to_fp16x2": "ops.convert",
     "explain": "ops.gemm",
+    "from_mnn": "block_weight",
+    "from_packed": "block_weight",
     "gemm": "ops.gemm",
+    "gemm_int8": "ops.quantized_linear",
     "gemv": "ops.gemm",
     "int8_to_fp16": "ops.convert",
+    "linear_fp8": "ops.quantized_linear",
+    "linear_int8": "ops.quantized_linear",
     "load": "loader",
     "pack_int4": "packing",
     "plan": "ops.plan",
     "quantize": "quantizer",
+    "quantize_activations": "ops.quantized_linear",
     "unpack_int4": "packing",
 }
-"""The module of each public name; ``__init__.pyi`` tells type checkers the same."""
+"""The module of each public name; ``__init__.pyi`` declares the same names for type checkers."""
 
 _SUBMODULES = ("checkpoint", "llm", "packing", "reference")
 """The public submodules, as attributes of the package."""

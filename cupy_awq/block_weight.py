@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of convolutions and linear layers as INT4 or INT8 codes with a scale and an offset for each block."""
+"""`BlockQuantizedWeight`: 4- or 8-bit weights of convolutions and linear layers, with parameters for each block."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,43 +12,54 @@ import numpy as np
 
 from cupy_awq import check
 from cupy_awq.check import Array
-from cupy_awq.packing import namespace, unpack_int4
+from cupy_awq.packing import namespace, pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight, check_packed
+
+MAX_ZERO_POINT = 8
+"""The largest magnitude of a zero point: a 4-bit code minus 8, plus a zero point, is within -16 .. 15."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class BlockQuantizedWeight:
-    """A weight [Co, Kh, Kw, Ci/groups] as 4- or 8-bit codes, with parameters for each block of input channels.
+    """A weight [Co, Kh, Kw, Ci/groups] of 4- or 8-bit codes, with a scale and an offset for each block of channels.
 
         value[co, y, x, ci] = (code[co, y, x, ci] - 2**(bits - 1)) * scale[co, b] + offset[co, b],  b = ci // block_size
 
-    A linear layer of K in features and N out features is [N, 1, 1, K].
+    A linear layer of K in features and N out features is [N, 1, 1, K]. 4-bit codes are stored eight to a word.
 
     Args:
-        codes: [Co, Kh, Kw, Ci/groups] uint8, one code an element, below 2**bits.
+        codes: [Co, Kh, Kw, Ci/groups] uint8, one code per element, below 2**bits.
         scale: [Co, blocks] float16, bfloat16 or float32.
-        offset: like scale; None where all are 0.
+        offset: array like scale; None where all offsets are 0.
         bits: 4 or 8.
-        block_size: input channels (within their group) that share a scale; the last block may be short. By default
-            ceil(Ci/groups / blocks).
+        block_size: the number of input channels (within their group) that share a scale; the last block may be
+            shorter. By default ceil(Ci/groups / blocks).
 
-    The arrays, NumPy or CuPy, are kept as they are and must not change afterwards: kernels read a form that is made of
-    them once.
+    All arrays are NumPy's, or CuPy's on one GPU. Do not modify them afterwards: kernels read layouts that are made
+    from them at the first use.
 
     Raises:
-        TypeError: not arrays of one device, or another dtype.
-        ValueError: shapes that do not fit each other, or a code that has more bits.
+        TypeError: not arrays of one device, or an unsupported dtype.
+        ValueError: shapes that do not match, or a code of 2**bits or more.
 
     >>> weight = BlockQuantizedWeight(np.zeros((8, 3, 3, 20), np.uint8), np.ones((8, 2), np.float16), None)
     >>> weight
     BlockQuantizedWeight(Co=8, kernel=3x3, Ci/groups=20, 4 bits, block_size=10, float16, no offsets)
     """
 
-    codes: Array
+    stored: Array
+    """The codes: for 8 bits uint8 [Co, Kh, Kw, Ci/groups]; for 4 bits int32 [Kh * Kw * Ci/groups, ceil(Co / 8)], words
+    in AWQ order as in `PackedWeight.qweight`."""
+    shape: tuple[int, int, int, int]
+    """(Co, Kh, Kw, Ci/groups)."""
     scale: Array
+    """The scales [Co, blocks]."""
     offset: Array | None
+    """The offsets, like ``scale``, or None."""
     bits: int
+    """The bits of a code, 4 or 8."""
     block_size: int
+    """The number of input channels that share a scale."""
     device: int
     """`check.HOST`, or the number of the GPU."""
 
@@ -56,62 +68,65 @@ class BlockQuantizedWeight:
     ) -> None:
         device = check.device_id(codes, "codes")
         if codes.dtype != check.UINT8:
-            raise TypeError(f"codes must be uint8, got {codes.dtype}")
+            raise TypeError(f"codes: expected uint8, got {codes.dtype}")
         if len(codes.shape) != 4 or 0 in codes.shape:
-            raise ValueError(f"codes must be [Co, Kh, Kw, Ci/groups] with at least one element, got {codes.shape}")
+            raise ValueError(f"codes: expected a non-empty [Co, Kh, Kw, Ci/groups], got shape {codes.shape}")
         if bits not in (4, 8) or isinstance(bits, bool):
-            raise ValueError(f"bits must be 4 or 8, got {bits!r}")
-        if bits == 4 and (top := int(codes.max())) > 15:
-            raise ValueError(f"codes must be in 0..15 for bits=4, got {top}")
-        outputs, channels = codes.shape[0], codes.shape[3]
-        check.on_device(scale, "scale", device, "codes")
-        if scale.dtype not in check.FLOATS:
-            raise TypeError(f"scale must be float16, bfloat16 or float32, got {scale.dtype}")
-        if len(scale.shape) != 2 or scale.shape[0] != outputs or scale.shape[1] == 0:
-            raise ValueError(f"scale must be [Co, blocks] with Co={outputs} as in codes, got shape {scale.shape}")
-        if offset is not None:
-            check.on_device(offset, "offset", device, "codes")
-            if offset.dtype != scale.dtype:
-                raise TypeError(f"offset must be {scale.dtype} like scale, got {offset.dtype}")
-            if offset.shape != scale.shape:
-                raise ValueError(f"offset must have the shape of scale, {scale.shape}, got {offset.shape}")
-        blocks = scale.shape[1]
-        if block_size is None:
-            block_size = -(-channels // blocks)
-        elif isinstance(block_size, bool) or not isinstance(block_size, int):
-            raise TypeError(f"block_size must be an integer, got {block_size!r}")
-        elif block_size < 1:
-            raise ValueError(f"block_size must be positive, got {block_size}")
-        if -(-channels // block_size) != blocks:
-            raise ValueError(
-                f"scale has {blocks} blocks, but {channels} input channels in blocks of {block_size} "
-                f"are {-(-channels // block_size)}"
-            )
-        fields = {"codes": codes, "scale": scale, "offset": offset, "bits": bits, "block_size": block_size}
-        for name, value in (*fields.items(), ("device", device)):
+            raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
+        if bits == 4 and (largest := int(codes.max())) > 15:
+            raise ValueError(f"codes: expected 0 .. 15 for bits=4, got {largest}")
+        shape = tuple(int(size) for size in codes.shape)
+        size = _checked_block_size(shape, scale, offset, block_size, device)
+        self._set(_packed(codes) if bits == 4 else codes, shape, scale, offset, bits, size, device)
+
+    def _set(self, *values: Any) -> None:
+        for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(Co, Kh, Kw, Ci/groups)."""
-        co, kh, kw, ci = self.codes.shape
-        return co, kh, kw, ci
+    def codes(self) -> Array:
+        """The codes, uint8 [Co, Kh, Kw, Ci/groups]; unpacked at every access where a code has 4 bits."""
+        if self.bits == 8:
+            return self.stored
+        codes = unpack_int4(self.stored)[:, : self.shape[0]].T
+        return namespace(codes).ascontiguousarray(codes).reshape(self.shape)
 
     @property
     def blocks(self) -> int:
-        """Blocks of input channels."""
+        """The number of blocks of input channels."""
         return int(self.scale.shape[1])
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of scale and offset."""
+        """The dtype of the scales and the offsets."""
         dtype: np.dtype[Any] = self.scale.dtype
         return dtype
 
     @cached_property
-    def prepared(self) -> dict[Any, Array]:
-        """Forms that kernels read, by a key of theirs; each is made at its first use."""
+    def zero_points(self) -> Array | None:
+        """offset / scale, int8 [Co, blocks], if every quotient is a whole number in -8 .. 8, as in AWQ; else None.
+
+        A value is then (code - 8 + zero_point) * scale, without an offset. 8-bit weights have none.
+        """
+        if self.bits == 8 or self.offset is None:
+            return None
+        xp = namespace(self.scale)
+        scale, offset = self.scale.astype(np.float32), self.offset.astype(np.float32)
+        quotient = xp.rint(offset / xp.where(scale == 0, np.float32(1), scale))
+        quotient = xp.clip(quotient, -MAX_ZERO_POINT, MAX_ZERO_POINT)
+        zero_points = quotient.astype(np.int8)
+        return zero_points if bool((quotient * scale == offset).all()) else None
+
+    @cached_property
+    def layouts(self) -> dict[Any, Any]:
+        """The layouts that kernels read, by keys of `layout`."""
         return {}
+
+    def layout(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the layout stored under ``key``; call ``make`` for it at the first use."""
+        if key not in self.layouts:
+            self.layouts[key] = make()
+        return self.layouts[key]
 
     def __repr__(self) -> str:
         co, kh, kw, ci = self.shape
@@ -126,12 +141,13 @@ class BlockQuantizedWeight:
 def from_mnn(
     packed: Array, scale: Array, offset: Array | None, /, *, kernel: tuple[int, int], in_channels: int, bits: int = 4
 ) -> BlockQuantizedWeight:
-    """A weight from the layout of MNN's weight-only convolutions.
+    """Return a weight that is given in the layout of MNN's weight-only convolutions.
 
     Args:
-        packed: for bits=4 uint8 [Co_p, Kh*Kw, Ci_p/2], where byte s holds channel 2s in its high nibble and 2s + 1 in
-            its low one, each as q + 8; for bits=8 int8 [Co_p, Kh*Kw, Ci_p]. Co_p and Ci_p are multiples of 8.
-        scale, offset: [Co, blocks] as in `BlockQuantizedWeight`; blocks divides ``in_channels``.
+        packed: for bits=4 uint8 [Co_p, Kh*Kw, Ci_p/2], where byte s holds channel 2s in its high nibble and channel
+            2s + 1 in its low nibble, each as q + 8; for bits=8 int8 [Co_p, Kh*Kw, Ci_p]. Co_p and Ci_p are Co and Ci
+            rounded up to multiples of 8.
+        scale, offset: [Co, blocks] as in `BlockQuantizedWeight`; ``in_channels`` is a multiple of blocks.
         kernel: (Kh, Kw).
         in_channels: Ci, without padding.
         bits: 4 or 8.
@@ -146,22 +162,21 @@ def from_mnn(
     """
     check.device_id(packed, "packed")
     if bits not in (4, 8):
-        raise ValueError(f"bits must be 4 or 8, got {bits!r}")
-    wanted = check.UINT8 if bits == 4 else check.INT8
-    if packed.dtype != wanted:
-        raise TypeError(f"packed must be {wanted} for bits={bits}, got {packed.dtype}")
+        raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
+    expected_dtype = check.UINT8 if bits == 4 else check.INT8
+    if packed.dtype != expected_dtype:
+        raise TypeError(f"packed: expected {expected_dtype} for bits={bits}, got {packed.dtype}")
     check.device_id(scale, "scale")
     if len(scale.shape) != 2 or 0 in scale.shape:
-        raise ValueError(f"scale must be [Co, blocks], got shape {scale.shape}")
+        raise ValueError(f"scale: expected a non-empty [Co, blocks], got shape {scale.shape}")
     co, blocks = scale.shape
     kh, kw = kernel
     expected = (-(-co // 8) * 8, kh * kw, -(-in_channels // 8) * 8 * bits // 8)
     if packed.shape != expected:
-        raise ValueError(
-            f"packed must be [Co_p, Kh*Kw, Ci_p{'/2' if bits == 4 else ''}] = {expected}, got shape {packed.shape}"
-        )
+        layout = f"[Co_p, Kh*Kw, Ci_p{'/2' if bits == 4 else ''}]"
+        raise ValueError(f"packed: expected {layout} = {list(expected)}, got {list(packed.shape)}")
     if in_channels % blocks:
-        raise ValueError(f"in_channels={in_channels} is not a multiple of the {blocks} blocks of scale")
+        raise ValueError(f"in_channels: expected a multiple of the {blocks} blocks of scale, got {in_channels}")
     if bits == 4:
         codes = namespace(packed).stack((packed >> np.uint8(4), packed & np.uint8(15)), axis=-1)
     else:
@@ -171,12 +186,12 @@ def from_mnn(
 
 
 def from_packed(weight: PackedWeight, /) -> BlockQuantizedWeight:
-    """An AWQ weight [K, N] as [N, 1, 1, K] with the same values, in blocks of its groups; for `gemm_int8`.
+    """Return an AWQ weight [K, N] as [N, 1, 1, K] with the same values and its groups as blocks, for `gemm_int8`.
 
-    Scales and offsets are float32: (8 - zero) * scale is exact there.
+    The codes are shared, not copied. Scales and offsets become float32, in which (8 - zero) * scale is exact.
 
     Raises:
-        TypeError: another type.
+        TypeError: not a `PackedWeight`.
 
     >>> from cupy_awq import quantize
     >>> from_packed(quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
@@ -191,5 +206,46 @@ def from_packed(weight: PackedWeight, /) -> BlockQuantizedWeight:
         offset = (8 - unpack_int4(weight.qzeros).T.astype(np.float32)) * scale
     elif weight.qzeros is not None:
         offset = weight.qzeros.T.astype(np.float32) + 8 * scale
-    codes = xp.ascontiguousarray(unpack_int4(weight.qweight).T).reshape(n, 1, 1, k)
-    return BlockQuantizedWeight(codes, scale, offset, block_size=weight.group_size)
+    block_weight = object.__new__(BlockQuantizedWeight)
+    block_weight._set(weight.qweight, (n, 1, 1, k), scale, offset, 4, weight.group_size, weight.spec.device)
+    return block_weight
+
+
+def _checked_block_size(
+    shape: tuple[int, ...], scale: Array, offset: Array | None, block_size: int | None, device: int
+) -> int:
+    """Return the block size of valid parameters for codes of ``shape``."""
+    outputs, channels = shape[0], shape[3]
+    check.on_device(scale, "scale", device, "codes")
+    if scale.dtype not in check.FLOATS:
+        raise TypeError(f"scale: expected float16, bfloat16 or float32, got {scale.dtype}")
+    if len(scale.shape) != 2 or scale.shape[0] != outputs or scale.shape[1] == 0:
+        raise ValueError(f"scale: expected [Co, blocks] with Co={outputs} as in codes, got shape {scale.shape}")
+    if offset is not None:
+        check.on_device(offset, "offset", device, "codes")
+        if offset.dtype != scale.dtype:
+            raise TypeError(f"offset: expected {scale.dtype} as in scale, got {offset.dtype}")
+        if offset.shape != scale.shape:
+            raise ValueError(f"offset: expected the shape of scale, {scale.shape}, got {offset.shape}")
+    blocks = int(scale.shape[1])
+    if block_size is None:
+        block_size = -(-channels // blocks)
+    elif isinstance(block_size, bool) or not isinstance(block_size, int):
+        raise TypeError(f"block_size: expected an integer, got {block_size!r}")
+    elif block_size < 1:
+        raise ValueError(f"block_size: expected at least 1, got {block_size}")
+    if -(-channels // block_size) != blocks:
+        raise ValueError(
+            f"scale: expected {-(-channels // block_size)} blocks for {channels} input channels in blocks of "
+            f"{block_size}, got {blocks}"
+        )
+    return block_size
+
+
+def _packed(codes: Array) -> Array:
+    """Return the words that store 4-bit codes."""
+    xp = namespace(codes)
+    outputs = codes.shape[0]
+    columns = xp.zeros((codes.size // outputs, -(-outputs // 8) * 8), np.uint8)
+    columns[:, :outputs] = codes.reshape(outputs, -1).T
+    return pack_int4(columns)

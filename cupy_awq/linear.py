@@ -13,6 +13,7 @@ from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Fusion
 from cupy_awq.kernels.repack import WEIGHT_TILE_N
+from cupy_awq.ops import gemm_launch
 from cupy_awq.ops import plan as planning
 from cupy_awq.ops.repack import RepackedWeight, repack
 from cupy_awq.packing import namespace
@@ -20,9 +21,9 @@ from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.weight import PackedWeight, check_packed
 
 if TYPE_CHECKING:
-    from cupy_awq.int8 import BlockQuantizedWeight
+    from cupy_awq.block_weight import BlockQuantizedWeight
 
-MAX_PREPARED = 256
+MAX_LAUNCHES = 256
 """The number of argument layouts whose launches a layer keeps ready; an application has about one per batch size."""
 
 
@@ -64,10 +65,10 @@ class AwqLinear:
 
     __slots__ = (
         "_activation",
-        "_addresses",
         "_bias",
+        "_launches",
         "_operand",
-        "_prepared",
+        "_pointers",
         "_quantized",
         "_splits",
         "_weight",
@@ -94,7 +95,7 @@ class AwqLinear:
         self._weight = weight
         self._bias = bias
         self._activation = activation
-        self._prepared: dict[Any, planning.Prepared] = {}
+        self._launches: dict[Any, gemm_launch.GemmLaunch] = {}
         if x_dtype not in (None, "int8", "fp8"):
             raise ValueError(f"x_dtype: expected None, 'int8' or 'fp8', got {x_dtype!r}")
         self._x_dtype = x_dtype
@@ -104,7 +105,7 @@ class AwqLinear:
         has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0
         if not keep_weight and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
             self._weight = self._operand = self._operand.alone()
-        self._addresses = planning.weight_addresses(self._operand, bias) if spec.device != check.HOST else ()
+        self._pointers = gemm_launch.weight_pointers(self._operand, bias) if spec.device != check.HOST else ()
 
     @classmethod
     def concatenate(
@@ -233,24 +234,24 @@ class AwqLinear:
         key: Any
         try:
             key = arrays.layout_key(x), arrays.layout_key(out), arrays.layout_key(residual), dtype
-            prepared = self._prepared.get(key)
+            launch = self._launches.get(key)
         except (AttributeError, ValueError, TypeError):  # not CuPy arrays, or an unhashable dtype
-            key = prepared = None
-        if prepared is not None:
-            y = prepared.run(x, residual, out, self._addresses)
+            key = launch = None
+        if launch is not None:
+            y = launch.run(x, residual, out, self._pointers)
             if y is not None:
                 return y
         options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
-        y, prepared = planning.multiply(x, self._operand, **options)
-        if prepared is not None and key is not None:
-            planning.remember(self._prepared, key, prepared, MAX_PREPARED)
+        y, launch = gemm_launch.run_gemm(x, self._operand, **options)
+        if launch is not None and key is not None:
+            gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
         return y
 
     def _multiply_quantized(
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
     ) -> Array:
         """Return y of a layer with an ``x_dtype``: quantize x and multiply."""
-        from cupy_awq.int8 import linear_fp8, linear_int8
+        from cupy_awq.ops.quantized_linear import linear_fp8, linear_int8
 
         for name, value in (("residual", residual), ("dtype", dtype)):
             if value is not None:
@@ -342,7 +343,7 @@ class AwqLinear:
             return f"gemm_{self._x_dtype}"
         element, form = check.float_dtype(dtype), check.activation(self._activation)
         bias_dtype = None if self._bias is None else self._bias.dtype.name
-        problem = planning.problem_of(self._operand, form, m, element, bias_dtype=bias_dtype)
+        problem = gemm_launch.gemm_problem(self._operand, form, m, element, bias_dtype=bias_dtype)
         return select.choose(problem, device.of(index)).name
 
     def __repr__(self) -> str:
@@ -357,7 +358,7 @@ class AwqLinear:
 def _restored(
     weight: PackedWeight, bias: Array | None, activation: Any, x_dtype: str | None, splits: tuple[int, ...]
 ) -> AwqLinear:
-    """Return a copied or unpickled layer. Prepared launches are not copied: they belong to a process and a device."""
+    """Return a copied or unpickled layer. Its launches are not copied: they belong to a process and a device."""
     layer = AwqLinear(weight, bias=bias, activation=activation, x_dtype=x_dtype)
     layer._splits = splits
     return layer
@@ -365,13 +366,12 @@ def _restored(
 
 def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
     """Return the weight for `linear_int8` or `linear_fp8`, which must support the activation."""
-    from cupy_awq.int8 import arguments, from_packed, gpu
+    from cupy_awq.block_weight import from_packed
+    from cupy_awq.ops.quantized_linear import check_layer
 
-    arguments.activation(activation)
-    packed = from_packed(weight)
-    if x_dtype == "fp8":
-        gpu.check_fp8(packed)
-    return packed
+    block_weight = from_packed(weight)
+    check_layer(block_weight, activation, x_dtype)
+    return block_weight
 
 
 def _joined(arrays: Sequence[Array]) -> Array:

@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping
 
 from cupy_awq import checkpoint
 from cupy_awq.check import Array
-from cupy_awq.checkpoint import Module, Tensor
+from cupy_awq.checkpoint import CheckpointError, Contents, Tensor
 from cupy_awq.linear import AwqLinear
 from cupy_awq.runtime import placement
 from cupy_awq.weight import PackedWeight
 
 
 class Checkpoint(Mapping[str, AwqLinear | Array]):
-    """A checkpoint whose layers and tensors move to a device when they are first accessed; `load` returns it.
+    """A mapping that copies the layers and tensors of a checkpoint to a device at their first access.
 
-    A key is the name of a quantized module (value: an `AwqLinear`) or of any other tensor (value: an array). A value is
-    kept once it is placed: the same key gives the same object. Dropping the mapping frees them all.
+    `load` returns it. The name of a quantized module maps to an `AwqLinear`, the name of any other tensor to an array.
+    Later accesses return the same object, and deleting the mapping frees all of them.
 
     >>> from cupy_awq import load
     >>> from cupy_awq.tools.demo import SMOLLM2_MLP
@@ -26,23 +26,27 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
     (576, 1536)
     """
 
-    def __init__(self, contents: Mapping[str, Module | Tensor], device: int) -> None:
+    def __init__(self, contents: Contents, device: int) -> None:
         self._contents = contents
         self._device = device
         self._placed: dict[str, AwqLinear | Array] = {}
 
     def __getitem__(self, name: str) -> AwqLinear | Array:
         if name not in self._placed:
-            # Two threads may place one tensor; setdefault gives both the object that was stored first.
-            return self._placed.setdefault(name, self._place(self._contents[name]))
+            # If two threads place one tensor at once, setdefault returns the object stored first to both.
+            return self._placed.setdefault(name, self._place(name))
         return self._placed[name]
 
-    def _place(self, item: Module | Tensor) -> AwqLinear | Array:
+    def _place(self, name: str) -> AwqLinear | Array:
+        item = self._contents[name]
+
         def place(array: Array) -> Array:
             return None if array is None else placement.to_device(array, self._device)
 
         if isinstance(item, Tensor):
             return place(item.array)
+        if item.order is not None:
+            raise CheckpointError(f"module {name!r:.200}: expected no activation order, got one")
         weight = item.weight
         with placement.use_device(self._device):
             placed = PackedWeight(place(weight.qweight), place(weight.scales), place(weight.qzeros))
@@ -58,21 +62,24 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
         return len(self._contents)
 
     def __repr__(self) -> str:
-        modules = sum(isinstance(item, Module) for item in self._contents.values())
+        modules = sum(self._contents.is_module(name) for name in self._contents)
         place = placement.device_name(self._device)
         return f"Checkpoint({modules} quantized modules, {len(self) - modules} other tensors, {place})"
 
 
-def load(path: str | os.PathLike[str], /, *, device: object = None) -> Checkpoint:
-    """Open an AutoAWQ checkpoint: a mapping from module names to `AwqLinear`, from other tensors' names to arrays.
+def load(path: str | os.PathLike[str], /, *, device: object = None, group_size: int | None = None) -> Checkpoint:
+    """Open a 4-bit checkpoint: a mapping from module names to `AwqLinear`, from other tensors' names to arrays.
 
-    All headers are read and validated here. A tensor is read from the memory-mapped file when its key is first
-    accessed, and copied to the device once. On the CPU nothing is copied: layers compute on the mapped file.
+    The formats are AutoAWQ ("gemm", "gemv", "gemv_fast"), llm-awq, GPTQ and auto-round, compressed-tensors
+    "pack-quantized", MLX, HQQ and GGUF. All headers and scales are read and validated here. A module is read from the
+    memory-mapped file when its key is first accessed, repacked unless it is AutoAWQ's "gemm", and copied to the device
+    once. On the CPU, layers of "gemm" compute on the mapped file.
 
     Args:
-        path: a folder with ``config.json`` (or AutoAWQ's older ``quant_config.json``) and ``model.safetensors``, or
-            shards and their index; or a single safetensors file, whose group size follows from its shapes.
+        path: a folder with ``config.json`` (or an older file of the quantization settings) and ``model.safetensors``,
+            or shards and their index; or one safetensors file; or a ``.gguf`` file; or a ``.pt`` file of llm-awq.
         device: None for CuPy's current GPU, or the CPU where there is none; "cpu"; a GPU's number; a cupy.cuda.Device.
+        group_size: the group size of a file that does not tell it: "gemv" formats without a configuration.
 
     A module without ``qzeros`` is symmetric (every zero point is 8). A module that was not quantized appears as its
     plain tensors, in their own dtype.
@@ -92,4 +99,4 @@ def load(path: str | os.PathLike[str], /, *, device: object = None) -> Checkpoin
     (1536, 576)
     """
     index = placement.resolve(device)
-    return Checkpoint(checkpoint.read(path), index)
+    return Checkpoint(checkpoint.read(path, group_size=group_size), index)

@@ -16,6 +16,7 @@ from cupy_awq.runtime import placement
 from cupy_awq.tools import bench, timing
 from cupy_awq.tools.bench import Ceilings, Row
 from cupy_awq.tools.command_line import main
+from cupy_awq.tools.operations import DTYPES, Settings
 
 CEILINGS = Ceilings(read_gbs=2000.0, tflops=500.0, measured=True)
 
@@ -23,7 +24,8 @@ CEILINGS = Ceilings(read_gbs=2000.0, tflops=500.0, measured=True)
 def row(
     k: int = 4096, n: int = 4096, m: int = 16, us: float = 10.0, roof: float | None = 5.0, fp16: float | None = 20.0
 ) -> Row:
-    return Row(k, n, m, 128, "float16", "gemm_sm80", us, 10_000_000, roof, fp16)
+    flops, others = 2 * m * n * k, {"fp16": fp16}
+    return Row("gemm", f"{k}x{n}", "group size 128", m, "float16", "gemm_sm80", us, 10_000_000, flops, roof, others)
 
 
 @pytest.fixture
@@ -47,10 +49,10 @@ def test_figures_of_a_row() -> None:
 
 
 def test_roofline_is_the_slower_of_reading_and_multiplying() -> None:
-    assert CEILINGS.estimate_us(2_000_000, 0) == 1.0
-    assert CEILINGS.estimate_us(0, 500_000_000) == 1.0
-    assert CEILINGS.estimate_us(4_000_000, 500_000_000) == 2.0
-    assert CEILINGS.estimate_us(2_000_000, 1_500_000_000) == 3.0
+    assert CEILINGS.roofline_us(2_000_000, 0) == 1.0
+    assert CEILINGS.roofline_us(0, 500_000_000) == 1.0
+    assert CEILINGS.roofline_us(4_000_000, 500_000_000) == 2.0
+    assert CEILINGS.roofline_us(2_000_000, 1_500_000_000) == 3.0
 
 
 @given(
@@ -60,9 +62,9 @@ def test_roofline_is_the_slower_of_reading_and_multiplying() -> None:
 def test_rows_survive_json_and_stay_consistent(sizes: tuple[int, ...], times: tuple[Any, ...]) -> None:
     found = row(*sizes, *times)
     read = json.loads(json.dumps(found.to_json()))
-    assert read["us"] * read["tflops"] * 1e6 == pytest.approx(2 * read["m"] * read["n"] * read["k"])
+    assert read["us"] * read["tflops"] * 1e6 == pytest.approx(read["flops"])
     assert (read["over_roofline"] is None) == (read["roofline_us"] is None)
-    assert (read["over_fp16"] is None) == (read["fp16_us"] is None)
+    assert (read["over_fp16"] is None) == (read["other_us"]["fp16"] is None)
 
 
 # Times on the CPU
@@ -102,17 +104,18 @@ def test_bench_without_a_gpu_names_no_kernel_that_did_not_run(capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("dtype", bench.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bench_json_holds_every_figure(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "64x16", "--m", "3", "--group-size", "-1", "--dtype", dtype, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (only,) = found["rows"]
     assert found["ceilings"] is None
-    assert (only["k"], only["n"], only["m"], only["group_size"], only["dtype"]) == (64, 16, 3, 64, dtype)
+    assert (only["op"], only["shape"], only["m"], only["dtype"]) == ("gemm", "64x16", 3, dtype)
+    assert only["weight"] == "group size 64"
     size = 4 if dtype == "float32" else 2
     assert only["nbytes"] == 64 * 8 + 16 * 2 + 8 + 3 * (64 + 16) * size
     assert only["us"] > 0
-    assert (only["roofline_us"], only["fp16_us"]) == (None, None)
+    assert (only["roofline_us"], only["other_us"]) == (None, {"fp16": None})
 
 
 # What is printed and drawn
@@ -121,7 +124,7 @@ def test_bench_json_holds_every_figure(dtype: str, capsys: pytest.CaptureFixture
 def test_text_says_what_is_measured_and_what_nominal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "device_name", lambda index: "Test GPU")
     measured = bench.render([row()], CEILINGS, 0)
-    assert measured.startswith("Test GPU: x float16, group size 128\n")
+    assert measured.startswith("Test GPU: gemm, x float16, group size 128\n")
     assert measured.splitlines()[3].split() == "4096x4096 gemm_sm80 16 10.0 1000 53.7 2.00 20.0 2.00".split()
     assert measured.endswith("read 2000 GB/s, fp16 500 TFLOP/s by cupy.matmul.")
     assert "500 TFLOP/s nominal" in bench.render([row(fp16=None)], Ceilings(2000.0, 500.0, measured=False), 0)
@@ -146,7 +149,7 @@ def test_plot_has_a_line_for_each_shape_and_fp16_dashed() -> None:
     (axes,) = figure(rows).axes
     solid = [line for line in axes.lines if line.get_marker() == "o"]
     dashed = [line for line in axes.lines if line.get_linestyle() == "--" and len(line.get_xdata())]
-    assert [line.get_label() for line in solid] == ["4096 x 4096", "4096 x 8192"]
+    assert [line.get_label() for line in solid] == ["4096x4096", "4096x8192"]
     assert len(dashed) == 2
     assert list(solid[0].get_xdata()) == [1, 16, 64]
     assert list(solid[0].get_ydata()) == [11 / 5, 26 / 5, 74 / 5]
@@ -155,7 +158,7 @@ def test_plot_has_a_line_for_each_shape_and_fp16_dashed() -> None:
     assert axes.get_ylabel() == "time / roofline"
 
 
-def test_plot_without_a_roofline_shows_estimate_us() -> None:
+def test_plot_without_a_roofline_shows_microseconds() -> None:
     (axes,) = figure([row(m=m, us=float(m), roof=None, fp16=None) for m in (1, 2)]).axes
     assert list(axes.lines[0].get_ydata()) == [1.0, 2.0]
     assert axes.get_ylabel() == "time, microseconds"
@@ -214,8 +217,8 @@ def test_capture_leaves_the_results_of_the_calls() -> None:
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("kernel", [None, "gemm_simt"])
 def test_bench_on_a_gpu_fills_every_column(kernel: str | None, planned: bool) -> None:
-    options = {"group_size": 128, "dtype": "float16", "kernel": kernel, "planned": planned, "device": 0}
-    rows, ceilings = bench.run([(1024, 2048)], [2, 64], **options, progress=lambda text: None)
+    settings = Settings(device=0, kernel=kernel, planned=planned)
+    rows, ceilings = bench.run("gemm", [(1024, 2048)], [2, 64], settings, progress=lambda text: None)
     nominal = bench.devices.of(0).read_gbs
     assert ceilings is not None
     assert 0.5 * nominal < ceilings.read_gbs < nominal
@@ -223,5 +226,5 @@ def test_bench_on_a_gpu_fills_every_column(kernel: str | None, planned: bool) ->
     for found in rows:
         assert found.over_roofline is not None
         assert 0.9 < found.over_roofline < 200
-        assert (found.fp16_us is not None) == timing.cublas()
+        assert (found.other_us["fp16"] is not None) == timing.cublas()
         assert kernel in (None, found.kernel)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import save_file
 
 import cupy_awq
-from cupy_awq import AwqLinear, CheckpointError, checkpoint, load
-from cupy_awq.checkpoint import Module, Tensor, autoawq, safetensors
-from cupy_awq.checkpoint.config import QuantizationConfig
+from cupy_awq import AwqLinear, CheckpointError, PackedWeight, load
+from cupy_awq.checkpoint import Module, ModuleSpec, detect, safetensors
+from cupy_awq.checkpoint.autoawq import AutoAwq
+from cupy_awq.checkpoint.module import SCALES, Parts, Pending
 from cupy_awq.runtime import placement
 from cupy_awq.tools import testing
 from cupy_awq.tools.demo import SMOLLM2_MLP
@@ -76,7 +76,9 @@ def test_older_configuration_file_is_read(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_text(json.dumps(old))
     assert load(tmp_path, device="cpu")["a"].group_size == G
     (tmp_path / file).write_text(json.dumps(old | {"version": "GEMV"}))
-    with pytest.raises(CheckpointError, match=rf"{file}: .*expected .*version 'gemm', got .*version 'GEMV'"):
+    with pytest.raises(
+        CheckpointError, match=rf"expected the layout of awq gemv .version 'GEMV' in .*{file}., got .*awq gemm"
+    ):
         load(tmp_path, device="cpu")
 
 
@@ -92,17 +94,19 @@ def test_unquantized_folder_without_a_configuration_gives_its_tensors(tmp_path: 
 
 
 def test_a_further_format_is_one_entry_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_transposed(tensors: Mapping[str, Tensor], config: QuantizationConfig | None) -> dict[str, Module | Tensor]:
-        turned = {
-            name: tensor._replace(array=np.ascontiguousarray(tensor.array.T)) if name.endswith(".scales") else tensor
-            for name, tensor in tensors.items()
-        }
-        return autoawq.read_modules(turned, config)
+    class Transposed(AutoAwq):
+        name = "transposed"
 
-    monkeypatch.setitem(checkpoint.FORMATS, ("awq", "transposed"), read_transposed)
+        def open_module(self, parts: Parts) -> Pending:
+            scales = np.ascontiguousarray(parts.matrix("scales", SCALES, "[N, K/G]").T)
+            weight = PackedWeight(parts.raw("qweight"), scales, parts.raw("qzeros"))
+            spec = ModuleSpec(*weight.shape, weight.group_size, weight.spec.zeros, weight.dtype)
+            return Pending(spec, lambda: Module(weight, None))
+
+    monkeypatch.setitem(detect.METHODS, "transposed", lambda tensors, table, where: (Transposed(), "quant_method"))
     tensors = module("a")
     transposed = tensors | {"a.scales": np.ascontiguousarray(tensors["a.scales"].T)}
-    layers = load(folder(tmp_path, transposed, CONFIG | {"version": "transposed"}), device="cpu")
+    layers = load(folder(tmp_path, transposed, CONFIG | {"quant_method": "transposed"}), device="cpu")
     assert_right(layers["a"], tensors, "a")
 
 

@@ -114,11 +114,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train"], "'train'"),
         (["demo", "--fast"], "--fast"),
         (["info"], "PATH"),
-        (["explain", "1", "2"], "K"),
-        (["explain", "one", "2", "3"], "'one'"),
-        (["explain", "1", "9", "64", "--group-size", "64"], "9"),
-        (["explain", "1", "8", "64", "--dtype", "int8"], "int8"),
-        (["explain", "1", "8", "64", "--group-size", "64", "--arch", "10"], "10"),
+        (["explain"], "KxN"),
+        (["explain", "16", "12288", "4096"], "expected KxN such as 4096x12288, got '16'"),
+        (["explain", "64x9", "--group-size", "64"], "n: expected a multiple of 8, got 9"),
+        (["explain", "64x8", "--dtype", "int8"], "int8"),
+        (["explain", "64x8", "--m", "one"], "'one'"),
+        (["explain", "64x8", "--group-size", "64", "--arch", "10"], "10"),
+        (["tune", "64x8"], "tune: expected an NVIDIA GPU, found none"),
         (["compile"], "--arch"),
         (["compile", "--arch", "ninety"], "ninety"),
         (["compile", "--arch", "90", "--arch", ""], "''"),
@@ -209,23 +211,23 @@ def test_demo_text_has_a_line_for_each_and_aligned_columns(capsys: pytest.Captur
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    ("argv", "operations", "beside"),
+    ("argv", "flops", "others"),
     [
         (["gemm_int8", "64x16", "--group-size", "32", "--m", "1,9"], 2 * 64 * 16, {"quantize", "W4A16", "fp16"}),
         (["conv2d", "8x16", "--image", "5", "--window", "1", "--m", "1,2"], 2 * 25 * 8 * 16, {"INT8 weights"}),
     ],
 )
-def test_bench_of_integers(
-    place: str, argv: list[str], operations: int, beside: set[str], capsys: pytest.CaptureFixture[str]
+def test_bench_times_every_operation(
+    place: str, argv: list[str], flops: int, others: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "--op", *argv, "--json"]) == 0
     one, other = json.loads(capsys.readouterr().out)["rows"]
-    assert (one["operations"], set(one["beside"])) == (operations, beside)
-    assert other["operations"] == operations * other["m"]
+    assert (one["flops"], set(one["other_us"])) == (flops, others)
+    assert other["flops"] == flops * other["m"]
     assert one["us"] > 0
-    assert one["tops"] == pytest.approx(operations / one["us"] / 1e6)
+    assert one["tflops"] == pytest.approx(flops / one["us"] / 1e6)
     assert main(["bench", "--op", *argv]) == 0
-    assert "TOP/s" in capsys.readouterr().out
+    assert f"OP/s  us / roofline  {sorted(others)[0] if len(others) == 1 else 'quantize'} us" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
@@ -255,6 +257,10 @@ def test_info_counts_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[st
     nbytes = 64 * 8 + 2 * 16 * 2 + 2 * 8 + 16 * 2
     sizes = {"bytes": nbytes, "fp16_bytes": 64 * 16 * 2 + 32, "ratio": nbytes / (64 * 16 * 2 + 32)}
     layer = {"name": "a", "k": 64, "n": 16, "group_size": 32, "zeros": "packed", "dtype": "float16", "bias": True}
+    found = facts.pop("format")
+    assert found.pop("found").startswith("Format awq gemm: int32 [64, 2] of 'a.qweight' in ")
+    form = {"format": "awq gemm", "bits": 4, "group_size": 32, "symmetric": False, "act_order": False}
+    assert found == form | {"exceptions": {}, "roundings": {}}
     assert facts == {
         "path": str(tmp_path),
         "layers": [layer | sizes],
@@ -267,7 +273,9 @@ def test_info_counts_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_info_of_the_shipped_folder(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "info", str(SMOLLM2_MLP))
-    header, *rows, _, total = text.splitlines()
+    found, form, _, header, *rows, _, total = text.splitlines()
+    assert found.startswith("Format awq gemm: version 'gemm' in ")
+    assert form == "4 bits, group size 64, asymmetric"
     assert header.split() == "layer zeros scales bias K N group size bytes ratio to fp16".split()
     assert [row.split()[4:] for row in rows] == [
         ["1536", "576", "64", "477", "kB", "0.270"],
@@ -275,6 +283,23 @@ def test_info_of_the_shipped_folder(capsys: pytest.CaptureFixture[str]) -> None:
         ["576", "1536", "64", "477", "kB", "0.270"],
     ]
     assert total == "3 quantized layers: 1.43 MB, 0.270 of the 5.31 MB in fp16"
+
+
+def test_info_names_modules_that_differ_and_what_is_rounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {}
+    for name, words in (("a", 8), ("b", 8), ("gate", 16)):
+        tensors[f"{name}.weight"] = np.zeros((16, words), np.uint32)
+        tensors |= {f"{name}.{part}": np.ones((16, 2), np.float16) for part in ("scales", "biases")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantization = {"bits": 4, "group_size": 32, "gate": {"bits": 8, "group_size": 32}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization": quantization}))
+    lines = output(capsys, "info", str(tmp_path)).splitlines()
+    assert lines[0].startswith("Format mlx: quantization with 4 bits in ")
+    assert lines[1:4] == [
+        "4 bits, group size 32, asymmetric",
+        "exception: gate.weight: 8 bits",
+        "rounded: 8-bit codes to dense float16 (1 module)",
+    ]
 
 
 def test_info_of_a_file_without_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,11 +322,22 @@ def test_line_breaks_in_names_cannot_split_the_message(tmp_path: Path, capsys: p
 
 
 def test_explain_prints_what_the_function_says(capsys: pytest.CaptureFixture[str]) -> None:
-    text = output(capsys, "explain", "16", "12288", "4096", "--group-size", "64", "--dtype", "bfloat16", "--arch", "80")
-    assert text == cupy_awq.explain(16, 12288, 4096, 64, "bfloat16", arch=80) + "\n"
-    text = output(capsys, "explain", "16", "12288", "4096", "--arch", "90", "--layer")
-    assert text == cupy_awq.explain(16, 12288, 4096, 128, arch=90, layer=True) + "\n"
-    assert text != output(capsys, "explain", "16", "12288", "4096", "--arch", "90")
+    options = "--group-size", "64", "--dtype", "bfloat16", "--arch", "80"
+    text = output(capsys, "explain", "4096x12288", "64x128", "--m", "1,16", *options)
+    tables = [
+        cupy_awq.explain(m, k, n, 64, "bfloat16", arch=80) for k, n in ((4096, 12288), (64, 128)) for m in (1, 16)
+    ]
+    assert text == "\n\n".join(tables) + "\n"
+    text = output(capsys, "explain", "4096x12288", "--m", "16", "--arch", "90", "--layer")
+    assert text == cupy_awq.explain(16, 4096, 12288, 128, arch=90, layer=True) + "\n"
+    assert text != output(capsys, "explain", "4096x12288", "--m", "16", "--arch", "90")
+
+
+@pytest.mark.parametrize(("op", "kernel"), [("gemm_int8", "gemm_int8_sm90"), ("conv2d", "conv2d_sm90_large")])
+def test_explain_lists_the_kernels_of_every_operation(op: str, kernel: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "explain", "4096x4096", "--op", op, "--m", "1024", "--arch", "90")
+    assert f"-> {kernel} " in text
+    assert "chosen: the lowest modelled time" in text
 
 
 def test_compile_passes_archs_on_and_returns_the_code(monkeypatch: pytest.MonkeyPatch) -> None:

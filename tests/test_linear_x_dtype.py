@@ -77,7 +77,10 @@ def check_bound(
     ("act", "message"),
     [
         (lambda w, x: AwqLinear(w, x_dtype="int4"), "x_dtype: expected None, 'int8' or 'fp8', got 'int4'"),
-        (lambda w, x: AwqLinear(w, x_dtype="fp8", activation="silu"), "activation must be "),
+        (
+            lambda w, x: AwqLinear(w, x_dtype="fp8", activation="silu"),
+            "activation: expected None, 'relu', 'relu6' or (low, high), got 'silu'",
+        ),
         (
             lambda w, x: AwqLinear(w, x_dtype="fp8")(x, dtype="float16"),
             "dtype: expected None for a layer with x_dtype='fp8', got 'float16'",
@@ -86,7 +89,10 @@ def check_bound(
             lambda w, x: AwqLinear(w, x_dtype="fp8").plan((2, 32)),
             "x_dtype: expected None for a plan, which is one launch, got 'fp8'",
         ),
-        (lambda w, x: AwqLinear(w, x_dtype="int8", activation="silu"), "activation must be "),
+        (
+            lambda w, x: AwqLinear(w, x_dtype="int8", activation="silu"),
+            "activation: expected None, 'relu', 'relu6' or (low, high), got 'silu'",
+        ),
         (
             lambda w, x: AwqLinear(w, x_dtype="int8")(x, residual=x[:, :16]),
             "residual: expected None for a layer with x_dtype='int8', got ndarray",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's kernels through their launch plans, against float64 formulas: simulated and on the GPU."""
+"""The decoder's kernels, through their launch plans, against float64 formulas: on the simulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def normal(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np
 
 
 def frozen(**arrays: np.ndarray) -> dict[str, np.ndarray]:
-    """Arrays that a kernel must not write."""
+    """Make arrays read-only that a kernel must not write, and return them."""
     for a in arrays.values():
         a.flags.writeable = False
     return arrays
@@ -44,7 +44,7 @@ def check_close(found: np.ndarray, wanted: np.ndarray, bound: float) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", [*SIXTEEN, "float32"])
-def test_embedding_copies_rows_and_reads_no_token_outside_of_the_table(backend: str, arch: int, dtype: str) -> None:
+def test_embed_copies_rows_and_never_reads_outside_the_table(backend: str, arch: int, dtype: str) -> None:
     table = normal(np.random.default_rng(0), 7, 300, dtype=DTYPES[dtype])
     tokens, h = np.array([6, 0, -1, 7], np.int32), nan(4, 300, dtype=np.float32)
     plan = llm.plan_embed(facts(arch, backend), 4, 7, 300, dtype)
@@ -57,7 +57,7 @@ def test_embedding_copies_rows_and_reads_no_token_outside_of_the_table(backend: 
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("width", [4, 576, 4100, 8192])
-def test_rms_norm_adds_to_the_residual_stream_first(
+def test_rms_norm_adds_delta_to_the_residual_stream_before_it_normalizes(
     backend: str, arch: int, dtype: str, delta: bool, width: int
 ) -> None:
     rng = np.random.default_rng(width)
@@ -86,8 +86,8 @@ def test_swiglu_of_large_gates_stays_finite(backend: str, arch: int, dtype: str)
     check_close(y, gate / (1 + np.exp(-gate)) * up, BOUNDS[dtype])
 
 
-def turned(x: np.ndarray, weight: np.ndarray | None, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Heads [.., head_dim] after norm and RoPE, by float64 formulas."""
+def rotated(x: np.ndarray, weight: np.ndarray | None, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Return heads [.., head_dim] after RMSNorm and RoPE, by float64 formulas."""
     x = x.astype(np.float64)
     if weight is not None:
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
@@ -99,10 +99,10 @@ def turned(x: np.ndarray, weight: np.ndarray | None, cos: np.ndarray, sin: np.nd
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize(("head_dim", "norm", "steps"), [(64, False, 1), (128, True, 1), (16, True, 3), (80, False, 3)])
-def test_rope_goes_on_where_each_sequence_is(
+def test_rope_and_cache_append_start_at_the_position_of_each_sequence(
     backend: str, arch: int, dtype: str, head_dim: int, norm: bool, steps: int
 ) -> None:
-    """Norm, RoPE and cache; a sequence that is full writes nothing, and no other key or value is touched."""
+    """A full sequence writes nothing, and no other key or value of the cache changes."""
     heads, kv_heads, element = 4, 2, DTYPES[dtype]
     rng = np.random.default_rng(head_dim)
     lengths = np.array([0, 37, CAPACITY - steps, CAPACITY], np.int32)
@@ -125,15 +125,15 @@ def test_rope_goes_on_where_each_sequence_is(
         if at >= CAPACITY:
             continue
         for a, weight, found in ((q, q_norm, arrays["q"][row]), (k, k_norm, arrays["k"][b, :, at])):
-            check_close(found, turned(a[row], weight if norm else None, cos[at], sin[at]), BOUNDS[dtype])
+            check_close(found, rotated(a[row], weight if norm else None, cos[at], sin[at]), BOUNDS[dtype])
         np.testing.assert_array_equal(arrays["v"][b, :, at], v[row])
         written[b, :, at] = True
     for name in ("k", "v"):
         assert np.isnan(arrays[name].astype(np.float32)[~written]).all()
 
 
-def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Attention of q [heads, head_dim] to all of k and v [kv_heads, keys, head_dim], by float64 formulas."""
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Return the attention of q [heads, head_dim] to k and v [kv_heads, keys, head_dim], by float64 formulas."""
     out = np.empty(q.shape)
     for head in range(len(q)):
         keys, values = (a[head // (len(q) // len(k))].astype(np.float64) for a in (k, v))
@@ -150,10 +150,10 @@ def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     ("heads", "kv_heads", "head_dim", "steps"),
     [(2, 1, 64, 25), (1, 1, 128, 17), (2, 2, 80, 5), (7, 1, 256, 3), (1, 1, 16, 70), (9, 3, 24, 5)],
 )
-def test_attention_sees_its_sequence_up_to_itself(
+def test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence(
     backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, steps: int
 ) -> None:
-    """What lies behind the last key is NaN and must not count."""
+    """Keys and values after the last one are NaN and must not count."""
     rng = np.random.default_rng(heads + head_dim)
     lengths, element = np.array(LENGTHS, np.int32), DTYPES[dtype]
     b = len(lengths)
@@ -169,8 +169,8 @@ def test_attention_sees_its_sequence_up_to_itself(
     wanted = np.empty(out.shape)
     for row in range(m):
         i, seen = row // steps, LENGTHS[row // steps] + row % steps + 1
-        wanted[row] = attended(q[row], k[i, :, :seen], v[i, :, :seen])
-    check_close(out, wanted, 2 * BOUNDS[dtype])  # probabilities, too, are rounded on tensor cores
+        wanted[row] = attention(q[row], k[i, :, :seen], v[i, :, :seen])
+    check_close(out, wanted, 2 * BOUNDS[dtype])  # tensor cores round the probabilities, too
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -184,11 +184,12 @@ def test_attention_sees_its_sequence_up_to_itself(
         *[(8, 1, 64, True), (16, 1, 128, False), (1, 1, 192, True), (14, 2, 128, False)],
     ],
 )
-def test_a_decode_step_attends_to_its_token_and_all_before(
+def test_decode_attention_covers_the_cache_and_the_new_token(
     backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, norm: bool
 ) -> None:
-    """In one split, in several and in empty ones; what lies behind the last key is NaN and must not count; a sequence
-    that is full leaves its cache as it is, and its result is finite."""
+    """One split, several, and CTAs without keys. Keys and values after the last one are NaN and must not count. A full
+    sequence leaves its cache unchanged, and its result is finite.
+    """
     rng = np.random.default_rng(heads + head_dim)
     capacity, element = llm.UNSPLIT_KEYS + 44, DTYPES[dtype]
     lengths = np.array([0, 32, llm.UNSPLIT_KEYS - 1, llm.UNSPLIT_KEYS, capacity - 1, capacity], np.int32)
@@ -209,7 +210,7 @@ def test_a_decode_step_attends_to_its_token_and_all_before(
     arrays = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
     read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
     runner(backend)(plan, {**read, "k": k, "v": v, "out": out, **arrays})
-    assert not arrays["counters"].any(), "the counters must be left as they were found"
+    assert not arrays["counters"].any(), "the counters must be zero after the launch"
     new_q, new_k, new_v = np.split(qkv, [heads, heads + kv_heads], axis=1)
     for i, length in enumerate(lengths):
         if length == capacity:
@@ -217,18 +218,18 @@ def test_a_decode_step_attends_to_its_token_and_all_before(
             assert np.isfinite(out[i].astype(np.float32)).all()
             continue
         q_weight, k_weight = (q_norm, k_norm) if norm else (None, None)
-        check_close(k[i, :, length], turned(new_k[i], k_weight, cos[length], sin[length]), BOUNDS[dtype])
+        check_close(k[i, :, length], rotated(new_k[i], k_weight, cos[length], sin[length]), BOUNDS[dtype])
         np.testing.assert_array_equal(v[i, :, length], new_v[i])
         others = np.arange(capacity) != length
         for a, old in ((k, old_k), (v, old_v)):
             np.testing.assert_array_equal(a[i, :, others].view(np.uint16), old[i, :, others].view(np.uint16))
-        q = turned(new_q[i], q_weight, cos[length], sin[length])
-        wanted = attended(q, k[i, :, : length + 1], v[i, :, : length + 1])
-        check_close(out[i], wanted, 2 * BOUNDS[dtype])  # queries and probabilities, too, are rounded on tensor cores
+        q = rotated(new_q[i], q_weight, cos[length], sin[length])
+        wanted = attention(q, k[i, :, : length + 1], v[i, :, : length + 1])
+        check_close(out[i], wanted, 2 * BOUNDS[dtype])  # tensor cores round queries and probabilities, too
 
 
-def test_one_graph_serves_short_and_long_sequences() -> None:
-    """The launch of a decode step depends on no length, and fills the GPU for one sequence and for many."""
+def test_the_grid_of_decode_attention_depends_on_no_length() -> None:
+    """One captured graph serves all lengths, and fills the GPU for one sequence and for many."""
     for m, splits in ((1, 16), (16, 1)):
         sizes = m, 32, 8, 128, 4096, 8 * 4096 * 128
         plan = llm.plan_decode_attention(facts(90, "latest"), *sizes, "float16", 1e-6, norm=True)
@@ -242,7 +243,9 @@ def test_one_graph_serves_short_and_long_sequences() -> None:
     ("m", "n", "k"), [(1, 50, 96), (17, 33, 64), (5, 130, 200), (16, 40, 4640), (3, 2200, 544), (2, 70, 1568)]
 )
 @pytest.mark.parametrize("bias", [False, True])
-def test_dense_products(backend: str, arch: int, dtype: str, m: int, n: int, k: int, bias: bool) -> None:
+def test_dense_gemm_matches_the_float64_product(
+    backend: str, arch: int, dtype: str, m: int, n: int, k: int, bias: bool
+) -> None:
     rng = np.random.default_rng(m)
     x, w = normal(rng, m, k, dtype=DTYPES[dtype]), normal(rng, n, k, dtype=DTYPES[dtype])
     added = normal(rng, n)
@@ -253,10 +256,10 @@ def test_dense_products(backend: str, arch: int, dtype: str, m: int, n: int, k: 
         check_close(y, x.astype(np.float64) @ w.astype(np.float64).T + (added if bias else 0), bound)
 
 
-VOCAB = 3001  # so that rows begin at any of the four places that the widest loads allow
+VOCAB = 3001  # odd, so that rows begin at each of the four alignments modulo 16 bytes
 
 
-def device_choice(
+def chosen_by_kernels(
     backend: str,
     arch: int,
     logits: np.ndarray,
@@ -265,7 +268,7 @@ def device_choice(
     lengths: np.ndarray,
     sm_count: int = 0,
 ) -> np.ndarray:
-    """The tokens that the kernels choose; ``seen`` and ``lengths`` are changed as they change them."""
+    """Return the tokens that the kernels choose; they update ``seen`` and ``lengths`` in place."""
     here, run, m = facts(arch, backend), runner(backend), len(logits)
     here = dataclasses.replace(here, sm_count=sm_count or here.sm_count)
     options = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
@@ -284,7 +287,7 @@ def device_choice(
     assert not counters.any()
     at = np.arange(m), (before + 1) % 2
     np.testing.assert_array_equal(host_tokens[at], tokens)
-    assert (host_tokens[at[0], before % 2] == -7).all(), "the host may be reading the token before"
+    assert (host_tokens[at[0], before % 2] == -7).all(), "the host may still read the preceding token"
     return tokens
 
 
@@ -302,8 +305,8 @@ def device_choice(
         Sampling(temperature=0.9, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.3, seed=4),
     ],
 )
-def test_tokens_are_chosen_as_on_the_cpu(backend: str, arch: int, sampling: Sampling) -> None:
-    """Same noise, same filters: with the seed, the text depends on no device."""
+def test_the_kernels_choose_the_same_tokens_as_the_cpu(backend: str, arch: int, sampling: Sampling) -> None:
+    """Noise and filters agree, so a seed gives the same text on every device."""
     rng = np.random.default_rng(8)
     logits = (3 * rng.standard_normal((4, VOCAB))).astype(np.float32)
     seen = (rng.random((4, VOCAB)) < 0.2).astype(np.uint8)
@@ -312,7 +315,7 @@ def test_tokens_are_chosen_as_on_the_cpu(backend: str, arch: int, sampling: Samp
         choose_token(logits[i], sampling, seen=seen[i] != 0, sequence=i, position=int(lengths[i]) + 1) for i in range(4)
     ]
     before, marked = lengths.copy(), seen.copy()
-    assert device_choice(backend, arch, logits, seen, sampling, lengths).tolist() == wanted
+    assert chosen_by_kernels(backend, arch, logits, seen, sampling, lengths).tolist() == wanted
     np.testing.assert_array_equal(lengths, before + 1)
     if sampling.repetition_penalty != 1:
         marked[np.arange(4), wanted] = 1
@@ -321,30 +324,30 @@ def test_tokens_are_chosen_as_on_the_cpu(backend: str, arch: int, sampling: Samp
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_equal_logits_infinities_and_nan(backend: str, arch: int) -> None:
-    """The first of equal ones, wherever blocks divide the vocabulary; -1 where there is a NaN."""
+def test_equal_logits_infinities_and_nan_are_chosen_by_the_rules(backend: str, arch: int) -> None:
+    """The first of equal logits, wherever CTAs divide the vocabulary; -1 for NaN."""
     logits = np.zeros((4, VOCAB), np.float32)
     logits[1, [2999, 300, 1700]] = 2
     logits[2] = -np.inf
     logits[2, 2000] = -3e38
     logits[3, 1234] = np.nan
     seen, lengths = np.zeros((4, VOCAB), np.uint8), np.zeros(4, np.int32)
-    assert device_choice(backend, arch, logits, seen, Sampling(), lengths).tolist() == [0, 300, 2000, -1]
+    assert chosen_by_kernels(backend, arch, logits, seen, Sampling(), lengths).tolist() == [0, 300, 2000, -1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=5)])
-def test_a_block_takes_several_turns_at_a_large_vocabulary(backend: str, sampling: Sampling) -> None:
+def test_a_cta_of_choose_loops_over_a_large_vocabulary(backend: str, sampling: Sampling) -> None:
     logits = (3 * np.random.default_rng(8).standard_normal((9, 9001))).astype(np.float32)
     logits[np.arange(9), np.arange(9) * 1000] = 20
     seen, lengths = np.zeros((9, 9001), np.uint8), np.zeros(9, np.int32)
     wanted = [choose_token(logits[i], sampling, seen=seen[i] != 0, sequence=i, position=1) for i in range(9)]
-    assert device_choice(backend, 90, logits, seen, sampling, lengths, sm_count=1).tolist() == wanted
+    assert chosen_by_kernels(backend, 90, logits, seen, sampling, lengths, sm_count=1).tolist() == wanted
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_limits_keep_all_tokens_that_are_as_likely_as_the_last_one(backend: str, arch: int) -> None:
+def test_limits_keep_all_tokens_that_tie_with_the_last_kept_one(backend: str, arch: int) -> None:
     logits = np.array([[1, 3, 2, 2, 2, 0, -1, -2]], np.float32)
     for options, wanted in (({"top_k": 2}, 2), ({"top_k": 1}, 3), ({"top_k": 8}, -np.inf), ({"top_p": 0.5}, 2)):
         limits = nan(1, dtype=np.float32)

@@ -92,7 +92,7 @@ def test_gemv_takes_one_vector_and_every_epilogue() -> None:
     options = {"bias": np.ones(32, np.float16), "activation": "silu", "residual": np.full(32, 2, np.float16)}
     y = cupy_awq.gemv(x, *tensors(weight), **options)
     np.testing.assert_array_equal(y, gemm(x[None], weight, **options | {"residual": options["residual"][None]})[0])
-    with pytest.raises(ValueError, match=r"^x must be one vector \[K\], got shape \(1, 64\)$"):
+    with pytest.raises(ValueError, match=r"^x: expected one vector \[K\], got shape \(1, 64\)$"):
         cupy_awq.gemv(x[None], *tensors(weight))
     with pytest.raises(TypeError, match=r"^x: expected a NumPy or CuPy array, got list$"):
         cupy_awq.gemv([1.0] * 64, *tensors(weight))
@@ -102,8 +102,8 @@ def test_gemv_takes_one_vector_and_every_epilogue() -> None:
     ("options", "error", "message"),
     [
         ({"kernel": "gemm"}, ValueError, "kernel: expected one of gemv, "),
-        ({"split_k": 3}, ValueError, "split_k must be a power of two, got 3"),
-        ({"split_k": 2.0}, ValueError, "split_k must be a power of two, got 2.0"),
+        ({"split_k": 3}, ValueError, "split_k: expected a power of two, got 3"),
+        ({"split_k": 2.0}, ValueError, "split_k: expected a power of two, got 2.0"),
         ({"activation": "elu"}, ValueError, "activation: expected relu, "),
         (
             {"residual": np.zeros((3, 32), np.float32)},
@@ -129,7 +129,7 @@ def test_bad_options_of_a_product_are_named(options: Any, error: type[Exception]
 
 
 @given(st.data())
-def test_row_steps_lead_to_every_row_or_are_none(data: st.DataObject) -> None:
+def test_row_stride_leads_to_every_row_or_is_none(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple))
     base = np.arange(int(np.prod([3 * s for s in shape])), dtype=np.int32).reshape([3 * s for s in shape])
     a = base[tuple(slice(0, s * (step := data.draw(st.sampled_from([1, 2]))), step) for s in shape)]

@@ -44,17 +44,17 @@ def test_calls_that_differ_from_the_plan_are_refused() -> None:
     weight = random_weight(np.random.default_rng(0), 64, 32, 16)
     plan = cupy_awq.plan((2, 64), weight)
     x, y = np.zeros((2, 64), np.float16), np.zeros((2, 32), np.float16)
-    with pytest.raises(ValueError, match=r"^x must be as planned, .* got \(\(3, 64\), "):
+    with pytest.raises(ValueError, match=r"^x: expected the planned layout .* got \(\(3, 64\), "):
         plan(np.zeros((3, 64), np.float16), y)
-    with pytest.raises(ValueError, match=r"^x must be as planned, .*float16.*, got .*float32"):
+    with pytest.raises(ValueError, match=r"^x: expected the planned layout .*float16.*, got .*float32"):
         plan(x.astype(np.float32), y)
-    with pytest.raises(ValueError, match=r"^out must be as planned"):
+    with pytest.raises(ValueError, match=r"^out: expected the planned layout"):
         plan(x, y[:1])
     with pytest.raises(TypeError, match=r"^out: expected a NumPy or CuPy array, got list$"):
         plan(x, [0.0])
-    with pytest.raises(ValueError, match=r"^residual must be None, as planned$"):
+    with pytest.raises(ValueError, match=r"^residual: expected None, as planned, got an array$"):
         plan(x, y, residual=y)
-    with pytest.raises(ValueError, match=r"^residual must be an array, as planned$"):
+    with pytest.raises(ValueError, match=r"^residual: expected an array, as planned, got None$"):
         cupy_awq.plan((2, 64), weight, residual=y)(x, y)
 
 
@@ -101,7 +101,7 @@ def test_a_captured_plan_replays_on_new_values(m: int, split_k: int) -> None:
 
 def constant(plan: cupy_awq.Plan) -> int | None:
     """Whether its kernel reads the weight before the launches before it have ended; None if it never does."""
-    return dict(plan._prepared._launcher.plan.kernel.defines).get("CONSTANT")
+    return dict(plan._launch._launcher.plan.kernel.defines).get("CONSTANT")
 
 
 @pytest.mark.gpu
@@ -111,10 +111,10 @@ def test_only_plans_read_a_weight_early() -> None:
     weight, x = put(random_weight(rng, 4096, 1024, 128)), put(random_activations(rng, 1, 4096))
     plan = cupy_awq.plan(x, weight)
     assert (plan.kernel, constant(plan)) == ("gemm_sm90_raw", 1)
-    gemm_op._prepared.clear()
+    gemm_op._launches.clear()
     gemm(x, weight)
-    (prepared,) = gemm_op._prepared.values()
-    assert dict(prepared._launcher.plan.kernel.defines)["CONSTANT"] == 0
+    (launch,) = gemm_op._launches.values()
+    assert dict(launch._launcher.plan.kernel.defines)["CONSTANT"] == 0
 
 
 @pytest.mark.gpu
@@ -217,16 +217,16 @@ def test_bad_workspaces_and_layouts_of_a_plan_are_named() -> None:
     plan = cupy_awq.plan((2, 512), weight, split_k=4)
     x, out = (put(np.zeros((2, columns), np.float16)) for columns in (512, 64))
     short = cupy.zeros(plan.workspace_bytes - 1, cupy.uint8)
-    with pytest.raises(ValueError, match=rf"^workspace must have at least {plan.workspace_bytes} bytes, got "):
+    with pytest.raises(ValueError, match=rf"^workspace: expected at least {plan.workspace_bytes} bytes, got "):
         plan(x, out, workspace=short)
     with pytest.raises(TypeError, match=r"^workspace: expected an array on GPU 0 like the plan, got one on the CPU$"):
         plan(x, out, workspace=np.zeros(1 << 20, np.uint8))
-    with pytest.raises(ValueError, match=r"^workspace must be contiguous and start at a multiple of 16 bytes$"):
+    with pytest.raises(ValueError, match=r"^workspace: expected a contiguous array that starts at a multiple of 16"):
         plan(x, out, workspace=cupy.zeros(1 << 20, cupy.uint8)[1:])
     wide = put(np.zeros((2, 520), np.float16))
     for bad in (wide[:, :512], put(np.zeros(1025, np.float16))[1:].reshape(2, 512)):
-        with pytest.raises(ValueError, match=r"^x must be as planned, .* = \(\(2, 512\), \(1024, 2\), "):
+        with pytest.raises(ValueError, match=r"^x: expected the planned layout .* = \(\(2, 512\), \(1024, 2\), "):
             plan(bad, out)
-    with pytest.raises(ValueError, match=r"^x must have contiguous rows at even steps, got strides \(2, 4\)$"):
+    with pytest.raises(ValueError, match=r"^x: expected contiguous rows with one stride, got strides \(2, 4\)$"):
         cupy_awq.plan(cupy.asfortranarray(x), weight)
     assert cupy_awq.plan(wide[:, :512], weight)(wide[:, :512], out) is out

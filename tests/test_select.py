@@ -116,6 +116,13 @@ def test_explain_has_a_line_for_each_kernel_and_marks_the_choice() -> None:
     assert chosen == "chosen: the lowest modelled time; no tuned configuration applies"
 
 
+def test_explain_takes_sizes_in_the_order_of_x_at_w() -> None:
+    """M, K, N as in x[M, K] @ W[K, N], by position and by name."""
+    text = cupy_awq.explain(3, 256, 512, arch=80)
+    assert text.startswith("x[3, 256] float16 @ W[256, 512] ")
+    assert text == cupy_awq.explain(n=512, k=256, m=3, arch=80)
+
+
 def _chosen(text: str) -> str:
     (name,) = re.findall(r"^-> (\w+)", text, re.MULTILINE)
     return name
@@ -127,7 +134,7 @@ def _chosen(text: str) -> str:
 def test_explain_of_a_layer_chooses_among_kernels_on_the_repacked_weight(
     m: int, k: int, group_size: int, dtype: str
 ) -> None:
-    layer, raw = (cupy_awq.explain(m, 4096, k, group_size, dtype, arch=90, layer=layer) for layer in (True, False))
+    layer, raw = (cupy_awq.explain(m, k, 4096, group_size, dtype, arch=90, layer=layer) for layer in (True, False))
     assert _chosen(layer) in ("gemm_sm90", "gemm_sm90_large")
     assert _chosen(raw) not in ("gemm_sm90", "gemm_sm90_large")
 
@@ -137,17 +144,17 @@ def test_explain_of_a_layer_chooses_among_kernels_on_the_repacked_weight(
     [(4096, 128, 80), (4096, 128, 89), (4096, 128, 100), (4096, 16, 90), (384, 192, 90), (96, 32, 90)],
 )
 def test_explain_of_a_layer_that_repacks_nothing_is_that_of_the_raw_weight(k: int, group_size: int, arch: int) -> None:
-    arguments = 16, 4096, k, group_size
+    arguments = 16, k, 4096, group_size
     assert cupy_awq.explain(*arguments, arch=arch, layer=True) == cupy_awq.explain(*arguments, arch=arch)
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
     [
-        ((0, 64, 64, 64), {}, ValueError, "m must be positive, got 0"),
-        ((1, 63, 64, 64), {}, ValueError, "n must be a multiple of 8, got 63"),
+        ((0, 64, 64, 64), {}, ValueError, "m: expected a positive integer, got 0"),
+        ((1, 64, 63, 64), {}, ValueError, "n: expected a multiple of 8, got 63"),
         ((1, 64, 64, 48), {}, ValueError, "group_size: expected a divisor of K = 64"),
-        ((1.0, 64, 64, 64), {}, TypeError, "m must be an integer, got 1.0"),
+        ((1.0, 64, 64, 64), {}, TypeError, "m: expected an integer, got 1.0"),
         ((1, 64, 64, 64, "int8"), {}, TypeError, "dtype: expected"),
         ((1, 64, 64, 64), {"arch": 50}, ValueError, "60 or more, got 50"),
     ],

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from cupy_awq.check import HOST
 from cupy_awq.kernels import select, tuned
+from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.problem import Fusion, Problem, next_power_of_two
 from cupy_awq.runtime import device, placement
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.tools import autotune as tune
+from cupy_awq.tools.operations import Settings, typical_problem
 
 A100 = device.nominal(80)
 PROBLEM = Problem(3, 4096, 4096, 128)
@@ -32,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     tuned._tables.cache_clear()
-    select.choose.cache_clear()
+    select._choose.cache_clear()
 
 
 def _label(problem: Problem, facts: device.Device) -> str:
@@ -91,6 +94,39 @@ def test_a_measured_choice_serves_fewer_rows_unless_the_model_knows_of_a_much_fa
         assert measured or choice.family.estimate_us(choice.config, problem, here) == first
 
 
+@pytest.mark.parametrize("op", ["gemm_int8", "conv2d"])
+def test_a_tuned_configuration_is_chosen_whatever_the_operation(folder: Path, op: str) -> None:
+    problem, here = typical_problem(op, (256, 512), 3, Settings(HOST, image=14)), device.nominal(80)
+    candidates = [c for some in select.candidates(problem, here).values() if not isinstance(some, str) for c in some]
+    labels = [tuned.label(candidate.family, candidate.config) for candidate in candidates]
+    assert len(set(labels)) == len(labels)
+    before = select.choose(problem, here)
+    last = max(candidates, key=lambda candidate: candidate.us)
+    assert last.config != before.config
+    key = problem.tuning_key
+    assert key is not None
+    label = tuned.entry(tuned.label(last.family, last.config), 12.3)
+    tuned.write(here, {key.shapes[0]: {str(key.tuned_m): label}})
+    forget()
+    choice = select.choose(problem, here)
+    assert (choice.family, choice.config) == (last.family, last.config)
+    assert f"-> {choice.name} " in select.explain(problem, here)
+    assert "12.3  measured" in select.explain(problem, here)
+
+
+def test_a_forced_candidate_is_chosen_for_its_own_problems_alone() -> None:
+    some = select.candidates(PROBLEM, A100)["gemm_simt"]
+    assert not isinstance(some, str)
+    other = Dequantization(64, 64, 64, "float16", "packed", "float16", True, (8, 64, 8, 64))
+    with select.recorded() as choices, select.forced(some[-1]):
+        assert select.choose(PROBLEM, A100).config == some[-1].config
+        assert select.choose(other, A100).name == "dequantize"
+    assert select.choose(PROBLEM, A100).config != some[-1].config
+    assert choices == []  # the innermost context has them
+    with select.recorded() as choices:
+        assert select.choose(PROBLEM, A100) == choices[0]
+
+
 def test_a_measured_choice_that_is_not_legal_or_not_known_gives_way_to_the_model(folder: Path) -> None:
     before = select.choose(PROBLEM, A100)
     tuned.write(A100, {"4096x4096": {"4": "GemmOfYore(tile=3)"}})
@@ -136,18 +172,21 @@ def test_shipped_files_are_plain_json() -> None:
 @pytest.mark.gpu
 def test_tuning_keeps_the_fastest_and_layers_use_it(folder: Path) -> None:
     index = placement.resolve()
-    rows = tune.run([(512, 256)], [1, 3], group_size=128, tries=3, device=index, progress=lambda text: None)
-    assert [(row.m, row.tried) for row in rows] == [(1, 3), (4, 3)]
-    assert all(0 < row.us <= row.model_us for row in rows)
+    settings = Settings(device=index, cached=False)
+    rows = tune.run("gemm", [(512, 256)], [1, 3], settings, tries=3, progress=lambda text: None)
+    assert [(row.key.tuned_m, row.tried) for row in rows] == [(1, 3), (4, 3)]
+    assert all(0 < row.us <= row.modelled_us for row in rows)
     tune.keep(rows, index)
     forget()
     facts = replace(device.of(index), arch=device.of(index).native)  # what is measured serves no forced path
     path = json.loads((folder / tuned.file_name(facts)).read_text())
-    assert path == {"512x256": {str(row.m): tuned.entry(tuned.label(row.family, row.config), row.us) for row in rows}}
+    labels = [tuned.label(row.best.family, row.best.config) for row in rows]
+    entries = [tuned.entry(label, row.us) for label, row in zip(labels, rows, strict=True)]
+    assert path == {"512x256": dict(zip(("1", "4"), entries, strict=True))}
     for row in rows:
-        problem = Problem(row.m, row.n, row.k, 128, repacked=device.of(index).arch == 90)
-        assert _label(problem, facts) == tuned.label(row.family, row.config)
-        assert (select.choose(problem, facts).config == row.config) or facts != device.of(index)
+        problem = Problem(row.key.tuned_m, 256, 512, 128, repacked=device.of(index).arch == 90)
+        assert _label(problem, facts) == tuned.label(row.best.family, row.best.config)
+        assert (select.choose(problem, facts).config == row.best.config) or facts != device.of(index)
     assert tune.render(rows).count("512x256") == 2
 
 

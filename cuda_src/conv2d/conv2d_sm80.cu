@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
   const int tile = blockIdx.y * gridDim.x + blockIdx.x;
   auto& flat = reinterpret_cast<float (&)[kSums]>(sums);
-  if (!sum_over_splits<kSums, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
+  if (!reduce_split_k<kSums, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
 
   const int all = s.outputs * s.groups;
   const Epilogue<X> epilogue{bias, nullptr, low, high, all, 0};

@@ -10,7 +10,7 @@
 //                 i = 2: row g, k 2t + 8, 2t + 9   i = 3: row g + 8, same k
 //               BITS 8: words 2 s and 2 s + 1 are for k16 s, i = 0, 1 and i = 2, 3, the bytes in the order of two i's
 //               low values, then their high ones; each plus 128.
-//   parameters  uint32 [chunk][tile of 64 outputs][GROUPS][64]: scale and, above it, offset of an output, both X
+//   parameters  uint32 [chunk][tile of 64 outputs][PARAMETER_GROUPS][64]: scale and, above it, offset of an output, both X
 //   bias        BIAS [outputs] or null
 //   y           X, contiguous, NHWC or NCHW; ALIGNED: outputs and the address are multiples of 8 values
 //   parts       of an image, parts_w along its width; co_blocks: tiles along the outputs; units: of K
@@ -22,7 +22,7 @@
 // takes lie TILE_W = 8 at a time in the box's rows, or, TILE_H = 1, all after each other. Without HALO each unit has a
 // box of its own, and the map steps over x as the convolution does.
 //
-// A cluster of SPLITS blocks divides the units of a tile. In the end each pushes its sums into the shared memory of the
+// A cluster of SPLIT_K blocks divides the units of a tile. In the end each pushes its sums into the shared memory of the
 // block that owns their pixels, and the owner adds them in a fixed order.
 //
 // Programmatic dependent launch: all that is read before griddepcontrol.wait is the weight.
@@ -54,10 +54,10 @@ constexpr int kWgPx = WG_PX;
 constexpr int kTileH = TILE_H;
 constexpr int kTileW = TILE_W;
 constexpr int kBoxW = BOX_W;
-constexpr int kGroups = GROUPS;
+constexpr int kGroups = PARAMETER_GROUPS;
 constexpr int kXStages = X_STAGES;
 constexpr int kCodeStages = CODE_STAGES;
-constexpr int kSplits = SPLITS;
+constexpr int kSplits = SPLIT_K;
 
 constexpr int kWarpgroups = kWgCo * kWgPx;
 constexpr int kConsumerWarps = kWarpgroups * 4;
@@ -71,7 +71,7 @@ constexpr int kStride = (kTileH == 1 ? 8 : kBoxW) * 128;  // from 8 pixels to th
 constexpr bool kHalf = Codes<X>::kMagic == Codes<half_t>::kMagic;
 
 // Shared memory, from a multiple of 1024: x [stage][WG_PX][box], codes [stage][WG_CO][tile], parameters
-// [x stage][WG_CO][GROUPS][64], and over all of them what is on its way to y [warpgroup][pixel][kRowBytes]; sums float4
+// [x stage][WG_CO][PARAMETER_GROUPS][64], and over all of them what is on its way to y [warpgroup][pixel][kRowBytes]; sums float4
 // [split][warpgroup][owned group][128]; barriers [full, empty][stage] of x, then of codes.
 constexpr int kBoxBytes = ceil_div(BOX_H * kBoxW * 128, 1024) * 1024;
 constexpr int kXBytes = kWgPx * kBoxBytes;
@@ -82,11 +82,11 @@ constexpr int kCodesBegin = kXStages * kXBytes;
 constexpr int kParametersBegin = kCodesBegin + kCodeStages * kCodeBytes;
 constexpr int kRowBytes = 64 * 2 + 16;  // 8 rows lie in different banks
 constexpr int kStoreRows = ceil_div(kOwnedGroups, 2) * 16;
-constexpr int kSumsBegin = RING_BYTES;
+constexpr int kSumsBegin = PIPELINE_BYTES;
 constexpr int kBarrierBegin = kSumsBegin + (kSplits == 1 ? 0 : kSplits * kWarpgroups * kOwnedGroups * 2048);
 
-static_assert(kParametersBegin + kXStages * kParameterBytes <= RING_BYTES, "the stages fit");
-static_assert(kWarpgroups * kStoreRows * kRowBytes <= RING_BYTES, "what is stored takes the place of the stages");
+static_assert(kParametersBegin + kXStages * kParameterBytes <= PIPELINE_BYTES, "the stages fit");
+static_assert(kWarpgroups * kStoreRows * kRowBytes <= PIPELINE_BYTES, "what is stored takes the place of the stages");
 static_assert(kTileH == 1 || kTileW == 8, "one distance leads from 8 pixels to the next");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 
@@ -168,7 +168,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kSums], const uint32_t (&a)[4],
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
+extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     conv2d_sm90(const uint8_t* codes, const uint32_t* parameters, const BIAS* bias, X* y,
                 const __grid_constant__ TensorMap x_map, int parts, int parts_w, int co_blocks, int units, int batch,
                 int outputs, int kernel_h, int kernel_w, int out_h, int out_w, int stride_h, int stride_w, int pad_h,

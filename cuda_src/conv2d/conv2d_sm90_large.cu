@@ -18,7 +18,7 @@
 // serves all taps of its channels: a tap is another first row of B, TILE_W = 8 rows at a time. Else each unit has a box
 // of its own. Blocks are persistent: the producer fills stages for the next tile while the warpgroups store the last.
 //
-// A cluster of SPLITS blocks divides the units of a tile; its blocks make one tile alone. In the end each pushes its
+// A cluster of SPLIT_K blocks divides the units of a tile; its blocks make one tile alone. In the end each pushes its
 // sums into the shared memory of the block that owns their pixels, and the owner adds them in a fixed order.
 //
 // Programmatic dependent launch: nothing is read before griddepcontrol.wait. With the weight begun before it, single
@@ -52,7 +52,7 @@ constexpr int kBoxW = BOX_W;
 constexpr int kSteps = STEPS;  // of 16 channels, in a unit
 constexpr int kXStages = X_STAGES;
 constexpr int kWeightStages = WEIGHT_STAGES;
-constexpr int kSplits = SPLITS;
+constexpr int kSplits = SPLIT_K;
 
 constexpr int kWarpgroups = kWgCo * kWgPx;
 constexpr int kConsumerWarps = kWarpgroups * 4;

@@ -277,7 +277,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
 
   const int tile = blockIdx.y * gridDim.x + blockIdx.x;
   auto& flat = reinterpret_cast<float (&)[kSums]>(sums);
-  if (!sum_over_splits<kSums, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
+  if (!reduce_split_k<kSums, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
 
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
   float* exchange = reinterpret_cast<float*>(shared);

@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 
   const int tile = blockIdx.y * gridDim.x + blockIdx.x;
-  if (!sum_over_splits<kThreadM * kThreadN, kThreads>(sums, partials, counters, tile, blockIdx.z, gridDim.z)) return;
+  if (!reduce_split_k<kThreadM * kThreadN, kThreads>(sums, partials, counters, tile, blockIdx.z, gridDim.z)) return;
 
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
   if constexpr (kGated) {

@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
     for (int warp = 0; warp < kWarps; ++warp) totals[r] += tile[warp][threadIdx.x];
     __syncthreads();
   }
-  if (!sum_over_splits<kRows, kThreads>(totals, partials, counters, blockIdx.x, blockIdx.y, gridDim.y)) return;
+  if (!reduce_split_k<kRows, kThreads>(totals, partials, counters, blockIdx.x, blockIdx.y, gridDim.y)) return;
 
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
   const int column = weight_column<kBlockN>(blockIdx.x, threadIdx.x, n);

@@ -250,7 +250,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
 
   const int tile = blockIdx.y * gridDim.x + blockIdx.x;
   auto& flat = reinterpret_cast<float (&)[kSums]>(sums);
-  if (!sum_over_splits<kSums, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
+  if (!reduce_split_k<kSums, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
 
   const Epilogue<Y> epilogue{bias, nullptr, low, high, n, 0};
 #pragma unroll

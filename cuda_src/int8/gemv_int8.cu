@@ -13,8 +13,8 @@
 // two rows. Three quarters of the products are of zeros, of which tensor cores have enough; dp4a alone would take
 // longer than the memory does for 8 rows.
 //
-// DEPTH chunks of a warp are under way at any time. Programmatic dependent launch (sm_90 and newer): all that is read
-// before griddepcontrol.wait is the weight.
+// PREFETCHED_CHUNKS of a warp are in flight at any time. Programmatic dependent launch (sm_90 and newer): all that is
+// read before griddepcontrol.wait is the weight.
 #include "int8/gemm_int8.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "common/reduce.cuh"
@@ -22,7 +22,7 @@
 
 constexpr int kRows = ROWS;
 constexpr int kWarps = WARPS;
-constexpr int kDepth = DEPTH;
+constexpr int kDepth = PREFETCHED_CHUNKS;
 
 constexpr bool kTensor = __CUDA_ARCH__ >= 750;
 constexpr bool kDependent = __CUDA_ARCH__ >= 900;
@@ -38,8 +38,8 @@ constexpr int kOutputs = kRows * kColumns;
 static_assert(kRows % 2 == 0, "tensor cores take two rows at a time");
 static_assert(kOutputs <= kThreads, "a thread finishes one output");
 
-// What a warp needs of x for DEPTH chunks. Rows begin in different banks. `row` is row_term, and it and `offset` stand
-// with the first step of a block and are zero with the others, for that is done once.
+// What a warp needs of x for PREFETCHED_CHUNKS chunks. Rows begin in different banks. `row` is row_term, and it and
+// `offset` stand with the first step of a block and are zero with the others, for that is done once.
 struct XPart {
   alignas(16) uint8_t codes[kRows][kDepth * kChunk + 16];
   float scale[kRows][kSteps];
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
 #pragma unroll
     for (int other = 0; other < kWarps; ++other) total[0] += warp_sums[other][threadIdx.x];
   }
-  if (!sum_over_splits<1, kThreads>(total, partials, counters, blockIdx.x, blockIdx.z, gridDim.z)) return;
+  if (!reduce_split_k<1, kThreads>(total, partials, counters, blockIdx.x, blockIdx.z, gridDim.z)) return;
 
   const Epilogue<Y> epilogue{bias, nullptr, low, high, n, 0};
   const int row = threadIdx.x / kColumns;

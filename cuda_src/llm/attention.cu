@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//   out[m, head, :] = sum over keys p of softmax(q[m, head, :] . k[p, :] * scale)[p] * v[p, :]
-// where row m = b * steps + s sees the keys 0 .. lengths[b] + s of sequence b.
+// Causal attention of prompts without tensor cores, where attention_sm80 cannot run:
 //
-//   q, out    X [m, heads, HEAD_DIM]
-//   k, v      X [sequences, kv_heads, capacity, HEAD_DIM], sequences sequence_stride values apart
-//   lengths   int32 [sequences]
+//   out[m, head, :] = sum over p of softmax(scale * q[m, head, :] . k[p, :])[p] * v[p, :]
 //
-// HEAD_DIM a multiple of 8 up to 256, any architecture: prompts where attention_sm80 cannot go.
+// Row m = b * steps + s is token s of sequence b; it attends to the keys p = 0 .. lengths[b] + s of its sequence, and
+// head to the key head head / (heads / kv_heads).
 //
-// grid (heads / HEADS, m). Each group of LANES lanes keeps a softmax of its own over its keys. Groups, and then warps,
-// are merged in a fixed order: the same bits at every run.
-#include "llm/softmax.cuh"
+//   q, out   X [m, heads, HEAD_DIM]
+//   k, v     X [sequences, kv_heads, capacity, HEAD_DIM], sequence_stride values from one sequence to the next
+//   lengths  int32 [sequences], the number of tokens before the first new one
+//
+// Limits: HEAD_DIM a multiple of 8 up to 256. Architectures: all.
+// Grid (heads / HEADS, m): a CTA takes one row and HEADS query heads that share a key head. Each group of LANES lanes
+// keeps an online softmax over its own keys; groups and then warps are merged in a fixed order, so results are
+// bit-identical from run to run.
+#include "llm/online_softmax.cuh"
 
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kUnroll = UNROLL;
@@ -18,48 +22,48 @@ constexpr int kUnroll = UNROLL;
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention(const X* q, const X* k, const X* v, const int32_t* lengths, X* out, int steps, int heads, int kv_heads,
               int capacity, int64_t sequence_stride, float scale) {
-  __shared__ BlockSoftmax block;
-  begin();
-  const int part = blockIdx.x, row = blockIdx.y;
+  __shared__ WarpSoftmaxes warp_softmaxes;
+  launch_dependents_and_wait();
+  const int head_block = blockIdx.x, row = blockIdx.y;
   const int sequence = row / steps;
   const int keys = min(lengths[sequence] + row % steps + 1, capacity);
   const int group = threadIdx.x / kLanes, d_begin = threadIdx.x % kLanes * 8;
-  const bool has_values = d_begin < kHeadDim;
-  const int kv_head = part * kHeads / (heads / kv_heads);
-  const int64_t cache = sequence * sequence_stride + static_cast<int64_t>(kv_head) * capacity * kHeadDim + d_begin;
-  const int64_t target = (static_cast<int64_t>(row) * heads + part * kHeads) * kHeadDim;
+  const bool has_dims = d_begin < kHeadDim;
+  const int kv_head = head_block * kHeads / (heads / kv_heads);
+  const int64_t cache_offset =
+      sequence * sequence_stride + static_cast<int64_t>(kv_head) * capacity * kHeadDim + d_begin;
+  const int64_t q_offset = (static_cast<int64_t>(row) * heads + head_block * kHeads) * kHeadDim;
 
   float query[kHeads][8];
 #pragma unroll
   for (int head = 0; head < kHeads; ++head) {
-    Values values = {};
-    if (has_values) load<true>(values, q + target + head * kHeadDim + d_begin);
-    // exp(x) = 2^(x log2(e)).
+    Chunk values = {};
+    if (has_dims) load<true>(values, q + q_offset + head * kHeadDim + d_begin);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) query[head][i] = to_float(values.values[i]) * scale * 1.4426950408889634f;
+    for (int i = 0; i < 8; ++i) query[head][i] = to_float(values.values[i]) * scale * 1.4426950408889634f;  // log2(e)
   }
-  Softmax softmax;
+  OnlineSoftmax softmax;
   for (int base = 0; base < keys; base += kGroups * kUnroll) {
-    Values k_values[kUnroll] = {}, v_values[kUnroll] = {};
-    bool valid[kUnroll];
+    Chunk k_chunks[kUnroll] = {}, v_chunks[kUnroll] = {};
+    bool is_valid[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int key = base + u * kGroups + group;
-      valid[u] = key < keys;
-      if (valid[u] && has_values) {
-        load<true>(k_values[u], k + cache + static_cast<int64_t>(key) * kHeadDim);
-        load<true>(v_values[u], v + cache + static_cast<int64_t>(key) * kHeadDim);
+      is_valid[u] = key < keys;
+      if (is_valid[u] && has_dims) {
+        load<true>(k_chunks[u], k + cache_offset + static_cast<int64_t>(key) * kHeadDim);
+        load<true>(v_chunks[u], v + cache_offset + static_cast<int64_t>(key) * kHeadDim);
       }
     }
-    softmax.add(query, k_values, v_values, valid);
+    softmax.add(query, k_chunks, v_chunks, is_valid);
   }
   softmax.merge_groups();
-  softmax.put(block);
+  softmax.store(warp_softmaxes);
   __syncthreads();
   for (int i = 2 * threadIdx.x; i < kHeads * kHeadDim; i += 2 * THREADS) {
-    float top, total;
-    const Vector<float, 2> sums = block.get(i / kHeadDim, i % kHeadDim, top, total);
-    store<true>(out + target + i,
-                Vector<X, 2>{from_float<X>(sums.values[0] / total), from_float<X>(sums.values[1] / total)});
+    float row_max, row_sum;
+    const Vector<float, 2> acc = warp_softmaxes.merge(i / kHeadDim, i % kHeadDim, row_max, row_sum);
+    store<true>(out + q_offset + i,
+                Vector<X, 2>{from_float<X>(acc.values[0] / row_sum), from_float<X>(acc.values[1] / row_sum)});
   }
 }

@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
+// A GEMM with a weight that is not quantized:
+//
 //   y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n]
 //
 //   x     X [m, k]
-//   w     X [n, k]: as linear modules that are not quantized, and embeddings, are stored
+//   w     X [n, k], the layout of embeddings and of linear layers that are not quantized
 //   bias  float32 [n] (HAS_BIAS), or null
 //   y     Y [m, n]
 //
-// k a multiple of 8, any architecture. A warp makes one value. From sm_80 on, dense_sm80 reads w once for 16 rows.
-#include "llm/begin.cuh"
+// Limits: k a multiple of 8. Architectures: all; from sm_80 on, dense_sm80 runs where k is a multiple of 32.
+// Each warp computes one element of y.
+#include "llm/dependent_launch.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     dense(const X* x, const X* w, const float* bias, Y* y, int n, int k) {
-  begin();
+  launch_dependents_and_wait();
   const int column = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
   if (column >= n) return;
   const X* x_row = x + static_cast<int64_t>(blockIdx.y) * k;

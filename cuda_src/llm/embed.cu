@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
+// The embedding of tokens, which begins the residual stream:
+//
 //   h[m, i] = table[tokens[m], i]
 //
-//   tokens  int32 [m]; a token outside of the table reads its first row
+//   tokens  int32 [m]; a token outside the table reads row 0
 //   table   TABLE [vocab, width]
 //   h       float32 [m, width]
 //
-// width a multiple of 4, any architecture. One block a row. Launched when all before it has ended: kernels behind it
-// may read ahead of griddepcontrol.wait what the step before has left.
-#include "llm/begin.cuh"
+// Limits: width a multiple of 4. Architectures: all. Each CTA copies one row.
+// PDL: this kernel starts only after all preceding kernels have finished, so the kernels after it may read results of
+// the preceding decode step before griddepcontrol.wait.
+#include "llm/dependent_launch.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     embed(const int32_t* tokens, const TABLE* __restrict__ table, float* __restrict__ h, int vocab, int width) {

@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norm (QK_NORM) and RoPE of a head of HEAD_DIM values, which a warp holds in pairs.
-//   normed[i] = x[i] * weight[i] / sqrt(mean of x^2 + eps)
-//   out[i] = normed[i] * cos - normed[i + half] * sin,  out[i + half] = normed[i + half] * cos + normed[i] * sin
+// RMSNorm (QK_NORM) and RoPE of one head of q or k, which a warp holds in pairs (i, i + HEAD_DIM / 2):
+//
+//   n[i] = x[i] * weight[i] / sqrt(mean of x^2 + eps)
+//   out[i]        = n[i] * cos[i] - n[i + half] * sin[i]
+//   out[i + half] = n[i + half] * cos[i] + n[i] * sin[i],      i < half = HEAD_DIM / 2
 #pragma once
 
-#include "llm/begin.cuh"
+#include "llm/dependent_launch.cuh"
 
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kHalf = kHeadDim / 2;
-constexpr int kPairs = ceil_div(kHalf, 32);  // of a lane
+constexpr int kPairs = ceil_div(kHalf, 32);  // pairs of one lane
 constexpr bool kNorm = QK_NORM;
 
-static_assert(kHeadDim % 2 == 0, "RoPE turns pairs");
+static_assert(kHeadDim % 2 == 0, "RoPE rotates pairs");
 
-// (lane, j) -> i = lane + 32 j of each of two arrays of kHalf values.
+// Two arrays of kHalf values, distributed over a warp: (lane, j) -> i = lane + 32 j.
 struct Pairs {
   float first[kPairs], second[kPairs];
 
@@ -28,9 +30,9 @@ struct Pairs {
     }
     return pairs;
   }
-  // take(i, value) for each of this lane's values.
+  // Call take(i, value) for each value of this lane.
   template <class Take>
-  __device__ __forceinline__ void each(Take take) const {
+  __device__ __forceinline__ void for_each(Take take) const {
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
       const int i = threadIdx.x % 32 + 32 * j;
@@ -41,10 +43,10 @@ struct Pairs {
   }
   template <class T>
   __device__ __forceinline__ void store(T* head, float factor = 1.0f) const {
-    each([&](int i, float value) { head[i] = from_float<T>(value * factor); });
+    for_each([&](int i, float value) { head[i] = from_float<T>(value * factor); });
   }
-  // weight: of the norm; turn: cos and sin.
-  __device__ __forceinline__ void norm_and_turn(const Pairs& weight, const Pairs& turn, float eps) {
+  // Apply RMSNorm with `weight`, then RoPE with `rotation`, the pairs (cos, sin).
+  __device__ __forceinline__ void norm_and_rotate(const Pairs& weight, const Pairs& rotation, float eps) {
     if constexpr (kNorm) {
       float sum = 0.0f;
 #pragma unroll
@@ -59,8 +61,8 @@ struct Pairs {
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
       const float a = first[j], b = second[j];
-      first[j] = a * turn.first[j] - b * turn.second[j];
-      second[j] = b * turn.first[j] + a * turn.second[j];
+      first[j] = a * rotation.first[j] - b * rotation.second[j];
+      second[j] = b * rotation.first[j] + a * rotation.second[j];
     }
   }
 };

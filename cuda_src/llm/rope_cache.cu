@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norm and RoPE (rope.cuh) of the heads of q and k; k and v join the cache, where each sequence goes on.
+// RMSNorm (QK_NORM) and RoPE of the heads of q and k of a prompt (rope.cuh has the formulas), and the append of k and v
+// to the KV cache. decode_attention does the same for a decode step.
 //
-//   qkv             X [m, heads + 2 * kv_heads, HEAD_DIM], row b * steps + s: token s of sequence b
+//   qkv             X [m, heads + 2 * kv_heads, HEAD_DIM]; row m = b * steps + s is token s of sequence b
 //   q_norm, k_norm  float32 [HEAD_DIM], or null
-//   cos, sin        float32 [capacity, HEAD_DIM / 2]
-//   lengths         int32 [sequences]: position of a sequence's first token here
+//   cos, sin        float32 [capacity, HEAD_DIM / 2], the RoPE factors of every position
+//   lengths         int32 [sequences], the position of the first of these tokens
 //   q               X [m, heads, HEAD_DIM]
-//   k, v            X [sequences, kv_heads, capacity, HEAD_DIM], sequences sequence_stride values apart
+//   k, v            X [sequences, kv_heads, capacity, HEAD_DIM], sequence_stride values from one sequence to the next
 //
-// HEAD_DIM even, any architecture: for prompts; decode_attention does this itself. A warp takes a head; what is beyond
-// the capacity is not written.
+// Limits: HEAD_DIM even. Tokens at or beyond the capacity are not written. Architectures: all.
+// Each warp takes one head of one row.
 #include "llm/rope.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     rope_cache(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
                const int32_t* lengths, X* q, X* k, X* v, int m, int steps, int heads, int kv_heads, int capacity,
                int64_t sequence_stride, float eps) {
-  begin();
+  launch_dependents_and_wait();
   const int all_heads = heads + 2 * kv_heads;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
   const int row = static_cast<int>(index / all_heads), head = static_cast<int>(index % all_heads);
@@ -29,13 +30,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   Pairs pairs = Pairs::load(in, in + kHalf);
   const bool is_q = head < heads, is_v = head >= heads + kv_heads;
   if (!is_v) {
-    const int64_t at = static_cast<int64_t>(position) * kHalf;
+    const int64_t factor_offset = static_cast<int64_t>(position) * kHalf;
     const float* weight = is_q ? q_norm : k_norm;
     Pairs weights = {};
     if constexpr (kNorm) weights = Pairs::load(weight, weight + kHalf);
-    pairs.norm_and_turn(weights, Pairs::load(cos + at, sin + at), eps);
+    pairs.norm_and_rotate(weights, Pairs::load(cos + factor_offset, sin + factor_offset), eps);
   }
   const int kv_head = (head - heads) % kv_heads;
-  const int64_t place = sequence * sequence_stride + (static_cast<int64_t>(kv_head) * capacity + position) * kHeadDim;
-  pairs.store(is_q ? q + (static_cast<int64_t>(row) * heads + head) * kHeadDim : (is_v ? v : k) + place);
+  const int64_t cache_offset =
+      sequence * sequence_stride + (static_cast<int64_t>(kv_head) * capacity + position) * kHeadDim;
+  pairs.store(is_q ? q + (static_cast<int64_t>(row) * heads + head) * kHeadDim : (is_v ? v : k) + cache_offset);
 }

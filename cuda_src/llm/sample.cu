@@ -1,32 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
-// The next token of each sequence.
-//   penalised = logits, or for tokens that were seen, logits / penalty if positive, else logits * penalty  (PENALTY)
-//   choose:       token = argmax of penalised, the first of equal ones
-//                 token = argmax over scaled >= limit of scaled + noise,  scaled = penalised / temperature   (SAMPLES)
-//   choose_limit: limit = what top-k, then top-p, then min-p leave of scaled
-// The noise is Gumbel's, -log(-log(u)), of a hash of seed, sequence, position and token: the largest sum falls on each
-// token with its probability.
+// The choice of the next token of each sequence:
 //
-//   logits    float32 [sequences, vocab]
-//   seen      uint8 [sequences, vocab]: the tokens of each text so far; choose adds its token
-//   limits    float32 [sequences]
-//   tokens    int32 [sequences]: choose writes here; -1 where the logits hold NaN
-//   lengths   int32 [sequences]: the position that is chosen for, less one; choose adds 1 (ADVANCE)
-//   partials  uint64 [sequences, blocks]; counters uint32 [sequences], zeros before and after
-//   host_tokens   int32 [sequences, 2], in memory that the host reads: the token once more, at [.., position % 2], where it
-//             stays until the step after the next one (ADVANCE)
+//   penalized = logit / penalty if positive, else logit * penalty, for seen tokens; logit for others     (PENALTY)
+//   choose, greedy:        token = argmax of penalized, the first of equal ones
+//   choose with SAMPLES:   token = argmax of scaled + noise over scaled >= limit,     scaled = penalized / temperature
+//   choose_limit:          limit = the smallest of the scaled values that top-k, then top-p, then min-p keep
 //
-// Any architecture. choose: grid (blocks, sequences), of which the first is number first_sequence of the batch;
-// choose_limit: grid (1, sequences).
-#include "llm/begin.cuh"
+// noise = -log(-log(u)) is Gumbel noise from a hash of seed, sequence, position and token, so the argmax is a sample of
+// the softmax.
+//
+//   logits       float32 [sequences, vocab]
+//   seen         uint8 [sequences, vocab], 1 for the tokens of the text so far; choose marks its token
+//   limits       float32 [sequences], or null for choose without limits
+//   tokens       int32 [sequences], written by choose; -1 if the logits hold NaN
+//   lengths      int32 [sequences], the position of the new token, or with ADVANCE that position less one; choose then
+//                adds 1
+//   partials     uint64 [sequences, CTAs], the maximum of each CTA
+//   counters     uint32 [sequences], zero before and after the launch
+//   host_tokens  int32 [sequences, 2] in pinned host memory, written with ADVANCE: the token at [.., position % 2],
+//   where
+//                it stays for two steps
+//
+// Limits: none. Architectures: all.
+// Grids: choose (CTAs, sequences), where the first sequence is number first_sequence of the batch; choose_limit
+// (1, sequences).
+#include "llm/dependent_launch.cuh"
 
 constexpr bool kSamples = SAMPLES;
 constexpr bool kPenalty = PENALTY;
 constexpr bool kAdvance = ADVANCE;
 constexpr int kWarps = THREADS / 32;
-constexpr int kVectors = kSamples || kPenalty ? 1 : 3;  // loads of a thread under way at once; more would spill
+constexpr int kVectors = kSamples || kPenalty ? 1 : 3;  // loads in flight per thread; more would spill
 
-// Keys are ordered as their values are; NaN is above all.
+// Return a key that orders as the value does, with NaN above all.
 __device__ __forceinline__ uint32_t key_of(float value) {
   const uint32_t bits = __float_as_uint(value);
   if (value != value) return 0xffffffffu;
@@ -37,24 +43,24 @@ __device__ __forceinline__ float value_of(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-// The finaliser of splitmix64 (Steele, Lea and Flood, 2014).
+// The finalizer of splitmix64 (Steele, Lea and Flood, 2014), a 64-bit hash.
 __device__ __forceinline__ uint64_t mix(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
   return z ^ (z >> 31);
 }
 
-constexpr uint64_t kStep = 0x9e3779b97f4a7c15ull;
+constexpr uint64_t kStep = 0x9e3779b97f4a7c15ull;  // the increment of splitmix64
 
 struct Logits {
   const float* row;
   const uint8_t* seen;
   float temperature, penalty;
 
-  __device__ __forceinline__ float operator()(int token) const { return of(token, row[token]); }
+  __device__ __forceinline__ float operator()(int token) const { return transform(token, row[token]); }
 
-  // What becomes of the logit `value`.
-  __device__ __forceinline__ float of(int token, float value) const {
+  // Return the penalized and scaled value of a logit.
+  __device__ __forceinline__ float transform(int token, float value) const {
     if constexpr (kPenalty) {
       if (seen[token]) value = value > 0.0f ? value / penalty : value * penalty;
     }
@@ -71,8 +77,8 @@ __device__ __forceinline__ uint64_t warp_max(uint64_t value) {
   return value;
 }
 
-// The largest value of the block, for all its threads.
-__device__ __forceinline__ uint64_t block_max(uint64_t value, uint64_t* shared) {
+// Return the maximum over the CTA to all its threads.
+__device__ __forceinline__ uint64_t cta_max(uint64_t value, uint64_t* shared) {
   value = warp_max(value);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
   __syncthreads();
@@ -89,40 +95,41 @@ extern "C" __global__ void __launch_bounds__(THREADS)
            float temperature, float penalty) {
   __shared__ uint64_t shared[kWarps];
   __shared__ bool is_last;
-  begin();
-  const int row = blockIdx.y, blocks = gridDim.x;
+  launch_dependents_and_wait();
+  const int row = blockIdx.y, ctas = gridDim.x;
   const int64_t start = static_cast<int64_t>(row) * vocab;
   const Logits values{logits + start, seen + start, temperature, penalty};
-  // Of the position of the new token: those before it are in the cache, or about to be.
+  // The position of the new token.
   const uint64_t position = lengths[row] + (kAdvance ? 1 : 0);
   const uint64_t hash = mix(seed + (static_cast<uint64_t>(first_sequence + row) << 32 | position) * kStep);
-  const float limit = kSamples && limits ? limits[row] : __int_as_float(0xff800000);
+  const float limit = kSamples && limits ? limits[row] : __int_as_float(0xff800000);  // -inf
   uint64_t best = 0;
-  auto take = [&](int token, float logit) {
-    float value = values.of(token, logit);
+  auto consider = [&](int token, float logit) {
+    float value = values.transform(token, logit);
     if constexpr (kSamples) {
       if (value < limit) return;
       const auto bits = static_cast<uint32_t>(mix(hash + token * kStep) >> 41);
       const float uniform = (static_cast<float>(bits) + 0.5f) * 1.1920928955078125e-7f;  // 2^-23
       value += -logf(-logf(uniform));
     }
+    // The low word prefers the smallest token among equal values.
     const uint64_t key = static_cast<uint64_t>(key_of(value)) << 32 | (0xffffffffu - static_cast<uint32_t>(token));
     best = key > best ? key : best;
   };
-  // Four tokens at a time, from the last multiple of 16 bytes that is not behind the row's begin.
-  const int before = static_cast<int>(reinterpret_cast<uint64_t>(values.row) / sizeof(float) % 4);
-  const int step = 4 * THREADS * blocks;
-  for (int first = 4 * (blockIdx.x * THREADS + threadIdx.x) - before; first < vocab; first += kVectors * step) {
-    Vector<float, 4> parts[kVectors];
+  // Load four tokens at a time, starting at the last 16-byte boundary at or before the row.
+  const int misaligned = static_cast<int>(reinterpret_cast<uint64_t>(values.row) / sizeof(float) % 4);
+  const int step = 4 * THREADS * ctas;
+  for (int first = 4 * (blockIdx.x * THREADS + threadIdx.x) - misaligned; first < vocab; first += kVectors * step) {
+    Vector<float, 4> vectors[kVectors];
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const int begin = first + j * step;
       if (begin >= 0 && begin <= vocab - 4) {
-        load<true>(parts[j], values.row + begin);
+        load<true>(vectors[j], values.row + begin);
       } else {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (begin + e >= 0 && begin + e < vocab) parts[j].values[e] = values.row[begin + e];
+          if (begin + e >= 0 && begin + e < vocab) vectors[j].values[e] = values.row[begin + e];
         }
       }
     }
@@ -131,27 +138,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int token = first + j * step + e;
-        if (token >= 0 && token < vocab) take(token, parts[j].values[e]);
+        if (token >= 0 && token < vocab) consider(token, vectors[j].values[e]);
       }
     }
   }
-  best = block_max(best, shared);
-  uint64_t* mine = partials + static_cast<int64_t>(row) * blocks;
+  best = cta_max(best, shared);
+  uint64_t* row_partials = partials + static_cast<int64_t>(row) * ctas;
   if (threadIdx.x == 0) {
-    __stcg(reinterpret_cast<unsigned long long*>(mine) + blockIdx.x, best);
+    __stcg(reinterpret_cast<unsigned long long*>(row_partials) + blockIdx.x, best);
     __threadfence();
-    is_last = atomicAdd(counters + row, 1u) == blocks - 1;
+    is_last = atomicAdd(counters + row, 1u) == ctas - 1;
     if (is_last) counters[row] = 0;
   }
   __syncthreads();
   if (!is_last) return;
   __threadfence();
   best = 0;
-  for (int i = threadIdx.x; i < blocks; i += THREADS) {
-    const uint64_t other = __ldcg(reinterpret_cast<const unsigned long long*>(mine) + i);
+  for (int i = threadIdx.x; i < ctas; i += THREADS) {
+    const uint64_t other = __ldcg(reinterpret_cast<const unsigned long long*>(row_partials) + i);
     best = other > best ? other : best;
   }
-  best = block_max(best, shared);
+  best = cta_max(best, shared);
   if (threadIdx.x == 0) {
     const bool is_nan = (best >> 32) == 0xffffffffu;
     const int token = is_nan ? -1 : static_cast<int>(0xffffffffu - static_cast<uint32_t>(best));
@@ -164,18 +171,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// What the threads of `descend` share.
-struct Digits {
+// The shared memory of `find_threshold`.
+struct RadixSelect {
   unsigned long long bins[256];
   unsigned long long wanted;
   uint32_t digit;
 };
 
-// The largest value at which the weights of all values from it upward reach what is wanted: digit by digit of its key,
-// from the highest. Weights are integers, so that the order in which threads add them changes nothing.
+// Return the largest value v for which the weights of all values >= v sum up to at least `wanted`: a radix select over
+// the 8-bit digits of the keys, from the highest. Weights are integers, so the sum does not depend on its order.
 template <class Weight>
-__device__ __forceinline__ float descend(const Logits& values, int vocab, unsigned long long wanted, Weight weight,
-                                         Digits& shared) {
+__device__ __forceinline__ float find_threshold(const Logits& values, int vocab, unsigned long long wanted,
+                                                Weight weight, RadixSelect& shared) {
   uint32_t prefix = 0, mask = 0;
 #pragma unroll 1
   for (int shift = 24; shift >= 0; shift -= 8) {
@@ -206,8 +213,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     choose_limit(const float* logits, uint8_t* seen, float* limits, int vocab, int top_k, float temperature,
                  float penalty, float top_p, float log_min_p) {
   __shared__ uint64_t shared[kWarps];
-  __shared__ Digits digits;
-  begin();
+  __shared__ RadixSelect radix_select;
+  launch_dependents_and_wait();
   const int64_t start = static_cast<int64_t>(blockIdx.y) * vocab;
   const Logits values{logits + start, seen + start, temperature, penalty};
   uint64_t highest = 0;
@@ -215,24 +222,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const uint64_t key = key_of(values(token));
     highest = key > highest ? key : highest;
   }
-  const float top = value_of(static_cast<uint32_t>(block_max(highest, shared)));
+  const float top = value_of(static_cast<uint32_t>(cta_max(highest, shared)));
 
-  float limit = __int_as_float(0xff800000);
-  if (top_k > 0 && top_k < vocab) limit = descend(values, vocab, top_k, [](float) { return 1ull; }, digits);
+  float limit = __int_as_float(0xff800000);  // -inf
+  if (top_k > 0 && top_k < vocab) {
+    limit = find_threshold(values, vocab, top_k, [](float) { return 1ull; }, radix_select);
+  }
   if (top_p < 1.0f) {
-    // Probabilities relative to the highest, in units of 2^-40.
+    // The probability relative to the highest one, in units of 2^-40.
     auto mass = [&](float value) {
       return value >= limit ? static_cast<unsigned long long>(expf(value - top) * 1.099511627776e12f) : 0ull;
     };
-    if (threadIdx.x == 0) digits.wanted = 0;
+    if (threadIdx.x == 0) radix_select.wanted = 0;
     __syncthreads();
-    unsigned long long mine = 0;
-    for (int token = threadIdx.x; token < vocab; token += THREADS) mine += mass(values(token));
-    atomicAdd(&digits.wanted, mine);
+    unsigned long long thread_mass = 0;
+    for (int token = threadIdx.x; token < vocab; token += THREADS) thread_mass += mass(values(token));
+    atomicAdd(&radix_select.wanted, thread_mass);
     __syncthreads();
-    const auto wanted = static_cast<unsigned long long>(static_cast<double>(digits.wanted) * top_p);
+    const auto wanted = static_cast<unsigned long long>(static_cast<double>(radix_select.wanted) * top_p);
     __syncthreads();
-    limit = descend(values, vocab, wanted, mass, digits);
+    limit = find_threshold(values, vocab, wanted, mass, radix_select);
   }
   limit = fmaxf(limit, top + log_min_p);
   if (threadIdx.x == 0) limits[blockIdx.y] = limit;

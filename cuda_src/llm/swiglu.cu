@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//   y[m, i] = gate / (1 + exp(-gate)) * up,  gate = x[m, i], up = x[m, width + i]
+// The gated activation of an MLP whose gate and up projections are not quantized (a quantized layer fuses it):
+//
+//   y[m, i] = gate / (1 + exp(-gate)) * up,    gate = x[m, i], up = x[m, width + i]
 //
 //   x  X [m, 2 * width]
 //   y  X [m, width]
 //
-// Any width, any architecture: for weights that are not quantized; a quantized layer does this itself.
-#include "llm/begin.cuh"
+// Limits: none. Architectures: all. Each thread computes one element.
+#include "llm/dependent_launch.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) swiglu(const X* x, X* y, int width) {
-  begin();
+  launch_dependents_and_wait();
   const int i = blockIdx.x * THREADS + threadIdx.x;
   if (i >= width) return;
   const X* row = x + static_cast<int64_t>(blockIdx.y) * 2 * width;

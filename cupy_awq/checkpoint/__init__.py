@@ -1,38 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized checkpoints as NumPy views of their files: `read` returns packed weights by module name.
+"""Quantized checkpoints as NumPy arrays: `read` returns packed weights by module name.
 
-`cupy_awq.load` places the weights on a device. To add a format, write a module with a function like
-`autoawq.read_modules` and enter it in `FORMATS`.
+`cupy_awq.load` places the weights on a device. To add a format, write a module with a class like `autoawq.AutoAwq`
+and enter it in `detect.METHODS`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from cupy_awq.checkpoint import autoawq, config, tensors
-from cupy_awq.checkpoint.config import QuantizationConfig
+from cupy_awq.checkpoint import config, detect, gguf, gguf_file, llm_awq, tensors, torch_file
+from cupy_awq.checkpoint.contents import Contents, Summary, gather, summarize
+from cupy_awq.checkpoint.detect import Detected
 from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.module import ModuleSpec
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
-__all__ = ["FORMATS", "CheckpointError", "Module", "Tensor", "read"]
-
-Format = Callable[[Mapping[str, Tensor], QuantizationConfig | None], dict[str, Module | Tensor]]
-"""A function from all tensors of a checkpoint, by name, and its configuration to modules and remaining tensors."""
-
-FORMATS: dict[tuple[str, str], Format] = {("awq", "gemm"): autoawq.read_modules}
-"""The supported formats by the ``quant_method`` and ``version`` of a configuration."""
-
-DEFAULT = ("awq", "gemm")
-"""The format of files without a configuration."""
+__all__ = ["CheckpointError", "Contents", "Module", "ModuleSpec", "Summary", "Tensor", "read", "summarize"]
 
 
-def read(path: str | os.PathLike[str], /) -> dict[str, Module | Tensor]:
-    """Return a checkpoint's quantized modules and other tensors by name, as views of the memory-mapped files.
+def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> Contents:
+    """Return a checkpoint's quantized modules and other tensors by name.
+
+    Headers, scales and permutations are validated here. Codes are repacked when a module is accessed; tensors, and
+    modules of AutoAWQ's "gemm" format, are views of the memory-mapped files.
 
     Args:
         path: as in `cupy_awq.load`.
+        group_size: the group size of a file that does not tell it (AutoAWQ's "gemv" formats without a configuration).
 
     Raises:
         CheckpointError: (a ValueError) the format is not supported, or the files are damaged or contradict each other.
@@ -46,6 +42,21 @@ def read(path: str | os.PathLike[str], /) -> dict[str, Module | Tensor]:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")
     found = Path(path)
-    settings = config.read(found, FORMATS) if found.is_dir() else None
-    read_modules = FORMATS[DEFAULT if settings is None else settings.format]
-    return read_modules(tensors.read(found), settings)
+    if not found.is_dir() and _starts_with(found, gguf_file.MAGIC):
+        return gguf.read(found)
+    if not found.is_dir() and _starts_with(found, b"PK"):
+        arrays = {name: Tensor(array, found) for name, array in torch_file.read(found).items()}
+        layout = llm_awq.detect(found, arrays, group_size)
+        return _contents(arrays, Detected(layout, f"Format {layout.name}: a file of torch.save, {found}."))
+    entry = config.read(found) if found.is_dir() else None
+    arrays = tensors.read(found)
+    return _contents(arrays, detect.detect(arrays, entry, group_size))
+
+
+def _contents(arrays: dict[str, Tensor], detected: Detected) -> Contents:
+    return Contents(gather(arrays, detected.layout), detected.sentence, detected.layout.name)
+
+
+def _starts_with(path: Path, magic: bytes) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(magic)) == magic

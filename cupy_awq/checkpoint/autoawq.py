@@ -8,68 +8,66 @@ The tensors already have the layout of `PackedWeight`, so none is repacked or co
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from cupy_awq import check
-from cupy_awq.checkpoint.config import QuantizationConfig
-from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.tensors import Module, Tensor
+from cupy_awq.checkpoint.module import INT32, SCALES, Array, ModuleSpec, Parts, Pending
+from cupy_awq.checkpoint.rules import Rules
+from cupy_awq.checkpoint.tensors import Module
 from cupy_awq.weight import PackedWeight
 
+SYMMETRIC = 0x88888888
+"""A word of eight zero points of 8."""
 
-def read_modules(tensors: Mapping[str, Tensor], config: QuantizationConfig | None) -> dict[str, Module | Tensor]:
-    """Return the quantized modules and the remaining tensors by name, in the order of ``tensors``.
 
-    Raises CheckpointError for a module whose tensors contradict each other or ``config``.
+@dataclass(frozen=True)
+class AutoAwq:
+    """The "gemm" layout of one checkpoint.
+
+    Attributes:
+        group_size: the configured group size; -1 stands for K, None takes it from each module's shapes.
+        zero_point: whether modules must have zero points; where False, zero points that are all 8 are dropped.
+        source: the configuration file, for messages.
+        rules: per-module settings (``extra_config`` of auto-round).
     """
-    contents: dict[str, Module | Tensor] = {}
-    used = set()
-    for name, tensor in tensors.items():
-        module, suffix = _split(name)
-        if suffix == "qweight":
-            prefix = name.removesuffix("qweight")
-            parts = {part: tensors.get(prefix + part) for part in ("scales", "qzeros", "bias")}
-            contents[module] = _module(tensor, parts, config, f"{tensor.file}: module {module!r}")
-            used.update([name, *(prefix + part for part, value in parts.items() if value is not None)])
-    for name, tensor in tensors.items():
-        if name in used:
-            continue
-        if _split(name)[1] == "qzeros":
-            raise CheckpointError(f"{tensor.file}: tensor {name!r}: expected a qweight beside it, got none")
-        if name in contents:
-            raise CheckpointError(f"{tensor.file}: tensor {name!r}: expected a unique name, got that of a module")
-        contents[name] = tensor
-    return contents
 
+    group_size: int | None = None
+    zero_point: bool | None = None
+    source: str = ""
+    rules: Rules = field(default_factory=Rules)
 
-def _split(name: str) -> tuple[str, str]:
-    """Return (module, suffix) of a tensor's name; the module is "" for a tensor at the root."""
-    module, _, suffix = name.rpartition(".")
-    return module, suffix
+    name = "awq gemm"
+    codes = "qweight"
+    parts = ("scales", "qzeros", "bias")
+    orphans = ("scales", "qzeros")
 
+    def is_codes(self, array: Array) -> bool:
+        return True
 
-def _module(
-    qweight: Tensor, parts: Mapping[str, Tensor | None], config: QuantizationConfig | None, where: str
-) -> Module:
-    """Return the module of validated tensors. ``where`` starts the message of a CheckpointError."""
-    scales, qzeros, bias = parts["scales"], parts["qzeros"], parts["bias"]
-    if scales is None:
-        raise CheckpointError(f"{where}: scales: expected a tensor beside qweight, got none")
-    if qzeros is None and config is not None and config.zero_point:
-        raise CheckpointError(f"{where}: qzeros: expected a tensor since {config.file} has zero_point true, got none")
-    if qzeros is not None and qzeros.array.dtype != np.int32:
-        raise CheckpointError(f"{where}: qzeros: expected int32, got {qzeros.array.dtype}")
-    try:
-        weight = PackedWeight(qweight.array, scales.array, None if qzeros is None else qzeros.array)
-        if bias is not None:
-            check.bias(bias.array, weight.shape[1])
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: {error}") from None
-    if config is not None:
-        expected = weight.shape[0] if config.group_size == -1 else config.group_size
-        if weight.group_size != expected:
-            raise CheckpointError(
-                f"{where}: group_size: expected {expected} as in {config.file}, got {weight.group_size} from the shapes"
-            )
-    return Module(weight, None if bias is None else bias.array)
+    def open_module(self, parts: Parts) -> Pending:
+        settings: Mapping[str, Any] = self.rules.settings(parts)
+        qweight = parts.matrix("qweight", INT32, "[K, N/8]")
+        scales = parts.finite("scales", parts.matrix("scales", SCALES, "[K/G, N]"))
+        qzeros = None
+        if "qzeros" in parts:
+            qzeros = parts.matrix("qzeros", INT32, "[K/G, N/8]")
+            if self.zero_point is False and bool((qzeros.view(np.uint32) == np.uint32(SYMMETRIC)).all()):
+                qzeros = None
+        elif self.zero_point:
+            raise parts.refuse(f"qzeros: expected a tensor since {self.source} has zero_point true, got none")
+        try:
+            weight = PackedWeight(qweight, scales, qzeros)
+        except (TypeError, ValueError) as error:
+            raise parts.refuse(str(error)) from None
+        k, n = weight.shape
+        configured = settings.get("group_size", self.group_size)
+        expected = k if configured == -1 else configured
+        if expected is not None and weight.group_size != expected:
+            stated = f"{expected!r:.80} as in {self.source}"
+            raise parts.refuse(f"group_size: expected {stated}, got {weight.group_size} from the shapes")
+        bias = parts.bias(n)
+        module = Module(weight, bias)
+        spec = ModuleSpec(k, n, weight.group_size, weight.spec.zeros, weight.dtype, bias_dtype=parts.bias_dtype())
+        return Pending(spec, lambda: module)

@@ -1,69 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantization entry of a checkpoint's configuration, as AutoAWQ and transformers write it.
+"""The quantization entry of a checkpoint folder's configuration files.
 
-``config.json`` has it under ``quantization_config`` (bits, group_size, zero_point, version, quant_method). Older
-AutoAWQ folders have ``quant_config.json`` or ``quantize_config.json`` (w_bit, q_group_size, zero_point, version).
+``config.json`` has it under ``quantization`` (MLX) or ``quantization_config`` (all others), multimodal models inside
+``text_config``. Older folders of AutoGPTQ and AutoAWQ have a file of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cupy_awq.checkpoint.files import CheckpointError, read_object
 
+FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
+"""The files that hold the entry alone, in the order in which they are looked for."""
+
+MLX = "quantization"
+HUGGING_FACE = "quantization_config"
+
 
 @dataclass(frozen=True)
-class QuantizationConfig:
-    """The quantization entry of a checkpoint's configuration, which holds for every quantized module.
+class Entry:
+    """The quantization entry of a configuration.
 
     Attributes:
         file: the configuration file, for error messages.
-        format: (quant_method, version), such as ("awq", "gemm").
-        group_size: rows of W [K, N] that share a scale; -1 stands for K.
-        zero_point: whether modules store zero points; None if the entry does not say.
+        key: the entry's key in ``config.json``, or "" for a file that holds the entry alone.
+        table: the entry.
     """
 
     file: Path
-    format: tuple[str, str]
-    group_size: int
-    zero_point: bool | None
+    key: str
+    table: Mapping[str, Any]
 
 
-def read(folder: Path, formats: Collection[tuple[str, str]]) -> QuantizationConfig | None:
-    """Return a folder's quantization entry, or None if it has none.
-
-    Raises CheckpointError for a malformed entry, and for one whose format is not in ``formats`` or not of 4 bits.
-    """
-    entry = None
+def read(folder: Path) -> Entry | None:
+    """Return a folder's quantization entry, or None if it has none. Raises CheckpointError for a malformed one."""
     if (file := folder / "config.json").is_file():
-        entry = read_object(file).get("quantization_config")
-    for name in ("quant_config.json", "quantize_config.json"):
-        if entry is None and (folder / name).is_file():
-            file = folder / name
-            entry = read_object(file)
-    if entry is None:
-        return None
-    if not isinstance(entry, dict):
-        raise CheckpointError(f"{file}: quantization_config: expected an object, got {entry!r:.80}")
-    method, version = entry.get("quant_method"), entry.get("version")
-    if method is None and version is None:
-        raise CheckpointError(f"{file}: quantization_config: expected a quant_method or a version, got neither")
-    # AutoAWQ's own files have no quant_method, and some of transformers' no version.
-    method, version = "awq" if method is None else method, "gemm" if version is None else version
-    found = str(method), str(version).lower()
-    if found not in formats:
-        supported = " or ".join(f"quant_method {m!r} with version {v!r}" for m, v in formats)
-        got = f"quant_method {method!r:.80} with version {version!r:.80}"
-        raise CheckpointError(f"{file}: quantization_config: expected {supported}, got {got}")
-    bits = entry.get("bits", entry.get("w_bit"))
-    if bits != 4:
-        raise CheckpointError(f"{file}: bits: expected 4, got {bits!r:.80}")
-    group_size = entry.get("group_size", entry.get("q_group_size"))
-    if type(group_size) is not int or not (group_size == -1 or group_size > 0):
-        raise CheckpointError(f"{file}: group_size: expected -1 or a positive integer, got {group_size!r:.80}")
-    zero_point = entry.get("zero_point")
-    if not isinstance(zero_point, bool | None):
-        raise CheckpointError(f"{file}: zero_point: expected true or false, got {zero_point!r:.80}")
-    return QuantizationConfig(file, found, group_size, zero_point)
+        table = read_object(file)
+        text = table.get("text_config")
+        mlx = table.get(MLX)
+        if isinstance(mlx, dict) and "bits" in mlx:
+            return Entry(file, MLX, mlx)
+        for parent in (table, text if isinstance(text, dict) else {}):
+            if parent.get(HUGGING_FACE) is not None:
+                return _entry(file, HUGGING_FACE, parent[HUGGING_FACE])
+    for name in FILES:
+        if (file := folder / name).is_file():
+            return _entry(file, "", read_object(file))
+    return None
+
+
+def _entry(file: Path, key: str, table: Any) -> Entry:
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{file}: {key}: expected an object, got {table!r:.80}")
+    return Entry(file, key, table)

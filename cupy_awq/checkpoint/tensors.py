@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.checkpoint import safetensors
@@ -29,9 +30,11 @@ class Module(NamedTuple):
     """A quantized linear module on the CPU."""
 
     weight: PackedWeight
-    """The weight [K, N]; its arrays are views of mapped files."""
+    """The weight [K, N]; its arrays are views of mapped files where the format needs no conversion."""
     bias: npt.NDArray[Any] | None
     """The bias [N], or None."""
+    order: npt.NDArray[np.int32] | None = None
+    """The permutation of x [..., K] (activation order), y = x[..., order] @ weight; or None."""
 
 
 def read(path: Path) -> dict[str, Tensor]:

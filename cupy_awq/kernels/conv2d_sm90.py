@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``conv2d_sm90``: convolutions on Hopper's tensor cores, over images in NHWC."""
+"""``conv2d_sm90``: convolutions by wgmma over images in NHWC, with weights that are dequantized in registers."""
 
 from __future__ import annotations
 
@@ -11,79 +11,122 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupy_awq.kernels import conv2d
-from cupy_awq.kernels.conv2d import Convolution, Sizes
+from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.check import Array
+from cupy_awq.kernels.conv2d_problem import Convolution, ConvolutionSizes, refuse_tensor_cores
+from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import ceil_div
+from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
+NAME = "conv2d_sm90"
 TILE_CO = 64
-"""Outputs of a warpgroup."""
+"""The outputs of a warpgroup, which are the m64 of a wgmma."""
 CHUNK = 64
-"""Channels that are multiplied at a time."""
+"""The channels of a unit of K: one tap of the kernel and 64 channels."""
 MIN_CHANNELS = 16
 PIXELS = (32, 56, 64, 112, 128)
-"""Of a warpgroup."""
+"""The pixels of a warpgroup, which are the n of a wgmma."""
 CLUSTERS = (1, 2, 4, 8)
+"""The numbers of CTAs in a cluster, which split K."""
 MAX_BOX = 256
-"""Values of x along each axis from the first of a box to the last."""
-MAX_STEP = 8
-"""Of a tensor map, from one value to the next."""
+"""The pixels of x from the first to the last of a tensor map's box, along each axis."""
+MAX_BOX_STRIDE = 8
+"""The largest element stride of a tensor map."""
 STORE_ROW_BYTES = TILE_CO * 2 + 16
 
 
-class View(NamedTuple):
-    """The images as the kernel sees them: those of a 1x1 kernel may be one row of pixels."""
+@dataclass(frozen=True)
+class Fit:
+    """Constants of the cost model: 151 times on an H100, 15% off (root mean square).
+
+    The model's first choice took 1.02 times as long as the best (geometric mean). ``scale`` was raised afterwards to
+    make the estimates comparable with those of `conv2d_sm90_large`. A lone warpgroup converts weights while the tensor
+    cores idle; three warpgroups per SM keep them busy.
+    """
+
+    scale: float = 1.1
+    cycles_per_us: float = 1700.0
+    product_cycles: float = 0.87
+    """The busy SM's part of the cycles that the tensor cores need for the products of a unit."""
+    min_unit_cycles: float = 180.0
+    conversion_cycles: float = 386.0
+    """The conversion of a unit's weights by a warpgroup that is alone on its SM."""
+    tile_us: float = 1.14
+    pixel_us: float = 0.0033
+    """The epilogue of a tile, for each pixel of all warpgroups on the SM."""
+    l2_bytes_per_us: float = 5.7e6
+    overlap: float = 0.4
+    """The share of the smaller of work and traffic that the larger does not hide."""
+    split_us: float = 0.8
+    each_split_us: float = 0.25
+    fitting_clusters: float = 0.85
+    """The share of the SMs that clusters of four and more CTAs reach: 32 clusters of four do not fit on an H100."""
+
+
+FIT = Fit()
+
+
+class ImageView(NamedTuple):
+    """The images as the kernel sees them: those of a 1x1 kernel may form one row of pixels."""
 
     batch: int
+    """The number of images."""
     height: int
+    """The rows of an image of x."""
     width: int
+    """The pixels of a row of x."""
     out_h: int
+    """The rows of an image of y."""
     out_w: int
+    """The pixels of a row of y."""
     flat: bool
+    """Whether all pixels form one row."""
 
 
-def view(problem: Convolution) -> View:
+def image_view(problem: Convolution) -> ImageView:
+    """Return the images of a problem, as one row of pixels if the convolution and the strides of x allow it."""
     sizes = problem.sizes
     batch, row, pixel, _ = problem.strides
-    steps = (sizes.kernel_h, sizes.kernel_w, sizes.stride_h, sizes.stride_w) == (1, 1, 1, 1)
-    of_image = sizes.height * sizes.width * pixel
-    one_row = (sizes.height == 1 or row == sizes.width * pixel) and (sizes.batch == 1 or batch == of_image)
-    whole = (sizes.out_h, sizes.out_w) == (sizes.height, sizes.width)
-    if steps and whole and one_row and (problem.nhwc or sizes.batch == 1):
-        return View(1, 1, sizes.pixels, 1, sizes.pixels, True)
-    return View(sizes.batch, sizes.height, sizes.width, sizes.out_h, sizes.out_w, False)
+    pointwise = (sizes.kernel_h, sizes.kernel_w, sizes.stride_h, sizes.stride_w) == (1, 1, 1, 1)
+    image_elements = sizes.height * sizes.width * pixel
+    contiguous = (sizes.height == 1 or row == sizes.width * pixel) and (sizes.batch == 1 or batch == image_elements)
+    same_size = (sizes.out_h, sizes.out_w) == (sizes.height, sizes.width)
+    if pointwise and same_size and contiguous and (problem.nhwc or sizes.batch == 1):
+        return ImageView(1, 1, sizes.pixels, 1, sizes.pixels, True)
+    return ImageView(sizes.batch, sizes.height, sizes.width, sizes.out_h, sizes.out_w, False)
 
 
 def co_tiles(outputs: int) -> int:
-    """Tiles of the weight, so that two warpgroups can have neighbours."""
+    """Return the number of 64-output tiles of the weight; even if above 1, for two warpgroups side by side."""
     tiles = ceil_div(outputs, TILE_CO)
     return tiles if tiles == 1 else tiles + tiles % 2
 
 
-def parameter_groups(block: int, channels: int) -> int:
-    """Sets of parameters of a chunk of channels: a block of the weight may span several, or a part of one."""
-    return 1 if block >= channels else CHUNK // math.gcd(block, CHUNK)
+def parameter_groups(block_size: int, channels: int) -> int:
+    """Return the number of parameter sets of a 64-channel chunk; a block may span several chunks or part of one."""
+    return 1 if block_size >= channels else CHUNK // math.gcd(block_size, CHUNK)
 
 
-def units(sizes: Sizes) -> int:
-    """Of K: 64 channels of a tap."""
+def k_units(sizes: ConvolutionSizes) -> int:
+    """Return the number of units of K."""
     return sizes.kernel_h * sizes.kernel_w * ceil_div(sizes.channels, CHUNK)
 
 
-def with_border(sizes: Sizes, height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of x that all taps of so many outputs take, without steps."""
+def with_halo(sizes: ConvolutionSizes, height: int, width: int) -> tuple[int, int]:
+    """Return the rows and pixels of x that all taps read for a part of y, at stride 1."""
     return height + (sizes.kernel_h - 1) * sizes.dilation_h, width + (sizes.kernel_w - 1) * sizes.dilation_w
 
 
-def too_wide(sizes: Sizes, height: int, width: int) -> bool:
-    """Whether no tensor map has boxes of so many rows and columns."""
+def exceeds_box(sizes: ConvolutionSizes, height: int, width: int) -> bool:
+    """Return whether a tensor map has no box of so many rows and pixels."""
     return max((height - 1) * sizes.stride_h, (width - 1) * sizes.stride_w) >= MAX_BOX
 
 
 def x_map(problem: Convolution, images: int, height: int, width: int) -> TensorMap:
-    """The images in boxes of so many images, rows and columns, and of a chunk of channels."""
-    sizes, image = problem.sizes, view(problem)
+    """Return the tensor map of x with boxes of so many images, rows and pixels, and 64 channels."""
+    sizes, image = problem.sizes, image_view(problem)
     batch, row, pixel, _ = problem.strides
     return TensorMap(
         "x",
@@ -96,17 +139,23 @@ def x_map(problem: Convolution, images: int, height: int, width: int) -> TensorM
     )
 
 
-def multiprocessors(device: Device, splits: int) -> int:
-    """That clusters of ``splits`` blocks reach: of four and more, 32 did not fit on the chip at once."""
-    return device.sm_count if splits < 4 else device.sm_count * 17 // 20
+def reachable_sms(device: Device, split_k: int) -> int:
+    """Return the number of SMs that clusters of ``split_k`` CTAs reach."""
+    return device.sm_count if split_k < 4 else int(device.sm_count * FIT.fitting_clusters)
 
 
 @dataclass(frozen=True)
-class Config:
-    """``wg_co`` times ``wg_px`` warpgroups, each with 64 outputs and ``tile_h`` times ``tile_w`` pixels.
+class Conv2dSm90Config:
+    """A CTA of ``wg_co * wg_px`` warpgroups, each with 64 outputs and a part of ``tile_h * tile_w`` pixels.
 
-    ``halo``: a box of pixels serves all taps. ``splits`` blocks of a cluster divide K. A multiprocessor has room for
-    ``resident`` blocks.
+    Attributes:
+        wg_co, wg_px: warpgroups along outputs and pixels.
+        tile_h, tile_w: rows and pixels of a part.
+        halo: whether one box of x, with a border, serves all taps; else each tap has a box.
+        x_stages: pipeline stages of x.
+        code_stages: pipeline stages of codes.
+        split_k: CTAs of a cluster, which split K.
+        ctas_per_sm: CTAs that an SM holds.
     """
 
     wg_co: int
@@ -116,176 +165,224 @@ class Config:
     halo: bool
     x_stages: int
     code_stages: int
-    splits: int
-    resident: int
+    split_k: int
+    ctas_per_sm: int
 
     @property
     def warpgroups(self) -> int:
+        """The number of consumer warpgroups."""
         return self.wg_co * self.wg_px
 
     @property
     def threads(self) -> int:
+        """The threads of a CTA: the warpgroups and a producer warp."""
         return self.warpgroups * 128 + 32
 
     @property
     def pixels(self) -> int:
-        """Of a warpgroup."""
+        """The pixels of a warpgroup."""
         return self.tile_h * self.tile_w
 
-    def box(self, sizes: Sizes) -> tuple[int, int]:
-        """Rows and columns of pixels."""
-        if not self.halo:
-            return self.tile_h, self.tile_w
-        return with_border(sizes, self.tile_h, self.tile_w)
+    def box(self, sizes: ConvolutionSizes) -> tuple[int, int]:
+        """Return the rows and pixels of a box of x."""
+        return with_halo(sizes, self.tile_h, self.tile_w) if self.halo else (self.tile_h, self.tile_w)
 
-    def ring_bytes(self, problem: Convolution) -> int:
-        """Of all stages, or of what takes their place on its way to y."""
+    def pipeline_bytes(self, problem: Convolution) -> int:
+        """Return the shared memory of the pipeline stages, which the output tile reuses."""
         height, width = self.box(problem.sizes)
-        x = self.wg_px * ceil_div(height * width * CHUNK * 2, 1024) * 1024
-        parameters = self.wg_co * parameter_groups(problem.block, problem.sizes.channels) * TILE_CO * 4
-        codes = self.wg_co * TILE_CO * CHUNK * problem.bits // 8
-        groups = ceil_div(self.pixels // 8, self.splits)
-        stored = self.warpgroups * ceil_div(groups, 2) * 16 * STORE_ROW_BYTES
-        return max(self.x_stages * (x + parameters) + self.code_stages * codes, stored)
+        x_bytes = self.wg_px * ceil_div(height * width * CHUNK * 2, 1024) * 1024
+        parameter_bytes = self.wg_co * parameter_groups(problem.block_size, problem.sizes.channels) * TILE_CO * 4
+        code_bytes = self.wg_co * TILE_CO * CHUNK * problem.bits // 8
+        store_bytes = self.warpgroups * ceil_div(self._owned_groups, 2) * 16 * STORE_ROW_BYTES
+        return max(self.x_stages * (x_bytes + parameter_bytes) + self.code_stages * code_bytes, store_bytes)
 
     def shared_bytes(self, problem: Convolution) -> int:
-        groups = ceil_div(self.pixels // 8, self.splits)
-        sums = 0 if self.splits == 1 else self.splits * self.warpgroups * groups * 2048
-        return self.ring_bytes(problem) + sums + 16 * (self.x_stages + self.code_stages)
+        """Return the shared memory of a CTA."""
+        partial_bytes = 0 if self.split_k == 1 else self.split_k * self.warpgroups * self._owned_groups * 2048
+        return self.pipeline_bytes(problem) + partial_bytes + 16 * (self.x_stages + self.code_stages)
 
     def tiles(self, problem: Convolution) -> int:
-        image = view(problem)
+        """Return the number of tiles of y, each of a cluster."""
+        image = image_view(problem)
         parts = image.batch * ceil_div(image.out_h, self.tile_h) * ceil_div(image.out_w, self.tile_w)
         return ceil_div(parts, self.wg_px) * (co_tiles(problem.sizes.outputs) // self.wg_co)
 
-    def plan(self, problem: Convolution, device: Device) -> LaunchPlan:
-        """The launch. Buffers: codes, parameters (of `forms`), bias, y, x."""
-        sizes, image = problem.sizes, view(problem)
-        box_h, box_w = self.box(sizes)
-        defines = (
-            *(item for item in problem.defines() if item[0] != "WEIGHT_OFFSET"),
-            ("BITS", problem.bits),
-            ("ALIGNED", int(problem.y_aligned and sizes.outputs % 8 == 0)),
-            ("WG_CO", self.wg_co),
-            ("WG_PX", self.wg_px),
-            ("TILE_H", self.tile_h),
-            ("TILE_W", self.tile_w),
-            ("HALO", int(self.halo)),
-            ("BOX_H", box_h),
-            ("BOX_W", box_w),
-            ("GROUPS", parameter_groups(problem.block, sizes.channels)),
-            ("STEPS", ceil_div(min(sizes.channels, CHUNK), 16)),
-            ("X_STAGES", self.x_stages),
-            ("CODE_STAGES", self.code_stages),
-            ("RING_BYTES", self.ring_bytes(problem)),
-            ("SPLITS", self.splits),
-            ("RESIDENT", self.resident),
-        )
-        parts_h, parts_w = ceil_div(image.out_h, self.tile_h), ceil_div(image.out_w, self.tile_w)
-        co_blocks = co_tiles(sizes.outputs) // self.wg_co
-        counts = parts_h * parts_w, parts_w, co_blocks, units(sizes), image.batch, sizes.outputs
-        numbers = (*counts, sizes.kernel_h, sizes.kernel_w, image.out_h, image.out_w, *sizes[10:])
-        x = x_map(problem, 1, box_h, box_w)
-        return LaunchPlan(
-            Kernel("conv2d/conv2d_sm90.cu", "conv2d_sm90", defines, device.target),
-            (self.tiles(problem) * self.splits, 1, 1),
-            (self.threads, 1, 1),
-            ("codes", "parameters", "bias", "y", x, *map(np.int32, numbers), *map(np.float32, problem.limits)),
-            self.shared_bytes(problem),
-            cluster=(self.splits, 1, 1),
-            dependent=True,
-        )
-
-    def estimate_us(self, problem: Convolution, device: Device) -> float:
-        """The larger of the busiest multiprocessor's work and of the traffic, and a part of the other.
-
-        Fitted to 151 times on an H100: 15% off (root mean square), and its first choice took 1.02 times as long as the
-        best (geometric mean); then raised by a tenth, to be compared with that of conv2d_sm90_large. The next unit's
-        weights are converted in the shadow of the tensor cores only where other warpgroups have them: a warpgroup alone
-        takes 386 cycles more than its products, three are at their rate.
-        """
-        sizes = problem.sizes
-        box_h, box_w = self.box(sizes)
-        blocks = self.tiles(problem) * self.splits
-        mine = ceil_div(units(sizes), self.splits)
-        rounds = ceil_div(blocks, multiprocessors(device, self.splits) * self.resident)
-        together = self.resident * self.warpgroups
-        products = ceil_div(min(sizes.channels, CHUNK), 16) * self.pixels / 2
-        unit = max(together * max(0.87 * products, 180), products + 386) / 1700
-        work = rounds * (mine * unit + 1.14 + 0.0033 * together * self.pixels)
-        y_bytes = sizes.pixels * sizes.outputs * 2
-        x_bytes = sizes.batch * sizes.height * sizes.width * sizes.channels * 2
-        boxes = ceil_div(mine, sizes.kernel_h * sizes.kernel_w) if self.halo else mine
-        copied = self.wg_px * box_h * box_w * CHUNK * 2 * boxes + mine * self.wg_co * TILE_CO * CHUNK * problem.bits / 8
-        traffic = max((blocks * copied + y_bytes) / 5.7e6, (x_bytes + y_bytes) / (device.read_gbs * 1e3))
-        shared = 0.8 + 0.25 * self.splits if self.splits > 1 else 0.0
-        return 1.1 * (max(work, traffic) + 0.4 * min(work, traffic) + shared)
-
-    def workspace(self, problem: Convolution) -> tuple[int, int]:
-        return 0, 0
+    @property
+    def _owned_groups(self) -> int:
+        """The groups of 8 pixels that a CTA of the cluster stores."""
+        return ceil_div(self.pixels // 8, self.split_k)
 
 
 def refuse(problem: Convolution, device: Device) -> str | None:
-    """Why the kernel cannot take a problem, or None."""
+    """Return why the family cannot solve the problem, or None."""
     sizes = problem.sizes
     if device.arch != 90:
         return f"needs sm_90, not sm_{device.arch}"
-    reason = conv2d.refuse(problem, device)
+    reason = refuse_tensor_cores(problem, device)
     if reason:
         return reason
     if sizes.groups > 1:
         return f"takes one group, not {sizes.groups}"
     if sizes.channels < MIN_CHANNELS:
         return f"needs {MIN_CHANNELS} channels or more, not {sizes.channels}"
-    if problem.block % 16 and problem.block < sizes.channels:
-        return f"needs blocks that are multiples of 16 channels, not {problem.block}"
-    if max(sizes.stride_h, sizes.stride_w) > MAX_STEP:
-        return f"takes steps of up to {MAX_STEP} pixels, not {max(sizes.stride_h, sizes.stride_w)}"
+    if problem.block_size % 16 and problem.block_size < sizes.channels:
+        return f"needs blocks that are multiples of 16 channels, not {problem.block_size}"
+    if max(sizes.stride_h, sizes.stride_w) > MAX_BOX_STRIDE:
+        return f"takes strides of up to {MAX_BOX_STRIDE} pixels, not {max(sizes.stride_h, sizes.stride_w)}"
     if min(problem.strides[:3]) <= 0:
-        return "needs x with strides of its own in each direction"
+        return "needs x with positive strides"
     if not configs(problem, device):
         return "needs boxes of pixels that fit in shared memory"
     return None
 
 
-def configs(problem: Convolution, device: Device) -> list[Config]:
+def configs(problem: Convolution, device: Device) -> list[Conv2dSm90Config]:
+    """Return every configuration that fits on an SM."""
     return list(_configs(problem, device))
 
 
-def _configs(problem: Convolution, device: Device) -> Iterator[Config]:
-    sizes, image = problem.sizes, view(problem)
+def estimate_us(config: Conv2dSm90Config, problem: Convolution, device: Device) -> float:
+    """Return the expected time: the larger of the busiest SM's work and of the traffic, and a part of the other."""
+    sizes = problem.sizes
+    box_h, box_w = config.box(sizes)
+    ctas = config.tiles(problem) * config.split_k
+    cta_units = ceil_div(k_units(sizes), config.split_k)
+    waves = ceil_div(ctas, reachable_sms(device, config.split_k) * config.ctas_per_sm)
+    warpgroups_per_sm = config.ctas_per_sm * config.warpgroups
+    wgmma_cycles = ceil_div(min(sizes.channels, CHUNK), 16) * config.pixels / 2
+    busy_cycles = warpgroups_per_sm * max(FIT.product_cycles * wgmma_cycles, FIT.min_unit_cycles)
+    unit_us = max(busy_cycles, wgmma_cycles + FIT.conversion_cycles) / FIT.cycles_per_us
+    work_us = waves * (cta_units * unit_us + FIT.tile_us + FIT.pixel_us * warpgroups_per_sm * config.pixels)
+    y_bytes = sizes.pixels * sizes.outputs * 2
+    x_bytes = sizes.batch * sizes.height * sizes.width * sizes.channels * 2
+    boxes = ceil_div(cta_units, sizes.kernel_h * sizes.kernel_w) if config.halo else cta_units
+    box_bytes = config.wg_px * box_h * box_w * CHUNK * 2
+    cta_bytes = box_bytes * boxes + cta_units * config.wg_co * TILE_CO * CHUNK * problem.bits / 8
+    l2_us = (ctas * cta_bytes + y_bytes) / FIT.l2_bytes_per_us
+    traffic_us = max(l2_us, (x_bytes + y_bytes) / (device.read_gbs * 1e3))
+    split_us = FIT.split_us + FIT.each_split_us * config.split_k if config.split_k > 1 else 0.0
+    return FIT.scale * (max(work_us, traffic_us) + FIT.overlap * min(work_us, traffic_us) + split_us)
+
+
+def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> LaunchPlan:
+    """Return the launch."""
+    sizes, image = problem.sizes, image_view(problem)
+    box_h, box_w = config.box(sizes)
+    defines = (
+        *(item for item in problem.defines() if item[0] != "WEIGHT_OFFSET"),
+        ("BITS", problem.bits),
+        ("ALIGNED", int(problem.y_aligned and sizes.outputs % 8 == 0)),
+        ("WG_CO", config.wg_co),
+        ("WG_PX", config.wg_px),
+        ("TILE_H", config.tile_h),
+        ("TILE_W", config.tile_w),
+        ("HALO", int(config.halo)),
+        ("BOX_H", box_h),
+        ("BOX_W", box_w),
+        ("PARAMETER_GROUPS", parameter_groups(problem.block_size, sizes.channels)),
+        ("STEPS", ceil_div(min(sizes.channels, CHUNK), 16)),
+        ("X_STAGES", config.x_stages),
+        ("CODE_STAGES", config.code_stages),
+        ("PIPELINE_BYTES", config.pipeline_bytes(problem)),
+        ("SPLIT_K", config.split_k),
+        ("CTAS_PER_SM", config.ctas_per_sm),
+    )
+    parts_h, parts_w = ceil_div(image.out_h, config.tile_h), ceil_div(image.out_w, config.tile_w)
+    co_blocks = co_tiles(sizes.outputs) // config.wg_co
+    counts = parts_h * parts_w, parts_w, co_blocks, k_units(sizes), image.batch, sizes.outputs
+    numbers = (*counts, sizes.kernel_h, sizes.kernel_w, image.out_h, image.out_w, *sizes[10:])
+    x = x_map(problem, 1, box_h, box_w)
+    return LaunchPlan(
+        Kernel("conv2d/conv2d_sm90.cu", NAME, defines, device.target),
+        (config.tiles(problem) * config.split_k, 1, 1),
+        (config.threads, 1, 1),
+        ("codes", "parameters", "bias", "y", x, *map(np.int32, numbers), *map(np.float32, problem.limits)),
+        config.shared_bytes(problem),
+        cluster=(config.split_k, 1, 1),
+        dependent=True,
+    )
+
+
+def workspace(config: Conv2dSm90Config, problem: Convolution) -> Workspace:
+    """Return an empty workspace: the CTAs of a cluster exchange partial sums in shared memory."""
+    return Workspace()
+
+
+def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array]:
+    """Return the buffers "codes" and "parameters" in the order of conv2d/conv2d_sm90.cu."""
+    dtype = np.dtype(problem.dtype)
+    return {
+        "codes": weight.layout("conv2d sm90 codes", lambda: _codes(weight)),
+        "parameters": weight.layout(("conv2d sm90 parameters", problem.dtype), lambda: _parameters(weight, dtype)),
+    }
+
+
+def _codes(weight: BlockQuantizedWeight) -> Array:
+    co, kh, kw, ci = weight.shape
+    xp = namespace(weight.stored)
+    tiles, chunks = co_tiles(co), ceil_div(ci, CHUNK)
+    padded = xp.zeros((tiles * TILE_CO, kh * kw, chunks * CHUNK), np.uint8)
+    padded[:co, :, :ci] = weight.codes.reshape(co, kh * kw, ci)
+    # Axes 0 .. 9: tile, warp, row half, g, tap, chunk, k16, k half, t, pair.
+    axes = padded.reshape(tiles, 4, 2, 8, kh * kw, chunks, 4, 2, 4, 2)
+    if weight.bits == 4:
+        # [chunk, tap, tile, warp, g, t, k16][pair, k half, row half]: nibbles from the lowest.
+        nibbles = axes.transpose(5, 4, 0, 1, 3, 8, 6, 9, 7, 2).reshape(-1, 8)
+        words = nibbles[:, ::2] | nibbles[:, 1::2] << np.uint8(4)
+    else:
+        # [chunk, tap, tile, two k16, warp, g, t, k16][k half][pair, row half]
+        axes = axes.reshape(tiles, 4, 2, 8, kh * kw, chunks, 2, 2, 2, 4, 2)
+        words = axes.transpose(5, 4, 0, 6, 1, 3, 9, 7, 8, 10, 2)
+    return xp.ascontiguousarray(words)
+
+
+def _parameters(weight: BlockQuantizedWeight, dtype: np.dtype[np.generic]) -> Array:
+    """Return scale and offset rounded to the dtype of x, [chunks, tiles, groups, 64, 2]."""
+    co, _, _, ci = weight.shape
+    xp = namespace(weight.scale)
+    tiles, chunks = co_tiles(co), ceil_div(ci, CHUNK)
+    groups = parameter_groups(weight.block_size, ci)
+    weight_blocks = xp.asarray([begin // weight.block_size for begin in range(0, ci, CHUNK // groups)])
+    padded = xp.zeros((chunks * groups, tiles * TILE_CO, 2), dtype)
+    for index, a in enumerate((weight.scale, weight.offset)):
+        if a is not None:
+            padded[: len(weight_blocks), :co, index] = a.take(weight_blocks, axis=1).T.astype(dtype)
+    ordered = padded.reshape(chunks, groups, tiles, TILE_CO, 2).transpose(0, 2, 1, 3, 4)
+    return xp.ascontiguousarray(ordered)
+
+
+def _configs(problem: Convolution, device: Device) -> Iterator[Conv2dSm90Config]:
+    sizes, image = problem.sizes, image_view(problem)
     taps = sizes.kernel_h * sizes.kernel_w
     halo = (sizes.stride_h, sizes.stride_w) == (1, 1)
     warpgroups = [(1, 1), (1, 2)] if co_tiles(sizes.outputs) == 1 else [(1, 1), (2, 1)]
-    for pixels, (wg_co, wg_px), splits in itertools.product(PIXELS, warpgroups, CLUSTERS):
+    for pixels, (wg_co, wg_px), split_k in itertools.product(PIXELS, warpgroups, CLUSTERS):
         tile = (1, pixels) if image.flat else (pixels // 8, 8)
-        mine = ceil_div(units(sizes), splits)
-        if splits > min(units(sizes), pixels // 8):
+        cta_units = ceil_div(k_units(sizes), split_k)
+        if split_k > min(k_units(sizes), pixels // 8):
             continue
-        # Clusters of four and more were never faster with large blocks: fewer of them fit on the chip.
-        if splits > 2 and (wg_co, wg_px) != (1, 1):
+        # Larger CTAs leave room for fewer clusters of four and more.
+        if split_k > 2 and (wg_co, wg_px) != (1, 1):
             continue
-        # A box is released after the next but one has come, if it serves one unit.
-        x_stages = min(2, ceil_div(mine + taps - 1, taps)) if halo and taps > 1 else min(4, mine)
-        for code_stages in dict.fromkeys((min(mine, 8), min(mine, 4))):
-            config = Config(wg_co, wg_px, *tile, halo, x_stages, code_stages, splits, 1)
-            most = _most_resident(config, problem, device)
-            # Two warpgroups with small tiles need others beside them.
-            if most >= (2 if wg_co * wg_px == 2 and pixels < 112 else 1):
-                yield replace(config, resident=most)
+        # A box that serves one unit is released after the next one but one has arrived.
+        x_stages = min(2, ceil_div(cta_units + taps - 1, taps)) if halo and taps > 1 else min(4, cta_units)
+        for code_stages in dict.fromkeys((min(cta_units, 8), min(cta_units, 4))):
+            config = Conv2dSm90Config(wg_co, wg_px, *tile, halo, x_stages, code_stages, split_k, 1)
+            ctas_per_sm = _max_ctas_per_sm(config, problem, device)
+            # Two warpgroups with small tiles leave the tensor cores idle unless the SM holds a second CTA.
+            if ctas_per_sm >= (2 if wg_co * wg_px == 2 and pixels < 112 else 1):
+                yield replace(config, ctas_per_sm=ctas_per_sm)
                 break
 
 
-def _most_resident(config: Config, problem: Convolution, device: Device) -> int:
-    """Blocks that a multiprocessor has room for, at most three; 0 if a block is too large."""
+def _max_ctas_per_sm(config: Conv2dSm90Config, problem: Convolution, device: Device) -> int:
+    """Return the CTAs that an SM has room for, at most three; 0 if a CTA is too large."""
     sizes = problem.sizes
-    box = config.box(sizes)
-    shared = config.shared_bytes(problem)
-    if shared > device.shared_bytes_per_block:
+    shared_bytes = config.shared_bytes(problem)
+    if shared_bytes > device.shared_bytes_per_block or exceeds_box(sizes, *config.box(sizes)):
         return 0
-    if too_wide(sizes, *box):
-        return 0
-    # Sums, two units of operand A, and the rest, for each of four schedulers; a block takes 1 KB of shared memory more.
-    registers = ceil_div(config.pixels // 2 + 62 + problem.bits + config.splits, 8) * 8
+    # Accumulators, two units of operand A, and the rest; each of the four schedulers has 16384 registers.
+    registers = ceil_div(config.pixels // 2 + 62 + problem.bits + config.split_k, 8) * 8
     warps = 4 * (16384 // (32 * registers))
-    return min(3, device.shared_bytes_per_sm // (shared + 1024), warps // (config.threads // 32))
+    # The driver reserves 1 KiB of shared memory for each CTA.
+    return min(3, device.shared_bytes_per_sm // (shared_bytes + 1024), warps // (config.threads // 32))

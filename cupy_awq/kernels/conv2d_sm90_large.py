@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``conv2d_sm90_large``: convolutions over many pixels on Hopper's tensor cores, with weights dequantized once."""
+"""``conv2d_sm90_large``: convolutions over many pixels by wgmma, with weights that were dequantized to memory once."""
 
 from __future__ import annotations
 
@@ -10,43 +10,79 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.check import Array
 from cupy_awq.kernels import conv2d_sm90
-from cupy_awq.kernels.conv2d import Convolution, Sizes
+from cupy_awq.kernels.conv2d_problem import Convolution, ConvolutionSizes, rounded_parameters
 from cupy_awq.kernels.conv2d_sm90 import (
     CHUNK,
     MAX_BOX,
     TILE_CO,
-    View,
+    ImageView,
     co_tiles,
-    multiprocessors,
-    too_wide,
-    units,
-    view,
-    with_border,
+    exceeds_box,
+    image_view,
+    k_units,
+    reachable_sms,
+    with_halo,
     x_map,
 )
+from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import ceil_div
+from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
-LEAST_PIXELS = 256
-"""Of y, for which weights are dequantized to memory."""
+NAME = "conv2d_sm90_large"
+MIN_PIXELS = 256
+"""The fewest pixels of y for which dequantizing the weight to memory is worthwhile."""
 WARPGROUPS = 2
 PIXELS = (112, 128, 200, 256)
-"""That an instruction takes."""
+"""The n of a wgmma where each tap has a box of its own."""
 HALO_PIXELS = ((56, 1), (56, 2), (64, 1), (64, 2), (112, 1), (112, 2))
-"""The same, and parts of a warpgroup, where a part has a halo."""
+"""The n of a wgmma and the parts of a warpgroup where a box with a halo serves all taps."""
 SPLITS = (1, 2, 4)
 STORE_BYTES = WARPGROUPS * 32 * (TILE_CO * 2 + 16)
 TILE_BYTES = TILE_CO * CHUNK * 2
 
 
 @dataclass(frozen=True)
-class LargeConfig:
-    """Two warpgroups, ``wg_co`` of them with outputs of their own, each with ``parts`` of images, rows and columns.
+class Fit:
+    """Constants of the cost model: 600 times on an H100, of 30 layers of ResNet-50 and others, 8% off.
 
-    An instruction takes ``pixels``, as many as ``part`` has or more. ``halo``: what is brought of x for a part serves
-    all taps. ``splits`` blocks of a cluster divide K.
+    The error is the root mean square. The model's first choice took 1.02 times as long as the best (geometric mean).
+    """
+
+    start_us: float = 1.2
+    cycles_per_us: float = 1760.0
+    copied_bytes_per_us: float = 89.7e3
+    """The bytes that one SM copies to shared memory in a microsecond."""
+    copy_overlap: float = 0.145
+    """The share of the smaller of products and copies that the larger does not hide."""
+    tile_us: float = 0.54
+    pixel_us: float = 0.0052
+    split_us: float = 1.28
+    split_pixel_us: float = 0.0177
+    traffic_overlap: float = 0.24
+    """The share of the smaller of work and traffic that the larger does not hide."""
+
+
+FIT = Fit()
+
+
+@dataclass(frozen=True)
+class Conv2dSm90LargeConfig:
+    """A CTA of two warpgroups, each with 64 outputs and ``parts`` parts of the pixels.
+
+    Attributes:
+        wg_co: warpgroups along outputs, 1 or 2; the others lie along pixels.
+        pixels: n of a wgmma, at least the pixels of a part.
+        part: images, rows and pixels of a part.
+        parts: parts of a warpgroup.
+        halo: whether one box of x, with a border, serves all taps; else each tap has a box.
+        x_stages: pipeline stages of x.
+        weight_stages: pipeline stages of the weight.
+        split_k: CTAs of a cluster, which split K.
     """
 
     wg_co: int
@@ -56,113 +92,53 @@ class LargeConfig:
     halo: bool
     x_stages: int
     weight_stages: int
-    splits: int
+    split_k: int
 
     @property
     def wg_px(self) -> int:
+        """The warpgroups along pixels."""
         return WARPGROUPS // self.wg_co
 
     @property
     def weight_bytes(self) -> int:
-        """Of a stage."""
+        """The bytes of the weight in a stage."""
         return self.wg_co * TILE_BYTES
 
-    def box(self, sizes: Sizes) -> tuple[int, int, int]:
-        """Images, rows and columns that are brought of x for a part."""
+    def box(self, sizes: ConvolutionSizes) -> tuple[int, int, int]:
+        """Return the images, rows and pixels of a box of x."""
         images, height, width = self.part
-        if not self.halo:
-            return self.part
-        return images, *with_border(sizes, height, width)
+        return (images, *with_halo(sizes, height, width)) if self.halo else self.part
 
-    def x_bytes(self, sizes: Sizes) -> int:
-        """Of a stage."""
+    def x_bytes(self, sizes: ConvolutionSizes) -> int:
+        """Return the bytes of x in a stage."""
         rows = max(self.pixels, math.prod(self.box(sizes)))
         return self.wg_px * self.parts * ceil_div(rows * CHUNK * 2, 1024) * 1024
 
-    def shared_bytes(self, sizes: Sizes) -> int:
-        x, weight = self.x_bytes(sizes) + 16, self.weight_bytes + 16
-        return self.x_stages * x + self.weight_stages * weight + STORE_BYTES
+    def shared_bytes(self, sizes: ConvolutionSizes) -> int:
+        """Return the shared memory of a CTA."""
+        x_bytes, weight_bytes = self.x_bytes(sizes) + 16, self.weight_bytes + 16
+        return self.x_stages * x_bytes + self.weight_stages * weight_bytes + STORE_BYTES
 
     def image_parts(self, problem: Convolution) -> tuple[int, int, int]:
-        """Parts along the images, their height and their width."""
-        image = view(problem)
+        """Return the number of parts along the images, their height and their width."""
+        image = image_view(problem)
         sizes = image.batch, image.out_h, image.out_w
         images, height, width = (ceil_div(size, part) for size, part in zip(sizes, self.part, strict=True))
         return images, height, width
 
     def tiles(self, problem: Convolution) -> int:
+        """Return the number of tiles of y, each of a cluster."""
         parts = math.prod(self.image_parts(problem))
         return ceil_div(parts, self.wg_px * self.parts) * (co_tiles(problem.sizes.outputs) // self.wg_co)
 
-    def plan(self, problem: Convolution, device: Device) -> LaunchPlan:
-        """The launch. Buffers: weight (of `forms.dense`), bias, y, x."""
-        sizes, image = problem.sizes, view(problem)
-        images, tile_h, tile_w = self.part
-        _, box_h, box_w = self.box(sizes)
-        defines = (
-            *(item for item in problem.defines() if item[0] not in ("WEIGHT_OFFSET", "NHWC")),
-            ("HALO", int(self.halo)),
-            ("WG_CO", self.wg_co),
-            ("WG_PX", self.wg_px),
-            ("PARTS", self.parts),
-            ("PIXELS", self.pixels),
-            ("TILE_N", images),
-            ("TILE_H", tile_h),
-            ("TILE_W", tile_w),
-            ("BOX_H", box_h),
-            ("BOX_W", box_w),
-            ("STEPS", ceil_div(min(sizes.channels, CHUNK), 16)),
-            ("X_STAGES", self.x_stages),
-            ("WEIGHT_STAGES", self.weight_stages),
-            ("SPLITS", self.splits),
-        )
-        tiles, (_, parts_h, parts_w) = self.tiles(problem), self.image_parts(problem)
-        counts = tiles, co_tiles(sizes.outputs) // self.wg_co, parts_h, parts_w, units(sizes), image.batch
-        numbers = (*counts, sizes.outputs, sizes.kernel_h, sizes.kernel_w, image.out_h, image.out_w, *sizes[10:])
-        blocks = tiles if self.splits > 1 else min(tiles, device.sm_count)
-        x = x_map(problem, images, box_h, box_w)
-        return LaunchPlan(
-            Kernel("conv2d/conv2d_sm90_large.cu", "conv2d_sm90_large", defines, device.target),
-            (blocks * self.splits, 1, 1),
-            (WARPGROUPS * 128 + 32, 1, 1),
-            ("weight", "bias", "y", x, *map(np.int32, numbers), *map(np.float32, problem.limits)),
-            self.shared_bytes(sizes),
-            cluster=(self.splits, 1, 1),
-            dependent=True,
-        )
-
-    def estimate_us(self, problem: Convolution, device: Device) -> float:
-        """The larger of the busiest multiprocessor's work and of the traffic, and a part of the other.
-
-        Fitted to 600 times on an H100, of 30 layers of ResNet-50 and others: 8% off (root mean square), and its first
-        choice took 1.02 times as long as the best (geometric mean).
-        """
-        sizes = problem.sizes
-        rounds = ceil_div(self.tiles(problem) * self.splits, multiprocessors(device, self.splits))
-        mine = ceil_div(units(sizes), self.splits)
-        boxes = ceil_div(mine, sizes.kernel_h * sizes.kernel_w) if self.halo else mine
-        pixels = self.parts * self.pixels
-        products = mine * WARPGROUPS * ceil_div(min(sizes.channels, CHUNK), 16) * pixels / 2 / 1760
-        copies = (mine * self.weight_bytes + boxes * self.x_bytes(sizes)) / 89.7e3
-        unit = max(products, copies) + 0.145 * min(products, copies)
-        work = rounds * (unit + 0.54 + 0.0052 * pixels)
-        if self.splits > 1:
-            work += 1.28 + 0.0177 * pixels * (self.splits - 1) / self.splits
-        values = sizes.batch * sizes.height * sizes.width * sizes.channels + sizes.pixels * sizes.outputs
-        traffic = values * 2 / (device.read_gbs * 1e3)
-        return 1.2 + max(work, traffic) + 0.24 * min(work, traffic)
-
-    def workspace(self, problem: Convolution) -> tuple[int, int]:
-        return 0, 0
-
 
 def refuse(problem: Convolution, device: Device) -> str | None:
-    """Why the kernel cannot take a problem, or None."""
+    """Return why the family cannot solve the problem, or None."""
     reason = conv2d_sm90.refuse(problem, device)
     if reason:
         return reason
-    if problem.sizes.pixels < LEAST_PIXELS:
-        return f"needs {LEAST_PIXELS} pixels of y, not {problem.sizes.pixels}"
+    if problem.sizes.pixels < MIN_PIXELS:
+        return f"needs {MIN_PIXELS} pixels of y, not {problem.sizes.pixels}"
     if not problem.nhwc or not problem.y_aligned or problem.sizes.outputs % 8:
         return "needs y in NHWC with pixels at multiples of 16 bytes"
     if not configs(problem, device):
@@ -170,52 +146,145 @@ def refuse(problem: Convolution, device: Device) -> str | None:
     return None
 
 
-def configs(problem: Convolution, device: Device) -> list[LargeConfig]:
+def configs(problem: Convolution, device: Device) -> list[Conv2dSm90LargeConfig]:
+    """Return every configuration that fits on an SM."""
     return list(_configs(problem, device))
 
 
-def _configs(problem: Convolution, device: Device) -> Iterator[LargeConfig]:
-    sizes, image = problem.sizes, view(problem)
+def estimate_us(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) -> float:
+    """Return the expected time: the larger of the busiest SM's work and of the traffic, and a part of the other."""
+    sizes = problem.sizes
+    waves = ceil_div(config.tiles(problem) * config.split_k, reachable_sms(device, config.split_k))
+    cta_units = ceil_div(k_units(sizes), config.split_k)
+    boxes = ceil_div(cta_units, sizes.kernel_h * sizes.kernel_w) if config.halo else cta_units
+    pixels = config.parts * config.pixels
+    wgmma_cycles = cta_units * WARPGROUPS * ceil_div(min(sizes.channels, CHUNK), 16) * pixels / 2
+    products_us = wgmma_cycles / FIT.cycles_per_us
+    copies_us = (cta_units * config.weight_bytes + boxes * config.x_bytes(sizes)) / FIT.copied_bytes_per_us
+    units_us = max(products_us, copies_us) + FIT.copy_overlap * min(products_us, copies_us)
+    work_us = waves * (units_us + FIT.tile_us + FIT.pixel_us * pixels)
+    if config.split_k > 1:
+        work_us += FIT.split_us + FIT.split_pixel_us * pixels * (config.split_k - 1) / config.split_k
+    values = sizes.batch * sizes.height * sizes.width * sizes.channels + sizes.pixels * sizes.outputs
+    traffic_us = values * 2 / (device.read_gbs * 1e3)
+    return FIT.start_us + max(work_us, traffic_us) + FIT.traffic_overlap * min(work_us, traffic_us)
+
+
+def plan(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) -> LaunchPlan:
+    """Return the launch."""
+    sizes, image = problem.sizes, image_view(problem)
+    images, tile_h, tile_w = config.part
+    _, box_h, box_w = config.box(sizes)
+    defines = (
+        *(item for item in problem.defines() if item[0] not in ("WEIGHT_OFFSET", "NHWC")),
+        ("HALO", int(config.halo)),
+        ("WG_CO", config.wg_co),
+        ("WG_PX", config.wg_px),
+        ("PARTS", config.parts),
+        ("PIXELS", config.pixels),
+        ("TILE_N", images),
+        ("TILE_H", tile_h),
+        ("TILE_W", tile_w),
+        ("BOX_H", box_h),
+        ("BOX_W", box_w),
+        ("STEPS", ceil_div(min(sizes.channels, CHUNK), 16)),
+        ("X_STAGES", config.x_stages),
+        ("WEIGHT_STAGES", config.weight_stages),
+        ("SPLIT_K", config.split_k),
+    )
+    tiles, (_, parts_h, parts_w) = config.tiles(problem), config.image_parts(problem)
+    counts = tiles, co_tiles(sizes.outputs) // config.wg_co, parts_h, parts_w, k_units(sizes), image.batch
+    numbers = (*counts, sizes.outputs, sizes.kernel_h, sizes.kernel_w, image.out_h, image.out_w, *sizes[10:])
+    clusters = tiles if config.split_k > 1 else min(tiles, device.sm_count)
+    x = x_map(problem, images, box_h, box_w)
+    return LaunchPlan(
+        Kernel("conv2d/conv2d_sm90_large.cu", NAME, defines, device.target),
+        (clusters * config.split_k, 1, 1),
+        (WARPGROUPS * 128 + 32, 1, 1),
+        ("weight", "bias", "y", x, *map(np.int32, numbers), *map(np.float32, problem.limits)),
+        config.shared_bytes(sizes),
+        cluster=(config.split_k, 1, 1),
+        dependent=True,
+    )
+
+
+def workspace(config: Conv2dSm90LargeConfig, problem: Convolution) -> Workspace:
+    """Return an empty workspace: the CTAs of a cluster exchange partial sums in shared memory."""
+    return Workspace()
+
+
+def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array]:
+    """Return the buffer "weight", the values in the dtype of x, in the order of conv2d/conv2d_sm90_large.cu."""
+    return {"weight": weight.layout(("dense", problem.dtype), lambda: _dense(weight, np.dtype(problem.dtype)))}
+
+
+def _dense(weight: BlockQuantizedWeight, dtype: np.dtype[np.generic]) -> Array:
+    """Return the bits of the values, uint16 [chunks, taps, tiles, 64, 64]."""
+    co, kh, kw, ci = weight.shape
+    xp = namespace(weight.stored)
+    tiles, chunks = co_tiles(co), ceil_div(ci, CHUNK)
+    blocks = xp.arange(ci) // weight.block_size
+    scale, offset = (
+        a if a is None else a.astype(np.float32).take(blocks, axis=1)[:, None]
+        for a in rounded_parameters(weight, dtype)
+    )
+    values = (weight.codes.reshape(co, kh * kw, ci) - np.float32(1 << (weight.bits - 1))) * scale
+    if offset is not None:
+        values += offset
+    padded = xp.zeros((tiles * TILE_CO, kh * kw, chunks * CHUNK), dtype)
+    padded[:co, :, :ci] = values.astype(dtype)
+    # Axes 0 .. 6: tile, 8 rows, row, tap, chunk, 8 channels, channel.
+    axes = padded.view(np.uint16).reshape(tiles, 8, 8, kh * kw, chunks, 8, 8).transpose(4, 3, 0, 1, 2, 5, 6)
+    row = xp.arange(8)[:, None]
+    swizzled = axes[..., row, row ^ xp.arange(8), :]
+    return xp.ascontiguousarray(swizzled).reshape(chunks, kh * kw, tiles, 64, 64)
+
+
+def _configs(problem: Convolution, device: Device) -> Iterator[Conv2dSm90LargeConfig]:
+    sizes, image = problem.sizes, image_view(problem)
     wg_co = 1 if co_tiles(sizes.outputs) == 1 else 2
     shapes = [(pixels, _part(image, sizes, pixels), 1, False) for pixels in PIXELS]
-    # Beside so many sums a thread has no registers left for what lies behind a part.
+    # Beside 128 accumulators a thread has no registers left to handle pixels behind a part.
     shapes = [shape for shape in shapes if shape[0] <= 200 or math.prod(shape[1]) == shape[0]]
     if sizes.kernel_h * sizes.kernel_w > 1 and (sizes.stride_h, sizes.stride_w) == (1, 1):
         shapes += [(pixels, (1, pixels // 8, 8), parts, True) for pixels, parts in HALO_PIXELS]
-    for (pixels, part, parts, halo), splits in itertools.product(shapes, SPLITS):
-        if splits > units(sizes):
+    for (pixels, part, parts, halo), split_k in itertools.product(shapes, SPLITS):
+        if split_k > k_units(sizes):
             continue
-        config = LargeConfig(wg_co, pixels, part, parts, halo, 2, 2, splits)
-        stages = _stages(config, problem, device)
+        config = Conv2dSm90LargeConfig(wg_co, pixels, part, parts, halo, 2, 2, split_k)
+        stages = _max_stages(config, problem, device)
         if stages is not None:
             yield replace(config, x_stages=stages[0], weight_stages=stages[1])
 
 
-def _stages(config: LargeConfig, problem: Convolution, device: Device) -> tuple[int, int] | None:
-    """Of x and of the weight that there is room for; None if not for two of each, or if a box is too large."""
+def _max_stages(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) -> tuple[int, int] | None:
+    """Return the stages of x and of the weight that fit; None if fewer than two do, or if a box is too large."""
     sizes = problem.sizes
-    if too_wide(sizes, *config.box(sizes)[1:]):
+    if exceeds_box(sizes, *config.box(sizes)[1:]):
         return None
-    room = device.shared_bytes_per_block - STORE_BYTES
-    x, weight = config.x_bytes(sizes) + 16, config.weight_bytes + 16
-    stages = (2, min((room - 2 * x) // weight, 8)) if config.halo else (min(room // (x + weight), 6),) * 2
+    free_bytes = device.shared_bytes_per_block - STORE_BYTES
+    x_bytes, weight_bytes = config.x_bytes(sizes) + 16, config.weight_bytes + 16
+    if config.halo:
+        stages = 2, min((free_bytes - 2 * x_bytes) // weight_bytes, 8)
+    else:
+        stages = (min(free_bytes // (x_bytes + weight_bytes), 6),) * 2
     if min(stages) < 2:
         return None
-    groups = ceil_div(config.parts * config.pixels // 8, config.splits)
-    sums = config.splits * groups * WARPGROUPS * 2048 if config.splits > 1 else 0
-    return stages if sums <= stages[0] * (x - 16) + stages[1] * (weight - 16) else None
+    groups = ceil_div(config.parts * config.pixels // 8, config.split_k)
+    partial_bytes = config.split_k * groups * WARPGROUPS * 2048 if config.split_k > 1 else 0
+    return stages if partial_bytes <= stages[0] * (x_bytes - 16) + stages[1] * (weight_bytes - 16) else None
 
 
-def _part(image: View, sizes: Sizes, pixels: int) -> tuple[int, int, int]:
-    """Images, rows and columns, at most ``pixels``: as many whole ones as there is room for, evenly."""
+def _part(image: ImageView, sizes: ConvolutionSizes, pixels: int) -> tuple[int, int, int]:
+    """Return images, rows and pixels of a part: at most ``pixels``, of whole rows and images where possible."""
     if image.flat:
         return 1, 1, pixels
-    width = _even(image.out_w, min(pixels, (MAX_BOX - 1) // sizes.stride_w + 1))
-    height = _even(image.out_h, min(pixels // width, (MAX_BOX - 1) // sizes.stride_h + 1))
-    whole = (height, width) == (image.out_h, image.out_w)
-    return _even(image.batch, pixels // (height * width)) if whole else 1, height, width
+    width = _even_part(image.out_w, min(pixels, (MAX_BOX - 1) // sizes.stride_w + 1))
+    height = _even_part(image.out_h, min(pixels // width, (MAX_BOX - 1) // sizes.stride_h + 1))
+    is_whole = (height, width) == (image.out_h, image.out_w)
+    return _even_part(image.batch, pixels // (height * width)) if is_whole else 1, height, width
 
 
-def _even(size: int, most: int) -> int:
-    """Of parts of at most ``most`` that make up ``size``, of about equal length."""
+def _even_part(size: int, most: int) -> int:
+    """Return the length of the fewest, about equal parts of at most ``most`` that make up ``size``."""
     return ceil_div(size, ceil_div(size, most))

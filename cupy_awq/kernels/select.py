@@ -6,17 +6,44 @@ Pure functions of a problem and a `Device`, the same for every type of problem.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cupy_awq.kernels import convert, dequantize, gemm_simt, gemm_sm90, gemm_sm90_large, gemm_sm90_raw, tuned
+from cupy_awq.kernels import (
+    conv2d_int8,
+    conv2d_simt,
+    conv2d_sm80,
+    conv2d_sm90,
+    conv2d_sm90_large,
+    convert,
+    dequantize,
+    gemm_int8_simt,
+    gemm_int8_sm90,
+    gemm_simt,
+    gemm_sm90,
+    gemm_sm90_large,
+    gemm_sm90_raw,
+    gemv_int8,
+    quantize_fp8,
+    quantize_rows,
+    tuned,
+)
+from cupy_awq.kernels.conv2d_int8 import Int8Convolution
+from cupy_awq.kernels.conv2d_problem import Convolution
 from cupy_awq.kernels.convert import Conversion
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem, TuningKey
+from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
 from cupy_awq.kernels.gemm_mma import GEMM_SM75, GEMM_SM80
 from cupy_awq.kernels.gemv import GEMM_SMALL, GEMV
+from cupy_awq.kernels.int8_problem import Int8Problem
 from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.quantize_fp8 import Fp8Quantization
+from cupy_awq.kernels.quantize_rows import RowQuantization
 from cupy_awq.kernels.tuned import TunedConfig
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -35,6 +62,11 @@ _REGISTERED: dict[type, tuple[AnyFamily, ...]] = {
     ),
     Dequantization: (dequantize,),
     Conversion: (convert,),
+    Int8Problem: (gemv_int8, GEMM_INT8_SM75, GEMM_INT8_SM80, gemm_int8_sm90, gemm_int8_simt),
+    RowQuantization: (quantize_rows,),
+    Fp8Quantization: (quantize_fp8,),
+    Convolution: (conv2d_sm90, conv2d_sm90_large, conv2d_sm80, conv2d_simt),
+    Int8Convolution: (conv2d_int8,),
 }
 
 FAMILIES_OF: dict[type, dict[str, AnyFamily]] = {
@@ -68,11 +100,13 @@ class Choice:
     """The kernel that solves a problem.
 
     Attributes:
+        problem: the problem.
         family, config: the kernel family and its configuration.
         plan: the launch that follows from them.
         tuned: the entry of a tuned table that decided, or None if the cost models did.
     """
 
+    problem: KernelProblem
     family: AnyFamily
     config: Config
     plan: LaunchPlan
@@ -112,7 +146,38 @@ def _fits_workspace(family: AnyFamily, config: Config, problem: KernelProblem) -
     return partial_bytes <= WORKSPACE_BYTES and counters <= COUNTERS
 
 
-@functools.lru_cache(maxsize=4096)
+@dataclass
+class _Trial:
+    """What `forced` and `recorded` ask of `choose`: a configuration to take, and a list for its choices."""
+
+    candidate: Candidate | None = None
+    choices: list[Choice] = field(default_factory=list)
+
+
+_trial: ContextVar[_Trial | None] = ContextVar("trial", default=None)
+
+
+@contextlib.contextmanager
+def forced(candidate: Candidate) -> Iterator[None]:
+    """Make `choose` take a candidate for every problem of its families, so that `tune` can time any operation."""
+    token = _trial.set(_Trial(candidate))
+    try:
+        yield
+    finally:
+        _trial.reset(token)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Choice]]:
+    """Collect the choices that `choose` returns, so that `bench` and `tune` learn what an operation launches."""
+    trial = _Trial()
+    token = _trial.set(trial)
+    try:
+        yield trial.choices
+    finally:
+        _trial.reset(token)
+
+
 def choose(problem: KernelProblem, device: Device, kernel: str | None = None, split_k: int | None = None) -> Choice:
     """Return the tuned configuration of a problem if there is one, else the fastest one by cost model.
 
@@ -125,6 +190,20 @@ def choose(problem: KernelProblem, device: Device, kernel: str | None = None, sp
     Raises:
         ValueError: no kernel has this name, or none is legal; the message gives each family's reason.
     """
+    trial = _trial.get()
+    if trial is None:
+        return _choose(problem, device, kernel, split_k)
+    candidate = trial.candidate
+    if candidate is None or candidate.family.NAME not in families(problem):
+        choice = _choose(problem, device, kernel, split_k)
+    else:
+        choice = _planned(candidate, problem, device)
+    trial.choices.append(choice)
+    return choice
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(problem: KernelProblem, device: Device, kernel: str | None, split_k: int | None) -> Choice:
     if kernel is not None and kernel not in families(problem):
         raise ValueError(f"kernel: expected one of {', '.join(families(problem))}, got {kernel!r}")
     found = candidates(problem, device, split_k)
@@ -139,9 +218,13 @@ def choose(problem: KernelProblem, device: Device, kernel: str | None = None, sp
     if key is not None and entry is not None:
         for candidate in legal:
             if tuned.label(candidate.family, candidate.config) == entry.label and _applies(key, candidate, best):
-                plan = candidate.family.plan(candidate.config, problem, device)
-                return Choice(candidate.family, candidate.config, plan, entry)
-    return Choice(best.family, best.config, best.family.plan(best.config, problem, device))
+                return _planned(candidate, problem, device, entry)
+    return _planned(best, problem, device)
+
+
+def _planned(candidate: Candidate, problem: KernelProblem, device: Device, entry: TunedConfig | None = None) -> Choice:
+    family, config, _ = candidate
+    return Choice(problem, family, config, family.plan(config, problem, device), entry)
 
 
 def _applies(key: TuningKey, candidate: Candidate, best: Candidate) -> bool:

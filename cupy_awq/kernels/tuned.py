@@ -5,6 +5,9 @@ The package ships a table for some GPUs, one JSON file each, in ``data/tuned``. 
 folder ``tuned`` of the user's cache and come first. A file maps a shape (`TuningKey`; ``"4096x12288"`` is K = 4096,
 N = 12288) to an object that maps m to an entry: the label of a configuration, and its time where `tune` has recorded
 it, as in ``"gemm_sm80(block_m=16, warps=4, split_k=4) 12.3 us"``.
+
+A GEMM with a `Fusion` is looked up under ``"4096x12288 stream"`` first, which holds the fastest configuration inside a
+decoder step, and then under ``"4096x12288"``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def build_model(files: ModelFiles, ops: DecoderOps, progress: Progress | None = 
 
 
 class _Builder:
-    """Reads tensors by their Hugging Face names and counts the bytes of the projections."""
+    """The state of `build_model`: the tensors by Hugging Face name and the bytes of the projections so far."""
 
     def __init__(self, files: ModelFiles, ops: DecoderOps) -> None:
         self._files, self._ops, self._config = files, ops, files.config

@@ -225,7 +225,7 @@ class CudaOps(DecoderOps):
         return cupy.empty(shape, self.dtype if dtype is None else dtype)
 
     def _concatenated(self, parts: Sequence[Module], activation: str | None) -> AwqLinear:
-        """Return one layer of the columns of all parts."""
+        """Return one layer with the columns of all parts side by side."""
         linears: list[AwqLinear | PackedWeight] = []
         for part in parts:
             weight = _upload_weight(part.weight)
@@ -233,7 +233,7 @@ class CudaOps(DecoderOps):
         return AwqLinear.concatenate(linears, activation=activation, keep_weight=False)
 
     def _dense(self, part: DenseLinear, out_dtype: np.dtype[Any] | None = None) -> Projection:
-        """Return the product with a dense weight, which shares memory with the embedding table if it is that table."""
+        """Return the projection by a dense weight; a weight that is the embedding table shares its memory."""
         import cupy
 
         tied = part.weight is self._host_table
@@ -269,16 +269,16 @@ class CudaDecodeLoop(DecodeLoop):
     so the GPU never waits for the host. The last launch is speculative: it writes behind the tokens that the cache
     knows, and `close` waits for it.
 
-    The kernel `choose` also writes its tokens to pinned host memory: only an event separates two graphs. The arrays
-    made during capture stay allocated as long as the graph.
+    The kernel `choose` also writes its tokens to pinned host memory, so that only an event separates two graphs. Arrays
+    allocated during capture live as long as the loop.
     """
 
     def __init__(self, ops: CudaOps, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
         import cupy
 
         self._stream, self._pool = ops.decode_stream
-        # Wait for the speculative step of another text: its memory is free for reuse, and it shares counters with the
-        # prompts of this text, which run on another stream.
+        # Wait for the speculative step of the preceding text: the allocator may already reuse its memory, and the
+        # prompts of this text, on another stream, use the same attention counters.
         self._stream.synchronize()
         sequences, vocab = len(cache.tokens), ops.config.vocab
         self._ops, self._step_logits, self._cache, self._sampling = ops, step_logits, cache, sampling
@@ -387,7 +387,7 @@ def _upload_weight(weight: PackedWeight) -> PackedWeight:
 
 
 def _form(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return what weights must have in common to be concatenated."""
+    """Return the properties that weights must share to be concatenated."""
     spec = weight.spec
     return spec.k, spec.group_size, spec.dtype, spec.zeros
 

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cupy_awq import checkpoint
-from cupy_awq.checkpoint import CheckpointError, Module, Tensor
+from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.llm import config
-from cupy_awq.llm.model_files import Array, ModelFiles
+from cupy_awq.llm.model_files import ModelFiles
 from cupy_awq.llm.tokenizer import Tokenizer
 
 
@@ -27,14 +26,10 @@ def read(path: Path) -> ModelFiles:
     if not file.is_file():
         raise CheckpointError(f"{path}: expected a config.json, got none")
     table = read_object(file)
-    tensors = {name: _reader(item) for name, item in checkpoint.read(path).items()}
+    contents = checkpoint.read(path)
+    tensors = {name: partial(contents.read, name) for name in contents}
     model_config = config.from_hugging_face(table, str(file))
     return ModelFiles(path, model_config, tensors, partial(load_tokenizer, path), read_stop_ids(path, table))
-
-
-def _reader(item: Module | Tensor) -> Callable[[], Module | Array]:
-    value = item.array if isinstance(item, Tensor) else item
-    return lambda: value
 
 
 def read_stop_ids(path: Path, table: dict[str, Any]) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ class KvCache:
 
     @property
     def capacity(self) -> int:
+        """The largest number of tokens of a sequence."""
         return int(self.k.shape[3])
 
     def select_sequence(self, i: int) -> KvCache:

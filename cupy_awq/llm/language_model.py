@@ -84,7 +84,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-likelihood of a token."""
+        """The exponential of the mean negative log-likelihood of a token."""
         return math.exp(-self.log_likelihood / self.tokens)
 
 
@@ -134,10 +134,10 @@ class LanguageModel:
                 the logits hold NaN.
             CheckpointError: (a ValueError) there is no chat template, or it fails.
 
-        >>> from cupy_awq import llm
-        >>> model = llm.load("smollm2", device="cpu")  # doctest: +SKIP
-        >>> model.generate("What is the capital of France?")[0].text  # doctest: +SKIP
-        'The capital of France is Paris.'
+        Example::
+
+            model = cupy_awq.llm.load("smollm2")
+            print(model.generate("What is the capital of France?")[0].text)
         """
         ids = [self.encode(prompt, raw=raw) for prompt in _several(prompts)]
         limit = self._limit(ids, max_tokens)
@@ -160,10 +160,11 @@ class LanguageModel:
         Raises:
             ValueError: the capacity is below 2 or larger than the context, or needs more memory than is free.
 
-        >>> from cupy_awq import llm
-        >>> chat = llm.load("smollm2", device="cpu").chat()  # doctest: +SKIP
-        >>> for piece in chat.say("Hello!"):  # doctest: +SKIP
-        ...     print(piece, end="", flush=True)
+        Example::
+
+            chat = cupy_awq.llm.load("smollm2").chat(system="Be brief.")
+            for piece in chat.say("Why is the sky blue?"):
+                print(piece, end="", flush=True)
         """
         return Chat(self, capacity or min(self.config.context, 8192), system)
 
@@ -215,7 +216,7 @@ class LanguageModel:
         return ids
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the model's GPU current. It is never current while a piece of text is at the caller."""
+        """Return a context in which the model's GPU is current; text is yielded to the caller outside of it."""
         return placement.use_device(self.model.ops.device_index)
 
     def _check_ids(self, ids: Sequence[int]) -> None:

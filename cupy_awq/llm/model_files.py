@@ -87,6 +87,8 @@ class ModelFiles:
         if not isinstance(layer, Module) or layer.weight.shape != (k, n):
             found = layer.weight.shape if isinstance(layer, Module) else layer.shape
             raise CheckpointError(f"{self.path}: {name}: expected a weight [K, N] = {[k, n]}, got {list(found)}")
+        if layer.order is not None:
+            raise CheckpointError(f"{self.path}: {name}: expected no activation order, got one")
         for part in (layer.weight.scales, layer.weight.qzeros, layer.bias):
             if part is not None and part.dtype != np.int32:
                 self._check_finite(part, name)

@@ -24,7 +24,7 @@ from cupy_awq.llm.sampling import Sampling, choose_token
 Array = npt.NDArray[Any]
 
 STREAMED_VALUES = 1 << 22
-"""The number of weights that a product with an unexpanded weight converts to float32 at a time."""
+"""The number of elements of a dense weight that are converted to float32 at a time if weights are not expanded."""
 
 
 class NumpyOps(DecoderOps):
@@ -121,7 +121,7 @@ class NumpyOps(DecoderOps):
         return out
 
     def _expanded(self, parts: Sequence[Module | DenseLinear]) -> Projection:
-        """Return the projection by all weights in float32, as one matrix."""
+        """Return the projection by one float32 matrix that holds the weights of all parts."""
         weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)
         sizes = [_out_features(part) for part in parts]
         biases = [np.zeros(n) if p.bias is None else p.bias for p, n in zip(parts, sizes, strict=True)]
@@ -219,7 +219,7 @@ def _float32_weight(part: Module | DenseLinear) -> Array:
 
 
 def _streamed_dense(part: DenseLinear) -> Projection:
-    """Return the product with a dense weight that converts STREAMED_VALUES of it to float32 at a time."""
+    """Return the projection by a dense weight of which STREAMED_VALUES elements are in float32 at a time."""
     weight = part.weight
     rows = max(1, STREAMED_VALUES // weight.shape[1])
 

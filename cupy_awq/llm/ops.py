@@ -50,7 +50,7 @@ class ResidualStream:
 
 
 class DecodeLoop(Protocol):
-    """The generation of one token after the other for every sequence of a KV cache."""
+    """A loop that generates one token after the other for every sequence of a KV cache."""
 
     def start(self, sequence: int, logits: Array) -> int:
         """Choose and return the first token of a sequence, from the logits [V] of its prompt."""
@@ -96,7 +96,9 @@ class DecoderOps(Protocol):
         """Return an empty KV cache. Raises ValueError if it needs more memory than is free."""
         ...
 
-    def make_decode_loop(self, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> DecodeLoop: ...
+    def make_decode_loop(self, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> DecodeLoop:
+        """Return the decode loop over a cache; call its `start` once for each sequence, then `step`, then `close`."""
+        ...
 
     def embed(self, table: Array, tokens: Array) -> ResidualStream:
         """Return the rows of the embedding table [V, hidden] for tokens [B, S], which begin the residual stream."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 NAN_LOGITS = "logits: expected finite values, got NaN: the weights are damaged, or activations overflow"
-"""The message of the error that every back end raises for NaN."""
+"""The error message of every back end for logits that hold NaN."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def choose_token(logits: Array, sampling: Sampling, *, seen: Array, sequence: in
 
 
 def gumbel_noise(seed: int, sequence: int, position: int, ids: Array) -> Array:
-    """Return Gumbel noise, float32 [len(ids)], for tokens ``ids``, a counter-based function of the arguments alone."""
+    """Return Gumbel noise, float32 [len(ids)], for tokens ``ids``; it depends on the arguments alone."""
     key = _mix(np.array([seed], np.uint64) + np.array([sequence << 32 | position], np.uint64) * _STEP)
     bits = _mix(key + ids.astype(np.uint64) * _STEP) >> np.uint64(41)
     uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-23)  # in (0, 1), exact
@@ -110,7 +110,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(z: Array) -> Array:
-    """Return the finalizer of splitmix64 (Steele, Lea and Flood, 2014), a 64-bit hash."""
+    """Return a 64-bit hash of each element: the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     result: Array = z ^ (z >> np.uint64(31))

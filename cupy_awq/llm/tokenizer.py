@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to tokens and back by the package ``tokenizers``; chat templates by the sandbox of ``jinja2``."""
+"""The tokenizer, over the package ``tokenizers``, and chat templates, in the sandbox of ``jinja2``."""
 
 from __future__ import annotations
 

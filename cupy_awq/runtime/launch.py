@@ -92,7 +92,7 @@ class _Arguments(threading.local):
 
 
 class Launcher:
-    """A plan whose kernel is loaded on the device that was current; a call only launches it.
+    """A plan with its kernel loaded on the current device; each call launches it.
 
     ``launcher(pointers, stream)`` takes the addresses of the plan's buffers in the order of ``launcher.buffers``, and
     the handle of a stream. Threads may share a launcher, and a CUDA graph may capture its calls.

@@ -1,177 +1,161 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure on this GPU which configuration is the fastest for a shape: ``python -m cupy_awq tune 4096x12288``.
+"""The measurement of tuned configurations on this GPU: ``python -m cupy_awq tune 4096x12288``.
 
-For each number of rows the configurations that the model ranks first are timed in turns as `timing` does, with cold
-weights; the fastest is kept in the user's cache, where `tuning` finds it. AwqLinear then uses it for these K and N,
-whatever the group size and dtype, wherever it is legal and `select` does not know better for a number of rows between
-those that are measured, the powers of two.
+For each shape and M the configurations that the cost models rank first are timed in turns with cold weights, whatever
+the operation: its calls run while `select.forced` makes them take one configuration. The fastest is kept in the user's
+cache, where `cupy_awq.kernels.tuned` finds it.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-import numpy as np
-
-from cupy_awq import check
-from cupy_awq.check import Array
 from cupy_awq.kernels import select, tuned
-from cupy_awq.kernels.family import AnyFamily, Config
-from cupy_awq.kernels.problem import Problem, next_power_of_two
+from cupy_awq.kernels.family import KernelProblem, TuningKey
 from cupy_awq.kernels.select import Candidate
-from cupy_awq.ops.plan import BUFFERS, problem_of, weight_addresses
-from cupy_awq.ops.repack import repack
-from cupy_awq.runtime import arrays, placement
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device as devices
-from cupy_awq.runtime import workspace as workspaces
-from cupy_awq.runtime.launch import Launcher
-from cupy_awq.tools import bench, table, testing, timing
-from cupy_awq.weight import PackedWeight
+from cupy_awq.runtime import placement
+from cupy_awq.runtime.launch_plan import LaunchPlan
+from cupy_awq.tools import table, timing
+from cupy_awq.tools.operations import OPERATIONS, Operation, Settings, Shape
+
+FINAL_ROUNDS = 3
+"""The rounds that the last two configurations have."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The fastest configuration for M rows, its time, that of the model's first, and how many were tried."""
+    """The fastest configuration for one shape and M.
 
-    k: int
-    n: int
-    m: int
-    family: AnyFamily
-    config: Config
+    Attributes:
+        key: the place in the table of tuned configurations.
+        best: the fastest configuration, as a `Candidate` with its modelled time.
+        us: its time in microseconds.
+        modelled_us: the time of the configuration that the cost models rank first.
+        tried: the number of configurations that were timed.
+    """
+
+    key: TuningKey
+    best: Candidate
     us: float
-    model_us: float
+    modelled_us: float
     tried: int
 
 
 def run(
-    shapes: Sequence[tuple[int, int]],
-    ms: Sequence[int],
-    *,
-    group_size: int,
-    tries: int,
-    device: int,
-    progress: Callable[[str], None],
+    op: str, shapes: Sequence[Shape], ms: Sequence[int], settings: Settings, tries: int, progress: Callable[[str], None]
 ) -> list[Row]:
-    """Time the ``tries`` first configurations for every (K, N) and every M, in float16."""
-    bench.check_shapes(shapes, group_size)
+    """Time the ``tries`` configurations that rank first for every shape and M; the settings must not cache launches."""
+    make, device = OPERATIONS[op], settings.device
+    for shape in shapes:
+        make.check(shape, settings)
     rows = []
     with placement.use_device(device):
-        for k, n in shapes:
-            progress(f"{k}x{n}: random weight")
-            weights = _weights(k, n, group_size, device)
-            problems = {m: _problem(weights[0], m) for m in sorted(set(map(next_power_of_two, ms)))}
-            ranked = {m: _ranked(problem, device, tries) for m, problem in problems.items()}
-            progress(f"{k}x{n}: compiling")
-            facts = devices.of(device)
-            _compile([c.family.plan(c.config, problems[m], facts) for m in ranked for c in ranked[m]])
-            for m, some in ranked.items():
-                progress(f"{k}x{n}: M={m}")
-                best, times = fastest(_measures(problems[m], some, weights, device))
-                rows.append(Row(k, n, m, some[best].family, some[best].config, times[best], times[0], len(some)))
+        gpu = devices.of(device)
+        for shape in shapes:
+            progress(f"{shape[0]}x{shape[1]}: random weight")
+            operation = make(shape, settings)
+            tuned_ms = sorted({_key(_problem(operation, m)).tuned_m for m in ms})
+            problems = {m: _problem(operation, m) for m in tuned_ms}
+            ranked = {m: _ranked(problem, gpu, tries) for m, problem in problems.items()}
+            progress(f"{operation.label}: compiling")
+            _compile([c.family.plan(c.config, problems[m], gpu) for m in tuned_ms for c in ranked[m]])
+            for m in tuned_ms:
+                progress(f"{operation.label}: M={m}")
+                best, times = fastest([_timer(operation, m, candidate) for candidate in ranked[m]])
+                rows.append(Row(_key(problems[m]), ranked[m][best], times[best], times[0], len(times)))
     return rows
 
 
-def _weights(k: int, n: int, group_size: int, device: int) -> list[PackedWeight]:
-    """Copies that are cold in L2 when their turn comes, prepared as AwqLinear prepares them."""
-    import cupy
-
-    first = testing.random_weight(np.random.default_rng(0), k, n, group_size)
-    parts = [placement.to_device(part, device) for part in (first.qweight, first.scales, first.qzeros)]
-    copies = max(2, math.ceil(3 * devices.of(device).l2_bytes / first.nbytes))
-    return [repack(PackedWeight(*map(cupy.array, parts))) for _ in range(copies)]
+def _problem(operation: Operation, m: int) -> KernelProblem:
+    """Return the problem that a call of the operation solves."""
+    with select.recorded() as choices:
+        operation.calls(m)[0]()
+    return choices[-1].problem
 
 
-def _problem(weight: PackedWeight, m: int) -> Problem:
-    return problem_of(weight, check.activation(None), m, np.dtype(np.float16))
+def _key(problem: KernelProblem) -> TuningKey:
+    key = problem.tuning_key
+    if key is None:
+        raise ValueError(f"tune: expected an operation with configurations to tune, got {problem}")
+    return key
 
 
-def _ranked(problem: Problem, device: int, tries: int) -> list[Candidate]:
-    found = select.candidates(problem, devices.of(device))
-    legal = [candidate for some in found.values() if not isinstance(some, str) for candidate in some]
+def _ranked(problem: KernelProblem, gpu: devices.Device, tries: int) -> list[Candidate]:
+    """Return the configurations of all families with the lowest modelled times."""
+    legal = [
+        candidate
+        for some in select.candidates(problem, gpu).values()
+        if not isinstance(some, str)
+        for candidate in some
+    ]
     return sorted(legal, key=lambda candidate: candidate.us)[:tries]
 
 
-def _compile(plans: Sequence[Any]) -> None:
+def _compile(plans: Sequence[LaunchPlan]) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda plan: compiler.build(plan.kernel), plans))
 
 
-FINAL_ROUNDS = 3
+def _timer(operation: Operation, m: int, candidate: Candidate) -> Callable[[], float]:
+    """Return a function that returns the microseconds of the operation with one configuration."""
+    calls = operation.calls(m)
+
+    def time_calls() -> float:
+        with select.forced(candidate):
+            return timing.on_gpu(calls)
+
+    return time_calls
 
 
-def fastest(measures: Sequence[Callable[[], float]]) -> tuple[int, list[float]]:
-    """The index of what measures least, and the median of each.
+def fastest(timers: Sequence[Callable[[], float]]) -> tuple[int, list[float]]:
+    """Return the index of the timer with the lowest median, and the medians of all.
 
-    They take turns, there and back, for clocks differ after a pause and as the chip warms up. The slower half leaves
-    after each round, and the last two have more rounds, in which the first takes part again, to compare with.
+    The timers take turns, there and back, since clocks change after a pause and as the chip warms up. The slower half
+    leaves after each round. The last two have more rounds, in which the first timer takes part for comparison.
 
     >>> fastest([lambda: 3.0, lambda: 1.0, lambda: 2.0])
     (1, [3.0, 1.0, 2.0])
     """
-    found: list[list[float]] = [[] for _ in measures]
+    times: list[list[float]] = [[] for _ in timers]
 
     def median(index: int) -> float:
-        return statistics.median(found[index])
+        return statistics.median(times[index])
 
-    live = list(range(len(measures)))
+    live = list(range(len(timers)))
     finals = 0
     while finals < FINAL_ROUNDS:
         if len(live) <= 2:
             finals += 1
             live = sorted({0, *live})
         for index in (*live, *reversed(live)):
-            found[index].append(measures[index]())
+            times[index].append(timers[index]())
         live = sorted(live, key=median)[: max(2, math.ceil(len(live) / 2))]
-    return live[0], [median(index) for index in range(len(measures))]
+    return live[0], [median(index) for index in range(len(timers))]
 
 
-def _measures(
-    problem: Problem, some: Sequence[Candidate], weights: Sequence[PackedWeight], device: int
-) -> list[Callable[[], float]]:
-    """For each configuration what measures its microseconds."""
-    import cupy
-
-    rng = np.random.default_rng(0)
-    x = placement.to_device(testing.random_activations(rng, problem.m, problem.k), device)
-    y = cupy.empty((problem.m, problem.n), x.dtype)
-    launchers = [Launcher(c.family.plan(c.config, problem, devices.of(device))) for c in some]
-    calls = [[functools.partial(_launch, launcher, x, y, w, device) for w in weights] for launcher in launchers]
-    return [functools.partial(timing.on_gpu, each) for each in calls]
-
-
-def _launch(launcher: Launcher, x: Array, y: Array, weight: PackedWeight, device: int) -> None:
-    import cupy
-
-    stream = cupy.cuda.get_current_stream().ptr
-    workspace = workspaces.workspace_address(device, stream)
-    addresses = arrays.address(x), 0, arrays.address(y), workspace + workspaces.COUNTER_BYTES, workspace
-    named = dict(zip(BUFFERS, (*addresses, *weight_addresses(weight, None)), strict=True))
-    launcher(tuple(named[name] for name in launcher.buffers), stream)
-
-
-def keep(rows: Sequence[Row], device: int) -> str:
-    """Store the choices for the processes to come; the path of their file."""
-    table: tuned.Table = {}
+def keep(rows: Sequence[Row], device: int) -> Path:
+    """Store the configurations in the user's table for the processes to come, and return its path."""
+    found: tuned.Table = {}
     for row in rows:
-        label = tuned.label(row.family, row.config)
-        table.setdefault(f"{row.k}x{row.n}", {})[str(row.m)] = tuned.entry(label, row.us)
-    return str(tuned.write(devices.of(device), table))
+        label = tuned.label(row.best.family, row.best.config)
+        found.setdefault(row.key.shapes[0], {})[str(row.key.tuned_m)] = tuned.entry(label, row.us)
+    return tuned.write(devices.of(device), found)
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The run as text."""
-    header = ["shape", "fastest configuration", "M", "us", "model's choice, us", "gain", "tried"]
+    """Return the run as text."""
+    header = ["shape", "fastest configuration", "M", "us", "cost model's choice, us", "gain", "tried"]
     cells = []
     for row in rows:
-        gain = f"{row.model_us / row.us:.2f}x"
-        figures = (table.number(row.us), table.number(row.model_us), gain, str(row.tried))
-        cells.append([f"{row.k}x{row.n}", tuned.label(row.family, row.config), str(row.m), *figures])
+        figures = (table.number(row.us), table.number(row.modelled_us), f"{row.modelled_us / row.us:.2f}x")
+        label = tuned.label(row.best.family, row.best.config)
+        cells.append([row.key.shapes[0], label, str(row.key.tuned_m), *figures, str(row.tried)])
     return table.render(header, cells, left=2)

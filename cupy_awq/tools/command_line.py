@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: ``python -m cupy_awq COMMAND``; those of language models are in `llm.command_line`.
+"""The command line: ``python -m cupy_awq COMMAND``. `llm_commands` has the commands of language models.
 
-A user's mistake is one line on stderr and exit code 2.
+Shapes are KxN as in W [K, N], and --m are the rows of x, everywhere. A user's mistake is one line on stderr and exit
+code 2.
 """
 
 from __future__ import annotations
@@ -14,26 +15,29 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import cupy_awq
 from cupy_awq.check import HOST
 from cupy_awq.runtime import placement
-from cupy_awq.tools import llm_commands as command_line
+from cupy_awq.tools import llm_commands
+
+if TYPE_CHECKING:
+    from cupy_awq.tools.operations import Settings
 
 DTYPES = ("float16", "bfloat16", "float32")
 OPS = ("gemm", "gemm_int8", "conv2d")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Mistakes become a ValueError, so that ``main`` reports all of them in one way."""
+    """A parser that raises ValueError for a mistake, so that ``main`` reports all mistakes in one way."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (see {self.prog} --help)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 0, 2 for a user's mistake, or the command's own."""
+    """Run a command and return the exit code: 0, 2 for a user's mistake, or the command's own."""
     try:
         args = _parser().parse_args(arguments)
         code: int = args.run(args)
@@ -53,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m cupy_awq",
-        description="AWQ INT4 weight-only linear algebra for NVIDIA GPUs: try it, look into checkpoints, time it.",
+        description="AWQ INT4 weight-only linear algebra for NVIDIA GPUs: try it, inspect checkpoints, time it.",
     )
     parser.add_argument("--version", action="version", version=f"cupy_awq {cupy_awq.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -72,120 +76,127 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    demo = command("demo", _demo, "run a real quantized layer, checked and timed", DEMO, ["", "--json"])
-    demo.add_argument("--json", action="store_true", help="a list of objects instead of text")
+    demo = command("demo", _demo, "run a real quantized layer, check and time it", DEMO, ["", "--json"])
+    demo.add_argument("--json", action="store_true", help="print a list of objects instead of text")
 
     info = command("info", _info, "print what a checkpoint holds", INFO, ["Qwen3-8B-AWQ/", "model.safetensors --json"])
     info.add_argument("path", metavar="PATH", help="folder or safetensors file in the AutoAWQ gemm format")
-    info.add_argument("--json", action="store_true", help="an object instead of text")
+    info.add_argument("--json", action="store_true", help="print an object instead of text")
 
     examples = [
         "4096x12288 --m 1,16,64",
         "4096x4096 12288x4096 --m 1,4,16,64,256 --plot times.png",
+        "4096x12288 --op gemm_int8",
+        "64x64 256x256 --op conv2d --m 1,8,32 --image 14",
         "--model qwen3-8b",
-        "--op gemm_int8 4096x12288",
-        "--op conv2d 64x64 256x256 --m 1,8,32 --image 14",
     ]
-    bench = command("bench", _bench, "time x @ W for shapes that you name", BENCH, examples)
+    bench = command("bench", _bench, "time an operation for the shapes of your layers", BENCH, examples)
+    _add_operation(bench, nargs="*", ms=[1, 16, 64])
+    _add_dtype(bench)
     bench.add_argument(
-        "shapes", metavar="KxN", nargs="*", type=_shape, help="in features x out features, such as 4096x12288"
+        "--kernel", metavar="NAME", help="gemm: force this kernel on the AWQ layout (default: AwqLinear and its choice)"
     )
-    bench.add_argument(
-        "--op", choices=OPS, default="gemm", help="gemm (default), gemm_int8 (W4A8), or conv2d (shapes are CIxCO)"
-    )
-    bench.add_argument("--image", metavar="S", type=int, default=56, help="conv2d: of S x S pixels (default: 56)")
-    bench.add_argument("--window", metavar="S", type=int, default=3, help="conv2d: of S x S taps (default: 3)")
-    bench.add_argument(
-        "--m", metavar="M,M,...", type=_counts, default=[1, 16, 64], help="rows of x, or images (default: 1,16,64)"
-    )
-    bench.add_argument(
-        "--group-size", metavar="G", type=int, default=128, help="rows of W that share a scale, -1: K (default: 128)"
-    )
-    bench.add_argument("--dtype", choices=DTYPES, default="float16", help="of x (default: float16)")
-    bench.add_argument(
-        "--kernel", metavar="NAME", help="gemm with this kernel on AWQ's own arrays (default: AwqLinear and its choice)"
-    )
-    bench.add_argument("--plan", action="store_true", help="through cupy_awq.plan, made once for each weight")
-    bench.add_argument("--json", action="store_true", help="an object instead of text")
+    bench.add_argument("--plan", action="store_true", help="gemm: time a cupy_awq.plan instead of the layer")
+    bench.add_argument("--json", action="store_true", help="print an object instead of text")
     bench.add_argument(
         "--plot", metavar="FILE.png", type=Path, help="also draw time / roofline over M (needs matplotlib)"
     )
     bench.add_argument(
-        "--model", metavar="NAME", help="instead: a whole model of random weights, such as qwen3-8b, behind 1024 tokens"
+        "--model", metavar="NAME", help="time a whole model of random weights, such as qwen3-8b, after 1024 tokens"
     )
 
-    tune = command("tune", _tune, "measure the fastest configurations on this GPU", TUNE, ["4096x12288 12288x4096"])
-    tune.add_argument("shapes", metavar="KxN", nargs="+", type=_shape, help="in features x out features")
-    tune.add_argument(
-        "--m", metavar="M,M,...", type=_counts, default=TUNE_ROWS, help="rows of x (default: 1 to 4096, powers of two)"
-    )
-    tune.add_argument(
-        "--group-size", metavar="G", type=int, default=128, help="rows of W that share a scale, -1: K (default: 128)"
-    )
-    tune.add_argument("--tries", metavar="T", type=int, default=12, help="configurations for each M (default: 12)")
+    examples = ["4096x12288 12288x4096", "4096x12288 --op gemm_int8 --m 1,64", "64x64 --op conv2d --m 1,8"]
+    tune = command("tune", _tune, "measure the fastest configurations on this GPU", TUNE, examples)
+    _add_operation(tune, nargs="+", ms=[1 << i for i in range(13)])
+    tune.add_argument("--tries", metavar="T", type=int, default=12, help="configurations to time per M (default: 12)")
 
-    compile_ = command(
-        "compile", _compile, "compile every kernel, with no GPU", COMPILE, ["--arch 90a", "--arch 80 --arch 89"]
-    )
+    examples = ["--arch 90a", "--arch 80 --arch 89"]
+    compile_ = command("compile", _compile, "compile every kernel, without a GPU", COMPILE, examples)
     compile_.add_argument(
-        "--arch",
-        metavar="ARCH",
-        action="append",
-        required=True,
-        help="compute capability, such as 75 or 90a; repeatable",
+        "--arch", metavar="ARCH", action="append", required=True, help="compute capability: 75, 90a, ...; repeatable"
     )
 
-    examples = ["1 12288 4096 --arch 90", "16 12288 4096 --arch 90 --layer"]
-    explain = command("explain", _explain, "print each kernel, legal or why not, and the choice", "", examples)
-    explain.add_argument("m", metavar="M", type=int, help="rows of x")
-    explain.add_argument("n", metavar="N", type=int, help="out features")
-    explain.add_argument("k", metavar="K", type=int, help="in features")
-    explain.add_argument("--group-size", metavar="G", type=int, default=128, help="(default: 128)")
-    explain.add_argument("--dtype", choices=DTYPES, default="float16", help="of x (default: float16)")
+    examples = [
+        "4096x12288 --m 1,16 --arch 90",
+        "4096x12288 --m 16 --arch 90 --layer",
+        "64x256 --op conv2d --image 14 --arch 90",
+    ]
+    explain = command("explain", _explain, "print each kernel, its time or why it is not legal", EXPLAIN, examples)
+    _add_operation(explain, nargs="+", ms=[1, 16, 64])
+    _add_dtype(explain)
     explain.add_argument(
-        "--arch", metavar="ARCH", type=int, help="compute capability, such as 90 (default: the current GPU's)"
+        "--arch", metavar="ARCH", type=int, help="compute capability, such as 90 (default: that of the current GPU)"
     )
     explain.add_argument(
         "--layer",
         action="store_true",
-        help="kernels of AwqLinear, which repacks its weight on Hopper (default: of gemm)",
+        help="gemm: kernels of AwqLinear, which repacks on Hopper (default: those on the AWQ layout)",
     )
-    command_line.add(command)
+    llm_commands.add(command)
     return parser
+
+
+def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: list[int]) -> None:
+    """Add the sizes, in the order of x[M, K] @ W[K, N], and the operation."""
+    parser.add_argument(
+        "shapes", metavar="KxN", nargs=nargs, type=_shape, help="W [K, N]: in features x out features, as 4096x12288"
+    )
+    default = ",".join(map(str, ms)) if len(ms) < 8 else "the powers of two up to 4096"
+    parser.add_argument("--m", metavar="M,M,...", type=_counts, default=ms, help=f"rows of x (default: {default})")
+    parser.add_argument(
+        "--group-size", metavar="G", type=int, default=128, help="rows of W that share a scale, -1 for K (default: 128)"
+    )
+    parser.add_argument(
+        "--op",
+        choices=OPS,
+        default="gemm",
+        help="gemm (default); gemm_int8 (W4A8); conv2d, whose KxN are input x output channels and whose M are images",
+    )
+    parser.add_argument("--image", metavar="S", type=int, default=56, help="conv2d: S x S pixels (default: 56)")
+    parser.add_argument("--window", metavar="S", type=int, default=3, help="conv2d: S x S kernel (default: 3)")
+
+
+def _add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, default="float16", help="dtype of x (default: float16)")
 
 
 DEMO = """
 
-Loads the MLP of layer 0 of SmolLM2-135M-Instruct that the package carries, and
+Loads the MLP of layer 0 of SmolLM2-135M-Instruct, which the package contains, and
 runs it at M = 1, 16 and 256 on the GPU if there is one, else on the CPU. fp16_us is
 the time of the unquantized product: cupy.matmul in float16 (null without cuBLAS),
 or NumPy in float32 on the CPU."""
 
 INFO = """
 
-Reads the headers alone. The ratio is bytes over those of the same weights in fp16."""
+Reads only the headers. The ratio is the size over that of the same weights in fp16."""
 
 BENCH = """
 
-On a GPU: CUDA graph replays with weights that are cold in L2, median of seven.
-GB/s counts the bytes of W, x and y. us / roofline: 1 is the best possible, where the
+On a GPU: the median of seven CUDA graph replays with weights that are cold in L2.
+GB/s counts the bytes of W, x and y. us / roofline: 1 is the best possible; the
 roofline is max(bytes / read bandwidth, flops / fp16 rate), measured in the same run.
-fp16 / us: how many times faster than cupy.matmul with fp16 weights (needs cuBLAS).
+fp16 / us: the speedup over cupy.matmul with fp16 weights (needs cuBLAS).
 Without a GPU, the NumPy path is timed."""
 
-TUNE_ROWS = [1 << i for i in range(13)]
 TUNE = """
 
-Times the configurations that the model ranks first, with weights that are cold in
-L2, and keeps the fastest for each shape and number of rows in the user's cache
-(CUPY_AWQ_CACHE_DIR). AwqLinear uses them from the next process on, for every group
-size and dtype; other numbers of rows take the next power of two's."""
+Times the configurations that the cost models rank first, with weights that are cold
+in L2, and keeps the fastest for each shape and M in the user's cache
+(CUPY_AWQ_CACHE_DIR). Processes that start later use it, for every group size and
+dtype. A GEMM with another M takes the configuration of the next power of two."""
 
 COMPILE = """
 
 Fills the cache of compiled kernels (CUPY_AWQ_CACHE_DIR), to warm a container image
-or to check a build. Prints registers, shared memory and spills; exit code 1 if any
-kernel spills or has its wgmma serialized."""
+or to check a build. Prints registers, shared memory and spills. The exit code is 1
+if a kernel spills registers or if the compiler serializes its wgmma instructions."""
+
+EXPLAIN = """
+
+"->" marks the kernel that is chosen. A time is "measured" if `tune` recorded it on
+this GPU, else "modelled" by the kernel's cost model. The last line says what decided:
+a cost model or a table of tuned configurations, and which."""
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -229,26 +240,24 @@ def _bench(args: argparse.Namespace) -> int:
         raise ValueError("bench: expected shapes KxN or a --model")
     if args.model is not None:
         return _bench_model(args)
-    if args.op != "gemm":
-        return _bench_int8(args)
+    if args.op != "gemm" and (args.kernel or args.plan or args.dtype != "float16"):
+        raise ValueError(f"bench: --op {args.op} takes no --kernel, --plan or --dtype")
     figure = bench.new_figure() if args.plot else None  # fails before the work
     if args.plot and not (args.plot.suffix == ".png" and args.plot.absolute().parent.is_dir()):
         raise ValueError(f"--plot: expected FILE.png in a folder that exists, got {args.plot}")
     device = placement.resolve()
-    rows, ceilings = bench.run(
-        args.shapes,
-        args.m,
-        group_size=args.group_size,
-        dtype=args.dtype,
-        kernel=args.kernel,
-        planned=args.plan,
-        device=device,
-        progress=lambda text: _progress("bench", text),
-    )
+    settings = _settings(args, device, dtype=args.dtype, kernel=args.kernel, planned=args.plan)
+    rows, ceilings = bench.run(args.op, args.shapes, args.m, settings, lambda text: _progress("bench", text))
     if figure:
         bench.draw(figure, rows, placement.device_name(device))
         figure.savefig(args.plot)
     return _print(bench.to_json(rows, ceilings, device), bench.render(rows, ceilings, device), args.json)
+
+
+def _settings(args: argparse.Namespace, device: int, **options: Any) -> Settings:
+    from cupy_awq.tools.operations import Settings
+
+    return Settings(device, group_size=args.group_size, image=args.image, window=args.window, **options)
 
 
 def _bench_model(args: argparse.Namespace) -> int:
@@ -272,37 +281,24 @@ def _bench_model(args: argparse.Namespace) -> int:
     return _print([dataclasses.asdict(row) for row in rows], table, args.json)
 
 
-def _bench_int8(args: argparse.Namespace) -> int:
-    from cupy_awq.tools import bench_quantized as speed
-
-    if args.kernel or args.plan or args.plot or args.dtype != "float16":
-        raise ValueError(f"bench: --op {args.op} takes no --kernel, --plan, --plot or --dtype")
-    device = placement.resolve()
-    options: dict[str, Any] = {"device": device, "progress": lambda text: _progress("bench", text)}
-    with placement.use_device(device):
-        if args.op == "conv2d":
-            rows = speed.convolution(args.shapes, args.m, window=args.window, image=args.image, **options)
-        else:
-            rows = speed.gemm(args.shapes, args.m, group_size=args.group_size, **options)
-    return _print(speed.to_json(rows, device), speed.render(rows, device), args.json)
-
-
 def _progress(command: str, text: str) -> None:
     print(f"{command}: {text}", file=sys.stderr, flush=True)
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from cupy_awq.tools import autotune as tune
+    from cupy_awq.tools import autotune
 
     device = placement.resolve()
     if device == HOST:
-        raise ValueError("tune needs an NVIDIA GPU, and there is none")
+        raise ValueError("tune: expected an NVIDIA GPU, found none")
     if args.tries < 1:
         raise ValueError(f"--tries: expected a positive integer, got {args.tries}")
-    options = {"group_size": args.group_size, "tries": args.tries, "device": device}
-    rows = tune.run(args.shapes, args.m, **options, progress=lambda text: _progress("tune", text))
-    print(tune.render(rows))
-    print(f"kept in {tune.keep(rows, device)}")
+    settings = _settings(args, device, cached=False)
+    rows = autotune.run(
+        args.op, args.shapes, args.m, settings, args.tries, progress=lambda text: _progress("tune", text)
+    )
+    print(autotune.render(rows))
+    print(f"kept in {autotune.keep(rows, device)}")
     return 0
 
 
@@ -313,5 +309,25 @@ def _compile(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    print(cupy_awq.explain(args.m, args.n, args.k, args.group_size, args.dtype, arch=args.arch, layer=args.layer))
+    if args.op != "gemm":
+        return _explain_problem(args)
+    tables = [
+        cupy_awq.explain(m, k, n, args.group_size, args.dtype, arch=args.arch, layer=args.layer)
+        for k, n in args.shapes
+        for m in args.m
+    ]
+    print("\n\n".join(tables))
+    return 0
+
+
+def _explain_problem(args: argparse.Namespace) -> int:
+    """Explain an operation other than gemm, for contiguous arrays."""
+    from cupy_awq.kernels import select
+    from cupy_awq.runtime import device
+    from cupy_awq.tools.operations import typical_problem
+
+    settings = _settings(args, HOST, dtype=args.dtype)
+    gpu = device.nominal(args.arch) if args.arch is not None else device.current_or_nominal()
+    problems = [typical_problem(args.op, shape, m, settings) for shape in args.shapes for m in args.m]
+    print("\n\n".join(select.explain(problem, gpu) for problem in problems))
     return 0

@@ -14,8 +14,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from cupy_awq.int8.gpu import chosen_convolution
-from cupy_awq.kernels import conv2d, gemm_sm90, int8, llm, select
+from cupy_awq.kernels import (
+    conv2d_int8,
+    conv2d_problem,
+    gemm_sm90,
+    int8_problem,
+    llm,
+    quantize_fp8,
+    quantize_rows,
+    select,
+)
 from cupy_awq.kernels.convert import VALUES, Conversion
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.problem import Fusion, Problem
@@ -36,9 +44,9 @@ def kernels(arch: int) -> list[Kernel]:
     Hopper's families have a kernel for each configuration, so of these only the choices for common layers.
     """
     facts = device.nominal(arch)
-    found = [*_raw(facts), *int8.kernels(facts), *conv2d.kernels(facts), *llm.kernels(facts)]
+    found = [*_raw(facts), *_quantized(facts), *llm.kernels(facts)]
     if arch == 90:
-        found += [*_hopper(facts), *_convolutions(facts)]
+        found += _hopper(facts)
     return list(dict.fromkeys(found))
 
 
@@ -75,16 +83,12 @@ def _hopper(facts: device.Device) -> Iterator[Kernel]:
             yield from (large.plan(config, problem, facts).kernel for config in large.configs(problem, facts))
 
 
-def _convolutions(facts: device.Device) -> Iterator[Kernel]:
-    """Those of common layers in NHWC, with weights in blocks of 32."""
-    wide = ((3, 64, 64, 56), (3, 128, 128, 28), (3, 256, 256, 14), (3, 512, 512, 7))
-    pointwise = ((1, 64, 256, 56), (1, 256, 64, 56), (1, 1024, 256, 14), (1, 512, 2048, 7))
-    for batch, bits, (kernel, ci, co, side) in itertools.product((1, 8, 32), (4, 8), wide + pointwise):
-        pad = kernel // 2
-        sizes = conv2d.Sizes(batch, side, side, ci, co, 1, kernel, kernel, side, side, pad_h=pad, pad_w=pad)
-        strides = side * side * ci, side * ci, ci, 1
-        _, plan = chosen_convolution(conv2d.Convolution(sizes, 32, bits, True, "float16", strides), facts)
-        yield plan.kernel
+def _quantized(facts: device.Device) -> Iterator[Kernel]:
+    """Yield the kernels of common 8-bit products, quantizations and convolutions, where the GPU has them."""
+    for module in (quantize_rows, quantize_fp8, int8_problem, conv2d_problem, conv2d_int8):
+        for problem in module.common_problems():
+            if any(not isinstance(found, str) for found in select.candidates(problem, facts).values()):
+                yield select.choose(problem, facts).plan.kernel
 
 
 def run(archs: list[str]) -> int:

@@ -3,46 +3,51 @@
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import asdict
 from typing import Any
 
 from cupy_awq import checkpoint
-from cupy_awq.checkpoint import Module
 from cupy_awq.tools import table
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Layers, other tensors and totals of a checkpoint, ready for JSON; raises as `checkpoint.read` does.
+    """Format, layers, other tensors and totals of a checkpoint, ready for JSON; raises as `checkpoint.read` does.
 
     ``fp16_bytes`` is what the same layer takes unquantized, at two bytes a weight; ``ratio`` is bytes / fp16_bytes.
     """
     layers: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
-    for name, item in checkpoint.read(path).items():
-        if isinstance(item, Module):
-            (k, n), bias = item.weight.shape, item.bias
-            extra = 0 if bias is None else bias.nbytes
+    contents = checkpoint.read(path)
+    specs = contents.specs
+    for name in contents:
+        if contents.is_module(name):
+            spec = specs[name]
+            extra = 0 if spec.bias_dtype is None else spec.n * spec.bias_dtype.itemsize
             layers.append(
                 {
                     "name": name,
-                    "k": k,
-                    "n": n,
-                    "group_size": item.weight.group_size,
-                    "zeros": item.weight.spec.zeros,
-                    "dtype": str(item.weight.dtype),
-                    "bias": bias is not None,
-                    **_sizes(item.weight.nbytes + extra, 2 * k * n + extra),
+                    "k": spec.k,
+                    "n": spec.n,
+                    "group_size": spec.group_size,
+                    "zeros": spec.zeros,
+                    "dtype": str(spec.dtype),
+                    "bias": spec.bias_dtype is not None,
+                    **_sizes(spec.nbytes, 2 * spec.k * spec.n + extra),
                 }
             )
         else:
-            array = item.array
-            others.append({"name": name, "shape": list(array.shape), "dtype": str(array.dtype), "bytes": array.nbytes})
+            shape, dtype = contents.dense_form(name)
+            size = math.prod(shape) * dtype.itemsize
+            others.append({"name": name, "shape": list(shape), "dtype": str(dtype), "bytes": size})
     other_bytes = sum(item["bytes"] for item in others)
     total = {
         "layers": _sizes(sum(item["bytes"] for item in layers), sum(item["fp16_bytes"] for item in layers)),
         "other_bytes": other_bytes,
     }
-    return {"path": os.fspath(path), "layers": layers, "others": others, "total": total}
+    summary = asdict(checkpoint.summarize(contents))
+    return {"path": os.fspath(path), "format": summary, "layers": layers, "others": others, "total": total}
 
 
 def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
@@ -51,7 +56,7 @@ def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
 
 def render(facts: dict[str, Any]) -> str:
     """``describe``'s result as text."""
-    lines = []
+    lines = [*_format_lines(facts["format"]), ""] if facts["format"]["format"] else []
     layers, others, total = facts["layers"], facts["others"], facts["total"]
     if layers:
         header = ["layer", "zeros", "scales", "bias", "K", "N", "group size", "bytes", "ratio to fp16"]
@@ -64,6 +69,15 @@ def render(facts: dict[str, Any]) -> str:
         lines.append(f"{_count(len(others), 'other tensor')}: {table.size(total['other_bytes'])}")
         lines.append(f"total: {table.size(sums['bytes'] + total['other_bytes'])}")
     return "\n".join(lines)
+
+
+def _format_lines(summary: dict[str, Any]) -> list[str]:
+    """What was found, and the form of most modules, exceptions and roundings, a line each."""
+    zeros = {True: "symmetric", False: "asymmetric", None: "symmetric and asymmetric modules"}[summary["symmetric"]]
+    order = ", activation order" if summary["act_order"] else ""
+    lines = [summary["found"], f"{summary['bits']} bits, group size {summary['group_size']}, {zeros}{order}"]
+    lines += [f"exception: {name}: {text}" for name, text in summary["exceptions"].items()]
+    return lines + [f"rounded: {text} ({_count(count, 'module')})" for text, count in summary["roundings"].items()]
 
 
 def _numbers(item: dict[str, Any]) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of a call: on a GPU the median of CUDA graph replays, on the CPU the median of runs."""
+"""The time of a call: on a GPU the median of CUDA graph replays, on the CPU the median of runs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,25 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cupy_awq.check import HOST
+
 Call = Callable[[], object]
 
 SAMPLES = 7
+"""The number of times of which the median is taken."""
 WARM_MS = 60.0
-"""A GPU raises its clocks under load: the samples come straight after this much of the same work."""
+"""The length of the same work right before the samples, in milliseconds: a GPU raises its clocks under load."""
 CPU_SECONDS = 0.2
+"""The least total length of the samples on the CPU."""
+
+
+def time_calls(calls: Sequence[Call], device: int) -> float:
+    """Return the median microseconds of one call on a GPU, which must be current, or on the CPU (HOST)."""
+    return on_cpu(calls) if device == HOST else on_gpu(calls)
 
 
 def on_cpu(calls: Sequence[Call]) -> float:
-    """Median microseconds of one call; the calls take turns.
+    """Return the median microseconds of one call on the CPU; the calls take turns.
 
     >>> on_cpu([lambda: sum(range(1000))]) > 0
     True
@@ -36,12 +45,11 @@ def on_cpu(calls: Sequence[Call]) -> float:
 
 
 def on_gpu(calls: Sequence[Call], *, graph: bool = True) -> float:
-    """Median microseconds of one call on the current GPU.
+    """Return the median microseconds of one call on the current GPU.
 
     The calls take turns in a batch of at least 20 (fewer if they are long), captured as one CUDA graph. They must write
-    to arrays made before. CuPy refuses to capture cuBLAS: with ``graph=False`` the batch is launched behind a host
-    function that holds the stream until all of it is queued, so that no host time is measured there either, only the
-    slightly wider gaps between launches from a stream.
+    to existing arrays. CuPy refuses to capture cuBLAS: with ``graph=False`` a host function holds the stream until the
+    whole batch is queued, so that no host time is measured either, only the slightly wider gaps between launches.
     """
     import cupy
 
@@ -62,7 +70,7 @@ def on_gpu(calls: Sequence[Call], *, graph: bool = True) -> float:
 
 @functools.cache
 def _stream(device: int) -> Any:
-    """One stream for all measurements on a GPU: memory pools and workspaces belong to a stream."""
+    """Return the one stream for all measurements on a GPU: memory pools and workspaces belong to a stream."""
     import cupy
 
     return cupy.cuda.Stream(non_blocking=True)
@@ -80,7 +88,7 @@ def _warm_runs(once: float) -> int:
 
 
 def _replayed(stream: Any, batch: Sequence[Call]) -> list[float]:
-    """Milliseconds of graph replays, launched while earlier ones still run: no host time lies between the events."""
+    """Return the milliseconds of graph replays; each is launched while the previous one runs, so no gap is timed."""
     stream.begin_capture()
     for call in batch:
         call()
@@ -98,11 +106,11 @@ def _replayed(stream: Any, batch: Sequence[Call]) -> list[float]:
 
 
 def _queued(stream: Any, batch: Sequence[Call]) -> list[float]:
-    """Milliseconds of the batch, each time launched behind a host function that holds the stream meanwhile."""
+    """Return the milliseconds of the batch, queued each time behind a host function that holds the stream."""
 
     def sample() -> float:
         launched = threading.Event()
-        # The limit of a second only ends the wait should a launch itself wait for the stream.
+        # The limit of a second only matters if a launch itself waits for the stream.
         stream.launch_host_func(lambda _: launched.wait(1.0), None)
         begin = stream.record()
         for call in batch:
@@ -117,7 +125,7 @@ def _queued(stream: Any, batch: Sequence[Call]) -> list[float]:
 
 
 def cublas() -> bool:
-    """Whether CuPy finds cuBLAS (the extra ``blas``)."""
+    """Return whether CuPy finds cuBLAS (the extra ``blas``)."""
     try:
         import cupy.cublas  # noqa: F401
     except (ImportError, OSError):

@@ -6,7 +6,7 @@ python tests/examples/convolve_mnn_weight.py
 
 import numpy as np
 
-from cupy_awq.int8 import conv2d, from_mnn
+from cupy_awq import conv2d, from_mnn
 
 CO, CI, KERNEL, BLOCKS = 32, 16, (3, 3), 2
 

@@ -26,7 +26,7 @@ import cupy as cp
 import numpy as np
 
 import cupy_awq
-from cupy_awq.int8 import (
+from cupy_awq import (
     BlockQuantizedWeight,
     conv2d,
     from_packed,

@@ -21,8 +21,8 @@ from cupy_awq import llm
 
 def our_logits(model: llm.LanguageModel, ids: list[int]) -> np.ndarray:
     """Return the logits [S, V] of cupy_awq."""
-    cache = model.model.ops.cache(1, len(ids))
-    return np.concatenate([model.model.logits(hidden)[0] for hidden in model.model.append(cache, 0, ids)])
+    cache = model.model.ops.make_cache(1, len(ids))
+    return np.concatenate([model.model.logits(hidden)[0] for hidden in model.model.prefill(cache, 0, ids)])
 
 
 def their_logits(path: Path, ids: list[int]) -> np.ndarray:

@@ -8,7 +8,6 @@ for its group, or at once.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -274,21 +273,27 @@ class Box:
     """A box of a tensor at a place: its rows in the buffer, clipped to the tensor, and its order in shared memory."""
 
     def __init__(self, tensor: Any, buffer: Buffer, place: list[int]) -> None:
-        self.tensor, self.buffer = tensor, buffer
+        self.tensor = tensor
         self.item = int(np.dtype(ITEM.get(tensor.dtype, tensor.dtype)).itemsize)
         self.row_bytes = tensor.box[0] * self.item
         first = place[0]
         low, high = max(first, 0), min(first + tensor.box[0], tensor.dims[0])
-        self.clip = slice((low - first) * self.item, max(high - first, low - first) * self.item)
-        self.rows: list[tuple[int, int]] = []  # (row of the box, byte in the buffer) of the rows inside
-        strides = tensor.steps or (1,) * len(tensor.box)
-        outer = [range(0, extent * step, step) for extent, step in zip(tensor.box[:0:-1], strides[:0:-1], strict=True)]
-        for row, steps in enumerate(itertools.product(*outer)):
-            indices = [at + step for at, step in zip(place[1:], reversed(steps), strict=True)]
-            if all(0 <= i < extent for i, extent in zip(indices, tensor.dims[1:], strict=True)) and low < high:
-                start = sum(i * stride for i, stride in zip(indices, tensor.strides, strict=True))
-                self.rows.append((row, start + low * self.item))
-        self.count = int(np.prod(tensor.box[1:]))
+        clip = slice((low - first) * self.item, max(high - first, low - first) * self.item)
+        start, inside = np.zeros(1, np.int64), np.full(1, low < high)
+        steps = tensor.steps or (1,) * len(tensor.box)
+        outer = zip(tensor.box[1:], steps[1:], place[1:], tensor.dims[1:], tensor.strides, strict=True)
+        for extent, step, at, size, stride in reversed(list(outer)):
+            index = at + np.arange(extent) * step
+            start = (start[:, None] + index * stride).ravel()
+            inside = (inside[:, None] & (index >= 0) & (index < size)).ravel()
+        self.count = len(start)
+        self.rows = np.flatnonzero(inside)  # rows of the box inside the tensor
+        starts = start[inside] + low * self.item  # and where they begin in the buffer
+        aligned = not np.any((starts | buffer.base | clip.start | clip.stop) % 8)
+        self._unit = np.dtype(np.uint64 if aligned else np.uint8)
+        self._clip = slice(clip.start // self._unit.itemsize, clip.stop // self._unit.itemsize)
+        self._view, first_items = buffer.elements(starts, self._unit.type)
+        self._items = first_items[:, None] + np.arange(self._clip.stop - self._clip.start)
 
     def swizzled(self, start: int) -> Array:
         """The address of each 16-byte chunk of a box that begins at ``start``."""
@@ -297,16 +302,12 @@ class Box:
 
     def read(self) -> Array:
         content = np.zeros((self.count, self.row_bytes), np.uint8)
-        size = self.clip.stop - self.clip.start
-        for row, start in self.rows:
-            content[row, self.clip] = self.buffer.data[start : start + size]
+        content.view(self._unit)[self.rows, self._clip] = self._view[self._items]
         return content
 
     def write(self, chunks: Array) -> None:
-        content = chunks.reshape(self.count, self.row_bytes)
-        size = self.clip.stop - self.clip.start
-        for row, start in self.rows:
-            self.buffer.data[start : start + size] = content[row, self.clip]
+        content = np.ascontiguousarray(chunks).reshape(self.count, self.row_bytes)
+        self._view[self._items] = content.view(self._unit)[self.rows, self._clip]
 
 
 ITEM = {"bfloat16": "uint16"}

@@ -72,7 +72,7 @@ class Machine:
         self.may_write = np.full(blocks, not dependent)
         self.may_read = np.full(self.threads, not dependent)
         self.fresh = FRESH - CONSTANT if constant else FRESH
-        self.registers = {name: np.dtype(kind).type(0) for name, kind in program.registers.items()}
+        self.registers = dict(program.registers)
         self._parameters, self.tensor_maps = parameters, maps
         self.memory = Memory(self, shared_bytes, program.local_bytes)
         self.races = Races(self, program.grains) if races else None

@@ -50,6 +50,9 @@ class Mbarriers:
         shared = machine.memory.shared
         shared.check_alignment(address, 8, lanes, at)
         position = shared.locate(address, lanes, 8, at)
+        if (position == position[0]).all():
+            yield int(position[0]), lanes
+            return
         for one in np.unique(position):
             yield int(one), lanes[position == one]
 

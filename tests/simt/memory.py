@@ -38,9 +38,9 @@ Chunks = Iterator[tuple["Buffer", Array, Any]]
 
 
 CONSTANT = frozenset(("qweight", "scales", "qzeros"))
-"""Names of buffers that the launch before has not made if the kernel is compiled with CONSTANT."""
+"""The names of the buffers that a kernel compiled with CONSTANT may read before the preceding kernel has finished."""
 FRESH = CONSTANT | {"x", "h", "delta", "residual", "square_sums", "previous_inverse_rms", "qkv"}
-"""Names of buffers that the launch before may have made: a dependent launch waits before it reads them."""
+"""The names of the buffers that the preceding kernel may write: a dependent launch waits before it reads them."""
 
 
 class Buffer:
@@ -351,7 +351,7 @@ class SharedMemory(Space):
         """Set the state of ``size`` bytes from each position (multiples of the size, or of 16 if that is larger)."""
         dtype, each = _unit(size)
         view, index = self.states.elements(position, dtype)
-        value = np.frombuffer(bytes([state]) * each, dtype)[0]
+        value = dtype(state * (0x0101010101010101 & (1 << 8 * each) - 1))
         for k in range(size // each):
             view[index + k] = value
 
@@ -372,9 +372,12 @@ class SharedMemory(Space):
                 self.machine.fail(kind, text, at, lanes, first, int(position[first]) % self.stride + k * each)
 
 
+_UNITS: dict[int, tuple[Any, int]] = {1: (np.uint8, 1), 2: (np.uint16, 2), 4: (np.uint32, 4), 8: (np.uint64, 8)}
+
+
 def _unit(size: int) -> tuple[Any, int]:
     """The largest integer type that divides ``size`` bytes, and its bytes."""
-    return {1: (np.uint8, 1), 2: (np.uint16, 2), 4: (np.uint32, 4)}.get(size & -size, (np.uint64, 8))
+    return _UNITS.get(size & -size, _UNITS[8])
 
 
 class LocalMemory(Space):

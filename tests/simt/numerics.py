@@ -117,6 +117,8 @@ def _sum_to_odd(x: Array, y: Array) -> Array:
     total = np.asarray(x + y)
     back = total - x
     error = (x - (total - back)) + (y - back)  # Knuth's TwoSum: total + error is exact
+    if not error.any():
+        return total
     away = (error > 0) == (total > 0)
     even = (total.view(np.uint64) & np.uint64(1)) == 0
     wrong = even & (error != 0) & np.isfinite(total)
@@ -124,13 +126,17 @@ def _sum_to_odd(x: Array, y: Array) -> Array:
     return np.where(wrong, (total.view(np.int64) + step).view(np.float64), total)
 
 
+_TINY = (np.array(2.0**-125).view(np.uint64) << np.uint64(1)) - np.uint64(1)
+
+
 def fma_f32(x: Array, y: Array, z: Array) -> Array:
     """float32 x * y + z with one rounding."""
     product = np.multiply(x, y, dtype=np.float64)  # exact
     total = product + z
     # Rounding twice errs only if the first result lies half-way between two float32, or is subnormal there.
-    low = np.asarray(total).view(np.uint64) & np.uint64(0x1FFFFFFF)
-    doubtful = (low == 0x10000000) | ((np.abs(total) < 2.0**-125) & (total != 0))
+    bits = np.asarray(total).view(np.uint64)
+    doubtful = (bits & np.uint64(0x1FFFFFFF)) == np.uint64(0x10000000)
+    doubtful |= (bits << np.uint64(1)) - np.uint64(1) < _TINY  # the magnitude, with zero above all others
     if doubtful.any():
         total, addend = np.array(total), np.asarray(z)
         some = (
@@ -213,24 +219,6 @@ def multiply_high(x: Array, y: Array) -> Array:
     if x.dtype.kind == "i":
         high = high - np.where(x < 0, b, np.uint64(0)) - np.where(y < 0, a, np.uint64(0))
     return high.view(x.dtype)
-
-
-def lut(x: Array, y: Array, z: Array, table: int) -> Array:
-    """``lop3``: bit ``x << 2 | y << 1 | z`` of ``table``, for each bit."""
-    common = {
-        0xEA: lambda: (x & y) | z,
-        0x6A: lambda: (x & y) ^ z,
-        0xF8: lambda: x | (y & z),
-        0x80: lambda: x & y & z,
-        0xFE: lambda: x | y | z,
-        0x96: lambda: x ^ y ^ z,
-        0xC0: lambda: x & y,
-        0xE2: lambda: (y & x) | (~y & z),
-    }
-    if table in common:
-        return common[table]()
-    terms = [(x if k & 4 else ~x) & (y if k & 2 else ~y) & (z if k & 1 else ~z) for k in range(8) if table >> k & 1]
-    return np.bitwise_or.reduce(np.broadcast_arrays(*terms)) if terms else x & np.uint32(0)
 
 
 def permute_bytes(x: Array, y: Array, selector: Array) -> Array:

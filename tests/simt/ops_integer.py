@@ -6,7 +6,7 @@ from __future__ import annotations
 from re import Match
 
 from tests.simt.emit import BlockCode, Operand, emits, items
-from tests.simt.parser import TYPE_BYTES, Pair, Vector
+from tests.simt.parser import TYPE_BYTES, Immediate, Pair, Vector
 
 INT = r"([us](?:16|32|64))"
 SYMBOL = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^", "mul": "*"}
@@ -95,7 +95,10 @@ def shift(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand) -> No
     """Amounts above the width act as the width, which is what NumPy's shifts do."""
     kind = ("b" if m[1] == "shl" else m[2]) + m[3]
     dtype = ("int" if kind[0] == "s" else "uint") + m[3]
-    amount = f"np_minimum({b.use(y, 'u32')}, {b.constant(int(m[3]), 'uint32')}).astype({dtype})"
+    if isinstance(y, Immediate):
+        amount = b.constant(min(int(y.value), int(m[3])), dtype)
+    else:
+        amount = f"np_minimum({b.use(y, 'u32')}, {b.constant(int(m[3]), 'uint32')}).astype({dtype})"
     b.define(d, kind, f"{b.use(x, kind)} {'<<' if m[1] == 'shl' else '>>'} {amount}")
 
 
@@ -110,17 +113,53 @@ def funnel_shift(b: BlockCode, m: Match[str], d: Operand, low: Operand, high: Op
         b.define(d, "u32", f"({both} >> {n}.astype(uint64)).astype(uint32)")
 
 
+TWO_INPUTS = (
+    "uint32(0)", "~({y} | {z})", "(~{y} & {z})", "~{y}", "({y} & ~{z})", "~{z}", "({y} ^ {z})", "~({y} & {z})",
+    "({y} & {z})", "~({y} ^ {z})", "{z}", "(~{y} | {z})", "{y}", "({y} | ~{z})", "({y} | {z})", "uint32(0xFFFFFFFF)",
+)  # fmt: skip
+"""The functions of two bits, by the table of their values at bit ``y << 1 | z``."""
+
+
 @emits(r"lop3\.b32")
 def lop3(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, z: Operand, table: Operand) -> None:
-    b.define(d, "b32", f"lut({b.use(x, 'b32')}, {b.use(y, 'b32')}, {b.use(z, 'b32')}, {table.value})")
+    """Bit ``x << 2 | y << 1 | z`` of the table, for each bit."""
+    left, right = b.use(y, "b32"), b.use(z, "b32")
+    clear, set_ = (TWO_INPUTS[half].format(y=left, z=right) for half in (table.value & 15, table.value >> 4))
+    first = b.use(x, "b32")
+    if clear == set_:
+        value = clear
+    elif table.value & 15 == ~table.value >> 4 & 15:
+        value = f"{first} ^ {clear}"
+    else:
+        parts = {(clear, f"~{first}"), (set_, first)}
+        value = " | ".join(f"({half} & {mask})" for half, mask in sorted(parts) if half != TWO_INPUTS[0])
+    b.define(d, "b32", value)
 
 
 @emits(r"prmt\.b32(?:\.(f4e|b4e|rc8|ecl|ecr|rc16))?")
 def permute(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, selector: Operand) -> None:
+    if isinstance(selector, Immediate) and not m[1] and not selector.value & 0x8888:
+        b.define(d, "b32", _permuted(b.use(x, "b32"), b.use(y, "b32"), int(selector.value)))
+        return
     pick = b.use(selector, "u32")
     if m[1]:
         pick = f"permute_mode({pick}, {m[1]!r})"
     b.define(d, "b32", f"permute_bytes({b.use(x, 'b32')}, {b.use(y, 'b32')}, {pick})")
+
+
+def _permuted(x: str, y: str, selector: int) -> str:
+    """Return ``prmt`` without signs as shifts and masks, one for all bytes that move by the same distance."""
+    masks: dict[tuple[str, int], int] = {}
+    for byte in range(4):
+        source = selector >> 4 * byte & 7
+        move = x if source < 4 else y, byte - source % 4
+        masks[move] = masks.get(move, 0) | 0xFF << 8 * byte
+    terms = []
+    for (value, distance), mask in masks.items():
+        shifted = f"({value} {'<<' if distance > 0 else '>>'} uint32({8 * abs(distance)}))" if distance else value
+        whole = (0xFFFFFFFF << 8 * distance if distance > 0 else 0xFFFFFFFF >> -8 * distance) & 0xFFFFFFFF
+        terms.append(shifted if mask == whole else f"({shifted} & uint32({mask}))")
+    return " | ".join(terms)
 
 
 @emits(r"popc\.b(32|64)")

@@ -139,7 +139,7 @@ class Module:
     variables: list[Variable]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Statement:
     kind: str  # "text", "label", "open", "close"
     text: str
@@ -147,14 +147,17 @@ class _Statement:
     loc: Location | None
 
 
+_BLOCK_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_INSTRUCTION_LINE = re.compile(r"\s*((?:@!?[\w$%]+\s+)?[a-z]\w*(?:(?:\.|::)\w+)*(?:\s[^;\"/]*)?);\s*$")
+"""A line that holds one instruction and nothing else, as nearly all do."""
+_LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at (\d+) (\d+) (\d+))?")
 _TOKEN = re.compile(
-    r"""(?P<comment>//[^\n]*|/\*.*?\*/)
-      |\.(?P<directive>loc|file)\b(?P<rest>[^\n]*)
+    r"""(?P<comment>//.*)
       |(?P<mark>[{};])
       |(?P<blank>\s+)
       |(?P<label>[\w$]+)[ \t]*:(?!:)
-      |(?P<text>"[^"]*"|[^{};"/\s][^{};"/\n]*|.)""",
-    re.VERBOSE | re.DOTALL,
+      |(?P<text>"[^"]*"|[^{};"/\s][^{};"/]*|.)""",
+    re.VERBOSE,
 )
 _HEADER = re.compile(r"\.(entry|func|section)\b")
 
@@ -163,32 +166,38 @@ def _statements(text: str) -> Iterator[_Statement]:
     """Split into statements, labels and scope marks."""
     files = {number: Path(name).name for number, name in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text)}
     seen: dict[tuple[str, ...], Location] = {}
-    line, start, loc = 1, 1, None
+    start, loc = 1, None
     parts: list[str] = []
-    for token in _TOKEN.finditer(text):
-        word, kind = token[0], token.lastgroup
-        if kind == "mark" and (word == ";" or _is_scope(parts)):
-            if parts or word == "{":
-                yield _Statement("open" if word == "{" else "text", "".join(parts).strip(), start, loc)
-            if word == "}":
-                yield _Statement("close", "", line, loc)
-            parts = []
-        elif kind == "rest":
-            numbers = re.findall(r"\d+", token["rest"].partition(",")[0])
-            if token["directive"] == "loc" and numbers[1] != "0":  # line 0 is unknown: keep the one before
-                inlined = re.search(r"inlined_at (\d+) (\d+) (\d+)", token["rest"])
-                caller = seen.get(inlined.groups()) if inlined else None
-                loc = seen[tuple(numbers)] = Location(files.get(numbers[0], "?"), int(numbers[1]), caller)
-        elif kind == "label" and not parts:
-            yield _Statement("label", token["label"], line, loc)
-        elif kind in ("text", "mark", "label"):
-            if not parts:
-                start = line
-            parts.append(word)
-        elif parts:
+    for line, content in enumerate(text.split("\n"), 1):
+        if not parts and (instruction := _INSTRUCTION_LINE.match(content)):
+            yield _Statement("text", instruction[1], line, loc)
+            continue
+        if place := _LOC.match(content):
+            file, number, column, *inlined = place.groups()
+            if number != "0":  # line 0 is unknown: keep the previous location
+                caller = seen.get(tuple(inlined)) if inlined[0] else None
+                loc = seen[file, number, column] = Location(files.get(file, "?"), int(number), caller)
+            continue
+        if content.lstrip().startswith(".file"):
+            continue
+        for token in _TOKEN.finditer(content):
+            word, kind = token[0], token.lastgroup
+            if kind == "mark" and (word == ";" or _is_scope(parts)):
+                if parts or word == "{":
+                    yield _Statement("open" if word == "{" else "text", "".join(parts).strip(), start, loc)
+                if word == "}":
+                    yield _Statement("close", "", line, loc)
+                parts = []
+            elif kind == "label" and not parts:
+                yield _Statement("label", token["label"], line, loc)
+            elif kind in ("text", "mark", "label"):
+                if not parts:
+                    start = line
+                parts.append(word)
+            elif parts:
+                parts.append(" ")
+        if parts:
             parts.append(" ")
-        if kind in ("blank", "comment"):
-            line += word.count("\n")
 
 
 def _is_scope(parts: list[str]) -> bool:
@@ -247,6 +256,7 @@ class _Scope:
         self.registers: dict[str, Register] = {}
         self.ranges: dict[str, tuple[str, int]] = {}
         self.labels: dict[str, str] = {}
+        self.operands: dict[str, Operand | None] = {}  # by text, once all declarations are known
 
     def declare(self, text: str) -> None:
         """``.reg .b32 %r<58>, p``"""
@@ -274,7 +284,9 @@ class _Scope:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that stand in no bracket."""
+    """Return the parts between the commas outside of brackets."""
+    if "{" not in text:
+        return [part.strip() for part in text.split(",") if part.strip()]
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "[{(") - (letter in ")}]")
@@ -283,6 +295,9 @@ def _split(text: str) -> list[str]:
         else:
             parts[-1] += letter
     return [part.strip() for part in parts if part.strip()]
+
+
+_INSTRUCTION = re.compile(r"(?:@(!?)\s*([\w$%]+)\s+)?([\w.:]+)\s*(.*)$", re.DOTALL)
 
 
 class _Body:
@@ -322,12 +337,12 @@ class _Body:
                 scope.labels[statement.text] = statement.text + scope.suffix
             elif statement.text.startswith(".reg"):
                 scope.declare(statement.text)
-            elif re.match(r"\.(shared|local)\b", statement.text):
+            elif statement.text.startswith((".shared", ".local")):
                 self.function.variables.append(_variable(statement.text))
         return scopes
 
     def _instruction(self, statement: _Statement, scope: _Scope) -> Instruction:
-        match = re.match(r"(?:@(!?)\s*([\w$%]+)\s+)?([\w.:]+)\s*(.*)$", statement.text, re.DOTALL)
+        match = _INSTRUCTION.match(statement.text)
         if not match:
             raise PtxError(f"PTX line {statement.line}: not understood: {statement.text}")
         negated, predicate, opcode, rest = match.groups()
@@ -340,6 +355,11 @@ class _Body:
         return Instruction(opcode, operands, guard, statement.line, statement.loc)
 
     def _operand(self, text: str, scope: _Scope) -> Operand | None:
+        if text not in scope.operands:
+            scope.operands[text] = self._read_operand(text, scope)
+        return scope.operands[text]
+
+    def _read_operand(self, text: str, scope: _Scope) -> Operand | None:
         if text == "_":
             return None
         if text[0] == "[":
@@ -381,7 +401,8 @@ _UNUSED = re.compile(r"^\s*\.(?:version|target|address_size)\b[^\n]*|^\s*\.secti
 def parse(text: str) -> Module:
     """Parse the PTX of one module. Raises PtxError for what it does not understand."""
     module = Module({}, [])
-    text = _UNUSED.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for unused in (_BLOCK_COMMENT, _UNUSED):
+        text = unused.sub(lambda match: " " + "\n" * match[0].count("\n"), text)
     statements = list(_statements(text))
     position = 0
     while position < len(statements):

@@ -40,13 +40,16 @@ class Block:
 
 @dataclass
 class Program:
-    """``registers``: Python name -> NumPy type. ``grains``: bytes, 4 at most, of the narrowest access to shared and to
-    global memory."""
+    """A compiled kernel, ready to run: its instructions, blocks and declarations.
+
+    ``registers``: Python name -> zero of its NumPy type. ``grains``: the bytes, at most 4, of the narrowest access to
+    shared and to global memory.
+    """
 
     name: str
     instructions: list[Instruction]
     blocks: list[Block]
-    registers: dict[str, str]
+    registers: dict[str, Any]
     names: Names
     parameters: list[Variable]
     parameter_offsets: list[int]
@@ -99,7 +102,7 @@ def _compile(parsed: Module, function: Function) -> Program:
         name=function.name,
         instructions=function.instructions,
         blocks=blocks,
-        registers={name: storage(register.type) for register, name in names.registers.items()},
+        registers={name: np.dtype(storage(register.type)).type(0) for register, name in names.registers.items()},
         names=names,
         parameters=function.parameters,
         parameter_offsets=offsets,

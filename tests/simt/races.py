@@ -23,151 +23,186 @@ if TYPE_CHECKING:
     from tests.simt.machine import Machine
 
 Array = Any
+MAX_RECENT = 256
+"""The number of reads that are held back from the table."""
+
+
+class _Readers:
+    """The threads of one access, as columns that broadcast over its grains."""
+
+    def __init__(self, races: Races, threads: Array) -> None:
+        self.threads = threads[:, None]
+        self.warps = self.threads >> 5
+        self.bits = self.threads << AT_BITS
+        self.rows = races.column[self.warps] * races.grains  # where the reads of each thread's warp begin
 
 
 class Races:
-    """The clocks of all warps and the access history of all shared memory."""
+    """The vector clocks of all warps and the access history of all shared memory."""
 
     def __init__(self, machine: Machine, grains: tuple[int, int]) -> None:
         self.machine, self.grain = machine, grains[0]
         warps = machine.threads // 32
         self.columns = machine.cluster_threads // 32  # warps of a cluster
         self.column = np.arange(warps) % self.columns
+        self.alive = machine.live.reshape(warps, 32).any(axis=1)
         # known[0, u, v]: warp u is ordered behind warp v up to this time; known[1]: so is its asynchronous proxy;
-        # known[2]: so are other blocks that learn from u.
+        # known[2]: so are other CTAs that learn from u.
         self.known = np.zeros((3, warps, self.columns), np.int64)
-        self.known[:, :, ~machine.live.reshape(warps, 32).max(axis=1)[: self.columns]] = PENDING  # padding
+        self.known[:, :, ~self.alive[: self.columns]] = PENDING  # padding
         self.time = np.ones(warps, np.int64)
-        self._set_own()
+        self._stamp = np.zeros(warps, np.int64)  # the time of each warp as the high bits of an access
+        self._limit = np.zeros(warps, np.int64)  # accesses below it are ordered before the warp, whoever made them
+        self._all = np.arange(warps)
+        self._update(self._all)
         self.touched = np.zeros(machine.threads, np.int64)  # when a lane last used shared memory by itself
-        count = machine.memory.shared.data.size // self.grain
-        self.writes = np.zeros(count, np.int64)
-        self.reads = np.zeros((self.columns, count), np.int64)
-        self.has_pending_reads = False
+        self.grains = machine.memory.shared.data.size // self.grain
+        self.writes = np.zeros(self.grains, np.int64)
+        self.reads = np.zeros(self.columns * self.grains, np.int64)
+        self._has_reads = False
+        self._recent: list[tuple[Array, _Readers, Array]] = []  # reads (grains, threads, access) not yet in the table
         self.globals = GlobalRaces(machine, self, grains[1])
-        self.visited = np.zeros((machine.blocks, self.columns), np.int64)  # last use of a block's memory by others
+        self.visited = np.zeros((machine.blocks, self.columns), np.int64)  # last use of a CTA's memory by others
+        self._everyone = _Readers(self, np.arange(machine.threads))
+        self._last: tuple[Array, _Readers] = (self._everyone.threads, self._everyone)
 
-    def _set_own(self) -> None:
-        self.known[0, np.arange(len(self.time)), self.column] = self.time
-        # All accesses up to this time are ordered before the warp, whoever made them.
-        self.floor = np.minimum(self.known[0].min(axis=1), self.time - 1)
+    def _update(self, warps: Any) -> None:
+        """Derive what follows from the time and knowledge of some warps."""
+        time = self.time[warps]
+        self.known[0, warps, self.column[warps]] = time
+        self._stamp[warps] = time << TIME_SHIFT
+        self._limit[warps] = np.minimum(self.known[0, warps].min(axis=-1) + 1, time) << TIME_SHIFT
 
-    def _advance(self, warps: Array) -> None:
+    def _advance(self, warps: Any) -> None:
         self.time[warps] += 1
-        self._set_own()
+        self._update(warps)
 
     # ---- accesses: byte positions in shared memory, one for each thread in ``lanes``
 
     def read(self, position: Array, size: int, lanes: Any, at: int, together: bool = False) -> None:
-        """A read; ``together``: by a warp as a whole, so that its lanes do not race."""
-        grains, threads = self._grains(position, size), self._threads(lanes)
-        warps = threads >> 5
-        self._check_writes(grains, threads, at, "read")
-        access = access_code(self.time[warps], threads, at)
-        if self.has_pending_reads:
-            access = np.maximum(self.reads[self.column[warps], grains], access)
-        self.reads[self.column[warps], grains] = access
+        """Record a read; ``together``: by a warp as a whole, so that its lanes do not race."""
+        grains, readers = self._grains(position, size), self._readers(lanes)
+        self._check_writes(grains, readers, at, "read")
+        self._recent.append((grains, readers, self._stamp[readers.warps] | readers.bits | at))
+        if len(self._recent) == MAX_RECENT:
+            self._settle_reads()
         if not together:
-            self.touched[threads[:, 0]] = self.time[warps[:, 0]]
+            self.touched[lanes] = self.time[readers.warps[:, 0]]
 
     def write(self, position: Array, size: int, lanes: Any, at: int) -> None:
-        grains, threads = self._grains(position, size), self._threads(lanes)
-        warps = threads >> 5
-        self._check_writes(grains, threads, at, "write")
-        self._check_reads(grains, threads, at, "write")
-        self.writes[grains] = access_code(self.time[warps], threads, at) | GENERIC
-        self.touched[threads[:, 0]] = self.time[warps[:, 0]]
+        """Record a write by the threads themselves."""
+        grains, writers = self._grains(position, size), self._readers(lanes)
+        self._check_writes(grains, writers, at, "write")
+        self._check_reads(grains, writers, at, "write")
+        self.writes[grains] = self._stamp[writers.warps] | writers.bits | (at | GENERIC)
+        self.touched[lanes] = self.time[writers.warps[:, 0]]
 
     def start_write(self, position: Array, size: int, lanes: Any, at: int) -> None:
-        """An asynchronous copy begins to write: ordered with nothing until ``finish_write``."""
-        grains, threads = self._grains(position, size), self._threads(lanes)
-        self._check_writes(grains, threads, at, "asynchronous write")
-        self._check_reads(grains, threads, at, "asynchronous write")
-        self.writes[grains] = access_code(PENDING, threads, at)
+        """Begin the write of an asynchronous copy: ordered with nothing until ``finish_write``."""
+        grains, writers = self._grains(position, size), self._readers(lanes)
+        self._check_writes(grains, writers, at, "asynchronous write")
+        self._check_reads(grains, writers, at, "asynchronous write")
+        self.writes[grains] = access_code(PENDING, writers.threads, at)
 
     def check_known(self, position: Array, size: int, lanes: Any, at: int) -> None:
         """Fail unless the last write is ordered before the threads."""
-        self._check_writes(self._grains(position, size), self._threads(lanes), at, "use")
+        self._check_writes(self._grains(position, size), self._readers(lanes), at, "use")
 
     def finish_write(self, position: Array, size: int, lanes: Any, at: int, time: Array | None = None) -> None:
-        """The copy is over; its time is that of the waiting thread's warp, or ``time``."""
-        grains, threads = self._grains(position, size), self._threads(lanes)
-        self.writes[grains] = access_code(self.time[threads >> 5] if time is None else time, threads, at)
+        """End the write of a copy, at the time of the waiting thread's warp or at ``time``."""
+        grains, writers = self._grains(position, size), self._readers(lanes)
+        stamp = self._stamp[writers.warps] if time is None else time << TIME_SHIFT
+        self.writes[grains] = stamp | writers.bits | at
 
     def start_read(self, position: Array, size: int, lanes: Any, at: int) -> None:
-        """The asynchronous proxy begins to read: stores must be fenced before it."""
-        grains, threads = self._grains(position, size), self._threads(lanes)
-        self._check_writes(grains, threads, at, "asynchronous read", proxy=1)
-        self.reads[self.column[threads >> 5], grains] = access_code(PENDING, threads, at)
-        self.has_pending_reads = True
+        """Begin a read by the asynchronous proxy: stores must be fenced before it."""
+        grains, readers = self._grains(position, size), self._readers(lanes)
+        self._check_writes(grains, readers, at, "asynchronous read", proxy=1)
+        self._settle_reads()
+        self.reads[readers.rows + grains] = access_code(PENDING, readers.threads, at)
+        self._has_reads = True
 
     def finish_read(self, position: Array, size: int, lanes: Any, at: int) -> None:
-        grains, threads = self._grains(position, size), self._threads(lanes)
-        warps = threads >> 5
-        self.reads[self.column[warps], grains] = access_code(self.time[warps], threads, at)
+        """End a read by the asynchronous proxy, at the time of the waiting thread's warp."""
+        grains, readers = self._grains(position, size), self._readers(lanes)
+        self.reads[readers.rows + grains] = self._stamp[readers.warps] | readers.bits | at
 
     def remote(self, owner: Array, threads: Array) -> None:
-        """Threads use the shared memory of the blocks ``owner`` through the cluster."""
+        """Record that threads use the shared memory of the CTAs ``owner`` through the cluster."""
         warps = threads >> 5
         self.visited[owner, self.column[warps]] = self.time[warps]
 
     def on_exit(self, active: Array) -> None:
-        """The uses of a block's memory by others must be ordered before its exit."""
+        """Fail if a CTA exits whose memory others may still use."""
         machine = self.machine
+        self.alive = machine.live.reshape(-1, 32).any(axis=1)
         rows = active.reshape(machine.blocks, -1)
-        gone = rows.any(axis=1) & ~machine.live.reshape(machine.blocks, -1).max(axis=1)
+        gone = rows.any(axis=1) & ~machine.live.reshape(machine.blocks, -1).any(axis=1)
         known = self.known[0].reshape(machine.blocks, -1, self.columns).max(axis=1)
         for block in np.flatnonzero(gone & (self.visited > known).any(axis=1)):
-            text = "the block exits while others of its cluster may still use its shared memory"
+            text = "the CTA exits while others of its cluster may still use its shared memory"
             machine.fail("race", text, len(machine.program.instructions), np.flatnonzero(rows[block])[:1])
 
     def _grains(self, position: Array, size: int) -> Array:
         first = (position >> self.grain.bit_length() - 1)[:, None]
         return first + np.arange(size // self.grain) if size > self.grain else first
 
-    def _threads(self, lanes: Any) -> Array:
-        numbers = np.arange(self.machine.threads) if isinstance(lanes, slice) else lanes
-        return numbers[:, None]
+    def _readers(self, lanes: Any) -> _Readers:
+        if isinstance(lanes, slice):
+            return self._everyone
+        if lanes is not self._last[0]:
+            self._last = lanes, _Readers(self, lanes)
+        return self._last[1]
 
     def _address(self, grains: Array) -> Array:
         return grains * self.grain % self.machine.memory.shared.stride
 
-    def _check_writes(self, grains: Array, threads: Array, at: int, verb: str, proxy: int = 0) -> None:
-        access = self.writes[grains]
-        time, warps = access >> TIME_SHIFT, threads >> 5
-        if not proxy and (time <= self.floor[warps]).all():
+    def _check_writes(self, grains: Array, users: _Readers, at: int, verb: str, proxy: int = 0) -> None:
+        access, warps, threads = self.writes.take(grains), users.warps, users.threads
+        if (access < self._limit[warps]).all() and not (proxy and (access & GENERIC).any()):
             return
-        writer, generic = thread_of(access), (access & GENERIC) != 0
+        time, writer, generic = access >> TIME_SHIFT, thread_of(access), (access & GENERIC) != 0
         bad = time > self.known[0, warps, self.column[writer >> 5]]
         if proxy:
             unfenced = generic & (time > self.known[1, warps, self.column[writer >> 5]])
             if unfenced.any() and not bad.any():
-                self.fail(
-                    unfenced,
-                    access,
-                    threads,
-                    at,
-                    verb,
-                    "wrote",
-                    "no fence.proxy.async lies between",
-                    self._address(grains),
-                )
+                why = "no fence.proxy.async lies between"
+                self.fail(unfenced, access, threads, at, verb, "wrote", why, self._address(grains))
         else:
             bad |= generic & (writer >> 5 == warps) & (writer != threads) & (time == self.time[warps])
         if bad.any():
             self.fail(bad, access, threads, at, verb, "wrote", "nothing orders the two", self._address(grains))
 
-    def _check_reads(self, grains: Array, threads: Array, at: int, verb: str) -> None:
-        warps = threads >> 5
-        for column, reads in enumerate(self.reads):
-            access = reads.take(grains)
+    def _check_reads(self, grains: Array, users: _Readers, at: int, verb: str) -> None:
+        self._settle_reads()
+        if not self._has_reads:
+            return
+        warps, threads = users.warps, users.threads
+        history = self.reads.reshape(self.columns, -1).take(grains, axis=1)
+        if (history < self._limit[warps]).all():
+            return
+        access: Array
+        for column, access in enumerate(history):
             time = access >> TIME_SHIFT
-            if (time <= self.floor[warps]).all():
-                continue
             bad = time > self.known[0, warps, column]
             bad |= (column == self.column[warps]) & (thread_of(access) != threads) & (time == self.time[warps])
             if bad.any():
                 self.fail(bad, access, threads, at, verb, "read", "nothing orders the two", self._address(grains))
+
+    def _settle_reads(self) -> None:
+        """Move recent reads into the table, but those that every living warp of their cluster is ordered behind."""
+        if not self._recent:
+            return
+        known = np.where(self.alive[:, None], self.known[0], PENDING).reshape(-1, self.columns, self.columns)
+        limit = np.minimum(known.min(axis=1).ravel() + 1, self.time) << TIME_SHIFT
+        for grains, readers, access in self._recent:
+            if (access < limit[readers.warps]).all():
+                continue
+            index = readers.rows + grains
+            # An asynchronous read may be under way, and must not be overwritten.
+            self.reads[index] = np.maximum(self.reads.take(index), access)
+            self._has_reads = True
+        self._recent.clear()
 
     def fail(
         self,
@@ -200,7 +235,7 @@ class Races:
         joined = np.repeat(joined, len(arrived) // blocks, axis=1)
         self.known = np.where(self._warps(released)[:, None], np.maximum(self.known, joined), self.known)
         self.globals.meet(arrived, self._warps(released), blocks)
-        self._set_own()
+        self._update(self._all)
         self._advance(np.flatnonzero(arrived))
 
     def warp_barrier(self, active: Array) -> None:
@@ -213,11 +248,11 @@ class Races:
         """
         warp = int(lanes[0]) >> 5
         published = self.known[:, warp].copy()
-        others = np.arange(32 * warp, 32 * warp + 32)
-        others = others[~np.isin(others, lanes)]
-        if np.any(self.touched[others] == self.time[warp]):
+        touching = self.touched[32 * warp : 32 * warp + 32] == self.time[warp]
+        touching[lanes - 32 * warp] = False
+        if touching.any():
             published[0, self.column[warp]] -= 1
-        self._advance(np.array([warp]))
+        self._advance(warp)
         return published
 
     def acquire(self, warps: Array, published: Array) -> None:
@@ -225,7 +260,7 @@ class Races:
         if published.ndim == 2:
             published = published[:, None]
         self.known[:, warps] = np.maximum(self.known[:, warps], published)
-        self._set_own()
+        self._update(warps)
 
     def fence_proxy(self, active: Array) -> None:
         """``fence.proxy.async``: all that the warp knows of is now fenced."""

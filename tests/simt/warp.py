@@ -24,6 +24,7 @@ class Warps:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        self._sources: dict[tuple[str, int, int], tuple[Array, Array]] = {}
 
     def rows(self, value: Array) -> Array:
         """[threads] or a scalar -> [warps, 32]."""
@@ -36,8 +37,22 @@ class Warps:
         return np.repeat(words, 32, axis=1).ravel()
 
     def shuffle(self, mode: str, value: Array, offset: Array, clamp: Array, active: Array) -> tuple[Array, Array]:
-        """``shfl``: the formulas of the ISA; returns values and whether the source lane was in range."""
-        value, offset, clamp = self.rows(value), self.rows(offset) & 31, self.rows(clamp)
+        """Execute ``shfl``: return the values and whether the source lane was in range."""
+        if np.ndim(offset) or np.ndim(clamp):
+            source, valid = self._source(mode, self.rows(offset), self.rows(clamp))
+        else:
+            key = mode, int(offset), int(clamp)
+            if key not in self._sources:
+                self._sources[key] = self._source(mode, self.rows(offset), self.rows(clamp))
+            source, valid = self._sources[key]
+        found = value.take(source) if np.ndim(value) else value
+        if np.count_nonzero(active) < self.machine.threads:
+            found = np.where(active.take(source), found, ABSENT)
+        return found, valid
+
+    def _source(self, mode: str, offset: Array, clamp: Array) -> tuple[Array, Array]:
+        """Return the thread that each thread reads, by the ISA's formulas, and whether its lane is in range."""
+        offset = offset & 31
         segment = clamp >> np.uint32(8) & np.uint32(31)
         limit = (LANE & segment) | (clamp & 31 & ~segment)
         first = LANE & segment
@@ -49,9 +64,7 @@ class Warps:
         }[mode]()
         valid = source >= limit if mode == "up" else source <= limit
         source = np.where(valid, source, LANE).astype(np.int64)
-        found = np.take_along_axis(value, source, axis=1)
-        present = np.take_along_axis(self.rows(active), source, axis=1)
-        return np.where(present, found, ABSENT).ravel(), valid.ravel()
+        return (source + np.arange(0, self.machine.threads, 32)[:, None]).ravel(), valid.ravel()
 
     def vote(self, mode: str, predicate: Array, active: Array, members: Array) -> Array:
         yes, asked = self.ballot(predicate, active, members), self.bits(active) & members

@@ -25,9 +25,10 @@ Code = tuple[str, str, str]
 
 
 def code_digest(cubin: bytes) -> str:
-    """Return the digest of a cubin's instructions (``.text``) and constant data (``.nv.constant3`` and up).
+    """Return the digest of a cubin's instructions (``.text``) and constant data (``.nv.constant3``).
 
-    Line numbers, symbol names and file names, which follow the sources, are in other sections.
+    Line numbers, symbol names and file names, which follow the sources, are in other sections; so are the addresses of
+    global constants (``.nv.constant4``), which the loader fills in.
     """
     (table_offset,) = struct.unpack_from("<Q", cubin, 40)
     entry_bytes, count, names_index = struct.unpack_from("<HHH", cubin, 58)
@@ -36,7 +37,7 @@ def code_digest(cubin: bytes) -> str:
     digest = hashlib.sha256()
     for name_offset, _, _, _, offset, size in sections:
         name = cubin[names_at + name_offset : cubin.index(b"\0", names_at + name_offset)]
-        if name.startswith((b".text.", b".nv.constant3", b".nv.constant4")):
+        if name.startswith((b".text.", b".nv.constant3")):
             digest.update(cubin[offset : offset + size])
     return digest.hexdigest()[:16]
 

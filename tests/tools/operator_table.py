@@ -27,10 +27,10 @@ TESTS = {
 OTHERS = {
     "dequantize": ("fp16 bf16 fp32", "test_kernels.py::test_dequantize_gives_the_formulas_bits"),
     "repack": (None, "test_repacked_kernels.py::test_repacking_keeps_every_code_scale_and_zero"),
-    "quantize_activations": ("fp16 bf16 fp32", "test_int8_kernels.py::test_quantization_gives_the_references_bits"),
-    "gemm_int8": ("fp16 bf16 fp32", "test_int8_kernels.py::test_any_integer_product"),
+    "quantize_activations": ("fp16 bf16 fp32", "test_gemm_int8.py::test_quantize_rows_gives_the_bits_of_the_reference"),
+    "gemm_int8": ("fp16 bf16 fp32", "test_gemm_int8.py::test_any_int8_product"),
     "conv2d": ("fp16 bf16 fp32", "test_conv2d.py::test_any_convolution"),
-    "conv2d_int8": ("int8", "test_conv2d.py::test_the_int8_convolution_gives_the_references_bits"),
+    "conv2d_int8": ("int8", "test_conv2d.py::test_conv2d_int8_gives_the_bits_of_the_reference"),
     "dequantize_s4_to_fp16x2, int8_to_fp16": ("fp16", "test_ops.py::test_conversion_kernels"),
 }
 

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tile of gemm_int8_sm90: its shape, its shared memory, the tile scheduler and the epilogue.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/shared_storage.cuh"
+#include "hopper/tile_scheduler.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/thread_index.cuh"
+
+#if FP8
+using Product = float;
+#else
+using Product = int32_t;
+#endif
+
+constexpr bool kFp8 = FP8;
+constexpr bool kRowScales = ROW_SCALES;
+constexpr bool kXOffset = X_OFFSET;
+constexpr bool kWeightOffset = WEIGHT_OFFSET;
+constexpr int kXBlocks = X_BLOCKS;
+constexpr int kStages = STAGES;
+constexpr int kClusterSize = CLUSTER;
+
+constexpr int kWarpgroups = 2;
+constexpr int kM64Tiles = 4;
+constexpr int kConsumerWarps = kWarpgroups * 4;
+constexpr int kXParameterWarps = 2;
+constexpr int kThreads = (kConsumerWarps + 4) * 32;
+constexpr int kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 40;
+constexpr int kBlockM = 128;
+constexpr int kBlockN = kM64Tiles * 64;
+constexpr int kBlockK = 128;
+constexpr int kWarpgroupM = kBlockM / kWarpgroups;
+constexpr int kAccumulators = kWarpgroupM / 2;  // of a thread, in an m64 tile
+// The wgmma instructions of 32 k on one quantization block in a stage.
+constexpr int kBlockSteps = kBlockK / 32 / kXBlocks;
+// The spans of k whose parameters of x a lane loads together, as its registers allow, to overlap their latency.
+constexpr int kLoadedSpans = X_OFFSET ? 1 : 2;
+
+constexpr int kParameters = 1 + kWeightOffset + kXOffset;  // of a column, in a block
+constexpr int kOffsetParameter = 1;
+constexpr int kSumParameter = 1 + kWeightOffset;
+constexpr int kParameterTileBytes = kXBlocks * kParameters * 64 * 4;
+constexpr int kXParameterBytes = kXBlocks * kParameters * kBlockM * 4;
+
+constexpr int kStoreRows = sizeof(Y) == 2 ? 16 : 8;
+constexpr int kStoreRowBytes = kBlockN * sizeof(Y) + 16;  // 16 more bytes put 8 rows into different banks
+
+static_assert(kRowScales || !kFp8, "FP8 implies ROW_SCALES");
+static_assert(!kRowScales || !(kXOffset || (kWeightOffset && !kFp8)), "ROW_SCALES excludes offsets");
+static_assert(kClusterSize == 1 || kClusterSize == 2, "one or two CTAs share the copies of the weight");
+static_assert(kWarpgroups * kConsumerRegisters + kProducerRegisters <= kThreads / 128 * (65536 / kThreads / 8 * 8),
+              "setmaxnreg would wait forever for registers that the CTA does not have");
+
+struct SharedStorage {
+  using X = SharedArray<0, kStages, kBlockM * kBlockK>;            // [row][k], swizzled
+  using Codes = SharedArray<X::kEnd, kStages, kBlockN * kBlockK>;  // [column][k], swizzled
+  using Parameters = SharedArray<Codes::kEnd, kStages, kM64Tiles * kParameterTileBytes>;
+  using XParameters = SharedArray<Parameters::kEnd, kStages, kXParameterBytes>;  // float [block][parameter][row]
+  using Store = SharedArray<XParameters::kEnd, kWarpgroups, kStoreRows * kStoreRowBytes>;
+  using Barriers = SharedArray<Store::kEnd, 2 * kStages, kBarrierBytes>;
+  static constexpr int kBytes = Barriers::kEnd;
+
+  uint32_t begin;
+
+  __device__ __forceinline__ uint32_t x(int stage_idx) const { return X::at(begin, stage_idx); }
+  __device__ __forceinline__ uint32_t codes(int stage_idx) const { return Codes::at(begin, stage_idx); }
+  __device__ __forceinline__ uint32_t parameters(int stage_idx) const { return Parameters::at(begin, stage_idx); }
+  __device__ __forceinline__ Pipeline<kStages, Barriers::kBegin> pipeline() const { return {begin}; }
+};
+ASSERT_SHARED_BYTES(SharedStorage);
+
+using State = PipelineState<kStages>;
+
+// The tiles of a persistent cluster, whose CTAs have neighbouring rows.
+struct TileScheduler : PersistentTileScheduler<kClusterSize> {
+  int m_blocks, n_blocks;  // of clusters
+
+  __device__ __forceinline__ TileScheduler(int m_blocks, int n_blocks)
+      : PersistentTileScheduler(m_blocks * n_blocks), m_blocks(m_blocks), n_blocks(n_blocks) {}
+  // Returns the coordinates of this CTA's tile.
+  __device__ __forceinline__ TileCoordinates tile() const {
+    const TileCoordinates at = rasterize<kBandRows / kClusterSize>(unit, m_blocks, n_blocks);
+    return {at.m_block * kClusterSize + cluster_rank<kClusterSize>(), at.n_block};
+  }
+};
+
+// Stores a warpgroup's part of a tile through shared memory: a thread's accumulators run along the rows of y, and
+// 16-byte stores run along its columns.
+template <class T>
+__device__ __forceinline__ void store_tile(uint8_t* memory, const float (&accumulators)[kM64Tiles][kAccumulators],
+                                           const TileCoordinates& tile, const Epilogue<T>& epilogue, T* y, int m, int n,
+                                           int ldy, bool aligned) {
+  constexpr int kUnit = 16 / sizeof(T);
+  // Read %tid anew, so that nothing derived from it holds registers during the main loop.
+  const int index = ptx::thread_index_now();
+  const int warpgroup = index / 128;
+  const int thread = index % 128;
+  const int lane = thread % 32;
+  const int row_begin = tile.m_block * kBlockM + warpgroup * kWarpgroupM;
+  const int column_begin = tile.n_block * kBlockN;
+  uint8_t* buffer = memory + SharedStorage::Store::kBegin + warpgroup * kStoreRows * kStoreRowBytes;
+  // In accumulators[i], values v = 0, 1 belong to this column of m64 tile i, and values 2, 3 to column + 8.
+  const int my_column = thread / 32 * 16 + lane / 4;
+  float biases[kM64Tiles][2] = {};
+  if constexpr (kHasBias) {
+#pragma unroll
+    for (int i = 0; i < kM64Tiles * 2; ++i) {
+      const int column = column_begin + my_column + i / 2 * 64 + i % 2 * 8;
+      if (column < n) biases[i / 2][i % 2] = to_float(epilogue.bias[column]);
+    }
+  }
+  auto finish = [&](int i, int index) {
+    const float value = kHasBias ? accumulators[i][index] + biases[i][index / 2 % 2] : accumulators[i][index];
+    return from_float<T>(epilogue.activate(value));
+  };
+#pragma unroll
+  for (int chunk = 0; chunk < kWarpgroupM / kStoreRows; ++chunk) {
+    ptx::barrier_sync(1 + warpgroup, 128);
+#pragma unroll
+    for (int i = 0; i < kM64Tiles; ++i) {
+      if constexpr (sizeof(T) == 2) {
+        const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
+                                (lane / 16 * 8 + lane % 8) * kStoreRowBytes +
+                                (i * 64 + thread / 32 * 16 + lane / 8 % 2 * 8) * 2;
+        uint32_t values[4];
+#pragma unroll
+        for (int matrix = 0; matrix < 4; ++matrix) {
+          const int index = chunk * (kStoreRows / 2) + matrix * 2;
+          values[matrix] = finish(i, index).bits | static_cast<uint32_t>(finish(i, index + 1).bits) << 16;
+        }
+        ptx::stmatrix_x4_trans(target, values);
+      } else {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+          uint8_t* target = buffer + (lane % 4 * 2 + v % 2) * kStoreRowBytes;
+          reinterpret_cast<T*>(target)[i * 64 + my_column + v / 2 * 8] = finish(i, chunk * 4 + v);
+        }
+      }
+    }
+    ptx::barrier_sync(1 + warpgroup, 128);
+#pragma unroll
+    for (int pass = 0; pass < kStoreRows * kBlockN / kUnit / 128; ++pass) {
+      const int index = pass * 128 + thread;
+      const int local_row = index / (kBlockN / kUnit);
+      const int local_column = index % (kBlockN / kUnit) * kUnit;
+      const int row = row_begin + chunk * kStoreRows + local_row;
+      const int column = column_begin + local_column;
+      if (row < m && column < n) {
+        T* target = y + static_cast<int64_t>(row) * ldy + column;
+        const T* values = reinterpret_cast<const T*>(buffer + local_row * kStoreRowBytes) + local_column;
+        if (aligned && column + kUnit <= n) {
+          store<true>(target, *reinterpret_cast<const Vector<T, kUnit>*>(values));
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < min(kUnit, n - column); ++i) target[i] = values[i];
+        }
+      }
+    }
+  }
+}

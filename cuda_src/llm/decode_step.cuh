@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts that both decode_attention kernels share. For one new token of each of m sequences:
+//
+//   q, k = RoPE(RMSNorm(q)), RoPE(RMSNorm(k))          rope.cuh; the norm with QK_NORM alone
+//   append k and v to the KV cache at position lengths[b]
+//   out[b, head, :] = sum over p <= lengths[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
+//
+//   qkv             X [m, heads + 2 * kv_heads, HEAD_DIM]: q, k and v of the new tokens
+//   q_norm, k_norm  float32 [HEAD_DIM], or null
+//   cos, sin        float32 [capacity, HEAD_DIM / 2], the RoPE factors of every position
+//   lengths         int32 [m], the positions of the new tokens; a token at or beyond the capacity is not appended
+//   k, v            X [m, kv_heads, capacity, HEAD_DIM], sequence_stride values from one sequence to the next
+//   out             X [m, heads, HEAD_DIM]
+//   partials        float32 [m, heads / HEADS, MAX_SPLITS, HEADS, HEAD_DIM + 2]: acc, row_max and row_sum of the splits
+//   counters        uint32 [m, heads / HEADS], zero before and after the launch
+//
+// Grid (splits, heads / HEADS, m): the CTAs along x split the keys of a sequence. A split takes at least MIN_SPLIT_KEYS
+// keys; CTAs without keys exit. So one captured launch serves every length. Warps and then splits are merged in a fixed
+// order, so results are bit-identical from run to run.
+//
+// PDL: `lengths` and the cached keys and values are read before griddepcontrol.wait. That is safe because a step begins
+// with `embed`, which does not start before all preceding kernels have finished.
+#pragma once
+
+#include "llm/softmax_merge.cuh"
+#include "llm/rope.cuh"
+#include "ptx/atom.cuh"
+
+constexpr int kWarps = THREADS / 32;
+constexpr int kMaxSplits = MAX_SPLITS;
+constexpr int kSplitFloats = kHeadDim + 2;  // acc, row_max and row_sum of a head
+
+static_assert(kMaxSplits <= 32, "one lane of a warp computes the factor of one split");
+
+// The factors of RoPE and RMSNorm for the new token, which are loaded before griddepcontrol.wait.
+struct TokenFactors {
+  Pairs rotation, q_weight = {}, k_weight = {};
+
+  __device__ __forceinline__ TokenFactors(const float* cos, const float* sin, const float* q_norm, const float* k_norm)
+      : rotation(Pairs::load(cos, sin)) {
+    if constexpr (kNorm) {
+      q_weight = Pairs::load(q_norm, q_norm + kHalf);
+      k_weight = Pairs::load(k_norm, k_norm + kHalf);
+    }
+  }
+
+  // Rotate the query heads of this CTA, one for each warp in turn, and pass them to take(head, pairs). If `appends`,
+  // also write the new key and value to shared memory (new_key, new_value) and to the cache (k, v).
+  template <class Take>
+  __device__ __forceinline__ void rotate_and_append(const X* qkv, int heads, int kv_heads, int head_block, int kv_head,
+                                                    float eps, bool appends, X* new_key, X* new_value, X* k, X* v,
+                                                    Take take) const {
+    for (int unit = threadIdx.x / 32; unit < kHeads + (appends ? 2 : 0); unit += kWarps) {
+      const bool is_q = unit < kHeads, is_v = unit == kHeads + 1;
+      const X* in = qkv + (is_q ? head_block * kHeads + unit : heads + (is_v ? kv_heads : 0) + kv_head) * kHeadDim;
+      Pairs pairs = Pairs::load(in, in + kHalf);
+      if (is_q) {
+        pairs.norm_and_rotate(q_weight, rotation, eps);
+        take(unit, pairs);
+      } else {
+        if (!is_v) pairs.norm_and_rotate(k_weight, rotation, eps);
+        pairs.store(is_v ? new_value : new_key);
+        pairs.store(is_v ? v : k);
+      }
+    }
+  }
+};
+
+// Count this CTA and return how many arrived before it. One thread calls, between two CTA barriers: what the CTA wrote
+// before becomes visible to CTAs that arrive later, and after the second barrier the CTA sees what earlier ones wrote.
+__device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
+#if __CUDA_ARCH__ >= 750
+  return ptx::atom_add_acq_rel(counter, 1u);
+#else
+  __threadfence();
+  const uint32_t earlier = atomicAdd(counter, 1u);
+  __threadfence();
+  return earlier;
+#endif
+}
+
+// Write the results of the CTA's heads to `out` if the CTA is their only split. Otherwise write the softmaxes of the
+// split to `partials`; the last split to arrive merges all of them.
+__device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes, int split, int splits, X* out,
+                                             float* partials, uint32_t* counter) {
+  __shared__ float factors[kHeads][kMaxSplits];
+  __shared__ bool is_last;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  auto store_result = [&](int i, float first, float second) {
+    store<true>(out + i, Vector<X, 2>{from_float<X>(first), from_float<X>(second)});
+  };
+  for (int i = 2 * threadIdx.x; i < kHeads * kHeadDim; i += 2 * THREADS) {
+    const int head = i / kHeadDim, d = i % kHeadDim;
+    float row_max, row_sum;
+    const Vector<float, 2> acc = warp_softmaxes.merge(head, d, row_max, row_sum);
+    if (splits == 1) {
+      store_result(i, acc.values[0] / row_sum, acc.values[1] / row_sum);
+      continue;
+    }
+    float* partial = partials + (split * kHeads + head) * kSplitFloats;
+    __stcg(reinterpret_cast<float2*>(partial + d), float2{acc.values[0], acc.values[1]});
+    if (d == 0) __stcg(reinterpret_cast<float2*>(partial + kHeadDim), float2{row_max, row_sum});
+  }
+  if (splits == 1) return;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = count_arrival(counter) == splits - 1;
+    if (is_last) *counter = 0;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  float2 acc[kMaxSplits];
+  auto fetch_acc = [&](int i) {
+#pragma unroll
+    for (int other = 0; other < kMaxSplits; ++other) {
+      const float* partial = partials + (other * kHeads + i / kHeadDim) * kSplitFloats + i % kHeadDim;
+      acc[other] = other < splits ? __ldcg(reinterpret_cast<const float2*>(partial)) : float2{0.0f, 0.0f};
+    }
+  };
+  const int first = 2 * threadIdx.x;
+  if (first < kHeads * kHeadDim) fetch_acc(first);
+  for (int head = warp; head < kHeads; head += kWarps) {
+    float2 softmax = {kMinScore, 0.0f};  // row_max and row_sum of the split of this lane
+    if (lane < splits) {
+      softmax = __ldcg(reinterpret_cast<const float2*>(partials + (lane * kHeads + head) * kSplitFloats + kHeadDim));
+    }
+    const float factor = exp2f(softmax.x - warp_max(softmax.x));
+    const float row_sum = warp_sum(factor * softmax.y);
+    if (lane < kMaxSplits) factors[head][lane] = factor / row_sum;
+  }
+  __syncthreads();
+  for (int i = first; i < kHeads * kHeadDim; i += 2 * THREADS) {
+    if (i != first) fetch_acc(i);
+    float2 merged = {0.0f, 0.0f};
+#pragma unroll
+    for (int other = 0; other < kMaxSplits; ++other) {
+      const float factor = factors[i / kHeadDim][other];
+      merged.x += factor * acc[other].x;
+      merged.y += factor * acc[other].y;
+    }
+    store_result(i, merged.x, merged.y);
+  }
+}

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compressed-tensors format "pack-quantized", which llm-compressor writes for AWQ, GPTQ and round-to-nearest.
+
+weight_packed [N, ceil(K/8)] int32: nibble k % 8 of word [n, k // 8] is the code of W[k, n]
+weight_scale [N, ceil(K/G)] float16 or bfloat16
+weight_zero_point [ceil(N/8), ceil(K/G)] int32, packed along N, or [N, ceil(K/G)] int8; none where symmetric
+weight_shape [2] int64: N, K
+weight_g_idx [K] int32: the group of each row, with activation order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cupy_awq.checkpoint import nibbles
+from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.module import (
+    INT32,
+    INT64,
+    SCALES,
+    Array,
+    Groups,
+    ModuleSpec,
+    Parts,
+    Pending,
+    columns,
+    groups_of,
+    regroup,
+)
+from cupy_awq.checkpoint.rules import Pattern
+from cupy_awq.checkpoint.tensors import Module
+from cupy_awq.packing import pack_int4
+from cupy_awq.weight import PackedWeight
+
+FORMAT = "pack-quantized"
+
+PRESETS = {"W4A16": True, "W4A16_ASYM": False}
+"""The presets of 4-bit codes in groups of 128, and whether they are symmetric."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The settings of one configuration group.
+
+    Attributes:
+        symmetric: whether every zero point is 8.
+        group_size: rows of W that share a scale; -1 stands for K, None takes it from each module's shapes.
+    """
+
+    symmetric: bool
+    group_size: int | None
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """The compressed-tensors format of one checkpoint.
+
+    Attributes:
+        schemes: the scheme, the names and the expressions of each configuration group.
+        warning: what a user should know about the configuration, or "".
+    """
+
+    schemes: tuple[tuple[Scheme, tuple[str, ...], tuple[Pattern, ...]], ...]
+    warning: str = ""
+
+    name = "compressed-tensors"
+    codes = "weight_packed"
+    parts = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "bias")
+    orphans = ("weight_scale", "weight_zero_point", "weight_g_idx")
+
+    def is_codes(self, array: Array) -> bool:
+        return True
+
+    def scheme(self, parts: Parts) -> Scheme:
+        """Return the scheme of a module: an exact target wins over an expression, and that over a class."""
+        if len({scheme for scheme, _, _ in self.schemes}) == 1:
+            return self.schemes[0][0]
+        for scheme, names, _ in self.schemes:
+            if parts.name in names:
+                return scheme
+        for scheme, _, patterns in self.schemes:
+            if any(pattern.match(parts.name) for pattern in patterns):
+                return scheme
+        for scheme, names, _ in self.schemes:
+            if "Linear" in names:
+                return scheme
+        raise parts.refuse("config_groups: expected a target that matches this module, got none")
+
+    def open_module(self, parts: Parts) -> Pending:
+        scheme = self.scheme(parts)
+        packed = parts.matrix("weight_packed", INT32, "[N, ceil(K/8)]")
+        n, k = (int(size) for size in parts.array("weight_shape", INT64, "[N, K]", (2,)))
+        if n != packed.shape[0] or not 8 * packed.shape[1] - 8 < k <= 8 * packed.shape[1]:
+            raise parts.refuse(f"weight_shape: expected [N, K] of weight_packed {list(packed.shape)}, got {[n, k]}")
+        columns(parts, n)
+        group_size = scheme.group_size
+        if group_size is None:
+            groups_found = parts.matrix("weight_scale", SCALES, "[N, ceil(K/G)]").shape[1]
+            if k % groups_found:
+                raise parts.refuse(f"weight_scale: expected groups that divide K={k}, got {groups_found}")
+            group_size = k // groups_found
+        group_size = groups_of(parts, k, group_size)
+        count = -(-k // group_size)
+        scales = parts.finite("weight_scale", parts.array("weight_scale", SCALES, "[N, ceil(K/G)]", (n, count)))
+        zeros = self._zero_codes(parts, scheme, n, count)
+        bias = parts.bias(n)
+        groups = regroup(parts, k, group_size, _g_idx(parts, k, count), "weight_g_idx")
+        form = "symmetric" if zeros is None else "packed"
+        spec = ModuleSpec(
+            k, n, groups.size, form, scales.dtype, has_order=groups.order is not None, bias_dtype=parts.bias_dtype()
+        )
+        return Pending(spec, partial(_convert, packed, zeros, scales, bias, groups, k), self.warning)
+
+    def _zero_codes(self, parts: Parts, scheme: Scheme, n: int, count: int) -> Array | None:
+        """Return the validated zero points, packed int32 or signed int8; None where all are 8."""
+        name = "weight_zero_point"
+        if name not in parts:
+            return None  # writers up to 0.9.2 drop zero points of an asymmetric module where all are 0
+        if parts.raw(name).dtype == np.int8:
+            zeros = parts.array(name, (np.dtype(np.int8),), "[N, ceil(K/G)]", (n, count))
+            if zeros.min() < -8 or zeros.max() > 7:
+                raise parts.refuse(f"{name}: expected values of -8 to 7, got {zeros.min()} to {zeros.max()}")
+            symmetric = not zeros.any()
+        else:
+            zeros = parts.array(name, INT32, "[N/8, ceil(K/G)]", (n // 8, count))
+            symmetric = bool((zeros.view(np.uint32) == np.uint32(0x88888888)).all())
+        if scheme.symmetric and not symmetric:
+            raise parts.refuse(f"{name}: expected zeros alone, since symmetric is true, got others")
+        return None if symmetric else zeros
+
+
+def _g_idx(parts: Parts, k: int, count: int) -> Array | None:
+    if "weight_g_idx" not in parts:
+        return None
+    g_idx = parts.array("weight_g_idx", INT32, "[K]", (k,))
+    return None if count == 1 or bool((g_idx == -1).all()) else g_idx
+
+
+def _convert(packed: Array, zeros: Array | None, scales: Array, bias: Array | None, groups: Groups, k: int) -> Module:
+    words = nibbles.from_column_words(packed)[:k]
+    if groups.order is not None:
+        nibbles.take_rows(words, groups.order)
+    if zeros is not None:
+        if zeros.dtype == np.int8:
+            zeros = pack_int4((nibbles.transposed(zeros) + np.int8(8)).view(np.uint8))
+        else:
+            zeros = nibbles.reorder_columns(nibbles.transposed(zeros))
+        zeros = groups.expand(zeros)
+    return Module(PackedWeight(words, groups.expand(nibbles.transposed(scales)), zeros), bias, groups.order)
+
+
+UNCONFIGURED = CompressedTensors(((Scheme(False, None), (), ()),))
+"""The format of a file without a configuration: each module's tensors tell."""
+
+
+def read_config(table: Mapping[str, Any], where: str) -> CompressedTensors:
+    """Return the format of a ``quantization_config``.
+
+    Raises CheckpointError, whose message starts with ``where``, for settings other than 4-bit weights alone.
+    """
+    default = table.get("format")
+    if default not in (FORMAT, "mixed-precision"):
+        raise CheckpointError(f"{where}: format: expected {FORMAT!r}, got {default!r:.80}")
+    status = table.get("quantization_status", "compressed")
+    if status != "compressed":
+        raise CheckpointError(f"{where}: quantization_status: expected 'compressed', got {status!r:.80}")
+    sparsity = table.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        got = sparsity.get("format") if isinstance(sparsity, dict) else sparsity
+        raise CheckpointError(f"{where}: sparsity_config: format: expected 'dense', got {got!r:.80}")
+    transforms = table.get("transform_config")
+    if transforms and transforms != {"config_groups": {}}:
+        raise CheckpointError(f"{where}: transform_config: expected none (no rotations), got {transforms!r:.80}")
+    groups = table.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise CheckpointError(f"{where}: config_groups: expected an object of groups, got {groups!r:.80}")
+    schemes = tuple(
+        _group(name, group, default, f"{where}: config_groups: {name!s:.80}") for name, group in groups.items()
+    )
+    warning = ""
+    if table.get("kv_cache_scheme"):
+        warning = f"{where}: kv_cache_scheme is ignored; the KV cache keeps the model's dtype"
+    return CompressedTensors(schemes, warning)
+
+
+def _group(name: str, group: Any, default: str, where: str) -> tuple[Scheme, tuple[str, ...], tuple[Pattern, ...]]:
+    if isinstance(group, list):
+        if name not in PRESETS:
+            raise CheckpointError(f"{where}: expected the preset {' or '.join(PRESETS)}, got {name!r:.80}")
+        return Scheme(PRESETS[name], 128), *_targets(group, where)
+    if not isinstance(group, dict):
+        raise CheckpointError(f"{where}: expected an object, got {group!r:.80}")
+    layout = group.get("format") or default
+    if layout != FORMAT:
+        raise CheckpointError(f"{where}: format: expected {FORMAT!r}, got {layout!r:.80}")
+    for part in ("input_activations", "output_activations"):
+        if group.get(part) is not None:
+            raise CheckpointError(f"{where}: {part}: expected null (weights alone), got {group[part]!r:.80}")
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{where}: weights: expected an object, got {weights!r:.80}")
+    return _scheme(weights, f"{where}: weights"), *_targets(group.get("targets"), where)
+
+
+def _scheme(weights: Mapping[str, Any], where: str) -> Scheme:
+    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+    if bits != 4 or type(bits) is not int:
+        raise CheckpointError(f"{where}: num_bits: expected 4, got {bits!r:.80}")
+    if kind != "int":
+        raise CheckpointError(f"{where}: type: expected 'int', got {kind!r:.80}")
+    symmetric, group_size = weights.get("symmetric", True), weights.get("group_size")
+    if type(symmetric) is not bool:
+        raise CheckpointError(f"{where}: symmetric: expected true or false, got {symmetric!r:.80}")
+    if group_size is not None and (type(group_size) is not int or not (group_size > 0 or group_size == -1)):
+        raise CheckpointError(f"{where}: group_size: expected -1 or a positive integer, got {group_size!r:.80}")
+    strategy = weights.get("strategy") or (
+        "tensor" if group_size is None else "channel" if group_size == -1 else "group"
+    )
+    if strategy == "channel":
+        return Scheme(symmetric, -1)
+    if strategy != "group":
+        raise CheckpointError(f"{where}: strategy: expected 'group' or 'channel', got {strategy!r:.80}")
+    if group_size is None:
+        raise CheckpointError(f"{where}: group_size: expected -1 or a positive integer, got None")
+    return Scheme(symmetric, group_size)
+
+
+def _targets(targets: Any, where: str) -> tuple[tuple[str, ...], tuple[Pattern, ...]]:
+    """Return the names and classes, and the expressions among the targets of a configuration group."""
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise CheckpointError(f"{where}: targets: expected a list of names, got {targets!r:.80}")
+    try:
+        patterns = tuple(Pattern(target[3:]) for target in targets if target.startswith("re:"))
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: targets: {error}") from None
+    return tuple(target for target in targets if not target.startswith("re:")), patterns

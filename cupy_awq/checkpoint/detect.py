@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The format of a checkpoint, from its configuration or, without one, from the names, dtypes and shapes of its tensors.
+
+The configuration names the format; the tensors decide which modules are quantized, and must have the shapes of the
+format. Every format is one module of this package and one entry of `METHODS` or of `_from_tensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_awq.checkpoint import compressed_tensors, config, hqq, mlx
+from cupy_awq.checkpoint.autoawq import AutoAwq
+from cupy_awq.checkpoint.autoawq_gemv import Gemv, GemvFast
+from cupy_awq.checkpoint.config import Entry
+from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.gptq import ONES, SYMMETRIC, Gptq
+from cupy_awq.checkpoint.module import Array, Format
+from cupy_awq.checkpoint.rules import read_rules
+from cupy_awq.checkpoint.tensors import Tensor
+
+Tensors = Mapping[str, Tensor]
+
+GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 2}
+
+AUTO_ROUND_VERSIONS = {
+    "auto_round:auto_gptq": 1,
+    "auto_round:gptq": 1,
+    "auto_round:gptqmodel": 2,
+    "auto_round": 2,
+    "auto_round:auto_awq": None,
+    "auto_round:awq": None,
+}
+"""The GPTQ version of each ``packing_format`` of auto-round; None for AutoAWQ's "gemm" layout."""
+
+
+class Detected(NamedTuple):
+    """The format of a checkpoint."""
+
+    layout: Format
+    """The format with the checkpoint's settings; the default where nothing is quantized."""
+    sentence: str
+    """What was found, and where."""
+
+
+def detect(tensors: Tensors, entry: Entry | None, group_size: int | None = None) -> Detected:
+    """Return the format of a checkpoint's tensors.
+
+    Args:
+        tensors: all tensors by name.
+        entry: the quantization entry of its configuration, or None.
+        group_size: a group size for files that do not tell theirs.
+
+    Raises:
+        CheckpointError: an unsupported format or setting, tensors of another format than the configuration names, or
+            tensors that do not tell their format. The message has the key and the value of the configuration.
+    """
+    if entry is None:
+        layout, reason = _from_tensors(tensors, group_size)
+    else:
+        layout, reason = _from_config(tensors, entry)
+        _check_layout(tensors, layout, reason)
+    return Detected(layout, f"Format {layout.name}: {reason}.")
+
+
+def _from_config(tensors: Tensors, entry: Entry) -> tuple[Format, str]:
+    table, where = entry.table, str(entry.file)
+    if entry.key == config.MLX:
+        return _mlx(tensors, table, where)
+    method = table.get("quant_method")
+    if method is None:
+        return _without_method(tensors, table, where)
+    read = METHODS.get(str(method).lower())
+    if read is None:
+        supported = ", ".join(METHODS)
+        raise CheckpointError(f"{where}: quant_method: expected {supported} or MLX's quantization, got {method!r:.80}")
+    return read(tensors, table, where)
+
+
+def _without_method(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+    """Return the format of an entry without ``quant_method``: older AutoAWQ, MLX or older AutoGPTQ."""
+    if "version" in table or "w_bit" in table or "q_group_size" in table:
+        return _awq(tensors, table, where)
+    if "bits" in table and "group_size" in table:
+        if any(tensor.array.dtype == np.uint32 for tensor in tensors.values()):
+            return _mlx(tensors, table, where)
+        layouts = {layout for layout, _, _ in _layouts(tensors)}
+        if any(name.endswith("g_idx") for name in tensors) or layouts == {"gptq"}:
+            return _gptq(tensors, table, where)
+    raise CheckpointError(f"{where}: expected a quant_method or a version, got neither, and no tensors that tell")
+
+
+def _awq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+    _check_bits(table, where, "bits", "w_bit")
+    key = next((key for key in ("version", "checkpoint_format", "format") if table.get(key) is not None), "version")
+    version = table.get(key, "gemm")
+    group_size = _group_size(table, where, "group_size", "q_group_size")
+    zero_point = table.get("zero_point")
+    if not isinstance(zero_point, bool | None):
+        raise CheckpointError(f"{where}: zero_point: expected true or false, got {zero_point!r:.80}")
+    reason = f"{key} {version!r:.80} in {where}"
+    if isinstance(version, str):
+        if version.lower() == "gemm":
+            return AutoAwq(group_size, zero_point, where), reason
+        if version.lower() == "gemv":
+            return Gemv(group_size), reason
+        if version.lower() == "gemv_fast":
+            return GemvFast(group_size), reason
+    hint = "; convert a kernel's own layout back to gemm" if str(version).lower() == "marlin" else ""
+    raise CheckpointError(f"{where}: {key}: expected gemm, gemv or gemv_fast, got {version!r:.80}{hint}")
+
+
+def _gptq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+    _check_bits(table, where, "bits")
+    key = "checkpoint_format" if table.get("checkpoint_format") is not None else "format"
+    stated = table.get(key)
+    version = GPTQ_VERSIONS.get(str(stated or "gptq").lower())
+    if version is None:
+        hint = "; convert a kernel's own layout back to gptq first"
+        raise CheckpointError(f"{where}: {key}: expected gptq or gptq_v2, got {stated!r:.80}{hint}")
+    if table.get("is_marlin_format"):
+        got = f"{table['is_marlin_format']!r:.80}: marlin is a kernel's own layout"
+        raise CheckpointError(f"{where}: is_marlin_format: expected false, got {got}; convert it back to gptq first")
+    if table.get("pack_dtype", "int32") != "int32":
+        raise CheckpointError(f"{where}: pack_dtype: expected 'int32', got {table['pack_dtype']!r:.80}")
+    for name, tensor in tensors.items():
+        if name.endswith(".B") and name.removesuffix("B") + "s" in tensors:
+            raise CheckpointError(f"{tensor.file}: tensor {name!r:.200}: expected qweight, got marlin's B and s")
+    group_size = _group_size(table, where, "group_size")
+    rules = read_rules(table.get("dynamic"), "dynamic", where)
+    reason = f"{key} {stated!r:.80} in {where}" if stated else f"quant_method 'gptq' in {where}"
+    by_auto_gptq = "gptqmodel" not in str(table.get("meta"))[:1000] and table.get("provider") != "auto-round"
+    return Gptq(version, group_size, rules, checks_zeros=version == 1 and by_auto_gptq), reason
+
+
+def _auto_round(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+    _check_bits(table, where, "bits")
+    key = "packing_format" if "packing_format" in table else "backend"
+    packing = table.get(key)
+    if packing not in AUTO_ROUND_VERSIONS:
+        raise CheckpointError(f"{where}: {key}: expected {', '.join(AUTO_ROUND_VERSIONS)}, got {packing!r:.80}")
+    if table.get("data_type", "int") != "int":
+        raise CheckpointError(f"{where}: data_type: expected 'int', got {table['data_type']!r:.80}")
+    act_bits = table.get("act_bits", 16)
+    if type(act_bits) is not int or act_bits < 16:
+        raise CheckpointError(f"{where}: act_bits: expected 16 (weights alone are quantized), got {act_bits!r:.80}")
+    rules = read_rules(table.get("extra_config"), "extra_config", where)
+    version, reason = AUTO_ROUND_VERSIONS[packing], f"{key} {packing!r:.80} in {where}"
+    if version is None:
+        return AutoAwq(None, False if table.get("sym") else None, where, rules), reason
+    return Gptq(version, _group_size(table, where, "group_size"), rules, is_default=True), reason
+
+
+def _compressed_tensors(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+    return compressed_tensors.read_config(table, where), f"format {table.get('format')!r:.80} in {where}"
+
+
+def _hqq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+    return hqq.read_config(table, where), f"quant_method 'hqq' in {where}"
+
+
+def _mlx(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+    layout = mlx.read_config(table, where)
+    widths = {settings.bits for settings in (layout.default, *layout.overrides.values()) if settings is not None}
+    if 4 not in widths:
+        raise CheckpointError(f"{where}: bits: expected 4 for some modules, got {table.get('bits')!r:.80}")
+    return layout, f"quantization with {table.get('bits')} bits in {where}"
+
+
+METHODS: dict[str, Callable[[Tensors, Mapping[str, Any], str], tuple[Format, str]]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
+    "compressed-tensors": _compressed_tensors,
+    "hqq": _hqq,
+}
+"""The reader of a configuration by its ``quant_method`` in lower case."""
+
+
+def _check_bits(table: Mapping[str, Any], where: str, *keys: str) -> None:
+    key = next((key for key in keys if key in table), keys[0])
+    bits = table.get(key)
+    if type(bits) is not int or bits != 4:
+        raise CheckpointError(f"{where}: {key}: expected 4, got {bits!r:.80}")
+
+
+def _group_size(table: Mapping[str, Any], where: str, *keys: str) -> int:
+    key = next((key for key in keys if key in table), keys[0])
+    group_size = table.get(key)
+    if type(group_size) is not int or not (group_size == -1 or group_size > 0):
+        raise CheckpointError(f"{where}: {key}: expected -1 or a positive integer, got {group_size!r:.80}")
+    return group_size
+
+
+def _from_tensors(tensors: Tensors, group_size: int | None) -> tuple[Format, str]:
+    """Return the format of a file without a configuration."""
+    for name, tensor in tensors.items():
+        suffix = name.rpartition(".")[2]
+        reason = f"tensor {name!r:.200} in {tensor.file}"
+        if suffix == "weight_packed":
+            return compressed_tensors.UNCONFIGURED, reason
+        if suffix == "W_q":
+            return hqq.Hqq(), reason
+        if suffix == "weight" and tensor.array.dtype == np.uint32:
+            return mlx.Mlx(None), reason
+    for name, tensor, scales in _coded(tensors):
+        layout = _layout(tensor.array, scales)
+        reason = f"{tensor.array.dtype} {list(tensor.array.shape)} of {name!r:.200} in {tensor.file}"
+        if layout == "awq gemv_fast":
+            return GemvFast(group_size), reason
+        if layout == "gptq":
+            return Gptq(_gptq_version(tensors, tensor.file), group_size), reason
+        if layout == "awq gemv":
+            return Gemv(group_size), reason
+        return AutoAwq(group_size), reason  # also for tensors that fit no layout: its checks name them
+    return AutoAwq(group_size), "no quantized modules"
+
+
+def _gptq_version(tensors: Tensors, file: Path) -> int:
+    """Return the version of GPTQ tensors whose zero points are all 8, which tells."""
+    words = {1: np.uint32(SYMMETRIC - ONES), 2: np.uint32(SYMMETRIC)}
+    zeros = [tensor.array for name, tensor in tensors.items() if name.rpartition(".")[2] == "qzeros"]
+    for version, word in words.items():
+        if zeros and all(array.dtype == np.int32 and bool((array.view(np.uint32) == word).all()) for array in zeros):
+            return version
+    raise CheckpointError(f"{file}: expected a configuration that tells gptq from gptq_v2, got none")
+
+
+def _coded(tensors: Tensors) -> list[tuple[str, Tensor, Array | None]]:
+    """Return name, tensor and scales of every ``qweight``."""
+    found = []
+    for name, tensor in tensors.items():
+        if name.rpartition(".")[2] == "qweight":
+            scales = tensors.get(name.removesuffix("qweight") + "scales")
+            found.append((name, tensor, None if scales is None else scales.array))
+    return found
+
+
+def _layouts(tensors: Tensors) -> list[tuple[str | None, str, Tensor]]:
+    return [(_layout(tensor.array, scales), name, tensor) for name, tensor, scales in _coded(tensors)]
+
+
+def _layout(codes: Array, scales: Array | None) -> str | None:
+    """Return the layout that shapes fit, the first of several; None for none of them."""
+    if codes.dtype == np.int16:
+        return "awq gemv_fast"
+    if scales is None or codes.ndim < 2 or scales.ndim < 2:
+        return None
+    return next((name for name, fits in _FITS.items() if fits(codes.shape[-2:], scales.shape[-2:])), None)
+
+
+_FITS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+    "awq gemm": lambda codes, scales: 8 * codes[1] == scales[1],
+    "gptq": lambda codes, scales: codes[1] == scales[1],
+    "awq gemv": lambda codes, scales: codes[0] == scales[0],
+}
+"""The layouts of int32 ``qweight`` and ``scales``, and whether their shapes fit."""
+
+
+def _check_layout(tensors: Tensors, layout: Format, reason: str) -> None:
+    """Raise CheckpointError for a module whose shapes are those of another layout than the configuration's."""
+    expected = layout.name.removesuffix(" v1").removesuffix(" v2")
+    if expected not in (*_FITS, "awq gemv_fast"):
+        return
+    for name, tensor, scales in _coded(tensors):
+        found = _layout(tensor.array, scales)
+        if found is None or found == expected:
+            continue
+        fits = _FITS.get(expected)
+        if (
+            found != "awq gemv_fast"
+            and fits
+            and scales is not None
+            and fits(tensor.array.shape[-2:], scales.shape[-2:])
+        ):
+            continue
+        shapes = f"{tensor.array.dtype} {list(tensor.array.shape)}"
+        module = name.removesuffix("qweight").removesuffix(".")
+        raise CheckpointError(
+            f"{tensor.file}: module {module!r:.200}: qweight: expected the layout of {expected} ({reason}), "
+            f"got {shapes}, as {found} has"
+        )

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HQQ format with groups along K (axis 1): W = (q - zero) scale, whose zero points are floats.
+
+Row r = n K/G + g of an [R, G] matrix is group g of column n of W.
+
+    W_q [R/2, G] uint8: row j holds row j of the matrix in its high and row j + R/2 in its low nibbles; with
+        view_as_float the same bytes under a float dtype
+    scale, zero [R, 1] float16 or bfloat16
+    shape [2] int64: N, K; and nbits, axis, group_size, packing, ... in tensors of their own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cupy_awq.checkpoint import nibbles
+from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.module import INT64, SCALES, Array, ModuleSpec, Parts, Pending, columns
+from cupy_awq.checkpoint.tensors import Module
+from cupy_awq.packing import pack_int4
+from cupy_awq.weight import PackedWeight
+
+PACKING = "4bit_u8"
+
+ROUNDING = "offsets -zero * scale, rounded once"
+
+
+@dataclass(frozen=True)
+class Hqq:
+    """The HQQ format; the tensors of each module hold all of its settings."""
+
+    name = "hqq"
+    codes = "W_q"
+    parts = (
+        *("scale", "zero", "shape", "nbits", "group_size", "axis", "packing", "view_as_float", "bias"),
+        *("channel_wise", "compute_dtype", "encoded_state_dict", "offload_meta", "optimize", "quant_scale"),
+        *("quant_zero", "round_zero", "stores_quant_config", "unpack_view_dtype"),
+        *("zero_q", "scale_q", "meta_zero", "meta_scale", "meta"),
+    )
+    orphans = ("zero_q", "scale_q", "unpack_view_dtype")
+
+    def is_codes(self, array: Array) -> bool:
+        return True
+
+    def open_module(self, parts: Parts) -> Pending:
+        self._check_settings(parts)
+        n, k = (int(size) for size in parts.array("shape", INT64, "[N, K]", (2,)))
+        scale = parts.matrix("scale", SCALES, "[R, 1]")
+        rows = len(scale)
+        codes = self._codes(parts)
+        group_size = codes.shape[1]
+        if "group_size" in parts and parts.raw("group_size").dtype.kind in "iu":
+            stated = parts.integer("group_size")
+            if stated != group_size:
+                raise parts.refuse(f"group_size: expected {group_size} as W_q has, got {stated}")
+        if n < 1 or k < 1 or k % group_size or rows != n * (k // group_size) or 2 * len(codes) != rows:
+            found = f"{[n, k]} with W_q {list(codes.shape)} and scale {[rows, 1]}"
+            raise parts.refuse(f"shape: expected [N, K] with 2 rows(W_q) = rows(scale) = N K/G, got {found}")
+        columns(parts, n)
+        scale = parts.finite("scale", parts.array("scale", SCALES, "[R, 1]", (rows, 1)))
+        zero = parts.finite("zero", parts.array("zero", (scale.dtype,), "[R, 1]", (rows, 1)))
+        bias = parts.bias(n)
+        scales, zeros = (nibbles.transposed(values.reshape(n, k // group_size)) for values in (scale, zero))
+        exact = zeros.astype(np.float32)
+        integral = bool(((exact == np.rint(exact)) & (exact >= 0) & (exact <= 15)).all())
+        if integral:
+            packed = pack_int4(exact.astype(np.uint8))
+        else:
+            # The product of two float16 or two bfloat16 is exact in float32.
+            with np.errstate(over="ignore"):
+                packed = (-(exact * scales.astype(np.float32))).astype(scales.dtype)
+            parts.finite("zero", packed)
+        form = "packed" if integral else "float"
+        rounding = "" if integral else ROUNDING
+        spec = ModuleSpec(k, n, group_size, form, scales.dtype, bias_dtype=parts.bias_dtype(), rounding=rounding)
+        return Pending(spec, partial(_convert, codes.reshape(n // 2, k), scales, packed, bias))
+
+    def _check_settings(self, parts: Parts) -> None:
+        """Raise CheckpointError for settings of a module that has no form as a `PackedWeight`."""
+        for name, reason in (("zero_q", "zero points"), ("scale_q", "scales")):
+            if name in parts:
+                raise parts.refuse(f"{name}: expected {reason} of floats, got quantized ones")
+        for name in ("quant_zero", "quant_scale"):
+            if name in parts and parts.integer(name):
+                raise parts.refuse(f"{name}: expected 0, got {parts.integer(name)}")
+        if (bits := parts.integer("nbits")) != 4:
+            raise parts.refuse(f"nbits: expected 4, got {bits}")
+        if (axis := parts.integer("axis")) != 1:
+            raise parts.refuse(f"axis: expected 1, got {axis}: its groups run over out features; quantize with axis=1")
+        packing = bytes(parts.array("packing", (np.dtype(np.uint8),), "text", (len(PACKING),))).decode("latin-1")
+        if packing != PACKING:
+            raise parts.refuse(f"packing: expected {PACKING!r}, got {packing!r}")
+
+    def _codes(self, parts: Parts) -> Array:
+        """Return W_q as bytes [R/2, G]."""
+        codes = parts.raw("W_q")
+        floats = "view_as_float" in parts and bool(parts.integer("view_as_float"))
+        if codes.ndim != 2 or (codes.dtype.kind not in "fV" if floats else codes.dtype != np.uint8):
+            expected = "a float view of uint8" if floats else "uint8"
+            raise parts.refuse(f"W_q: expected {expected} [R/2, G], got {codes.dtype} {list(codes.shape)}")
+        return np.ascontiguousarray(codes).view(np.uint8)
+
+
+def _convert(codes: Array, scales: Array, zeros: Array, bias: Array | None) -> Module:
+    return Module(PackedWeight(nibbles.from_byte_halves(codes), scales, zeros), bias)
+
+
+def read_config(table: Mapping[str, Any], where: str) -> Hqq:
+    """Return the format of a ``quantization_config``.
+
+    Raises CheckpointError, whose message starts with ``where``, for settings that no module may have.
+    """
+    settings = table.get("quant_config")
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{where}: quant_config: expected an object, got {settings!r:.80}")
+    of_modules = [settings] if "weight_quant_params" in settings else list(settings.values())
+    for entry in of_modules:
+        weights = entry.get("weight_quant_params", entry) if isinstance(entry, dict) else None
+        if not isinstance(weights, dict):
+            raise CheckpointError(f"{where}: weight_quant_params: expected an object, got {weights!r:.80}")
+        for name, expected in (("nbits", 4), ("axis", 1)):
+            if weights.get(name, expected) != expected:
+                hint = "; quantize with axis=1" if name == "axis" else ""
+                raise CheckpointError(f"{where}: {name}: expected {expected}, got {weights[name]!r:.80}{hint}")
+    return Hqq()

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversion of other formats' 4-bit words into the AWQ layout of `PackedWeight`, chunk by chunk.
+
+Every format packs eight codes into a 32-bit word, either of eight rows of W or of eight columns. Eight words thus hold
+8 x 8 codes, and all conversions of codes are one operation: the transpose of these 8 x 8 nibbles. The formats differ in
+the words that belong together and in the rows of W that the transposed words are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupy_awq.packing import PACK_ORDER, pack_int4
+
+Array = npt.NDArray[Any]
+Words = npt.NDArray[np.uint32]
+
+CHUNK_BYTES = 1 << 19
+"""The bytes of words that one chunk transposes; a chunk and its temporary array fit in a core's L2 cache."""
+
+LINE_WORDS = 16
+"""The words of a cache line: a chunk that writes fewer neighbouring words would write each line several times."""
+
+
+def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
+    """Write nibble p of word i of ``targets[j]`` from nibble j of word i of ``sources[p]``, for all i, j and p.
+
+    Args:
+        sources: eight arrays [A, ...] of 32-bit words, any strides.
+        targets: eight arrays of the same shape, any strides.
+    """
+    length, *rest = sources[0].shape
+    width = 32 * int(np.prod(rest, dtype=np.int64))
+    step = max(1, CHUNK_BYTES // width)
+    if targets[0].strides[0] == 4:  # neighbouring words of a target are of different chunks
+        step = -(-step // LINE_WORDS) * LINE_WORDS
+    step = min(step, length)
+    block = np.empty((8, step, *rest), np.uint32)
+    scratch = np.empty((4, step, *rest), np.uint32)
+    for start in range(0, length, step):
+        size = min(step, length - start)
+        words, spare = block[:, :size], scratch[:, :size]
+        for p, source in enumerate(sources):
+            words[p] = source[start : start + size]
+        _transpose_block(words, spare)
+        for j, target in enumerate(targets):
+            target[start : start + size] = words[j]
+
+
+def _transpose_block(words: Words, scratch: Words) -> None:
+    """Transpose [8, ...] words as 8 x 8 nibbles in place: swap 4 x 4 halves, then 2 x 2 quarters, then nibbles."""
+    for distance, bits, mask in ((4, 16, 0x0000FFFF), (2, 8, 0x00FF00FF), (1, 4, 0x0F0F0F0F)):
+        pairs = words.reshape(4 // distance, 2, distance, *words.shape[1:])
+        first, second = pairs[:, 0], pairs[:, 1]
+        swapped = scratch.reshape(first.shape)
+        np.right_shift(first, np.uint32(bits), out=swapped)
+        np.bitwise_xor(swapped, second, out=swapped)
+        np.bitwise_and(swapped, np.uint32(mask), out=swapped)
+        np.bitwise_xor(second, swapped, out=second)
+        np.left_shift(swapped, np.uint32(bits), out=swapped)
+        np.bitwise_xor(first, swapped, out=first)
+
+
+def from_row_words(words: Array) -> Array:
+    """Return the AWQ words [K, N/8] of words [K/8, N] whose nibble j holds row 8r + j of W, as GPTQ packs.
+
+    >>> [hex(word) for word in from_row_words(np.arange(8, dtype=np.int32)[None])[:, 0]]
+    ['0x75316420', '0x0', '0x0', '0x0', '0x0', '0x0', '0x0', '0x0']
+    """
+    rows, n = words.shape
+    out = np.empty((rows, 8, n // 8), np.int32)
+    unsigned, target = words.view(np.uint32), out.view(np.uint32)
+    transpose([unsigned[:, p::8] for p in PACK_ORDER], [target[:, j] for j in range(8)])
+    return out.reshape(8 * rows, n // 8)
+
+
+def from_column_words(words: Array) -> Array:
+    """Return the AWQ words [K, N/8] of words [N, K/8] whose nibble j holds row 8c + j of W.
+
+    >>> words = np.array([[0x10], [0x32], [0x54], [0x76], [0x98], [0xBA], [0xDC], [0xFE]], np.uint32)
+    >>> [hex(word) for word in from_column_words(words)[:2, 0].view(np.uint32)]
+    ['0xea62c840', '0xfb73d951']
+    """
+    n, groups = words.shape
+    out = np.empty((groups, 8, n // 8), np.int32)
+    target = out.view(np.uint32)
+    transpose_columns(words, [target[:, j] for j in range(8)])
+    return out.reshape(8 * groups, n // 8)
+
+
+def transpose_columns(words: Array, targets: Sequence[Array]) -> None:
+    """Transpose words [N, ...] of columns of W: nibble j becomes a nibble of ``targets[j]`` [..., N/8].
+
+    The words of eight neighbouring columns give AWQ words, in the order of `PACK_ORDER`.
+    """
+    n, *rest = words.shape
+    columns = words.view(np.uint32).reshape(n // 8, 8, *rest)
+    transpose([columns[:, p] for p in PACK_ORDER], [np.moveaxis(target, -1, 0) for target in targets])
+
+
+def from_interleaved_words(words: Array) -> Array:
+    """Return the AWQ words [K, N/8] of int16 [N/4, K] in the order of AutoAWQ's "gemv_fast" and llm-awq's v2.
+
+    A row holds four columns in blocks of 64 rows of W, 16 int16 a column. As 32-bit words, nibble 4c + a of word b of a
+    half of 32 rows holds row 8a + 2b + c of this half.
+    """
+    rows, k = words.shape
+    n = 4 * rows
+    blocks = np.ascontiguousarray(words).view(np.uint32).reshape(n // 8, 2, k // 64, 4, 8)
+    out = np.empty((k // 64, 2, 4, 4, 2, n // 8), np.int32)
+    target = out.view(np.uint32)
+    sources = [blocks[:, p // 4, :, p % 4].reshape(n // 8, k // 64, 2, 4) for p in PACK_ORDER]
+    transpose(sources, [np.moveaxis(target[:, :, a, :, c], -1, 0) for c in range(2) for a in range(4)])
+    return out.reshape(k, n // 8)
+
+
+def from_byte_halves(codes: npt.NDArray[np.uint8]) -> Array:
+    """Return the AWQ words [K, N/8] of bytes [N/2, K]: high nibbles hold the first N/2 columns, low ones the others.
+
+    >>> hex(from_byte_halves(np.array([[0x04], [0x15], [0x26], [0x37]], np.uint8))[0, 0])
+    '0x75316420'
+    """
+    half, k = codes.shape
+    if half % 8 or k % 4:  # a word would mix both halves, or the bytes are no whole words
+        high, low = codes >> np.uint8(4), codes & np.uint8(15)
+        words: Array = pack_int4(np.ascontiguousarray(np.concatenate([high, low]).T))
+        return words
+    out = np.empty((k // 4, 4, 2, half // 8), np.int32)
+    target = out.view(np.uint32)
+    # Nibble j of a word is half j % 2, low or high, of byte j // 2.
+    transpose_columns(np.ascontiguousarray(codes).view(np.uint32), [target[:, j // 2, 1 - j % 2] for j in range(8)])
+    return out.reshape(k, half // 4)
+
+
+def reorder_columns(words: Array) -> Array:
+    """Return words in AWQ order for words whose nibble i holds column i of eight.
+
+    >>> hex(reorder_columns(np.array([0x76543210], np.int32))[0])
+    '0x75316420'
+    """
+    unsigned = words.view(np.uint32).copy()
+    # Swap the inner nibbles of each 16 bits, then the inner bytes of each word.
+    for bits, mask in ((4, 0x00F000F0), (8, 0x0000FF00)):
+        swapped = ((unsigned >> np.uint32(bits)) ^ unsigned) & np.uint32(mask)
+        unsigned ^= swapped | (swapped << np.uint32(bits))
+    return unsigned.view(np.int32)
+
+
+def take_rows(words: Array, order: npt.NDArray[np.int32]) -> None:
+    """Replace the rows of words [K, N/8] by ``words[order]`` in place, a few columns at a time."""
+    k, n = words.shape
+    step = max(LINE_WORDS, CHUNK_BYTES // (4 * k))
+    for start in range(0, n, step):
+        part = words[:, start : start + step]
+        part[...] = part[order]
+
+
+def transposed(array: Array) -> Array:
+    """Return a contiguous copy of a matrix's transpose.
+
+    >>> transposed(np.array([[1, 2, 3]], np.float16)).shape
+    (3, 1)
+    """
+    bits = array.view(f"u{array.dtype.itemsize}")  # NumPy copies bfloat16 element by element
+    return np.ascontiguousarray(bits.T).view(array.dtype)

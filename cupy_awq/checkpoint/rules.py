@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-module settings of a configuration, and its regular expressions, matched in bounded time.
+
+A configuration is untrusted, and Python's own matcher takes exponential time for some expressions. `Pattern` walks the
+same syntax tree with the set of all positions that a prefix of the expression can reach.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.module import Parts
+
+if sys.version_info >= (3, 11):
+    from re import _constants as ops  # type: ignore[attr-defined]
+    from re import _parser as parser  # type: ignore[attr-defined]
+else:
+    import sre_constants as ops
+    import sre_parse as parser
+
+MAX_PATTERN = 500
+"""The longest expression that is read, in characters."""
+
+MAX_NAME = 500
+"""The longest module name that expressions are matched with, in characters."""
+
+
+class Pattern:
+    """A regular expression that matches in time bounded by the product of the lengths of expression and name.
+
+    Raises CheckpointError for one that is malformed, longer than `MAX_PATTERN`, or uses back references.
+
+    >>> Pattern(r"model\\.layers\\.\\d+\\.mlp").match("model.layers.12.mlp.up_proj")
+    True
+    >>> Pattern("(a+)+$").match("a" * 300 + "b")
+    False
+    """
+
+    def __init__(self, text: str) -> None:
+        if len(text) > MAX_PATTERN:
+            raise CheckpointError(f"expected a pattern of at most {MAX_PATTERN} characters, got {len(text)}")
+        try:
+            self._tree: Any = parser.parse(text)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise CheckpointError(f"expected a regular expression, got {text!r:.80}: {error}") from None
+        if self._tree.state.flags & ~re.UNICODE:
+            raise CheckpointError(f"expected a regular expression without flags, got {text!r:.80}")
+        self._text = text
+
+    def match(self, name: str) -> bool:
+        """Return whether the expression matches from the start of a name. Raises CheckpointError as the class."""
+        if len(name) > MAX_NAME:
+            raise CheckpointError(f"expected names of at most {MAX_NAME} characters, got {len(name)}")
+        try:
+            return bool(self._walk(self._tree, name, frozenset([0])))
+        except RecursionError:
+            raise CheckpointError(f"expected a regular expression of few groups, got {self._text!r:.80}") from None
+
+    def _walk(self, tree: Any, name: str, positions: frozenset[int]) -> frozenset[int]:
+        """Return the ends of all matches of a sequence of nodes that start at one of ``positions``."""
+        for op, value in tree:
+            positions = self._step(op, value, name, positions)
+            if not positions:
+                break
+        return positions
+
+    def _step(self, op: Any, value: Any, name: str, positions: frozenset[int]) -> frozenset[int]:
+        if op in (ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN):
+            return frozenset(i + 1 for i in positions if i < len(name) and self._accepts(op, value, name[i]))
+        if op is ops.BRANCH:
+            return frozenset().union(*(self._walk(branch, name, positions) for branch in value[1]))
+        if op is ops.SUBPATTERN and not value[1] and not value[2]:
+            return self._walk(value[-1], name, positions)
+        if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
+            low, high, body = value
+            return self._repeat(low, high, body, name, positions)
+        if op is ops.AT:
+            if value in (ops.AT_BEGINNING, ops.AT_BEGINNING_STRING):
+                return positions & {0}
+            if value in (ops.AT_END, ops.AT_END_STRING):
+                return positions & {len(name)}
+        if op in (ops.ASSERT, ops.ASSERT_NOT) and value[0] == 1:
+            wanted = op is ops.ASSERT
+            return frozenset(i for i in positions if bool(self._walk(value[1], name, frozenset([i]))) == wanted)
+        raise CheckpointError(f"expected a regular expression without {str(op).lower()}, got {self._text!r:.80}")
+
+    def _repeat(self, low: int, high: int, tree: Any, name: str, positions: frozenset[int]) -> frozenset[int]:
+        reached = positions if low == 0 else frozenset()
+        for count in range(1, int(high) + 1):  # ends early: no position moves back, so the sets soon repeat
+            following = self._walk(tree, name, positions)
+            if count >= low:
+                if following <= reached:
+                    break
+                reached |= following
+            elif following == positions:
+                return following
+            if not following:
+                break
+            positions = following
+        return reached
+
+    def _accepts(self, op: Any, value: Any, char: str) -> bool:
+        if op is ops.LITERAL:
+            return bool(ord(char) == value)
+        if op is ops.NOT_LITERAL:
+            return bool(ord(char) != value)
+        if op is ops.ANY:
+            return char != "\n"
+        negated = bool(value) and value[0][0] is ops.NEGATE
+        return negated != any(self._in_class(kind, item, char) for kind, item in value if kind is not ops.NEGATE)
+
+    def _in_class(self, op: Any, value: Any, char: str) -> bool:
+        if op is ops.LITERAL:
+            return bool(ord(char) == value)
+        if op is ops.RANGE:
+            return bool(value[0] <= ord(char) <= value[1])
+        if value in (ops.CATEGORY_WORD, ops.CATEGORY_NOT_WORD):
+            return bool((char.isalnum() or char == "_") == (value is ops.CATEGORY_WORD))
+        if value in (ops.CATEGORY_DIGIT, ops.CATEGORY_NOT_DIGIT):
+            return bool(char.isdecimal() == (value is ops.CATEGORY_DIGIT))
+        if value in (ops.CATEGORY_SPACE, ops.CATEGORY_NOT_SPACE):
+            return bool(char.isspace() == (value is ops.CATEGORY_SPACE))
+        raise CheckpointError(f"expected a regular expression of plain classes, got {self._text!r:.80}")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The per-module settings of a configuration, such as GPTQModel's ``dynamic``.
+
+    Attributes:
+        key: the configuration's key, for messages.
+        exact: settings by module name.
+        patterns: settings by expression; the first that matches a module holds.
+    """
+
+    key: str = ""
+    exact: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    patterns: tuple[tuple[Pattern, Mapping[str, Any]], ...] = ()
+
+    def settings(self, parts: Parts) -> Mapping[str, Any]:
+        """Return a module's own settings, or none. Raises CheckpointError for a width other than 4 bits."""
+        found = self.exact.get(parts.name)
+        if found is None:
+            found = next((settings for pattern, settings in self.patterns if pattern.match(parts.name)), {})
+        bits = found.get("bits", 4)
+        if bits != 4:
+            raise parts.refuse(f"{self.key}: bits: expected 4, got {bits!r:.80}")
+        return found
+
+
+def read_rules(table: Any, key: str, where: str) -> Rules:
+    """Return the rules of a table {module name or expression: settings}, as ``dynamic`` and ``extra_config`` are.
+
+    A prefix "+:" of a key is ignored; the settings of a key with "-:", which excludes modules, are empty. Raises
+    CheckpointError, whose message starts with ``where``, for a malformed table.
+    """
+    if not table:
+        return Rules(key)
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{where}: {key}: expected an object, got {table!r:.80}")
+    exact: dict[str, Mapping[str, Any]] = {}
+    patterns = []
+    for name, settings in table.items():
+        excludes = name.startswith("-:")
+        if not isinstance(settings, dict) and not excludes:
+            raise CheckpointError(f"{where}: {key}: {name!r:.80}: expected an object, got {settings!r:.80}")
+        text = name[2:] if name[:2] in ("+:", "-:") else name
+        values: Mapping[str, Any] = {} if excludes else settings
+        exact.setdefault(text, values)
+        try:
+            patterns.append((Pattern(text), values))
+        except CheckpointError as error:
+            raise CheckpointError(f"{where}: {key}: {error}") from None
+    return Rules(key, exact, tuple(patterns))

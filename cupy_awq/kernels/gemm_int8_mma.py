@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gemm_int8_sm75`` and ``gemm_int8_sm80``: the integer product by mma.sync, also of e4m3 from sm_89 on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.check import Array
+from cupy_awq.kernels import gemm_int8_sm90, int8_problem
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.int8_problem import BLOCK_K, FP8_ARCH, Int8Problem, refuse_layout
+from cupy_awq.kernels.problem import ceil_div
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+
+SHORT_BLOCK = 256
+"""The longest block whose int32 products fit in the mantissa of a float32, which makes their conversion cheaper."""
+SPLITS = (1, 2, 4, 8)
+CTAS_PER_SM = 2
+"""The CTAs of a split launch that the SMs hold at once; more would run one after the other."""
+TILES_SM75 = ((32, 2, 4), (32, 1, 4), (16, 1, 4))
+TILES_SM80 = ((64, 2, 4), (64, 1, 4), (32, 1, 4), (16, 1, 4))
+"""(rows of a warp, warps along m, warps along n). 64 rows per warp spill registers on sm_75, and for e4m3."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Constants of the cost model of gemm_int8_sm80 on an H100.
+
+    Up to 16 rows are bound by the weight's bytes: 12 times, 5 to 13% off. The rate of the products is that of tiles of
+    128 x 128 that fill the GPU.
+    """
+
+    few_rows_start_us: float = 5.0
+    bytes_per_us_per_gbs: float = 720.0
+    start_us: float = 4.0
+    operations_per_us: float = 305e6
+    copy_direct_factor: float = 2.0
+    """The slowdown of gemm_int8_sm75, which copies through registers: an assumption, not measured."""
+
+
+FIT = Fit()
+
+
+@dataclass(frozen=True)
+class GemmInt8MmaConfig:
+    """A tile of ``warp_m * warps_m`` rows and ``32 * warps_n`` columns per CTA.
+
+    Attributes:
+        warp_m: rows of a warp; a warp has 32 columns.
+        warps_m, warps_n: warps along m and n.
+        stages: pipeline stages of 128 columns of K.
+        split_k: CTAs that share an accumulator.
+    """
+
+    warp_m: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    split_k: int
+
+    @property
+    def block_m(self) -> int:
+        """The rows of the CTA's tile."""
+        return self.warp_m * self.warps_m
+
+    @property
+    def block_n(self) -> int:
+        """The columns of the CTA's tile."""
+        return 32 * self.warps_n
+
+
+class GemmInt8Mma:
+    """The family of one architecture: the instruction and the way of copying differ, the tiling does not."""
+
+    def __init__(self, name: str, arch: int, stages: tuple[int, ...]) -> None:
+        self.NAME = name
+        self._arch = arch
+        self._stages = stages
+
+    def refuse(self, problem: Int8Problem, device: Device) -> str | None:
+        """Return why the family cannot solve the problem, or why another family replaces it; None if it can."""
+        least = FP8_ARCH if problem.fp8 else self._arch
+        if device.arch < least:
+            return f"needs sm_{least} or newer, not sm_{device.arch}"
+        if self is GEMM_INT8_SM75 and device.arch >= GEMM_INT8_SM80._arch:
+            return f"is replaced by {GEMM_INT8_SM80.NAME} on sm_{device.arch}"
+        if problem.fp8 and gemm_int8_sm90.refuse(problem, device) is None:
+            return f"is replaced by {gemm_int8_sm90.NAME} for e4m3"
+        return refuse_layout(problem)
+
+    def configs(self, problem: Int8Problem, device: Device) -> list[GemmInt8MmaConfig]:
+        """Return every legal configuration, best first, because the cost model does not tell tiles apart.
+
+        The best tile is the smallest that holds all rows, else the largest; it is split over K until the SMs are busy.
+        """
+        found = []
+        for warp_m, warps_m, warps_n in self._tiles(problem):
+            for split_k in SPLITS:
+                options = [GemmInt8MmaConfig(warp_m, warps_m, warps_n, stages, split_k) for stages in self._stages]
+                fitting = [c for c in options if _shared_bytes(c, problem) <= device.shared_bytes_per_block]
+                rows, columns = _grid(options[0], problem)
+                fills = rows * columns * split_k <= CTAS_PER_SM * device.sm_count
+                if split_k == 1 or (fills and split_k <= ceil_div(problem.k, BLOCK_K)):
+                    found += fitting[:1]
+        return sorted(found, key=lambda config: (*_weight_reads(config.block_m, problem), -config.split_k))
+
+    def estimate_us(self, config: GemmInt8MmaConfig, problem: Int8Problem, device: Device) -> float:
+        """Return the expected time of the best configuration; the others have the same."""
+        if problem.m <= 16:
+            weight_bytes = problem.n * (problem.k * problem.bits / 8 + 4 * problem.parameters * problem.blocks)
+            time_us = FIT.few_rows_start_us + weight_bytes / (FIT.bytes_per_us_per_gbs * device.read_gbs)
+        else:
+            tiles, block_m = min(_weight_reads(warp_m * warps, problem) for warp_m, warps, _ in self._tiles(problem))
+            time_us = FIT.start_us + 2 * tiles * block_m * problem.n * problem.k / FIT.operations_per_us
+        return time_us * FIT.copy_direct_factor if self is GEMM_INT8_SM75 else time_us
+
+    def plan(self, config: GemmInt8MmaConfig, problem: Int8Problem, device: Device) -> LaunchPlan:
+        """Return the launch."""
+        defines = (
+            *problem.defines(weight_offset=problem.weight_offset or problem.fp8),
+            ("WARP_M", config.warp_m),
+            ("WARPS_M", config.warps_m),
+            ("WARPS_N", config.warps_n),
+            ("STAGES", config.stages),
+            ("X_BLOCKS", _blocks_in_stage(problem)),
+            ("SHORT_BLOCKS", int(problem.block_size <= SHORT_BLOCK and not problem.fp8)),
+            ("EVEN", int(problem.even)),
+        )
+        kernel = Kernel(f"int8/{self.NAME}.cu", self.NAME, defines, device.target)
+        grid = (*_grid(config, problem), config.split_k)
+        threads = 32 * config.warps_m * config.warps_n
+        return LaunchPlan(kernel, grid, (threads, 1, 1), problem.arguments(), _shared_bytes(config, problem))
+
+    def workspace(self, config: GemmInt8MmaConfig, problem: Int8Problem) -> Workspace:
+        """Return the partial sums of split-K, float32 for each element of a tile, and a counter for each tile."""
+        if config.split_k == 1:
+            return Workspace()
+        rows, columns = _grid(config, problem)
+        return Workspace(rows * columns * config.split_k * config.block_m * config.block_n * 4, rows * columns)
+
+    def prepare_weight(self, weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
+        """Return the buffers "codes" and "parameters"."""
+        return int8_problem.prepare_weight(weight, problem)
+
+    def _tiles(self, problem: Int8Problem) -> tuple[tuple[int, int, int], ...]:
+        return TILES_SM75 if problem.fp8 or self is GEMM_INT8_SM75 else TILES_SM80
+
+
+GEMM_INT8_SM75 = GemmInt8Mma("gemm_int8_sm75", 75, stages=(2,))
+GEMM_INT8_SM80 = GemmInt8Mma("gemm_int8_sm80", 80, stages=(4, 3, 2))
+
+
+def _weight_reads(block_m: int, problem: Int8Problem) -> tuple[int, int]:
+    """Return the number of tiles along m, each of which reads the whole weight, and the rows of a tile."""
+    return ceil_div(problem.m, block_m), block_m
+
+
+def _grid(config: GemmInt8MmaConfig, problem: Int8Problem) -> tuple[int, int]:
+    return ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n)
+
+
+def _blocks_in_stage(problem: Int8Problem) -> int:
+    """Return the largest number of blocks of x that meet in the 128 columns of a stage."""
+    if BLOCK_K % problem.block_size == 0:
+        return BLOCK_K // problem.block_size
+    return 1 if problem.block_size % BLOCK_K == 0 else 2
+
+
+def _shared_bytes(config: GemmInt8MmaConfig, problem: Int8Problem) -> int:
+    codes_bytes = BLOCK_K * config.block_m + BLOCK_K * problem.bits // 8 * config.block_n
+    parameter_bytes = 12 * _blocks_in_stage(problem) * (config.block_m + config.block_n)
+    return config.stages * (codes_bytes + parameter_bytes)

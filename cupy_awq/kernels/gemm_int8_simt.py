@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gemm_int8_simt``: the integer product on CUDA cores, for any block size and any architecture; the fallback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.int8_problem import STEP_K, Int8Problem, prepare_weight, refuse_activation
+from cupy_awq.kernels.problem import ceil_div
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+
+__all__ = ["NAME", "GemmInt8SimtConfig", "configs", "estimate_us", "plan", "prepare_weight", "refuse", "workspace"]
+
+NAME = "gemm_int8_simt"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Constants of the cost model: an eighth of the rate of dp4a, not fitted to measurements."""
+
+    start_us: float = 20.0
+    operations_per_us_per_sm: float = 0.1e6
+
+
+FIT = Fit()
+
+
+@dataclass(frozen=True)
+class GemmInt8SimtConfig:
+    """A square tile of y per CTA.
+
+    Attributes:
+        tile: rows and columns of the tile.
+        threads: threads of the CTA.
+    """
+
+    tile: int = 64
+    threads: int = 256
+
+    split_k = 1
+
+
+def refuse(problem: Int8Problem, device: Device) -> str | None:
+    """Return why the family cannot solve the problem, or None."""
+    if problem.fp8:
+        return "multiplies int8, not e4m3"
+    return refuse_activation(problem)
+
+
+def configs(problem: Int8Problem, device: Device) -> list[GemmInt8SimtConfig]:
+    """Return the one configuration."""
+    return [GemmInt8SimtConfig()]
+
+
+def estimate_us(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device) -> float:
+    """Return the expected time: the operations of whole tiles at a constant rate."""
+    rows, columns, _ = _grid(config, problem)
+    operations = 2 * rows * columns * config.tile**2 * problem.k
+    return FIT.start_us + operations / (FIT.operations_per_us_per_sm * device.sm_count)
+
+
+def plan(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device) -> LaunchPlan:
+    """Return the launch."""
+    whole_steps = problem.block_size % STEP_K == 0 or problem.blocks == 1
+    aligned = problem.aligned and whole_steps and problem.k % 8 == 0
+    defines = (*problem.defines(weight_offset=problem.weight_offset), ("ALIGNED", int(aligned)))
+    kernel = Kernel("int8/gemm_int8_simt.cu", NAME, defines, device.target)
+    return LaunchPlan(kernel, _grid(config, problem), (config.threads, 1, 1), problem.arguments())
+
+
+def workspace(config: GemmInt8SimtConfig, problem: Int8Problem) -> Workspace:
+    """Return an empty workspace: K is not split."""
+    return Workspace()
+
+
+def _grid(config: GemmInt8SimtConfig, problem: Int8Problem) -> tuple[int, int, int]:
+    return ceil_div(problem.m, config.tile), ceil_div(problem.n, config.tile), 1

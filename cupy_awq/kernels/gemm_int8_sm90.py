@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gemm_int8_sm90``: the integer and the e4m3 product of many rows by wgmma, with weights of one byte per code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from cupy_awq.block_weight import MAX_ZERO_POINT, BlockQuantizedWeight
+from cupy_awq.check import Array
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, block_parameters, refuse_layout
+from cupy_awq.kernels.problem import ITEMSIZE, ceil_div
+from cupy_awq.packing import namespace
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
+
+NAME = "gemm_int8_sm90"
+MIN_ROWS = 64
+"""The fewest rows for which the 128-row tiles can be worthwhile."""
+TILE_M, TILE_N = 128, 256
+"""The rows and columns of y that a CTA computes at a time."""
+THREADS = 384
+MAX_STAGES = 6
+PARAMETER_TILE_N = 64
+"""The columns of a tile of parameters, one wgmma m64 tile of the weight."""
+LEAST_CODE = -8 - MAX_ZERO_POINT
+E4M3_BITS = np.arange(LEAST_CODE, -LEAST_CODE).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+"""The bits of -16 .. 15 as e4m3, which holds them exactly."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Constants of the cost model, fitted to 16 times on an H100: 3% off (root mean square)."""
+
+    start_us: float = 0.7
+    stage_us: float = 0.53
+    """The products of a tile over 128 columns of K."""
+    scaling_us: float = 0.27
+    """One parameter's share of the scaling of a tile's products, for each block in 128 columns of K."""
+    fixed_parameters: float = 1.5
+    """The scaling's fixed cost, in parameters."""
+
+
+FIT = Fit()
+
+
+@dataclass(frozen=True)
+class GemmInt8Sm90Config:
+    """Persistent CTAs that compute tiles of 128 x 256.
+
+    Attributes:
+        cluster: CTAs of a cluster, 1 or 2: neighbouring rows that share each copy of the weight.
+        ctas: CTAs of the grid.
+    """
+
+    cluster: int
+    ctas: int
+
+    split_k = 1
+
+
+def refuse(problem: Int8Problem, device: Device) -> str | None:
+    """Return why the family cannot solve the problem, or None."""
+    if device.arch != 90:
+        return f"needs sm_90, not sm_{device.arch}"
+    if problem.m < MIN_ROWS:
+        return f"takes {MIN_ROWS} rows or more, not {problem.m}"
+    return refuse_blocks(problem)
+
+
+def refuse_blocks(problem: Int8Problem) -> str | None:
+    """Return why the tiles do not fit the problem's blocks and layout, or None."""
+    if problem.block_size not in (32, 64) and problem.block_size % BLOCK_K and problem.blocks > 1:
+        return f"needs blocks of 32, 64, or a multiple of {BLOCK_K} columns, not {problem.block_size}"
+    return refuse_layout(problem)
+
+
+def configs(problem: Int8Problem, device: Device) -> list[GemmInt8Sm90Config]:
+    """Return a configuration for each cluster size; of two that are equally fast the first is the better one."""
+    return [
+        GemmInt8Sm90Config(
+            cluster, min(device.sm_count // cluster, math.prod(cluster_tiles(cluster, problem))) * cluster
+        )
+        for cluster in (2, 1)
+    ]
+
+
+def cluster_tiles(cluster: int, problem: Int8Problem) -> tuple[int, int]:
+    """Return the number of cluster tiles (``cluster`` * 128 rows, 256 columns) along m and n."""
+    return ceil_div(problem.m, TILE_M * cluster), ceil_div(problem.n, TILE_N)
+
+
+def estimate_us(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> float:
+    """Return the expected time: the tiles of the busiest cluster, one after the other."""
+    waves = ceil_div(math.prod(cluster_tiles(config.cluster, problem)), config.ctas // config.cluster)
+    scaling_us = FIT.scaling_us * _blocks_in_stage(problem) * (FIT.fixed_parameters + problem.parameters)
+    return FIT.start_us + waves * ceil_div(problem.k, BLOCK_K) * (FIT.stage_us + scaling_us)
+
+
+def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> LaunchPlan:
+    """Return the launch."""
+    weight_offset = _has_weight_offset(problem)
+    # One scale per row is applied to finished sums, which an offset of either operand does not allow.
+    row_scales = problem.fp8 or (problem.row_scales and not problem.x_offset and not weight_offset)
+    x_blocks = _blocks_in_stage(problem)
+    stage_bytes = (TILE_M + TILE_N) * (BLOCK_K + 4 * x_blocks * (1 + weight_offset + problem.x_offset)) + 16
+    itemsize = ITEMSIZE[problem.dtype]
+    store_bytes = 2 * 32 // itemsize * (TILE_N * itemsize + 16)
+    stages = min(MAX_STAGES, (device.shared_bytes_per_block - store_bytes) // stage_bytes)
+    defines = (
+        *(item for item in problem.defines(weight_offset=weight_offset) if item[0] != "BITS"),
+        ("X_BLOCKS", x_blocks),
+        ("STAGES", stages),
+        ("CLUSTER", config.cluster),
+        ("ROW_SCALES", int(row_scales)),
+        ("SHARED_BYTES", stages * stage_bytes + store_bytes),
+    )
+    boxes = {"xq": (problem.m, TILE_M), "codes": (problem.n, TILE_N // config.cluster)}
+    xq, codes = (
+        TensorMap(
+            name,
+            "int8",
+            dims=(problem.k, rows, 1),
+            strides=(problem.k, problem.k * rows),
+            box=(BLOCK_K, box, 1),
+            swizzle=128,
+        )
+        for name, (rows, box) in boxes.items()
+    )
+    x_scale = "x_row_scale" if row_scales else "x_scale"
+    tiles = cluster_tiles(config.cluster, problem)
+    sizes = (problem.m, problem.n, problem.k, problem.block_size, *tiles, problem.y_row_stride, problem.wide)
+    scalars = (*map(np.int32, sizes), *map(np.float32, problem.limits))
+    return LaunchPlan(
+        Kernel("int8/gemm_int8_sm90.cu", NAME, defines, device.target),
+        (config.ctas, 1, 1),
+        (THREADS, 1, 1),
+        (x_scale, "x_offset", "x_sums", "parameters", "bias", "y", xq, codes, *scalars),
+        stages * stage_bytes + store_bytes,
+        cluster=(config.cluster, 1, 1),
+        dependent=True,
+    )
+
+
+def workspace(config: GemmInt8Sm90Config, problem: Int8Problem) -> Workspace:
+    """Return an empty workspace: K is not split."""
+    return Workspace()
+
+
+def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
+    """Return the buffers "codes", one byte per code, and "parameters"; see int8/gemm_int8_sm90.cu."""
+    return {
+        "codes": weight.layout(("sm90 bytes", problem.fp8), lambda: _bytes(weight, problem.fp8)),
+        "parameters": weight.layout(
+            ("sm90 parameters", problem.block_size, problem.x_offset), lambda: _parameters(weight, problem)
+        ),
+    }
+
+
+def _has_weight_offset(problem: Int8Problem) -> bool:
+    """Return whether the kernel applies offsets of the weight: zero points are added to its codes instead."""
+    return problem.weight_offset and not problem.zero_points
+
+
+def _blocks_in_stage(problem: Int8Problem) -> int:
+    """Return the number of blocks of x in the 128 columns of a stage."""
+    return BLOCK_K // problem.block_size if problem.block_size < BLOCK_K and problem.blocks > 1 else 1
+
+
+def _bytes(weight: BlockQuantizedWeight, fp8: bool) -> Array:
+    """Return [N, K] signed codes plus zero points, as int8 or as the bits of e4m3."""
+    n, _, _, k = weight.shape
+    xp = namespace(weight.stored)
+    codes = xp.ascontiguousarray(weight.codes.reshape(n, k))
+    codes = (codes - np.uint8(1 << (weight.bits - 1))).view(np.int8)  # wraps to signed codes
+    if weight.zero_points is not None:
+        codes = codes + weight.zero_points.take(xp.arange(k) // weight.block_size, axis=1)
+    return xp.asarray(E4M3_BITS)[codes - np.int8(LEAST_CODE)] if fp8 else codes
+
+
+def _parameters(weight: BlockQuantizedWeight, problem: Int8Problem) -> Array:
+    """Return float32 [ceil(N/64), ceil(K/128), parameters of a tile]."""
+    n, _, _, k = weight.shape
+    block_size = problem.block_size
+    xp = namespace(weight.scale)
+    tiles, stages = ceil_div(n, PARAMETER_TILE_N), ceil_div(k, BLOCK_K)
+    scale, offset, sums = block_parameters(weight, block_size)
+    begins = xp.arange(0, k, block_size)[:, None]
+    columns = xp.minimum(begins + block_size, k) - begins
+    rows = [scale]
+    if offset is not None and weight.zero_points is None:
+        rows.append(offset)
+    if problem.x_offset:
+        rows.append(sums * scale + (0 if offset is None else columns * offset))
+    # Every stage has its scale; the other parameters are applied once, in the last stage of a block.
+    blocks = BLOCK_K // block_size if block_size < BLOCK_K and len(scale) > 1 else 1
+    span = BLOCK_K // blocks
+    parameters = xp.zeros((len(rows), stages * blocks, tiles * PARAMETER_TILE_N), np.float32)
+    span_begins = xp.arange(stages * blocks) * span
+    inside = span_begins < k
+    parameters[0, inside, :n] = rows[0][span_begins[inside] // block_size]
+    for part, values in zip(parameters[1:], rows[1:], strict=True):
+        part[(xp.minimum(begins[:, 0] + block_size, k) - 1) // span, :n] = values
+    # [part][stage, block][tile, warp, row half, g] -> [tile][stage][block][part][warp][g][row half]
+    parameters = parameters.reshape(len(rows), stages, blocks, tiles, 4, 2, 8).transpose(3, 1, 2, 0, 4, 6, 5)
+    return xp.ascontiguousarray(parameters).reshape(tiles, stages, -1)

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Int8Problem`: a matrix product of 8-bit activations and a block-quantized weight, and what its families share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupy_awq.activation import enumerator
+from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.check import Array
+from cupy_awq.kernels.family import TuningKey
+from cupy_awq.kernels.problem import TYPES, ceil_div, next_power_of_two
+from cupy_awq.packing import namespace
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Argument
+
+EPILOGUE_ACTIVATIONS = (None, "clamp")
+"""The kinds of activation that these families take, of `cupy_awq.activation`."""
+STEP_K = 32
+"""The columns of K that one tensor-core instruction multiplies."""
+BLOCK_K = 128
+"""The columns of K in one pipeline stage."""
+PADDED_N = 128
+"""The multiple to which the parameters' columns are padded, so that kernels read whole tiles of them."""
+FP8_ARCH = 89
+"""The first architecture whose tensor cores multiply e4m3."""
+FP8_CODE_SCALE = 512
+"""The factor that makes a 4-bit code c of its bits as an e4m3 number, which is c * 2**-9."""
+
+
+@dataclass(frozen=True)
+class Int8Problem:
+    """y [m, n] = activation(A @ W^T + bias) for quantized rows A [m, k] and a weight W [n, k].
+
+    Attributes:
+        m, n, k: rows of A, rows of W (columns of y), and columns of both.
+        block_size: columns of A, in one block of W, that share a scale; with ``row_scales`` those of W.
+        bits: bits of a code of W, 4 or 8.
+        x_offset: whether A has offsets.
+        weight_offset: whether W has offsets.
+        dtype: dtype of y.
+        bias_dtype: dtype of the bias [n]; None without one.
+        activation: kind of activation, one of `EPILOGUE_ACTIVATIONS`.
+        limits: lowest and highest y of the activation "clamp".
+        aligned: whether xq starts at a multiple of 16 bytes.
+        even: whether the rows of y start at multiples of two elements.
+        wide: whether the rows of y start at multiples of 16 bytes.
+        y_stride: elements from one row of y to the next; None for n.
+        fp8: whether A is e4m3 with one scale per row, as in `Fp8Quantization`; else it is int8.
+        row_scales: whether A is one block per row while W has several.
+        zero_points: whether the offsets of W are whole multiples of its scales (`BlockQuantizedWeight.zero_points`).
+    """
+
+    m: int
+    n: int
+    k: int
+    block_size: int
+    bits: int
+    x_offset: bool
+    weight_offset: bool
+    dtype: str
+    bias_dtype: str | None = None
+    activation: str | None = None
+    limits: tuple[float, float] = (0.0, 0.0)
+    aligned: bool = True
+    even: bool = True
+    wide: bool = True
+    y_stride: int | None = None
+    fp8: bool = False
+    row_scales: bool = False
+    zero_points: bool = False
+
+    def __str__(self) -> str:
+        x = "e4m3" if self.fp8 else "int8"
+        return f"x[{self.m}, {self.k}] {x} @ W[{self.k}, {self.n}] int{self.bits} block size {self.block_size}"
+
+    @property
+    def tuning_key(self) -> TuningKey:
+        """The key of the shape and the weight; M is tuned at powers of two."""
+        op = "gemm_fp8" if self.fp8 else "gemm_int8"
+        shape = f"{op} {self.k}x{self.n} {self.bits} bits in blocks of {self.block_size}"
+        return TuningKey((shape,), self.m, next_power_of_two(self.m))
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks along k."""
+        return ceil_div(self.k, self.block_size)
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters that a column of W has in each block: scale, offset, and scaled sum of codes."""
+        return 1 + (self.weight_offset or self.fp8) + self.x_offset
+
+    @property
+    def y_row_stride(self) -> int:
+        """The elements from one row of y to the next."""
+        return self.n if self.y_stride is None else self.y_stride
+
+    def defines(self, *, weight_offset: bool) -> tuple[tuple[str, int | str], ...]:
+        """Return the constants that all families compile with."""
+        return (
+            ("Y", TYPES[self.dtype]),
+            ("BITS", self.bits),
+            ("FP8", int(self.fp8)),
+            ("X_OFFSET", int(self.x_offset)),
+            ("WEIGHT_OFFSET", int(weight_offset)),
+            ("ACTIVATION", enumerator(self.activation)),
+            ("GATED", 0),
+            ("HAS_BIAS", int(self.bias_dtype is not None)),
+            ("BIAS", TYPES[self.bias_dtype or "float16"]),
+            ("HAS_RESIDUAL", 0),
+        )
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the arguments of the families that read the weight of `prepare_weight`."""
+        x_scale = "x_row_scale" if self.fp8 else "x_scale"
+        buffers = ("xq", x_scale, "x_offset", "x_sums", "codes", "parameters", "bias", "y", "partials", "counters")
+        padded_n = ceil_div(self.n, PADDED_N) * PADDED_N
+        sizes = (self.m, self.n, self.k, self.block_size, padded_n, self.y_row_stride)
+        return (*buffers, *map(np.int32, sizes), *map(np.float32, self.limits))
+
+
+def refuse_activation(problem: Int8Problem) -> str | None:
+    """Return why no integer kernel has the problem's activation, or None."""
+    if problem.activation not in EPILOGUE_ACTIVATIONS:
+        return f"has no activation {problem.activation}, only clamp"
+    return None
+
+
+def refuse_layout(problem: Int8Problem) -> str | None:
+    """Return why the kernels that copy 16 bytes of a row at a time cannot read the problem, or None."""
+    if problem.k % 16:
+        return f"needs a multiple of 16 columns, not {problem.k}"
+    if not problem.aligned:
+        return "needs xq to start at a multiple of 16 bytes"
+    if problem.block_size % STEP_K and problem.blocks > 1:
+        return f"needs blocks that are multiples of {STEP_K} columns, not {problem.block_size}"
+    return refuse_activation(problem)
+
+
+def fp8_block_size(block_size: int, k: int) -> int:
+    """Return the columns of x whose sum `quantize_fp8` computes: a divisor of 128 within one block of the weight."""
+    return math.gcd(block_size, BLOCK_K) if block_size < k else BLOCK_K
+
+
+def refuse_fp8(block_size: int, k: int, device: Device) -> str | None:
+    """Return why no kernel multiplies e4m3 by a weight of k columns in blocks, or None."""
+    if device.arch < FP8_ARCH:
+        return f"needs sm_{FP8_ARCH} or newer, not sm_{device.arch}"
+    if k % 16:
+        return f"needs a multiple of 16 columns, not {k}"
+    if fp8_block_size(block_size, k) < STEP_K:
+        return f"needs blocks that are multiples of {STEP_K} columns, not {block_size}"
+    return None
+
+
+def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
+    """Return the buffers "codes" and "parameters" of all families but `gemm_int8_sm90`; see int8/gemm_int8.cuh."""
+    return {
+        "codes": weight.layout(("int8 codes", problem.fp8), lambda: _codes(weight, problem.fp8)),
+        "parameters": weight.layout(
+            ("int8 parameters", problem.block_size, problem.fp8),
+            lambda: _parameters(weight, problem.block_size, problem.fp8),
+        ),
+    }
+
+
+def _codes(weight: BlockQuantizedWeight, fp8: bool) -> Array:
+    """Return uint8 [N, K padded to 32 and packed]: two's complement, or for e4m3 the unsigned 4-bit codes."""
+    n, _, _, k = weight.shape
+    codes = namespace(weight.stored).zeros((n, ceil_div(k, STEP_K) * STEP_K), np.uint8)
+    # Flipping the highest bit of an unsigned code gives the two's complement of code - 2**(bits - 1).
+    codes[:, :k] = weight.codes.reshape(n, k) ^ np.uint8(0 if fp8 else 1 << (weight.bits - 1))
+    if weight.bits == 8:
+        return codes
+    halves = codes.reshape(n, -1, 2, STEP_K // 2)
+    return (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(n, -1)
+
+
+def _parameters(weight: BlockQuantizedWeight, block_size: int, fp8: bool) -> Array:
+    """Return float32 [3, blocks of A, N padded]: scale, offset, and sum of the codes * scale (zeros for e4m3)."""
+    n = weight.shape[0]
+    scale, offset, sums = block_parameters(weight, block_size)
+    parameters = namespace(weight.scale).zeros((3, len(scale), ceil_div(n, PADDED_N) * PADDED_N), np.float32)
+    if fp8:
+        parameters[0, :, :n] = FP8_CODE_SCALE * scale
+        parameters[1, :, :n] = -8 * scale
+    else:
+        # A kernel uses a 4-bit code in the high half of a byte, where it is worth 16 times as much.
+        parameters[0, :, :n] = scale / 16 if weight.bits == 4 else scale
+        parameters[2, :, :n] = sums * scale
+    if offset is not None:
+        parameters[1, :, :n] += offset
+    return parameters
+
+
+def block_parameters(weight: BlockQuantizedWeight, block_size: int) -> tuple[Array, Array | None, Array]:
+    """Return scale and offset, float32, and the sums of the signed codes, int64, each [blocks of A, N]."""
+    n, _, _, k = weight.shape
+    xp = namespace(weight.scale)
+    begins = range(0, k, block_size)
+    weight_blocks = xp.asarray([begin // weight.block_size for begin in begins])
+    rows = weight.codes.reshape(n, k)
+    zero = 1 << (weight.bits - 1)
+    sums = [
+        rows[:, begin : begin + block_size].sum(1, dtype=np.int64) - zero * min(block_size, k - begin)
+        for begin in begins
+    ]
+    scale, offset = (
+        a if a is None else a.astype(np.float32).take(weight_blocks, axis=1).T for a in (weight.scale, weight.offset)
+    )
+    return scale, offset, xp.stack(sums)
+
+
+def common_problems() -> Iterator[Int8Problem]:
+    """Yield the products of common layers, for precompilation: few rows and many, each supported kind of operands."""
+    w4a8 = ("float16", 4, 128, False, True)
+    for dtype, bits, block_size, x_offset, weight_offset in (
+        w4a8,
+        ("float16", 4, 128, False, False),
+        ("float16", 4, 128, True, True),
+        ("float16", 8, 128, False, True),
+        ("float16", 8, 4096, False, False),
+        ("float16", 4, 32, False, True),
+        ("bfloat16", 4, 128, False, True),
+    ):
+        kind = dtype, bits, block_size, x_offset, weight_offset
+        for m in (1, 4, 8, 16, 64, 1024) if kind == w4a8 else (1, 1024):
+            yield Int8Problem(m, 4096, 4096, block_size, bits, x_offset, weight_offset, dtype)
+    yield Int8Problem(1024, 4096, 4096, 128, 4, False, False, "float16", row_scales=True)
+    for dtype in ("float16", "bfloat16"):
+        for m in (1, 1024):
+            yield Int8Problem(m, 4096, 4096, 128, 4, False, True, dtype, fp8=True)
+    yield Int8Problem(1, 64, 66, 66, 4, True, True, "float16")

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``quantize_fp8``: rows of x to e4m3 codes with one scale per row; on sm_89 and newer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.int8_problem import FP8_ARCH
+from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+
+NAME = "quantize_fp8"
+VALUES = 8
+"""The elements that a thread reads at a time."""
+START_US = 2.0
+"""The launch in the estimate, which adds the bytes at the nominal bandwidth; not fitted to measurements."""
+
+
+@dataclass(frozen=True)
+class Fp8Quantization:
+    """x [m, k] to e4m3 with one scale per row. Rows of x start at multiples of 16 bytes.
+
+    Attributes:
+        m, k: rows and columns of x; k is a multiple of 8.
+        block_size: columns whose values are summed: 8, 16, 32, 64, 128 or 256.
+        dtype: dtype of x.
+        x_stride: elements from one row of x to the next.
+    """
+
+    m: int
+    k: int
+    block_size: int
+    dtype: str
+    x_stride: int
+
+    def __str__(self) -> str:
+        return f"quantize x[{self.m}, {self.k}] {self.dtype} to e4m3"
+
+    tuning_key = None
+
+
+@dataclass(frozen=True)
+class QuantizeFp8Config:
+    """One CTA per row.
+
+    Attributes:
+        threads: threads of a CTA.
+    """
+
+    threads: int = 256
+
+    split_k = 1
+
+
+def refuse(problem: Fp8Quantization, device: Device) -> str | None:
+    """Return why the family cannot solve the problem, or None."""
+    return None if device.arch >= FP8_ARCH else f"needs sm_{FP8_ARCH} or newer, not sm_{device.arch}"
+
+
+def configs(problem: Fp8Quantization, device: Device) -> list[QuantizeFp8Config]:
+    """Return the one configuration."""
+    return [QuantizeFp8Config()]
+
+
+def estimate_us(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> float:
+    """Return the expected time: one pass over x and the codes."""
+    return START_US + problem.m * problem.k * (ITEMSIZE[problem.dtype] + 1) / (device.read_gbs * 1e3)
+
+
+def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> LaunchPlan:
+    """Return the launch. Buffers: x, codes, scale, sums."""
+    defines = ("X", TYPES[problem.dtype]), ("ROUNDS", ceil_div(problem.k, config.threads * VALUES))
+    kernel = Kernel("int8/quantize_fp8.cu", NAME, defines, device.target)
+    sizes = map(np.int32, (problem.k, problem.block_size, problem.x_stride))
+    return LaunchPlan(kernel, (problem.m, 1, 1), (config.threads, 1, 1), ("x", "codes", "scale", "sums", *sizes))
+
+
+def workspace(config: QuantizeFp8Config, problem: Fp8Quantization) -> Workspace:
+    """Return an empty workspace."""
+    return Workspace()
+
+
+def common_problems() -> Iterator[Fp8Quantization]:
+    """Yield the quantizations of common layers, for precompilation."""
+    for dtype in ("float16", "bfloat16"):
+        yield Fp8Quantization(1, 4096, 128, dtype, 4096)

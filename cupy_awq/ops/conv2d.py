@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`conv2d`: convolutions with 4- and 8-bit weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cupy_awq import block_check, block_reference, check
+from cupy_awq.activation import Activation
+from cupy_awq.block_check import ConvolutionShape
+from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.check import HOST, Array
+from cupy_awq.kernels import select
+from cupy_awq.kernels.conv2d_problem import (
+    EPILOGUE_ACTIVATIONS,
+    UNIT,
+    Convolution,
+    ConvolutionSizes,
+    refuse_tensor_cores,
+)
+from cupy_awq.ops import execute
+from cupy_awq.runtime import device, placement
+from cupy_awq.runtime.arrays import views
+
+
+def conv2d(
+    x: Array,
+    weight: BlockQuantizedWeight,
+    /,
+    *,
+    bias: Array | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    activation: Any = None,
+    layout: str = "NCHW",
+    out: Array | None = None,
+) -> Array:
+    """Compute a 2-D convolution (cross-correlation) with quantized weights.
+
+        y[b, co, i, j] = activation(bias[co] + sum over y, x, c of
+                                    x[b, c, i*stride + y*dilation - top, j*stride + x*dilation - left] * w[co, y, x, c])
+
+    Args:
+        x: float16, bfloat16 or float32, [batch, Ci, height, width], or [batch, height, width, Ci] for layout "NHWC".
+        weight: [Co, Kh, Kw, Ci/groups].
+        bias: [Co] float16, bfloat16 or float32.
+        stride, dilation: a number or (vertical, horizontal).
+        padding: a number, (vertical, horizontal), ((top, bottom), (left, right)), or "same": ceil(size / stride)
+            outputs, with an odd pixel of padding at the bottom and the right.
+        groups: the number of groups of channels; Ci for a depthwise convolution.
+        activation: None, "relu", "relu6", or (low, high).
+        layout: "NCHW" or "NHWC", of x and y.
+        out: array of x's dtype to fill and return.
+
+    Returns:
+        y in the layout and dtype of x.
+
+    On a GPU, float16 and bfloat16 use tensor cores, with weights that are rounded to the dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it.
+
+    >>> weight = BlockQuantizedWeight(np.full((1, 3, 3, 1), 9, np.uint8), np.ones((1, 1), np.float32), None)
+    >>> conv2d(np.ones((1, 1, 3, 3), np.float32), weight, padding=1)[0, 0]
+    array([[4., 6., 4.],
+           [6., 9., 6.],
+           [4., 6., 4.]], dtype=float32)
+    """
+    weight = block_check.block_weight(weight)
+    x, bias, out = views(x=x, bias=bias, out=out)
+    block_check.float_x(x, weight)
+    shape = block_check.convolution(x.shape, weight.shape, stride, padding, dilation, groups, layout)
+    epilogue = block_check.activation(activation, EPILOGUE_ACTIVATIONS)
+    if bias is not None:
+        check.bias(bias, shape.outputs, device=weight.device)
+    if out is not None:
+        check.out(out, shape.y_shape, x.dtype, weight.device)
+    if weight.device == HOST:
+        target = np.empty(shape.y_shape, x.dtype) if out is None else out
+        return block_reference.conv2d(x, weight, shape, bias, epilogue, target)
+    return _conv2d_on_gpu(x, weight, shape, bias, epilogue, out)
+
+
+def kernel_sizes(shape: ConvolutionShape) -> ConvolutionSizes:
+    """Return the sizes of a validated convolution as the kernels take them."""
+    (top, _), (left, _) = shape.padding
+    return ConvolutionSizes(
+        shape.batch,
+        shape.height,
+        shape.width,
+        shape.channels // shape.groups,
+        shape.outputs // shape.groups,
+        shape.groups,
+        *shape.kernel,
+        *shape.out,
+        *shape.stride,
+        top,
+        left,
+        *shape.dilation,
+    )
+
+
+def x_strides(x: Array, nhwc: bool) -> tuple[int, int, int, int]:
+    """Return the elements of x from one image, row, pixel and channel to the next."""
+    batch, *others = (int(stride) // x.dtype.itemsize for stride in x.strides)
+    if len(x) == 1:
+        batch = others[0] * x.shape[1]  # the stride of an axis of length 1 may be anything, even 0
+    return (batch, *others) if nhwc else (batch, *others[1:], others[0])
+
+
+def _conv2d_on_gpu(
+    x: Array,
+    weight: BlockQuantizedWeight,
+    shape: ConvolutionShape,
+    bias: Array | None,
+    activation: Activation,
+    out: Array | None,
+) -> Array:
+    import cupy
+
+    with placement.use_device(weight.device):
+        y = cupy.empty(shape.y_shape, x.dtype) if out is None or not out.flags.c_contiguous else out
+        if y.size:
+            gpu = device.current()
+            given = Convolution(
+                kernel_sizes(shape),
+                weight.block_size,
+                weight.bits,
+                weight.offset is not None,
+                x.dtype.name,
+                x_strides(x, shape.nhwc),
+                shape.nhwc,
+                None if bias is None else bias.dtype.name,
+                activation.kind,
+                activation.limits,
+                aligned=x.data.ptr % 16 == 0,
+                y_aligned=y.data.ptr % 16 == 0,
+            )
+            problem = given.without_stride()
+            if refuse_tensor_cores(problem, gpu):
+                # The tensor cores may be able to read a contiguous NHWC copy.
+                channels = -(-shape.channels // UNIT) * UNIT
+                strides = shape.height * shape.width * channels, shape.width * channels, channels, 1
+                copied = replace(given, strides=strides, aligned=True).without_stride()
+                if not refuse_tensor_cores(copied, gpu):
+                    x, problem = _to_nhwc(x, shape, channels), copied
+            chosen = select.choose(problem, gpu)
+            buffers = execute.weight_buffers(chosen, weight, problem) | {"x": x, "bias": bias, "y": y}
+            execute.launch(chosen.plan, buffers, weight.device)
+        return execute.deliver(y, out)
+
+
+def _to_nhwc(x: Array, shape: ConvolutionShape, channels: int) -> Array:
+    """Return a contiguous NHWC copy of x, padded with zeros to ``channels``."""
+    import cupy
+
+    pixels = x if shape.nhwc else x.transpose(0, 2, 3, 1)
+    if shape.channels == channels:
+        return cupy.array(pixels, order="C")
+    padded = cupy.zeros((*pixels.shape[:3], channels), x.dtype)
+    padded[..., : shape.channels] = pixels
+    return padded

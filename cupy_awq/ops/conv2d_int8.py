@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`conv2d_int8`: convolutions of int8 with int8, requantized to int8, with one zero point per tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cupy_awq import block_check, block_reference, check
+from cupy_awq.activation import Activation
+from cupy_awq.block_reference import SMALLEST_WEIGHT_SCALE
+from cupy_awq.check import HOST, Array
+from cupy_awq.kernels import select
+from cupy_awq.kernels.conv2d_int8 import ACTIVATIONS, Int8Convolution
+from cupy_awq.ops import execute
+from cupy_awq.ops.conv2d import kernel_sizes, x_strides
+from cupy_awq.runtime import device, placement
+from cupy_awq.runtime.arrays import views
+
+F32 = np.float32
+
+
+def conv2d_int8(
+    x: Array,
+    codes: Array,
+    weight_scale: Array,
+    /,
+    *,
+    x_scale: float,
+    out_scale: float,
+    x_zero: int = 0,
+    out_zero: int = 0,
+    bias: Array | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    activation: Any = None,
+    layout: str = "NCHW",
+    out: Array | None = None,
+) -> Array:
+    """Compute a convolution of int8 with int8 and requantize it to int8 in the same kernel.
+
+        M = x_scale * weight_scale / out_scale
+        fused = trunc(bias / (x_scale * weight_scale)) - x_zero * sum(codes) + trunc(out_zero / M)
+        y = clamp(rint_even((sum of x * codes + fused) * M), low, high), in float32 from the int32 sum on
+
+    Args:
+        x: int8 in ``layout``; an element stands for (x - x_zero) * x_scale.
+        codes: [Co, Kh, Kw, Ci/groups] int8; a code stands for code * weight_scale.
+        weight_scale: [Co] float32; magnitudes below 1e-6 are replaced by 1e-6.
+        x_scale, out_scale: positive scales of x and y.
+        x_zero, out_zero: zero points of x and y, in -128 .. 127. The padding of x is x_zero, which stands for 0.
+        bias: [Co] float32, in real values.
+        stride, padding, dilation, groups, layout: as in `conv2d`.
+        activation: None, "relu", "relu6", or (low, high), in real values.
+        out: int8 array to fill and return.
+
+    Returns:
+        y, int8 in ``layout``; an element stands for (y - out_zero) * out_scale.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it.
+
+    Source of the formula: MNN's ConvInt8, with the bias term of its CPU form and clamps that include the zero point.
+
+    >>> x, codes = np.full((1, 2, 1, 1), 10, np.int8), np.full((1, 1, 1, 2), 3, np.int8)
+    >>> conv2d_int8(x, codes, np.ones(1, np.float32), x_scale=0.5, out_scale=2.0)
+    array([[[[15]]]], dtype=int8)
+    """
+    x, codes, weight_scale, bias, out = views(x=x, codes=codes, weight_scale=weight_scale, bias=bias, out=out)
+    where = check.device_id(x, "x")
+    for name, a, dtype in (
+        ("x", x, check.INT8),
+        ("codes", codes, check.INT8),
+        ("weight_scale", weight_scale, check.FLOAT32),
+        ("bias", bias, check.FLOAT32),
+    ):
+        if a is None and name == "bias":
+            continue
+        check.on_device(a, name, where, "x")
+        if a.dtype != dtype:
+            raise TypeError(f"{name}: expected {dtype}, got {a.dtype}")
+    if len(codes.shape) != 4 or 0 in codes.shape:
+        raise ValueError(f"codes: expected a non-empty [Co, Kh, Kw, Ci/groups], got shape {codes.shape}")
+    shape = block_check.convolution(x.shape, codes.shape, stride, padding, dilation, groups, layout)
+    for name, a in (("weight_scale", weight_scale), ("bias", bias)):
+        if a is not None and a.shape != (shape.outputs,):
+            raise ValueError(f"{name}: expected [Co] = [{shape.outputs}], got shape {a.shape}")
+    for name, scale in (("x_scale", x_scale), ("out_scale", out_scale)):
+        if not 0 < float(scale) < math.inf:
+            raise ValueError(f"{name}: expected a positive number, got {scale!r}")
+    zeros = _zero_point(x_zero, "x_zero"), _zero_point(out_zero, "out_zero")
+    limits = _limits(block_check.activation(activation, ACTIVATIONS), F32(out_scale), zeros[1])
+    if out is not None:
+        check.out(out, shape.y_shape, check.INT8, where)
+    host = [a if a is None or where == HOST else a.get() for a in (codes, weight_scale, bias)]
+    fused, multiplier = _channel_parameters(host[0], host[1], host[2], F32(x_scale), F32(out_scale), *zeros)
+    if where == HOST:
+        target = np.empty(shape.y_shape, np.int8) if out is None else out
+        return block_reference.conv2d_int8(x, codes, shape, fused, multiplier, zeros[0], limits, target)
+    import cupy
+
+    with placement.use_device(where):
+        y = cupy.empty(shape.y_shape, np.int8) if out is None or not out.flags.c_contiguous else out
+        if y.size:
+            problem = Int8Convolution(kernel_sizes(shape), x_strides(x, shape.nhwc), shape.nhwc, zeros[0], limits)
+            buffers = {"x": x, "codes": cupy.ascontiguousarray(codes), "y": y}
+            buffers |= {"fused": cupy.asarray(fused), "multiplier": cupy.asarray(multiplier)}
+            execute.launch(select.choose(problem, device.current()).plan, buffers, where)
+        return execute.deliver(y, out)
+
+
+def _channel_parameters(
+    codes: Array, weight_scale: Array, bias: Array | None, x_scale: Any, out_scale: Any, x_zero: int, out_zero: int
+) -> tuple[Array, Array]:
+    """Return fused, int32 [Co], and M, float32 [Co]."""
+    scale = np.where(np.abs(weight_scale) < SMALLEST_WEIGHT_SCALE, SMALLEST_WEIGHT_SCALE, weight_scale)
+    multiplier = x_scale * scale / out_scale
+    fused = -x_zero * codes.sum((1, 2, 3), dtype=np.int64) + np.trunc(out_zero / multiplier).astype(np.int64)
+    if bias is not None:
+        fused = fused + np.trunc(bias / (x_scale * scale)).astype(np.int64)
+    return np.clip(fused, -(2**31), 2**31 - 1).astype(np.int32), multiplier
+
+
+def _limits(activation: Activation, out_scale: Any, out_zero: int) -> tuple[int, int]:
+    """Return the lowest and highest code of y."""
+    if activation.kind is None:
+        return -128, 127
+    if activation.kind != "clamp":
+        raise ValueError(f"activation: expected a clamp or None, got {activation.kind!r}")
+    low, high = (float(np.clip(np.rint(limit / out_scale) + out_zero, -128, 127)) for limit in activation.limits)
+    return int(low), int(high)
+
+
+def _zero_point(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+    if not -128 <= value <= 127:
+        raise ValueError(f"{name}: expected -128 .. 127, got {value}")
+    return int(value)

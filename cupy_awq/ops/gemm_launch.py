@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The path of every GEMM to its launch: choose a kernel, load it, collect the addresses, launch."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from cupy_awq import check, reference
+from cupy_awq.activation import Activation
+from cupy_awq.check import HOST, Array
+from cupy_awq.kernels import select
+from cupy_awq.kernels.problem import Problem, Strides
+from cupy_awq.ops.repack import RepackedWeight
+from cupy_awq.runtime import arrays, device, placement
+from cupy_awq.runtime import workspace as workspaces
+from cupy_awq.runtime.launch import get_launcher
+from cupy_awq.weight import PackedWeight
+
+BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "weight", "bias")
+"""The buffers of a GEMM: the arrays of one call, its workspace, then the arrays that stay from call to call."""
+
+
+class GemmLaunch:
+    """A validated GEMM whose kernel is chosen and loaded; a call needs only addresses and a stream.
+
+    It serves all arrays with the layouts (`arrays.layout_key`) of those that it is made from, and any weight with this
+    layout.
+
+    Args:
+        x, residual, out: arrays with the layouts to serve; without an ``out``, y is contiguous.
+        weight, bias: the same for the arrays that stay from call to call.
+        product: the result of `check.product` for these arrays.
+        kernel, split_k: as in `gemm`.
+        constant: whether a launch may read the weight before the preceding kernels of the stream finish (PDL).
+
+    Attributes:
+        kernel: the name of the kernel.
+        shape: the shape of y.
+        workspace_bytes: bytes of the split-K workspace, 0 without split-K.
+    """
+
+    __slots__ = ("_extents", "_in_place", "_index", "_launcher", "_order", "kernel", "shape", "workspace_bytes")
+
+    def __init__(
+        self,
+        x: Array,
+        weight: PackedWeight,
+        product: check.Product,
+        bias: Array | None,
+        residual: Array | None,
+        out: Array | None,
+        kernel: str | None,
+        split_k: int | None,
+        constant: bool = False,
+    ) -> None:
+        qweight, scales, qzeros = weight.qweight, weight.scales, weight.qzeros
+        offsets = qzeros if weight.spec.zeros == "float" else None
+        m, n = arrays.count_rows(x), product.shape[-1]
+        strides = Strides(
+            x=arrays.row_stride(x) or 0,
+            qweight=arrays.leading_dimension(qweight),
+            scales=arrays.leading_dimension(scales),
+            qzeros=arrays.leading_dimension(qzeros),
+            residual=0 if residual is None else arrays.row_stride(residual) or 0,
+            y=n if out is None else arrays.row_stride(out) or 0,
+        )
+        problem = gemm_problem(
+            weight,
+            product.activation,
+            m,
+            product.element,
+            bias_dtype=product.bias.name if product.bias else None,
+            residual=residual is not None,
+            aligned=arrays.is_aligned(qweight, scales, offsets, residual, out),
+            x_aligned=arrays.is_aligned(x),
+            constant=constant,
+            strides=strides,
+        )
+        self._index = weight.spec.device
+        choice = select.choose(problem, device.of(self._index), kernel, split_k)
+        partial_bytes = choice.family.workspace(choice.config, problem).partial_bytes
+        self._launcher = get_launcher(choice.plan, self._index)
+        self.kernel = choice.name
+        self.shape = product.shape
+        self.workspace_bytes = workspaces.COUNTER_BYTES + partial_bytes if partial_bytes else 0
+        self._order = operator.itemgetter(*map(BUFFERS.index, self._launcher.buffers))
+        widths = (strides.x, problem.k), (strides.residual, n if residual is not None else 0), (strides.y, n)
+        self._extents = tuple(((m - 1) * stride + width) * x.dtype.itemsize for stride, width in widths)
+        self._in_place = strides.residual == strides.y
+
+    def __call__(self, x: int, residual: int, y: int, constants: tuple[int, ...], workspace: int, stream: int) -> None:
+        """Launch the kernel on arrays at these addresses, 0 for an absent one; ``constants``: `constant_pointers`."""
+        pointers = (x, residual, y, workspace + workspaces.COUNTER_BYTES, workspace, *constants)
+        self._launcher(self._order(pointers), stream)
+
+    def run(self, x: Array, residual: Array | None, out: Array | None, constants: tuple[int, ...]) -> Array | None:
+        """Launch the kernel on the current stream, with the stream's workspace, and return y.
+
+        Return None, and launch nothing, if another GPU is current or if ``out`` overlaps an input. It may be the
+        residual: the thread that reads an element of it also writes it.
+        """
+        import cupy
+
+        index = self._index
+        if cupy.cuda.runtime.getDevice() != index:
+            return None
+        x_begin, residual_begin = x.data.ptr, 0 if residual is None else residual.data.ptr
+        if out is None:
+            y = cupy.empty(self.shape, x.dtype)
+            y_begin = y.data.ptr
+        else:
+            y = out
+            y_begin = y.data.ptr
+            x_bytes, residual_bytes, y_bytes = self._extents
+            y_end = y_begin + y_bytes
+            if x_begin < y_end and y_begin < x_begin + x_bytes:
+                return None
+            overlaps_residual = residual_begin < y_end and y_begin < residual_begin + residual_bytes
+            if overlaps_residual and not (residual_begin == y_begin and self._in_place):
+                return None
+        stream = cupy.cuda.get_current_stream().ptr
+        workspace = workspaces.workspace_address(index, stream) if self.workspace_bytes else 0
+        self(x_begin, residual_begin, y_begin, constants, workspace, stream)
+        return y
+
+
+def constant_pointers(
+    qweight: Array, scales: Array, qzeros: Array | None, repacked: Array | None, bias: Array | None
+) -> tuple[int, ...]:
+    """Return the addresses of the arrays that stay from call to call, in the order of BUFFERS."""
+    return tuple(map(arrays.address, (qweight, scales, qzeros, repacked, bias)))
+
+
+def weight_pointers(weight: PackedWeight, bias: Array | None) -> tuple[int, ...]:
+    """Return the `constant_pointers` of a weight and its bias."""
+    repacked = weight.repacked if isinstance(weight, RepackedWeight) else None
+    return constant_pointers(weight.qweight, weight.scales, weight.qzeros, repacked, bias)
+
+
+def gemm_problem(
+    weight: PackedWeight, activation: Activation, m: int, element: np.dtype[Any], **fields: Any
+) -> Problem:
+    """Return the problem of m rows of x and a weight; arrays are contiguous unless other ``fields`` say otherwise."""
+    spec = weight.spec
+    if isinstance(weight, RepackedWeight):
+        fields |= {
+            "raw": weight.kept,
+            "repacked": True,
+            "scale_exponent": weight.scale_exponent,
+            "wide_scales": weight.wide_scales,
+        }
+    return Problem(
+        m=m,
+        n=spec.n,
+        k=spec.k,
+        group_size=spec.group_size,
+        dtype=element.name,
+        scales_dtype=spec.dtype.name,
+        zeros=spec.zeros,
+        activation=activation.kind,
+        limits=activation.limits,
+        gated=activation.gated,
+        **fields,
+    )
+
+
+def run_gemm(
+    x: Array,
+    weight: PackedWeight,
+    /,
+    *,
+    bias: Array | None = None,
+    activation: Any = None,
+    residual: Array | None = None,
+    out: Array | None = None,
+    dtype: Any = None,
+    kernel: str | None = None,
+    split_k: int | None = None,
+) -> tuple[Array, GemmLaunch | None]:
+    """Validate and compute y = activation(x @ W + bias) + residual; return y and its launch, to be used again.
+
+    The launch is None on the CPU, for M = 0, and where an array had to be copied.
+    """
+    x, bias, residual, out = arrays.views(x=x, bias=bias, residual=residual, out=out)
+    product = check.product(x, weight.spec, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype)
+    check_choice(kernel, split_k)
+    index = weight.spec.device
+    if index == HOST:
+        tensors = weight.qweight, weight.scales, weight.qzeros
+        options = {"bias": bias, "activation": activation, "residual": residual, "out": out, "dtype": dtype}
+        return reference.matmul(x, *tensors, **options), None
+    import cupy
+
+    with placement.use_device(index):
+        if x.size == 0:
+            return cupy.empty(product.shape, x.dtype) if out is None else out, None
+        source = x if arrays.has_readable_rows(x) else cupy.array(x, order="C")
+        added = residual if residual is None or arrays.row_stride(residual) is not None else residual.copy(order="C")
+        target = out if out is not None and arrays.row_stride(out) is not None else None
+        constants = weight_pointers(weight, bias)
+        launch = GemmLaunch(source, weight, product, bias, added, target, kernel, split_k)
+        y = launch.run(source, added, target, constants)
+        if y is None:  # out overlaps an input
+            into_new = GemmLaunch(source, weight, product, bias, added, None, kernel, split_k)
+            y = into_new.run(source, added, None, constants)
+        is_direct = source is x and added is residual and target is out
+        if out is None:
+            out = y
+        elif y is not out:
+            out[...] = y
+        return out, launch if is_direct else None
+
+
+def cache_launch(launches: dict[Any, GemmLaunch], key: Any, launch: GemmLaunch, limit: int) -> None:
+    """Keep a launch for the layouts ``key``; a full cache is cleared, since its entries are soon made again."""
+    if len(launches) >= limit:
+        launches.clear()
+    launches[key] = launch
+
+
+def check_choice(kernel: str | None, split_k: int | None) -> None:
+    """Raise ValueError for an unknown kernel or a split-K factor that is no power of two, on the CPU as well."""
+    if kernel is not None and kernel not in select.FAMILIES_OF[Problem]:
+        raise ValueError(f"kernel: expected one of {', '.join(select.FAMILIES_OF[Problem])}, got {kernel!r}")
+    if split_k is not None and (not isinstance(split_k, int) or split_k < 1 or split_k & (split_k - 1)):
+        raise ValueError(f"split_k: expected a power of two, got {split_k!r}")

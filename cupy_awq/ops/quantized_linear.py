@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quantize_activations`, `gemm_int8`, `linear_int8` and `linear_fp8`: products of quantized rows and weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_awq import block_check, block_reference, check
+from cupy_awq.activation import Activation
+from cupy_awq.block_check import QuantizedProduct
+from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.check import HOST, Array
+from cupy_awq.kernels import int8_problem, select
+from cupy_awq.kernels.int8_problem import EPILOGUE_ACTIVATIONS, Int8Problem
+from cupy_awq.kernels.quantize_fp8 import Fp8Quantization
+from cupy_awq.kernels.quantize_rows import RowQuantization
+from cupy_awq.ops import execute
+from cupy_awq.packing import namespace
+from cupy_awq.runtime import device, placement
+from cupy_awq.runtime.arrays import row_stride, views
+
+
+def quantize_activations(
+    x: Array, /, *, block_size: int | None = None, symmetric: bool = False, rounding: str = "half_away"
+) -> tuple[Array, Array, Array | None, Array]:
+    """Quantize rows to int8 codes with a scale and an offset for each block of columns: x ~ code * scale + offset.
+
+        asymmetric  scale = (max - min) / 255, offset = max - 127 * scale; a scale of 1e-5 or less becomes 1, with
+                    offset = max (MNN's on-line quantization)
+        symmetric   scale = max|x| / 127, no offset (with block_size=32 llama.cpp's q8_1)
+
+        code = clamp(round((x - offset) / scale), -128, 127), with a rounding to float32 at every operation
+
+    Args:
+        x: [M, K] float16, bfloat16 or float32.
+        block_size: the number of columns in a block, by default K; the last block may be shorter.
+        symmetric: whether blocks have no offset.
+        rounding: "half_away" rounds halves away from zero, "half_even" to the nearest even code.
+
+    Returns:
+        The codes, int8 [M, K]; the scales, float32 [M, blocks]; the offsets, float32 [M, blocks] (None if symmetric);
+        and the sums of the codes, int32 [M, blocks]. A block with an infinity or a NaN has scale NaN and codes 0.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it.
+
+    >>> quantize_activations(np.array([[-1.0, 0.25, 1.0]], np.float32), symmetric=True)[0]
+    array([[-127,   32,  127]], dtype=int8)
+    """
+    (x,) = views(x=x)
+    size = min(block_check.x_block_size(x, block_size), max(1, x.shape[1]))
+    if not isinstance(symmetric, bool):
+        raise TypeError(f"symmetric: expected True or False, got {symmetric!r}")
+    if rounding not in ("half_away", "half_even"):
+        raise ValueError(f"rounding: expected 'half_away' or 'half_even', got {rounding!r}")
+    if check.device_id(x, "x") == HOST:
+        return block_reference.quantize(x, size, symmetric, rounding)
+    return _quantize_on_gpu(x, size, symmetric, rounding)
+
+
+def gemm_int8(
+    xq: Array,
+    x_scale: Array,
+    x_offset: Array | None,
+    x_sums: Array,
+    weight: BlockQuantizedWeight,
+    /,
+    *,
+    block_size: int | None = None,
+    bias: Array | None = None,
+    activation: Any = None,
+    out: Array | None = None,
+) -> Array:
+    """Compute y [M, N] = activation(A @ B^T + bias) for quantized rows A and a weight B by an integer product.
+
+        y = sum over blocks of sA*(C*sB + sumA*oB) + oA*(sumB*sB + k*oB),  C = A_q B_q^T in int32
+
+    This equals the product of the dequantized operands, up to the rounding of float32 sums over blocks.
+
+    Args:
+        xq, x_scale, x_offset, x_sums: the results of `quantize_activations`; None for x_offset means zeros.
+        weight: [N, 1, 1, K], 4 or 8 bits.
+        block_size: the block size of xq; by default K if it has one block, else the weight's. Unless xq is one block,
+            it must divide the weight's block size if the weight has several blocks.
+        bias: [N] float16, bfloat16 or float32.
+        activation: None, "relu", "relu6", or (low, high).
+        out: [M, N] float16, bfloat16 or float32 array to fill and return; by default of the dtype of the weight's
+            scale.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it.
+
+    Source of the formula: MNN's DequantAndAcc.
+
+    >>> weight = BlockQuantizedWeight(np.full((1, 1, 1, 4), 9, np.uint8), np.full((1, 1), 0.5, np.float32), None)
+    >>> gemm_int8(*quantize_activations(np.array([[1, 2, 3, 4]], np.float32)), weight)
+    array([[5.]], dtype=float32)
+    """
+    weight = block_check.block_weight(weight)
+    xq, x_scale, x_offset, x_sums, bias, out = views(
+        xq=xq, x_scale=x_scale, x_offset=x_offset, x_sums=x_sums, bias=bias, out=out
+    )
+    product = block_check.product(xq, x_scale, x_offset, x_sums, weight, block_size, bias, out)
+    epilogue = block_check.activation(activation, EPILOGUE_ACTIVATIONS)
+    if weight.device == HOST:
+        target = np.empty((product.m, product.n), product.dtype) if out is None else out
+        if product.row_scales:
+            x_scale, x_offset, x_sums = _in_blocks(xq, x_scale, x_offset, product.block_size)
+        return block_reference.gemm(xq, x_scale, x_offset, x_sums, weight, product, bias, epilogue, target)
+    return _multiply_on_gpu(xq, x_scale, x_offset, x_sums, weight, product, bias, epilogue, out)
+
+
+def linear_int8(
+    x: Array,
+    weight: BlockQuantizedWeight,
+    /,
+    *,
+    bias: Array | None = None,
+    activation: Any = None,
+    out: Array | None = None,
+) -> Array:
+    """Compute a W4A8 or W8A8 linear layer, y [M, N] = activation(x @ W^T + bias), with x quantized to int8.
+
+    x is quantized symmetrically in blocks of the weight's block size, so each element is off by at most half of its
+    block's scale max|x| / 127. An element of y is off by at most the sum over blocks of max|x| / 254 times the sum of
+    |W|; for normally distributed x and W, y has a relative error of about 1/200.
+
+    Args:
+        x: [M, K] float16, bfloat16 or float32.
+        weight: [N, 1, 1, K]; `from_packed` makes it from an AWQ weight.
+        bias, activation: as in `gemm_int8`.
+        out: array of x's dtype to fill and return.
+
+    Returns:
+        y, of x's dtype; on a GPU by two launches.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it.
+
+    >>> weight = BlockQuantizedWeight(np.full((1, 1, 1, 4), 9, np.uint8), np.full((1, 1), 0.5, np.float32), None)
+    >>> linear_int8(np.array([[127, 2, 3, 4]], np.float16), weight)
+    array([[68.]], dtype=float16)
+    """
+    weight = block_check.block_weight(weight)
+    x, out = views(x=x, out=out)
+    block_check.float_x(x, weight)
+    block_size = min(weight.block_size, block_check.x_block_size(x, None))
+    quantized = quantize_activations(x, block_size=block_size, symmetric=True)
+    if out is None:
+        out = execute.empty((len(x), weight.shape[0]), x.dtype, weight.device)
+    elif out.dtype != x.dtype:
+        raise TypeError(f"out: expected {x.dtype} as in x, got {out.dtype}")
+    return gemm_int8(*quantized, weight, block_size=block_size, bias=bias, activation=activation, out=out)
+
+
+def linear_fp8(
+    x: Array,
+    weight: BlockQuantizedWeight,
+    /,
+    *,
+    bias: Array | None = None,
+    activation: Any = None,
+    out: Array | None = None,
+) -> Array:
+    """Compute a linear layer of INT4 weights, y [M, N] = activation(x @ W^T + bias), with x rounded to float8 (e4m3).
+
+    Each row of x has a scale, max|x| / 448 (at least 2**-100 / 448). Each element is off by at most 1/17 of itself or
+    2**-10 scales, whichever is larger, and an element of y by the sum over k of that error times |W|. For normally
+    distributed x and W, y has a relative error of about 1/38: more than with `linear_int8`, but small elements of x
+    keep their precision beside elements a thousand times as large.
+
+    Hopper's tensor cores align the products that they add to the largest and keep about 14 bits of them (DeepSeek-V3
+    Technical Report, 3.5.2). These products have 8 significant bits, and at most 128 columns are added before the sum
+    moves to float32: a simulation of it gives y a further relative error of 1/4000.
+
+    Args:
+        x: [M, K] float16, bfloat16 or float32. A row with an infinity or a NaN gives a row of NaN.
+        weight: [N, 1, 1, K] of 4 bits; `from_packed` makes it from an AWQ weight.
+        bias, activation: as in `gemm_int8`.
+        out: array of x's dtype to fill and return.
+
+    Returns:
+        y, of x's dtype. A GPU must be sm_89 or newer; K must be a multiple of 16 there, and the weight's block size of
+        32 if it is less than K. It takes two launches.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, or a GPU without such a kernel; the message names it.
+
+    >>> weight = BlockQuantizedWeight(np.full((1, 1, 1, 4), 9, np.uint8), np.full((1, 1), 0.5, np.float32), None)
+    >>> linear_fp8(np.array([[448, 17, 3, 4]], np.float16), weight)  # 17 is half-way between 16 and 18
+    array([[235.5]], dtype=float16)
+    """
+    weight = block_check.block_weight(weight)
+    x, bias, out = views(x=x, bias=bias, out=out)
+    product = block_check.fp8_product(x, weight, bias, out)
+    epilogue = block_check.activation(activation, EPILOGUE_ACTIVATIONS)
+    if weight.device == HOST:
+        target = np.empty((product.m, product.n), product.dtype) if out is None else out
+        return block_reference.linear_fp8(x, weight, product, bias, epilogue, target)
+    check_layer(weight, activation, "fp8")
+    return _linear_fp8_on_gpu(x, weight, product, bias, epilogue, out)
+
+
+def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> None:
+    """Check that `linear_int8` (x_dtype "int8") or `linear_fp8` ("fp8") has the activation, and a kernel on the GPU.
+
+    Raises:
+        TypeError, ValueError: it has not; the message gives the reason.
+    """
+    block_check.activation(activation, EPILOGUE_ACTIVATIONS)
+    if x_dtype == "fp8" and weight.device != HOST:
+        reason = int8_problem.refuse_fp8(weight.block_size, weight.shape[3], device.of(weight.device))
+        if reason:
+            raise ValueError(f"weight: expected one that a float8 kernel takes, got one that {reason}")
+
+
+def _quantize_on_gpu(
+    x: Array, block_size: int, symmetric: bool, rounding: str
+) -> tuple[Array, Array, Array | None, Array]:
+    import cupy
+
+    index = check.device_id(x, "x")
+    with placement.use_device(index):
+        m, k = x.shape
+        shape = m, -(-k // block_size)
+        codes, scale, sums = (cupy.empty(s, t) for s, t in (((m, k), np.int8), (shape, np.float32), (shape, np.int32)))
+        offset = None if symmetric else cupy.empty(shape, np.float32)
+        if m:
+            if row_stride(x) is None:
+                x = cupy.ascontiguousarray(x)
+            wide = k % 8 == 0 and block_size % 8 == 0 and (x.data.ptr | x.strides[0]) % (8 * x.dtype.itemsize) == 0
+            half_even = rounding == "half_even"
+            problem = RowQuantization(m, k, block_size, x.dtype.name, symmetric, half_even, wide, row_stride(x) or 0)
+            buffers = {"x": x, "codes": codes, "scale": scale, "offset": offset, "sums": sums}
+            execute.launch(select.choose(problem, device.current()).plan, buffers, index)
+        return codes, scale, offset, sums
+
+
+def _multiply_on_gpu(
+    xq: Array,
+    x_scale: Array,
+    x_offset: Array | None,
+    x_sums: Array,
+    weight: BlockQuantizedWeight,
+    product: QuantizedProduct,
+    bias: Array | None,
+    activation: Activation,
+    out: Array | None,
+    *,
+    fp8: bool = False,
+) -> Array:
+    """Multiply as in `gemm_int8`; with ``fp8`` xq is e4m3, x_scale is [M], and x_sums are float32."""
+    import cupy
+
+    with placement.use_device(weight.device):
+        y = cupy.empty((product.m, product.n), product.dtype) if out is None or row_stride(out) is None else out
+        if product.m:
+            xq, x_scale, x_offset, x_sums = (
+                a if a is None else cupy.ascontiguousarray(a) for a in (xq, x_scale, x_offset, x_sums)
+            )
+            y_bits = y.data.ptr | y.strides[0]
+            problem = Int8Problem(
+                product.m,
+                product.n,
+                product.k,
+                product.block_size,
+                weight.bits,
+                x_offset is not None,
+                weight.offset is not None,
+                product.dtype.name,
+                None if bias is None else bias.dtype.name,
+                activation.kind,
+                activation.limits,
+                aligned=xq.data.ptr % 16 == 0,
+                even=y_bits % (2 * y.dtype.itemsize) == 0,
+                wide=y_bits % 16 == 0,
+                y_stride=row_stride(y),
+                fp8=fp8,
+                row_scales=product.row_scales,
+                zero_points=weight.zero_points is not None,
+            )
+            chosen = select.choose(problem, device.current())
+            buffers = execute.weight_buffers(chosen, weight, problem)
+            buffers |= {"xq": xq, "x_row_scale": x_scale, "bias": bias, "y": y}
+            if product.row_scales and "x_scale" in chosen.plan.buffers:
+                x_scale, x_offset, x_sums = _in_blocks(xq, x_scale, x_offset, product.block_size)
+            buffers |= {"x_scale": x_scale, "x_offset": x_offset, "x_sums": x_sums}
+            execute.launch(chosen.plan, buffers, weight.device)
+        return execute.deliver(y, out)
+
+
+def _linear_fp8_on_gpu(
+    x: Array,
+    weight: BlockQuantizedWeight,
+    product: QuantizedProduct,
+    bias: Array | None,
+    activation: Activation,
+    out: Array | None,
+) -> Array:
+    import cupy
+
+    with placement.use_device(weight.device):
+        m, k = product.m, product.k
+        block_size = int8_problem.fp8_block_size(product.block_size, k)
+        sums = cupy.empty((m, -(-k // block_size)), np.float32)
+        codes, scale = cupy.empty((m, k), np.uint8), cupy.empty(m, np.float32)
+        if m:
+            stride = row_stride(x)
+            if stride is None or (x.data.ptr | stride * x.dtype.itemsize) % 16:
+                x, stride = cupy.array(x, order="C"), k
+            problem = Fp8Quantization(m, k, block_size, x.dtype.name, stride)
+            buffers = {"x": x, "codes": codes, "scale": scale, "sums": sums}
+            execute.launch(select.choose(problem, device.current()).plan, buffers, weight.device)
+        product = product._replace(block_size=block_size)
+        return _multiply_on_gpu(codes, scale, None, sums, weight, product, bias, activation, out, fp8=True)
+
+
+def _in_blocks(xq: Array, x_scale: Array, x_offset: Array | None, size: int) -> tuple[Array, Array | None, Array]:
+    """Return x_scale, x_offset and x_sums [M, blocks] in blocks of ``size`` for rows that were quantized as one."""
+    xp = namespace(xq)
+    m, k = xq.shape
+    blocks = -(-k // size)
+    padded = xp.zeros((m, blocks * size), np.int8)
+    padded[:, :k] = xq
+    sums = padded.reshape(m, blocks, size).sum(2, dtype=np.int32)
+    scale, offset = (a if a is None else xp.repeat(a, blocks, axis=1) for a in (x_scale, x_offset))
+    return scale, offset, sums

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations that `bench` and `tune` time, with random data: `OPERATIONS`, by the name of ``--op``.
+
+On a GPU the weights are cold in L2: an operation has copies of its weight, which together exceed three times the L2
+cache, and one call for each of them. x is the same for all calls, as warm as a preceding layer would leave it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from cupy_awq import check, reference
+from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
+from cupy_awq.check import HOST, Array
+from cupy_awq.kernels.conv2d_problem import nhwc_problem
+from cupy_awq.kernels.family import KernelProblem
+from cupy_awq.kernels.int8_problem import Int8Problem
+from cupy_awq.linear import AwqLinear
+from cupy_awq.ops.conv2d import conv2d
+from cupy_awq.ops.gemm import gemm
+from cupy_awq.ops.gemm_launch import run_gemm
+from cupy_awq.ops.plan import plan
+from cupy_awq.ops.quantized_linear import gemm_int8, quantize_activations
+from cupy_awq.ops.repack import repack
+from cupy_awq.packing import namespace
+from cupy_awq.runtime import device as devices
+from cupy_awq.runtime import placement
+from cupy_awq.tools import testing, timing
+from cupy_awq.weight import PackedWeight
+
+Call = Callable[[], object]
+Shape = tuple[int, int]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+"""The dtypes of x, by name."""
+
+MAX_COPIES = 512
+"""The most copies of a weight; only weights far smaller than those of any layer then stay in L2."""
+
+CONVOLUTION_BLOCK = 32
+"""The input channels that share a scale in the weight of a convolution."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options that say what to time.
+
+    Attributes:
+        device: the number of the GPU, or HOST.
+        group_size: rows of W that share a scale, -1 for K.
+        dtype: a key of DTYPES.
+        kernel: the name of a kernel to force in `gemm`; by default AwqLinear and its choice.
+        planned: whether to time a `Plan`.
+        image, window: height and width of the images and of the kernel of a convolution.
+        cached: whether calls keep their launches, as users' calls do; False if the kernel changes between them.
+    """
+
+    device: int
+    group_size: int = 128
+    dtype: str = "float16"
+    kernel: str | None = None
+    planned: bool = False
+    image: int = 56
+    window: int = 3
+    cached: bool = True
+
+
+class Operation(Protocol):
+    """One shape of an operation; ``Operation(shape, settings)`` makes its weights.
+
+    Attributes:
+        is_fp16: whether it multiplies floats, so that the roofline has the fp16 rate.
+        label: the shape as the table shows it.
+        weight: the kind of weight, in words.
+    """
+
+    is_fp16: bool
+    label: str
+    weight: str
+
+    def __init__(self, shape: Shape, settings: Settings) -> None: ...
+
+    @staticmethod
+    def check(shape: Shape, settings: Settings) -> None:
+        """Raise ValueError for a shape that the operation cannot have."""
+        ...
+
+    def calls(self, m: int) -> list[Call]:
+        """Return a call for each copy of the weight, with m rows of x, or m images."""
+        ...
+
+    def nbytes(self, m: int) -> int:
+        """Return the bytes of W, x and y."""
+        ...
+
+    def flops(self, m: int) -> int:
+        """Return the number of multiplications and additions."""
+        ...
+
+    def other_us(self, m: int) -> dict[str, float | None]:
+        """Return the time of other ways to the same result in microseconds, None where unknown, by name."""
+        ...
+
+
+class Gemm:
+    """x [M, K] @ W [K, N] by AwqLinear, by `gemm` with a forced kernel, or by a `Plan` of either."""
+
+    is_fp16 = True
+
+    def __init__(self, shape: Shape, settings: Settings) -> None:
+        self._k, self._n = shape
+        self._settings = settings
+        self.label = f"{self._k}x{self._n}"
+        scales = np.dtype(np.float16) if settings.dtype == "float32" else DTYPES[settings.dtype]
+        rng = np.random.default_rng(0)
+        self._first = testing.random_weight(rng, self._k, self._n, settings.group_size, dtype=scales)
+        self._copies = cold_weights(self._first, settings.device)
+        self.weight = f"group size {self._first.group_size}"
+
+    @staticmethod
+    def check(shape: Shape, settings: Settings) -> None:
+        k, n = shape
+        if k == 0 or n == 0 or n % 8:
+            raise ValueError(f"shape {k}x{n}: expected K > 0 and N > 0, a multiple of 8")
+        check.group_size(k, settings.group_size)
+
+    @functools.cached_property
+    def _layers(self) -> list[AwqLinear]:
+        return [AwqLinear(weight) for weight in self._copies]
+
+    @functools.cached_property
+    def _repacked(self) -> list[PackedWeight]:
+        return [repack(weight) for weight in self._copies]
+
+    @functools.cached_property
+    def _fp16(self) -> Fp16:
+        return Fp16(self._first, self._settings.device)
+
+    def _x(self, m: int) -> Array:
+        x = testing.random_activations(np.random.default_rng(m), m, self._k, dtype=DTYPES[self._settings.dtype])
+        return placement.to_device(x, self._settings.device)
+
+    def calls(self, m: int) -> list[Call]:
+        x, kernel = self._x(m), self._settings.kernel
+        y = namespace(x).empty((m, self._n), x.dtype)
+        if not self._settings.cached:
+            return [functools.partial(run_gemm, x, weight, out=y) for weight in self._repacked]
+        if self._settings.planned:
+            plans = (
+                [layer.plan(x, out=y) for layer in self._layers]
+                if kernel is None
+                else [plan(x, weight, out=y, kernel=kernel) for weight in self._copies]
+            )
+            return [functools.partial(made, x, y) for made in plans]
+        if kernel is None:
+            return [functools.partial(layer, x, out=y) for layer in self._layers]
+        return [
+            functools.partial(gemm, x, weight.qweight, weight.scales, weight.qzeros, out=y, kernel=kernel)
+            for weight in self._copies
+        ]
+
+    def nbytes(self, m: int) -> int:
+        itemsize = int(DTYPES[self._settings.dtype].itemsize)
+        return self._first.nbytes + m * (self._k + self._n) * itemsize
+
+    def flops(self, m: int) -> int:
+        return 2 * m * self._n * self._k
+
+    def other_us(self, m: int) -> dict[str, float | None]:
+        known = self._settings.device != HOST and timing.cublas()
+        return {"fp16": self._fp16(self._x(m).astype(np.float16)) if known else None}
+
+
+class GemmInt8(Gemm):
+    """W4A8: x [M, K] @ W [K, N] for x that is already quantized to int8."""
+
+    is_fp16 = False
+
+    @functools.cached_property
+    def _blocks(self) -> list[BlockQuantizedWeight]:
+        return [from_packed(weight) for weight in self._copies]
+
+    def _quantize(self, x: Array) -> Any:
+        return quantize_activations(x, block_size=self._blocks[0].block_size, symmetric=True)
+
+    def calls(self, m: int) -> list[Call]:
+        x = self._x(m)
+        y = namespace(x).empty((m, self._n), x.dtype)
+        xq, scale, offset, sums = self._quantize(x)
+        options = {"block_size": self._blocks[0].block_size, "out": y}
+        return [functools.partial(gemm_int8, xq, scale, offset, sums, weight, **options) for weight in self._blocks]
+
+    def nbytes(self, m: int) -> int:
+        return self._first.nbytes + m * (self._k + 2 * self._n)
+
+    def other_us(self, m: int) -> dict[str, float | None]:
+        x, device = self._x(m), self._settings.device
+        return {
+            "quantize": timing.time_calls([functools.partial(self._quantize, x)], device),
+            "W4A16": timing.time_calls(super().calls(m), device),
+            **super().other_us(m),
+        }
+
+
+class Conv2d:
+    """A 2-D convolution Ci x Co over NHWC images in float16, stride 1, padding "same", with a 4-bit weight."""
+
+    is_fp16 = True
+
+    def __init__(self, shape: Shape, settings: Settings) -> None:
+        self._ci, self._co = shape
+        self._settings = settings
+        self._weights: dict[int, list[BlockQuantizedWeight]] = {}
+        self.label = f"{self._ci}x{self._co}"
+        self.weight = (
+            f"INT4 in blocks of {min(CONVOLUTION_BLOCK, self._ci)}, "
+            f"{settings.window}x{settings.window} kernel, {settings.image}x{settings.image} images"
+        )
+
+    @staticmethod
+    def check(shape: Shape, settings: Settings) -> None:
+        if settings.window < 1 or settings.image < 1 or min(shape) < 1:
+            raise ValueError("conv2d: expected at least one channel, one pixel and a window of one")
+
+    def _with_bits(self, bits: int) -> list[BlockQuantizedWeight]:
+        """Return the copies of the weight with codes of 4 or 8 bits."""
+        if bits not in self._weights:
+            rng, window, device = np.random.default_rng(0), self._settings.window, self._settings.device
+            block = min(CONVOLUTION_BLOCK, self._ci)
+            codes = rng.integers(0, 2**bits, (self._co, window, window, self._ci), np.uint8)
+            size = 2.0 ** (1 - bits) / math.sqrt(self._ci * window**2)
+            scale, offset = (
+                (rng.uniform(0.5, 1.5, (self._co, -(-self._ci // block))) * size).astype(np.float16) for _ in range(2)
+            )
+            parts = [placement.to_device(a, device) for a in (codes, scale, offset)]
+            self._weights[bits] = [
+                BlockQuantizedWeight(*map(namespace(parts[0]).array, parts), bits=bits, block_size=block)
+                for _ in range(cold_copies(codes.size * bits // 8, device))
+            ]
+        return self._weights[bits]
+
+    def _calls(self, m: int, bits: int) -> list[Call]:
+        image, device = self._settings.image, self._settings.device
+        x = testing.random_activations(np.random.default_rng(m), m, image, image, self._ci)
+        x = placement.to_device(x, device)
+        y = namespace(x).empty((m, image, image, self._co), np.float16)
+        options = {"padding": "same", "layout": "NHWC", "out": y}
+        return [functools.partial(conv2d, x, weight, **options) for weight in self._with_bits(bits)]
+
+    def calls(self, m: int) -> list[Call]:
+        return self._calls(m, 4)
+
+    def nbytes(self, m: int) -> int:
+        taps = self._settings.window**2
+        blocks = -(-self._ci // CONVOLUTION_BLOCK)
+        return (self._ci * taps // 2 + 4 * blocks) * self._co + 2 * m * self._settings.image**2 * (self._ci + self._co)
+
+    def flops(self, m: int) -> int:
+        return 2 * m * self._settings.image**2 * self._ci * self._co * self._settings.window**2
+
+    def other_us(self, m: int) -> dict[str, float | None]:
+        return {"INT8 weights": timing.time_calls(self._calls(m, 8), self._settings.device)}
+
+
+def typical_problem(op: str, shape: Shape, m: int, settings: Settings) -> KernelProblem:
+    """Return the problem of "gemm_int8" or "conv2d" for contiguous arrays, for `explain` without a GPU."""
+    OPERATIONS[op].check(shape, settings)
+    if op == "conv2d":
+        return nhwc_problem(m, settings.image, *shape, settings.window)
+    k, n = shape
+    block_size = check.group_size(k, settings.group_size)
+    return Int8Problem(m, n, k, block_size, 4, False, True, settings.dtype, zero_points=True)
+
+
+OPERATIONS: dict[str, type[Operation]] = {"gemm": Gemm, "gemm_int8": GemmInt8, "conv2d": Conv2d}
+
+
+class Fp16:
+    """The time of x @ W by cupy.matmul in float16, with cold copies of the dequantized weight."""
+
+    def __init__(self, weight: PackedWeight, device: int) -> None:
+        import cupy
+
+        w = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float16)
+        dense = placement.to_device(w, device)
+        self._weights = [cupy.array(dense) for _ in range(cold_copies(w.nbytes, device))]
+
+    def __call__(self, x: Array) -> float:
+        """Return microseconds for x on this GPU."""
+        import cupy
+
+        y = cupy.matmul(x, self._weights[0])
+        return timing.on_gpu([functools.partial(cupy.matmul, x, w, out=y) for w in self._weights], graph=False)
+
+
+def cold_copies(nbytes: int, device: int) -> int:
+    """Return how many copies of a weight keep each of them cold in L2 when they take turns; 1 on the CPU."""
+    if device == HOST:
+        return 1
+    return min(MAX_COPIES, max(2, math.ceil(3 * devices.of(device).l2_bytes / nbytes)))
+
+
+def cold_weights(weight: PackedWeight, device: int) -> list[PackedWeight]:
+    """Return the copies of a weight on a device."""
+    if device == HOST:
+        return [weight]
+    import cupy
+
+    parts = [placement.to_device(part, device) for part in (weight.qweight, weight.scales, weight.qzeros)]
+    return [PackedWeight(*map(cupy.array, parts)) for _ in range(cold_copies(weight.nbytes, device))]

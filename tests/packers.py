@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain packers of every checkpoint format, written from the specifications and apart from the readers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cupy_awq.packing import pack_int4
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantized weight in numbers, before a format packs it.
+
+    Attributes:
+        codes: [K, N] uint8, 0..15.
+        zeros: [groups, N] uint8, 0..15.
+        scales: [groups, N] float16 or bfloat16.
+        group_size: rows that share a scale; the last group may be short.
+        g_idx: [K] int32, the group of each row.
+    """
+
+    codes: Array
+    zeros: Array
+    scales: Array
+    group_size: int
+    g_idx: Array
+
+    def dense(self, offsets: Array | None = None) -> Array:
+        """W [K, N] from the formula, rounded once to the dtype of the scales."""
+        scales = self.scales.astype(np.float64)[self.g_idx]
+        if offsets is None:
+            values = (self.codes.astype(np.float64) - self.zeros[self.g_idx]) * scales
+        else:
+            values = self.codes * scales + offsets.astype(np.float64)[self.g_idx]
+        return round_once(values, self.scales.dtype)
+
+    @property
+    def is_symmetric(self) -> bool:
+        return bool((self.zeros == 8).all())
+
+
+def round_once(values: Array, dtype: np.dtype[Any]) -> Array:
+    """Float64 values in another dtype; bfloat16 by integers, since ml_dtypes rounds to float32 first."""
+    if dtype != ml_dtypes.bfloat16:
+        with np.errstate(over="ignore"):
+            return values.astype(dtype)
+    # 29 bits of float64's 52 remain below bfloat16's 8 (one implicit): round half to even on the 45th bit.
+    bits = values.view(np.uint64)
+    half, one = np.uint64(1 << 44), np.uint64(1)
+    rounded = bits + (half - one) + ((bits >> np.uint64(45)) & one)
+    kept = (rounded >> np.uint64(45)) << np.uint64(45)
+    return kept.view(np.float64).astype(dtype)
+
+
+def sequential(codes: Array) -> Array:
+    """Words [..., ceil(n/8)] int32, whose nibble j holds element 8c + j of the last axis."""
+    padded = np.zeros((*codes.shape[:-1], -(-codes.shape[-1] // 8) * 8), np.uint32)
+    padded[..., : codes.shape[-1]] = codes
+    words = np.zeros((*padded.shape[:-1], padded.shape[-1] // 8), np.uint32)
+    for j in range(8):
+        words |= padded[..., j::8] << np.uint32(4 * j)
+    return words.view(np.int32)
+
+
+def gptq(w: Packed, version: int) -> dict[str, Array]:
+    zeros = sequential(w.zeros).view(np.uint32)
+    if version == 1:
+        zeros = zeros - np.uint32(0x11111111)
+    return {
+        "qweight": np.ascontiguousarray(sequential(w.codes.T).T),
+        "qzeros": zeros.view(np.int32),
+        "scales": w.scales,
+        "g_idx": w.g_idx.astype(np.int32),
+    }
+
+
+def awq_gemm(w: Packed) -> dict[str, Array]:
+    return {"qweight": pack_int4(w.codes), "qzeros": pack_int4(w.zeros), "scales": w.scales}
+
+
+def zeros_width(k: int, group_size: int) -> int:
+    multiple = 1 if group_size >= 128 else {64: 2, 32: 4}[group_size]
+    words = -(-(k // group_size) // 8)
+    return -(-words // multiple) * multiple
+
+
+def awq_gemv(w: Packed) -> dict[str, Array]:
+    k, n = w.codes.shape
+    width = zeros_width(k, w.group_size)
+    zeros, scales = np.zeros((n, 8 * width), np.uint8), np.zeros((n, 8 * width), np.float16)
+    zeros[:, : len(w.zeros)], scales[:, : len(w.scales)] = w.zeros.T, w.scales.T
+    return {"qweight": sequential(w.codes.T), "qzeros": sequential(zeros), "scales": scales}
+
+
+def awq_gemv_fast(w: Packed, offsets: Array, name: str = "qzeros") -> dict[str, Array]:
+    k, n = w.codes.shape
+    words = np.zeros((n // 4, k), np.uint16)
+    for row in range(k):
+        a, b, c = row % 32 // 8, row % 8 // 2, row % 2
+        i = (8 * b + 2 * a + c) % 8
+        p = 32 * (row // 32) + 8 * ((8 * b + 2 * a + c) // 8) + 4 * (i % 2) + i // 2
+        for column in range(n):
+            flat = 64 * (column % 4) + p % 64
+            element = column // 4, 64 * (p // 64) + flat // 4
+            words[element] |= np.uint16(int(w.codes[row, column]) << 4 * (flat % 4))
+    padded = [np.zeros((8 * zeros_width(k, w.group_size), n), w.scales.dtype) for _ in range(2)]
+    for target, values in zip(padded, (offsets, w.scales), strict=True):
+        target[: len(values)] = values
+    return {"qweight": words.view(np.int16), name: padded[0], "scales": padded[1]}
+
+
+def compressed_tensors(w: Packed, *, old_zeros: bool = False) -> dict[str, Array]:
+    k, n = w.codes.shape
+    tensors: dict[str, Array] = {
+        "weight_packed": sequential(w.codes.T),
+        "weight_scale": np.ascontiguousarray(w.scales.T),
+        "weight_shape": np.array([n, k], np.int64),
+    }
+    if not w.is_symmetric:
+        signed = np.ascontiguousarray(w.zeros.T.astype(np.int8) - np.int8(8))
+        tensors["weight_zero_point"] = signed if old_zeros else np.ascontiguousarray(sequential(w.zeros).T)
+    if (np.diff(w.g_idx) < 0).any():
+        tensors["weight_g_idx"] = w.g_idx.astype(np.int32)
+    return tensors
+
+
+def compressed_tensors_config(w: Packed) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "symmetric": w.is_symmetric, "strategy": "group"}
+    group = {"targets": ["Linear"], "weights": {**weights, "group_size": w.group_size}, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+
+
+def mlx(w: Packed, biases: Array, bits: int = 4) -> dict[str, Array]:
+    per_word = 32 // bits
+    codes = w.codes.T.astype(np.uint32)
+    words = np.zeros((codes.shape[0], codes.shape[1] // per_word), np.uint32)
+    for j in range(per_word):
+        words |= codes[:, j::per_word] << np.uint32(bits * j)
+    return {
+        "weight": words,
+        "scales": np.ascontiguousarray(w.scales.T),
+        "biases": np.ascontiguousarray(biases.T),
+    }
+
+
+def hqq(w: Packed, zeros: Array, *, as_floats: bool = False) -> dict[str, Array]:
+    k, n = w.codes.shape
+    g = w.group_size
+    rows = np.ascontiguousarray(w.codes.T).reshape(n * k // g, g)
+    half = len(rows) // 2
+    packed = (rows[:half] << 4 | rows[half:]).astype(np.uint8)
+    text = np.frombuffer(b"4bit_u8", np.uint8)
+    return {
+        "W_q": packed.view(w.scales.dtype) if as_floats else packed,
+        "scale": np.ascontiguousarray(w.scales.T).reshape(-1, 1),
+        "zero": np.ascontiguousarray(zeros.T).reshape(-1, 1),
+        "shape": np.array([n, k], np.int64),
+        "nbits": np.array([4], np.int32),
+        "axis": np.array([1], np.int32),
+        "group_size": np.array([g], np.int32),
+        "packing": text,
+        "view_as_float": np.array([as_floats], np.uint8),
+    }
+
+
+HQQ_CONFIG = {
+    "quant_method": "hqq",
+    "quant_config": {"weight_quant_params": {"nbits": 4, "axis": 1, "group_size": 64, "view_as_float": False}},
+}
+
+
+def q4_k(codes: Array, d: Array, dmin: Array, sc: Array, m: Array) -> Array:
+    """Rows of super-blocks [N, K/256 * 144] of codes [K, N], d and dmin [N, K/256] and 6-bit sc and m [N, K/32]."""
+    k, n = codes.shape
+    blocks = np.zeros((n, k // 256, 144), np.uint8)
+    blocks[..., 0:2] = d.astype(np.float16)[..., None].view(np.uint8)
+    blocks[..., 2:4] = dmin.astype(np.float16)[..., None].view(np.uint8)
+    sc, m = sc.reshape(n, -1, 8).astype(np.uint8), m.reshape(n, -1, 8).astype(np.uint8)
+    for j in range(4):
+        blocks[..., 4 + j] = sc[..., j] | sc[..., j + 4] >> 4 << 6
+        blocks[..., 8 + j] = m[..., j] | m[..., j + 4] >> 4 << 6
+        blocks[..., 12 + j] = sc[..., j + 4] & 15 | (m[..., j + 4] & 15) << 4
+    groups = codes.T.reshape(n, k // 256, 4, 2, 32)
+    for c in range(4):
+        blocks[..., 16 + 32 * c : 48 + 32 * c] = groups[:, :, c, 0] | groups[:, :, c, 1] << 4
+    return blocks.reshape(n, -1)

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of float8 (e4m3) activations: the formulas, the documented error bound, and the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupy_awq import BlockQuantizedWeight, block_reference, from_packed, linear_fp8, linear_int8
+from cupy_awq.kernels import gemm_int8_sm90, quantize_fp8, select
+from cupy_awq.kernels.family import AnyFamily, Config
+from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM80
+from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
+from cupy_awq.kernels.int8_problem import Int8Problem, fp8_block_size, refuse_fp8
+from cupy_awq.kernels.quantize_fp8 import Fp8Quantization, QuantizeFp8Config
+from cupy_awq.ops.quantized_linear import check_layer
+from cupy_awq.runtime import device
+from cupy_awq.tools.testing import random_weight as random_awq
+from cupy_awq.tools.testing import relative_error
+from tests.backends import HOPPER, runner
+from tests.block_weights import float64_values, random_weight
+from tests.test_kernels import DTYPES, facts, strided
+from tests.test_reference import float64_weight
+
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+def max_rounding_error(x: np.ndarray) -> np.ndarray:
+    """Return the documented bound of each element's rounding error."""
+    size = np.abs(x.astype(np.float64))
+    return 1.00001 * np.maximum(size / 17, size.max(axis=1, keepdims=True) / 448 / 1024)
+
+
+def quantize_element(value: float, largest: float) -> int:
+    """Return the nearest code to value * 448 / largest, of two the even one."""
+    factor = np.float32(448) / np.float32(largest)
+    scaled = np.float32(value) * factor
+    codes = [c for c in range(256) if c & 127 != 127]  # the others are NaN
+    values = np.array(codes, np.uint8).view(E4M3).astype(np.float64)
+    far = np.abs(values - np.float64(scaled))
+    nearest = [c for c, d in zip(codes, far, strict=True) if d == far.min() and (c < 128) == (not np.signbit(scaled))]
+    return next((c for c in nearest if c % 2 == 0), nearest[0])
+
+
+# ------------------------------------------------------------------------------------------------------ on the CPU
+
+
+@given(seed=st.integers(0, 99), spread=st.integers(0, 20))
+@settings(max_examples=20)
+def test_codes_are_nearest_and_within_the_error_bound(seed: int, spread: int) -> None:
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal((3, 40)) * 2.0 ** -rng.integers(0, spread + 1, 40)).astype(np.float32)
+    x[:, 7] = -0.0
+    codes, scale, sums = block_reference.quantize_fp8(x, 16)
+    wanted = [[quantize_element(v, np.abs(row).max()) for v in row] for row in x]
+    np.testing.assert_array_equal(codes, wanted)
+    values = codes.view(E4M3).astype(np.float64)
+    assert (np.abs(values * scale[:, None] - x) <= max_rounding_error(x)).all()
+    np.testing.assert_array_equal(sums, [[row[b : b + 16].sum() for b in (0, 16, 32)] for row in values])
+
+
+def test_zero_tiny_and_non_finite_rows() -> None:
+    x = np.ones((5, 8), np.float32)
+    x[0], x[1] = 0, 1e-40
+    x[2, 3], x[3, 4], x[4, 0] = np.nan, -np.inf, 3e38
+    codes, scale, sums = block_reference.quantize_fp8(x, 8)
+    assert not codes[:4].any()
+    assert not sums[:4].any()
+    np.testing.assert_array_equal(np.isnan(scale), [False, False, True, True, False])
+    assert codes[4, 0] == 0x7E
+    y = linear_fp8(x, BlockQuantizedWeight(np.full((2, 1, 1, 8), 9, np.uint8), np.ones((2, 1), np.float32), None))
+    np.testing.assert_array_equal(np.isnan(y[:, 0]), [False, False, True, True, False])
+    np.testing.assert_array_equal(y[:2], 0)
+
+
+@given(seed=st.integers(0, 99), spread=st.integers(0, 6), zeros=st.sampled_from(["packed", "symmetric", "float"]))
+@settings(max_examples=20)
+def test_linear_fp8_stays_within_its_documented_error_bound(seed: int, spread: int, zeros: str) -> None:
+    rng = np.random.default_rng(seed)
+    awq = random_awq(rng, 96, 24, 32, zeros=zeros)
+    x = (rng.standard_normal((5, 96)) * 2.0 ** rng.integers(-spread, spread + 1, 96)).astype(np.float32)
+    w = float64_weight(awq.qweight, awq.scales, awq.qzeros)
+    y = linear_fp8(x, from_packed(awq))
+    bound = max_rounding_error(x) @ np.abs(w)
+    error = np.abs(y - x.astype(np.float64) @ w)
+    assert (error <= bound + 1e-6 * (np.abs(x) @ np.abs(w))).all()
+    assert error.max() > 0.02 * bound.max()  # the bound is not vacuous
+
+
+def test_fp8_keeps_small_elements_beside_outliers_and_int8_does_not() -> None:
+    rng = np.random.default_rng(0)
+    awq = random_awq(rng, 1024, 64, 128)
+    weight = from_packed(awq)
+    x = rng.standard_normal((16, 1024)).astype(np.float32)
+    assert relative_error(linear_fp8(x, weight), x, awq) < 1 / 35
+    ordinary = x.copy()
+    x[:, ::128] *= 1000
+    # Subtract the exact contribution of the outliers, to see the error of the other elements.
+    w = float64_weight(awq.qweight, awq.scales, awq.qzeros)
+    large = x.copy()
+    large[:, np.arange(1024) % 128 != 0] = 0
+    shared = block_reference.quantize_fp8(large, 1024)
+    exact_large = (shared[0].view(E4M3).astype(np.float64) * shared[1][:, None]) @ w
+    ordinary[:, ::128] = 0
+    size = np.linalg.norm(ordinary.astype(np.float64) @ w)
+    fp8, int8_ = (
+        np.linalg.norm(y - exact_large - ordinary @ w) / size for y in (linear_fp8(x, weight), linear_int8(x, weight))
+    )
+    assert fp8 < 1 / 30 < int8_
+
+
+def test_truncation_in_the_tensor_cores_changes_y_by_less_than_1_in_4000() -> None:
+    """A model of the hardware: 32 products and the sum are truncated 13 bits below the largest of them."""
+    rng = np.random.default_rng(0)
+    codes, _, _ = block_reference.quantize_fp8(rng.standard_normal((8, 128)).astype(np.float32), 128)
+    values, weights = codes.view(E4M3).astype(np.float64), rng.integers(0, 16, (64, 128)) * 2.0**-9
+    total = np.zeros((8, 64))
+    for k in range(0, 128, 32):
+        terms = np.concatenate((values[:, None, k : k + 32] * weights[:, k : k + 32], total[..., None]), axis=2)
+        unit = 2.0 ** (np.floor(np.log2(np.abs(terms).max(axis=2, keepdims=True))) - 13)
+        total = (np.trunc(terms / unit) * unit).sum(axis=2)
+    # The zero points' share is subtracted again, so y has the size of a product with signed codes.
+    size = np.linalg.norm(values @ (weights - 8 * 2.0**-9).T)
+    assert 1e-6 < np.linalg.norm(total - values @ weights.T) / size < 1 / 4000
+
+
+# ------------------------------------------------------------------------------------------------------ the kernels
+
+
+def check_fp8_quantization(backend: str, m: int, k: int, block_size: int, dtype: str, padding: int) -> None:
+    """Launch the quantization of m random rows, and of non-finite, zero and half-way rows."""
+    rng = np.random.default_rng(k)
+    x = (rng.standard_normal((m + 4, k)) * 2.0 ** rng.integers(-12, 8, (m + 4, k))).astype(DTYPES[dtype])
+    x[0, k // 2], x[1, k - 1], x[2] = np.nan, -np.inf, 0
+    x[3] = rng.integers(-127, 128, k)
+    x[3, 0] = 448
+    x = strided(x, padding)
+    x.flags.writeable = False
+    wanted = block_reference.quantize_fp8(x, block_size)
+    out = [np.full_like(a, 77) for a in wanted]
+    problem = Fp8Quantization(m + 4, k, block_size, dtype, k + padding)
+    names = ("codes", "scale", "sums")
+    plan = quantize_fp8.plan(QuantizeFp8Config(), problem, facts(90, backend))
+    runner(backend)(plan, {"x": x, **dict(zip(names, out, strict=True))})
+    for name, got, expected in zip(names, out, wanted, strict=True):
+        np.testing.assert_array_equal(got, expected, err_msg=name)
+
+
+@pytest.mark.parametrize("backend", ["latest", HOPPER])
+@pytest.mark.parametrize(
+    ("m", "k", "block_size", "dtype", "padding"),
+    [
+        (3, 8, 32, "float16", 0),
+        (2, 272, 32, "bfloat16", 8),
+        (2, 4112, 128, "float32", 4),
+        (1, 8208, 64, "float32", 0),
+        (1, 16400, 128, "float16", 0),
+    ],
+)
+def test_quantize_fp8_gives_the_bits_of_the_reference(
+    backend: str, m: int, k: int, block_size: int, dtype: str, padding: int
+) -> None:
+    """Rows shorter than one round of a warp and of several rounds; rows read once and twice; short last blocks."""
+    check_fp8_quantization(backend, m, k, block_size, dtype, padding)
+
+
+def check_fp8_product(
+    backend: str,
+    problem: Int8Problem,
+    family: AnyFamily,
+    config: Config,
+    weight: BlockQuantizedWeight,
+    seed: int,
+    arch: int = 90,
+) -> None:
+    """Launch one configuration over random codes, with NaN where it must write, and compare it with float64."""
+    rng = np.random.default_rng(seed)
+    dtype = DTYPES[problem.dtype]
+    zero_points = weight.zero_points is not None
+    problem = replace(problem, weight_offset=weight.offset is not None, zero_points=zero_points)
+    x = (rng.standard_normal((problem.m, problem.k)) * 2.0 ** rng.integers(-3, 4, problem.k)).astype(np.float32)
+    codes, scale, sums = block_reference.quantize_fp8(x, problem.block_size)
+    bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype]) if problem.bias_dtype else None
+    buffers = {"xq": codes, "x_row_scale": scale, "x_offset": None, "x_sums": sums, "bias": bias}
+    buffers |= family.prepare_weight(weight, problem)  # type: ignore[attr-defined]
+    for a in buffers.values():
+        if a is not None:
+            a.flags.writeable = False
+    y = strided(np.full((problem.m, problem.n), np.nan, dtype), problem.y_row_stride - problem.n)
+    needs = family.workspace(config, problem)
+    buffers |= {"partials": np.full(needs.partial_bytes // 4, np.nan, np.float32), "y": y}
+    buffers["counters"] = np.zeros(needs.counters, np.uint32)
+    plan = family.plan(config, problem, facts(arch, backend))
+    runner(backend)(plan, {name: buffers[name] for name in plan.buffers})
+    values = codes.view(E4M3).astype(np.float64) * scale[:, None]
+    w = float64_values(weight).reshape(problem.n, problem.k)
+    exact = values @ w.T + (0 if bias is None else bias.astype(np.float64))
+    if problem.activation == "clamp":
+        exact = np.clip(exact, *problem.limits)
+    offset = 0 if weight.offset is None else np.abs(weight.offset.astype(np.float64))
+    sizes = 16 * np.abs(weight.scale.astype(np.float64)) + offset
+    size = np.abs(values) @ sizes[:, np.arange(problem.k) // weight.block_size].T + np.abs(exact)
+    # The tensor cores of a GPU keep about 14 bits of the terms of a sum.
+    error = 2.0**-13 if backend == "gpu" else 2.0**-21
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    assert (np.abs(y.astype(np.float64) - exact) <= eps * np.abs(exact) + error * size).all()
+
+
+def fp8_problem(
+    m: int, n: int, k: int, block_size: int, dtype: str, bias: str | None = None, clamps: bool = False, padding: int = 0
+) -> Int8Problem:
+    """Return the problem of a product with ``padding`` elements between the rows of y."""
+    stride = n + padding
+    return Int8Problem(
+        *(m, n, k, fp8_block_size(block_size, k), 4, False, True, dtype, bias),
+        activation="clamp" if clamps else None,
+        limits=(-0.5, 0.75),
+        even=stride % 2 == 0,
+        wide=stride * np.dtype(DTYPES[dtype]).itemsize % 16 == 0,
+        y_stride=stride,
+        fp8=True,
+    )
+
+
+# m, n, k, the weight's block size, offsets, dtype, bias, clamp, padding of y's rows, cluster, ctas
+CASES = (
+    (70, 270, 272, 128, True, "float16", None, False, 0, 1, 4),
+    (131, 300, 1040, 256, True, "float16", "float32", True, 4, 2, 2),
+    (65, 41, 144, 32, False, "float32", "float16", False, 1, 1, 1),
+    (3, 257, 208, 192, True, "bfloat16", None, False, 7, 1, 2),
+    (1, 64, 48, 48, True, "float16", None, False, 0, 1, 1),
+)
+
+
+@pytest.mark.parametrize("backend", ["latest", "earliest", HOPPER])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fp8_on_gemm_int8_sm90(backend: str, case: tuple) -> None:
+    """Blocks shorter and longer than a stage, pipelines that wrap around, several tiles per CTA, partial tiles."""
+    m, n, k, block_size, offsets, dtype, bias, clamps, padding, cluster, ctas = case
+    problem = fp8_problem(m, n, k, block_size, dtype, bias, clamps, padding)
+    assert refuse_fp8(block_size, k, facts(90, backend)) is None
+    weight = random_weight(np.random.default_rng(m), (n, 1, 1, k), block_size, 4, offsets)
+    check_fp8_product(backend, problem, gemm_int8_sm90, GemmInt8Sm90Config(cluster, ctas), weight, seed=m)
+
+
+@pytest.mark.parametrize("backend", ["latest", "earliest", HOPPER])
+def test_zero_points_are_added_to_e4m3_codes(backend: str) -> None:
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, (300, 1, 1, 272), 128, 4, False)
+    offset = rng.integers(-8, 9, weight.scale.shape).astype(weight.scale.dtype) * weight.scale
+    weight = BlockQuantizedWeight(weight.codes, weight.scale, offset, block_size=128)
+    assert weight.zero_points is not None
+    problem = fp8_problem(70, 300, 272, 128, "float32")
+    check_fp8_product(backend, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 2), weight, seed=0)
+
+
+# m, n, k, the weight's block size, offsets, dtype, bias, clamp, padding of y's rows, split_k
+MMA_CASES = (
+    (1, 70, 272, 128, True, "float16", None, False, 0, 2),
+    (20, 41, 1040, 256, False, "float32", "float16", True, 1, 1),
+    (70, 131, 144, 32, True, "bfloat16", "float32", False, 3, 1),
+    (17, 40, 208, 192, True, "float16", None, False, 0, 1),
+)
+
+
+@pytest.mark.parametrize("backend", ["latest", "earliest", HOPPER])
+@pytest.mark.parametrize("arch", [89, 90])
+@pytest.mark.parametrize("case", MMA_CASES, ids=str)
+def test_fp8_on_gemm_int8_sm80(backend: str, arch: int, case: tuple) -> None:
+    """The tile that is chosen for the rows, one block and four per stage, split-K, partial tiles."""
+    m, n, k, block_size, offsets, dtype, bias, clamps, padding, split_k = case
+    problem = fp8_problem(m, n, k, block_size, dtype, bias, clamps, padding)
+    config = replace(GEMM_INT8_SM80.configs(problem, device.nominal(89))[0], split_k=split_k)
+    assert refuse_fp8(block_size, k, facts(arch, backend)) is None
+    weight = random_weight(np.random.default_rng(m), (n, 1, 1, k), block_size, 4, offsets)
+    check_fp8_product(backend, problem, GEMM_INT8_SM80, config, weight, seed=m, arch=arch)
+
+
+def test_the_bits_of_a_4_bit_code_are_an_e4m3_number() -> None:
+    np.testing.assert_array_equal(np.arange(16, dtype=np.uint8).view(E4M3).astype(float) * 512, np.arange(16))
+
+
+def test_fp8_selection_and_the_reasons_of_its_refusals() -> None:
+    h100 = device.nominal(90)
+    assert refuse_fp8(128, 4096, h100) is None
+    assert refuse_fp8(4096, 4096, h100) is None
+    assert refuse_fp8(16, 16, h100) is None
+    assert refuse_fp8(128, 4096, device.nominal(89)) is None
+    assert refuse_fp8(128, 4096, device.nominal(86)) == "needs sm_89 or newer, not sm_86"
+    assert refuse_fp8(8, 24, h100) == "needs a multiple of 16 columns, not 24"
+    assert refuse_fp8(48, 96, h100) == "needs blocks that are multiples of 32 columns, not 48"
+    few, many = (fp8_problem(m, 4096, 4096, 128, "float16") for m in (1, 4096))
+    assert select.choose(few, h100).name == "gemm_int8_sm80"
+    assert select.choose(many, h100).config == GemmInt8Sm90Config(2, 132)
+    assert select.choose(many, device.nominal(89)).name == "gemm_int8_sm80"
+    assert GEMM_INT8_SM80.refuse(many, h100) == "is replaced by gemm_int8_sm90 for e4m3"
+    with pytest.raises(ValueError, match="gemm_int8_simt multiplies int8, not e4m3"):
+        select.choose(few, device.nominal(86))
+
+
+def test_a_gpu_without_fp8_tensor_cores_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "of", lambda index: device.nominal(80))
+    on_gpu = weight()
+    check_layer(on_gpu, None, "fp8")
+    object.__setattr__(on_gpu, "device", 0)
+    check_layer(on_gpu, None, "int8")
+    with pytest.raises(ValueError, match=r"^weight: expected .*, got one that needs sm_89 or newer, not sm_80$"):
+        check_layer(on_gpu, None, "fp8")
+
+
+# -------------------------------------------------------------------------------------------------------- arguments
+
+
+X = np.zeros((3, 8), np.float32)
+
+
+def weight(bits: int = 4, kernel: int = 1) -> BlockQuantizedWeight:
+    scale = np.ones((4, 2), np.float32)
+    return BlockQuantizedWeight(np.zeros((4, kernel, kernel, 8), np.uint8), scale, scale, bits=bits)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "options", "error", "text"),
+    [
+        (X, X, {}, TypeError, "weight: expected a BlockQuantizedWeight, got ndarray"),
+        (X, weight(bits=8), {}, ValueError, "weight: expected 4 bits for a float8 product, got 8"),
+        (X, weight(kernel=3), {}, ValueError, "weight: expected a 1x1 kernel for a matrix product, got 3x3"),
+        (X.astype(float), weight(), {}, TypeError, "x: expected float16, bfloat16 or float32"),
+        (X[0], weight(), {}, ValueError, r"x: expected \[M, K\]"),
+        (X[:, :4], weight(), {}, ValueError, r"x: expected \[M, K\] with K=8"),
+        (X.tolist(), weight(), {}, TypeError, "x: expected a NumPy or CuPy array"),
+        (X, weight(), {"bias": np.ones(3, np.float32)}, ValueError, r"^bias: expected .* \[N\] = \[4\], got "),
+        (X, weight(), {"activation": "silu"}, ValueError, "activation: expected None"),
+        (X, weight(), {"out": np.zeros((3, 4), np.float16)}, TypeError, "^out: expected float32 .*, got float16"),
+        (
+            X,
+            weight(),
+            {"out": np.zeros((3, 5), np.float32)},
+            ValueError,
+            r"^out: expected float32 \[3, 4\]",
+        ),
+    ],
+)
+def test_linear_fp8_arguments(x: Any, w: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        linear_fp8(x, w, **options)
+
+
+# ----------------------------------------------------------------------------------------------------------- the GPU
+
+
+@pytest.mark.sm90
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("zeros", ["packed", "symmetric", "float"])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "group_size"), [(1, 256, 512, 128), (300, 520, 1024, 32), (1000, 4096, 4096, 128)]
+)
+def test_linear_fp8_on_a_gpu(dtype: str, zeros: str, m: int, n: int, k: int, group_size: int) -> None:
+    import cupy
+
+    from cupy_awq import PackedWeight
+
+    rng = np.random.default_rng(m)
+    awq = random_awq(rng, k, n, group_size, zeros=zeros)
+    arrays = (awq.qweight, awq.scales, awq.qzeros)
+    there = from_packed(PackedWeight(*(None if a is None else cupy.asarray(a) for a in arrays)))
+    x = rng.standard_normal((m, k)).astype(DTYPES[dtype])
+    bias = rng.standard_normal(n).astype(np.float32)
+    wanted = linear_fp8(x, from_packed(awq), bias=bias, activation="relu").astype(np.float64)
+    out = cupy.asarray(np.full((m, n), np.nan, DTYPES[dtype]))
+    y = linear_fp8(cupy.asarray(x), there, bias=cupy.asarray(bias), activation="relu", out=out)
+    assert y is out
+    w = float64_weight(*arrays)
+    size = np.sqrt((x.astype(np.float64) ** 2).sum(axis=1, keepdims=True) * (w**2).sum(axis=0))
+    error = np.abs(y.get().astype(np.float64) - wanted)
+    assert (error <= 2 * float(ml_dtypes.finfo(DTYPES[dtype]).eps) * wanted + 2e-3 * size).all()

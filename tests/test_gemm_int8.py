@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of INT8 activations, run from their launch plans on the simulator and on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupy_awq import BlockQuantizedWeight, block_check, block_reference, gemm_int8, quantize_activations
+from cupy_awq.activation import Activation
+from cupy_awq.kernels import gemm_int8_simt, gemm_int8_sm90, gemv_int8, quantize_rows, select
+from cupy_awq.kernels.family import AnyFamily, Config
+from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80, GemmInt8MmaConfig
+from cupy_awq.kernels.gemm_int8_simt import GemmInt8SimtConfig
+from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
+from cupy_awq.kernels.gemv_int8 import GemvInt8Config
+from cupy_awq.kernels.int8_problem import Int8Problem, refuse_layout
+from cupy_awq.kernels.quantize_rows import RowQuantization
+from cupy_awq.ops.quantized_linear import _in_blocks
+from cupy_awq.runtime import device
+from tests.backends import BACKENDS, LANDINGS, runner
+from tests.block_weights import random_weight
+from tests.test_kernels import ARCHS, DTYPES, facts, strided
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@given(data=st.data())
+@settings(max_examples=8)
+def test_quantize_rows_gives_the_bits_of_the_reference(backend: str, arch: int, data: st.DataObject) -> None:
+    """Blocks read by part of a warp, a warp or a CTA; short last blocks; NaN, infinity, zeros."""
+    wide = data.draw(st.booleans())
+    each = 8 if wide else 1
+    m = data.draw(st.integers(1, 5))
+    k = each * data.draw(st.sampled_from([1, 3, 16, 33, 100, 300]))
+    block = data.draw(st.sampled_from([size * each for size in (1, 4, 5, 16, 40, 290)] + [k]))
+    block = min(block, k)
+    dtype = data.draw(st.sampled_from(list(DTYPES)))
+    symmetric, half_even = data.draw(st.booleans()), data.draw(st.booleans())
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    x = (rng.standard_normal((m, k)) * 2.0 ** rng.integers(-8, 8, (m, 1))).astype(DTYPES[dtype])
+    x[-1] = rng.integers(-254, 255, k) / 2  # with a largest value of 127 the scale is 1, and many elements are half-way
+    x[-1, ::block] = 127
+    x[0, : k // 2] = data.draw(st.sampled_from([0.0, 1.5, np.nan, np.inf, -np.inf]))
+    x = strided(x, data.draw(st.sampled_from([0, 8])))
+    x.flags.writeable = False
+    wanted = block_reference.quantize(x, block, symmetric, "half_even" if half_even else "half_away")
+    out = [None if a is None else np.full(a.shape, 77, a.dtype) for a in wanted]
+    stride = x.strides[0] // x.itemsize
+    problem = RowQuantization(m, k, block, dtype, symmetric, half_even, wide, stride)
+    names = ("codes", "scale", "offset", "sums")
+    gpu = facts(arch, backend)
+    plan = quantize_rows.plan(quantize_rows.configs(problem, gpu)[0], problem, gpu)
+    runner(backend)(plan, {"x": x, **dict(zip(names, out, strict=True))})
+    for name, got, expected in zip(names, out, wanted, strict=True):
+        np.testing.assert_array_equal(got, expected, err_msg=name)
+
+
+MMA = {75: GEMM_INT8_SM75, 80: GEMM_INT8_SM80, 90: GEMM_INT8_SM80}
+
+
+def check_product(
+    backend: str,
+    problem: Int8Problem,
+    family: AnyFamily,
+    config: Config,
+    gpu: device.Device,
+    weight_block: int,
+    seed: int,
+) -> None:
+    """Launch one configuration over random codes, with NaN where it must write, and compare it with float64."""
+    rng = np.random.default_rng(seed)
+    dtype = DTYPES[problem.dtype]
+    shape = (problem.n, 1, 1, problem.k)
+    weight = random_weight(rng, shape, weight_block, problem.bits, problem.weight_offset, np.float32)
+    if problem.zero_points:
+        offset = rng.integers(-8, 9, weight.scale.shape).astype(np.float32) * weight.scale
+        weight = BlockQuantizedWeight(weight.codes, weight.scale, offset, bits=4, block_size=weight_block)
+    assert (weight.zero_points is not None) == problem.zero_points
+    x = rng.standard_normal((problem.m, problem.k)).astype(np.float32)
+    x[0] = 1.0  # only codes of -128 and 127, for the largest products
+    x[0, ::2] = -1.0
+    x_block = problem.k if problem.row_scales else problem.block_size
+    quantized = quantize_activations(x, block_size=x_block, symmetric=not problem.x_offset)
+    bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype]) if problem.bias_dtype else None
+    y = strided(np.full((problem.m, problem.n), np.nan, dtype), problem.y_row_stride - problem.n)
+    plan, needs = family.plan(config, problem, gpu), family.workspace(config, problem)
+    sizes = block_check.product(*quantized, weight, x_block, bias, None)
+    assert (sizes.block_size, sizes.row_scales) == (problem.block_size, problem.row_scales)
+    row_scale = quantized[1]
+    if problem.row_scales:
+        quantized = quantized[0], *_in_blocks(*quantized[:3], problem.block_size)
+    buffers = {
+        **dict(zip(("xq", "x_scale", "x_offset", "x_sums"), quantized, strict=True)),
+        "x_row_scale": row_scale,
+        "bias": bias,
+        **family.prepare_weight(weight, problem),  # type: ignore[attr-defined]
+    }
+    for a in buffers.values():
+        if a is not None:
+            a.flags.writeable = False
+    buffers |= {"partials": np.full(needs.partial_bytes // 4, np.nan, np.float32), "y": y}
+    buffers["counters"] = np.zeros(needs.counters, np.uint32)
+    runner(backend)(plan, {name: buffers[name] for name in plan.buffers})
+    exact = np.empty((problem.m, problem.n), np.float64)
+    activation = Activation(problem.activation, problem.limits)
+    product = sizes._replace(dtype=np.dtype(np.float64))
+    block_reference.gemm(*quantized, weight, product, bias, activation, exact)
+    size = np.sqrt((x.astype(np.float64) ** 2).sum(1, keepdims=True) / problem.k) + np.abs(exact)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    error = np.abs(y.astype(np.float64) - exact)
+    assert (error <= eps * np.abs(exact) + 4e-6 * size * np.sqrt(problem.k)).all(), (error / size).max()
+    assert not buffers["counters"].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", [75, 80])
+@pytest.mark.parametrize("m", [1, 20, 70, 130])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_mma_tile(backend: str, arch: int, m: int, bits: int) -> None:
+    """All tiles, with K whole and split in two, on a shape whose last tiles are partly empty in M, N and K."""
+    problem = Int8Problem(m, 150, 288, 64, bits, True, True, "float16", "float32")
+    gpu = facts(arch, backend)
+    found = [c for c in MMA[arch].configs(problem, gpu) if c.block_m in (16, 32) or m > 20]
+    assert {c.split_k for c in found} == {1, 2}
+    for config in found:
+        check_product(backend, problem, MMA[arch], config, gpu, 64, seed=m)
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
+@pytest.mark.parametrize("arch", ARCHS)
+@given(data=st.data())
+@settings(max_examples=10)
+def test_any_int8_product(backend: str, arch: int, data: st.DataObject) -> None:
+    """Blocks that end within a stage, short last blocks, x in finer blocks than the weight, with or without clamp."""
+    draw = data.draw
+    kind = draw(st.sampled_from(["simt", "gemv", "mma"] if arch >= 75 else ["simt", "gemv"]))
+    tensor = kind != "simt"
+    block = draw(st.sampled_from([32, 64, 96, 128, 160, 256, 320] if tensor else [1, 10, 32, 33, 64, 100]))
+    k = draw(st.integers(1, 24)) * 16 if tensor else draw(st.integers(1, 140))
+    block = min(block, k)
+    problem = Int8Problem(
+        m=draw(st.integers(1, 8) if kind == "gemv" else st.sampled_from([1, 7, 17, 66])),
+        n=draw(st.integers(1, 140)),
+        k=k,
+        block_size=block,
+        bits=draw(st.sampled_from([4, 8])),
+        x_offset=draw(st.booleans()),
+        weight_offset=draw(st.booleans()),
+        dtype=draw(st.sampled_from(list(DTYPES))),
+        bias_dtype=draw(st.sampled_from([None, *DTYPES])),
+        activation=draw(st.sampled_from([None, "clamp"])),
+        limits=(-0.5, 0.75),
+    )
+    stride = problem.n + draw(st.sampled_from([0, 1, 2]))
+    problem = replace(problem, even=stride % 2 == 0, y_stride=stride)
+    gpu = facts(arch, backend)
+    family: AnyFamily = gemm_int8_simt
+    config: Config = GemmInt8SimtConfig()
+    if kind == "gemv":
+        assert refuse_layout(problem) is None
+        rows = draw(st.sampled_from([rows for rows in (2, 4, 8) if rows >= problem.m]))
+        family = gemv_int8
+        config = GemvInt8Config(rows, draw(st.integers(1, 3)))
+    elif kind == "mma":
+        family = MMA[arch]
+        assert family.refuse(problem, gpu) is None
+        config = draw(st.sampled_from(family.configs(problem, gpu)))
+    weight_block = block * draw(st.integers(1, 2)) if block < k else k
+    check_product(backend, problem, family, config, gpu, weight_block, seed=draw(st.integers(0, 99)))
+
+
+# m, n, k, block_size, bits, x_offset, weight_offset, split_k
+FEW = (
+    (1, 16, 4112, 4112, 4, False, False, 1),
+    (2, 17, 4224, 128, 4, True, True, 1),
+    (1, 33, 2208, 32, 8, False, True, 1),
+    (2, 31, 2304, 96, 8, True, False, 2),
+    (3, 15, 2176, 32, 4, False, True, 1),
+    (4, 16, 1152, 384, 8, True, True, 1),
+    (5, 1, 2064, 64, 4, True, True, 1),
+    (8, 50, 2208, 32, 4, False, True, 2),
+    (7, 18, 1040, 160, 8, False, True, 3),
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_gemv_with_more_k_than_is_prefetched_at_once(backend: str, arch: int, case: tuple) -> None:
+    """K that ends within a step and within a chunk, tiles that reach past n, and fewer rows than the kernel has."""
+    *sizes, split_k = case
+    problem = Int8Problem(*sizes, "float16", "float32", "clamp", (-0.5, 0.75), y_stride=sizes[1] + 1)
+    gpu = facts(arch, backend)
+    config = replace(gemv_int8.configs(problem, gpu)[0], split_k=split_k)
+    weight_block = problem.k if problem.blocks == 1 else 2 * problem.block_size
+    check_product(backend, problem, gemv_int8, config, gpu, weight_block, seed=1)
+
+
+# m, n, k, block_size, bits, x_offset, weight_offset, dtype, bias, clamp, padding of y's rows, cluster, ctas
+HOPPER = (
+    (70, 270, 272, 128, 4, False, True, "float16", None, False, 0, 1, 4),
+    (70, 270, 272, 128, 4, False, False, "float16", "float16", True, 2, 2, 2),
+    (131, 40, 144, 128, 4, True, True, "float32", None, False, 1, 1, 1),
+    (1, 300, 400, 256, 8, True, True, "bfloat16", "float32", False, 4, 2, 2),
+    (65, 64, 192, 64, 4, False, True, "float16", None, True, 0, 1, 1),
+    (129, 257, 144, 32, 4, True, False, "float16", "bfloat16", False, 7, 1, 2),
+    (3, 515, 144, 32, 8, False, True, "float32", None, False, 5, 2, 4),
+    (66, 72, 1040, 1040, 8, False, False, "float16", None, False, 0, 1, 1),
+    (66, 72, 1040, 1040, 4, True, True, "bfloat16", None, False, 0, 1, 1),
+)
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_gemm_int8_sm90(backend: str, case: tuple) -> None:
+    """Blocks shorter and longer than a stage, pipelines that wrap around, several tiles per CTA, partial tiles."""
+    m, n, k, block, bits, x_offset, weight_offset, dtype, bias, clamps, padding, cluster, ctas = case
+    problem = Int8Problem(
+        *(m, n, k, block, bits, x_offset, weight_offset, dtype, bias),
+        activation="clamp" if clamps else None,
+        limits=(-0.5, 0.75),
+        wide=(n + padding) * np.dtype(DTYPES[dtype]).itemsize % 16 == 0,
+        y_stride=n + padding,
+    )
+    assert gemm_int8_sm90.refuse_blocks(problem) is None
+    weight_block = k if problem.blocks == 1 else 2 * block
+    config = GemmInt8Sm90Config(cluster, ctas)
+    check_product(backend, problem, gemm_int8_sm90, config, facts(90, backend), weight_block, seed=m)
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
+@pytest.mark.parametrize("sizes", [(70, 272, 400, 128, 1), (133, 80, 288, 64, 2), (3, 40, 144, 32, 1)], ids=str)
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_gemm_int8_sm90_with_one_scale_per_row_of_x(backend: str, sizes: tuple[int, ...], zero_points: bool) -> None:
+    *shape, cluster = sizes
+    kind = {"row_scales": True, "zero_points": zero_points}
+    problem = Int8Problem(*shape, 4, False, zero_points, "float16", "float32", **kind)
+    config = GemmInt8Sm90Config(cluster, 2)
+    gpu = facts(90, backend)
+    assert "x_row_scale" in gemm_int8_sm90.plan(config, problem, gpu).buffers
+    check_product(backend, problem, gemm_int8_sm90, config, gpu, problem.block_size, seed=7)
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
+@pytest.mark.parametrize("x_offset", [False, True])
+def test_gemm_int8_sm90_adds_zero_points_to_the_codes(backend: str, x_offset: bool) -> None:
+    problem = Int8Problem(70, 300, 272, 64, 4, x_offset, True, "float32", zero_points=True)
+    config = GemmInt8Sm90Config(1, 2)
+    check_product(backend, problem, gemm_int8_sm90, config, facts(90, backend), 64, seed=0)
+
+
+def test_zero_points_need_whole_quotients_within_the_range_of_codes() -> None:
+    codes, scale = np.zeros((2, 1, 1, 64), np.uint8), np.array([[0.5, 0.25], [0, 3]], np.float32)
+    whole = np.array([[-8, 3], [0, 8]], np.float32)
+    for change, expected in (([], True), ([(0, 1, 3.5)], False), ([(1, 1, 9)], False), ([(1, 0, np.nan)], False)):
+        zeros = whole.copy()
+        for row, block, value in change:
+            zeros[row, block] = value
+        offset = np.where(np.isnan(zeros), 1, zeros * scale).astype(np.float32)
+        weight = BlockQuantizedWeight(codes, scale, offset, bits=4, block_size=32)
+        found = weight.zero_points
+        assert (found is not None) == expected
+        if found is not None:
+            np.testing.assert_array_equal(found, whole)
+    assert BlockQuantizedWeight(codes, scale, whole * scale, bits=8, block_size=32).zero_points is None
+    assert BlockQuantizedWeight(codes, scale, None, bits=4, block_size=32).zero_points is None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gemm_int8_sm90_reads_codes_row_by_row_whatever_their_strides(bits: int) -> None:
+    codes = np.random.default_rng(0).integers(0, 1 << bits, (64, 40), dtype=np.uint8)
+    columns = BlockQuantizedWeight(codes.T.reshape(40, 1, 1, 64), np.ones((40, 1), np.float32), None, bits=bits)
+    problem = Int8Problem(64, 40, 64, 64, bits, False, False, "float16")
+    found = gemm_int8_sm90.prepare_weight(columns, problem)["codes"]
+    assert found.flags.c_contiguous
+    np.testing.assert_array_equal(found, codes.T.astype(np.int64) - (1 << bits - 1))
+
+
+def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
+    h100, a100 = device.nominal(90), device.nominal(80)
+    one = Int8Problem(9, 4096, 4096, 128, 4, False, True, "float16")
+    few, many = select.choose(one, h100).config, select.choose(replace(one, m=4096), a100).config
+    assert isinstance(few, GemmInt8MmaConfig)
+    assert isinstance(many, GemmInt8MmaConfig)
+    assert (few.block_m, few.split_k) == (16, 8)
+    assert (many.block_m, many.block_n, many.split_k) == (128, 128, 1)
+    assert select.choose(replace(one, m=4096), h100).config == GemmInt8Sm90Config(2, 132)
+    assert select.choose(replace(one, m=128 * 33), h100).config == GemmInt8Sm90Config(1, 132)
+    assert select.choose(replace(one, m=4096, block_size=96), h100).name == "gemm_int8_sm80"
+    problem = Int8Problem(1, 64, 72, 36, 4, False, True, "float16")
+    refuse = GEMM_INT8_SM75.refuse
+    assert refuse(problem, device.nominal(72)) == "needs sm_75 or newer, not sm_72"
+    assert refuse(problem, device.nominal(75)) == "needs a multiple of 16 columns, not 72"
+    assert refuse(problem, a100) == "is replaced by gemm_int8_sm80 on sm_80"
+    assert refuse_layout(replace(one, aligned=False)) == "needs xq to start at a multiple of 16 bytes"
+    assert refuse_layout(replace(problem, k=96)) == "needs blocks that are multiples of 32 columns, not 36"
+    assert refuse_layout(replace(one, activation="silu")) == "has no activation silu, only clamp"
+    assert gemm_int8_simt.refuse(replace(one, activation="silu"), h100) == "has no activation silu, only clamp"
+    expected = "needs blocks of 32, 64, or a multiple of 128 columns, not 96"
+    assert gemm_int8_sm90.refuse(replace(problem, m=64, k=960, block_size=96), h100) == expected
+    assert gemm_int8_sm90.refuse(one, device.nominal(100)) == "needs sm_90, not sm_100"
+    assert gemm_int8_sm90.refuse(one, h100) == "takes 64 rows or more, not 9"
+    assert select.choose(problem, h100).name == "gemm_int8_simt"
+    assert select.choose(replace(problem, k=72, block_size=72), h100).name == "gemm_int8_simt"
+    with pytest.raises(ValueError, match=r"^no kernel fits: gemv_int8 has no activation silu, only clamp; "):
+        select.choose(replace(one, m=1, activation="silu"), h100)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gemv_is_chosen_for_up_to_eight_rows(arch: int) -> None:
+    """Both sides of the limit, the rows that a CTA holds, and split-K where few columns would leave SMs idle."""
+    gpu = device.nominal(arch)
+    problem = Int8Problem(8, 4096, 4096, 32, 4, False, True, "float16")
+    assert select.choose(problem, gpu).config == GemvInt8Config(8, 1)
+    more = select.choose(replace(problem, m=9), gpu)
+    assert more.family is (MMA[arch] if arch >= 75 else gemm_int8_simt)
+    assert select.choose(replace(problem, aligned=False), gpu).family is gemm_int8_simt
+    assert select.choose(replace(problem, block_size=36), gpu).family is gemm_int8_simt
+    rows = [select.choose(replace(problem, m=m), gpu).config.rows for m in range(1, 9)]  # type: ignore[attr-defined]
+    assert rows == [2, 2, 4, 4, 8, 8, 8, 8]
+    few_columns = select.choose(replace(problem, n=64, k=28672), gpu)
+    assert few_columns.family is gemv_int8
+    assert few_columns.config.split_k > 1
+    assert select.choose(replace(problem, n=64, k=1024), gpu).config.split_k == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "block"),
+    [
+        (1, 256, 512, 128),
+        (8, 200, 512, 32),
+        (9, 100, 96, 32),
+        (300, 520, 1024, 128),
+        (1000, 4096, 512, 64),
+        (5, 7, 33, 10),
+    ],
+)
+def test_gemm_int8_on_a_gpu_agrees_with_the_cpu(dtype: str, bits: int, m: int, n: int, k: int, block: int) -> None:
+    import cupy
+
+    rng = np.random.default_rng(m)
+    weight = random_weight(rng, (n, 1, 1, k), block, bits, dtype=DTYPES[dtype])
+    there = BlockQuantizedWeight(
+        *map(cupy.asarray, (weight.codes, weight.scale, weight.offset)), bits=bits, block_size=block
+    )
+    x = rng.standard_normal((m, k)).astype(DTYPES[dtype])
+    here, far = quantize_activations(x, block_size=block), quantize_activations(cupy.asarray(x), block_size=block)
+    for a, b in zip(here, far, strict=True):
+        np.testing.assert_array_equal(a, b.get())
+    bias = rng.standard_normal(n).astype(np.float32)
+    wanted = gemm_int8(*here, weight, bias=bias, activation="relu").astype(np.float64)
+    out = cupy.asarray(np.full((m, n), np.nan, DTYPES[dtype]))
+    y = gemm_int8(*far, there, bias=cupy.asarray(bias), activation="relu", out=out)
+    assert y is out
+    eps = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
+    np.testing.assert_allclose(y.get().astype(np.float64), wanted, rtol=2 * eps, atol=2e-5)
+    for symmetric in (True, False):  # one scale per row
+        here, far = (
+            quantize_activations(x, symmetric=symmetric),
+            quantize_activations(cupy.asarray(x), symmetric=symmetric),
+        )
+        y = gemm_int8(*far, there, out=out).get().astype(np.float64)
+        np.testing.assert_allclose(y, gemm_int8(*here, weight).astype(np.float64), rtol=2 * eps, atol=2e-5)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs planted in copies of the integer and convolution kernels: the test suite must catch each of them.
+
+The last entry of a bug names the checks that catch it: the kind of the simulator's fault, or "values" for a wrong
+result. The first one is with asynchronous copies that land as late as possible, the second one as early as possible.
+"fp8" after a file name selects its float8 form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cupy_awq.kernels import (
+    conv2d_sm80,
+    conv2d_sm90,
+    conv2d_sm90_large,
+    gemm_int8_sm90,
+    gemv_int8,
+)
+from cupy_awq.kernels.conv2d_problem import ConvolutionSizes
+from cupy_awq.kernels.conv2d_sm80 import Conv2dSm80Config
+from cupy_awq.kernels.conv2d_sm90 import Conv2dSm90Config
+from cupy_awq.kernels.conv2d_sm90_large import Conv2dSm90LargeConfig
+from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM80, GemmInt8MmaConfig
+from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
+from cupy_awq.kernels.gemv_int8 import GemvInt8Config
+from cupy_awq.kernels.int8_problem import Int8Problem
+from cupy_awq.runtime import device
+from tests import simt
+from tests.block_weights import random_weight
+from tests.simt.kernels import patched
+from tests.test_conv2d import check_convolution, with_strides
+from tests.test_fp8 import check_fp8_product, check_fp8_quantization
+from tests.test_gemm_int8 import check_product
+
+SM90_CONVOLUTION = with_strides(
+    ConvolutionSizes(1, 7, 7, 130, 64, 1, 3, 3, 7, 7, pad_h=1, pad_w=1),
+    block_size=64,
+    bits=4,
+    weight_offset=True,
+    dtype="float16",
+)
+CONVOLUTION = with_strides(
+    ConvolutionSizes(2, 9, 9, 40, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1),
+    block_size=8,
+    bits=8,
+    weight_offset=True,
+    dtype="float16",
+)
+EIGHT_IMAGES = SM90_CONVOLUTION.sizes._replace(batch=8)
+RACE, VALUES, BARRIER = ("race", "race"), ("values", "values"), ("barrier", "barrier")
+
+SEEDS = {
+    "a tile is multiplied before the copies of other threads are there": (
+        "int8/gemm_int8_mma.cuh", "<kStages - 2>();\n    __syncthreads();", "<kStages - 2>();", RACE,
+    ),
+    "one stage too many is left under way": (
+        "int8/gemm_int8_mma.cuh", "wait<kStages - 2>", "wait<kStages - 1>", ("in flight", "race"),
+    ),
+    "offsets are added by every split of a block": (
+        "int8/gemm_int8_mma.cuh", "      if (is_end) {\n#pragma", "      if (true) {\n#pragma", VALUES,
+    ),
+    "the low nibbles are those of the high ones": (
+        "int8/gemm_int8.cuh", ": (word << 4) & kHighNibbles", ": word & kHighNibbles", VALUES,
+    ),
+    "a block takes the scales of the one before": (
+        "int8/gemm_int8_mma.cuh", "if (is_end && within + 1 < kXBlocks) {\n          ++within;",
+        "if (is_end && within + 1 < kXBlocks) {", VALUES,
+    ),
+    "x is read before the other lanes of the warp have brought it": (
+        "int8/gemv_int8.cu", "      if (pair % 4 == 0) __syncwarp();\n", "", RACE,
+    ),
+    "the next x overwrites what other lanes still read": (
+        "int8/gemv_int8.cu", "    }\n    __syncwarp();\n  }", "    }\n  }", RACE,
+    ),
+    "offsets are added with every 32 k of a block": (
+        "int8/gemv_int8.cu", "if (step * kStep == b * block) {", "if (true) {", VALUES,
+    ),
+    "a column of B holds the k of another lane": (
+        "int8/gemv_int8.cu", "lane / 8 == t", "(lane / 8 ^ 2) == t", VALUES,
+    ),
+    "the weight is read beyond its end": (
+        "int8/gemv_int8.cu", "min(step, steps - 1)", "step", ("out of bounds", "out of bounds"),
+    ),
+    "the sums of warps are added before they are there": (
+        "int8/gemv_int8.cu", "  __syncthreads();\n  float total", "  float total", RACE,
+    ),
+    "a stage is given back while it is multiplied": (
+        "int8/gemm_int8_sm90.cu", "          ptx::wgmma_wait_group<0>();\n", "", ("race", "race"),
+    ),
+    "a stage is read before the parameters of x are there": (
+        "int8/gemm_int8_sm90.cu", "shared.full(lane), 1 + kParameterWarps", "shared.full(lane), 1",
+        ("barrier", "uninitialised"),
+    ),
+    "a block of the cluster brings columns before the other is done with the stage": (
+        "int8/gemm_int8_sm90.cu", "kConsumerWarps * kCluster);", "kConsumerWarps);", ("race", "barrier"),
+    ),
+    "offsets of x are added with the sums of another block": (
+        "int8/gemm_int8_sm90.cu", "min(index, blocks - 1)", "min(index / 2, blocks - 1)", VALUES,
+    ),
+    "a row of float8 takes the scale of another": (
+        "int8/gemm_int8_sm90.cu fp8", "row_scales[v] = x_scale[source_rows[v]]", "row_scales[v] = x_scale[source_rows[0]]",
+        VALUES,
+    ),
+    "products of float8 stay without the scale of their row": (
+        "int8/gemm_int8_sm90.cu fp8", "[v % kSums] *= x_scales", "[v % kSums] += 0 * x_scales", VALUES,
+    ),
+    "rows of float8 take scales of other blocks": (
+        "int8/gemm_int8_mma.cuh fp8", "x_scale + (kFp8 ? row : at)", "x_scale + (kFp8 ? row / 2 : at)", VALUES,
+    ),
+    "codes of low nibbles stay above e4m3's lowest bits": (
+        "int8/gemm_int8.cuh fp8", "kFp8 ? word & kLowNibbles :", "kFp8 ? (word << 1) & kHighNibbles :", VALUES,
+    ),
+    "a warp of a row does not wait for the largest values of the others": (
+        "int8/quantize_fp8.cu", "  __syncthreads();\n", "", RACE,
+    ),
+    "values beyond the first round are counted for the first sums": (
+        "int8/quantize_fp8.cu", "ceil_div(k, unit) + i / unit]", "ceil_div(k, unit) + begin / unit]", VALUES,
+    ),
+    "a pair of values changes places": (
+        "int8/quantize_fp8.cu", "e4m3x2_f32(scaled[0], scaled[1])", "e4m3x2_f32(scaled[1], scaled[0])", VALUES,
+    ),
+    "the next weights overwrite those still read": (
+        "conv2d/conv2d_sm80.cu", "    buffer ^= 1;\n", "", RACE,
+    ),
+    "a tap to the left of the image reads the row before": (
+        "conv2d/conv2d_sm80.cu", "static_cast<unsigned>(left[i] + dx) < static_cast<unsigned>(s.width)",
+        "left[i] + dx < s.width", ("out of bounds", "out of bounds"),
+    ),
+    "the place in K is not carried to the next row of the kernel": (
+        "conv2d/conv2d_sm80.cu", "        ++fy;\n", "", VALUES,
+    ),
+    "a box of pixels is given back while tensor cores read it": (
+        "conv2d/conv2d_sm90.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
+    ),
+    "codes are given back by a lane that has not seen the others read": (
+        "conv2d/conv2d_sm90.cu", "    __syncwarp();\n    if (lane == 0) ptx::mbarrier_arrive(barrier);",
+        "    if (lane == 0) ptx::mbarrier_arrive(barrier);", RACE,
+    ),
+    "a tap begins a row of the image below": (
+        "conv2d/conv2d_sm90.cu", "unit.fy * dilation_h * kBoxW", "unit.fy * dilation_h * kTileW", VALUES,
+    ),
+    "parameters stay those of the first channels": (
+        "conv2d/conv2d_sm90.cu", "kParametersBegin + x_at.stage * kParameterBytes", "kParametersBegin", VALUES,
+    ),
+    "partial sums are added before they are there": (
+        "conv2d/conv2d_sm90.cuh", "  synchronize_cluster<BLOCKS>();\n", "",
+        ("uninitialised", "race"),
+    ),
+    "what lies behind a part of the pixels is not zero": (
+        "conv2d/conv2d_sm90_large.cu", "*reinterpret_cast<Vector<uint32_t, 4>*>(memory + at) = {};", "",
+        ("uninitialised", "uninitialised"),
+    ),
+    "tensor cores read zeros that were stored without a fence": (
+        "conv2d/conv2d_sm90_large.cu", "    ptx::fence_proxy_async();\n", "", RACE,
+    ),
+    "stages are given back while tensor cores read them": (
+        "conv2d/conv2d_sm90_large.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
+    ),
+    "the next tile begins with the box before": (
+        "conv2d/conv2d_sm90_large.cu", "    release(shared.x_empty(x_at.stage));\n    x_at.advance();",
+        "    release(shared.x_empty(x_at.stage));", ("race", "race"),
+    ),
+    "the last box of a tile is kept": (
+        "conv2d/conv2d_sm90_large.cu", "    release(shared.x_empty(x_at.stage));\n", "", ("deadlock", "deadlock"),
+    ),
+    "the second part takes the place of the first": (
+        "conv2d/conv2d_sm90_large.cu", "corner = corners[part];", "corner = corners[0];", VALUES,
+    ),
+    "sums go to other blocks while those need their stages": (
+        "conv2d/conv2d_sm90_large.cu", "stages any more.\n      synchronize_cluster<kSplits>();", "stages any more.", RACE,
+    ),
+}  # fmt: skip
+
+
+def outcome(file: str, landing: str) -> str:
+    """Return the check that catches the bug planted in a file, or "nothing"."""
+    a100, h100 = device.nominal(80), device.nominal(90)
+    try:
+        if file in ("conv2d/conv2d_sm90.cu", "conv2d/conv2d_sm90.cuh"):
+            # Three chunks of channels in two stages of x, with K whole and split in two.
+            for split_k in (1, 2):
+                config = Conv2dSm90Config(1, 1, 4, 8, True, 2, 8, split_k, 1)
+                check_convolution(landing, SM90_CONVOLUTION, conv2d_sm90, config, h100, seed=0)
+        elif file == "conv2d/conv2d_sm90_large.cu":
+            # Two tiles of three boxes by one CTA; and a box for each unit, with K whole and split in two.
+            large = conv2d_sm90_large
+            halo = Conv2dSm90LargeConfig(1, 56, (1, 7, 8), 2, True, 2, 3, 1)
+            one_sm = replace(h100, sm_count=1)
+            check_convolution(landing, replace(SM90_CONVOLUTION, sizes=EIGHT_IMAGES), large, halo, one_sm, seed=0)
+            for split_k in (1, 2):
+                boxes = Conv2dSm90LargeConfig(1, 112, (2, 7, 7), 1, False, 3, 3, split_k)
+                check_convolution(landing, SM90_CONVOLUTION, large, boxes, h100, seed=0)
+        elif file.startswith("conv2d"):
+            check_convolution(landing, CONVOLUTION, conv2d_sm80, Conv2dSm80Config(32, 2, 2, 3, 1), a100, seed=0)
+        elif file == "int8/gemm_int8_sm90.cu":
+            # Pipelines that wrap around, and blocks within a stage.
+            for k, block_size in ((1040, 128), (272, 64)):
+                problem = Int8Problem(70, 304, k, block_size, 4, True, True, "float16")
+                check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(2, 2), h100, block_size, seed=0)
+        elif file == "int8/gemm_int8_sm90.cu fp8":
+            weight = random_weight(np.random.default_rng(0), (152, 1, 1, 400), 64)
+            problem = Int8Problem(70, 152, 400, 64, 4, False, True, "float16", fp8=True)
+            check_fp8_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 1), weight, seed=0)
+        elif file.endswith("fp8"):
+            weight = random_weight(np.random.default_rng(0), (40, 1, 1, 272), 64)
+            problem = Int8Problem(20, 40, 272, 64, 4, False, True, "float16", fp8=True)
+            mma = GemmInt8MmaConfig(16, 1, 4, 2, 1)
+            check_fp8_product(landing, problem, GEMM_INT8_SM80, mma, weight, seed=0, arch=89)
+        elif file == "int8/quantize_fp8.cu":
+            check_fp8_quantization(landing, 1, 2064, 128, "float16", 8)
+        elif file == "int8/gemv_int8.cu":
+            # Warps that prefetch several times, and a K that ends within a chunk.
+            problem = Int8Problem(3, 20, 4400, 64, 4, True, True, "float16")
+            check_product(landing, problem, gemv_int8, GemvInt8Config(4, 2), a100, 64, seed=0)
+        else:
+            # Two splits of five stages: a block of 96 belongs to both, a block of 64 to one.
+            for block_size in (64, 96):
+                problem = Int8Problem(20, 150, 640, block_size, 4, True, True, "float16")
+                mma = GemmInt8MmaConfig(16, 1, 4, 3, 2)
+                check_product(landing, problem, GEMM_INT8_SM80, mma, a100, block_size, seed=0)
+    except simt.Fault as fault:
+        return fault.kind
+    except AssertionError:
+        return "values"
+    return "nothing"
+
+
+@pytest.mark.parametrize("file", sorted({file for file, *_ in SEEDS.values()}))
+def test_the_kernels_are_right_before_a_bug_is_planted(file: str) -> None:
+    assert outcome(file, "latest") == "nothing"
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_seeded_bug_is_caught(name: str) -> None:
+    file, old, new, caught = SEEDS[name]
+    with patched(file.split()[0], old, new):
+        assert (outcome(file, "latest"), outcome(file, "earliest")) == caught
