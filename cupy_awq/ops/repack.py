@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels.repack import Repacking
+from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime.launch import launch
 from cupy_awq.weight import PackedWeight
@@ -18,7 +18,7 @@ class RepackedWeight(PackedWeight):
     """A `PackedWeight` with a repacked copy, and possibly without the original arrays.
 
     Attributes:
-        repacked: uint8, the weight in the layout of `Repacking`.
+        repacked: uint8, the weight in the repacked layout (`RepackedLayout`).
         scale_exponent, wide_scales: the range of the scales, as in `Problem`.
     """
 
@@ -59,7 +59,7 @@ def repack(weight: PackedWeight) -> PackedWeight:
     spec = weight.spec
     if spec.device == HOST or device.of(spec.device).arch != 90:
         return weight
-    layout = Repacking(spec.k, spec.n, spec.group_size, spec.dtype.name, spec.zeros)
+    layout = RepackedLayout(spec.k, spec.n, spec.group_size, spec.dtype.name, spec.zeros)
     if layout.refuse() is not None:
         return weight
     import cupy

@@ -15,11 +15,19 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from cupy_awq.kernels import conv2d_int8, conv2d_problem, int8_problem, llm, quantize_fp8, quantize_rows, select
+from cupy_awq.kernels import (
+    conv2d_int8,
+    conv2d_problem,
+    gemm_sm90,
+    int8_problem,
+    llm,
+    quantize_fp8,
+    quantize_rows,
+    select,
+)
 from cupy_awq.kernels.convert import VALUES, Conversion
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.family import KernelProblem
-from cupy_awq.kernels.gemm_sm90 import MAX_FUSED_ROWS, layout
 from cupy_awq.kernels.problem import Fusion, Problem
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
@@ -79,9 +87,9 @@ def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
     """Yield the GEMM kernels on the repacked layout, whose code depends on the whole configuration: choices alone."""
     for dtype, m, (k, n) in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES):
         problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
-        yield layout(problem).plan(gpu).kernel
+        yield gemm_sm90.prepare_weight(problem, gpu).kernel
         yield select.choose(problem, gpu, "gemm_sm90").plan.kernel
-        if m <= MAX_FUSED_ROWS:
+        if m <= gemm_sm90.MAX_FUSED_ROWS:
             fused = replace(problem, fusion=Fusion("add_to_stream" if k >= n else "rms_norm_x"))
             if n > 3 * k:
                 fused = replace(fused, gated=True, activation="silu")
