@@ -301,7 +301,7 @@ SEEDS = {
         "mma(group_accumulators[i][pair * 2 + j], a[i], b[j * 2 + 1], b[j * 2]);", VALUES,
     ),
     "gemm_mma: ldmatrix and the copies disagree on the swizzle": Seed(
-        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "(row * 8 + (chunk ^ (row % 8))) * 16", "(row * 8 + (chunk ^ (row % 4))) * 16",
+        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "(chunk ^ swizzle_bits(row))) * 16", "(chunk ^ swizzle_bits(row) % 4)) * 16",
         VALUES,
     ),
     "gemv: the shuffle adds the wrong lane": Seed(
