@@ -2,7 +2,7 @@
 """The layouts of AutoAWQ's versions "gemv" and "gemv_fast", which are also llm-awq's first and second version.
 
     gemv       qweight [N, K/8] int32, nibble k % 8 is the code of W[k, n]; qzeros [N, zw] int32, nibble g % 8 is the
-               zero point of group g; scales [N, 8 zw] float16
+               zero point of group g; scales [N, 8 zw] float16 or bfloat16
     gemv_fast  qweight [N/4, K] int16, interleaved (see `nibbles.from_interleaved_words`); offsets -(s z), named qzeros
                by AutoAWQ and scaled_zeros by llm-awq, and scales, both [8 zw, N] float16 or bfloat16
 
@@ -16,7 +16,6 @@ from functools import partial
 
 import numpy as np
 
-from cupy_awq.check import FLOAT16
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.module import INT32, SCALES, Array, ModuleSpec, Parts, Pending, columns, groups_of
 from cupy_awq.checkpoint.tensors import Module
@@ -61,10 +60,10 @@ class Gemv:
     def open_module(self, parts: Parts) -> Pending:
         qweight = parts.matrix("qweight", INT32, "[N, K/8]")
         n, k = columns(parts, qweight.shape[0]), 8 * qweight.shape[1]
-        scales = parts.matrix("scales", (FLOAT16,), "[N, 8 zw]")
+        scales = parts.matrix("scales", SCALES, "[N, 8 zw]")
         group_size = _group_size(parts, k, self.group_size, scales.T)
         width = zeros_width(k, group_size)
-        scales = parts.finite("scales", parts.array("scales", (FLOAT16,), "[N, 8 zw]", (n, 8 * width)))
+        scales = parts.finite("scales", parts.array("scales", SCALES, "[N, 8 zw]", (n, 8 * width)))
         qzeros = parts.array("qzeros", INT32, "[N, zw]", (n, width))
         bias = parts.bias(n)
         spec = ModuleSpec(k, n, group_size, "packed", scales.dtype, bias_dtype=parts.bias_dtype())
