@@ -163,11 +163,11 @@ def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending |
         entries[name] = tensor
     if notes:
         more = f" ({len(notes)} modules)" if len(notes) > 1 else ""
-        warnings.warn(notes[0] + more, stacklevel=_user_level())
+        warnings.warn(notes[0] + more, stacklevel=_find_user_level())
     return entries
 
 
-def _user_level() -> int:
+def _find_user_level() -> int:
     """Return the stack level of the frame that called the package, for a warning in the calling function."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("cupy_awq."):
