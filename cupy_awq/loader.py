@@ -33,7 +33,7 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
 
     def __getitem__(self, name: str) -> AwqLinear | Array:
         if name not in self._placed:
-            # Two threads may place one tensor; setdefault gives both the object that was stored first.
+            # If two threads place one tensor at once, setdefault returns the object stored first to both.
             return self._placed.setdefault(name, self._place(name))
         return self._placed[name]
 
