@@ -188,9 +188,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     for (int stage_idx = lane; stage_idx < kXStages + kCodeStages; stage_idx += 32) {
       const bool is_x = stage_idx < kXStages;
       const int code_stage_idx = stage_idx - kXStages;
-      ptx::mbarrier_init(is_x ? shared.x_pipeline().full_barrier(stage_idx) : shared.code_pipeline().full_barrier(code_stage_idx), 1);
-      ptx::mbarrier_init(is_x ? shared.x_pipeline().empty_barrier(stage_idx) : shared.code_pipeline().empty_barrier(code_stage_idx),
-                         kConsumerWarps);
+      ptx::mbarrier_init(
+          is_x ? shared.x_pipeline().full_barrier(stage_idx) : shared.code_pipeline().full_barrier(code_stage_idx), 1);
+      ptx::mbarrier_init(
+          is_x ? shared.x_pipeline().empty_barrier(stage_idx) : shared.code_pipeline().empty_barrier(code_stage_idx),
+          kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -208,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
         shared.code_pipeline().producer_acquire(code_state);
         ptx::mbarrier_arrive_expect_tx(full_barrier, kCodeBytes);
         ptx::cp_async_bulk(shared.codes(code_state.stage_idx), codes + tile * kCodeTileBytes, kCodeBytes, full_barrier);
-        code_state.advance();
+        code_state.branch_to_next();
       };
       auto copy_x = [&](const KUnit& unit) {
         const uint32_t full_barrier = shared.x_pipeline().full_barrier(x_state.stage_idx);
@@ -225,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
         }
         ptx::cp_async_bulk(shared.parameters(x_state.stage_idx), parameters + tile * (kParameterGroups * 64),
                            kParameterBytes, full_barrier);
-        x_state.advance();
+        x_state.branch_to_next();
       };
       const int prefetched = min(end, begin + kCodeStages);
       for (int index = begin; index < prefetched; ++index) copy_codes(index);
@@ -266,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     unit_codes.load(memory + SharedStorage::Codes::kBegin + code_state.stage_idx * kCodeBytes + wg_co * kCodeTileBytes +
                     thread * 16);
     shared.code_pipeline().consumer_release(code_state.stage_idx, lane);
-    code_state.advance();
+    code_state.branch_to_next();
     const int first_row = kHalo ? unit.fy * dilation_h * kBoxW + unit.fx * dilation_w : 0;
     b_begin = shared.x(x_state.stage_idx) + wg_px * kBoxBytes + first_row * 128;
   };
@@ -290,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     const int free_box = last_box;
     const bool has_box = unit.begins_box();
     last_box = has_box ? x_state.stage_idx : -1;
-    if (has_box) x_state.advance();
+    if (has_box) x_state.branch_to_next();
     fetch(has_box);
     ptx::wgmma_wait_group<1>();
     if (free_box >= 0) shared.x_pipeline().consumer_release(free_box, lane);
