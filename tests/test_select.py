@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.runtime import device
 from cupy_awq.runtime.workspace import COUNTERS, WORKSPACE_BYTES
+from tests.tools import operator_table
 
 ARCHS = sorted(device.NOMINAL)
 
@@ -164,6 +166,15 @@ def test_explain_of_a_layer_that_cannot_repack_is_that_of_the_awq_layout(k: int,
 def test_explain_refuses(arguments: tuple[object, ...], options: dict[str, int], error: type, text: str) -> None:
     with pytest.raises(error, match=text):
         cupy_awq.explain(*arguments, **options)  # type: ignore[arg-type]
+
+
+def test_the_table_of_operators_names_existing_tests() -> None:
+    folder = Path(__file__).parent
+    for named in (*operator_table.TESTS.values(), *(test for _, test in operator_table.OTHERS.values())):
+        file, names = named.split("::")
+        source = (folder / file).read_text(encoding="utf-8")
+        assert [name for name in names.split(", ") if f"def {name}(" not in source] == []
+    assert operator_table.TESTS.keys() == select.FAMILIES_OF[Problem].keys()
 
 
 def test_a_forced_arch_lowers_the_path(monkeypatch: pytest.MonkeyPatch) -> None:

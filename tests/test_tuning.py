@@ -190,6 +190,18 @@ def test_tuning_keeps_the_fastest_and_layers_use_it(folder: Path) -> None:
     assert tune.render(rows).count("512x256") == 2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["gemm_int8", "conv2d"])
+def test_tuning_forces_each_configuration_whatever_the_operation(folder: Path, op: str) -> None:
+    index = placement.resolve()
+    settings = Settings(device=index, image=14, cached=False)
+    (row,) = tune.run(op, [(256, 256)], [2], settings, tries=4, progress=lambda text: None)
+    assert 1 < row.tried <= 4
+    assert 0 < row.us <= row.modelled_us
+    tune.keep([row], index)
+    assert tuned.label(row.best.family, row.best.config) in (folder / tuned.file_name(device.of(index))).read_text()
+
+
 def test_the_fastest_is_found_while_the_chip_slows_down_and_the_slower_half_leaves() -> None:
     true = [5.0, 3.0, 8.0, 2.9, 4.0, 7.0]
     seen: list[int] = []
