@@ -183,8 +183,8 @@ TUNE = """
 
 Times the configurations that the cost models rank first, with weights that are cold
 in L2, and keeps the fastest for each shape and M in the user's cache
-(CUPY_AWQ_CACHE_DIR). Processes that start later use it, for every group size and
-dtype. A GEMM with another M takes the configuration of the next power of two."""
+(CUPY_AWQ_CACHE_DIR), for processes that start later. A gemm uses it for every group
+size and dtype; with another M it uses the configuration of the next power of two."""
 
 COMPILE = """
 
@@ -229,8 +229,8 @@ def _demo(args: argparse.Namespace) -> int:
 def _info(args: argparse.Namespace) -> int:
     from cupy_awq.tools import info
 
-    facts = info.describe(args.path)
-    return _print(facts, info.render(facts), args.json)
+    content = info.describe(args.path)
+    return _print(content, info.render(content), args.json)
 
 
 def _bench(args: argparse.Namespace) -> int:
