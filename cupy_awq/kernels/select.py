@@ -148,7 +148,12 @@ def _fits_workspace(family: AnyFamily, config: Config, problem: KernelProblem) -
 
 @dataclass
 class _Trial:
-    """What `forced` and `recorded` ask of `choose`: a configuration to take, and a list for its choices."""
+    """The wishes of `forced` and `recorded` that `choose` obeys.
+
+    Attributes:
+        candidate: the configuration to take, or None.
+        choices: the choices made so far.
+    """
 
     candidate: Candidate | None = None
     choices: list[Choice] = field(default_factory=list)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dequantize_s4_to_fp16x2`` and ``int8_to_fp16``: the bit tricks of the dequantizers as functions of their own."""
+"""``dequantize_s4_to_fp16x2`` and ``int8_to_fp16``: conversions of packed words to float16."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from cupy_awq.runtime import arrays, device, launch, placement
 
 
 def dequantize_s4_to_fp16x2(words: Array, /, *, out: Array | None = None) -> Array:
-    """The codes 0..15 of AWQ's words as float16, exactly; no zero point, no scale.
+    """Return the codes 0..15 of AWQ words as float16, without zero points and scales.
 
     Args:
-        words: [..., N/8] int32, codes in AWQ order: nibbles i and i + 4 of a word become the halves of the i-th pair,
-            which so come in the order of columns.
+        words: [..., N/8] int32, codes in AWQ order: nibbles i and i + 4 of a word are columns 2i and 2i + 1.
         out: [..., N] float16 array to fill and return.
 
     Returns:
         [..., N] float16: the values of columns 0 .. N-1.
 
     Raises:
-        TypeError, ValueError: an array that does not fit; the message names it.
+        TypeError, ValueError: an argument does not fit; the message names it.
 
-    The formula is that of SGLang's function of this name: OR a nibble into the mantissa of 1024 or, four bits higher,
-    16 times into that of 1024, and take it off again.
+    The formula is that of SGLang's function of this name: a nibble ORed into the low mantissa bits of 1024.0 adds q,
+    four bits higher it adds 16 q; subtracting 1024 leaves q or 16 q.
 
     >>> import numpy as np
     >>> dequantize_s4_to_fp16x2(np.array([0x75316420], np.int32))
@@ -35,7 +34,7 @@ def dequantize_s4_to_fp16x2(words: Array, /, *, out: Array | None = None) -> Arr
 
 
 def int8_to_fp16(words: Array, /, *, out: Array | None = None) -> Array:
-    """int8 values as float16, exactly, by byte permutation.
+    """Return int8 values as float16, exactly.
 
     Args:
         words: [..., N/4] int32; each byte is a value + 128, in the order of elements 0, 2, 1, 3
@@ -46,9 +45,10 @@ def int8_to_fp16(words: Array, /, *, out: Array | None = None) -> Array:
         [..., N] float16.
 
     Raises:
-        TypeError, ValueError: an array that does not fit; the message names it.
+        TypeError, ValueError: an argument does not fit; the message names it.
 
-    The formula is that of FasterTransformer's interleaved conversion: 0x64 above a byte b is 1024 + b.
+    The formula is that of FasterTransformer's interleaved conversion: the float16 with high byte 0x64 and low byte b is
+    1024 + b.
 
     >>> import numpy as np
     >>> int8_to_fp16(np.array([-8421376], np.int32))  # 0xff7f8000

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight prepared for its GPU: beside AWQ's own layout the one from which the GPU's fastest kernels read it."""
+"""Weights in the repacked layout, which the fastest kernels of Hopper read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from cupy_awq.weight import PackedWeight
 
 
 class RepackedWeight(PackedWeight):
-    """A weight; ``repacked``: a copy of it in the layout of `Repacking`; and its scales' range as `Problem` has it."""
+    """A weight with a copy in the repacked layout.
+
+    Attributes:
+        repacked: the copy, uint8, in the layout of `Repacking`.
+        scale_exponent, wide_scales: the range of the scales, as in `Problem`.
+    """
 
     __slots__ = ("repacked", "scale_exponent", "wide_scales")
 
@@ -31,15 +36,16 @@ class RepackedWeight(PackedWeight):
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the AWQ tensors, or of the copy if it is alone."""
         return int(super().nbytes if self.kept else self.repacked.nbytes)
 
     @property
     def kept(self) -> bool:
-        """Whether AWQ's own arrays are still there."""
+        """Whether the weight still holds the AWQ tensors."""
         return self.qweight is not None
 
     def alone(self) -> RepackedWeight:
-        """The weight without AWQ's own arrays, whose memory is free when nobody else holds them."""
+        """Return the weight without the AWQ tensors, so that their memory can be freed."""
         weight = object.__new__(RepackedWeight)
         for name in ("spec", *RepackedWeight.__slots__):
             object.__setattr__(weight, name, getattr(self, name))
@@ -49,7 +55,7 @@ class RepackedWeight(PackedWeight):
 
 
 def repack(weight: PackedWeight) -> PackedWeight:
-    """The weight with its repacked copy where that serves: on a GPU of sm_90, in a form that the layout has."""
+    """Return the weight with a repacked copy, or the weight itself if the GPU or the layout cannot use one."""
     facts = weight.spec
     if facts.device == HOST or device.of(facts.device).arch != 90:
         return weight
@@ -67,22 +73,21 @@ def repack(weight: PackedWeight) -> PackedWeight:
             arrays.leading_dimension(weight.qzeros),
         )
         launch(layout.plan(device.of(facts.device), steps), {**buffers, "out": out})
-        # Kernels that read it begin before their predecessor ends: this one must have ended by then, so the host waits
-        # for what comes after it.
+        # Kernels may read the copy before their predecessor in the stream finishes (PDL), so the host waits here until
+        # the repack kernel has finished: reading the range of the scales synchronizes.
         bits = weight.scales.view(np.uint16) & 0x7FFF
-        ends = cupy.stack([bits.max(), cupy.where(bits == 0, 0x7FFF, bits).min()]).get().astype(np.uint16)
-    most = 15 if facts.dtype == np.float16 else 127  # enough for what float16 holds, and the largest that it does
-    largest, smallest = map(float, ends.view(facts.dtype))
-    return RepackedWeight(weight, out, *scale_range(largest, smallest, most))
+        extremes = cupy.stack([bits.max(), cupy.where(bits == 0, 0x7FFF, bits).min()]).get().astype(np.uint16)
+    max_exponent = 15 if facts.dtype == np.float16 else 127
+    largest, smallest = map(float, extremes.view(facts.dtype))
+    return RepackedWeight(weight, out, *scale_range(largest, smallest, max_exponent))
 
 
-def scale_range(largest: float, smallest: float, most: int) -> tuple[int, bool]:
-    """The exponent of a power of two for all scales, and whether float16 fails to hold some of them times that.
+def scale_range(largest: float, smallest: float, max_exponent: int) -> tuple[int, bool]:
+    """Return an exponent e, and whether float16 fails to hold some scales times 2^e.
 
-    The power is the greatest, up to 2^``most``, with which the ``largest`` is at most 64; ``smallest`` is that of the
-    scales which are not zero.
-
-    A weight is at most 15 scales, and at least one: within float16's normal numbers from 2^-14 to 65504.
+    ``largest`` and ``smallest`` are the magnitudes of the scales that are not zero. e is the greatest exponent, at most
+    ``max_exponent``, for which the largest scale times 2^e is at most 64. A weight is between 1 and 15 scales, so all
+    weights are normal numbers of float16, 2^-14 to 65504, if the smallest scale times 2^e is at least 2^-14.
 
     >>> scale_range(0.02, 0.001, 15), scale_range(2.0**-20, 2.0**-24, 15), scale_range(1.0, 2.0**-21, 127)
     ((11, False), (15, False), (0, True))
@@ -92,6 +97,6 @@ def scale_range(largest: float, smallest: float, most: int) -> tuple[int, bool]:
     if not np.isfinite(largest):
         return 0, True
     mantissa, power = math.frexp(largest)
-    exponent = min(most, (7 if mantissa == 0.5 else 6) - power)
+    exponent = min(max_exponent, (7 if mantissa == 0.5 else 6) - power)
     wide = abs(exponent) > 100 or smallest * 2.0**exponent < 2.0**-14
     return (0, True) if wide else (exponent, False)

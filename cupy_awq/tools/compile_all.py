@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel for the architectures named, with no GPU: to fill the cache of a container image, and to check them all.
+"""The command ``python -m cupy_awq compile``: compile every kernel for given architectures, without a GPU.
 
-Prints registers, shared memory and spills of each kernel, and fails if one spills or has its wgmma serialized.
+It fills the cache of a container image, prints registers, shared memory and spills of each kernel, and fails if a
+kernel spills or the assembler serializes its wgmma.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from cupy_awq.runtime.launch_plan import Kernel
 from cupy_awq.tools.table import render
 
 SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (8192, 28672), (28672, 8192))
-"""K and N of linear layers of 8B and 70B models."""
+"""(K, N) of the linear layers of 8B and 70B models."""
 HOPPER_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 
 
 def kernels(arch: int) -> list[Kernel]:
-    """The kernels of common layers, each once: each dtype, packed zeros, group sizes of 128 and 32, each configuration.
+    """Return the kernels of common layers, each once: every dtype, packed zeros, group sizes 128 and 32.
 
-    Hopper's families have a kernel for each configuration, so of these only the choices for common layers.
+    All configurations are included, except those of the Hopper families: each of them is a kernel of its own, so only
+    the choices for common layers are.
     """
     facts = device.nominal(arch)
     found = [*_raw(facts), *_quantized(facts), *llm.kernels(facts)]
@@ -54,7 +56,7 @@ def _raw(facts: device.Device) -> Iterator[Kernel]:
             problem = Problem(m, n, k, group_size, dtype, scales, constant=constant)
             candidates = select.candidates(problem, facts)
             if not isinstance(candidates["gemm_sm80"], str):
-                del candidates["gemm_sm75"]  # legal, but only when it is asked for by name
+                del candidates["gemm_sm75"]  # legal, but chosen only by name
             for some in candidates.values():
                 if not isinstance(some, str):
                     yield from (c.family.plan(c.config, problem, facts).kernel for c in some)
@@ -84,11 +86,13 @@ def _quantized(facts: device.Device) -> Iterator[Kernel]:
 
 
 def run(archs: list[str]) -> int:
-    """Compile for each of ``archs`` ("75", "90a"; below the compiler's range its lowest).
+    """Compile every kernel for each of ``archs`` ("75", "90a"; an arch below the compiler's range becomes its lowest).
 
-    Returns 1 if a kernel spills or has its wgmma serialized, else 0.
+    Returns:
+        1 if a kernel spills or has its wgmma serialized, else 0.
 
-    Raises ValueError for an arch that is not one.
+    Raises:
+        ValueError: an arch is not a compute capability.
     """
     for arch in archs:
         if not re.fullmatch(r"\d{2,3}a?", arch) or int(arch.rstrip("a")) < min(device.NOMINAL):
@@ -127,4 +131,4 @@ def run(archs: list[str]) -> int:
 
 
 QUIET = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")
-"""Constants that are the same in all of them."""
+"""The constants that the table leaves out, as they are the same in all kernels."""

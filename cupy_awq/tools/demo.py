@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real quantized layer, run, checked and timed: ``python -m cupy_awq demo``.
+"""The command ``python -m cupy_awq demo``: run, check and time a real quantized layer.
 
-The package carries the MLP of layer 0 of SmolLM2-135M-Instruct as an AutoAWQ-format folder. The error of each product
-is measured here, on random x. The quantization error is not: that needs the weights before quantization, which would
-more than double the folder. It belongs to the weights alone and is the same for every M, so the command that built the
-folder measured it, norm(W_awq - W) / norm(W), and wrote it to ``config.json``. W is the weight in the public GGUF file,
-which holds it in 4-bit blocks of 32 (Q4_1); what either loses against the original bfloat16 weight is not known.
+The package ships the MLP of layer 0 of SmolLM2-135M-Instruct as a folder in the AutoAWQ format. The error of each
+product is measured here, on random x. The quantization error norm(W_awq - W) / norm(W) comes from ``config.json``: it
+needs the weights before quantization, which are not shipped, and ``tests/tools/rebuild_smollm2_mlp.py`` measured it.
+There W is the weight of the public GGUF file, itself in 4-bit blocks of 32 (Q4_1).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from cupy_awq.tools import table, testing, timing
 from cupy_awq.weight import PackedWeight
 
 SMOLLM2_MLP = Path(__file__).parents[1] / "data" / "smollm2-mlp"
-"""The folder; ``tests/tools/rebuild_smollm2_mlp.py`` makes it."""
+"""The folder of the shipped layer; ``tests/tools/rebuild_smollm2_mlp.py`` builds it."""
 
 PREFIX = "model.layers.0.mlp."
 LAYERS = ("gate_proj", "up_proj", "down_proj")
@@ -35,7 +34,17 @@ ROWS = (1, 16, 256)
 
 @dataclass(frozen=True)
 class Row:
-    """One layer at one M. Errors are relative; ``fp16_us`` is the time of the same product with unquantized weights."""
+    """The product of one layer at one M.
+
+    Attributes:
+        layer: the name of the layer.
+        m: the number of rows of x.
+        kernel: the name of the kernel, "numpy" on the CPU.
+        error: the relative error of the product (`testing.relative_error`).
+        quantization_error: the relative error of the 4-bit weight.
+        us: microseconds of one call.
+        fp16_us: microseconds of the product with the unquantized weight; None without cuBLAS.
+    """
 
     layer: str
     m: int
@@ -46,6 +55,7 @@ class Row:
     fp16_us: float | None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields by name."""
         return asdict(self)
 
 
@@ -77,7 +87,7 @@ def _time(layer: AwqLinear, x: Array, y: Array, device: int) -> float:
 
 
 def _unquantized(x: Array, weight: PackedWeight, device: int) -> float | None:
-    """Microseconds of x @ W in float16 by cuBLAS, None without it; on the CPU in float32, which BLAS has there."""
+    """Return the microseconds of x @ W by cuBLAS in float16 (None without it), or on the CPU by BLAS in float32."""
     w = reference.dequantize(weight.qweight, weight.scales, weight.qzeros)
     if device == HOST:
         x, w = x.astype(np.float32), w.astype(np.float32)
@@ -92,7 +102,7 @@ def _unquantized(x: Array, weight: PackedWeight, device: int) -> float | None:
 
 
 def render(rows: list[Row], device: int) -> str:
-    """The demo as text."""
+    """Return the measurements as text."""
     cpu = device == HOST
     header = ["layer", "kernel", "M", "error", "quantization error", "us", "fp32 us" if cpu else "fp16 us"]
     cells = [

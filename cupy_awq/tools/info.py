@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds, read from its headers alone: ``python -m cupy_awq info PATH``."""
+"""The command ``python -m cupy_awq info PATH``: describe a checkpoint from its headers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from cupy_awq.tools import table
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Format, layers, other tensors and totals of a checkpoint, ready for JSON; raises as `checkpoint.read` does.
+    """Return the format, layers, other tensors and totals of a checkpoint, ready for JSON.
 
-    ``fp16_bytes`` is what the same layer takes unquantized, at two bytes a weight; ``ratio`` is bytes / fp16_bytes.
+    ``fp16_bytes`` is the size of the same layer at two bytes per weight; ``ratio`` is bytes / fp16_bytes. Raises the
+    exceptions of `checkpoint.read`.
     """
     layers: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
@@ -55,7 +56,7 @@ def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """``describe``'s result as text."""
+    """Return the result of `describe` as text."""
     lines = [*_format_lines(facts["format"]), ""] if facts["format"]["format"] else []
     layers, others, total = facts["layers"], facts["others"], facts["total"]
     if layers:
@@ -72,7 +73,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _format_lines(summary: dict[str, Any]) -> list[str]:
-    """What was found, and the form of most modules, exceptions and roundings, a line each."""
+    """Return one line each for the format, the form of most modules, every exception and every rounding."""
     zeros = {True: "symmetric", False: "asymmetric", None: "symmetric and asymmetric modules"}[summary["symmetric"]]
     order = ", activation order" if summary["act_order"] else ""
     lines = [summary["found"], f"{summary['bits']} bits, group size {summary['group_size']}, {zeros}{order}"]

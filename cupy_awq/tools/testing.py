@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error measure of the package, and random problems: for the tests, the demo and the benchmarks."""
+"""The error measure of the package and random problems, for the tests, the demo and the benchmarks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from cupy_awq.check import Array
 from cupy_awq.packing import pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight
 
-_BLOCK = 1 << 22  # weights that are in float64 at a time
+_BLOCK = 1 << 22
+"""The number of weights that are expanded to float64 at a time."""
 
 
 def relative_error(y: Array, x: Array, weight: PackedWeight, /) -> float:
-    """norm(y - ref) / norm(sqrt(x**2 @ W**2)), where ref = x @ W in float64, from the codes and scales of `weight`.
+    """Return norm(y - ref) / norm(sqrt(x**2 @ W**2)), where ref = x @ W in float64.
 
-    The denominator is the size of the products and not of their sums: the measure is steady where results cancel.
-    x [..., K] and y [..., N] may lie on a GPU; the computation is NumPy's. NaN where y has any; 0 where y is exact.
+    W follows from the codes and scales of ``weight``. The denominator measures the products instead of their sums, so
+    cancellation does not inflate the error. x [..., K] and y [..., N] may lie on a GPU; NumPy computes. The result is
+    0 if y is exact and NaN if y holds a NaN.
 
     >>> rng = np.random.default_rng(0)
     >>> weight, x = random_weight(rng, 64, 16, 32), random_activations(rng, 4, 64)
@@ -52,7 +54,7 @@ def relative_error(y: Array, x: Array, weight: PackedWeight, /) -> float:
 def random_weight(
     rng: np.random.Generator, k: int, n: int, group_size: int, /, *, dtype: Any = np.float16, zeros: str = "packed"
 ) -> PackedWeight:
-    """Random codes, scales and zeros ("packed", "symmetric" or "float") for W [K, N]; x @ W is about as large as x.
+    """Return a random W [K, N] with "packed", "symmetric" or "float" zeros; x @ W is about as large as x.
 
     >>> random_weight(np.random.default_rng(0), 64, 16, 32, zeros="symmetric")
     PackedWeight(K=64, N=16, group_size=32, float16, symmetric zeros, 576 B)
@@ -66,12 +68,12 @@ def random_weight(
     elif zeros == "float":
         qzeros = (-rng.uniform(6, 9, (groups, n)) * scales.astype(np.float64)).astype(scales.dtype)
     elif zeros != "symmetric":
-        raise ValueError(f"zeros must be 'packed', 'symmetric' or 'float', got {zeros!r}")
+        raise ValueError(f"zeros: expected 'packed', 'symmetric' or 'float', got {zeros!r}")
     return PackedWeight(qweight, scales, qzeros)
 
 
 def random_activations(rng: np.random.Generator, *shape: int, dtype: Any = np.float16) -> npt.NDArray[Any]:
-    """Normal values of a shape [..., K].
+    """Return normally distributed values of a shape [..., K].
 
     >>> random_activations(np.random.default_rng(0), 2, 64).shape
     (2, 64)
