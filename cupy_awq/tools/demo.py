@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``python -m cupy_awq demo``: run, check and time a real quantized layer.
+"""The demo, which runs, checks and times a real quantized layer: ``python -m cupy_awq demo``.
 
-The package ships the MLP of layer 0 of SmolLM2-135M-Instruct as a folder in the AutoAWQ format. The error of each
-product is measured here, on random x. The quantization error norm(W_awq - W) / norm(W) comes from ``config.json``: it
-needs the weights before quantization, which are not shipped, and ``tests/tools/rebuild_smollm2_mlp.py`` measured it.
-There W is the weight of the public GGUF file, itself in 4-bit blocks of 32 (Q4_1).
+The package contains the MLP of layer 0 of SmolLM2-135M-Instruct as an AutoAWQ folder. The error of each product is
+measured here, on random x. The quantization error needs the original weights, which would more than double the folder;
+the script that built the folder measured it as norm(W_awq - W) / norm(W) and wrote it to ``config.json``. There W is
+the weight of the public GGUF file, which has 4-bit blocks of 32 (Q4_1) itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cupy_awq.tools import table, testing, timing
 from cupy_awq.weight import PackedWeight
 
 SMOLLM2_MLP = Path(__file__).parents[1] / "data" / "smollm2-mlp"
-"""The folder of the shipped layer; ``tests/tools/rebuild_smollm2_mlp.py`` builds it."""
+"""The folder of the layer, which ``tests/tools/rebuild_smollm2_mlp.py`` builds."""
 
 PREFIX = "model.layers.0.mlp."
 LAYERS = ("gate_proj", "up_proj", "down_proj")
@@ -34,16 +34,14 @@ ROWS = (1, 16, 256)
 
 @dataclass(frozen=True)
 class Row:
-    """The product of one layer at one M.
+    """The result of one layer at one M.
 
     Attributes:
-        layer: the name of the layer.
-        m: the number of rows of x.
-        kernel: the name of the kernel, "numpy" on the CPU.
-        error: the relative error of the product (`testing.relative_error`).
-        quantization_error: the relative error of the 4-bit weight.
-        us: microseconds of one call.
-        fp16_us: microseconds of the product with the unquantized weight; None without cuBLAS.
+        layer, m, kernel: the name of the layer, rows of x, and the name of the kernel.
+        error: relative error of y against the float64 product of the same 4-bit weights.
+        quantization_error: relative error of the 4-bit weights.
+        us: microseconds of a call.
+        fp16_us: microseconds of the same product with unquantized weights, None without cuBLAS.
     """
 
     layer: str
@@ -55,12 +53,12 @@ class Row:
     fp16_us: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields by name."""
+        """Return the row as a JSON object."""
         return asdict(self)
 
 
 def measure(device: int) -> list[Row]:
-    """Run and time every layer of the shipped folder on a device of ``placement.resolve``."""
+    """Run, check and time every layer of the shipped folder on a device; return its rows."""
     errors = read_object(SMOLLM2_MLP / "config.json")["quantization_error"]
     layers = load(SMOLLM2_MLP, device=device if device != HOST else "cpu")
     weights = load(SMOLLM2_MLP, device="cpu")
@@ -87,7 +85,7 @@ def _time(layer: AwqLinear, x: Array, y: Array, device: int) -> float:
 
 
 def _unquantized(x: Array, weight: PackedWeight, device: int) -> float | None:
-    """Return the microseconds of x @ W by cuBLAS in float16 (None without it), or on the CPU by BLAS in float32."""
+    """Return the microseconds of x @ W by cuBLAS in float16, None without it; on the CPU by NumPy in float32."""
     w = reference.dequantize(weight.qweight, weight.scales, weight.qzeros)
     if device == HOST:
         x, w = x.astype(np.float32), w.astype(np.float32)
@@ -102,7 +100,7 @@ def _unquantized(x: Array, weight: PackedWeight, device: int) -> float | None:
 
 
 def render(rows: list[Row], device: int) -> str:
-    """Return the measurements as text."""
+    """Return the results as text."""
     cpu = device == HOST
     header = ["layer", "kernel", "M", "error", "quantization error", "us", "fp32 us" if cpu else "fp16 us"]
     cells = [

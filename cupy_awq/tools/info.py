@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``python -m cupy_awq info PATH``: describe a checkpoint from its headers."""
+"""The content of a checkpoint, read from its headers alone: ``python -m cupy_awq info PATH``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from cupy_awq.tools import table
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the format, layers, other tensors and totals of a checkpoint, ready for JSON.
+    """Format, layers, other tensors and totals of a checkpoint, ready for JSON; raises as `checkpoint.read` does.
 
-    ``fp16_bytes`` is the size of the same layer at two bytes per weight; ``ratio`` is bytes / fp16_bytes. Raises the
-    exceptions of `checkpoint.read`.
+    ``fp16_bytes`` is what the same layer takes unquantized, at two bytes a weight; ``ratio`` is bytes / fp16_bytes.
     """
     layers: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
@@ -73,7 +72,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _format_lines(summary: dict[str, Any]) -> list[str]:
-    """Return one line each for the format, the form of most modules, every exception and every rounding."""
+    """What was found, and the form of most modules, exceptions and roundings, a line each."""
     zeros = {True: "symmetric", False: "asymmetric", None: "symmetric and asymmetric modules"}[summary["symmetric"]]
     order = ", activation order" if summary["act_order"] else ""
     lines = [summary["found"], f"{summary['bits']} bits, group size {summary['group_size']}, {zeros}{order}"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Return a table as text: the first ``left`` columns are flush left, the others flush right.
+    """Return a table with aligned columns: the first ``left`` ones flush left, the others, numbers, flush right.
 
     >>> print(render(["layer", "M"], [["gate_proj", "1"], ["up", "256"]]))
     layer        M
@@ -26,7 +26,7 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number with ``digits`` significant digits and no exponent, or "-" for None.
+    """Return a number with ``digits`` significant digits and no exponent; "-" for None.
 
     >>> number(1234.5), number(9.6), number(0.01234), number(None)
     ('1234', '9.60', '0.0123', '-')
