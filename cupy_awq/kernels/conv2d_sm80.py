@@ -31,13 +31,15 @@ class Fit:
     """Constants of the cost model, which ranks configurations; the unit is one assumed for the kernels of an A100."""
 
     unit_us: float = 0.07
+    """The time of one unit of cost: the products of a 32 x 32 tile in one pipeline stage."""
     stage: float = 6.0
     """A pipeline stage without products."""
     cta: float = 20.0
     """The start and the end of a CTA."""
     split: float = 30.0
-    """The reduction over split-K, and below it the part of each split."""
+    """The reduction over split-K."""
     each_split: float = 2.0
+    """The part of each split in the reduction."""
 
 
 FIT = Fit()

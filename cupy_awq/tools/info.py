@@ -72,7 +72,7 @@ def render(content: dict[str, Any]) -> str:
 
 
 def _format_lines(summary: dict[str, Any]) -> list[str]:
-    """What was found, and the form of most modules, exceptions and roundings, a line each."""
+    """Return one line each for the format, the form of most modules, every exception and every rounding."""
     zeros = {True: "symmetric", False: "asymmetric", None: "symmetric and asymmetric modules"}[summary["symmetric"]]
     order = ", activation order" if summary["act_order"] else ""
     lines = [summary["found"], f"{summary['bits']} bits, group size {summary['group_size']}, {zeros}{order}"]
