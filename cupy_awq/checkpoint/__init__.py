@@ -16,8 +16,9 @@ from cupy_awq.checkpoint.detect import Detected
 from cupy_awq.checkpoint.files import CheckpointError
 from cupy_awq.checkpoint.module import ModuleSpec
 from cupy_awq.checkpoint.tensors import Module, Tensor
+from cupy_awq.checkpoint.write import save
 
-__all__ = ["CheckpointError", "Contents", "Module", "ModuleSpec", "Summary", "Tensor", "read", "summarize"]
+__all__ = ["CheckpointError", "Contents", "Module", "ModuleSpec", "Summary", "Tensor", "read", "save", "summarize"]
 
 HQQ_FILE = "qmodel.pt"
 """The file of hqq's own folders, a nested pickle."""
