@@ -19,10 +19,13 @@
 // the other parity for the preceding phase, which is complete by definition. So a producer starts with phase 1 and the
 // first pass over the ring finds all stages empty; a consumer starts with phase 0 and blocks until copies have landed.
 //
-// No wait passes early. Parity tells two adjacent phases apart, and nobody falls further behind: phase i + 1 of a full
-// barrier needs the producer, which waits for phase i of the empty barrier, which needs every consumer warp to have
-// passed its wait for phase i. The same holds the other way round. It requires that each stage has a fixed set of
-// consumer warps: kernels whose groups of consumer warps take turns assert kNumStages % groups == 0.
+// No wait passes early. Phases i and i - 2 have the same parity, so a wait for phase i returns at once, wrongly, while
+// phase i - 1 is in progress. That cannot happen: every waiting warp waits for each phase of its stage in turn, so it
+// has seen phase i - 1 complete. It requires that a stage has a fixed set of consumer warps; kernels whose groups of
+// consumer warps take turns assert kNumStages % groups == 0.
+//
+// No wait misses its phase: phase i + 1 of a full barrier needs the producer, which waits for phase i of the empty
+// barrier, which needs every consumer warp to have passed its wait for phase i of the full barrier.
 //
 // Phases flip in the functions advance and advance_by of this file and nowhere else.
 //
@@ -101,7 +104,7 @@ struct PipelineAddresses {
   }
 };
 
-// The 2 * kNumStages barriers of a ring, kOffset bytes behind the begin of shared memory: a multiple of 8.
+// The full and empty barriers of a ring, 2 * kNumStages * kBarrierBytes bytes at the offset kOffset of shared memory.
 template <int kNumStages, int kOffset>
 struct Pipeline {
   using State = PipelineState<kNumStages>;
