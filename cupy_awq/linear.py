@@ -104,7 +104,7 @@ class AwqLinear:
         # Kernels of the repacked layout need gate and up in whole weight tiles; others need the AWQ tensors.
         has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0
         if not keep_weight and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
-            self._weight = self._operand = self._operand.alone()
+            self._weight = self._operand = self._operand.without_original()
         self._pointers = gemm_launch.weight_pointers(self._operand, bias) if spec.device != check.HOST else ()
 
     @classmethod

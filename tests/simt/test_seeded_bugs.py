@@ -297,16 +297,16 @@ SEEDS = {
     ),
     # Arithmetic and layouts
     "gemm_mma: the halves of the second operand are swapped": Seed(
-        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "mma(parts[i][pair * 2 + j], a[i], b[j * 2], b[j * 2 + 1]);",
-        "mma(parts[i][pair * 2 + j], a[i], b[j * 2 + 1], b[j * 2]);", VALUES,
+        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "mma(group_accumulators[i][pair * 2 + j], a[i], b[j * 2], b[j * 2 + 1]);",
+        "mma(group_accumulators[i][pair * 2 + j], a[i], b[j * 2 + 1], b[j * 2]);", VALUES,
     ),
     "gemm_mma: ldmatrix and the copies disagree on the swizzle": Seed(
-        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "(row * 8 + (unit ^ (row % 8))) * 16", "(row * 8 + (unit ^ (row % 4))) * 16",
+        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "(row * 8 + (chunk ^ (row % 8))) * 16", "(row * 8 + (chunk ^ (row % 4))) * 16",
         VALUES,
     ),
     "gemv: the shuffle adds the wrong lane": Seed(
-        "gemv", 80, "gemm/gemv.cu", "__shfl_xor_sync(0xffffffffu, sums[r][c], kLanes)",
-        "__shfl_xor_sync(0xffffffffu, sums[r][c], kLanes / 2)", VALUES, GEMV,
+        "gemv", 80, "gemm/gemv.cu", "__shfl_xor_sync(0xffffffffu, accumulators[r][c], kLanes)",
+        "__shfl_xor_sync(0xffffffffu, accumulators[r][c], kLanes / 2)", VALUES, GEMV,
     ),
     "gemv: a group's scales are used one chunk too long": Seed(
         "gemv", 80, "gemm/gemv.cu", "if (row >= group_end) {", "if (row > group_end) {", VALUES, GEMV,
