@@ -27,7 +27,7 @@
 // No wait misses its phase: phase i + 1 of a full barrier needs the producer, which waits for phase i of the empty
 // barrier, which needs every consumer warp to have passed its wait for phase i of the full barrier.
 //
-// Phases flip in the functions advance and advance_by of this file and nowhere else.
+// Phases flip in the functions advance, advance_by and branch_to_next of this file and nowhere else.
 //
 //   Pipeline<kStages, Barriers::kBegin> pipeline{shared_begin};
 //
@@ -67,9 +67,18 @@ struct PipelineState {
   // The state that waits on full barriers.
   static __device__ constexpr PipelineState consumer(int stage_idx = 0) { return {stage_idx, 0}; }
 
+  // The three functions apply one rule: behind the last stage the ring starts again, in the next phase. They differ in
+  // the registers that ptxas needs, so each kernel keeps to one of them.
   // Moves to the next stage.
   __device__ __forceinline__ constexpr void advance() {
     *this = stage_idx + 1 == kNumStages ? PipelineState{0, phase ^ 1u} : PipelineState{stage_idx + 1, phase};
+  }
+  // Moves to the next stage by a branch instead of a select: for the convolutions.
+  __device__ __forceinline__ void branch_to_next() {
+    if (++stage_idx == kNumStages) {
+      stage_idx = 0;
+      phase ^= 1u;
+    }
   }
   // Moves `count` stages on, at most kNumStages: for consumers that take turns at the stages.
   __device__ __forceinline__ constexpr void advance_by(int count) {
@@ -79,15 +88,8 @@ struct PipelineState {
       phase ^= 1u;
     }
   }
-  __device__ __forceinline__ int previous_stage() const { return stage_idx == 0 ? kNumStages - 1 : stage_idx - 1; }
 
-  // Moves to the next stage by a branch in place of a select: conv2d_sm90 needs fewer registers with it.
-  __device__ __forceinline__ void branch_to_next() {
-    if (++stage_idx == kNumStages) {
-      stage_idx = 0;
-      phase ^= 1u;
-    }
-  }
+  __device__ __forceinline__ int previous_stage() const { return stage_idx == 0 ? kNumStages - 1 : stage_idx - 1; }
 };
 
 constexpr int kBarrierBytes = 8;
