@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small kernel for each opcode: what the simulator is compared with hardware, and with plain Python, on.
+"""One small kernel for each opcode, to compare the simulator with hardware and with plain Python.
 
 Each of 128 threads reads its inputs, executes the instruction, and writes the results. Inputs come from a generator
 of our own with fixed seeds, so that only results need to be stored.
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def source(self) -> str:
-        """The file name of its kernel, also a name in C."""
+        """The file name of the kernel; its stem is a C identifier."""
         return "op_" + re.sub(r"\W", "_", self.name) + ".cu"
 
     def plan(self) -> LaunchPlan:
@@ -53,7 +53,7 @@ class Case:
         return {"x": inputs(self), "y": y}
 
     def kernel(self) -> str:
-        """The CUDA source."""
+        """Return the CUDA source."""
         entry = self.source.removesuffix(".cu")
         lines = [f'extern "C" __global__ void {entry}(const unsigned* x, unsigned* y) {{']
         lines.append(f"  constexpr int n = {THREADS};\n  const int t = threadIdx.x;")
@@ -107,7 +107,7 @@ def _asm(case: Case) -> str:
 
 
 def random_words(seed: str, count: int) -> np.ndarray:
-    """uint32 [count]: SplitMix64 (Steele, Lea, Flood 2014), started by the name."""
+    """Return uint32 [count] of SplitMix64 (Steele, Lea, Flood 2014), seeded by a name."""
     state = np.uint64(zlib.crc32(seed.encode())) << np.uint64(32)
     with np.errstate(over="ignore"):
         z = state + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -125,7 +125,7 @@ SPECIAL = {
 
 
 def inputs(case: Case) -> np.ndarray:
-    """uint32 [words, THREADS]; suffixes bound a kind: ``:unit`` to [-4, 4], ``:small`` to few integers, ``:N`` to N."""
+    """Return uint32 [words, THREADS]; suffix ``:unit`` bounds values to [-4, 4], ``:small`` to few integers."""
     rows: list[np.ndarray] = []
     for k, full in enumerate(case.inputs):
         kind, _, suffix = full.partition(":")
@@ -166,7 +166,7 @@ def _operand(words: np.ndarray, kind: str, suffix: str, shift: int) -> np.ndarra
 
 
 def _pack(values: tuple[np.ndarray, np.ndarray], kind: str) -> np.ndarray:
-    """float32 values as bits of a kind; pairs take both."""
+    """Encode float32 values as a kind; pairs take both."""
     if kind.startswith("f32"):
         return values[0].view(np.uint32)
     if kind.startswith("bf16"):
@@ -177,7 +177,7 @@ def _pack(values: tuple[np.ndarray, np.ndarray], kind: str) -> np.ndarray:
 
 
 def _simple(opcode: str, output: str, operands: str, arch: str = "80", **more: Any) -> Case:
-    """An instruction whose operands are its results and inputs in order."""
+    """Return the case of an instruction that takes its result and inputs in order."""
     kinds = tuple(operands.split())
     text = ", ".join(["o0", *(f"a{k}" for k in range(len(kinds)))])
     return Case(opcode, f"{opcode} {text};", (output,), kinds, arch, **more)
@@ -388,7 +388,7 @@ def _matrices() -> Iterator[Case]:
 
 
 def _warpgroups() -> Iterator[Case]:
-    """B is a 64-row tile of 32-byte rows (or its transpose) in each layout; A comes from registers or shared memory."""
+    """Yield the cases of wgmma: B in each layout, plain or transposed; A in registers or shared memory."""
     for kind, added, columns in (
         ("f16", "f32", 8),
         ("bf16", "f32", 16),
@@ -405,7 +405,7 @@ def _warpgroups() -> Iterator[Case]:
 def warpgroup(
     kind: str, added: str, columns: int, layout: int, name: str, from_registers: bool, transposed: bool
 ) -> Case:
-    """A product; ``layout`` and its ``name`` are those of a descriptor."""
+    """Return one wgmma case; ``layout`` and ``name`` are those of a descriptor."""
     small = kind in ("s8", "e4m3")
     depth = 32 if small else 16
     count = columns // (4 if added == "f16" else 2)
@@ -456,7 +456,7 @@ CASES = {
 
 
 def same(case: Case, found: np.ndarray, wanted: np.ndarray) -> Any:
-    """Which words [words, THREADS] agree, within the case's tolerance."""
+    """Return which words [words, THREADS] agree within the tolerance of the case."""
     rows, row = [], 0
     for kind in case.outputs:
         base = kind.partition(":")[0]
