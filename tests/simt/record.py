@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from tests import simt
+from tests.simt.case import Case, same
 from tests.simt.kernels import source_text
-from tests.simt.opcodes import CASES, Case, same
+from tests.simt.opcodes import CASES
 
 VECTORS = Path(__file__).parent / "vectors.npz"
 TIMEOUT = 120.0
