@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds, read from its headers alone: ``python -m cupy_awq info PATH``."""
+"""The content of a checkpoint, read from its headers alone: ``python -m cupy_awq info PATH``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """``describe``'s result as text."""
+    """Return the result of `describe` as text."""
     lines = [*_format_lines(facts["format"]), ""] if facts["format"]["format"] else []
     layers, others, total = facts["layers"], facts["others"], facts["total"]
     if layers:
