@@ -6,14 +6,14 @@
 // below means a quantization block: block_size columns of k that share their parameters.
 //
 //   xq          int8 [m, k]
-//   x_scale, x_offset, x_sums   sA, oA (null without X_OFFSET) and sumA, the sum of a: float32, float32, int32 [m,
-//   blocks] codes       w. BITS 8: int8 [n, k_padded]. BITS 4: bytes [n, k_padded / 2]; byte i of the 16 bytes of 32 k
-//   holds k = i
-//               in its low nibble and k = 16 + i in its high one, both in two's complement. k_padded is k rounded up to
-//               32; codes beyond k are 0.
-//   parameters  float32 [3, blocks, n_padded]: sB, oB, sumB*sB. For 4 bits sB is divided by 16, because a nibble is
-//   used
-//               in the high half of a byte, where it is worth 16 times as much. n_padded is n rounded up to 128.
+//   x_scale     float32 [m, blocks], sA
+//   x_offset    float32 [m, blocks], oA; null without X_OFFSET
+//   x_sums      int32 [m, blocks], sumA, the sum of a
+//   codes       w, padded with zeros to k_padded, k rounded up to 32. BITS 8: int8 [n, k_padded]. BITS 4: bytes
+//               [n, k_padded / 2]: byte i of the 16 bytes of 32 k holds k = i in its low nibble and k = 16 + i in its
+//               high one, both in two's complement.
+//   parameters  float32 [3, blocks, n_padded], n rounded up to 128: sB, oB, sumB*sB. For 4 bits sB is divided by 16:
+//               a nibble is used in the high half of a byte, where it is worth 16 times as much.
 //   bias        BIAS [n] or null
 //   y           Y [m, n], row stride ldy
 //   partials, counters   the split-K workspace (common/reduce.cuh)
