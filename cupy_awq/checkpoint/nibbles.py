@@ -22,6 +22,9 @@ Words = npt.NDArray[np.uint32]
 CHUNK_BYTES = 1 << 19
 """The bytes of words that one chunk transposes; a chunk and its temporary array fit in a core's L2 cache."""
 
+GATHER_BYTES = 1 << 23
+"""The bytes of words that one chunk of a permutation of rows moves: long rows are copied faster."""
+
 LINE_WORDS = 16
 """The words of a cache line: a chunk that writes fewer neighbouring words would write each line several times."""
 
@@ -194,7 +197,7 @@ def restore_columns(words: Array) -> Array:
 def take_rows(words: Array, order: npt.NDArray[np.int32]) -> None:
     """Replace the rows of words [K, N/8] by ``words[order]`` in place, a few columns at a time."""
     k, n = words.shape
-    step = max(LINE_WORDS, CHUNK_BYTES // (4 * k))
+    step = max(LINE_WORDS, GATHER_BYTES // (4 * k))
     for start in range(0, n, step):
         part = words[:, start : start + step]
         part[...] = part[order]
