@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM on the repacked weight for up to 128 rows of x and more: the parts that gemm_sm90.cu (wgmma) and
+// GEMM on the repacked weight for up to a few hundred rows of x: the parts that gemm_sm90.cu (wgmma) and
 // gemm_sm90_mma.cu (mma, few rows) share. README.md of cuda_src follows one tile through its warps and barriers.
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])

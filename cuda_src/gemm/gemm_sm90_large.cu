@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     cluster_sync_after_init<kCluster>();
   }
   ptx::griddepcontrol_launch_dependents();
-  // Each role makes its own, after the registers have moved.
+  // Each role makes its own scheduler, after setmaxnreg: a shared one would spill.
   auto make_scheduler = [&] {
     return Scheduler(ceil_div(m, kBlockM), ceil_div(n, kBlockN * kCluster), ceil_div(k, kWeightTileK), stream_k_units,
                      stream_k_clusters);

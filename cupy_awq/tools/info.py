@@ -54,10 +54,10 @@ def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
     return {"bytes": nbytes, "fp16_bytes": fp16_bytes, "ratio": nbytes / fp16_bytes if fp16_bytes else None}
 
 
-def render(facts: dict[str, Any]) -> str:
+def render(content: dict[str, Any]) -> str:
     """Return the result of `describe` as text."""
-    lines = [*_format_lines(facts["format"]), ""] if facts["format"]["format"] else []
-    layers, others, total = facts["layers"], facts["others"], facts["total"]
+    lines = [*_format_lines(content["format"]), ""] if content["format"]["format"] else []
+    layers, others, total = content["layers"], content["others"], content["total"]
     if layers:
         header = ["layer", "zeros", "scales", "bias", "K", "N", "group size", "bytes", "ratio to fp16"]
         rows = [[i["name"], i["zeros"], i["dtype"], "yes" if i["bias"] else "no", *_numbers(i)] for i in layers]
