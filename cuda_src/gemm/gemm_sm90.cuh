@@ -4,7 +4,7 @@
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //
-//   weight    the repacked layout of repacked.cuh
+//   weight    the repacked layout of repacked_layout.cuh
 //   bias      BIAS [n] or null
 //   residual  X [m, n], row stride ldr values, or null
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values

@@ -4,7 +4,7 @@
 //   y[m, n] = epilogue(result_factor * sum over k of x[m, k] * w[k, n])
 //   w[k, n] = (q[k, n] - z[k / group_size, n]) * s[k / group_size, n] * scale_factor, rounded once to the type of x
 //
-//   weight         the repacked layout of repacked.cuh
+//   weight         the repacked layout of repacked_layout.cuh
 //   bias           BIAS [n] or null
 //   residual       X [m, n], row stride ldr values, or null
 //   y              X [m, n] (gated: [m, n / 2]), row stride ldy values

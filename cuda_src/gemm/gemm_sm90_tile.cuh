@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/epilogue.cuh"
-#include "gemm/repacked.cuh"
+#include "gemm/repacked_layout.cuh"
 #include "hopper/cluster_reduction.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/residual_stream.cuh"
