@@ -10,7 +10,6 @@ need neither CuPy nor a GPU.
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -18,43 +17,30 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import ml_dtypes
 import numpy as np
 
+from cupy_awq.activation import ACTIVATIONS, Activation
+
 Array: TypeAlias = Any
 """A NumPy or CuPy array as a result: CuPy has no type information, so mypy cannot follow operations on it."""
 
 
 class StridedArray(Protocol):
-    """An array in strided memory as a parameter: a NumPy or CuPy array."""
+    """An array in strided memory as a parameter: the attributes that NumPy and CuPy arrays share."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The size of each axis."""
-
+    def shape(self) -> tuple[int, ...]: ...
     @property
-    def strides(self) -> tuple[int, ...]:
-        """The bytes from one element to the next along each axis."""
-
+    def strides(self) -> tuple[int, ...]: ...
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """The element type."""
-
+    def dtype(self) -> np.dtype[Any]: ...
     @property
-    def ndim(self) -> int:
-        """The number of axes."""
-
+    def ndim(self) -> int: ...
     @property
-    def nbytes(self) -> int:
-        """The bytes of all elements."""
-
+    def nbytes(self) -> int: ...
     @property
-    def data(self) -> Any:
-        """The memory: for CuPy with its address and device."""
-
+    def data(self) -> Any: ...
     @property
-    def flags(self) -> Any:
-        """The properties of the memory, such as ``c_contiguous``."""
-
-    def __getitem__(self, key: Any, /) -> Any:
-        """Return an element or a view."""
+    def flags(self) -> Any: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
 
 
 HOST = -1
@@ -91,27 +77,6 @@ class WeightSpec(NamedTuple):
     """The number of the GPU, or `HOST`."""
 
 
-class Activation(NamedTuple):
-    """The activation that an epilogue applies to x @ W + bias."""
-
-    kind: str | None = None
-    """"clamp" (to ``limits``), "silu", "gelu" (its tanh form) or None."""
-    limits: tuple[float, float] = (0.0, 0.0)
-    """The lowest and highest result of "clamp"."""
-    gated: bool = False
-    """Whether the activated first half of the columns multiplies the second half."""
-
-
-ACTIVATIONS = {
-    "relu": Activation("clamp", (0.0, math.inf)),
-    "relu6": Activation("clamp", (0.0, 6.0)),
-    "silu": Activation("silu"),
-    "gelu": Activation("gelu"),
-    "swiglu": Activation("silu", gated=True),
-}
-"""The activations that have a name."""
-
-
 class Product(NamedTuple):
     """A validated y = activation(x @ W + bias) + residual."""
 
@@ -142,8 +107,7 @@ def is_device_array(a: object) -> bool:
 def device_id(a: Any, name: str) -> int:
     """Return the number of the GPU of a CuPy array, or `HOST` for a NumPy array.
 
-    Raises:
-        TypeError: `a` is neither; a list, for example, is not converted silently.
+    Raises TypeError for any other object; a list, for example, is not converted silently.
 
     >>> device_id(np.zeros(3), "x")
     -1
@@ -156,16 +120,15 @@ def device_id(a: Any, name: str) -> int:
     raise TypeError(f"{name}: expected a NumPy or CuPy array, got {type(a).__name__}{hint}")
 
 
-def on_device(a: Any, name: str, device: int, like: str) -> None:
-    """Check that an array lies on `device`; `like` names the array whose device it is.
+def on_device(a: Any, name: str, device: int | None, like: str) -> None:
+    """Raise TypeError unless `a` is an array on `device`, or on any device for None.
 
-    Raises:
-        TypeError: `a` is not an array, or lies elsewhere.
+    `like` names the array whose device it is.
 
     >>> on_device(np.zeros(3), "bias", HOST, "the weight")
     """
     found = device_id(a, name)
-    if found != device:
+    if device is not None and found != device:
         places = ["the CPU" if number == HOST else f"GPU {number}" for number in (device, found)]
         raise TypeError(f"{name}: expected an array on {places[0]} like {like}, got one on {places[1]}")
 
@@ -180,10 +143,7 @@ def describe(a: StridedArray) -> str:
 
 
 def float_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
-    """Return `dtype` as one of float16, bfloat16 and float32.
-
-    Raises:
-        TypeError: it is none of them.
+    """Return `dtype` as one of float16, bfloat16 and float32, else raise TypeError.
 
     >>> float_dtype("float16")
     dtype('float16')
@@ -249,10 +209,7 @@ def x(x: StridedArray, k: int, dtype: Any = None, device: int | None = None) -> 
     >>> x(np.zeros((3, 64), np.float16), 64)
     dtype('float16')
     """
-    if device is None:
-        device_id(x, "x")
-    else:
-        on_device(x, "x", device, "the weight")
+    on_device(x, "x", device, "the weight")
     found = _element(x, "x", dtype)
     if not x.shape or x.shape[-1] != k:
         raise ValueError(f"x: expected {found} [..., K] with K = {k}, got {describe(x)}")
@@ -271,10 +228,7 @@ def bias(bias: StridedArray, n: int, dtype: Any = None, device: int | None = Non
     >>> bias(np.zeros(16, np.float32), 16)
     dtype('float32')
     """
-    if device is None:
-        device_id(bias, "bias")
-    else:
-        on_device(bias, "bias", device, "the weight")
+    on_device(bias, "bias", device, "the weight")
     found = bias.dtype
     if found == UINT16 and dtype == BFLOAT16:
         found = BFLOAT16
@@ -289,9 +243,7 @@ def bias(bias: StridedArray, n: int, dtype: Any = None, device: int | None = Non
 def out(out: StridedArray, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
     """Check that `out` can hold a result of this shape, dtype and device; its strides are free.
 
-    Raises:
-        TypeError: `out` is not an array, lies on another device or has another dtype.
-        ValueError: it has another shape, or is read-only.
+    Raises TypeError for another type, dtype or device, ValueError for another shape or a read-only array.
 
     >>> out(np.empty((3, 16), np.float16), (3, 16), np.dtype(np.float16), HOST)
     """
@@ -303,9 +255,7 @@ def out(out: StridedArray, shape: tuple[int, ...], dtype: np.dtype[Any], device:
 def activation(activation: Any) -> Activation:
     """Return the epilogue's activation for a name, a pair of limits (low, high) or None.
 
-    Raises:
-        TypeError: another type.
-        ValueError: another name, or low > high.
+    Raises TypeError for another type, ValueError for another name or low > high.
 
     >>> activation((0, 6)) == activation("relu6")
     True
@@ -328,8 +278,7 @@ def activation(activation: Any) -> Activation:
 def out_features(n: int, activation: Activation) -> int:
     """Return the number of columns of y for a weight with n columns: n, or n / 2 with a gated activation.
 
-    Raises:
-        ValueError: the activation is gated and a half of the columns is not a multiple of 8.
+    Raises ValueError for a gated activation if 8 does not divide n / 2.
 
     >>> out_features(32, ACTIVATIONS["swiglu"])
     16
@@ -378,9 +327,7 @@ def product(
 def group_size(k: int, group_size: Any) -> int:
     """Return the group size, a divisor of K; -1 stands for K.
 
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it does not divide K.
+    Raises TypeError for another type than an integer, ValueError for one that does not divide K.
 
     >>> group_size(4096, -1)
     4096
@@ -420,9 +367,7 @@ def dense_weight(w: StridedArray) -> tuple[int, int]:
 def packable(a: StridedArray, name: str, dtype: np.dtype[Any], multiple: int) -> None:
     """Check that `a` is an array [..., N] of `dtype` with N divisible by `multiple`.
 
-    Raises:
-        TypeError: `a` is not an array, or has another dtype.
-        ValueError: `a` has no axis, or another N.
+    Raises TypeError for another type or dtype, ValueError for another shape.
 
     >>> packable(np.zeros((2, 16), np.uint8), "codes", UINT8, 8)
     """

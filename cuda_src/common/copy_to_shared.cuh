@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the stages of a tile come from global to shared memory: 16 or 4 bytes a call, zeros where nothing is valid.
+// Copies of 16 or 4 bytes from global to shared memory, for the stages of a pipeline; zeros if a copy is not valid.
 #pragma once
 
 #include "ptx/cp_async.cuh"
 #include "common/types.cuh"
 
-// Through registers, for architectures without cp.async. A copy is complete when the block's next barrier is.
+// Copies through registers, for architectures without cp.async. They have landed after the next barrier of the CTA.
 struct CopyDirect {
   template <class T>
   __device__ __forceinline__ void start(uint32_t shared_address, const void* source, bool valid) const {
@@ -24,7 +24,7 @@ struct CopyDirect {
   __device__ __forceinline__ void wait() const {}
 };
 
-// cp.async, sm_80 and newer.
+// Copies by cp.async; sm_80 and newer.
 struct CopyAsync {
   __device__ __forceinline__ void start_16(uint32_t shared_address, const void* source, bool valid) const {
     ptx::cp_async_16(shared_address, source, valid ? 16 : 0);

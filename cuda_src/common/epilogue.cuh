@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to a sum before it is stored: y = activation(sum + bias) + residual, in float32, rounded once. A gated
-// kernel multiplies activation(gate sum + bias) by (up sum + bias) in place of the activation alone.
+// The epilogue of every kernel, in float32, rounded once:
+//   y = activation(accumulator + bias) + residual
+//   y = activation(gate accumulator + gate bias) * (up accumulator + up bias) + residual      if GATED
 //
-// Compile-time constants of every kernel that has an epilogue: ACTIVATION, GATED, HAS_BIAS, BIAS (its type),
-// HAS_RESIDUAL.
+// Compile-time constants: ACTIVATION (an enumerator of Activation), GATED, HAS_BIAS, BIAS (its type), HAS_RESIDUAL.
+//
+// To add an activation, add an enumerator and its case in activate(), and its name to ACTIVATIONS in
+// cupy_awq/activation.py.
 #pragma once
 
 #include "common/types.cuh"
@@ -15,8 +18,8 @@ constexpr bool kGated = GATED;
 constexpr bool kHasBias = HAS_BIAS;
 constexpr bool kHasResidual = HAS_RESIDUAL;
 
-// bias BIAS [n]; residual T [m, n_out], row stride ldr; the bounds of kClamp. n_out is n, or n / 2 when gated: the
-// weight's first n / 2 columns are the gate, the others the up projection.
+// bias BIAS [n]; residual T [m, n] (gated: [m, n / 2]) with row stride ldr; the bounds of kClamp. n counts the columns
+// of the weight; if gated, the first n / 2 are the gate and the others the up projection.
 template <class T>
 struct Epilogue {
   const BIAS* bias;
@@ -28,7 +31,7 @@ struct Epilogue {
 
   __device__ __forceinline__ float activate(float value) const {
     if constexpr (kActivation == Activation::kClamp) {
-      // Comparisons that let a NaN through.
+      // These comparisons propagate NaN.
       value = value < low ? low : value;
       return value > high ? high : value;
     } else if constexpr (kActivation == Activation::kSilu) {
@@ -41,15 +44,16 @@ struct Epilogue {
     }
   }
 
-  __device__ __forceinline__ float biased(float sum, int column) const {
-    return kHasBias ? sum + to_float(bias[column]) : sum;
+  // Returns accumulator + bias.
+  __device__ __forceinline__ float biased(float accumulator, int column) const {
+    return kHasBias ? accumulator + to_float(bias[column]) : accumulator;
   }
 
   __device__ __forceinline__ float with_residual(float value, int row, int column) const {
     return kHasResidual ? value + to_float(residual[static_cast<int64_t>(row) * ldr + column]) : value;
   }
 
-  // Eight adjacent values of the residual, zeros where there is none. WHOLE: they start at a multiple of 16 bytes.
+  // Returns eight adjacent values of the residual, zeros without one. WHOLE: they start at a multiple of 16 bytes.
   template <bool WHOLE>
   __device__ __forceinline__ Vector<T, 8> residuals(int row, int column) const {
     Vector<T, 8> out = {};
@@ -57,26 +61,29 @@ struct Epilogue {
     return out;
   }
 
+  // Returns the gated product of a gate and an up accumulator.
   __device__ __forceinline__ float product(float gate, float up, int column) const {
     return activate(biased(gate, column)) * biased(up, column + n / 2);
   }
 
-  __device__ __forceinline__ T finish(float sum, int row, int column) const {
-    return from_float<T>(with_residual(activate(biased(sum, column)), row, column));
+  // Returns y for one accumulator.
+  __device__ __forceinline__ T finish(float accumulator, int row, int column) const {
+    return from_float<T>(with_residual(activate(biased(accumulator, column)), row, column));
   }
 
+  // Returns y for a gate and an up accumulator.
   __device__ __forceinline__ T finish_gated(float gate, float up, int row, int column) const {
     return from_float<T>(with_residual(product(gate, up, column), row, column));
   }
 };
 
-// The weight's column of a tile's local column. A gated tile has BLOCK_N / 2 gate columns, then the up columns that
-// belong to them.
+// Returns the column of the weight for a local column of a CTA tile. A gated tile has BLOCK_WIDTH / 2 gate columns,
+// then the up columns that belong to them. Returns n or more past the last column.
 template <int BLOCK_WIDTH>
-__device__ __forceinline__ int weight_column(int block, int local, int n) {
-  if constexpr (!kGated) return block * BLOCK_WIDTH + local;
+__device__ __forceinline__ int weight_column(int tile, int local, int n) {
+  if constexpr (!kGated) return tile * BLOCK_WIDTH + local;
   constexpr int kHalf = BLOCK_WIDTH / 2;
-  const int within = block * kHalf + local % kHalf;
-  if (within >= n / 2) return n;
-  return local < kHalf ? within : n / 2 + within;
+  const int column = tile * kHalf + local % kHalf;
+  if (column >= n / 2) return n;
+  return local < kHalf ? column : n / 2 + column;
 }

@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums over blocks that share a tile of the result (split-K), in a fixed order: the same bits at every run.
+// The split-K reduction through global memory, in a fixed order: results are bit-identical from run to run.
 #pragma once
 
 #include "common/types.cuh"
 
-// Adds up COUNT values a thread over the `splits` blocks of a tile; thread i of each block holds the same elements.
-// Every block leaves its values in `partials` (float32 [tiles, splits, COUNT, THREADS]); the last one to arrive adds
-// them in order of the splits, whichever order they came in, and gets true and the sums. `counters` (uint32 [tiles])
-// holds zeros before and after. All threads of the block must call it.
-template <int COUNT, int THREADS_PER_BLOCK>
-__device__ __forceinline__ bool sum_over_splits(float (&values)[COUNT], float* partials, uint32_t* counters, int tile,
-                                                int split, int splits) {
-  if (splits == 1) return true;
-  constexpr int kBlockValues = COUNT * THREADS_PER_BLOCK;
-  float* mine = partials + static_cast<int64_t>(tile) * splits * kBlockValues + threadIdx.x;
+// Sums COUNT accumulators per thread over the `split_k` CTAs of a tile, where thread i of each CTA holds the same
+// elements. Every CTA writes its accumulators to `partials` (float32 [tiles, split_k, COUNT, THREADS_PER_CTA]). The
+// last CTA to arrive sums them in the order of the splits; only its threads return true. `counters` (uint32 [tiles]) is
+// zero before and after. All threads of the CTA must call it.
+template <int COUNT, int THREADS_PER_CTA>
+__device__ __forceinline__ bool reduce_split_k(float (&values)[COUNT], float* partials, uint32_t* counters, int tile,
+                                               int split, int split_k) {
+  if (split_k == 1) return true;
+  constexpr int kCtaValues = COUNT * THREADS_PER_CTA;
+  float* mine = partials + static_cast<int64_t>(tile) * split_k * kCtaValues + threadIdx.x;
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) __stcg(mine + split * kBlockValues + i * THREADS_PER_BLOCK, values[i]);
+  for (int i = 0; i < COUNT; ++i) __stcg(mine + split * kCtaValues + i * THREADS_PER_CTA, values[i]);
 
   __shared__ bool is_last;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    is_last = atomicAdd(counters + tile, 1u) == splits - 1;
+    is_last = atomicAdd(counters + tile, 1u) == split_k - 1;
     if (is_last) counters[tile] = 0;
   }
   __syncthreads();
@@ -30,9 +30,9 @@ __device__ __forceinline__ bool sum_over_splits(float (&values)[COUNT], float* p
 
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) values[i] = 0.0f;
-  for (int other = 0; other < splits; ++other) {
+  for (int other = 0; other < split_k; ++other) {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) values[i] += __ldcg(mine + other * kBlockValues + i * THREADS_PER_BLOCK);
+    for (int i = 0; i < COUNT; ++i) values[i] += __ldcg(mine + other * kCtaValues + i * THREADS_PER_CTA);
   }
   return true;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integer and 16-bit floating-point types for NVRTC, with no header of the toolkit: kernels compile in a fraction of
-// the time and need nothing but the compiler.
+// Integer and 16-bit floating-point types for NVRTC. No header of the CUDA toolkit is included, so kernels compile in a
+// fraction of the time and need only the compiler.
 #pragma once
 
 #include "ptx/cvt.cuh"
@@ -29,7 +29,7 @@ __device__ __forceinline__ float to_float(half_t value) { return ptx::cvt_f32_f1
 __device__ __forceinline__ float to_float(bfloat16_t value) { return __uint_as_float(uint32_t{value.bits} << 16); }
 __device__ __forceinline__ float to_float(float value) { return value; }
 
-// One rounding, to nearest even.
+// Converts with one rounding, to nearest even.
 template <class T>
 __device__ __forceinline__ T from_float(float value);
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ bfloat16_t from_float<bfloat16_t>(float value) {
   return {ptx::cvt_rn_bf16_f32(value)};
 #else
   const uint32_t bits = __float_as_uint(value);
-  // Adding the rounding term to a NaN could carry into its sign.
+  // Adding the rounding term to a NaN could carry into the sign bit.
   if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fffu};
   return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 #endif
@@ -55,13 +55,13 @@ __device__ __forceinline__ float from_float<float>(float value) {
   return value;
 }
 
-// COUNT adjacent values that move as one access when their address is a multiple of their size.
+// COUNT adjacent values, which one access loads or stores if their address is a multiple of their size.
 template <class T, int COUNT>
 struct alignas(sizeof(T) * COUNT) Vector {
   T values[COUNT];
 };
 
-// WHOLE: one access; otherwise COUNT accesses of one value.
+// Loads or stores a vector: with one access if WHOLE, else value by value.
 template <bool WHOLE, class T, int COUNT>
 __device__ __forceinline__ void load(Vector<T, COUNT>& out, const T* source) {
   if constexpr (WHOLE) {

@@ -1,24 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all lanes of a warp make together, in the same order in each of them.
+// Warp-wide values: every lane gets the same bits.
 #pragma once
 
 #include "common/types.cuh"
 
 constexpr uint32_t kFullWarp = 0xffffffffu;
 
-// A value that is the same in all lanes, known to be so: what follows from it stays in uniform registers, unless the
-// compiler sees a branch before that lanes of a warp may take alone.
+// Returns a warp-uniform value that the compiler knows to be uniform, so that values derived from it can stay in
+// uniform registers (not behind a divergent branch).
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(kFullWarp, value, 0); }
 
-// The number of this thread's warp.
+// Returns the index of this thread's warp in its CTA, warp-uniform.
 __device__ __forceinline__ int uniform_warp() { return uniform(threadIdx.x / 32); }
 
+// Returns the sum of all lanes' values.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kFullWarp, value, step);
   return value;
 }
 
+// Returns the maximum of all lanes' values.
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, step));

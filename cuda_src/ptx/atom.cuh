@@ -4,12 +4,12 @@
 
 namespace ptx {
 
-// atom.acq_rel.gpu.add: adds, and gives what was there before. All that threads of the block wrote before a barrier
-// ahead of it can be read by whoever adds later, and by its block behind a barrier.
+// atom.acq_rel.gpu.add: adds a value and returns the previous one. It releases this thread's writes, and those that a
+// barrier ordered before it, to the GPU; it acquires those of every thread that added before.
 __device__ __forceinline__ uint32_t atom_add_acq_rel(uint32_t* address, uint32_t value) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
-  return before;
+  uint32_t previous;
+  asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(previous) : "l"(address), "r"(value) : "memory");
+  return previous;
 }
 
 }  // namespace ptx

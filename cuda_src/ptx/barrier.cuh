@@ -4,7 +4,8 @@
 
 namespace ptx {
 
-// barrier.sync: waits for `threads` threads of the block, whole warps, at barrier `index` of 16; 0 is __syncthreads'.
+// barrier.sync: waits until `threads` threads of the CTA, in whole warps, have arrived at barrier `index` (0 .. 15).
+// Barrier 0 is that of __syncthreads.
 __device__ __forceinline__ void barrier_sync(int index, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
 }

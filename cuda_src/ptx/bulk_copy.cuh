@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Data Movement and Conversion Instructions: Bulk copy", "Tensor copy". Global to shared memory by the copy
-// engine, which counts the bytes down on an mbarrier; sm_90 and newer.
+// PTX ISA: "Data Movement and Conversion Instructions: Bulk copy", "Tensor copy". TMA copies from global to shared
+// memory; an mbarrier counts their bytes. sm_90 and newer.
 #pragma once
 
 namespace ptx {
 
-// cp.async.bulk: `bytes` and both addresses are multiples of 16.
+// cp.async.bulk: copies `bytes`, a multiple of 16; both addresses are multiples of 16.
 __device__ __forceinline__ void cp_async_bulk(unsigned shared_address, const void* source, unsigned bytes,
                                               unsigned barrier) {
   asm volatile(
@@ -14,7 +14,7 @@ __device__ __forceinline__ void cp_async_bulk(unsigned shared_address, const voi
       : "memory");
 }
 
-// cp.async.bulk.tensor.3d: the box of a tensor map at (x, y, z), x innermost; what lies outside is zero.
+// cp.async.bulk.tensor.3d: copies the box of a tensor map at (x, y, z), x innermost; elements out of bounds are zero.
 __device__ __forceinline__ void cp_async_bulk_tensor_3d(unsigned shared_address, const void* map, int x, int y, int z,
                                                         unsigned barrier) {
   asm volatile(
@@ -24,7 +24,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d(unsigned shared_address,
       : "memory");
 }
 
-// cp.async.bulk.tensor.4d
+// cp.async.bulk.tensor.4d: copies the box at (x, y, z, w).
 __device__ __forceinline__ void cp_async_bulk_tensor_4d(unsigned shared_address, const void* map, int x, int y, int z,
                                                         int w, unsigned barrier) {
   asm volatile(
@@ -34,8 +34,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(unsigned shared_address,
       : "memory");
 }
 
-// cp.async.bulk.tensor.3d to the same place, and the same barrier, of each block of the cluster whose bit is set in
-// `ranks`.
+// cp.async.bulk.tensor.3d with .multicast::cluster: copies the box to the same shared address, and signals the same
+// mbarrier, of every CTA of the cluster that has its bit set in `ranks`.
 __device__ __forceinline__ void cp_async_bulk_tensor_3d_multicast(unsigned shared_address, const void* map, int x,
                                                                   int y, int z, unsigned barrier,
                                                                   unsigned short ranks) {
@@ -46,13 +46,13 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d_multicast(unsigned share
       : "memory");
 }
 
-// cp.async.bulk.prefetch.tensor.3d: asks L2 for the box.
+// cp.async.bulk.prefetch.tensor.3d: prefetches the box into L2.
 __device__ __forceinline__ void cp_async_bulk_prefetch_tensor_3d(const void* map, int x, int y, int z) {
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
                : "memory");
 }
 
-// prefetch.tensormap: brings a map in parameter space near the copy engine.
+// prefetch.tensormap: prefetches a tensor map, which is a kernel parameter, into the descriptor cache.
 __device__ __forceinline__ void prefetch_tensormap(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -4,8 +4,8 @@
 
 namespace ptx {
 
-// elect.sync: true in one lane, always the same, of a warp whose lanes are all here. Where a copy is asked for behind
-// it, ptxas makes no loop over the lanes.
+// elect.sync: returns true in one lane of the warp, always the same; all lanes call it. Behind it ptxas needs no loop
+// over the lanes for a TMA copy.
 __device__ __forceinline__ bool elect() {
   unsigned out;
   asm volatile(

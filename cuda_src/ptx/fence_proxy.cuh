@@ -4,7 +4,7 @@
 
 namespace ptx {
 
-// fence.proxy.async: what this thread stored in shared memory is there for wgmma and the copy engine.
+// fence.proxy.async: makes this thread's writes to shared memory visible to the async proxy (wgmma and TMA).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 }  // namespace ptx

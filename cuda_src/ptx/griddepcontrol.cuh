@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Control Flow Instructions: griddepcontrol". Programmatic dependent launch; sm_90 and newer, and without
-// effect in a launch that is not dependent.
+// PTX ISA: "Parallel Synchronization and Communication Instructions: griddepcontrol". Programmatic dependent launch
+// (PDL); sm_90 and newer. Without effect in a launch that is not dependent.
 #pragma once
 
 namespace ptx {
 
-// griddepcontrol.launch_dependents: the next grid may start once all blocks have come here or ended.
+// griddepcontrol.launch_dependents: lets the dependent grid start once every CTA has called it or exited.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// griddepcontrol.wait: until the grids before have ended and what they wrote can be read.
+// griddepcontrol.wait: waits until the preceding grids have completed and their writes are visible.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 }  // namespace ptx

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Half Precision Floating Point Instructions". Two 16-bit values in one register; the suffix .rn keeps the
-// assembler from fusing what must round twice.
+// PTX ISA: "Half Precision Floating Point Instructions". Two 16-bit values in one register. The suffix .rn keeps ptxas
+// from fusing a multiplication and an addition that must round separately.
 #pragma once
 
 namespace ptx {
 
-// sub.rn.f16x2: sm_53 and newer.
+// sub.rn.f16x2: a - b; sm_53 and newer.
 __device__ __forceinline__ unsigned sub_f16x2(unsigned a, unsigned b) {
   unsigned out;
   asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
 
-// mul.rn.f16x2: sm_53 and newer.
+// mul.rn.f16x2: a * b; sm_53 and newer.
 __device__ __forceinline__ unsigned mul_f16x2(unsigned a, unsigned b) {
   unsigned out;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
@@ -33,7 +33,7 @@ __device__ __forceinline__ unsigned fma_bf16x2(unsigned a, unsigned b, unsigned 
   return out;
 }
 
-// mov.b32: one of the two in both places, as an instruction's operand may be without another one that makes it.
+// mov.b32: returns one half in both halves. Many instructions select halves of an operand, so it often costs nothing.
 template <int HALF>
 __device__ __forceinline__ unsigned twice(unsigned pair) {
   unsigned out;

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Data Movement and Conversion Instructions: ld", of this block's shared memory by its own addresses: those
-// of pointers are made anew from the block's number in its cluster wherever the compiler lacks a register.
+// PTX ISA: "Data Movement and Conversion Instructions: ld" from shared memory, by 32-bit addresses: under register
+// pressure the compiler recomputes generic pointers to shared memory, with the rank of the CTA in its cluster.
 #pragma once
 
 namespace ptx {
 
-// The value, which the compiler cannot make again: it stays in its register.
+// mov.u32: returns the value, opaque to the compiler, which keeps it in a register instead of recomputing it.
 __device__ __forceinline__ unsigned opaque(unsigned value) {
   asm volatile("mov.u32 %0, %1;" : "=r"(value) : "r"(value));
   return value;
 }
 
-// ld.shared: a value, and 32 bits.
+// ld.shared.u16 and ld.shared.u32: load 16 or 32 bits.
 __device__ __forceinline__ unsigned ld_shared_u16(unsigned address) {
   unsigned short out;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(out) : "r"(address) : "memory");
@@ -24,7 +24,7 @@ __device__ __forceinline__ unsigned ld_shared_u32(unsigned address) {
   return out;
 }
 
-// One, two or four adjacent words.
+// ld.shared.u32, .v2.u32 and .v4.u32: load one, two or four adjacent words.
 __device__ __forceinline__ void ld_shared(unsigned (&out)[1], unsigned address) { out[0] = ld_shared_u32(address); }
 
 __device__ __forceinline__ void ld_shared(unsigned (&out)[2], unsigned address) {

@@ -4,8 +4,8 @@
 
 namespace ptx {
 
-// (a & b) | c in one instruction. The table's index is (a << 2) | (b << 1) | c, so the columns of a, b and c are 0xF0,
-// 0xCC and 0xAA, and the operation is (0xF0 & 0xCC) | 0xAA = 0xEA.
+// lop3.b32: (a & b) | c. The look-up table is the operation applied to a = 0xF0, b = 0xCC, c = 0xAA:
+// (0xF0 & 0xCC) | 0xAA = 0xEA.
 __device__ __forceinline__ unsigned lop3_and_or(unsigned a, unsigned b, unsigned c) {
   unsigned out;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(a), "r"(b), "r"(c));

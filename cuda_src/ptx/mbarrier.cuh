@@ -1,36 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Parallel Synchronization and Communication Instructions: mbarrier". Addresses are those of this block's
-// shared memory; sm_90 and newer.
+// PTX ISA: "Parallel Synchronization and Communication Instructions: mbarrier". Addresses are shared::cta; sm_90 and
+// newer.
+//
+// A phase completes after `count` arrivals and all expected bytes. Phases alternate in parity, and the first is 0. A
+// wait for parity p returns once a phase of parity p has completed: on a fresh barrier a wait for parity 1 returns at
+// once.
 #pragma once
 
 namespace ptx {
 
-// mbarrier.init: a phase ends after `count` arrivals and once all expected bytes have come.
+// mbarrier.init: initializes a barrier whose phases take `count` arrivals.
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// fence.mbarrier_init: makes initialised barriers known to the copy engine and to the cluster.
+// fence.mbarrier_init: makes initialized barriers visible to TMA and to the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// mbarrier.arrive
+// mbarrier.arrive: arrives at a barrier of this CTA.
 __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// mbarrier.arrive at a barrier of the cluster, at an address of ptx::mapa.
+// mbarrier.arrive on shared::cluster: arrives at a barrier of the cluster, at an address from ptx::mapa.
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// mbarrier.arrive.expect_tx: arrives, and lets the phase wait for `bytes` more.
+// mbarrier.arrive.expect_tx: arrives and adds `bytes` to those that the phase expects.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// mbarrier.try_wait.parity: whether the phase of this parity has ended, after a wait of limited length.
+// mbarrier.try_wait.parity: returns whether the phase of this parity has completed, after a wait of limited time.
 __device__ __forceinline__ bool mbarrier_try_wait_parity(unsigned barrier, unsigned parity) {
   unsigned done;
   asm volatile(

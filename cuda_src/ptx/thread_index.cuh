@@ -4,7 +4,7 @@
 
 namespace ptx {
 
-// %tid.x, read anew at each call: what depends on it cannot be computed ahead and held in registers meanwhile.
+// %tid.x: reads the thread index again at each call, so that the compiler holds no value that depends on it.
 __device__ __forceinline__ unsigned thread_index_now() {
   unsigned index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));

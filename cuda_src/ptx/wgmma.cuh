@@ -1,40 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions". The first operand in registers, the
-// second in shared memory with its k adjacent, float32 accumulators; sm_90a alone.
+// PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" (wgmma). A in registers, B in shared
+// memory with K contiguous, float32 accumulators; sm_90a only.
 //
-// Of the 64 rows warp w of the warpgroup holds 16 w .. 16 w + 15. Within them its registers are those of mma m16n8k16
-// (ptx/mma.cuh): a[0 .. 3] of A, and d[4 j .. 4 j + 3] the columns 8 j .. 8 j + 7 of D.
+// Warp w of the warpgroup holds rows 16 w .. 16 w + 15 of the 64 rows of A and D. Its fragments of them are those of
+// mma m16n8k16 (ptx/mma.cuh): a[0 .. 3], and d[4 j .. 4 j + 3] for columns 8 j .. 8 j + 7.
 //
-// B is N rows of 128 bytes (64 k), swizzled by 128 bytes as the tensor copy leaves them, at a multiple of 1024 bytes.
-// `b` is its descriptor, plus 2 for each 16 k inside the 128 bytes. Sums of 64 bits take one instruction on uniform
-// registers; a descriptor put together from two words takes three. Bits of the address itself choose the swizzle, so
-// that B may begin at any row of what a tensor copy has left at a multiple of 1024 bytes, and STRIDE may be any number
-// of rows.
+// B is N rows of 128 bytes (64 k) with the 128-byte swizzle of TMA. `b` is its matrix descriptor, plus 2 for each 16 k
+// within the 128 bytes. The hardware swizzles by address bits, so B may start at any row of a TMA box that starts at a
+// multiple of 1024 bytes, and STRIDE may be any number of rows. Descriptors are 64-bit integers: adding to one takes a
+// single instruction on uniform registers, building one from two words takes three.
 #pragma once
 
 namespace ptx {
 
-// wgmma.fence: orders this warpgroup's accesses to registers before those of the wgmma that follow.
+// wgmma.fence: orders this warpgroup's register accesses before those of the following wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// wgmma.commit_group: closes the group of the wgmma since the last call.
+// wgmma.commit_group: commits the wgmma since the last call as one group.
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// wgmma.wait_group: until at most PENDING groups are under way.
+// wgmma.wait_group: waits until at most PENDING groups are pending.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The descriptor of a matrix at a shared address, a multiple of 16: groups of 8 rows lie STRIDE bytes apart (STRIDE /
-// 16 in bits 32 .. 45), 128-byte swizzle (1 in bits 62, 63).
+// Returns the matrix descriptor for a shared address, a multiple of 16: address / 16 in bits 0 .. 13, STRIDE / 16 in
+// bits 32 .. 45 (STRIDE bytes from 8 rows to the next 8), and 1 in bits 62 .. 63 for the 128-byte swizzle.
 template <unsigned STRIDE = 1024>
 __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address) {
   return 1ull << 62 | static_cast<unsigned long long>(STRIDE / 16) << 32 | address / 16;
 }
 
 // clang-format off
-// wgmma.mma_async.m64nNk16: d = a * b, plus d if ACCUMULATE. N is twice the number of accumulators.
+// wgmma.mma_async.m64nNk16: d = a * b (+ d if ACCUMULATE), where d has N / 2 accumulators.
 template <bool ACCUMULATE>
 __device__ __forceinline__ void wgmma_f16(float (&d)[4], const unsigned (&a)[4], unsigned long long b) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %9, 0;"

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": those of ptx/wgmma.cuh with both
-// operands in shared memory. A is 64 rows of 128 bytes (64 k), swizzled by 128 bytes as the tensor copy leaves them, at
-// a multiple of 1024 bytes; B is N rows as there. `a` and `b` are their descriptors, plus 2 for each 16 k inside the
-// 128 bytes.
+// PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": wgmma as in ptx/wgmma.cuh, but with
+// both operands in shared memory; sm_90a only. A is 64 rows and B is N rows of 128 bytes (64 k) with the 128-byte
+// swizzle of TMA. `a` and `b` are their matrix descriptors, plus 2 for each 16 k within the 128 bytes.
 #pragma once
 
 #include "ptx/wgmma.cuh"
@@ -10,7 +9,7 @@
 namespace ptx {
 
 // clang-format off
-// The names of the first accumulators.
+// The operands %0 .. of so many accumulators.
 #define PTX_NAMES_28 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27"

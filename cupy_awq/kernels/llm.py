@@ -147,7 +147,7 @@ def plan_decode_attention(
     defines |= {"MAX_SPLITS": MAX_SPLITS, "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS}
     if device.arch >= TENSOR_CORE_ARCH and head_dim % 64 == 0 and head_dim <= 256:
         entry = "decode_attention_sm80"
-        # The accumulators of so many heads fit the registers.
+        # The registers hold the accumulators of at most 16 heads of 128, or 8 heads of 256.
         cta_heads = _cta_heads(heads // kv_heads, 16 if head_dim <= 128 else 8)
         threads = _attention_threads(cta_heads, head_dim)
         ctas_per_sm = 256 // threads

@@ -269,16 +269,16 @@ class CudaDecodeLoop(DecodeLoop):
     so the GPU never waits for the host. The last launch is speculative: it writes behind the tokens that the cache
     knows, and `close` waits for it.
 
-    The kernel `choose` also writes its tokens to pinned host memory: only an event separates two graphs. The arrays
-    made during capture stay allocated as long as the graph.
+    The kernel `choose` also writes its tokens to pinned host memory, so that only an event separates two graphs. Arrays
+    allocated during capture live as long as the loop.
     """
 
     def __init__(self, ops: CudaOps, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
         import cupy
 
         self._stream, self._pool = ops.decode_stream
-        # Wait for the speculative step of another text: its memory is free for reuse, and it shares counters with the
-        # prompts of this text, which run on another stream.
+        # Wait for the speculative step of the preceding text: the allocator may already reuse its memory, and the
+        # prompts of this text, on another stream, use the same attention counters.
         self._stream.synchronize()
         sequences, vocab = len(cache.tokens), ops.config.vocab
         self._ops, self._step_logits, self._cache, self._sampling = ops, step_logits, cache, sampling

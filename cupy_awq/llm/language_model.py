@@ -134,10 +134,10 @@ class LanguageModel:
                 the logits hold NaN.
             CheckpointError: (a ValueError) there is no chat template, or it fails.
 
-        >>> from cupy_awq import llm
-        >>> model = llm.load("smollm2", device="cpu")  # doctest: +SKIP
-        >>> model.generate("What is the capital of France?")[0].text  # doctest: +SKIP
-        'The capital of France is Paris.'
+        Example::
+
+            model = cupy_awq.llm.load("smollm2")
+            print(model.generate("What is the capital of France?")[0].text)
         """
         ids = [self.encode(prompt, raw=raw) for prompt in _several(prompts)]
         limit = self._limit(ids, max_tokens)
@@ -160,10 +160,11 @@ class LanguageModel:
         Raises:
             ValueError: the capacity is below 2 or larger than the context, or needs more memory than is free.
 
-        >>> from cupy_awq import llm
-        >>> chat = llm.load("smollm2", device="cpu").chat()  # doctest: +SKIP
-        >>> for piece in chat.say("Hello!"):  # doctest: +SKIP
-        ...     print(piece, end="", flush=True)
+        Example::
+
+            chat = cupy_awq.llm.load("smollm2").chat(system="Be brief.")
+            for piece in chat.say("Why is the sky blue?"):
+                print(piece, end="", flush=True)
         """
         return Chat(self, capacity or min(self.config.context, 8192), system)
 
