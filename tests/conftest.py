@@ -103,15 +103,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def mark_repetitions(items: Sequence[pytest.Item]) -> None:
     """Mark as slow the simulated cases of a test whose parameters all occur in other cases of it.
 
-    The cases left have every value of every parameter, though not every combination. Their order is arbitrary but
-    fixed, so that the values of one parameter meet different values of the others.
+    The cases left have every value of every parameter on every architecture path, though not every combination. Their
+    order is arbitrary but fixed, so that the values of one parameter meet different values of the others.
     """
     covered: set[tuple[str, str, str]] = set()
     for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
         parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
         if item.get_closest_marker("gpu") or not SIMULATED & set(parameters):
             continue
-        values = {(item.nodeid.partition("[")[0], name, repr(value)) for name, value in parameters.items()}
+        function = item.nodeid.partition("[")[0]
+        values = {(function, name, repr(value)) for name, value in parameters.items()}
+        arch = parameters.get("arch")
+        values |= {(function, f"{name} on {arch}", value) for _, name, value in values if name not in SIMULATED}
         if values <= covered:
             item.add_marker(pytest.mark.slow)
         covered |= values
