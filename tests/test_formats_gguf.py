@@ -64,7 +64,7 @@ def test_block_sizes_are_those_of_the_package() -> None:
 def test_dense_values_are_those_of_the_package(kind: str) -> None:
     data = random_blocks(kind, 5, 512)
     wanted = values_of(data, kind)
-    found = gguf_dense.values_of(Blocks(kind, (5, 512), data), "file")
+    found = gguf_dense.read_values(Blocks(kind, (5, 512), data), "file")
     assert found.dtype == np.float16
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(found, wanted.astype(np.float16))

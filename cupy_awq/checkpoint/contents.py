@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -162,5 +163,13 @@ def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending |
         entries[name] = tensor
     if notes:
         more = f" ({len(notes)} modules)" if len(notes) > 1 else ""
-        warnings.warn(notes[0] + more, stacklevel=4)
+        warnings.warn(notes[0] + more, stacklevel=_find_user_level())
     return entries
+
+
+def _find_user_level() -> int:
+    """Return the stack level of the frame that called the package, for a warning in the calling function."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("cupy_awq."):
+        level, frame = level + 1, frame.f_back
+    return level

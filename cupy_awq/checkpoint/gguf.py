@@ -48,13 +48,13 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
     Rows of q and k have Hugging Face's order, and experts a key each. Raises CheckpointError for tensors or metadata
     that contradict each other.
     """
-    heads = _permuted_heads(path, metadata)
+    heads = _find_permuted_heads(path, metadata)
     entries: dict[str, Pending | Tensor] = {}
     for name, block in blocks.items():
-        for key, part, count in _targets(name, block, heads):
+        for key, part, count in _name_tensors(name, block, heads):
             where = f"{path}: tensor {name!r:.200}"
             bias = blocks.get(name.removesuffix("weight") + "bias") if name.endswith(".weight") else None
-            entry = _entry(path, part, key, count, bias, where)
+            entry = _open_tensor(path, part, key, count, bias, where)
             if isinstance(entry, Pending) and not entry.is_dense:
                 key = key.removesuffix(".weight")
             if key in entries:
@@ -66,7 +66,7 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
     return Contents(entries, f"Format gguf: types {', '.join(kinds)} in {path}.", "gguf")
 
 
-def _permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
+def _find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of heads by the names of the tensors whose rows Llama's files permute.
 
     These files interleave the two halves of each head of q and k, for a RoPE that rotates adjacent pairs.
@@ -82,7 +82,7 @@ def _permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
     return counts
 
 
-def _targets(name: str, block: Blocks, heads: Mapping[str, int]) -> list[tuple[str, Blocks, int | None]]:
+def _name_tensors(name: str, block: Blocks, heads: Mapping[str, int]) -> list[tuple[str, Blocks, int | None]]:
     """Return the keys of a tensor or of its experts, their blocks, and the heads whose rows are permuted or None."""
     stem, _, suffix = name.rpartition(".")
     if stem in NAMES:
@@ -105,42 +105,39 @@ def _targets(name: str, block: Blocks, heads: Mapping[str, int]) -> list[tuple[s
     return [(f"{layer}.{LAYER_NAMES[part]}.{suffix}", block, heads.get(part))]
 
 
-def _entry(path: Path, block: Blocks, key: str, heads: int | None, bias: Blocks | None, where: str) -> Pending | Tensor:
+def _open_tensor(
+    path: Path, block: Blocks, key: str, heads: int | None, bias: Blocks | None, where: str
+) -> Pending | Tensor:
     """Return a 4-bit module, a dense tensor that is converted when it is accessed, or a view of the file."""
     if heads is not None and block.shape[0] % (2 * heads):
         raise CheckpointError(f"{where}: expected rows in multiples of {2 * heads}, got {block.shape[0]}")
     n, k = block.shape[0], block.shape[-1]
     if block.kind in PACKED_TYPES and len(block.shape) == 2 and n % 8 == 0 and key.endswith("_proj.weight"):
-        values = None if bias is None else _deinterleaved(gguf_dense.values_of(bias, where), heads)
+        values = None if bias is None else _deinterleave(gguf_dense.read_values(bias, where), heads)
         if values is not None and values.shape != (n,):
             raise CheckpointError(f"{where}: bias: expected [N] = [{n}], got {list(values.shape)}")
         pending = gguf_q4.open_module(block, where, values)
-        return pending if heads is None else pending._replace(convert=partial(_module, block, heads, where, values))
+        if heads is None:
+            return pending
+        return pending._replace(convert=partial(_convert_module, block, heads, where, values))
     if block.kind in gguf_dense.PLAIN and heads is None:
-        return Tensor(gguf_dense.values_of(block, where), path)
+        return Tensor(gguf_dense.read_values(block, where), path)
     bits = 8 * block.data.shape[-1] // k
-    spec = ModuleSpec(
-        k,
-        n,
-        k,
-        "symmetric",
-        gguf_dense.PLAIN.get(block.kind, FLOAT16),
-        bits=bits,
-        rounding=f"{block.kind} to dense float16",
-    )
-    return Pending(spec, partial(_dense, path, block, heads, where), is_dense=True)
+    dtype, rounding = gguf_dense.PLAIN.get(block.kind, FLOAT16), f"{block.kind} to dense float16"
+    spec = ModuleSpec(k, n, k, "symmetric", dtype, bits=bits, rounding=rounding)
+    return Pending(spec, partial(_convert_dense, path, block, heads, where), is_dense=True)
 
 
-def _module(block: Blocks, heads: int, where: str, bias: Array | None) -> Module | Tensor:
-    rows = block._replace(data=_deinterleaved(block.data, heads))
+def _convert_module(block: Blocks, heads: int, where: str, bias: Array | None) -> Module | Tensor:
+    rows = block._replace(data=_deinterleave(block.data, heads))
     return gguf_q4.open_module(rows, where, bias).convert()
 
 
-def _dense(path: Path, block: Blocks, heads: int | None, where: str) -> Tensor:
-    return Tensor(_deinterleaved(gguf_dense.values_of(block, where), heads), path)
+def _convert_dense(path: Path, block: Blocks, heads: int | None, where: str) -> Tensor:
+    return Tensor(_deinterleave(gguf_dense.read_values(block, where), heads), path)
 
 
-def _deinterleaved(rows: Array, heads: int | None) -> Array:
+def _deinterleave(rows: Array, heads: int | None) -> Array:
     """Return rows [N, ...] with rows 2i and 2i + 1 of each head moved to i and i + head_dim / 2."""
     if heads is None:
         return rows

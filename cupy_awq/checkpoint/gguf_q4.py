@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cupy_awq.check import FLOAT16
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.gguf_dense import scales_and_minima
+from cupy_awq.checkpoint.gguf_dense import unpack_scales
 from cupy_awq.checkpoint.gguf_file import Blocks
 from cupy_awq.checkpoint.module import Array, ModuleSpec, Pending, is_finite
 from cupy_awq.checkpoint.tensors import Module
@@ -50,7 +50,7 @@ def open_q4(kind: str, data: npt.NDArray[np.uint8], where: str, bias: Array | No
     when the module is converted.
     """
     block_bytes = HEADER_BYTES[kind] + GROUP // 2
-    n, blocks = _rows(data, f"K/{GROUP} * {block_bytes}", block_bytes, where)
+    n, blocks = _check_rows(data, f"K/{GROUP} * {block_bytes}", block_bytes, where)
     zeros = "symmetric" if kind == "Q4_0" else "float"
     bias_dtype = None if bias is None else bias.dtype
     spec = ModuleSpec(GROUP * blocks, n, GROUP, zeros, FLOAT16, bias_dtype=bias_dtype)
@@ -67,13 +67,13 @@ def _convert_q4(kind: str, data: npt.NDArray[np.uint8], where: str, bias: Array 
     # Byte t of word v holds values 4v + t in its low and 4v + t + 16 in its high nibble.
     nibbles.transpose_columns(words, [target[:, half, :, t] for t in range(4) for half in range(2)])
     floats = np.ascontiguousarray(blocks[:, :, :header]).view(np.float16)
-    scales, *offsets = (nibbles.transposed(floats[:, :, i]) for i in range(header // 2))
+    scales, *offsets = (nibbles.transpose_matrix(floats[:, :, i]) for i in range(header // 2))
     if not all(is_finite(values) for values in (scales, *offsets)):
         raise CheckpointError(f"{where}: d: expected finite scales, got NaN or infinity")
     return Module(PackedWeight(out.reshape(GROUP * count, n // 8), scales, offsets[0] if offsets else None), bias)
 
 
-def _rows(data: npt.NDArray[np.uint8], layout: str, block_bytes: int, where: str) -> tuple[int, int]:
+def _check_rows(data: npt.NDArray[np.uint8], layout: str, block_bytes: int, where: str) -> tuple[int, int]:
     """Return the number of rows and of blocks in a row. Raises CheckpointError for another shape."""
     n, row_bytes = data.shape if data.ndim == 2 else (0, 0)
     if data.dtype != np.uint8 or not n or not row_bytes or row_bytes % block_bytes:
@@ -90,7 +90,7 @@ def open_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None = None
     float16 are found when the module is converted.
     """
     layout = f"K/{SUPER_BLOCK} * {SUPER_BLOCK_BYTES}"
-    n, blocks = _rows(data, layout, SUPER_BLOCK_BYTES, where)
+    n, blocks = _check_rows(data, layout, SUPER_BLOCK_BYTES, where)
     k = SUPER_BLOCK * blocks
     spec = ModuleSpec(k, n, GROUP, "float", FLOAT16, bias_dtype=None if bias is None else bias.dtype, rounding=ROUNDING)
     return Pending(spec, partial(_convert_q4_k, data, where, bias))
@@ -111,7 +111,7 @@ def _convert_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None) -
     step = max(1, CHUNK_BLOCKS // count)
     for start in range(0, n, step):
         rows = slice(start, start + step)
-        factors, minima = _scales(blocks[rows])
+        factors, minima = _convert_scales(blocks[rows])
         scales[:, :, rows], offsets[:, :, rows] = factors.transpose(2, 0, 1), minima.transpose(2, 0, 1)
     scales, offsets = scales.reshape(8 * count, n), offsets.reshape(8 * count, n)
     for name, values in (("d * sc", scales), ("dmin * m", offsets)):
@@ -120,10 +120,10 @@ def _convert_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None) -
     return Module(PackedWeight(out.reshape(SUPER_BLOCK * count, n // 8), scales, offsets), bias)
 
 
-def _scales(blocks: npt.NDArray[np.uint8]) -> tuple[Array, Array]:
+def _convert_scales(blocks: npt.NDArray[np.uint8]) -> tuple[Array, Array]:
     """Return d sc and -dmin m [8, n, blocks] in float16 of super-blocks [n, blocks, 144]."""
     header = np.ascontiguousarray(blocks[:, :, :4]).view(np.float16).astype(np.float32)
-    sc, m = scales_and_minima(blocks)
+    sc, m = unpack_scales(blocks)
     with np.errstate(over="ignore", invalid="ignore"):  # of damaged files, which the caller refuses
         sc *= header[..., 0]
         m *= -header[..., 1]

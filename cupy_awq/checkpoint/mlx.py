@@ -92,8 +92,8 @@ class Mlx:
 
 
 def _convert(weight: Array, scales: Array, biases: Array, bias: Array | None) -> Module:
-    words = nibbles.from_column_words(weight)
-    return Module(PackedWeight(words, nibbles.transposed(scales), nibbles.transposed(biases)), bias)
+    words = nibbles.convert_column_words(weight)
+    return Module(PackedWeight(words, nibbles.transpose_matrix(scales), nibbles.transpose_matrix(biases)), bias)
 
 
 def _convert_dense(parts: Parts, weight: Array, scales: Array, biases: Array, k: int, bits: int) -> Tensor:
@@ -135,11 +135,11 @@ def read_config(table: Mapping[str, Any], where: str) -> Mlx:
     overrides = {}
     for name, value in table.items():
         if isinstance(value, dict):
-            overrides[name] = _settings({**table, **value}, f"{where}: {name!r:.200}")
-    return Mlx(_settings(table, where), overrides)
+            overrides[name] = _read_settings({**table, **value}, f"{where}: {name!r:.200}")
+    return Mlx(_read_settings(table, where), overrides)
 
 
-def _settings(table: Mapping[str, Any], where: str) -> Settings:
+def _read_settings(table: Mapping[str, Any], where: str) -> Settings:
     mode = table.get("mode", "affine")
     if mode != "affine":
         raise CheckpointError(f"{where}: mode: expected 'affine', which has scales and offsets, got {mode!r:.80}")

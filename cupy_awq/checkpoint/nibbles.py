@@ -22,6 +22,9 @@ Words = npt.NDArray[np.uint32]
 CHUNK_BYTES = 1 << 19
 """The bytes of words that one chunk transposes; a chunk and its temporary array fit in a core's L2 cache."""
 
+GATHER_BYTES = 1 << 23
+"""The bytes of words that one chunk of a permutation of rows moves: long rows are copied faster."""
+
 LINE_WORDS = 16
 """The words of a cache line: a chunk that writes fewer neighbouring words would write each line several times."""
 
@@ -65,10 +68,10 @@ def _transpose_block(words: Words, scratch: Words) -> None:
         np.bitwise_xor(first, swapped, out=first)
 
 
-def from_row_words(words: Array) -> Array:
+def convert_row_words(words: Array) -> Array:
     """Return the AWQ words [K, N/8] of words [K/8, N] whose nibble j holds row 8r + j of W, as GPTQ packs.
 
-    >>> [hex(word) for word in from_row_words(np.arange(8, dtype=np.int32)[None])[:, 0]]
+    >>> [hex(word) for word in convert_row_words(np.arange(8, dtype=np.int32)[None])[:, 0]]
     ['0x75316420', '0x0', '0x0', '0x0', '0x0', '0x0', '0x0', '0x0']
     """
     rows, n = words.shape
@@ -78,11 +81,11 @@ def from_row_words(words: Array) -> Array:
     return out.reshape(8 * rows, n // 8)
 
 
-def from_column_words(words: Array) -> Array:
+def convert_column_words(words: Array) -> Array:
     """Return the AWQ words [K, N/8] of words [N, K/8] whose nibble j holds row 8c + j of W.
 
     >>> words = np.array([[0x10], [0x32], [0x54], [0x76], [0x98], [0xBA], [0xDC], [0xFE]], np.uint32)
-    >>> [hex(word) for word in from_column_words(words)[:2, 0].view(np.uint32)]
+    >>> [hex(word) for word in convert_column_words(words)[:2, 0].view(np.uint32)]
     ['0xea62c840', '0xfb73d951']
     """
     n, groups = words.shape
@@ -102,7 +105,35 @@ def transpose_columns(words: Array, targets: Sequence[Array]) -> None:
     transpose([columns[:, p] for p in PACK_ORDER], [np.moveaxis(target, -1, 0) for target in targets])
 
 
-def from_interleaved_words(words: Array) -> Array:
+def convert_to_row_words(words: Array) -> Array:
+    """Return words [K/8, N] whose nibble j holds row 8r + j of W: the inverse of `convert_row_words`.
+
+    >>> words = np.arange(16, dtype=np.int32).reshape(2, 8)
+    >>> bool((convert_to_row_words(convert_row_words(words)) == words).all())
+    True
+    """
+    k, groups = words.shape
+    rows = words.view(np.uint32).reshape(k // 8, 8, groups)
+    out = np.empty((k // 8, 8 * groups), np.uint32)
+    transpose([rows[:, j] for j in range(8)], [out[:, p::8] for p in PACK_ORDER])
+    return out.view(np.int32)
+
+
+def convert_to_column_words(words: Array) -> Array:
+    """Return words [N, K/8] whose nibble j holds row 8c + j of W: the inverse of `convert_column_words`.
+
+    >>> words = np.arange(16, dtype=np.int32).reshape(8, 2)
+    >>> bool((convert_to_column_words(convert_column_words(words)) == words).all())
+    True
+    """
+    k, groups = words.shape
+    rows = words.view(np.uint32).reshape(k // 8, 8, groups)
+    out = np.empty((groups, 8, k // 8), np.uint32)
+    transpose([rows[:, j].T for j in range(8)], [out[:, p] for p in PACK_ORDER])
+    return out.reshape(8 * groups, k // 8).view(np.int32)
+
+
+def convert_interleaved_words(words: Array) -> Array:
     """Return the AWQ words [K, N/8] of int16 [N/4, K] in the order of AutoAWQ's "gemv_fast" and llm-awq's v2.
 
     A row holds four columns in blocks of 64 rows of W, 16 int16 a column. As 32-bit words, nibble 4c + a of word b of a
@@ -118,10 +149,10 @@ def from_interleaved_words(words: Array) -> Array:
     return out.reshape(k, n // 8)
 
 
-def from_byte_halves(codes: npt.NDArray[np.uint8]) -> Array:
+def convert_byte_halves(codes: npt.NDArray[np.uint8]) -> Array:
     """Return the AWQ words [K, N/8] of bytes [N/2, K]: high nibbles hold the first N/2 columns, low ones the others.
 
-    >>> hex(from_byte_halves(np.array([[0x04], [0x15], [0x26], [0x37]], np.uint8))[0, 0])
+    >>> hex(convert_byte_halves(np.array([[0x04], [0x15], [0x26], [0x37]], np.uint8))[0, 0])
     '0x75316420'
     """
     half, k = codes.shape
@@ -150,19 +181,32 @@ def reorder_columns(words: Array) -> Array:
     return unsigned.view(np.int32)
 
 
+def restore_columns(words: Array) -> Array:
+    """Return words whose nibble i holds column i of eight for words in AWQ order: the inverse of `reorder_columns`.
+
+    >>> hex(restore_columns(np.array([0x75316420], np.int32))[0])
+    '0x76543210'
+    """
+    unsigned = words.view(np.uint32).copy()
+    for bits, mask in ((8, 0x0000FF00), (4, 0x00F000F0)):
+        swapped = ((unsigned >> np.uint32(bits)) ^ unsigned) & np.uint32(mask)
+        unsigned ^= swapped | (swapped << np.uint32(bits))
+    return unsigned.view(np.int32)
+
+
 def take_rows(words: Array, order: npt.NDArray[np.int32]) -> None:
     """Replace the rows of words [K, N/8] by ``words[order]`` in place, a few columns at a time."""
     k, n = words.shape
-    step = max(LINE_WORDS, CHUNK_BYTES // (4 * k))
+    step = max(LINE_WORDS, GATHER_BYTES // (4 * k))
     for start in range(0, n, step):
         part = words[:, start : start + step]
         part[...] = part[order]
 
 
-def transposed(array: Array) -> Array:
+def transpose_matrix(array: Array) -> Array:
     """Return a contiguous copy of a matrix's transpose.
 
-    >>> transposed(np.array([[1, 2, 3]], np.float16)).shape
+    >>> transpose_matrix(np.array([[1, 2, 3]], np.float16)).shape
     (3, 1)
     """
     bits = array.view(f"u{array.dtype.itemsize}")  # NumPy copies bfloat16 element by element

@@ -47,20 +47,27 @@ class Fit:
     """
 
     scale: float = 1.1
+    """The factor on the whole estimate."""
     cycles_per_us: float = 1700.0
+    """The clock, in MHz."""
     product_cycles: float = 0.87
     """The busy SM's part of the cycles that the tensor cores need for the products of a unit."""
     min_unit_cycles: float = 180.0
+    """The least cycles of a unit for each warpgroup on the SM."""
     conversion_cycles: float = 386.0
     """The conversion of a unit's weights by a warpgroup that is alone on its SM."""
     tile_us: float = 1.14
+    """The epilogue of a tile, without its pixels."""
     pixel_us: float = 0.0033
-    """The epilogue of a tile, for each pixel of all warpgroups on the SM."""
+    """The epilogue for each pixel of all warpgroups on the SM."""
     l2_bytes_per_us: float = 5.7e6
+    """The bytes that all SMs copy from L2 in a microsecond."""
     overlap: float = 0.4
     """The share of the smaller of work and traffic that the larger does not hide."""
     split_us: float = 0.8
+    """The fixed time of the reduction over split-K."""
     each_split_us: float = 0.25
+    """The time of each split in the reduction."""
     fitting_clusters: float = 0.85
     """The share of the SMs that clusters of four and more CTAs reach: 32 clusters of four do not fit on an H100."""
 
@@ -187,30 +194,23 @@ class Conv2dSm90Config:
         """Return the rows and pixels of a box of x."""
         return with_halo(sizes, self.tile_h, self.tile_w) if self.halo else (self.tile_h, self.tile_w)
 
-    def pipeline_bytes(self, problem: Convolution) -> int:
-        """Return the shared memory of the pipeline stages, which the output tile reuses."""
+    def shared_bytes(self, problem: Convolution) -> int:
+        """Return the shared memory of a CTA: pipeline stages, which the output tile reuses, partial sums, barriers."""
         height, width = self.box(problem.sizes)
         x_bytes = self.wg_px * ceil_div(height * width * CHUNK * 2, 1024) * 1024
         parameter_bytes = self.wg_co * parameter_groups(problem.block_size, problem.sizes.channels) * TILE_CO * 4
         code_bytes = self.wg_co * TILE_CO * CHUNK * problem.bits // 8
-        store_bytes = self.warpgroups * ceil_div(self._owned_groups, 2) * 16 * STORE_ROW_BYTES
-        return max(self.x_stages * (x_bytes + parameter_bytes) + self.code_stages * code_bytes, store_bytes)
-
-    def shared_bytes(self, problem: Convolution) -> int:
-        """Return the shared memory of a CTA."""
-        partial_bytes = 0 if self.split_k == 1 else self.split_k * self.warpgroups * self._owned_groups * 2048
-        return self.pipeline_bytes(problem) + partial_bytes + 16 * (self.x_stages + self.code_stages)
+        stage_bytes = self.x_stages * (x_bytes + parameter_bytes) + self.code_stages * code_bytes
+        owned_groups = ceil_div(self.pixels // 8, self.split_k)  # of 8 pixels, that a CTA of the cluster stores
+        store_bytes = self.warpgroups * ceil_div(owned_groups, 2) * 16 * STORE_ROW_BYTES
+        partial_bytes = 0 if self.split_k == 1 else self.split_k * self.warpgroups * owned_groups * 2048
+        return max(stage_bytes, store_bytes) + partial_bytes + 16 * (self.x_stages + self.code_stages)
 
     def tiles(self, problem: Convolution) -> int:
         """Return the number of tiles of y, each of a cluster."""
         image = image_view(problem)
         parts = image.batch * ceil_div(image.out_h, self.tile_h) * ceil_div(image.out_w, self.tile_w)
         return ceil_div(parts, self.wg_px) * (co_tiles(problem.sizes.outputs) // self.wg_co)
-
-    @property
-    def _owned_groups(self) -> int:
-        """The groups of 8 pixels that a CTA of the cluster stores."""
-        return ceil_div(self.pixels // 8, self.split_k)
 
 
 def refuse(problem: Convolution, device: Device) -> str | None:
@@ -283,9 +283,9 @@ def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> Laun
         ("STEPS", ceil_div(min(sizes.channels, CHUNK), 16)),
         ("X_STAGES", config.x_stages),
         ("CODE_STAGES", config.code_stages),
-        ("PIPELINE_BYTES", config.pipeline_bytes(problem)),
         ("SPLIT_K", config.split_k),
         ("CTAS_PER_SM", config.ctas_per_sm),
+        ("SHARED_BYTES", config.shared_bytes(problem)),
     )
     parts_h, parts_w = ceil_div(image.out_h, config.tile_h), ceil_div(image.out_w, config.tile_w)
     co_blocks = co_tiles(sizes.outputs) // config.wg_co

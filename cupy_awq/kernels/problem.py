@@ -97,7 +97,7 @@ class Problem:
         aligned: whether the arrays of the weight, the residual and y start at multiples of 16 bytes, row by row.
         x_aligned: whether the rows of x do.
         raw: whether the weight is there in the AWQ layout.
-        repacked: whether the weight is there in the repacked layout (`Repacking`).
+        repacked: whether the weight is there in the repacked layout (`RepackedLayout`).
         scale_exponent: scales times two to this power are at most 64.
         wide_scales: whether float16 cannot hold all scales times that power without loss.
         fusion: the part of a decoder's residual add and RMSNorm that the GEMM performs, or None.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupy_awq.checkpoint import CheckpointError, gguf, gguf_file
-from cupy_awq.checkpoint.gguf_dense import values_of
+from cupy_awq.checkpoint.gguf_dense import read_values
 from cupy_awq.checkpoint.gguf_file import Blocks
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.extra import import_extra
@@ -71,7 +71,7 @@ def _config(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> ModelC
     scaling: dict[str, Any] = {}
     kind = get("rope.scaling.type", "none")
     if "rope_freqs.weight" in blocks:
-        factors = values_of(blocks["rope_freqs.weight"], "rope_freqs.weight")
+        factors = read_values(blocks["rope_freqs.weight"], "rope_freqs.weight")
         scaling = {"rope_type": "factors", "factors": tuple(factors.tolist())}
     elif kind != "none":
         original = metadata.get(f"{arch}.rope.scaling.original_context_length")

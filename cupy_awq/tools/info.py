@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds, read from its headers alone: ``python -m cupy_awq info PATH``."""
+"""The content of a checkpoint, read from its headers alone: ``python -m cupy_awq info PATH``."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
     return {"bytes": nbytes, "fp16_bytes": fp16_bytes, "ratio": nbytes / fp16_bytes if fp16_bytes else None}
 
 
-def render(facts: dict[str, Any]) -> str:
-    """``describe``'s result as text."""
-    lines = [*_format_lines(facts["format"]), ""] if facts["format"]["format"] else []
-    layers, others, total = facts["layers"], facts["others"], facts["total"]
+def render(content: dict[str, Any]) -> str:
+    """Return the result of `describe` as text."""
+    lines = [*_format_lines(content["format"]), ""] if content["format"]["format"] else []
+    layers, others, total = content["layers"], content["others"], content["total"]
     if layers:
         header = ["layer", "zeros", "scales", "bias", "K", "N", "group size", "bytes", "ratio to fp16"]
         rows = [[i["name"], i["zeros"], i["dtype"], "yes" if i["bias"] else "no", *_numbers(i)] for i in layers]
@@ -72,7 +72,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _format_lines(summary: dict[str, Any]) -> list[str]:
-    """What was found, and the form of most modules, exceptions and roundings, a line each."""
+    """Return one line each for the format, the form of most modules, every exception and every rounding."""
     zeros = {True: "symmetric", False: "asymmetric", None: "symmetric and asymmetric modules"}[summary["symmetric"]]
     order = ", activation order" if summary["act_order"] else ""
     lines = [summary["found"], f"{summary['bits']} bits, group size {summary['group_size']}, {zeros}{order}"]

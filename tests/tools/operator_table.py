@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the README's table of operators: which kernel takes which types of x on which architecture path, and its test.
+"""Print the table of operators: the dtypes of x that each kernel takes on each architecture path, and its tests.
 
 python -m tests.tools.operator_table
 """
@@ -21,8 +21,8 @@ TESTS = {
     "gemm_sm75": RAW,
     "gemm_sm80": RAW,
     "gemm_sm90_raw": RAW + ", test_few_rows_of_any_problem",
-    "gemm_sm90": "test_repacked_kernels.py::test_any_repacked_problem, test_any_product_that_keeps_a_residual_stream",
-    "gemm_sm90_large": "test_repacked_kernels.py::test_many_rows_of_any_repacked_problem",
+    "gemm_sm90": "test_repacked_kernels.py::test_any_repacked_problem, test_any_problem_with_a_fusion",
+    "gemm_sm90_large": "test_repacked_kernels.py::test_persistent_ctas_with_stream_k",
 }
 OTHERS = {
     "dequantize": ("fp16 bf16 fp32", "test_kernels.py::test_dequantize_gives_the_formulas_bits"),
@@ -36,7 +36,7 @@ OTHERS = {
 
 
 def table() -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     lines = [
         f"| kernel | rows of x | {' | '.join(PATHS.values())} | tests |",
         f"|{'---|' * (len(PATHS) + 3)}",
@@ -56,7 +56,7 @@ def table() -> str:
 
 
 def _legal(family: AnyFamily, m: int, arch: int, dtype: str) -> bool:
-    """Whether the family takes a weight in the AWQ layout or one that is repacked."""
+    """Return whether the family is legal for a weight in the AWQ layout or in the repacked layout."""
     problems = (Problem(m, 256, 256, 64, dtype, repacked=repacked) for repacked in (False, True))
     return any(family.refuse(problem, device.nominal(arch)) is None for problem in problems)
 

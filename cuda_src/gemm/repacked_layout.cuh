@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// The repacked layout of a weight for sm_90: everything in the order in which tensor cores consume it.
+//
+// A weight tile has 32 columns and 128 k and is contiguous. Tiles of the same columns follow each other along k, so the
+// part of a tile column that a CTA reads is one run of bytes:
+//
+//   weight [ceil(n / 128) * 4 tile columns][ceil(k / 128)] weight tiles
+//
+// A weight tile is
+//
+//   codes   uint32 [2 of k64][2 of 16 columns][32 lanes][4 of k16]: 16 bytes a lane. With g = lane / 4, t = lane % 4 a
+//           word holds, at bits 4 i and 16 + 4 i, the codes of register i of wgmma's and mma's operand A (ptx/mma.cuh):
+//             i = 0: column g,     k 2t     and 2t + 1
+//             i = 1: column g + 8, k 2t     and 2t + 1
+//             i = 2: column g,     k 2t + 8 and 2t + 9
+//             i = 3: column g + 8, k 2t + 8 and 2t + 9
+//   groups  [GROUPS][2 of 16 columns]: SCALE [8 of g][2: columns g, g + 8], then, with packed zero points,
+//           uint8 [8 of g][2: columns g, g + 8]
+//
+// GROUPS is 128 / group_size, or 1 if a group spans several weight tiles; each of these then has its scales. Columns
+// from n on and rows from k on have codes and scales of zero.
+//
+// Constants: SCALE, ZEROS, GROUPS, from `RepackedLayout` in kernels/repack.py.
+#pragma once
+
+#include "common/mma.cuh"
+#include "dequant/int4.cuh"
+#include "ptx/ld_shared.cuh"
+
+constexpr int kGroups = GROUPS;
+constexpr Zeros kZeros = Zeros::ZEROS;
+constexpr int kWeightTileN = 32;
+constexpr int kWeightTileK = 128;
+constexpr int kCodeBytes = kWeightTileN * kWeightTileK / 2;
+constexpr int kHalfGroupBytes = kZeros == Zeros::kPacked ? 48 : 32;  // of 16 columns
+constexpr int kGroupBytes = 2 * kHalfGroupBytes;
+constexpr int kWeightTileBytes = kCodeBytes + kGroups * kGroupBytes;
+
+static_assert(kZeros != Zeros::kOffset, "float offsets cannot be repacked");
+static_assert(sizeof(SCALE) == 2, "scales are 16-bit values");
+
+// The addresses of weight tiles in global memory, from a first tile column and k tile on. Columns past the last one are
+// clamped to it: a CTA whose tile reaches beyond n copies some weight tiles there, and stores nothing computed from
+// them.
+struct TileColumns {
+  int last;  // tile column, counted from the first
+  int64_t column_bytes;
+  const uint8_t* begin;
+
+  __device__ __forceinline__ TileColumns(const uint8_t* weight, int first_column, int first_k_tile, int n, int k)
+      : last(ceil_div(n, kWeightTileN) - 1 - first_column),
+        column_bytes(ceil_div(k, kWeightTileK) * kWeightTileBytes),
+        begin(weight + first_column * column_bytes + first_k_tile * kWeightTileBytes) {}
+  __device__ __forceinline__ const uint8_t* tile(int column, int k_tile) const {
+    return begin + min(column, last) * column_bytes + k_tile * kWeightTileBytes;
+  }
+};
+
+// A lane's scales and zero points of one group: those of columns g and g + 8 of 16.
+struct Group {
+  uint32_t scales;  // two SCALE
+  uint32_t zeros;   // two bytes
+
+  // `scales` and `zeros`: shared addresses of this lane's values of the weight tile's first group.
+  static __device__ __forceinline__ Group load_shared(uint32_t scales, uint32_t zeros, int group) {
+    return {ptx::ld_shared_u32(scales + group * kGroupBytes),
+            kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + group * kGroupBytes) : 0x0808u};
+  }
+  __device__ __forceinline__ float scale(int upper) const {
+    return to_float(SCALE{static_cast<uint16_t>(scales >> (16 * upper))});
+  }
+  __device__ __forceinline__ float zero(int upper) const { return static_cast<float>((zeros >> (8 * upper)) & 255u); }
+};
+
+// Converts codes to the registers of operand A as (q - z) / kUnit, exactly. Zero points of a lane's two columns are a
+// pair of T.
+template <class T>
+struct ExactCodes;
+
+template <>
+struct ExactCodes<half_t> {
+  // Four bits alone are a subnormal number: q * 2^-24 in the lowest bits, q * 2^-20 four bits higher. One fma scales
+  // them to q * 2^-9 and subtracts the zero point.
+  static constexpr float kUnit = 512.0f;
+  static constexpr uint32_t k2Pow15 = 0x78007800u;
+  static constexpr uint32_t k2Pow11 = 0x68006800u;
+  static constexpr uint32_t kMinus2PowMinus9 = 0x98009800u;
+  static constexpr uint32_t kTwo = 0x40004000u;
+
+  // Converts two bytes z to (1024 + z) * -2^-9 + 2 = -z * 2^-9.
+  static __device__ __forceinline__ uint32_t zeros(uint32_t bytes) {
+    return ptx::fma_f16x2(__byte_perm(bytes, 0x64u, 0x4140), kMinus2PowMinus9, kTwo);
+  }
+  static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word, uint32_t zeros) {
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      const uint32_t part = word >> (8 * upper);
+      a[2 * upper] = ptx::fma_f16x2(part & 0x000f000fu, k2Pow15, ptx::twice<0>(zeros));
+      a[2 * upper + 1] = ptx::fma_f16x2(part & 0x00f000f0u, k2Pow11, ptx::twice<1>(zeros));
+    }
+  }
+};
+
+template <>
+struct ExactCodes<bfloat16_t> {
+  // bfloat16 has too few bits for q at two positions, and its subnormals are too small, so q is added to 128 and
+  // 128 + z subtracted: see int4.cuh.
+  static constexpr float kUnit = 1.0f;
+
+  // Converts two bytes z to -(128 + z).
+  static __device__ __forceinline__ uint32_t zeros(uint32_t bytes) { return __byte_perm(bytes, 0xc3u, 0x4140); }
+  static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word, uint32_t zeros) {
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      a[2 * upper] = Codes<bfloat16_t>::low(word >> (8 * upper), ptx::twice<0>(zeros));
+      a[2 * upper + 1] = Codes<bfloat16_t>::low(word >> (8 * upper + 4), ptx::twice<1>(zeros));
+    }
+  }
+};
+
+// Converts codes to the registers of operand A as (q - z) * scale * factor, rounded once. `factor` is a power of two
+// that moves all scales to where T represents them without loss; for float16 scales it is at most 2^15.
+template <class T>
+struct ScaledCodes;
+
+template <>
+struct ScaledCodes<half_t> {
+  static constexpr uint32_t kMinusOne = 0xbc00bc00u;
+  static constexpr uint32_t k960 = 0x63806380u;
+
+  struct Factor {
+    float value;
+    uint32_t pair;
+
+    explicit __device__ __forceinline__ Factor(float factor)
+        : value(factor), pair(from_float<half_t>(factor).bits * 0x10001u) {}
+  };
+
+  uint32_t lows, highs;  // 1024 + z, -(64 + z): see int4.cuh
+  uint32_t scales;
+
+  ScaledCodes() = default;
+  __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
+      : lows(__byte_perm(group.zeros, 0x64u, 0x4140)), highs(ptx::fma_f16x2(lows, kMinusOne, k960)) {
+    if constexpr (kIsHalf<SCALE>) {
+      scales = ptx::mul_f16x2(group.scales, factor.pair);
+    } else {
+      scales = from_float<half_t>(group.scale(1) * factor.value).bits * 0x10000u +
+               from_float<half_t>(group.scale(0) * factor.value).bits;
+    }
+  }
+  __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      const uint32_t part = word >> (8 * upper);
+      a[2 * upper] = ptx::mul_f16x2(Codes<half_t>::low(part, ptx::twice<0>(lows)), ptx::twice<0>(scales));
+      a[2 * upper + 1] = ptx::mul_f16x2(Codes<half_t>::high(part, ptx::twice<1>(highs)), ptx::twice<1>(scales));
+    }
+  }
+};
+
+template <>
+struct ScaledCodes<bfloat16_t> {
+  struct Factor {
+    float value;
+    uint32_t pair;
+
+    explicit __device__ __forceinline__ Factor(float factor)
+        : value(factor), pair(from_float<bfloat16_t>(factor).bits * 0x10001u) {}
+  };
+
+  uint32_t zeros;
+  uint32_t scales;
+  uint32_t scale_tails;
+
+  ScaledCodes() = default;
+  __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
+      : zeros(ExactCodes<bfloat16_t>::zeros(group.zeros)) {
+    if constexpr (kIsHalf<SCALE>) {
+      // A float16 scale has 11 significant bits: bfloat16 holds the first eight, a second bfloat16 the other three.
+      // Products of q - z with either are exact, so their sum is rounded once.
+      uint32_t heads[2], tails[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float scale = group.scale(i) * factor.value;
+        heads[i] = __float_as_uint(scale);
+        tails[i] = __float_as_uint(scale - __uint_as_float(heads[i] & 0xffff0000u));
+      }
+      scales = __byte_perm(heads[0], heads[1], 0x7632);
+      scale_tails = __byte_perm(tails[0], tails[1], 0x7632);
+    } else {
+      scales = Codes<bfloat16_t>::multiply(group.scales, factor.pair);
+    }
+  }
+  __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
+    ExactCodes<bfloat16_t>::convert(a, word, zeros);
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      scale<0>(a[2 * upper]);
+      scale<1>(a[2 * upper + 1]);
+    }
+  }
+
+ private:
+  template <int UPPER>
+  __device__ __forceinline__ void scale(uint32_t& pair) const {
+    if constexpr (kIsHalf<SCALE>) {
+      const uint32_t tail = Codes<bfloat16_t>::multiply(pair, ptx::twice<UPPER>(scale_tails));
+      pair = Codes<bfloat16_t>::multiply_add(pair, ptx::twice<UPPER>(scales), tail);
+    } else {
+      pair = Codes<bfloat16_t>::multiply(pair, ptx::twice<UPPER>(scales));
+    }
+  }
+};
