@@ -116,8 +116,13 @@ def test_a_killed_conversion_leaves_no_model_or_a_whole_one(tmp_path: Path, loop
     ak48.write(files, out)
     whole = out.read_bytes()
     out.unlink()
+
+    def write(i: int) -> None:
+        out.unlink(missing_ok=True)
+        ak48.write(files, out)
+
     for seed in range(loops):
-        kill_during(lambda i: (out.unlink(missing_ok=True), ak48.write(files, out)), seed)
+        kill_during(write, seed)
         if out.exists():
             assert out.read_bytes() == whole
             out.unlink()

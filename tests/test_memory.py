@@ -14,11 +14,13 @@ import pytest
 
 import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight, llm
+from cupy_awq.check import HOST
 from cupy_awq.tools.demo import SMOLLM2_MLP
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests import llm_models
 from tests.llm_models import QWEN3
 from tests.products import put, tensors
+from tests.tools import soak
 
 Failing = Callable[[int], AbstractContextManager[Any]]
 """A context in which the n-th allocation raises MemoryError."""
@@ -92,6 +94,7 @@ def make_operations(copy: Callable[[Any], Any]) -> Callable[[], list[bytes]]:
     rows = [copy(random_activations(rng, m, 128)) for m in ROWS]
     codes = rng.integers(0, 16, (16, 3, 3, 8), np.uint8)
     filters = cupy_awq.BlockQuantizedWeight(copy(codes), copy(np.ones((16, 1), np.float16)), None)
+    codes_int8, ones = copy(codes.view(np.int8)), copy(np.ones(16, np.float32))
     images = copy(rng.standard_normal((2, 8, 6, 6)).astype(np.float16))
     out = copy(np.zeros((3, 64), np.float16))
 
@@ -102,15 +105,7 @@ def make_operations(copy: Callable[[Any], Any]) -> Callable[[], list[bytes]]:
         results += [cupy_awq.gemm(rows[2], weight.qweight, weight.scales, weight.qzeros, residual=results[6][:, :64])]
         results += [cupy_awq.dequantize(weight.qweight, weight.scales, weight.qzeros), plan(rows[1], out)]
         results += [cupy_awq.conv2d(images, filters, padding=1)]
-        results += [
-            cupy_awq.conv2d_int8(
-                images.astype(np.int8),
-                filters.codes.view(np.int8),
-                copy(np.ones(16, np.float32)),
-                x_scale=1,
-                out_scale=9,
-            )
-        ]
+        results += [cupy_awq.conv2d_int8(images.astype(np.int8), codes_int8, ones, x_scale=1, out_scale=9)]
         return [y.tobytes() for y in results]
 
     return call
@@ -138,6 +133,14 @@ def test_a_checkpoint_on_the_cpu_loads_after_any_allocation_that_fails() -> None
 
 def test_a_language_model_on_the_cpu_generates_after_any_allocation_that_fails(tmp_path: Path) -> None:
     _fail_generation(tmp_path, failing_numpy, "cpu", 10)
+
+
+def test_threads_that_share_layers_get_the_bits_of_one_thread() -> None:
+    """The soak tool, for a second; it runs for minutes by hand."""
+    run = soak.Soak(HOST, failures=0)
+    run.run(threads=2, seconds=1)
+    assert run.faults == []
+    assert list(run.counts) == ["right"]
 
 
 @pytest.mark.gpu
