@@ -91,7 +91,7 @@ class GemmLaunch:
         self._in_place = strides.residual == strides.y
 
     def __call__(self, x: int, residual: int, y: int, constants: tuple[int, ...], workspace: int, stream: int) -> None:
-        """Launch the kernel with the given buffer addresses, 0 for a null pointer; ``constants``: `constant_pointers`."""
+        """Launch the kernel with these buffer addresses (0: null pointer); ``constants`` are `constant_pointers`."""
         pointers = (x, residual, y, workspace + workspaces.COUNTER_BYTES, workspace, *constants)
         self._launcher(self._order(pointers), stream)
 

@@ -32,10 +32,10 @@ FP16_FLOPS_PER_SM_CLOCK = {
     100: 8192,
     120: 1024,
 }
-"""The float16 rate by compute capability, with tensor cores if it has them; other capabilities have the rate before."""
+"""The float16 operations per SM and clock, by architecture; an unlisted architecture has those of the preceding one."""
 
 SIDE = 8192
-"""The rows and columns of the square product that measures the fp16 rate."""
+"""The number of rows and of columns of the square matrices of the GEMM that measures the fp16 throughput."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Ceilings:
 
     Attributes:
         read_gbs: read bandwidth in GB/s.
-        tflops: fp16 rate in TFLOP/s.
-        measured: whether the fp16 rate is measured, not nominal.
+        tflops: fp16 throughput in TFLOP/s.
+        measured: whether the fp16 throughput is measured; else it is nominal.
     """
 
     read_gbs: float
@@ -53,7 +53,7 @@ class Ceilings:
     measured: bool
 
     def roofline_us(self, nbytes: int, flops: int) -> float:
-        """Return the least time for so many bytes and operations, in microseconds.
+        """Return the roofline time in microseconds for this memory traffic and number of operations.
 
         >>> Ceilings(read_gbs=3000, tflops=600, measured=True).roofline_us(3_000_000, 0)
         1.0
@@ -66,16 +66,17 @@ class Row:
     """The time of one operation at one M.
 
     Attributes:
-        op: a key of OPERATIONS.
-        shape, weight: the shape and the kind of the weight, in words.
-        m: rows of x, or images.
+        op: name of the operation, a key of OPERATIONS.
+        shape: shape of the weight, as shown in the table.
+        weight: description of the kind of weight.
+        m: number of rows of x, or batch size of a convolution.
         dtype: dtype of x.
-        kernel: the name of the kernel, "numpy" on the CPU.
-        us: microseconds of a call.
-        nbytes: bytes of W, x and y.
-        flops: multiplications and additions.
-        roofline_us: the least time of these, None if unknown.
-        other_us: the time of other ways to the same result, None where unknown, by name.
+        kernel: name of the kernel, "numpy" on the CPU.
+        us: time of a call in microseconds.
+        nbytes: total size of W, x and y in bytes.
+        flops: number of operations; a multiply-add is two.
+        roofline_us: roofline time in microseconds; None if unknown.
+        other_us: times of alternative implementations in microseconds, by name; None if one is not available.
     """
 
     op: str
@@ -92,17 +93,20 @@ class Row:
 
     @property
     def gbs(self) -> float:
-        """GB/s of memory traffic, if each byte moves once."""
+        """The achieved memory bandwidth in GB/s, if each byte of W, x and y moves once."""
         return self.nbytes / self.us / 1e3
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s, or TOP/s of integers."""
+        """The achieved throughput in TFLOP/s, or in TOP/s for integers."""
         return self.flops / self.us / 1e6
 
     @property
     def over_roofline(self) -> float | None:
-        """The time in units of the roofline; 1 is the best possible."""
+        """The time divided by the roofline time; None if that is unknown.
+
+        It can be slightly below 1, since the measured ceilings vary with the clock.
+        """
         return None if self.roofline_us is None else self.us / self.roofline_us
 
     @property
@@ -112,7 +116,7 @@ class Row:
         return None if fp16_us is None else fp16_us / self.us
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures, also those that follow from others."""
+        """Return all fields and derived figures as a JSON object."""
         derived = ("gbs", "tflops", "over_roofline", "over_fp16")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
@@ -124,7 +128,7 @@ def run(
     settings: Settings,
     progress: Callable[[str], None],
 ) -> tuple[list[Row], Ceilings | None]:
-    """Time an operation for every shape at every M; return the rows and the ceilings, which are None on the CPU.
+    """Time an operation for every shape and M; return the rows, and the ceilings of the roofline (None on the CPU).
 
     Raises ValueError for a shape that the operation cannot have, before anything is timed, and for one that a forced
     kernel cannot solve.
@@ -177,7 +181,7 @@ def _ceilings(device: int) -> Ceilings:
 
 
 def _read_gbs() -> float:
-    """Return the read bandwidth in GB/s: the better of copying a buffer, which reads and writes, and of its sum."""
+    """Return the memory bandwidth in GB/s: the larger one of a copy (bytes read plus written) and of a sum."""
     import cupy
 
     free, _ = cupy.cuda.runtime.memGetInfo()
@@ -189,7 +193,7 @@ def _read_gbs() -> float:
 
 
 def _matmul_tflops(device: int) -> float:
-    """Return the rate of a large square product in float16. Its values are random: zeros draw less power."""
+    """Return the throughput of a large square float16 GEMM on random values, since zeros would draw less power."""
     import cupy
 
     tile = np.random.default_rng(0).standard_normal((SIDE, 256), np.float32).astype(np.float16)
@@ -199,13 +203,13 @@ def _matmul_tflops(device: int) -> float:
 
 
 def nominal_tflops(gpu: devices.Device, hertz: float) -> float:
-    """Return the float16 rate of a GPU in TFLOP/s at a clock in hertz."""
+    """Return the nominal float16 throughput of a GPU in TFLOP/s at a clock in Hz."""
     known = max((arch for arch in FP16_FLOPS_PER_SM_CLOCK if arch <= gpu.native), default=60)
     return FP16_FLOPS_PER_SM_CLOCK[known] * gpu.sm_count * hertz / 1e12
 
 
 def to_json(rows: Sequence[Row], ceilings: Ceilings | None, device: int) -> dict[str, Any]:
-    """Return the run as JSON: the device, its ceilings and the rows."""
+    """Return the run as a JSON object: the device, its ceilings and the rows."""
     return {
         "device": placement.device_name(device),
         "ceilings": None if ceilings is None else asdict(ceilings),
@@ -214,7 +218,7 @@ def to_json(rows: Sequence[Row], ceilings: Ceilings | None, device: int) -> dict
 
 
 def render(rows: Sequence[Row], ceilings: Ceilings | None, device: int) -> str:
-    """Return the run as text."""
+    """Return the rows as a text table with notes."""
     first = rows[0]
     unit, others = "TFLOP/s" if OPERATIONS[first.op].is_fp16 else "TOP/s", list(first.other_us)
     header = ["shape", "kernel", "M", "us", "GB/s", unit, "us / roofline", *(f"{name} us" for name in others)]
@@ -236,7 +240,7 @@ def render(rows: Sequence[Row], ceilings: Ceilings | None, device: int) -> str:
 
 
 def new_figure() -> Any:
-    """Return an empty figure of matplotlib; raise ValueError if that is not installed."""
+    """Return an empty matplotlib figure; raise ValueError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -245,7 +249,7 @@ def new_figure() -> Any:
 
 
 def draw(figure: Any, rows: Sequence[Row], device_name: str) -> None:
-    """Draw time over M, one line per shape and fp16 dashed: in units of the roofline if it is known, else in us."""
+    """Plot time over M, one line per shape (fp16: dashed), relative to the roofline if known, else in microseconds."""
     relative = all(row.roofline_us for row in rows)
     axes = figure.add_subplot()
     for shape in dict.fromkeys(row.shape for row in rows):

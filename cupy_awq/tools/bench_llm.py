@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speed of language models of published shapes on random weights, for ``python -m cupy_awq bench --model``."""
+"""The command ``python -m cupy_awq bench --model``: time language models of published shapes with random weights."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ SHAPES = {
     "llama-3-70b": ModelConfig("llama", 8192, 28672, 80, 64, 8, 128, 128256, 8192, 1e-5, 5e5),
     "llama-3.2-1b": ModelConfig("llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072, 1e-5, 5e5, _LLAMA3_2, tied=True),
 }
-"""The published configurations, by the names that `measure` takes."""
+"""The published model configurations, by name."""
 
 _POOL_BYTES = 1 << 24
-"""The bytes of random data that all weights of a synthetic model repeat."""
+"""The size in bytes of the random data that is repeated in all weights of a synthetic model."""
 
 WARM_UP_STEPS = 3
-"""The decode steps before timing starts: one eager, one that captures the CUDA graph, one replay."""
+"""The number of warm-up decode steps: one without a CUDA graph, one that captures the graph, and one replay."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Speed:
 
 
 def synthetic(config: ModelConfig, group_size: int = 128, xp: Any = np) -> ModelFiles:
-    """Return a model of random weights in AutoAWQ's layout, with head and embedding in float16 and no tokenizer.
+    """Return a model with random AWQ weights, a float16 LM head and embedding, and no tokenizer.
 
     ``xp`` is the array module: NumPy, or CuPy to make the weights on the current GPU.
 

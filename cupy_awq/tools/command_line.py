@@ -30,14 +30,14 @@ OPS = ("gemm", "gemm_int8", "conv2d")
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError for a mistake, so that ``main`` reports all mistakes in one way."""
+    """An argument parser that raises ValueError for invalid arguments, so that ``main`` reports all errors alike."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (see {self.prog} --help)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code: 0, 2 for a user's mistake, or the command's own."""
+    """Run a command and return the exit code: 0 for success, 2 for a user error, or the command's own code."""
     _replace_closed_streams()
     try:
         args = _parser().parse_args(arguments)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _replace_closed_streams() -> None:
-    """Open the null device for each standard stream that the shell has closed, as ``>&-`` does."""
+    """Open the null device for each standard stream that the shell closed, for example with ``>&-``."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (open until the process ends)
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: list[int] | None) -> None:
-    """Add the sizes, in the order of x[M, K] @ W[K, N], and the operation."""
+    """Add the arguments for the operation and its sizes, in the order of x[M, K] @ W[K, N]."""
     parser.add_argument(
         "shapes", metavar="KxN", nargs=nargs, type=_shape, help="W [K, N]: in features x out features, as 4096x12288"
     )
@@ -202,9 +202,9 @@ if a kernel spills registers or if the compiler serializes its wgmma instruction
 
 EXPLAIN = """
 
-"->" marks the kernel that is chosen. A time is "measured" if `tune` recorded it on
-this GPU, else "modelled" by the kernel's cost model. The last line says what decided:
-a cost model or a table of tuned configurations, and which."""
+"->" marks the kernel that is chosen. Its time is "measured" if `tune` recorded it for
+this GPU model; all others are "modelled" by the kernel's cost model. The last line says
+whether the cost models or a table of tuned configurations determined the choice."""
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -250,7 +250,7 @@ def _bench(args: argparse.Namespace) -> int:
         return _bench_model(args)
     if args.op != "gemm" and (args.kernel or args.plan or args.dtype != "float16"):
         raise ValueError(f"bench: --op {args.op} takes no --kernel, --plan or --dtype")
-    figure = bench.new_figure() if args.plot else None  # fails before the work
+    figure = bench.new_figure() if args.plot else None  # fail before the benchmark if matplotlib is missing
     if args.plot and not (args.plot.suffix == ".png" and args.plot.absolute().parent.is_dir()):
         raise ValueError(f"--plot: expected FILE.png in a folder that exists, got {args.plot}")
     device = placement.resolve()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compilation of every kernel for some architectures, without a GPU: ``python -m cupy_awq compile --arch 90a``.
+"""The command ``python -m cupy_awq compile --arch 90a``: compile all kernels for some architectures, without a GPU.
 
 It fills the cache of a container image, and it checks a build: it prints registers, shared memory and spills of each
 kernel, and fails if one spills or if the compiler serializes its wgmma instructions.
@@ -36,15 +36,15 @@ from cupy_awq.runtime.launch_plan import Kernel
 from cupy_awq.tools.table import render
 
 SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (8192, 28672), (28672, 8192))
-"""The shapes KxN of linear layers of 8B and 70B models."""
+"""The shapes (K, N) of the linear layers of 8B and 70B models."""
 REPACKED_MS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
-"""The rows of x for which the kernels on the repacked layout are compiled."""
+"""The values of M for which the kernels that read the repacked layout are compiled."""
 SHARED_CONSTANTS = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")
-"""The constants that the table leaves out."""
+"""The compile-time constants that the table omits."""
 
 
 def kernels(arch: int) -> list[Kernel]:
-    """Return the kernels of common layers for an architecture, each once."""
+    """Return the kernels of common layers for an architecture, without duplicates."""
     gpu = device.nominal(arch)
     found = [*_conversions(gpu), *_awq_layout(gpu), *_quantized(gpu), *llm.kernels(gpu)]
     if arch == 90:
@@ -60,7 +60,7 @@ def _configurations(problem: KernelProblem, gpu: device.Device, families: Iterab
 
 
 def _conversions(gpu: device.Device) -> Iterator[Kernel]:
-    """Yield the kernels that write a weight, or codes, in floating point."""
+    """Yield the dequantization and conversion kernels."""
     k, n = SHAPES[0]
     for entry in VALUES:
         yield select.choose(Conversion(entry, 1, True), gpu).plan.kernel
@@ -71,11 +71,11 @@ def _conversions(gpu: device.Device) -> Iterator[Kernel]:
 
 
 def _awq_layout(gpu: device.Device) -> Iterator[Kernel]:
-    """Yield every configuration on the AWQ layout, for each dtype, packed zeros and group sizes 128 and 32."""
+    """Yield the kernels that read the AWQ layout in every configuration, for each dtype and group sizes 128 and 32."""
     k, n = SHAPES[0]
     families = set(select.FAMILIES_OF[Problem])
     if gpu.arch >= 80:
-        families.remove("gemm_sm75")  # legal, but used only if it is forced by name
+        families.remove("gemm_sm75")  # legal, but used only with kernel="gemm_sm75"
     for dtype, group_size, m, may_prefetch in itertools.product(
         ("float16", "bfloat16", "float32"), (128, 32), (1, 2, 4, 8, 16, 64), (False, True)
     ):
@@ -86,7 +86,7 @@ def _awq_layout(gpu: device.Device) -> Iterator[Kernel]:
 
 
 def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
-    """Yield the GEMM kernels on the repacked layout, whose code depends on the whole configuration: choices alone."""
+    """Yield the kernels that read the repacked layout; only in chosen configurations, since all would be too many."""
     for dtype, m, (k, n) in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES):
         problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
         yield gemm_sm90.prepare_weight(problem, gpu).kernel
@@ -101,7 +101,7 @@ def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
 
 
 def _quantized(gpu: device.Device) -> Iterator[Kernel]:
-    """Yield the kernels of common 8-bit products, quantizations and convolutions, where the GPU has them."""
+    """Yield the kernels of common integer GEMMs, quantizations and convolutions that the GPU supports."""
     for module in (quantize_rows, quantize_fp8, int8_problem, conv2d_problem, conv2d_int8):
         for problem in module.common_problems():
             if any(not isinstance(found, str) for found in select.candidates(problem, gpu).values()):
@@ -153,7 +153,7 @@ def run(archs: list[str]) -> int:
 
 
 def _show_progress(done: int, total: int) -> None:
-    """Print one line on stderr that a terminal updates; in a log, a line for every hundred kernels."""
+    """Print progress to stderr: one line that is updated in a terminal, or a line per 100 kernels in a log."""
     if sys.stderr.isatty():
         print(f"\rcompile: {done} of {total} kernels", end="\n" if done == total else "", file=sys.stderr, flush=True)
     elif done % 100 == 0 or done == total:

@@ -103,15 +103,15 @@ class Operation(Protocol):
         ...
 
     def nbytes(self, m: int) -> int:
-        """Return the bytes of W, x and y."""
+        """Return the total size of W, x and y in bytes."""
         ...
 
     def flops(self, m: int) -> int:
-        """Return the number of multiplications and additions."""
+        """Return the number of operations; a multiply-add is two."""
         ...
 
     def other_us(self, m: int) -> dict[str, float | None]:
-        """Return the time of other ways to the same result in microseconds, None where unknown, by name."""
+        """Return the times of alternative implementations in microseconds, by name; None if one is not available."""
         ...
 
 
@@ -236,7 +236,7 @@ class Conv2d:
             raise ValueError("conv2d: expected at least one channel, one pixel and a window of one")
 
     def _with_bits(self, bits: int) -> list[BlockQuantizedWeight]:
-        """Return the copies of the weight with codes of 4 or 8 bits."""
+        """Return copies of the weight with 4- or 8-bit codes."""
         if bits not in self._weights:
             rng, window, device = np.random.default_rng(0), self._settings.window, self._settings.device
             block = min(CONVOLUTION_BLOCK, self._ci)
@@ -289,7 +289,7 @@ OPERATIONS: dict[str, type[Operation]] = {"gemm": Gemm, "gemm_int8": GemmInt8, "
 
 
 class Fp16:
-    """The time of x @ W by cupy.matmul in float16, with cold copies of the dequantized weight."""
+    """The baseline cupy.matmul in float16, with copies of the dequantized weight that are cold in L2."""
 
     def __init__(self, weight: PackedWeight, device: int) -> None:
         import cupy
@@ -299,7 +299,7 @@ class Fp16:
         self._weights = [cupy.array(dense) for _ in range(cold_copies(w.nbytes, device))]
 
     def __call__(self, x: Array) -> float:
-        """Return microseconds for x on this GPU."""
+        """Return the time of x @ W in microseconds."""
         import cupy
 
         y = cupy.matmul(x, self._weights[0])
@@ -307,7 +307,7 @@ class Fp16:
 
 
 def cold_copies(nbytes: int, device: int) -> int:
-    """Return how many copies of a weight keep each of them cold in L2 when they take turns; 1 on the CPU."""
+    """Return the number of copies of a weight with which each copy is cold in L2 when it is used; 1 on the CPU."""
     if device == HOST:
         return 1
     return min(MAX_COPIES, max(2, math.ceil(3 * devices.of(device).l2_bytes / nbytes)))

@@ -18,7 +18,7 @@ Call = Callable[[], object]
 SAMPLES = 7
 """The number of samples of which the median is returned (on the CPU the minimum number)."""
 WARM_MS = 60.0
-"""The warm-up time in milliseconds: the timed work runs this long before the first sample, to raise the GPU's clocks."""
+"""The warm-up time in milliseconds, for which the timed work runs before the first sample to raise the GPU's clocks."""
 CPU_SECONDS = 0.2
 """The minimum total time of all samples on the CPU, in seconds."""
 
