@@ -135,7 +135,7 @@ def measure(
         batches: the batch sizes.
         prompt_tokens: the number of tokens of each prompt.
         steps: the number of decode steps that are timed, after the prompts and three warm-up steps.
-        index: the number of a GPU, or `check.HOST`; by default the current GPU, or the CPU if there is none.
+        index: device ordinal, or `check.HOST`; by default the current GPU, or the CPU if there is none.
         progress: a callback that takes the number of finished steps and their total, called while weights are made.
 
     Raises:
