@@ -29,8 +29,8 @@ struct Output {
   int b, i, j, co;
 };
 
-// Returns the coordinates of the element at a flat index of y, in memory order, so that adjacent threads store adjacent
-// elements.
+// Returns the coordinates of the element at a flat index of y, in memory order, so that adjacent threads
+// store adjacent elements.
 __device__ __forceinline__ Output output_of(int64_t index, const Sizes& s) {
   const int all = s.outputs * s.groups;
   const int pixels = s.out_h * s.out_w;

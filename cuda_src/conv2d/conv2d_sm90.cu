@@ -30,9 +30,9 @@
 //
 // Only the weight is read before griddepcontrol.wait.
 //
-// On an H100 with 32 images, for 3x3 layers from 64 channels at 56 x 56 to 512 at 7 x 7, two warpgroups per SM leave
-// the tensor cores idle for a third of the time: a warpgroup dequantizes the next unit only after it has issued its
-// wgmmas.
+// On an H100 with 32 images, for 3x3 layers from 64 channels at 56 x 56 to 512 at 7 x 7, two warpgroups per SM
+// leave the tensor cores idle for a third of the time: a warpgroup dequantizes the next unit only after it has
+// issued its wgmmas.
 #include "common/epilogue.cuh"
 #include "common/warp.cuh"
 #include "conv2d/conv2d_sm90.cuh"

@@ -16,12 +16,12 @@
 //
 // A CTA has WG_CO * WG_PX = 2 consumer warpgroups, each with 64 outputs and PARTS pixel tiles of TILE_N * TILE_H *
 // TILE_W pixels. A wgmma takes PIXELS rows of B: a pixel tile, and possibly rows past it. With HALO, one box of x with
-// a border serves all taps of its channels: each tap starts at another row of B, and TILE_W = 8. Without HALO each unit
-// has its own box. CTAs are persistent: the producer fills stages for the next tile while the warpgroups store the
-// current one.
+// a border serves all taps of its channels: each tap starts at another row of B, and TILE_W = 8. Without HALO each
+// unit has its own box. CTAs are persistent: the producer fills stages for the next tile while the warpgroups store
+// the current one.
 //
-// Split-K: the SPLIT_K CTAs of a cluster, which has a single tile, divide its units and add their partial sums through
-// DSMEM.
+// Split-K: the SPLIT_K CTAs of a cluster, which has a single tile, divide its units and add their partial
+// sums through DSMEM.
 //
 // Nothing is read before griddepcontrol.wait: prefetching the weight costs single layers 2 to 20% on an H100.
 //

@@ -71,8 +71,8 @@ static_assert(kBlockM % kXRowStep == 0, "the copies of x are divided evenly");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(!kGated || kWarps % 2 == 0, "half of the warps compute the gate");
 
-// The parameters of one group for a lane's four columns. Zero points have the form that Codes::zero_low and zero_high
-// return.
+// The parameters of one group for a lane's four columns. Zero points have the form that Codes::zero_low
+// and zero_high return.
 struct Group {
   float scales[4];
   float offsets[4];
@@ -164,9 +164,9 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     }
   };
 
-  // Selectors of __byte_perm that move one byte of the first word to bit 0 and the same byte of the second word to bit
-  // 16; masks clear the other bits later. A lane's even columns are in byte 0 or 1 of its word, its odd ones in byte 2
-  // or 3.
+  // Selectors of __byte_perm that move one byte of the first word to bit 0 and the same byte of the second word to
+  // bit 16; masks clear the other bits later. A lane's even columns are in byte 0 or 1 of its word, its odd ones in
+  // byte 2 or 3.
   const uint32_t even_bytes = 0x0400u + (column_read / 4 % 2) * 0x0101u;
   const uint32_t odd_bytes = even_bytes + 0x0202u;
   Group group;
@@ -184,8 +184,8 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     }
   };
 
-  // [mma tile along n][mma tile along m][value of the fragment]; group_accumulators are those of the current group,
-  // before scaling.
+  // [mma tile along n][mma tile along m][value of the fragment]; group_accumulators are those of the current
+  // group, before scaling.
   float accumulators[kTilesN][kTilesM][4] = {};
   float group_accumulators[kTilesN][kTilesM][4] = {};
   float x_sums[kTilesM][4] = {};

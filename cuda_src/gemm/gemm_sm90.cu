@@ -191,8 +191,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       }
     }
   };
-  // Prefetch only the x of the prologue: later copies are issued well ahead of their use, and prefetches would delay
-  // them.
+  // Prefetch only the x of the prologue: later copies are issued well ahead of their use, and prefetches
+  // would delay them.
   auto prefetch_x = [&](const Tile& tile) {
     if (threadIdx.x >= x_boxes(m)) return;
     for (int i = tile.n_block % kXParts; i < tile.prologue_iterations(); i += kXParts) {

@@ -9,9 +9,8 @@
 //   residual  X [m, n], row stride ldr values, or null
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
 //
-// ADD_TO_STREAM, RMS_NORM_X: the fused residual add and RMSNorm of a decoder, see hopper/residual_stream.cuh.
-// Limits: k % 64 == 0; n % 8 == 0 (gated: n % 64 == 0). ALIGNED: rows of y and of the residual start at multiples of 16
-// bytes.
+// ADD_TO_STREAM, RMS_NORM_X: the fused residual add and RMSNorm of a decoder, see hopper/residual_stream.cuh. Limits: k
+// % 64 == 0; n % 8 == 0 (gated: n % 64 == 0). ALIGNED: rows of y and of the residual start at multiples of 16 bytes.
 //
 // The kernel computes y^T = W^T x^T: the weight is operand A, which warps dequantize in registers once for all BLOCK_M
 // rows of x; x is operand B. A cluster of SPLIT_K CTAs computes a tile of BLOCK_M rows and WEIGHT_TILES * 32 columns,

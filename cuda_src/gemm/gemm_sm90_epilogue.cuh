@@ -11,8 +11,8 @@
 
 #include "gemm/gemm_sm90_tile.cuh"
 
-// Stores a consumer's accumulators of 8 rows, starting at `row`, and 16 columns, starting at `column`; c as in
-// ptx/mma.cuh.
+// Stores a consumer's accumulators of 8 rows, starting at `row`, and 16 columns, starting at `column`; c
+// as in ptx/mma.cuh.
 __device__ __forceinline__ void store_accumulators(float* accumulators, int consumer, int row, int column,
                                                    const float (&c)[4]) {
   const int lane = threadIdx.x % 32;

@@ -11,8 +11,8 @@
 // columns of the CTA tile for all BLOCK_M rows. Consumers copy x themselves with cp.async, which for few rows has a
 // lower latency than TMA.
 //
-// Zero points: codes enter the mma as q plus a constant. A group's scale and zero point are applied to its float32
-// accumulators:
+// Zero points: codes enter the mma as q plus a constant. A group's scale and zero point are applied to
+// its float32 accumulators:
 //
 //   s * (sum of x * q - z * sum of x)
 //

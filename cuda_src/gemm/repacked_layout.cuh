@@ -9,8 +9,8 @@
 // A weight tile is
 //
 //   codes   uint32 [2 of k64][2 of 16 columns][32 lanes][4 of k16]: 16 bytes per lane. With g = lane / 4, t = lane % 4
-//           a word holds, at bits 4 i and 16 + 4 i, the codes of register i of wgmma's and mma's operand A
-//           (ptx/mma.cuh):
+//           a word holds, at bits 4 i and 16 + 4 i, the codes of register i of operand A
+//           of wgmma and mma (ptx/mma.cuh):
 //             i = 0: column g,     k 2t     and 2t + 1
 //             i = 1: column g + 8, k 2t     and 2t + 1
 //             i = 2: column g,     k 2t + 8 and 2t + 9

@@ -26,8 +26,8 @@ struct PartialSumBarrier {
   __device__ __forceinline__ void write(uint32_t rank, uint32_t shared_address, const float (&values)[4]) const {
     ptx::st_async(ptx::mapa(shared_address, rank), values, ptx::mapa(barrier, rank));
   }
-  // Blocks until all expected bytes have landed. Call it before the CTA exits, because other CTAs write to its shared
-  // memory.
+  // Blocks until all expected bytes have landed. Call it before the CTA exits, because other CTAs write to
+  // its shared memory.
   __device__ __forceinline__ void wait_for_all() const { wait(barrier, 0); }
 };
 

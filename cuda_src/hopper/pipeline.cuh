@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pipeline between a producer warp, which issues copies to shared memory, and the consumer warps that read the
-// data.
+// The pipeline between a producer warp, which issues copies to shared memory, and its consumer warps.
 //
-// kNumStages stages form a ring. Each stage has two mbarriers, in shared memory as full [kNumStages], empty
-// [kNumStages]:
+// kNumStages stages form a ring. Each stage has two mbarriers; shared memory holds full [kNumStages], then
+// empty [kNumStages]:
 //
 //   barrier  a phase completes when                                              who arrives       who waits
 //   full     the producer has arrived and all bytes that it expects have landed  producer          consumers
@@ -64,8 +63,8 @@ struct PipelineState {
   int stage_idx;
   uint32_t phase;
 
-  // Returns the initial state of a warp that waits on empty barriers: it does not block in the first pass over the
-  // ring.
+  // Returns the initial state of a warp that waits on empty barriers: it does not block in the first pass
+  // over the ring.
   static __device__ constexpr PipelineState producer() { return {0, 1}; }
   // Returns the initial state of a warp that waits on full barriers.
   static __device__ constexpr PipelineState consumer(int stage_idx = 0) { return {stage_idx, 0}; }
@@ -132,10 +131,10 @@ struct Pipeline {
     return full_barrier(kNumStages + stage_idx);
   }
 
-  // Initializes the barriers of one stage. `full_arrivals` is 1 for the producer, plus 1 for each warp that fills the
-  // stage with its own stores. `empty_arrivals` is the number of consumer warps in all CTAs that receive this CTA's
-  // copies. Afterwards call fence_mbarrier_init, then synchronize the CTA or, if other CTAs signal these barriers, the
-  // cluster.
+  // Initializes the barriers of one stage. `full_arrivals` is 1 for the producer, plus 1 for each warp that fills
+  // the stage with its own stores. `empty_arrivals` is the number of consumer warps in all CTAs that receive this
+  // CTA's copies. Afterwards call fence_mbarrier_init, then synchronize the CTA or, if other CTAs signal these
+  // barriers, the cluster.
   __device__ __forceinline__ void init_stage(int stage_idx, int full_arrivals, int empty_arrivals) const {
     ptx::mbarrier_init(full_barrier(stage_idx), full_arrivals);
     ptx::mbarrier_init(empty_barrier(stage_idx), empty_arrivals);

@@ -38,8 +38,8 @@ constexpr int kWarpgroupM = kBlockM / kWarpgroups;
 constexpr int kAccumulators = kWarpgroupM / 2;  // per thread and m64 tile
 // The number of wgmma instructions (32 k each) per quantization block of a stage.
 constexpr int kBlockSteps = kBlockK / 32 / kXBlocks;
-// The number of spans of k for which a lane loads the parameters of x at once: latencies overlap as far as registers
-// allow.
+// The number of spans of k for which a lane loads the parameters of x at once: latencies overlap as far
+// as registers allow.
 constexpr int kLoadedSpans = X_OFFSET ? 1 : 2;
 
 constexpr int kParameters = 1 + kWeightOffset + kXOffset;  // parameters per column and block

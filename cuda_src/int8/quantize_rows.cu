@@ -2,9 +2,9 @@
 //   codes[m, k] = clamp(round((x[m, k] - offset[m, b]) / scale[m, b]), -128, 127),  b = k / block_size
 //   sums[m, b] = sum of the codes of block b
 // with scale = (max - min) / 255 and offset = max - 127 * scale over the block, or scale = 1 and offset = max if that
-// scale is at most 1e-5. SYMMETRIC: scale = max|x| / 127 and no offset. Every operation is rounded to float32, without
-// FMA. A block with a NaN or an infinity has scale NaN and codes 0. If max - min overflows, scale = max / 255 - min /
-// 255.
+// scale is at most 1e-5. SYMMETRIC: scale = max|x| / 127 and no offset. Every operation is rounded to float32,
+// without FMA. A block with a NaN or an infinity has scale NaN and codes 0. If max - min overflows, scale = max / 255
+// - min / 255.
 //
 //   x        X [m, k], row stride ldx
 //   codes    int8 [m, k]
@@ -66,8 +66,8 @@ __device__ __forceinline__ int32_t add_codes(uint32_t word, int32_t sum) {
 #endif
 }
 
-// Calls body(i, values) for each 8 (or 1) elements of a lane, starting at column i: from registers if the block fits
-// there.
+// Calls body(i, values) for each 8 (or 1) elements of a lane, starting at column i: from registers if the
+// block fits there.
 template <class Body>
 __device__ __forceinline__ void for_each(Values (&kept)[kKept], const X* source, int begin, int end, Body body) {
   if constexpr (kKept == kRounds) {
