@@ -2,7 +2,7 @@
 """The format of a checkpoint, from its configuration or, without one, from the names, dtypes and shapes of its tensors.
 
 The configuration names the format; the tensors decide which modules are quantized, and must have the shapes of the
-format. Every format is one module of this package and one entry of `METHODS` or of `_from_tensors`.
+format. Every format is one module of this package and one entry of `METHODS` or of `_detect_from_tensors`.
 """
 
 from __future__ import annotations
