@@ -146,6 +146,7 @@ def _header(data: bytes, path: Path) -> tuple[ModelConfig, int]:
             THETA,
             tied=shared == 1,
             qk_norm=True,
+            biases=frozenset(),
         )
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None

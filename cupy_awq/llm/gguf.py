@@ -229,9 +229,10 @@ def _config(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> ModelC
         if get(name, head_dim) != head_dim:
             raise ValueError(f"{arch}.{name}: expected the head dimension {head_dim}, got {get(name)!r:.80}")
     scaling: dict[str, Any] = {}
+    factors: tuple[float, ...] = ()
     kind = get("rope.scaling.type", "none")
     if "rope_freqs.weight" in blocks:
-        scaling = {"rope_type": "factors", "factors": tuple(_dense(blocks["rope_freqs.weight"], None).tolist())}
+        factors = tuple(_dense(blocks["rope_freqs.weight"], None).ravel().tolist())
     elif kind != "none":
         original = metadata.get(f"{arch}.rope.scaling.original_context_length")
         scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
@@ -249,6 +250,7 @@ def _config(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> ModelC
         eps=get("attention.layer_norm_rms_epsilon"),
         rope_theta=get("rope.freq_base", 10000.0),
         rope_scaling=scaling,
+        rope_factors=factors,
         tied="output.weight" not in blocks,
         qk_norm=arch == "qwen3",
     )
