@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_awq import check
+from cupy_awq.activation import ACTIVATIONS, Activation
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 
@@ -124,7 +125,7 @@ def convolution(
     return ConvolutionShape(batch, channels, height, width, co, (kh, kw), strides, sides, dilations, groups, out, nhwc)
 
 
-def activation(activation: Any, kinds: tuple[str | None, ...]) -> check.Activation:
+def activation(activation: Any, kinds: tuple[str | None, ...]) -> Activation:
     """Return the activation that a name, (low, high) or None means; it must be of one of ``kinds``.
 
     Raises:
@@ -136,7 +137,7 @@ def activation(activation: Any, kinds: tuple[str | None, ...]) -> check.Activati
     """
     found = check.activation(activation)
     if found.kind not in kinds or found.gated:
-        names = [repr(name) for name, known in check.ACTIVATIONS.items() if known.kind in kinds and not known.gated]
+        names = [repr(name) for name, known in ACTIVATIONS.items() if known.kind in kinds and not known.gated]
         raise ValueError(f"activation: expected None, {', '.join(names)} or (low, high), got {activation!r}")
     return found
 

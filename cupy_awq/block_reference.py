@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq import check
+from cupy_awq.activation import Activation
 from cupy_awq.block_check import ConvolutionShape, QuantizedProduct
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.reference import _round
@@ -81,7 +81,7 @@ def linear_fp8(
     weight: BlockQuantizedWeight,
     product: QuantizedProduct,
     bias: Array | None,
-    activation: check.Activation,
+    activation: Activation,
     out: Array,
 ) -> Array:
     """Compute `cupy_awq.linear_fp8` in float64, except for the codes."""
@@ -98,7 +98,7 @@ def gemm(
     weight: BlockQuantizedWeight,
     product: QuantizedProduct,
     bias: Array | None,
-    activation: check.Activation,
+    activation: Activation,
     out: Array,
 ) -> Array:
     """Compute `cupy_awq.gemm_int8` in float64.
@@ -131,7 +131,7 @@ def conv2d(
     weight: BlockQuantizedWeight,
     shape: ConvolutionShape,
     bias: Array | None,
-    activation: check.Activation,
+    activation: Activation,
     out: Array,
 ) -> Array:
     """Compute `cupy_awq.conv2d` in float64."""
@@ -188,7 +188,7 @@ def _per_output(bias: Array | None, shape: ConvolutionShape) -> Array | None:
     return bias if bias is None or shape.nhwc else bias[:, None, None]
 
 
-def finish(y: Array, bias: Array | None, activation: check.Activation, out: Array) -> Array:
+def finish(y: Array, bias: Array | None, activation: Activation, out: Array) -> Array:
     """Add the bias, apply the activation, and round once into ``out``."""
     if bias is not None:
         y = y + bias.astype(np.float64)

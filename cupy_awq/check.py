@@ -10,13 +10,14 @@ need neither CuPy nor a GPU.
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import ml_dtypes
 import numpy as np
+
+from cupy_awq.activation import ACTIVATIONS, Activation
 
 Array: TypeAlias = Any
 """A NumPy or CuPy array as a result: CuPy has no type information, so mypy cannot follow operations on it."""
@@ -74,27 +75,6 @@ class WeightSpec(NamedTuple):
     """The dtype of the scales, float16 or bfloat16."""
     device: int
     """The number of the GPU, or `HOST`."""
-
-
-class Activation(NamedTuple):
-    """The activation that an epilogue applies to x @ W + bias."""
-
-    kind: str | None = None
-    """"clamp" (to ``limits``), "silu", "gelu" (its tanh form) or None."""
-    limits: tuple[float, float] = (0.0, 0.0)
-    """The lowest and highest result of "clamp"."""
-    gated: bool = False
-    """Whether the activated first half of the columns multiplies the second half."""
-
-
-ACTIVATIONS = {
-    "relu": Activation("clamp", (0.0, math.inf)),
-    "relu6": Activation("clamp", (0.0, 6.0)),
-    "silu": Activation("silu"),
-    "gelu": Activation("gelu"),
-    "swiglu": Activation("silu", gated=True),
-}
-"""The activations that have a name."""
 
 
 class Product(NamedTuple):

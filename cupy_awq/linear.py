@@ -12,7 +12,7 @@ from cupy_awq import check
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Fusion
-from cupy_awq.kernels.repack import RECORD_COLUMNS
+from cupy_awq.kernels.repack import WEIGHT_TILE_N
 from cupy_awq.ops import gemm_launch
 from cupy_awq.ops import plan as planning
 from cupy_awq.ops.repack import RepackedWeight, repack
@@ -102,9 +102,9 @@ class AwqLinear:
         self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype is None else weight
         # Kernels of the repacked layout need gate and up in whole weight tiles; others need the AWQ tensors.
-        has_whole_tiles = not form.gated or spec.n % (2 * RECORD_COLUMNS) == 0
+        has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0
         if not keep_weight and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
-            self._weight = self._operand = self._operand.alone()
+            self._weight = self._operand = self._operand.without_original()
         self._pointers = gemm_launch.weight_pointers(self._operand, bias) if spec.device != check.HOST else ()
 
     @classmethod

@@ -33,7 +33,7 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
 
     def __getitem__(self, name: str) -> AwqLinear | Array:
         if name not in self._placed:
-            # Two threads may place one tensor; setdefault gives both the object that was stored first.
+            # If two threads place one tensor at once, setdefault returns the object stored first to both.
             return self._placed.setdefault(name, self._place(name))
         return self._placed[name]
 
@@ -71,14 +71,13 @@ def load(path: str | os.PathLike[str], /, *, device: object = None, group_size: 
     """Open a 4-bit checkpoint: a mapping from module names to `AwqLinear`, from other tensors' names to arrays.
 
     The formats are AutoAWQ ("gemm", "gemv", "gemv_fast"), llm-awq, GPTQ and auto-round, compressed-tensors
-    "pack-quantized", MLX and HQQ; `cupy_awq.checkpoint.read` describes what each becomes. All headers and scales are
-    read and validated here. A module is read from the memory-mapped file when its key is first accessed, repacked
-    unless it is AutoAWQ's "gemm", and copied to the device once. On the CPU, layers of "gemm" compute on the mapped
-    file.
+    "pack-quantized", MLX, HQQ and GGUF. All headers and scales are read and validated here. A module is read from the
+    memory-mapped file when its key is first accessed, repacked unless it is AutoAWQ's "gemm", and copied to the device
+    once. On the CPU, layers of "gemm" compute on the mapped file.
 
     Args:
         path: a folder with ``config.json`` (or an older file of the quantization settings) and ``model.safetensors``,
-            or shards and their index; or a single safetensors file, or a ``.pt`` file of llm-awq.
+            or shards and their index; or one safetensors file; or a ``.gguf`` file; or a ``.pt`` file of llm-awq.
         device: None for CuPy's current GPU, or the CPU where there is none; "cpu"; a GPU's number; a cupy.cuda.Device.
         group_size: the group size of a file that does not tell it: "gemv" formats without a configuration.
 

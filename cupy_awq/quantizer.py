@@ -12,7 +12,7 @@ from cupy_awq.check import Array, StridedArray
 from cupy_awq.packing import namespace, pack_int4
 from cupy_awq.weight import PackedWeight
 
-_BLOCK = 1 << 22  # the weights converted to float32 or float64 at a time, which bounds the memory
+_BLOCK = 1 << 22  # the number of weights quantized at a time; it bounds the memory for their float copies
 _SYMMETRIC_ZERO = 8
 
 # The (smallest scale, largest finite value) of each dtype of scales. The smallest bfloat16 scale is a normal number,
@@ -85,7 +85,7 @@ def _quantize_groups(w: Array, scale_dtype: np.dtype[Any], symmetric: bool, xp: 
     """Return codes [g, G, n] uint8, scales [g, n] and zero points [g, n] uint8 of the groups w [g, G, n]."""
     w = w.astype(np.float64 if w.dtype == np.float64 else np.float32)
     high, low = w.max(axis=1).astype(np.float64), w.min(axis=1).astype(np.float64)
-    if not bool((xp.isfinite(high) & xp.isfinite(low)).all()):  # NaN and infinity reach max or min
+    if not bool((xp.isfinite(high) & xp.isfinite(low)).all()):  # NaN and infinity propagate to max or min
         raise ValueError("w: expected finite values, got NaN or infinity")
     high, low = xp.maximum(high, 0), xp.minimum(low, 0)
     ideal = xp.maximum(high / 7, low / -8) if symmetric else high / 15 - low / 15

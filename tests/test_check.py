@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cupy_awq import check
+from cupy_awq.activation import Activation
 
 K, N, G = 64, 32, 16
 
@@ -388,7 +389,7 @@ def test_summary_of_a_product() -> None:
     x = np.zeros((2, 3, K), np.uint16)
     found = check.product(x, SPEC, bias=BIAS, activation="swiglu", residual=x[..., : N // 2], dtype="bfloat16")
     assert found == (BFLOAT16, (2, 3, N // 2), np.float16, ("silu", (0, 0), True))
-    assert check.product(X, SPEC, out=X[:, :N]) == (np.float16, (2, N), None, check.Activation())
+    assert check.product(X, SPEC, out=X[:, :N]) == (np.float16, (2, N), None, Activation())
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,10 @@ def test_info_counts_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[st
     nbytes = 64 * 8 + 2 * 16 * 2 + 2 * 8 + 16 * 2
     sizes = {"bytes": nbytes, "fp16_bytes": 64 * 16 * 2 + 32, "ratio": nbytes / (64 * 16 * 2 + 32)}
     layer = {"name": "a", "k": 64, "n": 16, "group_size": 32, "zeros": "packed", "dtype": "float16", "bias": True}
+    found = facts.pop("format")
+    assert found.pop("found").startswith("Format awq gemm: int32 [64, 2] of 'a.qweight' in ")
+    form = {"format": "awq gemm", "bits": 4, "group_size": 32, "symmetric": False, "act_order": False}
+    assert found == form | {"exceptions": {}, "roundings": {}}
     assert facts == {
         "path": str(tmp_path),
         "layers": [layer | sizes],
@@ -269,7 +273,9 @@ def test_info_counts_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_info_of_the_shipped_folder(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "info", str(SMOLLM2_MLP))
-    header, *rows, _, total = text.splitlines()
+    found, form, _, header, *rows, _, total = text.splitlines()
+    assert found.startswith("Format awq gemm: version 'gemm' in ")
+    assert form == "4 bits, group size 64, asymmetric"
     assert header.split() == "layer zeros scales bias K N group size bytes ratio to fp16".split()
     assert [row.split()[4:] for row in rows] == [
         ["1536", "576", "64", "477", "kB", "0.270"],
@@ -277,6 +283,23 @@ def test_info_of_the_shipped_folder(capsys: pytest.CaptureFixture[str]) -> None:
         ["576", "1536", "64", "477", "kB", "0.270"],
     ]
     assert total == "3 quantized layers: 1.43 MB, 0.270 of the 5.31 MB in fp16"
+
+
+def test_info_names_modules_that_differ_and_what_is_rounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {}
+    for name, words in (("a", 8), ("b", 8), ("gate", 16)):
+        tensors[f"{name}.weight"] = np.zeros((16, words), np.uint32)
+        tensors |= {f"{name}.{part}": np.ones((16, 2), np.float16) for part in ("scales", "biases")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantization = {"bits": 4, "group_size": 32, "gate": {"bits": 8, "group_size": 32}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization": quantization}))
+    lines = output(capsys, "info", str(tmp_path)).splitlines()
+    assert lines[0].startswith("Format mlx: quantization with 4 bits in ")
+    assert lines[1:4] == [
+        "4 bits, group size 32, asymmetric",
+        "exception: gate.weight: 8 bits",
+        "rounded: 8-bit codes to dense float16 (1 module)",
+    ]
 
 
 def test_info_of_a_file_without_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

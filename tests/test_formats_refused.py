@@ -17,8 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cupy_awq import load
 from cupy_awq.checkpoint import CheckpointError, read
-from cupy_awq.checkpoint.gguf_q4_k import open_q4_k
+from cupy_awq.checkpoint.gguf_q4 import open_q4_k
 from tests import packers
 from tests.format_files import save_folder
 from tests.packers import Packed
@@ -299,7 +300,7 @@ def test_zero_points_that_auto_gptq_lost_are_warned_of_once_a_checkpoint(tmp_pat
         tensors |= {f"{name}.{part}": array for part, array in parts.items()}
     config = GPTQ | {"checkpoint_format": "gptq"}
     with pytest.warns(UserWarning, match=r"module 'one': qzeros: .*AutoGPTQ loses \(2 modules\)"):
-        read(save_folder(tmp_path, tensors, {"quantization_config": config}))
+        load(save_folder(tmp_path, tensors, {"quantization_config": config}), device="cpu")
     by_model = config | {"meta": {"quantizer": ["gptqmodel:1.0"]}}
     assert len(read(save_folder(tmp_path, tensors, {"quantization_config": by_model}))) == 2
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq import BlockQuantizedWeight, block_check, block_reference, check, gemm_int8, quantize_activations
+from cupy_awq import BlockQuantizedWeight, block_check, block_reference, gemm_int8, quantize_activations
+from cupy_awq.activation import Activation
 from cupy_awq.kernels import gemm_int8_simt, gemm_int8_sm90, gemv_int8, quantize_rows, select
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80, GemmInt8MmaConfig
@@ -107,7 +108,7 @@ def check_product(
     buffers["counters"] = np.zeros(needs.counters, np.uint32)
     runner(backend)(plan, {name: buffers[name] for name in plan.buffers})
     exact = np.empty((problem.m, problem.n), np.float64)
-    activation = check.Activation(problem.activation, problem.limits)
+    activation = Activation(problem.activation, problem.limits)
     product = sizes._replace(dtype=np.dtype(np.float64))
     block_reference.gemm(*quantized, weight, product, bias, activation, exact)
     size = np.sqrt((x.astype(np.float64) ** 2).sum(1, keepdims=True) / problem.k) + np.abs(exact)

@@ -15,8 +15,8 @@ from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.kernels.gemm_sm90 import FUSION_BUFFERS
-from cupy_awq.kernels.gemm_sm90 import layout as repacking
 from cupy_awq.kernels.problem import Problem, Strides
+from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.runtime import device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.tools.testing import random_activations, random_weight
@@ -90,8 +90,8 @@ def expected(problem: Problem, x: np.ndarray, w: np.ndarray, bias: np.ndarray | 
 
 
 def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Device) -> np.ndarray:
-    """The weight of a problem in Hopper's layout, of bytes that are all ones before."""
-    layout = repacking(problem)
+    """Return the weight of a problem in the repacked layout, written over bytes of ones."""
+    layout = RepackedLayout.of(problem)
     out = np.full(layout.nbytes, 255, np.uint8)
     tensors = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
     run(layout.plan(facts), {**tensors, "out": out})

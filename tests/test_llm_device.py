@@ -13,7 +13,7 @@ import pytest
 
 from cupy_awq import AwqLinear, llm
 from cupy_awq.check import BFLOAT16, FLOAT16
-from cupy_awq.kernels.repack import Repacking
+from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.llm import LanguageModel, ModelConfig, Sampling
 from cupy_awq.llm.build import build_model
 from cupy_awq.llm.cuda_ops import CudaDecodeLoop, CudaOps
@@ -127,7 +127,7 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
     rng = np.random.default_rng(m)
 
     def layer(k: int, n: int, **options: Any) -> AwqLinear:
-        weight, layout = random_weight(rng, k, n, 64), Repacking(k, n, 64)
+        weight, layout = random_weight(rng, k, n, 64), RepackedLayout(k, n, 64)
         repacked = np.empty(layout.nbytes, np.uint8)
         tensors = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
         simt.run(layout.plan(device.nominal(90)), {**tensors, "out": repacked})

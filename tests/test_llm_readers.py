@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import llm, reference
-from cupy_awq.checkpoint import CheckpointError, Module
+from cupy_awq.checkpoint import CheckpointError, Module, gguf_file
 from cupy_awq.llm import ModelFiles, ak48, gguf
 from cupy_awq.llm.build import build_model
 from cupy_awq.llm.numpy_ops import NumpyOps
@@ -127,7 +127,7 @@ def test_a_huge_array_length_in_a_gguf_header_does_not_hang_the_reader(tmp_path:
 )
 def test_invalid_gguf_tokenizer_metadata_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     llm_models.gguf_file(tmp_path / "m.gguf", {})
-    metadata, _ = gguf.read_container(tmp_path / "m.gguf")
+    metadata, _ = gguf_file.read(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match=message):
         gguf.load_tokenizer(tmp_path / "m.gguf", {**metadata, **changes})
 
@@ -145,7 +145,7 @@ def test_each_gguf_pre_tokenizer_splits_words_digits_and_spaces_as_its_name_says
     tmp_path: Path, pre: str, pieces: list[str]
 ) -> None:
     llm_models.gguf_file(tmp_path / "m.gguf", {})
-    metadata, _ = gguf.read_container(tmp_path / "m.gguf")
+    metadata, _ = gguf_file.read(tmp_path / "m.gguf")
     tokenizer = gguf.load_tokenizer(tmp_path / "m.gguf", {**metadata, "tokenizer.ggml.pre": pre})
     assert [tokenizer.decode([i]) for i in tokenizer.encode("ab  12  ab")] == pieces
 

@@ -61,7 +61,7 @@ def test_int8_order_is_the_one_of_the_byte_permute() -> None:
     assert packing.unpack_int8(word).tolist() == values.tolist()
     pool = word.tobytes() + bytes.fromhex("64646464")
     halves = b"".join(bytes(pool[selector >> 4 * i & 7] for i in range(4)) for selector in (0x5250, 0x5351))
-    floats = np.frombuffer(halves, np.float16) - np.float16(1152)  # 1024 + 128
+    floats = np.frombuffer(halves, np.float16) - np.float16(1152)  # removes both biases, 1024 + 128
     assert [f"{bits:04x}" for bits in floats.view(np.uint16)] == golden["out_fp16_hex"]
 
 

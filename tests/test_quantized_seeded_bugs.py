@@ -54,30 +54,30 @@ EIGHT_IMAGES = SM90_CONVOLUTION.sizes._replace(batch=8)
 RACE, VALUES, BARRIER = ("race", "race"), ("values", "values"), ("barrier", "barrier")
 
 SEEDS = {
-    "a tile is multiplied before the copies of other threads are there": (
+    "a stage is multiplied before the copies of other threads have landed": (
         "int8/gemm_int8_mma.cuh", "<kStages - 2>();\n    __syncthreads();", "<kStages - 2>();", RACE,
     ),
-    "one stage too many is left under way": (
+    "the pipeline waits for one stage too few": (
         "int8/gemm_int8_mma.cuh", "wait<kStages - 2>", "wait<kStages - 1>", ("in flight", "race"),
     ),
-    "offsets are added by every split of a block": (
+    "every split adds the offsets of a block": (
         "int8/gemm_int8_mma.cuh", "      if (is_end) {\n#pragma", "      if (true) {\n#pragma", VALUES,
     ),
-    "the low nibbles are those of the high ones": (
+    "low nibbles are read from the high ones": (
         "int8/gemm_int8.cuh", ": (word << 4) & kHighNibbles", ": word & kHighNibbles", VALUES,
     ),
-    "a block takes the scales of the one before": (
+    "a block is scaled with the parameters of the preceding one": (
         "int8/gemm_int8_mma.cuh", "if (is_end && within + 1 < kXBlocks) {\n          ++within;",
         "if (is_end && within + 1 < kXBlocks) {", VALUES,
     ),
-    "x is read before the other lanes of the warp have brought it": (
+    "x is read before the other lanes of the warp have stored it": (
         "int8/gemv_int8.cu", "      if (pair % 4 == 0) __syncwarp();\n", "", RACE,
     ),
-    "the next x overwrites what other lanes still read": (
+    "the next x overwrites values that other lanes still read": (
         "int8/gemv_int8.cu", "    }\n    __syncwarp();\n  }", "    }\n  }", RACE,
     ),
     "offsets are added with every 32 k of a block": (
-        "int8/gemv_int8.cu", "if (step * kStep == b * block) {", "if (true) {", VALUES,
+        "int8/gemv_int8.cu", "if (step * kStep == b * block_size) {", "if (true) {", VALUES,
     ),
     "a column of B holds the k of another lane": (
         "int8/gemv_int8.cu", "lane / 8 == t", "(lane / 8 ^ 2) == t", VALUES,
@@ -85,93 +85,94 @@ SEEDS = {
     "the weight is read beyond its end": (
         "int8/gemv_int8.cu", "min(step, steps - 1)", "step", ("out of bounds", "out of bounds"),
     ),
-    "the sums of warps are added before they are there": (
+    "the sums of other warps are read before they are written": (
         "int8/gemv_int8.cu", "  __syncthreads();\n  float total", "  float total", RACE,
     ),
-    "a stage is given back while it is multiplied": (
+    "a stage is released while wgmma still reads it": (
         "int8/gemm_int8_sm90.cu", "          ptx::wgmma_wait_group<0>();\n", "", ("race", "race"),
     ),
-    "a stage is read before the parameters of x are there": (
-        "int8/gemm_int8_sm90.cu", "shared.full(lane), 1 + kParameterWarps", "shared.full(lane), 1",
+    "a stage is read before the parameters of x have been stored": (
+        "int8/gemm_int8_sm90.cu", "pipeline.init_stage(lane, 1 + kXParameterWarps,", "pipeline.init_stage(lane, 1,",
         ("barrier", "uninitialised"),
     ),
-    "a block of the cluster brings columns before the other is done with the stage": (
-        "int8/gemm_int8_sm90.cu", "kConsumerWarps * kCluster);", "kConsumerWarps);", ("race", "barrier"),
+    "a CTA of the cluster overwrites a stage that the other one still reads": (
+        "int8/gemm_int8_sm90.cu", "kConsumerWarps * kClusterSize);", "kConsumerWarps);", ("race", "barrier"),
     ),
-    "offsets of x are added with the sums of another block": (
-        "int8/gemm_int8_sm90.cu", "min(index, blocks - 1)", "min(index / 2, blocks - 1)", VALUES,
+    "offsets of x are multiplied by the sums of another block": (
+        "int8/gemm_int8_sm90.cu", "min(block, blocks - 1)", "min(block / 2, blocks - 1)", VALUES,
     ),
-    "a row of float8 takes the scale of another": (
-        "int8/gemm_int8_sm90.cu fp8", "row_scales[v] = x_scale[source_rows[v]]", "row_scales[v] = x_scale[source_rows[0]]",
-        VALUES,
+    "a row of float8 is scaled with the scale of another row": (
+        "int8/gemm_int8_sm90.cu fp8", "row_scales[v] = x_scale[rows[v]]", "row_scales[v] = x_scale[rows[0]]", VALUES,
     ),
-    "products of float8 stay without the scale of their row": (
-        "int8/gemm_int8_sm90.cu fp8", "[v % kSums] *= x_scales", "[v % kSums] += 0 * x_scales", VALUES,
+    "products of float8 are not scaled with the scale of their row": (
+        "int8/gemm_int8_sm90.cu fp8", "[v % kAccumulators] *= x_scales", "[v % kAccumulators] += 0 * x_scales", VALUES,
     ),
     "rows of float8 take scales of other blocks": (
         "int8/gemm_int8_mma.cuh fp8", "x_scale + (kFp8 ? row : at)", "x_scale + (kFp8 ? row / 2 : at)", VALUES,
     ),
-    "codes of low nibbles stay above e4m3's lowest bits": (
+    "low nibbles are shifted out of the mantissa of e4m3": (
         "int8/gemm_int8.cuh fp8", "kFp8 ? word & kLowNibbles :", "kFp8 ? (word << 1) & kHighNibbles :", VALUES,
     ),
-    "a warp of a row does not wait for the largest values of the others": (
+    "a warp reads the largest values of other warps before they are written": (
         "int8/quantize_fp8.cu", "  __syncthreads();\n", "", RACE,
     ),
-    "values beyond the first round are counted for the first sums": (
-        "int8/quantize_fp8.cu", "ceil_div(k, unit) + i / unit]", "ceil_div(k, unit) + begin / unit]", VALUES,
+    "sums of all rounds go to the blocks of the first round": (
+        "int8/quantize_fp8.cu", "ceil_div(k, block_size) + i / block_size]",
+        "ceil_div(k, block_size) + begin / block_size]", VALUES,
     ),
-    "a pair of values changes places": (
+    "the two values of a pair are swapped": (
         "int8/quantize_fp8.cu", "e4m3x2_f32(scaled[0], scaled[1])", "e4m3x2_f32(scaled[1], scaled[0])", VALUES,
     ),
-    "the next weights overwrite those still read": (
+    "the next weights overwrite the buffer that is still read": (
         "conv2d/conv2d_sm80.cu", "    buffer ^= 1;\n", "", RACE,
     ),
-    "a tap to the left of the image reads the row before": (
+    "a tap to the left of the image reads the preceding row": (
         "conv2d/conv2d_sm80.cu", "static_cast<unsigned>(left[i] + dx) < static_cast<unsigned>(s.width)",
         "left[i] + dx < s.width", ("out of bounds", "out of bounds"),
     ),
-    "the place in K is not carried to the next row of the kernel": (
+    "the position in K does not move to the next row of the kernel": (
         "conv2d/conv2d_sm80.cu", "        ++fy;\n", "", VALUES,
     ),
-    "a box of pixels is given back while tensor cores read it": (
+    "a box of x is released while wgmma still reads it": (
         "conv2d/conv2d_sm90.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
     ),
-    "codes are given back by a lane that has not seen the others read": (
-        "conv2d/conv2d_sm90.cu", "    __syncwarp();\n    if (lane == 0) ptx::mbarrier_arrive(barrier);",
-        "    if (lane == 0) ptx::mbarrier_arrive(barrier);", RACE,
+    "codes are released before all lanes have read them": (
+        "hopper/pipeline.cuh", "    __syncwarp();\n    if constexpr (kClusterSize == 1) {",
+        "    if constexpr (kClusterSize == 1) {", RACE,
     ),
-    "a tap begins a row of the image below": (
+    "a tap of the halo begins in the wrong row of the box": (
         "conv2d/conv2d_sm90.cu", "unit.fy * dilation_h * kBoxW", "unit.fy * dilation_h * kTileW", VALUES,
     ),
-    "parameters stay those of the first channels": (
-        "conv2d/conv2d_sm90.cu", "kParametersBegin + x_at.stage * kParameterBytes", "kParametersBegin", VALUES,
+    "every box takes the parameters of the first channels": (
+        "conv2d/conv2d_sm90.cu", "x_state.stage_idx * kParameterBytes) +", "0 * kParameterBytes) +", VALUES,
     ),
-    "partial sums are added before they are there": (
-        "conv2d/conv2d_sm90.cuh", "  synchronize_cluster<BLOCKS>();\n", "",
-        ("uninitialised", "race"),
+    "partial sums are read before other CTAs have written them": (
+        "hopper/cluster_reduction.cuh", "  cluster_sync<kClusterSize>();\n", "", ("uninitialised", "race"),
     ),
-    "what lies behind a part of the pixels is not zero": (
+    "the rows behind a part of the pixels are not zeroed": (
         "conv2d/conv2d_sm90_large.cu", "*reinterpret_cast<Vector<uint32_t, 4>*>(memory + at) = {};", "",
         ("uninitialised", "uninitialised"),
     ),
-    "tensor cores read zeros that were stored without a fence": (
+    "wgmma reads zeros that were stored without a proxy fence": (
         "conv2d/conv2d_sm90_large.cu", "    ptx::fence_proxy_async();\n", "", RACE,
     ),
-    "stages are given back while tensor cores read them": (
+    "stages are released while wgmma still reads them": (
         "conv2d/conv2d_sm90_large.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
     ),
-    "the next tile begins with the box before": (
-        "conv2d/conv2d_sm90_large.cu", "    release(shared.x_empty(x_at.stage));\n    x_at.advance();",
-        "    release(shared.x_empty(x_at.stage));", ("race", "race"),
+    "the next tile begins with the last box of the preceding one": (
+        "conv2d/conv2d_sm90_large.cu", "x_state.stage_idx, lane);\n    x_state.branch_to_next();",
+        "x_state.stage_idx, lane);", ("race", "race"),
     ),
-    "the last box of a tile is kept": (
-        "conv2d/conv2d_sm90_large.cu", "    release(shared.x_empty(x_at.stage));\n", "", ("deadlock", "deadlock"),
+    "the last box of a tile is not released": (
+        "conv2d/conv2d_sm90_large.cu", "    x_pipeline.consumer_release(x_state.stage_idx, lane);\n", "",
+        ("deadlock", "deadlock"),
     ),
-    "the second part takes the place of the first": (
+    "the second part is stored in place of the first": (
         "conv2d/conv2d_sm90_large.cu", "corner = corners[part];", "corner = corners[0];", VALUES,
     ),
-    "sums go to other blocks while those need their stages": (
-        "conv2d/conv2d_sm90_large.cu", "stages any more.\n      synchronize_cluster<kSplits>();", "stages any more.", RACE,
+    "partial sums overwrite stages that another CTA still reads": (
+        "conv2d/conv2d_sm90_large.cu", "      cluster_sync<kSplitK>();\n      reduce_scatter",
+        "      reduce_scatter", RACE,
     ),
 }  # fmt: skip
 
@@ -180,7 +181,7 @@ def outcome(file: str, landing: str) -> str:
     """Return the check that catches the bug planted in a file, or "nothing"."""
     a100, h100 = device.nominal(80), device.nominal(90)
     try:
-        if file in ("conv2d/conv2d_sm90.cu", "conv2d/conv2d_sm90.cuh"):
+        if file in ("conv2d/conv2d_sm90.cu", "hopper/pipeline.cuh", "hopper/cluster_reduction.cuh"):
             # Three chunks of channels in two stages of x, with K whole and split in two.
             for split_k in (1, 2):
                 config = Conv2dSm90Config(1, 1, 4, 8, True, 2, 8, split_k, 1)
@@ -230,12 +231,12 @@ def outcome(file: str, landing: str) -> str:
 
 
 @pytest.mark.parametrize("file", sorted({file for file, *_ in SEEDS.values()}))
-def test_the_kernels_are_right_before_a_bug_is_planted(file: str) -> None:
+def test_kernels_pass_before_a_bug_is_planted(file: str) -> None:
     assert outcome(file, "latest") == "nothing"
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_seeded_bug_is_caught(name: str) -> None:
+def test_planted_bug_is_caught(name: str) -> None:
     file, old, new, caught = SEEDS[name]
     with patched(file.split()[0], old, new):
         assert (outcome(file, "latest"), outcome(file, "earliest")) == caught

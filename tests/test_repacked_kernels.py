@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel of the repacked layout, through its launch plan, against float64 formulas: simulated and on the GPU."""
+"""Every kernel on the repacked layout, compared with float64 formulas: on the simulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq.kernels import select
-from cupy_awq.kernels.gemm_sm90 import layout as repacking
 from cupy_awq.kernels.problem import Fusion, Problem
+from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.packing import unpack_int4
 from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
@@ -22,7 +22,7 @@ from tests.test_reference import float64_weight
 
 
 def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) -> Problem:
-    """Group sizes, zeros, scales and epilogues of both Hopper families."""
+    """Draw a problem with any group size, zeros, scales and epilogue that both families on the repacked layout take."""
     group_size = data.draw(st.sampled_from([32, 64, 128, 192]))
     gated = data.draw(st.booleans())
     step = 64 if gated else 8
@@ -48,7 +48,7 @@ def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) 
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
-    """The Hopper family: rows on both sides of each tile, partly empty tiles, group sizes, zeros, epilogues."""
+    """M on both sides of each tile size, partly empty tiles, and every group size, kind of zeros and epilogue."""
     problem = any_problem(data, [1, 2, 7, 8, 9, 16, 17, 33, 65, 130], 320, 512)
     problem = replace(problem, wide_scales=data.draw(st.booleans()))
     here = facts(90, backend)
@@ -63,27 +63,29 @@ def test_any_repacked_problem(backend: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize(("k", "dtype"), [(320, "float16"), (1088, "bfloat16")])
-def test_few_rows_of_one_group_a_record(backend: str, m: int, k: int, dtype: str) -> None:
-    """Sums of x by parts of K, of every depth and number of splits."""
+def test_sums_of_x_in_slices_with_one_group_per_weight_tile(backend: str, m: int, k: int, dtype: str) -> None:
+    """One and two rows, where unused columns of mma sum up slices of K, with every number of k tiles and split-K."""
     problem = Problem(m, 72, k, k, dtype, repacked=True)
     here = facts(90, backend)
     family = select.FAMILIES["gemm_sm90"]
-    configs = {(c.depth, c.splits): c for c in family.configs(problem, here) if c.records == 2}
-    assert {depth for depth, _ in configs} >= {1, 2}
-    assert {splits for _, splits in configs} == {1, 2}
+    configs = {(c.k_tiles, c.split_k): c for c in family.configs(problem, here) if c.weight_tiles == 2}
+    assert {k_tiles for k_tiles, _ in configs} >= {1, 2}
+    assert {split_k for _, split_k in configs} == {1, 2}
     for config in configs.values():
         check_matmul(runner(backend), problem, family, config, here, seed=k)
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
-@pytest.mark.parametrize(("m", "group_size", "depth"), [(4, 128, 1), (6, 64, 4), (16, 32, 2)])
-def test_few_rows_by_every_width_of_a_team(backend: str, m: int, group_size: int, depth: int) -> None:
-    """A team of any number of warps copies whole rows of x, in turns."""
+@pytest.mark.parametrize(("m", "group_size", "k_tiles"), [(4, 128, 1), (6, 64, 4), (16, 32, 2)])
+def test_consumers_of_every_number_of_warps_copy_all_rows_of_x(
+    backend: str, m: int, group_size: int, k_tiles: int
+) -> None:
+    """A consumer whose warps are no power of two copies whole rows in passes, and some threads copy nothing."""
     problem = Problem(m, 264, 1152, group_size, repacked=True)
     here = facts(90, backend)
     family = select.FAMILIES["gemm_sm90"]
-    fit = [c for c in family.configs(problem, here) if c.name == "gemm_sm90_mma" and c.depth == depth]
-    configs = {c.records: c for c in fit}
+    fit = [c for c in family.configs(problem, here) if c.name == "gemm_sm90_mma" and c.k_tiles == k_tiles]
+    configs = {c.weight_tiles: c for c in fit}
     assert set(configs) == {1, 2, 3, 4, 6, 7, 8}
     for config in configs.values():
         check_matmul(runner(backend), problem, family, config, here, seed=m)
@@ -91,22 +93,22 @@ def test_few_rows_by_every_width_of_a_team(backend: str, m: int, group_size: int
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize("m", [3, 20])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_blocks_that_only_keep_a_place(backend: str, m: int, splits: int) -> None:
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_padding_ctas_exit_without_a_tile(backend: str, m: int, split_k: int) -> None:
     problem = Problem(m, 632, 256, 128, repacked=True)
-    here = replace(facts(90, backend), sm_count=11 * splits)
+    here = replace(facts(90, backend), sm_count=11 * split_k)
     family = select.FAMILIES["gemm_sm90"]
     configs = family.configs(problem, here)
-    config = next(c for c in configs if (c.records, c.splits) == (2, splits))
-    assert config.grid(problem)[0] == 10 * splits
-    assert family.plan(config, problem, here).grid == (11 * splits, 1, 1)
-    assert family.plan(config, replace(problem, m=200), here).grid[0] == 10 * splits  # more rows than a tile has
+    config = next(c for c in configs if (c.weight_tiles, c.split_k) == (2, split_k))
+    assert config.tiles(problem) == (1, 10)
+    assert family.plan(config, problem, here).grid == (11 * split_k, 1, 1)
+    assert family.plan(config, replace(problem, m=200), here).grid[0] == 10 * split_k  # several tiles of rows
     check_matmul(runner(backend), problem, family, config, here, seed=m)
 
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @pytest.mark.parametrize(
-    ("m", "dtype", "k", "group_size", "scaled", "depths"),
+    ("m", "dtype", "k", "group_size", "scaled", "k_tile_counts"),
     [
         (12, "float16", 2112, 64, False, {1, 2, 4}),
         (12, "bfloat16", 2112, 64, False, {1, 2, 4}),
@@ -116,29 +118,30 @@ def test_blocks_that_only_keep_a_place(backend: str, m: int, splits: int) -> Non
         (40, "float16", 2112, 64, True, {1}),
     ],
 )
-def test_stages_of_several_steps(
-    backend: str, m: int, dtype: str, k: int, group_size: int, scaled: bool, depths: set[int]
+def test_a_ring_of_very_few_stages_wraps_and_k_ends_within_a_stage(
+    backend: str, m: int, dtype: str, k: int, group_size: int, scaled: bool, k_tile_counts: set[int]
 ) -> None:
-    """Every depth and number of teams, round the fewest stages several times; K ends within a stage (and a record)."""
-    # Many rows by short groups are scaled wherever float16 holds the scales.
+    """Every number of k tiles in a stage and of consumers, with the fewest stages; K ends within a weight tile."""
+    # With short groups and many rows the family scales the weights unless float16 cannot hold the scales.
     scales = dtype if scaled else "float16"
     problem = Problem(m, 128, k, group_size, dtype, scales, repacked=True, wide_scales=not scaled)
     here = facts(90, backend)
     family = select.FAMILIES["gemm_sm90"]
     configs = {
-        (c.depth, c.teams): replace(c, stages=c.teams * (2 if scaled or c.teams == 1 else 1))
+        (c.k_tiles, c.consumers): replace(c, stages=c.consumers * (2 if scaled or c.consumers == 1 else 1))
         for c in family.configs(problem, here)
-        if c.name == "gemm_sm90" and c.records == (4 if c.depth == 4 else 2) and (c.splits, c.scaled) == (1, scaled)
+        if c.name == "gemm_sm90" and c.weight_tiles == (4 if c.k_tiles == 4 else 2)
+        if (c.split_k, c.scaled) == (1, scaled)
     }
-    assert {depth for depth, _ in configs} == depths
+    assert {k_tiles for k_tiles, _ in configs} == k_tile_counts
     for config in configs.values():
         check_matmul(runner(backend), problem, family, config, here, seed=m)
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_what_is_not_finite_stays_in_its_row_of_x(backend: str, value: float) -> None:
-    """Two rows share instructions that sum x."""
+def test_infinity_and_nan_do_not_leak_into_other_rows(backend: str, value: float) -> None:
+    """Two rows share the mma that sum up x."""
     problem, run, here = Problem(2, 64, 256, 128, repacked=True), runner(backend), facts(90, backend)
     rng = np.random.default_rng(0)
     weight, x = random_weight(rng, 256, 64, 128), random_activations(rng, 2, 256)
@@ -160,7 +163,7 @@ def test_what_is_not_finite_stays_in_its_row_of_x(backend: str, value: float) ->
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @given(data=st.data())
 @settings(max_examples=12)
-def test_any_product_that_keeps_a_residual_stream(backend: str, data: st.DataObject) -> None:
+def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
     role = data.draw(st.sampled_from(["add_to_stream", "rms_norm_x"]))
     gated = role == "rms_norm_x" and data.draw(st.booleans())
     k = data.draw(st.sampled_from([64, 128, 192, 512, 1088]))
@@ -188,13 +191,13 @@ def test_any_product_that_keeps_a_residual_stream(backend: str, data: st.DataObj
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
 @given(data=st.data())
 @settings(max_examples=8)
-def test_many_rows_of_any_repacked_problem(backend: str, data: st.DataObject) -> None:
-    """Persistent blocks, few of them: several tiles a block, tiles that clusters share along K, partly empty tiles."""
+def test_persistent_ctas_with_stream_k(backend: str, data: st.DataObject) -> None:
+    """Few SMs: several tiles for each CTA, units that clusters share along K, partly empty tiles."""
     problem = any_problem(data, [40, 128, 140, 300], 704, 768)
     here = replace(facts(90, backend), sm_count=data.draw(st.sampled_from([2, 4, 7])))
     family = select.FAMILIES["gemm_sm90_large"]
     assert family.refuse(problem, here) is None
-    config = data.draw(st.sampled_from(sorted(family.configs(problem, here), key=lambda config: -config.splits)))
+    config = data.draw(st.sampled_from(sorted(family.configs(problem, here), key=lambda config: -config.split_k)))
     pad = data.draw(st.sampled_from([0, 8]))
     check_matmul(runner(backend), problem, family, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
 
@@ -204,7 +207,7 @@ def test_many_rows_of_any_repacked_problem(backend: str, data: st.DataObject) ->
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["gemm_sm90", "gemm_sm90_large"])
 def test_scaled_weights_are_rounded_once(backend: str, name: str, dtype: str, scales_dtype: str) -> None:
-    """Bit for bit (but for the sign of zero), as ones at the places of x show."""
+    """An identity matrix for x gives the weights bit for bit (but for the sign of zero)."""
     problem = Problem(192, 136, 192, 64, dtype, scales_dtype, repacked=True, scale_exponent=3)
     here, run, rng = facts(90, backend), runner(backend), np.random.default_rng(0)
     weight = random_weight(rng, problem.k, problem.n, problem.group_size, dtype=DTYPES[scales_dtype])
@@ -216,9 +219,9 @@ def test_scaled_weights_are_rounded_once(backend: str, name: str, dtype: str, sc
     repacked = repack(run, problem, weight, here)
     family = select.FAMILIES[name]
     configs = {
-        (config.block_m, config.tiles): config
+        (config.block_m, config.m64_tiles): config
         for config in family.configs(problem, here)
-        if config.splits == 1 and getattr(config, "scaled", True)
+        if config.split_k == 1 and getattr(config, "scaled", True)
     }
     assert configs
     for config in configs.values():
@@ -233,7 +236,7 @@ def test_scaled_weights_are_rounded_once(backend: str, name: str, dtype: str, sc
 @pytest.mark.parametrize(("k", "n", "group_size"), [(128, 128, 128), (320, 72, 64), (192, 264, 32), (192, 8, 192)])
 def test_repacking_keeps_every_code_scale_and_zero(backend: str, zeros: str, k: int, n: int, group_size: int) -> None:
     weight = random_weight(np.random.default_rng(k), k, n, group_size, zeros=zeros)
-    layout = repacking(Problem(1, n, k, group_size, zeros=zeros))
+    layout = RepackedLayout.of(Problem(1, n, k, group_size, zeros=zeros))
     out = np.full(layout.nbytes, 255, np.uint8)
     arrays = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros, "out": out}
     runner(backend)(layout.plan(facts(90, backend)), arrays)

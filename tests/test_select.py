@@ -74,9 +74,9 @@ def test_the_choice_where_there_is_no_doubt(m: int, arch: int, dtype: str, group
         ("gemm_sm80", Problem(4, 64, 48, 24), 80, "multiple of 16, not 24"),
         ("gemm_sm80", Problem(4, 64, 64, 64, x_aligned=False), 80, "multiples of 16 bytes"),
         ("gemm_sm90_raw", Problem(4, 64, 64, 64), 80, "needs sm_90, not sm_80"),
-        ("gemm_sm90_raw", Problem(17, 64, 64, 64), 90, "takes up to 16 rows of x, not M=17"),
+        ("gemm_sm90_raw", Problem(17, 64, 64, 64), 90, "needs M <= 16, not 17"),
         ("gemm_sm90_raw", Problem(4, 64, 64, 64, "float32"), 90, "takes x of float16 or bfloat16, not float32"),
-        ("gemm_sm90_raw", Problem(4, 64, 64, 64, repacked=True), 90, "weights that have no other layout"),
+        ("gemm_sm90_raw", Problem(4, 64, 64, 64, repacked=True), 90, "weights without a repacked copy"),
         ("gemm_sm90_raw", Problem(4, 64, 48, 48), 90, "multiple of 32, not 48"),
         ("gemm_sm90_raw", Problem(4, 64, 64, 64, x_aligned=False), 90, "multiples of 16 bytes"),
         (
@@ -208,5 +208,5 @@ def test_scales_in_two_parts_have_no_tiles_that_scale_for_128_rows_only(m: int) 
     problem = Problem(m, 12288, 4096, 128, "bfloat16", "bfloat16", repacked=True, raw=False)
     for scales_dtype in ("bfloat16", "float16"):
         configs = select.FAMILIES["gemm_sm90_large"].configs(replace(problem, scales_dtype=scales_dtype), here)
-        narrow = any((config.block_m, config.tiles) == (128, 1) for config in configs)
+        narrow = any((config.block_m, config.m64_tiles) == (128, 1) for config in configs)
         assert narrow == (m <= 128 or scales_dtype == "bfloat16")

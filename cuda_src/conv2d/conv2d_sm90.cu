@@ -1,49 +1,51 @@
 // SPDX-License-Identifier: Apache-2.0
-// The convolution of conv2d.cuh by wgmma: weights [64 outputs, k], dequantized in registers, are operand A, pixels of x
-// [k, pixels], as the tensor copy brings them, are B. K runs over units: a tap of the kernel and 64 channels, the taps
-// of a chunk of channels one after the other.
+//   y[b, i, j, co] = activation(bias[co] + sum over taps and channels of x * w), as in conv2d.cuh
+// by wgmma on sm_90a, with weights that are dequantized in registers. Weights [64 outputs, k] are operand A; pixels of
+// x [k, pixels], in the order in which TMA copies them, are operand B. K consists of units (conv2d_sm90.cuh).
 //
-//   codes       uint32 [unit][tile of 64 outputs][BITS / 4][128 threads][4]: with g = lane / 4, t = lane % 4 a thread
+//   codes       uint32 [unit][64-output tile][BITS / 4][128 threads][4]. With g = lane / 4 and t = lane % 4, a thread
 //   of
-//               warp w has rows 16 w + g and 8 more. BITS 4: word s is for k16 s, and its bits 4 i and 16 + 4 i are
-//                 i = 0: row g, k 2t and 2t + 1    i = 1: row g + 8, same k
-//                 i = 2: row g, k 2t + 8, 2t + 9   i = 3: row g + 8, same k
-//               BITS 8: words 2 s and 2 s + 1 are for k16 s, i = 0, 1 and i = 2, 3, the bytes in the order of two i's
-//               low values, then their high ones; each plus 128.
-//   parameters  uint32 [chunk][tile of 64 outputs][PARAMETER_GROUPS][64]: scale and, above it, offset of an output, both X
+//               warp w has rows 16 w + g and 16 w + g + 8. BITS 4: word s is for the s-th 16 k of the unit; its bits
+//               4 i and 16 + 4 i hold
+//                 i = 0: row g, k 2t and 2t + 1       i = 1: row g + 8, same k
+//                 i = 2: row g, k 2t + 8 and 2t + 9   i = 3: row g + 8, same k
+//               BITS 8: words 2 s (i = 0, 1) and 2 s + 1 (i = 2, 3); the bytes are the lower k of both i, then the
+//               higher k of both; each is code + 128.
+//   parameters  uint32 [chunk][64-output tile][PARAMETER_GROUPS][64]: an output's scale, and its offset in the high
+//               half, both X
 //   bias        BIAS [outputs] or null
-//   y           X, contiguous, NHWC or NCHW; ALIGNED: outputs and the address are multiples of 8 values
-//   parts       of an image, parts_w along its width; co_blocks: tiles along the outputs; units: of K
-//   x_map       tensor map of x as [batch][height][width][channels] in boxes of [1][BOX_H][BOX_W][64], swizzled by 128
-//               bytes; what lies outside is the padding
+//   y           X, contiguous, NHWC or NCHW; ALIGNED: outputs and the address are multiples of 8 elements
+//   x_map       tensor map of x, X [batch][height][width][channels], boxes of [1][BOX_H][BOX_W][64], 128-byte swizzle;
+//               elements outside x are the padding
+//   parts       parts of an image; parts_w along its width; co_blocks: tiles of WG_CO * 64 outputs; units: of K
 //
-// sm_90a. A block has WG_CO * WG_PX warpgroups, each with 64 outputs and a part of TILE_H * TILE_W pixels. A box of x
-// with a border (HALO) serves all taps of its channels: a tap is another first row of B. The rows that an instruction
-// takes lie TILE_W = 8 at a time in the box's rows, or, TILE_H = 1, all after each other. Without HALO each unit has a
-// box of its own, and the map steps over x as the convolution does.
+// Limits: one group, at least 16 channels, blocks of a multiple of 16 channels, strides of at most 8.
 //
-// A cluster of SPLIT_K blocks divides the units of a tile. In the end each pushes its sums into the shared memory of the
-// block that owns their pixels, and the owner adds them in a fixed order.
+// A CTA has WG_CO * WG_PX consumer warpgroups, each with 64 outputs and a part of TILE_H * TILE_W pixels. With HALO, a
+// box of x with a border serves all taps of its channels: a tap is another first row of B. B's rows are 8 pixels at a
+// time: TILE_W = 8 pixels of a row of the box, or for TILE_H = 1 all adjacent. Without HALO each unit has a box, and
+// the tensor map has the stride of the convolution.
 //
-// Programmatic dependent launch: all that is read before griddepcontrol.wait is the weight.
+// Split-K: the SPLIT_K CTAs of a cluster divide the units of a tile and add their partial sums through DSMEM.
 //
-// Measured on an H100, 3x3 with 64 channels of 56 x 56, 128 of 28 x 28, 256 of 14 x 14 and 512 of 7 x 7, in
-// microseconds: 3.7 to 5.7 for one image, 16 to 24 for 32. Tensor cores would need 8 of the 16: a warpgroup issues its
-// products, waits until they have begun, and only then converts the next unit, so that two of them on a multiprocessor
-// leave the tensor cores idle for a third of the time. Three reach their rate, but 64 outputs and 112 pixels each are
-// more than such layers have. Blocks of the next grid that come early lie where there is room, not evenly: 128 blocks
-// of which two fit took 40 in place of about 24.
-#include "conv2d/conv2d_sm90.cuh"
+// Only the weight is read before griddepcontrol.wait.
+//
+// On an H100 with 32 images of 3x3 layers from 64 channels at 56 x 56 to 512 at 7 x 7, two warpgroups per SM leave the
+// tensor cores idle for a third of the time: a warpgroup converts the next unit only after its wgmmas have started.
 #include "common/epilogue.cuh"
+#include "common/warp.cuh"
+#include "conv2d/conv2d_sm90.cuh"
 #include "dequant/int4.cuh"
+#include "dequant/unpack_bytes.cuh"
+#include "hopper/cluster_reduction.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/shared_storage.cuh"
+#include "hopper/tile_scheduler.cuh"
+#include "hopper/tma.cuh"
+#include "hopper/wgmma.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/bulk_copy.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/wgmma.cuh"
-#include "dequant/unpack_bytes.cuh"
-#include "common/warp.cuh"
 
 static_assert(__CUDA_ARCH__ == 900, "conv2d_sm90 needs sm_90a");
 
@@ -54,64 +56,61 @@ constexpr int kWgPx = WG_PX;
 constexpr int kTileH = TILE_H;
 constexpr int kTileW = TILE_W;
 constexpr int kBoxW = BOX_W;
-constexpr int kGroups = PARAMETER_GROUPS;
+constexpr int kParameterGroups = PARAMETER_GROUPS;
 constexpr int kXStages = X_STAGES;
 constexpr int kCodeStages = CODE_STAGES;
-constexpr int kSplits = SPLIT_K;
+constexpr int kSplitK = SPLIT_K;
 
 constexpr int kWarpgroups = kWgCo * kWgPx;
 constexpr int kConsumerWarps = kWarpgroups * 4;
 constexpr int kThreads = kConsumerWarps * 32 + 32;
-constexpr int kSteps = STEPS;             // of 16 channels, in a unit
+constexpr int kSteps = STEPS;             // wgmma instructions of 16 channels in a unit
 constexpr int kPixels = kTileH * kTileW;  // of a warpgroup
 constexpr int kPixelGroups = kPixels / 8;
-constexpr int kOwnedGroups = ceil_div(kPixelGroups, kSplits);
-constexpr int kSums = kPixels / 2;
-constexpr int kStride = (kTileH == 1 ? 8 : kBoxW) * 128;  // from 8 pixels to the next 8
-constexpr bool kHalf = Codes<X>::kMagic == Codes<half_t>::kMagic;
+constexpr int kOwnedGroups = ceil_div(kPixelGroups, kSplitK);
+constexpr int kAccumulators = kPixels / 2;
+constexpr int kGroupStrideBytes = (kTileH == 1 ? 8 : kBoxW) * 128;  // from 8 pixels of B to the next 8
 
-// Shared memory, from a multiple of 1024: x [stage][WG_PX][box], codes [stage][WG_CO][tile], parameters
-// [x stage][WG_CO][PARAMETER_GROUPS][64], and over all of them what is on its way to y [warpgroup][pixel][kRowBytes]; sums float4
-// [split][warpgroup][owned group][128]; barriers [full, empty][stage] of x, then of codes.
 constexpr int kBoxBytes = ceil_div(BOX_H * kBoxW * 128, 1024) * 1024;
-constexpr int kXBytes = kWgPx * kBoxBytes;
 constexpr int kCodeTileBytes = 512 * BITS;
 constexpr int kCodeBytes = kWgCo * kCodeTileBytes;
-constexpr int kParameterBytes = kWgCo * kGroups * 256;
-constexpr int kCodesBegin = kXStages * kXBytes;
-constexpr int kParametersBegin = kCodesBegin + kCodeStages * kCodeBytes;
-constexpr int kRowBytes = 64 * 2 + 16;  // 8 rows lie in different banks
+constexpr int kParameterBytes = kWgCo * kParameterGroups * 256;
+constexpr int kStoreRowBytes = 64 * 2 + 16;  // 16 more bytes put 8 rows into different banks
 constexpr int kStoreRows = ceil_div(kOwnedGroups, 2) * 16;
-constexpr int kSumsBegin = PIPELINE_BYTES;
-constexpr int kBarrierBegin = kSumsBegin + (kSplits == 1 ? 0 : kSplits * kWarpgroups * kOwnedGroups * 2048);
+constexpr int kStoreBytes = kWarpgroups * kStoreRows * kStoreRowBytes;
 
-static_assert(kParametersBegin + kXStages * kParameterBytes <= PIPELINE_BYTES, "the stages fit");
-static_assert(kWarpgroups * kStoreRows * kRowBytes <= PIPELINE_BYTES, "what is stored takes the place of the stages");
-static_assert(kTileH == 1 || kTileW == 8, "one distance leads from 8 pixels to the next");
+static_assert(kTileH == 1 || kTileW == 8, "groups of 8 pixels lie at one distance");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 
-struct Shared {
+// The output tile, [warpgroup][pixel][kStoreRowBytes], reuses the memory of the stages.
+struct SharedStorage {
+  using Boxes = SharedArray<0, kXStages, kWgPx * kBoxBytes>;
+  using Codes = SharedArray<Boxes::kEnd, kCodeStages, kCodeBytes>;
+  using Parameters = SharedArray<Codes::kEnd, kXStages, kParameterBytes>;
+  static constexpr int kStagesEnd = Parameters::kEnd > kStoreBytes ? Parameters::kEnd : kStoreBytes;
+  using PartialSums = SharedArray<kStagesEnd, kSplitK == 1 ? 0 : kSplitK, kWarpgroups * kOwnedGroups * 2048>;
+  using XBarriers = SharedArray<PartialSums::kEnd, 2 * kXStages, kBarrierBytes>;
+  using CodeBarriers = SharedArray<XBarriers::kEnd, 2 * kCodeStages, kBarrierBytes>;
+  static constexpr int kBytes = CodeBarriers::kEnd;
+
   uint32_t begin;
 
-  __device__ __forceinline__ uint32_t x(int stage) const { return begin + stage * kXBytes; }
-  __device__ __forceinline__ uint32_t codes(int stage) const { return begin + kCodesBegin + stage * kCodeBytes; }
-  __device__ __forceinline__ uint32_t parameters(int stage) const {
-    return begin + kParametersBegin + stage * kParameterBytes;
-  }
-  __device__ __forceinline__ uint32_t x_full(int stage) const { return begin + kBarrierBegin + stage * 8; }
-  __device__ __forceinline__ uint32_t x_empty(int stage) const { return x_full(kXStages + stage); }
-  __device__ __forceinline__ uint32_t codes_full(int stage) const { return x_full(2 * kXStages + stage); }
-  __device__ __forceinline__ uint32_t codes_empty(int stage) const { return codes_full(kCodeStages + stage); }
+  __device__ __forceinline__ uint32_t x(int stage_idx) const { return Boxes::at(begin, stage_idx); }
+  __device__ __forceinline__ uint32_t codes(int stage_idx) const { return Codes::at(begin, stage_idx); }
+  __device__ __forceinline__ uint32_t parameters(int stage_idx) const { return Parameters::at(begin, stage_idx); }
+  __device__ __forceinline__ Pipeline<kXStages, XBarriers::kBegin> x_pipeline() const { return {begin}; }
+  __device__ __forceinline__ Pipeline<kCodeStages, CodeBarriers::kBegin> code_pipeline() const { return {begin}; }
 };
+ASSERT_SHARED_BYTES(SharedStorage);
 
-// Scales and offsets of a lane's rows g and g + 8, twice each.
+// Scales and offsets of a lane's rows g and g + 8, each twice.
 struct Parameters {
-  uint32_t scales[kGroups][2];
-  uint32_t offsets[kGroups][2];
+  uint32_t scales[kParameterGroups][2];
+  uint32_t offsets[kParameterGroups][2];
 
   __device__ __forceinline__ void load(const uint32_t* source) {
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int group = 0; group < kParameterGroups; ++group) {
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
         const uint32_t pair = source[group * 64 + upper * 8];
@@ -123,7 +122,7 @@ struct Parameters {
 };
 
 // A thread's codes of a unit.
-struct Words {
+struct UnitCodes {
   Vector<uint32_t, 4> parts[BITS / 4];
 
   __device__ __forceinline__ void load(const uint8_t* source) {
@@ -132,12 +131,12 @@ struct Words {
       parts[part] = reinterpret_cast<const Vector<uint32_t, 4>*>(source)[part * 128];
     }
   }
-  // The values of k16 `step`, each rounded once.
-  __device__ __forceinline__ void convert(uint32_t (&a)[4], int step, const Parameters& parameters) const {
+  // Dequantizes the operand A of the step-th 16 k, with one rounding per weight.
+  __device__ __forceinline__ void dequantize(uint32_t (&a)[4], int step, const Parameters& parameters) const {
     if constexpr (BITS == 4) {
-      // zero_low and zero_high of Codes for 8, which the compiler would compute each time.
-      constexpr uint32_t kLow = kHalf ? 0x64086408u : 0xc308c308u;
-      constexpr uint32_t kHigh = kHalf ? 0xd480d480u : 0xc308c308u;
+      // zero_low and zero_high of Codes for zero point 8, as constants: the compiler would compute them each time.
+      constexpr uint32_t kLow = kIsHalf<X> ? 0x64086408u : 0xc308c308u;
+      constexpr uint32_t kHigh = kIsHalf<X> ? 0xd480d480u : 0xc308c308u;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t word = parts[0].values[step] >> (i / 2 * 8);
@@ -152,7 +151,7 @@ struct Words {
         a[half * 2 + 1] = pairs[1];
       }
     }
-    const int group = step * kGroups / 4;
+    const int group = step * kParameterGroups / 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       a[i] = Codes<X>::multiply_add(a[i], parameters.scales[group][i % 2], parameters.offsets[group][i % 2]);
@@ -160,90 +159,88 @@ struct Words {
   }
 };
 
-__device__ __forceinline__ void wgmma(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b) {
-  if constexpr (kHalf) {
-    ptx::wgmma_f16<true>(d, a, b);
-  } else {
-    ptx::wgmma_bf16<true>(d, a, b);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     conv2d_sm90(const uint8_t* codes, const uint32_t* parameters, const BIAS* bias, X* y,
                 const __grid_constant__ TensorMap x_map, int parts, int parts_w, int co_blocks, int units, int batch,
                 int outputs, int kernel_h, int kernel_w, int out_h, int out_w, int stride_h, int stride_w, int pad_h,
                 int pad_w, int dilation_h, int dilation_w, float low, float high) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  const Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
+  const SharedStorage shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
   const int warp = uniform_warp();
   const int lane = threadIdx.x % 32;
-  const int split = kSplits == 1 ? 0 : ptx::cluster_ctarank();
+  const int rank = cluster_rank<kSplitK>();
   const int co_tiles = co_blocks * kWgCo;
-  const int begin = kSplits == 1 ? 0 : units * split / kSplits;
-  const int end = kSplits == 1 ? units : units * (split + 1) / kSplits;
+  const int begin = kSplitK == 1 ? 0 : units * rank / kSplitK;
+  const int end = kSplitK == 1 ? units : units * (rank + 1) / kSplitK;
   const int taps = kernel_h * kernel_w;
-  const Unit first_unit = kSplits == 1 ? Unit{0, 0, 0} : Unit{begin / taps, begin % taps / kernel_w, begin % kernel_w};
+  const KUnit first_unit =
+      kSplitK == 1 ? KUnit{0, 0, 0} : KUnit{begin / taps, begin % taps / kernel_w, begin % kernel_w};
 
-  // Tiles of the same pixels follow each other.
-  auto co_begin = [&] { return blockIdx.x / kSplits % co_blocks * kWgCo; };  // in tiles of 64 outputs
-  // Where a part of the block's tile lies in y: image, row, column.
-  auto place = [&](int index) {
-    const int part = blockIdx.x / kSplits / co_blocks * kWgPx + index;
+  // Tiles of the same pixels are adjacent in the grid. Returns the first 64-output tile of this CTA.
+  auto co_begin = [&] { return blockIdx.x / kSplitK % co_blocks * kWgCo; };
+  // Returns the image, row and pixel of y where a part of the CTA's tile begins.
+  auto part_begin = [&](int index) {
+    const int part = blockIdx.x / kSplitK / co_blocks * kWgPx + index;
     return int3{part / parts, part % parts / parts_w * kTileH, part % parts_w * kTileW};
   };
 
   if (warp == kConsumerWarps) {
-    for (int stage = lane; stage < kXStages + kCodeStages; stage += 32) {
-      const bool is_x = stage < kXStages;
-      ptx::mbarrier_init(is_x ? shared.x_full(stage) : shared.codes_full(stage - kXStages), 1);
-      ptx::mbarrier_init(is_x ? shared.x_empty(stage) : shared.codes_empty(stage - kXStages), kConsumerWarps);
+    for (int stage_idx = lane; stage_idx < kXStages + kCodeStages; stage_idx += 32) {
+      const bool is_x = stage_idx < kXStages;
+      const int code_stage_idx = stage_idx - kXStages;
+      ptx::mbarrier_init(
+          is_x ? shared.x_pipeline().full_barrier(stage_idx) : shared.code_pipeline().full_barrier(code_stage_idx), 1);
+      ptx::mbarrier_init(
+          is_x ? shared.x_pipeline().empty_barrier(stage_idx) : shared.code_pipeline().empty_barrier(code_stage_idx),
+          kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
   }
-  synchronize_cluster<kSplits>();
+  cluster_sync<kSplitK>();
   ptx::griddepcontrol_launch_dependents();
 
   if (warp == kConsumerWarps) {
     if (lane == 0) {
       ptx::prefetch_tensormap(&x_map);
-      Position<kXStages> x_at{0, 1};
-      Position<kCodeStages> codes_at{0, 1};
-      auto start_codes = [&](int index) {
-        const uint32_t full = shared.codes_full(codes_at.stage);
-        const int64_t from = static_cast<int64_t>(index) * co_tiles + co_begin();
-        wait(shared.codes_empty(codes_at.stage), codes_at.parity);
-        ptx::mbarrier_arrive_expect_tx(full, kCodeBytes);
-        ptx::cp_async_bulk(shared.codes(codes_at.stage), codes + from * kCodeTileBytes, kCodeBytes, full);
-        codes_at.advance();
+      auto x_state = PipelineState<kXStages>::producer();
+      auto code_state = PipelineState<kCodeStages>::producer();
+      auto copy_codes = [&](int index) {
+        const uint32_t full_barrier = shared.code_pipeline().full_barrier(code_state.stage_idx);
+        const int64_t tile = static_cast<int64_t>(index) * co_tiles + co_begin();
+        shared.code_pipeline().producer_acquire(code_state);
+        ptx::mbarrier_arrive_expect_tx(full_barrier, kCodeBytes);
+        ptx::cp_async_bulk(shared.codes(code_state.stage_idx), codes + tile * kCodeTileBytes, kCodeBytes, full_barrier);
+        code_state.branch_to_next();
       };
-      auto start_x = [&](const Unit& unit) {
-        const uint32_t full = shared.x_full(x_at.stage);
-        const int from = unit.chunk * co_tiles + co_begin();
-        wait(shared.x_empty(x_at.stage), x_at.parity);
-        ptx::mbarrier_arrive_expect_tx(full, kWgPx * BOX_H * kBoxW * 128 + kParameterBytes);
+      auto copy_x = [&](const KUnit& unit) {
+        const uint32_t full_barrier = shared.x_pipeline().full_barrier(x_state.stage_idx);
+        const int tile = unit.chunk * co_tiles + co_begin();
+        shared.x_pipeline().producer_acquire(x_state);
+        ptx::mbarrier_arrive_expect_tx(full_barrier, kWgPx * BOX_H * kBoxW * 128 + kParameterBytes);
 #pragma unroll
         for (int i = 0; i < kWgPx; ++i) {
-          const int3 at = place(i);
+          const int3 at = part_begin(i);
           const int row = at.y * stride_h - pad_h + (kHalo ? 0 : unit.fy * dilation_h);
           const int column = at.z * stride_w - pad_w + (kHalo ? 0 : unit.fx * dilation_w);
-          ptx::cp_async_bulk_tensor_4d(shared.x(x_at.stage) + i * kBoxBytes, &x_map, unit.chunk * 64, column, row, at.x,
-                                       full);
+          ptx::cp_async_bulk_tensor_4d(shared.x(x_state.stage_idx) + i * kBoxBytes, &x_map, unit.chunk * 64, column,
+                                       row, at.x, full_barrier);
         }
-        ptx::cp_async_bulk(shared.parameters(x_at.stage), parameters + from * (kGroups * 64), kParameterBytes, full);
-        x_at.advance();
+        ptx::cp_async_bulk(shared.parameters(x_state.stage_idx), parameters + tile * (kParameterGroups * 64),
+                           kParameterBytes, full_barrier);
+        x_state.branch_to_next();
       };
-      const int ahead = min(end, begin + kCodeStages);
-      for (int index = begin; index < ahead; ++index) start_codes(index);
+      const int prefetched = min(end, begin + kCodeStages);
+      for (int index = begin; index < prefetched; ++index) copy_codes(index);
       ptx::griddepcontrol_wait();
-      Unit unit = first_unit;
+      KUnit unit = first_unit;
       for (int index = begin; index < end; ++index) {
-        if (index == begin || unit.begins_box()) start_x(unit);
-        if (index >= ahead) start_codes(index);
+        if (index == begin || unit.begins_box()) copy_x(unit);
+        if (index >= prefetched) copy_codes(index);
         unit.advance(kernel_h, kernel_w);
       }
     }
     __syncwarp();
-    if constexpr (kSplits > 1) synchronize_cluster<kSplits>();
+    if constexpr (kSplitK > 1) cluster_sync<kSplitK>();
     return;
   }
 
@@ -252,61 +249,59 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   const int wg_px = warpgroup / kWgCo;
   const int thread = threadIdx.x % 128;
   const int row = warp % 4 * 16 + lane / 4;
-  Position<kXStages> x_at{0, 0};
-  Position<kCodeStages> codes_at{0, 0};
-  Unit unit = first_unit;
-  Parameters mine;
-  Words words;
-  uint32_t b;  // address of the unit's
-  float sums[kSums] = {};
+  auto x_state = PipelineState<kXStages>::consumer();
+  auto code_state = PipelineState<kCodeStages>::consumer();
+  KUnit unit = first_unit;
+  Parameters unit_parameters;
+  UnitCodes unit_codes;
+  uint32_t b_begin;  // shared address of the unit's operand B
+  float accumulators[kAccumulators] = {};
 
-  auto release = [&](uint32_t barrier) {
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barrier);
-  };
   auto fetch = [&](bool has_box) {
     if (has_box) {
-      wait(shared.x_full(x_at.stage), x_at.parity);
-      mine.load(reinterpret_cast<const uint32_t*>(memory + kParametersBegin + x_at.stage * kParameterBytes) +
-                wg_co * kGroups * 64 + row);
+      shared.x_pipeline().consumer_wait(x_state);
+      unit_parameters.load(reinterpret_cast<const uint32_t*>(memory + SharedStorage::Parameters::kBegin +
+                                                             x_state.stage_idx * kParameterBytes) +
+                           wg_co * kParameterGroups * 64 + row);
     }
-    wait(shared.codes_full(codes_at.stage), codes_at.parity);
-    words.load(memory + kCodesBegin + codes_at.stage * kCodeBytes + wg_co * kCodeTileBytes + thread * 16);
-    release(shared.codes_empty(codes_at.stage));
-    codes_at.advance();
-    const int first = kHalo ? unit.fy * dilation_h * kBoxW + unit.fx * dilation_w : 0;
-    b = shared.x(x_at.stage) + wg_px * kBoxBytes + first * 128;
+    shared.code_pipeline().consumer_wait(code_state);
+    unit_codes.load(memory + SharedStorage::Codes::kBegin + code_state.stage_idx * kCodeBytes + wg_co * kCodeTileBytes +
+                    thread * 16);
+    shared.code_pipeline().consumer_release(code_state.stage_idx, lane);
+    code_state.branch_to_next();
+    const int first_row = kHalo ? unit.fy * dilation_h * kBoxW + unit.fx * dilation_w : 0;
+    b_begin = shared.x(x_state.stage_idx) + wg_px * kBoxBytes + first_row * 128;
   };
-  auto convert = [&](uint32_t (&a)[kSteps][4]) {
+  auto dequantize = [&](uint32_t (&a)[kSteps][4]) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) words.convert(a[step], step, mine);
+    for (int step = 0; step < kSteps; ++step) unit_codes.dequantize(a[step], step, unit_parameters);
   };
-  auto multiply = [&](const uint32_t (&a)[kSteps][4]) {
-    const uint64_t x_begin = ptx::wgmma_descriptor<kStride>(b);
+  auto matmul = [&](const uint32_t (&a)[kSteps][4]) {
+    const uint64_t b = ptx::wgmma_descriptor<kGroupStrideBytes>(b_begin);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) wgmma(sums, a[step], x_begin + step * 2);
+    for (int step = 0; step < kSteps; ++step) wgmma<X, true>(accumulators, a[step], b + step * 2);
     ptx::wgmma_commit_group();
   };
-  // Tensor cores multiply a unit while the next is converted. A box is free once the first product of the next box
-  // waits for nothing before it.
+  // Multiplies a unit on the tensor cores while the next one is dequantized. A box is released once wgmma_wait_group<1>
+  // behind the first unit of the next box has returned: then all units of the box are multiplied.
   int last_box = -1;
   auto advance = [&](const uint32_t (&a)[kSteps][4], uint32_t (&next)[kSteps][4]) {
-    multiply(a);
+    matmul(a);
     unit.advance(kernel_h, kernel_w);
     const int free_box = last_box;
     const bool has_box = unit.begins_box();
-    last_box = has_box ? x_at.stage : -1;
-    if (has_box) x_at.advance();
+    last_box = has_box ? x_state.stage_idx : -1;
+    if (has_box) x_state.branch_to_next();
     fetch(has_box);
     ptx::wgmma_wait_group<1>();
-    if (free_box >= 0) release(shared.x_empty(free_box));
-    convert(next);
+    if (free_box >= 0) shared.x_pipeline().consumer_release(free_box, lane);
+    dequantize(next);
   };
 
   uint32_t a[2][kSteps][4];
   fetch(true);
-  convert(a[0]);
+  dequantize(a[0]);
   int left = end - begin;
   for (; left > 2; left -= 2) {
     advance(a[0], a[1]);
@@ -314,9 +309,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   }
   if (left == 2) {
     advance(a[0], a[1]);
-    multiply(a[1]);
+    matmul(a[1]);
   } else {
-    multiply(a[0]);
+    matmul(a[0]);
   }
   const int co = (co_begin() + wg_co) * 64;
   float biases[2] = {};
@@ -330,31 +325,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   }
   ptx::wgmma_wait_group<0>();
 
-  // The sums of the pixels that this block stores, from group first_group on.
-  float total[kOwnedGroups * 4];
-  const int first_group = split * kOwnedGroups;
-  if constexpr (kSplits == 1) {
+  // The accumulators of the pixels that this CTA stores, from group first_group on.
+  float totals[kOwnedGroups * 4];
+  const int first_group = rank * kOwnedGroups;
+  if constexpr (kSplitK == 1) {
 #pragma unroll
-    for (int i = 0; i < kOwnedGroups * 4; ++i) total[i] = sums[i];
-    // Nobody reads the stages any more.
+    for (int i = 0; i < kOwnedGroups * 4; ++i) totals[i] = accumulators[i];
+    // All warps have read the stages, whose memory the output tile takes.
     ptx::barrier_sync(1, kConsumerWarps * 32);
   } else {
-    exchange_sums<kSplits, kWarpgroups, kPixelGroups, kOwnedGroups>(total, sums, memory + kSumsBegin,
-                                                                    shared.begin + kSumsBegin, split, warpgroup);
+    reduce_scatter_groups<kSplitK, kWarpgroups, kPixelGroups, kOwnedGroups>(
+        totals, accumulators, memory + SharedStorage::PartialSums::kBegin,
+        shared.begin + SharedStorage::PartialSums::kBegin, rank, warpgroup);
   }
-  // Of a group, values 0, 1 belong to this output, 2, 3 to the one 8 further.
-  auto finish = [&](int index) { return from_float<X>(epilogue.activate(total[index] + biases[index / 2 % 2])); };
-  const int3 begin_at = place(wg_px);
-  // Where an owned pixel lies in y; false if nowhere.
-  auto find = [&](int pixel, int3& at) {
+  // In a group, values 0, 1 belong to one output, values 2, 3 to output + 8.
+  auto finish = [&](int index) { return from_float<X>(epilogue.activate(totals[index] + biases[index / 2 % 2])); };
+  const int3 tile_begin = part_begin(wg_px);
+  // Finds where an owned pixel lies in y; returns false if it lies outside.
+  auto find_pixel = [&](int pixel, int3& at) {
     const int index = first_group * 8 + pixel;
-    at = {begin_at.x, begin_at.y + index / kTileW, begin_at.z + index % kTileW};
+    at = {tile_begin.x, tile_begin.y + index / kTileW, tile_begin.z + index % kTileW};
     return index < kPixels && at.x < batch && at.y < out_h && at.z < out_w;
   };
   if constexpr (kNhwc) {
-    uint8_t* buffer = memory + warpgroup * kStoreRows * kRowBytes;
+    uint8_t* buffer = memory + warpgroup * kStoreRows * kStoreRowBytes;
     const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
-                            (lane / 16 * 8 + lane % 8) * kRowBytes + (warp % 4 * 16 + lane / 8 % 2 * 8) * 2;
+                            (lane / 16 * 8 + lane % 8) * kStoreRowBytes + (warp % 4 * 16 + lane / 8 % 2 * 8) * 2;
 #pragma unroll
     for (int group = 0; group < kOwnedGroups; group += 2) {
       uint32_t values[4] = {};
@@ -365,16 +361,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
           values[matrix] = uint32_t{finish(index).bits} | uint32_t{finish(index + 1).bits} << 16;
         }
       }
-      ptx::stmatrix_x4_trans(target + group * 8 * kRowBytes, values);
+      ptx::stmatrix_x4_trans(target + group * 8 * kStoreRowBytes, values);
     }
     ptx::barrier_sync(2 + warpgroup, 128);
     const int output = co + thread % 8 * 8;
 #pragma unroll
     for (int pixel = thread / 8; pixel < kOwnedGroups * 8; pixel += 16) {
       int3 at;
-      if (!find(pixel, at) || output >= outputs) continue;
+      if (!find_pixel(pixel, at) || output >= outputs) continue;
       X* to = y + ((static_cast<int64_t>(at.x) * out_h + at.y) * out_w + at.z) * outputs + output;
-      const auto values = *reinterpret_cast<const Vector<X, 8>*>(buffer + pixel * kRowBytes + thread % 8 * 16);
+      const auto values = *reinterpret_cast<const Vector<X, 8>*>(buffer + pixel * kStoreRowBytes + thread % 8 * 16);
       if constexpr (kAligned) {
         store<true>(to, values);
       } else {
@@ -389,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     for (int index = 0; index < kOwnedGroups * 4; ++index) {
       const int output = co + row + index / 2 % 2 * 8;
       int3 at;
-      if (!find(index / 4 * 8 + lane % 4 * 2 + index % 2, at) || output >= outputs) continue;
+      if (!find_pixel(index / 4 * 8 + lane % 4 * 2 + index % 2, at) || output >= outputs) continue;
       y[((static_cast<int64_t>(at.x) * outputs + output) * out_h + at.y) * out_w + at.z] = finish(index);
     }
   }

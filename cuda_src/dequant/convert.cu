@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
+// Conversion of packed integers to float16, exactly:
 //   s4_to_fp16x2:  out[8 i + c] = code of column c in words[i], 0 .. 15
 //   int8_to_fp16:  out[4 i + e] = value of element e in words[i], -128 .. 127
 //
-//   words  uint32 [count]: eight codes in AWQ order (int4.cuh), or four bytes value + 128, of elements 0, 2, 1, 3
+//   words  uint32 [count]: eight codes in AWQ order (int4.cuh), or four bytes value + 128 of elements 0, 2, 1, 3
 //   out    half_t [8 * count] or [4 * count]
 //
-// All values are exact in float16. Any architecture. ALIGNED: out starts at a multiple of 16 bytes. PTX_PATH: pairs of
-// values, by the mantissas of 1024; otherwise through float32, with the same bits.
+// Any count, any architecture. ALIGNED: out starts at a multiple of 16 bytes. PTX_PATH: convert pairs of values through
+// the mantissa of 1024 (int4.cuh); else through float32, with the same bits. One thread converts one word.
 #include "dequant/int4.cuh"
 
 constexpr bool kAligned = ALIGNED;
@@ -43,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) s4_to_fp16x2(const uint32_
 extern "C" __global__ void __launch_bounds__(THREADS) int8_to_fp16(const uint32_t* words, half_t* out, int64_t count) {
   auto elements = [](Vector<half_t, 4>& values, uint32_t word) {
     if constexpr (kPtxPath) {
-      // Byte 0x64 above byte b is the float16 1024 + b, where b is the value + 128. Selector digits 0 .. 3 take bytes
-      // of the word, 4 .. 7 of the second operand: bytes 0 and 2, then 1 and 3, each below a 0x64.
+      // The bytes 0x64, b are the float16 1024 + b, where b is the value + 128. Selector digits 0 .. 3 take bytes of
+      // the word, digits 4 .. 7 those of kMagic: bytes 0 and 2 of the word, then 1 and 3, each below a 0x64.
       constexpr uint32_t kMagic = 0x64646464u;
       constexpr uint32_t kBias = 0x64806480u;  // 1024 + 128
       auto* pairs = reinterpret_cast<uint32_t*>(&values);
@@ -53,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) int8_to_fp16(const uint32_
     } else {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int byte = (e & 1) * 2 + (e >> 1);  // of element e
+        const int byte = (e & 1) * 2 + (e >> 1);  // the byte that holds element e
         const int biased = static_cast<int>(word >> (byte * 8) & 255u);
         values.values[e] = from_float<half_t>(static_cast<float>(biased - 128));
       }

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//   out[k, n] = (q[k, n] - z[k / group_size, n]) * s[k / group_size, n]
-// or, with offsets in place of zero points, q * s + o; one rounding, to the type of out.
+// Dequantization of a weight, with one rounding, to the type of out:
+//   out[k, n] = (q[k, n] - z[k / group_size, n]) * s[k / group_size, n]        or q * s + o for kOffset
 //
-//   qweight  uint32 [k, n / 8], row stride ldq words
+//   qweight  uint32 [k, n / 8] in AWQ order (int4.cuh), row stride ldq words
 //   scales   SCALE [groups, n], row stride lds values
-//   zeros    uint32 [groups, n / 8], row stride ldz words; or SCALE [groups, n], row stride ldz values; or null
+//   zeros    kPacked: uint32 [groups, n / 8], row stride ldz words; kOffset: SCALE [groups, n], row stride ldz values;
+//            kSymmetric: null
 //   out      OUT [k, n], row stride ldo values
 //
-// Any k, any group_size, n a multiple of 8; any architecture. ALIGNED: scales, offsets and out start at, and step by,
-// multiples of 16 bytes. PTX_PATH: convert and multiply pairs of 16-bit values (SCALE and OUT must be one type;
-// bfloat16 needs sm_80); otherwise float32, with the same bits.
+// Limits: n is a multiple of 8. Any k, any group_size, any architecture. ALIGNED: rows of scales, offsets and out start
+// at multiples of 16 bytes. PTX_PATH: convert and multiply pairs of 16-bit values (SCALE and OUT are one type; bfloat16
+// needs sm_80); else float32, with the same bits.
 //
-// A thread owns one word column and ROWS rows: its loads are all under way before the first conversion, a group's
-// scales and zeros are read once, and a warp writes 512 adjacent bytes a row. Blocks that run at the same time lie side
-// by side along the rows, so that memory is written in long runs: 6% faster on an H100 than one below the other.
+// A thread owns one word column of ROWS rows: it issues all loads before the first conversion and reads the parameters
+// of a group once; a warp writes 512 adjacent bytes per row. Consecutive CTAs lie side by side along the rows, so that
+// DRAM is written in long contiguous ranges (6% faster on an H100 than column by column).
 #include "gemm/group.cuh"
 
 constexpr bool kAligned = ALIGNED;
@@ -43,8 +44,8 @@ struct Group : WordGroup<SCALE, kZeros, kAligned> {
       for (int i = 0; i < 8; ++i) {
         const float scale = to_float(scales.values[i]);
         const float difference = static_cast<float>(static_cast<int32_t>(code(word, i) - code(zeros, i)));
-        // Four bits times a 16-bit float is exact in float32, so only the conversion rounds. With an offset the sum
-        // can need more bits than float32 has, and would then round twice.
+        // A 4-bit integer times a 16-bit float is exact in float32, so only the conversion rounds. With an offset the
+        // sum may need more bits than float32 has and would round twice.
         if constexpr (kZeros == Zeros::kOffset) {
           row.values[i] = round_sum<OUT>(difference * scale, to_float(offsets.values[i]));
         } else {
@@ -55,7 +56,8 @@ struct Group : WordGroup<SCALE, kZeros, kAligned> {
     return row;
   }
 
-  // a + b, rounded once to T: a float32 sum rounded to odd cannot mislead the later rounding to fewer bits.
+  // Returns a + b, rounded once to T: with the float32 sum rounded to odd, rounding to T has the result of one
+  // rounding.
   template <class T>
   static __device__ __forceinline__ T round_sum(float a, float b) {
     const float sum = a + b;

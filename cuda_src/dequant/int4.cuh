@@ -1,38 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
-// 4-bit codes of AWQ words to floating point.
+// Conversion of the 4-bit codes of AWQ words to floating point.
 //
-// A word holds columns 8c .. 8c + 7 of one row; nibble p (bits 4p .. 4p + 3) is column 0, 2, 4, 6, 1, 3, 5, 7 of these
-// for p = 0 .. 7. So the even columns lie in the low half of the word and the odd ones in the high half, and one mask
-// takes two adjacent columns at once, each into its own 16-bit half.
+// A word holds columns 8 c .. 8 c + 7 of one row of the weight in AWQ order:
+//
+//   bits      31..28  27..24  23..20  19..16  15..12  11..8   7..4    3..0
+//   column    7       5       3       1       6       4       2       0
+//
+// The even columns lie in the low half of the word, the odd ones in the high half, so one mask extracts two adjacent
+// columns, each into its own 16-bit half.
 #pragma once
 
 #include "ptx/half2.cuh"
 #include "ptx/lop3.cuh"
 #include "common/types.cuh"
 
-// How the zero point of a group is stored: 4-bit codes, none (it is 8), or an offset in place of it (w = q * s + o).
+// The storage of a group's zero points: 4-bit codes, none (all are 8), or offsets o instead (w = q * s + o).
 enum class Zeros { kPacked, kSymmetric, kOffset };
 
 constexpr uint32_t kSymmetricZeros = 0x88888888u;
 
-// Bit position of a column's nibble.
+// Returns the bit position of a column's code.
 __device__ constexpr int nibble_shift(int column) { return (column >> 1) * 4 + (column & 1) * 16; }
 
+// Returns a column's code.
 __device__ __forceinline__ uint32_t code(uint32_t word, int column) { return (word >> nibble_shift(column)) & 15u; }
 
-// Two codes minus two zero points, exactly, as two adjacent 16-bit values: `low` takes the nibbles at bits 0 and 16 of
-// a word, `high` those at bits 4 and 20. `zero_low` and `zero_high` prepare the zero points, which stand at the same
-// bits of their word.
+// Two codes minus their zero points, exactly, as two adjacent 16-bit values: `low` converts the codes at bits 0 and 16
+// of a word, `high` those at bits 4 and 20. `zero_low` and `zero_high` convert the zero points, at the same bits of
+// their word, to the operand that `low` and `high` take.
 template <class T>
 struct Codes;
 
 template <>
 struct Codes<half_t> {
-  // 0x6400 is 1024.0, whose last mantissa bit is worth 1: a nibble OR-ed into its low bits adds q, one OR-ed four bits
-  // higher adds 16 q. All values stay below 2048, where float16 holds every integer.
+  // float16 has 10 mantissa bits, so the last bit of 1024 = 2^10 is worth 1. 1024 has exponent 10 + 15 = 25 and
+  // mantissa 0: 25 << 10 = 0x6400. A code OR-ed into the low four bits adds q, one OR-ed four bits higher adds 16 q.
+  // All values stay below 2048, where float16 holds every integer.
   static constexpr uint32_t kMagic = 0x64006400u;
-  static constexpr uint32_t kSixteenth = 0x2c002c00u;
-  static constexpr uint32_t kMinusSixteenth = 0xac00ac00u;
+  static constexpr uint32_t kSixteenth = 0x2c002c00u;       // 2^-4: exponent -4 + 15 = 11, 11 << 10
+  static constexpr uint32_t kMinusSixteenth = 0xac00ac00u;  // -2^-4
 
   // 1024 + z
   static __device__ __forceinline__ uint32_t zero_low(uint32_t word) {
@@ -58,11 +64,11 @@ struct Codes<half_t> {
 
 template <>
 struct Codes<bfloat16_t> {
-  // 0x4300 is 128.0, whose last mantissa bit is worth 1. A nibble four bits higher would reach the exponent, so the
-  // word is shifted instead.
+  // bfloat16 has 7 mantissa bits, so the last bit of 128 = 2^7 is worth 1. 128 has exponent 7 + 127 = 134 and mantissa
+  // 0: 134 << 7 = 0x4300. A code four bits higher would reach the exponent, so `high` shifts the word instead.
   static constexpr uint32_t kMagic = 0x43004300u;
-  static constexpr uint32_t kOne = 0x3f803f80u;
-  static constexpr uint32_t kSigns = 0x80008000u;
+  static constexpr uint32_t kOne = 0x3f803f80u;    // 1.0: exponent 127, 127 << 7
+  static constexpr uint32_t kSigns = 0x80008000u;  // the sign bits
 
   // -(128 + z)
   static __device__ __forceinline__ uint32_t zero_low(uint32_t word) {

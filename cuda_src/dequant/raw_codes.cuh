@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes to the registers of operand A by masks alone. Of a word the nibbles i and i + 4, two adjacent k of one column,
-// become register i, as (kOffset + q) / kUnits[i % 2]. The zero point is subtracted from the sums, in float32: sum x
-// (offset + q) - (offset + z) sum x. The second sum is a product with kOne, or with kOnes in the units of codes. What
-// cancels is exact but for the float32 sums themselves; in bfloat16, sums of (128 + q) x overflow from |x| of 1e34 on.
+// Conversion of 4-bit codes to fragments of operand A by masks alone, without a subtraction. Codes i and i + 4 of a
+// word, two adjacent k of one column, become register i of the fragment, as (kOffset + q) / kUnits[i % 2].
+//
+// The zero point is subtracted from the accumulators, in float32:
+//   sum of x (q - z) = sum of x (kOffset + q) - (kOffset + z) * sum of x
+// The sum of x is a product with kOne, or with kOnes in the units of the codes. Only the float32 accumulation rounds.
+// In bfloat16, sums of x (128 + q) overflow for |x| above 1e34.
 #pragma once
 
 #include "dequant/int4.cuh"
@@ -13,7 +16,8 @@ struct RawCodes;
 
 template <>
 struct RawCodes<half_t> {
-  // Subnormal numbers, which tensor cores take as they are.
+  // A code in the low bits of a float16 is the subnormal q * 2^-24, one four bits higher is q * 2^-20; tensor cores
+  // multiply subnormals exactly.
   static constexpr float kOffset = 0.0f;
   static constexpr float kUnits[2] = {16777216.0f, 1048576.0f};
   static constexpr uint32_t kOne = 0x3c003c00u;

@@ -1,18 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
+// GEMM on CUDA cores, in float32; the fallback for problems that no tensor-core kernel takes, and their reference:
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
-// (q * s + o with offsets in place of zero points) on CUDA cores, in float32 throughout: every architecture, every
-// group_size, every alignment. The fallback where no tensor core fits the problem, and the check on those that do.
+// with q * s + o instead of (q - z) * s for kOffset.
 //
-//   x        X [m, k], row stride ldx values
-//   qweight  uint32 [k, n / 8], row stride ldq words
-//   scales   SCALE [groups, n], row stride lds values
-//   zeros    uint32 [groups, n / 8], row stride ldz words; or SCALE [groups, n], row stride ldz values; or null
-//   y        X [m, n] (gated: [m, n / 2]), row stride ldy values
-//   partials, counters: see reduce.cuh; unused when the grid has one split
+//   x         X [m, k], row stride ldx values
+//   qweight   uint32 [k, n / 8] in AWQ order (dequant/int4.cuh), row stride ldq words
+//   scales    SCALE [groups, n], row stride lds values
+//   zeros     kPacked: uint32 [groups, n / 8], row stride ldz words; kOffset: SCALE [groups, n], row stride ldz values;
+//             kSymmetric: null
+//   bias      BIAS [n] or null
+//   residual  X like y, row stride ldr values, or null
+//   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
+//   partials, counters    the split-K workspace (common/reduce.cuh), unused with one split
 //
-// Grid (row blocks, column blocks, splits). A block makes a 64 x 64 tile from k in steps of 16; each of its 256 threads
-// holds 4 x 4 sums. While a step is summed from one half of shared memory, the next one is loaded into registers and
-// then stored, dequantized, into the other half.
+// Limits: n is a multiple of 8 (gated: of 16). Any group_size, any alignment, any architecture.
+//
+// Grid: (tiles of 64 rows, tiles of 64 columns, split_k). A CTA iterates over k tiles of 16; each of its 256 threads
+// has 4 x 4 accumulators. Shared memory is double buffered: while one buffer is multiplied, the next k tile is loaded
+// into registers, dequantized, and stored in the other buffer.
 #include "common/epilogue.cuh"
 #include "dequant/int4.cuh"
 #include "common/reduce.cuh"
@@ -27,11 +32,11 @@ constexpr int kThreadN = 4;
 constexpr int kXValues = kBlockM * kBlockK / kThreads;
 constexpr int kWordThreads = kBlockK * kBlockN / 8;  // one word each
 
-static_assert(kBlockM / kThreadM * (kBlockN / kThreadN) == kThreads, "each thread holds one piece of the tile");
-static_assert(kWordThreads <= kThreads, "a step has at most one word a thread");
+static_assert(kBlockM / kThreadM * (kBlockN / kThreadN) == kThreads, "the threads cover the tile");
+static_assert(kWordThreads <= kThreads, "a k tile has at most one word per thread");
 
 struct Step {
-  // Four values more a row: the stores of x walk down columns.
+  // Padded by four values: threads store x column by column.
   float x[kBlockK][kBlockM + 4];
   float w[kBlockK][kBlockN];
 };
@@ -51,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int step_begin = static_cast<int>(static_cast<int64_t>(steps) * blockIdx.z / gridDim.z);
   const int step_end = static_cast<int>(static_cast<int64_t>(steps) * (blockIdx.z + 1) / gridDim.z);
 
-  // Thread i loads x at k = i % 16 of rows i / 16, i / 16 + 16, ..., and word i % 8 of row i / 8 of the weight.
+  // Thread i loads column i % 16 of x in rows i / 16, i / 16 + 16, ..., and word i % 8 of row i / 8 of the weight.
   const int x_k = threadIdx.x % kBlockK;
   const int x_m = threadIdx.x / kBlockK;
   const int w_k = threadIdx.x / (kBlockN / 8);
@@ -94,10 +99,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   };
 
-  // The thread's piece of the tile: rows m_local .., columns n_local ..
+  // The thread's part of the tile: rows m_local .. m_local + 3, columns n_local .. n_local + 3.
   const int m_local = threadIdx.x / (kBlockN / kThreadN) * kThreadM;
   const int n_local = threadIdx.x % (kBlockN / kThreadN) * kThreadN;
-  float sums[kThreadM * kThreadN] = {};
+  float accumulators[kThreadM * kThreadN] = {};
   if (step_begin < step_end) {
     fetch(step_begin);
     keep(shared.steps[step_begin & 1]);
@@ -112,7 +117,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       for (int a = 0; a < kThreadM; ++a) {
 #pragma unroll
         for (int b = 0; b < kThreadN; ++b) {
-          sums[a * kThreadN + b] = fmaf(current.x[i][m_local + a], current.w[i][n_local + b], sums[a * kThreadN + b]);
+          accumulators[a * kThreadN + b] =
+              fmaf(current.x[i][m_local + a], current.w[i][n_local + b], accumulators[a * kThreadN + b]);
         }
       }
     }
@@ -121,13 +127,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 
   const int tile = blockIdx.y * gridDim.x + blockIdx.x;
-  if (!reduce_split_k<kThreadM * kThreadN, kThreads>(sums, partials, counters, tile, blockIdx.z, gridDim.z)) return;
+  if (!reduce_split_k<kThreadM * kThreadN, kThreads>(accumulators, partials, counters, tile, blockIdx.z, gridDim.z))
+    return;
 
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
   if constexpr (kGated) {
 #pragma unroll
     for (int i = 0; i < kThreadM * kThreadN; ++i) {
-      shared.tile[m_local + i / kThreadN][n_local + i % kThreadN] = sums[i];
+      shared.tile[m_local + i / kThreadN][n_local + i % kThreadN] = accumulators[i];
     }
     __syncthreads();
     if (n_local >= kBlockN / 2) return;
@@ -141,9 +148,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     X& target = y[static_cast<int64_t>(row) * ldy + column];
     if constexpr (kGated) {
       const float up = shared.tile[m_local + i / kThreadN][local + kBlockN / 2];
-      target = epilogue.finish_gated(sums[i], up, row, column);
+      target = epilogue.finish_gated(accumulators[i], up, row, column);
     } else {
-      target = epilogue.finish(sums[i], row, column);
+      target = epilogue.finish(accumulators[i], row, column);
     }
   }
 }

@@ -1,181 +1,205 @@
 // SPDX-License-Identifier: Apache-2.0
-// The matrix product of gemm_sm90.cuh by wgmma: operand A, the weight, from registers; B, x, from shared memory.
+// The GEMM of gemm_sm90.cuh by wgmma: operand A, the weight, from registers; operand B, x, from shared memory.
 //
-//   x_map  tensor map of x as [k / 64][m][64], swizzled by 128 bytes, in boxes of [2 * DEPTH][BLOCK_M][64], or of
-//          [1][m][64] where the tile lacks rows
+//   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //
-// sm_90a. A team is WARPGROUPS warpgroups; each makes TILES times 64 columns of the block's tile for all BLOCK_M rows,
-// which are the instruction's N. Codes minus zero points enter exactly; the float32 sums over a group are multiplied by
-// its scale. SCALED: weights enter as (q - z) * s * scale_factor, rounded once, and the sums over all of K are
-// multiplied by result_factor in the end; both are powers of two.
+//   weight, bias, residual, y   as in gemm_sm90.cuh
+//   x_map   tensor map of x as [k / 64][m][64], 128-byte swizzle, in boxes of [2 * K_TILES][BLOCK_M][64], or of
+//   [1][m][64]
+//           where the tile has missing rows (tma.cuh)
+//
+// Two ways to apply scales:
+//   SCALED = 0   codes minus zero points enter exactly; the float32 accumulators of each group are multiplied by its
+//   scale SCALED = 1   weights enter as (q - z) * s * scale_factor, rounded once, and the accumulators over all of K
+//   are
+//                multiplied by result_factor in the end; both factors are powers of two
+//
+// Limits: those of gemm_sm90.cuh. sm_90a. A consumer is WARPGROUPS warpgroups; each computes M64_TILES * 64 columns of
+// the CTA's tile for all BLOCK_M rows, which are wgmma's N.
 #include "gemm/gemm_sm90.cuh"
+#include "hopper/wgmma.cuh"
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_sm90 needs sm_90a");
 
 constexpr int kWarpgroups = WARPGROUPS;
-constexpr int kTiles = TILES;
+constexpr int kM64Tiles = M64_TILES;
 constexpr bool kScaled = SCALED;
-constexpr int kStepsK16 = kRecordK / 16;
-constexpr int kXHalfBytes = kBlockM * 128;
+constexpr int kXHalfBytes = kBlockM * 128;  // x of 64 k
+constexpr int kAccumulators = kBlockM / 2;  // of a thread, in one wgmma tile
+constexpr int kK16Steps = kWeightTileK / 16;
 
-static_assert(kTeamWarps == kWarpgroups * 4, "a warpgroup is four warps");
-static_assert(kXBytes == kDepth * 2 * kXHalfBytes && kXRingBytes == kStages * kXBytes, "x comes with the weight");
-static_assert(!kScaled || kStages >= 2 * kTeams, "a stage is released while its team is at the next");
-static_assert(kRecords == kWarpgroups * kTiles * 2, "a warpgroup makes 64 columns at a time");
+static_assert(kConsumerWarps == kWarpgroups * 4, "a warpgroup is four warps");
+static_assert(kXStageBytes == kKTiles * 2 * kXHalfBytes && kXRingBytes == kStages * kXStageBytes,
+              "the producer copies x with the weight");
+static_assert(!kScaled || kStages >= 2 * kConsumers, "a stage is released while its consumer multiplies the next one");
+static_assert(kWeightTiles == kWarpgroups * kM64Tiles * 2, "a wgmma tile has 64 columns");
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident)
+extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     gemm_sm90(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
               FUSION_PARAMETERS const __grid_constant__ TensorMap x_map, int m, int n, int k, int ldr, int ldy,
               float low, float high, float eps, float scale_factor, float result_factor) {
-  constexpr int kSums = kBlockM / 2;
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
-  const int team = warp / kTeamWarps;
-  const int warpgroup = warp % kTeamWarps / 4;
-  float sums[kTiles][kSums] = {};
+  const int consumer = warp / kConsumerWarps;
+  const int warpgroup = warp % kConsumerWarps / 4;
+  float accumulators[kM64Tiles][kAccumulators] = {};
 
-  // This lane's in the warpgroup's first record.
-  struct Lane {
-    uint32_t words, scales, zeros;
+  // The shared addresses of this lane's operands in the first weight tile of its warpgroup, stage 0.
+  struct Operands {
+    uint32_t codes, scales, zeros;
   };
-  const auto begin_lane = [&](const Tile& tile) {
-    const uint32_t record = tile.weight(0) + (warpgroup * 2 + warp % 4 / 2) * kDepth * kRecordBytes;
-    const uint32_t scales = record + kCodeBytes + warp % 2 * kTileGroupBytes + lane / 4 * 4;
-    return Lane{ptx::opaque(record + warp % 2 * 512 + lane * 16), ptx::opaque(scales),
-                ptx::opaque(scales + 32 - lane / 4 * 2)};
+  const auto lane_operands = [&](const Tile& tile) {
+    const uint32_t weight_tile = tile.shared.weight(0) + (warpgroup * 2 + warp % 4 / 2) * kKTiles * kWeightTileBytes;
+    const uint32_t scales = weight_tile + kCodeBytes + warp % 2 * kHalfGroupBytes + lane / 4 * 4;
+    return Operands{ptx::opaque(weight_tile + warp % 2 * 512 + lane * 16), ptx::opaque(scales),
+                    ptx::opaque(scales + 32 - lane / 4 * 2)};
   };
-  // Tensor cores multiply 64 k while the next 64 are converted.
-  auto consume_scaled = [&](const Tile& tile) {
-    Position at{team, 0};
-    const Lane mine = begin_lane(tile);
-    uint32_t last = 0;  // the barrier of the stage before
+  // The offset of the weight tile at m64 tile i and k tile `k_tile` of a stage.
+  const auto weight_tile_offset = [](uint32_t stage_offset, int i, int k_tile) {
+    return stage_offset + (i * kWarpgroups * 2 * kKTiles + k_tile) * kWeightTileBytes;
+  };
+
+  // SCALED = 1: the tensor cores multiply 64 k while the next 64 are dequantized.
+  auto accumulate_scaled = [&](const Tile& tile) {
+    const auto pipeline = tile.shared.pipeline();
+    auto state = PipelineState<kStages>::consumer(consumer);
+    const Operands mine = lane_operands(tile);
+    uint32_t preceding = 0;  // the empty barrier of the preceding stage, until it is released
     uint32_t a[2][4][4];
     const ScaledCodes<X>::Factor factor(scale_factor);
-    for (int round = team; round < tile.rounds(); round += kTeams) {
-      wait(tile.full(at.stage), at.parity);
-      const int depth = tile.depth(round);
-      const uint32_t records = uniform(at.stage * kWeightBytes);
+    for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {
+      pipeline.consumer_wait(state);
+      const int k_tiles = tile.k_tiles(iteration);
+      const uint32_t stage_offset = uniform(state.stage_idx * kWeightStageBytes);
 #pragma unroll 1
-      for (int step = 0; step < depth; ++step) {
-        const uint64_t x_begin = ptx::wgmma_descriptor(tile.x(at.stage) + step * 2 * kXHalfBytes);
+      for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+        const uint64_t x = ptx::wgmma_descriptor(tile.shared.x(state.stage_idx) + k_tile * 2 * kXHalfBytes);
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-          const uint32_t record = records + (i * kWarpgroups * 2 * kDepth + step) * kRecordBytes;
-          constexpr int kParts = kGroups > 1 ? kGroups / 2 : 1;  // groups in 64 k
-          ScaledCodes<X> codes[kParts];
+        for (int i = 0; i < kM64Tiles; ++i) {
+          const uint32_t offset = weight_tile_offset(stage_offset, i, k_tile);
+          constexpr int kHalfGroups = kGroups > 1 ? kGroups / 2 : 1;  // in 64 k
+          ScaledCodes<X> codes[kHalfGroups];
 #pragma unroll
           for (int k64 = 0; k64 < 2; ++k64) {
             Vector<uint32_t, 4> words;
-            ptx::ld_shared(words.values, mine.words + record + k64 * 1024);
+            ptx::ld_shared(words.values, mine.codes + offset + k64 * 1024);
             if (kGroups > 1 || k64 == 0) {
 #pragma unroll
-              for (int part = 0; part < kParts; ++part) {
-                codes[part] = ScaledCodes<X>(
-                    Group::load_shared(mine.scales + record, mine.zeros + record, k64 * kParts + part), factor);
+              for (int g = 0; g < kHalfGroups; ++g) {
+                codes[g] = ScaledCodes<X>(
+                    Group::load_shared(mine.scales + offset, mine.zeros + offset, k64 * kHalfGroups + g), factor);
               }
             }
             ptx::wgmma_wait_group<1>();
 #pragma unroll
-            for (int s = 0; s < 4; ++s) codes[s * kParts / 4].convert(a[k64][s], words.values[s]);
+            for (int k16 = 0; k16 < 4; ++k16) codes[k16 * kHalfGroups / 4].convert(a[k64][k16], words.values[k16]);
             ptx::wgmma_fence();
 #pragma unroll
-            for (int s = 0; s < 4; ++s) wgmma<true>(sums[i], a[k64][s], x_begin + k64 * kXHalfBytes / 16 + s * 2);
+            for (int k16 = 0; k16 < 4; ++k16) {
+              wgmma<X, true>(accumulators[i], a[k64][k16], x + k64 * kXHalfBytes / 16 + k16 * 2);
+            }
             ptx::wgmma_commit_group();
           }
         }
-        if (last != 0) {
-          __syncwarp();
-          if (lane == 0) ptx::mbarrier_arrive(last);
-          last = 0;
+        // At most one group of wgmma is pending, and it reads the present stage.
+        if (preceding != 0) {
+          pipeline.release(preceding, lane);
+          preceding = 0;
         }
       }
-      last = tile.empty(at.stage);
-      at.advance(kTeams);
+      preceding = pipeline.empty_barrier(state.stage_idx);
+      state.advance_by(kConsumers);
     }
     ptx::wgmma_wait_group<0>();
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
+    for (int i = 0; i < kM64Tiles; ++i) {
 #pragma unroll
-      for (int v = 0; v < kSums; ++v) sums[i][v] *= result_factor;
+      for (int v = 0; v < kAccumulators; ++v) accumulators[i][v] *= result_factor;
     }
   };
-  auto consume_exact = [&](const Tile& tile) {
-    Position at{team, 0};
-    const Lane mine = begin_lane(tile);
-    for (int round = team; round < tile.rounds(); round += kTeams) {
-      wait(tile.full(at.stage), at.parity);
-      const int depth = tile.depth(round);
-      const uint32_t records = uniform(at.stage * kWeightBytes);
+
+  // SCALED = 0: the tensor cores sum up a group, then its scale is applied.
+  auto accumulate_exact = [&](const Tile& tile) {
+    const auto pipeline = tile.shared.pipeline();
+    auto state = PipelineState<kStages>::consumer(consumer);
+    const Operands mine = lane_operands(tile);
+    for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {
+      pipeline.consumer_wait(state);
+      const int k_tiles = tile.k_tiles(iteration);
+      const uint32_t stage_offset = uniform(state.stage_idx * kWeightStageBytes);
 #pragma unroll 1
-      for (int step = 0; step < depth; ++step) {
-        const uint64_t x_begin = ptx::wgmma_descriptor(tile.x(at.stage) + step * 2 * kXHalfBytes);
+      for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+        const uint64_t x = ptx::wgmma_descriptor(tile.shared.x(state.stage_idx) + k_tile * 2 * kXHalfBytes);
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-          const uint32_t record = records + (i * kWarpgroups * 2 * kDepth + step) * kRecordBytes;
+        for (int i = 0; i < kM64Tiles; ++i) {
+          const uint32_t offset = weight_tile_offset(stage_offset, i, k_tile);
           Vector<uint32_t, 4> words[2];
 #pragma unroll
-          for (int k64 = 0; k64 < 2; ++k64) ptx::ld_shared(words[k64].values, mine.words + record + k64 * 1024);
+          for (int k64 = 0; k64 < 2; ++k64) ptx::ld_shared(words[k64].values, mine.codes + offset + k64 * 1024);
 #pragma unroll
-          for (int part = 0; part < kGroups; ++part) {
-            constexpr int kSteps = kStepsK16 / kGroups;
-            const Group group = Group::load_shared(mine.scales + record, mine.zeros + record, part);
+          for (int g = 0; g < kGroups; ++g) {
+            constexpr int kSteps = kK16Steps / kGroups;
+            const Group group = Group::load_shared(mine.scales + offset, mine.zeros + offset, g);
             const uint32_t zeros = ExactCodes<X>::zeros(group.zeros);
             const float scales[2] = {group.scale(0) * ExactCodes<X>::kUnit, group.scale(1) * ExactCodes<X>::kUnit};
             uint32_t a[kSteps][4];
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) {
-              const int k16 = part * kSteps + s;
+              const int k16 = g * kSteps + s;
               ExactCodes<X>::convert(a[s], words[k16 / 4].values[k16 % 4], zeros);
             }
-            float parts[kSums];
+            float group_sums[kAccumulators];
             ptx::wgmma_fence();
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) {
-              const int k16 = part * kSteps + s;
-              const uint64_t b = x_begin + (k16 / 4 * kXHalfBytes) / 16 + k16 % 4 * 2;
+              const int k16 = g * kSteps + s;
+              const uint64_t b = x + (k16 / 4 * kXHalfBytes) / 16 + k16 % 4 * 2;
               if (s == 0) {
-                wgmma<false>(parts, a[s], b);
+                wgmma<X, false>(group_sums, a[s], b);
               } else {
-                wgmma<true>(parts, a[s], b);
+                wgmma<X, true>(group_sums, a[s], b);
               }
             }
             ptx::wgmma_commit_group();
             ptx::wgmma_wait_group<0>();
 #pragma unroll
-            for (int v = 0; v < kSums; ++v) sums[i][v] = fmaf(parts[v], scales[v / 2 % 2], sums[i][v]);
+            for (int v = 0; v < kAccumulators; ++v) {
+              accumulators[i][v] = fmaf(group_sums[v], scales[v / 2 % 2], accumulators[i][v]);
+            }
           }
         }
       }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(tile.empty(at.stage));
-      at.advance(kTeams);
+      pipeline.consumer_release(state.stage_idx, lane);
+      state.advance_by(kConsumers);
     }
   };
-  auto push = [&](float* shared_sums) {
+
+  auto accumulate = [&](const Tile& tile) {
+    if constexpr (kScaled) {
+      accumulate_scaled(tile);
+    } else {
+      accumulate_exact(tile);
+    }
+  };
+  auto store_all = [&](float* shared_accumulators) {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
+    for (int i = 0; i < kM64Tiles; ++i) {
 #pragma unroll
       for (int j = 0; j < kBlockM / 8; ++j) {
-        const float c[4] = {sums[i][4 * j], sums[i][4 * j + 1], sums[i][4 * j + 2], sums[i][4 * j + 3]};
-        push_sums(shared_sums, team, j * 8, (i * kWarpgroups + warpgroup) * 64 + warp % 4 * 16, c);
+        const float* c = accumulators[i] + 4 * j;
+        store_accumulators(shared_accumulators, consumer, j * 8, (i * kWarpgroups + warpgroup) * 64 + warp % 4 * 16,
+                           {c[0], c[1], c[2], c[3]});
       }
     }
   };
-  // For the first stages: from then on copies are as far ahead. More of it delays them.
-  auto ask = [&](const Tile& tile) {
+  // Only x of the prologue: later copies run ahead of their use, and prefetches would delay them.
+  auto prefetch_x = [&](const Tile& tile) {
     if (threadIdx.x >= x_boxes(m)) return;
-    for (int round = tile.block_n % kXParts; round < tile.first_rounds(); round += kXParts) {
-      const int k64 = (tile.step_begin + round * kDepth) * 2 + threadIdx.x;
+    for (int i = tile.n_block % kXParts; i < tile.prologue_iterations(); i += kXParts) {
+      const int k64 = (tile.k_tile_begin + i * kKTiles) * 2 + threadIdx.x;
       ptx::cp_async_bulk_prefetch_tensor_3d(&x_map, 0, tile.m_begin, k64);
     }
   };
-  auto consume = [&](const Tile& tile) {
-    if constexpr (kScaled) {
-      consume_scaled(tile);
-    } else {
-      consume_exact(tile);
-    }
-  };
-  const ResidualStream stream{FUSION_ARGUMENTS, eps};
-  run_tile<true>(weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, stream, ask, consume, push);
+  const GemmArguments args{weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, {FUSION_ARGUMENTS, eps}};
+  run_tile<true>(args, prefetch_x, accumulate, store_all);
 }

@@ -1,21 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// The matrix product of gemm_sm90.cuh by mma m16n8k16, for few rows: below 16 rows of x wgmma takes as long as for 16,
-// and a warp that needs no other can have a part of K of its own.
+// The GEMM of gemm_sm90.cuh by mma m16n8k16, for up to 16 rows of x: wgmma takes as long for 1 row as for 16, and a
+// warp that depends on no other can have its own part of K.
 //
-//   x  X [m, k], row stride ldx values; rows start at multiples of 16 bytes
+//   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //
-// Predicted and measured otherwise: one tensor copy of all of x was slower than 32 small ones (5.5 against 4.7
-// microseconds, 4096 x 4096, one row), for nobody can begin before it ends; copies by the consumers were no slower than
-// those.
+//   weight, bias, residual, y   as in gemm_sm90.cuh
+//   x       X [m, k], row stride ldx values; rows start at multiples of 16 bytes
 //
-// sm_90. A team is one warp a record: it makes 32 columns of the block's tile for all BLOCK_M rows. Codes enter as they
-// are; scales and zero points of a group are applied to its float32 sums. Those of x, which zero points multiply, come
-// from the tensor cores, too: columns that one or two rows leave free take other parts of K, so that one instruction a
-// row adds up a record, and lanes keep what they have of it times zero points to themselves until the end. What cancels
-// then, and not in each group, are sums over all of K that a team takes: float32 relative to 15 times, in bfloat16 143
-// times the sum of x * scale, at most 6e-4 of y's root mean square for 28672 bfloat16 x that are all positive.
+// Limits: those of gemm_sm90.cuh, and m <= 16. sm_90 and newer. A consumer is one warp for each column of weight tiles:
+// it computes 32 columns of the CTA's tile for all BLOCK_M rows. Consumers copy x themselves, by cp.async: for few rows
+// it arrives earlier than by TMA.
+//
+// Zero points. Codes enter as q (+ a constant); a group's scale and zero point are applied to its float32 accumulators:
+//
+//   s * (sum of x * q - z * sum of x)
+//
+// The sum of x comes from the tensor cores, too, as a product with ones. For one or two rows, columns of operand B are
+// unused: they take other slices of K, so that one mma per row sums up a weight tile (kSliced). Each lane then has the
+// sum of its slice, and adds up s * z * sum until the end of K. The float32 terms that cancel are therefore sums over
+// the consumer's part of K instead of one group: at most 15 times (bfloat16: 143 times) the sum of x * scale, an error
+// of at most 6e-4 of y's RMS for 28672 bfloat16 x that are all positive.
 #include "gemm/gemm_sm90.cuh"
-#include "ptx/barrier.cuh"
+#include "hopper/swizzle.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/prefetch.cuh"
@@ -23,215 +29,217 @@
 
 static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_mma needs sm_90");
 
-constexpr int kTilesM = kBlockM / 8;
-constexpr int kTilesN = 2;
-constexpr int kUnroll = kTilesM == 1 && kResident == 1 && kThreads <= 320 ? 2 : 1;
+constexpr int kM8Tiles = kBlockM / 8;
+constexpr int kN16Tiles = 2;  // columns of a weight tile, 16 at a time
+constexpr int kUnroll = kM8Tiles == 1 && kCtasPerSm == 1 && kThreads <= 320 ? 2 : 1;
 constexpr int kXRows = X_ROWS;  // of x in shared memory: a power of two
-constexpr int kStageK = kDepth * kRecordK;
-constexpr int kUnits = kStageK / 8;  // of 16 bytes, in a row of x in shared memory
+constexpr int kStageK = kKTiles * kWeightTileK;
+constexpr int kXChunks = kStageK / 8;  // of 16 bytes, in a row of x in shared memory
 
-// More rows gain nothing; of more groups a lane would need that of each of its slices.
+// More rows gain nothing; with more groups a lane would need the scales of each of its slices.
 constexpr bool kSliced = kXRows <= 2 && kGroups == 1;
-constexpr int kSlices = kSliced ? 8 / kXRows : 1;  // of a record's 8 steps of 16 k, which one product adds up
-// Where the compiler finds registers, at least 112 but for one row, to read a stream's part with x.
-constexpr bool kEarly = kXRows == 1 || (kTilesM == 1 && kResident * kThreads < 512);
-constexpr int kRows = kSliced ? kXRows : 2;  // of x among a lane's two
+constexpr int kRows = kSliced ? kXRows : 2;  // of x among the two rows of a lane
+// Whether the compiler finds registers, at least 112 but for one row, to load the stream's operands with x.
+constexpr bool kLoadsStreamEarly = kXRows == 1 || (kM8Tiles == 1 && kCtasPerSm * kThreads < 512);
 
-static_assert(kXBytes == 0, "the consumers bring x themselves");
+static_assert(kXStageBytes == 0, "the consumers copy x themselves");
 static_assert(kXRows <= kBlockM, "a tile has no more rows of x");
-static_assert(!kSliced || kTilesM == 1, "offsets are those of one tile of rows");
-static_assert(kTeamWarps == kRecords, "a warp makes the columns of a record");
+static_assert(!kSliced || kM8Tiles == 1, "zero points are added to one tile of rows");
+static_assert(kConsumerWarps == kWeightTiles, "a warp computes the columns of one weight tile");
 
-// The largest power of two up to `value`.
+// Returns the largest power of two up to `value`.
 __device__ constexpr int last_power_of_two(int value) { return value < 2 ? 1 : 2 * last_power_of_two(value / 2); }
 
-// x, stage by stage: each team has a ring of its own. Without the tensor copy engine x is there sooner, and few rows
-// need few copies. Unit u of row r lies at u ^ (r % 8), so that ldmatrix meets no bank twice.
-class StagedRows {
+// The x of one consumer: a ring of X_STAGES stages of its own, [stage][row][kStageK], swizzled (swizzle.cuh), filled by
+// cp.async. Stages here are as long as those of the weight.
+class XRing {
  public:
-  __device__ __forceinline__ StagedRows(const X* x, int ldx, const Tile& tile, int team, int m, int k) : team_(team) {
-    const int thread = threadIdx.x % kTeamThreads;
+  __device__ __forceinline__ XRing(const X* x, int ldx, const Tile& tile, int consumer, int m, int k)
+      : consumer_(consumer) {
+    const int thread = threadIdx.x % kConsumerSize;
     const int row = thread / kRowLanes;
-    const int unit = thread % kRowLanes;
-    const int k_begin = tile.step_begin * kRecordK + team * kStageK + unit * 8;
+    const int chunk = thread % kRowLanes;
+    const int k_begin = tile.k_tile_begin * kWeightTileK + consumer * kStageK + chunk * 8;
     x_ = x + static_cast<int64_t>(tile.m_begin + row) * ldx + k_begin;
     ldx_ = ldx;
-    rows_left_ = ptx::opaque(row < kTurnRows ? m - tile.m_begin - row : kNone);
-    k_left_ = min(k, tile.step_end * kRecordK) - k_begin;
-    ring_ = tile.shared_begin + team * kRingBytes;
-    mine_ = ptx::opaque((row * kUnits + (unit ^ row % 8)) * 16);
+    rows_left_ = ptx::opaque(row < kPassRows ? m - tile.m_begin - row : kCopiesNothing);
+    k_left_ = min(k, tile.k_tile_end * kWeightTileK) - k_begin;
+    ring_ = tile.shared.begin + consumer * kRingBytes;
+    first_chunk_ = ptx::opaque((row * kXChunks + (chunk ^ swizzle_bits(row))) * 16);
   }
 
+  // Starts the copies of all stages but one.
   __device__ __forceinline__ void begin() {
 #pragma unroll
-    for (int stage = 0; stage < kStages - 1; ++stage) start(stage * kStageBytes);
+    for (int stage = 0; stage < kStages - 1; ++stage) copy(stage * kStageBytes);
   }
 
-  // Where the x of the team's next round begins, once it is there.
+  // Waits for the x of the consumer's next iteration, refills the stage that was read last, and returns the shared
+  // address of the new one.
   __device__ __forceinline__ uint32_t next() {
     ptx::cp_async_wait_group<kStages - 2>();
-    if constexpr (kTeamWarps == 1) {
+    if constexpr (kConsumerWarps == 1) {
       __syncwarp();
     } else {
-      ptx::barrier_sync(team_ + 1, kTeamThreads);
+      ptx::barrier_sync(consumer_ + 1, kConsumerSize);
     }
-    // The stage that was read last is free now.
-    start((read_ + (kStages - 1) * kStageBytes) % kRingBytes);
+    copy((read_ + (kStages - 1) * kStageBytes) % kRingBytes);
     const uint32_t begin = ring_ + read_;
     read_ = (read_ + kStageBytes) % kRingBytes;
     return begin;
   }
 
-  // Copies beyond the last step write zeros, where the sums may come to lie.
+  // Waits for the copies past the last iteration: they write zeros where accumulators will lie.
   __device__ __forceinline__ void end() { ptx::cp_async_wait_group<0>(); }
 
  private:
   static constexpr int kStages = X_STAGES;
-  static constexpr uint32_t kStageBytes = kXRows * kUnits * 16;
+  static constexpr uint32_t kStageBytes = kXRows * kXChunks * 16;
   static constexpr uint32_t kRingBytes = kStages * kStageBytes;
-  static constexpr int kTeamThreads = kTeamWarps * 32;
-  static constexpr int kRowLanes = kUnits < 32 ? kUnits : 32;  // that copy a row
-  // Copied by the team in a turn: a power of two, so that the place of a thread's units changes by a constant.
-  static constexpr int kTurnRows =
-      last_power_of_two(kXRows * kRowLanes < kTeamThreads ? kXRows : kTeamThreads / kRowLanes);
-  static constexpr int kNone = -kXRows;  // of a thread that copies nothing: less than any number of rows
+  static constexpr int kConsumerSize = kConsumerWarps * 32;        // threads
+  static constexpr int kRowLanes = kXChunks < 32 ? kXChunks : 32;  // threads that copy a row
+  // Rows that the consumer copies in one pass: a power of two, so that a thread's chunks are a constant apart.
+  static constexpr int kPassRows =
+      last_power_of_two(kXRows * kRowLanes < kConsumerSize ? kXRows : kConsumerSize / kRowLanes);
+  static constexpr int kCopiesNothing = -kXRows;  // less than any number of rows left
 
-  static_assert(kXRingBytes == kTeams * kRingBytes, "a team has stages of its own");
-  static_assert(kTeamWarps == 1 || kTeams < 16, "there are 16 barriers, one is that of the block");
+  static_assert(kXRingBytes == kConsumers * kRingBytes, "each consumer has a ring of its own");
+  static_assert(kConsumerWarps == 1 || kConsumers < 16, "there are 16 named barriers, and sync_cta takes one");
 
-  // Fills the stage that begins `offset` bytes behind the ring.
-  __device__ __forceinline__ void start(uint32_t offset) {
-    if (kTurnRows * kRowLanes == kTeamThreads || rows_left_ != kNone) {
+  // Fills the stage at `offset` in the ring.
+  __device__ __forceinline__ void copy(uint32_t offset) {
+    if (kPassRows * kRowLanes == kConsumerSize || rows_left_ != kCopiesNothing) {
       const uint32_t target = ring_ + offset;
 #pragma unroll
-      for (int row = 0; row < kXRows; row += kTurnRows) {
+      for (int row = 0; row < kXRows; row += kPassRows) {
 #pragma unroll
-        for (int unit = 0; unit < kUnits; unit += kRowLanes) {
-          const bool valid = row < rows_left_ && unit * 8 < k_left_;
-          ptx::cp_async_16(target + (mine_ ^ row % 8 * 16) + (row * kUnits + unit) * 16,
-                           x_ + static_cast<int64_t>(row) * ldx_ + unit * 8, valid ? 16 : 0);
+        for (int chunk = 0; chunk < kXChunks; chunk += kRowLanes) {
+          const bool is_valid = row < rows_left_ && chunk * 8 < k_left_;
+          ptx::cp_async_16(target + (first_chunk_ ^ swizzle_bits(row) * 16) + (row * kXChunks + chunk) * 16,
+                           x_ + static_cast<int64_t>(row) * ldx_ + chunk * 8, is_valid ? 16 : 0);
         }
       }
     }
     ptx::cp_async_commit_group();
-    x_ += kTeams * kStageK;
-    k_left_ -= kTeams * kStageK;
+    x_ += kConsumers * kStageK;
+    k_left_ -= kConsumers * kStageK;
   }
 
-  int team_;
-  const X* x_;  // this thread's first unit of the stage that is filled next
+  int consumer_;
+  const X* x_;  // this thread's first chunk of the stage that is filled next
   int ldx_;
-  int rows_left_, k_left_;  // from this thread's row and unit on
+  int rows_left_, k_left_;  // from this thread's row and chunk on
   uint32_t ring_;
-  uint32_t mine_;  // this thread's first unit in a stage, in bytes
-  uint32_t read_ = 0;
+  uint32_t first_chunk_;  // offset of this thread's first chunk in a stage
+  uint32_t read_ = 0;     // offset of the stage that is read next
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident)
+extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, FUSION_PARAMETERS const X* x, int m,
                   int n, int k, int ldr, int ldy, int ldx, float low, float high, float eps) {
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
-  const int team = warp / kTeamWarps;
+  const int consumer = warp / kConsumerWarps;
   constexpr uint32_t kOnes[4] = {RawCodes<X>::kOnes[0], RawCodes<X>::kOnes[1], RawCodes<X>::kOnes[0],
                                  RawCodes<X>::kOnes[1]};
-  float sums[kTilesN][kTilesM][4] = {};
-  float offsets[kTilesN][4] = {};  // kSliced: to add to the sums of its only tile, this lane's part
+  float accumulators[kN16Tiles][kM8Tiles][4] = {};
+  float zero_sums[kN16Tiles][4] = {};  // kSliced: s * -z * sum of x over this lane's slices
 
-  auto ask = [&](const Tile& tile) {
+  auto prefetch_x = [&](const Tile& tile) {
     constexpr int kLine = 128 / sizeof(X);
-    const int k_end = min(k, tile.step_end * kRecordK);
-    for (int part = tile.block_n % kXParts + threadIdx.x * kXParts;; part += kConsumerThreads * kXParts) {
+    const int k_end = min(k, tile.k_tile_end * kWeightTileK);
+    for (int part = tile.n_block % kXParts + threadIdx.x * kXParts;; part += kConsumerThreads * kXParts) {
       const int row = tile.m_begin + part % kXRows;
-      const int column = tile.step_begin * kRecordK + part / kXRows * kLine;
+      const int column = tile.k_tile_begin * kWeightTileK + part / kXRows * kLine;
       if (column >= k_end) break;
       if (row < m) ptx::prefetch_global_l2(x + static_cast<int64_t>(row) * ldx + column);
     }
   };
-  auto consume = [&](const Tile& tile) {
-    StagedRows rows(x, ldx, tile, team, m, k);
-    // This lane's in the first stage, and in a stage of x.
-    const uint32_t first_record = tile.weight(0) + warp % kTeamWarps * kDepth * kRecordBytes;
-    const uint32_t my_words = ptx::opaque(first_record + lane * 16);
-    const uint32_t my_scales = ptx::opaque(first_record + kCodeBytes + lane / 4 * 4);
-    const uint32_t my_zeros = ptx::opaque(first_record + kCodeBytes + 32 + lane / 4 * 2);
+  auto accumulate = [&](const Tile& tile) {
+    XRing ring(x, ldx, tile, consumer, m, k);
+    const auto pipeline = tile.shared.pipeline();
+    // The shared addresses of this lane's operands in stage 0, and their offsets in a stage of x.
+    const uint32_t weight_tile = tile.shared.weight(0) + warp % kConsumerWarps * kKTiles * kWeightTileBytes;
+    const uint32_t my_codes = ptx::opaque(weight_tile + lane * 16);
+    const uint32_t my_scales = ptx::opaque(weight_tile + kCodeBytes + lane / 4 * 4);
+    const uint32_t my_zeros = ptx::opaque(weight_tile + kCodeBytes + 32 + lane / 4 * 2);
     const int x_row = min(lane % 8, kXRows - 1);
-    const uint32_t my_x = ptx::opaque((x_row * kUnits + (lane / 8 ^ x_row % 8)) * 16);
+    const uint32_t my_x = ptx::opaque((x_row * kXChunks + (lane / 8 ^ swizzle_bits(x_row))) * 16);
     const uint32_t my_other_x = ptx::opaque(my_x ^ 64);
-    // kSliced: row i of a matrix is row i % kXRows of x at slice i / kXRows, in any order of K that meets no bank
-    // twice.
+    // kSliced: row i of a matrix of operand B is row i % kXRows of x at slice i / kXRows of K, in an order that avoids
+    // bank conflicts.
     const int sliced_row = lane % kXRows;
-    const int sliced_unit = kXRows == 1 ? lane % 16 : lane % 8 / kXRows * 2 + lane / 8 % 2;
-    const uint32_t my_slices = (sliced_row * kUnits + (sliced_unit ^ sliced_row)) * 16;
+    const int sliced_chunk = kXRows == 1 ? lane % 16 : lane % 8 / kXRows * 2 + lane / 8 % 2;
+    const uint32_t my_slices = (sliced_row * kXChunks + (sliced_chunk ^ swizzle_bits(sliced_row))) * 16;
     ptx::griddepcontrol_wait();
-    rows.begin();
+    ring.begin();
 
-    Position at{team, 0};
-    for (int round = team; round < tile.rounds(); round += kTeams) {
-      wait(tile.full(at.stage), at.parity);
-      const int depth = tile.depth(round);
+    auto state = PipelineState<kStages>::consumer(consumer);
+    for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {
+      pipeline.consumer_wait(state);
+      const int k_tiles = tile.k_tiles(iteration);
       uint32_t x_begin = 0;
 #pragma unroll kUnroll
-      for (int step = 0; step < depth; ++step) {
-        const uint32_t record = at.stage * kWeightBytes + step * kRecordBytes;
-        // What does not need x comes first: it is there before x is.
-        Vector<uint32_t, 4> words[2][kTilesN];
-        const auto load_words = [&](int k64) {
+      for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+        const uint32_t offset = state.stage_idx * kWeightStageBytes + k_tile * kWeightTileBytes;
+        // The operands that do not need x come first: they arrive before x does.
+        Vector<uint32_t, 4> words[2][kN16Tiles];
+        const auto load_codes = [&](int k64) {
 #pragma unroll
-          for (int i = 0; i < kTilesN; ++i) {
-            ptx::ld_shared(words[k64][i].values, my_words + record + (k64 * kTilesN + i) * 512);
+          for (int i = 0; i < kN16Tiles; ++i) {
+            ptx::ld_shared(words[k64][i].values, my_codes + offset + (k64 * kN16Tiles + i) * 512);
           }
         };
-        Group groups[kGroups][kTilesN];
-        const auto load_groups = [&](int part) {
+        Group groups[kGroups][kN16Tiles];
+        const auto load_group = [&](int g) {
 #pragma unroll
-          for (int i = 0; i < kTilesN; ++i) {
-            const uint32_t tile_group = record + i * kTileGroupBytes;
-            groups[part][i] = Group::load_shared(my_scales + tile_group, my_zeros + tile_group, part);
+          for (int i = 0; i < kN16Tiles; ++i) {
+            const uint32_t half = offset + i * kHalfGroupBytes;
+            groups[g][i] = Group::load_shared(my_scales + half, my_zeros + half, g);
           }
         };
-        load_words(0);
-        if (kGroups == 1) load_words(1);
-        load_groups(0);
-        if (step == 0) x_begin = rows.next();
+        load_codes(0);
+        if (kGroups == 1) load_codes(1);
+        load_group(0);
+        if (k_tile == 0) x_begin = ring.next();
 
 #pragma unroll
-        for (int part = 0; part < kGroups; ++part) {
-          if (part + 1 < kGroups) load_groups(part + 1);
-          if (kGroups > 1 && part + 1 == kGroups / 2) load_words(1);
-          float parts[kTilesN][kTilesM][4] = {};
-          float x_sums[kTilesM][4] = {};
+        for (int g = 0; g < kGroups; ++g) {
+          if (g + 1 < kGroups) load_group(g + 1);
+          if (kGroups > 1 && g + 1 == kGroups / 2) load_codes(1);
+          float group_sums[kN16Tiles][kM8Tiles][4] = {};
+          float x_sums[kM8Tiles][4] = {};
           if constexpr (kSliced) {
 #pragma unroll
-            for (int turn = 0; turn < kXRows; ++turn) {
+            for (int row = 0; row < kXRows; ++row) {
               uint32_t b[2];
-              ptx::ldmatrix_x2(b, x_begin + my_slices + (step * 16 + turn * 8) * 16);
+              ptx::ldmatrix_x2(b, x_begin + my_slices + (k_tile * 16 + row * 8) * 16);
               mma<X>(x_sums[0], kOnes, b[0], b[1]);
             }
           }
 #pragma unroll
-          for (int k32 = part * 4 / kGroups; k32 < (part + 1) * 4 / kGroups; ++k32) {
-            uint32_t a[2][kTilesN][4];
+          for (int k32 = g * 4 / kGroups; k32 < (g + 1) * 4 / kGroups; ++k32) {
+            uint32_t a[2][kN16Tiles][4];
 #pragma unroll
             for (int k16 = 0; k16 < 2; ++k16) {
 #pragma unroll
-              for (int i = 0; i < kTilesN; ++i) {
+              for (int i = 0; i < kN16Tiles; ++i) {
                 RawCodes<X>::convert(a[k16][i], words[k32 / 2][i].values[k32 % 2 * 2 + k16]);
               }
             }
 #pragma unroll
-            for (int j = 0; j < kTilesM; ++j) {
-              // Four matrices of 8 rows and 8 k: those of two steps of 16 k. Rows that x does not have repeat its last
-              // one and give columns of the product that nobody stores.
-              const uint32_t within = (step * 16 + k32 / 2 * 8 + j * 8 * kUnits) * 16;
+            for (int j = 0; j < kM8Tiles; ++j) {
+              // Four matrices of 8 rows and 8 k, for two steps of 16 k. Rows past the last one of x repeat it: they
+              // give columns of the product that are not stored.
+              const uint32_t within = (k_tile * 16 + k32 / 2 * 8 + j * 8 * kXChunks) * 16;
               uint32_t b[4];
               ptx::ldmatrix_x4(b, x_begin + (k32 % 2 == 0 ? my_x : my_other_x) + within);
 #pragma unroll
               for (int k16 = 0; k16 < 2; ++k16) {
                 if constexpr (!kSliced) mma<X>(x_sums[j], kOnes, b[k16 * 2], b[k16 * 2 + 1]);
 #pragma unroll
-                for (int i = 0; i < kTilesN; ++i) {
-                  mma<X>(parts[i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
+                for (int i = 0; i < kN16Tiles; ++i) {
+                  mma<X>(group_sums[i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
                 }
               }
             }
@@ -241,55 +249,55 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
             x_sums[0][2] += x_sums[0][3];
           }
 #pragma unroll
-          for (int i = 0; i < kTilesN; ++i) {
+          for (int i = 0; i < kN16Tiles; ++i) {
 #pragma unroll
             for (int v = 0; v < 4; ++v) {
               if (v % 2 >= kRows) continue;
-              const float scale = groups[part][i].scale(v / 2);
-              const float zero = -(groups[part][i].zero(v / 2) + RawCodes<X>::kOffset);
+              const float scale = groups[g][i].scale(v / 2);
+              const float zero = -(groups[g][i].zero(v / 2) + RawCodes<X>::kOffset);
 #pragma unroll
-              for (int j = 0; j < kTilesM; ++j) {
-                float product = parts[i][j][v];
+              for (int j = 0; j < kM8Tiles; ++j) {
+                float sum = group_sums[i][j][v];
                 if constexpr (kSliced) {
-                  offsets[i][v] = fmaf(zero * scale, x_sums[j][v], offsets[i][v]);
+                  zero_sums[i][v] = fmaf(zero * scale, x_sums[j][v], zero_sums[i][v]);
                 } else {
-                  product = fmaf(zero, x_sums[j][v], product);
+                  sum = fmaf(zero, x_sums[j][v], sum);
                 }
-                sums[i][j][v] = fmaf(product, scale, sums[i][j][v]);
+                accumulators[i][j][v] = fmaf(sum, scale, accumulators[i][j][v]);
               }
             }
           }
         }
       }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(tile.empty(at.stage));
-      at.advance(kTeams);
+      pipeline.consumer_release(state.stage_idx, lane);
+      state.advance_by(kConsumers);
     }
-    rows.end();
+    ring.end();
 #pragma unroll
-    for (int i = 0; i < kTilesN; ++i) {
+    for (int i = 0; i < kN16Tiles; ++i) {
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
         if constexpr (kSliced) {
           if (v % 2 >= kRows) continue;
-          offsets[i][v] += __shfl_xor_sync(kFullWarp, offsets[i][v], 1);
-          offsets[i][v] += __shfl_xor_sync(kFullWarp, offsets[i][v], 2);
-          sums[i][0][v] += offsets[i][v];
+          zero_sums[i][v] += __shfl_xor_sync(kFullWarp, zero_sums[i][v], 1);
+          zero_sums[i][v] += __shfl_xor_sync(kFullWarp, zero_sums[i][v], 2);
+          accumulators[i][0][v] += zero_sums[i][v];
         }
 #pragma unroll
-        for (int j = 0; j < kTilesM; ++j) sums[i][j][v] *= RawCodes<X>::kUnits[v / 2];
+        for (int j = 0; j < kM8Tiles; ++j) accumulators[i][j][v] *= RawCodes<X>::kUnits[v / 2];
       }
     }
   };
-  auto push = [&](float* shared_sums) {
+  auto store_all = [&](float* shared_accumulators) {
 #pragma unroll
-    for (int i = 0; i < kTilesN; ++i) {
+    for (int i = 0; i < kN16Tiles; ++i) {
 #pragma unroll
-      for (int j = 0; j < kTilesM; ++j) {
-        push_sums(shared_sums, team, j * 8, warp % kTeamWarps * kRecordColumns + i * 16, sums[i][j]);
+      for (int j = 0; j < kM8Tiles; ++j) {
+        store_accumulators(shared_accumulators, consumer, j * 8, warp % kConsumerWarps * kWeightTileN + i * 16,
+                           accumulators[i][j]);
       }
     }
   };
-  const ResidualStream stream{FUSION_ARGUMENTS, eps};
-  run_tile<kEarly>(weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, stream, ask, consume, push);
+  const GemmArguments args{weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, {FUSION_ARGUMENTS, eps}};
+  run_tile<kLoadsStreamEarly>(args, prefetch_x, accumulate, store_all);
 }

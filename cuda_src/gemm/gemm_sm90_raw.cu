@@ -1,44 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0
-//   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n]),  m <= ROWS
-// (q * s + o with offsets in place of zero points) on tensor cores, from AWQ's own layout of the weight, which is read
-// once.
+// GEMM on AWQ's own layout of the weight, for up to 16 rows of x, by mma m16n8k16 and TMA. The weight is read once.
 //
-//   w_map    tensor map of qweight, uint32 [k, n / 8], as [8 of i][k / 8][n / 8], where i is the row within 8
-//   x_map    tensor map of x as [k / 32][m][32], a box of which has all rows
-//   scales   SCALE [groups, n], row stride lds values
-//   zeros    uint32 [groups, n / 8], row stride ldz words; or SCALE [groups, n], row stride ldz values; or null
-//   y        X [m, n] (gated: [m, n / 2]), row stride ldy values
-// sm_90; k and group_size multiples of 32, n of 8 * WORDS (gated: of 16 * WORDS); all matrices, and a gated weight's
-// halves, start at, and step by, multiples of 16 bytes.
+//   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
+//   or, with ZEROS = kOffset,                   (q[k, n] * s[k / group_size, n] + o[k / group_size, n])
 //
-// The product is made transposed, y^T = W^T x^T: the weight is operand A of mma (ptx/mma.cuh), whose rows may be any
-// columns of the weight and whose k any k, as long as x has the same. A cluster of SPLITS blocks makes 64 * WORDS
-// columns; its warps have adjacent parts of K each. In a step of 32 k lane 4g + t takes WORDS adjacent words, g-th of
-// the tile, of rows 8t .. 8t + 7, and the same k of rows g, g + 8 of x:
-//   (lane, word, nibble i of 4) -> row g of a product: column 2i of the word, row g + 8: column 2i + 1
-//   (t, k16 j of 2, register pair p of A and register p of B) -> k 8t + 4j + 2p, 8t + 4j + 2p + 1
-// The low (even columns) and high halves of two adjacent k's words, side by side, are what RawCodes takes.
+//   scales    SCALE [groups, n], row stride lds values
+//   zeros     uint32 [groups, n / 8], row stride ldz words; or offsets SCALE [groups, n], row stride ldz values; or
+//   null bias      BIAS [n] or null residual  X [m, n], row stride ldr values, or null y         X [m, n] (gated: [m, n
+//   / 2]), row stride ldy values w_map     tensor map of qweight, uint32 [k, n / 8], as [8 of i][k / 8][n / 8], where i
+//   is the row within 8 x_map     tensor map of x as [k / 32][m][32]; one box has all rows
 //
-// Each warp asks the copy engine for its own words and x, DEPTH steps ahead. They come as [i][t][word], so that what
-// lanes read together lies in different banks.
+// Limits: m <= ROWS; k and group_size multiples of 32, n of 8 * WORDS (gated: of 16 * WORDS); all matrices, and the
+// halves of a gated weight, start at, and step by, multiples of 16 bytes. sm_90 and newer.
 //
-// Programmatic dependent launch: what kernels before have written is promised only behind griddepcontrol.wait, even of
-// one that lets nobody start early. With CONSTANT none that may still be at work writes the weight, whose first steps
-// and group are then read before. Else nothing is; scales are asked for in L2.
+// The product is computed transposed: the weight is operand A of mma (ptx/mma.cuh), whose rows may be any columns of
+// the weight and whose k any k, as long as x has the same. A cluster of SPLIT_K CTAs computes 64 * WORDS columns; each
+// of its warps has a contiguous part of K. In a step of 32 k lane 4g + t takes WORDS adjacent words, the g-th of the
+// tile, of rows 8t .. 8t + 7, and the same k of rows g, g + 8 of x:
+//   (lane, word, nibble i of 4) -> operand A's row g: column 2i of the word, row g + 8: column 2i + 1
+//   (t, k16 j of 2, register pair p of A, register p of B) -> k 8t + 4j + 2p, 8t + 4j + 2p + 1
+// The low halves (even columns) or the high halves of the words of two adjacent k, side by side, are what RawCodes
+// takes.
 //
-// Measured on an H100, 8192 x 28672 at one row with CONSTANT (41.7 us on the repacked weight): words to registers 45.8
-// us, with at most two steps of a warp under way (more took longer), by cp.async 57 to 61 however many, by the copy
-// engine 42.1.
-#include "hopper/copied.cuh"
+// Each warp is producer and consumer of a ring of STAGES stages of its own, a step each: it copies its words and x by
+// TMA and refills a stage once all its lanes have read it. Stages have full barriers but, with one warp for both roles,
+// no empty ones. Words arrive as [i][t][word], so that lanes read different banks.
+//
+// Programmatic dependent launch (PDL): with CONSTANT, no kernel that may still run writes the weight, and the first
+// stages of words and the first group are read before griddepcontrol.wait. Without it nothing is; scales are prefetched
+// into L2.
 #include "common/epilogue.cuh"
+#include "common/warp.cuh"
+#include "dequant/raw_codes.cuh"
 #include "gemm/group.cuh"
-#include "ptx/bulk_copy.cuh"
+#include "hopper/cluster_reduction.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/shared_storage.cuh"
+#include "hopper/tma.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld_shared.cuh"
 #include "ptx/prefetch.cuh"
-#include "dequant/raw_codes.cuh"
-#include "common/warp.cuh"
 
 static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_raw needs sm_90");
 
@@ -46,17 +48,17 @@ constexpr Zeros kZeros = Zeros::ZEROS;
 constexpr int kRows = ROWS;
 constexpr int kWords = WORDS;
 constexpr int kWarps = WARPS;
-constexpr int kDepth = DEPTH;  // steps under way
-constexpr int kSplits = SPLITS;
+constexpr int kStages = STAGES;  // of each warp
+constexpr int kSplitK = SPLIT_K;
 constexpr bool kConstant = CONSTANT;
 
 constexpr int kThreads = kWarps * 32;
 constexpr int kBlockN = 64 * kWords;
 constexpr int kStepK = 32;
 constexpr int kTilesM = ceil_div(kRows, 8);
-constexpr int kOdd = kRows == 1 ? 1 : 2;  // rows of a lane's sums in each tile
+constexpr int kOdd = kRows == 1 ? 1 : 2;  // rows of a lane's accumulators in each tile of 8 rows
 
-// The columns of a gated tile are two parts of the weight's rows.
+// A gated tile has two runs of columns: of the gate and of the up projection.
 constexpr int kParts = kGated ? 2 : 1;
 constexpr int kPartWords = 8 * kWords / kParts;
 constexpr int kPartBytes = kStepK * kPartWords * 4;
@@ -65,43 +67,50 @@ constexpr int kXTileBytes = 8 * kStepK * 2;
 constexpr int kXBytes = kRows * kStepK * 2;
 constexpr int kStepBytes = kWordBytes + (kXBytes > 128 ? kXBytes : 128);
 
-// Shared memory: of each warp its steps, words [part][i of 8][t of 4][kPartWords] and x [row][32], and in their place
-// its sums at last, float32 [row][kSumStride]; the sums of each block of the cluster at its first block
-// [split][row][kSumStride]; a barrier for these; of each warp kDepth barriers.
+// Each warp has a ring of stages, words [part][i of 8][t of 4][kPartWords] and x [row][32]; after the main loop its
+// accumulators, float [row][kSumStride], take their place.
 constexpr int kSumStride = kBlockN + 4;
-constexpr int kPartSums = kRows * kSumStride;
-constexpr int kRingFloats = kDepth * kStepBytes / 4;
-constexpr int kWarpFloats = kRingFloats > kPartSums ? kRingFloats : ceil_div(kPartSums, 32) * 32;
-constexpr int kJoinedBegin = kWarps * kWarpFloats;
-constexpr int kBarrierBegin = kJoinedBegin + kSplits * kPartSums;
+constexpr int kTileFloats = kRows * kSumStride;
+constexpr int kRingFloats = kStages * kStepBytes / 4;
+constexpr int kWarpFloats = kRingFloats > kTileFloats ? kRingFloats : ceil_div(kTileFloats, 32) * 32;
+
+struct SharedStorage {
+  using Warps = SharedArray<0, kWarps, kWarpFloats * 4>;
+  using Partials = SharedArray<Warps::kEnd, kSplitK, kTileFloats * 4>;  // of each CTA, at the first of the cluster
+  using PartialBarrier = SharedArray<Partials::kEnd, 1, kBarrierBytes>;
+  using FullBarriers = SharedArray<PartialBarrier::kEnd, kWarps, kStages * kBarrierBytes>;
+  static constexpr int kBytes = FullBarriers::kEnd;
+};
+ASSERT_SHARED_BYTES(SharedStorage);
+constexpr int kPartialsBegin = SharedStorage::Partials::kBegin / 4;
 
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 
-extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
+extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     gemm_sm90_raw(const SCALE* scales, const void* zeros, const BIAS* bias, const X* residual, X* y,
                   const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, int m, int n, int k,
                   int group_size, int lds, int ldz, int ldr, int ldy, float low, float high) {
   extern __shared__ __align__(128) float shared[];
   const uint32_t shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const uint32_t joined = shared_begin + kBarrierBegin * 4;
+  const PartialSumBarrier partial_barrier{SharedStorage::PartialBarrier::at(shared_begin)};
   const int warp = uniform_warp();
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
   const int t = lane % 4;
-  const int split = kSplits == 1 ? 0 : ptx::cluster_ctarank();
-  const int tile = blockIdx.x / kSplits;
+  const int split = kSplitK == 1 ? 0 : ptx::cluster_ctarank();
+  const int tile = blockIdx.x / kSplitK;
   const int part = split * kWarps + warp;
   const int steps = k / kStepK;
-  const int step_begin = steps * part / (kSplits * kWarps);
-  const int step_end = steps * (part + 1) / (kSplits * kWarps);
-  // A lane past n has the last columns' scales, and its sums are not stored.
+  const int step_begin = steps * part / (kSplitK * kWarps);
+  const int step_end = steps * (part + 1) / (kSplitK * kWarps);
+  // A lane past n reads the scales of the last columns; its accumulators are not stored.
   const int column = min(weight_column<kBlockN>(tile, g * kWords * 8, n), n - 8 * kWords);
 
-  if constexpr (kSplits > 1) {
+  if constexpr (kSplitK > 1) {
     if (threadIdx.x == 0) {
-      ptx::mbarrier_init(joined, 1);
+      partial_barrier.init();
       ptx::fence_mbarrier_init();
-      ptx::mbarrier_arrive_expect_tx(joined, kSplits * m * kBlockN * 4);
+      partial_barrier.expect(kSplitK * m * kBlockN * 4);
     }
     ptx::barrier_cluster_arrive_relaxed();
   }
@@ -109,42 +118,42 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   int group = step_begin / group_steps;
 
   const uint32_t ring = ptx::opaque(shared_begin + warp * (kWarpFloats * 4));
-  const uint32_t full = ptx::opaque(joined + 8 + warp * (kDepth * 8));
-  const int my_word = g * kWords;  // of a row of the tile
+  const uint32_t full_barriers = ptx::opaque(SharedStorage::FullBarriers::at(shared_begin, warp));
+  const int my_word = g * kWords;  // in a row of the tile
   const uint32_t my_words =
       ptx::opaque(ring + my_word / kPartWords * kPartBytes + (t * kPartWords + my_word % kPartWords) * 4);
   const uint32_t my_x = ptx::opaque(ring + kWordBytes + (kRows == 1 ? t : lane) * 16);
   const int first_word = weight_column<kBlockN>(tile, 0, n) / 8;
   const bool leader = ptx::elect();
-  auto copy = [&](int step, uint32_t place, uint32_t barrier, bool words, bool x) {
+  auto copy = [&](int step, uint32_t stage_offset, uint32_t full_barrier, bool words, bool x) {
     if (words) {
-      ptx::mbarrier_arrive_expect_tx(barrier, kWordBytes + m * (kStepK * 2));
+      ptx::mbarrier_arrive_expect_tx(full_barrier, kWordBytes + m * (kStepK * 2));
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        const uint32_t target = ring + place + i * kPartBytes;
-        ptx::cp_async_bulk_tensor_3d(target, &w_map, first_word + i * (n / 16), step * (kStepK / 8), 0, barrier);
+        const uint32_t target = ring + stage_offset + i * kPartBytes;
+        ptx::cp_async_bulk_tensor_3d(target, &w_map, first_word + i * (n / 16), step * (kStepK / 8), 0, full_barrier);
       }
     }
-    if (x) ptx::cp_async_bulk_tensor_3d(ring + place + kWordBytes, &x_map, 0, 0, step, barrier);
+    if (x) ptx::cp_async_bulk_tensor_3d(ring + stage_offset + kWordBytes, &x_map, 0, 0, step, full_barrier);
   };
   auto copy_first = [&](bool words, bool x) {
     if (!leader) return;
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) {
-      if (step_begin + i < step_end) copy(step_begin + i, i * kStepBytes, full + i * 8, words, x);
+    for (int i = 0; i < kStages; ++i) {
+      if (step_begin + i < step_end) copy(step_begin + i, i * kStepBytes, full_barriers + i * kBarrierBytes, words, x);
     }
   };
 
   if (leader) {
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) ptx::mbarrier_init(full + i * 8, 1);
+    for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(full_barriers + i * kBarrierBytes, 1);
     ptx::fence_mbarrier_init();
   }
   if constexpr (kConstant) copy_first(true, false);
-  // Rows past m are not copied: zeros, so that nothing is read that was never written, though no sum of them is stored.
+  // TMA does not fill rows past m. They are zeroed: mma reads them, though nothing of them is stored.
   if constexpr (kRows > 1) {
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) {
+    for (int i = 0; i < kStages; ++i) {
 #pragma unroll
       for (int chunk = lane; chunk < kXBytes / 16; chunk += 32) {
         float* target = shared + warp * kWarpFloats + (i * kStepBytes + kWordBytes) / 4 + chunk * 4;
@@ -154,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   }
   __syncwarp();
   if (lane % 4 == 0 && (g % 2 == 0 ? step_begin : (group + 1) * group_steps) < step_end) {
-    // The first two groups, a quarter of the tile's columns a lane.
+    // The first two groups; each lane a quarter of the tile's columns.
     const int index = group + g % 2;
     const int first = weight_column<kBlockN>(tile, g / 2 * (kBlockN / 4), n);
     if (first < n) {
@@ -165,11 +174,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     }
   }
   ptx::griddepcontrol_launch_dependents();
-  if constexpr (kSplits > 1) ptx::barrier_cluster_wait_acquire();
+  if constexpr (kSplitK > 1) ptx::barrier_cluster_wait_acquire();
 
-  // Of word, nibble, tile of rows: sums, and those of the present group, in units of RawCodes.
-  float sums[kWords][4][kTilesM][2][kOdd] = {};
-  float parts[kWords][4][kTilesM][4] = {};
+  // [word][nibble][tile of 8 rows]; the sums of the present group are in units of RawCodes.
+  float accumulators[kWords][4][kTilesM][2][kOdd] = {};
+  float group_sums[kWords][4][kTilesM][4] = {};
   float x_sums[kTilesM][4] = {};
   WordGroup<SCALE, kZeros, true> parameters[kWords];
   auto fetch_group = [&] {
@@ -189,10 +198,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               const int c = 2 * i + half;
-              float& sum = sums[w][i][j][half][odd];
+              float& sum = accumulators[w][i][j][half][odd];
               float zero = RawCodes<X>::kOffset;
               if constexpr (kZeros != Zeros::kOffset) zero += static_cast<float>(code(parameters[w].zeros, c));
-              const float difference = fmaf(zero, x_sum, parts[w][i][j][half * 2 + odd]);
+              const float difference = fmaf(zero, x_sum, group_sums[w][i][j][half * 2 + odd]);
               sum = fmaf(difference, to_float(parameters[w].scales.values[c]), sum);
               if constexpr (kZeros == Zeros::kOffset) {
                 sum = fmaf(-to_float(parameters[w].offsets.values[c]), x_sum, sum);
@@ -205,20 +214,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       for (int c = 0; c < 4; ++c) {
         x_sums[j][c] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 4 * kWords; ++i) parts[i / 4][i % 4][j][c] = 0.0f;
+        for (int i = 0; i < 4 * kWords; ++i) group_sums[i / 4][i % 4][j][c] = 0.0f;
       }
     }
   };
-  auto multiply = [&](uint32_t place) {
+  auto multiply = [&](uint32_t stage_offset) {
     uint32_t x_step[kTilesM][4];
 #pragma unroll
-    for (int j = 0; j < kTilesM; ++j) ptx::ld_shared(x_step[j], my_x + place + j * kXTileBytes);
+    for (int j = 0; j < kTilesM; ++j) ptx::ld_shared(x_step[j], my_x + stage_offset + j * kXTileBytes);
     constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne};
 #pragma unroll
     for (int k16 = 0; k16 < 2; ++k16) {
       uint32_t words[4][kWords];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ptx::ld_shared(words[i], my_words + place + (k16 * 4 + i) * (kPartBytes / 8));
+      for (int i = 0; i < 4; ++i) ptx::ld_shared(words[i], my_words + stage_offset + (k16 * 4 + i) * (kPartBytes / 8));
       auto multiply_by = [&](int j, float (&c)[4], const uint32_t (&a)[4]) {
         mma<X>(c, a, x_step[j][2 * k16], x_step[j][2 * k16 + 1]);
       };
@@ -226,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       for (int j = 0; j < kTilesM; ++j) multiply_by(j, x_sums[j], kOnes);
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        uint32_t codes[4][4];  // of a register of A, nibble
+        uint32_t codes[4][4];  // [register of A][nibble]
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32_t pair = __byte_perm(words[i / 2 * 2][w], words[i / 2 * 2 + 1][w], i % 2 ? 0x7632 : 0x5410);
@@ -236,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
         for (int i = 0; i < 4; ++i) {
           const uint32_t a[4] = {codes[0][i], codes[1][i], codes[2][i], codes[3][i]};
 #pragma unroll
-          for (int j = 0; j < kTilesM; ++j) multiply_by(j, parts[w][i][j], a);
+          for (int j = 0; j < kTilesM; ++j) multiply_by(j, group_sums[w][i][j], a);
         }
       }
     }
@@ -249,24 +258,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   ptx::griddepcontrol_wait();
   copy_first(!kConstant, true);
   if constexpr (!kConstant) fetch_first_group();
-  uint32_t place = 0, filled = full, parity = 0;
+  PipelineAddresses<kStages, kStepBytes> state{0, full_barriers, 0};
   for (int step = step_begin; step < step_end; ++step) {
     if (step == (group + 1) * group_steps) {
       close_group();
       ++group;
       fetch_group();
     }
-    wait(filled, parity);
-    multiply(place);
+    wait(state.full_barrier, state.phase);
+    multiply(state.stage_offset);
     __syncwarp();
-    if (leader && step + kDepth < step_end) copy(step + kDepth, place, filled, true, true);
-    place += kStepBytes;
-    filled += 8;
-    if (place == kDepth * kStepBytes) {
-      place = 0;
-      filled = full;
-      parity ^= 1;
-    }
+    if (leader && step + kStages < step_end) copy(step + kStages, state.stage_offset, state.full_barrier, true, true);
+    state.advance(full_barriers);
   }
   if (step_begin < step_end) close_group();
 
@@ -282,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const int i = quad % 2 * 2 + c / 2;
-          out.values[c] = sums[quad / 2][i][j][c % 2][odd] * RawCodes<X>::kUnits[i % 2];
+          out.values[c] = accumulators[quad / 2][i][j][c % 2][odd] * RawCodes<X>::kUnits[i % 2];
         }
         store<true>(shared + warp * kWarpFloats + row * kSumStride + g * kWords * 8 + quad * 4, out);
       }
@@ -290,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   }
   __syncthreads();
 
-  // Adds `count` parts, `stride` apart, of four columns of a row.
+  // Adds up `count` partial sums, `stride` apart, of four columns of a row.
   auto add_up = [&](int begin, int stride, int count) {
     Vector<float, 4> total = {};
 #pragma unroll
@@ -305,18 +308,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   for (int item = threadIdx.x; item < m * (kBlockN / 4); item += kThreads) {
     const int offset = item / (kBlockN / 4) * kSumStride + item % (kBlockN / 4) * 4;
     const Vector<float, 4> total = add_up(offset, kWarpFloats, kWarps);
-    const int target = kJoinedBegin + split * kPartSums + offset;
-    if constexpr (kSplits == 1) {
+    const int target = kPartialsBegin + split * kTileFloats + offset;
+    if constexpr (kSplitK == 1) {
       store<true>(shared + target, total);
     } else {
-      ptx::st_async(ptx::mapa(shared_begin + target * 4, 0), total.values, ptx::mapa(joined, 0));
+      partial_barrier.write(0, shared_begin + target * 4, total.values);
     }
   }
-  if constexpr (kSplits == 1) {
+  if constexpr (kSplitK == 1) {
     __syncthreads();
   } else {
     if (split != 0) return;
-    wait(joined, 0);
+    partial_barrier.wait_for_all();
   }
 
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
@@ -326,10 +329,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     const int local = item % (kWidth / 4) * 4;
     const int out_column = tile * kWidth + local;
     if (out_column >= (kGated ? n / 2 : n)) continue;
-    const Vector<float, 4> total = add_up(kJoinedBegin + row * kSumStride + local, kPartSums, kSplits);
+    const Vector<float, 4> total = add_up(kPartialsBegin + row * kSumStride + local, kTileFloats, kSplitK);
     Vector<X, 4> out;
     if constexpr (kGated) {
-      const Vector<float, 4> up = add_up(kJoinedBegin + row * kSumStride + local + kWidth, kPartSums, kSplits);
+      const Vector<float, 4> up = add_up(kPartialsBegin + row * kSumStride + local + kWidth, kTileFloats, kSplitK);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         out.values[c] = epilogue.finish_gated(total.values[c], up.values[c], row, out_column + c);

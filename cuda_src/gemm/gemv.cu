@@ -1,20 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-//   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n]),  m <= ROWS
-// (q * s + o with offsets in place of zero points) on CUDA cores: products and sums in float32, every weight read once.
+// GEMV and GEMM for few rows on CUDA cores, in float32; each weight is read once:
+//   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
+// for m <= ROWS, with q * s + o instead of (q - z) * s for kOffset.
 //
-//   x        X [m, k], row stride ldx values
-//   qweight  uint32 [k, n / 8], row stride ldq words
-//   scales   SCALE [groups, n], row stride lds values
-//   zeros    uint32 [groups, n / 8], row stride ldz words; or SCALE [groups, n], row stride ldz values; or null
-//   y        X [m, n] (gated: [m, n / 2]), row stride ldy values
-//   partials, counters: see reduce.cuh; unused when the grid has one split
+//   x         X [m, k], row stride ldx values
+//   qweight   uint32 [k, n / 8] in AWQ order (dequant/int4.cuh), row stride ldq words
+//   scales    SCALE [groups, n], row stride lds values
+//   zeros     kPacked: uint32 [groups, n / 8], row stride ldz words; kOffset: SCALE [groups, n], row stride ldz values;
+//             kSymmetric: null
+//   bias      BIAS [n] or null
+//   residual  X like y, row stride ldr values, or null
+//   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
+//   partials, counters    the split-K workspace (common/reduce.cuh), unused with one split
 //
-// Any architecture; k and group_size multiples of CHUNK, n of 8 (gated: of 16). ALIGNED: scales and offsets start at,
-// and step by, multiples of 16 bytes; X_ALIGNED: so does x. PTX_PATH: convert pairs of codes by lop3.
+// Limits: k and group_size are multiples of CHUNK, n of 8 (gated: of 16). Any architecture.
+// ALIGNED: rows of scales and offsets start at multiples of 16 bytes; X_ALIGNED: those of x do. PTX_PATH: convert codes
+// in pairs with lop3.
 //
-// Grid (column blocks, splits). 16 lanes lie side by side on a row, one word each; the 16-lane slices of all splits
-// deal the rows of K among themselves in contiguous runs of CHUNK rows. A lane sums x * (q - z) over a chunk, where
-// codes are small integers and only x rounds, and scales that sum: one multiplication by s for CHUNK weights.
+// Grid: (tiles of 128 columns, split_k). 16 lanes side by side own one word of a row each. The slices of 16 lanes of
+// all splits divide K into contiguous ranges of CHUNK rows. A lane accumulates x * (q - z) over a chunk, where q - z is
+// a small integer, and multiplies the partial sum by s once per chunk.
 #include "common/epilogue.cuh"
 #include "gemm/group.cuh"
 #include "common/reduce.cuh"
@@ -27,13 +32,13 @@ constexpr int kRows = ROWS;
 constexpr int kChunk = CHUNK;
 constexpr int kLanes = 16;
 constexpr int kBlockN = kLanes * 8;
-constexpr int kThreads = kBlockN;  // one thread a column in the epilogue
+constexpr int kThreads = kBlockN;  // one thread per column in the epilogue
 constexpr int kSlices = kThreads / kLanes;
 constexpr int kWarps = kThreads / 32;
 
 static_assert(kZeros == Zeros::kOffset || sizeof(SCALE) == 2, "scales are 16-bit values");
 
-// The eight codes of a word minus the zero points, exactly.
+// Computes q - z for the eight codes of a word, exactly.
 __device__ __forceinline__ void differences(float (&out)[8], uint32_t word, uint32_t zeros) {
   if constexpr (kPtxPath) {
     using C = Codes<half_t>;
@@ -53,7 +58,7 @@ __device__ __forceinline__ void differences(float (&out)[8], uint32_t word, uint
   }
 }
 
-// Five blocks an SM: left alone, the compiler aims at 72 registers for one row on sm_80 to sm_89, and spills.
+// Five CTAs per SM: otherwise the compiler aims at 72 registers for one row on sm_80 to sm_89, and spills.
 extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
     gemv(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
          const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size, int ldx,
@@ -65,9 +70,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
   const int k_begin = static_cast<int>(static_cast<int64_t>(chunks) * slice / slices) * kChunk;
   const int k_end = static_cast<int>(static_cast<int64_t>(chunks) * (slice + 1) / slices) * kChunk;
 
-  // A lane past n reads the last word, and its sums are not stored.
+  // A lane past n reads the last word; its results are not stored.
   const int first = min(weight_column<kBlockN>(blockIdx.x, lane * 8, n), n - 8);
-  float sums[kRows][8] = {};
+  float accumulators[kRows][8] = {};
   uint32_t words[kChunk];
   auto fetch_words = [&](int row) {
 #pragma unroll
@@ -107,14 +112,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
       }
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
-        float& sum = sums[r][c];
-        sum = fmaf(part[c], to_float(group.scales.values[c]), sum);
-        if constexpr (kZeros == Zeros::kOffset) sum = fmaf(x_sum, to_float(group.offsets.values[c]), sum);
+        float& acc = accumulators[r][c];
+        acc = fmaf(part[c], to_float(group.scales.values[c]), acc);
+        if constexpr (kZeros == Zeros::kOffset) acc = fmaf(x_sum, to_float(group.offsets.values[c]), acc);
       }
     }
   }
 
-  // The slices of the block, then the splits: thread i ends with column i of the tile.
+  // Reduce the slices of the CTA, then the splits: thread i ends with column i of the tile.
   __shared__ float tile[kWarps][kBlockN];
   float totals[kRows];
 #pragma unroll
@@ -125,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
     }
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-      const float pair = sums[r][c] + __shfl_xor_sync(0xffffffffu, sums[r][c], kLanes);
+      const float pair = accumulators[r][c] + __shfl_xor_sync(0xffffffffu, accumulators[r][c], kLanes);
       if (threadIdx.x % 32 < kLanes) tile[threadIdx.x / 32][lane * 8 + c] = pair;
     }
     __syncthreads();

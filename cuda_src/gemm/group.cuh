@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a thread keeps of a group where words come from AWQ's own layout: scales and zero points of a word's eight
-// columns.
+// The parameters of one group for the eight columns of a word, read from the AWQ layout.
 #pragma once
 
 #include "dequant/int4.cuh"
 
-// WHOLE: the rows of scales and offsets start at, and step by, multiples of 16 bytes.
+// WHOLE: the rows of scales and offsets start at multiples of 16 bytes.
 template <class S, Zeros FORM, bool WHOLE>
 struct WordGroup {
   Vector<S, 8> scales;
   Vector<S, 8> offsets;
   uint32_t zeros;
 
-  // Of group `index` and the eight columns from `column` on; all_scales, all_zeros, lds, ldz: as the kernels'
-  // arguments.
+  // Loads group `index` for columns `column` .. `column` + 7; the other arguments are those of the kernels.
   __device__ __forceinline__ void fetch(const S* all_scales, const void* all_zeros, int index, int lds, int ldz,
                                         int column) {
     load<WHOLE>(scales, all_scales + static_cast<int64_t>(index) * lds + column);

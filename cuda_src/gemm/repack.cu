@@ -1,32 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
-// A weight from AWQ's own layout to that of repacked.cuh, once a layer.
+// Repacks a weight from AWQ's own layout to that of repacked.cuh, once per layer.
+//
+//   out[tile column, k tile] = the codes, scales and zero points of 32 columns and 128 k
 //
 //   qweight  uint32 [k, n / 8], row stride ldq words
 //   scales   SCALE [groups, n], row stride lds values
 //   zeros    uint32 [groups, n / 8], row stride ldz words; or null
-//   out      records [ceil(n / BLOCK_N) * BLOCK_N / 32, ceil(k / 128)]
+//   out      weight tiles [ceil(n / BLOCK_N) * BLOCK_N / 32][ceil(k / 128)]
 //
-// sm_60 and newer. Grid (k records, column blocks). A block turns 128 k x BLOCK_N columns: rows come in through shared
-// memory, where the four t of a warp read four rows of one word column; a row has an odd number of words, so that they
-// do not meet in a bank.
+// Limits: k a multiple of 64; see RepackedLayout.refuse in kernels/repack.py. sm_60 and newer. Grid: (k tiles, blocks
+// of BLOCK_N columns). A CTA repacks 128 k x BLOCK_N columns: rows pass through shared memory, where the four t of a
+// warp read four rows of one column of words; a row has an odd number of words, so that they lie in different banks.
 #include "gemm/repacked.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kWords = kBlockN / 8;
 constexpr int kRowWords = kWords + 1;
-constexpr int kRecords = kBlockN / kRecordColumns;
-constexpr int kLanes = kRecordColumns * kRecordK / 32;  // of 16 bytes, in a record
+constexpr int kWeightTiles = kBlockN / kWeightTileN;
+constexpr int kLanes = kWeightTileN * kWeightTileK / 32;  // vectors of 16 bytes in a weight tile
 
 static_assert(kWords % 2 == 0, "a row's words plus one must be odd");
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     repack(const uint32_t* qweight, const SCALE* scales, const uint32_t* zeros, uint8_t* out, int n, int k,
            int group_size, int ldq, int lds, int ldz) {
-  __shared__ uint32_t rows[kRecordK * kRowWords];
-  const int k_begin = blockIdx.x * kRecordK;
+  __shared__ uint32_t rows[kWeightTileK * kRowWords];
+  const int k_begin = blockIdx.x * kWeightTileK;
   const int first_word = blockIdx.y * kWords;
-  for (int index = threadIdx.x; index < kRecordK * kWords; index += kThreads) {
+  for (int index = threadIdx.x; index < kWeightTileK * kWords; index += kThreads) {
     const int row = index / kWords;
     const int word = index % kWords;
     const bool inside = k_begin + row < k && first_word + word < n / 8;
@@ -34,11 +36,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
-  auto record = [&](int index) {
-    return out + (static_cast<int64_t>(blockIdx.y * kRecords + index) * gridDim.x + blockIdx.x) * kRecordBytes;
+  auto weight_tile = [&](int index) {
+    return out + (static_cast<int64_t>(blockIdx.y * kWeightTiles + index) * gridDim.x + blockIdx.x) * kWeightTileBytes;
   };
 #pragma unroll 1
-  for (int index = threadIdx.x; index < kRecords * kLanes; index += kThreads) {
+  for (int index = threadIdx.x; index < kWeightTiles * kLanes; index += kThreads) {
     const int lane = index % 32;
     const int tile = index / 32 % 2;
     const int k64 = index / 64 % 2;
@@ -58,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       }
       words.values[k16] = word;
     }
-    store<true>(reinterpret_cast<uint32_t*>(record(index / kLanes)) + index % kLanes * 4, words);
+    store<true>(reinterpret_cast<uint32_t*>(weight_tile(index / kLanes)) + index % kLanes * 4, words);
   }
 
   for (int index = threadIdx.x; index < kGroups * kBlockN; index += kThreads) {
@@ -66,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int group = k_begin / group_size + index / kBlockN;
     const int block_column = blockIdx.y * kBlockN + column;
     const bool inside = block_column < n && group < k / group_size;
-    uint8_t* target = record(column / kRecordColumns) + kCodeBytes + index / kBlockN * kGroupBytes +
-                      column / 16 % 2 * kTileGroupBytes;
+    uint8_t* target = weight_tile(column / kWeightTileN) + kCodeBytes + index / kBlockN * kGroupBytes +
+                      column / 16 % 2 * kHalfGroupBytes;
     const int slot = column % 8 * 2 + column / 8 % 2;
     SCALE scale = {};
     if (inside) scale = scales[static_cast<int64_t>(group) * lds + block_column];

@@ -1,84 +1,92 @@
 // SPDX-License-Identifier: Apache-2.0
-// The private layout of a weight for sm_90: everything in the order in which tensor cores consume it.
+// The repacked layout of a weight for sm_90: everything in the order in which tensor cores consume it.
 //
-// A block holds 32 columns and 128 k as one contiguous record; the records of the same columns follow each other along
-// k, so what a thread block reads is one run. A record is
+// A weight tile has 32 columns and 128 k and is contiguous. Tiles of the same columns follow each other along k, so the
+// part of a tile column that a CTA reads is one run of bytes:
 //
-//   codes  uint32 [2 of k64][2 of 16 columns][32 lanes][4 of k16]: 16 bytes a lane. With g = lane / 4, t = lane % 4 a
-//   word
-//          holds, at bits 4 i and 16 + 4 i, the codes of operand A's register i (ptx/mma.cuh):
-//            i = 0: column g, k 2t and 2t + 1    i = 1: column g + 8, same k
-//            i = 2: column g, k 2t + 8 and 2t + 9    i = 3: column g + 8, same k
-//   groups [GROUPS][2 of 16 columns]: SCALE [8 of g][2 of g, g + 8], and with packed zeros uint8 [8 of g][2 of g, g +
-//   8]
+//   weight [ceil(n / 128) * 4 tile columns][ceil(k / 128)] weight tiles
 //
-// GROUPS is 128 / group_size, or 1 where a group spans several records, each of which then has its scales. Columns from
-// n and rows from k on have codes and scales of zero.
+// A weight tile is
+//
+//   codes   uint32 [2 of k64][2 of 16 columns][32 lanes][4 of k16]: 16 bytes a lane. With g = lane / 4, t = lane % 4 a
+//           word holds, at bits 4 i and 16 + 4 i, the codes of register i of wgmma's and mma's operand A (ptx/mma.cuh):
+//             i = 0: column g,     k 2t     and 2t + 1
+//             i = 1: column g + 8, k 2t     and 2t + 1
+//             i = 2: column g,     k 2t + 8 and 2t + 9
+//             i = 3: column g + 8, k 2t + 8 and 2t + 9
+//   groups  [GROUPS][2 of 16 columns]: SCALE [8 of g][2: columns g, g + 8], then, with packed zero points,
+//           uint8 [8 of g][2: columns g, g + 8]
+//
+// GROUPS is 128 / group_size, or 1 if a group spans several weight tiles; each of these then has its scales. Columns
+// from n on and rows from k on have codes and scales of zero.
+//
+// Constants: SCALE, ZEROS, GROUPS, from `RepackedLayout` in kernels/repack.py.
 #pragma once
 
-#include "ptx/ld_shared.cuh"
 #include "dequant/raw_codes.cuh"
+#include "ptx/ld_shared.cuh"
 
 constexpr int kGroups = GROUPS;
 constexpr Zeros kZeros = Zeros::ZEROS;
-constexpr int kRecordColumns = 32;
-constexpr int kRecordK = 128;
-constexpr int kCodeBytes = kRecordColumns * kRecordK / 2;
-constexpr int kTileGroupBytes = kZeros == Zeros::kPacked ? 48 : 32;  // of 16 columns
-constexpr int kGroupBytes = 2 * kTileGroupBytes;
-constexpr int kRecordBytes = kCodeBytes + kGroups * kGroupBytes;
+constexpr int kWeightTileN = 32;
+constexpr int kWeightTileK = 128;
+constexpr int kCodeBytes = kWeightTileN * kWeightTileK / 2;
+constexpr int kHalfGroupBytes = kZeros == Zeros::kPacked ? 48 : 32;  // of 16 columns
+constexpr int kGroupBytes = 2 * kHalfGroupBytes;
+constexpr int kWeightTileBytes = kCodeBytes + kGroups * kGroupBytes;
 
-static_assert(kZeros != Zeros::kOffset, "offsets cannot be repacked");
+static_assert(kZeros != Zeros::kOffset, "float offsets cannot be repacked");
 static_assert(sizeof(SCALE) == 2, "scales are 16-bit values");
 
-// The columns of records from `first` on, each a run of all K, from a step of 128 k on. The last tile may reach beyond
-// the weight: it reads some records there, and stores nothing of them.
-struct Runs {
-  int last;       // column of the weight, counted from the first
-  int64_t bytes;  // of a run
+// The addresses of weight tiles in global memory, from a first tile column and k tile on. Columns past the last one are
+// clamped to it: a CTA whose tile reaches beyond n copies some weight tiles there, and stores nothing computed from
+// them.
+struct TileColumns {
+  int last;  // tile column, counted from the first
+  int64_t column_bytes;
   const uint8_t* begin;
 
-  __device__ __forceinline__ Runs(const uint8_t* weight, int first, int step, int n, int k)
-      : last(ceil_div(n, kRecordColumns) - 1 - first),
-        bytes(ceil_div(k, kRecordK) * kRecordBytes),
-        begin(weight + first * bytes + step * kRecordBytes) {}
-  // A column's record, `step` steps on.
-  __device__ __forceinline__ const uint8_t* record(int column, int step) const {
-    return begin + min(column, last) * bytes + step * kRecordBytes;
+  __device__ __forceinline__ TileColumns(const uint8_t* weight, int first_column, int first_k_tile, int n, int k)
+      : last(ceil_div(n, kWeightTileN) - 1 - first_column),
+        column_bytes(ceil_div(k, kWeightTileK) * kWeightTileBytes),
+        begin(weight + first_column * column_bytes + first_k_tile * kWeightTileBytes) {}
+  __device__ __forceinline__ const uint8_t* tile(int column, int k_tile) const {
+    return begin + min(column, last) * column_bytes + k_tile * kWeightTileBytes;
   }
 };
 
-// A lane's scales and zero points of one group: columns g and g + 8 of a tile of 16.
+// A lane's scales and zero points of one group: those of columns g and g + 8 of 16.
 struct Group {
   uint32_t scales;  // two SCALE
   uint32_t zeros;   // two bytes
 
-  // `scales` and `zeros` are addresses in shared memory, of this lane's of the record's first group.
-  static __device__ __forceinline__ Group load_shared(uint32_t scales, uint32_t zeros, int index) {
-    return {ptx::ld_shared_u32(scales + index * kGroupBytes),
-            kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + index * kGroupBytes) : 0x0808u};
+  // `scales` and `zeros`: shared addresses of this lane's values of the weight tile's first group.
+  static __device__ __forceinline__ Group load_shared(uint32_t scales, uint32_t zeros, int group) {
+    return {ptx::ld_shared_u32(scales + group * kGroupBytes),
+            kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + group * kGroupBytes) : 0x0808u};
   }
-  __device__ __forceinline__ float scale(int column) const {
-    return to_float(SCALE{static_cast<uint16_t>(scales >> (16 * column))});
+  __device__ __forceinline__ float scale(int upper) const {
+    return to_float(SCALE{static_cast<uint16_t>(scales >> (16 * upper))});
   }
-  __device__ __forceinline__ float zero(int column) const { return static_cast<float>((zeros >> (8 * column)) & 255u); }
+  __device__ __forceinline__ float zero(int upper) const { return static_cast<float>((zeros >> (8 * upper)) & 255u); }
 };
 
-// Codes to the registers of operand A as (q - z) / kUnit, exactly. What belongs to a lane's two columns is a pair.
+// Converts codes to the registers of operand A as (q - z) / kUnit, exactly. Zero points of a lane's two columns are a
+// pair of T.
 template <class T>
 struct ExactCodes;
 
 template <>
 struct ExactCodes<half_t> {
-  // Four bits alone are a subnormal number: q * 2^-24 in the lowest bits, q * 2^-20 four bits higher. One multiply-add
-  // brings them to q * 2^-9 and subtracts the zero point.
+  // Four bits alone are a subnormal number: q * 2^-24 in the lowest bits, q * 2^-20 four bits higher. One fma scales
+  // them to q * 2^-9 and subtracts the zero point.
   static constexpr float kUnit = 512.0f;
   static constexpr uint32_t k2Pow15 = 0x78007800u;
   static constexpr uint32_t k2Pow11 = 0x68006800u;
   static constexpr uint32_t kMinus2PowMinus9 = 0x98009800u;
   static constexpr uint32_t kTwo = 0x40004000u;
 
-  // Two bytes z as (1024 + z) * -2^-9 + 2 = -z * 2^-9.
+  // Converts two bytes z to (1024 + z) * -2^-9 + 2 = -z * 2^-9.
   static __device__ __forceinline__ uint32_t zeros(uint32_t bytes) {
     return ptx::fma_f16x2(__byte_perm(bytes, 0x64u, 0x4140), kMinus2PowMinus9, kTwo);
   }
@@ -94,10 +102,11 @@ struct ExactCodes<half_t> {
 
 template <>
 struct ExactCodes<bfloat16_t> {
-  // bfloat16 has no room for the shifted bits, and its subnormals are too small: 128 + q - (128 + z), see int4.cuh.
+  // bfloat16 has too few bits for q at two positions, and its subnormals are too small, so q is added to 128 and
+  // 128 + z subtracted: see int4.cuh.
   static constexpr float kUnit = 1.0f;
 
-  // Two bytes z as -(128 + z).
+  // Converts two bytes z to -(128 + z).
   static __device__ __forceinline__ uint32_t zeros(uint32_t bytes) { return __byte_perm(bytes, 0xc3u, 0x4140); }
   static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word, uint32_t zeros) {
 #pragma unroll
@@ -108,12 +117,10 @@ struct ExactCodes<bfloat16_t> {
   }
 };
 
-// Codes to the registers of operand A as (q - z) * scale * factor, rounded once. The factor is a power of two that
-// brings all scales to where T holds them in full, for scales of float16 at most 2^15.
+// Converts codes to the registers of operand A as (q - z) * scale * factor, rounded once. `factor` is a power of two
+// that moves all scales to where T represents them without loss; for float16 scales it is at most 2^15.
 template <class T>
 struct ScaledCodes;
-
-constexpr bool kHalfScales = Codes<SCALE>::kMagic == Codes<half_t>::kMagic;
 
 template <>
 struct ScaledCodes<half_t> {
@@ -121,11 +128,11 @@ struct ScaledCodes<half_t> {
   static constexpr uint32_t k960 = 0x63806380u;
 
   struct Factor {
-    float whole;
+    float value;
     uint32_t pair;
 
     explicit __device__ __forceinline__ Factor(float factor)
-        : whole(factor), pair(from_float<half_t>(factor).bits * 0x10001u) {}
+        : value(factor), pair(from_float<half_t>(factor).bits * 0x10001u) {}
   };
 
   uint32_t lows, highs;  // 1024 + z, -(64 + z): see int4.cuh
@@ -134,11 +141,11 @@ struct ScaledCodes<half_t> {
   ScaledCodes() = default;
   __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
       : lows(__byte_perm(group.zeros, 0x64u, 0x4140)), highs(ptx::fma_f16x2(lows, kMinusOne, k960)) {
-    if constexpr (kHalfScales) {
+    if constexpr (kIsHalf<SCALE>) {
       scales = ptx::mul_f16x2(group.scales, factor.pair);
     } else {
-      scales = from_float<half_t>(group.scale(1) * factor.whole).bits * 0x10000u +
-               from_float<half_t>(group.scale(0) * factor.whole).bits;
+      scales = from_float<half_t>(group.scale(1) * factor.value).bits * 0x10000u +
+               from_float<half_t>(group.scale(0) * factor.value).bits;
     }
   }
   __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
@@ -154,32 +161,32 @@ struct ScaledCodes<half_t> {
 template <>
 struct ScaledCodes<bfloat16_t> {
   struct Factor {
-    float whole;
+    float value;
     uint32_t pair;
 
     explicit __device__ __forceinline__ Factor(float factor)
-        : whole(factor), pair(from_float<bfloat16_t>(factor).bits * 0x10001u) {}
+        : value(factor), pair(from_float<bfloat16_t>(factor).bits * 0x10001u) {}
   };
 
   uint32_t zeros;
   uint32_t scales;
-  uint32_t rests;
+  uint32_t scale_tails;
 
   ScaledCodes() = default;
   __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
       : zeros(ExactCodes<bfloat16_t>::zeros(group.zeros)) {
-    if constexpr (kHalfScales) {
-      // The first eight bits of a scale, and the other three: q - z times these is exact, so that the sum of both
-      // products is rounded once.
-      uint32_t first[2], rest[2];
+    if constexpr (kIsHalf<SCALE>) {
+      // A float16 scale has 11 significant bits: bfloat16 holds the first eight, a second bfloat16 the other three.
+      // Products of q - z with either are exact, so their sum is rounded once.
+      uint32_t heads[2], tails[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float scale = group.scale(i) * factor.whole;
-        first[i] = __float_as_uint(scale);
-        rest[i] = __float_as_uint(scale - __uint_as_float(first[i] & 0xffff0000u));
+        const float scale = group.scale(i) * factor.value;
+        heads[i] = __float_as_uint(scale);
+        tails[i] = __float_as_uint(scale - __uint_as_float(heads[i] & 0xffff0000u));
       }
-      scales = __byte_perm(first[0], first[1], 0x7632);
-      rests = __byte_perm(rest[0], rest[1], 0x7632);
+      scales = __byte_perm(heads[0], heads[1], 0x7632);
+      scale_tails = __byte_perm(tails[0], tails[1], 0x7632);
     } else {
       scales = Codes<bfloat16_t>::multiply(group.scales, factor.pair);
     }
@@ -194,13 +201,13 @@ struct ScaledCodes<bfloat16_t> {
   }
 
  private:
-  template <int COLUMN>
+  template <int UPPER>
   __device__ __forceinline__ void scale(uint32_t& pair) const {
-    if constexpr (kHalfScales) {
-      const uint32_t rest = Codes<bfloat16_t>::multiply(pair, ptx::twice<COLUMN>(rests));
-      pair = Codes<bfloat16_t>::multiply_add(pair, ptx::twice<COLUMN>(scales), rest);
+    if constexpr (kIsHalf<SCALE>) {
+      const uint32_t tail = Codes<bfloat16_t>::multiply(pair, ptx::twice<UPPER>(scale_tails));
+      pair = Codes<bfloat16_t>::multiply_add(pair, ptx::twice<UPPER>(scales), tail);
     } else {
-      pair = Codes<bfloat16_t>::multiply(pair, ptx::twice<COLUMN>(scales));
+      pair = Codes<bfloat16_t>::multiply(pair, ptx::twice<UPPER>(scales));
     }
   }
 };

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cupy_awq.checkpoint import config, detect, llm_awq, tensors, torch_file
+from cupy_awq.checkpoint import config, detect, gguf, gguf_file, llm_awq, tensors, torch_file
 from cupy_awq.checkpoint.contents import Contents, Summary, gather, summarize
 from cupy_awq.checkpoint.detect import Detected
-from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.files import CheckpointError, check_path
 from cupy_awq.checkpoint.module import ModuleSpec
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
@@ -34,14 +34,15 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
         CheckpointError: (a ValueError) the format is not supported, or the files are damaged or contradict each other.
         OSError: a file cannot be opened.
         TypeError: ``path`` is neither a str nor an os.PathLike.
+        ValueError: ``path`` is empty.
 
     >>> from cupy_awq.tools.demo import SMOLLM2_MLP
     >>> read(SMOLLM2_MLP)["model.layers.0.mlp.up_proj"].weight
     PackedWeight(K=576, N=1536, group_size=64, float16, packed zeros, 0.48 MB)
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")
-    found = Path(path)
+    found = check_path(path)
+    if not found.is_dir() and _starts_with(found, gguf_file.MAGIC):
+        return gguf.read(found)
     if not found.is_dir() and _starts_with(found, b"PK"):
         arrays = {name: Tensor(array, found) for name, array in torch_file.read(found).items()}
         layout = llm_awq.detect(found, arrays, group_size)

@@ -28,9 +28,9 @@ from cupy_awq.checkpoint.module import (
     ModuleSpec,
     Parts,
     Pending,
-    columns,
-    groups_of,
+    check_columns,
     regroup,
+    resolve_group_size,
 )
 from cupy_awq.checkpoint.rules import Pattern
 from cupy_awq.checkpoint.tensors import Module
@@ -76,7 +76,7 @@ class CompressedTensors:
     def is_codes(self, array: Array) -> bool:
         return True
 
-    def scheme(self, parts: Parts) -> Scheme:
+    def find_scheme(self, parts: Parts) -> Scheme:
         """Return the scheme of a module: an exact target wins over an expression, and that over a class."""
         if len({scheme for scheme, _, _ in self.schemes}) == 1:
             return self.schemes[0][0]
@@ -92,31 +92,31 @@ class CompressedTensors:
         raise parts.refuse("config_groups: expected a target that matches this module, got none")
 
     def open_module(self, parts: Parts) -> Pending:
-        scheme = self.scheme(parts)
+        scheme = self.find_scheme(parts)
         packed = parts.matrix("weight_packed", INT32, "[N, ceil(K/8)]")
         n, k = (int(size) for size in parts.array("weight_shape", INT64, "[N, K]", (2,)))
         if n != packed.shape[0] or not 8 * packed.shape[1] - 8 < k <= 8 * packed.shape[1]:
             raise parts.refuse(f"weight_shape: expected [N, K] of weight_packed {list(packed.shape)}, got {[n, k]}")
-        columns(parts, n)
+        check_columns(parts, n)
         group_size = scheme.group_size
         if group_size is None:
             groups_found = parts.matrix("weight_scale", SCALES, "[N, ceil(K/G)]").shape[1]
             if k % groups_found:
                 raise parts.refuse(f"weight_scale: expected groups that divide K={k}, got {groups_found}")
             group_size = k // groups_found
-        group_size = groups_of(parts, k, group_size)
+        group_size = resolve_group_size(parts, k, group_size)
         count = -(-k // group_size)
         scales = parts.finite("weight_scale", parts.array("weight_scale", SCALES, "[N, ceil(K/G)]", (n, count)))
-        zeros = self._zero_codes(parts, scheme, n, count)
+        zeros = self._read_zeros(parts, scheme, n, count)
         bias = parts.bias(n)
-        groups = regroup(parts, k, group_size, _g_idx(parts, k, count), "weight_g_idx")
+        groups = regroup(parts, k, group_size, _read_g_idx(parts, k, count), "weight_g_idx")
         form = "symmetric" if zeros is None else "packed"
         spec = ModuleSpec(
             k, n, groups.size, form, scales.dtype, has_order=groups.order is not None, bias_dtype=parts.bias_dtype()
         )
         return Pending(spec, partial(_convert, packed, zeros, scales, bias, groups, k), self.warning)
 
-    def _zero_codes(self, parts: Parts, scheme: Scheme, n: int, count: int) -> Array | None:
+    def _read_zeros(self, parts: Parts, scheme: Scheme, n: int, count: int) -> Array | None:
         """Return the validated zero points, packed int32 or signed int8; None where all are 8."""
         name = "weight_zero_point"
         if name not in parts:
@@ -134,7 +134,7 @@ class CompressedTensors:
         return None if symmetric else zeros
 
 
-def _g_idx(parts: Parts, k: int, count: int) -> Array | None:
+def _read_g_idx(parts: Parts, k: int, count: int) -> Array | None:
     if "weight_g_idx" not in parts:
         return None
     g_idx = parts.array("weight_g_idx", INT32, "[K]", (k,))
@@ -142,7 +142,7 @@ def _g_idx(parts: Parts, k: int, count: int) -> Array | None:
 
 
 def _convert(packed: Array, zeros: Array | None, scales: Array, bias: Array | None, groups: Groups, k: int) -> Module:
-    words = nibbles.from_column_words(packed)[:k]
+    words = nibbles.convert_column_words(packed)[:k]
     if groups.order is not None:
         nibbles.take_rows(words, groups.order)
     if zeros is not None:
@@ -180,7 +180,7 @@ def read_config(table: Mapping[str, Any], where: str) -> CompressedTensors:
     if not isinstance(groups, dict) or not groups:
         raise CheckpointError(f"{where}: config_groups: expected an object of groups, got {groups!r:.80}")
     schemes = tuple(
-        _group(name, group, default, f"{where}: config_groups: {name!s:.80}") for name, group in groups.items()
+        _read_group(name, group, default, f"{where}: config_groups: {name!s:.80}") for name, group in groups.items()
     )
     warning = ""
     if table.get("kv_cache_scheme"):
@@ -188,11 +188,11 @@ def read_config(table: Mapping[str, Any], where: str) -> CompressedTensors:
     return CompressedTensors(schemes, warning)
 
 
-def _group(name: str, group: Any, default: str, where: str) -> tuple[Scheme, tuple[str, ...], tuple[Pattern, ...]]:
+def _read_group(name: str, group: Any, default: str, where: str) -> tuple[Scheme, tuple[str, ...], tuple[Pattern, ...]]:
     if isinstance(group, list):
         if name not in PRESETS:
             raise CheckpointError(f"{where}: expected the preset {' or '.join(PRESETS)}, got {name!r:.80}")
-        return Scheme(PRESETS[name], 128), *_targets(group, where)
+        return Scheme(PRESETS[name], 128), *_split_targets(group, where)
     if not isinstance(group, dict):
         raise CheckpointError(f"{where}: expected an object, got {group!r:.80}")
     layout = group.get("format") or default
@@ -204,10 +204,10 @@ def _group(name: str, group: Any, default: str, where: str) -> tuple[Scheme, tup
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise CheckpointError(f"{where}: weights: expected an object, got {weights!r:.80}")
-    return _scheme(weights, f"{where}: weights"), *_targets(group.get("targets"), where)
+    return _read_scheme(weights, f"{where}: weights"), *_split_targets(group.get("targets"), where)
 
 
-def _scheme(weights: Mapping[str, Any], where: str) -> Scheme:
+def _read_scheme(weights: Mapping[str, Any], where: str) -> Scheme:
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
     if bits != 4 or type(bits) is not int:
         raise CheckpointError(f"{where}: num_bits: expected 4, got {bits!r:.80}")
@@ -230,7 +230,7 @@ def _scheme(weights: Mapping[str, Any], where: str) -> Scheme:
     return Scheme(symmetric, group_size)
 
 
-def _targets(targets: Any, where: str) -> tuple[tuple[str, ...], tuple[Pattern, ...]]:
+def _split_targets(targets: Any, where: str) -> tuple[tuple[str, ...], tuple[Pattern, ...]]:
     """Return the names and classes, and the expressions among the targets of a configuration group."""
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise CheckpointError(f"{where}: targets: expected a list of names, got {targets!r:.80}")

@@ -46,14 +46,14 @@ def read(folder: Path) -> Entry | None:
             return Entry(file, MLX, mlx)
         for parent in (table, text if isinstance(text, dict) else {}):
             if parent.get(HUGGING_FACE) is not None:
-                return _entry(file, HUGGING_FACE, parent[HUGGING_FACE])
+                return _make_entry(file, HUGGING_FACE, parent[HUGGING_FACE])
     for name in FILES:
         if (file := folder / name).is_file():
-            return _entry(file, "", read_object(file))
+            return _make_entry(file, "", read_object(file))
     return None
 
 
-def _entry(file: Path, key: str, table: Any) -> Entry:
+def _make_entry(file: Path, key: str, table: Any) -> Entry:
     if not isinstance(table, dict):
         raise CheckpointError(f"{file}: {key}: expected an object, got {table!r:.80}")
     return Entry(file, key, table)

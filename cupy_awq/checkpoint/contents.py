@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from cupy_awq.checkpoint import experts
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.module import Format, ModuleSpec, Pending
+from cupy_awq.checkpoint.module import Array, Format, ModuleSpec, Pending
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
 RUN_TIME_SCALES = "act.scales"
@@ -35,16 +39,29 @@ class Contents(Mapping[str, Module | Tensor]):
     @property
     def specs(self) -> dict[str, ModuleSpec]:
         """The shapes and forms of the quantized modules, also of those that become dense."""
-        return {name: entry.spec for name, entry in self._entries.items() if isinstance(entry, Pending)}
+        pending = {name: entry.spec for name, entry in self._entries.items() if isinstance(entry, Pending)}
+        return {name: spec for name, spec in pending.items() if spec.bits < 16}
 
     def is_module(self, name: str) -> bool:
         """Return whether a name is that of a module that stays quantized."""
         entry = self._entries.get(name)
         return isinstance(entry, Pending) and not entry.is_dense
 
+    def dense_form(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Return shape and dtype of a tensor that is no module, without converting it."""
+        entry = self._entries[name]
+        if isinstance(entry, Pending):
+            return (entry.spec.n, entry.spec.k), entry.spec.dtype
+        return entry.array.shape, entry.array.dtype
+
     def __getitem__(self, name: str) -> Module | Tensor:
         entry = self._entries[name]
         return entry.convert() if isinstance(entry, Pending) else entry
+
+    def read(self, name: str) -> Module | Array:
+        """Return a module, or the array of any other tensor."""
+        item = self[name]
+        return item.array if isinstance(item, Tensor) else item
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -146,5 +163,13 @@ def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending |
         entries[name] = tensor
     if notes:
         more = f" ({len(notes)} modules)" if len(notes) > 1 else ""
-        warnings.warn(notes[0] + more, stacklevel=4)
+        warnings.warn(notes[0] + more, stacklevel=_find_user_level())
     return entries
+
+
+def _find_user_level() -> int:
+    """Return the stack level of the frame that called the package, for a warning in the calling function."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("cupy_awq."):
+        level, frame = level + 1, frame.f_back
+    return level

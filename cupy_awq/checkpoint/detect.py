@@ -60,20 +60,20 @@ def detect(tensors: Tensors, entry: Entry | None, group_size: int | None = None)
             tensors that do not tell their format. The message has the key and the value of the configuration.
     """
     if entry is None:
-        layout, reason = _from_tensors(tensors, group_size)
+        layout, reason = _detect_from_tensors(tensors, group_size)
     else:
-        layout, reason = _from_config(tensors, entry)
+        layout, reason = _detect_from_config(tensors, entry)
         _check_layout(tensors, layout, reason)
     return Detected(layout, f"Format {layout.name}: {reason}.")
 
 
-def _from_config(tensors: Tensors, entry: Entry) -> tuple[Format, str]:
+def _detect_from_config(tensors: Tensors, entry: Entry) -> tuple[Format, str]:
     table, where = entry.table, str(entry.file)
     if entry.key == config.MLX:
-        return _mlx(tensors, table, where)
+        return _read_mlx(tensors, table, where)
     method = table.get("quant_method")
     if method is None:
-        return _without_method(tensors, table, where)
+        return _detect_without_method(tensors, table, where)
     read = METHODS.get(str(method).lower())
     if read is None:
         supported = ", ".join(METHODS)
@@ -81,24 +81,24 @@ def _from_config(tensors: Tensors, entry: Entry) -> tuple[Format, str]:
     return read(tensors, table, where)
 
 
-def _without_method(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+def _detect_without_method(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
     """Return the format of an entry without ``quant_method``: older AutoAWQ, MLX or older AutoGPTQ."""
     if "version" in table or "w_bit" in table or "q_group_size" in table:
-        return _awq(tensors, table, where)
+        return _read_awq(tensors, table, where)
     if "bits" in table and "group_size" in table:
         if any(tensor.array.dtype == np.uint32 for tensor in tensors.values()):
-            return _mlx(tensors, table, where)
-        layouts = {layout for layout, _, _ in _layouts(tensors)}
+            return _read_mlx(tensors, table, where)
+        layouts = {layout for layout, _, _ in _match_layouts(tensors)}
         if any(name.endswith("g_idx") for name in tensors) or layouts == {"gptq"}:
-            return _gptq(tensors, table, where)
+            return _read_gptq(tensors, table, where)
     raise CheckpointError(f"{where}: expected a quant_method or a version, got neither, and no tensors that tell")
 
 
-def _awq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+def _read_awq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
     _check_bits(table, where, "bits", "w_bit")
     key = next((key for key in ("version", "checkpoint_format", "format") if table.get(key) is not None), "version")
     version = table.get(key, "gemm")
-    group_size = _group_size(table, where, "group_size", "q_group_size")
+    group_size = _read_group_size(table, where, "group_size", "q_group_size")
     zero_point = table.get("zero_point")
     if not isinstance(zero_point, bool | None):
         raise CheckpointError(f"{where}: zero_point: expected true or false, got {zero_point!r:.80}")
@@ -114,7 +114,7 @@ def _awq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format
     raise CheckpointError(f"{where}: {key}: expected gemm, gemv or gemv_fast, got {version!r:.80}{hint}")
 
 
-def _gptq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+def _read_gptq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
     _check_bits(table, where, "bits")
     key = "checkpoint_format" if table.get("checkpoint_format") is not None else "format"
     stated = table.get(key)
@@ -130,14 +130,14 @@ def _gptq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Forma
     for name, tensor in tensors.items():
         if name.endswith(".B") and name.removesuffix("B") + "s" in tensors:
             raise CheckpointError(f"{tensor.file}: tensor {name!r:.200}: expected qweight, got marlin's B and s")
-    group_size = _group_size(table, where, "group_size")
+    group_size = _read_group_size(table, where, "group_size")
     rules = read_rules(table.get("dynamic"), "dynamic", where)
     reason = f"{key} {stated!r:.80} in {where}" if stated else f"quant_method 'gptq' in {where}"
     by_auto_gptq = "gptqmodel" not in str(table.get("meta"))[:1000] and table.get("provider") != "auto-round"
     return Gptq(version, group_size, rules, checks_zeros=version == 1 and by_auto_gptq), reason
 
 
-def _auto_round(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+def _read_auto_round(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
     _check_bits(table, where, "bits")
     key = "packing_format" if "packing_format" in table else "backend"
     packing = table.get(key)
@@ -152,18 +152,18 @@ def _auto_round(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple
     version, reason = AUTO_ROUND_VERSIONS[packing], f"{key} {packing!r:.80} in {where}"
     if version is None:
         return AutoAwq(None, False if table.get("sym") else None, where, rules), reason
-    return Gptq(version, _group_size(table, where, "group_size"), rules, is_default=True), reason
+    return Gptq(version, _read_group_size(table, where, "group_size"), rules, is_default=True), reason
 
 
-def _compressed_tensors(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+def _read_compressed_tensors(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
     return compressed_tensors.read_config(table, where), f"format {table.get('format')!r:.80} in {where}"
 
 
-def _hqq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+def _read_hqq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
     return hqq.read_config(table, where), f"quant_method 'hqq' in {where}"
 
 
-def _mlx(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
+def _read_mlx(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
     layout = mlx.read_config(table, where)
     widths = {settings.bits for settings in (layout.default, *layout.overrides.values()) if settings is not None}
     if 4 not in widths:
@@ -172,12 +172,12 @@ def _mlx(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format
 
 
 METHODS: dict[str, Callable[[Tensors, Mapping[str, Any], str], tuple[Format, str]]] = {
-    "awq": _awq,
-    "gptq": _gptq,
-    "auto-round": _auto_round,
-    "intel/auto-round": _auto_round,
-    "compressed-tensors": _compressed_tensors,
-    "hqq": _hqq,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "auto-round": _read_auto_round,
+    "intel/auto-round": _read_auto_round,
+    "compressed-tensors": _read_compressed_tensors,
+    "hqq": _read_hqq,
 }
 """The reader of a configuration by its ``quant_method`` in lower case."""
 
@@ -189,7 +189,7 @@ def _check_bits(table: Mapping[str, Any], where: str, *keys: str) -> None:
         raise CheckpointError(f"{where}: {key}: expected 4, got {bits!r:.80}")
 
 
-def _group_size(table: Mapping[str, Any], where: str, *keys: str) -> int:
+def _read_group_size(table: Mapping[str, Any], where: str, *keys: str) -> int:
     key = next((key for key in keys if key in table), keys[0])
     group_size = table.get(key)
     if type(group_size) is not int or not (group_size == -1 or group_size > 0):
@@ -197,7 +197,7 @@ def _group_size(table: Mapping[str, Any], where: str, *keys: str) -> int:
     return group_size
 
 
-def _from_tensors(tensors: Tensors, group_size: int | None) -> tuple[Format, str]:
+def _detect_from_tensors(tensors: Tensors, group_size: int | None) -> tuple[Format, str]:
     """Return the format of a file without a configuration."""
     for name, tensor in tensors.items():
         suffix = name.rpartition(".")[2]
@@ -208,21 +208,21 @@ def _from_tensors(tensors: Tensors, group_size: int | None) -> tuple[Format, str
             return hqq.Hqq(), reason
         if suffix == "weight" and tensor.array.dtype == np.uint32:
             return mlx.Mlx(None), reason
-    for name, tensor, scales in _coded(tensors):
-        layout = _layout(tensor.array, scales)
+    for name, tensor, scales in _find_codes(tensors):
+        layout = _match_layout(tensor.array, scales)
         reason = f"{tensor.array.dtype} {list(tensor.array.shape)} of {name!r:.200} in {tensor.file}"
         if layout == "awq gemv_fast":
             return GemvFast(group_size), reason
         if layout == "gptq":
-            return Gptq(_gptq_version(tensors, tensor.file), group_size), reason
+            return Gptq(_find_gptq_version(tensors, tensor.file), group_size), reason
         if layout == "awq gemv":
             return Gemv(group_size), reason
         return AutoAwq(group_size), reason  # also for tensors that fit no layout: its checks name them
     return AutoAwq(group_size), "no quantized modules"
 
 
-def _gptq_version(tensors: Tensors, file: Path) -> int:
-    """Return the version of GPTQ tensors whose zero points are all 8, which tells."""
+def _find_gptq_version(tensors: Tensors, file: Path) -> int:
+    """Return the version of GPTQ tensors, which is known only if all zero points are 8."""
     words = {1: np.uint32(SYMMETRIC - ONES), 2: np.uint32(SYMMETRIC)}
     zeros = [tensor.array for name, tensor in tensors.items() if name.rpartition(".")[2] == "qzeros"]
     for version, word in words.items():
@@ -231,7 +231,7 @@ def _gptq_version(tensors: Tensors, file: Path) -> int:
     raise CheckpointError(f"{file}: expected a configuration that tells gptq from gptq_v2, got none")
 
 
-def _coded(tensors: Tensors) -> list[tuple[str, Tensor, Array | None]]:
+def _find_codes(tensors: Tensors) -> list[tuple[str, Tensor, Array | None]]:
     """Return name, tensor and scales of every ``qweight``."""
     found = []
     for name, tensor in tensors.items():
@@ -241,12 +241,12 @@ def _coded(tensors: Tensors) -> list[tuple[str, Tensor, Array | None]]:
     return found
 
 
-def _layouts(tensors: Tensors) -> list[tuple[str | None, str, Tensor]]:
-    return [(_layout(tensor.array, scales), name, tensor) for name, tensor, scales in _coded(tensors)]
+def _match_layouts(tensors: Tensors) -> list[tuple[str | None, str, Tensor]]:
+    return [(_match_layout(tensor.array, scales), name, tensor) for name, tensor, scales in _find_codes(tensors)]
 
 
-def _layout(codes: Array, scales: Array | None) -> str | None:
-    """Return the layout that shapes fit, the first of several; None for none of them."""
+def _match_layout(codes: Array, scales: Array | None) -> str | None:
+    """Return the first layout that has these shapes, or None."""
     if codes.dtype == np.int16:
         return "awq gemv_fast"
     if scales is None or codes.ndim < 2 or scales.ndim < 2:
@@ -267,8 +267,8 @@ def _check_layout(tensors: Tensors, layout: Format, reason: str) -> None:
     expected = layout.name.removesuffix(" v1").removesuffix(" v2")
     if expected not in (*_FITS, "awq gemv_fast"):
         return
-    for name, tensor, scales in _coded(tensors):
-        found = _layout(tensor.array, scales)
+    for name, tensor, scales in _find_codes(tensors):
+        found = _match_layout(tensor.array, scales)
         if found is None or found == expected:
             continue
         fits = _FITS.get(expected)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of a mixture: one key an expert, whatever the file's form, and the stacked weights of a layer.
+"""The experts of a mixture-of-experts layer: a key for each expert, and the stacked weights of all.
 
 Files hold ``<layer>.experts.<E>.<projection>`` for each expert, or tensors [E, ...] of all: MLX under
 ``<layer>.switch_mlp.<projection>``, fused modules under ``<layer>.experts.<projection>``.
@@ -24,10 +24,10 @@ FUSED = ("switch_mlp", "experts")
 """The names of a module that holds all experts of a layer."""
 
 
-def expert_key(name: str, expert: int) -> str | None:
+def name_expert(name: str, expert: int) -> str | None:
     """Return the key of one expert of a fused module, or None for the name of another module.
 
-    >>> expert_key("model.layers.0.mlp.switch_mlp.up_proj", 3)
+    >>> name_expert("model.layers.0.mlp.switch_mlp.up_proj", 3)
     'model.layers.0.mlp.experts.3.up_proj'
     """
     parent, _, projection = name.rpartition(".")
@@ -48,7 +48,7 @@ def split(name: str, file: Path, tensors: Mapping[str, Tensor], codes: str) -> I
         return
     count = len(array)
     where = f"{file}: module {name!r:.200}"
-    if expert_key(name, 0) is None or 0 in array.shape:
+    if name_expert(name, 0) is None or 0 in array.shape:
         raise CheckpointError(f"{where}: {codes}: expected two axes, got shape {list(array.shape)}")
     for part, tensor in tensors.items():
         if part != "weight_shape" and tensor.array.shape[:1] != (count,):
@@ -56,7 +56,7 @@ def split(name: str, file: Path, tensors: Mapping[str, Tensor], codes: str) -> I
             raise CheckpointError(f"{where}: {part}: expected {count} experts as {codes} has, got shape {found}")
     for expert in range(count):
         slices = {part: Tensor(_slice(part, tensor.array, expert, count), file) for part, tensor in tensors.items()}
-        yield str(expert_key(name, expert)), Parts(name, file, codes, slices, expert)
+        yield str(name_expert(name, expert)), Parts(name, file, codes, slices, expert)
 
 
 def _slice(part: str, array: Array, expert: int, count: int) -> Array:
@@ -98,18 +98,18 @@ def stack(contents: Mapping[str, Module | Tensor], layer: str, projection: str, 
             name[len(prefix) : -len(suffix)] for name in contents if name.startswith(prefix) and name.endswith(suffix)
         ]
         count = 1 + max((int(middle) for middle in middles if middle.isascii() and middle.isdigit()), default=0)
-    first = _expert(contents, f"{prefix}0{suffix}")
+    first = _read_expert(contents, f"{prefix}0{suffix}")
     arrays: list[Any] = [
-        None if part is None else np.empty((count, *part.shape), part.dtype) for part in _arrays(first)
+        None if part is None else np.empty((count, *part.shape), part.dtype) for part in _list_arrays(first)
     ]
     order = None
     for expert in range(count):
         name = f"{prefix}{expert}{suffix}"
-        module = first if expert == 0 else _expert(contents, name)
-        expected, found = _form(first), _form(module)
+        module = first if expert == 0 else _read_expert(contents, name)
+        expected, found = _describe(first), _describe(module)
         if expected != found:
             raise CheckpointError(f"module {name!r:.200}: expected {expected} as expert 0 has, got {found}")
-        for target, part in zip(arrays, _arrays(module), strict=True):
+        for target, part in zip(arrays, _list_arrays(module), strict=True):
             if target is not None:
                 target[expert] = part
         if module.order is not None:
@@ -119,12 +119,12 @@ def stack(contents: Mapping[str, Module | Tensor], layer: str, projection: str, 
     return Stack(arrays[0], arrays[1], arrays[2], arrays[3], order)
 
 
-def _arrays(module: Module) -> tuple[Array | None, ...]:
+def _list_arrays(module: Module) -> tuple[Array | None, ...]:
     weight = module.weight
     return weight.qweight, weight.scales, weight.qzeros, module.bias
 
 
-def _expert(contents: Mapping[str, Module | Tensor], name: str) -> Module:
+def _read_expert(contents: Mapping[str, Module | Tensor], name: str) -> Module:
     module = contents.get(name)
     if not isinstance(module, Module):
         found = "none" if module is None else "a dense tensor"
@@ -132,7 +132,7 @@ def _expert(contents: Mapping[str, Module | Tensor], name: str) -> Module:
     return module
 
 
-def _form(module: Module) -> str:
+def _describe(module: Module) -> str:
     (k, n), weight = module.weight.shape, module.weight
     bias = "no bias" if module.bias is None else f"a bias of {module.bias.dtype}"
     zeros = "symmetric" if weight.qzeros is None else str(weight.spec.zeros)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,34 @@ _SCAN_BYTES = 1 << 24
 
 
 class CheckpointError(ValueError):
-    """An unsupported or damaged checkpoint; the message names the file, and the tensor or module if there is one."""
+    """An unsupported or damaged checkpoint; the message names the file, and the tensor or module if there is one.
+
+    Names in files are untrusted: the message is one line without control characters, whatever they hold.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    r"""Return a text with escapes for control characters, line ends, invisible characters and lone surrogates.
+
+    >>> print(printable("a\x1b[2Jb\n"))
+    a\x1b[2Jb\n
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path. Raises TypeError for another type and ValueError for "", which would be the current folder."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ValueError(f"path: expected the name of a file or folder, got {text!r:.200}")
+    return Path(text)
 
 
 def check_json(text: bytes, where: str) -> None:

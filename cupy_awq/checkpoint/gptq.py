@@ -17,7 +17,17 @@ from typing import Any
 import numpy as np
 
 from cupy_awq.checkpoint import nibbles
-from cupy_awq.checkpoint.module import INT32, SCALES, Array, Groups, ModuleSpec, Parts, Pending, groups_of, regroup
+from cupy_awq.checkpoint.module import (
+    INT32,
+    SCALES,
+    Array,
+    Groups,
+    ModuleSpec,
+    Parts,
+    Pending,
+    regroup,
+    resolve_group_size,
+)
 from cupy_awq.checkpoint.rules import Rules
 from cupy_awq.checkpoint.tensors import Module
 from cupy_awq.weight import PackedWeight
@@ -64,7 +74,7 @@ class Gptq:
         rows, n = qweight.shape
         k = 8 * rows
         scales = parts.matrix("scales", SCALES, "[ceil(K/G), N]")
-        group_size = self._group_size(parts, k, len(scales), settings)
+        group_size = self._find_group_size(parts, k, len(scales), settings)
         count = -(-k // group_size)
         scales = parts.finite("scales", parts.array("scales", SCALES, "[ceil(K/G), N]", (count, n)))
         if n % 8:
@@ -85,10 +95,10 @@ class Gptq:
         stored = None if zeros == "symmetric" else qzeros
         return Pending(spec, partial(_convert, qweight, stored, scales, bias, groups, self.version), warning)
 
-    def _group_size(self, parts: Parts, k: int, count: int, settings: Mapping[str, Any]) -> int:
+    def _find_group_size(self, parts: Parts, k: int, count: int, settings: Mapping[str, Any]) -> int:
         configured = settings.get("group_size", self.group_size)
         if configured is not None:
-            size = groups_of(parts, k, configured)
+            size = resolve_group_size(parts, k, configured)
             tells = count == -(-k // size)
             if tells or "group_size" in settings or not self.is_default:
                 return size
@@ -100,7 +110,7 @@ class Gptq:
 def _convert(
     qweight: Array, qzeros: Array | None, scales: Array, bias: Array | None, groups: Groups, version: int
 ) -> Module:
-    words = nibbles.from_row_words(qweight)
+    words = nibbles.convert_row_words(qweight)
     if groups.order is not None:
         nibbles.take_rows(words, groups.order)
     if qzeros is not None:

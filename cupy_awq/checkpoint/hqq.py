@@ -20,7 +20,7 @@ import numpy as np
 
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.module import INT64, SCALES, Array, ModuleSpec, Parts, Pending, columns
+from cupy_awq.checkpoint.module import INT64, SCALES, Array, ModuleSpec, Parts, Pending, check_columns
 from cupy_awq.checkpoint.tensors import Module
 from cupy_awq.packing import pack_int4
 from cupy_awq.weight import PackedWeight
@@ -52,7 +52,7 @@ class Hqq:
         n, k = (int(size) for size in parts.array("shape", INT64, "[N, K]", (2,)))
         scale = parts.matrix("scale", SCALES, "[R, 1]")
         rows = len(scale)
-        codes = self._codes(parts)
+        codes = self._read_codes(parts)
         group_size = codes.shape[1]
         if "group_size" in parts and parts.raw("group_size").dtype.kind in "iu":
             stated = parts.integer("group_size")
@@ -61,7 +61,7 @@ class Hqq:
         if n < 1 or k < 1 or k % group_size or rows != n * (k // group_size) or 2 * len(codes) != rows:
             found = f"{[n, k]} with W_q {list(codes.shape)} and scale {[rows, 1]}"
             raise parts.refuse(f"shape: expected [N, K] with 2 rows(W_q) = rows(scale) = N K/G, got {found}")
-        columns(parts, n)
+        check_columns(parts, n)
         scale = parts.finite("scale", parts.array("scale", SCALES, "[R, 1]", (rows, 1)))
         zero = parts.finite("zero", parts.array("zero", (scale.dtype,), "[R, 1]", (rows, 1)))
         bias = parts.bias(n)
@@ -81,7 +81,7 @@ class Hqq:
         return Pending(spec, partial(_convert, codes.reshape(n // 2, k), scales, packed, bias))
 
     def _check_settings(self, parts: Parts) -> None:
-        """Raise CheckpointError for settings of a module that has no form as a `PackedWeight`."""
+        """Raise CheckpointError for settings that a `PackedWeight` cannot represent."""
         for name, reason in (("zero_q", "zero points"), ("scale_q", "scales")):
             if name in parts:
                 raise parts.refuse(f"{name}: expected {reason} of floats, got quantized ones")
@@ -96,7 +96,7 @@ class Hqq:
         if packing != PACKING:
             raise parts.refuse(f"packing: expected {PACKING!r}, got {packing!r}")
 
-    def _codes(self, parts: Parts) -> Array:
+    def _read_codes(self, parts: Parts) -> Array:
         """Return W_q as bytes [R/2, G]."""
         codes = parts.raw("W_q")
         floats = "view_as_float" in parts and bool(parts.integer("view_as_float"))
@@ -107,7 +107,7 @@ class Hqq:
 
 
 def _convert(codes: Array, scales: Array, zeros: Array, bias: Array | None) -> Module:
-    return Module(PackedWeight(nibbles.from_byte_halves(codes), scales, zeros), bias)
+    return Module(PackedWeight(nibbles.convert_byte_halves(codes), scales, zeros), bias)
 
 
 def read_config(table: Mapping[str, Any], where: str) -> Hqq:

@@ -83,7 +83,8 @@ class Mlx:
         scales = parts.finite("scales", parts.array("scales", SCALES, "[N, K/G]", shape))
         biases = parts.finite("biases", parts.array("biases", (scales.dtype,), "[N, K/G]", shape))
         if bits != 4 or n % 8:
-            spec = ModuleSpec(k, n, group_size, "float", scales.dtype, bits=bits, rounding="dense, rounded once")
+            rounding = f"{bits}-bit codes to dense {scales.dtype}"
+            spec = ModuleSpec(k, n, group_size, "float", scales.dtype, bits=bits, rounding=rounding)
             return Pending(spec, partial(_convert_dense, parts, weight, scales, biases, k, bits), is_dense=True)
         bias = parts.bias(n)
         spec = ModuleSpec(k, n, group_size, "float", scales.dtype, bias_dtype=parts.bias_dtype())
@@ -91,7 +92,7 @@ class Mlx:
 
 
 def _convert(weight: Array, scales: Array, biases: Array, bias: Array | None) -> Module:
-    words = nibbles.from_column_words(weight)
+    words = nibbles.convert_column_words(weight)
     return Module(PackedWeight(words, nibbles.transposed(scales), nibbles.transposed(biases)), bias)
 
 
@@ -134,11 +135,11 @@ def read_config(table: Mapping[str, Any], where: str) -> Mlx:
     overrides = {}
     for name, value in table.items():
         if isinstance(value, dict):
-            overrides[name] = _settings({**table, **value}, f"{where}: {name!r:.200}")
-    return Mlx(_settings(table, where), overrides)
+            overrides[name] = _read_settings({**table, **value}, f"{where}: {name!r:.200}")
+    return Mlx(_read_settings(table, where), overrides)
 
 
-def _settings(table: Mapping[str, Any], where: str) -> Settings:
+def _read_settings(table: Mapping[str, Any], where: str) -> Settings:
     mode = table.get("mode", "affine")
     if mode != "affine":
         raise CheckpointError(f"{where}: mode: expected 'affine', which has scales and offsets, got {mode!r:.80}")

@@ -139,22 +139,22 @@ class Parts:
             raise self.refuse(f"{part}: expected a tensor beside {self._codes}, got none")
         array = self._tensors[part].array
         if 0 in array.shape:
-            raise self.refuse(f"{part}: expected at least one element, got {_form(array)}")
+            raise self.refuse(f"{part}: expected at least one element, got {_describe(array)}")
         return array
 
     def matrix(self, part: str, dtypes: Sequence[np.dtype[Any]], layout: str) -> Array:
         """Return a contiguous tensor of rank 2. Raises CheckpointError for another dtype or rank."""
         array = self.raw(part)
         if array.dtype not in dtypes or array.ndim != 2:
-            raise self.refuse(f"{part}: expected {_names(dtypes)} {layout}, got {_form(array)}")
+            raise self.refuse(f"{part}: expected {_join(dtypes)} {layout}, got {_describe(array)}")
         return np.ascontiguousarray(array)
 
     def array(self, part: str, dtypes: Sequence[np.dtype[Any]], layout: str, shape: tuple[int, ...]) -> Array:
         """Return a contiguous tensor of this shape. Raises CheckpointError for another dtype or shape."""
         array = self.raw(part)
         if array.dtype not in dtypes or array.shape != shape:
-            expected = f"{_names(dtypes)} {layout} = {list(shape)}"
-            raise self.refuse(f"{part}: expected {expected}, got {_form(array)}")
+            expected = f"{_join(dtypes)} {layout} = {list(shape)}"
+            raise self.refuse(f"{part}: expected {expected}, got {_describe(array)}")
         return np.ascontiguousarray(array)
 
     def bias(self, n: int) -> Array | None:
@@ -177,18 +177,18 @@ class Parts:
         """Return the integer in a tensor of one element. Raises CheckpointError for any other tensor."""
         array = self.raw(part)
         if array.size != 1 or array.dtype.kind not in "iu":
-            raise self.refuse(f"{part}: expected one integer, got {_form(array)}")
+            raise self.refuse(f"{part}: expected one integer, got {_describe(array)}")
         return int(array.reshape(()))
 
 
-def columns(parts: Parts, n: int) -> int:
+def check_columns(parts: Parts, n: int) -> int:
     """Return N. Raises CheckpointError unless it is a multiple of 8."""
     if n % 8:
         raise parts.refuse(f"N={n} is not a multiple of 8")
     return n
 
 
-def groups_of(parts: Parts, k: int, group_size: int | None) -> int:
+def resolve_group_size(parts: Parts, k: int, group_size: int | None) -> int:
     """Return the group size of a module with K rows from a setting that may be -1 or None for K.
 
     Raises CheckpointError for a setting that is neither.
@@ -250,14 +250,16 @@ def regroup(parts: Parts, k: int, group_size: int, g_idx: Array | None, name: st
         CheckpointError: a group that does not exist, or an activation order with groups of different sizes.
     """
     count = -(-k // group_size)
-    order = None if g_idx is None else _order(parts, k, group_size, count, g_idx, name)
+    order = None if g_idx is None else _find_order(parts, k, group_size, count, g_idx, name)
     if k % group_size == 0:
         return Groups(group_size, None, order)
     size = math.gcd(group_size, k % group_size)
     return Groups(size, (group_size // size, k // size), order)
 
 
-def _order(parts: Parts, k: int, group_size: int, count: int, g_idx: Array, name: str) -> npt.NDArray[np.int32] | None:
+def _find_order(
+    parts: Parts, k: int, group_size: int, count: int, g_idx: Array, name: str
+) -> npt.NDArray[np.int32] | None:
     low, high = int(g_idx.min()), int(g_idx.max())
     if low < 0 or high >= count:
         raise parts.refuse(f"{name}: expected groups 0 to {count - 1}, got {low if low < 0 else high}")
@@ -270,9 +272,9 @@ def _order(parts: Parts, k: int, group_size: int, count: int, g_idx: Array, name
     return np.argsort(g_idx, kind="stable").astype(np.int32)
 
 
-def _names(dtypes: Sequence[np.dtype[Any]]) -> str:
+def _join(dtypes: Sequence[np.dtype[Any]]) -> str:
     return " or ".join(str(dtype) for dtype in dtypes)
 
 
-def _form(array: Array) -> str:
+def _describe(array: Array) -> str:
     return f"{array.dtype} {list(array.shape)}"

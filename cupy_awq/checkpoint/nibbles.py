@@ -65,10 +65,10 @@ def _transpose_block(words: Words, scratch: Words) -> None:
         np.bitwise_xor(first, swapped, out=first)
 
 
-def from_row_words(words: Array) -> Array:
+def convert_row_words(words: Array) -> Array:
     """Return the AWQ words [K, N/8] of words [K/8, N] whose nibble j holds row 8r + j of W, as GPTQ packs.
 
-    >>> [hex(word) for word in from_row_words(np.arange(8, dtype=np.int32)[None])[:, 0]]
+    >>> [hex(word) for word in convert_row_words(np.arange(8, dtype=np.int32)[None])[:, 0]]
     ['0x75316420', '0x0', '0x0', '0x0', '0x0', '0x0', '0x0', '0x0']
     """
     rows, n = words.shape
@@ -78,11 +78,11 @@ def from_row_words(words: Array) -> Array:
     return out.reshape(8 * rows, n // 8)
 
 
-def from_column_words(words: Array) -> Array:
+def convert_column_words(words: Array) -> Array:
     """Return the AWQ words [K, N/8] of words [N, K/8] whose nibble j holds row 8c + j of W.
 
     >>> words = np.array([[0x10], [0x32], [0x54], [0x76], [0x98], [0xBA], [0xDC], [0xFE]], np.uint32)
-    >>> [hex(word) for word in from_column_words(words)[:2, 0].view(np.uint32)]
+    >>> [hex(word) for word in convert_column_words(words)[:2, 0].view(np.uint32)]
     ['0xea62c840', '0xfb73d951']
     """
     n, groups = words.shape
@@ -102,7 +102,7 @@ def transpose_columns(words: Array, targets: Sequence[Array]) -> None:
     transpose([columns[:, p] for p in PACK_ORDER], [np.moveaxis(target, -1, 0) for target in targets])
 
 
-def from_interleaved_words(words: Array) -> Array:
+def convert_interleaved_words(words: Array) -> Array:
     """Return the AWQ words [K, N/8] of int16 [N/4, K] in the order of AutoAWQ's "gemv_fast" and llm-awq's v2.
 
     A row holds four columns in blocks of 64 rows of W, 16 int16 a column. As 32-bit words, nibble 4c + a of word b of a
@@ -118,10 +118,10 @@ def from_interleaved_words(words: Array) -> Array:
     return out.reshape(k, n // 8)
 
 
-def from_byte_halves(codes: npt.NDArray[np.uint8]) -> Array:
+def convert_byte_halves(codes: npt.NDArray[np.uint8]) -> Array:
     """Return the AWQ words [K, N/8] of bytes [N/2, K]: high nibbles hold the first N/2 columns, low ones the others.
 
-    >>> hex(from_byte_halves(np.array([[0x04], [0x15], [0x26], [0x37]], np.uint8))[0, 0])
+    >>> hex(convert_byte_halves(np.array([[0x04], [0x15], [0x26], [0x37]], np.uint8))[0, 0])
     '0x75316420'
     """
     half, k = codes.shape

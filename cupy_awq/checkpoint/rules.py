@@ -31,7 +31,7 @@ MAX_NAME = 500
 
 
 class Pattern:
-    """A regular expression that matches in time bounded by the product of the lengths of expression and name.
+    """A regular expression that is matched without backtracking.
 
     Raises CheckpointError for one that is malformed, longer than `MAX_PATTERN`, or uses back references.
 

@@ -44,8 +44,9 @@ def read(path: Path) -> dict[str, Tensor]:
     """
     if not path.is_dir():
         return _read_file(path)
-    if (path / INDEX).is_file():
-        return _read_shards(path / INDEX)
+    indices = [path / INDEX] if (path / INDEX).is_file() else sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) == 1:  # AutoGPTQ names files after the settings: gptq_model-4bit-128g.safetensors.index.json
+        return _read_shards(indices[0])
     files = [path / "model.safetensors"]
     if not files[0].is_file():
         files = sorted(path.glob("*.safetensors"))

@@ -50,7 +50,7 @@ _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 
 
 class _Global(NamedTuple):
-    """A name of the pickle: "module attribute"."""
+    """A name that the pickle imports: "module attribute"."""
 
     name: str
 
@@ -86,7 +86,7 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
         if file.read(2) != b"PK":
             raise CheckpointError(f"{path}: expected the zip archive of torch.save, got another file")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    entries = _entries(path, mapped)
+    entries = _list_entries(path, mapped)
     pickles = [name for name in entries if name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise CheckpointError(f"{path}: expected one data.pkl, got {len(pickles)}")
@@ -101,14 +101,14 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     tensors = {}
     total = 0
     for name, description in table.items():
-        tensors[name] = _tensor(mapped, entries, root, description, f"{path}: tensor {name!r:.200}")
+        tensors[name] = _view_tensor(mapped, entries, root, description, f"{path}: tensor {name!r:.200}")
         total += tensors[name].nbytes
     if total > 2 * len(mapped):  # tied weights share a storage; more sharing is a file that grows when it is read
         raise CheckpointError(f"{path}: expected tensors of at most twice the file's {len(mapped)} bytes, got {total}")
     return tensors
 
 
-def _entries(path: Path, mapped: mmap.mmap) -> dict[str, tuple[int, int]]:
+def _list_entries(path: Path, mapped: mmap.mmap) -> dict[str, tuple[int, int]]:
     """Return offset and size of the bytes of each entry of a zip archive that compresses none."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -135,7 +135,7 @@ def _entries(path: Path, mapped: mmap.mmap) -> dict[str, tuple[int, int]]:
     return entries
 
 
-def _tensor(
+def _view_tensor(
     mapped: mmap.mmap, entries: dict[str, tuple[int, int]], root: str, description: Any, where: str
 ) -> npt.NDArray[Any]:
     """Return the view that the arguments of ``_rebuild_tensor_v2`` describe."""
@@ -224,7 +224,7 @@ class _Machine:
         elif name == "SETITEMS":
             self._set_items(self._pop_to_mark())
         elif name == "BINPERSID":
-            push(_storage(self.stack.pop()))
+            push(_read_storage(self.stack.pop()))
         elif name == "REDUCE":
             arguments, function = self.stack.pop(), self.stack.pop()
             push(self._call(function, arguments))
@@ -271,7 +271,7 @@ class _Machine:
         raise ValueError(f"a call of {function.name} with other arguments")
 
 
-def _storage(identity: Any) -> _Storage:
+def _read_storage(identity: Any) -> _Storage:
     """Return the storage of a persistent id ("storage", class, key, location, number of elements)."""
     if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
         raise ValueError("a persistent id that is no storage")

@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupy_awq.activation import enumerator
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import TuningKey
-from cupy_awq.kernels.problem import ACTIVATIONS, TYPES, ceil_div
+from cupy_awq.kernels.problem import TYPES, ceil_div
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument
 
 EPILOGUE_ACTIVATIONS = (None, "clamp")
-"""The kinds of activation that these families take, of `cupy_awq.kernels.problem.ACTIVATIONS`."""
+"""The kinds of activation that these families take, of `cupy_awq.activation`."""
 UNIT = 8
 """The channels of 16 bytes, which the tensor-core kernels copy at a time."""
 MMA_ARCH = 80
@@ -134,7 +135,7 @@ class Convolution:
             ("X", TYPES[self.dtype]),
             ("NHWC", int(self.nhwc)),
             ("WEIGHT_OFFSET", int(self.weight_offset)),
-            ("ACTIVATION", ACTIVATIONS[self.activation]),
+            ("ACTIVATION", enumerator(self.activation)),
             ("GATED", 0),
             ("HAS_BIAS", int(self.bias_dtype is not None)),
             ("BIAS", TYPES[self.bias_dtype or "float16"]),

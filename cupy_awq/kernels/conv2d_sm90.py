@@ -187,30 +187,23 @@ class Conv2dSm90Config:
         """Return the rows and pixels of a box of x."""
         return with_halo(sizes, self.tile_h, self.tile_w) if self.halo else (self.tile_h, self.tile_w)
 
-    def pipeline_bytes(self, problem: Convolution) -> int:
-        """Return the shared memory of the pipeline stages, which the output tile reuses."""
+    def shared_bytes(self, problem: Convolution) -> int:
+        """Return the shared memory of a CTA: pipeline stages, which the output tile reuses, partial sums, barriers."""
         height, width = self.box(problem.sizes)
         x_bytes = self.wg_px * ceil_div(height * width * CHUNK * 2, 1024) * 1024
         parameter_bytes = self.wg_co * parameter_groups(problem.block_size, problem.sizes.channels) * TILE_CO * 4
         code_bytes = self.wg_co * TILE_CO * CHUNK * problem.bits // 8
-        store_bytes = self.warpgroups * ceil_div(self._owned_groups, 2) * 16 * STORE_ROW_BYTES
-        return max(self.x_stages * (x_bytes + parameter_bytes) + self.code_stages * code_bytes, store_bytes)
-
-    def shared_bytes(self, problem: Convolution) -> int:
-        """Return the shared memory of a CTA."""
-        partial_bytes = 0 if self.split_k == 1 else self.split_k * self.warpgroups * self._owned_groups * 2048
-        return self.pipeline_bytes(problem) + partial_bytes + 16 * (self.x_stages + self.code_stages)
+        stage_bytes = self.x_stages * (x_bytes + parameter_bytes) + self.code_stages * code_bytes
+        owned_groups = ceil_div(self.pixels // 8, self.split_k)  # of 8 pixels, that a CTA of the cluster stores
+        store_bytes = self.warpgroups * ceil_div(owned_groups, 2) * 16 * STORE_ROW_BYTES
+        partial_bytes = 0 if self.split_k == 1 else self.split_k * self.warpgroups * owned_groups * 2048
+        return max(stage_bytes, store_bytes) + partial_bytes + 16 * (self.x_stages + self.code_stages)
 
     def tiles(self, problem: Convolution) -> int:
         """Return the number of tiles of y, each of a cluster."""
         image = image_view(problem)
         parts = image.batch * ceil_div(image.out_h, self.tile_h) * ceil_div(image.out_w, self.tile_w)
         return ceil_div(parts, self.wg_px) * (co_tiles(problem.sizes.outputs) // self.wg_co)
-
-    @property
-    def _owned_groups(self) -> int:
-        """The groups of 8 pixels that a CTA of the cluster stores."""
-        return ceil_div(self.pixels // 8, self.split_k)
 
 
 def refuse(problem: Convolution, device: Device) -> str | None:
@@ -283,9 +276,9 @@ def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> Laun
         ("STEPS", ceil_div(min(sizes.channels, CHUNK), 16)),
         ("X_STAGES", config.x_stages),
         ("CODE_STAGES", config.code_stages),
-        ("PIPELINE_BYTES", config.pipeline_bytes(problem)),
         ("SPLIT_K", config.split_k),
         ("CTAS_PER_SM", config.ctas_per_sm),
+        ("SHARED_BYTES", config.shared_bytes(problem)),
     )
     parts_h, parts_w = ceil_div(image.out_h, config.tile_h), ceil_div(image.out_w, config.tile_w)
     co_blocks = co_tiles(sizes.outputs) // config.wg_co

@@ -191,6 +191,7 @@ def plan(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) ->
         ("X_STAGES", config.x_stages),
         ("WEIGHT_STAGES", config.weight_stages),
         ("SPLIT_K", config.split_k),
+        ("SHARED_BYTES", config.shared_bytes(sizes)),
     )
     tiles, (_, parts_h, parts_w) = config.tiles(problem), config.image_parts(problem)
     counts = tiles, co_tiles(sizes.outputs) // config.wg_co, parts_h, parts_w, k_units(sizes), image.batch

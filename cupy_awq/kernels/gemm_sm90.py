@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_sm90`` and ``gemm_sm90_mma``: Hopper's tensor cores on the repacked weight (`Repacking`)."""
+"""``gemm_sm90``: Hopper's tensor cores on the repacked weight, for few rows of x up to a few hundred.
+
+Two kernels: ``gemm_sm90.cu`` (wgmma) and, up to 16 rows, ``gemm_sm90_mma.cu`` (mma).
+"""
 
 from __future__ import annotations
 
@@ -8,376 +11,419 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
-from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K, Repacking
+from cupy_awq.kernels.hopper import (
+    has_split_scales,
+    power_limited_us,
+    repacked_defines,
+    x_tensor_map,
+)
+from cupy_awq.kernels.hopper import (
+    prepare_weight as prepare_weight,
+)
+from cupy_awq.kernels.problem import Problem, ceil_div, next_power_of_two
+from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout, refuse_repacked
 from cupy_awq.runtime.device import Device
-from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan, TensorMap
+from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
+NAME = "gemm_sm90"
 WGMMA, MMA = "gemm_sm90", "gemm_sm90_mma"
-MAX_BLOCK_M = 128
-MMA_MAX_ROWS = 16
-MMA_ALONE_ROWS = 8
-"""Up to which wgmma, which takes as long as for 16, was the slower one for all shapes that were measured."""
+"""The names of the two kernels."""
+MMA_MAX_M = 16
+"""The largest M of the mma kernel."""
+WGMMA_MIN_M = 9
+"""The smallest M of the wgmma kernel, which takes as long for one row as for 16 and is slower below."""
 MAX_FUSED_ROWS = 32
 """The largest M of a GEMM with a `Fusion`; fusing 32 rows saves 1% of a decoder layer on an H100."""
 SQUARE_SUM_COLUMNS = 32
 """The columns of the residual stream per element of ``square_sums``; kSquareSumColumns of the kernel."""
 FUSION_BUFFERS = ("h", "norm_weight", "square_sums", "previous_inverse_rms", "inverse_rms")
 """The buffers that a launch with a `Fusion` takes besides those of a GEMM; `residual_stream.cuh` describes them."""
-REGISTERS = 65536
-THREADS = 2048
-"""Of a multiprocessor."""
-STEPS = {0: 185, 1: 300, 2: 353, 4: 364, 8: 391, 16: 674}
-"""Nanoseconds of a team's 128 k, of up to 16 rows, by `GemmSm90Config.x_rows`."""
+REGISTERS_PER_SM, THREADS_PER_SM = 65536, 2048
+"""The limits of an SM."""
+RESERVED_BYTES = 1024
+"""The shared memory that the system takes for each CTA."""
 
 
-def layout(problem: Problem) -> Repacking:
-    """The layout that the weight of a problem must have."""
-    return Repacking(problem.k, problem.n, problem.group_size, problem.scales_dtype, problem.zeros)
+@dataclass(frozen=True)
+class GemmSm90Costs:
+    """The fitted constants of the cost models, for an H100.
 
+    For M <= 16 they are fitted to 2443 times of 36 shapes with group size 128, for larger M to 4902 times of 39 shapes
+    with 32 to 128 rows and group sizes of 32, 64 and 128. The fits are 11% and 8% off (root mean square, weighted to
+    the faster configurations). For shapes left out of the fit the first choice takes 1.10 and 1.03 times as long as the
+    best one (geometric mean).
 
-def x_map(problem: Problem, block_m: int, count: int) -> TensorMap:
-    """x in boxes of 64 k of each row of a tile, ``count`` times; only one time where the tile lacks rows.
-
-    See ``lacks_rows`` in ``cuda_src/hopper.cuh``.
+    Attributes:
+        k_tile_ns: (M <= 16) time of one consumer for one k tile, by ``x_rows`` (0: wgmma).
+        refill_ns: (M <= 16) time from the release of a stage until it is full again.
+        stream_factor: (M <= 16) time to read the weight, relative to the nominal bandwidth.
+        launch_us: (M <= 16) launch and epilogue, by kernel.
+        reduction_us, crowded_us, uneven_us: (M <= 16) split-K; CTAs of the next kernel that find no free SM; a number
+            of CTAs that is no multiple of the SM count.
+        clock: (larger M) cycles in a microsecond.
+        busy, busy_row: cycles in which a k tile of 8 columns occupies the tensor cores and the schedulers; and its
+            increase for each two rows of x.
+        busy_alone: cycles more where a single consumer leaves the tensor cores idle while it dequantizes.
+        latency: cycles from the start of a copy until it has landed.
+        l2_bytes: bytes per cycle from L2 to an SM.
+        weight_bytes: bytes of a weight with its scales, in the stage of a k tile.
+        alone, scaled_min, scaled_row, exact, exact_row: cycles of a consumer that has the SM to itself for one k tile;
+            for each of its 64 columns at least; for each two rows of x; the same for accumulators that are scaled.
+        wave_us: start and epilogue of each CTA.
+        scaled_exposed, exact_exposed: fraction of the shorter one of reading and computing that the other one does not
+            hide.
+        prefetch_us, prefetch_crowded_us: launch with PREFETCH_WEIGHTS; and its increase if no free SM is left.
+        late_us, late_crowded_us: the same without PREFETCH_WEIGHTS.
+        wave_reduction_us: split-K, for each wave.
+        x_bytes_us: bytes of x that all SMs read in a microsecond.
     """
-    m, itemsize = problem.m, ITEMSIZE[problem.dtype]
-    return TensorMap(
-        "x",
-        problem.dtype,
-        dims=(64, m, problem.k // 64),
-        strides=(problem.row_strides.x * itemsize, 64 * itemsize),
-        box=(64, m, 1) if m <= block_m - 16 else (64, block_m, count),
-        swizzle=128,
-    )
+
+    k_tile_ns: dict[int, int] = field(default_factory=lambda: {0: 185, 1: 300, 2: 353, 4: 364, 8: 391, 16: 674})
+    refill_ns: int = 1845
+    stream_factor: float = 1.12
+    launch_us: dict[str, float] = field(default_factory=lambda: {WGMMA: 0.71, MMA: 0.37})
+    reduction_us: float = 0.35
+    crowded_us: float = 1.11
+    uneven_us: float = 0.47
+    clock: int = 1730
+    busy: float = 14.4
+    busy_row: float = 0.8
+    busy_alone: int = 150
+    latency: int = 1320
+    l2_bytes: float = 47.6
+    weight_bytes: float = 0.52
+    alone: int = 60
+    scaled_min: float = 360.0
+    scaled_row: float = 5.24
+    exact: int = 207
+    exact_row: float = 13.9
+    wave_us: float = 0.85
+    scaled_exposed: float = 0.36
+    exact_exposed: float = 0.3
+    prefetch_us: float = 0.53
+    prefetch_crowded_us: float = 1.5
+    late_us: float = 0.73
+    late_crowded_us: float = 0.25
+    wave_reduction_us: float = 0.57
+    x_bytes_us: float = 177e6
 
 
-def powered(work: float, problem: Problem) -> float:
-    """Microseconds of what would take ``work`` at full clock, with the clock that the chip's power allows.
-
-    In between the larger one counts most: while some blocks have nothing to do, the others' clock rises.
-    """
-    power = 2 * problem.m * problem.n * problem.k / 877e6
-    return float((work**3 + power**3) ** (1 / 3))
+COSTS = GemmSm90Costs()
 
 
 @dataclass(frozen=True)
 class GemmSm90Config:
-    """``splits`` blocks of a cluster make a tile of ``block_m`` rows and ``records`` times 32 columns.
+    """One way to launch ``gemm_sm90.cu`` or ``gemm_sm90_mma.cu``.
 
-    In each block ``teams`` teams of warps take turns at ``stages`` stages of ``depth`` times 128 k. By wgmma (``name``)
-    a warpgroup makes ``tiles`` times 64 columns; by mma a warp makes 32, and a team keeps ``x_stages`` stages of
-    ``x_rows`` rows of x. A multiprocessor has room for ``resident`` blocks. ``scaled``: weights are rounded to float16
-    once they are scaled, instead of scaling the sums of each group. ``eager``: all of a block's first weights are asked
-    for before x, for which a block waits that begins before the kernel before has ended.
+    Attributes:
+        name: the kernel, WGMMA or MMA.
+        block_m: rows of a CTA tile.
+        weight_tiles: weight tiles of 32 columns side by side in a CTA tile.
+        m64_tiles: wgmma tiles of 64 columns that a warpgroup computes; 1 with mma, where a warp computes 32 columns.
+        consumers: groups of warps that take turns at the pipeline stages.
+        stages: pipeline stages.
+        split_k: CTAs of a cluster, which share a tile along k.
+        k_tiles: weight tiles along k in a stage.
+        ctas_per_sm: CTAs that fit on an SM at the same time.
+        x_rows, x_stages: (mma) rows of x in shared memory, a power of two, and stages of x of each consumer.
+        scaled: (wgmma) whether weights are scaled before they are multiplied, rounded once, or accumulators after it.
+        prefetch_weights: whether the weights of all stages are copied before the wait for the preceding kernel, or only
+            those of the first. x waits behind them, which delays a CTA that starts late.
     """
 
     name: str
     block_m: int
-    records: int
-    tiles: int
-    teams: int
+    weight_tiles: int
+    m64_tiles: int
+    consumers: int
     stages: int
-    splits: int
-    depth: int = 1
-    resident: int = 1
+    split_k: int
+    k_tiles: int = 1
+    ctas_per_sm: int = 1
     x_rows: int = 0
     x_stages: int = 0
     scaled: bool = False
-    eager: bool = True
-
-    @property
-    def split_k(self) -> int:
-        return self.splits
-
-    @property
-    def team_warps(self) -> int:
-        return self.records if self.name == MMA else self.records // (2 * self.tiles) * 4
-
-    def threads(self, problem: Problem) -> int:
-        others = 4 if self.consumer_registers else 2 if self.name == MMA and problem.rms_norms_x else 1
-        return (self.teams * self.team_warps + others) * 32
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers of a consumer where the producer is a warpgroup that leaves it most of its own; else 0."""
-        if self.name == MMA or self.block_m < 64:
-            return 0
-        return {8: 232, 12: 152}.get(self.teams * self.team_warps, 0)
+    prefetch_weights: bool = True
 
     @property
     def block_n(self) -> int:
-        return self.records * RECORD_COLUMNS
+        """The columns of a CTA tile."""
+        return self.weight_tiles * WEIGHT_TILE_N
 
+    @property
+    def consumer_warps(self) -> int:
+        """The warps of a consumer."""
+        return self.weight_tiles if self.name == MMA else self.weight_tiles // (2 * self.m64_tiles) * 4
+
+    @property
+    def consumer_registers(self) -> int:
+        """The registers of a consumer's thread after setmaxnreg; 0 if the producer is one warp, without setmaxnreg."""
+        if self.name == MMA or self.block_m < 64:
+            return 0
+        return {8: 232, 12: 152}.get(self.consumers * self.consumer_warps, 0)
+
+    @property
+    def x_stage_bytes(self) -> int:
+        """The bytes of x that the producer copies in a stage; 0 with mma, whose consumers copy x."""
+        return 0 if self.name == MMA else self.block_m * self.k_tiles * WEIGHT_TILE_K * 2
+
+    @property
     def x_ring_bytes(self) -> int:
+        """The bytes of all stages of x."""
         if self.name == MMA:
-            return self.teams * self.x_stages * self.x_rows * self.depth * RECORD_K * 2
-        return self.stages * self.block_m * self.depth * RECORD_K * 2
+            return self.consumers * self.x_stages * self.x_rows * self.k_tiles * WEIGHT_TILE_K * 2
+        return self.stages * self.x_stage_bytes
+
+    def threads(self, problem: Problem) -> int:
+        """Return the threads of a CTA: consumers, the producer and, with mma, a warp for the factors of RMSNorm."""
+        others = 4 if self.consumer_registers else 2 if self.name == MMA and problem.rms_norms_x else 1
+        return (self.consumers * self.consumer_warps + others) * 32
 
     def shared_bytes(self, problem: Problem) -> int:
-        stage = self.records * self.depth * layout(problem).record_bytes + 16
-        staged = self.x_ring_bytes() + self.stages * stage
-        sums = self.teams * self._sum_bytes(self.block_m)
-        owned = self.block_m // self.splits
-        barrier_and_sent = 16 + (self.splits - 1) * self._sum_bytes(owned) if self.splits > 1 else 0
-        return max(staged, sums) + barrier_and_sent + (owned * 4 if problem.rms_norms_x else 0)
+        """Return the dynamic shared memory of a CTA; ``SharedStorage`` of the kernel asserts it."""
+        stage = self.weight_tiles * self.k_tiles * RepackedLayout.of(problem).weight_tile_bytes + 16
+        stages = self.x_ring_bytes + self.stages * stage
+        accumulators = self.consumers * self._accumulator_bytes(self.block_m)
+        owned = self.block_m // self.split_k
+        received = 16 + (self.split_k - 1) * self._accumulator_bytes(owned) if self.split_k > 1 else 0
+        return max(stages, accumulators) + received + (owned * 4 if problem.rms_norms_x else 0)
 
-    def _sum_bytes(self, rows: int) -> int:
-        """Of the tile's sums in `rows` of its rows, as SumTiles has them."""
+    def _accumulator_bytes(self, rows: int) -> int:
+        """Return the bytes of the accumulators of some rows of the tile, as ``AccumulatorBlocks`` has them."""
         return ceil_div(rows, 8) * (self.block_n // 16) * (8 * min(4, rows // 2) * 4 + 8) * 4
 
-    def grid(self, problem: Problem) -> tuple[int, int, int]:
-        return ceil_div(problem.n, self.block_n) * self.splits, ceil_div(problem.m, self.block_m), 1
+    def tiles(self, problem: Problem) -> tuple[int, int]:
+        """Return the number of CTA tiles along m and along n."""
+        return ceil_div(problem.m, self.block_m), ceil_div(problem.n, self.block_n)
 
-    def _launched(self, problem: Problem, device: Device) -> tuple[int, int, int]:
-        """The grid with blocks that only keep a place, where few of them make it one block a multiprocessor.
+    def grid(self, problem: Problem, device: Device) -> tuple[int, int, int]:
+        """Return the grid: CTAs of the tiles and, where few make it a CTA for each SM, padding CTAs.
 
-        4096 x 4096, 128 blocks of 132 places: 1.16 times as fast at 8 rows on an H100, 1.09 over 1 to 16.
+        With 128 tiles and 132 SMs they make 4096 x 4096 at 8 rows 1.16 times as fast on an H100.
         """
-        columns, rows, _ = self.grid(problem)
-        whole = device.sm_count // self.splits * self.splits
-        return whole if rows == 1 and 0.9 * whole < columns < whole else columns, rows, 1
+        m_blocks, n_blocks = self.tiles(problem)
+        ctas, whole = n_blocks * self.split_k, device.sm_count // self.split_k * self.split_k
+        return whole if m_blocks == 1 and 0.9 * whole < ctas < whole else ctas, m_blocks, 1
 
-    def plan(self, problem: Problem, device: Device) -> LaunchPlan:
-        """The launch. Buffers: weight (of `Repacking`), bias, residual, y, x; and FUSION_BUFFERS with a `Fusion`."""
-        defines: tuple[tuple[str, int | str], ...] = (
-            *(item for item in problem.defines() if item[0] not in ("SCALE", "ZEROS")),
-            *layout(problem).defines(),
-            ("ALIGNED", int(problem.aligned)),
-            ("BLOCK_M", self.block_m),
-            ("RECORDS", self.records),
-            ("TEAMS", self.teams),
-            ("TEAM_WARPS", self.team_warps),
-            ("STAGES", self.stages),
-            ("DEPTH", self.depth),
-            ("SPLITS", self.splits),
-            ("RESIDENT", self.resident),
-            ("EAGER", int(self.eager)),
-            ("CONSUMER_REGISTERS", self.consumer_registers),
-            ("X_BYTES", 0 if self.name == MMA else self.block_m * self.depth * RECORD_K * 2),
-            ("X_RING_BYTES", self.x_ring_bytes()),
-            ("ADD_TO_STREAM", int(problem.adds_to_stream)),
-            ("RMS_NORM_X", int(problem.rms_norms_x)),
-        )
-        strides = problem.row_strides
-        sizes: tuple[int, ...] = (problem.m, problem.n, problem.k, strides.residual, strides.y)
-        x: Argument = "x"
-        factors: tuple[float, ...] = ()
-        if self.name == MMA:
-            defines += (("X_ROWS", self.x_rows), ("X_STAGES", self.x_stages))
-            sizes += (strides.x,)
-        else:
-            defines += (("WARPGROUPS", self.team_warps // 4), ("TILES", self.tiles), ("SCALED", int(self.scaled)))
-            factors = 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent
-            x = x_map(problem, self.block_m, 2 * self.depth)
-        eps = problem.fusion.eps if problem.fusion else 0.0
-        scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, eps, *factors)))
-        fusion_buffers = FUSION_BUFFERS if problem.fusion else ()
-        return LaunchPlan(
-            Kernel(f"gemm/{self.name}.cu", self.name, defines, device.target),
-            self._launched(problem, device),
-            (self.threads(problem), 1, 1),
-            ("weight", "bias", "residual", "y", *fusion_buffers, x, *scalars),
-            self.shared_bytes(problem),
-            cluster=(self.splits, 1, 1),
-            dependent=True,
-        )
+    def capacity(self, problem: Problem, device: Device) -> int:
+        """Return the number of CTAs that fit on all SMs at the same time."""
+        fitting = device.shared_bytes_per_sm // (self.shared_bytes(problem) + RESERVED_BYTES)
+        return device.sm_count * max(1, min(fitting, THREADS_PER_SM // self.threads(problem)))
 
-    def estimate_us(self, problem: Problem, device: Device) -> float:
-        if self.block_m <= MMA_MAX_ROWS:
-            return self._few_rows_estimate_us(problem, device)
-        return self._many_rows_estimate_us(problem, device)
-
-    def _few_rows_estimate_us(self, problem: Problem, device: Device) -> float:
-        """The launch, what goes on side by side, and what no kernel before could do ahead.
-
-        While a kernel ends, the next one's blocks begin where there is room for them, each with as much of the weight
-        as its stages hold. Fitted to 2443 times of 36 shapes with 1 to 16 rows on an H100, group size 128: 11% off
-        (root mean square, the faster ones above all). For shapes that were left out its first choice took 1.10 times
-        as long as the best (geometric mean), as the constants before would have 1.14 times.
-        """
-        blocks = math.prod(self._launched(problem, device))
-        steps = ceil_div(ceil_div(problem.k, RECORD_K), self.splits)
-        waves = max(1.0, blocks / self._places(problem, device))
-        nanoseconds = (
-            waves * ceil_div(ceil_div(steps, self.depth), self.teams) * self.depth * STEPS[self.x_rows],
-            waves * steps / (self.stages * self.depth) * 1845,
-            1.12 * problem.weight_bytes / device.read_gbs,
-        )
-        launch = 0.71 if self.name == WGMMA else 0.37
-        joining = 0.35 if self.splits > 1 else 0.0
-        crowded = 1.11 * self._crowded(problem, device)
-        uneven = 0.47 if blocks % device.sm_count else 0.0
-        return launch + joining + crowded + uneven + math.hypot(*nanoseconds) * 1e-3
-
-    def _places(self, problem: Problem, device: Device) -> int:
-        """For blocks, on all multiprocessors."""
-        resident = device.shared_bytes_per_sm // (self.shared_bytes(problem) + 1024)
-        return device.sm_count * max(1, min(resident, THREADS // self.threads(problem)))
-
-    def _crowded(self, problem: Problem, device: Device) -> float:
-        """The share of the next kernel's blocks that find no place beside these."""
-        free = self._places(problem, device) / math.prod(self._launched(problem, device)) - 1
+    def crowding(self, problem: Problem, device: Device) -> float:
+        """Return the fraction of the next kernel's CTAs for which no SM has space beside these, 0 to 1."""
+        free = self.capacity(problem, device) / math.prod(self.grid(problem, device)) - 1
         return 1 - min(1.0, max(0.0, free))
 
-    def _many_rows_estimate_us(self, problem: Problem, device: Device) -> float:
-        """The larger of the stream and of the work on it, and what does not overlap.
 
-        Fitted to 4902 times of 39 shapes with 32 to 128 rows on an H100, group sizes 32, 64 and 128: 8% off (root mean
-        square, the faster ones above all). For shapes that were left out its first choice took 1.03 times as long as
-        the best (geometric mean), as the constants before would have 1.05 times.
-        """
-        columns, rows, _ = self.grid(problem)
-        steps = ceil_div(ceil_div(problem.k, RECORD_K), self.splits)
-        waves = ceil_div(columns * rows, device.sm_count * self.resident)
-        sharing = min(self.resident, ceil_div(columns * rows, device.sm_count))
-        # Cycles of a step: how long a team takes for it alone, how long it keeps the tensor cores and schedulers, and
-        # how long it waits for the copies.
-        wide = self.block_m / 2
-        busy = self.block_n / 8 * (14.4 + 0.8 * wide)
-        stage = self.depth * RECORD_K * (2 * self.block_m + 0.52 * self.block_n)
-        wait = (1320 + stage / 47.6 * sharing) / self.depth
-        if self.scaled:
-            alone = 60 + self.tiles * max(360.0, 5.24 * wide)
-            wait /= self.stages - self.teams  # a stage is given back one later
-        else:
-            alone = 60 + self.tiles * (207 + 13.9 * wide)
-            wait /= self.stages
-            if self.teams == 1 and sharing == 1:
-                busy += 150  # nobody else uses the tensor cores while the only team converts
-        work = waves * (steps * max(alone / self.teams, busy * sharing, wait) / 1730 + 0.85)
-        work = powered(work, problem)
-        stream = problem.weight_bytes / (device.read_gbs * 1e3)
-        beside = (0.36 if self.scaled else 0.3) * min(stream, work)
-        x_bytes = columns * rows * steps * min(self.block_m, problem.m) * 2 * RECORD_K
-        crowded = self._crowded(problem, device)
-        launch = 0.53 + 1.5 * crowded if self.eager else 0.73 + 0.25 * crowded
-        joining = 0.57 * waves if self.splits > 1 else 0.0
-        return launch + joining + max(stream, work) + beside + x_bytes / 177e6
-
-    def workspace(self, problem: Problem) -> tuple[int, int]:
-        return 0, 0
+def refuse(problem: Problem, device: Device) -> str | None:
+    if problem.fusion and problem.m > MAX_FUSED_ROWS:
+        return f"fuses the residual stream only for M <= {MAX_FUSED_ROWS}, not {problem.m}"
+    if problem.adds_to_stream and (problem.gated or problem.residual or not problem.aligned):
+        return "cannot add a gated, unaligned or residual result to the residual stream"
+    return refuse_repacked(problem, device)
 
 
-def unfit(problem: Problem, device: Device) -> str | None:
-    """Why no kernel on repacked weights can take a problem, whatever the layout of these, or None."""
-    if device.arch != 90:
-        return f"needs sm_90, not sm_{device.arch}"
-    if not problem.repacked:
-        return "needs the layout in which AwqLinear keeps its weight"
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"takes x of float16 or bfloat16, not {problem.dtype}"
-    if not problem.x_aligned:
-        return "needs rows of x that start at multiples of 16 bytes"
-    if problem.gated and problem.n % (2 * RECORD_COLUMNS):
-        return f"needs N to be a multiple of {2 * RECORD_COLUMNS} when gated, not {problem.n}"
-    return None
+def configs(problem: Problem, device: Device) -> list[GemmSm90Config]:
+    # Short K leaves fewer consumers, so some configurations occur twice.
+    found = dict.fromkeys([*_mma_configs(problem, device), *_wgmma_configs(problem, device)])
+    # A gated tile has as many weight tiles of the gate as of the up projection.
+    return [config for config in found if not (problem.gated and config.weight_tiles % 2)]
 
 
-class _ByConfig:
-    """The part of a `Family` that its configurations implement."""
-
-    def estimate_us(self, config: Any, problem: Problem, device: Device) -> float:
-        return float(config.estimate_us(problem, device))
-
-    def plan(self, config: Any, problem: Problem, device: Device) -> LaunchPlan:
-        plan: LaunchPlan = config.plan(problem, device)
-        return plan
-
-    def workspace(self, config: Any, problem: Problem) -> Workspace:
-        return Workspace(*config.workspace(problem))
-
-
-class GemmSm90(_ByConfig):
-    NAME = "gemm_sm90"
-
-    def refuse(self, problem: Problem, device: Device) -> str | None:
-        if problem.fusion and problem.m > MAX_FUSED_ROWS:
-            return f"fuses the residual stream only for M <= {MAX_FUSED_ROWS}, not {problem.m}"
-        if problem.adds_to_stream and (problem.gated or problem.residual or not problem.aligned):
-            return "cannot add a gated, unaligned or residual result to the residual stream"
-        return unfit(problem, device) or layout(problem).refuse()
-
-    def configs(self, problem: Problem, device: Device) -> list[GemmSm90Config]:
-        # A gated tile has as many records of the gate as of the up projection; short K leaves fewer teams, twice.
-        found = dict.fromkeys(_configs(problem, device))
-        return [config for config in found if not (problem.gated and config.records % 2)]
+def _mma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
+    if problem.m > MMA_MAX_M:
+        return
+    all_k_tiles, x_rows = ceil_div(problem.k, WEIGHT_TILE_K), next_power_of_two(problem.m)
+    for weight_tiles, split_k, warps, k_tiles in itertools.product((1, 2, 3, 4, 6, 7, 8), (1, 2), (16, 8), (1, 2, 4)):
+        consumers = max(1, min(warps // weight_tiles, all_k_tiles // split_k // k_tiles))
+        x_stages = 4 if k_tiles == 1 else 2
+        config = GemmSm90Config(
+            MMA, max(8, x_rows), weight_tiles, 1, consumers, 0, split_k, k_tiles, 1, x_rows, x_stages
+        )
+        yield from _with_most_stages(config, problem, device, 72 if x_rows <= 8 else 112)
 
 
-def split_scales(problem: Problem) -> bool:
-    """Whether weights take two more operations a pair to be scaled: by bfloat16 in two parts."""
-    return (problem.dtype, problem.scales_dtype) == ("bfloat16", "float16")
-
-
-def _power(problem: Problem) -> int:
-    """Rows that are kept of x."""
-    return 1 << (problem.m - 1).bit_length()
-
-
-def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
-    steps = ceil_div(problem.k, RECORD_K)
-    power = _power(problem)
-    if problem.m <= MMA_MAX_ROWS:
-        for records, splits, warps, depth in itertools.product((1, 2, 3, 4, 6, 7, 8), (1, 2), (16, 8), (1, 2, 4)):
-            teams = max(1, min(warps // records, steps // splits // depth))
-            x_stages = 4 if depth == 1 else 2
-            config = GemmSm90Config(MMA, max(8, power), records, 1, teams, 0, splits, depth, 1, power, x_stages)
-            yield from _staged(config, problem, device, 72 if power <= 8 else 112)
-    for block_m in (16, 32, 64, 128) if problem.m > MMA_ALONE_ROWS else ():
-        if block_m > max(16, power) or block_m < min(max(16, power), 64):
+def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
+    if problem.m < WGMMA_MIN_M:
+        return
+    all_k_tiles, rows = ceil_div(problem.k, WEIGHT_TILE_K), max(16, next_power_of_two(problem.m))
+    for block_m in (16, 32, 64, 128):
+        if block_m > rows or block_m < min(rows, 64):
             continue
-        depths = (1, 2, 4) if block_m == 16 else (1, 2) if block_m <= 64 else (1,)
-        # Of clusters of four 30 run at a time on an H100, too few for 4096 columns. Clusters of two whose tiles bring x
-        # together by multicast took 0 to 13% longer (20 cases from 32 to 128 rows on an H100).
-        for tiles, warpgroups, teams, splits, depth in itertools.product(
-            (1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2), depths
+        k_tile_counts = (1, 2, 4) if block_m == 16 else (1, 2) if block_m <= 64 else (1,)
+        # An H100 runs only 30 clusters of four at a time, and multicast of x in clusters of two gains nothing.
+        for m64_tiles, warpgroups, consumers, split_k, k_tiles in itertools.product(
+            (1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2), k_tile_counts
         ):
-            if depth == 4 and (tiles, warpgroups, teams) != (1, 2, 1):
-                continue  # took up to 1.28 times as long
-            config = GemmSm90Config(WGMMA, block_m, warpgroups * tiles * 2, tiles, teams, 0, splits, depth)
-            if teams * splits * depth > steps:
+            if k_tiles == 4 and (m64_tiles, warpgroups, consumers) != (1, 2, 1):
+                continue  # up to 1.28 times as slow
+            if consumers * split_k * k_tiles > all_k_tiles:
                 continue
-            scales = block_m >= 64 and not (problem.dtype == "float16" and problem.wide_scales)
-            # Sums of groups shorter than a record are waited for one by one: up to 1.39 times as long in 16 cases.
-            short = problem.group_size < RECORD_K
-            if not (scales and short):
-                # Sums, parts, the operand of a group and about 30 more.
-                yield from _staged(config, problem, device, block_m * (tiles + 1) // 2 + 62)
-            # Two operations more a pair: up to 1.23 times as long at 64 rows.
-            if scales and not (short and depth > 1) and not (split_scales(problem) and not short and block_m == 64):
-                scaled = replace(config, scaled=True)
-                # With two tiles and four fewer, the assembler serializes wgmma for want of registers.
-                yield from _staged(scaled, problem, device, block_m * tiles // 2 + (86 if tiles == 1 else 90))
+            weight_tiles = warpgroups * m64_tiles * 2
+            config = GemmSm90Config(WGMMA, block_m, weight_tiles, m64_tiles, consumers, 0, split_k, k_tiles)
+            can_scale = block_m >= 64 and not (problem.dtype == "float16" and problem.wide_scales)
+            # Accumulators of groups shorter than a weight tile are waited for one by one: up to 1.39 times as slow.
+            has_short_groups = problem.group_size < WEIGHT_TILE_K
+            if not (can_scale and has_short_groups):
+                # Accumulators, those of a group, operand A of a group, and about 30 more registers.
+                yield from _with_most_stages(config, problem, device, block_m * (m64_tiles + 1) // 2 + 62)
+            # Two more instructions for each pair of weights: up to 1.23 times as slow at 64 rows.
+            is_costly = has_split_scales(problem) and not has_short_groups and block_m == 64
+            if can_scale and not (has_short_groups and k_tiles > 1) and not is_costly:
+                # With four registers fewer for two tiles, ptxas serializes wgmma.
+                registers = block_m * m64_tiles // 2 + (86 if m64_tiles == 1 else 90)
+                yield from _with_most_stages(replace(config, scaled=True), problem, device, registers)
 
 
-def _staged(config: GemmSm90Config, problem: Problem, device: Device, registers: int) -> Iterator[GemmSm90Config]:
-    """The configuration with as many stages as let two blocks, or one, live on a multiprocessor."""
-    steps = ceil_div(ceil_div(problem.k, RECORD_K), config.splits)
-    # A stage belongs to one team.
-    enough = ceil_div(steps, config.teams * config.depth)
-    rounds = range(1 if config.teams > 1 and not config.scaled else 2, max(3, enough + 1))
-    for resident in (2, 1):
-        # Warps are dealt to four schedulers; a block takes 1 KB of shared memory besides its own.
-        most = REGISTERS // (ceil_div(config.threads(problem) // 32, 4) * 128 * resident) // 8 * 8
-        limit = min(device.shared_bytes_per_sm // resident - 1024, device.shared_bytes_per_block)
-        if resident == 1 and config.consumer_registers:
-            most = config.consumer_registers
-        if registers > min(most, 255):
+def _with_most_stages(
+    config: GemmSm90Config, problem: Problem, device: Device, registers: int
+) -> Iterator[GemmSm90Config]:
+    """Yield a configuration with as many stages as let two CTAs, or one, share an SM.
+
+    ``registers`` are those that a consumer's thread needs.
+    """
+    all_k_tiles = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.split_k)
+    # A stage belongs to one consumer; more stages than iterations are useless.
+    enough = ceil_div(all_k_tiles, config.consumers * config.k_tiles)
+    stages_each = range(1 if config.consumers > 1 and not config.scaled else 2, max(3, enough + 1))
+    for ctas_per_sm in (2, 1):
+        # Warps are distributed to four schedulers.
+        warps = ceil_div(config.threads(problem) // 32, 4) * 4
+        available = REGISTERS_PER_SM // (warps * 32 * ctas_per_sm) // 8 * 8
+        limit = min(device.shared_bytes_per_sm // ctas_per_sm - RESERVED_BYTES, device.shared_bytes_per_block)
+        if ctas_per_sm == 1 and config.consumer_registers:
+            available = config.consumer_registers
+        if registers > min(available, 255):
             continue
-        counts = functools.partial(_with_stages, config, resident)
-        fitting = bisect.bisect_right(rounds, limit, key=lambda each: counts(each).shared_bytes(problem))
+        with_stages = functools.partial(_with_stages, config, ctas_per_sm)
+        fitting = bisect.bisect_right(stages_each, limit, key=lambda each: with_stages(each).shared_bytes(problem))
         if fitting:
-            yield (chosen := counts(rounds[fitting - 1]))
-            if config.block_m > MMA_MAX_ROWS:
-                yield replace(chosen, eager=False)
+            yield (chosen := with_stages(stages_each[fitting - 1]))
+            if config.block_m > MMA_MAX_M:
+                yield replace(chosen, prefetch_weights=False)
 
 
-def _with_stages(config: GemmSm90Config, resident: int, each: int) -> GemmSm90Config:
-    """The configuration with ``each`` stages a team."""
-    return replace(config, stages=each * config.teams, resident=resident)
+def _with_stages(config: GemmSm90Config, ctas_per_sm: int, stages_each: int) -> GemmSm90Config:
+    """Return the configuration with ``stages_each`` stages for each consumer."""
+    return replace(config, stages=stages_each * config.consumers, ctas_per_sm=ctas_per_sm)
+
+
+def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan:
+    """Return the launch.
+
+    Its buffers: weight (`RepackedLayout`), bias, residual, y, x, and FUSION_BUFFERS with a `Fusion`.
+    """
+    defines: tuple[tuple[str, int | str], ...] = (
+        *repacked_defines(problem),
+        ("BLOCK_M", config.block_m),
+        ("WEIGHT_TILES", config.weight_tiles),
+        ("CONSUMERS", config.consumers),
+        ("CONSUMER_WARPS", config.consumer_warps),
+        ("STAGES", config.stages),
+        ("K_TILES", config.k_tiles),
+        ("SPLIT_K", config.split_k),
+        ("CTAS_PER_SM", config.ctas_per_sm),
+        ("PREFETCH_WEIGHTS", int(config.prefetch_weights)),
+        ("CONSUMER_REGISTERS", config.consumer_registers),
+        ("X_STAGE_BYTES", config.x_stage_bytes),
+        ("X_RING_BYTES", config.x_ring_bytes),
+        ("SHARED_BYTES", config.shared_bytes(problem)),
+        ("ADD_TO_STREAM", int(problem.adds_to_stream)),
+        ("RMS_NORM_X", int(problem.rms_norms_x)),
+    )
+    strides = problem.row_strides
+    sizes: tuple[int, ...] = (problem.m, problem.n, problem.k, strides.residual, strides.y)
+    x: Argument = "x"
+    factors: tuple[float, ...] = ()
+    if config.name == MMA:
+        defines += (("X_ROWS", config.x_rows), ("X_STAGES", config.x_stages))
+        sizes += (strides.x,)
+    else:
+        defines += (
+            ("WARPGROUPS", config.consumer_warps // 4),
+            ("M64_TILES", config.m64_tiles),
+            ("SCALED", int(config.scaled)),
+        )
+        factors = 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent
+        x = x_tensor_map(problem, config.block_m, 2 * config.k_tiles)
+    eps = problem.fusion.eps if problem.fusion else 0.0
+    scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, eps, *factors)))
+    fusion_buffers = FUSION_BUFFERS if problem.fusion else ()
+    return LaunchPlan(
+        Kernel(f"gemm/{config.name}.cu", config.name, defines, device.target),
+        config.grid(problem, device),
+        (config.threads(problem), 1, 1),
+        ("weight", "bias", "residual", "y", *fusion_buffers, x, *scalars),
+        config.shared_bytes(problem),
+        cluster=(config.split_k, 1, 1),
+        dependent=True,
+    )
+
+
+def workspace(config: GemmSm90Config, problem: Problem) -> Workspace:
+    return Workspace()
+
+
+def estimate_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
+    if config.block_m <= MMA_MAX_M:
+        return _estimate_few_rows_us(config, problem, device)
+    return _estimate_many_rows_us(config, problem, device)
+
+
+def _estimate_few_rows_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
+    """Return the time of the launch and of reading, computing and refilling stages, which overlap.
+
+    In a chain of kernels the next kernel's CTAs start as soon as they find space, each with the weights of its stages.
+    """
+    ctas = math.prod(config.grid(problem, device))
+    k_tiles = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.split_k)
+    waves = max(1.0, ctas / config.capacity(problem, device))
+    iterations = ceil_div(ceil_div(k_tiles, config.k_tiles), config.consumers)
+    overlapping_ns = (
+        waves * iterations * config.k_tiles * COSTS.k_tile_ns[config.x_rows],
+        waves * k_tiles / (config.stages * config.k_tiles) * COSTS.refill_ns,
+        COSTS.stream_factor * problem.weight_bytes / device.read_gbs,
+    )
+    reduction = COSTS.reduction_us if config.split_k > 1 else 0.0
+    crowded = COSTS.crowded_us * config.crowding(problem, device)
+    uneven = COSTS.uneven_us if ctas % device.sm_count else 0.0
+    return COSTS.launch_us[config.name] + reduction + crowded + uneven + math.hypot(*overlapping_ns) * 1e-3
+
+
+def _estimate_many_rows_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
+    """Return the longer one of the times to read the weight and to compute, and the part that does not overlap."""
+    m_blocks, n_blocks = config.tiles(problem)
+    tiles = n_blocks * config.split_k * m_blocks
+    k_tiles = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.split_k)
+    waves = ceil_div(tiles, device.sm_count * config.ctas_per_sm)
+    sharing = min(config.ctas_per_sm, ceil_div(tiles, device.sm_count))
+    # Cycles of a k tile: of a consumer alone, of the tensor cores and schedulers, and of the copies.
+    row_pairs = config.block_m / 2
+    busy = config.block_n / 8 * (COSTS.busy + COSTS.busy_row * row_pairs)
+    stage_bytes = config.k_tiles * WEIGHT_TILE_K * (2 * config.block_m + COSTS.weight_bytes * config.block_n)
+    copy = (COSTS.latency + stage_bytes / COSTS.l2_bytes * sharing) / config.k_tiles
+    if config.scaled:
+        alone = COSTS.alone + config.m64_tiles * max(COSTS.scaled_min, COSTS.scaled_row * row_pairs)
+        copy /= config.stages - config.consumers  # a stage is released one iteration later
+    else:
+        alone = COSTS.alone + config.m64_tiles * (COSTS.exact + COSTS.exact_row * row_pairs)
+        copy /= config.stages
+        if config.consumers == 1 and sharing == 1:
+            busy += COSTS.busy_alone
+    cycles = k_tiles * max(alone / config.consumers, busy * sharing, copy)
+    work = power_limited_us(waves * (cycles / COSTS.clock + COSTS.wave_us), problem)
+    stream = problem.weight_bytes / (device.read_gbs * 1e3)
+    exposed = (COSTS.scaled_exposed if config.scaled else COSTS.exact_exposed) * min(stream, work)
+    x_bytes = tiles * k_tiles * min(config.block_m, problem.m) * 2 * WEIGHT_TILE_K
+    crowding = config.crowding(problem, device)
+    launch = COSTS.late_us + COSTS.late_crowded_us * crowding
+    if config.prefetch_weights:
+        launch = COSTS.prefetch_us + COSTS.prefetch_crowded_us * crowding
+    reduction = COSTS.wave_reduction_us * waves if config.split_k > 1 else 0.0
+    return launch + reduction + max(stream, work) + exposed + x_bytes / COSTS.x_bytes_us

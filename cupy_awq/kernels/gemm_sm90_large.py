@@ -1,170 +1,213 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_sm90_large``: Hopper's tensor cores on the repacked weight (`Repacking`), for hundreds of rows and more."""
+"""``gemm_sm90_large``: Hopper's tensor cores on the repacked weight, for hundreds of rows of x and more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cupy_awq.kernels.gemm_sm90 import _ByConfig, layout, powered, split_scales, unfit, x_map
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.hopper import (
+    has_split_scales,
+    power_limited_us,
+    repacked_defines,
+    x_tensor_map,
+)
+from cupy_awq.kernels.hopper import (
+    prepare_weight as prepare_weight,
+)
 from cupy_awq.kernels.problem import Problem, ceil_div
-from cupy_awq.kernels.repack import RECORD_COLUMNS, RECORD_K
+from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout, refuse_repacked
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
-SHARED_BYTES = 232448
-"""That a block of sm_90 can have."""
+NAME = "gemm_sm90_large"
+SHARED_BYTES_PER_CTA = 232448
+"""The largest dynamic shared memory of a CTA on sm_90."""
 MAX_STAGES = 6
-LEAST_ROWS = 33
-"""Fewer rows are promised products of weights that were not rounded."""
+"""The largest number of pipeline stages; more gain nothing."""
+MIN_M = 33
+"""The smallest M. Fewer rows are promised exact weights, and this kernel rounds them once they are scaled."""
+
+
+@dataclass(frozen=True)
+class GemmSm90LargeCosts:
+    """The fitted constants of the cost model, for an H100: 21 problems of 64 to 4096 rows, then 52 from 256 rows on.
+
+    The fit is 5% off (root mean square). The first choice takes 1.03 times as long as the best (geometric mean; at most
+    1.14, where repeated measurements differ by 5%).
+
+    Attributes:
+        k_tile_us: one k tile of a CTA tile, by ``(block_m, m64_tiles)``.
+        reduction_us, reduction_split_us, reduction_fraction: stream-K: once, for each CTA that shares a unit, and as a
+            fraction of the compute time.
+    """
+
+    k_tile_us: dict[tuple[int, int], float] = field(
+        default_factory=lambda: {(64, 1): 0.92, (64, 2): 0.92, (128, 1): 0.73, (128, 2): 1.28, (256, 1): 1.18}
+    )
+    reduction_us: float = 4.4
+    reduction_split_us: float = 1.7
+    reduction_fraction: float = 0.01
+
+
+COSTS = GemmSm90LargeCosts()
 
 
 @dataclass(frozen=True)
 class GemmSm90LargeConfig:
-    """Clusters of ``cluster`` persistent blocks make units of ``block_m`` rows and ``cluster * block_n`` columns.
+    """One way to launch ``gemm_sm90_large.cu``: persistent clusters take turns at units, one tile for each CTA.
 
-    In a block each of ``warpgroups`` warpgroups makes ``tiles`` times 64 columns. The first ``shared`` units are
-    divided along K among ``sharers`` clusters, the others are made whole.
+    Attributes:
+        cluster: CTAs of a cluster, which have neighbouring columns of the same rows.
+        ctas: CTAs of the launch.
+        stream_k_units, stream_k_clusters: the first units, whose k tiles are divided among so many clusters
+            (``StreamKTileScheduler``); the other units are computed whole.
+        block_m: rows of a CTA tile.
+        warpgroups: consumer warpgroups of a CTA.
+        m64_tiles: wgmma tiles of 64 columns that a warpgroup computes.
     """
 
     cluster: int
-    blocks: int
-    shared: int = 0
-    sharers: int = 0
+    ctas: int
+    stream_k_units: int = 0
+    stream_k_clusters: int = 0
     block_m: int = 128
     warpgroups: int = 2
-    tiles: int = 2
+    m64_tiles: int = 2
 
     @property
     def split_k(self) -> int:
-        return self.splits
-
-    @property
-    def splits(self) -> int:
-        return ceil_div(self.sharers, self.shared) if self.shared else 1
+        """The largest number of clusters that share a unit, about."""
+        return ceil_div(self.stream_k_clusters, self.stream_k_units) if self.stream_k_units else 1
 
     @property
     def block_n(self) -> int:
-        return self.warpgroups * self.tiles * 64
+        """The columns of a CTA tile."""
+        return self.warpgroups * self.m64_tiles * 64
 
     def units(self, problem: Problem) -> int:
+        """Return the number of units."""
         return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n * self.cluster)
 
     @property
     def store_row_bytes(self) -> int:
-        """Of a row on its way to y, of all warpgroups."""
+        """The bytes of one row of y in the store buffers of all warpgroups."""
         return 2 * (self.block_n + 8 * self.warpgroups)
 
     def stage_bytes(self, problem: Problem) -> int:
-        return self.block_m * RECORD_K * 2 + self.block_n // RECORD_COLUMNS * layout(problem).record_bytes + 16
+        """Return the bytes of a stage of one k tile, with its two barriers."""
+        weight = self.block_n // WEIGHT_TILE_N * RepackedLayout.of(problem).weight_tile_bytes
+        return self.block_m * WEIGHT_TILE_K * 2 + weight + 16
 
     def stages(self, problem: Problem) -> int:
-        """Of 128 k in shared memory: as many as fit beside 16 rows on their way to y."""
-        return min(MAX_STAGES, (SHARED_BYTES - 16 * self.store_row_bytes) // self.stage_bytes(problem))
+        """Return the number of stages: as many as fit beside store buffers of 16 rows."""
+        return min(MAX_STAGES, (SHARED_BYTES_PER_CTA - 16 * self.store_row_bytes) // self.stage_bytes(problem))
 
     def store_rows(self, problem: Problem) -> int:
-        """That the warpgroups store at a time: 32 if the stages leave room for them, else 16."""
-        left = SHARED_BYTES - self.stages(problem) * self.stage_bytes(problem)
+        """Return the rows of a store buffer: 32 if the stages leave space for them, else 16."""
+        left = SHARED_BYTES_PER_CTA - self.stages(problem) * self.stage_bytes(problem)
         return 32 if left >= 32 * self.store_row_bytes else 16
 
     def shared_bytes(self, problem: Problem) -> int:
+        """Return the dynamic shared memory of a CTA; ``SharedStorage`` of the kernel asserts it."""
         return self.stages(problem) * self.stage_bytes(problem) + self.store_rows(problem) * self.store_row_bytes
 
-    def plan(self, problem: Problem, device: Device) -> LaunchPlan:
-        """The launch. Buffers: weight (of `Repacking`), bias, residual, y, partials, counters, x."""
-        defines: tuple[tuple[str, int | str], ...] = (
-            *(item for item in problem.defines() if item[0] not in ("SCALE", "ZEROS")),
-            *layout(problem).defines(),
-            ("ALIGNED", int(problem.aligned)),
-            ("BLOCK_M", self.block_m),
-            ("WARPGROUPS", self.warpgroups),
-            ("TILES", self.tiles),
-            ("STAGES", self.stages(problem)),
-            ("CLUSTER", self.cluster),
-            ("SHARED", int(self.shared > 0)),
-            ("STORE_ROWS", self.store_rows(problem)),
-        )
-        strides = problem.row_strides
-        x = x_map(problem, self.block_m, 2 // self.cluster)
-        sizes = (problem.m, problem.n, problem.k, strides.residual, strides.y, self.shared, self.sharers)
-        factors = (*problem.limits, 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent)
-        scalars = (*(np.int32(size) for size in sizes), *(np.float32(factor) for factor in factors))
-        return LaunchPlan(
-            Kernel("gemm/gemm_sm90_large.cu", "gemm_sm90_large", defines, device.target),
-            (self.blocks, 1, 1),
-            (128 * (self.warpgroups + 1), 1, 1),
-            ("weight", "bias", "residual", "y", "partials", "counters", x, *scalars),
-            self.shared_bytes(problem),
-            cluster=(self.cluster, 1, 1),
-            dependent=True,
-        )
 
-    def estimate_us(self, problem: Problem, device: Device) -> float:
-        """The steps of the busiest cluster, and what sharing takes.
-
-        Fitted to 21 problems from 64 to 4096 rows on an H100, then to 52 from 256 rows on: 5% off (root mean square),
-        and its first choice took 1.03 times as long as the best (geometric mean; at most 1.14, where times vary by 5%).
-        """
-        workers = self.blocks // self.cluster
-        steps = ceil_div(problem.k, RECORD_K)
-        rounds = ceil_div(self.units(problem) - self.shared, workers)
-        share = self.shared * steps / self.sharers if self.shared else 0.0
-        one = {64: 0.92, 128: 1.28 if self.tiles == 2 else 0.73, 256: 1.18}[self.block_m]
-        work = powered(one * (rounds * steps + share), problem)
-        stream = problem.weight_bytes / (device.read_gbs * 1e3)
-        sums = 4.4 + 1.7 * self.splits + 0.01 * work if self.shared else 0.0
-        return max(work, stream) + sums
-
-    def workspace(self, problem: Problem) -> tuple[int, int]:
-        if not self.shared:
-            return 0, 0
-        blocks = self.sharers * self.cluster
-        return blocks * self.block_m * self.block_n * 4, self.shared * self.cluster * self.warpgroups
+def refuse(problem: Problem, device: Device) -> str | None:
+    if problem.fusion:
+        return "cannot fuse the residual add or RMSNorm of a decoder"
+    if problem.m < MIN_M:
+        return f"needs M >= {MIN_M}, not {problem.m}"
+    if problem.dtype == "float16" and problem.wide_scales:
+        return "needs scales whose range float16 can hold"
+    return refuse_repacked(problem, device)
 
 
-class GemmSm90Large(_ByConfig):
-    NAME = "gemm_sm90_large"
-
-    def refuse(self, problem: Problem, device: Device) -> str | None:
-        if problem.fusion:
-            return "cannot fuse the residual add or RMSNorm of a decoder"
-        reason = unfit(problem, device)
-        if reason is not None:
-            return reason
-        if problem.m < LEAST_ROWS:
-            return f"needs {LEAST_ROWS} rows of x"
-        if problem.dtype == "float16" and problem.wide_scales:
-            return "needs scales whose products float16 holds in full"
-        return layout(problem).refuse()
-
-    def configs(self, problem: Problem, device: Device) -> list[GemmSm90LargeConfig]:
-        return list(_configs(problem, device))
+def configs(problem: Problem, device: Device) -> list[GemmSm90LargeConfig]:
+    return list(_configs(problem, device))
 
 
 def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
-    steps = ceil_div(problem.k, RECORD_K)
-    # A thread has registers for 128 sums, or 32 with four warpgroups. A gate and what it gates are a warpgroup's tiles.
-    few = problem.m <= 64
-    shapes = [(1, 64 if few else 128, 2, 2)]
+    k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
+    # A thread has registers for 128 accumulators, or 32 with four warpgroups. A gated warpgroup computes both the gate
+    # and the up projection.
+    is_small = problem.m <= 64
+    shapes = [(1, 64 if is_small else 128, 2, 2)]
     if not problem.gated:
-        if few:
+        if is_small:
             shapes += [(1, 64, 4, 1)]
-        elif problem.m <= 128 or not split_scales(problem):
-            # A weight is scaled for 128 rows only: where it takes more, up to 1.10 times as long at 512 rows.
+        elif problem.m <= 128 or not has_split_scales(problem):
+            # A weight is dequantized for 128 rows only: up to 1.10 times as slow at 512 rows with split scales.
             shapes += [(1, 128, 2, 1)]
         if problem.m > 128:
             shapes += [(1, 256, 2, 1), (2, 256, 2, 1)]
-    for cluster, block_m, warpgroups, tiles in shapes:
-        workers = device.sm_count // cluster
-        config = GemmSm90LargeConfig(cluster, workers * cluster, block_m=block_m, warpgroups=warpgroups, tiles=tiles)
+    for cluster, block_m, warpgroups, m64_tiles in shapes:
+        clusters = device.sm_count // cluster
+        config = GemmSm90LargeConfig(
+            cluster, clusters * cluster, block_m=block_m, warpgroups=warpgroups, m64_tiles=m64_tiles
+        )
         units = config.units(problem)
-        yield replace(config, blocks=min(units, workers) * cluster)
-        # The units of the last, incomplete round, alone or with those of the round before.
-        left = units % workers
-        for shared in sorted({left, left + workers if units > workers else left} - {0}):
-            for sharers in sorted({min(workers, 2 * shared), min(workers, 4 * shared), workers}):
-                if sharers != shared and shared * steps >= 2 * sharers:
-                    blocks = (sharers if units == shared else workers) * cluster
-                    yield replace(config, blocks=blocks, shared=shared, sharers=sharers)
+        yield replace(config, ctas=min(units, clusters) * cluster)
+        # Share the units of the last, incomplete wave, alone or with those of the wave before.
+        left = units % clusters
+        for shared in sorted({left, left + clusters if units > clusters else left} - {0}):
+            for sharers in sorted({min(clusters, 2 * shared), min(clusters, 4 * shared), clusters}):
+                if sharers != shared and shared * k_tiles >= 2 * sharers:
+                    ctas = (sharers if units == shared else clusters) * cluster
+                    yield replace(config, ctas=ctas, stream_k_units=shared, stream_k_clusters=sharers)
+
+
+def plan(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> LaunchPlan:
+    """Return the launch. Its buffers: weight (`RepackedLayout`), bias, residual, y, partials, counters, x."""
+    defines: tuple[tuple[str, int | str], ...] = (
+        *repacked_defines(problem),
+        ("BLOCK_M", config.block_m),
+        ("WARPGROUPS", config.warpgroups),
+        ("M64_TILES", config.m64_tiles),
+        ("STAGES", config.stages(problem)),
+        ("CLUSTER", config.cluster),
+        ("STREAM_K", int(config.stream_k_units > 0)),
+        ("STORE_ROWS", config.store_rows(problem)),
+        ("SHARED_BYTES", config.shared_bytes(problem)),
+    )
+    strides = problem.row_strides
+    x = x_tensor_map(problem, config.block_m, 2 // config.cluster)
+    sizes = (problem.m, problem.n, problem.k, strides.residual, strides.y)
+    stream_k = (config.stream_k_units, config.stream_k_clusters)
+    factors = (*problem.limits, 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent)
+    scalars = (*map(np.int32, (*sizes, *stream_k)), *map(np.float32, factors))
+    return LaunchPlan(
+        Kernel("gemm/gemm_sm90_large.cu", NAME, defines, device.target),
+        (config.ctas, 1, 1),
+        (128 * (config.warpgroups + 1), 1, 1),
+        ("weight", "bias", "residual", "y", "partials", "counters", x, *scalars),
+        config.shared_bytes(problem),
+        cluster=(config.cluster, 1, 1),
+        dependent=True,
+    )
+
+
+def workspace(config: GemmSm90LargeConfig, problem: Problem) -> Workspace:
+    if not config.stream_k_units:
+        return Workspace()
+    ctas = config.stream_k_clusters * config.cluster
+    counters = config.stream_k_units * config.cluster * config.warpgroups
+    return Workspace(ctas * config.block_m * config.block_n * 4, counters)
+
+
+def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> float:
+    """Return the time of the k tiles of the busiest cluster, and of the stream-K reduction."""
+    clusters = config.ctas // config.cluster
+    k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
+    waves = ceil_div(config.units(problem) - config.stream_k_units, clusters)
+    share = config.stream_k_units * k_tiles / config.stream_k_clusters if config.stream_k_units else 0.0
+    k_tile_us = COSTS.k_tile_us[config.block_m, config.m64_tiles]
+    work = power_limited_us(k_tile_us * (waves * k_tiles + share), problem)
+    stream = problem.weight_bytes / (device.read_gbs * 1e3)
+    reduction = 0.0
+    if config.stream_k_units:
+        reduction = COSTS.reduction_us + COSTS.reduction_split_us * config.split_k + COSTS.reduction_fraction * work
+    return max(work, stream) + reduction

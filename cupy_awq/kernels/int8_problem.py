@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cupy_awq.activation import enumerator
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import TuningKey
-from cupy_awq.kernels.problem import ACTIVATIONS, TYPES, ceil_div, next_power_of_two
+from cupy_awq.kernels.problem import TYPES, ceil_div, next_power_of_two
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument
 
 EPILOGUE_ACTIVATIONS = (None, "clamp")
-"""The kinds of activation that these families take, of `cupy_awq.kernels.problem.ACTIVATIONS`."""
+"""The kinds of activation that these families take, of `cupy_awq.activation`."""
 STEP_K = 32
 """The columns of K that one tensor-core instruction multiplies."""
 BLOCK_K = 128
@@ -107,7 +108,7 @@ class Int8Problem:
             ("FP8", int(self.fp8)),
             ("X_OFFSET", int(self.x_offset)),
             ("WEIGHT_OFFSET", int(weight_offset)),
-            ("ACTIVATION", ACTIVATIONS[self.activation]),
+            ("ACTIVATION", enumerator(self.activation)),
             ("GATED", 0),
             ("HAS_BIAS", int(self.bias_dtype is not None)),
             ("BIAS", TYPES[self.bias_dtype or "float16"]),

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from cupy_awq.activation import enumerator
 from cupy_awq.kernels.family import TuningKey
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
@@ -17,9 +18,6 @@ TYPES = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float"}
 
 ZEROS = {"packed": "kPacked", "symmetric": "kSymmetric", "float": "kOffset"}
 """The C++ names of the kinds of zero points (``cuda_src/gemm/group.cuh``)."""
-
-ACTIVATIONS = {None: "kNone", "clamp": "kClamp", "silu": "kSilu", "gelu": "kGelu"}
-"""The C++ names of the activations (``cuda_src/common/epilogue.cuh``)."""
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 """The bytes of one element of each dtype."""
@@ -94,12 +92,12 @@ class Problem:
         dtype, scales_dtype, bias_dtype: of x and y, of the scales, of the bias (None: no bias).
         zeros: "packed" (4-bit zero points), "symmetric" (all 8) or "float" (offsets, W = q * s + o).
         residual: whether the epilogue adds a residual.
-        activation, limits: a key of ACTIVATIONS; the bounds of "clamp".
+        activation, limits: the kind of an `Activation`; the bounds of "clamp".
         gated: whether y = activation(gate) * up, for the first and the second half of W's columns.
         aligned: whether the arrays of the weight, the residual and y start at multiples of 16 bytes, row by row.
         x_aligned: whether the rows of x do.
         raw: whether the weight is there in the AWQ layout.
-        repacked: whether the weight is there in the repacked layout (`Repacking`).
+        repacked: whether the weight is there in the repacked layout (`RepackedLayout`).
         scale_exponent: scales times two to this power are at most 64.
         wide_scales: whether float16 cannot hold all scales times that power without loss.
         fusion: the part of a decoder's residual add and RMSNorm that the GEMM performs, or None.
@@ -176,7 +174,7 @@ class Problem:
             ("X", TYPES[self.dtype]),
             ("SCALE", TYPES[self.scales_dtype]),
             ("ZEROS", ZEROS[self.zeros]),
-            ("ACTIVATION", ACTIVATIONS[self.activation]),
+            ("ACTIVATION", enumerator(self.activation)),
             ("GATED", int(self.gated)),
             ("HAS_BIAS", int(self.bias_dtype is not None)),
             ("BIAS", TYPES[self.bias_dtype or "float16"]),

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``repack``: a weight from AWQ's own layout to the private one of the sm_90 kernels (``cuda_src/repacked.cuh``)."""
+"""``repack``: a weight from the AWQ layout to the repacked layout of the sm_90 kernels.
+
+``cuda_src/gemm/repacked.cuh`` describes the layout.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,31 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cupy_awq.kernels.problem import TYPES, ZEROS, ceil_div
+from cupy_awq.kernels.problem import TYPES, ZEROS, Problem, ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 Bits: TypeAlias = np.ndarray[Any, Any]
 
 THREADS = 256
+"""The threads of a CTA."""
 BLOCK_N = 128
-"""Columns that a block turns; the layout pads N to a multiple of it."""
-RECORD_COLUMNS, RECORD_K = 32, 128
+"""The columns that a CTA repacks; the layout pads N to a multiple of it."""
+WEIGHT_TILE_N, WEIGHT_TILE_K = 32, 128
+"""The columns and the rows of W in a weight tile."""
 
 
 @dataclass(frozen=True)
-class Repacking:
-    """The layout of a weight [k, n]: contiguous records of 32 columns and 128 k, those of the same columns in a run.
+class RepackedLayout:
+    """The repacked layout of a weight [k, n]: contiguous weight tiles of 32 columns and 128 k, tile column by column.
 
-    ``scales_dtype`` and ``zeros`` are named as in `Problem`. The plan's buffers are qweight, scales, qzeros and out, of
-    ``nbytes`` bytes that start at a multiple of 16.
+    Attributes:
+        k, n: rows and columns of the weight.
+        group_size: rows that share a scale.
+        scales_dtype, zeros: as in `Problem`.
 
-    >>> layout = Repacking(k=4096, n=4096, group_size=128)
-    >>> layout.record_bytes, layout.nbytes / (4096 * 4096 / 2)
+    >>> layout = RepackedLayout(k=4096, n=4096, group_size=128)
+    >>> layout.weight_tile_bytes, layout.nbytes / (4096 * 4096 / 2)
     (2144, 1.046875)
     """
 
@@ -38,83 +45,115 @@ class Repacking:
     scales_dtype: str = "float16"
     zeros: str = "packed"
 
+    @classmethod
+    def of(cls, problem: Problem) -> RepackedLayout:
+        """Return the layout that the weight of a problem must have."""
+        return cls(problem.k, problem.n, problem.group_size, problem.scales_dtype, problem.zeros)
+
     def refuse(self) -> str | None:
-        """Why the weight cannot have this layout, or None."""
+        """Return why the weight cannot have this layout, or None."""
         if self.zeros == "float":
-            return "takes zero points as 4-bit codes or none, not float offsets"
+            return "needs zero points as 4-bit codes or none, not float offsets"
         if self.k % 64:
             return f"needs K to be a multiple of 64, not {self.k}"
         size = self.group_size
-        if size not in (32, 64, self.k) and size % RECORD_K:
-            return f"needs a group size of 32, 64, K or a multiple of {RECORD_K}, not {size}"
+        if size not in (32, 64, self.k) and size % WEIGHT_TILE_K:
+            return f"needs a group size of 32, 64, K or a multiple of {WEIGHT_TILE_K}, not {size}"
         return None
 
     @property
     def groups(self) -> int:
-        """Groups that a record has scales of."""
-        return max(1, RECORD_K // self.group_size)
+        """The number of groups whose scales a weight tile holds."""
+        return max(1, WEIGHT_TILE_K // self.group_size)
 
     @property
     def group_bytes(self) -> int:
+        """The bytes of one group's scales and zero points in a weight tile."""
         return 96 if self.zeros == "packed" else 64
 
     @property
-    def record_bytes(self) -> int:
-        return RECORD_COLUMNS * RECORD_K // 2 + self.groups * self.group_bytes
+    def weight_tile_bytes(self) -> int:
+        """The bytes of a weight tile."""
+        return WEIGHT_TILE_N * WEIGHT_TILE_K // 2 + self.groups * self.group_bytes
 
     @property
-    def records_k(self) -> int:
-        return ceil_div(self.k, RECORD_K)
+    def k_tiles(self) -> int:
+        """The number of weight tiles along k."""
+        return ceil_div(self.k, WEIGHT_TILE_K)
 
     @property
-    def records_n(self) -> int:
-        return ceil_div(self.n, BLOCK_N) * BLOCK_N // RECORD_COLUMNS
+    def tile_columns(self) -> int:
+        """The number of weight tiles along n, with those of the padding."""
+        return ceil_div(self.n, BLOCK_N) * BLOCK_N // WEIGHT_TILE_N
 
     @property
     def nbytes(self) -> int:
-        return self.records_n * self.records_k * self.record_bytes
+        """The bytes of the whole weight."""
+        return self.tile_columns * self.k_tiles * self.weight_tile_bytes
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
-        """The constants that ``gemm/repacked.cuh`` takes."""
+        """Return the constants that ``gemm/repacked.cuh`` takes."""
         return ("SCALE", TYPES[self.scales_dtype]), ("ZEROS", ZEROS[self.zeros]), ("GROUPS", self.groups)
 
     def plan(self, device: Device, strides: tuple[int, int, int] | None = None) -> LaunchPlan:
-        """The launch; ``strides`` are those of rows of qweight, scales, qzeros, by default those of contiguous arrays.
+        """Return the launch that repacks a weight.
 
-        A dependent launch reads its weight before it waits for its predecessor, which thus must not be this launch:
-        synchronise once in between.
+        Its buffers are ``qweight``, ``scales``, ``qzeros`` and ``out``: ``nbytes`` bytes at a multiple of 16. A kernel
+        that reads ``out`` may start before its predecessor ends (PDL), so synchronize once between this launch and it.
+
+        Args:
+            device: the GPU.
+            strides: between rows of ``qweight``, ``scales`` and ``qzeros``, in elements; None: contiguous arrays.
         """
         kernel = Kernel("gemm/repack.cu", "repack", (*self.defines(), ("BLOCK_N", BLOCK_N)), device.target)
         sizes = (self.n, self.k, self.group_size, *(strides or (self.n // 8, self.n, self.n // 8)))
         arguments: tuple[Argument, ...] = ("qweight", "scales", "qzeros", "out", *(np.int32(size) for size in sizes))
-        grid = (self.records_k, ceil_div(self.n, BLOCK_N), 1)
+        grid = (self.k_tiles, ceil_div(self.n, BLOCK_N), 1)
         return LaunchPlan(kernel, grid, (THREADS, 1, 1), arguments)
 
     def unpack(self, out: Bits, /) -> tuple[Bits, Bits, Bits | None]:
-        """The inverse, in NumPy: codes uint8 [K, N], bits of the scales uint16 [K/G, N], zero points uint8 or None.
+        """Return the codes uint8 [K, N], the bits of the scales uint16 [K/G, N] and the zero points uint8 or None.
 
-        Raises ValueError if the padding does not hold zeros.
+        This is the inverse of the kernel, in NumPy.
+
+        Raises:
+            ValueError: the padding holds other values than zeros.
         """
-        records = out.view(np.uint8).reshape(self.records_n, self.records_k, self.record_bytes)
-        code_bytes = RECORD_COLUMNS * RECORD_K // 2
-        words = records[:, :, :code_bytes].copy().view("<u4").reshape(self.records_n, self.records_k, 2, 2, 8, 4, 4)
-        codes = np.zeros((self.records_k, 2, 4, 2, 4, 2, self.records_n, 2, 2, 8), np.uint8)
+        tiles = out.view(np.uint8).reshape(self.tile_columns, self.k_tiles, self.weight_tile_bytes)
+        code_bytes = WEIGHT_TILE_N * WEIGHT_TILE_K // 2
+        words = tiles[:, :, :code_bytes].copy().view("<u4").reshape(self.tile_columns, self.k_tiles, 2, 2, 8, 4, 4)
+        codes = np.zeros((self.k_tiles, 2, 4, 2, 4, 2, self.tile_columns, 2, 2, 8), np.uint8)
         for i in range(8):
             odd, column, upper = i % 2, i // 2 % 2, i // 4
             nibbles = (words >> (16 * odd + 4 * column + 8 * upper)) & 15
-            # [n, k, k64, tile, g, t, k16] -> [k, k64, k16, (upper), t, (odd), n, tile, (column), g]
+            # [n, k, k64, half, g, t, k16] -> [k, k64, k16, (upper), t, (odd), n, half, (column), g]
             codes[:, :, :, upper, :, odd, :, :, column] = nibbles.transpose(1, 2, 6, 5, 0, 3, 4)
-        flat = codes.reshape(self.records_k * RECORD_K, self.records_n * RECORD_COLUMNS)
+        flat = codes.reshape(self.k_tiles * WEIGHT_TILE_K, self.tile_columns * WEIGHT_TILE_N)
 
-        groups = records[:, :, code_bytes:].reshape(self.records_n, self.records_k, self.groups, 2, -1)
+        groups = tiles[:, :, code_bytes:].reshape(self.tile_columns, self.k_tiles, self.groups, 2, -1)
         scales = groups[..., :32].copy().view("<u2").reshape(*groups.shape[:4], 8, 2)
-        by_row = 1, 2, 0, 3, 5, 4  # [n, k, group, tile, g, column] -> [k, group, n, tile, column, g]
+        by_row = 1, 2, 0, 3, 5, 4  # [n, k, group, half, g, column] -> [k, group, n, half, column, g]
         scales = scales.transpose(by_row).reshape(-1, flat.shape[1])
         zeros = None
         if self.zeros == "packed":
             zeros = groups[..., 32:].reshape(*groups.shape[:4], 8, 2).transpose(by_row).reshape(-1, flat.shape[1])
         if flat[self.k :].any() or flat[:, self.n :].any() or scales[:, self.n :].any():
-            raise ValueError("out: expected zeros in the padding")
-        # A group that spans records has its scales in each of them.
-        first = np.arange(self.k // self.group_size) * max(1, self.group_size // RECORD_K)
+            raise ValueError("out: expected zeros in the padding, got other values")
+        # A group that spans weight tiles has its scales in each of them.
+        first = np.arange(self.k // self.group_size) * max(1, self.group_size // WEIGHT_TILE_K)
         return flat[: self.k, : self.n], scales[first, : self.n], None if zeros is None else zeros[first, : self.n]
+
+
+def refuse_repacked(problem: Problem, device: Device) -> str | None:
+    """Return why no kernel that reads the repacked layout can solve a problem, or None."""
+    if device.arch != 90:
+        return f"needs sm_90, not sm_{device.arch}"
+    if not problem.repacked:
+        return "needs the repacked weight of an AwqLinear"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"takes x of float16 or bfloat16, not {problem.dtype}"
+    if not problem.x_aligned:
+        return "needs rows of x that start at multiples of 16 bytes"
+    if problem.gated and problem.n % (2 * WEIGHT_TILE_N):
+        return f"needs N to be a multiple of {2 * WEIGHT_TILE_N} when gated, not {problem.n}"
+    return RepackedLayout.of(problem).refuse()

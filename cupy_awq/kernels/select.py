@@ -56,9 +56,9 @@ _REGISTERED: dict[type, tuple[AnyFamily, ...]] = {
         gemm_simt,
         GEMM_SM75,
         GEMM_SM80,
-        gemm_sm90_raw.GemmSm90Raw(),
-        gemm_sm90.GemmSm90(),
-        gemm_sm90_large.GemmSm90Large(),
+        gemm_sm90_raw,
+        gemm_sm90,
+        gemm_sm90_large,
     ),
     Dequantization: (dequantize,),
     Conversion: (convert,),
@@ -81,9 +81,9 @@ ONE_TILE_M = 128
 """The largest M that is one tile for most configurations."""
 
 TUNED_LIMIT = 0.9
-"""A tuned configuration of another M gives way to one whose modelled time is less than this fraction of its own.
+"""The fraction of its modelled time below which a faster configuration replaces one that is tuned at another M.
 
-Such a configuration took 0.87 times as long (geometric mean of ten shapes on an H100).
+The replacements took 0.87 times as long (geometric mean of ten shapes on an H100).
 """
 
 
@@ -148,7 +148,7 @@ def _fits_workspace(family: AnyFamily, config: Config, problem: KernelProblem) -
 
 @dataclass
 class _Trial:
-    """What `forced` and `recorded` ask of `choose`: a configuration to take, and a list for its choices."""
+    """The request of `forced` or `recorded` to `choose`: a candidate to take, and the list of its choices."""
 
     candidate: Candidate | None = None
     choices: list[Choice] = field(default_factory=list)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cupy_awq import checkpoint
-from cupy_awq.checkpoint import CheckpointError, Contents, Module, Tensor
+from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.llm import config
-from cupy_awq.llm.model_files import Array, ModelFiles
+from cupy_awq.llm.model_files import ModelFiles
 from cupy_awq.llm.tokenizer import Tokenizer
 
 
@@ -27,14 +27,9 @@ def read(path: Path) -> ModelFiles:
         raise CheckpointError(f"{path}: expected a config.json, got none")
     table = read_object(file)
     contents = checkpoint.read(path)
-    tensors = {name: partial(_read, contents, name) for name in contents}
+    tensors = {name: partial(contents.read, name) for name in contents}
     model_config = config.from_hugging_face(table, str(file))
     return ModelFiles(path, model_config, tensors, partial(load_tokenizer, path), read_stop_ids(path, table))
-
-
-def _read(contents: Contents, name: str) -> Module | Array:
-    item = contents[name]
-    return item.array if isinstance(item, Tensor) else item
 
 
 def read_stop_ids(path: Path, table: dict[str, Any]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from cupy_awq import reference
 from cupy_awq.checkpoint import CheckpointError, Module
 from cupy_awq.llm.config import ModelConfig
 
@@ -61,7 +62,11 @@ class ModelFiles:
         Raises CheckpointError if it is missing, quantized, of another shape or not of floats, or if a vector holds NaN
         or infinity.
         """
-        value = self._read(name)
+        module = name.removesuffix(".weight")
+        if name not in self.tensors and module in self.tensors:  # MLX quantizes the embedding table
+            value: Module | Array = _dequantized(self._read(module))
+        else:
+            value = self._read(name)
         if isinstance(value, Module):
             raise CheckpointError(f"{self.path}: {name}: expected a plain tensor, got a quantized layer")
         if value.shape != shape:
@@ -115,3 +120,13 @@ class ModelFiles:
             largest = float(abs(values).max()) if values.size else 0.0
         if not np.isfinite(largest):
             raise CheckpointError(f"{self.path}: {name}: expected finite values, got NaN or infinity")
+
+
+def _dequantized(layer: Module | Array) -> Module | Array:
+    """Return the weight [N, K] of a quantized layer without bias or order; anything else as it is."""
+    if not isinstance(layer, Module) or layer.bias is not None or layer.order is not None:
+        return layer
+    k, n = layer.weight.shape
+    table = np.empty((n, k), layer.weight.dtype)
+    reference.dequantize(layer.weight.qweight, layer.weight.scales, layer.weight.qzeros, out=table.T)
+    return table

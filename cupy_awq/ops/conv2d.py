@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupy_awq import block_check, block_reference, check
+from cupy_awq.activation import Activation
 from cupy_awq.block_check import ConvolutionShape
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import HOST, Array
@@ -117,7 +118,7 @@ def _conv2d_on_gpu(
     weight: BlockQuantizedWeight,
     shape: ConvolutionShape,
     bias: Array | None,
-    activation: check.Activation,
+    activation: Activation,
     out: Array | None,
 ) -> Array:
     import cupy

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupy_awq import block_check, block_reference, check
+from cupy_awq.activation import Activation
 from cupy_awq.block_reference import SMALLEST_WEIGHT_SCALE
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
@@ -124,7 +125,7 @@ def _channel_parameters(
     return np.clip(fused, -(2**31), 2**31 - 1).astype(np.int32), multiplier
 
 
-def _limits(activation: check.Activation, out_scale: Any, out_zero: int) -> tuple[int, int]:
+def _limits(activation: Activation, out_scale: Any, out_zero: int) -> tuple[int, int]:
     """Return the lowest and highest code of y."""
     if activation.kind is None:
         return -128, 127

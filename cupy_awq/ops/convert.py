@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dequantize_s4_to_fp16x2`` and ``int8_to_fp16``: the bit tricks of the dequantizers as functions of their own."""
+"""``dequantize_s4_to_fp16x2`` and ``int8_to_fp16``: packed integers to float16, without zero point and scale."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from cupy_awq.runtime import arrays, device, launch, placement
 
 
 def dequantize_s4_to_fp16x2(words: Array, /, *, out: Array | None = None) -> Array:
-    """The codes 0..15 of AWQ's words as float16, exactly; no zero point, no scale.
+    """Return the codes 0 .. 15 of AWQ words as float16, exactly, without zero point and scale.
 
     Args:
-        words: [..., N/8] int32, codes in AWQ order: nibbles i and i + 4 of a word become the halves of the i-th pair,
-            which so come in the order of columns.
-        out: [..., N] float16 array to fill and return.
+        words: [..., N/8] int32, codes in AWQ order: nibbles i and i + 4 of a word are columns 2 i and 2 i + 1.
+        out: an array [..., N] float16 to fill and return.
 
     Returns:
-        [..., N] float16: the values of columns 0 .. N-1.
+        [..., N] float16, in the order of the columns.
 
     Raises:
-        TypeError, ValueError: an array that does not fit; the message names it.
+        TypeError, ValueError: an array that does not fit.
 
-    The formula is that of SGLang's function of this name: OR a nibble into the mantissa of 1024 or, four bits higher,
-    16 times into that of 1024, and take it off again.
+    The formula is that of SGLang's function of this name: a nibble OR-ed into the mantissa of 1024 makes 1024 + q, one
+    OR-ed four bits higher makes 1024 + 16 q, from which 1024 is subtracted.
 
     >>> import numpy as np
     >>> dequantize_s4_to_fp16x2(np.array([0x75316420], np.int32))
@@ -35,20 +34,20 @@ def dequantize_s4_to_fp16x2(words: Array, /, *, out: Array | None = None) -> Arr
 
 
 def int8_to_fp16(words: Array, /, *, out: Array | None = None) -> Array:
-    """int8 values as float16, exactly, by byte permutation.
+    """Return packed int8 values as float16, exactly, by byte permutation.
 
     Args:
-        words: [..., N/4] int32; each byte is a value + 128, in the order of elements 0, 2, 1, 3
+        words: [..., N/4] int32; the bytes of a word are value + 128 of elements 0, 2, 1, 3
             (`cupy_awq.packing.pack_int8`).
-        out: [..., N] float16 array to fill and return.
+        out: an array [..., N] float16 to fill and return.
 
     Returns:
         [..., N] float16.
 
     Raises:
-        TypeError, ValueError: an array that does not fit; the message names it.
+        TypeError, ValueError: an array that does not fit.
 
-    The formula is that of FasterTransformer's interleaved conversion: 0x64 above a byte b is 1024 + b.
+    The formula is that of FasterTransformer's interleaved conversion: the bytes 0x64, b are the float16 1024 + b.
 
     >>> import numpy as np
     >>> int8_to_fp16(np.array([-8421376], np.int32))  # 0xff7f8000
@@ -58,6 +57,7 @@ def int8_to_fp16(words: Array, /, *, out: Array | None = None) -> Array:
 
 
 def _convert(words: Array, out: Array | None, entry: str, values: int) -> Array:
+    """Convert words, which hold ``values`` values each, by the kernel ``entry`` or on the CPU."""
     words, out = arrays.views(words=words, out=out)
     check.packable(words, "words", check.INT32, 1)
     shape = (*words.shape[:-1], values * words.shape[-1])

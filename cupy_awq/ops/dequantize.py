@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dequantize``: a weight in floating point."""
+"""``dequantize``: a 4-bit weight in floating point."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from cupy_awq.runtime import arrays, device, launch, placement
 def dequantize(
     qweight: Array, scales: Array, qzeros: Array | None, /, *, dtype: Any = None, out: Array | None = None
 ) -> Array:
-    """W [K, N], where W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size, rounded once to ``dtype``.
+    """Return W [K, N], W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size, rounded once to ``dtype``.
 
     Args:
         qweight: [K, N/8] int32, codes in AWQ order (see `PackedWeight`).
         scales: [K/G, N] float16 or bfloat16.
-        qzeros: [K/G, N/8] int32 zero points; None where all are 8; or [K/G, N] offsets o of the scales' dtype, for
-            W = q*s + o.
-        dtype: float16, bfloat16 or float32; by default that of the scales.
-        out: [K, N] array of ``dtype`` to fill and return.
+        qzeros: [K/G, N/8] int32 zero points; None if all are 8; or [K/G, N] offsets o of the scales' dtype, for
+            W = q * s + o.
+        dtype: float16, bfloat16 or float32, of W; by default the dtype of the scales.
+        out: an array [K, N] of ``dtype`` to fill and return.
 
-    All arrays are NumPy's, or all lie on one GPU. Rows may have any stride, so slices are not copied.
+    All arrays are in host memory (NumPy), or all on one GPU. Rows may have any stride; slices are not copied.
+
+    Returns:
+        W: a NumPy array, or a CuPy array on the GPU.
 
     Raises:
-        TypeError, ValueError: an array, a shape or a dtype that does not fit; the message names it.
+        TypeError, ValueError: an array, a shape or a dtype that does not fit.
 
     >>> import numpy as np
     >>> import cupy_awq
@@ -37,17 +40,17 @@ def dequantize(
     array([-8., -7., -6., -5.], dtype=float16)
     """
     qweight, scales, qzeros, out = arrays.views(qweight=qweight, scales=scales, qzeros=qzeros, out=out)
-    facts = check.weight(qweight, scales, qzeros)
-    if facts.device == check.HOST:
+    spec = check.weight(qweight, scales, qzeros)
+    if spec.device == check.HOST:
         return reference.dequantize(qweight, scales, qzeros, dtype=dtype, out=out)
-    to = facts.dtype if dtype is None else check.float_dtype(dtype)
+    to = spec.dtype if dtype is None else check.float_dtype(dtype)
     if out is not None:
-        check.out(out, (facts.k, facts.n), to, facts.device)
+        check.out(out, (spec.k, spec.n), to, spec.device)
     import cupy
 
-    with placement.use_device(facts.device):
-        w = out if out is not None and arrays.row_stride(out) is not None else cupy.empty((facts.k, facts.n), to)
-        offsets = qzeros if facts.zeros == "float" else None
+    with placement.use_device(spec.device):
+        w = out if out is not None and arrays.row_stride(out) is not None else cupy.empty((spec.k, spec.n), to)
+        offsets = qzeros if spec.zeros == "float" else None
         strides = (
             arrays.leading_dimension(qweight),
             arrays.leading_dimension(scales),
@@ -55,16 +58,16 @@ def dequantize(
             arrays.leading_dimension(w),
         )
         problem = Dequantization(
-            facts.k,
-            facts.n,
-            facts.group_size,
-            facts.dtype.name,
-            facts.zeros,
+            spec.k,
+            spec.n,
+            spec.group_size,
+            spec.dtype.name,
+            spec.zeros,
             to.name,
             arrays.is_aligned(scales, offsets, w),
             strides,
         )
-        launcher = launch.get_launcher(select.choose(problem, device.current()).plan, facts.device)
+        launcher = launch.get_launcher(select.choose(problem, device.current()).plan, spec.device)
         stream = cupy.cuda.get_current_stream().ptr
         launcher(tuple(map(arrays.address, (qweight, scales, qzeros, w))), stream)
         if out is not None and w is not out:

@@ -11,7 +11,7 @@ from cupy_awq import check
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Problem
-from cupy_awq.kernels.repack import Repacking
+from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.ops.gemm_launch import GemmLaunch, cache_launch, constant_pointers, run_gemm
 from cupy_awq.runtime import arrays, device
 from cupy_awq.weight import PackedWeight
@@ -198,5 +198,5 @@ def explain(
         raise ValueError(f"n: expected a multiple of 8, got {n}")
     size, element = check.group_size(k, group_size), check.float_dtype(dtype)
     gpu = device.nominal(arch) if arch is not None else device.current_or_nominal()
-    repacked = layer and gpu.arch == 90 and Repacking(k, n, size).refuse() is None
+    repacked = layer and gpu.arch == 90 and RepackedLayout(k, n, size).refuse() is None
     return select.explain(Problem(m, n, k, size, element.name, repacked=repacked), gpu)

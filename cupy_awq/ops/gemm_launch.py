@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupy_awq import check, reference
+from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Problem, Strides
@@ -140,13 +141,13 @@ def weight_pointers(weight: PackedWeight, bias: Array | None) -> tuple[int, ...]
 
 
 def gemm_problem(
-    weight: PackedWeight, activation: check.Activation, m: int, element: np.dtype[Any], **fields: Any
+    weight: PackedWeight, activation: Activation, m: int, element: np.dtype[Any], **fields: Any
 ) -> Problem:
     """Return the problem of m rows of x and a weight; arrays are contiguous unless other ``fields`` say otherwise."""
     spec = weight.spec
     if isinstance(weight, RepackedWeight):
         fields |= {
-            "raw": weight.kept,
+            "raw": weight.has_original,
             "repacked": True,
             "scale_exponent": weight.scale_exponent,
             "wide_scales": weight.wide_scales,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from cupy_awq import check, reference
+from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Fusion, Problem
@@ -243,7 +244,7 @@ class FusedPlan:
 def plan_fused(
     weight: PackedWeight,
     bias: Array | None,
-    activation: check.Activation,
+    activation: Activation,
     m: int,
     element: np.dtype[Any],
     fusion: Fusion,

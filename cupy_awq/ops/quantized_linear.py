@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_awq import block_check, block_reference, check
+from cupy_awq.activation import Activation
 from cupy_awq.block_check import QuantizedProduct
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import HOST, Array
@@ -245,7 +246,7 @@ def _multiply_on_gpu(
     weight: BlockQuantizedWeight,
     product: QuantizedProduct,
     bias: Array | None,
-    activation: check.Activation,
+    activation: Activation,
     out: Array | None,
     *,
     fp8: bool = False,
@@ -295,7 +296,7 @@ def _linear_fp8_on_gpu(
     weight: BlockQuantizedWeight,
     product: QuantizedProduct,
     bias: Array | None,
-    activation: check.Activation,
+    activation: Activation,
     out: Array | None,
 ) -> Array:
     import cupy

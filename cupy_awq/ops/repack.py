@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight prepared for its GPU: beside AWQ's own layout the one from which the GPU's fastest kernels read it."""
+"""The repacked weight of `AwqLinear` on Hopper: a copy in the layout that the fastest kernels read."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import math
 import numpy as np
 
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels.repack import Repacking
+from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime.launch import launch
 from cupy_awq.weight import PackedWeight
 
 
 class RepackedWeight(PackedWeight):
-    """A weight; ``repacked``: a copy of it in the layout of `Repacking`; and its scales' range as `Problem` has it."""
+    """A `PackedWeight` with a repacked copy, and possibly without the original arrays.
+
+    Attributes:
+        repacked: uint8, the weight in the repacked layout (`RepackedLayout`).
+        scale_exponent, wide_scales: the range of the scales, as in `Problem`.
+    """
 
     __slots__ = ("repacked", "scale_exponent", "wide_scales")
 
@@ -31,15 +36,16 @@ class RepackedWeight(PackedWeight):
 
     @property
     def nbytes(self) -> int:
-        return int(super().nbytes if self.kept else self.repacked.nbytes)
+        """The bytes of the original arrays, or of the repacked copy without them."""
+        return int(super().nbytes if self.has_original else self.repacked.nbytes)
 
     @property
-    def kept(self) -> bool:
-        """Whether AWQ's own arrays are still there."""
+    def has_original(self) -> bool:
+        """Whether the weight still has its arrays in the AWQ layout."""
         return self.qweight is not None
 
-    def alone(self) -> RepackedWeight:
-        """The weight without AWQ's own arrays, whose memory is free when nobody else holds them."""
+    def without_original(self) -> RepackedWeight:
+        """Return the weight without its arrays in the AWQ layout, which are freed unless others refer to them."""
         weight = object.__new__(RepackedWeight)
         for name in ("spec", *RepackedWeight.__slots__):
             object.__setattr__(weight, name, getattr(self, name))
@@ -49,40 +55,43 @@ class RepackedWeight(PackedWeight):
 
 
 def repack(weight: PackedWeight) -> PackedWeight:
-    """The weight with its repacked copy where that serves: on a GPU of sm_90, in a form that the layout has."""
-    facts = weight.spec
-    if facts.device == HOST or device.of(facts.device).arch != 90:
+    """Return the weight with a repacked copy if it lies on a GPU of sm_90 and the layout can hold it, else itself."""
+    spec = weight.spec
+    if spec.device == HOST or device.of(spec.device).arch != 90:
         return weight
-    layout = Repacking(facts.k, facts.n, facts.group_size, facts.dtype.name, facts.zeros)
+    layout = RepackedLayout(spec.k, spec.n, spec.group_size, spec.dtype.name, spec.zeros)
     if layout.refuse() is not None:
         return weight
     import cupy
 
-    with placement.use_device(facts.device):
+    with placement.use_device(spec.device):
         out = cupy.empty(layout.nbytes, cupy.uint8)
         buffers = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros}
-        steps = (
+        strides = (
             arrays.leading_dimension(weight.qweight),
             arrays.leading_dimension(weight.scales),
             arrays.leading_dimension(weight.qzeros),
         )
-        launch(layout.plan(device.of(facts.device), steps), {**buffers, "out": out})
-        # Kernels that read it begin before their predecessor ends: this one must have ended by then, so the host waits
-        # for what comes after it.
+        launch(layout.plan(device.of(spec.device), strides), {**buffers, "out": out})
+        # Kernels prefetch the repacked weight before the preceding kernel finishes (PDL), so the repacking must have
+        # finished by then: the copy to the host below synchronizes.
         bits = weight.scales.view(np.uint16) & 0x7FFF
-        ends = cupy.stack([bits.max(), cupy.where(bits == 0, 0x7FFF, bits).min()]).get().astype(np.uint16)
-    most = 15 if facts.dtype == np.float16 else 127  # enough for what float16 holds, and the largest that it does
-    largest, smallest = map(float, ends.view(facts.dtype))
-    return RepackedWeight(weight, out, *scale_range(largest, smallest, most))
+        extremes = cupy.stack([bits.max(), cupy.where(bits == 0, 0x7FFF, bits).min()]).get().astype(np.uint16)
+    max_exponent = 15 if spec.dtype == np.float16 else 127  # enough for any float16 scale; the most that float32 allows
+    largest, smallest = map(float, extremes.view(spec.dtype))
+    return RepackedWeight(weight, out, *scale_range(largest, smallest, max_exponent))
 
 
-def scale_range(largest: float, smallest: float, most: int) -> tuple[int, bool]:
-    """The exponent of a power of two for all scales, and whether float16 fails to hold some of them times that.
+def scale_range(largest: float, smallest: float, max_exponent: int) -> tuple[int, bool]:
+    """Return the exponent of a power of two that normalizes the scales, and whether float16 cannot hold all of them.
 
-    The power is the greatest, up to 2^``most``, with which the ``largest`` is at most 64; ``smallest`` is that of the
-    scales which are not zero.
+    The power is the greatest one, up to 2^``max_exponent``, with which the largest scale is at most 64. A weight is 1
+    to 15 times a scale in size, so float16 holds the weights if the smallest nonzero scale times the power is a normal
+    number, at least 2^-14.
 
-    A weight is at most 15 scales, and at least one: within float16's normal numbers from 2^-14 to 65504.
+    Args:
+        largest, smallest: size of the largest and of the smallest nonzero scale.
+        max_exponent: the largest exponent to return.
 
     >>> scale_range(0.02, 0.001, 15), scale_range(2.0**-20, 2.0**-24, 15), scale_range(1.0, 2.0**-21, 127)
     ((11, False), (15, False), (0, True))
@@ -92,6 +101,6 @@ def scale_range(largest: float, smallest: float, most: int) -> tuple[int, bool]:
     if not np.isfinite(largest):
         return 0, True
     mantissa, power = math.frexp(largest)
-    exponent = min(most, (7 if mantissa == 0.5 else 6) - power)
+    exponent = min(max_exponent, (7 if mantissa == 0.5 else 6) - power)
     wide = abs(exponent) > 100 or smallest * 2.0**exponent < 2.0**-14
     return (0, True) if wide else (exponent, False)

@@ -24,7 +24,7 @@ def allocate_zeros(nbytes: int) -> cupy.ndarray:
     """Return zero-filled memory on the current device that any stream may use, also during stream capture."""
     import cupy
 
-    # The memset runs on a stream of its own and is waited for, so no capture records it and no stream races with it.
+    # The memset runs on its own stream and is complete on return: no capture records it, and no stream races with it.
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         memory = cupy.zeros(nbytes, cupy.uint8)

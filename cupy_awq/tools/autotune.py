@@ -27,7 +27,7 @@ from cupy_awq.tools import table, timing
 from cupy_awq.tools.operations import OPERATIONS, Operation, Settings, Shape
 
 FINAL_ROUNDS = 3
-"""The rounds that the last two configurations have."""
+"""The number of rounds between the last two configurations."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _compile(plans: Sequence[LaunchPlan]) -> None:
 
 
 def _timer(operation: Operation, m: int, candidate: Candidate) -> Callable[[], float]:
-    """Return a function that returns the microseconds of the operation with one configuration."""
+    """Return a function that times the operation with one configuration, in microseconds."""
     calls = operation.calls(m)
 
     def time_calls() -> float:

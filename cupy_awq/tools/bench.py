@@ -32,7 +32,7 @@ FP16_FLOPS_PER_SM_CLOCK = {
     100: 8192,
     120: 1024,
 }
-"""The float16 rate by compute capability, of tensor cores where there are some; others have that of the one before."""
+"""The float16 rate by compute capability, with tensor cores if it has them; other capabilities have the rate before."""
 
 SIDE = 8192
 """The rows and columns of the square product that measures the fp16 rate."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel for the architectures named, with no GPU: to fill the cache of a container image, and to check them all.
+"""The compilation of every kernel for some architectures, without a GPU: ``python -m cupy_awq compile --arch 90a``.
 
-Prints registers, shared memory and spills of each kernel, and fails if one spills or has its wgmma serialized.
+It fills the cache of a container image, and it checks a build: it prints registers, shared memory and spills of each
+kernel, and fails if one spills or if the compiler serializes its wgmma instructions.
 """
 
 from __future__ import annotations
@@ -10,14 +11,23 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from cupy_awq.kernels import conv2d_int8, conv2d_problem, int8_problem, llm, quantize_fp8, quantize_rows, select
+from cupy_awq.kernels import (
+    conv2d_int8,
+    conv2d_problem,
+    gemm_sm90,
+    int8_problem,
+    llm,
+    quantize_fp8,
+    quantize_rows,
+    select,
+)
 from cupy_awq.kernels.convert import VALUES, Conversion
 from cupy_awq.kernels.dequantize import Dequantization
-from cupy_awq.kernels.gemm_sm90 import MAX_FUSED_ROWS, layout
+from cupy_awq.kernels.family import KernelProblem
 from cupy_awq.kernels.problem import Fusion, Problem
 from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime import device
@@ -26,84 +36,99 @@ from cupy_awq.runtime.launch_plan import Kernel
 from cupy_awq.tools.table import render
 
 SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (8192, 28672), (28672, 8192))
-"""K and N of linear layers of 8B and 70B models."""
-HOPPER_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
+"""The shapes KxN of linear layers of 8B and 70B models."""
+REPACKED_MS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
+"""The rows of x for which the kernels on the repacked layout are compiled."""
+SHARED_CONSTANTS = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")
+"""The constants that the table leaves out."""
 
 
 def kernels(arch: int) -> list[Kernel]:
-    """The kernels of common layers, each once: each dtype, packed zeros, group sizes of 128 and 32, each configuration.
-
-    Hopper's families have a kernel for each configuration, so of these only the choices for common layers.
-    """
-    facts = device.nominal(arch)
-    found = [*_raw(facts), *_quantized(facts), *llm.kernels(facts)]
+    """Return the kernels of common layers for an architecture, each once."""
+    gpu = device.nominal(arch)
+    found = [*_conversions(gpu), *_awq_layout(gpu), *_quantized(gpu), *llm.kernels(gpu)]
     if arch == 90:
-        found += _hopper(facts)
+        found += _repacked_layout(gpu)
     return list(dict.fromkeys(found))
 
 
-def _raw(facts: device.Device) -> Iterator[Kernel]:
-    for entry in VALUES:
-        yield select.choose(Conversion(entry, 1, True), facts).plan.kernel
+def _configurations(problem: KernelProblem, gpu: device.Device, families: Iterable[str]) -> Iterator[Kernel]:
+    """Yield the kernels of all legal configurations of some families."""
+    for name, some in select.candidates(problem, gpu).items():
+        if name in families and not isinstance(some, str):
+            yield from (family.plan(config, problem, gpu).kernel for family, config, _ in some)
+
+
+def _conversions(gpu: device.Device) -> Iterator[Kernel]:
+    """Yield the kernels that write a weight, or codes, in floating point."""
     k, n = SHAPES[0]
+    for entry in VALUES:
+        yield select.choose(Conversion(entry, 1, True), gpu).plan.kernel
     for dtype in ("float16", "bfloat16", "float32"):
         scales = "bfloat16" if dtype == "bfloat16" else "float16"
         weight = Dequantization(k, n, 128, scales, "packed", dtype, True, (n // 8, n, n // 8, n))
-        yield select.choose(weight, facts).plan.kernel
-        for group_size, m, constant in itertools.product((128, 32), (1, 2, 4, 8, 16, 64), (False, True)):
-            problem = Problem(m, n, k, group_size, dtype, scales, constant=constant)
-            candidates = select.candidates(problem, facts)
-            if not isinstance(candidates["gemm_sm80"], str):
-                del candidates["gemm_sm75"]  # legal, but only when it is asked for by name
-            for some in candidates.values():
-                if not isinstance(some, str):
-                    yield from (c.family.plan(c.config, problem, facts).kernel for c in some)
+        yield select.choose(weight, gpu).plan.kernel
 
 
-def _hopper(facts: device.Device) -> Iterator[Kernel]:
-    for dtype, m, (k, n) in itertools.product(("float16", "bfloat16"), HOPPER_ROWS, SHAPES):
+def _awq_layout(gpu: device.Device) -> Iterator[Kernel]:
+    """Yield every configuration on the AWQ layout, for each dtype, packed zeros and group sizes 128 and 32."""
+    k, n = SHAPES[0]
+    families = set(select.FAMILIES_OF[Problem])
+    if gpu.arch >= 80:
+        families.remove("gemm_sm75")  # legal, but used only if it is forced by name
+    for dtype, group_size, m, constant in itertools.product(
+        ("float16", "bfloat16", "float32"), (128, 32), (1, 2, 4, 8, 16, 64), (False, True)
+    ):
+        scales = "bfloat16" if dtype == "bfloat16" else "float16"
+        yield from _configurations(Problem(m, n, k, group_size, dtype, scales, constant=constant), gpu, families)
+
+
+def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
+    """Yield the GEMM kernels on the repacked layout, whose code depends on the whole configuration: choices alone."""
+    for dtype, m, (k, n) in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES):
         problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
-        yield layout(problem).plan(facts).kernel
-        yield select.choose(problem, facts, "gemm_sm90").plan.kernel
-        if m <= MAX_FUSED_ROWS:
+        yield gemm_sm90.prepare_weight(problem, gpu).kernel
+        yield select.choose(problem, gpu, "gemm_sm90").plan.kernel
+        if m <= gemm_sm90.MAX_FUSED_ROWS:
             fused = replace(problem, fusion=Fusion("add_to_stream" if k >= n else "rms_norm_x"))
             if n > 3 * k:
                 fused = replace(fused, gated=True, activation="silu")
-            yield select.choose(fused, facts).plan.kernel
+            yield select.choose(fused, gpu).plan.kernel
         if m >= 256:
-            large = select.FAMILIES["gemm_sm90_large"]
-            yield from (large.plan(config, problem, facts).kernel for config in large.configs(problem, facts))
+            yield from _configurations(problem, gpu, ["gemm_sm90_large"])
 
 
-def _quantized(facts: device.Device) -> Iterator[Kernel]:
+def _quantized(gpu: device.Device) -> Iterator[Kernel]:
     """Yield the kernels of common 8-bit products, quantizations and convolutions, where the GPU has them."""
     for module in (quantize_rows, quantize_fp8, int8_problem, conv2d_problem, conv2d_int8):
         for problem in module.common_problems():
-            if any(not isinstance(found, str) for found in select.candidates(problem, facts).values()):
-                yield select.choose(problem, facts).plan.kernel
+            if any(not isinstance(found, str) for found in select.candidates(problem, gpu).values()):
+                yield select.choose(problem, gpu).plan.kernel
 
 
 def run(archs: list[str]) -> int:
-    """Compile for each of ``archs`` ("75", "90a"; below the compiler's range its lowest).
+    """Compile the kernels for each of ``archs`` ("75", "90a", ...) and print them.
 
-    Returns 1 if a kernel spills or has its wgmma serialized, else 0.
+    An architecture that the compiler does not know is replaced by the nearest one.
 
-    Raises ValueError for an arch that is not one.
+    Returns:
+        1 if a kernel spills or has its wgmma serialized, else 0.
+
+    Raises:
+        ValueError: an arch that is no compute capability from 60 on.
     """
     for arch in archs:
         if not re.fullmatch(r"\d{2,3}a?", arch) or int(arch.rstrip("a")) < min(device.NOMINAL):
             raise ValueError(f"arch: expected a compute capability such as 75 or 90a, got {arch!r}")
+    listed = [kernel for arch in archs for kernel in kernels(int(arch.rstrip("a")))]
     spills = serialized = 0
     rows = []
-    for arch in archs:
-        some = kernels(int(arch.rstrip("a")))
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            binaries = pool.map(compiler.build, some)
-        for kernel, binary in zip(some, binaries, strict=True):
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for kernel, binary in zip(listed, pool.map(compiler.build, listed), strict=True):
             resources = binary.resources
             if resources is None:
                 raise RuntimeError(f"{kernel.entry}: the compiler reported no resources")
-            defines = " ".join(f"{name}={value}" for name, value in kernel.defines if name not in QUIET)
+            defines = " ".join(f"{name}={value}" for name, value in kernel.defines if name not in SHARED_CONSTANTS)
             rows.append(
                 (
                     kernel.entry,
@@ -117,14 +142,15 @@ def run(archs: list[str]) -> int:
             )
             spills += resources.spill_bytes > 0
             serialized += resources.serialized
-            if sys.stderr.isatty():
-                print(f"\r{len(rows)} kernels", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+            _show_progress(len(rows), len(listed))
     print(render(("kernel", "target", "constants", "registers", "shared bytes", "spill bytes", ""), rows, left=3))
     print(f"{len(rows)} kernels, {spills} with spills, {serialized} with serialized wgmma; cache: {cache.folder()}")
     return 1 if spills or serialized else 0
 
 
-QUIET = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")
-"""Constants that are the same in all of them."""
+def _show_progress(done: int, total: int) -> None:
+    """Print one line on stderr that a terminal updates; in a log, a line for every hundred kernels."""
+    if sys.stderr.isatty():
+        print(f"\rcompile: {done} of {total} kernels", end="\n" if done == total else "", file=sys.stderr, flush=True)
+    elif done % 100 == 0 or done == total:
+        print(f"compile: {done} of {total} kernels", file=sys.stderr, flush=True)

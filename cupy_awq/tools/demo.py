@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real quantized layer, run, checked and timed: ``python -m cupy_awq demo``.
+"""The demo, which runs, checks and times a real quantized layer: ``python -m cupy_awq demo``.
 
-The package carries the MLP of layer 0 of SmolLM2-135M-Instruct as an AutoAWQ-format folder. The error of each product
-is measured here, on random x. The quantization error is not: that needs the weights before quantization, which would
-more than double the folder. It belongs to the weights alone and is the same for every M, so the command that built the
-folder measured it, norm(W_awq - W) / norm(W), and wrote it to ``config.json``. W is the weight in the public GGUF file,
-which holds it in 4-bit blocks of 32 (Q4_1); what either loses against the original bfloat16 weight is not known.
+The package contains the MLP of layer 0 of SmolLM2-135M-Instruct as an AutoAWQ folder. The error of each product is
+measured here, on random x. The quantization error needs the original weights, which would more than double the folder;
+the script that built the folder measured it as norm(W_awq - W) / norm(W) and wrote it to ``config.json``. There W is
+the weight of the public GGUF file, which has 4-bit blocks of 32 (Q4_1) itself.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from cupy_awq.tools import table, testing, timing
 from cupy_awq.weight import PackedWeight
 
 SMOLLM2_MLP = Path(__file__).parents[1] / "data" / "smollm2-mlp"
-"""The folder; ``tests/tools/rebuild_smollm2_mlp.py`` makes it."""
+"""The folder of the layer, which ``tests/tools/rebuild_smollm2_mlp.py`` builds."""
 
 PREFIX = "model.layers.0.mlp."
 LAYERS = ("gate_proj", "up_proj", "down_proj")
@@ -35,7 +34,15 @@ ROWS = (1, 16, 256)
 
 @dataclass(frozen=True)
 class Row:
-    """One layer at one M. Errors are relative; ``fp16_us`` is the time of the same product with unquantized weights."""
+    """The result of one layer at one M.
+
+    Attributes:
+        layer, m, kernel: the name of the layer, rows of x, and the name of the kernel.
+        error: relative error of y against the float64 product of the same 4-bit weights.
+        quantization_error: relative error of the 4-bit weights.
+        us: microseconds of a call.
+        fp16_us: microseconds of the same product with unquantized weights, None without cuBLAS.
+    """
 
     layer: str
     m: int
@@ -46,11 +53,12 @@ class Row:
     fp16_us: float | None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the row as a JSON object."""
         return asdict(self)
 
 
 def measure(device: int) -> list[Row]:
-    """Run and time every layer of the shipped folder on a device of ``placement.resolve``."""
+    """Run, check and time every layer of the shipped folder on a device; return its rows."""
     errors = read_object(SMOLLM2_MLP / "config.json")["quantization_error"]
     layers = load(SMOLLM2_MLP, device=device if device != HOST else "cpu")
     weights = load(SMOLLM2_MLP, device="cpu")
@@ -77,7 +85,7 @@ def _time(layer: AwqLinear, x: Array, y: Array, device: int) -> float:
 
 
 def _unquantized(x: Array, weight: PackedWeight, device: int) -> float | None:
-    """Microseconds of x @ W in float16 by cuBLAS, None without it; on the CPU in float32, which BLAS has there."""
+    """Return the microseconds of x @ W by cuBLAS in float16, None without it; on the CPU by NumPy in float32."""
     w = reference.dequantize(weight.qweight, weight.scales, weight.qzeros)
     if device == HOST:
         x, w = x.astype(np.float32), w.astype(np.float32)
@@ -92,7 +100,7 @@ def _unquantized(x: Array, weight: PackedWeight, device: int) -> float | None:
 
 
 def render(rows: list[Row], device: int) -> str:
-    """The demo as text."""
+    """Return the results as text."""
     cpu = device == HOST
     header = ["layer", "kernel", "M", "error", "quantization error", "us", "fp32 us" if cpu else "fp16 us"]
     cells = [

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds, read from its headers alone: ``python -m cupy_awq info PATH``."""
+"""The content of a checkpoint, read from its headers alone: ``python -m cupy_awq info PATH``."""
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import asdict
 from typing import Any
 
 from cupy_awq import checkpoint
-from cupy_awq.checkpoint import Tensor
+from cupy_awq.checkpoint.files import printable
 from cupy_awq.tools import table
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Layers, other tensors and totals of a checkpoint, ready for JSON; raises as `checkpoint.read` does.
+    """Format, layers, other tensors and totals of a checkpoint, ready for JSON; raises as `checkpoint.read` does.
 
     ``fp16_bytes`` is what the same layer takes unquantized, at two bytes a weight; ``ratio`` is bytes / fp16_bytes.
     """
@@ -36,15 +38,17 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
                     **_sizes(spec.nbytes, 2 * spec.k * spec.n + extra),
                 }
             )
-        elif isinstance(item := contents[name], Tensor):
-            array = item.array
-            others.append({"name": name, "shape": list(array.shape), "dtype": str(array.dtype), "bytes": array.nbytes})
+        else:
+            shape, dtype = contents.dense_form(name)
+            size = math.prod(shape) * dtype.itemsize
+            others.append({"name": name, "shape": list(shape), "dtype": str(dtype), "bytes": size})
     other_bytes = sum(item["bytes"] for item in others)
     total = {
         "layers": _sizes(sum(item["bytes"] for item in layers), sum(item["fp16_bytes"] for item in layers)),
         "other_bytes": other_bytes,
     }
-    return {"path": os.fspath(path), "layers": layers, "others": others, "total": total}
+    summary = asdict(checkpoint.summarize(contents))
+    return {"path": os.fspath(path), "format": summary, "layers": layers, "others": others, "total": total}
 
 
 def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
@@ -52,12 +56,14 @@ def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """``describe``'s result as text."""
-    lines = []
+    """Return the result of `describe` as text; names from files are escaped, as they may hold terminal escapes."""
+    lines = [*_format_lines(facts["format"]), ""] if facts["format"]["format"] else []
     layers, others, total = facts["layers"], facts["others"], facts["total"]
     if layers:
         header = ["layer", "zeros", "scales", "bias", "K", "N", "group size", "bytes", "ratio to fp16"]
-        rows = [[i["name"], i["zeros"], i["dtype"], "yes" if i["bias"] else "no", *_numbers(i)] for i in layers]
+        rows = [
+            [printable(i["name"]), i["zeros"], i["dtype"], "yes" if i["bias"] else "no", *_numbers(i)] for i in layers
+        ]
         lines += [table.render(header, rows, left=4), ""]
     sums = total["layers"]
     fp16 = f", {sums['ratio']:.3f} of the {table.size(sums['fp16_bytes'])} in fp16" if layers else ""
@@ -66,6 +72,16 @@ def render(facts: dict[str, Any]) -> str:
         lines.append(f"{_count(len(others), 'other tensor')}: {table.size(total['other_bytes'])}")
         lines.append(f"total: {table.size(sums['bytes'] + total['other_bytes'])}")
     return "\n".join(lines)
+
+
+def _format_lines(summary: dict[str, Any]) -> list[str]:
+    """What was found, and the form of most modules, exceptions and roundings, a line each."""
+    zeros = {True: "symmetric", False: "asymmetric", None: "symmetric and asymmetric modules"}[summary["symmetric"]]
+    order = ", activation order" if summary["act_order"] else ""
+    lines = [summary["found"], f"{summary['bits']} bits, group size {summary['group_size']}, {zeros}{order}"]
+    lines += [f"exception: {name}: {text}" for name, text in summary["exceptions"].items()]
+    lines += [f"rounded: {text} ({_count(count, 'module')})" for text, count in summary["roundings"].items()]
+    return [printable(line) for line in lines]
 
 
 def _numbers(item: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Aligned columns; the first ``left`` ones flush left, the others, numbers, flush right.
+    """Return a table with aligned columns: the first ``left`` ones flush left, the others, numbers, flush right.
 
     >>> print(render(["layer", "M"], [["gate_proj", "1"], ["up", "256"]]))
     layer        M
@@ -26,7 +26,7 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """``value`` with ``digits`` significant digits and no exponent; "-" for None.
+    """Return a number with ``digits`` significant digits and no exponent; "-" for None.
 
     >>> number(1234.5), number(9.6), number(0.01234), number(None)
     ('1234', '9.60', '0.0123', '-')
@@ -38,7 +38,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes in decimal units.
+    """Return a number of bytes in decimal units.
 
     >>> size(476928), size(12), size(1_430_784)
     ('477 kB', '12 B', '1.43 MB')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error measure of the package, and random problems: for the tests, the demo and the benchmarks."""
+"""The error measure and the random data of the tests, the demo and the benchmarks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cupy_awq.check import Array
 from cupy_awq.packing import pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight
 
-_BLOCK = 1 << 22  # weights that are in float64 at a time
+_BLOCK = 1 << 22  # the weights that are converted to float64 at a time
 
 
 def relative_error(y: Array, x: Array, weight: PackedWeight, /) -> float:
-    """norm(y - ref) / norm(sqrt(x**2 @ W**2)), where ref = x @ W in float64, from the codes and scales of `weight`.
+    """Return norm(y - ref) / norm(sqrt(x**2 @ W**2)) with ref = x @ W in float64 for a weight's codes and scales.
 
-    The denominator is the size of the products and not of their sums: the measure is steady where results cancel.
+    The denominator is the norm of the products, not of their sums, so the measure is stable under cancellation.
     x [..., K] and y [..., N] may lie on a GPU; the computation is NumPy's. NaN where y has any; 0 where y is exact.
 
     >>> rng = np.random.default_rng(0)
@@ -52,7 +52,7 @@ def relative_error(y: Array, x: Array, weight: PackedWeight, /) -> float:
 def random_weight(
     rng: np.random.Generator, k: int, n: int, group_size: int, /, *, dtype: Any = np.float16, zeros: str = "packed"
 ) -> PackedWeight:
-    """Random codes, scales and zeros ("packed", "symmetric" or "float") for W [K, N]; x @ W is about as large as x.
+    """Return a random weight [K, N] with zeros "packed", "symmetric" or "float"; x @ W is about as large as x.
 
     >>> random_weight(np.random.default_rng(0), 64, 16, 32, zeros="symmetric")
     PackedWeight(K=64, N=16, group_size=32, float16, symmetric zeros, 576 B)
@@ -66,12 +66,12 @@ def random_weight(
     elif zeros == "float":
         qzeros = (-rng.uniform(6, 9, (groups, n)) * scales.astype(np.float64)).astype(scales.dtype)
     elif zeros != "symmetric":
-        raise ValueError(f"zeros must be 'packed', 'symmetric' or 'float', got {zeros!r}")
+        raise ValueError(f"zeros: expected 'packed', 'symmetric' or 'float', got {zeros!r}")
     return PackedWeight(qweight, scales, qzeros)
 
 
 def random_activations(rng: np.random.Generator, *shape: int, dtype: Any = np.float16) -> npt.NDArray[Any]:
-    """Normal values of a shape [..., K].
+    """Return normally distributed activations of a shape [..., K].
 
     >>> random_activations(np.random.default_rng(0), 2, 64).shape
     (2, 64)

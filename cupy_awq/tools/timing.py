@@ -16,7 +16,7 @@ from cupy_awq.check import HOST
 Call = Callable[[], object]
 
 SAMPLES = 7
-"""The number of times of which the median is taken."""
+"""The number of samples; their median is returned."""
 WARM_MS = 60.0
 """The length of the same work right before the samples, in milliseconds: a GPU raises its clocks under load."""
 CPU_SECONDS = 0.2

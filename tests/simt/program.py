@@ -40,8 +40,11 @@ class Block:
 
 @dataclass
 class Program:
-    """``registers``: Python name -> zero of its NumPy type. ``grains``: bytes, at most 4, of the narrowest access to shared and
-    to global memory."""
+    """A compiled kernel, ready to run: its instructions, blocks and declarations.
+
+    ``registers``: Python name -> zero of its NumPy type. ``grains``: the bytes, at most 4, of the narrowest access to
+    shared and to global memory.
+    """
 
     name: str
     instructions: list[Instruction]

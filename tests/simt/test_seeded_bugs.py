@@ -120,91 +120,95 @@ SEEDS = {
         "stage = stage + 1 == kStages ? 0 : stage + 1;", "stage = stage + 2 >= kStages ? 0 : stage + 1;",
         ("in flight", "race"), LONG, {"split_k": 1},
     ),
-    "gemm_sm90: a stage is given back before its last lane has read it": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cu",
-        "__syncwarp();\n      if (lane == 0) ptx::mbarrier_arrive", "if (lane == 0) ptx::mbarrier_arrive",
-        RACE, REPACKED, {"splits": 1},
+    "gemm_sm90: a stage is released before the last lane of the warp has read it": Seed(
+        "gemm_sm90", 90, "hopper/pipeline.cuh",
+        "lane) {\n    __syncwarp();", "lane) {",
+        RACE, REPACKED, {"split_k": 1},
     ),
-    "gemm_sm90: consumers do not wait for a stage": Seed(
+    "gemm_sm90: consumers do not wait for a full stage": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cu",
-        "const Lane mine = begin_lane(tile);\n    for (int round = team; round < tile.rounds(); round += kTeams) {\n"
-        "      wait(tile.full(at.stage), at.parity);",
-        "const Lane mine = begin_lane(tile);\n    for (int round = team; round < tile.rounds(); round += kTeams) {",
+        "const Operands mine = lane_operands(tile);\n"
+        "    for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {\n"
+        "      pipeline.consumer_wait(state);",
+        "const Operands mine = lane_operands(tile);\n"
+        "    for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {",
         ("in flight", "uninitialised"), REPACKED,
     ),
     "gemm_sm90: the producer does not wait for an empty stage": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "wait(tile.empty(at.stage), at.parity);", "",
-        ("barrier", "race"), REPACKED, {"splits": 1},
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "pipeline.producer_acquire(state);", "",
+        ("barrier", "race"), REPACKED, {"split_k": 1},
     ),
-    "gemm_sm90: the parity of the stages does not turn": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "parity ^= 1u;", "", ("in flight", "deadlock"), REPACKED, {"splits": 1},
+    "gemm_sm90: the phase does not flip at the end of the ring": Seed(
+        "gemm_sm90", 90, "hopper/pipeline.cuh", "stage_idx -= kNumStages;\n      phase ^= 1u;",
+        "stage_idx -= kNumStages;", ("barrier", "values"), REPACKED, {"split_k": 1},
     ),
-    "gemm_sm90: a block does not wait for the other's sums": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "wait(tile.shared_begin + kSentBarrier, 0);", "", RACE, REPACKED,
-        {"splits": 2},
+    "gemm_sm90: a CTA does not wait for the partial sums of the other": Seed(
+        "gemm_sm90", 90, "hopper/cluster_reduction.cuh", "{ wait(barrier, 0); }", "{}", RACE, REPACKED,
+        {"split_k": 2},
     ),
-    "gemm_sm90: sums are sent to a barrier that may not be there yet": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "begin_cluster<kSplits>();", "synchronize_block();", RACE, REPACKED,
-        {"splits": 2},
+    "gemm_sm90: partial sums signal a barrier that may not be initialized": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "cluster_sync_after_init<kSplitK>();", "sync_cta();", RACE, REPACKED,
+        {"split_k": 2},
     ),
-    "gemm_sm90: a block expects its own sums, too": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "(kSplits - 1) * kOwnedRows * kBlockN * 4",
-        "kSplits * kOwnedRows * kBlockN * 4", DEADLOCK, REPACKED, {"splits": 2},
+    "gemm_sm90: a CTA expects its own partial sums, too": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "(kSplitK - 1) * kOwnedRows * kBlockN * 4",
+        "kSplitK * kOwnedRows * kBlockN * 4", DEADLOCK, REPACKED, {"split_k": 2},
     ),
-    "gemm_sm90: sums are added before all teams have left theirs": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "{ ptx::barrier_sync(0, kThreads); }", "{}", RACE, REPACKED, {"splits": 2},
+    "gemm_sm90: accumulators are added before all consumers have stored theirs": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "{ ptx::barrier_sync(0, kThreads); }", "{}", RACE, REPACKED, {"split_k": 2},
     ),
-    "gemm_sm90: the sums of the last team are not sent": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "for (int team = 0; team < kTeams; ++team) {\n      Vector<float, 4> part;",
-        "for (int team = 0; team < kTeams - 1; ++team) {\n      Vector<float, 4> part;", VALUES, REPACKED,
-        {"splits": 2},
+    "gemm_sm90: the accumulators of the last consumer are not written to the other CTA": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh",
+        "for (int consumer = 0; consumer < kConsumers; ++consumer) {\n      Vector<float, 4> values;",
+        "for (int consumer = 0; consumer < kConsumers - 1; ++consumer) {\n      Vector<float, 4> values;", VALUES, REPACKED,
+        {"split_k": 2},
     ),
-    "gemm_sm90_mma: sums of few rows are sent to the wrong pair": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "unit % kPairs * 2 + unit", "unit % kPairs + unit",
-        ("uninitialised", "uninitialised"), REPACKED_FEW, {"splits": 2},
+    "gemm_sm90_mma: partial sums of few rows are written to the wrong pair of rows": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "unit % kPairs * 2 + unit", "unit % kPairs + unit",
+        ("uninitialised", "uninitialised"), REPACKED_FEW, {"split_k": 2},
     ),
-    "gemm_sm90: x is asked for before the kernel before has ended": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "    ptx::griddepcontrol_wait();\n    if (leader)", "    if (leader)",
+    "gemm_sm90: x is copied before the preceding kernel has finished": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "    ptx::griddepcontrol_wait();\n    if (is_leader)", "    if (is_leader)",
         ("early", "early"), REPACKED,
     ),
-    "gemm_sm90: weights that were to come with x do not": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (!kEager && round > 0) start_weight(round, round);", "", DEADLOCK,
-        REPACKED, {"splits": 1, "eager": False},
+    "gemm_sm90: weights that are to be copied with x are not": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (!kPrefetchWeights && i > 0) copy_weight(i, i);", "", DEADLOCK,
+        REPACKED, {"split_k": 1, "prefetch_weights": False},
     ),
-    "gemm_sm90: weights that were to come early come with x once more": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (!kEager && round > 0) start", "if (round > 0) start",
-        ("race", "deadlock"), REPACKED, {"splits": 1, "eager": True},
+    "gemm_sm90: weights that were prefetched are copied with x once more": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (!kPrefetchWeights && i > 0) copy", "if (i > 0) copy",
+        ("race", "deadlock"), REPACKED, {"split_k": 1, "prefetch_weights": True},
     ),
-    "gemm_sm90_mma: nobody waits for the kernel before": Seed(
+    "gemm_sm90_mma: x is read before the preceding kernel has finished": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "    ptx::griddepcontrol_wait();\n", "", ("early", "early"), REPACKED_FEW,
     ),
-    "gemm_sm90_mma: zero points take away the part of one lane": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "offsets[i][v] += __shfl_xor_sync(kFullWarp, offsets[i][v], 2);", "",
+    "gemm_sm90_mma: zero points are subtracted for the slices of two lanes only": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "zero_sums[i][v] += __shfl_xor_sync(kFullWarp, zero_sums[i][v], 2);", "",
         VALUES, REPACKED_ONE,
     ),
-    "gemm_sm90_mma: units of x lie where those of the first turn's rows would": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "(mine_ ^ row % 8 * 16)", "mine_", VALUES,
-        replace(REPACKED_FEW, m=8), {"records": 2, "depth": 1},
+    "gemm_sm90_mma: the rows of the second pass are swizzled as those of the first": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "(first_chunk_ ^ swizzle_bits(row) * 16)", "first_chunk_", VALUES,
+        replace(REPACKED_FEW, m=8), {"weight_tiles": 2, "k_tiles": 1},
     ),
-    "gemm_sm90_mma: threads beyond a turn's rows copy, too": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "|| rows_left_ != kNone", "|| true", RACE, REPACKED_FEW,
-        {"records": 3, "depth": 1},
+    "gemm_sm90_mma: threads past the rows of a pass copy, too": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "|| rows_left_ != kCopiesNothing", "|| true", RACE, REPACKED_FEW,
+        {"weight_tiles": 3, "k_tiles": 1},
     ),
-    "gemm_sm90_mma: the second half of a record's codes comes late": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "part + 1 == kGroups / 2) load_words(1)",
-        "part == kGroups / 2) load_words(0)", VALUES, replace(REPACKED_FEW, group_size=32),
+    "gemm_sm90_mma: the second half of a weight tile is multiplied by the codes of the first": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "g + 1 == kGroups / 2) load_codes(1)",
+        "g == kGroups / 2) load_codes(0)", VALUES, replace(REPACKED_FEW, group_size=32),
     ),
-    "gemm_sm90: a block with the last columns only keeps a place": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "tile.block_n >= ceil_div(n, kBlockN)", "tile.block_n >= n / kBlockN", VALUES,
-        replace(REPACKED_FEW, n=200), {"records": 2},
+    "gemm_sm90: the CTA of the last columns is taken for a padding CTA": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90_tile.cuh", "tile.n_block >= ceil_div(n, kBlockN)", "tile.n_block >= n / kBlockN", VALUES,
+        replace(REPACKED_FEW, n=200), {"weight_tiles": 2},
     ),
     "residual_stream: nobody waits for what the launch before has added": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh",
-        "ptx::griddepcontrol_wait();\n      // The late", "// The late", ("early", "early"), ADDED,
+        "ptx::griddepcontrol_wait();\n      // After the main", "// After the main", ("early", "early"), ADDED,
     ),
     "residual_stream: no warp waits for the squares": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh",
-        "  ptx::griddepcontrol_wait();\n  stream.make_factors", "  stream.make_factors", ("early", "early"), NORMED,
+        "  ptx::griddepcontrol_wait();\n  args.stream.make_factors", "  args.stream.make_factors", ("early", "early"), NORMED,
     ),
     "residual_stream: squares of more than 4,096 columns are left out": Seed(
         "gemm_sm90", 90, "hopper/residual_stream.cuh", "begin += 32 * kLoads", "begin += 32 * kLoads * 9", VALUES,
@@ -214,49 +218,50 @@ SEEDS = {
         "gemm_sm90", 90, "hopper/residual_stream.cuh", "total += __shfl_xor_sync(four, total, 2);", "", VALUES, ADDED,
     ),
     "residual_stream: rows have the factor of the first": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "factors[row]", "factors[0]", VALUES, NORMED,
+        "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "factors[row]", "factors[0]", VALUES, NORMED,
     ),
     "residual_stream: a block of a cluster has the rows of the other": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "tile.m_begin + tile.split * kOwnedRows, m, k", "tile.m_begin, m, k", VALUES,
-        NORMED, {"splits": 2},
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "tile.m_begin + tile.split * kOwnedRows, args.m", "tile.m_begin, args.m", VALUES,
+        NORMED, {"split_k": 2},
     ),
     "residual_stream: a thread's second place has what the first one adds to": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (index != threadIdx.x) part =", "if (false) part =", VALUES,
+        "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "if (index != threadIdx.x) part =", "if (false) part =", VALUES,
         Problem(32, 192, 1024, 128, repacked=True, fusion=Fusion("add_to_stream")),
     ),
-    "gemm_sm90: an arrival too many is expected": Seed(
+    "gemm_sm90: the full barriers expect one arrival too many": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh",
-        "ptx::mbarrier_init(tile.full(stage), 1);", "ptx::mbarrier_init(tile.full(stage), 2);", DEADLOCK,
+        "pipeline.init(1, kConsumerWarps);", "pipeline.init(2, kConsumerWarps);", DEADLOCK,
         REPACKED,
     ),
-    "gemm_sm90: bytes are expected that nobody copies": Seed(
+    "gemm_sm90: the full barriers expect bytes that are not copied": Seed(
         "gemm_sm90", 90, "ptx/mbarrier.cuh", '::"r"(barrier), "r"(bytes)', '::"r"(barrier), "r"(bytes + 16)', DEADLOCK,
         REPACKED,
     ),
-    "wgmma: products are not waited for": Seed(
+    "wgmma: accumulators are read before wgmma has finished": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cu",
         "ptx::wgmma_commit_group();\n            ptx::wgmma_wait_group<0>();", "ptx::wgmma_commit_group();",
-        RACE, REPACKED, {"splits": 1},
+        RACE, REPACKED, {"split_k": 1},
     ),
-    "wgmma: no fence before the first product": Seed(
+    "wgmma: no fence before the first wgmma": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cu",
-        "float parts[kSums];\n            ptx::wgmma_fence();", "float parts[kSums];", ("invalid", "invalid"), REPACKED,
+        "float group_sums[kAccumulators];\n            ptx::wgmma_fence();", "float group_sums[kAccumulators];", ("invalid", "invalid"), REPACKED,
     ),
-    "wgmma: an operand is converted anew while products read it": Seed(
+    "wgmma: operand A is overwritten while wgmma reads it": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cu", "ptx::wgmma_wait_group<1>();", "", RACE, REPACKED_MANY,
-        {"splits": 1, "scaled": True},
+        {"split_k": 1, "scaled": True},
     ),
-    "gemm_sm90: a stage is released while products read it": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cu", "if (last != 0) {", "last = tile.empty(at.stage);\n      {", RACE,
-        REPACKED_MANY, {"splits": 1, "scaled": True},
+    "gemm_sm90: a stage is released while wgmma reads it": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90.cu", "if (preceding != 0) {",
+        "preceding = pipeline.empty_barrier(state.stage_idx);\n      {", RACE,
+        REPACKED_MANY, {"split_k": 1, "scaled": True},
     ),
-    "gemm_sm90_large: the stage in use is released in place of the one before": Seed(
-        "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "schedule.begin) release(last);",
-        "schedule.begin) release(my_empty + stage * 8);", DEADLOCK, REPACKED_MANY,
+    "gemm_sm90_large: the stage in use is released instead of the preceding one": Seed(
+        "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "scheduler.k_tile_begin) pipeline.release<kCluster>(preceding, lane);",
+        "scheduler.k_tile_begin) pipeline.release<kCluster>(my_empty_barriers + stage_idx * 8, lane);", DEADLOCK, REPACKED_MANY,
     ),
-    "gemm_sm90_large: a stage is read before it has come": Seed(
+    "gemm_sm90_large: a stage is read before its copies have landed": Seed(
         "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu",
-        "            wait(shared.full(at.stage), at.parity);\n", "", ("in flight", "uninitialised"), REPACKED_MANY,
+        "            pipeline.consumer_wait(state);\n", "", ("in flight", "uninitialised"), REPACKED_MANY,
     ),
     # Bounds and masks
     "gemv: the last lanes are not held back from beyond n": Seed(
@@ -292,16 +297,16 @@ SEEDS = {
     ),
     # Arithmetic and layouts
     "gemm_mma: the halves of the second operand are swapped": Seed(
-        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "mma(parts[i][pair * 2 + j], a[i], b[j * 2], b[j * 2 + 1]);",
-        "mma(parts[i][pair * 2 + j], a[i], b[j * 2 + 1], b[j * 2]);", VALUES,
+        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "mma(group_accumulators[i][pair * 2 + j], a[i], b[j * 2], b[j * 2 + 1]);",
+        "mma(group_accumulators[i][pair * 2 + j], a[i], b[j * 2 + 1], b[j * 2]);", VALUES,
     ),
     "gemm_mma: ldmatrix and the copies disagree on the swizzle": Seed(
-        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "(row * 8 + (unit ^ (row % 8))) * 16", "(row * 8 + (unit ^ (row % 4))) * 16",
+        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "(row * 8 + (chunk ^ (row % 8))) * 16", "(row * 8 + (chunk ^ (row % 4))) * 16",
         VALUES,
     ),
     "gemv: the shuffle adds the wrong lane": Seed(
-        "gemv", 80, "gemm/gemv.cu", "__shfl_xor_sync(0xffffffffu, sums[r][c], kLanes)",
-        "__shfl_xor_sync(0xffffffffu, sums[r][c], kLanes / 2)", VALUES, GEMV,
+        "gemv", 80, "gemm/gemv.cu", "__shfl_xor_sync(0xffffffffu, accumulators[r][c], kLanes)",
+        "__shfl_xor_sync(0xffffffffu, accumulators[r][c], kLanes / 2)", VALUES, GEMV,
     ),
     "gemv: a group's scales are used one chunk too long": Seed(
         "gemv", 80, "gemm/gemv.cu", "if (row >= group_end) {", "if (row > group_end) {", VALUES, GEMV,
@@ -310,86 +315,86 @@ SEEDS = {
         "gemv", 80, "common/reduce.cuh", "if (is_last) counters[tile] = 0;", "", VALUES, GEMV, {"split_k": 2},
     ),
     "gemm_sm90: the last tile stores rows of its neighbour": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "row >= tile.m_own && row < m", "row < m", RACE, REPACKED_MANY,
+        "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "row >= tile.store_begin && row < m", "row < m", RACE, REPACKED_MANY,
         {"block_m": 64},
     ),
-    "gemm_sm90: rows that no copy brings are not cleared": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (clears(m)) clear<", "if (false) clear<",
+    "gemm_sm90: missing rows of x are not zeroed": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (zeroes_x(args.m)) zero_shared<", "if (false) zero_shared<",
         ("uninitialised", "uninitialised"), REPACKED_MANY, {"block_m": 128},
     ),
-    "gemm_sm90: what is cleared is not waited for": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (kSplits == 1 || clears(m))", "if (kSplits == 1)", RACE, REPACKED_MANY,
-        {"block_m": 128, "splits": 2},
+    "gemm_sm90: the producer does not wait for the zeros of x": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (kSplitK == 1 || zeroes_x(m))", "if (kSplitK == 1)", RACE, REPACKED_MANY,
+        {"block_m": 128, "split_k": 2},
     ),
     "gemm_sm90_large: the last tile stores rows of its neighbour": Seed(
-        "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "row(chunk, pass) >= tile.x * kBlockM && row", "row", RACE,
+        "gemm_sm90_large", 90, "gemm/gemm_sm90_large_epilogue.cuh", "row(chunk, pass) >= tile.m_block * kBlockM && row", "row", RACE,
         replace(REPACKED_MANY, m=140), {"block_m": 128},
     ),
-    "gemm_sm90_large: rows that no copy brings are not cleared": Seed(
-        "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "clear<kStages * kXBytes, kThreads>(memory);", "",
+    "gemm_sm90_large: missing rows of x are not zeroed": Seed(
+        "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "zero_shared<kStages * kXStageBytes, kThreads>(memory);", "",
         ("uninitialised", "uninitialised"), REPACKED_MANY, {"block_m": 128},
     ),
-    "gemm_sm90_large: a cluster does not wait for what is cleared": Seed(
-        "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "synchronize_cluster<kCluster>();", "begin_cluster<kCluster>();",
+    "gemm_sm90_large: a cluster does not wait for the zeros of x": Seed(
+        "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "cluster_sync<kCluster>();", "cluster_sync_after_init<kCluster>();",
         RACE, replace(REPACKED_MANY, m=140, k=1024), {"block_m": 256, "cluster": 2},
     ),
-    "gemm_sm90: what is cleared is not fenced": Seed(
-        "gemm_sm90", 90, "hopper/hopper.cuh", "  ptx::fence_proxy_async();\n", "", RACE, REPACKED_MANY, {"block_m": 128},
+    "gemm_sm90: the zeros of x are not fenced": Seed(
+        "gemm_sm90", 90, "hopper/tma.cuh", "  ptx::fence_proxy_async();\n", "", RACE, REPACKED_MANY, {"block_m": 128},
     ),
-    "gemm_sm90_raw: sums are added before all warps have left theirs": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "  }\n  __syncthreads();\n", "  }\n", RACE, FEW, {"splits": 2},
+    "gemm_sm90_raw: accumulators are added before all warps have stored theirs": Seed(
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "  }\n  __syncthreads();\n", "  }\n", RACE, FEW, {"split_k": 2},
     ),
-    "gemm_sm90_raw: the first block does not wait for the others' sums": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "wait(joined, 0);", "", RACE, FEW, {"splits": 2},
+    "gemm_sm90_raw: the first CTA does not wait for the partial sums of the others": Seed(
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "partial_barrier.wait_for_all();", "", RACE, FEW, {"split_k": 2},
     ),
-    "gemm_sm90_raw: sums are sent to a barrier that may not be there yet": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "ptx::barrier_cluster_wait_acquire();", "{}", RACE, FEW, {"splits": 2},
+    "gemm_sm90_raw: partial sums signal a barrier that may not be initialized": Seed(
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "ptx::barrier_cluster_wait_acquire();", "{}", RACE, FEW, {"split_k": 2},
     ),
-    "gemm_sm90_raw: rows beyond m are counted": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kSplits * m * kBlockN * 4", "kSplits * kRows * kBlockN * 4", DEADLOCK,
-        FEW, {"splits": 2},
+    "gemm_sm90_raw: bytes of rows past m are expected": Seed(
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kSplitK * m * kBlockN * 4", "kSplitK * kRows * kBlockN * 4", DEADLOCK,
+        FEW, {"split_k": 2},
     ),
-    "gemm_sm90_raw: the last lanes are not held back from beyond n": Seed(
+    "gemm_sm90_raw: the last lanes read scales past n": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu",
         "min(weight_column<kBlockN>(tile, g * kWords * 8, n), n - 8 * kWords)",
         "weight_column<kBlockN>(tile, g * kWords * 8, n)", OUTSIDE, FEW,
     ),
-    "gemm_sm90_raw: steps beyond a warp's last are copied": Seed(
+    "gemm_sm90_raw: steps past the last one of a warp are copied": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu",
-        "if (leader && step + kDepth < step_end) copy", "if (leader) copy", ("race", "nothing"), FEW_LONG,
-        {"splits": 1},
+        "if (leader && step + kStages < step_end) copy", "if (leader) copy", ("race", "nothing"), FEW_LONG,
+        {"split_k": 1},
     ),
-    "gemm_sm90_raw: nobody waits for the kernel before": Seed(
+    "gemm_sm90_raw: x is read before the preceding kernel has finished": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "  ptx::griddepcontrol_wait();\n", "", ("early", "early"), FEW,
     ),
-    "gemm_sm90_raw: a weight that may change is read before the kernel before has ended": Seed(
+    "gemm_sm90_raw: a weight that may change is read before the preceding kernel has finished": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kConstant = CONSTANT;", "kConstant = true;", ("early", "early"), FEW,
     ),
-    "gemm_sm90_raw: x is asked for with a weight that does not change": Seed(
+    "gemm_sm90_raw: x is copied early with a constant weight": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "copy_first(true, false)", "copy_first(true, true)",
         ("early", "early"), FEW_CONSTANT,
     ),
-    "gemm_sm90_raw: rows past m are left as they were": Seed(
+    "gemm_sm90_raw: rows past m are not zeroed": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "if (chunk >= m * (kStepK * 2 / 16)) store", "if (chunk < 0) store",
         ("uninitialised", "uninitialised"), FEW,
     ),
-    "gemm_sm90_raw: a step is not waited for": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "    wait(filled, parity);\n", "", ("in flight", "nothing"), FEW,
+    "gemm_sm90_raw: a stage is read before its copies have landed": Seed(
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "    wait(state.full_barrier, state.phase);\n", "", ("in flight", "nothing"), FEW,
     ),
-    "gemm_sm90_raw: the parity of the steps does not turn": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "parity ^= 1;", "", ("in flight", "deadlock"), FEW_LONG, {"splits": 1},
+    "gemm_sm90_raw: the phase does not flip at the end of the ring": Seed(
+        "gemm_sm90_raw", 90, "hopper/pipeline.cuh", "full_barrier = full_barriers;\n      phase ^= 1u;", "full_barrier = full_barriers;", ("in flight", "deadlock"), FEW_LONG, {"split_k": 1},
     ),
-    "gemm_sm90_raw: a step's place is filled before its last lane has read it": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "multiply(place);\n    __syncwarp();", "multiply(place);",
-        RACE, FEW_LONG, {"splits": 1},
+    "gemm_sm90_raw: a stage is refilled before the last lane has read it": Seed(
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "multiply(state.stage_offset);\n    __syncwarp();", "multiply(state.stage_offset);",
+        RACE, FEW_LONG, {"split_k": 1},
     ),
-    "gemm_sm90_raw: x is not counted": Seed(
+    "gemm_sm90_raw: the bytes of x are not expected": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kWordBytes + m * (kStepK * 2));", "kWordBytes);",
         ("in flight", "nothing"), FEW,
     ),
     "gemm_sm90_raw: a group's scales are used one step too long": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "== (group + 1) * group_steps", "== (group + 1) * group_steps + 1",
-        VALUES, FEW_LONG, {"splits": 1},
+        VALUES, FEW_LONG, {"split_k": 1},
     ),
     "gemm_sm90_raw: odd columns are paired with even ones": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "i % 2 ? 0x7632 : 0x5410", "i % 2 ? 0x5410 : 0x7632", VALUES, FEW,

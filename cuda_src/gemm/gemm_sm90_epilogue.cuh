@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// The epilogue of gemm_sm90.cu and gemm_sm90_mma.cu: adds the accumulators of all consumers and of all CTAs of a
+// cluster and stores y. The order of the additions is fixed: the consumers of this CTA, then the other CTAs by rank.
+//
+//   1. each consumer stores its accumulators to shared memory                       store_accumulators
+//   2. each CTA adds up its consumers' accumulators of the rows that another CTA
+//      owns and writes them to that CTA's shared memory (DSMEM)                     write_partial_sums
+//   3. each CTA adds, for the rows it owns, its own accumulators and what the
+//      others have written, applies the epilogue and stores y                       store_tile
+#pragma once
+
+#include "gemm/gemm_sm90_tile.cuh"
+
+// Stores a consumer's accumulators of 8 rows from `row` on and 16 columns from `column` on; c as in ptx/mma.cuh.
+__device__ __forceinline__ void store_accumulators(float* accumulators, int consumer, int row, int column,
+                                                   const float (&c)[4]) {
+  const int lane = threadIdx.x % 32;
+  const int index = ConsumerBlocks::index(row + lane % 4 * 2, column + lane / 4);
+  store<true>(accumulators + consumer * kConsumerFloats + index, Vector<float, 4>{c[0], c[1], c[2], c[3]});
+}
+
+// Writes this CTA's partial sums of the rows that other CTAs own to them. A unit is a float4 of two rows, two columns.
+__device__ __forceinline__ void write_partial_sums(const Tile& tile, const float* accumulators) {
+  constexpr uint32_t kUnits = kOwnedRows / 2 * (kBlockN / 2);
+  constexpr uint32_t kAll = (kSplitK - 1) * kUnits;
+  constexpr uint32_t kPairs = ReceivedBlocks::kRowPairs;
+#pragma unroll 4
+  for (uint32_t begin = 0; begin < kAll; begin += kConsumerThreads) {
+    const uint32_t index = begin + threadIdx.x;
+    if (kAll % kConsumerThreads != 0 && index >= kAll) break;
+    const uint32_t owner = (tile.split + 1 + index / kUnits) % kSplitK;
+    const uint32_t unit = index % kUnits;
+    const uint32_t row = unit % kPairs * 2 + unit / (kPairs * (kBlockN / 2)) * 8;
+    const uint32_t column = unit / kPairs % 8 + unit / (kPairs * 8) % (kBlockN / 16) * 16;
+    const float* source = accumulators + ConsumerBlocks::index(owner * kOwnedRows + row, column);
+    float total[4] = {};
+#pragma unroll
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      Vector<float, 4> values;
+      load<true>(values, source + consumer * kConsumerFloats);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) total[i] += values.values[i];
+    }
+    const uint32_t slot = tile.split < owner ? tile.split : tile.split - 1;
+    const uint32_t target = tile.shared.begin + SharedStorage::Received::kBegin +
+                            (slot * kReceivedFloats + ReceivedBlocks::index(row, column)) * 4;
+    tile.shared.received_barrier().write(owner, target, total);
+  }
+}
+
+constexpr int kStoreN = kGated ? kBlockN / 2 : kBlockN;  // columns of y that a CTA stores
+
+// The index-th vector of 8 columns of y among those that the CTA stores.
+struct OutputVector {
+  uint32_t local_row, local_column;  // in the owned rows, in the tile
+  int row, column;
+  bool is_valid;
+
+  __device__ __forceinline__ OutputVector(const Tile& tile, uint32_t index, int m, int n_out) {
+    local_row = index / (kStoreN / 8);
+    local_column = index % (kStoreN / 8) * 8;
+    row = tile.m_begin + tile.split * kOwnedRows + local_row;
+    column = tile.n_block * kStoreN + local_column;
+    is_valid = index < kOwnedRows * (kStoreN / 8) && row >= tile.store_begin && row < m && column < n_out;
+  }
+};
+
+// The arguments of the kernels.
+struct GemmArguments {
+  const uint8_t* weight;
+  const BIAS* bias;
+  const X* residual;
+  X* y;
+  const TensorMap* x_map;  // null: the consumers copy x
+  int m, n, k, ldr, ldy;
+  float low, high;
+  ResidualStream stream;
+};
+
+// Stores the rows that this CTA owns. `part` holds the residual stream's operands of the thread's first output vector.
+__device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* memory, const GemmArguments& args,
+                                           ResidualStream::Part part) {
+  const Epilogue<X> epilogue{args.bias, args.residual, args.low, args.high, args.n, args.ldr};
+  const float* accumulators = reinterpret_cast<const float*>(memory);
+  const float* received = reinterpret_cast<const float*>(memory + SharedStorage::Received::kBegin);
+  const float* factors = reinterpret_cast<const float*>(memory + SharedStorage::Factors::kBegin);
+  auto add_up = [&](float (&out)[8], uint32_t row, uint32_t column) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out[i] = 0.0f;
+#pragma unroll
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      ConsumerBlocks::add(out, accumulators + consumer * kConsumerFloats, tile.split * kOwnedRows + row, column);
+    }
+    if constexpr (kSplitK > 1) tile.shared.received_barrier().wait_for_all();
+#pragma unroll
+    for (int other = 0; other < kSplitK - 1; ++other) {
+      ReceivedBlocks::add(out, received + other * kReceivedFloats, row, column);
+    }
+    if constexpr (kRmsNormsX) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) out[i] *= factors[row];
+    }
+  };
+  const int n_out = kGated ? args.n / 2 : args.n;
+  for (uint32_t index = threadIdx.x; index < kOwnedRows * (kStoreN / 8); index += kConsumerThreads) {
+    const OutputVector at(tile, index, args.m, n_out);
+    float square_sum = 0.0f;
+    if (at.is_valid) {
+      const Vector<X, 8> residual = epilogue.residuals<kAligned>(at.row, at.column);
+      float total[8];
+      add_up(total, at.local_row, at.local_column);
+      if constexpr (kGated) {
+        float up[8];
+        add_up(up, at.local_row, at.local_column + kStoreN);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) total[i] = epilogue.product(total[i], up[i], at.column + i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) total[i] = epilogue.activate(epilogue.biased(total[i], at.column + i));
+      }
+      if constexpr (kAddsToStream) {
+        if (index != threadIdx.x) part = args.stream.part(at.row, at.column, args.n);
+        square_sum = args.stream.add(total, part, at.row, at.column, args.n);
+      }
+      Vector<X, 8> out;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if constexpr (kHasResidual) total[i] += to_float(residual.values[i]);
+        out.values[i] = from_float<X>(total[i]);
+      }
+      store<kAligned>(args.y + static_cast<int64_t>(at.row) * args.ldy + at.column, out);
+    }
+    if constexpr (kAddsToStream) args.stream.store_square_sum(square_sum, at.is_valid, at.row, at.column, args.n);
+  }
+}

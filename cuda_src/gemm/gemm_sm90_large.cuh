@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// The compile-time shape of gemm_sm90_large.cu: tile, pipeline, shared memory.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "gemm/repacked.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/shared_storage.cuh"
+#include "hopper/tile_scheduler.cuh"
+
+constexpr bool kAligned = ALIGNED;
+constexpr int kBlockM = BLOCK_M;
+constexpr int kStages = STAGES;
+constexpr int kCluster = CLUSTER;
+constexpr bool kStreamK = STREAM_K;      // whether clusters share units
+constexpr int kWarpgroups = WARPGROUPS;  // of consumers
+constexpr int kM64Tiles = M64_TILES;     // wgmma tiles of 64 columns that a warpgroup computes
+constexpr int kStoreRows = STORE_ROWS;   // rows of y that a warpgroup stores at a time
+
+constexpr int kConsumerWarps = kWarpgroups * 4;
+constexpr int kThreads = (kConsumerWarps + 4) * 32;
+constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 112;
+constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 24;
+constexpr int kWeightTiles = kWarpgroups * kM64Tiles * 2;
+constexpr int kBlockN = kWeightTiles * kWeightTileN;
+constexpr int kAccumulators = kBlockM / 2;  // of a thread, in one wgmma tile
+
+static_assert(kM64Tiles * kBlockM * (kWarpgroups / 2) <= 256, "the accumulators fit in registers");
+static_assert(!kGated || kM64Tiles == 2, "a warpgroup computes both the gate and the up projection");
+static_assert(kCluster == 1 || kCluster == 2, "a stage of x has two halves to multicast");
+static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
+static_assert(kStoreRows == 16 || kStoreRows == 32, "stmatrix stores 16 rows at a time");
+
+constexpr int kXHalfBytes = kBlockM * 128;  // x of 64 k
+constexpr int kXStageBytes = 2 * kXHalfBytes;
+constexpr int kWeightStageBytes = kWeightTiles * kWeightTileBytes;
+constexpr int kStoreRowBytes = kM64Tiles * 64 * 2 + 16;  // 16 bytes of padding put 8 rows into different banks
+
+struct SharedStorage {
+  using XStages = SharedArray<0, kStages, kXStageBytes>;                        // [stage][k64][row][64 k], swizzled
+  using WeightStages = SharedArray<XStages::kEnd, kStages, kWeightStageBytes>;  // [stage][weight tile]
+  using StoreBuffers = SharedArray<WeightStages::kEnd, kWarpgroups, kStoreRows * kStoreRowBytes>;
+  using Barriers = SharedArray<StoreBuffers::kEnd, 2 * kStages, kBarrierBytes>;
+  static constexpr int kBytes = Barriers::kEnd;
+
+  uint32_t begin;  // a shared address, a multiple of 1024
+
+  __device__ __forceinline__ uint32_t x(int stage_idx) const { return XStages::at(begin, stage_idx); }
+  __device__ __forceinline__ uint32_t weight(int stage_idx) const { return WeightStages::at(begin, stage_idx); }
+  __device__ __forceinline__ Pipeline<kStages, Barriers::kBegin> pipeline() const { return {begin}; }
+};
+ASSERT_SHARED_BYTES(SharedStorage);
+
+using Accumulators = float[kM64Tiles][kAccumulators];
+using Scheduler = StreamKTileScheduler<kCluster, kStreamK>;

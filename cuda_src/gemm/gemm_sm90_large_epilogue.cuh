@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+// The epilogue of gemm_sm90_large.cu: adds the partial accumulators of units that clusters share, and stores a tile.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "gemm/gemm_sm90_large.cuh"
+#include "hopper/tma.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/prefetch.cuh"
+#include "ptx/stmatrix.cuh"
+
+constexpr int kStoreN = kGated ? 64 : kM64Tiles * 64;  // columns of y that a warpgroup stores
+
+// Adds the accumulators of a shared unit in the order of the clusters. The CTA that does not have the unit's last k
+// tiles writes its accumulators to `partials`, float4 [CTA][warpgroup][m64 tile][kAccumulators / 4][128 threads], and
+// counts in `counters`, [unit][CTA of the cluster][warpgroup], which are zero before and after the launch. The CTA that
+// has the last k tiles waits for all others. Returns whether the accumulators are complete.
+__device__ __forceinline__ bool reduce_shared_unit(Accumulators& accumulators, const Scheduler& scheduler,
+                                                   int warpgroup, float* partials, uint32_t* counters) {
+  if (scheduler.begins_unit() && scheduler.ends_unit()) return true;
+  constexpr int kVectors = kAccumulators / 4;
+  const int thread = threadIdx.x % 128;
+  const auto slot = [&](int cluster_idx) {
+    const int cta = cluster_idx * kCluster + cluster_rank<kCluster>();
+    return reinterpret_cast<Vector<float, 4>*>(partials) +
+           (cta * kWarpgroups + warpgroup) * (kM64Tiles * kVectors * 128) + thread;
+  };
+  uint32_t* counter = counters + (scheduler.unit * kCluster + cluster_rank<kCluster>()) * kWarpgroups + warpgroup;
+  if (!scheduler.ends_unit()) {
+    Vector<float, 4>* target = slot(scheduler.cluster_idx);
+#pragma unroll
+    for (int i = 0; i < kM64Tiles; ++i) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        target[(i * kVectors + v) * 128] = {accumulators[i][4 * v], accumulators[i][4 * v + 1],
+                                            accumulators[i][4 * v + 2], accumulators[i][4 * v + 3]};
+      }
+    }
+    ptx::barrier_sync(1 + warpgroup, 128);
+    if (thread == 0) {
+      __threadfence();
+      atomicAdd(counter, 1u);
+    }
+    return false;
+  }
+  int first = scheduler.cluster_idx - 1;
+  while (scheduler.share_begin(first) > scheduler.unit * scheduler.k_tiles) --first;
+  if (thread == 0) {
+    while (*const_cast<volatile uint32_t*>(counter) != scheduler.cluster_idx - first) {
+    }
+    *counter = 0;
+    __threadfence();
+  }
+  ptx::barrier_sync(1 + warpgroup, 128);
+#pragma unroll 1
+  for (int cluster_idx = first; cluster_idx < scheduler.cluster_idx; ++cluster_idx) {
+    const Vector<float, 4>* source = slot(cluster_idx);
+#pragma unroll
+    for (int i = 0; i < kM64Tiles; ++i) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const Vector<float, 4> values = source[(i * kVectors + v) * 128];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) accumulators[i][4 * v + e] += values.values[e];
+      }
+    }
+  }
+  return true;
+}
+
+// Prefetches the residual of a warpgroup's part of a tile into L2.
+__device__ __forceinline__ void prefetch_residual(const Epilogue<X>& epilogue, const TileCoordinates& tile,
+                                                  int warpgroup, int m, int n) {
+  constexpr int kLine = 128 / sizeof(X);
+  for (int i = threadIdx.x % 128; i < kBlockM * (kStoreN / kLine); i += 128) {
+    const int row = tile.m_block * kBlockM + i % kBlockM;
+    const int column = (tile.n_block * kWarpgroups + warpgroup) * kStoreN + i / kBlockM * kLine;
+    if (row >= m || column >= (kGated ? n / 2 : n)) continue;
+    ptx::prefetch_global_l2(epilogue.residual + static_cast<int64_t>(row) * epilogue.ldr + column);
+  }
+}
+
+// Stores a warpgroup's part of a tile. Accumulators lie along the rows of x in a lane but are stored along the columns
+// of y, so they pass through `buffer`, shared memory of kStoreRows rows of kStoreRowBytes: stmatrix transposes them.
+__device__ __forceinline__ void store_tile(uint8_t* buffer, const Accumulators& accumulators,
+                                           const TileCoordinates& tile, int warpgroup, const Epilogue<X>& epilogue,
+                                           X* y, int m, int n, int ldy, float result_factor) {
+  const int thread = threadIdx.x % 128;
+  const int lane = thread % 32;
+  const int n_out = kGated ? n / 2 : n;
+  const int column_begin = (tile.n_block * kWarpgroups + warpgroup) * kStoreN;
+  const int row_begin = tile_row_begin<kBlockM>(tile.m_block, m);
+  // accumulators[i][v]: v % 4 = 0, 1 belong to this column, 2, 3 to the one 8 further.
+  const int my_column = column_begin + thread / 32 * 16 + lane / 4;
+  float biases[kM64Tiles][2] = {};
+  if constexpr (kHasBias) {
+#pragma unroll
+    for (int i = 0; i < kM64Tiles; ++i) {
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper) {
+        const int column = my_column + upper * 8 + (kGated ? 0 : i * 64);
+        if (column < n_out) biases[i][upper] = epilogue.biased(0.0f, column + (kGated ? i * (n / 2) : 0));
+      }
+    }
+  }
+  auto finish = [&](int i, int v) {
+    const int upper = v / 2 % 2;
+    float value = epilogue.activate(fmaf(accumulators[i][v], result_factor, biases[i][upper]));
+    if constexpr (kGated) value *= fmaf(accumulators[1][v], result_factor, biases[1][upper]);
+    return value;
+  };
+  // In each pass over a chunk of kStoreRows rows a thread moves 8 columns of one row.
+  constexpr int kChunks = kBlockM / kStoreRows;
+  constexpr int kPasses = kStoreRows * kStoreN / 8 / 128;
+  auto row = [&](int chunk, int pass) {
+    return row_begin + chunk * kStoreRows + (pass * 128 + thread) / (kStoreN / 8);
+  };
+  auto column = [&](int pass) { return column_begin + (pass * 128 + thread) % (kStoreN / 8) * 8; };
+  // Rows above the tile belong to the preceding one, which computes and stores them, too.
+  auto is_stored = [&](int chunk, int pass) {
+    return row(chunk, pass) >= tile.m_block * kBlockM && row(chunk, pass) < m && column(pass) < n_out;
+  };
+  auto buffered = [&](int pass) -> Vector<X, 8>& {
+    const int offset = (pass * 128 + thread) / (kStoreN / 8) * kStoreRowBytes + (column(pass) - column_begin) * 2;
+    return *reinterpret_cast<Vector<X, 8>*>(buffer + offset);
+  };
+  Vector<X, 8> residuals[kPasses] = {};
+  auto load_residuals = [&](int chunk) {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (is_stored(chunk, pass)) residuals[pass] = epilogue.residuals<kAligned>(row(chunk, pass), column(pass));
+    }
+  };
+  if constexpr (kHasResidual) load_residuals(0);
+  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
+                          (lane / 16 * 8 + lane % 8) * kStoreRowBytes + (thread / 32 * 16 + lane / 8 % 2 * 8) * 2;
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    ptx::barrier_sync(1 + warpgroup, 128);
+    if constexpr (kHasResidual) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) buffered(pass) = residuals[pass];
+      ptx::barrier_sync(1 + warpgroup, 128);
+      if (chunk + 1 < kChunks) load_residuals(chunk + 1);
+    }
+#pragma unroll
+    for (int i = 0; i < kStoreN / 64; ++i) {
+#pragma unroll
+      for (int rows = 0; rows < kStoreRows; rows += 16) {
+        const uint32_t address = target + rows * kStoreRowBytes + i * 128;
+        uint32_t values[4] = {};
+        if constexpr (kHasResidual) ptx::ldmatrix_x4_trans(values, address);
+#pragma unroll
+        for (int matrix = 0; matrix < 4; ++matrix) {
+          const int v = (chunk * kStoreRows + rows) / 2 + matrix * 2;
+          float low = finish(i, v), high = finish(i, v + 1);
+          if constexpr (kHasResidual) {
+            low += to_float(X{static_cast<uint16_t>(values[matrix])});
+            high += to_float(X{static_cast<uint16_t>(values[matrix] >> 16)});
+          }
+          values[matrix] = from_float<X>(low).bits | uint32_t{from_float<X>(high).bits} << 16;
+        }
+        ptx::stmatrix_x4_trans(address, values);
+      }
+    }
+    ptx::barrier_sync(1 + warpgroup, 128);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (!is_stored(chunk, pass)) continue;
+      store<kAligned>(y + static_cast<int64_t>(row(chunk, pass)) * ldy + column(pass), buffered(pass));
+    }
+  }
+}

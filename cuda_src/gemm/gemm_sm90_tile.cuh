@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// The compile-time shape of gemm_sm90.cu and gemm_sm90_mma.cu, their shared memory, and the tile of one CTA.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "gemm/repacked.cuh"
+#include "hopper/cluster_reduction.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/residual_stream.cuh"
+#include "hopper/shared_storage.cuh"
+#include "hopper/tile_scheduler.cuh"
+#include "hopper/tma.cuh"
+#include "ptx/cluster.cuh"
+
+constexpr bool kAligned = ALIGNED;
+constexpr int kBlockM = BLOCK_M;
+constexpr int kWeightTiles = WEIGHT_TILES;      // side by side in the CTA's tile
+constexpr int kConsumers = CONSUMERS;           // groups of warps that take turns at the stages
+constexpr int kConsumerWarps = CONSUMER_WARPS;  // of one consumer
+constexpr int kStages = STAGES;
+constexpr int kKTiles = K_TILES;  // weight tiles along k in a stage, which one copy brings
+constexpr int kSplitK = SPLIT_K;  // CTAs of a cluster, which share a tile along k
+constexpr int kCtasPerSm = CTAS_PER_SM;
+constexpr int kXStageBytes = X_STAGE_BYTES;  // x that the producer copies in a stage; 0: the consumers copy x
+constexpr int kXRingBytes = X_RING_BYTES;    // all stages of x
+// Whether the weights of all stages are copied before the wait for the preceding kernel, or only those of the first.
+// TMA serves copies in order, so x waits behind every weight copied before it. A CTA that starts early prefers all; one
+// that starts when the preceding kernel ends needs x soon.
+constexpr bool kPrefetchWeights = PREFETCH_WEIGHTS;
+// Registers per thread that setmaxnreg moves from the producer's warpgroup to the consumers; 0: the producer is one
+// warp and all threads have the same number.
+constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
+constexpr int kProducerRegisters = 40;
+
+constexpr int kBlockN = kWeightTiles * kWeightTileN;
+constexpr int kProducerWarp = kConsumers * kConsumerWarps;  // the warps below it are consumers
+constexpr int kConsumerThreads = kProducerWarp * 32;
+// Whether a warp behind the producer computes the RMSNorm factors. If the producer copies x there may be many rows, and
+// the consumers compute them while they wait for x.
+constexpr bool kHasFactorWarp = kRmsNormsX && kXStageBytes == 0;
+constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : kHasFactorWarp ? 64 : 32);
+constexpr int kOwnedRows = kBlockM / kSplitK;  // rows of the tile whose results this CTA adds up and stores
+
+static_assert(kBlockM % 8 == 0, "mma and wgmma take 8 rows of x at a time");
+static_assert(kBlockM % (2 * kSplitK) == 0, "every CTA of a cluster owns the same number of row pairs");
+// See pipeline.cuh: the phase of a barrier is ambiguous for a consumer that skips a use of its stage.
+static_assert(kStages % kConsumers == 0, "a stage belongs to one consumer");
+// setmaxnreg blocks forever if the CTA's registers at launch do not suffice.
+static_assert(kProducerWarp / 4 * kConsumerRegisters + (kConsumerRegisters != 0 ? kProducerRegisters : 0) <=
+                  kThreads / 128 * (65536 / kThreads / 8 * 8),
+              "setmaxnreg takes registers from those that the CTA starts with");
+static_assert(!kGated || kWeightTiles % 2 == 0, "the gate has half of the weight tiles");
+static_assert(kPrefetchWeights || kXStageBytes != 0, "only the producer of x can copy the weight after the wait");
+static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
+static_assert(!kAddsToStream || (!kGated && !kHasResidual && kAligned),
+              "only a plain, aligned y can be added to the residual stream");
+
+// Accumulators of 8 rows and 16 columns as mma and wgmma leave them in the lanes, in shared memory: float4 [column % 8]
+// [ROW_PAIRS], the four values being (row, column), (row + 1, column), (row, column + 8), (row + 1, column + 8). The
+// padding of 8 floats puts the same column % 8 of adjacent blocks into different banks.
+template <int ROW_PAIRS>
+struct AccumulatorBlocks {
+  static constexpr int kRowPairs = ROW_PAIRS;
+  static constexpr int kColumnFloats = ROW_PAIRS * 4;
+  static constexpr int kFloats = 8 * kColumnFloats + 8;
+
+  // Returns the index of the float4 of rows `row` and `row` + 1, columns `column` and `column` + 8.
+  static __device__ __forceinline__ uint32_t index(uint32_t row, uint32_t column) {
+    const uint32_t block = row / (2 * ROW_PAIRS) * (kBlockN / 16) + column / 16;
+    return block * kFloats + column % 8 * kColumnFloats + row / 2 % ROW_PAIRS * 4;
+  }
+  // Adds 8 columns of a row, from a multiple of 8 on, to `out`.
+  static __device__ __forceinline__ void add(float (&out)[8], const float* blocks, uint32_t row, uint32_t column) {
+    const float* source = blocks + index(row, column) + column / 8 % 2 * 2 + row % 2;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out[i] += source[i * kColumnFloats];
+  }
+};
+using ConsumerBlocks = AccumulatorBlocks<4>;                                      // of one consumer, all rows
+using ReceivedBlocks = AccumulatorBlocks<(kOwnedRows < 8 ? kOwnedRows / 2 : 4)>;  // of one other CTA, the owned rows
+constexpr int kConsumerFloats = kBlockM / 8 * (kBlockN / 16) * ConsumerBlocks::kFloats;
+constexpr int kReceivedFloats = ceil_div(kOwnedRows, 8) * (kBlockN / 16) * ReceivedBlocks::kFloats;
+constexpr int kWeightStageBytes = kWeightTiles * kKTiles * kWeightTileBytes;
+
+struct SharedStorage {
+  // In the main loop.
+  using XRing = SharedArray<0, 1, kXRingBytes>;
+  using WeightStages = SharedArray<XRing::kEnd, kStages, kWeightStageBytes>;  // [stage][tile column][k tile]
+  using Barriers = SharedArray<WeightStages::kEnd, 2 * kStages, kBarrierBytes>;
+  // After the main loop, in place of the stages.
+  using Accumulators = SharedArray<0, kConsumers, kConsumerFloats * 4>;
+  // At any time: other CTAs may be ahead of this one.
+  static constexpr int kOverlaidEnd = Barriers::kEnd > Accumulators::kEnd ? Barriers::kEnd : Accumulators::kEnd;
+  using ReceivedBarrier = SharedArray<kOverlaidEnd, kSplitK == 1 ? 0 : 1, 16>;
+  using Received = SharedArray<ReceivedBarrier::kEnd, kSplitK - 1, kReceivedFloats * 4>;
+  using Factors = SharedArray<Received::kEnd, kRmsNormsX ? kOwnedRows : 0, 4>;  // of the RMSNorm
+  static constexpr int kBytes = Factors::kEnd;
+
+  uint32_t begin;  // a shared address, a multiple of 1024
+
+  __device__ __forceinline__ uint32_t x(int stage_idx) const { return begin + stage_idx * kXStageBytes; }
+  __device__ __forceinline__ uint32_t weight(int stage_idx) const { return WeightStages::at(begin, stage_idx); }
+  __device__ __forceinline__ Pipeline<kStages, Barriers::kBegin> pipeline() const { return {begin}; }
+  __device__ __forceinline__ PartialSumBarrier received_barrier() const { return {ReceivedBarrier::at(begin)}; }
+};
+ASSERT_SHARED_BYTES(SharedStorage);
+
+// The work of one CTA: kBlockM rows, kBlockN columns, and the k tiles [k_tile_begin, k_tile_end). An iteration of the
+// main loop consumes one stage: kKTiles k tiles, or what is left of K.
+struct Tile {
+  SharedStorage shared;
+  int n_block;
+  int m_begin;      // the first row of x that is multiplied
+  int store_begin;  // the first row that is stored: rows above it belong to the preceding tile (tma.cuh)
+  uint32_t split;   // the CTA's rank in its cluster
+  int k_tile_begin;
+  int k_tile_end;
+
+  __device__ __forceinline__ int iterations() const { return ceil_div(k_tile_end - k_tile_begin, kKTiles); }
+  // Returns the number of iterations that use a stage for the first time.
+  __device__ __forceinline__ int prologue_iterations() const { return min(iterations(), kStages); }
+  __device__ __forceinline__ int k_tiles(int iteration) const {
+    return kKTiles == 1 ? 1 : min(kKTiles, k_tile_end - k_tile_begin - iteration * kKTiles);
+  }
+};
+
+__device__ __forceinline__ Tile make_tile(uint8_t* memory, int m, int k) {
+  Tile tile;
+  tile.shared.begin = ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(memory)));
+  tile.n_block = blockIdx.x / kSplitK;
+  int m_block = 0;
+  if (gridDim.y > 1) {
+    const int n_blocks = gridDim.x / kSplitK;
+    const TileCoordinates at = rasterize(blockIdx.y * n_blocks + tile.n_block, gridDim.y, n_blocks);
+    m_block = at.m_block;
+    tile.n_block = at.n_block;
+  }
+  tile.m_begin = tile_row_begin<kBlockM>(m_block, m);
+  tile.store_begin = m_block * kBlockM;
+  tile.split = kSplitK == 1 ? 0 : ptx::cluster_ctarank();
+  const int k_tiles = ceil_div(k, kWeightTileK);
+  const int iterations = ceil_div(k_tiles, kKTiles);
+  tile.k_tile_begin = iterations * tile.split / kSplitK * kKTiles;
+  tile.k_tile_end = min(k_tiles, iterations * (tile.split + 1) / kSplitK * kKTiles);
+  return tile;
+}
+
+// Returns whether a CTA has no tile. Padding CTAs make the grid a multiple of the SM count, so that the next kernel's
+// CTAs find the same free space on each SM; otherwise two of them may share an SM and delay all.
+__device__ __forceinline__ bool is_padding_cta(const Tile& tile, int n) {
+  return gridDim.y == 1 && tile.n_block >= ceil_div(n, kBlockN);
+}
+
+// Returns whether the consumers zero x, because the tile has rows that no copy fills (tma.cuh).
+__device__ __forceinline__ bool zeroes_x(int m) { return kXStageBytes != 0 && has_missing_rows<kBlockM>(m); }
+
+// Returns the boxes of x in a stage: one, or one of each 64 k if rows are missing.
+__device__ __forceinline__ int x_boxes(int m) { return zeroes_x(m) ? 2 * kKTiles : 1; }

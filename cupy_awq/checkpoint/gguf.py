@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a GGUF file under their Hugging Face names: Q4_0, Q4_1 and Q4_K stay 4-bit, others become float16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from cupy_awq.check import FLOAT16
+from cupy_awq.checkpoint import gguf_dense, gguf_file, gguf_q4
+from cupy_awq.checkpoint.contents import Contents
+from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.gguf_file import Blocks
+from cupy_awq.checkpoint.module import ModuleSpec, Pending
+from cupy_awq.checkpoint.tensors import Module, Tensor
+
+Array = npt.NDArray[Any]
+
+NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    **{f"attn_{p}": f"self_attn.{p}_proj" for p in "qkv"},
+    **{f"attn_{p}_norm": f"self_attn.{p}_norm" for p in "qk"},
+    "attn_output": "self_attn.o_proj",
+    **{f"ffn_{p}": f"mlp.{p}_proj" for p in ("gate", "up", "down")},
+    "ffn_gate_inp": "mlp.gate",
+    **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
+}
+EXPERT_NAMES = {f"ffn_{p}_exps": f"{p}_proj" for p in ("gate", "up", "down")}
+
+PACKED_TYPES = ("Q4_0", "Q4_1", "Q4_K")
+"""The types that stay 4-bit."""
+
+
+def read(path: Path) -> Contents:
+    """Return the contents of a GGUF file. Raises CheckpointError for a damaged one."""
+    return open_tensors(path, *gguf_file.read(path))
+
+
+def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> Contents:
+    """Return the tensors of a file by their Hugging Face names; those without one keep their own.
+
+    Rows of q and k have Hugging Face's order, and experts a key each. Raises CheckpointError for tensors or metadata
+    that contradict each other.
+    """
+    heads = _find_permuted_heads(path, metadata)
+    entries: dict[str, Pending | Tensor] = {}
+    for name, block in blocks.items():
+        for key, part, count in _name_tensors(name, block, heads):
+            where = f"{path}: tensor {name!r:.200}"
+            bias = blocks.get(name.removesuffix("weight") + "bias") if name.endswith(".weight") else None
+            entry = _open_tensor(path, part, key, count, bias, where)
+            if isinstance(entry, Pending) and not entry.is_dense:
+                key = key.removesuffix(".weight")
+            if key in entries:
+                raise CheckpointError(f"{where}: expected a unique name, got {key!r:.200} twice")
+            entries[key] = entry
+    for name in [name for name, entry in entries.items() if isinstance(entry, Pending) and entry.spec.bias_dtype]:
+        entries.pop(f"{name}.bias", None)
+    kinds = sorted({block.kind for block in blocks.values()})
+    return Contents(entries, f"Format gguf: types {', '.join(kinds)} in {path}.", "gguf")
+
+
+def _find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of heads by the names of the tensors whose rows Llama's files permute.
+
+    These files interleave the two halves of each head of q and k, for a RoPE that rotates adjacent pairs.
+    """
+    if metadata.get("general.architecture") != "llama":
+        return {}
+    heads = metadata.get("llama.attention.head_count")
+    counts = {"attn_q": heads, "attn_k": metadata.get("llama.attention.head_count_kv", heads)}
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            key = "head_count" if name == "attn_q" else "head_count_kv"
+            raise CheckpointError(f"{path}: llama.attention.{key}: expected a positive integer, got {count!r:.80}")
+    return counts
+
+
+def _name_tensors(name: str, block: Blocks, heads: Mapping[str, int]) -> list[tuple[str, Blocks, int | None]]:
+    """Return the keys of a tensor or of its experts, their blocks, and the heads whose rows are permuted or None."""
+    stem, _, suffix = name.rpartition(".")
+    if stem in NAMES:
+        return [(f"{NAMES[stem]}.{suffix}", block, None)]
+    first, _, rest = stem.partition(".")
+    number, _, part = rest.partition(".")
+    if first != "blk":
+        return [(name, block, None)]
+    layer = f"model.layers.{number}"
+    if part in EXPERT_NAMES and len(block.shape) == 3 and suffix == "weight":
+        count, n, k = block.shape
+        rows = block.data.reshape(count, n, -1)
+        projection = EXPERT_NAMES[part]
+        return [
+            (f"{layer}.mlp.experts.{expert}.{projection}.weight", Blocks(block.kind, (n, k), rows[expert]), None)
+            for expert in range(count)
+        ]
+    if part not in LAYER_NAMES:
+        return [(name, block, None)]
+    return [(f"{layer}.{LAYER_NAMES[part]}.{suffix}", block, heads.get(part))]
+
+
+def _open_tensor(
+    path: Path, block: Blocks, key: str, heads: int | None, bias: Blocks | None, where: str
+) -> Pending | Tensor:
+    """Return a 4-bit module, a dense tensor that is converted when it is accessed, or a view of the file."""
+    if heads is not None and block.shape[0] % (2 * heads):
+        raise CheckpointError(f"{where}: expected rows in multiples of {2 * heads}, got {block.shape[0]}")
+    n, k = block.shape[0], block.shape[-1]
+    if block.kind in PACKED_TYPES and len(block.shape) == 2 and n % 8 == 0 and key.endswith("_proj.weight"):
+        values = None if bias is None else _deinterleave(gguf_dense.read_values(bias, where), heads)
+        if values is not None and values.shape != (n,):
+            raise CheckpointError(f"{where}: bias: expected [N] = [{n}], got {list(values.shape)}")
+        pending = gguf_q4.open_module(block, where, values)
+        if heads is None:
+            return pending
+        return pending._replace(convert=partial(_convert_module, block, heads, where, values))
+    if block.kind in gguf_dense.PLAIN and heads is None:
+        return Tensor(gguf_dense.read_values(block, where), path)
+    bits = 8 * block.data.shape[-1] // k
+    dtype, rounding = gguf_dense.PLAIN.get(block.kind, FLOAT16), f"{block.kind} to dense float16"
+    spec = ModuleSpec(k, n, k, "symmetric", dtype, bits=bits, rounding=rounding)
+    return Pending(spec, partial(_convert_dense, path, block, heads, where), is_dense=True)
+
+
+def _convert_module(block: Blocks, heads: int, where: str, bias: Array | None) -> Module | Tensor:
+    rows = block._replace(data=_deinterleave(block.data, heads))
+    return gguf_q4.open_module(rows, where, bias).convert()
+
+
+def _convert_dense(path: Path, block: Blocks, heads: int | None, where: str) -> Tensor:
+    return Tensor(_deinterleave(gguf_dense.read_values(block, where), heads), path)
+
+
+def _deinterleave(rows: Array, heads: int | None) -> Array:
+    """Return rows [N, ...] with rows 2i and 2i + 1 of each head moved to i and i + head_dim / 2."""
+    if heads is None:
+        return rows
+    n, *rest = rows.shape
+    return rows.reshape(heads, n // heads // 2, 2, *rest).swapaxes(1, 2).reshape(n, *rest)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversion of GGUF tensors that cannot stay 4-bit weights with groups along K: their values in float16.
+
+The types of common files are converted here, with NumPy alone; all others by the package ``gguf``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.gguf_file import Blocks
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[Any]
+"""Blocks [rows, blocks, bytes] uint8, or codes of them."""
+
+CHUNK = 1 << 20
+"""The values that one chunk converts."""
+
+PLAIN: dict[str, np.dtype[Any]] = {
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+"""The types whose values are views of the file."""
+
+
+def read_values(block: Blocks, where: str) -> Array:
+    """Return the values of a tensor: float32 and float64 as they are, all others in float16.
+
+    Raises CheckpointError, whose message starts with ``where``, for a type that cannot be converted.
+    """
+    if block.kind in PLAIN:
+        return block.data.view(PLAIN[block.kind]).reshape(block.shape)
+    convert = _find_converter(block.kind, where)
+    rows, columns = len(block.data), block.shape[-1]
+    out = np.empty((rows, columns), np.float16)
+    step = max(1, CHUNK // columns)
+    with np.errstate(over="ignore", invalid="ignore"):  # of damaged files
+        for start in range(0, rows, step):
+            chunk = block.data[start : start + step]
+            out[start : start + step] = convert(chunk).reshape(len(chunk), columns)
+    return out.reshape(block.shape)
+
+
+def _find_converter(kind: str, where: str) -> Callable[[Bytes], Array]:
+    """Return the function from rows of blocks to float32 values."""
+    if kind in CONVERTERS:
+        block_bytes, convert = CONVERTERS[kind]
+        return lambda rows: convert(rows.reshape(len(rows), -1, block_bytes))
+    try:
+        gguf: Any = importlib.import_module("gguf")
+    except ImportError:
+        hint = 'pip install "cupy-awq[llm]"'
+        raise CheckpointError(f"{where}: expected the package gguf for type {kind}, got none: {hint}") from None
+    form = getattr(gguf.GGMLQuantizationType, kind, None)
+
+    def convert_by_package(rows: Bytes) -> Array:
+        try:
+            values: Array = gguf.quants.dequantize(np.ascontiguousarray(rows), form)
+        except (NotImplementedError, KeyError):
+            raise CheckpointError(f"{where}: expected a supported quantization type, got {kind}") from None
+        return values
+
+    return convert_by_package
+
+
+def _read_float16(blocks: Bytes, start: int, count: int) -> Array:
+    """Return ``count`` float16 from byte ``start`` of each block, as float32 [..., count]."""
+    values: Array = np.ascontiguousarray(blocks[..., start : start + 2 * count]).view(np.float16)
+    return values.astype(np.float32)
+
+
+def _unpack_nibbles(codes: Bytes) -> Bytes:
+    """Return the low nibbles of the last axis, then the high ones."""
+    return np.concatenate([codes & 15, codes >> 4], axis=-1)
+
+
+def _dequantize_bf16(blocks: Bytes) -> Array:
+    values: Array = np.ascontiguousarray(blocks).view(ml_dtypes.bfloat16)
+    return values.astype(np.float32)
+
+
+def _dequantize_q4_0(blocks: Bytes) -> Array:
+    return _read_float16(blocks, 0, 1) * (_unpack_nibbles(blocks[..., 2:]).astype(np.float32) - 8)
+
+
+def _dequantize_q4_1(blocks: Bytes) -> Array:
+    return _read_float16(blocks, 0, 1) * _unpack_nibbles(blocks[..., 4:]) + _read_float16(blocks, 2, 1)
+
+
+def _unpack_fives(blocks: Bytes, start: int) -> Array:
+    """Return the 5-bit codes of Q5_0 and Q5_1: four bytes of high bits, then 16 bytes of nibbles."""
+    high = np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little")
+    codes: Array = _unpack_nibbles(blocks[..., start + 4 :]) | high << 4
+    return codes.astype(np.float32)
+
+
+def _dequantize_q5_0(blocks: Bytes) -> Array:
+    values: Array = _read_float16(blocks, 0, 1) * (_unpack_fives(blocks, 2) - 16)
+    return values
+
+
+def _dequantize_q5_1(blocks: Bytes) -> Array:
+    return _read_float16(blocks, 0, 1) * _unpack_fives(blocks, 4) + _read_float16(blocks, 2, 1)
+
+
+def _dequantize_q8_0(blocks: Bytes) -> Array:
+    return _read_float16(blocks, 0, 1) * blocks[..., 2:].view(np.int8)
+
+
+def unpack_scales(blocks: Bytes) -> tuple[Array, Array]:
+    """Return the 6-bit sc and m [8, ...] of super-blocks [..., bytes] of Q4_K or Q5_K, as float32."""
+    packed = np.ascontiguousarray(np.moveaxis(blocks[..., 4:16], -1, 0))  # long inner loops
+    low, mid, high = packed[:4], packed[4:8], packed[8:]
+    sc, m = (np.empty((8, *packed.shape[1:]), np.float32) for _ in range(2))
+    sc[:4], m[:4] = low & 63, mid & 63
+    sc[4:], m[4:] = (high & 15) | (low >> 6) << 4, (high >> 4) | (mid >> 6) << 4
+    return sc, m
+
+
+def _scale_groups(blocks: Bytes, codes: Array) -> Array:
+    """Return (d sc) q - dmin m for codes [..., 8, 32] of super-blocks that begin as those of Q4_K do."""
+    sc, m = (np.moveaxis(values, 0, -1) for values in unpack_scales(blocks))
+    header = _read_float16(blocks, 0, 2)
+    values: Array = (header[..., :1] * sc)[..., None] * codes - (header[..., 1:] * m)[..., None]
+    return values
+
+
+def _dequantize_q4_k(blocks: Bytes) -> Array:
+    pairs = np.ascontiguousarray(blocks[..., 16:]).reshape(*blocks.shape[:-1], 4, 1, 32)
+    codes = np.concatenate([pairs & 15, pairs >> 4], axis=-2)
+    return _scale_groups(blocks, codes.reshape(*blocks.shape[:-1], 8, 32))
+
+
+def _dequantize_q5_k(blocks: Bytes) -> Array:
+    pairs = np.ascontiguousarray(blocks[..., 48:]).reshape(*blocks.shape[:-1], 4, 1, 32)
+    codes = np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*blocks.shape[:-1], 8, 32)
+    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]  # bit j is that of group j
+    return _scale_groups(blocks, codes | (high & 1) << 4)
+
+
+def _dequantize_q6_k(blocks: Bytes) -> Array:
+    shape = blocks.shape[:-1]
+    low = np.ascontiguousarray(blocks[..., :128]).reshape(*shape, 2, 1, 64)
+    low = np.concatenate([low & 15, low >> 4], axis=-2).reshape(*shape, 2, 4, 32)
+    high = np.ascontiguousarray(blocks[..., 128:192]).reshape(*shape, 2, 1, 32)
+    high = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    codes = (low | high << 4).astype(np.float32) - 32
+    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).astype(np.float32)
+    values: Array = (_read_float16(blocks, 208, 1) * scales)[..., None] * codes.reshape(*shape, 16, 16)
+    return values
+
+
+CONVERTERS: dict[str, tuple[int, Callable[[Bytes], Array]]] = {
+    "BF16": (2, _dequantize_bf16),
+    "Q4_0": (18, _dequantize_q4_0),
+    "Q4_1": (20, _dequantize_q4_1),
+    "Q5_0": (22, _dequantize_q5_0),
+    "Q5_1": (24, _dequantize_q5_1),
+    "Q8_0": (34, _dequantize_q8_0),
+    "Q4_K": (144, _dequantize_q4_k),
+    "Q5_K": (176, _dequantize_q5_k),
+    "Q6_K": (210, _dequantize_q6_k),
+}
+"""The bytes of a block, and the function from blocks [rows, blocks, bytes] to float32, of each type converted here."""

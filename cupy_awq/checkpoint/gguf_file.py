@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GGUF container: metadata, and tensors as views of the mapped file.
+
+The header is hostile input: every count and length is checked against the remaining bytes before it is used. (The
+reader of the package ``gguf`` does not check: a huge array length keeps it in a loop for hours.)
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cupy_awq.checkpoint.files import CheckpointError
+
+MAGIC = b"GGUF"
+
+SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""The `struct` format of each scalar type of metadata values."""
+STRING_TYPE, ARRAY_TYPE = 8, 9
+VERSIONS = (2, 3)
+MAX_RANK = 4
+
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+}
+"""The name, the values of a block and the bytes of a block of each GGML type."""
+
+
+class Blocks(NamedTuple):
+    """A tensor of a GGUF file, stored as quantization blocks.
+
+    Attributes:
+        kind: the name of the GGML quantization type, such as "Q4_0" or "F16".
+        shape: the shape of the tensor, outermost axis first.
+        data: uint8 [rows, bytes of a row], a view of the mapped file; the rows are all axes but the last.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[np.uint8]
+
+
+class _Cursor:
+    """A read position in the file; every read first checks that the bytes exist."""
+
+    def __init__(self, data: memoryview, path: Path) -> None:
+        self.data, self.position, self.path = data, 0, path
+
+    def require(self, count: int) -> None:
+        """Raise CheckpointError unless ``count`` more bytes remain."""
+        if count > len(self.data) - self.position:
+            raise CheckpointError(f"{self.path}: expected a GGUF file, got a damaged or truncated one")
+
+    def take(self, count: int) -> memoryview:
+        self.require(count)
+        self.position += count
+        return self.data[self.position - count : self.position]
+
+    def scalar(self, form: str) -> Any:
+        return struct.unpack("<" + form, self.take(struct.calcsize("<" + form)))[0]
+
+    def text(self) -> str:
+        try:
+            return str(self.take(self.scalar("Q")), "utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path}: expected UTF-8 before byte {self.position}, got {error}") from None
+
+    def value(self) -> Any:
+        """Read a metadata value: a scalar, a text, a NumPy array of scalars or a list of texts."""
+        kind = self.scalar("I")
+        if kind == STRING_TYPE:
+            return self.text()
+        if kind in SCALAR_FORMATS:
+            return self.scalar(SCALAR_FORMATS[kind])
+        if kind != ARRAY_TYPE:
+            raise CheckpointError(
+                f"{self.path}: expected a known metadata type before byte {self.position}, got {kind}"
+            )
+        item, count = self.scalar("I"), self.scalar("Q")
+        if item == STRING_TYPE:
+            self.require(8 * count)
+            return [self.text() for _ in range(count)]
+        if item not in SCALAR_FORMATS:
+            raise CheckpointError(f"{self.path}: expected a known array type before byte {self.position}, got {item}")
+        form = np.dtype(SCALAR_FORMATS[item]).newbyteorder("<")
+        return np.frombuffer(self.take(count * form.itemsize), form)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
+    """Return the metadata and the tensors of a GGUF file by name.
+
+    The tensors are views of the mapped file, which must not be truncated while they live.
+
+    Raises:
+        CheckpointError: the file is malformed.
+        OSError: the file cannot be opened.
+    """
+    with open(path, "rb") as file:
+        if file.read(4) != MAGIC:
+            raise CheckpointError(f"{path}: expected a GGUF file, got another kind")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    cursor = _Cursor(memoryview(mapped), path)
+    cursor.take(4)
+    version, tensor_count, field_count = cursor.scalar("I"), cursor.scalar("Q"), cursor.scalar("Q")
+    if version not in VERSIONS:
+        raise CheckpointError(f"{path}: expected GGUF version 2 or 3, got {version}")
+    cursor.require(12 * field_count + 24 * tensor_count)  # their smallest sizes
+    metadata: dict[str, Any] = {}
+    for _ in range(field_count):
+        key = cursor.text()
+        if key in metadata:
+            raise CheckpointError(f"{path}: expected one metadata field {key!r:.200}, got two")
+        metadata[key] = cursor.value()
+    entries = [_entry(cursor) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 0 < alignment <= 1 << 20:
+        raise CheckpointError(f"{path}: general.alignment: expected an integer in 1..{1 << 20}, got {alignment!r:.80}")
+    start = -(-cursor.position // alignment) * alignment
+    found: dict[str, Blocks] = {}
+    for name, shape, kind, offset in entries:
+        if name in found:
+            raise CheckpointError(f"{path}: expected one tensor {name!r:.200}, got two")
+        found[name] = _blocks(mapped, f"{path}: tensor {name!r:.200}", shape, kind, start + offset)
+    return metadata, found
+
+
+def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """Return the name, shape (outermost axis first), type and offset of one tensor."""
+    name, rank = cursor.text(), cursor.scalar("I")
+    if not 1 <= rank <= MAX_RANK:
+        raise CheckpointError(f"{cursor.path}: tensor {name!r:.200}: expected 1 to {MAX_RANK} axes, got {rank}")
+    shape = tuple(cursor.scalar("Q") for _ in range(rank))[::-1]
+    return name, shape, cursor.scalar("I"), cursor.scalar("Q")
+
+
+def _blocks(mapped: mmap.mmap, where: str, shape: tuple[int, ...], kind: int, start: int) -> Blocks:
+    """Return the view of a tensor at byte ``start``; ``where`` opens error messages."""
+    if kind not in TYPES:
+        raise CheckpointError(f"{where}: expected a known quantization type, got {kind}")
+    name, block_values, block_bytes = TYPES[kind]
+    *leading, columns = shape
+    if 0 in shape:
+        raise CheckpointError(f"{where}: expected at least one element, got {name} {list(shape)}")
+    if columns % block_values:
+        raise CheckpointError(f"{where}: {name}: expected rows of whole blocks of {block_values}, got {columns}")
+    rows, row_bytes = math.prod(leading), columns // block_values * block_bytes
+    remaining = max(len(mapped) - start, 0)
+    if rows * row_bytes > remaining:
+        raise CheckpointError(f"{where}: {name} {list(shape)}: expected {rows * row_bytes} bytes, got {remaining}")
+    return Blocks(name, shape, np.ndarray((rows, row_bytes), np.uint8, mapped, start))

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in GGUF's 4-bit types: groups of 32 rows of W with the same codes.
+
+Q4_0 and Q4_1: blocks of 32 values: d, for Q4_1 also m, in float16, and 16 bytes; byte i holds values i and i + 16.
+W = (q - 8) d is the symmetric form, W = q d + m the form with offsets; both are exact.
+
+Q4_K: super-blocks of 256 values in 144 bytes: d and dmin in float16, twelve bytes with 6-bit scales sc and minima m of
+eight groups, and 128 bytes of codes; byte 32 c + i holds element i of groups 2c and 2c + 1. W = (d sc) q - dmin m. The
+products need 17 bits and are rounded to float16 once: a weight changes by at most 2^-11 (15 d sc + dmin m).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from cupy_awq.check import FLOAT16
+from cupy_awq.checkpoint import nibbles
+from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.gguf_dense import unpack_scales
+from cupy_awq.checkpoint.gguf_file import Blocks
+from cupy_awq.checkpoint.module import Array, ModuleSpec, Pending, is_finite
+from cupy_awq.checkpoint.tensors import Module
+from cupy_awq.weight import PackedWeight
+
+SUPER_BLOCK = 256
+SUPER_BLOCK_BYTES = 144
+GROUP = 32
+HEADER_BYTES = {"Q4_0": 2, "Q4_1": 4}
+
+ROUNDING = "scales d sc and offsets -dmin m, rounded to float16"
+
+CHUNK_BLOCKS = 1 << 14
+"""The super-blocks whose scales one chunk converts."""
+
+
+def open_module(block: Blocks, where: str, bias: Array | None = None) -> Pending:
+    """Return the module of a tensor of type Q4_0, Q4_1 or Q4_K. Raises CheckpointError for another shape."""
+    if block.kind == "Q4_K":
+        return open_q4_k(block.data, where, bias)
+    return open_q4(block.kind, block.data, where, bias)
+
+
+def open_q4(kind: str, data: npt.NDArray[np.uint8], where: str, bias: Array | None = None) -> Pending:
+    """Return the module of rows [N, K/32 * 18] of blocks of "Q4_0", or [N, K/32 * 20] of "Q4_1".
+
+    Raises CheckpointError, whose message starts with ``where``, for another shape. Scales that are not finite are found
+    when the module is converted.
+    """
+    block_bytes = HEADER_BYTES[kind] + GROUP // 2
+    n, blocks = _check_rows(data, f"K/{GROUP} * {block_bytes}", block_bytes, where)
+    zeros = "symmetric" if kind == "Q4_0" else "float"
+    bias_dtype = None if bias is None else bias.dtype
+    spec = ModuleSpec(GROUP * blocks, n, GROUP, zeros, FLOAT16, bias_dtype=bias_dtype)
+    return Pending(spec, partial(_convert_q4, kind, data, where, bias))
+
+
+def _convert_q4(kind: str, data: npt.NDArray[np.uint8], where: str, bias: Array | None) -> Module:
+    n, header = len(data), HEADER_BYTES[kind]
+    blocks = np.ascontiguousarray(data).reshape(n, -1, header + GROUP // 2)
+    count = blocks.shape[1]
+    words = np.ascontiguousarray(blocks[:, :, header:]).view(np.uint32)
+    out = np.empty((count, 2, 4, 4, n // 8), np.int32)
+    target = out.view(np.uint32)
+    # Byte t of word v holds values 4v + t in its low and 4v + t + 16 in its high nibble.
+    nibbles.transpose_columns(words, [target[:, half, :, t] for t in range(4) for half in range(2)])
+    floats = np.ascontiguousarray(blocks[:, :, :header]).view(np.float16)
+    scales, *offsets = (nibbles.transposed(floats[:, :, i]) for i in range(header // 2))
+    if not all(is_finite(values) for values in (scales, *offsets)):
+        raise CheckpointError(f"{where}: d: expected finite scales, got NaN or infinity")
+    return Module(PackedWeight(out.reshape(GROUP * count, n // 8), scales, offsets[0] if offsets else None), bias)
+
+
+def _check_rows(data: npt.NDArray[np.uint8], layout: str, block_bytes: int, where: str) -> tuple[int, int]:
+    """Return the number of rows and of blocks in a row. Raises CheckpointError for another shape."""
+    n, row_bytes = data.shape if data.ndim == 2 else (0, 0)
+    if data.dtype != np.uint8 or not n or not row_bytes or row_bytes % block_bytes:
+        raise CheckpointError(f"{where}: expected uint8 [N, {layout}], got {data.dtype} {list(data.shape)}")
+    if n % 8:
+        raise CheckpointError(f"{where}: N={n} is not a multiple of 8")
+    return n, row_bytes // block_bytes
+
+
+def open_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None = None) -> Pending:
+    """Return the module of rows [N, K/256 * 144] of super-blocks.
+
+    Raises CheckpointError, whose message starts with ``where``, for another shape. Scales that are not finite in
+    float16 are found when the module is converted.
+    """
+    layout = f"K/{SUPER_BLOCK} * {SUPER_BLOCK_BYTES}"
+    n, blocks = _check_rows(data, layout, SUPER_BLOCK_BYTES, where)
+    k = SUPER_BLOCK * blocks
+    spec = ModuleSpec(k, n, GROUP, "float", FLOAT16, bias_dtype=None if bias is None else bias.dtype, rounding=ROUNDING)
+    return Pending(spec, partial(_convert_q4_k, data, where, bias))
+
+
+def _convert_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None) -> Module:
+    n = len(data)
+    blocks = np.ascontiguousarray(data).reshape(n, -1, SUPER_BLOCK_BYTES)
+    count = blocks.shape[1]
+    words = blocks.view(np.uint32)[:, :, 4:].reshape(n, 4 * count, 8)
+    out = np.empty((4 * count, 2, 8, 4, n // 8), np.int32)
+    target = out.view(np.uint32)
+    # Byte t of word v holds element 4v + t; its low nibble is of the first group, its high one of the second.
+    nibbles.transpose_columns(words, [target[:, half, :, t] for t in range(4) for half in range(2)])
+    scales: Array
+    offsets: Array
+    scales, offsets = (np.empty((count, 8, n), np.float16) for _ in range(2))
+    step = max(1, CHUNK_BLOCKS // count)
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        factors, minima = _convert_scales(blocks[rows])
+        scales[:, :, rows], offsets[:, :, rows] = factors.transpose(2, 0, 1), minima.transpose(2, 0, 1)
+    scales, offsets = scales.reshape(8 * count, n), offsets.reshape(8 * count, n)
+    for name, values in (("d * sc", scales), ("dmin * m", offsets)):
+        if not is_finite(values):
+            raise CheckpointError(f"{where}: {name}: expected finite float16 values, got others")
+    return Module(PackedWeight(out.reshape(SUPER_BLOCK * count, n // 8), scales, offsets), bias)
+
+
+def _convert_scales(blocks: npt.NDArray[np.uint8]) -> tuple[Array, Array]:
+    """Return d sc and -dmin m [8, n, blocks] in float16 of super-blocks [n, blocks, 144]."""
+    header = np.ascontiguousarray(blocks[:, :, :4]).view(np.float16).astype(np.float32)
+    sc, m = unpack_scales(blocks)
+    with np.errstate(over="ignore", invalid="ignore"):  # of damaged files, which the caller refuses
+        sc *= header[..., 0]
+        m *= -header[..., 1]
+        return sc.astype(np.float16), m.astype(np.float16)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts that the families ``gemm_sm90`` and ``gemm_sm90_large`` share."""
+
+from __future__ import annotations
+
+from cupy_awq.kernels.problem import ITEMSIZE, Problem
+from cupy_awq.kernels.repack import RepackedLayout
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
+
+POWER_LIMITED_TFLOPS = 877.0
+"""The rate at which an H100 or H200 reaches its power limit of 700 W, at the clock to which cost models refer."""
+
+
+def x_tensor_map(problem: Problem, block_m: int, boxes: int) -> TensorMap:
+    """Return the tensor map of x [k / 64][m][64] in boxes of [boxes][block_m][64].
+
+    Where a tile has missing rows the boxes are [1][m][64]: see ``has_missing_rows`` in ``cuda_src/hopper/tma.cuh``.
+    """
+    m, itemsize = problem.m, ITEMSIZE[problem.dtype]
+    return TensorMap(
+        "x",
+        problem.dtype,
+        dims=(64, m, problem.k // 64),
+        strides=(problem.row_strides.x * itemsize, 64 * itemsize),
+        box=(64, m, 1) if m <= block_m - 16 else (64, block_m, boxes),
+        swizzle=128,
+    )
+
+
+def repacked_defines(problem: Problem) -> tuple[tuple[str, int | str], ...]:
+    """Return the constants that every kernel on the repacked layout takes from the problem."""
+    return (
+        *(item for item in problem.defines() if item[0] not in ("SCALE", "ZEROS")),
+        *RepackedLayout.of(problem).defines(),
+        ("ALIGNED", int(problem.aligned)),
+    )
+
+
+def prepare_weight(problem: Problem, device: Device, strides: tuple[int, int, int] | None = None) -> LaunchPlan:
+    """Return the launch that repacks the weight of a problem; see `RepackedLayout.plan`."""
+    return RepackedLayout.of(problem).plan(device, strides)
+
+
+def power_limited_us(work_us: float, problem: Problem) -> float:
+    """Return the run time of work that takes ``work_us`` microseconds at full clock, under the power limit.
+
+    Where both limits are near, the time is more than the larger one, but less than their sum: while some SMs idle, the
+    clock of the others rises.
+    """
+    power_us = 2 * problem.m * problem.n * problem.k / (POWER_LIMITED_TFLOPS * 1e6)
+    return float((work_us**3 + power_us**3) ** (1 / 3))
+
+
+def has_split_scales(problem: Problem) -> bool:
+    """Return whether dequantization multiplies by two bfloat16 parts of a scale, which takes two more instructions."""
+    return (problem.dtype, problem.scales_dtype) == ("bfloat16", "float16")

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files as checkpoints: 4-bit types stay packed, all others have the values of the package gguf."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import gguf
+import gguf.constants
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cupy_awq import load, reference
+from cupy_awq.checkpoint import CheckpointError, Module, Tensor, gguf_dense, gguf_file, read, summarize
+from cupy_awq.checkpoint.gguf_file import Blocks
+
+Array = npt.NDArray[Any]
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> Array:
+    """Rows of random blocks whose scales are small finite numbers."""
+    _, values, size = next(entry for entry in gguf_file.TYPES.values() if entry[0] == kind)
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
+    for start in {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q4_1": [0, 2], "Q5_1": [0, 2]}.get(kind, [0]):
+        scales = rng.standard_normal(data.shape[:2]).astype(np.float16)
+        data[..., start : start + 2] = scales[..., None].view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+def values_of(data: Array, kind: str) -> Array:
+    values: Array = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    return values
+
+
+def write(path: Path, tensors: dict[str, tuple[str, Array]], **metadata: int) -> Path:
+    """A GGUF file of blocks, or of float32 values under the kind "F32"."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in metadata.items():
+        writer.add_uint32(f"llama.{key.replace('__', '.')}", value)
+    for name, (kind, data) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+HEADS = {"attention__head_count": 4, "attention__head_count_kv": 2}
+
+
+def test_block_sizes_are_those_of_the_package() -> None:
+    theirs = {int(kind): (kind.name, *sizes) for kind, sizes in gguf.constants.GGML_QUANT_SIZES.items()}
+    assert all(theirs[kind] == entry for kind, entry in gguf_file.TYPES.items() if kind in theirs)
+
+
+@pytest.mark.parametrize("kind", [*gguf_dense.CONVERTERS, "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
+def test_dense_values_are_those_of_the_package(kind: str) -> None:
+    data = random_blocks(kind, 5, 512)
+    wanted = values_of(data, kind)
+    found = gguf_dense.read_values(Blocks(kind, (5, 512), data), "file")
+    assert found.dtype == np.float16
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(found, wanted.astype(np.float16))
+
+
+def test_load_gives_hugging_face_names_layers_and_dense_tensors(tmp_path: Path) -> None:
+    tensors = {
+        "token_embd.weight": ("Q6_K", random_blocks("Q6_K", 24, 256)),
+        "output_norm.weight": ("F32", np.ones(256, np.float32)),
+        "blk.3.attn_q.weight": ("Q4_K", random_blocks("Q4_K", 64, 256)),
+        "blk.3.attn_q.bias": ("F32", np.arange(64, dtype=np.float32)),
+        "blk.3.attn_k.weight": ("Q5_0", random_blocks("Q5_0", 32, 256)),
+        "blk.3.ffn_down.weight": ("Q4_0", random_blocks("Q4_0", 16, 96)),
+        "blk.3.ffn_up.weight": ("Q4_1", random_blocks("Q4_1", 12, 96)),
+        "rope_freqs.weight": ("F32", np.ones(8, np.float32)),
+    }
+    path = write(tmp_path / "m.gguf", tensors, **HEADS)
+    contents = read(path)
+    assert list(contents) == [
+        *("model.embed_tokens.weight", "model.norm.weight", "model.layers.3.self_attn.q_proj"),
+        *(
+            "model.layers.3.self_attn.k_proj.weight",
+            "model.layers.3.mlp.down_proj",
+            "model.layers.3.mlp.up_proj.weight",
+        ),
+        "rope_freqs.weight",
+    ]
+    q = contents["model.layers.3.self_attn.q_proj"]
+    assert isinstance(q, Module)
+    order = np.arange(64).reshape(4, 8, 2).swapaxes(1, 2).reshape(-1)
+    wanted = values_of(tensors["blk.3.attn_q.weight"][1], "Q4_K")[order].T
+    found = reference.dequantize(q.weight.qweight, q.weight.scales, q.weight.qzeros, dtype=np.float32)
+    bound = 2.0**-11 * (15 * np.abs(q.weight.scales.astype(np.float64)) + np.abs(q.weight.qzeros.astype(np.float64)))
+    assert (np.abs(found - wanted) <= np.repeat(1.01 * bound, 32, axis=0) + 1e-6).all()
+    np.testing.assert_array_equal(q.bias, order)
+    down = contents["model.layers.3.mlp.down_proj"]
+    assert isinstance(down, Module)
+    found = reference.dequantize(down.weight.qweight, down.weight.scales, None, dtype=np.float32)
+    np.testing.assert_array_equal(found, values_of(tensors["blk.3.ffn_down.weight"][1], "Q4_0").T)
+    k = contents["model.layers.3.self_attn.k_proj.weight"]
+    assert isinstance(k, Tensor)
+    order = np.arange(32).reshape(2, 8, 2).swapaxes(1, 2).reshape(-1)
+    np.testing.assert_array_equal(
+        k.array, values_of(tensors["blk.3.attn_k.weight"][1], "Q5_0")[order].astype(np.float16)
+    )
+    summary = summarize(contents)
+    assert (summary.format, summary.bits, summary.group_size) == ("gguf", 4, 32)
+    assert summary.exceptions["model.embed_tokens.weight"].startswith("6 bits")
+    layers = load(path, device="cpu")
+    assert layers["model.layers.3.mlp.down_proj"].shape == (96, 16)
+    assert repr(layers).startswith("Checkpoint(2 quantized modules, 5 other tensors")
+
+
+def test_experts_have_a_key_each(tmp_path: Path) -> None:
+    data = random_blocks("Q4_K", 3 * 8, 256).reshape(3, 8, -1)
+    router = np.ones((3, 256), np.float32)
+    tensors = {"blk.0.ffn_up_exps.weight": ("Q4_K", data), "blk.0.ffn_gate_inp.weight": ("F32", router)}
+    contents = read(write(tmp_path / "m.gguf", tensors, **HEADS))
+    names = [f"model.layers.0.mlp.experts.{i}.up_proj" for i in range(3)]
+    assert list(contents) == [*names, "model.layers.0.mlp.gate.weight"]
+    for i, name in enumerate(names):
+        module = contents[name]
+        assert isinstance(module, Module)
+        found = reference.dequantize(module.weight.qweight, module.weight.scales, module.weight.qzeros)
+        np.testing.assert_allclose(found.T, values_of(data[i], "Q4_K"), rtol=0.02, atol=0.3)
+
+
+@pytest.mark.parametrize("heads", [None, 0, 5])
+def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path, heads: int | None) -> None:
+    metadata = {} if heads is None else {"attention__head_count": heads}
+    tensors = {"blk.0.attn_q.weight": ("Q4_0", random_blocks("Q4_0", 64, 64))}
+    with pytest.raises(CheckpointError, match=r"m\.gguf: .*expected (a positive integer|rows in multiples of 10)"):
+        read(write(tmp_path / "m.gguf", tensors, **metadata))
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damage_of_the_file_is_one_error_or_readable(tmp_path: Path, data: st.DataObject) -> None:
+    if not (tmp_path / "whole.gguf").exists():
+        tensors = {
+            "blk.0.attn_q.weight": ("Q4_K", random_blocks("Q4_K", 8, 256)),
+            "blk.0.ffn_up_exps.weight": ("Q4_0", random_blocks("Q4_0", 16, 32).reshape(2, 8, -1)),
+            "output.weight": ("Q6_K", random_blocks("Q6_K", 8, 256)),
+        }
+        write(tmp_path / "whole.gguf", tensors, **HEADS)
+    content = bytearray((tmp_path / "whole.gguf").read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(4, 600))] = data.draw(st.integers(0, 255))
+    del content[data.draw(st.integers(4, len(content)) | st.just(len(content))) :]
+    (tmp_path / "m.gguf").write_bytes(content)
+    with contextlib.suppress(CheckpointError):
+        contents = read(tmp_path / "m.gguf")
+        for name in contents:
+            assert contents[name] is not None
