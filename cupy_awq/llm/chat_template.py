@@ -150,7 +150,7 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
                 raise LimitError(f"expected at most {account.max_characters} characters, got more")
         return "".join(pieces)
     except Exception as error:  # a template can make jinja2 and Python's functions raise almost anything
-        detail = f"{type(error).__name__}: {printable(str(error))}"
+        detail = f"{type(error).__name__}: {printable(str(error)):.300}"
         raise CheckpointError(f"{where}: chat template: expected valid jinja2, got {detail}") from None
 
 
