@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import struct
@@ -138,7 +139,7 @@ def _mutate_json(data: bytes, rng: random.Random) -> bytes:
         elif kind == 5:
             item[key] = [item[key]]
         else:
-            item[key] = rng.choice(VALUES)
+            item[key] = copy.deepcopy(rng.choice(VALUES))
     text = json.dumps(table).encode()
     if rng.random() < 0.05:
         text = _damage(text, rng)
