@@ -112,10 +112,11 @@ class BlockQuantizedWeight:
             return None
         xp = namespace(self.scale)
         scale, offset = self.scale.astype(np.float32), self.offset.astype(np.float32)
-        quotient = xp.rint(offset / xp.where(scale == 0, np.float32(1), scale))
-        quotient = xp.clip(quotient, -MAX_ZERO_POINT, MAX_ZERO_POINT)
-        zero_points = quotient.astype(np.int8)
-        return zero_points if bool((quotient * scale == offset).all()) else None
+        with np.errstate(all="ignore"):  # parameters that are not finite have no zero points
+            quotient = xp.rint(offset / xp.where(scale == 0, np.float32(1), scale))
+            quotient = xp.clip(quotient, -MAX_ZERO_POINT, MAX_ZERO_POINT)
+            zero_points = quotient.astype(np.int8)
+            return zero_points if bool((quotient * scale == offset).all()) else None
 
     @cached_property
     def layouts(self) -> dict[Any, Any]:
@@ -248,4 +249,7 @@ def _packed(codes: Array) -> Array:
     outputs = codes.shape[0]
     columns = xp.zeros((codes.size // outputs, -(-outputs // 8) * 8), np.uint8)
     columns[:, :outputs] = codes.reshape(outputs, -1).T
-    return pack_int4(columns)
+    words = pack_int4(columns)
+    if xp is not np:
+        xp.cuda.get_current_stream().synchronize()  # other streams may use the weight next
+    return words

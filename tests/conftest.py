@@ -12,6 +12,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import functools
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,12 @@ MAX_WORKERS = 8
 ARCHS = (60, 75, 80, 90)
 """The architecture paths: plain CUDA, sm_75, sm_80 and sm_90a."""
 
+NOT_SLOW = "not slow"
+"""The expression of -m by default."""
+
+SIMULATED = {"backend", "landing"}
+"""The parameters of tests that run on the simulator."""
+
 launches: Counter[tuple[str, str]] = Counter()
 """Simulated launches by (kernel, target), summed over the worker processes."""
 
@@ -55,8 +62,13 @@ def gpu() -> tuple[str, str]:
 
 
 def is_whole_run(config: pytest.Config) -> bool:
-    """Return whether neither arguments nor -k restrict the run."""
-    return bool(config.args == config.getini("testpaths") and not config.getoption("keyword"))
+    """Return whether all tests are run, but perhaps the slow ones, so that every kernel must be among them."""
+    restricted = config.option.keyword or config.option.collectonly
+    return bool(
+        config.args == config.getini("testpaths")
+        and not restricted
+        and config.option.markexpr in (NOT_SLOW, "slow or not slow", "")
+    )
 
 
 def is_worker(config: pytest.Config) -> bool:
@@ -67,7 +79,7 @@ def is_worker(config: pytest.Config) -> bool:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     name, capability = gpu()
     lines = [f"GPU: {name} (sm_{capability})" if capability else "GPU: none, so tests marked gpu are deselected"]
-    if config.getoption("markexpr") == "not slow":
+    if config.getoption("markexpr") == NOT_SLOW:
         lines.append('tests marked slow are deselected; run all with: python -m pytest -m "slow or not slow"')
     return lines
 
@@ -82,7 +94,35 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if capability or not is_whole_run(config) else min(os.cpu_count() or 1, MAX_WORKERS)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Run a test that is named by its id, slow or not."""
+    if config.option.markexpr == NOT_SLOW and any("::" in argument for argument in config.args):
+        config.option.markexpr = ""
+
+
+def mark_repetitions(items: Sequence[pytest.Item]) -> None:
+    """Mark as slow the simulated cases of a test whose parameters all occur in other cases of it.
+
+    The cases left have every value of every parameter on every architecture path, though not every combination. Their
+    order is arbitrary but fixed, so that the values of one parameter meet different values of the others.
+    """
+    covered: set[tuple[str, str, str]] = set()
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+        if item.get_closest_marker("gpu") or not SIMULATED & set(parameters):
+            continue
+        function = item.nodeid.partition("[")[0]
+        values = {(function, name, repr(value)) for name, value in parameters.items()}
+        arch = parameters.get("arch")
+        values |= {(function, f"{name} on {arch}", value) for _, name, value in values if name not in SIMULATED}
+        if values <= covered:
+            item.add_marker(pytest.mark.slow)
+        covered |= values
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_repetitions(items)
     _, capability = gpu()
     is_hopper = capability == "90" and forced_arch() in (None, 90)
 

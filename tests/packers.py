@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from hypothesis import strategies as st
 
 from cupy_awq.packing import pack_int4
 
@@ -58,6 +59,36 @@ def round_once(values: Array, dtype: np.dtype[Any]) -> Array:
     rounded = bits + (half - one) + ((bits >> np.uint64(45)) & one)
     kept = (rounded >> np.uint64(45)) << np.uint64(45)
     return kept.view(np.float64).astype(dtype)
+
+
+@st.composite
+def weights(
+    draw: st.DrawFn, groups: tuple[int, ...] = (8, 16, 32, 64), *, ordered: bool = False, ragged: bool = False
+) -> Packed:
+    """A weight with negative and zero scales, any zero points, and perhaps an order or a short last group."""
+    group_size = draw(st.sampled_from(groups))
+    k = group_size * draw(st.integers(1, 4))
+    if ragged and draw(st.booleans()):
+        k += 8 * draw(st.integers(0, (group_size - 1) // 8))
+    k = -(-k // 8) * 8
+    n = 8 * draw(st.integers(1, 5))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    count = -(-k // group_size)
+    scales = rng.standard_normal((count, n)) * 10.0 ** rng.integers(-4, 1)
+    scales[rng.random((count, n)) < 0.1] = 0
+    zeros = rng.integers(0, 16, (count, n), dtype=np.uint8)
+    if draw(st.booleans()):
+        zeros[:] = 8
+    g_idx = np.arange(k, dtype=np.int32) // group_size
+    if ordered and k % group_size == 0 and draw(st.booleans()):
+        g_idx = rng.permutation(g_idx)
+    dtype = draw(st.sampled_from([np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]))
+    return Packed(rng.integers(0, 16, (k, n), dtype=np.uint8), zeros, scales.astype(dtype), group_size, g_idx)
+
+
+def offsets_of(w: Packed) -> Array:
+    """Offsets -(s z), rounded to the dtype of the scales."""
+    return round_once(-w.scales.astype(np.float64) * w.zeros, w.scales.dtype)
 
 
 def sequential(codes: Array) -> Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark: figures from times, what is printed and drawn, and on a GPU that its times are times."""
+"""The benchmark: its figures, text and plot, and on a GPU that it measures the time of the work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def row(
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU, and few repetitions."""
+    """Hide the GPU and repeat only a few times."""
     monkeypatch.setattr(placement, "gpu_count", lambda: 0)
     monkeypatch.setattr(timing, "CPU_SECONDS", 0.0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: what each command prints, and one line with exit code 2 for every mistake."""
+"""The command line: the output of each command, and one line with exit code 2 for every mistake."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def quick_and_on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
+    """Run a command in a new process."""
     environment = os.environ | {"PYTHONPATH": str(Path(cupy_awq.__file__).parents[1])}
     command = [sys.executable, "-m", "cupy_awq", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a mistake is answered with."""
+    """Return the one line that a command with a mistake prints."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     *progress, line = captured.err.splitlines()

@@ -74,7 +74,7 @@ def test_a_kernel_is_compiled_once(root: Path, compilations: list[str]) -> None:
     assert first.resources.spill_bytes == 0
 
 
-def test_what_the_assembler_says_is_read_from_its_log() -> None:
+def test_resources_are_parsed_from_the_log_of_ptxas() -> None:
     used = "Used 168 registers, 16 bytes smem\n    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads"
     warned = "ptxas warning : Potential Performance Loss: wgmma.mma_async instructions are serialized due to"
     assert compiler._resources(used) == compiler.Resources(168, 16, 16, 8)
@@ -82,7 +82,9 @@ def test_what_the_assembler_says_is_read_from_its_log() -> None:
 
 
 @pytest.mark.parametrize("change", ["header", "source", "define", "arch", "form"])
-def test_whatever_goes_in_is_part_of_the_cache_key(root: Path, compilations: list[str], change: str) -> None:
+def test_every_input_of_a_compilation_is_part_of_the_cache_key(
+    root: Path, compilations: list[str], change: str
+) -> None:
     compiler.build(KERNEL)
     kernel, form = KERNEL, "cubin"
     if change == "header":
@@ -176,7 +178,7 @@ def test_all_kernels_of_an_arch_are_listed_for_compilation(arch: int) -> None:
             assert select.choose(problem, facts).plan.kernel in listed
 
 
-def test_compile_all_reports_and_refuses_what_is_no_arch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_all_refuses_an_invalid_arch(capsys: pytest.CaptureFixture[str]) -> None:
     for arch in ("5", "sm_80", "90b", "50"):
         with pytest.raises(ValueError, match="arch: expected"):
             compile_all.run([arch])

@@ -23,7 +23,7 @@ from cupy_awq.checkpoint import CheckpointError, Module, experts, read, summariz
 from cupy_awq.checkpoint.gguf_q4 import open_q4_k
 from tests import packers
 from tests.format_files import save_folder, save_torch
-from tests.packers import Packed, round_once
+from tests.packers import Packed, offsets_of, round_once, weights
 
 Array = npt.NDArray[Any]
 
@@ -79,36 +79,6 @@ def test_modules_of_the_original_packers_dequantize_exactly(tmp_path: Path, numb
 
 
 # Round trips through the plain packers of tests/packers.py.
-
-
-@st.composite
-def weights(
-    draw: st.DrawFn, groups: tuple[int, ...] = (8, 16, 32, 64), *, ordered: bool = False, ragged: bool = False
-) -> Packed:
-    """A weight with negative and zero scales, any zero points, and perhaps an order or a short last group."""
-    group_size = draw(st.sampled_from(groups))
-    k = group_size * draw(st.integers(1, 4))
-    if ragged and draw(st.booleans()):
-        k += 8 * draw(st.integers(0, (group_size - 1) // 8))
-    k = -(-k // 8) * 8
-    n = 8 * draw(st.integers(1, 5))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    count = -(-k // group_size)
-    scales = rng.standard_normal((count, n)) * 10.0 ** rng.integers(-4, 1)
-    scales[rng.random((count, n)) < 0.1] = 0
-    zeros = rng.integers(0, 16, (count, n), dtype=np.uint8)
-    if draw(st.booleans()):
-        zeros[:] = 8
-    g_idx = np.arange(k, dtype=np.int32) // group_size
-    if ordered and k % group_size == 0 and draw(st.booleans()):
-        g_idx = rng.permutation(g_idx)
-    dtype = draw(st.sampled_from([np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]))
-    return Packed(rng.integers(0, 16, (k, n), dtype=np.uint8), zeros, scales.astype(dtype), group_size, g_idx)
-
-
-def offsets_of(w: Packed) -> Array:
-    """Offsets -(s z), rounded to the dtype of the scales."""
-    return round_once(-w.scales.astype(np.float64) * w.zeros, w.scales.dtype)
 
 
 def assert_reads(tensors: dict[str, Array], config: dict[str, Any], wanted: Array, key: str = "m") -> Module:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products on the GPU against float64 formulas: every epilogue and layout, and adversarial values."""
+"""GEMM on the GPU against float64 formulas: every epilogue and layout, and adversarial values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_every_epilogue(m: int, element: np.dtype[Any], activation: Any) -> None:
-    """Bias, activation and residual (of its own, and in place), twice: the same bits, and those of plans."""
+    """Bias, activation and residual (separate and in place): repeated calls and plans give the same bits."""
     rng = np.random.default_rng(m)
     scales = BFLOAT16 if element == BFLOAT16 else FLOAT16
     weight = random_weight(rng, 192, 96, 64, dtype=scales)
@@ -64,7 +64,7 @@ def test_every_form_of_zeros_and_shapes_with_tails(m: int, zeros: str, k: int, n
 
 
 def adversarial(rng: np.random.Generator, k: int, n: int, scale: float, scales: Any) -> PackedWeight:
-    """Zeros of 0 and 15, groups of codes on one side of them, and scales about ``scale``."""
+    """Return a weight with zero points 0 and 15, groups with all codes on one side, and scales near ``scale``."""
     groups = k // 128
     codes = rng.integers(0, 16, (k, n), np.uint8)
     codes[:128] = 15
@@ -77,7 +77,7 @@ def adversarial(rng: np.random.Generator, k: int, n: int, scale: float, scales: 
 @pytest.mark.parametrize("scale", [6e-8, 1e-5, 6e4])
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
 def test_scales_at_the_ends_of_float16_and_outliers(m: int, scale: float, element: np.dtype[Any]) -> None:
-    """Where the result leaves float16's normal range, it is the float64 sum rounded: subnormal, or infinite."""
+    """Outside the normal range of float16 the result is the rounded float64 sum: subnormal or infinite."""
     rng = np.random.default_rng(m)
     weight = adversarial(rng, 28672, 32, scale, FLOAT16)
     x = random_activations(rng, m, 28672, dtype=element)
@@ -126,7 +126,7 @@ def test_inf_and_nan_reach_their_own_row_and_all_of_it(zeros: str, m: int) -> No
 
 
 def layouts(x: Any) -> dict[str, Any]:
-    """The values of x [6, K], CuPy's, in other layouts."""
+    """Return a CuPy array x [6, K] in other layouts."""
     import cupy
 
     m, k = x.shape
@@ -152,7 +152,7 @@ def layouts(x: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
 @pytest.mark.parametrize("rows", [1, 6])
 def test_every_layout_of_x_residual_and_out(element: np.dtype[Any], rows: int) -> None:
-    """The same bits as contiguous arrays give, nothing written beside them, in layers as in functions."""
+    """Layers and functions give the bits of contiguous arrays and write nothing outside ``out``."""
     rng = np.random.default_rng(0)
     weight = put(random_weight(rng, 64, 64, 16))
     layer = cupy_awq.AwqLinear(weight)
@@ -288,7 +288,7 @@ def test_no_rows_on_the_gpu() -> None:
     assert plan(x, out := put(np.zeros((3, 0, 32), np.float16))) is out
 
 
-def test_arrays_of_two_places_are_refused() -> None:
+def test_arrays_on_two_devices_are_refused() -> None:
     weight = random_weight(np.random.default_rng(0), 64, 32, 16)
     x = np.zeros((2, 64), np.float16)
     with pytest.raises(TypeError, match=r"^x: expected an array on GPU 0 like the weight, got one on the CPU$"):
@@ -308,7 +308,7 @@ def test_arrays_of_two_places_are_refused() -> None:
 
 
 def test_every_gpu_of_the_machine_from_any_other_and_from_several_threads() -> None:
-    """Arrays decide where the work is done, whichever GPU is current; a thread for each GPU, all at once."""
+    """The arrays decide on which GPU the work runs, whichever is current; one thread per GPU, all at once."""
     import cupy
 
     count = cupy.cuda.runtime.getDeviceCount()

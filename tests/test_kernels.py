@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel of the raw layout, through its launch plan, against float64 formulas: simulated and on the GPU."""
+"""The kernels on the AWQ layout against float64 formulas, through their launch plans: simulated and on the GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ARCHS = (60, 75, 80, 90)
 
 
 def facts(arch: int, backend: str) -> device.Device:
-    """The device of a test: on a GPU its own facts with the architecture path lowered."""
+    """Return the device of a test: a nominal one, or the GPU with a lowered architecture path."""
     if backend == "gpu":
         own = device.current()
         return replace(own, arch=min(arch, own.native))
@@ -38,18 +38,18 @@ def facts(arch: int, backend: str) -> device.Device:
 
 
 def strided(a: np.ndarray, extra: int) -> np.ndarray:
-    """The same matrix with ``extra`` elements, all NaN or ones, between its rows."""
+    """Return the same matrix with ``extra`` elements between its rows, all NaN or 255."""
     wide = np.full((a.shape[0], a.shape[1] + extra), 255 if a.dtype.kind in "iu" else np.nan, a.dtype)
     wide[:, : a.shape[1]] = a
     return wide[:, : a.shape[1]]
 
 
 WHOLE = -1
-"""Between rows as many elements as bring the next one to a multiple of 16 bytes."""
+"""The padding that makes every row start at a multiple of 16 bytes."""
 
 
 def padded(problem: Problem, extra: int) -> Problem:
-    """The problem of contiguous arrays with ``extra`` elements between their rows."""
+    """Return the problem for arrays with ``extra`` elements between their rows."""
     if extra == WHOLE:
         # 16 bytes are four words, and eight values of what this is for.
         contiguous = problem.row_strides
@@ -64,7 +64,7 @@ def padded(problem: Problem, extra: int) -> Problem:
 
 
 def expected(problem: Problem, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, residual: np.ndarray | None):
-    """y in float64, and the size of what was summed."""
+    """Return y in float64, and the norm of the products of each element."""
     x64 = x.astype(np.float64)
     y = x64 @ w
     if bias is not None:
@@ -115,7 +115,7 @@ def residual_stream(problem: Problem, rng: np.random.Generator) -> dict[str, np.
 def check_matmul(
     run: Run, problem: Problem, family: AnyFamily, config: Config, facts: device.Device, seed: int, pad: int = 0
 ) -> None:
-    """One launch of a configuration over random data, with NaN wherever it must write."""
+    """Launch one configuration on random data, with NaN wherever it must write, and check y."""
     rng = np.random.default_rng(seed)
     dtype, scales_dtype = DTYPES[problem.dtype], DTYPES[problem.scales_dtype]
     weight = random_weight(rng, problem.k, problem.n, problem.group_size, dtype=scales_dtype, zeros=problem.zeros)
@@ -174,7 +174,7 @@ def check_matmul(
 
 
 def candidates(problem: Problem, facts: device.Device) -> list[list[select.Candidate]]:
-    """The legal configurations of each family that takes the problem."""
+    """Return the legal configurations of each family that does not refuse the problem."""
     return [some for some in select.candidates(problem, facts).values() if not isinstance(some, str)]
 
 
@@ -183,7 +183,7 @@ def candidates(problem: Problem, facts: device.Device) -> list[list[select.Candi
 @pytest.mark.parametrize("m", [1, 3, 16, 70])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_every_legal_configuration(backend: str, arch: int, m: int, dtype: str) -> None:
-    """All tiles and splits of all families, on a shape whose last tiles are partly empty in M, N and K."""
+    """All families, tiles and split-K factors, on a shape with partly empty tiles along M, N and K."""
     scales_dtype = "bfloat16" if dtype == "bfloat16" else "float16"
     problem = Problem(m, 224, 192, 64, dtype, scales_dtype)
     here = facts(arch, backend)
@@ -198,7 +198,7 @@ def test_every_legal_configuration(backend: str, arch: int, m: int, dtype: str) 
 @given(data=st.data())
 @settings(max_examples=6)
 def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject) -> None:
-    """Shapes, group sizes, zeros, epilogues, strides and misalignment, drawn; every family that takes the problem."""
+    """Random shapes, group sizes, zeros, epilogues, strides and misalignment, on every family that is legal."""
     group_size = data.draw(st.sampled_from([1, 3, 8, 16, 24, 32, 48, 64, 128]))
     gated = data.draw(st.booleans())
     pad = data.draw(st.sampled_from([0, 1, 8]))
@@ -226,7 +226,7 @@ def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject)
 @given(data=st.data())
 @settings(max_examples=8)
 def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
-    """Parts of K with many, few and no steps, groups that end inside them, all clusters, partly empty tiles."""
+    """Splits of K with many, few and no steps, groups that end inside a step, all clusters, partly empty tiles."""
     group_size = data.draw(st.sampled_from([32, 64, 96, 128, 256]))
     gated = data.draw(st.booleans())
     problem = Problem(
@@ -251,7 +251,7 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
     config = data.draw(st.sampled_from(family.configs(padded(problem, pad), here)))
 
     def run(plan: LaunchPlan, buffers: Buffers) -> None:
-        """Without the shared memory that a launch asks for only to keep other blocks away."""
+        """Launch without the padding of shared memory that only limits the CTAs per SM."""
         assert plan.shared_bytes >= config.shared_bytes
         runner(backend)(replace(plan, shared_bytes=config.shared_bytes), buffers)
 
@@ -259,7 +259,7 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
 
 
 def rounded_once(w: np.ndarray, dtype: str) -> np.ndarray:
-    """A float64 weight rounded to ``dtype``, in float64 again."""
+    """Return a float64 weight rounded once to ``dtype``, in float64 again."""
     with np.errstate(over="ignore"):
         if dtype == "bfloat16":
             # ml_dtypes rounds through float32: rounding to odd there first leaves one rounding in all.
@@ -276,7 +276,7 @@ def rounded_once(w: np.ndarray, dtype: str) -> np.ndarray:
 @given(data=st.data())
 @settings(max_examples=5)
 def test_dequantize_gives_the_formulas_bits(backend: str, arch: int, dtype: str, data: st.DataObject) -> None:
-    """Bit for bit (but for the sign of zero), with scales down to subnormal and up to overflowing ones."""
+    """Bit for bit (except the sign of zero), with scales from subnormal to overflowing."""
     group_size = data.draw(st.sampled_from([1, 5, 8, 16, 64]))
     k, n = group_size * data.draw(st.integers(1, 5)), 8 * data.draw(st.sampled_from([1, 3, 20, 130]))
     scales_dtype = data.draw(st.sampled_from(["float16", "bfloat16"]))

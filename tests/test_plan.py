@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: a product that is checked once; with the marker ``gpu`` captured into graphs and on several streams."""
+"""Plans; with the marker ``gpu`` also in captured graphs and on several streams."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def test_a_captured_plan_replays_on_new_values(m: int, split_k: int) -> None:
 
 
 def constant(plan: cupy_awq.Plan) -> int | None:
-    """Whether its kernel reads the weight before the launches before it have ended; None if it never does."""
+    """Return whether the kernel may read the weight before preceding kernels finish; None if no kernel of it can."""
     return dict(plan._launch._launcher.plan.kernel.defines).get("CONSTANT")
 
 
 @pytest.mark.gpu
 @pytest.mark.sm90
-def test_only_plans_read_a_weight_early() -> None:
+def test_only_plans_prefetch_the_weight_before_the_preceding_kernel_finishes() -> None:
     rng = np.random.default_rng(0)
     weight, x = put(random_weight(rng, 4096, 1024, 128)), put(random_activations(rng, 1, 4096))
     plan = cupy_awq.plan(x, weight)
@@ -119,8 +119,8 @@ def test_only_plans_read_a_weight_early() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 64])
-def test_a_plan_waits_for_what_makes_its_weight(m: int) -> None:
-    """Its launches may read the weight before what was queued before them has ended."""
+def test_a_plan_waits_for_the_kernels_that_write_its_weight(m: int) -> None:
+    """Its launches may read the weight before preceding kernels finish (PDL)."""
     import cupy
 
     rng = np.random.default_rng(0)
@@ -166,7 +166,7 @@ def test_a_plan_that_is_made_during_a_capture() -> None:
 
 @pytest.mark.gpu
 def test_functions_whose_first_call_is_captured() -> None:
-    """What they set up on the way, memory of zeros above all, is not a part of the graph."""
+    """Workspaces that the first call allocates and zeroes are not part of the graph."""
     import cupy
 
     rng = np.random.default_rng(0)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection is pure: legality with reasons, choices and their consequences, with no GPU."""
+"""The choice of a kernel, without a GPU: refusals with reasons, choices and their launches."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.runtime import device
 from cupy_awq.runtime.workspace import COUNTERS, WORKSPACE_BYTES
+from tests.tools import operator_table
 
 ARCHS = sorted(device.NOMINAL)
 
@@ -28,7 +30,7 @@ ARCHS = sorted(device.NOMINAL)
     arch=st.sampled_from(ARCHS),
     aligned=st.booleans(),
 )
-def test_every_problem_has_a_kernel_within_its_limits(
+def test_every_problem_has_a_kernel_within_the_limits_of_the_device(
     m: int, words: int, group_size: int, groups: int, dtype: str, arch: int, aligned: bool
 ) -> None:
     problem = Problem(m, 8 * words, group_size * groups, group_size, dtype, aligned=aligned, x_aligned=aligned)
@@ -60,7 +62,9 @@ def test_every_problem_has_a_kernel_within_its_limits(
         (1024, 90, "float16", 8, {"gemm_simt"}),
     ],
 )
-def test_the_choice_where_there_is_no_doubt(m: int, arch: int, dtype: str, group_size: int, names: set[str]) -> None:
+def test_clear_cases_choose_the_expected_kernel(
+    m: int, arch: int, dtype: str, group_size: int, names: set[str]
+) -> None:
     assert select.choose(Problem(m, 4096, 4096, group_size, dtype), device.nominal(arch)).name in names
 
 
@@ -131,7 +135,7 @@ def _chosen(text: str) -> str:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("k", "group_size"), [(4096, 32), (4096, 64), (4096, 128), (4096, -1), (192, 192)])
 @pytest.mark.parametrize("m", [1, 16, 64, 2048])
-def test_explain_of_a_layer_chooses_among_kernels_on_the_repacked_weight(
+def test_explain_of_a_layer_chooses_a_kernel_on_the_repacked_layout(
     m: int, k: int, group_size: int, dtype: str
 ) -> None:
     layer, raw = (cupy_awq.explain(m, k, 4096, group_size, dtype, arch=90, layer=layer) for layer in (True, False))
@@ -143,7 +147,7 @@ def test_explain_of_a_layer_chooses_among_kernels_on_the_repacked_weight(
     ("k", "group_size", "arch"),
     [(4096, 128, 80), (4096, 128, 89), (4096, 128, 100), (4096, 16, 90), (384, 192, 90), (96, 32, 90)],
 )
-def test_explain_of_a_layer_that_repacks_nothing_is_that_of_the_raw_weight(k: int, group_size: int, arch: int) -> None:
+def test_explain_of_a_layer_that_cannot_repack_is_that_of_the_awq_layout(k: int, group_size: int, arch: int) -> None:
     arguments = 16, k, 4096, group_size
     assert cupy_awq.explain(*arguments, arch=arch, layer=True) == cupy_awq.explain(*arguments, arch=arch)
 
@@ -164,6 +168,15 @@ def test_explain_refuses(arguments: tuple[object, ...], options: dict[str, int],
         cupy_awq.explain(*arguments, **options)  # type: ignore[arg-type]
 
 
+def test_the_table_of_operators_names_existing_tests() -> None:
+    folder = Path(__file__).parent
+    for named in (*operator_table.TESTS.values(), *(test for _, test in operator_table.OTHERS.values())):
+        file, names = named.split("::")
+        source = (folder / file).read_text(encoding="utf-8")
+        assert [name for name in names.split(", ") if f"def {name}(" not in source] == []
+    assert operator_table.TESTS.keys() == select.FAMILIES_OF[Problem].keys()
+
+
 def test_a_forced_arch_lowers_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(device.ARCH_VARIABLE, "75")
     assert device.forced_arch() == 75
@@ -174,7 +187,7 @@ def test_a_forced_arch_lowers_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(m=st.integers(1, 32), n=st.sampled_from([64, 256, 4096]), k=st.sampled_from([64, 256, 4096]))
-def test_few_rows_meet_weights_that_were_not_rounded(m: int, n: int, k: int) -> None:
+def test_few_rows_use_kernels_that_do_not_round_weights(m: int, n: int, k: int) -> None:
     problem = Problem(m, n, k, 64, repacked=True)
     choice = select.choose(problem, device.nominal(90))
     assert choice.name != "gemm_sm90_large"
@@ -183,8 +196,9 @@ def test_few_rows_meet_weights_that_were_not_rounded(m: int, n: int, k: int) -> 
 
 @pytest.mark.parametrize("m", [33, 128])
 @pytest.mark.parametrize("group_size", [32, 64])
-def test_short_groups_of_many_rows_are_scaled_before_the_product(m: int, group_size: int) -> None:
-    """What adds up each group, as measured at group size 128, is offered only where float16 would lose scales."""
+def test_many_rows_with_short_groups_scale_the_weights(m: int, group_size: int) -> None:
+    """Kernels that scale the accumulators of each group are slower here; they are used only if float16 cannot hold the
+    scales."""
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     problem = Problem(m, 4096, 4096, group_size, repacked=True, raw=False)
     assert getattr(select.choose(problem, here).config, "scaled", True)
@@ -193,7 +207,7 @@ def test_short_groups_of_many_rows_are_scaled_before_the_product(m: int, group_s
 
 
 @pytest.mark.parametrize("m", [33, 64, 65, 128])
-def test_bfloat16_by_scales_of_float16_adds_up_each_group_at_64_rows(m: int) -> None:
+def test_bfloat16_x_with_float16_scales_scales_accumulators_at_64_rows(m: int) -> None:
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     problem = Problem(m, 8192, 8192, 128, "bfloat16", repacked=True, raw=False)
     kinds = {config.scaled for config in select.FAMILIES["gemm_sm90"].configs(problem, here) if config.block_m == 64}
@@ -203,7 +217,7 @@ def test_bfloat16_by_scales_of_float16_adds_up_each_group_at_64_rows(m: int) -> 
 
 
 @pytest.mark.parametrize("m", [65, 128, 129, 512])
-def test_scales_in_two_parts_have_no_tiles_that_scale_for_128_rows_only(m: int) -> None:
+def test_split_scales_have_no_tiles_of_128_rows_and_one_m64_tile(m: int) -> None:
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     problem = Problem(m, 12288, 4096, 128, "bfloat16", "bfloat16", repacked=True, raw=False)
     for scales_dtype in ("bfloat16", "float16"):

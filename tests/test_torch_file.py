@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
+import sys
+import types
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +170,16 @@ def test_archives_of_another_form_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "x.pt", "zip archive")
 
 
+def test_older_files_and_folders_of_hqq_are_refused(tmp_path: Path) -> None:
+    for name, content in (("old.pt", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."), ("empty.bin", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"{name}: expected the zip archive"):
+            read(tmp_path / name)
+    (tmp_path / "qmodel.pt").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"qmodel\.pt: expected safetensors"):
+        read(tmp_path)
+
+
 def test_storage_that_many_tensors_share_is_refused(tmp_path: Path) -> None:
     storage = bytes(1 << 14)
     table = {f"t{i}": tensor("0", "uint8", (1 << 14,), 1 << 14) for i in range(40)}
@@ -192,3 +206,55 @@ def test_any_damage_of_the_file_is_one_error_or_readable(tmp_path: Path, data: s
     with contextlib.suppress(CheckpointError):
         for array in torch_file.read(tmp_path / "m.pt").values():
             assert array.tobytes() is not None
+
+
+def test_pickle_of_pythons_own_pickler_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.save uses it: an OrderedDict with an attribute, memoized names, and sizes of every length."""
+    root, utils = types.ModuleType("torch"), types.ModuleType("torch._utils")
+
+    class HalfStorage:
+        """A class that is pickled by its name."""
+
+    def _rebuild_tensor_v2() -> None:
+        """A function that is pickled by its name."""
+
+    for module, item in ((root, HalfStorage), (utils, _rebuild_tensor_v2)):
+        item.__module__, item.__qualname__ = module.__name__, item.__name__
+        setattr(module, item.__name__, item)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    class Stored:
+        """A tensor whose storage is a persistent id."""
+
+        def __init__(self, array: Any, key: str) -> None:
+            self.array, self.key = array, key
+
+        def __reduce__(self) -> Any:
+            strides = tuple(step // 2 for step in self.array.strides)
+            arguments: Any = (Storage(self), 0, self.array.shape, strides, False, OrderedDict())
+            return _rebuild_tensor_v2, arguments
+
+    class Storage:
+        """A storage, which the pickler replaces by its persistent id."""
+
+        def __init__(self, tensor: Stored) -> None:
+            self.tensor = tensor
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, item: Any) -> Any:
+            if not isinstance(item, Storage):
+                return None
+            return "storage", HalfStorage, item.tensor.key, "cpu", item.tensor.array.size
+
+    shapes = [(), (300,), (2, 70_000), (1, 2, 3), (1, 2, 3, 4)]
+    arrays = {f"layer.{i}": np.ones(shape, np.float16) * i for i, shape in enumerate(shapes)}
+    table = OrderedDict((name, Stored(array, str(i))) for i, (name, array) in enumerate(arrays.items()))
+    table._metadata = OrderedDict([("", {"version": 1})])  # type: ignore[attr-defined]
+    stream = io.BytesIO()
+    Pickler(stream, protocol=2).dump(table)
+    entries = {f"model/data/{i}": array.tobytes() for i, array in enumerate(arrays.values())}
+    path = save_zip(tmp_path / "m.pt", {"model/data.pkl": stream.getvalue(), "model/byteorder": b"little", **entries})
+    found = torch_file.read(path)
+    assert list(found) == list(arrays)
+    for name, value in arrays.items():
+        np.testing.assert_array_equal(found[name], value)

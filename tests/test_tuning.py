@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured choices: what is shipped is legal, a user's come first, and a file of anything else is refused."""
+"""Tuned configurations: shipped ones are legal, those of the user come first, and malformed files are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROBLEM = Problem(3, 4096, 4096, 128)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, and nothing remembered of another."""
+    """The folder of the user's tables in an empty cache."""
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     forget()
     yield tmp_path / "tuned"
@@ -39,13 +39,13 @@ def forget() -> None:
 
 
 def _label(problem: Problem, facts: device.Device) -> str:
-    """The label in the table."""
+    """Return the label of the problem's entry in the tables."""
     found = tuned.lookup(problem, facts)
     assert found is not None
     return found.label
 
 
-def test_what_was_measured_is_chosen_for_its_shape_rows_and_gpu_and_for_no_other(folder: Path) -> None:
+def test_a_tuned_configuration_applies_to_its_shape_m_and_gpu_only(folder: Path) -> None:
     before = select.choose(PROBLEM, A100)
     some = select.candidates(PROBLEM, A100)["gemm_simt"]
     assert not isinstance(some, str)
@@ -65,7 +65,7 @@ def test_what_was_measured_is_chosen_for_its_shape_rows_and_gpu_and_for_no_other
     assert select.choose(PROBLEM, replace(device.nominal(90), arch=80)).name != "gemm_simt"  # a forced path
 
 
-def test_a_product_that_keeps_a_residual_stream_has_choices_of_its_own_and_else_the_plain_ones(folder: Path) -> None:
+def test_a_fused_gemm_has_its_own_entries_and_falls_back_to_the_plain_ones(folder: Path) -> None:
     facts = device.nominal(90)
     shipped = tuned.read(tuned.SHIPPED / tuned.file_name(facts))
     plain = Problem(1, 4096, 4096, 128, repacked=True)
@@ -80,8 +80,8 @@ def test_a_product_that_keeps_a_residual_stream_has_choices_of_its_own_and_else_
     assert _label(fused, facts) == _label(plain, facts) == "the user's"
 
 
-def test_a_measured_choice_serves_fewer_rows_unless_the_model_knows_of_a_much_faster_one(folder: Path) -> None:
-    """The H100's: 1024 rows of 4096 x 12288 have tiles that 600 rows fill badly."""
+def test_a_tuned_configuration_applies_to_smaller_m_unless_the_model_knows_a_much_faster_one(folder: Path) -> None:
+    """On an H100 the tiles that are tuned for 4096x12288 at M = 1024 are badly filled at M = 600."""
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     shipped = tuned.read(tuned.SHIPPED / tuned.file_name(here))["4096x12288"]
     for m, measured in ((1024, True), (1000, True), (600, False), (100, True)):
@@ -127,21 +127,21 @@ def test_a_forced_candidate_is_chosen_for_its_own_problems_alone() -> None:
         assert select.choose(PROBLEM, A100) == choices[0]
 
 
-def test_a_measured_choice_that_is_not_legal_or_not_known_gives_way_to_the_model(folder: Path) -> None:
+def test_an_illegal_or_unknown_entry_is_ignored(folder: Path) -> None:
     before = select.choose(PROBLEM, A100)
     tuned.write(A100, {"4096x4096": {"4": "GemmOfYore(tile=3)"}})
     forget()
     assert select.choose(PROBLEM, A100) == before
 
 
-def test_new_measurements_replace_only_their_own(folder: Path) -> None:
+def test_new_entries_replace_only_those_of_the_same_shape_and_m(folder: Path) -> None:
     tuned.write(A100, {"8x8": {"1": "a", "2": "b"}, "16x8": {"1": "c"}})
     path = tuned.write(A100, {"8x8": {"2": "d"}})
     assert tuned.read(path) == {"8x8": {"1": "a", "2": "d"}, "16x8": {"1": "c"}}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"8x8": 3}', '{"8x8": {"1": 2}}', "\0", '{"8x8": ["a"]}'])
-def test_a_file_of_anything_else_is_named_and_refused(folder: Path, text: str) -> None:
+def test_a_malformed_table_is_named_and_refused(folder: Path, text: str) -> None:
     path = folder / tuned.file_name(A100)
     path.parent.mkdir()
     path.write_text(text)
@@ -150,7 +150,7 @@ def test_a_file_of_anything_else_is_named_and_refused(folder: Path, text: str) -
     assert str(path) in str(caught.value)
 
 
-def test_every_shipped_choice_is_legal_on_its_gpu(folder: Path) -> None:
+def test_every_shipped_entry_is_legal_on_its_gpu(folder: Path) -> None:
     facts = device.nominal(90)
     shipped = tuned.read(tuned.SHIPPED / tuned.file_name(facts))
     assert shipped
@@ -190,7 +190,19 @@ def test_tuning_keeps_the_fastest_and_layers_use_it(folder: Path) -> None:
     assert tune.render(rows).count("512x256") == 2
 
 
-def test_the_fastest_in_turns_is_found_while_the_chip_grows_slower_and_the_slower_half_leaves() -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["gemm_int8", "conv2d"])
+def test_tuning_forces_each_configuration_whatever_the_operation(folder: Path, op: str) -> None:
+    index = placement.resolve()
+    settings = Settings(device=index, image=14, cached=False)
+    (row,) = tune.run(op, [(256, 256)], [2], settings, tries=4, progress=lambda text: None)
+    assert 1 < row.tried <= 4
+    assert 0 < row.us <= row.modelled_us
+    tune.keep([row], index)
+    assert tuned.label(row.best.family, row.best.config) in (folder / tuned.file_name(device.of(index))).read_text()
+
+
+def test_the_fastest_is_found_while_the_chip_slows_down_and_the_slower_half_leaves() -> None:
     true = [5.0, 3.0, 8.0, 2.9, 4.0, 7.0]
     seen: list[int] = []
 
@@ -208,7 +220,7 @@ def test_the_fastest_in_turns_is_found_while_the_chip_grows_slower_and_the_slowe
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_one_or_two_configurations_have_the_final_rounds_alone(count: int) -> None:
+def test_one_or_two_configurations_go_straight_to_the_final_rounds(count: int) -> None:
     values = iter([3.0, 9.0, 1.0, 5.0, 4.0, 2.0] * 2)
     best, times = tune.fastest([lambda: next(values)] * count)
     assert 0 <= best < count

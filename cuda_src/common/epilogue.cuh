@@ -80,10 +80,10 @@ struct Epilogue {
 // Returns the column of the weight for a local column of a CTA tile. A gated tile has BLOCK_WIDTH / 2 gate columns,
 // then the up columns that belong to them. Returns n or more past the last column.
 template <int BLOCK_WIDTH>
-__device__ __forceinline__ int weight_column(int block, int local, int n) {
-  if constexpr (!kGated) return block * BLOCK_WIDTH + local;
+__device__ __forceinline__ int weight_column(int tile, int local, int n) {
+  if constexpr (!kGated) return tile * BLOCK_WIDTH + local;
   constexpr int kHalf = BLOCK_WIDTH / 2;
-  const int within = block * kHalf + local % kHalf;
-  if (within >= n / 2) return n;
-  return local < kHalf ? within : n / 2 + within;
+  const int column = tile * kHalf + local % kHalf;
+  if (column >= n / 2) return n;
+  return local < kHalf ? column : n / 2 + column;
 }

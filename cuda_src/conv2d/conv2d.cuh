@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the convolutions share:
-//   y[b, i, j, co] = epilogue(sum over fy, fx, c of x[b, i*stride - pad + fy*dilation, ..., c] * w[co, fy, fx, c])
+// The sizes of a convolution, for all of its kernels:
+//   y[b, i, j, co] = activation(bias[co] + sum over fy, fx, c of
+//                               x[b, i*stride_h - pad_h + fy*dilation_h, j*stride_w - pad_w + fx*dilation_w, c]
+//                               * w[co, fy, fx, c])
+// Elements outside x are 0 (for integers, the zero point). With groups, c runs over the channels of co's group.
 #pragma once
 
 #include "common/types.cuh"
 
-// The sizes of a convolution; c and co of one group. Outside of x there is nothing (for integers, the zero point).
+// The sizes; `channels` and `outputs` are those of one group.
 struct Sizes {
   int batch, height, width, channels;
   int outputs, groups, kernel_h, kernel_w, out_h, out_w;
@@ -21,12 +24,12 @@ struct Sizes {
 
 constexpr bool kNhwc = NHWC;
 
-// An output pixel (b, i, j) or channel, of a flat index over y in its own order, so that neighbours in a warp are
-// neighbours in memory.
+// The coordinates of an element of y.
 struct Output {
   int b, i, j, co;
 };
 
+// Returns the element at a flat index of y: adjacent threads get elements that are adjacent in memory.
 __device__ __forceinline__ Output output_of(int64_t index, const Sizes& s) {
   const int all = s.outputs * s.groups;
   const int pixels = s.out_h * s.out_w;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//   y = clamp(rint((sum of x * code + fused[co]) * multiplier[co]), low, high), int8 in and out, with the sum of
-// conv2d.cuh in int32; outside of x lies x_zero. An output a thread; any sizes, any architecture.
+//   y = clamp(rint((sum of x * code + fused[co]) * multiplier[co]), low, high)
+// with the sum of conv2d.cuh over int8 x and codes in int32; elements outside x are x_zero. Any sizes, any
+// architecture. One thread per element of y.
 //
-//   x       int8, strides (batch, row, pixel, channel)
+//   x       int8, strides x_batch, x_row, x_pixel, x_channel in elements
 //   codes   int8 [groups * outputs, kernel_h, kernel_w, channels]
-//   fused   int32 [groups * outputs]; multiplier float32, the same
+//   fused   int32 [groups * outputs]; multiplier float32 [groups * outputs]
 //   y       int8, contiguous, NHWC or NCHW
 #include "conv2d/conv2d.cuh"
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The convolution of conv2d.cuh on CUDA cores, an output a thread: any sizes, any groups, any architecture. float32
-// sums of x * code and of x for each block of channels; no weight is rounded.
+// The convolution of conv2d.cuh on CUDA cores, one thread per element of y: any sizes, groups and architecture. It sums
+// x * code and x over each block of channels in float32, so no weight is rounded.
 //
-//   x           X, strides (batch, row, pixel, channel) in values
-//   codes       uint8 [groups * outputs, kernel_h, kernel_w, channels], worth code - ZERO
+//   x           X, strides x_batch, x_row, x_pixel, x_channel in elements
+//   codes       uint8 [groups * outputs, kernel_h, kernel_w, channels], which stand for code - ZERO
 //   parameters  float32 [2, groups * outputs, blocks]: scale, offset
+//   bias        BIAS [groups * outputs] or null
 //   y           X, contiguous, NHWC or NCHW
 #include "conv2d/conv2d.cuh"
 #include "common/epilogue.cuh"
@@ -13,13 +14,13 @@ constexpr bool kWeightOffset = WEIGHT_OFFSET;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     conv2d_simt(const X* x, const uint8_t* codes, const float* parameters, const BIAS* bias, X* y, int64_t x_batch,
-                int64_t x_row, int64_t x_pixel, int64_t x_channel, int block, SIZES, float low, float high) {
+                int64_t x_row, int64_t x_pixel, int64_t x_channel, int block_size, SIZES, float low, float high) {
   const Sizes s SIZES_GIVEN;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
   const int all = s.outputs * s.groups;
   if (index >= static_cast<int64_t>(s.batch) * all * s.out_h * s.out_w) return;
   const auto [b, i, j, co] = output_of(index, s);
-  const int blocks = ceil_div(s.channels, block);
+  const int blocks = ceil_div(s.channels, block_size);
   const X* image = x + b * x_batch + co / s.outputs * static_cast<int64_t>(s.channels) * x_channel;
   const uint8_t* weight = codes + static_cast<int64_t>(co) * s.kernel_h * s.kernel_w * s.channels;
   const float* scales = parameters + static_cast<int64_t>(co) * blocks;
@@ -37,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int part = 0; part < blocks; ++part) {
         float products = 0.0f;
         float values = 0.0f;
-        for (int c = part * block; c < min(part * block + block, s.channels); ++c) {
+        for (int c = part * block_size; c < min(part * block_size + block_size, s.channels); ++c) {
           const float value = to_float(pixel[c * x_channel]);
           products = fmaf(value, static_cast<float>(tap[c] - ZERO), products);
           values += value;

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The convolution of conv2d.cuh on tensor cores, for sm_80 and newer: a matrix product of pixels [batch * out_h *
-// out_w, K] and weights [outputs, K], where K runs over taps of the kernel and channels in units of 8. Neither matrix
-// exists: pixels are copied from x as they are met, and weights are dequantized on their way to shared memory, each
-// rounded once to X.
+// The convolution of conv2d.cuh by mma.sync, for sm_80 and newer: an implicit GEMM of pixels [batch * out_h * out_w, K]
+// and weights [outputs, K], where K consists of units: a tap of the kernel and 8 channels. Pixels are copied from x tap
+// by tap; weights are dequantized on their way to shared memory, with one rounding to X.
 //
-//   x       X [batch, height, width, groups * channels], contiguous channels, strides in values that are multiples of 8
+//   x       X [batch, height, width, groups * channels], contiguous channels, strides that are multiples of 8 elements
 //   codes   BITS 4: one word, BITS 8: two words for each unit of 8 channels, [groups * outputs, taps * units]; the
 //           nibbles in AWQ's order (int4.cuh), the bytes in the order 0, 2, 1, 3 of each four, both plus their zero
-//   scales, offsets  X [groups * outputs, blocks]; a block of channels is `block` units. offsets may be null.
+//   scales, offsets  X [groups * outputs, blocks], offsets null without WEIGHT_OFFSET; a block has block_units units
+//   bias    BIAS [groups * outputs] or null
 //   y       X, contiguous, NHWC or NCHW
-//   partials, counters: see reduce.cuh; unused when the grid has one split
+//   partials, counters   the split-K workspace (common/reduce.cuh)
 //
-// A block of WARPS_M x WARPS_N warps, each WARP_M pixels and 32 outputs. Shared memory: STAGES tiles of pixels
-// [BLOCK_M][64], then two of weights [BLOCK_N][64]; the 16-byte unit u of row r lies at u ^ (r % 8).
+// A CTA has WARPS_M x WARPS_N warps, each with WARP_M pixels and 32 outputs. Shared memory: STAGES stages of pixels
+// [BLOCK_M][64], then two buffers of weights [BLOCK_N][64]; the 16-byte chunk c of row r lies at chunk c ^ r % 8.
 #include "conv2d/conv2d.cuh"
 #include "common/epilogue.cuh"
 #include "dequant/int4.cuh"
@@ -26,24 +26,24 @@ static_assert(__CUDA_ARCH__ >= 800, "conv2d_sm80 needs sm_80 or newer");
 
 constexpr bool kWeightOffset = WEIGHT_OFFSET;
 constexpr bool kHalf = Codes<X>::kMagic == Codes<half_t>::kMagic;
-constexpr int kWords = BITS / 4;  // of a unit
+constexpr int kWords = BITS / 4;  // words of a unit
 constexpr int kTilesM = WARP_M / 16;
 constexpr int kTilesN = 4;
 constexpr int kStages = STAGES;
 constexpr int kThreads = WARPS_M * WARPS_N * 32;
 constexpr int kBlockM = WARPS_M * WARP_M;
 constexpr int kBlockN = WARPS_N * kTilesN * 8;
-constexpr int kUnits = 8;  // of K, in a tile
+constexpr int kUnits = 8;  // in a stage
 constexpr int kRowStep = kThreads / kUnits;
 constexpr int kXCopies = kBlockM / kRowStep;
 constexpr int kWeightCopies = kBlockN / kRowStep;
 constexpr int kXBytes = kBlockM * kUnits * 16;
 constexpr int kWeightBytes = kBlockN * kUnits * 16;
-constexpr int kSums = kTilesM * kTilesN * 4;
+constexpr int kAccumulators = kTilesM * kTilesN * 4;
 
 static_assert(kBlockM % kRowStep == 0 && kBlockN % kRowStep == 0, "the copies divide evenly");
 
-// One unit of the weight: eight values of X.
+// A unit of the weight for one output: 8 codes and their parameters.
 struct Unit {
   uint32_t words[kWords];
   X scale;
@@ -79,7 +79,7 @@ struct Unit {
   }
 };
 
-// Where a thread stands in K: a unit, and the tap and the channels that it means.
+// A thread's position in K: a unit, and its tap and channels.
 struct Place {
   int unit, channel, fy, fx;
 
@@ -98,8 +98,8 @@ struct Place {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     conv2d_sm80(const X* x, const uint32_t* codes, const X* scales, const X* offsets, const BIAS* bias, X* y,
-                float* partials, uint32_t* counters, int64_t x_batch, int64_t x_row, int64_t x_pixel, int block, SIZES,
-                float low, float high) {
+                float* partials, uint32_t* counters, int64_t x_batch, int64_t x_row, int64_t x_pixel, int block_units,
+                SIZES, float low, float high) {
   extern __shared__ __align__(128) uint8_t shared[];
   const Sizes s SIZES_GIVEN;
   const uint32_t shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -114,17 +114,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int group = blockIdx.y / tiles_n;
   const int n_begin = blockIdx.y % tiles_n * kBlockN;
   const int channel_units = ceil_div(s.channels, 8);
-  const int blocks = ceil_div(channel_units, block);
+  const int blocks = ceil_div(channel_units, block_units);
   const int units = s.kernel_h * s.kernel_w * channel_units;
   const int tiles = ceil_div(units, kUnits);
   const int tile_begin = static_cast<int>(static_cast<int64_t>(tiles) * blockIdx.z / gridDim.z);
   const int tile_end = static_cast<int>(static_cast<int64_t>(tiles) * (blockIdx.z + 1) / gridDim.z);
 
-  // A thread copies unit `unit` of rows `row`, row + kRowStep, ... of both operands.
+  // A thread copies chunk `unit` of rows `row`, row + kRowStep, ... of both operands.
   const int unit = threadIdx.x % kUnits;
   const int row = threadIdx.x / kUnits;
   const uint32_t target = (row * kUnits + (unit ^ (row % 8))) * 16;
-  static_assert(kRowStep % 8 == 0, "all rows of a thread have one order of units");
+  static_assert(kRowStep % 8 == 0, "all rows of a thread have the same swizzle");
   int top[kXCopies];
   int left[kXCopies];
   const X* corner[kXCopies];
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kXCopies; ++i) {
     const int index = m_begin + row + i * kRowStep;
     const int pixel = index % pixels;
-    // Past the last pixel no row is inside of x.
+    // Rows beyond the last pixel lie outside x.
     top[i] = index < m ? pixel / s.out_w * s.stride_h - s.pad_h : s.height;
     left[i] = pixel % s.out_w * s.stride_w - s.pad_w;
     corner[i] = x + index / pixels * x_batch + top[i] * x_row + left[i] * x_pixel + group * s.channels;
@@ -164,10 +164,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       const bool valid = weight_place.unit < units && n_begin + row + i * kRowStep < s.outputs;
       const int64_t from = valid ? weight_row + i * kRowStep : 0;
       const int64_t at = from * units + (valid ? weight_place.unit : 0);
-      const int64_t parameter = from * blocks + (valid ? weight_place.channel / block : 0);
+      const int64_t parameter = from * blocks + (valid ? weight_place.channel / block_units : 0);
 #pragma unroll
       for (int word = 0; word < kWords; ++word) fetched[i].words[word] = codes[at * kWords + word];
-      // Rows and units that are not there become 0, whatever was read.
+      // The scale and offset 0 zero rows and units beyond the end.
       fetched[i].scale = valid ? scales[parameter] : X{0};
       fetched[i].offset = kWeightOffset && valid ? offsets[parameter] : X{0};
     }
@@ -181,8 +181,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   };
 
-  // [tile along m][tile along n][value of the mma]
-  float sums[kTilesM][kTilesN][4] = {};
+  // [mma tile along m][mma tile along n][value of the fragment]
+  float accumulators[kTilesM][kTilesN][4] = {};
   auto matmul = [&](int stage, int buffer, int step) {
     uint32_t b[kTilesN][2];
 #pragma unroll
@@ -205,9 +205,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int j = 0; j < kTilesN; ++j) {
         if constexpr (kHalf) {
-          ptx::mma_m16n8k16_f16(sums[i][j], a, b[j][0], b[j][1]);
+          ptx::mma_m16n8k16_f16(accumulators[i][j], a, b[j][0], b[j][1]);
         } else {
-          ptx::mma_m16n8k16_bf16(sums[i][j], a, b[j][0], b[j][1]);
+          ptx::mma_m16n8k16_bf16(accumulators[i][j], a, b[j][0], b[j][1]);
         }
       }
     }
@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     ptx::cp_async_wait_group<kStages - 2>();
     __syncthreads();
-    // The stage and the buffer that were read last are free now.
+    // All warps have read the preceding stage and buffer: refill them.
     if (tile + kStages - 1 < tile_end) start_pixels(stage == 0 ? kStages - 1 : stage - 1);
     ptx::cp_async_commit_group();
     const bool has_next = tile + 1 < tile_end;
@@ -238,8 +238,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 
   const int tile = blockIdx.y * gridDim.x + blockIdx.x;
-  auto& flat = reinterpret_cast<float (&)[kSums]>(sums);
-  if (!reduce_split_k<kSums, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
+  auto& flat = reinterpret_cast<float (&)[kAccumulators]>(accumulators);
+  if (!reduce_split_k<kAccumulators, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
 
   const int all = s.outputs * s.groups;
   const Epilogue<X> epilogue{bias, nullptr, low, high, all, 0};
@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       for (int j = 0; j < kTilesN; ++j) {
         const int within = n_begin + warp_n + j * 8 + lane % 4 * 2;
         const int co = group * s.outputs + within;
-        const float* values = &sums[i][j][half * 2];
+        const float* values = &accumulators[i][j][half * 2];
         if constexpr (kNhwc) {
           X* to = y + static_cast<int64_t>(index) * all + co;
           if (EVEN && within < s.outputs) {

@@ -4,9 +4,8 @@
 // x [k, pixels], in the order in which TMA copies them, are operand B. K consists of units (conv2d_sm90.cuh).
 //
 //   codes       uint32 [unit][64-output tile][BITS / 4][128 threads][4]. With g = lane / 4 and t = lane % 4, a thread
-//   of
-//               warp w has rows 16 w + g and 16 w + g + 8. BITS 4: word s is for the s-th 16 k of the unit; its bits
-//               4 i and 16 + 4 i hold
+//               of warp w has rows 16 w + g and 16 w + g + 8. BITS 4: word s is for the s-th 16 k of the unit; its
+//               bits 4 i and 16 + 4 i hold
 //                 i = 0: row g, k 2t and 2t + 1       i = 1: row g + 8, same k
 //                 i = 2: row g, k 2t + 8 and 2t + 9   i = 3: row g + 8, same k
 //               BITS 8: words 2 s (i = 0, 1) and 2 s + 1 (i = 2, 3); the bytes are the lower k of both i, then the

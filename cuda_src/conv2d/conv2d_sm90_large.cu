@@ -3,14 +3,12 @@
 // by wgmma on sm_90a over many pixels, with a weight that was dequantized to memory once: [64 outputs, k] is operand A,
 // pixels of x [k, pixels] are operand B, both in shared memory. K consists of units (conv2d_sm90.cuh).
 //
-//   weight   X [unit][64-output tile][64][64 channels], with the 128-byte swizzle: the chunk c of 8 channels of output
-//   i
-//            lies at chunk c ^ i % 8
+//   weight   X [unit][64-output tile][64][64 channels], with the 128-byte swizzle: the chunk c of 8 channels of
+//            output i lies at chunk c ^ i % 8
 //   bias     BIAS [outputs] or null
 //   y        X, contiguous, NHWC, each pixel at a multiple of 16 bytes
 //   x_map    tensor map of x, X [batch][height][width][channels], boxes of [TILE_N][BOX_H][BOX_W][64], 128-byte
-//   swizzle;
-//            elements outside x are the padding, and the tensor map has the stride of the convolution
+//            swizzle; elements outside x are the padding, and the tensor map has the stride of the convolution
 //   tiles    tiles of WG_CO * 64 outputs and WG_PX * PARTS parts; co_blocks: tiles along the outputs
 //   parts_h, parts_w   parts along the height and the width of an image; units: of K
 //

@@ -76,9 +76,9 @@ struct Group : WordGroup<SCALE, kZeros, kAligned> {
 extern "C" __global__ void __launch_bounds__(THREADS)
     dequantize(const uint32_t* qweight, const SCALE* scales, const void* zeros, OUT* out, int k, int n, int group_size,
                int ldq, int lds, int ldz, int ldo) {
-  const int blocks = ceil_div(n / 8, THREADS);
-  const int column = blockIdx.x % blocks * THREADS + threadIdx.x;
-  const int k_begin = blockIdx.x / blocks * kRows;
+  const int ctas_per_row = ceil_div(n / 8, THREADS);
+  const int column = blockIdx.x % ctas_per_row * THREADS + threadIdx.x;
+  const int k_begin = blockIdx.x / ctas_per_row * kRows;
   if (column >= n / 8) return;
 
   uint32_t words[kRows];

@@ -37,6 +37,7 @@
 
 #include "common/epilogue.cuh"
 #include "dequant/int4.cuh"
+#include "hopper/swizzle.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "common/reduce.cuh"
 
@@ -111,7 +112,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   const int x_chunk = threadIdx.x % 8;
   const X* x_source = x + static_cast<int64_t>(m_begin + x_row) * ldx + tile_begin * kBlockK + x_chunk * 8;
   const int64_t x_step = static_cast<int64_t>(kXRowStep) * ldx;
-  const uint32_t x_target = (x_row * 8 + (x_chunk ^ (x_row % 8))) * 16;
+  const uint32_t x_target = (x_row * 8 + (x_chunk ^ swizzle_bits(x_row))) * 16;
   const int w_row = threadIdx.x / kWarps;
   const int w_chunk = threadIdx.x % kWarps;
   const int w_slot = w_row / 16 * 16 + w_row % 16 / 8 * 8 + w_row % 2 * 4 + w_row % 8 / 2;
@@ -242,7 +243,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
       const int row = pair * 16 + lane / 16 * 8 + lane % 8;
       const int chunk = step * 2 + lane / 8 % 2;
       uint32_t b[4];
-      ptx::ldmatrix_x4(b, x_begin + (row * 8 + (chunk ^ (row % 8))) * 16);
+      ptx::ldmatrix_x4(b, x_begin + (row * 8 + (chunk ^ swizzle_bits(row))) * 16);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
 #pragma unroll

@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
             ptx::wgmma_commit_group();
           }
         }
-        // At most one group of wgmma is pending, and it reads the present stage.
+        // The wgmma that are still pending, at most two groups, read the present stage.
         if (preceding != 0) {
           pipeline.release(preceding, lane);
           preceding = 0;

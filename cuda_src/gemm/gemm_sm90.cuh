@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM on the repacked weight for up to 128 rows of x and more: the parts that gemm_sm90.cu (wgmma) and
+// GEMM on the repacked weight for up to a few hundred rows of x: the parts that gemm_sm90.cu (wgmma) and
 // gemm_sm90_mma.cu (mma, few rows) share. README.md of cuda_src follows one tile through its warps and barriers.
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //
-//   weight    the repacked layout of repacked.cuh
+//   weight    the repacked layout of repacked_layout.cuh
 //   bias      BIAS [n] or null
 //   residual  X [m, n], row stride ldr values, or null
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values

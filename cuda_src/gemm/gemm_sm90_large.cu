@@ -4,7 +4,7 @@
 //   y[m, n] = epilogue(result_factor * sum over k of x[m, k] * w[k, n])
 //   w[k, n] = (q[k, n] - z[k / group_size, n]) * s[k / group_size, n] * scale_factor, rounded once to the type of x
 //
-//   weight         the repacked layout of repacked.cuh
+//   weight         the repacked layout of repacked_layout.cuh
 //   bias           BIAS [n] or null
 //   residual       X [m, n], row stride ldr values, or null
 //   y              X [m, n] (gated: [m, n / 2]), row stride ldy values
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     cluster_sync_after_init<kCluster>();
   }
   ptx::griddepcontrol_launch_dependents();
-  // Each role makes its own, after the registers have moved.
+  // Each role makes its own scheduler, after setmaxnreg: a shared one would spill.
   auto make_scheduler = [&] {
     return Scheduler(ceil_div(m, kBlockM), ceil_div(n, kBlockN * kCluster), ceil_div(k, kWeightTileK), stream_k_units,
                      stream_k_clusters);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/epilogue.cuh"
-#include "gemm/repacked.cuh"
+#include "gemm/repacked_layout.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shared_storage.cuh"
 #include "hopper/tile_scheduler.cuh"

@@ -31,7 +31,8 @@
 // into L2.
 #include "common/epilogue.cuh"
 #include "common/warp.cuh"
-#include "dequant/raw_codes.cuh"
+#include "common/mma.cuh"
+#include "dequant/int4.cuh"
 #include "gemm/group.cuh"
 #include "hopper/cluster_reduction.cuh"
 #include "hopper/pipeline.cuh"

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/epilogue.cuh"
-#include "gemm/repacked.cuh"
+#include "gemm/repacked_layout.cuh"
 #include "hopper/cluster_reduction.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/residual_stream.cuh"
@@ -18,7 +18,7 @@ constexpr int kWeightTiles = WEIGHT_TILES;      // side by side in the CTA's til
 constexpr int kConsumers = CONSUMERS;           // groups of warps that take turns at the stages
 constexpr int kConsumerWarps = CONSUMER_WARPS;  // of one consumer
 constexpr int kStages = STAGES;
-constexpr int kKTiles = K_TILES;  // weight tiles along k in a stage, which one copy brings
+constexpr int kKTiles = K_TILES;  // weight tiles along k in a stage; one copy has all of a tile column
 constexpr int kSplitK = SPLIT_K;  // CTAs of a cluster, which share a tile along k
 constexpr int kCtasPerSm = CTAS_PER_SM;
 constexpr int kXStageBytes = X_STAGE_BYTES;  // x that the producer copies in a stage; 0: the consumers copy x
@@ -27,8 +27,8 @@ constexpr int kXRingBytes = X_RING_BYTES;    // all stages of x
 // TMA serves copies in order, so x waits behind every weight copied before it. A CTA that starts early prefers all; one
 // that starts when the preceding kernel ends needs x soon.
 constexpr bool kPrefetchWeights = PREFETCH_WEIGHTS;
-// Registers per thread that setmaxnreg moves from the producer's warpgroup to the consumers; 0: the producer is one
-// warp and all threads have the same number.
+// The registers of a consumer's thread after setmaxnreg has moved those of the producer's warpgroup; 0: the producer is
+// one warp, and all threads have the same number.
 constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kProducerRegisters = 40;
 
@@ -43,7 +43,7 @@ constexpr int kOwnedRows = kBlockM / kSplitK;  // rows of the tile whose results
 
 static_assert(kBlockM % 8 == 0, "mma and wgmma take 8 rows of x at a time");
 static_assert(kBlockM % (2 * kSplitK) == 0, "every CTA of a cluster owns the same number of row pairs");
-// See pipeline.cuh: the phase of a barrier is ambiguous for a consumer that skips a use of its stage.
+// A consumer that skips a use of a stage could take the wrong phase for its own: see pipeline.cuh.
 static_assert(kStages % kConsumers == 0, "a stage belongs to one consumer");
 // setmaxnreg blocks forever if the CTA's registers at launch do not suffice.
 static_assert(kProducerWarp / 4 * kConsumerRegisters + (kConsumerRegisters != 0 ? kProducerRegisters : 0) <=

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Repacks a weight from AWQ's own layout to that of repacked.cuh, once per layer.
+// Repacks a weight from AWQ's own layout to that of repacked_layout.cuh, once per layer.
 //
 //   out[tile column, k tile] = the codes, scales and zero points of 32 columns and 128 k
 //
@@ -11,7 +11,7 @@
 // Limits: k a multiple of 64; see RepackedLayout.refuse in kernels/repack.py. sm_60 and newer. Grid: (k tiles, blocks
 // of BLOCK_N columns). A CTA repacks 128 k x BLOCK_N columns: rows pass through shared memory, where the four t of a
 // warp read four rows of one column of words; a row has an odd number of words, so that they lie in different banks.
-#include "gemm/repacked.cuh"
+#include "gemm/repacked_layout.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kBlockN = BLOCK_N;

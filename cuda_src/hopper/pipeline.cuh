@@ -19,12 +19,15 @@
 // the other parity for the preceding phase, which is complete by definition. So a producer starts with phase 1 and the
 // first pass over the ring finds all stages empty; a consumer starts with phase 0 and blocks until copies have landed.
 //
-// No wait passes early. Parity tells two adjacent phases apart, and nobody falls further behind: phase i + 1 of a full
-// barrier needs the producer, which waits for phase i of the empty barrier, which needs every consumer warp to have
-// passed its wait for phase i. The same holds the other way round. It requires that each stage has a fixed set of
-// consumer warps: kernels whose groups of consumer warps take turns assert kNumStages % groups == 0.
+// No wait passes early. Phases i and i - 2 have the same parity, so a wait for phase i returns at once, wrongly, while
+// phase i - 1 is in progress. That cannot happen: every waiting warp waits for each phase of its stage in turn, so it
+// has seen phase i - 1 complete. It requires that a stage has a fixed set of consumer warps; kernels whose groups of
+// consumer warps take turns assert kNumStages % groups == 0.
 //
-// Phases flip in the functions advance and advance_by of this file and nowhere else.
+// No wait misses its phase: phase i + 1 of a full barrier needs the producer, which waits for phase i of the empty
+// barrier, which needs every consumer warp to have passed its wait for phase i of the full barrier.
+//
+// Phases flip in the functions advance, advance_by and branch_to_next of this file and nowhere else.
 //
 //   Pipeline<kStages, Barriers::kBegin> pipeline{shared_begin};
 //
@@ -64,9 +67,18 @@ struct PipelineState {
   // The state that waits on full barriers.
   static __device__ constexpr PipelineState consumer(int stage_idx = 0) { return {stage_idx, 0}; }
 
+  // The three functions apply one rule: behind the last stage the ring starts again, in the next phase. They differ in
+  // the registers that ptxas needs, so each kernel keeps to one of them.
   // Moves to the next stage.
   __device__ __forceinline__ constexpr void advance() {
     *this = stage_idx + 1 == kNumStages ? PipelineState{0, phase ^ 1u} : PipelineState{stage_idx + 1, phase};
+  }
+  // Moves to the next stage by a branch instead of a select: for the convolutions.
+  __device__ __forceinline__ void branch_to_next() {
+    if (++stage_idx == kNumStages) {
+      stage_idx = 0;
+      phase ^= 1u;
+    }
   }
   // Moves `count` stages on, at most kNumStages: for consumers that take turns at the stages.
   __device__ __forceinline__ constexpr void advance_by(int count) {
@@ -76,15 +88,8 @@ struct PipelineState {
       phase ^= 1u;
     }
   }
-  __device__ __forceinline__ int previous_stage() const { return stage_idx == 0 ? kNumStages - 1 : stage_idx - 1; }
 
-  // Moves to the next stage by a branch in place of a select: conv2d_sm90 needs fewer registers with it.
-  __device__ __forceinline__ void branch_to_next() {
-    if (++stage_idx == kNumStages) {
-      stage_idx = 0;
-      phase ^= 1u;
-    }
-  }
+  __device__ __forceinline__ int previous_stage() const { return stage_idx == 0 ? kNumStages - 1 : stage_idx - 1; }
 };
 
 constexpr int kBarrierBytes = 8;
@@ -109,7 +114,7 @@ struct PipelineAddresses {
   }
 };
 
-// The 2 * kNumStages barriers of a ring, kOffset bytes behind the begin of shared memory: a multiple of 8.
+// The full and empty barriers of a ring, 2 * kNumStages * kBarrierBytes bytes at the offset kOffset of shared memory.
 template <int kNumStages, int kOffset>
 struct Pipeline {
   using State = PipelineState<kNumStages>;

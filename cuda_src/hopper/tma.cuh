@@ -25,7 +25,7 @@ __device__ __forceinline__ void tma_multicast_3d(uint32_t shared_address, const 
 }
 
 // The rows of a tile of x. TMA is slow on boxes that reach beyond the tensor map (17.4 in place of 10.2 us for 65 rows
-// of 128, 4096 x 4096, H100), so no box does:
+// of 128, 4096 x 4096, H100), so boxes reach at most 15 rows beyond it:
 //   - The last of several tiles ends with x. It computes rows of the preceding tile again, but does not store them.
 //   - If the only tile lacks 16 rows or more, its boxes have m rows; the rows below are zeroed once.
 

@@ -1,19 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of the integer product share:
-//   y[m, n] = epilogue(sum over blocks b of sA*(C*sB + sumA*oB) + oA*(sumB*sB + k_b*oB)),  C = sum over k in b of a*w
-// so that A = a*sA + oA and B = w*sB + oB are multiplied with no error but that of float32 sums over blocks.
+// The operands and the arithmetic of gemm_int8_simt, gemm_int8_sm75, gemm_int8_sm80 and gemv_int8:
+//   y[m, n] = activation(sum over quantization blocks b of sA*(C*sB + sumA*oB) + oA*(sumB*sB + k_b*oB) + bias[n]),
+//   C = sum over the k_b columns of b of a * w, in int32
+// This is the product of A = a*sA + oA and B = w*sB + oB, with float32 sums over blocks as its only rounding. "Block"
+// below means a quantization block: block_size columns of k that share their parameters.
 //
 //   xq          int8 [m, k]
-//   x_scale, x_offset, x_sums   float32, float32, int32 [m, blocks]: sA, oA (null without X_OFFSET), sumA
-//   codes       the weight, w: BITS 8: int8 [n, k_padded]; BITS 4: [n, k_padded / 2] bytes, where byte i of the 16 of a
-//               step of 32 k holds k = i in its low and k = 16 + i in its high nibble, both as two's complement.
-//               k_padded is k rounded up to 32, and codes past k are 0.
-//   parameters  float32 [3, blocks, n_padded]: sB, oB and sumB*sB. For 4 bits sB is a sixteenth: a nibble is used where
-//               it stands, in the high half of a byte, where it is worth 16 times as much.
-//   y           Y [m, n], row stride ldy values
+//   x_scale     float32 [m, blocks], sA
+//   x_offset    float32 [m, blocks], oA; null without X_OFFSET
+//   x_sums      int32 [m, blocks], sumA, the sum of a
+//   codes       w, padded with zeros to k_padded, k rounded up to 32. BITS 8: int8 [n, k_padded]. BITS 4: bytes
+//               [n, k_padded / 2]: byte i of the 16 bytes of 32 k holds k = i in its low nibble and k = 16 + i in its
+//               high one, both in two's complement.
+//   parameters  float32 [3, blocks, n_padded], n rounded up to 128: sB, oB, sumB*sB. For 4 bits sB is divided by 16:
+//               a nibble is used in the high half of a byte, where it is worth 16 times as much.
+//   bias        BIAS [n] or null
+//   y           Y [m, n], row stride ldy
+//   partials, counters   the split-K workspace (common/reduce.cuh)
 //
-// FP8: xq is e4m3 with one scale a row, x_scale [m], and x_sums are float32, of its values. Codes, of 4 bits, are
-// unsigned and used in the low half of a byte, where they are e4m3 of code * 2^-9; sB and oB allow for it.
+// FP8: xq is e4m3 with one scale per row, x_scale [m]; x_sums are float32, of the values of xq. The 4-bit codes are
+// unsigned and used in the low half of a byte, which is the e4m3 number code * 2^-9; sB and oB account for it.
 #pragma once
 
 #include "common/epilogue.cuh"
@@ -34,7 +40,7 @@ constexpr bool kWeightOffset = WEIGHT_OFFSET;
 constexpr uint32_t kHighNibbles = 0xf0f0f0f0u;
 constexpr uint32_t kLowNibbles = 0x0f0f0f0fu;
 
-// The low nibbles of four bytes, and the high ones, where their codes are used.
+// Returns the low, or the high, nibbles of four bytes in the half of the byte where mma uses them.
 __device__ __forceinline__ uint32_t low_nibbles(uint32_t word) {
   return kFp8 ? word & kLowNibbles : (word << 4) & kHighNibbles;
 }
@@ -42,7 +48,7 @@ __device__ __forceinline__ uint32_t high_nibbles(uint32_t word) {
   return kFp8 ? (word >> 4) & kLowNibbles : word & kHighNibbles;
 }
 
-// c + the products of four pairs of int8.
+// Returns c plus the products of four pairs of int8.
 __device__ __forceinline__ int32_t dot(uint32_t a, uint32_t b, int32_t c) {
 #if __CUDA_ARCH__ >= 610
   return __dp4a(static_cast<int>(a), static_cast<int>(b), c);
@@ -53,7 +59,7 @@ __device__ __forceinline__ int32_t dot(uint32_t a, uint32_t b, int32_t c) {
 #endif
 }
 
-// c + the products of 16 rows and 8 columns over 32 k: see mma_s8.cuh.
+// Adds the products of 16 rows and 8 columns over 32 k to c; the fragments are those of ptx/mma_s8.cuh.
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   ptx::mma_m16n8k32_e4m3(c, a, b0, b1);
 }
@@ -69,12 +75,12 @@ __device__ __forceinline__ void mma(int32_t (&c)[4], const uint32_t (&a)[4], uin
   }
 }
 
-// Sums within 2^22 that began with the bits of 1.5 * 2^23 are its mantissa: a subtraction makes a float of them, which
-// is faster than the conversion.
+// An int32 sum of magnitude below 2^22 that starts from kMagicBits, the bits of 1.5 * 2^23, ends as the bits of the
+// float 1.5 * 2^23 + sum. A subtraction then converts it, which is faster than cvt.
 constexpr int32_t kMagicBits = 0x4b400000;
 __device__ __forceinline__ float magic_to_float(int32_t value) { return __int_as_float(value) - 12582912.0f; }
 
-// What a block adds to a sum. `product` is C, `row` sA*sumA + k_b*oA.
+// The contribution of a block to an accumulator. `product` is C; `row` is row_term, sA*sumA + k_b*oA.
 __device__ __forceinline__ float add_block(float sum, float product, float x_scale, float scale) {
   return fmaf(product, x_scale * scale, sum);
 }

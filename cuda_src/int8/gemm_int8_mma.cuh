@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer product of gemm_int8.cuh on tensor cores, whichever way the stages are copied: all blocks in one launch,
-// each block's int32 products scaled and added up in registers. k a multiple of 16 and block a multiple of 32 (or k
-// itself); xq starts at a multiple of 16 bytes, y at one of two values. X_BLOCKS is the number of blocks that meet in a
-// tile of K.
+// The integer product of gemm_int8.cuh by mma.sync, whichever way its stages are copied: one launch for all
+// quantization blocks, whose int32 products are scaled and added to float32 accumulators in registers.
 //
-// A block of WARPS_M x WARPS_N warps, each WARP_M rows and 32 columns, takes STAGES tiles of 128 k through shared
-// memory:
-//   x [BLOCK_M][128] bytes, where the 16-byte unit u of row r lies at u ^ (r % 8);
-//   weight [BLOCK_N][128] bytes in the same order, or for 4 bits [BLOCK_N][64] with unit u at u ^ (r / 2 % 4);
+// Limits: k % 16 == 0; block_size % 32 == 0 or block_size == k; xq starts at a multiple of 16 bytes. EVEN: the rows of
+// y start at multiples of two elements. X_BLOCKS is the largest number of blocks that meet in 128 k.
+//
+// A CTA of WARPS_M x WARPS_N warps, each with WARP_M rows and 32 columns of y, pipelines 128 k per stage through STAGES
+// stages of shared memory:
+//   x [BLOCK_M][128] bytes: the 16-byte chunk c of row r lies at chunk c ^ r % 8;
+//   weight [BLOCK_N][128] bytes in the same order, or for 4 bits [BLOCK_N][64]: chunk c lies at chunk c ^ r / 2 % 4;
 //   sA, oA, sumA [X_BLOCKS][3][BLOCK_M] and sB, oB, sumB*sB [X_BLOCKS][3][BLOCK_N].
 #pragma once
 
@@ -18,31 +19,31 @@
 
 constexpr int kWarpsM = WARPS_M;
 constexpr int kWarpsN = WARPS_N;
-constexpr int kTilesM = WARP_M / 16;  // of mma, a warp
+constexpr int kTilesM = WARP_M / 16;  // mma tiles of a warp
 constexpr int kTilesN = 4;
 constexpr int kStages = STAGES;
 constexpr int kXBlocks = X_BLOCKS;
-constexpr bool kShortBlocks = SHORT_BLOCKS;  // of at most 256 columns
+constexpr bool kShortBlocks = SHORT_BLOCKS;  // blocks have at most 256 columns
 
 constexpr int kThreads = kWarpsM * kWarpsN * 32;
 constexpr int kBlockM = kWarpsM * WARP_M;
 constexpr int kBlockN = kWarpsN * kTilesN * 8;
 constexpr int kBlockK = 128;
 constexpr int kStepK = 32;
-// A tile that meets one block alone can only end it after its last step.
+// The interval at which a block may end: with one block in a stage only at the end of the stage.
 constexpr int kCheckSteps = X_BLOCKS == 1 ? kBlockK / kStepK : 1;
 constexpr int kXBytes = kBlockM * kBlockK;
-constexpr int kUnitsN = kBits;  // 16-byte units in a row of the weight's tile
+constexpr int kUnitsN = kBits;  // 16-byte chunks in a row of the weight
 constexpr int kWeightBytes = kBlockN * kUnitsN * 16;
-constexpr int kXParameters = kXBytes + kWeightBytes;  // where they begin in a stage
+constexpr int kXParameters = kXBytes + kWeightBytes;  // byte offset in a stage
 constexpr int kWeightParameters = kXParameters + kXBlocks * 3 * kBlockM * 4;
 constexpr int kStageBytes = kWeightParameters + kXBlocks * 3 * kBlockN * 4;
-constexpr int kSums = kTilesM * kTilesN * 4;
+constexpr int kAccumulators = kTilesM * kTilesN * 4;
 
-static_assert(!(kFp8 && kShortBlocks), "the products of floats are no integers");
+static_assert(!(kFp8 && kShortBlocks), "magic_to_float needs integer products");
 static_assert(kBlockM * 8 % kThreads == 0 && kBlockN * kUnitsN % kThreads == 0, "the copies divide evenly");
 
-// Products of a short block stay within 2^22.
+// Converts a product to float32. The products of a short block are below 2^22 in magnitude.
 __device__ __forceinline__ float to_product(Product value) {
   return kShortBlocks ? magic_to_float(value) : static_cast<float>(value);
 }
@@ -51,7 +52,7 @@ template <class Copies>
 __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_scale, const float* x_offset,
                                               const Product* x_sums, const uint8_t* codes, const float* parameters,
                                               const BIAS* bias, Y* y, float* partials, uint32_t* counters, int m, int n,
-                                              int k, int block, int n_padded, int ldy, float low, float high,
+                                              int k, int block_size, int n_padded, int ldy, float low, float high,
                                               Copies copies) {
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t shared_begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -60,7 +61,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
   const int warp_n = threadIdx.x / 32 / kWarpsM * kTilesN * 8;
   const int m_begin = blockIdx.x * kBlockM;
   const int n_begin = blockIdx.y * kBlockN;
-  const int blocks = ceil_div(k, block);
+  const int blocks = ceil_div(k, block_size);
   const int tiles = ceil_div(k, kBlockK);
   const int tile_begin = static_cast<int>(static_cast<int64_t>(tiles) * blockIdx.z / gridDim.z);
   const int tile_end = static_cast<int>(static_cast<int64_t>(tiles) * (blockIdx.z + 1) / gridDim.z);
@@ -90,7 +91,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
       const int place = kBits == 8 ? unit ^ (row % 8) : unit ^ (row / 2 % 4);
       copies.start_16(begin + kXBytes + (row * kUnitsN + place) * 16, source, valid);
     }
-    const int first = tile * kBlockK / block;
+    const int first = tile * kBlockK / block_size;
     for (int index = threadIdx.x; index < kXBlocks * kBlockM; index += kThreads) {
       const int row = min(m_begin + index % kBlockM, m - 1);
       const int64_t at = static_cast<int64_t>(row) * blocks + min(first + index / kBlockM, blocks - 1);
@@ -110,8 +111,8 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     }
   };
 
-  // [tile along m][tile along n][value of the mma]
-  float sums[kTilesM][kTilesN][4] = {};
+  // [mma tile along m][mma tile along n][value of the fragment]
+  float accumulators[kTilesM][kTilesN][4] = {};
   Product products[kTilesM][kTilesN][4];
   auto clear = [&] {
 #pragma unroll
@@ -124,14 +125,14 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     }
   };
 
-  // Adds the products of block `b` to the sums; with its offsets if the block is whole, for that is done once.
+  // Adds the scaled products of block `b` to the accumulators; at the end of the block also its offset terms, once.
   auto close_block = [&](int stage, int within, int b, bool is_end) {
     const auto* of_x = reinterpret_cast<const float*>(shared + stage * kStageBytes + kXParameters) +
                        within * 3 * kBlockM + warp_m + lane / 4;
     const auto* x_sums_of_block = reinterpret_cast<const Product*>(of_x) + 2 * kBlockM;
     const auto* of_weight = reinterpret_cast<const float*>(shared + stage * kStageBytes + kWeightParameters) +
                             within * 3 * kBlockN + warp_n + lane % 4 * 2;
-    const int columns = min(block, k - b * block);
+    const int columns = min(block_size, k - b * block_size);
     float scale[kTilesN][2];
 #pragma unroll
     for (int j = 0; j < kTilesN; ++j) {
@@ -145,7 +146,8 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
         const float x_part = of_x[i * 16 + v / 2 * 8];
 #pragma unroll
         for (int j = 0; j < kTilesN; ++j) {
-          sums[i][j][v] = add_block(sums[i][j][v], to_product(products[i][j][v]), x_part, scale[j][v % 2]);
+          accumulators[i][j][v] =
+              add_block(accumulators[i][j][v], to_product(products[i][j][v]), x_part, scale[j][v % 2]);
         }
       }
     }
@@ -164,7 +166,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
               for (int v = 0; v < 2; ++v) {
                 const float offset = kWeightOffset ? of_weight[kBlockN + j * 8 + v] : 0.0f;
                 const float column = kXOffset ? of_weight[2 * kBlockN + j * 8 + v] : 0.0f;
-                float& sum = sums[i][j][half * 2 + v];
+                float& sum = accumulators[i][j][half * 2 + v];
                 sum = add_offsets(sum, row, x_part, offset, column);
               }
             }
@@ -222,26 +224,26 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     copies.template wait<kStages - 2>();
     __syncthreads();
-    // The stage that was read last is free now.
+    // All warps have read the preceding stage: refill it.
     const int tile_ahead = tile + kStages - 1;
     if (tile_ahead < tile_end) start_stage(tile_ahead, stage == 0 ? kStages - 1 : stage - 1);
     copies.commit();
-    const int first = tile * kBlockK / block;
+    const int first = tile * kBlockK / block_size;
     int within = 0;
-    int block_end = min(first * block + block, k);
+    int block_end = min(first * block_size + block_size, k);
 #pragma unroll
     for (int step = 0; step < kBlockK / kStepK; ++step) {
       const int step_end = tile * kBlockK + (step + 1) * kStepK;
       matmul(stage, step);
       if ((step + 1) % kCheckSteps != 0) continue;
-      // Past the end of k all codes are 0, and so are the products.
+      // Beyond k all codes are 0, and so are the products.
       const bool is_end = step_end >= block_end && step_end - kCheckSteps * kStepK < block_end;
       const bool is_last = step == kBlockK / kStepK - 1 && tile + 1 == tile_end;
       if (is_end || is_last) {
         close_block(stage, within, first + within, is_end);
         if (is_end && within + 1 < kXBlocks) {
           ++within;
-          block_end = min(block_end + block, k);
+          block_end = min(block_end + block_size, k);
         }
       }
     }
@@ -249,8 +251,8 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
   }
 
   const int tile = blockIdx.y * gridDim.x + blockIdx.x;
-  auto& flat = reinterpret_cast<float (&)[kSums]>(sums);
-  if (!reduce_split_k<kSums, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
+  auto& flat = reinterpret_cast<float (&)[kAccumulators]>(accumulators);
+  if (!reduce_split_k<kAccumulators, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
 
   const Epilogue<Y> epilogue{bias, nullptr, low, high, n, 0};
 #pragma unroll
@@ -266,10 +268,11 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
         if (column + 1 < n) {
           Vector<Y, 2> out;
 #pragma unroll
-          for (int v = 0; v < 2; ++v) out.values[v] = epilogue.finish(sums[i][j][half * 2 + v], row, column + v);
+          for (int v = 0; v < 2; ++v)
+            out.values[v] = epilogue.finish(accumulators[i][j][half * 2 + v], row, column + v);
           store<EVEN>(target + column, out);
         } else if (column < n) {
-          target[column] = epilogue.finish(sums[i][j][half * 2], row, column);
+          target[column] = epilogue.finish(accumulators[i][j][half * 2], row, column);
         }
       }
     }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer product of gemm_int8.cuh on CUDA cores: any k, any block, any architecture. ALIGNED: blocks begin at
-// multiples of 32, and rows of xq start at multiples of 8 bytes.
+// The integer product of gemm_int8.cuh on CUDA cores, with its operands; any k, any block_size, any architecture.
+// ALIGNED: blocks begin at multiples of 32 columns, and rows of xq at multiples of 8 bytes.
 //
-// A tile of 64 x 64 in 256 threads of 4 x 4 sums; 32 k of a block at a time lie in shared memory as words of four.
+// A CTA of 256 threads computes a tile of 64 x 64, 4 x 4 accumulators per thread. 32 k of a block at a time are in
+// shared memory, in words of four codes.
 #include "int8/gemm_int8.cuh"
 
 constexpr bool kAligned = ALIGNED;
@@ -10,20 +11,21 @@ constexpr int kTile = 64;
 constexpr int kStep = 32;
 constexpr int kThreads = 256;
 constexpr int kWords = kStep / 4;
-constexpr int kRow = kWords + 1;  // one word more, so that rows begin in different banks
+constexpr int kRow = kWords + 1;  // one more word puts rows into different banks
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     gemm_int8_simt(const int8_t* xq, const float* x_scale, const float* x_offset, const int32_t* x_sums,
                    const uint8_t* codes, const float* parameters, const BIAS* bias, Y* y, float* partials,
-                   uint32_t* counters, int m, int n, int k, int block, int n_padded, int ldy, float low, float high) {
+                   uint32_t* counters, int m, int n, int k, int block_size, int n_padded, int ldy, float low,
+                   float high) {
   __shared__ uint32_t x_words[kTile * kRow];
   __shared__ uint32_t weight_words[kTile * kRow];
   const int m_begin = blockIdx.x * kTile;
   const int n_begin = blockIdx.y * kTile;
-  const int blocks = ceil_div(k, block);
+  const int blocks = ceil_div(k, block_size);
   const int k_padded = ceil_div(k, kStep) * kStep;
 
-  // What a thread copies: 8 codes, from `load_k` of the step on, of one row of each operand.
+  // A thread copies 8 codes of one row of each operand, from `load_k` of the step on.
   const int load_row = threadIdx.x / 4;
   const int load_k = threadIdx.x % 4 * 8;
   const int8_t* x_row = xq + static_cast<int64_t>(min(m_begin + load_row, m - 1)) * k;
@@ -67,13 +69,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   };
 
-  // Rows m_begin + tm + 16 i and columns n_begin + tn + 16 j.
+  // A thread's accumulators: rows m_begin + tm + 16 i, columns n_begin + tn + 16 j.
   const int tm = threadIdx.x / 16;
   const int tn = threadIdx.x % 16;
-  float sums[4][4] = {};
+  float accumulators[4][4] = {};
   for (int b = 0; b < blocks; ++b) {
-    const int block_begin = b * block;
-    const int block_end = min(block_begin + block, k);
+    const int block_begin = b * block_size;
+    const int block_end = min(block_begin + block_size, k);
     int32_t products[4][4] = {};
     for (int begin = block_begin; begin < block_end; begin += kStep) {
       fetch_to_shared(begin, block_end);
@@ -113,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       const float row = kWeightOffset ? row_term(x_scale[at], x_sums[at], of_x, block_end - block_begin) : 0.0f;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        sums[i][j] = add_block(sums[i][j], static_cast<float>(products[i][j]), x_scale[at], scale[j]);
-        sums[i][j] = add_offsets(sums[i][j], row, of_x, offset[j], column[j]);
+        accumulators[i][j] = add_block(accumulators[i][j], static_cast<float>(products[i][j]), x_scale[at], scale[j]);
+        accumulators[i][j] = add_offsets(accumulators[i][j], row, of_x, offset[j], column[j]);
       }
     }
   }
@@ -126,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int j = 0; j < 4; ++j) {
       const int row = m_begin + tm + 16 * i;
       const int column = n_begin + tn + 16 * j;
-      if (row < m && column < n) y[static_cast<int64_t>(row) * ldy + column] = epilogue.finish(sums[i][j], row, column);
+      if (row < m && column < n)
+        y[static_cast<int64_t>(row) * ldy + column] = epilogue.finish(accumulators[i][j], row, column);
     }
   }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer product of gemm_int8_mma.cuh for sm_75: mma m8n8k16, and copies through registers.
+// The integer product of gemm_int8.cuh for sm_75, with its operands: mma m8n8k16 (gemm_int8_mma.cuh), and copies
+// through registers.
 #include "int8/gemm_int8_mma.cuh"
 
 static_assert(__CUDA_ARCH__ >= 750, "gemm_int8_sm75 needs sm_75 or newer");
@@ -7,7 +8,8 @@ static_assert(__CUDA_ARCH__ >= 750, "gemm_int8_sm75 needs sm_75 or newer");
 extern "C" __global__ void __launch_bounds__(kThreads)
     gemm_int8_sm75(const int8_t* xq, const float* x_scale, const float* x_offset, const int32_t* x_sums,
                    const uint8_t* codes, const float* parameters, const BIAS* bias, Y* y, float* partials,
-                   uint32_t* counters, int m, int n, int k, int block, int n_padded, int ldy, float low, float high) {
-  gemm_int8_mma(xq, x_scale, x_offset, x_sums, codes, parameters, bias, y, partials, counters, m, n, k, block, n_padded,
-                ldy, low, high, CopyDirect{});
+                   uint32_t* counters, int m, int n, int k, int block_size, int n_padded, int ldy, float low,
+                   float high) {
+  gemm_int8_mma(xq, x_scale, x_offset, x_sums, codes, parameters, bias, y, partials, counters, m, n, k, block_size,
+                n_padded, ldy, low, high, CopyDirect{});
 }

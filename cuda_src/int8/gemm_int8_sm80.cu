@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer product of gemm_int8_mma.cuh for sm_80 and newer: mma m16n8k32, and cp.async.
+// The integer product of gemm_int8.cuh for sm_80 and newer (FP8: sm_89), with its operands: mma m16n8k32
+// (gemm_int8_mma.cuh), and cp.async.
 #include "int8/gemm_int8_mma.cuh"
 
 static_assert(__CUDA_ARCH__ >= (FP8 ? 890 : 800), "gemm_int8_sm80 needs sm_80, and for FP8 sm_89, or newer");
@@ -7,7 +8,8 @@ static_assert(__CUDA_ARCH__ >= (FP8 ? 890 : 800), "gemm_int8_sm80 needs sm_80, a
 extern "C" __global__ void __launch_bounds__(kThreads)
     gemm_int8_sm80(const int8_t* xq, const float* x_scale, const float* x_offset, const Product* x_sums,
                    const uint8_t* codes, const float* parameters, const BIAS* bias, Y* y, float* partials,
-                   uint32_t* counters, int m, int n, int k, int block, int n_padded, int ldy, float low, float high) {
-  gemm_int8_mma(xq, x_scale, x_offset, x_sums, codes, parameters, bias, y, partials, counters, m, n, k, block, n_padded,
-                ldy, low, high, CopyAsync{});
+                   uint32_t* counters, int m, int n, int k, int block_size, int n_padded, int ldy, float low,
+                   float high) {
+  gemm_int8_mma(xq, x_scale, x_offset, x_sums, codes, parameters, bias, y, partials, counters, m, n, k, block_size,
+                n_padded, ldy, low, high, CopyAsync{});
 }

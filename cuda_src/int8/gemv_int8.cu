@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer product of gemm_int8.cuh for up to ROWS rows, every weight read once. Any architecture: products by
-// tensor cores from sm_75 on, by dp4a before. k a multiple of 16 and block a multiple of 32 (or k itself); xq starts at
-// a multiple of 16 bytes.
+// The integer product of gemm_int8.cuh for up to ROWS rows, with its operands; each weight is read once. Any
+// architecture: mma from sm_75 on, dp4a below.
 //
-// A block of WARPS warps makes 16 columns. Its warps, and the splits of the grid, deal K among themselves in chunks of
-// 128. With g = lane / 4 and t = lane % 4 a lane has columns g and g + 8 and the t-th 32 k of a chunk, which are of one
-// block: 16 bytes of 4-bit codes, adjacent in memory. What it multiplies is its own alone, until the sums of all lanes
-// are added in the end; so blocks of 32 cost no more than others.
+// Limits: m <= ROWS; k % 16 == 0; block_size % 32 == 0 or block_size == k; xq starts at a multiple of 16 bytes.
 //
-// A mma adds over the k of four lanes, though. So a column of its B stands for a row of x and a lane: column 2u + r
-// holds row r for the k of lanes t = u and zeros for the others, and C gives each lane the products of its own k with
-// two rows. Three quarters of the products are of zeros, of which tensor cores have enough; dp4a alone would take
-// longer than the memory does for 8 rows.
+// A CTA of WARPS warps computes 16 columns of y. Its warps, and the splits of the grid, take turns at chunks of 128 k.
+// With g = lane / 4 and t = lane % 4, a lane has columns g and g + 8 and the t-th 32 k of a chunk, which belong to one
+// block: 16 adjacent bytes of 4-bit codes. It accumulates these alone until the final reduction over lanes, so blocks
+// of 32 cost no more than longer ones.
 //
-// PREFETCHED_CHUNKS of a warp are in flight at any time. Programmatic dependent launch (sm_90 and newer): all that is
-// read before griddepcontrol.wait is the weight.
+// mma, however, adds the k of four lanes. So a column of its B stands for one row of x and one lane: column 2 u + r
+// holds row r for the k of lanes t = u and zeros for the other lanes, and C gives each lane the products of its own k
+// with two rows. Three quarters of the products are with zeros, but the tensor cores are idle otherwise; dp4a would
+// take longer than the loads for 8 rows.
+//
+// Each warp prefetches PREFETCHED_CHUNKS chunks. Only the weight is read before griddepcontrol.wait (sm_90 and newer).
 #include "int8/gemm_int8.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "common/reduce.cuh"
@@ -22,32 +22,32 @@
 
 constexpr int kRows = ROWS;
 constexpr int kWarps = WARPS;
-constexpr int kDepth = PREFETCHED_CHUNKS;
+constexpr int kPrefetchedChunks = PREFETCHED_CHUNKS;
 
 constexpr bool kTensor = __CUDA_ARCH__ >= 750;
 constexpr bool kDependent = __CUDA_ARCH__ >= 900;
 constexpr int kThreads = kWarps * 32;
 constexpr int kColumns = 16;
-constexpr int kStep = 32;  // k of a lane in a chunk
+constexpr int kStep = 32;  // the k of a lane in a chunk
 constexpr int kChunk = 4 * kStep;
-constexpr int kUnits = kBits / 4;  // 16-byte units of codes in a step of a column
+constexpr int kUnits = kBits / 4;  // 16-byte units of codes of a column in a step
 constexpr int kWords = kStep / 4;
-constexpr int kSteps = 4 * kDepth;  // that a warp takes between two looks at x
+constexpr int kSteps = 4 * kPrefetchedChunks;  // that a warp multiplies per fetch of x
 constexpr int kOutputs = kRows * kColumns;
 
-static_assert(kRows % 2 == 0, "tensor cores take two rows at a time");
-static_assert(kOutputs <= kThreads, "a thread finishes one output");
+static_assert(kRows % 2 == 0, "an mma multiplies two rows");
+static_assert(kOutputs <= kThreads, "a thread stores at most one output");
 
-// What a warp needs of x for PREFETCHED_CHUNKS chunks. Rows begin in different banks. `row` is row_term, and it and
-// `offset` stand with the first step of a block and are zero with the others, for that is done once.
+// A warp's part of x for its prefetched chunks, with rows in different banks. `row` (row_term) and `offset` are nonzero
+// only in the first step of a block, so that they are added once.
 struct XPart {
-  alignas(16) uint8_t codes[kRows][kDepth * kChunk + 16];
+  alignas(16) uint8_t codes[kRows][kPrefetchedChunks * kChunk + 16];
   float scale[kRows][kSteps];
   float row[kRows][kSteps];
   float offset[kRows][kSteps];
 };
 
-// Of the weight: what a lane has of a chunk.
+// A lane's part of the weight in a chunk.
 struct WeightPart {
   Vector<uint32_t, 4> codes[2][kUnits];
   float scale[2];
@@ -55,11 +55,11 @@ struct WeightPart {
   float column[2];
 };
 
-// Two blocks an SM, so that one's weights come while the other ends; without dp4a there are too few registers.
+// Two CTAs per SM, so that one loads weights while the other finishes; without dp4a registers suffice for one.
 extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 : 1)
     gemv_int8(const int8_t* xq, const float* x_scale, const float* x_offset, const int32_t* x_sums,
               const uint8_t* codes, const float* parameters, const BIAS* bias, Y* y, float* partials,
-              uint32_t* counters, int m, int n, int k, int block, int n_padded, int ldy, float low, float high) {
+              uint32_t* counters, int m, int n, int k, int block_size, int n_padded, int ldy, float low, float high) {
   __shared__ XPart x_parts[kWarps];
   __shared__ float warp_sums[kWarps][kOutputs];
   if constexpr (kDependent) ptx::griddepcontrol_launch_dependents();
@@ -67,34 +67,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
   const int warp = threadIdx.x / 32;
   const int t = lane % 4;
   const int n_begin = blockIdx.x * kColumns;
-  const int blocks = ceil_div(k, block);
+  const int blocks = ceil_div(k, block_size);
   const int steps = ceil_div(k, kStep);
   const int chunks = ceil_div(k, kChunk);
   const int chunk_begin = static_cast<int>(static_cast<int64_t>(chunks) * blockIdx.z / gridDim.z) + warp;
   const int chunk_end = static_cast<int>(static_cast<int64_t>(chunks) * (blockIdx.z + 1) / gridDim.z);
   const int64_t plane = static_cast<int64_t>(blocks) * n_padded;
 
-  // The block of a step: exact for k below 2^27, and far quicker than a division.
-  const float blocks_per_step = __frcp_rn(static_cast<float>(ceil_div(block, kStep)));
+  // Returns the block of a step, without a division; exact for k below 2^27.
+  const float blocks_per_step = __frcp_rn(static_cast<float>(ceil_div(block_size, kStep)));
   auto block_of = [&](int step) { return static_cast<int>((static_cast<float>(step) + 0.5f) * blocks_per_step); };
 
-  // Columns past n repeat the last one, and nobody stores them.
+  // Columns beyond n repeat the last one and are not stored.
   const float* of_column = parameters + n_begin + lane / 4;
   uint32_t column_units[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) column_units[half] = min(n_begin + half * 8 + lane / 4, n - 1) * steps * kUnits;
   auto fetch_weight = [&](WeightPart& part, int chunk) {
     if (chunk >= chunk_end) return;
-    // Past the end of k x is zero, and so must be what is multiplied by a scale.
+    // Beyond k the codes of x are zero, and so must be the parameters, which might not be finite.
     const int step = chunk * 4 + t;
     const bool valid = step < steps;
-    const int there = min(step, steps - 1);
-    const float* of_block = of_column + static_cast<int64_t>(block_of(there)) * n_padded;
+    const int clamped_step = min(step, steps - 1);
+    const float* of_block = of_column + static_cast<int64_t>(block_of(clamped_step)) * n_padded;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) {
-        const int64_t unit = column_units[half] + there * kUnits + i;
+        const int64_t unit = column_units[half] + clamped_step * kUnits + i;
         load<true>(part.codes[half][i], reinterpret_cast<const uint32_t*>(codes + unit * 16));
       }
       part.scale[half] = valid ? of_block[half * 8] : 0.0f;
@@ -103,14 +103,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
     }
   };
 
-  // Rows that x lacks repeat its last one: nobody stores them, either.
+  // Rows beyond m repeat the last one and are not stored.
   auto fetch_x = [&](int first) {
     XPart& part = x_parts[warp];
     const int k_end = min(k, chunk_end * kChunk);
 #pragma unroll
-    for (int begin = 0; begin < kRows * kDepth * 8; begin += 32) {
-      const int row = (begin + lane) / (kDepth * 8);
-      const int unit = (begin + lane) % (kDepth * 8);
+    for (int begin = 0; begin < kRows * kPrefetchedChunks * 8; begin += 32) {
+      const int row = (begin + lane) / (kPrefetchedChunks * 8);
+      const int unit = (begin + lane) % (kPrefetchedChunks * 8);
       if (row >= kRows) break;
       const int at = (first + unit / 8 * kWarps) * kChunk + unit % 8 * 16;
       Vector<uint32_t, 4> words = {};
@@ -132,9 +132,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
         const int b = block_of(step);
         const int64_t at = static_cast<int64_t>(min(row, m - 1)) * blocks + b;
         scale = x_scale[at];
-        if (step * kStep == b * block) {
+        if (step * kStep == b * block_size) {
           if constexpr (kXOffset) offset = x_offset[at];
-          if constexpr (kWeightOffset) row_sum = row_term(scale, x_sums[at], offset, min(block, k - b * block));
+          if constexpr (kWeightOffset)
+            row_sum = row_term(scale, x_sums[at], offset, min(block_size, k - b * block_size));
         }
       }
       part.scale[row][index] = scale;
@@ -195,23 +196,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
     }
   };
 
-  WeightPart weight[kDepth];
+  WeightPart weight[kPrefetchedChunks];
 #pragma unroll
-  for (int i = 0; i < kDepth; ++i) fetch_weight(weight[i], chunk_begin + i * kWarps);
+  for (int i = 0; i < kPrefetchedChunks; ++i) fetch_weight(weight[i], chunk_begin + i * kWarps);
   if constexpr (kDependent) ptx::griddepcontrol_wait();
-  for (int first = chunk_begin; first < chunk_end; first += kDepth * kWarps) {
+  for (int first = chunk_begin; first < chunk_end; first += kPrefetchedChunks * kWarps) {
     fetch_x(first);
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) {
+    for (int i = 0; i < kPrefetchedChunks; ++i) {
       const int chunk = first + i * kWarps;
       if (chunk >= chunk_end) break;
       matmul(weight[i], i);
-      fetch_weight(weight[i], chunk + kDepth * kWarps);
+      fetch_weight(weight[i], chunk + kPrefetchedChunks * kWarps);
     }
     __syncwarp();
   }
 
-  // The four lanes of a column, the warps, the splits: thread i ends with output i.
+  // Reduce over the four lanes of a column, the warps and the splits: thread i gets output i.
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //   scale[m] = max(max|x[m]|, 2^-100) / 448
 //   codes[m, k] = e4m3(x[m, k] * (448 / max(max|x[m]|, 2^-100))), to nearest even
-//   sums[m, u] = sum of what the codes k = unit * u .. stand for
-// Every operation is rounded to float32, none is fused. A row with a NaN or an infinity has scale NaN and codes 0.
+//   sums[m, b] = sum of the values of the codes in block b of block_size columns
+// Every operation is rounded to float32 and none is fused. A row with a NaN or an infinity has scale NaN and codes 0.
 //
-//   x        X [m, k], row stride ldx values, in multiples of 16 bytes
+//   x        X [m, k], row stride ldx, rows at multiples of 16 bytes
 //   codes    e4m3 [m, k]
 //   scale    float32 [m]
-//   sums     float32 [m, ceil(k / unit)], exact if below 2^15
+//   sums     float32 [m, ceil(k / block_size)], exact below 2^15
 //
-// sm_89 and newer; k a multiple of 8; unit 8, 16, 32, 64, 128 or 256. A block takes a row in ROUNDS, 8 values a thread
-// each, and reads it once where that leaves few registers.
+// Limits: sm_89 and newer; k % 8 == 0; block_size is 8, 16, 32, 64, 128 or 256.
+//
+// A CTA quantizes one row in ROUNDS rounds of 8 elements per thread. The row stays in registers between the maximum and
+// the codes if it fits, else it is read twice.
 #include "ptx/cvt_e4m3.cuh"
 #include "common/types.cuh"
 
@@ -18,8 +20,8 @@ constexpr int kThreads = 256;
 constexpr int kValues = 8;
 constexpr int kStride = kThreads * kValues;
 constexpr int kRounds = ROUNDS;
-constexpr bool kKeeps = kRounds <= (sizeof(X) == 2 ? 8 : 4);
-constexpr int kKept = kKeeps ? kRounds : 1;
+constexpr bool kFitsRegisters = kRounds <= (sizeof(X) == 2 ? 8 : 4);
+constexpr int kKept = kFitsRegisters ? kRounds : 1;
 constexpr float kSmallest = 7.888609052210118e-31f;  // 2^-100
 constexpr float kLargestCode = 448.0f;
 
@@ -27,19 +29,19 @@ using Values = Vector<X, kValues>;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     quantize_fp8(const X* __restrict__ x, uint8_t* __restrict__ codes, float* __restrict__ scale,
-                 float* __restrict__ sums, int k, int unit, int ldx) {
+                 float* __restrict__ sums, int k, int block_size, int ldx) {
   __shared__ uint32_t shared_largest[kThreads / 32];
   const int64_t row = blockIdx.x;
   const X* source = x + row * ldx;
   const int begin = threadIdx.x * kValues;
 
   Values kept[kKept];
-  uint32_t largest = 0;  // |x| as integers, whose order is that of numbers, with infinity and NaN above them
+  uint32_t largest = 0;  // |x| as integers, which have the order of the numbers, with infinity and NaN above all
 #pragma unroll(kKept)
   for (int round = 0; round < kRounds; ++round) {
     const int i = begin + round * kStride;
     if (i >= k) break;
-    Values& values = kept[kKeeps ? round : 0];
+    Values& values = kept[kFitsRegisters ? round : 0];
     load<true>(values, source + i);
 #pragma unroll
     for (int v = 0; v < kValues; ++v) largest = max(largest, __float_as_uint(fabsf(to_float(values.values[v]))));
@@ -61,8 +63,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int i = begin + round * kStride;
     float sum = 0.0f;
     if (i < k) {
-      Values& values = kept[kKeeps ? round : 0];
-      if constexpr (!kKeeps) load<true>(values, source + i);
+      Values& values = kept[kFitsRegisters ? round : 0];
+      if constexpr (!kFitsRegisters) load<true>(values, source + i);
       Vector<uint16_t, kValues / 2> pairs;
 #pragma unroll
       for (int p = 0; p < kValues / 2; ++p) {
@@ -78,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       }
       *reinterpret_cast<Vector<uint16_t, kValues / 2>*>(codes + row * k + i) = pairs;
     }
-    for (int step = unit / kValues / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (i < k && i % unit == 0) sums[row * ceil_div(k, unit) + i / unit] = sum;
+    for (int step = block_size / kValues / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (i < k && i % block_size == 0) sums[row * ceil_div(k, block_size) + i / block_size] = sum;
   }
 }

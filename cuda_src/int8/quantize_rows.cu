@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//   codes[m, k] = clamp(round((x[m, k] - offset[m, b]) / scale[m, b]), -128, 127),  b = k / block
-//   sums[m, b] = sum of the block's codes
-// with scale = (max - min) / 255 and offset = max - 127 * scale, or scale = 1 and offset = max where that scale is 1e-5
-// or less; SYMMETRIC: scale = max|x| / 127 and no offset. Every operation is rounded to float32, none is fused. A block
-// that holds a NaN or an infinity has scale NaN and codes 0.
+//   codes[m, k] = clamp(round((x[m, k] - offset[m, b]) / scale[m, b]), -128, 127),  b = k / block_size
+//   sums[m, b] = sum of the codes of block b
+// with scale = (max - min) / 255 and offset = max - 127 * scale over the block, or scale = 1 and offset = max if that
+// scale is at most 1e-5. SYMMETRIC: scale = max|x| / 127 and no offset. Every operation is rounded to float32 and none
+// is fused. A block with a NaN or an infinity has scale NaN and codes 0.
 //
-//   x        X [m, k], row stride ldx values
+//   x        X [m, k], row stride ldx
 //   codes    int8 [m, k]
 //   scale, offset, sums  float32, float32 (null if SYMMETRIC), int32 [m, blocks]
 //
-// Any k and block, any architecture. WIDE: k and block are multiples of 8, and so moves of 16 bytes are aligned.
+// Any k, block_size and architecture. WIDE: k, block_size and all rows allow aligned accesses of 8 elements.
 //
-// LANES adjacent threads take a block in ROUNDS, 8 (or 1) values each at a time. The
-// grid is [.., rows, ..]: block (i, j, l) takes the i-th blocks of x that THREADS / LANES groups can take of row
-// l * gridDim.y + j.
+// LANES adjacent threads quantize a block in ROUNDS rounds of 8 (or 1) elements per thread. CTA (i, j, l) of the grid
+// quantizes the i-th THREADS / LANES blocks of row l * gridDim.y + j.
 #include "common/types.cuh"
 
 constexpr int kLanes = LANES;
@@ -23,16 +22,16 @@ constexpr bool kSymmetric = SYMMETRIC;
 constexpr bool kHalfEven = HALF_EVEN;
 constexpr int kWarps = kLanes / 32;
 constexpr int kStride = kLanes * kValues;
-constexpr int kRounds = ROUNDS;  // of all lanes over a block
+constexpr int kRounds = ROUNDS;  // of the lanes over a block
 constexpr int kKept = kRounds <= 4 ? kRounds : 1;
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: its last mantissa bit is worth 1
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23, whose lowest mantissa bit is worth 1
 
-static_assert(kLanes <= 32 ? 32 % kLanes == 0 : kLanes == kThreads, "lanes are a part of a warp, or the whole block");
+static_assert(kLanes <= 32 ? 32 % kLanes == 0 : kLanes == kThreads, "the lanes are part of a warp, or the whole CTA");
 
 using int8_t = signed char;
 using Values = Vector<X, kValues>;
 
-// op over all lanes of a block of x. Every thread calls it.
+// Reduces a value over the lanes of a block of x. All threads of the CTA call it.
 template <class T, class Op>
 __device__ __forceinline__ T reduce(T value, Op op, T* shared) {
 #pragma unroll
@@ -55,7 +54,7 @@ __device__ __forceinline__ float round_code(float ratio) {
   return fabsf(ratio - whole) >= 0.5f ? whole + copysignf(1.0f, ratio) : whole;
 }
 
-// Bytes of a word of codes, added to a sum.
+// Returns sum plus the four codes of a word.
 __device__ __forceinline__ int32_t add_codes(uint32_t word, int32_t sum) {
 #if __CUDA_ARCH__ >= 610
   return __dp4a(static_cast<int>(word), 0x01010101, sum);
@@ -66,7 +65,7 @@ __device__ __forceinline__ int32_t add_codes(uint32_t word, int32_t sum) {
 #endif
 }
 
-// body(i, values) for each 8 (or 1) values of a lane, from i on; few stay in registers.
+// Calls body(i, values) for each 8 (or 1) elements of a lane, from column i on: from registers if they fit there.
 template <class Body>
 __device__ __forceinline__ void for_each(Values (&kept)[kKept], const X* source, int begin, int end, Body body) {
   if constexpr (kKept == kRounds) {
@@ -82,23 +81,23 @@ __device__ __forceinline__ void for_each(Values (&kept)[kKept], const X* source,
   }
 }
 
-// Held to as few registers as the others, kernels for sm_100 and newer spill.
+// With the register limit of other architectures, kernels for sm_100 and newer spill.
 constexpr int kResidentThreads = __CUDA_ARCH__ >= 1000 ? 1024 : 1536;
 
 extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS)
     quantize_rows(const X* __restrict__ x, int8_t* __restrict__ codes, float* scale, float* offset, int32_t* sums,
-                  int m, int k, int block, int ldx) {
-  // One for each value that is reduced, so that no warp overwrites what another has yet to read.
+                  int m, int k, int block_size, int ldx) {
+  // One array per reduction, so that no warp overwrites values that another one still reads.
   __shared__ float shared_high[32];
   __shared__ float shared_low[32];
   __shared__ uint32_t shared_largest[32];
   __shared__ int32_t shared_sum[32];
-  const int blocks = ceil_div(k, block);
+  const int blocks = ceil_div(k, block_size);
   const int row = blockIdx.z * gridDim.y + blockIdx.y;
   const int index = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
-  const bool is_there = row < m && index < blocks;
-  const int begin = index * block + threadIdx.x % kLanes * kValues;
-  const int end = is_there ? min(index * block + block, k) : 0;
+  const bool is_valid = row < m && index < blocks;
+  const int begin = index * block_size + threadIdx.x % kLanes * kValues;
+  const int end = is_valid ? min(index * block_size + block_size, k) : 0;
   const X* source = x + static_cast<int64_t>(row) * ldx;
 
   Values kept[kKept];
@@ -111,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
   const float infinity = __uint_as_float(0x7f800000u);
   float high = -infinity;
   float low = infinity;
-  uint32_t largest = 0;  // |x| as integers, whose order is that of numbers, with infinity and NaN above them
+  uint32_t largest = 0;  // |x| as integers, which have the order of the numbers, with infinity and NaN above all
   for_each(kept, source, begin, end, [&](int i, const Values& values) {
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
@@ -139,27 +138,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
   const bool is_finite = largest < 0x7f800000u && step < infinity;
   const bool has_codes = is_finite && step > 0.0f;
 
-  // The product with the reciprocal is less than 1e-4 off the rounded quotient, and so has the same code unless it lies
-  // about half-way between two.
+  // Multiplying by the reciprocal is off by less than 1e-4 from the rounded quotient, so the code is the same unless
+  // the ratio is nearly half-way between two codes.
   const float reciprocal = __fdiv_rn(1.0f, step);
-  const bool is_plain = has_codes && step > 1e-30f && step < 1e30f;
+  const bool has_normal_step = has_codes && step > 1e-30f && step < 1e30f;
   int8_t* target = codes + static_cast<int64_t>(row) * k;
   int32_t total = 0;
   for_each(kept, source, begin, end, [&](int i, const Values& values) {
-    bool is_sure = false;
+    bool is_exact = false;
     if constexpr (kValues == 8) {
       uint32_t bits[8];
-      is_sure = is_plain;
+      is_exact = has_normal_step;
 #pragma unroll
       for (int v = 0; v < 8; ++v) {
         float ratio = __fsub_rn(to_float(values.values[v]), origin) * reciprocal;
         if constexpr (!kSymmetric) ratio = fminf(fmaxf(ratio, -128.0f), 127.0f);
-        // Rounded to an integer, which stands in the lowest bits.
+        // The lowest bits hold the rounded integer.
         const float shifted = ratio + kMagic;
         bits[v] = __float_as_uint(shifted);
-        is_sure &= fabsf(ratio - (shifted - kMagic)) < 0.4999f;
+        is_exact &= fabsf(ratio - (shifted - kMagic)) < 0.4999f;
       }
-      if (is_sure) {
+      if (is_exact) {
         Vector<uint32_t, 2> words;
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
@@ -171,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
         *reinterpret_cast<Vector<uint32_t, 2>*>(target + i) = words;
       }
     }
-    if (!is_sure) {
+    if (!is_exact) {
 #pragma unroll 1
       for (int v = 0; v < kValues; ++v) {
         const float ratio = __fdiv_rn(__fsub_rn(to_float(source[i + v]), origin), step);
@@ -183,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
     }
   });
   total = reduce(total, [](int32_t a, int32_t b) { return a + b; }, shared_sum);
-  if (is_there && threadIdx.x % kLanes == 0) {
+  if (is_valid && threadIdx.x % kLanes == 0) {
     const int64_t at = static_cast<int64_t>(row) * blocks + index;
     const float nan = __uint_as_float(0x7fffffffu);
     scale[at] = is_finite ? step : nan;

@@ -16,8 +16,12 @@ from cupy_awq.checkpoint.detect import Detected
 from cupy_awq.checkpoint.files import CheckpointError, check_path
 from cupy_awq.checkpoint.module import ModuleSpec
 from cupy_awq.checkpoint.tensors import Module, Tensor
+from cupy_awq.checkpoint.write import save
 
-__all__ = ["CheckpointError", "Contents", "Module", "ModuleSpec", "Summary", "Tensor", "read", "summarize"]
+__all__ = ["CheckpointError", "Contents", "Module", "ModuleSpec", "Summary", "Tensor", "read", "save", "summarize"]
+
+HQQ_FILE = "qmodel.pt"
+"""The file of hqq's own folders, a nested pickle."""
 
 
 def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> Contents:
@@ -41,21 +45,28 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
     PackedWeight(K=576, N=1536, group_size=64, float16, packed zeros, 0.48 MB)
     """
     found = check_path(path)
-    if not found.is_dir() and _starts_with(found, gguf_file.MAGIC):
-        return gguf.read(found)
-    if not found.is_dir() and _starts_with(found, b"PK"):
-        arrays = {name: Tensor(array, found) for name, array in torch_file.read(found).items()}
-        layout = llm_awq.detect(found, arrays, group_size)
-        return _contents(arrays, Detected(layout, f"Format {layout.name}: a file of torch.save, {found}."))
-    entry = config.read(found) if found.is_dir() else None
-    arrays = tensors.read(found)
-    return _contents(arrays, detect.detect(arrays, entry, group_size))
+    return _read_folder(found, group_size) if found.is_dir() else _read_file(found, group_size)
 
 
-def _contents(arrays: dict[str, Tensor], detected: Detected) -> Contents:
+def _read_folder(folder: Path, group_size: int | None) -> Contents:
+    if (folder / HQQ_FILE).is_file():
+        raise CheckpointError(f"{folder / HQQ_FILE}: expected safetensors, got hqq's own pickle; save as safetensors")
+    entry = config.read(folder)
+    arrays = tensors.read(folder)
+    return _open_modules(arrays, detect.detect(arrays, entry, group_size))
+
+
+def _read_file(file: Path, group_size: int | None) -> Contents:
+    with open(file, "rb") as opened:
+        magic = opened.read(4)
+    if magic == gguf_file.MAGIC:
+        return gguf.read(file)
+    if file.suffix in torch_file.SUFFIXES or magic.startswith(torch_file.MAGIC):
+        arrays = {name: Tensor(array, file) for name, array in torch_file.read(file).items()}
+        return _open_modules(arrays, llm_awq.detect(file, arrays, group_size))
+    arrays = tensors.read(file)
+    return _open_modules(arrays, detect.detect(arrays, None, group_size))
+
+
+def _open_modules(arrays: dict[str, Tensor], detected: Detected) -> Contents:
     return Contents(gather(arrays, detected.layout), detected.sentence, detected.layout.name)
-
-
-def _starts_with(path: Path, magic: bytes) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(magic)) == magic

@@ -81,7 +81,7 @@ class Gemv:
 
 def _convert_gemv(qweight: Array, qzeros: Array, scales: Array, bias: Array | None, groups: int) -> Module:
     zeros = nibbles.convert_column_words(qzeros)[:groups]
-    weight = PackedWeight(nibbles.convert_column_words(qweight), nibbles.transposed(scales[:, :groups]), zeros)
+    weight = PackedWeight(nibbles.convert_column_words(qweight), nibbles.transpose_matrix(scales[:, :groups]), zeros)
     return Module(weight, bias)
 
 

@@ -147,11 +147,11 @@ def _convert(packed: Array, zeros: Array | None, scales: Array, bias: Array | No
         nibbles.take_rows(words, groups.order)
     if zeros is not None:
         if zeros.dtype == np.int8:
-            zeros = pack_int4((nibbles.transposed(zeros) + np.int8(8)).view(np.uint8))
+            zeros = pack_int4((nibbles.transpose_matrix(zeros) + np.int8(8)).view(np.uint8))
         else:
-            zeros = nibbles.reorder_columns(nibbles.transposed(zeros))
+            zeros = nibbles.reorder_columns(nibbles.transpose_matrix(zeros))
         zeros = groups.expand(zeros)
-    return Module(PackedWeight(words, groups.expand(nibbles.transposed(scales)), zeros), bias, groups.order)
+    return Module(PackedWeight(words, groups.expand(nibbles.transpose_matrix(scales)), zeros), bias, groups.order)
 
 
 UNCONFIGURED = CompressedTensors(((Scheme(False, None), (), ()),))

@@ -44,7 +44,7 @@ class Detected(NamedTuple):
     layout: Format
     """The format with the checkpoint's settings; the default where nothing is quantized."""
     sentence: str
-    """What was found, and where."""
+    """The sentence for the user: the format, and the file and field that identify it."""
 
 
 def detect(tensors: Tensors, entry: Entry | None, group_size: int | None = None) -> Detected:

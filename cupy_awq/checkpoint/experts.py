@@ -116,7 +116,8 @@ def stack(contents: Mapping[str, Module | Tensor], layer: str, projection: str, 
             if order is None:
                 order = np.tile(np.arange(module.weight.shape[0], dtype=np.int32), (count, 1))
             order[expert] = module.order
-    return Stack(arrays[0], arrays[1], arrays[2], arrays[3], order)
+    qweight, scales, qzeros, bias = arrays
+    return Stack(qweight, scales, qzeros, bias, order)
 
 
 def _list_arrays(module: Module) -> tuple[Array | None, ...]:

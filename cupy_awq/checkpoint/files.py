@@ -50,7 +50,11 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")
     text = os.fspath(path)
-    if not isinstance(text, str) or not text or "\0" in text:
+    try:
+        is_name = isinstance(text, str) and bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # a surrogate that stands for no byte
+        is_name = False
+    if not is_name:
         raise ValueError(f"path: expected the name of a file or folder, got {text!r:.200}")
     return Path(text)
 

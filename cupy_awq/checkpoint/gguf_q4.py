@@ -67,7 +67,7 @@ def _convert_q4(kind: str, data: npt.NDArray[np.uint8], where: str, bias: Array 
     # Byte t of word v holds values 4v + t in its low and 4v + t + 16 in its high nibble.
     nibbles.transpose_columns(words, [target[:, half, :, t] for t in range(4) for half in range(2)])
     floats = np.ascontiguousarray(blocks[:, :, :header]).view(np.float16)
-    scales, *offsets = (nibbles.transposed(floats[:, :, i]) for i in range(header // 2))
+    scales, *offsets = (nibbles.transpose_matrix(floats[:, :, i]) for i in range(header // 2))
     if not all(is_finite(values) for values in (scales, *offsets)):
         raise CheckpointError(f"{where}: d: expected finite scales, got NaN or infinity")
     return Module(PackedWeight(out.reshape(GROUP * count, n // 8), scales, offsets[0] if offsets else None), bias)

@@ -65,7 +65,7 @@ class Hqq:
         scale = parts.finite("scale", parts.array("scale", SCALES, "[R, 1]", (rows, 1)))
         zero = parts.finite("zero", parts.array("zero", (scale.dtype,), "[R, 1]", (rows, 1)))
         bias = parts.bias(n)
-        scales, zeros = (nibbles.transposed(values.reshape(n, k // group_size)) for values in (scale, zero))
+        scales, zeros = (nibbles.transpose_matrix(values.reshape(n, k // group_size)) for values in (scale, zero))
         exact = zeros.astype(np.float32)
         integral = bool(((exact == np.rint(exact)) & (exact >= 0) & (exact <= 15)).all())
         if integral:

@@ -14,6 +14,7 @@ import numpy as np
 
 from cupy_awq.checkpoint.autoawq import AutoAwq
 from cupy_awq.checkpoint.autoawq_gemv import Gemv, GemvFast
+from cupy_awq.checkpoint.detect import Detected
 from cupy_awq.checkpoint.files import CheckpointError
 from cupy_awq.checkpoint.module import Format
 from cupy_awq.checkpoint.tensors import Tensor
@@ -22,7 +23,7 @@ SCALED = ".act.scales"
 """The end of the name of a tensor that x is divided by at run time, in models with GELU."""
 
 
-def detect(path: Path, tensors: Mapping[str, Tensor], group_size: int | None) -> Format:
+def detect(path: Path, tensors: Mapping[str, Tensor], group_size: int | None) -> Detected:
     """Return the layout of a file's modules.
 
     Raises CheckpointError for modules that divide x by scales of its own.
@@ -31,6 +32,11 @@ def detect(path: Path, tensors: Mapping[str, Tensor], group_size: int | None) ->
         if name.endswith(SCALED):
             parent = name.removesuffix(SCALED)
             raise CheckpointError(f"{path}: module {parent!r:.200}: act.scales divide x, which is not supported")
+    layout = _find_layout(tensors, group_size)
+    return Detected(layout, f"Format {layout.name}: the file of torch.save {path}.")
+
+
+def _find_layout(tensors: Mapping[str, Tensor], group_size: int | None) -> Format:
     for name, tensor in tensors.items():
         if not name.endswith("qweight"):
             continue
@@ -39,5 +45,5 @@ def detect(path: Path, tensors: Mapping[str, Tensor], group_size: int | None) ->
             return GemvFast(group_size, "scaled_zeros", "llm-awq v2")
         if scales is not None and scales.array.shape[:1] == tensor.array.shape[:1]:
             return Gemv(group_size, "llm-awq v1")
-        return AutoAwq(group_size)
+        break
     return AutoAwq(group_size)

@@ -93,7 +93,7 @@ class Mlx:
 
 def _convert(weight: Array, scales: Array, biases: Array, bias: Array | None) -> Module:
     words = nibbles.convert_column_words(weight)
-    return Module(PackedWeight(words, nibbles.transposed(scales), nibbles.transposed(biases)), bias)
+    return Module(PackedWeight(words, nibbles.transpose_matrix(scales), nibbles.transpose_matrix(biases)), bias)
 
 
 def _convert_dense(parts: Parts, weight: Array, scales: Array, biases: Array, k: int, bits: int) -> Tensor:

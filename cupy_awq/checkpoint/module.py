@@ -73,7 +73,7 @@ class Pending(NamedTuple):
     convert: Callable[[], Module | Tensor]
     """A function that repacks it; a Tensor where the weight becomes dense."""
     warning: str = ""
-    """What a user should know about the file, or ""."""
+    """A warning for the user about the file, or ""."""
     is_dense: bool = False
     """Whether `convert` returns a dense Tensor [N, K]."""
 

@@ -22,6 +22,9 @@ Words = npt.NDArray[np.uint32]
 CHUNK_BYTES = 1 << 19
 """The bytes of words that one chunk transposes; a chunk and its temporary array fit in a core's L2 cache."""
 
+GATHER_BYTES = 1 << 23
+"""The bytes of words that one chunk of a permutation of rows moves: long rows are copied faster."""
+
 LINE_WORDS = 16
 """The words of a cache line: a chunk that writes fewer neighbouring words would write each line several times."""
 
@@ -102,6 +105,34 @@ def transpose_columns(words: Array, targets: Sequence[Array]) -> None:
     transpose([columns[:, p] for p in PACK_ORDER], [np.moveaxis(target, -1, 0) for target in targets])
 
 
+def convert_to_row_words(words: Array) -> Array:
+    """Return words [K/8, N] whose nibble j holds row 8r + j of W: the inverse of `convert_row_words`.
+
+    >>> words = np.arange(16, dtype=np.int32).reshape(2, 8)
+    >>> bool((convert_to_row_words(convert_row_words(words)) == words).all())
+    True
+    """
+    k, groups = words.shape
+    rows = words.view(np.uint32).reshape(k // 8, 8, groups)
+    out = np.empty((k // 8, 8 * groups), np.uint32)
+    transpose([rows[:, j] for j in range(8)], [out[:, p::8] for p in PACK_ORDER])
+    return out.view(np.int32)
+
+
+def convert_to_column_words(words: Array) -> Array:
+    """Return words [N, K/8] whose nibble j holds row 8c + j of W: the inverse of `convert_column_words`.
+
+    >>> words = np.arange(16, dtype=np.int32).reshape(8, 2)
+    >>> bool((convert_to_column_words(convert_column_words(words)) == words).all())
+    True
+    """
+    k, groups = words.shape
+    rows = words.view(np.uint32).reshape(k // 8, 8, groups)
+    out = np.empty((groups, 8, k // 8), np.uint32)
+    transpose([rows[:, j].T for j in range(8)], [out[:, p] for p in PACK_ORDER])
+    return out.reshape(8 * groups, k // 8).view(np.int32)
+
+
 def convert_interleaved_words(words: Array) -> Array:
     """Return the AWQ words [K, N/8] of int16 [N/4, K] in the order of AutoAWQ's "gemv_fast" and llm-awq's v2.
 
@@ -150,19 +181,32 @@ def reorder_columns(words: Array) -> Array:
     return unsigned.view(np.int32)
 
 
+def restore_columns(words: Array) -> Array:
+    """Return words whose nibble i holds column i of eight for words in AWQ order: the inverse of `reorder_columns`.
+
+    >>> hex(restore_columns(np.array([0x75316420], np.int32))[0])
+    '0x76543210'
+    """
+    unsigned = words.view(np.uint32).copy()
+    for bits, mask in ((8, 0x0000FF00), (4, 0x00F000F0)):
+        swapped = ((unsigned >> np.uint32(bits)) ^ unsigned) & np.uint32(mask)
+        unsigned ^= swapped | (swapped << np.uint32(bits))
+    return unsigned.view(np.int32)
+
+
 def take_rows(words: Array, order: npt.NDArray[np.int32]) -> None:
     """Replace the rows of words [K, N/8] by ``words[order]`` in place, a few columns at a time."""
     k, n = words.shape
-    step = max(LINE_WORDS, CHUNK_BYTES // (4 * k))
+    step = max(LINE_WORDS, GATHER_BYTES // (4 * k))
     for start in range(0, n, step):
         part = words[:, start : start + step]
         part[...] = part[order]
 
 
-def transposed(array: Array) -> Array:
+def transpose_matrix(array: Array) -> Array:
     """Return a contiguous copy of a matrix's transpose.
 
-    >>> transposed(np.array([[1, 2, 3]], np.float16)).shape
+    >>> transpose_matrix(np.array([[1, 2, 3]], np.float16)).shape
     (3, 1)
     """
     bits = array.view(f"u{array.dtype.itemsize}")  # NumPy copies bfloat16 element by element

@@ -9,9 +9,11 @@ tensor, and most of its errors name no tensor.
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +122,25 @@ def _entry(entry: Any, where: str) -> tuple[np.dtype[Any], tuple[int, ...], int,
 def _naturals(value: Any) -> bool:
     """Return whether a JSON value is a list of integers in 0..2**63-1."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def write(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write tensors to a safetensors file; the data of each starts at a multiple of its item size.
+
+    Raises OSError for a file that cannot be written.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    # In the order of their item sizes, tensors leave no gaps, which the format forbids.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, array in ordered:
+        entry = {"dtype": names[array.dtype], "shape": list(array.shape)}
+        header[name] = {**entry, "data_offsets": [position, position + array.nbytes]}
+        position += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, array in ordered:
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -23,6 +23,9 @@ import numpy.typing as npt
 
 from cupy_awq.checkpoint.files import CheckpointError
 
+MAGIC = b"PK"
+SUFFIXES = (".pt", ".pth", ".bin")
+
 MAX_RANK = 8
 
 MAX_PICKLE_BYTES = 1 << 24
@@ -83,7 +86,7 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     for a file that cannot be opened.
     """
     with open(path, "rb") as file:
-        if file.read(2) != b"PK":
+        if file.read(len(MAGIC)) != MAGIC:
             raise CheckpointError(f"{path}: expected the zip archive of torch.save, got another file")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     entries = _list_entries(path, mapped)

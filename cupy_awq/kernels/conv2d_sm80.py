@@ -28,16 +28,18 @@ STAGES = 3
 
 @dataclass(frozen=True)
 class Fit:
-    """Constants of the cost model, which ranks configurations; the unit is one assumed for the kernels of an A100."""
+    """Constants of the cost model, which was made to rank configurations and is not fitted to measurements."""
 
     unit_us: float = 0.07
+    """The microseconds of a unit of cost: the products of 32 pixels, 32 outputs and 64 channels."""
     stage: float = 6.0
-    """A pipeline stage without products."""
+    """The cost of a pipeline stage without its products."""
     cta: float = 20.0
-    """The start and the end of a CTA."""
+    """The cost of the start and the end of a CTA."""
     split: float = 30.0
-    """The reduction over split-K, and below it the part of each split."""
+    """The fixed cost of the reduction over split-K."""
     each_split: float = 2.0
+    """The cost of each split in the reduction."""
 
 
 FIT = Fit()

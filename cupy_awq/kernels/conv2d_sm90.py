@@ -47,20 +47,27 @@ class Fit:
     """
 
     scale: float = 1.1
+    """The factor on the whole estimate."""
     cycles_per_us: float = 1700.0
+    """The clock, in MHz."""
     product_cycles: float = 0.87
     """The busy SM's part of the cycles that the tensor cores need for the products of a unit."""
     min_unit_cycles: float = 180.0
+    """The least cycles of a unit for each warpgroup on the SM."""
     conversion_cycles: float = 386.0
     """The conversion of a unit's weights by a warpgroup that is alone on its SM."""
     tile_us: float = 1.14
+    """The epilogue of a tile, without its pixels."""
     pixel_us: float = 0.0033
-    """The epilogue of a tile, for each pixel of all warpgroups on the SM."""
+    """The epilogue for each pixel of all warpgroups on the SM."""
     l2_bytes_per_us: float = 5.7e6
+    """The bytes that all SMs copy from L2 in a microsecond."""
     overlap: float = 0.4
     """The share of the smaller of work and traffic that the larger does not hide."""
     split_us: float = 0.8
+    """The fixed time of the reduction over split-K."""
     each_split_us: float = 0.25
+    """The time of each split in the reduction."""
     fitting_clusters: float = 0.85
     """The share of the SMs that clusters of four and more CTAs reach: 32 clusters of four do not fit on an H100."""
 

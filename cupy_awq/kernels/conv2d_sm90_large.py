@@ -54,15 +54,21 @@ class Fit:
     """
 
     start_us: float = 1.2
+    """The launch."""
     cycles_per_us: float = 1760.0
+    """The clock, in MHz."""
     copied_bytes_per_us: float = 89.7e3
     """The bytes that one SM copies to shared memory in a microsecond."""
     copy_overlap: float = 0.145
     """The share of the smaller of products and copies that the larger does not hide."""
     tile_us: float = 0.54
+    """The epilogue of a tile, without its pixels."""
     pixel_us: float = 0.0052
+    """The epilogue for each pixel of a warpgroup."""
     split_us: float = 1.28
+    """The fixed time of the reduction over split-K."""
     split_pixel_us: float = 0.0177
+    """The exchange of partial sums, for each pixel of a warpgroup that another CTA stores."""
     traffic_overlap: float = 0.24
     """The share of the smaller of work and traffic that the larger does not hide."""
 

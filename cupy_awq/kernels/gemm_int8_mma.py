@@ -33,9 +33,13 @@ class Fit:
     """
 
     few_rows_start_us: float = 5.0
+    """The launch, for up to 16 rows."""
     bytes_per_us_per_gbs: float = 720.0
+    """The bytes of the weight that are loaded in a microsecond, for each nominal GB/s."""
     start_us: float = 4.0
+    """The launch, for more rows."""
     operations_per_us: float = 305e6
+    """The operations of the GPU in a microsecond."""
     copy_direct_factor: float = 2.0
     """The slowdown of gemm_int8_sm75, which copies through registers: an assumption, not measured."""
 

@@ -21,7 +21,9 @@ class Fit:
     """Constants of the cost model: an eighth of the rate of dp4a, not fitted to measurements."""
 
     start_us: float = 20.0
+    """The launch and the first tile."""
     operations_per_us_per_sm: float = 0.1e6
+    """The operations of one SM in a microsecond."""
 
 
 FIT = Fit()

@@ -28,7 +28,9 @@ class Fit:
     """Constants of the cost model, fitted to 97 times on an H100: 10% off (root mean square)."""
 
     start_us: float = 0.8
+    """The launch, without split-K."""
     split_start_us: float = 1.9
+    """The launch with split-K."""
     exchange_us: float = 1.0
     """The reduction over split-K, for each wave of CTAs."""
     bytes_per_us_per_gbs: float = 1.09e3

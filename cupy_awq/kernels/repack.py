@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``repack``: a weight from the AWQ layout to the repacked layout of the sm_90 kernels.
 
-``cuda_src/gemm/repacked.cuh`` describes the layout.
+``cuda_src/gemm/repacked_layout.cuh`` describes the layout.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class RepackedLayout:
         return self.tile_columns * self.k_tiles * self.weight_tile_bytes
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
-        """Return the constants that ``gemm/repacked.cuh`` takes."""
+        """Return the constants that ``gemm/repacked_layout.cuh`` takes."""
         return ("SCALE", TYPES[self.scales_dtype]), ("ZEROS", ZEROS[self.zeros]), ("GROUPS", self.groups)
 
     def plan(self, device: Device, strides: tuple[int, int, int] | None = None) -> LaunchPlan:

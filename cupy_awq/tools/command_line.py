@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 
     examples = ["4096x12288 12288x4096", "4096x12288 --op gemm_int8 --m 1,64", "64x64 --op conv2d --m 1,8"]
     tune = command("tune", _tune, "measure the fastest configurations on this GPU", TUNE, examples)
-    _add_operation(tune, nargs="+", ms=[1 << i for i in range(13)])
+    _add_operation(tune, nargs="+", ms=None)
     tune.add_argument("--tries", metavar="T", type=int, default=12, help="configurations to time per M (default: 12)")
 
     examples = ["--arch 90a", "--arch 80 --arch 89"]
@@ -148,12 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: list[int]) -> None:
+def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: list[int] | None) -> None:
     """Add the sizes, in the order of x[M, K] @ W[K, N], and the operation."""
     parser.add_argument(
         "shapes", metavar="KxN", nargs=nargs, type=_shape, help="W [K, N]: in features x out features, as 4096x12288"
     )
-    default = ",".join(map(str, ms)) if len(ms) < 8 else "the powers of two up to 4096"
+    default = "the powers of two up to 4096; conv2d: to 32" if ms is None else ",".join(map(str, ms))
     parser.add_argument("--m", metavar="M,M,...", type=_counts, default=ms, help=f"rows of x (default: {default})")
     parser.add_argument(
         "--group-size", metavar="G", type=int, default=128, help="rows of W that share a scale, -1 for K (default: 128)"
@@ -195,8 +195,8 @@ TUNE = """
 
 Times the configurations that the cost models rank first, with weights that are cold
 in L2, and keeps the fastest for each shape and M in the user's cache
-(CUPY_AWQ_CACHE_DIR). Processes that start later use it, for every group size and
-dtype. A GEMM with another M takes the configuration of the next power of two."""
+(CUPY_AWQ_CACHE_DIR), for processes that start later. A gemm uses it for every group
+size and dtype; with another M it uses the configuration of the next power of two."""
 
 COMPILE = """
 
@@ -241,8 +241,8 @@ def _demo(args: argparse.Namespace) -> int:
 def _info(args: argparse.Namespace) -> int:
     from cupy_awq.tools import info
 
-    facts = info.describe(args.path)
-    return _print(facts, info.render(facts), args.json)
+    content = info.describe(args.path)
+    return _print(content, info.render(content), args.json)
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -305,10 +305,9 @@ def _tune(args: argparse.Namespace) -> int:
         raise ValueError("tune: expected an NVIDIA GPU, found none")
     if args.tries < 1:
         raise ValueError(f"--tries: expected a positive integer, got {args.tries}")
+    ms = args.m or [1 << i for i in range(6 if args.op == "conv2d" else 13)]
     settings = _settings(args, device, cached=False)
-    rows = autotune.run(
-        args.op, args.shapes, args.m, settings, args.tries, progress=lambda text: _progress("tune", text)
-    )
+    rows = autotune.run(args.op, args.shapes, ms, settings, args.tries, progress=lambda text: _progress("tune", text))
     print(autotune.render(rows))
     print(f"kept in {autotune.keep(rows, device)}")
     return 0

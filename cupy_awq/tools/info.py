@@ -55,10 +55,10 @@ def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
     return {"bytes": nbytes, "fp16_bytes": fp16_bytes, "ratio": nbytes / fp16_bytes if fp16_bytes else None}
 
 
-def render(facts: dict[str, Any]) -> str:
+def render(content: dict[str, Any]) -> str:
     """Return the result of `describe` as text; names from files are escaped, as they may hold terminal escapes."""
-    lines = [*_format_lines(facts["format"]), ""] if facts["format"]["format"] else []
-    layers, others, total = facts["layers"], facts["others"], facts["total"]
+    lines = [*_format_lines(content["format"]), ""] if content["format"]["format"] else []
+    layers, others, total = content["layers"], content["others"], content["total"]
     if layers:
         header = ["layer", "zeros", "scales", "bias", "K", "N", "group size", "bytes", "ratio to fp16"]
         rows = [
@@ -75,7 +75,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _format_lines(summary: dict[str, Any]) -> list[str]:
-    """What was found, and the form of most modules, exceptions and roundings, a line each."""
+    """Return one line each for the format, the form of most modules, every exception and every rounding."""
     zeros = {True: "symmetric", False: "asymmetric", None: "symmetric and asymmetric modules"}[summary["symmetric"]]
     order = ", activation order" if summary["act_order"] else ""
     lines = [summary["found"], f"{summary['bits']} bits, group size {summary['group_size']}, {zeros}{order}"]

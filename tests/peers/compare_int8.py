@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integer products, float8 layers and convolutions beside cuBLAS and cuDNN on one GPU, in one process.
+"""Compare integer products, float8 layers and convolutions with cuBLAS and cuDNN on one GPU, in one process.
 
     python tests/peers/compare_int8.py gemm       # 1024 and 4096 rows, beside cuBLAS fp16 and torch._int_mm
     python tests/peers/compare_int8.py few        # 1, 4 and 8 rows
     python tests/peers/compare_int8.py conv2d     # layers of ResNet-50 at batch 1, 8 and 32, beside cuDNN fp16
     python tests/peers/compare_int8.py gemm --shapes 4096x12288 --ms 1024
 
-It needs PyTorch, which the package itself does not. Shapes are KxN. Prints a table in Markdown, microseconds a call:
-medians of 7 replays of a CUDA graph of at least 20 calls, straight after 60 ms of the same replays, over copies of the
-weights that together exceed the L2 cache, or over 24 where a weight is small. cuDNN takes its fastest algorithm
-(benchmark mode), channels last.
+Needs PyTorch, unlike the package. Shapes are KxN. Prints a Markdown table of microseconds per call: the median of 7
+replays of a CUDA graph of at least 20 calls, after 60 ms of warm-up replays. The calls rotate over copies of the weight
+that exceed the L2 cache, at most 24. cuDNN uses its fastest algorithm (benchmark mode) and channels last.
 """
 
 import argparse
@@ -59,7 +58,7 @@ def copies(nbytes):
 
 
 def peer(calls):
-    """Microseconds of PyTorch's calls, measured as `timing.on_gpu` measures ours."""
+    """Return the microseconds per call of PyTorch, measured in the same way as `timing.on_gpu`."""
     for call in calls:
         call()
     stream = torch.cuda.Stream()
@@ -125,7 +124,7 @@ def header(*names):
 
 
 def gemm(shapes, ms):
-    """W4A8 with AWQ's zero points, x with one scale a row or one a block of 128, and with offsets."""
+    """Time W4A8 with AWQ zero points, x with one scale per row or per block of 128, and W4A8 with offsets."""
     names = (
         "K x N",
         "M",

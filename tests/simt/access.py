@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A memory access as one integer, so that it is stored at once and later ones are larger.
+"""The encoding of a memory access as one integer: later accesses have larger codes.
 
-From the top: the time of its warp, whether it is a store (and not a copy), its thread, its instruction.
+The fields, from the top bit down: the clock of its warp, whether the generic proxy wrote, its thread, its instruction.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 Array = Any
 NEVER, PENDING = 0, 2**22 - 1
-"""Times before every access and after: an access that is under way is ordered with nothing."""
+"""The times before and after every access. A pending access is ordered with nothing."""
 
 AT_BITS, THREAD_BITS = 20, 20
 GENERIC = 1 << (AT_BITS + THREAD_BITS)

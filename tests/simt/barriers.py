@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Barriers of blocks, by name and count, and of clusters."""
+"""Named barriers of CTAs (``bar``) and barriers of clusters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = 16
 
 
 class Barriers:
-    """Tallies per block. Threads count by whole warps, as in hardware."""
+    """The arrivals at each barrier of each CTA. Warps arrive as a whole, as in hardware."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -45,7 +45,7 @@ class Barriers:
         at: int,
         reduction: tuple[str, Array, str] | None = None,
     ) -> None:
-        """``bar.sync``, ``bar.arrive``, ``bar.red``: threads park if they wait, else go on to block ``following``."""
+        """Execute ``bar.sync``, ``bar.arrive`` or ``bar.red``; without a wait, continue at block ``following``."""
         machine = self.machine
         names = [int(name)] if np.ndim(name) == 0 else np.unique(name[active])
         if count is not None and np.any((np.asarray(count)[active] if np.ndim(count) else count) % 32):
@@ -74,7 +74,7 @@ class Barriers:
             machine.enqueue(following, active)
 
     def _complete(self, name: int, at: int) -> None:
-        """Release the blocks in which all expected warps have arrived."""
+        """Release the CTAs in which all expected warps have arrived."""
         machine = self.machine
         warps = self.arrived[name].reshape(machine.blocks, -1, 32).any(axis=2).sum(axis=1) * 32
         living = machine.live.reshape(machine.blocks, -1, 32).any(axis=2).sum(axis=1) * 32
@@ -110,7 +110,7 @@ class Barriers:
         machine.registers[register] = np.where(released, result[machine.block_of], old)
 
     def on_exit(self) -> None:
-        """Threads have exited: barriers that expect all living ones may be complete."""
+        """Complete the barriers that expect all living threads, now that some have exited."""
         for name in np.flatnonzero(self.arrived.any(axis=1)):
             self._complete(int(name), int(self.since[np.flatnonzero(self.arrived[name])[0]]))
         self._complete_clusters()
@@ -118,7 +118,7 @@ class Barriers:
     # ---- clusters
 
     def fence_initialised(self, active: Array) -> None:
-        """``fence.mbarrier_init``: a relaxed arrival publishes these threads' mbarriers, and here all that they did."""
+        """Execute ``fence.mbarrier_init``: a relaxed cluster arrival now releases earlier writes of the threads."""
         self.initialised |= active
 
     def cluster_arrive(self, active: Array, release: bool, at: int) -> None:

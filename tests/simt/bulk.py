@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bulk and tensor copies between global and shared memory, and between the shared memories of a cluster.
 
-A copy into shared memory that nothing can wait for any more lands when no thread can run ("latest") or at once
-("earliest"); then its bytes count at its mbarrier. A copy out of shared memory reads its source when its thread waits
-for its group, or at once.
+With landing "latest" a copy into shared memory lands when no thread can run; with "earliest" it lands at once. Its
+bytes then count at its mbarrier. A copy out of shared memory reads its source when its thread waits for its bulk group,
+or at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHUNK = 16
 
 @dataclass
 class _Load:
-    """16-byte chunks to write at ``position``; ``content`` reads the source."""
+    """A pending copy into shared memory: 16-byte chunks at ``position``, which ``content`` returns."""
 
     thread: int
     position: Array
@@ -37,7 +37,7 @@ class _Load:
 
 @dataclass
 class _Store:
-    """16-byte chunks to read at ``position``, for ``write`` to put away."""
+    """A pending copy out of shared memory: 16-byte chunks at ``position``, which ``write`` stores."""
 
     thread: int
     group: int
@@ -47,7 +47,7 @@ class _Store:
 
 
 class BulkCopies:
-    """The copies under way."""
+    """The pending bulk copies of all CTAs."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -58,7 +58,7 @@ class BulkCopies:
     # ---- into shared memory
 
     def load(self, lanes: Any, target: Array, source: Array, size: Array, barrier: Array, space: str, at: int) -> None:
-        """``size`` bytes from global (or the own block's shared) memory to a block of the cluster."""
+        """Copy ``size`` bytes of global memory, or of the CTA's own shared memory, to a CTA of the cluster."""
         for thread, to, start, count, signal in self._threads(lanes, target, source, size, barrier):
             content = self._bytes(thread, start, count, space, at)
             self._start_load(thread, to, np.arange(0, count, CHUNK), signal, content, at)
@@ -66,7 +66,7 @@ class BulkCopies:
     def load_multicast(
         self, lanes: Any, target: Array, source: Array, size: Array, barrier: Array, ranks: Array, at: int
     ) -> None:
-        """The same to several blocks of the cluster, a bit of ``ranks`` each."""
+        """Copy ``size`` bytes of global memory to each CTA of the cluster that has a bit in ``ranks``."""
         for thread, to, start, count, signal, bits in self._threads(lanes, target, source, size, barrier, ranks):
             content = self._bytes(thread, start, count, "global", at)
             self._multicast(thread, to, np.arange(0, count, CHUNK), signal, bits, content, at)
@@ -81,7 +81,7 @@ class BulkCopies:
         ranks: Any,
         at: int,
     ) -> None:
-        """A box of a tensor map; what lies outside the tensor becomes zeros. ``ranks`` None: no multicast."""
+        """Copy a box of a tensor, with zeros outside the tensor. ``ranks`` None: no multicast."""
         masks = 0 if ranks is None else ranks
         for thread, to, map_at, signal, bits, *place in self._threads(
             lanes, target, tensor, barrier, masks, *coordinates
@@ -96,7 +96,7 @@ class BulkCopies:
                 self._multicast(thread, to, offsets, signal, bits, box.read, at)
 
     def store_async(self, lanes: Any, target: Array, values: tuple[Array, ...], barrier: Array, at: int) -> None:
-        """``st.async``: a few bytes to a block of the cluster, counted at an mbarrier there; lands at once."""
+        """Execute ``st.async``: store to a CTA of the cluster and count the bytes at its mbarrier, at once."""
         machine = self.machine
         machine.memory.shared.store(target, lanes, values, at, "plain")
         size = sum(np.asarray(value).itemsize for value in values)
@@ -109,7 +109,7 @@ class BulkCopies:
     def _multicast(
         self, thread: int, to: int, offsets: Array, signal: int, ranks: int, content: Callable[[], Array], at: int
     ) -> None:
-        """To the same offsets in each block of ``ranks``."""
+        """Start a copy to the same offsets in each CTA of ``ranks``."""
         for rank in range(16):
             if int(ranks) >> rank & 1:
                 window = (rank + 1) << 24
@@ -137,7 +137,7 @@ class BulkCopies:
             self.loads.append(load)
 
     def land(self) -> bool:
-        """Land the oldest copy of each block, so that blocks stay in step. False if there is none."""
+        """Land the oldest copy of each CTA, so that CTAs stay in step. Return False if there is none."""
         first: dict[int, _Load] = {}
         for load in self.loads:
             first.setdefault(int(self.machine.block_of[load.thread]), load)
@@ -157,7 +157,7 @@ class BulkCopies:
         machine.mbarriers.complete(load.barrier, CHUNK * len(load.position), load.published)
 
     def _bytes(self, thread: int, start: int, count: int, space: str, at: int) -> Callable[[], Array]:
-        """A reader of ``count`` bytes from an address."""
+        """Return a function that reads ``count`` bytes at an address."""
         machine = self.machine
         self._expect(count % CHUNK == 0, f"{count} bytes: expected a multiple of 16", thread, start, at)
         self._expect(start % CHUNK == 0, "expected a source at a multiple of 16", thread, start, at)
@@ -175,7 +175,7 @@ class BulkCopies:
     # ---- out of shared memory
 
     def store(self, lanes: Any, target: Array, source: Array, size: Array, at: int) -> None:
-        """``size`` bytes of the block's shared memory to global memory."""
+        """Copy ``size`` bytes of the CTA's shared memory to global memory."""
         for thread, to, start, count in self._threads(lanes, target, source, size):
             self._expect(to % CHUNK == 0 and count % CHUNK == 0, "expected multiples of 16", thread, to, at)
             chunks = to + np.arange(0, count, CHUNK)
@@ -184,7 +184,7 @@ class BulkCopies:
             self._start_store(thread, start, np.arange(0, count, CHUNK), _writer(buffer, int(position[0])), at)
 
     def store_tensor(self, lanes: Any, tensor: Array, coordinates: tuple[Array, ...], source: Array, at: int) -> None:
-        """A box of the block's shared memory; what lies outside the tensor is not written."""
+        """Copy a box from the CTA's shared memory to a tensor; parts outside the tensor are not written."""
         for thread, map_at, start, *place in self._threads(lanes, tensor, source, *coordinates):
             box = self._box(thread, map_at, place, at, write=True)
             self._expect(start % 128 == 0, "expected a source at a multiple of 128", thread, start, at)
@@ -208,7 +208,7 @@ class BulkCopies:
         self.groups = self.groups + active
 
     def wait(self, active: Array, newest: int) -> None:
-        """Finish all groups of the threads but their ``newest`` ones."""
+        """Complete all bulk groups of the threads except their ``newest`` ones."""
         machine, kept = self.machine, []
         for store in self.stores:
             if active[store.thread] and store.group < self.groups[store.thread] - newest:
@@ -228,7 +228,7 @@ class BulkCopies:
     # ---- both
 
     def on_exit(self, active: Array) -> None:
-        """Shared memory ends with its block: no copy may still need it."""
+        """Fail if a CTA exits while a copy still uses its shared memory."""
         machine = self.machine
         for store in self.stores:
             if active[store.thread]:
@@ -238,10 +238,10 @@ class BulkCopies:
         for load in self.loads:
             block = int(load.position[0]) // machine.memory.shared.stride
             if gone[block]:
-                machine.fail("in flight", "the block exits before the copy has landed", load.at, [load.thread])
+                machine.fail("in flight", "the CTA exits before the copy has landed", load.at, [load.thread])
 
     def _threads(self, lanes: Any, *values: Array) -> zip[Any]:
-        """The threads, and their values as Python integers."""
+        """Return the threads with their values as Python integers."""
         machine = self.machine
         numbers = range(machine.threads) if isinstance(lanes, slice) else lanes.tolist()
         return zip(numbers, *(machine.pick(np.asarray(value), lanes).tolist() for value in values), strict=True)
@@ -296,7 +296,7 @@ class Box:
         self._items = first_items[:, None] + np.arange(self._clip.stop - self._clip.start)
 
     def swizzled(self, start: int) -> Array:
-        """The address of each 16-byte chunk of a box that begins at ``start``."""
+        """Return the shared address of each 16-byte chunk of a box that begins at ``start``."""
         address = start + np.arange(0, self.count * self.row_bytes, CHUNK)
         return swizzle(address, self.tensor.swizzle)
 
@@ -314,13 +314,13 @@ ITEM = {"bfloat16": "uint16"}
 
 
 def swizzle(address: Array, span: int) -> Array:
-    """The place of a byte in a layout swizzled over ``span`` bytes: chunk bits 4.. take those of the row, 7.. ."""
+    """Swizzle addresses over ``span`` bytes: XOR the bits from 4 on with the bits from 7 on."""
     mask = max(span, 1) - 1 & 0x70
     return address ^ (address >> 3 & mask)
 
 
 def check_map(tensor: Any, address: int) -> None:
-    """What the driver checks when it encodes a tensor map. Raises ValueError."""
+    """Raise ValueError for a tensor map that the driver would not encode."""
     item = int(np.dtype(ITEM.get(tensor.dtype, tensor.dtype)).itemsize)
     inner = tensor.box[0] * item
     if address % 16 or any(stride % 16 for stride in tensor.strides):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies that a thread starts and another instruction waits for: ``cp.async`` into shared memory.
+"""Non-bulk asynchronous copies from global to shared memory: ``cp.async`` and its groups.
 
 With landing "latest" the bytes arrive at the instruction that waits for them and are marked in flight until then; with
 "earliest" they arrive at once. The race detector takes them as unordered with everything until they are waited for.
@@ -22,7 +22,7 @@ Array = Any
 
 @dataclass
 class _Copy:
-    """One execution of ``cp.async``, by the threads ``lanes``: ``source`` and ``target`` as byte addresses."""
+    """One ``cp.async`` of the threads ``lanes``, from address ``source`` to ``position`` in shared memory."""
 
     lanes: Array
     group: Array
@@ -34,7 +34,7 @@ class _Copy:
 
 
 class AsyncCopies:
-    """The copies in flight, with each thread's count of committed groups."""
+    """The copies in flight and the number of groups that each thread has committed."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -68,7 +68,7 @@ class AsyncCopies:
         self.groups = self.groups + active
 
     def wait(self, active: Array, newest: int | None) -> None:
-        """Land what each thread waits for: all groups but the ``newest`` ones, or everything if that is None."""
+        """Land all groups of each thread except its ``newest`` ones; None lands all copies, committed or not."""
         kept = []
         for copy in self.pending:
             done = active[copy.lanes]
@@ -81,7 +81,7 @@ class AsyncCopies:
         self.pending = kept
 
     def signal(self, address: Array, lanes: Any, count_it: bool, at: int) -> None:
-        """Arrive at an mbarrier once the threads' copies have landed; ``count_it`` raises what it waits for by one."""
+        """Arrive at an mbarrier once the threads' copies have landed; ``count_it`` first adds a pending arrival."""
         machine = self.machine
         lanes = np.arange(machine.threads) if isinstance(lanes, slice) else lanes
         if count_it:
@@ -91,7 +91,7 @@ class AsyncCopies:
             self.land()
 
     def land(self) -> bool:
-        """Let the copies land whose threads signal an mbarrier. False if there are none."""
+        """Land the copies whose threads signal an mbarrier. Return False if there are none."""
         signals, self.signals = self.signals, []
         for lanes, address, at in signals:
             self.wait(np.bincount(lanes, minlength=self.machine.threads) > 0, None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the Python of one basic block: operands, guards, and the register of opcode emitters.
+"""The translation of one basic block to Python: operands, guards, and the table of opcode emitters.
 
 An emitter is a function decorated with the grammar of its opcodes (a regular expression that must match the whole
-opcode, so that a modifier which nobody implemented is refused by name). It appends lines to a ``BlockCode``.
+opcode, so that an unknown modifier is refused by name). It appends lines to a ``BlockCode``.
 
 In the generated code ``m`` is the machine, ``R`` the registers, ``active`` the mask of the threads that execute,
 ``full`` whether these are all the living ones. Blocks compute for all threads; only results are masked.
@@ -39,7 +39,7 @@ FAMILIES = ("ops_integer", "ops_float", "ops_memory", "ops_warp", "ops_control",
 
 
 class UnknownOpcode(Exception):
-    """An opcode, or a modifier or operand form of it, that the simulator does not implement."""
+    """The error for an opcode, modifier or operand form that the simulator does not implement."""
 
 
 def emits(grammar: str, kind: str = "") -> Callable[[Emitter], Emitter]:
@@ -59,7 +59,7 @@ def emits(grammar: str, kind: str = "") -> Callable[[Emitter], Emitter]:
 
 @functools.cache
 def find(opcode: str) -> tuple[re.Match[str], Emitter, str]:
-    """The emitter of an opcode. Raises UnknownOpcode."""
+    """Return the emitter of an opcode. Raises UnknownOpcode."""
     for family in FAMILIES:
         importlib.import_module(f"tests.simt.{family}")
     for pattern, emitter, kind in _EMITTERS:
@@ -69,7 +69,7 @@ def find(opcode: str) -> tuple[re.Match[str], Emitter, str]:
 
 
 def storage(declared: str) -> str:
-    """The NumPy type in which a register of a declared type is kept."""
+    """Return the NumPy type that holds a register of a declared type."""
     if declared == "pred":
         return "bool"
     if declared in ("f32", "f64"):
@@ -78,7 +78,7 @@ def storage(declared: str) -> str:
 
 
 def computed(used: str) -> str:
-    """The NumPy type in which an operand is used; the 16-bit floats stay bits."""
+    """Return the NumPy type of an operand in an expression; 16-bit floats stay bits."""
     if used[0] == "s":
         return f"int{used[1:]}"
     if used in ("f16", "bf16"):
@@ -94,7 +94,7 @@ def _numpy_names() -> dict[str, Any]:
 
 
 def namespace() -> dict[str, Any]:
-    """The globals of generated code: NumPy functions as ``np_where``, types by name, and ``numerics``."""
+    """Return the globals of generated code: NumPy functions as ``np_where``, types by name, and ``numerics``."""
     helpers = {name: value for name, value in vars(numerics).items() if callable(value) and name[0] != "_"}
     return helpers | _numpy_names()
 
@@ -116,7 +116,7 @@ class Names:
         return name
 
     def object(self, value: Any) -> str:
-        """A name for any other constant."""
+        """Return the name of a constant of any other type."""
         name = self._known.setdefault((repr(value), "object"), f"k{len(self._known)}")
         self.constants[name] = value
         return name
@@ -158,13 +158,13 @@ class BlockCode:
         self.lines.append(text)
 
     def temporary(self, expression: str) -> str:
-        """A new variable that holds ``expression``."""
+        """Assign ``expression`` to a new variable and return its name."""
         self._count += 1
         self.line(f"t{self._count} = {expression}")
         return f"t{self._count}"
 
     def results(self, count: int, call: str) -> list[str]:
-        """New variables for the ``count`` arrays that ``call`` returns."""
+        """Assign the ``count`` arrays that ``call`` returns to new variables and return their names."""
         names = [f"t{self._count + k}" for k in range(1, count + 1)]
         self._count += count
         self.line(f"{', '.join(names)}{',' if count == 1 else ''} = {call}")
@@ -172,12 +172,12 @@ class BlockCode:
 
     @property
     def mask(self) -> str:
-        """The threads that execute the instruction."""
+        """The expression of the mask of the threads that execute the instruction."""
         return f"active & {self.guard}" if self.guard else "active"
 
     @property
     def lanes(self) -> str:
-        """Their indices."""
+        """The expression of the indices of these threads."""
         if not self.guard:
             self.uses_lanes = True
             return "lanes"
@@ -188,11 +188,11 @@ class BlockCode:
     # ---- operands
 
     def constant(self, value: Any, dtype: str) -> str:
-        """A name for a constant of a NumPy type."""
+        """Return the name of a constant of a NumPy type."""
         return self.names.constant(value, dtype)
 
     def register(self, register: Register) -> str:
-        """The variable of a register's present value."""
+        """Return the variable that holds a register's current value."""
         if register.name not in self.writes:
             self.reads[register.name] = register
         return self.names.register(register)
@@ -207,7 +207,7 @@ class BlockCode:
         raise TypeError(operand)
 
     def use(self, operand: Operand | None, used: str) -> str:
-        """An expression for an operand as type ``used``, cut to its width if the register is wider."""
+        """Return an operand as an expression of type ``used``, truncated if the register is wider."""
         dtype = computed(used)
         if used == "pred":
             return self.predicate(operand)
@@ -251,7 +251,7 @@ class BlockCode:
         return self.constant(value, computed(used))
 
     def address(self, operand: Operand | None) -> str:
-        """An int64 expression for ``[base + offset]``."""
+        """Return ``[base + offset]`` as an expression of type int64."""
         if not isinstance(operand, Address):
             raise TypeError(operand)
         if isinstance(operand.base, Symbol):
@@ -284,7 +284,7 @@ class BlockCode:
             self.define(operand, used, expression)
 
     def define_pair(self, operand: Operand | None, used: str, first: str, second: str) -> None:
-        """``d|p`` takes both results, ``d`` the first."""
+        """Set both registers of ``d|p``, or a single register to the first result."""
         if isinstance(operand, Pair):
             self.define(operand.first, used, first)
             self.define(operand.second, "pred", second)
@@ -303,5 +303,5 @@ def special_type(name: str) -> str:
 
 
 def items(operand: Operand | None) -> tuple[Operand | None, ...]:
-    """The items of a vector; a single operand is a vector of one."""
+    """Return the items of a vector operand; any other operand is its own only item."""
     return operand.items if isinstance(operand, Vector) else (operand,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the simulator reports instead of going on."""
+"""The error that the simulator raises when a kernel breaks a rule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.simt.parser import Location
 
 
 class Fault(Exception):
-    """A kernel did what it must not do.
+    """An error of a simulated kernel.
 
     ``kind`` is one of: out of bounds, null pointer, misaligned, read-only, uninitialised, in flight, race, deadlock,
     divergence, barrier, early, invalid, trap. ``source`` is the line of the ``.cu`` or ``.cuh`` file, ``thread`` the
@@ -28,6 +28,6 @@ class Fault(Exception):
         self.kind, self.text, self.source, self.opcode = kind, text, source, opcode
         self.ptx_line, self.thread, self.address = ptx_line, thread, address
         where = f"{source or 'unknown source line'} ({opcode}, PTX line {ptx_line})" if opcode else ""
-        who = f"thread {thread[1]} of block {thread[0]}" if thread else ""
+        who = f"thread {thread[1]} of CTA {thread[0]}" if thread else ""
         place = f"address {address:#x}" if address is not None else ""
         super().__init__(": ".join(part for part in (kind, where, who, place, text) if part))

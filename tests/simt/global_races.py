@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds unordered accesses to global memory: by warps of one block as in shared memory, by blocks through atomics.
+"""The race detector of global memory: CTAs are ordered by atomics and fences, warps of one CTA as for shared memory.
 
-Blocks learn of each other only at a word: who writes it atomically publishes there what ``__threadfence`` has fenced;
-who reads it atomically knows of that after a ``__threadfence`` of its own. Writes are remembered, reads are not.
+CTAs synchronize at atomically accessed words: a writer releases what it has fenced by ``__threadfence``, and a reader
+acquires it by a later ``__threadfence``. The history holds writes, not reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Array = Any
 
 
 class GlobalRaces:
-    """The writes to all buffers, and what warps know of warps of other clusters (their own is in ``Races``)."""
+    """The writes to all buffers, and the vector clocks between clusters (those within a cluster are in ``Races``)."""
 
     def __init__(self, machine: Machine, races: Races, grain: int) -> None:
         self.machine, self.races, self.grain = machine, races, grain
@@ -59,12 +59,12 @@ class GlobalRaces:
         known = np.where(here, races.known[0, warps, races.column[writer]], self._known[warps, writer])
         bad = access >> TIME_SHIFT > known
         if bad.any():
-            races.fail(bad, access, threads, at, verb, "wrote", "nothing orders the two")
+            races.fail(bad, access, threads, at, verb, "write")
 
     # ---- synchronisation
 
     def atomic(self, buffer: Buffer, position: Array, lanes: Any, reads: bool, writes: bool) -> None:
-        """Accesses that order themselves, thread after thread: they see what others published, and publish."""
+        """Record atomic accesses in the order of threads: each acquires what was released at its word, and releases."""
         if self._known is self._empty:
             self._known, self._seen = self._empty.copy(), self._empty.copy()
         warps = self._threads(lanes)[:, 0] >> 5
@@ -79,7 +79,7 @@ class GlobalRaces:
                 self._published[address] = mine if published is None else np.maximum(published, mine)
 
     def _fenced(self, warp: int) -> Array:
-        """What a warp has fenced of its cluster, and all that it knows of others."""
+        """Return what a warp releases: the fenced clocks of its own cluster, and all it knows of other clusters."""
         races = self.races
         first = warp // races.columns * races.columns
         times = self._known[warp].copy()
@@ -91,7 +91,7 @@ class GlobalRaces:
             self._known[warps] = np.maximum(self._known[warps], self._seen[warps])
 
     def meet(self, members: Array, released: Array, groups: int) -> None:
-        """Warps ``released`` learn what the ``members`` of their group (block or cluster) know."""
+        """Merge the clocks of the ``members`` of each group (CTA or cluster) into those of its warps ``released``."""
         if self._known is self._empty:
             return
         for table in (self._known, self._seen):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels from other places than ``cuda_src``: samples, texts, and copies of our sources with a change planted."""
+"""Kernels from outside ``cuda_src``: samples, source texts, and patched copies of the sources."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SAMPLES = Path(__file__).parent / "samples"
 
 @contextlib.contextmanager
 def sources_in(folder: Path) -> Iterator[None]:
-    """Let plans take their sources from ``folder``."""
+    """Take the sources of all plans from ``folder``."""
     with mock.patch.object(sources, "folder", return_value=folder):
         yield
 
 
 @contextlib.contextmanager
 def source_text(name: str, text: str) -> Iterator[None]:
-    """Let plans find ``text`` as the source ``name``."""
+    """Use ``text`` as the source ``name``."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, name).write_text(text, encoding="utf-8")
         with sources_in(Path(folder)):
@@ -34,7 +34,7 @@ def source_text(name: str, text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched(file: str, old: str, new: str) -> Iterator[None]:
-    """Let plans find a copy of ``cuda_src`` in which ``old``, which must occur once, is ``new``."""
+    """Use a copy of ``cuda_src`` in which ``new`` replaces ``old``, which must occur once."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "cuda_src")
         shutil.copytree(sources.folder(), copy)
@@ -57,6 +57,6 @@ def plan(
     cluster: Dim3 = (1, 1, 1),
     **defines: int | str,
 ) -> LaunchPlan:
-    """The launch of ``NAME.cu``'s entry ``NAME``."""
+    """Return a launch of the kernel ``NAME`` of ``NAME.cu``."""
     kernel = Kernel(source, source.removesuffix(".cu"), tuple(defines.items()), arch)
     return LaunchPlan(kernel, grid, block, arguments, shared_bytes, cluster)

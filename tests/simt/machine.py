@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executes a program: the threads of several blocks at once, in groups that stand at the same basic block."""
+"""The execution of a program by the threads of several CTAs at once, grouped by their current basic block."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.simt.wgmma import Warpgroups
 Array = Any
 Dim3 = tuple[int, int, int]
 PATIENCE = 256
-"""A group that has not run for so many steps goes before groups at lower addresses, so that spin loops end."""
+"""The number of steps after which a waiting group runs before groups at lower addresses, so that spin loops end."""
 STALLED = 20_000
-"""Steps without a store, a barrier or an exit after which all threads are taken to spin for ever."""
+"""The number of steps without progress (store, barrier, exit) that counts as a deadlock."""
 EVERYONE = 0xFFFFFFFF
 
 
 class Machine:
-    """Blocks ``first`` .. ``first + blocks - 1`` of a grid, all resident, with their registers and memories.
+    """CTAs ``first`` .. ``first + blocks - 1`` of a grid, all resident, with their registers and memories.
 
-    Threads are numbered block after block, each block padded to whole warps (or warpgroups). A value that is
-    equal in all threads may be held as a scalar.
+    Threads are numbered CTA after CTA, each CTA padded to whole warps (or warpgroups). A value that is equal
+    in all threads may be held as a scalar.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Machine:
             values[f"%{name}.z"] = index // (shape[0] * shape[1]) % shape[2]
 
         def block_index() -> tuple[Array, ...]:
-            """Clusters are numbered first, blocks within them next: consecutive numbers share a cluster."""
+            """Return the CTA indices; consecutive numbers share a cluster."""
             cluster, rank = block // self.cluster_size, block % self.cluster_size
             parts = []
             for axis in range(3):
@@ -161,11 +161,11 @@ class Machine:
                     self._deadlock()
 
     def _land(self) -> bool:
-        """Nothing can run: let asynchronous copies land. False if there are none."""
+        """Land asynchronous copies, as no thread can run. Return False if there are none."""
         return self.bulk.land() or self.async_copies.land()
 
     def _next(self) -> int:
-        """The lowest block, unless another has waited too long."""
+        """Return the lowest basic block with threads, unless another has waited too long."""
         self._step += 1
         if self._step - self._progress > STALLED and not self._land():
             self._deadlock()
@@ -209,7 +209,7 @@ class Machine:
             self.enqueue(skipped, active & ~away)
 
     def enqueue(self, number: int, group: Array) -> None:
-        """Let a group of threads go on at a block, together with those that already stand there."""
+        """Schedule a group of threads at a basic block, merged with the threads already there."""
         parked = self._parked.pop(number, None)
         if parked is not None:
             group = group | parked
@@ -220,12 +220,12 @@ class Machine:
             self._since[number] = self._step
 
     def park(self, number: int, group: Array) -> None:
-        """Let a group wait before a block until others join it there, or until ``wake``."""
+        """Suspend a group before a basic block until others join it there, or until ``wake``."""
         if group.any():
             self._parked[number] = self._parked[number] | group if number in self._parked else group
 
     def wake(self) -> None:
-        """Something happened for which parked groups may have waited."""
+        """Reschedule all parked groups, after an event that may release them."""
         self.progress()
         for number in list(self._parked):
             self.enqueue(number, self._parked.pop(number))
@@ -234,7 +234,7 @@ class Machine:
         self._progress = self._step
 
     def _whole(self, number: int, block: Block, active: Array) -> Array | None:
-        """Those of a group whose whole warp (or warpgroup, or member mask) is there; the others park."""
+        """Return the threads whose whole warp (or warpgroup, or member mask) has arrived; park the others."""
         if block.members is not None:
             members = self._member_masks(block)
             if np.ndim(members) == 0 and members == EVERYONE and np.count_nonzero(active) == self.living:
@@ -269,7 +269,7 @@ class Machine:
         self.wake()
 
     def _deadlock(self) -> NoReturn:
-        """Report where every living thread stands."""
+        """Raise a Fault that lists where every living thread waits."""
         lines = []
         waiting = dict(self._parked)
         for name, mask in enumerate(self.barriers.waiting):
@@ -290,7 +290,7 @@ class Machine:
     # ---- what generated code and the memories call
 
     def lanes(self, mask: Array) -> Any:
-        """The indices of the threads in a mask; slice(None) if these are all."""
+        """Return the indices of the threads in a mask, or slice(None) for all threads."""
         if np.ndim(mask) == 0:
             mask = np.full(self.threads, mask)
         return slice(None) if np.count_nonzero(mask) == self.threads else np.flatnonzero(mask)
@@ -299,13 +299,13 @@ class Machine:
         return part if isinstance(lanes, slice) else lanes[part]
 
     def pick(self, value: Array, lanes: Any) -> Array:
-        """The values of the threads in ``lanes``."""
+        """Return the values of the threads in ``lanes``."""
         if np.ndim(value) == 0:
             return np.full(self.threads if isinstance(lanes, slice) else len(lanes), value)
         return value[lanes]
 
     def spread(self, values: Array, lanes: Any) -> Array:
-        """The inverse of ``pick``; other threads get 0."""
+        """Return values of all threads from those of ``lanes``; other threads get 0."""
         if isinstance(lanes, slice):
             return values
         whole = np.zeros(self.threads, values.dtype)
@@ -313,7 +313,7 @@ class Machine:
         return whole
 
     def parameter(self, offset: int, dtype: Any, count: int) -> list[Array]:
-        """Items of the kernel's parameters."""
+        """Return ``count`` items of the kernel's parameters."""
         return list(np.frombuffer(self._parameters, np.uint8)[offset:][: count * np.dtype(dtype).itemsize].view(dtype))
 
     def warp_barrier(self, active: Array) -> None:
@@ -326,8 +326,7 @@ class Machine:
             self.races.fence(active)
 
     def dependent_wait(self, active: Array) -> None:
-        """Blocks of a dependent launch write to global memory only when one of their threads has waited; a thread
-        reads what the launch before has made only when it has waited itself."""
+        """Execute ``griddepcontrol.wait``: threads may read the preceding kernel's results, and their CTAs write."""
         self.may_write[self.block_of[active]] = True
         self.may_read[active] = True
 
@@ -359,14 +358,14 @@ class Machine:
         )
 
     def thread(self, number: int) -> tuple[Dim3, Dim3]:
-        """((x, y, z) of the block, (x, y, z) in the block) of a thread."""
+        """Return ((x, y, z) of the CTA, (x, y, z) in the CTA) of a thread."""
         names = itertools.product(("%ctaid", "%tid"), "xyz")
         place = [int(np.broadcast_to(self.special[f"{name}.{axis}"], self.threads)[number]) for name, axis in names]
         return (place[0], place[1], place[2]), (place[3], place[4], place[5])
 
 
 def padded_threads(program: Program, block: Dim3) -> int:
-    """The threads of a block, with those that never live: blocks consist of whole warps, or warpgroups if any meet."""
+    """Return the threads of a CTA, padded to whole warps, or to warpgroups if an instruction needs them."""
     width = max([32, *(part.width for part in program.blocks)])
     return -(-block[0] * block[1] * block[2] // width) * width
 

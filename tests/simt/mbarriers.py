@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mbarrier objects: 64-bit words of shared memory that count arrivals and bytes of asynchronous copies."""
+"""The mbarrier objects: 64-bit words of shared memory that count arrivals and bytes of asynchronous copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = Any
 
 @dataclass
 class Mbarrier:
-    """``pending`` arrivals and ``bytes`` to come before ``phase`` phases become one more."""
+    """An mbarrier in phase ``phase``, which completes after ``pending`` arrivals and ``bytes`` more bytes."""
 
     count: int
     pending: int
@@ -32,7 +32,7 @@ class Mbarrier:
 
 
 class Mbarriers:
-    """The live objects by their position in shared memory."""
+    """The initialized mbarriers by their position in shared memory."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -40,7 +40,7 @@ class Mbarriers:
         self._awaited: dict[int, int] = {}  # block of the program -> position of the last mbarrier waited for there
 
     def _each(self, address: Array, lanes: Any, at: int) -> Iterator[tuple[int, Array]]:
-        """The positions that threads name, and for each the threads."""
+        """Yield each position that threads address, with these threads."""
         machine = self.machine
         if isinstance(lanes, slice):
             lanes = np.arange(machine.threads)
@@ -57,11 +57,11 @@ class Mbarriers:
             yield int(one), lanes[position == one]
 
     def find(self, position: int, lanes: Array, at: int) -> Mbarrier:
-        """The object at a position; its initialisation must be known to the threads."""
+        """Return the mbarrier at a position; its initialization must be ordered before the threads."""
         machine = self.machine
         if position not in self.objects:
             address = position % machine.memory.shared.stride
-            machine.fail("invalid", "no mbarrier was initialised here", at, lanes, 0, address)
+            machine.fail("invalid", "no initialized mbarrier is here", at, lanes, 0, address)
         if machine.races:
             machine.races.check_known(np.full(len(lanes), position), 8, lanes, at)
         return self.objects[position]
@@ -70,7 +70,7 @@ class Mbarriers:
         machine = self.machine
         for position, here in self._each(address, lanes, at):
             if position in self.objects:
-                text = "an mbarrier lives here already (invalidate it first)"
+                text = "an initialized mbarrier is here already; invalidate it first"
                 machine.fail("invalid", text, at, here, 0, position % machine.memory.shared.stride)
             wanted = int(machine.pick(count, here)[0])
             if not 1 <= wanted < 2**20:
@@ -90,7 +90,7 @@ class Mbarriers:
     def arrive(
         self, address: Array, lanes: Any, count: Array, transfers: Array, at: int, *, drop: bool = False
     ) -> Array:
-        """Expect ``transfers`` more bytes, then arrive ``count`` times (0: only expect). Returns the phase as state."""
+        """Expect ``transfers`` more bytes, then arrive ``count`` times (0: only expect). Return the phase as state."""
         machine = self.machine
         state = np.zeros(machine.threads, np.uint64)
         for position, here in self._each(address, lanes, at):
@@ -111,7 +111,7 @@ class Mbarriers:
         return state
 
     def complete(self, position: int, count: int, published: Array | None) -> None:
-        """A copy of ``count`` bytes has landed; ``published`` is what its issuer knew."""
+        """Count ``count`` bytes of a copy; ``published`` is the vector clock of its issuer."""
         barrier = self.objects[position]
         barrier.bytes -= count
         if published is not None:
@@ -125,7 +125,7 @@ class Mbarriers:
             self.machine.wake()
 
     def test(self, address: Array, lanes: Any, phase: Array, parity: bool, at: int) -> Array:
-        """Whether the phase of that parity (or state) is complete, per thread; if so the threads have synchronised."""
+        """Return whether the phase of that parity (or state) is complete, per thread; these threads acquire it."""
         machine = self.machine
         done = np.zeros(machine.threads, bool)
         for position, here in self._each(address, lanes, at):
@@ -140,7 +140,7 @@ class Mbarriers:
     def wait(
         self, active: Array, address: Array, phase: Array, parity: bool, result: str, here: int, following: int, at: int
     ) -> None:
-        """``try_wait``: threads go on when the phase is complete; ``result`` is the register that becomes true."""
+        """Execute ``try_wait``: resume threads and set register ``result`` when the phase completes."""
         machine = self.machine
         done = self.test(address, machine.lanes(active), phase, parity, at)
         passed = active & done
@@ -153,6 +153,6 @@ class Mbarriers:
         machine.park(here, active & ~done)
 
     def awaited(self, here: int) -> str:
-        """What is missing at the mbarrier for which threads wait at a block of the program."""
+        """Describe the mbarrier for which threads wait at a basic block."""
         barrier = self.objects.get(self._awaited.get(here, -1))
         return f"({barrier})" if barrier else ""

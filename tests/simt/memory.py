@@ -19,18 +19,17 @@ WINDOW_BITS = 36
 SHARED_GENERIC = 1 << 32
 LOCAL_GENERIC = 2 << 32
 SHARED_START = 1024
-"""The first address of a block's shared memory, as on sm_90: 0 is a null pointer."""
+"""The first address of a CTA's shared memory, as on sm_90: 0 is a null pointer."""
 RANK_BITS = 24
-"""shared::cluster addresses hold the block's rank in its cluster, plus one, from this bit on; 0 is the own block."""
+"""The bit where the CTA rank plus one begins in a shared::cluster address; 0 is the own CTA."""
 BASE_ALIGNMENT = 512
-"""Allocations are aligned to this; a view keeps its own offset from it."""
+"""The alignment of allocations in bytes; a view keeps its offset from it."""
 
 READY, UNINITIALISED, IN_FLIGHT, BARRIER = 0, 1, 2, 3
-"""States of a byte of shared memory."""
+"""The states of a byte of shared memory."""
 
 PLAIN, ORDERED, ATOMIC, TOGETHER = "plain", "ordered", "atomic", "together"
-"""How an access meets others: as data; as a volatile or relaxed one, or as an atomic operation, which race with none of
-their kind; by a warp as a whole."""
+"""The kinds of accesses: plain; volatile or relaxed, and atomic, which do not race with each other; by a whole warp."""
 
 Array = Any
 Lanes = Any  # indices of the threads that access, or slice(None) for all
@@ -44,14 +43,14 @@ FRESH = CONSTANT | {"x", "h", "delta", "residual", "square_sums", "previous_inve
 
 
 class Buffer:
-    """Bytes at an address. ``typed`` views start where addresses are multiples of the item size."""
+    """A named range of bytes at an address, with typed views."""
 
     def __init__(self, name: str, base: int, data: np.ndarray, writable: bool = True) -> None:
         self.name, self.base, self.data, self.writable = name, base, data, writable
         self._views: dict[Any, tuple[np.ndarray, int]] = {}
 
     def elements(self, position: Array, dtype: Any) -> tuple[np.ndarray, Array]:
-        """A typed view and the indices in it of the byte positions."""
+        """Return a typed view and the indices of the byte positions in it."""
         if dtype not in self._views:
             size = np.dtype(dtype).itemsize
             skip = -self.base % size
@@ -62,7 +61,7 @@ class Buffer:
 
 
 def flat_bytes(array: np.ndarray) -> tuple[np.ndarray, int]:
-    """All bytes from an array's first element to its last (strides may skip some), and its offset in its owner."""
+    """Return the bytes from an array's first element to its last, and its offset in the array that owns them."""
     if any(stride < 0 for stride in array.strides):
         raise ValueError(f"buffer: expected strides >= 0, got {array.strides}")
     owner = array
@@ -77,7 +76,7 @@ def flat_bytes(array: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 class Space:
-    """A memory space. Subclasses say which buffers a set of addresses hits, and what else an access entails."""
+    """A state space of PTX. Subclasses map addresses to buffers and check each access."""
 
     name = ""
 
@@ -85,14 +84,14 @@ class Space:
         self.machine = machine
 
     def chunks(self, address: Array, lanes: Lanes, size: int, at: int, write: bool) -> Chunks:
-        """The buffers hit, the byte positions in them, and which of the addresses these are (None: all)."""
+        """Yield each buffer with the byte positions in it and the indices of the addresses that hit it (None: all)."""
         raise NotImplementedError
 
     def on_read(self, buffer: Buffer, position: Array, size: int, lanes: Lanes, at: int, how: str) -> None:
-        """Called before each read."""
+        """Check a read before it is executed."""
 
     def on_write(self, buffer: Buffer, position: Array, size: int, lanes: Lanes, at: int, how: str = PLAIN) -> None:
-        """Called before each write."""
+        """Check a write before it is executed."""
 
     def check_alignment(self, address: Array, size: int, lanes: Lanes, at: int) -> None:
         if size > 1 and int(np.bitwise_or.reduce(address)) & (size - 1):
@@ -101,7 +100,7 @@ class Space:
             self.machine.fail("misaligned", text, at, lanes, first, int(address[first]))
 
     def fetch(self, address: Array, lanes: Lanes, dtype: Any, count: int, at: int, how: str = PLAIN) -> list[Array]:
-        """``count`` adjacent items from each address, one address for each of ``lanes``."""
+        """Return ``count`` adjacent items at each address, one address for each of ``lanes``."""
         size = np.dtype(dtype).itemsize * count
         self.check_alignment(address, size, lanes, at)
         values: list[Array] = []
@@ -117,7 +116,7 @@ class Space:
         return values
 
     def load(self, address: Array, lanes: Lanes, dtype: Any, count: int, at: int, how: str) -> list[Array]:
-        """``count`` adjacent items per thread, as registers."""
+        """Load ``count`` adjacent items per thread, as registers."""
         machine = self.machine
         once = np.ndim(address) == 0 and self.uniform
         address = machine.pick(address, lanes)
@@ -127,10 +126,10 @@ class Space:
         return [value[0] if once else machine.spread(value, lanes) for value in values]
 
     uniform = False
-    """Whether equal addresses mean equal bytes in all threads."""
+    """Whether equal addresses are the same byte in all threads."""
 
     def store(self, address: Array, lanes: Lanes, values: tuple[Array, ...], at: int, how: str) -> None:
-        """Adjacent items per thread; of several threads at one address the last wins."""
+        """Store adjacent items per thread; of several threads at one address the last wins."""
         machine = self.machine
         address = machine.pick(address, lanes)
         if not len(address):
@@ -157,7 +156,7 @@ class Space:
             self.machine.fail("race", text, at, lanes, first, int(address[first]))
 
     def atomic(self, address: Array, lanes: Lanes, operation: str, values: tuple[Array, ...], at: int) -> Array:
-        """Read, combine, write, thread after thread; returns what was there before."""
+        """Execute an atomic operation in the order of threads; return the previous values."""
         machine = self.machine
         address = machine.pick(address, lanes)
         if not len(address):
@@ -211,7 +210,7 @@ def _combine(view: np.ndarray, index: Array, operation: str, values: list[Array]
 
 
 class GlobalMemory(Space):
-    """Buffers by window."""
+    """The global memory: buffers by window."""
 
     name = "global"
     uniform = True
@@ -221,7 +220,7 @@ class GlobalMemory(Space):
         self.windows: dict[int, Buffer] = {}
 
     def add(self, name: str, window: int, data: np.ndarray, offset: int = 0, writable: bool = True) -> int:
-        """Place bytes in a window; returns their address."""
+        """Place bytes in a window and return their address."""
         base = (window << WINDOW_BITS) + offset % BASE_ALIGNMENT
         self.windows[window] = Buffer(name, base, data, writable)
         return base
@@ -272,7 +271,7 @@ class GlobalMemory(Space):
         return buffer
 
     def check_allowed(self, buffer: Buffer, address: Array, lanes: Lanes, at: int, write: bool) -> None:
-        """Fault at a write to what is read-only, and at what must wait for the launch before."""
+        """Fail for a write to a read-only buffer, and for an access that must wait for the preceding kernel."""
         machine = self.machine
         if write and not buffer.writable:
             machine.fail("read-only", f"write to {buffer.name!r}", at, lanes, 0, int(address[0]))
@@ -289,7 +288,7 @@ class GlobalMemory(Space):
 
 
 class SharedMemory(Space):
-    """The shared memory of all blocks, with a state for each byte; ``stride`` bytes a block."""
+    """The shared memory of all CTAs, ``stride`` bytes each, with a state for each byte."""
 
     name = "shared"
 
@@ -304,7 +303,7 @@ class SharedMemory(Space):
         self.origin = machine.block_of * self.stride
 
     def locate(self, address: Array, lanes: Lanes, size: int, at: int) -> Array:
-        """Positions in ``data`` of addresses in the accessing block's or its cluster's shared memory."""
+        """Return the positions in ``data`` of addresses in the shared memory of the accessing CTA or its cluster."""
         machine = self.machine
         origin = self.origin[lanes]
         high = int(address.max())
@@ -313,13 +312,15 @@ class SharedMemory(Space):
             wrong = rank >= machine.cluster_size
             if wrong.any():
                 first = int(np.flatnonzero(wrong)[0])
-                machine.fail("out of bounds", "no such block in the cluster", at, lanes, first, int(address[first]))
+                machine.fail(
+                    "out of bounds", "no CTA of the cluster has this rank", at, lanes, first, int(address[first])
+                )
             owner = machine.cluster_origin[lanes] + rank
             living = machine.live.reshape(machine.blocks, -1).max(axis=1)
             gone = (rank >= 0) & ~living[owner]
             if gone.any():
                 first = int(np.flatnonzero(gone)[0])
-                machine.fail("invalid", "the block of this shared memory has exited", at, lanes, first)
+                machine.fail("invalid", "the CTA that owns this shared memory has exited", at, lanes, first)
             if machine.races:
                 machine.races.remote(owner[rank >= 0], np.arange(machine.threads)[lanes][rank >= 0])
             origin = np.where(rank >= 0, machine.cluster_origin[lanes] * self.stride + rank * self.stride, origin)
@@ -356,7 +357,7 @@ class SharedMemory(Space):
             view[index + k] = value
 
     def check_state(self, position: Array, size: int, lanes: Lanes, at: int) -> None:
-        """Fail if a byte is not ready."""
+        """Fail if a byte is uninitialized, in flight or part of an mbarrier."""
         dtype, each = _unit(size)
         view, index = self.states.elements(position, dtype)
         for k in range(size // each):
@@ -365,8 +366,8 @@ class SharedMemory(Space):
                 first = int(np.flatnonzero(found)[0])
                 state = self.state[position[first] + k * each :][:each].max()
                 kind, text = {
-                    UNINITIALISED: ("uninitialised", "read of shared memory that nobody wrote"),
-                    IN_FLIGHT: ("in flight", "read of shared memory that an asynchronous copy has yet to write"),
+                    UNINITIALISED: ("uninitialised", "read of uninitialized shared memory"),
+                    IN_FLIGHT: ("in flight", "read of shared memory before an asynchronous copy to it has landed"),
                     BARRIER: ("invalid", "read of an mbarrier's bytes"),
                 }[int(state)]
                 self.machine.fail(kind, text, at, lanes, first, int(position[first]) % self.stride + k * each)
@@ -376,12 +377,12 @@ _UNITS: dict[int, tuple[Any, int]] = {1: (np.uint8, 1), 2: (np.uint16, 2), 4: (n
 
 
 def _unit(size: int) -> tuple[Any, int]:
-    """The largest integer type that divides ``size`` bytes, and its bytes."""
+    """Return the largest integer type that divides ``size`` bytes, and its size in bytes."""
     return _UNITS.get(size & -size, _UNITS[8])
 
 
 class LocalMemory(Space):
-    """Each thread's own memory."""
+    """The local memory of each thread."""
 
     name = "local"
 
@@ -401,7 +402,7 @@ class LocalMemory(Space):
 
 
 class Memory:
-    """The spaces by name, as generated code sees them; ``generic`` looks at the address."""
+    """The state spaces by name, for generated code; a generic address selects its own space."""
 
     def __init__(self, machine: Machine, shared_bytes: int, local_bytes: int) -> None:
         self.machine = machine
@@ -411,7 +412,7 @@ class Memory:
         self.spaces: dict[str, Space] = {"global": self.globals, "shared": self.shared, "local": self.local}
 
     def _split(self, address: Array, lanes: Lanes) -> Iterator[tuple[Space, Array, Lanes]]:
-        """The spaces that generic addresses hit, the addresses there, and the threads."""
+        """Yield each space that generic addresses hit, with the addresses in it and the threads."""
         if np.ndim(address) == 0:
             address = np.full(self.machine.threads, address)
         picked = address[lanes]

@@ -20,56 +20,56 @@ _F16_VALUES = np.arange(65536, dtype=np.uint32).astype(np.uint16).view(np.float1
 
 
 def f16_to_f32(bits: Array) -> Array:
-    """uint16 bits of float16 -> float32 (a table is twice as fast as NumPy's conversion)."""
+    """Convert uint16 bits of float16 to float32, by a table that is twice as fast as NumPy's conversion."""
     return _F16_VALUES.take(bits)
 
 
 def bf16_to_f32(bits: Array) -> Array:
-    """uint16 bits of bfloat16 -> float32."""
+    """Convert uint16 bits of bfloat16 to float32."""
     return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
 
 
 def f32_to_f16(x: Array) -> Array:
-    """float32 or float64 -> uint16 bits of float16, to nearest even; NaN is the canonical one."""
+    """Round float32 or float64 to uint16 bits of float16, to nearest even; NaN becomes the canonical NaN."""
     return np.where(np.isnan(x), np.uint16(0x7FFF), np.asarray(x).astype(np.float16).view(np.uint16))
 
 
 def f32_to_bf16(x: Array) -> Array:
-    """float32 -> uint16 bits of bfloat16, to nearest even; NaN is the canonical one."""
+    """Round float32 to uint16 bits of bfloat16, to nearest even; NaN becomes the canonical NaN."""
     bits = np.asarray(x, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
 
 
 def f32_to_bf16_rz(x: Array) -> Array:
-    """float32 -> uint16 bits of bfloat16, toward zero."""
+    """Round float32 to uint16 bits of bfloat16, toward zero."""
     bits = np.asarray(x, np.float32).view(np.uint32) >> np.uint32(16)
     return np.where(np.isnan(x), np.uint16(0x7FFF), bits.astype(np.uint16))
 
 
 def e4m3_to_f32(codes: Array) -> Array:
-    """uint8 codes of e4m3 -> float32."""
+    """Convert uint8 codes of e4m3 to float32."""
     return _E4M3_VALUES.take(codes)
 
 
 def f32_to_e4m3(x: Array) -> Array:
-    """float32 -> uint8 codes of e4m3, to nearest even and at most 448 (``.satfinite``); NaN is the positive one."""
+    """Round float32 to uint8 codes of e4m3, to nearest even, clamped to 448 (``.satfinite``); NaN becomes 0x7F."""
     codes = np.clip(x, np.float32(-448), np.float32(448)).astype(_E4M3).view(np.uint8)
     return np.where(np.isnan(x), np.uint8(0x7F), codes)
 
 
 def halves(words: Array) -> Array:
-    """uint32 [...] -> its uint16 halves [..., 2], low first."""
+    """Split uint32 [...] into its uint16 halves [..., 2], low half first."""
     return np.ascontiguousarray(np.asarray(words)[..., None]).view(np.uint16)
 
 
 def words(halves: Array) -> Array:
-    """The inverse of ``halves``."""
+    """Join uint16 halves [..., 2] to uint32 [...]: the inverse of ``halves``."""
     return np.ascontiguousarray(halves).view(np.uint32)[..., 0]
 
 
 def f32_to_f16_rz(x: Array) -> Array:
-    """float32 -> uint16 bits of float16, toward zero."""
+    """Round float32 to uint16 bits of float16, toward zero."""
     x = np.asarray(x, np.float32)
     nearest = x.astype(np.float16)
     over = np.abs(nearest.astype(np.float32)) > np.abs(x)
@@ -77,7 +77,7 @@ def f32_to_f16_rz(x: Array) -> Array:
 
 
 def flush(x: Array) -> Array:
-    """float32 with subnormals replaced by zeros of their sign (``.ftz``)."""
+    """Replace float32 subnormals by zeros of their sign (``.ftz``)."""
     bits = np.asarray(x).view(np.uint32)
     return np.where(bits & np.uint32(0x7F800000), bits, bits & np.uint32(0x80000000)).view(np.float32)
 
@@ -88,32 +88,32 @@ def saturate(x: Array) -> Array:
 
 
 def relu(x: Array) -> Array:
-    """Negative and -0 -> 0, NaN stays NaN (``.relu``)."""
+    """Clamp negative values and -0 to 0; NaN stays NaN (``.relu``)."""
     return np.where(x <= 0, x.dtype.type(0), x)
 
 
 def minimum(x: Array, y: Array) -> Array:
-    """The number if one is NaN; -0 below +0."""
+    """Return the minimum, or the number if one operand is NaN; -0 is below +0."""
     return np.where(x == y, np.where(np.signbit(x), x, y), np.fmin(x, y))
 
 
 def maximum(x: Array, y: Array) -> Array:
-    """The number if one is NaN; -0 below +0."""
+    """Return the maximum, or the number if one operand is NaN; -0 is below +0."""
     return np.where(x == y, np.where(np.signbit(x), y, x), np.fmax(x, y))
 
 
 def minimum_nan(x: Array, y: Array) -> Array:
-    """NaN if one is NaN."""
+    """Return the minimum, or NaN if an operand is NaN."""
     return np.where(np.isnan(x) | np.isnan(y), x.dtype.type(np.nan), minimum(x, y))
 
 
 def maximum_nan(x: Array, y: Array) -> Array:
-    """NaN if one is NaN."""
+    """Return the maximum, or NaN if an operand is NaN."""
     return np.where(np.isnan(x) | np.isnan(y), x.dtype.type(np.nan), maximum(x, y))
 
 
 def _sum_to_odd(x: Array, y: Array) -> Array:
-    """float64 x + y rounded to odd: rounding it again, to fewer bits, then equals one rounding of the exact sum."""
+    """Return float64 x + y rounded to odd: rounding it to fewer bits then equals one rounding of the exact sum."""
     total = np.asarray(x + y)
     back = total - x
     error = (x - (total - back)) + (y - back)  # Knuth's TwoSum: total + error is exact
@@ -130,7 +130,7 @@ _TINY = (np.array(2.0**-125).view(np.uint64) << np.uint64(1)) - np.uint64(1)
 
 
 def fma_f32(x: Array, y: Array, z: Array) -> Array:
-    """float32 x * y + z with one rounding."""
+    """Return float32 x * y + z with one rounding."""
     product = np.multiply(x, y, dtype=np.float64)  # exact
     total = product + z
     # Rounding twice errs only if the first result lies half-way between two float32, or is subnormal there.
@@ -148,7 +148,7 @@ def fma_f32(x: Array, y: Array, z: Array) -> Array:
 
 
 def fma_down_f32(x: Array, y: Array, z: Array) -> Array:
-    """float32 x * y + z rounded toward minus infinity; a zero sum is -0 unless both terms are +0."""
+    """Return float32 x * y + z rounded toward minus infinity; a zero sum is -0 unless both terms are +0."""
     product = np.multiply(x, y, dtype=np.float64)
     total = _sum_to_odd(product, np.asarray(z, np.float64))
     nearest = total.astype(np.float32)
@@ -157,17 +157,17 @@ def fma_down_f32(x: Array, y: Array, z: Array) -> Array:
 
 
 def fma_f16(x: Array, y: Array, z: Array) -> Array:
-    """float32 holding float16 values -> float64 x * y + z, exact wherever it matters for one rounding to float16."""
+    """Return x * y + z of float16 values (as float32) in float64, exact enough for one rounding to float16."""
     return np.multiply(x, y, dtype=np.float64) + z
 
 
 def fma_bf16(x: Array, y: Array, z: Array) -> Array:
-    """float32 holding bfloat16 values -> float32 x * y + z rounded to odd, for one rounding to bfloat16 after it."""
+    """Return x * y + z of bfloat16 values (as float32) rounded to odd, for one rounding to bfloat16."""
     return f64_to_f32_odd(_sum_to_odd(np.multiply(x, y, dtype=np.float64), np.asarray(z, np.float64)))
 
 
 def f64_to_f32_odd(x: Array) -> Array:
-    """float64 -> float32, inexact results to the odd neighbour."""
+    """Round float64 to float32, inexact results to the odd neighbour."""
     nearest = np.asarray(x).astype(np.float32)
     back = nearest.astype(np.float64)
     bits = nearest.view(np.uint32)
@@ -177,7 +177,7 @@ def f64_to_f32_odd(x: Array) -> Array:
 
 
 def to_integer(x: Array, dtype: Any, rounding: str) -> Array:
-    """Float -> integer with PTX's clamping; NaN -> 0, or the top bit alone if 64-bit. ``rounding``: rni, rzi, ..."""
+    """Convert floats to integers, clamped as in PTX; NaN becomes 0, or the top bit if 64-bit."""
     whole = round_whole(np.asarray(x, np.float64), rounding)
     info = np.iinfo(dtype)
     # float64 cannot hold the largest 64-bit integers: compare, do not clip.
@@ -197,7 +197,7 @@ def round_whole(x: Array, rounding: str) -> Array:
 
 
 def divide(x: Array, y: Array, remainder: bool = False) -> Array:
-    """Integer division toward zero, or its remainder; by zero gives all ones, or x, as the hardware does."""
+    """Divide integers toward zero, or return the remainder; division by zero gives all ones, or x, as on hardware."""
     zero = y == 0
     safe = np.where(zero, y.dtype.type(1), y)
     quotient = x // safe
@@ -209,7 +209,7 @@ def divide(x: Array, y: Array, remainder: bool = False) -> Array:
 
 
 def multiply_high(x: Array, y: Array) -> Array:
-    """The upper half of the product of two 64-bit integers."""
+    """Return the upper half of the product of two 64-bit integers."""
     mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     a, b = np.asarray(x).view(np.uint64), np.asarray(y).view(np.uint64)
     a0, a1, b0, b1 = a & mask, a >> shift, b & mask, b >> shift
@@ -222,7 +222,7 @@ def multiply_high(x: Array, y: Array) -> Array:
 
 
 def permute_bytes(x: Array, y: Array, selector: Array) -> Array:
-    """``prmt``: nibble k of ``selector`` picks one of the bytes of {y, x}; its bit 3 repeats the byte's sign."""
+    """Execute ``prmt``: nibble k of ``selector`` selects a byte of {y, x}; its bit 3 replicates the byte's sign."""
     x, y, selector = np.broadcast_arrays(x, y, selector)
     source = np.stack((x, y), axis=-1).view(np.uint8)
     nibbles = selector[..., None] >> np.arange(0, 16, 4, dtype=np.uint32)
@@ -234,7 +234,7 @@ def permute_bytes(x: Array, y: Array, selector: Array) -> Array:
 
 
 def permute_mode(selector: Array, mode: str) -> Array:
-    """The default-mode selector that acts as ``selector`` does in another mode of ``prmt``."""
+    """Return the selector of the default mode that equals ``selector`` in another mode of ``prmt``."""
     table = {
         "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
         "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
@@ -247,7 +247,7 @@ def permute_mode(selector: Array, mode: str) -> Array:
 
 
 def reverse_bits(x: Array, width: int) -> Array:
-    """``brev``."""
+    """Reverse the bits (``brev``)."""
     result = x & x.dtype.type(0)
     for k in range(width):
         result = result | ((x >> x.dtype.type(k)) & x.dtype.type(1)) << x.dtype.type(width - 1 - k)
@@ -255,7 +255,7 @@ def reverse_bits(x: Array, width: int) -> Array:
 
 
 def leading_zeros(x: Array, width: int) -> Array:
-    """``clz``."""
+    """Count the leading zeros (``clz``)."""
     count = np.where(x == 0, np.uint32(width), np.uint32(0))
     found = x != 0
     step = width // 2
@@ -269,7 +269,7 @@ def leading_zeros(x: Array, width: int) -> Array:
 
 
 def extract_field(x: Array, position: Array, length: Array, width: int) -> Array:
-    """``bfe``: ``x`` signed or unsigned decides the filling bits."""
+    """Execute ``bfe``: a signed ``x`` is sign-extended."""
     unsigned = np.asarray(x).view(np.uint64 if width == 64 else np.uint32).astype(np.uint64)
     position = (position & np.uint32(255)).astype(np.uint64)
     length = (length & np.uint32(255)).astype(np.uint64)
@@ -286,7 +286,7 @@ def extract_field(x: Array, position: Array, length: Array, width: int) -> Array
 
 
 def insert_field(x: Array, y: Array, position: Array, length: Array, width: int) -> Array:
-    """``bfi``: the low bits of ``x`` into ``y``."""
+    """Execute ``bfi``: insert the low bits of ``x`` into ``y``."""
     position = (position & np.uint32(255)).astype(np.uint64)
     length = (length & np.uint32(255)).astype(np.uint64)
     one = np.uint64(1)
@@ -296,7 +296,7 @@ def insert_field(x: Array, y: Array, position: Array, length: Array, width: int)
 
 
 def dot_bytes(x: Array, y: Array, z: Array, signed_x: bool, signed_y: bool) -> Array:
-    """``dp4a``: uint32 words of four bytes each, 32-bit accumulation."""
+    """Execute ``dp4a`` on uint32 words of four bytes, with 32-bit accumulation."""
     total = np.asarray(z).view(np.uint32)
     for k in range(0, 32, 8):
         a = (x >> np.uint32(k)).astype(np.int8 if signed_x else np.uint8).astype(np.int64)
@@ -306,7 +306,7 @@ def dot_bytes(x: Array, y: Array, z: Array, signed_x: bool, signed_y: bool) -> A
 
 
 def dot_halves(x: Array, y: Array, z: Array, signed_x: bool, signed_y: bool, high: bool) -> Array:
-    """``dp2a``: two 16-bit values of ``x`` by the two low (or high) bytes of ``y``, 32-bit accumulation."""
+    """Execute ``dp2a``: two 16-bit values of ``x`` times the low (or high) bytes of ``y``, with 32-bit accumulation."""
     total = np.asarray(z).view(np.uint32)
     for k in range(2):
         a = (x >> np.uint32(16 * k)).astype(np.int16 if signed_x else np.uint16).astype(np.int64)
@@ -316,12 +316,12 @@ def dot_halves(x: Array, y: Array, z: Array, signed_x: bool, signed_y: bool, hig
 
 
 def bit_count(x: Array) -> Array:
-    """``popc``."""
+    """Count the bits that are set (``popc``)."""
     return np.bitwise_count(x).astype(np.uint32)
 
 
 def highest_bit(x: Array, width: int, as_shift: bool) -> Array:
-    """``bfind``: the highest bit that differs from the sign (or the shift that brings it to the top); -1 if none."""
+    """Execute ``bfind``: return the highest bit that differs from the sign, or its shift to the top; -1 if none."""
     unsigned = np.uint64 if width == 64 else np.uint32
     if x.dtype.kind == "i":
         x = np.where(x < 0, ~x, x).view(unsigned)
@@ -330,6 +330,6 @@ def highest_bit(x: Array, width: int, as_shift: bool) -> Array:
 
 
 def clip_integer(x: Array, dtype: Any) -> Array:
-    """Saturating conversion between integers."""
+    """Convert between integer types with saturation."""
     goal, own = np.iinfo(dtype), np.iinfo(x.dtype)
     return np.clip(x, x.dtype.type(max(goal.min, own.min)), x.dtype.type(min(goal.max, own.max))).astype(dtype)

@@ -13,7 +13,7 @@ from tests.simt.wgmma import Shape
 
 @emits(r"cp\.async\.(ca|cg)\.shared(?:::cta)?\.global(?:\.L2::(\w+))*")
 def copy_async(b: BlockCode, m: Match[str], target: Operand, source: Operand, size: Operand, *rest: Operand) -> None:
-    """``rest``: the bytes to read, if fewer than the size, or a predicate that says to read none; a cache policy."""
+    """Translate ``cp.async``; ``rest`` is the bytes to read or a predicate to read none, then a cache policy."""
     if size.value not in (4, 8, 16) or (m[1] == "cg" and size.value != 16):
         raise TypeError(m[0])
     rest = rest[:-1] if "cache_hint" in m[0] else rest
@@ -46,7 +46,7 @@ def signal(b: BlockCode, m: Match[str], barrier: Operand) -> None:
 
 
 def _shared(b: BlockCode, m: Match[str], operand: Operand) -> str:
-    """The shared address of an operand that may be a generic one."""
+    """Return the shared address of an operand that may be generic."""
     address = b.address(operand)
     return address if ".shared" in m[0] else f"({address} - {b.constant(SHARED_GENERIC, 'int64')})"
 
@@ -90,7 +90,7 @@ def mbarrier_test(b: BlockCode, m: Match[str], d: Operand, barrier: Operand, pha
 
 @emits(rf"mbarrier\.try_wait(\.parity)?{SCOPE}{SHARED}\.b64", "polls")
 def mbarrier_wait(b: BlockCode, m: Match[str], d: Operand, barrier: Operand, phase: Operand, *hint: Operand) -> None:
-    """Waits until the phase is complete, however long the hardware would: a program cannot tell."""
+    """Translate ``try_wait`` to a wait without a time limit, which a program cannot distinguish."""
     value = b.use(phase, "u32" if m[1] else "b64")
     where = f"active, {_shared(b, m, barrier)}, {value}, {bool(m[1])}"
     b.line(f"m.mbarriers.wait({where}, {b.names.register(d)!r}, {b.number}, {b.following}, {b.at})")
@@ -142,7 +142,7 @@ def tensor_store(b: BlockCode, m: Match[str], tensor: Operand, x: Operand, *hint
     r"cp\.async\.bulk\.prefetch\.[\w.:]+|prefetch\.(?:param\.|const\.)?tensormap|cp\.async\.bulk\.prefetch\.tensor\.[\w.:]+"
 )
 def bulk_prefetch(b: BlockCode, m: Match[str], *operands: Operand) -> None:
-    """Has no effect that a program could see."""
+    """Ignore prefetches, which have no visible effect."""
 
 
 @emits(r"cp\.async\.bulk\.commit_group")
@@ -184,7 +184,7 @@ FACTOR = r"(f16|bf16|s8|u8|e4m3)"
 
 @emits(rf"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(16|32)\.(f32|f16|s32)\.{FACTOR}\.{FACTOR}", "warpgroup")
 def wgmma(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, add: Operand, *flags: Operand) -> None:
-    """``flags``: signs of A and B, then for 16-bit types whether A (if in shared memory) and B are transposed."""
+    """Translate ``wgmma``; ``flags`` are the signs of A and B, then the transpositions of 16-bit types."""
     columns, depth, added, left, right = int(m[1]), int(m[2]), m[3], m[4], m[5]
     integer = added == "s32"
     small = "e4m3" in (left, right)

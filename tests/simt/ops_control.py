@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jumps, exits and barriers of blocks and clusters (PTX ISA 9.7.12, 9.7.13.1-9.7.13.5), and hints without effect."""
+"""Jumps, exits and barriers of CTAs and clusters (PTX ISA 9.7.12, 9.7.13.1-9.7.13.5), and hints without effect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def leave(b: BlockCode, m: Match[str]) -> None:
 
 @emits(r"trap|brkpt", "warp")
 def trap(b: BlockCode, m: Match[str]) -> None:
-    b.line(f"m.fail('trap', 'the kernel gave up', {b.at}, {b.lanes})")
+    b.line(f"m.fail('trap', 'the kernel executed a trap', {b.at}, {b.lanes})")
 
 
 @emits(r"(?:bar|barrier)(?:\.cta)?\.(sync|arrive)(?:\.aligned)?", "blocks")
@@ -36,7 +36,7 @@ def barrier(b: BlockCode, m: Match[str], name: Operand, count: Operand = None) -
 
 @emits(r"(?:bar|barrier)(?:\.cta)?\.red\.(popc|and|or)(?:\.aligned)?\.(u32|pred)", "blocks")
 def barrier_reduce(b: BlockCode, m: Match[str], d: Operand, name: Operand, *rest: Operand) -> None:
-    """The result goes to the register when the barrier completes."""
+    """Translate ``bar.red``, whose result the register takes when the barrier completes."""
     count, value = rest if len(rest) == 2 else (None, rest[0])
     threads = b.use(count, "s32") if count else "None"
     b.names.register(d)
@@ -69,7 +69,7 @@ def warp_barrier(b: BlockCode, m: Match[str], members: Operand) -> None:
 
 @emits(r"(?:fence|membar)((?:\.(?:sc|acq_rel|acquire|release|cta|cluster|gpu|gl|sys|sync_restrict::shared::\w+))*)")
 def fence(b: BlockCode, m: Match[str]) -> None:
-    """Memory is one and in order here; the race detector must know of fences between blocks."""
+    """Tell the race detector of fences between CTAs; the memory of the simulator itself is in order."""
     if {"gpu", "gl", "sys"} & set(m[1].split(".")):
         b.line(f"m.fence({b.mask})")
 
@@ -79,7 +79,7 @@ def fence(b: BlockCode, m: Match[str]) -> None:
     r"|(?:prefetch|prefetchu|applypriority|discard)(?:\.(?:global|local|L1|L2|L2::\w+))*|pragma"
 )
 def no_effect(b: BlockCode, m: Match[str], *operands: Operand) -> None:
-    """Hints, and what only orders things that are in order here."""
+    """Ignore hints and orderings that the simulator always keeps."""
 
 
 @emits(r"griddepcontrol\.wait")

@@ -19,7 +19,7 @@ def add(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand) -> None
 
 @emits(r"(add|sub)(c)?(\.cc)?\.([us]32|[us]64)")
 def add_with_carry(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand) -> None:
-    """The carry lives in a variable of the block: the compiler keeps such chains together."""
+    """Keep the carry in a variable of the basic block, as the compiler never splits such chains."""
     kind = "u" + m[4][1:]
     left, right = b.use(x, kind), b.use(y, kind)
     dtype = f"uint{kind[1:]}"
@@ -92,7 +92,7 @@ def is_zero(b: BlockCode, m: Match[str], d: Operand, x: Operand) -> None:
 
 @emits(r"(shl|shr)\.([bus])(16|32|64)")
 def shift(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand) -> None:
-    """Amounts above the width act as the width, which is what NumPy's shifts do."""
+    """Clamp the shift amount to the width; NumPy shifts by the width as PTX does."""
     kind = ("b" if m[1] == "shl" else m[2]) + m[3]
     dtype = ("int" if kind[0] == "s" else "uint") + m[3]
     if isinstance(y, Immediate):
@@ -122,7 +122,7 @@ TWO_INPUTS = (
 
 @emits(r"lop3\.b32")
 def lop3(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, z: Operand, table: Operand) -> None:
-    """Bit ``x << 2 | y << 1 | z`` of the table, for each bit."""
+    """Select bit ``x << 2 | y << 1 | z`` of the table for each bit, by the expression of each half of the table."""
     left, right = b.use(y, "b32"), b.use(z, "b32")
     clear, set_ = (TWO_INPUTS[half].format(y=left, z=right) for half in (table.value & 15, table.value >> 4))
     first = b.use(x, "b32")
@@ -220,7 +220,7 @@ def compare(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Operand, p: 
 
 
 def set_predicates(b: BlockCode, d: Operand, test: str, combine: str | None, p: Operand) -> None:
-    """``setp``'s results: the test, and its opposite for the second of a pair, each combined with ``p``."""
+    """Set the results of ``setp``: the test, and its opposite for the second of a pair, each combined with ``p``."""
     test = b.temporary(test)
     first, second = test, f"~{test}"
     if combine:
@@ -248,7 +248,7 @@ def select_by_sign(b: BlockCode, m: Match[str], d: Operand, x: Operand, y: Opera
 
 @emits(r"mov\.(pred|[bus](?:16|32|64)|f32|f64)")
 def move(b: BlockCode, m: Match[str], d: Operand, x: Operand) -> None:
-    """Also packs ``{a, b}`` into a wider register, low part first, and unpacks."""
+    """Move a value, pack ``{a, b}`` into a wider register (low part first), or unpack one."""
     if isinstance(x, Vector):
         each = 8 * TYPE_BYTES[m[1]] // len(x.items)
         dtype = f"uint{8 * TYPE_BYTES[m[1]]}"

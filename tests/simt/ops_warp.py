@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instructions of whole warps: exchange, vote, matrix loads and products (PTX ISA 9.7.9.6-9.7.9.8, 9.7.13, 9.7.14)."""
+"""Warp-level instructions: shuffle, vote, matrix load and mma (PTX ISA 9.7.9.6-9.7.9.8, 9.7.13, 9.7.14)."""
 
 from __future__ import annotations
 

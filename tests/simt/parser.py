@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PTX text -> instructions with resolved names.
+"""A parser from PTX text to instructions with resolved names.
 
 The grammar is the part that NVRTC emits and that inline ``asm`` adds to it: ``{ }`` scopes may declare registers and
 labels again, several statements may share a line, and ``.loc`` ends at its newline.
@@ -18,7 +18,7 @@ TYPE_BYTES = {"pred": 1, "b128": 16, "f16x2": 4, "bf16x2": 4} | {
 
 
 class PtxError(Exception):
-    """The text is not PTX that the simulator knows; the message names the line."""
+    """The error for PTX that the parser does not know; the message names the line."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair | No
 
 @dataclass(frozen=True)
 class Location:
-    """A line of a source file; of inlined code also the line that called it."""
+    """A source line, with the line of the call if the code is inlined."""
 
     file: str
     line: int
@@ -201,7 +201,7 @@ def _statements(text: str) -> Iterator[_Statement]:
 
 
 def _is_scope(parts: list[str]) -> bool:
-    """Does a brace here open or close a scope (else it belongs to a vector or an initialiser)?"""
+    """Return whether a brace here delimits a scope, not a vector or an initializer."""
     return not parts or bool(_HEADER.search("".join(parts)))
 
 
@@ -259,7 +259,7 @@ class _Scope:
         self.operands: dict[str, Operand | None] = {}  # by text, once all declarations are known
 
     def declare(self, text: str) -> None:
-        """``.reg .b32 %r<58>, p``"""
+        """Declare registers, as ``.reg .b32 %r<58>, p``."""
         match = re.match(r"\.reg\s+\.(\w+)\s+(.*)$", text, re.DOTALL)
         if not match:
             raise PtxError(f"declaration not understood: {text}")
@@ -301,7 +301,7 @@ _INSTRUCTION = re.compile(r"(?:@(!?)\s*([\w$%]+)\s+)?([\w.:]+)\s*(.*)$", re.DOTA
 
 
 class _Body:
-    """Builds one function from its statements: declarations of all scopes first, so that labels resolve forwards."""
+    """The builder of one function: it reads the declarations of all scopes first, so that forward labels resolve."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -324,7 +324,7 @@ class _Body:
                 self.function.instructions.append(self._instruction(statement, scope))
 
     def _declare(self, statements: list[_Statement]) -> list[_Scope]:
-        """The scope of each statement."""
+        """Return the scope of each statement."""
         scope = _Scope(None, 0)
         scopes = []
         for serial, statement in enumerate(statements, 1):
@@ -422,7 +422,7 @@ def parse(text: str) -> Module:
 
 
 def _closing(statements: list[_Statement], position: int) -> int:
-    """The index after the mark that closes the scope opened before ``position``."""
+    """Return the index after the end of the scope that was opened before ``position``."""
     depth = 1
     while depth:
         depth += {"open": 1, "close": -1}.get(statements[position].kind, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parsed entry -> a program: basic blocks, each a compiled Python function, and the layout of its variables."""
+"""The translation of a parsed entry to a program: basic blocks as Python functions, and the layout of variables."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Block:
 
 @dataclass
 class Program:
-    """A compiled kernel, ready to run: its instructions, blocks and declarations.
+    """A translated kernel.
 
-    ``registers``: Python name -> zero of its NumPy type. ``grains``: the bytes, at most 4, of the narrowest access to
-    shared and to global memory.
+    ``registers`` are zeros of their NumPy types by Python name. ``grains`` are the bytes, at most 4, of the narrowest
+    access to shared and to global memory.
     """
 
     name: str
@@ -69,7 +69,7 @@ def module(ptx: str) -> Module:
 
 @functools.cache
 def compile_entry(ptx: str, entry: str) -> Program:
-    """Compile an entry of a PTX module, once in a process."""
+    """Compile an entry of a PTX module, once per process."""
     parsed = module(ptx)
     if entry not in parsed.functions:
         raise KeyError(f"{entry} is not an entry; these are: {', '.join(parsed.functions)}")
@@ -136,7 +136,7 @@ def _unguard(function: Function) -> Function:
 
 
 def _split(function: Function) -> list[Block]:
-    """Basic blocks; an instruction that needs whole warps starts one, unless it is known that they are whole."""
+    """Split into basic blocks; an instruction for whole warps starts one unless the warps are known to be converged."""
     instructions, labels = function.instructions, function.labels
     starts = {0, len(instructions)} | set(labels.values())
     together: tuple[str, object] | None = None  # the kind and members of the last such instruction in this block
@@ -181,7 +181,7 @@ def _split(function: Function) -> list[Block]:
 
 
 def _members(instruction: Instruction) -> Operand | None:
-    """The operand that names the participants of a warp instruction; None: all 32."""
+    """Return the member mask operand of a warp instruction, or None for all lanes."""
     root = instruction.opcode.split(".")[0]
     if root in ("shfl", "vote", "match", "redux", "elect") or instruction.opcode == "bar.warp.sync":
         return instruction.operands[-1]
@@ -189,7 +189,7 @@ def _members(instruction: Instruction) -> Operand | None:
 
 
 def _layout(parsed: Module, function: Function) -> tuple[dict[str, int], dict[str, Any]]:
-    """The address of each variable, and the sizes of the memories.
+    """Return the address of each variable, and the sizes of the memories.
 
     Dynamic shared memory is aligned as declared and no better, so that a kernel cannot lean on luck.
     """
@@ -224,7 +224,7 @@ def _layout(parsed: Module, function: Function) -> tuple[dict[str, int], dict[st
 
 
 def _grain(instructions: list[Instruction], space: str) -> int:
-    """The narrowest type with which a space may be read or written, 4 at most."""
+    """Return the bytes of the narrowest access to a space, at most 4."""
     others = {"global", "shared", "local", "param", "const"} - {space}
     sizes = [4]
     for instruction in instructions:
@@ -235,7 +235,7 @@ def _grain(instructions: list[Instruction], space: str) -> int:
 
 
 def _live_out(blocks: list[Block], codes: list[BlockCode]) -> list[set[str]]:
-    """The registers of each block that a later one may read."""
+    """Return the registers written by each block that a later block may read."""
     live_in = [set(code.reads) for code in codes]
     live_out: list[set[str]] = [set() for _ in codes]
     changed = True
@@ -251,7 +251,7 @@ def _live_out(blocks: list[Block], codes: list[BlockCode]) -> list[set[str]]:
 
 
 def keep(registers: dict[str, Any], active: Any, full: bool, results: tuple[tuple[str, Any], ...]) -> None:
-    """Write a block's results back, for its threads alone."""
+    """Write the results of a block to the registers of its active threads."""
     if full:
         registers.update(results)
     else:
@@ -260,7 +260,7 @@ def keep(registers: dict[str, Any], active: Any, full: bool, results: tuple[tupl
 
 
 def _function(number: int, code: BlockCode, live: set[str]) -> str:
-    """The text of one block's function."""
+    """Return the Python text of the function of one block."""
     head = [f"{name} = R[{name!r}]" for name in sorted(code.names.register(r) for r in code.reads.values())]
     head += [f"{special_variable(name)} = m.special[{name!r}]" for name in sorted(code.specials)]
     if code.uses_lanes:

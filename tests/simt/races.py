@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds unordered accesses to shared memory, whatever order the simulator happened to execute them in.
+"""The race detector of shared memory: it finds unordered accesses in whatever order the simulator executed them.
 
 Each warp has a clock, which counts its synchronisations, and knows up to which time of every other warp of its cluster
 it is ordered behind that warp (a vector clock). Each grain of shared memory remembers its last write and, for every
 warp, the last read. An access races with an earlier one that its warp does not know to be over. Lanes of one warp race
-too, unless ``__syncwarp`` or a barrier lies between.
+too, unless a ``__syncwarp`` or a barrier is between their accesses.
 
 The asynchronous proxy (bulk copies, wgmma) is a second kind of access: what a thread stored is ordered before it only
 through ``fence.proxy.async``, so there is a second table of what is known to be fenced.
@@ -166,12 +166,12 @@ class Races:
         if proxy:
             unfenced = generic & (time > self.known[1, warps, self.column[writer >> 5]])
             if unfenced.any() and not bad.any():
-                why = "no fence.proxy.async lies between"
-                self.fail(unfenced, access, threads, at, verb, "wrote", why, self._address(grains))
+                why = "; no fence.proxy.async is between them"
+                self.fail(unfenced, access, threads, at, verb, "write", self._address(grains), why)
         else:
             bad |= generic & (writer >> 5 == warps) & (writer != threads) & (time == self.time[warps])
         if bad.any():
-            self.fail(bad, access, threads, at, verb, "wrote", "nothing orders the two", self._address(grains))
+            self.fail(bad, access, threads, at, verb, "write", self._address(grains))
 
     def _check_reads(self, grains: Array, users: _Readers, at: int, verb: str) -> None:
         self._settle_reads()
@@ -187,10 +187,10 @@ class Races:
             bad = time > self.known[0, warps, column]
             bad |= (column == self.column[warps]) & (thread_of(access) != threads) & (time == self.time[warps])
             if bad.any():
-                self.fail(bad, access, threads, at, verb, "read", "nothing orders the two", self._address(grains))
+                self.fail(bad, access, threads, at, verb, "read", self._address(grains))
 
     def _settle_reads(self) -> None:
-        """Move recent reads into the table, but those that every living warp of their cluster is ordered behind."""
+        """Move recent reads into the table, except those that every living warp of their cluster is ordered behind."""
         if not self._recent:
             return
         known = np.where(self.alive[:, None], self.known[0], PENDING).reshape(-1, self.columns, self.columns)
@@ -212,8 +212,8 @@ class Races:
         at: int,
         verb: str,
         earlier: str,
-        why: str,
         address: Array = None,
+        why: str = "",
     ) -> NoReturn:
         """Report the first of the accesses [threads, grains] that are ``bad``; ``access`` are the earlier ones."""
         machine = self.machine
@@ -221,14 +221,14 @@ class Races:
         other = int(np.broadcast_to(access, bad.shape)[row, column])
         block, thread = machine.thread(int(thread_of(other)))
         where = machine.program.instructions[other & ((1 << AT_BITS) - 1)].source
-        text = f"{verb} of what thread {thread} of block {block} {earlier} at {where}; {why}"
+        text = f"{verb} without synchronization after the {earlier} by thread {thread} of CTA {block} at {where}{why}"
         where_at = None if address is None else int(address[row, column])
         machine.fail("race", text, at, threads[:, 0], row, where_at)
 
     # ---- synchronisation
 
     def meet(self, members: Array, released: Array) -> None:
-        """A barrier of a block is complete: the threads ``released`` are ordered behind all ``members``."""
+        """Complete a barrier of a CTA: order the threads ``released`` behind all ``members``."""
         blocks = self.machine.blocks
         arrived = self._warps(members)
         joined = np.where(arrived[:, None], self.known, NEVER).reshape(3, blocks, -1, self.columns).max(axis=2)
@@ -242,9 +242,9 @@ class Races:
         self._advance(np.flatnonzero(self._warps(active)))
 
     def release(self, lanes: Array) -> Array:
-        """What the threads ``lanes`` of one warp publish: their knowledge and their own past.
+        """Return the vector clock that the threads ``lanes`` of one warp release.
 
-        The past of lanes that used shared memory since the warp last synchronised, and are not among them, is not.
+        It leaves out the latest accesses of the warp if other lanes made some since the warp last synchronized.
         """
         warp = int(lanes[0]) >> 5
         published = self.known[:, warp].copy()
@@ -256,20 +256,20 @@ class Races:
         return published
 
     def acquire(self, warps: Array, published: Array) -> None:
-        """Warps learn what was published; ``published`` is [3, columns] or [3, warps, columns]."""
+        """Merge released vector clocks, [3, columns] or [3, warps, columns], into those of warps."""
         if published.ndim == 2:
             published = published[:, None]
         self.known[:, warps] = np.maximum(self.known[:, warps], published)
         self._update(warps)
 
     def fence_proxy(self, active: Array) -> None:
-        """``fence.proxy.async``: all that the warp knows of is now fenced."""
+        """Execute ``fence.proxy.async``: order the async proxy behind all accesses known to the warps."""
         warps = np.flatnonzero(self._warps(active))
         self.known[1, warps] = np.maximum(self.known[1, warps], self.known[0, warps])
         self._advance(warps)
 
     def fence(self, active: Array) -> None:
-        """``__threadfence``: all that the warp knows of is now fenced, and what it saw at atomics is known."""
+        """Execute ``__threadfence``: fence all accesses known to the warps, and acquire what they read by atomics."""
         warps = np.flatnonzero(self._warps(active))
         self.known[2, warps] = np.maximum(self.known[2, warps], self.known[0, warps])
         self.globals.fence(warps)
@@ -279,7 +279,7 @@ class Races:
         return np.zeros((3, self.columns), np.int64)
 
     def cluster_release(self, active: Array, clocks: Array) -> None:
-        """Threads arrive at the cluster barriers whose published knowledge is ``clocks`` [3, clusters, columns]."""
+        """Merge the vector clocks of arriving threads into those of their cluster barriers [3, clusters, columns]."""
         warps = np.flatnonzero(self._warps(active))
         for warp in warps:
             cluster = warp // self.columns

@@ -19,15 +19,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from tests import simt
+from tests.simt.case import Case, same
 from tests.simt.kernels import source_text
-from tests.simt.opcodes import CASES, Case, same
+from tests.simt.opcodes import CASES
 
 VECTORS = Path(__file__).parent / "vectors.npz"
 TIMEOUT = 120.0
 
 
 def measure(name: str) -> np.ndarray:
-    """The words that a case's kernel writes on the current GPU."""
+    """Return the words that the kernel of a case writes on the current GPU."""
     import cupy
 
     from cupy_awq.runtime.launch import launch
@@ -46,7 +47,7 @@ def device_name(_: str) -> str:
 
 
 def simulate(case: Case) -> np.ndarray:
-    """The words that it writes on the simulator."""
+    """Return the words that the kernel of a case writes on the simulator."""
     buffers = case.buffers()
     with source_text(case.source, case.kernel()):
         simt.run(case.plan(), buffers)
@@ -54,7 +55,7 @@ def simulate(case: Case) -> np.ndarray:
 
 
 class _Worker:
-    """One process, replaced when a task in it fails: a CUDA error leaves its context useless."""
+    """A worker process, replaced after a failed task, as a CUDA error makes its context unusable."""
 
     def __init__(self) -> None:
         self._pool: multiprocessing.pool.Pool | None = None
@@ -71,14 +72,14 @@ class _Worker:
 
 
 def save(path: Path, device: str, found: dict[str, np.ndarray]) -> None:
-    """All results in one array, so that they compress together."""
+    """Save all results in one array, so that they compress together."""
     sizes = [result.size for result in found.values()]
     words = np.concatenate([result.ravel() for result in found.values()])
     np.savez_compressed(path, device=device, names=np.array(list(found)), ends=np.cumsum(sizes), words=words)
 
 
 def load(path: Path = VECTORS) -> dict[str, np.ndarray]:
-    """Case -> uint32 [words, threads], as the hardware returned them."""
+    """Return the recorded uint32 [words, threads] of the hardware by case."""
     with np.load(path) as file:
         parts = np.split(file["words"], file["ends"][:-1])
         return {str(name): part.reshape(-1, 128) for name, part in zip(file["names"], parts, strict=True)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executes a launch plan on NumPy arrays."""
+"""The execution of a launch plan on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _launches: Counter[tuple[str, str]] = Counter()
 
 
 def launch_counts() -> dict[tuple[str, str], int]:
-    """(entry, architecture) -> launches simulated in this process."""
+    """Return the number of launches simulated in this process by (entry, architecture)."""
     return dict(_launches)
 
 
@@ -83,7 +83,7 @@ def execute(program: Program, plan: Any, buffers: Buffers, *, landing: str = "la
 
 
 def _place(plan: Any, buffers: Buffers) -> tuple[dict[str, int], list[Any]]:
-    """The address of each buffer, and what lies there."""
+    """Return the address of each buffer, and the memory to map there."""
     places, memory = {}, []
     for window, (name, array) in enumerate(buffers.items(), 1):
         if array is None:
@@ -96,7 +96,7 @@ def _place(plan: Any, buffers: Buffers) -> tuple[dict[str, int], list[Any]]:
 
 
 def _parameters(program: Program, plan: Any, places: Mapping[str, int]) -> tuple[bytes, dict[int, tuple[Any, int]]]:
-    """The bytes of the kernel's parameters; (tensor map, address of its buffer) by the map's address."""
+    """Return the bytes of the kernel's parameters, and (tensor map, address of its buffer) by the map's address."""
     if len(plan.arguments) != len(program.parameters):
         raise ValueError(f"arguments: {program.name} takes {len(program.parameters)}, got {len(plan.arguments)}")
     block = bytearray(program.parameter_bytes)

@@ -66,13 +66,13 @@ CASES = {
         thread=(ONE, (20, 0, 0)),
         launch={"shared_bytes": 80},
     ),
-    "shared memory that nobody wrote": Case(
+    "uninitialized shared memory": Case(
         "uninitialised",
         "__shared__ float s[64]; s[threadIdx.x] = 1.0f; __syncthreads(); x[threadIdx.x] = s[threadIdx.x * 2];  // HERE",
         thread=(ONE, (16, 0, 0)),
         address=1024 + 128,
     ),
-    "a copy that nobody waited for": Case(
+    "a copy without a wait": Case(
         "in flight",
         """__shared__ float s[32];
         cp_async(&s[threadIdx.x], y + threadIdx.x);
@@ -94,7 +94,7 @@ CASES = {
         """__shared__ float s[64];
         s[threadIdx.x] = 1.0f;
         x[threadIdx.x] = s[threadIdx.x ^ 32];  // HERE""",
-        says="read of what thread (32, 0, 0) of block (0, 0, 0) wrote at fault.cu:",
+        says="read without synchronization after the write by thread (32, 0, 0) of CTA (0, 0, 0) at fault.cu:",
         launch={"block": (64, 1, 1)},
     ),
     "a stage overwritten while others read": Case(
@@ -104,7 +104,7 @@ CASES = {
         __syncthreads();
         const float value = s[63 - threadIdx.x];
         s[threadIdx.x] = value;  // HERE""",
-        says="write of what thread",
+        says="write without synchronization after",
         launch={"block": (64, 1, 1)},
     ),
     "a missing __syncwarp": Case(
@@ -112,7 +112,7 @@ CASES = {
         """__shared__ float s[32];
         s[threadIdx.x] = 1.0f;
         x[threadIdx.x] = s[threadIdx.x ^ 1];  // HERE""",
-        says="read of what thread (1, 0, 0)",
+        says="read without synchronization after the write by thread (1, 0, 0)",
     ),
     "two values for one word": Case(
         "race", "x[threadIdx.x / 2] = threadIdx.x;  // HERE", says="a different value at the same address"
@@ -128,7 +128,7 @@ CASES = {
     "a named barrier with too many threads": Case(
         "barrier", 'asm volatile("bar.sync 1, 32;");  // HERE', launch={"block": (64, 1, 1)}
     ),
-    "a spin that nobody ends": Case(
+    "an endless spin": Case(
         "deadlock", "volatile float* flag = x; while (*flag == 0.0f) {}  // HERE", says="threads spin"
     ),
     "a shuffle by a lane outside its mask": Case(
@@ -142,7 +142,7 @@ CASES = {
 
 HOPPER_CASES = {
     "an mbarrier that was not initialised": Case(
-        "invalid", "__shared__ uint64_t b; mbarrier_arrive(&b);", says="no mbarrier was initialised"
+        "invalid", "__shared__ uint64_t b; mbarrier_arrive(&b);", says="no initialized mbarrier is here"
     ),
     "an mbarrier initialised without a barrier after it": Case(
         "race",
@@ -198,7 +198,7 @@ HOPPER_CASES = {
         mbarrier_wait(&full, 0);
         x[threadIdx.x] = s[threadIdx.x];
         if (threadIdx.x == 0) mbarrier_arrive(&empty);""",
-        says="asynchronous write of what thread",
+        says="asynchronous write without synchronization after",
         launch={"block": (64, 1, 1)},
     ),
     "a missing fence.proxy.async": Case(
@@ -207,7 +207,7 @@ HOPPER_CASES = {
         s[threadIdx.x] = 1.0f;
         __syncthreads();
         if (threadIdx.x == 0) { bulk_store(x, s, 128); bulk_commit(); bulk_wait_read(); }""",
-        says="no fence.proxy.async lies between",
+        says="no fence.proxy.async is between them",
     ),
     "a source overwritten under a bulk store": Case(
         "race",
@@ -218,7 +218,7 @@ HOPPER_CASES = {
         if (threadIdx.x == 0) { bulk_store(x, s, 128); bulk_commit(); }
         __syncthreads();
         s[threadIdx.x] = 2.0f;  // HERE""",
-        says="write of what thread (0, 0, 0) of block (0, 0, 0) read",
+        says="write without synchronization after the read by thread (0, 0, 0) of CTA (0, 0, 0)",
     ),
     "an exit with a bulk store under way": Case(
         "in flight",
@@ -247,7 +247,7 @@ HOPPER_CASES = {
         if (threadIdx.x == 0) { mbarrier_init(&b, 1); bulk_load(s, y, 120, &b); }""",
         says="120 bytes: expected a multiple of 16",
     ),
-    "a block of the cluster that has gone": Case(
+    "a CTA of the cluster that has exited": Case(
         "race",
         """__shared__ int s;
         if (cluster_rank()) return;
@@ -284,7 +284,7 @@ HOPPER_CASES = {
         s[threadIdx.x] = 1;  // HERE
         wgmma_wait<0>();
         x[threadIdx.x % 32] = c[0];""",
-        says="write of what thread",
+        says="write without synchronization after",
         launch={"block": (128, 1, 1)},
     ),
 }  # fmt: skip
@@ -318,7 +318,7 @@ def provoke(case: Case, prelude: str, arch: str) -> None:
         assert f"fault.cu:{here[0]}" in str(fault)
     if case.thread:
         assert fault.thread == case.thread
-        assert f"thread {case.thread[1]} of block {case.thread[0]}" in str(fault)
+        assert f"thread {case.thread[1]} of CTA {case.thread[0]}" in str(fault)
     if case.address is not None:
         assert fault.address == case.address
         assert f"address {case.address:#x}" in str(fault)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests import simt
+from tests.simt.case import THREADS, Case
 from tests.simt.kernels import source_text
-from tests.simt.opcodes import CASES, THREADS, Case, warpgroup
+from tests.simt.opcodes import CASES, warpgroup
 
 NARROW = Case("cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e4m3x2.f32 o0, a0, a1;", ("b16",), ("f32", "f32"), "90")
 WIDEN = Case("cvt.rn.f16x2.e4m3x2", "cvt.rn.f16x2.e4m3x2 o0, a0;", ("f16x2",), ("b16",), "90")

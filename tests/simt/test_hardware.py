@@ -6,7 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.simt.opcodes import CASES, same
+from tests.simt.case import same
+from tests.simt.opcodes import CASES
 from tests.simt.record import load, simulate
 
 RECORDED = load()

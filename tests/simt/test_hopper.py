@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sm_90 samples: bulk and tensor copies, warpgroup products, clusters; and the mistakes that are easy to make there."""
+"""The sm_90 samples: bulk and tensor copies, wgmma, clusters and dependent launches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import cupy_awq
 from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 from tests import simt
 from tests.simt.bulk import swizzle
 from tests.simt.kernels import SAMPLES, patched, plan, sources_in
+from tests.simt.memory import FRESH
 
 LANDINGS = pytest.mark.parametrize("landing", ["latest", "earliest"])
 
@@ -113,3 +116,10 @@ def test_dependent_launch() -> None:
     with patched("dependent.cu", wait, ""), pytest.raises(simt.Fault) as caught:
         simt.run(launch, {"x": x, "y": y})
     assert caught.value.kind == "early"
+
+
+def test_buffers_of_the_preceding_kernel_have_their_present_names() -> None:
+    """A buffer that was renamed would be read early without a fault."""
+    folder = Path(cupy_awq.__file__).parent / "kernels"
+    text = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    assert [name for name in sorted(FRESH) if f'"{name}"' not in text] == []

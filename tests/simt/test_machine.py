@@ -106,12 +106,12 @@ def test_the_last_block_adds_up_what_others_left() -> None:
 
 @pytest.mark.parametrize("missing", GOOD)
 def test_a_sum_over_blocks_needs_each_of_its_fences(missing: str) -> None:
-    with pytest.raises(simt.Fault, match="read of what thread"):
+    with pytest.raises(simt.Fault, match="read without synchronization"):
         ints(SUM_OF_BLOCKS.format(**GOOD | {missing: ""}), 394, grid=(5, 1, 1), block=(64, 1, 1))
 
 
 def test_two_threads_that_store_to_one_place_race() -> None:
-    with pytest.raises(simt.Fault, match="write of what thread"):
+    with pytest.raises(simt.Fault, match="write without synchronization"):
         ints("y[threadIdx.x % 32] = 1; __syncwarp(); if (threadIdx.x < 32) y[threadIdx.x] = 2;", 32, grid=(2, 1, 1))
 
 

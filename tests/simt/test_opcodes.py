@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from tests import simt
+from tests.simt.case import THREADS, Case, same
 from tests.simt.kernels import source_text
-from tests.simt.opcodes import CASES, THREADS, Case, same
+from tests.simt.opcodes import CASES
 from tests.simt.record import simulate
 
 FORMATS = {"f16": (5, 10), "bf16": (8, 7), "f32": (8, 23), "f64": (11, 52)}

@@ -301,7 +301,7 @@ SEEDS = {
         "mma(group_accumulators[i][pair * 2 + j], a[i], b[j * 2 + 1], b[j * 2]);", VALUES,
     ),
     "gemm_mma: ldmatrix and the copies disagree on the swizzle": Seed(
-        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "(row * 8 + (chunk ^ (row % 8))) * 16", "(row * 8 + (chunk ^ (row % 4))) * 16",
+        "gemm_sm80", 80, "gemm/gemm_mma.cuh", "(chunk ^ swizzle_bits(row))) * 16", "(chunk ^ swizzle_bits(row) % 4)) * 16",
         VALUES,
     ),
     "gemv: the shuffle adds the wrong lane": Seed(
@@ -428,7 +428,11 @@ def outcome(seed: Seed, landing: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("name", SEEDS)
+FIRST = {seed.kernel: name for name, seed in reversed(SEEDS.items())}.values()
+"""The first bug of each kernel, which the default run plants."""
+
+
+@pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.slow) for n in SEEDS])
 def test_seeded_bug_is_caught(name: str) -> None:
     seed = SEEDS[name]
     assert outcome(seed, "latest") == "nothing", "the kernel must be right before the bug is planted"

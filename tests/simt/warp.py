@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the threads of a warp do together, for all warps at once: registers are seen as [warps, 32]."""
+"""Warp-level operations of all warps at once, on registers as [warps, 32]."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ ABSENT = np.uint32(0x7FFFDEAD)
 
 
 class Warps:
-    """Exchange, vote and match."""
+    """The shuffle, vote, match and reduction instructions."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self._sources: dict[tuple[str, int, int], tuple[Array, Array]] = {}
 
     def rows(self, value: Array) -> Array:
-        """[threads] or a scalar -> [warps, 32]."""
+        """Return [threads] or a scalar as [warps, 32]."""
         threads = self.machine.threads
         return (value if np.ndim(value) else np.full(threads, value)).reshape(-1, 32)
 
     def bits(self, mask: Array) -> Array:
-        """A word per thread with a bit for each lane of its warp in ``mask``."""
+        """Return for each thread the word whose bits are the lanes of its warp in ``mask``."""
         words = np.packbits(self.rows(mask), axis=1, bitorder="little").view("<u4")
         return np.repeat(words, 32, axis=1).ravel()
 
@@ -74,7 +74,7 @@ class Warps:
         return self.bits(active & predicate) & members
 
     def match(self, mode: str, value: Array, active: Array, members: Array) -> tuple[Array, Array]:
-        """The lanes with the same value: any, or all if there is but one value."""
+        """Return the lanes with the same value (any), or all lanes if they agree (all)."""
         rows = self.rows(value)
         equal = (rows[:, :, None] == rows[:, None, :]) & self.rows(active)[:, None, :]
         words = np.packbits(equal, axis=2, bitorder="little").view("<u4")[..., 0].ravel() & members
@@ -84,7 +84,7 @@ class Warps:
         return np.where(same, words, np.uint32(0)), same
 
     def reduce(self, operation: str, value: Array, active: Array, members: Array) -> Array:
-        """``redux``: each lane gets the reduction over the lanes of its member mask."""
+        """Execute ``redux``: return to each lane the reduction over its member mask."""
         rows = self.rows(value)
         taking = self.rows(active & ((self.rows(members) >> LANE.astype(np.uint32)) & 1).astype(bool).ravel())
         info = np.iinfo(rows.dtype)
@@ -100,14 +100,14 @@ class Warps:
         return np.repeat(result, 32)
 
     def elect(self, active: Array, members: Array) -> tuple[Array, Array]:
-        """The lowest lane that takes part, and whether it is this one."""
+        """Return the lowest participating lane, and whether it is this lane."""
         taking = self.rows(active & ((self.rows(members) >> LANE.astype(np.uint32)) & 1).astype(bool).ravel())
         lowest = taking.argmax(axis=1)[:, None]
         return np.repeat(lowest.astype(np.uint32), 32), (taking & (lowest == LANE)).ravel()
 
 
 class Matrices:
-    """Matrix loads and products.
+    """The matrix loads, stores and ``mma``.
 
     The fragments' layouts follow the ISA's figures. With group = lane // 4 and t = lane % 4, register r of A holds row
     group + 8 * (r % 2) and, for e elements a register, columns 4 * e * (r // 2) + e * t + (0 .. e - 1).
@@ -117,11 +117,11 @@ class Matrices:
         self.machine = machine
 
     def whole_warps(self, active: Array) -> Array:
-        """The numbers of the warps in ``active``."""
+        """Return the indices of the warps in ``active``."""
         return np.flatnonzero(active.reshape(-1, 32)[:, 0])
 
     def load(self, address: Array, active: Array, count: int, transposed: bool, at: int) -> list[Array]:
-        """``ldmatrix``: lane 8 j + i has the address of row i of matrix j."""
+        """Execute ``ldmatrix``: lane 8 j + i has the address of row i of matrix j."""
         machine, warps = self.machine, self.whole_warps(active)
         lanes = (warps[:, None] * 32 + np.arange(8 * count)).ravel()
         words = machine.memory.shared.fetch(machine.pick(address, lanes), lanes, np.uint32, 4, at, TOGETHER)
@@ -131,7 +131,7 @@ class Matrices:
         return self._to_registers(rows.reshape(len(warps), count, 32).swapaxes(0, 1), warps)
 
     def store(self, address: Array, active: Array, values: tuple[Array, ...], transposed: bool, at: int) -> None:
-        """``stmatrix``, the inverse."""
+        """Execute ``stmatrix``, the inverse of ``load``."""
         machine, warps = self.machine, self.whole_warps(active)
         rows = self._from_registers(values, warps).swapaxes(0, 1).reshape(len(warps), len(values), 8, 4)
         if transposed:
@@ -157,13 +157,13 @@ class Matrices:
         b: tuple[Array, ...],
         c: tuple[Array, ...],
     ) -> list[Array]:
-        """``mma``: products in float32 (exact for every type here), sums in an order that is not the hardware's."""
+        """Execute ``mma``: exact products, accumulated in float32 in another order than the hardware's."""
         warps = self.whole_warps(active)
         product = self.left(a, warps, rows, left) @ self.right(b, warps, right).swapaxes(1, 2)
         return self.accumulate(product, c, warps, added, saturate)
 
     def left(self, a: tuple[Array, ...], warps: Array, rows: int, kind: str) -> Array:
-        """A as float32 [warps, rows, depth]."""
+        """Return A as float32 [warps, rows, depth]."""
         values = elements(self._from_registers(a, warps), kind)  # [register, warp, lane, element]
         count, each = len(a), values.shape[-1]
         high = rows // 8
@@ -171,13 +171,13 @@ class Matrices:
         return values.reshape(len(warps), rows, -1)
 
     def right(self, b: tuple[Array, ...], warps: Array, kind: str) -> Array:
-        """B transposed, as float32 [warps, 8, depth]."""
+        """Return the transpose of B as float32 [warps, 8, depth]."""
         values = elements(self._from_registers(b, warps), kind)
         values = values.reshape(len(b), len(warps), 8, 4, -1).transpose(1, 2, 0, 3, 4)
         return values.reshape(len(warps), 8, -1)
 
     def accumulate(self, product: Array, c: tuple[Array, ...], warps: Array, kind: str, saturate: bool) -> list[Array]:
-        """[warps, rows, columns] plus C, as registers: each holds columns 8 j + 2 t, the next 8 j + 2 t + 1."""
+        """Return [warps, rows, columns] plus C as registers: one has columns 8 j + 2 t, the next 8 j + 2 t + 1."""
         count, rows, columns = product.shape
         blocks = product.reshape(count, rows // 8, 8, columns // 8, 4, 2)
         added = self._from_registers(c, warps)
@@ -194,7 +194,7 @@ class Matrices:
         return self._to_registers(total.astype(np.uint32), warps)
 
     def _from_registers(self, values: tuple[Array, ...], warps: Array) -> Array:
-        """[registers, warps, 32]"""
+        """Return registers as [registers, warps, 32]."""
         threads = self.machine.threads
         rows = np.stack([(v if np.ndim(v) else np.full(threads, v)) for v in values]).reshape(len(values), -1, 32)
         return rows if len(warps) * 32 == threads else rows[:, warps]
@@ -209,7 +209,7 @@ class Matrices:
 
 
 def elements(words: Array, kind: str) -> Array:
-    """uint32 [...] -> float32 [..., elements a word]."""
+    """Convert uint32 [...] to the float32 [..., elements per word] that it holds."""
     words = np.ascontiguousarray(words)[..., None]
     if kind in ("s8", "u8"):
         return words.view(np.int8 if kind == "s8" else np.uint8).astype(np.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of a warpgroup (four warps): A from registers or shared memory, B from shared memory, by descriptors.
+"""Warpgroup matrix products (``wgmma``): A from registers or shared memory, B from shared memory, by descriptors.
 
 The product is made when it is issued; its reads of shared memory count as under way until ``wgmma.wait_group``, so the
 race detector sees a stage that is given back too early.
@@ -27,7 +27,7 @@ SWIZZLE = np.array([0, 128, 64, 32])
 
 @dataclass
 class _Reads:
-    """Chunks that the warps of ``lanes`` may still be reading; ``group`` by warp."""
+    """Pending reads: 16-byte chunks that the warps of ``lanes`` may still read; ``group`` by warp."""
 
     lanes: Array
     position: Array
@@ -37,7 +37,7 @@ class _Reads:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the opcode says. ``depth`` counts elements; the flags negate or transpose an operand."""
+    """The shape, types and flags in an opcode; ``depth`` counts elements, the flags negate or transpose A and B."""
 
     columns: int
     depth: int
@@ -49,7 +49,7 @@ class Shape:
 
 
 class Warpgroups:
-    """The products under way."""
+    """The pending products of all warpgroups."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -64,7 +64,7 @@ class Warpgroups:
     def multiply(
         self, shape: Shape, active: Array, a: Any, b: Array, accumulate: Array, c: tuple[Array, ...], at: int
     ) -> list[Array]:
-        """``wgmma.mma_async``. ``a`` is a tuple of registers or a descriptor."""
+        """Execute ``wgmma.mma_async``; ``a`` is a tuple of registers or a descriptor."""
         machine, matrices = self.machine, self.machine.matrices
         warps = matrices.whole_warps(active)
         unfenced = warps[~self.fenced[warps]]
@@ -87,7 +87,7 @@ class Warpgroups:
         self.groups += active.reshape(-1, 32).any(axis=1)
 
     def wait(self, active: Array, newest: int) -> None:
-        """``wgmma.wait_group``: all groups but the newest are over."""
+        """Execute ``wgmma.wait_group``: complete all groups except the newest ones."""
         warps = active.reshape(-1, 32).any(axis=1)
         self.fenced &= ~warps
         races = self.machine.races
@@ -113,7 +113,7 @@ class Warpgroups:
         shared: bool,
         at: int,
     ) -> Array:
-        """A matrix [groups, rows, depth] as float32; ``shared``: all four warps read all of it (else 16 rows each)."""
+        """Return a matrix [groups, rows, depth] as float32; ``shared``: each warp reads all of it, not 16 rows."""
         machine = self.machine
         lanes = groups * 128
         words = machine.pick(descriptor, lanes).astype(np.uint64)
@@ -134,7 +134,7 @@ class Warpgroups:
     def _addresses(
         self, words: Array, rows: int, depth: int, item: int, transposed: bool, lanes: Array, at: int
     ) -> Array:
-        """The 16-byte chunks of a matrix in the canonical layouts: [groups, rows or depth, chunks]."""
+        """Return the addresses of the 16-byte chunks in the canonical layouts: [groups, rows or depth, chunks]."""
 
         def field(first: int, bits: int) -> Array:
             return ((words >> np.uint64(first)) & np.uint64(2**bits - 1)).astype(np.int64)[:, None, None]
@@ -166,7 +166,7 @@ class Warpgroups:
         return swizzle(start + place, wide)
 
     def _record(self, races: Races, position: Array, lanes: Array, shared: bool, at: int) -> None:
-        """Begin the reads: by all four warps, or of a fourth of the rows by each."""
+        """Start the reads: of all rows by each warp, or of a fourth of the rows by each."""
         warps = lanes[:, None] + 32 * np.arange(4)
         count = position[0].size
         if shared:

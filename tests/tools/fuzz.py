@@ -41,6 +41,9 @@ SECONDS = 5.0
 MEMORY_BYTES = 1 << 30
 """The address space that one file may add."""
 
+UNCHANGED = -1
+"""The number of a file that is not mutated."""
+
 ALLOWED = (ValueError, TypeError, OSError)
 """The types of errors that a reader may raise; CheckpointError is a ValueError."""
 
@@ -66,8 +69,9 @@ def read_one(reader: Reader, folder: Path, number: int) -> Outcome:
     """Mutate the reader's seed in ``folder`` and read it."""
     rng = random.Random(f"{reader.name} {number}")
     target = folder / rng.choice(reader.targets)
-    whole = target.read_bytes()
-    target.write_bytes(mutate(whole, target.name, rng))
+    whole = target.read_bytes() if number != UNCHANGED else b""
+    if number != UNCHANGED:
+        target.write_bytes(mutate(whole, target.name, rng))
     kind, finding = "accepted", ""
     try:
         with warnings.catch_warnings():
@@ -82,11 +86,16 @@ def read_one(reader: Reader, folder: Path, number: int) -> Outcome:
     except BaseException as error:
         kind, finding = type(error).__name__, traceback.format_exc()[-1500:]
     finally:
-        target.write_bytes(whole)
+        if number != UNCHANGED:
+            target.write_bytes(whole)
     return Outcome(reader.name, number, kind, finding)
 
 
-def _work(jobs: Sequence[tuple[str, int]], output: int, root: Path) -> None:
+Jobs = Sequence[tuple[Reader, int]]
+"""The reader and the number of each file."""
+
+
+def _work(jobs: Jobs, output: int, root: Path) -> None:
     """Read files one after the other, and write a line before and after each; runs in a worker process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES,) * 2)
@@ -95,18 +104,18 @@ def _work(jobs: Sequence[tuple[str, int]], output: int, root: Path) -> None:
     os.dup2(nothing, 2)  # Rust prints its panics
     folders: dict[str, Path] = {}
     work = Path(tempfile.mkdtemp(dir=root))
-    for name, number in jobs:
+    for reader, number in jobs:
         os.write(output, b"start\n")
-        if name not in folders:
-            folders[name] = Path(shutil.copytree(root / name, work / name))
-        outcome = read_one(READERS[name], folders[name], number)
+        if reader.name not in folders:
+            folders[reader.name] = Path(shutil.copytree(root / reader.name, work / reader.name))
+        outcome = read_one(reader, folders[reader.name], number)
         os.write(output, json.dumps([outcome.kind, outcome.finding]).encode() + b"\n")
 
 
 class _Worker:
     """A child process that reads its share of the files; a new one continues after a file that ended it."""
 
-    def __init__(self, jobs: Sequence[tuple[str, int]], root: Path) -> None:
+    def __init__(self, jobs: Jobs, root: Path) -> None:
         self.jobs, self.root, self.done = jobs, root, 0
         self.start()
 
@@ -122,10 +131,10 @@ class _Worker:
         os.close(output)
 
     def finish(self, kind: str, finding: str) -> Outcome:
-        name, number = self.jobs[self.done]
+        reader, number = self.jobs[self.done]
         self.done += 1
         self.since = time.monotonic()
-        return Outcome(name, number, kind, finding)
+        return Outcome(reader.name, number, kind, finding)
 
     def receive(self) -> Iterator[Outcome]:
         """Yield the outcomes that the pipe holds; restart the process if it has ended or hangs."""
@@ -158,17 +167,16 @@ class _Worker:
         return status
 
 
-def run(names: Sequence[str], files: int, workers: int = 2, first: int = 0) -> list[Outcome]:
-    """Return the outcomes of about ``files`` mutated files, as many of each reader."""
-    each = -(-files // len(names))
-    jobs = [(name, first + i) for i in range(each) for name in names]
+def run(readers: Sequence[Reader], numbers: Sequence[int], workers: int = 2) -> list[Outcome]:
+    """Return the outcomes of the files of these numbers, of every reader."""
+    jobs = [(reader, number) for number in numbers for reader in readers]
+    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        for name in names:
-            (root / name).mkdir()
-            READERS[name].write(root / name)
-        running = [_Worker(jobs[i::workers], root) for i in range(workers)]
-        outcomes = []
+        for reader in readers:
+            (root / reader.name).mkdir()
+            reader.write(root / reader.name)
+        running = [_Worker(jobs[i::workers], root) for i in range(min(workers, len(jobs)))]
         while running:
             for worker in running:
                 outcomes.extend(worker.receive())
@@ -194,16 +202,17 @@ def main() -> int:
     parser.add_argument("--only", metavar="NUMBER", type=int, help="read one file of one reader in this process")
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="with --only: write the files there")
     options = parser.parse_args()
-    names = options.reader or sorted(READERS)
+    readers = [READERS[name] for name in options.reader or sorted(READERS)]
     if options.only is not None:
         with contextlib.ExitStack() as stack:
             folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             folder.mkdir(exist_ok=True)
-            READERS[names[0]].write(folder)
-            print(read_one(READERS[names[0]], folder, options.only))
+            readers[0].write(folder)
+            print(read_one(readers[0], folder, options.only))
         return 0
     began = time.monotonic()
-    outcomes = run(names, options.files, options.workers, options.first)
+    numbers = range(options.first, options.first + -(-options.files // len(readers)))
+    outcomes = run(readers, numbers, options.workers)
     findings = [outcome for outcome in outcomes if outcome.finding]
     for outcome in findings[:40]:
         print(f"== {outcome.reader} {outcome.number}: {outcome.kind}\n{outcome.finding}")

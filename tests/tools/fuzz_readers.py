@@ -49,19 +49,19 @@ class Reader:
     read: Callable[[Path], object]
 
 
-def _read_checkpoint(path: Path) -> None:
+def read_checkpoint(path: Path) -> None:
     contents = checkpoint.read(path)
     checkpoint.summarize(contents)
     for name in contents:
         contents[name]
 
 
-def _read_model(path: Path) -> None:
+def read_model(path: Path) -> None:
     files = llm.read(path)
     build_model(files, NumpyOps(files.config, expand_weights=False))
 
 
-def _read_tokenizer(path: Path) -> None:
+def read_tokenizer(path: Path) -> None:
     tokenizer = llm.read(path).load_tokenizer()
     stream = tokenizer.stream()
     for token in tokenizer.encode("Hello <|im_end|> wörld\n 12")[:50]:
@@ -128,27 +128,27 @@ def _format_reader(name: str, case: dict[str, Any]) -> Reader:
         test_formats.saved(path, case)
 
     if name == "llm-awq-v2":
-        return Reader(name, write, ("model-v2.pt",), lambda path: _read_checkpoint(path / "model-v2.pt"))
-    return Reader(name, write, ("config.json", "model.safetensors"), _read_checkpoint)
+        return Reader(name, write, ("model-v2.pt",), lambda path: read_checkpoint(path / "model-v2.pt"))
+    return Reader(name, write, ("config.json", "model.safetensors"), read_checkpoint)
 
 
 def _all_readers() -> list[Reader]:
     return [
-        Reader("safetensors", _write_plain, ("m.safetensors",), lambda path: _read_checkpoint(path / "m.safetensors")),
-        Reader("shards", _write_shards, ("model.safetensors.index.json", "config.json"), _read_checkpoint),
-        Reader("config.json", _write_rope, ("config.json", "config.json", "generation_config.json"), _read_model),
-        Reader("model", lambda path: llm_models.folder(path, llm_models.QWEN2), ("model.safetensors",), _read_model),
+        Reader("safetensors", _write_plain, ("m.safetensors",), lambda path: read_checkpoint(path / "m.safetensors")),
+        Reader("shards", _write_shards, ("model.safetensors.index.json", "config.json"), read_checkpoint),
+        Reader("config.json", _write_rope, ("config.json", "config.json", "generation_config.json"), read_model),
+        Reader("model", lambda path: llm_models.folder(path, llm_models.QWEN2), ("model.safetensors",), read_model),
         Reader(
             "tokenizer.json",
             lambda path: llm_models.folder(path, llm_models.LLAMA),
             ("tokenizer.json", "tokenizer.json", "tokenizer_config.json"),
-            _read_tokenizer,
+            read_tokenizer,
         ),
-        Reader("template", _write_template, ("chat_template.jinja",), _read_tokenizer),
-        Reader("gguf", _write_gguf, ("m.gguf",), lambda path: _read_model(path / "m.gguf")),
-        Reader("gguf tokenizer", _write_gguf, ("m.gguf",), lambda path: _read_tokenizer(path / "m.gguf")),
-        Reader("gguf types", _write_gguf_kinds, ("m.gguf",), lambda path: _read_checkpoint(path / "m.gguf")),
-        Reader("ak48", _write_ak48, ("m.ak48",), lambda path: _read_model(path / "m.ak48")),
+        Reader("template", _write_template, ("chat_template.jinja",), read_tokenizer),
+        Reader("gguf", _write_gguf, ("m.gguf",), lambda path: read_model(path / "m.gguf")),
+        Reader("gguf tokenizer", _write_gguf, ("m.gguf",), lambda path: read_tokenizer(path / "m.gguf")),
+        Reader("gguf types", _write_gguf_kinds, ("m.gguf",), lambda path: read_checkpoint(path / "m.gguf")),
+        Reader("ak48", _write_ak48, ("m.ak48",), lambda path: read_model(path / "m.ak48")),
         *(_format_reader(name, case) for name, case in _first_cases().items()),
     ]
 

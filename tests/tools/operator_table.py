@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the README's table of operators: which kernel takes which types of x on which architecture path, and its test.
+"""Print the table of operators: the dtypes of x that each kernel takes on each architecture path, and its tests.
 
 python -m tests.tools.operator_table
 """
@@ -36,7 +36,7 @@ OTHERS = {
 
 
 def table() -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     lines = [
         f"| kernel | rows of x | {' | '.join(PATHS.values())} | tests |",
         f"|{'---|' * (len(PATHS) + 3)}",
@@ -56,7 +56,7 @@ def table() -> str:
 
 
 def _legal(family: AnyFamily, m: int, arch: int, dtype: str) -> bool:
-    """Whether the family takes a weight in the AWQ layout or one that is repacked."""
+    """Return whether the family is legal for a weight in the AWQ layout or in the repacked layout."""
     problems = (Problem(m, 256, 256, 64, dtype, repacked=repacked) for repacked in (False, True))
     return any(family.refuse(problem, device.nominal(arch)) is None for problem in problems)
 

@@ -23,7 +23,8 @@
 // Constants: SCALE, ZEROS, GROUPS, from `RepackedLayout` in kernels/repack.py.
 #pragma once
 
-#include "dequant/raw_codes.cuh"
+#include "common/mma.cuh"
+#include "dequant/int4.cuh"
 #include "ptx/ld_shared.cuh"
 
 constexpr int kGroups = GROUPS;

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writers of checkpoints: folders in the formats of AutoAWQ, compressed-tensors and GPTQ.
+
+Codes, scales and zero points are repacked without rounding, so what is read back is equal bit by bit. None of these
+formats holds float offsets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupy_awq.checkpoint import nibbles, safetensors
+from cupy_awq.checkpoint.contents import Contents
+from cupy_awq.checkpoint.files import read_object
+from cupy_awq.checkpoint.module import ModuleSpec
+from cupy_awq.checkpoint.tensors import INDEX, Module, Tensor
+
+Array = npt.NDArray[Any]
+
+SHARD_BYTES = 5_000_000_000
+"""The size above which a folder has several files."""
+
+SYMMETRIC = -0x77777778
+"""A word of eight zero points of 8, as int32."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The way of one format.
+
+    Attributes:
+        pack: a function from a module to its tensors by the last part of their names.
+        configure: a function from the specs of all modules, and the names of dense ones, to the
+            ``quantization_config``.
+        holds_order: whether the format has an activation order.
+    """
+
+    pack: Callable[[Module], dict[str, Array]]
+    configure: Callable[[Mapping[str, ModuleSpec], list[str]], dict[str, Any]]
+    holds_order: bool
+
+
+def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /) -> None:
+    """Write a checkpoint to a folder, which is created: safetensors, an index of shards, and config.json.
+
+    An existing config.json in the folder keeps its other keys. Quantized modules are converted one by one; the memory
+    in use is that of one shard.
+
+    Args:
+        folder: where to write.
+        contents: the checkpoint, as `cupy_awq.checkpoint.read` returns it.
+        format_name: "autoawq", "compressed-tensors" or "gptq".
+
+    Raises:
+        ValueError: an unknown format, or a module that it cannot hold; nothing is written then.
+    """
+    if format_name not in WRITERS:
+        raise ValueError(f"format_name: expected {', '.join(WRITERS)}, got {format_name!r:.80}")
+    writer = WRITERS[format_name]
+    specs = {name: spec for name, spec in contents.specs.items() if contents.is_module(name)}
+    for name, spec in specs.items():
+        _check(name, spec, format_name, writer)
+    settings = writer.configure(specs, _list_dense_modules(contents))
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    config = read_object(path / "config.json") if (path / "config.json").is_file() else {}
+    shard: dict[str, Array] = {}
+    files: dict[str, str] = {}
+    for name, array in _convert_tensors(contents, writer):
+        if shard and sum(part.nbytes for part in shard.values()) + array.nbytes > SHARD_BYTES:
+            _write_shard(path, shard, files)
+            shard = {}
+        shard[name] = array
+    if files:
+        _write_shard(path, shard, files)
+        (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    else:
+        safetensors.write(path / "model.safetensors", shard)
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}, indent=2) + "\n")
+
+
+def _convert_tensors(contents: Contents, writer: Writer) -> Iterator[tuple[str, Array]]:
+    for name, item in contents.items():
+        if isinstance(item, Tensor):
+            yield name, item.array
+        else:
+            prefix = f"{name}." if name else ""
+            for part, array in writer.pack(item).items():
+                yield prefix + part, array
+
+
+def _write_shard(path: Path, tensors: dict[str, Array], files: dict[str, str]) -> None:
+    """Write the next shard and enter its tensors in ``files``."""
+    file = f"model-{len(set(files.values())) + 1:05}.safetensors"
+    safetensors.write(path / file, tensors)
+    files.update(dict.fromkeys(tensors, file))
+
+
+def _check(name: str, spec: ModuleSpec, format_name: str, writer: Writer) -> None:
+    where = f"module {name!r:.200}"
+    if spec.zeros == "float":
+        raise ValueError(f"{where}: expected packed or symmetric zero points for {format_name}, got float offsets")
+    if spec.has_order and not writer.holds_order:
+        raise ValueError(f"{where}: expected no activation order for {format_name}, got one")
+    if spec.k % 8:
+        raise ValueError(f"{where}: expected K to be a multiple of 8 for {format_name}, got {spec.k}")
+
+
+def _pack_zeros(module: Module) -> Array:
+    """Return the packed zero points of a module, also of a symmetric one."""
+    weight = module.weight
+    if weight.qzeros is not None:
+        return np.asarray(weight.qzeros)
+    return np.full((len(weight.scales), weight.shape[1] // 8), SYMMETRIC, np.int32)
+
+
+def _restore_rows(module: Module) -> Array:
+    """Return the words [K, N/8] of a module with rows in the order of x."""
+    words = np.asarray(module.weight.qweight)
+    if module.order is None:
+        return words
+    unordered = np.empty_like(words)
+    unordered[module.order] = words
+    return unordered
+
+
+def _group_rows(module: Module) -> npt.NDArray[np.int32]:
+    """Return the group of each row in the order of x, [K]."""
+    k, group_size = module.weight.shape[0], module.weight.group_size
+    groups = np.arange(k, dtype=np.int32) // np.int32(group_size)
+    if module.order is None:
+        return groups
+    g_idx = np.empty_like(groups)
+    g_idx[module.order] = groups
+    return g_idx
+
+
+def _with_bias(tensors: dict[str, Array], module: Module) -> dict[str, Array]:
+    return tensors if module.bias is None else {**tensors, "bias": module.bias}
+
+
+def _pack_autoawq(module: Module) -> dict[str, Array]:
+    weight = module.weight
+    return _with_bias({"qweight": weight.qweight, "qzeros": _pack_zeros(module), "scales": weight.scales}, module)
+
+
+def _pack_gptq(module: Module) -> dict[str, Array]:
+    tensors = {
+        "qweight": nibbles.convert_to_row_words(_restore_rows(module)),
+        "qzeros": nibbles.restore_columns(_pack_zeros(module)),
+        "scales": module.weight.scales,
+        "g_idx": _group_rows(module),
+    }
+    return _with_bias(tensors, module)
+
+
+def _pack_compressed_tensors(module: Module) -> dict[str, Array]:
+    weight = module.weight
+    k, n = weight.shape
+    tensors = {
+        "weight_packed": nibbles.convert_to_column_words(_restore_rows(module)),
+        "weight_scale": nibbles.transpose_matrix(weight.scales),
+        "weight_shape": np.array([n, k], np.int64),
+    }
+    if weight.qzeros is not None:
+        tensors["weight_zero_point"] = nibbles.transpose_matrix(nibbles.restore_columns(weight.qzeros))
+    if module.order is not None:
+        tensors["weight_g_idx"] = _group_rows(module)
+    return _with_bias(tensors, module)
+
+
+def _find_group_size(specs: Mapping[str, ModuleSpec]) -> int:
+    sizes = {spec.group_size for spec in specs.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"expected modules of one group size, got {', '.join(map(str, sorted(sizes)))}")
+    return sizes.pop() if sizes else 128
+
+
+def _list_dense_modules(contents: Contents) -> list[str]:
+    """Return the names of modules with a dense matrix, which a configuration excludes from quantization."""
+    names = [name for name in contents if name.endswith(".weight") and not contents.is_module(name)]
+    return [name.removesuffix(".weight") for name in names if len(contents.dense_form(name)[0]) == 2]
+
+
+def _configure_autoawq(specs: Mapping[str, ModuleSpec], dense: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": 4,
+        "group_size": _find_group_size(specs),
+        "zero_point": True,
+        "modules_to_not_convert": dense or None,
+    }
+
+
+def _configure_gptq(specs: Mapping[str, ModuleSpec], dense: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq_v2",
+        "bits": 4,
+        "group_size": _find_group_size(specs),
+        "desc_act": any(spec.has_order for spec in specs.values()),
+        "sym": all(spec.zeros == "symmetric" for spec in specs.values()),
+        "dynamic": {f"-:^{re.escape(name)}$": {} for name in dense},
+    }
+
+
+def _configure_compressed_tensors(specs: Mapping[str, ModuleSpec], dense: list[str]) -> dict[str, Any]:
+    forms: dict[tuple[int, bool], list[str]] = {}
+    for name, spec in specs.items():
+        forms.setdefault((spec.group_size, spec.zeros == "symmetric"), []).append(name)
+    groups = {}
+    for i, ((group_size, symmetric), names) in enumerate(forms.items()):
+        weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group_size}
+        if any(specs[name].has_order for name in names):
+            weights["actorder"] = "group"
+        targets = ["Linear"] if len(forms) == 1 else names
+        groups[f"group_{i}"] = {"targets": targets, "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": dense,
+    }
+
+
+WRITERS = {
+    "autoawq": Writer(_pack_autoawq, _configure_autoawq, holds_order=False),
+    "compressed-tensors": Writer(_pack_compressed_tensors, _configure_compressed_tensors, holds_order=True),
+    "gptq": Writer(_pack_gptq, _configure_gptq, holds_order=True),
+}
+"""The formats that can be written."""
