@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import check
+from cupy_awq import check, check_scalar
 from cupy_awq.check import Array, StridedArray
 from cupy_awq.packing import namespace, pack_int4
 from cupy_awq.weight import PackedWeight
@@ -56,9 +56,10 @@ def quantize(w: StridedArray, /, *, group_size: int = 128, bits: int = 4, symmet
     True
     """
     k, n = check.dense_weight(w)
-    if bits != 4:
-        raise ValueError(f"bits: expected 4, got {bits!r}")
-    group_size = check.group_size(k, group_size)
+    if not isinstance(bits, (int, np.integer)) or bits != 4:
+        raise ValueError(f"bits: expected 4, got {check_scalar.shorten(bits)}")
+    symmetric = check_scalar.flag(symmetric, "symmetric")
+    group_size = check_scalar.group_size(k, group_size)
     groups = k // group_size
     xp = namespace(w)
     scale_dtype = check.BFLOAT16 if w.dtype == check.BFLOAT16 else check.FLOAT16

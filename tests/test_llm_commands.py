@@ -88,9 +88,9 @@ def test_a_full_conversation_goes_on_after_one_line_on_stderr(path: Path) -> Non
     ("arguments", "message"),
     [
         (["chat", "MODEL", "--context", "0"], "capacity: expected 2..256"),
-        (["info", ""], "path: expected the name of a file or folder, got ''"),
-        (["generate", "", "x"], "path: expected the name of a file or folder, got ''"),
-        (["info", "a\0b"], "path: expected the name of a file or folder, got 'a\\x00b'"),
+        (["info", ""], "path: expected a file or a folder, got an empty string"),
+        (["generate", "", "x"], "path: expected a file or a folder, got an empty string"),
+        (["info", "a\0b"], "path: expected a name that the file system can hold, got 'a\\x00b'"),
         (["info", "nothing\x1b[2J\ud800"], "nothing\\x1b[2J\\ud800"),
     ],
 )

@@ -233,8 +233,12 @@ def write(tmp_path: Path, **changes: Any) -> Path:
 
 
 BACKTRACKS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-MISSING_TOKEN: dict[str, Any] = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "z", "type_id": 0}}], "pair": []}
-MISSING_TOKEN |= {"special_tokens": {}}
+MISSING_TOKEN: dict[str, Any] = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "z", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {},
+}
 
 
 def test_truncation_and_padding_of_tokenizer_json_are_ignored(tmp_path: Path) -> None:

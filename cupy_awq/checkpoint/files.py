@@ -50,12 +50,16 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")
     text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"path: expected a name of text, got {type(text).__name__}")
+    if not text:
+        raise ValueError("path: expected a file or a folder, got an empty string")
     try:
-        is_name = isinstance(text, str) and bool(text) and b"\0" not in os.fsencode(text)
+        has_nul = b"\0" in os.fsencode(text)
     except UnicodeEncodeError:  # a surrogate that stands for no byte
-        is_name = False
-    if not is_name:
-        raise ValueError(f"path: expected the name of a file or folder, got {text!r:.200}")
+        has_nul = True
+    if has_nul:
+        raise ValueError(f"path: expected a name that the file system can hold, got {text!a:.200}")
     return Path(text)
 
 
