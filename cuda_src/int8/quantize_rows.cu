@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
     origin = is_wide ? __fsub_rn(high, __fmul_rn(127.0f, step)) : high;
     if (!is_wide) step = 1.0f;
   }
-  const bool is_finite = largest < 0x7f800000u;
+  const bool is_finite = largest < 0x7f800000u && step < infinity;
   const bool has_codes = is_finite && step > 0.0f;
 
   // Multiplying by the reciprocal is off by less than 1e-4 from the rounded quotient, so the code is the same unless
