@@ -364,6 +364,24 @@ def dense_weight(w: StridedArray) -> tuple[int, int]:
     return w.shape[0], w.shape[1]
 
 
+def calibration_inputs(inputs: StridedArray, k: int, w: StridedArray) -> None:
+    """Check the calibration inputs of a weight [K, N]: floats [..., K] on the device of w.
+
+    Raises:
+        TypeError: inputs is not an array of floats, or is on another device.
+        ValueError: the last axis is not K, or there are no tokens.
+
+    >>> calibration_inputs(np.zeros((2, 64), np.float32), 64, np.zeros((64, 8), np.float32))
+    """
+    if device_id(inputs, "inputs") != device_id(w, "w"):
+        raise TypeError("inputs: expected an array on the device of w, got one on another device")
+    dtypes = *FLOATS, FLOAT64
+    if inputs.dtype not in dtypes:
+        raise TypeError(f"inputs: expected {_names(dtypes)} [..., K], got {describe(inputs)}")
+    if inputs.ndim == 0 or inputs.shape[-1] != k or 0 in inputs.shape:
+        raise ValueError(f"inputs: expected [..., K] with K = {k} and at least one token, got {describe(inputs)}")
+
+
 def packable(a: StridedArray, name: str, dtype: np.dtype[Any], multiple: int) -> None:
     """Check that `a` is an array [..., N] of `dtype` with N divisible by `multiple`.
 

@@ -26,15 +26,16 @@ CUDA = ROOT / "cuda_src"
 PEERS = ROOT / "tests" / "peers"
 
 ORDER = (
-    "__init__ activation check packing weight block_weight reference block_check block_reference quantizer checkpoint"
-    " runtime kernels ops linear loader llm tools __main__"
+    "__init__ activation check packing weight block_weight reference block_check block_reference quantization"
+    " quantizer checkpoint runtime kernels ops linear loader llm tools __main__"
 ).split()
 """The layers, the lowest first; a module imports from its own and lower ones.
 
 `__init__` is the lowest because it imports a public name when it is first used.
 """
 NO_CUPY = set(
-    "activation check packing weight block_weight reference block_check block_reference kernels checkpoint".split()
+    "activation check packing weight block_weight reference block_check block_reference quantization kernels"
+    " checkpoint".split()
 )
 """The layers that may not import CuPy, not even inside a function."""
 
