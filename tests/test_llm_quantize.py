@@ -16,6 +16,7 @@ from cupy_awq import llm
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import layer_quantizer, model_quantizer
 from cupy_awq.quantization import Recipe
+from cupy_awq.tools.command_line import main
 from tests import llm_models
 
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789, and so on; again and again!\n" * 8
@@ -149,3 +150,19 @@ def test_sequences_are_spread_over_all_texts(llama: Path) -> None:
     found = model_quantizer.cut_sequences(tokenizer, ["a" * 80, "b" * 80], 2, 40)
     assert tokenizer.decode(found[0]) == "a" * 40
     assert tokenizer.decode(found[1]) == "b" * 40
+
+
+def test_command_quantizes_a_folder(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(TEXT)
+    options = ["--group-size", "16", "--samples", "4", "--sequence-length", "64", "--symmetric"]
+    arguments = ["quantize", str(llama), str(tmp_path / "new"), "--calibration", str(tmp_path / "texts"), *options]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[-1].startswith(f"{tmp_path / 'new'}: awq+gptq, group size 16, ")
+    assert main(arguments) == 2
+    assert "expected a new or empty folder" in capsys.readouterr().err
+    (tmp_path / "texts" / "a.txt").unlink()
+    assert main([*arguments[:2], str(tmp_path / "other"), *arguments[3:]]) == 2
+    assert "expected a folder of .txt or .md files, got none" in capsys.readouterr().err
