@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from cupy_awq.quantization import (
     search_channel_scales,
 )
 from cupy_awq.quantization.grid import fit_rows, round_rows
+from cupy_awq.weight import PackedWeight
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 ATTENTION_OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
@@ -72,9 +74,15 @@ class _Weights:
 
 
 def quantize_layers(
-    files: ModelFiles, sequences: Sequence[Sequence[int]], recipe: Recipe, *, scales: bool = True, first: int = 0
+    files: ModelFiles,
+    sequences: Sequence[Sequence[int]],
+    recipe: Recipe,
+    *,
+    scales: bool = True,
+    first: int = 0,
+    xp: Any = np,
 ) -> Iterator[QuantizedLayer]:
-    """Yield the quantized decoder layers of a model, from the first to the last, computed on the CPU.
+    """Yield the quantized decoder layers of a model, from the first to the last.
 
     Every layer is calibrated on its inputs in the original model. Memory holds one layer in float32, the second moments
     of its four inputs, and the hidden states of all calibration tokens.
@@ -85,6 +93,7 @@ def quantize_layers(
         recipe: the settings of every linear layer.
         scales: whether AWQ's channel scales are searched and folded.
         first: the number of the first layer to quantize; earlier ones only compute its inputs.
+        xp: the array module to compute with, NumPy or CuPy (on its current GPU).
 
     Raises:
         CheckpointError: a tensor is missing or damaged.
@@ -102,12 +111,12 @@ def quantize_layers(
         raise ValueError("sequences: expected at least one token, got none")
     config = files.config
     one_layer = dataclasses.replace(config, layers=1)
-    ops = NumpyOps(one_layer, expand_weights=True)
+    ops = NumpyOps(one_layer, expand_weights=True, xp=xp)
     table = ops.prepare_tensor(files.read_tensor("model.embed_tokens.weight", (config.vocab, config.hidden)))
     hidden = [ops.embed(table, ops.prepare_tokens(ids)[None]).h for ids in sequences if len(ids)]
     cache = ops.make_cache(1, max(h.shape[1] for h in hidden))
     for index in range(config.layers):
-        weights = _read(files, index)
+        weights = _read(files, index, xp)
         if index < first:
             layer = _build(ops, weights, {})
             hidden = [_run(ops, layer, h, cache) for h in hidden]
@@ -117,17 +126,17 @@ def quantize_layers(
         outputs = [_run(ops, layer, h, cache) for h in hidden]
         moments = {site: total.mean() for site, total in sums.items()}
         folded, moments = _fold(config, weights, moments, recipe) if scales else (weights, moments)
-        quantized = _quantize(files, index, weights, folded, moments, recipe)
-        quantized_layer = _build(ops, quantized, {})
+        quantized, rounded = _quantize(index, folded, moments, recipe)
+        quantized_layer = _build(ops, rounded, {})
         moved = total = 0.0
         for h, y in zip(hidden[:CHECKED_SEQUENCES], outputs, strict=False):
-            moved += float(np.square(_run(ops, quantized_layer, h, cache) - y, dtype=np.float64).sum())
-            total += float(np.square(y - h, dtype=np.float64).sum())
+            moved += float(np.square(_run(ops, quantized_layer, h, cache) - y).sum(dtype=np.float64))
+            total += float(np.square(y - h).sum(dtype=np.float64))
         yield dataclasses.replace(quantized, output_error=(moved / max(total, 1e-300)) ** 0.5)
         hidden = outputs
 
 
-def _read(files: ModelFiles, index: int) -> _Weights:
+def _read(files: ModelFiles, index: int, xp: Any) -> _Weights:
     """Return the dense weights of a layer. Raises ValueError if one is quantized already."""
     config, at = files.config, f"model.layers.{index}"
     sizes = dict.fromkeys(QKV, (config.hidden, config.kv_width)) | {QKV[0]: (config.hidden, config.q_width)}
@@ -138,19 +147,20 @@ def _read(files: ModelFiles, index: int) -> _Weights:
         part = files.read_linear(f"{at}.{name}", k, n)
         if isinstance(part, Module):
             raise ValueError(f"{files.path}: {at}.{name}: expected a dense layer, got a quantized one")
-        linears[name] = part.weight.astype(np.float32), part.bias
+        bias = None if part.bias is None else xp.asarray(part.bias)
+        linears[name] = xp.asarray(part.weight.astype(np.float32)), bias
     norms = {name: files.read_tensor(f"{at}.{name}", (config.hidden,)) for name in (ATTENTION_NORM, MLP_NORM)}
     if config.qk_norm:
         norms |= {name: files.read_tensor(f"{at}.{name}", (config.head_dim,)) for name in HEAD_NORMS}
-    return _Weights(linears, norms)
+    return _Weights(linears, {name: xp.asarray(a) for name, a in norms.items()})
 
 
-def _build(ops: NumpyOps, weights: _Weights | QuantizedLayer, sums: Mapping[str, MomentSum]) -> Layer:
+def _build(ops: NumpyOps, weights: _Weights, sums: Mapping[str, MomentSum]) -> Layer:
     """Return a layer that runs; its inputs are added to the sums of their sites."""
     norms = {name: ops.prepare_tensor(a) for name, a in weights.norms.items()}
 
     def project(site: str) -> Projection:
-        parts = [_part(weights.linears[name]) for name in SITES[site]]
+        parts = [DenseLinear(*weights.linears[name]) for name in SITES[site]]
         projection = ops.make_projection(parts, gated=site == "gate_up")
         return _record(projection, sums[site].add) if site in sums else projection
 
@@ -165,10 +175,6 @@ def _build(ops: NumpyOps, weights: _Weights | QuantizedLayer, sums: Mapping[str,
         project("gate_up"),
         project("down"),
     )
-
-
-def _part(linear: Module | tuple[Array, Array | None]) -> Module | DenseLinear:
-    return linear if isinstance(linear, Module) else DenseLinear(*linear)
 
 
 def _record(projection: Projection, add: Callable[[Array], None]) -> Projection:
@@ -220,25 +226,28 @@ def _fold(
 
 
 def _quantize(
-    files: ModelFiles,
-    index: int,
-    original: _Weights,
-    folded: _Weights,
-    moments: Mapping[str, Moments],
-    recipe: Recipe,
-) -> QuantizedLayer:
-    """Return the quantized layer, with the errors of its linear layers but not of the whole layer."""
-    linears, errors = {}, {}
+    index: int, weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe
+) -> tuple[QuantizedLayer, _Weights]:
+    """Return the quantized layer on the host, without its output error, and its dequantized weights."""
+    linears, rounded, errors = {}, {}, {}
     for site, names in SITES.items():
         second = moments[site].second
         for name in names:
-            w, bias = folded.linears[name]
+            w, bias = weights.linears[name]
+            bias = None if bias is None else bias.astype(weights.norms[ATTENTION_NORM].dtype)  # the model's dtype
             rows = quantize_rows(w, moments[site], recipe)
-            stored_bias = original.linears[name][1]
-            linears[name] = Module(
-                rows.pack(), None if bias is None or stored_bias is None else bias.astype(stored_bias.dtype)
-            )
-            energy = max(output_error(w, second), 1e-300)
+            packed = rows.pack()
+            arrays = (to_host(a) for a in (packed.qweight, packed.scales, packed.qzeros))
+            linears[name] = Module(PackedWeight(*arrays), None if bias is None else to_host(bias))
+            rounded[name] = rows.dequantize(), bias
             nearest = round_rows(w, fit_rows(w, recipe.group_size, recipe.scale_dtype, symmetric=recipe.symmetric))
-            errors[name] = tuple(output_error(q.dequantize() - w, second) / energy for q in (nearest, rows))
-    return QuantizedLayer(index, linears, folded.norms, errors, 0.0)  # type: ignore[arg-type]
+            energy = max(output_error(w, second), 1e-300)
+            error, nearest_error = (output_error(q.dequantize() - w, second) / energy for q in (rows, nearest))
+            errors[name] = nearest_error, error
+    norms = {name: to_host(a) for name, a in weights.norms.items()}
+    return QuantizedLayer(index, linears, norms, errors, 0.0), _Weights(rounded, weights.norms)
+
+
+def to_host(a: Any) -> np.ndarray[Any, Any]:
+    """Return a NumPy array of the elements of a NumPy or CuPy array."""
+    return a if isinstance(a, np.ndarray) else np.asarray(a.get())

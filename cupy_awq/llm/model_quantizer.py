@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.layer_quantizer import SITES, QuantizedLayer, quantize_layers
 from cupy_awq.llm.tokenizer import Tokenizer
 from cupy_awq.quantization import Recipe
+from cupy_awq.runtime import placement
 from cupy_awq.weight import PackedWeight
 
 METHODS: Mapping[str, tuple[bool, Mapping[str, Any]]] = {
@@ -54,10 +56,11 @@ def quantize(
     samples: int = 128,
     sequence_length: int = 512,
     format_name: str = "autoawq",
+    device: Any = "cpu",
     resume: bool = False,
     progress: LayerProgress | None = None,
 ) -> list[dict[str, Any]]:
-    """Quantize the decoder layers of a model to 4 bits on the CPU and write it to a new folder.
+    """Quantize the decoder layers of a model to 4 bits and write it to a new folder.
 
     Unfinished work is kept in a folder beside it, whose name ends in ".partial"; the folder itself appears when it is
     complete. The embedding table and the output head stay as they are.
@@ -72,6 +75,7 @@ def quantize(
         symmetric: whether every zero point is 8.
         samples, sequence_length: the largest number of calibration sequences, and their tokens.
         format_name: "autoawq" or "compressed-tensors".
+        device: "cpu"; the number of a GPU; or None for CuPy's current GPU, or the CPU if there is no GPU.
         resume: True to continue unfinished work of the same settings.
         progress: called after each layer.
 
@@ -91,6 +95,7 @@ def quantize(
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r:.80}")
     if format_name not in ("autoawq", "compressed-tensors"):
         raise ValueError(f"format_name: expected autoawq or compressed-tensors, got {format_name!r:.80}")
+    index = placement.resolve(device)
     source, target = Path(path), Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target}: expected a new or empty folder, got one with files")
@@ -116,10 +121,13 @@ def quantize(
     if progress is not None:
         progress(len(reports), total, None)
     if len(reports) < total:
-        for layer in quantize_layers(files, sequences, recipe, scales=has_scales, first=len(reports)):
-            reports.append(_save_layer(partial_folder, layer))
-            if progress is not None:
-                progress(layer.index + 1, total, reports[-1])
+        with placement.use_device(index):
+            xp = np if index == check.HOST else importlib.import_module("cupy")
+            layers = quantize_layers(files, sequences, recipe, scales=has_scales, first=len(reports), xp=xp)
+            for layer in layers:
+                reports.append(_save_layer(partial_folder, layer))
+                if progress is not None:
+                    progress(layer.index + 1, total, reports[-1])
     built = partial_folder / "model"
     shutil.rmtree(built, ignore_errors=True)
     built.mkdir()

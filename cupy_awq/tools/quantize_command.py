@@ -37,6 +37,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--samples", metavar="N", type=int, default=128, help="calibration sequences (default: 128)")
     parser.add_argument("--sequence-length", metavar="N", type=int, default=512, help="their tokens (default: 512)")
     parser.add_argument("--format", default="autoawq", choices=("autoawq", "compressed-tensors"))
+    parser.add_argument(
+        "--device", metavar="cpu|N", default="cpu", help="the CPU or the number of a GPU (default: cpu)"
+    )
     parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
 
 
@@ -71,6 +74,7 @@ def _quantize(args: argparse.Namespace) -> int:
         samples=args.samples,
         sequence_length=args.sequence_length,
         format_name=args.format,
+        device=int(args.device) if args.device.isdecimal() else args.device,
         resume=args.resume,
         progress=_Progress() if sys.stderr.isatty() else None,
     )
