@@ -171,3 +171,13 @@ def test_command_quantizes_a_folder(llama: Path, tmp_path: Path, capsys: pytest.
     (tmp_path / "texts" / "a.txt").unlink()
     assert main([*arguments[:2], str(tmp_path / "other"), *arguments[3:]]) == 2
     assert "expected a folder of .txt or .md files, got none" in capsys.readouterr().err
+
+
+def test_score_compares_models_in_a_table(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT[:100])
+    assert main(["score", str(llama), str(llama), str(text), "--device", "cpu"]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == ["model", "tokens", "perplexity", "nats/token", "loss"]
+    assert first == second
+    assert first.split()[::4] == [str(llama), "+0.0000"]
