@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m cupy_awq``: the command line of `cupy_awq.tools.command_line`."""
 
+import signal
 import sys
 
-from cupy_awq.tools.command_line import main
-
 if __name__ == "__main__":
+    # Until `main` can handle KeyboardInterrupt, an interrupt ends the process at once and without a traceback.
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    from cupy_awq.tools.command_line import main
+
+    signal.signal(signal.SIGINT, handler)
     sys.exit(main())

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_awq import check
+from cupy_awq import check, check_scalar
 from cupy_awq.activation import ACTIVATIONS, Activation
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
@@ -89,14 +89,14 @@ def convolution(
     >>> convolution((1, 8, 7, 7), (16, 3, 3, 8), 2, "same", 1, 1, "NCHW").out
     (4, 4)
     """
-    if layout not in ("NCHW", "NHWC"):
+    if not (isinstance(layout, str) and layout in ("NCHW", "NHWC")):
         raise ValueError(f"layout: expected 'NCHW' or 'NHWC', got {layout!r}")
     nhwc = layout == "NHWC"
     if len(x_shape) != 4:
         raise ValueError(f"x: expected {layout}, got shape {x_shape}")
     batch, height, width, channels = x_shape if nhwc else (x_shape[0], *x_shape[2:], x_shape[1])
     co, kh, kw, ci = weight_shape
-    groups = _integer(groups, "groups", 1)
+    groups = check_scalar.integer(groups, "groups", 1)
     if channels != ci * groups:
         raise ValueError(
             f"x: expected Ci = {ci * groups} channels, Ci/groups={ci} times groups={groups}, got {channels}"
@@ -175,7 +175,7 @@ def x_block_size(x: Array, block_size: Any) -> int:
         raise ValueError(f"x: expected [M, K], got shape {x.shape}")
     if x.shape[1] == 0:
         raise ValueError(f"x: expected at least one column, got shape {x.shape}")
-    return int(x.shape[1]) if block_size is None else _integer(block_size, "block_size", 1)
+    return int(x.shape[1]) if block_size is None else check_scalar.integer(block_size, "block_size", 1)
 
 
 def product(
@@ -216,7 +216,7 @@ def product(
             raise ValueError(f"{name}: expected [M, blocks] with M={m} as in xq, got shape {a.shape}")
     blocks = x_scale.shape[1]
     default = k if blocks == 1 else weight.block_size
-    size = default if block_size is None else _integer(block_size, "block_size", 1)
+    size = default if block_size is None else check_scalar.integer(block_size, "block_size", 1)
     if -(-k // size) != blocks:
         raise ValueError(f"x_scale: expected {-(-k // size)} blocks for K={k} and block_size={size}, got {blocks}")
     row_scales = blocks == 1 < weight.blocks
@@ -235,17 +235,15 @@ def product(
     return QuantizedProduct(m, n, k, size, dtype, row_scales)
 
 
-def fp8_product(x: Array, weight: BlockQuantizedWeight, bias: Array | None, out: Array | None) -> QuantizedProduct:
-    """Return the sizes of a product of x that will be quantized to e4m3; the block size is the weight's.
+def float_product(x: Array, weight: BlockQuantizedWeight, bias: Array | None, out: Array | None) -> QuantizedProduct:
+    """Return the sizes of a product of x [M, K] that will be quantized; the block size is the weight's.
 
     Raises:
-        TypeError, ValueError: an argument of `cupy_awq.linear_fp8` that does not fit; the message names it.
+        TypeError, ValueError: an argument of `cupy_awq.linear_int8` that does not fit; the message names it.
     """
     float_x(x, weight)
     x_block_size(x, None)
     n, k = _matrix_shape(weight)
-    if weight.bits != 4:
-        raise ValueError(f"weight: expected 4 bits for a float8 product, got {weight.bits}")
     if x.shape[1] != k:
         raise ValueError(f"x: expected [M, K] with K={k} as in weight, got shape {x.shape}")
     m = int(x.shape[0])
@@ -264,19 +262,11 @@ def _matrix_shape(weight: BlockQuantizedWeight) -> tuple[int, int]:
     return n, k
 
 
-def _integer(value: Any, name: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}")
-    return int(value)
-
-
 def _pair(value: Any, name: str, least: int) -> Pair:
     values = value if isinstance(value, tuple) else (value, value)
     if len(values) != 2:
         raise ValueError(f"{name}: expected a number or two, got {value!r}")
-    return _integer(values[0], name, least), _integer(values[1], name, least)
+    return check_scalar.integer(values[0], name, least), check_scalar.integer(values[1], name, least)
 
 
 def _same_padding(size: int, kernel: int, stride: int, dilation: int) -> Pair:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from cupy_awq.activation import Activation
 from cupy_awq.block_check import ConvolutionShape, QuantizedProduct
 from cupy_awq.block_weight import BlockQuantizedWeight
-from cupy_awq.reference import _round
+from cupy_awq.reference import _quiet, _round
 
 Array = npt.NDArray[Any]
 F32 = np.float32
@@ -40,7 +40,9 @@ def quantize(x: Array, block_size: int, symmetric: bool, rounding: str) -> tuple
                 s, o = np.abs(part).max(1) / F32(127), np.zeros(m, F32)
             else:
                 high = part.max(1)
-                s = (high - part.min(1)) / F32(255)
+                low = part.min(1)
+                s = (high - low) / F32(255)
+                s = np.where(np.isinf(s), high / F32(255) - low / F32(255), s)
                 wide = s > SMALLEST_SCALE
                 o = np.where(wide, high - F32(127) * s, high)
                 s = np.where(wide | ~np.isfinite(s), s, F32(1))
@@ -76,6 +78,7 @@ def quantize_fp8(x: Array, block_size: int) -> tuple[Array, Array, Array]:
     return values.view(np.uint8), (size / F32(448))[:, 0], sums.astype(F32)
 
 
+@_quiet
 def linear_fp8(
     x: Array,
     weight: BlockQuantizedWeight,
@@ -90,6 +93,7 @@ def linear_fp8(
     return gemm(codes.view(E4M3), scales, None, sums, weight, product, bias, activation, out)
 
 
+@_quiet
 def gemm(
     xq: Array,
     x_scale: Array,
@@ -126,6 +130,7 @@ def gemm(
     return finish(y, bias, activation, out)
 
 
+@_quiet
 def conv2d(
     x: Array,
     weight: BlockQuantizedWeight,
@@ -144,6 +149,7 @@ def conv2d(
     return finish(y if shape.nhwc else y.transpose(0, 3, 1, 2), _per_output(bias, shape), activation, out)
 
 
+@_quiet
 def conv2d_int8(
     x: Array,
     codes: Array,
@@ -196,6 +202,5 @@ def finish(y: Array, bias: Array | None, activation: Activation, out: Array) -> 
         y = np.clip(y, *activation.limits)
     elif activation.kind is not None:
         raise ValueError(f"activation: expected a clamp or None, got {activation.kind!r}")
-    with np.errstate(over="ignore"):
-        out[...] = _round(y, out.dtype)
+    out[...] = _round(y, out.dtype)
     return out

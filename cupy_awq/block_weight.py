@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import check
+from cupy_awq import check, check_scalar
 from cupy_awq.check import Array
 from cupy_awq.packing import namespace, pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight, check_packed
@@ -71,8 +71,7 @@ class BlockQuantizedWeight:
             raise TypeError(f"codes: expected uint8, got {codes.dtype}")
         if len(codes.shape) != 4 or 0 in codes.shape:
             raise ValueError(f"codes: expected a non-empty [Co, Kh, Kw, Ci/groups], got shape {codes.shape}")
-        if bits not in (4, 8) or isinstance(bits, bool):
-            raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
+        _check_bits(bits)
         if bits == 4 and (largest := int(codes.max())) > 15:
             raise ValueError(f"codes: expected 0 .. 15 for bits=4, got {largest}")
         shape = tuple(int(size) for size in codes.shape)
@@ -162,8 +161,7 @@ def from_mnn(
            [9, 8, 9, 8]], dtype=uint8)
     """
     check.device_id(packed, "packed")
-    if bits not in (4, 8):
-        raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
+    _check_bits(bits)
     expected_dtype = check.UINT8 if bits == 4 else check.INT8
     if packed.dtype != expected_dtype:
         raise TypeError(f"packed: expected {expected_dtype} for bits={bits}, got {packed.dtype}")
@@ -171,7 +169,10 @@ def from_mnn(
     if len(scale.shape) != 2 or 0 in scale.shape:
         raise ValueError(f"scale: expected a non-empty [Co, blocks], got shape {scale.shape}")
     co, blocks = scale.shape
-    kh, kw = kernel
+    if not isinstance(kernel, tuple) or len(kernel) != 2:
+        raise TypeError(f"kernel: expected (Kh, Kw), got {type(kernel).__name__}")
+    kh, kw = (check_scalar.integer(size, "kernel", 1) for size in kernel)
+    in_channels = check_scalar.integer(in_channels, "in_channels", 1)
     expected = (-(-co // 8) * 8, kh * kw, -(-in_channels // 8) * 8 * bits // 8)
     if packed.shape != expected:
         layout = f"[Co_p, Kh*Kw, Ci_p{'/2' if bits == 4 else ''}]"
@@ -212,6 +213,11 @@ def from_packed(weight: PackedWeight, /) -> BlockQuantizedWeight:
     return block_weight
 
 
+def _check_bits(bits: Any) -> None:
+    if not isinstance(bits, (int, np.integer)) or bits not in (4, 8):
+        raise ValueError(f"bits: expected 4 or 8, got {check_scalar.shorten(bits)}")
+
+
 def _checked_block_size(
     shape: tuple[int, ...], scale: Array, offset: Array | None, block_size: int | None, device: int
 ) -> int:
@@ -229,18 +235,13 @@ def _checked_block_size(
         if offset.shape != scale.shape:
             raise ValueError(f"offset: expected the shape of scale, {scale.shape}, got {offset.shape}")
     blocks = int(scale.shape[1])
-    if block_size is None:
-        block_size = -(-channels // blocks)
-    elif isinstance(block_size, bool) or not isinstance(block_size, int):
-        raise TypeError(f"block_size: expected an integer, got {block_size!r}")
-    elif block_size < 1:
-        raise ValueError(f"block_size: expected at least 1, got {block_size}")
-    if -(-channels // block_size) != blocks:
+    size = -(-channels // blocks) if block_size is None else check_scalar.integer(block_size, "block_size", 1)
+    if -(-channels // size) != blocks:
         raise ValueError(
-            f"scale: expected {-(-channels // block_size)} blocks for {channels} input channels in blocks of "
-            f"{block_size}, got {blocks}"
+            f"scale: expected {-(-channels // size)} blocks for {channels} input channels in blocks of {size}, "
+            f"got {blocks}"
         )
-    return block_size
+    return size
 
 
 def _packed(codes: Array) -> Array:

@@ -10,13 +10,14 @@ need neither CuPy nor a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import numbers
-import operator
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
+from cupy_awq import check_scalar
 from cupy_awq.activation import ACTIVATIONS, Activation
 
 Array: TypeAlias = Any
@@ -56,6 +57,9 @@ FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
 FLOATS = (FLOAT16, BFLOAT16, FLOAT32)
 SCALES = (FLOAT16, BFLOAT16)
+
+_DTYPE_NAMES = {name: dtype for dtype in FLOATS for name in (dtype.name, dtype.str, dtype.str[1:], dtype.char)}
+_DTYPE_NAMES |= {"half": FLOAT16, "single": FLOAT32}
 
 _DLPACK_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
 
@@ -100,8 +104,10 @@ def is_device_array(a: object) -> bool:
         return False
     if _is_cupy(a) or hasattr(a, "__cuda_array_interface__"):
         return True
-    dlpack_device = getattr(a, "__dlpack_device__", None)
-    return dlpack_device is not None and int(dlpack_device()[0]) in _DLPACK_CUDA
+    try:
+        return int(a.__dlpack_device__()[0]) in _DLPACK_CUDA  # type: ignore[attr-defined]
+    except Exception:  # not an array, or a foreign library, which may raise anything
+        return False
 
 
 def device_id(a: Any, name: str) -> int:
@@ -113,10 +119,16 @@ def device_id(a: Any, name: str) -> int:
     -1
     """
     if isinstance(a, np.ndarray):
+        if isinstance(a, (np.ma.MaskedArray, np.matrix)):  # operations ignore a mask, and a matrix has two axes always
+            raise TypeError(f"{name}: expected a plain NumPy array, got {type(a).__name__}")
         return HOST
     if _is_cupy(a):
         return int(a.data.device_id)  # faster than CuPy's __cuda_array_interface__, which builds a dictionary
-    hint = "; cupy.asarray or cupy.from_dlpack views it without a copy" if is_device_array(a) else ""
+    hint = ""
+    if is_device_array(a):
+        hint = "; cupy.asarray or cupy.from_dlpack views it without a copy"
+    elif hasattr(a, "__dlpack__"):
+        hint = "; numpy.from_dlpack views it without a copy"
     raise TypeError(f"{name}: expected a NumPy or CuPy array, got {type(a).__name__}{hint}")
 
 
@@ -148,14 +160,14 @@ def float_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
     >>> float_dtype("float16")
     dtype('float16')
     """
-    found: np.dtype[Any]
-    try:
-        found = np.dtype(dtype)
-    except TypeError:
-        found = FLOAT64
-    if found not in FLOATS or dtype is None:
-        got = dtype if isinstance(dtype, np.dtype) else repr(dtype)
-        raise TypeError(f"{name}: expected {_names(FLOATS)}, got {got}")
+    found: np.dtype[Any] | None = None
+    if isinstance(dtype, str):
+        found = _DTYPE_NAMES.get(dtype)
+    elif isinstance(dtype, (type, np.dtype)):
+        with contextlib.suppress(TypeError):  # a type that is no dtype
+            found = np.dtype(dtype)
+    if found not in FLOATS:
+        raise TypeError(f"{name}: expected {_names(FLOATS)}, got {check_scalar.shorten(dtype)}")
     return found
 
 
@@ -265,13 +277,17 @@ def activation(activation: Any) -> Activation:
     if isinstance(activation, str) and activation in ACTIVATIONS:
         return ACTIVATIONS[activation]
     pair = activation if isinstance(activation, tuple) else ()
+    got = check_scalar.shorten(activation)
     if len(pair) != 2 or not all(isinstance(limit, numbers.Real) for limit in pair):
         error = ValueError if isinstance(activation, str) else TypeError
-        raise error(f"activation: expected {', '.join(ACTIVATIONS)}, (low, high) or None, got {activation!r}")
-    with np.errstate(over="ignore"):
-        low, high = (float(np.float32(limit)) for limit in pair)  # epilogues compute in float32, so 1e300 is infinity
+        raise error(f"activation: expected {', '.join(ACTIVATIONS)}, (low, high) or None, got {got}")
+    try:
+        with np.errstate(over="ignore"):
+            low, high = (float(np.float32(limit)) for limit in pair)  # epilogues compute in float32: 1e300 is infinity
+    except OverflowError:  # an integer beyond float64
+        low, high = np.nan, np.nan
     if not low <= high:
-        raise ValueError(f"activation: expected (low, high) with low <= high, got {activation!r}")
+        raise ValueError(f"activation: expected (low, high) with low <= high, got {got}")
     return Activation("clamp", (low, high))
 
 
@@ -324,25 +340,29 @@ def product(
     return Product(element, shape, bias_dtype, form)
 
 
-def group_size(k: int, group_size: Any) -> int:
-    """Return the group size, a divisor of K; -1 stands for K.
+INT32_MAX = 2**31 - 1
+"""The largest size that kernels take."""
+MAX_AXES = 32
+"""The largest number of axes that CuPy supports."""
 
-    Raises TypeError for another type than an integer, ValueError for one that does not divide K.
+HOST = -1
+"""The device number of the CPU, where NumPy arrays live; GPUs count from 0."""
 
-    >>> group_size(4096, -1)
-    4096
-    """
-    try:
-        if isinstance(group_size, (bool, np.bool_)):
-            raise TypeError
-        g = operator.index(group_size)
-    except TypeError:
-        raise TypeError(f"group_size: expected an integer, got {group_size!r}") from None
-    if g == -1:
-        return k
-    if g < 1 or k % g:
-        raise ValueError(f"group_size: expected a divisor of K = {k}, or -1 for K itself, got {g}")
-    return g
+INT8 = np.dtype(np.int8)
+UINT8 = np.dtype(np.uint8)
+UINT16 = np.dtype(np.uint16)
+INT32 = np.dtype(np.int32)
+FLOAT16 = np.dtype(np.float16)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT32 = np.dtype(np.float32)
+FLOAT64 = np.dtype(np.float64)
+FLOATS = (FLOAT16, BFLOAT16, FLOAT32)
+SCALES = (FLOAT16, BFLOAT16)
+
+_DTYPE_NAMES = {name: dtype for dtype in FLOATS for name in (dtype.name, dtype.str, dtype.str[1:], dtype.char)}
+_DTYPE_NAMES |= {"half": FLOAT16, "single": FLOAT32}
+
+_DLPACK_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
 
 
 def dense_weight(w: StridedArray) -> tuple[int, int]:
@@ -362,24 +382,6 @@ def dense_weight(w: StridedArray) -> tuple[int, int]:
     if w.ndim != 2 or 0 in w.shape or w.shape[1] % 8:
         raise ValueError(f"w: expected [K, N] with K > 0, N > 0 and N divisible by 8, got {describe(w)}")
     return w.shape[0], w.shape[1]
-
-
-def calibration_inputs(inputs: StridedArray, k: int, w: StridedArray) -> None:
-    """Check the calibration inputs of a weight [K, N]: floats [..., K] on the device of w.
-
-    Raises:
-        TypeError: inputs is not an array of floats, or is on another device.
-        ValueError: the last axis is not K, or there are no tokens.
-
-    >>> calibration_inputs(np.zeros((2, 64), np.float32), 64, np.zeros((64, 8), np.float32))
-    """
-    if device_id(inputs, "inputs") != device_id(w, "w"):
-        raise TypeError("inputs: expected an array on the device of w, got one on another device")
-    dtypes = *FLOATS, FLOAT64
-    if inputs.dtype not in dtypes:
-        raise TypeError(f"inputs: expected {_names(dtypes)} [..., K], got {describe(inputs)}")
-    if inputs.ndim == 0 or inputs.shape[-1] != k or 0 in inputs.shape:
-        raise ValueError(f"inputs: expected [..., K] with K = {k} and at least one token, got {describe(inputs)}")
 
 
 def packable(a: StridedArray, name: str, dtype: np.dtype[Any], multiple: int) -> None:

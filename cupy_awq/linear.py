@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupy_awq import check
+from cupy_awq import check, check_scalar
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Fusion
@@ -96,14 +96,15 @@ class AwqLinear:
         self._bias = bias
         self._activation = activation
         self._launches: dict[Any, gemm_launch.GemmLaunch] = {}
-        if x_dtype not in (None, "int8", "fp8"):
+        if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8")):
             raise ValueError(f"x_dtype: expected None, 'int8' or 'fp8', got {x_dtype!r}")
         self._x_dtype = x_dtype
         self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype is None else weight
         # Kernels of the repacked layout need gate and up in whole weight tiles; others need the AWQ tensors.
         has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0
-        if not keep_weight and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
+        frees_weight = not check_scalar.flag(keep_weight, "keep_weight")
+        if frees_weight and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
             self._weight = self._operand = self._operand.without_original()
         self._pointers = gemm_launch.weight_pointers(self._operand, bias) if spec.device != check.HOST else ()
 
@@ -140,13 +141,19 @@ class AwqLinear:
         >>> [y.shape for y in layer.split(layer(np.ones((2, 32), np.float16)))]
         [(2, 16), (2, 8)]
         """
-        parts = list(parts)
+        try:
+            parts = list(parts)
+        except TypeError:
+            raise TypeError(
+                f"parts: expected a sequence of layers or weights, got {check_scalar.shorten(parts)}"
+            ) from None
         if not parts:
             raise ValueError("parts: expected at least one layer or weight, got none")
         layers = [part if isinstance(part, AwqLinear) else None for part in parts]
         weights = [part.weight if isinstance(part, AwqLinear) else part for part in parts]
-        for weight in weights:
-            check_packed(weight)
+        for i, weight in enumerate(weights):
+            if not isinstance(weight, PackedWeight):
+                raise TypeError(f"parts[{i}]: expected an AwqLinear or a PackedWeight, got {type(weight).__name__}")
         first = weights[0].spec
         for i, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
             for name in ("k", "group_size", "dtype", "zeros", "device"):
@@ -212,6 +219,7 @@ class AwqLinear:
         """Return the columns of y [..., N] that belong to each part, as views.
 
         Raises:
+            TypeError: y is not an array.
             ValueError: y has another number of columns than `splits` adds up to.
 
         >>> import numpy as np
@@ -220,7 +228,8 @@ class AwqLinear:
         >>> [y.shape for y in AwqLinear.concatenate(weights).split(np.zeros((2, 24)))]
         [(2, 16), (2, 8)]
         """
-        if y.shape[-1] != sum(self._splits):
+        check.device_id(y, "y")
+        if not y.shape or y.shape[-1] != sum(self._splits):
             raise ValueError(f"y: expected [..., {sum(self._splits)}], got {check.describe(y)}")
         ends = np.cumsum(self._splits).tolist()
         return [y[..., end - size : end] for size, end in zip(self._splits, ends, strict=True)]
@@ -321,6 +330,7 @@ class AwqLinear:
         >>> layer.fused_plan(1, Fusion("add_to_stream")) is None  # on the CPU
         True
         """
+        m = check_scalar.integer(m, "m", 1)
         element, form = check.float_dtype(dtype), check.activation(self._activation)
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
@@ -336,12 +346,13 @@ class AwqLinear:
         >>> AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16)).kernel_for(8)
         'numpy'
         """
+        m = check_scalar.integer(m, "m", 1)
+        element, form = check.float_dtype(dtype), check.activation(self._activation)
         index = self._weight.spec.device
         if index == check.HOST:
             return "numpy"
         if self._x_dtype is not None:
             return f"gemm_{self._x_dtype}"
-        element, form = check.float_dtype(dtype), check.activation(self._activation)
         bias_dtype = None if self._bias is None else self._bias.dtype.name
         problem = gemm_launch.gemm_problem(self._operand, form, m, element, bias_dtype=bias_dtype)
         return select.choose(problem, device.of(index)).name

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import check
+from cupy_awq import check, check_scalar
 from cupy_awq.check import Array, StridedArray
 from cupy_awq.packing import namespace, pack_int4
 from cupy_awq.quantization import MomentSum, Recipe, quantize_rows
@@ -62,9 +62,10 @@ def quantize(
     True
     """
     k, n = check.dense_weight(w)
-    if bits != 4:
-        raise ValueError(f"bits: expected 4, got {bits!r}")
-    group_size = check.group_size(k, group_size)
+    if not isinstance(bits, (int, np.integer)) or bits != 4:
+        raise ValueError(f"bits: expected 4, got {check_scalar.shorten(bits)}")
+    symmetric = check_scalar.flag(symmetric, "symmetric")
+    group_size = check_scalar.group_size(k, group_size)
     groups = k // group_size
     xp = namespace(w)
     scale_dtype = check.BFLOAT16 if w.dtype == check.BFLOAT16 else check.FLOAT16
@@ -95,10 +96,22 @@ def _quantize_calibrated(w: Any, inputs: Array, recipe: Recipe) -> PackedWeight:
     dense = xp.ascontiguousarray(w.T).astype(np.float32)
     if not bool(xp.isfinite(dense).all()):
         raise ValueError("w: expected finite values, got NaN or infinity")
-    check.calibration_inputs(inputs, dense.shape[1], w)
+    _check_inputs(inputs, dense.shape[1], w)
     sums = MomentSum()
     sums.add(inputs)
     return quantize_rows(dense, sums.mean(), recipe).pack()
+
+
+def _check_inputs(inputs: Array, k: int, w: Array) -> None:
+    """Check that calibration inputs are floats [..., K] on the device of w: raises TypeError or ValueError."""
+    if check.device_id(inputs, "inputs") != check.device_id(w, "w"):
+        raise TypeError("inputs: expected an array on the device of w, got one on another device")
+    dtypes = *check.FLOATS, check.FLOAT64
+    if inputs.dtype not in dtypes:
+        raise TypeError(f"inputs: expected {', '.join(map(str, dtypes))} [..., K], got {check.describe(inputs)}")
+    if inputs.ndim == 0 or inputs.shape[-1] != k or 0 in inputs.shape:
+        found = check.describe(inputs)
+        raise ValueError(f"inputs: expected [..., K] with K = {k} and at least one token, got {found}")
 
 
 def _quantize_groups(w: Array, scale_dtype: np.dtype[Any], symmetric: bool, xp: Any) -> tuple[Array, Array, Array]:

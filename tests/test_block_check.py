@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from cupy_awq import (
     from_mnn,
     from_packed,
     gemm_int8,
+    linear_fp8,
     linear_int8,
     quantize_activations,
 )
@@ -197,9 +199,13 @@ def test_gemm_int8_refuses_blocks_whose_sums_could_overflow() -> None:
         ({"weight_scale": np.ones(4)}, TypeError, "weight_scale: expected float32, got float64"),
         ({"weight_scale": np.ones(3, F32)}, ValueError, r"weight_scale: expected \[Co\] = \[4\]"),
         ({"bias": np.ones(3, F32)}, ValueError, r"bias: expected \[Co\] = \[4\]"),
-        ({"x_scale": 0.0}, ValueError, "x_scale: expected a positive number, got 0.0"),
-        ({"out_scale": float("nan")}, ValueError, "out_scale: expected a positive number, got nan"),
-        ({"x_zero": 128}, ValueError, "x_zero: expected -128 .. 127, got 128"),
+        ({"x_scale": 0.0}, ValueError, "x_scale: expected a number from .*, got 0.0"),
+        (
+            {"out_scale": float("nan")},
+            ValueError,
+            r"out_scale: expected a number from 1.175e-38 to 3.403e\+38, got nan",
+        ),
+        ({"x_zero": 128}, ValueError, "x_zero: expected at most 127, got 128"),
         ({"out_zero": 0.5}, TypeError, "out_zero: expected an integer, got 0.5"),
         ({"activation": "silu"}, ValueError, "activation: expected None"),
         ({"out": np.zeros((1, 4, 6, 6), F32)}, TypeError, "^out: expected int8 .*, got float32"),
@@ -214,12 +220,83 @@ def test_conv2d_int8_arguments(change: dict[str, Any], error: type[Exception], t
 
 
 @pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"weight_scale": np.array([1, np.nan, 1, 1], F32)}, "weight_scale: expected finite values"),
+        ({"weight_scale": np.array([1, np.inf, 1, 1], F32)}, "weight_scale: expected finite values"),
+        ({"bias": np.array([1, np.nan, 1, 1], F32)}, "bias: expected finite values, got NaN or infinity"),
+        ({"bias": np.array([1, -np.inf, 1, 1], F32)}, "bias: expected finite values, got NaN or infinity"),
+        (
+            {"bias": np.array([1, 1e30, 1, 1], F32)},
+            "bias: expected bias / .* and all sums within int32, got sums up to 2e",
+        ),
+        ({"x_scale": 1e-40}, "x_scale: expected a number from"),
+        ({"x_scale": 1e40}, "x_scale: expected a number from"),
+        ({"out_scale": 1e40}, "out_scale: expected a number from"),
+        ({"out_scale": 10**400}, "out_scale: expected a number from"),
+        ({"x_scale": 1e-37, "weight_scale": np.full(4, 1e-6, F32)}, r"x_scale: expected x_scale \* weight_scale from"),
+        ({"x_scale": 1e-30, "out_scale": 1e30}, r"out_scale: expected x_scale \* weight_scale / out_scale from"),
+        ({"x_scale": 1e30, "out_scale": 1e-30}, r"out_scale: expected x_scale \* weight_scale / out_scale from"),
+        (
+            {"x_scale": 1e-9, "out_zero": 3},
+            "out_zero: expected out_zero / .* and all sums within int32",
+        ),
+    ],
+)
+def test_conv2d_int8_refuses_scales_and_biases_that_would_give_silent_zeros(change: dict[str, Any], text: str) -> None:
+    given = {"x": X.astype(np.int8), "codes": CODES.view(np.int8), "weight_scale": np.ones(4, F32)} | change
+    options = {"x_scale": 0.5, "out_scale": 1.0} | {k: v for k, v in change.items() if k != "weight_scale"}
+    out = np.full_like(conv2d_int8(given["x"], given["codes"], np.ones(4, F32), x_scale=1.0, out_scale=1.0), 85)
+    with pytest.raises(ValueError, match=f"^{text}"):
+        conv2d_int8(given["x"], given["codes"], given["weight_scale"], **options, out=out)
+    assert (out == 85).all()
+
+
+def test_infinite_and_nan_elements_do_not_warn() -> None:
+    """An infinity is as quiet as in `gemm`; pytest raises the package's warnings as errors."""
+    weight = BlockQuantizedWeight(np.full((8, 1, 1, 8), 9, np.uint8), np.ones((8, 2), F32), np.ones((8, 2), F32))
+    for value in (np.inf, -np.inf, np.nan, 3e38):
+        x = np.full((3, 8), value, F32)
+        x[1] = 1
+        for linear in (linear_int8, linear_fp8):
+            y = linear(x, weight)
+            assert np.isfinite(y[1]).all()
+        quantized = quantize_activations(x, block_size=4)
+        assert np.isfinite(gemm_int8(*quantized, weight, block_size=4)[1]).all()
+        images = x.reshape(3, 8, 1, 1)
+        assert np.isfinite(conv2d(images, weight)[1]).all()
+        assert conv2d(images, weight, activation="relu6").shape == (3, 8, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"kernel": 3}, TypeError, "kernel: expected (Kh, Kw), got int"),
+        ({"kernel": (3,)}, TypeError, "kernel: expected (Kh, Kw), got tuple"),
+        ({"kernel": (3, 3.0)}, TypeError, "kernel: expected an integer, got 3.0"),
+        ({"kernel": (-1, -1)}, ValueError, "kernel: expected at least 1, got -1"),
+        ({"in_channels": 4.0}, TypeError, "in_channels: expected an integer, got 4.0"),
+        ({"in_channels": 0}, ValueError, "in_channels: expected at least 1, got 0"),
+        ({"in_channels": -8}, ValueError, "in_channels: expected at least 1, got -8"),
+        ({"bits": [4]}, ValueError, "bits: expected 4 or 8, got [4]"),
+    ],
+)
+def test_from_mnn_validates_kernel_and_channels(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    options = {"kernel": (1, 1), "in_channels": 4} | change
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        from_mnn(np.zeros((8, 1, 4), np.uint8), np.ones((2, 1), F32), None, **options)
+
+
+@pytest.mark.parametrize(
     ("x", "options", "error", "text"),
     [
+        (np.zeros((3, 8), F32), {"out": [0]}, TypeError, "out: expected a NumPy or CuPy array, got list"),
+        (np.zeros((), F32), {}, ValueError, r"x: expected \[M, K\], got shape \(\)"),
+        (np.zeros((3, 8), F32), {"bias": np.zeros((), F32)}, ValueError, r"bias: expected .* got float32 \[\]"),
         (np.zeros((3, 8)), {}, TypeError, "x: expected float16, bfloat16 or float32"),
-        (np.zeros((3, 9), F32), {}, ValueError, r"xq: expected \[M, K\] with K=8"),
+        (np.zeros((3, 9), F32), {}, ValueError, r"x: expected \[M, K\] with K=8"),
         (np.zeros(8, F32), {}, ValueError, r"x: expected \[M, K\]"),
-        (np.zeros((3, 8), F32), {"out": np.zeros((3, 4), np.float16)}, TypeError, "out: expected float32 as in x"),
+        (np.zeros((3, 8), F32), {"out": np.zeros((3, 4), np.float16)}, TypeError, r"out: expected float32 \[3, 4\]"),
     ],
 )
 def test_linear_int8_arguments(x: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_awq import check
+from cupy_awq import check, check_scalar
 from cupy_awq.activation import Activation
 
 K, N, G = 64, 32, 16
@@ -314,7 +314,7 @@ def test_out_may_be_on_a_gpu_and_strided() -> None:
 
 @pytest.mark.parametrize(("given", "expected"), [(16, 16), (-1, K), (K, K), (1, 1), (np.int64(32), 32)])
 def test_group_size_divides_k_or_is_minus_one(given: Any, expected: int) -> None:
-    assert check.group_size(K, given) == expected
+    assert check_scalar.group_size(K, given) == expected
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_group_size_divides_k_or_is_minus_one(given: Any, expected: int) -> None
 )
 def test_invalid_group_size_raises_the_documented_message(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        check.group_size(K, given)
+        check_scalar.group_size(K, given)
 
 
 @pytest.mark.parametrize("given", ["float64", None, "int8", "nonsense", 3.5, np.complex64, object()])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,46 @@ def test_reader_that_closes_the_pipe_causes_no_traceback() -> None:
         command, cwd=Path(cupy_awq.__file__).parents[1], capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stderr) == (1, "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="shells close streams differently there")
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("explain 128x64 >&-", 0), ("explain 128x64 >&- 2>&-", 0), ("info nowhere >&- 2>&- <&-", 2), ("--version >&-", 0)],
+)
+def test_closed_streams_cause_no_traceback(command: str, code: int) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(cupy_awq.__file__).parents[1])}
+    line = f'"$0" -m cupy_awq {command}'
+    result = subprocess.run(["sh", "-c", line, sys.executable], env=environment, capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (code, b"")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals differ there")
+@pytest.mark.parametrize("module", ["cupy_awq.tools.command_line", "cupy_awq.check", "numpy", "numpy.linalg"])
+def test_interrupt_during_imports_prints_no_traceback(module: str) -> None:
+    program = (
+        "import os, runpy, signal, sys\n"
+        "class Interrupt:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt)\n"
+        "sys.argv = ['cupy_awq', 'explain', '128x64']\n"
+        "runpy.run_module('cupy_awq', run_name='__main__', alter_sys=True)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(cupy_awq.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode in (130, -signal.SIGINT)
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+def test_an_empty_path_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mistake(capsys, "info", "") == "cupy_awq: error: path: expected a file or a folder, got an empty string"
 
 
 # Help and mistakes that all commands share.

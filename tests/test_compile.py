@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +71,9 @@ def test_a_kernel_is_compiled_once(root: Path, compilations: list[str]) -> None:
     first, second = compiler.build(KERNEL), compiler.build(KERNEL)
     assert (first.newly_compiled, second.newly_compiled, compilations) == (True, False, ["80"])
     assert first.path == second.path
-    assert first.path.read_bytes()[:4] == b"\x7fELF"
+    assert first.path is not None
+    assert first.path.read_bytes() == first.code == second.code
+    assert first.code[:4] == b"\x7fELF"
     assert first.resources == second.resources
     assert first.resources is not None
     assert first.resources.registers > 0
@@ -101,13 +107,166 @@ def test_every_input_of_a_compilation_is_part_of_the_cache_key(
     assert len(compilations) == 2
 
 
-def test_an_empty_or_lost_cache_entry_is_compiled_again(root: Path, compilations: list[str]) -> None:
-    path = compiler.build(KERNEL).path
-    path.write_bytes(b"")
-    compiler.build(KERNEL)
-    path.with_suffix(".json").unlink()
-    compiler.build(KERNEL)
-    assert len(compilations) == 3
+def _damage_entry(text: str) -> Callable[[Path], object]:
+    return lambda path: path.with_suffix(".json").write_text(text)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "code is empty": lambda path: path.write_bytes(b""),
+    "code is lost": Path.unlink,
+    "code is truncated": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "code is garbage": lambda path: path.write_bytes(b"\x7fELF" + os.urandom(1000)),
+    "one bit of the code is flipped": lambda path: path.write_bytes(
+        path.read_bytes()[:500] + bytes([path.read_bytes()[500] ^ 1]) + path.read_bytes()[501:]
+    ),
+    "code of another kernel": lambda path: path.write_bytes(
+        compiler.build(Kernel("scale.cu", "scale", (("FACTOR", 7),), "80")).code
+    ),
+    "entry is lost": lambda path: path.with_suffix(".json").unlink(),
+    "entry is empty": _damage_entry(""),
+    "entry is truncated": lambda path: _damage_entry(path.with_suffix(".json").read_text()[:-9])(path),
+    "entry is a list": _damage_entry("[]"),
+    "entry is null": _damage_entry("null"),
+    "entry has an unknown key": lambda path: _damage_entry(
+        path.with_suffix(".json").read_text().replace("registers", "cisterns")
+    )(path),
+    "entry has resources of another type": _damage_entry('{"resources": [3], "sha256": ""}'),
+    "entry has another digest": lambda path: _damage_entry(
+        path.with_suffix(".json").read_text().replace('"sha256": "', '"sha256": "0')
+    )(path),
+    "entry has other resources": lambda path: _damage_entry(
+        path.with_suffix(".json").read_text().replace('"spill_bytes": 0', '"spill_bytes": 8')
+    )(path),
+    "entry is deeply nested": _damage_entry("[" * 100_000),
+    "entry is binary": lambda path: path.with_suffix(".json").write_bytes(b"\xff\xfe\x00"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_cache_entry_is_compiled_again_and_replaced(
+    root: Path, compilations: list[str], damage: Callable[[Path], object]
+) -> None:
+    first = compiler.build(KERNEL)
+    assert first.path is not None
+    damage(first.path)
+    compilations.clear()
+    assert compiler.build(KERNEL).code == first.code
+    assert len(compilations) == 1
+    again = compiler.build(KERNEL)
+    assert (again.code, again.resources, again.newly_compiled) == (first.code, first.resources, False)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX permissions")
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_cache_files_follow_the_umask(root: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        compiler.build(KERNEL)
+    finally:
+        os.umask(before)
+    files = list((root / "cache").iterdir())
+    assert len(files) == 2
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+    assert (root / "cache").stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def _use_file_as_folder(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_folder.write_text("")
+
+
+def _fill_disk(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every write fail after half of its bytes."""
+    real = Path.open
+
+    def limited(path: Path, mode: str = "r", *options: Any, **more: Any) -> Any:
+        file = real(path, mode, *options, **more)
+        if "x" in mode:
+            write = file.write
+
+            class Full:
+                def __enter__(self) -> Full:
+                    return self
+
+                def __exit__(self, *_: object) -> None:
+                    file.close()
+
+                def write(self, content: bytes) -> None:
+                    write(content[: len(content) // 2])
+                    raise OSError(errno.ENOSPC, "No space left on device")
+
+            return Full()
+        return file
+
+    monkeypatch.setattr(Path, "open", limited)
+
+
+def _deny_reads(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every access fail, as in a folder of another user with mode 0700."""
+
+    def denied(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    for name in ("open", "read_bytes", "mkdir"):
+        monkeypatch.setattr(Path, name, denied)
+
+
+@pytest.mark.parametrize("spoil", [_use_file_as_folder, _fill_disk, _deny_reads])
+def test_a_cache_folder_that_cannot_be_used_costs_one_warning(
+    root: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path, Any], None]
+) -> None:
+    monkeypatch.setattr(cache, "_has_warned", False)
+    monkeypatch.setattr(compiler, "_unsaved", {})
+    texts = sources.include_closure("scale.cu")
+    monkeypatch.setattr(sources, "include_closure", lambda source: texts)
+    spoil(root / "cache", monkeypatch)
+    other = Kernel("scale.cu", "scale", (("FACTOR", 5),), "80")
+    with pytest.warns(RuntimeWarning, match=f"{cache.VARIABLE}: expected a folder that can be read") as caught:
+        first, second, third = compiler.build(KERNEL), compiler.build(KERNEL), compiler.build(other)
+    assert len(caught) == 1
+    assert first.code[:4] == third.code[:4] == b"\x7fELF"
+    assert (first.path, second.code, second.resources) == (None, first.code, first.resources)
+    assert [binary.newly_compiled for binary in (first, second, third)] == [True, False, True]
+    assert len(compilations) == 2
+    monkeypatch.undo()
+    assert not (root / "cache").is_dir() or not list((root / "cache").iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs root to become another user")
+def test_a_cache_that_root_has_filled_is_read_by_another_user(tmp_path: Path) -> None:
+    """A container image is built as root and run as another user, with a home that may not exist."""
+    script = (
+        "import os, sys, warnings\n"
+        "from cupy_awq.kernels import select\n"
+        "from cupy_awq.kernels.problem import Problem\n"
+        "from cupy_awq.runtime import compile, device\n"
+        "from cuda.bindings import nvrtc\n"
+        "kernel = select.choose(Problem(1, 256, 256, 128), device.nominal(80)).plan.kernel\n"
+        "warnings.simplefilter('always')\n"
+        "compile.nvrtc_version_and_archs()\n"
+        "os.umask(0o022)\n"
+        "if len(sys.argv) > 1: os.setuid(54321)\n"
+        "if len(sys.argv) > 2: os.environ.pop('CUPY_AWQ_CACHE_DIR'); os.environ.pop('HOME', None)\n"
+        "print(compile.build(kernel).newly_compiled)\n"
+    )
+    folder = tmp_path / "cache"
+    for parent in tmp_path.parents:
+        if parent.stat().st_uid == os.getuid() and parent.is_relative_to(tempfile.gettempdir()):
+            parent.chmod(parent.stat().st_mode | 0o055)
+    tmp_path.chmod(0o755)
+    environment = {**os.environ, cache.VARIABLE: str(folder)}
+
+    def run(*arguments: str) -> tuple[str, int]:
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip(), done.stderr.count("RuntimeWarning")
+
+    assert run() == ("True", 0)
+    assert run("other") == ("False", 0)
+    for path in folder.iterdir():
+        path.chmod(0o600)  # as older versions left them
+    assert run("other") == ("True", 1)
+    assert run("other", "homeless") == ("True", 1)
 
 
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
@@ -138,8 +297,8 @@ def test_threads_may_compile_the_same_kernel(root: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 4
-    assert len({binary.path.read_bytes() for binary in found}) == 1
-    assert sorted(path.suffix for path in found[0].path.parent.iterdir()) == [".cubin", ".json"]
+    assert len({binary.code for binary in found}) == 1
+    assert sorted(path.suffix for path in (root / "cache").iterdir()) == [".cubin", ".json"]
 
 
 def test_a_compile_error_shows_file_and_line_of_the_header(root: Path) -> None:
@@ -176,6 +335,15 @@ def test_all_kernels_of_an_arch_are_listed_for_compilation(arch: int) -> None:
         for shape in ((4096, 4096), (1536, 576)):
             problem = Problem(m, *shape, 128 if shape[0] == 4096 else 64)
             assert select.choose(problem, facts).plan.kernel in listed
+
+
+def test_compile_fails_if_the_cache_cannot_be_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "cache").write_text("")
+    monkeypatch.setattr(compile_all, "kernels", lambda arch: [KERNEL])
+    monkeypatch.setattr(cache, "_has_warned", True)
+    monkeypatch.setattr(compiler, "_unsaved", {})
+    with pytest.raises(OSError, match=f"{cache.VARIABLE}: expected a folder that can be written, got"):
+        compile_all.run(["80"])
 
 
 def test_compile_all_refuses_an_invalid_arch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -48,6 +49,14 @@ def test_quantize_rows_gives_the_bits_of_the_reference(backend: str, arch: int, 
     x[-1, ::block] = 127
     x[0, : k // 2] = data.draw(st.sampled_from([0.0, 1.5, np.nan, np.inf, -np.inf]))
     x = strided(x, data.draw(st.sampled_from([0, 8])))
+    check_quantize_rows(backend, arch, x, block, dtype, symmetric, half_even, wide)
+
+
+def check_quantize_rows(
+    backend: str, arch: int, x: Any, block: int, dtype: str, symmetric: bool, half_even: bool, wide: bool
+) -> tuple[Any, ...]:
+    """Compare the kernel with the reference, bit for bit, and return the reference's results."""
+    m, k = x.shape
     x.flags.writeable = False
     wanted = block_reference.quantize(x, block, symmetric, "half_even" if half_even else "half_away")
     out = [None if a is None else np.full(a.shape, 77, a.dtype) for a in wanted]
@@ -59,6 +68,26 @@ def test_quantize_rows_gives_the_bits_of_the_reference(backend: str, arch: int, 
     runner(backend)(plan, {"x": x, **dict(zip(names, out, strict=True))})
     for name, got, expected in zip(names, out, wanted, strict=True):
         np.testing.assert_array_equal(got, expected, err_msg=name)
+    return wanted
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", [60, 90])
+def test_finite_extremes_have_finite_scales(backend: str, arch: int, dtype: str, symmetric: bool, wide: bool) -> None:
+    """max - min overflows in float32 where scale, offset and codes do not."""
+    top = float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    rows = [[top, -top], [3e38, -3e38], [top, top], [-top, 0.0], [top, -top / 4], [1.5, -0.5]]
+    x = np.tile(np.array(rows, np.float64), 8).astype(DTYPES[dtype])
+    x[:, 2::4] /= 2
+    codes, scale, offset, sums = check_quantize_rows(backend, arch, x, 16, dtype, symmetric, False, wide)
+    assert np.isfinite(scale).all()
+    assert np.isfinite(0.0 if offset is None else offset).all()
+    value = codes.astype(np.float64) * scale + (0 if offset is None else offset.astype(np.float64))
+    assert (np.abs(value - x.astype(np.float64)) <= 0.51 * scale.astype(np.float64)).all()
+    assert (sums[:, 0] == codes.sum(1)).all()
 
 
 MMA = {75: GEMM_INT8_SM75, 80: GEMM_INT8_SM80, 90: GEMM_INT8_SM80}

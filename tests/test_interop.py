@@ -64,6 +64,83 @@ def test_cpu_arrays_of_other_libraries_are_refused() -> None:
         cupy_awq.int8_to_fp16(OnCpu())
 
 
+class CpuDLPack:
+    """An array in CPU memory that supports DLPack only, as of version 1 with ``versioned``."""
+
+    def __init__(self, a: Any, versioned: bool) -> None:
+        self._a, self._versioned = a, versioned
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._a.__dlpack__(**options) if self._versioned else self._a.__dlpack__()
+
+
+class FullCpuDLPack(CpuDLPack):
+    """The same with ``__dlpack_device__``, as a CPU tensor of PyTorch."""
+
+    def __dlpack_device__(self) -> Any:
+        return self._a.__dlpack_device__()
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+@pytest.mark.parametrize("kind", [CpuDLPack, FullCpuDLPack])
+def test_operations_accept_cpu_arrays_that_support_dlpack(kind: Any, versioned: bool) -> None:
+    def foreign(a: Any) -> Any:
+        return None if a is None else kind(a, versioned)
+
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, 64, 32, 16)
+    raw = [foreign(a) for a in tensors(weight)]
+    x, bias, residual = random_activations(rng, 3, 64), np.ones(32, np.float16), np.ones((3, 32), np.float16)
+    out = np.full((3, 32), np.nan, np.float16)
+    options = {"bias": foreign(bias), "residual": foreign(residual)}
+    cupy_awq.gemm(foreign(x), *raw, out=foreign(out), **options)
+    check_product(out, x, weight, bias, None, residual)
+    check_product(cupy_awq.gemv(foreign(x[0]), *raw), x[:1], weight)
+    check_product(AwqLinear(weight, bias=foreign(bias))(foreign(x)), x, weight, bias)
+    check_product(cupy_awq.plan(foreign(x), weight)(foreign(x), foreign(out)), x, weight)
+    assert cupy_awq.dequantize(*raw).tobytes() == cupy_awq.dequantize(*tensors(weight)).tobytes()
+    blocks = cupy_awq.from_packed(weight)
+    quantized = [foreign(a) for a in cupy_awq.quantize_activations(foreign(x), block_size=16)]
+    expected = cupy_awq.gemm_int8(*cupy_awq.quantize_activations(x, block_size=16), blocks, block_size=16)
+    assert cupy_awq.gemm_int8(*quantized, blocks, block_size=16).tobytes() == expected.tobytes()
+
+
+def test_cpu_arrays_that_numpy_cannot_view_or_write_are_refused() -> None:
+    weight = random_weight(np.random.default_rng(0), 64, 32, 16)
+    x, out = np.zeros((2, 64), np.float16), np.zeros((2, 32), np.float16)
+    out.flags.writeable = False
+    with pytest.raises(TypeError, match=r"^x: expected an array that NumPy can view, got CpuDLPack: "):
+        cupy_awq.gemm(CpuDLPack(np.zeros((2, 64), ml_dtypes.bfloat16), True), *tensors(weight))
+    with pytest.raises(ValueError, match=r"^out: expected a writable array, got a read-only one$"):
+        cupy_awq.gemm(x, *tensors(weight), out=out)
+    for versioned in (False, True):
+        with pytest.raises(TypeError, match=r"^out: expected an array that NumPy can view, got CpuDLPack: "):
+            cupy_awq.gemm(x, *tensors(weight), out=CpuDLPack(out, versioned))
+    with pytest.raises(TypeError, match=r"got CpuDLPack; numpy\.from_dlpack views it without a copy$"):
+        PackedWeight(CpuDLPack(weight.qweight, True), weight.scales, None)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.parametrize("kind", [np.ma.masked_array, np.asmatrix])
+def test_masked_arrays_and_matrices_are_refused(kind: Any) -> None:
+    weight = random_weight(np.random.default_rng(0), 64, 32, 16)
+    x, codes = np.ones((2, 64), np.float16), np.ones((2, 64), np.int8)
+    scale, sums = np.ones((2, 1), np.float32), np.ones((2, 1), np.int32)
+    message = r"^{}: expected a plain NumPy array, got (MaskedArray|matrix)$"
+    for name, call in {
+        "x": lambda: cupy_awq.gemm(kind(x), *tensors(weight)),
+        "residual": lambda: AwqLinear(weight)(x, residual=kind(np.ones((2, 32), np.float16))),
+        "out": lambda: AwqLinear(weight)(x, out=kind(np.ones((2, 32), np.float16))),
+        "qweight": lambda: PackedWeight(kind(weight.qweight), weight.scales, weight.qzeros),
+        "scales": lambda: PackedWeight(weight.qweight, kind(weight.scales), weight.qzeros),
+        "xq": lambda: cupy_awq.gemm_int8(kind(codes), scale, None, sums, cupy_awq.from_packed(weight)),
+        "words": lambda: cupy_awq.unpack_int4(kind(weight.qweight)),
+        "w": lambda: cupy_awq.quantize(kind(x)),
+    }.items():
+        with pytest.raises(TypeError, match=message.format(name)):
+            call()
+
+
 def test_views_returns_numpy_arrays_and_none_unchanged() -> None:
     operands = {"x": np.zeros(3), "bias": None, "out": [1.0], "residual": OnCpu()}
     assert all(a is b for a, b in zip(arrays.views(**operands), operands.values(), strict=True))

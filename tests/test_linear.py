@@ -144,7 +144,7 @@ def test_concatenate_refuses_parts_that_differ() -> None:
     assert (
         refused(AwqLinear(first, activation="relu")) == "parts[0]: expected a layer without an activation, got 'relu'"
     )
-    with pytest.raises(TypeError, match=r"^weight: expected a PackedWeight, got ndarray$"):
+    with pytest.raises(TypeError, match=r"^parts\[0\]: expected an AwqLinear or a PackedWeight, got ndarray$"):
         AwqLinear.concatenate([first.qweight])  # type: ignore[list-item]
 
 
@@ -410,3 +410,16 @@ def test_copied_layer_does_not_share_prepared_launches() -> None:
     assert not twin._launches
     assert isinstance(twin.weight, PackedWeight)
     check_product(twin(put(x)), x, weight)
+
+
+def test_split_and_kernel_for_name_an_argument_of_another_type() -> None:
+    layer = AwqLinear(random_weight(np.random.default_rng(0), 64, 32, 16))
+    for y, error, text in (
+        (None, TypeError, "y: expected a NumPy or CuPy array, got NoneType"),
+        ([1.0], TypeError, "y: expected a NumPy or CuPy array, got list"),
+        (np.zeros(()), ValueError, r"y: expected \[\.\.\., 32\], got float64 \[\]"),
+    ):
+        with pytest.raises(error, match=f"^{text}$"):
+            layer.split(y)
+    with pytest.raises(TypeError, match=r"^m: expected an integer, got 1\.5$"):
+        layer.kernel_for(1.5)  # type: ignore[arg-type]

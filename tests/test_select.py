@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,7 +156,10 @@ def test_explain_of_a_layer_that_cannot_repack_is_that_of_the_awq_layout(k: int,
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
     [
-        ((0, 64, 64, 64), {}, ValueError, "m: expected a positive integer, got 0"),
+        ((0, 64, 64, 64), {}, ValueError, "m: expected at least 1, got 0"),
+        ((2147483648, 8, 128), {}, ValueError, "m: expected at most 2147483647, got 2147483648"),
+        ((1, 128, 2**40), {}, ValueError, "n: expected at most 2147483647, got"),
+        ((1, 64, 64, 64), {"arch": "90"}, TypeError, "arch: expected an integer, got '90'"),
         ((1, 64, 63, 64), {}, ValueError, "n: expected a multiple of 8, got 63"),
         ((1, 64, 64, 48), {}, ValueError, "group_size: expected a divisor of K = 64"),
         ((1.0, 64, 64, 64), {}, TypeError, "m: expected an integer, got 1.0"),
@@ -166,6 +170,13 @@ def test_explain_of_a_layer_that_cannot_repack_is_that_of_the_awq_layout(k: int,
 def test_explain_refuses(arguments: tuple[object, ...], options: dict[str, int], error: type, text: str) -> None:
     with pytest.raises(error, match=text):
         cupy_awq.explain(*arguments, **options)  # type: ignore[arg-type]
+
+
+def test_explain_takes_integers_of_numpy() -> None:
+    sizes = 2, 4096, 12288
+    for dtype in (np.int64, np.int32, np.uint16):
+        assert cupy_awq.explain(*map(dtype, sizes), arch=90) == cupy_awq.explain(*sizes, arch=90)
+    assert "x[2147483647, 128]" in cupy_awq.explain(2147483647, 128, 8, arch=90)
 
 
 def test_the_table_of_operators_names_existing_tests() -> None:

@@ -3,7 +3,8 @@
 //   sums[m, b] = sum of the codes of block b
 // with scale = (max - min) / 255 and offset = max - 127 * scale over the block, or scale = 1 and offset = max if that
 // scale is at most 1e-5. SYMMETRIC: scale = max|x| / 127 and no offset. Every operation is rounded to float32 and none
-// is fused. A block with a NaN or an infinity has scale NaN and codes 0.
+// is fused. A block with a NaN or an infinity has scale NaN and codes 0. Where max - min overflows, scale = max / 255 -
+// min / 255.
 //
 //   x        X [m, k], row stride ldx
 //   codes    int8 [m, k]
@@ -131,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
     high = reduce(high, [](float a, float b) { return fmaxf(a, b); }, shared_high);
     low = reduce(low, [](float a, float b) { return fminf(a, b); }, shared_low);
     step = __fdiv_rn(__fsub_rn(high, low), 255.0f);
+    if (step == infinity) step = __fsub_rn(__fdiv_rn(high, 255.0f), __fdiv_rn(low, 255.0f));  // finite high and low
     const bool is_wide = step > 1e-5f;
     origin = is_wide ? __fsub_rn(high, __fmul_rn(127.0f, step)) : high;
     if (!is_wide) step = 1.0f;

@@ -13,7 +13,7 @@ from pathlib import Path
 from cupy_awq.checkpoint import config, detect, gguf, gguf_file, llm_awq, tensors, torch_file
 from cupy_awq.checkpoint.contents import Contents, Summary, gather, summarize
 from cupy_awq.checkpoint.detect import Detected
-from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.files import CheckpointError, check_path
 from cupy_awq.checkpoint.module import ModuleSpec
 from cupy_awq.checkpoint.tensors import Module, Tensor
 from cupy_awq.checkpoint.write import save
@@ -38,14 +38,13 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
         CheckpointError: (a ValueError) the format is not supported, or the files are damaged or contradict each other.
         OSError: a file cannot be opened.
         TypeError: ``path`` is neither a str nor an os.PathLike.
+        ValueError: ``path`` is empty.
 
     >>> from cupy_awq.tools.demo import SMOLLM2_MLP
     >>> read(SMOLLM2_MLP)["model.layers.0.mlp.up_proj"].weight
     PackedWeight(K=576, N=1536, group_size=64, float16, packed zeros, 0.48 MB)
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")
-    found = Path(path)
+    found = check_path(path)
     return _read_folder(found, group_size) if found.is_dir() else _read_file(found, group_size)
 
 

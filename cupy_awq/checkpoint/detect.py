@@ -141,7 +141,7 @@ def _read_auto_round(tensors: Tensors, table: Mapping[str, Any], where: str) -> 
     _check_bits(table, where, "bits")
     key = "packing_format" if "packing_format" in table else "backend"
     packing = table.get(key)
-    if packing not in AUTO_ROUND_VERSIONS:
+    if not isinstance(packing, str) or packing not in AUTO_ROUND_VERSIONS:
         raise CheckpointError(f"{where}: {key}: expected {', '.join(AUTO_ROUND_VERSIONS)}, got {packing!r:.80}")
     if table.get("data_type", "int") != "int":
         raise CheckpointError(f"{where}: data_type: expected 'int', got {table['data_type']!r:.80}")

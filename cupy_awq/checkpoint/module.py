@@ -249,6 +249,7 @@ def regroup(parts: Parts, k: int, group_size: int, g_idx: Array | None, name: st
     Raises:
         CheckpointError: a group that does not exist, or an activation order with groups of different sizes.
     """
+    group_size = min(group_size, k)  # a group beyond K ends with it
     count = -(-k // group_size)
     order = None if g_idx is None else _find_order(parts, k, group_size, count, g_idx, name)
     if k % group_size == 0:

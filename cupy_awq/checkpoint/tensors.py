@@ -13,6 +13,9 @@ from cupy_awq.checkpoint import safetensors
 from cupy_awq.checkpoint.files import CheckpointError, read_object
 from cupy_awq.weight import PackedWeight
 
+MAX_NAME_BYTES = 255
+"""The longest name of a file on common file systems."""
+
 INDEX = "model.safetensors.index.json"
 """The file that maps the tensors of a sharded checkpoint to their shards."""
 
@@ -71,6 +74,8 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
         # The index is untrusted: a path separator would lead out of the checkpoint's folder.
         if not isinstance(shard, str) or shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
             raise CheckpointError(f"{where}: expected the name of a file in the folder, got {shard!r:.80}")
+        if len(shard.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+            raise CheckpointError(f"{where}: expected a name of at most {MAX_NAME_BYTES} bytes, got {shard!r:.80}")
         if shard not in shards:
             file = index.parent / shard
             if not file.is_file():

@@ -114,13 +114,18 @@ def merge(first: Mapping[str, Mapping[str, str]], second: Mapping[str, Mapping[s
 
 
 def read(path: Path) -> Table:
-    """Return the table in a file, empty if there is no file. Raise ValueError if the file holds anything else."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        is_table = all(isinstance(text, str) for entries in found.values() for text in entries.values())
-    except FileNotFoundError:
+    """Return the table in a file, empty if there is none or it cannot be read.
+
+    Raises:
+        ValueError: the file holds anything else.
+    """
+    content = cache.read(path)
+    if content is None:
         return {}
-    except (ValueError, AttributeError, OSError):
+    try:
+        found = json.loads(content)
+        is_table = all(isinstance(text, str) for entries in found.values() for text in entries.values())
+    except (ValueError, AttributeError, RecursionError):
         is_table = False
     if not is_table:
         raise ValueError(

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from cupy_awq import block_check, block_reference, check
+from cupy_awq import block_check, block_reference, check, check_scalar
 from cupy_awq.activation import Activation
 from cupy_awq.block_reference import SMALLEST_WEIGHT_SCALE
 from cupy_awq.check import HOST, Array
@@ -19,7 +18,8 @@ from cupy_awq.ops.conv2d import kernel_sizes, x_strides
 from cupy_awq.runtime import device, placement
 from cupy_awq.runtime.arrays import views
 
-F32 = np.float32
+LIMITS = np.finfo(np.float32)
+MULTIPLIER = "x_scale * weight_scale / out_scale"
 
 
 def conv2d_int8(
@@ -51,9 +51,9 @@ def conv2d_int8(
         x: int8 in ``layout``; an element stands for (x - x_zero) * x_scale.
         codes: [Co, Kh, Kw, Ci/groups] int8; a code stands for code * weight_scale.
         weight_scale: [Co] float32; magnitudes below 1e-6 are replaced by 1e-6.
-        x_scale, out_scale: positive scales of x and y.
+        x_scale, out_scale: positive scales of x and y; M is a normal float32.
         x_zero, out_zero: zero points of x and y, in -128 .. 127. The padding of x is x_zero, which stands for 0.
-        bias: [Co] float32, in real values.
+        bias: [Co] float32, in real values; its quotient and all sums are within int32.
         stride, padding, dilation, groups, layout: as in `conv2d`.
         activation: None, "relu", "relu6", or (low, high), in real values.
         out: int8 array to fill and return.
@@ -89,15 +89,13 @@ def conv2d_int8(
     for name, a in (("weight_scale", weight_scale), ("bias", bias)):
         if a is not None and a.shape != (shape.outputs,):
             raise ValueError(f"{name}: expected [Co] = [{shape.outputs}], got shape {a.shape}")
-    for name, scale in (("x_scale", x_scale), ("out_scale", out_scale)):
-        if not 0 < float(scale) < math.inf:
-            raise ValueError(f"{name}: expected a positive number, got {scale!r}")
-    zeros = _zero_point(x_zero, "x_zero"), _zero_point(out_zero, "out_zero")
-    limits = _limits(block_check.activation(activation, ACTIVATIONS), F32(out_scale), zeros[1])
+    scales = check_scalar.positive_scale(x_scale, "x_scale"), check_scalar.positive_scale(out_scale, "out_scale")
+    zeros = check_scalar.integer(x_zero, "x_zero", -128, 127), check_scalar.integer(out_zero, "out_zero", -128, 127)
+    limits = _limits(block_check.activation(activation, ACTIVATIONS), scales[1], zeros[1])
     if out is not None:
         check.out(out, shape.y_shape, check.INT8, where)
     host = [a if a is None or where == HOST else a.get() for a in (codes, weight_scale, bias)]
-    fused, multiplier = _channel_parameters(host[0], host[1], host[2], F32(x_scale), F32(out_scale), *zeros)
+    fused, multiplier = _channel_parameters(host[0], host[1], host[2], *scales, *zeros)
     if where == HOST:
         target = np.empty(shape.y_shape, np.int8) if out is None else out
         return block_reference.conv2d_int8(x, codes, shape, fused, multiplier, zeros[0], limits, target)
@@ -116,13 +114,39 @@ def conv2d_int8(
 def _channel_parameters(
     codes: Array, weight_scale: Array, bias: Array | None, x_scale: Any, out_scale: Any, x_zero: int, out_zero: int
 ) -> tuple[Array, Array]:
-    """Return fused, int32 [Co], and M, float32 [Co]."""
+    """Return fused, int32 [Co], and M, float32 [Co].
+
+    Raises:
+        ValueError: a scale or a bias is not finite, M is no normal float32, or a sum may exceed int32.
+    """
+    for name, a in (("weight_scale", weight_scale), ("bias", bias)):
+        if a is not None and not np.isfinite(a).all():
+            raise ValueError(f"{name}: expected finite values, got NaN or infinity")
     scale = np.where(np.abs(weight_scale) < SMALLEST_WEIGHT_SCALE, SMALLEST_WEIGHT_SCALE, weight_scale)
-    multiplier = x_scale * scale / out_scale
-    fused = -x_zero * codes.sum((1, 2, 3), dtype=np.int64) + np.trunc(out_zero / multiplier).astype(np.int64)
-    if bias is not None:
-        fused = fused + np.trunc(bias / (x_scale * scale)).astype(np.int64)
-    return np.clip(fused, -(2**31), 2**31 - 1).astype(np.int32), multiplier
+    with np.errstate(all="ignore"):
+        products = x_scale * scale
+        multiplier = products / out_scale
+        for name, formula, found in (
+            ("x_scale", "x_scale * weight_scale", products),
+            ("out_scale", MULTIPLIER, multiplier),
+        ):
+            sizes = np.abs(found)
+            bad = ~((sizes >= LIMITS.tiny) & (sizes <= LIMITS.max))
+            if bad.any():
+                raise ValueError(
+                    f"{name}: expected {formula} from {LIMITS.tiny:.4g} to {LIMITS.max:.4g}, got {sizes[bad][0]:.4g}"
+                )
+        biases = np.zeros(len(scale)) if bias is None else np.trunc(bias / products).astype(np.float64)
+    zeros = np.trunc(out_zero / multiplier).astype(np.float64) - x_zero * codes.sum((1, 2, 3), dtype=np.float64)
+    reach = 128 * np.abs(codes.astype(np.float64)).sum((1, 2, 3))
+    for name, formula, found in (
+        ("out_zero", f"out_zero / ({MULTIPLIER})", zeros),
+        ("bias", "bias / (x_scale * weight_scale)", zeros + biases),
+    ):
+        largest = float((np.abs(found) + reach).max())
+        if largest > check_scalar.INT32_MAX:
+            raise ValueError(f"{name}: expected {formula} and all sums within int32, got sums up to {largest:.4g}")
+    return (zeros + biases).astype(np.int32), multiplier
 
 
 def _limits(activation: Activation, out_scale: Any, out_zero: int) -> tuple[int, int]:
@@ -131,13 +155,6 @@ def _limits(activation: Activation, out_scale: Any, out_zero: int) -> tuple[int,
         return -128, 127
     if activation.kind != "clamp":
         raise ValueError(f"activation: expected a clamp or None, got {activation.kind!r}")
-    low, high = (float(np.clip(np.rint(limit / out_scale) + out_zero, -128, 127)) for limit in activation.limits)
+    with np.errstate(over="ignore"):
+        low, high = (float(np.clip(np.rint(limit / out_scale) + out_zero, -128, 127)) for limit in activation.limits)
     return int(low), int(high)
-
-
-def _zero_point(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    if not -128 <= value <= 127:
-        raise ValueError(f"{name}: expected -128 .. 127, got {value}")
-    return int(value)

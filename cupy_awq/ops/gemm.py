@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from cupy_awq import check
+from cupy_awq import check, check_scalar
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Problem
@@ -62,10 +60,10 @@ def gemm(
         kernel: the name of the kernel to use, instead of the one that `explain` marks.
         split_k: the number of CTAs that share an accumulator over K, a power of two; by default that of the choice.
 
-    All arrays are in host memory (NumPy), or all on one GPU (CuPy, or any with ``__cuda_array_interface__`` or
-    ``__dlpack__``, which are not copied). Kernels are launched on CuPy's current stream of that GPU. Calls on one
-    stream share a split-K workspace: replay a graph that captured them on the same stream, or at a time when nothing
-    else runs on it; or capture a `plan`, which has a workspace of its own.
+    All arrays are in host memory (NumPy, or any with ``__dlpack__``), or all on one GPU (CuPy, or any with
+    ``__cuda_array_interface__`` or ``__dlpack__``); none is copied. Kernels are launched on CuPy's current stream of
+    that GPU. Calls on one stream share a split-K workspace: replay a graph that captured them on the same stream, or at
+    a time when nothing else runs on it; or capture a `plan`, which has a workspace of its own.
 
     Returns:
         [..., N] of x's dtype: a NumPy array, or a CuPy array on the GPU.
@@ -189,14 +187,11 @@ def explain(
     >>> [line.split()[1] for line in lines if line.startswith("->")]
     ['gemm_sm90']
     """
-    for name, size in (("m", m), ("k", k), ("n", n)):
-        if not isinstance(size, int | np.integer) or isinstance(size, bool):
-            raise TypeError(f"{name}: expected an integer, got {size!r}")
-        if size < 1:
-            raise ValueError(f"{name}: expected a positive integer, got {size}")
+    m, k, n = (check_scalar.integer(size, name, 1) for name, size in (("m", m), ("k", k), ("n", n)))
+    layer = check_scalar.flag(layer, "layer")
     if n % 8:
         raise ValueError(f"n: expected a multiple of 8, got {n}")
-    size, element = check.group_size(k, group_size), check.float_dtype(dtype)
-    gpu = device.nominal(arch) if arch is not None else device.current_or_nominal()
+    size, element = check_scalar.group_size(k, group_size), check.float_dtype(dtype)
+    gpu = device.nominal(check_scalar.integer(arch, "arch", 0)) if arch is not None else device.current_or_nominal()
     repacked = layer and gpu.arch == 90 and RepackedLayout(k, n, size).refuse() is None
     return select.explain(Problem(m, n, k, size, element.name, repacked=repacked), gpu)

@@ -223,7 +223,7 @@ def cache_launch(launches: dict[Any, GemmLaunch], key: Any, launch: GemmLaunch, 
 
 def check_choice(kernel: str | None, split_k: int | None) -> None:
     """Raise ValueError for an unknown kernel or a split-K factor that is no power of two, on the CPU as well."""
-    if kernel is not None and kernel not in select.FAMILIES_OF[Problem]:
+    if kernel is not None and not (isinstance(kernel, str) and kernel in select.FAMILIES_OF[Problem]):
         raise ValueError(f"kernel: expected one of {', '.join(select.FAMILIES_OF[Problem])}, got {kernel!r}")
     if split_k is not None and (not isinstance(split_k, int) or split_k < 1 or split_k & (split_k - 1)):
         raise ValueError(f"split_k: expected a power of two, got {split_k!r}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import check, reference
+from cupy_awq import check, check_scalar, reference
 from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
@@ -70,7 +70,7 @@ class Plan:
         self._launch: GemmLaunch | None = None
         self._memory: Array | None = None
         if out is None:
-            out = _empty(product.shape, x.dtype, weight.spec.device)
+            out = _empty(product.shape, "out", x.dtype, weight.spec.device)
         if weight.spec.device != HOST:
             self.kernel = "none"  # M = 0
             if x.size:
@@ -183,10 +183,13 @@ def plan(
     index = weight.spec.device
     with placement.use_device(index):
         if isinstance(x, tuple):
-            x, dtype = _empty(x, check.float_dtype(dtype or "float16"), index), None
+            x, dtype = _empty(x, "x", check.float_dtype("float16" if dtype is None else dtype), index), None
         x, bias = arrays.views(x=x, bias=bias)
         element = getattr(x, "dtype", None)
-        residual, out = (_empty(a, element, index) if isinstance(a, tuple) else a for a in (residual, out))
+        residual, out = (
+            _empty(a, name, element, index) if isinstance(a, tuple) else a
+            for name, a in (("residual", residual), ("out", out))
+        )
         residual, out = arrays.views(residual=residual, out=out)
         options = {"bias": bias, "activation": activation, "dtype": dtype}
         return Plan(x, weight, options, residual, out, kernel, split_k)
@@ -206,8 +209,12 @@ def _synchronize() -> bool:
     return True
 
 
-def _empty(shape: tuple[int, ...], dtype: Any, index: int) -> Array:
-    """Return a new array on the GPU ``index``, which must be current, or in host memory."""
+def _empty(shape: tuple[Any, ...], name: str, dtype: Any, index: int) -> Array:
+    """Return a new array on the GPU ``index``, which must be current, or in host memory.
+
+    Raises TypeError or ValueError, for the argument ``name``, unless the shape is valid.
+    """
+    shape = check_scalar.shape(shape, name)
     if index == HOST:
         return np.empty(shape, dtype)
     import cupy

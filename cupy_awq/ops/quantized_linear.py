@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import block_check, block_reference, check
+from cupy_awq import block_check, block_reference, check, check_scalar
 from cupy_awq.activation import Activation
 from cupy_awq.block_check import QuantizedProduct
 from cupy_awq.block_weight import BlockQuantizedWeight
@@ -28,7 +28,7 @@ def quantize_activations(
     """Quantize rows to int8 codes with a scale and an offset for each block of columns: x ~ code * scale + offset.
 
         asymmetric  scale = (max - min) / 255, offset = max - 127 * scale; a scale of 1e-5 or less becomes 1, with
-                    offset = max (MNN's on-line quantization)
+                    offset = max (MNN's on-line quantization); max / 255 - min / 255 where max - min overflows
         symmetric   scale = max|x| / 127, no offset (with block_size=32 llama.cpp's q8_1)
 
         code = clamp(round((x - offset) / scale), -128, 127), with a rounding to float32 at every operation
@@ -51,9 +51,8 @@ def quantize_activations(
     """
     (x,) = views(x=x)
     size = min(block_check.x_block_size(x, block_size), max(1, x.shape[1]))
-    if not isinstance(symmetric, bool):
-        raise TypeError(f"symmetric: expected True or False, got {symmetric!r}")
-    if rounding not in ("half_away", "half_even"):
+    symmetric = check_scalar.flag(symmetric, "symmetric")
+    if not (isinstance(rounding, str) and rounding in ("half_away", "half_even")):
         raise ValueError(f"rounding: expected 'half_away' or 'half_even', got {rounding!r}")
     if check.device_id(x, "x") == HOST:
         return block_reference.quantize(x, size, symmetric, rounding)
@@ -144,14 +143,13 @@ def linear_int8(
     array([[68.]], dtype=float16)
     """
     weight = block_check.block_weight(weight)
-    x, out = views(x=x, out=out)
-    block_check.float_x(x, weight)
-    block_size = min(weight.block_size, block_check.x_block_size(x, None))
+    x, bias, out = views(x=x, bias=bias, out=out)
+    product = block_check.float_product(x, weight, bias, out)
+    block_check.activation(activation, EPILOGUE_ACTIVATIONS)
+    block_size = min(weight.block_size, product.k)
     quantized = quantize_activations(x, block_size=block_size, symmetric=True)
     if out is None:
-        out = execute.empty((len(x), weight.shape[0]), x.dtype, weight.device)
-    elif out.dtype != x.dtype:
-        raise TypeError(f"out: expected {x.dtype} as in x, got {out.dtype}")
+        out = execute.empty((product.m, product.n), x.dtype, weight.device)
     return gemm_int8(*quantized, weight, block_size=block_size, bias=bias, activation=activation, out=out)
 
 
@@ -194,7 +192,9 @@ def linear_fp8(
     """
     weight = block_check.block_weight(weight)
     x, bias, out = views(x=x, bias=bias, out=out)
-    product = block_check.fp8_product(x, weight, bias, out)
+    product = block_check.float_product(x, weight, bias, out)
+    if weight.bits != 4:
+        raise ValueError(f"weight: expected 4 bits for a float8 product, got {weight.bits}")
     epilogue = block_check.activation(activation, EPILOGUE_ACTIVATIONS)
     if weight.device == HOST:
         target = np.empty((product.m, product.n), product.dtype) if out is None else out

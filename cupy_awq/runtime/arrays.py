@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CuPy views of any library's GPU arrays, and the properties of their memory layout that kernels depend on."""
+"""NumPy and CuPy views of any library's arrays, and the properties of their memory layout that kernels depend on."""
 
 from __future__ import annotations
 
@@ -13,20 +13,42 @@ from cupy_awq.runtime import placement
 
 
 def views(**arrays: Any) -> list[Any]:
-    """Return each argument, a GPU array of another library as a CuPy array of the same memory.
+    """Return each argument, an array of another library as a NumPy or CuPy array of the same memory.
 
     All others are returned as they are, for `cupy_awq.check` to judge.
 
     Raises:
-        TypeError: a GPU array that CuPy cannot view.
+        TypeError: an array that NumPy or CuPy cannot view.
         ValueError: an array with a null pointer, or an ``out`` that its library calls read-only.
     """
     return [_view(a, name) for name, a in arrays.items()]
 
 
+class _Writable:
+    """A read-only NumPy view as an array interface of the same memory that is not."""
+
+    def __init__(self, view: np.ndarray[Any, Any]) -> None:
+        self.view = view
+        self.__array_interface__ = view.__array_interface__ | {"data": (view.ctypes.data, False)}
+
+
+def _host_view(a: Any, name: str) -> Any:
+    """Return a NumPy view of an array in CPU memory that supports DLPack."""
+    try:
+        view = np.from_dlpack(a)
+        if name == "out" and not view.flags.writeable:
+            a.__dlpack__()  # succeeds for writable memory only, as DLPack before version 1 has no read-only arrays
+            view = np.asarray(_Writable(view))
+    except Exception as error:  # a foreign library may raise anything
+        raise TypeError(f"{name}: expected an array that NumPy can view, got {type(a).__name__}: {error}") from error
+    return view
+
+
 def _view(a: Any, name: str) -> Any:
-    if a is None or isinstance(a, np.ndarray) or type(a).__module__.startswith("cupy") or not is_device_array(a):
+    if a is None or isinstance(a, np.ndarray) or type(a).__module__.startswith("cupy"):
         return a
+    if not is_device_array(a):
+        return _host_view(a, name) if hasattr(a, "__dlpack__") else a
     import cupy
 
     interface = getattr(a, "__cuda_array_interface__", None)

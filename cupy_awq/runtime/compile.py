@@ -49,21 +49,23 @@ class Resources:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel on disk.
+    """A compiled kernel.
 
     Attributes:
-        path: the cubin or PTX file.
+        code: the cubin or PTX.
+        path: its file in the disk cache; None if the cache folder cannot be written.
         resources: the kernel's resources; None for PTX, which the driver assembles when it is loaded.
         newly_compiled: whether this process compiled it, rather than found it in the cache.
     """
 
-    path: Path
+    code: bytes
+    path: Path | None
     resources: Resources | None
     newly_compiled: bool
 
 
 def _check(status: Any, function: str) -> None:
-    """Raise RuntimeError unless a function of NVRTC succeeded."""
+    """Raise RuntimeError unless a function of NVRTC or the driver succeeded."""
     if int(status) != 0:
         raise RuntimeError(f"{function}: expected success, got {status.name}")
 
@@ -152,17 +154,18 @@ def _resources(log: str) -> Resources:
 
 def ptx(plan: LaunchPlan) -> str:
     """Return the PTX of a plan's kernel. Needs no GPU."""
-    return build(plan.kernel, "ptx").path.read_text(encoding="utf-8")
+    return build(plan.kernel, "ptx").code.decode()
 
 
 def build(kernel: Kernel, form: str = "cubin") -> Binary:
     """Return a kernel compiled to a ``"cubin"`` or to ``"ptx"``, from the disk cache if it is there.
 
-    Needs no GPU. Threads and processes may build the same kernel at once.
+    A damaged cache entry is compiled again and replaced. A cache folder that cannot be used costs one warning, and this
+    process keeps its kernels in memory. Needs no GPU. Threads and processes may build the same kernel at once.
 
     Raises:
         CompileError: the kernel does not compile.
-        OSError: NVRTC is missing, or the cache folder cannot be written.
+        OSError: NVRTC is missing.
     """
     arch = nearest_target(kernel.arch)
     texts = sources.include_closure(kernel.source)
@@ -170,42 +173,70 @@ def build(kernel: Kernel, form: str = "cubin") -> Binary:
     parts = [repr((version, arch, form, OPTIONS, kernel.entry, kernel.defines)), *texts.keys(), *texts.values()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     path = disk_cache.folder() / f"{kernel.entry}-sm{arch}-{digest}.{form}"
-    resources_path = path.with_suffix(".json")
-    try:
-        resources = Resources(**json.loads(resources_path.read_text(encoding="utf-8"))) if form == "cubin" else None
-        if path.stat().st_size:
-            return Binary(path, resources, newly_compiled=False)
-    except FileNotFoundError:
-        pass
+    if path in _unsaved:
+        return _unsaved[path]
+    if found := _find(path):
+        return found
     code, log = _compile(kernel, arch, texts, form)
     resources = _resources(log) if form == "cubin" else None
-    disk_cache.write(path, code)
-    if resources is not None:
-        disk_cache.write(resources_path, json.dumps(asdict(resources)).encode())
-    return Binary(path, resources, newly_compiled=True)
+    # The entry comes last: code without an entry that holds its digest is not used.
+    if disk_cache.try_write(path, code) and disk_cache.try_write(path.with_suffix(".json"), _entry(code, resources)):
+        return Binary(code, path, resources, newly_compiled=True)
+    _unsaved[path] = Binary(code, None, resources, newly_compiled=False)
+    return Binary(code, None, resources, newly_compiled=True)
 
 
-_functions: dict[tuple[int, Kernel, int], Any] = {}
+_unsaved: dict[Path, Binary] = {}
+"""The kernels that could not be written, by the path of their file."""
+
+
+def _entry(code: bytes, resources: Resources | None) -> bytes:
+    """Return the cache entry of compiled code: its resources, and a digest of both."""
+    digest = hashlib.sha256(code + repr(resources).encode()).hexdigest()
+    return json.dumps({"sha256": digest, "resources": resources and asdict(resources)}).encode()
+
+
+def _find(path: Path) -> Binary | None:
+    """Return the kernel in the disk cache, None if it is missing or damaged."""
+    entry, code = disk_cache.read(path.with_suffix(".json")), disk_cache.read(path)
+    if not entry or not code:
+        return None
+    try:
+        found = json.loads(entry)["resources"]
+        resources = None if found is None else Resources(**found)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return Binary(code, path, resources, newly_compiled=False) if entry == _entry(code, resources) else None
+
+
+_functions: dict[tuple[int, Kernel], tuple[Any, int]] = {}
+"""The loaded function of a kernel on a GPU, and its limit of dynamic shared memory."""
 _functions_lock = threading.Lock()
 
 
 def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
-    """Return the kernel as a CuPy function, loaded once on the current device.
+    """Return the kernel as a CuPy function, which keeps its module loaded; load it once on the current device.
 
     Its launches may use ``shared_bytes`` of dynamic shared memory.
     """
     import cupy
+    from cuda.bindings import driver
 
     index = cupy.cuda.runtime.getDevice()
-    key = index, kernel, shared_bytes
+    key = index, kernel
     with _functions_lock:
         if key not in _functions:
             native = cupy.cuda.Device(index).compute_capability
             # A cubin runs on its own architecture only, PTX on every newer one too.
             form = "cubin" if nearest_target(kernel.arch).rstrip("a") == native else "ptx"
-            raw = cupy.RawModule(path=str(build(kernel, form).path)).get_function(kernel.entry)
-            # The limit belongs to the driver's function, which all plans of a kernel share: never lower it.
-            if shared_bytes > raw.max_dynamic_shared_size_bytes:
-                raw.max_dynamic_shared_size_bytes = shared_bytes
-            _functions[key] = raw
-        return _functions[key]
+            module = cupy.cuda.Module()
+            module.load(build(kernel, form).code)
+            _functions[key] = module.get_function(kernel.entry), 0
+        function, limit = _functions[key]
+        # All plans of a kernel share the function: never lower its limit.
+        if shared_bytes > limit:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            (status,) = driver.cuFuncSetAttribute(driver.CUfunction(function.ptr), attribute, shared_bytes)
+            _check(status, "cuFuncSetAttribute")
+            _functions[key] = function, shared_bytes
+        return function

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import sys
-import tempfile
+import threading
+import warnings
 from pathlib import Path
 
 VARIABLE = "CUPY_AWQ_CACHE_DIR"
 """The environment variable that sets the cache folder."""
+
+_has_warned = False
+_warning_lock = threading.Lock()
 
 
 def folder() -> Path:
@@ -20,12 +26,61 @@ def folder() -> Path:
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "cupy_awq"
+    try:
+        return Path(base).expanduser() / "cupy_awq"
+    except RuntimeError:  # a user without a home folder; no folder below the null device can be read or written
+        return Path(os.devnull) / "cupy_awq"
+
+
+def read(path: Path) -> bytes | None:
+    """Return the content of a file, or None if there is none or it cannot be read; the latter warns once."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn(error)
+        return None
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file atomically: other processes see the whole content or no file."""
+    """Write a file atomically, with the permissions of the umask: other processes see the whole content or no file.
+
+    Raises:
+        OSError: the folder cannot be written, or is full.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def try_write(path: Path, content: bytes) -> bool:
+    """Write a file as `write` does, or warn once that the folder cannot be used; return whether it is written."""
+    try:
+        write(path, content)
+    except OSError as error:
+        _warn(error)
+        return False
+    return True
+
+
+def _warn(error: OSError) -> None:
+    """Warn, once per process, that the cache folder cannot be used."""
+    global _has_warned
+    with _warning_lock:
+        if _has_warned:
+            return
+        _has_warned = True
+    warnings.warn(
+        f"{VARIABLE}: expected a folder that can be read and written, got {error}; this process keeps its kernels in "
+        "memory",
+        RuntimeWarning,
+        stacklevel=2,
+    )

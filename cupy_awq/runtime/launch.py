@@ -115,9 +115,10 @@ class Launcher:
         self._arguments = _Arguments(self._pointer_count, plan.maps, tuple(scalar.tobytes() for scalar in plan.scalars))
         # The reference to the CuPy function keeps its module loaded.
         self._cupy_function = compiler.load_function(plan.kernel, plan.shared_bytes)
+        self._function = driver.CUfunction(self._cupy_function.ptr)
         if plan.prefers_l1:
-            self._cupy_function.preferred_shared_memory_carveout = L1_SHARED_PERCENT
-        self._function = driver.CUfunction(self._cupy_function.kernel.ptr)
+            carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            driver.cuFuncSetAttribute(self._function, carveout, L1_SHARED_PERCENT)  # a hint, which may fail
         self._driver = driver
         self._configs: dict[int, Any] = {}
 

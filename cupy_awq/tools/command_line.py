@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import cupy_awq
 from cupy_awq.check import HOST
+from cupy_awq.checkpoint.files import printable
 from cupy_awq.runtime import placement
 from cupy_awq.tools import llm_commands, quantize_command
 
@@ -38,6 +39,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0, 2 for a user's mistake, or the command's own."""
+    _prepare_streams()
     try:
         args = _parser().parse_args(arguments)
         code: int = args.run(args)
@@ -50,8 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, OSError, MemoryError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
-        print(f"cupy_awq: error: {message}", file=sys.stderr)
+        print(f"cupy_awq: error: {printable(message)}", file=sys.stderr)
         return 2
+
+
+def _prepare_streams() -> None:
+    """Replace closed standard streams, and let no stream fail for characters that its encoding lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # for the whole process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace" if name == "stdin" else "backslashreplace")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -125,6 +125,8 @@ def run(archs: list[str]) -> int:
     rows = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for kernel, binary in zip(listed, pool.map(compiler.build, listed), strict=True):
+            if binary.path is None:
+                raise OSError(f"{cache.VARIABLE}: expected a folder that can be written, got {cache.folder()}")
             resources = binary.resources
             if resources is None:
                 raise RuntimeError(f"{kernel.entry}: the compiler reported no resources")

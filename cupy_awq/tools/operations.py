@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from cupy_awq import check, reference
+from cupy_awq import check_scalar, reference
 from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels.conv2d_problem import nhwc_problem
@@ -133,7 +133,7 @@ class Gemm:
         k, n = shape
         if k == 0 or n == 0 or n % 8:
             raise ValueError(f"shape {k}x{n}: expected K > 0 and N > 0, a multiple of 8")
-        check.group_size(k, settings.group_size)
+        check_scalar.group_size(k, settings.group_size)
 
     @functools.cached_property
     def _layers(self) -> list[AwqLinear]:
@@ -279,7 +279,7 @@ def typical_problem(op: str, shape: Shape, m: int, settings: Settings) -> Kernel
     if op == "conv2d":
         return nhwc_problem(m, settings.image, *shape, settings.window)
     k, n = shape
-    block_size = check.group_size(k, settings.group_size)
+    block_size = check_scalar.group_size(k, settings.group_size)
     return Int8Problem(m, n, k, block_size, 4, False, True, settings.dtype, zero_points=True)
 
 

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation of scalar arguments: integers, flags, scales and shapes, with errors as in `cupy_awq.check`."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+
+INT32_MAX = 2**31 - 1
+"""The largest size that kernels take."""
+MAX_AXES = 32
+"""The largest number of axes that CuPy supports."""
+
+
+def shorten(value: object) -> str:
+    """Return the repr of an argument for messages, or a shorter description where that is long or fails.
+
+    >>> shorten(10**400)
+    'an integer of 1329 bits'
+    """
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array {type(value).__name__}"
+    try:
+        text = repr(value)
+    except Exception:  # a foreign class, or an integer within a container that Python does not print
+        text = ""
+    return text if 0 < len(text) <= 100 else type(value).__name__
+
+
+def integer(value: Any, name: str, least: int, most: int = INT32_MAX) -> int:
+    """Return an integer of Python or NumPy within ``least`` .. ``most``.
+
+    Raises TypeError for another type, also for a bool, and ValueError for another value.
+
+    >>> integer(np.int64(3), "m", 1)
+    3
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: expected an integer, got {shorten(value)}")
+    if not least <= value <= most:
+        limits = f"at least {least}" if value < least else f"at most {most}"
+        raise ValueError(f"{name}: expected {limits}, got {shorten(value)}")
+    return int(value)
+
+
+def flag(value: Any, name: str) -> bool:
+    """Return True or False, also of NumPy. Raises TypeError for another type.
+
+    >>> flag(np.True_, "symmetric")
+    True
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected True or False, got {shorten(value)}")
+    return bool(value)
+
+
+def positive_scale(value: Any, name: str) -> np.float32:
+    """Return a scale as float32. Raises TypeError unless it is a real number, ValueError unless it is a normal float32.
+
+    >>> positive_scale(2, "x_scale")
+    np.float32(2.0)
+    """
+    is_real = isinstance(value, (numbers.Real, np.floating)) and not isinstance(value, (bool, np.bool_))
+    if not is_real:
+        raise TypeError(f"{name}: expected a number, got {shorten(value)}")
+    limits = np.finfo(np.float32)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond float64
+        number = math.inf
+    if not float(limits.tiny) <= number <= float(limits.max):
+        raise ValueError(f"{name}: expected a number from {limits.tiny:.4g} to {limits.max:.4g}, got {shorten(value)}")
+    return np.float32(number)
+
+
+def shape(value: tuple[Any, ...], name: str) -> tuple[int, ...]:
+    """Return the shape of an array. Raises TypeError or ValueError unless all sizes are integers of 0 or more.
+
+    >>> shape((2, np.int64(32)), "x")
+    (2, 32)
+    """
+    if len(value) > MAX_AXES:
+        raise ValueError(f"{name}: expected a shape of at most {MAX_AXES} axes, got {len(value)}")
+    return tuple(integer(size, name, 0) for size in value)
+
+
+def group_size(k: int, group_size: Any) -> int:
+    """Return the group size, a divisor of K; -1 stands for K.
+
+    Raises TypeError for another type than an integer, ValueError for one that does not divide K.
+
+    >>> group_size(4096, -1)
+    4096
+    """
+    g = integer(group_size, "group_size", -INT32_MAX)
+    if g == -1:
+        return k
+    if g < 1 or k % g:
+        raise ValueError(f"group_size: expected a divisor of K = {k}, or -1 for K itself, got {shorten(g)}")
+    return g

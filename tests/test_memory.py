@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Allocations that fail, one after the other: MemoryError each time, and the same objects work afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_awq
+from cupy_awq import AwqLinear, PackedWeight, llm
+from cupy_awq.check import HOST
+from cupy_awq.kernels import select
+from cupy_awq.kernels.problem import Problem
+from cupy_awq.runtime import compile as compiler
+from cupy_awq.runtime import workspace as workspaces
+from cupy_awq.runtime.device import nominal
+from cupy_awq.tools.demo import SMOLLM2_MLP
+from cupy_awq.tools.testing import random_activations, random_weight
+from tests import llm_models
+from tests.llm_models import QWEN3
+from tests.products import put, tensors
+from tests.tools import soak
+
+Failing = Callable[[int], AbstractContextManager[Any]]
+"""A context in which the n-th allocation raises MemoryError."""
+
+ROWS = (1, 3, 40, 300)
+
+
+@contextmanager
+def failing_numpy(n: int) -> Iterator[None]:
+    """Let the n-th call of NumPy's allocating functions fail."""
+    count = itertools.count()
+
+    def limited(real: Callable[..., Any]) -> Callable[..., Any]:
+        def allocate(*arguments: Any, **options: Any) -> Any:
+            if next(count) == n:
+                raise MemoryError("injected")
+            return real(*arguments, **options)
+
+        return allocate
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "zeros", "ones", "full", "concatenate", "where", "repeat"):
+            patch.setattr(np, name, limited(getattr(np, name)))
+        yield
+
+
+@contextmanager
+def failing_cupy(n: int) -> Iterator[None]:
+    """Let the n-th device allocation of this thread fail, as if the GPU were full."""
+    import cupy
+
+    count = itertools.count()
+    pool = cupy.get_default_memory_pool()
+
+    def allocate(size: int) -> Any:
+        if next(count) == n:
+            raise cupy.cuda.memory.OutOfMemoryError(size, pool.total_bytes(), 0)
+        return pool.malloc(size)
+
+    with cupy.cuda.using_allocator(allocate):
+        yield
+
+
+def fail_each_allocation(failing: Failing, make: Callable[[], Callable[[], list[bytes]]]) -> int:
+    """Fail each allocation of ``make`` and of the call that it returns, one per run; return how many there are.
+
+    After a failed call the same object is called again, with enough memory, and must return the same bits.
+    """
+    expected = make()()
+    for n in itertools.count():
+        call = None
+        try:
+            with failing(n):
+                call = make()
+                call()
+        except MemoryError:
+            assert (call or make())() == expected, f"after allocation {n} had failed"
+        else:
+            return n
+    raise AssertionError
+
+
+def make_operations(copy: Callable[[Any], Any]) -> Callable[[], list[bytes]]:
+    """Return a call of every operation on arrays that ``copy`` places on the device."""
+    rng = np.random.default_rng(0)
+    weight = PackedWeight(*map(copy, tensors(random_weight(rng, 128, 64, 32))))
+    layer = AwqLinear(weight, bias=copy(np.ones(64, np.float16)), activation="silu")
+    whole = AwqLinear.concatenate([layer.weight, weight])
+    int8, fp8 = (AwqLinear(weight, x_dtype=x_dtype) for x_dtype in ("int8", "fp8"))
+    plan = cupy_awq.plan((3, 128), weight)
+    rows = [copy(random_activations(rng, m, 128)) for m in ROWS]
+    codes = rng.integers(0, 16, (16, 3, 3, 8), np.uint8)
+    filters = cupy_awq.BlockQuantizedWeight(copy(codes), copy(np.ones((16, 1), np.float16)), None)
+    codes_int8, ones = copy(codes.view(np.int8)), copy(np.ones(16, np.float32))
+    images = copy(rng.standard_normal((2, 8, 6, 6)).astype(np.float16))
+    out = copy(np.zeros((3, 64), np.float16))
+
+    def call() -> list[bytes]:
+        results = [operation(x) for x in rows for operation in (layer, whole, int8)]
+        if not hasattr(rows[0], "get") or _has_fp8():
+            results += map(fp8, rows)
+        results += [cupy_awq.gemm(rows[2], weight.qweight, weight.scales, weight.qzeros, residual=results[6][:, :64])]
+        results += [cupy_awq.dequantize(weight.qweight, weight.scales, weight.qzeros), plan(rows[1], out)]
+        results += [cupy_awq.conv2d(images, filters, padding=1)]
+        results += [cupy_awq.conv2d_int8(images.astype(np.int8), codes_int8, ones, x_scale=1, out_scale=9)]
+        return [y.tobytes() for y in results]
+
+    return call
+
+
+def _has_fp8() -> bool:
+    from cupy_awq.runtime import device
+
+    return device.current().arch >= 89
+
+
+def test_operations_on_the_cpu_work_after_any_allocation_that_fails() -> None:
+    assert fail_each_allocation(failing_numpy, lambda: make_operations(lambda a: a)) > 50
+
+
+def test_a_checkpoint_on_the_cpu_loads_after_any_allocation_that_fails() -> None:
+    x = np.ones((2, 576), np.float16)
+
+    def make() -> Callable[[], list[bytes]]:
+        layers = cupy_awq.load(SMOLLM2_MLP, device="cpu")
+        return lambda: [layers["model.layers.0.mlp.up_proj"](x).tobytes()]
+
+    assert fail_each_allocation(failing_numpy, make) > 2
+
+
+def test_a_language_model_on_the_cpu_generates_after_any_allocation_that_fails(tmp_path: Path) -> None:
+    _fail_generation(tmp_path, failing_numpy, "cpu", 10)
+
+
+def test_threads_that_share_layers_get_the_bits_of_one_thread() -> None:
+    """The soak tool, for a second; it runs for minutes by hand."""
+    run = soak.Soak(HOST, failures=0)
+    run.run(threads=2, seconds=1)
+    assert run.faults == []
+    assert list(run.counts) == ["right"]
+
+
+@pytest.mark.gpu
+def test_operations_on_the_gpu_work_after_any_allocation_that_fails() -> None:
+    assert fail_each_allocation(failing_cupy, lambda: make_operations(put)) > 20
+
+
+@pytest.mark.gpu
+def test_a_language_model_on_the_gpu_generates_after_any_allocation_that_fails(tmp_path: Path) -> None:
+    _fail_generation(tmp_path, failing_cupy, None, 10)
+
+
+def _fail_generation(tmp_path: Path, failing: Failing, device: Any, least: int) -> None:
+    folder = llm_models.folder(tmp_path, QWEN3)
+
+    def make() -> Callable[[], list[bytes]]:
+        model = llm.load(folder, device=device)
+        return lambda: [model.generate("abc", max_tokens=3)[0].text.encode()]
+
+    assert fail_each_allocation(failing, make) > least
+
+
+def test_a_kernel_that_does_not_fit_on_the_gpu_is_loaded_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for CuPy and the driver, whose first module, function attribute and workspace do not fit."""
+    from cuda.bindings import driver
+
+    failures, limits = ["module", "attribute", "workspace"], []
+
+    class Module:
+        def load(self, code: bytes) -> None:
+            assert code[:4] == b"\x7fELF"
+            if "module" in failures:
+                failures.remove("module")
+                raise MemoryError("out of device memory")
+
+        def get_function(self, name: str) -> Any:
+            return SimpleNamespace(ptr=1, module=self, name=name)
+
+    def set_attribute(function: Any, attribute: Any, value: int) -> tuple[Any]:
+        if "attribute" in failures:
+            failures.remove("attribute")
+            return (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+        limits.append(value)
+        return (driver.CUresult.CUDA_SUCCESS,)
+
+    def allocate(nbytes: int) -> Any:
+        if "workspace" in failures:
+            failures.remove("workspace")
+            raise MemoryError("out of device memory")
+        return SimpleNamespace(data=SimpleNamespace(ptr=4096))
+
+    runtime = SimpleNamespace(getDevice=lambda: 0)
+    device = SimpleNamespace(compute_capability="80")
+    cuda = SimpleNamespace(runtime=runtime, Module=Module, Device=lambda index: device)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(driver, "cuFuncSetAttribute", set_attribute)
+    monkeypatch.setattr(compiler, "_functions", {})
+    monkeypatch.setattr(workspaces, "_workspaces", {})
+    monkeypatch.setattr(workspaces, "allocate_zeros", allocate)
+    kernel = select.choose(Problem(1, 256, 256, 128), nominal(80)).plan.kernel
+    with pytest.raises(MemoryError):
+        compiler.load_function(kernel, 50_000)
+    with pytest.raises(RuntimeError, match="cuFuncSetAttribute: expected success, got CUDA_ERROR_OUT_OF_MEMORY"):
+        compiler.load_function(kernel, 50_000)
+    function = compiler.load_function(kernel, 50_000)
+    assert compiler.load_function(kernel, 40_000) is compiler.load_function(kernel, 60_000) is function
+    assert limits == [50_000, 60_000]
+    with pytest.raises(MemoryError):
+        workspaces.workspace_address(0, 7)
+    assert workspaces.workspace_address(0, 7) == workspaces.workspace_address(0, 7) == 4096
+    assert failures == []
