@@ -37,7 +37,7 @@ class Recipe:
     clips: bool = True
     compensates: bool = True
     passes: int = 1
-    damping: float = 0.1
+    damping: float = 0.5
 
 
 def quantize_rows(w: Array, moments: Moments | None, recipe: Recipe) -> QuantizedRows:
