@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints as NumPy arrays: `read` returns packed weights by module name.
 
-`cupy_awq.load` places the weights on a device. To add a format, write a module with a class like `autoawq.AutoAwq`
-and enter it in `detect.METHODS`.
+`cupy_awq.load` places the weights on a device. To add a format, write a class that implements `module.Format`, such as
+`autoawq_gemv.Gemv`, and add its configuration reader to `detect.METHODS`. If its tensors of codes are named
+``qweight``, also add its name to `detect.SHAPE_CHECKS`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from cupy_awq.checkpoint.write import save
 __all__ = ["CheckpointError", "Contents", "Module", "ModuleSpec", "Summary", "Tensor", "read", "save", "summarize"]
 
 HQQ_FILE = "qmodel.pt"
-"""The file of hqq's own folders, a nested pickle."""
+"""The file name that identifies a folder saved by the hqq package: a nested pickle, which is not supported."""
 
 
 def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> Contents:
-    """Return a checkpoint's quantized modules and other tensors by name.
+    """Open a checkpoint and return its quantized modules and plain tensors by name.
 
-    Headers, scales and permutations are validated here. Codes are repacked when a module is accessed; tensors, and
-    modules of AutoAWQ's "gemm" format, are views of the memory-mapped files.
+    Headers, scales and permutations are validated here. The codes of a module are repacked each time that the module is
+    accessed. Plain tensors, and modules in AutoAWQ's "gemm" format, are views of the memory-mapped files.
 
     Args:
-        path: as in `cupy_awq.load`.
-        group_size: the group size of a file that does not tell it (AutoAWQ's "gemv" formats without a configuration).
+        path: a folder, or a safetensors, GGUF or PyTorch file, as in `cupy_awq.load`.
+        group_size: the number of rows of W per group, for files that do not record it (AutoAWQ's "gemv" formats without
+            a configuration); otherwise None.
 
     Raises:
         CheckpointError: (a ValueError) the format is not supported, or the files are damaged or contradict each other.

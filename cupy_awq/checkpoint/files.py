@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CheckpointError`, and JSON objects from untrusted files."""
+"""`CheckpointError`, validation of paths, and parsing of JSON objects from untrusted files."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_JSON_BYTES = 100_000_000
-"""The largest header, index and configuration file that is read: the limit of the safetensors format."""
+"""The largest size in bytes of a header, index or configuration file: the limit of the safetensors format."""
 
 MAX_JSON_DEPTH = 100
-"""The deepest nesting of arrays and objects in a JSON text."""
+"""The deepest nesting of arrays and objects that is accepted in a JSON text."""
 
 MAX_JSON_VALUES = 1 << 22
-"""The most values in a JSON text; a header of 400,000 tensors has as many. Each takes about 80 bytes when parsed."""
+"""The largest number of values that is accepted in a JSON text: that of a safetensors header of 400,000 tensors.
+
+A parsed value takes about 80 bytes, so this bounds the memory to about 340 MB.
+"""
 
 _SCAN_BYTES = 1 << 24
-"""The bytes of a JSON text that `check_json` scans at a time."""
+"""The size in bytes of the chunks of a JSON text in which `check_json` scans."""
 
 
 class CheckpointError(ValueError):
-    """An unsupported or damaged checkpoint; the message names the file, and the tensor or module if there is one.
+    """The error for an unsupported or damaged checkpoint; its message names the file and, if known, tensor or module.
 
-    Names in files are untrusted: the message is one line without control characters, whatever they hold.
+    Names in files are untrusted: control characters and line ends in the message are escaped.
     """
 
     def __init__(self, message: str) -> None:
@@ -35,7 +38,7 @@ class CheckpointError(ValueError):
 
 
 def printable(text: str) -> str:
-    r"""Return a text with escapes for control characters, line ends, invisible characters and lone surrogates.
+    r"""Return ``text`` with control characters, line ends, invisible characters and lone surrogates escaped.
 
     >>> print(printable("a\x1b[2Jb\n"))
     a\x1b[2Jb\n
@@ -46,7 +49,11 @@ def printable(text: str) -> str:
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path. Raises TypeError for another type and ValueError for "", which would be the current folder."""
+    """Return ``path`` as a Path.
+
+    Raises TypeError unless it is a str or an os.PathLike, ValueError if it is empty (the current folder for `Path`) or
+    cannot be a file name.
+    """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")
     text = os.fspath(path)
@@ -56,7 +63,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
         raise ValueError("path: expected a file or a folder, got an empty string")
     try:
         has_nul = b"\0" in os.fsencode(text)
-    except UnicodeEncodeError:  # a surrogate that stands for no byte
+    except UnicodeEncodeError:  # a lone surrogate that represents no byte
         has_nul = True
     if has_nul:
         raise ValueError(f"path: expected a name that the file system can hold, got {text!a:.200}")
@@ -64,12 +71,12 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 
 
 def check_json(text: bytes, where: str) -> None:
-    """Raise CheckpointError if a JSON text has more values or deeper nesting than any checkpoint."""
+    """Raise CheckpointError if a JSON text exceeds `MAX_JSON_VALUES` values or a nesting depth of `MAX_JSON_DEPTH`."""
     plain = text.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in text else text
     depth, values, in_string = 0, 1, 0
     for start in range(0, len(plain), _SCAN_BYTES):
         part = np.frombuffer(plain, np.uint8, min(_SCAN_BYTES, len(plain) - start), start)
-        quotes = np.cumsum(part == ord('"'), dtype=np.uint8)  # the parity survives the overflow
+        quotes = np.cumsum(part == ord('"'), dtype=np.uint8)  # uint8 overflow preserves the parity
         outside = (quotes + np.uint8(in_string)) % 2 == 0
         in_string = (in_string + int(quotes[-1])) % 2
         step = _STEPS[part[(_KINDS[part] != 0) & outside]]
@@ -86,7 +93,7 @@ def check_json(text: bytes, where: str) -> None:
 
 
 def _byte_table(values: dict[str, int]) -> npt.NDArray[np.int8]:
-    """Return int8 [256] with a value for some characters and 0 for all others."""
+    """Return a lookup table int8 [256] from ``values`` {characters: value of each}; other characters map to 0."""
     table = np.zeros(256, np.int8)
     for characters, value in values.items():
         table[list(characters.encode())] = value
@@ -98,10 +105,10 @@ _STEPS = _byte_table({"[{": 1, "]}": -1})
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object in ``text``.
+    """Parse ``text`` as a JSON object.
 
-    Raises CheckpointError, whose message starts with ``where``, for other JSON, malformed JSON, duplicate keys, and
-    more values or deeper nesting than any checkpoint has.
+    Raises CheckpointError, whose message starts with ``where``, if the text is malformed, is not an object, has
+    duplicate keys or exceeds the limits of `check_json`.
     """
     check_json(text, where)
 
@@ -123,7 +130,10 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises CheckpointError for any other content."""
+    """Read the JSON object in a file.
+
+    Raises the same errors as `parse_object`, CheckpointError for more than `MAX_JSON_BYTES` bytes, and OSError.
+    """
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
         raise CheckpointError(f"{path}: expected at most {MAX_JSON_BYTES} bytes of JSON, got {size}")
     return parse_object(path.read_bytes(), str(path))
