@@ -340,31 +340,6 @@ def product(
     return Product(element, shape, bias_dtype, form)
 
 
-INT32_MAX = 2**31 - 1
-"""The largest size that kernels take."""
-MAX_AXES = 32
-"""The largest number of axes that CuPy supports."""
-
-HOST = -1
-"""The device number of the CPU, where NumPy arrays live; GPUs count from 0."""
-
-INT8 = np.dtype(np.int8)
-UINT8 = np.dtype(np.uint8)
-UINT16 = np.dtype(np.uint16)
-INT32 = np.dtype(np.int32)
-FLOAT16 = np.dtype(np.float16)
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOAT32 = np.dtype(np.float32)
-FLOAT64 = np.dtype(np.float64)
-FLOATS = (FLOAT16, BFLOAT16, FLOAT32)
-SCALES = (FLOAT16, BFLOAT16)
-
-_DTYPE_NAMES = {name: dtype for dtype in FLOATS for name in (dtype.name, dtype.str, dtype.str[1:], dtype.char)}
-_DTYPE_NAMES |= {"half": FLOAT16, "single": FLOAT32}
-
-_DLPACK_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
-
-
 def dense_weight(w: StridedArray) -> tuple[int, int]:
     """Return (K, N) of a dense weight to quantize: [K, N] float16, bfloat16, float32 or float64, any strides.
 

@@ -184,7 +184,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     if constexpr (kBits == 8) {
 #pragma unroll
       for (int pair = 0; pair < kTilesN / 2; ++pair) {
-        // ldmatrix: matrices 0 and 1 are columns 0 .. 7 at k 0 .. 15 and 16 .. 31; matrices 2 and 3 are columns 8 .. 15.
+        // ldmatrix: matrices 0 and 1 are columns 0 .. 7 at k 0 .. 15 and 16 .. 31; 2 and 3 are columns 8 .. 15.
         const int row = warp_n + pair * 16 + lane / 16 * 8 + lane % 8;
         const int unit = step * 2 + lane / 8 % 2;
         uint32_t words[4];
