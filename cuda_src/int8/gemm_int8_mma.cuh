@@ -35,7 +35,7 @@ constexpr int kCheckSteps = X_BLOCKS == 1 ? kBlockK / kStepK : 1;
 constexpr int kXBytes = kBlockM * kBlockK;
 constexpr int kUnitsN = kBits;  // 16-byte chunks per row of the weight
 constexpr int kWeightBytes = kBlockN * kUnitsN * 16;
-constexpr int kXParameters = kXBytes + kWeightBytes;  // byte offset in a stage
+constexpr int kXParameters = kXBytes + kWeightBytes;  // byte offset of sA, oA, sumA in a stage
 constexpr int kWeightParameters = kXParameters + kXBlocks * 3 * kBlockM * 4;
 constexpr int kStageBytes = kWeightParameters + kXBlocks * 3 * kBlockN * 4;
 constexpr int kAccumulators = kTilesM * kTilesN * 4;
