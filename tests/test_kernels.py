@@ -242,7 +242,7 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
         activation=data.draw(st.sampled_from([None, "clamp", "silu", "gelu"])),
         limits=(-0.5, 0.75),
         gated=gated,
-        constant=data.draw(st.booleans()),
+        may_prefetch_weights=data.draw(st.booleans()),
     )
     pad = data.draw(st.sampled_from([WHOLE] if problem.n % 32 else [0, 8, WHOLE]))
     here = facts(90, backend)

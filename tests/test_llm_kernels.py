@@ -276,11 +276,11 @@ def chosen_by_kernels(
     if sampling.temperature and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
         limits = nan(m, dtype=np.float32)
         more = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-        plan = llm.plan_choose_limit(here, m, logits.shape[1], **options, **more)
+        plan = llm.plan_sampling_threshold(here, m, logits.shape[1], **options, **more)
         run(plan, {"logits": logits, "seen": seen, "limits": limits})
     tokens, counters, before = np.full(m, -7, np.int32), np.zeros(m, np.uint32), lengths.copy()
     host_tokens = np.full((m, 2), -7, np.int32)
-    plan = llm.plan_choose(here, m, logits.shape[1], seed=sampling.seed, **options, advance=True)
+    plan = llm.plan_sample_token(here, m, logits.shape[1], seed=sampling.seed, **options, advance=True)
     arrays = {"logits": logits, "seen": seen, "limits": limits, "tokens": tokens, "lengths": lengths}
     arrays |= {"partials": np.zeros((m, llm.MAX_CHOOSE_CTAS), np.uint64), "counters": counters}
     run(plan, {**arrays, "host_tokens": host_tokens})
@@ -351,6 +351,6 @@ def test_limits_keep_all_tokens_that_tie_with_the_last_kept_one(backend: str, ar
     logits = np.array([[1, 3, 2, 2, 2, 0, -1, -2]], np.float32)
     for options, wanted in (({"top_k": 2}, 2), ({"top_k": 1}, 3), ({"top_k": 8}, -np.inf), ({"top_p": 0.5}, 2)):
         limits = nan(1, dtype=np.float32)
-        plan = llm.plan_choose_limit(facts(arch, backend), 1, 8, temperature=1.0, **options)
+        plan = llm.plan_sampling_threshold(facts(arch, backend), 1, 8, temperature=1.0, **options)
         runner(backend)(plan, {"logits": logits, "seen": np.zeros((1, 8), np.uint8), "limits": limits})
         assert limits[0] == wanted

@@ -143,6 +143,8 @@ HANGS = {
     "blocks": "".join(
         f"{{% block b{i} %}}{{{{ self.b{i + 1}() }}}}{{{{ self.b{i + 1}() }}}}{{% endblock %}}" for i in range(60)
     ),
+    "format filter": "{{ '%3000000000d' | format(1) }}",
+    "output": "{{ messages[0].content * 200000 }}",
     "long template": "{{ 1 }}" * 100000,
     "open braces": "{{" * 60000,
     "parentheses": "{{ " + "(" * 60000,
@@ -187,6 +189,7 @@ def test_the_features_of_common_templates_work() -> None:
     assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}") == "hi"
     assert render("{{ messages[0]['content'] | trim }}{% if loop is defined %}x{% endif %}", " hi ") == "hi"
     assert render("{% for m in messages[::-1] %}{{ loop.last }}{{ loop.length }}{% endfor %}") == "True1"
+    assert render("{{ '%s-%(a)s' | replace('-%(a)s', '') | format('x') }}{{ '%(a)s' | format(a=2) }}") == "x2"
     assert render("{{ ['a', 1] | join(', ') }}{{ 'a,b'.split(',')[-1] }}{{ {'b': 'é'} | tojson(indent=1) }}") == (
         'a, 1b{\n "b": "é"\n}'
     )

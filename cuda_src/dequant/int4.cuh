@@ -87,19 +87,19 @@ struct Codes<bfloat16_t> {
   }
 };
 
-// Conversion of 4-bit codes to fragments of operand A by masks alone, without a subtraction. Codes i and i + 4 of a
-// word, two adjacent k of one column, become register i of the fragment, as (kOffset + q) / kUnits[i % 2].
+// Converts 4-bit codes to fragments of operand A by masks alone, without a subtraction. Codes i and i + 4 of a word,
+// two adjacent k of one column, become register i of the fragment, as (kOffset + q) / kUnits[i % 2].
 //
 // The zero point is subtracted from the accumulators, in float32:
 //   sum of x (q - z) = sum of x (kOffset + q) - (kOffset + z) * sum of x
 // The sum of x is a product with kOne, or with kOnes in the units of the codes. Only the float32 accumulation rounds.
-// In bfloat16, sums of x (128 + q) overflow for |x| above 1e34.
+// In bfloat16, sums of x * (128 + q) overflow for |x| above 1e34.
 template <class T>
 struct RawCodes;
 
 template <>
 struct RawCodes<half_t> {
-  // A code in the low bits of a float16 is the subnormal q * 2^-24, one four bits higher is q * 2^-20; tensor cores
+  // A code in the low bits of a float16 is the subnormal q * 2^-24; four bits higher it is q * 2^-20. Tensor cores
   // multiply subnormals exactly.
   static constexpr float kOffset = 0.0f;
   static constexpr float kUnits[2] = {16777216.0f, 1048576.0f};

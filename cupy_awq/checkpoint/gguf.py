@@ -90,7 +90,8 @@ def _find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, i
     Llama's GGUF files interleave the two halves of each head of q and k, for a RoPE that rotates adjacent pairs. Raises
     CheckpointError for a malformed number of heads.
     """
-    if metadata.get("general.architecture") != "llama":
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str) or arch != "llama":  # an array has no truth value
         return {}
     heads = metadata.get("llama.attention.head_count")
     counts = {"attn_q": heads, "attn_k": metadata.get("llama.attention.head_count_kv", heads)}

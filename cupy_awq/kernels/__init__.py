@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel families, one module each, by the contract of `cupy_awq.kernels.family`, and the choice among them.
+"""The kernel families, one module each (the interface is in `cupy_awq.kernels.family`), and the choice among them.
 
-A problem goes to `select`, which asks every family of its type for legal configurations, ranks them by cost model or
-takes a tuned one, and returns a `LaunchPlan`. All of it is pure: it needs a `Device`, but no GPU. The compile-time
-constants, the grid and the shared memory of a kernel follow from one frozen dataclass, its configuration.
+`select` takes a problem, asks every family for that type of problem for its legal configurations, picks the fastest by
+cost model or by a table of tuned configurations, and returns a `LaunchPlan`. Every function is pure and needs a
+`Device`, but no GPU. A configuration is a frozen dataclass that determines the compile-time constants, the grid and the
+shared memory of a kernel.
 """

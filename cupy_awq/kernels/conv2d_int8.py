@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``conv2d_int8``: convolutions of int8 with int8, requantized to int8, on CUDA cores of any architecture."""
+"""``conv2d_int8``: int8 convolution with int8 output, on CUDA cores of any architecture."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 NAME = "conv2d_int8"
 ACTIVATIONS = (None, "clamp")
-"""The kinds of activation of the operation: the kernel has none but the clamp to ``limits``."""
+"""The kinds of activation that the operation supports; the kernel only clamps to ``limits``."""
 RESIDENT_THREADS = 2048
-START_US = 2.0
-PRODUCT_US = 0.02
-"""One product of all threads of an SM, for the estimate; not fitted to measurements."""
+"""The number of resident threads per SM that the cost model assumes."""
+LAUNCH_US = 2.0
+"""The launch overhead in the cost model, in microseconds; not fitted to measurements."""
+MULTIPLY_ADD_US = 0.02
+"""The time of one multiply-add by every resident thread of an SM, in microseconds; not fitted to measurements."""
 
 
 @dataclass(frozen=True)
 class Int8Convolution:
-    """A convolution of int8 x with int8 codes, requantized with one multiplier for each output channel.
+    """A convolution of int8 x with int8 codes, requantized to int8 with one multiplier per output channel.
 
     Attributes:
-        sizes: sizes of x, the kernel and y.
-        strides: elements of x from one image, row, pixel and channel to the next.
+        sizes: sizes of x, the filter and y.
+        strides: strides of x along batch, height, width and channels, in elements.
         nhwc: whether y is [batch, height, width, channels], else [batch, channels, height, width].
-        x_zero: zero point of x, which is also its padding.
-        limits: lowest and highest y, of int8.
+        x_zero: zero point of x, with which x is padded.
+        limits: lower and upper bound of y, int8 codes.
     """
 
     sizes: ConvolutionSizes
@@ -53,10 +55,10 @@ class Int8Convolution:
 
 @dataclass(frozen=True)
 class Conv2dInt8Config:
-    """One thread per element of y.
+    """A configuration of ``conv2d_int8``, which has one thread per element of y.
 
     Attributes:
-        threads: threads of a CTA.
+        threads: number of threads per CTA.
     """
 
     threads: int = 256
@@ -65,25 +67,25 @@ class Conv2dInt8Config:
 
 
 def refuse(problem: Int8Convolution, device: Device) -> str | None:
-    """Return None: the family solves every problem."""
+    """Return None, since the family solves every problem."""
     return None
 
 
 def configs(problem: Int8Convolution, device: Device) -> list[Conv2dInt8Config]:
-    """Return the one configuration."""
+    """Return the only configuration."""
     return [Conv2dInt8Config()]
 
 
 def estimate_us(config: Conv2dInt8Config, problem: Int8Convolution, device: Device) -> float:
-    """Return the expected time: the products of a thread, for each wave of threads."""
+    """Return the run time in microseconds: the multiply-adds of one thread, once for each wave of threads."""
     sizes = problem.sizes
     elements = sizes.pixels * sizes.outputs * sizes.groups
-    products = sizes.kernel_h * sizes.kernel_w * sizes.channels
-    return START_US + ceil_div(elements, device.sm_count * RESIDENT_THREADS) * products * PRODUCT_US
+    multiply_adds = sizes.kernel_h * sizes.kernel_w * sizes.channels
+    return LAUNCH_US + ceil_div(elements, device.sm_count * RESIDENT_THREADS) * multiply_adds * MULTIPLY_ADD_US
 
 
 def plan(config: Conv2dInt8Config, problem: Int8Convolution, device: Device) -> LaunchPlan:
-    """Return the launch. Buffers: x, codes, fused, multiplier, y."""
+    """Return the launch plan. Its buffers are x, codes, fused, multiplier and y."""
     defines = (("NHWC", int(problem.nhwc)), ("THREADS", config.threads))
     kernel = Kernel("conv2d/conv2d_int8.cu", NAME, defines, device.target)
     pointers = ("x", "codes", "fused", "multiplier", "y")
@@ -98,12 +100,12 @@ def plan(config: Conv2dInt8Config, problem: Int8Convolution, device: Device) -> 
 
 
 def workspace(config: Conv2dInt8Config, problem: Int8Convolution) -> Workspace:
-    """Return an empty workspace: K is not split."""
+    """Return an empty workspace, since K is not split."""
     return Workspace()
 
 
 def common_problems() -> Iterator[Int8Convolution]:
-    """Yield a layer in each order of y, for precompilation."""
+    """Yield a convolution with y in NHWC and one with y in NCHW, for precompilation."""
     sizes = ConvolutionSizes(1, 56, 56, 64, 64, 1, 3, 3, 56, 56, pad_h=1, pad_w=1)
     for nhwc in (True, False):
         yield Int8Convolution(sizes, (56 * 56 * 64, 56 * 64, 64, 1), nhwc, 0, (-128, 127))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Convolution`: a 2-D convolution with a block-quantized weight, and what its families share."""
+"""`Convolution`, a 2-D convolution with a block-quantized weight, and helpers of its kernel families."""
 
 from __future__ import annotations
 
@@ -19,72 +19,72 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument
 
 EPILOGUE_ACTIVATIONS = (None, "clamp")
-"""The kinds of activation that these families take, of `cupy_awq.activation`."""
-UNIT = 8
-"""The channels of 16 bytes, which the tensor-core kernels copy at a time."""
+"""The kinds of activation (see `cupy_awq.activation`) that these kernels support."""
+VECTOR_CHANNELS = 8
+"""The number of 16-bit channels in a 16-byte copy of the tensor-core kernels."""
 MMA_ARCH = 80
-"""The first architecture with a tensor-core convolution."""
+"""The oldest architecture with a tensor-core convolution kernel."""
 
 
 class ConvolutionSizes(NamedTuple):
-    """The sizes of a convolution in the order of the kernels' arguments."""
+    """The sizes of a convolution, in the order of the kernels' arguments."""
 
     batch: int
     """The number of images."""
     height: int
-    """The rows of an image of x."""
+    """The input height in pixels."""
     width: int
-    """The pixels of a row of x."""
+    """The input width in pixels."""
     channels: int
-    """The channels of x in one group."""
+    """The number of input channels per group."""
     outputs: int
-    """The channels of y in one group."""
+    """The number of output channels per group."""
     groups: int
-    """The number of groups of channels."""
+    """The number of channel groups."""
     kernel_h: int
-    """The rows of the kernel."""
+    """The filter height."""
     kernel_w: int
-    """The taps of a row of the kernel."""
+    """The filter width."""
     out_h: int
-    """The rows of an image of y."""
+    """The output height in pixels."""
     out_w: int
-    """The pixels of a row of y."""
+    """The output width in pixels."""
     stride_h: int = 1
-    """The rows of x from one row of y to the next."""
+    """The vertical stride in pixels of x."""
     stride_w: int = 1
-    """The pixels of x from one pixel of y to the next."""
+    """The horizontal stride in pixels of x."""
     pad_h: int = 0
-    """The rows of padding above x."""
+    """The top padding in pixels."""
     pad_w: int = 0
-    """The pixels of padding to the left of x."""
+    """The left padding in pixels."""
     dilation_h: int = 1
-    """The rows of x from one row of the kernel to the next."""
+    """The vertical dilation in pixels of x."""
     dilation_w: int = 1
-    """The pixels of x from one tap to the next."""
+    """The horizontal dilation in pixels of x."""
 
     @property
     def pixels(self) -> int:
-        """The number of pixels of y."""
+        """The number of output pixels of all images."""
         return self.batch * self.out_h * self.out_w
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution with a weight of 4- or 8-bit codes.
+    """A validated 2-D convolution with a weight of 4- or 8-bit codes.
 
     Attributes:
-        sizes: sizes of x, the kernel and y.
-        block_size: channels, in one group, that share a scale.
-        bits: bits of a code, 4 or 8.
+        sizes: sizes of x, the filter and y.
+        block_size: number of input channels per scale, within one group.
+        bits: bits per code, 4 or 8.
         weight_offset: whether the weight has offsets.
         dtype: dtype of x and y.
-        strides: elements of x from one image, row, pixel and channel to the next.
+        strides: strides of x along batch, height, width and channels, in elements.
         nhwc: whether y is [batch, height, width, channels], else [batch, channels, height, width].
-        bias_dtype: dtype of the bias; None without one.
+        bias_dtype: dtype of the bias; None without a bias.
         activation: kind of activation, one of `EPILOGUE_ACTIVATIONS`.
-        limits: lowest and highest y of the activation "clamp".
+        limits: lower and upper bound of the activation "clamp".
         aligned: whether x starts at a multiple of 16 bytes.
-        y_aligned: whether y does.
+        y_aligned: whether y starts at a multiple of 16 bytes.
     """
 
     sizes: ConvolutionSizes
@@ -110,7 +110,7 @@ class Convolution:
 
     @property
     def tuning_key(self) -> TuningKey:
-        """The key of the layer; every number of images is tuned by itself."""
+        """The tuning key, made of the layer's sizes and bits; every batch size is tuned separately."""
         s = self.sizes
         layer = f"conv2d {s.channels * s.groups}x{s.outputs * s.groups} {s.kernel_h}x{s.kernel_w}"
         steps = f"stride {s.stride_h}x{s.stride_w} dilation {s.dilation_h}x{s.dilation_w} groups {s.groups}"
@@ -118,7 +118,7 @@ class Convolution:
         return TuningKey((shape,), s.batch, s.batch)
 
     def without_stride(self) -> Convolution:
-        """Return the same 1x1 convolution with stride 1 over the pixels that it reads; itself if that is impossible."""
+        """Return an equal 1x1 convolution with stride 1 over a strided view of x, or ``self`` if there is none."""
         sizes = self.sizes
         last = (sizes.out_h - 1) * sizes.stride_h, (sizes.out_w - 1) * sizes.stride_w
         has_padding = sizes.pad_h or sizes.pad_w or last[0] >= sizes.height or last[1] >= sizes.width
@@ -130,7 +130,7 @@ class Convolution:
         return replace(self, sizes=dense, strides=strides)
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
-        """Return the constants that the families compile with."""
+        """Return the compile-time constants (name, value) that all convolution families share."""
         return (
             ("X", TYPES[self.dtype]),
             ("NHWC", int(self.nhwc)),
@@ -149,14 +149,14 @@ class Convolution:
 
 
 def refuse_activation(problem: Convolution) -> str | None:
-    """Return why no convolution kernel has the problem's activation, or None."""
+    """Return the reason if no convolution kernel supports the problem's activation, else None."""
     if problem.activation not in EPILOGUE_ACTIVATIONS:
         return f"has no activation {problem.activation}, only clamp"
     return None
 
 
 def refuse_tensor_cores(problem: Convolution, device: Device) -> str | None:
-    """Return why no tensor-core kernel can solve the problem, or None."""
+    """Return why no tensor-core kernel can solve the problem, or None if one may."""
     sizes = problem.sizes
     if device.arch < MMA_ARCH:
         return f"needs sm_{MMA_ARCH} or newer, not sm_{device.arch}"
@@ -164,22 +164,22 @@ def refuse_tensor_cores(problem: Convolution, device: Device) -> str | None:
         return "takes x of float16 or bfloat16, not float32"
     if sizes.pixels >= 2**31:
         return f"needs fewer than 2**31 pixels in y, not {sizes.pixels}"
-    if problem.strides[3] != 1 or any(s % UNIT for s in problem.strides[:3]) or not problem.aligned:
-        return f"needs x with contiguous channels, each pixel at a multiple of {2 * UNIT} bytes"
-    if sizes.groups > 1 and sizes.channels % UNIT:
-        return f"needs groups of a multiple of {UNIT} channels, not {sizes.channels}"
-    if problem.block_size % UNIT and problem.block_size < sizes.channels:
-        return f"needs blocks that are multiples of {UNIT} channels, not {problem.block_size}"
+    if problem.strides[3] != 1 or any(s % VECTOR_CHANNELS for s in problem.strides[:3]) or not problem.aligned:
+        return f"needs x with contiguous channels, each pixel at a multiple of {2 * VECTOR_CHANNELS} bytes"
+    if sizes.groups > 1 and sizes.channels % VECTOR_CHANNELS:
+        return f"needs groups of a multiple of {VECTOR_CHANNELS} channels, not {sizes.channels}"
+    if problem.block_size % VECTOR_CHANNELS and problem.block_size < sizes.channels:
+        return f"needs blocks that are multiples of {VECTOR_CHANNELS} channels, not {problem.block_size}"
     return refuse_activation(problem)
 
 
 def output_grid(sizes: ConvolutionSizes, threads: int) -> tuple[int, int, int]:
-    """Return the grid of a kernel with one thread for each element of y."""
+    """Return the grid of a kernel with one thread per element of y and ``threads`` threads per CTA."""
     return ceil_div(sizes.pixels * sizes.outputs * sizes.groups, threads), 1, 1
 
 
 def rounded_parameters(weight: BlockQuantizedWeight, dtype: np.dtype[Any]) -> tuple[Array, Array | None]:
-    """Return scale and offset [Co, blocks], contiguous and rounded to the dtype of x."""
+    """Return scale and offset (or None) [Co, blocks], contiguous and rounded to ``dtype``, the dtype of x."""
 
     def rounded() -> tuple[Array, Array | None]:
         xp = namespace(weight.scale)
@@ -195,14 +195,14 @@ def rounded_parameters(weight: BlockQuantizedWeight, dtype: np.dtype[Any]) -> tu
 def nhwc_problem(
     batch: int, side: int, channels: int, outputs: int, kernel: int, bits: int = 4, dtype: str = "float16"
 ) -> Convolution:
-    """Return a layer with stride 1, padding "same" and blocks of 32 channels over contiguous square NHWC images."""
+    """Return a convolution of contiguous square NHWC images with stride 1, "same" padding and blocks of 32 channels."""
     pad = kernel // 2
     sizes = ConvolutionSizes(batch, side, side, channels, outputs, 1, kernel, kernel, side, side, pad_h=pad, pad_w=pad)
     return Convolution(sizes, 32, bits, True, dtype, (side * side * channels, side * channels, channels, 1))
 
 
 def common_problems() -> Iterator[Convolution]:
-    """Yield the convolutions of common layers, for precompilation."""
+    """Yield convolutions of common layers, for precompilation."""
     for dtype in ("float16", "bfloat16", "float32"):
         for bits in (4, 8):
             problem = nhwc_problem(1, 56, 64, 64, 3, bits, dtype)

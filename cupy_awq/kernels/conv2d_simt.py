@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``conv2d_simt``: convolutions of any sizes on CUDA cores, on any architecture; the fallback."""
+"""``conv2d_simt``: the fallback for convolutions of any size, on CUDA cores of any architecture."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "conv2d_simt"
 RESIDENT_THREADS = 2048
-START_US = 2.0
-PRODUCT_US = 0.02
-"""One product of all threads of an SM, for the estimate; not fitted to measurements."""
+"""The number of resident threads per SM that the cost model assumes."""
+LAUNCH_US = 2.0
+"""The launch overhead in the cost model, in microseconds; not fitted to measurements."""
+MULTIPLY_ADD_US = 0.02
+"""The time of one multiply-add by every resident thread of an SM, in microseconds; not fitted to measurements."""
 
 
 @dataclass(frozen=True)
 class Conv2dSimtConfig:
-    """One thread per element of y.
+    """A configuration of ``conv2d_simt``, which has one thread per element of y.
 
     Attributes:
-        threads: threads of a CTA.
+        threads: number of threads per CTA.
     """
 
     threads: int = 256
@@ -37,27 +39,27 @@ class Conv2dSimtConfig:
 
 
 def refuse(problem: Convolution, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or why another family replaces it; None if it can."""
+    """Return why the family cannot solve the problem or which family supersedes it, or None if it is a candidate."""
     if refuse_tensor_cores(problem, device) is None:
         return "is replaced by the tensor-core kernels, which take this problem"
     return refuse_activation(problem)
 
 
 def configs(problem: Convolution, device: Device) -> list[Conv2dSimtConfig]:
-    """Return the one configuration."""
+    """Return the only configuration."""
     return [Conv2dSimtConfig()]
 
 
 def estimate_us(config: Conv2dSimtConfig, problem: Convolution, device: Device) -> float:
-    """Return the expected time: the products of a thread, for each wave of threads."""
+    """Return the run time in microseconds: the multiply-adds of one thread, once for each wave of threads."""
     sizes = problem.sizes
     elements = sizes.pixels * sizes.outputs * sizes.groups
-    products = sizes.kernel_h * sizes.kernel_w * sizes.channels
-    return START_US + ceil_div(elements, device.sm_count * RESIDENT_THREADS) * products * PRODUCT_US
+    multiply_adds = sizes.kernel_h * sizes.kernel_w * sizes.channels
+    return LAUNCH_US + ceil_div(elements, device.sm_count * RESIDENT_THREADS) * multiply_adds * MULTIPLY_ADD_US
 
 
 def plan(config: Conv2dSimtConfig, problem: Convolution, device: Device) -> LaunchPlan:
-    """Return the launch."""
+    """Return the launch plan. Its buffers are x, codes, parameters, bias and y."""
     defines = (*problem.defines(), ("ZERO", 1 << (problem.bits - 1)), ("THREADS", config.threads))
     kernel = Kernel("conv2d/conv2d_simt.cu", NAME, defines, device.target)
     arguments = ("x", "codes", "parameters", "bias", "y", *problem.scalars(4, problem.block_size))
@@ -65,12 +67,12 @@ def plan(config: Conv2dSimtConfig, problem: Convolution, device: Device) -> Laun
 
 
 def workspace(config: Conv2dSimtConfig, problem: Convolution) -> Workspace:
-    """Return an empty workspace: K is not split."""
+    """Return an empty workspace, since K is not split."""
     return Workspace()
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array]:
-    """Return the buffers "codes", one byte per code, and "parameters", float32 [2, Co, blocks]: scale and offset."""
+    """Return the weight buffers "codes", uint8, and "parameters", float32 [2, Co, blocks] (scale, offset)."""
     xp = namespace(weight.scale)
 
     def parameters() -> Array:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``conv2d_sm90``: convolutions by wgmma over images in NHWC, with weights that are dequantized in registers."""
+"""``conv2d_sm90``: convolution with wgmma over NHWC images; the weight is dequantized in registers.
+
+K is processed in units of one filter tap x 64 input channels. A pixel tile is a rectangle of the output.
+"""
 
 from __future__ import annotations
 
@@ -22,78 +25,80 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
 NAME = "conv2d_sm90"
 TILE_CO = 64
-"""The outputs of a warpgroup, which are the m64 of a wgmma."""
+"""The number of output channels per warpgroup (wgmma's M)."""
 CHUNK = 64
-"""The channels of a unit of K: one tap of the kernel and 64 channels."""
+"""The number of input channels per unit of K, which is one filter tap x 64 channels."""
 MIN_CHANNELS = 16
+"""The smallest number of input channels."""
 PIXELS = (32, 56, 64, 112, 128)
-"""The pixels of a warpgroup, which are the n of a wgmma."""
+"""The candidates for the number of output pixels per warpgroup (wgmma's N)."""
 CLUSTERS = (1, 2, 4, 8)
-"""The numbers of CTAs in a cluster, which split K."""
+"""The candidates for the number of CTAs per cluster, which is the split-K factor."""
 MAX_BOX = 256
-"""The pixels of x from the first to the last of a tensor map's box, along each axis."""
+"""The largest extent of a TMA box along an axis of x, in pixels."""
 MAX_BOX_STRIDE = 8
 """The largest element stride of a tensor map."""
 STORE_ROW_BYTES = TILE_CO * 2 + 16
+"""The size in bytes of one pixel of the output tile in shared memory, with 16 bytes of padding."""
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Constants of the cost model: 151 times on an H100, 15% off (root mean square).
+class Conv2dSm90Costs:
+    """Constants of the cost model, fitted to 151 measured times on an H100; RMS error 15%.
 
-    The model's first choice took 1.02 times as long as the best (geometric mean). ``scale`` was raised afterwards to
-    make the estimates comparable with those of `conv2d_sm90_large`. A lone warpgroup converts weights while the tensor
-    cores idle; three warpgroups per SM keep them busy.
+    The configuration that the model ranks first is 2% slower than the best one (geometric mean). ``scale`` makes the
+    estimates comparable with those of `conv2d_sm90_large`. The tensor cores idle while a single warpgroup dequantizes;
+    three warpgroups per SM keep them busy.
     """
 
     scale: float = 1.1
-    """The factor on the whole estimate."""
+    """The factor by which the whole estimate is multiplied."""
     cycles_per_us: float = 1700.0
-    """The clock, in MHz."""
+    """The SM clock in MHz."""
     product_cycles: float = 0.87
-    """The busy SM's part of the cycles that the tensor cores need for the products of a unit."""
+    """The ratio of measured to nominal tensor-core cycles per unit of K, on an SM with several warpgroups."""
     min_unit_cycles: float = 180.0
-    """The least cycles of a unit for each warpgroup on the SM."""
+    """The minimum number of cycles per unit of K and warpgroup."""
     conversion_cycles: float = 386.0
-    """The conversion of a unit's weights by a warpgroup that is alone on its SM."""
+    """The number of cycles in which a warpgroup that is alone on its SM dequantizes the weights of one unit of K."""
     tile_us: float = 1.14
-    """The epilogue of a tile, without its pixels."""
+    """The fixed time of the epilogue per CTA tile, in microseconds."""
     pixel_us: float = 0.0033
-    """The epilogue for each pixel of all warpgroups on the SM."""
+    """The time of the epilogue per output pixel of all warpgroups of an SM, in microseconds."""
     l2_bytes_per_us: float = 5.7e6
-    """The bytes that all SMs copy from L2 in a microsecond."""
+    """The L2 bandwidth of all SMs together, in bytes per microsecond."""
     overlap: float = 0.4
-    """The share of the smaller of work and traffic that the larger does not hide."""
+    """The fraction of the shorter one of compute and memory time that the longer one does not hide."""
     split_us: float = 0.8
-    """The fixed time of the reduction over split-K."""
+    """The fixed time of the split-K reduction, in microseconds."""
     each_split_us: float = 0.25
-    """The time of each split in the reduction."""
+    """The time of the split-K reduction per split, in microseconds."""
     fitting_clusters: float = 0.85
-    """The share of the SMs that clusters of four and more CTAs reach: 32 clusters of four do not fit on an H100."""
+    """The fraction of SMs that clusters of 4 or more CTAs can occupy; 32 clusters of 4 do not fit on an H100."""
 
 
-FIT = Fit()
+COSTS = Conv2dSm90Costs()
 
 
 class ImageView(NamedTuple):
-    """The images as the kernel sees them: those of a 1x1 kernel may form one row of pixels."""
+    """The image sizes that the kernel uses: a 1x1 convolution may treat all images as one row of pixels."""
 
     batch: int
     """The number of images."""
     height: int
-    """The rows of an image of x."""
+    """The input height in pixels."""
     width: int
-    """The pixels of a row of x."""
+    """The input width in pixels."""
     out_h: int
-    """The rows of an image of y."""
+    """The output height in pixels."""
     out_w: int
-    """The pixels of a row of y."""
+    """The output width in pixels."""
     flat: bool
-    """Whether all pixels form one row."""
+    """True if the pixels of all images form one row."""
 
 
 def image_view(problem: Convolution) -> ImageView:
-    """Return the images of a problem, as one row of pixels if the convolution and the strides of x allow it."""
+    """Return the image sizes of a problem; one row of pixels if the filter is 1x1 and the strides of x permit it."""
     sizes = problem.sizes
     batch, row, pixel, _ = problem.strides
     pointwise = (sizes.kernel_h, sizes.kernel_w, sizes.stride_h, sizes.stride_w) == (1, 1, 1, 1)
@@ -106,33 +111,33 @@ def image_view(problem: Convolution) -> ImageView:
 
 
 def co_tiles(outputs: int) -> int:
-    """Return the number of 64-output tiles of the weight; even if above 1, for two warpgroups side by side."""
+    """Return the number of weight tiles of 64 output channels: 1, or an even number for pairs of warpgroups."""
     tiles = ceil_div(outputs, TILE_CO)
     return tiles if tiles == 1 else tiles + tiles % 2
 
 
 def parameter_groups(block_size: int, channels: int) -> int:
-    """Return the number of parameter sets of a 64-channel chunk; a block may span several chunks or part of one."""
+    """Return the number of (scale, offset) pairs per output channel and chunk of 64 input channels."""
     return 1 if block_size >= channels else CHUNK // math.gcd(block_size, CHUNK)
 
 
 def k_units(sizes: ConvolutionSizes) -> int:
-    """Return the number of units of K."""
+    """Return the number of units of K, each of one filter tap x 64 input channels."""
     return sizes.kernel_h * sizes.kernel_w * ceil_div(sizes.channels, CHUNK)
 
 
 def with_halo(sizes: ConvolutionSizes, height: int, width: int) -> tuple[int, int]:
-    """Return the rows and pixels of x that all taps read for a part of y, at stride 1."""
+    """Return (height, width) of the input that all filter taps read for an output rectangle, at stride 1."""
     return height + (sizes.kernel_h - 1) * sizes.dilation_h, width + (sizes.kernel_w - 1) * sizes.dilation_w
 
 
 def exceeds_box(sizes: ConvolutionSizes, height: int, width: int) -> bool:
-    """Return whether a tensor map has no box of so many rows and pixels."""
+    """Return whether a TMA box of ``height`` x ``width`` output pixels would exceed the limit MAX_BOX."""
     return max((height - 1) * sizes.stride_h, (width - 1) * sizes.stride_w) >= MAX_BOX
 
 
 def x_map(problem: Convolution, images: int, height: int, width: int) -> TensorMap:
-    """Return the tensor map of x with boxes of so many images, rows and pixels, and 64 channels."""
+    """Return the tensor map of x with boxes of ``images`` x ``height`` x ``width`` x 64 channels."""
     sizes, image = problem.sizes, image_view(problem)
     batch, row, pixel, _ = problem.strides
     return TensorMap(
@@ -147,22 +152,26 @@ def x_map(problem: Convolution, images: int, height: int, width: int) -> TensorM
 
 
 def reachable_sms(device: Device, split_k: int) -> int:
-    """Return the number of SMs that clusters of ``split_k`` CTAs reach."""
-    return device.sm_count if split_k < 4 else int(device.sm_count * FIT.fitting_clusters)
+    """Return the number of SMs that clusters of ``split_k`` CTAs can occupy."""
+    return device.sm_count if split_k < 4 else int(device.sm_count * COSTS.fitting_clusters)
 
 
 @dataclass(frozen=True)
 class Conv2dSm90Config:
-    """A CTA of ``wg_co * wg_px`` warpgroups, each with 64 outputs and a part of ``tile_h * tile_w`` pixels.
+    """A configuration of ``conv2d_sm90``: ``wg_co * wg_px`` warpgroups per CTA.
+
+    Each warpgroup computes 64 output channels of a pixel tile of ``tile_h * tile_w`` output pixels.
 
     Attributes:
-        wg_co, wg_px: warpgroups along outputs and pixels.
-        tile_h, tile_w: rows and pixels of a part.
-        halo: whether one box of x, with a border, serves all taps; else each tap has a box.
-        x_stages: pipeline stages of x.
-        code_stages: pipeline stages of codes.
-        split_k: CTAs of a cluster, which split K.
-        ctas_per_sm: CTAs that an SM holds.
+        wg_co: number of warpgroups along output channels.
+        wg_px: number of warpgroups along pixels.
+        tile_h: height of a pixel tile.
+        tile_w: width of a pixel tile.
+        halo: whether one TMA box of x with a halo serves all filter taps; else each tap has its own box.
+        x_stages: number of pipeline stages of x.
+        code_stages: number of pipeline stages of codes.
+        split_k: number of CTAs per cluster, which divide K among them.
+        ctas_per_sm: number of resident CTAs per SM.
     """
 
     wg_co: int
@@ -177,44 +186,44 @@ class Conv2dSm90Config:
 
     @property
     def warpgroups(self) -> int:
-        """The number of consumer warpgroups."""
+        """The number of consumer warpgroups per CTA."""
         return self.wg_co * self.wg_px
 
     @property
     def threads(self) -> int:
-        """The threads of a CTA: the warpgroups and a producer warp."""
+        """The number of threads per CTA: the consumer warpgroups and one producer warp."""
         return self.warpgroups * 128 + 32
 
     @property
     def pixels(self) -> int:
-        """The pixels of a warpgroup."""
+        """The number of output pixels per warpgroup."""
         return self.tile_h * self.tile_w
 
     def box(self, sizes: ConvolutionSizes) -> tuple[int, int]:
-        """Return the rows and pixels of a box of x."""
+        """Return (rows, pixels per row) of the TMA box of x."""
         return with_halo(sizes, self.tile_h, self.tile_w) if self.halo else (self.tile_h, self.tile_w)
 
     def shared_bytes(self, problem: Convolution) -> int:
-        """Return the shared memory of a CTA: pipeline stages, which the output tile reuses, partial sums, barriers."""
+        """Return the shared memory per CTA in bytes: pipeline stages or output tile, partial sums, and mbarriers."""
         height, width = self.box(problem.sizes)
         x_bytes = self.wg_px * ceil_div(height * width * CHUNK * 2, 1024) * 1024
         parameter_bytes = self.wg_co * parameter_groups(problem.block_size, problem.sizes.channels) * TILE_CO * 4
         code_bytes = self.wg_co * TILE_CO * CHUNK * problem.bits // 8
         stage_bytes = self.x_stages * (x_bytes + parameter_bytes) + self.code_stages * code_bytes
-        owned_groups = ceil_div(self.pixels // 8, self.split_k)  # of 8 pixels, that a CTA of the cluster stores
+        owned_groups = ceil_div(self.pixels // 8, self.split_k)  # number of groups of 8 pixels that each CTA stores
         store_bytes = self.warpgroups * ceil_div(owned_groups, 2) * 16 * STORE_ROW_BYTES
         partial_bytes = 0 if self.split_k == 1 else self.split_k * self.warpgroups * owned_groups * 2048
         return max(stage_bytes, store_bytes) + partial_bytes + 16 * (self.x_stages + self.code_stages)
 
     def tiles(self, problem: Convolution) -> int:
-        """Return the number of tiles of y, each of a cluster."""
+        """Return the number of CTA tiles of y; one cluster computes each."""
         image = image_view(problem)
-        parts = image.batch * ceil_div(image.out_h, self.tile_h) * ceil_div(image.out_w, self.tile_w)
-        return ceil_div(parts, self.wg_px) * (co_tiles(problem.sizes.outputs) // self.wg_co)
+        pixel_tiles = image.batch * ceil_div(image.out_h, self.tile_h) * ceil_div(image.out_w, self.tile_w)
+        return ceil_div(pixel_tiles, self.wg_px) * (co_tiles(problem.sizes.outputs) // self.wg_co)
 
 
 def refuse(problem: Convolution, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or None."""
+    """Return why the family cannot solve the problem, or None if it can."""
     sizes = problem.sizes
     if device.arch != 90:
         return f"needs sm_90, not sm_{device.arch}"
@@ -237,12 +246,12 @@ def refuse(problem: Convolution, device: Device) -> str | None:
 
 
 def configs(problem: Convolution, device: Device) -> list[Conv2dSm90Config]:
-    """Return every configuration that fits on an SM."""
+    """Return every configuration whose CTA fits on an SM."""
     return list(_configs(problem, device))
 
 
 def estimate_us(config: Conv2dSm90Config, problem: Convolution, device: Device) -> float:
-    """Return the expected time: the larger of the busiest SM's work and of the traffic, and a part of the other."""
+    """Return the run time in microseconds: the longer one of compute and memory time, plus a fraction of the other."""
     sizes = problem.sizes
     box_h, box_w = config.box(sizes)
     ctas = config.tiles(problem) * config.split_k
@@ -250,22 +259,22 @@ def estimate_us(config: Conv2dSm90Config, problem: Convolution, device: Device) 
     waves = ceil_div(ctas, reachable_sms(device, config.split_k) * config.ctas_per_sm)
     warpgroups_per_sm = config.ctas_per_sm * config.warpgroups
     wgmma_cycles = ceil_div(min(sizes.channels, CHUNK), 16) * config.pixels / 2
-    busy_cycles = warpgroups_per_sm * max(FIT.product_cycles * wgmma_cycles, FIT.min_unit_cycles)
-    unit_us = max(busy_cycles, wgmma_cycles + FIT.conversion_cycles) / FIT.cycles_per_us
-    work_us = waves * (cta_units * unit_us + FIT.tile_us + FIT.pixel_us * warpgroups_per_sm * config.pixels)
+    busy_cycles = warpgroups_per_sm * max(COSTS.product_cycles * wgmma_cycles, COSTS.min_unit_cycles)
+    unit_us = max(busy_cycles, wgmma_cycles + COSTS.conversion_cycles) / COSTS.cycles_per_us
+    work_us = waves * (cta_units * unit_us + COSTS.tile_us + COSTS.pixel_us * warpgroups_per_sm * config.pixels)
     y_bytes = sizes.pixels * sizes.outputs * 2
     x_bytes = sizes.batch * sizes.height * sizes.width * sizes.channels * 2
     boxes = ceil_div(cta_units, sizes.kernel_h * sizes.kernel_w) if config.halo else cta_units
     box_bytes = config.wg_px * box_h * box_w * CHUNK * 2
     cta_bytes = box_bytes * boxes + cta_units * config.wg_co * TILE_CO * CHUNK * problem.bits / 8
-    l2_us = (ctas * cta_bytes + y_bytes) / FIT.l2_bytes_per_us
+    l2_us = (ctas * cta_bytes + y_bytes) / COSTS.l2_bytes_per_us
     traffic_us = max(l2_us, (x_bytes + y_bytes) / (device.read_gbs * 1e3))
-    split_us = FIT.split_us + FIT.each_split_us * config.split_k if config.split_k > 1 else 0.0
-    return FIT.scale * (max(work_us, traffic_us) + FIT.overlap * min(work_us, traffic_us) + split_us)
+    split_us = COSTS.split_us + COSTS.each_split_us * config.split_k if config.split_k > 1 else 0.0
+    return COSTS.scale * (max(work_us, traffic_us) + COSTS.overlap * min(work_us, traffic_us) + split_us)
 
 
 def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> LaunchPlan:
-    """Return the launch."""
+    """Return the launch plan. Its buffers are codes, parameters, bias, y and x."""
     sizes, image = problem.sizes, image_view(problem)
     box_h, box_w = config.box(sizes)
     defines = (
@@ -287,9 +296,9 @@ def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> Laun
         ("CTAS_PER_SM", config.ctas_per_sm),
         ("SHARED_BYTES", config.shared_bytes(problem)),
     )
-    parts_h, parts_w = ceil_div(image.out_h, config.tile_h), ceil_div(image.out_w, config.tile_w)
+    tiles_h, tiles_w = ceil_div(image.out_h, config.tile_h), ceil_div(image.out_w, config.tile_w)
     co_blocks = co_tiles(sizes.outputs) // config.wg_co
-    counts = parts_h * parts_w, parts_w, co_blocks, k_units(sizes), image.batch, sizes.outputs
+    counts = tiles_h * tiles_w, tiles_w, co_blocks, k_units(sizes), image.batch, sizes.outputs
     numbers = (*counts, sizes.kernel_h, sizes.kernel_w, image.out_h, image.out_w, *sizes[10:])
     x = x_map(problem, 1, box_h, box_w)
     return LaunchPlan(
@@ -304,12 +313,12 @@ def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> Laun
 
 
 def workspace(config: Conv2dSm90Config, problem: Convolution) -> Workspace:
-    """Return an empty workspace: the CTAs of a cluster exchange partial sums in shared memory."""
+    """Return an empty workspace, since the CTAs of a cluster exchange partial sums through DSMEM."""
     return Workspace()
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array]:
-    """Return the buffers "codes" and "parameters" in the order of conv2d/conv2d_sm90.cu."""
+    """Return the weight buffers "codes" and "parameters" in the layout of ``cuda_src/conv2d/conv2d_sm90.cu``."""
     dtype = np.dtype(problem.dtype)
     return {
         "codes": weight.layout("conv2d sm90 codes", lambda: _codes(weight)),
@@ -323,10 +332,11 @@ def _codes(weight: BlockQuantizedWeight) -> Array:
     tiles, chunks = co_tiles(co), ceil_div(ci, CHUNK)
     padded = xp.zeros((tiles * TILE_CO, kh * kw, chunks * CHUNK), np.uint8)
     padded[:co, :, :ci] = weight.codes.reshape(co, kh * kw, ci)
-    # Axes 0 .. 9: tile, warp, row half, g, tap, chunk, k16, k half, t, pair.
+    # Axes 0 to 9 are (tile, warp, row half, g, tap, chunk, k16, k half, t, pair).
     axes = padded.reshape(tiles, 4, 2, 8, kh * kw, chunks, 4, 2, 4, 2)
     if weight.bits == 4:
-        # [chunk, tap, tile, warp, g, t, k16][pair, k half, row half]: nibbles from the lowest.
+        # [chunk, tap, tile, warp, g, t, k16][pair, k half, row half], where the last three axes are the nibbles of a
+        # word, lowest first.
         nibbles = axes.transpose(5, 4, 0, 1, 3, 8, 6, 9, 7, 2).reshape(-1, 8)
         words = nibbles[:, ::2] | nibbles[:, 1::2] << np.uint8(4)
     else:
@@ -337,7 +347,7 @@ def _codes(weight: BlockQuantizedWeight) -> Array:
 
 
 def _parameters(weight: BlockQuantizedWeight, dtype: np.dtype[np.generic]) -> Array:
-    """Return scale and offset rounded to the dtype of x, [chunks, tiles, groups, 64, 2]."""
+    """Return (scale, offset) pairs [chunks, tiles, groups, 64, 2], rounded to ``dtype``, the dtype of x."""
     co, _, _, ci = weight.shape
     xp = namespace(weight.scale)
     tiles, chunks = co_tiles(co), ceil_div(ci, CHUNK)
@@ -361,10 +371,10 @@ def _configs(problem: Convolution, device: Device) -> Iterator[Conv2dSm90Config]
         cta_units = ceil_div(k_units(sizes), split_k)
         if split_k > min(k_units(sizes), pixels // 8):
             continue
-        # Larger CTAs leave room for fewer clusters of four and more.
+        # With larger CTAs fewer clusters of 4 or more CTAs are resident.
         if split_k > 2 and (wg_co, wg_px) != (1, 1):
             continue
-        # A box that serves one unit is released after the next one but one has arrived.
+        # A box that serves a single unit is released only after the second next one has arrived.
         x_stages = min(2, ceil_div(cta_units + taps - 1, taps)) if halo and taps > 1 else min(4, cta_units)
         for code_stages in dict.fromkeys((min(cta_units, 8), min(cta_units, 4))):
             config = Conv2dSm90Config(wg_co, wg_px, *tile, halo, x_stages, code_stages, split_k, 1)
@@ -376,12 +386,12 @@ def _configs(problem: Convolution, device: Device) -> Iterator[Conv2dSm90Config]
 
 
 def _max_ctas_per_sm(config: Conv2dSm90Config, problem: Convolution, device: Device) -> int:
-    """Return the CTAs that an SM has room for, at most three; 0 if a CTA is too large."""
+    """Return the largest number of resident CTAs per SM, at most 3; 0 if a CTA does not fit."""
     sizes = problem.sizes
     shared_bytes = config.shared_bytes(problem)
     if shared_bytes > device.shared_bytes_per_block or exceeds_box(sizes, *config.box(sizes)):
         return 0
-    # Accumulators, two units of operand A, and the rest; each of the four schedulers has 16384 registers.
+    # Registers per thread: accumulators, operand A of two units, and others. Each of an SM's 4 schedulers has 16384.
     registers = ceil_div(config.pixels // 2 + 62 + problem.bits + config.split_k, 8) * 8
     warps = 4 * (16384 // (32 * registers))
     # The driver reserves 1 KiB of shared memory for each CTA.

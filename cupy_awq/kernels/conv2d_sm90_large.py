@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``conv2d_sm90_large``: convolutions over many pixels by wgmma, with weights that were dequantized to memory once."""
+"""``conv2d_sm90_large``: convolution of many pixels with wgmma; the weight is dequantized to memory beforehand.
+
+Units of K and pixel tiles are those of `conv2d_sm90`, except that a pixel tile may span several images.
+"""
 
 from __future__ import annotations
 
@@ -35,60 +38,66 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "conv2d_sm90_large"
 MIN_PIXELS = 256
-"""The fewest pixels of y for which dequantizing the weight to memory is worthwhile."""
+"""The smallest number of output pixels for which dequantizing the weight to memory is worthwhile."""
 WARPGROUPS = 2
+"""The number of consumer warpgroups per CTA."""
 PIXELS = (112, 128, 200, 256)
-"""The n of a wgmma where each tap has a box of its own."""
+"""The candidates for wgmma's N (output pixels) without a halo, where each filter tap has its own TMA box."""
 HALO_PIXELS = ((56, 1), (56, 2), (64, 1), (64, 2), (112, 1), (112, 2))
-"""The n of a wgmma and the parts of a warpgroup where a box with a halo serves all taps."""
+"""The candidates for (wgmma's N, pixel tiles per warpgroup) with a halo, where one TMA box serves all filter taps."""
 SPLITS = (1, 2, 4)
+"""The split-K factors to try."""
 STORE_BYTES = WARPGROUPS * 32 * (TILE_CO * 2 + 16)
+"""The size in bytes of the store buffers of all warpgroups: 32 padded pixels each."""
 TILE_BYTES = TILE_CO * CHUNK * 2
+"""The size in bytes of a weight tile of 64 output x 64 input channels."""
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Constants of the cost model: 600 times on an H100, of 30 layers of ResNet-50 and others, 8% off.
+class Conv2dSm90LargeCosts:
+    """Constants of the cost model, fitted to 600 measured times of 30 layers (most of ResNet-50) on an H100.
 
-    The error is the root mean square. The model's first choice took 1.02 times as long as the best (geometric mean).
+    The RMS error is 8%. The configuration that the model ranks first is 2% slower than the best one (geometric mean).
     """
 
-    start_us: float = 1.2
-    """The launch."""
+    launch_us: float = 1.2
+    """The launch overhead, in microseconds."""
     cycles_per_us: float = 1760.0
-    """The clock, in MHz."""
+    """The SM clock in MHz."""
     copied_bytes_per_us: float = 89.7e3
-    """The bytes that one SM copies to shared memory in a microsecond."""
+    """The bandwidth of copies to shared memory per SM, in bytes per microsecond."""
     copy_overlap: float = 0.145
-    """The share of the smaller of products and copies that the larger does not hide."""
+    """The fraction of the shorter one of tensor-core and copy time that the longer one does not hide."""
     tile_us: float = 0.54
-    """The epilogue of a tile, without its pixels."""
+    """The fixed time of the epilogue per CTA tile, in microseconds."""
     pixel_us: float = 0.0052
-    """The epilogue for each pixel of a warpgroup."""
+    """The time of the epilogue per output pixel of a warpgroup, in microseconds."""
     split_us: float = 1.28
-    """The fixed time of the reduction over split-K."""
+    """The fixed time of the split-K reduction, in microseconds."""
     split_pixel_us: float = 0.0177
-    """The exchange of partial sums, for each pixel of a warpgroup that another CTA stores."""
+    """The time to exchange partial sums, in microseconds per pixel of a warpgroup that another CTA stores."""
     traffic_overlap: float = 0.24
-    """The share of the smaller of work and traffic that the larger does not hide."""
+    """The fraction of the shorter one of compute and memory time that the longer one does not hide."""
 
 
-FIT = Fit()
+COSTS = Conv2dSm90LargeCosts()
 
 
 @dataclass(frozen=True)
 class Conv2dSm90LargeConfig:
-    """A CTA of two warpgroups, each with 64 outputs and ``parts`` parts of the pixels.
+    """A configuration of ``conv2d_sm90_large``, with two consumer warpgroups per CTA.
+
+    Each warpgroup computes 64 output channels of ``parts`` pixel tiles.
 
     Attributes:
-        wg_co: warpgroups along outputs, 1 or 2; the others lie along pixels.
-        pixels: n of a wgmma, at least the pixels of a part.
-        part: images, rows and pixels of a part.
-        parts: parts of a warpgroup.
-        halo: whether one box of x, with a border, serves all taps; else each tap has a box.
-        x_stages: pipeline stages of x.
-        weight_stages: pipeline stages of the weight.
-        split_k: CTAs of a cluster, which split K.
+        wg_co: number of warpgroups along output channels, 1 or 2.
+        pixels: wgmma's N, at least the number of pixels of a pixel tile.
+        part: (images, rows, pixels per row) of a pixel tile.
+        parts: number of pixel tiles per warpgroup.
+        halo: whether one TMA box of x with a halo serves all filter taps; else each tap has its own box.
+        x_stages: number of pipeline stages of x.
+        weight_stages: number of pipeline stages of the weight.
+        split_k: number of CTAs per cluster, which divide K among them.
     """
 
     wg_co: int
@@ -102,44 +111,44 @@ class Conv2dSm90LargeConfig:
 
     @property
     def wg_px(self) -> int:
-        """The warpgroups along pixels."""
+        """The number of warpgroups along pixels."""
         return WARPGROUPS // self.wg_co
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the weight in a stage."""
+        """The size in bytes of the weight in one pipeline stage."""
         return self.wg_co * TILE_BYTES
 
     def box(self, sizes: ConvolutionSizes) -> tuple[int, int, int]:
-        """Return the images, rows and pixels of a box of x."""
+        """Return (images, rows, pixels per row) of the TMA box of x."""
         images, height, width = self.part
         return (images, *with_halo(sizes, height, width)) if self.halo else self.part
 
     def x_bytes(self, sizes: ConvolutionSizes) -> int:
-        """Return the bytes of x in a stage."""
+        """Return the size in bytes of x in one pipeline stage."""
         rows = max(self.pixels, math.prod(self.box(sizes)))
         return self.wg_px * self.parts * ceil_div(rows * CHUNK * 2, 1024) * 1024
 
     def shared_bytes(self, sizes: ConvolutionSizes) -> int:
-        """Return the shared memory of a CTA."""
+        """Return the shared memory per CTA in bytes."""
         x_bytes, weight_bytes = self.x_bytes(sizes) + 16, self.weight_bytes + 16
         return self.x_stages * x_bytes + self.weight_stages * weight_bytes + STORE_BYTES
 
     def image_parts(self, problem: Convolution) -> tuple[int, int, int]:
-        """Return the number of parts along the images, their height and their width."""
+        """Return the number of pixel tiles along batch, height and width."""
         image = image_view(problem)
         sizes = image.batch, image.out_h, image.out_w
         images, height, width = (ceil_div(size, part) for size, part in zip(sizes, self.part, strict=True))
         return images, height, width
 
     def tiles(self, problem: Convolution) -> int:
-        """Return the number of tiles of y, each of a cluster."""
-        parts = math.prod(self.image_parts(problem))
-        return ceil_div(parts, self.wg_px * self.parts) * (co_tiles(problem.sizes.outputs) // self.wg_co)
+        """Return the number of CTA tiles of y; one cluster computes each."""
+        pixel_tiles = math.prod(self.image_parts(problem))
+        return ceil_div(pixel_tiles, self.wg_px * self.parts) * (co_tiles(problem.sizes.outputs) // self.wg_co)
 
 
 def refuse(problem: Convolution, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or None."""
+    """Return why the family cannot solve the problem, or None if it can."""
     reason = conv2d_sm90.refuse(problem, device)
     if reason:
         return reason
@@ -153,31 +162,31 @@ def refuse(problem: Convolution, device: Device) -> str | None:
 
 
 def configs(problem: Convolution, device: Device) -> list[Conv2dSm90LargeConfig]:
-    """Return every configuration that fits on an SM."""
+    """Return every configuration whose CTA fits on an SM."""
     return list(_configs(problem, device))
 
 
 def estimate_us(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) -> float:
-    """Return the expected time: the larger of the busiest SM's work and of the traffic, and a part of the other."""
+    """Return the run time in microseconds: the longer one of compute and memory time, plus a fraction of the other."""
     sizes = problem.sizes
     waves = ceil_div(config.tiles(problem) * config.split_k, reachable_sms(device, config.split_k))
     cta_units = ceil_div(k_units(sizes), config.split_k)
     boxes = ceil_div(cta_units, sizes.kernel_h * sizes.kernel_w) if config.halo else cta_units
     pixels = config.parts * config.pixels
     wgmma_cycles = cta_units * WARPGROUPS * ceil_div(min(sizes.channels, CHUNK), 16) * pixels / 2
-    products_us = wgmma_cycles / FIT.cycles_per_us
-    copies_us = (cta_units * config.weight_bytes + boxes * config.x_bytes(sizes)) / FIT.copied_bytes_per_us
-    units_us = max(products_us, copies_us) + FIT.copy_overlap * min(products_us, copies_us)
-    work_us = waves * (units_us + FIT.tile_us + FIT.pixel_us * pixels)
+    products_us = wgmma_cycles / COSTS.cycles_per_us
+    copies_us = (cta_units * config.weight_bytes + boxes * config.x_bytes(sizes)) / COSTS.copied_bytes_per_us
+    units_us = max(products_us, copies_us) + COSTS.copy_overlap * min(products_us, copies_us)
+    work_us = waves * (units_us + COSTS.tile_us + COSTS.pixel_us * pixels)
     if config.split_k > 1:
-        work_us += FIT.split_us + FIT.split_pixel_us * pixels * (config.split_k - 1) / config.split_k
+        work_us += COSTS.split_us + COSTS.split_pixel_us * pixels * (config.split_k - 1) / config.split_k
     values = sizes.batch * sizes.height * sizes.width * sizes.channels + sizes.pixels * sizes.outputs
     traffic_us = values * 2 / (device.read_gbs * 1e3)
-    return FIT.start_us + max(work_us, traffic_us) + FIT.traffic_overlap * min(work_us, traffic_us)
+    return COSTS.launch_us + max(work_us, traffic_us) + COSTS.traffic_overlap * min(work_us, traffic_us)
 
 
 def plan(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) -> LaunchPlan:
-    """Return the launch."""
+    """Return the launch plan. Its buffers are weight, bias, y and x."""
     sizes, image = problem.sizes, image_view(problem)
     images, tile_h, tile_w = config.part
     _, box_h, box_w = config.box(sizes)
@@ -216,17 +225,17 @@ def plan(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) ->
 
 
 def workspace(config: Conv2dSm90LargeConfig, problem: Convolution) -> Workspace:
-    """Return an empty workspace: the CTAs of a cluster exchange partial sums in shared memory."""
+    """Return an empty workspace, since the CTAs of a cluster exchange partial sums through DSMEM."""
     return Workspace()
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array]:
-    """Return the buffer "weight", the values in the dtype of x, in the order of conv2d/conv2d_sm90_large.cu."""
+    """Return the weight buffer "weight", dequantized, in the layout of ``cuda_src/conv2d/conv2d_sm90_large.cu``."""
     return {"weight": weight.layout(("dense", problem.dtype), lambda: _dense(weight, np.dtype(problem.dtype)))}
 
 
 def _dense(weight: BlockQuantizedWeight, dtype: np.dtype[np.generic]) -> Array:
-    """Return the bits of the values, uint16 [chunks, taps, tiles, 64, 64]."""
+    """Return the dequantized weight as the bits of ``dtype``: uint16 [chunks, taps, tiles, 64, 64], swizzled."""
     co, kh, kw, ci = weight.shape
     xp = namespace(weight.stored)
     tiles, chunks = co_tiles(co), ceil_div(ci, CHUNK)
@@ -240,7 +249,7 @@ def _dense(weight: BlockQuantizedWeight, dtype: np.dtype[np.generic]) -> Array:
         values += offset
     padded = xp.zeros((tiles * TILE_CO, kh * kw, chunks * CHUNK), dtype)
     padded[:co, :, :ci] = values.astype(dtype)
-    # Axes 0 .. 6: tile, 8 rows, row, tap, chunk, 8 channels, channel.
+    # Before the transposition the axes are (tile, row // 8, row % 8, tap, chunk, channel // 8, channel % 8).
     axes = padded.view(np.uint16).reshape(tiles, 8, 8, kh * kw, chunks, 8, 8).transpose(4, 3, 0, 1, 2, 5, 6)
     row = xp.arange(8)[:, None]
     swizzled = axes[..., row, row ^ xp.arange(8), :]
@@ -251,7 +260,7 @@ def _configs(problem: Convolution, device: Device) -> Iterator[Conv2dSm90LargeCo
     sizes, image = problem.sizes, image_view(problem)
     wg_co = 1 if co_tiles(sizes.outputs) == 1 else 2
     shapes = [(pixels, _part(image, sizes, pixels), 1, False) for pixels in PIXELS]
-    # Beside 128 accumulators a thread has no registers left to handle pixels behind a part.
+    # With 128 accumulators, a thread has no registers left to mask the pixels past a pixel tile.
     shapes = [shape for shape in shapes if shape[0] <= 200 or math.prod(shape[1]) == shape[0]]
     if sizes.kernel_h * sizes.kernel_w > 1 and (sizes.stride_h, sizes.stride_w) == (1, 1):
         shapes += [(pixels, (1, pixels // 8, 8), parts, True) for pixels, parts in HALO_PIXELS]
@@ -265,7 +274,7 @@ def _configs(problem: Convolution, device: Device) -> Iterator[Conv2dSm90LargeCo
 
 
 def _max_stages(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) -> tuple[int, int] | None:
-    """Return the stages of x and of the weight that fit; None if fewer than two do, or if a box is too large."""
+    """Return the number of stages of x and of the weight that fit; None if fewer than 2 do or a box is too large."""
     sizes = problem.sizes
     if exceeds_box(sizes, *config.box(sizes)[1:]):
         return None
@@ -283,7 +292,7 @@ def _max_stages(config: Conv2dSm90LargeConfig, problem: Convolution, device: Dev
 
 
 def _part(image: ImageView, sizes: ConvolutionSizes, pixels: int) -> tuple[int, int, int]:
-    """Return images, rows and pixels of a part: at most ``pixels``, of whole rows and images where possible."""
+    """Return (images, rows, pixels per row) of a pixel tile of at most ``pixels`` pixels, of whole rows if possible."""
     if image.flat:
         return 1, 1, pixels
     width = _even_part(image.out_w, min(pixels, (MAX_BOX - 1) // sizes.stride_w + 1))
@@ -293,5 +302,5 @@ def _part(image: ImageView, sizes: ConvolutionSizes, pixels: int) -> tuple[int, 
 
 
 def _even_part(size: int, most: int) -> int:
-    """Return the length of the fewest, about equal parts of at most ``most`` that make up ``size``."""
+    """Return the tile size, at most ``most``, that covers ``size`` with the fewest tiles of about equal size."""
     return ceil_div(size, ceil_div(size, most))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``convert``: words of 4-bit or 8-bit values to float16, without zero point and scale."""
+"""``convert``: packed 4-bit or 8-bit integers to float16, without zero point and scale."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "convert"
 VALUES = {"s4_to_fp16x2": 8, "int8_to_fp16": 4}
-"""The values in a 32-bit word, by entry point of ``dequant/convert.cu``."""
+"""The number of values per 32-bit word, by entry point of ``cuda_src/dequant/convert.cu``."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A validated conversion of ``count`` words to float16.
+    """A validated conversion of ``count`` 32-bit words to float16.
 
     Attributes:
-        entry: a key of VALUES.
+        entry: entry point of the kernel, a key of VALUES.
         count: number of words.
         aligned: whether the result starts at a multiple of 16 bytes.
     """
@@ -39,7 +39,11 @@ class Conversion:
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """One way to launch ``convert``: a CTA has ``threads`` threads, each of which converts one word."""
+    """A configuration of ``convert``, which has one thread per word.
+
+    Attributes:
+        threads: number of threads per CTA.
+    """
 
     threads: int = 256
 
@@ -55,7 +59,7 @@ def configs(problem: Conversion, device: Device) -> list[ConvertConfig]:
 
 
 def estimate_us(config: ConvertConfig, problem: Conversion, device: Device) -> float:
-    """Return the time of the memory traffic at the nominal bandwidth."""
+    """Return the time of the memory traffic at the nominal bandwidth, in microseconds."""
     return problem.count * (4 + 2 * VALUES[problem.entry]) / (device.read_gbs * 1e3)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dequantize``: a 4-bit weight written in floating point."""
+"""``dequantize``: a 4-bit weight to floating point."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ class Dequantization:
     """A validated dequantization W[k, n] = (q[k, n] - z[g, n]) * s[g, n], g = k // group_size.
 
     Attributes:
-        k, n: rows and columns of W.
-        group_size: rows of W that share a scale.
-        scales_dtype, dtype: of the scales; of W as it is written.
-        zeros: the kind of zero points, as in `Problem`.
-        aligned: whether scales, offsets and out start at multiples of 16 bytes, row by row.
-        strides: between rows of qweight, scales, qzeros and out, in elements (in words for packed arrays).
+        k: number of rows of W.
+        n: number of columns of W.
+        group_size: number of rows of W per scale.
+        scales_dtype: dtype of the scales.
+        zeros: kind of zero points, as in `Problem`.
+        dtype: dtype of W.
+        aligned: whether all rows of scales, offsets and out start at multiples of 16 bytes.
+        strides: row strides of qweight, scales, qzeros and out, in elements (in words for packed arrays).
     """
 
     k: int
@@ -45,7 +47,12 @@ class Dequantization:
 
 @dataclass(frozen=True)
 class DequantizeConfig:
-    """One way to launch ``dequantize``: a thread writes ``rows`` x 8 elements, a CTA has ``threads`` threads."""
+    """A configuration of ``dequantize``.
+
+    Attributes:
+        rows: number of rows of W per thread, which writes 8 columns of each.
+        threads: number of threads per CTA.
+    """
 
     rows: int = 4
     threads: int = 128
@@ -62,7 +69,7 @@ def configs(problem: Dequantization, device: Device) -> list[DequantizeConfig]:
 
 
 def estimate_us(config: DequantizeConfig, problem: Dequantization, device: Device) -> float:
-    """Return the time of the memory traffic at the nominal bandwidth."""
+    """Return the time of the memory traffic at the nominal bandwidth, in microseconds."""
     nbytes = problem.k * problem.n * (0.5 + ITEMSIZE[problem.dtype])
     return nbytes / (device.read_gbs * 1e3)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a kernel family: every kernel is chosen, explained, tuned, timed and compiled through it.
+"""The interface of a kernel family, through which kernels are chosen, explained, tuned, timed and compiled.
 
-A family is a module of this package, or an object with the same attributes where one module holds two families. It is
-pure: it needs a problem and a `Device`, and no GPU. `cupy_awq.kernels.select` lists the families of each type of
-problem.
+A family is a module of this package, or an object with the same attributes where one module holds two families. Its
+functions are pure: they need a problem and a `Device`, and no GPU. `cupy_awq.kernels.select` lists the families for
+each type of problem.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from cupy_awq.runtime.launch_plan import LaunchPlan
 
 
 class Workspace(NamedTuple):
-    """The device memory that the CTAs of a split-K launch share.
+    """The device memory through which the CTAs of a split-K launch exchange partial sums.
 
     Attributes:
-        partial_bytes: size of the float32 partial sums, which need no initial value.
-        counters: number of 32-bit counters, zero before and after the launch.
+        partial_bytes: size in bytes of the float32 partial sums, which need no initialization.
+        counters: number of 32-bit counters; they are zero before and after the launch.
     """
 
     partial_bytes: int = 0
@@ -28,12 +28,12 @@ class Workspace(NamedTuple):
 
 
 class TuningKey(NamedTuple):
-    """The place of a problem in the tables of tuned configurations (`cupy_awq.kernels.tuned`).
+    """The key of a problem in the tables of tuned configurations (`cupy_awq.kernels.tuned`).
 
     Attributes:
         shapes: keys of the shape, the most specific first, such as ``("4096x12288",)`` for K = 4096, N = 12288.
-        m: the size that varies from call to call: rows of x, or images.
-        tuned_m: the m at which the configuration for this m is measured.
+        m: the size that varies from call to call: the number of rows of x, or the batch size of a convolution.
+        tuned_m: the m at which `tune` measures the configuration that is used for ``m``.
     """
 
     shapes: tuple[str, ...]
@@ -42,7 +42,7 @@ class TuningKey(NamedTuple):
 
 
 class KernelProblem(Protocol):
-    """A validated operation to choose a kernel for; a frozen dataclass whose ``str`` is its equation with sizes."""
+    """A validated operation to be solved by a kernel: a frozen dataclass whose ``str`` is its equation with sizes."""
 
     @property
     def tuning_key(self) -> TuningKey | None:
@@ -53,11 +53,11 @@ class KernelProblem(Protocol):
 
 
 class Config(Protocol):
-    """One way to launch a family: a frozen dataclass of the numbers that fix constants, grid and shared memory."""
+    """A kernel configuration: a frozen dataclass of numbers that determine constants, grid and shared memory."""
 
     @property
     def split_k(self) -> int:
-        """The number of CTAs that share each accumulator over K."""
+        """The split-K factor: the number of CTAs that divide K of one output tile among them."""
         ...
 
 
@@ -66,7 +66,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 class Family(Protocol[ProblemT, ConfigT]):
-    """The kernels that share one algorithm, one cost model and one layout of the weight."""
+    """A kernel family: kernels with one algorithm, one cost model and one weight layout."""
 
     @property
     def NAME(self) -> str:
@@ -82,15 +82,15 @@ class Family(Protocol[ProblemT, ConfigT]):
         ...
 
     def estimate_us(self, config: ConfigT, problem: ProblemT, device: Device) -> float:
-        """Return the run time that the family's cost model predicts, in microseconds: a rank, not a promise."""
+        """Return the run time that the cost model predicts, in microseconds; it is meant for ranking configurations."""
         ...
 
     def plan(self, config: ConfigT, problem: ProblemT, device: Device) -> LaunchPlan:
-        """Return the launch of a legal configuration."""
+        """Return the launch plan of a legal configuration."""
         ...
 
     def workspace(self, config: ConfigT, problem: ProblemT) -> Workspace:
-        """Return the memory that the launch needs for split-K."""
+        """Return the size of the split-K workspace of a configuration."""
         ...
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_int8_sm75`` and ``gemm_int8_sm80``: the integer product by mma.sync, also of e4m3 from sm_89 on."""
+"""``gemm_int8_sm75`` and ``gemm_int8_sm80``: integer GEMM with mma.sync and, on sm_89 and newer, e4m3 GEMM."""
 
 from __future__ import annotations
 
@@ -15,47 +15,50 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 SHORT_BLOCK = 256
-"""The longest block whose int32 products fit in the mantissa of a float32, which makes their conversion cheaper."""
+"""The largest block whose int32 dot products fit in the mantissa of a float32, so that their conversion is cheaper."""
 SPLITS = (1, 2, 4, 8)
+"""The split-K factors to try."""
 CTAS_PER_SM = 2
-"""The CTAs of a split launch that the SMs hold at once; more would run one after the other."""
+"""The largest number of CTAs per SM with split-K; K is not split further if CTAs would then run in several waves."""
 TILES_SM75 = ((32, 2, 4), (32, 1, 4), (16, 1, 4))
+"""The CTA tiles on sm_75 and for e4m3, where 64 rows per warp would spill registers; as in TILES_SM80."""
 TILES_SM80 = ((64, 2, 4), (64, 1, 4), (32, 1, 4), (16, 1, 4))
-"""(rows of a warp, warps along m, warps along n). 64 rows per warp spill registers on sm_75, and for e4m3."""
+"""The CTA tiles on sm_80 and newer: (rows per warp, warps along m, warps along n)."""
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Constants of the cost model of gemm_int8_sm80 on an H100.
+class GemmInt8MmaCosts:
+    """Constants of the cost model, for gemm_int8_sm80 on an H100.
 
-    Up to 16 rows are bound by the weight's bytes: 12 times, 5 to 13% off. The rate of the products is that of tiles of
-    128 x 128 that fill the GPU.
+    For M <= 16 the kernel is memory-bound; the error is 5 to 13% over 12 measured times. The throughput is that of
+    128 x 128 tiles that fill the GPU.
     """
 
-    few_rows_start_us: float = 5.0
-    """The launch, for up to 16 rows."""
+    few_rows_launch_us: float = 5.0
+    """The launch overhead for M <= 16, in microseconds."""
     bytes_per_us_per_gbs: float = 720.0
-    """The bytes of the weight that are loaded in a microsecond, for each nominal GB/s."""
-    start_us: float = 4.0
-    """The launch, for more rows."""
+    """The achieved weight bandwidth: bytes per microsecond, per GB/s of nominal bandwidth."""
+    launch_us: float = 4.0
+    """The launch overhead for larger M, in microseconds."""
     operations_per_us: float = 305e6
-    """The operations of the GPU in a microsecond."""
+    """The throughput of the GPU, in operations per microsecond; a multiply-add is two operations."""
     copy_direct_factor: float = 2.0
-    """The slowdown of gemm_int8_sm75, which copies through registers: an assumption, not measured."""
+    """The slowdown of gemm_int8_sm75, which copies through registers; assumed, not measured."""
 
 
-FIT = Fit()
+COSTS = GemmInt8MmaCosts()
 
 
 @dataclass(frozen=True)
 class GemmInt8MmaConfig:
-    """A tile of ``warp_m * warps_m`` rows and ``32 * warps_n`` columns per CTA.
+    """A configuration with CTA tiles of ``warp_m * warps_m`` rows x ``32 * warps_n`` columns.
 
     Attributes:
-        warp_m: rows of a warp; a warp has 32 columns.
-        warps_m, warps_n: warps along m and n.
-        stages: pipeline stages of 128 columns of K.
-        split_k: CTAs that share an accumulator.
+        warp_m: number of rows per warp; a warp computes 32 columns.
+        warps_m: number of warps along m.
+        warps_n: number of warps along n.
+        stages: number of pipeline stages, each of 128 k.
+        split_k: number of CTAs that divide K of one tile among them.
     """
 
     warp_m: int
@@ -66,17 +69,17 @@ class GemmInt8MmaConfig:
 
     @property
     def block_m(self) -> int:
-        """The rows of the CTA's tile."""
+        """The number of rows per CTA tile."""
         return self.warp_m * self.warps_m
 
     @property
     def block_n(self) -> int:
-        """The columns of the CTA's tile."""
+        """The number of columns per CTA tile."""
         return 32 * self.warps_n
 
 
 class GemmInt8Mma:
-    """The family of one architecture: the instruction and the way of copying differ, the tiling does not."""
+    """A kernel family for one architecture; the two differ in their mma and copy instructions."""
 
     def __init__(self, name: str, arch: int, stages: tuple[int, ...]) -> None:
         self.NAME = name
@@ -84,7 +87,7 @@ class GemmInt8Mma:
         self._stages = stages
 
     def refuse(self, problem: Int8Problem, device: Device) -> str | None:
-        """Return why the family cannot solve the problem, or why another family replaces it; None if it can."""
+        """Return why the family cannot solve the problem or which family supersedes it, or None if it is a candidate."""
         least = FP8_ARCH if problem.fp8 else self._arch
         if device.arch < least:
             return f"needs sm_{least} or newer, not sm_{device.arch}"
@@ -95,9 +98,10 @@ class GemmInt8Mma:
         return refuse_layout(problem)
 
     def configs(self, problem: Int8Problem, device: Device) -> list[GemmInt8MmaConfig]:
-        """Return every legal configuration, best first, because the cost model does not tell tiles apart.
+        """Return every legal configuration, best first, because the cost model estimates the same time for all.
 
-        The best tile is the smallest that holds all rows, else the largest; it is split over K until the SMs are busy.
+        The best one has the smallest tile that holds all rows, or else the largest tile, and the largest split-K factor
+        whose CTAs run in one wave.
         """
         found = []
         for warp_m, warps_m, warps_n in self._tiles(problem):
@@ -111,17 +115,17 @@ class GemmInt8Mma:
         return sorted(found, key=lambda config: (*_weight_reads(config.block_m, problem), -config.split_k))
 
     def estimate_us(self, config: GemmInt8MmaConfig, problem: Int8Problem, device: Device) -> float:
-        """Return the expected time of the best configuration; the others have the same."""
+        """Return the run time of the best configuration in microseconds, whichever ``config`` is."""
         if problem.m <= 16:
             weight_bytes = problem.n * (problem.k * problem.bits / 8 + 4 * problem.parameters * problem.blocks)
-            time_us = FIT.few_rows_start_us + weight_bytes / (FIT.bytes_per_us_per_gbs * device.read_gbs)
+            time_us = COSTS.few_rows_launch_us + weight_bytes / (COSTS.bytes_per_us_per_gbs * device.read_gbs)
         else:
             tiles, block_m = min(_weight_reads(warp_m * warps, problem) for warp_m, warps, _ in self._tiles(problem))
-            time_us = FIT.start_us + 2 * tiles * block_m * problem.n * problem.k / FIT.operations_per_us
-        return time_us * FIT.copy_direct_factor if self is GEMM_INT8_SM75 else time_us
+            time_us = COSTS.launch_us + 2 * tiles * block_m * problem.n * problem.k / COSTS.operations_per_us
+        return time_us * COSTS.copy_direct_factor if self is GEMM_INT8_SM75 else time_us
 
     def plan(self, config: GemmInt8MmaConfig, problem: Int8Problem, device: Device) -> LaunchPlan:
-        """Return the launch."""
+        """Return the launch plan. Its buffers are those of `Int8Problem.arguments`."""
         defines = (
             *problem.defines(weight_offset=problem.weight_offset or problem.fp8),
             ("WARP_M", config.warp_m),
@@ -138,14 +142,14 @@ class GemmInt8Mma:
         return LaunchPlan(kernel, grid, (threads, 1, 1), problem.arguments(), _shared_bytes(config, problem))
 
     def workspace(self, config: GemmInt8MmaConfig, problem: Int8Problem) -> Workspace:
-        """Return the partial sums of split-K, float32 for each element of a tile, and a counter for each tile."""
+        """Return the split-K workspace: one float32 per split and element of a tile, and one counter per tile."""
         if config.split_k == 1:
             return Workspace()
         rows, columns = _grid(config, problem)
         return Workspace(rows * columns * config.split_k * config.block_m * config.block_n * 4, rows * columns)
 
     def prepare_weight(self, weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
-        """Return the buffers "codes" and "parameters"."""
+        """Return the weight buffers "codes" and "parameters"."""
         return int8_problem.prepare_weight(weight, problem)
 
     def _tiles(self, problem: Int8Problem) -> tuple[tuple[int, int, int], ...]:
@@ -157,7 +161,7 @@ GEMM_INT8_SM80 = GemmInt8Mma("gemm_int8_sm80", 80, stages=(4, 3, 2))
 
 
 def _weight_reads(block_m: int, problem: Int8Problem) -> tuple[int, int]:
-    """Return the number of tiles along m, each of which reads the whole weight, and the rows of a tile."""
+    """Return the number of tiles along m, each of which reads the whole weight, and the number of rows per tile."""
     return ceil_div(problem.m, block_m), block_m
 
 
@@ -166,7 +170,7 @@ def _grid(config: GemmInt8MmaConfig, problem: Int8Problem) -> tuple[int, int]:
 
 
 def _blocks_in_stage(problem: Int8Problem) -> int:
-    """Return the largest number of blocks of x that meet in the 128 columns of a stage."""
+    """Return the largest number of blocks of x that a pipeline stage of 128 k overlaps."""
     if BLOCK_K % problem.block_size == 0:
         return BLOCK_K // problem.block_size
     return 1 if problem.block_size % BLOCK_K == 0 else 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_int8_simt``: the integer product on CUDA cores, for any block size and any architecture; the fallback."""
+"""``gemm_int8_simt``: the fallback for integer GEMM of any block size, on CUDA cores of any architecture."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ NAME = "gemm_int8_simt"
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Constants of the cost model: an eighth of the rate of dp4a, not fitted to measurements."""
+class GemmInt8SimtCosts:
+    """Constants of the cost model, assuming one eighth of the peak throughput of dp4a; not fitted to measurements."""
 
-    start_us: float = 20.0
-    """The launch and the first tile."""
+    launch_us: float = 20.0
+    """The launch overhead and pipeline fill, in microseconds."""
     operations_per_us_per_sm: float = 0.1e6
-    """The operations of one SM in a microsecond."""
+    """The throughput of one SM, in operations per microsecond; a multiply-add is two operations."""
 
 
-FIT = Fit()
+COSTS = GemmInt8SimtCosts()
 
 
 @dataclass(frozen=True)
 class GemmInt8SimtConfig:
-    """A square tile of y per CTA.
+    """A configuration of ``gemm_int8_simt``, with square CTA tiles.
 
     Attributes:
-        tile: rows and columns of the tile.
-        threads: threads of the CTA.
+        tile: number of rows and of columns per CTA tile.
+        threads: number of threads per CTA.
     """
 
     tile: int = 64
@@ -45,26 +45,26 @@ class GemmInt8SimtConfig:
 
 
 def refuse(problem: Int8Problem, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or None."""
+    """Return why the family cannot solve the problem, or None if it can."""
     if problem.fp8:
         return "multiplies int8, not e4m3"
     return refuse_activation(problem)
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemmInt8SimtConfig]:
-    """Return the one configuration."""
+    """Return the only configuration."""
     return [GemmInt8SimtConfig()]
 
 
 def estimate_us(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device) -> float:
-    """Return the expected time: the operations of whole tiles at a constant rate."""
+    """Return the run time in microseconds: the operations of all tiles at a fixed throughput."""
     rows, columns, _ = _grid(config, problem)
     operations = 2 * rows * columns * config.tile**2 * problem.k
-    return FIT.start_us + operations / (FIT.operations_per_us_per_sm * device.sm_count)
+    return COSTS.launch_us + operations / (COSTS.operations_per_us_per_sm * device.sm_count)
 
 
 def plan(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device) -> LaunchPlan:
-    """Return the launch."""
+    """Return the launch plan. Its buffers are those of `Int8Problem.arguments`."""
     whole_steps = problem.block_size % STEP_K == 0 or problem.blocks == 1
     aligned = problem.aligned and whole_steps and problem.k % 8 == 0
     defines = (*problem.defines(weight_offset=problem.weight_offset), ("ALIGNED", int(aligned)))
@@ -73,7 +73,7 @@ def plan(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device) -> La
 
 
 def workspace(config: GemmInt8SimtConfig, problem: Int8Problem) -> Workspace:
-    """Return an empty workspace: K is not split."""
+    """Return an empty workspace, since K is not split."""
     return Workspace()
 
 

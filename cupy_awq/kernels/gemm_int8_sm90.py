@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_int8_sm90``: the integer and the e4m3 product of many rows by wgmma, with weights of one byte per code."""
+"""``gemm_int8_sm90``: integer and e4m3 GEMM of many rows with wgmma; the weight has one byte per code."""
 
 from __future__ import annotations
 
@@ -20,42 +20,45 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
 NAME = "gemm_int8_sm90"
 MIN_ROWS = 64
-"""The fewest rows for which the 128-row tiles can be worthwhile."""
+"""The smallest M for which the 128-row tiles can be worthwhile."""
 TILE_M, TILE_N = 128, 256
-"""The rows and columns of y that a CTA computes at a time."""
+"""The number of rows and of columns per CTA tile."""
 THREADS = 384
+"""The number of threads per CTA."""
 MAX_STAGES = 6
+"""The largest number of pipeline stages."""
 PARAMETER_TILE_N = 64
-"""The columns of a tile of parameters, one wgmma m64 tile of the weight."""
+"""The number of columns of y per parameter tile, as many as wgmma's M."""
 LEAST_CODE = -8 - MAX_ZERO_POINT
+"""The smallest sum of a signed 4-bit code and a zero point."""
 E4M3_BITS = np.arange(LEAST_CODE, -LEAST_CODE).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-"""The bits of -16 .. 15 as e4m3, which holds them exactly."""
+"""The e4m3 bits of the integers from -16 to 15, all of which e4m3 represents exactly."""
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Constants of the cost model, fitted to 16 times on an H100: 3% off (root mean square)."""
+class GemmInt8Sm90Costs:
+    """Constants of the cost model, fitted to 16 measured times on an H100; RMS error 3%."""
 
-    start_us: float = 0.7
-    """The launch."""
+    launch_us: float = 0.7
+    """The launch overhead, in microseconds."""
     stage_us: float = 0.53
-    """The products of a tile over 128 columns of K."""
+    """The tensor-core time of a tile per 128 k, in microseconds."""
     scaling_us: float = 0.27
-    """One parameter's share of the scaling of a tile's products, for each block in 128 columns of K."""
+    """The time to apply one parameter to the accumulators of a tile, per block in 128 k, in microseconds."""
     fixed_parameters: float = 1.5
-    """The scaling's fixed cost, in parameters."""
+    """The fixed cost of scaling the accumulators, as a number of parameters."""
 
 
-FIT = Fit()
+COSTS = GemmInt8Sm90Costs()
 
 
 @dataclass(frozen=True)
 class GemmInt8Sm90Config:
-    """Persistent CTAs that compute tiles of 128 x 256.
+    """A configuration of ``gemm_int8_sm90``, with persistent CTAs that compute tiles of 128 x 256.
 
     Attributes:
-        cluster: CTAs of a cluster, 1 or 2: neighbouring rows that share each copy of the weight.
-        ctas: CTAs of the grid.
+        cluster: number of CTAs per cluster, 1 or 2; they compute adjacent rows, and copies of the weight are multicast.
+        ctas: number of CTAs.
     """
 
     cluster: int
@@ -65,7 +68,7 @@ class GemmInt8Sm90Config:
 
 
 def refuse(problem: Int8Problem, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or None."""
+    """Return why the family cannot solve the problem, or None if it can."""
     if device.arch != 90:
         return f"needs sm_90, not sm_{device.arch}"
     if problem.m < MIN_ROWS:
@@ -74,14 +77,14 @@ def refuse(problem: Int8Problem, device: Device) -> str | None:
 
 
 def refuse_blocks(problem: Int8Problem) -> str | None:
-    """Return why the tiles do not fit the problem's blocks and layout, or None."""
+    """Return why the kernel does not support the problem's blocks and alignment, or None if it does."""
     if problem.block_size not in (32, 64) and problem.block_size % BLOCK_K and problem.blocks > 1:
         return f"needs blocks of 32, 64, or a multiple of {BLOCK_K} columns, not {problem.block_size}"
     return refuse_layout(problem)
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemmInt8Sm90Config]:
-    """Return a configuration for each cluster size; of two that are equally fast the first is the better one."""
+    """Return a configuration for each cluster size, largest first, so that it wins a tie of the estimated times."""
     return [
         GemmInt8Sm90Config(
             cluster, min(device.sm_count // cluster, math.prod(cluster_tiles(cluster, problem))) * cluster
@@ -96,16 +99,19 @@ def cluster_tiles(cluster: int, problem: Int8Problem) -> tuple[int, int]:
 
 
 def estimate_us(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> float:
-    """Return the expected time: the tiles of the busiest cluster, one after the other."""
+    """Return the run time in microseconds: the launch overhead and all tiles of the busiest cluster."""
     waves = ceil_div(math.prod(cluster_tiles(config.cluster, problem)), config.ctas // config.cluster)
-    scaling_us = FIT.scaling_us * _blocks_in_stage(problem) * (FIT.fixed_parameters + problem.parameters)
-    return FIT.start_us + waves * ceil_div(problem.k, BLOCK_K) * (FIT.stage_us + scaling_us)
+    scaling_us = COSTS.scaling_us * _blocks_in_stage(problem) * (COSTS.fixed_parameters + problem.parameters)
+    return COSTS.launch_us + waves * ceil_div(problem.k, BLOCK_K) * (COSTS.stage_us + scaling_us)
 
 
 def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> LaunchPlan:
-    """Return the launch."""
+    """Return the launch plan.
+
+    Its buffers are x_scale (or x_row_scale), x_offset, x_sums, parameters, bias, y, xq and codes.
+    """
     weight_offset = _has_weight_offset(problem)
-    # One scale per row is applied to finished sums, which an offset of either operand does not allow.
+    # The scale of a row multiplies the final accumulators, which is impossible if either operand has an offset.
     row_scales = problem.fp8 or (problem.row_scales and not problem.x_offset and not weight_offset)
     x_blocks = _blocks_in_stage(problem)
     stage_bytes = (TILE_M + TILE_N) * (BLOCK_K + 4 * x_blocks * (1 + weight_offset + problem.x_offset)) + 16
@@ -148,12 +154,12 @@ def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> La
 
 
 def workspace(config: GemmInt8Sm90Config, problem: Int8Problem) -> Workspace:
-    """Return an empty workspace: K is not split."""
+    """Return an empty workspace, since K is not split."""
     return Workspace()
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
-    """Return the buffers "codes", one byte per code, and "parameters"; see int8/gemm_int8_sm90.cu."""
+    """Return the weight buffers "codes" and "parameters" in the layout of ``cuda_src/int8/gemm_int8_sm90.cu``."""
     return {
         "codes": weight.layout(("sm90 bytes", problem.fp8), lambda: _bytes(weight, problem.fp8)),
         "parameters": weight.layout(
@@ -163,17 +169,17 @@ def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[s
 
 
 def _has_weight_offset(problem: Int8Problem) -> bool:
-    """Return whether the kernel applies offsets of the weight: zero points are added to its codes instead."""
+    """Return whether the kernel applies offsets of the weight; zero points are added to the codes instead."""
     return problem.weight_offset and not problem.zero_points
 
 
 def _blocks_in_stage(problem: Int8Problem) -> int:
-    """Return the number of blocks of x in the 128 columns of a stage."""
+    """Return the number of blocks of x in a pipeline stage of 128 k."""
     return BLOCK_K // problem.block_size if problem.block_size < BLOCK_K and problem.blocks > 1 else 1
 
 
 def _bytes(weight: BlockQuantizedWeight, fp8: bool) -> Array:
-    """Return [N, K] signed codes plus zero points, as int8 or as the bits of e4m3."""
+    """Return the sum of each signed code and its zero point, [N, K]: int8, or the e4m3 bits if ``fp8``."""
     n, _, _, k = weight.shape
     xp = namespace(weight.stored)
     codes = xp.ascontiguousarray(weight.codes.reshape(n, k))
@@ -184,7 +190,7 @@ def _bytes(weight: BlockQuantizedWeight, fp8: bool) -> Array:
 
 
 def _parameters(weight: BlockQuantizedWeight, problem: Int8Problem) -> Array:
-    """Return float32 [ceil(N/64), ceil(K/128), parameters of a tile]."""
+    """Return the parameters, float32 [ceil(N / 64), ceil(K / 128), values per parameter tile]."""
     n, _, _, k = weight.shape
     block_size = problem.block_size
     xp = namespace(weight.scale)
@@ -197,7 +203,7 @@ def _parameters(weight: BlockQuantizedWeight, problem: Int8Problem) -> Array:
         rows.append(offset)
     if problem.x_offset:
         rows.append(sums * scale + (0 if offset is None else columns * offset))
-    # Every stage has its scale; the other parameters are applied once, in the last stage of a block.
+    # Every stage has a scale; the other parameters of a block are applied once, in its last stage.
     blocks = BLOCK_K // block_size if block_size < BLOCK_K and len(scale) > 1 else 1
     span = BLOCK_K // blocks
     parameters = xp.zeros((len(rows), stages * blocks, tiles * PARAMETER_TILE_N), np.float32)

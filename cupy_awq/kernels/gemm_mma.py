@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_sm75`` and ``gemm_sm80``: tensor cores (``mma.sync``) on the AWQ layout of the weight."""
+"""``gemm_sm75`` and ``gemm_sm80``: GEMM with mma.sync on a weight in the AWQ layout."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
 BLOCK_K = 64
-"""The rows of the weight in one pipeline stage."""
+"""The K extent of one pipeline stage."""
 MMA_K = 16
-"""The rows of the weight that one step of the tensor cores takes; a group must hold whole steps."""
+"""The K extent of one mma instruction; the group size must be a multiple of it."""
 WARP_N = 32
-"""The columns of a warp."""
+"""The number of columns of y per warp."""
 REGISTERS = {16: 96, 32: 150, 64: 232}
-"""The registers of a thread, by BLOCK_M."""
+"""The number of registers per thread, by ``block_m``."""
 
 
 @dataclass(frozen=True)
 class GemmMmaCosts:
-    """The fitted constants of the cost model: 300 measurements on an H200.
+    """Constants of the cost model, fitted to 300 measured times on an H200.
 
     Attributes:
-        start_ns: start of a CTA.
-        latency_ns, latency_row_ns: latency of a K tile of a CTA alone on its SM; and its increase for each row of x.
-        mma_rate: multiplications of one row that an SM makes in a nanosecond.
-        convert_ns: time of the conversion of one weight.
-        bandwidth: reached fraction of the nominal memory bandwidth.
-        two_stages: factor of the latency with two stages, whose copies through registers hardly overlap with mma.
-        launch_us: launch and epilogue.
-        reduction_us, reduction_split_us: time of the split-K reduction; and its increase for each CTA.
+        start_ns: start-up time of a CTA, in nanoseconds.
+        latency_ns: latency per k tile of a CTA that is alone on its SM, in nanoseconds.
+        latency_row_ns: increase of that latency per row of the CTA tile, in nanoseconds.
+        mma_rate: tensor-core throughput of an SM, in multiply-adds per nanosecond.
+        convert_ns: time to dequantize one weight, in nanoseconds.
+        bandwidth: achieved fraction of the nominal memory bandwidth.
+        two_stages: factor on the latency with two stages, whose copies through registers hardly overlap with mma.
+        launch_us: launch overhead and epilogue, in microseconds.
+        reduction_us: fixed time of the split-K reduction, in microseconds.
+        reduction_split_us: time of the split-K reduction per split, in microseconds.
     """
 
     start_ns: int = 4700
@@ -52,13 +54,13 @@ COSTS = GemmMmaCosts()
 
 @dataclass(frozen=True)
 class GemmMmaConfig:
-    """One way to launch ``gemm_sm75`` or ``gemm_sm80``.
+    """A configuration of ``gemm_sm75`` or ``gemm_sm80``, with CTA tiles of ``block_m`` rows x ``32 * warps`` columns.
 
     Attributes:
-        block_m: rows of a CTA tile, which has 32 columns for each warp.
-        warps: warps of a CTA.
-        stages: pipeline stages of BLOCK_K rows of the weight in shared memory.
-        split_k: CTAs that share an accumulator.
+        block_m: number of rows per CTA tile.
+        warps: number of warps per CTA, all along n.
+        stages: number of pipeline stages, each of BLOCK_K rows of the weight.
+        split_k: number of CTAs that divide K of one tile among them.
     """
 
     block_m: int
@@ -68,21 +70,21 @@ class GemmMmaConfig:
 
     @property
     def block_n(self) -> int:
-        """The columns of a CTA tile."""
+        """The number of columns per CTA tile."""
         return self.warps * WARP_N
 
     @property
     def shared_bytes(self) -> int:
-        """The dynamic shared memory of a CTA."""
+        """The dynamic shared memory per CTA in bytes."""
         return self.stages * BLOCK_K * (2 * self.block_m + self.block_n // 2)
 
     def tiles(self, problem: Problem) -> int:
-        """Return the number of tiles of y."""
+        """Return the number of CTA tiles of y."""
         return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n)
 
 
 class GemmMma:
-    """A family of ``gemm_mma.cuh``; the two differ in the mma and copy instructions alone."""
+    """A kernel family of ``cuda_src/gemm/gemm_mma.cuh``; the two differ in their mma and copy instructions."""
 
     def __init__(self, name: str, arch: int, dtypes: tuple[str, ...], stages: int) -> None:
         self.NAME = name
@@ -111,9 +113,10 @@ class GemmMma:
         return [config for config in found if config.shared_bytes <= device.shared_bytes_per_block]
 
     def estimate_us(self, config: GemmMmaConfig, problem: Problem, device: Device) -> float:
-        """Return the time of all waves of CTAs, of the launch and of the reduction.
+        """Return the run time in microseconds: launch overhead, all waves of CTAs and the split-K reduction.
 
-        A K tile takes its latency, or the work or the share of the memory bandwidth of all CTAs on the SM.
+        The time of a k tile is the longest one of its latency, the compute time of all CTAs on the SM, and the time to
+        load their weights.
         """
         k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
         ctas = config.tiles(problem) * config.split_k

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_simt``: any problem in float32 on CUDA cores; the fallback, and the reference of the other kernels."""
+"""``gemm_simt``: the fallback for any problem, in float32 on CUDA cores; also the reference for other kernels."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from cupy_awq.runtime.launch_plan import LaunchPlan
 
 NAME = "gemm_simt"
 BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 64, 64, 16, 256
-"""The tile of a CTA, and its threads."""
+"""The extents of a CTA tile along m, n and k, and the number of threads per CTA."""
 
 
 @dataclass(frozen=True)
 class GemmSimtCosts:
-    """The fitted constants of the cost model, in microseconds on an H200.
+    """Constants of the cost model, fitted to measured times on an H200, in microseconds.
 
     Attributes:
-        k_tile_us: one tile of K; the CTAs of an SM share its lanes.
-        launch_us: launch and epilogue.
-        reduction_us, reduction_split_us: time of the split-K reduction; and its increase for each CTA.
+        k_tile_us: time of a k tile of one CTA; CTAs on the same SM add up.
+        launch_us: launch overhead and epilogue.
+        reduction_us: fixed time of the split-K reduction.
+        reduction_split_us: time of the split-K reduction per split.
     """
 
     k_tile_us: float = 1.1
@@ -36,7 +37,11 @@ COSTS = GemmSimtCosts()
 
 @dataclass(frozen=True)
 class GemmSimtConfig:
-    """One way to launch ``gemm_simt``: ``split_k`` CTAs share an accumulator."""
+    """A configuration of ``gemm_simt``.
+
+    Attributes:
+        split_k: number of CTAs that divide K of one tile among them.
+    """
 
     split_k: int
 
@@ -50,7 +55,7 @@ def configs(problem: Problem, device: Device) -> list[GemmSimtConfig]:
 
 
 def estimate_us(config: GemmSimtConfig, problem: Problem, device: Device) -> float:
-    """Return the time of the K tiles of the busiest SM, of the launch and of the reduction."""
+    """Return the run time in microseconds: launch overhead, k tiles of the busiest SM, and split-K reduction."""
     ctas = _tiles(problem) * config.split_k
     k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
     reduction = COSTS.reduction_us + COSTS.reduction_split_us * config.split_k if config.split_k > 1 else 0.0

@@ -166,7 +166,7 @@ def plan(config: GemmSm90RawConfig, problem: Problem, device: Device) -> LaunchP
         ("CTAS_PER_SM", config.ctas_per_sm),
         ("SPLIT_K", config.split_k),
         ("SHARED_BYTES", config.shared_bytes),
-        ("CONSTANT", int(problem.constant)),
+        ("CONSTANT", int(problem.may_prefetch_weights)),
     )
     strides = problem.row_strides
     words = TensorMap(

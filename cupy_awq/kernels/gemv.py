@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemv`` and ``gemm_small``: up to 16 rows of x on CUDA cores, on any architecture; each weight is read once."""
+"""``gemv`` and ``gemm_small``: M <= 16 on CUDA cores of any architecture; each weight is read once."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
 MAX_M = 16
-"""The most rows of x that one CTA holds in registers."""
+"""The largest M: a thread holds accumulators for this many rows."""
 LANES = 16
-"""The lanes side by side on a row of the weight, one word of 8 codes each; two such slices of K make a warp."""
+"""The number of lanes along N, each with one word of 8 codes; a warp covers two slices of K."""
 BLOCK_N = THREADS = LANES * 8
-"""The columns of a CTA, and its threads."""
+"""The number of columns, and of threads, per CTA."""
 SLICES = THREADS // LANES
-"""The slices of K in a CTA."""
+"""The number of slices into which the threads of a CTA divide K."""
 REGISTERS = {1: 80, 2: 128, 4: 154, 8: 192, 16: 248}
-"""The registers of a thread, by rows of x."""
+"""The number of registers per thread, by ``rows``."""
 
 
 @dataclass(frozen=True)
 class GemvCosts:
-    """The fitted constants of the cost model: 150 measurements on an H100.
+    """Constants of the cost model, fitted to 150 measured times on an H100.
 
     Attributes:
-        chunk_ns, chunk_row_ns: latency of a lane's chunk of K; and its increase for each row of x.
-        issue_cycles, issue_row_cycles: instructions for a weight; and their increase for each row of x.
-        issue_rate: those that an SM issues in a nanosecond.
-        bandwidth: reached fraction of the nominal memory bandwidth.
-        reduction_us, reduction_split_us: time of the split-K reduction; and its increase for each CTA.
+        chunk_ns: latency of one chunk of K of a lane, in nanoseconds.
+        chunk_row_ns: increase of that latency per row of x, in nanoseconds.
+        issue_cycles: number of instructions per weight.
+        issue_row_cycles: increase of that number per row of x.
+        issue_rate: issue throughput of an SM, in thread instructions per nanosecond.
+        bandwidth: achieved fraction of the nominal memory bandwidth.
+        reduction_us: fixed time of the split-K reduction, in microseconds.
+        reduction_split_us: time of the split-K reduction per split, in microseconds.
     """
 
     chunk_ns: int = 530
@@ -58,12 +61,12 @@ COSTS = GemvCosts()
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """One way to launch ``gemv`` or ``gemm_small``.
+    """A configuration of ``gemv`` or ``gemm_small``.
 
     Attributes:
-        rows: rows of x in a CTA, a power of two.
-        chunk: rows of the weight that a lane loads at once.
-        split_k: CTAs that share an accumulator.
+        rows: number of rows of x for which the kernel is compiled, a power of two.
+        chunk: number of rows of the weight that a lane loads at once.
+        split_k: number of CTAs that divide K of one tile among them.
     """
 
     rows: int
@@ -72,7 +75,7 @@ class GemvConfig:
 
 
 class GemvFamily:
-    """The kernel ``gemv`` for a range of M, which `explain` lists as a family of its own."""
+    """The kernel ``gemv.cu`` for a range of M; each range is a kernel family of its own."""
 
     def __init__(self, name: str, min_m: int, max_m: int) -> None:
         self.NAME = name
@@ -92,9 +95,9 @@ class GemvFamily:
         return [GemvConfig(rows, chunk, split_k) for split_k in split_counts(ceil_div(problem.k // chunk, SLICES))]
 
     def estimate_us(self, config: GemvConfig, problem: Problem, device: Device) -> float:
-        """Return the time of all waves of CTAs, each bound by latency or by the work of its SM, and of the reduction.
+        """Return the run time in microseconds: all waves of CTAs and the split-K reduction.
 
-        The work of an SM is the larger of the instructions of its CTAs and of their share of the memory bandwidth.
+        A wave is bound by latency, by instruction issue, or by memory bandwidth.
         """
         ctas = ceil_div(problem.n, BLOCK_N) * config.split_k
         ctas_per_sm = 65536 // (REGISTERS[config.rows] * THREADS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemv_int8``: the integer product of up to 8 rows, which reads each weight once; on any architecture."""
+"""``gemv_int8``: integer GEMM for M <= 8 on CUDA cores of any architecture; each weight is read once."""
 
 from __future__ import annotations
 
@@ -16,41 +16,43 @@ __all__ = ["NAME", "GemvInt8Config", "configs", "estimate_us", "plan", "prepare_
 
 NAME = "gemv_int8"
 MAX_ROWS = 8
+"""The largest M."""
 WARPS = 8
+"""The number of warps per CTA."""
 CHUNK = 128
-"""The columns of K that a warp multiplies at a time."""
+"""The K extent of one iteration of a warp."""
 COLUMNS = 16
-"""The columns of y that a CTA computes."""
+"""The number of columns of y per CTA."""
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Constants of the cost model, fitted to 97 times on an H100: 10% off (root mean square)."""
+class GemvInt8Costs:
+    """Constants of the cost model, fitted to 97 measured times on an H100; RMS error 10%."""
 
-    start_us: float = 0.8
-    """The launch, without split-K."""
-    split_start_us: float = 1.9
-    """The launch with split-K."""
-    exchange_us: float = 1.0
-    """The reduction over split-K, for each wave of CTAs."""
+    launch_us: float = 0.8
+    """The launch overhead without split-K, in microseconds."""
+    split_launch_us: float = 1.9
+    """The launch overhead with split-K, in microseconds."""
+    reduction_us: float = 1.0
+    """The time of the split-K reduction per wave of CTAs, in microseconds."""
     bytes_per_us_per_gbs: float = 1.09e3
-    """The bytes that all SMs load in a microsecond, for each nominal GB/s."""
+    """The achieved memory bandwidth: bytes per microsecond, per GB/s of nominal bandwidth."""
     weights_per_us: float = 256e3
-    """The weights that one SM multiplies by one row in a microsecond."""
+    """The throughput of one SM, in multiply-adds per microsecond."""
     free_rows: float = 0.2
-    """The rows whose products are hidden behind the loads."""
+    """The number of rows of x whose arithmetic is hidden by the loads."""
 
 
-FIT = Fit()
+COSTS = GemvInt8Costs()
 
 
 @dataclass(frozen=True)
 class GemvInt8Config:
-    """One CTA for 16 columns of y.
+    """A configuration of ``gemv_int8``, with CTA tiles of 16 columns of y.
 
     Attributes:
-        rows: rows of x that the kernel is compiled for: 2, 4 or 8.
-        split_k: CTAs that share an accumulator.
+        rows: number of rows of x for which the kernel is compiled: 2, 4 or 8.
+        split_k: number of CTAs that divide K of one tile among them.
     """
 
     rows: int
@@ -58,7 +60,7 @@ class GemvInt8Config:
 
 
 def refuse(problem: Int8Problem, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or None."""
+    """Return why the family cannot solve the problem, or None if it can."""
     if problem.fp8:
         return "multiplies int8, not e4m3"
     if problem.m > MAX_ROWS:
@@ -67,27 +69,29 @@ def refuse(problem: Int8Problem, device: Device) -> str | None:
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemvInt8Config]:
-    """Return a configuration for each split of K."""
+    """Return a configuration for each split-K factor."""
     rows = max(2, 1 << (problem.m - 1).bit_length())
     return [GemvInt8Config(rows, split_k) for split_k in split_counts(ceil_div(problem.k, CHUNK * WARPS))]
 
 
 def estimate_us(config: GemvInt8Config, problem: Int8Problem, device: Device) -> float:
-    """Return the expected time: a start, and what the busiest SM loads, multiplies and exchanges."""
+    """Return the run time in microseconds: launch overhead, and load, math and reduction time of the busiest SM."""
     cta_weights = COLUMNS * problem.k / config.split_k
     parameter_bytes = COLUMNS * 4 * problem.parameters * problem.blocks / config.split_k
     loaded_bytes = cta_weights * problem.bits / 8 + parameter_bytes
-    load_us = loaded_bytes * device.sm_count / (FIT.bytes_per_us_per_gbs * device.read_gbs)
-    multiply_us = cta_weights * (config.rows - FIT.free_rows) / FIT.weights_per_us
+    load_us = loaded_bytes * device.sm_count / (COSTS.bytes_per_us_per_gbs * device.read_gbs)
+    multiply_us = cta_weights * (config.rows - COSTS.free_rows) / COSTS.weights_per_us
     ctas_per_sm = ceil_div(problem.n, COLUMNS) * config.split_k / device.sm_count
-    # In a last wave that is not full, each CTA has a larger share of the memory bandwidth.
+    # In a partial last wave, each CTA gets a larger share of the memory bandwidth.
     waves = (math.ceil(ctas_per_sm) + max(ctas_per_sm, 1)) / 2
-    start_us, exchange_us = (FIT.start_us, 0.0) if config.split_k == 1 else (FIT.split_start_us, FIT.exchange_us)
-    return start_us + waves * (load_us + multiply_us + exchange_us)
+    launch_us, reduction_us = COSTS.launch_us, 0.0
+    if config.split_k > 1:
+        launch_us, reduction_us = COSTS.split_launch_us, COSTS.reduction_us
+    return launch_us + waves * (load_us + multiply_us + reduction_us)
 
 
 def plan(config: GemvInt8Config, problem: Int8Problem, device: Device) -> LaunchPlan:
-    """Return the launch."""
+    """Return the launch plan. Its buffers are those of `Int8Problem.arguments`."""
     defines = (
         *problem.defines(weight_offset=problem.weight_offset),
         ("ROWS", config.rows),
@@ -100,7 +104,7 @@ def plan(config: GemvInt8Config, problem: Int8Problem, device: Device) -> Launch
 
 
 def workspace(config: GemvInt8Config, problem: Int8Problem) -> Workspace:
-    """Return the partial sums of split-K, one float32 for each thread, and a counter for each 16 columns."""
+    """Return the split-K workspace: one float32 per split and thread, and one counter per tile of 16 columns."""
     if config.split_k == 1:
         return Workspace()
     tiles = ceil_div(problem.n, COLUMNS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that the families ``gemm_sm90`` and ``gemm_sm90_large`` share."""
+"""Host code shared by ``gemm_sm90`` and ``gemm_sm90_large``: tensor map of x, constants, power-limited time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 
 POWER_LIMITED_TFLOPS = 877.0
-"""The rate at which an H100 or H200 reaches its power limit of 700 W, at the clock to which cost models refer."""
+"""The throughput in TFLOPS at which an H100 or H200 reaches its power limit of 700 W."""
 
 
 def x_tensor_map(problem: Problem, block_m: int, boxes: int) -> TensorMap:
-    """Return the tensor map of x [k / 64][m][64] in boxes of [boxes][block_m][64].
+    """Return the tensor map of x, viewed as [k / 64][m][64], with boxes of [boxes][block_m][64].
 
-    Where a tile has missing rows the boxes are [1][m][64]: see ``has_missing_rows`` in ``cuda_src/hopper/tma.cuh``.
+    If m <= block_m - 16, the boxes are [1][m][64]: see ``has_missing_rows`` in ``cuda_src/hopper/tma.cuh``.
     """
     m, itemsize = problem.m, ITEMSIZE[problem.dtype]
     return TensorMap(
@@ -29,7 +29,7 @@ def x_tensor_map(problem: Problem, block_m: int, boxes: int) -> TensorMap:
 
 
 def repacked_defines(problem: Problem) -> tuple[tuple[str, int | str], ...]:
-    """Return the constants that every kernel on the repacked layout takes from the problem."""
+    """Return the compile-time constants (name, value) of a problem for all kernels that read the repacked layout."""
     return (
         *(item for item in problem.defines() if item[0] not in ("SCALE", "ZEROS")),
         *RepackedLayout.of(problem).defines(),
@@ -38,20 +38,20 @@ def repacked_defines(problem: Problem) -> tuple[tuple[str, int | str], ...]:
 
 
 def prepare_weight(problem: Problem, device: Device, strides: tuple[int, int, int] | None = None) -> LaunchPlan:
-    """Return the launch that repacks the weight of a problem; see `RepackedLayout.plan`."""
+    """Return the launch plan that repacks the weight of a problem; see `RepackedLayout.plan`."""
     return RepackedLayout.of(problem).plan(device, strides)
 
 
 def power_limited_us(work_us: float, problem: Problem) -> float:
-    """Return the run time of work that takes ``work_us`` microseconds at full clock, under the power limit.
+    """Return the run time under the power limit, in microseconds, of work that takes ``work_us`` at full clock.
 
-    Where both limits are near, the time is more than the larger one, but less than their sum: while some SMs idle, the
-    clock of the others rises.
+    The result is a smooth maximum of ``work_us`` and the time at the power limit, because the clock of the busy SMs
+    rises while other SMs are idle.
     """
     power_us = 2 * problem.m * problem.n * problem.k / (POWER_LIMITED_TFLOPS * 1e6)
     return float((work_us**3 + power_us**3) ** (1 / 3))
 
 
 def has_split_scales(problem: Problem) -> bool:
-    """Return whether dequantization multiplies by two bfloat16 parts of a scale, which takes two more instructions."""
+    """Return whether each float16 scale is split into two bfloat16 values, which costs two more instructions."""
     return (problem.dtype, problem.scales_dtype) == ("bfloat16", "float16")

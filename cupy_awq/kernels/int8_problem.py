@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Int8Problem`: a matrix product of 8-bit activations and a block-quantized weight, and what its families share."""
+"""`Int8Problem`, a GEMM of 8-bit activations and a block-quantized weight, and helpers of its kernel families."""
 
 from __future__ import annotations
 
@@ -19,40 +19,42 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument
 
 EPILOGUE_ACTIVATIONS = (None, "clamp")
-"""The kinds of activation that these families take, of `cupy_awq.activation`."""
+"""The kinds of activation (see `cupy_awq.activation`) that these kernels support."""
 STEP_K = 32
-"""The columns of K that one tensor-core instruction multiplies."""
+"""The K extent of one tensor-core instruction."""
 BLOCK_K = 128
-"""The columns of K in one pipeline stage."""
+"""The K extent of one pipeline stage."""
 PADDED_N = 128
-"""The multiple to which the parameters' columns are padded, so that kernels read whole tiles of them."""
+"""The multiple to which N is padded in the parameter arrays, so that kernels read whole tiles."""
 FP8_ARCH = 89
-"""The first architecture whose tensor cores multiply e4m3."""
+"""The oldest architecture whose tensor cores multiply e4m3."""
 FP8_CODE_SCALE = 512
-"""The factor that makes a 4-bit code c of its bits as an e4m3 number, which is c * 2**-9."""
+"""The factor that restores a 4-bit code c whose bits are read as an e4m3 number, which has the value c * 2**-9."""
 
 
 @dataclass(frozen=True)
 class Int8Problem:
-    """y [m, n] = activation(A @ W^T + bias) for quantized rows A [m, k] and a weight W [n, k].
+    """A GEMM y [m, n] = activation(A @ W^T + bias) of quantized rows A [m, k] and a block-quantized weight W [n, k].
 
     Attributes:
-        m, n, k: rows of A, rows of W (columns of y), and columns of both.
-        block_size: columns of A, in one block of W, that share a scale; with ``row_scales`` those of W.
-        bits: bits of a code of W, 4 or 8.
+        m: number of rows of A and y.
+        n: number of rows of W and columns of y.
+        k: number of columns of A and W.
+        block_size: number of columns per quantization block of A; of W if ``row_scales``.
+        bits: bits per code of W, 4 or 8.
         x_offset: whether A has offsets.
         weight_offset: whether W has offsets.
         dtype: dtype of y.
-        bias_dtype: dtype of the bias [n]; None without one.
+        bias_dtype: dtype of the bias [n]; None without a bias.
         activation: kind of activation, one of `EPILOGUE_ACTIVATIONS`.
-        limits: lowest and highest y of the activation "clamp".
-        aligned: whether xq starts at a multiple of 16 bytes.
-        even: whether the rows of y start at multiples of two elements.
-        wide: whether the rows of y start at multiples of 16 bytes.
-        y_stride: elements from one row of y to the next; None for n.
-        fp8: whether A is e4m3 with one scale per row, as in `Fp8Quantization`; else it is int8.
-        row_scales: whether A is one block per row while W has several.
-        zero_points: whether the offsets of W are whole multiples of its scales (`BlockQuantizedWeight.zero_points`).
+        limits: lower and upper bound of the activation "clamp".
+        aligned: whether the codes of A start at a multiple of 16 bytes.
+        even: whether all rows of y start at a multiple of two elements.
+        wide: whether all rows of y start at a multiple of 16 bytes.
+        y_stride: row stride of y in elements; None if y is contiguous.
+        fp8: whether A is e4m3 with one scale per row, as in `Fp8Quantization`; else A is int8.
+        row_scales: whether A has one block per row while W has several.
+        zero_points: whether the offsets of W are integer multiples of its scales (`BlockQuantizedWeight.zero_points`).
     """
 
     m: int
@@ -80,28 +82,28 @@ class Int8Problem:
 
     @property
     def tuning_key(self) -> TuningKey:
-        """The key of the shape and the weight; M is tuned at powers of two."""
+        """The tuning key, made of K, N, the bits and the block size; M is tuned at powers of two."""
         op = "gemm_fp8" if self.fp8 else "gemm_int8"
         shape = f"{op} {self.k}x{self.n} {self.bits} bits in blocks of {self.block_size}"
         return TuningKey((shape,), self.m, next_power_of_two(self.m))
 
     @property
     def blocks(self) -> int:
-        """The number of blocks along k."""
+        """The number of quantization blocks along k."""
         return ceil_div(self.k, self.block_size)
 
     @property
     def parameters(self) -> int:
-        """The number of parameters that a column of W has in each block: scale, offset, and scaled sum of codes."""
+        """The number of parameters per block and row of W, of: scale, offset, and sum of codes times scale."""
         return 1 + (self.weight_offset or self.fp8) + self.x_offset
 
     @property
     def y_row_stride(self) -> int:
-        """The elements from one row of y to the next."""
+        """The row stride of y in elements."""
         return self.n if self.y_stride is None else self.y_stride
 
     def defines(self, *, weight_offset: bool) -> tuple[tuple[str, int | str], ...]:
-        """Return the constants that all families compile with."""
+        """Return the compile-time constants (name, value) that all integer GEMM families share."""
         return (
             ("Y", TYPES[self.dtype]),
             ("BITS", self.bits),
@@ -116,7 +118,7 @@ class Int8Problem:
         )
 
     def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments of the families that read the weight of `prepare_weight`."""
+        """Return the arguments of the kernels that read the weight buffers of `prepare_weight`."""
         x_scale = "x_row_scale" if self.fp8 else "x_scale"
         buffers = ("xq", x_scale, "x_offset", "x_sums", "codes", "parameters", "bias", "y", "partials", "counters")
         padded_n = ceil_div(self.n, PADDED_N) * PADDED_N
@@ -125,14 +127,14 @@ class Int8Problem:
 
 
 def refuse_activation(problem: Int8Problem) -> str | None:
-    """Return why no integer kernel has the problem's activation, or None."""
+    """Return the reason if no integer kernel supports the problem's activation, else None."""
     if problem.activation not in EPILOGUE_ACTIVATIONS:
         return f"has no activation {problem.activation}, only clamp"
     return None
 
 
 def refuse_layout(problem: Int8Problem) -> str | None:
-    """Return why the kernels that copy 16 bytes of a row at a time cannot read the problem, or None."""
+    """Return why kernels with 16-byte loads cannot read x or the weight, or None if they can."""
     if problem.k % 16:
         return f"needs a multiple of 16 columns, not {problem.k}"
     if not problem.aligned:
@@ -143,12 +145,12 @@ def refuse_layout(problem: Int8Problem) -> str | None:
 
 
 def fp8_block_size(block_size: int, k: int) -> int:
-    """Return the columns of x whose sum `quantize_fp8` computes: a divisor of 128 within one block of the weight."""
+    """Return the number of columns per sum of `quantize_fp8`: a divisor of 128 and of the weight's block size."""
     return math.gcd(block_size, BLOCK_K) if block_size < k else BLOCK_K
 
 
 def refuse_fp8(block_size: int, k: int, device: Device) -> str | None:
-    """Return why no kernel multiplies e4m3 by a weight of k columns in blocks, or None."""
+    """Return why no kernel multiplies e4m3 by a weight with k columns and this block size, or None if one does."""
     if device.arch < FP8_ARCH:
         return f"needs sm_{FP8_ARCH} or newer, not sm_{device.arch}"
     if k % 16:
@@ -159,7 +161,10 @@ def refuse_fp8(block_size: int, k: int, device: Device) -> str | None:
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
-    """Return the buffers "codes" and "parameters" of all families but `gemm_int8_sm90`; see int8/gemm_int8.cuh."""
+    """Return the weight buffers "codes" and "parameters" of all families but `gemm_int8_sm90`.
+
+    ``cuda_src/int8/gemm_int8.cuh`` describes both.
+    """
     return {
         "codes": weight.layout(("int8 codes", problem.fp8), lambda: _codes(weight, problem.fp8)),
         "parameters": weight.layout(
@@ -170,7 +175,10 @@ def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[s
 
 
 def _codes(weight: BlockQuantizedWeight, fp8: bool) -> Array:
-    """Return uint8 [N, K padded to 32 and packed]: two's complement, or for e4m3 the unsigned 4-bit codes."""
+    """Return the codes, uint8 [N, bytes], with K padded to a multiple of 32 and two 4-bit codes packed per byte.
+
+    The codes are two's complement, or unsigned for e4m3.
+    """
     n, _, _, k = weight.shape
     codes = namespace(weight.stored).zeros((n, ceil_div(k, STEP_K) * STEP_K), np.uint8)
     # Flipping the highest bit of an unsigned code gives the two's complement of code - 2**(bits - 1).
@@ -182,7 +190,7 @@ def _codes(weight: BlockQuantizedWeight, fp8: bool) -> Array:
 
 
 def _parameters(weight: BlockQuantizedWeight, block_size: int, fp8: bool) -> Array:
-    """Return float32 [3, blocks of A, N padded]: scale, offset, and sum of the codes * scale (zeros for e4m3)."""
+    """Return scale, offset, and sum of the codes times scale (zeros for e4m3): float32 [3, blocks of A, padded N]."""
     n = weight.shape[0]
     scale, offset, sums = block_parameters(weight, block_size)
     parameters = namespace(weight.scale).zeros((3, len(scale), ceil_div(n, PADDED_N) * PADDED_N), np.float32)
@@ -190,7 +198,7 @@ def _parameters(weight: BlockQuantizedWeight, block_size: int, fp8: bool) -> Arr
         parameters[0, :, :n] = FP8_CODE_SCALE * scale
         parameters[1, :, :n] = -8 * scale
     else:
-        # A kernel uses a 4-bit code in the high half of a byte, where it is worth 16 times as much.
+        # The kernels multiply a 4-bit code in the high half of a byte, that is, 16 times its value.
         parameters[0, :, :n] = scale / 16 if weight.bits == 4 else scale
         parameters[2, :, :n] = sums * scale
     if offset is not None:
@@ -199,7 +207,7 @@ def _parameters(weight: BlockQuantizedWeight, block_size: int, fp8: bool) -> Arr
 
 
 def block_parameters(weight: BlockQuantizedWeight, block_size: int) -> tuple[Array, Array | None, Array]:
-    """Return scale and offset, float32, and the sums of the signed codes, int64, each [blocks of A, N]."""
+    """Return scale (float32), offset (float32 or None) and sum of the signed codes (int64), each [blocks of A, N]."""
     n, _, _, k = weight.shape
     xp = namespace(weight.scale)
     begins = range(0, k, block_size)
@@ -217,7 +225,7 @@ def block_parameters(weight: BlockQuantizedWeight, block_size: int) -> tuple[Arr
 
 
 def common_problems() -> Iterator[Int8Problem]:
-    """Yield the products of common layers, for precompilation: few rows and many, each supported kind of operands."""
+    """Yield GEMMs of common layers, for precompilation: small and large M, and each supported kind of operands."""
     w4a8 = ("float16", 4, 128, False, True)
     for dtype, bits, block_size, x_offset, weight_offset in (
         w4a8,

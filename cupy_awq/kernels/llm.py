@@ -201,7 +201,7 @@ def plan_dense(device: Device, m: int, n: int, k: int, dtype: str, out_dtype: st
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_choose(
+def plan_sample_token(
     device: Device,
     m: int,
     vocab: int,
@@ -228,7 +228,7 @@ def plan_choose(
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_choose_limit(
+def plan_sampling_threshold(
     device: Device,
     m: int,
     vocab: int,
@@ -267,9 +267,9 @@ def kernels(device: Device) -> Iterator[Kernel]:
             yield plan_dense(device, 1, 8, k, dtype, out_dtype, bias=False).kernel
     for temperature, penalty in ((0.0, 1.0), (0.0, 1.1), (0.8, 1.0), (0.8, 1.1)):
         for advance in (False, True):
-            yield plan_choose(device, 1, 8, temperature=temperature, penalty=penalty, advance=advance).kernel
+            yield plan_sample_token(device, 1, 8, temperature=temperature, penalty=penalty, advance=advance).kernel
         if temperature:
-            yield plan_choose_limit(device, 1, 8, temperature=temperature, penalty=penalty).kernel
+            yield plan_sampling_threshold(device, 1, 8, temperature=temperature, penalty=penalty).kernel
 
 
 def _plan(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GEMM problem, y = epilogue(x @ W) for a 4-bit weight, and what its kernel families share."""
+"""The GEMM problem y = epilogue(x @ W) with a 4-bit weight, and helper functions of its kernel families."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 TYPES = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float"}
-"""The C++ types of the dtypes (``cuda_src/common/types.cuh``)."""
+"""The C++ type of each dtype (``cuda_src/common/types.cuh``)."""
 
 ZEROS = {"packed": "kPacked", "symmetric": "kSymmetric", "float": "kOffset"}
-"""The C++ names of the kinds of zero points (``cuda_src/gemm/group.cuh``)."""
+"""The C++ enumerator of each kind of zero points (``cuda_src/gemm/group.cuh``)."""
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
-"""The bytes of one element of each dtype."""
+"""The size of one element of each dtype, in bytes."""
 
 MAX_SPLITS = 64
 """The largest split-K factor."""
 
 PTX_ARCH = 75
-"""The oldest architecture whose kernels use PTX instructions; kernels below it are plain CUDA C++."""
+"""The oldest architecture for which kernels use inline PTX; older ones get plain CUDA C++."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -44,7 +44,7 @@ def next_power_of_two(m: int) -> int:
 
 
 def split_counts(limit: int) -> list[int]:
-    """Return the split-K factors to try: the powers of two up to ``limit`` and MAX_SPLITS.
+    """Return the split-K factors to try: the powers of two up to the smaller of ``limit`` and MAX_SPLITS.
 
     >>> split_counts(5)
     [1, 2, 4]
@@ -53,7 +53,7 @@ def split_counts(limit: int) -> list[int]:
 
 
 class Strides(NamedTuple):
-    """The strides between rows, in elements (in 32-bit words for qweight and packed zeros)."""
+    """The row stride of each array, in elements (in 32-bit words for qweight and packed zero points)."""
 
     x: int
     qweight: int
@@ -65,15 +65,15 @@ class Strides(NamedTuple):
 
 @dataclass(frozen=True)
 class Fusion:
-    """The part of a decoder's residual add and RMSNorm that a GEMM performs, so that neither needs a kernel.
+    """A residual add or RMSNorm of a decoder layer that is fused into a GEMM.
 
     ``cuda_src/hopper/residual_stream.cuh`` has the formulas and the buffers.
 
     Attributes:
-        role: "add_to_stream": the GEMM adds its result to the residual stream and writes the x of the next GEMM, the
-            stream times the RMSNorm weight, still without the division by the root mean square (RMS) of its row.
-            "rms_norm_x": x comes from such a GEMM, and this one divides its accumulators by the RMS of each row.
-        eps: the epsilon of the RMSNorm; only "rms_norm_x" uses it.
+        role: "add_to_stream": the GEMM adds its result to the residual stream and writes the next GEMM's x, which is
+            the stream times the RMSNorm weight, not yet divided by the root mean square (RMS) of each row.
+            "rms_norm_x": x was written by such a GEMM, and this GEMM divides its accumulators by the RMS of each row.
+        eps: the epsilon of the RMSNorm; used only by "rms_norm_x".
     """
 
     role: Literal["add_to_stream", "rms_norm_x"]
@@ -84,25 +84,31 @@ class Fusion:
 class Problem:
     """A validated matrix product y [m, n] = epilogue(x [m, k] @ W [k, n]).
 
-    It holds everything on which the code and the launch of a kernel depend. Dtypes are given by name.
+    A problem holds everything on which the code and the launch of a kernel depend. Dtypes are given by name.
 
     Attributes:
-        m, n, k: rows of x, columns and rows of W; y of a gated problem has n / 2 columns.
-        group_size: rows of W that share a scale.
-        dtype, scales_dtype, bias_dtype: of x and y, of the scales, of the bias (None: no bias).
+        m: number of rows of x and y.
+        n: number of columns of W; also of y, unless the problem is gated (n / 2).
+        k: number of columns of x and rows of W.
+        group_size: number of rows of W per scale.
+        dtype: dtype of x and y.
+        scales_dtype: dtype of the scales.
         zeros: "packed" (4-bit zero points), "symmetric" (all 8) or "float" (offsets, W = q * s + o).
+        bias_dtype: dtype of the bias, None without a bias.
         residual: whether the epilogue adds a residual.
-        activation, limits: the kind of an `Activation`; the bounds of "clamp".
-        gated: whether y = activation(gate) * up, for the first and the second half of W's columns.
-        aligned: whether the arrays of the weight, the residual and y start at multiples of 16 bytes, row by row.
-        x_aligned: whether the rows of x do.
-        raw: whether the weight is there in the AWQ layout.
-        repacked: whether the weight is there in the repacked layout (`RepackedLayout`).
-        scale_exponent: scales times two to this power are at most 64.
-        wide_scales: whether float16 cannot hold all scales times that power without loss.
-        fusion: the part of a decoder's residual add and RMSNorm that the GEMM performs, or None.
-        constant: whether no launch that may still run writes the weight.
-        strides: None for contiguous arrays.
+        activation: kind of the `Activation`, None without one.
+        limits: lower and upper bound of the activation "clamp".
+        gated: whether y = activation(gate) * up, where gate and up are the first and second half of W's columns.
+        aligned: whether all rows of the weight arrays, the residual and y start at multiples of 16 bytes.
+        x_aligned: whether all rows of x start at multiples of 16 bytes.
+        raw: whether the weight is available in the AWQ layout.
+        repacked: whether the weight is available in the repacked layout (`RepackedLayout`).
+        scale_exponent: the scales times 2**scale_exponent are at most 64.
+        wide_scales: whether float16 cannot represent all scales times 2**scale_exponent without loss.
+        fusion: residual add or RMSNorm that is fused into the GEMM, or None.
+        may_prefetch_weights: whether the weight may be read before the preceding kernel finishes (PDL), because no
+            kernel that is still running writes it.
+        strides: row strides in elements; None if all arrays are contiguous.
     """
 
     m: int
@@ -124,7 +130,7 @@ class Problem:
     scale_exponent: int = 0
     wide_scales: bool = False
     fusion: Fusion | None = None
-    constant: bool = False
+    may_prefetch_weights: bool = False
     strides: Strides | None = None
 
     def __str__(self) -> str:
@@ -132,14 +138,14 @@ class Problem:
 
     @property
     def tuning_key(self) -> TuningKey:
-        """The shape "KxN", preceded by "KxN stream" for a GEMM with a `Fusion`; M is tuned at powers of two."""
+        """The tuning key: shape "KxN", after "KxN stream" for a GEMM with a `Fusion`; M is tuned at powers of two."""
         shape = f"{self.k}x{self.n}"
         shapes = (f"{shape} stream", shape) if self.fusion else (shape,)
         return TuningKey(shapes, self.m, next_power_of_two(self.m))
 
     @property
     def row_strides(self) -> Strides:
-        """The strides, by default those of contiguous arrays."""
+        """The row strides in elements, those of contiguous arrays if ``strides`` is None."""
         if self.strides is not None:
             return self.strides
         n_out = self.n // 2 if self.gated else self.n
@@ -148,28 +154,28 @@ class Problem:
 
     @property
     def adds_to_stream(self) -> bool:
-        """Whether the epilogue adds y to the residual stream."""
+        """True if the epilogue adds y to the residual stream."""
         return self.fusion is not None and self.fusion.role == "add_to_stream"
 
     @property
     def rms_norms_x(self) -> bool:
-        """Whether the epilogue divides by the root mean square of each row of x."""
+        """True if the epilogue divides by the root mean square of each row of x."""
         return self.fusion is not None and self.fusion.role == "rms_norm_x"
 
     @property
     def wide(self) -> bool:
-        """Whether 16 bytes of the weight can be loaded at a time: aligned, and never both gate and up columns."""
+        """True if weight loads can be 16 bytes wide: they are aligned and never straddle gate and up columns."""
         return self.aligned and not (self.gated and self.n % 64)
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of codes, scales and zero points, each of which is read at least once."""
+        """The size in bytes of codes, scales and zero points, each of which is read at least once."""
         groups = self.k // self.group_size
         zeros = {"packed": self.n // 2, "symmetric": 0, "float": 2 * self.n}[self.zeros]
         return self.k * self.n // 2 + groups * (2 * self.n + zeros)
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
-        """Return the compile-time constants that every GEMM kernel takes from the problem."""
+        """Return the compile-time constants (name, value) of the problem for all GEMM kernels."""
         return (
             ("X", TYPES[self.dtype]),
             ("SCALE", TYPES[self.scales_dtype]),
@@ -182,14 +188,14 @@ class Problem:
         )
 
     def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments of the kernels on the AWQ layout; absent buffers are passed as null pointers."""
+        """Return the arguments of kernels that read the AWQ layout; an absent buffer is passed as a null pointer."""
         buffers = ("x", "qweight", "scales", "qzeros", "bias", "residual", "y", "partials", "counters")
         sizes = (self.m, self.n, self.k, self.group_size, *self.row_strides)
         return (*buffers, *(np.int32(size) for size in sizes), *(np.float32(limit) for limit in self.limits))
 
 
 def refuse_awq_layout(problem: Problem) -> str | None:
-    """Return why no kernel that reads the AWQ layout can solve the problem, or None."""
+    """Return why no kernel that reads the AWQ layout can solve the problem, or None if one may."""
     if problem.fusion:
         return "cannot fuse the residual add or RMSNorm of a decoder"
     if not problem.raw:
@@ -207,6 +213,6 @@ def plan_awq_layout(
     threads: int,
     shared_bytes: int = 0,
 ) -> LaunchPlan:
-    """Return the launch of a kernel that reads the AWQ layout."""
+    """Return the launch plan of a kernel that reads the AWQ layout."""
     kernel = Kernel(source, entry, (*problem.defines(), *defines), device.target)
     return LaunchPlan(kernel, grid, (threads, 1, 1), problem.arguments(), shared_bytes)

@@ -19,6 +19,7 @@ from cupy_awq.llm.build import build_model
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.language_model import Chat, Completion, ContextFullError, LanguageModel, Score, Stats
 from cupy_awq.llm.model_files import ModelFiles, Progress
+from cupy_awq.llm.model_quantizer import quantize
 from cupy_awq.llm.numpy_ops import NumpyOps
 from cupy_awq.llm.ops import DecoderOps
 from cupy_awq.llm.sampling import Sampling
@@ -35,6 +36,7 @@ __all__ = [
     "Score",
     "Stats",
     "load",
+    "quantize",
     "read",
 ]
 

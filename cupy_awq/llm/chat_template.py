@@ -26,6 +26,9 @@ MAX_TEMPLATE_CHARACTERS = 1 << 17
 MAX_CHARACTERS = 1 << 22
 """The longest text that a template may make, beside four times the length of the messages."""
 
+MAX_OUTPUT_CHARACTERS = 1 << 18
+"""The longest output, beside four times the length of the messages: it is also encoded."""
+
 MAX_WORK = 1 << 27
 """The largest work of one rendering: characters that are handled, and STEP for each step, beside 1024 times the length
 of the messages. It takes a few seconds."""
@@ -39,7 +42,7 @@ MAX_INTEGER_BITS = 256
 FILTERS = (
     "abs capitalize count d default dictsort first float groupby int items last length list lower map max min reject"
     " rejectattr replace reverse round select selectattr sort string title trim truncate unique upper urlencode"
-    " wordcount join tojson indent safe attr"
+    " wordcount join tojson indent safe attr format"
 ).split()
 """The filters that a template may use; those of jinja2 that are not here can make much of little, or print HTML."""
 
@@ -68,6 +71,7 @@ class Account:
     def __init__(self, characters: int) -> None:
         self._left = MAX_WORK + 1024 * characters
         self.max_characters = MAX_CHARACTERS + 4 * characters
+        self.max_output = MAX_OUTPUT_CHARACTERS + 4 * characters
 
     def spend(self, work: int) -> None:
         """Count work. Raises LimitError once the limit is exceeded."""
@@ -146,8 +150,8 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
         ):
             pieces.append(piece)
             characters += len(piece)
-            if characters > account.max_characters:
-                raise LimitError(f"expected at most {account.max_characters} characters, got more")
+            if characters > account.max_output:
+                raise LimitError(f"expected an output of at most {account.max_output} characters, got more")
         return "".join(pieces)
     except Exception as error:  # a template can make jinja2 and Python's functions raise almost anything
         detail = f"{type(error).__name__}: {printable(str(error)):.300}"
@@ -278,7 +282,14 @@ def _environment(jinja2: Any, account: Account, source_length: int) -> Any:
         finalize=account.charge,
         extensions=["jinja2.ext.loopcontrols", Generation],
     )
-    known = {**environment.filters, "tojson": _to_json, "join": _join, "indent": _indent, "safe": lambda value: value}
+    known = {
+        **environment.filters,
+        "tojson": _to_json,
+        "join": _join,
+        "indent": _indent,
+        "format": _format,
+        "safe": lambda value: value,
+    }
     environment.filters = {name: charged(name, known[name]) for name in FILTERS}
     environment.filters |= {"_iterate": iterate, "_charge": account.charge, "_slice": account.charge_slice}
     environment.filters["_concatenate"] = concatenate
@@ -351,6 +362,13 @@ def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = 
         raise LimitError(f"expected at most {MAX_CHARACTERS} characters of indentation, got more")
     rest = "\n".join([lines[0] if lines else "", *(space + line if line or blank else line for line in lines[1:])])
     return space + rest if first else rest
+
+
+def _format(text: Any, *args: Any, **kwargs: Any) -> str:
+    """Return a text formatted by the operator %."""
+    values = kwargs or args
+    _check_operands("%", str(text), values)
+    return str(text) % values
 
 
 def _to_json(

@@ -357,10 +357,10 @@ class CudaDecodeLoop(DecodeLoop):
         options = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
         if limits is not None:
             filters = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-            plan = kernels.plan_choose_limit(gpu, m, vocab, **options, **filters)
+            plan = kernels.plan_sampling_threshold(gpu, m, vocab, **options, **filters)
             ops.run(plan, logits=logits, seen=seen, limits=limits)
         options |= {"first_sequence": sequences.start or 0, "seed": sampling.seed}
-        plan = kernels.plan_choose(gpu, m, vocab, **options, advance=advance)
+        plan = kernels.plan_sample_token(gpu, m, vocab, **options, advance=advance)
         buffers = {"tokens": self._tokens[sequences], "lengths": self._cache.lengths[sequences]}
         buffers |= {"partials": self._partials[sequences], "counters": self._counters[sequences]}
         buffers |= {"host_tokens": self._host_tokens_view[sequences]}

@@ -116,7 +116,7 @@ def _shown(value: Any) -> str:
 def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer that the metadata of a file describe. Raises CheckpointError if they describe none."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+    if not isinstance(kind, str) or kind != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         raise CheckpointError(
             f"{path}: expected tokenizer.ggml.model gpt2 with pre one of {known}, got {_shown(kind)} with {_shown(pre)}"

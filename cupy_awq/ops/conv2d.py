@@ -16,7 +16,7 @@ from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.conv2d_problem import (
     EPILOGUE_ACTIVATIONS,
-    UNIT,
+    VECTOR_CHANNELS,
     Convolution,
     ConvolutionSizes,
     refuse_tensor_cores,
@@ -144,7 +144,7 @@ def _conv2d_on_gpu(
             problem = given.without_stride()
             if refuse_tensor_cores(problem, gpu):
                 # The tensor cores may be able to read a contiguous NHWC copy.
-                channels = -(-shape.channels // UNIT) * UNIT
+                channels = -(-shape.channels // VECTOR_CHANNELS) * VECTOR_CHANNELS
                 strides = shape.height * shape.width * channels, shape.width * channels, channels, 1
                 copied = replace(given, strides=strides, aligned=True).without_stride()
                 if not refuse_tensor_cores(copied, gpu):

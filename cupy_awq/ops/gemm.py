@@ -60,10 +60,10 @@ def gemm(
         kernel: the name of the kernel to use, instead of the one that `explain` marks.
         split_k: the number of CTAs that share an accumulator over K, a power of two; by default that of the choice.
 
-    All arrays are in host memory (NumPy), or all on one GPU (CuPy, or any with ``__cuda_array_interface__`` or
-    ``__dlpack__``, which are not copied). Kernels are launched on CuPy's current stream of that GPU. Calls on one
-    stream share a split-K workspace: replay a graph that captured them on the same stream, or at a time when nothing
-    else runs on it; or capture a `plan`, which has a workspace of its own.
+    All arrays are in host memory (NumPy, or any with ``__dlpack__``), or all on one GPU (CuPy, or any with
+    ``__cuda_array_interface__`` or ``__dlpack__``); none is copied. Kernels are launched on CuPy's current stream of
+    that GPU. Calls on one stream share a split-K workspace: replay a graph that captured them on the same stream, or at
+    a time when nothing else runs on it; or capture a `plan`, which has a workspace of its own.
 
     Returns:
         [..., N] of x's dtype: a NumPy array, or a CuPy array on the GPU.

@@ -54,7 +54,7 @@ class GemmLaunch:
         out: Array | None,
         kernel: str | None,
         split_k: int | None,
-        constant: bool = False,
+        may_prefetch_weights: bool = False,
     ) -> None:
         qweight, scales, qzeros = weight.qweight, weight.scales, weight.qzeros
         offsets = qzeros if weight.spec.zeros == "float" else None
@@ -76,7 +76,7 @@ class GemmLaunch:
             residual=residual is not None,
             aligned=arrays.is_aligned(qweight, scales, offsets, residual, out),
             x_aligned=arrays.is_aligned(x),
-            constant=constant,
+            may_prefetch_weights=may_prefetch_weights,
             strides=strides,
         )
         self._index = weight.spec.device

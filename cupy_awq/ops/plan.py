@@ -77,8 +77,8 @@ class Plan:
                 for name, a in (("x", x), ("out", out), ("residual", residual)):
                     if a is not None and arrays.row_stride(a) is None:
                         raise ValueError(f"{name}: expected contiguous rows with one stride, got strides {a.strides}")
-                constant = _synchronize()
-                launch = GemmLaunch(x, weight, product, options["bias"], residual, out, kernel, split_k, constant)
+                may_prefetch = _synchronize()
+                launch = GemmLaunch(x, weight, product, options["bias"], residual, out, kernel, split_k, may_prefetch)
                 self._launch, self.kernel, self.workspace_bytes = launch, launch.kernel, launch.workspace_bytes
             self._constants = weight_pointers(weight, options["bias"])
             if self.workspace_bytes:

@@ -21,7 +21,7 @@ import cupy_awq
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint.files import printable
 from cupy_awq.runtime import placement
-from cupy_awq.tools import llm_commands
+from cupy_awq.tools import llm_commands, quantize_command
 
 if TYPE_CHECKING:
     from cupy_awq.tools.operations import Settings
@@ -145,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         help="gemm: kernels of AwqLinear, which repacks on Hopper (default: those on the AWQ layout)",
     )
     llm_commands.add(command)
+    quantize_command.add(command)
     return parser
 
 

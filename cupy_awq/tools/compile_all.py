@@ -76,11 +76,13 @@ def _awq_layout(gpu: device.Device) -> Iterator[Kernel]:
     families = set(select.FAMILIES_OF[Problem])
     if gpu.arch >= 80:
         families.remove("gemm_sm75")  # legal, but used only if it is forced by name
-    for dtype, group_size, m, constant in itertools.product(
+    for dtype, group_size, m, may_prefetch in itertools.product(
         ("float16", "bfloat16", "float32"), (128, 32), (1, 2, 4, 8, 16, 64), (False, True)
     ):
         scales = "bfloat16" if dtype == "bfloat16" else "float16"
-        yield from _configurations(Problem(m, n, k, group_size, dtype, scales, constant=constant), gpu, families)
+        yield from _configurations(
+            Problem(m, n, k, group_size, dtype, scales, may_prefetch_weights=may_prefetch), gpu, families
+        )
 
 
 def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:

@@ -60,8 +60,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "--drop-oldest", action="store_true", help="drop the oldest turns of a full conversation without asking"
     )
     _add_choices(chat, 1024)
-    score = command("score", _score, "print the perplexity of a text", "", ["smollm2 text.txt"])
-    score.add_argument("model", metavar="MODEL", help=MODEL)
+    scored = ["smollm2 text.txt", "SmolLM2-135M/ SmolLM2-135M-AWQ/ text.txt"]
+    score = command("score", _score, "print the perplexity of a text", "", scored)
+    score.add_argument("models", metavar="MODEL", nargs="+", help=f"{MODEL}; several are compared in a table")
     score.add_argument("text", metavar="FILE", type=Path, help="a text file in UTF-8")
     _add_device(score)
     convert = command("convert", _convert, "write a Qwen3 model as an ak48 file", CONVERT, ["Qwen3-8B-AWQ/ qwen3.ak48"])
@@ -106,7 +107,7 @@ def _add_choices(parser: argparse.ArgumentParser, max_tokens: int) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     sampling = _sampling(args)
-    model = _load(args)
+    model = _load(args.model, args.device)
     alone = len(args.prompts) == 1
     options = {
         "raw": args.raw,
@@ -130,7 +131,7 @@ def _chat(args: argparse.Namespace) -> int:
     from cupy_awq.llm import ContextFullError
 
     sampling = _sampling(args)
-    model = _load(args)
+    model = _load(args.model, args.device)
     chat = model.chat(capacity=args.context, system=args.system)
     while True:
         text = _read_line("> ")
@@ -176,10 +177,27 @@ def _score(args: argparse.Namespace) -> int:
         text = args.text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{args.text}: expected text in UTF-8, got {error}") from None
-    score = _load(args).score(text)
+    if len(args.models) > 1:
+        return _compare(args, text)
+    score = _load(args.models[0], args.device).score(text)
     print(f"tokens          {score.tokens}")
     print(f"log-likelihood  {score.log_likelihood:.3f} nats")
     print(f"perplexity      {score.perplexity:.4f}")
+    return 0
+
+
+def _compare(args: argparse.Namespace, text: str) -> int:
+    """Print a table of the models' scores; the last column is the loss per token above the first model's."""
+    width = max(map(len, args.models))
+    print(f"{'model':{width}}  tokens  perplexity  nats/token    loss")
+    first = None
+    for name in args.models:
+        score = _load(name, args.device).score(text)
+        mean = -score.log_likelihood / score.tokens
+        first = mean if first is None else first
+        print(
+            f"{name:{width}}  {score.tokens:6}  {score.perplexity:10.4f}  {mean:10.5f}  {mean - first:+.4f}", flush=True
+        )
     return 0
 
 
@@ -201,13 +219,12 @@ def _sampling(args: argparse.Namespace) -> Sampling:
     return Sampling(**{name: getattr(args, name) for name in names})
 
 
-def _load(args: argparse.Namespace) -> LanguageModel:
+def _load(path: str, place: Any) -> LanguageModel:
     from cupy_awq import llm
 
-    place: Any = args.device
     if place is not None and place.isdecimal():
         place = int(place)
-    return llm.load(args.model, device=place, progress=_progress if sys.stderr.isatty() else None)
+    return llm.load(path, device=place, progress=_progress if sys.stderr.isatty() else None)
 
 
 def _progress(done: int, total: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import struct
 from typing import Any
 
@@ -149,9 +150,11 @@ def _mutate_json(data: bytes, rng: random.Random) -> bytes:
 def _mutate_template(data: bytes, rng: random.Random) -> bytes:
     """Return a template with snippets put in, or parts cut or repeated."""
     text = data.decode()
-    for _ in range(rng.randint(1, 5)):
-        at, end = sorted(rng.randint(0, len(text)) for _ in range(2))
-        kind = rng.randrange(4)
+    for _ in range(rng.randint(1, 4)):
+        # Between two tags, a snippet leaves the template valid more often.
+        borders = [match.end() for match in re.finditer(r"[%}]}", text)] or [0]
+        at, end = sorted(rng.choice(borders) if rng.random() < 0.8 else rng.randint(0, len(text)) for _ in range(2))
+        kind = rng.randrange(6)
         if kind == 0:
             text = text[:at] + text[min(end, at + 20) :]
         elif kind == 1:
