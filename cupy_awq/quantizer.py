@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quantize`: the quantization of a dense weight to 4 bits, to nearest or with calibration inputs."""
+"""`quantize`: quantization of a dense weight to 4 bits, by rounding to nearest or with calibration inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from cupy_awq.quantization import MomentSum, Recipe, quantize_rows
 from cupy_awq.quantization.grid import fit_grid
 from cupy_awq.weight import PackedWeight
 
-_BLOCK = 1 << 22  # the number of weights quantized at a time; it bounds the memory for their float copies
+_BLOCK = 1 << 22
+"""The number of weights that are quantized at a time, which bounds the memory for float copies."""
 
 
 def quantize(
@@ -26,13 +27,13 @@ def quantize(
     symmetric: bool = False,
     inputs: Array | None = None,
 ) -> PackedWeight:
-    """Quantize a dense weight W [K, N] to 4 bits, with one scale and zero point for `group_size` rows of a column.
+    """Quantize a dense weight W [K, N] to 4 bits, with one scale and zero point per column and `group_size` rows.
 
-    Each scale s is rounded to its dtype first; zero points z and codes q are then nearest for the rounded scale:
+    Each scale s is rounded to its dtype first; zero points z and codes q are computed with the rounded scale:
 
     - asymmetric: s = (max - min) / 15, z = round(-min / s), q = round(w / s) + z, where max and min of a group include
       0. AutoAWQ's quantizer does not include 0, and saturates groups of one sign.
-    - symmetric: z = 8 (stored), s = max(max / 7, -min / 8), the smallest scale whose codes -8 to 7 reach both ends.
+    - symmetric: z = 8 (stored), s = max(max / 7, -min / 8), the smallest scale for which [-8 s, 7 s] covers the group.
 
     The error |W - dequantize(...)| is at most s/2, plus 1% of s (bfloat16: 6%) for the rounding of s. It is at most s
     where s is a subnormal float16 number, or where the outermost code would exceed the range of the scales' dtype. A
@@ -40,9 +41,9 @@ def quantize(
 
     Args:
         w: [K, N] float16, bfloat16, float32 or float64, NumPy or CuPy, any strides; N divisible by 8.
-        group_size: a divisor of K; -1 stands for K.
-        bits: 4.
-        symmetric: whether every zero point is 8.
+        group_size: the number of rows of W per group, a divisor of K; -1 means K.
+        bits: the number of bits per code; only 4 is supported.
+        symmetric: True for symmetric quantization, where every zero point is 8.
         inputs: [..., K] calibration inputs of the layer, floats on the device of `w`, or None.
 
     Returns:
@@ -103,7 +104,7 @@ def _quantize_calibrated(w: Any, inputs: Array, recipe: Recipe) -> PackedWeight:
 
 
 def _check_inputs(inputs: Array, k: int, w: Array) -> None:
-    """Check that calibration inputs are floats [..., K] on the device of w: raises TypeError or ValueError."""
+    """Raise TypeError or ValueError unless calibration inputs are floats [..., K] on the device of w."""
     if check.device_id(inputs, "inputs") != check.device_id(w, "w"):
         raise TypeError("inputs: expected an array on the device of w, got one on another device")
     dtypes = *check.FLOATS, check.FLOAT64
@@ -115,10 +116,14 @@ def _check_inputs(inputs: Array, k: int, w: Array) -> None:
 
 
 def _quantize_groups(w: Array, scale_dtype: np.dtype[Any], symmetric: bool, xp: Any) -> tuple[Array, Array, Array]:
-    """Return codes [g, G, n] uint8, scales [g, n] and zero points [g, n] uint8 of the groups w [g, G, n]."""
+    """Quantize groups w [groups, group_size, n] with the array module `xp`.
+
+    Returns:
+        Codes uint8 [groups, group_size, n], scales `scale_dtype` [groups, n] and zero points uint8 [groups, n].
+    """
     w = w.astype(np.float64 if w.dtype == np.float64 else np.float32)
     high, low = w.max(axis=1).astype(np.float64), w.min(axis=1).astype(np.float64)
-    if not bool((xp.isfinite(high) & xp.isfinite(low)).all()):  # NaN and infinity propagate to max or min
+    if not bool((xp.isfinite(high) & xp.isfinite(low)).all()):  # a NaN or infinity in w propagates to max or min
         raise ValueError("w: expected finite values, got NaN or infinity")
     grid = fit_grid(low, high, scale_dtype, symmetric=symmetric)
     codes = grid.expand(1, w.dtype).nearest_codes(w)
