@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The activations of the epilogue: what a user may name, and their formulas in float32 NumPy.
+"""The activations of GEMM epilogues: their public names, and their formulas in float32 NumPy for the CPU path.
 
-To add one, add its formula to FUNCTIONS here, and its enumerator and case to ``cuda_src/common/epilogue.cuh``.
+This table is the source of the names. To add an activation, add its formula to `FUNCTIONS`, its enumerator ("silu" is
+``kSilu``) and its case to ``cuda_src/common/epilogue.cuh``, and its name to the docstrings of `cupy_awq.gemm`,
+`AwqLinear` and `reference.matmul`. The operations on block-quantized weights support only "clamp" and raise ValueError
+for all others.
 """
 
 from __future__ import annotations
@@ -16,17 +19,17 @@ F32 = np.float32
 
 
 class Activation(NamedTuple):
-    """The activation that an epilogue applies to x @ W + bias."""
+    """The activation that an epilogue applies to x @ W + bias, with its parameters."""
 
     kind: str | None = None
-    """A key of FUNCTIONS, "clamp" (to ``limits``) or None."""
+    """The function: a key of `FUNCTIONS`, "clamp" (to ``limits``), or None for the identity."""
     limits: tuple[float, float] = (0.0, 0.0)
-    """The lowest and highest result of "clamp"."""
+    """The bounds (low, high) of "clamp"; unused by other kinds."""
     gated: bool = False
-    """Whether the activated first half of the columns multiplies the second half."""
+    """Whether the result is activation(first half of the columns) * (second half of the columns)."""
 
     def __call__(self, v: Any) -> Any:
-        """Return the activation of float32 values [M, N], which has N/2 columns if gated.
+        """Apply the activation to float32 values [M, N] and return [M, N], or [M, N/2] if gated.
 
         >>> Activation("clamp", (0.0, 6.0))(np.array([[-1.0, 7.0]], np.float32))
         array([[0., 6.]], dtype=float32)
@@ -45,13 +48,13 @@ def _silu(v: Any) -> Any:
 
 
 def _gelu(v: Any) -> Any:
-    """Return GELU in its tanh form."""
+    """Return GELU of v in the tanh approximation."""
     inner = F32(0.7978845608028654) * (v + F32(0.044715) * v * v * v)
     return F32(0.5) * v * (F32(1) + np.tanh(inner))
 
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {"silu": _silu, "gelu": _gelu}
-"""The formulas, by the name of the activation; ``kSilu`` of epilogue.cuh is "silu" here."""
+"""The element-wise functions by name; each has an enumerator in ``cuda_src/common/epilogue.cuh``."""
 
 ACTIVATIONS = {
     "relu": Activation("clamp", (0.0, math.inf)),
@@ -59,11 +62,11 @@ ACTIVATIONS = {
     **{name: Activation(name) for name in FUNCTIONS},
     "swiglu": Activation("silu", gated=True),
 }
-"""The activations that have a name."""
+"""The activations by public name."""
 
 
 def enumerator(kind: str | None) -> str:
-    """Return the enumerator of an activation's kind in ``cuda_src/common/epilogue.cuh``.
+    """Return the name of the enumerator for `Activation.kind` in ``cuda_src/common/epilogue.cuh``.
 
     >>> enumerator("silu"), enumerator(None)
     ('kSilu', 'kNone')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of the arguments of convolutions, of quantization and of products of quantized rows; imports no CuPy."""
+"""Validation of the arguments of convolutions, activation quantization and int8 GEMMs, without importing CuPy."""
 
 from __future__ import annotations
 
@@ -13,63 +13,63 @@ from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 
 Pair = tuple[int, int]
-"""A vertical and a horizontal number."""
+"""A pair of integers (vertical, horizontal)."""
 
 MAX_BLOCK = 131071
-"""The longest block whose sum of int8 products always fits in an int32: (2**31 - 1) // 2**14."""
+"""The largest block size for which a sum of int8 products cannot overflow int32: (2**31 - 1) // 2**14."""
 
 
 class ConvolutionShape(NamedTuple):
-    """The sizes of a validated convolution."""
+    """The sizes and parameters of a validated convolution of x with a weight [Co, Kh, Kw, Ci/groups]."""
 
     batch: int
     """The number of images."""
     channels: int
-    """The channels of x, Ci."""
+    """The number of input channels, Ci."""
     height: int
-    """The rows of an image of x."""
+    """The height of x in pixels."""
     width: int
-    """The pixels of a row of x."""
+    """The width of x in pixels."""
     outputs: int
-    """The channels of y, Co."""
+    """The number of output channels, Co."""
     kernel: Pair
-    """The size of the kernel, (Kh, Kw)."""
+    """The size of the filter, (Kh, Kw)."""
     stride: Pair
-    """The pixels of x from one pixel of y to the next."""
+    """The (vertical, horizontal) stride in pixels of x."""
     padding: tuple[Pair, Pair]
-    """((top, bottom), (left, right)), in pixels."""
+    """The padding of x in pixels, ((top, bottom), (left, right))."""
     dilation: Pair
-    """The pixels of x from one tap of the kernel to the next."""
+    """The (vertical, horizontal) dilation: the distance between adjacent filter taps in pixels of x."""
     groups: int
-    """The number of groups of channels."""
+    """The number of channel groups, 1 unless the convolution is grouped."""
     out: Pair
-    """The size of an image of y."""
+    """The size of y in pixels, (height, width)."""
     nhwc: bool
-    """Whether x and y are [batch, height, width, channels], else [batch, channels, height, width]."""
+    """Whether x and y are [batch, height, width, channels] instead of [batch, channels, height, width]."""
 
     @property
     def y_shape(self) -> tuple[int, int, int, int]:
-        """The shape of y."""
+        """The shape of y in the layout that ``nhwc`` gives."""
         if self.nhwc:
             return self.batch, *self.out, self.outputs
         return self.batch, self.outputs, *self.out
 
 
 class QuantizedProduct(NamedTuple):
-    """The sizes of a validated product of quantized rows [M, K] and a weight [N, K]."""
+    """The sizes of a validated GEMM y [M, N] = x @ W^T of quantized x [M, K] and a block-quantized weight [N, K]."""
 
     m: int
-    """The rows of x."""
+    """The number of rows of x, M."""
     n: int
-    """The out features."""
+    """The number of out features, N."""
     k: int
-    """The in features."""
+    """The number of in features, K."""
     block_size: int
-    """The columns of a block of x; with ``row_scales`` those of a block of the weight."""
+    """The number of columns of x per quantization block; with ``row_scales``, that of the weight."""
     dtype: np.dtype[Any]
     """The dtype of y."""
     row_scales: bool = False
-    """Whether x has one block per row while the weight has several."""
+    """Whether x has one scale per row (one block) while the weight has several blocks."""
 
 
 def convolution(
@@ -81,10 +81,10 @@ def convolution(
     groups: Any,
     layout: Any,
 ) -> ConvolutionShape:
-    """Return the sizes of a convolution of x with a weight [Co, Kh, Kw, Ci/groups]; arguments as in `cupy_awq.conv2d`.
+    """Validate a convolution and return its sizes; the arguments have the meaning that they have in `cupy_awq.conv2d`.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; the message names it.
+        TypeError, ValueError: an argument is invalid or contradicts another; the message names it.
 
     >>> convolution((1, 8, 7, 7), (16, 3, 3, 8), 2, "same", 1, 1, "NCHW").out
     (4, 4)
@@ -126,10 +126,14 @@ def convolution(
 
 
 def activation(activation: Any, kinds: tuple[str | None, ...]) -> Activation:
-    """Return the activation that a name, (low, high) or None means; it must be of one of ``kinds``.
+    """Return the epilogue's activation for a name, (low, high) or None.
+
+    Args:
+        activation: as in `cupy_awq.gemm`.
+        kinds: the values of `Activation.kind` that the operation supports.
 
     Raises:
-        TypeError, ValueError: not an activation, or one that the operation does not have.
+        TypeError, ValueError: not an activation, or one that the operation does not support.
 
     >>> from cupy_awq.block_check import activation
     >>> activation("relu6", (None, "clamp")).limits
@@ -143,31 +147,23 @@ def activation(activation: Any, kinds: tuple[str | None, ...]) -> Activation:
 
 
 def block_weight(weight: Any) -> BlockQuantizedWeight:
-    """Return ``weight``.
-
-    Raises:
-        TypeError: it is not a `BlockQuantizedWeight`.
-    """
+    """Return ``weight``. Raises TypeError unless it is a `BlockQuantizedWeight`."""
     if not isinstance(weight, BlockQuantizedWeight):
         raise TypeError(f"weight: expected a BlockQuantizedWeight, got {type(weight).__name__}")
     return weight
 
 
 def float_x(x: Array, weight: BlockQuantizedWeight) -> None:
-    """Check that x is an array of floats on the device of the weight.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Raise TypeError unless x is a float16, bfloat16 or float32 array on the device of ``weight``."""
     check.on_device(x, "x", weight.device, "the weight")
     check.float_dtype(x.dtype, "x")
 
 
 def x_block_size(x: Array, block_size: Any) -> int:
-    """Return the block size in which to quantize x [M, K], by default K.
+    """Return the number of columns of x [M, K] per quantization block: ``block_size``, or K if it is None.
 
     Raises:
-        TypeError, ValueError: x is not a matrix of floats, or ``block_size`` is not a positive integer.
+        TypeError, ValueError: x is not a float matrix with K > 0, or ``block_size`` is not a positive integer.
     """
     check.device_id(x, "x")
     check.float_dtype(x.dtype, "x")
@@ -188,10 +184,11 @@ def product(
     bias: Array | None,
     out: Array | None,
 ) -> QuantizedProduct:
-    """Return the sizes of a product, in which each block of x lies within one block of the weight.
+    """Validate the arguments of `cupy_awq.gemm_int8` and return its sizes.
 
     Raises:
-        TypeError, ValueError: an argument of `cupy_awq.gemm_int8` that does not fit; the message names it.
+        TypeError, ValueError: an argument is invalid or contradicts another, or a block of x spans several blocks of
+            the weight; the message names the argument.
     """
     check.on_device(xq, "xq", weight.device, "the weight")
     n, k = _matrix_shape(weight)
@@ -236,10 +233,10 @@ def product(
 
 
 def float_product(x: Array, weight: BlockQuantizedWeight, bias: Array | None, out: Array | None) -> QuantizedProduct:
-    """Return the sizes of a product of x [M, K] that will be quantized; the block size is the weight's.
+    """Validate the arguments of `cupy_awq.linear_int8` and return its sizes; the block size is that of the weight.
 
     Raises:
-        TypeError, ValueError: an argument of `cupy_awq.linear_int8` that does not fit; the message names it.
+        TypeError, ValueError: an argument is invalid or contradicts another; the message names it.
     """
     float_x(x, weight)
     x_block_size(x, None)
@@ -255,7 +252,7 @@ def float_product(x: Array, weight: BlockQuantizedWeight, bias: Array | None, ou
 
 
 def _matrix_shape(weight: BlockQuantizedWeight) -> tuple[int, int]:
-    """Return (N, K) of the weight of a linear layer."""
+    """Return (N, K) of a weight [N, 1, 1, K]. Raises ValueError for a larger filter."""
     n, kh, kw, k = weight.shape
     if (kh, kw) != (1, 1):
         raise ValueError(f"weight: expected a 1x1 kernel for a matrix product, got {kh}x{kw}")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NumPy reference of convolutions and of products of quantized rows: exact integers, float64 for the rest."""
+"""The NumPy reference of convolutions and int8 and FP8 GEMMs.
+
+Sums of integers are exact, and the remaining arithmetic is float64 unless a docstring says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ Array = npt.NDArray[Any]
 F32 = np.float32
 
 SMALLEST_SCALE = F32(1e-5)
-"""The threshold of MNN: an asymmetric block of this scale or less gets scale 1 and its maximum as offset."""
+"""The scale (a threshold from MNN) at or below which an asymmetric block gets scale 1 and its maximum as offset."""
 SMALLEST_WEIGHT_SCALE = F32(1e-6)
-"""The threshold of MNN: smaller weight scales of `conv2d_int8` are replaced by it."""
+"""The lower bound (from MNN) to which `conv2d_int8` raises smaller weight scales."""
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 SMALLEST_FP8_ROW = F32(2.0**-100)
-"""The lower bound of max|x| in the scale of an e4m3 row."""
+"""The lower bound of max|x| of a row when its e4m3 scale is computed."""
 
 
 def quantize(x: Array, block_size: int, symmetric: bool, rounding: str) -> tuple[Array, Array, Array | None, Array]:
-    """Compute `cupy_awq.quantize_activations` in float32, with a rounding at every operation."""
+    """Compute `cupy_awq.quantize_activations` in float32, rounded after each operation."""
     m, k = x.shape
     blocks = -(-k // block_size)
     codes, sums = np.empty((m, k), np.int8), np.empty((m, blocks), np.int32)
@@ -61,13 +64,13 @@ def quantize(x: Array, block_size: int, symmetric: bool, rounding: str) -> tuple
 
 
 def quantize_fp8(x: Array, block_size: int) -> tuple[Array, Array, Array]:
-    """Return x [M, K] as e4m3 codes.
+    """Quantize each row of x [M, K] to e4m3.
 
-        scale = max|x| / 448,  code = e4m3(x * (448 / max|x|)), with a rounding to float32 at every operation
+        scale = max|x| / 448,  code = e4m3(x * (448 / max|x|)), rounded to float32 after each operation
 
     Returns:
-        The bits of the codes, uint8 [M, K]; the scales, float32 [M]; and the sums of the codes' values in each block,
-        float32 [M, blocks]. A row with an infinity or a NaN has scale NaN and codes 0.
+        The bits of the codes, uint8 [M, K]; the scale of each row, float32 [M]; and the sums of the code values over
+        each block of ``block_size`` columns, float32 [M, blocks]. A row with infinity or NaN has scale NaN and codes 0.
     """
     rows = x.astype(F32)
     largest = np.abs(rows).max(1, keepdims=True)
@@ -87,7 +90,7 @@ def linear_fp8(
     activation: Activation,
     out: Array,
 ) -> Array:
-    """Compute `cupy_awq.linear_fp8` in float64, except for the codes."""
+    """Compute `cupy_awq.linear_fp8` into ``out``: quantization as in `quantize_fp8`, the GEMM in float64."""
     codes, scale, sums = quantize_fp8(x, product.block_size)
     scales = np.broadcast_to(scale[:, None], sums.shape)
     return gemm(codes.view(E4M3), scales, None, sums, weight, product, bias, activation, out)
@@ -105,12 +108,15 @@ def gemm(
     activation: Activation,
     out: Array,
 ) -> Array:
-    """Compute `cupy_awq.gemm_int8` in float64.
+    """Compute `cupy_awq.gemm_int8` into ``out`` in float64.
 
-    y = sum over blocks of sA*(C*sB + sumA*oB) + oA*(sumB*sB + k*oB), with exact integers C = A_q B_q^T and sumB
+        y = sum over blocks b of  s_x * (C * s_w + sum_x * o_w) + o_x * (sum_w * s_w + size * o_w)
+
+    s and o are the scales and offsets of block b, C the exact integer product of the codes, sum_x and sum_w the sums of
+    the codes in the block, and size its number of columns.
     """
     codes = weight.codes.reshape(product.n, product.k).astype(np.float64) - 2.0 ** (weight.bits - 1)
-    rows = xq.astype(np.float64)  # sums below 2**53 are exact
+    rows = xq.astype(np.float64)  # float64 holds sums of products below 2**53 exactly
     scales = weight.scale.astype(np.float64)
     offsets = None if weight.offset is None else weight.offset.astype(np.float64)
     y = np.zeros((product.m, product.n))
@@ -139,7 +145,7 @@ def conv2d(
     activation: Activation,
     out: Array,
 ) -> Array:
-    """Compute `cupy_awq.conv2d` in float64."""
+    """Compute `cupy_awq.conv2d` into ``out`` in float64."""
     codes = weight.codes.astype(np.float64) - 2.0 ** (weight.bits - 1)
     at = np.arange(weight.shape[3]) // weight.block_size
     values = codes * weight.scale.astype(np.float64)[:, None, None, at]
@@ -160,7 +166,18 @@ def conv2d_int8(
     limits: tuple[int, int],
     out: Array,
 ) -> Array:
-    """Compute `cupy_awq.conv2d_int8` from the int32 ``fused`` and the float32 multiplier of each output channel."""
+    """Compute `cupy_awq.conv2d_int8` into ``out``.
+
+    Args:
+        x: the input, int8.
+        codes: the weight codes [Co, Kh, Kw, Ci/groups].
+        shape: the sizes of the convolution.
+        fused: int32 per output channel to add to the accumulators: bias and zero-point corrections.
+        multiplier: float32 per output channel from accumulators to output codes.
+        x_zero: the zero point of x, with which the padding is filled.
+        limits: the bounds (low, high) of the output codes.
+        out: the output, int8.
+    """
     sums = correlate(x.astype(np.float64), codes.astype(np.float64), shape, float(x_zero))
     v = (sums + fused).astype(F32) * multiplier
     q = np.clip(np.rint(np.clip(v, F32(limits[0]), F32(limits[1]))), -128, 127).astype(np.int8)
@@ -169,7 +186,7 @@ def conv2d_int8(
 
 
 def correlate(x: Array, w: Array, shape: ConvolutionShape, fill: float) -> Array:
-    """Return the correlation, [batch, out height, out width, Co], of w [Co, Kh, Kw, Ci/groups] and padded x."""
+    """Return the correlation of x, padded with ``fill``, and w [Co, Kh, Kw, Ci/groups] as float64 [batch, *out, Co]."""
     pixels = x if shape.nhwc else x.transpose(0, 2, 3, 1)
     pixels = np.pad(pixels, ((0, 0), *shape.padding, (0, 0)), constant_values=fill)
     groups = shape.groups
@@ -182,7 +199,7 @@ def correlate(x: Array, w: Array, shape: ConvolutionShape, fill: float) -> Array
 
 
 def _taps(pixels: Array, shape: ConvolutionShape) -> Iterator[tuple[tuple[int, int], Array]]:
-    """Yield the position of each tap of the kernel and the pixels that it multiplies."""
+    """Yield ((row, column) of a filter tap, view of the padded pixels that it multiplies [batch, *out, Ci])."""
     (sy, sx), (wide_y, wide_x), (oh, ow) = shape.stride, shape.dilation, shape.out
     for dy in range(shape.kernel[0]):
         for dx in range(shape.kernel[1]):
@@ -195,7 +212,7 @@ def _per_output(bias: Array | None, shape: ConvolutionShape) -> Array | None:
 
 
 def finish(y: Array, bias: Array | None, activation: Activation, out: Array) -> Array:
-    """Add the bias, apply the activation, and round once into ``out``."""
+    """Add the bias to y, apply the activation, and write the result to ``out``, rounded once; return ``out``."""
     if bias is not None:
         y = y + bias.astype(np.float64)
     if activation.kind == "clamp":

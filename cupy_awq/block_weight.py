@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BlockQuantizedWeight`: 4- or 8-bit weights of convolutions and linear layers, with parameters for each block."""
+"""`BlockQuantizedWeight`: 4- or 8-bit weights of convolutions and linear layers with per-block scales and offsets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cupy_awq.packing import namespace, pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight, check_packed
 
 MAX_ZERO_POINT = 8
-"""The largest magnitude of a zero point: a 4-bit code minus 8, plus a zero point, is within -16 .. 15."""
+"""The largest magnitude of a zero point, for which (4-bit code - 8) + zero point stays within -16 .. 15."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -30,17 +30,17 @@ class BlockQuantizedWeight:
     Args:
         codes: [Co, Kh, Kw, Ci/groups] uint8, one code per element, below 2**bits.
         scale: [Co, blocks] float16, bfloat16 or float32.
-        offset: array like scale; None where all offsets are 0.
+        offset: an array of the shape and dtype of scale, or None if all offsets are 0.
         bits: 4 or 8.
         block_size: the number of input channels (within their group) that share a scale; the last block may be
             shorter. By default ceil(Ci/groups / blocks).
 
-    All arrays are NumPy's, or CuPy's on one GPU. Do not modify them afterwards: kernels read layouts that are made
-    from them at the first use.
+    All arrays are NumPy arrays, or CuPy arrays on one GPU. Do not modify them afterwards: kernels read layouts that
+    are derived from them at the first use.
 
     Raises:
-        TypeError: not arrays of one device, or an unsupported dtype.
-        ValueError: shapes that do not match, or a code of 2**bits or more.
+        TypeError: an argument is not an array, lies on another device than the others, or has an unsupported dtype.
+        ValueError: the shapes do not match, or a code is 2**bits or larger.
 
     >>> weight = BlockQuantizedWeight(np.zeros((8, 3, 3, 20), np.uint8), np.ones((8, 2), np.float16), None)
     >>> weight
@@ -51,17 +51,17 @@ class BlockQuantizedWeight:
     """The codes: for 8 bits uint8 [Co, Kh, Kw, Ci/groups]; for 4 bits int32 [Kh * Kw * Ci/groups, ceil(Co / 8)], words
     in AWQ order as in `PackedWeight.qweight`."""
     shape: tuple[int, int, int, int]
-    """(Co, Kh, Kw, Ci/groups)."""
+    """The shape of the weight, (Co, Kh, Kw, Ci/groups)."""
     scale: Array
-    """The scales [Co, blocks]."""
+    """The scales, float16, bfloat16 or float32 [Co, blocks]."""
     offset: Array | None
-    """The offsets, like ``scale``, or None."""
+    """The offsets, with the shape and dtype of ``scale``; None if all are 0."""
     bits: int
-    """The bits of a code, 4 or 8."""
+    """The number of bits per code, 4 or 8."""
     block_size: int
-    """The number of input channels that share a scale."""
+    """The number of input channels per block; the channels of a block share one scale and offset per output channel."""
     device: int
-    """`check.HOST`, or the number of the GPU."""
+    """The device ordinal, or `check.HOST`."""
 
     def __init__(
         self, codes: Array, scale: Array, offset: Array | None, /, *, bits: int = 4, block_size: int | None = None
@@ -84,7 +84,7 @@ class BlockQuantizedWeight:
 
     @property
     def codes(self) -> Array:
-        """The codes, uint8 [Co, Kh, Kw, Ci/groups]; unpacked at every access where a code has 4 bits."""
+        """The codes, uint8 [Co, Kh, Kw, Ci/groups]. Every access unpacks 4-bit codes."""
         if self.bits == 8:
             return self.stored
         codes = unpack_int4(self.stored)[:, : self.shape[0]].T
@@ -103,15 +103,15 @@ class BlockQuantizedWeight:
 
     @cached_property
     def zero_points(self) -> Array | None:
-        """offset / scale, int8 [Co, blocks], if every quotient is a whole number in -8 .. 8, as in AWQ; else None.
+        """The zero points offset / scale, int8 [Co, blocks], if all are integers in -8 .. 8, as in AWQ; else None.
 
-        A value is then (code - 8 + zero_point) * scale, without an offset. 8-bit weights have none.
+        With zero points, a value is (code - 8 + zero_point) * scale, without an offset. None for 8-bit weights.
         """
         if self.bits == 8 or self.offset is None:
             return None
         xp = namespace(self.scale)
         scale, offset = self.scale.astype(np.float32), self.offset.astype(np.float32)
-        with np.errstate(all="ignore"):  # parameters that are not finite have no zero points
+        with np.errstate(all="ignore"):  # scales and offsets that are not finite yield None
             quotient = xp.rint(offset / xp.where(scale == 0, np.float32(1), scale))
             quotient = xp.clip(quotient, -MAX_ZERO_POINT, MAX_ZERO_POINT)
             zero_points = quotient.astype(np.int8)
@@ -119,11 +119,11 @@ class BlockQuantizedWeight:
 
     @cached_property
     def layouts(self) -> dict[Any, Any]:
-        """The layouts that kernels read, by keys of `layout`."""
+        """The cache of derived weight layouts that kernels read, by the keys passed to `layout`."""
         return {}
 
     def layout(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the layout stored under ``key``; call ``make`` for it at the first use."""
+        """Return the cached layout of ``key``; at the first use, make it with ``make()``."""
         if key not in self.layouts:
             self.layouts[key] = make()
         return self.layouts[key]
@@ -141,7 +141,7 @@ class BlockQuantizedWeight:
 def from_mnn(
     packed: Array, scale: Array, offset: Array | None, /, *, kernel: tuple[int, int], in_channels: int, bits: int = 4
 ) -> BlockQuantizedWeight:
-    """Return a weight that is given in the layout of MNN's weight-only convolutions.
+    """Return a weight from MNN's layout for weight-only convolutions.
 
     Args:
         packed: for bits=4 uint8 [Co_p, Kh*Kw, Ci_p/2], where byte s holds channel 2s in its high nibble and channel
@@ -153,7 +153,7 @@ def from_mnn(
         bits: 4 or 8.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; the message names it.
+        TypeError, ValueError: an argument is invalid or contradicts another; the message names it.
 
     >>> packed = np.full((8, 1, 4), 0x98, np.uint8)  # q = 1 for even channels, 0 for odd ones
     >>> from_mnn(packed, np.ones((2, 1), np.float16), None, kernel=(1, 1), in_channels=4).codes[:, 0, 0]
@@ -188,12 +188,12 @@ def from_mnn(
 
 
 def from_packed(weight: PackedWeight, /) -> BlockQuantizedWeight:
-    """Return an AWQ weight [K, N] as [N, 1, 1, K] with the same values and its groups as blocks, for `gemm_int8`.
+    """Convert an AWQ weight [K, N] to [N, 1, 1, K] for `gemm_int8`, with the same values and its groups as blocks.
 
     The codes are shared, not copied. Scales and offsets become float32, in which (8 - zero) * scale is exact.
 
     Raises:
-        TypeError: not a `PackedWeight`.
+        TypeError: ``weight`` is not a `PackedWeight`.
 
     >>> from cupy_awq import quantize
     >>> from_packed(quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
@@ -221,7 +221,10 @@ def _check_bits(bits: Any) -> None:
 def _checked_block_size(
     shape: tuple[int, ...], scale: Array, offset: Array | None, block_size: int | None, device: int
 ) -> int:
-    """Return the block size of valid parameters for codes of ``shape``."""
+    """Return the block size, ``block_size`` or inferred from the scales, for codes of ``shape``.
+
+    Raises TypeError or ValueError if scale, offset or block size do not fit the codes.
+    """
     outputs, channels = shape[0], shape[3]
     check.on_device(scale, "scale", device, "codes")
     if scale.dtype not in check.FLOATS:
@@ -245,7 +248,7 @@ def _checked_block_size(
 
 
 def _packed(codes: Array) -> Array:
-    """Return the words that store 4-bit codes."""
+    """Pack 4-bit codes [Co, Kh, Kw, Ci/groups] into the words of `BlockQuantizedWeight.stored`."""
     xp = namespace(codes)
     outputs = codes.shape[0]
     columns = xp.zeros((codes.size // outputs, -(-outputs // 8) * 8), np.uint8)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of arguments: the rules for shapes, dtypes, strides and devices, and the messages of their errors.
+"""Validation of arguments: shapes, dtypes, strides and devices of arrays, and activations.
 
-A function is named after the argument that it validates, and returns the dtype, shape or summary that its caller needs
-next. An error is a TypeError or ValueError of the form ``name: expected ..., got ...``.
+Each function is named after the argument that it validates and returns what callers need next, such as a dtype or a
+summary. Errors are TypeError or ValueError with a message of the form ``name: expected ..., got ...``.
 
-Arrays are recognized by their attributes (`shape`, `dtype`, `strides`), so the same functions serve NumPy and CuPy, and
+Only attributes of arrays are read (`shape`, `dtype`, `strides`), so the functions work for NumPy and CuPy arrays and
 need neither CuPy nor a GPU.
 """
 
@@ -21,11 +21,11 @@ from cupy_awq import check_scalar
 from cupy_awq.activation import ACTIVATIONS, Activation
 
 Array: TypeAlias = Any
-"""A NumPy or CuPy array as a result: CuPy has no type information, so mypy cannot follow operations on it."""
+"""The type of a NumPy or CuPy array. It is Any because CuPy has no type annotations for mypy to check."""
 
 
 class StridedArray(Protocol):
-    """An array in strided memory as a parameter: the attributes that NumPy and CuPy arrays share."""
+    """The type of an array parameter: the attributes that NumPy and CuPy arrays share."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -45,7 +45,7 @@ class StridedArray(Protocol):
 
 
 HOST = -1
-"""The device number of the CPU, where NumPy arrays live; GPUs count from 0."""
+"""The device number of the CPU, which holds NumPy arrays. GPUs have their CUDA device ordinals, 0 and up."""
 
 INT8 = np.dtype(np.int8)
 UINT8 = np.dtype(np.uint8)
@@ -65,37 +65,37 @@ _DLPACK_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
 
 
 class WeightSpec(NamedTuple):
-    """The shape, dtype and device of a valid (qweight, scales, qzeros)."""
+    """The summary of a validated weight (qweight, scales, qzeros): shape, form, dtype and device."""
 
     k: int
     """The number of rows of W [K, N]."""
     n: int
     """The number of columns of W [K, N]."""
     group_size: int
-    """The number of rows of W that share a scale."""
+    """The number of rows of W per group; a group has one scale per column."""
     zeros: str
-    """"packed" (int32 words), "symmetric" (none stored: zero = 8) or "float" (offsets o: W = q * s + o)."""
+    """The zero points: "packed" (int32 words), "symmetric" (qzeros is None: all are 8) or "float" (offsets)."""
     dtype: np.dtype[Any]
     """The dtype of the scales, float16 or bfloat16."""
     device: int
-    """The number of the GPU, or `HOST`."""
+    """The device ordinal, or `HOST`."""
 
 
 class Product(NamedTuple):
-    """A validated y = activation(x @ W + bias) + residual."""
+    """The summary of a validated product y = activation(x @ W + bias) + residual."""
 
     element: np.dtype[Any]
-    """The element type of x and y: bfloat16 where their dtype is uint16 and holds its bits."""
+    """The element type of x and y; bfloat16 if their dtype is uint16, which holds the bits of bfloat16."""
     shape: tuple[int, ...]
     """The shape of y."""
     bias: np.dtype[Any] | None
-    """The element type of the bias, None without one."""
+    """The element type of the bias, or None without a bias."""
     activation: Activation
     """The activation of the epilogue."""
 
 
 def is_device_array(a: object) -> bool:
-    """Return whether `a` lies in the memory of a CUDA device, by its array protocols alone.
+    """Return whether `a` is an array in CUDA device memory, judged by its array protocols (any library).
 
     >>> is_device_array(np.zeros(3)), is_device_array([1, 2])
     (False, False)
@@ -106,20 +106,20 @@ def is_device_array(a: object) -> bool:
         return True
     try:
         return int(a.__dlpack_device__()[0]) in _DLPACK_CUDA  # type: ignore[attr-defined]
-    except Exception:  # not an array, or a foreign library, which may raise anything
+    except Exception:  # not an array, or a foreign library that raises any error
         return False
 
 
 def device_id(a: Any, name: str) -> int:
-    """Return the number of the GPU of a CuPy array, or `HOST` for a NumPy array.
+    """Return the device ordinal of a CuPy array, or `HOST` for a NumPy array.
 
-    Raises TypeError for any other object; a list, for example, is not converted silently.
+    Raises TypeError for any other object. Lists are not converted.
 
     >>> device_id(np.zeros(3), "x")
     -1
     """
     if isinstance(a, np.ndarray):
-        if isinstance(a, (np.ma.MaskedArray, np.matrix)):  # operations ignore a mask, and a matrix has two axes always
+        if isinstance(a, (np.ma.MaskedArray, np.matrix)):  # kernels ignore masks; np.matrix always has two axes
             raise TypeError(f"{name}: expected a plain NumPy array, got {type(a).__name__}")
         return HOST
     if _is_cupy(a):
@@ -133,9 +133,9 @@ def device_id(a: Any, name: str) -> int:
 
 
 def on_device(a: Any, name: str, device: int | None, like: str) -> None:
-    """Raise TypeError unless `a` is an array on `device`, or on any device for None.
+    """Raise TypeError unless `a` is an array on `device` (a number as in `device_id`; None accepts any device).
 
-    `like` names the array whose device it is.
+    `name` is the argument's name, and `like` names the array that determines `device`; both are for the message.
 
     >>> on_device(np.zeros(3), "bias", HOST, "the weight")
     """
@@ -146,7 +146,7 @@ def on_device(a: Any, name: str, device: int | None, like: str) -> None:
 
 
 def describe(a: StridedArray) -> str:
-    """Return the words for an array in messages: its dtype and shape.
+    """Return the dtype and shape of an array as text for error messages.
 
     >>> describe(np.zeros((4096, 500), np.int32))
     'int32 [4096, 500]'
@@ -155,7 +155,7 @@ def describe(a: StridedArray) -> str:
 
 
 def float_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
-    """Return `dtype` as one of float16, bfloat16 and float32, else raise TypeError.
+    """Return `dtype`, a dtype, type or name, as a dtype. Raises TypeError unless it is float16, bfloat16 or float32.
 
     >>> float_dtype("float16")
     dtype('float16')
@@ -164,7 +164,7 @@ def float_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
     if isinstance(dtype, str):
         found = _DTYPE_NAMES.get(dtype)
     elif isinstance(dtype, (type, np.dtype)):
-        with contextlib.suppress(TypeError):  # a type that is no dtype
+        with contextlib.suppress(TypeError):  # a type that has no dtype
             found = np.dtype(dtype)
     if found not in FLOATS:
         raise TypeError(f"{name}: expected {_names(FLOATS)}, got {check_scalar.shorten(dtype)}")
@@ -172,7 +172,7 @@ def float_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
 
 
 def weight(qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | None) -> WeightSpec:
-    """Return the summary of a weight in the layout of `PackedWeight`.
+    """Validate the arrays of a weight in the layout of `PackedWeight` and return its summary.
 
     Raises:
         TypeError: an argument is not an array, lies on another device or has another dtype.
@@ -210,13 +210,13 @@ def weight(qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | N
 
 
 def x(x: StridedArray, k: int, dtype: Any = None, device: int | None = None) -> np.dtype[Any]:
-    """Return the element type of activations x [..., K]: their dtype, or bfloat16 for uint16 with `dtype=bfloat16`.
+    """Validate x [..., K] and return its element type: its dtype, or bfloat16 for uint16 with `dtype=bfloat16`.
 
-    `device` is the weight's device, or None for any. Strides are free.
+    `device` is the device of the weight, or None for any. Any strides are accepted.
 
     Raises:
         TypeError: x is not an array, lies on another device or has another dtype, or `dtype` contradicts it.
-        ValueError: the last axis has another length than `k`.
+        ValueError: the length of the last axis is not `k`.
 
     >>> x(np.zeros((3, 64), np.float16), 64)
     dtype('float16')
@@ -229,13 +229,13 @@ def x(x: StridedArray, k: int, dtype: Any = None, device: int | None = None) -> 
 
 
 def bias(bias: StridedArray, n: int, dtype: Any = None, device: int | None = None) -> np.dtype[Any]:
-    """Return the element type of a contiguous bias [N]: its dtype, or bfloat16 for uint16 where `dtype` is bfloat16.
+    """Validate a bias [N] and return its element type: its dtype, or bfloat16 for uint16 if `dtype` is bfloat16.
 
-    `dtype` is the element type of x, and `device` the weight's device, or None for any.
+    `dtype` is the element type of x, and `device` the device of the weight, or None for any.
 
     Raises:
         TypeError: the bias is not an array, lies on another device or has another dtype.
-        ValueError: it has another shape, or is not contiguous.
+        ValueError: the bias has another shape, or is not contiguous.
 
     >>> bias(np.zeros(16, np.float32), 16)
     dtype('float32')
@@ -253,9 +253,9 @@ def bias(bias: StridedArray, n: int, dtype: Any = None, device: int | None = Non
 
 
 def out(out: StridedArray, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
-    """Check that `out` can hold a result of this shape, dtype and device; its strides are free.
+    """Check that `out` has the shape, dtype and device of a result. Any strides are accepted.
 
-    Raises TypeError for another type, dtype or device, ValueError for another shape or a read-only array.
+    Raises TypeError for another type, dtype or device, ValueError for another shape or a read-only NumPy array.
 
     >>> out(np.empty((3, 16), np.float16), (3, 16), np.dtype(np.float16), HOST)
     """
@@ -265,9 +265,9 @@ def out(out: StridedArray, shape: tuple[int, ...], dtype: np.dtype[Any], device:
 
 
 def activation(activation: Any) -> Activation:
-    """Return the epilogue's activation for a name, a pair of limits (low, high) or None.
+    """Return the `Activation` for a name, a pair of bounds (low, high) or None.
 
-    Raises TypeError for another type, ValueError for another name or low > high.
+    Raises TypeError for another type, ValueError for an unknown name or unless low <= high.
 
     >>> activation((0, 6)) == activation("relu6")
     True
@@ -283,8 +283,8 @@ def activation(activation: Any) -> Activation:
         raise error(f"activation: expected {', '.join(ACTIVATIONS)}, (low, high) or None, got {got}")
     try:
         with np.errstate(over="ignore"):
-            low, high = (float(np.float32(limit)) for limit in pair)  # epilogues compute in float32: 1e300 is infinity
-    except OverflowError:  # an integer beyond float64
+            low, high = (float(np.float32(limit)) for limit in pair)  # kernels clamp in float32: 1e300 is infinity
+    except OverflowError:  # an integer beyond the range of float64
         low, high = np.nan, np.nan
     if not low <= high:
         raise ValueError(f"activation: expected (low, high) with low <= high, got {got}")
@@ -292,9 +292,9 @@ def activation(activation: Any) -> Activation:
 
 
 def out_features(n: int, activation: Activation) -> int:
-    """Return the number of columns of y for a weight with n columns: n, or n / 2 with a gated activation.
+    """Return the number of columns of y for a weight of `n` columns: n, or n / 2 with a gated activation.
 
-    Raises ValueError for a gated activation if 8 does not divide n / 2.
+    Raises ValueError if the activation is gated and n / 2 is not a multiple of 8.
 
     >>> out_features(32, ACTIVATIONS["swiglu"])
     16
@@ -320,10 +320,12 @@ def product(
     out: StridedArray | None = None,
     dtype: Any = None,
 ) -> Product:
-    """Return the summary of y = activation(x @ W + bias) + residual for a weight's summary.
+    """Validate the arguments of y = activation(x @ W + bias) + residual and return a summary.
+
+    `weight` is the summary of W; the other arguments have the meaning that they have in `cupy_awq.gemm`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit the weight, as in `x`, `bias`, `activation` and `out`.
+        TypeError, ValueError: the same errors as `x`, `bias`, `activation` and `out`; `residual` as `out`.
 
     >>> spec = WeightSpec(64, 32, 16, "packed", FLOAT16, HOST)
     >>> product(np.zeros((3, 64), np.float16), spec, activation="swiglu").shape
@@ -340,37 +342,12 @@ def product(
     return Product(element, shape, bias_dtype, form)
 
 
-INT32_MAX = 2**31 - 1
-"""The largest size that kernels take."""
-MAX_AXES = 32
-"""The largest number of axes that CuPy supports."""
-
-HOST = -1
-"""The device number of the CPU, where NumPy arrays live; GPUs count from 0."""
-
-INT8 = np.dtype(np.int8)
-UINT8 = np.dtype(np.uint8)
-UINT16 = np.dtype(np.uint16)
-INT32 = np.dtype(np.int32)
-FLOAT16 = np.dtype(np.float16)
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOAT32 = np.dtype(np.float32)
-FLOAT64 = np.dtype(np.float64)
-FLOATS = (FLOAT16, BFLOAT16, FLOAT32)
-SCALES = (FLOAT16, BFLOAT16)
-
-_DTYPE_NAMES = {name: dtype for dtype in FLOATS for name in (dtype.name, dtype.str, dtype.str[1:], dtype.char)}
-_DTYPE_NAMES |= {"half": FLOAT16, "single": FLOAT32}
-
-_DLPACK_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
-
-
 def dense_weight(w: StridedArray) -> tuple[int, int]:
-    """Return (K, N) of a dense weight to quantize: [K, N] float16, bfloat16, float32 or float64, any strides.
+    """Return (K, N) of a dense weight `w` to quantize: float16, bfloat16, float32 or float64 [K, N], any strides.
 
     Raises:
         TypeError: w is not an array, or has another dtype.
-        ValueError: w has another number of axes, no elements, or an N that 8 does not divide.
+        ValueError: w does not have two axes, has no elements, or N is not a multiple of 8.
 
     >>> dense_weight(np.zeros((64, 16), np.float32))
     (64, 16)
@@ -385,7 +362,7 @@ def dense_weight(w: StridedArray) -> tuple[int, int]:
 
 
 def packable(a: StridedArray, name: str, dtype: np.dtype[Any], multiple: int) -> None:
-    """Check that `a` is an array [..., N] of `dtype` with N divisible by `multiple`.
+    """Check that the argument `name` is an array [..., N] of `dtype` with N divisible by `multiple`.
 
     Raises TypeError for another type or dtype, ValueError for another shape.
 
@@ -407,13 +384,13 @@ def _brackets(shape: tuple[int, ...]) -> str:
 
 
 def _names(dtypes: tuple[np.dtype[Any], ...]) -> str:
-    """Return "a, b or c" for dtypes."""
+    """Return the names of dtypes as text, such as "float16, bfloat16 or float32"."""
     *most, last = map(str, dtypes)
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def _like_result(a: StridedArray, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
-    """Check that an array has the shape, dtype and device of a result."""
+    """Raise TypeError or ValueError unless an array has the shape, dtype and device of a result."""
     on_device(a, name, device, "the result")
     if a.dtype != dtype or a.shape != shape:
         error = TypeError if a.dtype != dtype else ValueError
@@ -421,7 +398,7 @@ def _like_result(a: StridedArray, name: str, shape: tuple[int, ...], dtype: np.d
 
 
 def _matrix(a: StridedArray, name: str, dtypes: tuple[np.dtype[Any], ...], layout: str) -> tuple[int, int]:
-    """Return the shape of a matrix with contiguous rows. ``layout`` names its axes in messages."""
+    """Return the shape of a matrix with contiguous rows. Raises TypeError or ValueError; ``layout`` names the axes."""
     dtype = a.dtype
     if dtype not in dtypes or len(a.shape) != 2:
         error = TypeError if dtype not in dtypes else ValueError
@@ -431,13 +408,13 @@ def _matrix(a: StridedArray, name: str, dtypes: tuple[np.dtype[Any], ...], layou
 
 
 def _contiguous_rows(a: StridedArray, name: str) -> None:
-    """Check that the elements of each row of a matrix are adjacent."""
+    """Raise ValueError unless the rows of a matrix are contiguous."""
     if a.shape[1] > 1 and a.strides[1] != a.dtype.itemsize:
         raise ValueError(f"{name}: expected a contiguous last axis, got a stride of {a.strides[1]} bytes")
 
 
 def _element(a: StridedArray, name: str, dtype: Any) -> np.dtype[Any]:
-    """Return the element type of an array; `dtype` is None, or bfloat16 for uint16 that holds its bits."""
+    """Return the element type of x, for the user's `dtype`: None, or bfloat16 if uint16 holds the bits of bfloat16."""
     found = a.dtype
     bits = found == UINT16
     element = found if dtype is None else float_dtype(dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of scalar arguments: integers, flags, scales and shapes, with errors as in `cupy_awq.check`."""
+"""Validation of scalar arguments: integers, flags, scales and shapes, with errors in the form of `cupy_awq.check`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 INT32_MAX = 2**31 - 1
-"""The largest size that kernels take."""
+"""The largest size of an axis, since kernels index with int32."""
 MAX_AXES = 32
 """The largest number of axes that CuPy supports."""
 
 
 def shorten(value: object) -> str:
-    """Return the repr of an argument for messages, or a shorter description where that is long or fails.
+    """Return the repr of an argument for error messages, or a short description if the repr is long or fails.
 
     >>> shorten(10**400)
     'an integer of 1329 bits'
@@ -27,15 +27,16 @@ def shorten(value: object) -> str:
         return f"an array {type(value).__name__}"
     try:
         text = repr(value)
-    except Exception:  # a foreign class, or an integer within a container that Python does not print
+    except Exception:  # a foreign class may raise anything; Python refuses to print huge integers
         text = ""
     return text if 0 < len(text) <= 100 else type(value).__name__
 
 
 def integer(value: Any, name: str, least: int, most: int = INT32_MAX) -> int:
-    """Return an integer of Python or NumPy within ``least`` .. ``most``.
+    """Return ``value``, a Python or NumPy integer from ``least`` to ``most``, as an int.
 
-    Raises TypeError for another type, also for a bool, and ValueError for another value.
+    Raises TypeError for any other type, including bool, and ValueError if it is out of range. ``name`` is the name of
+    the argument in the message, here and below.
 
     >>> integer(np.int64(3), "m", 1)
     3
@@ -49,7 +50,7 @@ def integer(value: Any, name: str, least: int, most: int = INT32_MAX) -> int:
 
 
 def flag(value: Any, name: str) -> bool:
-    """Return True or False, also of NumPy. Raises TypeError for another type.
+    """Return ``value``, a Python or NumPy bool, as a bool. Raises TypeError for any other type.
 
     >>> flag(np.True_, "symmetric")
     True
@@ -60,7 +61,9 @@ def flag(value: Any, name: str) -> bool:
 
 
 def positive_scale(value: Any, name: str) -> np.float32:
-    """Return a scale as float32. Raises TypeError unless it is a real number, ValueError unless it is a normal float32.
+    """Return ``value`` as float32.
+
+    Raises TypeError unless it is a real number, ValueError unless it is positive and normal in float32.
 
     >>> positive_scale(2, "x_scale")
     np.float32(2.0)
@@ -71,7 +74,7 @@ def positive_scale(value: Any, name: str) -> np.float32:
     limits = np.finfo(np.float32)
     try:
         number = float(value)
-    except OverflowError:  # an integer beyond float64
+    except OverflowError:  # an integer beyond the range of float64
         number = math.inf
     if not float(limits.tiny) <= number <= float(limits.max):
         raise ValueError(f"{name}: expected a number from {limits.tiny:.4g} to {limits.max:.4g}, got {shorten(value)}")
@@ -79,7 +82,9 @@ def positive_scale(value: Any, name: str) -> np.float32:
 
 
 def shape(value: tuple[Any, ...], name: str) -> tuple[int, ...]:
-    """Return the shape of an array. Raises TypeError or ValueError unless all sizes are integers of 0 or more.
+    """Return ``value`` as a tuple of ints.
+
+    Raises TypeError unless all sizes are integers, ValueError for a negative or too large size or too many axes.
 
     >>> shape((2, np.int64(32)), "x")
     (2, 32)
@@ -90,9 +95,9 @@ def shape(value: tuple[Any, ...], name: str) -> tuple[int, ...]:
 
 
 def group_size(k: int, group_size: Any) -> int:
-    """Return the group size, a divisor of K; -1 stands for K.
+    """Return ``group_size``, or K if it is -1.
 
-    Raises TypeError for another type than an integer, ValueError for one that does not divide K.
+    Raises TypeError unless it is an integer, ValueError unless it divides K.
 
     >>> group_size(4096, -1)
     4096

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AwqLinear`: a linear layer over a quantized weight."""
+"""`AwqLinear`: a linear layer with a quantized weight."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from cupy_awq.block_weight import BlockQuantizedWeight
 
 MAX_LAUNCHES = 256
-"""The number of argument layouts whose launches a layer keeps ready; an application has about one per batch size."""
+"""The largest number of launches that a layer caches, one per layout of the arguments; each batch size is a layout."""
 
 
 class AwqLinear:
-    """A linear layer y = activation(x @ W + bias) over a `PackedWeight`, on the weight's device.
+    """A linear layer y = activation(x @ W + bias) with a `PackedWeight`, on the device of the weight.
 
     ``layer(x, out=None, residual=None, dtype=None)`` returns activation(x @ W + bias) + residual: [..., N] of x's dtype
     for x [..., K] in float16, bfloat16 or float32; N/2 columns with "swiglu". The arguments mean the same as in `gemm`.
-    A call whose arrays have the same layout as an earlier call's is launched without validation. Threads and streams
-    may share a layer.
+    The launch for each layout of the arguments is cached, so later calls with the same layouts skip validation and
+    kernel selection. Threads and streams may share a layer.
 
     On a Hopper GPU the layer makes a copy of the weight in the repacked layout, which its fastest kernels read. There,
     a GEMM of 33 or more rows may round each weight to x's dtype before it multiplies, as `dequantize` does.
@@ -48,12 +48,12 @@ class AwqLinear:
             and an element of y changes by at most the sum over K of |x| |W| / 17, and by more where |x| is below
             1/28672 of its row's maximum; see `linear_fp8`, also for the GPUs that support it. Such a layer supports
             the activations None, "relu", "relu6" and (low, high), and no residual.
-        keep_weight: False to free the AWQ tensors once they are repacked, which halves the layer's memory. The layer
-            then takes float16 and bfloat16 x only, and cannot be copied, pickled or concatenated. A layer that makes no
-            repacked copy, or has an ``x_dtype``, keeps its weight.
+        keep_weight: False to free the AWQ tensors after they are repacked, which halves the memory of the layer. Such a
+            layer accepts only float16 and bfloat16 x, and cannot be copied, pickled or concatenated. A layer without a
+            repacked copy, or with an ``x_dtype``, keeps its weight.
 
     Raises:
-        TypeError, ValueError: an argument does not fit the weight; at a call, x, out, residual or dtype.
+        TypeError, ValueError: an argument does not fit the weight. A call raises them for x, out, residual and dtype.
 
     >>> import numpy as np
     >>> import cupy_awq
@@ -118,19 +118,19 @@ class AwqLinear:
         x_dtype: str | None = None,
         keep_weight: bool = True,
     ) -> AwqLinear:
-        """Return one layer for several that share x, such as the query, key and value projections of attention.
+        """Concatenate layers that share x, such as the query, key and value projections of attention, into one layer.
 
-        Its weight is a copy of the parts' columns side by side, and its bias that of theirs, with zeros for a part
-        without one. `split` divides y among the parts. [gate, up] with ``activation="swiglu"`` makes a gated layer.
+        The weights and biases are copied and concatenated along N; a missing bias counts as zeros. `split` divides y
+        among the parts. [gate, up] with ``activation="swiglu"`` makes a gated layer.
 
         Args:
             parts: layers without an activation and x_dtype, or weights, equal in K, group size, dtype, form of zero
                 points and device.
-            activation, x_dtype, keep_weight: the new layer's, as in `AwqLinear`.
+            activation, x_dtype, keep_weight: settings of the new layer, as in `AwqLinear`.
 
         Raises:
             TypeError: a part is neither a layer nor a weight.
-            ValueError: no parts, parts that differ, or a layer whose weight is freed (``keep_weight=False``).
+            ValueError: there are no parts, the parts differ, or the weight of a layer is freed (``keep_weight=False``).
 
         >>> import numpy as np
         >>> import cupy_awq
@@ -187,7 +187,7 @@ class AwqLinear:
 
     @property
     def bias(self) -> Array | None:
-        """The bias [N], or None."""
+        """The bias [N], or None without a bias."""
         return self._bias
 
     @property
@@ -197,7 +197,7 @@ class AwqLinear:
 
     @property
     def x_dtype(self) -> str | None:
-        """The dtype to which each call quantizes x, "int8" or "fp8", or None."""
+        """The dtype to which each call quantizes x, "int8" or "fp8"; None if x is not quantized."""
         return self._x_dtype
 
     @property
@@ -207,20 +207,20 @@ class AwqLinear:
 
     @property
     def group_size(self) -> int:
-        """The number of rows of W that share a scale."""
+        """The number of rows of W per group; a group has one scale per column."""
         return self._weight.group_size
 
     @property
     def splits(self) -> tuple[int, ...]:
-        """The number of columns of y for each part of a concatenated layer; one number for any other layer."""
+        """The number of columns of y for each part of a concatenated layer; of a layer with one part, all columns."""
         return self._splits
 
     def split(self, y: Array, /) -> list[Array]:
-        """Return the columns of y [..., N] that belong to each part, as views.
+        """Split y [..., sum(splits)] into one view per part of a concatenated layer.
 
         Raises:
             TypeError: y is not an array.
-            ValueError: y has another number of columns than `splits` adds up to.
+            ValueError: the number of columns of y is not the sum of `splits`.
 
         >>> import numpy as np
         >>> import cupy_awq
@@ -239,7 +239,7 @@ class AwqLinear:
     ) -> Array:
         if self._quantized is not None:
             return self._multiply_quantized(self._quantized, x, out, residual, dtype)
-        # Validation and kernel selection depend on the layouts alone, so a layout seen before needs neither.
+        # Validation and kernel selection depend only on the layouts, so a cached launch needs neither.
         key: Any
         try:
             key = arrays.layout_key(x), arrays.layout_key(out), arrays.layout_key(residual), dtype
@@ -259,7 +259,7 @@ class AwqLinear:
     def _multiply_quantized(
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
     ) -> Array:
-        """Return y of a layer with an ``x_dtype``: quantize x and multiply."""
+        """Quantize x to ``x_dtype``, multiply by ``weight``, and return y, which is ``out`` unless that is None."""
         from cupy_awq.ops.quantized_linear import linear_fp8, linear_int8
 
         for name, value in (("residual", residual), ("dtype", dtype)):
@@ -292,9 +292,9 @@ class AwqLinear:
         out: Array | tuple[int, ...] | None = None,
         dtype: Any = None,
     ) -> planning.Plan:
-        """Return a `Plan` of this layer with a workspace of its own, for arrays of fixed layouts.
+        """Return a `Plan` of this layer for arrays of fixed layouts, with a separate workspace.
 
-        The arguments and errors are those of `cupy_awq.plan`.
+        The arguments mean the same as in `cupy_awq.plan`.
 
         Raises:
             TypeError, ValueError: an argument does not fit the weight, or the layer has an ``x_dtype``.
@@ -313,14 +313,14 @@ class AwqLinear:
         return planning.plan(x, self._operand, residual=residual, out=out, **options)
 
     def fused_plan(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
-        """Return the plan of this layer's GEMM with a decoder's residual add or RMSNorm fused into it.
+        """Return a plan of this layer's GEMM fused with a residual add or RMSNorm of a decoder block.
 
-        None if no kernel can perform that: the layer is on the CPU or on another GPU than Hopper, m is too large, or
-        the layer's shape or activation does not allow it.
+        Return None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
+        the activation of the layer is not supported.
 
         Args:
-            m: the rows of x.
-            fusion: the fused operation.
+            m: the number of rows of x.
+            fusion: the operation to fuse into the GEMM.
             dtype: the dtype of x and y, float16 or bfloat16.
 
         >>> import numpy as np
@@ -335,10 +335,10 @@ class AwqLinear:
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
-        """Return the name of the kernel for ``m`` rows of contiguous x; "numpy" on the CPU.
+        """Return the name of the kernel that runs for ``m`` rows of contiguous x; "numpy" on the CPU.
 
         Args:
-            m: the rows of x.
+            m: the number of rows of x.
             dtype: the dtype of x.
 
         >>> import numpy as np
@@ -369,14 +369,14 @@ class AwqLinear:
 def _restored(
     weight: PackedWeight, bias: Array | None, activation: Any, x_dtype: str | None, splits: tuple[int, ...]
 ) -> AwqLinear:
-    """Return a copied or unpickled layer. Its launches are not copied: they belong to a process and a device."""
+    """Rebuild a copied or unpickled layer. Cached launches are not copied: they belong to one process and device."""
     layer = AwqLinear(weight, bias=bias, activation=activation, x_dtype=x_dtype)
     layer._splits = splits
     return layer
 
 
 def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
-    """Return the weight for `linear_int8` or `linear_fp8`, which must support the activation."""
+    """Convert a weight for `linear_int8` or `linear_fp8`. Raises the same errors as `check_layer`."""
     from cupy_awq.block_weight import from_packed
     from cupy_awq.ops.quantized_linear import check_layer
 
@@ -386,12 +386,12 @@ def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> Block
 
 
 def _joined(arrays: Sequence[Array]) -> Array:
-    """Return arrays side by side."""
+    """Concatenate arrays along the last axis."""
     return namespace(arrays[0]).concatenate(arrays, axis=-1)
 
 
 def _joined_bias(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> Array | None:
-    """Return the biases side by side: in their common dtype, else in float32, which holds every value of each."""
+    """Concatenate biases in their common dtype, else in float32; a missing bias is zeros. None if all are missing."""
     types = {bias.dtype for bias in biases if bias is not None}
     if not types:
         return None

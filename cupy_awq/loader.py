@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`load`: a checkpoint's quantized modules as `AwqLinear` layers on a device."""
+"""`load`: the quantized modules of a checkpoint as `AwqLinear` layers on a device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cupy_awq.weight import PackedWeight
 
 
 class Checkpoint(Mapping[str, AwqLinear | Array]):
-    """A mapping that copies the layers and tensors of a checkpoint to a device at their first access.
+    """A mapping, returned by `load`, that copies layers and tensors of a checkpoint to a device at the first access.
 
-    `load` returns it. The name of a quantized module maps to an `AwqLinear`, the name of any other tensor to an array.
-    Later accesses return the same object, and deleting the mapping frees all of them.
+    The name of a quantized module maps to an `AwqLinear`, the name of a plain tensor to an array. Later accesses return
+    the same object. Deleting the mapping frees all objects that are not referenced elsewhere.
 
     >>> from cupy_awq import load
     >>> from cupy_awq.tools.demo import SMOLLM2_MLP
@@ -33,7 +33,7 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
 
     def __getitem__(self, name: str) -> AwqLinear | Array:
         if name not in self._placed:
-            # If two threads place one tensor at once, setdefault returns the object stored first to both.
+            # If two threads race to place a tensor, setdefault returns the object that was stored first to both.
             return self._placed.setdefault(name, self._place(name))
         return self._placed[name]
 
@@ -68,27 +68,29 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
 
 
 def load(path: str | os.PathLike[str], /, *, device: object = None, group_size: int | None = None) -> Checkpoint:
-    """Open a 4-bit checkpoint: a mapping from module names to `AwqLinear`, from other tensors' names to arrays.
+    """Open a 4-bit checkpoint as a mapping from names to `AwqLinear` layers (quantized modules) and arrays (tensors).
 
-    The formats are AutoAWQ ("gemm", "gemv", "gemv_fast"), llm-awq, GPTQ and auto-round, compressed-tensors
+    The supported formats are AutoAWQ ("gemm", "gemv", "gemv_fast"), llm-awq, GPTQ and auto-round, compressed-tensors
     "pack-quantized", MLX, HQQ and GGUF. All headers and scales are read and validated here. A module is read from the
-    memory-mapped file when its key is first accessed, repacked unless it is AutoAWQ's "gemm", and copied to the device
-    once. On the CPU, layers of "gemm" compute on the mapped file.
+    memory-mapped file when its key is first accessed, repacked unless its format is AutoAWQ's "gemm", and copied to the
+    device once. On the CPU, layers from "gemm" files use the memory-mapped file without a copy.
 
     Args:
-        path: a folder with ``config.json`` (or an older file of the quantization settings) and ``model.safetensors``,
-            or shards and their index; or one safetensors file; or a ``.gguf`` file; or a ``.pt`` file of llm-awq.
-        device: None for CuPy's current GPU, or the CPU where there is none; "cpu"; a GPU's number; a cupy.cuda.Device.
-        group_size: the group size of a file that does not tell it: "gemv" formats without a configuration.
+        path: a folder with ``config.json`` (or an older file with the quantization settings) and ``model.safetensors``
+            (or shards and an index); or one safetensors file, ``.gguf`` file, or ``.pt`` file of llm-awq.
+        device: "cpu", a device ordinal, or a cupy.cuda.Device. None means CuPy's current device, or the CPU without a
+            GPU.
+        group_size: the number of rows of W per group, for files that do not record it ("gemv" formats without a
+            configuration); otherwise None.
 
-    A module without ``qzeros`` is symmetric (every zero point is 8). A module that was not quantized appears as its
-    plain tensors, in their own dtype.
+    A module without ``qzeros`` is symmetric (every zero point is 8). A module that is not quantized appears as
+    plain tensors in their original dtype.
 
     Raises:
         CheckpointError: (a ValueError) the format is not supported, or the files are damaged or contradict each other.
-            The message names the file and the tensor. Nothing has been allocated on the device yet.
+            The message names the file and the tensor. The error occurs before anything is allocated on the device.
         OSError: a file cannot be opened.
-        TypeError: ``path`` or ``device`` has another type.
+        TypeError: ``path`` or ``device`` has an unsupported type.
         ValueError: ``device`` does not exist.
 
     >>> from cupy_awq.tools.demo import SMOLLM2_MLP

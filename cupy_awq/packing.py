@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing of small integers into 32-bit words: AWQ's INT4 order, and the INT8 order of the byte-permute conversion."""
+"""Packing of 4-bit and 8-bit integers into 32-bit words: AWQ's INT4 order, and an INT8 order for PRMT conversion."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from cupy_awq import check
 from cupy_awq.check import Array
 
 PACK_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column, of a word's eight, in each nibble p (bits 4p..4p+3)."""
+"""The column (0..7 within the word) that each nibble holds; nibble p is bits 4p..4p+3."""
 
 UNPACK_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The nibble of each of a word's eight columns: the inverse of `PACK_ORDER`."""
+"""The nibble that holds each column (0..7 within the word): the inverse of `PACK_ORDER`."""
 
 INT8_ORDER = (0, 2, 1, 3)
-"""The element, of a word's four, in each byte; the permutation is its own inverse."""
+"""The element (0..3 within the word) that each byte holds; the permutation is its own inverse."""
 
 
 def namespace(a: Array) -> Any:
-    """Return the module of an array's library, NumPy or CuPy, without importing CuPy.
+    """Return the module ``numpy`` or ``cupy`` that an array belongs to, without importing CuPy.
 
     >>> namespace(np.zeros(3)).__name__
     'numpy'
@@ -68,14 +68,14 @@ def unpack_int4(words: Array, /) -> Array:
     check.packable(words, "words", check.INT32, 1)
     codes = namespace(words).empty((*words.shape, 8), np.uint8)
     for column, nibble in enumerate(UNPACK_ORDER):
-        codes[..., column] = (words >> np.int32(4 * nibble)) & np.int32(15)  # the mask removes the sign bits
+        codes[..., column] = (words >> np.int32(4 * nibble)) & np.int32(15)  # clears the sign extension
     return codes.reshape(*words.shape[:-1], 8 * words.shape[-1])
 
 
 def pack_int8(values: Array, /) -> Array:
-    """Pack values [..., N] int8 into words [..., N/4] int32: bytes of value + 128, elements in the order 0, 2, 1, 3.
+    """Pack values [..., N] int8 into words [..., N/4] int32: bytes value + 128, elements in the order 0, 2, 1, 3.
 
-    A byte permute of a word with 0x64 bytes yields two float16 numbers 1024 + byte at a time.
+    One byte permute (PRMT) of a word with bytes 0x64 converts two elements to float16 values 1024 + byte.
 
     Args:
         values: a NumPy or CuPy array; N divisible by 4.
@@ -90,7 +90,7 @@ def pack_int8(values: Array, /) -> Array:
     check.packable(values, "values", check.INT8, 4)
     words = namespace(values).zeros((*values.shape[:-1], values.shape[-1] // 4), np.uint32)
     for byte, element in enumerate(INT8_ORDER):
-        biased = values[..., element::4].view(np.uint8) ^ np.uint8(128)  # adds 128 modulo 256
+        biased = values[..., element::4].view(np.uint8) ^ np.uint8(128)  # ^ 128 adds 128 modulo 256
         words |= biased.astype(np.uint32) << np.uint32(8 * byte)
     return words.view(np.int32)
 

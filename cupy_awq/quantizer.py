@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quantize`: round-to-nearest quantization of a dense weight to 4 bits."""
+"""`quantize`: quantization of a dense weight to 4 bits, by rounding to nearest or with calibration inputs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,30 @@ import numpy as np
 from cupy_awq import check, check_scalar
 from cupy_awq.check import Array, StridedArray
 from cupy_awq.packing import namespace, pack_int4
+from cupy_awq.quantization import MomentSum, Recipe, quantize_rows
+from cupy_awq.quantization.grid import fit_grid
 from cupy_awq.weight import PackedWeight
 
-_BLOCK = 1 << 22  # the number of weights quantized at a time; it bounds the memory for their float copies
-_SYMMETRIC_ZERO = 8
-
-# The (smallest scale, largest finite value) of each dtype of scales. The smallest bfloat16 scale is a normal number,
-# because GPU arithmetic may flush bfloat16 subnormals to zero.
-_LIMITS = {check.FLOAT16: (2.0**-24, 65504.0), check.BFLOAT16: (2.0**-126, (2 - 2.0**-7) * 2.0**127)}
+_BLOCK = 1 << 22
+"""The number of weights that are quantized at a time, which bounds the memory for float copies."""
 
 
-def quantize(w: StridedArray, /, *, group_size: int = 128, bits: int = 4, symmetric: bool = False) -> PackedWeight:
-    """Quantize a dense weight W [K, N] to 4 bits, with one scale and zero point for `group_size` rows of a column.
+def quantize(
+    w: StridedArray,
+    /,
+    *,
+    group_size: int = 128,
+    bits: int = 4,
+    symmetric: bool = False,
+    inputs: Array | None = None,
+) -> PackedWeight:
+    """Quantize a dense weight W [K, N] to 4 bits, with one scale and zero point per column and `group_size` rows.
 
-    Each scale s is rounded to its dtype first; zero points z and codes q are then nearest for the rounded scale:
+    Each scale s is rounded to its dtype first; zero points z and codes q are computed with the rounded scale:
 
     - asymmetric: s = (max - min) / 15, z = round(-min / s), q = round(w / s) + z, where max and min of a group include
       0. AutoAWQ's quantizer does not include 0, and saturates groups of one sign.
-    - symmetric: z = 8 (stored), s = max(max / 7, -min / 8), the smallest scale whose codes -8 to 7 reach both ends.
+    - symmetric: z = 8 (stored), s = max(max / 7, -min / 8), the smallest scale for which [-8 s, 7 s] covers the group.
 
     The error |W - dequantize(...)| is at most s/2, plus 1% of s (bfloat16: 6%) for the rounding of s. It is at most s
     where s is a subnormal float16 number, or where the outermost code would exceed the range of the scales' dtype. A
@@ -35,17 +41,18 @@ def quantize(w: StridedArray, /, *, group_size: int = 128, bits: int = 4, symmet
 
     Args:
         w: [K, N] float16, bfloat16, float32 or float64, NumPy or CuPy, any strides; N divisible by 8.
-        group_size: a divisor of K; -1 stands for K.
-        bits: 4.
-        symmetric: whether every zero point is 8.
+        group_size: the number of rows of W per group, a divisor of K; -1 means K.
+        bits: the number of bits per code; only 4 is supported.
+        symmetric: True for symmetric quantization, where every zero point is 8.
+        inputs: [..., K] calibration inputs of the layer, floats on the device of `w`, or None.
 
     Returns:
         The weight, on the device of `w`: codes, scales (bfloat16 for a bfloat16 w, else float16) and zero points.
 
     Raises:
         TypeError: w is not an array of floats, or group_size is not an integer.
-        ValueError: a shape, group size or number of bits is not supported; w contains NaN or infinity, or needs a scale
-            beyond the range of its dtype.
+        ValueError: a shape, group size or number of bits is not supported; w or inputs contain NaN or infinity, or w
+            needs a scale beyond the range of its dtype.
 
     >>> w = np.linspace(-1, 2, 32, dtype=np.float32).reshape(4, 8)
     >>> weight = quantize(w, group_size=4)
@@ -63,6 +70,9 @@ def quantize(w: StridedArray, /, *, group_size: int = 128, bits: int = 4, symmet
     groups = k // group_size
     xp = namespace(w)
     scale_dtype = check.BFLOAT16 if w.dtype == check.BFLOAT16 else check.FLOAT16
+    if inputs is not None:
+        recipe = Recipe(group_size, symmetric=symmetric, scale_dtype=scale_dtype)
+        return _quantize_calibrated(w, inputs, recipe)
     qweight = xp.empty((k, n // 8), np.int32)
     scales = xp.empty((groups, n), scale_dtype)
     qzeros = xp.empty((groups, n // 8), np.int32)
@@ -82,29 +92,39 @@ def quantize(w: StridedArray, /, *, group_size: int = 128, bits: int = 4, symmet
     return PackedWeight(qweight, scales, qzeros)
 
 
+def _quantize_calibrated(w: Any, inputs: Array, recipe: Recipe) -> PackedWeight:
+    xp = namespace(w)
+    dense = xp.ascontiguousarray(w.T).astype(np.float32)
+    if not bool(xp.isfinite(dense).all()):
+        raise ValueError("w: expected finite values, got NaN or infinity")
+    _check_inputs(inputs, dense.shape[1], w)
+    sums = MomentSum()
+    sums.add(inputs)
+    return quantize_rows(dense, sums.mean(), recipe).pack()
+
+
+def _check_inputs(inputs: Array, k: int, w: Array) -> None:
+    """Raise TypeError or ValueError unless calibration inputs are floats [..., K] on the device of w."""
+    if check.device_id(inputs, "inputs") != check.device_id(w, "w"):
+        raise TypeError("inputs: expected an array on the device of w, got one on another device")
+    dtypes = *check.FLOATS, check.FLOAT64
+    if inputs.dtype not in dtypes:
+        raise TypeError(f"inputs: expected {', '.join(map(str, dtypes))} [..., K], got {check.describe(inputs)}")
+    if inputs.ndim == 0 or inputs.shape[-1] != k or 0 in inputs.shape:
+        found = check.describe(inputs)
+        raise ValueError(f"inputs: expected [..., K] with K = {k} and at least one token, got {found}")
+
+
 def _quantize_groups(w: Array, scale_dtype: np.dtype[Any], symmetric: bool, xp: Any) -> tuple[Array, Array, Array]:
-    """Return codes [g, G, n] uint8, scales [g, n] and zero points [g, n] uint8 of the groups w [g, G, n]."""
+    """Quantize groups w [groups, group_size, n] with the array module `xp`.
+
+    Returns:
+        Codes uint8 [groups, group_size, n], scales `scale_dtype` [groups, n] and zero points uint8 [groups, n].
+    """
     w = w.astype(np.float64 if w.dtype == np.float64 else np.float32)
     high, low = w.max(axis=1).astype(np.float64), w.min(axis=1).astype(np.float64)
-    if not bool((xp.isfinite(high) & xp.isfinite(low)).all()):  # NaN and infinity propagate to max or min
+    if not bool((xp.isfinite(high) & xp.isfinite(low)).all()):  # a NaN or infinity in w propagates to max or min
         raise ValueError("w: expected finite values, got NaN or infinity")
-    high, low = xp.maximum(high, 0), xp.minimum(low, 0)
-    ideal = xp.maximum(high / 7, low / -8) if symmetric else high / 15 - low / 15
-    smallest, largest = _LIMITS[scale_dtype]
-    if (top := float(ideal.max())) > largest:
-        raise ValueError(
-            f"w: expected values with scales up to {largest:.3g} ({scale_dtype}), got a scale of {top:.3g}"
-        )
-    s = xp.maximum(ideal, smallest).astype(np.float32).astype(scale_dtype)
-    # A scale rounded down by 1/32 or more would saturate the outermost code by half a step (15 steps are 15.5 of the
-    # smaller scale), so take the next larger one. Only float16 subnormals are that coarse.
-    coarse = s.astype(np.float64) * 32 < ideal * 31
-    s = (s.view(np.uint16) + coarse.astype(np.uint16)).view(scale_dtype)
-    step = s.astype(np.float64)
-    zeros = xp.full_like(step, _SYMMETRIC_ZERO) if symmetric else xp.clip(xp.rint(-low / step), 0, 15)
-    # With a scale that was rounded up, 15 steps may exceed the range of its dtype: clip the codes to fewer steps.
-    reach = xp.floor(largest / step)
-    bottom, top_code = xp.maximum(zeros - reach, 0), xp.minimum(zeros + reach, 15)
-    zeros, bottom, top_code, step = (a.astype(w.dtype)[:, None] for a in (zeros, bottom, top_code, step))
-    codes = xp.clip(xp.rint(w / step) + zeros, bottom, top_code)
-    return codes.astype(np.uint8), s, zeros[:, 0].astype(np.uint8)
+    grid = fit_grid(low, high, scale_dtype, symmetric=symmetric)
+    codes = grid.expand(1, w.dtype).nearest_codes(w)
+    return codes.astype(np.uint8), grid.scale, grid.zero.astype(np.uint8)

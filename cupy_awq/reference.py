@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NumPy implementation of the operations: the reference for all kernels, and the path without a GPU.
+"""The NumPy implementation of the operations: the reference for all kernels, and the implementation for the CPU.
 
-Codes are unpacked in plane order, not in column order: first the low nibbles of all bytes of a row, then the high ones.
-That takes two contiguous passes of byte arithmetic, while column order takes eight strided ones. Column i = 4a + 2b + d
-of a word (bits a, b, d) is nibble UNPACK_ORDER[i] = 4d + 2a + b, which is plane b of byte 2d + a. So the two orders
-differ by a transposition of the axes (word, a, b, d), which is applied to the scales, zero points and results only.
+Codes are unpacked in plane order instead of column order: the low nibbles of all bytes of a row, followed by the high
+nibbles. Plane order takes two contiguous passes of byte arithmetic, column order eight strided passes. Column i = 4a +
+2b + d of a word (a, b, d are bits) is nibble UNPACK_ORDER[i] = 4d + 2a + b, which is plane b of byte 2d + a. So the two
+orders differ by a transposition of the axes (word, a, b, d). Only scales, zero points and results are transposed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from cupy_awq.packing import unpack_int4, unpack_int8
 
 Array = npt.NDArray[Any]
 
-# The number of weights that are dequantized at a time. For up to _FEW_ROWS rows of x a block fits a core's cache; for
-# more rows, larger matrix products pay off.
+# The number of weights that are dequantized at a time: with up to _FEW_ROWS rows of x, as many as fit in the cache of a
+# core; with more rows, more, because larger matrix products are faster.
 _BLOCK = 1 << 18
 _LARGE_BLOCK = 1 << 21
 _FEW_ROWS = 8
 
-# As on a GPU, overflow yields infinity or NaN without a warning.
+# Overflow yields infinity or NaN without a warning, as on a GPU.
 _quiet = np.errstate(over="ignore", invalid="ignore")
 
 
@@ -35,15 +35,15 @@ _quiet = np.errstate(over="ignore", invalid="ignore")
 def dequantize(
     qweight: Array, scales: Array, qzeros: Array | None, /, *, dtype: Any = None, out: Array | None = None
 ) -> Array:
-    """Return W [K, N], W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size, rounded once to `dtype`.
+    """Dequantize a weight: W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size, rounded once to `dtype`.
 
     Args:
         qweight, scales, qzeros: NumPy arrays as in `PackedWeight`; with float offsets o, W = q * s + o.
-        dtype: float16, bfloat16 or float32; None for the scales' dtype.
+        dtype: the dtype of W: float16, bfloat16 or float32; None for the dtype of the scales.
         out: an array [K, N] of `dtype` to fill and return, or None.
 
     Raises:
-        TypeError, ValueError: an invalid weight, as in `PackedWeight`; another dtype, or another shape or dtype of out.
+        TypeError, ValueError: the weight is invalid, as in `PackedWeight`, or dtype or out do not fit.
 
     >>> qweight = np.array([[0x75316420], [-1]], np.int32)  # codes 0..7, and 15 in each column
     >>> dequantize(qweight, np.full((1, 8), 0.5, np.float16), None)
@@ -56,7 +56,7 @@ def dequantize(
         out = np.empty((spec.k, spec.n), to)
     else:
         check.out(out, (spec.k, spec.n), to, check.HOST)
-    # q * s + o is exact in float64; in float32 it would be rounded once more before the rounding to `dtype`.
+    # q * s + o is exact in float64; float32 would add a rounding before the rounding to `dtype`.
     exact = np.float64 if spec.zeros == "float" and to != check.FLOAT32 else np.float32
     _, columns = _orders(spec.n)
     for rows, block in _blocks(qweight, scales, qzeros, spec, _BLOCK, exact):
@@ -80,7 +80,7 @@ def matmul(
 ) -> Array:
     """Return y = activation(x @ W + bias) + residual, rounded once to x's dtype.
 
-    W, the accumulators and the epilogue are float32; (q - z) * s is exact there. The activations of a value v:
+    W, the accumulators and the epilogue are float32, which holds (q - z) * s exactly. The activations of a value v:
 
         "relu"       max(v, 0); "relu6" clamps to 0 and 6, and (low, high) to its limits; NaN stays NaN
         "silu"       v / (1 + exp(-v))
@@ -101,7 +101,7 @@ def matmul(
         y [..., N] of x's dtype; [..., N/2] for "swiglu".
 
     Raises:
-        TypeError, ValueError: an invalid weight, as in `PackedWeight`, or another argument that does not fit it.
+        TypeError, ValueError: the weight is invalid, as in `PackedWeight`, or another argument does not fit it.
 
     >>> qweight = np.array([[0x75316420], [-1]], np.int32)
     >>> matmul(np.array([1, 2], np.float16), qweight, np.full((1, 8), 0.5, np.float16), None, activation=(3.5, 5))
@@ -164,7 +164,10 @@ def _blocks(
     size: int,
     exact: type[np.floating[Any]],
 ) -> Iterator[tuple[slice, Array]]:
-    """Yield (rows, W[rows] in plane order) for slices of rows: whole groups or a part of one, about `size` weights."""
+    """Yield (rows, W[rows]) for consecutive slices of rows of a weight, dequantized.
+
+    W[rows] is of dtype `exact`, in plane order. A slice has about `size` weights: whole groups, or a part of one group.
+    """
     k, n, group_size = spec.k, spec.n, spec.group_size
     groups = k // group_size
     words = qweight.reshape(groups, group_size, n // 8)
@@ -194,7 +197,7 @@ def _blocks(
 
 
 def _planes(words: Array) -> Array:
-    """Return the codes of little-endian words [..., N/8] in plane order: int8 [..., N]."""
+    """Unpack little-endian words [..., N/8] into codes int8 [..., N] in plane order."""
     data = words.view(np.uint8)
     codes = np.empty((*words.shape[:-1], 2, data.shape[-1]), np.uint8)
     np.bitwise_and(data, 15, out=codes[..., 0, :])
@@ -204,17 +207,17 @@ def _planes(words: Array) -> Array:
 
 @lru_cache(maxsize=16)
 def _orders(n: int) -> tuple[Array, Array]:
-    """Return the permutations of N columns into plane order, and back into column order."""
+    """Return the permutations of N columns (column order to plane order, plane order to column order)."""
     columns = np.arange(n).reshape(n // 8, 2, 2, 2)  # axes word, a, b, d
     planes = columns.transpose(2, 0, 3, 1).reshape(n)  # axes b, word, d, a
     return planes, np.argsort(planes)
 
 
 def _round(a: Array, dtype: np.dtype[Any]) -> Array:
-    """Return `a` in `dtype`, rounded once to nearest, ties to even."""
+    """Return `a` converted to `dtype`, rounded once to nearest, ties to even."""
     if a.dtype == np.float64 and dtype == check.BFLOAT16:
-        # ml_dtypes converts through float32, and rounding twice to nearest can create a tie. So round to odd first:
-        # truncate to float32, and set the last bit if the result is inexact. Rounding that to bfloat16 is correct.
+        # ml_dtypes converts through float32, and rounding twice to nearest can be wrong. Round to float32 by
+        # round-to-odd: truncate, and set the last bit if inexact. The rounding to bfloat16 is then correct.
         short = a.astype(np.float32)
         bits = short.view(np.uint32)
         away = np.abs(short) > np.abs(a)

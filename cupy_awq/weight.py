@@ -18,8 +18,8 @@ class PackedWeight:
 
         W[k, n] = (q[k, n] - z[g, n]) * s[g, n],  g = k // group_size
 
-    ``x @ weight`` is `gemm`. The arrays are NumPy or CuPy arrays and are not copied, so they may be slices of larger
-    tensors; only their last axis must be contiguous.
+    ``x @ weight`` calls `gemm`. The arrays are NumPy or CuPy arrays and are not copied. They may be slices of larger
+    tensors; only the last axis must be contiguous.
 
     Args:
         qweight: [K, N/8] int32. Bits 4p..4p+3 of word c are the code, 0 to 15, of column 8c + PACK_ORDER[p], where
@@ -30,11 +30,11 @@ class PackedWeight:
 
     Attributes:
         qweight, scales, qzeros: the arrays.
-        spec: their shape, dtype and device.
+        spec: the `check.WeightSpec` of the arrays: K, N, group size, form of the zero points, dtype and device.
 
     Raises:
-        TypeError: the arguments are not arrays of one device, or have another dtype.
-        ValueError: shapes contradict each other, or a last axis is not contiguous.
+        TypeError: an argument is not an array, lies on another device than the others, or has another dtype.
+        ValueError: the shapes contradict each other, or the last axis of an array is not contiguous.
 
     >>> weight = PackedWeight(np.zeros((64, 2), np.int32), np.ones((4, 16), np.float16), None)
     >>> weight
@@ -62,7 +62,7 @@ class PackedWeight:
 
     @property
     def group_size(self) -> int:
-        """The number of rows of W that share a scale."""
+        """The number of rows of W per group; the rows of a group share one scale and one zero point per column."""
         return self.spec.group_size
 
     @property
@@ -72,12 +72,12 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of codes, scales and zero points."""
+        """The total size of codes, scales and zero points in bytes."""
         zeros = 0 if self.qzeros is None else self.qzeros.nbytes
         return int(self.qweight.nbytes + self.scales.nbytes + zeros)
 
     def __rmatmul__(self, x: Array) -> Array:
-        import cupy_awq  # resolves `gemm`, which is in a higher layer, at the call
+        import cupy_awq  # imported here because `gemm` depends on this module
 
         return cupy_awq.gemm(x, self.qweight, self.scales, self.qzeros)
 
@@ -90,6 +90,6 @@ class PackedWeight:
 
 
 def check_packed(weight: object) -> None:
-    """Raise TypeError unless the argument ``weight`` is a `PackedWeight`."""
+    """Raise TypeError unless ``weight`` is a `PackedWeight`."""
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight: expected a PackedWeight, got {type(weight).__name__}")

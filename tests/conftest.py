@@ -27,8 +27,8 @@ from tests import simt
 hypothesis.settings.register_profile("cupy_awq", deadline=None)  # the first call compiles a kernel
 hypothesis.settings.load_profile("cupy_awq")
 
-collect_ignore = ["peers"]
-"""The comparisons with other libraries, which must be installed on the machine."""
+collect_ignore = ["examples", "peers"]
+"""Scripts: the examples, which `test_examples` runs, and the comparisons, which need other libraries."""
 
 MAX_WORKERS = 8
 """The largest number of worker processes: each holds the translated kernels of its tests, about 0.5 GB."""

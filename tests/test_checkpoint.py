@@ -20,7 +20,7 @@ import cupy_awq
 from cupy_awq import AwqLinear, CheckpointError, PackedWeight, load
 from cupy_awq.checkpoint import Module, ModuleSpec, detect, safetensors
 from cupy_awq.checkpoint.autoawq import AutoAwq
-from cupy_awq.checkpoint.module import SCALES, Parts, Pending
+from cupy_awq.checkpoint.module import SCALES, ModuleTensors, Pending
 from cupy_awq.runtime import placement
 from cupy_awq.tools import testing
 from cupy_awq.tools.demo import SMOLLM2_MLP
@@ -93,17 +93,18 @@ def test_unquantized_folder_without_a_configuration_gives_its_tensors(tmp_path: 
     assert load(tmp_path, device="cpu")["t"].tolist() == [1, 1, 1]
 
 
-def test_a_further_format_is_one_entry_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_further_format_is_an_entry_of_two_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Transposed(AutoAwq):
         name = "transposed"
 
-        def open_module(self, parts: Parts) -> Pending:
-            scales = np.ascontiguousarray(parts.matrix("scales", SCALES, "[N, K/G]").T)
-            weight = PackedWeight(parts.raw("qweight"), scales, parts.raw("qzeros"))
+        def open_module(self, tensors: ModuleTensors) -> Pending:
+            scales = np.ascontiguousarray(tensors.matrix("scales", SCALES, "[N, K/G]").T)
+            weight = PackedWeight(tensors.raw("qweight"), scales, tensors.raw("qzeros"))
             spec = ModuleSpec(*weight.shape, weight.group_size, weight.spec.zeros, weight.dtype)
             return Pending(spec, lambda: Module(weight, None))
 
     monkeypatch.setitem(detect.METHODS, "transposed", lambda tensors, table, where: (Transposed(), "quant_method"))
+    monkeypatch.setitem(detect.SHAPE_CHECKS, "transposed", lambda codes, scales: 8 * codes[1] == scales[0])
     tensors = module("a")
     transposed = tensors | {"a.scales": np.ascontiguousarray(tensors["a.scales"].T)}
     layers = load(folder(tmp_path, transposed, CONFIG | {"quant_method": "transposed"}), device="cpu")

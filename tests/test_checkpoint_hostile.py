@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from cupy_awq import CheckpointError, load
-from cupy_awq.checkpoint import safetensors
+from cupy_awq.checkpoint import files, safetensors
 from cupy_awq.checkpoint.tensors import INDEX
 from cupy_awq.tools.demo import SMOLLM2_MLP
 from tests.checkpoint_files import CONFIG, G, K, N, Tensors, entry, folder, module, raw, sharded
@@ -316,3 +317,34 @@ def test_missing_device_is_a_value_error(device: Any) -> None:
 def test_device_of_another_type_is_a_type_error(device: Any) -> None:
     with pytest.raises(TypeError, match="device: expected"):
         load(SMOLLM2_MLP, device=device)
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        (b"{" + b",".join(b'"k%d":0' % i for i in range(60_000)) + b',"k59999":1}', "duplicate key 'k59999'"),
+        (b'{"a":[' + b"[]," * 5_000_000 + b"[]]}", "at most 4194304 values"),
+        (b'{"a":' + b"[" * 101 + b"]" * 101 + b"}", "nested at most 100 deep"),
+        (b'{"a":"\\\\",' + b'"b":' + b"[" * 101, "nested at most 100 deep"),
+    ],
+    ids=["duplicate", "values", "deep", "deep-after-an-escape"],
+)
+def test_header_that_would_take_minutes_or_gigabytes_is_refused_at_once(
+    tmp_path: Path, text: bytes, fragment: str
+) -> None:
+    began = time.perf_counter()
+    refused(raw(tmp_path / "f", text, b""), "header: expected JSON", fragment)
+    assert time.perf_counter() - began < 4
+
+
+def test_brackets_and_quotes_inside_strings_are_not_counted() -> None:
+    value = {"[" * 200 + '"' + "\\" * 3: ["{" * 200, '\\"[', "]" * 300]}
+    assert files.parse_object(json.dumps(value).encode(), "f") == value
+
+
+def test_nesting_is_counted_across_the_parts_of_a_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_SCAN_BYTES", 7)
+    value = {"[[[[[[[[[": [[["]]]", {"a": ["{" * 200]}]]]}
+    assert files.parse_object(json.dumps(value).encode(), "f") == value
+    with pytest.raises(CheckpointError, match="nested at most 100 deep"):
+        files.parse_object(b'{"abcdef":' + b"[" * 100 + b"]" * 100 + b"}", "f")

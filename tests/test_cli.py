@@ -23,7 +23,7 @@ from cupy_awq.tools import table, testing, timing
 from cupy_awq.tools.command_line import main
 from cupy_awq.tools.demo import SMOLLM2_MLP
 
-COMMANDS = ("demo", "info", "bench", "tune", "compile", "explain", "generate", "chat", "score", "convert")
+COMMANDS = ("demo", "info", "bench", "tune", "compile", "explain", "generate", "chat", "score", "convert", "quantize")
 
 
 @pytest.fixture(autouse=True)

@@ -174,13 +174,16 @@ def test_a_kv_cache_larger_than_the_free_memory_is_refused_before_it_is_allocate
         ({"layers": 10**9}, "layers: expected an integer in 1..1024, got 1000000000"),
         ({"hidden": -1}, "hidden: expected an integer"),
         ({"eps": math.nan}, "eps: expected a positive number, got nan"),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type: expected default, linear, llama3 or yarn"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic"}},
+            "rope_type: expected default, linear, llama3, yarn, got 'dynamic'",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": -2}}, "factor: expected a positive number, got -2"),
         (
             {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}},
             "low_freq_factor: expected less than high_freq_factor=4.0, got 4.0",
         ),
-        ({"rope_scaling": {"rope_type": "factors", "factors": (1.0,)}}, "factors: expected 64 positive numbers"),
+        ({"rope_factors": (1.0,)}, "rope_factors: expected 64 positive numbers"),
     ],
 )
 def test_an_invalid_model_configuration_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_awq import llm, reference
+from cupy_awq import checkpoint, llm, reference
 from cupy_awq.checkpoint import CheckpointError, Module, gguf_file
 from cupy_awq.llm import ModelFiles, ak48, gguf
 from cupy_awq.llm.build import build_model
@@ -130,6 +130,28 @@ def test_invalid_gguf_tokenizer_metadata_are_refused(tmp_path: Path, changes: di
     metadata, _ = gguf_file.read(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match=message):
         gguf.load_tokenizer(tmp_path / "m.gguf", {**metadata, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general.architecture": np.ones(3)}, "general.architecture: expected text, got 3 values"),
+        ({"llama.attention.head_count": np.ones(2)}, "head_count: expected int, got 2 values"),
+        ({"llama.embedding_length": [b"x"]}, "embedding_length: expected int, got 1 values"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": "x"}, "factor: expected float, got 'x'"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, "attn_factor: expected factor, finetuned"),
+    ],
+)
+def test_gguf_metadata_of_another_type_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    llm_models.gguf_file(tmp_path / "m.gguf", {})
+    metadata, blocks = gguf_file.read(tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match=message):
+        gguf._config({**metadata, **changes}, blocks)
+    checkpoint.gguf.open_tensors(tmp_path / "m.gguf", {**metadata, "general.architecture": np.ones(3)}, blocks)
+    with pytest.raises(CheckpointError, match=r"got 2 values with 'smollm'"):
+        gguf.load_tokenizer(tmp_path / "m.gguf", {**metadata, "tokenizer.ggml.model": np.ones(2)})
+    with pytest.raises(CheckpointError, match="with 1 values"):
+        gguf.load_tokenizer(tmp_path / "m.gguf", {**metadata, "tokenizer.ggml.pre": ["x"]})
 
 
 @pytest.mark.parametrize(

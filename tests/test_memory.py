@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,11 @@ import pytest
 import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight, llm
 from cupy_awq.check import HOST
+from cupy_awq.kernels import select
+from cupy_awq.kernels.problem import Problem
+from cupy_awq.runtime import compile as compiler
+from cupy_awq.runtime import workspace as workspaces
+from cupy_awq.runtime.device import nominal
 from cupy_awq.tools.demo import SMOLLM2_MLP
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests import llm_models
@@ -161,3 +168,54 @@ def _fail_generation(tmp_path: Path, failing: Failing, device: Any, least: int) 
         return lambda: [model.generate("abc", max_tokens=3)[0].text.encode()]
 
     assert fail_each_allocation(failing, make) > least
+
+
+def test_a_kernel_that_does_not_fit_on_the_gpu_is_loaded_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for CuPy and the driver, whose first module, function attribute and workspace do not fit."""
+    from cuda.bindings import driver
+
+    failures, limits = ["module", "attribute", "workspace"], []
+
+    class Module:
+        def load(self, code: bytes) -> None:
+            assert code[:4] == b"\x7fELF"
+            if "module" in failures:
+                failures.remove("module")
+                raise MemoryError("out of device memory")
+
+        def get_function(self, name: str) -> Any:
+            return SimpleNamespace(ptr=1, module=self, name=name)
+
+    def set_attribute(function: Any, attribute: Any, value: int) -> tuple[Any]:
+        if "attribute" in failures:
+            failures.remove("attribute")
+            return (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+        limits.append(value)
+        return (driver.CUresult.CUDA_SUCCESS,)
+
+    def allocate(nbytes: int) -> Any:
+        if "workspace" in failures:
+            failures.remove("workspace")
+            raise MemoryError("out of device memory")
+        return SimpleNamespace(data=SimpleNamespace(ptr=4096))
+
+    runtime = SimpleNamespace(getDevice=lambda: 0)
+    device = SimpleNamespace(compute_capability="80")
+    cuda = SimpleNamespace(runtime=runtime, Module=Module, Device=lambda index: device)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(driver, "cuFuncSetAttribute", set_attribute)
+    monkeypatch.setattr(compiler, "_functions", {})
+    monkeypatch.setattr(workspaces, "_workspaces", {})
+    monkeypatch.setattr(workspaces, "allocate_zeros", allocate)
+    kernel = select.choose(Problem(1, 256, 256, 128), nominal(80)).plan.kernel
+    with pytest.raises(MemoryError):
+        compiler.load_function(kernel, 50_000)
+    with pytest.raises(RuntimeError, match="cuFuncSetAttribute: expected success, got CUDA_ERROR_OUT_OF_MEMORY"):
+        compiler.load_function(kernel, 50_000)
+    function = compiler.load_function(kernel, 50_000)
+    assert compiler.load_function(kernel, 40_000) is compiler.load_function(kernel, 60_000) is function
+    assert limits == [50_000, 60_000]
+    with pytest.raises(MemoryError):
+        workspaces.workspace_address(0, 7)
+    assert workspaces.workspace_address(0, 7) == workspaces.workspace_address(0, 7) == 4096
+    assert failures == []

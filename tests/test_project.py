@@ -26,8 +26,8 @@ CUDA = ROOT / "cuda_src"
 PEERS = ROOT / "tests" / "peers"
 
 ORDER = (
-    "__init__ activation check_scalar check packing weight block_weight reference block_check block_reference quantizer"
-    " checkpoint runtime kernels ops linear loader llm tools __main__"
+    "__init__ activation check_scalar check packing weight block_weight reference block_check block_reference"
+    " quantization quantizer checkpoint runtime kernels ops linear loader llm tools __main__"
 ).split()
 """The layers, the lowest first; a module imports from its own and lower ones.
 
@@ -35,8 +35,8 @@ ORDER = (
 """
 NO_CUPY = set(
     (
-        "activation check_scalar check packing weight block_weight reference block_check block_reference kernels "
-        "checkpoint"
+        "activation check_scalar check packing weight block_weight reference block_check block_reference quantization"
+        " kernels checkpoint"
     ).split()
 )
 """The layers that may not import CuPy, not even inside a function."""

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies of 16 or 4 bytes from global to shared memory, for the stages of a pipeline; zeros if a copy is not valid.
+// Copies of 16 or 4 bytes from global to shared memory, for pipeline stages; zero-filled where the predicate is false.
 #pragma once
 
 #include "ptx/cp_async.cuh"
 #include "common/types.cuh"
 
-// Copies through registers, for architectures without cp.async. They have landed after the next barrier of the CTA.
+// Copies through registers, for architectures without cp.async. They have landed after the next CTA barrier.
 struct CopyDirect {
   template <class T>
   __device__ __forceinline__ void start(uint32_t shared_address, const void* source, bool valid) const {

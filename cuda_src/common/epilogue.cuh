@@ -5,8 +5,8 @@
 //
 // Compile-time constants: ACTIVATION (an enumerator of Activation), GATED, HAS_BIAS, BIAS (its type), HAS_RESIDUAL.
 //
-// To add an activation, add an enumerator and its case in activate(), and its name to ACTIVATIONS in
-// cupy_awq/activation.py.
+// To add an activation, add an enumerator here, its case in activate(), and its entry in
+// FUNCTIONS of cupy_awq/activation.py.
 #pragma once
 
 #include "common/types.cuh"
@@ -18,8 +18,9 @@ constexpr bool kGated = GATED;
 constexpr bool kHasBias = HAS_BIAS;
 constexpr bool kHasResidual = HAS_RESIDUAL;
 
-// bias BIAS [n]; residual T [m, n] (gated: [m, n / 2]) with row stride ldr; the bounds of kClamp. n counts the columns
-// of the weight; if gated, the first n / 2 are the gate and the others the up projection.
+// The operands of the epilogue: bias BIAS [n], residual T [m, n] (gated: [m, n / 2]) with row stride ldr, and
+// the bounds of kClamp. n is the number of weight columns; if gated, the first n / 2 are the gate and the others
+// the up projection.
 template <class T>
 struct Epilogue {
   const BIAS* bias;
@@ -40,6 +41,8 @@ struct Epilogue {
       const float inner = 0.7978845608028654f * (value + 0.044715f * value * value * value);
       return 0.5f * value * (1.0f + tanhf(inner));
     } else {
+      // sizeof(T) defers the check until instantiation, which skips discarded branches.
+      static_assert(sizeof(T) != 0 && kActivation == Activation::kNone, "activate() lacks a case of Activation");
       return value;
     }
   }
@@ -53,7 +56,8 @@ struct Epilogue {
     return kHasResidual ? value + to_float(residual[static_cast<int64_t>(row) * ldr + column]) : value;
   }
 
-  // Returns eight adjacent values of the residual, zeros without one. WHOLE: they start at a multiple of 16 bytes.
+  // Returns eight adjacent values of the residual, or zeros without a residual. WHOLE: they start at a multiple
+  // of 16 bytes.
   template <bool WHOLE>
   __device__ __forceinline__ Vector<T, 8> residuals(int row, int column) const {
     Vector<T, 8> out = {};
@@ -61,24 +65,24 @@ struct Epilogue {
     return out;
   }
 
-  // Returns the gated product of a gate and an up accumulator.
+  // Returns activation(gate) * up of a gate and an up accumulator, biases included.
   __device__ __forceinline__ float product(float gate, float up, int column) const {
     return activate(biased(gate, column)) * biased(up, column + n / 2);
   }
 
-  // Returns y for one accumulator.
+  // Returns y of one accumulator.
   __device__ __forceinline__ T finish(float accumulator, int row, int column) const {
     return from_float<T>(with_residual(activate(biased(accumulator, column)), row, column));
   }
 
-  // Returns y for a gate and an up accumulator.
+  // Returns y of a gate and an up accumulator.
   __device__ __forceinline__ T finish_gated(float gate, float up, int row, int column) const {
     return from_float<T>(with_residual(product(gate, up, column), row, column));
   }
 };
 
-// Returns the column of the weight for a local column of a CTA tile. A gated tile has BLOCK_WIDTH / 2 gate columns,
-// then the up columns that belong to them. Returns n or more past the last column.
+// Returns the weight column of a local column of a CTA tile, or at least n past the last column. A gated tile has
+// BLOCK_WIDTH / 2 gate columns, then the matching up columns.
 template <int BLOCK_WIDTH>
 __device__ __forceinline__ int weight_column(int tile, int local, int n) {
   if constexpr (!kGated) return tile * BLOCK_WIDTH + local;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integer and 16-bit floating-point types for NVRTC. No header of the CUDA toolkit is included, so kernels compile in a
-// fraction of the time and need only the compiler.
+// Integer and 16-bit floating-point types for NVRTC. Without headers of the CUDA toolkit, kernels compile in a fraction
+// of the time and need only the compiler.
 #pragma once
 
 #include "ptx/cvt.cuh"
@@ -55,13 +55,13 @@ __device__ __forceinline__ float from_float<float>(float value) {
   return value;
 }
 
-// COUNT adjacent values, which one access loads or stores if their address is a multiple of their size.
+// COUNT adjacent values, loaded or stored by a single access if their address is a multiple of their size.
 template <class T, int COUNT>
 struct alignas(sizeof(T) * COUNT) Vector {
   T values[COUNT];
 };
 
-// Loads or stores a vector: with one access if WHOLE, else value by value.
+// Loads or stores a vector: with a single access if WHOLE, else value by value.
 template <bool WHOLE, class T, int COUNT>
 __device__ __forceinline__ void load(Vector<T, COUNT>& out, const T* source) {
   if constexpr (WHOLE) {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warp-wide values: every lane gets the same bits.
+// Warp-wide functions: every lane returns the same bits.
 #pragma once
 
 #include "common/types.cuh"
 
 constexpr uint32_t kFullWarp = 0xffffffffu;
 
-// Returns a warp-uniform value that the compiler knows to be uniform, so that values derived from it can stay in
-// uniform registers (not behind a divergent branch).
+// Returns a warp-uniform value in a form that the compiler knows to be uniform, so that values derived from it can stay
+// in uniform registers. Do not call it inside a divergent branch.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(kFullWarp, value, 0); }
 
 // Returns the index of this thread's warp in its CTA, warp-uniform.

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sizes of a convolution, for all of its kernels:
+// The sizes of a convolution, used by all of its kernels:
 //   y[b, i, j, co] = activation(bias[co] + sum over fy, fx, c of
 //                               x[b, i*stride_h - pad_h + fy*dilation_h, j*stride_w - pad_w + fx*dilation_w, c]
 //                               * w[co, fy, fx, c])
-// Elements outside x are 0 (for integers, the zero point). With groups, c runs over the channels of co's group.
+// Elements outside x are 0 (in conv2d_int8 the zero point of x). With groups, c runs over the channels of co's group.
 #pragma once
 
 #include "common/types.cuh"
 
-// The sizes; `channels` and `outputs` are those of one group.
+// The sizes; `channels` and `outputs` are input and output channels per group.
 struct Sizes {
   int batch, height, width, channels;
   int outputs, groups, kernel_h, kernel_w, out_h, out_w;
@@ -29,7 +29,8 @@ struct Output {
   int b, i, j, co;
 };
 
-// Returns the element at a flat index of y: adjacent threads get elements that are adjacent in memory.
+// Returns the coordinates of the element at a flat index of y, in memory order, so that adjacent threads
+// store adjacent elements.
 __device__ __forceinline__ Output output_of(int64_t index, const Sizes& s) {
   const int all = s.outputs * s.groups;
   const int pixels = s.out_h * s.out_w;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //   y = clamp(rint((sum of x * code + fused[co]) * multiplier[co]), low, high)
-// with the sum of conv2d.cuh over int8 x and codes in int32; elements outside x are x_zero. Any sizes, any
+// where the int32 sum is that of conv2d.cuh over int8 x and codes; elements outside x are x_zero. Any sizes, any
 // architecture. One thread per element of y.
 //
 //   x       int8, strides x_batch, x_row, x_pixel, x_channel in elements

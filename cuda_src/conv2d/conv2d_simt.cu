@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The convolution of conv2d.cuh on CUDA cores, one thread per element of y: any sizes, groups and architecture. It sums
-// x * code and x over each block of channels in float32, so no weight is rounded.
+// The convolution of conv2d.cuh on CUDA cores, one thread per element of y: any sizes, groups and architecture. The
+// sums of x * code and of x over each block of channels are float32, so weights are not rounded.
 //
 //   x           X, strides x_batch, x_row, x_pixel, x_channel in elements
 //   codes       uint8 [groups * outputs, kernel_h, kernel_w, channels], which stand for code - ZERO

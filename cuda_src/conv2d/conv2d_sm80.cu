@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // The convolution of conv2d.cuh by mma.sync, for sm_80 and newer: an implicit GEMM of pixels [batch * out_h * out_w, K]
-// and weights [outputs, K], where K consists of units: a tap of the kernel and 8 channels. Pixels are copied from x tap
-// by tap; weights are dequantized on their way to shared memory, with one rounding to X.
+// and weights [outputs, K]. K consists of units; a unit is one tap of the filter and 8 channels. Pixels are copied from
+// x tap by tap; weights are dequantized on their way to shared memory, rounded once to X.
 //
 //   x       X [batch, height, width, groups * channels], contiguous channels, strides that are multiples of 8 elements
-//   codes   BITS 4: one word, BITS 8: two words for each unit of 8 channels, [groups * outputs, taps * units]; the
-//           nibbles in AWQ's order (int4.cuh), the bytes in the order 0, 2, 1, 3 of each four, both plus their zero
+//   codes   BITS 4: one word, BITS 8: two words per unit, [groups * outputs, taps * units of a tap]; the nibbles in AWQ
+//           order (int4.cuh), the bytes of each word in the order 0, 2, 1, 3, both with the zero point added
 //   scales, offsets  X [groups * outputs, blocks], offsets null without WEIGHT_OFFSET; a block has block_units units
 //   bias    BIAS [groups * outputs] or null
 //   y       X, contiguous, NHWC or NCHW
 //   partials, counters   the split-K workspace (common/reduce.cuh)
 //
 // A CTA has WARPS_M x WARPS_N warps, each with WARP_M pixels and 32 outputs. Shared memory: STAGES stages of pixels
-// [BLOCK_M][64], then two buffers of weights [BLOCK_N][64]; the 16-byte chunk c of row r lies at chunk c ^ r % 8.
+// [BLOCK_M][64], then two buffers of weights [BLOCK_N][64]; the 16-byte chunk c of row r is stored at chunk c ^ r % 8.
 #include "conv2d/conv2d.cuh"
 #include "common/epilogue.cuh"
 #include "dequant/int4.cuh"
@@ -26,14 +26,14 @@ static_assert(__CUDA_ARCH__ >= 800, "conv2d_sm80 needs sm_80 or newer");
 
 constexpr bool kWeightOffset = WEIGHT_OFFSET;
 constexpr bool kHalf = Codes<X>::kMagic == Codes<half_t>::kMagic;
-constexpr int kWords = BITS / 4;  // words of a unit
+constexpr int kWords = BITS / 4;  // words of codes per unit
 constexpr int kTilesM = WARP_M / 16;
 constexpr int kTilesN = 4;
 constexpr int kStages = STAGES;
 constexpr int kThreads = WARPS_M * WARPS_N * 32;
 constexpr int kBlockM = WARPS_M * WARP_M;
 constexpr int kBlockN = WARPS_N * kTilesN * 8;
-constexpr int kUnits = 8;  // in a stage
+constexpr int kUnits = 8;  // units per stage
 constexpr int kRowStep = kThreads / kUnits;
 constexpr int kXCopies = kBlockM / kRowStep;
 constexpr int kWeightCopies = kBlockN / kRowStep;
@@ -43,7 +43,7 @@ constexpr int kAccumulators = kTilesM * kTilesN * 4;
 
 static_assert(kBlockM % kRowStep == 0 && kBlockN % kRowStep == 0, "the copies divide evenly");
 
-// A unit of the weight for one output: 8 codes and their parameters.
+// One unit of the weight for one output: 8 codes and their parameters.
 struct Unit {
   uint32_t words[kWords];
   X scale;
@@ -79,7 +79,7 @@ struct Unit {
   }
 };
 
-// A thread's position in K: a unit, and its tap and channels.
+// A thread's position in K: the unit, and its tap and channels.
 struct Place {
   int unit, channel, fy, fx;
 
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int tile_begin = static_cast<int>(static_cast<int64_t>(tiles) * blockIdx.z / gridDim.z);
   const int tile_end = static_cast<int>(static_cast<int64_t>(tiles) * (blockIdx.z + 1) / gridDim.z);
 
-  // A thread copies chunk `unit` of rows `row`, row + kRowStep, ... of both operands.
+  // A thread copies chunk `unit` of rows `row`, `row` + kRowStep, ... of both operands.
   const int unit = threadIdx.x % kUnits;
   const int row = threadIdx.x / kUnits;
   const uint32_t target = (row * kUnits + (unit ^ (row % 8))) * 16;
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kXCopies; ++i) {
     const int index = m_begin + row + i * kRowStep;
     const int pixel = index % pixels;
-    // Rows beyond the last pixel lie outside x.
+    // Rows past the last pixel are treated as outside x.
     top[i] = index < m ? pixel / s.out_w * s.stride_h - s.pad_h : s.height;
     left[i] = pixel % s.out_w * s.stride_w - s.pad_w;
     corner[i] = x + index / pixels * x_batch + top[i] * x_row + left[i] * x_pixel + group * s.channels;
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       const int64_t parameter = from * blocks + (valid ? weight_place.channel / block_units : 0);
 #pragma unroll
       for (int word = 0; word < kWords; ++word) fetched[i].words[word] = codes[at * kWords + word];
-      // The scale and offset 0 zero rows and units beyond the end.
+      // Zero scale and offset make rows and units past the end zero.
       fetched[i].scale = valid ? scales[parameter] : X{0};
       fetched[i].offset = kWeightOffset && valid ? offsets[parameter] : X{0};
     }
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     uint32_t b[kTilesN][2];
 #pragma unroll
     for (int pair = 0; pair < kTilesN / 2; ++pair) {
-      // Matrices 0, 1: outputs 0 .. 7, k below and above 8; matrices 2, 3: outputs 8 .. 15.
+      // ldmatrix: matrices 0 and 1 are outputs 0 .. 7 at k 0 .. 7 and k 8 .. 15; matrices 2 and 3 are outputs 8 .. 15.
       const int from = warp_n + pair * 16 + lane / 16 * 8 + lane % 8;
       const int at = step * 2 + lane / 8 % 2;
       uint32_t words[4];
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int i = 0; i < kTilesM; ++i) {
-      // Matrices 0, 1: pixels 0 .. 7 and 8 .. 15 of k below 8; matrices 2, 3: of k above.
+      // ldmatrix: matrices 0 and 1 are pixels 0 .. 7 and 8 .. 15 at k 0 .. 7; matrices 2 and 3 are at k 8 .. 15.
       const int from = warp_m + i * 16 + lane % 16;
       const int at = step * 2 + lane / 16;
       uint32_t a[4];
@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     ptx::cp_async_wait_group<kStages - 2>();
     __syncthreads();
-    // All warps have read the preceding stage and buffer: refill them.
+    // All warps have finished reading the preceding stage and buffer: refill them.
     if (tile + kStages - 1 < tile_end) start_pixels(stage == 0 ? kStages - 1 : stage - 1);
     ptx::cp_async_commit_group();
     const bool has_next = tile + 1 < tile_end;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //   y[b, i, j, co] = activation(bias[co] + sum over taps and channels of x * w), as in conv2d.cuh
-// by wgmma on sm_90a, with weights that are dequantized in registers. Weights [64 outputs, k] are operand A; pixels of
-// x [k, pixels], in the order in which TMA copies them, are operand B. K consists of units (conv2d_sm90.cuh).
+// by wgmma on sm_90a; weights are dequantized in registers. Operand A is the weight [64 outputs, k]; operand B is x
+// [k, pixels], in the order in which TMA copies pixels. K consists of units (conv2d_sm90.cuh).
 //
 //   codes       uint32 [unit][64-output tile][BITS / 4][128 threads][4]. With g = lane / 4 and t = lane % 4, a thread
 //               of warp w has rows 16 w + g and 16 w + g + 8. BITS 4: word s is for the s-th 16 k of the unit; its
@@ -16,21 +16,23 @@
 //   y           X, contiguous, NHWC or NCHW; ALIGNED: outputs and the address are multiples of 8 elements
 //   x_map       tensor map of x, X [batch][height][width][channels], boxes of [1][BOX_H][BOX_W][64], 128-byte swizzle;
 //               elements outside x are the padding
-//   parts       parts of an image; parts_w along its width; co_blocks: tiles of WG_CO * 64 outputs; units: of K
+//   parts       number of pixel tiles per image; parts_w: along its width; co_blocks: number of tiles of WG_CO * 64
+//               outputs; units: number of units of K
 //
 // Limits: one group, at least 16 channels, blocks of a multiple of 16 channels, strides of at most 8.
 //
-// A CTA has WG_CO * WG_PX consumer warpgroups, each with 64 outputs and a part of TILE_H * TILE_W pixels. With HALO, a
-// box of x with a border serves all taps of its channels: a tap is another first row of B. B's rows are 8 pixels at a
-// time: TILE_W = 8 pixels of a row of the box, or for TILE_H = 1 all adjacent. Without HALO each unit has a box, and
-// the tensor map has the stride of the convolution.
+// A CTA has WG_CO * WG_PX consumer warpgroups, each with 64 outputs and a pixel tile of TILE_H * TILE_W pixels. With
+// HALO, one box of x with a border serves all taps of its channels: each tap starts at another row of B. B's rows come
+// in groups of 8 pixels: 8 pixels of one row of the box (TILE_W = 8), or any 8 adjacent ones (TILE_H = 1). Without HALO
+// each unit has its own box, and the tensor map has the stride of the convolution.
 //
 // Split-K: the SPLIT_K CTAs of a cluster divide the units of a tile and add their partial sums through DSMEM.
 //
 // Only the weight is read before griddepcontrol.wait.
 //
-// On an H100 with 32 images of 3x3 layers from 64 channels at 56 x 56 to 512 at 7 x 7, two warpgroups per SM leave the
-// tensor cores idle for a third of the time: a warpgroup converts the next unit only after its wgmmas have started.
+// On an H100 with 32 images, for 3x3 layers from 64 channels at 56 x 56 to 512 at 7 x 7, two warpgroups per SM
+// leave the tensor cores idle for a third of the time: a warpgroup dequantizes the next unit only after it has
+// issued its wgmmas.
 #include "common/epilogue.cuh"
 #include "common/warp.cuh"
 #include "conv2d/conv2d_sm90.cuh"
@@ -63,18 +65,18 @@ constexpr int kSplitK = SPLIT_K;
 constexpr int kWarpgroups = kWgCo * kWgPx;
 constexpr int kConsumerWarps = kWarpgroups * 4;
 constexpr int kThreads = kConsumerWarps * 32 + 32;
-constexpr int kSteps = STEPS;             // wgmma instructions of 16 channels in a unit
-constexpr int kPixels = kTileH * kTileW;  // of a warpgroup
+constexpr int kSteps = STEPS;             // wgmma instructions per unit, 16 channels each
+constexpr int kPixels = kTileH * kTileW;  // output pixels per warpgroup
 constexpr int kPixelGroups = kPixels / 8;
 constexpr int kOwnedGroups = ceil_div(kPixelGroups, kSplitK);
 constexpr int kAccumulators = kPixels / 2;
-constexpr int kGroupStrideBytes = (kTileH == 1 ? 8 : kBoxW) * 128;  // from 8 pixels of B to the next 8
+constexpr int kGroupStrideBytes = (kTileH == 1 ? 8 : kBoxW) * 128;  // bytes from 8 pixels of B to the next 8
 
 constexpr int kBoxBytes = ceil_div(BOX_H * kBoxW * 128, 1024) * 1024;
 constexpr int kCodeTileBytes = 512 * BITS;
 constexpr int kCodeBytes = kWgCo * kCodeTileBytes;
 constexpr int kParameterBytes = kWgCo * kParameterGroups * 256;
-constexpr int kStoreRowBytes = 64 * 2 + 16;  // 16 more bytes put 8 rows into different banks
+constexpr int kStoreRowBytes = 64 * 2 + 16;  // padded by 16 bytes: 8 rows lie in different banks
 constexpr int kStoreRows = ceil_div(kOwnedGroups, 2) * 16;
 constexpr int kStoreBytes = kWarpgroups * kStoreRows * kStoreRowBytes;
 
@@ -102,7 +104,7 @@ struct SharedStorage {
 };
 ASSERT_SHARED_BYTES(SharedStorage);
 
-// Scales and offsets of a lane's rows g and g + 8, each twice.
+// Scales and offsets of a lane's rows g and g + 8, each duplicated into both halves of a register.
 struct Parameters {
   uint32_t scales[kParameterGroups][2];
   uint32_t offsets[kParameterGroups][2];
@@ -120,7 +122,7 @@ struct Parameters {
   }
 };
 
-// A thread's codes of a unit.
+// A thread's codes of one unit.
 struct UnitCodes {
   Vector<uint32_t, 4> parts[BITS / 4];
 
@@ -130,10 +132,10 @@ struct UnitCodes {
       parts[part] = reinterpret_cast<const Vector<uint32_t, 4>*>(source)[part * 128];
     }
   }
-  // Dequantizes the operand A of the step-th 16 k, with one rounding per weight.
+  // Dequantizes operand A of 16 k, number `step` of the unit, with one rounding per weight.
   __device__ __forceinline__ void dequantize(uint32_t (&a)[4], int step, const Parameters& parameters) const {
     if constexpr (BITS == 4) {
-      // zero_low and zero_high of Codes for zero point 8, as constants: the compiler would compute them each time.
+      // Codes::zero_low and zero_high of zero point 8 as constants; the compiler would recompute them each time.
       constexpr uint32_t kLow = kIsHalf<X> ? 0x64086408u : 0xc308c308u;
       constexpr uint32_t kHigh = kIsHalf<X> ? 0xd480d480u : 0xc308c308u;
 #pragma unroll
@@ -175,9 +177,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   const KUnit first_unit =
       kSplitK == 1 ? KUnit{0, 0, 0} : KUnit{begin / taps, begin % taps / kernel_w, begin % kernel_w};
 
-  // Tiles of the same pixels are adjacent in the grid. Returns the first 64-output tile of this CTA.
+  // CTAs of the same pixels are adjacent in the grid. Returns the first 64-output tile of this CTA.
   auto co_begin = [&] { return blockIdx.x / kSplitK % co_blocks * kWgCo; };
-  // Returns the image, row and pixel of y where a part of the CTA's tile begins.
+  // Returns the image, row and pixel of y at which pixel tile `index` of the CTA begins.
   auto part_begin = [&](int index) {
     const int part = blockIdx.x / kSplitK / co_blocks * kWgPx + index;
     return int3{part / parts, part % parts / parts_w * kTileH, part % parts_w * kTileW};
@@ -253,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   KUnit unit = first_unit;
   Parameters unit_parameters;
   UnitCodes unit_codes;
-  uint32_t b_begin;  // shared address of the unit's operand B
+  uint32_t b_begin;  // shared address of the current unit's operand B
   float accumulators[kAccumulators] = {};
 
   auto fetch = [&](bool has_box) {
@@ -282,8 +284,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     for (int step = 0; step < kSteps; ++step) wgmma<X, true>(accumulators, a[step], b + step * 2);
     ptx::wgmma_commit_group();
   };
-  // Multiplies a unit on the tensor cores while the next one is dequantized. A box is released once wgmma_wait_group<1>
-  // behind the first unit of the next box has returned: then all units of the box are multiplied.
+  // Issues the wgmmas of a unit and dequantizes the next unit meanwhile. wait_group<1> after the first unit of a box
+  // guarantees that all wgmmas on the preceding box have completed; then that box is released.
   int last_box = -1;
   auto advance = [&](const uint32_t (&a)[kSteps][4], uint32_t (&next)[kSteps][4]) {
     matmul(a);
@@ -324,23 +326,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   }
   ptx::wgmma_wait_group<0>();
 
-  // The accumulators of the pixels that this CTA stores, from group first_group on.
+  // The accumulators of the pixels that this CTA stores, starting at group first_group.
   float totals[kOwnedGroups * 4];
   const int first_group = rank * kOwnedGroups;
   if constexpr (kSplitK == 1) {
 #pragma unroll
     for (int i = 0; i < kOwnedGroups * 4; ++i) totals[i] = accumulators[i];
-    // All warps have read the stages, whose memory the output tile takes.
+    // All warps have finished reading the stages; the output tile takes their place.
     ptx::barrier_sync(1, kConsumerWarps * 32);
   } else {
     reduce_scatter_groups<kSplitK, kWarpgroups, kPixelGroups, kOwnedGroups>(
         totals, accumulators, memory + SharedStorage::PartialSums::kBegin,
         shared.begin + SharedStorage::PartialSums::kBegin, rank, warpgroup);
   }
-  // In a group, values 0, 1 belong to one output, values 2, 3 to output + 8.
+  // In a group, values 0 and 1 belong to one output, values 2 and 3 to output + 8.
   auto finish = [&](int index) { return from_float<X>(epilogue.activate(totals[index] + biases[index / 2 % 2])); };
   const int3 tile_begin = part_begin(wg_px);
-  // Finds where an owned pixel lies in y; returns false if it lies outside.
+  // Computes where an owned pixel lies in y; returns false if it lies outside.
   auto find_pixel = [&](int pixel, int3& at) {
     const int index = first_group * 8 + pixel;
     at = {tile_begin.x, tile_begin.y + index / kTileW, tile_begin.z + index % kTileW};

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which conv2d_sm90 and conv2d_sm90_large go through K.
+// The order in which conv2d_sm90 and conv2d_sm90_large traverse K.
 #pragma once
 
 constexpr bool kHalo = HALO;
 
-// A unit of K: one tap of the kernel and a chunk of 64 channels. The taps of a chunk follow each other.
+// A unit of K: one tap of the filter and a chunk of 64 channels. All taps of a chunk are adjacent.
 struct KUnit {
   int chunk, fy, fx;
 

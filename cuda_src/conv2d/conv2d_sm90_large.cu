@@ -1,30 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 //   y[b, i, j, co] = activation(bias[co] + sum over taps and channels of x * w), as in conv2d.cuh
-// by wgmma on sm_90a over many pixels, with a weight that was dequantized to memory once: [64 outputs, k] is operand A,
-// pixels of x [k, pixels] are operand B, both in shared memory. K consists of units (conv2d_sm90.cuh).
+// by wgmma on sm_90a for many pixels, with a weight dequantized to memory beforehand: weights [64 outputs, k] are
+// operand A, pixels of x [k, pixels] are operand B, both in shared memory. K consists of units (conv2d_sm90.cuh).
 //
-//   weight   X [unit][64-output tile][64][64 channels], with the 128-byte swizzle: the chunk c of 8 channels of
-//            output i lies at chunk c ^ i % 8
+//   weight   X [unit][64-output tile][64][64 channels], with the 128-byte swizzle: chunk c (8 channels) of output i
+//            is stored at chunk c ^ i % 8
 //   bias     BIAS [outputs] or null
 //   y        X, contiguous, NHWC, each pixel at a multiple of 16 bytes
 //   x_map    tensor map of x, X [batch][height][width][channels], boxes of [TILE_N][BOX_H][BOX_W][64], 128-byte
 //            swizzle; elements outside x are the padding, and the tensor map has the stride of the convolution
-//   tiles    tiles of WG_CO * 64 outputs and WG_PX * PARTS parts; co_blocks: tiles along the outputs
-//   parts_h, parts_w   parts along the height and the width of an image; units: of K
+//   tiles    number of tiles of WG_CO * 64 outputs and WG_PX * PARTS pixel tiles; co_blocks: along the outputs
+//   parts_h, parts_w   number of pixel tiles along the height and the width of an image; units: number of units of K
 //
 // Limits: as for conv2d_sm90, and outputs % 8 == 0.
 //
-// A CTA has WG_CO * WG_PX = 2 consumer warpgroups, each with 64 outputs and PARTS parts of TILE_N * TILE_H * TILE_W
-// pixels. A wgmma takes PIXELS rows of B: a part, and possibly rows behind it. With HALO, a part's box of x has a
-// border and serves all taps of its channels: a tap is another first row of B, and TILE_W = 8. Without HALO each unit
-// has a box. CTAs are persistent: the producer fills stages for the next tile while the warpgroups store the last one.
+// A CTA has WG_CO * WG_PX = 2 consumer warpgroups, each with 64 outputs and PARTS pixel tiles of TILE_N * TILE_H *
+// TILE_W pixels. A wgmma takes PIXELS rows of B: a pixel tile, and possibly rows past it. With HALO, one box of x with
+// a border serves all taps of its channels: each tap starts at another row of B, and TILE_W = 8. Without HALO each
+// unit has its own box. CTAs are persistent: the producer fills stages for the next tile while the warpgroups store
+// the current one.
 //
-// Split-K: the SPLIT_K CTAs of a cluster divide the units of its only tile and add their partial sums through DSMEM.
+// Split-K: the SPLIT_K CTAs of a cluster, which has a single tile, divide its units and add their partial
+// sums through DSMEM.
 //
-// Nothing is read before griddepcontrol.wait: prefetching the weight slowed single layers down by 2 to 20% on an H100.
+// Nothing is read before griddepcontrol.wait: prefetching the weight costs single layers 2 to 20% on an H100.
 //
-// On an H100 an SM copies 53 bytes per clock from L2, so tiles of 128 outputs and at least 112 pixels are bound by the
-// tensor cores only if a box serves several taps.
+// An H100 SM copies 53 bytes per clock from L2, so tiles of 128 outputs and at least 112 pixels are tensor-core bound
+// only if a box serves several taps.
 #include "common/epilogue.cuh"
 #include "common/warp.cuh"
 #include "conv2d/conv2d_sm90.cuh"
@@ -50,7 +52,7 @@ constexpr int kTileN = TILE_N;
 constexpr int kTileH = TILE_H;
 constexpr int kTileW = TILE_W;
 constexpr int kBoxW = BOX_W;
-constexpr int kSteps = STEPS;  // wgmma instructions of 16 channels in a unit
+constexpr int kSteps = STEPS;  // wgmma instructions per unit, 16 channels each
 constexpr int kXStages = X_STAGES;
 constexpr int kWeightStages = WEIGHT_STAGES;
 constexpr int kSplitK = SPLIT_K;
@@ -61,7 +63,7 @@ constexpr int kThreads = kConsumerWarps * 32 + 32;
 constexpr int kBoxes = kWgPx * kParts;
 constexpr int kPartPixels = kTileN * kTileH * kTileW;
 constexpr int kBoxRows = kTileN * BOX_H * kBoxW;
-constexpr int kGroupStrideBytes = kHalo ? kBoxW * 128 : 1024;  // from 8 pixels of B to the next 8
+constexpr int kGroupStrideBytes = kHalo ? kBoxW * 128 : 1024;  // bytes from 8 pixels of B to the next 8
 constexpr int kAccumulators = kPixels / 2;
 constexpr int kPixelGroups = kPixels / 8;
 constexpr int kOwnedGroups = ceil_div(kParts * kPixelGroups, kSplitK);
@@ -70,7 +72,7 @@ constexpr int kBoxBytes = ceil_div((kPixels > kBoxRows ? kPixels : kBoxRows) * 1
 constexpr int kTileBytes = 64 * 128;
 constexpr int kWeightBytes = kWgCo * kTileBytes;
 constexpr int kStoreRows = 32;
-constexpr int kStoreRowBytes = 64 * 2 + 16;  // 16 more bytes put 8 rows into different banks
+constexpr int kStoreRowBytes = 64 * 2 + 16;  // padded by 16 bytes: 8 rows lie in different banks
 
 static_assert(kWarpgroups == 2, "two warpgroups share the tensor cores");
 static_assert(kPartPixels <= kPixels, "a wgmma takes a part");
@@ -118,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int taps = kernel_h * kernel_w;
   const KUnit first_unit{begin / taps, begin % taps / kernel_w, begin % kernel_w};
 
-  // Returns the image, row and pixel of y where a part of a tile begins.
+  // Returns the image, row and pixel of y at which pixel tile `index` of a tile begins.
   auto part_begin = [&](int tile, int index) {
     const int part = tile / co_blocks * kBoxes + index;
     return int3{part / (parts_h * parts_w) * kTileN, part / parts_w % parts_h * kTileH, part % parts_w * kTileW};
@@ -135,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::fence_mbarrier_init();
   }
   if constexpr (kPartPixels < kPixels) {
-    // Zero the rows behind the parts: wgmma reads them, too.
+    // Zero the rows of B past each pixel tile, which wgmma reads, too.
     constexpr int kLeft = kPartPixels < kPixels ? (kPixels - kPartPixels) * 8 : 1;
     for (int i = threadIdx.x; i < kXStages * kBoxes * kLeft; i += kThreads) {
       const int at = i / kLeft * kBoxBytes + kPartPixels * 128 + i % kLeft * 16;
@@ -226,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
       }
       ptx::wgmma_commit_group();
-      // The preceding unit is multiplied: release its stages.
+      // The wgmmas of the preceding unit have completed: release its stages.
       ptx::wgmma_wait_group<1>();
       if (index > begin) weight_pipeline.consumer_release(weight_state.previous_stage(), lane);
       if (is_next_box) x_pipeline.consumer_release(x_state.previous_stage(), lane);
@@ -238,20 +240,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     x_pipeline.consumer_release(x_state.stage_idx, lane);
     x_state.branch_to_next();
 
-    // The accumulators of the pixels that this CTA stores, from group first_group on.
+    // The accumulators of the pixels that this CTA stores, starting at group first_group.
     float totals[kOwnedGroups * 4];
     const int first_group = rank * kOwnedGroups;
     if constexpr (kSplitK == 1) {
 #pragma unroll
       for (int i = 0; i < kOwnedGroups * 4; ++i) totals[i] = accumulators[i / kAccumulators][i % kAccumulators];
     } else {
-      // All CTAs have read their stages, whose memory the partial sums take.
+      // All CTAs have finished reading their stages; the partial sums take their place.
       cluster_sync<kSplitK>();
       reduce_scatter_groups<kSplitK, kWarpgroups, kParts * kPixelGroups, kOwnedGroups>(
           totals, &accumulators[0][0], memory, shared.begin, rank, warpgroup);
     }
 
-    // In a group, values 0, 1 belong to one output, values 2, 3 to output + 8.
+    // In a group, values 0 and 1 belong to one output, values 2 and 3 to output + 8.
     const int co = (tile % co_blocks * kWgCo + wg_co) * 64;
     float biases[2] = {};
     if constexpr (kHasBias) {

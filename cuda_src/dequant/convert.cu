@@ -7,7 +7,7 @@
 //   out    half_t [8 * count] or [4 * count]
 //
 // Any count, any architecture. ALIGNED: out starts at a multiple of 16 bytes. PTX_PATH: convert pairs of values through
-// the mantissa of 1024 (int4.cuh); else through float32, with the same bits. One thread converts one word.
+// the mantissa of 1024 (int4.cuh); otherwise through float32, with the same bits. Each thread converts one word.
 #include "dequant/int4.cuh"
 
 constexpr bool kAligned = ALIGNED;
@@ -44,17 +44,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) s4_to_fp16x2(const uint32_
 extern "C" __global__ void __launch_bounds__(THREADS) int8_to_fp16(const uint32_t* words, half_t* out, int64_t count) {
   auto elements = [](Vector<half_t, 4>& values, uint32_t word) {
     if constexpr (kPtxPath) {
-      // The bytes 0x64, b are the float16 1024 + b, where b is the value + 128. Selector digits 0 .. 3 take bytes of
-      // the word, digits 4 .. 7 those of kMagic: bytes 0 and 2 of the word, then 1 and 3, each below a 0x64.
+      // The bytes 0x64, b form the float16 1024 + b, where b = value + 128. Selector digits 0 .. 3 select bytes of the
+      // word, digits 4 .. 7 bytes of kMagic: bytes 0 and 2 of the word, then 1 and 3, each below a 0x64.
       constexpr uint32_t kMagic = 0x64646464u;
-      constexpr uint32_t kBias = 0x64806480u;  // 1024 + 128
+      constexpr uint32_t kBias = 0x64806480u;  // float16 1152 = 1024 + 128: removes exponent and sign bias
       auto* pairs = reinterpret_cast<uint32_t*>(&values);
       pairs[0] = ptx::sub_f16x2(__byte_perm(word, kMagic, 0x5250), kBias);
       pairs[1] = ptx::sub_f16x2(__byte_perm(word, kMagic, 0x5351), kBias);
     } else {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int byte = (e & 1) * 2 + (e >> 1);  // the byte that holds element e
+        const int byte = (e & 1) * 2 + (e >> 1);  // index of the byte that holds element e
         const int biased = static_cast<int>(word >> (byte * 8) & 255u);
         values.values[e] = from_float<half_t>(static_cast<float>(biased - 128));
       }

@@ -8,13 +8,13 @@
 //            kSymmetric: null
 //   out      OUT [k, n], row stride ldo values
 //
-// Limits: n is a multiple of 8. Any k, any group_size, any architecture. ALIGNED: rows of scales, offsets and out start
-// at multiples of 16 bytes. PTX_PATH: convert and multiply pairs of 16-bit values (SCALE and OUT are one type; bfloat16
-// needs sm_80); else float32, with the same bits.
+// Limits: n % 8 == 0. Any k, any group_size, any architecture. ALIGNED: rows of scales, offsets and out start at
+// multiples of 16 bytes. PTX_PATH: convert and multiply pairs of 16-bit values (SCALE and OUT are the same type;
+// bfloat16 needs sm_80); otherwise float32, with the same bits.
 //
-// A thread owns one word column of ROWS rows: it issues all loads before the first conversion and reads the parameters
-// of a group once; a warp writes 512 adjacent bytes per row. Consecutive CTAs lie side by side along the rows, so that
-// DRAM is written in long contiguous ranges (6% faster on an H100 than column by column).
+// A thread converts one word column of ROWS rows: it issues all loads before the first conversion and reads the
+// parameters of a group once; a warp writes 512 adjacent bytes per row. Consecutive CTAs are adjacent along a row, so
+// that DRAM is written in long contiguous ranges (6% faster on an H100 than CTAs down a column).
 #include "gemm/group.cuh"
 
 constexpr bool kAligned = ALIGNED;
@@ -44,8 +44,8 @@ struct Group : WordGroup<SCALE, kZeros, kAligned> {
       for (int i = 0; i < 8; ++i) {
         const float scale = to_float(scales.values[i]);
         const float difference = static_cast<float>(static_cast<int32_t>(code(word, i) - code(zeros, i)));
-        // A 4-bit integer times a 16-bit float is exact in float32, so only the conversion rounds. With an offset the
-        // sum may need more bits than float32 has and would round twice.
+        // A 4-bit integer times a 16-bit float is exact in float32, so only the conversion rounds. Adding an offset may
+        // take more bits than float32 has and would round twice.
         if constexpr (kZeros == Zeros::kOffset) {
           row.values[i] = round_sum<OUT>(difference * scale, to_float(offsets.values[i]));
         } else {
@@ -56,8 +56,8 @@ struct Group : WordGroup<SCALE, kZeros, kAligned> {
     return row;
   }
 
-  // Returns a + b, rounded once to T: with the float32 sum rounded to odd, rounding to T has the result of one
-  // rounding.
+  // Returns a + b, rounded once to T: the float32 sum is rounded to odd, so that rounding it to T gives the
+  // correctly rounded result.
   template <class T>
   static __device__ __forceinline__ T round_sum(float a, float b) {
     const float sum = a + b;
@@ -65,9 +65,9 @@ struct Group : WordGroup<SCALE, kZeros, kAligned> {
     const float b_part = sum - a;
     const float error = (a - (sum - b_part)) + (b - b_part);
     const uint32_t bits = __float_as_uint(sum);
-    const bool inexact = error > 0.0f || error < 0.0f;  // false for a NaN, the error of an infinite sum
+    const bool inexact = error > 0.0f || error < 0.0f;  // false if the sum is infinite, where error is NaN
     if (!inexact || bits & 1u) return from_float<T>(sum);
-    // The neighbours of an even value are odd; the exact sum lies between it and the one on the error's side.
+    // If the rounded sum is even, take its odd neighbour on the side of the exact sum.
     const bool away = (error > 0.0f) == (sum > 0.0f);
     return from_float<T>(__uint_as_float(away ? bits + 1u : bits - 1u));
   }

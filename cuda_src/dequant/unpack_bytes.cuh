@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// 8-bit codes to pairs of half_t or bfloat16_t.
+// Conversion of 8-bit codes to pairs of half_t or bfloat16_t.
 #pragma once
 
 #include "dequant/int4.cuh"
 
-// Converts the four bytes of a word, each code + 128 in the order 0, 2, 1, 3, to two pairs of T, exactly.
+// Converts the four bytes of a word (code + 128, in the order 0, 2, 1, 3) to two pairs of T, exactly.
 template <class T>
 __device__ __forceinline__ void unpack_bytes(uint32_t (&pairs)[2], uint32_t word) {
   if constexpr (Codes<T>::kMagic == Codes<half_t>::kMagic) {
-    // A byte below the byte 0x64 is the half 1024 + byte; 0x6480 is 1024 + 128.
+    // The bytes 0x64, b form the float16 1024 + b; 0x6480 is 1024 + 128.
     pairs[0] = ptx::sub_f16x2(__byte_perm(word, 0x64646464u, 0x5250), 0x64806480u);
     pairs[1] = ptx::sub_f16x2(__byte_perm(word, 0x64646464u, 0x5351), 0x64806480u);
   } else {
-    // A byte below the bytes 0x4b0000 is the float 2^23 + byte; its difference to 2^23 + 128 fits in the upper 16 bits.
+    // The bytes 0x4b0000, b form the float32 2^23 + b; its difference to 2^23 + 128 fits in the upper 16 bits.
     uint32_t values[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

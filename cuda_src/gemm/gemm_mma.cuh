@@ -13,14 +13,14 @@
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
 //   partials, counters    the split-K workspace (common/reduce.cuh), unused with one split
 //
-// Limits: group_size is a multiple of 16 and divides k; n is a multiple of 8 (gated: of 16); rows of x start at
-// multiples of 16 bytes. ALIGNED: so do those of qweight, scales, offsets and y, and no 16 bytes of qweight mix gate
+// Limits: group_size is a multiple of 16 and divides k; n % 8 == 0 (gated: n % 16 == 0); rows of x start at multiples
+// of 16 bytes. ALIGNED: so do those of qweight, scales, offsets and y, and no 16-byte chunk of qweight holds both gate
 // and up columns.
 //
-// Grid: (tiles of BLOCK_M rows, tiles of WARPS * 32 columns, split_k). The product is transposed, y^T = W^T x^T: the
-// weight is operand A, which a warp loads from shared memory and dequantizes in registers once for all rows of the
-// tile; x is operand B, loaded by ldmatrix. q - z is a small integer, exact in 16 bits; the float32 accumulators of a
-// group are multiplied by its scale. So only the accumulation rounds, whatever the range of the scales.
+// Grid: (tiles of BLOCK_M rows, tiles of WARPS * 32 columns, split_k). The kernel computes y^T = W^T x^T: the weight is
+// operand A, which a warp loads from shared memory and dequantizes in registers once for all rows of the tile; x is
+// operand B, loaded by ldmatrix. q - z is a small integer, exact in 16 bits, and the float32 accumulators of a group
+// are multiplied by its scale. So only the accumulation rounds, whatever the range of the scales.
 //
 // A warp computes 32 columns. Lane 4 g + t owns columns 4 g .. 4 g + 3: bytes g % 2 and 2 + g % 2 of word g / 2. For
 // rows k = 2 t, 2 t + 1 (and 2 t + 8, 2 t + 9) __byte_perm takes that byte of both words, and a mask leaves two
@@ -28,11 +28,10 @@
 //   mma tile 0: rows (g, g + 8) -> columns (4 g, 4 g + 1);   mma tile 1: -> columns (4 g + 2, 4 g + 3)
 //
 // Shared memory of a pipeline stage:
-//   x        [BLOCK_M][64] 16-bit values with the swizzle drawn in hopper/swizzle.cuh: 16-byte chunk c of row r lies at
-//            chunk c ^ r % 8, so that neither the copies nor ldmatrix have bank conflicts
-//   weight   [warp][64] chunks of four words: row k of a step of 16 lies at chunk k % 8 / 2 + 4 * (k % 2) + 8 * (k /
-//   8),
-//            so that the lanes t of one load read adjacent chunks
+//   x        [BLOCK_M][64] 16-bit values, swizzled (hopper/swizzle.cuh): 16-byte chunk c of row r is stored at chunk
+//            c ^ r % 8, so that neither the copies nor ldmatrix have bank conflicts
+//   weight   [warp][64] chunks of four words: row k of a step of 16 is stored at chunk
+//            k % 8 / 2 + 4 * (k % 2) + 8 * (k / 8), so that the lanes t of one load read adjacent chunks
 #pragma once
 
 #include "common/epilogue.cuh"
@@ -41,9 +40,9 @@
 #include "ptx/ldmatrix.cuh"
 #include "common/reduce.cuh"
 
-// The file of an architecture provides two objects:
-//   copy   as in common/copy_to_shared.cuh: start_16 and start_4 begin a copy, commit() ends a stage, wait<PENDING>()
-//          waits until all but the last PENDING stages have landed
+// The file of an architecture defines two objects:
+//   copy   as in common/copy_to_shared.cuh: start_16 and start_4 start a copy, commit() closes the group of a stage,
+//          wait<PENDING>() waits until all but the last PENDING groups have landed
 //   mma    mma(c, a, b0, b1): c += a * b for m16n8k16 with the fragments of ptx/mma.cuh
 
 constexpr bool kAligned = ALIGNED;
@@ -51,15 +50,15 @@ constexpr Zeros kZeros = Zeros::ZEROS;
 constexpr int kBlockM = BLOCK_M;
 constexpr int kWarps = WARPS;
 constexpr int kStages = STAGES;
-constexpr bool kGroupInTile = GROUP_IN_TILE;  // whether a group may end inside a k tile
+constexpr bool kGroupInTile = GROUP_IN_TILE;  // whether a group may end within a k tile
 
 constexpr int kThreads = kWarps * 32;
 constexpr int kWarpN = 32;
 constexpr int kBlockN = kWarps * kWarpN;
 constexpr int kBlockK = 64;
 constexpr int kStepK = 16;
-constexpr int kTilesM = kBlockM / 8;  // mma tiles along m
-constexpr int kTilesN = 2;            // mma tiles along n
+constexpr int kTilesM = kBlockM / 8;  // number of mma tiles along m
+constexpr int kTilesN = 2;            // number of mma tiles along n
 constexpr int kXChunks = kBlockM * kBlockK / 8;
 constexpr int kWeightChunks = kWarps * kBlockK;
 constexpr int kXRowStep = kThreads / 8;
@@ -72,14 +71,15 @@ static_assert(kBlockM % kXRowStep == 0, "the copies of x are divided evenly");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(!kGated || kWarps % 2 == 0, "half of the warps compute the gate");
 
-// The parameters of one group for a lane's four columns; zero points as Codes::zero_low and zero_high return them.
+// The parameters of one group for a lane's four columns. Zero points have the form that Codes::zero_low
+// and zero_high return.
 struct Group {
   float scales[4];
   float offsets[4];
   uint32_t zeros[4];
 };
 
-// The parameters of the next group as they are stored, prefetched while the current group is multiplied.
+// The parameters of the next group as stored in memory, prefetched while the current group is computed.
 struct NextGroup {
   Vector<SCALE, 4> scales;
   Vector<SCALE, 4> offsets;
@@ -102,12 +102,12 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   const int tile_begin = static_cast<int>(static_cast<int64_t>(tiles) * blockIdx.z / gridDim.z);
   const int tile_end = static_cast<int>(static_cast<int64_t>(tiles) * (blockIdx.z + 1) / gridDim.z);
 
-  // The lane's columns of the weight. Past n it reads the last ones; its results are not stored.
+  // The lane's columns of the weight, clamped to the last ones past n, where nothing is stored.
   const int column = weight_column<kBlockN>(blockIdx.y, warp * kWarpN + g * 4, n);
   const int column_read = min(column, n - 4);
 
-  // In each stage a thread copies the 16-byte chunk x_chunk of rows x_row, x_row + kXRowStep, ... of x, and chunk
-  // w_chunk of rows w_row and w_row + 32 of the weight. Only the sources change from stage to stage.
+  // Per stage, a thread copies the 16-byte chunk x_chunk of rows x_row, x_row + kXRowStep, ... of x, and chunk w_chunk
+  // of rows w_row and w_row + 32 of the weight. Only the source addresses change from stage to stage.
   const int x_row = threadIdx.x / 8;
   const int x_chunk = threadIdx.x % 8;
   const X* x_source = x + static_cast<int64_t>(m_begin + x_row) * ldx + tile_begin * kBlockK + x_chunk * 8;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
 
   auto start_stage = [&](int tile, int stage) {
     const uint32_t begin = shared_begin + stage * kStageBytes;
-    // The rows of the weight in this k tile: K ends inside a k tile only if groups do.
+    // The number of weight rows in this k tile: K ends within a k tile only if groups do.
     const int rows = kGroupInTile ? min(k - tile * kBlockK, kBlockK) : kBlockK;
 #pragma unroll
     for (int i = 0; i < kXCopies; ++i) {
@@ -164,9 +164,9 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     }
   };
 
-  // Selectors of __byte_perm that put one byte of the first word at bit 0 and the same byte of the second at bit 16;
-  // the other bits are masked out later. A lane's even columns are in byte 0 or 1 of its word, the odd ones in byte 2
-  // or 3.
+  // Selectors of __byte_perm that move one byte of the first word to bit 0 and the same byte of the second word to
+  // bit 16; masks clear the other bits later. A lane's even columns are in byte 0 or 1 of its word, its odd ones in
+  // byte 2 or 3.
   const uint32_t even_bytes = 0x0400u + (column_read / 4 % 2) * 0x0101u;
   const uint32_t odd_bytes = even_bytes + 0x0202u;
   Group group;
@@ -184,8 +184,8 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     }
   };
 
-  // [mma tile along n][mma tile along m][value of the fragment]; group_accumulators: of the current group, not scaled
-  // yet
+  // [mma tile along n][mma tile along m][value of the fragment]; group_accumulators are those of the current
+  // group, before scaling.
   float accumulators[kTilesN][kTilesM][4] = {};
   float group_accumulators[kTilesN][kTilesM][4] = {};
   float x_sums[kTilesM][4] = {};
@@ -239,7 +239,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     }
 #pragma unroll
     for (int pair = 0; pair < kTilesM / 2; ++pair) {
-      // Matrices 0 and 1: rows 0 .. 7 of x, k < 8 and k >= 8; matrices 2 and 3: rows 8 .. 15.
+      // ldmatrix: matrices 0 and 1 are rows 0 .. 7 of x at k 0 .. 7 and k 8 .. 15; matrices 2 and 3 are rows 8 .. 15.
       const int row = pair * 16 + lane / 16 * 8 + lane % 8;
       const int chunk = step * 2 + lane / 8 % 2;
       uint32_t b[4];
@@ -249,7 +249,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
 #pragma unroll
         for (int i = 0; i < kTilesN; ++i) mma(group_accumulators[i][pair * 2 + j], a[i], b[j * 2], b[j * 2 + 1]);
         if constexpr (kZeros == Zeros::kOffset) {
-          // The offset multiplies the sum of x over the group: a product with a weight of ones.
+          // The term of the offset is offset * sum of x over the group; the sum is an mma with a weight of ones.
           constexpr uint32_t kOne = sizeof(X) == 2 && Codes<X>::kMagic == 0x64006400u ? 0x3c003c00u : 0x3f803f80u;
           const uint32_t ones[4] = {kOne, kOne, kOne, kOne};
           mma(x_sums[pair * 2 + j], ones, b[j * 2], b[j * 2 + 1]);
@@ -267,7 +267,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     copy.template wait<kStages - 2>();
     __syncthreads();
-    // All warps have finished reading the previous stage.
+    // All warps have finished reading the preceding stage.
     const int tile_ahead = tile + kStages - 1;
     if (tile_ahead < tile_end) start_stage(tile_ahead, stage == 0 ? kStages - 1 : stage - 1);
     copy.commit();
@@ -275,7 +275,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
 #pragma unroll
     for (int step = 0; step < kBlockK / kStepK; ++step) {
       if constexpr (kGroupInTile) {
-        // K may end inside a k tile as well.
+        // K may end within a k tile, too.
         if (tile * kBlockK + step * kStepK >= k) break;
         if (tile * kBlockK + step * kStepK >= group_end) change_group();
       }
@@ -292,7 +292,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
   float* exchange = reinterpret_cast<float*>(shared);
   if constexpr (kGated) {
-    // The second half of the warps holds the up columns that belong to the gate columns of the first half.
+    // The second half of the warps holds the up columns that match the gate columns of the first half.
     copy.template wait<0>();
     __syncthreads();
     if (warp >= kWarps / 2) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM on CUDA cores, in float32; the fallback for problems that no tensor-core kernel takes, and their reference:
+// GEMM on CUDA cores, in float32; the fallback for problems that no tensor-core kernel supports:
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 // with q * s + o instead of (q - z) * s for kOffset.
 //
@@ -13,11 +13,11 @@
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
 //   partials, counters    the split-K workspace (common/reduce.cuh), unused with one split
 //
-// Limits: n is a multiple of 8 (gated: of 16). Any group_size, any alignment, any architecture.
+// Limits: n % 8 == 0 (gated: n % 16 == 0). Any group_size, any alignment, any architecture.
 //
 // Grid: (tiles of 64 rows, tiles of 64 columns, split_k). A CTA iterates over k tiles of 16; each of its 256 threads
-// has 4 x 4 accumulators. Shared memory is double buffered: while one buffer is multiplied, the next k tile is loaded
-// into registers, dequantized, and stored in the other buffer.
+// has 4 x 4 accumulators. Shared memory is double-buffered: while one buffer is in use, the next k tile is loaded into
+// registers, dequantized and stored to the other buffer.
 #include "common/epilogue.cuh"
 #include "dequant/int4.cuh"
 #include "common/reduce.cuh"
@@ -30,13 +30,13 @@ constexpr int kThreads = 256;
 constexpr int kThreadM = 4;
 constexpr int kThreadN = 4;
 constexpr int kXValues = kBlockM * kBlockK / kThreads;
-constexpr int kWordThreads = kBlockK * kBlockN / 8;  // one word each
+constexpr int kWordThreads = kBlockK * kBlockN / 8;  // threads that load one word each
 
 static_assert(kBlockM / kThreadM * (kBlockN / kThreadN) == kThreads, "the threads cover the tile");
 static_assert(kWordThreads <= kThreads, "a k tile has at most one word per thread");
 
 struct Step {
-  // Padded by four values: threads store x column by column.
+  // Padded by four values, because threads store x by columns.
   float x[kBlockK][kBlockM + 4];
   float w[kBlockK][kBlockN];
 };
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   };
 
-  // The thread's part of the tile: rows m_local .. m_local + 3, columns n_local .. n_local + 3.
+  // The thread computes rows m_local .. m_local + 3, columns n_local .. n_local + 3 of the tile.
   const int m_local = threadIdx.x / (kBlockN / kThreadN) * kThreadM;
   const int n_local = threadIdx.x % (kBlockN / kThreadN) * kThreadN;
   float accumulators[kThreadM * kThreadN] = {};

@@ -1,21 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GEMM of gemm_sm90.cuh by wgmma: operand A, the weight, from registers; operand B, x, from shared memory.
+// The GEMM of gemm_sm90.cuh by wgmma: operand A, the weight, in registers; operand B, x, in shared memory.
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //
 //   weight, bias, residual, y   as in gemm_sm90.cuh
-//   x_map   tensor map of x as [k / 64][m][64], 128-byte swizzle, in boxes of [2 * K_TILES][BLOCK_M][64], or of
-//   [1][m][64]
-//           where the tile has missing rows (tma.cuh)
+//   x_map   tensor map of x as [k / 64][m][64], 128-byte swizzle; boxes are [2 * K_TILES][BLOCK_M][64], or [1][m][64]
+//           if the tile has missing rows (tma.cuh)
 //
-// Two ways to apply scales:
-//   SCALED = 0   codes minus zero points enter exactly; the float32 accumulators of each group are multiplied by its
-//   scale SCALED = 1   weights enter as (q - z) * s * scale_factor, rounded once, and the accumulators over all of K
-//   are
-//                multiplied by result_factor in the end; both factors are powers of two
+// Scales are applied in one of two ways:
+//   SCALED = 0   operand A holds codes minus zero points, exactly; the float32 accumulators of a group are multiplied
+//                by its scale
+//   SCALED = 1   operand A holds (q - z) * s * scale_factor, rounded once; the accumulators over all of K are
+//                multiplied by result_factor at the end (both factors are powers of two)
 //
-// Limits: those of gemm_sm90.cuh. sm_90a. A consumer is WARPGROUPS warpgroups; each computes M64_TILES * 64 columns of
-// the CTA's tile for all BLOCK_M rows, which are wgmma's N.
+// Limits: those of gemm_sm90.cuh; sm_90a. A consumer is WARPGROUPS warpgroups. Each computes M64_TILES * 64 columns of
+// the CTA tile for all BLOCK_M rows, which are wgmma's N.
 #include "gemm/gemm_sm90.cuh"
 #include "hopper/wgmma.cuh"
 
@@ -24,8 +23,8 @@ static_assert(__CUDA_ARCH__ == 900, "gemm_sm90 needs sm_90a");
 constexpr int kWarpgroups = WARPGROUPS;
 constexpr int kM64Tiles = M64_TILES;
 constexpr bool kScaled = SCALED;
-constexpr int kXHalfBytes = kBlockM * 128;  // x of 64 k
-constexpr int kAccumulators = kBlockM / 2;  // of a thread, in one wgmma tile
+constexpr int kXHalfBytes = kBlockM * 128;  // bytes of x per 64 k
+constexpr int kAccumulators = kBlockM / 2;  // per thread and m64 tile
 constexpr int kK16Steps = kWeightTileK / 16;
 
 static_assert(kConsumerWarps == kWarpgroups * 4, "a warpgroup is four warps");
@@ -44,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   const int warpgroup = warp % kConsumerWarps / 4;
   float accumulators[kM64Tiles][kAccumulators] = {};
 
-  // The shared addresses of this lane's operands in the first weight tile of its warpgroup, stage 0.
+  // Shared addresses of this lane's operands in stage 0, in the first weight tile of its warpgroup.
   struct Operands {
     uint32_t codes, scales, zeros;
   };
@@ -54,17 +53,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     return Operands{ptx::opaque(weight_tile + warp % 2 * 512 + lane * 16), ptx::opaque(scales),
                     ptx::opaque(scales + 32 - lane / 4 * 2)};
   };
-  // The offset of the weight tile at m64 tile i and k tile `k_tile` of a stage.
+  // Returns the byte offset in a stage of the weight tile of m64 tile i at k tile `k_tile`.
   const auto weight_tile_offset = [](uint32_t stage_offset, int i, int k_tile) {
     return stage_offset + (i * kWarpgroups * 2 * kKTiles + k_tile) * kWeightTileBytes;
   };
 
-  // SCALED = 1: the tensor cores multiply 64 k while the next 64 are dequantized.
+  // SCALED = 1: the warpgroup dequantizes the next 64 k while the tensor cores multiply the current 64 k.
   auto accumulate_scaled = [&](const Tile& tile) {
     const auto pipeline = tile.shared.pipeline();
     auto state = PipelineState<kStages>::consumer(consumer);
     const Operands mine = lane_operands(tile);
-    uint32_t preceding = 0;  // the empty barrier of the preceding stage, until it is released
+    uint32_t preceding = 0;  // address of the next empty barrier to arrive at, or 0
     uint32_t a[2][4][4];
     const ScaledCodes<X>::Factor factor(scale_factor);
     for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {
@@ -77,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 #pragma unroll
         for (int i = 0; i < kM64Tiles; ++i) {
           const uint32_t offset = weight_tile_offset(stage_offset, i, k_tile);
-          constexpr int kHalfGroups = kGroups > 1 ? kGroups / 2 : 1;  // in 64 k
+          constexpr int kHalfGroups = kGroups > 1 ? kGroups / 2 : 1;  // groups per 64 k
           ScaledCodes<X> codes[kHalfGroups];
 #pragma unroll
           for (int k64 = 0; k64 < 2; ++k64) {
@@ -101,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
             ptx::wgmma_commit_group();
           }
         }
-        // The wgmma that are still pending, at most two groups, read the present stage.
+        // The pending wgmma groups, at most two, read the current stage.
         if (preceding != 0) {
           pipeline.release(preceding, lane);
           preceding = 0;
@@ -118,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
   };
 
-  // SCALED = 0: the tensor cores sum up a group, then its scale is applied.
+  // SCALED = 0: the tensor cores accumulate one group, then its scale is applied.
   auto accumulate_exact = [&](const Tile& tile) {
     const auto pipeline = tile.shared.pipeline();
     auto state = PipelineState<kStages>::consumer(consumer);
@@ -192,7 +191,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       }
     }
   };
-  // Only x of the prologue: later copies run ahead of their use, and prefetches would delay them.
+  // Prefetch only the x of the prologue: later copies are issued well ahead of their use, and prefetches
+  // would delay them.
   auto prefetch_x = [&](const Tile& tile) {
     if (threadIdx.x >= x_boxes(m)) return;
     for (int i = tile.n_block % kXParts; i < tile.prologue_iterations(); i += kXParts) {

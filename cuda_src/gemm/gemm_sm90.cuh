@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM on the repacked weight for up to a few hundred rows of x: the parts that gemm_sm90.cu (wgmma) and
-// gemm_sm90_mma.cu (mma, few rows) share. README.md of cuda_src follows one tile through its warps and barriers.
+// GEMM on the repacked weight, for any M and tuned for up to a few hundred rows of x: the code shared by gemm_sm90.cu
+// (wgmma) and gemm_sm90_mma.cu (mma, M <= 16). cuda_src/README.md follows one tile through its warps and barriers.
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //
@@ -9,16 +9,15 @@
 //   residual  X [m, n], row stride ldr values, or null
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
 //
-// ADD_TO_STREAM, RMS_NORM_X: the fused residual add and RMSNorm of a decoder, see hopper/residual_stream.cuh.
-// Limits: k a multiple of 64, n of 8 (gated: of 64). ALIGNED: rows of y and of the residual start at multiples of 16
-// bytes.
+// ADD_TO_STREAM, RMS_NORM_X: the fused residual add and RMSNorm of a decoder, see hopper/residual_stream.cuh. Limits: k
+// % 64 == 0; n % 8 == 0 (gated: n % 64 == 0). ALIGNED: rows of y and of the residual start at multiples of 16 bytes.
 //
-// The product is computed transposed, y^T = W^T x^T: the weight is operand A, which warps dequantize in registers once
-// for all BLOCK_M rows of x; x is operand B. A cluster of SPLIT_K CTAs computes a tile of BLOCK_M rows and WEIGHT_TILES
-// * 32 columns; CTA r has the r-th part of K. In a CTA a producer warp copies the weight, and x for wgmma, into STAGES
-// stages; CONSUMERS groups of warps take turns at the stages, each with its own accumulators of the whole tile.
+// The kernel computes y^T = W^T x^T: the weight is operand A, which warps dequantize in registers once for all BLOCK_M
+// rows of x; x is operand B. A cluster of SPLIT_K CTAs computes a tile of BLOCK_M rows and WEIGHT_TILES * 32 columns,
+// each CTA over its slice of K. In a CTA a producer warp copies the weight, and for wgmma also x, to STAGES stages.
+// CONSUMERS groups of warps take turns at the stages, each with accumulators of the whole tile.
 //
-// Programmatic dependent launch (PDL): only the weight is read before griddepcontrol.wait; x and the residual stream
+// Programmatic dependent launch (PDL): before griddepcontrol.wait only the weight is read; x and the residual stream
 // are prefetched into L2.
 #pragma once
 
@@ -31,30 +30,30 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/setmaxnreg.cuh"
 
-// CTAs of adjacent columns prefetch different parts of x, so eight of them prefetch all of it. A residual stream was
-// written just now, so x is in L2 already.
+// CTAs of adjacent columns share x, so each of eight prefetches one part of it. With a residual stream, the preceding
+// kernel has just written x, which is still in L2.
 constexpr int kXParts = 8;
 constexpr bool kPrefetchesX = !kAddsToStream && !kRmsNormsX;
 
-// Synchronizes all threads of the CTA. Roles call it from different places, where __syncthreads is not allowed.
+// Synchronizes all threads of the CTA. Warp roles call it from different branches, where __syncthreads is not allowed.
 __device__ __forceinline__ void sync_cta() { ptx::barrier_sync(0, kThreads); }
 
-// Waits until all barriers of the cluster are initialized, and the zeros of x are written.
+// Waits until all barriers of the cluster are initialized and missing rows of x are zeroed.
 __device__ __forceinline__ void sync_setup(int m) {
   if (kSplitK == 1 || zeroes_x(m)) sync_cta();
   if constexpr (kSplitK > 1) cluster_sync_after_init<kSplitK>();
 }
 
 // The producer warp.
-//   prologue   initializes the barriers and fills each stage once: weights before the wait for the preceding kernel,
-//   all
-//              lanes issuing copies (kPrefetchWeights) or one lane those of the first stage; x after it, from one lane
+//   prologue   initializes the barriers and fills each stage once. Before griddepcontrol.wait it copies the weights of
+//              all stages, with all lanes (kPrefetchWeights), or those of stage 0, with one lane; after it, one lane
+//              copies x and the remaining weights
 //   main loop  one lane refills each stage that the consumers have released
 __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& args) {
   const bool is_leader = ptx::elect();
   const SharedStorage& shared = tile.shared;
   const auto pipeline = shared.pipeline();
-  // A gated tile has weight tiles of the gate, then those of the up projection that belong to them.
+  // A gated tile has weight tiles of the gate projection, then the matching ones of the up projection.
   constexpr int kAdjacent = kGated ? kWeightTiles / 2 : kWeightTiles;
   const TileColumns columns(args.weight, tile.n_block * kAdjacent, tile.k_tile_begin, args.n, args.k);
   const int x_bytes = zeroes_x(args.m) ? args.m * (kXStageBytes / kBlockM) : kXStageBytes;
@@ -97,8 +96,8 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
     }
   }
   __syncwarp();
-  // While the preceding kernel still runs, one lane's copies start four times as fast as those of 32 lanes and slow it
-  // down: 1.12 times the time of 4096 x 4096 at 8 rows (H100).
+  // A single lane would issue copies 4x faster than 32 lanes but slow down the preceding kernel, which still runs: +12%
+  // time at 4096 x 4096, 8 rows (H100).
   if constexpr (kPrefetchWeights) {
     for (int i = threadIdx.x % 32; i < prologue * kWeightTiles; i += 32) {
       copy_tile_column(i % kWeightTiles, i / kWeightTiles, i / kWeightTiles);
@@ -115,7 +114,7 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
       }
     }
   }
-  // The prologue has used each stage once without a wait, as producer() would have passed: one pass over the ring.
+  // The prologue has used each stage once without waiting, so the state starts one pass further.
   auto state = PipelineState<kStages>::producer();
   state.advance_by(kStages);
   for (int i = prologue; i < tile.iterations(); ++i) {
@@ -130,7 +129,7 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
   __syncwarp();
 }
 
-// Computes the RMSNorm factors of the owned rows, from warp `warp` of WARPS.
+// Computes the RMSNorm factors of the owned rows; called by warp `warp` of WARPS.
 template <int WARPS>
 __device__ __forceinline__ void make_factors(const Tile& tile, const GemmArguments& args, uint8_t* memory, int warp) {
   ptx::griddepcontrol_wait();
@@ -139,23 +138,22 @@ __device__ __forceinline__ void make_factors(const Tile& tile, const GemmArgumen
                                               tile.n_block == 0);
 }
 
-// The whole kernel but for the math: `prefetch_x(tile)` prefetches this CTA's part of x into L2, `accumulate(tile)` is
-// the main loop of a consumer, `store_all(accumulators)` stores its accumulators to shared memory. LOADS_STREAM_EARLY:
-// a thread has 17 registers to spare for the stream's operands of its first output vector and loads them before the
-// main loop.
+// The kernel around the math: `prefetch_x(tile)` prefetches this CTA's part of x into L2, `accumulate(tile)` is the
+// main loop of a consumer, `store_all(accumulators)` stores its accumulators to shared memory. LOADS_STREAM_EARLY: load
+// the stream's operands of the thread's first output vector before the main loop, which takes 17 registers per thread.
 template <bool LOADS_STREAM_EARLY, class PrefetchX, class Accumulate, class StoreAll>
 __device__ __forceinline__ void run_tile(const GemmArguments& args, PrefetchX prefetch_x, Accumulate accumulate,
                                          StoreAll store_all) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Tile tile = make_tile(memory, args.m, args.k);
   if (is_padding_cta(tile, args.n)) {
-    // Exit with the preceding kernel, not before: a free place would attract CTAs of the next kernel.
+    // Stay resident until the preceding kernel ends: a free slot on this SM would attract CTAs of the next kernel.
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
     return;
   }
   const int warp = uniform_warp();
-  // setmaxnreg requires that each role is one branch to its end.
+  // With setmaxnreg, each role must be a single branch up to the end of the kernel.
   if (warp < kProducerWarp) {
     if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_inc<kConsumerRegisters>();
     if (zeroes_x(args.m)) zero_shared<kXRingBytes, kConsumerThreads>(memory);
@@ -163,21 +161,21 @@ __device__ __forceinline__ void run_tile(const GemmArguments& args, PrefetchX pr
     sync_setup(args.m);
     ptx::griddepcontrol_launch_dependents();
     float* accumulators = reinterpret_cast<float*>(memory);
-    const OutputVector first(tile, threadIdx.x, args.m, args.n);  // of the residual stream
-    // The weights that were read since have evicted the stream from L2.
+    const OutputVector first(tile, threadIdx.x, args.m, args.n);  // this thread's first vector of the residual stream
+    // Weights loaded since the stream was written have evicted it from L2.
     if (kAddsToStream && first.is_valid) args.stream.prefetch(first.row, first.column, args.n);
     if constexpr (kRmsNormsX && !kHasFactorWarp) make_factors<kProducerWarp>(tile, args, memory, warp);
     ResidualStream::Part part = {};
     auto load_part = [&]() {
       ptx::griddepcontrol_wait();
-      // After the main loop the vector is computed again, so that it takes no registers before.
+      // After the main loop, recompute the vector instead of keeping it in registers.
       const OutputVector at = LOADS_STREAM_EARLY ? first : OutputVector(tile, ptx::opaque(threadIdx.x), args.m, args.n);
       if (at.is_valid) part = args.stream.part(at.row, at.column, args.n);
     };
     if constexpr (kAddsToStream && LOADS_STREAM_EARLY) load_part();
     accumulate(tile);
     if constexpr (kAddsToStream && !LOADS_STREAM_EARLY) load_part();
-    sync_cta();  // The stages are no longer read or written: accumulators take their place.
+    sync_cta();  // The stages are free: accumulators take their place.
     store_all(accumulators);
     sync_cta();
     if constexpr (kSplitK > 1) write_partial_sums(tile, accumulators);

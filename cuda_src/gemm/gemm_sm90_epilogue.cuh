@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of gemm_sm90.cu and gemm_sm90_mma.cu: adds the accumulators of all consumers and of all CTAs of a
-// cluster and stores y. The order of the additions is fixed: the consumers of this CTA, then the other CTAs by rank.
+// The epilogue of gemm_sm90.cu and gemm_sm90_mma.cu: sums the accumulators of all consumers and all CTAs of a cluster,
+// and stores y. The order of additions is fixed: the consumers of this CTA, then the other CTAs by rank.
 //
-//   1. each consumer stores its accumulators to shared memory                       store_accumulators
-//   2. each CTA adds up its consumers' accumulators of the rows that another CTA
-//      owns and writes them to that CTA's shared memory (DSMEM)                     write_partial_sums
-//   3. each CTA adds, for the rows it owns, its own accumulators and what the
-//      others have written, applies the epilogue and stores y                       store_tile
+//   1. each consumer stores its accumulators to shared memory                          store_accumulators
+//   2. each CTA sums its consumers' accumulators of the rows that another CTA owns
+//      and writes the partial sums to that CTA's shared memory (DSMEM)                 write_partial_sums
+//   3. each CTA sums, for the rows it owns, its consumers' accumulators and the
+//      received partial sums, applies the epilogue and stores y                        store_tile
 #pragma once
 
 #include "gemm/gemm_sm90_tile.cuh"
 
-// Stores a consumer's accumulators of 8 rows from `row` on and 16 columns from `column` on; c as in ptx/mma.cuh.
+// Stores a consumer's accumulators of 8 rows, starting at `row`, and 16 columns, starting at `column`; c
+// as in ptx/mma.cuh.
 __device__ __forceinline__ void store_accumulators(float* accumulators, int consumer, int row, int column,
                                                    const float (&c)[4]) {
   const int lane = threadIdx.x % 32;
@@ -19,7 +20,7 @@ __device__ __forceinline__ void store_accumulators(float* accumulators, int cons
   store<true>(accumulators + consumer * kConsumerFloats + index, Vector<float, 4>{c[0], c[1], c[2], c[3]});
 }
 
-// Writes this CTA's partial sums of the rows that other CTAs own to them. A unit is a float4 of two rows, two columns.
+// Writes this CTA's partial sums to the CTAs that own their rows, as float4 of two rows and two columns.
 __device__ __forceinline__ void write_partial_sums(const Tile& tile, const float* accumulators) {
   constexpr uint32_t kUnits = kOwnedRows / 2 * (kBlockN / 2);
   constexpr uint32_t kAll = (kSplitK - 1) * kUnits;
@@ -50,9 +51,9 @@ __device__ __forceinline__ void write_partial_sums(const Tile& tile, const float
 
 constexpr int kStoreN = kGated ? kBlockN / 2 : kBlockN;  // columns of y that a CTA stores
 
-// The index-th vector of 8 columns of y among those that the CTA stores.
+// Vector `index` (8 columns of a row) of the part of y that the CTA stores.
 struct OutputVector {
-  uint32_t local_row, local_column;  // in the owned rows, in the tile
+  uint32_t local_row, local_column;  // row among the owned rows; column in the tile
   int row, column;
   bool is_valid;
 
@@ -65,7 +66,7 @@ struct OutputVector {
   }
 };
 
-// The arguments of the kernels.
+// The kernel arguments.
 struct GemmArguments {
   const uint8_t* weight;
   const BIAS* bias;
@@ -77,7 +78,7 @@ struct GemmArguments {
   ResidualStream stream;
 };
 
-// Stores the rows that this CTA owns. `part` holds the residual stream's operands of the thread's first output vector.
+// Stores the rows that this CTA owns. `part` holds the residual stream's operands for the thread's first output vector.
 __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* memory, const GemmArguments& args,
                                            ResidualStream::Part part) {
   const Epilogue<X> epilogue{args.bias, args.residual, args.low, args.high, args.n, args.ldr};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of gemm_sm90_large.cu: adds the partial accumulators of units that clusters share, and stores a tile.
+// The epilogue of gemm_sm90_large.cu: sums the accumulators of units that clusters share (stream-K), and stores a tile.
 #pragma once
 
 #include "common/epilogue.cuh"
@@ -12,10 +12,10 @@
 
 constexpr int kStoreN = kGated ? 64 : kM64Tiles * 64;  // columns of y that a warpgroup stores
 
-// Adds the accumulators of a shared unit in the order of the clusters. The CTA that does not have the unit's last k
-// tiles writes its accumulators to `partials`, float4 [CTA][warpgroup][m64 tile][kAccumulators / 4][128 threads], and
-// counts in `counters`, [unit][CTA of the cluster][warpgroup], which are zero before and after the launch. The CTA that
-// has the last k tiles waits for all others. Returns whether the accumulators are complete.
+// Sums the accumulators of a shared unit in the order of the clusters. A CTA without the unit's last k tiles writes its
+// accumulators to `partials`, float4 [CTA][warpgroup][m64 tile][kAccumulators / 4][128 threads], and increments
+// `counters` [unit][CTA of the cluster][warpgroup], zero before and after the launch. The CTA with the last k tiles
+// waits for all others and adds their partial sums. Returns true in this CTA, which stores the tile.
 __device__ __forceinline__ bool reduce_shared_unit(Accumulators& accumulators, const Scheduler& scheduler,
                                                    int warpgroup, float* partials, uint32_t* counters) {
   if (scheduler.begins_unit() && scheduler.ends_unit()) return true;
@@ -69,7 +69,7 @@ __device__ __forceinline__ bool reduce_shared_unit(Accumulators& accumulators, c
   return true;
 }
 
-// Prefetches the residual of a warpgroup's part of a tile into L2.
+// Prefetches the residual of a warpgroup's columns of a tile into L2.
 __device__ __forceinline__ void prefetch_residual(const Epilogue<X>& epilogue, const TileCoordinates& tile,
                                                   int warpgroup, int m, int n) {
   constexpr int kLine = 128 / sizeof(X);
@@ -81,8 +81,8 @@ __device__ __forceinline__ void prefetch_residual(const Epilogue<X>& epilogue, c
   }
 }
 
-// Stores a warpgroup's part of a tile. Accumulators lie along the rows of x in a lane but are stored along the columns
-// of y, so they pass through `buffer`, shared memory of kStoreRows rows of kStoreRowBytes: stmatrix transposes them.
+// Stores a warpgroup's columns of a tile. A lane's accumulators are adjacent along the rows of x, but y is stored along
+// its columns, so stmatrix transposes them into `buffer`, shared memory of kStoreRows rows of kStoreRowBytes bytes.
 __device__ __forceinline__ void store_tile(uint8_t* buffer, const Accumulators& accumulators,
                                            const TileCoordinates& tile, int warpgroup, const Epilogue<X>& epilogue,
                                            X* y, int m, int n, int ldy, float result_factor) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const Accumulators& 
   const int n_out = kGated ? n / 2 : n;
   const int column_begin = (tile.n_block * kWarpgroups + warpgroup) * kStoreN;
   const int row_begin = tile_row_begin<kBlockM>(tile.m_block, m);
-  // accumulators[i][v]: v % 4 = 0, 1 belong to this column, 2, 3 to the one 8 further.
+  // In accumulators[i], values with v % 4 < 2 belong to this column, the others to column + 8.
   const int my_column = column_begin + thread / 32 * 16 + lane / 4;
   float biases[kM64Tiles][2] = {};
   if constexpr (kHasBias) {
@@ -110,14 +110,14 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const Accumulators& 
     if constexpr (kGated) value *= fmaf(accumulators[1][v], result_factor, biases[1][upper]);
     return value;
   };
-  // In each pass over a chunk of kStoreRows rows a thread moves 8 columns of one row.
+  // A chunk is kStoreRows rows. In each pass over it a thread stores 8 columns of one row.
   constexpr int kChunks = kBlockM / kStoreRows;
   constexpr int kPasses = kStoreRows * kStoreN / 8 / 128;
   auto row = [&](int chunk, int pass) {
     return row_begin + chunk * kStoreRows + (pass * 128 + thread) / (kStoreN / 8);
   };
   auto column = [&](int pass) { return column_begin + (pass * 128 + thread) % (kStoreN / 8) * 8; };
-  // Rows above the tile belong to the preceding one, which computes and stores them, too.
+  // Rows above this tile belong to the preceding one, which computes and stores them, too.
   auto is_stored = [&](int chunk, int pass) {
     return row(chunk, pass) >= tile.m_block * kBlockM && row(chunk, pass) < m && column(pass) < n_out;
   };

@@ -1,34 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM on AWQ's own layout of the weight, for up to 16 rows of x, by mma m16n8k16 and TMA. The weight is read once.
+// GEMM on a weight in the AWQ layout, for up to 16 rows of x, by mma m16n8k16 and TMA. The weight is read once.
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //   or, with ZEROS = kOffset,                   (q[k, n] * s[k / group_size, n] + o[k / group_size, n])
 //
 //   scales    SCALE [groups, n], row stride lds values
-//   zeros     uint32 [groups, n / 8], row stride ldz words; or offsets SCALE [groups, n], row stride ldz values; or
-//   null bias      BIAS [n] or null residual  X [m, n], row stride ldr values, or null y         X [m, n] (gated: [m, n
-//   / 2]), row stride ldy values w_map     tensor map of qweight, uint32 [k, n / 8], as [8 of i][k / 8][n / 8], where i
-//   is the row within 8 x_map     tensor map of x as [k / 32][m][32]; one box has all rows
+//   zeros     kPacked: uint32 [groups, n / 8], row stride ldz words; kOffset: SCALE [groups, n], row stride ldz values;
+//             kSymmetric: null
+//   bias      BIAS [n] or null
+//   residual  X [m, n], row stride ldr values, or null
+//   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
+//   w_map     tensor map of qweight, uint32 [k, n / 8], as [8 of i][k / 8][n / 8], where i = row % 8
+//   x_map     tensor map of x as [k / 32][m][32]; one box has all rows
 //
-// Limits: m <= ROWS; k and group_size multiples of 32, n of 8 * WORDS (gated: of 16 * WORDS); all matrices, and the
-// halves of a gated weight, start at, and step by, multiples of 16 bytes. sm_90 and newer.
+// Limits: m <= ROWS; k and group_size are multiples of 32, n of 8 * WORDS (gated: of 16 * WORDS); addresses and row
+// strides of all matrices, and the first up column of a gated weight, are multiples of 16 bytes. sm_90 and newer.
 //
-// The product is computed transposed: the weight is operand A of mma (ptx/mma.cuh), whose rows may be any columns of
-// the weight and whose k any k, as long as x has the same. A cluster of SPLIT_K CTAs computes 64 * WORDS columns; each
-// of its warps has a contiguous part of K. In a step of 32 k lane 4g + t takes WORDS adjacent words, the g-th of the
-// tile, of rows 8t .. 8t + 7, and the same k of rows g, g + 8 of x:
+// The kernel computes y^T = W^T x^T with the weight as operand A of mma (ptx/mma.cuh). A row of A may be any column of
+// the weight, and a k of A any k, provided that x has the same order. A cluster of SPLIT_K CTAs computes 64 * WORDS
+// columns; each of its warps has a contiguous range of K. In a step of 32 k, lane 4g + t takes WORDS adjacent words,
+// the g-th run of WORDS words of the tile, of rows 8t .. 8t + 7, and the same k of rows g, g + 8 of x:
 //   (lane, word, nibble i of 4) -> operand A's row g: column 2i of the word, row g + 8: column 2i + 1
 //   (t, k16 j of 2, register pair p of A, register p of B) -> k 8t + 4j + 2p, 8t + 4j + 2p + 1
-// The low halves (even columns) or the high halves of the words of two adjacent k, side by side, are what RawCodes
-// takes.
+// RawCodes takes the low halves (even columns) or the high halves (odd columns) of the words of two adjacent k,
+// combined into one register.
 //
-// Each warp is producer and consumer of a ring of STAGES stages of its own, a step each: it copies its words and x by
-// TMA and refills a stage once all its lanes have read it. Stages have full barriers but, with one warp for both roles,
-// no empty ones. Words arrive as [i][t][word], so that lanes read different banks.
+// Each warp is producer and consumer of its own ring of STAGES stages, one step each: it copies words and x by TMA and
+// refills a stage once all its lanes have read it. With one warp in both roles, stages need full barriers but no empty
+// ones. Words arrive as [i][t][word], so that lanes read different banks.
 //
-// Programmatic dependent launch (PDL): with CONSTANT, no kernel that may still run writes the weight, and the first
-// stages of words and the first group are read before griddepcontrol.wait. Without it nothing is; scales are prefetched
-// into L2.
+// Programmatic dependent launch (PDL): with CONSTANT, no kernel in flight writes the weight, so the first stages of
+// words and the first group are read before griddepcontrol.wait. Without CONSTANT nothing is read before it, and only
+// the scales are prefetched into L2.
 #include "common/epilogue.cuh"
 #include "common/warp.cuh"
 #include "common/mma.cuh"
@@ -49,7 +52,7 @@ constexpr Zeros kZeros = Zeros::ZEROS;
 constexpr int kRows = ROWS;
 constexpr int kWords = WORDS;
 constexpr int kWarps = WARPS;
-constexpr int kStages = STAGES;  // of each warp
+constexpr int kStages = STAGES;  // stages per warp
 constexpr int kSplitK = SPLIT_K;
 constexpr bool kConstant = CONSTANT;
 
@@ -57,9 +60,9 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kBlockN = 64 * kWords;
 constexpr int kStepK = 32;
 constexpr int kTilesM = ceil_div(kRows, 8);
-constexpr int kOdd = kRows == 1 ? 1 : 2;  // rows of a lane's accumulators in each tile of 8 rows
+constexpr int kOdd = kRows == 1 ? 1 : 2;  // rows per lane in each tile of 8 rows
 
-// A gated tile has two runs of columns: of the gate and of the up projection.
+// A gated tile has two column ranges: gate columns and the matching up columns.
 constexpr int kParts = kGated ? 2 : 1;
 constexpr int kPartWords = 8 * kWords / kParts;
 constexpr int kPartBytes = kStepK * kPartWords * 4;
@@ -68,8 +71,8 @@ constexpr int kXTileBytes = 8 * kStepK * 2;
 constexpr int kXBytes = kRows * kStepK * 2;
 constexpr int kStepBytes = kWordBytes + (kXBytes > 128 ? kXBytes : 128);
 
-// Each warp has a ring of stages, words [part][i of 8][t of 4][kPartWords] and x [row][32]; after the main loop its
-// accumulators, float [row][kSumStride], take their place.
+// Each warp has a ring of stages: words [part][i of 8][t of 4][kPartWords] and x [row][32]. After the main loop its
+// accumulators, float [row][kSumStride], take the place of the ring.
 constexpr int kSumStride = kBlockN + 4;
 constexpr int kTileFloats = kRows * kSumStride;
 constexpr int kRingFloats = kStages * kStepBytes / 4;
@@ -77,7 +80,8 @@ constexpr int kWarpFloats = kRingFloats > kTileFloats ? kRingFloats : ceil_div(k
 
 struct SharedStorage {
   using Warps = SharedArray<0, kWarps, kWarpFloats * 4>;
-  using Partials = SharedArray<Warps::kEnd, kSplitK, kTileFloats * 4>;  // of each CTA, at the first of the cluster
+  // The partial sums of every CTA, in CTA 0 of the cluster.
+  using Partials = SharedArray<Warps::kEnd, kSplitK, kTileFloats * 4>;
   using PartialBarrier = SharedArray<Partials::kEnd, 1, kBarrierBytes>;
   using FullBarriers = SharedArray<PartialBarrier::kEnd, kWarps, kStages * kBarrierBytes>;
   static constexpr int kBytes = FullBarriers::kEnd;
@@ -120,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
 
   const uint32_t ring = ptx::opaque(shared_begin + warp * (kWarpFloats * 4));
   const uint32_t full_barriers = ptx::opaque(SharedStorage::FullBarriers::at(shared_begin, warp));
-  const int my_word = g * kWords;  // in a row of the tile
+  const int my_word = g * kWords;  // index of the lane's first word in a row of the tile
   const uint32_t my_words =
       ptx::opaque(ring + my_word / kPartWords * kPartBytes + (t * kPartWords + my_word % kPartWords) * 4);
   const uint32_t my_x = ptx::opaque(ring + kWordBytes + (kRows == 1 ? t : lane) * 16);
@@ -151,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     ptx::fence_mbarrier_init();
   }
   if constexpr (kConstant) copy_first(true, false);
-  // TMA does not fill rows past m. They are zeroed: mma reads them, though nothing of them is stored.
+  // TMA does not fill rows past m. Zero them, because mma reads them; their results are not stored.
   if constexpr (kRows > 1) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
@@ -164,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   }
   __syncwarp();
   if (lane % 4 == 0 && (g % 2 == 0 ? step_begin : (group + 1) * group_steps) < step_end) {
-    // The first two groups; each lane a quarter of the tile's columns.
+    // Prefetch the first two groups; each lane takes a quarter of the tile's columns.
     const int index = group + g % 2;
     const int first = weight_column<kBlockN>(tile, g / 2 * (kBlockN / 4), n);
     if (first < n) {
@@ -177,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   ptx::griddepcontrol_launch_dependents();
   if constexpr (kSplitK > 1) ptx::barrier_cluster_wait_acquire();
 
-  // [word][nibble][tile of 8 rows]; the sums of the present group are in units of RawCodes.
+  // [word][nibble][tile of 8 rows]; group_sums are the accumulators of the current group, in units of RawCodes::kUnits.
   float accumulators[kWords][4][kTilesM][2][kOdd] = {};
   float group_sums[kWords][4][kTilesM][4] = {};
   float x_sums[kTilesM][4] = {};
@@ -294,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   }
   __syncthreads();
 
-  // Adds up `count` partial sums, `stride` apart, of four columns of a row.
+  // Returns the sum of `count` partial sums, `stride` floats apart, for four columns of a row.
   auto add_up = [&](int begin, int stride, int count) {
     Vector<float, 4> total = {};
 #pragma unroll

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The compile-time shape of gemm_sm90.cu and gemm_sm90_mma.cu, their shared memory, and the tile of one CTA.
+// The compile-time shape of gemm_sm90.cu and gemm_sm90_mma.cu, their shared memory, and the tile of a CTA.
 #pragma once
 
 #include "common/epilogue.cuh"
@@ -14,38 +14,38 @@
 
 constexpr bool kAligned = ALIGNED;
 constexpr int kBlockM = BLOCK_M;
-constexpr int kWeightTiles = WEIGHT_TILES;      // side by side in the CTA's tile
-constexpr int kConsumers = CONSUMERS;           // groups of warps that take turns at the stages
-constexpr int kConsumerWarps = CONSUMER_WARPS;  // of one consumer
+constexpr int kWeightTiles = WEIGHT_TILES;      // number of weight tiles along n in the CTA tile
+constexpr int kConsumers = CONSUMERS;           // number of warp groups that take turns at the stages
+constexpr int kConsumerWarps = CONSUMER_WARPS;  // warps per consumer
 constexpr int kStages = STAGES;
-constexpr int kKTiles = K_TILES;  // weight tiles along k in a stage; one copy has all of a tile column
-constexpr int kSplitK = SPLIT_K;  // CTAs of a cluster, which share a tile along k
+constexpr int kKTiles = K_TILES;  // weight tiles along k per stage, one copy per tile column
+constexpr int kSplitK = SPLIT_K;  // CTAs of a cluster, which split the K of a tile
 constexpr int kCtasPerSm = CTAS_PER_SM;
-constexpr int kXStageBytes = X_STAGE_BYTES;  // x that the producer copies in a stage; 0: the consumers copy x
-constexpr int kXRingBytes = X_RING_BYTES;    // all stages of x
-// Whether the weights of all stages are copied before the wait for the preceding kernel, or only those of the first.
-// TMA serves copies in order, so x waits behind every weight copied before it. A CTA that starts early prefers all; one
-// that starts when the preceding kernel ends needs x soon.
+constexpr int kXStageBytes = X_STAGE_BYTES;  // bytes of x that the producer copies per stage; 0: the consumers copy x
+constexpr int kXRingBytes = X_RING_BYTES;    // bytes of all stages of x
+// Whether the weights of all stages are copied before griddepcontrol.wait, or only those of the first stage. TMA serves
+// copies in order, so x is queued after every weight copied before it. Copying all suits a CTA that starts long before
+// the preceding kernel ends; a CTA that starts at its end needs x soon.
 constexpr bool kPrefetchWeights = PREFETCH_WEIGHTS;
-// The registers of a consumer's thread after setmaxnreg has moved those of the producer's warpgroup; 0: the producer is
-// one warp, and all threads have the same number.
+// Registers per consumer thread after setmaxnreg has moved registers from the producer's warpgroup. 0: no setmaxnreg,
+// the producer is a single warp.
 constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kProducerRegisters = 40;
 
 constexpr int kBlockN = kWeightTiles * kWeightTileN;
-constexpr int kProducerWarp = kConsumers * kConsumerWarps;  // the warps below it are consumers
+constexpr int kProducerWarp = kConsumers * kConsumerWarps;  // warps 0 .. kProducerWarp - 1 are consumers
 constexpr int kConsumerThreads = kProducerWarp * 32;
-// Whether a warp behind the producer computes the RMSNorm factors. If the producer copies x there may be many rows, and
+// Whether the warp after the producer computes the RMSNorm factors. Where the producer copies x, M may be large, and
 // the consumers compute them while they wait for x.
 constexpr bool kHasFactorWarp = kRmsNormsX && kXStageBytes == 0;
 constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : kHasFactorWarp ? 64 : 32);
-constexpr int kOwnedRows = kBlockM / kSplitK;  // rows of the tile whose results this CTA adds up and stores
+constexpr int kOwnedRows = kBlockM / kSplitK;  // rows of the tile that this CTA sums and stores
 
 static_assert(kBlockM % 8 == 0, "mma and wgmma take 8 rows of x at a time");
 static_assert(kBlockM % (2 * kSplitK) == 0, "every CTA of a cluster owns the same number of row pairs");
-// A consumer that skips a use of a stage could take the wrong phase for its own: see pipeline.cuh.
+// A consumer that skips a use of a stage could mistake its phase: see pipeline.cuh.
 static_assert(kStages % kConsumers == 0, "a stage belongs to one consumer");
-// setmaxnreg blocks forever if the CTA's registers at launch do not suffice.
+// setmaxnreg.inc blocks forever if the CTA has too few registers at launch.
 static_assert(kProducerWarp / 4 * kConsumerRegisters + (kConsumerRegisters != 0 ? kProducerRegisters : 0) <=
                   kThreads / 128 * (65536 / kThreads / 8 * 8),
               "setmaxnreg takes registers from those that the CTA starts with");
@@ -55,45 +55,45 @@ static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(!kAddsToStream || (!kGated && !kHasResidual && kAligned),
               "only a plain, aligned y can be added to the residual stream");
 
-// Accumulators of 8 rows and 16 columns as mma and wgmma leave them in the lanes, in shared memory: float4 [column % 8]
-// [ROW_PAIRS], the four values being (row, column), (row + 1, column), (row, column + 8), (row + 1, column + 8). The
-// padding of 8 floats puts the same column % 8 of adjacent blocks into different banks.
+// Accumulators in shared memory, in blocks of 8 rows and 16 columns as the lanes hold them after mma and wgmma: float4
+// [column % 8][ROW_PAIRS], each the values (row, column), (row + 1, column), (row, column + 8), (row + 1, column + 8).
+// Padding of 8 floats puts the same column % 8 of adjacent blocks into different banks.
 template <int ROW_PAIRS>
 struct AccumulatorBlocks {
   static constexpr int kRowPairs = ROW_PAIRS;
   static constexpr int kColumnFloats = ROW_PAIRS * 4;
   static constexpr int kFloats = 8 * kColumnFloats + 8;
 
-  // Returns the index of the float4 of rows `row` and `row` + 1, columns `column` and `column` + 8.
+  // Returns the index of the float4 that holds rows `row`, `row` + 1 and columns `column`, `column` + 8.
   static __device__ __forceinline__ uint32_t index(uint32_t row, uint32_t column) {
     const uint32_t block = row / (2 * ROW_PAIRS) * (kBlockN / 16) + column / 16;
     return block * kFloats + column % 8 * kColumnFloats + row / 2 % ROW_PAIRS * 4;
   }
-  // Adds 8 columns of a row, from a multiple of 8 on, to `out`.
+  // Adds 8 columns of a row, starting at a multiple of 8, to `out`.
   static __device__ __forceinline__ void add(float (&out)[8], const float* blocks, uint32_t row, uint32_t column) {
     const float* source = blocks + index(row, column) + column / 8 % 2 * 2 + row % 2;
 #pragma unroll
     for (int i = 0; i < 8; ++i) out[i] += source[i * kColumnFloats];
   }
 };
-using ConsumerBlocks = AccumulatorBlocks<4>;                                      // of one consumer, all rows
-using ReceivedBlocks = AccumulatorBlocks<(kOwnedRows < 8 ? kOwnedRows / 2 : 4)>;  // of one other CTA, the owned rows
+using ConsumerBlocks = AccumulatorBlocks<4>;                                      // one consumer's, of all rows
+using ReceivedBlocks = AccumulatorBlocks<(kOwnedRows < 8 ? kOwnedRows / 2 : 4)>;  // one other CTA's, of the owned rows
 constexpr int kConsumerFloats = kBlockM / 8 * (kBlockN / 16) * ConsumerBlocks::kFloats;
 constexpr int kReceivedFloats = ceil_div(kOwnedRows, 8) * (kBlockN / 16) * ReceivedBlocks::kFloats;
 constexpr int kWeightStageBytes = kWeightTiles * kKTiles * kWeightTileBytes;
 
 struct SharedStorage {
-  // In the main loop.
+  // During the main loop.
   using XRing = SharedArray<0, 1, kXRingBytes>;
   using WeightStages = SharedArray<XRing::kEnd, kStages, kWeightStageBytes>;  // [stage][tile column][k tile]
   using Barriers = SharedArray<WeightStages::kEnd, 2 * kStages, kBarrierBytes>;
   // After the main loop, in place of the stages.
   using Accumulators = SharedArray<0, kConsumers, kConsumerFloats * 4>;
-  // At any time: other CTAs may be ahead of this one.
+  // During the whole kernel, because other CTAs may be ahead of this one.
   static constexpr int kOverlaidEnd = Barriers::kEnd > Accumulators::kEnd ? Barriers::kEnd : Accumulators::kEnd;
   using ReceivedBarrier = SharedArray<kOverlaidEnd, kSplitK == 1 ? 0 : 1, 16>;
   using Received = SharedArray<ReceivedBarrier::kEnd, kSplitK - 1, kReceivedFloats * 4>;
-  using Factors = SharedArray<Received::kEnd, kRmsNormsX ? kOwnedRows : 0, 4>;  // of the RMSNorm
+  using Factors = SharedArray<Received::kEnd, kRmsNormsX ? kOwnedRows : 0, 4>;  // RMSNorm factors
   static constexpr int kBytes = Factors::kEnd;
 
   uint32_t begin;  // a shared address, a multiple of 1024
@@ -105,19 +105,19 @@ struct SharedStorage {
 };
 ASSERT_SHARED_BYTES(SharedStorage);
 
-// The work of one CTA: kBlockM rows, kBlockN columns, and the k tiles [k_tile_begin, k_tile_end). An iteration of the
-// main loop consumes one stage: kKTiles k tiles, or what is left of K.
+// The work of one CTA: kBlockM rows, kBlockN columns and k tiles [k_tile_begin, k_tile_end). An iteration of the main
+// loop consumes one stage: kKTiles k tiles, or fewer at the end of K.
 struct Tile {
   SharedStorage shared;
   int n_block;
-  int m_begin;      // the first row of x that is multiplied
-  int store_begin;  // the first row that is stored: rows above it belong to the preceding tile (tma.cuh)
+  int m_begin;      // the first row of x in the tile
+  int store_begin;  // the first row that is stored; the preceding tile stores rows above it (tma.cuh)
   uint32_t split;   // the CTA's rank in its cluster
   int k_tile_begin;
   int k_tile_end;
 
   __device__ __forceinline__ int iterations() const { return ceil_div(k_tile_end - k_tile_begin, kKTiles); }
-  // Returns the number of iterations that use a stage for the first time.
+  // Returns the number of iterations in the prologue, each the first use of a stage.
   __device__ __forceinline__ int prologue_iterations() const { return min(iterations(), kStages); }
   __device__ __forceinline__ int k_tiles(int iteration) const {
     return kKTiles == 1 ? 1 : min(kKTiles, k_tile_end - k_tile_begin - iteration * kKTiles);
@@ -145,14 +145,15 @@ __device__ __forceinline__ Tile make_tile(uint8_t* memory, int m, int k) {
   return tile;
 }
 
-// Returns whether a CTA has no tile. Padding CTAs make the grid a multiple of the SM count, so that the next kernel's
-// CTAs find the same free space on each SM; otherwise two of them may share an SM and delay all.
+// Returns whether this is a padding CTA, which has no tile. Padding CTAs make the grid a multiple of the SM count, so
+// that every SM has the same number of free slots for the next kernel; otherwise two of its CTAs may share an SM and
+// delay the launch.
 __device__ __forceinline__ bool is_padding_cta(const Tile& tile, int n) {
   return gridDim.y == 1 && tile.n_block >= ceil_div(n, kBlockN);
 }
 
-// Returns whether the consumers zero x, because the tile has rows that no copy fills (tma.cuh).
+// Returns whether the consumers zero x because the tile has missing rows (tma.cuh).
 __device__ __forceinline__ bool zeroes_x(int m) { return kXStageBytes != 0 && has_missing_rows<kBlockM>(m); }
 
-// Returns the boxes of x in a stage: one, or one of each 64 k if rows are missing.
+// Returns the number of boxes of x per stage: one, or one per 64 k if rows are missing.
 __device__ __forceinline__ int x_boxes(int m) { return zeroes_x(m) ? 2 * kKTiles : 1; }

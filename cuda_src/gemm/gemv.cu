@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMV and GEMM for few rows on CUDA cores, in float32; each weight is read once:
+// GEMV, and GEMM for few rows, on CUDA cores in float32; each weight is read once:
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 // for m <= ROWS, with q * s + o instead of (q - z) * s for kOffset.
 //
@@ -13,13 +13,12 @@
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
 //   partials, counters    the split-K workspace (common/reduce.cuh), unused with one split
 //
-// Limits: k and group_size are multiples of CHUNK, n of 8 (gated: of 16). Any architecture.
-// ALIGNED: rows of scales and offsets start at multiples of 16 bytes; X_ALIGNED: those of x do. PTX_PATH: convert codes
-// in pairs with lop3.
+// Limits: k and group_size are multiples of CHUNK, n of 8 (gated: of 16). Any architecture. ALIGNED: rows of scales and
+// offsets start at multiples of 16 bytes; X_ALIGNED: so do rows of x. PTX_PATH: convert pairs of codes with lop3.
 //
-// Grid: (tiles of 128 columns, split_k). 16 lanes side by side own one word of a row each. The slices of 16 lanes of
-// all splits divide K into contiguous ranges of CHUNK rows. A lane accumulates x * (q - z) over a chunk, where q - z is
-// a small integer, and multiplies the partial sum by s once per chunk.
+// Grid: (tiles of 128 columns, split_k). A slice is 16 adjacent lanes, which own one word of a row each. The slices of
+// all splits divide K into contiguous ranges of whole chunks (CHUNK rows). A lane accumulates x * (q - z) over a chunk,
+// where q - z is a small integer, and multiplies the partial sum by s once per chunk.
 #include "common/epilogue.cuh"
 #include "gemm/group.cuh"
 #include "common/reduce.cuh"
@@ -32,7 +31,7 @@ constexpr int kRows = ROWS;
 constexpr int kChunk = CHUNK;
 constexpr int kLanes = 16;
 constexpr int kBlockN = kLanes * 8;
-constexpr int kThreads = kBlockN;  // one thread per column in the epilogue
+constexpr int kThreads = kBlockN;  // the epilogue has one thread per column
 constexpr int kSlices = kThreads / kLanes;
 constexpr int kWarps = kThreads / 32;
 
@@ -58,7 +57,7 @@ __device__ __forceinline__ void differences(float (&out)[8], uint32_t word, uint
   }
 }
 
-// Five CTAs per SM: otherwise the compiler aims at 72 registers for one row on sm_80 to sm_89, and spills.
+// Five CTAs per SM: without a bound the compiler targets 72 registers for one row on sm_80 to sm_89, and spills.
 extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
     gemv(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
          const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size, int ldx,
@@ -80,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
   };
 
   WordGroup<SCALE, kZeros, kAligned> group;
-  int group_end = k_begin;  // no group is loaded yet
+  int group_end = k_begin;  // no group has been loaded
   if (k_begin < k_end) fetch_words(k_begin);
   for (int row = k_begin; row < k_end; row += kChunk) {
     if (row >= group_end) {
@@ -119,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
     }
   }
 
-  // Reduce the slices of the CTA, then the splits: thread i ends with column i of the tile.
+  // Sum over the slices of the CTA, then over the splits: thread i ends with column i of the tile.
   __shared__ float tile[kWarps][kBlockN];
   float totals[kRows];
 #pragma unroll

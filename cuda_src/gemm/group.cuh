@@ -11,7 +11,7 @@ struct WordGroup {
   Vector<S, 8> offsets;
   uint32_t zeros;
 
-  // Loads group `index` for columns `column` .. `column` + 7; the other arguments are those of the kernels.
+  // Loads group `index` for columns `column` .. `column` + 7; the other arguments are those of the kernel.
   __device__ __forceinline__ void fetch(const S* all_scales, const void* all_zeros, int index, int lds, int ldz,
                                         int column) {
     load<WHOLE>(scales, all_scales + static_cast<int64_t>(index) * lds + column);

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The repacked layout of a weight for sm_90: everything in the order in which tensor cores consume it.
+// The repacked layout of a weight for sm_90: everything in the order in which the tensor cores consume it.
 //
-// A weight tile has 32 columns and 128 k and is contiguous. Tiles of the same columns follow each other along k, so the
-// part of a tile column that a CTA reads is one run of bytes:
+// A weight tile is 32 columns x 128 k, contiguous in memory. The tiles of a tile column follow each other along k, so a
+// CTA's range of k in a tile column is contiguous, too:
 //
 //   weight [ceil(n / 128) * 4 tile columns][ceil(k / 128)] weight tiles
 //
 // A weight tile is
 //
-//   codes   uint32 [2 of k64][2 of 16 columns][32 lanes][4 of k16]: 16 bytes a lane. With g = lane / 4, t = lane % 4 a
-//           word holds, at bits 4 i and 16 + 4 i, the codes of register i of wgmma's and mma's operand A (ptx/mma.cuh):
+//   codes   uint32 [2 of k64][2 of 16 columns][32 lanes][4 of k16]: 16 bytes per lane. With g = lane / 4, t = lane % 4
+//           a word holds, at bits 4 i and 16 + 4 i, the codes of register i of operand A
+//           of wgmma and mma (ptx/mma.cuh):
 //             i = 0: column g,     k 2t     and 2t + 1
 //             i = 1: column g + 8, k 2t     and 2t + 1
 //             i = 2: column g,     k 2t + 8 and 2t + 9
@@ -17,8 +18,8 @@
 //   groups  [GROUPS][2 of 16 columns]: SCALE [8 of g][2: columns g, g + 8], then, with packed zero points,
 //           uint8 [8 of g][2: columns g, g + 8]
 //
-// GROUPS is 128 / group_size, or 1 if a group spans several weight tiles; each of these then has its scales. Columns
-// from n on and rows from k on have codes and scales of zero.
+// GROUPS is 128 / group_size, or 1 if a group spans several weight tiles, each of which then has a copy of its
+// parameters. Columns past n and rows past k have codes and scales of zero.
 //
 // Constants: SCALE, ZEROS, GROUPS, from `RepackedLayout` in kernels/repack.py.
 #pragma once
@@ -32,18 +33,17 @@ constexpr Zeros kZeros = Zeros::ZEROS;
 constexpr int kWeightTileN = 32;
 constexpr int kWeightTileK = 128;
 constexpr int kCodeBytes = kWeightTileN * kWeightTileK / 2;
-constexpr int kHalfGroupBytes = kZeros == Zeros::kPacked ? 48 : 32;  // of 16 columns
+constexpr int kHalfGroupBytes = kZeros == Zeros::kPacked ? 48 : 32;  // scales and zero points of 16 columns
 constexpr int kGroupBytes = 2 * kHalfGroupBytes;
 constexpr int kWeightTileBytes = kCodeBytes + kGroups * kGroupBytes;
 
 static_assert(kZeros != Zeros::kOffset, "float offsets cannot be repacked");
 static_assert(sizeof(SCALE) == 2, "scales are 16-bit values");
 
-// The addresses of weight tiles in global memory, from a first tile column and k tile on. Columns past the last one are
-// clamped to it: a CTA whose tile reaches beyond n copies some weight tiles there, and stores nothing computed from
-// them.
+// Addresses of weight tiles in global memory, relative to a first tile column and k tile. Columns are clamped to the
+// last tile column: a CTA whose tile extends past n copies it again, and does not store the results.
 struct TileColumns {
-  int last;  // tile column, counted from the first
+  int last;  // last tile column, relative to the first
   int64_t column_bytes;
   const uint8_t* begin;
 
@@ -56,12 +56,12 @@ struct TileColumns {
   }
 };
 
-// A lane's scales and zero points of one group: those of columns g and g + 8 of 16.
+// A lane's scales and zero points of one group, for columns g and g + 8 of 16.
 struct Group {
-  uint32_t scales;  // two SCALE
-  uint32_t zeros;   // two bytes
+  uint32_t scales;  // two values of type SCALE
+  uint32_t zeros;   // two zero points, a byte each
 
-  // `scales` and `zeros`: shared addresses of this lane's values of the weight tile's first group.
+  // `scales` and `zeros` are shared addresses of this lane's values in the weight tile's first group.
   static __device__ __forceinline__ Group load_shared(uint32_t scales, uint32_t zeros, int group) {
     return {ptx::ld_shared_u32(scales + group * kGroupBytes),
             kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + group * kGroupBytes) : 0x0808u};
@@ -72,15 +72,15 @@ struct Group {
   __device__ __forceinline__ float zero(int upper) const { return static_cast<float>((zeros >> (8 * upper)) & 255u); }
 };
 
-// Converts codes to the registers of operand A as (q - z) / kUnit, exactly. Zero points of a lane's two columns are a
-// pair of T.
+// Converts codes to the registers of operand A as (q - z) / kUnit, exactly. The zero points of a lane's two columns are
+// passed as pairs of T.
 template <class T>
 struct ExactCodes;
 
 template <>
 struct ExactCodes<half_t> {
-  // Four bits alone are a subnormal number: q * 2^-24 in the lowest bits, q * 2^-20 four bits higher. One fma scales
-  // them to q * 2^-9 and subtracts the zero point.
+  // A code in the lowest four bits of a float16 is the subnormal q * 2^-24; four bits higher it is q * 2^-20. One fma
+  // scales it to q * 2^-9 and subtracts the zero point.
   static constexpr float kUnit = 512.0f;
   static constexpr uint32_t k2Pow15 = 0x78007800u;
   static constexpr uint32_t k2Pow11 = 0x68006800u;
@@ -103,8 +103,8 @@ struct ExactCodes<half_t> {
 
 template <>
 struct ExactCodes<bfloat16_t> {
-  // bfloat16 has too few bits for q at two positions, and its subnormals are too small, so q is added to 128 and
-  // 128 + z subtracted: see int4.cuh.
+  // bfloat16 cannot hold q at two bit positions, and its subnormals are too small. So q is OR-ed into 128, and 128 + z
+  // is subtracted: see int4.cuh.
   static constexpr float kUnit = 1.0f;
 
   // Converts two bytes z to -(128 + z).
@@ -119,7 +119,7 @@ struct ExactCodes<bfloat16_t> {
 };
 
 // Converts codes to the registers of operand A as (q - z) * scale * factor, rounded once. `factor` is a power of two
-// that moves all scales to where T represents them without loss; for float16 scales it is at most 2^15.
+// that moves all scales into T's normal range; for float16 scales it is at most 2^15.
 template <class T>
 struct ScaledCodes;
 
@@ -136,7 +136,7 @@ struct ScaledCodes<half_t> {
         : value(factor), pair(from_float<half_t>(factor).bits * 0x10001u) {}
   };
 
-  uint32_t lows, highs;  // 1024 + z, -(64 + z): see int4.cuh
+  uint32_t lows, highs;  // the pairs 1024 + z and -(64 + z): see int4.cuh
   uint32_t scales;
 
   ScaledCodes() = default;
@@ -177,8 +177,8 @@ struct ScaledCodes<bfloat16_t> {
   __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
       : zeros(ExactCodes<bfloat16_t>::zeros(group.zeros)) {
     if constexpr (kIsHalf<SCALE>) {
-      // A float16 scale has 11 significant bits: bfloat16 holds the first eight, a second bfloat16 the other three.
-      // Products of q - z with either are exact, so their sum is rounded once.
+      // A float16 scale has 11 significant bits: one bfloat16 holds the upper eight, a second one the lower three. The
+      // products of q - z with either are exact, so their sum is rounded once.
       uint32_t heads[2], tails[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {

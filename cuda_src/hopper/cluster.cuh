@@ -15,8 +15,8 @@ __device__ __forceinline__ void cluster_sync() {
   }
 }
 
-// Synchronizes all threads of the cluster after mbarriers were initialized and fence_mbarrier_init was called. It
-// orders nothing else: cluster_sync would wait for all writes.
+// Synchronizes the cluster after mbarrier.init and fence_mbarrier_init. The arrival is relaxed: it orders no other
+// writes, for which cluster_sync would have to wait.
 template <int kClusterSize>
 __device__ __forceinline__ void cluster_sync_after_init() {
   if constexpr (kClusterSize == 1) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void cluster_sync_after_init() {
   }
 }
 
-// Keeps this CTA alive until no other CTA of the cluster writes to its shared memory.
+// Keeps this CTA alive until the DSMEM writes of all CTAs of the cluster have landed.
 template <int kClusterSize>
 __device__ __forceinline__ void cluster_sync_before_exit() {
   if constexpr (kClusterSize > 1) cluster_sync<kClusterSize>();

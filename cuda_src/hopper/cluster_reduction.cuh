@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Split-K over DSMEM: the CTAs of a cluster compute one tile, each over a part of K, and add their partial sums through
-// each other's shared memory. Sums are added in the order of the CTA ranks, so results are the same from run to run.
+// Split-K over DSMEM: the CTAs of a cluster compute one tile, each over a slice of K, and exchange partial sums through
+// each other's shared memory. Partial sums are added in the order of the CTA ranks, so results are bit-identical from
+// run to run.
 //
-//   PartialSumBarrier      writes are counted by an mbarrier of the CTA that receives them; it alone waits
-//   reduce_scatter_groups  every CTA writes to every other one and all synchronize; simplest, for short tiles
+//   PartialSumBarrier      an mbarrier in the receiving CTA counts the bytes; only the receiver waits
+//   reduce_scatter_groups  every CTA writes to every other one and the cluster synchronizes; simplest, for short tiles
 #pragma once
 
 #include "common/types.cuh"
@@ -12,26 +13,27 @@
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 
-// The mbarrier that counts the bytes of partial sums which other CTAs write into this CTA's shared memory. It completes
-// one phase, phase 0, in a launch.
+// An mbarrier that counts the bytes of partial sums written by other CTAs to this CTA's shared memory. It completes one
+// phase per launch, phase 0, so its phase never flips.
 struct PartialSumBarrier {
   uint32_t barrier;
 
-  // One thread initializes the barrier, calls fence_mbarrier_init, then expects all bytes. The cluster must synchronize
-  // before the first write.
+  // One thread initializes the barrier, calls fence_mbarrier_init and sets the expected byte count. The cluster must
+  // synchronize before the first write.
   __device__ __forceinline__ void init() const { ptx::mbarrier_init(barrier, 1); }
   __device__ __forceinline__ void expect(int bytes) const { ptx::mbarrier_arrive_expect_tx(barrier, bytes); }
-  // Writes four values to a shared address of the CTA `rank`, and signals its barrier.
+  // Writes four values to a shared address of CTA `rank` and completes their 16 bytes on its barrier.
   __device__ __forceinline__ void write(uint32_t rank, uint32_t shared_address, const float (&values)[4]) const {
     ptx::st_async(ptx::mapa(shared_address, rank), values, ptx::mapa(barrier, rank));
   }
-  // Blocks until all bytes have landed. A CTA must not exit before: others still write to it.
+  // Blocks until all expected bytes have landed. Call it before the CTA exits, because other CTAs write to
+  // its shared memory.
   __device__ __forceinline__ void wait_for_all() const { wait(barrier, 0); }
 };
 
-// Adds up the accumulators of a cluster's kClusterSize CTAs and leaves each with the totals of kOwnedGroups groups,
-// from rank * kOwnedGroups on. A thread has 4 accumulators of each of kNumGroups groups. `memory`, at the shared
-// address `begin` in every CTA, is float4 [kClusterSize][kNumWarpgroups][kOwnedGroups][128].
+// Sums the accumulators of a cluster's kClusterSize CTAs. CTA `rank` ends with the totals of kOwnedGroups groups,
+// starting at group rank * kOwnedGroups; a thread has 4 accumulators in each of kNumGroups groups. `memory` is float4
+// [kClusterSize][kNumWarpgroups][kOwnedGroups][128], at the shared address `begin` in every CTA.
 template <int kClusterSize, int kNumWarpgroups, int kNumGroups, int kOwnedGroups>
 __device__ __forceinline__ void reduce_scatter_groups(float (&totals)[kOwnedGroups * 4], const float* accumulators,
                                                       uint8_t* memory, uint32_t begin, int rank, int warpgroup) {

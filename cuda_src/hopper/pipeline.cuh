@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pipeline between a producer warp, which starts copies into shared memory, and the consumer warps that read them.
+// The pipeline between a producer warp, which issues copies to shared memory, and its consumer warps.
 //
-// kNumStages stages form a ring. Each stage has two mbarriers, which lie in shared memory as full [kNumStages], empty
-// [kNumStages]:
+// kNumStages stages form a ring. Each stage has two mbarriers; shared memory holds full [kNumStages], then
+// empty [kNumStages]:
 //
 //   barrier  a phase completes when                                              who arrives       who waits
 //   full     the producer has arrived and all bytes that it expects have landed  producer          consumers
@@ -21,13 +21,14 @@
 //
 // No wait passes early. Phases i and i - 2 have the same parity, so a wait for phase i returns at once, wrongly, while
 // phase i - 1 is in progress. That cannot happen: every waiting warp waits for each phase of its stage in turn, so it
-// has seen phase i - 1 complete. It requires that a stage has a fixed set of consumer warps; kernels whose groups of
-// consumer warps take turns assert kNumStages % groups == 0.
+// has seen phase i - 1 complete. This requires that each stage has a fixed set of consumer warps; kernels whose
+// consumers take turns at the stages static_assert kNumStages % CONSUMERS == 0.
 //
 // No wait misses its phase: phase i + 1 of a full barrier needs the producer, which waits for phase i of the empty
 // barrier, which needs every consumer warp to have passed its wait for phase i of the full barrier.
 //
-// Phases flip in the functions advance, advance_by and branch_to_next of this file and nowhere else.
+// Phases flip in PipelineState::advance, advance_by and branch_to_next and in PipelineAddresses::advance, and nowhere
+// else. The only mbarrier outside of a ring is PartialSumBarrier (cluster_reduction.cuh): it has one phase, phase 0.
 //
 //   Pipeline<kStages, Barriers::kBegin> pipeline{shared_begin};
 //
@@ -43,7 +44,7 @@
 //     }
 //     state.advance();
 //
-// The template parameters of this folder are named kLikeThis, because kernels have macros such as STAGES.
+// Template parameters in this folder are named kLikeThis, because the kernels' constants (STAGES, ...) are macros.
 #pragma once
 
 #include "common/types.cuh"
@@ -56,31 +57,33 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t phase) {
   }
 }
 
-// A position in the ring: the stage and the parity of the phase to wait for there.
+// A position in the ring: the stage, and the parity of the phase to wait for.
 template <int kNumStages>
 struct PipelineState {
   int stage_idx;
   uint32_t phase;
 
-  // The state that waits on empty barriers: the first pass over the ring does not block.
+  // Returns the initial state of a warp that waits on empty barriers: it does not block in the first pass
+  // over the ring.
   static __device__ constexpr PipelineState producer() { return {0, 1}; }
-  // The state that waits on full barriers.
+  // Returns the initial state of a warp that waits on full barriers.
   static __device__ constexpr PipelineState consumer(int stage_idx = 0) { return {stage_idx, 0}; }
 
-  // The three functions apply one rule: behind the last stage the ring starts again, in the next phase. They differ in
-  // the registers that ptxas needs, so each kernel keeps to one of them.
-  // Moves to the next stage.
+  // advance, branch_to_next and advance_by apply the same rule: after the last stage the index wraps to 0 and the phase
+  // flips. ptxas allocates different registers for them, so each kernel uses only one.
+  //
+  // Advances to the next stage.
   __device__ __forceinline__ constexpr void advance() {
     *this = stage_idx + 1 == kNumStages ? PipelineState{0, phase ^ 1u} : PipelineState{stage_idx + 1, phase};
   }
-  // Moves to the next stage by a branch instead of a select: for the convolutions.
+  // Like advance(), with a branch instead of a select: it costs the convolutions fewer registers.
   __device__ __forceinline__ void branch_to_next() {
     if (++stage_idx == kNumStages) {
       stage_idx = 0;
       phase ^= 1u;
     }
   }
-  // Moves `count` stages on, at most kNumStages: for consumers that take turns at the stages.
+  // Advances by `count` stages, at most kNumStages, for consumers that take turns at the stages.
   __device__ __forceinline__ constexpr void advance_by(int count) {
     stage_idx += count;
     if (stage_idx >= kNumStages) {
@@ -94,15 +97,15 @@ struct PipelineState {
 
 constexpr int kBarrierBytes = 8;
 
-// A PipelineState that waits on full barriers, kept as the offset of its stage and the address of its barrier: for a
-// loop that has no registers left to multiply a stage index.
+// A PipelineState for full barriers that holds the stage's byte offset and the barrier's address instead of an index,
+// for loops that have no registers left for address arithmetic.
 template <int kNumStages, int kStageBytes>
 struct PipelineAddresses {
   uint32_t stage_offset;
   uint32_t full_barrier;
   uint32_t phase;
 
-  // Moves to the next stage. `full_barriers`: the address of the first stage's barrier.
+  // Advances to the next stage. `full_barriers` is the address of the full barrier of stage 0.
   __device__ __forceinline__ void advance(uint32_t full_barriers) {
     stage_offset += kStageBytes;
     full_barrier += kBarrierBytes;
@@ -114,7 +117,7 @@ struct PipelineAddresses {
   }
 };
 
-// The full and empty barriers of a ring, 2 * kNumStages * kBarrierBytes bytes at the offset kOffset of shared memory.
+// The full and empty barriers of a ring: 2 * kNumStages * kBarrierBytes bytes at byte offset kOffset of shared memory.
 template <int kNumStages, int kOffset>
 struct Pipeline {
   using State = PipelineState<kNumStages>;
@@ -128,14 +131,15 @@ struct Pipeline {
     return full_barrier(kNumStages + stage_idx);
   }
 
-  // Initializes one stage. `full_arrivals`: 1 for the producer, plus each warp that stores to the stage itself;
-  // `empty_arrivals`: consumer warps, of all CTAs that the copies of this one serve. Call fence_mbarrier_init
-  // afterwards, then synchronize the CTA or, if others signal these barriers, the cluster.
+  // Initializes the barriers of one stage. `full_arrivals` is 1 for the producer, plus 1 for each warp that fills
+  // the stage with its own stores. `empty_arrivals` is the number of consumer warps in all CTAs that receive this
+  // CTA's copies. Afterwards call fence_mbarrier_init, then synchronize the CTA or, if other CTAs signal these
+  // barriers, the cluster.
   __device__ __forceinline__ void init_stage(int stage_idx, int full_arrivals, int empty_arrivals) const {
     ptx::mbarrier_init(full_barrier(stage_idx), full_arrivals);
     ptx::mbarrier_init(empty_barrier(stage_idx), empty_arrivals);
   }
-  // Initializes all stages, from one thread.
+  // Initializes the barriers of all stages. One thread calls it.
   __device__ __forceinline__ void init(int full_arrivals, int empty_arrivals) const {
 #pragma unroll
     for (int stage_idx = 0; stage_idx < kNumStages; ++stage_idx) init_stage(stage_idx, full_arrivals, empty_arrivals);
@@ -155,14 +159,14 @@ struct Pipeline {
     release(empty_barrier(stage_idx), lane);
   }
 
-  // The empty barriers, [kNumStages], at which this lane arrives when a stage was filled by the copies of kClusterSize
-  // CTAs: lane i signals CTA i of the cluster.
+  // Returns the address of the empty barriers [kNumStages] at which this lane arrives when the stages are filled by
+  // multicast copies of kClusterSize CTAs: lane i arrives in CTA i of the cluster.
   template <int kClusterSize>
   __device__ __forceinline__ uint32_t cluster_empty_barriers(int lane) const {
     return kClusterSize == 1 ? empty_barrier(0) : ptx::mapa(empty_barrier(0), lane % kClusterSize);
   }
-  // Releases the stage of an empty barrier, which lies in this CTA, or in each CTA of a cluster by
-  // cluster_empty_barriers.
+  // Arrives at an empty barrier once all lanes of the warp have read the stage: in this CTA, or with kClusterSize > 1
+  // in each CTA of the cluster, at an address from cluster_empty_barriers.
   template <int kClusterSize = 1>
   static __device__ __forceinline__ void release(uint32_t barrier, int lane) {
     __syncwarp();

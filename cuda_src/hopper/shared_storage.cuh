@@ -13,20 +13,20 @@
 //   };
 //   ASSERT_SHARED_BYTES(SharedStorage);
 //
-// The host computes the size of the launch from the configuration and passes it as the constant SHARED_BYTES, so a
-// layout that differs from the host's does not compile.
+// The host computes the size from the configuration and passes it as the constant SHARED_BYTES; a layout of another
+// size fails to compile.
 #pragma once
 
 #include "common/types.cuh"
 
-// kCount elements of kElementBytes bytes from the offset kFirst on.
+// An array of kCount elements of kElementBytes bytes each at byte offset kFirst of shared memory.
 template <int kFirst, int kCount, int kElementBytes>
 struct SharedArray {
   static constexpr int kBegin = kFirst;
   static constexpr int kBytes = kCount * kElementBytes;
   static constexpr int kEnd = kFirst + kBytes;
 
-  // Returns the shared address of an element.
+  // Returns the shared address of element `index`.
   static __device__ __forceinline__ uint32_t at(uint32_t shared_begin, int index = 0) {
     return shared_begin + kFirst + index * kElementBytes;
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// TMA: tensor maps, and boxes of x that reach beyond its rows. The copy instructions are in ptx/bulk_copy.cuh: copies
-// of a run of bytes (cp.async.bulk) and of a box of a tensor map (cp.async.bulk.tensor), which signal a full barrier of
-// pipeline.cuh with the bytes that have landed.
+// TMA: tensor maps, and boxes of x that extend past its last row. The copy instructions are in ptx/bulk_copy.cuh:
+// cp.async.bulk copies contiguous bytes, cp.async.bulk.tensor a box of a tensor map; both complete bytes on a full
+// barrier of pipeline.cuh.
 #pragma once
 
 #include "common/types.cuh"
@@ -13,7 +13,8 @@ struct alignas(64) TensorMap {
   uint8_t bytes[128];
 };
 
-// Copies a box to the same address of every CTA of a cluster of kClusterSize CTAs and signals the barrier of each.
+// Copies a box to the same shared address in every CTA of a cluster (multicast) and completes its bytes on the barrier
+// of each CTA.
 template <int kClusterSize>
 __device__ __forceinline__ void tma_multicast_3d(uint32_t shared_address, const TensorMap* map, int x, int y, int z,
                                                  uint32_t full_barrier) {
@@ -24,10 +25,10 @@ __device__ __forceinline__ void tma_multicast_3d(uint32_t shared_address, const 
   }
 }
 
-// The rows of a tile of x. TMA is slow on boxes that reach beyond the tensor map (17.4 in place of 10.2 us for 65 rows
-// of 128, 4096 x 4096, H100), so boxes reach at most 15 rows beyond it:
-//   - The last of several tiles ends with x. It computes rows of the preceding tile again, but does not store them.
-//   - If the only tile lacks 16 rows or more, its boxes have m rows; the rows below are zeroed once.
+// The rows of a tile of x. TMA is slow if a box extends far beyond the tensor map (17.4 instead of 10.2 us for 65 rows
+// in a box of 128, 4096 x 4096, H100), so boxes extend at most 15 rows beyond it:
+//   - The last of several tiles ends with the last row of x. Rows of the preceding tile are recomputed, but not stored.
+//   - If M is a single tile that lacks 16 rows or more, boxes have m rows, and the missing rows are zeroed once.
 
 // Returns the first row of x in a tile.
 template <int kTileM>
@@ -35,14 +36,14 @@ __device__ __forceinline__ int tile_row_begin(int m_block, int m) {
   return min(m_block * kTileM, max(m - kTileM, 0));
 }
 
-// Returns whether the only tile has rows that no copy fills.
+// Returns whether M is a single partial tile with at least 16 missing rows, which TMA does not fill.
 template <int kTileM>
 __device__ __forceinline__ bool has_missing_rows(int m) {
   return m <= kTileM - 16;
 }
 
-// Zeroes kBytes of shared memory, from kNumThreads threads, and makes the zeros visible to wgmma and TMA. Synchronize
-// the threads with the producer afterwards.
+// Zeroes kBytes of shared memory with kNumThreads threads and makes the zeros visible to wgmma and TMA. The threads and
+// the producer must synchronize afterwards.
 template <int kBytes, int kNumThreads>
 __device__ __forceinline__ void zero_shared(uint8_t* shared) {
   for (int i = threadIdx.x; i < kBytes / 16; i += kNumThreads) {

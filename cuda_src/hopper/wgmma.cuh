@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// wgmma by the type of its operands.
+// wgmma by operand type.
 #pragma once
 
 #include "common/types.cuh"
 #include "ptx/wgmma.cuh"
 
-// d = a * b, plus d if kAccumulate: A of 64 rows and 16 k from registers (ptx/wgmma.cuh), B by its descriptor in shared
-// memory. T is half_t or bfloat16_t.
+// Computes d = a * b, or d += a * b if kAccumulate, over 16 k: A (64 rows) in registers (ptx/wgmma.cuh), B in shared
+// memory, given by its matrix descriptor. T is half_t or bfloat16_t.
 template <class T, bool kAccumulate, int kCount>
 __device__ __forceinline__ void wgmma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b) {
   if constexpr (kIsHalf<T>) {

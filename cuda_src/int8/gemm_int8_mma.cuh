@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer product of gemm_int8.cuh by mma.sync, whichever way its stages are copied: one launch for all
-// quantization blocks, whose int32 products are scaled and added to float32 accumulators in registers.
+// The integer GEMM of gemm_int8.cuh by mma.sync, for any way of copying stages. One launch computes all quantization
+// blocks: their int32 products are scaled and added to float32 accumulators in registers.
 //
-// Limits: k % 16 == 0; block_size % 32 == 0 or block_size == k; xq starts at a multiple of 16 bytes. EVEN: the rows of
-// y start at multiples of two elements. X_BLOCKS is the largest number of blocks that meet in 128 k.
+// Limits: k % 16 == 0; block_size % 32 == 0 or block_size == k; xq starts at a multiple of 16 bytes. EVEN: rows of y
+// start at multiples of two elements. X_BLOCKS is the largest number of blocks that overlap the 128 k of a stage.
 //
 // A CTA of WARPS_M x WARPS_N warps, each with WARP_M rows and 32 columns of y, pipelines 128 k per stage through STAGES
 // stages of shared memory:
-//   x [BLOCK_M][128] bytes: the 16-byte chunk c of row r lies at chunk c ^ r % 8;
-//   weight [BLOCK_N][128] bytes in the same order, or for 4 bits [BLOCK_N][64]: chunk c lies at chunk c ^ r / 2 % 4;
-//   sA, oA, sumA [X_BLOCKS][3][BLOCK_M] and sB, oB, sumB*sB [X_BLOCKS][3][BLOCK_N].
+//   x [BLOCK_M][128] bytes; the 16-byte chunk c of row r is stored at chunk c ^ r % 8
+//   weight [BLOCK_N][128] bytes, swizzled likewise, or for 4 bits [BLOCK_N][64], chunk c at chunk c ^ r / 2 % 4
+//   sA, oA, sumA [X_BLOCKS][3][BLOCK_M] and sB, oB, sumB*sB [X_BLOCKS][3][BLOCK_N]
 #pragma once
 
 #include "common/copy_to_shared.cuh"
@@ -19,7 +19,7 @@
 
 constexpr int kWarpsM = WARPS_M;
 constexpr int kWarpsN = WARPS_N;
-constexpr int kTilesM = WARP_M / 16;  // mma tiles of a warp
+constexpr int kTilesM = WARP_M / 16;  // mma tiles per warp along m
 constexpr int kTilesN = 4;
 constexpr int kStages = STAGES;
 constexpr int kXBlocks = X_BLOCKS;
@@ -30,12 +30,12 @@ constexpr int kBlockM = kWarpsM * WARP_M;
 constexpr int kBlockN = kWarpsN * kTilesN * 8;
 constexpr int kBlockK = 128;
 constexpr int kStepK = 32;
-// The interval at which a block may end: with one block in a stage only at the end of the stage.
+// The k interval at which a block may end; with one block per stage only the end of the stage.
 constexpr int kCheckSteps = X_BLOCKS == 1 ? kBlockK / kStepK : 1;
 constexpr int kXBytes = kBlockM * kBlockK;
-constexpr int kUnitsN = kBits;  // 16-byte chunks in a row of the weight
+constexpr int kUnitsN = kBits;  // 16-byte chunks per row of the weight
 constexpr int kWeightBytes = kBlockN * kUnitsN * 16;
-constexpr int kXParameters = kXBytes + kWeightBytes;  // byte offset in a stage
+constexpr int kXParameters = kXBytes + kWeightBytes;  // byte offset of sA, oA, sumA in a stage
 constexpr int kWeightParameters = kXParameters + kXBlocks * 3 * kBlockM * 4;
 constexpr int kStageBytes = kWeightParameters + kXBlocks * 3 * kBlockN * 4;
 constexpr int kAccumulators = kTilesM * kTilesN * 4;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     }
   };
 
-  // Adds the scaled products of block `b` to the accumulators; at the end of the block also its offset terms, once.
+  // Adds the scaled products of block `b` to the accumulators and, at the end of the block, its offset terms.
   auto close_block = [&](int stage, int within, int b, bool is_end) {
     const auto* of_x = reinterpret_cast<const float*>(shared + stage * kStageBytes + kXParameters) +
                        within * 3 * kBlockM + warp_m + lane / 4;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     if constexpr (kBits == 8) {
 #pragma unroll
       for (int pair = 0; pair < kTilesN / 2; ++pair) {
-        // Matrices 0, 1: columns 0 .. 7, k below and above 16; matrices 2, 3: columns 8 .. 15.
+        // ldmatrix: matrices 0 and 1 are columns 0 .. 7 at k 0 .. 15 and 16 .. 31; 2 and 3 are columns 8 .. 15.
         const int row = warp_n + pair * 16 + lane / 16 * 8 + lane % 8;
         const int unit = step * 2 + lane / 8 % 2;
         uint32_t words[4];
@@ -204,7 +204,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     }
 #pragma unroll
     for (int i = 0; i < kTilesM; ++i) {
-      // Matrices 0, 1: rows 0 .. 7 and 8 .. 15 of k below 16; matrices 2, 3: of k above.
+      // ldmatrix: matrices 0 and 1 are rows 0 .. 7 and 8 .. 15 at k 0 .. 15; matrices 2 and 3 are at k 16 .. 31.
       const int row = warp_m + i * 16 + lane % 16;
       const int unit = step * 2 + lane / 16;
       uint32_t a[4];
@@ -224,7 +224,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     copies.template wait<kStages - 2>();
     __syncthreads();
-    // All warps have read the preceding stage: refill it.
+    // All warps have finished reading the preceding stage: refill it.
     const int tile_ahead = tile + kStages - 1;
     if (tile_ahead < tile_end) start_stage(tile_ahead, stage == 0 ? kStages - 1 : stage - 1);
     copies.commit();
@@ -236,7 +236,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
       const int step_end = tile * kBlockK + (step + 1) * kStepK;
       matmul(stage, step);
       if ((step + 1) % kCheckSteps != 0) continue;
-      // Beyond k all codes are 0, and so are the products.
+      // Past k all codes and products are 0.
       const bool is_end = step_end >= block_end && step_end - kCheckSteps * kStepK < block_end;
       const bool is_last = step == kBlockK / kStepK - 1 && tile + 1 == tile_end;
       if (is_end || is_last) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer product of gemm_int8.cuh for sm_80 and newer (FP8: sm_89), with its operands: mma m16n8k32
-// (gemm_int8_mma.cuh), and cp.async.
+// The integer GEMM of gemm_int8.cuh for sm_80 and newer (FP8: sm_89): mma m16n8k32 (gemm_int8_mma.cuh), cp.async.
 #include "int8/gemm_int8_mma.cuh"
 
 static_assert(__CUDA_ARCH__ >= (FP8 ? 890 : 800), "gemm_int8_sm80 needs sm_80, and for FP8 sm_89, or newer");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //   y[m, n] = activation(sum over quantization blocks b of A_b[m] . W_b[n] + bias[n])
-// for 8-bit rows A and weight W with parameters for each block, as in gemm_int8.cuh; by wgmma on sm_90a, for hundreds
-// of rows and more. Each block's int32 products are scaled and added to float32 accumulators in registers.
+// for 8-bit rows A and an 8-bit weight W, with parameters per block as in gemm_int8.cuh; by wgmma on sm_90a, for
+// hundreds of rows and more. Each block's int32 products are scaled and added to float32 accumulators in registers.
 //
 //   w_map       tensor map of the weight's codes, int8 [1][n][k], boxes of [1][256 / CLUSTER][128], 128-byte swizzle
 //   parameters  float32 [ceil(n / 64)][ceil(k / 128)][X_BLOCKS][parameter][warp][8 g][2], for columns 16 warp + g and
@@ -12,20 +12,20 @@
 //   bias        BIAS [n] or null
 //   y           Y [m, n], row stride ldy; `aligned`: its rows start at multiples of 16 bytes
 //
-// Limits: k % 16 == 0; block_size is a multiple of 128, or 64 or 32, or k. X_BLOCKS is the number of blocks in 128 k.
+// Limits: k % 16 == 0; block_size is 32, 64, a multiple of 128, or k. X_BLOCKS is the number of blocks per 128 k.
 //
-// W is operand A of wgmma and x is B, so the accumulators hold y^T: 64 columns of y by 64 rows. W has one byte per code
-// even for 4 bits: operand A in registers would stall a warp until the preceding wgmma has started, and from shared
-// memory wgmma reads bytes. The bytes have room for zero points, so weights whose offsets are multiples of their scales
-// have no WEIGHT_OFFSET here.
+// W is operand A of wgmma and x is B, so the accumulators hold y^T: 64 columns of y by 64 rows. Codes take one byte
+// each even for 4 bits, because wgmma reads bytes from shared memory; operand A in registers would stall a warp until
+// the preceding wgmma has started. A byte has room for code - zero point, so a weight whose offsets are multiples of
+// its scales needs no WEIGHT_OFFSET.
 //
-// FP8: xq and the codes are e4m3, x_sums and the products float32; implies ROW_SCALES. ROW_SCALES multiplies finished
-// sums by the scale of x, which saves a multiplication per product.
+// FP8: xq and the codes are e4m3, x_sums and the products float32; implies ROW_SCALES. ROW_SCALES applies the scale of
+// x to the final accumulators, which saves a multiplication per product.
 //
 // A CTA computes tiles of 128 rows and 256 columns with two consumer warpgroups of 64 rows each. A warpgroup scales the
-// products of one m64 tile (64 columns) while the tensor cores multiply the next one, and shares the scales of x, in
-// registers, among its four m64 tiles. CTAs are persistent. The CLUSTER CTAs of a cluster have neighbouring rows and
-// share the copies of the weight.
+// products of one m64 tile (64 columns) while the tensor cores compute the next one; its four m64 tiles share the
+// scales of x, in registers. CTAs are persistent. The CLUSTER CTAs of a cluster have adjacent rows and share the copies
+// of the weight by multicast.
 #include "common/warp.cuh"
 #include "hopper/cluster.cuh"
 #include "hopper/tma.cuh"
@@ -38,7 +38,7 @@
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_int8_sm90 needs sm_90a");
 
-// The producer warp, which copies xq, the codes and the parameters of the weight.
+// The producer warp: copies xq, and the codes and parameters of the weight.
 __device__ __forceinline__ void produce(const SharedStorage& shared, const TensorMap* w_map, const uint8_t* parameters,
                                         const TensorMap* x_map, int m_blocks, int n_blocks, int n, int k) {
   const auto pipeline = shared.pipeline();
@@ -53,7 +53,7 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, const Tenso
   State state = State::producer();
   for (TileScheduler scheduler(m_blocks, n_blocks); scheduler.is_valid(); scheduler.advance()) {
     const TileCoordinates tile = scheduler.tile();
-    // m64 tiles beyond the weight read the parameters of its last one; their results are not stored.
+    // m64 tiles past n read the parameters of the last one; their results are not stored.
     const int64_t n64_block = min(tile.n_block * kM64Tiles + lane % kM64Tiles, ceil_div(n, 64) - 1);
     const uint8_t* source = parameters + n64_block * k_tiles * kParameterTileBytes;
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, const Tenso
   __syncwarp();
 }
 
-// The warps that copy the parameters of x. A lane has two adjacent rows.
+// The warps that copy the parameters of x; each lane copies those of two adjacent rows.
 __device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared, uint8_t* memory, const float* x_scale,
                                                      const float* x_offset, const Product* x_sums, int m_blocks,
                                                      int n_blocks, int m, int k, int block_size) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared
   const int lane = threadIdx.x % 32;
   const int local_row = (threadIdx.x / 32 - kConsumerWarps - 1) * (kBlockM / kXParameterWarps) + lane * 2;
   const int blocks = ceil_div(k, block_size);
-  // A span is 128 k, or one of the X_BLOCKS blocks in them.
+  // A span is 128 k, or with X_BLOCKS > 1 one block.
   const int spans = ceil_div(k, kBlockK) * kXBlocks;
   const int block_spans = kXBlocks == 1 ? max(block_size / kBlockK, 1) : 1;
   ptx::griddepcontrol_wait();
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  source + (b * kParameters + parameter) * kBlockM + warpgroup * kWarpgroupM + j * 8 + lane % 4 * 2);
       return values;
     };
-    // Releases a stage in every CTA of the cluster, whose copies filled it.
+    // Releases a stage in every CTA of the cluster, because their multicast copies filled it.
     auto release = [&](int stage_idx) {
       __syncwarp();
       if constexpr (kClusterSize == 1) {
@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       float accumulators[kM64Tiles][kAccumulators] = {};
       Product products[2][kAccumulators];
       Vector<float, 2> x_scales[kAccumulators / 4];
-      int b = 0;  // the quantization block within the stage
+      int b = 0;  // index of the quantization block in the stage
       auto start = [&](int tile) {
         const uint64_t w_begin =
             ptx::wgmma_descriptor(shared.codes(state.stage_idx) + tile * (64 * kBlockK)) + b * kBlockSteps * 2;
@@ -252,8 +252,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             if (is_last && b == 0) pipeline.consumer_wait(state);
             start((i + 1) % kM64Tiles);
           }
-          // Always true. The branch keeps the scaling before the wait for the next products; the compiler would sink
-          // half of it below.
+          // Always true. The branch keeps all scaling before the wait for the next products; the compiler would move
+          // half of it after the wait.
           if (m > 0) {
 #pragma unroll
             for (int j = 0; j < kAccumulators / 4; ++j) {

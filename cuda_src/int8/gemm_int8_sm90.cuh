@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile of gemm_int8_sm90: its shape, its shared memory, the tile scheduler and the epilogue.
+// The tile shape, shared memory, tile scheduler and epilogue of gemm_int8_sm90.
 #pragma once
 
 #include "common/epilogue.cuh"
@@ -35,20 +35,21 @@ constexpr int kBlockM = 128;
 constexpr int kBlockN = kM64Tiles * 64;
 constexpr int kBlockK = 128;
 constexpr int kWarpgroupM = kBlockM / kWarpgroups;
-constexpr int kAccumulators = kWarpgroupM / 2;  // of a thread, in an m64 tile
-// The wgmma instructions of 32 k on one quantization block in a stage.
+constexpr int kAccumulators = kWarpgroupM / 2;  // per thread and m64 tile
+// The number of wgmma instructions (32 k each) per quantization block of a stage.
 constexpr int kBlockSteps = kBlockK / 32 / kXBlocks;
-// The spans of k whose parameters of x a lane loads together, as its registers allow, to overlap their latency.
+// The number of spans of k for which a lane loads the parameters of x at once: latencies overlap as far
+// as registers allow.
 constexpr int kLoadedSpans = X_OFFSET ? 1 : 2;
 
-constexpr int kParameters = 1 + kWeightOffset + kXOffset;  // of a column, in a block
+constexpr int kParameters = 1 + kWeightOffset + kXOffset;  // parameters per column and block
 constexpr int kOffsetParameter = 1;
 constexpr int kSumParameter = 1 + kWeightOffset;
 constexpr int kParameterTileBytes = kXBlocks * kParameters * 64 * 4;
 constexpr int kXParameterBytes = kXBlocks * kParameters * kBlockM * 4;
 
 constexpr int kStoreRows = sizeof(Y) == 2 ? 16 : 8;
-constexpr int kStoreRowBytes = kBlockN * sizeof(Y) + 16;  // 16 more bytes put 8 rows into different banks
+constexpr int kStoreRowBytes = kBlockN * sizeof(Y) + 16;  // padded by 16 bytes: 8 rows lie in different banks
 
 static_assert(kRowScales || !kFp8, "FP8 implies ROW_SCALES");
 static_assert(!kRowScales || !(kXOffset || (kWeightOffset && !kFp8)), "ROW_SCALES excludes offsets");
@@ -76,9 +77,11 @@ ASSERT_SHARED_BYTES(SharedStorage);
 
 using State = PipelineState<kStages>;
 
-// The tiles of a persistent cluster, whose CTAs have neighbouring rows.
+static_assert(kBandRows % kClusterSize == 0, "a band has whole rows of units");
+
+// The tile scheduler of a persistent cluster, whose CTAs have adjacent rows.
 struct TileScheduler : PersistentTileScheduler<kClusterSize> {
-  int m_blocks, n_blocks;  // of clusters
+  int m_blocks, n_blocks;  // the matrix of units; a unit is a tile of each CTA
 
   __device__ __forceinline__ TileScheduler(int m_blocks, int n_blocks)
       : PersistentTileScheduler(m_blocks * n_blocks), m_blocks(m_blocks), n_blocks(n_blocks) {}
@@ -89,14 +92,14 @@ struct TileScheduler : PersistentTileScheduler<kClusterSize> {
   }
 };
 
-// Stores a warpgroup's part of a tile through shared memory: a thread's accumulators run along the rows of y, and
-// 16-byte stores run along its columns.
+// Stores a warpgroup's rows of a tile through shared memory: a thread's accumulators are adjacent along the rows of y,
+// but 16-byte stores run along its columns.
 template <class T>
 __device__ __forceinline__ void store_tile(uint8_t* memory, const float (&accumulators)[kM64Tiles][kAccumulators],
                                            const TileCoordinates& tile, const Epilogue<T>& epilogue, T* y, int m, int n,
                                            int ldy, bool aligned) {
   constexpr int kUnit = 16 / sizeof(T);
-  // Read %tid anew, so that nothing derived from it holds registers during the main loop.
+  // Read %tid again, so that values derived from it hold no registers during the main loop.
   const int index = ptx::thread_index_now();
   const int warpgroup = index / 128;
   const int thread = index % 128;
@@ -104,7 +107,7 @@ __device__ __forceinline__ void store_tile(uint8_t* memory, const float (&accumu
   const int row_begin = tile.m_block * kBlockM + warpgroup * kWarpgroupM;
   const int column_begin = tile.n_block * kBlockN;
   uint8_t* buffer = memory + SharedStorage::Store::kBegin + warpgroup * kStoreRows * kStoreRowBytes;
-  // In accumulators[i], values v = 0, 1 belong to this column of m64 tile i, and values 2, 3 to column + 8.
+  // In accumulators[i], values v = 0, 1 belong to this column of m64 tile i, values 2, 3 to column + 8.
   const int my_column = thread / 32 * 16 + lane / 4;
   float biases[kM64Tiles][2] = {};
   if constexpr (kHasBias) {

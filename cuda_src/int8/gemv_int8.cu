@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer product of gemm_int8.cuh for up to ROWS rows, with its operands; each weight is read once. Any
-// architecture: mma from sm_75 on, dp4a below.
+// The integer GEMM of gemm_int8.cuh for up to ROWS rows; each weight is read once. Any architecture: mma on sm_75 and
+// newer, else dp4a.
 //
 // Limits: m <= ROWS; k % 16 == 0; block_size % 32 == 0 or block_size == k; xq starts at a multiple of 16 bytes.
 //
 // A CTA of WARPS warps computes 16 columns of y. Its warps, and the splits of the grid, take turns at chunks of 128 k.
-// With g = lane / 4 and t = lane % 4, a lane has columns g and g + 8 and the t-th 32 k of a chunk, which belong to one
-// block: 16 adjacent bytes of 4-bit codes. It accumulates these alone until the final reduction over lanes, so blocks
-// of 32 cost no more than longer ones.
+// With g = lane / 4 and t = lane % 4, a lane computes columns g and g + 8 over the t-th 32 k of a chunk, which lie in
+// one block: 16 adjacent bytes of 4-bit codes. Lanes stay independent until the final reduction, so blocks of 32 cost
+// no more than longer ones.
 //
-// mma, however, adds the k of four lanes. So a column of its B stands for one row of x and one lane: column 2 u + r
-// holds row r for the k of lanes t = u and zeros for the other lanes, and C gives each lane the products of its own k
-// with two rows. Three quarters of the products are with zeros, but the tensor cores are idle otherwise; dp4a would
-// take longer than the loads for 8 rows.
+// An mma, however, sums over the k of four lanes. So each column of operand B stands for one row of x and one lane:
+// column 2 u + r holds row r for the k of lanes t = u and zeros for the other lanes, and C gives each lane the products
+// of its own k with two rows. Three quarters of the products are with zeros, but the tensor cores are idle otherwise;
+// with dp4a, 8 rows would take longer than the loads.
 //
 // Each warp prefetches PREFETCHED_CHUNKS chunks. Only the weight is read before griddepcontrol.wait (sm_90 and newer).
 #include "int8/gemm_int8.cuh"
@@ -28,18 +28,18 @@ constexpr bool kTensor = __CUDA_ARCH__ >= 750;
 constexpr bool kDependent = __CUDA_ARCH__ >= 900;
 constexpr int kThreads = kWarps * 32;
 constexpr int kColumns = 16;
-constexpr int kStep = 32;  // the k of a lane in a chunk
+constexpr int kStep = 32;  // k per lane and chunk
 constexpr int kChunk = 4 * kStep;
-constexpr int kUnits = kBits / 4;  // 16-byte units of codes of a column in a step
+constexpr int kUnits = kBits / 4;  // 16-byte vectors of codes per column and step
 constexpr int kWords = kStep / 4;
-constexpr int kSteps = 4 * kPrefetchedChunks;  // that a warp multiplies per fetch of x
+constexpr int kSteps = 4 * kPrefetchedChunks;  // steps per warp and load of x
 constexpr int kOutputs = kRows * kColumns;
 
 static_assert(kRows % 2 == 0, "an mma multiplies two rows");
 static_assert(kOutputs <= kThreads, "a thread stores at most one output");
 
-// A warp's part of x for its prefetched chunks, with rows in different banks. `row` (row_term) and `offset` are nonzero
-// only in the first step of a block, so that they are added once.
+// A warp's part of x for its prefetched chunks, padded so that rows lie in different banks. `row` (row_term) and
+// `offset` are nonzero only in the first step of a block, so that they are added once.
 struct XPart {
   alignas(16) uint8_t codes[kRows][kPrefetchedChunks * kChunk + 16];
   float scale[kRows][kSteps];
@@ -47,7 +47,7 @@ struct XPart {
   float offset[kRows][kSteps];
 };
 
-// A lane's part of the weight in a chunk.
+// A lane's part of the weight in one chunk.
 struct WeightPart {
   Vector<uint32_t, 4> codes[2][kUnits];
   float scale[2];
@@ -55,7 +55,8 @@ struct WeightPart {
   float column[2];
 };
 
-// Two CTAs per SM, so that one loads weights while the other finishes; without dp4a registers suffice for one.
+// Two CTAs per SM, so that one loads weights while the other finishes. Without dp4a (below sm_61) the registers suffice
+// for one only.
 extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 : 1)
     gemv_int8(const int8_t* xq, const float* x_scale, const float* x_offset, const int32_t* x_sums,
               const uint8_t* codes, const float* parameters, const BIAS* bias, Y* y, float* partials,
@@ -74,18 +75,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
   const int chunk_end = static_cast<int>(static_cast<int64_t>(chunks) * (blockIdx.z + 1) / gridDim.z);
   const int64_t plane = static_cast<int64_t>(blocks) * n_padded;
 
-  // Returns the block of a step, without a division; exact for k below 2^27.
+  // Returns the block of a step without a division; exact for k < 2^27.
   const float blocks_per_step = __frcp_rn(static_cast<float>(ceil_div(block_size, kStep)));
   auto block_of = [&](int step) { return static_cast<int>((static_cast<float>(step) + 0.5f) * blocks_per_step); };
 
-  // Columns beyond n repeat the last one and are not stored.
+  // Columns past n repeat the last one and are not stored.
   const float* of_column = parameters + n_begin + lane / 4;
   uint32_t column_units[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) column_units[half] = min(n_begin + half * 8 + lane / 4, n - 1) * steps * kUnits;
   auto fetch_weight = [&](WeightPart& part, int chunk) {
     if (chunk >= chunk_end) return;
-    // Beyond k the codes of x are zero, and so must be the parameters, which might not be finite.
+    // Past k the codes of x are zero. The parameters must be zero, too, because they might not be finite.
     const int step = chunk * 4 + t;
     const bool valid = step < steps;
     const int clamped_step = min(step, steps - 1);
@@ -103,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
     }
   };
 
-  // Rows beyond m repeat the last one and are not stored.
+  // Rows past m repeat the last one and are not stored.
   auto fetch_x = [&](int first) {
     XPart& part = x_parts[warp];
     const int k_end = min(k, chunk_end * kChunk);
@@ -150,9 +151,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
     const int index = depth * 4 + t;
 #pragma unroll
     for (int pair = 0; pair < kRows; pair += 2) {
-      // The other lanes have brought x. Again every four rows: else the compiler loads x sooner than registers allow.
+      // The other lanes have stored their part of x. Synchronize again every four rows: otherwise the compiler hoists
+      // loads of x and runs out of registers.
       if (pair % 4 == 0) __syncwarp();
-      // Four codes of x a word: of the column of B that this lane holds, or of two rows.
+      // Words of four codes of x: of the column of B that this lane holds (mma), or of two rows (dp4a).
       constexpr int kXRows = kTensor ? 1 : 2;
       Vector<uint32_t, kWords / 2> x_words[kXRows][2] = {};
       if (!kTensor || lane / 8 == t) {
@@ -166,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
       int32_t products[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};  // [half][row]
 #pragma unroll
       for (int word = 0; word < kWords / 2; ++word) {
-        // Two words of each column: k from 4 * word and from 16 + 4 * word on.
+        // Two words of each column: k starting at 4 * word and at 16 + 4 * word.
         uint32_t a[4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -212,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
     __syncwarp();
   }
 
-  // Reduce over the four lanes of a column, the warps and the splits: thread i gets output i.
+  // Reduce over the four lanes of a column, the warps and the splits: thread i ends with output i.
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll

@@ -2,7 +2,7 @@
 //   scale[m] = max(max|x[m]|, 2^-100) / 448
 //   codes[m, k] = e4m3(x[m, k] * (448 / max(max|x[m]|, 2^-100))), to nearest even
 //   sums[m, b] = sum of the values of the codes in block b of block_size columns
-// Every operation is rounded to float32 and none is fused. A row with a NaN or an infinity has scale NaN and codes 0.
+// Every operation is rounded to float32, without FMA. A row with a NaN or an infinity has scale NaN and codes 0.
 //
 //   x        X [m, k], row stride ldx, rows at multiples of 16 bytes
 //   codes    e4m3 [m, k]
@@ -11,8 +11,8 @@
 //
 // Limits: sm_89 and newer; k % 8 == 0; block_size is 8, 16, 32, 64, 128 or 256.
 //
-// A CTA quantizes one row in ROUNDS rounds of 8 elements per thread. The row stays in registers between the maximum and
-// the codes if it fits, else it is read twice.
+// A CTA quantizes one row in ROUNDS rounds of 8 elements per thread. The row stays in registers between the two passes
+// (maximum, codes) if it fits, else it is read twice.
 #include "ptx/cvt_e4m3.cuh"
 #include "common/types.cuh"
 
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int begin = threadIdx.x * kValues;
 
   Values kept[kKept];
-  uint32_t largest = 0;  // |x| as integers, which have the order of the numbers, with infinity and NaN above all
+  uint32_t largest = 0;  // |x| as integer bits, which order like floats, with infinity and NaN on top
 #pragma unroll(kKept)
   for (int round = 0; round < kRounds; ++round) {
     const int i = begin + round * kStride;

@@ -2,9 +2,9 @@
 //   codes[m, k] = clamp(round((x[m, k] - offset[m, b]) / scale[m, b]), -128, 127),  b = k / block_size
 //   sums[m, b] = sum of the codes of block b
 // with scale = (max - min) / 255 and offset = max - 127 * scale over the block, or scale = 1 and offset = max if that
-// scale is at most 1e-5. SYMMETRIC: scale = max|x| / 127 and no offset. Every operation is rounded to float32 and none
-// is fused. A block with a NaN or an infinity has scale NaN and codes 0. Where max - min overflows, scale = max / 255 -
-// min / 255.
+// scale is at most 1e-5. SYMMETRIC: scale = max|x| / 127 and no offset. Every operation is rounded to float32,
+// without FMA. A block with a NaN or an infinity has scale NaN and codes 0. If max - min overflows, scale = max / 255
+// - min / 255.
 //
 //   x        X [m, k], row stride ldx
 //   codes    int8 [m, k]
@@ -23,16 +23,16 @@ constexpr bool kSymmetric = SYMMETRIC;
 constexpr bool kHalfEven = HALF_EVEN;
 constexpr int kWarps = kLanes / 32;
 constexpr int kStride = kLanes * kValues;
-constexpr int kRounds = ROUNDS;  // of the lanes over a block
+constexpr int kRounds = ROUNDS;  // rounds in which LANES lanes cover a block
 constexpr int kKept = kRounds <= 4 ? kRounds : 1;
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23, whose lowest mantissa bit is worth 1
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds a value to an integer in the low mantissa bits
 
 static_assert(kLanes <= 32 ? 32 % kLanes == 0 : kLanes == kThreads, "the lanes are part of a warp, or the whole CTA");
 
 using int8_t = signed char;
 using Values = Vector<X, kValues>;
 
-// Reduces a value over the lanes of a block of x. All threads of the CTA call it.
+// Reduces a value over the lanes of a block of x. All threads of the CTA must call it.
 template <class T, class Op>
 __device__ __forceinline__ T reduce(T value, Op op, T* shared) {
 #pragma unroll
@@ -55,7 +55,7 @@ __device__ __forceinline__ float round_code(float ratio) {
   return fabsf(ratio - whole) >= 0.5f ? whole + copysignf(1.0f, ratio) : whole;
 }
 
-// Returns sum plus the four codes of a word.
+// Returns sum plus the four int8 codes of a word.
 __device__ __forceinline__ int32_t add_codes(uint32_t word, int32_t sum) {
 #if __CUDA_ARCH__ >= 610
   return __dp4a(static_cast<int>(word), 0x01010101, sum);
@@ -66,7 +66,8 @@ __device__ __forceinline__ int32_t add_codes(uint32_t word, int32_t sum) {
 #endif
 }
 
-// Calls body(i, values) for each 8 (or 1) elements of a lane, from column i on: from registers if they fit there.
+// Calls body(i, values) for each 8 (or 1) elements of a lane, starting at column i: from registers if the
+// block fits there.
 template <class Body>
 __device__ __forceinline__ void for_each(Values (&kept)[kKept], const X* source, int begin, int end, Body body) {
   if constexpr (kKept == kRounds) {
@@ -82,13 +83,13 @@ __device__ __forceinline__ void for_each(Values (&kept)[kKept], const X* source,
   }
 }
 
-// With the register limit of other architectures, kernels for sm_100 and newer spill.
+// With the register limit of older architectures, kernels for sm_100 and newer spill.
 constexpr int kResidentThreads = __CUDA_ARCH__ >= 1000 ? 1024 : 1536;
 
 extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS)
     quantize_rows(const X* __restrict__ x, int8_t* __restrict__ codes, float* scale, float* offset, int32_t* sums,
                   int m, int k, int block_size, int ldx) {
-  // One array per reduction, so that no warp overwrites values that another one still reads.
+  // One array per reduction, so that no warp overwrites values that another warp still reads.
   __shared__ float shared_high[32];
   __shared__ float shared_low[32];
   __shared__ uint32_t shared_largest[32];
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
   const float infinity = __uint_as_float(0x7f800000u);
   float high = -infinity;
   float low = infinity;
-  uint32_t largest = 0;  // |x| as integers, which have the order of the numbers, with infinity and NaN above all
+  uint32_t largest = 0;  // |x| as integer bits, which order like floats, with infinity and NaN on top
   for_each(kept, source, begin, end, [&](int i, const Values& values) {
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
@@ -132,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
     high = reduce(high, [](float a, float b) { return fmaxf(a, b); }, shared_high);
     low = reduce(low, [](float a, float b) { return fminf(a, b); }, shared_low);
     step = __fdiv_rn(__fsub_rn(high, low), 255.0f);
-    if (step == infinity) step = __fsub_rn(__fdiv_rn(high, 255.0f), __fdiv_rn(low, 255.0f));  // finite high and low
+    if (step == infinity) step = __fsub_rn(__fdiv_rn(high, 255.0f), __fdiv_rn(low, 255.0f));  // high - low overflowed
     const bool is_wide = step > 1e-5f;
     origin = is_wide ? __fsub_rn(high, __fmul_rn(127.0f, step)) : high;
     if (!is_wide) step = 1.0f;
@@ -140,8 +141,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
   const bool is_finite = largest < 0x7f800000u && step < infinity;
   const bool has_codes = is_finite && step > 0.0f;
 
-  // Multiplying by the reciprocal is off by less than 1e-4 from the rounded quotient, so the code is the same unless
-  // the ratio is nearly half-way between two codes.
+  // x * (1 / scale) differs from the rounded quotient by less than 1e-4, so the code is the same unless the ratio is
+  // close to half-way between two codes; only then divide.
   const float reciprocal = __fdiv_rn(1.0f, step);
   const bool has_normal_step = has_codes && step > 1e-30f && step < 1e30f;
   int8_t* target = codes + static_cast<int64_t>(row) * k;
@@ -155,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
       for (int v = 0; v < 8; ++v) {
         float ratio = __fsub_rn(to_float(values.values[v]), origin) * reciprocal;
         if constexpr (!kSymmetric) ratio = fminf(fmaxf(ratio, -128.0f), 127.0f);
-        // The lowest bits hold the rounded integer.
+        // The low bits hold the rounded integer.
         const float shifted = ratio + kMagic;
         bits[v] = __float_as_uint(shifted);
         is_exact &= fabsf(ratio - (shifted - kMagic)) < 0.4999f;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Causal attention of prompts on tensor cores:
+// Causal attention over prompts on tensor cores:
 //
 //   out[m, head, :] = sum over p of softmax(scale * q[m, head, :] . k[p, :])[p] * v[p, :]
 //
-// Row m = b * steps + s is token s of sequence b; it attends to the keys p = 0 .. lengths[b] + s of its sequence, and
-// head to the key head head / (heads / kv_heads).
+// Row m = b * steps + s is token s of sequence b; it attends to the keys p = 0 .. lengths[b] + s of its sequence. Query
+// head h reads KV head h / (heads / kv_heads).
 //
 //   q, out   X [m, heads, HEAD_DIM]
 //   k, v     X [sequences, kv_heads, capacity, HEAD_DIM], sequence_stride values from one sequence to the next
@@ -23,12 +23,12 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr int kBlockM = 64;
 constexpr int kBlockN = 64;
 constexpr int kThreads = 128;
-constexpr int kPitch = kHeadDim + 8;  // row pitch in shared memory; 16 bytes of padding avoid bank conflicts of 8 rows
+constexpr int kPitch = kHeadDim + 8;  // row pitch in shared memory; 16 bytes of padding avoid bank conflicts
 constexpr int kTileValues = kBlockN * kPitch;
 constexpr int kKSteps = kHeadDim / 16;    // k steps of q k^T
 constexpr int kScoreTiles = kBlockN / 8;  // n8 tiles of q k^T
 constexpr int kOutTiles = kHeadDim / 8;   // n8 tiles of p v
-constexpr float kMinScore = -1e30f;       // finite, so that the difference of two is 0 and not NaN
+constexpr float kMinScore = -1e30f;       // finite, so that kMinScore - kMinScore is 0 and not NaN
 
 static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "the accumulators of a wider head do not fit the registers");
 
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   X* const shared = reinterpret_cast<X*>(dynamic_shared);  // [stage][k, v][kBlockN][kPitch]
   const auto shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   launch_dependents_and_wait();
-  // Tiles of later queries attend to more keys, so they start first.
+  // Tiles of later queries attend to more keys, so their CTAs start first.
   const int m_begin = (gridDim.x - 1 - blockIdx.x) * kBlockM;
   const int head = blockIdx.y, sequence = blockIdx.z;
   const int cached = lengths[sequence];

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention of a decode step without tensor cores, where decode_attention_sm80 cannot run:
+// The attention of a decode step without tensor cores, for problems that decode_attention_sm80 does not support:
 //
 //   out[b, head, :] = sum over p <= lengths[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
 //
 // after RoPE of q and k and the append of k and v to the KV cache. decode_step.cuh describes arguments, grid and PDL.
 //
 // Limits: HEAD_DIM a multiple of 8 up to 256. Architectures: all.
-// A CTA loads each key once for the HEADS query heads that share it; each group of LANES lanes keeps an online softmax
+// A CTA loads each key once for the HEADS query heads that share it. Each group of LANES lanes keeps an online softmax
 // over its own keys.
 #include "llm/decode_step.cuh"
 #include "llm/online_softmax.cuh"
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
   const int split = blockIdx.x, head_block = blockIdx.y, row = blockIdx.z;
   const int head_block_index = row * gridDim.y + head_block;
   const int position = lengths[row];
-  const int keys = min(position, capacity);  // the cached ones
+  const int keys = min(position, capacity);  // number of cached keys
   const int split_keys = max(MIN_SPLIT_KEYS, ceil_div(ceil_div(keys, static_cast<int>(gridDim.x)), kGroups) * kGroups);
   const int splits = max(1, ceil_div(keys, split_keys));
   if (split >= splits) return;
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
 
   const bool appends = split == splits - 1 && position < capacity;
   const int64_t append_offset = cache_offset + static_cast<int64_t>(position) * kHeadDim;
-  // Scores are to the base 2: exp(x) = 2^(x log2(e)).
+  // Scores are premultiplied by log2(e), so that exp2 replaces exp.
   token.rotate_and_append(
       qkv + static_cast<int64_t>(row) * (heads + 2 * kv_heads) * kHeadDim, heads, kv_heads, head_block, kv_head, eps,
       appends, new_key, new_value, k + append_offset, v + append_offset,

@@ -4,19 +4,19 @@
 //   out[b, head, :] = sum over p <= lengths[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
 //
 // after RoPE of q and k and the append of k and v to the KV cache. decode_step.cuh describes arguments, grid and PDL;
-// up to UNSPLIT_KEYS keys form a single split.
+// sequences of up to UNSPLIT_KEYS keys have a single split.
 //
-// Limits: HEAD_DIM a multiple of 64 up to 256; HEADS <= 16 query heads that share a key head. Architectures: sm_80 and
+// Limits: HEAD_DIM a multiple of 64 up to 256; HEADS <= 16 query heads that share a KV head. Architectures: sm_80 and
 // newer. q and the probabilities p are rounded to X, as in attention_sm80.
 //
-// The warps of a CTA take turns at blocks of WARP_KEYS keys; a warp loads its next block while it computes. Operands go
-// straight from global memory to registers, 16 bytes a load, for mma.m16n8k16 with lane = 4 g + t:
-//   scores [16 heads, 8 keys] = q k^T. The sum over dims may take any order, so lane t of a key loads the adjacent dims
-//     8t .. 8t + 7 of 32; their four pairs stand for the pairs at 2t and 2t + 8 of two instructions. q lies in shared
-//     memory in the same order.
-//   acc^T [16 dims, 8 heads] = v^T p^T. Rounded to X, the accumulators of the scores are the operand p^T; transposing
-//     lets 8 heads or fewer take half the registers of 16. Lane (g, t) loads dims 8g .. 8g + 7 of 64, of the keys 2t,
-//     2t + 1, 2t + 8 and 2t + 9; row g of instruction j is dim 8g + 2j, row g + 8 is dim 8g + 2j + 1.
+// The warps of a CTA take turns at blocks of WARP_KEYS keys; a warp loads its next block while it computes. Operands
+// are loaded from global memory straight to registers, 16 bytes per load, for mma.m16n8k16 with lane = 4 g + t:
+//   scores [16 heads, 8 keys] = q k^T. The sum over dims may have any order, so lane t of a key loads the adjacent dims
+//     8t .. 8t + 7 of 32; their four pairs take the places of the pairs at 2t and 2t + 8 of two mma. q is stored in
+//     shared memory in the same order.
+//   acc^T [16 dims, 8 heads] = v^T p^T. Rounded to X, the accumulators of the scores are operand p^T; transposed, up to
+//     8 heads take half the registers of 16. Lane (g, t) loads dims 8g .. 8g + 7 of 64 for the keys 2t, 2t + 1, 2t + 8
+//     and 2t + 9; row g of mma j is dim 8g + 2j, row g + 8 is dim 8g + 2j + 1.
 #include "llm/decode_step.cuh"
 #include "common/mma.cuh"
 #include "ptx/ld.cuh"
@@ -31,7 +31,7 @@ constexpr int kHeadTiles = ceil_div(kHeads, 8);  // n8 tiles of acc^T
 static_assert(kWarpKeys % 16 == 0 && MIN_SPLIT_KEYS % kWarpKeys == 0, "one mma sums over 16 keys");
 static_assert(kHeadDim % 64 == 0 && kHeads <= 16, "lanes load whole chunks, and one mma has rows for 16 heads");
 
-using Chunk = Vector<uint32_t, 4>;  // 8 values
+using Chunk = Vector<uint32_t, 4>;  // 8 values of type X
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     decode_attention_sm80(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
@@ -54,7 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   const int kv_head = head_block * kHeads / (heads / kv_heads);
   const int64_t cache_offset = row * sequence_stride + static_cast<int64_t>(kv_head) * capacity * kHeadDim;
 
-  // Loads beyond the last cached key of this split repeat that key: those keys are masked, or replaced by the new one.
+  // Loads past the last cached key of this split repeat that key; the repeated keys are masked, or replaced by
+  // the new key.
   const int last = min(cached, key_end) - 1;
   const X* const k_rows = k + cache_offset + 8 * t;
   const X* const v_rows = v + cache_offset + 8 * g;
@@ -116,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   __syncthreads();
 
   float acc[kHeadTiles][kHeadDim / 16][4] = {};
-  float row_max[kHeadTiles], row_sum[kHeadTiles];  // of head g of a tile; row_sum covers this lane's keys alone
+  float row_max[kHeadTiles], row_sum[kHeadTiles];  // of head g of each tile; row_sum covers only this lane's keys
 #pragma unroll
   for (int tile = 0; tile < kHeadTiles; ++tile) {
     row_max[tile] = kMinScore;
@@ -125,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   const float scale_log2 = scale * 1.4426950408889634f;  // exp(x) = 2^(x log2(e))
   for (; base < key_end; base += kWarps * kWarpKeys) {
     const int next_base = base + kWarps * kWarpKeys;
-    if (appends && base + kWarpKeys > cached) {  // insert the new key and value; masked ones need finite values
+    if (appends && base + kWarpKeys > cached) {  // insert the new key and value; values of masked keys must be finite
 #pragma unroll
       for (int j = 0; j < 2 * kKeySteps; ++j) {
 #pragma unroll

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts that both decode_attention kernels share. For one new token of each of m sequences:
+// The code shared by both decode_attention kernels. For one new token of each of m sequences:
 //
-//   q, k = RoPE(RMSNorm(q)), RoPE(RMSNorm(k))          rope.cuh; the norm with QK_NORM alone
+//   q, k = RoPE(RMSNorm(q)), RoPE(RMSNorm(k))          rope.cuh; RMSNorm only with QK_NORM
 //   append k and v to the KV cache at position lengths[b]
 //   out[b, head, :] = sum over p <= lengths[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
 //
@@ -15,11 +15,11 @@
 //   counters        uint32 [m, heads / HEADS], zero before and after the launch
 //
 // Grid (splits, heads / HEADS, m): the CTAs along x split the keys of a sequence. A split takes at least MIN_SPLIT_KEYS
-// keys; CTAs without keys exit. So one captured launch serves every length. Warps and then splits are merged in a fixed
+// keys; CTAs without keys exit, so one captured launch serves every length. Warps and then splits are merged in a fixed
 // order, so results are bit-identical from run to run.
 //
-// PDL: `lengths` and the cached keys and values are read before griddepcontrol.wait. That is safe because a step begins
-// with `embed`, which does not start before all preceding kernels have finished.
+// PDL: `lengths` and the cached keys and values are read before griddepcontrol.wait. This is safe because a step begins
+// with `embed`, which starts only after all preceding kernels have finished.
 #pragma once
 
 #include "llm/softmax_merge.cuh"
@@ -32,7 +32,7 @@ constexpr int kSplitFloats = kHeadDim + 2;  // acc, row_max and row_sum of a hea
 
 static_assert(kMaxSplits <= 32, "one lane of a warp computes the factor of one split");
 
-// The factors of RoPE and RMSNorm for the new token, which are loaded before griddepcontrol.wait.
+// The factors of RoPE and RMSNorm for the new token, loaded before griddepcontrol.wait.
 struct TokenFactors {
   Pairs rotation, q_weight = {}, k_weight = {};
 
@@ -44,8 +44,8 @@ struct TokenFactors {
     }
   }
 
-  // Rotate the query heads of this CTA, one for each warp in turn, and pass them to take(head, pairs). If `appends`,
-  // also write the new key and value to shared memory (new_key, new_value) and to the cache (k, v).
+  // Rotates the query heads of this CTA, one per warp in turn, and passes them to take(head, pairs). If `appends`, also
+  // writes the new key and value to shared memory (new_key, new_value) and to the cache (k, v).
   template <class Take>
   __device__ __forceinline__ void rotate_and_append(const X* qkv, int heads, int kv_heads, int head_block, int kv_head,
                                                     float eps, bool appends, X* new_key, X* new_value, X* k, X* v,
@@ -66,8 +66,9 @@ struct TokenFactors {
   }
 };
 
-// Count this CTA and return how many arrived before it. One thread calls, between two CTA barriers: what the CTA wrote
-// before becomes visible to CTAs that arrive later, and after the second barrier the CTA sees what earlier ones wrote.
+// Counts this CTA and returns how many CTAs arrived before it. One thread calls it between two CTA barriers: what
+// the CTA wrote before becomes visible to CTAs that arrive later, and after the second barrier the CTA sees what
+// earlier ones wrote.
 __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
 #if __CUDA_ARCH__ >= 750
   return ptx::atom_add_acq_rel(counter, 1u);
@@ -79,8 +80,8 @@ __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
 #endif
 }
 
-// Write the results of the CTA's heads to `out` if the CTA is their only split. Otherwise write the softmaxes of the
-// split to `partials`; the last split to arrive merges all of them.
+// Writes the results of the CTA's heads to `out` if there is a single split. Otherwise writes the split's softmaxes to
+// `partials`; the last split to arrive merges all of them.
 __device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes, int split, int splits, X* out,
                                              float* partials, uint32_t* counter) {
   __shared__ float factors[kHeads][kMaxSplits];
@@ -120,7 +121,7 @@ __device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes
   const int first = 2 * threadIdx.x;
   if (first < kHeads * kHeadDim) fetch_acc(first);
   for (int head = warp; head < kHeads; head += kWarps) {
-    float2 softmax = {kMinScore, 0.0f};  // row_max and row_sum of the split of this lane
+    float2 softmax = {kMinScore, 0.0f};  // row_max and row_sum of this lane's split
     if (lane < splits) {
       softmax = __ldcg(reinterpret_cast<const float2*>(partials + (lane * kHeads + head) * kSplitFloats + kHeadDim));
     }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// A GEMM with a weight that is not quantized:
+// A GEMM with an unquantized weight:
 //
 //   y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n]
 //
 //   x     X [m, k]
-//   w     X [n, k], the layout of embeddings and of linear layers that are not quantized
+//   w     X [n, k], the layout of embeddings and of unquantized linear layers
 //   bias  float32 [n] (HAS_BIAS), or null
 //   y     Y [m, n]
 //
-// Limits: k a multiple of 8. Architectures: all; from sm_80 on, dense_sm80 runs where k is a multiple of 32.
-// Each warp computes one element of y.
+// Limits: k a multiple of 8. Architectures: all; on sm_80 and newer dense_sm80 runs if k is a multiple of 32. Each warp
+// computes one element of y.
 #include "llm/dependent_launch.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// A GEMM with a weight that is not quantized, on tensor cores:
+// A GEMM with an unquantized weight, on tensor cores:
 //
 //   y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n]
 //
 //   x     X [m, k]
-//   w     X [n, k], the layout of embeddings and of linear layers that are not quantized
+//   w     X [n, k], the layout of embeddings and of unquantized linear layers
 //   bias  float32 [n] (HAS_BIAS), or null
 //   y     Y [m, n]
 //
 // Limits: k a multiple of 32. Architectures: sm_80 and newer.
 // Grid (CTAs, ceil(m / 16)): for up to 16 rows of x, w is read once.
 //
-// A persistent CTA walks over tiles of 8 * TILES columns. Its warps split K and take STEPS steps of 32 k at a time, so
-// that a CTA reads whole, adjacent rows of w; reading parts of many rows loses a third of the bandwidth. Operands go
-// straight from global memory to registers. The sum over k may take any order, so lane t of a row loads 16 adjacent
-// bytes, k 8t .. 8t + 7 of 32, whose four pairs stand for the pairs at 2t and 2t + 8 of two mma; x has the same order.
-// Loads of w bypass L1, which keeps x.
+// A persistent CTA iterates over tiles of 8 * TILES columns. Its warps split K and take STEPS steps of 32 k at a time,
+// so that a CTA reads whole, adjacent rows of w; reading parts of many rows loses a third of the bandwidth. Operands
+// are loaded from global memory straight to registers. The sum over k may have any order, so lane t of a row loads 16
+// adjacent bytes, k 8t .. 8t + 7 of 32, whose four pairs take the places of the pairs at 2t and 2t + 8 of two mma; x is
+// loaded in the same order. Loads of w bypass L1, which keeps x.
 //
 // PDL: the first elements of w are loaded before griddepcontrol.wait.
 #include "llm/dependent_launch.cuh"
@@ -27,9 +27,9 @@ constexpr int kSteps = STEPS;
 constexpr int kWarps = THREADS / 32;
 constexpr int kColumns = 8 * kTiles;
 constexpr int kWarpK = 32 * kSteps;
-constexpr int kPassK = kWarps * kWarpK;  // k of one pass of all warps
+constexpr int kPassK = kWarps * kWarpK;  // k per pass of all warps
 
-using Chunk = Vector<uint32_t, 4>;  // 8 values
+using Chunk = Vector<uint32_t, 4>;  // 8 values of type X
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_sm80(const X* x, const X* w, const float* bias, Y* y, int m, int n, int k) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The embedding of tokens, which begins the residual stream:
+// The embedding of tokens, which starts the residual stream:
 //
 //   h[m, i] = table[tokens[m], i]
 //
@@ -8,8 +8,8 @@
 //   h       float32 [m, width]
 //
 // Limits: width a multiple of 4. Architectures: all. Each CTA copies one row.
-// PDL: this kernel starts only after all preceding kernels have finished, so the kernels after it may read results of
-// the preceding decode step before griddepcontrol.wait.
+// PDL: this kernel starts only after all preceding kernels have finished, so later kernels may read results of the
+// preceding decode step before griddepcontrol.wait.
 #include "llm/dependent_launch.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)

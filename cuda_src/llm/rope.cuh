@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMSNorm (QK_NORM) and RoPE of one head of q or k, which a warp holds in pairs (i, i + HEAD_DIM / 2):
+// RMSNorm (QK_NORM) and RoPE of one head of q or k, which a warp holds as pairs (i, i + HEAD_DIM / 2):
 //
 //   n[i] = x[i] * weight[i] / sqrt(mean of x^2 + eps)
 //   out[i]        = n[i] * cos[i] - n[i + half] * sin[i]
@@ -10,7 +10,7 @@
 
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kHalf = kHeadDim / 2;
-constexpr int kPairs = ceil_div(kHalf, 32);  // pairs of one lane
+constexpr int kPairs = ceil_div(kHalf, 32);  // pairs per lane
 constexpr bool kNorm = QK_NORM;
 
 static_assert(kHeadDim % 2 == 0, "RoPE rotates pairs");
@@ -30,7 +30,7 @@ struct Pairs {
     }
     return pairs;
   }
-  // Call take(i, value) for each value of this lane.
+  // Calls take(i, value) for each value of this lane.
   template <class Take>
   __device__ __forceinline__ void for_each(Take take) const {
 #pragma unroll
@@ -45,7 +45,7 @@ struct Pairs {
   __device__ __forceinline__ void store(T* head, float factor = 1.0f) const {
     for_each([&](int i, float value) { head[i] = from_float<T>(value * factor); });
   }
-  // Apply RMSNorm with `weight`, then RoPE with `rotation`, the pairs (cos, sin).
+  // Applies RMSNorm with `weight`, then RoPE with `rotation`, the pairs (cos, sin).
   __device__ __forceinline__ void norm_and_rotate(const Pairs& weight, const Pairs& rotation, float eps) {
     if constexpr (kNorm) {
       float sum = 0.0f;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMSNorm (QK_NORM) and RoPE of the heads of q and k of a prompt (rope.cuh has the formulas), and the append of k and v
-// to the KV cache. decode_attention does the same for a decode step.
+// RMSNorm (QK_NORM) and RoPE of the heads of q and k of a prompt (formulas: rope.cuh), and the append of k and v to the
+// KV cache. For a decode step, decode_attention does both.
 //
 //   qkv             X [m, heads + 2 * kv_heads, HEAD_DIM]; row m = b * steps + s is token s of sequence b
 //   q_norm, k_norm  float32 [HEAD_DIM], or null

@@ -1,29 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// The choice of the next token of each sequence:
+// Selects the next token of each sequence:
 //
 //   penalized = logit / penalty if positive, else logit * penalty, for seen tokens; logit for others     (PENALTY)
-//   choose, greedy:        token = argmax of penalized, the first of equal ones
+//   choose, greedy:        token = argmax of penalized, the smallest token among equal values
 //   choose with SAMPLES:   token = argmax of scaled + noise over scaled >= limit,     scaled = penalized / temperature
 //   choose_limit:          limit = the smallest of the scaled values that top-k, then top-p, then min-p keep
 //
-// noise = -log(-log(u)) is Gumbel noise from a hash of seed, sequence, position and token, so the argmax is a sample of
-// the softmax.
+// noise = -log(-log(u)) is Gumbel noise from a hash of seed, sequence, position and token; the argmax is a sample
+// from the softmax.
 //
 //   logits       float32 [sequences, vocab]
 //   seen         uint8 [sequences, vocab], 1 for the tokens of the text so far; choose marks its token
 //   limits       float32 [sequences], or null for choose without limits
 //   tokens       int32 [sequences], written by choose; -1 if the logits hold NaN
-//   lengths      int32 [sequences], the position of the new token, or with ADVANCE that position less one; choose then
-//                adds 1
+//   lengths      int32 [sequences], the position of the new token; with ADVANCE the position less 1, and choose adds 1
 //   partials     uint64 [sequences, CTAs], the maximum of each CTA
 //   counters     uint32 [sequences], zero before and after the launch
 //   host_tokens  int32 [sequences, 2] in pinned host memory, written with ADVANCE: the token at [.., position % 2],
-//   where
-//                it stays for two steps
+//                where it stays for two steps
 //
 // Limits: none. Architectures: all.
-// Grids: choose (CTAs, sequences), where the first sequence is number first_sequence of the batch; choose_limit
-// (1, sequences).
+// Grids: choose (CTAs, sequences), where first_sequence is the batch index of the first one;
+// choose_limit (1, sequences).
 #include "llm/dependent_launch.cuh"
 
 constexpr bool kSamples = SAMPLES;
@@ -32,7 +30,7 @@ constexpr bool kAdvance = ADVANCE;
 constexpr int kWarps = THREADS / 32;
 constexpr int kVectors = kSamples || kPenalty ? 1 : 3;  // loads in flight per thread; more would spill
 
-// Return a key that orders as the value does, with NaN above all.
+// Returns a key that orders like the value, with NaN above all.
 __device__ __forceinline__ uint32_t key_of(float value) {
   const uint32_t bits = __float_as_uint(value);
   if (value != value) return 0xffffffffu;
@@ -59,7 +57,7 @@ struct Logits {
 
   __device__ __forceinline__ float operator()(int token) const { return transform(token, row[token]); }
 
-  // Return the penalized and scaled value of a logit.
+  // Returns the penalized and scaled value of a logit.
   __device__ __forceinline__ float transform(int token, float value) const {
     if constexpr (kPenalty) {
       if (seen[token]) value = value > 0.0f ? value / penalty : value * penalty;
@@ -77,7 +75,7 @@ __device__ __forceinline__ uint64_t warp_max(uint64_t value) {
   return value;
 }
 
-// Return the maximum over the CTA to all its threads.
+// Returns the maximum over the CTA to all its threads.
 __device__ __forceinline__ uint64_t cta_max(uint64_t value, uint64_t* shared) {
   value = warp_max(value);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
@@ -171,15 +169,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// The shared memory of `find_threshold`.
+// The shared memory of find_threshold.
 struct RadixSelect {
   unsigned long long bins[256];
   unsigned long long wanted;
   uint32_t digit;
 };
 
-// Return the largest value v for which the weights of all values >= v sum up to at least `wanted`: a radix select over
-// the 8-bit digits of the keys, from the highest. Weights are integers, so the sum does not depend on its order.
+// Returns the largest value v such that the weights of all values >= v sum to at least `wanted`: a radix select over
+// the 8-bit digits of the keys, highest digit first. Weights are integers, so the sum does not depend on its order.
 template <class Weight>
 __device__ __forceinline__ float find_threshold(const Logits& values, int vocab, unsigned long long wanted,
                                                 Weight weight, RadixSelect& shared) {
@@ -229,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     limit = find_threshold(values, vocab, top_k, [](float) { return 1ull; }, radix_select);
   }
   if (top_p < 1.0f) {
-    // The probability relative to the highest one, in units of 2^-40.
+    // The probability relative to the highest one, as an integer in units of 2^-40.
     auto mass = [&](float value) {
       return value >= limit ? static_cast<unsigned long long>(expf(value - top) * 1.099511627776e12f) : 0ull;
     };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gated activation of an MLP whose gate and up projections are not quantized (a quantized layer fuses it):
+// The gated activation of an MLP whose gate and up projections are unquantized (quantized layers fuse it
+// into the GEMM):
 //
 //   y[m, i] = gate / (1 + exp(-gate)) * up,    gate = x[m, i], up = x[m, width + i]
 //

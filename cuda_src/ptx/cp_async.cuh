@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Asynchronous copy: cp.async". Copies from global to shared memory; sm_80 and newer. The first `bytes` are
-// read and the others filled with zeros; with 0 bytes nothing is read.
+// PTX ISA: "Asynchronous copy: cp.async". Copies from global to shared memory; sm_80 and newer. Only the first `bytes`
+// are read, and the rest is zero-filled; with 0 bytes nothing is read.
 #pragma once
 
 namespace ptx {

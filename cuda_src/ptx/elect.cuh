@@ -4,8 +4,8 @@
 
 namespace ptx {
 
-// elect.sync: returns true in one lane of the warp, always the same; all lanes call it. Behind it ptxas needs no loop
-// over the lanes for a TMA copy.
+// elect.sync: returns true in one lane of the warp, always the same; all lanes must call it. In a branch on it ptxas
+// emits a TMA copy without a loop over the lanes.
 __device__ __forceinline__ bool elect() {
   unsigned out;
   asm volatile(

@@ -33,7 +33,8 @@ __device__ __forceinline__ unsigned fma_bf16x2(unsigned a, unsigned b, unsigned 
   return out;
 }
 
-// mov.b32: returns one half in both halves. Many instructions select halves of an operand, so it often costs nothing.
+// mov.b32: broadcasts a 16-bit value to both halves. Many instructions can select halves of an operand, so it
+// is often free.
 template <int HALF>
 __device__ __forceinline__ unsigned twice(unsigned pair) {
   unsigned out;

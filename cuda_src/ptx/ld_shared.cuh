@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // PTX ISA: "Data Movement and Conversion Instructions: ld" from shared memory, by 32-bit addresses: under register
-// pressure the compiler recomputes generic pointers to shared memory, with the rank of the CTA in its cluster.
+// pressure the compiler recomputes generic pointers to shared memory, including the CTA's rank in its cluster.
 #pragma once
 
 namespace ptx {

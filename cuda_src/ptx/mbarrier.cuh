@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Parallel Synchronization and Communication Instructions: mbarrier". Addresses are shared::cta; sm_90 and
-// newer.
+// PTX ISA: "Parallel Synchronization and Communication Instructions: mbarrier". Addresses are shared::cta.
+// sm_90 and newer.
 //
-// A phase completes after `count` arrivals and all expected bytes. Phases alternate in parity, and the first is 0. A
-// wait for parity p returns once a phase of parity p has completed: on a fresh barrier a wait for parity 1 returns at
-// once.
+// A phase completes after `count` arrivals and all expected bytes. The parity of a phase alternates, starting with 0.
+// A wait for parity p returns if the current phase does not have parity p: on a fresh barrier a wait for parity 1
+// returns at once.
 #pragma once
 
 namespace ptx {

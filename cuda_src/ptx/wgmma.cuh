@@ -7,8 +7,8 @@
 //
 // B is N rows of 128 bytes (64 k) with the 128-byte swizzle of TMA. `b` is its matrix descriptor, plus 2 for each 16 k
 // within the 128 bytes. The hardware swizzles by address bits, so B may start at any row of a TMA box that starts at a
-// multiple of 1024 bytes, and STRIDE may be any number of rows. Descriptors are 64-bit integers: adding to one takes a
-// single instruction on uniform registers, building one from two words takes three.
+// multiple of 1024 bytes, and STRIDE may be any number of rows. Descriptors are 64-bit integers, because adding to one
+// takes a single instruction on uniform registers; assembling one from two words takes three.
 #pragma once
 
 namespace ptx {

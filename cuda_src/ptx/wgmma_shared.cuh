@@ -9,7 +9,7 @@
 namespace ptx {
 
 // clang-format off
-// The operands %0 .. of so many accumulators.
+// The names %0, %1, ... of COUNT accumulators.
 #define PTX_NAMES_28 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27"
@@ -27,7 +27,7 @@ namespace ptx {
   "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, " \
   "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// The accumulators themselves.
+// The accumulators as asm operands.
 #define PTX_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PTX_12(i) PTX_4(i), PTX_4(i + 4), PTX_4(i + 8)
 #define PTX_D28 PTX_4(0), PTX_12(4), PTX_12(16)
@@ -37,8 +37,8 @@ namespace ptx {
 #define PTX_D100 PTX_D64, PTX_12(64), PTX_12(76), PTX_12(88)
 #define PTX_D128 PTX_D100, PTX_12(100), PTX_12(112), PTX_4(124)
 
-// wgmma.mma_async.m64nNk16: d = a * b + d. N is twice COUNT, the number of accumulators; A and B are the names that come
-// after theirs.
+// wgmma.mma_async.m64nNk16: d = a * b + d. N is 2 * COUNT, where COUNT is the number of accumulators; A and B are the
+// names of the two operands that follow the accumulators.
 #define PTX_WGMMA(TYPE, N, COUNT, A, B)                                                                            \
   __device__ __forceinline__ void wgmma_##TYPE(float (&d)[COUNT], unsigned long long a, unsigned long long b) {    \
     asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;"                                                             \

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints as NumPy arrays: `read` returns packed weights by module name.
 
-`cupy_awq.load` places the weights on a device. To add a format, write a module with a class like `autoawq.AutoAwq`
-and enter it in `detect.METHODS`.
+`cupy_awq.load` places the weights on a device. To add a format, write a class that implements `module.Format`, such as
+`autoawq_gemv.Gemv`, and add its configuration reader to `detect.METHODS`. If its tensors of codes are named
+``qweight``, also add its name to `detect.SHAPE_CHECKS`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from cupy_awq.checkpoint import config, detect, gguf, gguf_file, llm_awq, tensors, torch_file
 from cupy_awq.checkpoint.contents import Contents, Summary, gather, summarize
 from cupy_awq.checkpoint.detect import Detected
-from cupy_awq.checkpoint.files import CheckpointError
+from cupy_awq.checkpoint.files import CheckpointError, check_path
 from cupy_awq.checkpoint.module import ModuleSpec
 from cupy_awq.checkpoint.tensors import Module, Tensor
 from cupy_awq.checkpoint.write import save
@@ -21,18 +22,19 @@ from cupy_awq.checkpoint.write import save
 __all__ = ["CheckpointError", "Contents", "Module", "ModuleSpec", "Summary", "Tensor", "read", "save", "summarize"]
 
 HQQ_FILE = "qmodel.pt"
-"""The file of hqq's own folders, a nested pickle."""
+"""The file name that identifies a folder saved by the hqq package: a nested pickle, which is not supported."""
 
 
 def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> Contents:
-    """Return a checkpoint's quantized modules and other tensors by name.
+    """Open a checkpoint and return its quantized modules and plain tensors by name.
 
-    Headers, scales and permutations are validated here. Codes are repacked when a module is accessed; tensors, and
-    modules of AutoAWQ's "gemm" format, are views of the memory-mapped files.
+    Headers, scales and permutations are validated here. The codes of a module are repacked each time that the module is
+    accessed. Plain tensors, and modules in AutoAWQ's "gemm" format, are views of the memory-mapped files.
 
     Args:
-        path: as in `cupy_awq.load`.
-        group_size: the group size of a file that does not tell it (AutoAWQ's "gemv" formats without a configuration).
+        path: a folder, or a safetensors, GGUF or PyTorch file, as in `cupy_awq.load`.
+        group_size: the number of rows of W per group, for files that do not record it (AutoAWQ's "gemv" formats without
+            a configuration); otherwise None.
 
     Raises:
         CheckpointError: (a ValueError) the format is not supported, or the files are damaged or contradict each other.
@@ -44,22 +46,8 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
     >>> read(SMOLLM2_MLP)["model.layers.0.mlp.up_proj"].weight
     PackedWeight(K=576, N=1536, group_size=64, float16, packed zeros, 0.48 MB)
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")
-    if not os.fspath(path):
-        raise ValueError("path: expected a file or a folder, got an empty string")
-    if "\0" in str(path) or not _is_encodable(path):
-        raise ValueError(f"path: expected a name that the file system can hold, got {str(path)!a:.200}")
-    found = Path(path)
+    found = check_path(path)
     return _read_folder(found, group_size) if found.is_dir() else _read_file(found, group_size)
-
-
-def _is_encodable(path: str | os.PathLike[str]) -> bool:
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _read_folder(folder: Path, group_size: int | None) -> Contents:

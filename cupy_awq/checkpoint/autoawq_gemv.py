@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts of AutoAWQ's versions "gemv" and "gemv_fast", which are also llm-awq's first and second version.
+"""The AutoAWQ formats "gemv" and "gemv_fast", which llm-awq calls v1 and v2.
 
     gemv       qweight [N, K/8] int32, nibble k % 8 is the code of W[k, n]; qzeros [N, zw] int32, nibble g % 8 is the
                zero point of group g; scales [N, 8 zw] float16 or bfloat16
     gemv_fast  qweight [N/4, K] int16 in the order of `nibbles.convert_interleaved_words`; offsets -(s z), named qzeros
                by AutoAWQ and scaled_zeros by llm-awq, and scales, both [8 zw, N] float16 or bfloat16
 
-zw, the width of the zero points, pads the number of groups; the group size is not in the tensors.
+zw is the number of words that hold the zero points of K/G groups, plus the packer's padding (`count_zero_words`). The
+tensors do not record the group size G.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cupy_awq.checkpoint.module import (
     SCALES,
     Array,
     ModuleSpec,
-    Parts,
+    ModuleTensors,
     Pending,
     check_columns,
     resolve_group_size,
@@ -33,11 +34,11 @@ from cupy_awq.weight import PackedWeight
 INT16 = (np.dtype(np.int16),)
 
 CANDIDATES = (32, 64, 128)
-"""The group sizes that files without a configuration may have, besides K."""
+"""The group sizes, besides K, that are tried for a file without a configuration."""
 
 
 def count_zero_words(k: int, group_size: int) -> int:
-    """Return zw, the words of zero points that hold K / group_size groups with the packer's padding.
+    """Return zw: the number of 32-bit words for the zero points of K / group_size groups, with the packer's padding.
 
     >>> count_zero_words(4096, 128), count_zero_words(4096, 64), count_zero_words(4096, 32)
     (4, 8, 16)
@@ -49,33 +50,33 @@ def count_zero_words(k: int, group_size: int) -> int:
 
 @dataclass(frozen=True)
 class Gemv:
-    """The "gemv" layout of one checkpoint.
+    """The "gemv" format with the settings of one checkpoint.
 
     Attributes:
-        group_size: the configured group size; -1 stands for K, None takes it from the padding of the scales.
-        name: the format's name.
+        group_size: the configured number of rows of W per group; -1 means K, None infers it from the padding of scales.
+        name: the name of the format for messages: "awq gemv" or "llm-awq v1".
     """
 
     group_size: int | None
     name: str = "awq gemv"
 
-    codes = "qweight"
-    parts = ("qzeros", "scales", "bias")
-    orphans = ("qzeros", "scales")
+    codes_suffix = "qweight"
+    other_suffixes = ("qzeros", "scales", "bias")
+    dependent_suffixes = ("qzeros", "scales")
 
-    def is_codes(self, array: Array) -> bool:
+    def is_quantized(self, array: Array) -> bool:
         return True
 
-    def open_module(self, parts: Parts) -> Pending:
-        qweight = parts.matrix("qweight", INT32, "[N, K/8]")
-        n, k = check_columns(parts, qweight.shape[0]), 8 * qweight.shape[1]
-        scales = parts.matrix("scales", SCALES, "[N, 8 zw]")
-        group_size = _find_group_size(parts, k, self.group_size, scales.T)
+    def open_module(self, tensors: ModuleTensors) -> Pending:
+        qweight = tensors.matrix("qweight", INT32, "[N, K/8]")
+        n, k = check_columns(tensors, qweight.shape[0]), 8 * qweight.shape[1]
+        scales = tensors.matrix("scales", SCALES, "[N, 8 zw]")
+        group_size = _find_group_size(tensors, k, self.group_size, scales.T)
         width = count_zero_words(k, group_size)
-        scales = parts.finite("scales", parts.array("scales", SCALES, "[N, 8 zw]", (n, 8 * width)))
-        qzeros = parts.array("qzeros", INT32, "[N, zw]", (n, width))
-        bias = parts.bias(n)
-        spec = ModuleSpec(k, n, group_size, "packed", scales.dtype, bias_dtype=parts.bias_dtype())
+        scales = tensors.finite("scales", tensors.array("scales", SCALES, "[N, 8 zw]", (n, 8 * width)))
+        qzeros = tensors.array("qzeros", INT32, "[N, zw]", (n, width))
+        bias = tensors.bias(n)
+        spec = ModuleSpec(k, n, group_size, "packed", scales.dtype, bias_dtype=tensors.bias_dtype())
         return Pending(spec, partial(_convert_gemv, qweight, qzeros, scales, bias, k // group_size))
 
 
@@ -87,44 +88,44 @@ def _convert_gemv(qweight: Array, qzeros: Array, scales: Array, bias: Array | No
 
 @dataclass(frozen=True)
 class GemvFast:
-    """The "gemv_fast" layout of one checkpoint.
+    """The "gemv_fast" format with the settings of one checkpoint.
 
     Attributes:
-        group_size: the configured group size; -1 stands for K, None takes it from the padding of the scales.
-        offsets: the name of the tensor of offsets, "qzeros" or "scaled_zeros".
-        name: the format's name.
+        group_size: the configured number of rows of W per group; -1 means K, None infers it from the padding of scales.
+        offsets: the suffix of the tensor of offsets: "qzeros" or "scaled_zeros".
+        name: the name of the format for messages: "awq gemv_fast" or "llm-awq v2".
     """
 
     group_size: int | None
     offsets: str = "qzeros"
     name: str = "awq gemv_fast"
 
-    codes = "qweight"
+    codes_suffix = "qweight"
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def other_suffixes(self) -> tuple[str, ...]:
         return (self.offsets, "scales", "bias")
 
     @property
-    def orphans(self) -> tuple[str, ...]:
+    def dependent_suffixes(self) -> tuple[str, ...]:
         return (self.offsets, "scales")
 
-    def is_codes(self, array: Array) -> bool:
+    def is_quantized(self, array: Array) -> bool:
         return True
 
-    def open_module(self, parts: Parts) -> Pending:
-        qweight = parts.matrix("qweight", INT16, "[N/4, K]")
-        n, k = check_columns(parts, 4 * qweight.shape[0]), qweight.shape[1]
+    def open_module(self, tensors: ModuleTensors) -> Pending:
+        qweight = tensors.matrix("qweight", INT16, "[N/4, K]")
+        n, k = check_columns(tensors, 4 * qweight.shape[0]), qweight.shape[1]
         if k % 64:
-            raise parts.refuse(f"K={k} is not a multiple of 64")
-        scales = parts.matrix("scales", SCALES, "[8 zw, N]")
-        group_size = _find_group_size(parts, k, self.group_size, scales)
+            raise tensors.error(f"K={k} is not a multiple of 64")
+        scales = tensors.matrix("scales", SCALES, "[8 zw, N]")
+        group_size = _find_group_size(tensors, k, self.group_size, scales)
         padded = 8 * count_zero_words(k, group_size), n
-        scales = parts.finite("scales", parts.array("scales", SCALES, "[8 zw, N]", padded))
-        offsets = parts.finite(self.offsets, parts.array(self.offsets, (scales.dtype,), "[8 zw, N]", padded))
-        bias = parts.bias(n)
+        scales = tensors.finite("scales", tensors.array("scales", SCALES, "[8 zw, N]", padded))
+        offsets = tensors.finite(self.offsets, tensors.array(self.offsets, (scales.dtype,), "[8 zw, N]", padded))
+        bias = tensors.bias(n)
         groups = k // group_size
-        spec = ModuleSpec(k, n, group_size, "float", scales.dtype, bias_dtype=parts.bias_dtype())
+        spec = ModuleSpec(k, n, group_size, "float", scales.dtype, bias_dtype=tensors.bias_dtype())
         return Pending(spec, partial(_convert_fast, qweight, scales[:groups], offsets[:groups], bias))
 
 
@@ -132,21 +133,24 @@ def _convert_fast(qweight: Array, scales: Array, offsets: Array, bias: Array | N
     return Module(PackedWeight(nibbles.convert_interleaved_words(qweight), scales, offsets), bias)
 
 
-def _find_group_size(parts: Parts, k: int, group_size: int | None, scales: Array) -> int:
-    """Return the group size, configured or inferred from which rows of ``scales`` [8 zw, N] are padding."""
+def _find_group_size(tensors: ModuleTensors, k: int, group_size: int | None, scales: Array) -> int:
+    """Return the configured ``group_size``, or infer it from the zero rows that pad ``scales`` [8 zw, N].
+
+    Raises CheckpointError if no candidate or several fit, or if the configured one is not supported.
+    """
     if group_size is None:
         sizes = {size for size in (*CANDIDATES, k) if k % size == 0 and _fits(scales, k, size)}
         if len(sizes) != 1:
-            raise parts.refuse("group_size: expected scales whose padding tells it, got others; give group_size=")
+            raise tensors.error("group_size: expected scales whose padding determines it, got others; give group_size=")
         return sizes.pop()
-    size = resolve_group_size(parts, k, group_size)
+    size = resolve_group_size(tensors, k, group_size)
     if k % size or (size < 128 and size not in CANDIDATES):
-        raise parts.refuse(f"group_size: expected 32, 64 or at least 128, and a divisor of K={k}, got {size}")
+        raise tensors.error(f"group_size: expected 32, 64 or at least 128, and a divisor of K={k}, got {size}")
     return size
 
 
 def _fits(scales: Array, k: int, size: int) -> bool:
-    """Return whether exactly the first K / size rows of scales are not all zero."""
+    """Return whether ``scales`` [8 zw, N] fit a group size: K / size rows with a nonzero value, then rows of zeros."""
     groups = k // size
     if len(scales) != 8 * count_zero_words(k, size):
         return False

@@ -3,9 +3,9 @@
 
 weight_packed [N, ceil(K/8)] int32: nibble k % 8 of word [n, k // 8] is the code of W[k, n]
 weight_scale [N, ceil(K/G)] float16 or bfloat16
-weight_zero_point [ceil(N/8), ceil(K/G)] int32, packed along N, or [N, ceil(K/G)] int8; none where symmetric
+weight_zero_point [ceil(N/8), ceil(K/G)] int32, packed along N, or [N, ceil(K/G)] int8; absent if symmetric
 weight_shape [2] int64: N, K
-weight_g_idx [K] int32: the group of each row, with activation order
+weight_g_idx [K] int32: the group index of each row of W; only with activation order
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cupy_awq.checkpoint.module import (
     Array,
     Groups,
     ModuleSpec,
-    Parts,
+    ModuleTensors,
     Pending,
     check_columns,
     regroup,
@@ -40,16 +40,16 @@ from cupy_awq.weight import PackedWeight
 FORMAT = "pack-quantized"
 
 PRESETS = {"W4A16": True, "W4A16_ASYM": False}
-"""The presets of 4-bit codes in groups of 128, and whether they are symmetric."""
+"""The named presets for 4-bit weights in groups of 128 rows; the value is True for symmetric ones."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """The settings of one configuration group.
+    """The quantization settings of one entry of ``config_groups``.
 
     Attributes:
         symmetric: whether every zero point is 8.
-        group_size: rows of W that share a scale; -1 stands for K, None takes it from each module's shapes.
+        group_size: the number of rows of W per group; -1 means K, None infers it from each module's shapes.
     """
 
     symmetric: bool
@@ -58,86 +58,93 @@ class Scheme:
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """The compressed-tensors format of one checkpoint.
+    """The compressed-tensors format with the settings of one checkpoint.
 
     Attributes:
-        schemes: the scheme, the names and the expressions of each configuration group.
-        warning: what a user should know about the configuration, or "".
+        schemes: for each entry of ``config_groups`` its scheme, the module names and classes that it targets, and the
+            regular expressions that it targets.
+        warning: a warning about the configuration for the user, or "".
     """
 
     schemes: tuple[tuple[Scheme, tuple[str, ...], tuple[Pattern, ...]], ...]
     warning: str = ""
 
     name = "compressed-tensors"
-    codes = "weight_packed"
-    parts = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "bias")
-    orphans = ("weight_scale", "weight_zero_point", "weight_g_idx")
+    codes_suffix = "weight_packed"
+    other_suffixes = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "bias")
+    dependent_suffixes = ("weight_scale", "weight_zero_point", "weight_g_idx")
 
-    def is_codes(self, array: Array) -> bool:
+    def is_quantized(self, array: Array) -> bool:
         return True
 
-    def find_scheme(self, parts: Parts) -> Scheme:
-        """Return the scheme of a module: an exact target wins over an expression, and that over a class."""
+    def find_scheme(self, tensors: ModuleTensors) -> Scheme:
+        """Return the scheme that targets a module by its name, else by an expression, else by the class "Linear".
+
+        Raises CheckpointError if no target matches.
+        """
         if len({scheme for scheme, _, _ in self.schemes}) == 1:
             return self.schemes[0][0]
         for scheme, names, _ in self.schemes:
-            if parts.name in names:
+            if tensors.name in names:
                 return scheme
         for scheme, _, patterns in self.schemes:
-            if any(pattern.match(parts.name) for pattern in patterns):
+            if any(pattern.match(tensors.name) for pattern in patterns):
                 return scheme
         for scheme, names, _ in self.schemes:
             if "Linear" in names:
                 return scheme
-        raise parts.refuse("config_groups: expected a target that matches this module, got none")
+        raise tensors.error("config_groups: expected a target that matches this module, got none")
 
-    def open_module(self, parts: Parts) -> Pending:
-        scheme = self.find_scheme(parts)
-        packed = parts.matrix("weight_packed", INT32, "[N, ceil(K/8)]")
-        n, k = (int(size) for size in parts.array("weight_shape", INT64, "[N, K]", (2,)))
+    def open_module(self, tensors: ModuleTensors) -> Pending:
+        scheme = self.find_scheme(tensors)
+        packed = tensors.matrix("weight_packed", INT32, "[N, ceil(K/8)]")
+        n, k = (int(size) for size in tensors.array("weight_shape", INT64, "[N, K]", (2,)))
         if n != packed.shape[0] or not 8 * packed.shape[1] - 8 < k <= 8 * packed.shape[1]:
-            raise parts.refuse(f"weight_shape: expected [N, K] of weight_packed {list(packed.shape)}, got {[n, k]}")
-        check_columns(parts, n)
+            raise tensors.error(f"weight_shape: expected [N, K] of weight_packed {list(packed.shape)}, got {[n, k]}")
+        check_columns(tensors, n)
         group_size = scheme.group_size
         if group_size is None:
-            groups_found = parts.matrix("weight_scale", SCALES, "[N, ceil(K/G)]").shape[1]
+            groups_found = tensors.matrix("weight_scale", SCALES, "[N, ceil(K/G)]").shape[1]
             if k % groups_found:
-                raise parts.refuse(f"weight_scale: expected groups that divide K={k}, got {groups_found}")
+                raise tensors.error(f"weight_scale: expected groups that divide K={k}, got {groups_found}")
             group_size = k // groups_found
-        group_size = resolve_group_size(parts, k, group_size)
+        group_size = resolve_group_size(tensors, k, group_size)
         count = -(-k // group_size)
-        scales = parts.finite("weight_scale", parts.array("weight_scale", SCALES, "[N, ceil(K/G)]", (n, count)))
-        zeros = self._read_zeros(parts, scheme, n, count)
-        bias = parts.bias(n)
-        groups = regroup(parts, k, group_size, _read_g_idx(parts, k, count), "weight_g_idx")
+        scales = tensors.finite("weight_scale", tensors.array("weight_scale", SCALES, "[N, ceil(K/G)]", (n, count)))
+        zeros = self._read_zeros(tensors, scheme, n, count)
+        bias = tensors.bias(n)
+        groups = regroup(tensors, k, group_size, _read_g_idx(tensors, k, count), "weight_g_idx")
         form = "symmetric" if zeros is None else "packed"
         spec = ModuleSpec(
-            k, n, groups.size, form, scales.dtype, has_order=groups.order is not None, bias_dtype=parts.bias_dtype()
+            k, n, groups.size, form, scales.dtype, has_order=groups.order is not None, bias_dtype=tensors.bias_dtype()
         )
         return Pending(spec, partial(_convert, packed, zeros, scales, bias, groups, k), self.warning)
 
-    def _read_zeros(self, parts: Parts, scheme: Scheme, n: int, count: int) -> Array | None:
-        """Return the validated zero points, packed int32 or signed int8; None where all are 8."""
+    def _read_zeros(self, tensors: ModuleTensors, scheme: Scheme, n: int, count: int) -> Array | None:
+        """Return the validated zero points: packed int32 [N/8, groups], int8 [N, groups] minus 8, or None if all are 8.
+
+        Raises CheckpointError for another dtype or shape, and for zero points other than 8 in a symmetric scheme.
+        """
         name = "weight_zero_point"
-        if name not in parts:
-            return None  # writers up to 0.9.2 drop zero points of an asymmetric module where all are 0
-        if parts.raw(name).dtype == np.int8:
-            zeros = parts.array(name, (np.dtype(np.int8),), "[N, ceil(K/G)]", (n, count))
+        if name not in tensors:
+            return None  # up to 0.9.2, writers also omit the tensor of an asymmetric module if it is all zeros
+        if tensors.raw(name).dtype == np.int8:
+            zeros = tensors.array(name, (np.dtype(np.int8),), "[N, ceil(K/G)]", (n, count))
             if zeros.min() < -8 or zeros.max() > 7:
-                raise parts.refuse(f"{name}: expected values of -8 to 7, got {zeros.min()} to {zeros.max()}")
+                raise tensors.error(f"{name}: expected values of -8 to 7, got {zeros.min()} to {zeros.max()}")
             symmetric = not zeros.any()
         else:
-            zeros = parts.array(name, INT32, "[N/8, ceil(K/G)]", (n // 8, count))
+            zeros = tensors.array(name, INT32, "[N/8, ceil(K/G)]", (n // 8, count))
             symmetric = bool((zeros.view(np.uint32) == np.uint32(0x88888888)).all())
         if scheme.symmetric and not symmetric:
-            raise parts.refuse(f"{name}: expected zeros alone, since symmetric is true, got others")
+            raise tensors.error(f"{name}: expected zeros alone, since symmetric is true, got others")
         return None if symmetric else zeros
 
 
-def _read_g_idx(parts: Parts, k: int, count: int) -> Array | None:
-    if "weight_g_idx" not in parts:
+def _read_g_idx(tensors: ModuleTensors, k: int, count: int) -> Array | None:
+    if "weight_g_idx" not in tensors:
         return None
-    g_idx = parts.array("weight_g_idx", INT32, "[K]", (k,))
+    g_idx = tensors.array("weight_g_idx", INT32, "[K]", (k,))
     return None if count == 1 or bool((g_idx == -1).all()) else g_idx
 
 
@@ -155,13 +162,14 @@ def _convert(packed: Array, zeros: Array | None, scales: Array, bias: Array | No
 
 
 UNCONFIGURED = CompressedTensors(((Scheme(False, None), (), ()),))
-"""The format of a file without a configuration: each module's tensors tell."""
+"""The format of a file without a configuration: the settings are inferred from each module's tensors."""
 
 
 def read_config(table: Mapping[str, Any], where: str) -> CompressedTensors:
-    """Return the format of a ``quantization_config``.
+    """Return the format that the ``quantization_config`` ``table`` describes.
 
-    Raises CheckpointError, whose message starts with ``where``, for settings other than 4-bit weights alone.
+    Raises CheckpointError, whose message starts with ``where``, unless weights have 4 bits and activations are not
+    quantized.
     """
     default = table.get("format")
     if default not in (FORMAT, "mixed-precision"):
@@ -231,7 +239,10 @@ def _read_scheme(weights: Mapping[str, Any], where: str) -> Scheme:
 
 
 def _split_targets(targets: Any, where: str) -> tuple[tuple[str, ...], tuple[Pattern, ...]]:
-    """Return the names and classes, and the expressions among the targets of a configuration group."""
+    """Split the targets of a configuration group into names (of modules or classes) and regular expressions ("re:...").
+
+    Raises CheckpointError, whose message starts with ``where``, for malformed targets.
+    """
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise CheckpointError(f"{where}: targets: expected a list of names, got {targets!r:.80}")
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantization entry of a checkpoint folder's configuration files.
 
-``config.json`` has it under ``quantization`` (MLX) or ``quantization_config`` (all others), multimodal models inside
-``text_config``. Older folders of AutoGPTQ and AutoAWQ have a file of its own.
+``config.json`` holds the entry under ``quantization`` (MLX) or ``quantization_config`` (other formats),
+for a multimodal model also inside ``text_config``. Older AutoGPTQ and AutoAWQ folders have a separate file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from cupy_awq.checkpoint.files import CheckpointError, read_object
 
 FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
-"""The files that hold the entry alone, in the order in which they are looked for."""
+"""The names of files that contain nothing but the entry, in order of precedence."""
 
 MLX = "quantization"
 HUGGING_FACE = "quantization_config"
@@ -26,9 +26,9 @@ class Entry:
     """The quantization entry of a configuration.
 
     Attributes:
-        file: the configuration file, for error messages.
-        key: the entry's key in ``config.json``, or "" for a file that holds the entry alone.
-        table: the entry.
+        file: the path of the configuration file, for error messages.
+        key: the key of the entry in ``config.json``, or "" if the file contains nothing but the entry.
+        table: the entry as parsed from JSON.
     """
 
     file: Path
@@ -37,7 +37,7 @@ class Entry:
 
 
 def read(folder: Path) -> Entry | None:
-    """Return a folder's quantization entry, or None if it has none. Raises CheckpointError for a malformed one."""
+    """Return the quantization entry of a folder, or None without one. Raises CheckpointError if it is malformed."""
     if (file := folder / "config.json").is_file():
         table = read_object(file)
         text = table.get("text_config")

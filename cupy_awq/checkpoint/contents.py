@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contents of a checkpoint: validated modules, repacked when they are accessed, and the remaining tensors."""
+"""The contents of a checkpoint: validated modules, which are repacked on access, and plain tensors."""
 
 from __future__ import annotations
 
@@ -18,37 +18,45 @@ from cupy_awq.checkpoint.module import Array, Format, ModuleSpec, Pending
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
 RUN_TIME_SCALES = "act.scales"
-"""The end of the name of a plain tensor of AutoAWQ, which has the name of quantized modules' scales."""
+"""The ending of the names of AutoAWQ's activation scales.
+
+They are plain tensors, although they share the suffix "scales" with the scales of quantized modules.
+"""
 
 
 class Contents(Mapping[str, Module | Tensor]):
-    """A checkpoint's quantized modules and other tensors by name, on the CPU.
+    """A read-only mapping from names to the quantized modules and plain tensors of a checkpoint, on the CPU.
 
-    All headers and scales are validated. A module is repacked each time that it is accessed and is not kept; tensors
-    are read-only views of the mapped files.
+    All headers and scales are validated. A module is repacked at each access and not cached. Plain tensors are
+    read-only views of the mapped files.
+
+    Args:
+        entries: the modules and plain tensors by name.
+        found: the sentence that states the format and the evidence for it.
+        format_name: the name of the format.
     """
 
     def __init__(self, entries: Mapping[str, Pending | Tensor], found: str, format_name: str) -> None:
         self._entries = entries
         is_quantized = any(isinstance(entry, Pending) for entry in entries.values())
         self.found = found if is_quantized else "No quantized modules."
-        """A sentence about the format and what told it."""
+        """A sentence that states the format and the file and field that identify it."""
         self.format_name = format_name if is_quantized else None
-        """The name of the format; None without quantized modules."""
+        """The name of the format, or None if no module is quantized."""
 
     @property
     def specs(self) -> dict[str, ModuleSpec]:
-        """The shapes and forms of the quantized modules, also of those that become dense."""
+        """The specs of the modules that are quantized in the files, including those that become dense tensors."""
         pending = {name: entry.spec for name, entry in self._entries.items() if isinstance(entry, Pending)}
         return {name: spec for name, spec in pending.items() if spec.bits < 16}
 
     def is_module(self, name: str) -> bool:
-        """Return whether a name is that of a module that stays quantized."""
+        """Return whether ``name`` is a module that stays quantized, so that ``self[name]`` is a `Module`."""
         entry = self._entries.get(name)
         return isinstance(entry, Pending) and not entry.is_dense
 
     def dense_form(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Return shape and dtype of a tensor that is no module, without converting it."""
+        """Return the shape and dtype of the dense tensor ``name`` without converting it."""
         entry = self._entries[name]
         if isinstance(entry, Pending):
             return (entry.spec.n, entry.spec.k), entry.spec.dtype
@@ -59,7 +67,7 @@ class Contents(Mapping[str, Module | Tensor]):
         return entry.convert() if isinstance(entry, Pending) else entry
 
     def read(self, name: str) -> Module | Array:
-        """Return a module, or the array of any other tensor."""
+        """Return the module ``name``, or the array of a plain tensor ``name``. Raises KeyError for an unknown name."""
         item = self[name]
         return item.array if isinstance(item, Tensor) else item
 
@@ -78,14 +86,14 @@ class Summary:
     """A description of a checkpoint's quantized modules.
 
     Attributes:
-        format: the format's name; None without quantized modules.
-        found: a sentence about the format and what told it.
-        bits: bits of a code, of most modules.
-        group_size: rows of W that share a scale, of most modules.
-        symmetric: whether all zero points are 8; None where modules differ.
-        act_order: whether a module permutes x.
-        exceptions: what differs from most modules, by module name.
-        roundings: what the conversion rounds, and the number of modules.
+        format: the name of the format, or None if no module is quantized.
+        found: a sentence that states the format and the file and field that identify it.
+        bits: the number of bits per code in most modules, or None if no module is quantized.
+        group_size: the number of rows of W per group in most modules, or None if no module is quantized.
+        symmetric: whether all zero points are 8, or None if modules differ.
+        act_order: whether any module permutes x (activation order).
+        exceptions: a description of how a module differs from most modules, by module name.
+        roundings: the number of modules by the rounding that their conversion needs.
     """
 
     format: str | None
@@ -99,7 +107,7 @@ class Summary:
 
 
 def summarize(contents: Contents) -> Summary:
-    """Return the description of a checkpoint that ``info`` prints, from its specs alone."""
+    """Return the description of a checkpoint that the command ``info`` prints, without converting any module."""
     specs = contents.specs
     forms = Counter((spec.bits, spec.group_size, str(spec.dtype)) for spec in specs.values())
     bits, group_size, dtype = forms.most_common(1)[0][0] if forms else (None, None, "")
@@ -128,36 +136,42 @@ def summarize(contents: Contents) -> Summary:
 
 
 def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending | Tensor]:
-    """Return the validated modules and the remaining tensors by name, in the order of ``tensors``.
+    """Group ``tensors`` into validated modules of the format ``layout`` and return them with the remaining tensors.
 
-    Warns once of what a format says about its files. Raises CheckpointError for a module whose tensors contradict each
-    other or the configuration, for parts of a module without codes, and for names that occur twice.
+    Issues the first of the modules' warnings and their number. Raises CheckpointError if a module's tensors
+    contradict each other or the configuration, if scales or zero points have no codes, or if a name occurs twice.
+
+    Returns:
+        The modules (`Pending`), followed by the plain tensors, by name.
     """
     entries: dict[str, Pending | Tensor] = {}
     used: set[str] = set()
     notes: list[str] = []
     for name, tensor in tensors.items():
         suffix = name.rpartition(".")[2]
-        if suffix != layout.codes or not layout.is_codes(tensor.array):
+        if suffix != layout.codes_suffix or not layout.is_quantized(tensor.array):
             continue
         prefix = name.removesuffix(suffix)
-        group = {part: tensors[prefix + part] for part in (suffix, *layout.parts) if prefix + part in tensors}
-        used.update(prefix + part for part in group)
-        for key, parts in experts.split(prefix.removesuffix("."), tensor.file, group, suffix):
-            pending = layout.open_module(parts)
+        suffixes = (suffix, *layout.other_suffixes)
+        group = {end: tensors[prefix + end] for end in suffixes if prefix + end in tensors}
+        used.update(prefix + end for end in group)
+        for key, of_module in experts.split(prefix.removesuffix("."), tensor.file, group, suffix):
+            pending = layout.open_module(of_module)
             if pending.is_dense:
                 key = f"{key}.weight" if key else "weight"
                 used.discard(prefix + "bias")
             if key in entries:
-                raise CheckpointError(f"{parts.where}: expected a unique name, got {key!r:.200} twice")
+                raise CheckpointError(f"{of_module.where}: expected a unique name, got {key!r:.200} twice")
             entries[key] = pending
             if pending.warning:
                 notes.append(pending.warning)
     for name, tensor in tensors.items():
         if name in used:
             continue
-        if name.rpartition(".")[2] in layout.orphans and not name.endswith(RUN_TIME_SCALES):
-            raise CheckpointError(f"{tensor.file}: tensor {name!r:.200}: expected {layout.codes} beside it, got none")
+        if name.rpartition(".")[2] in layout.dependent_suffixes and not name.endswith(RUN_TIME_SCALES):
+            raise CheckpointError(
+                f"{tensor.file}: tensor {name!r:.200}: expected {layout.codes_suffix} beside it, got none"
+            )
         if name in entries:
             raise CheckpointError(f"{tensor.file}: tensor {name!r:.200}: expected a unique name, got that of a module")
         entries[name] = tensor
@@ -168,7 +182,7 @@ def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending |
 
 
 def _find_user_level() -> int:
-    """Return the stack level of the frame that called the package, for a warning in the calling function."""
+    """Return the ``stacklevel`` for `warnings.warn` in the caller that attributes the warning to the user's code."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("cupy_awq."):
         level, frame = level + 1, frame.f_back

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of a checkpoint, from its configuration or, without one, from the names, dtypes and shapes of its tensors.
+"""Detection of a checkpoint's format from its configuration or, without one, from the names and shapes of its tensors.
 
-The configuration names the format; the tensors decide which modules are quantized, and must have the shapes of the
-format. Every format is one module of this package and one entry of `METHODS` or of `_from_tensors`.
+The configuration names the format. The tensors determine which modules are quantized, and their shapes must be those of
+the format. Each format is one module of this package. Its configuration reader is an entry of `METHODS` (MLX, which has
+no ``quant_method``, is recognized by its configuration key); files without a configuration are recognized by
+`_detect_from_tensors`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from cupy_awq.checkpoint.tensors import Tensor
 Tensors = Mapping[str, Tensor]
 
 GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 2}
+"""The GPTQ version for each ``checkpoint_format`` of a configuration."""
 
 AUTO_ROUND_VERSIONS = {
     "auto_round:auto_gptq": 1,
@@ -35,29 +38,29 @@ AUTO_ROUND_VERSIONS = {
     "auto_round:auto_awq": None,
     "auto_round:awq": None,
 }
-"""The GPTQ version of each ``packing_format`` of auto-round; None for AutoAWQ's "gemm" layout."""
+"""The GPTQ version for each ``packing_format`` of auto-round; None for AutoAWQ's "gemm" format."""
 
 
 class Detected(NamedTuple):
-    """The format of a checkpoint."""
+    """The detected format of a checkpoint, and the evidence for it."""
 
     layout: Format
-    """The format with the checkpoint's settings; the default where nothing is quantized."""
+    """The format with the settings of the checkpoint; AutoAWQ's "gemm" format if no module is quantized."""
     sentence: str
-    """The sentence for the user: the format, and the file and field that identify it."""
+    """A sentence for the user that states the format and the file and field that identify it."""
 
 
 def detect(tensors: Tensors, entry: Entry | None, group_size: int | None = None) -> Detected:
-    """Return the format of a checkpoint's tensors.
+    """Detect the format of a checkpoint from its configuration, or from its tensors without one.
 
     Args:
         tensors: all tensors by name.
-        entry: the quantization entry of its configuration, or None.
-        group_size: a group size for files that do not tell theirs.
+        entry: the quantization entry of the configuration, or None without a configuration.
+        group_size: the number of rows of W per group, for files that do not record it; None to infer it.
 
     Raises:
-        CheckpointError: an unsupported format or setting, tensors of another format than the configuration names, or
-            tensors that do not tell their format. The message has the key and the value of the configuration.
+        CheckpointError: the format or a setting is not supported, the tensors have another format than the
+            configuration names, or the format is ambiguous. The message names the key and the value in question.
     """
     if entry is None:
         layout, reason = _detect_from_tensors(tensors, group_size)
@@ -82,7 +85,7 @@ def _detect_from_config(tensors: Tensors, entry: Entry) -> tuple[Format, str]:
 
 
 def _detect_without_method(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
-    """Return the format of an entry without ``quant_method``: older AutoAWQ, MLX or older AutoGPTQ."""
+    """Return format and evidence for an entry without ``quant_method``: older AutoAWQ, MLX or older AutoGPTQ."""
     if "version" in table or "w_bit" in table or "q_group_size" in table:
         return _read_awq(tensors, table, where)
     if "bits" in table and "group_size" in table:
@@ -91,7 +94,7 @@ def _detect_without_method(tensors: Tensors, table: Mapping[str, Any], where: st
         layouts = {layout for layout, _, _ in _match_layouts(tensors)}
         if any(name.endswith("g_idx") for name in tensors) or layouts == {"gptq"}:
             return _read_gptq(tensors, table, where)
-    raise CheckpointError(f"{where}: expected a quant_method or a version, got neither, and no tensors that tell")
+    raise CheckpointError(f"{where}: expected a quant_method or a version, got neither, and ambiguous tensors")
 
 
 def _read_awq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
@@ -141,7 +144,7 @@ def _read_auto_round(tensors: Tensors, table: Mapping[str, Any], where: str) -> 
     _check_bits(table, where, "bits")
     key = "packing_format" if "packing_format" in table else "backend"
     packing = table.get(key)
-    if packing not in AUTO_ROUND_VERSIONS:
+    if not isinstance(packing, str) or packing not in AUTO_ROUND_VERSIONS:
         raise CheckpointError(f"{where}: {key}: expected {', '.join(AUTO_ROUND_VERSIONS)}, got {packing!r:.80}")
     if table.get("data_type", "int") != "int":
         raise CheckpointError(f"{where}: data_type: expected 'int', got {table['data_type']!r:.80}")
@@ -179,7 +182,11 @@ METHODS: dict[str, Callable[[Tensors, Mapping[str, Any], str], tuple[Format, str
     "compressed-tensors": _read_compressed_tensors,
     "hqq": _read_hqq,
 }
-"""The reader of a configuration by its ``quant_method`` in lower case."""
+"""The configuration readers by ``quant_method`` in lower case.
+
+A reader maps (tensors by name, the quantization entry, the configuration's path) to the format and a phrase that states
+the evidence for it. It raises CheckpointError for settings that are not supported.
+"""
 
 
 def _check_bits(table: Mapping[str, Any], where: str, *keys: str) -> None:
@@ -198,7 +205,7 @@ def _read_group_size(table: Mapping[str, Any], where: str, *keys: str) -> int:
 
 
 def _detect_from_tensors(tensors: Tensors, group_size: int | None) -> tuple[Format, str]:
-    """Return the format of a file without a configuration."""
+    """Return format and evidence for tensors without a configuration."""
     for name, tensor in tensors.items():
         suffix = name.rpartition(".")[2]
         reason = f"tensor {name!r:.200} in {tensor.file}"
@@ -217,22 +224,25 @@ def _detect_from_tensors(tensors: Tensors, group_size: int | None) -> tuple[Form
             return Gptq(_find_gptq_version(tensors, tensor.file), group_size), reason
         if layout == "awq gemv":
             return Gemv(group_size), reason
-        return AutoAwq(group_size), reason  # also for tensors that fit no layout: its checks name them
+        return AutoAwq(group_size), reason  # for tensors of no known format, AutoAwq.open_module raises the error
     return AutoAwq(group_size), "no quantized modules"
 
 
 def _find_gptq_version(tensors: Tensors, file: Path) -> int:
-    """Return the version of GPTQ tensors, which is known only if all zero points are 8."""
+    """Return the GPTQ version of tensors whose zero points are all 8.
+
+    Raises CheckpointError if the zero points are all 8 in neither version, because the version is then ambiguous.
+    """
     words = {1: np.uint32(SYMMETRIC - ONES), 2: np.uint32(SYMMETRIC)}
     zeros = [tensor.array for name, tensor in tensors.items() if name.rpartition(".")[2] == "qzeros"]
     for version, word in words.items():
         if zeros and all(array.dtype == np.int32 and bool((array.view(np.uint32) == word).all()) for array in zeros):
             return version
-    raise CheckpointError(f"{file}: expected a configuration that tells gptq from gptq_v2, got none")
+    raise CheckpointError(f"{file}: expected a configuration with checkpoint_format gptq or gptq_v2, got none")
 
 
 def _find_codes(tensors: Tensors) -> list[tuple[str, Tensor, Array | None]]:
-    """Return name, tensor and scales of every ``qweight``."""
+    """Return (name, tensor, scales or None) for every tensor of codes named ``qweight``."""
     found = []
     for name, tensor in tensors.items():
         if name.rpartition(".")[2] == "qweight":
@@ -246,38 +256,37 @@ def _match_layouts(tensors: Tensors) -> list[tuple[str | None, str, Tensor]]:
 
 
 def _match_layout(codes: Array, scales: Array | None) -> str | None:
-    """Return the first layout that has these shapes, or None."""
+    """Return the name of the first format whose dtype and shapes ``codes`` and ``scales`` have, or None."""
     if codes.dtype == np.int16:
         return "awq gemv_fast"
     if scales is None or codes.ndim < 2 or scales.ndim < 2:
         return None
-    return next((name for name, fits in _FITS.items() if fits(codes.shape[-2:], scales.shape[-2:])), None)
+    return next((name for name, fits in SHAPE_CHECKS.items() if fits(codes.shape[-2:], scales.shape[-2:])), None)
 
 
-_FITS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+SHAPE_CHECKS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     "awq gemm": lambda codes, scales: 8 * codes[1] == scales[1],
     "gptq": lambda codes, scales: codes[1] == scales[1],
     "awq gemv": lambda codes, scales: codes[0] == scales[0],
+    "awq gemv_fast": lambda codes, scales: False,  # its codes are int16
 }
-"""The layouts of int32 ``qweight`` and ``scales``, and whether their shapes fit."""
+"""The formats with codes named ``qweight``, and whether the 2-D shapes of int32 codes and of scales fit each."""
 
 
 def _check_layout(tensors: Tensors, layout: Format, reason: str) -> None:
-    """Raise CheckpointError for a module whose shapes are those of another layout than the configuration's."""
-    expected = layout.name.removesuffix(" v1").removesuffix(" v2")
-    if expected not in (*_FITS, "awq gemv_fast"):
+    """Raise CheckpointError if a module's shapes fit another format but not ``layout``, which ``reason`` gives.
+
+    A format with codes named ``qweight`` that has no entry in `SHAPE_CHECKS` is a KeyError.
+    """
+    if layout.codes_suffix != "qweight":  # a suffix that identifies the format
         return
+    expected = layout.name.removesuffix(" v1").removesuffix(" v2")
+    fits = SHAPE_CHECKS[expected]
     for name, tensor, scales in _find_codes(tensors):
         found = _match_layout(tensor.array, scales)
         if found is None or found == expected:
             continue
-        fits = _FITS.get(expected)
-        if (
-            found != "awq gemv_fast"
-            and fits
-            and scales is not None
-            and fits(tensor.array.shape[-2:], scales.shape[-2:])
-        ):
+        if found != "awq gemv_fast" and scales is not None and fits(tensor.array.shape[-2:], scales.shape[-2:]):
             continue
         shapes = f"{tensor.array.dtype} {list(tensor.array.shape)}"
         module = name.removesuffix("qweight").removesuffix(".")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a mixture-of-experts layer: a key for each expert, and the stacked weights of all.
+"""The experts of mixture-of-experts layers: conversion between one module per expert and stacked tensors [E, ...].
 
-Files hold ``<layer>.experts.<E>.<projection>`` for each expert, or tensors [E, ...] of all: MLX under
-``<layer>.switch_mlp.<projection>``, fused modules under ``<layer>.experts.<projection>``.
+A file holds either one module ``<layer>.experts.<index>.<projection>`` per expert, or fused tensors [E, ...] for all E
+experts, named ``<layer>.switch_mlp.<projection>`` (MLX) or ``<layer>.experts.<projection>``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.module import Parts
+from cupy_awq.checkpoint.module import ModuleTensors
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
 Array = npt.NDArray[Any]
 
 FUSED = ("switch_mlp", "experts")
-"""The names of a module that holds all experts of a layer."""
+"""The name components of fused modules, which hold all experts of a layer."""
 
 
 def name_expert(name: str, expert: int) -> str | None:
-    """Return the key of one expert of a fused module, or None for the name of another module.
+    """Return the module name of expert number ``expert`` of the fused module ``name``, or None if it is not fused.
 
     >>> name_expert("model.layers.0.mlp.switch_mlp.up_proj", 3)
     'model.layers.0.mlp.experts.3.up_proj'
@@ -37,14 +37,21 @@ def name_expert(name: str, expert: int) -> str | None:
     return f"{layer}.experts.{expert}.{projection}" if layer else f"experts.{expert}.{projection}"
 
 
-def split(name: str, file: Path, tensors: Mapping[str, Tensor], codes: str) -> Iterator[tuple[str, Parts]]:
-    """Yield key and tensors of a module, or of each expert where its codes have three axes, as views.
+def split(name: str, file: Path, tensors: Mapping[str, Tensor], codes: str) -> Iterator[tuple[str, ModuleTensors]]:
+    """Yield (module name, tensors) for the module ``name``, or for each of its experts if its codes have three axes.
 
-    Raises CheckpointError for tensors whose first axes differ, and for three axes in a module without experts.
+    Args:
+        name: the name of the module.
+        file: the file of its codes, for error messages.
+        tensors: the tensors of the module by suffix. The tensors of an expert are views of them.
+        codes: the suffix of the codes.
+
+    Raises:
+        CheckpointError: the first axes of the tensors differ, or codes of three axes are not those of a fused module.
     """
     array = tensors[codes].array
     if array.ndim != 3:
-        yield name, Parts(name, file, codes, tensors)
+        yield name, ModuleTensors(name, file, codes, tensors)
         return
     count = len(array)
     where = f"{file}: module {name!r:.200}"
@@ -56,7 +63,7 @@ def split(name: str, file: Path, tensors: Mapping[str, Tensor], codes: str) -> I
             raise CheckpointError(f"{where}: {part}: expected {count} experts as {codes} has, got shape {found}")
     for expert in range(count):
         slices = {part: Tensor(_slice(part, tensor.array, expert, count), file) for part, tensor in tensors.items()}
-        yield str(name_expert(name, expert)), Parts(name, file, codes, slices, expert)
+        yield str(name_expert(name, expert)), ModuleTensors(name, file, codes, slices, expert)
 
 
 def _slice(part: str, array: Array, expert: int, count: int) -> Array:
@@ -66,31 +73,32 @@ def _slice(part: str, array: Array, expert: int, count: int) -> Array:
 
 
 class Stack(NamedTuple):
-    """The weights of all experts of one projection, for a grouped product."""
+    """The weights of all E experts for one projection [K, N], for a grouped GEMM."""
 
     qweight: Array
-    """Codes [E, K, N/8] int32."""
+    """The codes, int32 [E, K, N/8]."""
     scales: Array
-    """Scales [E, K/G, N]."""
+    """The scales, float16 or bfloat16 [E, K/G, N]."""
     qzeros: Array | None
-    """Zero points [E, K/G, N/8] int32 or offsets [E, K/G, N]; None where every zero point is 8."""
+    """The zero points, int32 [E, K/G, N/8], or float offsets [E, K/G, N]; None if every zero point is 8."""
     bias: Array | None
-    """Biases [E, N], or None."""
+    """The biases [E, N], or None without biases."""
     order: npt.NDArray[np.int32] | None
-    """The permutation of x for each expert, [E, K]; None where no expert has one."""
+    """The permutation of the columns of x for each expert, int32 [E, K]; None if no expert has one."""
 
 
 def stack(contents: Mapping[str, Module | Tensor], layer: str, projection: str, count: int | None = None) -> Stack:
-    """Return the stacked weights of ``<layer>.experts.<E>.<projection>`` for all E.
+    """Stack the weights of the modules ``<layer>.experts.<index>.<projection>`` of all experts.
 
     Args:
-        contents: a checkpoint, as `cupy_awq.checkpoint.read` returns it. Each expert is converted once.
-        layer: the name before ``.experts``, such as "model.layers.0.mlp".
-        projection: the name after the number, such as "up_proj".
-        count: the number of experts that the model has; None for those up to the largest number.
+        contents: a checkpoint from `cupy_awq.checkpoint.read`. Each expert is converted once.
+        layer: the prefix of the names before ".experts", such as "model.layers.0.mlp".
+        projection: the name after the expert's index, such as "up_proj".
+        count: the number of experts of the model; None for one more than the largest index in ``contents``.
 
     Raises:
-        CheckpointError: a missing expert, or experts of different forms; the message names the first such one.
+        CheckpointError: an expert is missing or differs from expert 0 in shape, dtype or form of its zero points or
+            bias; the message names the first such expert.
     """
     prefix, suffix = f"{layer}.experts.", f".{projection}"
     if count is None:

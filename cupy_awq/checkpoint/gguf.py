@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a GGUF file under their Hugging Face names: Q4_0, Q4_1 and Q4_K stay 4-bit, others become float16."""
+"""The GGUF format: tensors under their Hugging Face names.
+
+Linear layers in Q4_0, Q4_1 and Q4_K stay 4-bit; other quantized tensors become dense float16.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from cupy_awq.checkpoint.tensors import Module, Tensor
 Array = npt.NDArray[Any]
 
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+"""The Hugging Face name for each GGUF tensor name outside of the layers, without suffixes."""
+
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -31,22 +36,35 @@ LAYER_NAMES = {
     "ffn_gate_inp": "mlp.gate",
     **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
 }
+"""The Hugging Face name within ``model.layers.<i>`` for each GGUF tensor name within ``blk.<i>``, without suffixes."""
+
 EXPERT_NAMES = {f"ffn_{p}_exps": f"{p}_proj" for p in ("gate", "up", "down")}
+"""The projection for each GGUF tensor name that holds all experts of a layer [E, N, K]."""
 
 PACKED_TYPES = ("Q4_0", "Q4_1", "Q4_K")
-"""The types that stay 4-bit."""
+"""The GGML types of linear layers that stay 4-bit."""
 
 
 def read(path: Path) -> Contents:
-    """Return the contents of a GGUF file. Raises CheckpointError for a damaged one."""
+    """Open a GGUF file and return its modules and tensors.
+
+    Raises the same errors as `gguf_file.read` and `open_tensors`.
+    """
     return open_tensors(path, *gguf_file.read(path))
 
 
 def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> Contents:
-    """Return the tensors of a file by their Hugging Face names; those without one keep their own.
+    """Return the modules and tensors of a GGUF file by Hugging Face name; tensors without one keep their GGUF name.
 
-    Rows of q and k have Hugging Face's order, and experts a key each. Raises CheckpointError for tensors or metadata
-    that contradict each other.
+    The rows of the q and k projections get Hugging Face's order, and each expert becomes a module.
+
+    Args:
+        path: the path of the file, for error messages.
+        metadata: the metadata fields of the file by key.
+        blocks: the tensors of the file by GGUF name.
+
+    Raises:
+        CheckpointError: tensors or metadata contradict each other, or two tensors get the same name.
     """
     heads = _find_permuted_heads(path, metadata)
     entries: dict[str, Pending | Tensor] = {}
@@ -67,11 +85,13 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
 
 
 def _find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of heads by the names of the tensors whose rows Llama's files permute.
+    """Return the number of heads of each projection with permuted rows: "attn_q" and "attn_k" for Llama, else none.
 
-    These files interleave the two halves of each head of q and k, for a RoPE that rotates adjacent pairs.
+    Llama's GGUF files interleave the two halves of each head of q and k, for a RoPE that rotates adjacent pairs. Raises
+    CheckpointError for a malformed number of heads.
     """
-    if metadata.get("general.architecture") != "llama":
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str) or arch != "llama":  # an array has no truth value
         return {}
     heads = metadata.get("llama.attention.head_count")
     counts = {"attn_q": heads, "attn_k": metadata.get("llama.attention.head_count_kv", heads)}
@@ -83,7 +103,7 @@ def _find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, i
 
 
 def _name_tensors(name: str, block: Blocks, heads: Mapping[str, int]) -> list[tuple[str, Blocks, int | None]]:
-    """Return the keys of a tensor or of its experts, their blocks, and the heads whose rows are permuted or None."""
+    """Return (Hugging Face name, blocks, number of permuted heads or None) for a tensor, or for each of its experts."""
     stem, _, suffix = name.rpartition(".")
     if stem in NAMES:
         return [(f"{NAMES[stem]}.{suffix}", block, None)]
@@ -108,7 +128,19 @@ def _name_tensors(name: str, block: Blocks, heads: Mapping[str, int]) -> list[tu
 def _open_tensor(
     path: Path, block: Blocks, key: str, heads: int | None, bias: Blocks | None, where: str
 ) -> Pending | Tensor:
-    """Return a 4-bit module, a dense tensor that is converted when it is accessed, or a view of the file."""
+    """Return a 4-bit module, a dense tensor that is converted on access, or a view of the file.
+
+    Args:
+        path: the file.
+        block: the tensor's quantization blocks.
+        key: the Hugging Face name.
+        heads: the number of heads whose rows are permuted, or None.
+        bias: the bias of the module, or None.
+        where: the start of error messages.
+
+    Raises:
+        CheckpointError: the shapes of weight, bias and heads contradict each other.
+    """
     if heads is not None and block.shape[0] % (2 * heads):
         raise CheckpointError(f"{where}: expected rows in multiples of {2 * heads}, got {block.shape[0]}")
     n, k = block.shape[0], block.shape[-1]
@@ -138,7 +170,7 @@ def _convert_dense(path: Path, block: Blocks, heads: int | None, where: str) -> 
 
 
 def _deinterleave(rows: Array, heads: int | None) -> Array:
-    """Return rows [N, ...] with rows 2i and 2i + 1 of each head moved to i and i + head_dim / 2."""
+    """Return rows [N, ...] where rows 2i and 2i + 1 of each head move to i and i + head_dim / 2; unchanged for None."""
     if heads is None:
         return rows
     n, *rest = rows.shape

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of GGUF tensors that cannot stay 4-bit weights with groups along K: their values in float16.
+"""Conversion of GGUF tensors that cannot stay packed 4-bit weights to dense float16.
 
-The types of common files are converted here, with NumPy alone; all others by the package ``gguf``.
+The common GGML types are converted here with NumPy; all others need the package ``gguf``.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from cupy_awq.checkpoint.gguf_file import Blocks
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[Any]
-"""Blocks [rows, blocks, bytes] uint8, or codes of them."""
+"""Quantization blocks, uint8 [rows, blocks per row, bytes per block], or uint8 codes unpacked from them."""
 
 CHUNK = 1 << 20
-"""The values that one chunk converts."""
+"""The number of values that are converted at a time."""
 
 PLAIN: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
-"""The types whose values are views of the file."""
+"""The NumPy dtype for each GGML type whose values are returned as views of the file."""
 
 
 def read_values(block: Blocks, where: str) -> Array:
-    """Return the values of a tensor: float32 and float64 as they are, all others in float16.
+    """Return the values of a tensor in its shape: float32 and float64 as views of the file, all others in float16.
 
-    Raises CheckpointError, whose message starts with ``where``, for a type that cannot be converted.
+    Raises CheckpointError, whose message starts with ``where``, if the type is not supported or needs the package
+    ``gguf``, which is not installed.
     """
     if block.kind in PLAIN:
         return block.data.view(PLAIN[block.kind]).reshape(block.shape)
@@ -43,7 +44,7 @@ def read_values(block: Blocks, where: str) -> Array:
     rows, columns = len(block.data), block.shape[-1]
     out = np.empty((rows, columns), np.float16)
     step = max(1, CHUNK // columns)
-    with np.errstate(over="ignore", invalid="ignore"):  # of damaged files
+    with np.errstate(over="ignore", invalid="ignore"):  # the scales of a damaged file
         for start in range(0, rows, step):
             chunk = block.data[start : start + step]
             out[start : start + step] = convert(chunk).reshape(len(chunk), columns)
@@ -51,7 +52,7 @@ def read_values(block: Blocks, where: str) -> Array:
 
 
 def _find_converter(kind: str, where: str) -> Callable[[Bytes], Array]:
-    """Return the function from rows of blocks to float32 values."""
+    """Return the function that converts rows of blocks of the GGML type ``kind``, uint8 [rows, bytes], to float32."""
     if kind in CONVERTERS:
         block_bytes, convert = CONVERTERS[kind]
         return lambda rows: convert(rows.reshape(len(rows), -1, block_bytes))
@@ -73,13 +74,13 @@ def _find_converter(kind: str, where: str) -> Callable[[Bytes], Array]:
 
 
 def _read_float16(blocks: Bytes, start: int, count: int) -> Array:
-    """Return ``count`` float16 from byte ``start`` of each block, as float32 [..., count]."""
+    """Return the ``count`` float16 values at byte offset ``start`` of each block as float32 [..., count]."""
     values: Array = np.ascontiguousarray(blocks[..., start : start + 2 * count]).view(np.float16)
     return values.astype(np.float32)
 
 
 def _unpack_nibbles(codes: Bytes) -> Bytes:
-    """Return the low nibbles of the last axis, then the high ones."""
+    """Return the low nibbles of bytes [..., B], followed by the high nibbles: uint8 [..., 2B]."""
     return np.concatenate([codes & 15, codes >> 4], axis=-1)
 
 
@@ -96,20 +97,23 @@ def _dequantize_q4_1(blocks: Bytes) -> Array:
     return _read_float16(blocks, 0, 1) * _unpack_nibbles(blocks[..., 4:]) + _read_float16(blocks, 2, 1)
 
 
-def _unpack_fives(blocks: Bytes, start: int) -> Array:
-    """Return the 5-bit codes of Q5_0 and Q5_1: four bytes of high bits, then 16 bytes of nibbles."""
+def _unpack_five_bits(blocks: Bytes, start: int) -> Array:
+    """Return the 32 codes of each Q5_0 or Q5_1 block as float32.
+
+    Byte ``start`` of a block begins 4 bytes with the fifth bits, followed by 16 bytes of nibbles.
+    """
     high = np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little")
     codes: Array = _unpack_nibbles(blocks[..., start + 4 :]) | high << 4
     return codes.astype(np.float32)
 
 
 def _dequantize_q5_0(blocks: Bytes) -> Array:
-    values: Array = _read_float16(blocks, 0, 1) * (_unpack_fives(blocks, 2) - 16)
+    values: Array = _read_float16(blocks, 0, 1) * (_unpack_five_bits(blocks, 2) - 16)
     return values
 
 
 def _dequantize_q5_1(blocks: Bytes) -> Array:
-    return _read_float16(blocks, 0, 1) * _unpack_fives(blocks, 4) + _read_float16(blocks, 2, 1)
+    return _read_float16(blocks, 0, 1) * _unpack_five_bits(blocks, 4) + _read_float16(blocks, 2, 1)
 
 
 def _dequantize_q8_0(blocks: Bytes) -> Array:
@@ -117,8 +121,8 @@ def _dequantize_q8_0(blocks: Bytes) -> Array:
 
 
 def unpack_scales(blocks: Bytes) -> tuple[Array, Array]:
-    """Return the 6-bit sc and m [8, ...] of super-blocks [..., bytes] of Q4_K or Q5_K, as float32."""
-    packed = np.ascontiguousarray(np.moveaxis(blocks[..., 4:16], -1, 0))  # long inner loops
+    """Return the 6-bit scales sc and minima m of Q4_K or Q5_K super-blocks [..., bytes]: two float32 [8, ...]."""
+    packed = np.ascontiguousarray(np.moveaxis(blocks[..., 4:16], -1, 0))  # the long axis last, for NumPy's inner loop
     low, mid, high = packed[:4], packed[4:8], packed[8:]
     sc, m = (np.empty((8, *packed.shape[1:]), np.float32) for _ in range(2))
     sc[:4], m[:4] = low & 63, mid & 63
@@ -127,7 +131,7 @@ def unpack_scales(blocks: Bytes) -> tuple[Array, Array]:
 
 
 def _scale_groups(blocks: Bytes, codes: Array) -> Array:
-    """Return (d sc) q - dmin m for codes [..., 8, 32] of super-blocks that begin as those of Q4_K do."""
+    """Return (d * sc) * q - dmin * m for codes q [..., 8, 32] of super-blocks with Q4_K's header (d, dmin, sc, m)."""
     sc, m = (np.moveaxis(values, 0, -1) for values in unpack_scales(blocks))
     header = _read_float16(blocks, 0, 2)
     values: Array = (header[..., :1] * sc)[..., None] * codes - (header[..., 1:] * m)[..., None]
@@ -143,7 +147,7 @@ def _dequantize_q4_k(blocks: Bytes) -> Array:
 def _dequantize_q5_k(blocks: Bytes) -> Array:
     pairs = np.ascontiguousarray(blocks[..., 48:]).reshape(*blocks.shape[:-1], 4, 1, 32)
     codes = np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*blocks.shape[:-1], 8, 32)
-    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]  # bit j is that of group j
+    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]  # bit j belongs to group j
     return _scale_groups(blocks, codes | (high & 1) << 4)
 
 
@@ -170,4 +174,4 @@ CONVERTERS: dict[str, tuple[int, Callable[[Bytes], Array]]] = {
     "Q5_K": (176, _dequantize_q5_k),
     "Q6_K": (210, _dequantize_q6_k),
 }
-"""The bytes of a block, and the function from blocks [rows, blocks, bytes] to float32, of each type converted here."""
+"""The converters by GGML type: bytes per block, and the conversion of blocks [rows, blocks, bytes] to float32."""

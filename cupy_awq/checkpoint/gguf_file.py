@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GGUF container: metadata, and tensors as views of the mapped file.
+"""The GGUF container: metadata, and tensors as views of the memory-mapped file.
 
-The header is hostile input: every count and length is checked against the remaining bytes before it is used. (The
-reader of the package ``gguf`` does not check: a huge array length keeps it in a loop for hours.)
+The header is untrusted: every count and length is checked against the remaining bytes before use. (The reader of the
+package ``gguf`` has no such check; a huge array length keeps it busy for hours.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from cupy_awq.checkpoint.files import CheckpointError
 MAGIC = b"GGUF"
 
 SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""The `struct` format of each scalar type of metadata values."""
+"""The `struct` format for each scalar type of metadata values."""
+
 STRING_TYPE, ARRAY_TYPE = 8, 9
 VERSIONS = (2, 3)
 MAX_RANK = 4
@@ -61,7 +62,7 @@ TYPES = {
     39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
 }
-"""The name, the values of a block and the bytes of a block of each GGML type."""
+"""The GGML types by number in the file: (name, values per block, bytes per block)."""
 
 
 class Blocks(NamedTuple):
@@ -70,7 +71,7 @@ class Blocks(NamedTuple):
     Attributes:
         kind: the name of the GGML quantization type, such as "Q4_0" or "F16".
         shape: the shape of the tensor, outermost axis first.
-        data: uint8 [rows, bytes of a row], a view of the mapped file; the rows are all axes but the last.
+        data: uint8 [rows, bytes per row], a view of the mapped file; rows is the product of all axes but the last.
     """
 
     kind: str
@@ -79,7 +80,10 @@ class Blocks(NamedTuple):
 
 
 class _Cursor:
-    """A read position in the file; every read first checks that the bytes exist."""
+    """A read position in the bytes of a file.
+
+    Every read checks that enough bytes remain, advances the position, and raises CheckpointError otherwise.
+    """
 
     def __init__(self, data: memoryview, path: Path) -> None:
         self.data, self.position, self.path = data, 0, path
@@ -104,7 +108,7 @@ class _Cursor:
             raise CheckpointError(f"{self.path}: expected UTF-8 before byte {self.position}, got {error}") from None
 
     def value(self) -> Any:
-        """Read a metadata value: a scalar, a text, a NumPy array of scalars or a list of texts."""
+        """Read a metadata value: a scalar, a str, a NumPy array of scalars or a list of str."""
         kind = self.scalar("I")
         if kind == STRING_TYPE:
             return self.text()
@@ -125,9 +129,9 @@ class _Cursor:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
-    """Return the metadata and the tensors of a GGUF file by name.
+    """Return the metadata by key and the tensors by name of a GGUF file.
 
-    The tensors are views of the mapped file, which must not be truncated while they live.
+    The tensors are views of the memory-mapped file, which must not be truncated while they are in use.
 
     Raises:
         CheckpointError: the file is malformed.
@@ -142,7 +146,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
     version, tensor_count, field_count = cursor.scalar("I"), cursor.scalar("Q"), cursor.scalar("Q")
     if version not in VERSIONS:
         raise CheckpointError(f"{path}: expected GGUF version 2 or 3, got {version}")
-    cursor.require(12 * field_count + 24 * tensor_count)  # their smallest sizes
+    cursor.require(12 * field_count + 24 * tensor_count)  # a field takes at least 12 bytes, a tensor 24
     metadata: dict[str, Any] = {}
     for _ in range(field_count):
         key = cursor.text()
@@ -163,7 +167,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
 
 
 def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Return the name, shape (outermost axis first), type and offset of one tensor."""
+    """Read the header entry of a tensor: name, shape (outermost axis first), GGML type, byte offset in the data."""
     name, rank = cursor.text(), cursor.scalar("I")
     if not 1 <= rank <= MAX_RANK:
         raise CheckpointError(f"{cursor.path}: tensor {name!r:.200}: expected 1 to {MAX_RANK} axes, got {rank}")
@@ -172,7 +176,10 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _blocks(mapped: mmap.mmap, where: str, shape: tuple[int, ...], kind: int, start: int) -> Blocks:
-    """Return the view of a tensor at byte ``start``; ``where`` opens error messages."""
+    """Return the tensor of GGML type ``kind`` at byte ``start`` of the file as a view.
+
+    Raises CheckpointError, whose message starts with ``where``, for an unknown type or a shape that does not fit.
+    """
     if kind not in TYPES:
         raise CheckpointError(f"{where}: expected a known quantization type, got {kind}")
     name, block_values, block_bytes = TYPES[kind]

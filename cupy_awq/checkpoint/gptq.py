@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPTQ format, versions 1 and 2: AutoGPTQ, GPTQModel and auto-round's packings of the same tensors.
+"""The GPTQ format, versions 1 and 2, as written by AutoGPTQ, GPTQModel and auto-round.
 
 qweight [K/8, N] int32: nibble k % 8 of word [k // 8, n] is the code of W[k, n]
-qzeros [ceil(K/G), N/8] int32: nibble n % 8 is the zero point; version 1 stores words minus 0x11111111
+qzeros [ceil(K/G), N/8] int32: nibble n % 8 of word [g, n // 8] is the zero point of group g in column n; version 1
+    subtracts 0x11111111 from each word
 scales [ceil(K/G), N] float16 or bfloat16
-g_idx [K] int32: the group of each row; without it, row k is in group k // G
+g_idx [K] int32: the group index of each row of W; if absent, row k belongs to group k // G
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cupy_awq.checkpoint.module import (
     Array,
     Groups,
     ModuleSpec,
-    Parts,
+    ModuleTensors,
     Pending,
     regroup,
     resolve_group_size,
@@ -33,22 +34,22 @@ from cupy_awq.checkpoint.tensors import Module
 from cupy_awq.weight import PackedWeight
 
 SYMMETRIC = 0x88888888
-"""A word of eight zero points of 8."""
+"""The packed word of eight zero points that are all 8."""
 
 ONES = 0x11111111
-"""The amount that version 1 subtracts from every word of zero points."""
+"""The constant that version 1 subtracts from every word of zero points."""
 
 
 @dataclass(frozen=True)
 class Gptq:
-    """The GPTQ format of one checkpoint.
+    """The GPTQ format with the settings of one checkpoint.
 
     Attributes:
-        version: 1 or 2, the form of the zero points.
-        group_size: the configured group size; -1 stands for K, None takes it from each module's shapes.
-        rules: per-module settings (``dynamic`` or ``extra_config``).
-        is_default: whether a module's shapes may contradict ``group_size``, as auto-round allows.
-        checks_zeros: whether to warn of zero points that AutoGPTQ's packer destroys.
+        version: 1 if words of zero points are stored minus 0x11111111, 2 if as they are.
+        group_size: the configured number of rows of W per group; -1 means K, None infers it from each module's shapes.
+        rules: settings of single modules (``dynamic`` or ``extra_config``).
+        is_default: whether the shapes of a module take precedence over ``group_size`` (auto-round).
+        checks_zeros: whether to warn about zero points that AutoGPTQ's packer may have corrupted.
     """
 
     version: int
@@ -57,53 +58,53 @@ class Gptq:
     is_default: bool = False
     checks_zeros: bool = False
 
-    codes = "qweight"
-    parts = ("qzeros", "scales", "g_idx", "bias")
-    orphans = ("qzeros", "scales", "g_idx")
+    codes_suffix = "qweight"
+    other_suffixes = ("qzeros", "scales", "g_idx", "bias")
+    dependent_suffixes = ("qzeros", "scales", "g_idx")
 
     @property
     def name(self) -> str:
         return f"gptq v{self.version}"
 
-    def is_codes(self, array: Array) -> bool:
+    def is_quantized(self, array: Array) -> bool:
         return True
 
-    def open_module(self, parts: Parts) -> Pending:
-        settings = self.rules.settings(parts)
-        qweight = parts.matrix("qweight", INT32, "[K/8, N]")
+    def open_module(self, tensors: ModuleTensors) -> Pending:
+        settings = self.rules.settings(tensors)
+        qweight = tensors.matrix("qweight", INT32, "[K/8, N]")
         rows, n = qweight.shape
         k = 8 * rows
-        scales = parts.matrix("scales", SCALES, "[ceil(K/G), N]")
-        group_size = self._find_group_size(parts, k, len(scales), settings)
+        scales = tensors.matrix("scales", SCALES, "[ceil(K/G), N]")
+        group_size = self._find_group_size(tensors, k, len(scales), settings)
         count = -(-k // group_size)
-        scales = parts.finite("scales", parts.array("scales", SCALES, "[ceil(K/G), N]", (count, n)))
+        scales = tensors.finite("scales", tensors.array("scales", SCALES, "[ceil(K/G), N]", (count, n)))
         if n % 8:
-            raise parts.refuse(f"N={n} is not a multiple of 8")
-        qzeros = parts.array("qzeros", INT32, "[ceil(K/G), N/8]", (count, n // 8))
-        bias = parts.bias(n)
-        g_idx = parts.array("g_idx", INT32, "[K]", (k,)) if "g_idx" in parts else None
-        groups = regroup(parts, k, group_size, g_idx, "g_idx")
+            raise tensors.error(f"N={n} is not a multiple of 8")
+        qzeros = tensors.array("qzeros", INT32, "[ceil(K/G), N/8]", (count, n // 8))
+        bias = tensors.bias(n)
+        g_idx = tensors.array("g_idx", INT32, "[K]", (k,)) if "g_idx" in tensors else None
+        groups = regroup(tensors, k, group_size, g_idx, "g_idx")
         words = qzeros.view(np.uint32)
         symmetric = SYMMETRIC - ONES if self.version == 1 else SYMMETRIC
         zeros = "symmetric" if bool((words == np.uint32(symmetric)).all()) else "packed"
         warning = ""
         if self.checks_zeros and zeros == "packed" and bool((words >= np.uint32(0xF0000000)).any()):
-            warning = f"{parts.where}: qzeros: words end in 15s, as of zero points of 0, which AutoGPTQ loses"
+            warning = f"{tensors.where}: qzeros: words end in nibbles of 15; AutoGPTQ corrupts zero points of 0"
         spec = ModuleSpec(
-            k, n, groups.size, zeros, scales.dtype, has_order=groups.order is not None, bias_dtype=parts.bias_dtype()
+            k, n, groups.size, zeros, scales.dtype, has_order=groups.order is not None, bias_dtype=tensors.bias_dtype()
         )
         stored = None if zeros == "symmetric" else qzeros
         return Pending(spec, partial(_convert, qweight, stored, scales, bias, groups, self.version), warning)
 
-    def _find_group_size(self, parts: Parts, k: int, count: int, settings: Mapping[str, Any]) -> int:
+    def _find_group_size(self, tensors: ModuleTensors, k: int, count: int, settings: Mapping[str, Any]) -> int:
         configured = settings.get("group_size", self.group_size)
         if configured is not None:
-            size = resolve_group_size(parts, k, configured)
-            tells = count == -(-k // size)
-            if tells or "group_size" in settings or not self.is_default:
+            size = resolve_group_size(tensors, k, configured)
+            matches = count == -(-k // size)
+            if matches or "group_size" in settings or not self.is_default:
                 return size
         if k % count:
-            raise parts.refuse(f"scales: expected a number of groups that divides K={k}, got {count}")
+            raise tensors.error(f"scales: expected a number of groups that divides K={k}, got {count}")
         return k // count
 
 
@@ -114,7 +115,7 @@ def _convert(
     if groups.order is not None:
         nibbles.take_rows(words, groups.order)
     if qzeros is not None:
-        # Version 1 subtracts from whole words, so a zero point of 0 borrows from its neighbour; only words undo it.
+        # Version 1 subtracts from whole words, and a zero point of 0 borrows from its neighbour: add to whole words.
         true = qzeros.view(np.uint32) + np.uint32(ONES if version == 1 else 0)
         qzeros = groups.expand(nibbles.reorder_columns(true))
     return Module(PackedWeight(words, groups.expand(scales), qzeros), bias, groups.order)

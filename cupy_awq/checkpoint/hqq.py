@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HQQ format with groups along K (axis 1): W = (q - zero) scale, whose zero points are floats.
+"""The HQQ format with groups along K (axis 1): W = (q - zero) * scale with float zero points.
 
-Row r = n K/G + g of an [R, G] matrix is group g of column n of W.
+The codes are a matrix [R, G] of R = N * K/G groups; row n * K/G + g is group g of column n of W.
 
-    W_q [R/2, G] uint8: row j holds row j of the matrix in its high and row j + R/2 in its low nibbles; with
-        view_as_float the same bytes under a float dtype
+    W_q [R/2, G] uint8: row j holds row j of the matrix in the high nibbles and row j + R/2 in the low nibbles; with
+        view_as_float, the same bytes as a float dtype
     scale, zero [R, 1] float16 or bfloat16
-    shape [2] int64: N, K; and nbits, axis, group_size, packing, ... in tensors of their own
+    shape [2] int64: N, K
+    nbits, axis, group_size, packing, ...: each setting is one tensor
 """
 
 from __future__ import annotations
@@ -20,89 +21,91 @@ import numpy as np
 
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.module import INT64, SCALES, Array, ModuleSpec, Parts, Pending, check_columns
+from cupy_awq.checkpoint.module import INT64, SCALES, Array, ModuleSpec, ModuleTensors, Pending, check_columns
 from cupy_awq.checkpoint.tensors import Module
 from cupy_awq.packing import pack_int4
 from cupy_awq.weight import PackedWeight
 
 PACKING = "4bit_u8"
+"""The supported value of the setting ``packing``: two codes per byte."""
 
 ROUNDING = "offsets -zero * scale, rounded once"
+"""The rounding of a module with fractional zero points, as in `ModuleSpec.rounding`."""
 
 
 @dataclass(frozen=True)
 class Hqq:
-    """The HQQ format; the tensors of each module hold all of its settings."""
+    """The HQQ format. It has no settings per checkpoint: the tensors of each module include its settings."""
 
     name = "hqq"
-    codes = "W_q"
-    parts = (
+    codes_suffix = "W_q"
+    other_suffixes = (
         *("scale", "zero", "shape", "nbits", "group_size", "axis", "packing", "view_as_float", "bias"),
         *("channel_wise", "compute_dtype", "encoded_state_dict", "offload_meta", "optimize", "quant_scale"),
         *("quant_zero", "round_zero", "stores_quant_config", "unpack_view_dtype"),
         *("zero_q", "scale_q", "meta_zero", "meta_scale", "meta"),
     )
-    orphans = ("zero_q", "scale_q", "unpack_view_dtype")
+    dependent_suffixes = ("zero_q", "scale_q", "unpack_view_dtype")
 
-    def is_codes(self, array: Array) -> bool:
+    def is_quantized(self, array: Array) -> bool:
         return True
 
-    def open_module(self, parts: Parts) -> Pending:
-        self._check_settings(parts)
-        n, k = (int(size) for size in parts.array("shape", INT64, "[N, K]", (2,)))
-        scale = parts.matrix("scale", SCALES, "[R, 1]")
+    def open_module(self, tensors: ModuleTensors) -> Pending:
+        self._check_settings(tensors)
+        n, k = (int(size) for size in tensors.array("shape", INT64, "[N, K]", (2,)))
+        scale = tensors.matrix("scale", SCALES, "[R, 1]")
         rows = len(scale)
-        codes = self._read_codes(parts)
+        codes = self._read_codes(tensors)
         group_size = codes.shape[1]
-        if "group_size" in parts and parts.raw("group_size").dtype.kind in "iu":
-            stated = parts.integer("group_size")
+        if "group_size" in tensors and tensors.raw("group_size").dtype.kind in "iu":
+            stated = tensors.integer("group_size")
             if stated != group_size:
-                raise parts.refuse(f"group_size: expected {group_size} as W_q has, got {stated}")
+                raise tensors.error(f"group_size: expected {group_size} as W_q has, got {stated}")
         if n < 1 or k < 1 or k % group_size or rows != n * (k // group_size) or 2 * len(codes) != rows:
             found = f"{[n, k]} with W_q {list(codes.shape)} and scale {[rows, 1]}"
-            raise parts.refuse(f"shape: expected [N, K] with 2 rows(W_q) = rows(scale) = N K/G, got {found}")
-        check_columns(parts, n)
-        scale = parts.finite("scale", parts.array("scale", SCALES, "[R, 1]", (rows, 1)))
-        zero = parts.finite("zero", parts.array("zero", (scale.dtype,), "[R, 1]", (rows, 1)))
-        bias = parts.bias(n)
+            raise tensors.error(f"shape: expected [N, K] with 2 rows(W_q) = rows(scale) = N K/G, got {found}")
+        check_columns(tensors, n)
+        scale = tensors.finite("scale", tensors.array("scale", SCALES, "[R, 1]", (rows, 1)))
+        zero = tensors.finite("zero", tensors.array("zero", (scale.dtype,), "[R, 1]", (rows, 1)))
+        bias = tensors.bias(n)
         scales, zeros = (nibbles.transpose_matrix(values.reshape(n, k // group_size)) for values in (scale, zero))
         exact = zeros.astype(np.float32)
         integral = bool(((exact == np.rint(exact)) & (exact >= 0) & (exact <= 15)).all())
         if integral:
             packed = pack_int4(exact.astype(np.uint8))
         else:
-            # The product of two float16 or two bfloat16 is exact in float32.
+            # float32 holds the product of two float16 or two bfloat16 values exactly.
             with np.errstate(over="ignore"):
                 packed = (-(exact * scales.astype(np.float32))).astype(scales.dtype)
-            parts.finite("zero", packed)
+            tensors.finite("zero", packed)
         form = "packed" if integral else "float"
         rounding = "" if integral else ROUNDING
-        spec = ModuleSpec(k, n, group_size, form, scales.dtype, bias_dtype=parts.bias_dtype(), rounding=rounding)
+        spec = ModuleSpec(k, n, group_size, form, scales.dtype, bias_dtype=tensors.bias_dtype(), rounding=rounding)
         return Pending(spec, partial(_convert, codes.reshape(n // 2, k), scales, packed, bias))
 
-    def _check_settings(self, parts: Parts) -> None:
+    def _check_settings(self, tensors: ModuleTensors) -> None:
         """Raise CheckpointError for settings that a `PackedWeight` cannot represent."""
         for name, reason in (("zero_q", "zero points"), ("scale_q", "scales")):
-            if name in parts:
-                raise parts.refuse(f"{name}: expected {reason} of floats, got quantized ones")
+            if name in tensors:
+                raise tensors.error(f"{name}: expected {reason} of floats, got quantized ones")
         for name in ("quant_zero", "quant_scale"):
-            if name in parts and parts.integer(name):
-                raise parts.refuse(f"{name}: expected 0, got {parts.integer(name)}")
-        if (bits := parts.integer("nbits")) != 4:
-            raise parts.refuse(f"nbits: expected 4, got {bits}")
-        if (axis := parts.integer("axis")) != 1:
-            raise parts.refuse(f"axis: expected 1, got {axis}: its groups run over out features; quantize with axis=1")
-        packing = bytes(parts.array("packing", (np.dtype(np.uint8),), "text", (len(PACKING),))).decode("latin-1")
+            if name in tensors and tensors.integer(name):
+                raise tensors.error(f"{name}: expected 0, got {tensors.integer(name)}")
+        if (bits := tensors.integer("nbits")) != 4:
+            raise tensors.error(f"nbits: expected 4, got {bits}")
+        if (axis := tensors.integer("axis")) != 1:
+            raise tensors.error(f"axis: expected 1, got {axis}: its groups run over out features; quantize with axis=1")
+        packing = bytes(tensors.array("packing", (np.dtype(np.uint8),), "text", (len(PACKING),))).decode("latin-1")
         if packing != PACKING:
-            raise parts.refuse(f"packing: expected {PACKING!r}, got {packing!r}")
+            raise tensors.error(f"packing: expected {PACKING!r}, got {packing!r}")
 
-    def _read_codes(self, parts: Parts) -> Array:
-        """Return W_q as bytes [R/2, G]."""
-        codes = parts.raw("W_q")
-        floats = "view_as_float" in parts and bool(parts.integer("view_as_float"))
+    def _read_codes(self, tensors: ModuleTensors) -> Array:
+        """Return W_q as uint8 [R/2, G]. Raises CheckpointError for another dtype or rank."""
+        codes = tensors.raw("W_q")
+        floats = "view_as_float" in tensors and bool(tensors.integer("view_as_float"))
         if codes.ndim != 2 or (codes.dtype.kind not in "fV" if floats else codes.dtype != np.uint8):
             expected = "a float view of uint8" if floats else "uint8"
-            raise parts.refuse(f"W_q: expected {expected} [R/2, G], got {codes.dtype} {list(codes.shape)}")
+            raise tensors.error(f"W_q: expected {expected} [R/2, G], got {codes.dtype} {list(codes.shape)}")
         return np.ascontiguousarray(codes).view(np.uint8)
 
 
@@ -111,9 +114,9 @@ def _convert(codes: Array, scales: Array, zeros: Array, bias: Array | None) -> M
 
 
 def read_config(table: Mapping[str, Any], where: str) -> Hqq:
-    """Return the format of a ``quantization_config``.
+    """Return the format that the ``quantization_config`` ``table`` describes.
 
-    Raises CheckpointError, whose message starts with ``where``, for settings that no module may have.
+    Raises CheckpointError, whose message starts with ``where``, unless all settings have nbits 4 and axis 1.
     """
     settings = table.get("quant_config")
     if not isinstance(settings, dict):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of llm-awq: a ``.pt`` without a configuration, in one of three layouts.
+"""The files of llm-awq: a ``.pt`` file without a configuration, in one of three AutoAWQ formats.
 
-The first generation has AutoAWQ's "gemm" layout, the second ("v1") its "gemv" and the third ("v2") its "gemv_fast",
-whose offsets are named ``scaled_zeros``. The group sizes of the last two follow from the padding of the scales.
+The formats are "gemm" (the first release), "gemv" (v1) and "gemv_fast" (v2), whose tensor of offsets is named
+``scaled_zeros``. For v1 and v2, the group size is inferred from the padding of the scales.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from cupy_awq.checkpoint.module import Format
 from cupy_awq.checkpoint.tensors import Tensor
 
 SCALED = ".act.scales"
-"""The end of the name of a tensor that x is divided by at run time, in models with GELU."""
+"""The ending of the names of activation scales: in models with GELU, x is divided by them at run time."""
 
 
 def detect(path: Path, tensors: Mapping[str, Tensor], group_size: int | None) -> Detected:
-    """Return the layout of a file's modules.
+    """Detect the format of a file from its tensors by name; ``group_size`` None infers the group size.
 
-    Raises CheckpointError for modules that divide x by scales of its own.
+    Raises CheckpointError if the file has activation scales, which are not supported.
     """
     for name in tensors:
         if name.endswith(SCALED):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLX format, mode "affine": W = q s + b in groups of 32, 64 or 128 rows of W.
+"""The MLX format, mode "affine": W = q * s + b in groups of 32, 64 or 128 rows of W.
 
-    weight [N, K bits / 32] uint32: 32 / bits codes a word, the first in the lowest bits
+    weight [N, K * bits / 32] uint32: 32 / bits codes per word, the first in the lowest bits
     scales, biases [N, K/G] float16 or bfloat16: s and b; scales may be negative
 
-Modules of 4 bits carry over exactly, their biases as float offsets. Modules of 2 and 8 bits, and those with N % 8 != 0,
-become dense tensors [N, K], rounded once.
+4-bit modules are converted exactly; their biases become float offsets. Modules with 2 or 8 bits or N % 8 != 0 become
+dense tensors [N, K], rounded once.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import numpy as np
 from cupy_awq import check
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.module import SCALES, Array, ModuleSpec, Parts, Pending
+from cupy_awq.checkpoint.module import SCALES, Array, ModuleSpec, ModuleTensors, Pending
 from cupy_awq.checkpoint.tensors import Module, Tensor
 from cupy_awq.weight import PackedWeight
 
 UINT32 = (np.dtype(np.uint32),)
 
 WIDTHS = (2, 4, 8)
-"""The bits of a code that are read; those that divide 32."""
+"""The supported numbers of bits per code. All divide 32, so no code crosses a word boundary."""
 
 CHUNK = 1 << 18
-"""The codes that one chunk of a dense weight converts."""
+"""The number of codes of a dense weight that are converted at a time."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Settings:
     """The settings of one MLX module, or the defaults of a checkpoint.
 
     Attributes:
-        bits: bits of a code.
-        group_size: rows of W that share a scale.
+        bits: the number of bits per code.
+        group_size: the number of rows of W per group.
     """
 
     bits: int
@@ -48,46 +48,47 @@ class Settings:
 
 @dataclass(frozen=True)
 class Mlx:
-    """The MLX format of one checkpoint.
+    """The MLX format with the settings of one checkpoint.
 
     Attributes:
-        default: the settings of modules without their own; None where each module's shapes tell, with 4 bits.
-        overrides: settings by module name.
+        default: the settings of modules without an override; None means 4 bits and a group size inferred from each
+            module's shapes.
+        overrides: the settings that differ from the default, by module name.
     """
 
     default: Settings | None
     overrides: Mapping[str, Settings] = field(default_factory=dict)
 
     name = "mlx"
-    codes = "weight"
-    parts = ("scales", "biases", "bias")
-    orphans = ("scales", "biases")
+    codes_suffix = "weight"
+    other_suffixes = ("scales", "biases", "bias")
+    dependent_suffixes = ("scales", "biases")
 
-    def is_codes(self, array: Array) -> bool:
+    def is_quantized(self, array: Array) -> bool:
         return bool(array.dtype == np.uint32)
 
-    def open_module(self, parts: Parts) -> Pending:
-        weight = parts.matrix("weight", UINT32, "[N, K bits/32]")
+    def open_module(self, tensors: ModuleTensors) -> Pending:
+        weight = tensors.matrix("weight", UINT32, "[N, K bits/32]")
         n, words = weight.shape
-        scales = parts.matrix("scales", SCALES, "[N, K/G]")
-        settings = self.overrides.get(parts.name, self.default)
+        scales = tensors.matrix("scales", SCALES, "[N, K/G]")
+        settings = self.overrides.get(tensors.name, self.default)
         if settings is None:
             settings = Settings(4, 8 * words // scales.shape[1])
         bits, group_size = settings.bits, settings.group_size
         if bits not in WIDTHS:
-            raise parts.refuse(f"bits: expected {', '.join(str(width) for width in WIDTHS)}, got {bits}-bit codes")
+            raise tensors.error(f"bits: expected {', '.join(str(width) for width in WIDTHS)}, got {bits}-bit codes")
         k = 32 * words // bits
         if group_size < 1 or k % group_size:
-            raise parts.refuse(f"group_size: expected a divisor of K={k}, got {group_size}")
+            raise tensors.error(f"group_size: expected a divisor of K={k}, got {group_size}")
         shape = (n, k // group_size)
-        scales = parts.finite("scales", parts.array("scales", SCALES, "[N, K/G]", shape))
-        biases = parts.finite("biases", parts.array("biases", (scales.dtype,), "[N, K/G]", shape))
+        scales = tensors.finite("scales", tensors.array("scales", SCALES, "[N, K/G]", shape))
+        biases = tensors.finite("biases", tensors.array("biases", (scales.dtype,), "[N, K/G]", shape))
         if bits != 4 or n % 8:
             rounding = f"{bits}-bit codes to dense {scales.dtype}"
             spec = ModuleSpec(k, n, group_size, "float", scales.dtype, bits=bits, rounding=rounding)
-            return Pending(spec, partial(_convert_dense, parts, weight, scales, biases, k, bits), is_dense=True)
-        bias = parts.bias(n)
-        spec = ModuleSpec(k, n, group_size, "float", scales.dtype, bias_dtype=parts.bias_dtype())
+            return Pending(spec, partial(_convert_dense, tensors, weight, scales, biases, k, bits), is_dense=True)
+        bias = tensors.bias(n)
+        spec = ModuleSpec(k, n, group_size, "float", scales.dtype, bias_dtype=tensors.bias_dtype())
         return Pending(spec, partial(_convert, weight, scales, biases, bias))
 
 
@@ -96,29 +97,30 @@ def _convert(weight: Array, scales: Array, biases: Array, bias: Array | None) ->
     return Module(PackedWeight(words, nibbles.transpose_matrix(scales), nibbles.transpose_matrix(biases)), bias)
 
 
-def _convert_dense(parts: Parts, weight: Array, scales: Array, biases: Array, k: int, bits: int) -> Tensor:
+def _convert_dense(tensors: ModuleTensors, weight: Array, scales: Array, biases: Array, k: int, bits: int) -> Tensor:
     n, groups = scales.shape
     dense = np.empty((n, groups, k // groups), scales.dtype)
     codes_of = np.arange(0, 32, bits, dtype=np.uint32)
     for rows in (slice(start, start + max(1, CHUNK // k)) for start in range(0, n, max(1, CHUNK // k))):
         codes = (weight[rows, :, None] >> codes_of) & np.uint32(2**bits - 1)
-        # float64 holds the product and the sum exactly, so that the result is rounded once.
+        # float64 holds the product and the sum exactly, so the only rounding is that to the scales' dtype.
         values = codes.reshape(-1, groups, k // groups).astype(np.float64)
         values *= scales[rows, :, None].astype(np.float64)
         values += biases[rows, :, None].astype(np.float64)
         dense[rows] = round_once(values, scales.dtype)
-    return Tensor(dense.reshape(n, k), parts.file)
+    return Tensor(dense.reshape(n, k), tensors.file)
 
 
 def round_once(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Return float64 values as float16 or bfloat16, rounded to nearest even; values beyond the range are infinite.
+    """Round float64 values to float16 or bfloat16, to nearest, ties to even; values beyond its range become infinite.
 
     >>> round_once(np.array([1 + 2**-8 + 2**-40]), check.BFLOAT16)
     array([1.00781], dtype=bfloat16)
     """
     with np.errstate(over="ignore"):
         if dtype == check.BFLOAT16:
-            # ml_dtypes rounds to float32 first. Round to odd there, which the rounding to bfloat16 then respects.
+            # ml_dtypes rounds to float32 first, and rounding twice to nearest can be wrong. Round to float32 by
+            # round-to-odd; the rounding to bfloat16 is then correct.
             short = values.astype(np.float32)
             bits = short.view(np.uint32)
             bits -= np.abs(short) > np.abs(values)
@@ -128,9 +130,10 @@ def round_once(values: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def read_config(table: Mapping[str, Any], where: str) -> Mlx:
-    """Return the format of a ``quantization`` object: defaults, and overrides by module name.
+    """Return the format that the ``quantization`` object ``table`` describes.
 
-    Raises CheckpointError, whose message starts with ``where``, for a mode other than "affine".
+    Raises CheckpointError, whose message starts with ``where``, for a mode other than "affine", and for bits or group
+    sizes that are not positive integers.
     """
     overrides = {}
     for name, value in table.items():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a checkpoint format: validated tensors of one module become a `Pending` module.
+"""The interface of checkpoint formats: a `Format` validates the tensors of a module and returns a `Pending` module.
 
-Validation reads headers, scales, zero points and permutations; codes are repacked when the module is first accessed.
+Validation reads headers, scales, zero points and permutations. The codes are repacked when the module is accessed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ UINT8 = (np.dtype(np.uint8),)
 SCALES = check.SCALES
 
 _EXPONENTS = {np.dtype(np.float16): 0x7C00, check.BFLOAT16: 0x7F80}
+"""The bits of the exponent of 16-bit floats; infinity and NaN have all of them set."""
+
 _CHUNK = 1 << 20
+"""The number of values that `is_finite` tests at a time."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +38,16 @@ class ModuleSpec:
     """The shape and form of a quantized module, known before its codes are repacked.
 
     Attributes:
-        k: rows of W [K, N], the in features.
-        n: columns of W, the out features.
-        group_size: rows of W that share a scale in the packed weight.
-        zeros: "packed", "symmetric" or "float", as in `PackedWeight`.
-        dtype: the dtype of the scales, and of a dense weight.
+        k: the number of rows of W [K, N], the in features.
+        n: the number of columns of W, the out features.
+        group_size: the number of rows of W per group in the packed weight.
+        zeros: the form of the zero points: "packed", "symmetric" or "float", as in `check.WeightSpec.zeros`.
+        dtype: the dtype of the scales, and of the weight if it becomes dense.
         has_order: whether x is permuted (activation order).
-        bias_dtype: the dtype of the bias, or None.
-        bits: bits of a code in the file. Only codes of 4 bits stay packed; others become a dense tensor [N, K].
-        rounding: what the conversion rounds, or "" where the dense weight is exactly that of the file.
+        bias_dtype: the dtype of the bias, or None without a bias.
+        bits: the number of bits per code in the file. Only 4-bit codes stay packed; others become a dense tensor
+            [N, K].
+        rounding: a description of what the conversion rounds, or "" if it is exact.
     """
 
     k: int
@@ -58,7 +62,7 @@ class ModuleSpec:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the packed weight, the bias and the order."""
+        """The size of the packed weight, the bias and the order in bytes."""
         groups, itemsize = self.k // self.group_size, self.dtype.itemsize
         zeros = {"symmetric": 0, "packed": groups * self.n // 2, "float": groups * self.n * itemsize}[self.zeros]
         bias = 0 if self.bias_dtype is None else self.n * self.bias_dtype.itemsize
@@ -66,55 +70,62 @@ class ModuleSpec:
 
 
 class Pending(NamedTuple):
-    """A validated module whose codes are not repacked yet."""
+    """A validated module whose codes have not been repacked yet."""
 
     spec: ModuleSpec
-    """Its shape and form."""
+    """The shape and form of the module."""
     convert: Callable[[], Module | Tensor]
-    """A function that repacks it; a Tensor where the weight becomes dense."""
+    """A function that repacks the codes and returns the module, or a Tensor if ``is_dense``."""
     warning: str = ""
-    """A warning for the user about the file, or ""."""
+    """A warning about the file for the user, or ""."""
     is_dense: bool = False
-    """Whether `convert` returns a dense Tensor [N, K]."""
+    """Whether ``convert`` returns a dense Tensor [N, K]."""
 
 
 class Format(Protocol):
     """A checkpoint format with the settings of one checkpoint.
 
+    The tensors of a module are named ``<module>.<suffix>``.
+
     Attributes:
-        name: the format's name, such as "gptq".
-        codes: the last part of the name of a tensor of codes, such as "qweight".
-        parts: the last parts of the names of the other tensors that a module may have.
-        orphans: the parts that must not be there without codes.
+        name: the name of the format for messages, such as "gptq v1".
+        codes_suffix: the suffix of the tensor of codes, such as "qweight".
+        other_suffixes: the suffixes of all other tensors that a module may have.
+        dependent_suffixes: the suffixes of tensors that are an error without codes.
     """
 
     @property
     def name(self) -> str: ...
     @property
-    def codes(self) -> str: ...
+    def codes_suffix(self) -> str: ...
     @property
-    def parts(self) -> Sequence[str]: ...
+    def other_suffixes(self) -> Sequence[str]: ...
     @property
-    def orphans(self) -> Sequence[str]: ...
+    def dependent_suffixes(self) -> Sequence[str]: ...
 
-    def is_codes(self, array: Array) -> bool:
-        """Return whether a tensor with the name of codes holds codes."""
+    def is_quantized(self, array: Array) -> bool:
+        """Return whether a tensor with the codes' suffix is quantized; MLX uses the same suffix for dense weights."""
         ...
 
-    def open_module(self, parts: Parts) -> Pending:
-        """Return a validated module. Raises CheckpointError for tensors that contradict each other."""
+    def open_module(self, tensors: ModuleTensors) -> Pending:
+        """Validate the tensors of a module. Raises CheckpointError if they contradict each other or the settings."""
         ...
 
 
-class Parts:
-    """The tensors of one module by the last part of their names, with checks that name file and module.
+class ModuleTensors:
+    """The tensors of one module by suffix, with checks whose errors name the file and the module.
 
     Args:
-        name: the module's name in the file and its configuration.
-        file: the file of the tensor of codes.
-        codes: the last part of the name of the tensor of codes.
-        tensors: all tensors of the module by the last part of their names, the codes included.
-        expert: the number of the expert whose slice of the module's tensors ``tensors`` are, or None.
+        name: the name of the module in the file and its configuration.
+        file: the path of the file that holds the codes.
+        codes: the suffix of the codes.
+        tensors: all tensors of the module by suffix, including the codes.
+        expert: the index of the expert if ``tensors`` are its slices of a fused module, else None.
+
+    Attributes:
+        name: the name of the module.
+        file: the path of the file.
+        where: the start of error messages: file, module and expert.
     """
 
     def __init__(
@@ -126,82 +137,88 @@ class Parts:
         self._codes = codes
         self._tensors = tensors
 
-    def __contains__(self, part: str) -> bool:
-        return part in self._tensors
+    def __contains__(self, suffix: str) -> bool:
+        return suffix in self._tensors
 
-    def refuse(self, text: str) -> CheckpointError:
-        """Return the error of this module; ``text`` is what follows the module's name in its message."""
+    def error(self, text: str) -> CheckpointError:
+        """Return a CheckpointError, to be raised, whose message is the place of this module followed by ``text``."""
         return CheckpointError(f"{self.where}: {text}")
 
-    def raw(self, part: str) -> Array:
-        """Return a tensor that must be there. Raises CheckpointError if it is missing or empty."""
-        if part not in self._tensors:
-            raise self.refuse(f"{part}: expected a tensor beside {self._codes}, got none")
-        array = self._tensors[part].array
+    def raw(self, suffix: str) -> Array:
+        """Return a required tensor by suffix. Raises CheckpointError if it is missing or empty."""
+        if suffix not in self._tensors:
+            raise self.error(f"{suffix}: expected a tensor beside {self._codes}, got none")
+        array = self._tensors[suffix].array
         if 0 in array.shape:
-            raise self.refuse(f"{part}: expected at least one element, got {_describe(array)}")
+            raise self.error(f"{suffix}: expected at least one element, got {_describe(array)}")
         return array
 
-    def matrix(self, part: str, dtypes: Sequence[np.dtype[Any]], layout: str) -> Array:
-        """Return a contiguous tensor of rank 2. Raises CheckpointError for another dtype or rank."""
-        array = self.raw(part)
+    def matrix(self, suffix: str, dtypes: Sequence[np.dtype[Any]], layout: str) -> Array:
+        """Return a required tensor of rank 2, contiguous. Raises CheckpointError for another dtype or rank.
+
+        ``layout``, such as "[K, N/8]", names the axes in the message.
+        """
+        array = self.raw(suffix)
         if array.dtype not in dtypes or array.ndim != 2:
-            raise self.refuse(f"{part}: expected {_join(dtypes)} {layout}, got {_describe(array)}")
+            raise self.error(f"{suffix}: expected {_join(dtypes)} {layout}, got {_describe(array)}")
         return np.ascontiguousarray(array)
 
-    def array(self, part: str, dtypes: Sequence[np.dtype[Any]], layout: str, shape: tuple[int, ...]) -> Array:
-        """Return a contiguous tensor of this shape. Raises CheckpointError for another dtype or shape."""
-        array = self.raw(part)
+    def array(self, suffix: str, dtypes: Sequence[np.dtype[Any]], layout: str, shape: tuple[int, ...]) -> Array:
+        """Return a required tensor of ``shape``, contiguous. Raises CheckpointError for another dtype or shape.
+
+        ``layout``, such as "[K, N/8]", names the axes in the message.
+        """
+        array = self.raw(suffix)
         if array.dtype not in dtypes or array.shape != shape:
             expected = f"{_join(dtypes)} {layout} = {list(shape)}"
-            raise self.refuse(f"{part}: expected {expected}, got {_describe(array)}")
+            raise self.error(f"{suffix}: expected {expected}, got {_describe(array)}")
         return np.ascontiguousarray(array)
 
     def bias(self, n: int) -> Array | None:
-        """Return the bias [N] or None. Raises CheckpointError for another shape or dtype."""
+        """Return the bias [N] or None. Raises CheckpointError for another shape or dtype, NaN or infinity."""
         if "bias" not in self._tensors:
             return None
         return self.finite("bias", self.array("bias", check.FLOATS, "[N]", (n,)))
 
-    def finite(self, part: str, values: Array) -> Array:
-        """Return ``values``. Raises CheckpointError if one of them is NaN or infinite."""
+    def finite(self, suffix: str, values: Array) -> Array:
+        """Return ``values``, derived from the tensor ``suffix``. Raises CheckpointError if one is NaN or infinite."""
         if not is_finite(values):
-            raise self.refuse(f"{part}: expected finite values, got NaN or infinity")
+            raise self.error(f"{suffix}: expected finite values, got NaN or infinity")
         return values
 
     def bias_dtype(self) -> np.dtype[Any] | None:
-        """Return the dtype of the bias, or None."""
+        """Return the dtype of the bias, or None without a bias."""
         return self._tensors["bias"].array.dtype if "bias" in self._tensors else None
 
-    def integer(self, part: str) -> int:
-        """Return the integer in a tensor of one element. Raises CheckpointError for any other tensor."""
-        array = self.raw(part)
+    def integer(self, suffix: str) -> int:
+        """Return the value of a required tensor of one integer. Raises CheckpointError for another dtype or size."""
+        array = self.raw(suffix)
         if array.size != 1 or array.dtype.kind not in "iu":
-            raise self.refuse(f"{part}: expected one integer, got {_describe(array)}")
+            raise self.error(f"{suffix}: expected one integer, got {_describe(array)}")
         return int(array.reshape(()))
 
 
-def check_columns(parts: Parts, n: int) -> int:
-    """Return N. Raises CheckpointError unless it is a multiple of 8."""
+def check_columns(tensors: ModuleTensors, n: int) -> int:
+    """Return ``n``. Raises CheckpointError unless 8 divides it."""
     if n % 8:
-        raise parts.refuse(f"N={n} is not a multiple of 8")
+        raise tensors.error(f"N={n} is not a multiple of 8")
     return n
 
 
-def resolve_group_size(parts: Parts, k: int, group_size: int | None) -> int:
-    """Return the group size of a module with K rows from a setting that may be -1 or None for K.
+def resolve_group_size(tensors: ModuleTensors, k: int, group_size: int | None) -> int:
+    """Return the group size of a module with K rows: the setting ``group_size``, or K if the setting is -1 or None.
 
-    Raises CheckpointError for a setting that is neither.
+    Raises CheckpointError for a setting that is neither -1, None nor a positive integer.
     """
     if group_size is None or group_size == -1:
         return k
     if type(group_size) is not int or group_size < 1:
-        raise parts.refuse(f"group_size: expected -1 or a positive integer, got {group_size!r:.80}")
+        raise tensors.error(f"group_size: expected -1 or a positive integer, got {group_size!r:.80}")
     return group_size
 
 
 def is_finite(values: Array) -> bool:
-    """Return whether no value is NaN or infinite, without an array of flags.
+    """Return whether all values are finite. Chunks keep the temporary arrays small.
 
     >>> is_finite(np.array([1, np.inf], np.float16))
     False
@@ -220,37 +237,41 @@ def is_finite(values: Array) -> bool:
 
 
 class Groups(NamedTuple):
-    """The groups of W's rows that a packed weight has, and the order of its rows."""
+    """The groups and the order of the rows of W in a packed weight, compared to those in the file."""
 
     size: int
-    """Rows of a group."""
+    """The number of rows of W per group in the packed weight."""
     repeats: tuple[int, int] | None
-    """(number of repeats, number of rows kept) of scales and zero points, where a short last group splits them."""
+    """(number of parts per group of the file, number of groups of the packed weight); None if no group is split."""
     order: npt.NDArray[np.int32] | None
-    """The permutation of x [..., K], or None."""
+    """The permutation of x [..., K] (activation order), int32 [K]; or None."""
 
     def expand(self, values: Array) -> Array:
-        """Return scales or zero points [groups, ...] for the groups of the packed weight."""
+        """Return scales or zero points [groups in the file, ...] as [groups of the packed weight, ...]."""
         if self.repeats is None:
             return values
         times, rows = self.repeats
         return np.repeat(values, times, axis=0)[:rows]
 
 
-def regroup(parts: Parts, k: int, group_size: int, g_idx: Array | None, name: str) -> Groups:
-    """Return the groups of a module from its group size and the group of each row.
+def regroup(tensors: ModuleTensors, k: int, group_size: int, g_idx: Array | None, name: str) -> Groups:
+    """Return the groups that a packed weight needs to represent the groups of a file exactly.
 
-    A short last group is split, as all others, into groups of gcd(G, K mod G) rows, which is exact.
+    If the last group is short, all groups are split into groups of gcd(G, K mod G) rows.
 
     Args:
-        g_idx: int32 [K], the group of each row; None where row k is in group k // G.
-        name: the tensor's name, for messages.
+        tensors: the module, for error messages.
+        k: the number of rows of W.
+        group_size: the group size G of the file.
+        g_idx: int32 [K], the group index of each row; None if row k belongs to group k // G.
+        name: the suffix of the tensor ``g_idx``, for error messages.
 
     Raises:
-        CheckpointError: a group that does not exist, or an activation order with groups of different sizes.
+        CheckpointError: an index is out of range, or an activation order has groups of different sizes.
     """
+    group_size = min(group_size, k)  # a group size above K means one group
     count = -(-k // group_size)
-    order = None if g_idx is None else _find_order(parts, k, group_size, count, g_idx, name)
+    order = None if g_idx is None else _find_order(tensors, k, group_size, count, g_idx, name)
     if k % group_size == 0:
         return Groups(group_size, None, order)
     size = math.gcd(group_size, k % group_size)
@@ -258,17 +279,17 @@ def regroup(parts: Parts, k: int, group_size: int, g_idx: Array | None, name: st
 
 
 def _find_order(
-    parts: Parts, k: int, group_size: int, count: int, g_idx: Array, name: str
+    tensors: ModuleTensors, k: int, group_size: int, count: int, g_idx: Array, name: str
 ) -> npt.NDArray[np.int32] | None:
     low, high = int(g_idx.min()), int(g_idx.max())
     if low < 0 or high >= count:
-        raise parts.refuse(f"{name}: expected groups 0 to {count - 1}, got {low if low < 0 else high}")
+        raise tensors.error(f"{name}: expected groups 0 to {count - 1}, got {low if low < 0 else high}")
     if high == 0 or np.array_equal(g_idx, np.arange(k, dtype=np.int64) // group_size):
-        return None  # old files without activation order hold zeros
+        return None  # old files without activation order store zeros
     sizes = np.bincount(g_idx, minlength=count)
     if (sizes != group_size).any():
         found = f"{sizes.min()} and {sizes.max()} rows"
-        raise parts.refuse(f"{name}: expected groups of {group_size} rows, got groups of {found}")
+        raise tensors.error(f"{name}: expected groups of {group_size} rows, got groups of {found}")
     return np.argsort(g_idx, kind="stable").astype(np.int32)
 
 

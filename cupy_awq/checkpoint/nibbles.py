@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of other formats' 4-bit words into the AWQ layout of `PackedWeight`, chunk by chunk.
+"""Conversion between the 4-bit words of other formats and the AWQ layout of `PackedWeight`.
 
-Every format packs eight codes into a 32-bit word, either of eight rows of W or of eight columns. Eight words thus hold
-8 x 8 codes, and all conversions of codes are one operation: the transpose of these 8 x 8 nibbles. The formats differ in
-the words that belong together and in the rows of W that the transposed words are.
+Every format packs eight codes into a 32-bit word, either from eight rows of W or from eight columns. So eight words
+hold 8 x 8 codes, and every conversion is a transposition of such blocks of 8 x 8 nibbles (`transpose`). The formats
+differ only in which eight words form a block, and in the position of the transposed words in W.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ Array = npt.NDArray[Any]
 Words = npt.NDArray[np.uint32]
 
 CHUNK_BYTES = 1 << 19
-"""The bytes of words that one chunk transposes; a chunk and its temporary array fit in a core's L2 cache."""
+"""The size in bytes of the chunks of `transpose`; a chunk and its temporary array fit in the L2 cache of a core."""
 
 GATHER_BYTES = 1 << 23
-"""The bytes of words that one chunk of a permutation of rows moves: long rows are copied faster."""
+"""The size in bytes of the chunks of `take_rows`; long rows are copied faster, so it exceeds `CHUNK_BYTES`."""
 
 LINE_WORDS = 16
-"""The words of a cache line: a chunk that writes fewer neighbouring words would write each line several times."""
+"""The number of 32-bit words per cache line. A chunk writes at least this many adjacent words, each line only once."""
 
 
 def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
-    """Write nibble p of word i of ``targets[j]`` from nibble j of word i of ``sources[p]``, for all i, j and p.
+    """Transpose 8 x 8 nibbles: nibble p of ``targets[j][i]`` = nibble j of ``sources[p][i]``, for all i, j, p.
 
     Args:
         sources: eight arrays [A, ...] of 32-bit words, any strides.
-        targets: eight arrays of the same shape, any strides.
+        targets: eight arrays of the same shape to write, any strides.
     """
     length, *rest = sources[0].shape
     width = 32 * int(np.prod(rest, dtype=np.int64))
     step = max(1, CHUNK_BYTES // width)
-    if targets[0].strides[0] == 4:  # neighbouring words of a target are of different chunks
+    if targets[0].strides[0] == 4:  # chunks split the contiguous axis of the targets
         step = -(-step // LINE_WORDS) * LINE_WORDS
     step = min(step, length)
     block = np.empty((8, step, *rest), np.uint32)
@@ -55,7 +55,7 @@ def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
 
 
 def _transpose_block(words: Words, scratch: Words) -> None:
-    """Transpose [8, ...] words as 8 x 8 nibbles in place: swap 4 x 4 halves, then 2 x 2 quarters, then nibbles."""
+    """Transpose words [8, ...] as 8 x 8 nibbles in place: swap off-diagonal 4 x 4 blocks, 2 x 2 blocks, nibbles."""
     for distance, bits, mask in ((4, 16, 0x0000FFFF), (2, 8, 0x00FF00FF), (1, 4, 0x0F0F0F0F)):
         pairs = words.reshape(4 // distance, 2, distance, *words.shape[1:])
         first, second = pairs[:, 0], pairs[:, 1]
@@ -69,7 +69,7 @@ def _transpose_block(words: Words, scratch: Words) -> None:
 
 
 def convert_row_words(words: Array) -> Array:
-    """Return the AWQ words [K, N/8] of words [K/8, N] whose nibble j holds row 8r + j of W, as GPTQ packs.
+    """Convert words [K/8, N], where nibble j of word [r, n] is the code of W[8r + j, n] (GPTQ), to AWQ words [K, N/8].
 
     >>> [hex(word) for word in convert_row_words(np.arange(8, dtype=np.int32)[None])[:, 0]]
     ['0x75316420', '0x0', '0x0', '0x0', '0x0', '0x0', '0x0', '0x0']
@@ -82,7 +82,7 @@ def convert_row_words(words: Array) -> Array:
 
 
 def convert_column_words(words: Array) -> Array:
-    """Return the AWQ words [K, N/8] of words [N, K/8] whose nibble j holds row 8c + j of W.
+    """Convert words [N, K/8], where nibble j of word [n, c] is the code of W[8c + j, n], to AWQ words [K, N/8].
 
     >>> words = np.array([[0x10], [0x32], [0x54], [0x76], [0x98], [0xBA], [0xDC], [0xFE]], np.uint32)
     >>> [hex(word) for word in convert_column_words(words)[:2, 0].view(np.uint32)]
@@ -96,9 +96,9 @@ def convert_column_words(words: Array) -> Array:
 
 
 def transpose_columns(words: Array, targets: Sequence[Array]) -> None:
-    """Transpose words [N, ...] of columns of W: nibble j becomes a nibble of ``targets[j]`` [..., N/8].
+    """Write the codes in nibble j of words [N, ...], one word per column of W, to AWQ words ``targets[j]`` [..., N/8].
 
-    The words of eight neighbouring columns give AWQ words, in the order of `PACK_ORDER`.
+    Each AWQ word packs the codes of eight adjacent columns in the order `PACK_ORDER`.
     """
     n, *rest = words.shape
     columns = words.view(np.uint32).reshape(n // 8, 8, *rest)
@@ -106,7 +106,9 @@ def transpose_columns(words: Array, targets: Sequence[Array]) -> None:
 
 
 def convert_to_row_words(words: Array) -> Array:
-    """Return words [K/8, N] whose nibble j holds row 8r + j of W: the inverse of `convert_row_words`.
+    """Convert AWQ words [K, N/8] to words [K/8, N], where nibble j of word [r, n] is the code of W[8r + j, n].
+
+    The inverse of `convert_row_words`.
 
     >>> words = np.arange(16, dtype=np.int32).reshape(2, 8)
     >>> bool((convert_to_row_words(convert_row_words(words)) == words).all())
@@ -120,7 +122,9 @@ def convert_to_row_words(words: Array) -> Array:
 
 
 def convert_to_column_words(words: Array) -> Array:
-    """Return words [N, K/8] whose nibble j holds row 8c + j of W: the inverse of `convert_column_words`.
+    """Convert AWQ words [K, N/8] to words [N, K/8], where nibble j of word [n, c] is the code of W[8c + j, n].
+
+    The inverse of `convert_column_words`.
 
     >>> words = np.arange(16, dtype=np.int32).reshape(8, 2)
     >>> bool((convert_to_column_words(convert_column_words(words)) == words).all())
@@ -134,10 +138,11 @@ def convert_to_column_words(words: Array) -> Array:
 
 
 def convert_interleaved_words(words: Array) -> Array:
-    """Return the AWQ words [K, N/8] of int16 [N/4, K] in the order of AutoAWQ's "gemv_fast" and llm-awq's v2.
+    """Convert int16 [N/4, K] in the order of AutoAWQ's "gemv_fast" (llm-awq v2) to AWQ words [K, N/8].
 
-    A row holds four columns in blocks of 64 rows of W, 16 int16 a column. As 32-bit words, nibble 4c + a of word b of a
-    half of 32 rows holds row 8a + 2b + c of this half.
+    A row of the input holds four columns of W, in blocks of 64 rows of W: 16 int16 (8 words of 32 bits) per column and
+    block. The first four words are rows 0..31 of the block, the others rows 32..63; nibble 4c + a of word b of such a
+    half is row 8a + 2b + c of the half.
     """
     rows, k = words.shape
     n = 4 * rows
@@ -150,31 +155,31 @@ def convert_interleaved_words(words: Array) -> Array:
 
 
 def convert_byte_halves(codes: npt.NDArray[np.uint8]) -> Array:
-    """Return the AWQ words [K, N/8] of bytes [N/2, K]: high nibbles hold the first N/2 columns, low ones the others.
+    """Convert bytes [N/2, K] to AWQ words [K, N/8]: high nibbles are columns 0..N/2-1 of W, low nibbles the others.
 
     >>> hex(convert_byte_halves(np.array([[0x04], [0x15], [0x26], [0x37]], np.uint8))[0, 0])
     '0x75316420'
     """
     half, k = codes.shape
-    if half % 8 or k % 4:  # a word would mix both halves, or the bytes are no whole words
+    if half % 8 or k % 4:  # an AWQ word would mix both halves, or the rows are not whole words
         high, low = codes >> np.uint8(4), codes & np.uint8(15)
         words: Array = pack_int4(np.ascontiguousarray(np.concatenate([high, low]).T))
         return words
     out = np.empty((k // 4, 4, 2, half // 8), np.int32)
     target = out.view(np.uint32)
-    # Nibble j of a word is half j % 2, low or high, of byte j // 2.
+    # Nibble j of a word is the low (j even) or high (j odd) nibble of byte j // 2.
     transpose_columns(np.ascontiguousarray(codes).view(np.uint32), [target[:, j // 2, 1 - j % 2] for j in range(8)])
     return out.reshape(k, half // 4)
 
 
 def reorder_columns(words: Array) -> Array:
-    """Return words in AWQ order for words whose nibble i holds column i of eight.
+    """Convert words whose nibble i is column i of eight to AWQ order (`PACK_ORDER`).
 
     >>> hex(reorder_columns(np.array([0x76543210], np.int32))[0])
     '0x75316420'
     """
     unsigned = words.view(np.uint32).copy()
-    # Swap the inner nibbles of each 16 bits, then the inner bytes of each word.
+    # Swap the two middle nibbles of each 16 bits, then the two middle bytes of each word.
     for bits, mask in ((4, 0x00F000F0), (8, 0x0000FF00)):
         swapped = ((unsigned >> np.uint32(bits)) ^ unsigned) & np.uint32(mask)
         unsigned ^= swapped | (swapped << np.uint32(bits))
@@ -182,7 +187,7 @@ def reorder_columns(words: Array) -> Array:
 
 
 def restore_columns(words: Array) -> Array:
-    """Return words whose nibble i holds column i of eight for words in AWQ order: the inverse of `reorder_columns`.
+    """Convert words in AWQ order to words whose nibble i is column i of eight: the inverse of `reorder_columns`.
 
     >>> hex(restore_columns(np.array([0x75316420], np.int32))[0])
     '0x76543210'
@@ -195,7 +200,7 @@ def restore_columns(words: Array) -> Array:
 
 
 def take_rows(words: Array, order: npt.NDArray[np.int32]) -> None:
-    """Replace the rows of words [K, N/8] by ``words[order]`` in place, a few columns at a time."""
+    """Permute words [K, N/8] to ``words[order]`` in place, in chunks of columns to bound the temporary copy."""
     k, n = words.shape
     step = max(LINE_WORDS, GATHER_BYTES // (4 * k))
     for start in range(0, n, step):
@@ -204,10 +209,10 @@ def take_rows(words: Array, order: npt.NDArray[np.int32]) -> None:
 
 
 def transpose_matrix(array: Array) -> Array:
-    """Return a contiguous copy of a matrix's transpose.
+    """Return the transpose of a matrix as a contiguous copy.
 
     >>> transpose_matrix(np.array([[1, 2, 3]], np.float16)).shape
     (3, 1)
     """
-    bits = array.view(f"u{array.dtype.itemsize}")  # NumPy copies bfloat16 element by element
+    bits = array.view(f"u{array.dtype.itemsize}")  # NumPy copies integers faster than bfloat16
     return np.ascontiguousarray(bits.T).view(array.dtype)

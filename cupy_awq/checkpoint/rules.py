@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-module settings of a configuration, and its regular expressions, matched in bounded time.
+"""Settings of single modules in a configuration, selected by regular expressions that are matched in polynomial time.
 
-A configuration is untrusted, and Python's own matcher takes exponential time for some expressions. `Pattern` walks the
-same syntax tree with the set of all positions that a prefix of the expression can reach.
+A configuration is untrusted, and Python's backtracking matcher takes exponential time for some expressions. `Pattern`
+walks the same syntax tree, but tracks the set of all positions in the name that the expression can have reached.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cupy_awq.checkpoint.files import CheckpointError
-from cupy_awq.checkpoint.module import Parts
+from cupy_awq.checkpoint.module import ModuleTensors
 
 if sys.version_info >= (3, 11):
     from re import _constants as ops  # type: ignore[attr-defined]
@@ -24,16 +24,17 @@ else:
     import sre_parse as parser
 
 MAX_PATTERN = 500
-"""The longest expression that is read, in characters."""
+"""The largest length of an expression, in characters."""
 
 MAX_NAME = 500
-"""The longest module name that expressions are matched with, in characters."""
+"""The largest length of a module name that is matched, in characters."""
 
 
 class Pattern:
     """A regular expression that is matched without backtracking.
 
-    Raises CheckpointError for one that is malformed, longer than `MAX_PATTERN`, or uses back references.
+    Raises CheckpointError if the expression is malformed, longer than `MAX_PATTERN` or has flags. Unsupported syntax,
+    such as back references, is found by `match`.
 
     >>> Pattern(r"model\\.layers\\.\\d+\\.mlp").match("model.layers.12.mlp.up_proj")
     True
@@ -53,7 +54,11 @@ class Pattern:
         self._text = text
 
     def match(self, name: str) -> bool:
-        """Return whether the expression matches from the start of a name. Raises CheckpointError as the class."""
+        """Return whether the expression matches at the start of ``name``.
+
+        Raises CheckpointError if the name is longer than `MAX_NAME`, the expression is nested too deeply, or it has
+        unsupported syntax.
+        """
         if len(name) > MAX_NAME:
             raise CheckpointError(f"expected names of at most {MAX_NAME} characters, got {len(name)}")
         try:
@@ -62,7 +67,7 @@ class Pattern:
             raise CheckpointError(f"expected a regular expression of few groups, got {self._text!r:.80}") from None
 
     def _walk(self, tree: Any, name: str, positions: frozenset[int]) -> frozenset[int]:
-        """Return the ends of all matches of a sequence of nodes that start at one of ``positions``."""
+        """Return the end positions of all matches in ``name`` of a node sequence that start at one of ``positions``."""
         for op, value in tree:
             positions = self._step(op, value, name, positions)
             if not positions:
@@ -91,7 +96,7 @@ class Pattern:
 
     def _repeat(self, low: int, high: int, tree: Any, name: str, positions: frozenset[int]) -> frozenset[int]:
         reached = positions if low == 0 else frozenset()
-        for count in range(1, int(high) + 1):  # ends early: no position moves back, so the sets soon repeat
+        for count in range(1, int(high) + 1):  # ends early: positions never decrease, so the sets converge
             following = self._walk(tree, name, positions)
             if count >= low:
                 if following <= reached:
@@ -130,34 +135,34 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Rules:
-    """The per-module settings of a configuration, such as GPTQModel's ``dynamic``.
+    """The settings of single modules in a configuration, such as GPTQModel's ``dynamic``.
 
     Attributes:
-        key: the configuration's key, for messages.
-        exact: settings by module name.
-        patterns: settings by expression; the first that matches a module holds.
+        key: the key of the settings in the configuration, for error messages.
+        exact: the settings by module name; these take precedence.
+        patterns: pairs of an expression and the settings of modules that match it; the first match applies.
     """
 
     key: str = ""
     exact: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     patterns: tuple[tuple[Pattern, Mapping[str, Any]], ...] = ()
 
-    def settings(self, parts: Parts) -> Mapping[str, Any]:
-        """Return a module's own settings, or none. Raises CheckpointError for a width other than 4 bits."""
-        found = self.exact.get(parts.name)
+    def settings(self, tensors: ModuleTensors) -> Mapping[str, Any]:
+        """Return the settings of a module, {} if none apply. Raises CheckpointError if ``bits`` is not 4."""
+        found = self.exact.get(tensors.name)
         if found is None:
-            found = next((settings for pattern, settings in self.patterns if pattern.match(parts.name)), {})
+            found = next((settings for pattern, settings in self.patterns if pattern.match(tensors.name)), {})
         bits = found.get("bits", 4)
         if bits != 4:
-            raise parts.refuse(f"{self.key}: bits: expected 4, got {bits!r:.80}")
+            raise tensors.error(f"{self.key}: bits: expected 4, got {bits!r:.80}")
         return found
 
 
 def read_rules(table: Any, key: str, where: str) -> Rules:
-    """Return the rules of a table {module name or expression: settings}, as ``dynamic`` and ``extra_config`` are.
+    """Parse ``table`` {module name or expression: settings}, the value of ``dynamic`` or ``extra_config``.
 
-    A prefix "+:" of a key is ignored; the settings of a key with "-:", which excludes modules, are empty. Raises
-    CheckpointError, whose message starts with ``where``, for a malformed table.
+    The prefix "+:" of a name is ignored. The prefix "-:" excludes modules from quantization; their settings are empty.
+    Raises CheckpointError, whose message starts with ``where``, for a malformed table.
     """
     if not table:
         return Rules(key)

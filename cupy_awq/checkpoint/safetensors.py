@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The safetensors container: eight bytes of header length, a JSON header, then the bytes of all tensors.
+"""The safetensors container: the header length (8 bytes), a JSON header, then the bytes of all tensors.
 
-The header is untrusted and is validated completely before any tensor is returned: the bytes of each tensor must match
-its dtype and shape, and the tensors must cover the data without overlap or gap. Tensors are read-only views of the
-memory-mapped file, so the first copy of a tensor is its upload to a GPU. The package ``safetensors`` would copy each
-tensor, and most of its errors name no tensor.
+The header is untrusted and validated completely before any tensor is returned: the number of bytes of each tensor must
+match its dtype and shape, and the tensors must cover the data without overlaps or gaps. Tensors are read-only views of
+the memory-mapped file, so the only copy is the upload to a GPU. The package ``safetensors`` is not used because it
+copies each tensor and most of its errors do not name the tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from cupy_awq.checkpoint.files import MAX_JSON_BYTES, CheckpointError, parse_object
 
 MAX_RANK = 32
-"""The largest number of axes of a tensor."""
+"""The largest number of axes of a tensor that is accepted."""
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -44,13 +44,13 @@ DTYPES = {
     "F64": np.dtype(np.float64),
     "C64": np.dtype(np.complex64),
 }
-"""The NumPy dtype of each dtype of the format."""
+"""The NumPy dtype for each dtype name of the format."""
 
 
 def read(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Return every tensor of a file by name, as read-only views of the memory-mapped file.
+    """Return all tensors of a file by name as read-only views of the memory-mapped file.
 
-    The file must not be truncated while a view exists.
+    The file must not be truncated while a view is in use.
 
     Raises:
         CheckpointError: the file is malformed.
@@ -101,7 +101,10 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def _entry(entry: Any, where: str) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
-    """Return dtype, shape, and first and last offset of a tensor's entry in the header."""
+    """Parse the header entry of a tensor: dtype, shape, and offsets [begin, end) in bytes.
+
+    Raises CheckpointError, whose message starts with ``where``, for a malformed entry.
+    """
     if not isinstance(entry, dict):
         raise CheckpointError(f"{where}: expected an object with dtype, shape and data_offsets, got {entry!r:.80}")
     name: Any = entry.get("dtype")
@@ -125,12 +128,12 @@ def _naturals(value: Any) -> bool:
 
 
 def write(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write tensors to a safetensors file; the data of each starts at a multiple of its item size.
+    """Write tensors by name to a safetensors file; the data of each is aligned to its item size.
 
-    Raises OSError for a file that cannot be written.
+    Raises OSError if the file cannot be written.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    # In the order of their item sizes, tensors leave no gaps, which the format forbids.
+    # Sorted by decreasing item size, tensors are aligned without gaps, which the format forbids.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0

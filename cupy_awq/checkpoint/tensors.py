@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a checkpoint by name: from one safetensors file, or from the shards that an index lists."""
+"""The tensors of a checkpoint by name, from one safetensors file or from the shards that an index lists."""
 
 from __future__ import annotations
 
@@ -13,34 +13,37 @@ from cupy_awq.checkpoint import safetensors
 from cupy_awq.checkpoint.files import CheckpointError, read_object
 from cupy_awq.weight import PackedWeight
 
+MAX_NAME_BYTES = 255
+"""The largest length of a file name in bytes on common file systems."""
+
 INDEX = "model.safetensors.index.json"
-"""The file that maps the tensors of a sharded checkpoint to their shards."""
+"""The name of the file that maps the tensors of a sharded checkpoint to their shards."""
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint that belongs to no quantized module."""
+    """A tensor of a checkpoint: a plain tensor, or one of the tensors that a quantized module is made from."""
 
     array: npt.NDArray[Any]
-    """A read-only view of the mapped file."""
+    """The values: a read-only view of the mapped file, or an array if they were converted."""
     file: Path
-    """The file, for error messages."""
+    """The path of the file, for error messages."""
 
 
 class Module(NamedTuple):
     """A quantized linear module on the CPU."""
 
     weight: PackedWeight
-    """The weight [K, N]; its arrays are views of mapped files where the format needs no conversion."""
+    """The weight [K, N]; its arrays are views of the mapped file if the format needs no conversion."""
     bias: npt.NDArray[Any] | None
-    """The bias [N], or None."""
+    """The bias [N], or None without a bias."""
     order: npt.NDArray[np.int32] | None = None
-    """The permutation of x [..., K] (activation order), y = x[..., order] @ weight; or None."""
+    """The permutation of x (activation order), int32 [K]: y = x[..., order] @ weight; None without one."""
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Return every tensor of a safetensors file, or of a folder with one file or with shards and their index.
+    """Return all tensors by name of a safetensors file, or of a folder with one such file or with shards and an index.
 
-    Raises CheckpointError for missing or damaged files.
+    Raises CheckpointError if files are missing, ambiguous or damaged, and OSError if one cannot be opened.
     """
     if not path.is_dir():
         return _read_file(path)
@@ -60,7 +63,7 @@ def _read_file(file: Path) -> dict[str, Tensor]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    """Return the tensors that an index lists, each from its own shard."""
+    """Return the tensors that an index file lists, each from its shard. Raises the same errors as `read`."""
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: weight_map: expected an object, got {weight_map!r:.80}")
@@ -68,9 +71,11 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     tensors = {}
     for name, shard in weight_map.items():
         where = f"{index}: tensor {name!r:.200}"
-        # The index is untrusted: a path separator would lead out of the checkpoint's folder.
+        # The index is untrusted: with a path separator, a name could escape the checkpoint's folder.
         if not isinstance(shard, str) or shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
             raise CheckpointError(f"{where}: expected the name of a file in the folder, got {shard!r:.80}")
+        if len(shard.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+            raise CheckpointError(f"{where}: expected a name of at most {MAX_NAME_BYTES} bytes, got {shard!r:.80}")
         if shard not in shards:
             file = index.parent / shard
             if not file.is_file():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The container that ``torch.save`` writes, read without torch and without executing its pickle.
+"""A reader of ``torch.save`` files that needs no torch and never executes the pickle.
 
-The file is a zip archive of stored entries: ``<root>/data.pkl`` describes a flat dictionary of tensors, and
-``<root>/data/<number>`` holds the bytes of each storage. The pickle is interpreted by a stack machine that knows the
-opcodes of such dictionaries and builds strings, integers, tuples, dictionaries and tensor descriptions, nothing else.
-No name of the pickle is ever imported or called.
+The file is an uncompressed zip archive: ``<root>/data.pkl`` describes a flat dictionary of tensors, and
+``<root>/data/<number>`` holds the bytes of each storage. A stack machine interprets the few opcodes that such a
+dictionary needs. It builds only strings, integers, tuples, dictionaries and tensor descriptions, and never imports or
+calls a name from the pickle.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SUFFIXES = (".pt", ".pth", ".bin")
 MAX_RANK = 8
 
 MAX_PICKLE_BYTES = 1 << 24
-"""The longest pickle that is read; one of 62,000 tensors takes 9 MB."""
+"""The largest size of the pickle in bytes; that of 62,000 tensors has 9 MB."""
 
 MAX_STACK = 1 << 16
-"""The most items that the stack may hold; torch.save adds items to a dictionary a thousand at a time."""
+"""The largest number of items on the stack; torch.save adds items to a dictionary in batches of 1000."""
 
 STORAGES = {
     "torch HalfStorage": np.dtype(np.float16),
@@ -44,7 +44,7 @@ STORAGES = {
     "torch ByteStorage": np.dtype(np.uint8),
     "torch LongStorage": np.dtype(np.int64),
 }
-"""The storage classes that a pickle may name, and the dtypes of their elements."""
+"""The NumPy dtype for each storage class that a pickle may name."""
 
 ORDERED_DICT = "collections OrderedDict"
 REBUILD = "torch._utils _rebuild_tensor_v2"
@@ -53,13 +53,20 @@ _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 
 
 class _Global(NamedTuple):
-    """A name that the pickle imports: "module attribute"."""
+    """A global that the pickle refers to; it is never imported."""
 
     name: str
+    """The module and the attribute, separated by a space."""
 
 
 class _Storage(NamedTuple):
-    """A storage that the pickle refers to."""
+    """A storage that the pickle refers to.
+
+    Attributes:
+        dtype: the dtype of the elements.
+        key: the name of the archive entry below ``<root>/data/``.
+        elements: the number of elements.
+    """
 
     dtype: np.dtype[Any]
     key: str
@@ -67,7 +74,14 @@ class _Storage(NamedTuple):
 
 
 class _Description(NamedTuple):
-    """A tensor: storage, offset in elements, size and strides in elements."""
+    """The unvalidated arguments that describe a tensor in the pickle.
+
+    Attributes:
+        storage: the storage.
+        offset: the index of the first element in the storage.
+        size: the shape.
+        stride: the strides in elements.
+    """
 
     storage: _Storage
     offset: Any
@@ -76,14 +90,14 @@ class _Description(NamedTuple):
 
 
 _MARK = object()
-"""The place on the stack where the items of a tuple or of a dictionary start."""
+"""The stack item that marks the start of the items of a tuple or dictionary."""
 
 
 def read(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Return every tensor of the file by name, as read-only views of the mapped file.
+    """Return all tensors of a ``torch.save`` file by name as read-only views of the memory-mapped file.
 
-    The file must not be truncated while a view lives. Raises CheckpointError for any other archive or pickle, OSError
-    for a file that cannot be opened.
+    The file must not be truncated while a view is in use. Raises CheckpointError if the file is not an archive of a
+    flat dictionary of plain tensors, and OSError if it cannot be opened.
     """
     with open(path, "rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
@@ -106,13 +120,13 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     for name, description in table.items():
         tensors[name] = _view_tensor(mapped, entries, root, description, f"{path}: tensor {name!r:.200}")
         total += tensors[name].nbytes
-    if total > 2 * len(mapped):  # tied weights share a storage; more sharing is a file that grows when it is read
+    if total > 2 * len(mapped):  # tied weights share a storage; more sharing would expand a small file
         raise CheckpointError(f"{path}: expected tensors of at most twice the file's {len(mapped)} bytes, got {total}")
     return tensors
 
 
 def _list_entries(path: Path, mapped: mmap.mmap) -> dict[str, tuple[int, int]]:
-    """Return offset and size of the bytes of each entry of a zip archive that compresses none."""
+    """Return (offset, size) in bytes of the data of each entry. Raises CheckpointError unless all are uncompressed."""
     try:
         with zipfile.ZipFile(path) as archive:
             infos = archive.infolist()
@@ -141,7 +155,7 @@ def _list_entries(path: Path, mapped: mmap.mmap) -> dict[str, tuple[int, int]]:
 def _view_tensor(
     mapped: mmap.mmap, entries: dict[str, tuple[int, int]], root: str, description: Any, where: str
 ) -> npt.NDArray[Any]:
-    """Return the view that the arguments of ``_rebuild_tensor_v2`` describe."""
+    """Return the view of the file that a `_Description` describes. Raises CheckpointError if it is out of bounds."""
     storage, offset, size, stride = description
     dtype, key, elements = storage
     if not key.isascii() or not key.isdigit() or f"{root}data/{key}" not in entries:
@@ -151,11 +165,11 @@ def _view_tensor(
         raise CheckpointError(f"{where}: storage {key}: expected {elements} {dtype}, got {nbytes} bytes")
     naturals = all(type(item) is int and 0 <= item < 2**63 for item in (offset, *size, *stride))
     if not naturals or len(size) != len(stride) or len(size) > MAX_RANK:
-        # No repr: a pickle can nest a tuple in itself so often that its text fills the memory.
+        # No repr: a pickle can nest tuples so that the text of one takes all memory.
         raise CheckpointError(f"{where}: expected an offset, a size and a stride of integers >= 0, got others")
     count = math.prod(size)
     last = offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
-    # A stride of 0 repeats elements, so that a small storage would become any number of them.
+    # A stride of 0 repeats elements: without this limit, a small storage could become an array of any size.
     if count > elements or (count and last >= elements):
         raise CheckpointError(f"{where}: expected elements within {elements}, got {list(size)} with {list(stride)}")
     if not count:
@@ -184,7 +198,7 @@ def _unpickle(text: bytes, path: Path) -> dict[str, Any]:
 
 
 class _Machine:
-    """A stack machine for the opcodes that a dictionary of tensors needs."""
+    """A stack machine for the pickle opcodes that a dictionary of tensors needs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -192,7 +206,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def execute(self, name: str, argument: Any) -> bool:
-        """Run one opcode and return whether it was the last. Raises CheckpointError for an unknown one."""
+        """Run one opcode and return whether it was STOP. Raises CheckpointError if the opcode is not supported."""
         if len(self.stack) > MAX_STACK:
             raise ValueError(f"more than {MAX_STACK} items on the stack")
         push = self.stack.append
@@ -275,7 +289,10 @@ class _Machine:
 
 
 def _read_storage(identity: Any) -> _Storage:
-    """Return the storage of a persistent id ("storage", class, key, location, number of elements)."""
+    """Return the storage of a persistent id ("storage", class, key, location, number of elements).
+
+    Raises ValueError for any other persistent id.
+    """
     if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
         raise ValueError("a persistent id that is no storage")
     _, kind, key, _, elements = identity

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writers of checkpoints: folders in the formats of AutoAWQ, compressed-tensors and GPTQ.
+"""Writing of checkpoint folders in the formats of AutoAWQ, compressed-tensors and GPTQ.
 
-Codes, scales and zero points are repacked without rounding, so what is read back is equal bit by bit. None of these
-formats holds float offsets.
+Codes, scales and zero points are repacked without rounding, so reading the folder returns bitwise equal values. None
+of these formats can store float offsets.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from cupy_awq.checkpoint.tensors import INDEX, Module, Tensor
 Array = npt.NDArray[Any]
 
 SHARD_BYTES = 5_000_000_000
-"""The size above which a folder has several files."""
+"""The largest size of a file in bytes; more tensors are split into several files."""
 
 SYMMETRIC = -0x77777778
-"""A word of eight zero points of 8, as int32."""
+"""The packed word, as int32, of eight zero points that are all 8."""
 
 
 @dataclass(frozen=True)
 class Writer:
-    """The way of one format.
+    """The functions and properties that describe how to write a format.
 
     Attributes:
-        pack: a function from a module to its tensors by the last part of their names.
-        configure: a function from the specs of all modules, and the names of dense ones, to the
-            ``quantization_config``.
-        holds_order: whether the format has an activation order.
+        pack: a function from a module to its tensors by suffix.
+        configure: a function from the specs of all quantized modules by name, and a list of the names of dense modules,
+            to the ``quantization_config``.
+        holds_order: whether the format can store an activation order.
     """
 
     pack: Callable[[Module], dict[str, Array]]
@@ -50,18 +50,18 @@ class Writer:
 
 
 def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /) -> None:
-    """Write a checkpoint to a folder, which is created: safetensors, an index of shards, and config.json.
+    """Write a checkpoint folder: safetensors files, an index if there are several, and config.json.
 
-    An existing config.json in the folder keeps its other keys. Quantized modules are converted one by one; the memory
-    in use is that of one shard.
+    An existing config.json in the folder keeps its other keys. Modules are converted one by one, so the peak memory is
+    about one shard (`SHARD_BYTES`).
 
     Args:
-        folder: where to write.
-        contents: the checkpoint, as `cupy_awq.checkpoint.read` returns it.
+        folder: the folder, which is created if it does not exist.
+        contents: a checkpoint from `cupy_awq.checkpoint.read`.
         format_name: "autoawq", "compressed-tensors" or "gptq".
 
     Raises:
-        ValueError: an unknown format, or a module that it cannot hold; nothing is written then.
+        ValueError: the format is unknown or cannot represent a module. The error occurs before anything is written.
     """
     if format_name not in WRITERS:
         raise ValueError(f"format_name: expected {', '.join(WRITERS)}, got {format_name!r:.80}")
@@ -99,7 +99,7 @@ def _convert_tensors(contents: Contents, writer: Writer) -> Iterator[tuple[str, 
 
 
 def _write_shard(path: Path, tensors: dict[str, Array], files: dict[str, str]) -> None:
-    """Write the next shard and enter its tensors in ``files``."""
+    """Write ``tensors`` as the next shard, and add its file name to ``files`` for each tensor."""
     file = f"model-{len(set(files.values())) + 1:05}.safetensors"
     safetensors.write(path / file, tensors)
     files.update(dict.fromkeys(tensors, file))
@@ -116,7 +116,7 @@ def _check(name: str, spec: ModuleSpec, format_name: str, writer: Writer) -> Non
 
 
 def _pack_zeros(module: Module) -> Array:
-    """Return the packed zero points of a module, also of a symmetric one."""
+    """Return the packed zero points of a module, int32 [K/G, N/8]; zero points of 8 if it is symmetric."""
     weight = module.weight
     if weight.qzeros is not None:
         return np.asarray(weight.qzeros)
@@ -124,7 +124,7 @@ def _pack_zeros(module: Module) -> Array:
 
 
 def _restore_rows(module: Module) -> Array:
-    """Return the words [K, N/8] of a module with rows in the order of x."""
+    """Return the AWQ words [K, N/8] of a module with its activation order undone: row k belongs to column k of x."""
     words = np.asarray(module.weight.qweight)
     if module.order is None:
         return words
@@ -134,7 +134,7 @@ def _restore_rows(module: Module) -> Array:
 
 
 def _group_rows(module: Module) -> npt.NDArray[np.int32]:
-    """Return the group of each row in the order of x, [K]."""
+    """Return the group index for each column of x (before the activation order), int32 [K]."""
     k, group_size = module.weight.shape[0], module.weight.group_size
     groups = np.arange(k, dtype=np.int32) // np.int32(group_size)
     if module.order is None:
@@ -186,7 +186,7 @@ def _find_group_size(specs: Mapping[str, ModuleSpec]) -> int:
 
 
 def _list_dense_modules(contents: Contents) -> list[str]:
-    """Return the names of modules with a dense matrix, which a configuration excludes from quantization."""
+    """Return the names of modules with a dense weight matrix, which the configuration lists as not quantized."""
     names = [name for name in contents if name.endswith(".weight") and not contents.is_module(name)]
     return [name.removesuffix(".weight") for name in names if len(contents.dense_form(name)[0]) == 2]
 
@@ -239,4 +239,4 @@ WRITERS = {
     "compressed-tensors": Writer(_pack_compressed_tensors, _configure_compressed_tensors, holds_order=True),
     "gptq": Writer(_pack_gptq, _configure_gptq, holds_order=True),
 }
-"""The formats that can be written."""
+"""The writers by format name."""

@@ -13,11 +13,13 @@ from typing import Any
 
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.checkpoint.files import check_path
 from cupy_awq.llm import ak48, gguf, hugging_face
 from cupy_awq.llm.build import build_model
 from cupy_awq.llm.config import ModelConfig
-from cupy_awq.llm.language_model import Chat, Completion, LanguageModel, Score, Stats
+from cupy_awq.llm.language_model import Chat, Completion, ContextFullError, LanguageModel, Score, Stats
 from cupy_awq.llm.model_files import ModelFiles, Progress
+from cupy_awq.llm.model_quantizer import quantize
 from cupy_awq.llm.numpy_ops import NumpyOps
 from cupy_awq.llm.ops import DecoderOps
 from cupy_awq.llm.sampling import Sampling
@@ -26,6 +28,7 @@ from cupy_awq.runtime import placement
 __all__ = [
     "Chat",
     "Completion",
+    "ContextFullError",
     "LanguageModel",
     "ModelConfig",
     "ModelFiles",
@@ -33,6 +36,7 @@ __all__ = [
     "Score",
     "Stats",
     "load",
+    "quantize",
     "read",
 ]
 
@@ -50,9 +54,11 @@ def read(path: str | os.PathLike[str], /) -> ModelFiles:
     Raises:
         CheckpointError: (a ValueError) the files are damaged, contradict each other, or are of an unsupported kind.
         OSError: a file cannot be opened.
-        ValueError: a package is not installed.
+        TypeError: ``path`` is neither a str nor an os.PathLike.
+        ValueError: ``path`` is empty, or a package is not installed.
     """
-    found = _packaged_file(PACKAGED_MODELS[path]) if isinstance(path, str) and path in PACKAGED_MODELS else Path(path)
+    is_name = isinstance(path, str) and path in PACKAGED_MODELS
+    found = _packaged_file(PACKAGED_MODELS[str(path)]) if is_name else check_path(path)
     if found.is_dir():
         return hugging_face.read(found)
     readers = {".gguf": gguf.read, ".ak48": ak48.read}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import secrets
 import struct
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -146,6 +147,7 @@ def _header(data: bytes, path: Path) -> tuple[ModelConfig, int]:
             THETA,
             tied=shared == 1,
             qk_norm=True,
+            biases=frozenset(),
         )
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -182,9 +184,9 @@ def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> No
     group_size = _group_size(files, next(entry for entry in entries if isinstance(entry, QuantizedEntry)))
     sizes = config.hidden, config.intermediate, config.layers, config.heads, config.kv_heads, config.vocab
     header = HEADER.pack(MAGIC, VERSION, *sizes, config.context, config.tied, config.head_dim, group_size)
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
-        with open(part, "wb") as file:
+        with open(part, "xb") as file:
             file.write(header.ljust(HEADER_BYTES, b"\0"))
             for done, entry in enumerate(entries):
                 for array in _arrays(files, entry, group_size):

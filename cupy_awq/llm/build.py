@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from cupy_awq.check import Array
-from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.checkpoint import CheckpointError, Module
 from cupy_awq.llm.model import Layer, Model
 from cupy_awq.llm.model_files import DenseLinear, ModelFiles, Progress
 from cupy_awq.llm.ops import DecoderOps, Projection
@@ -39,12 +41,26 @@ class _Builder:
         if f"model.layers.{config.layers}.input_layernorm.weight" in files.tensors:
             raise CheckpointError(f"{files.path}: expected {config.layers} layers, got more")
         norm = self._vector("model.norm", config.hidden)
-        tied = DenseLinear(table, None)
-        head = tied if config.tied else files.read_linear("lm_head", config.hidden, config.vocab)
+        if config.tied:
+            self._check_tied(table)
+            head: Module | DenseLinear = DenseLinear(table, None)
+        else:
+            head = files.read_linear("lm_head", config.hidden, config.vocab)
         model = Model(ops, embedding, layers, norm, ops.make_head(head), self._weight_bytes + head.weight.nbytes)
         if progress is not None:
             progress(config.layers + 1, config.layers + 1)
         return model
+
+    def _check_tied(self, table: Array) -> None:
+        """Raise CheckpointError if the file holds an output head other than the embedding table."""
+        head = self._files.tensors.get("lm_head.weight", self._files.tensors.get("lm_head"))
+        if head is None:
+            return
+        weight = head()
+        if isinstance(weight, Module) or weight.dtype != table.dtype or not np.array_equal(weight, table):
+            raise CheckpointError(
+                f"{self._files.path}: lm_head: expected the embedding table, as tie_word_embeddings says, got another"
+            )
 
     def _layer(self, name: str) -> Layer:
         config, attention, mlp = self._config, f"{name}.self_attn", f"{name}.mlp"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,29 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 LIMITS = {"layers": 1 << 10, "heads": 1 << 10, "head_dim": 1 << 10, "hidden": 1 << 17, "intermediate": 1 << 19}
 LIMITS |= {"kv_heads": 1 << 10, "vocab": 1 << 22, "context": 1 << 25}
 """The largest accepted sizes, far above any model; a larger one means a damaged file."""
+
+ROPE_KEYS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
+    "yarn": frozenset(
+        {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+        | {"mscale", "mscale_all_dim", "truncate"}
+    ),
+}
+"""The keys of each type of RoPE scaling, beside those of COMMON_ROPE_KEYS."""
+
+COMMON_ROPE_KEYS = frozenset({"type", "rope_type", "rope_theta"})
+"""The keys of every type of RoPE scaling."""
+
+REQUIRED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "partial_rotary_factor": 1.0}
+"""The entries of a config.json that select another model unless they have these values, which are the defaults."""
+
+DEFAULTS: dict[str, dict[str, int]] = {
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+"""The sizes that transformers assumes where a config.json has no such entry."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +57,14 @@ class ModelConfig:
         context: the largest number of positions the model was trained for.
         eps: the epsilon of RMSNorm.
         rope_theta, rope_scaling: the RoPE parameters of a Hugging Face configuration; ``rope_scaling["rope_type"]`` is
-            "default", "linear", "llama3" or "yarn", or "factors", which divides each frequency by one of ``factors``.
+            "default", "linear", "llama3" or "yarn", whose other keys are those of ROPE_KEYS.
+        rope_factors: the divisors of RoPE's frequencies, head_dim / 2 of them (GGUF); empty for none.
         tied: True if the output head shares its weight with the embedding table.
         qk_norm: True if each head of q and k passes an RMSNorm before RoPE.
+        biases: the projections that have a bias, such as "q_proj"; None for those whose bias the file holds (GGUF).
 
     Raises:
-        ValueError: a size is out of range, or rope_scaling is unknown or incomplete.
+        ValueError: a size is out of range, or rope_scaling is unknown or incomplete, or has an unknown key.
 
     >>> ModelConfig("llama", 64, 128, 2, 4, 2, 16, 100, 512).heads
     4
@@ -57,8 +82,10 @@ class ModelConfig:
     eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    rope_factors: tuple[float, ...] = ()
     tied: bool = False
     qk_norm: bool = False
+    biases: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if self.model_type not in MODEL_TYPES:
@@ -88,25 +115,39 @@ class ModelConfig:
 
     def rope_frequencies(self) -> tuple[npt.NDArray[np.float64], float]:
         """Return RoPE's radians per position, float64 [head_dim / 2], and YaRN's factor of cosine and sine (else 1)."""
-        plain = self.rope_theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
-        scaling = self.rope_scaling
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type", "default"))
+        if not isinstance(kind, str) or kind not in ROPE_KEYS:
+            raise ValueError(f"rope_type: expected {', '.join(ROPE_KEYS)}, got {kind!r:.80}")
+        for name in self.rope_scaling:
+            if name not in ROPE_KEYS[kind] | COMMON_ROPE_KEYS:
+                known = ", ".join(sorted(ROPE_KEYS[kind])) or "no keys"
+                raise ValueError(f"rope_scaling: {name!r:.80}: expected {known} for rope_type {kind!r}, got this key")
+        with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+            frequencies, attention = self._scaled_frequencies(kind)
+            if self.rope_factors:
+                if len(self.rope_factors) != len(frequencies) or not all(map(_is_positive, self.rope_factors)):
+                    raise ValueError(f"rope_factors: expected {len(frequencies)} positive numbers, got others")
+                frequencies = frequencies / np.asarray(self.rope_factors, np.float64)
+        if not (np.isfinite(frequencies).all() and (frequencies >= 0).all() and _is_positive(attention)):
+            raise ValueError(f"rope_scaling: expected parameters of finite frequencies, got {self.rope_scaling!s:.200}")
+        return frequencies, attention
+
+    def _scaled_frequencies(self, kind: str) -> tuple[npt.NDArray[np.float64], float]:
+        plain = float(self.rope_theta) ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
         if kind == "default":
             return plain, 1.0
-        if kind == "factors":
-            factors = np.asarray(scaling["factors"], np.float64)
-            if factors.shape != plain.shape or not (np.isfinite(factors) & (factors > 0)).all():
-                raise ValueError(
-                    f"rope_scaling: factors: expected {plain.size} positive numbers, got shape {factors.shape}"
-                )
-            return plain / factors, 1.0
-        if kind not in ("linear", "llama3", "yarn"):
-            raise ValueError(f"rope_type: expected default, linear, llama3 or yarn, got {kind!r:.80}")
-        factor = self._rope_number("factor")
         if kind == "linear":
-            return plain / factor, 1.0
+            return plain / self._rope_number("factor"), 1.0
         original = self._rope_number("original_max_position_embeddings", self.context)
-        return self._llama3(plain, factor, original) if kind == "llama3" else self._yarn(plain, factor, original)
+        if kind == "llama3":
+            return self._llama3(plain, self._rope_number("factor"), original)
+        return self._yarn(plain, self._yarn_factor(original), original)
+
+    def _yarn_factor(self, original: float) -> float:
+        """Return YaRN's factor; null stands for the ratio of the contexts after and before, as in transformers."""
+        if "factor" not in self.rope_scaling:
+            raise ValueError("rope_scaling: factor: expected a positive number, got none")
+        return self._rope_number("factor", self.context / original)
 
     def _llama3(
         self, plain: npt.NDArray[np.float64], factor: float, original: float
@@ -122,24 +163,39 @@ class ModelConfig:
     def _yarn(
         self, plain: npt.NDArray[np.float64], factor: float, original: float
     ) -> tuple[npt.NDArray[np.float64], float]:
-        """Return YaRN's frequencies and factor (arXiv 2309.00071); the ramp's ends are rounded as in transformers."""
+        """Return YaRN's frequencies and factor of cosine and sine (arXiv 2309.00071) as transformers computes them."""
+        if self.rope_theta <= 1:
+            raise ValueError(f"rope_theta: expected above 1 for rope_type 'yarn', got {self.rope_theta}")
+        truncate = self.rope_scaling.get("truncate", True)
+        if type(truncate) is not bool:
+            raise ValueError(f"rope_scaling: truncate: expected true or false, got {truncate!r:.80}")
 
         def pair(turns: float) -> float:
             """Return the index of the frequency that makes ``turns`` turns over the original context."""
-            return self.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.rope_theta))
+            waves = original / (turns * 2 * math.pi)
+            if not _is_positive(waves):
+                raise ValueError(f"rope_scaling: beta_fast, beta_slow: expected numbers of turns, got {turns}")
+            return self.head_dim * math.log(waves) / (2 * math.log(self.rope_theta))
 
-        low = max(math.floor(pair(self._rope_number("beta_fast", 32.0))), 0)
-        high = min(math.ceil(pair(self._rope_number("beta_slow", 1.0))), self.head_dim - 1)
-        ramp = np.clip((np.arange(plain.size) - low) / max(high - low, 1e-3), 0, 1)
-        attention = self._rope_number("attention_factor", max(1.0, 0.1 * math.log(factor) + 1.0))
-        return plain * (1 - ramp) + plain / factor * ramp, attention
+        low, high = pair(self._rope_number("beta_fast", 32.0)), pair(self._rope_number("beta_slow", 1.0))
+        if truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        width = high - low or 0.001  # negative where beta_slow is below one turn: transformers keeps the sign
+        ramp = np.clip((np.arange(plain.size) - low) / width, 0, 1)
+        scale, scale_all = (self._rope_number(name, 0.0) for name in ("mscale", "mscale_all_dim"))
+        log_factor = 0.1 * math.log(max(factor, 1.0))
+        ratio = (scale * log_factor + 1) / (scale_all * log_factor + 1) if scale and scale_all else log_factor + 1
+        return plain * (1 - ramp) + plain / factor * ramp, self._rope_number("attention_factor", ratio)
 
     def _rope_number(self, name: str, default: float | None = None) -> float:
+        """Return a positive number of rope_scaling; null and, for the two of mscale, 0 stand for the default."""
         value = self.rope_scaling.get(name)
-        value = default if value is None else value
-        if not _is_positive(value):
+        if value is None or (name.startswith("mscale") and _is_number(value) and value == 0):
+            value = default
+        if (value != default and not _is_positive(value)) or value is None:
             raise ValueError(f"rope_scaling: {name}: expected a positive number, got {value!r:.80}")
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
 
 
 def from_hugging_face(table: Mapping[str, Any], where: str) -> ModelConfig:
@@ -147,33 +203,62 @@ def from_hugging_face(table: Mapping[str, Any], where: str) -> ModelConfig:
 
     Raises CheckpointError, whose message opens with ``where``, if it is invalid or of an unsupported model.
     """
-    for name, supported in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
+    for name, supported in REQUIRED.items():
         if table.get(name, supported) != supported:
             raise CheckpointError(f"{where}: {name}: expected {supported!r}, got {table[name]!r:.80}")
-    rope = table.get("rope_parameters") or table.get("rope_scaling") or {}
+    kinds = table.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise CheckpointError(f"{where}: layer_types: expected 'full_attention' for every layer, got {kinds!r:.80}")
+    rope = table.get("rope_scaling") or table.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise CheckpointError(f"{where}: rope_scaling: expected an object, got {rope!r:.80}")
     try:
-        heads, hidden = _integer(table, "num_attention_heads"), _integer(table, "hidden_size")
-        head_dim = table.get("head_dim")
-        return ModelConfig(
-            model_type=table.get("model_type", ""),
-            hidden=hidden,
-            intermediate=_integer(table, "intermediate_size"),
-            layers=_integer(table, "num_hidden_layers"),
-            heads=heads,
-            kv_heads=table.get("num_key_value_heads", heads),
-            head_dim=hidden // heads if head_dim is None else head_dim,
-            vocab=_integer(table, "vocab_size"),
-            context=_integer(table, "max_position_embeddings"),
-            eps=table.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta", table.get("rope_theta", 10000.0)),
-            rope_scaling=rope,
-            tied=table.get("tie_word_embeddings", False) is True,
-            qk_norm=table.get("model_type") == "qwen3",
-        )
-    except (ValueError, TypeError) as error:
+        return _from_tables(table, rope)
+    except (ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{where}: {error}") from None
+
+
+def _from_tables(table: Mapping[str, Any], rope: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration of a config.json and its RoPE parameters."""
+    model_type = table.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise ValueError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {model_type!r:.80}")
+    table = {**DEFAULTS.get(model_type, {}), **table}
+    tied = table.get("tie_word_embeddings", False)
+    if type(tied) is not bool:
+        raise ValueError(f"tie_word_embeddings: expected true or false, got {tied!r:.80}")
+    original = table.get("original_max_position_embeddings")
+    if original is not None and rope.get("rope_type", rope.get("type")) in ("llama3", "yarn"):
+        rope = {**rope, "original_max_position_embeddings": original}
+    heads, hidden = _integer(table, "num_attention_heads"), _integer(table, "hidden_size")
+    head_dim, kv_heads = table.get("head_dim"), table.get("num_key_value_heads")
+    theta = rope.get("rope_theta")
+    return ModelConfig(
+        model_type=model_type,
+        hidden=hidden,
+        intermediate=_integer(table, "intermediate_size"),
+        layers=_integer(table, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=hidden // heads if head_dim is None else head_dim,
+        vocab=_integer(table, "vocab_size"),
+        context=_integer(table, "max_position_embeddings"),
+        eps=table.get("rms_norm_eps", 1e-6),
+        rope_theta=table.get("rope_theta", 10000.0) if theta is None else theta,
+        rope_scaling=rope,
+        tied=tied,
+        qk_norm=model_type == "qwen3",
+        biases=frozenset(_biases(model_type, table.get("attention_bias", False))),
+    )
+
+
+def _biases(model_type: str, attention_bias: Any) -> Sequence[str]:
+    """Return the names of the projections that have a bias in transformers."""
+    if type(attention_bias) is not bool:
+        raise ValueError(f"attention_bias: expected true or false, got {attention_bias!r:.80}")
+    if model_type == "qwen2":
+        return "q_proj", "k_proj", "v_proj"
+    return ("q_proj", "k_proj", "v_proj", "o_proj") if attention_bias else ()
 
 
 def _integer(table: Mapping[str, Any], name: str) -> int:
@@ -183,5 +268,10 @@ def _integer(table: Mapping[str, Any], name: str) -> int:
     return value
 
 
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a finite number: integers above 2**1023 have no float."""
+    return (type(value) is int and abs(value) < 1 << 1023) or (type(value) is float and math.isfinite(value))
+
+
 def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
+    return _is_number(value) and value > 0

@@ -19,7 +19,7 @@ from cupy_awq.checkpoint.gguf_file import Blocks
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.extra import import_extra
 from cupy_awq.llm.model_files import ModelFiles
-from cupy_awq.llm.tokenizer import Tokenizer
+from cupy_awq.llm.tokenizer import Tokenizer, guarded
 
 PRE_TOKENIZERS = {
     "gpt-2": None,
@@ -52,90 +52,111 @@ def read(path: Path) -> ModelFiles:
     return ModelFiles(path, config, tensors, partial(load_tokenizer, path, metadata), stop_ids)
 
 
-def _config(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> ModelConfig:
-    arch = metadata.get("general.architecture")
+ROPE_SCALING = frozenset({"type", "factor", "original_context_length", "finetuned"})
+"""The fields of ``rope.scaling`` that are read; ``finetuned`` changes nothing."""
 
-    def get(name: str, default: Any = None) -> Any:
+
+def _config(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> ModelConfig:
+    """Return the configuration in the metadata. Raises ValueError for values of other models or of another type."""
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str):
+        raise ValueError(f"general.architecture: expected text, got {_shown(arch)}")
+
+    def get(name: str, kinds: tuple[type, ...], default: Any = None) -> Any:
         value = metadata.get(f"{arch}.{name}", default)
-        if value is None:
-            raise ValueError(f"{arch}.{name}: expected a value, got none")
+        if type(value) not in kinds:
+            raise ValueError(f"{arch}.{name}: expected {kinds[0].__name__}, got {_shown(value)}")
         return value
 
-    heads, hidden = get("attention.head_count"), get("embedding_length")
+    heads, hidden = get("attention.head_count", (int,)), get("embedding_length", (int,))
     if "token_embd.weight" not in blocks:
         raise ValueError("token_embd.weight: expected a tensor of this name, got none")
-    head_dim = get("attention.key_length", hidden // heads if heads else 0)
+    head_dim = get("attention.key_length", (int,), hidden // heads if heads else 0)
     for name in ("attention.value_length", "rope.dimension_count"):
-        if get(name, head_dim) != head_dim:
-            raise ValueError(f"{arch}.{name}: expected the head dimension {head_dim}, got {get(name)!r:.80}")
+        if (value := get(name, (int,), head_dim)) != head_dim:
+            raise ValueError(f"{arch}.{name}: expected the head dimension {head_dim}, got {value!r:.80}")
+    prefix = f"{arch}.rope.scaling."
+    for key in metadata:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in ROPE_SCALING:
+            raise ValueError(f"{key:.200}: expected {', '.join(sorted(ROPE_SCALING))} of {prefix}, got this field")
     scaling: dict[str, Any] = {}
-    kind = get("rope.scaling.type", "none")
+    factors: tuple[float, ...] = ()
+    kind = get("rope.scaling.type", (str,), "none")
     if "rope_freqs.weight" in blocks:
-        factors = read_values(blocks["rope_freqs.weight"], "rope_freqs.weight")
-        scaling = {"rope_type": "factors", "factors": tuple(factors.tolist())}
+        factors = tuple(read_values(blocks["rope_freqs.weight"], "rope_freqs.weight").ravel().tolist())
     elif kind != "none":
-        original = metadata.get(f"{arch}.rope.scaling.original_context_length")
-        scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
-        scaling["original_max_position_embeddings"] = original
+        original = metadata.get(f"{prefix}original_context_length")
+        scaling = {"rope_type": kind, "factor": get("rope.scaling.factor", (float, int))}
+        if original is not None:
+            scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length", (int,))
     return ModelConfig(
-        model_type=str(arch),
+        model_type=arch,
         hidden=hidden,
-        intermediate=get("feed_forward_length"),
-        layers=get("block_count"),
+        intermediate=get("feed_forward_length", (int,)),
+        layers=get("block_count", (int,)),
         heads=heads,
-        kv_heads=get("attention.head_count_kv", heads),
+        kv_heads=get("attention.head_count_kv", (int,), heads),
         head_dim=head_dim,
         vocab=blocks["token_embd.weight"].shape[0],
-        context=get("context_length"),
-        eps=get("attention.layer_norm_rms_epsilon"),
-        rope_theta=get("rope.freq_base", 10000.0),
+        context=get("context_length", (int,)),
+        eps=get("attention.layer_norm_rms_epsilon", (float, int)),
+        rope_theta=get("rope.freq_base", (float, int), 10000.0),
         rope_scaling=scaling,
+        rope_factors=factors,
         tied="output.weight" not in blocks,
         qk_norm=arch == "qwen3",
     )
 
 
+def _shown(value: Any) -> str:
+    """Return a metadata value for an error message; arrays by their length, as they may hold anything."""
+    return f"{len(value)} values" if isinstance(value, (list, np.ndarray)) else f"{value!r:.80}"
+
+
 def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer that the metadata of a file describe. Raises CheckpointError if they describe none."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+    if not isinstance(kind, str) or kind != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         raise CheckpointError(
-            f"{path}: expected tokenizer.ggml.model gpt2 with pre one of {known}, got {kind!r:.80} with {pre!r:.80}"
+            f"{path}: expected tokenizer.ggml.model gpt2 with pre one of {known}, got {_shown(kind)} with {_shown(pre)}"
         )
     tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     merges = metadata.get("tokenizer.ggml.merges")
-    lists = isinstance(tokens, list) and isinstance(merges, list) and isinstance(types, np.ndarray)
-    if not lists or len(tokens) != len(types):  # type: ignore[arg-type]
+    if not (isinstance(tokens, list) and isinstance(merges, list) and isinstance(types, np.ndarray)):
         raise CheckpointError(f"{path}: expected tokenizer.ggml.tokens, a token_type for each, and merges")
+    if len(tokens) != len(types):
+        raise CheckpointError(f"{path}: expected a token_type for each of {len(tokens)} tokens, got {len(types)}")
+    template = metadata.get("tokenizer.chat_template")
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    texts = {}
+    for name in ("bos", "eos"):
+        i = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        texts[f"{name}_token"] = str(tokens[i]) if type(i) is int and 0 <= i < len(tokens) else ""
+    # A file says whether to add BOS; without that field, llama-bpe adds it.
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") is True and type(bos) is int
+    with guarded(str(path)):
+        inner = _build(pre, tokens, types, merges)
+        return Tokenizer(
+            inner, template if isinstance(template, str) else None, texts, bos if adds_bos else None, str(path)
+        )
+
+
+def _build(pre: str, tokens: list[str], types: Any, merges: list[str]) -> Any:
+    """Return the ``tokenizers.Tokenizer`` of a vocabulary; it raises what the library raises."""
     tokenizers = import_extra("tokenizers")
-    try:
-        pairs = [tuple(merge.split(" ")) for merge in merges]  # type: ignore[union-attr]
-        vocabulary = {token: i for i, token in enumerate(tokens)}  # type: ignore[arg-type]
-        bpe = tokenizers.models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe")
-        inner = tokenizers.Tokenizer(bpe)
-    except Exception as error:  # the library raises Exception itself
-        raise CheckpointError(f"{path}: expected a valid tokenizer, got {error}") from None
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    bpe = tokenizers.models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe")
+    inner = tokenizers.Tokenizer(bpe)
     inner.pre_tokenizer = _pre_tokenizer(tokenizers, pre)
     inner.decoder = tokenizers.decoders.ByteLevel()
     if pre == "qwen2":
         inner.normalizer = tokenizers.normalizers.NFC()
     for special, token_type in ((True, 3), (False, 4)):  # control tokens, then user-defined ones
         ids = np.flatnonzero(types == token_type).tolist()
-        inner.add_tokens(
-            [tokenizers.AddedToken(tokens[i], special=special, normalized=False) for i in ids]  # type: ignore[index]
-        )
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    texts = {}
-    for name in ("bos", "eos"):
-        i = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        texts[f"{name}_token"] = tokens[i] if type(i) is int and 0 <= i < len(tokens) else ""  # type: ignore[index,arg-type]
-    # A file says whether to add BOS; without that field, llama-bpe adds it.
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
-    template = metadata.get("tokenizer.chat_template")
-    return Tokenizer(
-        inner, template if isinstance(template, str) else None, texts, bos if adds_bos and type(bos) is int else None
-    )
+        inner.add_tokens([tokenizers.AddedToken(tokens[i], special=special, normalized=False) for i in ids])
+    return inner
 
 
 def _pre_tokenizer(tokenizers: Any, pre: str) -> Any:

@@ -11,6 +11,7 @@ from cupy_awq import checkpoint
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.llm import config
+from cupy_awq.llm.chat_template import MAX_TEMPLATE_CHARACTERS
 from cupy_awq.llm.model_files import ModelFiles
 from cupy_awq.llm.tokenizer import Tokenizer
 
@@ -49,14 +50,23 @@ def load_tokenizer(path: Path) -> Tokenizer:
     settings = read_object(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
     template = settings.get("chat_template")
     if (path / "chat_template.jinja").is_file():
-        template = (path / "chat_template.jinja").read_text(encoding="utf-8")
+        template = _read_template(path / "chat_template.jinja")
     if isinstance(template, list):  # several templates, each with a name
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        entries = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next((entry.get("template") for entry in entries), None)
     if not isinstance(template, str | None):
         raise CheckpointError(f"{path}: chat_template: expected text, got {type(template).__name__}")
     special = {name: _token_text(settings.get(name)) for name in ("bos_token", "eos_token")}
     return Tokenizer.from_file(file, template, special)
+
+
+def _read_template(file: Path) -> str:
+    with open(file, "rb") as opened:
+        data = opened.read(4 * MAX_TEMPLATE_CHARACTERS + 1)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: expected a chat template in UTF-8, got {error}") from None
 
 
 def _token_text(value: Any) -> str:

@@ -11,18 +11,19 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from cupy_awq.check import Array
+from cupy_awq.llm.chat_template import Message
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.kv_cache import KvCache
 from cupy_awq.llm.model import Model
 from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
-from cupy_awq.llm.tokenizer import DecodeStream, Message, Tokenizer
+from cupy_awq.llm.tokenizer import DecodeStream, Tokenizer
 from cupy_awq.runtime import placement
 
 Prompt = str | Sequence[Message]
@@ -33,6 +34,10 @@ SCORE_WINDOW = 2048
 
 SCORE_ROWS = 64
 """The number of positions whose logits `LanguageModel.score` holds at a time."""
+
+
+class ContextFullError(ValueError):
+    """A conversation with more tokens than its capacity; `Chat.say` with ``drop_oldest`` makes room."""
 
 
 @dataclass
@@ -110,6 +115,7 @@ class LanguageModel:
         /,
         *,
         raw: bool = False,
+        special_tokens: bool | None = None,
         max_tokens: int = 256,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
@@ -120,6 +126,8 @@ class LanguageModel:
         Args:
             prompts: a text or a list of messages, or a list of such prompts. A text is a user's message.
             raw: True to complete the texts themselves, without a chat template.
+            special_tokens: True to recognize special tokens such as "<|im_end|>" in prompts, False to take them for
+                plain text, so that a text cannot end its turn or begin another one; by default True only with ``raw``.
             max_tokens: the largest number of tokens of each completion.
             sampling: the rule that chooses tokens; by default the most likely one.
             stop: texts that end a completion.
@@ -129,7 +137,7 @@ class LanguageModel:
             One `Completion` for each prompt.
 
         Raises:
-            TypeError: ``stop`` is a text instead of a list of texts.
+            TypeError: ``stop`` is not a list of texts, or ``max_tokens`` not an integer.
             ValueError: a prompt is empty or longer than the context, the KV cache needs more memory than is free, or
                 the logits hold NaN.
             CheckpointError: (a ValueError) there is no chat template, or it fails.
@@ -139,7 +147,8 @@ class LanguageModel:
             model = cupy_awq.llm.load("smollm2")
             print(model.generate("What is the capital of France?")[0].text)
         """
-        ids = [self.encode(prompt, raw=raw) for prompt in _several(prompts)]
+        stop = _check_stop(stop)
+        ids = [self.encode(prompt, raw=raw, special_tokens=special_tokens) for prompt in _several(prompts)]
         limit = self._limit(ids, max_tokens)
         with self._on_device():
             cache = self.model.ops.make_cache(len(ids), max(map(len, ids)) + limit)
@@ -149,15 +158,17 @@ class LanguageModel:
                 on_text(i, text)
         return completions
 
-    def chat(self, *, capacity: int | None = None, system: str | None = None) -> Chat:
+    def chat(self, *, capacity: int | None = None, system: str | None = None, special_tokens: bool = False) -> Chat:
         """Begin a conversation and return it.
 
         Args:
             capacity: the largest number of tokens of the conversation; by default 8192, or the model's context if that
                 is smaller.
             system: the system message; by default that of the chat template, if it has one.
+            special_tokens: True to recognize special tokens in messages, which then can forge turns.
 
         Raises:
+            TypeError: the capacity is not an integer.
             ValueError: the capacity is below 2 or larger than the context, or needs more memory than is free.
 
         Example::
@@ -166,7 +177,8 @@ class LanguageModel:
             for piece in chat.say("Why is the sky blue?"):
                 print(piece, end="", flush=True)
         """
-        return Chat(self, capacity or min(self.config.context, 8192), system)
+        capacity = min(self.config.context, 8192) if capacity is None else capacity
+        return Chat(self, capacity, system, special_tokens)
 
     def score(self, text: str, /) -> Score:
         """Return the log-likelihood of a text, given its first token, in windows of at most SCORE_WINDOW tokens.
@@ -203,15 +215,16 @@ class LanguageModel:
                 done += hidden.shape[1]
         return Score(count, total)
 
-    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+    def encode(self, prompt: Prompt, *, raw: bool = False, special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a prompt, as `generate` feeds them to the model."""
+        special_tokens = raw if special_tokens is None else special_tokens
         if raw and not isinstance(prompt, str):
             raise ValueError("prompt: expected a text with raw=True, got messages")
         if isinstance(prompt, str) and raw:
-            ids = self.tokenizer.encode(prompt)
+            ids = self.tokenizer.encode(prompt, special_tokens=special_tokens)
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            ids = self.tokenizer.encode_chat(messages)
+            ids = self.tokenizer.encode_chat(messages, special_tokens=special_tokens)
         self._check_ids(ids)
         return ids
 
@@ -245,8 +258,6 @@ class LanguageModel:
         completions: Sequence[Completion],
     ) -> Iterator[tuple[int, str]]:
         """Yield (index of a prompt, next piece of its text) and fill the completions meanwhile."""
-        if isinstance(stop, str):
-            raise TypeError(f"stop: expected a list of texts, got the text {stop!r}")
         model, stats = self.model, Stats()
         self.stats = stats
 
@@ -297,17 +308,26 @@ class Chat:
         messages: the conversation so far.
     """
 
-    def __init__(self, model: LanguageModel, capacity: int, system: str | None) -> None:
+    def __init__(self, model: LanguageModel, capacity: int, system: str | None, special_tokens: bool = False) -> None:
+        if isinstance(capacity, bool) or not isinstance(capacity, int):
+            raise TypeError(f"capacity: expected an integer, got {capacity!r:.80}")
         if not 1 < capacity <= model.config.context:
             raise ValueError(f"capacity: expected 2..{model.config.context} (the context of the model), got {capacity}")
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self._model = model
+        self._model, self._special_tokens = model, special_tokens
         with model._on_device():
             self._cache = model.model.ops.make_cache(1, capacity)
         self._turn = 0
 
     def say(
-        self, text: str, /, *, max_tokens: int = 1024, sampling: Sampling | None = None, stop: Sequence[str] = ()
+        self,
+        text: str,
+        /,
+        *,
+        max_tokens: int = 1024,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        drop_oldest: bool = False,
     ) -> Iterator[str]:
         """Yield the answer to ``text``, piece by piece.
 
@@ -317,25 +337,38 @@ class Chat:
         Args:
             text: the user's message.
             max_tokens, sampling, stop: as for `LanguageModel.generate`.
+            drop_oldest: True to drop the oldest turns if the conversation would leave too little room for an answer.
 
         Raises:
-            TypeError: ``stop`` is a text instead of a list of texts.
-            ValueError: ``max_tokens`` is below 1, or the conversation exceeds its capacity and stays as it was.
+            TypeError: ``stop`` is not a list of texts, or ``max_tokens`` not an integer.
+            ValueError: ``max_tokens`` is below 1.
+            ContextFullError: (a ValueError) the conversation exceeds its capacity and stays as it was.
         """
         _check_max_tokens(max_tokens)
+        return self._say(text, max_tokens, sampling or Sampling(), _check_stop(stop), drop_oldest)
+
+    def _say(
+        self, text: str, max_tokens: int, sampling: Sampling, stop: Sequence[str], drop_oldest: bool
+    ) -> Iterator[str]:
         model, cache = self._model, self._cache
-        messages = [*self.messages, {"role": "user", "content": text}]
-        ids = model.encode(messages)
-        room = cache.capacity - len(ids)
+        messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
+        wanted = min(max_tokens, cache.capacity // 4) if drop_oldest else 1
+        while True:
+            ids = model.encode(messages, special_tokens=self._special_tokens)
+            room = cache.capacity - len(ids)
+            first = int(messages[0]["role"] == "system")
+            if room >= wanted or len(messages) - first < 3 or not drop_oldest:
+                break
+            del messages[first : first + 2]
         if room < 1:
-            raise ValueError(
+            raise ContextFullError(
                 f"conversation: expected fewer tokens than its capacity of {cache.capacity}, got {len(ids)}"
             )
         completion = Completion()
         limit = min(max_tokens, room)
         turn = self._turn = self._turn + 1
         try:
-            pieces = model._pieces(cache, [ids], limit, sampling or Sampling(), stop, [completion])
+            pieces = model._pieces(cache, [ids], limit, sampling, stop, [completion])
             for _, piece in pieces:
                 yield piece
                 if turn != self._turn:
@@ -376,7 +409,21 @@ class Detokenizer:
         return held
 
 
+def _check_stop(stop: Sequence[str]) -> Sequence[str]:
+    """Return the stop texts as a tuple. Raises TypeError for anything else."""
+    if isinstance(stop, (str, bytes)) or not isinstance(stop, Iterable):
+        kind = f"the text {stop!r:.80}" if isinstance(stop, str) else type(stop).__name__
+        raise TypeError(f"stop: expected a list of texts, got {kind}")
+    texts = tuple(stop)
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"stop: expected texts, got {text!r:.80}")
+    return texts
+
+
 def _check_max_tokens(max_tokens: int) -> None:
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, (int, np.integer)):
+        raise TypeError(f"max_tokens: expected an integer, got {max_tokens!r:.80}")
     if max_tokens < 1:
         raise ValueError(f"max_tokens: expected at least 1, got {max_tokens}")
 

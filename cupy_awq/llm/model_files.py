@@ -83,11 +83,10 @@ class ModelFiles:
         Raises CheckpointError as `read_tensor` does.
         """
         if name not in self.tensors:
-            bias = f"{name}.bias"
-            return DenseLinear(
-                self.read_tensor(f"{name}.weight", (n, k)),
-                self.read_tensor(bias, (n,)) if bias in self.tensors else None,
-            )
+            file_bias = f"{name}.bias"
+            bias = self.read_tensor(file_bias, (n,)) if file_bias in self.tensors else None
+            self._check_bias(bias, name)
+            return DenseLinear(self.read_tensor(f"{name}.weight", (n, k)), bias)
         layer = self._read(name)
         if not isinstance(layer, Module) or layer.weight.shape != (k, n):
             found = layer.weight.shape if isinstance(layer, Module) else layer.shape
@@ -97,6 +96,7 @@ class ModelFiles:
         for part in (layer.weight.scales, layer.weight.qzeros, layer.bias):
             if part is not None and part.dtype != np.int32:
                 self._check_finite(part, name)
+        self._check_bias(layer.bias, name)
         return layer
 
     def _read(self, name: str) -> Module | Array:
@@ -104,6 +104,15 @@ class ModelFiles:
         if read is None:
             raise CheckpointError(f"{self.path}: {name}: expected a tensor of this name, got none")
         return read()
+
+    def _check_bias(self, bias: Array | None, name: str) -> None:
+        """Raise CheckpointError if a bias is missing, or unexpected and not 0 (GPTQ stores zeros for none)."""
+        biases = self.config.biases
+        expected = biases is not None and name.rpartition(".")[2] in biases
+        if expected and bias is None:
+            raise CheckpointError(f"{self.path}: {name}: expected a bias as in the configuration, got none")
+        if biases is not None and not expected and bias is not None and bias.any():
+            raise CheckpointError(f"{self.path}: {name}: expected no bias as in the configuration, got one")
 
     def _check_finite(self, values: Array, name: str) -> None:
         # The maximum propagates NaN and infinity, and needs no array of flags.

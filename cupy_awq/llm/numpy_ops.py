@@ -34,19 +34,21 @@ class NumpyOps(DecoderOps):
         config: the configuration of the model.
         expand_weights: True to hold all weights in float32, which is faster; False to dequantize them block by block in
             each product. By default they are held if they take at most half of the machine's memory.
+        xp: the array module; CuPy runs the same operations in float32 on its current GPU, with expanded weights, for
+            calibration.
     """
 
     device_index = HOST
     prefill_chunk = 512
 
-    def __init__(self, config: ModelConfig, *, expand_weights: bool | None = None) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, *, expand_weights: bool | None = None, xp: Any = np) -> None:
+        self.config, self.xp = config, xp
         per_layer = config.hidden * (2 * config.q_width + 2 * config.kv_width + 3 * config.intermediate)
         float32_bytes = 4 * (config.layers * per_layer + config.vocab * config.hidden)
         self._expands = float32_bytes <= _memory_bytes() // 2 if expand_weights is None else expand_weights
 
     def prepare_tensor(self, a: Array) -> Array:
-        return a.astype(np.float32) if a.ndim == 1 else a
+        return self.xp.asarray(a.astype(np.float32)) if a.ndim == 1 else a
 
     def prepare_tokens(self, ids: Sequence[int]) -> Array:
         return np.array(ids, np.int64)
@@ -59,13 +61,13 @@ class NumpyOps(DecoderOps):
         return self.make_projection([part])
 
     def make_cache(self, sequences: int, capacity: int) -> KvCache:
-        return kv_cache.allocate(self.config, sequences, capacity, np.float32, np, _memory_bytes() // 2)
+        return kv_cache.allocate(self.config, sequences, capacity, np.float32, self.xp, _memory_bytes() // 2)
 
     def make_decode_loop(self, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> DecodeLoop:
         return NumpyDecodeLoop(self.config.vocab, step_logits, cache, sampling)
 
     def embed(self, table: Array, tokens: Array) -> ResidualStream:
-        return ResidualStream(table[tokens].astype(np.float32))
+        return ResidualStream(self.xp.asarray(table[tokens].astype(np.float32)))
 
     def norm_and_project(
         self, stream: ResidualStream, norm_weight: Array, projection: Projection
@@ -88,7 +90,7 @@ class NumpyOps(DecoderOps):
         q, k, v = np.split(heads, [config.heads, config.heads + config.kv_heads], axis=2)
         if q_norm is not None and k_norm is not None:
             q, k = _rms_norm(q, q_norm, config.eps), _rms_norm(k, k_norm, config.eps)
-        positions = cache.lengths[:, None] + np.arange(s)
+        positions = cache.lengths[:, None] + self.xp.arange(s)
         cos, sin = cache.cos[positions][:, :, None], cache.sin[positions][:, :, None]
         rotated = _rotate(k, cos, sin)
         for i, start in enumerate(cache.lengths.tolist()):
@@ -103,7 +105,8 @@ class NumpyOps(DecoderOps):
         """Return causal attention [B, S, q_width] of rotated queries q [B, S, heads, head_dim]."""
         b, s, heads, head_dim = q.shape
         kv_heads = self.config.kv_heads
-        out = np.empty((b, s, heads * head_dim), np.float32)
+        xp = self.xp
+        out: Array = xp.empty((b, s, heads * head_dim), np.float32)
         for i, start in enumerate(cache.lengths.tolist()):
             keys, values = cache.k[layer, i, :, : start + s], cache.v[layer, i, :, : start + s]
             # Put query heads that share a key head side by side: [kv_heads, group * S, head_dim].
@@ -111,7 +114,7 @@ class NumpyOps(DecoderOps):
             scores = grouped @ keys.swapaxes(1, 2)
             scores *= np.float32(head_dim**-0.5)
             if s > 1:
-                is_future = np.arange(start + s) > start + np.arange(s)[:, None]
+                is_future = xp.arange(start + s) > start + xp.arange(s)[:, None]
                 scores.reshape(heads, s, -1)[:, is_future] = -np.inf
             scores -= scores.max(axis=-1, keepdims=True)
             np.exp(scores, out=scores)
@@ -122,9 +125,10 @@ class NumpyOps(DecoderOps):
 
     def _expanded(self, parts: Sequence[Module | DenseLinear]) -> Projection:
         """Return the projection by one float32 matrix that holds the weights of all parts."""
-        weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)
+        weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)  # on the device of the parts
         sizes = [_out_features(part) for part in parts]
-        biases = [np.zeros(n) if p.bias is None else p.bias for p, n in zip(parts, sizes, strict=True)]
+        xp = self.xp
+        biases = [xp.zeros(n) if p.bias is None else p.bias for p, n in zip(parts, sizes, strict=True)]
         bias = np.concatenate(biases).astype(np.float32) if any(part.bias is not None for part in parts) else None
 
         def project(x: Array) -> Array:

@@ -16,12 +16,17 @@ NAN_LOGITS = "logits: expected finite values, got NaN: the weights are damaged, 
 """The error message of every back end for logits that hold NaN."""
 
 
+GREEDY_BELOW = 1e-6
+"""The temperature below which the most likely token is always taken: divided by less, logits overflow float32."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """The rule that chooses the next token; by default the most likely one, the smallest id among equals.
 
     Attributes:
-        temperature: the divisor of the logits; 0 takes the most likely token and ignores top_k, top_p and min_p.
+        temperature: the divisor of the logits; 0 takes the most likely token and ignores top_k, top_p and min_p, and so
+            does anything below GREEDY_BELOW.
         top_k: keeps the k most likely tokens, and those that tie with the last of them; 0 keeps all.
         top_p: keeps the smallest set of the most likely of these that holds this share of their probability.
         min_p: keeps those whose probability is at least min_p times the highest one.
@@ -30,6 +35,7 @@ class Sampling:
 
     Raises:
         ValueError: a value is out of range.
+        TypeError: a value is not a number, or top_k or seed is not an integer.
 
     >>> Sampling(temperature=0.7, top_p=0.9).top_k
     0
@@ -43,16 +49,27 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise TypeError(f"{name}: expected an integer, got {value!r:.80}")
+            object.__setattr__(self, name, int(value))
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+                raise TypeError(f"{name}: expected a number, got {value!r:.80}")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
+        if self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
         if self.top_k < 0:
             raise ValueError(f"top_k: expected at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p: expected 0 to 1, got {self.min_p}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty: expected a positive number, got {self.repetition_penalty}")
+        if not 1e-6 <= self.repetition_penalty <= 1e6:
+            raise ValueError(f"repetition_penalty: expected 1e-6 to 1e6, got {self.repetition_penalty}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed: expected 0..2**64-1, got {self.seed}")
 

@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer, over the package ``tokenizers``, and chat templates, in the sandbox of ``jinja2``."""
+"""The tokenizer, over the package ``tokenizers``."""
 
 from __future__ import annotations
 
-import datetime
-import json
-from collections.abc import Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.checkpoint.files import printable, read_object
+from cupy_awq.llm import chat_template
+from cupy_awq.llm.chat_template import Message
 from cupy_awq.llm.extra import import_extra
 
-Message = Mapping[str, str]
-"""A message of a conversation: {"role": "user", "content": text}, with the roles "system", "user" and "assistant"."""
+MAX_GROWTH = 64
+"""The largest factor by which the normalizer of a tokenizer.json may lengthen a text."""
+
+OPEN, CLOSE = "\ue000", "\ue001"
+"""Characters for private use around the number of a special token's text that stands in for it in a template."""
 
 
 class Tokenizer:
@@ -25,80 +31,189 @@ class Tokenizer:
         special: the variables "bos_token" and "eos_token" of the template, as text.
         bos: the id of the token that opens every text but those of the template; None if the model has no such token,
             or if ``inner`` adds it.
+        where: the beginning of error messages: the file.
     """
 
-    def __init__(self, inner: Any, template: str | None, special: Mapping[str, str], bos: int | None = None) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        template: str | None,
+        special: Mapping[str, str],
+        bos: int | None = None,
+        where: str = "tokenizer",
+    ) -> None:
         self.inner = inner
         self.template = template
         self._special = dict(special)
         self._bos = bos
+        self._where = where
+        inner.no_truncation()
+        inner.no_padding()
+        texts = [token.content for token in inner.get_added_tokens_decoder().values() if token.content]
+        marks = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
+        self._always_plain = _any_of(marks)
+        self._plain_for_users = _any_of({text for text in texts if text in marks or text in (template or "")})
 
     @classmethod
     def from_file(cls, file: Path, template: str | None, special: Mapping[str, str]) -> Tokenizer:
-        """Return the tokenizer of a tokenizer.json. Raises CheckpointError if the library cannot read it."""
-        tokenizers = import_extra("tokenizers")
-        try:
-            return cls(tokenizers.Tokenizer.from_file(str(file)), template, special)
-        except Exception as error:  # the library raises Exception itself
-            raise CheckpointError(f"{file}: expected a valid tokenizer, got {error}") from None
+        """Return the tokenizer of a tokenizer.json, whose truncation and padding are ignored, as transformers does.
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, with special tokens in it recognized.
-
-        ``add_special_tokens`` adds those that open a text, such as BOS.
+        Raises CheckpointError if the library cannot read it, or if it would lengthen texts without limit.
         """
-        ids: list[int] = self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+        tokenizers = import_extra("tokenizers")
+        _check_pipeline(read_object(file), str(file))
+        with guarded(str(file)):
+            return cls(tokenizers.Tokenizer.from_file(str(file)), template, special, where=str(file))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text.
+
+        Args:
+            text: the text.
+            add_special_tokens: adds the tokens that open a text, such as BOS.
+            special_tokens: recognizes special tokens in the text; False takes them for plain text.
+
+        Raises:
+            CheckpointError: the tokenizer fails for this text.
+        """
+        pieces = [(text, False)]
+        if not special_tokens:
+            pieces = [(piece, bool(i % 2)) for i, piece in enumerate(self._always_plain.split(text))]
+        ids: list[int] = []
+        for i, (piece, is_plain) in enumerate(pieces):
+            ids += self._encode_piece(piece, is_plain, add_special_tokens and i == 0)
         return [self._bos, *ids] if add_special_tokens and self._bos is not None else ids
+
+    def _encode_piece(self, text: str, is_plain: bool, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a text, or of the text of a special token, which is cut so that it is not recognized."""
+        with guarded(self._where):
+            if not is_plain:
+                ids: list[int] = self.inner.encode(_encodable(text), add_special_tokens=add_special_tokens).ids
+                return ids
+            self.inner.encode_special_tokens = True
+            try:
+                return [
+                    i for part in (text[:1], text[1:]) for i in self.inner.encode(part, add_special_tokens=False).ids
+                ]
+            finally:
+                self.inner.encode_special_tokens = False
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without the special ones."""
-        text: str = self.inner.decode(list(ids))
+        with guarded(self._where):
+            text: str = self.inner.decode(list(ids))
         return text
 
     def stream(self) -> DecodeStream:
         """Return a decoder for tokens that arrive one by one."""
-        return DecodeStream(self.inner)
+        return DecodeStream(self.inner, self._where)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], *, special_tokens: bool = False) -> list[int]:
         """Return the token ids of a conversation up to the beginning of the assistant's answer.
 
-        Raises CheckpointError if there is no chat template, or if it fails for these messages.
+        Args:
+            messages: the conversation.
+            special_tokens: recognizes special tokens in the texts of messages, too. By default only those of the
+                template are: a text cannot end its turn or begin another one.
+
+        Raises:
+            CheckpointError: there is no chat template, or it fails for these messages.
         """
         if self.template is None:
-            raise CheckpointError("chat template: expected one, got none: use --raw or raw=True to complete plain text")
-        return self.encode(self._render(self.template, messages), add_special_tokens=False)
-
-    def _render(self, template: str, messages: Sequence[Message]) -> str:
-        jinja2 = import_extra("jinja2")
-        sandbox = import_extra("jinja2.sandbox")
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        environment.globals |= {"raise_exception": _raise, "strftime_now": datetime.datetime.now().strftime}
-        try:
-            text: str = environment.from_string(template).render(
-                messages=[dict(message) for message in messages], add_generation_prompt=True, **self._special
-            )
-        except (jinja2.TemplateError, ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as error:
             raise CheckpointError(
-                f"chat template: expected valid jinja2, got {type(error).__name__}: {error}"
-            ) from None
-        return text
+                f"{self._where}: chat template: expected one, got none: use --raw or raw=True to complete plain text"
+            )
+        plain: list[str] = []
+        if not special_tokens:
+            messages = [self._mask(message, plain) for message in messages]
+        text = chat_template.render(self.template, messages, self._special, self._where)
+        if not plain:
+            return self._encode_piece(text, False)
+        ids: list[int] = []
+        for i, piece in enumerate(re.split(f"{OPEN}([0-9]+){CLOSE}", text)):
+            number = int(piece) if i % 2 and len(piece) < 10 else 0
+            ids += (
+                self._encode_piece(plain[number] if number < len(plain) else "", True)
+                if i % 2
+                else (self._encode_piece(piece, False))
+            )
+        return ids
+
+    def _mask(self, message: Message, plain: list[str]) -> dict[str, str]:
+        """Return a message with a number instead of each special token in its texts, which are added to ``plain``.
+
+        For users, tokens that the template itself writes count as special, whatever the tokenizer says.
+        """
+        pattern = self._always_plain if message.get("role") == "assistant" else self._plain_for_users
+
+        def number(match: re.Match[str]) -> str:
+            plain.append(match[0])
+            return f"{OPEN}{len(plain) - 1}{CLOSE}"
+
+        def masked(value: str) -> str:
+            return pattern.sub(number, value.replace(OPEN, "\ufffd").replace(CLOSE, "\ufffd"))
+
+        return {key: masked(value) if isinstance(value, str) else value for key, value in message.items()}
 
 
 class DecodeStream:
     """An incremental decoder: a character that spans several tokens is emitted with the last of them."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, where: str) -> None:
+        self._inner, self._where = inner, where
         self._decoder = import_extra("tokenizers.decoders").DecodeStream(skip_special_tokens=True)
 
     def step(self, token: int) -> str:
         """Return the text that one more token adds, which may be empty."""
-        text: str | None = self._decoder.step(self._inner, token)
+        with guarded(self._where):
+            text: str | None = self._decoder.step(self._inner, token)
         return text or ""
 
 
-def _raise(message: str) -> NoReturn:
-    raise ValueError(message)
+@contextlib.contextmanager
+def guarded(where: str) -> Iterator[None]:
+    """Turn any error of the library, also a panic, which is no Exception, into a CheckpointError."""
+    try:
+        yield
+    except (CheckpointError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise CheckpointError(f"{where}: expected a valid tokenizer, got {printable(str(error)):.300}") from None
+
+
+def _encodable(text: str) -> str:
+    """Return a text without lone surrogates, which have no UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str]:
+    """Return an expression with one group that matches any of the texts, the longest first."""
+    words = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+    return re.compile(f"({words})" if words else "((?!))")
+
+
+def _check_pipeline(table: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError for parts of a tokenizer.json that abort the process or fill its memory.
+
+    Texts of a few characters would become gigabytes by replacements, and damaged data of "Precompiled" end the process.
+    """
+    growth, pending = 1.0, [table.get("normalizer"), table.get("decoder")]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list):
+            pending.extend(part)
+        if not isinstance(part, dict):
+            continue
+        pending.extend(part.values())
+        if part.get("type") == "Precompiled":
+            raise CheckpointError(f"{where}: normalizer: expected one without precompiled tables, got 'Precompiled'")
+        if part.get("type") in ("Replace", "Prepend"):
+            pattern = part.get("pattern")
+            old = pattern.get("String") if isinstance(pattern, dict) else None
+            new = part.get("content", part.get("prepend"))
+            shortest = len(old) if isinstance(old, str) and old else 1
+            growth *= max(1.0, (len(new) if isinstance(new, str) else 0) / shortest + (not old))
+        if growth > MAX_GROWTH:
+            raise CheckpointError(
+                f"{where}: normalizer: expected one that lengthens a text at most {MAX_GROWTH} times, got {growth:.0f}"
+            )

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import cupy_awq
 from cupy_awq.check import HOST
+from cupy_awq.checkpoint.files import printable
 from cupy_awq.runtime import placement
-from cupy_awq.tools import llm_commands
+from cupy_awq.tools import llm_commands, quantize_command
 
 if TYPE_CHECKING:
     from cupy_awq.tools.operations import Settings
@@ -38,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0 for success, 2 for a user error, or the command's own code."""
-    _replace_closed_streams()
+    _prepare_streams()
     try:
         args = _parser().parse_args(arguments)
         code: int = args.run(args)
@@ -51,15 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, OSError, MemoryError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
-        print(f"cupy_awq: error: {message}", file=sys.stderr)
+        print(f"cupy_awq: error: {printable(message)}", file=sys.stderr)
         return 2
 
 
-def _replace_closed_streams() -> None:
-    """Open the null device for each standard stream that the shell closed, for example with ``>&-``."""
+def _prepare_streams() -> None:
+    """Replace closed standard streams, and make all streams escape characters that their encoding lacks."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (open until the process ends)
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # for the whole process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace" if name == "stdin" else "backslashreplace")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         help="gemm: kernels of AwqLinear, which repacks on Hopper (default: those on the AWQ layout)",
     )
     llm_commands.add(command)
+    quantize_command.add(command)
     return parser
 
 

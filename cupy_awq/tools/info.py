@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cupy_awq import checkpoint
+from cupy_awq.checkpoint.files import printable
 from cupy_awq.tools import table
 
 
@@ -56,12 +57,14 @@ def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
 
 
 def render(content: dict[str, Any]) -> str:
-    """Return the result of `describe` as text."""
+    """Return the result of `describe` as text; names from files are escaped, as they may hold terminal escapes."""
     lines = [*_format_lines(content["format"]), ""] if content["format"]["format"] else []
     layers, others, total = content["layers"], content["others"], content["total"]
     if layers:
         header = ["layer", "zeros", "scales", "bias", "K", "N", "group size", "bytes", "ratio to fp16"]
-        rows = [[i["name"], i["zeros"], i["dtype"], "yes" if i["bias"] else "no", *_numbers(i)] for i in layers]
+        rows = [
+            [printable(i["name"]), i["zeros"], i["dtype"], "yes" if i["bias"] else "no", *_numbers(i)] for i in layers
+        ]
         lines += [table.render(header, rows, left=4), ""]
     sums = total["layers"]
     fp16 = f", {sums['ratio']:.3f} of the {table.size(sums['fp16_bytes'])} in fp16" if layers else ""
@@ -78,7 +81,8 @@ def _format_lines(summary: dict[str, Any]) -> list[str]:
     order = ", activation order" if summary["act_order"] else ""
     lines = [summary["found"], f"{summary['bits']} bits, group size {summary['group_size']}, {zeros}{order}"]
     lines += [f"exception: {name}: {text}" for name, text in summary["exceptions"].items()]
-    return lines + [f"rounded: {text} ({_count(count, 'module')})" for text, count in summary["roundings"].items()]
+    lines += [f"rounded: {text} ({_count(count, 'module')})" for text, count in summary["roundings"].items()]
+    return [printable(line) for line in lines]
 
 
 def _numbers(item: dict[str, Any]) -> list[str]:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ from cupy_awq.check import HOST
 from cupy_awq.runtime import device
 
 if TYPE_CHECKING:
-    from cupy_awq.llm import LanguageModel, Sampling
+    from cupy_awq.llm import Chat, LanguageModel, Sampling
 
 MODEL = "a Hugging Face folder, a .gguf or .ak48 file, or the name smollm2"
 
@@ -33,26 +35,48 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "generate", _generate, "complete prompts", "", [question, f"{question} --temperature 0.7 --seed 1"]
     )
     generate.add_argument("model", metavar="MODEL", help=MODEL)
-    generate.add_argument("prompts", metavar="PROMPT", nargs="+", help="a user's message; several run as one batch")
+    generate.add_argument(
+        "prompts", metavar="PROMPT", nargs="+", type=_text, help="a user's message; several run as one batch"
+    )
     generate.add_argument("--raw", action="store_true", help="complete the text itself, without a chat template")
+    generate.add_argument(
+        "--special-tokens",
+        action=argparse.BooleanOptionalAction,
+        help="recognize special tokens such as <|im_end|> in prompts (default: with --raw only)",
+    )
     _add_choices(generate, 256)
     chat = command("chat", _chat, "talk to a model", CHAT, ["smollm2"])
     chat.add_argument("model", metavar="MODEL", help=MODEL)
-    chat.add_argument("--system", metavar="TEXT", help="the system message (default: that of the chat template)")
+    chat.add_argument(
+        "--system", metavar="TEXT", type=_text, help="the system message (default: that of the chat template)"
+    )
     chat.add_argument(
         "--context",
         metavar="N",
         type=int,
         help="the largest number of tokens of the conversation (default: 8192, or the model's context)",
     )
+    chat.add_argument(
+        "--drop-oldest", action="store_true", help="drop the oldest turns of a full conversation without asking"
+    )
     _add_choices(chat, 1024)
-    score = command("score", _score, "print the perplexity of a text", "", ["smollm2 text.txt"])
-    score.add_argument("model", metavar="MODEL", help=MODEL)
+    scored = ["smollm2 text.txt", "SmolLM2-135M/ SmolLM2-135M-AWQ/ text.txt"]
+    score = command("score", _score, "print the perplexity of a text", "", scored)
+    score.add_argument("models", metavar="MODEL", nargs="+", help=f"{MODEL}; several are compared in a table")
     score.add_argument("text", metavar="FILE", type=Path, help="a text file in UTF-8")
     _add_device(score)
     convert = command("convert", _convert, "write a Qwen3 model as an ak48 file", CONVERT, ["Qwen3-8B-AWQ/ qwen3.ak48"])
     convert.add_argument("model", metavar="IN", help=MODEL)
     convert.add_argument("out", metavar="OUT.ak48", type=Path, help="the file to write")
+
+
+def _text(argument: str) -> str:
+    """Return an argument that is text: bytes that the locale cannot decode are read as UTF-8, else become U+FFFD."""
+    try:
+        argument.encode("utf-8")
+    except UnicodeEncodeError:
+        return os.fsencode(argument).decode("utf-8", "replace")
+    return argument
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +99,7 @@ def _add_choices(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     number("--repetition-penalty", float, 1.0, "above 1, make tokens of the text so far less likely")
     number("--seed", int, 0, "the seed of the random choice")
     parser.add_argument(
-        "--stop", metavar="TEXT", action="append", default=[], help="a text that ends an answer; repeatable"
+        "--stop", metavar="TEXT", type=_text, action="append", default=[], help="a text that ends an answer; repeatable"
     )
     parser.add_argument("--stats", action="store_true", help="print tokens per second to stderr")
     _add_device(parser)
@@ -83,9 +107,15 @@ def _add_choices(parser: argparse.ArgumentParser, max_tokens: int) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     sampling = _sampling(args)
-    model = _load(args)
+    model = _load(args.model, args.device)
     alone = len(args.prompts) == 1
-    options = {"raw": args.raw, "max_tokens": args.max_tokens, "sampling": sampling, "stop": args.stop}
+    options = {
+        "raw": args.raw,
+        "special_tokens": args.special_tokens,
+        "max_tokens": args.max_tokens,
+        "sampling": sampling,
+        "stop": args.stop,
+    }
     completions = model.generate(args.prompts, **options, on_text=_write if alone else None)
     if alone:
         print()
@@ -98,24 +128,48 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
+    from cupy_awq.llm import ContextFullError
+
     sampling = _sampling(args)
-    model = _load(args)
+    model = _load(args.model, args.device)
     chat = model.chat(capacity=args.context, system=args.system)
     while True:
-        try:
-            text = input("> ")
-        except EOFError:
-            text = ""
+        text = _read_line("> ")
         if not text:
             return 0
         try:
-            for piece in chat.say(text, max_tokens=args.max_tokens, sampling=sampling, stop=args.stop):
-                _write(0, piece)
-        except KeyboardInterrupt:
-            pass  # the answer so far is part of the conversation
-        print()
+            _answer(chat, text, args, sampling, args.drop_oldest)
+        except ContextFullError as error:
+            if not sys.stdin.isatty():
+                print(f"cupy_awq: error: {error} (--drop-oldest makes room)", file=sys.stderr)
+                continue
+            if _read_line(f"{error}. Drop the oldest turns? [Y/n] ").strip().lower() not in ("", "y", "yes"):
+                continue
+            try:
+                _answer(chat, text, args, sampling, True)
+            except ContextFullError as again:
+                print(f"cupy_awq: error: {again}", file=sys.stderr)
         if args.stats:
             _print_stats(model)
+
+
+def _read_line(question: str) -> str:
+    """Return the next line of standard input, "" at its end."""
+    try:
+        return input(question)
+    except EOFError:
+        return ""
+
+
+def _answer(chat: Chat, text: str, args: argparse.Namespace, sampling: Sampling, drop_oldest: bool) -> None:
+    """Print the answer to a message as it is generated; Ctrl-C ends it and keeps what was printed."""
+    options = {"max_tokens": args.max_tokens, "sampling": sampling, "stop": args.stop, "drop_oldest": drop_oldest}
+    try:
+        for piece in chat.say(text, **options):
+            _write(0, piece)
+    except KeyboardInterrupt:
+        pass  # the answer so far is part of the conversation
+    print()
 
 
 def _score(args: argparse.Namespace) -> int:
@@ -123,10 +177,27 @@ def _score(args: argparse.Namespace) -> int:
         text = args.text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{args.text}: expected text in UTF-8, got {error}") from None
-    score = _load(args).score(text)
+    if len(args.models) > 1:
+        return _compare(args, text)
+    score = _load(args.models[0], args.device).score(text)
     print(f"tokens          {score.tokens}")
     print(f"log-likelihood  {score.log_likelihood:.3f} nats")
     print(f"perplexity      {score.perplexity:.4f}")
+    return 0
+
+
+def _compare(args: argparse.Namespace, text: str) -> int:
+    """Print a table of the models' scores; the last column is the loss per token above the first model's."""
+    width = max(map(len, args.models))
+    print(f"{'model':{width}}  tokens  perplexity  nats/token    loss")
+    first = None
+    for name in args.models:
+        score = _load(name, args.device).score(text)
+        mean = -score.log_likelihood / score.tokens
+        first = mean if first is None else first
+        print(
+            f"{name:{width}}  {score.tokens:6}  {score.perplexity:10.4f}  {mean:10.5f}  {mean - first:+.4f}", flush=True
+        )
     return 0
 
 
@@ -148,13 +219,12 @@ def _sampling(args: argparse.Namespace) -> Sampling:
     return Sampling(**{name: getattr(args, name) for name in names})
 
 
-def _load(args: argparse.Namespace) -> LanguageModel:
+def _load(path: str, place: Any) -> LanguageModel:
     from cupy_awq import llm
 
-    place: Any = args.device
     if place is not None and place.isdecimal():
         place = int(place)
-    return llm.load(args.model, device=place, progress=_progress if sys.stderr.isatty() else None)
+    return llm.load(path, device=place, progress=_progress if sys.stderr.isatty() else None)
 
 
 def _progress(done: int, total: int) -> None:
@@ -165,6 +235,8 @@ def _progress(done: int, total: int) -> None:
 
 
 def _write(_: int, text: str) -> None:
+    if sys.stdout.isatty():  # a model may write terminal escapes; line ends and tabs are harmless
+        text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: ascii(match[0])[1:-1], text)
     print(text, end="", flush=True)
 
 

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates: jinja2 programs of untrusted files, rendered in a sandbox with limits of work and of text.
+
+jinja2's immutable sandbox keeps a template from reaching Python's objects, but not from filling the memory or running
+for days. Here every loop iteration, call, filter, test and operator, and the size of its operands and its result, is
+charged to one account; each text and the output are limited as well. Filters, methods and globals are those on lists:
+all others can make a large value of small ones in one step.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.checkpoint.files import printable
+from cupy_awq.llm.extra import import_extra
+
+MAX_TEMPLATE_CHARACTERS = 1 << 17
+"""The longest template; those of common models have at most 20,000 characters."""
+
+MAX_CHARACTERS = 1 << 22
+"""The longest text that a template may make, beside four times the length of the messages."""
+
+MAX_OUTPUT_CHARACTERS = 1 << 18
+"""The longest output, beside four times the length of the messages: it is also encoded."""
+
+MAX_WORK = 1 << 27
+"""The largest work of one rendering: characters that are handled, and STEP for each step, beside 1024 times the length
+of the messages. It takes a few seconds."""
+
+STEP = 256
+"""The work of an iteration, call, filter, test, operator or element of a list: about as slow as so many characters."""
+
+MAX_INTEGER_BITS = 256
+"""The largest integer, in bits."""
+
+FILTERS = (
+    "abs capitalize count d default dictsort first float groupby int items last length list lower map max min reject"
+    " rejectattr replace reverse round select selectattr sort string title trim truncate unique upper urlencode"
+    " wordcount join tojson indent safe attr format"
+).split()
+"""The filters that a template may use; those of jinja2 that are not here can make much of little, or print HTML."""
+
+QUICK = frozenset("length count first last default d defined undefined none string mapping sequence iterable".split())
+QUICK |= frozenset("boolean number integer float even odd true false callable sameas".split())
+"""The filters and tests whose time does not depend on the size of their operand."""
+
+TEXT_METHODS = (
+    "capitalize count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric"
+    " isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition"
+    " rsplit rstrip split splitlines startswith strip swapcase title upper"
+).split()
+"""The methods of texts that a template may call."""
+
+Message = Mapping[str, str]
+"""A message of a conversation: {"role": "user", "content": text}, with the roles "system", "user" and "assistant"."""
+
+
+class LimitError(ValueError):
+    """A limit of a rendering that a template exceeds."""
+
+
+class Account:
+    """The work of one rendering so far, and its limits for messages of ``characters``."""
+
+    def __init__(self, characters: int) -> None:
+        self._left = MAX_WORK + 1024 * characters
+        self.max_characters = MAX_CHARACTERS + 4 * characters
+        self.max_output = MAX_OUTPUT_CHARACTERS + 4 * characters
+
+    def spend(self, work: int) -> None:
+        """Count work. Raises LimitError once the limit is exceeded."""
+        self._left -= work
+        if self._left < 0:
+            raise LimitError("expected a template that ends soon, got one that exceeds the limit of work")
+
+    def charge(self, value: Any) -> Any:
+        """Count the size of a value, as a tree in which shared parts count each time, and return the value.
+
+        A generator is returned with its elements counted as they are made.
+        """
+        if isinstance(value, types.GeneratorType):
+            return self.iterate(value)
+        pending, characters = [value], 0
+        while pending:
+            item = pending.pop()
+            self.spend(STEP)
+            if isinstance(item, str):
+                self.spend(len(item))
+                characters += len(item)
+                if characters > self.max_characters:
+                    raise LimitError(f"expected texts of at most {self.max_characters} characters, got longer ones")
+            elif isinstance(item, int) and item.bit_length() > MAX_INTEGER_BITS:
+                raise LimitError(f"expected integers of at most {MAX_INTEGER_BITS} bits, got a larger one")
+            elif isinstance(item, range):
+                self.spend(STEP * len(item))
+            elif isinstance(item, (list, tuple)):
+                self.spend(STEP * len(item))
+                pending.extend(item)
+            elif isinstance(item, Mapping):
+                self.spend(STEP * len(item))
+                pending.extend(item)
+                pending.extend(item.values())
+            elif (attributes := getattr(item, "_Namespace__attrs", None)) is not None:
+                pending.append(attributes)
+        return value
+
+    def charge_slice(self, value: Any) -> Any:
+        """Count the copy of a slice, whose elements are shared, and return it."""
+        self.spend(len(value) if isinstance(value, str) else STEP * len(value))
+        return value
+
+    def iterate(self, values: Any) -> Iterator[Any]:
+        """Yield the elements of an iterable, one step of work each."""
+        for value in values:
+            self.spend(STEP)
+            yield value
+
+
+def render(template: str, messages: Sequence[Message], special: Mapping[str, str], where: str) -> str:
+    """Return the text of a conversation up to the beginning of the assistant's answer.
+
+    Args:
+        template: the jinja2 program.
+        messages: the conversation.
+        special: the variables "bos_token" and "eos_token".
+        where: the beginning of error messages: the file.
+
+    Raises:
+        CheckpointError: the template is invalid, exceeds a limit, or fails for these messages.
+    """
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise CheckpointError(
+            f"{where}: chat template: expected at most {MAX_TEMPLATE_CHARACTERS} characters, got {len(template)}"
+        )
+    jinja2 = import_extra("jinja2")
+    texts = sum(len(text) for message in messages for text in message.values() if isinstance(text, str))
+    account = Account(texts)
+    environment = _environment(jinja2, account, len(template))
+    try:
+        pieces = []
+        characters = 0
+        for piece in environment.from_string(template).generate(
+            messages=[dict(message) for message in messages], add_generation_prompt=True, **special
+        ):
+            pieces.append(piece)
+            characters += len(piece)
+            if characters > account.max_output:
+                raise LimitError(f"expected an output of at most {account.max_output} characters, got more")
+        return "".join(pieces)
+    except Exception as error:  # a template can make jinja2 and Python's functions raise almost anything
+        detail = f"{type(error).__name__}: {printable(str(error)):.300}"
+        raise CheckpointError(f"{where}: chat template: expected valid jinja2, got {detail}") from None
+
+
+def _environment(jinja2: Any, account: Account, source_length: int) -> Any:
+    """Return the sandbox of one rendering.
+
+    ``source_length`` is the work of an iteration or a call of a macro beside STEP: its constant text.
+    """
+    nodes, runtime = import_extra("jinja2.nodes"), import_extra("jinja2.runtime")
+    base: Any = import_extra("jinja2.sandbox").ImmutableSandboxedEnvironment
+    extension: Any = import_extra("jinja2.ext").Extension
+    visitor: Any = import_extra("jinja2.visitor").NodeTransformer
+
+    def iterate(values: Any) -> Iterator[Any]:
+        for value in values:
+            account.spend(STEP + source_length)
+            yield value
+
+    def concatenate(values: list[Any]) -> str:
+        account.charge(values)
+        return "".join(map(str, values))
+
+    class Transformer(visitor):  # type: ignore[misc]
+        """Adds the accounting to loops, literals, slices, comparisons and concatenations."""
+
+        def visit_For(self, node: Any) -> Any:
+            self.generic_visit(node)
+            node.iter = filtered(node.iter, "_iterate")
+            return node
+
+        def visit_Concat(self, node: Any) -> Any:
+            self.generic_visit(node)
+            return filtered(nodes.List(node.nodes, lineno=node.lineno), "_concatenate")
+
+        def visit_Compare(self, node: Any) -> Any:
+            self.generic_visit(node)
+            node.expr = filtered(node.expr, "_charge")
+            for operand in node.ops:
+                operand.expr = filtered(operand.expr, "_charge")
+            return node
+
+        def visit_List(self, node: Any) -> Any:
+            self.generic_visit(node)
+            return filtered(node, "_charge")
+
+        visit_Dict = visit_List
+
+        def visit_Tuple(self, node: Any) -> Any:
+            self.generic_visit(node)
+            return node if node.ctx == "store" else filtered(node, "_charge")
+
+        def visit_Getitem(self, node: Any) -> Any:
+            self.generic_visit(node)
+            return filtered(node, "_slice") if isinstance(node.arg, nodes.Slice) else node
+
+    def filtered(node: Any, name: str) -> Any:
+        return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+    class Sandbox(base):  # type: ignore[misc]
+        intercepted_binops = frozenset(base.default_binop_table)
+
+        def _parse(self, source: str, name: Any, filename: Any) -> Any:
+            tree = Transformer().visit(super()._parse(source, name, filename))
+            tree.set_environment(self)
+            return tree
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            account.charge(left)
+            account.charge(right)
+            _check_operands(operator, left, right)
+            return account.charge(super().call_binop(context, operator, left, right))
+
+        def wrap_str_format(self, value: Any) -> Any:
+            """Refuse "{:1000000000}".format(1), which jinja2 would allow."""
+            if getattr(value, "__name__", "") in ("format", "format_map"):
+                _check_text_method("", value.__name__, ())
+            return None
+
+        def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+            account.charge(list(args))
+            account.charge(kwargs)
+            account.spend(STEP + (source_length if isinstance(__obj, (runtime.Macro, runtime.BlockReference)) else 0))
+            if isinstance(__obj, runtime.LoopContext):
+                args = tuple(iterate(values) for values in args)
+            owner = getattr(__obj, "__self__", None)
+            if isinstance(owner, str):
+                account.charge(owner)
+                _check_text_method(owner, __obj.__name__, args)
+            elif isinstance(owner, (list, tuple, dict)):
+                account.charge(owner)
+            return account.charge(super().call(__context, __obj, *args, **kwargs))
+
+    class Generation(extension):  # type: ignore[misc]
+        """The tag {% generation %}, which marks what a model is trained on and prints its body."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a filter or a test whose operands and result are charged; it keeps jinja2's marks of arguments."""
+        checks: dict[str, Callable[..., None]] = {"replace": _check_replace, "round": _check_round}
+        check = checks.get(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            account.spend(STEP)
+            if name in QUICK:
+                return function(*args, **kwargs)
+            values = [value for value in args if not isinstance(value, (Sandbox, runtime.Context, nodes.EvalContext))]
+            account.charge(values)
+            account.charge(kwargs)
+            if check is not None:
+                check(*values, **kwargs)
+            return account.charge(function(*args, **kwargs))
+
+        if (mark := getattr(function, "jinja_pass_arg", None)) is not None:
+            call.jinja_pass_arg = mark  # type: ignore[attr-defined]
+        return call
+
+    environment: Any = Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=account.charge,
+        extensions=["jinja2.ext.loopcontrols", Generation],
+    )
+    known = {
+        **environment.filters,
+        "tojson": _to_json,
+        "join": _join,
+        "indent": _indent,
+        "format": _format,
+        "safe": lambda value: value,
+    }
+    environment.filters = {name: charged(name, known[name]) for name in FILTERS}
+    environment.filters |= {"_iterate": iterate, "_charge": account.charge, "_slice": account.charge_slice}
+    environment.filters["_concatenate"] = concatenate
+    environment.tests = {name: charged(name, test) for name, test in environment.tests.items()}
+    del environment.globals["lipsum"]
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+    return environment
+
+
+def _check_operands(operator: str, left: Any, right: Any) -> None:
+    """Raise LimitError for an operation whose result may be much larger than its operands."""
+    texts = isinstance(left, (str, list, tuple)), isinstance(right, (str, list, tuple))
+    if operator == "*" and any(texts):
+        sequence, count = (left, right) if texts[0] else (right, left)
+        if isinstance(count, int) and len(sequence) * count > MAX_CHARACTERS:
+            raise LimitError(f"expected at most {MAX_CHARACTERS} repeated elements, got {len(sequence)} x {count}")
+    elif operator == "%" and texts[0]:
+        if isinstance(left, str) and re.search(r"%[^a-zA-Z%]*[*\d]", left):
+            raise LimitError("expected a format without widths, got one with them")
+        if isinstance(left, str) and left.count("%") * (len(_text(right)) + 8) > MAX_CHARACTERS:
+            raise LimitError(f"expected at most {MAX_CHARACTERS} characters of a format, got more")
+    elif operator == "**" and not (isinstance(right, (int, float)) and abs(right) <= 64):
+        raise LimitError("expected an exponent of at most 64")
+
+
+def _text(value: Any) -> str:
+    """Return the text of a value that is already charged: its repr is at most a few times as large."""
+    return value if isinstance(value, str) else repr(value)
+
+
+def _check_text_method(text: str, name: str, args: Sequence[Any]) -> None:
+    if name not in TEXT_METHODS:
+        raise LimitError(f"expected one of the methods {', '.join(TEXT_METHODS)} of a text, got {name:.80}")
+    if name == "replace" and len(args) >= 2:
+        _check_replace(text, *args)
+    if name == "join" and len(args) == 1 and isinstance(args[0], (list, tuple, dict, str)):
+        _check_join(args[0], text)
+
+
+def _check_replace(text: Any, old: Any, new: Any, *_: Any, **__: Any) -> None:
+    text, old, new = map(_text, (text, old, new))
+    if (text.count(old) if old else len(text) + 1) * len(new) > MAX_CHARACTERS:
+        raise LimitError(f"expected at most {MAX_CHARACTERS} characters of replacements, got more")
+
+
+def _check_join(values: Any, separator: str) -> None:
+    if len(values) * len(separator) > MAX_CHARACTERS:
+        raise LimitError(f"expected at most {MAX_CHARACTERS} characters of separators, got more")
+
+
+def _check_round(value: Any, precision: int = 0, method: str = "common") -> None:
+    if not isinstance(precision, int) or abs(precision) > 30:
+        raise LimitError(f"expected a precision of at most 30 digits, got {precision!r:.80}")
+
+
+def _join(values: Any, separator: str = "", attribute: str | None = None) -> str:
+    """Return the texts of values joined; of their entries ``attribute``, if one is given."""
+    values = list(values)
+    _check_join(values, separator)
+    if attribute is not None:
+        values = [value[attribute] for value in values]
+    return separator.join(map(str, values))
+
+
+def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """Return a text with every line but the first indented."""
+    space = " " * min(width, MAX_CHARACTERS) if isinstance(width, int) else width
+    lines = str(text).splitlines()
+    if len(space) * (len(lines) + 1) > MAX_CHARACTERS:
+        raise LimitError(f"expected at most {MAX_CHARACTERS} characters of indentation, got more")
+    rest = "\n".join([lines[0] if lines else "", *(space + line if line or blank else line for line in lines[1:])])
+    return space + rest if first else rest
+
+
+def _format(text: Any, *args: Any, **kwargs: Any) -> str:
+    """Return a text formatted by the operator %."""
+    values = kwargs or args
+    _check_operands("%", str(text), values)
+    return str(text) % values
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Return the JSON text of a value, as transformers defines this filter."""
+    if indent is not None and not (type(indent) is int and 0 <= indent <= 16):
+        raise LimitError(f"expected an indent of 0 to 16, got {indent!r:.80}")
+    if separators is not None and sum(map(len, separators)) > 16:
+        raise LimitError("expected separators of at most 16 characters, got longer ones")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    if not re.fullmatch(r"(?:[^%]|%-?[A-Za-z%])*", form):
+        raise LimitError("expected a format without widths, got one with them")
+    return datetime.datetime.now().strftime(form)
+
+
+def _raise(message: object = "") -> NoReturn:
+    raise ValueError(message)

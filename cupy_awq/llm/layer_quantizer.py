@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantization of a language model's decoder layers, one layer in memory at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupy_awq.check import Array
+from cupy_awq.checkpoint import Module
+from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.kv_cache import KvCache
+from cupy_awq.llm.model import Layer
+from cupy_awq.llm.model_files import DenseLinear, ModelFiles
+from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.llm.ops import Projection, ResidualStream
+from cupy_awq.quantization import (
+    Moments,
+    MomentSum,
+    Recipe,
+    folding,
+    output_error,
+    quantize_rows,
+    search_channel_scales,
+)
+from cupy_awq.quantization.grid import fit_rows, round_rows
+from cupy_awq.weight import PackedWeight
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+ATTENTION_OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
+SITES = {"qkv": QKV, "o": (ATTENTION_OUT,), "gate_up": (GATE, UP), "down": (DOWN,)}
+"""The linear layers that share an input, by the name of the input."""
+ATTENTION_NORM, MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
+HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+CHECKED_SEQUENCES = 2
+"""The number of calibration sequences on which the output error of a whole layer is measured."""
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A quantized decoder layer.
+
+    Attributes:
+        index: the number of the layer.
+        linears: the quantized linear layers by name, such as "mlp.up_proj".
+        norms: the RMSNorm weights by name, in their stored dtype; scales are folded into them.
+        errors: (round-to-nearest's, this one's) squared error of a linear layer's output on the calibration tokens,
+            relative to its squared output, by name.
+        output_error: |f_q(h) - f(h)| / |f(h) - h| of the layer f and its quantized form f_q, on original inputs h.
+    """
+
+    index: int
+    linears: Mapping[str, Module]
+    norms: Mapping[str, Array]
+    errors: Mapping[str, tuple[float, float]]
+    output_error: float
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The dense weights of a decoder layer.
+
+    Attributes:
+        linears: (weight float32 [N, K], bias or None) by name.
+        norms: RMSNorm weights in their stored dtype by name.
+    """
+
+    linears: Mapping[str, tuple[Array, Array | None]]
+    norms: Mapping[str, Array]
+
+
+def quantize_layers(
+    files: ModelFiles,
+    sequences: Sequence[Sequence[int]],
+    recipe: Recipe,
+    *,
+    scales: bool = True,
+    first: int = 0,
+    xp: Any = np,
+) -> Iterator[QuantizedLayer]:
+    """Yield the quantized decoder layers of a model, from the first to the last.
+
+    Every layer is calibrated on its inputs in the original model. Memory holds one layer in float32, the second moments
+    of its four inputs, and the hidden states of all calibration tokens.
+
+    Args:
+        files: a model with dense linear layers.
+        sequences: calibration texts as token ids, each a sequence of its own; not longer than the context.
+        recipe: the settings of every linear layer.
+        scales: whether AWQ's channel scales are searched and folded.
+        first: the number of the first layer to quantize; earlier ones only compute its inputs.
+        xp: the array module to compute with, NumPy or CuPy (on its current GPU).
+
+    Raises:
+        CheckpointError: a tensor is missing or damaged.
+        ValueError: a linear layer is quantized already, there is no token, or activations hold NaN or infinity.
+
+    Example::
+
+        files = cupy_awq.llm.read("smollm2")
+        ids = files.load_tokenizer().encode(text)
+        blocks = [ids[i : i + 512] for i in range(0, len(ids), 512)]
+        for layer in quantize_layers(files, blocks, Recipe(group_size=64)):
+            print(layer.index, layer.output_error)
+    """
+    if not any(map(len, sequences)):
+        raise ValueError("sequences: expected at least one token, got none")
+    config = files.config
+    one_layer = dataclasses.replace(config, layers=1)
+    ops = NumpyOps(one_layer, expand_weights=True, xp=xp)
+    table = ops.prepare_tensor(files.read_tensor("model.embed_tokens.weight", (config.vocab, config.hidden)))
+    hidden = [ops.embed(table, ops.prepare_tokens(ids)[None]).h for ids in sequences if len(ids)]
+    cache = ops.make_cache(1, max(h.shape[1] for h in hidden))
+    for index in range(config.layers):
+        weights = _read(files, index, xp)
+        if index < first:
+            layer = _build(ops, weights, {})
+            hidden = [_run(ops, layer, h, cache) for h in hidden]
+            continue
+        sums = {site: MomentSum() for site in SITES}
+        layer = _build(ops, weights, sums)
+        outputs = [_run(ops, layer, h, cache) for h in hidden]
+        moments = {site: total.mean() for site, total in sums.items()}
+        folded, moments = _fold(config, weights, moments, recipe) if scales else (weights, moments)
+        quantized, rounded = _quantize(index, folded, moments, recipe)
+        quantized_layer = _build(ops, rounded, {})
+        moved = total = 0.0
+        for h, y in zip(hidden[:CHECKED_SEQUENCES], outputs, strict=False):
+            moved += float(np.square(_run(ops, quantized_layer, h, cache) - y).sum(dtype=np.float64))
+            total += float(np.square(y - h).sum(dtype=np.float64))
+        yield dataclasses.replace(quantized, output_error=(moved / max(total, 1e-300)) ** 0.5)
+        hidden = outputs
+
+
+def _read(files: ModelFiles, index: int, xp: Any) -> _Weights:
+    """Return the dense weights of a layer. Raises ValueError if one is quantized already."""
+    config, at = files.config, f"model.layers.{index}"
+    sizes = dict.fromkeys(QKV, (config.hidden, config.kv_width)) | {QKV[0]: (config.hidden, config.q_width)}
+    sizes |= dict.fromkeys((GATE, UP), (config.hidden, config.intermediate))
+    sizes |= {ATTENTION_OUT: (config.q_width, config.hidden), DOWN: (config.intermediate, config.hidden)}
+    linears = {}
+    for name, (k, n) in sizes.items():
+        part = files.read_linear(f"{at}.{name}", k, n)
+        if isinstance(part, Module):
+            raise ValueError(f"{files.path}: {at}.{name}: expected a dense layer, got a quantized one")
+        bias = None if part.bias is None else xp.asarray(part.bias)
+        linears[name] = xp.asarray(part.weight.astype(np.float32)), bias
+    norms = {name: files.read_tensor(f"{at}.{name}", (config.hidden,)) for name in (ATTENTION_NORM, MLP_NORM)}
+    if config.qk_norm:
+        norms |= {name: files.read_tensor(f"{at}.{name}", (config.head_dim,)) for name in HEAD_NORMS}
+    return _Weights(linears, {name: xp.asarray(a) for name, a in norms.items()})
+
+
+def _build(ops: NumpyOps, weights: _Weights, sums: Mapping[str, MomentSum]) -> Layer:
+    """Return a layer that runs; its inputs are added to the sums of their sites."""
+    norms = {name: ops.prepare_tensor(a) for name, a in weights.norms.items()}
+
+    def project(site: str) -> Projection:
+        parts = [DenseLinear(*weights.linears[name]) for name in SITES[site]]
+        projection = ops.make_projection(parts, gated=site == "gate_up")
+        return _record(projection, sums[site].add) if site in sums else projection
+
+    q_norm, k_norm = (norms.get(name) for name in HEAD_NORMS)
+    return Layer(
+        norms[ATTENTION_NORM],
+        project("qkv"),
+        q_norm,
+        k_norm,
+        project("o"),
+        norms[MLP_NORM],
+        project("gate_up"),
+        project("down"),
+    )
+
+
+def _record(projection: Projection, add: Callable[[Array], None]) -> Projection:
+    """Return a projection that hands its inputs to ``add``."""
+
+    def project(x: Array) -> Array:
+        add(x)
+        return projection(x)
+
+    return project
+
+
+def _run(ops: NumpyOps, layer: Layer, h: Array, cache: KvCache) -> Array:
+    """Return the output [1, S, hidden] of a layer for the hidden states h of one sequence, which are not modified."""
+    cache.lengths[:] = 0
+    stream, qkv = ops.norm_and_project(ResidualStream(h.copy()), layer.attention_norm, layer.qkv)
+    attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, 0)
+    stream = ops.project_and_add(stream, attended, layer.o, layer.mlp_norm)
+    stream, activated = ops.norm_and_project(stream, layer.mlp_norm, layer.gate_up)
+    return ops.project_and_add(stream, activated, layer.down, None).h
+
+
+def _fold(
+    config: ModelConfig, weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe
+) -> tuple[_Weights, dict[str, Moments]]:
+    """Return the weights with channel scales folded in, and the moments of their inputs."""
+    tied = config.kv_heads, config.heads // config.kv_heads, config.head_dim
+    scales = {
+        site: search_channel_scales(
+            [weights.linears[name][0] for name in names],
+            moments[site],
+            group_size=recipe.group_size,
+            scale_dtype=recipe.scale_dtype,
+            symmetric=recipe.symmetric,
+            tied=tied if site == "o" else None,
+        ).t
+        for site, names in SITES.items()
+    }
+    norms, linears = dict(weights.norms), dict(weights.linears)
+    for site, norm in (("qkv", ATTENTION_NORM), ("gate_up", MLP_NORM)):
+        norms[norm], scales[site] = folding.divide_norm(norms[norm], scales[site], norms[norm].dtype)
+    for site, names in SITES.items():
+        for name in names:
+            linears[name] = folding.scale_columns(linears[name][0], scales[site]), linears[name][1]
+    rows = {QKV[2]: folding.value_scales(scales["o"], tied), UP: scales["down"]}
+    for name, t in rows.items():
+        linears[name] = folding.divide_rows(*linears[name], t)
+    return _Weights(linears, norms), {site: moments[site].rescale(scales[site]) for site in SITES}
+
+
+def _quantize(
+    index: int, weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe
+) -> tuple[QuantizedLayer, _Weights]:
+    """Return the quantized layer on the host, without its output error, and its dequantized weights."""
+    linears, rounded, errors = {}, {}, {}
+    for site, names in SITES.items():
+        second = moments[site].second
+        for name in names:
+            w, bias = weights.linears[name]
+            bias = None if bias is None else bias.astype(weights.norms[ATTENTION_NORM].dtype)  # the model's dtype
+            rows = quantize_rows(w, moments[site], recipe)
+            packed = rows.pack()
+            arrays = (to_host(a) for a in (packed.qweight, packed.scales, packed.qzeros))
+            linears[name] = Module(PackedWeight(*arrays), None if bias is None else to_host(bias))
+            rounded[name] = rows.dequantize(), bias
+            nearest = round_rows(w, fit_rows(w, recipe.group_size, recipe.scale_dtype, symmetric=recipe.symmetric))
+            energy = max(output_error(w, second), 1e-300)
+            error, nearest_error = (output_error(q.dequantize() - w, second) / energy for q in (rows, nearest))
+            errors[name] = nearest_error, error
+    norms = {name: to_host(a) for name, a in weights.norms.items()}
+    return QuantizedLayer(index, linears, norms, errors, 0.0), _Weights(rounded, weights.norms)
+
+
+def to_host(a: Any) -> np.ndarray[Any, Any]:
+    """Return a NumPy array of the elements of a NumPy or CuPy array."""
+    return a if isinstance(a, np.ndarray) else np.asarray(a.get())

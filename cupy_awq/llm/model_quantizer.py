@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantization of a model's folder: calibration text to token sequences, layers to files, files to a new folder."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import shutil
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupy_awq import check, checkpoint
+from cupy_awq.checkpoint import CheckpointError, Module, ModuleSpec, Tensor, safetensors
+from cupy_awq.checkpoint.contents import Contents
+from cupy_awq.checkpoint.module import Pending
+from cupy_awq.llm import hugging_face
+from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.layer_quantizer import SITES, QuantizedLayer, quantize_layers
+from cupy_awq.llm.tokenizer import Tokenizer
+from cupy_awq.quantization import Recipe
+from cupy_awq.runtime import placement
+from cupy_awq.weight import PackedWeight
+
+METHODS: Mapping[str, tuple[bool, Mapping[str, Any]]] = {
+    "rtn": (False, {"clips": False, "compensates": False, "passes": 0}),
+    "awq": (True, {"compensates": False, "passes": 0}),
+    "gptq": (False, {}),
+    "awq+gptq": (True, {}),
+}
+"""Whether a method searches channel scales, and its fields of `Recipe`."""
+NEEDED_TOKENS = 4096
+"""The smallest number of calibration tokens, unless fewer are asked for."""
+SETTINGS = "settings.json"
+"""The file in the folder of unfinished work that tells what it belongs to."""
+
+LayerProgress = Callable[[int, int, "Mapping[str, Any] | None"], None]
+"""A callback that takes the number of finished layers, their total, and the report of the last one."""
+
+
+def quantize(
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    texts: Sequence[str],
+    /,
+    *,
+    method: str = "awq+gptq",
+    group_size: int = 128,
+    symmetric: bool = False,
+    samples: int = 128,
+    sequence_length: int = 512,
+    format_name: str = "autoawq",
+    device: Any = "cpu",
+    resume: bool = False,
+    progress: LayerProgress | None = None,
+) -> list[dict[str, Any]]:
+    """Quantize the decoder layers of a model to 4 bits and write it to a new folder.
+
+    Unfinished work is kept in a folder beside it, whose name ends in ".partial"; the folder itself appears when it is
+    complete. The embedding table and the output head stay as they are.
+
+    Args:
+        path: a Hugging Face folder of a model with dense weights.
+        folder: where to write; it must not exist, or be empty.
+        texts: calibration documents, of the kinds that the model is used for.
+        method: "rtn" (round to nearest), "awq" (channel scales and clipping), "gptq" (clipping, error compensation and
+            refinement) or "awq+gptq".
+        group_size: the number of input channels that share a scale.
+        symmetric: whether every zero point is 8.
+        samples, sequence_length: the largest number of calibration sequences, and their tokens.
+        format_name: "autoawq" or "compressed-tensors".
+        device: "cpu"; the number of a GPU; or None for CuPy's current GPU, or the CPU if there is no GPU.
+        resume: True to continue unfinished work of the same settings.
+        progress: called after each layer.
+
+    Returns:
+        A report for each layer: its "errors" and "output_error", as `QuantizedLayer` describes them.
+
+    Raises:
+        CheckpointError: (a ValueError) the model is damaged, of an unsupported kind, or quantized already.
+        OSError: a file cannot be read or written, or the folder is not empty.
+        ValueError: a setting is not supported, the texts are too short, or the tokenizer loses text.
+
+    Example::
+
+        cupy_awq.llm.quantize("SmolLM2-135M", "SmolLM2-135M-AWQ", [text], group_size=64)
+    """
+    if method not in METHODS:
+        raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r:.80}")
+    if format_name not in ("autoawq", "compressed-tensors"):
+        raise ValueError(f"format_name: expected autoawq or compressed-tensors, got {format_name!r:.80}")
+    index = placement.resolve(device)
+    source, target = Path(path), Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target}: expected a new or empty folder, got one with files")
+    files = hugging_face.read(source)
+    contents = checkpoint.read(source)
+    if contents.specs:
+        raise CheckpointError(f"{source}: expected a model with dense weights, got a quantized one")
+    check_group_size(files.config, group_size)
+    sequences = cut_sequences(files.load_tokenizer(), texts, samples, min(sequence_length, files.config.context))
+    has_scales, fields = METHODS[method]
+    dtype = contents.dense_form("model.layers.0.self_attn.q_proj.weight")[1]
+    scale_dtype = dtype if format_name == "compressed-tensors" and dtype == check.BFLOAT16 else check.FLOAT16
+    recipe = Recipe(group_size, symmetric=symmetric, scale_dtype=scale_dtype, **fields)
+    partial_folder = target.with_name(target.name + ".partial")
+    settings = {
+        "source": str(source.resolve()),
+        "method": method,
+        "recipe": repr(recipe),
+        "sequences": [len(sequences), sum(map(sum, sequences))],
+    }
+    reports = _open_partial(partial_folder, settings, resume)
+    total = files.config.layers
+    if progress is not None:
+        progress(len(reports), total, None)
+    if len(reports) < total:
+        with placement.use_device(index):
+            xp = np if index == check.HOST else importlib.import_module("cupy")
+            layers = quantize_layers(files, sequences, recipe, scales=has_scales, first=len(reports), xp=xp)
+            for layer in layers:
+                reports.append(_save_layer(partial_folder, layer))
+                if progress is not None:
+                    progress(layer.index + 1, total, reports[-1])
+    built = partial_folder / "model"
+    shutil.rmtree(built, ignore_errors=True)
+    built.mkdir()
+    for file in source.iterdir():  # the tokenizer, its templates, the generation settings
+        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name:
+            shutil.copy(file, built)
+    checkpoint.save(built, _merge(contents, partial_folder, total, recipe), format_name)
+    if target.exists():
+        target.rmdir()
+    built.rename(target)
+    shutil.rmtree(partial_folder)
+    return reports
+
+
+def check_group_size(config: ModelConfig, group_size: int) -> None:
+    """Raise ValueError unless the group size divides the inputs of every linear layer."""
+    sizes = config.hidden, config.q_width, config.intermediate
+    most = math.gcd(*sizes)
+    if type(group_size) is not int or group_size < 1 or most % group_size:
+        fitting = most & -most
+        raise ValueError(
+            f"group_size: expected a divisor of the layers' input sizes {', '.join(map(str, sizes))}, such as"
+            f" {min(fitting, 128)}, got {group_size}"
+        )
+
+
+def cut_sequences(tokenizer: Tokenizer, texts: Sequence[str], samples: int, sequence_length: int) -> list[list[int]]:
+    """Return calibration sequences: at most ``samples`` blocks of ``sequence_length`` tokens, spread over all texts.
+
+    Raises ValueError if the texts are too short, or if decoding the tokens of a text does not give it back, which is
+    the sign of a broken tokenizer.
+    """
+    if samples < 1 or sequence_length < 1:
+        raise ValueError(f"samples, sequence_length: expected positive integers, got {samples} and {sequence_length}")
+    ids: list[int] = []
+    for i, text in enumerate(texts):
+        plain = tokenizer.encode(text, add_special_tokens=False)
+        decoded = tokenizer.inner.decode(plain, skip_special_tokens=False)
+        if _normalize(decoded) != _normalize(text):
+            raise ValueError(f"tokenizer: expected the tokens of text {i} to decode to the text, got {decoded!r:.80}")
+        ids += tokenizer.encode(text)
+    needed = min(NEEDED_TOKENS, samples * sequence_length)
+    if len(ids) < needed:
+        raise ValueError(f"texts: expected at least {needed} tokens, got {len(ids)}")
+    blocks = [ids[i : i + sequence_length] for i in range(0, len(ids) - sequence_length + 1, sequence_length)]
+    count = min(samples, len(blocks))
+    return [blocks[i * len(blocks) // count] for i in range(count)]
+
+
+def _normalize(text: str) -> str:
+    return unicodedata.normalize("NFC", text).strip()
+
+
+def _open_partial(folder: Path, settings: dict[str, Any], resume: bool) -> list[dict[str, Any]]:
+    """Create the folder of unfinished work, or check that of an earlier run, and return the reports of its layers.
+
+    Raises FileExistsError if there is one and ``resume`` is False, ValueError if it has other settings.
+    """
+    file = folder / SETTINGS
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        file.write_text(json.dumps(settings))
+        return []
+    if not resume:
+        raise FileExistsError(f"{folder}: expected no unfinished work, got some: resume it or delete the folder")
+    found = json.loads(file.read_text()) if file.is_file() else None
+    if found != settings:
+        raise ValueError(f"{folder}: expected unfinished work with the settings {settings}, got {found}")
+    reports: list[dict[str, Any]] = []
+    while (report := folder / f"layer-{len(reports):05}.json").is_file():
+        reports.append(json.loads(report.read_text()))
+    return reports
+
+
+def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
+    """Write a layer and then its report, which makes it count as finished; return the report."""
+    tensors = {f"norm/{name}": a for name, a in layer.norms.items()}
+    for name, module in layer.linears.items():
+        weight = module.weight
+        parts = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros, "bias": module.bias}
+        tensors |= {f"{name}/{part}": a for part, a in parts.items() if a is not None}
+    file = folder / f"layer-{layer.index:05}"
+    safetensors.write(file.with_suffix(".safetensors"), tensors)
+    report = {"layer": layer.index, "errors": dict(layer.errors), "output_error": layer.output_error}
+    aside = file.with_suffix(".tmp")
+    aside.write_text(json.dumps(report))
+    aside.rename(file.with_suffix(".json"))
+    return report
+
+
+def _merge(contents: Contents, folder: Path, layers: int, recipe: Recipe) -> Contents:
+    """Return the contents of the quantized model: the source's, with the layers of a folder in place of its own."""
+    entries: dict[str, Pending | Tensor] = {name: Tensor(contents.read(name), folder) for name in contents}  # type: ignore[arg-type]
+    for index in range(layers):
+        file, at = folder / f"layer-{index:05}.safetensors", f"model.layers.{index}"
+        tensors = safetensors.read(file)
+        for name in (name for names in SITES.values() for name in names):
+            parts = {part.rpartition("/")[2]: a for part, a in tensors.items() if part.startswith(f"{name}/")}
+            k, n = parts["qweight"].shape[0], 8 * parts["qweight"].shape[1]
+            bias = parts.get("bias")
+            zeros = "symmetric" if recipe.symmetric else "packed"
+            bias_dtype = None if bias is None else bias.dtype
+            spec = ModuleSpec(k, n, recipe.group_size, zeros, parts["scales"].dtype, bias_dtype=bias_dtype)
+            entries.pop(f"{at}.{name}.weight")
+            entries.pop(f"{at}.{name}.bias", None)
+            entries[f"{at}.{name}"] = Pending(spec, partial(_module, parts, recipe.symmetric))
+        for name, array in tensors.items():
+            if name.startswith("norm/"):
+                entries[f"{at}.{name.removeprefix('norm/')}"] = Tensor(array, file)
+    return Contents(entries, "Quantized by cupy_awq.", "autoawq")
+
+
+def _module(parts: Mapping[str, np.ndarray[Any, Any]], symmetric: bool) -> Module:
+    zeros = None if symmetric else parts["qzeros"]
+    return Module(PackedWeight(parts["qweight"], parts["scales"], zeros), parts.get("bias"))

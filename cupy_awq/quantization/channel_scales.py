@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AWQ's search of a scale t for each input channel: quantize W * t and feed it x / t.
+
+The loss is exact for a linear layer whose output is compared; for layers that share an input it is their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_awq.check import Array
+from cupy_awq.packing import namespace
+from cupy_awq.quantization.grid import fit_rows
+from cupy_awq.quantization.moments import Moments, row_blocks
+
+FLOOR = 1e-4
+"""The smallest t before normalization, and the smallest denominator, as in AutoAWQ."""
+COARSE, FINE = 0.1, (0.05, 0.025)
+"""The step of the exponents r from 0 to 1 in the first pass, and the steps around the best one afterwards."""
+
+
+class ChannelScales(NamedTuple):
+    """The result of `search_channel_scales`."""
+
+    t: Array
+    """float32 [K], positive; 1 for channels whose inputs are all 0."""
+    loss: float
+    """The summed squared error of the outputs per token with t, trace(D H D^T)."""
+    identity_loss: float
+    """The same without scales (t = 1), that is, of round-to-nearest."""
+
+
+def search_channel_scales(
+    weights: Sequence[Array],
+    moments: Moments,
+    *,
+    group_size: int,
+    scale_dtype: np.dtype[Any],
+    symmetric: bool = False,
+    tied: tuple[int, int, int] | None = None,
+) -> ChannelScales:
+    """Return the channel scales t with the least error of the outputs, among the identity, x^r and x^r / w^(1 - r).
+
+    x is the mean of |inputs| of a channel, w the mean of |weight| / (largest |weight| of its group). A search over r in
+    steps of 0.1 is refined around its best r in steps of 0.05 and 0.025. The first of equal losses wins, so the loss
+    never exceeds that of round-to-nearest.
+
+    Args:
+        weights: the weights [N, K] of all linear layers that share the input, float32; they are not modified.
+        moments: the moments of the input.
+        group_size: a divisor of K.
+        scale_dtype: the stored dtype of scales, float16 or bfloat16.
+        symmetric: whether every zero point is 8.
+        tied: (kv_heads, heads per kv_head, head_dim), whose product is K, if t is to be the same for all query heads
+            of a key-value head, so that it can be divided out of v_proj.
+
+    Example::
+
+        found = search_channel_scales([wq, wk, wv], moments, group_size=128, scale_dtype=np.dtype(np.float16))
+        norm_weight / found.t, wq * found.t
+    """
+    xp = namespace(moments.second)
+    x_mean, is_live = moments.absolute, moments.absolute > 0
+    w_mean = mean_magnitude(weights, group_size)
+    if tied is not None:
+        x_mean, w_mean = (_share(a, tied) for a in (x_mean, w_mean))
+        is_live = x_mean > 0
+
+    def loss_of(t: Array) -> float:
+        second = moments.second / t / t[:, None]
+        return sum(rounding_error(w, t, second, group_size, scale_dtype, symmetric=symmetric) for w in weights)
+
+    best_t = xp.ones(len(x_mean), np.float32)
+    identity_loss = best_loss = loss_of(best_t)
+    best_point: tuple[bool, float] | None = None
+    points = _coarse_points()
+    for step in (*FINE, None):
+        for duo, r in points:
+            t = candidate(x_mean, w_mean, is_live, r, duo=duo)
+            loss = loss_of(t)
+            if loss < best_loss:
+                best_t, best_loss, best_point = t, loss, (duo, r)
+        if best_point is None or step is None:
+            break
+        duo, r = best_point
+        points = [(duo, near) for near in (r - step, r + step) if 0 <= near <= 1]
+    return ChannelScales(best_t, best_loss, identity_loss)
+
+
+def candidate(x_mean: Array, w_mean: Array, is_live: Array, r: float, *, duo: bool) -> Array:
+    """Return AWQ's scales t [K], normalized to sqrt(max * min) = 1 over live channels; 1 for all others.
+
+    >>> one = np.ones(2, np.float32)
+    >>> candidate(np.array([4.0, 1.0], np.float32), one, one > 0, 0.5, duo=False).tolist()
+    [1.4142135381698608, 0.7071067690849304]
+    """
+    xp = namespace(x_mean)
+    t = xp.where(is_live, x_mean, 1).astype(np.float32) ** np.float32(r)
+    if duo:
+        t /= w_mean ** np.float32(1 - r) + np.float32(FLOOR)
+    t = xp.maximum(t, np.float32(FLOOR))
+    if not bool(is_live.any()):
+        return xp.ones_like(t)
+    most, least = xp.where(is_live, t, 0).max(), xp.where(is_live, t, np.inf).min()
+    result: Array = xp.where(is_live, t / xp.sqrt(most * least), 1).astype(np.float32)
+    return result
+
+
+def mean_magnitude(weights: Sequence[Array], group_size: int) -> Array:
+    """Return the mean over all rows of |w| / (largest |w| of its group + 1e-6), float32 [K]."""
+    xp = namespace(weights[0])
+    k = weights[0].shape[1]
+    total = xp.zeros(k, np.float32)
+    for w in weights:
+        for rows in row_blocks(w):
+            size = xp.abs(w[rows]).reshape(-1, k // group_size, group_size)
+            total += (size / (size.max(axis=-1, keepdims=True) + np.float32(1e-6))).sum(axis=0).reshape(k)
+    result: Array = total / np.float32(sum(len(w) for w in weights))
+    return result
+
+
+def rounding_error(
+    w: Array, t: Array, second: Array, group_size: int, scale_dtype: np.dtype[Any], *, symmetric: bool
+) -> float:
+    """Return trace(D H D^T) of D = Q(W * t) - W * t, for a weight W [N, K] and second moments H of x / t."""
+    xp = namespace(w)
+    total = 0.0
+    for rows in row_blocks(w):
+        scaled = w[rows] * t
+        grid = fit_rows(scaled, group_size, scale_dtype, symmetric=symmetric).expand(-1, np.float32)
+        d = grid.nearest_codes(scaled.reshape(len(scaled), -1, group_size))
+        d -= grid.zero
+        d *= grid.scale
+        d = d.reshape(scaled.shape)
+        d -= scaled
+        total += float(xp.vdot(d @ second, d))
+    return total
+
+
+def _coarse_points() -> list[tuple[bool, float]]:
+    """Return (duo, r) of the first pass; without duo, r = 0 is the identity."""
+    count = round(1 / COARSE)
+    return [(False, i * COARSE) for i in range(1, count + 1)] + [(True, i * COARSE) for i in range(count + 1)]
+
+
+def _share(a: Array, tied: tuple[int, int, int]) -> Array:
+    """Return the mean of a [K] over the heads of each key-value head, repeated to [K]."""
+    xp = namespace(a)
+    shared = a.reshape(tied).mean(axis=1, keepdims=True)
+    return xp.ascontiguousarray(xp.broadcast_to(shared, tied)).reshape(-1)

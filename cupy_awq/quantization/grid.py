@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 4-bit grid of a group of weights: a scale in its stored dtype, a zero point, and rounding to the grid."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_awq import check
+from cupy_awq.check import Array
+from cupy_awq.packing import namespace, pack_int4
+from cupy_awq.weight import PackedWeight
+
+SYMMETRIC_ZERO = 8
+"""The zero point of every group of a symmetric weight."""
+
+LIMITS = {check.FLOAT16: (2.0**-24, 65504.0), check.BFLOAT16: (2.0**-126, (2 - 2.0**-7) * 2.0**127)}
+"""The (smallest scale, largest finite value) of each dtype of scales.
+
+The smallest bfloat16 scale is a normal number, because GPU arithmetic may flush bfloat16 subnormals to zero.
+"""
+
+
+class Grid(NamedTuple):
+    """The representable values (q - zero) * scale of groups of weights, one group for each element of these arrays."""
+
+    scale: Array
+    """float16 or bfloat16, the dtype that the weight stores."""
+    zero: Array
+    """float64 integers from 0 to 15."""
+    bottom: Array
+    """float64, the smallest code q whose value is finite in the dtype of the scales; nearly always 0."""
+    top: Array
+    """float64, the largest code q whose value is finite; nearly always 15."""
+
+    def expand(self, axis: int, dtype: Any) -> Grid:
+        """Return the grid in a float dtype, with an axis of length 1 for the weights of a group."""
+        xp = namespace(self.zero)
+        return Grid(*(xp.expand_dims(a.astype(np.float64).astype(dtype), axis) for a in self))
+
+    def nearest_codes(self, w: Array) -> Array:
+        """Return the nearest codes of weights as floats, on a grid that broadcasts with w and has its dtype."""
+        xp = namespace(w)
+        codes = w / self.scale
+        xp.rint(codes, out=codes)
+        codes += self.zero
+        return xp.clip(codes, self.bottom, self.top, out=codes)
+
+
+def fit_grid(low: Array, high: Array, scale_dtype: np.dtype[Any], *, symmetric: bool) -> Grid:
+    """Return the grids of groups whose weights reach from low to high; both ranges are widened to include 0.
+
+    The scale is rounded to its dtype first; the zero point is nearest for the rounded scale.
+
+    Args:
+        low, high: finite floats of any shape, the smallest and largest weight of each group.
+        scale_dtype: float16 or bfloat16.
+        symmetric: True to make every zero point 8.
+
+    Raises:
+        ValueError: a group needs a scale beyond the range of ``scale_dtype``.
+
+    >>> grid = fit_grid(np.array([-1.0]), np.array([2.0]), np.dtype(np.float16), symmetric=False)
+    >>> float(grid.scale[0]), float(grid.zero[0])
+    (0.199951171875, 5.0)
+    """
+    xp = namespace(low)
+    high, low = xp.maximum(high.astype(np.float64), 0), xp.minimum(low.astype(np.float64), 0)
+    ideal = xp.maximum(high / 7, low / -8) if symmetric else high / 15 - low / 15
+    smallest, largest = LIMITS[scale_dtype]
+    if ideal.size and (most := float(ideal.max())) > largest:
+        raise ValueError(
+            f"w: expected values with scales up to {largest:.3g} ({scale_dtype}), got a scale of {most:.3g}"
+        )
+    s = xp.maximum(ideal, smallest).astype(np.float32).astype(scale_dtype)
+    # A scale rounded down by 1/32 or more would saturate the outermost code by half a step (15 steps are 15.5 of the
+    # smaller scale), so take the next larger one. Only float16 subnormals are that coarse.
+    coarse = s.astype(np.float64) * 32 < ideal * 31
+    s = (s.view(np.uint16) + coarse.astype(np.uint16)).view(scale_dtype)
+    step = s.astype(np.float64)
+    zero = xp.full_like(step, SYMMETRIC_ZERO) if symmetric else xp.clip(xp.rint(-low / step), 0, 15)
+    return make_grid(s, zero)
+
+
+def make_grid(scale: Array, zero: Array) -> Grid:
+    """Return the grid of stored scales and zero points (float64 integers from 0 to 15)."""
+    xp = namespace(zero)
+    # With a scale that was rounded up, 15 steps may exceed the range of its dtype: clip the codes to fewer steps.
+    reach = xp.floor(LIMITS[scale.dtype][1] / scale.astype(np.float64))
+    return Grid(scale, zero, xp.maximum(zero - reach, 0), xp.minimum(zero + reach, 15))
+
+
+class QuantizedRows(NamedTuple):
+    """A quantized weight [N, K] in the orientation of ``nn.Linear``, unpacked."""
+
+    codes: Array
+    """uint8 [N, K], from 0 to 15."""
+    grid: Grid
+    """The grid [N, K/G] of the groups."""
+
+    def dequantize(self) -> Array:
+        """Return the weight, float32 [N, K]."""
+        n, k = self.codes.shape
+        grid = self.grid.expand(-1, np.float32)
+        codes = self.codes.reshape(n, grid.scale.shape[1], -1).astype(np.float32)
+        result: Array = ((codes - grid.zero) * grid.scale).reshape(n, k)
+        return result
+
+    def pack(self) -> PackedWeight:
+        """Return the weight [K, N] in the AWQ layout; N divisible by 8."""
+        xp = namespace(self.codes)
+        zeros = self.grid.zero.astype(np.uint8)
+        qweight, qzeros = (pack_int4(xp.ascontiguousarray(a.T)) for a in (self.codes, zeros))
+        return PackedWeight(qweight, xp.ascontiguousarray(self.grid.scale.T), qzeros)
+
+
+def fit_rows(w: Array, group_size: int, scale_dtype: np.dtype[Any], *, symmetric: bool) -> Grid:
+    """Return the grid [N, K/G] of the full range of each group of a weight [N, K]."""
+    grouped = w.reshape(len(w), -1, group_size)
+    return fit_grid(grouped.min(axis=-1), grouped.max(axis=-1), scale_dtype, symmetric=symmetric)
+
+
+def round_rows(w: Array, grid: Grid) -> QuantizedRows:
+    """Return a weight float32 [N, K] rounded to the nearest values of a grid [N, K/G].
+
+    >>> w = np.linspace(-1, 2, 16, dtype=np.float32).reshape(1, 16)
+    >>> rows = round_rows(w, fit_rows(w, 16, np.dtype(np.float16), symmetric=False))
+    >>> rows.codes[0].tolist() == list(range(16))
+    True
+    """
+    grouped = w.reshape(len(w), grid.zero.shape[1], -1)
+    codes = grid.expand(-1, w.dtype).nearest_codes(grouped)
+    return QuantizedRows(codes.reshape(w.shape).astype(np.uint8), grid)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of the inputs of a linear layer, summed over calibration tokens.
+
+With the second moments H = X^T X / tokens and D = W_quantized - W [N, K], the mean squared error of the outputs is
+trace(D H D^T) / N: the searches need H alone, not the activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from cupy_awq.check import Array
+from cupy_awq.packing import namespace
+
+HOST_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 25
+"""The number of weights processed at a time: temporaries stay in a CPU core's L2 cache, or fill a GPU."""
+
+
+class Moments(NamedTuple):
+    """The moments of the inputs x [tokens, K] of linear layers."""
+
+    second: Array
+    """float32 [K, K], H = X^T X / tokens."""
+    absolute: Array
+    """float32 [K], the mean of |x|."""
+    tokens: int
+    """The number of tokens."""
+
+    def rescale(self, t: Array) -> Moments:
+        """Return the moments of x / t, for t float32 [K]."""
+        return Moments(self.second / t / t[:, None], self.absolute / t, self.tokens)
+
+    def damp(self, damping: float) -> Array:
+        """Return H + damping * mean(diag H) * I, float32 [K, K], positive definite for damping > 0."""
+        xp = namespace(self.second)
+        mean = float(xp.diagonal(self.second).mean(dtype=np.float64))
+        return self.second + xp.eye(len(self.second), dtype=np.float32) * np.float32(damping * mean or 1.0)
+
+
+class MomentSum:
+    """The running sums behind `Moments`: call `add` for each batch of inputs, then `mean`.
+
+    >>> sums = MomentSum()
+    >>> sums.add(np.array([[1.0, -2.0], [3.0, 0.0]], np.float32))
+    >>> moments = sums.mean()
+    >>> moments.second.tolist(), moments.absolute.tolist(), moments.tokens
+    ([[5.0, -1.0], [-1.0, 2.0]], [2.0, 1.0], 2)
+    """
+
+    def __init__(self) -> None:
+        self._second: Array | None = None
+        self._absolute: Array | None = None
+        self._tokens = 0
+
+    def add(self, x: Array) -> None:
+        """Add inputs [..., K] of any float dtype.
+
+        Raises ValueError if they hold NaN or infinity, or if their squares overflow float32.
+        """
+        xp = namespace(x)
+        rows = x.reshape(-1, x.shape[-1]).astype(np.float32)
+        second = rows.T @ rows
+        absolute = xp.abs(rows).sum(axis=0)
+        if not bool(xp.isfinite(xp.diagonal(second)).all()):
+            raise ValueError("inputs: expected finite values with finite squares, got NaN, infinity or an overflow")
+        self._second = second if self._second is None else self._second + second
+        self._absolute = absolute if self._absolute is None else self._absolute + absolute
+        self._tokens += len(rows)
+
+    def mean(self) -> Moments:
+        """Return the moments of all inputs so far. Raises ValueError if there are none."""
+        if self._second is None or self._absolute is None or not self._tokens:
+            raise ValueError("inputs: expected at least one token, got 0")
+        count = np.float32(self._tokens)
+        return Moments(self._second / count, self._absolute / count, self._tokens)
+
+
+def row_blocks(w: Array) -> Iterator[slice]:
+    """Yield slices of the rows of a weight [N, K], each of a block's number of weights."""
+    step = max(1, (HOST_BLOCK if namespace(w) is np else DEVICE_BLOCK) // w.shape[1])
+    for start in range(0, len(w), step):
+        yield slice(start, min(start + step, len(w)))
+
+
+def output_error(difference: Array, second: Array) -> float:
+    """Return trace(D H D^T) of a difference D [N, K] of weights and second moments H [K, K].
+
+    >>> output_error(np.array([[1.0, 1.0]]), np.array([[5.0, -1.0], [-1.0, 2.0]]))
+    5.0
+    """
+    xp = namespace(difference)
+    total = 0.0
+    for rows in row_blocks(difference):
+        d = difference[rows]
+        total += float(xp.vdot(d @ second, d))
+    return total

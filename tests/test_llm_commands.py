@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line with broken input, streams and file names: one line on stderr, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from cupy_awq import checkpoint, llm
+from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.checkpoint.tensors import INDEX
+from cupy_awq.llm import ak48
+from cupy_awq.tools.command_line import main
+from tests import checkpoint_files, llm_models
+
+PLAIN = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+"""The environment in which Python's streams and arguments are ASCII."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llm_models.folder(tmp_path_factory.mktemp("model"), llm_models.QWEN3)
+
+
+def run(
+    arguments: list[str | bytes], shell: str = "", *, lines: bytes = b"", env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a command on standard input ``lines``, with ``shell`` after it, such as a redirection."""
+    command = ["bash", "-c", f'"$@" {shell}', "bash", sys.executable, "-m", "cupy_awq", *arguments]
+    result = subprocess.run(
+        command, input=lines, capture_output=True, check=False, env={**os.environ, **(env or {})}, timeout=100
+    )
+    assert b"Traceback" not in result.stderr, result.stderr.decode("utf-8", "replace")
+    return result
+
+
+@pytest.mark.parametrize("locale", [{}, PLAIN], ids=["utf-8", "posix"])
+@pytest.mark.parametrize("prompt", [b"caf\xe9 \xff", "café ☕".encode()], ids=["invalid", "valid"])
+def test_prompts_of_any_bytes_in_any_locale_are_answered(path: Path, locale: dict[str, str], prompt: bytes) -> None:
+    choices = ["--max-tokens", "5", "--device", "cpu"]
+    result = run(["generate", str(path), prompt, *choices], env=locale)
+    assert (result.returncode, result.stderr) == (0, b"")
+    wanted = llm.load(path, device="cpu").generate(prompt.decode("utf-8", "replace"), max_tokens=5)[0].text
+    if not locale:
+        assert result.stdout.decode() == wanted + "\n"
+    result = run(["generate", str(path), prompt, b"two", *choices], env=locale)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("locale", [{}, PLAIN], ids=["utf-8", "posix"])
+def test_chat_reads_lines_of_any_bytes_in_any_locale(path: Path, locale: dict[str, str]) -> None:
+    result = run(
+        ["chat", str(path), "--max-tokens", "3", "--device", "cpu"], lines=b"caf\xe9\n\xe2\x98\x95\n", env=locale
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.count(b"> ") == 3
+
+
+@pytest.mark.parametrize("shell", [">&-", "<&-", ">&- 2>&-", ">&- <&- 2>&-"])
+@pytest.mark.parametrize("command", ["generate", "chat", "info"])
+def test_closed_streams_are_no_error(path: Path, shell: str, command: str) -> None:
+    more = {"generate": ["x", "--max-tokens", "2", "--device", "cpu"], "chat": ["--device", "cpu"], "info": []}
+    result = run([command, str(path), *more[command]], shell)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_a_full_conversation_goes_on_after_one_line_on_stderr(path: Path) -> None:
+    lines = b"Hi\n" + b"x" * 70 + b"\nMore\n"
+    command = ["chat", str(path), "--context", "64", "--max-tokens", "2", "--device", "cpu"]
+    result = run(command, lines=lines)
+    assert result.returncode == 0
+    assert b"conversation: expected fewer tokens than its capacity of 64" in result.stderr
+    assert result.stdout.count(b"> ") == 4
+    many = b"".join(b"message %d\n" % i for i in range(8))
+    result = run([*command, "--drop-oldest"], lines=many)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.count(b"> ") == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["chat", "MODEL", "--context", "0"], "capacity: expected 2..256"),
+        (["info", ""], "path: expected a file or a folder, got an empty string"),
+        (["generate", "", "x"], "path: expected a file or a folder, got an empty string"),
+        (["info", "a\0b"], "path: expected a name that the file system can hold, got 'a\\x00b'"),
+        (["info", "nothing\x1b[2J\ud800"], "nothing\\x1b[2J\\ud800"),
+    ],
+)
+def test_a_wrong_path_or_context_is_one_printable_line(
+    path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main([str(path) if a == "MODEL" else a for a in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.rstrip("\n").isprintable()
+
+
+def test_info_and_errors_escape_names_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "e\x1b]0;owned\x07\u202e"
+    tensors = {f"{evil}.{key.partition('.')[2]}": value for key, value in checkpoint_files.module("m").items()}
+    save_file({**tensors, f"{evil}-plain": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": checkpoint_files.CONFIG}))
+    assert evil + "-plain" in checkpoint.read(tmp_path)
+    assert main(["info", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "\\x1b]0;owned\\x07\\u202e" in out
+    assert all(line.isprintable() for line in out.splitlines())
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {evil: f"{evil}.safetensors", "\ud800": "b"}}))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.read(tmp_path)
+    assert str(caught.value).isprintable()
+
+
+def test_convert_keeps_a_file_of_the_user_and_leaves_no_partial_one(path: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "m.ak48.part"
+    mine.write_text("mine")
+    ak48.write(llm.read(path), tmp_path / "m.ak48")
+    assert mine.read_text() == "mine"
+    (tmp_path / "folder.ak48").mkdir()
+    with pytest.raises(OSError, match=r"folder\.ak48"):
+        ak48.write(llm.read(path), tmp_path / "folder.ak48")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["folder.ak48", "m.ak48", "m.ak48.part"]
+    assert (tmp_path / "m.ak48").stat().st_mode & 0o777 == mine.stat().st_mode & 0o777

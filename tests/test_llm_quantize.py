@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization of whole models: exact folding, errors below round-to-nearest, and the folder that is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from cupy_awq import llm
+from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.llm import layer_quantizer, model_quantizer
+from cupy_awq.quantization import Recipe
+from cupy_awq.tools.command_line import main
+from tests import llm_models
+
+TEXT = "The quick brown fox jumps over the lazy dog. 0123456789, and so on; again and again!\n" * 8
+OPTIONS: dict[str, Any] = {"group_size": 16, "samples": 4, "sequence_length": 64}
+
+
+def dense_folder(path: Path, config: dict[str, Any]) -> Path:
+    """Write a folder of a model with dense weights, some of whose channels have large activations."""
+    path.mkdir()
+    tensors = llm_models.tensors(config, plain=("proj",))
+    for name, a in tensors.items():
+        if name.endswith("layernorm.weight"):
+            a[::7] *= 6
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": llm_models.TEMPLATE}))
+    llm_models.tokenizer().save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture(params=llm_models.FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return dense_folder(tmp_path / "dense", llm_models.FAMILIES[request.param])
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return dense_folder(tmp_path / "dense", llm_models.LLAMA)
+
+
+def sequences(files: llm.ModelFiles) -> list[list[int]]:
+    return model_quantizer.cut_sequences(files.load_tokenizer(), [TEXT], 4, 64)
+
+
+def test_folded_layer_gives_the_outputs_of_the_original(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the quantization by the folded weights themselves, so that only the folding is left."""
+    files = llm.read(model)
+
+    changes = []
+
+    def keep(index: int, folded: Any, moments: Any, recipe: Any) -> Any:
+        for name, (w, _) in folded.linears.items():
+            original = files.tensors[f"model.layers.{index}.{name}.weight"]()
+            changes.append(np.abs(w - original).max())
+        return layer_quantizer.QuantizedLayer(index, {}, {}, {}, 0.0), folded
+
+    monkeypatch.setattr(layer_quantizer, "_quantize", keep)
+    for layer in layer_quantizer.quantize_layers(files, sequences(files), Recipe(16)):
+        assert layer.output_error < 1e-5
+    assert min(changes) > 0.001
+
+
+def test_every_linear_layer_has_at_most_the_error_of_round_to_nearest(model: Path) -> None:
+    files = llm.read(model)
+    layers = list(layer_quantizer.quantize_layers(files, sequences(files), Recipe(16)))
+    nearest = Recipe(16, clips=False, compensates=False, passes=0)
+    plain = list(layer_quantizer.quantize_layers(files, sequences(files), nearest, scales=False))
+    assert len(layers) == len(plain) == 2
+    for layer, other in zip(layers, plain, strict=True):
+        assert all(error <= rounded for rounded, error in layer.errors.values())
+        assert layer.output_error < 0.8 * other.output_error
+
+
+@pytest.mark.parametrize("format_name", ["autoawq", "compressed-tensors"])
+def test_written_folder_runs_and_is_the_same_each_time(model: Path, tmp_path: Path, format_name: str) -> None:
+    for name in ("first", "second"):
+        reports = llm.quantize(model, tmp_path / name, [TEXT], format_name=format_name, **OPTIONS)
+        assert [report["layer"] for report in reports] == [0, 1]
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
+    assert first == second
+    settings = json.loads((tmp_path / "first" / "config.json").read_text())["quantization_config"]
+    assert settings["quant_method"] == ("awq" if format_name == "autoawq" else format_name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "first", "second"]
+    scores = [llm.load(folder, device="cpu").score(TEXT[:200]) for folder in (model, tmp_path / "first")]
+    assert scores[1].log_likelihood == pytest.approx(scores[0].log_likelihood, rel=0.05)
+
+
+def test_killed_run_resumes_with_the_same_result(llama: Path, tmp_path: Path) -> None:
+    llm.quantize(llama, tmp_path / "whole", [TEXT], **OPTIONS)
+
+    def stop(done: int, total: int, report: Any) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.quantize(llama, tmp_path / "parts", [TEXT], progress=stop, **OPTIONS)
+    assert not (tmp_path / "parts").exists()
+    with pytest.raises(FileExistsError, match="expected no unfinished work"):
+        llm.quantize(llama, tmp_path / "parts", [TEXT], **OPTIONS)
+    with pytest.raises(ValueError, match="expected unfinished work with the settings"):
+        llm.quantize(llama, tmp_path / "parts", [TEXT], resume=True, method="rtn", **OPTIONS)
+    seen: list[int] = []
+    llm.quantize(llama, tmp_path / "parts", [TEXT], resume=True, progress=lambda done, *_: seen.append(done), **OPTIONS)
+    assert seen == [1, 2]
+    whole, parts = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert whole == parts
+
+
+def invalid() -> Iterator[Any]:
+    yield {"method": "best"}, ValueError, r"^method: expected one of rtn"
+    yield {"format_name": "gguf"}, ValueError, r"^format_name: expected autoawq"
+    yield {"group_size": 24}, ValueError, r"^group_size: expected a divisor of .* such as 32, got 24$"
+    yield {"samples": 0}, ValueError, r"^samples, sequence_length: expected positive"
+    yield {"samples": 128}, ValueError, r"^texts: expected at least 4096 tokens, got \d+$"
+
+
+@pytest.mark.parametrize(("options", "error", "message"), list(invalid()))
+def test_invalid_settings_are_refused(
+    llama: Path, tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        llm.quantize(llama, tmp_path / "new", [TEXT], **{**OPTIONS, **options})
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_quantized_models_and_full_folders_are_refused(tmp_path: Path) -> None:
+    quantized = llm_models.folder(tmp_path / "quantized", llm_models.LLAMA)
+    with pytest.raises(CheckpointError, match="expected a model with dense weights, got a quantized one"):
+        llm.quantize(quantized, tmp_path / "new", [TEXT], **OPTIONS)
+    with pytest.raises(FileExistsError, match="expected a new or empty folder"):
+        llm.quantize(quantized, quantized, [TEXT], **OPTIONS)
+
+
+def test_tokenizer_that_loses_text_is_refused(llama: Path, tmp_path: Path) -> None:
+    import tokenizers
+
+    inner = llm_models.tokenizer()
+    inner.normalizer = tokenizers.normalizers.Replace(" ", "")
+    inner.save(str(llama / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"^tokenizer: expected the tokens of text 0 to decode to the text, got"):
+        llm.quantize(llama, tmp_path / "new", [TEXT], **OPTIONS)
+
+
+def test_sequences_are_spread_over_all_texts(llama: Path) -> None:
+    tokenizer = llm.read(llama).load_tokenizer()
+    found = model_quantizer.cut_sequences(tokenizer, ["a" * 80, "b" * 80], 2, 40)
+    assert tokenizer.decode(found[0]) == "a" * 40
+    assert tokenizer.decode(found[1]) == "b" * 40
+
+
+def test_command_quantizes_a_folder(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(TEXT)
+    options = ["--group-size", "16", "--samples", "4", "--sequence-length", "64", "--symmetric"]
+    arguments = ["quantize", str(llama), str(tmp_path / "new"), "--calibration", str(tmp_path / "texts"), *options]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[-1].startswith(f"{tmp_path / 'new'}: awq+gptq, group size 16, ")
+    assert main(arguments) == 2
+    assert "expected a new or empty folder" in capsys.readouterr().err
+    (tmp_path / "texts" / "a.txt").unlink()
+    assert main([*arguments[:2], str(tmp_path / "other"), *arguments[3:]]) == 2
+    assert "expected a folder of .txt or .md files, got none" in capsys.readouterr().err
+
+
+def test_score_compares_models_in_a_table(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT[:100])
+    assert main(["score", str(llama), str(llama), str(text), "--device", "cpu"]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == ["model", "tokens", "perplexity", "nats/token", "loss"]
+    assert first == second
+    assert first.split()[::4] == [str(llama), "+0.0000"]

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read mutated files of every reader in worker processes with limits of memory and time.
+
+A reader may accept a file or raise CheckpointError, ValueError, TypeError or OSError with the path in its message.
+Anything else is a finding: another exception, more memory than the limit, more time than the limit, or the end of the
+process. File number i of a reader is the same at every run:
+
+    python -m tests.tools.fuzz --files 10000              # all readers
+    python -m tests.tools.fuzz --reader gguf --only 1234  # one file again, with its traceback, kept in --keep FOLDER
+
+A reader is a `Reader` in `READERS`: to add one, give its seed files and a function that reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.tools.fuzz_mutations import mutate
+from tests.tools.fuzz_readers import READERS, Reader
+
+SECONDS = 5.0
+"""The longest time of one file."""
+
+MEMORY_BYTES = 1 << 30
+"""The address space that one file may add."""
+
+UNCHANGED = -1
+"""The number of a file that is not mutated."""
+
+ALLOWED = (ValueError, TypeError, OSError)
+"""The types of errors that a reader may raise; CheckpointError is a ValueError."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one file.
+
+    Attributes:
+        reader: the name of the reader.
+        number: the number of the file.
+        kind: "accepted" or the name of an exception; "hang" or "ended" for a process that had to be, or was, ended.
+        finding: the detail of a finding; "" for a good outcome.
+    """
+
+    reader: str
+    number: int
+    kind: str
+    finding: str
+
+
+def read_one(reader: Reader, folder: Path, number: int) -> Outcome:
+    """Mutate the reader's seed in ``folder`` and read it."""
+    rng = random.Random(f"{reader.name} {number}")
+    target = folder / rng.choice(reader.targets)
+    whole = target.read_bytes() if number != UNCHANGED else b""
+    if number != UNCHANGED:
+        target.write_bytes(mutate(whole, target.name, rng))
+    kind, finding = "accepted", ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reader.read(folder)
+    except ALLOWED as error:
+        kind = type(error).__name__
+        if str(folder) not in str(error):
+            finding = f"no path: {traceback.format_exc()[-1500:]}"
+        elif not str(error).isprintable() or len(str(error)) > 1500:
+            finding = f"unprintable or long: {str(error)[:300]!r}"
+    except BaseException as error:
+        kind, finding = type(error).__name__, traceback.format_exc()[-1500:]
+    finally:
+        if number != UNCHANGED:
+            target.write_bytes(whole)
+    return Outcome(reader.name, number, kind, finding)
+
+
+Jobs = Sequence[tuple[Reader, int]]
+"""The reader and the number of each file."""
+
+
+def _work(jobs: Jobs, output: int, root: Path) -> None:
+    """Read files one after the other, and write a line before and after each; runs in a worker process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)  # Rust prints its panics
+    folders: dict[str, Path] = {}
+    work = Path(tempfile.mkdtemp(dir=root))
+    for reader, number in jobs:
+        os.write(output, b"start\n")
+        if reader.name not in folders:
+            folders[reader.name] = Path(shutil.copytree(root / reader.name, work / reader.name))
+        outcome = read_one(reader, folders[reader.name], number)
+        os.write(output, json.dumps([outcome.kind, outcome.finding]).encode() + b"\n")
+
+
+class _Worker:
+    """A child process that reads its share of the files; a new one continues after a file that ended it."""
+
+    def __init__(self, jobs: Jobs, root: Path) -> None:
+        self.jobs, self.root, self.done = jobs, root, 0
+        self.start()
+
+    def start(self) -> None:
+        self.input, output = os.pipe()
+        self.buffer, self.since = b"", time.monotonic()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _work(self.jobs[self.done :], output, self.root)
+            finally:
+                os._exit(0)
+        os.close(output)
+
+    def finish(self, kind: str, finding: str) -> Outcome:
+        reader, number = self.jobs[self.done]
+        self.done += 1
+        self.since = time.monotonic()
+        return Outcome(reader.name, number, kind, finding)
+
+    def receive(self) -> Iterator[Outcome]:
+        """Yield the outcomes that the pipe holds; restart the process if it has ended or hangs."""
+        ready, _, _ = select.select([self.input], [], [], 0.05)
+        if ready and (data := os.read(self.input, 1 << 16)):
+            *lines, self.buffer = (self.buffer + data).split(b"\n")
+            for line in lines:
+                self.since = time.monotonic()
+                if line != b"start":
+                    yield self.finish(*json.loads(line))
+            return
+        hangs = not ready and time.monotonic() - self.since > SECONDS
+        if not ready and not hangs:
+            return
+        if hangs:
+            os.kill(self.pid, signal.SIGKILL)
+        status = self.close()
+        if self.done < len(self.jobs):
+            yield self.finish("hang" if hangs else "ended", f"after {SECONDS} s" if hangs else f"status {status}")
+            if self.done < len(self.jobs):
+                self.start()
+
+    def close(self) -> int:
+        """Wait for the process and return its status; once only."""
+        if self.pid == 0:
+            return 0
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.input)
+        self.pid = 0
+        return status
+
+
+def run(readers: Sequence[Reader], numbers: Sequence[int], workers: int = 2) -> list[Outcome]:
+    """Return the outcomes of the files of these numbers, of every reader."""
+    jobs = [(reader, number) for number in numbers for reader in readers]
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        for reader in readers:
+            (root / reader.name).mkdir()
+            reader.write(root / reader.name)
+        running = [_Worker(jobs[i::workers], root) for i in range(min(workers, len(jobs)))]
+        while running:
+            for worker in running:
+                outcomes.extend(worker.receive())
+            for worker in [worker for worker in running if worker.done == len(worker.jobs)]:
+                worker.close()
+                running.remove(worker)
+    return outcomes
+
+
+def summarize(outcomes: Sequence[Outcome]) -> str:
+    """Return the number of files by reader and kind."""
+    counts = collections.Counter((outcome.reader, outcome.kind) for outcome in outcomes)
+    return "\n".join(f"{reader:20} {kind:20} {count}" for (reader, kind), count in sorted(counts.items()))
+
+
+def main() -> int:
+    """Run the fuzzer and print its findings."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=10000)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first file")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--reader", action="append", choices=sorted(READERS), help="default: all")
+    parser.add_argument("--only", metavar="NUMBER", type=int, help="read one file of one reader in this process")
+    parser.add_argument("--keep", metavar="FOLDER", type=Path, help="with --only: write the files there")
+    options = parser.parse_args()
+    readers = [READERS[name] for name in options.reader or sorted(READERS)]
+    if options.only is not None:
+        with contextlib.ExitStack() as stack:
+            folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder.mkdir(exist_ok=True)
+            readers[0].write(folder)
+            print(read_one(readers[0], folder, options.only))
+        return 0
+    began = time.monotonic()
+    numbers = range(options.first, options.first + -(-options.files // len(readers)))
+    outcomes = run(readers, numbers, options.workers)
+    findings = [outcome for outcome in outcomes if outcome.finding]
+    for outcome in findings[:40]:
+        print(f"== {outcome.reader} {outcome.number}: {outcome.kind}\n{outcome.finding}")
+    print(summarize(outcomes))
+    print(f"{len(outcomes)} files, {len(findings)} findings, {time.monotonic() - began:.0f} s")
+    return int(bool(findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The readers that `fuzz` tries, each with its seed files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from cupy_awq import checkpoint, llm
+from cupy_awq.llm import ak48
+from cupy_awq.llm.build import build_model
+from cupy_awq.llm.numpy_ops import NumpyOps
+from tests import checkpoint_files, llm_models, test_formats, test_formats_gguf
+
+MESSAGES = [{"role": "user", "content": "Hi <|im_end|> é"}, {"role": "assistant", "content": "Ok."}]
+
+TEMPLATE = """{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] | trim }}{%- endif %}
+{%- set ns = namespace(last=messages | length - 1) %}
+{%- for message in messages[::-1] %}{% set index = messages | length - 1 - loop.index0 %}{% endfor %}
+{%- for message in messages %}
+    {%- if message.role in ['user', 'assistant'] and not loop.last or ns.last >= 0 %}
+        {%- set text = message.content.split('</think>')[-1].lstrip('\\n') %}
+        {{- '<|im_start|>' + message.role + '\\n' + text + '<|im_end|>' }}
+    {%- else %}{{ raise_exception('no ' ~ message.role) }}{% endif %}
+{%- endfor %}
+{%- macro line(x) %}{{ x | tojson }}{% endmacro %}{{ line({'a': [1, 'b']}) }}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader of untrusted files.
+
+    Attributes:
+        name: the name.
+        write: a function that writes the seed files into a folder.
+        targets: the names of the files, one of which is mutated.
+        read: a function that reads the folder as far as a program would.
+    """
+
+    name: str
+    write: Callable[[Path], object]
+    targets: tuple[str, ...]
+    read: Callable[[Path], object]
+
+
+def read_checkpoint(path: Path) -> None:
+    contents = checkpoint.read(path)
+    checkpoint.summarize(contents)
+    for name in contents:
+        contents[name]
+
+
+def read_model(path: Path) -> None:
+    files = llm.read(path)
+    build_model(files, NumpyOps(files.config, expand_weights=False))
+
+
+def read_tokenizer(path: Path) -> None:
+    tokenizer = llm.read(path).load_tokenizer()
+    stream = tokenizer.stream()
+    for token in tokenizer.encode("Hello <|im_end|> wörld\n 12")[:50]:
+        stream.step(token)
+    tokenizer.decode(tokenizer.encode_chat(MESSAGES)[:200])
+
+
+def _write_ak48(path: Path) -> None:
+    ak48.write(llm.read(llm_models.folder(path, llm_models.QWEN3)), path / "m.ak48")
+
+
+def _write_template(path: Path) -> None:
+    llm_models.folder(path, llm_models.LLAMA)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def _write_rope(path: Path) -> None:
+    rope = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "truncate": False,
+    }
+    llm_models.folder(path, {**llm_models.LLAMA, "rope_scaling": rope})
+    (path / "generation_config.json").write_text('{"eos_token_id": [256, 258]}')
+
+
+def _write_shards(path: Path) -> None:
+    checkpoint_files.sharded(path, [checkpoint_files.module("a"), checkpoint_files.module("b")])
+
+
+def _write_plain(path: Path) -> None:
+    save_file(
+        {"a": np.ones((4, 3), np.float16), "b": np.arange(5), "c": np.ones(0, np.float32)}, path / "m.safetensors"
+    )
+
+
+def _write_gguf(path: Path) -> None:
+    llm_models.gguf_file(path / "m.gguf", {"ffn_down": "Q8_0", "attn_v": "Q4_0"})
+
+
+def _write_gguf_kinds(path: Path) -> None:
+    kinds = ("Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "Q5_0")
+    names = ("attn_q", "attn_k", "attn_v", "ffn_up", "ffn_down", "other")
+    tensors = {
+        f"blk.0.{name}.weight": (kind, test_formats_gguf.random_blocks(kind, 8, 256))
+        for name, kind in zip(names, kinds, strict=True)
+    }
+    test_formats_gguf.write(path / "m.gguf", tensors, **test_formats_gguf.HEADS)
+
+
+def _first_cases() -> dict[str, dict[str, Any]]:
+    """Return the first recorded checkpoint of each format."""
+    cases: dict[str, dict[str, Any]] = {}
+    for case in test_formats.VECTORS:
+        if case["format"] != "gguf-q4_k":  # blocks without a file
+            cases.setdefault(case["format"], case)
+    return cases
+
+
+def _format_reader(name: str, case: dict[str, Any]) -> Reader:
+    def write(path: Path) -> None:
+        test_formats.saved(path, case)
+
+    if name == "llm-awq-v2":
+        return Reader(name, write, ("model-v2.pt",), lambda path: read_checkpoint(path / "model-v2.pt"))
+    return Reader(name, write, ("config.json", "model.safetensors"), read_checkpoint)
+
+
+def _all_readers() -> list[Reader]:
+    return [
+        Reader("safetensors", _write_plain, ("m.safetensors",), lambda path: read_checkpoint(path / "m.safetensors")),
+        Reader("shards", _write_shards, ("model.safetensors.index.json", "config.json"), read_checkpoint),
+        Reader("config.json", _write_rope, ("config.json", "config.json", "generation_config.json"), read_model),
+        Reader("model", lambda path: llm_models.folder(path, llm_models.QWEN2), ("model.safetensors",), read_model),
+        Reader(
+            "tokenizer.json",
+            lambda path: llm_models.folder(path, llm_models.LLAMA),
+            ("tokenizer.json", "tokenizer.json", "tokenizer_config.json"),
+            read_tokenizer,
+        ),
+        Reader("template", _write_template, ("chat_template.jinja",), read_tokenizer),
+        Reader("gguf", _write_gguf, ("m.gguf",), lambda path: read_model(path / "m.gguf")),
+        Reader("gguf tokenizer", _write_gguf, ("m.gguf",), lambda path: read_tokenizer(path / "m.gguf")),
+        Reader("gguf types", _write_gguf_kinds, ("m.gguf",), lambda path: read_checkpoint(path / "m.gguf")),
+        Reader("ak48", _write_ak48, ("m.ak48",), lambda path: read_model(path / "m.ak48")),
+        *(_format_reader(name, case) for name, case in _first_cases().items()),
+    ]
+
+
+READERS = {reader.name: reader for reader in _all_readers()}
+"""Every reader by its name."""
