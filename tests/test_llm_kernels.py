@@ -282,7 +282,7 @@ def chosen_by_kernels(
     host_tokens = np.full((m, 2), -7, np.int32)
     plan = llm.plan_sample_token(here, m, logits.shape[1], seed=sampling.seed, **options, advance=True)
     arrays = {"logits": logits, "seen": seen, "limits": limits, "tokens": tokens, "lengths": lengths}
-    arrays |= {"partials": np.zeros((m, llm.MAX_CHOOSE_CTAS), np.uint64), "counters": counters}
+    arrays |= {"partials": np.zeros((m, llm.MAX_SAMPLE_CTAS), np.uint64), "counters": counters}
     run(plan, {**arrays, "host_tokens": host_tokens})
     assert not counters.any()
     at = np.arange(m), (before + 1) % 2

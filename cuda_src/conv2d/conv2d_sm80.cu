@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     uint32_t b[kTilesN][2];
 #pragma unroll
     for (int pair = 0; pair < kTilesN / 2; ++pair) {
-      // 8 x 8 matrices 0, 1: outputs 0 .. 7, k 0 .. 7 and 8 .. 15; matrices 2, 3: outputs 8 .. 15.
+      // ldmatrix: matrices 0 and 1 are outputs 0 .. 7 at k 0 .. 7 and k 8 .. 15; matrices 2 and 3 are outputs 8 .. 15.
       const int from = warp_n + pair * 16 + lane / 16 * 8 + lane % 8;
       const int at = step * 2 + lane / 8 % 2;
       uint32_t words[4];
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int i = 0; i < kTilesM; ++i) {
-      // 8 x 8 matrices 0, 1: pixels 0 .. 7 and 8 .. 15, k 0 .. 7; matrices 2, 3: k 8 .. 15.
+      // ldmatrix: matrices 0 and 1 are pixels 0 .. 7 and 8 .. 15 at k 0 .. 7; matrices 2 and 3 are at k 8 .. 15.
       const int from = warp_m + i * 16 + lane % 16;
       const int at = step * 2 + lane / 16;
       uint32_t a[4];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //   y[b, i, j, co] = activation(bias[co] + sum over taps and channels of x * w), as in conv2d.cuh
-// by wgmma on sm_90a; weights are dequantized in registers. Weights [64 outputs, k] are operand A; pixels of x [k,
-// pixels], in the order in which TMA copies them, are operand B. K consists of units (conv2d_sm90.cuh).
+// by wgmma on sm_90a; weights are dequantized in registers. Operand A is the weight [64 outputs, k]; operand B is x
+// [k, pixels], in the order in which TMA copies pixels. K consists of units (conv2d_sm90.cuh).
 //
 //   codes       uint32 [unit][64-output tile][BITS / 4][128 threads][4]. With g = lane / 4 and t = lane % 4, a thread
 //               of warp w has rows 16 w + g and 16 w + g + 8. BITS 4: word s is for the s-th 16 k of the unit; its

@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) int8_to_fp16(const uint32_
     } else {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int byte = (e & 1) * 2 + (e >> 1);  // the byte that holds element e
+        const int byte = (e & 1) * 2 + (e >> 1);  // index of the byte that holds element e
         const int biased = static_cast<int>(word >> (byte * 8) & 255u);
         values.values[e] = from_float<half_t>(static_cast<float>(biased - 128));
       }

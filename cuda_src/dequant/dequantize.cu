@@ -67,7 +67,7 @@ struct Group : WordGroup<SCALE, kZeros, kAligned> {
     const uint32_t bits = __float_as_uint(sum);
     const bool inexact = error > 0.0f || error < 0.0f;  // false if the sum is infinite, where error is NaN
     if (!inexact || bits & 1u) return from_float<T>(sum);
-    // The neighbours of an even value are odd; the exact sum lies between it and the one on the error's side.
+    // If the rounded sum is even, take its odd neighbour on the side of the exact sum.
     const bool away = (error > 0.0f) == (sum > 0.0f);
     return from_float<T>(__uint_as_float(away ? bits + 1u : bits - 1u));
   }

@@ -25,9 +25,9 @@ __device__ constexpr int nibble_shift(int column) { return (column >> 1) * 4 + (
 // Returns a column's code.
 __device__ __forceinline__ uint32_t code(uint32_t word, int column) { return (word >> nibble_shift(column)) & 15u; }
 
-// Two codes minus their zero points, exactly, as two adjacent 16-bit values: `low` converts the codes at bits 0 and 16
-// of a word, `high` those at bits 4 and 20. `zero_low` and `zero_high` convert the zero points, at the same bits of
-// their word, to the operand that `low` and `high` take.
+// Two codes minus their zero points, exactly, as two adjacent 16-bit values. `low` converts the codes at bits 0 and 16
+// of a word, `high` those at bits 4 and 20; `zero_low` and `zero_high` convert the zero points at the same bits of
+// their word to the second argument of `low` and `high`.
 template <class T>
 struct Codes;
 
@@ -40,19 +40,19 @@ struct Codes<half_t> {
   static constexpr uint32_t kSixteenth = 0x2c002c00u;       // 2^-4: exponent -4 + 15 = 11, 11 << 10
   static constexpr uint32_t kMinusSixteenth = 0xac00ac00u;  // -2^-4
 
-  // 1024 + z
+  // Returns 1024 + z.
   static __device__ __forceinline__ uint32_t zero_low(uint32_t word) {
     return ptx::lop3_and_or(word, 0x000f000fu, kMagic);
   }
-  // (1024 + 16 z) / -16 = -(64 + z)
+  // Returns (1024 + 16 z) / -16 = -(64 + z).
   static __device__ __forceinline__ uint32_t zero_high(uint32_t word) {
     return ptx::fma_f16x2(ptx::lop3_and_or(word, 0x00f000f0u, kMagic), kMinusSixteenth, 0u);
   }
-  // (1024 + q) - (1024 + z)
+  // Returns q - z = (1024 + q) - (1024 + z).
   static __device__ __forceinline__ uint32_t low(uint32_t word, uint32_t zero) {
     return ptx::sub_f16x2(ptx::lop3_and_or(word, 0x000f000fu, kMagic), zero);
   }
-  // (1024 + 16 q) / 16 - (64 + z)
+  // Returns q - z = (1024 + 16 q) / 16 - (64 + z).
   static __device__ __forceinline__ uint32_t high(uint32_t word, uint32_t zero) {
     return ptx::fma_f16x2(ptx::lop3_and_or(word, 0x00f000f0u, kMagic), kSixteenth, zero);
   }
@@ -70,17 +70,17 @@ struct Codes<bfloat16_t> {
   static constexpr uint32_t kOne = 0x3f803f80u;    // 1.0: exponent 127, 127 << 7
   static constexpr uint32_t kSigns = 0x80008000u;  // the sign bits
 
-  // -(128 + z)
+  // Returns -(128 + z).
   static __device__ __forceinline__ uint32_t zero_low(uint32_t word) {
     return ptx::lop3_and_or(word, 0x000f000fu, kMagic | kSigns);
   }
   static __device__ __forceinline__ uint32_t zero_high(uint32_t word) { return zero_low(word >> 4); }
-  // (128 + q) - (128 + z)
+  // Returns q - z = (128 + q) - (128 + z).
   static __device__ __forceinline__ uint32_t low(uint32_t word, uint32_t zero) {
     return ptx::fma_bf16x2(ptx::lop3_and_or(word, 0x000f000fu, kMagic), kOne, zero);
   }
   static __device__ __forceinline__ uint32_t high(uint32_t word, uint32_t zero) { return low(word >> 4, zero); }
-  // Adding -0 keeps the sign of a product that is zero.
+  // Multiplies by an fma with -0, which keeps the sign of a zero product.
   static __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) { return ptx::fma_bf16x2(a, b, kSigns); }
   static __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
     return ptx::fma_bf16x2(a, b, c);

@@ -239,7 +239,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     }
 #pragma unroll
     for (int pair = 0; pair < kTilesM / 2; ++pair) {
-      // Matrices 0 and 1: rows 0 .. 7 of x, k < 8 and k >= 8; matrices 2 and 3: rows 8 .. 15.
+      // ldmatrix: matrices 0 and 1 are rows 0 .. 7 of x at k 0 .. 7 and k 8 .. 15; matrices 2 and 3 are rows 8 .. 15.
       const int row = pair * 16 + lane / 16 * 8 + lane % 8;
       const int chunk = step * 2 + lane / 8 % 2;
       uint32_t b[4];

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   const int warpgroup = warp % kConsumerWarps / 4;
   float accumulators[kM64Tiles][kAccumulators] = {};
 
-  // The shared addresses of this lane's operands in the first weight tile of its warpgroup, stage 0.
+  // Shared addresses of this lane's operands in stage 0, in the first weight tile of its warpgroup.
   struct Operands {
     uint32_t codes, scales, zeros;
   };

@@ -97,9 +97,9 @@ class XRing {
   static constexpr int kStages = X_STAGES;
   static constexpr uint32_t kStageBytes = kXRows * kXChunks * 16;
   static constexpr uint32_t kRingBytes = kStages * kStageBytes;
-  static constexpr int kConsumerSize = kConsumerWarps * 32;        // threads
+  static constexpr int kConsumerSize = kConsumerWarps * 32;        // threads per consumer
   static constexpr int kRowLanes = kXChunks < 32 ? kXChunks : 32;  // threads that copy one row
-  // Rows that the consumer copies in one pass: a power of two, so that a thread's chunks are a constant apart.
+  // Rows that the consumer copies in one pass; a power of two gives a thread's chunks a constant distance.
   static constexpr int kPassRows =
       last_power_of_two(kXRows * kRowLanes < kConsumerSize ? kXRows : kConsumerSize / kRowLanes);
   static constexpr int kCopiesNothing = -kXRows;  // less than any value of rows_left_

@@ -110,8 +110,8 @@ ASSERT_SHARED_BYTES(SharedStorage);
 struct Tile {
   SharedStorage shared;
   int n_block;
-  int m_begin;      // the first row of x that is multiplied
-  int store_begin;  // the first row that is stored: rows above it belong to the preceding tile (tma.cuh)
+  int m_begin;      // the first row of x in the tile
+  int store_begin;  // the first row that is stored; the preceding tile stores rows above it (tma.cuh)
   uint32_t split;   // the CTA's rank in its cluster
   int k_tile_begin;
   int k_tile_end;

@@ -58,8 +58,8 @@ struct TileColumns {
 
 // A lane's scales and zero points of one group, for columns g and g + 8 of 16.
 struct Group {
-  uint32_t scales;  // two SCALE
-  uint32_t zeros;   // two bytes
+  uint32_t scales;  // two values of type SCALE
+  uint32_t zeros;   // two zero points, a byte each
 
   // `scales` and `zeros` are shared addresses of this lane's values in the weight tile's first group.
   static __device__ __forceinline__ Group load_shared(uint32_t scales, uint32_t zeros, int group) {

@@ -35,7 +35,7 @@ constexpr int kCheckSteps = X_BLOCKS == 1 ? kBlockK / kStepK : 1;
 constexpr int kXBytes = kBlockM * kBlockK;
 constexpr int kUnitsN = kBits;  // 16-byte chunks per row of the weight
 constexpr int kWeightBytes = kBlockN * kUnitsN * 16;
-constexpr int kXParameters = kXBytes + kWeightBytes;  // byte offset in a stage
+constexpr int kXParameters = kXBytes + kWeightBytes;  // byte offset of sA, oA, sumA in a stage
 constexpr int kWeightParameters = kXParameters + kXBlocks * 3 * kBlockM * 4;
 constexpr int kStageBytes = kWeightParameters + kXBlocks * 3 * kBlockN * 4;
 constexpr int kAccumulators = kTilesM * kTilesN * 4;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     if constexpr (kBits == 8) {
 #pragma unroll
       for (int pair = 0; pair < kTilesN / 2; ++pair) {
-        // 8 x 8 matrices of 16-byte rows 0, 1: columns 0 .. 7, k 0 .. 15 and 16 .. 31; matrices 2, 3: columns 8 .. 15.
+        // ldmatrix: matrices 0 and 1 are columns 0 .. 7 at k 0 .. 15 and 16 .. 31; 2 and 3 are columns 8 .. 15.
         const int row = warp_n + pair * 16 + lane / 16 * 8 + lane % 8;
         const int unit = step * 2 + lane / 8 % 2;
         uint32_t words[4];
@@ -204,7 +204,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     }
 #pragma unroll
     for (int i = 0; i < kTilesM; ++i) {
-      // Matrices 0, 1: rows 0 .. 7 and 8 .. 15, k 0 .. 15; matrices 2, 3: k 16 .. 31.
+      // ldmatrix: matrices 0 and 1 are rows 0 .. 7 and 8 .. 15 at k 0 .. 15; matrices 2 and 3 are at k 16 .. 31.
       const int row = warp_m + i * 16 + lane % 16;
       const int unit = step * 2 + lane / 16;
       uint32_t a[4];
@@ -236,7 +236,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
       const int step_end = tile * kBlockK + (step + 1) * kStepK;
       matmul(stage, step);
       if ((step + 1) % kCheckSteps != 0) continue;
-      // Codes past k are 0, and so are their products.
+      // Past k all codes and products are 0.
       const bool is_end = step_end >= block_end && step_end - kCheckSteps * kStepK < block_end;
       const bool is_last = step == kBlockK / kStepK - 1 && tile + 1 == tile_end;
       if (is_end || is_last) {

@@ -77,6 +77,8 @@ ASSERT_SHARED_BYTES(SharedStorage);
 
 using State = PipelineState<kStages>;
 
+static_assert(kBandRows % kClusterSize == 0, "a band has whole rows of units");
+
 // The tile scheduler of a persistent cluster, whose CTAs have adjacent rows.
 struct TileScheduler : PersistentTileScheduler<kClusterSize> {
   int m_blocks, n_blocks;  // the matrix of units; a unit is a tile of each CTA

@@ -25,7 +25,7 @@ constexpr int kWarps = kLanes / 32;
 constexpr int kStride = kLanes * kValues;
 constexpr int kRounds = ROUNDS;  // rounds in which LANES lanes cover a block
 constexpr int kKept = kRounds <= 4 ? kRounds : 1;
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23, whose lowest mantissa bit is worth 1
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds a value to an integer in the low mantissa bits
 
 static_assert(kLanes <= 32 ? 32 % kLanes == 0 : kLanes == kThreads, "the lanes are part of a warp, or the whole CTA");
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ float round_code(float ratio) {
   return fabsf(ratio - whole) >= 0.5f ? whole + copysignf(1.0f, ratio) : whole;
 }
 
-// Returns sum plus the four codes of a word.
+// Returns sum plus the four int8 codes of a word.
 __device__ __forceinline__ int32_t add_codes(uint32_t word, int32_t sum) {
 #if __CUDA_ARCH__ >= 610
   return __dp4a(static_cast<int>(word), 0x01010101, sum);

@@ -31,7 +31,7 @@ constexpr int kHeadTiles = ceil_div(kHeads, 8);  // n8 tiles of acc^T
 static_assert(kWarpKeys % 16 == 0 && MIN_SPLIT_KEYS % kWarpKeys == 0, "one mma sums over 16 keys");
 static_assert(kHeadDim % 64 == 0 && kHeads <= 16, "lanes load whole chunks, and one mma has rows for 16 heads");
 
-using Chunk = Vector<uint32_t, 4>;  // 8 values
+using Chunk = Vector<uint32_t, 4>;  // 8 values of type X
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     decode_attention_sm80(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,

@@ -29,7 +29,7 @@ constexpr int kColumns = 8 * kTiles;
 constexpr int kWarpK = 32 * kSteps;
 constexpr int kPassK = kWarps * kWarpK;  // k per pass of all warps
 
-using Chunk = Vector<uint32_t, 4>;  // 8 values
+using Chunk = Vector<uint32_t, 4>;  // 8 values of type X
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_sm80(const X* x, const X* w, const float* bias, Y* y, int m, int n, int k) {

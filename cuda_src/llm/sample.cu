@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     limit = find_threshold(values, vocab, top_k, [](float) { return 1ull; }, radix_select);
   }
   if (top_p < 1.0f) {
-    // The probability relative to the highest one, in units of 2^-40.
+    // The probability relative to the highest one, as an integer in units of 2^-40.
     auto mass = [&](float value) {
       return value >= limit ? static_cast<unsigned long long>(expf(value - top) * 1.099511627776e12f) : 0ull;
     };

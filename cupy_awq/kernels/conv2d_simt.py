@@ -39,7 +39,7 @@ class Conv2dSimtConfig:
 
 
 def refuse(problem: Convolution, device: Device) -> str | None:
-    """Return why the family cannot solve the problem or which family supersedes it, or None if it is a candidate."""
+    """Return why the family cannot solve the problem or which family supersedes it; None if neither."""
     if refuse_tensor_cores(problem, device) is None:
         return "is replaced by the tensor-core kernels, which take this problem"
     return refuse_activation(problem)

@@ -85,7 +85,7 @@ class Conv2dSm80Config:
 
 
 def refuse(problem: Convolution, device: Device) -> str | None:
-    """Return why the family cannot solve the problem or which family supersedes it, or None if it is a candidate."""
+    """Return why the family cannot solve the problem or which family supersedes it; None if neither."""
     reason = refuse_tensor_cores(problem, device)
     if reason is None and conv2d_sm90.refuse(problem, device) is None:
         return f"is replaced by {conv2d_sm90.NAME}"

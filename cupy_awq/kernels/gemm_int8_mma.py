@@ -87,7 +87,7 @@ class GemmInt8Mma:
         self._stages = stages
 
     def refuse(self, problem: Int8Problem, device: Device) -> str | None:
-        """Return why the family cannot solve the problem or which family supersedes it, or None if it is a candidate."""
+        """Return why the family cannot solve the problem or which family supersedes it; None if neither."""
         least = FP8_ARCH if problem.fp8 else self._arch
         if device.arch < least:
             return f"needs sm_{least} or newer, not sm_{device.arch}"

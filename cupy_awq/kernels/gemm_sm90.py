@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_sm90``: Hopper's tensor cores on the repacked weight, for few rows of x up to a few hundred.
+"""``gemm_sm90``: GEMM on Hopper's tensor cores with a repacked weight, for M from 1 to a few hundred.
 
-Two kernels: ``gemm_sm90.cu`` (wgmma) and, up to 16 rows, ``gemm_sm90_mma.cu`` (mma).
+The family has two kernels: ``gemm_sm90.cu`` (wgmma) and, for M <= 16, ``gemm_sm90_mma.cu`` (mma.sync).
 """
 
 from __future__ import annotations
@@ -34,53 +34,62 @@ NAME = "gemm_sm90"
 WGMMA, MMA = "gemm_sm90", "gemm_sm90_mma"
 """The names of the two kernels."""
 MMA_MAX_M = 16
-"""The largest M of the mma kernel."""
+"""The largest M that the mma kernel supports."""
 WGMMA_MIN_M = 9
-"""The smallest M of the wgmma kernel, which takes as long for one row as for 16 and is slower below."""
+"""The smallest M for the wgmma kernel; below it the mma kernel is faster."""
 MAX_FUSED_ROWS = 32
-"""The largest M of a GEMM with a `Fusion`; fusing 32 rows saves 1% of a decoder layer on an H100."""
+"""The largest M of a GEMM with a `Fusion`; at M = 32, fusion saves only 1% of a decoder layer's time on an H100."""
 SQUARE_SUM_COLUMNS = 32
-"""The columns of the residual stream per element of ``square_sums``; kSquareSumColumns of the kernel."""
+"""The number of residual-stream columns per element of ``square_sums``; the same as kSquareSumColumns in CUDA."""
 FUSION_BUFFERS = ("h", "norm_weight", "square_sums", "previous_inverse_rms", "inverse_rms")
-"""The buffers that a launch with a `Fusion` takes besides those of a GEMM; `residual_stream.cuh` describes them."""
+"""The additional buffers of a launch with a `Fusion`; ``cuda_src/hopper/residual_stream.cuh`` describes them."""
 REGISTERS_PER_SM, THREADS_PER_SM = 65536, 2048
-"""The limits of an SM."""
+"""The numbers of 32-bit registers and of resident threads per SM."""
 RESERVED_BYTES = 1024
-"""The shared memory that the system takes for each CTA."""
+"""The shared memory that the CUDA driver reserves per CTA, in bytes."""
 
 
 @dataclass(frozen=True)
 class GemmSm90Costs:
-    """The fitted constants of the cost models, for an H100.
+    """Constants of the two cost models, fitted on an H100: one for ``block_m`` <= 16, one for larger tiles.
 
-    For M <= 16 they are fitted to 2443 times of 36 shapes with group size 128, for larger M to 4902 times of 39 shapes
-    with 32 to 128 rows and group sizes of 32, 64 and 128. The fits are 11% and 8% off (root mean square, weighted to
-    the faster configurations). For shapes left out of the fit the first choice takes 1.10 and 1.03 times as long as the
-    best one (geometric mean).
+    The first is fitted to 2443 measured times of 36 shapes with group size 128, the second to 4902 measured times of 39
+    shapes with 32 <= M <= 128 and group sizes 32, 64 and 128. The RMS errors are 11% and 8%, where faster
+    configurations have a larger weight. On shapes left out of the fit, the configuration that the model ranks first is
+    10% and 3% slower than the best one (geometric mean).
 
     Attributes:
-        k_tile_ns: (M <= 16) time of one consumer for one k tile, by ``x_rows`` (0: wgmma).
-        refill_ns: (M <= 16) time from the release of a stage until it is full again.
-        stream_factor: (M <= 16) time to read the weight, relative to the nominal bandwidth.
-        launch_us: (M <= 16) launch and epilogue, by kernel.
-        reduction_us, crowded_us, uneven_us: (M <= 16) split-K; CTAs of the next kernel that find no free SM; a number
-            of CTAs that is no multiple of the SM count.
-        clock: (larger M) cycles in a microsecond.
-        busy, busy_row: cycles in which a k tile of 8 columns occupies the tensor cores and the schedulers; and its
-            increase for each two rows of x.
-        busy_alone: cycles more where a single consumer leaves the tensor cores idle while it dequantizes.
-        latency: cycles from the start of a copy until it has landed.
-        l2_bytes: bytes per cycle from L2 to an SM.
-        weight_bytes: bytes of a weight with its scales, in the stage of a k tile.
-        alone, scaled_min, scaled_row, exact, exact_row: cycles of a consumer that has the SM to itself for one k tile;
-            for each of its 64 columns at least; for each two rows of x; the same for accumulators that are scaled.
-        wave_us: start and epilogue of each CTA.
-        scaled_exposed, exact_exposed: fraction of the shorter one of reading and computing that the other one does not
-            hide.
-        prefetch_us, prefetch_crowded_us: launch with PREFETCH_WEIGHTS; and its increase if no free SM is left.
-        late_us, late_crowded_us: the same without PREFETCH_WEIGHTS.
-        wave_reduction_us: split-K, for each wave.
-        x_bytes_us: bytes of x that all SMs read in a microsecond.
+        k_tile_ns: (``block_m`` <= 16) compute time per k tile of a consumer, in nanoseconds, by ``x_rows`` (0: wgmma).
+        refill_ns: (``block_m`` <= 16) time from the release of a stage until it is full again, in nanoseconds.
+        stream_factor: (``block_m`` <= 16) time to read the weight, relative to the time at the nominal bandwidth.
+        launch_us: (``block_m`` <= 16) launch overhead and epilogue by kernel, in microseconds.
+        reduction_us: (``block_m`` <= 16) split-K reduction, in microseconds.
+        crowded_us: (``block_m`` <= 16) delay if no CTA of the next kernel can be resident yet, in microseconds.
+        uneven_us: (``block_m`` <= 16) delay if the number of CTAs is no multiple of the SM count, in microseconds.
+        clock: (larger ``block_m``, as all below) SM clock in MHz.
+        busy: tensor-core and issue cycles per k tile and 8 columns.
+        busy_row: increase of ``busy`` per two rows of the CTA tile, in cycles.
+        busy_alone: additional cycles per k tile if a single consumer dequantizes while the tensor cores idle.
+        latency: latency of a copy to shared memory, in cycles.
+        l2_bytes: L2 bandwidth per SM, in bytes per cycle.
+        weight_bytes: bytes per weight, including scales and zero points.
+        alone: fixed cycles per k tile of a consumer that is alone on its SM.
+        scaled_min: minimum cycles per k tile and wgmma m64 tile of that consumer, with ``scaled``.
+        scaled_row: cycles per k tile, m64 tile and two rows of the CTA tile, with ``scaled``.
+        exact: cycles per k tile and m64 tile of that consumer, without ``scaled``.
+        exact_row: increase of ``exact`` per two rows of the CTA tile, in cycles.
+        wave_us: start-up and epilogue of a CTA, in microseconds.
+        scaled_exposed: fraction of the shorter one of read and compute time that the longer one does not hide, with
+            ``scaled``.
+        exact_exposed: the same fraction without ``scaled``.
+        prefetch_us: launch overhead with ``prefetch_weights``, in microseconds.
+        prefetch_crowded_us: delay with ``prefetch_weights`` if no CTA of the next kernel can be resident yet, in
+            microseconds.
+        late_us: launch overhead without ``prefetch_weights``, in microseconds.
+        late_crowded_us: delay without ``prefetch_weights`` if no CTA of the next kernel can be resident yet, in
+            microseconds.
+        wave_reduction_us: split-K reduction per wave, in microseconds.
+        x_bytes_us: bandwidth at which all SMs together read x, in bytes per microsecond.
     """
 
     k_tile_ns: dict[int, int] = field(default_factory=lambda: {0: 185, 1: 300, 2: 353, 4: 364, 8: 391, 16: 674})
@@ -118,22 +127,24 @@ COSTS = GemmSm90Costs()
 
 @dataclass(frozen=True)
 class GemmSm90Config:
-    """One way to launch ``gemm_sm90.cu`` or ``gemm_sm90_mma.cu``.
+    """A configuration of ``gemm_sm90.cu`` or ``gemm_sm90_mma.cu``.
 
     Attributes:
         name: the kernel, WGMMA or MMA.
-        block_m: rows of a CTA tile.
-        weight_tiles: weight tiles of 32 columns side by side in a CTA tile.
-        m64_tiles: wgmma tiles of 64 columns that a warpgroup computes; 1 with mma, where a warp computes 32 columns.
-        consumers: groups of warps that take turns at the pipeline stages.
-        stages: pipeline stages.
-        split_k: CTAs of a cluster, which share a tile along k.
-        k_tiles: weight tiles along k in a stage.
-        ctas_per_sm: CTAs that fit on an SM at the same time.
-        x_rows, x_stages: (mma) rows of x in shared memory, a power of two, and stages of x of each consumer.
-        scaled: (wgmma) whether weights are scaled before they are multiplied, rounded once, or accumulators after it.
-        prefetch_weights: whether the weights of all stages are copied before the wait for the preceding kernel, or only
-            those of the first. x waits behind them, which delays a CTA that starts late.
+        block_m: number of rows per CTA tile.
+        weight_tiles: number of weight tiles along n per CTA tile, each of 32 columns.
+        m64_tiles: number of wgmma m64 tiles (64 columns of y each) per warpgroup; 1 with mma.
+        consumers: number of groups of warps that take turns at the pipeline stages.
+        stages: number of pipeline stages.
+        split_k: number of CTAs per cluster, which divide K of one tile among them.
+        k_tiles: number of weight tiles along k per pipeline stage, each of 128 rows of W.
+        ctas_per_sm: number of resident CTAs per SM for which the kernel is compiled.
+        x_rows: (mma) number of rows of x in shared memory, a power of two; 0 with wgmma.
+        x_stages: (mma) number of pipeline stages of x per consumer; 0 with wgmma.
+        scaled: (wgmma) whether weights are multiplied by their scale and rounded before the wgmma; else the
+            accumulators are scaled after it.
+        prefetch_weights: whether the weights of all stages are copied before the wait for the preceding kernel (PDL);
+            else only those of the first stage. Copies of x are queued after these, which delays a CTA that starts late.
     """
 
     name: str
@@ -152,40 +163,40 @@ class GemmSm90Config:
 
     @property
     def block_n(self) -> int:
-        """The columns of a CTA tile."""
+        """The number of columns per CTA tile."""
         return self.weight_tiles * WEIGHT_TILE_N
 
     @property
     def consumer_warps(self) -> int:
-        """The warps of a consumer."""
+        """The number of warps per consumer."""
         return self.weight_tiles if self.name == MMA else self.weight_tiles // (2 * self.m64_tiles) * 4
 
     @property
     def consumer_registers(self) -> int:
-        """The registers of a consumer's thread after setmaxnreg; 0 if the producer is one warp, without setmaxnreg."""
+        """The number of registers per consumer thread after setmaxnreg; 0 if the kernel does not use setmaxnreg."""
         if self.name == MMA or self.block_m < 64:
             return 0
         return {8: 232, 12: 152}.get(self.consumers * self.consumer_warps, 0)
 
     @property
     def x_stage_bytes(self) -> int:
-        """The bytes of x that the producer copies in a stage; 0 with mma, whose consumers copy x."""
+        """The size in bytes of x in a pipeline stage; 0 with mma, whose consumers copy x into their own stages."""
         return 0 if self.name == MMA else self.block_m * self.k_tiles * WEIGHT_TILE_K * 2
 
     @property
     def x_ring_bytes(self) -> int:
-        """The bytes of all stages of x."""
+        """The size in bytes of all pipeline stages of x."""
         if self.name == MMA:
             return self.consumers * self.x_stages * self.x_rows * self.k_tiles * WEIGHT_TILE_K * 2
         return self.stages * self.x_stage_bytes
 
     def threads(self, problem: Problem) -> int:
-        """Return the threads of a CTA: consumers, the producer and, with mma, a warp for the factors of RMSNorm."""
+        """Return the number of threads per CTA: consumers, producer and, with mma, a warp for the RMSNorm factors."""
         others = 4 if self.consumer_registers else 2 if self.name == MMA and problem.rms_norms_x else 1
         return (self.consumers * self.consumer_warps + others) * 32
 
     def shared_bytes(self, problem: Problem) -> int:
-        """Return the dynamic shared memory of a CTA; ``SharedStorage`` of the kernel asserts it."""
+        """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
         stage = self.weight_tiles * self.k_tiles * RepackedLayout.of(problem).weight_tile_bytes + 16
         stages = self.x_ring_bytes + self.stages * stage
         accumulators = self.consumers * self._accumulator_bytes(self.block_m)
@@ -194,7 +205,7 @@ class GemmSm90Config:
         return max(stages, accumulators) + received + (owned * 4 if problem.rms_norms_x else 0)
 
     def _accumulator_bytes(self, rows: int) -> int:
-        """Return the bytes of the accumulators of some rows of the tile, as ``AccumulatorBlocks`` has them."""
+        """Return the size in bytes of the accumulators of ``rows`` rows in the layout of CUDA's AccumulatorBlocks."""
         return ceil_div(rows, 8) * (self.block_n // 16) * (8 * min(4, rows // 2) * 4 + 8) * 4
 
     def tiles(self, problem: Problem) -> tuple[int, int]:
@@ -202,21 +213,21 @@ class GemmSm90Config:
         return ceil_div(problem.m, self.block_m), ceil_div(problem.n, self.block_n)
 
     def grid(self, problem: Problem, device: Device) -> tuple[int, int, int]:
-        """Return the grid: CTAs of the tiles and, where few make it a CTA for each SM, padding CTAs.
+        """Return the grid: the CTAs of all tiles and, if these are slightly fewer than the SMs, padding CTAs.
 
-        With 128 tiles and 132 SMs they make 4096 x 4096 at 8 rows 1.16 times as fast on an H100.
+        With 128 tiles on the 132 SMs of an H100, padding speeds up K = N = 4096 at M = 8 by 16%.
         """
         m_blocks, n_blocks = self.tiles(problem)
         ctas, whole = n_blocks * self.split_k, device.sm_count // self.split_k * self.split_k
         return whole if m_blocks == 1 and 0.9 * whole < ctas < whole else ctas, m_blocks, 1
 
     def capacity(self, problem: Problem, device: Device) -> int:
-        """Return the number of CTAs that fit on all SMs at the same time."""
+        """Return the largest number of CTAs that can be resident on the GPU at the same time."""
         fitting = device.shared_bytes_per_sm // (self.shared_bytes(problem) + RESERVED_BYTES)
         return device.sm_count * max(1, min(fitting, THREADS_PER_SM // self.threads(problem)))
 
     def crowding(self, problem: Problem, device: Device) -> float:
-        """Return the fraction of the next kernel's CTAs for which no SM has space beside these, 0 to 1."""
+        """Return the fraction (0 to 1) of the next kernel's CTAs that cannot become resident while this launch runs."""
         free = self.capacity(problem, device) / math.prod(self.grid(problem, device)) - 1
         return 1 - min(1.0, max(0.0, free))
 
@@ -230,9 +241,9 @@ def refuse(problem: Problem, device: Device) -> str | None:
 
 
 def configs(problem: Problem, device: Device) -> list[GemmSm90Config]:
-    # Short K leaves fewer consumers, so some configurations occur twice.
+    # A small K reduces the number of consumers, so some configurations occur twice.
     found = dict.fromkeys([*_mma_configs(problem, device), *_wgmma_configs(problem, device)])
-    # A gated tile has as many weight tiles of the gate as of the up projection.
+    # A CTA tile of a gated problem has as many weight tiles of the gate as of the up projection.
     return [config for config in found if not (problem.gated and config.weight_tiles % 2)]
 
 
@@ -257,26 +268,26 @@ def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]
         if block_m > rows or block_m < min(rows, 64):
             continue
         k_tile_counts = (1, 2, 4) if block_m == 16 else (1, 2) if block_m <= 64 else (1,)
-        # An H100 runs only 30 clusters of four at a time, and multicast of x in clusters of two gains nothing.
+        # Clusters of 4 are not tried: only 30 are resident on an H100. Multicast of x in clusters of 2 gains nothing.
         for m64_tiles, warpgroups, consumers, split_k, k_tiles in itertools.product(
             (1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2), k_tile_counts
         ):
             if k_tiles == 4 and (m64_tiles, warpgroups, consumers) != (1, 2, 1):
-                continue  # up to 1.28 times as slow
+                continue  # up to 28% slower
             if consumers * split_k * k_tiles > all_k_tiles:
                 continue
             weight_tiles = warpgroups * m64_tiles * 2
             config = GemmSm90Config(WGMMA, block_m, weight_tiles, m64_tiles, consumers, 0, split_k, k_tiles)
             can_scale = block_m >= 64 and not (problem.dtype == "float16" and problem.wide_scales)
-            # Accumulators of groups shorter than a weight tile are waited for one by one: up to 1.39 times as slow.
+            # With several groups per weight tile, each waits for its own wgmmas: up to 39% slower.
             has_short_groups = problem.group_size < WEIGHT_TILE_K
             if not (can_scale and has_short_groups):
-                # Accumulators, those of a group, operand A of a group, and about 30 more registers.
+                # Registers: accumulators of y and of one group, operand A of one group, and about 30 others.
                 yield from _with_most_stages(config, problem, device, block_m * (m64_tiles + 1) // 2 + 62)
-            # Two more instructions for each pair of weights: up to 1.23 times as slow at 64 rows.
+            # Split scales take two more instructions per pair of weights: up to 23% slower with block_m = 64.
             is_costly = has_split_scales(problem) and not has_short_groups and block_m == 64
             if can_scale and not (has_short_groups and k_tiles > 1) and not is_costly:
-                # With four registers fewer for two tiles, ptxas serializes wgmma.
+                # With 4 registers fewer for two m64 tiles, ptxas would serialize the wgmmas.
                 registers = block_m * m64_tiles // 2 + (86 if m64_tiles == 1 else 90)
                 yield from _with_most_stages(replace(config, scaled=True), problem, device, registers)
 
@@ -284,16 +295,16 @@ def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]
 def _with_most_stages(
     config: GemmSm90Config, problem: Problem, device: Device, registers: int
 ) -> Iterator[GemmSm90Config]:
-    """Yield a configuration with as many stages as let two CTAs, or one, share an SM.
+    """Yield the configuration with the most stages for which 2 CTAs per SM are resident, and the same for 1 CTA per SM.
 
-    ``registers`` are those that a consumer's thread needs.
+    ``registers`` is the number of registers that a consumer thread needs.
     """
     all_k_tiles = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.split_k)
-    # A stage belongs to one consumer; more stages than iterations are useless.
+    # Each stage belongs to one consumer; more stages than iterations are useless.
     enough = ceil_div(all_k_tiles, config.consumers * config.k_tiles)
     stages_each = range(1 if config.consumers > 1 and not config.scaled else 2, max(3, enough + 1))
     for ctas_per_sm in (2, 1):
-        # Warps are distributed to four schedulers.
+        # An SM distributes the warps of a CTA to four schedulers.
         warps = ceil_div(config.threads(problem) // 32, 4) * 4
         available = REGISTERS_PER_SM // (warps * 32 * ctas_per_sm) // 8 * 8
         limit = min(device.shared_bytes_per_sm // ctas_per_sm - RESERVED_BYTES, device.shared_bytes_per_block)
@@ -310,14 +321,14 @@ def _with_most_stages(
 
 
 def _with_stages(config: GemmSm90Config, ctas_per_sm: int, stages_each: int) -> GemmSm90Config:
-    """Return the configuration with ``stages_each`` stages for each consumer."""
+    """Return the configuration with ``stages_each`` stages per consumer."""
     return replace(config, stages=stages_each * config.consumers, ctas_per_sm=ctas_per_sm)
 
 
 def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan:
-    """Return the launch.
+    """Return the launch plan.
 
-    Its buffers: weight (`RepackedLayout`), bias, residual, y, x, and FUSION_BUFFERS with a `Fusion`.
+    Its buffers are weight (`RepackedLayout`), bias, residual, y, x, and FUSION_BUFFERS with a `Fusion`.
     """
     defines: tuple[tuple[str, int | str], ...] = (
         *repacked_defines(problem),
@@ -377,9 +388,9 @@ def estimate_us(config: GemmSm90Config, problem: Problem, device: Device) -> flo
 
 
 def _estimate_few_rows_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
-    """Return the time of the launch and of reading, computing and refilling stages, which overlap.
+    """Return the run time in microseconds: launch overhead plus read, compute and refill time, which overlap.
 
-    In a chain of kernels the next kernel's CTAs start as soon as they find space, each with the weights of its stages.
+    The model includes the next kernel's CTAs, which prefetch their weights as soon as they become resident (PDL).
     """
     ctas = math.prod(config.grid(problem, device))
     k_tiles = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.split_k)
@@ -397,13 +408,13 @@ def _estimate_few_rows_us(config: GemmSm90Config, problem: Problem, device: Devi
 
 
 def _estimate_many_rows_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
-    """Return the longer one of the times to read the weight and to compute, and the part that does not overlap."""
+    """Return the run time in microseconds: the longer one of read and compute time, plus a fraction of the other."""
     m_blocks, n_blocks = config.tiles(problem)
     tiles = n_blocks * config.split_k * m_blocks
     k_tiles = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.split_k)
     waves = ceil_div(tiles, device.sm_count * config.ctas_per_sm)
     sharing = min(config.ctas_per_sm, ceil_div(tiles, device.sm_count))
-    # Cycles of a k tile: of a consumer alone, of the tensor cores and schedulers, and of the copies.
+    # Cycles per k tile: of a consumer alone on its SM, of tensor cores and schedulers, and of the copies.
     row_pairs = config.block_m / 2
     busy = config.block_n / 8 * (COSTS.busy + COSTS.busy_row * row_pairs)
     stage_bytes = config.k_tiles * WEIGHT_TILE_K * (2 * config.block_m + COSTS.weight_bytes * config.block_n)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_sm90_large``: Hopper's tensor cores on the repacked weight, for hundreds of rows of x and more."""
+"""``gemm_sm90_large``: GEMM on Hopper's tensor cores with a repacked weight, for large M.
+
+A unit is the output of one cluster: one CTA tile per CTA, along n.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +28,25 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "gemm_sm90_large"
 SHARED_BYTES_PER_CTA = 232448
-"""The largest dynamic shared memory of a CTA on sm_90."""
+"""The largest dynamic shared memory per CTA on sm_90, in bytes."""
 MAX_STAGES = 6
 """The largest number of pipeline stages; more gain nothing."""
 MIN_M = 33
-"""The smallest M. Fewer rows are promised exact weights, and this kernel rounds them once they are scaled."""
+"""The smallest M. For smaller M `gemm` guarantees unrounded weights; this kernel rounds the scaled weights."""
 
 
 @dataclass(frozen=True)
 class GemmSm90LargeCosts:
-    """The fitted constants of the cost model, for an H100: 21 problems of 64 to 4096 rows, then 52 from 256 rows on.
+    """Constants of the cost model, fitted on an H100 to 21 problems with 64 <= M <= 4096 and 52 with M >= 256.
 
-    The fit is 5% off (root mean square). The first choice takes 1.03 times as long as the best (geometric mean; at most
-    1.14, where repeated measurements differ by 5%).
+    The RMS error is 5%. The configuration that the model ranks first is 3% slower than the best one (geometric mean; at
+    most 14%). Repeated measurements differ by 5%.
 
     Attributes:
-        k_tile_us: one k tile of a CTA tile, by ``(block_m, m64_tiles)``.
-        reduction_us, reduction_split_us, reduction_fraction: stream-K: once, for each CTA that shares a unit, and as a
-            fraction of the compute time.
+        k_tile_us: time per k tile of a CTA tile in microseconds, by ``(block_m, m64_tiles)``.
+        reduction_us: fixed time of the stream-K reduction, in microseconds.
+        reduction_split_us: time of the stream-K reduction per cluster that shares a unit, in microseconds.
+        reduction_fraction: further time of the stream-K reduction, as a fraction of the compute time.
     """
 
     k_tile_us: dict[tuple[int, int], float] = field(
@@ -58,16 +62,17 @@ COSTS = GemmSm90LargeCosts()
 
 @dataclass(frozen=True)
 class GemmSm90LargeConfig:
-    """One way to launch ``gemm_sm90_large.cu``: persistent clusters take turns at units, one tile for each CTA.
+    """A configuration of ``gemm_sm90_large.cu``, whose persistent clusters compute one unit after another.
 
     Attributes:
-        cluster: CTAs of a cluster, which have neighbouring columns of the same rows.
-        ctas: CTAs of the launch.
-        stream_k_units, stream_k_clusters: the first units, whose k tiles are divided among so many clusters
-            (``StreamKTileScheduler``); the other units are computed whole.
-        block_m: rows of a CTA tile.
-        warpgroups: consumer warpgroups of a CTA.
-        m64_tiles: wgmma tiles of 64 columns that a warpgroup computes.
+        cluster: number of CTAs per cluster, which compute adjacent columns of the same rows.
+        ctas: number of CTAs.
+        stream_k_units: number of units, counted from the first, that are computed with stream-K; the others are each
+            computed by one cluster. See ``StreamKTileScheduler``.
+        stream_k_clusters: number of clusters that divide the k tiles of the stream-K units among them.
+        block_m: number of rows per CTA tile.
+        warpgroups: number of consumer warpgroups per CTA.
+        m64_tiles: number of wgmma m64 tiles (64 columns of y each) per warpgroup.
     """
 
     cluster: int
@@ -80,39 +85,39 @@ class GemmSm90LargeConfig:
 
     @property
     def split_k(self) -> int:
-        """The largest number of clusters that share a unit, about."""
+        """The average number of clusters that share a stream-K unit, rounded up; 1 without stream-K."""
         return ceil_div(self.stream_k_clusters, self.stream_k_units) if self.stream_k_units else 1
 
     @property
     def block_n(self) -> int:
-        """The columns of a CTA tile."""
+        """The number of columns per CTA tile."""
         return self.warpgroups * self.m64_tiles * 64
 
     def units(self, problem: Problem) -> int:
-        """Return the number of units."""
+        """Return the number of units of the problem."""
         return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n * self.cluster)
 
     @property
     def store_row_bytes(self) -> int:
-        """The bytes of one row of y in the store buffers of all warpgroups."""
+        """The size in bytes of one row of y in the store buffers of all warpgroups, with padding."""
         return 2 * (self.block_n + 8 * self.warpgroups)
 
     def stage_bytes(self, problem: Problem) -> int:
-        """Return the bytes of a stage of one k tile, with its two barriers."""
+        """Return the size in bytes of a pipeline stage: one k tile of x and weight, and two mbarriers."""
         weight = self.block_n // WEIGHT_TILE_N * RepackedLayout.of(problem).weight_tile_bytes
         return self.block_m * WEIGHT_TILE_K * 2 + weight + 16
 
     def stages(self, problem: Problem) -> int:
-        """Return the number of stages: as many as fit beside store buffers of 16 rows."""
+        """Return the number of pipeline stages: as many as fit in shared memory with store buffers of 16 rows."""
         return min(MAX_STAGES, (SHARED_BYTES_PER_CTA - 16 * self.store_row_bytes) // self.stage_bytes(problem))
 
     def store_rows(self, problem: Problem) -> int:
-        """Return the rows of a store buffer: 32 if the stages leave space for them, else 16."""
+        """Return the number of rows per store buffer: 32 if they fit in shared memory with the stages, else 16."""
         left = SHARED_BYTES_PER_CTA - self.stages(problem) * self.stage_bytes(problem)
         return 32 if left >= 32 * self.store_row_bytes else 16
 
     def shared_bytes(self, problem: Problem) -> int:
-        """Return the dynamic shared memory of a CTA; ``SharedStorage`` of the kernel asserts it."""
+        """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
         return self.stages(problem) * self.stage_bytes(problem) + self.store_rows(problem) * self.store_row_bytes
 
 
@@ -132,15 +137,15 @@ def configs(problem: Problem, device: Device) -> list[GemmSm90LargeConfig]:
 
 def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
-    # A thread has registers for 128 accumulators, or 32 with four warpgroups. A gated warpgroup computes both the gate
-    # and the up projection.
+    # A thread has registers for 128 accumulators, or 32 with four warpgroups. In a gated problem each warpgroup
+    # computes columns of both the gate and the up projection, and needs two m64 tiles.
     is_small = problem.m <= 64
     shapes = [(1, 64 if is_small else 128, 2, 2)]
     if not problem.gated:
         if is_small:
             shapes += [(1, 64, 4, 1)]
         elif problem.m <= 128 or not has_split_scales(problem):
-            # A weight is dequantized for 128 rows only: up to 1.10 times as slow at 512 rows with split scales.
+            # This tile dequantizes each weight once per 128 rows; with split scales that costs up to 10% at M = 512.
             shapes += [(1, 128, 2, 1)]
         if problem.m > 128:
             shapes += [(1, 256, 2, 1), (2, 256, 2, 1)]
@@ -151,7 +156,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
         )
         units = config.units(problem)
         yield replace(config, ctas=min(units, clusters) * cluster)
-        # Share the units of the last, incomplete wave, alone or with those of the wave before.
+        # Try stream-K for the units of the last, partial wave, and for those of the last two waves.
         left = units % clusters
         for shared in sorted({left, left + clusters if units > clusters else left} - {0}):
             for sharers in sorted({min(clusters, 2 * shared), min(clusters, 4 * shared), clusters}):
@@ -161,7 +166,10 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
 
 
 def plan(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> LaunchPlan:
-    """Return the launch. Its buffers: weight (`RepackedLayout`), bias, residual, y, partials, counters, x."""
+    """Return the launch plan.
+
+    Its buffers are weight (`RepackedLayout`), bias, residual, y, partials, counters and x.
+    """
     defines: tuple[tuple[str, int | str], ...] = (
         *repacked_defines(problem),
         ("BLOCK_M", config.block_m),
@@ -199,7 +207,7 @@ def workspace(config: GemmSm90LargeConfig, problem: Problem) -> Workspace:
 
 
 def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> float:
-    """Return the time of the k tiles of the busiest cluster, and of the stream-K reduction."""
+    """Return the run time in microseconds: the k tiles of the busiest cluster and the stream-K reduction."""
     clusters = config.ctas // config.cluster
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     waves = ceil_div(config.units(problem) - config.stream_k_units, clusters)

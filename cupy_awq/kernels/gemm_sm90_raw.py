@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_sm90_raw``: Hopper's tensor cores on the AWQ layout of the weight, for up to 16 rows of x."""
+"""``gemm_sm90_raw``: GEMM on Hopper's tensor cores with a weight in the AWQ layout, for M <= 16."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
 NAME = "gemm_sm90_raw"
 ARCH = 90
-"""The only architecture of the family."""
+"""The only architecture that the family supports."""
 MAX_M = 16
 """The largest M."""
 STEP_K = 32
-"""The rows of the weight in a stage."""
+"""The K extent of a pipeline stage, which one warp computes in one step."""
 SPLIT_K = (1, 2, 3, 4, 6)
 """The split-K factors to try."""
 
 Shape = tuple[int, int, int, int]
-"""A kernel's constants besides rows and split-K: words, warps, stages, ctas_per_sm of `GemmSm90RawConfig`."""
+"""The fields (words, warps, stages, ctas_per_sm) of `GemmSm90RawConfig`."""
 
 
 @dataclass(frozen=True)
 class GemmSm90RawCosts:
-    """The fitted constants of the cost model for one shape and number of rows, for an H100.
+    """Constants of the cost model for one `Shape` and value of ``rows``, fitted on an H100.
 
-    All are fitted to 494 times of ten problems with 1, 8 and 16 rows, group size 128: 3% off (root mean square) within
-    15% of the fastest; the first choice takes 1.016 times as long as the fastest (geometric mean; at most 1.13).
-    Half of them were of a constant weight, whose launches take 0.68 us less. The model ignores that, so that `gemm` and
-    a plan choose the same kernel and give the same bits.
+    All are fitted to 494 measured times of ten problems with M = 1, 8 and 16 and group size 128. The RMS error is 3%
+    for configurations within 15% of the fastest one. The configuration that the model ranks first is 1.6% slower than
+    the fastest one (geometric mean; at most 13%). Half of the times were measured with ``may_prefetch_weights``, which
+    saves 0.68 us per launch; the model ignores that, so that `gemm` and a `Plan` choose the same kernel and return
+    bit-identical results.
 
     Attributes:
-        step_ns: one step of 32 k of a warp.
-        busy_ns: the same for 64 columns on a busy SM.
-        launch_us: the launch.
+        step_ns: time of one step (32 k) of a warp, in nanoseconds.
+        busy_ns: time of one step and 64 columns on an SM with many warps, in nanoseconds.
+        launch_us: launch overhead, in microseconds.
     """
 
     step_ns: float
@@ -63,27 +64,27 @@ COSTS: dict[int, dict[Shape, GemmSm90RawCosts]] = {
         (2, 4, 3, 2): GemmSm90RawCosts(516, 29.0, 2.91),
     },
 }
-"""The constants by rows, then by shape: the shapes to try."""
+"""The constants of the cost model by ``rows``, then by `Shape`; its keys are the configurations to try."""
 REDUCTION_US, REDUCTION_SPLIT_US = 0.17, 0.06
-"""The time of the split-K reduction of an H100, and its increase for each CTA of the cluster."""
-GROUP_STEPS = 0.15
-"""The part of a step's time that scales the accumulators of a group of 128, on an H100."""
+"""The time of the split-K reduction on an H100, and its increase per CTA of the cluster, in microseconds."""
+GROUP_FRACTION = 0.15
+"""The fraction of a step's time that is spent on scaling accumulators at group size 128, on an H100."""
 LARGE_CLUSTER, LARGE_CLUSTER_OCCUPANCY = 4, 0.9
-"""The smallest cluster that cannot use all SMs, because it must lie within a GPC; the fraction of SMs that it uses."""
+"""The smallest cluster that cannot occupy all SMs, since it must lie within a GPC; the fraction that it occupies."""
 
 
 @dataclass(frozen=True)
 class GemmSm90RawConfig:
-    """One way to launch ``gemm_sm90_raw.cu``.
+    """A configuration of ``gemm_sm90_raw.cu``.
 
     Attributes:
-        rows: rows of the tile: 1, 8 or 16.
-        words: adjacent words of 8 columns of a lane: a tile has 64 * words columns.
-        warps: warps of a CTA, each with a part of K.
-        stages: pipeline stages of 32 k of each warp.
-        ctas_per_sm: CTAs that fit on an SM, and no more: otherwise the CTAs of one launch gather on some SMs while
-            those of the next launch have the others, which takes 1.4 times as long.
-        split_k: CTAs of a cluster, which share a tile along k.
+        rows: number of rows per CTA tile: 1, 8 or 16.
+        words: number of adjacent words of 8 columns per lane; a CTA tile has 64 * words columns.
+        warps: number of warps per CTA, which divide K among them.
+        stages: number of pipeline stages per warp, each of 32 k.
+        ctas_per_sm: largest number of resident CTAs per SM, enforced by the size of the dynamic shared memory.
+            Otherwise CTAs are placed unevenly while the preceding kernel occupies some SMs, which costs 40%.
+        split_k: number of CTAs per cluster, which divide K of one tile among them.
     """
 
     rows: int
@@ -95,23 +96,23 @@ class GemmSm90RawConfig:
 
     @property
     def block_n(self) -> int:
-        """The columns of a CTA tile."""
+        """The number of columns per CTA tile."""
         return 64 * self.words
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of a CTA; ``SharedStorage`` of the kernel asserts it."""
+        """The shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
         accumulators = self.rows * (self.block_n + 4) * 4
         stage = self.words * 1024 + max(128, 64 * self.rows)
         warp = max(self.stages * stage, ceil_div(accumulators, 128) * 128)
         return self.warps * (warp + self.stages * 8) + self.split_k * accumulators + 8
 
     def ctas(self, problem: Problem) -> int:
-        """Return the CTAs of the launch."""
+        """Return the number of CTAs."""
         return ceil_div(problem.n, self.block_n) * self.split_k
 
     def capacity(self, device: Device) -> int:
-        """Return the number of CTAs that run at the same time."""
+        """Return the largest number of CTAs that are resident at the same time."""
         occupancy = LARGE_CLUSTER_OCCUPANCY if self.split_k >= LARGE_CLUSTER else 1.0
         return int(device.sm_count * self.ctas_per_sm * occupancy)
 
@@ -145,7 +146,7 @@ def configs(problem: Problem, device: Device) -> list[GemmSm90RawConfig]:
 
 
 def _is_legal(config: GemmSm90RawConfig, problem: Problem, device: Device) -> bool:
-    """Return whether a configuration is legal and useful: CTAs that wait for others are split no further."""
+    """Return whether a configuration is legal and useful: split-K is useful only if all CTAs run in one wave."""
     if config.split_k > 1 and config.ctas(problem) > config.capacity(device):
         return False
     if config.split_k > max(1, problem.k // STEP_K // config.warps):
@@ -156,7 +157,7 @@ def _is_legal(config: GemmSm90RawConfig, problem: Problem, device: Device) -> bo
 
 
 def plan(config: GemmSm90RawConfig, problem: Problem, device: Device) -> LaunchPlan:
-    """Return the launch. Its buffers: scales, qzeros, bias, residual, y, qweight, x."""
+    """Return the launch plan. Its buffers are scales, qzeros, bias, residual, y, qweight and x."""
     defines = (
         *problem.defines(),
         ("ROWS", config.rows),
@@ -204,15 +205,16 @@ def workspace(config: GemmSm90RawConfig, problem: Problem) -> Workspace:
 
 
 def estimate_us(config: GemmSm90RawConfig, problem: Problem, device: Device) -> float:
-    """Return the launch, and a smooth maximum of the times to read, of a warp's steps and of an SM's.
+    """Return the run time in microseconds: launch overhead, split-K reduction, and the longest of three times.
 
-    The next launch fills the SMs that this one leaves free, so the work of an SM is the mean of all.
+    These are the latency of a warp's steps, the compute time of an SM and the time to read the weight; their maximum is
+    smooth. Compute time is averaged over all SMs, since the next launch uses the idle ones.
     """
     costs = COSTS[config.rows][config.words, config.warps, config.stages, config.ctas_per_sm]
     ctas = config.ctas(problem)
     waves = ceil_div(ctas, config.capacity(device))
     steps = ceil_div(problem.k, STEP_K)
-    factor = (1 - GROUP_STEPS + GROUP_STEPS * 128 / problem.group_size) * 1e-3
+    factor = (1 - GROUP_FRACTION + GROUP_FRACTION * 128 / problem.group_size) * 1e-3
     chain = waves * ceil_div(steps, config.split_k * config.warps) * costs.step_ns * factor
     work = ctas * steps / config.split_k * config.words * costs.busy_ns * factor / device.sm_count
     stream = problem.weight_bytes / (device.read_gbs * 1e3)

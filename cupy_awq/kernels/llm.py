@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch plans of a decoder's kernels other than its quantized GEMMs; the files of ``cuda_src/llm`` define each.
+"""The launch plans of a decoder's kernels in ``cuda_src/llm``: everything except the quantized GEMMs.
 
-Every ``plan_*`` function returns the `LaunchPlan` of one kernel, pure data that depends on its arguments alone. Common
-arguments: ``m``, the number of rows (tokens of one sequence, or one token of each of several); ``dtype``, the name of
-the activations' dtype, "float16" or "bfloat16"; ``eps``, the epsilon of RMSNorm; ``capacity``, the largest number of
-tokens of a sequence of the KV cache; ``sequence_stride``, the number of values from one of its sequences to the next.
+Every ``plan_*`` function is pure and returns the `LaunchPlan` of one kernel. Common arguments are:
+
+- ``m``: number of rows of the activations, one per token;
+- ``dtype``: dtype of the activations, "float16" or "bfloat16";
+- ``eps``: epsilon of RMSNorm;
+- ``capacity``: largest number of tokens per sequence in the KV cache;
+- ``sequence_stride``: stride of the KV cache between sequences, in elements.
 """
 
 from __future__ import annotations
@@ -20,31 +23,31 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Dim3, Kernel, LaunchPlan
 
 TENSOR_CORE_ARCH = 80
-"""The lowest architecture whose tensor cores these kernels use."""
+"""The oldest architecture whose tensor cores these kernels use."""
 THREADS = 256
-"""The threads of a CTA of the kernels that do not choose another number."""
-MAX_CHOOSE_CTAS = 128
-"""The largest number of CTAs of ``choose`` for one sequence."""
+"""The default number of threads per CTA."""
+MAX_SAMPLE_CTAS = 128
+"""The largest number of CTAs of ``choose`` per sequence."""
 MAX_SPLITS = 32
-"""The largest number of CTAs that share the keys of one sequence in ``decode_attention``."""
+"""The largest number of CTAs that divide the keys of one sequence among them in ``decode_attention``."""
 MAX_COUNTERS = 1 << 16
-"""The number of counters of ``decode_attention``; rows times query heads must not exceed it."""
+"""The number of counters of ``decode_attention``, an upper bound of rows times query heads."""
 MAX_SIMT_HEADS = 8
-"""The largest number of query heads of a CTA of attention without tensor cores."""
+"""The largest number of query heads per CTA in attention without tensor cores."""
 DENSE_BLOCK_M = 16
-"""The rows of x for which ``dense_sm80`` reads its weight once."""
+"""The number of rows of x per CTA tile of ``dense_sm80``."""
 PREFILL_TILE = 64
-"""The queries and the keys of a tile of ``attention_sm80``."""
+"""The number of queries, and of keys, per tile of ``attention_sm80``."""
 MIN_SPLIT_KEYS = 64
-"""The smallest number of keys of a split of ``decode_attention``."""
+"""The smallest number of keys per split of ``decode_attention``."""
 UNSPLIT_KEYS = 256
-"""The keys up to which ``decode_attention_sm80`` does not split: merging splits takes 1.5 us on an H100."""
+"""The number of keys up to which ``decode_attention_sm80`` uses one split; merging costs 1.5 us on an H100."""
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_embed(device: Device, m: int, vocab: int, width: int, table_dtype: str) -> LaunchPlan:
-    """Return the plan of ``embed``: h = table[tokens], from a table [vocab, width]."""
-    threads = 1024  # load a row of up to 4096 values at once
+    """Return the plan of ``embed``: h [m, width] = table[tokens], with a table [vocab, width]."""
+    threads = 1024  # one load per thread covers a row of up to 4096 values
     arguments = ("tokens", "table", "h", *_int32s(vocab, width))
     plan = _plan(device, "embed", {"TABLE": TYPES[table_dtype]}, (m, 1, 1), threads, arguments)
     return replace(plan, dependent=False)
@@ -52,7 +55,7 @@ def plan_embed(device: Device, m: int, vocab: int, width: int, table_dtype: str)
 
 @functools.lru_cache(maxsize=1024)
 def plan_rms_norm(device: Device, m: int, width: int, dtype: str, eps: float, *, delta: bool) -> LaunchPlan:
-    """Return the plan of ``rms_norm`` of rows of ``width`` values; ``delta``: add a block's output to h first."""
+    """Return the plan of ``rms_norm`` of h [m, width]; with ``delta``, a block's output is added to h first."""
     threads = 256 if width <= 4096 else 1024
     vectors = ceil_div(width, 4 * threads)
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HAS_DELTA": int(delta), "VECTORS": vectors}
@@ -82,9 +85,10 @@ def plan_rope_cache(
     *,
     norm: bool,
 ) -> LaunchPlan:
-    """Return the plan of ``rope_cache``: RoPE of q and k, k and v appended to the KV cache.
+    """Return the plan of ``rope_cache``: apply RoPE to q and k, and append k and v to the KV cache.
 
-    m rows are ``steps`` new tokens of each of m / steps sequences. ``norm``: each head of q and k passes an RMSNorm.
+    The m rows are ``steps`` new tokens of each of m / steps sequences. With ``norm``, RMSNorm is applied to each head
+    of q and k first.
     """
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
     threads = 128
@@ -107,9 +111,9 @@ def plan_attention(
     sequence_stride: int,
     dtype: str,
 ) -> LaunchPlan:
-    """Return the plan of causal attention of prompts: ``steps`` new tokens of each of m / steps sequences.
+    """Return the plan of causal attention in prefill: ``steps`` new tokens of each of m / steps sequences.
 
-    ``attention_sm80`` uses tensor cores; where it cannot run, ``attention`` serves any architecture and head.
+    The kernel is ``attention_sm80`` (tensor cores) where it supports the architecture and head_dim, else ``attention``.
     """
     sizes = _int32s(steps, heads, kv_heads, capacity)
     scalars = (*sizes, np.int64(sequence_stride), np.float32(head_dim**-0.5))
@@ -138,10 +142,11 @@ def plan_decode_attention(
     *,
     norm: bool,
 ) -> LaunchPlan:
-    """Return the plan of a decode step's attention: RoPE, append to the KV cache, attention; one token of m sequences.
+    """Return the plan of attention in a decode step, for one new token of each of m sequences.
 
-    ``decode_attention_sm80`` uses tensor cores; where it cannot run, ``decode_attention`` serves any architecture and
-    head. The grid does not depend on the lengths of the sequences, so a captured graph serves all of them.
+    The kernel applies RoPE, appends k and v to the KV cache, and computes attention. It is ``decode_attention_sm80``
+    (tensor cores) where it supports the architecture and head_dim, else ``decode_attention``. The grid does not depend
+    on the lengths of the sequences, so a captured CUDA graph can be replayed for any length.
     """
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
     defines |= {"MAX_SPLITS": MAX_SPLITS, "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS}
@@ -157,12 +162,12 @@ def plan_decode_attention(
         entry = "decode_attention"
         cta_heads, threads, constants = _simt_heads(heads, kv_heads, head_dim)
         if 4 * m * heads // cta_heads > device.sm_count:
-            threads = 128  # several CTAs per SM overlap loads with arithmetic
+            threads = 128  # more CTAs per SM, which overlap loads with arithmetic
         ctas_per_sm = 2 if threads > 128 else 3
         defines |= constants
     splits = max(1, min(MAX_SPLITS, ctas_per_sm * device.sm_count // (m * heads // cta_heads)))
-    # Claim half of the shared memory to keep one CTA per SM. Two would fit, and would pile up on some SMs while the
-    # preceding kernel still occupies the others (a layer of Llama-3.2-1B, 16 sequences, H100: 47.1 against 41.9 us).
+    # Claim half of the shared memory to limit residency to one CTA per SM. With two, CTAs are placed unevenly while the
+    # preceding kernel occupies some SMs (a layer of Llama-3.2-1B with 16 sequences on an H100: 47.1 against 41.9 us).
     spread = ctas_per_sm == 1 and head_dim < 128 and splits == 1 and m * heads // cta_heads <= device.sm_count
     shared_bytes = device.shared_bytes_per_sm // 2 if spread else 0
     buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters")
@@ -173,7 +178,7 @@ def plan_decode_attention(
 
 
 def attention_workspace(plan: LaunchPlan, head_dim: int) -> tuple[int, int]:
-    """Return the number of float32 partial sums and of uint32 counters that a plan of decode attention needs."""
+    """Return the numbers of float32 partial sums and of uint32 counters that a plan of decode attention needs."""
     splits, head_ctas, m = plan.grid
     heads = dict(plan.kernel.defines)["HEADS"]
     if splits == 1:
@@ -183,13 +188,13 @@ def attention_workspace(plan: LaunchPlan, head_dim: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def plan_dense(device: Device, m: int, n: int, k: int, dtype: str, out_dtype: str, *, bias: bool) -> LaunchPlan:
-    """Return the plan of a GEMM with a weight that is not quantized: y [m, n] = x [m, k] @ w [n, k]^T + bias."""
+    """Return the plan of a GEMM with an unquantized weight: y [m, n] = x [m, k] @ w [n, k]^T + bias."""
     defines: dict[str, int | str] = {"X": TYPES[dtype], "Y": TYPES[out_dtype], "HAS_BIAS": int(bias)}
     buffers = ("x", "w", "bias", "y")
     if device.arch >= TENSOR_CORE_ARCH and k % 32 == 0:
         threads = 512
-        # A step loads `threads` values of each row of w. More than 64 KiB of loads in flight per CTA slow down the head
-        # of a model by 1 to 4% on an H100.
+        # A step loads `threads` values of each row of w. More than 64 KiB of loads in flight per CTA slow down LM heads
+        # by 1 to 4% on an H100.
         steps = ceil_div(k, threads * ceil_div(k, 4 * threads))
         tiles = min(4, 8 // steps)
         grid = (min(ceil_div(n, 8 * tiles), device.sm_count), ceil_div(m, DENSE_BLOCK_M), 1)
@@ -212,10 +217,11 @@ def plan_sample_token(
     penalty: float = 1.0,
     advance: bool = False,
 ) -> LaunchPlan:
-    """Return the plan of ``choose``: the next token of sequences first_sequence .. first_sequence + m - 1 of a batch.
+    """Return the plan of ``choose``, which samples the next token of m sequences of a batch.
 
-    The arrays begin at the first of them. ``advance``: also move the positions on and write the tokens to host memory.
-    The buffer ``limits`` may be a null pointer: every token may be chosen then.
+    The sequences are first_sequence to first_sequence + m - 1; all buffers start at the first of them. With
+    ``advance``, the kernel also increments their lengths and writes the tokens to host memory. The buffer ``limits`` is
+    a null pointer if every token may be sampled.
     """
     arguments = (
         *("logits", "seen", "limits", "tokens", "lengths", "partials", "counters", "host_tokens"),
@@ -223,7 +229,7 @@ def plan_sample_token(
     )
     defines = _sampling_constants(temperature, penalty) | {"ADVANCE": int(advance)}
     resident_ctas = 1024 // THREADS * device.sm_count
-    ctas = max(1, min(MAX_CHOOSE_CTAS, resident_ctas // m))
+    ctas = max(1, min(MAX_SAMPLE_CTAS, resident_ctas // m))
     return _plan(device, "choose", defines, (ctas, m, 1), THREADS, arguments, source="sample")
 
 
@@ -239,7 +245,7 @@ def plan_sampling_threshold(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> LaunchPlan:
-    """Return the plan of ``choose_limit``: the smallest logit that top-k, top-p and min-p keep, for m sequences."""
+    """Return the plan of ``choose_limit``: the smallest logit that top-k, top-p and min-p keep, per sequence."""
     log_min_p = np.log(np.float32(min_p)) if min_p > 0 else np.float32(-np.inf)
     arguments = (
         *("logits", "seen", "limits", np.int32(vocab), np.int32(top_k)),
@@ -250,7 +256,7 @@ def plan_sampling_threshold(
 
 
 def kernels(device: Device) -> Iterator[Kernel]:
-    """Yield the kernels of common models: heads of 64 and 128, and 1, 3, 4 and 8 query heads for a key head."""
+    """Yield the kernels of common models: head_dim 64 and 128, and 1, 3, 4 and 8 query heads per KV head."""
     for dtype in ("float16", "bfloat16"):
         yield plan_embed(device, 1, 8, 8, dtype).kernel
         yield plan_swiglu(device, 1, 8, dtype).kernel
@@ -283,7 +289,7 @@ def _plan(
     source: str | None = None,
     shared_bytes: int = 0,
 ) -> LaunchPlan:
-    """Return the plan of kernel ``entry``, with programmatic dependent launch from sm_90 on."""
+    """Return the plan of kernel ``entry``, with programmatic dependent launch (PDL) on sm_90 and newer."""
     dependent = device.arch >= 90
     constants = (*defines.items(), ("DEPENDENT", int(dependent)), ("THREADS", threads))
     kernel = Kernel(f"llm/{source or entry}.cu", entry, constants, device.target)
@@ -295,17 +301,17 @@ def _int32s(*values: int) -> tuple[Argument, ...]:
 
 
 def _cta_heads(heads_per_kv_head: int, most: int) -> int:
-    """Return how many of the query heads that share a key head one CTA takes: the largest divisor up to ``most``."""
+    """Return the number of query heads per CTA, the largest divisor of ``heads_per_kv_head`` up to ``most``."""
     return max(i for i in range(1, most + 1) if heads_per_kv_head % i == 0)
 
 
 def _attention_threads(cta_heads: int, head_dim: int) -> int:
-    """Return the threads of a CTA of decode attention: the accumulators of all its warps must fit shared memory."""
+    """Return the number of threads per CTA of attention; the accumulators of all warps must fit in shared memory."""
     return 256 if cta_heads * head_dim <= 1024 else 128
 
 
 def _simt_heads(heads: int, kv_heads: int, head_dim: int) -> tuple[int, int, dict[str, int | str]]:
-    """Return the query heads and the threads of a CTA of attention without tensor cores, and its constants."""
+    """Return (query heads per CTA, threads per CTA, compile-time constants) of attention without tensor cores."""
     cta_heads = _cta_heads(heads // kv_heads, MAX_SIMT_HEADS)
     lanes = 1 << (ceil_div(head_dim, 8) - 1).bit_length()
     constants: dict[str, int | str] = {"HEADS": cta_heads, "LANES": lanes, "UNROLL": 2 if cta_heads > 4 else 4}

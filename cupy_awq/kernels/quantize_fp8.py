@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``quantize_fp8``: rows of x to e4m3 codes with one scale per row; on sm_89 and newer."""
+"""``quantize_fp8``: quantize x to e4m3 with one scale per row, on sm_89 and newer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "quantize_fp8"
 VALUES = 8
-"""The elements that a thread reads at a time."""
-START_US = 2.0
-"""The launch in the estimate, which adds the bytes at the nominal bandwidth; not fitted to measurements."""
+"""The number of elements per load of a thread."""
+LAUNCH_US = 2.0
+"""The launch overhead in the cost model, in microseconds; not fitted to measurements."""
 
 
 @dataclass(frozen=True)
 class Fp8Quantization:
-    """x [m, k] to e4m3 with one scale per row. Rows of x start at multiples of 16 bytes.
+    """A quantization of x [m, k] to e4m3 with one scale per row; the rows of x start at multiples of 16 bytes.
 
     Attributes:
-        m, k: rows and columns of x; k is a multiple of 8.
-        block_size: columns whose values are summed: 8, 16, 32, 64, 128 or 256.
+        m: number of rows of x.
+        k: number of columns of x, a multiple of 8.
+        block_size: number of columns per sum of codes: 8, 16, 32, 64, 128 or 256.
         dtype: dtype of x.
-        x_stride: elements from one row of x to the next.
+        x_stride: row stride of x in elements.
     """
 
     m: int
@@ -46,10 +47,10 @@ class Fp8Quantization:
 
 @dataclass(frozen=True)
 class QuantizeFp8Config:
-    """One CTA per row.
+    """A configuration of ``quantize_fp8``, which has one CTA per row.
 
     Attributes:
-        threads: threads of a CTA.
+        threads: number of threads per CTA.
     """
 
     threads: int = 256
@@ -58,22 +59,22 @@ class QuantizeFp8Config:
 
 
 def refuse(problem: Fp8Quantization, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or None."""
+    """Return why the family cannot solve the problem, or None if it can."""
     return None if device.arch >= FP8_ARCH else f"needs sm_{FP8_ARCH} or newer, not sm_{device.arch}"
 
 
 def configs(problem: Fp8Quantization, device: Device) -> list[QuantizeFp8Config]:
-    """Return the one configuration."""
+    """Return the only configuration."""
     return [QuantizeFp8Config()]
 
 
 def estimate_us(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> float:
-    """Return the expected time: one pass over x and the codes."""
-    return START_US + problem.m * problem.k * (ITEMSIZE[problem.dtype] + 1) / (device.read_gbs * 1e3)
+    """Return the run time in microseconds: launch overhead, and x and the codes at the nominal bandwidth."""
+    return LAUNCH_US + problem.m * problem.k * (ITEMSIZE[problem.dtype] + 1) / (device.read_gbs * 1e3)
 
 
 def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> LaunchPlan:
-    """Return the launch. Buffers: x, codes, scale, sums."""
+    """Return the launch plan. Its buffers are x, codes, scale and sums."""
     defines = ("X", TYPES[problem.dtype]), ("ROUNDS", ceil_div(problem.k, config.threads * VALUES))
     kernel = Kernel("int8/quantize_fp8.cu", NAME, defines, device.target)
     sizes = map(np.int32, (problem.k, problem.block_size, problem.x_stride))
@@ -81,11 +82,11 @@ def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) ->
 
 
 def workspace(config: QuantizeFp8Config, problem: Fp8Quantization) -> Workspace:
-    """Return an empty workspace."""
+    """Return an empty workspace, since there is no split-K."""
     return Workspace()
 
 
 def common_problems() -> Iterator[Fp8Quantization]:
-    """Yield the quantizations of common layers, for precompilation."""
+    """Yield quantizations of common layers, for precompilation."""
     for dtype in ("float16", "bfloat16"):
         yield Fp8Quantization(1, 4096, 128, dtype, 4096)

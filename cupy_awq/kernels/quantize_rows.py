@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``quantize_rows``: rows of x to int8 codes with parameters for each block; on any architecture."""
+"""``quantize_rows``: quantize x to int8 with parameters for each block of columns, on any architecture."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "quantize_rows"
 MAX_THREADS = 256
+"""The largest number of threads per CTA."""
 MAX_GRID = 65535
-"""The largest grid along its second and third axes."""
+"""The largest gridDim.y and gridDim.z."""
 MAX_WARP_ROUNDS = 8
-"""The rounds in which a warp reads a block before a whole CTA reads it instead."""
-START_US = 2.0
-"""The launch in the estimate, which adds the bytes at the nominal bandwidth; not fitted to measurements."""
+"""The largest number of loads per lane for which one warp reads a block; beyond it a whole CTA does."""
+LAUNCH_US = 2.0
+"""The launch overhead in the cost model, in microseconds; not fitted to measurements."""
 
 
 @dataclass(frozen=True)
 class RowQuantization:
-    """x [m, k] to int8 codes with a scale, an offset and a sum for each block of columns.
+    """A quantization of x [m, k] to int8 codes with a scale, an offset and a sum of codes per block of columns.
 
     Attributes:
-        m, k: rows and columns of x.
-        block_size: columns of a block.
+        m: number of rows of x.
+        k: number of columns of x.
+        block_size: number of columns per block.
         dtype: dtype of x.
         symmetric: whether blocks have no offset.
-        half_even: whether halves round to even, else away from zero.
-        wide: whether 8 elements of x can be read at a time.
-        x_stride: elements from one row of x to the next.
+        half_even: whether halves are rounded to even; else away from zero.
+        wide: whether x is aligned so that a thread can load 8 elements at once.
+        x_stride: row stride of x in elements.
     """
 
     m: int
@@ -54,12 +56,12 @@ class RowQuantization:
 
 @dataclass(frozen=True)
 class QuantizeRowsConfig:
-    """The threads that share a block of x, and those of a CTA.
+    """A configuration of ``quantize_rows``.
 
     Attributes:
-        lanes: adjacent threads that read a block.
-        rounds: reads of a thread, each of 8 elements (or 1), in a block.
-        threads: threads of a CTA.
+        lanes: number of adjacent threads per block of x.
+        rounds: number of loads per thread and block, each of 8 elements if x is ``wide``, else of 1.
+        threads: number of threads per CTA.
     """
 
     lanes: int
@@ -70,12 +72,12 @@ class QuantizeRowsConfig:
 
 
 def refuse(problem: RowQuantization, device: Device) -> str | None:
-    """Return None: the family solves every problem."""
+    """Return None, since the family solves every problem."""
     return None
 
 
 def configs(problem: RowQuantization, device: Device) -> list[QuantizeRowsConfig]:
-    """Return the one configuration."""
+    """Return the only configuration."""
     reads = ceil_div(problem.block_size, 8 if problem.wide else 1)
     warp_lanes = min(32, max(1, 1 << (reads - 1).bit_length() >> 1))
     lanes = MAX_THREADS if reads > MAX_WARP_ROUNDS * 32 else warp_lanes
@@ -84,12 +86,12 @@ def configs(problem: RowQuantization, device: Device) -> list[QuantizeRowsConfig
 
 
 def estimate_us(config: QuantizeRowsConfig, problem: RowQuantization, device: Device) -> float:
-    """Return the expected time: one pass over x and the codes."""
-    return START_US + problem.m * problem.k * (ITEMSIZE[problem.dtype] + 1) / (device.read_gbs * 1e3)
+    """Return the run time in microseconds: launch overhead, and x and the codes at the nominal bandwidth."""
+    return LAUNCH_US + problem.m * problem.k * (ITEMSIZE[problem.dtype] + 1) / (device.read_gbs * 1e3)
 
 
 def plan(config: QuantizeRowsConfig, problem: RowQuantization, device: Device) -> LaunchPlan:
-    """Return the launch. Buffers: x, codes, scale, offset, sums."""
+    """Return the launch plan. Its buffers are x, codes, scale, offset and sums."""
     defines = (
         ("X", TYPES[problem.dtype]),
         ("LANES", config.lanes),
@@ -108,12 +110,12 @@ def plan(config: QuantizeRowsConfig, problem: RowQuantization, device: Device) -
 
 
 def workspace(config: QuantizeRowsConfig, problem: RowQuantization) -> Workspace:
-    """Return an empty workspace."""
+    """Return an empty workspace, since there is no split-K."""
     return Workspace()
 
 
 def common_problems() -> Iterator[RowQuantization]:
-    """Yield the quantizations of common layers, for precompilation."""
+    """Yield quantizations of common layers, for precompilation."""
     for dtype in ("float16", "bfloat16", "float32"):
         for block_size, symmetric in ((128, False), (128, True), (32, True), (4096, False)):
             yield RowQuantization(1, 4096, block_size, dtype, symmetric, False, True, 4096)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``repack``: a weight from the AWQ layout to the repacked layout of the sm_90 kernels.
+"""``repack``: convert a weight from the AWQ layout to the repacked layout of the sm_90 kernels.
 
-``cuda_src/gemm/repacked_layout.cuh`` describes the layout.
+``cuda_src/gemm/repacked_layout.cuh`` describes the repacked layout.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 Bits: TypeAlias = np.ndarray[Any, Any]
 
 THREADS = 256
-"""The threads of a CTA."""
+"""The number of threads per CTA."""
 BLOCK_N = 128
-"""The columns that a CTA repacks; the layout pads N to a multiple of it."""
+"""The number of columns per CTA; the repacked layout pads N to a multiple of it."""
 WEIGHT_TILE_N, WEIGHT_TILE_K = 32, 128
-"""The columns and the rows of W in a weight tile."""
+"""The number of columns and of rows of W per weight tile."""
 
 
 @dataclass(frozen=True)
 class RepackedLayout:
-    """The repacked layout of a weight [k, n]: contiguous weight tiles of 32 columns and 128 k, tile column by column.
+    """The repacked layout of a weight [k, n]: weight tiles of 128 k x 32 columns, ordered along k first, then along n.
 
     Attributes:
-        k, n: rows and columns of the weight.
-        group_size: rows that share a scale.
-        scales_dtype, zeros: as in `Problem`.
+        k: number of rows of the weight.
+        n: number of columns of the weight.
+        group_size: number of rows per scale.
+        scales_dtype: dtype of the scales.
+        zeros: kind of zero points, as in `Problem`.
 
     >>> layout = RepackedLayout(k=4096, n=4096, group_size=128)
     >>> layout.weight_tile_bytes, layout.nbytes / (4096 * 4096 / 2)
@@ -47,11 +49,11 @@ class RepackedLayout:
 
     @classmethod
     def of(cls, problem: Problem) -> RepackedLayout:
-        """Return the layout that the weight of a problem must have."""
+        """Return the repacked layout of the weight of a problem."""
         return cls(problem.k, problem.n, problem.group_size, problem.scales_dtype, problem.zeros)
 
     def refuse(self) -> str | None:
-        """Return why the weight cannot have this layout, or None."""
+        """Return why the weight cannot be repacked, or None if it can."""
         if self.zeros == "float":
             return "needs zero points as 4-bit codes or none, not float offsets"
         if self.k % 64:
@@ -63,17 +65,17 @@ class RepackedLayout:
 
     @property
     def groups(self) -> int:
-        """The number of groups whose scales a weight tile holds."""
+        """The number of groups per weight tile, at least 1; each has its own scales."""
         return max(1, WEIGHT_TILE_K // self.group_size)
 
     @property
     def group_bytes(self) -> int:
-        """The bytes of one group's scales and zero points in a weight tile."""
+        """The size in bytes of one group's scales and zero points in a weight tile."""
         return 96 if self.zeros == "packed" else 64
 
     @property
     def weight_tile_bytes(self) -> int:
-        """The bytes of a weight tile."""
+        """The size in bytes of a weight tile: codes, scales and zero points."""
         return WEIGHT_TILE_N * WEIGHT_TILE_K // 2 + self.groups * self.group_bytes
 
     @property
@@ -83,27 +85,27 @@ class RepackedLayout:
 
     @property
     def tile_columns(self) -> int:
-        """The number of weight tiles along n, with those of the padding."""
+        """The number of weight tiles along n, including padding."""
         return ceil_div(self.n, BLOCK_N) * BLOCK_N // WEIGHT_TILE_N
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole weight."""
+        """The size in bytes of the repacked weight."""
         return self.tile_columns * self.k_tiles * self.weight_tile_bytes
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
-        """Return the constants that ``gemm/repacked_layout.cuh`` takes."""
+        """Return the compile-time constants (name, value) of ``cuda_src/gemm/repacked_layout.cuh``."""
         return ("SCALE", TYPES[self.scales_dtype]), ("ZEROS", ZEROS[self.zeros]), ("GROUPS", self.groups)
 
     def plan(self, device: Device, strides: tuple[int, int, int] | None = None) -> LaunchPlan:
-        """Return the launch that repacks a weight.
+        """Return the launch plan that repacks a weight.
 
-        Its buffers are ``qweight``, ``scales``, ``qzeros`` and ``out``: ``nbytes`` bytes at a multiple of 16. A kernel
-        that reads ``out`` may start before its predecessor ends (PDL), so synchronize once between this launch and it.
+        Its buffers are ``qweight``, ``scales``, ``qzeros`` and ``out``, which has ``nbytes`` bytes aligned to 16.
+        GEMM kernels may read ``out`` before the preceding kernel finishes (PDL), so synchronize once after this launch.
 
         Args:
             device: the GPU.
-            strides: between rows of ``qweight``, ``scales`` and ``qzeros``, in elements; None: contiguous arrays.
+            strides: row strides of ``qweight``, ``scales`` and ``qzeros`` in elements; None if they are contiguous.
         """
         kernel = Kernel("gemm/repack.cu", "repack", (*self.defines(), ("BLOCK_N", BLOCK_N)), device.target)
         sizes = (self.n, self.k, self.group_size, *(strides or (self.n // 8, self.n, self.n // 8)))
@@ -112,12 +114,17 @@ class RepackedLayout:
         return LaunchPlan(kernel, grid, (THREADS, 1, 1), arguments)
 
     def unpack(self, out: Bits, /) -> tuple[Bits, Bits, Bits | None]:
-        """Return the codes uint8 [K, N], the bits of the scales uint16 [K/G, N] and the zero points uint8 or None.
+        """Unpack a repacked weight with NumPy, the inverse of the kernel.
 
-        This is the inverse of the kernel, in NumPy.
+        Args:
+            out: the repacked weight, ``nbytes`` bytes.
+
+        Returns:
+            The codes, uint8 [K, N]; the bits of the scales, uint16 [K/G, N]; and the zero points, uint8 [K/G, N], or
+            None if ``zeros`` is "symmetric".
 
         Raises:
-            ValueError: the padding holds other values than zeros.
+            ValueError: the padding is not zero.
         """
         tiles = out.view(np.uint8).reshape(self.tile_columns, self.k_tiles, self.weight_tile_bytes)
         code_bytes = WEIGHT_TILE_N * WEIGHT_TILE_K // 2
@@ -139,13 +146,13 @@ class RepackedLayout:
             zeros = groups[..., 32:].reshape(*groups.shape[:4], 8, 2).transpose(by_row).reshape(-1, flat.shape[1])
         if flat[self.k :].any() or flat[:, self.n :].any() or scales[:, self.n :].any():
             raise ValueError("out: expected zeros in the padding, got other values")
-        # A group that spans weight tiles has its scales in each of them.
+        # The scales of a group that spans several weight tiles are stored in each of them.
         first = np.arange(self.k // self.group_size) * max(1, self.group_size // WEIGHT_TILE_K)
         return flat[: self.k, : self.n], scales[first, : self.n], None if zeros is None else zeros[first, : self.n]
 
 
 def refuse_repacked(problem: Problem, device: Device) -> str | None:
-    """Return why no kernel that reads the repacked layout can solve a problem, or None."""
+    """Return why no kernel that reads the repacked layout can solve the problem, or None if one may."""
     if device.arch != 90:
         return f"needs sm_90, not sm_{device.arch}"
     if not problem.repacked:

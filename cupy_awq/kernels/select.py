@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a kernel: list the legal configurations of every family, rank them by cost model, prefer a tuned one.
+"""The choice of a kernel and its configuration for a problem.
 
-Pure functions of a problem and a `Device`, the same for every type of problem.
+`choose` takes the tuned configuration if there is one, else the legal configuration of any family with the lowest time
+by cost model. The functions are pure and serve every type of problem.
 """
 
 from __future__ import annotations
@@ -72,23 +73,23 @@ _REGISTERED: dict[type, tuple[AnyFamily, ...]] = {
 FAMILIES_OF: dict[type, dict[str, AnyFamily]] = {
     problem: {family.NAME: family for family in some} for problem, some in _REGISTERED.items()
 }
-"""The families of each type of problem, by name."""
+"""The kernel families for each type of problem, by name."""
 
 FAMILIES: dict[str, AnyFamily] = {name: family for some in FAMILIES_OF.values() for name, family in some.items()}
-"""All families, by name."""
+"""All kernel families, by name."""
 
 ONE_TILE_M = 128
-"""The largest M that is one tile for most configurations."""
+"""The largest M that fits in one CTA tile of most configurations."""
 
 TUNED_LIMIT = 0.9
-"""The fraction of its modelled time below which a faster configuration replaces one that is tuned at another M.
+"""The ratio of modelled times below which the best configuration replaces one that was tuned at another M.
 
-The replacements took 0.87 times as long (geometric mean of ten shapes on an H100).
+These replacements save 13% of the run time (geometric mean over ten shapes on an H100).
 """
 
 
 class Candidate(NamedTuple):
-    """A legal configuration and its modelled time in microseconds."""
+    """A legal configuration of a family, and its run time ``us`` by cost model, in microseconds."""
 
     family: AnyFamily
     config: Config
@@ -97,13 +98,14 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that solves a problem.
+    """The kernel that is chosen for a problem.
 
     Attributes:
         problem: the problem.
-        family, config: the kernel family and its configuration.
-        plan: the launch that follows from them.
-        tuned: the entry of a tuned table that decided, or None if the cost models did.
+        family: the kernel family.
+        config: the configuration of the family.
+        plan: the launch plan of the configuration.
+        tuned: the entry of a tuned table if it determined the choice, None if the cost models did.
     """
 
     problem: KernelProblem
@@ -119,12 +121,12 @@ class Choice:
 
 
 def families(problem: KernelProblem) -> dict[str, AnyFamily]:
-    """Return the families for the type of a problem, by name."""
+    """Return the kernel families for the type of ``problem``, by name."""
     return FAMILIES_OF[type(problem)]
 
 
 def candidates(problem: KernelProblem, device: Device, split_k: int | None = None) -> dict[str, list[Candidate] | str]:
-    """Return for each family its legal configurations, the fastest by cost model first, or the reason for none."""
+    """Return, by family, its legal configurations (lowest modelled time first) or the reason why it has none."""
     found: dict[str, list[Candidate] | str] = {}
     for name, family in families(problem).items():
         reason = family.refuse(problem, device)
@@ -148,7 +150,12 @@ def _fits_workspace(family: AnyFamily, config: Config, problem: KernelProblem) -
 
 @dataclass
 class _Trial:
-    """The request of `forced` or `recorded` to `choose`: a candidate to take, and the list of its choices."""
+    """The state that `forced` and `recorded` pass to `choose`.
+
+    Attributes:
+        candidate: the candidate that `choose` must return; None to choose normally.
+        choices: all choices that `choose` has returned.
+    """
 
     candidate: Candidate | None = None
     choices: list[Choice] = field(default_factory=list)
@@ -159,7 +166,7 @@ _trial: ContextVar[_Trial | None] = ContextVar("trial", default=None)
 
 @contextlib.contextmanager
 def forced(candidate: Candidate) -> Iterator[None]:
-    """Make `choose` take a candidate for every problem of its families, so that `tune` can time any operation."""
+    """Make `choose` return ``candidate`` for each problem of its type, so that `tune` can time any configuration."""
     token = _trial.set(_Trial(candidate))
     try:
         yield
@@ -169,7 +176,7 @@ def forced(candidate: Candidate) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Choice]]:
-    """Collect the choices that `choose` returns, so that `bench` and `tune` learn what an operation launches."""
+    """Collect all choices that `choose` returns in the context, so that `bench` and `tune` know what is launched."""
     trial = _Trial()
     token = _trial.set(trial)
     try:
@@ -184,8 +191,8 @@ def choose(problem: KernelProblem, device: Device, kernel: str | None = None, sp
     Args:
         problem: a problem of any type in FAMILIES_OF.
         device: the GPU.
-        kernel: the name of the only family to consider.
-        split_k: the only split-K factor to consider.
+        kernel: name of the only family to consider; None for all.
+        split_k: the only split-K factor to consider; None for all.
 
     Raises:
         ValueError: no kernel has this name, or none is legal; the message gives each family's reason.
@@ -228,18 +235,18 @@ def _planned(candidate: Candidate, problem: KernelProblem, device: Device, entry
 
 
 def _applies(key: TuningKey, candidate: Candidate, best: Candidate) -> bool:
-    """Return whether a configuration that was tuned at ``key.tuned_m`` is also the choice at ``key.m``.
+    """Return whether a configuration that was tuned at ``key.tuned_m`` is also used at ``key.m``.
 
-    Fewer rows may make fewer tiles, so that another configuration fills the SMs better.
+    A smaller M may have fewer tiles, so that another configuration utilizes the SMs better.
     """
     return key.m <= ONE_TILE_M or key.m == key.tuned_m or best.us >= TUNED_LIMIT * candidate.us
 
 
 def explain(problem: KernelProblem, device: Device) -> str:
-    """Return a table of the families: the best configuration of each and its time, or why the family is not legal.
+    """Return a table with the best configuration of each family and its time, or why the family is not a candidate.
 
-    ``->`` marks the choice. A time is "measured" if the tuned table that holds the configuration has it, else
-    "modelled" by the family's cost model; the last line says which decided.
+    ``->`` marks the choice. Its time is "measured" if a tuned table has recorded it; all others are "modelled" by the
+    family's cost model. The last line says whether a tuned table or the cost models determined the choice.
     """
     choice = choose(problem, device)
     width = max(map(len, families(problem)))

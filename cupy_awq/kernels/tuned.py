@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuned configurations: the fastest one for a shape on a GPU, as ``python -m cupy_awq tune`` measured it.
+"""Tuned configurations: the fastest configuration per shape and GPU, measured by ``python -m cupy_awq tune``.
 
-The package ships a table for some GPUs, one JSON file each, in ``data/tuned``. Those that a user measures lie in the
-folder ``tuned`` of the user's cache and come first. A file maps a shape (`TuningKey`; ``"4096x12288"`` is K = 4096,
-N = 12288) to an object that maps m to an entry: the label of a configuration, and its time where `tune` has recorded
-it, as in ``"gemm_sm80(block_m=16, warps=4, split_k=4) 12.3 us"``.
+Each GPU model has one table, a JSON file. The package ships tables for some GPUs in ``data/tuned``; `tune` writes to
+the folder ``tuned`` of the user's cache, which takes precedence. A table maps a shape (`TuningKey`; ``"4096x12288"`` is
+K = 4096, N = 12288) to an object that maps m to an entry: the label of a configuration and, if recorded, its time, as
+in ``"gemm_sm80(block_m=16, warps=4, split_k=4) 12.3 us"``.
 
 A GEMM with a `Fusion` is looked up under ``"4096x12288 stream"`` first, which holds the fastest configuration inside a
 decoder step, and then under ``"4096x12288"``.
@@ -27,24 +27,23 @@ SHIPPED = Path(__file__).parents[1] / "data" / "tuned"
 """The folder of the shipped tables."""
 
 DERIVED_FIELDS = ("stages",)
-"""The fields that follow from the others and from the size of a group's scales."""
+"""The configuration fields that labels omit, because they follow from the others and from the scales of a group."""
 
 Table = dict[str, dict[str, str]]
-"""The content of a file: shape -> m -> entry."""
-
+"""The content of a table: shape -> m -> entry."""
 
 ENTRY = re.compile(r"(.+\))(?: (\d+\.\d) us)?")
-"""The text of an entry: a label, and the time where it is recorded."""
+"""The pattern of an entry; its groups are the label and the time in microseconds, if recorded."""
 
 
 class TunedConfig(NamedTuple):
     """An entry of a table.
 
     Attributes:
-        label: the configuration, as `label` names it.
-        us: its time in microseconds, None if the table does not record it.
-        m: rows of x, or images, at which it was measured.
-        origin: the table, in words.
+        label: label of the configuration (see `label`).
+        us: measured run time in microseconds; None if the table does not record it.
+        m: number of rows of x, or batch size, at which the configuration was measured.
+        origin: description of the table for messages, such as "shipped table a100.json".
     """
 
     label: str
@@ -54,17 +53,17 @@ class TunedConfig(NamedTuple):
 
 
 def label(family: AnyFamily, config: Config) -> str:
-    """Return the name of a configuration in a table, which holds for every group size and dtype."""
+    """Return the label of a configuration in a table; the same for every group size and dtype."""
     return f"{family.NAME}({fields(config, DERIVED_FIELDS)})"
 
 
 def fields(config: Config, without: Sequence[str] = ()) -> str:
-    """Return the fields of a configuration as ``name=value``, separated by commas."""
+    """Return the fields of a configuration, except ``without``, as ``name=value`` separated by commas."""
     return ", ".join(f"{name}={value}" for name, value in vars(config).items() if name not in without)
 
 
 def entry(label: str, us: float) -> str:
-    """Return the text of a table's entry.
+    """Return the text of a table entry.
 
     >>> entry("gemv(rows=1, chunk=8, split_k=4)", 12.345)
     'gemv(rows=1, chunk=8, split_k=4) 12.3 us'
@@ -73,7 +72,7 @@ def entry(label: str, us: float) -> str:
 
 
 def file_name(device: Device) -> str:
-    """Return the name of a GPU's file."""
+    """Return the file name of a GPU's table."""
     return re.sub(r"\W+", "-", device.name).strip("-").lower() + ".json"
 
 
@@ -83,9 +82,10 @@ def user_folder() -> Path:
 
 
 def lookup(problem: KernelProblem, device: Device) -> TunedConfig | None:
-    """Return the tuned configuration of a problem, None if there is none; it may not be legal.
+    """Return the tuned configuration of a problem, or None if there is none; it is not checked to be legal.
 
-    The user's table comes before the shipped one. A forced lower architecture path has none.
+    The user's table takes precedence over the shipped one. If CUPY_AWQ_ARCH forces an older architecture, there is no
+    tuned configuration.
     """
     key = problem.tuning_key
     if key is None or device.arch != device.native:
@@ -102,22 +102,22 @@ def lookup(problem: KernelProblem, device: Device) -> TunedConfig | None:
 
 @functools.cache
 def _tables(device: Device) -> dict[str, Table]:
-    """Return the user's and the shipped table of a GPU, by their origin."""
+    """Return the user's and the shipped table of a GPU, by their description (`TunedConfig.origin`)."""
     name = file_name(device)
     user = user_folder() / name
     return {f"your table {user}": read(user), f"shipped table {name}": read(SHIPPED / name)}
 
 
 def merge(first: Mapping[str, Mapping[str, str]], second: Mapping[str, Mapping[str, str]]) -> Table:
-    """Return the entries of both tables; those of ``second`` where both have one."""
+    """Return the union of two tables; the entries of ``second`` take precedence."""
     return {shape: {**first.get(shape, {}), **second.get(shape, {})} for shape in [*first, *second]}
 
 
 def read(path: Path) -> Table:
-    """Return the table in a file, empty if there is none or it cannot be read.
+    """Return the table in a file, empty if the file does not exist or cannot be read.
 
     Raises:
-        ValueError: the file holds anything else.
+        ValueError: the file is not a table.
     """
     content = cache.read(path)
     if content is None:
@@ -135,7 +135,7 @@ def read(path: Path) -> Table:
 
 
 def write(device: Device, table: Table) -> Path:
-    """Add entries to the user's table of a GPU and return its path; processes use them that start later."""
+    """Add entries to the user's table of a GPU and return its path; processes that start later use the entries."""
     path = user_folder() / file_name(device)
     cache.write(path, (json.dumps(merge(read(path), table), indent=1) + "\n").encode())
     return path

@@ -287,7 +287,7 @@ class CudaDecodeLoop(DecodeLoop):
         self._seen = cupy.zeros((sequences, vocab), np.uint8) if sampling.repetition_penalty != 1 else None
         has_filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         self._limits = cupy.zeros(sequences, np.float32) if has_filters and sampling.temperature > 0 else None
-        self._partials = cupy.zeros((sequences, kernels.MAX_CHOOSE_CTAS), np.uint64)
+        self._partials = cupy.zeros((sequences, kernels.MAX_SAMPLE_CTAS), np.uint64)
         self._counters = cupy.zeros(sequences, np.uint32)
         self._steps = 0
         self._graph: Any = None

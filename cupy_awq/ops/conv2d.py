@@ -52,9 +52,9 @@ def conv2d(
         stride, dilation: a number or (vertical, horizontal).
         padding: a number, (vertical, horizontal), ((top, bottom), (left, right)), or "same": ceil(size / stride)
             outputs, with an odd pixel of padding at the bottom and the right.
-        groups: the number of groups of channels; Ci for a depthwise convolution.
-        activation: None, "relu", "relu6", or (low, high).
-        layout: "NCHW" or "NHWC", of x and y.
+        groups: number of channel groups; Ci for a depthwise convolution.
+        activation: None, "relu", "relu6", or (low, high) to clamp.
+        layout: memory layout of x and y, "NCHW" or "NHWC".
         out: array of x's dtype to fill and return.
 
     Returns:
@@ -63,7 +63,7 @@ def conv2d(
     On a GPU, float16 and bfloat16 use tensor cores, with weights that are rounded to the dtype of x.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; the message names it.
+        TypeError, ValueError: an argument has a wrong type or value; the message names the argument.
 
     >>> weight = BlockQuantizedWeight(np.full((1, 3, 3, 1), 9, np.uint8), np.ones((1, 1), np.float32), None)
     >>> conv2d(np.ones((1, 1, 3, 3), np.float32), weight, padding=1)[0, 0]
@@ -87,7 +87,7 @@ def conv2d(
 
 
 def kernel_sizes(shape: ConvolutionShape) -> ConvolutionSizes:
-    """Return the sizes of a validated convolution as the kernels take them."""
+    """Return the sizes of a validated convolution in the form that kernels take."""
     (top, _), (left, _) = shape.padding
     return ConvolutionSizes(
         shape.batch,
@@ -106,10 +106,10 @@ def kernel_sizes(shape: ConvolutionShape) -> ConvolutionSizes:
 
 
 def x_strides(x: Array, nhwc: bool) -> tuple[int, int, int, int]:
-    """Return the elements of x from one image, row, pixel and channel to the next."""
+    """Return the strides of x along batch, height, width and channels, in elements."""
     batch, *others = (int(stride) // x.dtype.itemsize for stride in x.strides)
     if len(x) == 1:
-        batch = others[0] * x.shape[1]  # the stride of an axis of length 1 may be anything, even 0
+        batch = others[0] * x.shape[1]  # the stride of an axis of length 1 is arbitrary, possibly 0
     return (batch, *others) if nhwc else (batch, *others[1:], others[0])
 
 

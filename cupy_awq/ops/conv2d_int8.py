@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`conv2d_int8`: convolutions of int8 with int8, requantized to int8, with one zero point per tensor."""
+"""`conv2d_int8`: int8 convolution with int8 output and one zero point per tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from cupy_awq.runtime import device, placement
 from cupy_awq.runtime.arrays import views
 
 LIMITS = np.finfo(np.float32)
+"""The limits of float32."""
 MULTIPLIER = "x_scale * weight_scale / out_scale"
+"""The formula of M in error messages."""
 
 
 def conv2d_int8(
@@ -41,28 +43,28 @@ def conv2d_int8(
     layout: str = "NCHW",
     out: Array | None = None,
 ) -> Array:
-    """Compute a convolution of int8 with int8 and requantize it to int8 in the same kernel.
+    """Compute a convolution of int8 x with int8 codes and requantize the result to int8 in the same kernel.
 
         M = x_scale * weight_scale / out_scale
         fused = trunc(bias / (x_scale * weight_scale)) - x_zero * sum(codes) + trunc(out_zero / M)
         y = clamp(rint_even((sum of x * codes + fused) * M), low, high), in float32 from the int32 sum on
 
     Args:
-        x: int8 in ``layout``; an element stands for (x - x_zero) * x_scale.
-        codes: [Co, Kh, Kw, Ci/groups] int8; a code stands for code * weight_scale.
+        x: int8 in ``layout``; the real value of an element is (x - x_zero) * x_scale.
+        codes: [Co, Kh, Kw, Ci/groups] int8; the real value of a weight is code * weight_scale.
         weight_scale: [Co] float32; magnitudes below 1e-6 are replaced by 1e-6.
         x_scale, out_scale: positive scales of x and y; M is a normal float32.
-        x_zero, out_zero: zero points of x and y, in -128 .. 127. The padding of x is x_zero, which stands for 0.
-        bias: [Co] float32, in real values; its quotient and all sums are within int32.
+        x_zero, out_zero: zero points of x and y, from -128 to 127. x is padded with x_zero, whose real value is 0.
+        bias: [Co] float32, in real values; ``fused`` and all sums must be within int32.
         stride, padding, dilation, groups, layout: as in `conv2d`.
         activation: None, "relu", "relu6", or (low, high), in real values.
         out: int8 array to fill and return.
 
     Returns:
-        y, int8 in ``layout``; an element stands for (y - out_zero) * out_scale.
+        y, int8 in ``layout``; the real value of an element is (y - out_zero) * out_scale.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; the message names it.
+        TypeError, ValueError: an argument has a wrong type or value; the message names the argument.
 
     Source of the formula: MNN's ConvInt8, with the bias term of its CPU form and clamps that include the zero point.
 
@@ -114,10 +116,10 @@ def conv2d_int8(
 def _channel_parameters(
     codes: Array, weight_scale: Array, bias: Array | None, x_scale: Any, out_scale: Any, x_zero: int, out_zero: int
 ) -> tuple[Array, Array]:
-    """Return fused, int32 [Co], and M, float32 [Co].
+    """Return ``fused``, int32 [Co], and M, float32 [Co], of the formula of `conv2d_int8`.
 
     Raises:
-        ValueError: a scale or a bias is not finite, M is no normal float32, or a sum may exceed int32.
+        ValueError: a scale or a bias is not finite, M is not a normal float32, or a sum may exceed int32.
     """
     for name, a in (("weight_scale", weight_scale), ("bias", bias)):
         if a is not None and not np.isfinite(a).all():
@@ -150,7 +152,7 @@ def _channel_parameters(
 
 
 def _limits(activation: Activation, out_scale: Any, out_zero: int) -> tuple[int, int]:
-    """Return the lowest and highest code of y."""
+    """Return the lower and upper bound of y as int8 codes."""
     if activation.kind is None:
         return -128, 127
     if activation.kind != "clamp":

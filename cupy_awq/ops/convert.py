@@ -15,16 +15,16 @@ def dequantize_s4_to_fp16x2(words: Array, /, *, out: Array | None = None) -> Arr
 
     Args:
         words: [..., N/8] int32, codes in AWQ order: nibbles i and i + 4 of a word are columns 2 i and 2 i + 1.
-        out: an array [..., N] float16 to fill and return.
+        out: [..., N] float16 array to fill and return.
 
     Returns:
-        [..., N] float16, in the order of the columns.
+        [..., N] float16, in column order.
 
     Raises:
-        TypeError, ValueError: an array that does not fit.
+        TypeError, ValueError: an array has a wrong dtype, shape or device; the message names the array.
 
-    The formula is that of SGLang's function of this name: a nibble OR-ed into the mantissa of 1024 makes 1024 + q, one
-    OR-ed four bits higher makes 1024 + 16 q, from which 1024 is subtracted.
+    The method is that of SGLang's function of the same name: a nibble q OR-ed into the mantissa of the float16 1024
+    gives 1024 + q (four bits higher: 1024 + 16 q), from which 1024 is subtracted.
 
     >>> import numpy as np
     >>> dequantize_s4_to_fp16x2(np.array([0x75316420], np.int32))
@@ -39,15 +39,15 @@ def int8_to_fp16(words: Array, /, *, out: Array | None = None) -> Array:
     Args:
         words: [..., N/4] int32; the bytes of a word are value + 128 of elements 0, 2, 1, 3
             (`cupy_awq.packing.pack_int8`).
-        out: an array [..., N] float16 to fill and return.
+        out: [..., N] float16 array to fill and return.
 
     Returns:
         [..., N] float16.
 
     Raises:
-        TypeError, ValueError: an array that does not fit.
+        TypeError, ValueError: an array has a wrong dtype, shape or device; the message names the array.
 
-    The formula is that of FasterTransformer's interleaved conversion: the bytes 0x64, b are the float16 1024 + b.
+    The method is that of FasterTransformer's interleaved conversion: the bytes 0x64, b are the float16 1024 + b.
 
     >>> import numpy as np
     >>> int8_to_fp16(np.array([-8421376], np.int32))  # 0xff7f8000
@@ -57,7 +57,7 @@ def int8_to_fp16(words: Array, /, *, out: Array | None = None) -> Array:
 
 
 def _convert(words: Array, out: Array | None, entry: str, values: int) -> Array:
-    """Convert words, which hold ``values`` values each, by the kernel ``entry`` or on the CPU."""
+    """Convert words of ``values`` values each to float16, with the kernel ``entry`` or on the CPU."""
     words, out = arrays.views(words=words, out=out)
     check.packable(words, "words", check.INT32, 1)
     shape = (*words.shape[:-1], values * words.shape[-1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dequantize``: a 4-bit weight in floating point."""
+"""``dequantize``: a 4-bit weight to floating point."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def dequantize(
         scales: [K/G, N] float16 or bfloat16.
         qzeros: [K/G, N/8] int32 zero points; None if all are 8; or [K/G, N] offsets o of the scales' dtype, for
             W = q * s + o.
-        dtype: float16, bfloat16 or float32, of W; by default the dtype of the scales.
-        out: an array [K, N] of ``dtype`` to fill and return.
+        dtype: dtype of W: float16, bfloat16 or float32; by default that of the scales.
+        out: [K, N] array of ``dtype`` to fill and return.
 
-    All arrays are in host memory (NumPy), or all on one GPU. Rows may have any stride; slices are not copied.
+    All arrays are in host memory (NumPy), or all on one GPU. Any row stride is supported, so slices are not copied.
 
     Returns:
         W: a NumPy array, or a CuPy array on the GPU.
 
     Raises:
-        TypeError, ValueError: an array, a shape or a dtype that does not fit.
+        TypeError, ValueError: an array has a wrong dtype, shape or device; the message names the array.
 
     >>> import numpy as np
     >>> import cupy_awq

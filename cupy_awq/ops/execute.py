@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last step of the operations on block-quantized weights: prepare the weight, launch a plan, deliver the result."""
+"""The last steps of operations on block-quantized weights: prepare the weight, launch the plan, return the result."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def empty(shape: tuple[int, ...], dtype: Any, device: int) -> Array:
 
 
 def weight_buffers(choice: Choice, weight: BlockQuantizedWeight, problem: KernelProblem) -> dict[str, Array | None]:
-    """Return the buffers of the weight in the layout that the chosen kernel reads, made at the first use.
+    """Return the weight buffers in the layout of the chosen kernel, which is created on first use and then cached.
 
-    Other streams may use a layout next, so a new one is complete when this returns. That is impossible while the stream
-    is captured into a graph: an error then leaves no layout behind.
+    After creating a layout the function synchronizes the current stream, because other streams may use the layout next.
+    During stream capture that fails, and the layout is not cached.
     """
     import cupy
 
     known = set(weight.layouts)
     try:
-        family: Any = choice.family  # not every family has a weight
+        family: Any = choice.family  # `Family` has no prepare_weight, since some families have no weight
         buffers: dict[str, Array | None] = family.prepare_weight(weight, problem)
         if len(weight.layouts) > len(known):
             cupy.cuda.get_current_stream().synchronize()
@@ -52,7 +52,7 @@ def weight_buffers(choice: Choice, weight: BlockQuantizedWeight, problem: Kernel
 
 
 def launch(plan: LaunchPlan, buffers: Mapping[str, Any], device: int) -> None:
-    """Launch a plan on the current stream of a GPU; counters and partial sums are in the stream's workspace."""
+    """Launch a plan on the current stream, with counters and partial sums in the stream's workspace."""
     import cupy
 
     stream = cupy.cuda.get_current_stream().ptr
@@ -66,7 +66,7 @@ def launch(plan: LaunchPlan, buffers: Mapping[str, Any], device: int) -> None:
 
 
 def deliver(y: Array, out: Array | None) -> Array:
-    """Return the result ``y``, copied into ``out`` if that is given and another array."""
+    """Return ``y`` if ``out`` is None, else ``out``, to which y is copied if they differ."""
     if out is None:
         return y
     if out is not y:

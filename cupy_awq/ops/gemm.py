@@ -15,9 +15,10 @@ from cupy_awq.runtime import arrays, device
 from cupy_awq.weight import PackedWeight
 
 MAX_LAUNCHES = 4096
-"""The number of launches that are kept, one for each combination of array layouts and options."""
+"""The largest number of cached launches, one per combination of array layouts and options."""
 
 _launches: dict[Any, GemmLaunch] = {}
+"""The cached launches of `gemm`, by array layouts and options."""
 
 
 def gemm(
@@ -38,13 +39,13 @@ def gemm(
     """Return y = activation(x @ W + bias) + residual for a weight in the AWQ layout.
 
     W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size. q - z is exact, accumulation and epilogue are
-    float32, and y is rounded once. The result is bit-identical from run to run. Tensor cores multiply float16 and
-    bfloat16 x exactly; float32 x is multiplied on CUDA cores. An Inf or NaN in x affects its own row of y, all of it,
-    and no other; an element that is Inf by the formula may be NaN, since some kernels accumulate x * q and x * z, or
-    q * s and o, separately.
+    float32, and y is rounded once. The result is bit-identical from run to run. Products of float16 and bfloat16 x are
+    exact on tensor cores; float32 x is multiplied on CUDA cores. An Inf or NaN in x affects its entire row of y and no
+    other row; an element that should be Inf may be NaN, since some kernels accumulate x * q and x * z, or q * s and o,
+    separately.
 
     Args:
-        x: [..., K] float16, bfloat16 or float32 with any strides; or uint16 that holds the bits of bfloat16, with
+        x: [..., K] float16, bfloat16 or float32 with any strides; or uint16 with the bits of bfloat16, if
             ``dtype="bfloat16"``. Rows that are not contiguous, or not aligned to 16 bytes, are copied first.
         qweight: [K, N/8] int32, codes in AWQ order (see `PackedWeight`).
         scales: [K/G, N] float16 or bfloat16.
@@ -54,23 +55,23 @@ def gemm(
         activation: None; "relu"; "relu6"; (low, high) to clamp; "silu"; "gelu" (tanh form); or "swiglu", which is
             silu(gate) * up for the gate x @ W[:, : N/2] and up x @ W[:, N/2 :], so that y has N/2 columns.
             `cupy_awq.reference.matmul` has the formulas.
-        residual: an array like y with any strides; it may be ``out``.
-        out: an array like y to fill and return.
-        dtype: the element type of x if x is uint16.
-        kernel: the name of the kernel to use, instead of the one that `explain` marks.
-        split_k: the number of CTAs that share an accumulator over K, a power of two; by default that of the choice.
+        residual: array with the shape and dtype of y and any strides; it may be ``out``.
+        out: array with the shape and dtype of y to fill and return.
+        dtype: element type of x if x is uint16.
+        kernel: name of the kernel to use; by default the one that `explain` marks.
+        split_k: split-K factor, a power of two; by default that of the chosen configuration.
 
-    All arrays are in host memory (NumPy, or any with ``__dlpack__``), or all on one GPU (CuPy, or any with
-    ``__cuda_array_interface__`` or ``__dlpack__``); none is copied. Kernels are launched on CuPy's current stream of
-    that GPU. Calls on one stream share a split-K workspace: replay a graph that captured them on the same stream, or at
-    a time when nothing else runs on it; or capture a `plan`, which has a workspace of its own.
+    All arrays are in host memory (NumPy), or all on one GPU (CuPy, or any with ``__cuda_array_interface__`` or
+    ``__dlpack__``, which are not copied). Kernels are launched on CuPy's current stream of that GPU. All calls on a
+    stream share one split-K workspace, so a CUDA graph that captured calls must be replayed on the same stream, or
+    while that stream is idle. A `plan` has its own workspace and no such restriction.
 
     Returns:
         [..., N] of x's dtype: a NumPy array, or a CuPy array on the GPU.
 
     Raises:
-        TypeError, ValueError: an array, a shape or a dtype that does not fit, or a kernel that is unknown or cannot
-            solve the problem. Nothing has been launched or allocated then.
+        TypeError, ValueError: an array has a wrong dtype, shape or device, or the kernel is unknown or cannot solve the
+            problem. The error is raised before anything is launched or allocated.
 
     >>> import numpy as np
     >>> import cupy_awq
@@ -81,7 +82,7 @@ def gemm(
     >>> cupy_awq.gemm(x, weight.qweight, weight.scales, weight.qzeros, activation=(-1, 2))[:, 0]
     array([ 2., -1.], dtype=float16)
     """
-    # Checks and the choice of a kernel depend on the layouts alone, so layouts that were met before need neither.
+    # Checks and the choice of a kernel depend on the layouts alone, so a cached launch for these layouts skips both.
     operands = x, qweight, scales, qzeros, bias, residual, out
     key: Any
     try:
@@ -124,7 +125,7 @@ def gemv(
     dtype: Any = None,
     kernel: str | None = None,
 ) -> Array:
-    """Return y = activation(x @ W + bias) + residual for one vector x [K]; all else is as in `gemm`.
+    """Return y = activation(x @ W + bias) + residual for one vector x [K]; the arguments are those of `gemm`.
 
     Returns:
         [N] of x's dtype.
@@ -162,24 +163,24 @@ def explain(
     arch: int | None = None,
     layer: bool = False,
 ) -> str:
-    """Return a table of the kernels for x [M, K] @ W [K, N]: the best configuration and time of each, or its refusal.
+    """Return a table of the kernels for x [M, K] @ W [K, N]: the best configuration and time of each, or why none.
 
-    ``->`` marks the choice. A time is "measured" if `python -m cupy_awq tune` has recorded it on this GPU, else it is
-    "modelled" by the kernel's cost model. The last line says what decided: a cost model or a table of tuned
-    configurations, and which.
+    ``->`` marks the choice. Its time is "measured" if `python -m cupy_awq tune` recorded it for this GPU model; all
+    other times are "modelled" by the kernel's cost model. The last line says whether the cost models or a table of
+    tuned configurations determined the choice.
 
     Args:
-        m, k, n: the sizes, in the order of x [M, K] @ W [K, N].
-        group_size: rows of W that share a scale; -1 for K.
-        dtype: float16, bfloat16 or float32, of x.
-        arch: a compute capability such as 80, for a typical GPU of it; by default the current GPU, or an H100 if there
-            is none.
-        layer: True for the kernels of `AwqLinear`, which repacks its weight on Hopper; by default those of `gemm`,
+        m, k, n: sizes, in the order of x [M, K] @ W [K, N].
+        group_size: number of rows of W per scale; -1 for K.
+        dtype: dtype of x: float16, bfloat16 or float32.
+        arch: target architecture such as 80, for which a typical GPU is assumed; by default the current GPU, or an H100
+            if there is no GPU.
+        layer: True for the kernels of `AwqLinear`, which repacks its weight on Hopper; False for those of `gemm`,
             which reads the AWQ layout.
 
     Raises:
-        TypeError: a size is not an integer, or the dtype is not one of these.
-        ValueError: a size that the format cannot have, or an unknown arch.
+        TypeError: a size is not an integer, or the dtype is not supported.
+        ValueError: a size is not supported, or the architecture is unknown.
 
     >>> print(explain(m=1, k=4096, n=12288, arch=80).splitlines()[0])
     x[1, 4096] float16 @ W[4096, 12288] group size 128 on A100 SXM 80GB (sm_80)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path of every GEMM to its launch: choose a kernel, load it, collect the addresses, launch."""
+"""The common path of all GEMMs: choose a kernel, load it, collect the buffer addresses, launch."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from cupy_awq.runtime.launch import get_launcher
 from cupy_awq.weight import PackedWeight
 
 BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "weight", "bias")
-"""The buffers of a GEMM: the arrays of one call, its workspace, then the arrays that stay from call to call."""
+"""The buffers of a GEMM: the arrays of one call, its workspace, then the arrays that are the same for all calls."""
 
 
 class GemmLaunch:
-    """A validated GEMM whose kernel is chosen and loaded; a call needs only addresses and a stream.
+    """A validated GEMM with its kernel loaded; a call takes only buffer addresses and a stream.
 
-    It serves all arrays with the layouts (`arrays.layout_key`) of those that it is made from, and any weight with this
-    layout.
+    A launch can be used for all arrays whose layouts (`arrays.layout_key`) equal those of the constructor's arguments.
 
     Args:
-        x, residual, out: arrays with the layouts to serve; without an ``out``, y is contiguous.
-        weight, bias: the same for the arrays that stay from call to call.
-        product: the result of `check.product` for these arrays.
+        x, residual, out: example arrays of a call; without ``out``, y is contiguous.
+        weight, bias: example arrays that are the same for all calls.
+        product: result of `check.product` for these arrays.
         kernel, split_k: as in `gemm`.
-        constant: whether a launch may read the weight before the preceding kernels of the stream finish (PDL).
+        may_prefetch_weights: whether a kernel may read the weight before the preceding kernel finishes (PDL).
 
     Attributes:
-        kernel: the name of the kernel.
-        shape: the shape of y.
-        workspace_bytes: bytes of the split-K workspace, 0 without split-K.
+        kernel: name of the kernel.
+        shape: shape of y.
+        workspace_bytes: size of the split-K workspace in bytes; 0 if none is needed.
     """
 
     __slots__ = ("_extents", "_in_place", "_index", "_launcher", "_order", "kernel", "shape", "workspace_bytes")
@@ -92,15 +91,15 @@ class GemmLaunch:
         self._in_place = strides.residual == strides.y
 
     def __call__(self, x: int, residual: int, y: int, constants: tuple[int, ...], workspace: int, stream: int) -> None:
-        """Launch the kernel on arrays at these addresses, 0 for an absent one; ``constants``: `constant_pointers`."""
+        """Launch the kernel with the given buffer addresses, 0 for a null pointer; ``constants``: `constant_pointers`."""
         pointers = (x, residual, y, workspace + workspaces.COUNTER_BYTES, workspace, *constants)
         self._launcher(self._order(pointers), stream)
 
     def run(self, x: Array, residual: Array | None, out: Array | None, constants: tuple[int, ...]) -> Array | None:
-        """Launch the kernel on the current stream, with the stream's workspace, and return y.
+        """Launch the kernel on the current stream with the stream's workspace, and return y.
 
-        Return None, and launch nothing, if another GPU is current or if ``out`` overlaps an input. It may be the
-        residual: the thread that reads an element of it also writes it.
+        Return None without a launch if another GPU is current or ``out`` overlaps an input. ``out`` may be the residual
+        itself, since each of its elements is read and written by the same thread.
         """
         import cupy
 
@@ -130,7 +129,7 @@ class GemmLaunch:
 def constant_pointers(
     qweight: Array, scales: Array, qzeros: Array | None, repacked: Array | None, bias: Array | None
 ) -> tuple[int, ...]:
-    """Return the addresses of the arrays that stay from call to call, in the order of BUFFERS."""
+    """Return the addresses of the arrays that are the same for all calls, in the order of BUFFERS."""
     return tuple(map(arrays.address, (qweight, scales, qzeros, repacked, bias)))
 
 
@@ -143,7 +142,7 @@ def weight_pointers(weight: PackedWeight, bias: Array | None) -> tuple[int, ...]
 def gemm_problem(
     weight: PackedWeight, activation: Activation, m: int, element: np.dtype[Any], **fields: Any
 ) -> Problem:
-    """Return the problem of m rows of x and a weight; arrays are contiguous unless other ``fields`` say otherwise."""
+    """Return the problem for m rows of x and a weight; ``fields`` are further fields of `Problem`."""
     spec = weight.spec
     if isinstance(weight, RepackedWeight):
         fields |= {
@@ -180,9 +179,9 @@ def run_gemm(
     kernel: str | None = None,
     split_k: int | None = None,
 ) -> tuple[Array, GemmLaunch | None]:
-    """Validate and compute y = activation(x @ W + bias) + residual; return y and its launch, to be used again.
+    """Validate and compute y = activation(x @ W + bias) + residual; return y and the launch, which can be reused.
 
-    The launch is None on the CPU, for M = 0, and where an array had to be copied.
+    The launch is None on the CPU, if M = 0, or if an array had to be copied.
     """
     x, bias, residual, out = arrays.views(x=x, bias=bias, residual=residual, out=out)
     product = check.product(x, weight.spec, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype)
@@ -215,7 +214,7 @@ def run_gemm(
 
 
 def cache_launch(launches: dict[Any, GemmLaunch], key: Any, launch: GemmLaunch, limit: int) -> None:
-    """Keep a launch for the layouts ``key``; a full cache is cleared, since its entries are soon made again."""
+    """Cache a launch for the layouts ``key``; a cache with ``limit`` entries is cleared first."""
     if len(launches) >= limit:
         launches.clear()
     launches[key] = launch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``plan``: a GEMM that is validated once and then only launched."""
+"""``plan``: a GEMM that is validated once and launched many times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cupy_awq.weight import PackedWeight, check_packed
 
 
 class Plan:
-    """A GEMM y = activation(x @ W + bias) + residual for arrays of one layout, made by `plan`.
+    """A GEMM y = activation(x @ W + bias) + residual for arrays of one layout, created by `plan`.
 
     ``plan(x, out, residual=None, workspace=None)`` fills ``out`` and returns it. On a GPU it is one launch on the
     current stream, with no allocation, copy or synchronization, so it can be captured into a CUDA graph. x, out and the
@@ -34,11 +34,11 @@ class Plan:
     finishes (PDL), so do not modify the weight.
 
     Attributes:
-        kernel: the name of the kernel; "numpy" on the CPU.
-        shape: the shape of y.
-        workspace_bytes: bytes of the split-K workspace, which the plan owns. Calls that may run at the same time, on
-            several streams, each need a ``workspace`` of their own: a contiguous array of at least this many bytes,
-            zero before its first use. Plans that run one after the other can share it.
+        kernel: name of the kernel; "numpy" on the CPU, "none" on a GPU if M = 0.
+        shape: shape of y.
+        workspace_bytes: size in bytes of the split-K workspace, which the plan owns. Calls that may run concurrently on
+            several streams each need their own ``workspace``: a contiguous array of at least this many bytes, zero
+            before its first use. Plans that run in order can share one workspace.
     """
 
     __slots__ = (
@@ -118,11 +118,11 @@ class Plan:
 
     def _layout(self, a: Array | None) -> Any:
         if a is not None and self.kernel == "numpy":
-            return a.shape, None, a.dtype, HOST, 0  # strides and alignment are free
+            return a.shape, None, a.dtype, HOST, 0  # the CPU supports any strides and alignment
         return arrays.layout_key(a)
 
     def _check(self, name: str, a: Array | None, planned: Any) -> None:
-        """Raise an error unless an array has the planned layout or differs only by a better alignment."""
+        """Raise TypeError or ValueError unless an array has the planned layout, or a better alignment."""
         if a is None or planned is None:
             if a is not planned:
                 expected, found = ("None", "an array") if planned is None else ("an array", "None")
@@ -149,25 +149,25 @@ def plan(
     kernel: str | None = None,
     split_k: int | None = None,
 ) -> Plan:
-    """Validate a GEMM y = activation(x @ W + bias) + residual now, and return a `Plan` that only launches it.
+    """Validate a GEMM y = activation(x @ W + bias) + residual, and return a `Plan` whose calls only launch the kernel.
 
     Args:
-        x: an array [..., K] like those of the calls; or its shape, for contiguous arrays of ``dtype``.
-        weight: the weight. Its arrays must not be modified or freed as long as the plan is used, and kernels that write
-            them on another stream must have finished. On a GPU all calls run on that GPU.
-        bias, activation: as in `gemm`; the bias is part of the plan.
-        residual: an array like y or its shape; None for no residual.
-        out: the same for y, by default contiguous.
-        dtype: dtype of x if x is a shape, by default float16; "bfloat16" if x is uint16 that holds its bits.
+        x: example array [..., K] of a call; or its shape, for contiguous arrays of ``dtype``.
+        weight: the weight. Its arrays must not be modified or freed while the plan is in use, and kernels that write
+            them on another stream must have finished. On a GPU, all calls run on the GPU of the weight.
+        bias, activation: as in `gemm`; the bias is the same for all calls.
+        residual: example array of a call, or its shape; None for no residual.
+        out: example array of a call, or its shape; by default contiguous.
+        dtype: dtype of x if x is a shape, by default float16; "bfloat16" if x is uint16 with the bits of bfloat16.
         kernel, split_k: as in `gemm`.
 
     Returns:
         The plan, with its kernel loaded and its workspace allocated. `plan` synchronizes the current stream, except
-        during stream capture: on Hopper a launch may read the weight before the preceding kernels finish.
+        during stream capture, since on Hopper a kernel may read the weight before the preceding kernel finishes (PDL).
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; an array with rows that are not contiguous or have no
-            single stride; a kernel that is unknown or cannot solve the problem.
+        TypeError, ValueError: an argument has a wrong type or value, the rows of an array are not contiguous or not
+            equally spaced, or the kernel is unknown or cannot solve the problem.
 
     >>> import numpy as np
     >>> import cupy_awq
@@ -203,16 +203,17 @@ def _synchronize() -> bool:
     try:
         if stream.is_capturing():
             return False
-    except cupy.cuda.runtime.CUDARuntimeError:  # the default stream, while a stream that it waits for is captured
+    except cupy.cuda.runtime.CUDARuntimeError:  # the default stream while a blocking stream is captured
         return False
     stream.synchronize()
     return True
 
 
 def _empty(shape: tuple[Any, ...], name: str, dtype: Any, index: int) -> Array:
-    """Return a new array on the GPU ``index``, which must be current, or in host memory.
+    """Return an uninitialized array on the current GPU, whose ordinal is ``index``, or in host memory.
 
-    Raises TypeError or ValueError, for the argument ``name``, unless the shape is valid.
+    Raises:
+        TypeError, ValueError: the shape is not valid; the message names the argument ``name``.
     """
     shape = check_scalar.shape(shape, name)
     if index == HOST:
@@ -223,7 +224,7 @@ def _empty(shape: tuple[Any, ...], name: str, dtype: Any, index: int) -> Array:
 
 
 def _workspace(memory: Array, nbytes: int, index: int) -> Array:
-    """Return ``memory`` if it can be a plan's workspace, else raise an error."""
+    """Return ``memory`` if it can serve as a plan's workspace, else raise TypeError or ValueError."""
     check.on_device(memory, "workspace", index, "the plan")
     if not memory.flags.c_contiguous or memory.data.ptr % 16:
         raise ValueError("workspace: expected a contiguous array that starts at a multiple of 16 bytes, got another")
@@ -234,13 +235,13 @@ def _workspace(memory: Array, nbytes: int, index: int) -> Array:
 
 @dataclass(frozen=True)
 class FusedPlan:
-    """A GEMM with a `Fusion`: the launch of its kernel, and the arrays of its layer.
+    """A GEMM with a `Fusion`: its launch plan, and the arrays of its layer.
 
     Attributes:
-        launch: the launch. Besides ``arrays`` it takes the buffers x [m, K] and y [m, N] (gated: [m, N/2]), contiguous
-            and of the planned dtype, and those of ``cuda_src/hopper/residual_stream.cuh``.
-        arrays: the buffers that belong to the layer, by name.
-        out_features: the columns of y.
+        launch: launch plan. In addition to ``arrays``, it takes the buffers x [m, K] and y [m, N] (gated: [m, N/2]),
+            contiguous and of the planned dtype, and those of ``cuda_src/hopper/residual_stream.cuh``.
+        arrays: arrays of the layer, by buffer name; None is a null pointer.
+        out_features: number of columns of y.
     """
 
     launch: LaunchPlan
@@ -256,7 +257,7 @@ def plan_fused(
     element: np.dtype[Any],
     fusion: Fusion,
 ) -> FusedPlan | None:
-    """Return the plan of a GEMM with a `Fusion` for contiguous arrays, or None if no kernel can perform it."""
+    """Return the plan of a GEMM with a `Fusion` for contiguous arrays, or None if no kernel supports the problem."""
     if not isinstance(weight, RepackedWeight):
         return None
     bias_dtype = None if bias is None else bias.dtype.name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quantize_activations`, `gemm_int8`, `linear_int8` and `linear_fp8`: products of quantized rows and weights."""
+"""`quantize_activations`, `gemm_int8`, `linear_int8` and `linear_fp8`: GEMMs of quantized activations and weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def quantize_activations(
 
     Args:
         x: [M, K] float16, bfloat16 or float32.
-        block_size: the number of columns in a block, by default K; the last block may be shorter.
+        block_size: number of columns per block, by default K; the last block may be shorter.
         symmetric: whether blocks have no offset.
         rounding: "half_away" rounds halves away from zero, "half_even" to the nearest even code.
 
@@ -72,7 +72,7 @@ def gemm_int8(
     activation: Any = None,
     out: Array | None = None,
 ) -> Array:
-    """Compute y [M, N] = activation(A @ B^T + bias) for quantized rows A and a weight B by an integer product.
+    """Compute y [M, N] = activation(A @ B^T + bias) for quantized activations A and a weight B with an integer GEMM.
 
         y = sum over blocks of sA*(C*sB + sumA*oB) + oA*(sumB*sB + k*oB),  C = A_q B_q^T in int32
 
@@ -85,7 +85,7 @@ def gemm_int8(
             it must divide the weight's block size if the weight has several blocks.
         bias: [N] float16, bfloat16 or float32.
         activation: None, "relu", "relu6", or (low, high).
-        out: [M, N] float16, bfloat16 or float32 array to fill and return; by default of the dtype of the weight's
+        out: [M, N] float16, bfloat16 or float32 array to fill and return; by default y has the dtype of the weight's
             scale.
 
     Raises:
@@ -204,10 +204,10 @@ def linear_fp8(
 
 
 def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> None:
-    """Check that `linear_int8` (x_dtype "int8") or `linear_fp8` ("fp8") has the activation, and a kernel on the GPU.
+    """Check that `linear_int8` (x_dtype "int8") or `linear_fp8` ("fp8") supports the activation, weight and GPU.
 
     Raises:
-        TypeError, ValueError: it has not; the message gives the reason.
+        TypeError, ValueError: the operation does not support one of them; the message gives the reason.
     """
     block_check.activation(activation, EPILOGUE_ACTIVATIONS)
     if x_dtype == "fp8" and weight.device != HOST:
@@ -251,7 +251,7 @@ def _multiply_on_gpu(
     *,
     fp8: bool = False,
 ) -> Array:
-    """Multiply as in `gemm_int8`; with ``fp8`` xq is e4m3, x_scale is [M], and x_sums are float32."""
+    """Compute `gemm_int8` on the GPU; with ``fp8``, xq is e4m3, x_scale is [M], and x_sums is float32."""
     import cupy
 
     with placement.use_device(weight.device):
@@ -318,7 +318,7 @@ def _linear_fp8_on_gpu(
 
 
 def _in_blocks(xq: Array, x_scale: Array, x_offset: Array | None, size: int) -> tuple[Array, Array | None, Array]:
-    """Return x_scale, x_offset and x_sums [M, blocks] in blocks of ``size`` for rows that were quantized as one."""
+    """Return x_scale, x_offset and x_sums [M, blocks] for blocks of ``size`` columns of rows quantized as one block."""
     xp = namespace(xq)
     m, k = xq.shape
     blocks = -(-k // size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The repacked weight of `AwqLinear` on Hopper: a copy in the layout that the fastest kernels read."""
+"""The repacked weight of `AwqLinear` on Hopper: a copy of the weight in the layout of the fastest kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class RepackedWeight(PackedWeight):
     """A `PackedWeight` with a repacked copy, and possibly without the original arrays.
 
     Attributes:
-        repacked: uint8, the weight in the repacked layout (`RepackedLayout`).
-        scale_exponent, wide_scales: the range of the scales, as in `Problem`.
+        repacked: weight in the repacked layout (`RepackedLayout`), uint8.
+        scale_exponent: as in `Problem`.
+        wide_scales: as in `Problem`.
     """
 
     __slots__ = ("repacked", "scale_exponent", "wide_scales")
@@ -36,16 +37,16 @@ class RepackedWeight(PackedWeight):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the original arrays, or of the repacked copy without them."""
+        """The size in bytes of the arrays in the AWQ layout, or of the repacked copy if these have been freed."""
         return int(super().nbytes if self.has_original else self.repacked.nbytes)
 
     @property
     def has_original(self) -> bool:
-        """Whether the weight still has its arrays in the AWQ layout."""
+        """True if the weight still has its arrays in the AWQ layout."""
         return self.qweight is not None
 
     def without_original(self) -> RepackedWeight:
-        """Return the weight without its arrays in the AWQ layout, which are freed unless others refer to them."""
+        """Return the weight without its arrays in the AWQ layout, which are freed unless referenced elsewhere."""
         weight = object.__new__(RepackedWeight)
         for name in ("spec", *RepackedWeight.__slots__):
             object.__setattr__(weight, name, getattr(self, name))
@@ -55,7 +56,7 @@ class RepackedWeight(PackedWeight):
 
 
 def repack(weight: PackedWeight) -> PackedWeight:
-    """Return the weight with a repacked copy if it lies on a GPU of sm_90 and the layout can hold it, else itself."""
+    """Return the weight with a repacked copy, or unchanged if its GPU is not sm_90 or it cannot be repacked."""
     spec = weight.spec
     if spec.device == HOST or device.of(spec.device).arch != 90:
         return weight
@@ -73,25 +74,26 @@ def repack(weight: PackedWeight) -> PackedWeight:
             arrays.leading_dimension(weight.qzeros),
         )
         launch(layout.plan(device.of(spec.device), strides), {**buffers, "out": out})
-        # Kernels prefetch the repacked weight before the preceding kernel finishes (PDL), so the repacking must have
-        # finished by then: the copy to the host below synchronizes.
+        # Kernels prefetch the repacked weight before the preceding kernel finishes (PDL), so wait for the repacking:
+        # the copy to the host below synchronizes.
         bits = weight.scales.view(np.uint16) & 0x7FFF
         extremes = cupy.stack([bits.max(), cupy.where(bits == 0, 0x7FFF, bits).min()]).get().astype(np.uint16)
-    max_exponent = 15 if spec.dtype == np.float16 else 127  # enough for any float16 scale; the most that float32 allows
+    max_exponent = 15 if spec.dtype == np.float16 else 127  # sufficient for float16 scales; the limit of float32
     largest, smallest = map(float, extremes.view(spec.dtype))
     return RepackedWeight(weight, out, *scale_range(largest, smallest, max_exponent))
 
 
 def scale_range(largest: float, smallest: float, max_exponent: int) -> tuple[int, bool]:
-    """Return the exponent of a power of two that normalizes the scales, and whether float16 cannot hold all of them.
+    """Return ``scale_exponent`` and ``wide_scales`` of `Problem` for a weight.
 
-    The power is the greatest one, up to 2^``max_exponent``, with which the largest scale is at most 64. A weight is 1
-    to 15 times a scale in size, so float16 holds the weights if the smallest nonzero scale times the power is a normal
-    number, at least 2^-14.
+    The exponent is the largest one, up to ``max_exponent``, for which the largest scale times 2**exponent is at most
+    64. A nonzero weight has the magnitude of 1 to 15 scales, so float16 represents all weights if the smallest nonzero
+    scale times 2**exponent is a normal number, at least 2**-14.
 
     Args:
-        largest, smallest: size of the largest and of the smallest nonzero scale.
-        max_exponent: the largest exponent to return.
+        largest: magnitude of the largest scale.
+        smallest: magnitude of the smallest nonzero scale.
+        max_exponent: largest exponent to return.
 
     >>> scale_range(0.02, 0.001, 15), scale_range(2.0**-20, 2.0**-24, 15), scale_range(1.0, 2.0**-21, 127)
     ((11, False), (15, False), (0, True))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run-time system: GPU properties, NVRTC compilation, the disk cache, launches, arrays and workspaces.
+"""The runtime: GPU properties, NVRTC compilation, disk cache, kernel launches, array views and split-K workspaces.
 
-It knows kernels, buffers and launch parameters, and nothing of AWQ. Only this package and the operations import CuPy
-and the CUDA bindings, and only inside functions: importing a module needs neither.
+The runtime does not depend on AWQ. CuPy and the CUDA bindings are imported only inside functions, so no module of the
+package needs either one to be imported.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NumPy and CuPy views of any library's arrays, and the properties of their memory layout that kernels depend on."""
+"""NumPy and CuPy views of arrays of other libraries, and the layout properties on which kernels depend."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from cupy_awq.runtime import placement
 
 
 def views(**arrays: Any) -> list[Any]:
-    """Return each argument, an array of another library as a NumPy or CuPy array of the same memory.
+    """Return all arguments in order, with arrays of other libraries replaced by NumPy or CuPy views.
 
-    All others are returned as they are, for `cupy_awq.check` to judge.
+    An argument that is no array is returned unchanged; `cupy_awq.check` rejects it later.
 
     Raises:
-        TypeError: an array that NumPy or CuPy cannot view.
-        ValueError: an array with a null pointer, or an ``out`` that its library calls read-only.
+        TypeError: NumPy or CuPy cannot view an array.
+        ValueError: an array has a null pointer, or ``out`` is read-only.
     """
     return [_view(a, name) for name, a in arrays.items()]
 
 
 class _Writable:
-    """A read-only NumPy view as an array interface of the same memory that is not."""
+    """An array interface that exposes the memory of a read-only NumPy view as writable."""
 
     def __init__(self, view: np.ndarray[Any, Any]) -> None:
         self.view = view
@@ -57,7 +57,7 @@ def _view(a: Any, name: str) -> Any:
             return cupy.from_dlpack(a)
         pointer, read_only = interface["data"]
         if pointer and not (read_only and name == "out"):
-            # Without a stream in the interface, only DLPack waits until the array's values are written.
+            # If the interface names no stream, only DLPack orders this stream after the writes to the array.
             if interface.get("stream") is None and hasattr(a, "__dlpack__"):
                 return cupy.from_dlpack(a)
             # cupy.asarray copies an array that is not on the current device.
@@ -79,7 +79,7 @@ def address(a: Array | None) -> int:
 
 
 def vector_bytes(a: StridedArray) -> int:
-    """Return the bytes of a kernel's widest access to an array: of four 32-bit words or of eight 16-bit values."""
+    """Return the alignment in bytes that kernels need for vector accesses: 32 for float32 (8 values), else 16."""
     return 32 if a.dtype == np.float32 else 16
 
 
@@ -96,13 +96,13 @@ def _row_stride_bytes(a: StridedArray) -> int:
 
 
 def layout_key(a: Array | None) -> Any:
-    """Return a hashable key of all properties of a CuPy array that validation and kernel selection depend on.
+    """Return a hashable key of all properties of a CuPy array on which validation and kernel selection depend.
 
-    One prepared launch serves all arrays with equal keys.
+    A prepared launch can be reused for all arrays with equal keys. The key of None is None.
 
     Raises:
-        AttributeError: an array of another library.
-        ValueError: a NumPy array of bfloat16, whose memory NumPy cannot export.
+        AttributeError: ``a`` is an array of another library.
+        ValueError: ``a`` is a NumPy array of bfloat16, whose memory NumPy cannot export.
     """
     if a is None:
         return None
@@ -120,9 +120,9 @@ def count_rows(a: StridedArray) -> int:
 
 
 def row_stride(a: StridedArray) -> int | None:
-    """Return the elements from one row of [..., N] to the next, or None if no kernel can read the rows in place.
+    """Return the row stride of [..., N] in elements, or None if no kernel can read the rows in place.
 
-    Kernels need contiguous rows and one stride >= 0 that leads from each row to the next.
+    Kernels need contiguous rows and the same stride >= 0 between all adjacent rows.
 
     >>> x = np.zeros((4, 6, 8), np.float16)
     >>> row_stride(x), row_stride(x[:, 0]), row_stride(x[..., 2:4]), row_stride(x[:, :3]), row_stride(x[..., ::2])
@@ -148,9 +148,9 @@ def row_stride(a: StridedArray) -> int | None:
 
 
 def has_readable_rows(a: Array) -> bool:
-    """Return whether kernels read the rows of [..., N] in place as fast as they would read an aligned copy.
+    """Return whether kernels can read the rows of [..., N] in place and a copy would not be better aligned.
 
-    Overlapping rows are excluded: a tensor map cannot describe them.
+    The result is False for overlapping rows, which a tensor map cannot describe.
     """
     stride = row_stride(a)
     is_disjoint = stride is not None and (count_rows(a) == 1 or stride >= a.shape[-1])
@@ -158,7 +158,7 @@ def has_readable_rows(a: Array) -> bool:
 
 
 def leading_dimension(a: StridedArray | None) -> int:
-    """Return the elements from one row of a matrix to the next, of either sign; 0 for None.
+    """Return the row stride of a matrix in elements, which may be negative; 0 for None.
 
     >>> leading_dimension(np.zeros((4, 8))[::-2])
     -16

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels to machine code: NVRTC compilation into the disk cache, and loading onto a device.
+"""Compilation of kernels with NVRTC into the disk cache, and loading of the binaries.
 
-A kernel becomes a cubin, or PTX for a GPU newer than its target. Its file is named by a digest of the sources, the
-constants, the options and NVRTC's version, so a second process compiles nothing.
+A kernel is compiled to a cubin, or to PTX for a GPU newer than its target. The file name holds a digest of the sources,
+the constants, the options and NVRTC's version, so that later processes find the binary and compile nothing.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from cupy_awq.runtime import disk_cache, sources
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
-"""The options of every compilation. Line info costs nothing at run time; profilers and fault reports show it."""
+"""The NVRTC options of every compilation. Line info has no run-time cost and serves profilers and compute-sanitizer."""
 
 
 class CompileError(RuntimeError):
-    """A kernel that NVRTC does not compile; the message holds NVRTC's log, with file and line."""
+    """An error of NVRTC; the message holds the compilation log, with files and lines."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources of a kernel, as ptxas reports them.
+    """The resource usage of a kernel, as reported by ptxas.
 
     Attributes:
-        registers: the registers per thread.
-        shared_bytes: the static shared memory of a CTA.
-        spill_bytes: the spill loads and stores per thread.
-        stack_bytes: the stack frame of a thread.
-        serialized: whether ptxas serialized the kernel's wgmma instructions, which makes them slow.
+        registers: number of registers per thread.
+        shared_bytes: static shared memory per CTA.
+        spill_bytes: spill stores plus spill loads per thread.
+        stack_bytes: stack frame per thread.
+        serialized: whether ptxas serialized the wgmma instructions, which makes them slow.
     """
 
     registers: int
@@ -52,10 +52,10 @@ class Binary:
     """A compiled kernel.
 
     Attributes:
-        code: the cubin or PTX.
-        path: its file in the disk cache; None if the cache folder cannot be written.
-        resources: the kernel's resources; None for PTX, which the driver assembles when it is loaded.
-        newly_compiled: whether this process compiled it, rather than found it in the cache.
+        code: cubin or PTX.
+        path: file in the disk cache; None if the cache folder is not writable.
+        resources: resource usage; None for PTX, which the driver compiles at load time.
+        newly_compiled: True if this call compiled the kernel, False if the kernel was in the cache.
     """
 
     code: bytes
@@ -65,14 +65,14 @@ class Binary:
 
 
 def _check(status: Any, function: str) -> None:
-    """Raise RuntimeError unless a function of NVRTC or the driver succeeded."""
+    """Raise RuntimeError if a function of NVRTC or the driver returned an error status."""
     if int(status) != 0:
         raise RuntimeError(f"{function}: expected success, got {status.name}")
 
 
 @functools.cache
 def nvrtc_version_and_archs() -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Return NVRTC's version and its supported architectures in ascending order. Raises OSError without NVRTC."""
+    """Return NVRTC's version and its supported architectures in ascending order; raise OSError without NVRTC."""
     try:
         from cuda.bindings import nvrtc
 
@@ -88,7 +88,7 @@ def nvrtc_version_and_archs() -> tuple[tuple[int, int], tuple[int, ...]]:
 
 
 def nearest_target(arch: str) -> str:
-    """Return ``arch`` if NVRTC supports it, else the newest older architecture, or the oldest one if all are newer."""
+    """Return ``arch`` if NVRTC supports it, else the closest older architecture, or the oldest one if all are newer."""
     known = nvrtc_version_and_archs()[1]
     number = int(arch.rstrip("af"))
     if number in known:
@@ -97,7 +97,7 @@ def nearest_target(arch: str) -> str:
 
 
 def _compile(kernel: Kernel, arch: str, texts: Mapping[str, str], form: str) -> tuple[bytes, str]:
-    """Return the cubin or PTX of a kernel and NVRTC's log. Raises CompileError."""
+    """Return the cubin or PTX (``form``) of a kernel, and NVRTC's log; raise CompileError if NVRTC fails."""
     from cuda.bindings import nvrtc
 
     (source, text), *headers = texts.items()
@@ -128,7 +128,7 @@ def _compile(kernel: Kernel, arch: str, texts: Mapping[str, str], form: str) -> 
 
 
 def _read(program: Any, size: Any, content: Any) -> bytes:
-    """Return an output of NVRTC, for which it has one function for the size and one for the content."""
+    """Return an output of an NVRTC program, given NVRTC's functions for its size and its content."""
     status, length = size(program)
     _check(status, size.__name__)
     buffer = bytes(length)
@@ -138,7 +138,7 @@ def _read(program: Any, size: Any, content: Any) -> bytes:
 
 
 def _resources(log: str) -> Resources:
-    """Return the resources that ptxas reports in a compilation log."""
+    """Parse the resource usage that ptxas reports in a compilation log."""
 
     def number(pattern: str) -> int:
         return sum(int(found) for found in re.findall(pattern, log))
@@ -153,15 +153,15 @@ def _resources(log: str) -> Resources:
 
 
 def ptx(plan: LaunchPlan) -> str:
-    """Return the PTX of a plan's kernel. Needs no GPU."""
+    """Return the PTX of a plan's kernel; no GPU is needed."""
     return build(plan.kernel, "ptx").code.decode()
 
 
 def build(kernel: Kernel, form: str = "cubin") -> Binary:
-    """Return a kernel compiled to a ``"cubin"`` or to ``"ptx"``, from the disk cache if it is there.
+    """Return a kernel compiled to a ``"cubin"`` or to ``"ptx"``, from the disk cache if possible.
 
-    A damaged cache entry is compiled again and replaced. A cache folder that cannot be used costs one warning, and this
-    process keeps its kernels in memory. Needs no GPU. Threads and processes may build the same kernel at once.
+    A damaged cache entry is recompiled and replaced. If the cache folder is not writable, the function warns once and
+    keeps the kernels in memory. No GPU is needed. Threads and processes may build the same kernel concurrently.
 
     Raises:
         CompileError: the kernel does not compile.
@@ -179,7 +179,7 @@ def build(kernel: Kernel, form: str = "cubin") -> Binary:
         return found
     code, log = _compile(kernel, arch, texts, form)
     resources = _resources(log) if form == "cubin" else None
-    # The entry comes last: code without an entry that holds its digest is not used.
+    # Write the JSON entry last: code without an entry that holds its digest is ignored.
     if disk_cache.try_write(path, code) and disk_cache.try_write(path.with_suffix(".json"), _entry(code, resources)):
         return Binary(code, path, resources, newly_compiled=True)
     _unsaved[path] = Binary(code, None, resources, newly_compiled=False)
@@ -187,17 +187,17 @@ def build(kernel: Kernel, form: str = "cubin") -> Binary:
 
 
 _unsaved: dict[Path, Binary] = {}
-"""The kernels that could not be written, by the path of their file."""
+"""The kernels that could not be written to the disk cache, by file path."""
 
 
 def _entry(code: bytes, resources: Resources | None) -> bytes:
-    """Return the cache entry of compiled code: its resources, and a digest of both."""
+    """Return the JSON entry of compiled code in the disk cache: its resources, and a digest of code and resources."""
     digest = hashlib.sha256(code + repr(resources).encode()).hexdigest()
     return json.dumps({"sha256": digest, "resources": resources and asdict(resources)}).encode()
 
 
 def _find(path: Path) -> Binary | None:
-    """Return the kernel in the disk cache, None if it is missing or damaged."""
+    """Return the kernel at ``path`` in the disk cache, or None if it is missing or damaged."""
     entry, code = disk_cache.read(path.with_suffix(".json")), disk_cache.read(path)
     if not entry or not code:
         return None
@@ -210,14 +210,14 @@ def _find(path: Path) -> Binary | None:
 
 
 _functions: dict[tuple[int, Kernel], tuple[Any, int]] = {}
-"""The loaded function of a kernel on a GPU, and its limit of dynamic shared memory."""
+"""The loaded function and its limit of dynamic shared memory in bytes, by (device ordinal, kernel)."""
 _functions_lock = threading.Lock()
 
 
 def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
-    """Return the kernel as a CuPy function, which keeps its module loaded; load it once on the current device.
+    """Return the kernel as a CuPy function on the current device; it is loaded on the first call.
 
-    Its launches may use ``shared_bytes`` of dynamic shared memory.
+    The function's limit of dynamic shared memory is at least ``shared_bytes``.
     """
     import cupy
     from cuda.bindings import driver
@@ -227,13 +227,13 @@ def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
     with _functions_lock:
         if key not in _functions:
             native = cupy.cuda.Device(index).compute_capability
-            # A cubin runs on its own architecture only, PTX on every newer one too.
+            # The cubin is used only on its own architecture; PTX also runs on newer ones.
             form = "cubin" if nearest_target(kernel.arch).rstrip("a") == native else "ptx"
             module = cupy.cuda.Module()
             module.load(build(kernel, form).code)
             _functions[key] = module.get_function(kernel.entry), 0
         function, limit = _functions[key]
-        # All plans of a kernel share the function: never lower its limit.
+        # Never lower the limit, since all plans of a kernel share the function.
         if shared_bytes > limit:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (status,) = driver.cuFuncSetAttribute(driver.CUfunction(function.ptr), attribute, shared_bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU properties that kernel selection needs: from the driver, or without a GPU from a table."""
+"""The GPU properties that kernel selection needs, read from the driver or, without a GPU, from a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from cupy_awq.runtime import placement
 
 ARCH_VARIABLE = "CUPY_AWQ_ARCH"
-"""The environment variable that forces the architecture path of an older GPU."""
+"""The environment variable that sets the target architecture, to use the kernels of an older GPU."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class Device:
     """The properties of a GPU.
 
     Attributes:
-        name: the model name.
-        arch: the compute capability times ten whose kernels are legal; below ``native`` when an older path is forced.
-        native: the compute capability times ten of the chip.
-        sm_count: the number of SMs.
-        shared_bytes_per_block: the largest shared memory of a CTA.
-        shared_bytes_per_sm: the shared memory of an SM.
-        l2_bytes: the size of the L2 cache.
-        read_gbs: the nominal memory bandwidth in GB/s.
+        name: model name.
+        arch: target architecture, 10 * compute capability; less than ``native`` if CUPY_AWQ_ARCH is set.
+        native: the GPU's own architecture, 10 * compute capability.
+        sm_count: number of SMs.
+        shared_bytes_per_block: largest dynamic shared memory per CTA.
+        shared_bytes_per_sm: shared memory per SM.
+        l2_bytes: size of the L2 cache.
+        read_gbs: nominal memory bandwidth in GB/s.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Device:
 
     @property
     def target(self) -> str:
-        """The compiler's target: "90a" for sm_90, whose wgmma needs the ``a``; else ``arch``."""
+        """The compiler target: "90a" for sm_90, which wgmma requires; else ``arch``."""
         return "90a" if self.arch == 90 else str(self.arch)
 
 
@@ -64,14 +64,14 @@ NOMINAL = {
         _device("GeForce RTX 5090", 120, 170, 99, 100, 96, 1792),
     )
 }
-"""The properties of one typical GPU for each compute capability."""
+"""The properties of one typical GPU per architecture (10 * compute capability)."""
 
 
 def nominal(arch: int) -> Device:
-    """Return the properties of a typical GPU of compute capability ``arch``, or of the nearest older one in `NOMINAL`.
+    """Return the properties of a typical GPU of ``arch``, or of the closest older architecture in `NOMINAL`.
 
     Raises:
-        ValueError: ``arch`` is older than every entry.
+        ValueError: ``arch`` is older than all architectures in `NOMINAL`.
 
     >>> nominal(90).sm_count
     132
@@ -83,7 +83,7 @@ def nominal(arch: int) -> Device:
 
 
 def forced_arch() -> int | None:
-    """Return the architecture path that ``CUPY_AWQ_ARCH`` forces, or None. Raises ValueError for a malformed value."""
+    """Return the target architecture set by ``CUPY_AWQ_ARCH``, or None if unset; raise ValueError if malformed."""
     text = os.environ.get(ARCH_VARIABLE)
     if not text:
         return None
@@ -93,23 +93,23 @@ def forced_arch() -> int | None:
 
 
 def current() -> Device:
-    """Return the properties of CuPy's current GPU, with the architecture path that ``CUPY_AWQ_ARCH`` forces."""
+    """Return the properties of CuPy's current GPU; ``arch`` is ``CUPY_AWQ_ARCH`` if set."""
     import cupy
 
     return of(cupy.cuda.runtime.getDevice())
 
 
 def current_or_nominal() -> Device:
-    """Return the properties of CuPy's current GPU, or those of an H100 without a GPU."""
+    """Return the properties of CuPy's current GPU, or of an H100 if there is no GPU."""
     return current() if placement.gpu_count() else nominal(90)
 
 
 @functools.cache
 def of(index: int) -> Device:
-    """Return the properties of GPU ``index``, with the architecture path that ``CUPY_AWQ_ARCH`` forces.
+    """Return the properties of the GPU with device ordinal ``index``; ``arch`` is ``CUPY_AWQ_ARCH`` if set.
 
     Raises:
-        ValueError: the forced path is newer than the GPU.
+        ValueError: ``CUPY_AWQ_ARCH`` is malformed or newer than the GPU.
     """
     import cupy
 
@@ -128,6 +128,6 @@ def of(index: int) -> Device:
         shared_bytes_per_block=attributes["MaxSharedMemoryPerBlockOptin"],
         shared_bytes_per_sm=attributes["MaxSharedMemoryPerMultiprocessor"],
         l2_bytes=attributes["L2CacheSize"],
-        # The clock is in kHz and the bus width in bits; memory transfers twice per clock.
+        # The clock is in kHz, the bus width in bits, and DRAM transfers data twice per clock.
         read_gbs=attributes["MemoryClockRate"] * 2e3 * attributes["GlobalMemoryBusWidth"] / 8e9,
     )

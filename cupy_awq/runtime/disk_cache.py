@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's cache folder: compiled kernels and tuned configurations."""
+"""The user's cache folder, which holds compiled kernels and tuned configurations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _warning_lock = threading.Lock()
 
 
 def folder() -> Path:
-    """Return ``$CUPY_AWQ_CACHE_DIR``, or ``cupy_awq`` in the platform's cache folder of the user."""
+    """Return the cache folder: ``$CUPY_AWQ_CACHE_DIR``, or ``cupy_awq`` in the user's cache folder of the platform."""
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)
     if sys.platform == "win32":
@@ -28,12 +28,12 @@ def folder() -> Path:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(base).expanduser() / "cupy_awq"
-    except RuntimeError:  # a user without a home folder; no folder below the null device can be read or written
+    except RuntimeError:  # The user has no home folder. A path below the null device fails every read and write.
         return Path(os.devnull) / "cupy_awq"
 
 
 def read(path: Path) -> bytes | None:
-    """Return the content of a file, or None if there is none or it cannot be read; the latter warns once."""
+    """Return the content of a file, or None if it does not exist or cannot be read (with one warning per process)."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -44,10 +44,10 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file atomically, with the permissions of the umask: other processes see the whole content or no file.
+    """Write a file atomically, so that other processes never see partial content.
 
     Raises:
-        OSError: the folder cannot be written, or is full.
+        OSError: the folder is not writable, or the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
@@ -62,7 +62,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def try_write(path: Path, content: bytes) -> bool:
-    """Write a file as `write` does, or warn once that the folder cannot be used; return whether it is written."""
+    """Write a file as `write` does and return True; on failure warn once per process and return False."""
     try:
         write(path, content)
     except OSError as error:
@@ -72,7 +72,7 @@ def try_write(path: Path, content: bytes) -> bool:
 
 
 def _warn(error: OSError) -> None:
-    """Warn, once per process, that the cache folder cannot be used."""
+    """Warn that the cache folder cannot be used, once per process."""
     global _has_warned
     with _warning_lock:
         if _has_warned:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches through ``cuLaunchKernelEx``: this module alone encodes tensor maps and sets launch attributes."""
+"""Kernel launches with ``cuLaunchKernelEx``: encode tensor maps, set launch attributes, pass arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 
 MAP_BYTES = 128
-"""The size of a CUtensorMap."""
+"""The size of a CUtensorMap in bytes."""
 MAP_TYPES = {
     "float16": "FLOAT16",
     "bfloat16": "BFLOAT16",
@@ -24,18 +24,21 @@ MAP_TYPES = {
     "uint8": "UINT8",
     "uint32": "UINT32",
 }
-"""The driver's element type for each `TensorMap.dtype`; it has no signed bytes, and copies do not interpret them."""
+"""The CUtensorMapDataType of each `TensorMap.dtype`. INT8 does not exist; UINT8 serves, since TMA copies raw bytes."""
 
 L1_SHARED_PERCENT = 25
-"""The shared-memory carveout of a kernel that prefers L1, in percent of the memory that both share. Without it the
-carveout of the preceding kernel stays in force."""
+"""The shared-memory carveout of kernels with ``prefers_l1``, in percent of the unified L1 and shared memory.
+
+Other kernels may run with the carveout of the preceding kernel.
+"""
 
 
 @functools.lru_cache(maxsize=4096)
 def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
-    """Return the CUtensorMap of a buffer at ``address``, a multiple of 16.
+    """Return the bytes of the CUtensorMap of a buffer at ``address``, a multiple of 16.
 
-    Raises RuntimeError if the driver refuses it.
+    Raises:
+        RuntimeError: the driver rejects the tensor map.
     """
     from cuda.bindings import driver
 
@@ -65,11 +68,12 @@ def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
 class _Arguments(threading.local):
     """The kernel arguments of a plan in host memory, one copy per thread.
 
-    The driver takes an array of pointers to them. Between launches only buffer addresses and tensor maps change.
+    The driver takes an array of pointers to the arguments. Between launches only buffer addresses and tensor maps
+    change.
 
     Attributes:
-        address: the address of that array.
-        set_pointers: a function that stores the addresses of all buffers that are passed by address.
+        address: address of the array of pointers.
+        set_pointers: function that stores the addresses of all buffers that are passed by address.
     """
 
     def __init__(self, pointers: int, maps: tuple[TensorMap, ...], scalars: tuple[bytes, ...]) -> None:
@@ -84,7 +88,7 @@ class _Arguments(threading.local):
         self.set_pointers = functools.partial(struct.Struct(f"={pointers}Q").pack_into, self._buffer, 0)
 
     def set_map(self, i: int, address: int) -> None:
-        """Encode tensor map ``i`` for the buffer at ``address``, unless the last launch had the same buffer."""
+        """Encode tensor map ``i`` for the buffer at ``address``, unless the last launch used the same address."""
         if self._encoded_for[i] != address:
             tensor_map, place = self._maps[i]
             ctypes.memmove(place, encode_tensor_map(tensor_map, address), MAP_BYTES)
@@ -92,18 +96,18 @@ class _Arguments(threading.local):
 
 
 class Launcher:
-    """A plan with its kernel loaded on the current device; each call launches it.
+    """A launch plan whose kernel is loaded on the current device; each call launches the kernel.
 
-    ``launcher(pointers, stream)`` takes the addresses of the plan's buffers in the order of ``launcher.buffers``, and
-    the handle of a stream. Threads may share a launcher, and a CUDA graph may capture its calls.
+    ``launcher(pointers, stream)`` takes the addresses of the plan's buffers in the order of ``launcher.buffers``, and a
+    stream handle. Threads may share a launcher, and a CUDA graph may capture its calls.
 
     Attributes:
-        plan: the plan.
-        buffers: the names of the plan's buffers; those of tensor maps come last.
+        plan: the launch plan.
+        buffers: names of the plan's buffers; those of tensor maps come last.
 
     Raises:
         CompileError: the kernel does not compile.
-        RuntimeError: at a call, the driver refuses the launch.
+        RuntimeError: in a call, if the driver reports an error.
     """
 
     def __init__(self, plan: LaunchPlan) -> None:
@@ -113,7 +117,7 @@ class Launcher:
         self.buffers = plan.buffers
         self._pointer_count = len(plan.pointers)
         self._arguments = _Arguments(self._pointer_count, plan.maps, tuple(scalar.tobytes() for scalar in plan.scalars))
-        # The reference to the CuPy function keeps its module loaded.
+        # This reference to the CuPy function keeps the module loaded.
         self._cupy_function = compiler.load_function(plan.kernel, plan.shared_bytes)
         self._function = driver.CUfunction(self._cupy_function.ptr)
         if plan.prefers_l1:
@@ -123,7 +127,7 @@ class Launcher:
         self._configs: dict[int, Any] = {}
 
     def _make_config(self, stream: int) -> Any:
-        """Return the launch configuration for a stream: one per stream, so that threads never modify a shared one."""
+        """Return a launch configuration for a stream; each stream has its own, so that threads never modify one."""
         driver, plan = self._driver, self.plan
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid
@@ -147,7 +151,7 @@ class Launcher:
         return config
 
     def __call__(self, pointers: tuple[int, ...], stream: int) -> None:
-        """Launch on the stream with handle ``stream``; ``pointers`` are the addresses of `buffers`."""
+        """Launch the kernel on the stream with handle ``stream``; ``pointers`` are the addresses of `buffers`."""
         config = self._configs.get(stream)
         if config is None:
             config = self._configs[stream] = self._make_config(stream)
@@ -165,8 +169,8 @@ def launch(plan: LaunchPlan, buffers: Mapping[str, Any]) -> None:
     """Launch a plan once on CuPy's current device and stream.
 
     Args:
-        plan: the plan.
-        buffers: a CuPy array for each name of a buffer, or None for a null pointer.
+        plan: the launch plan.
+        buffers: CuPy arrays by buffer name; None is passed as a null pointer.
     """
     import cupy
 
@@ -177,5 +181,5 @@ def launch(plan: LaunchPlan, buffers: Mapping[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def get_launcher(plan: LaunchPlan, index: int) -> Launcher:
-    """Return the launcher of a plan on GPU ``index``, which must be current; equal plans share one."""
+    """Return the launcher of a plan on the current GPU, whose device ordinal is ``index``; equal plans share one."""
     return Launcher(plan)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel launches as plain data: `cupy_awq.runtime.launch` runs them on a GPU, the test suite in a simulator."""
+"""Launch plans: descriptions of kernel launches that `cupy_awq.runtime.launch` executes and the tests simulate."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Dim3 = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A TMA tensor map of a buffer: a tiled view that the driver encodes at launch.
+    """A tiled TMA tensor map of a buffer, from which the launch encodes a CUtensorMap.
 
-    Axes count from the innermost one, whose elements are adjacent.
+    The innermost (contiguous) axis comes first.
 
     Attributes:
-        buffer: the name of the buffer.
-        dtype: a name of `cupy_awq.runtime.launch.MAP_TYPES`.
-        dims: the elements along each axis.
-        strides: the bytes from one element to the next along each axis but the innermost.
-        box: the elements along each axis that one copy moves.
-        swizzle: the shared-memory swizzle in bytes: 0 (none), 32, 64 or 128.
-        steps: the element strides: the elements of a box are this far apart along each axis; () for 1 everywhere.
-        promotion: the bytes that L2 fetches at a time: 64, 128 or 256.
+        buffer: name of the buffer.
+        dtype: element type, a key of `cupy_awq.runtime.launch.MAP_TYPES`.
+        dims: size of each axis, in elements.
+        strides: stride of each axis except the innermost one, in bytes.
+        box: number of elements that one copy moves along each axis.
+        swizzle: width of the shared-memory swizzle in bytes: 0 (none), 32, 64 or 128.
+        steps: element stride of the box along each axis; () means 1 for all axes.
+        promotion: L2 promotion in bytes: 64, 128 or 256.
     """
 
     buffer: str
@@ -44,13 +44,13 @@ Argument = str | np.generic | TensorMap
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel to compile.
+    """A kernel with its compile-time constants and target architecture.
 
     Attributes:
-        source: the file, relative to ``cuda_src``.
-        entry: the name of the ``extern "C"`` function.
-        defines: the constants (name, value) that ``-D`` sets.
-        arch: the target architecture without its prefix: ``"60"``, ``"75"``, ``"80"``, ``"90a"``.
+        source: source file, relative to ``cuda_src``.
+        entry: name of the ``extern "C"`` function.
+        defines: macros (name, value) that are set with ``-D``.
+        arch: target architecture without the prefix "sm_", such as ``"75"`` or ``"90a"``.
     """
 
     source: str
@@ -61,20 +61,20 @@ class Kernel:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A launch of one kernel.
+    """A launch of one kernel: the kernel, its launch configuration and its arguments.
 
     Attributes:
         kernel: the kernel.
-        grid: the extent in CTAs.
-        block: the extent of a CTA in threads.
-        arguments: the kernel's arguments: names of buffers first, then tensor maps, then scalars.
-        shared_bytes: the dynamic shared memory of a CTA.
-        cluster: the extent of a cluster in CTAs.
-        dependent: whether the launch may start before the preceding kernel ends (programmatic dependent launch).
-        prefers_l1: whether the kernel gains from a large L1 cache, which shares its memory with shared memory.
+        grid: grid size in CTAs.
+        block: CTA size in threads.
+        arguments: kernel arguments: buffer names first, then tensor maps, then scalars.
+        shared_bytes: dynamic shared memory per CTA.
+        cluster: cluster size in CTAs.
+        dependent: whether the kernel may start before the preceding kernel finishes (programmatic dependent launch).
+        prefers_l1: whether the kernel benefits from a large L1 cache and a small shared-memory carveout.
 
     Raises:
-        ValueError: arguments in another order.
+        ValueError: the arguments are in another order.
     """
 
     kernel: Kernel
@@ -98,7 +98,7 @@ class LaunchPlan:
 
     @property
     def maps(self) -> tuple[TensorMap, ...]:
-        """The tensor maps."""
+        """The arguments that are tensor maps."""
         return tuple(argument for argument in self.arguments if isinstance(argument, TensorMap))
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices by number: resolve a user's choice, make one current, copy arrays to it."""
+"""Device selection by ordinal: resolve a user's choice, make a GPU current, copy arrays to a GPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from cupy_awq.check import HOST, Array
 
 
 def resolve(device: Any = None) -> int:
-    """Return the number of the GPU that ``device`` selects, or ``check.HOST`` for the CPU.
+    """Return the ordinal of the GPU that ``device`` selects, or ``check.HOST`` for the CPU.
 
-    None selects CuPy's current GPU, or the CPU without CuPy or a usable GPU; "cpu" selects the CPU; an int or a
-    ``cupy.cuda.Device`` selects that GPU.
+    Args:
+        device: an ordinal or a ``cupy.cuda.Device``; "cpu"; or None for CuPy's current GPU, or the CPU if CuPy has no
+            usable GPU.
 
     Raises:
-        TypeError: another type.
-        ValueError: another string, or a GPU that does not exist.
+        TypeError: ``device`` has another type.
+        ValueError: ``device`` is another string, or the GPU does not exist.
 
     >>> resolve("cpu")
     -1
@@ -50,7 +51,7 @@ def gpu_count() -> int:
 
 
 def use_device(index: int) -> AbstractContextManager[Any]:
-    """Return a context in which GPU ``index`` is CuPy's current device; it does nothing for ``check.HOST``."""
+    """Return a context manager that makes GPU ``index`` CuPy's current device; for ``check.HOST`` it does nothing."""
     if index == HOST:
         return nullcontext()
     import cupy
@@ -70,7 +71,7 @@ def to_device(array: Array, index: int) -> Array:
 
 
 def device_name(index: int) -> str:
-    """Return the GPU's model name for headings, or the CPU's architecture for ``check.HOST``."""
+    """Return the model name of GPU ``index`` for table headings, or the CPU's architecture for ``check.HOST``."""
     if index == HOST:
         import platform
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA sources: their folder, and the include closure of each."""
+"""The CUDA sources: the folder of all files, and the include closure of a file."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import re
 from pathlib import Path
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
-"""An include directive; its group is the name of the included file."""
+"""The pattern of an include directive; its group is the name of the included file."""
 
 
 @functools.cache
 def folder() -> Path:
-    """Return the folder of the CUDA sources: inside an installed package, beside the package in a checkout."""
+    """Return the folder of the CUDA sources, which is inside an installed package but next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "cuda_src"
     return inside if inside.is_dir() else package.parent / "cuda_src"
 
 
 def include_closure(source: str, root: Path | None = None) -> dict[str, str]:
-    """Return the text of ``source`` and of every file that it includes, directly or not, by name; ``source`` is first.
+    """Return the texts of ``source`` and of all files that it includes transitively, by name; ``source`` comes first.
 
-    All names are relative to ``root``, by default `folder`, whichever file includes them. NVRTC gets these texts and no
-    include path, so a kernel depends on nothing else.
+    All names are relative to ``root`` (by default `folder`), not to the including file. NVRTC gets these texts and no
+    include path, so a kernel depends on no other file.
     """
     root = root or folder()
     texts: dict[str, str] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The split-K workspace of each stream: counters and partial sums that its launches share."""
+"""The split-K workspace of each stream: counters and partial sums that all launches on the stream share."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ if TYPE_CHECKING:
     import cupy
 
 WORKSPACE_BYTES = 32 * 2**20
-"""The bytes for partial sums in each stream's workspace; a configuration that needs more is not legal."""
+"""The size in bytes of the partial sums in a stream's workspace; configurations that need more are not legal."""
 COUNTERS = 4096
-"""The number of counters: the largest number of output tiles that split-K can share between CTAs."""
+"""The number of counters in a stream's workspace; configurations that need more are not legal."""
 COUNTER_BYTES = 4 * COUNTERS
-"""The bytes of the counters. They come first in a workspace; every kernel leaves them zero for the next."""
+"""The size in bytes of the counters. They precede the partial sums, and every kernel leaves them zero for the next."""
 
 PER_THREAD_STREAM = 2
-"""The handle cudaStreamPerThread: the default stream of the calling thread."""
+"""The value of cudaStreamPerThread, the handle of the calling thread's default stream."""
 
 
 def allocate_zeros(nbytes: int) -> cupy.ndarray:
-    """Return zero-filled memory on the current device that any stream may use, also during stream capture."""
+    """Return zero-filled device memory, usable from any stream, also during stream capture."""
     import cupy
 
-    # The memset runs on its own stream and is complete on return: no capture records it, and no stream races with it.
+    # Run the memset on its own stream and wait for it, so that no capture records it and no stream races with it.
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         memory = cupy.zeros(nbytes, cupy.uint8)
@@ -37,10 +37,10 @@ _workspaces_lock = threading.Lock()
 
 
 def workspace_address(index: int, stream: int) -> int:
-    """Return the address of a stream's workspace on GPU ``index``, which must be current; allocate it at first use.
+    """Return the address of the workspace of a stream on the current GPU, whose device ordinal is ``index``.
 
-    Launches on one stream run one after another and can share a workspace; those of two streams cannot. A workspace is
-    never freed or moved, because a captured graph may hold its address.
+    The workspace is allocated on first use. Launches on one stream run in order and can share a workspace; launches on
+    different streams cannot. A workspace is never freed, because a captured CUDA graph may hold its address.
     """
     key = index, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0
     found = _workspaces.get(key)

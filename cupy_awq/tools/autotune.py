@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measurement of tuned configurations on this GPU: ``python -m cupy_awq tune 4096x12288``.
 
-For each shape and M the configurations that the cost models rank first are timed in turns with cold weights, whatever
-the operation: its calls run while `select.forced` makes them take one configuration. The fastest is kept in the user's
-cache, where `cupy_awq.kernels.tuned` finds it.
+For each shape and M, the configurations with the lowest modelled times are timed in turns, with weights that are cold
+in L2. `select.forced` makes the calls of an operation use a given configuration. The fastest configuration is stored in
+the user's cache folder, from which `cupy_awq.kernels.tuned` reads it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cupy_awq.tools import table, timing
 from cupy_awq.tools.operations import OPERATIONS, Operation, Settings, Shape
 
 FINAL_ROUNDS = 3
-"""The number of rounds between the last two configurations."""
+"""The number of additional rounds for the last two configurations."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Row:
     """The fastest configuration for one shape and M.
 
     Attributes:
-        key: the place in the table of tuned configurations.
-        best: the fastest configuration, as a `Candidate` with its modelled time.
-        us: its time in microseconds.
-        modelled_us: the time of the configuration that the cost models rank first.
-        tried: the number of configurations that were timed.
+        key: key in the tables of tuned configurations.
+        best: fastest configuration, with its modelled time.
+        us: measured time of the fastest configuration, in microseconds.
+        modelled_us: measured time of the configuration that the cost models rank first, in microseconds.
+        tried: number of configurations that were timed.
     """
 
     key: TuningKey
@@ -52,7 +52,10 @@ class Row:
 def run(
     op: str, shapes: Sequence[Shape], ms: Sequence[int], settings: Settings, tries: int, progress: Callable[[str], None]
 ) -> list[Row]:
-    """Time the ``tries`` configurations that rank first for every shape and M; the settings must not cache launches."""
+    """Time the ``tries`` configurations with the lowest modelled times for every shape and M, and return the fastest.
+
+    ``settings.cached`` must be False. ``progress`` is called with a line of text before each step.
+    """
     make, device = OPERATIONS[op], settings.device
     for shape in shapes:
         make.check(shape, settings)
@@ -75,7 +78,7 @@ def run(
 
 
 def _problem(operation: Operation, m: int) -> KernelProblem:
-    """Return the problem that a call of the operation solves."""
+    """Return the problem that a call of the operation with M = ``m`` solves."""
     with select.recorded() as choices:
         operation.calls(m)[0]()
     return choices[-1].problem
@@ -89,7 +92,7 @@ def _key(problem: KernelProblem) -> TuningKey:
 
 
 def _ranked(problem: KernelProblem, gpu: devices.Device, tries: int) -> list[Candidate]:
-    """Return the configurations of all families with the lowest modelled times."""
+    """Return the ``tries`` configurations of all families with the lowest modelled times, in ascending order."""
     legal = [
         candidate
         for some in select.candidates(problem, gpu).values()
@@ -105,7 +108,7 @@ def _compile(plans: Sequence[LaunchPlan]) -> None:
 
 
 def _timer(operation: Operation, m: int, candidate: Candidate) -> Callable[[], float]:
-    """Return a function that times the operation with one configuration, in microseconds."""
+    """Return a function that returns the time of the operation with one configuration, in microseconds."""
     calls = operation.calls(m)
 
     def time_calls() -> float:
@@ -116,10 +119,10 @@ def _timer(operation: Operation, m: int, candidate: Candidate) -> Callable[[], f
 
 
 def fastest(timers: Sequence[Callable[[], float]]) -> tuple[int, list[float]]:
-    """Return the index of the timer with the lowest median, and the medians of all.
+    """Return the index of the timer with the lowest median, and the medians of all timers.
 
-    The timers take turns, there and back, since clocks change after a pause and as the chip warms up. The slower half
-    leaves after each round. The last two have more rounds, in which the first timer takes part for comparison.
+    Each round calls the timers in order and then in reverse, since clocks drift as the GPU warms up. After each round
+    the slower half is dropped. The last two timers run additional rounds, together with the first timer as baseline.
 
     >>> fastest([lambda: 3.0, lambda: 1.0, lambda: 2.0])
     (1, [3.0, 1.0, 2.0])
@@ -142,7 +145,7 @@ def fastest(timers: Sequence[Callable[[], float]]) -> tuple[int, list[float]]:
 
 
 def keep(rows: Sequence[Row], device: int) -> Path:
-    """Store the configurations in the user's table for the processes to come, and return its path."""
+    """Store the configurations in the user's table, which processes read at start, and return its path."""
     found: tuned.Table = {}
     for row in rows:
         label = tuned.label(row.best.family, row.best.config)
@@ -151,7 +154,7 @@ def keep(rows: Sequence[Row], device: int) -> Path:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return the run as text."""
+    """Return the rows as a text table."""
     header = ["shape", "fastest configuration", "M", "us", "cost model's choice, us", "gain", "tried"]
     cells = []
     for row in rows:

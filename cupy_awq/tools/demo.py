@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo, which runs, checks and times a real quantized layer: ``python -m cupy_awq demo``.
+"""The command ``python -m cupy_awq demo``: run, check and time a real quantized MLP.
 
-The package contains the MLP of layer 0 of SmolLM2-135M-Instruct as an AutoAWQ folder. The error of each product is
-measured here, on random x. The quantization error needs the original weights, which would more than double the folder;
-the script that built the folder measured it as norm(W_awq - W) / norm(W) and wrote it to ``config.json``. There W is
-the weight of the public GGUF file, which has 4-bit blocks of 32 (Q4_1) itself.
+The package contains the MLP of layer 0 of SmolLM2-135M-Instruct as an AutoAWQ folder. The demo measures the error of
+each GEMM on random x. The quantization error norm(W_awq - W) / norm(W) was measured when the folder was built and is
+recorded in its ``config.json``, since the folder does not contain the original weights. W is the weight of the public
+GGUF file, which is quantized too (Q4_1: 4-bit codes in blocks of 32).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cupy_awq.tools import table, testing, timing
 from cupy_awq.weight import PackedWeight
 
 SMOLLM2_MLP = Path(__file__).parents[1] / "data" / "smollm2-mlp"
-"""The folder of the layer, which ``tests/tools/rebuild_smollm2_mlp.py`` builds."""
+"""The checkpoint folder of the MLP, built by ``tests/tools/rebuild_smollm2_mlp.py``."""
 
 PREFIX = "model.layers.0.mlp."
 LAYERS = ("gate_proj", "up_proj", "down_proj")
@@ -37,11 +37,13 @@ class Row:
     """The result of one layer at one M.
 
     Attributes:
-        layer, m, kernel: the name of the layer, rows of x, and the name of the kernel.
+        layer: name of the layer.
+        m: number of rows of x.
+        kernel: name of the kernel.
         error: relative error of y against the float64 product of the same 4-bit weights.
         quantization_error: relative error of the 4-bit weights.
-        us: microseconds of a call.
-        fp16_us: microseconds of the same product with unquantized weights, None without cuBLAS.
+        us: time of a call in microseconds.
+        fp16_us: time of the same GEMM with unquantized weights in microseconds; None without cuBLAS.
     """
 
     layer: str
@@ -58,7 +60,7 @@ class Row:
 
 
 def measure(device: int) -> list[Row]:
-    """Run, check and time every layer of the shipped folder on a device; return its rows."""
+    """Run, check and time every layer of SMOLLM2_MLP on a device; return one row per layer and M."""
     errors = read_object(SMOLLM2_MLP / "config.json")["quantization_error"]
     layers = load(SMOLLM2_MLP, device=device if device != HOST else "cpu")
     weights = load(SMOLLM2_MLP, device="cpu")
@@ -85,7 +87,7 @@ def _time(layer: AwqLinear, x: Array, y: Array, device: int) -> float:
 
 
 def _unquantized(x: Array, weight: PackedWeight, device: int) -> float | None:
-    """Return the microseconds of x @ W by cuBLAS in float16, None without it; on the CPU by NumPy in float32."""
+    """Return the time of x @ W in microseconds: cuBLAS in float16 (None without it), or NumPy in float32 on the CPU."""
     w = reference.dequantize(weight.qweight, weight.scales, weight.qzeros)
     if device == HOST:
         x, w = x.astype(np.float32), w.astype(np.float32)
@@ -100,7 +102,7 @@ def _unquantized(x: Array, weight: PackedWeight, device: int) -> float | None:
 
 
 def render(rows: list[Row], device: int) -> str:
-    """Return the results as text."""
+    """Return the rows as a text table with a heading and notes."""
     cpu = device == HOST
     header = ["layer", "kernel", "M", "error", "quantization error", "us", "fp32 us" if cpu else "fp16 us"]
     cells = [

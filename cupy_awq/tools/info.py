@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The content of a checkpoint, read from its headers alone: ``python -m cupy_awq info PATH``."""
+"""The command ``python -m cupy_awq info PATH``: list the content of a checkpoint, read from its headers alone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from cupy_awq.tools import table
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Format, layers, other tensors and totals of a checkpoint, ready for JSON; raises as `checkpoint.read` does.
+    """Return the format, layers, other tensors and totals of a checkpoint as a JSON object.
 
-    ``fp16_bytes`` is what the same layer takes unquantized, at two bytes a weight; ``ratio`` is bytes / fp16_bytes.
+    ``fp16_bytes`` is the size of a layer without quantization, at two bytes per weight; ``ratio`` is bytes divided by
+    fp16_bytes. The function raises the same errors as `checkpoint.read`.
     """
     layers: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
@@ -75,7 +76,7 @@ def render(content: dict[str, Any]) -> str:
 
 
 def _format_lines(summary: dict[str, Any]) -> list[str]:
-    """Return one line each for the format, the form of most modules, every exception and every rounding."""
+    """Return one line each for the format, the most common parameters, every exception and every rounding."""
     zeros = {True: "symmetric", False: "asymmetric", None: "symmetric and asymmetric modules"}[summary["symmetric"]]
     order = ", activation order" if summary["act_order"] else ""
     lines = [summary["found"], f"{summary['bits']} bits, group size {summary['group_size']}, {zeros}{order}"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that `bench` and `tune` time, with random data: `OPERATIONS`, by the name of ``--op``.
+"""The operations that `bench` and `tune` time on random data; `OPERATIONS` maps the names of ``--op`` to them.
 
-On a GPU the weights are cold in L2: an operation has copies of its weight, which together exceed three times the L2
-cache, and one call for each of them. x is the same for all calls, as warm as a preceding layer would leave it.
+On a GPU the weights are cold in L2: an operation has copies of its weight that together exceed three times the L2
+cache, and one call per copy. All calls share x, which is therefore warm in L2, as after a preceding layer.
 """
 
 from __future__ import annotations
@@ -46,24 +46,26 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """The dtypes of x, by name."""
 
 MAX_COPIES = 512
-"""The most copies of a weight; only weights far smaller than those of any layer then stay in L2."""
+"""The largest number of copies of a weight; the limit affects only weights far smaller than those of real layers."""
 
 CONVOLUTION_BLOCK = 32
-"""The input channels that share a scale in the weight of a convolution."""
+"""The number of input channels per scale in the weight of a convolution."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options that say what to time.
+    """The options of an operation to time.
 
     Attributes:
-        device: the number of the GPU, or HOST.
-        group_size: rows of W that share a scale, -1 for K.
-        dtype: a key of DTYPES.
-        kernel: the name of a kernel to force in `gemm`; by default AwqLinear and its choice.
+        device: device ordinal, or HOST.
+        group_size: number of rows of W per scale, -1 for K.
+        dtype: dtype of x, a key of DTYPES.
+        kernel: name of the kernel that `gemm` is forced to use; None to time `AwqLinear` with its own choice.
         planned: whether to time a `Plan`.
-        image, window: height and width of the images and of the kernel of a convolution.
-        cached: whether calls keep their launches, as users' calls do; False if the kernel changes between them.
+        image: height and width of the images of a convolution, in pixels.
+        window: height and width of the filter of a convolution.
+        cached: whether calls cache their launches, as users' calls do; must be False if the kernel changes between
+            calls.
     """
 
     device: int
@@ -77,12 +79,12 @@ class Settings:
 
 
 class Operation(Protocol):
-    """One shape of an operation; ``Operation(shape, settings)`` makes its weights.
+    """An operation with random weights of one shape.
 
     Attributes:
-        is_fp16: whether it multiplies floats, so that the roofline has the fp16 rate.
-        label: the shape as the table shows it.
-        weight: the kind of weight, in words.
+        is_fp16: whether the roofline uses the fp16 throughput, because the operation multiplies floats.
+        label: shape, as shown in tables.
+        weight: description of the kind of weight.
     """
 
     is_fp16: bool
@@ -93,11 +95,11 @@ class Operation(Protocol):
 
     @staticmethod
     def check(shape: Shape, settings: Settings) -> None:
-        """Raise ValueError for a shape that the operation cannot have."""
+        """Raise ValueError if the operation does not support the shape."""
         ...
 
     def calls(self, m: int) -> list[Call]:
-        """Return a call for each copy of the weight, with m rows of x, or m images."""
+        """Return one call per copy of the weight, with m rows of x, or a batch of m images."""
         ...
 
     def nbytes(self, m: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain text tables and numbers for the terminal."""
+"""Formatting of tables, numbers and sizes as plain text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Return a table with aligned columns: the first ``left`` ones flush left, the others, numbers, flush right.
+    """Return a text table; the first ``left`` columns are left-aligned, the others (numbers) right-aligned.
 
     >>> print(render(["layer", "M"], [["gate_proj", "1"], ["up", "256"]]))
     layer        M
@@ -38,7 +38,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Return a number of bytes in decimal units.
+    """Return a size in bytes as text with a decimal unit.
 
     >>> size(476928), size(12), size(1_430_784)
     ('477 kB', '12 B', '1.43 MB')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error measure and the random data of the tests, the demo and the benchmarks."""
+"""The error metric and random test data of the tests, the demo and the benchmarks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from cupy_awq.check import Array
 from cupy_awq.packing import pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight
 
-_BLOCK = 1 << 22  # the weights that are converted to float64 at a time
+_BLOCK = 1 << 22  # number of weights that are converted to float64 at a time
 
 
 def relative_error(y: Array, x: Array, weight: PackedWeight, /) -> float:
-    """Return norm(y - ref) / norm(sqrt(x**2 @ W**2)) with ref = x @ W in float64 for a weight's codes and scales.
+    """Return norm(y - ref) / norm(sqrt(x**2 @ W**2)), where ref = x @ W in float64.
 
-    The denominator is the norm of the products, not of their sums, so the measure is stable under cancellation.
-    x [..., K] and y [..., N] may lie on a GPU; the computation is NumPy's. NaN where y has any; 0 where y is exact.
+    The denominator is the norm of all products x[m, k] * W[k, n], not of their sums, so the metric is stable under
+    cancellation. x [..., K] and y [..., N] may be on a GPU; the computation uses NumPy. The result is NaN if y contains
+    a NaN.
 
     >>> rng = np.random.default_rng(0)
     >>> weight, x = random_weight(rng, 64, 16, 32), random_activations(rng, 4, 64)
@@ -52,7 +53,7 @@ def relative_error(y: Array, x: Array, weight: PackedWeight, /) -> float:
 def random_weight(
     rng: np.random.Generator, k: int, n: int, group_size: int, /, *, dtype: Any = np.float16, zeros: str = "packed"
 ) -> PackedWeight:
-    """Return a random weight [K, N] with zeros "packed", "symmetric" or "float"; x @ W is about as large as x.
+    """Return a random weight [K, N] with ``zeros`` "packed", "symmetric" or "float"; x @ W is about as large as x.
 
     >>> random_weight(np.random.default_rng(0), 64, 16, 32, zeros="symmetric")
     PackedWeight(K=64, N=16, group_size=32, float16, symmetric zeros, 576 B)
@@ -71,7 +72,7 @@ def random_weight(
 
 
 def random_activations(rng: np.random.Generator, *shape: int, dtype: Any = np.float16) -> npt.NDArray[Any]:
-    """Return normally distributed activations of a shape [..., K].
+    """Return activations of shape [..., K] from the standard normal distribution.
 
     >>> random_activations(np.random.default_rng(0), 2, 64).shape
     (2, 64)

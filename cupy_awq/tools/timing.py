@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a call: on a GPU the median of CUDA graph replays, on the CPU the median of runs."""
+"""Timing of calls: the median over CUDA graph replays on a GPU, or over single calls on the CPU."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from cupy_awq.check import HOST
 Call = Callable[[], object]
 
 SAMPLES = 7
-"""The number of samples; their median is returned."""
+"""The number of samples of which the median is returned (on the CPU the minimum number)."""
 WARM_MS = 60.0
-"""The length of the same work right before the samples, in milliseconds: a GPU raises its clocks under load."""
+"""The warm-up time in milliseconds: the timed work runs this long before the first sample, to raise the GPU's clocks."""
 CPU_SECONDS = 0.2
-"""The least total length of the samples on the CPU."""
+"""The minimum total time of all samples on the CPU, in seconds."""
 
 
 def time_calls(calls: Sequence[Call], device: int) -> float:
-    """Return the median microseconds of one call on a GPU, which must be current, or on the CPU (HOST)."""
+    """Return the median time per call in microseconds, on the current GPU or on the CPU if ``device`` is HOST."""
     return on_cpu(calls) if device == HOST else on_gpu(calls)
 
 
 def on_cpu(calls: Sequence[Call]) -> float:
-    """Return the median microseconds of one call on the CPU; the calls take turns.
+    """Return the median time per call on the CPU in microseconds; the calls run in turns.
 
     >>> on_cpu([lambda: sum(range(1000))]) > 0
     True
@@ -45,16 +45,17 @@ def on_cpu(calls: Sequence[Call]) -> float:
 
 
 def on_gpu(calls: Sequence[Call], *, graph: bool = True) -> float:
-    """Return the median microseconds of one call on the current GPU.
+    """Return the median time per call on the current GPU in microseconds.
 
-    The calls take turns in a batch of at least 20 (fewer if they are long), captured as one CUDA graph. They must write
-    to existing arrays. CuPy refuses to capture cuBLAS: with ``graph=False`` a host function holds the stream until the
-    whole batch is queued, so that no host time is measured either, only the slightly wider gaps between launches.
+    The calls run in turns, in a batch of at least 20 (fewer if one takes 1 ms or more) that is captured as one CUDA
+    graph. They must not allocate memory. Since CuPy cannot capture cuBLAS, ``graph=False`` uses no graph: a host
+    function blocks the stream until the whole batch is queued, which excludes host time as well, but the gaps between
+    kernels are slightly longer.
     """
     import cupy
 
     device = cupy.cuda.Device()
-    device.synchronize()  # a non-blocking stream does not wait for work of the default stream
+    device.synchronize()  # a non-blocking stream does not wait for work on the default stream
     stream = _stream(device.id)
     with stream:
         for call in calls:
@@ -70,7 +71,7 @@ def on_gpu(calls: Sequence[Call], *, graph: bool = True) -> float:
 
 @functools.cache
 def _stream(device: int) -> Any:
-    """Return the one stream for all measurements on a GPU: memory pools and workspaces belong to a stream."""
+    """Return the stream of all measurements on a GPU; with one stream, memory pools and workspaces are reused."""
     import cupy
 
     return cupy.cuda.Stream(non_blocking=True)
@@ -88,7 +89,7 @@ def _warm_runs(once: float) -> int:
 
 
 def _replayed(stream: Any, batch: Sequence[Call]) -> list[float]:
-    """Return the milliseconds of graph replays; each is launched while the previous one runs, so no gap is timed."""
+    """Return the times of graph replays in milliseconds; each is launched while the previous one is running."""
     stream.begin_capture()
     for call in batch:
         call()
@@ -106,11 +107,11 @@ def _replayed(stream: Any, batch: Sequence[Call]) -> list[float]:
 
 
 def _queued(stream: Any, batch: Sequence[Call]) -> list[float]:
-    """Return the milliseconds of the batch, queued each time behind a host function that holds the stream."""
+    """Return the times of the batch in milliseconds; each is queued while a host function blocks the stream."""
 
     def sample() -> float:
         launched = threading.Event()
-        # The limit of a second only matters if a launch itself waits for the stream.
+        # The timeout of one second avoids a deadlock if a launch itself waits for the stream.
         stream.launch_host_func(lambda _: launched.wait(1.0), None)
         begin = stream.record()
         for call in batch:
@@ -125,7 +126,7 @@ def _queued(stream: Any, batch: Sequence[Call]) -> list[float]:
 
 
 def cublas() -> bool:
-    """Return whether CuPy finds cuBLAS (the extra ``blas``)."""
+    """Return whether CuPy can import cuBLAS, which the extra ``blas`` installs."""
     try:
         import cupy.cublas  # noqa: F401
     except (ImportError, OSError):
