@@ -159,7 +159,7 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
 
 
 def _environment(jinja2: Any, account: Account, source_length: int) -> Any:
-    """Return the sandbox of one rendering.
+    """Return the jinja2 sandbox environment for one rendering.
 
     ``source_length`` is the work of an iteration or a call of a macro beside STEP: its constant text.
     """
@@ -346,7 +346,7 @@ def _check_round(value: Any, precision: int = 0, method: str = "common") -> None
 
 
 def _join(values: Any, separator: str = "", attribute: str | None = None) -> str:
-    """Return the texts of values joined; of their entries ``attribute``, if one is given."""
+    """Return the texts of values, or of their entries ``attribute`` if given, joined by a separator."""
     values = list(values)
     _check_join(values, separator)
     if attribute is not None:

@@ -121,7 +121,7 @@ class LanguageModel:
         stop: Sequence[str] = (),
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
-        """Complete prompts, all of them in one batch.
+        """Generate a completion for each prompt, all in one batch.
 
         Args:
             prompts: a text or a list of messages, or a list of such prompts. A text is a user's message.
@@ -216,7 +216,7 @@ class LanguageModel:
         return Score(count, total)
 
     def encode(self, prompt: Prompt, *, raw: bool = False, special_tokens: bool | None = None) -> list[int]:
-        """Return the token ids of a prompt, as `generate` feeds them to the model."""
+        """Return the token ids of a prompt as `generate` encodes it; the arguments mean the same as there."""
         special_tokens = raw if special_tokens is None else special_tokens
         if raw and not isinstance(prompt, str):
             raise ValueError("prompt: expected a text with raw=True, got messages")
@@ -229,7 +229,7 @@ class LanguageModel:
         return ids
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the model's GPU is current; text is yielded to the caller outside of it."""
+        """Return a context in which the model's device is current. It is left before text is yielded to the caller."""
         return placement.use_device(self.model.ops.device_index)
 
     def _check_ids(self, ids: Sequence[int]) -> None:

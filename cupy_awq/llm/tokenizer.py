@@ -56,7 +56,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, file: Path, template: str | None, special: Mapping[str, str]) -> Tokenizer:
-        """Return the tokenizer of a tokenizer.json, whose truncation and padding are ignored, as transformers does.
+        """Load a tokenizer.json. Its truncation and padding are ignored, as in transformers.
 
         Raises CheckpointError if the library cannot read it, or if it would lengthen texts without limit.
         """
@@ -85,7 +85,7 @@ class Tokenizer:
         return [self._bos, *ids] if add_special_tokens and self._bos is not None else ids
 
     def _encode_piece(self, text: str, is_plain: bool, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a text, or of the text of a special token, which is cut so that it is not recognized."""
+        """Encode a text. If ``is_plain``, it is a special token's text, which is split so that it is not recognized."""
         with guarded(self._where):
             if not is_plain:
                 ids: list[int] = self.inner.encode(_encodable(text), add_special_tokens=add_special_tokens).ids
@@ -140,7 +140,7 @@ class Tokenizer:
         return ids
 
     def _mask(self, message: Message, plain: list[str]) -> dict[str, str]:
-        """Return a message with a number instead of each special token in its texts, which are added to ``plain``.
+        """Return a message whose special tokens are replaced by indices into ``plain``, to which their texts are added.
 
         For users, tokens that the template itself writes count as special, whatever the tokenizer says.
         """
@@ -193,7 +193,7 @@ def _any_of(texts: set[str]) -> re.Pattern[str]:
 
 
 def _check_pipeline(table: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError for parts of a tokenizer.json that abort the process or fill its memory.
+    """Raise CheckpointError if a tokenizer.json has parts that can abort the process or exhaust its memory.
 
     Texts of a few characters would become gigabytes by replacements, and damaged data of "Precompiled" end the process.
     """
