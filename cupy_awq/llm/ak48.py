@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reader and writer of OrinMLLM's model file "ak48", version 5: Qwen3 with AWQ weights in the canonical layout.
+"""The reader and writer of OrinMLLM's model file format "ak48", version 5: Qwen3 with weights in the AWQ layout.
 
-A header of 256 bytes precedes the tensors, which follow each other without padding: each kind of tensor for all layers,
-then the next kind. The file holds neither RoPE's theta nor RMSNorm's epsilon, which are Qwen3's, nor a tokenizer, which
-is read from the folder of the file.
+A file is a header of 256 bytes followed by the tensors without padding: each kind of tensor for all layers, then the
+next kind. RoPE's theta and RMSNorm's epsilon are not stored; Qwen3's values apply. The tokenizer is read from the
+folder of the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAGIC, VERSION, HEADER_BYTES = 0x616B3438, 5, 256
 HEADER = struct.Struct("<I8iB2i")
 THETA, EPS = 1e6, 1e-6
 STOP_IDS = (151645, 151643)
-"""The ids of <|im_end|> and <|endoftext|> of Qwen3."""
+"""The token ids of Qwen3's <|im_end|> and <|endoftext|>."""
 
 FLOAT16, INT32 = np.dtype("<f2"), np.dtype("<i4")
 
@@ -62,7 +62,7 @@ class TensorEntry(NamedTuple):
 
 
 def _kinds(config: ModelConfig) -> list[QuantizedEntry | TensorEntry]:
-    """Return the kinds of entries in the order of the file."""
+    """Return the kinds of entries in file order; those of a layer have ``{}`` for the layer index in their names."""
     d, i, wide, narrow = config.hidden, config.intermediate, config.q_width, config.kv_width
     attention, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
     head = [] if config.tied else [TensorEntry("lm_head.weight", (config.vocab, d))]
@@ -85,14 +85,14 @@ def _kinds(config: ModelConfig) -> list[QuantizedEntry | TensorEntry]:
 
 
 def _entries(config: ModelConfig) -> Iterator[QuantizedEntry | TensorEntry]:
-    """Yield every entry of the body, in order."""
+    """Yield all entries of the body in file order, with the names of all layers filled in."""
     for kind in _kinds(config):
         for layer in range(config.layers) if "{}" in kind.name else (0,):
             yield kind._replace(name=kind.name.format(layer))
 
 
 def read(path: Path) -> ModelFiles:
-    """Return the model of an ak48 file.
+    """Open an ak48 file and validate its header and size. Tensors are read when they are needed.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -125,7 +125,7 @@ def read(path: Path) -> ModelFiles:
 
 
 def _header(data: bytes, path: Path) -> tuple[ModelConfig, int]:
-    """Return the configuration and the group size in a header."""
+    """Parse a header into the configuration and the group size. Raises CheckpointError if it is invalid."""
     magic, version, *sizes, shared, head_dim, group_size = HEADER.unpack(data)
     if magic != MAGIC or version != VERSION:
         raise CheckpointError(f"{path}: expected magic {MAGIC:#x} and version {VERSION}, got {magic:#x} and {version}")
@@ -168,9 +168,9 @@ def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> No
     """Write a model as an ak48 file.
 
     Raises:
-        ValueError: the format cannot hold the model: it is not a Qwen3 with theta 1e6, epsilon 1e-6 and plain RoPE, or
-            a linear layer is not quantized, has a bias or float offsets, or has another group size than the others.
-        CheckpointError, OSError: the model cannot be read or the file cannot be written; no file is left then.
+        ValueError: the format cannot represent the model: it is not a Qwen3 with theta 1e6, epsilon 1e-6 and unscaled
+            RoPE, or a linear layer is not quantized, has a bias or float offsets, or differs in group size.
+        CheckpointError, OSError: the model cannot be read or the file cannot be written. No partial file remains.
     """
     config = files.config
     fixed = config.model_type, config.rope_theta, config.eps, config.rope_frequencies()[0].tolist()
@@ -199,13 +199,13 @@ def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> No
 
 
 def _group_size(files: ModelFiles, entry: QuantizedEntry) -> int:
-    """Return the group size of a weight; 0 if it is not quantized, which `_arrays` refuses."""
+    """Return the group size of a weight, or 0 if it is not quantized (`_arrays` raises the error for it)."""
     layer = files.read_linear(entry.name, entry.k, entry.n)
     return layer.weight.group_size if isinstance(layer, Module) else 0
 
 
 def _arrays(files: ModelFiles, entry: QuantizedEntry | TensorEntry, group_size: int) -> list[Array]:
-    """Return the arrays of an entry in the order of the file."""
+    """Read the arrays of an entry in file order. Raises ValueError if the format cannot represent them."""
     if isinstance(entry, TensorEntry):
         return [_float16(files.read_tensor(entry.name, entry.shape), entry.name)]
     layer = files.read_linear(entry.name, entry.k, entry.n)
@@ -225,7 +225,7 @@ def _arrays(files: ModelFiles, entry: QuantizedEntry | TensorEntry, group_size: 
 
 
 def _float16(values: Array, name: str) -> Array:
-    """Return values as float16. Raises ValueError if one is out of range."""
+    """Convert values to float16. Raises ValueError if a result is not finite."""
     with np.errstate(over="ignore"):
         converted: Array = values.astype(FLOAT16)
     if not np.isfinite(converted).all():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The assembly of a `Model` from its files and a back end."""
+"""Construction of a `Model` from model files and a back end."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def build_model(files: ModelFiles, ops: DecoderOps, progress: Progress | None = 
     """Read all tensors of a model and return it on the device of ``ops``.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape than the configuration says.
+        CheckpointError: a tensor is missing or does not have the shape that the configuration requires.
         ValueError: the back end does not support a tensor.
     """
     return _Builder(files, ops).build(progress)
 
 
 class _Builder:
-    """The state of `build_model`: the tensors by Hugging Face name and the bytes of the projections so far."""
+    """The state of `build_model`: files, back end, and the total size of the weights read so far in bytes."""
 
     def __init__(self, files: ModelFiles, ops: DecoderOps) -> None:
         self._files, self._ops, self._config = files, ops, files.config
@@ -52,7 +52,7 @@ class _Builder:
         return model
 
     def _check_tied(self, table: Array) -> None:
-        """Raise CheckpointError if the file holds an output head other than the embedding table."""
+        """Raise CheckpointError if the files contain an output head that differs from the embedding table."""
         head = self._files.tensors.get("lm_head.weight", self._files.tensors.get("lm_head"))
         if head is None:
             return
@@ -82,7 +82,7 @@ class _Builder:
         return self._ops.prepare_tensor(self._files.read_tensor(f"{name}.weight", (size,)))
 
     def _projection(self, *linears: tuple[str, int, int], gated: bool = False) -> Projection:
-        """Return the projection of linear layers, each given as (name, K, N)."""
+        """Return one projection for linear layers (name, K, N) that share x."""
         parts = [self._files.read_linear(*linear) for linear in linears]
         self._weight_bytes += sum(part.weight.nbytes for part in parts)
         return self._ops.make_projection(parts, gated=gated)

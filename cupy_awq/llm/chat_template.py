@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates: jinja2 programs of untrusted files, rendered in a sandbox with limits of work and of text.
+"""Chat templates: jinja2 programs from untrusted files, rendered in a sandbox with limits on work and text size.
 
 jinja2's immutable sandbox keeps a template from reaching Python's objects, but not from filling the memory or running
 for days. Here every loop iteration, call, filter, test and operator, and the size of its operands and its result, is
@@ -21,10 +21,10 @@ from cupy_awq.checkpoint.files import printable
 from cupy_awq.llm.extra import import_extra
 
 MAX_TEMPLATE_CHARACTERS = 1 << 17
-"""The longest template; those of common models have at most 20,000 characters."""
+"""The largest length of a template, in characters; common models have at most 20,000."""
 
 MAX_CHARACTERS = 1 << 22
-"""The longest text that a template may make, beside four times the length of the messages."""
+"""The largest length of an intermediate text in characters, plus four times the length of the messages."""
 
 MAX_OUTPUT_CHARACTERS = 1 << 18
 """The longest output, beside four times the length of the messages: it is also encoded."""
@@ -37,7 +37,7 @@ STEP = 256
 """The work of an iteration, call, filter, test, operator or element of a list: about as slow as so many characters."""
 
 MAX_INTEGER_BITS = 256
-"""The largest integer, in bits."""
+"""The largest size of an integer, in bits."""
 
 FILTERS = (
     "abs capitalize count d default dictsort first float groupby int items last length list lower map max min reject"
@@ -48,25 +48,25 @@ FILTERS = (
 
 QUICK = frozenset("length count first last default d defined undefined none string mapping sequence iterable".split())
 QUICK |= frozenset("boolean number integer float even odd true false callable sameas".split())
-"""The filters and tests whose time does not depend on the size of their operand."""
+"""The filters and tests whose run time does not depend on the size of the operand."""
 
 TEXT_METHODS = (
     "capitalize count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric"
     " isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition"
     " rsplit rstrip split splitlines startswith strip swapcase title upper"
 ).split()
-"""The methods of texts that a template may call."""
+"""The str methods that a template may call."""
 
 Message = Mapping[str, str]
 """A message of a conversation: {"role": "user", "content": text}, with the roles "system", "user" and "assistant"."""
 
 
 class LimitError(ValueError):
-    """A limit of a rendering that a template exceeds."""
+    """The error for a template that exceeds a limit."""
 
 
 class Account:
-    """The work of one rendering so far, and its limits for messages of ``characters``."""
+    """The work counter of one rendering, with limits that grow with ``characters``, the length of the messages."""
 
     def __init__(self, characters: int) -> None:
         self._left = MAX_WORK + 1024 * characters
@@ -74,7 +74,7 @@ class Account:
         self.max_output = MAX_OUTPUT_CHARACTERS + 4 * characters
 
     def spend(self, work: int) -> None:
-        """Count work. Raises LimitError once the limit is exceeded."""
+        """Count ``work``. Raises LimitError if the total exceeds the limit."""
         self._left -= work
         if self._left < 0:
             raise LimitError("expected a template that ends soon, got one that exceeds the limit of work")
@@ -111,12 +111,12 @@ class Account:
         return value
 
     def charge_slice(self, value: Any) -> Any:
-        """Count the copy of a slice, whose elements are shared, and return it."""
+        """Count the copy of a slice, whose elements are not copied, and return the slice."""
         self.spend(len(value) if isinstance(value, str) else STEP * len(value))
         return value
 
     def iterate(self, values: Any) -> Iterator[Any]:
-        """Yield the elements of an iterable, one step of work each."""
+        """Yield the elements of an iterable, counting one step of work for each."""
         for value in values:
             self.spend(STEP)
             yield value
@@ -159,7 +159,7 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
 
 
 def _environment(jinja2: Any, account: Account, source_length: int) -> Any:
-    """Return the sandbox of one rendering.
+    """Return the jinja2 sandbox environment for one rendering.
 
     ``source_length`` is the work of an iteration or a call of a macro beside STEP: its constant text.
     """
@@ -346,7 +346,7 @@ def _check_round(value: Any, precision: int = 0, method: str = "common") -> None
 
 
 def _join(values: Any, separator: str = "", attribute: str | None = None) -> str:
-    """Return the texts of values joined; of their entries ``attribute``, if one is given."""
+    """Return the texts of values, or of their entries ``attribute`` if given, joined by a separator."""
     values = list(values)
     _check_join(values, separator)
     if attribute is not None:

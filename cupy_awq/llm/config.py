@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a decoder: its sizes and constants, and the frequencies of its RoPE."""
+"""The configuration of a decoder: sizes, constants and RoPE frequencies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cupy_awq.checkpoint import CheckpointError
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 LIMITS = {"layers": 1 << 10, "heads": 1 << 10, "head_dim": 1 << 10, "hidden": 1 << 17, "intermediate": 1 << 19}
 LIMITS |= {"kv_heads": 1 << 10, "vocab": 1 << 22, "context": 1 << 25}
-"""The largest accepted sizes, far above any model; a larger one means a damaged file."""
+"""The largest accepted sizes, far above those of any model: a larger size indicates a damaged file."""
 
 ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -27,19 +27,19 @@ ROPE_KEYS: dict[str, frozenset[str]] = {
         | {"mscale", "mscale_all_dim", "truncate"}
     ),
 }
-"""The keys of each type of RoPE scaling, beside those of COMMON_ROPE_KEYS."""
+"""The supported keys for each type of RoPE scaling, in addition to `COMMON_ROPE_KEYS`."""
 
 COMMON_ROPE_KEYS = frozenset({"type", "rope_type", "rope_theta"})
-"""The keys of every type of RoPE scaling."""
+"""The keys that every type of RoPE scaling supports."""
 
 REQUIRED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "partial_rotary_factor": 1.0}
-"""The entries of a config.json that select another model unless they have these values, which are the defaults."""
+"""The only supported values of entries of config.json that change the architecture; they are also the defaults."""
 
 DEFAULTS: dict[str, dict[str, int]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
-"""The sizes that transformers assumes where a config.json has no such entry."""
+"""The defaults of transformers for sizes that are missing in config.json, by model type."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class ModelConfig:
 
     Attributes:
         model_type: "llama", "qwen2" or "qwen3".
-        hidden: the width of the residual stream.
-        intermediate: the width of the MLP.
+        hidden: the width of the residual stream, in elements.
+        intermediate: the width of the MLP, in elements.
         layers: the number of decoder layers.
-        heads, kv_heads: the number of query heads, and of key and value heads.
-        head_dim: the width of a head.
-        vocab: the number of tokens of the vocabulary.
-        context: the largest number of positions the model was trained for.
+        heads, kv_heads: the number of query heads, and the number of key-value heads.
+        head_dim: the width of a head, in elements.
+        vocab: the number of tokens in the vocabulary.
+        context: the context length that the model was trained for, in tokens.
         eps: the epsilon of RMSNorm.
         rope_theta, rope_scaling: the RoPE parameters of a Hugging Face configuration; ``rope_scaling["rope_type"]`` is
-            "default", "linear", "llama3" or "yarn", whose other keys are those of ROPE_KEYS.
-        rope_factors: the divisors of RoPE's frequencies, head_dim / 2 of them (GGUF); empty for none.
+            "default", "linear", "llama3" or "yarn"; its other keys are those in `ROPE_KEYS`.
+        rope_factors: the head_dim / 2 divisors of the RoPE frequencies (GGUF), or () for no division.
         tied: True if the output head shares its weight with the embedding table.
-        qk_norm: True if each head of q and k passes an RMSNorm before RoPE.
-        biases: the projections that have a bias, such as "q_proj"; None for those whose bias the file holds (GGUF).
+        qk_norm: True if an RMSNorm is applied to each head of q and k before RoPE.
+        biases: the names of the projections with a bias, such as "q_proj"; None if any bias in the file applies (GGUF).
 
     Raises:
         ValueError: a size is out of range, or rope_scaling is unknown or incomplete, or has an unknown key.
@@ -105,16 +105,19 @@ class ModelConfig:
 
     @property
     def q_width(self) -> int:
-        """The width of all query heads together."""
+        """The total width of all query heads, in elements."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """The width of all key heads together, and of all value heads."""
+        """The total width of all key heads, in elements; that of all value heads is the same."""
         return self.kv_heads * self.head_dim
 
     def rope_frequencies(self) -> tuple[npt.NDArray[np.float64], float]:
-        """Return RoPE's radians per position, float64 [head_dim / 2], and YaRN's factor of cosine and sine (else 1)."""
+        """Return the RoPE frequencies in radians per position, float64 [head_dim / 2], and the factor of cos and sin.
+
+        The factor is 1 except for YaRN. Raises ValueError for invalid RoPE parameters.
+        """
         kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type", "default"))
         if not isinstance(kind, str) or kind not in ROPE_KEYS:
             raise ValueError(f"rope_type: expected {', '.join(ROPE_KEYS)}, got {kind!r:.80}")
@@ -144,7 +147,7 @@ class ModelConfig:
         return self._yarn(plain, self._yarn_factor(original), original)
 
     def _yarn_factor(self, original: float) -> float:
-        """Return YaRN's factor; null stands for the ratio of the contexts after and before, as in transformers."""
+        """Return YaRN's scaling factor; null means context / original context, as in transformers."""
         if "factor" not in self.rope_scaling:
             raise ValueError("rope_scaling: factor: expected a positive number, got none")
         return self._rope_number("factor", self.context / original)
@@ -152,18 +155,18 @@ class ModelConfig:
     def _llama3(
         self, plain: npt.NDArray[np.float64], factor: float, original: float
     ) -> tuple[npt.NDArray[np.float64], float]:
-        """Return Llama 3.1's frequencies: those of long waves are divided by ``factor``, with a ramp to short waves."""
+        """Return Llama 3.1's frequencies and 1: low ones are divided by ``factor``, high ones kept."""
         low, high = self._rope_number("low_freq_factor"), self._rope_number("high_freq_factor")
         if low >= high:
             raise ValueError(f"low_freq_factor: expected less than high_freq_factor={high}, got {low}")
-        turns = original * plain / (2 * math.pi)  # over the original context
+        turns = original * plain / (2 * math.pi)  # full turns over the original context
         kept = np.clip((turns - low) / (high - low), 0, 1)
         return (1 - kept) * plain / factor + kept * plain, 1.0
 
     def _yarn(
         self, plain: npt.NDArray[np.float64], factor: float, original: float
     ) -> tuple[npt.NDArray[np.float64], float]:
-        """Return YaRN's frequencies and factor of cosine and sine (arXiv 2309.00071) as transformers computes them."""
+        """Return YaRN's frequencies and factor of cos and sin (arXiv 2309.00071), computed as in transformers."""
         if self.rope_theta <= 1:
             raise ValueError(f"rope_theta: expected above 1 for rope_type 'yarn', got {self.rope_theta}")
         truncate = self.rope_scaling.get("truncate", True)
@@ -171,7 +174,7 @@ class ModelConfig:
             raise ValueError(f"rope_scaling: truncate: expected true or false, got {truncate!r:.80}")
 
         def pair(turns: float) -> float:
-            """Return the index of the frequency that makes ``turns`` turns over the original context."""
+            """Return the (fractional) index of the frequency with ``turns`` full turns over the original context."""
             waves = original / (turns * 2 * math.pi)
             if not _is_positive(waves):
                 raise ValueError(f"rope_scaling: beta_fast, beta_slow: expected numbers of turns, got {turns}")
@@ -181,7 +184,7 @@ class ModelConfig:
         if truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.head_dim - 1)
-        width = high - low or 0.001  # negative where beta_slow is below one turn: transformers keeps the sign
+        width = high - low or 0.001  # can be negative if beta_slow < 1, as in transformers
         ramp = np.clip((np.arange(plain.size) - low) / width, 0, 1)
         scale, scale_all = (self._rope_number(name, 0.0) for name in ("mscale", "mscale_all_dim"))
         log_factor = 0.1 * math.log(max(factor, 1.0))
@@ -189,7 +192,7 @@ class ModelConfig:
         return plain * (1 - ramp) + plain / factor * ramp, self._rope_number("attention_factor", ratio)
 
     def _rope_number(self, name: str, default: float | None = None) -> float:
-        """Return a positive number of rope_scaling; null and, for the two of mscale, 0 stand for the default."""
+        """Return a positive number of rope_scaling, or the default for null (mscale*: or 0). Raises ValueError."""
         value = self.rope_scaling.get(name)
         if value is None or (name.startswith("mscale") and _is_number(value) and value == 0):
             value = default
@@ -199,9 +202,9 @@ class ModelConfig:
 
 
 def from_hugging_face(table: Mapping[str, Any], where: str) -> ModelConfig:
-    """Return the configuration in a parsed config.json.
+    """Return the configuration for a parsed config.json ``table``.
 
-    Raises CheckpointError, whose message opens with ``where``, if it is invalid or of an unsupported model.
+    Raises CheckpointError, whose message starts with ``where``, if it is invalid or the model is not supported.
     """
     for name, supported in REQUIRED.items():
         if table.get(name, supported) != supported:
@@ -219,7 +222,7 @@ def from_hugging_face(table: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _from_tables(table: Mapping[str, Any], rope: Mapping[str, Any]) -> ModelConfig:
-    """Return the configuration of a config.json and its RoPE parameters."""
+    """Return the configuration for a config.json ``table`` with RoPE parameters ``rope``. Raises ValueError."""
     model_type = table.get("model_type")
     if model_type not in MODEL_TYPES:
         raise ValueError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {model_type!r:.80}")
@@ -253,7 +256,7 @@ def _from_tables(table: Mapping[str, Any], rope: Mapping[str, Any]) -> ModelConf
 
 
 def _biases(model_type: str, attention_bias: Any) -> Sequence[str]:
-    """Return the names of the projections that have a bias in transformers."""
+    """Return the names of the attention projections that have a bias in transformers."""
     if type(attention_bias) is not bool:
         raise ValueError(f"attention_bias: expected true or false, got {attention_bias!r:.80}")
     if model_type == "qwen2":
@@ -269,7 +272,7 @@ def _integer(table: Mapping[str, Any], name: str) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a finite number: integers above 2**1023 have no float."""
+    """Return whether a value is a finite float or an integer that float64 can represent."""
     return (type(value) is int and abs(value) < 1 << 1023) or (type(value) is float and math.isfinite(value))
 
 

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     import cupy
 
 RESERVED_BYTES = 1 << 29
-"""The free memory that a KV cache leaves for the intermediate arrays of a forward pass."""
+"""The free memory in bytes that a KV cache leaves for the intermediate arrays of a forward pass."""
 
 
 class CudaOps(DecoderOps):
-    """The operations of a model on one GPU; `DecoderOps` describes them. One thread at a time may use them.
+    """The implementation of `DecoderOps` on one GPU. It is not thread-safe.
 
     Args:
         config: the configuration of the model.
-        device_index: the number of the GPU, which must be current here and at every call.
+        device_index: the device ordinal; this device must be current here and at every call.
         dtype: the dtype of activations and of the KV cache: float16 or bfloat16.
 
     Raises:
@@ -66,7 +66,7 @@ class CudaOps(DecoderOps):
 
     @property
     def decode_stream(self) -> tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool]:
-        """The stream of all decode steps, and the memory pool of their intermediate arrays.
+        """The CUDA stream of all decode steps, and the memory pool for their intermediate arrays.
 
         Both live as long as the model: the workspace of a stream is never freed, and a dropped pool does not return all
         of its device memory, so a new pair for each text would leak.
@@ -137,7 +137,7 @@ class CudaOps(DecoderOps):
     def norm_and_project(
         self, stream: ResidualStream, norm_weight: Array, projection: Projection
     ) -> tuple[ResidualStream, Array]:
-        """See `DecoderOps`. Runs one GEMM if `project_and_add` has left the division by the RMS to it."""
+        """See `DecoderOps`. One GEMM includes the division by the RMS if `project_and_add` deferred it."""
         if stream.unnormalized_x is not None:
             m = stream.unnormalized_x.size // self.config.hidden
             plan = self._fused_plan(projection, m, Fusion("rms_norm_x", self.config.eps))
@@ -153,7 +153,7 @@ class CudaOps(DecoderOps):
     def project_and_add(
         self, stream: ResidualStream, x: Array, projection: Projection, next_norm_weight: Array | None
     ) -> ResidualStream:
-        """See `DecoderOps`. One GEMM adds its result to h and multiplies by the next norm's weight, if it can."""
+        """See `DecoderOps`. If supported, one GEMM adds its result to h and multiplies by the next norm's weight."""
         *rows, width = stream.h.shape
         plan = self._fused_plan(projection, x.size // x.shape[-1], Fusion("add_to_stream"))
         if plan is None or next_norm_weight is None:
@@ -167,7 +167,7 @@ class CudaOps(DecoderOps):
         return self._rms_norm(stream, norm_weight)[0]
 
     def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: KvCache, layer: int) -> Array:
-        """See `DecoderOps`. A decode step (S = 1) is one kernel, a prompt two."""
+        """See `DecoderOps`. A decode step (S = 1) launches one kernel, a prompt two."""
         config, dtype = self.config, self.dtype.name
         b, s, _ = qkv.shape
         has_norm = q_norm is not None
@@ -193,7 +193,7 @@ class CudaOps(DecoderOps):
         return host
 
     def run(self, plan: LaunchPlan, **buffers: Array | None) -> None:
-        """Launch a plan on the current stream, with its buffers given by name; None is a null pointer."""
+        """Launch a plan on the current stream. ``buffers`` are its arrays by name; None is a null pointer."""
         import cupy
 
         launcher = launch.get_launcher(plan, self.device_index)
@@ -209,7 +209,7 @@ class CudaOps(DecoderOps):
         return y
 
     def _rms_norm(self, stream: ResidualStream, norm_weight: Array) -> tuple[Array, Array]:
-        """Return the norm [B, S, hidden] and 1 / RMS of each row [B * S]; adds delta to h in place."""
+        """Add delta to h in place; return RMSNorm(h) * norm_weight [B, S, hidden] and 1 / RMS of each row [B * S]."""
         h, delta = stream.h, stream.delta
         width = h.shape[-1]
         m = h.size // width
@@ -225,7 +225,7 @@ class CudaOps(DecoderOps):
         return cupy.empty(shape, self.dtype if dtype is None else dtype)
 
     def _concatenated(self, parts: Sequence[Module], activation: str | None) -> AwqLinear:
-        """Return one layer with the columns of all parts side by side."""
+        """Return one layer whose columns are those of all parts, concatenated."""
         linears: list[AwqLinear | PackedWeight] = []
         for part in parts:
             weight = _upload_weight(part.weight)
@@ -233,7 +233,7 @@ class CudaOps(DecoderOps):
         return AwqLinear.concatenate(linears, activation=activation, keep_weight=False)
 
     def _dense(self, part: DenseLinear, out_dtype: np.dtype[Any] | None = None) -> Projection:
-        """Return the projection by a dense weight; a weight that is the embedding table shares its memory."""
+        """Return the projection of a dense layer. A weight that is the embedding table shares its device memory."""
         import cupy
 
         tied = part.weight is self._host_table
@@ -266,8 +266,8 @@ class CudaDecodeLoop(DecodeLoop):
 
     The first step runs eagerly, which loads every kernel; the second is captured into a CUDA graph, and each further
     step is one graph launch. The graph of a step is launched before the host has read the tokens of the preceding one,
-    so the GPU never waits for the host. The last launch is speculative: it writes behind the tokens that the cache
-    knows, and `close` waits for it.
+    so the GPU never waits for the host. The last launch is speculative: it writes after the tokens that
+    `KvCache.tokens` records, and `close` waits for it.
 
     The kernel `choose` also writes its tokens to pinned host memory, so that only an event separates two graphs. Arrays
     allocated during capture live as long as the loop.
@@ -350,7 +350,7 @@ class CudaDecodeLoop(DecodeLoop):
         self._choose(self._step_logits(self._tokens), slice(None), advance=True)
 
     def _choose(self, logits: Array, sequences: slice, *, advance: bool) -> None:
-        """Choose a token for each of ``sequences``; ``advance`` moves their positions on by one."""
+        """Choose the next token of each of ``sequences`` from logits [B, V]; ``advance`` increments their lengths."""
         sampling, ops = self._sampling, self._ops
         gpu, (m, vocab) = ops.device, logits.shape
         seen, limits = (None if a is None else a[sequences] for a in (self._seen, self._limits))
@@ -368,7 +368,7 @@ class CudaDecodeLoop(DecodeLoop):
 
 
 def activation_dtype(part: Module | DenseLinear) -> np.dtype[Any]:
-    """Return the dtype for the activations of a model with this layer: bfloat16 if the layer has it, else float16."""
+    """Return the dtype of a model's activations, given one layer: bfloat16 for bfloat16 weights, else float16."""
     return check.BFLOAT16 if part.weight.dtype == check.BFLOAT16 else check.FLOAT16
 
 
@@ -387,13 +387,13 @@ def _upload_weight(weight: PackedWeight) -> PackedWeight:
 
 
 def _form(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the properties that weights must share to be concatenated."""
+    """Return the properties that weights must have in common to be concatenated."""
     spec = weight.spec
     return spec.k, spec.group_size, spec.dtype, spec.zeros
 
 
 def _checked(token: int) -> int:
-    """Return the token. Raises ValueError for -1, which `choose` writes if the logits hold NaN."""
+    """Return ``token``. Raises ValueError if it is -1, which the kernel `choose` writes if the logits contain NaN."""
     if token < 0:
         raise ValueError(NAN_LOGITS)
     return token

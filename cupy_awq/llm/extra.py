@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optional packages of the extra ``llm``: tokenizers, jinja2 and gguf."""
+"""Import of the optional packages of the extra ``llm``: tokenizers, jinja2 and gguf."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def import_extra(name: str) -> Any:
-    """Return the module ``name``. Raises ValueError with the pip command if its package is not installed."""
+    """Import and return the module ``name``. Raises ValueError with the pip command if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reader of GGUF files of language models: tensors, the model's configuration and the tokenizer.
+"""The reader of language models in GGUF files: tensors, configuration and tokenizer.
 
-`cupy_awq.checkpoint.gguf` converts the tensors.
+The tensors are converted by `cupy_awq.checkpoint.gguf`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ PRE_TOKENIZERS = {
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""The regular expression of each ``tokenizer.ggml.pre`` that splits text into words before merging; None: GPT-2's."""
+"""The regular expression that splits text into words before BPE, by ``tokenizer.ggml.pre``; None means GPT-2's."""
 
 
 def read(path: Path) -> ModelFiles:
-    """Return the model of a GGUF file.
+    """Open a GGUF file and validate its metadata. Tensors are converted when they are needed.
 
     Raises:
-        CheckpointError: the file is damaged, or the model is of an unsupported kind.
+        CheckpointError: the file is damaged, or the model is not supported.
         OSError: the file cannot be read.
     """
     metadata, blocks = gguf_file.read(path)
@@ -53,11 +53,11 @@ def read(path: Path) -> ModelFiles:
 
 
 ROPE_SCALING = frozenset({"type", "factor", "original_context_length", "finetuned"})
-"""The fields of ``rope.scaling`` that are read; ``finetuned`` changes nothing."""
+"""The supported metadata fields of ``rope.scaling``; ``finetuned`` has no effect."""
 
 
 def _config(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> ModelConfig:
-    """Return the configuration in the metadata. Raises ValueError for values of other models or of another type."""
+    """Return the configuration for GGUF metadata. Raises ValueError if a value is invalid or not supported."""
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ValueError(f"general.architecture: expected text, got {_shown(arch)}")
@@ -114,7 +114,7 @@ def _shown(value: Any) -> str:
 
 
 def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer that the metadata of a file describe. Raises CheckpointError if they describe none."""
+    """Return the tokenizer in the metadata of a file. Raises CheckpointError if it is missing or not supported."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(kind, str) or kind != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
@@ -133,7 +133,7 @@ def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     for name in ("bos", "eos"):
         i = metadata.get(f"tokenizer.ggml.{name}_token_id")
         texts[f"{name}_token"] = str(tokens[i]) if type(i) is int and 0 <= i < len(tokens) else ""
-    # A file says whether to add BOS; without that field, llama-bpe adds it.
+    # Without the field add_bos_token, llama-bpe adds BOS and the others do not.
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") is True and type(bos) is int
     with guarded(str(path)):
         inner = _build(pre, tokens, types, merges)
@@ -143,7 +143,7 @@ def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _build(pre: str, tokens: list[str], types: Any, merges: list[str]) -> Any:
-    """Return the ``tokenizers.Tokenizer`` of a vocabulary; it raises what the library raises."""
+    """Return a ``tokenizers.Tokenizer`` for a vocabulary and its merges. Raises the library's errors unchanged."""
     tokenizers = import_extra("tokenizers")
     pairs = [tuple(merge.split(" ")) for merge in merges]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -160,7 +160,7 @@ def _build(pre: str, tokens: list[str], types: Any, merges: list[str]) -> Any:
 
 
 def _pre_tokenizer(tokenizers: Any, pre: str) -> Any:
-    """Return the `tokenizers` object that splits text into words and words into bytes."""
+    """Return the `tokenizers` pre-tokenizer for ``tokenizer.ggml.pre``: text to words to bytes."""
     steps = tokenizers.pre_tokenizers
     pattern, to_bytes = PRE_TOKENIZERS[pre], partial(steps.ByteLevel, add_prefix_space=False)
     if pattern is not None:

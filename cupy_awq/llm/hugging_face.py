@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reader of Hugging Face folders: config.json, safetensors, generation_config.json and the tokenizer's files."""
+"""The reader of Hugging Face folders: config.json, safetensors, generation_config.json and tokenizer files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cupy_awq.llm.tokenizer import Tokenizer
 
 
 def read(path: Path) -> ModelFiles:
-    """Return the model of a folder.
+    """Open a Hugging Face folder and validate its headers. Tensors are read when they are needed.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the model is of an unsupported kind.
+        CheckpointError: a file is missing or damaged, or the model is not supported.
         OSError: a file cannot be read.
     """
     file = path / "config.json"
@@ -34,7 +34,7 @@ def read(path: Path) -> ModelFiles:
 
 
 def read_stop_ids(path: Path, table: dict[str, Any]) -> tuple[int, ...]:
-    """Return eos_token_id, one id or several, of generation_config.json or else of the parsed config.json ``table``."""
+    """Return the ids in ``eos_token_id`` of generation_config.json, else of the parsed config.json ``table``."""
     file = path / "generation_config.json"
     generation = read_object(file) if file.is_file() else {}
     ids = generation.get("eos_token_id", table.get("eos_token_id"))
@@ -51,7 +51,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     template = settings.get("chat_template")
     if (path / "chat_template.jinja").is_file():
         template = _read_template(path / "chat_template.jinja")
-    if isinstance(template, list):  # several templates, each with a name
+    if isinstance(template, list):  # a list of named templates
         entries = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
         template = next((entry.get("template") for entry in entries), None)
     if not isinstance(template, str | None):
@@ -70,6 +70,6 @@ def _read_template(file: Path) -> str:
 
 
 def _token_text(value: Any) -> str:
-    """Return the text of a special token, which files hold as text or as {"content": text}; "" for anything else."""
+    """Return the text of a special token from its JSON value, text or {"content": text}; "" for any other value."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else ""

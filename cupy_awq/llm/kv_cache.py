@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache: keys and values of all tokens that a batch of sequences has seen."""
+"""The KV cache: the keys and values of all past tokens of a batch of sequences."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cupy_awq.llm.config import ModelConfig
 
 @dataclass(frozen=True)
 class KvCache:
-    """Keys and values of a batch of sequences, each with memory for ``capacity`` tokens.
+    """The keys and values of a batch of sequences, with memory for ``capacity`` tokens per sequence.
 
     Attributes:
-        k, v: [layers, sequences, kv_heads, capacity, head_dim].
+        k, v: the keys and values, [layers, sequences, kv_heads, capacity, head_dim] in the back end's dtype.
         lengths: int32 [sequences], the number of tokens of each sequence: the position of its next token.
         cos, sin: float32 [capacity, head_dim / 2], the RoPE factors of every position.
-        tokens: the token ids of each sequence whose keys and values are in the cache, in order.
+        tokens: for each sequence, the ids of the tokens whose keys and values are in the cache, in order.
     """
 
     k: Array
@@ -33,18 +33,18 @@ class KvCache:
 
     @property
     def capacity(self) -> int:
-        """The largest number of tokens of a sequence."""
+        """The largest number of tokens per sequence."""
         return int(self.k.shape[3])
 
     def select_sequence(self, i: int) -> KvCache:
-        """Return a view of one sequence, as a cache of batch size 1."""
+        """Return sequence ``i`` as a cache of batch size 1 that shares the memory of this one."""
         one = slice(i, i + 1)
         return KvCache(self.k[:, one], self.v[:, one], self.lengths[one], self.cos, self.sin, self.tokens[one])
 
     def reuse_prefix(self, i: int, prompt: Sequence[int]) -> int:
         """Truncate sequence ``i`` to the longest prefix that it shares with ``prompt`` and return its length.
 
-        The prefix never includes the last token of the prompt: the model must run it again, as logits are not cached.
+        The prefix never includes the last token of the prompt: its logits are not cached, so the model must run it.
         """
         known = self.tokens[i]
         most = min(len(known), len(prompt) - 1)
@@ -55,22 +55,22 @@ class KvCache:
 
 
 def cache_bytes(config: ModelConfig, sequences: int, capacity: int, itemsize: int) -> int:
-    """Return the bytes of the keys and values of ``sequences`` sequences of ``capacity`` tokens."""
+    """Return the size in bytes of the keys and values for ``sequences`` x ``capacity`` tokens."""
     return 2 * config.layers * sequences * config.kv_width * capacity * itemsize
 
 
 def allocate(config: ModelConfig, sequences: int, capacity: int, dtype: Any, xp: Any, free_bytes: int) -> KvCache:
-    """Return an empty KV cache.
+    """Allocate an empty KV cache.
 
     Args:
         config: the configuration of the model.
-        sequences, capacity: the batch size, and the largest number of tokens of a sequence.
+        sequences, capacity: the batch size, and the largest number of tokens per sequence.
         dtype: the dtype of keys and values.
         xp: the array module, NumPy or CuPy.
-        free_bytes: the memory that the cache may take.
+        free_bytes: the largest size of the cache in bytes.
 
     Raises:
-        ValueError: the cache needs more than ``free_bytes``; nothing is allocated then.
+        ValueError: the cache needs more than ``free_bytes``. The error occurs before anything is allocated.
     """
     needed_bytes = cache_bytes(config, sequences, capacity, np.dtype(dtype).itemsize)
     if needed_bytes > free_bytes:

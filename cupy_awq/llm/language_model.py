@@ -30,14 +30,14 @@ Prompt = str | Sequence[Message]
 """A text, or the messages of a conversation."""
 
 SCORE_WINDOW = 2048
-"""The largest number of tokens in one window of `LanguageModel.score`."""
+"""The largest number of tokens per window of `LanguageModel.score`."""
 
 SCORE_ROWS = 64
-"""The number of positions whose logits `LanguageModel.score` holds at a time."""
+"""The number of positions whose logits `LanguageModel.score` keeps in memory at a time."""
 
 
 class ContextFullError(ValueError):
-    """A conversation with more tokens than its capacity; `Chat.say` with ``drop_oldest`` makes room."""
+    """The error for a conversation that exceeds its capacity; `Chat.say` with ``drop_oldest`` avoids it."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Completion:
     Attributes:
         text: the text, without special tokens and without the stop string.
         tokens: the ids of all generated tokens, including a stop token.
-        reason: the reason why it ended: "stop" for a stop token or string, "length" for a limit of tokens.
+        reason: why the completion ended: "stop" for a stop token or stop string, "length" for the limit of tokens.
     """
 
     text: str = ""
@@ -57,12 +57,12 @@ class Completion:
 
 @dataclass
 class Stats:
-    """The number of tokens and the time of one call.
+    """The token counts and times of one `generate` or `Chat.say` call.
 
     Attributes:
-        prompt_tokens: the prompt tokens that the model ran; those reused from the KV cache do not count.
-        prompt_seconds: the time of the prompts, including the first token of each completion.
-        tokens: the tokens that decode steps generated, which excludes the first of each completion.
+        prompt_tokens: the number of prompt tokens that the model ran, without those reused from the KV cache.
+        prompt_seconds: the time of the prompts in seconds, including the first token of each completion.
+        tokens: the number of tokens from decode steps, which excludes the first token of each completion.
         steps: the number of decode steps; each generates one token of every unfinished sequence.
         seconds: the time from the end of the prompts to the end of the last step, including the caller's time between
             pieces of text, during which a GPU runs ahead.
@@ -89,12 +89,12 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the mean negative log-likelihood of a token."""
+        """The perplexity: exp of the mean negative log-likelihood per token."""
         return math.exp(-self.log_likelihood / self.tokens)
 
 
 class LanguageModel:
-    """A model with its tokenizer on one device; `load` makes it. One thread at a time may use it.
+    """A model with its tokenizer on one device, made by `load`. It is not thread-safe.
 
     Attributes:
         config: the sizes and constants of the model.
@@ -121,7 +121,7 @@ class LanguageModel:
         stop: Sequence[str] = (),
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
-        """Complete prompts, all of them in one batch.
+        """Generate a completion for each prompt, all in one batch.
 
         Args:
             prompts: a text or a list of messages, or a list of such prompts. A text is a user's message.
@@ -216,7 +216,7 @@ class LanguageModel:
         return Score(count, total)
 
     def encode(self, prompt: Prompt, *, raw: bool = False, special_tokens: bool | None = None) -> list[int]:
-        """Return the token ids of a prompt, as `generate` feeds them to the model."""
+        """Return the token ids of a prompt as `generate` encodes it; the arguments mean the same as there."""
         special_tokens = raw if special_tokens is None else special_tokens
         if raw and not isinstance(prompt, str):
             raise ValueError("prompt: expected a text with raw=True, got messages")
@@ -229,7 +229,7 @@ class LanguageModel:
         return ids
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the model's GPU is current; text is yielded to the caller outside of it."""
+        """Return a context in which the model's device is current. It is left before text is yielded to the caller."""
         return placement.use_device(self.model.ops.device_index)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
@@ -257,7 +257,7 @@ class LanguageModel:
         stop: Sequence[str],
         completions: Sequence[Completion],
     ) -> Iterator[tuple[int, str]]:
-        """Yield (index of a prompt, next piece of its text) and fill the completions meanwhile."""
+        """Generate all completions: yield (index of a prompt, next piece of its text) and fill ``completions``."""
         model, stats = self.model, Stats()
         self.stats = stats
 
@@ -379,7 +379,7 @@ class Chat:
 
 
 class Detokenizer:
-    """The text of one completion, token by token. Text that may begin a stop string is held back.
+    """An incremental detokenizer for one completion. It holds back text that may be the start of a stop string.
 
     Attributes:
         stopped: True once a stop string is complete.
@@ -392,7 +392,7 @@ class Detokenizer:
         self.stopped = False
 
     def step(self, token: int) -> str:
-        """Return the text that one more token adds, as far as it cannot belong to a stop string."""
+        """Add a token and return the new text, without text that may belong to a stop string."""
         text = self._held + self._stream.step(token)
         ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:
@@ -404,7 +404,7 @@ class Detokenizer:
         return text[: len(text) - len(self._held)]
 
     def flush(self) -> str:
-        """Return the text that was held back, after the last token."""
+        """Return the text that is still held back; call it after the last token."""
         held, self._held = self._held, ""
         return held
 

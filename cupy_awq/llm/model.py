@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder of Llama, Qwen2 and Qwen3: one forward pass over the operations of any back end (`DecoderOps`)."""
+"""The decoder of Llama, Qwen2 and Qwen3: the forward pass, written with the operations of a back end (`DecoderOps`)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from cupy_awq.llm.ops import DecoderOps, Projection
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one decoder layer, as its back end holds them.
+    """The weights of one decoder layer, in the form that the back end uses.
+
+    A projection is given as width of its input -> width of its output.
 
     Attributes:
         attention_norm, mlp_norm: float32 [hidden], the weights of the RMSNorms before attention and before the MLP.
-        qkv: hidden -> (heads + 2 * kv_heads) * head_dim: queries, keys and values side by side.
-        q_norm, k_norm: float32 [head_dim], the weights of the RMSNorms of each head (Qwen3), or None.
-        o: heads * head_dim -> hidden.
-        gate_up: hidden -> intermediate: silu(gate) * up.
-        down: intermediate -> hidden.
+        qkv: hidden -> (heads + 2 * kv_heads) * head_dim: queries, keys and values, concatenated.
+        q_norm, k_norm: float32 [head_dim], the weights of the RMSNorms on each head (Qwen3), or None without them.
+        o: heads * head_dim -> hidden: the output projection of attention.
+        gate_up: hidden -> intermediate: gate and up projection with SwiGLU, silu(gate) * up.
+        down: intermediate -> hidden: the down projection of the MLP.
     """
 
     attention_norm: Array
@@ -36,15 +38,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder, ready to run; `build.build_model` makes it.
+    """A decoder with its weights on a device; made by `build.build_model`.
 
     Attributes:
         ops: the operations of the back end that holds the weights.
         embedding: the embedding table [V, hidden].
-        layers: the decoder layers, from the embedding on.
+        layers: the decoder layers in the order of execution.
         norm: float32 [hidden], the weight of the final RMSNorm.
         head: hidden -> logits, float32 [.., V].
-        weight_bytes: the bytes of weights that a decode step reads: all but the embedding table.
+        weight_bytes: the size in bytes of the weights that a decode step reads: all projections and the head.
     """
 
     ops: DecoderOps
@@ -55,9 +57,9 @@ class Model:
     weight_bytes: int
 
     def forward(self, tokens: Array, cache: KvCache) -> Array:
-        """Return the hidden states [B, S, hidden] of new tokens [B, S], one row for each sequence of the cache.
+        """Run new tokens [B, S], one row per sequence of the cache, and return their hidden states [B, S, hidden].
 
-        Appends their keys and values to the cache but leaves `cache.lengths`, which the caller advances.
+        Writes their keys and values to the cache. The caller must then advance `cache.lengths` by S.
         """
         ops = self.ops
         stream = ops.embed(self.embedding, tokens)
@@ -71,7 +73,7 @@ class Model:
         return ops.rms_norm(stream, self.norm)
 
     def prefill(self, cache: KvCache, sequence: int, tokens: Sequence[int]) -> Iterator[Array]:
-        """Append tokens to one sequence of the cache and yield their hidden states [1, S, hidden], chunk by chunk."""
+        """Append tokens to one sequence of the cache and yield the hidden states [1, S, hidden] of each chunk."""
         view, chunk = cache.select_sequence(sequence), self.ops.prefill_chunk
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common result of all readers: a model's configuration, and its tensors by their Hugging Face names."""
+"""`ModelFiles`, the result of all readers: the configuration of a model, and its tensors by Hugging Face name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 Progress = Callable[[int, int], None]
-"""A callback that takes the number of finished steps and their total."""
+"""A callback (number of finished steps, total number of steps)."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class DenseLinear:
 
     Attributes:
         weight: [N, K] of any float dtype.
-        bias: [N] of any float dtype, or None.
+        bias: [N] of any float dtype, or None without a bias.
     """
 
     weight: Array
@@ -39,15 +39,15 @@ class DenseLinear:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model, whose headers are checked and whose tensors are not read yet.
+    """The opened files of a model, with validated headers. Tensors are read when they are needed.
 
     Attributes:
-        path: the file or folder.
+        path: the path of the file or folder, for error messages.
         config: the configuration of the model.
-        tensors: a function for each Hugging Face name, which reads a quantized layer (by the name of the layer) or a
-            plain tensor (by the name of the tensor, such as ``model.norm.weight``).
+        tensors: functions that read a quantized layer or a plain tensor, by Hugging Face name of the layer
+            (``model.layers.0.mlp.up_proj``) or of the tensor (``model.norm.weight``).
         load_tokenizer: a function that returns the tokenizer. It raises CheckpointError if the files have none.
-        stop_ids: ids of the tokens that end a text.
+        stop_ids: the ids of the tokens that end a text.
     """
 
     path: Path
@@ -57,10 +57,10 @@ class ModelFiles:
     stop_ids: tuple[int, ...] = ()
 
     def read_tensor(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return a plain tensor.
+        """Read the plain tensor ``name`` with the expected ``shape``.
 
-        Raises CheckpointError if it is missing, quantized, of another shape or not of floats, or if a vector holds NaN
-        or infinity.
+        Raises CheckpointError if the tensor is missing or quantized, does not have this shape or a float dtype, or is a
+        vector with NaN or infinity.
         """
         module = name.removesuffix(".weight")
         if name not in self.tensors and module in self.tensors:  # MLX quantizes the embedding table
@@ -71,16 +71,16 @@ class ModelFiles:
             raise CheckpointError(f"{self.path}: {name}: expected a plain tensor, got a quantized layer")
         if value.shape != shape:
             raise CheckpointError(f"{self.path}: {name}: expected shape {shape}, got {value.shape}")
-        if value.dtype.kind not in "fV":  # V: bfloat16
+        if value.dtype.kind not in "fV":  # kind V: bfloat16
             raise CheckpointError(f"{self.path}: {name}: expected a float dtype, got {value.dtype}")
         if value.ndim == 1:
             self._check_finite(value, name)
         return value
 
     def read_linear(self, name: str, k: int, n: int) -> Module | DenseLinear:
-        """Return the linear layer ``name`` with K = k in features and N = n out features, quantized or not.
+        """Read the linear layer ``name`` with k in features and n out features, quantized or not.
 
-        Raises CheckpointError as `read_tensor` does.
+        Raises the same errors as `read_tensor`, and CheckpointError for an activation order or an unexpected bias.
         """
         if name not in self.tensors:
             file_bias = f"{name}.bias"
@@ -106,7 +106,7 @@ class ModelFiles:
         return read()
 
     def _check_bias(self, bias: Array | None, name: str) -> None:
-        """Raise CheckpointError if a bias is missing, or unexpected and not 0 (GPTQ stores zeros for none)."""
+        """Raise CheckpointError if a bias is missing, or unexpected and not 0 (GPTQ stores zeros for no bias)."""
         biases = self.config.biases
         expected = biases is not None and name.rpartition(".")[2] in biases
         if expected and bias is None:
@@ -115,7 +115,7 @@ class ModelFiles:
             raise CheckpointError(f"{self.path}: {name}: expected no bias as in the configuration, got one")
 
     def _check_finite(self, values: Array, name: str) -> None:
-        # The maximum propagates NaN and infinity, and needs no array of flags.
+        # The maximum propagates NaN and infinity.
         with np.errstate(invalid="ignore"):
             largest = float(abs(values).max()) if values.size else 0.0
         if not np.isfinite(largest):
@@ -123,7 +123,7 @@ class ModelFiles:
 
 
 def _dequantized(layer: Module | Array) -> Module | Array:
-    """Return the weight [N, K] of a quantized layer without bias or order; anything else as it is."""
+    """Dequantize a layer without bias or order to its weight [N, K]; return anything else unchanged."""
     if not isinstance(layer, Module) or layer.bias is not None or layer.order is not None:
         return layer
     k, n = layer.weight.shape

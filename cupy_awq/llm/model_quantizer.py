@@ -38,7 +38,7 @@ METHODS: Mapping[str, tuple[bool, Mapping[str, Any]]] = {
 NEEDED_TOKENS = 4096
 """The smallest number of calibration tokens, unless fewer are asked for."""
 SETTINGS = "settings.json"
-"""The file in the folder of unfinished work that tells what it belongs to."""
+"""The file in a folder of unfinished work that records which model and settings the work belongs to."""
 
 LayerProgress = Callable[[int, int, "Mapping[str, Any] | None"], None]
 """A callback that takes the number of finished layers, their total, and the report of the last one."""
@@ -75,7 +75,7 @@ def quantize(
         symmetric: whether every zero point is 8.
         samples, sequence_length: the largest number of calibration sequences, and their tokens.
         format_name: "autoawq" or "compressed-tensors".
-        device: "cpu"; the number of a GPU; or None for CuPy's current GPU, or the CPU if there is no GPU.
+        device: "cpu", a device ordinal, or None for CuPy's current device, or the CPU without a GPU.
         resume: True to continue unfinished work of the same settings.
         progress: called after each layer.
 

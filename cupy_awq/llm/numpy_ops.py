@@ -24,16 +24,16 @@ from cupy_awq.llm.sampling import Sampling, choose_token
 Array = npt.NDArray[Any]
 
 STREAMED_VALUES = 1 << 22
-"""The number of elements of a dense weight that are converted to float32 at a time if weights are not expanded."""
+"""The number of elements of a dense weight that are converted to float32 at a time if weights are streamed."""
 
 
 class NumpyOps(DecoderOps):
-    """The operations of a model on the CPU; `DecoderOps` describes them.
+    """The implementation of `DecoderOps` on the CPU.
 
     Args:
         config: the configuration of the model.
-        expand_weights: True to hold all weights in float32, which is faster; False to dequantize them block by block in
-            each product. By default they are held if they take at most half of the machine's memory.
+        expand_weights: True to keep all weights in float32, which is faster; False to convert them block by block in
+            each product. By default True if float32 weights take at most half of the machine's memory.
         xp: the array module; CuPy runs the same operations in float32 on its current GPU, with expanded weights, for
             calibration.
     """
@@ -109,7 +109,7 @@ class NumpyOps(DecoderOps):
         out: Array = xp.empty((b, s, heads * head_dim), np.float32)
         for i, start in enumerate(cache.lengths.tolist()):
             keys, values = cache.k[layer, i, :, : start + s], cache.v[layer, i, :, : start + s]
-            # Put query heads that share a key head side by side: [kv_heads, group * S, head_dim].
+            # Group the query heads that share a key head: [kv_heads, group * S, head_dim].
             grouped = q[i].swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
             scores = grouped @ keys.swapaxes(1, 2)
             scores *= np.float32(head_dim**-0.5)
@@ -124,7 +124,7 @@ class NumpyOps(DecoderOps):
         return out
 
     def _expanded(self, parts: Sequence[Module | DenseLinear]) -> Projection:
-        """Return the projection by one float32 matrix that holds the weights of all parts."""
+        """Return the projection with all parts concatenated into one float32 matrix."""
         weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)  # on the device of the parts
         sizes = [_out_features(part) for part in parts]
         xp = self.xp
@@ -140,7 +140,7 @@ class NumpyOps(DecoderOps):
         return project
 
     def _streamed(self, parts: Sequence[Module | DenseLinear]) -> Projection:
-        """Return the projection that converts weights to float32 block by block in each product."""
+        """Return the projection that converts the weights of the parts to float32 block by block in each call."""
         linears: list[Projection] = [
             AwqLinear(part.weight, bias=part.bias) if isinstance(part, Module) else _streamed_dense(part)
             for part in parts
@@ -153,7 +153,7 @@ class NumpyOps(DecoderOps):
 
 
 class NumpyDecodeLoop(DecodeLoop):
-    """The decode loop on the CPU: each step is complete when it returns."""
+    """The decode loop on the CPU. It is synchronous: a step is complete when it returns."""
 
     def __init__(self, vocab: int, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
         sequences = len(cache.tokens)
@@ -184,7 +184,7 @@ class NumpyDecodeLoop(DecodeLoop):
 
 
 def _memory_bytes() -> int:
-    """Return the bytes of the machine's memory, or 8 GiB where the system does not tell."""
+    """Return the size of the machine's memory in bytes, or 8 GiB if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -198,14 +198,14 @@ def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Apply RoPE to the pairs (i, i + head_dim / 2) of the last axis."""
+    """Apply RoPE to x [..., head_dim], rotating the pairs (i, i + head_dim / 2) of the last axis."""
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def _swiglu(y: Array) -> Array:
     gate, up = np.split(y, 2, axis=-1)
-    with np.errstate(over="ignore"):  # exp(-gate) = inf makes the quotient 0, which is right
+    with np.errstate(over="ignore"):  # exp(-gate) = inf gives 0, the correct limit
         result: Array = gate / (np.float32(1) + np.exp(-gate)) * up
     return result
 
@@ -215,7 +215,7 @@ def _out_features(part: Module | DenseLinear) -> int:
 
 
 def _float32_weight(part: Module | DenseLinear) -> Array:
-    """Return the weight [K, N] in float32."""
+    """Return the weight of a layer as float32 [K, N]."""
     if isinstance(part, DenseLinear):
         return part.weight.T.astype(np.float32)
     weight = part.weight
@@ -223,7 +223,7 @@ def _float32_weight(part: Module | DenseLinear) -> Array:
 
 
 def _streamed_dense(part: DenseLinear) -> Projection:
-    """Return the projection by a dense weight of which STREAMED_VALUES elements are in float32 at a time."""
+    """Return the projection of a dense layer that converts `STREAMED_VALUES` elements to float32 at a time."""
     weight = part.weight
     rows = max(1, STREAMED_VALUES // weight.shape[1])
 

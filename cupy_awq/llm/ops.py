@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract between the decoder and its back ends: `Model` calls `DecoderOps`; each back end implements it.
+"""The interface of the decoder's back ends, `DecoderOps`, which `Model` calls.
 
-In shapes, B is the number of sequences of a batch, S the number of new tokens of each, V the size of the vocabulary.
+In shapes, B is the number of sequences in the batch, S the number of new tokens per sequence, V the vocabulary size.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from cupy_awq.llm.model_files import DenseLinear
 from cupy_awq.llm.sampling import Sampling
 
 Projection = Callable[[Array], Array]
-"""One linear layer, or several that share x: x [B, S, K] -> y [B, S, N]."""
+"""A linear layer, or several concatenated ones that share x: a function from x [B, S, K] to y [B, S, N]."""
 
 StepLogits = Callable[[Array], Array]
-"""The forward pass of one decode step: tokens int [B] -> logits float32 [B, V]."""
+"""The forward pass of a decode step: a function from integer tokens [B] to float32 logits [B, V]."""
 
 
 @dataclass(frozen=True)
 class ResidualStream:
     """The residual stream of the decoder, h + delta, float32 [B, S, hidden].
 
-    Only the back end that made a stream reads its fields. A back end may leave the sum h + delta or the RMSNorm of h to
-    the next operation, which can fuse it.
+    The fields are private to the back end that made the stream. A back end may defer the sum h + delta or the RMSNorm
+    of h to the next operation, to fuse them.
 
     Attributes:
-        h: float32 [B, S, hidden]. Operations may overwrite it: use only the newest stream.
-        delta: [B, S, hidden] of the activations' dtype: the output of the last block, where it is not yet part of h.
+        h: float32 [B, S, hidden]. Operations may overwrite the array, so only the newest stream is valid.
+        delta: [B, S, hidden] of the activations' dtype: the output of the last projection if it is not yet added to h,
+            else None.
         inverse_rms: float32 [B * S], 1 / RMS of each row of h at the last RMSNorm; None before the first.
         unnormalized_x: [B, S, hidden] of the activations' dtype: h times the next RMSNorm's weight, to be divided by
-            the RMS of each row by a GEMM with ``Fusion("rms_norm_x")``; None if that norm is a kernel of its own.
-        square_sums: float32 [B * S, ceil(hidden / 32)]: the sums of h^2 that belong to ``unnormalized_x``.
+            the RMS of each row by a GEMM with ``Fusion("rms_norm_x")``; None if a separate kernel computes that norm.
+        square_sums: float32 [B * S, ceil(hidden / 32)]: the sums of h^2 over 32 columns each, from which that GEMM
+            computes the RMS; None without ``unnormalized_x``.
     """
 
     h: Array
@@ -50,64 +52,67 @@ class ResidualStream:
 
 
 class DecodeLoop(Protocol):
-    """A loop that generates one token after the other for every sequence of a KV cache."""
+    """The autoregressive loop: each step generates the next token of every sequence of a KV cache."""
 
     def start(self, sequence: int, logits: Array) -> int:
-        """Choose and return the first token of a sequence, from the logits [V] of its prompt."""
+        """Choose and return the first token of ``sequence`` from the logits [V] of the last token of its prompt."""
         ...
 
     def step(self) -> list[int]:
-        """Feed the newest token of every sequence to the model and return the next ones.
+        """Run the newest token of every sequence through the model and return the next token of each.
 
         Raises ValueError if the logits hold NaN.
         """
         ...
 
     def close(self) -> None:
-        """Wait for work that still uses the KV cache."""
+        """Wait for all work that uses the KV cache."""
         ...
 
 
 class DecoderOps(Protocol):
-    """The operations of one back end on one device, for a model of one configuration."""
+    """The operations of a back end, for one model configuration on one device."""
 
     device_index: int
-    """The number of the GPU, or `check.HOST`."""
+    """The device ordinal, or `check.HOST`."""
     prefill_chunk: int
-    """The largest number of prompt tokens in one forward pass."""
+    """The largest number of prompt tokens per forward pass."""
 
     def prepare_tensor(self, a: npt.NDArray[Any]) -> Array:
-        """Bring a norm's weight [size] or an embedding table [V, hidden] to the device, in the back end's dtype."""
+        """Copy the weight of a norm [size] or an embedding table [V, hidden] to the device, in the back end's dtype."""
         ...
 
     def prepare_tokens(self, ids: Sequence[int]) -> Array:
-        """Bring token ids to the device, as integers [len(ids)]."""
+        """Copy token ids to the device as integers [len(ids)]."""
         ...
 
     def make_projection(self, parts: Sequence[Module | DenseLinear], *, gated: bool = False) -> Projection:
-        """Return the projection x -> outputs of all parts side by side; ``gated``: silu(gate) * up of (gate, up)."""
+        """Return the projection from x to the concatenated outputs of the parts.
+
+        With ``gated``, the parts are (gate, up) and the output is silu(gate) * up.
+        """
         ...
 
     def make_head(self, part: Module | DenseLinear) -> Projection:
-        """Return the projection of hidden states to logits in float32."""
+        """Return the projection from hidden states [.., hidden] to float32 logits [.., V]."""
         ...
 
     def make_cache(self, sequences: int, capacity: int) -> KvCache:
-        """Return an empty KV cache. Raises ValueError if it needs more memory than is free."""
+        """Allocate a KV cache of ``sequences`` x ``capacity`` tokens. Raises ValueError without enough memory."""
         ...
 
     def make_decode_loop(self, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> DecodeLoop:
-        """Return the decode loop over a cache; call its `start` once for each sequence, then `step`, then `close`."""
+        """Return a decode loop over ``cache``: call `start` once per sequence, then `step` repeatedly, then `close`."""
         ...
 
     def embed(self, table: Array, tokens: Array) -> ResidualStream:
-        """Return the rows of the embedding table [V, hidden] for tokens [B, S], which begin the residual stream."""
+        """Return the residual stream that starts as the rows of the embedding table [V, hidden] for tokens [B, S]."""
         ...
 
     def norm_and_project(
         self, stream: ResidualStream, norm_weight: Array, projection: Projection
     ) -> tuple[ResidualStream, Array]:
-        """Return the stream and projection(RMSNorm(stream) * norm_weight)."""
+        """Return the stream, and y = projection(RMSNorm(stream) * norm_weight), [B, S, N]."""
         ...
 
     def project_and_add(
@@ -115,8 +120,8 @@ class DecoderOps(Protocol):
     ) -> ResidualStream:
         """Return the stream plus projection(x).
 
-        ``next_norm_weight`` is what the following `norm_and_project` takes, so that the two can be fused; None if none
-        follows.
+        ``next_norm_weight`` is the ``norm_weight`` of the following `norm_and_project`, so that both can be fused; None
+        if the following operation is not `norm_and_project`.
         """
         ...
 
@@ -129,7 +134,7 @@ class DecoderOps(Protocol):
 
         Args:
             qkv: [B, S, (heads + 2 * kv_heads) * head_dim]. Each head of q and k is normalized (if there are weights)
-                and rotated by RoPE; k and v are written to the cache behind the tokens of their sequence.
+                and rotated by RoPE; k and v are written to the cache after the past tokens of their sequence.
             q_norm, k_norm: float32 [head_dim], RMSNorm weights of the heads, or None.
         """
         ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the next token from logits."""
+"""Sampling of the next token from logits."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 NAN_LOGITS = "logits: expected finite values, got NaN: the weights are damaged, or activations overflow"
-"""The error message of every back end for logits that hold NaN."""
+"""The error message of all back ends for logits that contain NaN."""
 
 
 GREEDY_BELOW = 1e-6
-"""The temperature below which the most likely token is always taken: divided by less, logits overflow float32."""
+"""The temperature below which sampling is greedy, because logits divided by less could overflow float32."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The rule that chooses the next token; by default the most likely one, the smallest id among equals.
+    """The parameters that select the next token; by default greedy: the most likely token, the smallest id among ties.
 
     Attributes:
-        temperature: the divisor of the logits; 0 takes the most likely token and ignores top_k, top_p and min_p, and so
-            does anything below GREEDY_BELOW.
-        top_k: keeps the k most likely tokens, and those that tie with the last of them; 0 keeps all.
-        top_p: keeps the smallest set of the most likely of these that holds this share of their probability.
-        min_p: keeps those whose probability is at least min_p times the highest one.
-        repetition_penalty: the divisor of positive logits, and the factor of negative ones, of tokens in the text.
-        seed: the seed of the random choice; equal seeds give equal texts.
+        temperature: the divisor of the logits; 0, and any value below `GREEDY_BELOW`, is greedy and ignores top_k,
+            top_p and min_p.
+        top_k: the number of most likely tokens to keep, plus ties with the last of them; 0 keeps all.
+        top_p: the share of the remaining probability that the smallest set of most likely tokens to keep must reach.
+        min_p: the smallest probability of a token to keep, as a fraction of the highest probability.
+        repetition_penalty: the divisor of positive logits, and the factor of negative logits, of tokens already in the
+            text.
+        seed: the seed of the random numbers, 0 to 2**64 - 1; equal seeds give equal texts.
 
     Raises:
         ValueError: a value is out of range.
@@ -79,13 +80,13 @@ def choose_token(logits: Array, sampling: Sampling, *, seen: Array, sequence: in
 
     Args:
         logits: float32 [V].
-        sampling: the rule.
-        seen: bool [V], True for the tokens of the text so far; only a repetition penalty reads it.
-        sequence, position: the number of the sequence in its batch and the position of the new token. The random choice
-            depends on these, the seed and the logits alone.
+        sampling: the sampling parameters.
+        seen: bool [V], True for tokens already in the text; used only for the repetition penalty.
+        sequence, position: the index of the sequence in its batch and the position of the new token. The choice depends
+            only on these, the seed and the logits.
 
     Raises:
-        ValueError: the logits hold NaN.
+        ValueError: the logits contain NaN.
 
     >>> choose_token(np.array([1, 3, 2], np.float32), Sampling(), seen=np.zeros(3, bool), sequence=0, position=0)
     1
@@ -93,7 +94,7 @@ def choose_token(logits: Array, sampling: Sampling, *, seen: Array, sequence: in
     if sampling.repetition_penalty != 1:
         penalty = np.float32(sampling.repetition_penalty)
         logits = np.where(seen, np.where(logits > 0, logits / penalty, logits * penalty), logits)
-    best = int(logits.argmax())  # the index of a NaN, if there is one
+    best = int(logits.argmax())  # argmax returns the index of a NaN if one exists
     if np.isnan(logits[best]):
         raise ValueError(NAN_LOGITS)
     if sampling.temperature == 0:
@@ -115,7 +116,7 @@ def choose_token(logits: Array, sampling: Sampling, *, seen: Array, sequence: in
 
 
 def gumbel_noise(seed: int, sequence: int, position: int, ids: Array) -> Array:
-    """Return Gumbel noise, float32 [len(ids)], for tokens ``ids``; it depends on the arguments alone."""
+    """Return deterministic Gumbel noise, float32 [len(ids)], for the tokens ``ids`` at a position of a sequence."""
     key = _mix(np.array([seed], np.uint64) + np.array([sequence << 32 | position], np.uint64) * _STEP)
     bits = _mix(key + ids.astype(np.uint64) * _STEP) >> np.uint64(41)
     uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-23)  # in (0, 1), exact

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer, over the package ``tokenizers``."""
+"""`Tokenizer`: text to token ids and back, with the package ``tokenizers``, and chat templates."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cupy_awq.llm.chat_template import Message
 from cupy_awq.llm.extra import import_extra
 
 MAX_GROWTH = 64
-"""The largest factor by which the normalizer of a tokenizer.json may lengthen a text."""
+"""The largest factor by which the normalizer in a tokenizer.json may lengthen a text."""
 
 OPEN, CLOSE = "\ue000", "\ue001"
-"""Characters for private use around the number of a special token's text that stands in for it in a template."""
+"""The private-use characters around the index that replaces a special token's text in a template's input."""
 
 
 class Tokenizer:
@@ -28,9 +28,9 @@ class Tokenizer:
     Args:
         inner: a ``tokenizers.Tokenizer``.
         template: the chat template as jinja2 text, or None.
-        special: the variables "bos_token" and "eos_token" of the template, as text.
-        bos: the id of the token that opens every text but those of the template; None if the model has no such token,
-            or if ``inner`` adds it.
+        special: the values of the template's variables "bos_token" and "eos_token".
+        bos: the id of the BOS token to prepend to texts that are not from a template; None if the model has none or
+            ``inner`` adds it.
         where: the beginning of error messages: the file.
     """
 
@@ -56,7 +56,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, file: Path, template: str | None, special: Mapping[str, str]) -> Tokenizer:
-        """Return the tokenizer of a tokenizer.json, whose truncation and padding are ignored, as transformers does.
+        """Load a tokenizer.json. Its truncation and padding are ignored, as in transformers.
 
         Raises CheckpointError if the library cannot read it, or if it would lengthen texts without limit.
         """
@@ -70,11 +70,11 @@ class Tokenizer:
 
         Args:
             text: the text.
-            add_special_tokens: adds the tokens that open a text, such as BOS.
-            special_tokens: recognizes special tokens in the text; False takes them for plain text.
+            add_special_tokens: True to add the tokens that start a text, such as BOS.
+            special_tokens: True to recognize special tokens in the text, False to encode them as plain text.
 
         Raises:
-            CheckpointError: the tokenizer fails for this text.
+            CheckpointError: the tokenizer fails on this text.
         """
         pieces = [(text, False)]
         if not special_tokens:
@@ -85,7 +85,7 @@ class Tokenizer:
         return [self._bos, *ids] if add_special_tokens and self._bos is not None else ids
 
     def _encode_piece(self, text: str, is_plain: bool, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a text, or of the text of a special token, which is cut so that it is not recognized."""
+        """Encode a text. If ``is_plain``, it is a special token's text, which is split so that it is not recognized."""
         with guarded(self._where):
             if not is_plain:
                 ids: list[int] = self.inner.encode(_encodable(text), add_special_tokens=add_special_tokens).ids
@@ -99,7 +99,7 @@ class Tokenizer:
                 self.inner.encode_special_tokens = False
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, without the special ones."""
+        """Return the text of token ids, without special tokens."""
         with guarded(self._where):
             text: str = self.inner.decode(list(ids))
         return text
@@ -140,7 +140,7 @@ class Tokenizer:
         return ids
 
     def _mask(self, message: Message, plain: list[str]) -> dict[str, str]:
-        """Return a message with a number instead of each special token in its texts, which are added to ``plain``.
+        """Return a message whose special tokens are replaced by indices into ``plain``, to which their texts are added.
 
         For users, tokens that the template itself writes count as special, whatever the tokenizer says.
         """
@@ -172,7 +172,7 @@ class DecodeStream:
 
 @contextlib.contextmanager
 def guarded(where: str) -> Iterator[None]:
-    """Turn any error of the library, also a panic, which is no Exception, into a CheckpointError."""
+    """Convert any error of the library, including a Rust panic (a BaseException), to a CheckpointError."""
     try:
         yield
     except (CheckpointError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -182,18 +182,18 @@ def guarded(where: str) -> Iterator[None]:
 
 
 def _encodable(text: str) -> str:
-    """Return a text without lone surrogates, which have no UTF-8."""
+    """Replace the lone surrogates in a text, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:
-    """Return an expression with one group that matches any of the texts, the longest first."""
+    """Return a regular expression with one group that matches any of the texts, longest first."""
     words = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
     return re.compile(f"({words})" if words else "((?!))")
 
 
 def _check_pipeline(table: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError for parts of a tokenizer.json that abort the process or fill its memory.
+    """Raise CheckpointError if a tokenizer.json has parts that can abort the process or exhaust its memory.
 
     Texts of a few characters would become gigabytes by replacements, and damaged data of "Precompiled" end the process.
     """
