@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int tiles = ceil_div(keys, kBlockN);
   for (int tile = 0; tile < tiles; ++tile) {
     ptx::cp_async_wait_group<0>();
-    __syncthreads();  // the tile has landed, and no warp reads the other stage any more
+    __syncthreads();  // the tile has landed, and all warps have finished reading the other stage
     if (tile + 1 < tiles) fetch(tile + 1);
     const uint32_t k_sh = shared_address + 2 * (tile & 1) * 2 * kTileValues;
     const uint32_t v_sh = k_sh + 2 * kTileValues;
