@@ -141,6 +141,7 @@ class LanguageModel:
             ValueError: a prompt is empty or longer than the context, the KV cache needs more memory than is free, or
                 the logits hold NaN.
             CheckpointError: (a ValueError) there is no chat template, or it fails.
+            MemoryError: the memory of the GPU, or of the host, is exhausted; the model can still be used.
 
         Example::
 
