@@ -82,7 +82,7 @@ class Plan:
                 self._launch, self.kernel, self.workspace_bytes = launch, launch.kernel, launch.workspace_bytes
             self._constants = weight_pointers(weight, options["bias"])
             if self.workspace_bytes:
-                self._memory = workspaces.allocate_zeros(self.workspace_bytes)
+                self._memory = workspaces.allocate_zeros(self.workspace_bytes, on_current_stream=may_prefetch)
         self._layouts = self._layout(x), self._layout(out), self._layout(residual)
 
     def __call__(
