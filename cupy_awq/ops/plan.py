@@ -38,7 +38,9 @@ class Plan:
         shape: shape of y.
         workspace_bytes: size in bytes of the split-K workspace, which the plan owns. Calls that may run concurrently on
             several streams each need their own ``workspace``: a contiguous array of at least this many bytes, zero
-            before its first use. Plans that run in order can share one workspace.
+            before its first use. Plans that run in order can share one workspace. As any CuPy array, the plan's own
+            workspace belongs to the stream that was current when the plan was created: keep the plan until its calls on
+            other streams have finished.
     """
 
     __slots__ = (
