@@ -211,7 +211,7 @@ def test_many_rows_with_short_groups_scale_the_weights(m: int, group_size: int) 
     """Kernels that scale the accumulators of each group are slower here; they are used only if float16 cannot hold the
     scales."""
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
-    problem = Problem(m, 4096, 4096, group_size, repacked=True, raw=False)
+    problem = Problem(m, 4096, 4096, group_size, repacked=True, has_awq_layout=False)
     assert getattr(select.choose(problem, here).config, "scaled", True)
     wide = replace(problem, wide_scales=True)
     assert not select.choose(wide, here).config.scaled
@@ -220,7 +220,7 @@ def test_many_rows_with_short_groups_scale_the_weights(m: int, group_size: int) 
 @pytest.mark.parametrize("m", [33, 64, 65, 128])
 def test_bfloat16_x_with_float16_scales_scales_accumulators_at_64_rows(m: int) -> None:
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
-    problem = Problem(m, 8192, 8192, 128, "bfloat16", repacked=True, raw=False)
+    problem = Problem(m, 8192, 8192, 128, "bfloat16", repacked=True, has_awq_layout=False)
     kinds = {config.scaled for config in select.FAMILIES["gemm_sm90"].configs(problem, here) if config.block_m == 64}
     assert kinds == {False}
     if m <= 64:
@@ -230,7 +230,7 @@ def test_bfloat16_x_with_float16_scales_scales_accumulators_at_64_rows(m: int) -
 @pytest.mark.parametrize("m", [65, 128, 129, 512])
 def test_split_scales_have_no_tiles_of_128_rows_and_one_m64_tile(m: int) -> None:
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
-    problem = Problem(m, 12288, 4096, 128, "bfloat16", "bfloat16", repacked=True, raw=False)
+    problem = Problem(m, 12288, 4096, 128, "bfloat16", "bfloat16", repacked=True, has_awq_layout=False)
     for scales_dtype in ("bfloat16", "float16"):
         configs = select.FAMILIES["gemm_sm90_large"].configs(replace(problem, scales_dtype=scales_dtype), here)
         narrow = any((config.block_m, config.m64_tiles) == (128, 1) for config in configs)

@@ -73,7 +73,7 @@ class Family(Protocol[ProblemT, ConfigT]):
         """The name by which ``kernel=`` forces the family and `explain` lists it."""
         ...
 
-    def refuse(self, problem: ProblemT, device: Device) -> str | None:
+    def refusal(self, problem: ProblemT, device: Device) -> str | None:
         """Return why the family cannot solve the problem on this device, or None if it can."""
         ...
 

@@ -26,7 +26,7 @@ from cupy_awq.kernels.hopper import (
     prepare_weight as prepare_weight,
 )
 from cupy_awq.kernels.problem import Problem, ceil_div, next_power_of_two
-from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout, refuse_repacked
+from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout, repacked_refusal
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
@@ -232,12 +232,12 @@ class GemmSm90Config:
         return 1 - min(1.0, max(0.0, free))
 
 
-def refuse(problem: Problem, device: Device) -> str | None:
+def refusal(problem: Problem, device: Device) -> str | None:
     if problem.fusion and problem.m > MAX_FUSED_ROWS:
         return f"fuses the residual stream only for M <= {MAX_FUSED_ROWS}, not {problem.m}"
     if problem.adds_to_stream and (problem.gated or problem.residual or not problem.aligned):
         return "cannot add a gated, unaligned or residual result to the residual stream"
-    return refuse_repacked(problem, device)
+    return repacked_refusal(problem, device)
 
 
 def configs(problem: Problem, device: Device) -> list[GemmSm90Config]:

@@ -22,7 +22,7 @@ from cupy_awq.kernels.hopper import (
     prepare_weight as prepare_weight,
 )
 from cupy_awq.kernels.problem import Problem, ceil_div
-from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout, refuse_repacked
+from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout, repacked_refusal
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
@@ -121,14 +121,14 @@ class GemmSm90LargeConfig:
         return self.stages(problem) * self.stage_bytes(problem) + self.store_rows(problem) * self.store_row_bytes
 
 
-def refuse(problem: Problem, device: Device) -> str | None:
+def refusal(problem: Problem, device: Device) -> str | None:
     if problem.fusion:
         return "cannot fuse the residual add or RMSNorm of a decoder"
     if problem.m < MIN_M:
         return f"needs M >= {MIN_M}, not {problem.m}"
     if problem.dtype == "float16" and problem.wide_scales:
         return "needs scales whose range float16 can hold"
-    return refuse_repacked(problem, device)
+    return repacked_refusal(problem, device)
 
 
 def configs(problem: Problem, device: Device) -> list[GemmSm90LargeConfig]:

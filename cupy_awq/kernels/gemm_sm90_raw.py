@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div, refuse_awq_layout
+from cupy_awq.kernels.problem import ITEMSIZE, Problem, awq_layout_refusal, ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
@@ -117,8 +117,8 @@ class GemmSm90RawConfig:
         return int(device.sm_count * self.ctas_per_sm * occupancy)
 
 
-def refuse(problem: Problem, device: Device) -> str | None:
-    reason = refuse_awq_layout(problem)
+def refusal(problem: Problem, device: Device) -> str | None:
+    reason = awq_layout_refusal(problem)
     if reason is not None:
         return reason
     if device.arch != ARCH:

@@ -101,7 +101,7 @@ class Problem:
         gated: whether y = activation(gate) * up, where gate and up are the first and second half of W's columns.
         aligned: whether all rows of the weight arrays, the residual and y start at multiples of 16 bytes.
         x_aligned: whether all rows of x start at multiples of 16 bytes.
-        raw: whether the weight is available in the AWQ layout.
+        has_awq_layout: whether the weight is available in the AWQ layout.
         repacked: whether the weight is available in the repacked layout (`RepackedLayout`).
         scale_exponent: the scales times 2**scale_exponent are at most 64.
         wide_scales: whether float16 cannot represent all scales times 2**scale_exponent without loss.
@@ -125,7 +125,7 @@ class Problem:
     gated: bool = False
     aligned: bool = True
     x_aligned: bool = True
-    raw: bool = True
+    has_awq_layout: bool = True
     repacked: bool = False
     scale_exponent: int = 0
     wide_scales: bool = False
@@ -194,11 +194,11 @@ class Problem:
         return (*buffers, *(np.int32(size) for size in sizes), *(np.float32(limit) for limit in self.limits))
 
 
-def refuse_awq_layout(problem: Problem) -> str | None:
+def awq_layout_refusal(problem: Problem) -> str | None:
     """Return why no kernel that reads the AWQ layout can solve the problem, or None if one may."""
     if problem.fusion:
         return "cannot fuse the residual add or RMSNorm of a decoder"
-    if not problem.raw:
+    if not problem.has_awq_layout:
         return "needs the weight in the AWQ layout, which AwqLinear(keep_weight=False) has freed"
     return None
 

@@ -129,7 +129,7 @@ def candidates(problem: KernelProblem, device: Device, split_k: int | None = Non
     """Return, by family, its legal configurations (lowest modelled time first) or the reason why it has none."""
     found: dict[str, list[Candidate] | str] = {}
     for name, family in families(problem).items():
-        reason = family.refuse(problem, device)
+        reason = family.refusal(problem, device)
         if reason is not None:
             found[name] = reason
             continue

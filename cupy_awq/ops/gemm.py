@@ -194,5 +194,5 @@ def explain(
         raise ValueError(f"n: expected a multiple of 8, got {n}")
     size, element = check_scalar.group_size(k, group_size), check.float_dtype(dtype)
     gpu = device.nominal(check_scalar.integer(arch, "arch", 0)) if arch is not None else device.current_or_nominal()
-    repacked = layer and gpu.arch == 90 and RepackedLayout(k, n, size).refuse() is None
+    repacked = layer and gpu.arch == 90 and RepackedLayout(k, n, size).refusal() is None
     return select.explain(Problem(m, n, k, size, element.name, repacked=repacked), gpu)

@@ -146,7 +146,7 @@ def gemm_problem(
     spec = weight.spec
     if isinstance(weight, RepackedWeight):
         fields |= {
-            "raw": weight.has_original,
+            "has_awq_layout": weight.has_original,
             "repacked": True,
             "scale_exponent": weight.scale_exponent,
             "wide_scales": weight.wide_scales,
