@@ -387,7 +387,7 @@ def test_selection_splits_k_of_small_images_and_says_why_a_kernel_is_refused() -
     assert chosen[1].config.split_k > 1
     assert conv2d_sm80.refusal(many, device.nominal(75)) == "needs sm_80 or newer, not sm_75"
     assert conv2d_sm80.refusal(many, h100) == "is replaced by conv2d_sm90"
-    assert conv2d_simt.refusal(many, a100) == "is replaced by the tensor-core kernels, which take this problem"
+    assert conv2d_simt.refusal(many, a100) == "is replaced by the tensor-core kernels, which support this problem"
     refusal = conv2d_sm80.refusal
     assert refusal(replace(many, dtype="float32"), a100) == "takes x of float16 or bfloat16, not float32"
     assert "multiple of 16 bytes" in str(refusal(replace(many, aligned=False), a100))

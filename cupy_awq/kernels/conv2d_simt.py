@@ -41,7 +41,7 @@ class Conv2dSimtConfig:
 def refusal(problem: Convolution, device: Device) -> str | None:
     """Return why the family cannot solve the problem or which family supersedes it; None if neither."""
     if tensor_core_refusal(problem, device) is None:
-        return "is replaced by the tensor-core kernels, which take this problem"
+        return "is replaced by the tensor-core kernels, which support this problem"
     return activation_refusal(problem)
 
 
