@@ -140,7 +140,7 @@ class CudaOps(DecoderOps):
         """See `DecoderOps`. One GEMM includes the division by the RMS if `project_and_add` deferred it."""
         if stream.unnormalized_x is not None:
             m = stream.unnormalized_x.size // self.config.hidden
-            plan = self._fused_plan(projection, m, Fusion("rms_norm_x", self.config.eps))
+            plan = self._plan_fused(projection, m, Fusion("rms_norm_x", self.config.eps))
             if plan is not None:
                 inverse_rms = self._empty((m,), np.float32)
                 read = {"square_sums": stream.square_sums, "previous_inverse_rms": stream.inverse_rms}
@@ -155,7 +155,7 @@ class CudaOps(DecoderOps):
     ) -> ResidualStream:
         """See `DecoderOps`. If supported, one GEMM adds its result to h and multiplies by the next norm's weight."""
         *rows, width = stream.h.shape
-        plan = self._fused_plan(projection, x.size // x.shape[-1], Fusion("add_to_stream"))
+        plan = self._plan_fused(projection, x.size // x.shape[-1], Fusion("add_to_stream"))
         if plan is None or next_norm_weight is None:
             return ResidualStream(stream.h, delta=projection(x))
         square_sums = self._empty((*rows, ceil_div(width, SQUARE_SUM_COLUMNS)), np.float32)
@@ -200,8 +200,8 @@ class CudaOps(DecoderOps):
         addresses = tuple(arrays.address(buffers[name]) for name in launcher.buffers)
         launcher(addresses, cupy.cuda.get_current_stream().ptr)
 
-    def _fused_plan(self, projection: Projection, m: int, fusion: Fusion) -> FusedPlan | None:
-        return projection.fused_plan(m, fusion, dtype=self.dtype) if isinstance(projection, AwqLinear) else None
+    def _plan_fused(self, projection: Projection, m: int, fusion: Fusion) -> FusedPlan | None:
+        return projection.plan_fused(m, fusion, dtype=self.dtype) if isinstance(projection, AwqLinear) else None
 
     def _run_fused(self, plan: FusedPlan, x: Array, **buffers: Array | None) -> Array:
         y = self._empty((*x.shape[:-1], plan.out_features))
