@@ -89,8 +89,8 @@ class AwqLinear:
         (bias,) = arrays.views(bias=bias)
         spec = weight.spec
         if bias is not None:
-            check.bias(bias, spec.n, None, spec.device)
-        form = check.activation(activation)
+            check.validate_bias(bias, spec.n, None, spec.device)
+        form = check.validate_activation(activation)
         self._splits: tuple[int, ...] = (check.out_features(spec.n, form),)
         self._weight = weight
         self._bias = bias
@@ -103,7 +103,7 @@ class AwqLinear:
         self._operand = repack(weight) if x_dtype is None else weight
         # Kernels of the repacked layout need gate and up in whole weight tiles; others need the AWQ tensors.
         has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0
-        frees_weight = not check_scalar.flag(keep_weight, "keep_weight")
+        frees_weight = not check_scalar.validate_flag(keep_weight, "keep_weight")
         if frees_weight and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
             self._weight = self._operand = self._operand.without_original()
         self._pointers = gemm_launch.weight_pointers(self._operand, bias) if spec.device != check.HOST else ()
@@ -268,10 +268,10 @@ class AwqLinear:
                 raise ValueError(f"{name}: expected None for a layer with x_dtype={self._x_dtype!r}, got {got}")
         x, out = arrays.views(x=x, out=out)
         spec = self._weight.spec
-        check.x(x, spec.k, device=spec.device)
+        check.validate_x(x, spec.k, device=spec.device)
         shape = *x.shape[:-1], spec.n
         if out is not None:
-            check.out(out, shape, x.dtype, spec.device)
+            check.validate_out(out, shape, x.dtype, spec.device)
         in_place = out is not None and out.flags.c_contiguous
         target = out.reshape(-1, spec.n) if in_place else None
         rows = x.reshape(-1, spec.k)
@@ -312,7 +312,7 @@ class AwqLinear:
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
         return planning.plan(x, self._operand, residual=residual, out=out, **options)
 
-    def fused_plan(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
+    def plan_fused(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
         """Return a plan of this layer's GEMM fused with a residual add or RMSNorm of a decoder block.
 
         Return None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
@@ -327,11 +327,11 @@ class AwqLinear:
         >>> import cupy_awq
         >>> from cupy_awq.kernels.problem import Fusion
         >>> layer = AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
-        >>> layer.fused_plan(1, Fusion("add_to_stream")) is None  # on the CPU
+        >>> layer.plan_fused(1, Fusion("add_to_stream")) is None  # on the CPU
         True
         """
-        m = check_scalar.integer(m, "m", 1)
-        element, form = check.float_dtype(dtype), check.activation(self._activation)
+        m = check_scalar.validate_integer(m, "m", 1)
+        element, form = check.validate_float_dtype(dtype), check.validate_activation(self._activation)
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
@@ -346,8 +346,8 @@ class AwqLinear:
         >>> AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16)).kernel_for(8)
         'numpy'
         """
-        m = check_scalar.integer(m, "m", 1)
-        element, form = check.float_dtype(dtype), check.activation(self._activation)
+        m = check_scalar.validate_integer(m, "m", 1)
+        element, form = check.validate_float_dtype(dtype), check.validate_activation(self._activation)
         index = self._weight.spec.device
         if index == check.HOST:
             return "numpy"
