@@ -72,6 +72,7 @@ def gemm(
     Raises:
         TypeError, ValueError: an array has a wrong dtype, shape or device, or the kernel is unknown or cannot solve the
             problem. The error is raised before anything is launched or allocated.
+        MemoryError: the memory of the GPU is exhausted.
 
     >>> import numpy as np
     >>> import cupy_awq
