@@ -120,7 +120,7 @@ def check_product(
     bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype]) if problem.bias_dtype else None
     y = strided(np.full((problem.m, problem.n), np.nan, dtype), problem.y_row_stride - problem.n)
     plan, needs = family.plan(config, problem, gpu), family.workspace(config, problem)
-    sizes = block_check.product(*quantized, weight, x_block, bias, None)
+    sizes = block_check.validate_quantized_product(*quantized, weight, x_block, bias, None)
     assert (sizes.block_size, sizes.row_scales) == (problem.block_size, problem.row_scales)
     row_scale = quantized[1]
     if problem.row_scales:

@@ -71,15 +71,15 @@ def conv2d(
            [6., 9., 6.],
            [4., 6., 4.]], dtype=float32)
     """
-    weight = block_check.block_weight(weight)
+    weight = block_check.validate_block_weight(weight)
     x, bias, out = views(x=x, bias=bias, out=out)
-    block_check.float_x(x, weight)
-    shape = block_check.convolution(x.shape, weight.shape, stride, padding, dilation, groups, layout)
-    epilogue = block_check.activation(activation, EPILOGUE_ACTIVATIONS)
+    block_check.validate_float_x(x, weight)
+    shape = block_check.validate_convolution(x.shape, weight.shape, stride, padding, dilation, groups, layout)
+    epilogue = block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
     if bias is not None:
-        check.bias(bias, shape.outputs, device=weight.device)
+        check.validate_bias(bias, shape.outputs, device=weight.device)
     if out is not None:
-        check.out(out, shape.y_shape, x.dtype, weight.device)
+        check.validate_out(out, shape.y_shape, x.dtype, weight.device)
     if weight.device == HOST:
         target = np.empty(shape.y_shape, x.dtype) if out is None else out
         return block_reference.conv2d(x, weight, shape, bias, epilogue, target)
