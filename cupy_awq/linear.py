@@ -54,6 +54,7 @@ class AwqLinear:
 
     Raises:
         TypeError, ValueError: an argument does not fit the weight. A call raises them for x, out, residual and dtype.
+        MemoryError: the memory of the GPU is exhausted, here or in a call; the layer can still be used.
 
     >>> import numpy as np
     >>> import cupy_awq
@@ -99,7 +100,8 @@ class AwqLinear:
         if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8")):
             raise ValueError(f"x_dtype: expected None, 'int8' or 'fp8', got {x_dtype!r}")
         self._x_dtype = x_dtype
-        self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
+        with placement.use_device(spec.device):
+            self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype is None else weight
         # Kernels of the repacked layout need gate and up in whole weight tiles; others need the AWQ tensors.
         has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0

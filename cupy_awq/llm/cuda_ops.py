@@ -7,6 +7,7 @@ graph, launched one step ahead of the host.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -319,8 +320,11 @@ class CudaDecodeLoop(DecodeLoop):
                 try:
                     with cupy.cuda.using_allocator(self._allocate_for_graph):
                         self._forward_and_choose()
-                finally:
-                    self._graph = self._stream.end_capture()
+                except BaseException:
+                    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # the capture may be invalid by now
+                        self._stream.end_capture()
+                    raise
+                self._graph = self._stream.end_capture()
             if self._graph is None:
                 self._forward_and_choose()
             elif self._steps == 1:

@@ -19,7 +19,7 @@ from cupy_awq.kernels.conv2d_problem import (
     VECTOR_CHANNELS,
     Convolution,
     ConvolutionSizes,
-    refuse_tensor_cores,
+    tensor_core_refusal,
 )
 from cupy_awq.ops import execute
 from cupy_awq.runtime import device, placement
@@ -142,12 +142,12 @@ def _conv2d_on_gpu(
                 y_aligned=y.data.ptr % 16 == 0,
             )
             problem = given.without_stride()
-            if refuse_tensor_cores(problem, gpu):
+            if tensor_core_refusal(problem, gpu):
                 # The tensor cores may be able to read a contiguous NHWC copy.
                 channels = -(-shape.channels // VECTOR_CHANNELS) * VECTOR_CHANNELS
                 strides = shape.height * shape.width * channels, shape.width * channels, channels, 1
                 copied = replace(given, strides=strides, aligned=True).without_stride()
-                if not refuse_tensor_cores(copied, gpu):
+                if not tensor_core_refusal(copied, gpu):
                     x, problem = _to_nhwc(x, shape, channels), copied
             chosen = select.choose(problem, gpu)
             buffers = execute.weight_buffers(chosen, weight, problem) | {"x": x, "bias": bias, "y": y}

@@ -72,6 +72,7 @@ def gemm(
     Raises:
         TypeError, ValueError: an array has a wrong dtype, shape or device, or the kernel is unknown or cannot solve the
             problem. The error is raised before anything is launched or allocated.
+        MemoryError: the memory of the GPU is exhausted.
 
     >>> import numpy as np
     >>> import cupy_awq
@@ -198,5 +199,5 @@ def explain(
         if arch is not None
         else device.current_or_nominal()
     )
-    repacked = layer and gpu.arch == 90 and RepackedLayout(k, n, size).refuse() is None
+    repacked = layer and gpu.arch == 90 and RepackedLayout(k, n, size).refusal() is None
     return select.explain(Problem(m, n, k, size, element.name, repacked=repacked), gpu)

@@ -108,7 +108,10 @@ class GemmLaunch:
             return None
         x_begin, residual_begin = x.data.ptr, 0 if residual is None else residual.data.ptr
         if out is None:
-            y = cupy.empty(self.shape, x.dtype)
+            try:
+                y = cupy.empty(self.shape, x.dtype)
+            except MemoryError as error:
+                raise placement.memory_error(index, error) from error
             y_begin = y.data.ptr
         else:
             y = out
@@ -146,7 +149,7 @@ def gemm_problem(
     spec = weight.spec
     if isinstance(weight, RepackedWeight):
         fields |= {
-            "raw": weight.has_original,
+            "has_awq_layout": weight.has_original,
             "repacked": True,
             "scale_exponent": weight.scale_exponent,
             "wide_scales": weight.wide_scales,

@@ -211,7 +211,7 @@ def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> 
     """
     block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
     if x_dtype == "fp8" and weight.device != HOST:
-        reason = int8_problem.refuse_fp8(weight.block_size, weight.shape[3], device.of(weight.device))
+        reason = int8_problem.fp8_refusal(weight.block_size, weight.shape[3], device.of(weight.device))
         if reason:
             raise ValueError(f"weight: expected one that a float8 kernel takes, got one that {reason}")
 
