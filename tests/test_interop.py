@@ -87,9 +87,9 @@ KINDS = [
     "unversioned",
     "versioned",
     "with a device",
-    pytest.param("torch", marks=pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")),
+    *(["torch"] if importlib.util.find_spec("torch") else []),
 ]
-"""The producers of DLPack."""
+"""The producers of DLPack; CPU tensors of PyTorch where it is installed."""
 
 REFUSED = {
     *("AwqLinear.split", "BlockQuantizedWeight", "PackedWeight", "from_mnn", "pack_int4", "pack_int8", "quantize"),
@@ -109,9 +109,7 @@ def _arguments(call: Call) -> list[Any]:
 def _make_foreign(kind: str, a: Any) -> Any:
     """Return an array of another library that shares the memory of a NumPy array."""
     if kind == "torch":
-        import torch
-
-        return torch.from_numpy(a)
+        return importlib.import_module("torch").from_numpy(a)
     return FullCpuDLPack(a, True) if kind == "with a device" else CpuDLPack(a, kind == "versioned")
 
 
@@ -179,10 +177,8 @@ def test_every_function_gives_the_bits_of_numpy_for_cpu_arrays_of_other_librarie
             assert np.from_dlpack(out).tobytes() == expected.tobytes()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 def test_tensors_of_pytorch_that_are_no_plain_memory_are_refused() -> None:
-    import torch
-
+    torch = pytest.importorskip("torch")
     weight = random_weight(np.random.default_rng(0), 64, 32, 16)
     layer, ones = AwqLinear(weight), torch.ones(2, 64, dtype=torch.float16)
     expected = layer(ones.numpy())

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.problem import Problem, ceil_div, plan_awq_layout, refuse_awq_layout, split_counts
+from cupy_awq.kernels.problem import Problem, awq_layout_refusal, ceil_div, plan_awq_layout, split_counts
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
@@ -17,7 +17,7 @@ BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 64, 64, 16, 256
 
 @dataclass(frozen=True)
 class GemmSimtCosts:
-    """Constants of the cost model, fitted to measured times on an H200, in microseconds.
+    """Constants of the cost model, fitted to measured times on an H200; all in microseconds.
 
     Attributes:
         k_tile_us: time of a k tile of one CTA; CTAs on the same SM add up.
@@ -40,14 +40,14 @@ class GemmSimtConfig:
     """A configuration of ``gemm_simt``.
 
     Attributes:
-        split_k: number of CTAs that divide K of one tile among them.
+        split_k: number of CTAs per tile; each computes a slice of K.
     """
 
     split_k: int
 
 
-def refuse(problem: Problem, device: Device) -> str | None:
-    return refuse_awq_layout(problem)
+def refusal(problem: Problem, device: Device) -> str | None:
+    return awq_layout_refusal(problem)
 
 
 def configs(problem: Problem, device: Device) -> list[GemmSimtConfig]:
