@@ -71,7 +71,7 @@ def quantize(
         texts: calibration documents, similar to the texts for which the model is used.
         method: "rtn" (round to nearest), "awq" (channel scales and clipping), "gptq" (clipping, error compensation and
             refinement) or "awq+gptq".
-        group_size: the number of input channels that share a scale.
+        group_size: the number of input channels per group.
         symmetric: whether every zero point is 8.
         samples: the largest number of calibration sequences.
         sequence_length: the number of tokens per calibration sequence.
