@@ -131,7 +131,7 @@ def render(rows: list[Row], device: int) -> str:
             "",
             table.render(header, cells, left=2),
             "",
-            "error: against the float64 product of the same 4-bit weights; quantization error: of those weights",
+            "error: y compared to the float64 product with the same 4-bit weights; quantization error: of the weights",
             baseline,
         ]
     )
