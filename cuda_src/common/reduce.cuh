@@ -1,8 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
-// The split-K reduction through global memory, in a fixed order: results are bit-identical from run to run.
+// The sum of the segments of K in a fixed order, so that results are bit-identical from run to run. Either each CTA of a
+// tile computes one segment (split-K through global memory, reduce_split_k), or a single CTA computes all of them, one
+// after the other (SegmentSums). Both give the same bits: a batch-invariant GEMM takes the first for few tiles and the
+// second for many.
 #pragma once
 
 #include "common/types.cuh"
+
+// The sums of the segments that a CTA has completed, for COUNT accumulators per thread. Without segments
+// (kSegments == 1) it does nothing.
+template <int COUNT, int kSegments>
+struct SegmentSums {
+  int tiles;  // number of k tiles
+  int next = 1;
+  int next_begin;  // the first k tile of segment `next`
+  float sums[kSegments == 1 ? 1 : COUNT];
+
+  explicit __device__ __forceinline__ SegmentSums(int tiles)
+      : tiles(tiles), next_begin(static_cast<int>(static_cast<int64_t>(tiles) / kSegments)), sums{} {}
+
+  // Returns whether k tile `tile` begins another segment.
+  __device__ __forceinline__ bool begins_next(int tile) const { return kSegments > 1 && tile == next_begin; }
+  // Adds the accumulators of the completed segment and clears them.
+  __device__ __forceinline__ void end_segment(float (&accumulators)[COUNT]) {
+    ++next;
+    next_begin = static_cast<int>(static_cast<int64_t>(tiles) * next / kSegments);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      sums[i] += accumulators[i];
+      accumulators[i] = 0.0f;
+    }
+  }
+  // Adds the sums to the accumulators of the last segment.
+  __device__ __forceinline__ void add_to(float (&accumulators)[COUNT]) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      if constexpr (kSegments > 1) accumulators[i] = sums[i] + accumulators[i];
+    }
+  }
+};
 
 // Sums COUNT accumulators per thread over the `split_k` CTAs of a tile, where thread i of each CTA holds the same
 // elements. Every CTA writes its accumulators to `partials` (float32 [tiles, split_k, COUNT, THREADS_PER_CTA]); the

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import Problem, ceil_div, plan_awq_layout, refuse_awq_layout, split_counts
+from cupy_awq.kernels.reduction import Reduction, segment_begins
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
@@ -41,9 +42,11 @@ class GemmSimtConfig:
 
     Attributes:
         split_k: number of CTAs that divide K of one tile among them.
+        segments: number of segments of K that a CTA sums one after the other.
     """
 
     split_k: int
+    segments: int = 1
 
 
 def refuse(problem: Problem, device: Device) -> str | None:
@@ -51,7 +54,14 @@ def refuse(problem: Problem, device: Device) -> str | None:
 
 
 def configs(problem: Problem, device: Device) -> list[GemmSimtConfig]:
-    return [GemmSimtConfig(split_k) for split_k in split_counts(ceil_div(problem.k, BLOCK_K))]
+    found = [GemmSimtConfig(split_k) for split_k in split_counts(ceil_div(problem.k, BLOCK_K))]
+    if problem.batch_invariant:
+        found += [GemmSimtConfig(1, config.split_k) for config in found if config.split_k > 1]
+    return found
+
+
+def reduction(config: GemmSimtConfig, problem: Problem) -> Reduction:
+    return Reduction("fma", segments=segment_begins(ceil_div(problem.k, BLOCK_K), config.split_k * config.segments))
 
 
 def estimate_us(config: GemmSimtConfig, problem: Problem, device: Device) -> float:
@@ -64,7 +74,8 @@ def estimate_us(config: GemmSimtConfig, problem: Problem, device: Device) -> flo
 
 def plan(config: GemmSimtConfig, problem: Problem, device: Device) -> LaunchPlan:
     grid = (ceil_div(problem.m, BLOCK_M), ceil_div(problem.n, BLOCK_N), config.split_k)
-    return plan_awq_layout("gemm/gemm_simt.cu", NAME, (), problem, device, grid, THREADS)
+    defines = (("SEGMENTS", config.segments),)
+    return plan_awq_layout("gemm/gemm_simt.cu", NAME, defines, problem, device, grid, THREADS)
 
 
 def workspace(config: GemmSimtConfig, problem: Problem) -> Workspace:

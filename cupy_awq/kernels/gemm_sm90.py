@@ -26,6 +26,7 @@ from cupy_awq.kernels.hopper import (
     prepare_weight as prepare_weight,
 )
 from cupy_awq.kernels.problem import Problem, ceil_div, next_power_of_two
+from cupy_awq.kernels.reduction import Reduction, wgmma_reduction
 from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout, refuse_repacked
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
@@ -240,6 +241,13 @@ def refuse(problem: Problem, device: Device) -> str | None:
     return refuse_repacked(problem, device)
 
 
+def reduction(config: GemmSm90Config, problem: Problem) -> Reduction | None:
+    if config.name != WGMMA:
+        return None  # mma supports few rows only
+    stages, turns = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.k_tiles), (config.split_k, config.consumers)
+    return wgmma_reduction(config, stages, config.k_tiles, *turns, scaled=config.scaled)
+
+
 def configs(problem: Problem, device: Device) -> list[GemmSm90Config]:
     # A small K reduces the number of consumers, so some configurations occur twice.
     found = dict.fromkeys([*_mma_configs(problem, device), *_wgmma_configs(problem, device)])
@@ -261,7 +269,7 @@ def _mma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
 
 
 def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
-    if problem.m < WGMMA_MIN_M:
+    if problem.m < WGMMA_MIN_M and not problem.batch_invariant:
         return
     all_k_tiles, rows = ceil_div(problem.k, WEIGHT_TILE_K), max(16, next_power_of_two(problem.m))
     for block_m in (16, 32, 64, 128):
@@ -278,7 +286,8 @@ def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]
                 continue
             weight_tiles = warpgroups * m64_tiles * 2
             config = GemmSm90Config(WGMMA, block_m, weight_tiles, m64_tiles, consumers, 0, split_k, k_tiles)
-            can_scale = block_m >= 64 and not (problem.dtype == "float16" and problem.wide_scales)
+            can_scale = block_m >= 64 or problem.batch_invariant
+            can_scale = can_scale and not (problem.dtype == "float16" and problem.wide_scales)
             # With several groups per weight tile, each waits for its own wgmmas: up to 39% slower.
             has_short_groups = problem.group_size < WEIGHT_TILE_K
             if not (can_scale and has_short_groups):

@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cupy_awq.kernels import (
@@ -45,6 +45,7 @@ from cupy_awq.kernels.int8_problem import Int8Problem
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.kernels.quantize_fp8 import Fp8Quantization
 from cupy_awq.kernels.quantize_rows import RowQuantization
+from cupy_awq.kernels.reduction import Reduction, reduction_of
 from cupy_awq.kernels.tuned import TunedConfig
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -80,6 +81,9 @@ FAMILIES: dict[str, AnyFamily] = {name: family for some in FAMILIES_OF.values() 
 
 ONE_TILE_M = 128
 """The largest M that fits in one CTA tile of most configurations."""
+
+SAMPLED_M = (1, 8, 32, 64, 512)
+"""The values of M for which `choose_reduction` compares run times; kernels differ up to 16, 32 and 64 rows and above."""
 
 TUNED_LIMIT = 0.9
 """The ratio of modelled times below which the best configuration replaces one that was tuned at another M.
@@ -128,24 +132,72 @@ def families(problem: KernelProblem) -> dict[str, AnyFamily]:
 def candidates(problem: KernelProblem, device: Device, split_k: int | None = None) -> dict[str, list[Candidate] | str]:
     """Return, by family, its legal configurations (lowest modelled time first) or the reason why it has none."""
     found: dict[str, list[Candidate] | str] = {}
+    is_invariant = isinstance(problem, Problem) and problem.batch_invariant
+    reduction = choose_reduction(problem, device) if is_invariant else None
     for name, family in families(problem).items():
         reason = family.refuse(problem, device)
         if reason is not None:
             found[name] = reason
             continue
         legal = [
-            Candidate(family, config, family.estimate_us(config, problem, device))
-            for config in family.configs(problem, device)
-            if split_k in (None, config.split_k) and _fits_workspace(family, config, problem)
+            candidate
+            for candidate in _legal(family, problem, device)
+            if split_k in (None, candidate.config.split_k)
+            and reduction in (None, reduction_of(family, candidate.config, problem))
         ]
         legal.sort(key=lambda candidate: candidate.us)
+        if reduction is not None:
+            found[name] = legal or "has no configuration with the batch-invariant order of additions along K"
+            continue
         found[name] = legal or (f"has no configuration with split_k={split_k}" if split_k else "has no configuration")
     return found
+
+
+def _legal(family: AnyFamily, problem: KernelProblem, device: Device) -> Iterator[Candidate]:
+    for config in family.configs(problem, device):
+        if _fits_workspace(family, config, problem):
+            yield Candidate(family, config, family.estimate_us(config, problem, device))
 
 
 def _fits_workspace(family: AnyFamily, config: Config, problem: KernelProblem) -> bool:
     partial_bytes, counters = family.workspace(config, problem)
     return partial_bytes <= WORKSPACE_BYTES and counters <= COUNTERS
+
+
+def choose_reduction(problem: Problem, device: Device) -> Reduction:
+    """Return the reduction of the batch-invariant GEMMs with the weight of ``problem``.
+
+    The result depends on K, N, the group size, the dtypes, the zero points and the device, and neither on M nor on the
+    epilogue. It is the reduction whose largest slowdown over all M of SAMPLED_M is the smallest, by cost model.
+    """
+    epilogue = {"bias_dtype": None, "residual": False, "activation": None, "limits": (0.0, 0.0)}
+    layout = {"aligned": True, "x_aligned": True, "may_prefetch_weights": False, "strides": None}
+    return _choose_reduction(replace(problem, m=1, batch_invariant=True, **epilogue, **layout), device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose_reduction(weight: Problem, device: Device) -> Reduction:
+    tables = [_reduction_times(replace(weight, m=m), device) for m in SAMPLED_M]
+    common = [reduction for reduction in tables[0] if all(reduction in table for table in tables)]
+    fastest = [min(table[reduction] for reduction in common) for table in tables]
+
+    def slowdown(reduction: Reduction) -> float:
+        return max(table[reduction] / us for table, us in zip(tables, fastest, strict=True))
+
+    return min(common, key=slowdown)
+
+
+def _reduction_times(problem: Problem, device: Device) -> dict[Reduction, float]:
+    """Return the lowest modelled time of each reduction, in microseconds."""
+    times: dict[Reduction, float] = {}
+    for family in families(problem).values():
+        if family.refuse(problem, device) is not None:
+            continue
+        for _, config, us in _legal(family, problem, device):
+            reduction = reduction_of(family, config, problem)
+            if reduction is not None:
+                times[reduction] = min(us, times.get(reduction, us))
+    return times
 
 
 @dataclass
@@ -266,4 +318,6 @@ def explain(problem: KernelProblem, device: Device) -> str:
         lines.append(f"chosen: the tuned configuration, measured at M={choice.tuned.m} ({choice.tuned.origin})")
     else:
         lines.append("chosen: the lowest modelled time; no tuned configuration applies")
+    if isinstance(problem, Problem) and problem.batch_invariant:
+        lines.append(f"batch-invariant for every M: {choose_reduction(problem, device)}")
     return "\n".join(lines)

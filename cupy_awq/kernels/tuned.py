@@ -26,8 +26,8 @@ from cupy_awq.runtime.device import Device
 SHIPPED = Path(__file__).parents[1] / "data" / "tuned"
 """The folder of the shipped tables."""
 
-DERIVED_FIELDS = ("stages",)
-"""The configuration fields that labels omit, because they follow from the others and from the scales of a group."""
+DERIVED_FIELDS = ("stages", "segments")
+"""The configuration fields that labels omit, because they follow from the others and from the problem."""
 
 Table = dict[str, dict[str, str]]
 """The content of a table: shape -> m -> entry."""
