@@ -51,7 +51,7 @@ constexpr int kBlockM = BLOCK_M;
 constexpr int kWarps = WARPS;
 constexpr int kStages = STAGES;
 constexpr bool kGroupInTile = GROUP_IN_TILE;  // whether a group may end within a k tile
-constexpr int kSegments = SEGMENTS;           // segments of K that the CTA sums (common/reduce.cuh); 1 with split-K
+constexpr int kSlices = SLICES;               // slices of K that the CTA sums (common/reduce.cuh); 1 with split-K
 
 constexpr int kThreads = kWarps * 32;
 constexpr int kWarpN = 32;
@@ -191,7 +191,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   float group_accumulators[kTilesN][kTilesM][4] = {};
   float x_sums[kTilesM][4] = {};
   auto& flat = reinterpret_cast<float (&)[kAccumulators]>(accumulators);
-  SegmentSums<kAccumulators, kSegments> segments(tiles);
+  SliceSums<kAccumulators, kSlices> slices(tiles);
   auto close_group = [&] {
 #pragma unroll
     for (int j = 0; j < kTilesM; ++j) {
@@ -277,9 +277,9 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     const int tile_ahead = tile + kStages - 1;
     if (tile_ahead < tile_end) start_stage(tile_ahead, stage == 0 ? kStages - 1 : stage - 1);
     copy.commit();
-    if (segments.begins_next(tile)) {
+    if (slices.begins_next(tile)) {
       close_group();
-      segments.end_segment(flat);
+      slices.end_slice(flat);
       if (tile * kBlockK >= group_end) open_next_group();
     }
     if (!kGroupInTile && tile * kBlockK >= group_end) change_group();
@@ -295,7 +295,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   close_group();
-  segments.add_to(flat);
+  slices.add_to(flat);
 
   const int tile = blockIdx.y * gridDim.x + blockIdx.x;
   if (!reduce_split_k<kAccumulators, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;

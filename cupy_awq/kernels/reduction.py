@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem
 
 WGMMA_FIELDS = frozenset(
-    ("name", "block_m", "weight_tiles", "m64_tiles", "consumers", "stages", "split_k", "k_tiles", "ctas_per_sm")
-    + ("x_rows", "x_stages", "scaled", "prefetch_weights")
-    + ("cluster", "ctas", "stream_k_units", "stream_k_clusters", "warpgroups")
+    "name block_m weight_tiles m64_tiles consumers stages split_k k_tiles ctas_per_sm x_rows x_stages scaled"
+    " prefetch_weights cluster ctas stream_k_units stream_k_clusters warpgroups".split()
 )
 """The fields of configurations of ``gemm_sm90`` and ``gemm_sm90_large`` whose effect on the reduction is known."""
 
@@ -25,33 +24,33 @@ WGMMA_FIELDS = frozenset(
 class Reduction(NamedTuple):
     """The arithmetic of one element of y: its rounding, and the order of the additions along K.
 
-    A segment is a contiguous range of K. Its products are added to one accumulator, or to several by turns. The
-    accumulators of a segment are added first, then the segments, both in a fixed order.
+    A slice is a contiguous range of K. Its products are added to one accumulator, or to several by turns. The
+    accumulators of a slice are added first, then the slices, both in a fixed order.
 
     Attributes:
         math: name of the instruction, and of the way in which scales are applied.
-        segments: the first k tile of each segment.
-        accumulators: number of accumulators per segment.
+        slices: the first k tile of each slice.
+        accumulators: number of accumulators per slice.
         turn: number of successive k tiles that are added to the same accumulator; 0 with one accumulator.
     """
 
     math: str
-    segments: tuple[int, ...]
+    slices: tuple[int, ...]
     accumulators: int = 1
     turn: int = 0
 
     def __str__(self) -> str:
         turns = f", {self.accumulators} accumulators that take turns of {self.turn} k tiles" if self.turn else ""
-        return f"{self.math}, segments of K that begin at k tiles {', '.join(map(str, self.segments))}{turns}"
+        return f"{self.math}, slices of K that begin at k tiles {', '.join(map(str, self.slices))}{turns}"
 
 
-def segment_begins(k_tiles: int, segments: int) -> tuple[int, ...]:
-    """Return the first k tile of each of ``segments`` segments of equal size.
+def slice_begins(k_tiles: int, slices: int) -> tuple[int, ...]:
+    """Return the first k tile of each of ``slices`` slices of equal size.
 
-    >>> segment_begins(5, 2)
+    >>> slice_begins(5, 2)
     (0, 2)
     """
-    return tuple(k_tiles * i // segments for i in range(segments))
+    return tuple(k_tiles * i // slices for i in range(slices))
 
 
 def wgmma_reduction(
@@ -60,21 +59,21 @@ def wgmma_reduction(
     """Return the reduction of a wgmma kernel for the repacked layout.
 
     Return None if ``config`` has a field that is not in WGMMA_FIELDS and differs from its default, because it may
-    change the order; and with three segments, whose order would depend on the row of the tile.
+    change the order; and with three slices, whose order would depend on the row of the tile.
 
     Args:
         config: the configuration.
         stages: number of pipeline stages that hold all of K.
         k_tiles: number of k tiles per stage.
-        split_k: number of segments.
+        split_k: number of slices.
         consumers: number of consumers, which take turns at the stages.
         scaled: whether weights are multiplied by their scale before the wgmma.
     """
     if split_k > 2 or not has_only(config, WGMMA_FIELDS):
         return None
     math = "wgmma with scaled weights" if scaled else "wgmma with scaled accumulators"
-    segments = tuple(begin * k_tiles for begin in segment_begins(stages, split_k))
-    return Reduction(math, segments, consumers, k_tiles if consumers > 1 else 0)
+    begins = tuple(begin * k_tiles for begin in slice_begins(stages, split_k))
+    return Reduction(math, begins, consumers, k_tiles if consumers > 1 else 0)
 
 
 def has_only(config: Config, known: Collection[str]) -> bool:
