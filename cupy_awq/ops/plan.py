@@ -44,6 +44,7 @@ class Plan:
     """
 
     __slots__ = (
+        "_batch_invariant",
         "_constants",
         "_launch",
         "_layouts",
@@ -64,9 +65,11 @@ class Plan:
         out: Array | None,
         kernel: str | None,
         split_k: int | None,
+        batch_invariant: bool,
     ) -> None:
         product = check.validate_product(x, weight.spec, residual=residual, out=out, **options)
-        check_choice(kernel, split_k)
+        check_choice(kernel, split_k, batch_invariant)
+        self._batch_invariant = batch_invariant
         self._weight, self._options = weight, options
         self.kernel, self.shape, self.workspace_bytes = "numpy", product.shape, 0
         self._launch: GemmLaunch | None = None
@@ -79,8 +82,8 @@ class Plan:
                 for name, a in (("x", x), ("out", out), ("residual", residual)):
                     if a is not None and arrays.row_stride(a) is None:
                         raise ValueError(f"{name}: expected contiguous rows with one stride, got strides {a.strides}")
-                may_prefetch = _synchronize()
-                launch = GemmLaunch(x, weight, product, options["bias"], residual, out, kernel, split_k, may_prefetch)
+                how = kernel, split_k, _synchronize(), batch_invariant
+                launch = GemmLaunch(x, weight, product, options["bias"], residual, out, *how)
                 self._launch, self.kernel, self.workspace_bytes = launch, launch.kernel, launch.workspace_bytes
             self._constants = weight_pointers(weight, options["bias"])
             if self.workspace_bytes:
@@ -101,7 +104,8 @@ class Plan:
         if self.kernel == "numpy":
             weight = self._weight
             tensors = weight.qweight, weight.scales, weight.qzeros
-            return reference.matmul(x, *tensors, residual=residual, out=out, **self._options)
+            options = self._options | {"batch_invariant": self._batch_invariant}
+            return reference.matmul(x, *tensors, residual=residual, out=out, **options)
         if self._launch is None:
             return out
         import cupy
@@ -150,6 +154,7 @@ def plan(
     dtype: Any = None,
     kernel: str | None = None,
     split_k: int | None = None,
+    batch_invariant: bool = False,
 ) -> Plan:
     """Validate a GEMM y = activation(x @ W + bias) + residual, and return a `Plan` whose calls only launch the kernel.
 
@@ -161,7 +166,7 @@ def plan(
         residual: example array of a call, or its shape; None for no residual.
         out: example array of a call, or its shape; by default contiguous.
         dtype: dtype of x if x is a shape, by default float16; "bfloat16" if x is uint16 with the bits of bfloat16.
-        kernel, split_k: as in `gemm`.
+        kernel, split_k, batch_invariant: as in `gemm`.
 
     Returns:
         The plan, with its kernel loaded and its workspace allocated. `plan` synchronizes the current stream, except
@@ -194,7 +199,7 @@ def plan(
         )
         residual, out = arrays.views(residual=residual, out=out)
         options = {"bias": bias, "activation": activation, "dtype": dtype}
-        return Plan(x, weight, options, residual, out, kernel, split_k)
+        return Plan(x, weight, options, residual, out, kernel, split_k, batch_invariant)
 
 
 def _synchronize() -> bool:
