@@ -82,7 +82,8 @@ class Plan:
                 for name, a in (("x", x), ("out", out), ("residual", residual)):
                     if a is not None and arrays.row_stride(a) is None:
                         raise ValueError(f"{name}: expected contiguous rows with one stride, got strides {a.strides}")
-                how = kernel, split_k, _synchronize(), batch_invariant
+                may_prefetch = _synchronize()
+                how = kernel, split_k, may_prefetch, batch_invariant
                 launch = GemmLaunch(x, weight, product, options["bias"], residual, out, *how)
                 self._launch, self.kernel, self.workspace_bytes = launch, launch.kernel, launch.workspace_bytes
             self._constants = weight_pointers(weight, options["bias"])
