@@ -51,6 +51,10 @@ class AwqLinear:
         keep_weight: False to free the AWQ tensors after repacking, which halves the memory of the layer. The layer then
             accepts x only in float16 and bfloat16, and cannot be copied, pickled or concatenated. A layer without a
             repacked copy, or with an ``x_dtype``, always keeps its AWQ tensors.
+        batch_invariant: True to give each row of y the same bits whatever the other rows of x and their number, also in
+            a `plan`: one order of additions along K for every M, which K, N, the group size, the dtypes and the GPU
+            determine. On a Hopper GPU a GEMM of any M may then round each dequantized weight to the dtype of x. Not
+            with an ``x_dtype``.
 
     Raises:
         TypeError, ValueError: an argument does not fit the weight; in a call: x, out, residual or dtype.
@@ -66,6 +70,7 @@ class AwqLinear:
 
     __slots__ = (
         "_activation",
+        "_batch_invariant",
         "_bias",
         "_launches",
         "_operand",
@@ -85,6 +90,7 @@ class AwqLinear:
         activation: Any = None,
         x_dtype: str | None = None,
         keep_weight: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         check_packed(weight)
         (bias,) = arrays.views(bias=bias)
@@ -100,6 +106,9 @@ class AwqLinear:
         if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8")):
             raise ValueError(f"x_dtype: expected None, 'int8' or 'fp8', got {x_dtype!r}")
         self._x_dtype = x_dtype
+        self._batch_invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
+        if x_dtype is not None and batch_invariant:
+            raise ValueError(f"batch_invariant: expected False for a layer with x_dtype={x_dtype!r}, got True")
         with placement.use_device(spec.device):
             self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype is None else weight
@@ -120,6 +129,7 @@ class AwqLinear:
         activation: Any = None,
         x_dtype: str | None = None,
         keep_weight: bool = True,
+        batch_invariant: bool = False,
     ) -> AwqLinear:
         """Concatenate layers that share x, such as the query, key and value projections of attention, into one layer.
 
@@ -129,7 +139,7 @@ class AwqLinear:
         Args:
             parts: weights, or layers without activation and x_dtype. All must have the same K, group size, dtype, form
                 of zero points and device.
-            activation, x_dtype, keep_weight: the settings of the new layer, as in `AwqLinear`.
+            activation, x_dtype, keep_weight, batch_invariant: the settings of the new layer, as in `AwqLinear`.
 
         Raises:
             TypeError: a part is neither a layer nor a weight.
@@ -174,6 +184,7 @@ class AwqLinear:
             qzeros = None if first.zeros == "symmetric" else _joined([w.qzeros for w in weights])
             bias = _joined_bias(weights, [None if layer is None else layer.bias for layer in layers])
             options = {"activation": activation, "x_dtype": x_dtype, "keep_weight": keep_weight}
+            options["batch_invariant"] = batch_invariant
             whole = cls(PackedWeight(qweight, scales, qzeros), bias=bias, **options)
         if len(whole.splits) == 1 and whole.splits[0] == whole.shape[1]:
             whole._splits = tuple(weight.shape[1] for weight in weights)
@@ -202,6 +213,11 @@ class AwqLinear:
     def x_dtype(self) -> str | None:
         """The dtype to which each call quantizes x, "int8" or "fp8"; None if x is not quantized."""
         return self._x_dtype
+
+    @property
+    def batch_invariant(self) -> bool:
+        """True if the bits of a row of y do not depend on the other rows of x and their number."""
+        return self._batch_invariant
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -254,7 +270,7 @@ class AwqLinear:
             if y is not None:
                 return y
         options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
-        y, launch = gemm_launch.run_gemm(x, self._operand, **options)
+        y, launch = gemm_launch.run_gemm(x, self._operand, **options, batch_invariant=self._batch_invariant)
         if launch is not None and key is not None:
             gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
         return y
@@ -313,13 +329,15 @@ class AwqLinear:
                 f"x_dtype: expected None for a plan, which is one launch, got {self._x_dtype!r}, which takes two"
             )
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
+        options["batch_invariant"] = self._batch_invariant
         return planning.plan(x, self._operand, residual=residual, out=out, **options)
 
     def plan_fused(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
         """Return a plan of this layer's GEMM that is fused with the residual add or the RMSNorm of a decoder layer.
 
         Returns None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
-        the activation of the layer is not supported.
+        the activation of the layer is not supported; or if the layer is batch-invariant, because a fused GEMM rounds
+        its result in other places.
 
         Args:
             m: the number of rows of x.
@@ -335,6 +353,8 @@ class AwqLinear:
         """
         m = check_scalar.validate_integer(m, "m", 1)
         element, form = check.validate_float_dtype(dtype), check.validate_activation(self._activation)
+        if self._batch_invariant:
+            return None
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
@@ -357,23 +377,24 @@ class AwqLinear:
         if self._x_dtype is not None:
             return f"gemm_{self._x_dtype}"
         bias_dtype = None if self._bias is None else self._bias.dtype.name
-        problem = gemm_launch.gemm_problem(self._operand, form, m, element, bias_dtype=bias_dtype)
+        fields = {"bias_dtype": bias_dtype, "batch_invariant": self._batch_invariant}
+        problem = gemm_launch.gemm_problem(self._operand, form, m, element, **fields)
         return select.choose(problem, device.of(index)).name
 
     def __repr__(self) -> str:
         activation = f", activation={self._activation!r}" if self._activation is not None else ""
         x_dtype = f", x_dtype={self.x_dtype!r}" if self.x_dtype else ""
-        return f"AwqLinear({self._weight}{', bias' if self._bias is not None else ''}{activation}{x_dtype})"
+        invariant = ", batch_invariant=True" if self._batch_invariant else ""
+        return f"AwqLinear({self._weight}{', bias' if self._bias is not None else ''}{activation}{x_dtype}{invariant})"
 
     def __reduce__(self) -> Any:
-        return _restored, (self.weight, self._bias, self._activation, self.x_dtype, self._splits)
+        settings = {"activation": self._activation, "x_dtype": self.x_dtype, "batch_invariant": self._batch_invariant}
+        return _restored, (self.weight, self._bias, settings, self._splits)
 
 
-def _restored(
-    weight: PackedWeight, bias: Array | None, activation: Any, x_dtype: str | None, splits: tuple[int, ...]
-) -> AwqLinear:
+def _restored(weight: PackedWeight, bias: Array | None, settings: dict[str, Any], splits: tuple[int, ...]) -> AwqLinear:
     """Recreate a copied or unpickled layer, without cached launches, which belong to one process and device."""
-    layer = AwqLinear(weight, bias=bias, activation=activation, x_dtype=x_dtype)
+    layer = AwqLinear(weight, bias=bias, **settings)
     layer._splits = splits
     return layer
 
