@@ -118,12 +118,12 @@ def render(rows: list[Row], device: int) -> str:
         for row in rows
     ]
     if cpu:
-        baseline = "fp32 us: the product with unquantized weights, NumPy in float32"
+        baseline = "fp32 us: the GEMM with unquantized weights, NumPy in float32"
     elif rows[0].fp16_us is None:
         baseline = "fp16 us: needs cuBLAS, pip install cupy-awq[blas]"
     else:
         baseline = (
-            "fp16 us: the product with unquantized weights, cupy.matmul (cuBLAS); all weights are in the L2 cache"
+            "fp16 us: the GEMM with unquantized weights, cupy.matmul (cuBLAS); all weights are in the L2 cache"
         )
     return "\n".join(
         [
