@@ -122,9 +122,7 @@ def render(rows: list[Row], device: int) -> str:
     elif rows[0].fp16_us is None:
         baseline = "fp16 us: needs cuBLAS, pip install cupy-awq[blas]"
     else:
-        baseline = (
-            "fp16 us: the GEMM with unquantized weights, cupy.matmul (cuBLAS); all weights are in the L2 cache"
-        )
+        baseline = "fp16 us: the GEMM with unquantized weights, cupy.matmul (cuBLAS); all weights are in the L2 cache"
     return "\n".join(
         [
             f"SmolLM2-135M-Instruct, MLP of layer 0, AWQ INT4, group size 64, on {placement.device_name(device)}",
