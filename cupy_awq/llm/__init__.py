@@ -81,7 +81,7 @@ def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progr
     Raises:
         CheckpointError, OSError, TypeError, ValueError: the same errors as `read`; also ValueError if the device does
             not exist or cannot run the model.
-        MemoryError: the memory of the GPU, or of the host, is exhausted.
+        MemoryError: the memory of the GPU or of the host is exhausted.
     """
     index = placement.resolve(device)
     files = read(path)
