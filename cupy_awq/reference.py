@@ -98,7 +98,7 @@ def matmul(
         residual: an array of y's shape and dtype, any strides, or None.
         out: an array of y's shape and dtype to fill and return, any strides, or None.
         dtype: bfloat16 for a uint16 x; else None or x's dtype.
-        batch_invariant: True to make the bits of each row of y independent of the other rows of x; slower for many rows.
+        batch_invariant: True to make the bits of each row of y independent of the other rows; slower for many rows.
 
     Returns:
         y [..., N] of x's dtype; [..., N/2] for "swiglu".
