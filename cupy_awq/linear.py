@@ -15,6 +15,7 @@ from cupy_awq.kernels.problem import Fusion
 from cupy_awq.kernels.repack import WEIGHT_TILE_N
 from cupy_awq.ops import gemm_launch
 from cupy_awq.ops import plan as planning
+from cupy_awq.ops.gather_columns import check_order, gather_columns
 from cupy_awq.ops.repack import RepackedWeight, repack
 from cupy_awq.packing import namespace
 from cupy_awq.runtime import arrays, device, placement
@@ -51,6 +52,9 @@ class AwqLinear:
         keep_weight: False to free the AWQ tensors after they are repacked, which halves the memory of the layer. Such a
             layer accepts only float16 and bfloat16 x, and cannot be copied, pickled or concatenated. A layer without a
             repacked copy, or with an ``x_dtype``, keeps its weight.
+        order: int32 [K], a permutation of 0 to K - 1 on the weight's device, for y = activation(x[..., order] @ W +
+            bias): the activation order of a weight whose rows are sorted by group, as GPTQ's ``desc_act`` makes. None
+            for x as it is. A GPU gathers the columns of x in one additional launch.
 
     Raises:
         TypeError, ValueError: an argument does not fit the weight. A call raises them for x, out, residual and dtype.
@@ -68,6 +72,7 @@ class AwqLinear:
         "_bias",
         "_launches",
         "_operand",
+        "_order",
         "_pointers",
         "_quantized",
         "_splits",
@@ -84,9 +89,10 @@ class AwqLinear:
         activation: Any = None,
         x_dtype: str | None = None,
         keep_weight: bool = True,
+        order: Array | None = None,
     ) -> None:
         check_packed(weight)
-        (bias,) = arrays.views(bias=bias)
+        bias, order = arrays.views(bias=bias, order=order)
         spec = weight.spec
         if bias is not None:
             check.bias(bias, spec.n, None, spec.device)
@@ -94,6 +100,7 @@ class AwqLinear:
         self._splits: tuple[int, ...] = (check.out_features(spec.n, form),)
         self._weight = weight
         self._bias = bias
+        self._order = None if order is None else check_order(order, spec.k, spec.device)
         self._activation = activation
         self._launches: dict[Any, gemm_launch.GemmLaunch] = {}
         if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8")):
@@ -125,7 +132,7 @@ class AwqLinear:
 
         Args:
             parts: layers without an activation and x_dtype, or weights, equal in K, group size, dtype, form of zero
-                points and device.
+                points, device and `order`, which the new layer keeps.
             activation, x_dtype, keep_weight: settings of the new layer, as in `AwqLinear`.
 
         Raises:
@@ -166,11 +173,12 @@ class AwqLinear:
                 raise ValueError(f"parts[{i}]: expected a layer without an activation, got {layer.activation!r}")
             if layer.x_dtype is not None:
                 raise ValueError(f"parts[{i}]: expected a layer without an x_dtype, got {layer.x_dtype!r}")
+        order = _common_order([None if layer is None else layer.order for layer in layers])
         with placement.use_device(first.device):
             qweight, scales = (_joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales"))
             qzeros = None if first.zeros == "symmetric" else _joined([w.qzeros for w in weights])
             bias = _joined_bias(weights, [None if layer is None else layer.bias for layer in layers])
-            options = {"activation": activation, "x_dtype": x_dtype, "keep_weight": keep_weight}
+            options = {"activation": activation, "x_dtype": x_dtype, "keep_weight": keep_weight, "order": order}
             whole = cls(PackedWeight(qweight, scales, qzeros), bias=bias, **options)
         if len(whole.splits) == 1 and whole.splits[0] == whole.shape[1]:
             whole._splits = tuple(weight.shape[1] for weight in weights)
@@ -199,6 +207,11 @@ class AwqLinear:
     def x_dtype(self) -> str | None:
         """The dtype to which each call quantizes x, "int8" or "fp8"; None if x is not quantized."""
         return self._x_dtype
+
+    @property
+    def order(self) -> Array | None:
+        """The activation order, int32 [K] for y = x[..., order] @ W, or None without one. Do not modify the array."""
+        return self._order
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -237,6 +250,11 @@ class AwqLinear:
     def __call__(
         self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
     ) -> Array:
+        if self._order is not None:
+            (x,) = arrays.views(x=x)
+            spec = self._weight.spec
+            check.x(x, spec.k, dtype, spec.device)
+            x = gather_columns(x, self._order)
         if self._quantized is not None:
             return self._multiply_quantized(self._quantized, x, out, residual, dtype)
         # Validation and kernel selection depend only on the layouts, so a cached launch needs neither.
@@ -310,13 +328,13 @@ class AwqLinear:
                 f"x_dtype: expected None for a plan, which is one launch, got {self._x_dtype!r}, which takes two"
             )
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
-        return planning.plan(x, self._operand, residual=residual, out=out, **options)
+        return planning.make_plan(x, self._operand, residual, out, None, None, self._order, **options)
 
     def fused_plan(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
         """Return a plan of this layer's GEMM fused with a residual add or RMSNorm of a decoder block.
 
         Return None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
-        the activation of the layer is not supported.
+        the activation of the layer is not supported. The plan takes x in the layer's `order`.
 
         Args:
             m: the number of rows of x.
@@ -360,17 +378,23 @@ class AwqLinear:
     def __repr__(self) -> str:
         activation = f", activation={self._activation!r}" if self._activation is not None else ""
         x_dtype = f", x_dtype={self.x_dtype!r}" if self.x_dtype else ""
-        return f"AwqLinear({self._weight}{', bias' if self._bias is not None else ''}{activation}{x_dtype})"
+        parts = f"{', bias' if self._bias is not None else ''}{', order' if self._order is not None else ''}"
+        return f"AwqLinear({self._weight}{parts}{activation}{x_dtype})"
 
     def __reduce__(self) -> Any:
-        return _restored, (self.weight, self._bias, self._activation, self.x_dtype, self._splits)
+        return _restored, (self.weight, self._bias, self._activation, self.x_dtype, self._splits, self._order)
 
 
 def _restored(
-    weight: PackedWeight, bias: Array | None, activation: Any, x_dtype: str | None, splits: tuple[int, ...]
+    weight: PackedWeight,
+    bias: Array | None,
+    activation: Any,
+    x_dtype: str | None,
+    splits: tuple[int, ...],
+    order: Array | None,
 ) -> AwqLinear:
     """Rebuild a copied or unpickled layer. Cached launches are not copied: they belong to one process and device."""
-    layer = AwqLinear(weight, bias=bias, activation=activation, x_dtype=x_dtype)
+    layer = AwqLinear(weight, bias=bias, activation=activation, x_dtype=x_dtype, order=order)
     layer._splits = splits
     return layer
 
@@ -383,6 +407,15 @@ def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> Block
     block_weight = from_packed(weight)
     check_layer(block_weight, activation, x_dtype)
     return block_weight
+
+
+def _common_order(orders: Sequence[Array | None]) -> Array | None:
+    """Return the activation order that all parts of a concatenated layer share. Raises ValueError if they differ."""
+    first = orders[0]
+    for i, order in enumerate(orders):
+        if (order is None) != (first is None) or (order is not None and not bool((order == first).all())):
+            raise ValueError(f"parts[{i}]: expected the activation order of parts[0], got another")
+    return first
 
 
 def _joined(arrays: Sequence[Array]) -> Array:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from cupy_awq import checkpoint
 from cupy_awq.check import Array
-from cupy_awq.checkpoint import CheckpointError, Contents, Tensor
+from cupy_awq.checkpoint import Contents, Tensor
 from cupy_awq.linear import AwqLinear
 from cupy_awq.runtime import placement
 from cupy_awq.weight import PackedWeight
@@ -45,12 +45,10 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
 
         if isinstance(item, Tensor):
             return place(item.array)
-        if item.order is not None:
-            raise CheckpointError(f"module {name!r:.200}: expected no activation order, got one")
         weight = item.weight
         with placement.use_device(self._device):
             placed = PackedWeight(place(weight.qweight), place(weight.scales), place(weight.qzeros))
-            return AwqLinear(placed, bias=place(item.bias))
+            return AwqLinear(placed, bias=place(item.bias), order=place(item.order))
 
     def __contains__(self, name: object) -> bool:
         return name in self._contents
@@ -83,8 +81,9 @@ def load(path: str | os.PathLike[str], /, *, device: object = None, group_size: 
         group_size: the number of rows of W per group, for files that do not record it ("gemv" formats without a
             configuration); otherwise None.
 
-    A module without ``qzeros`` is symmetric (every zero point is 8). A module that is not quantized appears as
-    plain tensors in their original dtype.
+    A module with an activation order (``g_idx`` of GPTQ or compressed-tensors) has its rows sorted by group, and its
+    layer the `AwqLinear.order`. A module without ``qzeros`` is symmetric (every zero point is 8). A module that is not
+    quantized appears as plain tensors in their original dtype.
 
     Raises:
         CheckpointError: (a ValueError) the format is not supported, or the files are damaged or contradict each other.

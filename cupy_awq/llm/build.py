@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from cupy_awq.check import Array
@@ -65,24 +68,26 @@ class _Builder:
     def _layer(self, name: str) -> Layer:
         config, attention, mlp = self._config, f"{name}.self_attn", f"{name}.mlp"
         d, q_width, kv_width, intermediate = config.hidden, config.q_width, config.kv_width, config.intermediate
-        qkv = (f"{attention}.q_proj", d, q_width), *((f"{attention}.{p}_proj", d, kv_width) for p in "kv")
-        gate_up = (f"{mlp}.gate_proj", d, intermediate), (f"{mlp}.up_proj", d, intermediate)
-        return Layer(
-            attention_norm=self._vector(f"{name}.input_layernorm", d),
-            qkv=self._projection(*qkv),
-            q_norm=self._vector(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
-            k_norm=self._vector(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
-            o=self._projection((f"{attention}.o_proj", q_width, d)),
-            mlp_norm=self._vector(f"{name}.post_attention_layernorm", d),
-            gate_up=self._projection(*gate_up, gated=True),
-            down=self._projection((f"{mlp}.down_proj", intermediate, d)),
+        read = self._files.read_linear
+        attention_norm = self._vector(f"{name}.input_layernorm", d)
+        qkv = self._projection(
+            [read(f"{attention}.q_proj", d, q_width), *(read(f"{attention}.{p}_proj", d, kv_width) for p in "kv")]
         )
+        q_norm = self._vector(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None
+        k_norm = self._vector(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None
+        o = self._projection([read(f"{attention}.o_proj", q_width, d)])
+        mlp_norm = self._vector(f"{name}.post_attention_layernorm", d)
+        parts = [read(f"{mlp}.{p}_proj", d, intermediate) for p in ("gate", "up")]
+        down, down_order = read(f"{mlp}.down_proj", intermediate, d), None
+        if isinstance(down, Module):  # gate and up produce their columns in the order in which down takes them
+            down, down_order = down._replace(order=None), down.order
+        gate_up = self._projection(parts, gated=True, column_order=down_order)
+        return Layer(attention_norm, qkv, q_norm, k_norm, o, mlp_norm, gate_up, self._projection([down]))
 
     def _vector(self, name: str, size: int) -> Array:
         return self._ops.prepare_tensor(self._files.read_tensor(f"{name}.weight", (size,)))
 
-    def _projection(self, *linears: tuple[str, int, int], gated: bool = False) -> Projection:
-        """Return one projection for linear layers (name, K, N) that share x."""
-        parts = [self._files.read_linear(*linear) for linear in linears]
+    def _projection(self, parts: Sequence[Module | DenseLinear], **options: Any) -> Projection:
+        """Return one projection for linear layers that share x; the options are those of `make_projection`."""
         self._weight_bytes += sum(part.weight.nbytes for part in parts)
-        return self._ops.make_projection(parts, gated=gated)
+        return self._ops.make_projection(parts, **options)

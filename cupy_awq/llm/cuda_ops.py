@@ -26,7 +26,9 @@ from cupy_awq.llm.kv_cache import KvCache
 from cupy_awq.llm.model_files import DenseLinear
 from cupy_awq.llm.ops import DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
 from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
+from cupy_awq.ops.gather_columns import gather_columns
 from cupy_awq.ops.plan import FusedPlan
+from cupy_awq.packing import pack_int4, unpack_int4
 from cupy_awq.runtime import arrays, device, launch, workspace
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.weight import PackedWeight
@@ -92,11 +94,23 @@ class CudaOps(DecoderOps):
 
         return cupy.asarray(np.array(ids, np.int32))
 
-    def make_projection(self, parts: Sequence[Module | DenseLinear], *, gated: bool = False) -> Projection:
+    def make_projection(
+        self,
+        parts: Sequence[Module | DenseLinear],
+        *,
+        gated: bool = False,
+        column_order: npt.NDArray[np.int32] | None = None,
+    ) -> Projection:
         quantized = [part for part in parts if isinstance(part, Module)]
-        if 1 < len(quantized) == len(parts) and len({_form(part.weight) for part in quantized}) == 1:
-            return self._concatenated(quantized, "swiglu" if gated else None)
-        linears = [self._dense(part) if isinstance(part, DenseLinear) else _awq_linear(part) for part in parts]
+        if 1 < len(quantized) == len(parts) and len({_form(part) for part in quantized}) == 1:
+            uploaded = [_upload(part, column_order) for part in quantized]
+            return self._concatenated(uploaded, "swiglu" if gated else None)
+        linears = [
+            _awq_linear(_upload(part, column_order))
+            if isinstance(part, Module)
+            else self._dense(_take_columns(part, column_order))
+            for part in parts
+        ]
         if len(linears) == 1 and not gated:
             return linears[0]
 
@@ -111,7 +125,7 @@ class CudaOps(DecoderOps):
     def make_head(self, part: Module | DenseLinear) -> Projection:
         if isinstance(part, DenseLinear):
             return self._dense(part, np.dtype(np.float32))
-        linear = _awq_linear(part)
+        linear = _awq_linear(_upload(part))
         return lambda x: linear(x).astype(np.float32, copy=False)
 
     def make_cache(self, sequences: int, capacity: int) -> KvCache:
@@ -145,7 +159,8 @@ class CudaOps(DecoderOps):
                 inverse_rms = self._empty((m,), np.float32)
                 read = {"square_sums": stream.square_sums, "previous_inverse_rms": stream.inverse_rms}
                 written = {"inverse_rms": inverse_rms}
-                y = self._run_fused(plan, stream.unnormalized_x, h=None, norm_weight=None, **read, **written)
+                x = _ordered(stream.unnormalized_x, projection)
+                y = self._run_fused(plan, x, h=None, norm_weight=None, **read, **written)
                 return ResidualStream(stream.h, inverse_rms=inverse_rms), y
         x, inverse_rms = self._rms_norm(stream, norm_weight)
         return ResidualStream(stream.h, inverse_rms=inverse_rms), projection(x)
@@ -160,7 +175,7 @@ class CudaOps(DecoderOps):
             return ResidualStream(stream.h, delta=projection(x))
         square_sums = self._empty((*rows, ceil_div(width, SQUARE_SUM_COLUMNS)), np.float32)
         read = {"norm_weight": next_norm_weight, "previous_inverse_rms": stream.inverse_rms, "inverse_rms": None}
-        y = self._run_fused(plan, x, h=stream.h, square_sums=square_sums, **read)
+        y = self._run_fused(plan, _ordered(x, projection), h=stream.h, square_sums=square_sums, **read)
         return ResidualStream(stream.h, None, stream.inverse_rms, unnormalized_x=y, square_sums=square_sums)
 
     def rms_norm(self, stream: ResidualStream, norm_weight: Array) -> Array:
@@ -228,8 +243,8 @@ class CudaOps(DecoderOps):
         """Return one layer whose columns are those of all parts, concatenated."""
         linears: list[AwqLinear | PackedWeight] = []
         for part in parts:
-            weight = _upload_weight(part.weight)
-            linears.append(weight if part.bias is None else AwqLinear(weight, bias=_upload(part.bias)))
+            is_weight = part.bias is None and part.order is None
+            linears.append(part.weight if is_weight else AwqLinear(part.weight, bias=part.bias, order=part.order))
         return AwqLinear.concatenate(linears, activation=activation, keep_weight=False)
 
     def _dense(self, part: DenseLinear, out_dtype: np.dtype[Any] | None = None) -> Projection:
@@ -373,23 +388,44 @@ def activation_dtype(part: Module | DenseLinear) -> np.dtype[Any]:
 
 
 def _awq_linear(part: Module) -> AwqLinear:
-    return AwqLinear(_upload_weight(part.weight), bias=_upload(part.bias), keep_weight=False)
+    return AwqLinear(part.weight, bias=part.bias, keep_weight=False, order=part.order)
 
 
-def _upload(a: npt.NDArray[Any] | None) -> Any:
+def _take_columns(part: DenseLinear, order: npt.NDArray[np.int32] | None) -> DenseLinear:
+    """Return a dense layer whose columns of y are taken in an order."""
+    if order is None:
+        return part
+    return DenseLinear(part.weight[order], None if part.bias is None else part.bias[order])
+
+
+def _upload(part: Module, column_order: npt.NDArray[np.int32] | None = None) -> Module:
+    """Return a quantized layer with its arrays on the GPU, and with its columns in an order."""
     import cupy
 
-    return None if a is None else cupy.asarray(a)
+    columns = None if column_order is None else cupy.asarray(column_order)
+
+    def upload(a: npt.NDArray[Any] | None, *, is_packed: bool = False) -> Any:
+        b = None if a is None else cupy.asarray(a)
+        if b is None or columns is None:
+            return b
+        return pack_int4(unpack_int4(b)[:, columns]) if is_packed else cupy.ascontiguousarray(b[..., columns])
+
+    weight = part.weight
+    zeros = upload(weight.qzeros, is_packed=weight.spec.zeros == "packed")
+    placed = PackedWeight(upload(weight.qweight, is_packed=True), upload(weight.scales), zeros)
+    return Module(placed, upload(part.bias), None if part.order is None else cupy.asarray(part.order))
 
 
-def _upload_weight(weight: PackedWeight) -> PackedWeight:
-    return PackedWeight(_upload(weight.qweight), _upload(weight.scales), _upload(weight.qzeros))
+def _ordered(x: Array, projection: Projection) -> Array:
+    """Return x in the activation order of a projection, for its fused plan."""
+    order = projection.order if isinstance(projection, AwqLinear) else None
+    return x if order is None else gather_columns(x, order)
 
 
-def _form(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the properties that weights must have in common to be concatenated."""
-    spec = weight.spec
-    return spec.k, spec.group_size, spec.dtype, spec.zeros
+def _form(part: Module) -> tuple[Any, ...]:
+    """Return the properties that layers must have in common to be concatenated."""
+    spec = part.weight.spec
+    return spec.k, spec.group_size, spec.dtype, spec.zeros, None if part.order is None else part.order.tobytes()
 
 
 def _checked(token: int) -> int:

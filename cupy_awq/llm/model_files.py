@@ -80,7 +80,7 @@ class ModelFiles:
     def read_linear(self, name: str, k: int, n: int) -> Module | DenseLinear:
         """Read the linear layer ``name`` with k in features and n out features, quantized or not.
 
-        Raises the same errors as `read_tensor`, and CheckpointError for an activation order or an unexpected bias.
+        Raises the same errors as `read_tensor`, and CheckpointError for an unexpected bias.
         """
         if name not in self.tensors:
             file_bias = f"{name}.bias"
@@ -91,8 +91,6 @@ class ModelFiles:
         if not isinstance(layer, Module) or layer.weight.shape != (k, n):
             found = layer.weight.shape if isinstance(layer, Module) else layer.shape
             raise CheckpointError(f"{self.path}: {name}: expected a weight [K, N] = {[k, n]}, got {list(found)}")
-        if layer.order is not None:
-            raise CheckpointError(f"{self.path}: {name}: expected no activation order, got one")
         for part in (layer.weight.scales, layer.weight.qzeros, layer.bias):
             if part is not None and part.dtype != np.int32:
                 self._check_finite(part, name)

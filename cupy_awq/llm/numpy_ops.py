@@ -53,9 +53,20 @@ class NumpyOps(DecoderOps):
     def prepare_tokens(self, ids: Sequence[int]) -> Array:
         return np.array(ids, np.int64)
 
-    def make_projection(self, parts: Sequence[Module | DenseLinear], *, gated: bool = False) -> Projection:
+    def make_projection(
+        self,
+        parts: Sequence[Module | DenseLinear],
+        *,
+        gated: bool = False,
+        column_order: npt.NDArray[np.int32] | None = None,
+    ) -> Projection:
         project = self._expanded(parts) if self._expands else self._streamed(parts)
-        return (lambda x: _swiglu(project(x))) if gated else project
+        activate: Projection = _swiglu if gated else lambda y: y
+        if column_order is None:
+            return lambda x: activate(project(x))
+        offsets = np.cumsum([0, *map(_out_features, parts)])[:-1, None]
+        columns = (offsets + column_order).reshape(-1)
+        return lambda x: activate(project(x)[..., columns])
 
     def make_head(self, part: Module | DenseLinear) -> Projection:
         return self.make_projection([part])
@@ -142,7 +153,9 @@ class NumpyOps(DecoderOps):
     def _streamed(self, parts: Sequence[Module | DenseLinear]) -> Projection:
         """Return the projection that converts the weights of the parts to float32 block by block in each call."""
         linears: list[Projection] = [
-            AwqLinear(part.weight, bias=part.bias) if isinstance(part, Module) else _streamed_dense(part)
+            AwqLinear(part.weight, bias=part.bias, order=part.order)
+            if isinstance(part, Module)
+            else _streamed_dense(part)
             for part in parts
         ]
 
@@ -219,7 +232,12 @@ def _float32_weight(part: Module | DenseLinear) -> Array:
     if isinstance(part, DenseLinear):
         return part.weight.T.astype(np.float32)
     weight = part.weight
-    return reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
+    rows = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
+    if part.order is None:
+        return rows
+    w = np.empty_like(rows)
+    w[part.order] = rows
+    return w
 
 
 def _streamed_dense(part: DenseLinear) -> Projection:

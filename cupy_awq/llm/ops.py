@@ -86,10 +86,17 @@ class DecoderOps(Protocol):
         """Copy token ids to the device as integers [len(ids)]."""
         ...
 
-    def make_projection(self, parts: Sequence[Module | DenseLinear], *, gated: bool = False) -> Projection:
+    def make_projection(
+        self,
+        parts: Sequence[Module | DenseLinear],
+        *,
+        gated: bool = False,
+        column_order: npt.NDArray[np.int32] | None = None,
+    ) -> Projection:
         """Return the projection from x to the concatenated outputs of the parts.
 
-        With ``gated``, the parts are (gate, up) and the output is silu(gate) * up.
+        With ``gated``, the parts are (gate, up) and the output is silu(gate) * up. With ``column_order``, the columns
+        of each part are in that order, for a following layer with this activation order.
         """
         ...
 
