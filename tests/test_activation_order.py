@@ -17,23 +17,29 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import cupy_awq
-from cupy_awq import AwqLinear, llm
+from cupy_awq import AwqLinear, PackedWeight, llm
 from cupy_awq.check import BFLOAT16, FLOAT16
+from cupy_awq.checkpoint import Module
 from cupy_awq.kernels import gather_columns
+from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.llm.build import build_model
 from cupy_awq.llm.cuda_ops import CudaOps
 from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.llm.ops import ResidualStream
+from cupy_awq.ops.repack import RepackedWeight
+from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_activations, random_weight
-from tests import llm_models, packers
+from tests import llm_models, packers, simt
 from tests.backends import BACKENDS, runner
 from tests.packers import Packed
-from tests.products import ELEMENTS, ZEROS, check_product, nan_like, put
+from tests.products import ELEMENTS, ZEROS, check_product, nan_like, put, tensors
 from tests.test_formats_llm import numbers
 from tests.test_kernels import ARCHS, DTYPES, facts, strided
 from tests.test_llm_device import SimulatedOps, simulated
 
 __all__ = ["simulated"]  # a fixture
 
+AWQ = ("qweight", "scales", "qzeros")
 IDS = [int(i) for i in np.random.default_rng(3).integers(0, llm_models.VOCAB, 9)]
 
 
@@ -197,16 +203,16 @@ def act_order_files(path: Path, config: dict[str, Any], *, shared: bool = True, 
         site = f"{name.rpartition('.')[0]}.{len(w.codes)}" if shared and "o_proj" not in name else name
         g_idx = orders.setdefault(site, rng.permutation(w.g_idx))
         w = Packed(w.codes, w.zeros, w.scales, group, g_idx)
-        for tensors in (plain, dense):
-            for part in ("qweight", "qzeros", "scales"):
-                del tensors[f"{name}.{part}"]
+        for named in (plain, dense):
+            for part in AWQ:
+                del named[f"{name}.{part}"]
         plain |= {f"{name}.{part}": array for part, array in packers.gptq(w, 2).items()}
         dense[f"{name}.weight"] = np.ascontiguousarray(w.dense().T)
     quantization = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": True}
     quantization["checkpoint_format"] = "gptq_v2"
-    for folder, tensors, more in ((path, plain, {"quantization_config": quantization}), (path / "dense", dense, {})):
+    for folder, named, more in ((path, plain, {"quantization_config": quantization}), (path / "dense", dense, {})):
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / "model.safetensors")
+        save_file(named, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps({**config, **more}))
     return path
 
@@ -236,6 +242,51 @@ def test_an_act_order_model_on_the_gpu_back_end(tmp_path: Path, shared: bool) ->
     found = logits(path, SimulatedOps, device_index=0, dtype=FLOAT16)
     wanted = logits(path / "dense", NumpyOps)
     assert np.abs(found - wanted).max() <= 0.02 * np.abs(wanted).max()
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("m", [1, 3, 17])
+def test_fused_norms_write_x_in_the_order_of_the_next_layer(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
+    """The product before a norm writes x where the product after it reads x: no gather, no separate norm."""
+    rng = np.random.default_rng(m)
+
+    def repacked(weight: PackedWeight) -> PackedWeight:
+        layout = RepackedLayout(*weight.shape, weight.group_size)
+        out = np.empty(layout.nbytes, np.uint8)
+        simt.run(layout.plan(device.nominal(90)), {**dict(zip(AWQ, tensors(weight), strict=True)), "out": out})
+        return RepackedWeight(weight, out, 0, False)
+
+    monkeypatch.setattr("cupy_awq.linear.repack", repacked)
+    monkeypatch.setattr(RepackedWeight, "without_original", lambda weight: weight)  # for products in NumPy
+    order = rng.permutation(192).astype(np.int32)
+    gate_up = [Module(random_weight(rng, 192, 128, 64), None, order) for _ in range(2)]
+    down = [Module(random_weight(rng, 128, 192, 64), None)]
+    config = llm.ModelConfig("llama", 192, 128, 1, 2, 2, 16, 264, 256)
+    ops, plain = SimulatedOps(config, 0, FLOAT16), NumpyOps(config)
+    entries, run = [], ops.run
+
+    def recorded(plan: Any, **arrays: Any) -> None:
+        entries.append(plan.kernel.entry)
+        run(plan, **arrays)
+
+    monkeypatch.setattr(ops, "run", recorded)
+    norms = [rng.standard_normal(192).astype(np.float32) for _ in range(2)]
+    start = rng.standard_normal((m, 1, 192)).astype(np.float32)
+
+    def forward(ops: Any) -> list[np.ndarray]:
+        enter, leave = ops.make_projection(gate_up, gated=True), ops.make_projection(down)
+        stream = ResidualStream(start.copy())
+        stream, x = ops.norm_and_project(stream, norms[0], enter)
+        stream = ops.project_and_add(stream, x, leave, norms[1], enter)
+        stream, y = ops.norm_and_project(stream, norms[1], enter)
+        stream = ops.project_and_add(stream, y, leave, norms[0], enter)
+        _, z = ops.norm_and_project(stream, norms[0], lambda x: x)  # takes x as it is: no order
+        return [y.astype(np.float32), z.astype(np.float32)]
+
+    for found, wanted in zip(forward(ops), forward(plain), strict=True):
+        assert np.abs(found - wanted).max() <= 4e-3 * np.abs(wanted).max()
+    gemm = "gemm_sm90_mma" if m <= 8 else "gemm_sm90"
+    assert entries == ["rms_norm", gemm, gemm, gemm, "rms_norm"]
 
 
 def test_load_gives_layers_with_an_order(tmp_path: Path) -> None:

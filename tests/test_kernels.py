@@ -106,6 +106,8 @@ def residual_stream(problem: Problem, rng: np.random.Generator) -> dict[str, np.
         stream["h"] = rng.standard_normal((problem.m, problem.n)).astype(np.float32)
         stream["norm_weight"] = (1 + rng.standard_normal(problem.n) / 4).astype(np.float32)
         stream["square_sums"] = np.full((problem.m, -(-problem.n // 32)), np.nan, np.float32)
+        if problem.fusion is not None and problem.fusion.orders_y:
+            stream["positions"] = rng.permutation(problem.n).astype(np.int32)
     elif problem.rms_norms_x:
         stream["square_sums"] = rng.uniform(1, 50, (problem.m, -(-problem.k // 32))).astype(np.float32)
         stream["inverse_rms"] = np.full(problem.m, np.nan, np.float32)
@@ -160,6 +162,8 @@ def check_matmul(
         x *= (inverse_rms / given["previous_inverse_rms"] * 64)[:, None]
     reference, size = expected(problem, x, w, bias, residual)
     if problem.adds_to_stream:
+        if stream.get("positions") is not None:
+            y = y[:, stream["positions"]]
         # Its bits follow from those of h, which stands for all of y.
         h, factor = stream["h"].astype(np.float64), given["norm_weight"] * given["previous_inverse_rms"][:, None] / 64
         np.testing.assert_allclose(y, h * factor, rtol=2 * BOUNDS[problem.dtype], atol=1e-7)

@@ -328,7 +328,8 @@ def _with_stages(config: GemmSm90Config, ctas_per_sm: int, stages_each: int) -> 
 def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
-    Its buffers are weight (`RepackedLayout`), bias, residual, y, x, and FUSION_BUFFERS with a `Fusion`.
+    Its buffers are weight (`RepackedLayout`), bias, residual, y, x, FUSION_BUFFERS with a `Fusion`, and positions with
+    ``Fusion.orders_y``.
     """
     defines: tuple[tuple[str, int | str], ...] = (
         *repacked_defines(problem),
@@ -347,6 +348,7 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
         ("SHARED_BYTES", config.shared_bytes(problem)),
         ("ADD_TO_STREAM", int(problem.adds_to_stream)),
         ("RMS_NORM_X", int(problem.rms_norms_x)),
+        ("ORDER_Y", int(problem.fusion is not None and problem.fusion.orders_y)),
     )
     strides = problem.row_strides
     sizes: tuple[int, ...] = (problem.m, problem.n, problem.k, strides.residual, strides.y)
@@ -365,7 +367,9 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
         x = x_tensor_map(problem, config.block_m, 2 * config.k_tiles)
     eps = problem.fusion.eps if problem.fusion else 0.0
     scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, eps, *factors)))
-    fusion_buffers = FUSION_BUFFERS if problem.fusion else ()
+    fusion_buffers: tuple[str, ...] = FUSION_BUFFERS if problem.fusion else ()
+    if problem.fusion and problem.fusion.orders_y:
+        fusion_buffers += ("positions",)
     return LaunchPlan(
         Kernel(f"gemm/{config.name}.cu", config.name, defines, device.target),
         config.grid(problem, device),

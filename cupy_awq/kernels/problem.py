@@ -74,10 +74,12 @@ class Fusion:
             the stream times the RMSNorm weight, not yet divided by the root mean square (RMS) of each row.
             "rms_norm_x": x was written by such a GEMM, and this GEMM divides its accumulators by the RMS of each row.
         eps: the epsilon of the RMSNorm; used only by "rms_norm_x".
+        orders_y: whether "add_to_stream" writes the columns of the next GEMM's x in that GEMM's activation order.
     """
 
     role: Literal["add_to_stream", "rms_norm_x"]
     eps: float = 0.0
+    orders_y: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from cupy_awq.kernels import llm as kernels
 from cupy_awq.kernels.gemm_sm90 import SQUARE_SUM_COLUMNS
 from cupy_awq.kernels.problem import Fusion, ceil_div
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm import kv_cache
+from cupy_awq.llm import kv_cache, upload
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.kv_cache import KvCache
 from cupy_awq.llm.model_files import DenseLinear
@@ -28,7 +28,6 @@ from cupy_awq.llm.ops import DecodeLoop, DecoderOps, Projection, ResidualStream,
 from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
 from cupy_awq.ops.gather_columns import gather_columns
 from cupy_awq.ops.plan import FusedPlan
-from cupy_awq.packing import pack_int4, unpack_int4
 from cupy_awq.runtime import arrays, device, launch, workspace
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.weight import PackedWeight
@@ -63,6 +62,7 @@ class CudaOps(DecoderOps):
         self.device = device.of(device_index)
         self._host_table: npt.NDArray[Any] | None = None
         self._table: Array = None
+        self._positions: dict[Projection | None, Array] = {}  # the inverse of each layer's activation order
         self._attention_counters = workspace.allocate_zeros(4 * kernels.MAX_COUNTERS)
         self._decode_stream: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
 
@@ -102,13 +102,13 @@ class CudaOps(DecoderOps):
         column_order: npt.NDArray[np.int32] | None = None,
     ) -> Projection:
         quantized = [part for part in parts if isinstance(part, Module)]
-        if 1 < len(quantized) == len(parts) and len({_form(part) for part in quantized}) == 1:
-            uploaded = [_upload(part, column_order) for part in quantized]
-            return self._concatenated(uploaded, "swiglu" if gated else None)
+        if 1 < len(quantized) == len(parts) and len({upload.form(part) for part in quantized}) == 1:
+            uploaded = [upload.to_gpu(part, column_order) for part in quantized]
+            return self._concatenated(uploaded, "swiglu" if gated else None, quantized[0].order)
         linears = [
-            _awq_linear(_upload(part, column_order))
+            upload.awq_linear(upload.to_gpu(part, column_order))
             if isinstance(part, Module)
-            else self._dense(_take_columns(part, column_order))
+            else self._dense(upload.take_columns(part, column_order))
             for part in parts
         ]
         if len(linears) == 1 and not gated:
@@ -125,7 +125,7 @@ class CudaOps(DecoderOps):
     def make_head(self, part: Module | DenseLinear) -> Projection:
         if isinstance(part, DenseLinear):
             return self._dense(part, np.dtype(np.float32))
-        linear = _awq_linear(_upload(part))
+        linear = upload.awq_linear(upload.to_gpu(part))
         return lambda x: linear(x).astype(np.float32, copy=False)
 
     def make_cache(self, sequences: int, capacity: int) -> KvCache:
@@ -152,31 +152,45 @@ class CudaOps(DecoderOps):
         self, stream: ResidualStream, norm_weight: Array, projection: Projection
     ) -> tuple[ResidualStream, Array]:
         """See `DecoderOps`. One GEMM includes the division by the RMS if `project_and_add` deferred it."""
-        if stream.unnormalized_x is not None:
+        if stream.unnormalized_x is not None and _order(projection) is stream.x_order:
             m = stream.unnormalized_x.size // self.config.hidden
             plan = self._fused_plan(projection, m, Fusion("rms_norm_x", self.config.eps))
             if plan is not None:
                 inverse_rms = self._empty((m,), np.float32)
                 read = {"square_sums": stream.square_sums, "previous_inverse_rms": stream.inverse_rms}
                 written = {"inverse_rms": inverse_rms}
-                x = _ordered(stream.unnormalized_x, projection)
-                y = self._run_fused(plan, x, h=None, norm_weight=None, **read, **written)
+                y = self._run_fused(plan, stream.unnormalized_x, h=None, norm_weight=None, **read, **written)
                 return ResidualStream(stream.h, inverse_rms=inverse_rms), y
         x, inverse_rms = self._rms_norm(stream, norm_weight)
         return ResidualStream(stream.h, inverse_rms=inverse_rms), projection(x)
 
     def project_and_add(
-        self, stream: ResidualStream, x: Array, projection: Projection, next_norm_weight: Array | None
+        self,
+        stream: ResidualStream,
+        x: Array,
+        projection: Projection,
+        next_norm_weight: Array | None,
+        next_projection: Projection | None,
     ) -> ResidualStream:
-        """See `DecoderOps`. If supported, one GEMM adds its result to h and multiplies by the next norm's weight."""
+        """See `DecoderOps`. If supported, one GEMM adds its result to h and multiplies by the next norm's weight.
+
+        That GEMM also writes the columns of its result in the activation order of ``next_projection``.
+        """
         *rows, width = stream.h.shape
-        plan = self._fused_plan(projection, x.size // x.shape[-1], Fusion("add_to_stream"))
+        positions = self._positions.get(next_projection)
+        fusion = Fusion("add_to_stream", orders_y=positions is not None)
+        plan = self._fused_plan(projection, x.size // x.shape[-1], fusion)
         if plan is None or next_norm_weight is None:
             return ResidualStream(stream.h, delta=projection(x))
         square_sums = self._empty((*rows, ceil_div(width, SQUARE_SUM_COLUMNS)), np.float32)
         read = {"norm_weight": next_norm_weight, "previous_inverse_rms": stream.inverse_rms, "inverse_rms": None}
-        y = self._run_fused(plan, _ordered(x, projection), h=stream.h, square_sums=square_sums, **read)
-        return ResidualStream(stream.h, None, stream.inverse_rms, unnormalized_x=y, square_sums=square_sums)
+        if positions is not None:
+            read["positions"] = positions
+        order = _order(projection)
+        x = x if order is None else gather_columns(x, order)
+        y = self._run_fused(plan, x, h=stream.h, square_sums=square_sums, **read)
+        x_order = None if positions is None else _order(next_projection)
+        return ResidualStream(stream.h, None, stream.inverse_rms, y, square_sums, x_order)
 
     def rms_norm(self, stream: ResidualStream, norm_weight: Array) -> Array:
         return self._rms_norm(stream, norm_weight)[0]
@@ -239,13 +253,20 @@ class CudaOps(DecoderOps):
 
         return cupy.empty(shape, self.dtype if dtype is None else dtype)
 
-    def _concatenated(self, parts: Sequence[Module], activation: str | None) -> AwqLinear:
-        """Return one layer whose columns are those of all parts, concatenated."""
+    def _concatenated(
+        self, parts: Sequence[Module], activation: str | None, order: npt.NDArray[np.int32] | None
+    ) -> AwqLinear:
+        """Return one layer whose columns are those of all parts, concatenated; they share an activation order."""
+        import cupy
+
         linears: list[AwqLinear | PackedWeight] = []
         for part in parts:
             is_weight = part.bias is None and part.order is None
             linears.append(part.weight if is_weight else AwqLinear(part.weight, bias=part.bias, order=part.order))
-        return AwqLinear.concatenate(linears, activation=activation, keep_weight=False)
+        layer = AwqLinear.concatenate(linears, activation=activation, keep_weight=False)
+        if order is not None:
+            self._positions[layer] = cupy.asarray(np.argsort(order).astype(np.int32))
+        return layer
 
     def _dense(self, part: DenseLinear, out_dtype: np.dtype[Any] | None = None) -> Projection:
         """Return the projection of a dense layer. A weight that is the embedding table shares its device memory."""
@@ -387,45 +408,9 @@ def activation_dtype(part: Module | DenseLinear) -> np.dtype[Any]:
     return check.BFLOAT16 if part.weight.dtype == check.BFLOAT16 else check.FLOAT16
 
 
-def _awq_linear(part: Module) -> AwqLinear:
-    return AwqLinear(part.weight, bias=part.bias, keep_weight=False, order=part.order)
-
-
-def _take_columns(part: DenseLinear, order: npt.NDArray[np.int32] | None) -> DenseLinear:
-    """Return a dense layer whose columns of y are taken in an order."""
-    if order is None:
-        return part
-    return DenseLinear(part.weight[order], None if part.bias is None else part.bias[order])
-
-
-def _upload(part: Module, column_order: npt.NDArray[np.int32] | None = None) -> Module:
-    """Return a quantized layer with its arrays on the GPU, and with its columns in an order."""
-    import cupy
-
-    columns = None if column_order is None else cupy.asarray(column_order)
-
-    def upload(a: npt.NDArray[Any] | None, *, is_packed: bool = False) -> Any:
-        b = None if a is None else cupy.asarray(a)
-        if b is None or columns is None:
-            return b
-        return pack_int4(unpack_int4(b)[:, columns]) if is_packed else cupy.ascontiguousarray(b[..., columns])
-
-    weight = part.weight
-    zeros = upload(weight.qzeros, is_packed=weight.spec.zeros == "packed")
-    placed = PackedWeight(upload(weight.qweight, is_packed=True), upload(weight.scales), zeros)
-    return Module(placed, upload(part.bias), None if part.order is None else cupy.asarray(part.order))
-
-
-def _ordered(x: Array, projection: Projection) -> Array:
-    """Return x in the activation order of a projection, for its fused plan."""
-    order = projection.order if isinstance(projection, AwqLinear) else None
-    return x if order is None else gather_columns(x, order)
-
-
-def _form(part: Module) -> tuple[Any, ...]:
-    """Return the properties that layers must have in common to be concatenated."""
-    spec = part.weight.spec
-    return spec.k, spec.group_size, spec.dtype, spec.zeros, None if part.order is None else part.order.tobytes()
+def _order(projection: Projection | None) -> Array | None:
+    """Return the activation order of a projection that is one layer, or None."""
+    return projection.order if isinstance(projection, AwqLinear) else None
 
 
 def _checked(token: int) -> int:

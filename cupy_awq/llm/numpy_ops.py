@@ -86,7 +86,12 @@ class NumpyOps(DecoderOps):
         return stream, projection(self.rms_norm(stream, norm_weight))
 
     def project_and_add(
-        self, stream: ResidualStream, x: Array, projection: Projection, next_norm_weight: Array | None
+        self,
+        stream: ResidualStream,
+        x: Array,
+        projection: Projection,
+        next_norm_weight: Array | None,
+        next_projection: Projection | None,
     ) -> ResidualStream:
         np.add(stream.h, projection(x), out=stream.h)
         return stream

@@ -42,6 +42,7 @@ class ResidualStream:
             the RMS of each row by a GEMM with ``Fusion("rms_norm_x")``; None if a separate kernel computes that norm.
         square_sums: float32 [B * S, ceil(hidden / 32)]: the sums of h^2 over 32 columns each, from which that GEMM
             computes the RMS; None without ``unnormalized_x``.
+        x_order: int32 [hidden], the activation order in which ``unnormalized_x`` has its columns, or None.
     """
 
     h: Array
@@ -49,6 +50,7 @@ class ResidualStream:
     inverse_rms: Array | None = None
     unnormalized_x: Array | None = None
     square_sums: Array | None = None
+    x_order: Array | None = None
 
 
 class DecodeLoop(Protocol):
@@ -123,12 +125,17 @@ class DecoderOps(Protocol):
         ...
 
     def project_and_add(
-        self, stream: ResidualStream, x: Array, projection: Projection, next_norm_weight: Array | None
+        self,
+        stream: ResidualStream,
+        x: Array,
+        projection: Projection,
+        next_norm_weight: Array | None,
+        next_projection: Projection | None,
     ) -> ResidualStream:
         """Return the stream plus projection(x).
 
-        ``next_norm_weight`` is the ``norm_weight`` of the following `norm_and_project`, so that both can be fused; None
-        if the following operation is not `norm_and_project`.
+        ``next_norm_weight`` and ``next_projection`` are the arguments of the following `norm_and_project`, so that both
+        can be fused; None if the following operation is not `norm_and_project`.
         """
         ...
 
