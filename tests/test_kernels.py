@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.family import AnyFamily, Config
-from cupy_awq.kernels.gemm_sm90 import FUSION_BUFFERS
 from cupy_awq.kernels.problem import Problem, Strides
 from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.runtime import device
@@ -100,13 +99,13 @@ def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Devic
 
 def residual_stream(problem: Problem, rng: np.random.Generator) -> dict[str, np.ndarray | None]:
     """Return random buffers of a problem's fusion, with NaN wherever the kernel must write."""
-    stream: dict[str, np.ndarray | None] = dict.fromkeys(FUSION_BUFFERS)
+    stream: dict[str, np.ndarray | None] = dict.fromkeys(problem.fusion.buffers if problem.fusion else ())
     stream["previous_inverse_rms"] = rng.uniform(16, 640, problem.m).astype(np.float32)
     if problem.adds_to_stream:
         stream["h"] = rng.standard_normal((problem.m, problem.n)).astype(np.float32)
         stream["norm_weight"] = (1 + rng.standard_normal(problem.n) / 4).astype(np.float32)
         stream["square_sums"] = np.full((problem.m, -(-problem.n // 32)), np.nan, np.float32)
-        if problem.fusion is not None and problem.fusion.orders_y:
+        if problem.orders_y:
             stream["positions"] = rng.permutation(problem.n).astype(np.int32)
     elif problem.rms_norms_x:
         stream["square_sums"] = rng.uniform(1, 50, (problem.m, -(-problem.k // 32))).astype(np.float32)
@@ -147,7 +146,7 @@ def check_matmul(
             a.flags.writeable = name == "y"
     strides = Strides(*(0 if a is None else a.strides[0] // a.itemsize for a in arrays.values()))
     offsets = arrays["qzeros"] if problem.zeros == "float" else None
-    raw = (arrays["qweight"], arrays["scales"], offsets) if problem.raw else ()
+    raw = (arrays["qweight"], arrays["scales"], offsets) if problem.has_awq_layout else ()
     wide = (*raw, arrays["residual"], arrays["y"])
     aligned = all(a is None or a.strides[0] % 16 == 0 for a in wide)
     problem = replace(problem, strides=strides, aligned=aligned, x_aligned=arrays["x"].strides[0] % 16 == 0)
@@ -251,7 +250,7 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
     pad = data.draw(st.sampled_from([WHOLE] if problem.n % 32 else [0, 8, WHOLE]))
     here = facts(90, backend)
     family = select.FAMILIES["gemm_sm90_raw"]
-    assert family.refuse(padded(problem, pad), here) is None
+    assert family.refusal(padded(problem, pad), here) is None
     config = data.draw(st.sampled_from(family.configs(padded(problem, pad), here)))
 
     def run(plan: LaunchPlan, buffers: Buffers) -> None:

@@ -46,6 +46,6 @@ def to_gpu(part: Module, column_order: npt.NDArray[np.int32] | None = None) -> M
 
 
 def form(part: Module) -> tuple[Any, ...]:
-    """Return the properties that layers must have in common to be concatenated."""
+    """Return the properties of a layer that must be equal for two layers to be concatenated."""
     spec = part.weight.spec
     return spec.k, spec.group_size, spec.dtype, spec.zeros, None if part.order is None else part.order.tobytes()

@@ -26,7 +26,7 @@ def check_order(order: Array, k: int, index: int) -> Array:
     >>> check_order(np.array([1, 0, 2], np.int32), 3, HOST)
     array([1, 0, 2], dtype=int32)
     """
-    check.on_device(order, "order", index, "the weight")
+    check.validate_device(order, "order", index, "the weight")
     if order.dtype != check.INT32 or order.shape != (k,):
         error = TypeError if order.dtype != check.INT32 else ValueError
         raise error(f"order: expected int32 [K] = [{k}], got {check.describe(order)}")
