@@ -25,40 +25,40 @@ if TYPE_CHECKING:
     from cupy_awq.block_weight import BlockQuantizedWeight
 
 MAX_LAUNCHES = 256
-"""The largest number of launches that a layer caches, one per layout of the arguments; each batch size is a layout."""
+"""The largest number of launches that a layer caches, one for each set of shapes, strides and dtypes of arguments."""
 
 
 class AwqLinear:
     """A linear layer y = activation(x @ W + bias) with a `PackedWeight`, on the device of the weight.
 
-    ``layer(x, out=None, residual=None, dtype=None)`` returns activation(x @ W + bias) + residual: [..., N] of x's dtype
-    for x [..., K] in float16, bfloat16 or float32; N/2 columns with "swiglu". The arguments mean the same as in `gemm`.
-    The launch for each layout of the arguments is cached, so later calls with the same layouts skip validation and
-    kernel selection. Threads and streams may share a layer.
+    ``layer(x, out=None, residual=None, dtype=None)`` returns activation(x @ W + bias) + residual. For x [..., K] in
+    float16, bfloat16 or float32, y is [..., N] in the dtype of x; with "swiglu" it has N/2 columns. The arguments have
+    the same meaning as in `gemm`. Launches are cached: a call with the shapes, strides and dtypes of an earlier call
+    skips validation and kernel selection. Threads and streams may share a layer.
 
-    On a Hopper GPU the layer makes a copy of the weight in the repacked layout, which its fastest kernels read. There,
-    a GEMM of 33 or more rows may round each weight to x's dtype before it multiplies, as `dequantize` does.
+    On a Hopper GPU the layer also stores the weight in the repacked layout, which the fastest kernels read. There, a
+    GEMM of 33 or more rows may round each dequantized weight to the dtype of x, as `dequantize` does.
 
     Args:
         weight: the weight [K, N], on the CPU or on a GPU.
-        bias: [N] float16, bfloat16 or float32 on the weight's device, or None.
+        bias: float16, bfloat16 or float32 [N] on the device of the weight, or None.
         activation: None, "relu", "relu6", (low, high), "silu", "gelu" or "swiglu", as in `gemm`.
-        x_dtype: None to multiply x as it is, or the dtype to which each call quantizes x, for 8-bit tensor cores.
+        x_dtype: None to multiply x as it is, or the dtype to which each call quantizes x, to use 8-bit tensor cores.
             With "int8" (W4A8), each group of a row of x has one scale, and an element of y changes by at most the sum
             over the groups of max|x| / 254 * sum|W|; see `linear_int8`. With "fp8" (e4m3), each row of x has one scale,
             and an element of y changes by at most the sum over K of |x| |W| / 17, and by more where |x| is below
             1/28672 of its row's maximum; see `linear_fp8`, also for the GPUs that support it. Such a layer supports
             the activations None, "relu", "relu6" and (low, high), and no residual.
-        keep_weight: False to free the AWQ tensors after they are repacked, which halves the memory of the layer. Such a
-            layer accepts only float16 and bfloat16 x, and cannot be copied, pickled or concatenated. A layer without a
-            repacked copy, or with an ``x_dtype``, keeps its weight.
+        keep_weight: False to free the AWQ tensors after repacking, which halves the memory of the layer. The layer then
+            accepts x only in float16 and bfloat16, and cannot be copied, pickled or concatenated. A layer without a
+            repacked copy, or with an ``x_dtype``, always keeps its AWQ tensors.
         order: int32 [K], a permutation of 0 to K - 1 on the weight's device, for y = activation(x[..., order] @ W +
             bias): the activation order of a weight whose rows are sorted by group, as GPTQ's ``desc_act`` makes. None
             for x as it is. A GPU gathers the columns of x in one additional launch.
 
     Raises:
-        TypeError, ValueError: an argument does not fit the weight. A call raises them for x, out, residual and dtype.
-        MemoryError: the memory of the GPU is exhausted, here or in a call; the layer can still be used.
+        TypeError, ValueError: an argument does not fit the weight; in a call: x, out, residual or dtype.
+        MemoryError: the GPU memory is exhausted, at construction or in a call; the layer can still be used.
 
     >>> import numpy as np
     >>> import cupy_awq
@@ -110,7 +110,8 @@ class AwqLinear:
         with placement.use_device(spec.device):
             self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype is None else weight
-        # Kernels of the repacked layout need gate and up in whole weight tiles; others need the AWQ tensors.
+        # Kernels for the repacked layout need gate and up to be whole numbers of weight tiles; else the AWQ tensors
+        # are needed.
         has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0
         frees_weight = not check_scalar.validate_flag(keep_weight, "keep_weight")
         if frees_weight and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
@@ -129,13 +130,13 @@ class AwqLinear:
     ) -> AwqLinear:
         """Concatenate layers that share x, such as the query, key and value projections of attention, into one layer.
 
-        The weights and biases are copied and concatenated along N; a missing bias counts as zeros. `split` divides y
-        among the parts. [gate, up] with ``activation="swiglu"`` makes a gated layer.
+        The weights and biases are copied and concatenated along N; a missing bias counts as zeros. `split` splits y
+        into the results of the parts. The parts [gate, up] with ``activation="swiglu"`` become a gated layer.
 
         Args:
-            parts: layers without an activation and x_dtype, or weights, equal in K, group size, dtype, form of zero
-                points, device and `order`, which the new layer keeps.
-            activation, x_dtype, keep_weight: settings of the new layer, as in `AwqLinear`.
+            parts: weights, or layers without activation and x_dtype. All must have the same K, group size, dtype, form
+                of zero points, device and `order`, which the new layer keeps.
+            activation, x_dtype, keep_weight: the settings of the new layer, as in `AwqLinear`.
 
         Raises:
             TypeError: a part is neither a layer nor a weight.
@@ -222,16 +223,16 @@ class AwqLinear:
 
     @property
     def group_size(self) -> int:
-        """The number of rows of W per group; a group has one scale per column."""
+        """The number of rows of W per group; each column of a group has one scale."""
         return self._weight.group_size
 
     @property
     def splits(self) -> tuple[int, ...]:
-        """The number of columns of y for each part of a concatenated layer; of a layer with one part, all columns."""
+        """The number of columns of y for each part of a concatenated layer; a layer of one part has one entry."""
         return self._splits
 
     def split(self, y: Array, /) -> list[Array]:
-        """Split y [..., sum(splits)] into one view per part of a concatenated layer.
+        """Split y [..., sum(splits)] into views, one for each part of a concatenated layer.
 
         Raises:
             TypeError: y is not an array.
@@ -264,7 +265,7 @@ class AwqLinear:
         try:
             key = arrays.layout_key(x), arrays.layout_key(out), arrays.layout_key(residual), dtype
             launch = self._launches.get(key)
-        except (AttributeError, ValueError, TypeError):  # not CuPy arrays, or an unhashable dtype
+        except (AttributeError, ValueError, TypeError):  # arguments are not CuPy arrays, or dtype is not hashable
             key = launch = None
         if launch is not None:
             y = launch.run(x, residual, out, self._pointers)
@@ -279,7 +280,7 @@ class AwqLinear:
     def _multiply_quantized(
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
     ) -> Array:
-        """Quantize x to ``x_dtype``, multiply by ``weight``, and return y, which is ``out`` unless that is None."""
+        """Quantize x to ``x_dtype``, multiply it by ``weight``, and return y (``out``, unless ``out`` is None)."""
         from cupy_awq.ops.quantized_linear import linear_fp8, linear_int8
 
         for name, value in (("residual", residual), ("dtype", dtype)):
@@ -312,9 +313,9 @@ class AwqLinear:
         out: Array | tuple[int, ...] | None = None,
         dtype: Any = None,
     ) -> planning.Plan:
-        """Return a `Plan` of this layer for arrays of fixed layouts, with a separate workspace.
+        """Return a `Plan` of this layer for arguments of fixed shapes, strides and dtypes, with a workspace of its own.
 
-        The arguments mean the same as in `cupy_awq.plan`.
+        The arguments have the same meaning as in `cupy_awq.plan`.
 
         Raises:
             TypeError, ValueError: an argument does not fit the weight, or the layer has an ``x_dtype``.
@@ -333,9 +334,9 @@ class AwqLinear:
         return planning.make_plan(x, self._operand, residual, out, None, None, self._order, **options)
 
     def plan_fused(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
-        """Return a plan of this layer's GEMM fused with a residual add or RMSNorm of a decoder block.
+        """Return a plan of this layer's GEMM that is fused with the residual add or the RMSNorm of a decoder layer.
 
-        Return None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
+        Returns None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
         the activation of the layer is not supported. The plan takes x in the layer's `order`.
 
         Args:
@@ -355,7 +356,7 @@ class AwqLinear:
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
-        """Return the name of the kernel that runs for ``m`` rows of contiguous x; "numpy" on the CPU.
+        """Return the name of the kernel that runs for a contiguous x of ``m`` rows; "numpy" on the CPU.
 
         Args:
             m: the number of rows of x.
@@ -395,7 +396,7 @@ def _restored(
     splits: tuple[int, ...],
     order: Array | None,
 ) -> AwqLinear:
-    """Rebuild a copied or unpickled layer. Cached launches are not copied: they belong to one process and device."""
+    """Recreate a copied or unpickled layer, without cached launches, which belong to one process and device."""
     layer = AwqLinear(weight, bias=bias, activation=activation, x_dtype=x_dtype, order=order)
     layer._splits = splits
     return layer
@@ -426,7 +427,11 @@ def _joined(arrays: Sequence[Array]) -> Array:
 
 
 def _joined_bias(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> Array | None:
-    """Concatenate biases in their common dtype, else in float32; a missing bias is zeros. None if all are missing."""
+    """Concatenate biases along N; a missing bias counts as zeros.
+
+    Returns:
+        The bias in the common dtype of all biases, or in float32 if they differ; None if all are missing.
+    """
     types = {bias.dtype for bias in biases if bias is not None}
     if not types:
         return None

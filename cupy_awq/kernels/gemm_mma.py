@@ -60,7 +60,7 @@ class GemmMmaConfig:
         block_m: number of rows per CTA tile.
         warps: number of warps per CTA, all along n.
         stages: number of pipeline stages, each of BLOCK_K rows of the weight.
-        split_k: number of CTAs that divide K of one tile among them.
+        split_k: number of CTAs per tile; each computes a slice of K.
     """
 
     block_m: int

@@ -17,7 +17,7 @@ BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 64, 64, 16, 256
 
 @dataclass(frozen=True)
 class GemmSimtCosts:
-    """Constants of the cost model, fitted to measured times on an H200, in microseconds.
+    """Constants of the cost model, fitted to measured times on an H200; all in microseconds.
 
     Attributes:
         k_tile_us: time of a k tile of one CTA; CTAs on the same SM add up.
@@ -40,7 +40,7 @@ class GemmSimtConfig:
     """A configuration of ``gemm_simt``.
 
     Attributes:
-        split_k: number of CTAs that divide K of one tile among them.
+        split_k: number of CTAs per tile; each computes a slice of K.
     """
 
     split_k: int

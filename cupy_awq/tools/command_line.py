@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``python -m cupy_awq COMMAND``. `llm_commands` has the commands of language models.
+"""The command line, ``python -m cupy_awq COMMAND``. The commands for language models are in `llm_commands`.
 
-Shapes are KxN as in W [K, N], and --m are the rows of x, everywhere. A user's mistake is one line on stderr and exit
-code 2.
+In all commands, shapes are KxN as in W [K, N], and --m is the number of rows of x. A user error prints one line to
+stderr and exits with code 2.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(arguments)
         code: int = args.run(args)
-        sys.stdout.flush()  # here, where a closed pipe can still be handled
+        sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, and not at exit
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would fail once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit would raise again
         return 1
     except KeyboardInterrupt:
         return 130
@@ -59,11 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Replace closed standard streams, and make all streams escape characters that their encoding lacks."""
+    """Replace closed standard streams; make all of them escape characters that their encoding cannot represent."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # for the whole process
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # stays open until exit
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if name == "stdin" else "backslashreplace")
 
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: list[int] | None) -> None:
-    """Add the arguments for the operation and its sizes, in the order of x[M, K] @ W[K, N]."""
+    """Add the arguments for the operation and its sizes to ``parser``."""
     parser.add_argument(
         "shapes", metavar="KxN", nargs=nargs, type=_shape, help="W [K, N]: in features x out features, as 4096x12288"
     )
@@ -257,7 +257,7 @@ def _bench(args: argparse.Namespace) -> int:
         return _bench_model(args)
     if args.op != "gemm" and (args.kernel or args.plan or args.dtype != "float16"):
         raise ValueError(f"bench: --op {args.op} takes no --kernel, --plan or --dtype")
-    figure = bench.new_figure() if args.plot else None  # fail before the benchmark if matplotlib is missing
+    figure = bench.new_figure() if args.plot else None  # raises before the benchmark if matplotlib is missing
     if args.plot and not (args.plot.suffix == ".png" and args.plot.absolute().parent.is_dir()):
         raise ValueError(f"--plot: expected FILE.png in a folder that exists, got {args.plot}")
     device = placement.resolve()
@@ -335,7 +335,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _explain_problem(args: argparse.Namespace) -> int:
-    """Explain an operation other than gemm, for contiguous arrays."""
+    """Print the explanation for an operation other than gemm, assuming contiguous arrays."""
     from cupy_awq.kernels import select
     from cupy_awq.runtime import device
     from cupy_awq.tools.operations import typical_problem

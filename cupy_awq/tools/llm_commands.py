@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands ``generate``, ``chat``, ``score`` and ``convert`` of language models."""
+"""The commands for language models: ``generate``, ``chat``, ``score`` and ``convert``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ The file holds no tokenizer: put tokenizer.json and tokenizer_config.json beside
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the commands; ``command`` makes the parser of (name, function to run, summary, more text, examples)."""
+    """Add the commands. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
     question = 'smollm2 "What is the capital of France?"'
     generate = command(
         "generate", _generate, "complete prompts", "", [question, f"{question} --temperature 0.7 --seed 1"]
@@ -71,7 +71,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _text(argument: str) -> str:
-    """Return an argument that is text: bytes that the locale cannot decode are read as UTF-8, else become U+FFFD."""
+    """Return a text argument. Bytes that the locale cannot decode are decoded as UTF-8; invalid ones become U+FFFD."""
     try:
         argument.encode("utf-8")
     except UnicodeEncodeError:
@@ -154,7 +154,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _read_line(question: str) -> str:
-    """Return the next line of standard input, "" at its end."""
+    """Prompt with ``question`` and return the next line of standard input, or "" at its end."""
     try:
         return input(question)
     except EOFError:
@@ -162,13 +162,13 @@ def _read_line(question: str) -> str:
 
 
 def _answer(chat: Chat, text: str, args: argparse.Namespace, sampling: Sampling, drop_oldest: bool) -> None:
-    """Print the answer to a message as it is generated; Ctrl-C ends it and keeps what was printed."""
+    """Print the answer to a message while it is generated. Ctrl-C stops the answer; the printed part is kept."""
     options = {"max_tokens": args.max_tokens, "sampling": sampling, "stop": args.stop, "drop_oldest": drop_oldest}
     try:
         for piece in chat.say(text, **options):
             _write(0, piece)
     except KeyboardInterrupt:
-        pass  # the answer so far is part of the conversation
+        pass  # the part generated so far stays in the conversation
     print()
 
 
@@ -187,7 +187,7 @@ def _score(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, text: str) -> int:
-    """Print a table of the models' scores; the last column is the loss per token above the first model's."""
+    """Print a table of the models' scores. The last column is the loss per token minus that of the first model."""
     width = max(map(len, args.models))
     print(f"{'model':{width}}  tokens  perplexity  nats/token    loss")
     first = None
@@ -235,7 +235,7 @@ def _progress(done: int, total: int) -> None:
 
 
 def _write(_: int, text: str) -> None:
-    if sys.stdout.isatty():  # a model may write terminal escapes; line ends and tabs are harmless
+    if sys.stdout.isatty():  # escape control characters that a model generates, except for line ends and tabs
         text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: ascii(match[0])[1:-1], text)
     print(text, end="", flush=True)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``quantize``: a model with dense weights to a folder with 4-bit weights."""
+"""The command ``quantize``, which reads a model with dense weights and writes a folder with 4-bit weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ of the kinds that the model is used for, and none of the text that you evaluate 
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command; ``command`` makes the parser of (name, function to run, summary, more text, examples)."""
+    """Add the command. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
     example = "SmolLM2-135M/ SmolLM2-135M-AWQ/ --calibration texts/ --group-size 64"
     parser = command("quantize", _quantize, "quantize a model to 4 bits", MORE, [example])
     parser.add_argument("source", metavar="SRC", type=Path, help="a Hugging Face folder with dense weights")
@@ -44,9 +44,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def read_texts(path: Path) -> list[str]:
-    """Return the text of a file, or of the .txt and .md files of a folder in the order of their names.
+    """Return the text of a file, or the texts of all .txt and .md files of a folder, sorted by name.
 
-    Raises OSError for a file that cannot be read, ValueError for one that is not UTF-8 and for a folder without text.
+    Raises OSError if a file cannot be read, ValueError if a file is not UTF-8 or a folder contains no text.
     """
     files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
     if not files:
@@ -87,7 +87,7 @@ def _quantize(args: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """A progress line on stderr with the time that is left."""
+    """A progress line on stderr that shows the remaining time."""
 
     def __init__(self) -> None:
         self._start, self._first = time.monotonic(), 0
