@@ -196,11 +196,12 @@ def plan_dense(
     ``codes``, uint8 [n, k], and ``code_scales`` [n, k / block] of ``dtype``; else by ``w`` [n, k] of ``dtype``.
     """
     defines: dict[str, int | str] = {"X": TYPES[dtype], "Y": TYPES[out_dtype], "HAS_BIAS": int(bias)}
-    name, weight, step_values = "dense", ("w",), 1
-    if block is not None:
-        name, weight, step_values = "dense_int8", ("codes", "code_scales"), 2
+    buffers: tuple[str, ...]
+    if block is None:
+        name, buffers, step_values = "dense", ("x", "w", "bias", "y"), 1
+    else:
+        name, buffers, step_values = "dense_int8", ("x", "codes", "code_scales", "bias", "y"), 2
         defines |= {"BLOCK": block}
-    buffers = ("x", *weight, "bias", "y")
     if device.arch >= TENSOR_CORE_ARCH and k % 32 == 0:
         threads = 512
         # A step loads 2 * `threads` bytes of each row of w. More than 64 KiB of loads in flight per CTA slow down LM

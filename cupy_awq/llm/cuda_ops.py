@@ -24,7 +24,7 @@ from cupy_awq.linear import AwqLinear
 from cupy_awq.llm import kv_cache, upload
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.kv_cache import KvCache
-from cupy_awq.llm.model_files import DenseLinear
+from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear
 from cupy_awq.llm.ops import DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
 from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
 from cupy_awq.ops.gather_columns import gather_columns
@@ -97,7 +97,7 @@ class CudaOps(DecoderOps):
 
     def make_projection(
         self,
-        parts: Sequence[Module | DenseLinear],
+        parts: Sequence[Linear],
         *,
         gated: bool = False,
         column_order: npt.NDArray[np.int32] | None = None,
@@ -123,8 +123,8 @@ class CudaOps(DecoderOps):
 
         return project
 
-    def make_head(self, part: Module | DenseLinear) -> Projection:
-        if isinstance(part, DenseLinear):
+    def make_head(self, part: Linear) -> Projection:
+        if not isinstance(part, Module):
             return self._dense(part, np.dtype(np.float32))
         linear = upload.awq_linear(upload.to_gpu(part))
         return lambda x: linear(x).astype(np.float32, copy=False)
@@ -269,14 +269,24 @@ class CudaOps(DecoderOps):
             self._positions[layer] = cupy.asarray(np.argsort(order).astype(np.int32))
         return layer
 
-    def _dense(self, part: DenseLinear, out_dtype: np.dtype[Any] | None = None) -> Projection:
-        """Return the projection of a dense layer. If its weight is the embedding table, both share device memory."""
+    def _dense(self, part: DenseLinear | Int8Linear, out_dtype: np.dtype[Any] | None = None) -> Projection:
+        """Return the projection of a layer without 4-bit codes; a weight that is the embedding table shares its memory.
+
+        8-bit codes stay 8-bit for float16 activations, and the products are those of the weight rounded to float16.
+        """
         import cupy
 
-        tied = part.weight is self._host_table
-        w = self._table if tied else cupy.asarray(part.weight.astype(self.dtype, copy=False))
+        if isinstance(part, Int8Linear) and self.dtype != check.FLOAT16:
+            part = part.dequantize()
+        block = part.weight.block_size if isinstance(part, Int8Linear) else None
+        n, k = part.weight.shape[0], part.weight.shape[-1]
+        if isinstance(part, Int8Linear):
+            weight = {"codes": cupy.asarray(part.weight.stored), "code_scales": cupy.asarray(part.weight.scale)}
+        elif part.weight is self._host_table:
+            weight = {"w": self._table}
+        else:
+            weight = {"w": cupy.asarray(part.weight.astype(self.dtype, copy=False))}
         bias = None if part.bias is None else cupy.asarray(part.bias.astype(np.float32))
-        n, k = w.shape
         if k % 8:
             raise ValueError(f"K of a linear layer: expected a multiple of 8 on a GPU, got {k}")
         y_dtype = out_dtype or self.dtype
@@ -285,8 +295,8 @@ class CudaOps(DecoderOps):
             x = cupy.ascontiguousarray(x)
             y = self._empty((*x.shape[:-1], n), y_dtype)
             dtypes = self.dtype.name, y_dtype.name
-            plan = kernels.plan_dense(self.device, x.size // k, n, k, *dtypes, bias=bias is not None)
-            self.run(plan, x=x, w=w, bias=bias, y=y)
+            plan = kernels.plan_dense(self.device, x.size // k, n, k, *dtypes, bias=bias is not None, block=block)
+            self.run(plan, x=x, **weight, bias=bias, y=y)
             return y
 
         return project
@@ -407,7 +417,7 @@ class CudaDecodeLoop(DecodeLoop):
         ops.run(plan, logits=logits, seen=seen, limits=limits, **buffers)
 
 
-def activation_dtype(part: Module | DenseLinear) -> np.dtype[Any]:
+def activation_dtype(part: Linear) -> np.dtype[Any]:
     """Return the dtype of a model's activations, given one layer: bfloat16 for bfloat16 weights, else float16."""
     return check.BFLOAT16 if part.weight.dtype == check.BFLOAT16 else check.FLOAT16
 

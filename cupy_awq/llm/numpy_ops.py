@@ -17,7 +17,7 @@ from cupy_awq.linear import AwqLinear
 from cupy_awq.llm import kv_cache
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.kv_cache import KvCache
-from cupy_awq.llm.model_files import DenseLinear
+from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear
 from cupy_awq.llm.ops import DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
 from cupy_awq.llm.sampling import Sampling, choose_token
 
@@ -55,20 +55,21 @@ class NumpyOps(DecoderOps):
 
     def make_projection(
         self,
-        parts: Sequence[Module | DenseLinear],
+        parts: Sequence[Linear],
         *,
         gated: bool = False,
         column_order: npt.NDArray[np.int32] | None = None,
     ) -> Projection:
-        project = self._expanded(parts) if self._expands else self._streamed(parts)
+        plain = [part.dequantize() if isinstance(part, Int8Linear) else part for part in parts]
+        project = self._expanded(plain) if self._expands else self._streamed(plain)
         activate: Projection = _swiglu if gated else lambda y: y
         if column_order is None:
             return lambda x: activate(project(x))
-        offsets = np.cumsum([0, *map(_out_features, parts)])[:-1, None]
+        offsets = np.cumsum([0, *map(_out_features, plain)])[:-1, None]
         columns = (offsets + column_order).reshape(-1)
         return lambda x: activate(project(x)[..., columns])
 
-    def make_head(self, part: Module | DenseLinear) -> Projection:
+    def make_head(self, part: Linear) -> Projection:
         return self.make_projection([part])
 
     def make_cache(self, sequences: int, capacity: int) -> KvCache:

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.check import Array
-from cupy_awq.checkpoint import Module
 from cupy_awq.llm.kv_cache import KvCache
-from cupy_awq.llm.model_files import DenseLinear
+from cupy_awq.llm.model_files import Linear
 from cupy_awq.llm.sampling import Sampling
 
 Projection = Callable[[Array], Array]
@@ -90,7 +89,7 @@ class DecoderOps(Protocol):
 
     def make_projection(
         self,
-        parts: Sequence[Module | DenseLinear],
+        parts: Sequence[Linear],
         *,
         gated: bool = False,
         column_order: npt.NDArray[np.int32] | None = None,
@@ -102,7 +101,7 @@ class DecoderOps(Protocol):
         """
         ...
 
-    def make_head(self, part: Module | DenseLinear) -> Projection:
+    def make_head(self, part: Linear) -> Projection:
         """Return the projection from hidden states [.., hidden] to float32 logits [.., V]."""
         ...
 

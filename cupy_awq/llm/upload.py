@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from cupy_awq.checkpoint import Module
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm.model_files import DenseLinear
+from cupy_awq.llm.model_files import DenseLinear, Int8Linear
 from cupy_awq.packing import pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight
 
@@ -20,11 +20,12 @@ def awq_linear(part: Module) -> AwqLinear:
     return AwqLinear(part.weight, bias=part.bias, keep_weight=False, order=part.order)
 
 
-def take_columns(part: DenseLinear, order: npt.NDArray[np.int32] | None) -> DenseLinear:
-    """Return a dense layer whose columns of y are taken in an order."""
+def take_columns(part: DenseLinear | Int8Linear, order: npt.NDArray[np.int32] | None) -> DenseLinear | Int8Linear:
+    """Return a layer without 4-bit codes whose columns of y are taken in an order."""
     if order is None:
         return part
-    return DenseLinear(part.weight[order], None if part.bias is None else part.bias[order])
+    dense = part.dequantize() if isinstance(part, Int8Linear) else part  # no format has both 8-bit codes and an order
+    return DenseLinear(dense.weight[order], None if dense.bias is None else dense.bias[order])
 
 
 def to_gpu(part: Module, column_order: npt.NDArray[np.int32] | None = None) -> Module:
