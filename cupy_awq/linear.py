@@ -13,11 +13,10 @@ from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Fusion
 from cupy_awq.kernels.repack import WEIGHT_TILE_N
-from cupy_awq.ops import gemm_launch
+from cupy_awq.ops import concatenation, gemm_launch
 from cupy_awq.ops import plan as planning
 from cupy_awq.ops.gather_columns import check_order, gather_columns
 from cupy_awq.ops.repack import RepackedWeight, repack
-from cupy_awq.packing import namespace
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.weight import PackedWeight, check_packed
 
@@ -52,6 +51,10 @@ class AwqLinear:
         keep_weight: False to free the AWQ tensors after repacking, which halves the memory of the layer. The layer then
             accepts x only in float16 and bfloat16, and cannot be copied, pickled or concatenated. A layer without a
             repacked copy, or with an ``x_dtype``, always keeps its AWQ tensors.
+        batch_invariant: True to give each row of y the same bits whatever the other rows of x and their number, also in
+            a `plan`: one order of additions along K for every M, which K, N, the group size, the dtypes and the GPU
+            determine. On a Hopper GPU a GEMM of any M may then round each dequantized weight to the dtype of x. Not
+            with an ``x_dtype``.
         order: int32 [K], a permutation of 0 to K - 1 on the weight's device, for y = activation(x[..., order] @ W +
             bias): the activation order of a weight whose rows are sorted by group, as GPTQ's ``desc_act`` makes. None
             for x as it is. A GPU gathers the columns of x in one additional launch.
@@ -70,6 +73,7 @@ class AwqLinear:
 
     __slots__ = (
         "_activation",
+        "_batch_invariant",
         "_bias",
         "_launches",
         "_operand",
@@ -90,6 +94,7 @@ class AwqLinear:
         activation: Any = None,
         x_dtype: str | None = None,
         keep_weight: bool = True,
+        batch_invariant: bool = False,
         order: Array | None = None,
     ) -> None:
         check_packed(weight)
@@ -107,6 +112,9 @@ class AwqLinear:
         if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8")):
             raise ValueError(f"x_dtype: expected None, 'int8' or 'fp8', got {x_dtype!r}")
         self._x_dtype = x_dtype
+        self._batch_invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
+        if x_dtype is not None and batch_invariant:
+            raise ValueError(f"batch_invariant: expected False for a layer with x_dtype={x_dtype!r}, got True")
         with placement.use_device(spec.device):
             self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype is None else weight
@@ -127,6 +135,7 @@ class AwqLinear:
         activation: Any = None,
         x_dtype: str | None = None,
         keep_weight: bool = True,
+        batch_invariant: bool = False,
     ) -> AwqLinear:
         """Concatenate layers that share x, such as the query, key and value projections of attention, into one layer.
 
@@ -136,7 +145,7 @@ class AwqLinear:
         Args:
             parts: weights, or layers without activation and x_dtype. All must have the same K, group size, dtype, form
                 of zero points, device and `order`, which the new layer keeps.
-            activation, x_dtype, keep_weight: the settings of the new layer, as in `AwqLinear`.
+            activation, x_dtype, keep_weight, batch_invariant: the settings of the new layer, as in `AwqLinear`.
 
         Raises:
             TypeError: a part is neither a layer nor a weight.
@@ -176,12 +185,15 @@ class AwqLinear:
                 raise ValueError(f"parts[{i}]: expected a layer without an activation, got {layer.activation!r}")
             if layer.x_dtype is not None:
                 raise ValueError(f"parts[{i}]: expected a layer without an x_dtype, got {layer.x_dtype!r}")
-        order = _common_order([None if layer is None else layer.order for layer in layers])
+        order = concatenation.common_order([None if layer is None else layer.order for layer in layers])
         with placement.use_device(first.device):
-            qweight, scales = (_joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales"))
-            qzeros = None if first.zeros == "symmetric" else _joined([w.qzeros for w in weights])
-            bias = _joined_bias(weights, [None if layer is None else layer.bias for layer in layers])
+            qweight, scales = (
+                concatenation.joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales")
+            )
+            qzeros = None if first.zeros == "symmetric" else concatenation.joined([w.qzeros for w in weights])
+            bias = concatenation.joined_bias(weights, [None if layer is None else layer.bias for layer in layers])
             options = {"activation": activation, "x_dtype": x_dtype, "keep_weight": keep_weight, "order": order}
+            options["batch_invariant"] = batch_invariant
             whole = cls(PackedWeight(qweight, scales, qzeros), bias=bias, **options)
         if len(whole.splits) == 1 and whole.splits[0] == whole.shape[1]:
             whole._splits = tuple(weight.shape[1] for weight in weights)
@@ -210,6 +222,11 @@ class AwqLinear:
     def x_dtype(self) -> str | None:
         """The dtype to which each call quantizes x, "int8" or "fp8"; None if x is not quantized."""
         return self._x_dtype
+
+    @property
+    def batch_invariant(self) -> bool:
+        """True if the bits of a row of y do not depend on the other rows of x and their number."""
+        return self._batch_invariant
 
     @property
     def order(self) -> Array | None:
@@ -260,7 +277,7 @@ class AwqLinear:
             x = gather_columns(x, self._order)
         if self._quantized is not None:
             return self._multiply_quantized(self._quantized, x, out, residual, dtype)
-        # Validation and kernel selection depend only on the layouts, so a cached launch needs neither.
+        # Validation and kernel selection depend only on shapes, strides and dtypes, so a cached launch needs neither.
         key: Any
         try:
             key = arrays.layout_key(x), arrays.layout_key(out), arrays.layout_key(residual), dtype
@@ -272,7 +289,7 @@ class AwqLinear:
             if y is not None:
                 return y
         options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
-        y, launch = gemm_launch.run_gemm(x, self._operand, **options)
+        y, launch = gemm_launch.run_gemm(x, self._operand, **options, batch_invariant=self._batch_invariant)
         if launch is not None and key is not None:
             gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
         return y
@@ -331,13 +348,15 @@ class AwqLinear:
                 f"x_dtype: expected None for a plan, which is one launch, got {self._x_dtype!r}, which takes two"
             )
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
-        return planning.make_plan(x, self._operand, residual, out, None, None, self._order, **options)
+        options["batch_invariant"] = self._batch_invariant
+        return planning.make_plan(x, self._operand, self._order, residual, out, **options)
 
     def plan_fused(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
         """Return a plan of this layer's GEMM that is fused with the residual add or the RMSNorm of a decoder layer.
 
         Returns None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
-        the activation of the layer is not supported. The plan takes x in the layer's `order`.
+        the activation of the layer is not supported; or if the layer is batch-invariant, because a fused GEMM rounds
+        its result in other places. The plan takes x in the layer's `order`.
 
         Args:
             m: the number of rows of x.
@@ -353,6 +372,8 @@ class AwqLinear:
         """
         m = check_scalar.validate_integer(m, "m", 1)
         element, form = check.validate_float_dtype(dtype), check.validate_activation(self._activation)
+        if self._batch_invariant:
+            return None
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
@@ -375,29 +396,25 @@ class AwqLinear:
         if self._x_dtype is not None:
             return f"gemm_{self._x_dtype}"
         bias_dtype = None if self._bias is None else self._bias.dtype.name
-        problem = gemm_launch.gemm_problem(self._operand, form, m, element, bias_dtype=bias_dtype)
+        fields = {"bias_dtype": bias_dtype, "batch_invariant": self._batch_invariant}
+        problem = gemm_launch.gemm_problem(self._operand, form, m, element, **fields)
         return select.choose(problem, device.of(index)).name
 
     def __repr__(self) -> str:
         activation = f", activation={self._activation!r}" if self._activation is not None else ""
         x_dtype = f", x_dtype={self.x_dtype!r}" if self.x_dtype else ""
+        invariant = ", batch_invariant=True" if self._batch_invariant else ""
         parts = f"{', bias' if self._bias is not None else ''}{', order' if self._order is not None else ''}"
-        return f"AwqLinear({self._weight}{parts}{activation}{x_dtype})"
+        return f"AwqLinear({self._weight}{parts}{activation}{x_dtype}{invariant})"
 
     def __reduce__(self) -> Any:
-        return _restored, (self.weight, self._bias, self._activation, self.x_dtype, self._splits, self._order)
+        settings = {"activation": self._activation, "x_dtype": self.x_dtype, "batch_invariant": self._batch_invariant}
+        return _restored, (self.weight, self._bias, settings | {"order": self._order}, self._splits)
 
 
-def _restored(
-    weight: PackedWeight,
-    bias: Array | None,
-    activation: Any,
-    x_dtype: str | None,
-    splits: tuple[int, ...],
-    order: Array | None,
-) -> AwqLinear:
+def _restored(weight: PackedWeight, bias: Array | None, settings: dict[str, Any], splits: tuple[int, ...]) -> AwqLinear:
     """Recreate a copied or unpickled layer, without cached launches, which belong to one process and device."""
-    layer = AwqLinear(weight, bias=bias, activation=activation, x_dtype=x_dtype, order=order)
+    layer = AwqLinear(weight, bias=bias, **settings)
     layer._splits = splits
     return layer
 
@@ -410,35 +427,3 @@ def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> Block
     block_weight = from_packed(weight)
     check_layer(block_weight, activation, x_dtype)
     return block_weight
-
-
-def _common_order(orders: Sequence[Array | None]) -> Array | None:
-    """Return the activation order that all parts of a concatenated layer share. Raises ValueError if they differ."""
-    first = orders[0]
-    for i, order in enumerate(orders):
-        if (order is None) != (first is None) or (order is not None and not bool((order == first).all())):
-            raise ValueError(f"parts[{i}]: expected the activation order of parts[0], got another")
-    return first
-
-
-def _joined(arrays: Sequence[Array]) -> Array:
-    """Concatenate arrays along the last axis."""
-    return namespace(arrays[0]).concatenate(arrays, axis=-1)
-
-
-def _joined_bias(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> Array | None:
-    """Concatenate biases along N; a missing bias counts as zeros.
-
-    Returns:
-        The bias in the common dtype of all biases, or in float32 if they differ; None if all are missing.
-    """
-    types = {bias.dtype for bias in biases if bias is not None}
-    if not types:
-        return None
-    dtype = types.pop() if len(types) == 1 else check.FLOAT32
-    columns = [weight.shape[1] for weight in weights]
-    whole = namespace(weights[0].qweight).zeros(sum(columns), dtype)
-    for bias, size, end in zip(biases, columns, np.cumsum(columns).tolist(), strict=True):
-        if bias is not None:
-            whole[end - size : end] = bias
-    return whole

@@ -15,6 +15,7 @@ from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.hopper import has_split_scales, power_limited_us, repacked_defines, x_tensor_map
 from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
 from cupy_awq.kernels.problem import Problem, ceil_div
+from cupy_awq.kernels.reduction import Reduction, wgmma_reduction
 from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout, repacked_refusal
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -122,6 +123,13 @@ def refusal(problem: Problem, device: Device) -> str | None:
     if problem.dtype == "float16" and problem.wide_scales:
         return "needs scales whose range float16 can hold"
     return repacked_refusal(problem, device)
+
+
+def reduction(config: GemmSm90LargeConfig, problem: Problem) -> Reduction | None:
+    """Return the reduction, the same as that of ``gemm_sm90.cu`` with one consumer; None with stream-K."""
+    if config.stream_k_units:
+        return None
+    return wgmma_reduction(config, ceil_div(problem.k, WEIGHT_TILE_K), 1)
 
 
 def configs(problem: Problem, device: Device) -> list[GemmSm90LargeConfig]:

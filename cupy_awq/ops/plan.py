@@ -44,10 +44,12 @@ class Plan:
         workspace_bytes: size in bytes of the workspace, which the plan owns: memory for split-K, and for x in its
             activation order. Calls that may run concurrently on several streams each need their own ``workspace``: a
             contiguous array of at least this many bytes, zero before its first use. Plans that run in order can share
-            one workspace.
+            one workspace. As any CuPy array, the plan's own workspace belongs to the stream that was current when the
+            plan was created: keep the plan until its calls on other streams have finished.
     """
 
     __slots__ = (
+        "_batch_invariant",
         "_constants",
         "_gather",
         "_gathered_begin",
@@ -71,10 +73,12 @@ class Plan:
         out: Array | None,
         kernel: str | None,
         split_k: int | None,
+        batch_invariant: bool,
         order: Array | None,
     ) -> None:
         product = check.validate_product(x, weight.spec, residual=residual, out=out, **options)
-        check_choice(kernel, split_k)
+        check_choice(kernel, split_k, batch_invariant)
+        self._batch_invariant = batch_invariant
         self._weight, self._options, self._order = weight, options, order
         self.kernel, self.shape, self.workspace_bytes = "numpy", product.shape, 0
         self._launch: GemmLaunch | None = None
@@ -94,15 +98,15 @@ class Plan:
                 if order is not None:
                     self._gather = prepare_gather(x, weight.spec.device)
                     source = _empty(x.shape, "x", x.dtype, weight.spec.device)
-                parts = source, weight, product, options["bias"], residual, out
-                launch = GemmLaunch(*parts, kernel, split_k, may_prefetch)
+                how = kernel, split_k, may_prefetch, batch_invariant
+                launch = GemmLaunch(source, weight, product, options["bias"], residual, out, *how)
                 self._launch, self.kernel, self.workspace_bytes = launch, launch.kernel, launch.workspace_bytes
                 if order is not None:
                     self._gathered_begin = max(launch.workspace_bytes, workspaces.COUNTER_BYTES)
                     self.workspace_bytes = self._gathered_begin + x.size * x.dtype.itemsize + GATHERED_ALIGNMENT
             self._constants = weight_pointers(weight, options["bias"])
             if self.workspace_bytes:
-                self._memory = workspaces.allocate_zeros(self.workspace_bytes)
+                self._memory = workspaces.allocate_zeros(self.workspace_bytes, on_current_stream=may_prefetch)
         self._layouts = self._layout(x), self._layout(out), self._layout(residual)
 
     def __call__(
@@ -120,7 +124,8 @@ class Plan:
             weight = self._weight
             x = x if self._order is None else x[..., self._order]
             tensors = weight.qweight, weight.scales, weight.qzeros
-            return reference.matmul(x, *tensors, residual=residual, out=out, **self._options)
+            options = self._options | {"batch_invariant": self._batch_invariant}
+            return reference.matmul(x, *tensors, residual=residual, out=out, **options)
         if self._launch is None:
             return out
         import cupy
@@ -175,6 +180,7 @@ def plan(
     dtype: Any = None,
     kernel: str | None = None,
     split_k: int | None = None,
+    batch_invariant: bool = False,
 ) -> Plan:
     """Validate a GEMM y = activation(x @ W + bias) + residual, and return a `Plan` whose calls only launch the kernel.
 
@@ -186,7 +192,7 @@ def plan(
         residual: example array of a call, or its shape; None for no residual.
         out: example array of a call, or its shape; by default contiguous.
         dtype: dtype of x if x is a shape, by default float16; "bfloat16" if x is uint16 with the bits of bfloat16.
-        kernel, split_k: as in `gemm`.
+        kernel, split_k, batch_invariant: as in `gemm`.
 
     Returns:
         The plan, with its kernel loaded and its workspace allocated. `plan` synchronizes the current stream, except
@@ -206,22 +212,23 @@ def plan(
     >>> plan(np.ones((2, 32), np.float16), y)[:, 0]
     array([1., 1.], dtype=float16)
     """
-    options = {"bias": bias, "activation": activation, "dtype": dtype}
-    return make_plan(x, weight, residual, out, kernel, split_k, None, **options)
+    options = {"bias": bias, "activation": activation, "dtype": dtype, "batch_invariant": batch_invariant}
+    return make_plan(x, weight, None, residual, out, kernel, split_k, **options)
 
 
 def make_plan(
     x: Array | tuple[int, ...],
     weight: PackedWeight,
+    order: Array | None,
     residual: Array | tuple[int, ...] | None,
     out: Array | tuple[int, ...] | None,
-    kernel: str | None,
-    split_k: int | None,
-    order: Array | None,
+    kernel: str | None = None,
+    split_k: int | None = None,
     *,
     bias: Array | None,
     activation: Any,
     dtype: Any,
+    batch_invariant: bool,
 ) -> Plan:
     """Return the plan of `plan` for x[..., order]; ``order`` is a result of `check_order`, or None for x as it is."""
     check_packed(weight)
@@ -237,7 +244,7 @@ def make_plan(
         )
         residual, out = arrays.views(residual=residual, out=out)
         options = {"bias": bias, "activation": activation, "dtype": dtype}
-        return Plan(x, weight, options, residual, out, kernel, split_k, order)
+        return Plan(x, weight, options, residual, out, kernel, split_k, batch_invariant, order)
 
 
 def _synchronize() -> bool:

@@ -170,7 +170,7 @@ def run(
 
 
 def _ceilings(device: int) -> Ceilings:
-    """Return the measured ceilings of the current GPU."""
+    """Measure the memory bandwidth and the fp16 throughput of the current GPU and return them."""
     read_gbs = _read_gbs()
     if timing.cublas():
         return Ceilings(read_gbs, _matmul_tflops(device), measured=True)
