@@ -35,7 +35,7 @@ OWN_FILE = re.compile(r"model(-\d{5})?\.safetensors|" + re.escape(INDEX))
 """The names of the files with tensors, and of their index, that `save` writes."""
 
 SYMMETRIC = -0x77777778
-"""The packed word, as int32, of eight zero points that are all 8."""
+"""The 32-bit word that packs eight zero points of 8, as int32."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantization of a model's folder: calibration text to token sequences, layers to files, files to a new folder."""
+"""The quantization of a model folder: tokenize calibration texts, quantize layer by layer, and write a new folder."""
 
 from __future__ import annotations
 

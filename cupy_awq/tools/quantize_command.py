@@ -12,8 +12,8 @@ from typing import Any
 
 MORE = """
 
-SRC is a Hugging Face folder with dense weights. --resume continues a run that was stopped. Use calibration text similar
-to the texts that the model is used for, but none of the text that it is evaluated on."""
+Use calibration text that is similar to the texts for which the model is used, but
+does not contain the text on which it is evaluated."""
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -29,7 +29,13 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         required=True,
         help="a text file in UTF-8, or a folder of .txt and .md files",
     )
-    parser.add_argument("--method", default="awq+gptq", choices=("rtn", "awq", "gptq", "awq+gptq"))
+    parser.add_argument(
+        "--method",
+        default="awq+gptq",
+        choices=("rtn", "awq", "gptq", "awq+gptq"),
+        help="rtn: round to nearest; awq: channel scales and clipping; gptq: clipping and error compensation; "
+        "awq+gptq: all of them (default)",
+    )
     parser.add_argument(
         "--group-size", metavar="G", type=int, default=128, help="input channels per group (default: 128)"
     )
@@ -45,7 +51,12 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--sequence-length", metavar="N", type=int, default=512, help="tokens per calibration sequence (default: 512)"
     )
-    parser.add_argument("--format", default="autoawq", choices=("autoawq", "compressed-tensors"))
+    parser.add_argument(
+        "--format",
+        default="autoawq",
+        choices=("autoawq", "compressed-tensors"),
+        help="the format to write (default: autoawq)",
+    )
     parser.add_argument("--device", metavar="cpu|N", default="cpu", help="the CPU, or a device ordinal (default: cpu)")
     parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
 
