@@ -73,6 +73,9 @@ def read(path: str | os.PathLike[str], /) -> ModelFiles:
 def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progress | None = None) -> LanguageModel:
     """Load a model with its tokenizer onto a device, ready to generate text.
 
+    Linear layers in 4-bit formats stay 4-bit. Of a GGUF file, a GPU also multiplies Q8_0, Q6_K, Q5_0 and IQ4_NL weights
+    in 8 bits, with the results of the same weights in float16; all other types become 16-bit.
+
     Args:
         path: a folder, file or model name, as in `read`.
         device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
