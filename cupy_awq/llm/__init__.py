@@ -73,8 +73,8 @@ def read(path: str | os.PathLike[str], /) -> ModelFiles:
 def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progress | None = None) -> LanguageModel:
     """Load a model with its tokenizer onto a device, ready to generate text.
 
-    Linear layers in 4-bit formats stay 4-bit. Of a GGUF file, a GPU also multiplies Q8_0, Q6_K, Q5_0 and IQ4_NL weights
-    in 8 bits, with the results of the same weights in float16; all other types become 16-bit.
+    Linear layers in 4-bit formats stay 4-bit. On a GPU, weights of the GGUF types Q8_0, Q6_K, Q5_0 and IQ4_NL are
+    stored with 8-bit codes, which gives the same results as these weights in float16. All other types become 16-bit.
 
     Args:
         path: a folder, file or model name, as in `read`.

@@ -80,7 +80,7 @@ class _Builder:
         mlp_norm = self._vector(f"{name}.post_attention_layernorm", d)
         parts = [read(f"{mlp}.{p}_proj", d, intermediate) for p in ("gate", "up")]
         down, down_order = read(f"{mlp}.down_proj", intermediate, d), None
-        if isinstance(down, Module):  # gate and up produce their columns in the order in which down takes them
+        if isinstance(down, Module):  # gate and up compute their columns in the activation order of down
             down, down_order = down._replace(order=None), down.order
         gate_up = self._projection(parts, gated=True, column_order=down_order)
         return Layer(attention_norm, qkv, q_norm, k_norm, o, mlp_norm, gate_up, self._projection([down]))
@@ -89,13 +89,13 @@ class _Builder:
         return self._ops.prepare_tensor(self._files.read_tensor(f"{name}.weight", (size,)))
 
     def _read_int8(self, name: str, k: int, n: int) -> Int8Linear | None:
-        """Read a linear layer in 8 bits for a GPU, or return None; the CPU expands weights anyway."""
+        """Read a linear layer with 8-bit codes; return None without them, or on the CPU, which dequantizes weights."""
         return None if self._ops.device_index == HOST else self._files.read_int8_linear(name, k, n)
 
     def _read(self, name: str, k: int, n: int) -> Linear:
         return self._read_int8(name, k, n) or self._files.read_linear(name, k, n)
 
     def _projection(self, parts: Sequence[Linear], **options: Any) -> Projection:
-        """Return one projection for several linear layers that share x; options as in `DecoderOps.make_projection`."""
+        """Return one projection for several linear layers that share x; options are those of `make_projection`."""
         self._weight_bytes += sum(part.weight.nbytes for part in parts)
         return self._ops.make_projection(parts, **options)

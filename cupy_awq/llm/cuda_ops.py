@@ -63,7 +63,7 @@ class CudaOps(DecoderOps):
         self.device = device.of(device_index)
         self._host_table: npt.NDArray[Any] | None = None
         self._table: Array = None
-        self._positions: dict[Projection | None, Array] = {}  # the inverse of each layer's activation order
+        self._positions: dict[Projection | None, Array] = {}  # by layer, the inverse of its activation order
         self._attention_counters = workspace.allocate_zeros(4 * kernels.MAX_COUNTERS)
         self._decode_stream: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
 
@@ -175,7 +175,7 @@ class CudaOps(DecoderOps):
     ) -> ResidualStream:
         """See `DecoderOps`. If supported, the GEMM also adds to h and multiplies h by the weight of the next norm.
 
-        The GEMM writes that product in the activation order of ``next_projection``.
+        The product's columns are written in the activation order of ``next_projection``.
         """
         *rows, width = stream.h.shape
         positions = self._positions.get(next_projection)
@@ -257,7 +257,7 @@ class CudaOps(DecoderOps):
     def _concatenated(
         self, parts: Sequence[Module], activation: str | None, order: npt.NDArray[np.int32] | None
     ) -> AwqLinear:
-        """Return one layer for linear layers that share x and its activation order, concatenated along N."""
+        """Return one layer for several linear layers that share x and activation order, concatenated along N."""
         import cupy
 
         linears: list[AwqLinear | PackedWeight] = []
@@ -270,9 +270,9 @@ class CudaOps(DecoderOps):
         return layer
 
     def _dense(self, part: DenseLinear | Int8Linear, out_dtype: np.dtype[Any] | None = None) -> Projection:
-        """Return the projection of a layer without 4-bit codes; a weight that is the embedding table shares its memory.
+        """Return the projection of a dense or 8-bit layer. A weight that is the embedding table shares its memory.
 
-        8-bit codes stay 8-bit for float16 activations, and the products are those of the weight rounded to float16.
+        8-bit codes stay 8-bit if activations are float16. The results are those of the weight rounded to float16.
         """
         import cupy
 
@@ -423,7 +423,7 @@ def activation_dtype(part: Linear) -> np.dtype[Any]:
 
 
 def _order(projection: Projection | None) -> Array | None:
-    """Return the activation order of a projection that is one layer, or None."""
+    """Return the activation order of a projection that is an `AwqLinear`, or None."""
     return projection.order if isinstance(projection, AwqLinear) else None
 
 
