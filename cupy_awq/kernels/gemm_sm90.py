@@ -159,8 +159,9 @@ def refusal(problem: Problem, device: Device) -> str | None:
 
 
 def reduction(config: GemmSm90Config, problem: Problem) -> Reduction | None:
+    """Return the order of the additions along K of the wgmma kernel; None for mma, which supports few rows only."""
     if config.name != WGMMA:
-        return None  # mma supports few rows only
+        return None
     stages, turns = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.k_tiles), (config.split_k, config.consumers)
     return wgmma_reduction(config, stages, config.k_tiles, *turns, scaled=config.scaled)
 

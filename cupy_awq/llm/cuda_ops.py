@@ -46,6 +46,8 @@ class CudaOps(DecoderOps):
         config: the configuration of the model.
         device_index: the device ordinal; this device must be current at construction and at every call.
         dtype: the dtype of activations and of the KV cache: float16 or bfloat16.
+        batch_invariant: as in `cupy_awq.llm.load`. GEMMs are not fused with the residual add and RMSNorm, and a decode
+            step runs the attention kernel of a prompt, whose order of additions depends only on a token's position.
 
     Raises:
         ValueError: the kernels do not support the sizes of the model.
@@ -53,12 +55,15 @@ class CudaOps(DecoderOps):
 
     prefill_chunk = 2048
 
-    def __init__(self, config: ModelConfig, device_index: int, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, config: ModelConfig, device_index: int, dtype: np.dtype[Any], *, batch_invariant: bool = False
+    ) -> None:
         if config.head_dim % 8 or config.head_dim > 256:
             raise ValueError(f"head_dim: expected a multiple of 8 up to 256 on a GPU, got {config.head_dim}")
         if config.hidden % 8:
             raise ValueError(f"hidden: expected a multiple of 8 on a GPU, got {config.hidden}")
         self.config, self.device_index, self.dtype = config, device_index, dtype
+        self._batch_invariant = batch_invariant
         self.device = device.of(device_index)
         self._host_table: npt.NDArray[Any] | None = None
         self._table: Array = None
@@ -97,7 +102,7 @@ class CudaOps(DecoderOps):
         quantized = [part for part in parts if isinstance(part, Module)]
         if 1 < len(quantized) == len(parts) and len({_form(part.weight) for part in quantized}) == 1:
             return self._concatenated(quantized, "swiglu" if gated else None)
-        linears = [self._dense(part) if isinstance(part, DenseLinear) else _awq_linear(part) for part in parts]
+        linears = [self._dense(part) if isinstance(part, DenseLinear) else self._awq_linear(part) for part in parts]
         if len(linears) == 1 and not gated:
             return linears[0]
 
@@ -112,7 +117,7 @@ class CudaOps(DecoderOps):
     def make_head(self, part: Module | DenseLinear) -> Projection:
         if isinstance(part, DenseLinear):
             return self._dense(part, np.dtype(np.float32))
-        linear = _awq_linear(part)
+        linear = self._awq_linear(part)
         return lambda x: linear(x).astype(np.float32, copy=False)
 
     def make_cache(self, sequences: int, capacity: int) -> KvCache:
@@ -177,7 +182,7 @@ class CudaOps(DecoderOps):
         out = self._empty((b, s, config.q_width))
         cached = {"lengths": cache.lengths, "k": cache.k[layer], "v": cache.v[layer]}
         new = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cache.cos, "sin": cache.sin}
-        if s == 1:
+        if s == 1 and not self._batch_invariant:
             plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, config.eps, norm=has_norm)
             partials, _ = kernels.attention_workspace(plan, config.head_dim)
             scratch = {"partials": self._empty((partials,), np.float32), "counters": self._attention_counters}
@@ -231,7 +236,12 @@ class CudaOps(DecoderOps):
         for part in parts:
             weight = _upload_weight(part.weight)
             linears.append(weight if part.bias is None else AwqLinear(weight, bias=_upload(part.bias)))
-        return AwqLinear.concatenate(linears, activation=activation, keep_weight=False)
+        invariant = self._batch_invariant
+        return AwqLinear.concatenate(linears, activation=activation, keep_weight=False, batch_invariant=invariant)
+
+    def _awq_linear(self, part: Module) -> AwqLinear:
+        weight, bias = _upload_weight(part.weight), _upload(part.bias)
+        return AwqLinear(weight, bias=bias, keep_weight=False, batch_invariant=self._batch_invariant)
 
     def _dense(self, part: DenseLinear, out_dtype: np.dtype[Any] | None = None) -> Projection:
         """Return the projection of a dense layer. If its weight is the embedding table, both share device memory."""
@@ -374,10 +384,6 @@ class CudaDecodeLoop(DecodeLoop):
 def activation_dtype(part: Module | DenseLinear) -> np.dtype[Any]:
     """Return the dtype of a model's activations, given one layer: bfloat16 for bfloat16 weights, else float16."""
     return check.BFLOAT16 if part.weight.dtype == check.BFLOAT16 else check.FLOAT16
-
-
-def _awq_linear(part: Module) -> AwqLinear:
-    return AwqLinear(_upload_weight(part.weight), bias=_upload(part.bias), keep_weight=False)
 
 
 def _upload(a: npt.NDArray[Any] | None) -> Any:
