@@ -114,7 +114,7 @@ class BlockQuantizedWeight:
             return None
         xp = namespace(self.scale)
         scale, offset = self.scale.astype(np.float32), self.offset.astype(np.float32)
-        with np.errstate(all="ignore"):  # the result is None for scales or offsets that are not finite
+        with np.errstate(all="ignore"):  # scales and offsets that are not finite give None without a warning
             quotient = xp.rint(offset / xp.where(scale == 0, np.float32(1), scale))
             quotient = xp.clip(quotient, -MAX_ZERO_POINT, MAX_ZERO_POINT)
             zero_points = quotient.astype(np.int8)

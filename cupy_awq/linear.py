@@ -258,7 +258,7 @@ class AwqLinear:
     ) -> Array:
         if self._quantized is not None:
             return self._multiply_quantized(self._quantized, x, out, residual, dtype)
-        # Validation and kernel selection depend only on the layouts, so a cached launch needs neither.
+        # Validation and kernel selection depend only on shapes, strides and dtypes, so a cached launch needs neither.
         key: Any
         try:
             key = arrays.layout_key(x), arrays.layout_key(out), arrays.layout_key(residual), dtype

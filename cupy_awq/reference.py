@@ -226,8 +226,8 @@ def _planes(words: Array) -> Array:
 @lru_cache(maxsize=16)
 def _orders(n: int) -> tuple[Array, Array]:
     """Return two permutations of N columns: from column order to plane order, and from plane order to column order."""
-    columns = np.arange(n).reshape(n // 8, 2, 2, 2)  # axes word, a, b, d
-    planes = columns.transpose(2, 0, 3, 1).reshape(n)  # axes b, word, d, a
+    columns = np.arange(n).reshape(n // 8, 2, 2, 2)  # column order: axes (word, a, b, d)
+    planes = columns.transpose(2, 0, 3, 1).reshape(n)  # plane order: axes (b, word, d, a)
     return planes, np.argsort(planes)
 
 

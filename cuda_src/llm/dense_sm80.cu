@@ -8,16 +8,16 @@
 //   bias  float32 [n] (HAS_BIAS), or null
 //   y     Y [m, n]
 //
-// Limits: k a multiple of 32. Architectures: sm_80 and newer.
-// Grid (CTAs, ceil(m / 16)): for up to 16 rows of x, w is read once.
+// Limits: k is a multiple of 32. Architectures: sm_80 and newer.
+// Grid (CTAs, ceil(m / 16)): w is read once per 16 rows of x.
 //
-// A persistent CTA iterates over tiles of 8 * TILES columns. Its warps split K and take STEPS steps of 32 k at a time,
-// so that a CTA reads whole, adjacent rows of w; reading parts of many rows loses a third of the bandwidth. Operands
-// are loaded from global memory straight to registers. The sum over k may have any order, so lane t of a row loads 16
-// adjacent bytes, k 8t .. 8t + 7 of 32, whose four pairs take the places of the pairs at 2t and 2t + 8 of two mma; x is
-// loaded in the same order. Loads of w bypass L1, which keeps x.
+// A persistent CTA iterates over tiles of 8 * TILES columns. Each warp computes a slice of K, STEPS steps of 32 k at a
+// time, so that a CTA reads whole, adjacent rows of w; reading pieces of many rows would lose a third of the bandwidth.
+// Operands are loaded from global memory straight to registers. The sum over k may have any order. So lane 4 g + t
+// loads 16 adjacent bytes of a row, k 8t .. 8t + 7 of 32, and the four pairs are used as the pairs at 2t and 2t + 8 of
+// two mma; x is loaded in the same order. Loads of w bypass L1, so that x stays there.
 //
-// PDL: the first elements of w are loaded before griddepcontrol.wait.
+// PDL: the elements of w of the first pass are loaded before griddepcontrol.wait.
 #include "llm/dependent_launch.cuh"
 #include "common/mma.cuh"
 #include "ptx/ld.cuh"
@@ -27,7 +27,7 @@ constexpr int kSteps = STEPS;
 constexpr int kWarps = THREADS / 32;
 constexpr int kColumns = 8 * kTiles;
 constexpr int kWarpK = 32 * kSteps;
-constexpr int kPassK = kWarps * kWarpK;  // k per pass of all warps
+constexpr int kPassK = kWarps * kWarpK;  // number of k that all warps together compute per pass
 
 using Chunk = Vector<uint32_t, 4>;  // 8 values of type X
 
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int m_begin = blockIdx.y * 16;
   const int passes = ceil_div(k, kPassK);
-  // Each lane holds two rows of x.
+  // A lane loads rows g and g + 8 of the tile of x.
   const X* const x_low = x + static_cast<int64_t>(m_begin + g) * k;
   const X* const x_high = x_low + static_cast<int64_t>(8) * k;
   const bool has_low = m_begin + g < m, has_high = m_begin + 8 + g < m;
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int j = 0; j < kTiles; ++j) mma<X>(acc[j], a, b[s][j].values[i], b[s][j].values[i + 1]);
       }
     }
-    // Start the loads of the next pass or tile before reducing this tile.
+    // Start the loads of the next pass or tile before the reduction of this tile.
     const int finished_tile = tile;
     const bool is_complete = ++pass == passes;
     if (is_complete) {

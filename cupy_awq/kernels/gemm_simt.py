@@ -61,7 +61,7 @@ def configs(problem: Problem, device: Device) -> list[GemmSimtConfig]:
 
 
 def reduction(config: GemmSimtConfig, problem: Problem) -> Reduction:
-    """Return the order of the additions along K; it is the same with split-K and with several slices per CTA."""
+    """Return the order in which a configuration adds up an element of y."""
     return Reduction("fma", slices=slice_begins(ceil_div(problem.k, BLOCK_K), config.split_k * config.slices))
 
 

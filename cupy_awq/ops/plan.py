@@ -38,7 +38,9 @@ class Plan:
         shape: shape of y.
         workspace_bytes: size in bytes of the split-K workspace, which the plan owns. Calls that may run concurrently on
             several streams each need their own ``workspace``: a contiguous array of at least this many bytes, zero
-            before its first use. Plans that run in order can share one workspace.
+            before its first use. Plans that run in order can share one workspace. As any CuPy array, the plan's own
+            workspace belongs to the stream that was current when the plan was created: keep the plan until its calls on
+            other streams have finished.
     """
 
     __slots__ = (
@@ -80,12 +82,13 @@ class Plan:
                 for name, a in (("x", x), ("out", out), ("residual", residual)):
                     if a is not None and arrays.row_stride(a) is None:
                         raise ValueError(f"{name}: expected contiguous rows with one stride, got strides {a.strides}")
-                how = kernel, split_k, _synchronize(), batch_invariant
+                may_prefetch = _synchronize()
+                how = kernel, split_k, may_prefetch, batch_invariant
                 launch = GemmLaunch(x, weight, product, options["bias"], residual, out, *how)
                 self._launch, self.kernel, self.workspace_bytes = launch, launch.kernel, launch.workspace_bytes
             self._constants = weight_pointers(weight, options["bias"])
             if self.workspace_bytes:
-                self._memory = workspaces.allocate_zeros(self.workspace_bytes)
+                self._memory = workspaces.allocate_zeros(self.workspace_bytes, on_current_stream=may_prefetch)
         self._layouts = self._layout(x), self._layout(out), self._layout(residual)
 
     def __call__(

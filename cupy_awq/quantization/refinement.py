@@ -113,7 +113,7 @@ def refine_codes(codes: Array, gradient: Array, second: Array, grid: Grid) -> No
             xp.multiply(best - codes[j], step.scale, out=change)
             codes[j] = best
             gradient[j:stop] += second[j:stop, j, None] * change
-        gradient[stop:] += second[stop:, start:stop] @ changes  # rows before `stop` are not read again
+        gradient[stop:] += second[stop:, start:stop] @ changes  # rows of `gradient` before `stop` are not read again
 
 
 def _dequantize(codes: Array, grid: Grid) -> Array:

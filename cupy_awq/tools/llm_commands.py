@@ -25,7 +25,7 @@ Each line is a message. An empty line or Ctrl-D ends the conversation, Ctrl-C st
 
 CONVERT = """
 
-The file holds no tokenizer: put tokenizer.json and tokenizer_config.json beside it."""
+The file contains no tokenizer: put tokenizer.json and tokenizer_config.json into its folder."""
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -38,7 +38,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     generate.add_argument(
         "prompts", metavar="PROMPT", nargs="+", type=_text, help="a user's message; several run as one batch"
     )
-    generate.add_argument("--raw", action="store_true", help="complete the text itself, without a chat template")
+    generate.add_argument("--raw", action="store_true", help="continue the text as it is, without a chat template")
     generate.add_argument(
         "--special-tokens",
         action=argparse.BooleanOptionalAction,
@@ -83,7 +83,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="cpu|N",
-        help="the CPU or the number of a GPU (default: the current GPU, or the CPU if there is none)",
+        help="the CPU, or a device ordinal (default: the current GPU, or the CPU if there is none)",
     )
 
 
@@ -91,13 +91,13 @@ def _add_choices(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     def number(name: str, kind: type, default: Any, text: str) -> None:
         parser.add_argument(name, metavar="X", type=kind, default=default, help=f"{text} (default: {default})")
 
-    number("--max-tokens", int, max_tokens, "the largest number of tokens of an answer")
-    number("--temperature", float, 0.0, "the divisor of the logits; 0 always takes the most likely token")
+    number("--max-tokens", int, max_tokens, "the largest number of tokens per answer")
+    number("--temperature", float, 0.0, "the divisor of the logits; 0: always take the most likely token")
     number("--top-k", int, 0, "keep the X most likely tokens; 0 keeps all")
-    number("--top-p", float, 1.0, "keep the most likely tokens that together hold this probability")
+    number("--top-p", float, 1.0, "keep the most likely tokens whose total probability reaches X")
     number("--min-p", float, 0.0, "keep tokens at least X times as likely as the most likely one")
-    number("--repetition-penalty", float, 1.0, "above 1, make tokens of the text so far less likely")
-    number("--seed", int, 0, "the seed of the random choice")
+    number("--repetition-penalty", float, 1.0, "above 1: make tokens that are already in the text less likely")
+    number("--seed", int, 0, "the seed of the random numbers")
     parser.add_argument(
         "--stop", metavar="TEXT", type=_text, action="append", default=[], help="a text that ends an answer; repeatable"
     )

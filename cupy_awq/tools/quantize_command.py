@@ -12,8 +12,8 @@ from typing import Any
 
 MORE = """
 
-SRC is a Hugging Face folder with dense weights. A run that was stopped continues with --resume. Take calibration text
-of the kinds that the model is used for, and none of the text that you evaluate it on."""
+Use calibration text that is similar to the texts for which the model is used, but
+does not contain the text on which it is evaluated."""
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -21,7 +21,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     example = "SmolLM2-135M/ SmolLM2-135M-AWQ/ --calibration texts/ --group-size 64"
     parser = command("quantize", _quantize, "quantize a model to 4 bits", MORE, [example])
     parser.add_argument("source", metavar="SRC", type=Path, help="a Hugging Face folder with dense weights")
-    parser.add_argument("target", metavar="DST", type=Path, help="the folder to write; new or empty")
+    parser.add_argument("target", metavar="DST", type=Path, help="the folder to write, new or empty")
     parser.add_argument(
         "--calibration",
         metavar="PATH",
@@ -29,17 +29,35 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         required=True,
         help="a text file in UTF-8, or a folder of .txt and .md files",
     )
-    parser.add_argument("--method", default="awq+gptq", choices=("rtn", "awq", "gptq", "awq+gptq"))
-    parser.add_argument("--group-size", metavar="G", type=int, default=128, help="input channels that share a scale")
-    zeros = parser.add_mutually_exclusive_group()
-    zeros.add_argument("--symmetric", action="store_true", help="make every zero point 8")
-    zeros.add_argument("--asymmetric", dest="symmetric", action="store_false", help="search zero points (default)")
-    parser.add_argument("--samples", metavar="N", type=int, default=128, help="calibration sequences (default: 128)")
-    parser.add_argument("--sequence-length", metavar="N", type=int, default=512, help="their tokens (default: 512)")
-    parser.add_argument("--format", default="autoawq", choices=("autoawq", "compressed-tensors"))
     parser.add_argument(
-        "--device", metavar="cpu|N", default="cpu", help="the CPU or the number of a GPU (default: cpu)"
+        "--method",
+        default="awq+gptq",
+        choices=("rtn", "awq", "gptq", "awq+gptq"),
+        help="rtn: round to nearest; awq: channel scales and clipping; gptq: clipping and error compensation; "
+        "awq+gptq: all of them (default)",
     )
+    parser.add_argument(
+        "--group-size", metavar="G", type=int, default=128, help="input channels per group (default: 128)"
+    )
+    zeros = parser.add_mutually_exclusive_group()
+    zeros.add_argument("--symmetric", action="store_true", help="use the zero point 8 everywhere")
+    zeros.add_argument(
+        "--asymmetric",
+        dest="symmetric",
+        action="store_false",
+        help="compute a zero point per group and column (default)",
+    )
+    parser.add_argument("--samples", metavar="N", type=int, default=128, help="calibration sequences (default: 128)")
+    parser.add_argument(
+        "--sequence-length", metavar="N", type=int, default=512, help="tokens per calibration sequence (default: 512)"
+    )
+    parser.add_argument(
+        "--format",
+        default="autoawq",
+        choices=("autoawq", "compressed-tensors"),
+        help="the format to write (default: autoawq)",
+    )
+    parser.add_argument("--device", metavar="cpu|N", default="cpu", help="the CPU, or a device ordinal (default: cpu)")
     parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
 
 
