@@ -47,8 +47,9 @@ class CudaOps(DecoderOps):
         config: the configuration of the model.
         device_index: the device ordinal; this device must be current at construction and at every call.
         dtype: the dtype of activations and of the KV cache: float16 or bfloat16.
-        batch_invariant: as in `cupy_awq.llm.load`. GEMMs are not fused with the residual add and RMSNorm, and a decode
-            step runs the attention kernel of a prompt, whose order of additions depends only on a token's position.
+        batch_invariant: the option of `cupy_awq.llm.load`. If True, GEMMs are not fused with the residual add and
+            RMSNorm, and decode steps use the attention kernel for prompts, whose order of additions depends only on the
+            position of a token.
 
     Raises:
         ValueError: the kernels do not support the sizes of the model.
