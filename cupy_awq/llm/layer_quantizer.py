@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from cupy_awq.llm.model import Layer
 from cupy_awq.llm.model_files import DenseLinear, ModelFiles
 from cupy_awq.llm.numpy_ops import NumpyOps
 from cupy_awq.llm.ops import Projection, ResidualStream
+from cupy_awq.packing import namespace
 from cupy_awq.quantization import (
     Moments,
     MomentSum,
@@ -27,7 +28,7 @@ from cupy_awq.quantization import (
     quantize_rows,
     search_channel_scales,
 )
-from cupy_awq.quantization.grid import fit_rows, round_rows
+from cupy_awq.quantization.grid import Grid, QuantizedRows, fit_rows, round_rows
 from cupy_awq.weight import PackedWeight
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -125,14 +126,25 @@ def quantize_layers(
         layer = _build(ops, weights, sums)
         outputs = [_run(ops, layer, h, cache) for h in hidden]
         moments = {site: total.mean() for site, total in sums.items()}
-        folded, moments = _fold(config, weights, moments, recipe) if scales else (weights, moments)
-        quantized, rounded = _quantize(index, folded, moments, recipe)
-        quantized_layer = _build(ops, rounded, {})
+        folded, folded_moments, found = weights, moments, _Scales({}, {})
+        if scales:
+            folded, folded_moments, found = _fold(config, weights, moments, recipe)
+        quantized = _quantize(folded, folded_moments, recipe)
+        dtype = folded.norms[ATTENTION_NORM].dtype
+        biases = {name: None if b is None else b.astype(dtype) for name, (_, b) in folded.linears.items()}
+        linears = {name: (rows.dequantize(), biases[name]) for name, rows in quantized.items()}
+        quantized_layer = _build(ops, _Weights(linears, folded.norms), {})
         moved = total = 0.0
         for h, y in zip(hidden[:CHECKED_SEQUENCES], outputs, strict=False):
             moved += float(np.square(_run(ops, quantized_layer, h, cache) - y).sum(dtype=np.float64))
             total += float(np.square(y - h).sum(dtype=np.float64))
-        yield dataclasses.replace(quantized, output_error=(moved / max(total, 1e-300)) ** 0.5)
+        yield QuantizedLayer(
+            index,
+            {name: _pack(rows, biases[name]) for name, rows in quantized.items()},
+            {name: to_host(a) for name, a in folded.norms.items()},
+            _compare_errors(weights, moments, quantized, found, recipe),
+            (moved / max(total, 1e-300)) ** 0.5,
+        )
         hidden = outputs
 
 
@@ -148,7 +160,7 @@ def _read(files: ModelFiles, index: int, xp: Any) -> _Weights:
         if isinstance(part, Module):
             raise ValueError(f"{files.path}: {at}.{name}: expected a dense layer, got a quantized one")
         bias = None if part.bias is None else xp.asarray(part.bias)
-        linears[name] = xp.asarray(part.weight.astype(np.float32)), bias
+        linears[name] = xp.asarray(part.weight).astype(np.float32), bias
     norms = {name: files.read_tensor(f"{at}.{name}", (config.hidden,)) for name in (ATTENTION_NORM, MLP_NORM)}
     if config.qk_norm:
         norms |= {name: files.read_tensor(f"{at}.{name}", (config.head_dim,)) for name in HEAD_NORMS}
@@ -197,15 +209,29 @@ def _run(ops: NumpyOps, layer: Layer, h: Array, cache: KvCache) -> Array:
     return ops.project_and_add(stream, activated, layer.down, None).h
 
 
+class _Scales(NamedTuple):
+    """The channel scales of a layer."""
+
+    columns: Mapping[str, Array]
+    """float32 [K], the factors of the columns of the linear layers at a site, by the name of the site."""
+    rows: Mapping[str, Array]
+    """float32 [N], the divisors of the rows of a linear layer, by its name."""
+
+    def unfold(self, site: str, name: str, w: Array) -> Array:
+        """Return a weight [N, K] with its columns and rows as they were before folding."""
+        result: Array = w / self.columns[site] if site in self.columns else w
+        return result * self.rows[name][:, None] if name in self.rows else result
+
+
 def _fold(
     config: ModelConfig, weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe
-) -> tuple[_Weights, dict[str, Moments]]:
-    """Return the weights with channel scales folded in, and the moments of their inputs."""
+) -> tuple[_Weights, dict[str, Moments], _Scales]:
+    """Return the weights with channel scales folded in, the moments of their inputs, and the scales."""
     tied = config.kv_heads, config.heads // config.kv_heads, config.head_dim
-    scales = {
+    columns = {
         site: search_channel_scales(
             [weights.linears[name][0] for name in names],
-            moments[site],
+            moments[site].regularize(recipe.shrinkage, recipe.damping),
             group_size=recipe.group_size,
             scale_dtype=recipe.scale_dtype,
             symmetric=recipe.symmetric,
@@ -215,37 +241,57 @@ def _fold(
     }
     norms, linears = dict(weights.norms), dict(weights.linears)
     for site, norm in (("qkv", ATTENTION_NORM), ("gate_up", MLP_NORM)):
-        norms[norm], scales[site] = folding.divide_norm(norms[norm], scales[site], norms[norm].dtype)
+        norms[norm], columns[site] = folding.divide_norm(norms[norm], columns[site], norms[norm].dtype)
     for site, names in SITES.items():
         for name in names:
-            linears[name] = folding.scale_columns(linears[name][0], scales[site]), linears[name][1]
-    rows = {QKV[2]: folding.value_scales(scales["o"], tied), UP: scales["down"]}
+            linears[name] = folding.scale_columns(linears[name][0], columns[site]), linears[name][1]
+    rows = {QKV[2]: folding.value_scales(columns["o"], tied), UP: columns["down"]}
     for name, t in rows.items():
         linears[name] = folding.divide_rows(*linears[name], t)
-    return _Weights(linears, norms), {site: moments[site].rescale(scales[site]) for site in SITES}
+    folded_moments = {site: moments[site].rescale(columns[site]) for site in SITES}
+    return _Weights(linears, norms), folded_moments, _Scales(columns, rows)
 
 
-def _quantize(
-    index: int, weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe
-) -> tuple[QuantizedLayer, _Weights]:
-    """Return the quantized layer on the host, without its output error, and its dequantized weights."""
-    linears, rounded, errors = {}, {}, {}
+def _quantize(weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe) -> dict[str, QuantizedRows]:
+    """Return the quantized weights of a layer by name."""
+    result = {}
+    for site, names in SITES.items():
+        parts = [weights.linears[name][0] for name in names]
+        stacked = namespace(parts[0]).concatenate(parts)  # the rows of layers with one input are quantized at once
+        quantized = quantize_rows(stacked, moments[site], recipe)
+        start = 0
+        for name, part in zip(names, parts, strict=True):
+            rows = slice(start, start := start + len(part))
+            result[name] = QuantizedRows(quantized.codes[rows], Grid(*(a[rows] for a in quantized.grid)))
+    return result
+
+
+def _compare_errors(
+    original: _Weights,
+    moments: Mapping[str, Moments],
+    quantized: Mapping[str, QuantizedRows],
+    scales: _Scales,
+    recipe: Recipe,
+) -> dict[str, tuple[float, float]]:
+    """Return `QuantizedLayer.errors`, in terms of the original weights and inputs."""
+    errors = {}
     for site, names in SITES.items():
         second = moments[site].second
         for name in names:
-            w, bias = weights.linears[name]
-            bias = None if bias is None else bias.astype(weights.norms[ATTENTION_NORM].dtype)  # the model's dtype
-            rows = quantize_rows(w, moments[site], recipe)
-            packed = rows.pack()
-            arrays = (to_host(a) for a in (packed.qweight, packed.scales, packed.qzeros))
-            linears[name] = Module(PackedWeight(*arrays), None if bias is None else to_host(bias))
-            rounded[name] = rows.dequantize(), bias
-            nearest = round_rows(w, fit_rows(w, recipe.group_size, recipe.scale_dtype, symmetric=recipe.symmetric))
+            w = original.linears[name][0]
+            grid = fit_rows(w, recipe.group_size, recipe.scale_dtype, symmetric=recipe.symmetric)
+            candidates = round_rows(w, grid).dequantize(), scales.unfold(site, name, quantized[name].dequantize())
             energy = max(output_error(w, second), 1e-300)
-            error, nearest_error = (output_error(q.dequantize() - w, second) / energy for q in (rows, nearest))
-            errors[name] = nearest_error, error
-    norms = {name: to_host(a) for name, a in weights.norms.items()}
-    return QuantizedLayer(index, linears, norms, errors, 0.0), _Weights(rounded, weights.norms)
+            nearest, result = (output_error(candidate - w, second) / energy for candidate in candidates)
+            errors[name] = nearest, result
+    return errors
+
+
+def _pack(rows: QuantizedRows, bias: Array | None) -> Module:
+    """Return a quantized weight and a bias as a module on the host."""
+    packed = rows.pack()
+    arrays = (to_host(a) for a in (packed.qweight, packed.scales, packed.qzeros))
+    return Module(PackedWeight(*arrays), None if bias is None else to_host(bias))
 
 
 def to_host(a: Any) -> np.ndarray[Any, Any]:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPTQ's error compensation: each rounded channel's error is taken up by the channels that are still unrounded.
 
-Grids are fixed beforehand ("static groups"), so channels can be rounded in any order and keep their place in storage.
+Grids are fixed beforehand ("static groups"), and channels are rounded in storage order.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,43 +15,69 @@ from cupy_awq.packing import namespace
 from cupy_awq.quantization.grid import Grid, QuantizedRows
 
 BLOCK = 64
-"""The number of channels rounded between two updates of all later channels."""
+"""The largest number of channels rounded between two updates of all later channels."""
+SMALLEST = 256
+"""The largest triangular matrix that is inverted without a division into blocks."""
 
 
 def compensate_errors(w: Array, second: Array, grid: Grid) -> QuantizedRows:
     """Return a weight rounded to a grid by GPTQ, which reduces trace(D H D^T).
 
-    Channels are rounded in falling order of the diagonal of H. After channel j, rounded with the error
-    e_j = (w_j - q_j) / U_jj, every later channel w_k is reduced by e_j * U_jk; U is the upper Cholesky factor of
-    H^-1.
+    After channel j, rounded with the error e_j = (w_j - q_j) / U_jj, every later channel w_k is reduced by e_j * U_jk;
+    U is the upper Cholesky factor of H^-1.
 
     Args:
         w: float32 [N, K]; it is not modified.
-        second: the second moments H of the inputs, float32 [K, K], positive definite (`Moments.damp`).
+        second: the second moments H of the inputs, float32 [K, K], positive definite (`Moments.regularize`).
         grid: the grid [N, K/G] of w.
     """
     xp = namespace(w)
     n, k = w.shape
-    order = xp.argsort(-xp.diagonal(second), kind="stable")
-    factor = inverse_factor(second[order][:, order])
-    work = xp.ascontiguousarray(w.T[order])  # [K, N], a channel in a contiguous row
-    steps, group_size = transpose_grid(grid), k // grid.zero.shape[1]
-    groups = (order // group_size).tolist()
+    factor = inverse_factor(second)
+    factor /= xp.diagonal(factor)[:, None].copy()  # of e_j * U_jk the division by U_jj is done once
+    work = xp.ascontiguousarray(w.T)  # [K, N], a channel in a contiguous row
     codes = xp.empty((k, n), np.uint8)
-    ranks = order.tolist()
-    for start in range(0, k, BLOCK):
-        stop = min(start + BLOCK, k)
-        errors = xp.empty((stop - start, n), np.float32)
-        for j in range(start, stop):
-            g = groups[j]
-            step = Grid(*(a[g] for a in steps))
-            rounded = step.nearest_codes(work[j])
-            codes[ranks[j]] = rounded.astype(np.uint8)
-            error = (work[j] - (rounded - step.zero) * step.scale) / factor[j, j]
-            work[j + 1 : stop] -= factor[j, j + 1 : stop, None] * error
-            errors[j - start] = error
-        work[stop:] -= factor[start:stop, stop:].T @ errors
+    for block, step in channel_blocks(k, transpose_grid(grid)):
+        target = work[block] / step.scale
+        target += step.zero
+        rounded, change = round_channels(target, target, -factor[block, block].T, step)
+        codes[block] = rounded.astype(np.uint8)
+        change *= step.scale
+        work[block.stop :] += factor[block, block.stop :].T @ change
     return QuantizedRows(xp.ascontiguousarray(codes.T), grid)
+
+
+def round_channels(target: Array, old: Array, weights: Array, step: Grid) -> tuple[Array, Array]:
+    """Round a block of channels, one after the other, and return (codes, changes), both float32 [B, N].
+
+    The change of channel j, its code less ``old``, reduces the targets of all later channels k by weights[k, j] times
+    the change.
+
+    Args:
+        target: the unrounded codes, float32 [B, N]; updated in place.
+        old: float32 [B, N]; may be ``target`` itself.
+        weights: float32 [B, B].
+        step: the grid [N] of the block.
+    """
+    xp = namespace(target)
+    codes, changes = xp.empty_like(target), xp.empty_like(target)
+    columns = xp.ascontiguousarray(weights.T)[:, :, None]
+    for j, (row, code, change) in enumerate(zip(target, codes, changes, strict=True)):
+        xp.rint(row, out=code)
+        xp.clip(code, step.bottom, step.top, out=code)
+        xp.subtract(code, old[j], out=change)
+        target[j + 1 :] -= columns[j, j + 1 :] * change
+    return codes, changes
+
+
+def channel_blocks(k: int, steps: Grid) -> Iterator[tuple[slice, Grid]]:
+    """Yield the blocks of at most `BLOCK` channels of a group, each with its grid [N], of a grid [K/G, N]."""
+    groups = len(steps.zero)
+    group_size = k // groups
+    for g in range(groups):
+        for start in range(0, group_size, BLOCK):
+            stop = min(start + BLOCK, group_size)
+            yield slice(g * group_size + start, g * group_size + stop), Grid(*(a[g] for a in steps))
 
 
 def inverse_factor(second: Array) -> Array:
@@ -61,7 +89,26 @@ def inverse_factor(second: Array) -> Array:
     xp = namespace(second)
     # With J the reversal of rows and columns, J H J = L L^T gives U = J L^-1 J.
     lower = xp.linalg.cholesky(second[::-1, ::-1].astype(np.float64))
-    return xp.ascontiguousarray(xp.linalg.inv(lower)[::-1, ::-1].astype(np.float32))
+    invert_triangle(lower)
+    return xp.ascontiguousarray(lower[::-1, ::-1].astype(np.float32))
+
+
+def invert_triangle(lower: Array) -> None:
+    """Replace a lower triangular matrix by its inverse, in place.
+
+    >>> lower = np.array([[2.0, 0.0], [1.0, 4.0]])
+    >>> invert_triangle(lower)
+    >>> lower.tolist()
+    [[0.5, 0.0], [-0.125, 0.25]]
+    """
+    half = len(lower) // 2
+    if len(lower) <= SMALLEST:
+        lower[:] = namespace(lower).linalg.inv(lower)
+        return
+    first, last, below = lower[:half, :half], lower[half:, half:], lower[half:, :half]
+    invert_triangle(first)
+    invert_triangle(last)
+    below[:] = -(last @ below @ first)
 
 
 def transpose_grid(grid: Grid) -> Grid:
