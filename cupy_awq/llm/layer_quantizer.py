@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from cupy_awq.quantization import (
     quantize_rows,
     search_channel_scales,
 )
-from cupy_awq.quantization.grid import Grid, QuantizedRows, fit_rows, round_rows
+from cupy_awq.quantization.grid import Grid, QuantizedRows
 from cupy_awq.weight import PackedWeight
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -47,18 +48,20 @@ class QuantizedLayer:
 
     Attributes:
         index: the number of the layer.
-        linears: the quantized linear layers by name, such as "mlp.up_proj".
+        linears: the linear layers by name, such as "mlp.up_proj"; dense ones are those that were to be ignored.
         norms: the RMSNorm weights by name, in their stored dtype; scales are folded into them.
         errors: (round-to-nearest's, this one's) squared error of a linear layer's output on the calibration tokens,
             relative to its squared output, by name.
         output_error: |f_q(h) - f(h)| / |f(h) - h| of the layer f and its quantized form f_q, on original inputs h.
+        nearest_output_error: the same of the layer rounded to nearest.
     """
 
     index: int
-    linears: Mapping[str, Module]
+    linears: Mapping[str, Module | DenseLinear]
     norms: Mapping[str, Array]
     errors: Mapping[str, tuple[float, float]]
     output_error: float
+    nearest_output_error: float
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ def quantize_layers(
     recipe: Recipe,
     *,
     scales: bool = True,
+    ignore: str | None = None,
     first: int = 0,
     xp: Any = np,
 ) -> Iterator[QuantizedLayer]:
@@ -93,6 +97,8 @@ def quantize_layers(
         sequences: calibration texts as token ids, each a sequence of its own; not longer than the context.
         recipe: the settings of every linear layer.
         scales: whether AWQ's channel scales are searched and folded.
+        ignore: a regular expression; linear layers in whose name it is found, such as "model.layers.0.mlp.up_proj",
+            stay dense.
         first: the number of the first layer to quantize; earlier ones only compute its inputs.
         xp: the array module to compute with, NumPy or CuPy (on its current GPU).
 
@@ -126,24 +132,27 @@ def quantize_layers(
         layer = _build(ops, weights, sums)
         outputs = [_run(ops, layer, h, cache) for h in hidden]
         moments = {site: total.mean() for site, total in sums.items()}
+        sites = _list_quantized(f"model.layers.{index}", ignore)
         folded, folded_moments, found = weights, moments, _Scales({}, {})
         if scales:
-            folded, folded_moments, found = _fold(config, weights, moments, recipe)
-        quantized = _quantize(folded, folded_moments, recipe)
-        dtype = folded.norms[ATTENTION_NORM].dtype
-        biases = {name: None if b is None else b.astype(dtype) for name, (_, b) in folded.linears.items()}
-        linears = {name: (rows.dequantize(), biases[name]) for name, rows in quantized.items()}
-        quantized_layer = _build(ops, _Weights(linears, folded.norms), {})
-        moved = total = 0.0
+            folded, folded_moments, found = _fold(config, weights, moments, recipe, sites)
+        quantized = _quantize(folded, folded_moments, recipe, sites)
+        nearest = _quantize(weights, {}, recipe, sites)
+        dtype = weights.norms[ATTENTION_NORM].dtype
+        results = [_dequantize(folded, quantized, dtype), _dequantize(weights, nearest, dtype)]
+        layers, moved, total = [_build(ops, result, {}) for result in results], [0.0, 0.0], 0.0
         for h, y in zip(hidden[:CHECKED_SEQUENCES], outputs, strict=False):
-            moved += float(np.square(_run(ops, quantized_layer, h, cache) - y).sum(dtype=np.float64))
+            for i, layer in enumerate(layers):
+                moved[i] += float(np.square(_run(ops, layer, h, cache) - y).sum(dtype=np.float64))
             total += float(np.square(y - h).sum(dtype=np.float64))
+        output_error, nearest_error = ((error / max(total, 1e-300)) ** 0.5 for error in moved)
         yield QuantizedLayer(
             index,
-            {name: _pack(rows, biases[name]) for name, rows in quantized.items()},
+            {name: _pack(linear, quantized.get(name), dtype) for name, linear in results[0].linears.items()},
             {name: to_host(a) for name, a in folded.norms.items()},
-            _compare_errors(weights, moments, quantized, found, recipe),
-            (moved / max(total, 1e-300)) ** 0.5,
+            _compare_errors(weights, moments, quantized, nearest, found),
+            output_error,
+            nearest_error,
         )
         hidden = outputs
 
@@ -223,8 +232,21 @@ class _Scales(NamedTuple):
         return result * self.rows[name][:, None] if name in self.rows else result
 
 
+def _list_quantized(layer: str, ignore: str | None) -> dict[str, list[str]]:
+    """Return the names of the linear layers to quantize by the name of their input; inputs without any are left out."""
+    names = {
+        site: [name for name in names if ignore is None or not re.search(ignore, f"{layer}.{name}")]
+        for site, names in SITES.items()
+    }
+    return {site: found for site, found in names.items() if found}
+
+
 def _fold(
-    config: ModelConfig, weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe
+    config: ModelConfig,
+    weights: _Weights,
+    moments: Mapping[str, Moments],
+    recipe: Recipe,
+    sites: Mapping[str, Sequence[str]],
 ) -> tuple[_Weights, dict[str, Moments], _Scales]:
     """Return the weights with channel scales folded in, the moments of their inputs, and the scales."""
     tied = config.kv_heads, config.heads // config.kv_heads, config.head_dim
@@ -237,28 +259,34 @@ def _fold(
             symmetric=recipe.symmetric,
             tied=tied if site == "o" else None,
         ).t
-        for site, names in SITES.items()
+        for site, names in sites.items()
     }
-    norms, linears = dict(weights.norms), dict(weights.linears)
+    norms, linears, rows = dict(weights.norms), dict(weights.linears), {}
     for site, norm in (("qkv", ATTENTION_NORM), ("gate_up", MLP_NORM)):
-        norms[norm], columns[site] = folding.divide_norm(norms[norm], columns[site], norms[norm].dtype)
-    for site, names in SITES.items():
-        for name in names:
-            linears[name] = folding.scale_columns(linears[name][0], columns[site]), linears[name][1]
-    rows = {QKV[2]: folding.value_scales(columns["o"], tied), UP: columns["down"]}
+        if site in columns:
+            norms[norm], columns[site] = folding.divide_norm(norms[norm], columns[site], norms[norm].dtype)
+    for site, t in columns.items():
+        for name in SITES[site]:
+            linears[name] = folding.scale_columns(linears[name][0], t), linears[name][1]
+    if "o" in columns:
+        rows[QKV[2]] = folding.value_scales(columns["o"], tied)
+    if "down" in columns:
+        rows[UP] = columns["down"]
     for name, t in rows.items():
         linears[name] = folding.divide_rows(*linears[name], t)
-    folded_moments = {site: moments[site].rescale(columns[site]) for site in SITES}
-    return _Weights(linears, norms), folded_moments, _Scales(columns, rows)
+    folded = {site: moments[site].rescale(t) for site, t in columns.items()}
+    return _Weights(linears, norms), folded, _Scales(columns, rows)
 
 
-def _quantize(weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe) -> dict[str, QuantizedRows]:
-    """Return the quantized weights of a layer by name."""
+def _quantize(
+    weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe, sites: Mapping[str, Sequence[str]]
+) -> dict[str, QuantizedRows]:
+    """Return the quantized weights of a layer by name; without moments, rounded to nearest."""
     result = {}
-    for site, names in SITES.items():
+    for site, names in sites.items():
         parts = [weights.linears[name][0] for name in names]
         stacked = namespace(parts[0]).concatenate(parts)  # the rows of layers with one input are quantized at once
-        quantized = quantize_rows(stacked, moments[site], recipe)
+        quantized = quantize_rows(stacked, moments.get(site), recipe)
         start = 0
         for name, part in zip(names, parts, strict=True):
             rows = slice(start, start := start + len(part))
@@ -266,32 +294,44 @@ def _quantize(weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe)
     return result
 
 
+def _dequantize(weights: _Weights, quantized: Mapping[str, QuantizedRows], dtype: Any) -> _Weights:
+    """Return the weights as the written model has them: quantized, or rounded to its dtype."""
+    linears = {}
+    for name, (w, bias) in weights.linears.items():
+        values = quantized[name].dequantize() if name in quantized else w.astype(dtype).astype(np.float32)
+        linears[name] = values, None if bias is None else bias.astype(dtype)
+    return _Weights(linears, weights.norms)
+
+
 def _compare_errors(
     original: _Weights,
     moments: Mapping[str, Moments],
     quantized: Mapping[str, QuantizedRows],
+    nearest: Mapping[str, QuantizedRows],
     scales: _Scales,
-    recipe: Recipe,
 ) -> dict[str, tuple[float, float]]:
     """Return `QuantizedLayer.errors`, in terms of the original weights and inputs."""
     errors = {}
     for site, names in SITES.items():
         second = moments[site].second
-        for name in names:
+        for name in (name for name in names if name in quantized):
             w = original.linears[name][0]
-            grid = fit_rows(w, recipe.group_size, recipe.scale_dtype, symmetric=recipe.symmetric)
-            candidates = round_rows(w, grid).dequantize(), scales.unfold(site, name, quantized[name].dequantize())
+            candidates = nearest[name].dequantize(), scales.unfold(site, name, quantized[name].dequantize())
             energy = max(output_error(w, second), 1e-300)
-            nearest, result = (output_error(candidate - w, second) / energy for candidate in candidates)
-            errors[name] = nearest, result
+            nearest_error, error = (output_error(candidate - w, second) / energy for candidate in candidates)
+            errors[name] = nearest_error, error
     return errors
 
 
-def _pack(rows: QuantizedRows, bias: Array | None) -> Module:
-    """Return a quantized weight and a bias as a module on the host."""
+def _pack(linear: tuple[Array, Array | None], rows: QuantizedRows | None, dtype: Any) -> Module | DenseLinear:
+    """Return a linear layer on the host, quantized if there are rows."""
+    w, bias = linear
+    bias = None if bias is None else to_host(bias)
+    if rows is None:
+        return DenseLinear(to_host(w.astype(dtype)), bias)
     packed = rows.pack()
     arrays = (to_host(a) for a in (packed.qweight, packed.scales, packed.qzeros))
-    return Module(PackedWeight(*arrays), None if bias is None else to_host(bias))
+    return Module(PackedWeight(*arrays), bias)
 
 
 def to_host(a: Any) -> np.ndarray[Any, Any]:

@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,10 @@ def record_times(seconds: dict[str, float]) -> None:
         setattr(layer_quantizer, name, timed(name, getattr(layer_quantizer, name)))
 
 
-def quantize(folder: Path, name: str, device: Any, samples: int, progress: Any = None) -> list[dict[str, Any]]:
+def quantize(folder: Path, name: str, device: Any, samples: int, progress: Any = None) -> Sequence[Mapping[str, Any]]:
     """Quantize a model with the default method and return its reports."""
     text = random_text(samples * 512 + 512)
-    return llm.quantize(folder, folder / name, [text], samples=samples, device=device, progress=progress)
+    return llm.quantize(folder, folder / name, [text], samples=samples, device=device, progress=progress).layers
 
 
 def main() -> None:
