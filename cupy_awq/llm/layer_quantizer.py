@@ -35,11 +35,11 @@ from cupy_awq.weight import PackedWeight
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 ATTENTION_OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
 SITES = {"qkv": QKV, "o": (ATTENTION_OUT,), "gate_up": (GATE, UP), "down": (DOWN,)}
-"""The linear layers that share an input, by the name of the input."""
+"""The four inputs (sites) of a decoder layer's linear layers: the names of the linear layers that share each input."""
 ATTENTION_NORM, MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 CHECKED_SEQUENCES = 2
-"""The number of calibration sequences on which the output error of a whole layer is measured."""
+"""The number of calibration sequences on which the output error of a decoder layer is measured."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,14 @@ class QuantizedLayer:
     """A quantized decoder layer.
 
     Attributes:
-        index: the number of the layer.
-        linears: the linear layers by name, such as "mlp.up_proj"; dense ones are those that were to be ignored.
-        norms: the RMSNorm weights by name, in their stored dtype; scales are folded into them.
-        errors: (round-to-nearest's, this one's) squared error of a linear layer's output on the calibration tokens,
-            relative to its squared output, by name.
-        output_error: |f_q(h) - f(h)| / |f(h) - h| of the layer f and its quantized form f_q, on original inputs h.
-        nearest_output_error: the same of the layer rounded to nearest.
+        index: the index of the layer in the model.
+        linears: the linear layers by name, such as "mlp.up_proj"; ignored layers are dense.
+        norms: the RMSNorm weights by name, in their stored dtype, with the channel scales folded in.
+        errors: |x (W_q - W)|^2 / |x W|^2 on the calibration tokens x by name of the linear layer, as a pair: for W_q
+            rounded to nearest, and for W_q as quantized here.
+        output_error: |f_q(h) - f(h)| / |f(h) - h| for the layer f and the quantized layer f_q, on the inputs h that the
+            layer has in the original model.
+        nearest_output_error: the same error for the layer rounded to nearest.
     """
 
     index: int
@@ -69,8 +70,8 @@ class _Weights:
     """The dense weights of a decoder layer.
 
     Attributes:
-        linears: (weight float32 [N, K], bias or None) by name.
-        norms: RMSNorm weights in their stored dtype by name.
+        linears: (weight float32 [N, K], bias or None) by name of the linear layer.
+        norms: the RMSNorm weights by name, in their stored dtype.
     """
 
     linears: Mapping[str, tuple[Array, Array | None]]
@@ -87,24 +88,24 @@ def quantize_layers(
     first: int = 0,
     xp: Any = np,
 ) -> Iterator[QuantizedLayer]:
-    """Yield the quantized decoder layers of a model, from the first to the last.
+    """Quantize the decoder layers of a model and yield them, from the first to the last.
 
-    Every layer is calibrated on its inputs in the original model. Memory holds one layer in float32, the second moments
-    of its four inputs, and the hidden states of all calibration tokens.
+    Every layer is calibrated on its inputs in the original model. The memory holds one layer in float32, the second
+    moments of its four inputs, and the hidden states of all calibration tokens.
 
     Args:
         files: a model with dense linear layers.
-        sequences: calibration texts as token ids, each a sequence of its own; not longer than the context.
-        recipe: the settings of every linear layer.
-        scales: whether AWQ's channel scales are searched and folded.
-        ignore: a regular expression; linear layers in whose name it is found, such as "model.layers.0.mlp.up_proj",
-            stay dense.
-        first: the number of the first layer to quantize; earlier ones only compute its inputs.
-        xp: the array module to compute with, NumPy or CuPy (on its current GPU).
+        sequences: the token ids of each calibration sequence, none longer than the model's context.
+        recipe: the quantization settings for every linear layer.
+        scales: whether to search AWQ's channel scales and fold them into the weights.
+        ignore: a regular expression; linear layers whose name, such as "model.layers.0.mlp.up_proj", has a match stay
+            dense.
+        first: the index of the first layer to quantize; earlier layers are only run, to compute its inputs.
+        xp: the array module, NumPy, or CuPy to compute on its current GPU.
 
     Raises:
         CheckpointError: a tensor is missing or damaged.
-        ValueError: a linear layer is quantized already, there is no token, or activations hold NaN or infinity.
+        ValueError: a linear layer is already quantized, all sequences are empty, or activations have NaN or infinity.
 
     Example::
 
@@ -158,7 +159,7 @@ def quantize_layers(
 
 
 def _read(files: ModelFiles, index: int, xp: Any) -> _Weights:
-    """Return the dense weights of a layer. Raises ValueError if one is quantized already."""
+    """Return the dense weights of layer ``index``. Raises ValueError if a linear layer is already quantized."""
     config, at = files.config, f"model.layers.{index}"
     sizes = dict.fromkeys(QKV, (config.hidden, config.kv_width)) | {QKV[0]: (config.hidden, config.q_width)}
     sizes |= dict.fromkeys((GATE, UP), (config.hidden, config.intermediate))
@@ -177,7 +178,7 @@ def _read(files: ModelFiles, index: int, xp: Any) -> _Weights:
 
 
 def _build(ops: NumpyOps, weights: _Weights, sums: Mapping[str, MomentSum]) -> Layer:
-    """Return a layer that runs; its inputs are added to the sums of their sites."""
+    """Return a runnable layer. Each of its forward passes adds the inputs of its linear layers to ``sums``, by site."""
     norms = {name: ops.prepare_tensor(a) for name, a in weights.norms.items()}
 
     def project(site: str) -> Projection:
@@ -199,7 +200,7 @@ def _build(ops: NumpyOps, weights: _Weights, sums: Mapping[str, MomentSum]) -> L
 
 
 def _record(projection: Projection, add: Callable[[Array], None]) -> Projection:
-    """Return a projection that hands its inputs to ``add``."""
+    """Return a projection that calls ``add`` with its input before it computes the output."""
 
     def project(x: Array) -> Array:
         add(x)
@@ -209,7 +210,7 @@ def _record(projection: Projection, add: Callable[[Array], None]) -> Projection:
 
 
 def _run(ops: NumpyOps, layer: Layer, h: Array, cache: KvCache) -> Array:
-    """Return the output [1, S, hidden] of a layer for the hidden states h of one sequence, which are not modified."""
+    """Return the output [1, S, hidden] of a layer for the hidden states of one sequence. ``h`` is not modified."""
     cache.lengths[:] = 0
     stream, qkv = ops.norm_and_project(ResidualStream(h.copy()), layer.attention_norm, layer.qkv)
     attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, 0)
@@ -248,7 +249,7 @@ def _fold(
     recipe: Recipe,
     sites: Mapping[str, Sequence[str]],
 ) -> tuple[_Weights, dict[str, Moments], _Scales]:
-    """Return the weights with channel scales folded in, the moments of their inputs, and the scales."""
+    """Search and fold AWQ's channel scales; return the weights, the moments of their scaled inputs, and the scales."""
     tied = config.kv_heads, config.heads // config.kv_heads, config.head_dim
     columns = {
         site: search_channel_scales(
@@ -335,5 +336,5 @@ def _pack(linear: tuple[Array, Array | None], rows: QuantizedRows | None, dtype:
 
 
 def to_host(a: Any) -> np.ndarray[Any, Any]:
-    """Return a NumPy array of the elements of a NumPy or CuPy array."""
+    """Return a NumPy or CuPy array as a NumPy array."""
     return a if isinstance(a, np.ndarray) else np.asarray(a.get())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTQ's error compensation: each rounded channel's error is taken up by the channels that are still unrounded.
+"""GPTQ's error compensation: after a channel is rounded, the channels not yet rounded are changed to reduce the error.
 
-Grids are fixed beforehand ("static groups"), and channels are rounded in storage order.
+Grids are computed in advance ("static groups"), and channels are rounded in storage order.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from cupy_awq.packing import namespace
 from cupy_awq.quantization.grid import Grid, QuantizedRows
 
 BLOCK = 64
-"""The largest number of channels rounded between two updates of all later channels."""
+"""The largest number of channels that are rounded between two updates of all channels not yet rounded."""
 SMALLEST = 256
-"""The largest triangular matrix that is inverted without a division into blocks."""
+"""The largest number of rows of a triangular matrix that is inverted without splitting it into blocks."""
 
 
 def compensate_errors(w: Array, second: Array, grid: Grid) -> QuantizedRows:
-    """Return a weight rounded to a grid by GPTQ, which reduces trace(D H D^T).
+    """Round a weight to its grids by GPTQ, which reduces the output error trace(D H D^T).
 
-    After channel j, rounded with the error e_j = (w_j - q_j) / U_jj, every later channel w_k is reduced by e_j * U_jk;
-    U is the upper Cholesky factor of H^-1.
+    After channel j is rounded to q_j, every later channel w_k is reduced by (w_j - q_j) / U_jj * U_jk, where U is the
+    upper Cholesky factor of H^-1.
 
     Args:
-        w: float32 [N, K]; it is not modified.
+        w: the weight, float32 [N, K]; it is not modified.
         second: the second moments H of the inputs, float32 [K, K], positive definite (`Moments.regularize`).
-        grid: the grid [N, K/G] of w.
+        grid: the grids [N, K/G] of all groups.
     """
     xp = namespace(w)
     n, k = w.shape
     factor = inverse_factor(second)
-    factor /= xp.diagonal(factor)[:, None].copy()  # of e_j * U_jk the division by U_jj is done once
-    work = xp.ascontiguousarray(w.T)  # [K, N], a channel in a contiguous row
+    factor /= xp.diagonal(factor)[:, None].copy()  # U_jk / U_jj
+    work = xp.ascontiguousarray(w.T)  # [K, N]: each input channel is a contiguous row
     codes = xp.empty((k, n), np.uint8)
     for block, step in channel_blocks(k, transpose_grid(grid)):
         target = work[block] / step.scale
@@ -48,16 +48,16 @@ def compensate_errors(w: Array, second: Array, grid: Grid) -> QuantizedRows:
 
 
 def round_channels(target: Array, old: Array, weights: Array, step: Grid) -> tuple[Array, Array]:
-    """Round a block of channels, one after the other, and return (codes, changes), both float32 [B, N].
+    """Round the targets of a block of B channels one after the other; return (codes, changes), both float32 [B, N].
 
-    The change of channel j, its code less ``old``, reduces the targets of all later channels k by weights[k, j] times
-    the change.
+    The change of channel j is its code minus ``old[j]``. It reduces the target of every later channel k by
+    weights[k, j] * change.
 
     Args:
-        target: the unrounded codes, float32 [B, N]; updated in place.
+        target: the codes before rounding, float32 [B, N]; updated in place.
         old: float32 [B, N]; may be ``target`` itself.
         weights: float32 [B, B].
-        step: the grid [N] of the block.
+        step: the grids [N] of the block.
     """
     xp = namespace(target)
     codes, changes = xp.empty_like(target), xp.empty_like(target)
@@ -71,7 +71,7 @@ def round_channels(target: Array, old: Array, weights: Array, step: Grid) -> tup
 
 
 def channel_blocks(k: int, steps: Grid) -> Iterator[tuple[slice, Grid]]:
-    """Yield the blocks of at most `BLOCK` channels of a group, each with its grid [N], of a grid [K/G, N]."""
+    """Yield all blocks of at most `BLOCK` channels of one group as (slice, grids [N]), for the grids [K/G, N]."""
     groups = len(steps.zero)
     group_size = k // groups
     for g in range(groups):
@@ -81,13 +81,13 @@ def channel_blocks(k: int, steps: Grid) -> Iterator[tuple[slice, Grid]]:
 
 
 def inverse_factor(second: Array) -> Array:
-    """Return the upper Cholesky factor U of H^-1 = U^T U, float32 [K, K], computed in float64.
+    """Return the upper Cholesky factor U of H^-1 = U^T U for H [K, K], as float32 computed in float64.
 
     >>> inverse_factor(np.diag([4.0, 1.0])).tolist()
     [[0.5, 0.0], [0.0, 1.0]]
     """
     xp = namespace(second)
-    # With J the reversal of rows and columns, J H J = L L^T gives U = J L^-1 J.
+    # Let J be the matrix that reverses the order of rows. If J H J = L L^T, then U = J L^-1 J.
     lower = xp.linalg.cholesky(second[::-1, ::-1].astype(np.float64))
     invert_triangle(lower)
     return xp.ascontiguousarray(lower[::-1, ::-1].astype(np.float32))
@@ -112,6 +112,6 @@ def invert_triangle(lower: Array) -> None:
 
 
 def transpose_grid(grid: Grid) -> Grid:
-    """Return a grid [N, K/G] as float32 [K/G, N]."""
+    """Return grids [N, K/G] with all arrays transposed to [K/G, N] in float32."""
     xp = namespace(grid.zero)
     return Grid(*(xp.ascontiguousarray(a.T.astype(np.float32)) for a in grid))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantization of one linear layer: the range, the rounding and the refinement that a `Recipe` names."""
+"""The quantization of one linear layer by a `Recipe`: search of clipped ranges, rounding and refinement."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class Recipe:
     """The settings of a quantization to 4 bits.
 
     Attributes:
-        group_size: the number of input channels that share a scale, a divisor of K.
+        group_size: the number of input channels per group, a divisor of K.
         symmetric: whether every zero point is 8.
         scale_dtype: the stored dtype of scales, float16 or bfloat16.
-        clips: whether the range of each group is searched (`clipping`).
-        compensates: whether codes are rounded with GPTQ's error compensation (`error_compensation`).
-        passes: the number of passes of `refinement`.
-        shrinkage, damping: the regularization of H for all searches (`Moments.regularize`).
+        clips: whether to search a clipped range for each group (`clipping`).
+        compensates: whether to round with GPTQ's error compensation (`error_compensation`).
+        passes: the number of passes of coordinate descent after rounding (`refinement`).
+        shrinkage: the fraction of H that is replaced by its diagonal in all searches.
+        damping: the value added to the diagonal of H in all searches, as a fraction of mean(diag H).
     """
 
     group_size: int
@@ -43,10 +44,10 @@ class Recipe:
 
 
 def quantize_rows(w: Array, moments: Moments | None, recipe: Recipe) -> QuantizedRows:
-    """Return a weight float32 [N, K] quantized by a recipe; without moments, rounded to nearest.
+    """Quantize a weight ``w``, float32 [N, K], as ``recipe`` states; without moments, round to nearest.
 
-    The error of no row, its element of the diagonal of D H D^T, exceeds that of round-to-nearest, which a row keeps if
-    the searches do not beat it.
+    No row's output error, its element of the diagonal of D H D^T, exceeds that of rounding to nearest: a row for which
+    the recipe gives a larger error is rounded to nearest.
 
     >>> w = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
     >>> quantize_rows(w, None, Recipe(group_size=16)).codes.shape
@@ -67,7 +68,7 @@ def quantize_rows(w: Array, moments: Moments | None, recipe: Recipe) -> Quantize
 
 
 def choose_rows(w: Array, second: Array, rows: QuantizedRows, other: QuantizedRows) -> QuantizedRows:
-    """Return the rows of either quantization of a weight w [N, K] with the smaller error; of equal ones, ``rows``."""
+    """Return each row of ``rows``, or of ``other`` if its element of the diagonal of D H D^T is smaller there."""
     error, other_error = (row_errors(quantized.dequantize() - w, second) for quantized in (rows, other))
     is_better = (error <= other_error)[:, None]
     codes = namespace(w).where(is_better, rows.codes, other.codes)

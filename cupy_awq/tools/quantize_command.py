@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``quantize``: a model with dense weights to a folder with 4-bit weights."""
+"""The command ``quantize``, which reads a model with dense weights and writes a folder with 4-bit weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ of the kinds that the model is used for, at least 4096 tokens, and none of the t
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command; ``command`` makes the parser of (name, function to run, summary, more text, examples)."""
+    """Add the command. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
     examples = [
         "SmolLM2-135M/ SmolLM2-135M-AWQ/ --calibration texts/ --group-size 64",
         "Qwen3-8B/ Qwen3-8B-AWQ/ --calibration news.txt --evaluate manual.txt --device cuda",
@@ -27,7 +27,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     ]
     parser = command("quantize", _quantize, "quantize a model to 4 bits", MORE, examples)
     parser.add_argument("source", metavar="SRC", type=Path, help="a Hugging Face folder with dense weights")
-    parser.add_argument("target", metavar="DST", type=Path, help="the folder to write; new or empty")
+    parser.add_argument("target", metavar="DST", type=Path, help="the folder to write, new or empty")
     parser.add_argument(
         "--calibration", metavar="PATH", type=Path, help="a text file in UTF-8, or a folder of .txt and .md files"
     )
@@ -38,17 +38,24 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         help="round to nearest; search channel scales; compensate errors; or both (default: awq+gptq)",
     )
     parser.add_argument(
-        "--group-size", metavar="G", type=int, default=128, help="input channels that share a scale (default: 128)"
+        "--group-size", metavar="G", type=int, default=128, help="input channels per group (default: 128)"
     )
     zeros = parser.add_mutually_exclusive_group()
-    zeros.add_argument("--symmetric", action="store_true", help="make every zero point 8")
-    zeros.add_argument("--asymmetric", dest="symmetric", action="store_false", help="search zero points (default)")
+    zeros.add_argument("--symmetric", action="store_true", help="use the zero point 8 everywhere")
+    zeros.add_argument(
+        "--asymmetric",
+        dest="symmetric",
+        action="store_false",
+        help="compute a zero point per group and column (default)",
+    )
     parser.add_argument("--samples", metavar="N", type=int, default=128, help="calibration sequences (default: 128)")
-    parser.add_argument("--sequence-length", metavar="N", type=int, default=512, help="their tokens (default: 512)")
+    parser.add_argument(
+        "--sequence-length", metavar="N", type=int, default=512, help="tokens per calibration sequence (default: 512)"
+    )
     parser.add_argument(
         "--ignore",
         metavar="REGEX",
-        help="keep linear layers dense in whose name, like model.layers.0.mlp.up_proj, it is found",
+        help="keep linear layers dense whose name, such as model.layers.0.mlp.up_proj, has a match",
     )
     parser.add_argument(
         "--evaluate",
@@ -58,15 +65,18 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--format", default="autoawq", choices=("autoawq", "compressed-tensors"))
     parser.add_argument(
-        "--device", metavar="cpu|cuda|N", default="cpu", help="the CPU, the first GPU or a GPU's number (default: cpu)"
+        "--device",
+        metavar="cpu|cuda|N",
+        default="cpu",
+        help="the CPU, the first GPU, or a device ordinal (default: cpu)",
     )
     parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
 
 
 def read_texts(path: Path) -> list[str]:
-    """Return the text of a file, or of the .txt and .md files of a folder in the order of their names.
+    """Return the text of a file, or the texts of all .txt and .md files of a folder, sorted by name.
 
-    Raises OSError for a file that cannot be read, ValueError for one that is not UTF-8 and for a folder without text.
+    Raises OSError if a file cannot be read, ValueError if a file is not UTF-8 or a folder contains no text.
     """
     files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
     if not files:
