@@ -26,9 +26,9 @@ from cupy_awq.checkpoint.module import Pending
 from cupy_awq.llm import hugging_face
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.layer_quantizer import SITES, QuantizedLayer, quantize_layers
-from cupy_awq.llm.loading import load
 from cupy_awq.llm.model_files import DenseLinear
 from cupy_awq.llm.quantization_report import Report, peak_memory
+from cupy_awq.llm.readers import load
 from cupy_awq.llm.tokenizer import Tokenizer
 from cupy_awq.quantization import Recipe
 from cupy_awq.runtime import placement
