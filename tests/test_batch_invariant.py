@@ -48,7 +48,7 @@ def cancelling(
     n: int,
     group_size: int,
     dtype: Any,
-    scales_dtype: Any = None,
+    scales_dtype: Any = np.float16,
     **options: Any,
 ) -> tuple[np.ndarray, PackedWeight]:
     """Return a random x [m, k] and weight [k, n] whose products almost cancel, as far as groups come in pairs.
