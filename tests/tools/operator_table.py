@@ -54,6 +54,12 @@ class Operation(NamedTuple):
 FLOATS = "fp16 bf16 fp32"
 OTHERS = {
     "dequantize": Operation(None, "-", FLOATS, "test_kernels.py::test_dequantize_gives_the_formulas_bits"),
+    "gather_columns": Operation(
+        None,
+        "any",
+        FLOATS,
+        "test_activation_order.py::test_the_kernel_gathers_columns_of_strided_rows, test_any_gather_on_the_simulator",
+    ),
     "repack": Operation(
         None,
         "-",
