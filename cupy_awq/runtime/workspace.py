@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The split-K workspace of each stream: counters and partial sums that all launches on the stream share."""
+"""The split-K workspace of each stream: memory for counters and partial sums, which all launches on a stream share."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     import cupy
 
 WORKSPACE_BYTES = 32 * 2**20
-"""The size in bytes of the partial sums in a stream's workspace; configurations that need more are not legal."""
+"""The size of a workspace's partial sums in bytes; configurations that need more are not legal."""
 COUNTERS = 4096
-"""The number of counters in a stream's workspace; configurations that need more are not legal."""
+"""The number of counters per workspace; configurations that need more are not legal."""
 COUNTER_BYTES = 4 * COUNTERS
-"""The size in bytes of the counters. They precede the partial sums, and every kernel leaves them zero for the next."""
+"""The size of a workspace's counters in bytes; the counters precede the partial sums and are zero between launches."""
 
 PER_THREAD_STREAM = 2
-"""The value of cudaStreamPerThread, the handle of the calling thread's default stream."""
+"""The value of cudaStreamPerThread: the stream handle that stands for the calling thread's default stream."""
 
 
 def allocate_zeros(nbytes: int) -> cupy.ndarray:
     """Return zero-filled device memory, usable from any stream, also during stream capture."""
     import cupy
 
-    # Run the memset on its own stream and wait for it, so that no capture records it and no stream races with it.
+    # Run the memset on a stream of its own and wait for it, so that it is not captured and other streams see the zeros.
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         memory = cupy.zeros(nbytes, cupy.uint8)
@@ -41,9 +41,12 @@ _workspaces_lock = threading.Lock()
 def workspace_address(index: int, stream: int) -> int:
     """Return the address of the workspace of a stream on the current GPU, whose device ordinal is ``index``.
 
-    The workspace is allocated on first use. Launches on one stream run in order and can share a workspace; launches on
-    different streams cannot. A workspace is never freed, because a captured CUDA graph may hold its address. Raises
-    MemoryError if the GPU has no memory for it.
+    The workspace is allocated on first use. Launches on one stream run in order, so they can share a workspace;
+    launches on different streams cannot. A workspace is never freed, because a captured CUDA graph may contain its
+    address.
+
+    Raises:
+        MemoryError: the memory of the GPU is exhausted.
     """
     key = index, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0
     found = _workspaces.get(key)
