@@ -22,12 +22,17 @@ PER_THREAD_STREAM = 2
 """The value of cudaStreamPerThread: the stream handle that stands for the calling thread's default stream."""
 
 
-def allocate_zeros(nbytes: int) -> cupy.ndarray:
-    """Return zero-filled device memory, usable from any stream, also during stream capture."""
+def allocate_zeros(nbytes: int, *, on_current_stream: bool = False) -> cupy.ndarray:
+    """Return zero-filled device memory, usable from any stream.
+
+    With ``on_current_stream``, which is impossible during stream capture, freed memory returns to CuPy's memory pool
+    for later arrays of the current stream. Otherwise, freed memory stays reserved for a stream that no longer exists,
+    so only memory that is never freed should be allocated in this way.
+    """
     import cupy
 
-    # Run the memset on a stream of its own and wait for it, so that it is not captured and other streams see the zeros.
-    stream = cupy.cuda.Stream(non_blocking=True)
+    # Wait for the memset, so that other streams see the zeros. A memset on a stream of its own is not captured.
+    stream = cupy.cuda.get_current_stream() if on_current_stream else cupy.cuda.Stream(non_blocking=True)
     with stream:
         memory = cupy.zeros(nbytes, cupy.uint8)
     stream.synchronize()
