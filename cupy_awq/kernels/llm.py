@@ -141,14 +141,17 @@ def plan_decode_attention(
     eps: float,
     *,
     norm: bool,
+    orders_out: bool = False,
 ) -> LaunchPlan:
     """Return the plan of attention in a decode step, for one new token of each of m sequences.
 
     The kernel applies RoPE, appends k and v to the KV cache, and computes attention. It is ``decode_attention_sm80``
     (tensor cores) where it supports the architecture and head_dim, else ``decode_attention``. The grid does not depend
-    on the lengths of the sequences, so a captured CUDA graph can be replayed for any length.
+    on the lengths of the sequences, so a captured CUDA graph can be replayed for any length. With ``orders_out``, the
+    kernel stores column i of a row at column ``positions[i]``.
     """
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
+    defines |= {"ORDER_OUT": int(orders_out)}
     defines |= {"MAX_SPLITS": MAX_SPLITS, "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS}
     if device.arch >= TENSOR_CORE_ARCH and head_dim % 64 == 0 and head_dim <= 256:
         entry = "decode_attention_sm80"
@@ -171,7 +174,9 @@ def plan_decode_attention(
     # instead of 41.9 us on an H100.
     spread = ctas_per_sm == 1 and head_dim < 128 and splits == 1 and m * heads // cta_heads <= device.sm_count
     shared_bytes = device.shared_bytes_per_sm // 2 if spread else 0
-    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters")
+    buffers = ["qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters"]
+    if orders_out:
+        buffers.append("positions")
     sizes = _int32s(heads, kv_heads, capacity)
     scalars = np.int64(sequence_stride), np.float32(head_dim**-0.5), np.float32(eps)
     grid, arguments = (splits, heads // cta_heads, m), (*buffers, *sizes, *scalars)

@@ -213,7 +213,7 @@ def _run(ops: NumpyOps, layer: Layer, h: Array, cache: KvCache) -> Array:
     """Return the output [1, S, hidden] of a layer for the hidden states of one sequence. ``h`` is not modified."""
     cache.lengths[:] = 0
     stream, qkv = ops.norm_and_project(ResidualStream(h.copy()), layer.attention_norm, layer.qkv)
-    attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, 0)
+    attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, 0, None)
     stream = ops.project_and_add(stream, attended, layer.o, layer.mlp_norm, layer.gate_up)
     stream, activated = ops.norm_and_project(stream, layer.mlp_norm, layer.gate_up)
     return ops.project_and_add(stream, activated, layer.down, None, None).h

@@ -90,7 +90,8 @@ def load(
 
 
 def _cuda_ops(files: ModelFiles, index: int) -> Callable[..., DecoderOps]:
-    from cupy_awq.llm.cuda_ops import CudaOps, activation_dtype  # imported here: the CPU path must work without CuPy
+    from cupy_awq.llm.cuda_ops import CudaOps  # imported here: the CPU path must work without CuPy
+    from cupy_awq.llm.upload import activation_dtype
 
     config = files.config
     first = files.read_linear("model.layers.0.self_attn.q_proj", config.hidden, config.q_width)

@@ -34,19 +34,19 @@ class Plan:
 
     ``plan(x, out, residual=None, workspace=None)`` fills ``out`` and returns it. On a GPU, a call is one launch on the
     current stream (two for a layer with an activation order), without allocation, copy or synchronization, so calls can
-    be captured into a CUDA graph. x, out and the residual must have the planned shape, strides, dtype, device and alignment; otherwise the call raises TypeError
-    or ValueError. ``out`` must not overlap x, but may be the residual. A plan may read the weight before the preceding
-    kernel finishes (PDL), so do not modify the weight.
+    be captured into a CUDA graph. x, out and the residual must have the planned shape, strides, dtype, device and
+    alignment; otherwise the call raises TypeError or ValueError. ``out`` must not overlap x, but may be the residual. A
+    plan may read the weight before the preceding kernel finishes (PDL), so do not modify the weight.
 
     Attributes:
         kernel: name of the kernel; "numpy" on the CPU, "none" on a GPU if M = 0.
         shape: shape of y.
         workspace_bytes: size in bytes of the workspace, for partial sums of split-K and for x in its activation order.
-            The plan owns a workspace. If calls may run
-            concurrently on several streams, each stream needs another ``workspace``: a contiguous array of at least
-            ``workspace_bytes`` bytes that is zero before its first use. Plans whose calls run in order can share it.
-            As any CuPy array, the plan's own workspace belongs to the stream that was current when the plan was
-            created: keep the plan until its calls on other streams have finished.
+            The plan owns a workspace. If calls may run concurrently on several streams, each stream needs another
+            ``workspace``: a contiguous array of at least ``workspace_bytes`` bytes that is zero before its first use.
+            Plans whose calls run in order can share it. As any CuPy array, the plan's own workspace belongs to the
+            stream that was current when the plan was created: keep the plan until its calls on other streams have
+            finished.
     """
 
     __slots__ = (
