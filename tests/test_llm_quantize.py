@@ -225,6 +225,7 @@ def invalid() -> Iterator[Any]:
     yield {"format_name": "gguf"}, ValueError, r"^format_name: expected autoawq"
     yield {"group_size": 24}, ValueError, r"^group_size: expected a divisor of .* such as 32, got 24$"
     yield {"ignore": "("}, ValueError, r"^ignore: expected a regular expression, got '\('"
+    yield {"evaluate": ""}, ValueError, r"^evaluate: expected a text of at least 2 tokens, got \d$"
     yield {"samples": 0}, ValueError, r"^samples, sequence_length: expected positive"
     yield {"samples": 128}, ValueError, r"^texts: expected at least 4096 tokens, got \d+$"
 
@@ -244,6 +245,15 @@ def test_quantized_models_and_full_folders_are_refused(tmp_path: Path) -> None:
         llm.quantize(quantized, tmp_path / "new", [TEXT], **OPTIONS)
     with pytest.raises(FileExistsError, match="expected a new or empty folder"):
         llm.quantize(quantized, quantized, [TEXT], **OPTIONS)
+
+
+def test_layer_with_nan_is_named(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.weight"][3, 5] = np.nan
+    save_file(tensors, llama / "model.safetensors")
+    message = r"dense: model\.layers\.1: inputs: expected finite values with finite squares, got NaN"
+    with pytest.raises(ValueError, match=message):
+        llm.quantize(llama, tmp_path / "new", [TEXT], **OPTIONS)
 
 
 def test_tokenizer_that_loses_text_is_refused(llama: Path, tmp_path: Path) -> None:

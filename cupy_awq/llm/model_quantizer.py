@@ -116,7 +116,10 @@ def quantize(
     if contents.specs:
         raise CheckpointError(f"{source}: expected a model with dense weights, got a quantized one")
     check_group_size(files.config, group_size)
-    sequences = cut_sequences(files.load_tokenizer(), texts, samples, min(sequence_length, files.config.context))
+    tokenizer = files.load_tokenizer()
+    sequences = cut_sequences(tokenizer, texts, samples, min(sequence_length, files.config.context))
+    if evaluate is not None and (found := len(tokenizer.encode(evaluate))) < 2:
+        raise ValueError(f"evaluate: expected a text of at least 2 tokens, got {found}")
     has_scales, fields = METHODS[method]
     dtype = contents.dense_form("model.layers.0.self_attn.q_proj.weight")[1]
     scale_dtype = dtype if format_name == "compressed-tensors" and dtype == check.BFLOAT16 else check.FLOAT16
