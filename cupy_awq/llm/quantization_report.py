@@ -67,6 +67,7 @@ class Report:
             ("output_error", self.method, "black"),
         ):
             axes.plot(numbers, [100 * layer[key] for layer in self.layers], marker="o", color=color, label=label)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("decoder layer")
         axes.set_ylabel("relative error of the output, %")
