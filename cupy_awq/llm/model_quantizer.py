@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantization of a model's folder: calibration text to token sequences, layers to files, files to a new folder."""
+"""The quantization of a model folder: tokenize calibration texts, quantize layer by layer, and write a new folder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from cupy_awq.checkpoint.module import Pending
 from cupy_awq.llm import hugging_face
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.layer_quantizer import SITES, QuantizedLayer, quantize_layers
-from cupy_awq.llm.loading import load
 from cupy_awq.llm.model_files import DenseLinear
+from cupy_awq.llm.model_loader import load
 from cupy_awq.llm.quantization_report import Report, peak_memory
 from cupy_awq.llm.tokenizer import Tokenizer
 from cupy_awq.quantization import Recipe

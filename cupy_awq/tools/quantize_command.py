@@ -35,7 +35,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "--method",
         default="awq+gptq",
         choices=("rtn", "awq", "gptq", "awq+gptq"),
-        help="round to nearest; search channel scales; compensate errors; or both (default: awq+gptq)",
+        help="rtn: round to nearest; awq: channel scales and clipping; gptq: clipping and error compensation; "
+        "awq+gptq: all of them (default)",
     )
     parser.add_argument(
         "--group-size", metavar="G", type=int, default=128, help="input channels per group (default: 128)"
@@ -63,7 +64,12 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         type=Path,
         help="also report the perplexities of SRC, of round-to-nearest and of DST on this text",
     )
-    parser.add_argument("--format", default="autoawq", choices=("autoawq", "compressed-tensors"))
+    parser.add_argument(
+        "--format",
+        default="autoawq",
+        choices=("autoawq", "compressed-tensors"),
+        help="the format to write (default: autoawq)",
+    )
     parser.add_argument(
         "--device",
         metavar="cpu|cuda|N",

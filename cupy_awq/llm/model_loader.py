@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cupy_awq import check_scalar
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.checkpoint.files import check_path
@@ -49,34 +52,49 @@ def read(path: str | os.PathLike[str], /) -> ModelFiles:
     raise CheckpointError(f"{found}: expected a folder with config.json, or a .gguf or .ak48 file")
 
 
-def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progress | None = None) -> LanguageModel:
+def load(
+    path: str | os.PathLike[str],
+    /,
+    *,
+    device: Any = None,
+    progress: Progress | None = None,
+    batch_invariant: bool = False,
+) -> LanguageModel:
     """Load a model with its tokenizer onto a device, ready to generate text.
+
+    Linear layers in 4-bit formats stay 4-bit. Of a GGUF file, a GPU also multiplies Q8_0, Q6_K, Q5_0 and IQ4_NL weights
+    in 8 bits, with the results of the same weights in float16; all other types become 16-bit.
 
     Args:
         path: a folder, file or model name, as in `read`.
         device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
         progress: a callback (number of finished steps, total number of steps), called while tensors are read; or None.
+        batch_invariant: True to give the logits of a token the same bits whatever the other sequences of the batch are
+            and in whatever chunks a prompt is processed, so that greedy texts are equal alone and in a batch. Decoding
+            is slower, mostly for long contexts.
 
     Raises:
         CheckpointError, OSError, TypeError, ValueError: the same errors as `read`; also ValueError if the device does
             not exist or cannot run the model.
-        MemoryError: the memory of the GPU, or of the host, is exhausted.
+        MemoryError: the memory of the GPU or of the host is exhausted.
     """
     index = placement.resolve(device)
+    invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
     files = read(path)
     tokenizer = files.load_tokenizer()
     with placement.use_device(index):
-        ops = NumpyOps(files.config) if index == HOST else _cuda_ops(files, index)
+        make_ops = functools.partial(NumpyOps, files.config) if index == HOST else _cuda_ops(files, index)
+        ops: DecoderOps = make_ops(batch_invariant=invariant)
         model = build_model(files, ops, progress)
     return LanguageModel(files.config, model, tokenizer, files.stop_ids)
 
 
-def _cuda_ops(files: ModelFiles, index: int) -> DecoderOps:
+def _cuda_ops(files: ModelFiles, index: int) -> Callable[..., DecoderOps]:
     from cupy_awq.llm.cuda_ops import CudaOps, activation_dtype  # imported here: the CPU path must work without CuPy
 
     config = files.config
     first = files.read_linear("model.layers.0.self_attn.q_proj", config.hidden, config.q_width)
-    return CudaOps(config, index, activation_dtype(first))
+    return functools.partial(CudaOps, config, index, activation_dtype(first))
 
 
 def _packaged_file(package: str) -> Path:
