@@ -131,7 +131,10 @@ def quantize_layers(
             continue
         sums = {site: MomentSum() for site in SITES}
         layer = _build(ops, weights, sums)
-        outputs = [_run(ops, layer, h, cache) for h in hidden]
+        try:
+            outputs = [_run(ops, layer, h, cache) for h in hidden]
+        except ValueError as error:  # from MomentSum.add
+            raise ValueError(f"{files.path}: model.layers.{index}: {error}") from None
         moments = {site: total.mean() for site, total in sums.items()}
         sites = _list_quantized(f"model.layers.{index}", ignore)
         folded, folded_moments, found = weights, moments, _Scales({}, {})
