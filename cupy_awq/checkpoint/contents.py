@@ -50,6 +50,10 @@ class Contents(Mapping[str, Module | Tensor]):
         pending = {name: entry.spec for name, entry in self._entries.items() if isinstance(entry, Pending)}
         return {name: spec for name, spec in pending.items() if spec.bits < 16}
 
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Contents:
+        """Return these contents with ``tensors`` added; a tensor replaces the entry of the same name."""
+        return Contents({**self._entries, **tensors}, self.found, self.format_name or "")
+
     def is_module(self, name: str) -> bool:
         """Return whether ``name`` is a module that stays quantized, so that ``self[name]`` is a `Module`."""
         entry = self._entries.get(name)

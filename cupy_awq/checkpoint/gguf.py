@@ -44,6 +44,9 @@ EXPERT_NAMES = {f"ffn_{p}_exps": f"{p}_proj" for p in ("gate", "up", "down")}
 PACKED_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 """The GGML types of linear layers that stay 4-bit."""
 
+LINEAR_ENDINGS = ("_proj.weight", "lm_head.weight")
+"""The endings of the Hugging Face names of linear layers."""
+
 
 def read(path: Path) -> Contents:
     """Open a GGUF file and return its modules and tensors.
@@ -66,7 +69,7 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
     Raises:
         CheckpointError: tensors or metadata contradict each other, or two tensors get the same name.
     """
-    heads = _find_permuted_heads(path, metadata)
+    heads = find_permuted_heads(path, metadata)
     entries: dict[str, Pending | Tensor] = {}
     for name, block in blocks.items():
         for key, part, count in _name_tensors(name, block, heads):
@@ -84,7 +87,7 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
     return Contents(entries, f"Format gguf: types {', '.join(kinds)} in {path}.", "gguf")
 
 
-def _find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
+def find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of heads of each projection with permuted rows: "attn_q" and "attn_k" for Llama, else none.
 
     Llama's GGUF files interleave the two halves of each head of q and k, for a RoPE that rotates adjacent pairs. Raises
@@ -144,7 +147,7 @@ def _open_tensor(
     if heads is not None and block.shape[0] % (2 * heads):
         raise CheckpointError(f"{where}: expected rows in multiples of {2 * heads}, got {block.shape[0]}")
     n, k = block.shape[0], block.shape[-1]
-    if block.kind in PACKED_TYPES and len(block.shape) == 2 and n % 8 == 0 and key.endswith("_proj.weight"):
+    if block.kind in PACKED_TYPES and len(block.shape) == 2 and n % 8 == 0 and key.endswith(LINEAR_ENDINGS):
         values = None if bias is None else _deinterleave(gguf_dense.read_values(bias, where), heads)
         if values is not None and values.shape != (n,):
             raise CheckpointError(f"{where}: bias: expected [N] = [{n}], got {list(values.shape)}")
@@ -175,3 +178,18 @@ def _deinterleave(rows: Array, heads: int | None) -> Array:
         return rows
     n, *rest = rows.shape
     return rows.reshape(heads, n // heads // 2, 2, *rest).swapaxes(1, 2).reshape(n, *rest)
+
+
+def interleave(rows: Array, heads: int | None) -> Array:
+    """Return rows [N, ...] where rows i and i + head_dim / 2 of each head move to 2i and 2i + 1; unchanged for None.
+
+    The inverse of the order in which this module reads the rows of Llama's q and k.
+
+    >>> import numpy as np
+    >>> interleave(np.arange(8), heads=2).tolist()
+    [0, 2, 1, 3, 4, 6, 5, 7]
+    """
+    if heads is None:
+        return rows
+    n, *rest = rows.shape
+    return rows.reshape(heads, 2, n // heads // 2, *rest).swapaxes(1, 2).reshape(n, *rest)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.checkpoint import nibbles, safetensors
+from cupy_awq.checkpoint.config import FILES, HUGGING_FACE, MLX
 from cupy_awq.checkpoint.contents import Contents
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.checkpoint.module import ModuleSpec
@@ -49,16 +51,24 @@ class Writer:
     holds_order: bool
 
 
-def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /) -> None:
+def save(
+    folder: str | os.PathLike[str],
+    contents: Contents,
+    format_name: str,
+    /,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
     """Write a checkpoint folder: safetensors files, an index if there are several, and config.json.
 
-    An existing config.json in the folder keeps its other keys. Modules are converted one by one, so the peak memory is
-    about one shard (`SHARD_BYTES`).
+    An existing config.json in the folder keeps its other keys, except for another quantization. Modules are converted
+    one by one, so the peak memory is about one shard (`SHARD_BYTES`).
 
     Args:
         folder: the folder, which is created if it does not exist.
         contents: a checkpoint from `cupy_awq.checkpoint.read`.
         format_name: "autoawq", "compressed-tensors" or "gptq".
+        progress: a callback (number of modules and tensors converted, total number), or None.
 
     Raises:
         ValueError: the format is unknown or cannot represent a module. The error occurs before anything is written.
@@ -75,7 +85,7 @@ def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /
     config = read_object(path / "config.json") if (path / "config.json").is_file() else {}
     shard: dict[str, Array] = {}
     files: dict[str, str] = {}
-    for name, array in _convert_tensors(contents, writer):
+    for name, array in _convert_tensors(contents, writer, progress):
         if shard and sum(part.nbytes for part in shard.values()) + array.nbytes > SHARD_BYTES:
             _write_shard(path, shard, files)
             shard = {}
@@ -85,11 +95,32 @@ def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /
         (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
     else:
         safetensors.write(path / "model.safetensors", shard)
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}, indent=2) + "\n")
+    config = {**_without_quantization(config), HUGGING_FACE: settings}
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _convert_tensors(contents: Contents, writer: Writer) -> Iterator[tuple[str, Array]]:
-    for name, item in contents.items():
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without the entries, also those of its text model, that describe a quantization."""
+    kept = {key: value for key, value in config.items() if key not in (MLX, HUGGING_FACE)}
+    if isinstance(kept.get("text_config"), dict):
+        kept["text_config"] = _without_quantization(kept["text_config"])
+    return kept
+
+
+def copy_model_files(source: Path, folder: Path) -> None:
+    """Copy a model's configuration, tokenizer, templates and generation settings, but no weights, to ``folder``."""
+    for file in source.iterdir():
+        is_settings = file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name
+        if file.is_file() and is_settings and file.name not in FILES:
+            shutil.copy(file, folder)
+
+
+def _convert_tensors(
+    contents: Contents, writer: Writer, progress: Callable[[int, int], None] | None
+) -> Iterator[tuple[str, Array]]:
+    for done, (name, item) in enumerate(contents.items()):
+        if progress is not None:
+            progress(done + 1, len(contents))
         if isinstance(item, Tensor):
             yield name, item.array
         else:

@@ -149,7 +149,7 @@ def _build(pre: str, tokens: list[str], types: Any, merges: list[str]) -> Any:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     bpe = tokenizers.models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe")
     inner = tokenizers.Tokenizer(bpe)
-    inner.pre_tokenizer = _pre_tokenizer(tokenizers, pre)
+    inner.pre_tokenizer = make_pre_tokenizer(tokenizers, pre)
     inner.decoder = tokenizers.decoders.ByteLevel()
     if pre == "qwen2":
         inner.normalizer = tokenizers.normalizers.NFC()
@@ -159,7 +159,7 @@ def _build(pre: str, tokens: list[str], types: Any, merges: list[str]) -> Any:
     return inner
 
 
-def _pre_tokenizer(tokenizers: Any, pre: str) -> Any:
+def make_pre_tokenizer(tokenizers: Any, pre: str) -> Any:
     """Return the `tokenizers` pre-tokenizer for ``tokenizer.ggml.pre``: text to words to bytes."""
     steps = tokenizers.pre_tokenizers
     pattern, to_bytes = PRE_TOKENIZERS[pre], partial(steps.ByteLevel, add_prefix_space=False)

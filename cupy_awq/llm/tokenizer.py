@@ -44,7 +44,7 @@ class Tokenizer:
     ) -> None:
         self.inner = inner
         self.template = template
-        self._special = dict(special)
+        self.special = dict(special)
         self._bos = bos
         self._where = where
         inner.no_truncation()
@@ -126,7 +126,7 @@ class Tokenizer:
         plain: list[str] = []
         if not special_tokens:
             messages = [self._mask(message, plain) for message in messages]
-        text = chat_template.render(self.template, messages, self._special, self._where)
+        text = chat_template.render(self.template, messages, self.special, self._where)
         if not plain:
             return self._encode_piece(text, False)
         ids: list[int] = []

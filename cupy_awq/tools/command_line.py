@@ -21,7 +21,7 @@ import cupy_awq
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint.files import printable
 from cupy_awq.runtime import placement
-from cupy_awq.tools import llm_commands, quantize_command
+from cupy_awq.tools import convert_command, llm_commands, quantize_command
 
 if TYPE_CHECKING:
     from cupy_awq.tools.operations import Settings
@@ -146,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     llm_commands.add(command)
     quantize_command.add(command)
+    convert_command.add(command)
     return parser
 
 
