@@ -256,7 +256,7 @@ def test_functions_check_a_layout_once_and_every_other_one(monkeypatch: pytest.M
     def checked(*_: Any, **__: Any) -> None:
         raise AssertionError("a known layout was checked again")
 
-    monkeypatch.setattr(gemm_op, "multiply", checked)
+    monkeypatch.setattr(gemm_op, "run_gemm", checked)
     for x, weight in zip(values, weights, strict=True):
         check_product(gemm(put(x), put(weight), activation=(-0.25, 0.5)), x, weight, activation=(-0.25, 0.5))
     x, weight = put(values[0]), put(weights[0])

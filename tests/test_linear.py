@@ -202,7 +202,7 @@ def test_known_layout_is_launched_without_validation(monkeypatch: pytest.MonkeyP
         raise AssertionError("a known layout was checked again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(linear.planning, "multiply", checked)
+        patch.setattr(linear.gemm_launch, "run_gemm", checked)
         for x, out in zip(values, outs, strict=True):
             assert layer(put(x), out=out) is out
             check_product(layer(put(x)), x, weight, activation="gelu")
@@ -218,7 +218,7 @@ def test_known_layout_is_launched_without_validation(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.gpu
 def test_number_of_kept_layouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MAX_PREPARED", 4)
+    monkeypatch.setattr(linear, "MAX_LAUNCHES", 4)
     rng = np.random.default_rng(0)
     weight = random_weight(rng, 64, 16, 16)
     layer = AwqLinear(put(weight))
@@ -366,7 +366,7 @@ def test_layer_without_its_awq_tensors_computes_the_same(n: int, activation: Any
         _ = alone.weight
     with pytest.raises(ValueError, match=r"^weight: expected a layer with keep_weight=True, got "):
         pickle.dumps(alone)
-    with pytest.raises(ValueError, match="needs AWQ's own arrays"):
+    with pytest.raises(ValueError, match="needs the weight in the AWQ layout"):
         alone(put(x.astype(np.float32)))
 
 

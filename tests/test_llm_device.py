@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -240,13 +241,18 @@ def test_many_requests_do_not_leak_device_memory(pair: tuple[LanguageModel, Lang
     import cupy
 
     _, model = pair
-    free = []
-    for i in range(200):
-        model.generate("x" * (1 + 3 * (37 * i % 50)), max_tokens=3)
+
+    def free_after(requests: int) -> int:
+        for i in range(requests):
+            model.generate("x" * (1 + 3 * (37 * i % 50)), max_tokens=3)
         cupy.get_default_memory_pool().free_all_blocks()
-        free.append(cupy.cuda.runtime.memGetInfo()[0])
-    # The first 50 requests meet every length and load every kernel. Another process on the GPU upsets this.
-    assert free[-1] >= min(free[50:100])
+        return int(cupy.cuda.runtime.memGetInfo()[0])
+
+    # The first round meets every length and loads every kernel. Other processes on the GPU also allocate and free, so
+    # one round of eight must leave as much memory as it found; a leak of 40 KB a request shows in every round, since
+    # 60 of them exceed the 2 MB that the driver allocates at once.
+    free = [free_after(60) for _ in range(9)]
+    assert any(after >= before for before, after in itertools.pairwise(free))
 
 
 @pytest.mark.gpu
