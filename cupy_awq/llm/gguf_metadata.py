@@ -12,14 +12,11 @@ import numpy.typing as npt
 
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.extra import import_extra
-from cupy_awq.llm.gguf import PRE_TOKENIZERS, make_pre_tokenizer
+from cupy_awq.llm.gguf_tokenizer import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, USER_DEFINED, make_pre_tokenizer
 from cupy_awq.llm.tokenizer import Tokenizer
 
 SAMPLE = "Hello  world, it's 12345 \n\n\t(x) don't ÉTÉ 你好 résumé... \r\n  a_b! ３４ \U0001f600 end "
 """A text that every pre-tokenizer of `PRE_TOKENIZERS` splits differently, except for names of one pre-tokenizer."""
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""The token types of ``tokenizer.ggml.token_type``."""
 
 Metadata = dict[str, Any]
 
