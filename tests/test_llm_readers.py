@@ -152,7 +152,7 @@ def test_gguf_metadata_of_another_type_are_refused(tmp_path: Path, changes: dict
     checkpoint.gguf.open_tensors(tmp_path / "m.gguf", {**metadata, "general.architecture": np.ones(3)}, blocks)
     with pytest.raises(CheckpointError, match=r"tokenizer.ggml.model: expected .* got 2 values"):
         gguf.load_tokenizer(tmp_path / "m.gguf", {**metadata, "tokenizer.ggml.model": np.ones(2)})
-    with pytest.raises(CheckpointError, match="tokenizer.ggml.pre: .* got 1 values"):
+    with pytest.raises(CheckpointError, match=r"tokenizer.ggml.pre: .* got 1 values"):
         gguf.load_tokenizer(tmp_path / "m.gguf", {**metadata, "tokenizer.ggml.pre": ["x"]})
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def merge(text: str, vocabulary: dict[str, int], scores: list[float]) -> list[st
     while True:
         joined = [
             (scores[vocabulary[a + b]], -i)
-            for i, (a, b) in enumerate(zip(pieces, pieces[1:], strict=False))
+            for i, (a, b) in enumerate(itertools.pairwise(pieces))
             if a + b in vocabulary
         ]
         if not joined:

@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 Bytes = npt.NDArray[Any]
 """Quantization blocks, uint8 [rows, blocks per row, bytes per block], or uint8 codes unpacked from them."""
 
-CHUNK = 1 << 20
+CHUNK = 1 << 16
 """The number of values that are converted at a time."""
 
 PLAIN: dict[str, np.dtype[Any]] = {

@@ -5,7 +5,7 @@ A dense model is rounded to nearest in groups of 64 (GGUF: 32), written by `chec
 transformers with compressed-tensors, by gptqmodel, by AutoAWQ, by the package gguf and by llama.cpp:
 
     python -m tests.tools.write_dense_model smollm2 smollm2-dense
-    python tests/peers/read_back.py smollm2-dense --json tests/peers/tables/read_back.json
+    python tests/peers/read_back.py smollm2-dense README.md --json tests/peers/tables/read_back.json
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ from cupy_awq.checkpoint import Contents, Module, ModuleSpec, Tensor, safetensor
 from cupy_awq.checkpoint.gguf_write import name_tensor
 from cupy_awq.checkpoint.module import Pending
 from cupy_awq.llm.convert import convert
-from tests.peers.format_models import ANSWER_TOKENS, PROMPTS, copy_settings, linear_names
+from tests.peers.format_models import Scores, copy_settings, linear_names, our_scores
 
 Array = npt.NDArray[Any]
 Weights = dict[str, Array]
+
+TOKENS = 200
+"""The number of tokens that llama.cpp scores."""
 
 
 def quantized(dense: Path, group_size: int, symmetric: bool) -> Contents:
@@ -114,23 +117,23 @@ def read_gguf(path: Path, names: list[str]) -> Weights:
     return found
 
 
-def answers_of_llama_cpp(path: Path) -> int:
-    """Return the number of `PROMPTS` that llama.cpp answers with the tokens of cupy_awq."""
+def score_by_llama_cpp(path: Path, text: str) -> tuple[float, float]:
+    """Return the perplexity of the first `TOKENS` tokens by cupy_awq and by llama.cpp, which rounds x to 8 bits.
+
+    Raises ValueError if the tokenizers differ.
+    """
     import llama_cpp
 
-    model, theirs = llm.load(path, device="cpu"), llama_cpp.Llama(str(path), n_ctx=256, verbose=False)
-    equal = 0
-    for prompt in PROMPTS:
-        ours = list(model.generate(prompt, max_tokens=ANSWER_TOKENS)[0].tokens)
-        ids = model.tokenizer.encode_chat([{"role": "user", "content": prompt}])
-        theirs.reset()
-        found: list[int] = []
-        for token in theirs.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0):
-            if token in model.stop_ids or len(found) == ANSWER_TOKENS:
-                break
-            found.append(token)
-        equal += [token for token in ours if token not in model.stop_ids] == found
-    return equal
+    ids = llm.read(path).load_tokenizer().encode(text)
+    theirs = llama_cpp.Llama(str(path), n_ctx=TOKENS, logits_all=True, verbose=False)
+    found = theirs.tokenize(text.encode(), add_bos=False, special=True)
+    if found != ids:
+        raise ValueError(f"llama.cpp: expected the tokens of cupy_awq, got {len(found)} others")
+    ids = ids[:TOKENS]
+    theirs.eval(ids)
+    logits = np.array(theirs.scores[: len(ids)])
+    theirs.close()
+    return our_scores(path, ids).perplexity(ids), Scores(logits, []).perplexity(ids)
 
 
 READERS = {
@@ -154,6 +157,7 @@ def main() -> None:
     """Write, read and compare every format."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dense", type=Path, help="a folder with float16 weights")
+    parser.add_argument("text", type=Path, help="a text to score with llama.cpp")
     parser.add_argument("--json", type=Path, help="a file of tests/peers/tables to write")
     options = parser.parse_args()
     rows = []
@@ -174,7 +178,9 @@ def main() -> None:
             reader = f"gguf {importlib.metadata.version('gguf')}"
             rows.append(compare_weights(label, reader, ours, read_gguf(path, list(ours))))
             reader = f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}"
-            rows.append([label, reader, f"{len(PROMPTS)} greedy answers", f"{answers_of_llama_cpp(path)} equal"])
+            ours_score, theirs_score = score_by_llama_cpp(path, options.text.read_text())
+            compared = f"tokens; perplexity of {TOKENS}, {ours_score:.2f} by cupy_awq"
+            rows.append([label, reader, compared, f"equal; {theirs_score:.2f}"])
             print(rows[-1], flush=True)
     if options.json is not None:
         table = {
@@ -182,7 +188,7 @@ def main() -> None:
             "gpu": "a CPU",
             "commands": [
                 "python -m tests.tools.write_dense_model smollm2 smollm2-dense",
-                "python tests/peers/read_back.py smollm2-dense --json tests/peers/tables/read_back.json",
+                "python tests/peers/read_back.py smollm2-dense README.md --json tests/peers/tables/read_back.json",
             ],
             "text": "SmolLM2-135M-Instruct, rounded to 4 bits and written by cupy_awq; the readers' dequantized weights"
             " are compared with ours, in float16 and for GGUF in float32.",
