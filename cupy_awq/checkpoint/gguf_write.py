@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cupy_awq import atomic
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint import nibbles
 from cupy_awq.checkpoint.contents import Contents
@@ -90,29 +90,22 @@ def write(
         path: the file; an existing one is replaced.
         contents: a checkpoint from `cupy_awq.checkpoint.read`.
         metadata: the metadata fields by key.
-        progress: a callback (number of tensors written, total number), or None.
+        progress: a callback (number of the current tensor, total number), or None.
 
     Raises:
         ValueError: GGUF cannot represent a module or a tensor exactly.
         OSError: the file cannot be written.
     """
     entries = list(_plan_entries(path, contents, metadata))
-    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
-    try:
-        with open(part, "xb") as file:
-            _write_header(file, entries, metadata)
-            for done, entry in enumerate(entries):
-                if progress is not None:
-                    progress(done, len(entries))
-                for source in entry.sources:
-                    rows = _pack_rows(contents, source, entry)
-                    file.write(np.ascontiguousarray(interleave(rows, entry.heads)).reshape(-1).view(np.uint8).data)
-                file.write(bytes(-file.tell() % ALIGNMENT))
-        part.replace(path)
-        if progress is not None:
-            progress(len(entries), len(entries))
-    finally:
-        part.unlink(missing_ok=True)
+    with atomic.create(path) as file:
+        _write_header(file, entries, metadata)
+        for done, entry in enumerate(entries):
+            if progress is not None:
+                progress(done + 1, len(entries))
+            for source in entry.sources:
+                rows = _pack_rows(contents, source, entry)
+                file.write(np.ascontiguousarray(interleave(rows, entry.heads)).reshape(-1).view(np.uint8).data)
+            file.write(bytes(-file.tell() % ALIGNMENT))
 
 
 def name_tensor(name: str) -> tuple[str, int | None]:

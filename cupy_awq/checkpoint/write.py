@@ -19,17 +19,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupy_awq import atomic
 from cupy_awq.checkpoint import nibbles, safetensors
 from cupy_awq.checkpoint.config import FILES, HUGGING_FACE, MLX
 from cupy_awq.checkpoint.contents import Contents
-from cupy_awq.checkpoint.files import read_object
+from cupy_awq.checkpoint.files import check_path, read_object
 from cupy_awq.checkpoint.module import ModuleSpec
 from cupy_awq.checkpoint.tensors import INDEX, Module, Tensor
 
 Array = npt.NDArray[Any]
 
 SHARD_BYTES = 5_000_000_000
-"""The largest size of a file in bytes; more tensors are split into several files."""
+"""The largest size of a safetensors file in bytes; larger checkpoints are split into shards."""
+
+OWN_FILE = re.compile(r"model(-\d{5})?\.safetensors|" + re.escape(INDEX))
+"""The names of the files with tensors, and of their index, that `save` writes."""
 
 SYMMETRIC = -0x77777778
 """The packed word, as int32, of eight zero points that are all 8."""
@@ -37,12 +41,12 @@ SYMMETRIC = -0x77777778
 
 @dataclass(frozen=True)
 class Writer:
-    """The functions and properties that describe how to write a format.
+    """The functions that write one format.
 
     Attributes:
-        pack: a function from a module to its tensors by suffix.
-        configure: a function from the specs of all quantized modules by name, and a list of the names of dense modules,
-            to the ``quantization_config``.
+        pack: returns the tensors of a module by suffix.
+        configure: returns the ``quantization_config``, given the properties of all quantized modules by name and a list
+            of the names of dense modules.
         holds_order: whether the format can store an activation order.
     """
 
@@ -61,17 +65,21 @@ def save(
 ) -> None:
     """Write a checkpoint folder: safetensors files, an index if there are several, and config.json.
 
-    An existing config.json in the folder keeps its other keys, except for another quantization. Modules are converted
-    one by one, so the peak memory is about one shard (`SHARD_BYTES`).
+    If the folder has a config.json, only its quantization is replaced. Modules are converted one by one,
+    so the peak memory is about one shard (`SHARD_BYTES`). All files are written to a new folder inside, whose name ends
+    in ".part", and moved when they are complete: after a kill, `read` refuses the folder or finds a whole checkpoint.
 
     Args:
-        folder: the folder, which is created if it does not exist.
-        contents: a checkpoint from `cupy_awq.checkpoint.read`.
+        folder: the folder, which is created if it does not exist. An earlier checkpoint of `save` in it is replaced.
+        contents: a checkpoint from `cupy_awq.checkpoint.read`, also of the same folder.
         format_name: "autoawq", "compressed-tensors" or "gptq".
         progress: a callback (number of modules and tensors converted, total number), or None.
 
     Raises:
-        ValueError: the format is unknown or cannot represent a module. The error occurs before anything is written.
+        CheckpointError: (a ValueError) config.json is damaged, or a module cannot be read.
+        FileExistsError: the folder holds safetensors files or an index that `save` would not replace.
+        OSError: a file cannot be written.
+        ValueError: the format is unknown or cannot represent a module. In this case nothing is written.
     """
     if format_name not in WRITERS:
         raise ValueError(f"format_name: expected {', '.join(WRITERS)}, got {format_name!r:.80}")
@@ -80,9 +88,35 @@ def save(
     for name, spec in specs.items():
         _check(name, spec, format_name, writer)
     settings = writer.configure(specs, _list_dense_modules(contents))
-    path = Path(folder)
+    path = check_path(folder)
     path.mkdir(parents=True, exist_ok=True)
+    earlier = _list_earlier_files(path)
     config = read_object(path / "config.json") if (path / "config.json").is_file() else {}
+    aside = atomic.name_aside(path / "model")
+    aside.mkdir()
+    try:
+        _write_json(aside / "config.json", {**_without_quantization(config), HUGGING_FACE: settings})
+        last = _write_tensors(aside, contents, writer, progress)
+        # Without `last`, `read` refuses the folder: it goes first and comes back last.
+        for file in sorted(earlier, key=lambda file: file.name.startswith("model-")):
+            file.unlink()
+        for part in sorted(aside.iterdir(), key=lambda part: part.name == last):
+            part.replace(path / part.name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _list_earlier_files(path: Path) -> list[Path]:
+    """Return the files of an earlier `save` in a folder. Raises FileExistsError for another one's checkpoint."""
+    found = [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")]
+    for file in found:
+        if not OWN_FILE.fullmatch(file.name):
+            raise FileExistsError(f"{file}: expected a folder without safetensors files of another checkpoint, got one")
+    return found
+
+
+def _write_tensors(path: Path, contents: Contents, writer: Writer, progress: Callable[[int, int], None] | None) -> str:
+    """Write the shards and their index, or one file of all tensors; return the name of the index or of the file."""
     shard: dict[str, Array] = {}
     files: dict[str, str] = {}
     for name, array in _convert_tensors(contents, writer, progress):
@@ -90,13 +124,17 @@ def save(
             _write_shard(path, shard, files)
             shard = {}
         shard[name] = array
-    if files:
-        _write_shard(path, shard, files)
-        (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    else:
+    if not files:
         safetensors.write(path / "model.safetensors", shard)
-    config = {**_without_quantization(config), HUGGING_FACE: settings}
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        return "model.safetensors"
+    _write_shard(path, shard, files)
+    _write_json(path / INDEX, {"metadata": {}, "weight_map": files})
+    return INDEX
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    with atomic.create(file) as opened:
+        opened.write(json.dumps(value, indent=2).encode() + b"\n")
 
 
 def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +185,7 @@ def _check(name: str, spec: ModuleSpec, format_name: str, writer: Writer) -> Non
 
 
 def _pack_zeros(module: Module) -> Array:
-    """Return the packed zero points of a module, int32 [K/G, N/8]; zero points of 8 if it is symmetric."""
+    """Return the packed zero points of a module, int32 [K/G, N/8]; for a symmetric module all of them are 8."""
     weight = module.weight
     if weight.qzeros is not None:
         return np.asarray(weight.qzeros)
@@ -155,7 +193,7 @@ def _pack_zeros(module: Module) -> Array:
 
 
 def _restore_rows(module: Module) -> Array:
-    """Return the AWQ words [K, N/8] of a module with its activation order undone: row k belongs to column k of x."""
+    """Return the codes of a module as AWQ words [K, N/8], with rows in the order of the columns of x."""
     words = np.asarray(module.weight.qweight)
     if module.order is None:
         return words
@@ -165,7 +203,7 @@ def _restore_rows(module: Module) -> Array:
 
 
 def _group_rows(module: Module) -> npt.NDArray[np.int32]:
-    """Return the group index for each column of x (before the activation order), int32 [K]."""
+    """Return the group index for each column of x before it is permuted, int32 [K]."""
     k, group_size = module.weight.shape[0], module.weight.group_size
     groups = np.arange(k, dtype=np.int32) // np.int32(group_size)
     if module.order is None:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.int8_problem import STEP_K, Int8Problem, prepare_weight, refuse_activation
+from cupy_awq.kernels.int8_problem import STEP_K, Int8Problem, activation_refusal, prepare_weight
 from cupy_awq.kernels.problem import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
-__all__ = ["NAME", "GemmInt8SimtConfig", "configs", "estimate_us", "plan", "prepare_weight", "refuse", "workspace"]
+__all__ = ["NAME", "GemmInt8SimtConfig", "configs", "estimate_us", "plan", "prepare_weight", "refusal", "workspace"]
 
 NAME = "gemm_int8_simt"
 
@@ -44,11 +44,11 @@ class GemmInt8SimtConfig:
     split_k = 1
 
 
-def refuse(problem: Int8Problem, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or None if it can."""
+def refusal(problem: Int8Problem, device: Device) -> str | None:
+    """Return the reason why the family cannot solve the problem, or None if it can."""
     if problem.fp8:
         return "multiplies int8, not e4m3"
-    return refuse_activation(problem)
+    return activation_refusal(problem)
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemmInt8SimtConfig]:
@@ -64,7 +64,7 @@ def estimate_us(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device
 
 
 def plan(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device) -> LaunchPlan:
-    """Return the launch plan. Its buffers are those of `Int8Problem.arguments`."""
+    """Return the launch plan; the buffers are those of `Int8Problem.arguments`."""
     whole_steps = problem.block_size % STEP_K == 0 or problem.blocks == 1
     aligned = problem.aligned and whole_steps and problem.k % 8 == 0
     defines = (*problem.defines(weight_offset=problem.weight_offset), ("ALIGNED", int(aligned)))

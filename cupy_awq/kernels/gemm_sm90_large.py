@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``gemm_sm90_large``: GEMM on Hopper's tensor cores with a repacked weight, for large M.
 
-A unit is the output of one cluster: one CTA tile per CTA, along n.
+A unit (work unit) is the output that a cluster computes at a time: one CTA tile per CTA, adjacent along n.
 """
 
 from __future__ import annotations
@@ -12,17 +12,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.hopper import (
-    has_split_scales,
-    power_limited_us,
-    repacked_defines,
-    x_tensor_map,
-)
-from cupy_awq.kernels.hopper import (
-    prepare_weight as prepare_weight,
-)
+from cupy_awq.kernels.hopper import has_split_scales, power_limited_us, repacked_defines, x_tensor_map
+from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
 from cupy_awq.kernels.problem import Problem, ceil_div
-from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout, refuse_repacked
+from cupy_awq.kernels.reduction import Reduction, wgmma_reduction
+from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout, repacked_refusal
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
@@ -32,21 +26,21 @@ SHARED_BYTES_PER_CTA = 232448
 MAX_STAGES = 6
 """The largest number of pipeline stages; more gain nothing."""
 MIN_M = 33
-"""The smallest M. For smaller M `gemm` guarantees unrounded weights; this kernel rounds the scaled weights."""
+"""The smallest M; for smaller M, `gemm` guarantees unrounded weights, while this kernel rounds scaled weights."""
 
 
 @dataclass(frozen=True)
 class GemmSm90LargeCosts:
     """Constants of the cost model, fitted on an H100 to 21 problems with 64 <= M <= 4096 and 52 with M >= 256.
 
-    The RMS error is 5%. The configuration that the model ranks first is 3% slower than the best one (geometric mean; at
-    most 14%). Repeated measurements differ by 5%.
+    The RMS error is 5%, as large as the difference between repeated measurements. The configuration that the model
+    ranks first is 3% slower than the fastest one (geometric mean; at most 14%).
 
     Attributes:
-        k_tile_us: time per k tile of a CTA tile in microseconds, by ``(block_m, m64_tiles)``.
+        k_tile_us: compute time per CTA tile and k tile (128 k) in microseconds, by ``(block_m, m64_tiles)``.
         reduction_us: fixed time of the stream-K reduction, in microseconds.
-        reduction_split_us: time of the stream-K reduction per cluster that shares a unit, in microseconds.
-        reduction_fraction: further time of the stream-K reduction, as a fraction of the compute time.
+        reduction_split_us: additional time of the reduction per cluster that shares a unit, in microseconds.
+        reduction_fraction: additional time of the reduction, as a fraction of the compute time.
     """
 
     k_tile_us: dict[tuple[int, int], float] = field(
@@ -65,11 +59,11 @@ class GemmSm90LargeConfig:
     """A configuration of ``gemm_sm90_large.cu``, whose persistent clusters compute one unit after another.
 
     Attributes:
-        cluster: number of CTAs per cluster, which compute adjacent columns of the same rows.
-        ctas: number of CTAs.
-        stream_k_units: number of units, counted from the first, that are computed with stream-K; the others are each
-            computed by one cluster. See ``StreamKTileScheduler``.
-        stream_k_clusters: number of clusters that divide the k tiles of the stream-K units among them.
+        cluster: number of CTAs per cluster; the CTAs compute adjacent columns of the same rows.
+        ctas: number of CTAs of the launch.
+        stream_k_units: number of units that are computed with stream-K, counted from the first; each of the others is
+            computed by one cluster. See ``StreamKTileScheduler`` in ``cuda_src/hopper/tile_scheduler.cuh``.
+        stream_k_clusters: number of clusters among which the k tiles of the stream-K units are divided.
         block_m: number of rows per CTA tile.
         warpgroups: number of consumer warpgroups per CTA.
         m64_tiles: number of wgmma m64 tiles (64 columns of y each) per warpgroup.
@@ -85,7 +79,7 @@ class GemmSm90LargeConfig:
 
     @property
     def split_k(self) -> int:
-        """The average number of clusters that share a stream-K unit, rounded up; 1 without stream-K."""
+        """The average number of clusters per stream-K unit, rounded up; 1 without stream-K."""
         return ceil_div(self.stream_k_clusters, self.stream_k_units) if self.stream_k_units else 1
 
     @property
@@ -99,20 +93,20 @@ class GemmSm90LargeConfig:
 
     @property
     def store_row_bytes(self) -> int:
-        """The size in bytes of one row of y in the store buffers of all warpgroups, with padding."""
+        """The size in bytes of one row of the store buffers of all warpgroups, including padding."""
         return 2 * (self.block_n + 8 * self.warpgroups)
 
     def stage_bytes(self, problem: Problem) -> int:
-        """Return the size in bytes of a pipeline stage: one k tile of x and weight, and two mbarriers."""
+        """Return the size of a pipeline stage in bytes: one k tile of x and of the weight, and two mbarriers."""
         weight = self.block_n // WEIGHT_TILE_N * RepackedLayout.of(problem).weight_tile_bytes
         return self.block_m * WEIGHT_TILE_K * 2 + weight + 16
 
     def stages(self, problem: Problem) -> int:
-        """Return the number of pipeline stages: as many as fit in shared memory with store buffers of 16 rows."""
+        """Return the number of pipeline stages: as many as fit in shared memory beside store buffers of 16 rows."""
         return min(MAX_STAGES, (SHARED_BYTES_PER_CTA - 16 * self.store_row_bytes) // self.stage_bytes(problem))
 
     def store_rows(self, problem: Problem) -> int:
-        """Return the number of rows per store buffer: 32 if they fit in shared memory with the stages, else 16."""
+        """Return the number of rows per store buffer: 32 if these fit in shared memory beside the stages, else 16."""
         left = SHARED_BYTES_PER_CTA - self.stages(problem) * self.stage_bytes(problem)
         return 32 if left >= 32 * self.store_row_bytes else 16
 
@@ -121,14 +115,21 @@ class GemmSm90LargeConfig:
         return self.stages(problem) * self.stage_bytes(problem) + self.store_rows(problem) * self.store_row_bytes
 
 
-def refuse(problem: Problem, device: Device) -> str | None:
+def refusal(problem: Problem, device: Device) -> str | None:
     if problem.fusion:
         return "cannot fuse the residual add or RMSNorm of a decoder"
     if problem.m < MIN_M:
         return f"needs M >= {MIN_M}, not {problem.m}"
     if problem.dtype == "float16" and problem.wide_scales:
         return "needs scales whose range float16 can hold"
-    return refuse_repacked(problem, device)
+    return repacked_refusal(problem, device)
+
+
+def reduction(config: GemmSm90LargeConfig, problem: Problem) -> Reduction | None:
+    """Return the reduction, the same as that of ``gemm_sm90.cu`` with one consumer; None with stream-K."""
+    if config.stream_k_units:
+        return None
+    return wgmma_reduction(config, ceil_div(problem.k, WEIGHT_TILE_K), 1)
 
 
 def configs(problem: Problem, device: Device) -> list[GemmSm90LargeConfig]:
@@ -138,14 +139,14 @@ def configs(problem: Problem, device: Device) -> list[GemmSm90LargeConfig]:
 def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     # A thread has registers for 128 accumulators, or 32 with four warpgroups. In a gated problem each warpgroup
-    # computes columns of both the gate and the up projection, and needs two m64 tiles.
+    # computes one m64 tile of the gate and one of the up projection, so m64_tiles = 2.
     is_small = problem.m <= 64
     shapes = [(1, 64 if is_small else 128, 2, 2)]
     if not problem.gated:
         if is_small:
             shapes += [(1, 64, 4, 1)]
         elif problem.m <= 128 or not has_split_scales(problem):
-            # This tile dequantizes each weight once per 128 rows; with split scales that costs up to 10% at M = 512.
+            # This tile dequantizes a weight again for every 128 rows: with split scales up to 10% slower at M = 512.
             shapes += [(1, 128, 2, 1)]
         if problem.m > 128:
             shapes += [(1, 256, 2, 1), (2, 256, 2, 1)]
@@ -156,7 +157,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
         )
         units = config.units(problem)
         yield replace(config, ctas=min(units, clusters) * cluster)
-        # Try stream-K for the units of the last, partial wave, and for those of the last two waves.
+        # Try stream-K for as many units as the last, partial wave has, and for as many as the last two waves have.
         left = units % clusters
         for shared in sorted({left, left + clusters if units > clusters else left} - {0}):
             for sharers in sorted({min(clusters, 2 * shared), min(clusters, 4 * shared), clusters}):
@@ -168,7 +169,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
 def plan(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
-    Its buffers are weight (`RepackedLayout`), bias, residual, y, partials, counters and x.
+    The buffers are weight (`RepackedLayout`), bias, residual, y, partials, counters and x.
     """
     defines: tuple[tuple[str, int | str], ...] = (
         *repacked_defines(problem),
@@ -207,7 +208,10 @@ def workspace(config: GemmSm90LargeConfig, problem: Problem) -> Workspace:
 
 
 def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> float:
-    """Return the run time in microseconds: the k tiles of the busiest cluster and the stream-K reduction."""
+    """Return the run time in microseconds: compute time or weight read time, if longer, plus the stream-K reduction.
+
+    The compute time is that of the cluster with the most k tiles.
+    """
     clusters = config.ctas // config.cluster
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     waves = ceil_div(config.units(problem) - config.stream_k_units, clusters)

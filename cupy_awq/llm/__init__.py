@@ -42,12 +42,13 @@ def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progr
 
     Args:
         path: a folder, file or model name, as in `read`.
-        device: "cpu", a device ordinal, or None for CuPy's current device, or the CPU without a GPU.
-        progress: a callback (number of finished steps, total number), called while tensors are read; or None.
+        device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
+        progress: a callback (number of finished steps, total number of steps), called while tensors are read; or None.
 
     Raises:
-        CheckpointError, OSError, TypeError, ValueError: the same errors as `read`; ValueError also if the device does
+        CheckpointError, OSError, TypeError, ValueError: the same errors as `read`; also ValueError if the device does
             not exist or cannot run the model.
+        MemoryError: the memory of the GPU, or of the host, is exhausted.
     """
     index = placement.resolve(device)
     files = read(path)
@@ -59,7 +60,7 @@ def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progr
 
 
 def _cuda_ops(files: ModelFiles, index: int) -> DecoderOps:
-    from cupy_awq.llm.cuda_ops import CudaOps, activation_dtype  # imported here because the CPU path works without CuPy
+    from cupy_awq.llm.cuda_ops import CudaOps, activation_dtype  # imported here: the CPU path must work without CuPy
 
     config = files.config
     first = files.read_linear("model.layers.0.self_attn.q_proj", config.hidden, config.q_width)

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import secrets
 import shutil
 from pathlib import Path
 from typing import Any
 
-from cupy_awq import checkpoint
+from cupy_awq import atomic, checkpoint
 from cupy_awq.checkpoint import Contents, Tensor, gguf_file, gguf_write, write
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.llm import ak48, gguf_metadata, hugging_face
@@ -76,7 +75,7 @@ def _write_folder(path: Path, folder: Path, format_name: str, progress: Progress
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder}: expected a new or empty folder, got one with files")
     contents = checkpoint.read(path)
-    part = folder.with_name(f"{folder.name}.{secrets.token_hex(8)}.part")
+    part = atomic.name_aside(folder)
     part.mkdir()
     try:
         if path.is_dir():

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import check, checkpoint
+from cupy_awq import atomic, check, checkpoint
 from cupy_awq.checkpoint import CheckpointError, Module, ModuleSpec, Tensor, safetensors
 from cupy_awq.checkpoint.contents import Contents
+from cupy_awq.checkpoint.files import read_object
 from cupy_awq.checkpoint.module import Pending
 from cupy_awq.checkpoint.write import copy_model_files
 from cupy_awq.llm import hugging_face
@@ -35,14 +36,14 @@ METHODS: Mapping[str, tuple[bool, Mapping[str, Any]]] = {
     "gptq": (False, {}),
     "awq+gptq": (True, {}),
 }
-"""Whether a method searches channel scales, and its fields of `Recipe`."""
+"""The settings of each quantization method: (whether to search channel scales, keyword arguments of `Recipe`)."""
 NEEDED_TOKENS = 4096
-"""The smallest number of calibration tokens, unless fewer are asked for."""
+"""The smallest number of calibration tokens, unless ``samples * sequence_length`` is smaller."""
 SETTINGS = "settings.json"
-"""The file in a folder of unfinished work that records which model and settings the work belongs to."""
+"""The name of the file that records the model and the settings in a folder of unfinished work."""
 
 LayerProgress = Callable[[int, int, "Mapping[str, Any] | None"], None]
-"""A callback that takes the number of finished layers, their total, and the report of the last one."""
+"""A callback (number of finished layers, number of all layers, report of the last finished layer or None)."""
 
 
 def quantize(
@@ -63,30 +64,31 @@ def quantize(
 ) -> list[dict[str, Any]]:
     """Quantize the decoder layers of a model to 4 bits and write it to a new folder.
 
-    Unfinished work is kept in a folder beside it, whose name ends in ".partial"; the folder itself appears when it is
-    complete. The embedding table and the output head stay as they are.
+    Unfinished work is kept in ``<folder>.partial``; ``folder`` is created when the model is complete. The embedding
+    table and the output head are not quantized.
 
     Args:
         path: a Hugging Face folder of a model with dense weights.
-        folder: where to write; it must not exist, or be empty.
-        texts: calibration documents, of the kinds that the model is used for.
+        folder: the folder to write, which must be empty if it exists.
+        texts: calibration documents, similar to the texts for which the model is used.
         method: "rtn" (round to nearest), "awq" (channel scales and clipping), "gptq" (clipping, error compensation and
             refinement) or "awq+gptq".
-        group_size: the number of input channels that share a scale.
+        group_size: the number of input channels per group.
         symmetric: whether every zero point is 8.
-        samples, sequence_length: the largest number of calibration sequences, and their tokens.
+        samples: the largest number of calibration sequences.
+        sequence_length: the number of tokens per calibration sequence.
         format_name: "autoawq" or "compressed-tensors".
-        device: "cpu", a device ordinal, or None for CuPy's current device, or the CPU without a GPU.
-        resume: True to continue unfinished work of the same settings.
-        progress: called after each layer.
+        device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
+        resume: True to continue unfinished work that has the same settings.
+        progress: a callback that is called at the start and after each layer; see `LayerProgress`.
 
     Returns:
         A report for each layer: its "errors" and "output_error", as `QuantizedLayer` describes them.
 
     Raises:
-        CheckpointError: (a ValueError) the model is damaged, of an unsupported kind, or quantized already.
+        CheckpointError: the model is damaged, not supported, or already quantized. It is a subclass of ValueError.
         OSError: a file cannot be read or written, or the folder is not empty.
-        ValueError: a setting is not supported, the texts are too short, or the tokenizer loses text.
+        ValueError: a setting is not supported, the texts are too short, or the tokenizer does not preserve a text.
 
     Example::
 
@@ -142,7 +144,7 @@ def quantize(
 
 
 def check_group_size(config: ModelConfig, group_size: int) -> None:
-    """Raise ValueError unless the group size divides the inputs of every linear layer."""
+    """Raise ValueError unless the group size divides the number of in features of every linear layer."""
     sizes = config.hidden, config.q_width, config.intermediate
     most = math.gcd(*sizes)
     if type(group_size) is not int or group_size < 1 or most % group_size:
@@ -156,8 +158,8 @@ def check_group_size(config: ModelConfig, group_size: int) -> None:
 def cut_sequences(tokenizer: Tokenizer, texts: Sequence[str], samples: int, sequence_length: int) -> list[list[int]]:
     """Return calibration sequences: at most ``samples`` blocks of ``sequence_length`` tokens, spread over all texts.
 
-    Raises ValueError if the texts are too short, or if decoding the tokens of a text does not give it back, which is
-    the sign of a broken tokenizer.
+    Raises ValueError if the texts are too short, or if the tokens of a text do not decode to the text, which indicates
+    a broken tokenizer.
     """
     if samples < 1 or sequence_length < 1:
         raise ValueError(f"samples, sequence_length: expected positive integers, got {samples} and {sequence_length}")
@@ -181,28 +183,31 @@ def _normalize(text: str) -> str:
 
 
 def _open_partial(folder: Path, settings: dict[str, Any], resume: bool) -> list[dict[str, Any]]:
-    """Create the folder of unfinished work, or check that of an earlier run, and return the reports of its layers.
+    """Create or reopen the folder of unfinished work; return the reports of the layers that are finished.
 
-    Raises FileExistsError if there is one and ``resume`` is False, ValueError if it has other settings.
+    Raises FileExistsError if the folder exists and ``resume`` is False, ValueError if its settings differ.
     """
     file = folder / SETTINGS
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        file.write_text(json.dumps(settings))
-        return []
-    if not resume:
+    if folder.exists() and not resume:
         raise FileExistsError(f"{folder}: expected no unfinished work, got some: resume it or delete the folder")
-    found = json.loads(file.read_text()) if file.is_file() else None
-    if found != settings:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not file.is_file():
+        _write_json(file, settings)
+    if (found := read_object(file)) != settings:
         raise ValueError(f"{folder}: expected unfinished work with the settings {settings}, got {found}")
     reports: list[dict[str, Any]] = []
     while (report := folder / f"layer-{len(reports):05}.json").is_file():
-        reports.append(json.loads(report.read_text()))
+        reports.append(read_object(report))
     return reports
 
 
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    with atomic.create(file) as opened:
+        opened.write(json.dumps(value).encode())
+
+
 def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
-    """Write a layer and then its report, which makes it count as finished; return the report."""
+    """Write a layer and then its report, whose existence marks the layer as finished; return the report."""
     tensors = {f"norm/{name}": a for name, a in layer.norms.items()}
     for name, module in layer.linears.items():
         weight = module.weight
@@ -211,14 +216,15 @@ def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
     file = folder / f"layer-{layer.index:05}"
     safetensors.write(file.with_suffix(".safetensors"), tensors)
     report = {"layer": layer.index, "errors": dict(layer.errors), "output_error": layer.output_error}
-    aside = file.with_suffix(".tmp")
-    aside.write_text(json.dumps(report))
-    aside.rename(file.with_suffix(".json"))
+    _write_json(file.with_suffix(".json"), report)
     return report
 
 
 def _merge(contents: Contents, folder: Path, layers: int, recipe: Recipe) -> Contents:
-    """Return the contents of the quantized model: the source's, with the layers of a folder in place of its own."""
+    """Return the contents of the quantized model: those of the source, with its layers replaced by the quantized ones.
+
+    ``folder`` is the folder of unfinished work, which holds the quantized layers.
+    """
     entries: dict[str, Pending | Tensor] = {name: Tensor(contents.read(name), folder) for name in contents}  # type: ignore[arg-type]
     for index in range(layers):
         file, at = folder / f"layer-{index:05}.safetensors", f"model.layers.{index}"

@@ -6,6 +6,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from cupy_awq.runtime import placement
+
 if TYPE_CHECKING:
     import cupy
 
@@ -20,12 +22,17 @@ PER_THREAD_STREAM = 2
 """The value of cudaStreamPerThread, the handle of the calling thread's default stream."""
 
 
-def allocate_zeros(nbytes: int) -> cupy.ndarray:
-    """Return zero-filled device memory, usable from any stream, also during stream capture."""
+def allocate_zeros(nbytes: int, *, on_current_stream: bool = False) -> cupy.ndarray:
+    """Return zero-filled device memory, usable from any stream.
+
+    With ``on_current_stream``, which is not possible during stream capture, CuPy's memory pool gives the memory to
+    later arrays of the current stream once it is freed. Else it stays reserved for a stream that no longer exists, so
+    only memory that is never freed should be allocated like this.
+    """
     import cupy
 
-    # Run the memset on its own stream and wait for it, so that no capture records it and no stream races with it.
-    stream = cupy.cuda.Stream(non_blocking=True)
+    # Wait for the memset, so that no stream races with it. On its own stream, no capture records it.
+    stream = cupy.cuda.get_current_stream() if on_current_stream else cupy.cuda.Stream(non_blocking=True)
     with stream:
         memory = cupy.zeros(nbytes, cupy.uint8)
     stream.synchronize()
@@ -40,7 +47,8 @@ def workspace_address(index: int, stream: int) -> int:
     """Return the address of the workspace of a stream on the current GPU, whose device ordinal is ``index``.
 
     The workspace is allocated on first use. Launches on one stream run in order and can share a workspace; launches on
-    different streams cannot. A workspace is never freed, because a captured CUDA graph may hold its address.
+    different streams cannot. A workspace is never freed, because a captured CUDA graph may hold its address. Raises
+    MemoryError if the GPU has no memory for it.
     """
     key = index, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0
     found = _workspaces.get(key)
@@ -48,6 +56,7 @@ def workspace_address(index: int, stream: int) -> int:
         with _workspaces_lock:
             found = _workspaces.get(key)
             if found is None:
-                memory = allocate_zeros(COUNTER_BYTES + WORKSPACE_BYTES)
+                with placement.use_device(index):
+                    memory = allocate_zeros(COUNTER_BYTES + WORKSPACE_BYTES)
                 found = _workspaces[key] = memory, int(memory.data.ptr)
     return found[1]

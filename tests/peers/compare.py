@@ -5,6 +5,7 @@
     python tests/peers/compare.py --libraries .peers --json tests/peers/h100.json
     python tests/peers/render.py --plot
     python tests/peers/compare.py --libraries .peers --peers fp16,marlin,ours --shapes 4096x12288 --ms 1,16,64,1024
+    python tests/peers/compare.py --libraries .peers --random 7 --count 24 --json tests/peers/random_7.json
 
 It needs PyTorch 2.11 for CUDA 13, Triton and Python 3.12, which the package itself does not.
 
@@ -17,6 +18,10 @@ calls, straight after 60 ms of the same replays. Each peer's first result is che
 streaming kernels over the weight's bytes in such a graph, launches included. `rec` is the best of the recorded llm-awq,
 Humming and TurboMind cells (recorded.json, same kind of GPU, same method), scaled by this run's Marlin over the
 recorded one; it counts as a peer.
+
+`--random SEED` draws the shapes and nine values of M as random_problems.py describes: K a multiple of 128, N of 64,
+both log-uniform in 1024..32768, K * N <= 4e8, M log-uniform in 1..4096. `floor`, which replaces `roof` on the screen
+and in the file, is max(roof, 2.2 us): an empty dependent launch and one memory round trip take that long.
 """
 
 import argparse
@@ -323,6 +328,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="fp16,fp16_tn,marlin,machete,fbgemm,ours")
     parser.add_argument("--shapes", default="4096x4096,4096x12288,12288x4096,8192x8192,8192x28672,28672x8192")
+    parser.add_argument("--random", metavar="SEED", type=int, help="draw random shapes and values of M")
+    parser.add_argument("--count", type=int, default=24, help="number of random shapes (default: %(default)s)")
     parser.add_argument("--ms", default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192")
     parser.add_argument(
         "--project", default=os.path.dirname(os.path.dirname(HERE)), help="folder that holds the package cupy_awq"
@@ -334,7 +341,16 @@ def main():
     LIBRARIES = arguments.libraries
     sys.path.insert(0, arguments.project)
     torch.set_grad_enabled(False)
+    from tests.peers import random_problems
+
     names, ms = arguments.peers.split(","), [int(m) for m in arguments.ms.split(",")]
+    shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]
+    if arguments.random is not None:
+        shapes, ms = random_problems.shapes(arguments.random, arguments.count), random_problems.rows(arguments.random)
+    if "ours" in names:
+        from cupy_awq.runtime import device
+
+        random_problems.compile_chosen([(k, n, m) for k, n in shapes for m in ms], device.current())
     read_gbs = (1 << 30) / read_us(1 << 30) / 1e3
     fp16_tflops = measure_fp16_tflops()
     gpu = torch.cuda.get_device_name()
@@ -343,21 +359,23 @@ def main():
         recorded = json.load(file)
     rows: list[dict[str, Any]] = []
     ratios: dict[int, list[tuple[float, float]]] = {}
-    for shape in arguments.shapes.split(","):
-        k, n = map(int, shape.split("x"))
+    for k, n in shapes:
         problem = Problem(k, n)
-        weight_read_us = read_us(problem.bytes)
+        weight_read_us = read_us(problem.bytes) if arguments.random is None else math.nan
         table: dict[tuple[str, int], float] = {}
         for peer in names:
             for row in measure(problem, peer, ms):
                 table[peer, row["m"]] = row["us"] if row["ok"] else math.nan
                 rows.append(row)
             torch.cuda.empty_cache()
-        header = [*names, "rec", "read", "roof", "our/roof", "best/our"]
+        bound = "roof" if arguments.random is None else "floor"
+        header = [*names, "rec", "read", bound, f"our/{bound}", "best/our"]
         print(f"\nK={k} N={n}   microseconds\n{'M':>5} " + " ".join(f"{name:>8}" for name in header))
         for m in ms:
             roof = max((problem.bytes + 2 * m * (k + n)) / read_gbs / 1e3, 2 * m * k * n / fp16_tflops / 1e6)
-            rec = recorded_us(recorded, shape, m, table.get(("marlin", m), math.nan))
+            if arguments.random is not None:
+                roof = max(roof, random_problems.LATENCY_US)
+            rec = recorded_us(recorded, f"{k}x{n}", m, table.get(("marlin", m), math.nan))
             times = [rec, *(table.get((peer, m), math.nan) for peer in names if peer != "ours")]
             others = [us for us in times if not math.isnan(us)]
             mine = table.get(("ours", m))
@@ -375,12 +393,13 @@ def main():
         means = [math.exp(sum(math.log(pair[i]) for pair in pairs) / len(pairs)) for i in (0, 1)]
         worst = min(best for _, best in pairs)
         print(
-            f"M up to {min(band, 8192)}: ours / roofline {means[0]:.2f}, best peer / ours {means[1]:.2f}"
-            f" (worst cell {worst:.2f})"
+            f"M up to {min(band, 8192)}: ours / {bound} {means[0]:.2f}, best peer / ours {means[1]:.2f}"
+            f" (worst cell {worst:.2f}; {sum(best < 1 / 1.05 for _, best in pairs)} of {len(pairs)} over 5% slower)"
         )
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump(dict(gpu=gpu, read_gbs=read_gbs, fp16_tflops=fp16_tflops, rows=rows), file)
+            run = dict(gpu=gpu, read_gbs=read_gbs, fp16_tflops=fp16_tflops, seed=arguments.random, rows=rows)
+            json.dump(run, file)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python tests/peers/render.py            # RESULTS.md and the table of the README
     python tests/peers/render.py --plot     # and h100.png
 
-h100.json and h200.json are written by compare.py. Each file of tables/ holds one table that another command printed:
-title, gpu, commands, text, columns and rows.
+h100.json, h200.json and random_*.json (with --random) are written by compare.py. Each file of tables/ holds one table
+that another command printed: title, gpu, commands, text, columns and rows.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ LABELS = {
 """The peers as RESULTS.md and the plot name them."""
 BANDS = ((1, 16), (32, 128), (256, 1024), (2048, 8192))
 """The ranges of M over which the summary takes geometric means."""
+RANDOM_BANDS = ((1, 16), (17, 128), (129, 1024), (1025, 4096))
+"""The ranges of M over which the summary of random problems takes geometric means."""
 BANDS_HEADER = ("M", "ours / roofline", "best peer / ours", "worst cell")
 
 INTRODUCTION = """\
@@ -58,6 +60,15 @@ rate), both measured in the same run. "Best peer / ours" above 1 means that cupy
     python tests/peers/render.py --plot
 """
 
+RANDOM_METHOD = """\
+The same peers and method on shapes and row counts that are in no tuned table and that no cost model was fitted to: 24
+shapes per seed, K a multiple of 128, N of 64, both log-uniform in 1024..32768, K * N <= 4e8; nine row counts,
+log-uniform in 1..4096. The floor is max(roofline, 2.2 us); 2.2 us is the time of an empty dependent launch and one
+memory round trip.
+
+    python tests/peers/compare.py --libraries .peers --random SEED --count 24 --json tests/peers/random_SEED.json
+"""
+
 
 def geometric_mean(values: Iterable[float]) -> float:
     """Return the geometric mean of positive values."""
@@ -79,6 +90,7 @@ class Comparison:
         gpu: the name of the GPU.
         read_gbs: the measured read bandwidth, GB/s.
         fp16_tflops: the measured rate of fp16 cuBLAS, TFLOP/s.
+        seed: the seed of the random problems; None for given shapes.
         us: microseconds by (K, N, M, peer).
         ratios: (ours / roofline, best peer / ours) by (K, N, M).
     """
@@ -88,6 +100,7 @@ class Comparison:
         self.gpu: str = run["gpu"]
         self.read_gbs: float = run["read_gbs"]
         self.fp16_tflops: float = run["fp16_tflops"]
+        self.seed: int | None = run.get("seed")
         self.us: dict[tuple[int, int, int, str], float] = {
             (row["k"], row["n"], row["m"], row["peer"]): row["us"] for row in run["rows"] if row.get("ok", True)
         }
@@ -96,7 +109,7 @@ class Comparison:
             if peer == "ours":
                 us = self.us[k, n, m, "ours"]
                 peers = [name for name in (*LABELS, "fp16_tn") if name != "ours" and (k, n, m, name) in self.us]
-                best = min(self.us[k, n, m, name] for name in peers)
+                best = min((self.us[k, n, m, name] for name in peers), default=math.nan)
                 self.ratios[k, n, m] = us / self.us[k, n, m, "roof"], best / us
 
     def bands(self) -> str:
@@ -107,6 +120,16 @@ class Comparison:
             means = [geometric_mean(ratio[i] for ratio in ratios) for i in (0, 1)]
             rows.append([f"{low}-{high}", *(f"{x:.2f}" for x in (*means, min(best for _, best in ratios)))])
         return markdown(BANDS_HEADER, rows)
+
+    def random_bands(self) -> list[list[str]]:
+        """Return the rows of the summary of random problems: seed, cells by range of M, ratios, and slower cells."""
+        rows = []
+        for low, high in RANDOM_BANDS:
+            ratios = [ratio for (_, _, m), ratio in self.ratios.items() if low <= m <= high]
+            means = [f"{geometric_mean(ratio[i] for ratio in ratios):.2f}" for i in (0, 1)]
+            slower = sum(best < 1 / 1.05 for _, best in ratios)
+            rows.append([str(self.seed), f"{low}-{high}", *means, f"{slower} of {len(ratios)}"])
+        return rows
 
     def peers(self) -> str:
         """Return, by peer and range of M, the geometric mean of its time over ours and the cells where it is faster."""
@@ -208,10 +231,25 @@ SECTIONS = {
 """The files of tables/ by section, in the order of the page."""
 
 
+def random_section() -> list[str]:
+    """Return the section of RESULTS.md about random problems, or nothing if none were measured."""
+    runs = [Comparison(path) for path in sorted(HERE.glob("random_*.json"))]
+    if not runs:
+        return []
+    header = ("seed", "M", "ours / floor", "best peer / ours", "cells over 5% slower than the best peer")
+    gpus = dict.fromkeys(run.gpu for run in runs)
+    tables = (
+        f"### {gpu}\n\n{markdown(header, [row for run in runs if run.gpu == gpu for row in run.random_bands()])}\n"
+        for gpu in gpus
+    )
+    return ["## Random shapes and row counts\n", RANDOM_METHOD, *tables]
+
+
 def results() -> str:
     """Return RESULTS.md."""
     runs = [Comparison(HERE / f"{name}.json").section() for name in ("h100", "h200")]
     parts = [INTRODUCTION, "## AwqLinear and its peers\n", METHOD, "![Time over roofline](h100.png)\n", *runs]
+    parts += random_section()
     for title, names in SECTIONS.items():
         parts += [f"## {title}\n", *(table(HERE / "tables" / f"{name}.json") for name in names)]
     return "\n".join(parts)

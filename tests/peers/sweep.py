@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time every legal configuration on random problems, to fit cost models and to judge the first choice.
+
+    python -m tests.peers.sweep --seconds 240 --json sweep.jsonl
+    python -m tests.peers.sweep --op gemm_int8 --rows 17-512 --seconds 60 --json int8.jsonl
+    python -m tests.peers.sweep --summary sweep.jsonl
+
+Each line of the file is one configuration: op, problem, family, config, us (measured), estimate_us (cost model).
+Problems are drawn as by `compare.py --random`, but each has its own shape and M; 1x1 convolutions have 7x7 to 56x56
+images, and their M counts pixels. Weights and x rotate over copies of more than 170 MB in total, so that they come from
+HBM. A time is the median of 3 replays of a CUDA graph of at least 20 launches; the replays follow each other without a
+pause, and configurations more than twice as slow as the best so far are timed once. Kernels are compiled by one process
+per core while others are timed. The file holds whole problems only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
+from cupy_awq.kernels import select
+from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.select import Candidate
+from cupy_awq.runtime.launch import get_launcher
+from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace_address
+from cupy_awq.weight import PackedWeight
+from tests.peers.random_problems import BANDS, ROWS, build, compile_pool, geometric_mean, log_uniform, shape
+
+COLD_BYTES = 170e6
+"""Weights rotate over copies of more bytes than this, several times the L2 cache."""
+MAX_FLOPS = 8e11
+"""The largest number of operations of a problem: about 1 ms."""
+REPLAYS = 3
+"""The number of timed replays of a graph."""
+LEAST_CALLS = 20
+"""The smallest number of launches per graph, unless they take long."""
+LONG_US = 400.0
+"""The time of a launch from which a graph holds as few launches as weight copies."""
+
+Buffers = dict[str, Any]
+
+
+def packed_weight(k: int, n: int) -> PackedWeight:
+    """Return a random weight on the GPU with group size 128 and packed zero points."""
+    import cupy
+
+    def words(rows: int) -> Any:
+        return cupy.random.randint(-(2**31), 2**31 - 1, (rows, n // 8), dtype=cupy.int32)
+
+    scales = (cupy.random.uniform(0.5, 1.5, (k // 128, n)) / (8 * math.sqrt(k))).astype(cupy.float16)
+    return PackedWeight(words(k), scales, words(k // 128))
+
+
+def activations(*shape: int) -> Any:
+    """Return random float16 activations on the GPU."""
+    import cupy
+
+    return cupy.random.standard_normal(shape, dtype=cupy.float32).astype(cupy.float16)
+
+
+def copies(nbytes: float, at_most: int = 512) -> int:
+    """Return the number of copies with which `nbytes` are cold in L2."""
+    return min(at_most, max(2, math.ceil(COLD_BYTES / nbytes)))
+
+
+class Gemm:
+    """W4A16 on the repacked weight, as AwqLinear(keep_weight=False) computes it."""
+
+    def __init__(self, rng: random.Random, m: int) -> None:
+        import cupy
+
+        from cupy_awq.ops.repack import RepackedWeight, repack
+
+        k, n = shape(rng)
+        weight = repack(packed_weight(k, n))
+        assert isinstance(weight, RepackedWeight)
+        fields = {"scale_exponent": weight.scale_exponent, "wide_scales": weight.wide_scales}
+        self.problem = Problem(m, n, k, 128, has_awq_layout=False, repacked=True, **fields)
+        self.count = copies(weight.repacked.nbytes)
+        weights = [weight.repacked.copy() for _ in range(self.count)]
+        xs = [activations(m, k) for _ in range(copies(m * k * 2, self.count))]
+        ys = [cupy.empty((m, n), cupy.float16) for _ in xs]
+        parts = zip(weights, itertools.cycle(xs), itertools.cycle(ys), strict=False)
+        self._buffers = [{"weight": w, "x": x, "y": y, "bias": None, "residual": None} for w, x, y in parts]
+
+    def launches(self, candidate: Candidate) -> list[tuple[Any, Buffers]]:
+        """Return (plan, buffers) of one launch per copy of the weight."""
+        plan = candidate.family.plan(candidate.config, self.problem, gpu())
+        return [(plan, buffers) for buffers in self._buffers]
+
+
+class Recorded:
+    """An operation on block-quantized weights: its last launch is recorded, and timed alone."""
+
+    def __init__(self, calls: list[Callable[[], object]]) -> None:
+        self._calls = calls
+        self.count = len(calls)
+        with select.recorded() as choices:
+            calls[0]()
+        self.problem = choices[-1].problem
+
+    def launches(self, candidate: Candidate) -> list[tuple[Any, Buffers]]:
+        """Return (plan, buffers) of one launch per copy of the weight."""
+        from cupy_awq.ops import execute
+
+        found = []
+        launch = execute.launch
+
+        def record(plan: Any, buffers: Any, device: int) -> None:
+            launch(plan, buffers, device)
+            last.append((plan, buffers))
+
+        with mock.patch.object(execute, "launch", record), select.forced(candidate):
+            for call in self._calls:
+                last: list[tuple[Any, Buffers]] = []
+                call()
+                found.append(last[-1])
+        return found
+
+
+def w4a8(rng: random.Random, m: int, kind: str) -> Recorded:
+    """Return `gemm_int8` with blocks of 128 or one scale per row ("rows"), or `linear_fp8` without its quantization."""
+    import cupy
+
+    import cupy_awq
+
+    k, n = shape(rng)
+    packed = packed_weight(k, n)
+    weights = [
+        from_packed(PackedWeight(packed.qweight.copy(), packed.scales, packed.qzeros)) for _ in range(copies(k * n / 2))
+    ]
+    x, y = activations(m, k), cupy.empty((m, n), cupy.float16)
+    if kind == "linear_fp8":
+        return Recorded([lambda w=w: cupy_awq.linear_fp8(x, w, out=y) for w in weights])
+    block_size = None if kind == "gemm_int8_rows" else 128
+    quantized = cupy_awq.quantize_activations(x, block_size=block_size, symmetric=True)
+    return Recorded([lambda w=w: cupy_awq.gemm_int8(*quantized, w, out=y) for w in weights])
+
+
+def conv2d(rng: random.Random, m: int) -> Recorded:
+    """Return a 1x1 convolution of NHWC images in float16."""
+    import cupy
+
+    import cupy_awq
+
+    ci, co = (8 * round(log_uniform(rng, 16, 2048) / 8) for _ in range(2))
+    side = rng.choice((7, 14, 28, 56))
+    batch = max(1, min(32, round(m / side**2)))
+    x, y = activations(batch, side, side, ci), cupy.empty((batch, side, side, co), cupy.float16)
+    codes = cupy.random.randint(0, 16, (co, 1, 1, ci)).astype(cupy.uint8)
+    scale = (cupy.random.uniform(0.5, 1.5, (co, math.ceil(ci / 32))) / (8 * math.sqrt(ci))).astype(cupy.float16)
+    weights = [
+        BlockQuantizedWeight(codes.copy(), scale, scale.copy(), bits=4, block_size=32)
+        for _ in range(copies(ci * co / 2, 24))
+    ]
+    return Recorded([lambda w=w: cupy_awq.conv2d(x, w, layout="NHWC", out=y) for w in weights])
+
+
+OPERATIONS: dict[str, Callable[[random.Random, int], Any]] = {
+    "gemm": Gemm,
+    "gemm_int8": lambda rng, m: w4a8(rng, m, "gemm_int8"),
+    "gemm_int8_rows": lambda rng, m: w4a8(rng, m, "gemm_int8_rows"),
+    "linear_fp8": lambda rng, m: w4a8(rng, m, "linear_fp8"),
+    "conv2d": conv2d,
+}
+
+
+def gpu() -> Any:
+    """Return the properties of the current GPU."""
+    from cupy_awq.runtime import device
+
+    return device.current()
+
+
+def measure_us(launches: list[tuple[Any, Buffers]], stream: Any, limit_us: float) -> float:
+    """Return the median time of one launch in microseconds, from one replay if it exceeds ``limit_us``."""
+    import cupy
+
+    offsets = {"counters": 0, "partials": COUNTER_BYTES}
+    begin = workspace_address(0, stream.ptr)
+
+    def address(name: str, buffers: Buffers) -> int:
+        if name in offsets:
+            return begin + offsets[name]
+        return 0 if buffers[name] is None else int(buffers[name].data.ptr)
+
+    ready = [
+        (get_launcher(plan, 0), tuple(address(name, buffers) for name in get_launcher(plan, 0).buffers))
+        for plan, buffers in launches
+    ]
+
+    def elapsed_us(run: Callable[[], None], count: int) -> float:
+        start = stream.record()
+        run()
+        end = stream.record()
+        end.synchronize()
+        return float(cupy.cuda.get_elapsed_time(start, end)) / count * 1e3
+
+    def first() -> None:
+        ready[0][0](ready[0][1], stream.ptr)
+
+    first()
+    guess = elapsed_us(first, 1)
+    length = len(ready) * (math.ceil(LEAST_CALLS / len(ready)) if guess < LONG_US else 1)
+    stream.begin_capture()
+    for i in range(length):
+        launcher, pointers = ready[i % len(ready)]
+        launcher(pointers, stream.ptr)
+    graph = stream.end_capture()
+
+    def replay() -> None:
+        graph.launch(stream)
+
+    us = elapsed_us(replay, length)
+    if us > limit_us:
+        return us
+    return statistics.median(elapsed_us(replay, length) for _ in range(REPLAYS))
+
+
+def draw(op: str, rng: random.Random, low: int, high: int) -> Any:
+    """Return a random operation whose problem takes at most MAX_FLOPS operations."""
+    while True:
+        m = round(log_uniform(rng, low, high))
+        state = rng.getstate()
+        k, n = shape(rng)
+        if op == "conv2d" or 2.0 * m * k * n <= MAX_FLOPS:
+            rng.setstate(state)
+            return OPERATIONS[op](rng, m)
+
+
+def legal(problem: Any) -> list[Candidate]:
+    """Return the legal configurations of all families, lowest modelled time first."""
+    found = select.candidates(problem, gpu()).values()
+    some = [candidate for listed in found if not isinstance(listed, str) for candidate in listed]
+    return sorted(some, key=lambda candidate: candidate.us)
+
+
+def sweep(op: str, seed: int, low: int, high: int, seconds: float) -> Iterator[list[dict[str, Any]]]:
+    """Yield the records of one problem after the other, one per configuration, until ``seconds`` have passed."""
+    import cupy
+
+    deadline = time.monotonic() + seconds
+    rng = random.Random(f"sweep {op} {seed}")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    futures: dict[Any, Future[None]] = {}
+    queue: collections.deque[tuple[Any, list[Candidate], list[Future[None]]]] = collections.deque()
+    pool = compile_pool()
+    try:
+        with stream:
+            while time.monotonic() < deadline:
+                open_futures = [future for future in futures.values() if not future.done()]
+                if len(open_futures) < 64 and len(queue) < 4:
+                    operation = draw(op, rng, low, high)
+                    candidates = legal(operation.problem)
+                    mine = []
+                    for candidate in candidates:
+                        kernel = candidate.family.plan(candidate.config, operation.problem, gpu()).kernel
+                        if kernel not in futures:
+                            futures[kernel] = pool.submit(build, kernel)
+                        mine.append(futures[kernel])
+                    queue.append((operation, candidates, mine))
+                    continue
+                waiting = [future for future in queue[0][2] if not future.done()]
+                if waiting:
+                    wait(waiting, timeout=deadline - time.monotonic(), return_when=FIRST_COMPLETED)
+                    continue
+                operation, candidates, _ = queue.popleft()
+                best = math.inf
+                found = []
+                for candidate in candidates:
+                    if time.monotonic() > deadline:
+                        return
+                    us = measure_us(operation.launches(candidate), stream, 2 * best)
+                    best = min(best, us)
+                    record = {
+                        "op": op,
+                        "problem": asdict(operation.problem),
+                        "family": candidate.family.NAME,
+                        "config": vars(candidate.config),
+                        "us": round(us, 3),
+                        "estimate_us": round(candidate.us, 3),
+                    }
+                    found.append(record)
+                yield found
+                del operation
+                get_launcher.cache_clear()
+                cupy.get_default_memory_pool().free_all_blocks()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def summary(records: list[dict[str, Any]]) -> str:
+    """Return, by band of M, the ratio of the first choice to the best configuration and the error of the model."""
+    problems: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        problems.setdefault(json.dumps([record["op"], record["problem"]]), []).append(record)
+    text = [f"{len(records)} times, {len(problems)} problems"]
+    for limits in (*BANDS, (BANDS[-1][1] + 1, 1 << 30)):
+        ratios, errors = [], []
+        for some in problems.values():
+            problem = some[0]["problem"]
+            m = problem.get("m") or problem["sizes"][0] * problem["sizes"][1] * problem["sizes"][2]
+            if not limits[0] <= m <= limits[1]:
+                continue
+            best = min(record["us"] for record in some)
+            ratios.append(min(some, key=lambda record: record["estimate_us"])["us"] / best)
+            errors += [abs(math.log(r["estimate_us"] / r["us"])) for r in some if r["us"] < 1.15 * best]
+        if ratios:
+            worst, error = max(ratios), math.exp(statistics.mean(errors)) - 1
+            text.append(
+                f"M={limits[0]}-{limits[1]}: {len(ratios)} problems, first choice / best {geometric_mean(ratios):.3f},"
+                f" worst {worst:.2f}; error within 15% of the best {error:.1%}"
+            )
+    return "\n".join(text)
+
+
+def main() -> None:
+    """Measure and write the file, or summarize one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", choices=OPERATIONS, default="gemm")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rows", default=f"{ROWS[0]}-{ROWS[1]}", help="range of M (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--json", metavar="FILE", help="append the records to this file")
+    parser.add_argument("--summary", metavar="FILE", help="print the summary of a file, and measure nothing")
+    arguments = parser.parse_args()
+    if arguments.summary:
+        print(summary([json.loads(line) for line in Path(arguments.summary).read_text().splitlines()]))
+        return
+    low, high = map(int, arguments.rows.split("-"))
+    records = []
+    for found in sweep(arguments.op, arguments.seed, low, high, arguments.seconds):
+        records += found
+        if arguments.json:
+            with open(arguments.json, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in found)
+    print(summary(records))
+
+
+if __name__ == "__main__":
+    main()
