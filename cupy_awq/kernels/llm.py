@@ -187,22 +187,34 @@ def attention_workspace(plan: LaunchPlan, head_dim: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_dense(device: Device, m: int, n: int, k: int, dtype: str, out_dtype: str, *, bias: bool) -> LaunchPlan:
-    """Return the plan of a GEMM with an unquantized weight: y [m, n] = x [m, k] @ w [n, k]^T + bias."""
+def plan_dense(
+    device: Device, m: int, n: int, k: int, dtype: str, out_dtype: str, *, bias: bool, block: int | None = None
+) -> LaunchPlan:
+    """Return the plan of a GEMM with a weight in 16 or 8 bits: y [m, n] = x [m, k] @ w [n, k]^T + bias.
+
+    With ``block``, the number of values along k per scale (a multiple of 16), the weight is given by the buffers
+    ``codes``, uint8 [n, k], and ``code_scales`` [n, k / block] of ``dtype``; else by ``w`` [n, k] of ``dtype``.
+    """
     defines: dict[str, int | str] = {"X": TYPES[dtype], "Y": TYPES[out_dtype], "HAS_BIAS": int(bias)}
-    buffers = ("x", "w", "bias", "y")
+    buffers: tuple[str, ...]
+    if block is None:
+        name, buffers, step_values = "dense", ("x", "w", "bias", "y"), 1
+    else:
+        name, buffers, step_values = "dense_int8", ("x", "codes", "code_scales", "bias", "y"), 2
+        defines |= {"BLOCK": block}
     if device.arch >= TENSOR_CORE_ARCH and k % 32 == 0:
         threads = 512
-        # A step loads `threads` values of each row of w. More than 64 KiB of loads in flight per CTA slow down LM heads
-        # by 1 to 4% on an H100.
-        steps = ceil_div(k, threads * ceil_div(k, 4 * threads))
+        # A step loads 2 * `threads` bytes of each row of w. More than 64 KiB of loads in flight per CTA slow down LM
+        # heads by 1 to 4% on an H100.
+        step_k = step_values * threads
+        steps = ceil_div(k, step_k * ceil_div(k, 4 * step_k))
         tiles = min(4, 8 // steps)
         grid = (min(ceil_div(n, 8 * tiles), device.sm_count), ceil_div(m, DENSE_BLOCK_M), 1)
         defines |= {"TILES": tiles, "STEPS": steps}
-        plan = _plan(device, "dense_sm80", defines, grid, threads, (*buffers, *_int32s(m, n, k)))
+        plan = _plan(device, f"{name}_sm80", defines, grid, threads, (*buffers, *_int32s(m, n, k)))
         return replace(plan, prefers_l1=True)
     grid = (ceil_div(n, THREADS // 32), m, 1)
-    return _plan(device, "dense", defines, grid, THREADS, (*buffers, *_int32s(n, k)))
+    return _plan(device, name, defines, grid, THREADS, (*buffers, *_int32s(n, k)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -271,6 +283,8 @@ def kernels(device: Device) -> Iterator[Kernel]:
                 yield plan_attention(device, 2, 2, group, 1, head_dim, 8, 8, dtype).kernel
         for k, out_dtype in ((64, dtype), *((k, "float32") for k in (64, 896, 1536, 4096, 72))):
             yield plan_dense(device, 1, 8, k, dtype, out_dtype, bias=False).kernel
+        for block, k, out_dtype in ((32, 4096, dtype), (16, 4096, "float32"), (16, 144, dtype)):
+            yield plan_dense(device, 1, 8, k, dtype, out_dtype, bias=False, block=block).kernel
     for temperature, penalty in ((0.0, 1.0), (0.0, 1.1), (0.8, 1.0), (0.8, 1.1)):
         for advance in (False, True):
             yield plan_sample_token(device, 1, 8, temperature=temperature, penalty=penalty, advance=advance).kernel

@@ -193,9 +193,9 @@ def _run(ops: NumpyOps, layer: Layer, h: Array, cache: KvCache) -> Array:
     cache.lengths[:] = 0
     stream, qkv = ops.norm_and_project(ResidualStream(h.copy()), layer.attention_norm, layer.qkv)
     attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, 0)
-    stream = ops.project_and_add(stream, attended, layer.o, layer.mlp_norm)
+    stream = ops.project_and_add(stream, attended, layer.o, layer.mlp_norm, layer.gate_up)
     stream, activated = ops.norm_and_project(stream, layer.mlp_norm, layer.gate_up)
-    return ops.project_and_add(stream, activated, layer.down, None).h
+    return ops.project_and_add(stream, activated, layer.down, None, None).h
 
 
 def _fold(

@@ -17,7 +17,7 @@ from cupy_awq.linear import AwqLinear
 from cupy_awq.llm import kv_cache
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.kv_cache import KvCache
-from cupy_awq.llm.model_files import DenseLinear
+from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear
 from cupy_awq.llm.ops import DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
 from cupy_awq.llm.sampling import Sampling, choose_token
 
@@ -53,11 +53,23 @@ class NumpyOps(DecoderOps):
     def prepare_tokens(self, ids: Sequence[int]) -> Array:
         return np.array(ids, np.int64)
 
-    def make_projection(self, parts: Sequence[Module | DenseLinear], *, gated: bool = False) -> Projection:
-        project = self._expanded(parts) if self._expands else self._streamed(parts)
-        return (lambda x: _swiglu(project(x))) if gated else project
+    def make_projection(
+        self,
+        parts: Sequence[Linear],
+        *,
+        gated: bool = False,
+        column_order: npt.NDArray[np.int32] | None = None,
+    ) -> Projection:
+        plain = [part.dequantize() if isinstance(part, Int8Linear) else part for part in parts]
+        project = self._expanded(plain) if self._expands else self._streamed(plain)
+        activate: Projection = _swiglu if gated else lambda y: y
+        if column_order is None:
+            return lambda x: activate(project(x))
+        offsets = np.cumsum([0, *map(_out_features, plain)])[:-1, None]
+        columns = (offsets + column_order).reshape(-1)
+        return lambda x: activate(project(x)[..., columns])
 
-    def make_head(self, part: Module | DenseLinear) -> Projection:
+    def make_head(self, part: Linear) -> Projection:
         return self.make_projection([part])
 
     def make_cache(self, sequences: int, capacity: int) -> KvCache:
@@ -75,7 +87,12 @@ class NumpyOps(DecoderOps):
         return stream, projection(self.rms_norm(stream, norm_weight))
 
     def project_and_add(
-        self, stream: ResidualStream, x: Array, projection: Projection, next_norm_weight: Array | None
+        self,
+        stream: ResidualStream,
+        x: Array,
+        projection: Projection,
+        next_norm_weight: Array | None,
+        next_projection: Projection | None,
     ) -> ResidualStream:
         np.add(stream.h, projection(x), out=stream.h)
         return stream
@@ -142,7 +159,9 @@ class NumpyOps(DecoderOps):
     def _streamed(self, parts: Sequence[Module | DenseLinear]) -> Projection:
         """Return the projection that converts the weights of all parts to float32 block by block at each call."""
         linears: list[Projection] = [
-            AwqLinear(part.weight, bias=part.bias) if isinstance(part, Module) else _streamed_dense(part)
+            AwqLinear(part.weight, bias=part.bias, order=part.order)
+            if isinstance(part, Module)
+            else _streamed_dense(part)
             for part in parts
         ]
 
@@ -219,7 +238,12 @@ def _float32_weight(part: Module | DenseLinear) -> Array:
     if isinstance(part, DenseLinear):
         return part.weight.T.astype(np.float32)
     weight = part.weight
-    return reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
+    rows = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
+    if part.order is None:
+        return rows
+    w = np.empty_like(rows)
+    w[part.order] = rows
+    return w
 
 
 def _streamed_dense(part: DenseLinear) -> Projection:

@@ -26,6 +26,10 @@ TESTS = {
 }
 OTHERS = {
     "dequantize": ("fp16 bf16 fp32", "test_kernels.py::test_dequantize_gives_the_formulas_bits"),
+    "gather_columns": (
+        "fp16 bf16 fp32",
+        "test_activation_order.py::test_the_kernel_gathers_columns_of_strided_rows, test_any_gather_on_the_simulator",
+    ),
     "repack": (None, "test_repacked_kernels.py::test_repacking_keeps_every_code_scale_and_zero"),
     "quantize_activations": ("fp16 bf16 fp32", "test_gemm_int8.py::test_quantize_rows_gives_the_bits_of_the_reference"),
     "gemm_int8": ("fp16 bf16 fp32", "test_gemm_int8.py::test_any_int8_product"),
