@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -77,13 +77,17 @@ class CompressedTensors:
     def is_quantized(self, array: Array) -> bool:
         return True
 
+    @cached_property
+    def _has_one_scheme(self) -> bool:
+        return len({scheme for scheme, _, _ in self.schemes}) == 1
+
     def find_scheme(self, tensors: ModuleTensors) -> Scheme:
         """Return the scheme of a module.
 
         A target that is the module's name takes precedence over a regular expression, and that over the class "Linear".
         Raises CheckpointError if no target matches.
         """
-        if len({scheme for scheme, _, _ in self.schemes}) == 1:
+        if self._has_one_scheme:
             return self.schemes[0][0]
         for scheme, names, _ in self.schemes:
             if tensors.name in names:
@@ -119,7 +123,7 @@ class CompressedTensors:
         spec = ModuleSpec(
             k, n, groups.size, form, scales.dtype, has_order=groups.order is not None, bias_dtype=tensors.bias_dtype()
         )
-        return Pending(spec, partial(_convert, packed, zeros, scales, bias, groups, k), self.warning)
+        return Pending(spec, partial(_convert, groups, k), self.warning, arrays=(packed, zeros, scales, bias))
 
     def _read_zeros(self, tensors: ModuleTensors, scheme: Scheme, n: int, count: int) -> Array | None:
         """Return the validated zero points as stored, or None if all are 8.
@@ -150,7 +154,7 @@ def _read_g_idx(tensors: ModuleTensors, k: int, count: int) -> Array | None:
     return None if count == 1 or bool((g_idx == -1).all()) else g_idx
 
 
-def _convert(packed: Array, zeros: Array | None, scales: Array, bias: Array | None, groups: Groups, k: int) -> Module:
+def _convert(groups: Groups, k: int, packed: Array, zeros: Array | None, scales: Array, bias: Array | None) -> Module:
     words = nibbles.convert_column_words(packed)[:k]
     if groups.order is not None:
         nibbles.take_rows(words, groups.order)

@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.check import FLOAT16
+from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint import gguf_dense, gguf_file, gguf_q4
-from cupy_awq.checkpoint.contents import Contents
+from cupy_awq.checkpoint.contents import Contents, warn_first
 from cupy_awq.checkpoint.files import CheckpointError
 from cupy_awq.checkpoint.gguf_file import Blocks
 from cupy_awq.checkpoint.module import ModuleSpec, Pending
@@ -83,6 +84,7 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
             entries[key] = entry
     for name in [name for name, entry in entries.items() if isinstance(entry, Pending) and entry.spec.bias_dtype]:
         entries.pop(f"{name}.bias", None)
+    warn_first([entry.warning for entry in entries.values() if isinstance(entry, Pending) and entry.warning])
     kinds = sorted({block.kind for block in blocks.values()})
     return Contents(entries, f"Format gguf: types {', '.join(kinds)} in {path}.", "gguf")
 
@@ -167,28 +169,31 @@ def _open_tensor(
     if heads is not None and block.shape[0] % (2 * heads):
         raise CheckpointError(f"{where}: expected rows in multiples of {2 * heads}, got {block.shape[0]}")
     n, k = block.shape[0], block.shape[-1]
-    if block.kind in PACKED_TYPES and len(block.shape) == 2 and n % 8 == 0 and key.endswith(LINEAR_ENDINGS):
+    is_packed = block.kind in PACKED_TYPES and len(block.shape) == 2 and n % 8 == 0 and key.endswith(LINEAR_ENDINGS)
+    overflows = is_packed and block.kind == "Q4_K" and gguf_q4.overflows(block.data)
+    if is_packed and not overflows:
         values = None if bias is None else _deinterleave(gguf_dense.read_values(bias, where), heads)
         if values is not None and values.shape != (n,):
             raise CheckpointError(f"{where}: bias: expected [N] = [{n}], got {list(values.shape)}")
         pending = gguf_q4.open_module(block, where, values)
         if heads is None:
             return pending
-        return pending._replace(convert=partial(_convert_module, block, heads, where, values))
+        return pending._replace(repack=partial(_convert_module, block, heads, where, values))
     if block.kind in gguf_dense.PLAIN and heads is None:
         return Tensor(gguf_dense.read_values(block, where), path)
     bits = 8 * block.data.shape[-1] // k
-    dtype, rounding = gguf_dense.PLAIN.get(block.kind, FLOAT16), f"{block.kind} to dense float16"
-    spec = ModuleSpec(k, n, k, "symmetric", dtype, bits=bits, rounding=rounding)
-    return Pending(spec, partial(_convert_dense, path, block, heads, where), is_dense=True)
+    dtype = BFLOAT16 if overflows else gguf_dense.PLAIN.get(block.kind, FLOAT16)
+    spec = ModuleSpec(k, n, k, "symmetric", dtype, bits=bits, rounding=f"{block.kind} to dense {dtype}")
+    warning = f"{where}: scales beyond the range of float16; the weight becomes dense bfloat16" if overflows else ""
+    return Pending(spec, partial(_convert_dense, path, block, heads, where, dtype), warning, is_dense=True)
 
 
 def _convert_module(block: Blocks, heads: int, where: str, bias: Array | None) -> Module | Tensor:
     return gguf_q4.open_module(restore_rows(block, heads), where, bias).convert()
 
 
-def _convert_dense(path: Path, block: Blocks, heads: int | None, where: str) -> Tensor:
-    return Tensor(_deinterleave(gguf_dense.read_values(block, where), heads), path)
+def _convert_dense(path: Path, block: Blocks, heads: int | None, where: str, dtype: np.dtype[Any]) -> Tensor:
+    return Tensor(_deinterleave(gguf_dense.read_values(block, where, dtype), heads), path)
 
 
 def _deinterleave(rows: Array, heads: int | None) -> Array:
