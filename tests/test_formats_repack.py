@@ -93,14 +93,14 @@ def test_threads_give_the_bits_of_one_thread(monkeypatch: pytest.MonkeyPatch, co
 
     wanted = convert()
     monkeypatch.setattr(threads, "MIN_BYTES", 1)
-    monkeypatch.setattr(threads, "_count_cores", lambda: count)
+    monkeypatch.setattr(threads, "count_cores", lambda: count)
     monkeypatch.setattr(nibbles, "CHUNK_BYTES", 1024)
     for found, array in zip(convert(), wanted, strict=True):
         np.testing.assert_array_equal(found, array)
 
 
 def test_an_error_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_count_cores", lambda: 2)
+    monkeypatch.setattr(threads, "count_cores", lambda: 2)
     covered: list[tuple[int, int]] = []
 
     def run(start: int, stop: int) -> None:

@@ -23,7 +23,7 @@ def run_ranges(function: Callable[[int, int], object], length: int, nbytes: int,
         nbytes: the number of bytes that all items take.
         multiple: the number of items of which every range but the last has a multiple.
     """
-    count = min(MAX_THREADS, _count_cores(), nbytes // MIN_BYTES)
+    count = min(MAX_THREADS, count_cores(), nbytes // MIN_BYTES)
     if count < 2:
         function(0, length)
         return
@@ -34,6 +34,6 @@ def run_ranges(function: Callable[[int, int], object], length: int, nbytes: int,
             result.result()
 
 
-def _count_cores() -> int:
+def count_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
