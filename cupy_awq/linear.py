@@ -51,10 +51,10 @@ class AwqLinear:
         keep_weight: False to free the AWQ tensors after repacking, which halves the memory of the layer. The layer then
             accepts x only in float16 and bfloat16, and cannot be copied, pickled or concatenated. A layer without a
             repacked copy, or with an ``x_dtype``, always keeps its AWQ tensors.
-        batch_invariant: True to give each row of y the same bits whatever the other rows of x and their number, also in
-            a `plan`: one order of additions along K for every M, which K, N, the group size, the dtypes and the GPU
-            determine. On a Hopper GPU a GEMM of any M may then round each dequantized weight to the dtype of x. Not
-            with an ``x_dtype``.
+        batch_invariant: True to make the bits of each row of y independent of the other rows of x and of their number,
+            also in a `plan`. The order of additions along K is then the same for every M; it depends only on K, N, the
+            group size, the dtypes and the GPU. On a Hopper GPU, a GEMM of any M may then round each dequantized weight
+            to the dtype of x. Not supported with an ``x_dtype``.
         order: int32 [K], a permutation of 0 to K - 1 on the weight's device, for y = activation(x[..., order] @ W +
             bias): the activation order of a weight whose rows are sorted by group, as GPTQ's ``desc_act`` makes. None
             for x as it is. A GPU gathers the columns of x in one additional launch.
@@ -225,7 +225,7 @@ class AwqLinear:
 
     @property
     def batch_invariant(self) -> bool:
-        """True if the bits of a row of y do not depend on the other rows of x and their number."""
+        """Whether the bits of each row of y are independent of the other rows of x and of their number."""
         return self._batch_invariant
 
     @property
@@ -355,8 +355,8 @@ class AwqLinear:
         """Return a plan of this layer's GEMM that is fused with the residual add or the RMSNorm of a decoder layer.
 
         Returns None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
-        the activation of the layer is not supported; or if the layer is batch-invariant, because a fused GEMM rounds
-        its result in other places. The plan takes x in the layer's `order`.
+        the activation of the layer is not supported. Also returns None for a batch-invariant layer, because a fused
+        GEMM rounds intermediate results differently. The plan takes x in the layer's `order`.
 
         Args:
             m: the number of rows of x.

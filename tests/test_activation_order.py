@@ -7,6 +7,7 @@ import copy
 import json
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,47 @@ def test_a_captured_chain_of_layers_with_orders() -> None:
             graph.launch()
             for (weight, order), x, y in zip(layers, arrays, arrays[1:], strict=False):
                 check_product(y, x.get()[:, order], weight)
+
+
+@pytest.mark.gpu
+def test_a_captured_layer_keeps_the_memory_of_its_gathered_x() -> None:
+    import cupy
+
+    rng = np.random.default_rng(0)
+    weight, order = ordered(rng, 256, 128, 64)
+    layer = AwqLinear(put(weight), order=put(order))
+    x, out = put(np.zeros((3, 256), np.float16)), nan_like((3, 128), FLOAT16)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        layer(x, out=out)
+        graph = stream.end_capture()
+        cupy.get_default_memory_pool().free_all_blocks()
+        others = [cupy.full(1 << 16, 77, np.uint8) for _ in range(64)]
+        values = random_activations(rng, 3, 256)
+        x.set(values)
+        graph.launch()
+        check_product(out, values[:, order], weight)
+        assert all(bool((other == 77).all()) for other in others)
+
+
+@pytest.mark.gpu
+def test_threads_that_share_a_stream_do_not_share_the_gathered_x() -> None:
+    import cupy
+
+    rng = np.random.default_rng(0)
+    weight, order = ordered(rng, 512, 128, 64)
+    layer = AwqLinear(put(weight), order=put(order))
+    values = [put(random_activations(rng, 4, 512)) for _ in range(4)]
+    expected = [layer(x).get().tobytes() for x in values]
+    cupy.cuda.Device().synchronize()
+
+    def work(i: int) -> bool:
+        return all(layer(values[i]).get().tobytes() == expected[i] for _ in range(100))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
 
 
 @pytest.mark.gpu

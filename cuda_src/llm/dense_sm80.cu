@@ -8,7 +8,7 @@
 //   bias  float32 [n] (HAS_BIAS), or null
 //   y     Y [m, n]
 //
-// Limits: k a multiple of 32. Architectures: sm_80 and newer.
+// Limits: k is a multiple of 32. Architectures: sm_80 and newer.
 #include "llm/dense_sm80.cuh"
 
 struct Weight {

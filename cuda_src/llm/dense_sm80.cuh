@@ -3,15 +3,15 @@
 //
 //   y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n]
 //
-// Grid (CTAs, ceil(m / 16)): for up to 16 rows of x, w is read once.
+// Grid (CTAs, ceil(m / 16)): w is read once per 16 rows of x.
 //
-// A persistent CTA iterates over tiles of 8 * TILES columns. Its warps split K and take STEPS steps at a time, so that a
-// CTA reads whole, adjacent rows of w; reading parts of many rows loses a third of the bandwidth. Operands are loaded
-// from global memory straight to registers. The sum over k may have any order, so lane t of a row loads 16 adjacent
-// bytes of w, k Weight::kLaneK * t and following, whose pairs take the places of the pairs at 2t and 2t + 8 of several
-// mma; x is loaded in the same order. Loads of w bypass L1, which keeps x.
+// A persistent CTA iterates over tiles of 8 * TILES columns. Each warp computes a slice of K, STEPS steps at a time, so
+// that a CTA reads whole, adjacent rows of w; reading pieces of many rows would lose a third of the bandwidth. Operands
+// are loaded from global memory straight to registers. The sum over k may have any order. So lane 4 g + t loads 16
+// adjacent bytes of a row, Weight::kLaneK values from k = kLaneK * t on, and every four of their pairs are used as the
+// pairs at 2t and 2t + 8 of two mma; x is loaded in the same order. Loads of w bypass L1, so that x stays there.
 //
-// PDL: the first elements of w are loaded before griddepcontrol.wait.
+// PDL: the elements of w of the first pass are loaded before griddepcontrol.wait.
 #pragma once
 
 #include "llm/dependent_launch.cuh"
@@ -32,13 +32,13 @@ __device__ __forceinline__ void multiply_dense(const X* x, const Weight& weight,
                                                int k) {
   constexpr int kStepK = 4 * Weight::kLaneK;
   constexpr int kWarpK = kStepK * kSteps;
-  constexpr int kPassK = kWarps * kWarpK;  // k per pass of all warps
+  constexpr int kPassK = kWarps * kWarpK;  // number of k that all warps together compute per pass
   __shared__ alignas(16) float partial_sums[kWarps][16][kColumns];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int m_begin = blockIdx.y * 16;
   const int passes = ceil_div(k, kPassK);
-  // Each lane holds two rows of x.
+  // A lane loads rows g and g + 8 of the tile of x.
   const X* const x_low = x + static_cast<int64_t>(m_begin + g) * k;
   const X* const x_high = x_low + static_cast<int64_t>(8) * k;
   const bool has_low = m_begin + g < m, has_high = m_begin + 8 + g < m;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void multiply_dense(const X* x, const Weight& weight,
         }
       }
     }
-    // Start the loads of the next pass or tile before reducing this tile.
+    // Start the loads of the next pass or tile before the reduction of this tile.
     const int finished_tile = tile;
     const bool is_complete = ++pass == passes;
     if (is_complete) {

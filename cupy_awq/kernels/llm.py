@@ -27,7 +27,7 @@ TENSOR_CORE_ARCH = 80
 THREADS = 256
 """The default number of threads per CTA."""
 MAX_SAMPLE_CTAS = 128
-"""The largest number of CTAs of ``choose`` per sequence."""
+"""The largest number of CTAs of ``sample_token`` per sequence."""
 MAX_SPLITS = 32
 """The largest number of CTAs that divide the keys of one sequence among them in ``decode_attention``."""
 MAX_COUNTERS = 1 << 16
@@ -229,7 +229,7 @@ def plan_sample_token(
     penalty: float = 1.0,
     advance: bool = False,
 ) -> LaunchPlan:
-    """Return the plan of ``choose``, which samples the next token of m sequences of a batch.
+    """Return the plan of ``sample_token``, which samples the next token of m sequences of a batch.
 
     The sequences are first_sequence to first_sequence + m - 1; all buffers start at the first of them. With
     ``advance``, the kernel also increments their lengths and writes the tokens to host memory. The buffer ``limits`` is
@@ -242,7 +242,7 @@ def plan_sample_token(
     defines = _sampling_constants(temperature, penalty) | {"ADVANCE": int(advance)}
     resident_ctas = 1024 // THREADS * device.sm_count
     ctas = max(1, min(MAX_SAMPLE_CTAS, resident_ctas // m))
-    return _plan(device, "choose", defines, (ctas, m, 1), THREADS, arguments, source="sample")
+    return _plan(device, "sample_token", defines, (ctas, m, 1), THREADS, arguments, source="sample")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -257,14 +257,14 @@ def plan_sampling_threshold(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> LaunchPlan:
-    """Return the plan of ``choose_limit``: the smallest logit that top-k, top-p and min-p keep, per sequence."""
+    """Return the plan of ``sampling_threshold``: the smallest logit that top-k, top-p and min-p keep, per sequence."""
     log_min_p = np.log(np.float32(min_p)) if min_p > 0 else np.float32(-np.inf)
     arguments = (
         *("logits", "seen", "limits", np.int32(vocab), np.int32(top_k)),
         *(np.float32(temperature), np.float32(penalty), np.float32(top_p), np.float32(log_min_p)),
     )
     defines = _sampling_constants(temperature, penalty) | {"ADVANCE": 0}
-    return _plan(device, "choose_limit", defines, (1, m, 1), 1024, arguments, source="sample")
+    return _plan(device, "sampling_threshold", defines, (1, m, 1), 1024, arguments, source="sample")
 
 
 def kernels(device: Device) -> Iterator[Kernel]:

@@ -47,6 +47,8 @@ class CudaOps(DecoderOps):
         config: the configuration of the model.
         device_index: the device ordinal; this device must be current at construction and at every call.
         dtype: the dtype of activations and of the KV cache: float16 or bfloat16.
+        batch_invariant: as in `cupy_awq.llm.load`. GEMMs are not fused with the residual add and RMSNorm, and a decode
+            step runs the attention kernel of a prompt, whose order of additions depends only on a token's position.
 
     Raises:
         ValueError: the kernels do not support the sizes of the model.
@@ -54,12 +56,15 @@ class CudaOps(DecoderOps):
 
     prefill_chunk = 2048
 
-    def __init__(self, config: ModelConfig, device_index: int, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, config: ModelConfig, device_index: int, dtype: np.dtype[Any], *, batch_invariant: bool = False
+    ) -> None:
         if config.head_dim % 8 or config.head_dim > 256:
             raise ValueError(f"head_dim: expected a multiple of 8 up to 256 on a GPU, got {config.head_dim}")
         if config.hidden % 8:
             raise ValueError(f"hidden: expected a multiple of 8 on a GPU, got {config.hidden}")
         self.config, self.device_index, self.dtype = config, device_index, dtype
+        self._batch_invariant = batch_invariant
         self.device = device.of(device_index)
         self._host_table: npt.NDArray[Any] | None = None
         self._table: Array = None
@@ -107,7 +112,7 @@ class CudaOps(DecoderOps):
             uploaded = [upload.to_gpu(part, column_order) for part in quantized]
             return self._concatenated(uploaded, "swiglu" if gated else None, quantized[0].order)
         linears = [
-            upload.awq_linear(upload.to_gpu(part, column_order))
+            upload.awq_linear(upload.to_gpu(part, column_order), self._batch_invariant)
             if isinstance(part, Module)
             else self._dense(upload.take_columns(part, column_order))
             for part in parts
@@ -126,7 +131,7 @@ class CudaOps(DecoderOps):
     def make_head(self, part: Linear) -> Projection:
         if not isinstance(part, Module):
             return self._dense(part, np.dtype(np.float32))
-        linear = upload.awq_linear(upload.to_gpu(part))
+        linear = upload.awq_linear(upload.to_gpu(part), self._batch_invariant)
         return lambda x: linear(x).astype(np.float32, copy=False)
 
     def make_cache(self, sequences: int, capacity: int) -> KvCache:
@@ -206,7 +211,7 @@ class CudaOps(DecoderOps):
         out = self._empty((b, s, config.q_width))
         cached = {"lengths": cache.lengths, "k": cache.k[layer], "v": cache.v[layer]}
         new = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cache.cos, "sin": cache.sin}
-        if s == 1:
+        if s == 1 and not self._batch_invariant:
             plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, config.eps, norm=has_norm)
             partials, _ = kernels.attention_workspace(plan, config.head_dim)
             scratch = {"partials": self._empty((partials,), np.float32), "counters": self._attention_counters}
@@ -264,7 +269,8 @@ class CudaOps(DecoderOps):
         for part in parts:
             is_weight = part.bias is None and part.order is None
             linears.append(part.weight if is_weight else AwqLinear(part.weight, bias=part.bias, order=part.order))
-        layer = AwqLinear.concatenate(linears, activation=activation, keep_weight=False)
+        invariant = self._batch_invariant
+        layer = AwqLinear.concatenate(linears, activation=activation, keep_weight=False, batch_invariant=invariant)
         if order is not None:
             self._positions[layer] = cupy.asarray(np.argsort(order).astype(np.int32))
         return layer

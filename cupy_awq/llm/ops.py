@@ -153,5 +153,5 @@ class DecoderOps(Protocol):
         ...
 
     def to_numpy(self, a: Array) -> npt.NDArray[np.float32]:
-        """Copy float32 logits to the host."""
+        """Return float32 logits as a NumPy array."""
         ...

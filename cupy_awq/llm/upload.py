@@ -15,9 +15,10 @@ from cupy_awq.packing import pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight
 
 
-def awq_linear(part: Module) -> AwqLinear:
+def awq_linear(part: Module, batch_invariant: bool) -> AwqLinear:
     """Return the layer of a module whose arrays are on the GPU; its AWQ tensors are freed once they are repacked."""
-    return AwqLinear(part.weight, bias=part.bias, keep_weight=False, order=part.order)
+    weight, bias, order = part.weight, part.bias, part.order
+    return AwqLinear(weight, bias=bias, keep_weight=False, batch_invariant=batch_invariant, order=order)
 
 
 def take_columns(part: DenseLinear | Int8Linear, order: npt.NDArray[np.int32] | None) -> DenseLinear | Int8Linear:

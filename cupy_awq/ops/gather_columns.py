@@ -9,7 +9,7 @@ from cupy_awq import check
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import gather_columns as kernel
 from cupy_awq.packing import namespace
-from cupy_awq.runtime import arrays, device, placement
+from cupy_awq.runtime import arrays, device, placement, workspace
 from cupy_awq.runtime.launch import Launcher, get_launcher
 
 
@@ -43,6 +43,9 @@ def check_order(order: Array, k: int, index: int) -> Array:
 def gather_columns(x: Array, order: Array) -> Array:
     """Return x [..., K] with its columns in the order of ``order``, a result of `check_order` on the device of x.
 
+    On a GPU the result is a scratch array, which the next call of this function on the stream overwrites: it needs no
+    allocation, so a captured CUDA graph never refers to memory that is freed.
+
     >>> gather_columns(np.array([[5.0, 6.0, 7.0]]), np.array([1, 0, 2], np.int32))
     array([[6., 5., 7.]])
     """
@@ -54,10 +57,11 @@ def gather_columns(x: Array, order: Array) -> Array:
 
     with placement.use_device(index):
         source = x if arrays.row_stride(x) is not None else cupy.ascontiguousarray(x)
-        y = cupy.empty(x.shape, x.dtype)
-        if x.size:
-            pointers = arrays.address(source), arrays.address(order), arrays.address(y)
-            prepare_gather(source, index)(pointers, cupy.cuda.get_current_stream().ptr)
+        if x.size == 0:
+            return x
+        stream = cupy.cuda.get_current_stream().ptr
+        y = cupy.ndarray(x.shape, x.dtype, workspace.scratch_array(index, stream, x.nbytes).data)
+        prepare_gather(source, index)((arrays.address(source), arrays.address(order), arrays.address(y)), stream)
     return y
 
 

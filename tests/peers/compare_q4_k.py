@@ -69,7 +69,7 @@ def quantize(w: Array) -> Q4K:
 def main() -> None:
     """Measure and print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path, help="a text file; at most its first 2,000 tokens count")
+    parser.add_argument("text", type=Path, help="a text file, such as a few pages of prose")
     text = parser.parse_args().text.read_text(encoding="utf-8")
     files = llm.read("smollm2")
     tokenizer = files.load_tokenizer()
