@@ -93,10 +93,12 @@ def _parser() -> argparse.ArgumentParser:
     demo = command("demo", _demo, "run a real quantized layer, check and time it", DEMO, ["", "--json"])
     demo.add_argument("--json", action="store_true", help="print a list of objects instead of text")
 
-    info = command(
-        "info", _info, "list the layers of a checkpoint", INFO, ["Qwen3-8B-AWQ/", "model.safetensors --json"]
+    examples = ["Qwen3-8B-AWQ/", "model.safetensors --json", "--formats"]
+    info = command("info", _info, "print the format, the layers and the kernels of a checkpoint", INFO, examples)
+    info.add_argument(
+        "path", metavar="PATH", nargs="?", help="folder, or safetensors, GGUF or PyTorch file, as for cupy_awq.load"
     )
-    info.add_argument("path", metavar="PATH", help="folder, or safetensors, GGUF or PyTorch file, as for cupy_awq.load")
+    info.add_argument("--formats", action="store_true", help="print the supported formats instead")
     info.add_argument("--json", action="store_true", help="print an object instead of text")
 
     examples = [
@@ -193,7 +195,9 @@ NumPy in float32 on the CPU."""
 
 INFO = """
 
-Reads only the headers. The ratio is the size divided by that of the same weights in fp16."""
+Reads only headers and scales. The ratio is the size divided by that of the same weights
+in fp16. The kernels are those of AwqLinear on the current GPU, or on an H100 without one,
+for a decoding step of one row and a prompt of 512 rows."""
 
 BENCH = """
 
@@ -253,6 +257,11 @@ def _demo(args: argparse.Namespace) -> int:
 def _info(args: argparse.Namespace) -> int:
     from cupy_awq.tools import info
 
+    if args.formats or args.path is None:
+        if args.path is not None or args.json or not args.formats:
+            raise ValueError("info: expected a PATH, or --formats alone")
+        print(info.render_formats())
+        return 0
     content = info.describe(args.path)
     return _print(content, info.render(content), args.json)
 
