@@ -23,6 +23,7 @@ from cupy_awq.checkpoint import CheckpointError, Module, ModuleSpec, Tensor, saf
 from cupy_awq.checkpoint.contents import Contents
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.checkpoint.module import Pending
+from cupy_awq.checkpoint.write import copy_model_files
 from cupy_awq.llm import hugging_face
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.layer_quantizer import SITES, QuantizedLayer, quantize_layers
@@ -149,9 +150,7 @@ def quantize(
     built = partial_folder / "model"
     shutil.rmtree(built, ignore_errors=True)
     built.mkdir()
-    for file in source.iterdir():  # copy the files of the tokenizer, chat templates and the generation settings
-        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name:
-            shutil.copy(file, built)
+    copy_model_files(source, built)
     checkpoint.save(built, _merge(contents, partial_folder, total, recipe), format_name)
     seconds, memory = time.monotonic() - start, peak_memory(on_gpu=index != check.HOST)
     perplexities = {}

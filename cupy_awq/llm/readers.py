@@ -40,8 +40,7 @@ def read(path: str | os.PathLike[str], /) -> ModelFiles:
         TypeError: ``path`` is neither a str nor an os.PathLike.
         ValueError: ``path`` is empty, or a package is not installed.
     """
-    is_name = isinstance(path, str) and path in PACKAGED_MODELS
-    found = _packaged_file(PACKAGED_MODELS[str(path)]) if is_name else check_path(path)
+    found = locate(path)
     if found.is_dir():
         return hugging_face.read(found)
     readers = {".gguf": gguf.read, ".ak48": ak48.read}
@@ -96,6 +95,16 @@ def _cuda_ops(files: ModelFiles, index: int) -> Callable[..., DecoderOps]:
     config = files.config
     first = files.read_linear("model.layers.0.self_attn.q_proj", config.hidden, config.q_width)
     return functools.partial(CudaOps, config, index, activation_dtype(first))
+
+
+def locate(path: str | os.PathLike[str], /) -> Path:
+    """Return the path of a model's folder or file: ``path`` itself, or the file of the package that it names.
+
+    Raises TypeError and ValueError as `read` does.
+    """
+    if isinstance(path, str) and path in PACKAGED_MODELS:
+        return _packaged_file(PACKAGED_MODELS[path])
+    return check_path(path)
 
 
 def _packaged_file(package: str) -> Path:
