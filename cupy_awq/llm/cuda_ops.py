@@ -47,13 +47,15 @@ class CudaOps(DecoderOps):
         config: the configuration of the model.
         device_index: the device ordinal; this device must be current at construction and at every call.
         dtype: the dtype of activations and of the KV cache: float16 or bfloat16.
-        batch_invariant: as in `cupy_awq.llm.load`. GEMMs are not fused with the residual add and RMSNorm, and a decode
-            step runs the attention kernel of a prompt, whose order of additions depends only on a token's position.
+        batch_invariant: the option of `cupy_awq.llm.load`. If True, GEMMs are not fused with the residual add and
+            RMSNorm, and decode steps use the attention kernel for prompts, whose order of additions depends only on the
+            position of a token.
 
     Raises:
         ValueError: the kernels do not support the sizes of the model.
     """
 
+    int8_min_k = 2048  # on an H100, 8 bits are faster than float16 for K = 4096, but not for K = 576 and 1536
     prefill_chunk = 2048
 
     def __init__(
@@ -68,7 +70,7 @@ class CudaOps(DecoderOps):
         self.device = device.of(device_index)
         self._host_table: npt.NDArray[Any] | None = None
         self._table: Array = None
-        self._positions: dict[Projection | None, Array] = {}  # the inverse of each layer's activation order
+        self._positions: dict[Projection | None, Array] = {}  # by layer, the inverse of its activation order
         self._attention_counters = workspace.allocate_zeros(4 * kernels.MAX_COUNTERS)
         self._decode_stream: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
 
@@ -185,7 +187,7 @@ class CudaOps(DecoderOps):
     ) -> ResidualStream:
         """See `DecoderOps`. If supported, the GEMM also adds to h and multiplies h by the weight of the next norm.
 
-        The GEMM writes that product in the activation order of ``next_projection``.
+        The product's columns are written in the activation order of ``next_projection``.
         """
         *rows, width = stream.h.shape
         positions = self._positions.get(next_projection)
@@ -277,7 +279,7 @@ class CudaOps(DecoderOps):
     def _concatenated(
         self, parts: Sequence[Module], activation: str | None, order: npt.NDArray[np.int32] | None
     ) -> AwqLinear:
-        """Return one layer for linear layers that share x and its activation order, concatenated along N."""
+        """Return one layer for several linear layers that share x and activation order, concatenated along N."""
         linears: list[AwqLinear | PackedWeight] = []
         for part in parts:
             is_weight = part.bias is None and part.order is None
@@ -289,9 +291,9 @@ class CudaOps(DecoderOps):
         return layer
 
     def _dense(self, part: DenseLinear | Int8Linear, out_dtype: np.dtype[Any] | None = None) -> Projection:
-        """Return the projection of a layer without 4-bit codes; a weight that is the embedding table shares its memory.
+        """Return the projection of a dense or 8-bit layer. A weight that is the embedding table shares its memory.
 
-        8-bit codes stay 8-bit for float16 activations, and the products are those of the weight rounded to float16.
+        8-bit codes stay 8-bit if activations are float16. The results are those of the weight rounded to float16.
         """
         import cupy
 
@@ -437,7 +439,7 @@ class CudaDecodeLoop(DecodeLoop):
 
 
 def _order(projection: Projection | None) -> Array | None:
-    """Return the activation order of a projection that is one layer, or None."""
+    """Return the activation order of a projection that is an `AwqLinear`, or None."""
     return projection.order if isinstance(projection, AwqLinear) else None
 
 

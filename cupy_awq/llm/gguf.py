@@ -21,10 +21,13 @@ from cupy_awq.llm import gguf_int8
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.extra import import_extra
 from cupy_awq.llm.model_files import ModelFiles
-from cupy_awq.llm.tokenizer import Tokenizer, guarded
+from cupy_awq.llm.tokenizer import Tokenizer, check_size, guarded
+
+SPECIAL, USER_DEFINED = 3, 4
+"""The values of ``tokenizer.ggml.token_type`` for control tokens, which are special, and for user-defined ones."""
 
 INT8_NAMES = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
-"""The ends of the names of weights that a GPU multiplies in 8 bits; the embedding is a tied output head."""
+"""The ends of the names of weights that a GPU can keep in 8 bits. The embedding table can be a tied output head."""
 
 PRE_TOKENIZERS = {
     "gpt-2": None,
@@ -61,7 +64,7 @@ def read(path: Path) -> ModelFiles:
 def _int8_weights(
     path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]
 ) -> dict[str, Callable[[], BlockQuantizedWeight]]:
-    """Return the functions that read the linear layers and the embedding of types in `gguf_int8.CONVERTERS`."""
+    """Return `ModelFiles.int8_weights`: functions that read weights of the types in `gguf_int8.CONVERTERS`, by name."""
     return {
         key.removesuffix(".weight"): partial(_read_int8, block, heads, f"{path}: tensor {key!r:.200}")
         for key, block, heads in gguf.rename_tensors(path, metadata, blocks)
@@ -148,6 +151,8 @@ def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         raise CheckpointError(f"{path}: expected tokenizer.ggml.tokens, a token_type for each, and merges")
     if len(tokens) != len(types):
         raise CheckpointError(f"{path}: expected a token_type for each of {len(tokens)} tokens, got {len(types)}")
+    added = [tokens[i] for i in np.flatnonzero((types == SPECIAL) | (types == USER_DEFINED))]
+    check_size(str(path), len(tokens), len(merges), added)
     template = metadata.get("tokenizer.chat_template")
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     texts = {}
@@ -174,7 +179,7 @@ def _build(pre: str, tokens: list[str], types: Any, merges: list[str]) -> Any:
     inner.decoder = tokenizers.decoders.ByteLevel()
     if pre == "qwen2":
         inner.normalizer = tokenizers.normalizers.NFC()
-    for special, token_type in ((True, 3), (False, 4)):  # control tokens (type 3), user-defined tokens (type 4)
+    for special, token_type in ((True, SPECIAL), (False, USER_DEFINED)):
         ids = np.flatnonzero(types == token_type).tolist()
         inner.add_tokens([tokenizers.AddedToken(tokens[i], special=special, normalized=False) for i in ids])
     return inner

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,10 +37,12 @@ class NumpyOps(DecoderOps):
             block in each GEMM. By default True if float32 weights take at most half of the machine's memory.
         xp: the array module. With CuPy, which calibration uses, the same operations run in float32 on the current GPU
             with expanded weights.
-        batch_invariant: as in `cupy_awq.llm.load`. Each token is multiplied and attends on its own.
+        batch_invariant: the option of `cupy_awq.llm.load`. If True, GEMMs and attention are computed for each token
+            separately.
     """
 
     device_index = HOST
+    int8_min_k = sys.maxsize
     prefill_chunk = 512
 
     def __init__(
@@ -153,7 +156,7 @@ class NumpyOps(DecoderOps):
         return out
 
     def _attend(self, q: Array, keys: Array, values: Array) -> Array:
-        """Return the attention [S, q_width] of the last S of T tokens; keys and values are [kv_heads, T, head_dim]."""
+        """Return the causal attention [S, q_width] of the last S of T tokens; keys, values: [kv_heads, T, head_dim]."""
         s, heads, head_dim = q.shape
         kv_heads, t, _ = keys.shape
         xp = self.xp

@@ -51,7 +51,7 @@ class ResidualStream:
             with ``Fusion("rms_norm_x")`` divides its rows by their RMS. None if a separate kernel computes the RMSNorm.
         square_sums: float32 [B * S, ceil(hidden / 32)], the sums of h^2 over blocks of 32 columns, from which the GEMM
             computes the RMS; None without ``unnormalized_x``.
-        x_order: int32 [hidden], the activation order in which ``unnormalized_x`` has its columns, or None.
+        x_order: the activation order of the columns of ``unnormalized_x``, int32 [hidden]; None without one.
     """
 
     h: Array
@@ -86,6 +86,8 @@ class DecoderOps(Protocol):
 
     device_index: int
     """The device ordinal, or `check.HOST`."""
+    int8_min_k: int
+    """The smallest K for which the back end multiplies by 8-bit codes; it dequantizes other layers."""
     prefill_chunk: int
     """The largest number of prompt tokens per forward pass."""
 
@@ -111,7 +113,7 @@ class DecoderOps(Protocol):
         """Return the projection from x to the concatenated outputs of all ``parts``.
 
         If ``gated``, the parts are the gate and the up projection, and the output is silu(gate) * up. The columns of
-        each part are taken in ``column_order``, so that the next layer can have this activation order.
+        each part are permuted by ``column_order``, the activation order of the next layer, unless that is None.
         """
         ...
 
