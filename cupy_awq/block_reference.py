@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 F32 = np.float32
 
 SMALLEST_SCALE = F32(1e-5)
-"""The largest scale that is considered zero, as in MNN: an asymmetric block gets scale 1 and its maximum as offset."""
+"""The largest scale that counts as zero, as in MNN. An asymmetric block then gets scale 1 and its maximum as offset."""
 SMALLEST_WEIGHT_SCALE = F32(1e-6)
 """The smallest weight scale of `conv2d_int8`, as in MNN; smaller scales are replaced by this one."""
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -186,7 +186,10 @@ def conv2d_int8(
 
 
 def correlate(x: Array, w: Array, shape: ConvolutionShape, fill: float) -> Array:
-    """Return the convolution of x, padded with ``fill``, and w [Co, Kh, Kw, Ci/groups] as float64 [batch, *out, Co]."""
+    """Return the convolution of x, padded with ``fill``, and w [Co, Kh, Kw, Ci/groups].
+
+    The result is float64 [batch, height, width, Co].
+    """
     pixels = x if shape.nhwc else x.transpose(0, 2, 3, 1)
     pixels = np.pad(pixels, ((0, 0), *shape.padding, (0, 0)), constant_values=fill)
     groups = shape.groups
@@ -199,7 +202,10 @@ def correlate(x: Array, w: Array, shape: ConvolutionShape, fill: float) -> Array
 
 
 def _taps(pixels: Array, shape: ConvolutionShape) -> Iterator[tuple[tuple[int, int], Array]]:
-    """Yield ((row, column) of a filter tap, view [batch, *out, Ci] of the padded pixels that the tap multiplies)."""
+    """Yield ((row, column) of a filter tap, pixels that the tap multiplies).
+
+    The pixels are a view [batch, height, width, Ci] of the padded input.
+    """
     (sy, sx), (wide_y, wide_x), (oh, ow) = shape.stride, shape.dilation, shape.out
     for dy in range(shape.kernel[0]):
         for dx in range(shape.kernel[1]):

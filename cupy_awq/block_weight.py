@@ -104,6 +104,11 @@ class BlockQuantizedWeight:
         dtype: np.dtype[Any] = self.scale.dtype
         return dtype
 
+    @property
+    def nbytes(self) -> int:
+        """The total size of codes, scales and offsets in bytes."""
+        return int(self.stored.nbytes + self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes))
+
     @cached_property
     def zero_points(self) -> Array | None:
         """The zero points offset / scale, int8 [Co, blocks]; None unless all are integers in -8 .. 8, as in AWQ.
@@ -114,7 +119,7 @@ class BlockQuantizedWeight:
             return None
         xp = namespace(self.scale)
         scale, offset = self.scale.astype(np.float32), self.offset.astype(np.float32)
-        with np.errstate(all="ignore"):  # the result is None for scales or offsets that are not finite
+        with np.errstate(all="ignore"):  # scales and offsets that are not finite give None without a warning
             quotient = xp.rint(offset / xp.where(scale == 0, np.float32(1), scale))
             quotient = xp.clip(quotient, -MAX_ZERO_POINT, MAX_ZERO_POINT)
             zero_points = quotient.astype(np.int8)

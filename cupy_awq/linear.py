@@ -13,10 +13,10 @@ from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Fusion
 from cupy_awq.kernels.repack import WEIGHT_TILE_N
-from cupy_awq.ops import gemm_launch
+from cupy_awq.ops import concatenation, gemm_launch
 from cupy_awq.ops import plan as planning
+from cupy_awq.ops.gather_columns import check_order, gather_columns
 from cupy_awq.ops.repack import RepackedWeight, repack
-from cupy_awq.packing import namespace
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.weight import PackedWeight, check_packed
 
@@ -35,8 +35,9 @@ class AwqLinear:
     the same meaning as in `gemm`. Launches are cached: a call with the shapes, strides and dtypes of an earlier call
     skips validation and kernel selection. Threads and streams may share a layer.
 
-    On a Hopper GPU the layer also stores the weight in the repacked layout, which the fastest kernels read. There, a
-    GEMM of 33 or more rows may round each dequantized weight to the dtype of x, as `dequantize` does.
+    On a Hopper GPU the layer also stores the weight in the repacked layout, which the fastest kernels read, if K is a
+    multiple of 64, the group size is 32, 64, K or a multiple of 128, and the zero points are integers. There, a GEMM of
+    33 or more rows may round each dequantized weight to the dtype of x, as `dequantize` does.
 
     Args:
         weight: the weight [K, N], on the CPU or on a GPU.
@@ -51,6 +52,13 @@ class AwqLinear:
         keep_weight: False to free the AWQ tensors after repacking, which halves the memory of the layer. The layer then
             accepts x only in float16 and bfloat16, and cannot be copied, pickled or concatenated. A layer without a
             repacked copy, or with an ``x_dtype``, always keeps its AWQ tensors.
+        batch_invariant: True to make the bits of each row of y independent of the other rows of x and of their number,
+            also in a `plan`. The order of additions along K is then the same for every M; it depends only on K, N, the
+            group size, the dtypes and the GPU. On a Hopper GPU, a GEMM of any M may then round each dequantized weight
+            to the dtype of x. Not supported with an ``x_dtype``.
+        order: the permutation of x for a weight whose rows are sorted by group (activation order, GPTQ's ``desc_act``),
+            int32 [K] on the device of the weight: y = activation(x[..., order] @ W + bias). None for no permutation.
+            On a GPU, one additional launch gathers the columns of x.
 
     Raises:
         TypeError, ValueError: an argument does not fit the weight; in a call: x, out, residual or dtype.
@@ -66,9 +74,11 @@ class AwqLinear:
 
     __slots__ = (
         "_activation",
+        "_batch_invariant",
         "_bias",
         "_launches",
         "_operand",
+        "_order",
         "_pointers",
         "_quantized",
         "_splits",
@@ -85,9 +95,11 @@ class AwqLinear:
         activation: Any = None,
         x_dtype: str | None = None,
         keep_weight: bool = True,
+        batch_invariant: bool = False,
+        order: Array | None = None,
     ) -> None:
         check_packed(weight)
-        (bias,) = arrays.views(bias=bias)
+        bias, order = arrays.views(bias=bias, order=order)
         spec = weight.spec
         if bias is not None:
             check.validate_bias(bias, spec.n, None, spec.device)
@@ -95,11 +107,15 @@ class AwqLinear:
         self._splits: tuple[int, ...] = (check.out_features(spec.n, form),)
         self._weight = weight
         self._bias = bias
+        self._order = None if order is None else check_order(order, spec.k, spec.device)
         self._activation = activation
         self._launches: dict[Any, gemm_launch.GemmLaunch] = {}
         if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8")):
             raise ValueError(f"x_dtype: expected None, 'int8' or 'fp8', got {x_dtype!r}")
         self._x_dtype = x_dtype
+        self._batch_invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
+        if x_dtype is not None and batch_invariant:
+            raise ValueError(f"batch_invariant: expected False for a layer with x_dtype={x_dtype!r}, got True")
         with placement.use_device(spec.device):
             self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype is None else weight
@@ -120,6 +136,7 @@ class AwqLinear:
         activation: Any = None,
         x_dtype: str | None = None,
         keep_weight: bool = True,
+        batch_invariant: bool = False,
     ) -> AwqLinear:
         """Concatenate layers that share x, such as the query, key and value projections of attention, into one layer.
 
@@ -128,8 +145,8 @@ class AwqLinear:
 
         Args:
             parts: weights, or layers without activation and x_dtype. All must have the same K, group size, dtype, form
-                of zero points and device.
-            activation, x_dtype, keep_weight: the settings of the new layer, as in `AwqLinear`.
+                of zero points, device and `order`, which the new layer also has.
+            activation, x_dtype, keep_weight, batch_invariant: the settings of the new layer, as in `AwqLinear`.
 
         Raises:
             TypeError: a part is neither a layer nor a weight.
@@ -169,11 +186,15 @@ class AwqLinear:
                 raise ValueError(f"parts[{i}]: expected a layer without an activation, got {layer.activation!r}")
             if layer.x_dtype is not None:
                 raise ValueError(f"parts[{i}]: expected a layer without an x_dtype, got {layer.x_dtype!r}")
+        order = concatenation.common_order([None if layer is None else layer.order for layer in layers])
         with placement.use_device(first.device):
-            qweight, scales = (_joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales"))
-            qzeros = None if first.zeros == "symmetric" else _joined([w.qzeros for w in weights])
-            bias = _joined_bias(weights, [None if layer is None else layer.bias for layer in layers])
-            options = {"activation": activation, "x_dtype": x_dtype, "keep_weight": keep_weight}
+            qweight, scales = (
+                concatenation.joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales")
+            )
+            qzeros = None if first.zeros == "symmetric" else concatenation.joined([w.qzeros for w in weights])
+            bias = concatenation.joined_bias(weights, [None if layer is None else layer.bias for layer in layers])
+            options = {"activation": activation, "x_dtype": x_dtype, "keep_weight": keep_weight, "order": order}
+            options["batch_invariant"] = batch_invariant
             whole = cls(PackedWeight(qweight, scales, qzeros), bias=bias, **options)
         if len(whole.splits) == 1 and whole.splits[0] == whole.shape[1]:
             whole._splits = tuple(weight.shape[1] for weight in weights)
@@ -202,6 +223,16 @@ class AwqLinear:
     def x_dtype(self) -> str | None:
         """The dtype to which each call quantizes x, "int8" or "fp8"; None if x is not quantized."""
         return self._x_dtype
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of each row of y are independent of the other rows of x and of their number."""
+        return self._batch_invariant
+
+    @property
+    def order(self) -> Array | None:
+        """The permutation of x, y = x[..., order] @ W, int32 [K]; None without one. Do not modify the array."""
+        return self._order
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -240,9 +271,14 @@ class AwqLinear:
     def __call__(
         self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
     ) -> Array:
+        if self._order is not None:
+            (x,) = arrays.views(x=x)
+            spec = self._weight.spec
+            check.validate_x(x, spec.k, dtype, spec.device)
+            x = gather_columns(x, self._order)
         if self._quantized is not None:
             return self._multiply_quantized(self._quantized, x, out, residual, dtype)
-        # Validation and kernel selection depend only on the layouts, so a cached launch needs neither.
+        # Validation and kernel selection depend only on shapes, strides and dtypes, so a cached launch needs neither.
         key: Any
         try:
             key = arrays.layout_key(x), arrays.layout_key(out), arrays.layout_key(residual), dtype
@@ -254,7 +290,7 @@ class AwqLinear:
             if y is not None:
                 return y
         options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
-        y, launch = gemm_launch.run_gemm(x, self._operand, **options)
+        y, launch = gemm_launch.run_gemm(x, self._operand, **options, batch_invariant=self._batch_invariant)
         if launch is not None and key is not None:
             gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
         return y
@@ -313,13 +349,15 @@ class AwqLinear:
                 f"x_dtype: expected None for a plan, which is one launch, got {self._x_dtype!r}, which takes two"
             )
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
-        return planning.plan(x, self._operand, residual=residual, out=out, **options)
+        options["batch_invariant"] = self._batch_invariant
+        return planning.make_plan(x, self._operand, self._order, residual, out, **options)
 
     def plan_fused(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
         """Return a plan of this layer's GEMM that is fused with the residual add or the RMSNorm of a decoder layer.
 
         Returns None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
-        the activation of the layer is not supported.
+        the activation of the layer is not supported. Also returns None for a batch-invariant layer, because a fused
+        GEMM rounds intermediate results differently. The columns of the plan's x are in the layer's `order`.
 
         Args:
             m: the number of rows of x.
@@ -335,6 +373,8 @@ class AwqLinear:
         """
         m = check_scalar.validate_integer(m, "m", 1)
         element, form = check.validate_float_dtype(dtype), check.validate_activation(self._activation)
+        if self._batch_invariant:
+            return None
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
@@ -357,23 +397,25 @@ class AwqLinear:
         if self._x_dtype is not None:
             return f"gemm_{self._x_dtype}"
         bias_dtype = None if self._bias is None else self._bias.dtype.name
-        problem = gemm_launch.gemm_problem(self._operand, form, m, element, bias_dtype=bias_dtype)
+        fields = {"bias_dtype": bias_dtype, "batch_invariant": self._batch_invariant}
+        problem = gemm_launch.gemm_problem(self._operand, form, m, element, **fields)
         return select.choose(problem, device.of(index)).name
 
     def __repr__(self) -> str:
         activation = f", activation={self._activation!r}" if self._activation is not None else ""
         x_dtype = f", x_dtype={self.x_dtype!r}" if self.x_dtype else ""
-        return f"AwqLinear({self._weight}{', bias' if self._bias is not None else ''}{activation}{x_dtype})"
+        invariant = ", batch_invariant=True" if self._batch_invariant else ""
+        parts = f"{', bias' if self._bias is not None else ''}{', order' if self._order is not None else ''}"
+        return f"AwqLinear({self._weight}{parts}{activation}{x_dtype}{invariant})"
 
     def __reduce__(self) -> Any:
-        return _restored, (self.weight, self._bias, self._activation, self.x_dtype, self._splits)
+        settings = {"activation": self._activation, "x_dtype": self.x_dtype, "batch_invariant": self._batch_invariant}
+        return _restored, (self.weight, self._bias, settings | {"order": self._order}, self._splits)
 
 
-def _restored(
-    weight: PackedWeight, bias: Array | None, activation: Any, x_dtype: str | None, splits: tuple[int, ...]
-) -> AwqLinear:
+def _restored(weight: PackedWeight, bias: Array | None, settings: dict[str, Any], splits: tuple[int, ...]) -> AwqLinear:
     """Recreate a copied or unpickled layer, without cached launches, which belong to one process and device."""
-    layer = AwqLinear(weight, bias=bias, activation=activation, x_dtype=x_dtype)
+    layer = AwqLinear(weight, bias=bias, **settings)
     layer._splits = splits
     return layer
 
@@ -386,26 +428,3 @@ def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> Block
     block_weight = from_packed(weight)
     check_layer(block_weight, activation, x_dtype)
     return block_weight
-
-
-def _joined(arrays: Sequence[Array]) -> Array:
-    """Concatenate arrays along the last axis."""
-    return namespace(arrays[0]).concatenate(arrays, axis=-1)
-
-
-def _joined_bias(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> Array | None:
-    """Concatenate biases along N; a missing bias counts as zeros.
-
-    Returns:
-        The bias in the common dtype of all biases, or in float32 if they differ; None if all are missing.
-    """
-    types = {bias.dtype for bias in biases if bias is not None}
-    if not types:
-        return None
-    dtype = types.pop() if len(types) == 1 else check.FLOAT32
-    columns = [weight.shape[1] for weight in weights]
-    whole = namespace(weights[0].qweight).zeros(sum(columns), dtype)
-    for bias, size, end in zip(biases, columns, np.cumsum(columns).tolist(), strict=True):
-        if bias is not None:
-            whole[end - size : end] = bias
-    return whole

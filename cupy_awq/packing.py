@@ -68,7 +68,7 @@ def unpack_int4(words: Array, /) -> Array:
     check.validate_packable(words, "words", check.INT32, 1)
     codes = namespace(words).empty((*words.shape, 8), np.uint8)
     for column, nibble in enumerate(UNPACK_ORDER):
-        codes[..., column] = (words >> np.int32(4 * nibble)) & np.int32(15)  # & 15 clears the sign extension
+        codes[..., column] = (words >> np.int32(4 * nibble)) & np.int32(15)  # the mask clears the sign extension
     return codes.reshape(*words.shape[:-1], 8 * words.shape[-1])
 
 
@@ -90,7 +90,7 @@ def pack_int8(values: Array, /) -> Array:
     check.validate_packable(values, "values", check.INT8, 4)
     words = namespace(values).zeros((*values.shape[:-1], values.shape[-1] // 4), np.uint32)
     for byte, element in enumerate(INT8_ORDER):
-        biased = values[..., element::4].view(np.uint8) ^ np.uint8(128)  # value + 128 modulo 256
+        biased = values[..., element::4].view(np.uint8) ^ np.uint8(128)  # XOR with 128 adds 128 modulo 256
         words |= biased.astype(np.uint32) << np.uint32(8 * byte)
     return words.view(np.int32)
 

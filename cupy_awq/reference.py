@@ -78,6 +78,7 @@ def matmul(
     residual: Array | None = None,
     out: Array | None = None,
     dtype: Any = None,
+    batch_invariant: bool = False,
 ) -> Array:
     """Return y = activation(x @ W + bias) + residual, rounded once to x's dtype.
 
@@ -97,6 +98,7 @@ def matmul(
         residual: an array of y's shape and dtype, any strides, or None.
         out: an array of y's shape and dtype to fill and return, any strides, or None.
         dtype: bfloat16 for a uint16 x; else None or x's dtype.
+        batch_invariant: True to make the bits of each row of y independent of the other rows; slower for many rows.
 
     Returns:
         y [..., N] of x's dtype; [..., N/2] for "swiglu".
@@ -118,9 +120,10 @@ def matmul(
     m = len(rows_of_x)
     total = np.zeros((m, spec.n), np.float32)
     if m:
-        size = _BLOCK if m <= _FEW_ROWS else _LARGE_BLOCK
+        size = _BLOCK if m <= _FEW_ROWS or batch_invariant else _LARGE_BLOCK
+        multiply = multiply_rows if batch_invariant else np.matmul
         for rows, block in _blocks(qweight, scales, qzeros, spec, size, np.float32):
-            total += rows_of_x[:, rows] @ block
+            total += multiply(rows_of_x[:, rows], block)
     y = total.take(_orders(spec.n)[1], axis=1)
     if bias is not None and bias_dtype is not None:
         y += bias.view(bias_dtype)
@@ -129,6 +132,19 @@ def matmul(
         y += residual.view(element)
     out.view(element)[...] = _round(y, element)
     return out
+
+
+def multiply_rows(x: Array, w: Array) -> Array:
+    """Return x @ w, computed by one vector-matrix product per row of x, so that no row affects the bits of another.
+
+    In a matrix-matrix product, BLAS may choose the order of additions by the number of rows.
+    """
+    y = np.empty((len(x), w.shape[1]), w.dtype)
+    row = np.empty(x.shape[1], x.dtype)  # one buffer, so that all rows have the same alignment
+    for i in range(len(x)):
+        row[:] = x[i]
+        y[i] = row @ w
+    return y
 
 
 def dequantize_s4_to_fp16x2(words: Array, /) -> Array:
@@ -210,8 +226,8 @@ def _planes(words: Array) -> Array:
 @lru_cache(maxsize=16)
 def _orders(n: int) -> tuple[Array, Array]:
     """Return two permutations of N columns: from column order to plane order, and from plane order to column order."""
-    columns = np.arange(n).reshape(n // 8, 2, 2, 2)  # axes word, a, b, d
-    planes = columns.transpose(2, 0, 3, 1).reshape(n)  # axes b, word, d, a
+    columns = np.arange(n).reshape(n // 8, 2, 2, 2)  # column order: axes (word, a, b, d)
+    planes = columns.transpose(2, 0, 3, 1).reshape(n)  # plane order: axes (b, word, d, a)
     return planes, np.argsort(planes)
 
 

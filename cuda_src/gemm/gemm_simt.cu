@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // GEMM on CUDA cores, in float32; the fallback for problems that no tensor-core kernel supports:
+//
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
-// with q * s + o instead of (q - z) * s for kOffset.
+//   or, with ZEROS = kOffset,                   (q[k, n] * s[k / group_size, n] + o[k / group_size, n])
 //
 //   x         X [m, k], row stride ldx values
 //   qweight   uint32 [k, n / 8] in AWQ order (dequant/int4.cuh), row stride ldq words
@@ -23,6 +24,7 @@
 #include "common/reduce.cuh"
 
 constexpr Zeros kZeros = Zeros::ZEROS;
+constexpr int kSlices = SLICES;  // slices of K that the CTA sums (common/reduce.cuh); 1 with split-K
 constexpr int kBlockM = 64;
 constexpr int kBlockN = 64;
 constexpr int kBlockK = 16;
@@ -30,13 +32,13 @@ constexpr int kThreads = 256;
 constexpr int kThreadM = 4;
 constexpr int kThreadN = 4;
 constexpr int kXValues = kBlockM * kBlockK / kThreads;
-constexpr int kWordThreads = kBlockK * kBlockN / 8;  // threads that load one word each
+constexpr int kWordThreads = kBlockK * kBlockN / 8;  // number of threads that load one word of the weight each
 
 static_assert(kBlockM / kThreadM * (kBlockN / kThreadN) == kThreads, "the threads cover the tile");
 static_assert(kWordThreads <= kThreads, "a k tile has at most one word per thread");
 
 struct Step {
-  // Padded by four values, because threads store x by columns.
+  // Four values of padding avoid bank conflicts when adjacent threads store a column of the tile.
   float x[kBlockK][kBlockM + 4];
   float w[kBlockK][kBlockN];
 };
@@ -56,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int step_begin = static_cast<int>(static_cast<int64_t>(steps) * blockIdx.z / gridDim.z);
   const int step_end = static_cast<int>(static_cast<int64_t>(steps) * (blockIdx.z + 1) / gridDim.z);
 
-  // Thread i loads column i % 16 of x in rows i / 16, i / 16 + 16, ..., and word i % 8 of row i / 8 of the weight.
+  // Thread i loads column i % 16 of rows i / 16, i / 16 + 16, ... of x, and word i % 8 of row i / 8 of the weight.
   const int x_k = threadIdx.x % kBlockK;
   const int x_m = threadIdx.x / kBlockK;
   const int w_k = threadIdx.x / (kBlockN / 8);
@@ -99,10 +101,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   };
 
-  // The thread computes rows m_local .. m_local + 3, columns n_local .. n_local + 3 of the tile.
+  // A thread computes rows m_local .. m_local + 3 and columns n_local .. n_local + 3 of the tile.
   const int m_local = threadIdx.x / (kBlockN / kThreadN) * kThreadM;
   const int n_local = threadIdx.x % (kBlockN / kThreadN) * kThreadN;
   float accumulators[kThreadM * kThreadN] = {};
+  SliceSums<kThreadM * kThreadN, kSlices> slices(steps);
   if (step_begin < step_end) {
     fetch(step_begin);
     keep(shared.steps[step_begin & 1]);
@@ -110,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   for (int step = step_begin; step < step_end; ++step) {
     const Step& current = shared.steps[step & 1];
+    if (slices.begins_next(step)) slices.end_slice(accumulators);
     if (step + 1 < step_end) fetch(step + 1);
 #pragma unroll
     for (int i = 0; i < kBlockK; ++i) {
@@ -126,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __syncthreads();
   }
 
+  slices.add_to(accumulators);
   const int tile = blockIdx.y * gridDim.x + blockIdx.x;
   if (!reduce_split_k<kThreadM * kThreadN, kThreads>(accumulators, partials, counters, tile, blockIdx.z, gridDim.z))
     return;

@@ -3,11 +3,12 @@
 //
 //   out[b, head, :] = sum over p <= lengths[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
 //
-// after RoPE of q and k and the append of k and v to the KV cache. decode_step.cuh describes arguments, grid and PDL.
+// The kernel first applies RoPE to q and k and appends k and v to the KV cache. decode_step.cuh describes arguments,
+// grid and PDL.
 //
-// Limits: HEAD_DIM a multiple of 8 up to 256. Architectures: all.
-// A CTA loads each key once for the HEADS query heads that share it. Each group of LANES lanes keeps an online softmax
-// over its own keys.
+// Limits: HEAD_DIM is a multiple of 8 up to 256. Architectures: all.
+// A CTA loads each key once for the HEADS query heads that share the key. Each group of LANES lanes updates an online
+// softmax over its share of the keys.
 #include "llm/decode_step.cuh"
 #include "llm/online_softmax.cuh"
 
@@ -17,8 +18,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
                                                       : kHeads > 4  ? 2
                                                                     : 3)
     decode_attention(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
-                     const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters, int heads,
-                     int kv_heads, int capacity, int64_t sequence_stride, float scale, float eps) {
+                     const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters,
+                     POSITIONS_PARAMETER int heads, int kv_heads, int capacity, int64_t sequence_stride, float scale,
+                     float eps) {
   __shared__ WarpSoftmaxes warp_softmaxes;
   __shared__ alignas(16) float queries[kHeads][kHeadDim];
   __shared__ alignas(16) X new_key[kHeadDim];
@@ -94,8 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
   softmax.merge_groups();
   softmax.store(warp_softmaxes);
   __syncthreads();
-  merge_splits(warp_softmaxes, split, splits,
-               out + (static_cast<int64_t>(row) * heads + head_block * kHeads) * kHeadDim,
+  merge_splits(warp_softmaxes, split, splits, Output(out, POSITIONS_ARGUMENT, row, heads, head_block),
                partials + static_cast<int64_t>(head_block_index) * kMaxSplits * kHeads * kSplitFloats,
                counters + head_block_index);
 }

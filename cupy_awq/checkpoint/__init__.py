@@ -67,8 +67,18 @@ def _read_file(file: Path, group_size: int | None) -> Contents:
     if file.suffix in torch_file.SUFFIXES or magic.startswith(torch_file.MAGIC):
         arrays = {name: Tensor(array, file) for name, array in torch_file.read(file).items()}
         return _open_modules(arrays, llm_awq.detect(file, arrays, group_size))
+    if file.suffix not in ("", ".safetensors") and not _has_safetensors_header(file):
+        expected = "a folder, or a safetensors, GGUF or llm-awq (.pt) file"
+        raise CheckpointError(f"{file}: expected {expected}, got a file that begins with {magic!r}")
     arrays = tensors.read(file)
     return _open_modules(arrays, detect.detect(arrays, None, group_size))
+
+
+def _has_safetensors_header(file: Path) -> bool:
+    """Return whether a file begins like a safetensors file: the length of a header within the file, then "{"."""
+    with open(file, "rb") as opened:
+        begin = opened.read(9)
+    return len(begin) == 9 and begin.endswith(b"{") and int.from_bytes(begin[:8], "little") < file.stat().st_size
 
 
 def _open_modules(arrays: dict[str, Tensor], detected: Detected) -> Contents:

@@ -133,7 +133,7 @@ class CompressedTensors:
         spec = ModuleSpec(
             k, n, groups.size, form, scales.dtype, has_order=groups.order is not None, bias_dtype=tensors.bias_dtype()
         )
-        return Pending(spec, partial(_convert, packed, zeros, scales, bias, groups, k), self.warning)
+        return Pending(spec, partial(_convert, groups, k), self.warning, arrays=(packed, zeros, scales, bias))
 
     def _read_zeros(self, tensors: ModuleTensors, scheme: Scheme, n: int, count: int) -> Array | None:
         """Return the validated zero points as stored, or None if all are 8.
@@ -164,7 +164,7 @@ def _read_g_idx(tensors: ModuleTensors, k: int, count: int) -> Array | None:
     return None if count == 1 or bool((g_idx == -1).all()) else g_idx
 
 
-def _convert(packed: Array, zeros: Array | None, scales: Array, bias: Array | None, groups: Groups, k: int) -> Module:
+def _convert(groups: Groups, k: int, packed: Array, zeros: Array | None, scales: Array, bias: Array | None) -> Module:
     words = nibbles.convert_column_words(packed)[:k]
     if groups.order is not None:
         nibbles.take_rows(words, groups.order)

@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import Problem, awq_layout_refusal, ceil_div, plan_awq_layout, split_counts
+from cupy_awq.kernels.reduction import Reduction, slice_begins
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
 BLOCK_K = 64
-"""The K extent of one pipeline stage."""
+"""The number of k per pipeline stage."""
 MMA_K = 16
-"""The K extent of one mma instruction; the group size must be a multiple of it."""
+"""The number of k per mma instruction; the group size must be a multiple of MMA_K."""
 WARP_N = 32
 """The number of columns of y per warp."""
+SLICES_BLOCK_M = 32
+"""The largest ``block_m`` with several slices, whose sums take as many registers as the accumulators."""
 REGISTERS = {16: 96, 32: 150, 64: 232}
 """The number of registers per thread, by ``block_m``."""
 
@@ -26,15 +29,15 @@ class GemmMmaCosts:
 
     Attributes:
         start_ns: start-up time of a CTA, in nanoseconds.
-        latency_ns: latency per k tile of a CTA that is alone on its SM, in nanoseconds.
-        latency_row_ns: increase of that latency per row of the CTA tile, in nanoseconds.
+        latency_ns: latency per k tile (64 k) of the only CTA of an SM, in nanoseconds.
+        latency_row_ns: increase of ``latency_ns`` per row of the CTA tile, in nanoseconds.
         mma_rate: tensor-core throughput of an SM, in multiply-adds per nanosecond.
         convert_ns: time to dequantize one weight, in nanoseconds.
         bandwidth: achieved fraction of the nominal memory bandwidth.
-        two_stages: factor on the latency with two stages, whose copies through registers hardly overlap with mma.
+        two_stages: factor on the latency with two stages, because copies through registers hardly overlap with mma.
         launch_us: launch overhead and epilogue, in microseconds.
         reduction_us: fixed time of the split-K reduction, in microseconds.
-        reduction_split_us: time of the split-K reduction per split, in microseconds.
+        reduction_split_us: additional time of the split-K reduction per split, in microseconds.
     """
 
     start_ns: int = 4700
@@ -58,15 +61,17 @@ class GemmMmaConfig:
 
     Attributes:
         block_m: number of rows per CTA tile.
-        warps: number of warps per CTA, all along n.
-        stages: number of pipeline stages, each of BLOCK_K rows of the weight.
+        warps: number of warps per CTA, side by side along n.
+        stages: number of pipeline stages, each of BLOCK_K rows of W.
         split_k: number of CTAs per tile; each computes a slice of K.
+        slices: number of slices of K that a CTA computes one after the other; 1 with split-K.
     """
 
     block_m: int
     warps: int
     stages: int
     split_k: int
+    slices: int = 1
 
     @property
     def block_n(self) -> int:
@@ -84,7 +89,7 @@ class GemmMmaConfig:
 
 
 class GemmMma:
-    """A kernel family of ``cuda_src/gemm/gemm_mma.cuh``; the two differ in their mma and copy instructions."""
+    """A kernel family for one architecture; the families differ in their mma and copy instructions."""
 
     def __init__(self, name: str, arch: int, dtypes: tuple[str, ...], stages: int) -> None:
         self.NAME = name
@@ -110,13 +115,21 @@ class GemmMma:
         rows = [block_m for block_m in (16, 32, 64) if block_m == 16 or problem.m > block_m // 2]
         splits = split_counts(ceil_div(problem.k, BLOCK_K))
         found = [GemmMmaConfig(m, w, self._stages, s) for m in rows for w in (2, 4) for s in splits]
+        if problem.batch_invariant:
+            some = [config for config in found if config.split_k > 1 and config.block_m <= SLICES_BLOCK_M]
+            found += [replace(config, split_k=1, slices=config.split_k) for config in some]
         return [config for config in found if config.shared_bytes <= device.shared_bytes_per_block]
+
+    def reduction(self, config: GemmMmaConfig, problem: Problem) -> Reduction:
+        """Return the order of the additions along K; it is the same with split-K and with several slices per CTA."""
+        slices = slice_begins(ceil_div(problem.k, BLOCK_K), config.split_k * config.slices)
+        return Reduction(self.NAME, slices=slices)
 
     def estimate_us(self, config: GemmMmaConfig, problem: Problem, device: Device) -> float:
         """Return the run time in microseconds: launch overhead, all waves of CTAs and the split-K reduction.
 
-        The time of a k tile is the longest one of its latency, the compute time of all CTAs on the SM, and the time to
-        load their weights.
+        The time per k tile is the longest of three: the latency of the k tile, the compute time of all CTAs of an SM,
+        and the time to load the weights of these CTAs.
         """
         k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
         ctas = config.tiles(problem) * config.split_k
@@ -141,6 +154,7 @@ class GemmMma:
             ("BLOCK_M", config.block_m),
             ("WARPS", config.warps),
             ("STAGES", config.stages),
+            ("SLICES", config.slices),
             ("GROUP_IN_TILE", int(problem.group_size % BLOCK_K != 0)),
         )
         grid = (ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n), config.split_k)

@@ -75,10 +75,18 @@ class Fusion:
             "rms_norm_x": x was written by a GEMM with "add_to_stream", and this GEMM divides its accumulators by the
             RMS of each row.
         eps: epsilon of the RMSNorm; used only by "rms_norm_x".
+        orders_y: whether "add_to_stream" writes the columns of the next GEMM's x in that GEMM's activation order.
     """
 
     role: Literal["add_to_stream", "rms_norm_x"]
     eps: float = 0.0
+    orders_y: bool = False
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """The additional buffers of a launch; ``cuda_src/hopper/residual_stream.cuh`` describes them."""
+        stream = "h", "norm_weight", "square_sums", "previous_inverse_rms", "inverse_rms"
+        return (*stream, "positions") if self.orders_y else stream
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,7 @@ class Problem:
         may_prefetch_weights: whether the weight may be read before the preceding kernel finishes (PDL), because no
             kernel that is still running writes it.
         strides: row strides in elements; None if all arrays are contiguous.
+        batch_invariant: whether the bits of a row of y must not depend on m (`cupy_awq.kernels.reduction`).
     """
 
     m: int
@@ -133,6 +142,7 @@ class Problem:
     fusion: Fusion | None = None
     may_prefetch_weights: bool = False
     strides: Strides | None = None
+    batch_invariant: bool = False
 
     def __str__(self) -> str:
         return f"x[{self.m}, {self.k}] {self.dtype} @ W[{self.k}, {self.n}] group size {self.group_size}"
@@ -157,6 +167,11 @@ class Problem:
     def adds_to_stream(self) -> bool:
         """Whether the epilogue adds y to the residual stream."""
         return self.fusion is not None and self.fusion.role == "add_to_stream"
+
+    @property
+    def orders_y(self) -> bool:
+        """True if the epilogue writes y in the activation order of the next GEMM."""
+        return self.fusion is not None and self.fusion.orders_y
 
     @property
     def rms_norms_x(self) -> bool:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import CheckpointError, Module
 from cupy_awq.llm.model import Layer, Model
-from cupy_awq.llm.model_files import DenseLinear, ModelFiles, Progress
+from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear, ModelFiles, Progress
 from cupy_awq.llm.ops import DecoderOps, Projection
 
 
@@ -43,9 +47,10 @@ class _Builder:
         norm = self._vector("model.norm", config.hidden)
         if config.tied:
             self._check_tied(table)
-            head: Module | DenseLinear = DenseLinear(table, None)
+            tied = self._read_int8("model.embed_tokens", config.hidden, config.vocab)
+            head: Linear = tied or DenseLinear(table, None)
         else:
-            head = files.read_linear("lm_head", config.hidden, config.vocab)
+            head = self._read("lm_head", config.hidden, config.vocab)
         model = Model(ops, embedding, layers, norm, ops.make_head(head), self._weight_bytes + head.weight.nbytes)
         if progress is not None:
             progress(config.layers + 1, config.layers + 1)
@@ -65,24 +70,40 @@ class _Builder:
     def _layer(self, name: str) -> Layer:
         config, attention, mlp = self._config, f"{name}.self_attn", f"{name}.mlp"
         d, q_width, kv_width, intermediate = config.hidden, config.q_width, config.kv_width, config.intermediate
-        qkv = (f"{attention}.q_proj", d, q_width), *((f"{attention}.{p}_proj", d, kv_width) for p in "kv")
-        gate_up = (f"{mlp}.gate_proj", d, intermediate), (f"{mlp}.up_proj", d, intermediate)
-        return Layer(
-            attention_norm=self._vector(f"{name}.input_layernorm", d),
-            qkv=self._projection(*qkv),
-            q_norm=self._vector(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
-            k_norm=self._vector(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
-            o=self._projection((f"{attention}.o_proj", q_width, d)),
-            mlp_norm=self._vector(f"{name}.post_attention_layernorm", d),
-            gate_up=self._projection(*gate_up, gated=True),
-            down=self._projection((f"{mlp}.down_proj", intermediate, d)),
+        read = self._read
+        attention_norm = self._vector(f"{name}.input_layernorm", d)
+        qkv = self._projection(
+            [read(f"{attention}.q_proj", d, q_width), *(read(f"{attention}.{p}_proj", d, kv_width) for p in "kv")]
         )
+        q_norm = self._vector(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None
+        k_norm = self._vector(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None
+        # Attention, and gate and up, produce their columns in the order in which o and down take them.
+        o, o_order = _split_order(read(f"{attention}.o_proj", q_width, d))
+        o_projection = self._projection([o])
+        mlp_norm = self._vector(f"{name}.post_attention_layernorm", d)
+        parts = [read(f"{mlp}.{p}_proj", d, intermediate) for p in ("gate", "up")]
+        down, down_order = _split_order(read(f"{mlp}.down_proj", intermediate, d))
+        gate_up = self._projection(parts, gated=True, column_order=down_order)
+        order = None if o_order is None else self._ops.prepare_order(o_order)
+        down_projection = self._projection([down])
+        return Layer(attention_norm, qkv, q_norm, k_norm, o_projection, mlp_norm, gate_up, down_projection, order)
 
     def _vector(self, name: str, size: int) -> Array:
         return self._ops.prepare_tensor(self._files.read_tensor(f"{name}.weight", (size,)))
 
-    def _projection(self, *linears: tuple[str, int, int], gated: bool = False) -> Projection:
-        """Return one projection for several linear layers (name, K, N) that share x."""
-        parts = [self._files.read_linear(*linear) for linear in linears]
+    def _read_int8(self, name: str, k: int, n: int) -> Int8Linear | None:
+        """Read a linear layer with 8-bit codes; return None without them, or if the back end would dequantize them."""
+        return None if k < self._ops.int8_min_k else self._files.read_int8_linear(name, k, n)
+
+    def _read(self, name: str, k: int, n: int) -> Linear:
+        return self._read_int8(name, k, n) or self._files.read_linear(name, k, n)
+
+    def _projection(self, parts: Sequence[Linear], **options: Any) -> Projection:
+        """Return one projection for several linear layers that share x; options are those of `make_projection`."""
         self._weight_bytes += sum(part.weight.nbytes for part in parts)
-        return self._ops.make_projection(parts, gated=gated)
+        return self._ops.make_projection(parts, **options)
+
+
+def _split_order(part: Linear) -> tuple[Linear, npt.NDArray[np.int32] | None]:
+    """Return a linear layer without its activation order, and the order."""
+    return (part._replace(order=None), part.order) if isinstance(part, Module) else (part, None)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from cupy_awq.linear import AwqLinear
 from cupy_awq.llm import kv_cache
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.kv_cache import KvCache
-from cupy_awq.llm.model_files import DenseLinear
-from cupy_awq.llm.ops import DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
+from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear
+from cupy_awq.llm.ops import ColumnOrder, DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
 from cupy_awq.llm.sampling import Sampling, choose_token
 
 Array = npt.NDArray[Any]
@@ -36,13 +37,25 @@ class NumpyOps(DecoderOps):
             block in each GEMM. By default True if float32 weights take at most half of the machine's memory.
         xp: the array module. With CuPy, which calibration uses, the same operations run in float32 on the current GPU
             with expanded weights.
+        batch_invariant: the option of `cupy_awq.llm.load`. If True, GEMMs and attention are computed for each token
+            separately.
     """
 
     device_index = HOST
+    int8_min_k = sys.maxsize
     prefill_chunk = 512
 
-    def __init__(self, config: ModelConfig, *, expand_weights: bool | None = None, xp: Any = np) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        expand_weights: bool | None = None,
+        xp: Any = np,
+        batch_invariant: bool = False,
+    ) -> None:
         self.config, self.xp = config, xp
+        self._batch_invariant = batch_invariant
+        self._multiply = reference.multiply_rows if batch_invariant else xp.matmul
         per_layer = config.hidden * (2 * config.q_width + 2 * config.kv_width + 3 * config.intermediate)
         float32_bytes = 4 * (config.layers * per_layer + config.vocab * config.hidden)
         self._expands = float32_bytes <= _memory_bytes() // 2 if expand_weights is None else expand_weights
@@ -50,14 +63,29 @@ class NumpyOps(DecoderOps):
     def prepare_tensor(self, a: Array) -> Array:
         return self.xp.asarray(a.astype(np.float32)) if a.ndim == 1 else a
 
+    def prepare_order(self, order: npt.NDArray[np.int32]) -> ColumnOrder:
+        return ColumnOrder(self.xp.asarray(order), self.xp.argsort(self.xp.asarray(order)).astype(np.int32))
+
     def prepare_tokens(self, ids: Sequence[int]) -> Array:
         return np.array(ids, np.int64)
 
-    def make_projection(self, parts: Sequence[Module | DenseLinear], *, gated: bool = False) -> Projection:
-        project = self._expanded(parts) if self._expands else self._streamed(parts)
-        return (lambda x: _swiglu(project(x))) if gated else project
+    def make_projection(
+        self,
+        parts: Sequence[Linear],
+        *,
+        gated: bool = False,
+        column_order: npt.NDArray[np.int32] | None = None,
+    ) -> Projection:
+        plain = [part.dequantize() if isinstance(part, Int8Linear) else part for part in parts]
+        project = self._expanded(plain) if self._expands else self._streamed(plain)
+        activate: Projection = _swiglu if gated else lambda y: y
+        if column_order is None:
+            return lambda x: activate(project(x))
+        offsets = np.cumsum([0, *map(_out_features, plain)])[:-1, None]
+        columns = (offsets + column_order).reshape(-1)
+        return lambda x: activate(project(x)[..., columns])
 
-    def make_head(self, part: Module | DenseLinear) -> Projection:
+    def make_head(self, part: Linear) -> Projection:
         return self.make_projection([part])
 
     def make_cache(self, sequences: int, capacity: int) -> KvCache:
@@ -75,7 +103,12 @@ class NumpyOps(DecoderOps):
         return stream, projection(self.rms_norm(stream, norm_weight))
 
     def project_and_add(
-        self, stream: ResidualStream, x: Array, projection: Projection, next_norm_weight: Array | None
+        self,
+        stream: ResidualStream,
+        x: Array,
+        projection: Projection,
+        next_norm_weight: Array | None,
+        next_projection: Projection | None,
     ) -> ResidualStream:
         np.add(stream.h, projection(x), out=stream.h)
         return stream
@@ -83,7 +116,15 @@ class NumpyOps(DecoderOps):
     def rms_norm(self, stream: ResidualStream, norm_weight: Array) -> Array:
         return _rms_norm(stream.h, norm_weight, self.config.eps)
 
-    def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: KvCache, layer: int) -> Array:
+    def attend(
+        self,
+        qkv: Array,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        cache: KvCache,
+        layer: int,
+        order: ColumnOrder | None,
+    ) -> Array:
         config = self.config
         b, s, _ = qkv.shape
         heads = qkv.reshape(b, s, config.heads + 2 * config.kv_heads, config.head_dim)
@@ -96,7 +137,8 @@ class NumpyOps(DecoderOps):
         for i, start in enumerate(cache.lengths.tolist()):
             cache.k[layer, i, :, start : start + s] = rotated[i].swapaxes(0, 1)
             cache.v[layer, i, :, start : start + s] = v[i].swapaxes(0, 1)
-        return self._attention(_rotate(q, cos, sin), cache, layer)
+        out = self._attention(_rotate(q, cos, sin), cache, layer)
+        return out if order is None else out[..., order.order]
 
     def to_numpy(self, a: Array) -> Array:
         return a
@@ -104,35 +146,44 @@ class NumpyOps(DecoderOps):
     def _attention(self, q: Array, cache: KvCache, layer: int) -> Array:
         """Return the causal attention [B, S, q_width] of queries q [B, S, heads, head_dim] after RoPE."""
         b, s, heads, head_dim = q.shape
-        kv_heads = self.config.kv_heads
-        xp = self.xp
-        out: Array = xp.empty((b, s, heads * head_dim), np.float32)
+        step = 1 if self._batch_invariant else s
+        out: Array = self.xp.empty((b, s, heads * head_dim), np.float32)
         for i, start in enumerate(cache.lengths.tolist()):
-            keys, values = cache.k[layer, i, :, : start + s], cache.v[layer, i, :, : start + s]
-            # Group the query heads that share a key head: [kv_heads, heads / kv_heads * S, head_dim].
-            grouped = q[i].swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
-            scores = grouped @ keys.swapaxes(1, 2)
-            scores *= np.float32(head_dim**-0.5)
-            if s > 1:
-                is_future = xp.arange(start + s) > start + xp.arange(s)[:, None]
-                scores.reshape(heads, s, -1)[:, is_future] = -np.inf
-            scores -= scores.max(axis=-1, keepdims=True)
-            np.exp(scores, out=scores)
-            mixed = scores @ values
-            mixed /= scores.sum(axis=-1, keepdims=True)
-            out[i] = mixed.reshape(heads, s, head_dim).swapaxes(0, 1).reshape(s, -1)
+            for first in range(0, s, step):
+                known = slice(start + first + step)
+                keys, values = cache.k[layer, i, :, known], cache.v[layer, i, :, known]
+                out[i, first : first + step] = self._attend(q[i, first : first + step], keys, values)
         return out
+
+    def _attend(self, q: Array, keys: Array, values: Array) -> Array:
+        """Return the causal attention [S, q_width] of the last S of T tokens; keys, values: [kv_heads, T, head_dim]."""
+        s, heads, head_dim = q.shape
+        kv_heads, t, _ = keys.shape
+        xp = self.xp
+        # Group the query heads that share a key head: [kv_heads, heads / kv_heads * S, head_dim].
+        grouped = q.swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
+        scores = grouped @ keys.swapaxes(1, 2)
+        scores *= np.float32(head_dim**-0.5)
+        if s > 1:
+            is_future = xp.arange(t) > t - s + xp.arange(s)[:, None]
+            scores.reshape(heads, s, -1)[:, is_future] = -np.inf
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        mixed = scores @ values
+        mixed /= scores.sum(axis=-1, keepdims=True)
+        attended: Array = mixed.reshape(heads, s, head_dim).swapaxes(0, 1).reshape(s, -1)
+        return attended
 
     def _expanded(self, parts: Sequence[Module | DenseLinear]) -> Projection:
         """Return the projection whose weight is the concatenation of all parts as one float32 matrix."""
-        weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)  # may be a CuPy array
+        weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)  # also concatenates CuPy arrays
         sizes = [_out_features(part) for part in parts]
         xp = self.xp
         biases = [xp.zeros(n) if p.bias is None else p.bias for p, n in zip(parts, sizes, strict=True)]
         bias = np.concatenate(biases).astype(np.float32) if any(part.bias is not None for part in parts) else None
 
         def project(x: Array) -> Array:
-            y: Array = (x.reshape(-1, x.shape[-1]) @ weight).reshape(*x.shape[:-1], -1)
+            y: Array = self._multiply(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
             if bias is not None:
                 y += bias
             return y
@@ -142,7 +193,9 @@ class NumpyOps(DecoderOps):
     def _streamed(self, parts: Sequence[Module | DenseLinear]) -> Projection:
         """Return the projection that converts the weights of all parts to float32 block by block at each call."""
         linears: list[Projection] = [
-            AwqLinear(part.weight, bias=part.bias) if isinstance(part, Module) else _streamed_dense(part)
+            AwqLinear(part.weight, bias=part.bias, order=part.order, batch_invariant=self._batch_invariant)
+            if isinstance(part, Module)
+            else _streamed_dense(part, self._multiply)
             for part in parts
         ]
 
@@ -219,17 +272,23 @@ def _float32_weight(part: Module | DenseLinear) -> Array:
     if isinstance(part, DenseLinear):
         return part.weight.T.astype(np.float32)
     weight = part.weight
-    return reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
+    rows = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
+    if part.order is None:
+        return rows
+    w = np.empty_like(rows)
+    w[part.order] = rows
+    return w
 
 
-def _streamed_dense(part: DenseLinear) -> Projection:
+def _streamed_dense(part: DenseLinear, multiply: Callable[[Array, Array], Array]) -> Projection:
     """Return the projection of a dense layer that converts `STREAMED_VALUES` elements to float32 at a time."""
     weight = part.weight
     rows = max(1, STREAMED_VALUES // weight.shape[1])
 
     def project(x: Array) -> Array:
-        blocks = [x @ weight[i : i + rows].astype(np.float32).T for i in range(0, len(weight), rows)]
-        y = np.concatenate(blocks, axis=-1)
+        flat = x.reshape(-1, x.shape[-1])
+        blocks = [multiply(flat, weight[i : i + rows].astype(np.float32).T) for i in range(0, len(weight), rows)]
+        y = np.concatenate(blocks, axis=-1).reshape(*x.shape[:-1], -1)
         return y if part.bias is None else y + part.bias.astype(np.float32)
 
     return project

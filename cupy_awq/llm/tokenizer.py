@@ -47,6 +47,8 @@ class Tokenizer:
         bos: the id of the BOS token to prepend to texts that are not rendered by the template; None if the model has no
             BOS token or ``inner`` adds it.
         where: the path of the file, for error messages.
+        continued: the normalizer for a text that continues another one, which gets no leading space (SentencePiece);
+            None if it is that of ``inner``.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class Tokenizer:
         special: Mapping[str, str],
         bos: int | None = None,
         where: str = "tokenizer",
+        continued: Any = None,
     ) -> None:
         self.inner = inner
         self.template = template
-        self._special = dict(special)
+        self.special = dict(special)
         self._bos = bos
         self._where = where
+        self._continued = continued
         inner.no_truncation()
         inner.no_padding()
         added = inner.get_added_tokens_decoder().values()
@@ -98,26 +102,39 @@ class Tokenizer:
             pieces = [(piece, bool(i % 2)) for i, piece in enumerate(self._always_plain.split(text))]
         ids: list[int] = []
         for i, (piece, is_plain) in enumerate(pieces):
-            ids += self._encode_piece(piece, is_plain, add_special_tokens and i == 0)
+            ids += self._encode_piece(piece, is_plain, bool(ids), add_special_tokens and i == 0)
         return [self._bos, *ids] if add_special_tokens and self._bos is not None else ids
 
-    def _encode_piece(self, text: str, is_plain: bool, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of ``text``.
+    def _encode_piece(
+        self, text: str, is_plain: bool, continues: bool = False, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Return the token ids of a piece of a text.
 
-        If ``is_plain``, ``text`` is that of a special token and is encoded in two parts, so that the token is not
-        recognized.
+        Args:
+            text: the piece.
+            is_plain: whether it is the text of a special token, which is split so that it is not recognized.
+            continues: whether another piece precedes it.
+            add_special_tokens: True to add the tokens that start a text.
         """
         with guarded(self._where):
             if not is_plain:
-                ids: list[int] = self.inner.encode(_encodable(text), add_special_tokens=add_special_tokens).ids
-                return ids
+                return self._encode(_encodable(text), continues, add_special_tokens)
             self.inner.encode_special_tokens = True
             try:
-                return [
-                    i for part in (text[:1], text[1:]) for i in self.inner.encode(part, add_special_tokens=False).ids
-                ]
+                return self._encode(text[:1], continues) + self._encode(text[1:], continues=True)
             finally:
                 self.inner.encode_special_tokens = False
+
+    def _encode(self, text: str, continues: bool, add_special_tokens: bool = False) -> list[int]:
+        normalizer = self.inner.normalizer
+        if continues and self._continued is not None:
+            self.inner.normalizer = self._continued
+        try:
+            ids: list[int] = self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        finally:
+            if continues and self._continued is not None:
+                self.inner.normalizer = normalizer
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
@@ -147,17 +164,14 @@ class Tokenizer:
         plain: list[str] = []
         if not special_tokens:
             messages = [self._mask(message, plain) for message in messages]
-        text = chat_template.render(self.template, messages, self._special, self._where)
+        text = chat_template.render(self.template, messages, self.special, self._where)
         if not plain:
             return self._encode_piece(text, False)
         ids: list[int] = []
         for i, piece in enumerate(re.split(f"{OPEN}([0-9]+){CLOSE}", text)):
             number = int(piece) if i % 2 and len(piece) < 10 else 0
-            ids += (
-                self._encode_piece(plain[number] if number < len(plain) else "", True)
-                if i % 2
-                else (self._encode_piece(piece, False))
-            )
+            text = plain[number] if i % 2 and number < len(plain) else "" if i % 2 else piece
+            ids += self._encode_piece(text, bool(i % 2), continues=bool(ids))
         return ids
 
     def _mask(self, message: Message, plain: list[str]) -> dict[str, str]:

@@ -15,40 +15,50 @@ from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Fusion, Problem
+from cupy_awq.ops.gather_columns import prepare_gather
 from cupy_awq.ops.gemm_launch import GemmLaunch, check_choice, gemm_problem, weight_pointers
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime import workspace as workspaces
 from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch import Launcher
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.weight import PackedWeight, check_packed
+
+GATHERED_ALIGNMENT = 32
+"""The alignment in bytes of x in its activation order, in a plan's workspace."""
 
 
 class Plan:
     """A GEMM y = activation(x @ W + bias) + residual for arrays of one layout, created by `plan`.
 
-    ``plan(x, out, residual=None, workspace=None)`` fills ``out`` and returns it. On a GPU it is one launch on the
-    current stream, with no allocation, copy or synchronization, so it can be captured into a CUDA graph. x, out and the
-    residual must have the planned shape, strides, dtype, device and alignment, else the call raises TypeError or
-    ValueError. out must not overlap x; it may be the residual. A plan may read its weight before the preceding kernel
-    finishes (PDL), so do not modify the weight.
+    ``plan(x, out, residual=None, workspace=None)`` fills ``out`` and returns it. On a GPU, a call is one launch on the
+    current stream (two for a layer with an activation order), without allocation, copy or synchronization, so calls can
+    be captured into a CUDA graph. x, out and the residual must have the planned shape, strides, dtype, device and
+    alignment; otherwise the call raises TypeError or ValueError. ``out`` must not overlap x, but may be the residual. A
+    plan may read the weight before the preceding kernel finishes (PDL), so do not modify the weight.
 
     Attributes:
         kernel: name of the kernel; "numpy" on the CPU, "none" on a GPU if M = 0.
         shape: shape of y.
-        workspace_bytes: size in bytes of the split-K workspace, which the plan owns. Calls that may run concurrently on
-            several streams each need their own ``workspace``: a contiguous array of at least this many bytes, zero
-            before its first use. Plans that run in order can share one workspace. As any CuPy array, the plan's own
-            workspace belongs to the stream that was current when the plan was created: keep the plan until its calls on
-            other streams have finished.
+        workspace_bytes: size in bytes of the workspace, for partial sums of split-K and for x in its activation order.
+            The plan owns a workspace. If calls may run concurrently on several streams, each stream needs another
+            ``workspace``: a contiguous array of at least ``workspace_bytes`` bytes that is zero before its first use.
+            Plans whose calls run in order can share it. As any CuPy array, the plan's own workspace belongs to the
+            stream that was current when the plan was created: keep the plan until its calls on other streams have
+            finished.
     """
 
     __slots__ = (
+        "_batch_invariant",
         "_constants",
+        "_gather",
+        "_gathered_begin",
         "_launch",
         "_layouts",
         "_memory",
         "_options",
+        "_order",
         "_weight",
         "kernel",
         "shape",
@@ -64,24 +74,37 @@ class Plan:
         out: Array | None,
         kernel: str | None,
         split_k: int | None,
+        batch_invariant: bool,
+        order: Array | None,
     ) -> None:
         product = check.validate_product(x, weight.spec, residual=residual, out=out, **options)
-        check_choice(kernel, split_k)
-        self._weight, self._options = weight, options
+        check_choice(kernel, split_k, batch_invariant)
+        self._batch_invariant = batch_invariant
+        self._weight, self._options, self._order = weight, options, order
         self.kernel, self.shape, self.workspace_bytes = "numpy", product.shape, 0
         self._launch: GemmLaunch | None = None
+        self._gather: Launcher | None = None
+        self._gathered_begin = 0  # after the counters, which must stay zero for other plans of a shared workspace
         self._memory: Array | None = None
         if out is None:
             out = _empty(product.shape, "out", x.dtype, weight.spec.device)
         if weight.spec.device != HOST:
-            self.kernel = "none"  # M = 0
+            self.kernel = "none"  # The value for M = 0.
             if x.size:
                 for name, a in (("x", x), ("out", out), ("residual", residual)):
                     if a is not None and arrays.row_stride(a) is None:
                         raise ValueError(f"{name}: expected contiguous rows with one stride, got strides {a.strides}")
                 may_prefetch = _synchronize()
-                launch = GemmLaunch(x, weight, product, options["bias"], residual, out, kernel, split_k, may_prefetch)
+                source = x
+                if order is not None:
+                    self._gather = prepare_gather(x, weight.spec.device)
+                    source = _empty(x.shape, "x", x.dtype, weight.spec.device)
+                how = kernel, split_k, may_prefetch, batch_invariant
+                launch = GemmLaunch(source, weight, product, options["bias"], residual, out, *how)
                 self._launch, self.kernel, self.workspace_bytes = launch, launch.kernel, launch.workspace_bytes
+                if order is not None:
+                    self._gathered_begin = max(launch.workspace_bytes, workspaces.COUNTER_BYTES)
+                    self.workspace_bytes = self._gathered_begin + x.size * x.dtype.itemsize + GATHERED_ALIGNMENT
             self._constants = weight_pointers(weight, options["bias"])
             if self.workspace_bytes:
                 self._memory = workspaces.allocate_zeros(self.workspace_bytes, on_current_stream=may_prefetch)
@@ -92,7 +115,7 @@ class Plan:
     ) -> Array:
         try:
             fits = (self._layout(x), self._layout(out), self._layout(residual)) == self._layouts
-        except (AttributeError, ValueError):  # an array of another library, or none
+        except (AttributeError, ValueError):  # An argument is an array of another library, or not an array.
             fits = False
         if not fits:
             x, out, residual, workspace = arrays.views(x=x, out=out, residual=residual, workspace=workspace)
@@ -100,8 +123,10 @@ class Plan:
                 self._check(name, a, planned)
         if self.kernel == "numpy":
             weight = self._weight
+            x = x if self._order is None else x[..., self._order]
             tensors = weight.qweight, weight.scales, weight.qzeros
-            return reference.matmul(x, *tensors, residual=residual, out=out, **self._options)
+            options = self._options | {"batch_invariant": self._batch_invariant}
+            return reference.matmul(x, *tensors, residual=residual, out=out, **options)
         if self._launch is None:
             return out
         import cupy
@@ -115,16 +140,22 @@ class Plan:
             memory = _workspace(workspace, self.workspace_bytes, index)
         stream = cupy.cuda.get_current_stream().ptr
         address = arrays.address
-        self._launch(address(x), address(residual), address(out), self._constants, address(memory), stream)
+        source = address(x)
+        if self._gather is not None:
+            begin = address(memory) + self._gathered_begin
+            gathered = begin + -begin % GATHERED_ALIGNMENT
+            self._gather((source, address(self._order), gathered), stream)
+            source = gathered
+        self._launch(source, address(residual), address(out), self._constants, address(memory), stream)
         return out
 
     def _layout(self, a: Array | None) -> Any:
         if a is not None and self.kernel == "numpy":
-            return a.shape, None, a.dtype, HOST, 0  # the CPU supports any strides and alignment
+            return a.shape, None, a.dtype, HOST, 0  # The CPU supports any strides and alignment.
         return arrays.layout_key(a)
 
     def _check(self, name: str, a: Array | None, planned: Any) -> None:
-        """Raise TypeError or ValueError unless an array has the planned layout, or a better alignment."""
+        """Raise TypeError or ValueError unless an array has the planned layout; a better alignment is accepted."""
         if a is None or planned is None:
             if a is not planned:
                 expected, found = ("None", "an array") if planned is None else ("an array", "None")
@@ -150,22 +181,24 @@ def plan(
     dtype: Any = None,
     kernel: str | None = None,
     split_k: int | None = None,
+    batch_invariant: bool = False,
 ) -> Plan:
     """Validate a GEMM y = activation(x @ W + bias) + residual, and return a `Plan` whose calls only launch the kernel.
 
     Args:
         x: example array [..., K] of a call; or its shape, for contiguous arrays of ``dtype``.
-        weight: the weight. Its arrays must not be modified or freed while the plan is in use, and kernels that write
-            them on another stream must have finished. On a GPU, all calls run on the GPU of the weight.
+        weight: the weight. The arrays of the weight must not be modified or freed while the plan is in use, and kernels
+            on other streams that write these arrays must have finished. On a GPU, all calls run on the weight's GPU.
         bias, activation: as in `gemm`; the bias is the same for all calls.
-        residual: example array of a call, or its shape; None for no residual.
-        out: example array of a call, or its shape; by default contiguous.
+        residual: example array of a call, or its shape, or None for calls without a residual.
+        out: example array of a call, or its shape; by default, ``out`` is contiguous.
         dtype: dtype of x if x is a shape, by default float16; "bfloat16" if x is uint16 with the bits of bfloat16.
-        kernel, split_k: as in `gemm`.
+        kernel, split_k, batch_invariant: as in `gemm`.
 
     Returns:
-        The plan, with its kernel loaded and its workspace allocated. `plan` synchronizes the current stream, except
-        during stream capture, since on Hopper a kernel may read the weight before the preceding kernel finishes (PDL).
+        The plan, whose kernel is loaded and whose workspace is allocated. `plan` synchronizes the current stream,
+        except during stream capture, because on Hopper the kernel may read the weight before the preceding kernel
+        finishes (PDL).
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or value, the rows of an array are not contiguous or not
@@ -181,6 +214,25 @@ def plan(
     >>> plan(np.ones((2, 32), np.float16), y)[:, 0]
     array([1., 1.], dtype=float16)
     """
+    options = {"bias": bias, "activation": activation, "dtype": dtype, "batch_invariant": batch_invariant}
+    return make_plan(x, weight, None, residual, out, kernel, split_k, **options)
+
+
+def make_plan(
+    x: Array | tuple[int, ...],
+    weight: PackedWeight,
+    order: Array | None,
+    residual: Array | tuple[int, ...] | None,
+    out: Array | tuple[int, ...] | None,
+    kernel: str | None = None,
+    split_k: int | None = None,
+    *,
+    bias: Array | None,
+    activation: Any,
+    dtype: Any,
+    batch_invariant: bool,
+) -> Plan:
+    """Return the plan of `plan` for x[..., order]; ``order`` is a result of `check_order`, or None for x as it is."""
     check_packed(weight)
     index = weight.spec.device
     with placement.use_device(index):
@@ -194,25 +246,25 @@ def plan(
         )
         residual, out = arrays.views(residual=residual, out=out)
         options = {"bias": bias, "activation": activation, "dtype": dtype}
-        return Plan(x, weight, options, residual, out, kernel, split_k)
+        return Plan(x, weight, options, residual, out, kernel, split_k, batch_invariant, order)
 
 
 def _synchronize() -> bool:
-    """Synchronize the current stream and return True; return False during stream capture, which cannot wait."""
+    """Synchronize the current stream and return True; during stream capture, where this is impossible, return False."""
     import cupy
 
     stream = cupy.cuda.get_current_stream()
     try:
         if stream.is_capturing():
             return False
-    except cupy.cuda.runtime.CUDARuntimeError:  # the default stream while a blocking stream is captured
+    except cupy.cuda.runtime.CUDARuntimeError:  # This is the default stream, and a blocking stream is being captured.
         return False
     stream.synchronize()
     return True
 
 
 def _empty(shape: tuple[Any, ...], name: str, dtype: Any, index: int) -> Array:
-    """Return an uninitialized array on the current GPU, whose ordinal is ``index``, or in host memory.
+    """Return an uninitialized array on the current GPU, whose ordinal is ``index``, or in host memory for `HOST`.
 
     Raises:
         TypeError, ValueError: the shape is not valid; the message names the argument ``name``.
@@ -226,7 +278,7 @@ def _empty(shape: tuple[Any, ...], name: str, dtype: Any, index: int) -> Array:
 
 
 def _workspace(memory: Array, nbytes: int, index: int) -> Array:
-    """Return ``memory`` if it can serve as a plan's workspace, else raise TypeError or ValueError."""
+    """Return ``memory`` if a plan can use it as its workspace; otherwise raise TypeError or ValueError."""
     check.validate_device(memory, "workspace", index, "the plan")
     if not memory.flags.c_contiguous or memory.data.ptr % 16:
         raise ValueError("workspace: expected a contiguous array that starts at a multiple of 16 bytes, got another")
@@ -237,12 +289,12 @@ def _workspace(memory: Array, nbytes: int, index: int) -> Array:
 
 @dataclass(frozen=True)
 class FusedPlan:
-    """A GEMM with a `Fusion`: its launch plan, and the arrays of its layer.
+    """A GEMM with a `Fusion`: the launch plan, and the arrays of the linear layer.
 
     Attributes:
-        launch: launch plan. In addition to ``arrays``, it takes the buffers x [m, K] and y [m, N] (gated: [m, N/2]),
-            contiguous and of the planned dtype, and those of ``cuda_src/hopper/residual_stream.cuh``.
-        arrays: arrays of the layer, by buffer name; None is a null pointer.
+        launch: launch plan. Besides ``arrays``, the buffers are x [m, K] and y [m, N] (gated: [m, N/2]), contiguous and
+            of the planned dtype, and the buffers that ``cuda_src/hopper/residual_stream.cuh`` describes.
+        arrays: arrays of the linear layer, by buffer name; None is a null pointer.
         out_features: number of columns of y.
     """
 

@@ -170,7 +170,7 @@ def run(
 
 
 def _ceilings(device: int) -> Ceilings:
-    """Return the measured ceilings of the current GPU."""
+    """Measure the memory bandwidth and the fp16 throughput of the current GPU and return them."""
     read_gbs = _read_gbs()
     if timing.cublas():
         return Ceilings(read_gbs, _matmul_tflops(device), measured=True)
@@ -231,7 +231,7 @@ def render(rows: Sequence[Row], ceilings: Ceilings | None, device: int) -> str:
     weights = ", ".join(dict.fromkeys(row.weight for row in rows))
     head = f"{placement.device_name(device)}: {first.op}, x {first.dtype}, {weights}"
     if ceilings is None:
-        note = "No GPU here: times of the NumPy path, weights warm; no roofline and no fp16 product."
+        note = "No GPU: times of the NumPy path with warm weights, without a roofline and an fp16 GEMM."
     else:
         how = "by cupy.matmul" if ceilings.measured else "nominal (cuBLAS, the extra blas, is needed to measure it)"
         roofline = f"read {ceilings.read_gbs:.0f} GB/s, fp16 {ceilings.tflops:.0f} TFLOP/s {how}"

@@ -21,7 +21,7 @@ import cupy_awq
 from cupy_awq.check import HOST
 from cupy_awq.checkpoint.files import printable
 from cupy_awq.runtime import placement
-from cupy_awq.tools import llm_commands, quantize_command
+from cupy_awq.tools import convert_command, llm_commands, quantize_command
 
 if TYPE_CHECKING:
     from cupy_awq.tools.operations import Settings
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, and not at exit
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit would raise again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lets the flush at exit succeed
         return 1
     except KeyboardInterrupt:
         return 130
@@ -93,8 +93,12 @@ def _parser() -> argparse.ArgumentParser:
     demo = command("demo", _demo, "run a real quantized layer, check and time it", DEMO, ["", "--json"])
     demo.add_argument("--json", action="store_true", help="print a list of objects instead of text")
 
-    info = command("info", _info, "print what a checkpoint holds", INFO, ["Qwen3-8B-AWQ/", "model.safetensors --json"])
-    info.add_argument("path", metavar="PATH", help="folder or safetensors file in the AutoAWQ gemm format")
+    examples = ["Qwen3-8B-AWQ/", "model.safetensors --json", "--formats"]
+    info = command("info", _info, "print the format, the layers and the kernels of a checkpoint", INFO, examples)
+    info.add_argument(
+        "path", metavar="PATH", nargs="?", help="folder, or safetensors, GGUF or PyTorch file, as for cupy_awq.load"
+    )
+    info.add_argument("--formats", action="store_true", help="print the supported formats instead")
     info.add_argument("--json", action="store_true", help="print an object instead of text")
 
     examples = [
@@ -108,15 +112,18 @@ def _parser() -> argparse.ArgumentParser:
     _add_operation(bench, nargs="*", ms=[1, 16, 64])
     _add_dtype(bench)
     bench.add_argument(
-        "--kernel", metavar="NAME", help="gemm: force this kernel on the AWQ layout (default: AwqLinear and its choice)"
+        "--kernel", metavar="NAME", help="gemm: force this kernel for the AWQ layout (default: AwqLinear selects one)"
     )
-    bench.add_argument("--plan", action="store_true", help="gemm: time a cupy_awq.plan instead of the layer")
+    bench.add_argument("--plan", action="store_true", help="gemm: time a cupy_awq.plan instead of an AwqLinear")
+    bench.add_argument("--batch-invariant", action="store_true", help="gemm: time AwqLinear(batch_invariant=True)")
     bench.add_argument("--json", action="store_true", help="print an object instead of text")
     bench.add_argument(
         "--plot", metavar="FILE.png", type=Path, help="also draw time / roofline over M (needs matplotlib)"
     )
     bench.add_argument(
-        "--model", metavar="NAME", help="time a whole model of random weights, such as qwen3-8b, after 1024 tokens"
+        "--model",
+        metavar="NAME",
+        help="time a model with random weights, such as qwen3-8b, after a prompt of 1024 tokens",
     )
 
     examples = ["4096x12288 12288x4096", "4096x12288 --op gemm_int8 --m 1,64", "64x64 --op conv2d --m 1,8"]
@@ -135,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         "4096x12288 --m 16 --arch 90 --layer",
         "64x256 --op conv2d --image 14 --arch 90",
     ]
-    explain = command("explain", _explain, "print each kernel, its time or why it is not legal", EXPLAIN, examples)
+    explain = command("explain", _explain, "print each kernel's time, or why it is not legal", EXPLAIN, examples)
     _add_operation(explain, nargs="+", ms=[1, 16, 64])
     _add_dtype(explain)
     explain.add_argument(
@@ -144,31 +151,37 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--layer",
         action="store_true",
-        help="gemm: kernels of AwqLinear, which repacks on Hopper (default: those on the AWQ layout)",
+        help="gemm: kernels of AwqLinear, which repacks weights on Hopper (default: those for the AWQ layout)",
+    )
+    explain.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="gemm: configurations for which the bits of a row of y do not depend on M",
     )
     llm_commands.add(command)
     quantize_command.add(command)
+    convert_command.add(command)
     return parser
 
 
 def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: list[int] | None) -> None:
     """Add the arguments for the operation and its sizes to ``parser``."""
     parser.add_argument(
-        "shapes", metavar="KxN", nargs=nargs, type=_shape, help="W [K, N]: in features x out features, as 4096x12288"
+        "shapes", metavar="KxN", nargs=nargs, type=_shape, help="shape of W: in features x out features, as 4096x12288"
     )
     default = "the powers of two up to 4096; conv2d: to 32" if ms is None else ",".join(map(str, ms))
     parser.add_argument("--m", metavar="M,M,...", type=_counts, default=ms, help=f"rows of x (default: {default})")
     parser.add_argument(
-        "--group-size", metavar="G", type=int, default=128, help="rows of W that share a scale, -1 for K (default: 128)"
+        "--group-size", metavar="G", type=int, default=128, help="rows of W per group, -1 for K (default: 128)"
     )
     parser.add_argument(
         "--op",
         choices=OPS,
         default="gemm",
-        help="gemm (default); gemm_int8 (W4A8); conv2d, whose KxN are input x output channels and whose M are images",
+        help="gemm (default); gemm_int8 (W4A8); conv2d: KxN is input x output channels, M is the number of images",
     )
     parser.add_argument("--image", metavar="S", type=int, default=56, help="conv2d: S x S pixels (default: 56)")
-    parser.add_argument("--window", metavar="S", type=int, default=3, help="conv2d: S x S kernel (default: 3)")
+    parser.add_argument("--window", metavar="S", type=int, default=3, help="conv2d: S x S filter (default: 3)")
 
 
 def _add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -179,39 +192,41 @@ DEMO = """
 
 Loads the MLP of layer 0 of SmolLM2-135M-Instruct, which the package contains, and
 runs it at M = 1, 16 and 256 on the GPU if there is one, else on the CPU. fp16_us is
-the time of the unquantized product: cupy.matmul in float16 (null without cuBLAS),
-or NumPy in float32 on the CPU."""
+the time with unquantized weights: cupy.matmul in float16 (null without cuBLAS), or
+NumPy in float32 on the CPU."""
 
 INFO = """
 
-Reads only the headers. The ratio is the size over that of the same weights in fp16."""
+Reads only headers and scales. The ratio is the size divided by that of the same weights
+in fp16. The kernels are those of AwqLinear on the current GPU, or on an H100 without one,
+for a decoding step of one row and a prompt of 512 rows."""
 
 BENCH = """
 
 On a GPU: the median of seven CUDA graph replays with weights that are cold in L2.
-GB/s counts the bytes of W, x and y. us / roofline: 1 is the best possible; the
-roofline is max(bytes / read bandwidth, flops / fp16 rate), measured in the same run.
-fp16 / us: the speedup over cupy.matmul with fp16 weights (needs cuBLAS).
+GB/s counts the bytes of W, x and y. us / roofline: 1 is the best possible, where the
+roofline is max(bytes / read bandwidth, flops / fp16 throughput), measured in the same
+run. fp16 / us: the speedup over cupy.matmul with fp16 weights (needs cuBLAS).
 Without a GPU, the NumPy path is timed."""
 
 TUNE = """
 
-Times the configurations that the cost models rank first, with weights that are cold
-in L2, and keeps the fastest for each shape and M in the user's cache
-(CUPY_AWQ_CACHE_DIR), for processes that start later. A gemm uses it for every group
-size and dtype; with another M it uses the configuration of the next power of two."""
+Times the configurations with the lowest modelled times, with weights that are cold
+in L2, and stores the fastest for each shape and M in the user's cache
+(CUPY_AWQ_CACHE_DIR), from which processes that start later read it. A gemm uses it
+for every group size and dtype, and for all M above the preceding power of two."""
 
 COMPILE = """
 
-Fills the cache of compiled kernels (CUPY_AWQ_CACHE_DIR), to warm a container image
-or to check a build. Prints registers, shared memory and spills. The exit code is 1
-if a kernel spills registers or if the compiler serializes its wgmma instructions."""
+Fills the cache of compiled kernels (CUPY_AWQ_CACHE_DIR), for example of a container
+image. Prints registers, shared memory and spills. The exit code is 1 if a kernel
+spills registers or if the compiler serializes its wgmma instructions."""
 
 EXPLAIN = """
 
 "->" marks the kernel that is chosen. Its time is "measured" if `tune` recorded it for
-this GPU model; all others are "modelled" by the kernel's cost model. The last line says
-whether the cost models or a table of tuned configurations determined the choice."""
+this GPU model; all others are "modelled" by the kernel's cost model. The last line
+states whether the cost models or a table of tuned configurations determined the choice."""
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -244,6 +259,11 @@ def _demo(args: argparse.Namespace) -> int:
 def _info(args: argparse.Namespace) -> int:
     from cupy_awq.tools import info
 
+    if args.formats or args.path is None:
+        if args.path is not None or args.json or not args.formats:
+            raise ValueError("info: expected a PATH, or --formats alone")
+        print(info.render_formats())
+        return 0
     content = info.describe(args.path)
     return _print(content, info.render(content), args.json)
 
@@ -255,13 +275,16 @@ def _bench(args: argparse.Namespace) -> int:
         raise ValueError("bench: expected shapes KxN or a --model")
     if args.model is not None:
         return _bench_model(args)
-    if args.op != "gemm" and (args.kernel or args.plan or args.dtype != "float16"):
-        raise ValueError(f"bench: --op {args.op} takes no --kernel, --plan or --dtype")
+    if args.op != "gemm" and (args.kernel or args.plan or args.batch_invariant or args.dtype != "float16"):
+        raise ValueError(f"bench: --op {args.op} takes no --kernel, --plan, --batch-invariant or --dtype")
+    if args.kernel and args.batch_invariant:
+        raise ValueError("bench: expected --kernel or --batch-invariant, got both")
     figure = bench.new_figure() if args.plot else None  # raises before the benchmark if matplotlib is missing
     if args.plot and not (args.plot.suffix == ".png" and args.plot.absolute().parent.is_dir()):
         raise ValueError(f"--plot: expected FILE.png in a folder that exists, got {args.plot}")
     device = placement.resolve()
-    settings = _settings(args, device, dtype=args.dtype, kernel=args.kernel, planned=args.plan)
+    options = {"kernel": args.kernel, "planned": args.plan, "batch_invariant": args.batch_invariant}
+    settings = _settings(args, device, dtype=args.dtype, **options)
     rows, ceilings = bench.run(args.op, args.shapes, args.m, settings, lambda text: _progress("bench", text))
     if figure:
         bench.draw(figure, rows, placement.device_name(device))
@@ -312,7 +335,7 @@ def _tune(args: argparse.Namespace) -> int:
     settings = _settings(args, device, cached=False)
     rows = autotune.run(args.op, args.shapes, ms, settings, args.tries, progress=lambda text: _progress("tune", text))
     print(autotune.render(rows))
-    print(f"kept in {autotune.keep(rows, device)}")
+    print(f"stored in {autotune.keep(rows, device)}")
     return 0
 
 
@@ -325,11 +348,8 @@ def _compile(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     if args.op != "gemm":
         return _explain_problem(args)
-    tables = [
-        cupy_awq.explain(m, k, n, args.group_size, args.dtype, arch=args.arch, layer=args.layer)
-        for k, n in args.shapes
-        for m in args.m
-    ]
+    options = {"arch": args.arch, "layer": args.layer, "batch_invariant": args.batch_invariant}
+    tables = [cupy_awq.explain(m, k, n, args.group_size, args.dtype, **options) for k, n in args.shapes for m in args.m]
     print("\n\n".join(tables))
     return 0
 

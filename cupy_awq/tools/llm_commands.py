@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_awq.check import HOST
 from cupy_awq.runtime import device
+from cupy_awq.tools.progress import show_bar
 
 if TYPE_CHECKING:
     from cupy_awq.llm import Chat, LanguageModel, Sampling
@@ -22,10 +23,6 @@ MODEL = "a Hugging Face folder, a .gguf or .ak48 file, or the name smollm2"
 CHAT = """
 
 Each line is a message. An empty line or Ctrl-D ends the conversation, Ctrl-C stops an answer."""
-
-CONVERT = """
-
-The file holds no tokenizer: put tokenizer.json and tokenizer_config.json beside it."""
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -38,7 +35,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     generate.add_argument(
         "prompts", metavar="PROMPT", nargs="+", type=_text, help="a user's message; several run as one batch"
     )
-    generate.add_argument("--raw", action="store_true", help="complete the text itself, without a chat template")
+    generate.add_argument("--raw", action="store_true", help="continue the text as it is, without a chat template")
     generate.add_argument(
         "--special-tokens",
         action=argparse.BooleanOptionalAction,
@@ -65,9 +62,6 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     score.add_argument("models", metavar="MODEL", nargs="+", help=f"{MODEL}; several are compared in a table")
     score.add_argument("text", metavar="FILE", type=Path, help="a text file in UTF-8")
     _add_device(score)
-    convert = command("convert", _convert, "write a Qwen3 model as an ak48 file", CONVERT, ["Qwen3-8B-AWQ/ qwen3.ak48"])
-    convert.add_argument("model", metavar="IN", help=MODEL)
-    convert.add_argument("out", metavar="OUT.ak48", type=Path, help="the file to write")
 
 
 def _text(argument: str) -> str:
@@ -83,7 +77,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="cpu|N",
-        help="the CPU or the number of a GPU (default: the current GPU, or the CPU if there is none)",
+        help="the CPU, or a device ordinal (default: the current GPU, or the CPU if there is none)",
     )
 
 
@@ -91,13 +85,13 @@ def _add_choices(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     def number(name: str, kind: type, default: Any, text: str) -> None:
         parser.add_argument(name, metavar="X", type=kind, default=default, help=f"{text} (default: {default})")
 
-    number("--max-tokens", int, max_tokens, "the largest number of tokens of an answer")
-    number("--temperature", float, 0.0, "the divisor of the logits; 0 always takes the most likely token")
+    number("--max-tokens", int, max_tokens, "the largest number of tokens per answer")
+    number("--temperature", float, 0.0, "the divisor of the logits; 0: always take the most likely token")
     number("--top-k", int, 0, "keep the X most likely tokens; 0 keeps all")
-    number("--top-p", float, 1.0, "keep the most likely tokens that together hold this probability")
+    number("--top-p", float, 1.0, "keep the most likely tokens whose total probability reaches X")
     number("--min-p", float, 0.0, "keep tokens at least X times as likely as the most likely one")
-    number("--repetition-penalty", float, 1.0, "above 1, make tokens of the text so far less likely")
-    number("--seed", int, 0, "the seed of the random choice")
+    number("--repetition-penalty", float, 1.0, "above 1: make tokens that are already in the text less likely")
+    number("--seed", int, 0, "the seed of the random numbers")
     parser.add_argument(
         "--stop", metavar="TEXT", type=_text, action="append", default=[], help="a text that ends an answer; repeatable"
     )
@@ -201,17 +195,6 @@ def _compare(args: argparse.Namespace, text: str) -> int:
     return 0
 
 
-def _convert(args: argparse.Namespace) -> int:
-    from cupy_awq import llm
-    from cupy_awq.llm import ak48
-
-    if args.out.suffix != ".ak48":
-        raise ValueError(f"OUT: expected a file name that ends in .ak48, got {args.out}")
-    ak48.write(llm.read(args.model), args.out, _progress if sys.stderr.isatty() else None)
-    print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
-    return 0
-
-
 def _sampling(args: argparse.Namespace) -> Sampling:
     from cupy_awq.llm import Sampling
 
@@ -224,14 +207,7 @@ def _load(path: str, place: Any) -> LanguageModel:
 
     if place is not None and place.isdecimal():
         place = int(place)
-    return llm.load(path, device=place, progress=_progress if sys.stderr.isatty() else None)
-
-
-def _progress(done: int, total: int) -> None:
-    width = 30
-    filled = width * done // total
-    end = "\r\033[K" if done == total else ""
-    print(f"\r[{'#' * filled}{' ' * (width - filled)}] {end}", end="", file=sys.stderr, flush=True)
+    return llm.load(path, device=place, progress=show_bar if sys.stderr.isatty() else None)
 
 
 def _write(_: int, text: str) -> None:
