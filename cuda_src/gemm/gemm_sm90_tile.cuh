@@ -39,10 +39,12 @@ constexpr int kConsumerThreads = kProducerWarp * 32;
 // the consumers compute them while they wait for x.
 constexpr bool kHasFactorWarp = kRmsNormsX && kXStageBytes == 0;
 constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : kHasFactorWarp ? 64 : 32);
-constexpr int kOwnedRows = kBlockM / kSplitK;  // rows of the tile that this CTA sums and stores
+// Rows of the tile that a CTA of the cluster sums and stores; the last CTAs own fewer or none if it does not divide.
+constexpr int kOwnedRows = ceil_div(kBlockM / 2, kSplitK) * 2;
+constexpr bool kOwnsEvenly = kOwnedRows * kSplitK == kBlockM;
 
 static_assert(kBlockM % 8 == 0, "mma and wgmma take 8 rows of x at a time");
-static_assert(kBlockM % (2 * kSplitK) == 0, "every CTA of a cluster owns the same number of row pairs");
+static_assert(kSplitK <= 8, "larger clusters are not portable");
 // A consumer that skips a use of a stage could mistake its phase: see pipeline.cuh.
 static_assert(kStages % kConsumers == 0, "a stage belongs to one consumer");
 // setmaxnreg.inc blocks forever if the CTA has too few registers at launch.
@@ -76,10 +78,11 @@ struct AccumulatorBlocks {
     for (int i = 0; i < 8; ++i) out[i] += source[i * kColumnFloats];
   }
 };
-using ConsumerBlocks = AccumulatorBlocks<4>;                                      // one consumer's, of all rows
-using ReceivedBlocks = AccumulatorBlocks<(kOwnedRows < 8 ? kOwnedRows / 2 : 4)>;  // one other CTA's, of the owned rows
+using ConsumerBlocks = AccumulatorBlocks<4>;  // one consumer's, of all rows
+// One other CTA's, of the owned rows: as many row pairs per block as divide them.
+using ReceivedBlocks = AccumulatorBlocks<(kOwnedRows % 8 == 0 ? 4 : kOwnedRows % 4 == 0 ? 2 : 1)>;
 constexpr int kConsumerFloats = kBlockM / 8 * (kBlockN / 16) * ConsumerBlocks::kFloats;
-constexpr int kReceivedFloats = ceil_div(kOwnedRows, 8) * (kBlockN / 16) * ReceivedBlocks::kFloats;
+constexpr int kReceivedFloats = kOwnedRows / (2 * ReceivedBlocks::kRowPairs) * (kBlockN / 16) * ReceivedBlocks::kFloats;
 constexpr int kWeightStageBytes = kWeightTiles * kKTiles * kWeightTileBytes;
 
 struct SharedStorage {
@@ -116,6 +119,11 @@ struct Tile {
   int k_tile_begin;
   int k_tile_end;
 
+  // Returns the number of rows that CTA `rank` of the cluster owns.
+  static __device__ __forceinline__ int owned_rows(uint32_t rank) {
+    if constexpr (kOwnsEvenly) return kOwnedRows;
+    return min(kOwnedRows, max(0, kBlockM - static_cast<int>(rank) * kOwnedRows));
+  }
   __device__ __forceinline__ int iterations() const { return ceil_div(k_tile_end - k_tile_begin, kKTiles); }
   // Returns the number of iterations in the prologue, each the first use of a stage.
   __device__ __forceinline__ int prologue_iterations() const { return min(iterations(), kStages); }

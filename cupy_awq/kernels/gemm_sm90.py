@@ -20,6 +20,7 @@ from cupy_awq.kernels.hopper import (
     has_split_scales,
     power_limited_us,
     repacked_defines,
+    resident_clusters,
     x_tensor_map,
 )
 from cupy_awq.kernels.hopper import (
@@ -37,6 +38,12 @@ MMA_MAX_M = 16
 """The largest M that the mma kernel supports."""
 WGMMA_MIN_M = 9
 """The smallest M for the wgmma kernel; below it the mma kernel is faster."""
+WGMMA_MAX_BLOCK_M = 128
+"""The largest ``block_m`` of the wgmma kernel."""
+SCALED_MIN_M = 33
+"""The smallest M with ``scaled``, which rounds the scaled weights: for smaller M, `gemm` guarantees unrounded ones."""
+SPLITS = (1, 2, 3, 4, 5, 6, 8)
+"""The split-K factors to try."""
 MAX_FUSED_ROWS = 32
 """The largest M of a GEMM with a `Fusion`; at M = 32, fusion saves only 1% of a decoder layer's time on an H100."""
 SQUARE_SUM_COLUMNS = 32
@@ -174,7 +181,7 @@ class GemmSm90Config:
     @property
     def consumer_registers(self) -> int:
         """The number of registers per consumer thread after setmaxnreg; 0 if the kernel does not use setmaxnreg."""
-        if self.name == MMA or self.block_m < 64:
+        if self.name == MMA or self.block_m <= 32:
             return 0
         return {8: 232, 12: 152}.get(self.consumers * self.consumer_warps, 0)
 
@@ -200,13 +207,14 @@ class GemmSm90Config:
         stage = self.weight_tiles * self.k_tiles * RepackedLayout.of(problem).weight_tile_bytes + 16
         stages = self.x_ring_bytes + self.stages * stage
         accumulators = self.consumers * self._accumulator_bytes(self.block_m)
-        owned = self.block_m // self.split_k
+        owned = ceil_div(self.block_m // 2, self.split_k) * 2
         received = 16 + (self.split_k - 1) * self._accumulator_bytes(owned) if self.split_k > 1 else 0
         return max(stages, accumulators) + received + (owned * 4 if problem.rms_norms_x else 0)
 
     def _accumulator_bytes(self, rows: int) -> int:
         """Return the size in bytes of the accumulators of ``rows`` rows in the layout of CUDA's AccumulatorBlocks."""
-        return ceil_div(rows, 8) * (self.block_n // 16) * (8 * min(4, rows // 2) * 4 + 8) * 4
+        row_pairs = math.gcd(4, rows // 2)
+        return rows // (2 * row_pairs) * (self.block_n // 16) * (8 * row_pairs * 4 + 8) * 4
 
     def tiles(self, problem: Problem) -> tuple[int, int]:
         """Return the number of CTA tiles along m and along n."""
@@ -215,16 +223,19 @@ class GemmSm90Config:
     def grid(self, problem: Problem, device: Device) -> tuple[int, int, int]:
         """Return the grid: the CTAs of all tiles and, if these are slightly fewer than the SMs, padding CTAs.
 
-        With 128 tiles on the 132 SMs of an H100, padding speeds up K = N = 4096 at M = 8 by 16%.
+        With 128 tiles on the 132 SMs of an H100, padding speeds up K = N = 4096 at M = 8 by 16%. Clusters of more than
+        two CTAs do not fill all SMs, so they have no padding.
         """
         m_blocks, n_blocks = self.tiles(problem)
         ctas, whole = n_blocks * self.split_k, device.sm_count // self.split_k * self.split_k
-        return whole if m_blocks == 1 and 0.9 * whole < ctas < whole else ctas, m_blocks, 1
+        is_padded = m_blocks == 1 and self.split_k <= 2 and 0.9 * whole < ctas < whole
+        return whole if is_padded else ctas, m_blocks, 1
 
     def capacity(self, problem: Problem, device: Device) -> int:
         """Return the largest number of CTAs that can be resident on the GPU at the same time."""
         fitting = device.shared_bytes_per_sm // (self.shared_bytes(problem) + RESERVED_BYTES)
-        return device.sm_count * max(1, min(fitting, THREADS_PER_SM // self.threads(problem)))
+        per_sm = max(1, min(fitting, THREADS_PER_SM // self.threads(problem)))
+        return resident_clusters(device, self.split_k, per_sm) * self.split_k
 
     def crowding(self, problem: Problem, device: Device) -> float:
         """Return the fraction (0 to 1) of the next kernel's CTAs that cannot become resident while this launch runs."""
@@ -247,11 +258,31 @@ def configs(problem: Problem, device: Device) -> list[GemmSm90Config]:
     return [config for config in found if not (problem.gated and config.weight_tiles % 2)]
 
 
+def tile_heights(m: int) -> list[int]:
+    """Return the values of ``block_m`` to try for the wgmma kernel: multiples of 8 that divide M rows evenly.
+
+    >>> tile_heights(20), tile_heights(48), tile_heights(96), tile_heights(200), tile_heights(1000)
+    ([24], [48], [96, 48], [104, 72, 56], [128, 112, 64])
+    """
+    if m <= WGMMA_MAX_BLOCK_M // 2:
+        return [max(MMA_MAX_M, ceil_div(m, 8) * 8)]
+    fewest = ceil_div(m, WGMMA_MAX_BLOCK_M)
+    counts = (fewest, fewest + 1, 2 * fewest)
+    return list(dict.fromkeys(ceil_div(ceil_div(m, count), 8) * 8 for count in counts))
+
+
+def is_excessive(split_k: int, tiles: int, device: Device) -> bool:
+    """Return whether a cluster of more than two CTAs is pointless, because fewer CTAs per tile occupy all SMs."""
+    return split_k > 2 and tiles * split_k > device.sm_count
+
+
 def _mma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
     if problem.m > MMA_MAX_M:
         return
     all_k_tiles, x_rows = ceil_div(problem.k, WEIGHT_TILE_K), next_power_of_two(problem.m)
-    for weight_tiles, split_k, warps, k_tiles in itertools.product((1, 2, 3, 4, 6, 7, 8), (1, 2), (16, 8), (1, 2, 4)):
+    for weight_tiles, split_k, warps, k_tiles in itertools.product((1, 2, 3, 4, 6, 7, 8), SPLITS, (16, 8), (1, 2, 4)):
+        if is_excessive(split_k, ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N), device):
+            continue
         consumers = max(1, min(warps // weight_tiles, all_k_tiles // split_k // k_tiles))
         x_stages = 4 if k_tiles == 1 else 2
         config = GemmSm90Config(
@@ -263,29 +294,30 @@ def _mma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
 def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
     if problem.m < WGMMA_MIN_M:
         return
-    all_k_tiles, rows = ceil_div(problem.k, WEIGHT_TILE_K), max(16, next_power_of_two(problem.m))
-    for block_m in (16, 32, 64, 128):
-        if block_m > rows or block_m < min(rows, 64):
-            continue
+    all_k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
+    for block_m in tile_heights(problem.m):
         k_tile_counts = (1, 2, 4) if block_m == 16 else (1, 2) if block_m <= 64 else (1,)
-        # Clusters of 4 are not tried: only 30 are resident on an H100. Multicast of x in clusters of 2 gains nothing.
+        # Multicast of x in clusters of 2 gains nothing.
         for m64_tiles, warpgroups, consumers, split_k, k_tiles in itertools.product(
-            (1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2), k_tile_counts
+            (1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), SPLITS, k_tile_counts
         ):
             if k_tiles == 4 and (m64_tiles, warpgroups, consumers) != (1, 2, 1):
                 continue  # up to 28% slower
             if consumers * split_k * k_tiles > all_k_tiles:
                 continue
             weight_tiles = warpgroups * m64_tiles * 2
+            tiles = ceil_div(problem.m, block_m) * ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N)
+            if is_excessive(split_k, tiles, device):
+                continue
             config = GemmSm90Config(WGMMA, block_m, weight_tiles, m64_tiles, consumers, 0, split_k, k_tiles)
-            can_scale = block_m >= 64 and not (problem.dtype == "float16" and problem.wide_scales)
+            can_scale = problem.m >= SCALED_MIN_M and not (problem.dtype == "float16" and problem.wide_scales)
             # With several groups per weight tile, each waits for its own wgmmas: up to 39% slower.
             has_short_groups = problem.group_size < WEIGHT_TILE_K
             if not (can_scale and has_short_groups):
                 # Registers: accumulators of y and of one group, operand A of one group, and about 30 others.
                 yield from _with_most_stages(config, problem, device, block_m * (m64_tiles + 1) // 2 + 62)
             # Split scales take two more instructions per pair of weights: up to 23% slower with block_m = 64.
-            is_costly = has_split_scales(problem) and not has_short_groups and block_m == 64
+            is_costly = has_split_scales(problem) and not has_short_groups and block_m <= 64
             if can_scale and not (has_short_groups and k_tiles > 1) and not is_costly:
                 # With 4 registers fewer for two m64 tiles, ptxas would serialize the wgmmas.
                 registers = block_m * m64_tiles // 2 + (86 if m64_tiles == 1 else 90)

@@ -43,15 +43,15 @@ class GemmSm90LargeCosts:
     most 14%). Repeated measurements differ by 5%.
 
     Attributes:
-        k_tile_us: time per k tile of a CTA tile in microseconds, by ``(block_m, m64_tiles)``.
+        column_us: time per k tile and 128 columns of a CTA tile, in microseconds.
+        row_us: increase of ``column_us`` per row of the CTA tile, in microseconds, by ``m64_tiles``.
         reduction_us: fixed time of the stream-K reduction, in microseconds.
         reduction_split_us: time of the stream-K reduction per cluster that shares a unit, in microseconds.
         reduction_fraction: further time of the stream-K reduction, as a fraction of the compute time.
     """
 
-    k_tile_us: dict[tuple[int, int], float] = field(
-        default_factory=lambda: {(64, 1): 0.92, (64, 2): 0.92, (128, 1): 0.73, (128, 2): 1.28, (256, 1): 1.18}
-    )
+    column_us: float = 0.28
+    row_us: dict[int, float] = field(default_factory=lambda: {1: 0.0035, 2: 0.0028})
     reduction_us: float = 4.4
     reduction_split_us: float = 1.7
     reduction_fraction: float = 0.01
@@ -112,9 +112,9 @@ class GemmSm90LargeConfig:
         return min(MAX_STAGES, (SHARED_BYTES_PER_CTA - 16 * self.store_row_bytes) // self.stage_bytes(problem))
 
     def store_rows(self, problem: Problem) -> int:
-        """Return the number of rows per store buffer: 32 if they fit in shared memory with the stages, else 16."""
+        """Return the number of rows per store buffer: 32 if they divide the tile and fit in shared memory, else 16."""
         left = SHARED_BYTES_PER_CTA - self.stages(problem) * self.stage_bytes(problem)
-        return 32 if left >= 32 * self.store_row_bytes else 16
+        return 32 if self.block_m % 32 == 0 and left >= 32 * self.store_row_bytes else 16
 
     def shared_bytes(self, problem: Problem) -> int:
         """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
@@ -139,16 +139,17 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     # A thread has registers for 128 accumulators, or 32 with four warpgroups. In a gated problem each warpgroup
     # computes columns of both the gate and the up projection, and needs two m64 tiles.
-    is_small = problem.m <= 64
-    shapes = [(1, 64 if is_small else 128, 2, 2)]
+    m = problem.m
+    shapes = [(1, tile_height(m, 128), 2, 2)]
     if not problem.gated:
-        if is_small:
-            shapes += [(1, 64, 4, 1)]
-        elif problem.m <= 128 or not has_split_scales(problem):
+        if m <= 64:
+            shapes += [(1, tile_height(m, 64), 4, 1)]
+        elif m <= 128 or not has_split_scales(problem):
             # This tile dequantizes each weight once per 128 rows; with split scales that costs up to 10% at M = 512.
-            shapes += [(1, 128, 2, 1)]
-        if problem.m > 128:
-            shapes += [(1, 256, 2, 1), (2, 256, 2, 1)]
+            shapes += [(1, tile_height(m, 128), 2, 1)]
+        if m > 128:
+            heights = dict.fromkeys(tile_height(m, 256, more) for more in (0, 1))
+            shapes += [(cluster, height, 2, 1) for height in heights if height > 128 for cluster in (1, 2)]
     for cluster, block_m, warpgroups, m64_tiles in shapes:
         clusters = device.sm_count // cluster
         config = GemmSm90LargeConfig(
@@ -163,6 +164,17 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
                 if sharers != shared and shared * k_tiles >= 2 * sharers:
                     ctas = (sharers if units == shared else clusters) * cluster
                     yield replace(config, ctas=ctas, stream_k_units=shared, stream_k_clusters=sharers)
+
+
+def tile_height(m: int, most: int, more: int = 0) -> int:
+    """Return the ``block_m`` that divides M rows evenly into as few tiles of up to ``most`` rows as possible.
+
+    It is a multiple of 16. ``more`` is the number of additional tiles.
+
+    >>> tile_height(48, 64), tile_height(200, 256), tile_height(700, 256), tile_height(700, 256, 1)
+    (48, 208, 240, 176)
+    """
+    return ceil_div(ceil_div(m, ceil_div(m, most) + more), 16) * 16
 
 
 def plan(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> LaunchPlan:
@@ -212,7 +224,7 @@ def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     waves = ceil_div(config.units(problem) - config.stream_k_units, clusters)
     share = config.stream_k_units * k_tiles / config.stream_k_clusters if config.stream_k_units else 0.0
-    k_tile_us = COSTS.k_tile_us[config.block_m, config.m64_tiles]
+    k_tile_us = config.block_n / 128 * (COSTS.column_us + COSTS.row_us[config.m64_tiles] * config.block_m)
     work = power_limited_us(k_tile_us * (waves * k_tiles + share), problem)
     stream = problem.weight_bytes / (device.read_gbs * 1e3)
     reduction = 0.0

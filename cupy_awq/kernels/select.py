@@ -224,7 +224,7 @@ def _choose(problem: KernelProblem, device: Device, kernel: str | None, split_k:
     key, entry = problem.tuning_key, tuned.lookup(problem, device)
     if key is not None and entry is not None:
         for candidate in legal:
-            if tuned.label(candidate.family, candidate.config) == entry.label and _applies(key, candidate, best):
+            if entry.label in tuned.labels(candidate.family, candidate.config) and _applies(key, candidate, best):
                 return _planned(candidate, problem, device, entry)
     return _planned(best, problem, device)
 

@@ -43,6 +43,10 @@ COLD_BYTES = 170e6
 """Weights rotate over copies of more bytes than this, several times the L2 cache."""
 MAX_FLOPS = 8e11
 """The largest number of operations of a problem: about 1 ms."""
+MAX_ERROR = 0.02
+"""The relative difference from the first configuration's result above which a configuration is wrong."""
+MOST_CHECKED = 1 << 22
+"""The largest number of elements of y that are compared."""
 REPLAYS = 3
 """The number of timed replays of a graph."""
 LEAST_CALLS = 20
@@ -230,6 +234,27 @@ def measure_us(launches: list[tuple[Any, Buffers]], stream: Any, limit_us: float
     return statistics.median(elapsed_us(replay, length) for _ in range(REPLAYS))
 
 
+def error(launches: list[tuple[Any, Buffers]], stream: Any, expected: Any) -> tuple[float, Any]:
+    """Return the relative difference of the first launch's y from ``expected`` (None: 0), and y."""
+    import cupy
+
+    plan, buffers = launches[0]
+    y = buffers["y"]
+    y.fill(math.nan)
+    begin = workspace_address(0, stream.ptr)
+    launcher = get_launcher(plan, 0)
+    addresses = {"counters": begin, "partials": begin + COUNTER_BYTES}
+    pointers = (
+        addresses[name] if name in addresses else 0 if buffers[name] is None else buffers[name].data.ptr
+        for name in launcher.buffers
+    )
+    launcher(tuple(pointers), stream.ptr)
+    found = y.ravel()[:MOST_CHECKED].astype(cupy.float32)
+    if expected is None:
+        return (0.0 if bool(cupy.isfinite(found).all()) else math.nan), found
+    return float(cupy.linalg.norm(found - expected) / cupy.linalg.norm(expected)), found
+
+
 def draw(op: str, rng: random.Random, low: int, high: int) -> Any:
     """Return a random operation whose problem takes at most MAX_FLOPS operations."""
     while True:
@@ -280,10 +305,21 @@ def sweep(op: str, seed: int, low: int, high: int, seconds: float) -> Iterator[l
                 operation, candidates, _ = queue.popleft()
                 best = math.inf
                 found = []
+                expected = None
                 for candidate in candidates:
                     if time.monotonic() > deadline:
                         return
-                    us = measure_us(operation.launches(candidate), stream, 2 * best)
+                    launches = operation.launches(candidate)
+                    try:
+                        difference, y = error(launches, stream, expected)
+                    except RuntimeError as failure:
+                        print(f"{failure}: {operation.problem} {candidate.config}", flush=True)
+                        continue
+                    if expected is None:
+                        expected = y
+                    if not difference <= MAX_ERROR:
+                        print(f"WRONG by {difference}: {operation.problem} {candidate.config}", flush=True)
+                    us = measure_us(launches, stream, 2 * best)
                     best = min(best, us)
                     record = {
                         "op": op,
