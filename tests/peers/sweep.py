@@ -266,14 +266,15 @@ def draw(op: str, rng: random.Random, low: int, high: int) -> Any:
             return OPERATIONS[op](rng, m)
 
 
-def legal(problem: Any) -> list[Candidate]:
-    """Return the legal configurations of all families, lowest modelled time first."""
+def legal(problem: Any, within: float) -> list[Candidate]:
+    """Return the legal configurations of all families, lowest modelled time first, up to ``within`` times the lowest."""
     found = select.candidates(problem, gpu()).values()
     some = [candidate for listed in found if not isinstance(listed, str) for candidate in listed]
-    return sorted(some, key=lambda candidate: candidate.us)
+    least = min(candidate.us for candidate in some)
+    return sorted((c for c in some if c.us <= within * least), key=lambda candidate: candidate.us)
 
 
-def sweep(op: str, seed: int, low: int, high: int, seconds: float) -> Iterator[list[dict[str, Any]]]:
+def sweep(op: str, seed: int, low: int, high: int, seconds: float, within: float) -> Iterator[list[dict[str, Any]]]:
     """Yield the records of one problem after the other, one per configuration, until ``seconds`` have passed."""
     import cupy
 
@@ -289,7 +290,7 @@ def sweep(op: str, seed: int, low: int, high: int, seconds: float) -> Iterator[l
                 open_futures = [future for future in futures.values() if not future.done()]
                 if len(open_futures) < 64 and len(queue) < 4:
                     operation = draw(op, rng, low, high)
-                    candidates = legal(operation.problem)
+                    candidates = legal(operation.problem, within)
                     mine = []
                     for candidate in candidates:
                         kernel = candidate.family.plan(candidate.config, operation.problem, gpu()).kernel
@@ -370,6 +371,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rows", default=f"{ROWS[0]}-{ROWS[1]}", help="range of M (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument(
+        "--within", type=float, default=math.inf, help="largest modelled time to measure, relative to the lowest one"
+    )
     parser.add_argument("--json", metavar="FILE", help="append the records to this file")
     parser.add_argument("--summary", metavar="FILE", help="print the summary of a file, and measure nothing")
     arguments = parser.parse_args()
@@ -378,7 +382,7 @@ def main() -> None:
         return
     low, high = map(int, arguments.rows.split("-"))
     records = []
-    for found in sweep(arguments.op, arguments.seed, low, high, arguments.seconds):
+    for found in sweep(arguments.op, arguments.seed, low, high, arguments.seconds, arguments.within):
         records += found
         if arguments.json:
             with open(arguments.json, "a", encoding="utf-8") as file:
