@@ -31,6 +31,8 @@ SHARED_BYTES_PER_CTA = 232448
 """The largest dynamic shared memory per CTA on sm_90, in bytes."""
 MAX_STAGES = 6
 """The largest number of pipeline stages; more gain nothing."""
+MAX_HEIGHTS = 5
+"""The largest number of tile heights to try for one kind of tile."""
 MIN_M = 33
 """The smallest M. For smaller M `gemm` guarantees unrounded weights; this kernel rounds the scaled weights."""
 
@@ -140,16 +142,16 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
     # A thread has registers for 128 accumulators, or 32 with four warpgroups. In a gated problem each warpgroup
     # computes columns of both the gate and the up projection, and needs two m64 tiles.
     m = problem.m
-    shapes = [(1, tile_height(m, 128), 2, 2)]
+    shapes = [(1, height, 2, 2) for height in tile_heights(m, 128)]
     if not problem.gated:
         if m <= 64:
-            shapes += [(1, tile_height(m, 64), 4, 1)]
+            shapes += [(1, height, 4, 1) for height in tile_heights(m, 64)]
         elif m <= 128 or not has_split_scales(problem):
             # This tile dequantizes each weight once per 128 rows; with split scales that costs up to 10% at M = 512.
-            shapes += [(1, tile_height(m, 128), 2, 1)]
+            shapes += [(1, height, 2, 1) for height in tile_heights(m, 128)]
         if m > 128:
-            heights = dict.fromkeys(tile_height(m, 256, more) for more in (0, 1))
-            shapes += [(cluster, height, 2, 1) for height in heights if height > 128 for cluster in (1, 2)]
+            heights = [height for height in tile_heights(m, 256) if height > 128]
+            shapes += [(cluster, height, 2, 1) for height in heights for cluster in (1, 2)]
     for cluster, block_m, warpgroups, m64_tiles in shapes:
         clusters = device.sm_count // cluster
         config = GemmSm90LargeConfig(
@@ -166,15 +168,17 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
                     yield replace(config, ctas=ctas, stream_k_units=shared, stream_k_clusters=sharers)
 
 
-def tile_height(m: int, most: int, more: int = 0) -> int:
-    """Return the ``block_m`` that divides M rows evenly into as few tiles of up to ``most`` rows as possible.
+def tile_heights(m: int, most: int) -> list[int]:
+    """Return the values of ``block_m`` to try, multiples of 16 up to ``most``: those that divide M rows evenly.
 
-    It is a multiple of 16. ``more`` is the number of additional tiles.
+    Lower tiles are tried down to half of ``most``, since another number of tiles may fill the SMs better.
 
-    >>> tile_height(48, 64), tile_height(200, 256), tile_height(700, 256), tile_height(700, 256, 1)
-    (48, 208, 240, 176)
+    >>> tile_heights(48, 64), tile_heights(200, 256), tile_heights(700, 256), tile_heights(700, 128)
+    ([48], [208], [240, 176, 144], [128, 112, 96, 80])
     """
-    return ceil_div(ceil_div(m, ceil_div(m, most) + more), 16) * 16
+    found = [ceil_div(ceil_div(m, tiles), 16) * 16 for tiles in range(ceil_div(m, most), 2 * ceil_div(m, most) + 1)]
+    heights = dict.fromkeys(height for height in found if height == found[0] or height > most // 2)
+    return list(heights)[:MAX_HEIGHTS]
 
 
 def plan(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> LaunchPlan:

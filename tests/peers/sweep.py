@@ -267,7 +267,7 @@ def draw(op: str, rng: random.Random, low: int, high: int) -> Any:
 
 
 def legal(problem: Any, within: float) -> list[Candidate]:
-    """Return the legal configurations of all families, lowest modelled time first, up to ``within`` times the lowest."""
+    """Return the legal configurations with at most ``within`` times the lowest modelled time, in ascending order."""
     found = select.candidates(problem, gpu()).values()
     some = [candidate for listed in found if not isinstance(listed, str) for candidate in listed]
     least = min(candidate.us for candidate in some)
