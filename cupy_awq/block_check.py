@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of the arguments of convolutions, activation quantization and int8 GEMMs, without importing CuPy."""
+"""Validation of the arguments of convolutions, activation quantization and int8 GEMMs.
+
+The functions and their error messages have the form that `cupy_awq.check` describes. This module does not import CuPy.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Pair = tuple[int, int]
 """A pair of integers (vertical, horizontal)."""
 
 MAX_BLOCK = 131071
-"""The largest block size for which a sum of int8 products cannot overflow int32: (2**31 - 1) // 2**14."""
+"""The largest block size for which a sum of products of int8 values cannot overflow int32: (2**31 - 1) // 2**14."""
 
 
 class ConvolutionShape(NamedTuple):
@@ -41,7 +44,7 @@ class ConvolutionShape(NamedTuple):
     dilation: Pair
     """The (vertical, horizontal) dilation: the distance between adjacent filter taps in pixels of x."""
     groups: int
-    """The number of channel groups, 1 unless the convolution is grouped."""
+    """The number of channel groups; 1 for an ordinary convolution, Ci for a depthwise convolution."""
     out: Pair
     """The size of y in pixels, (height, width)."""
     nhwc: bool
@@ -49,14 +52,14 @@ class ConvolutionShape(NamedTuple):
 
     @property
     def y_shape(self) -> tuple[int, int, int, int]:
-        """The shape of y in the layout that ``nhwc`` gives."""
+        """The shape of y: [batch, Co, height, width], or [batch, height, width, Co] if ``nhwc``."""
         if self.nhwc:
             return self.batch, *self.out, self.outputs
         return self.batch, self.outputs, *self.out
 
 
 class QuantizedProduct(NamedTuple):
-    """The sizes of a validated GEMM y [M, N] = x @ W^T of quantized x [M, K] and a block-quantized weight [N, K]."""
+    """The sizes of a validated GEMM y [M, N] = x @ W^T with x [M, K] and W [N, K] quantized in blocks along K."""
 
     m: int
     """The number of rows of x, M."""
@@ -65,14 +68,14 @@ class QuantizedProduct(NamedTuple):
     k: int
     """The number of in features, K."""
     block_size: int
-    """The number of columns of x per quantization block; with ``row_scales``, that of the weight."""
+    """The number of columns per quantization block of x, or of the weight if ``row_scales``."""
     dtype: np.dtype[Any]
     """The dtype of y."""
     row_scales: bool = False
-    """Whether x has one scale per row (one block) while the weight has several blocks."""
+    """Whether x has one scale per row while each row of the weight has several blocks."""
 
 
-def convolution(
+def validate_convolution(
     x_shape: tuple[int, ...],
     weight_shape: tuple[int, int, int, int],
     stride: Any,
@@ -81,12 +84,14 @@ def convolution(
     groups: Any,
     layout: Any,
 ) -> ConvolutionShape:
-    """Validate a convolution and return its sizes; the arguments have the meaning that they have in `cupy_awq.conv2d`.
+    """Validate the arguments of a convolution and return its sizes and parameters.
+
+    The arguments have the meaning that they have in `cupy_awq.conv2d`.
 
     Raises:
         TypeError, ValueError: an argument is invalid or contradicts another; the message names it.
 
-    >>> convolution((1, 8, 7, 7), (16, 3, 3, 8), 2, "same", 1, 1, "NCHW").out
+    >>> validate_convolution((1, 8, 7, 7), (16, 3, 3, 8), 2, "same", 1, 1, "NCHW").out
     (4, 4)
     """
     if not (isinstance(layout, str) and layout in ("NCHW", "NHWC")):
@@ -96,7 +101,7 @@ def convolution(
         raise ValueError(f"x: expected {layout}, got shape {x_shape}")
     batch, height, width, channels = x_shape if nhwc else (x_shape[0], *x_shape[2:], x_shape[1])
     co, kh, kw, ci = weight_shape
-    groups = check_scalar.integer(groups, "groups", 1)
+    groups = check_scalar.validate_integer(groups, "groups", 1)
     if channels != ci * groups:
         raise ValueError(
             f"x: expected Ci = {ci * groups} channels, Ci/groups={ci} times groups={groups}, got {channels}"
@@ -125,56 +130,56 @@ def convolution(
     return ConvolutionShape(batch, channels, height, width, co, (kh, kw), strides, sides, dilations, groups, out, nhwc)
 
 
-def activation(activation: Any, kinds: tuple[str | None, ...]) -> Activation:
-    """Return the epilogue's activation for a name, (low, high) or None.
+def validate_supported_activation(activation: Any, kinds: tuple[str | None, ...]) -> Activation:
+    """Return the `Activation` for a name, a pair of bounds (low, high) or None, if the operation supports it.
 
     Args:
-        activation: as in `cupy_awq.gemm`.
+        activation: the user's argument, as in `cupy_awq.gemm`.
         kinds: the values of `Activation.kind` that the operation supports.
 
     Raises:
-        TypeError, ValueError: not an activation, or one that the operation does not support.
+        TypeError, ValueError: ``activation`` is not an activation, or the operation does not support it.
 
-    >>> from cupy_awq.block_check import activation
-    >>> activation("relu6", (None, "clamp")).limits
+    >>> from cupy_awq.block_check import validate_supported_activation
+    >>> validate_supported_activation("relu6", (None, "clamp")).limits
     (0.0, 6.0)
     """
-    found = check.activation(activation)
+    found = check.validate_activation(activation)
     if found.kind not in kinds or found.gated:
         names = [repr(name) for name, known in ACTIVATIONS.items() if known.kind in kinds and not known.gated]
         raise ValueError(f"activation: expected None, {', '.join(names)} or (low, high), got {activation!r}")
     return found
 
 
-def block_weight(weight: Any) -> BlockQuantizedWeight:
-    """Return ``weight``. Raises TypeError unless it is a `BlockQuantizedWeight`."""
+def validate_block_weight(weight: Any) -> BlockQuantizedWeight:
+    """Return ``weight``. Raises TypeError for anything but a `BlockQuantizedWeight`."""
     if not isinstance(weight, BlockQuantizedWeight):
         raise TypeError(f"weight: expected a BlockQuantizedWeight, got {type(weight).__name__}")
     return weight
 
 
-def float_x(x: Array, weight: BlockQuantizedWeight) -> None:
+def validate_float_x(x: Array, weight: BlockQuantizedWeight) -> None:
     """Raise TypeError unless x is a float16, bfloat16 or float32 array on the device of ``weight``."""
-    check.on_device(x, "x", weight.device, "the weight")
-    check.float_dtype(x.dtype, "x")
+    check.validate_device(x, "x", weight.device, "the weight")
+    check.validate_float_dtype(x.dtype, "x")
 
 
-def x_block_size(x: Array, block_size: Any) -> int:
+def validate_x_block_size(x: Array, block_size: Any) -> int:
     """Return the number of columns of x [M, K] per quantization block: ``block_size``, or K if it is None.
 
     Raises:
         TypeError, ValueError: x is not a float matrix with K > 0, or ``block_size`` is not a positive integer.
     """
     check.device_id(x, "x")
-    check.float_dtype(x.dtype, "x")
+    check.validate_float_dtype(x.dtype, "x")
     if len(x.shape) != 2:
         raise ValueError(f"x: expected [M, K], got shape {x.shape}")
     if x.shape[1] == 0:
         raise ValueError(f"x: expected at least one column, got shape {x.shape}")
-    return int(x.shape[1]) if block_size is None else check_scalar.integer(block_size, "block_size", 1)
+    return int(x.shape[1]) if block_size is None else check_scalar.validate_integer(block_size, "block_size", 1)
 
 
-def product(
+def validate_quantized_product(
     xq: Array,
     x_scale: Array,
     x_offset: Array | None,
@@ -187,10 +192,10 @@ def product(
     """Validate the arguments of `cupy_awq.gemm_int8` and return its sizes.
 
     Raises:
-        TypeError, ValueError: an argument is invalid or contradicts another, or a block of x spans several blocks of
-            the weight; the message names the argument.
+        TypeError, ValueError: an argument is invalid or contradicts another, or a quantization block of x spans several
+            blocks of the weight; the message names the argument.
     """
-    check.on_device(xq, "xq", weight.device, "the weight")
+    check.validate_device(xq, "xq", weight.device, "the weight")
     n, k = _matrix_shape(weight)
     if xq.dtype != check.INT8:
         raise TypeError(f"xq: expected int8, got {xq.dtype}")
@@ -206,14 +211,14 @@ def product(
             if name == "x_offset":
                 continue
             raise TypeError(f"{name}: expected an array, got None")
-        check.on_device(a, name, weight.device, "xq")
+        check.validate_device(a, name, weight.device, "xq")
         if a.dtype != dtype:
             raise TypeError(f"{name}: expected {dtype}, got {a.dtype}")
         if len(a.shape) != 2 or a.shape[0] != m or a.shape != x_scale.shape or a.shape[1] == 0:
             raise ValueError(f"{name}: expected [M, blocks] with M={m} as in xq, got shape {a.shape}")
     blocks = x_scale.shape[1]
     default = k if blocks == 1 else weight.block_size
-    size = default if block_size is None else check_scalar.integer(block_size, "block_size", 1)
+    size = default if block_size is None else check_scalar.validate_integer(block_size, "block_size", 1)
     if -(-k // size) != blocks:
         raise ValueError(f"x_scale: expected {-(-k // size)} blocks for K={k} and block_size={size}, got {blocks}")
     row_scales = blocks == 1 < weight.blocks
@@ -224,35 +229,39 @@ def product(
     if weight.blocks > 1 and weight.block_size % size:
         raise ValueError(f"block_size: expected a divisor of the weight's block_size={weight.block_size}, got {size}")
     if bias is not None:
-        check.bias(bias, n, device=weight.device)
+        check.validate_bias(bias, n, device=weight.device)
     dtype = weight.dtype
     if out is not None:
-        dtype = check.float_dtype(getattr(out, "dtype", None), "out")
-        check.out(out, (m, n), dtype, weight.device)
+        dtype = check.validate_float_dtype(getattr(out, "dtype", None), "out")
+        check.validate_out(out, (m, n), dtype, weight.device)
     return QuantizedProduct(m, n, k, size, dtype, row_scales)
 
 
-def float_product(x: Array, weight: BlockQuantizedWeight, bias: Array | None, out: Array | None) -> QuantizedProduct:
-    """Validate the arguments of `cupy_awq.linear_int8` and return its sizes; the block size is that of the weight.
+def validate_float_product(
+    x: Array, weight: BlockQuantizedWeight, bias: Array | None, out: Array | None
+) -> QuantizedProduct:
+    """Validate the arguments of `cupy_awq.linear_int8` and return the sizes of the GEMM.
+
+    x is not quantized yet; the returned block size is the weight's.
 
     Raises:
         TypeError, ValueError: an argument is invalid or contradicts another; the message names it.
     """
-    float_x(x, weight)
-    x_block_size(x, None)
+    validate_float_x(x, weight)
+    validate_x_block_size(x, None)
     n, k = _matrix_shape(weight)
     if x.shape[1] != k:
         raise ValueError(f"x: expected [M, K] with K={k} as in weight, got shape {x.shape}")
     m = int(x.shape[0])
     if bias is not None:
-        check.bias(bias, n, device=weight.device)
+        check.validate_bias(bias, n, device=weight.device)
     if out is not None:
-        check.out(out, (m, n), x.dtype, weight.device)
+        check.validate_out(out, (m, n), x.dtype, weight.device)
     return QuantizedProduct(m, n, k, weight.block_size, x.dtype)
 
 
 def _matrix_shape(weight: BlockQuantizedWeight) -> tuple[int, int]:
-    """Return (N, K) of a weight [N, 1, 1, K]. Raises ValueError for a larger filter."""
+    """Return (N, K) of a weight [N, 1, 1, K]. Raises ValueError if the filter is larger than 1x1."""
     n, kh, kw, k = weight.shape
     if (kh, kw) != (1, 1):
         raise ValueError(f"weight: expected a 1x1 kernel for a matrix product, got {kh}x{kw}")
@@ -263,7 +272,7 @@ def _pair(value: Any, name: str, least: int) -> Pair:
     values = value if isinstance(value, tuple) else (value, value)
     if len(values) != 2:
         raise ValueError(f"{name}: expected a number or two, got {value!r}")
-    return check_scalar.integer(values[0], name, least), check_scalar.integer(values[1], name, least)
+    return check_scalar.validate_integer(values[0], name, least), check_scalar.validate_integer(values[1], name, least)
 
 
 def _same_padding(size: int, kernel: int, stride: int, dilation: int) -> Pair:

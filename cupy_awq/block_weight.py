@@ -171,8 +171,8 @@ def from_mnn(
     co, blocks = scale.shape
     if not isinstance(kernel, tuple) or len(kernel) != 2:
         raise TypeError(f"kernel: expected (Kh, Kw), got {type(kernel).__name__}")
-    kh, kw = (check_scalar.integer(size, "kernel", 1) for size in kernel)
-    in_channels = check_scalar.integer(in_channels, "in_channels", 1)
+    kh, kw = (check_scalar.validate_integer(size, "kernel", 1) for size in kernel)
+    in_channels = check_scalar.validate_integer(in_channels, "in_channels", 1)
     expected = (-(-co // 8) * 8, kh * kw, -(-in_channels // 8) * 8 * bits // 8)
     if packed.shape != expected:
         layout = f"[Co_p, Kh*Kw, Ci_p{'/2' if bits == 4 else ''}]"
@@ -226,19 +226,19 @@ def _checked_block_size(
     Raises TypeError or ValueError if scale, offset or block size do not fit the codes.
     """
     outputs, channels = shape[0], shape[3]
-    check.on_device(scale, "scale", device, "codes")
+    check.validate_device(scale, "scale", device, "codes")
     if scale.dtype not in check.FLOATS:
         raise TypeError(f"scale: expected float16, bfloat16 or float32, got {scale.dtype}")
     if len(scale.shape) != 2 or scale.shape[0] != outputs or scale.shape[1] == 0:
         raise ValueError(f"scale: expected [Co, blocks] with Co={outputs} as in codes, got shape {scale.shape}")
     if offset is not None:
-        check.on_device(offset, "offset", device, "codes")
+        check.validate_device(offset, "offset", device, "codes")
         if offset.dtype != scale.dtype:
             raise TypeError(f"offset: expected {scale.dtype} as in scale, got {offset.dtype}")
         if offset.shape != scale.shape:
             raise ValueError(f"offset: expected the shape of scale, {scale.shape}, got {offset.shape}")
     blocks = int(scale.shape[1])
-    size = -(-channels // blocks) if block_size is None else check_scalar.integer(block_size, "block_size", 1)
+    size = -(-channels // blocks) if block_size is None else check_scalar.validate_integer(block_size, "block_size", 1)
     if -(-channels // size) != blocks:
         raise ValueError(
             f"scale: expected {-(-channels // size)} blocks for {channels} input channels in blocks of {size}, "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of arguments: shapes, dtypes, strides and devices of arrays, and activations.
+"""Validation of array arguments (shape, dtype, strides, device) and of activations.
 
-Each function is named after the argument that it validates and returns what callers need next, such as a dtype or a
-summary. Errors are TypeError or ValueError with a message of the form ``name: expected ..., got ...``.
+A function ``validate_x`` raises TypeError or ValueError if the argument ``x`` is invalid, with a message of the form
+``x: expected ..., got ...``. Otherwise it returns what its callers need next, such as a dtype or a summary.
 
 Only attributes of arrays are read (`shape`, `dtype`, `strides`), so the functions work for NumPy and CuPy arrays and
 need neither CuPy nor a GPU.
@@ -45,7 +45,7 @@ class StridedArray(Protocol):
 
 
 HOST = -1
-"""The device number of the CPU, which holds NumPy arrays. GPUs have their CUDA device ordinals, 0 and up."""
+"""The device ordinal that stands for the CPU, where NumPy arrays are. GPUs have their CUDA ordinals, 0 and up."""
 
 INT8 = np.dtype(np.int8)
 UINT8 = np.dtype(np.uint8)
@@ -65,7 +65,7 @@ _DLPACK_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
 
 
 class WeightSpec(NamedTuple):
-    """The summary of a validated weight (qweight, scales, qzeros): shape, form, dtype and device."""
+    """The properties of a validated weight (qweight, scales, qzeros): shape, group size, dtype and device."""
 
     k: int
     """The number of rows of W [K, N]."""
@@ -74,7 +74,11 @@ class WeightSpec(NamedTuple):
     group_size: int
     """The number of rows of W per group; a group has one scale per column."""
     zeros: str
-    """The zero points: "packed" (int32 words), "symmetric" (qzeros is None: all are 8) or "float" (offsets)."""
+    """The form of the zero points.
+
+    "packed": 4-bit codes in int32 words; "symmetric": qzeros is None and every zero point is 8; "float": offsets o in
+    W = code * scale + o.
+    """
     dtype: np.dtype[Any]
     """The dtype of the scales, float16 or bfloat16."""
     device: int
@@ -82,7 +86,7 @@ class WeightSpec(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The summary of a validated product y = activation(x @ W + bias) + residual."""
+    """The dtypes and the shape of a validated product y = activation(x @ W + bias) + residual."""
 
     element: np.dtype[Any]
     """The element type of x and y; bfloat16 if their dtype is uint16, which holds the bits of bfloat16."""
@@ -95,7 +99,7 @@ class Product(NamedTuple):
 
 
 def is_device_array(a: object) -> bool:
-    """Return whether `a` is an array in CUDA device memory, judged by its array protocols (any library).
+    """Return whether `a` is an array in CUDA device memory, of any library, as its array protocols state.
 
     >>> is_device_array(np.zeros(3)), is_device_array([1, 2])
     (False, False)
@@ -106,7 +110,7 @@ def is_device_array(a: object) -> bool:
         return True
     try:
         return int(a.__dlpack_device__()[0]) in _DLPACK_CUDA  # type: ignore[attr-defined]
-    except Exception:  # not an array, or a foreign library that raises any error
+    except Exception:  # `a` has no __dlpack_device__, or another library's implementation raises any error
         return False
 
 
@@ -119,11 +123,11 @@ def device_id(a: Any, name: str) -> int:
     -1
     """
     if isinstance(a, np.ndarray):
-        if isinstance(a, (np.ma.MaskedArray, np.matrix)):  # kernels ignore masks; np.matrix always has two axes
+        if isinstance(a, (np.ma.MaskedArray, np.matrix)):  # the kernels would ignore a mask; an np.matrix is never 1-D
             raise TypeError(f"{name}: expected a plain NumPy array, got {type(a).__name__}")
         return HOST
     if _is_cupy(a):
-        return int(a.data.device_id)  # faster than CuPy's __cuda_array_interface__, which builds a dictionary
+        return int(a.data.device_id)  # faster than __cuda_array_interface__, for which CuPy builds a dictionary
     hint = ""
     if is_device_array(a):
         hint = "; cupy.asarray or cupy.from_dlpack views it without a copy"
@@ -132,12 +136,12 @@ def device_id(a: Any, name: str) -> int:
     raise TypeError(f"{name}: expected a NumPy or CuPy array, got {type(a).__name__}{hint}")
 
 
-def on_device(a: Any, name: str, device: int | None, like: str) -> None:
-    """Raise TypeError unless `a` is an array on `device` (a number as in `device_id`; None accepts any device).
+def validate_device(a: Any, name: str, device: int | None, like: str) -> None:
+    """Raise TypeError unless `a` is a NumPy or CuPy array on `device`, an ordinal or `HOST`; None accepts any device.
 
-    `name` is the argument's name, and `like` names the array that determines `device`; both are for the message.
+    The error message contains `name`, the argument's name, and `like`, the array on whose device `a` has to be.
 
-    >>> on_device(np.zeros(3), "bias", HOST, "the weight")
+    >>> validate_device(np.zeros(3), "bias", HOST, "the weight")
     """
     found = device_id(a, name)
     if device is not None and found != device:
@@ -154,31 +158,33 @@ def describe(a: StridedArray) -> str:
     return f"{a.dtype} {_brackets(a.shape)}"
 
 
-def float_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
-    """Return `dtype`, a dtype, type or name, as a dtype. Raises TypeError unless it is float16, bfloat16 or float32.
+def validate_float_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
+    """Return a NumPy dtype for `dtype`, which is a dtype, a scalar type or a name.
 
-    >>> float_dtype("float16")
+    Raises TypeError unless the dtype is float16, bfloat16 or float32.
+
+    >>> validate_float_dtype("float16")
     dtype('float16')
     """
     found: np.dtype[Any] | None = None
     if isinstance(dtype, str):
         found = _DTYPE_NAMES.get(dtype)
     elif isinstance(dtype, (type, np.dtype)):
-        with contextlib.suppress(TypeError):  # a type that has no dtype
+        with contextlib.suppress(TypeError):  # raised by np.dtype for a type that is not a NumPy scalar type
             found = np.dtype(dtype)
     if found not in FLOATS:
         raise TypeError(f"{name}: expected {_names(FLOATS)}, got {check_scalar.shorten(dtype)}")
     return found
 
 
-def weight(qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | None) -> WeightSpec:
-    """Validate the arrays of a weight in the layout of `PackedWeight` and return its summary.
+def validate_weight(qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | None) -> WeightSpec:
+    """Validate the arrays of a weight in the layout of `PackedWeight` and return its properties.
 
     Raises:
         TypeError: an argument is not an array, lies on another device or has another dtype.
         ValueError: shapes contradict each other, or a last axis is not contiguous (rows may have any stride).
 
-    >>> weight(np.zeros((64, 2), np.int32), np.ones((4, 16), np.float16), None)[:4]
+    >>> validate_weight(np.zeros((64, 2), np.int32), np.ones((4, 16), np.float16), None)[:4]
     (64, 16, 16, 'symmetric')
     """
     device = device_id(qweight, "qweight")
@@ -186,7 +192,7 @@ def weight(qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | N
     if k == 0 or words == 0:
         raise ValueError(f"qweight: expected int32 [K, N/8] with K > 0 and N > 0, got {describe(qweight)}")
     n = 8 * words
-    on_device(scales, "scales", device, "qweight")
+    validate_device(scales, "scales", device, "qweight")
     groups, columns = _matrix(scales, "scales", SCALES, "[K/G, N]")
     if columns != n or groups == 0 or k % groups:
         raise ValueError(
@@ -196,7 +202,7 @@ def weight(qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | N
     if qzeros is None:
         zeros = "symmetric"
     else:
-        on_device(qzeros, "qzeros", device, "qweight")
+        validate_device(qzeros, "qzeros", device, "qweight")
         zeros = "packed" if qzeros.dtype == INT32 else "float"
         shape = (groups, words) if zeros == "packed" else (groups, n)
         if qzeros.dtype not in (INT32, scales.dtype) or qzeros.shape != shape:
@@ -209,38 +215,40 @@ def weight(qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | N
     return WeightSpec(k, n, k // groups, zeros, scales.dtype, device)
 
 
-def x(x: StridedArray, k: int, dtype: Any = None, device: int | None = None) -> np.dtype[Any]:
-    """Validate x [..., K] and return its element type: its dtype, or bfloat16 for uint16 with `dtype=bfloat16`.
+def validate_x(x: StridedArray, k: int, dtype: Any = None, device: int | None = None) -> np.dtype[Any]:
+    """Validate x [..., K] and return its element type.
 
-    `device` is the device of the weight, or None for any. Any strides are accepted.
+    The element type is the dtype of x, or bfloat16 if x is uint16 and `dtype` is bfloat16. `device` is the ordinal of
+    the weight's device, or None for any device. Any strides are accepted.
 
     Raises:
         TypeError: x is not an array, lies on another device or has another dtype, or `dtype` contradicts it.
         ValueError: the length of the last axis is not `k`.
 
-    >>> x(np.zeros((3, 64), np.float16), 64)
+    >>> validate_x(np.zeros((3, 64), np.float16), 64)
     dtype('float16')
     """
-    on_device(x, "x", device, "the weight")
+    validate_device(x, "x", device, "the weight")
     found = _element(x, "x", dtype)
     if not x.shape or x.shape[-1] != k:
         raise ValueError(f"x: expected {found} [..., K] with K = {k}, got {describe(x)}")
     return found
 
 
-def bias(bias: StridedArray, n: int, dtype: Any = None, device: int | None = None) -> np.dtype[Any]:
-    """Validate a bias [N] and return its element type: its dtype, or bfloat16 for uint16 if `dtype` is bfloat16.
+def validate_bias(bias: StridedArray, n: int, dtype: Any = None, device: int | None = None) -> np.dtype[Any]:
+    """Validate a bias [N] and return its element type.
 
-    `dtype` is the element type of x, and `device` the device of the weight, or None for any.
+    The element type is the dtype of the bias, or bfloat16 if the bias is uint16 and `dtype`, the element type of x, is
+    bfloat16. `device` is the ordinal of the weight's device, or None for any device.
 
     Raises:
         TypeError: the bias is not an array, lies on another device or has another dtype.
         ValueError: the bias has another shape, or is not contiguous.
 
-    >>> bias(np.zeros(16, np.float32), 16)
+    >>> validate_bias(np.zeros(16, np.float32), 16)
     dtype('float32')
     """
-    on_device(bias, "bias", device, "the weight")
+    validate_device(bias, "bias", device, "the weight")
     found = bias.dtype
     if found == UINT16 and dtype == BFLOAT16:
         found = BFLOAT16
@@ -252,24 +260,24 @@ def bias(bias: StridedArray, n: int, dtype: Any = None, device: int | None = Non
     return found
 
 
-def out(out: StridedArray, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
-    """Check that `out` has the shape, dtype and device of a result. Any strides are accepted.
+def validate_out(out: StridedArray, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
+    """Check that `out` has the given shape, dtype and device. Any strides are accepted.
 
     Raises TypeError for another type, dtype or device, ValueError for another shape or a read-only NumPy array.
 
-    >>> out(np.empty((3, 16), np.float16), (3, 16), np.dtype(np.float16), HOST)
+    >>> validate_out(np.empty((3, 16), np.float16), (3, 16), np.dtype(np.float16), HOST)
     """
     _like_result(out, "out", shape, dtype, device)
     if device == HOST and not out.flags.writeable:
         raise ValueError("out: expected a writable array, got a read-only one")
 
 
-def activation(activation: Any) -> Activation:
-    """Return the `Activation` for a name, a pair of bounds (low, high) or None.
+def validate_activation(activation: Any) -> Activation:
+    """Return the `Activation` for a name in `ACTIVATIONS`, a pair of bounds (low, high) or None.
 
     Raises TypeError for another type, ValueError for an unknown name or unless low <= high.
 
-    >>> activation((0, 6)) == activation("relu6")
+    >>> validate_activation((0, 6)) == validate_activation("relu6")
     True
     """
     if activation is None:
@@ -283,8 +291,8 @@ def activation(activation: Any) -> Activation:
         raise error(f"activation: expected {', '.join(ACTIVATIONS)}, (low, high) or None, got {got}")
     try:
         with np.errstate(over="ignore"):
-            low, high = (float(np.float32(limit)) for limit in pair)  # kernels clamp in float32: 1e300 is infinity
-    except OverflowError:  # an integer beyond the range of float64
+            low, high = (float(np.float32(limit)) for limit in pair)  # kernels clamp in float32, where 1e300 is inf
+    except OverflowError:  # raised by np.float32 for an integer beyond the range of float64
         low, high = np.nan, np.nan
     if not low <= high:
         raise ValueError(f"activation: expected (low, high) with low <= high, got {got}")
@@ -306,10 +314,7 @@ def out_features(n: int, activation: Activation) -> int:
     return n // 2
 
 
-_bias, _out, _activation, _x = bias, out, activation, x  # the parameters of `product` hide these names
-
-
-def product(
+def validate_product(
     x: StridedArray,
     weight: WeightSpec,
     /,
@@ -320,36 +325,39 @@ def product(
     out: StridedArray | None = None,
     dtype: Any = None,
 ) -> Product:
-    """Validate the arguments of y = activation(x @ W + bias) + residual and return a summary.
+    """Validate the arguments of y = activation(x @ W + bias) + residual and return the dtypes and shape of y.
 
-    `weight` is the summary of W; the other arguments have the meaning that they have in `cupy_awq.gemm`.
+    `weight` has the properties of W; the other arguments have the meaning that they have in `cupy_awq.gemm`.
 
     Raises:
-        TypeError, ValueError: the same errors as `x`, `bias`, `activation` and `out`; `residual` as `out`.
+        TypeError, ValueError: an argument is invalid, as stated by `validate_x`, `validate_bias`, `validate_activation`
+            and `validate_out`; `residual` is validated like `out`.
 
     >>> spec = WeightSpec(64, 32, 16, "packed", FLOAT16, HOST)
-    >>> product(np.zeros((3, 64), np.float16), spec, activation="swiglu").shape
+    >>> validate_product(np.zeros((3, 64), np.float16), spec, activation="swiglu").shape
     (3, 16)
     """
-    element = _x(x, weight.k, dtype, weight.device)
-    bias_dtype = None if bias is None else _bias(bias, weight.n, element, weight.device)
-    form = _activation(activation)
+    element = validate_x(x, weight.k, dtype, weight.device)
+    bias_dtype = None if bias is None else validate_bias(bias, weight.n, element, weight.device)
+    form = validate_activation(activation)
     shape = (*x.shape[:-1], out_features(weight.n, form))
     if residual is not None:
         _like_result(residual, "residual", shape, x.dtype, weight.device)
     if out is not None:
-        _out(out, shape, x.dtype, weight.device)
+        validate_out(out, shape, x.dtype, weight.device)
     return Product(element, shape, bias_dtype, form)
 
 
-def dense_weight(w: StridedArray) -> tuple[int, int]:
-    """Return (K, N) of a dense weight `w` to quantize: float16, bfloat16, float32 or float64 [K, N], any strides.
+def validate_dense_weight(w: StridedArray) -> tuple[int, int]:
+    """Return (K, N) of a dense weight `w` that is to be quantized.
+
+    `w` is float16, bfloat16, float32 or float64 [K, N] with any strides.
 
     Raises:
         TypeError: w is not an array, or has another dtype.
         ValueError: w does not have two axes, has no elements, or N is not a multiple of 8.
 
-    >>> dense_weight(np.zeros((64, 16), np.float32))
+    >>> validate_dense_weight(np.zeros((64, 16), np.float32))
     (64, 16)
     """
     device_id(w, "w")
@@ -361,12 +369,12 @@ def dense_weight(w: StridedArray) -> tuple[int, int]:
     return w.shape[0], w.shape[1]
 
 
-def packable(a: StridedArray, name: str, dtype: np.dtype[Any], multiple: int) -> None:
-    """Check that the argument `name` is an array [..., N] of `dtype` with N divisible by `multiple`.
+def validate_packable(a: StridedArray, name: str, dtype: np.dtype[Any], multiple: int) -> None:
+    """Check that `a`, the argument called `name`, is an array [..., N] of `dtype` with N divisible by `multiple`.
 
     Raises TypeError for another type or dtype, ValueError for another shape.
 
-    >>> packable(np.zeros((2, 16), np.uint8), "codes", UINT8, 8)
+    >>> validate_packable(np.zeros((2, 16), np.uint8), "codes", UINT8, 8)
     """
     device_id(a, name)
     if a.dtype != dtype or a.ndim == 0 or a.shape[-1] % multiple:
@@ -390,15 +398,19 @@ def _names(dtypes: tuple[np.dtype[Any], ...]) -> str:
 
 
 def _like_result(a: StridedArray, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
-    """Raise TypeError or ValueError unless an array has the shape, dtype and device of a result."""
-    on_device(a, name, device, "the result")
+    """Raise TypeError or ValueError unless `a` has the given shape, dtype and device."""
+    validate_device(a, name, device, "the result")
     if a.dtype != dtype or a.shape != shape:
         error = TypeError if a.dtype != dtype else ValueError
         raise error(f"{name}: expected {dtype} {_brackets(shape)}, got {describe(a)}")
 
 
 def _matrix(a: StridedArray, name: str, dtypes: tuple[np.dtype[Any], ...], layout: str) -> tuple[int, int]:
-    """Return the shape of a matrix with contiguous rows. Raises TypeError or ValueError; ``layout`` names the axes."""
+    """Return the shape of a matrix `a`.
+
+    Raises TypeError for another dtype, ValueError for another rank or rows that are not contiguous. The error message
+    contains `layout`, the names of the axes, such as "[K, N/8]".
+    """
     dtype = a.dtype
     if dtype not in dtypes or len(a.shape) != 2:
         error = TypeError if dtype not in dtypes else ValueError
@@ -414,10 +426,13 @@ def _contiguous_rows(a: StridedArray, name: str) -> None:
 
 
 def _element(a: StridedArray, name: str, dtype: Any) -> np.dtype[Any]:
-    """Return the element type of x, for the user's `dtype`: None, or bfloat16 if uint16 holds the bits of bfloat16."""
+    """Return the element type of `a`: its dtype, or bfloat16 if `a` is uint16 and the user's `dtype` is bfloat16.
+
+    Raises TypeError if the element type is not a float, or if `dtype` is neither None nor the element type.
+    """
     found = a.dtype
     bits = found == UINT16
-    element = found if dtype is None else float_dtype(dtype)
+    element = found if dtype is None else validate_float_dtype(dtype)
     if found not in FLOATS and (dtype is None or not bits):
         hint = "; pass dtype=bfloat16 if it holds the bits of bfloat16" if bits else ""
         raise TypeError(f"{name}: expected {_names(FLOATS)} [..., K], got {describe(a)}{hint}")

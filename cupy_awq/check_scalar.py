@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of scalar arguments: integers, flags, scales and shapes, with errors in the form of `cupy_awq.check`."""
+"""Validation of scalar arguments: integers, flags, scales and shapes.
+
+The functions and their error messages have the form that `cupy_awq.check` describes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import numpy as np
 
 INT32_MAX = 2**31 - 1
-"""The largest size of an axis, since kernels index with int32."""
+"""The largest size of an axis: kernels index with int32."""
 MAX_AXES = 32
 """The largest number of axes that CuPy supports."""
 
@@ -27,18 +30,18 @@ def shorten(value: object) -> str:
         return f"an array {type(value).__name__}"
     try:
         text = repr(value)
-    except Exception:  # a foreign class may raise anything; Python refuses to print huge integers
+    except Exception:  # a class may raise any error in __repr__, and Python raises ValueError for huge integers
         text = ""
     return text if 0 < len(text) <= 100 else type(value).__name__
 
 
-def integer(value: Any, name: str, least: int, most: int = INT32_MAX) -> int:
+def validate_integer(value: Any, name: str, least: int, most: int = INT32_MAX) -> int:
     """Return ``value``, a Python or NumPy integer from ``least`` to ``most``, as an int.
 
-    Raises TypeError for any other type, including bool, and ValueError if it is out of range. ``name`` is the name of
-    the argument in the message, here and below.
+    Raises TypeError for any other type, including bool, and ValueError for an integer out of range. As in all functions
+    of this module, ``name`` is the name of the argument for the error message.
 
-    >>> integer(np.int64(3), "m", 1)
+    >>> validate_integer(np.int64(3), "m", 1)
     3
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
@@ -49,10 +52,10 @@ def integer(value: Any, name: str, least: int, most: int = INT32_MAX) -> int:
     return int(value)
 
 
-def flag(value: Any, name: str) -> bool:
+def validate_flag(value: Any, name: str) -> bool:
     """Return ``value``, a Python or NumPy bool, as a bool. Raises TypeError for any other type.
 
-    >>> flag(np.True_, "symmetric")
+    >>> validate_flag(np.True_, "symmetric")
     True
     """
     if not isinstance(value, (bool, np.bool_)):
@@ -60,12 +63,12 @@ def flag(value: Any, name: str) -> bool:
     return bool(value)
 
 
-def positive_scale(value: Any, name: str) -> np.float32:
-    """Return ``value`` as float32.
+def validate_positive_scale(value: Any, name: str) -> np.float32:
+    """Return ``value``, a positive number, as float32.
 
-    Raises TypeError unless it is a real number, ValueError unless it is positive and normal in float32.
+    Raises TypeError for anything but a real number, ValueError for a number that is not positive and normal in float32.
 
-    >>> positive_scale(2, "x_scale")
+    >>> validate_positive_scale(2, "x_scale")
     np.float32(2.0)
     """
     is_real = isinstance(value, (numbers.Real, np.floating)) and not isinstance(value, (bool, np.bool_))
@@ -74,35 +77,36 @@ def positive_scale(value: Any, name: str) -> np.float32:
     limits = np.finfo(np.float32)
     try:
         number = float(value)
-    except OverflowError:  # an integer beyond the range of float64
+    except OverflowError:  # raised by float() for an integer beyond the range of float64
         number = math.inf
     if not float(limits.tiny) <= number <= float(limits.max):
         raise ValueError(f"{name}: expected a number from {limits.tiny:.4g} to {limits.max:.4g}, got {shorten(value)}")
     return np.float32(number)
 
 
-def shape(value: tuple[Any, ...], name: str) -> tuple[int, ...]:
-    """Return ``value`` as a tuple of ints.
+def validate_shape(value: tuple[Any, ...], name: str) -> tuple[int, ...]:
+    """Return ``value``, a shape, as a tuple of ints.
 
-    Raises TypeError unless all sizes are integers, ValueError for a negative or too large size or too many axes.
+    Raises TypeError unless all sizes are integers, ValueError for more than `MAX_AXES` axes or a size that is negative
+    or above `INT32_MAX`.
 
-    >>> shape((2, np.int64(32)), "x")
+    >>> validate_shape((2, np.int64(32)), "x")
     (2, 32)
     """
     if len(value) > MAX_AXES:
         raise ValueError(f"{name}: expected a shape of at most {MAX_AXES} axes, got {len(value)}")
-    return tuple(integer(size, name, 0) for size in value)
+    return tuple(validate_integer(size, name, 0) for size in value)
 
 
-def group_size(k: int, group_size: Any) -> int:
-    """Return ``group_size``, or K if it is -1.
+def validate_group_size(k: int, group_size: Any) -> int:
+    """Return the number of rows of W [K, N] per group: ``group_size``, or K if ``group_size`` is -1.
 
-    Raises TypeError unless it is an integer, ValueError unless it divides K.
+    Raises TypeError unless ``group_size`` is an integer, ValueError unless it is -1 or a divisor of K.
 
-    >>> group_size(4096, -1)
+    >>> validate_group_size(4096, -1)
     4096
     """
-    g = integer(group_size, "group_size", -INT32_MAX)
+    g = validate_integer(group_size, "group_size", -INT32_MAX)
     if g == -1:
         return k
     if g < 1 or k % g:

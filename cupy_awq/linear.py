@@ -54,6 +54,7 @@ class AwqLinear:
 
     Raises:
         TypeError, ValueError: an argument does not fit the weight. A call raises them for x, out, residual and dtype.
+        MemoryError: the memory of the GPU is exhausted, here or in a call; the layer can still be used.
 
     >>> import numpy as np
     >>> import cupy_awq
@@ -89,8 +90,8 @@ class AwqLinear:
         (bias,) = arrays.views(bias=bias)
         spec = weight.spec
         if bias is not None:
-            check.bias(bias, spec.n, None, spec.device)
-        form = check.activation(activation)
+            check.validate_bias(bias, spec.n, None, spec.device)
+        form = check.validate_activation(activation)
         self._splits: tuple[int, ...] = (check.out_features(spec.n, form),)
         self._weight = weight
         self._bias = bias
@@ -99,11 +100,12 @@ class AwqLinear:
         if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8")):
             raise ValueError(f"x_dtype: expected None, 'int8' or 'fp8', got {x_dtype!r}")
         self._x_dtype = x_dtype
-        self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
+        with placement.use_device(spec.device):
+            self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype is None else weight
         # Kernels of the repacked layout need gate and up in whole weight tiles; others need the AWQ tensors.
         has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0
-        frees_weight = not check_scalar.flag(keep_weight, "keep_weight")
+        frees_weight = not check_scalar.validate_flag(keep_weight, "keep_weight")
         if frees_weight and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
             self._weight = self._operand = self._operand.without_original()
         self._pointers = gemm_launch.weight_pointers(self._operand, bias) if spec.device != check.HOST else ()
@@ -268,10 +270,10 @@ class AwqLinear:
                 raise ValueError(f"{name}: expected None for a layer with x_dtype={self._x_dtype!r}, got {got}")
         x, out = arrays.views(x=x, out=out)
         spec = self._weight.spec
-        check.x(x, spec.k, device=spec.device)
+        check.validate_x(x, spec.k, device=spec.device)
         shape = *x.shape[:-1], spec.n
         if out is not None:
-            check.out(out, shape, x.dtype, spec.device)
+            check.validate_out(out, shape, x.dtype, spec.device)
         in_place = out is not None and out.flags.c_contiguous
         target = out.reshape(-1, spec.n) if in_place else None
         rows = x.reshape(-1, spec.k)
@@ -312,7 +314,7 @@ class AwqLinear:
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
         return planning.plan(x, self._operand, residual=residual, out=out, **options)
 
-    def fused_plan(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
+    def plan_fused(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
         """Return a plan of this layer's GEMM fused with a residual add or RMSNorm of a decoder block.
 
         Return None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
@@ -327,11 +329,11 @@ class AwqLinear:
         >>> import cupy_awq
         >>> from cupy_awq.kernels.problem import Fusion
         >>> layer = AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
-        >>> layer.fused_plan(1, Fusion("add_to_stream")) is None  # on the CPU
+        >>> layer.plan_fused(1, Fusion("add_to_stream")) is None  # on the CPU
         True
         """
-        m = check_scalar.integer(m, "m", 1)
-        element, form = check.float_dtype(dtype), check.activation(self._activation)
+        m = check_scalar.validate_integer(m, "m", 1)
+        element, form = check.validate_float_dtype(dtype), check.validate_activation(self._activation)
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
@@ -346,8 +348,8 @@ class AwqLinear:
         >>> AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16)).kernel_for(8)
         'numpy'
         """
-        m = check_scalar.integer(m, "m", 1)
-        element, form = check.float_dtype(dtype), check.activation(self._activation)
+        m = check_scalar.validate_integer(m, "m", 1)
+        element, form = check.validate_float_dtype(dtype), check.validate_activation(self._activation)
         index = self._weight.spec.device
         if index == check.HOST:
             return "numpy"

@@ -43,7 +43,7 @@ def pack_int4(codes: Array, /) -> Array:
     >>> [hex(word) for word in pack_int4(np.arange(8, dtype=np.uint8))]
     ['0x75316420']
     """
-    check.packable(codes, "codes", check.UINT8, 8)
+    check.validate_packable(codes, "codes", check.UINT8, 8)
     if codes.size and (top := int(codes.max())) > 15:
         raise ValueError(f"codes: expected values from 0 to 15, got {top}")
     words = namespace(codes).zeros((*codes.shape[:-1], codes.shape[-1] // 8), np.uint32)
@@ -65,7 +65,7 @@ def unpack_int4(words: Array, /) -> Array:
     >>> unpack_int4(np.array([0x75316420], np.int32))
     array([0, 1, 2, 3, 4, 5, 6, 7], dtype=uint8)
     """
-    check.packable(words, "words", check.INT32, 1)
+    check.validate_packable(words, "words", check.INT32, 1)
     codes = namespace(words).empty((*words.shape, 8), np.uint8)
     for column, nibble in enumerate(UNPACK_ORDER):
         codes[..., column] = (words >> np.int32(4 * nibble)) & np.int32(15)  # clears the sign extension
@@ -87,7 +87,7 @@ def pack_int8(values: Array, /) -> Array:
     >>> hex(pack_int8(np.array([-128, -1, 0, 127], np.int8)).view(np.uint32)[0])
     '0xff7f8000'
     """
-    check.packable(values, "values", check.INT8, 4)
+    check.validate_packable(values, "values", check.INT8, 4)
     words = namespace(values).zeros((*values.shape[:-1], values.shape[-1] // 4), np.uint32)
     for byte, element in enumerate(INT8_ORDER):
         biased = values[..., element::4].view(np.uint8) ^ np.uint8(128)  # ^ 128 adds 128 modulo 256
@@ -108,7 +108,7 @@ def unpack_int8(words: Array, /) -> Array:
     >>> unpack_int8(np.array([-8421376], np.int32))  # 0xff7f8000
     array([-128,   -1,    0,  127], dtype=int8)
     """
-    check.packable(words, "words", check.INT32, 1)
+    check.validate_packable(words, "words", check.INT32, 1)
     values = namespace(words).empty((*words.shape, 4), np.int8)
     for byte, element in enumerate(INT8_ORDER):
         values[..., element] = ((words >> np.int32(8 * byte)) & np.int32(255)) - np.int32(128)

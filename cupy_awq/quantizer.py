@@ -62,11 +62,11 @@ def quantize(
     >>> bool(np.max(np.abs(dequantize(weight.qweight, weight.scales, weight.qzeros) - w)) < 0.09)
     True
     """
-    k, n = check.dense_weight(w)
+    k, n = check.validate_dense_weight(w)
     if not isinstance(bits, (int, np.integer)) or bits != 4:
         raise ValueError(f"bits: expected 4, got {check_scalar.shorten(bits)}")
-    symmetric = check_scalar.flag(symmetric, "symmetric")
-    group_size = check_scalar.group_size(k, group_size)
+    symmetric = check_scalar.validate_flag(symmetric, "symmetric")
+    group_size = check_scalar.validate_group_size(k, group_size)
     groups = k // group_size
     xp = namespace(w)
     scale_dtype = check.BFLOAT16 if w.dtype == check.BFLOAT16 else check.FLOAT16

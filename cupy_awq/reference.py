@@ -50,12 +50,12 @@ def dequantize(
     array([[-4. , -3.5, -3. , -2.5, -2. , -1.5, -1. , -0.5],
            [ 3.5,  3.5,  3.5,  3.5,  3.5,  3.5,  3.5,  3.5]], dtype=float16)
     """
-    spec = check.weight(qweight, scales, qzeros)
-    to = spec.dtype if dtype is None else check.float_dtype(dtype)
+    spec = check.validate_weight(qweight, scales, qzeros)
+    to = spec.dtype if dtype is None else check.validate_float_dtype(dtype)
     if out is None:
         out = np.empty((spec.k, spec.n), to)
     else:
-        check.out(out, (spec.k, spec.n), to, check.HOST)
+        check.validate_out(out, (spec.k, spec.n), to, check.HOST)
     # q * s + o is exact in float64; float32 would add a rounding before the rounding to `dtype`.
     exact = np.float64 if spec.zeros == "float" and to != check.FLOAT32 else np.float32
     _, columns = _orders(spec.n)
@@ -107,8 +107,8 @@ def matmul(
     >>> matmul(np.array([1, 2], np.float16), qweight, np.full((1, 8), 0.5, np.float16), None, activation=(3.5, 5))
     array([3.5, 3.5, 4. , 4.5, 5. , 5. , 5. , 5. ], dtype=float16)
     """
-    spec = check.weight(qweight, scales, qzeros)
-    element, shape, bias_dtype, form = check.product(
+    spec = check.validate_weight(qweight, scales, qzeros)
+    element, shape, bias_dtype, form = check.validate_product(
         x, spec, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype
     )
     if out is None:

@@ -51,7 +51,7 @@ class PackedWeight:
     __array_ufunc__ = None  # makes NumPy and CuPy defer `x @ weight` to __rmatmul__
 
     def __init__(self, qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | None, /) -> None:
-        spec = check.weight(qweight, scales, qzeros)
+        spec = check.validate_weight(qweight, scales, qzeros)
         for name, value in (("qweight", qweight), ("scales", scales), ("qzeros", qzeros), ("spec", spec)):
             object.__setattr__(self, name, value)
 

@@ -65,7 +65,7 @@ def test_device_id_of_numpy_and_cupy_arrays() -> None:
 def test_summary_of_a_weight_tells_the_form_of_its_zeros(to: Any) -> None:
     device = to(SCALES).data.device_id if to is OnGpu else check.HOST
     for qzeros, form in ((QZEROS, "packed"), (None, "symmetric"), (SCALES, "float")):
-        spec = check.weight(to(QWEIGHT), to(SCALES), qzeros if qzeros is None else to(qzeros))
+        spec = check.validate_weight(to(QWEIGHT), to(SCALES), qzeros if qzeros is None else to(qzeros))
         assert spec == (K, N, G, form, np.float16, device)
 
 
@@ -73,8 +73,8 @@ def test_weight_rows_may_have_any_stride() -> None:
     wide = np.zeros((3 * K, N // 4), np.int32)
     for rows in (slice(None, K), slice(None, None, 3), slice(None, K - 1, -1)):
         part = wide[rows][:K, 1 : 1 + N // 8]
-        assert check.weight(part, SCALES, QZEROS).k == K
-    assert check.weight(np.zeros((K, 2), np.int32)[:, ::2], SCALES[:, :8], QZEROS[:, :1]).n == 8
+        assert check.validate_weight(part, SCALES, QZEROS).k == K
+    assert check.validate_weight(np.zeros((K, 2), np.int32)[:, ::2], SCALES[:, :8], QZEROS[:, :1]).n == 8
 
 
 BAD_SCALES = (
@@ -196,23 +196,23 @@ def spoiled(**changes: Any) -> dict[str, Any]:
 )
 def test_invalid_weight_raises_the_documented_message(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        check.weight(**arguments)
+        check.validate_weight(**arguments)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
 @pytest.mark.parametrize("shape", [(K,), (0, K), (2, 3, K)])
 def test_x_of_each_type_and_rank(dtype: Any, shape: tuple[int, ...]) -> None:
     x = np.zeros(shape, dtype)
-    assert check.x(x, K) == dtype
-    assert check.x(x, K, dtype, check.HOST) == dtype
-    assert check.x(OnGpu(x, 2), K, device=2) == dtype
-    assert check.x(x[..., ::-1].T.T, K) == dtype
+    assert check.validate_x(x, K) == dtype
+    assert check.validate_x(x, K, dtype, check.HOST) == dtype
+    assert check.validate_x(OnGpu(x, 2), K, device=2) == dtype
+    assert check.validate_x(x[..., ::-1].T.T, K) == dtype
 
 
 def test_uint16_means_bfloat16_only_with_a_dtype() -> None:
     bits = np.zeros((2, K), np.uint16)
-    assert check.x(bits, K, "bfloat16") == BFLOAT16
-    assert check.bias(bits[0, :N], N, check.BFLOAT16) == BFLOAT16
+    assert check.validate_x(bits, K, "bfloat16") == BFLOAT16
+    assert check.validate_bias(bits[0, :N], N, check.BFLOAT16) == BFLOAT16
 
 
 X = np.zeros((2, K), np.float16)
@@ -260,7 +260,7 @@ X = np.zeros((2, K), np.float16)
 )
 def test_invalid_x_raises_the_documented_message(x: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        check.x(x, K, **options)
+        check.validate_x(x, K, **options)
 
 
 BIAS = np.zeros(N, np.float16)
@@ -280,7 +280,7 @@ BIAS = np.zeros(N, np.float16)
 )
 def test_invalid_bias_raises_the_documented_message(bias: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        check.bias(bias, N, check.FLOAT16, check.HOST)
+        check.validate_bias(bias, N, check.FLOAT16, check.HOST)
 
 
 def read_only(a: np.ndarray) -> np.ndarray:
@@ -304,17 +304,17 @@ def read_only(a: np.ndarray) -> np.ndarray:
 )
 def test_invalid_out_raises_the_documented_message(out: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        check.out(out, (2, N), check.FLOAT16, check.HOST)
+        check.validate_out(out, (2, N), check.FLOAT16, check.HOST)
 
 
 def test_out_may_be_on_a_gpu_and_strided() -> None:
-    check.out(OnGpu(np.zeros((2, N), np.float16), 1), (2, N), check.FLOAT16, 1)
-    check.out(np.zeros((2, 2 * N), np.float16)[:, ::2], (2, N), check.FLOAT16, check.HOST)
+    check.validate_out(OnGpu(np.zeros((2, N), np.float16), 1), (2, N), check.FLOAT16, 1)
+    check.validate_out(np.zeros((2, 2 * N), np.float16)[:, ::2], (2, N), check.FLOAT16, check.HOST)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(16, 16), (-1, K), (K, K), (1, 1), (np.int64(32), 32)])
 def test_group_size_divides_k_or_is_minus_one(given: Any, expected: int) -> None:
-    assert check_scalar.group_size(K, given) == expected
+    assert check_scalar.validate_group_size(K, given) == expected
 
 
 @pytest.mark.parametrize(
@@ -332,13 +332,13 @@ def test_group_size_divides_k_or_is_minus_one(given: Any, expected: int) -> None
 )
 def test_invalid_group_size_raises_the_documented_message(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        check_scalar.group_size(K, given)
+        check_scalar.validate_group_size(K, given)
 
 
 @pytest.mark.parametrize("given", ["float64", None, "int8", "nonsense", 3.5, np.complex64, object()])
 def test_unsupported_dtype_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match=r"^dtype: expected float16, bfloat16 or float32, got "):
-        check.float_dtype(given)
+        check.validate_float_dtype(given)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_unsupported_dtype_is_refused(given: Any) -> None:
     ],
 )
 def test_activation_from_a_name_or_from_limits(given: Any, expected: Any) -> None:
-    assert check.activation(given) == expected
+    assert check.validate_activation(given) == expected
 
 
 NAMES = "activation: expected relu, relu6, silu, gelu, swiglu, (low, high) or None, got "
@@ -379,17 +379,17 @@ NAMES = "activation: expected relu, relu6, silu, gelu, swiglu, (low, high) or No
 )
 def test_invalid_activation_raises_the_documented_message(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        check.activation(given)
+        check.validate_activation(given)
 
 
-SPEC = check.weight(QWEIGHT, SCALES, QZEROS)
+SPEC = check.validate_weight(QWEIGHT, SCALES, QZEROS)
 
 
 def test_summary_of_a_product() -> None:
     x = np.zeros((2, 3, K), np.uint16)
-    found = check.product(x, SPEC, bias=BIAS, activation="swiglu", residual=x[..., : N // 2], dtype="bfloat16")
+    found = check.validate_product(x, SPEC, bias=BIAS, activation="swiglu", residual=x[..., : N // 2], dtype="bfloat16")
     assert found == (BFLOAT16, (2, 3, N // 2), np.float16, ("silu", (0, 0), True))
-    assert check.product(X, SPEC, out=X[:, :N]) == (np.float16, (2, N), None, Activation())
+    assert check.validate_product(X, SPEC, out=X[:, :N]) == (np.float16, (2, N), None, Activation())
 
 
 @pytest.mark.parametrize(
@@ -420,11 +420,11 @@ def test_invalid_part_of_a_product_raises_the_documented_message(
     options: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        check.product(X, SPEC, **options)
+        check.validate_product(X, SPEC, **options)
 
 
 def test_gated_weight_needs_halves_of_whole_words() -> None:
-    spec = check.weight(QWEIGHT[:, :3], SCALES[:, :24], QZEROS[:, :3])
+    spec = check.validate_weight(QWEIGHT[:, :3], SCALES[:, :24], QZEROS[:, :3])
     message = "qweight: expected N divisible by 16 for a gated activation, got N = 24"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check.product(X, spec, activation="swiglu")
+        check.validate_product(X, spec, activation="swiglu")

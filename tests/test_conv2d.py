@@ -16,7 +16,7 @@ from cupy_awq import block_reference
 from cupy_awq.block_check import ConvolutionShape
 from cupy_awq.kernels import conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large, select
 from cupy_awq.kernels.conv2d_int8 import Int8Convolution
-from cupy_awq.kernels.conv2d_problem import Convolution, ConvolutionSizes, refuse_tensor_cores
+from cupy_awq.kernels.conv2d_problem import Convolution, ConvolutionSizes, tensor_core_refusal
 from cupy_awq.kernels.conv2d_simt import Conv2dSimtConfig
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.ops.conv2d import x_strides
@@ -155,7 +155,7 @@ def test_any_convolution(backend: str, arch: int, data: st.DataObject) -> None:
     here = facts(arch, backend)
     family, config = SIMT
     if tensor:
-        assert refuse_tensor_cores(problem, here) is None
+        assert tensor_core_refusal(problem, here) is None
         family, config = conv2d_sm80, draw(st.sampled_from(conv2d_sm80.configs(problem, here)))
     check_convolution(backend, problem, family, config, here, seed=draw(st.integers(0, 99)))
 
@@ -236,7 +236,7 @@ def test_any_sm90_convolution(backend: str, data: st.DataObject) -> None:
     nhwc, y_aligned = draw(st.booleans()), draw(st.booleans())
     problem = draw_sm90_problem(draw, 11, [1, 8, 60, 64, 70, 200], 3, nhwc=nhwc, y_aligned=y_aligned)
     here = facts(90, backend)
-    assert conv2d_sm90.refuse(problem, here) is None
+    assert conv2d_sm90.refusal(problem, here) is None
     config = draw(st.sampled_from(conv2d_sm90.configs(problem, here)))
     check_convolution(backend, problem, conv2d_sm90, config, here, seed=draw(st.integers(0, 99)))
 
@@ -288,15 +288,17 @@ def test_sm90_refuses_what_a_tensor_map_cannot_read() -> None:
         weight_offset=True,
         dtype="float16",
     )
-    assert conv2d_sm90.refuse(problem, here) is None
-    assert conv2d_sm90.refuse(problem, device.nominal(80)) == "needs sm_90, not sm_80"
-    assert conv2d_sm90.refuse(replace(problem, dtype="float32"), here) == "takes x of float16 or bfloat16, not float32"
-    assert "one group, not 2" in str(conv2d_sm90.refuse(replace(problem, sizes=problem.sizes._replace(groups=2)), here))
-    assert "16 channels" in str(conv2d_sm90.refuse(replace(problem, sizes=problem.sizes._replace(channels=8)), here))
-    assert "multiples of 16 channels, not 8" in str(conv2d_sm90.refuse(replace(problem, block_size=8), here))
-    assert "strides" in str(conv2d_sm90.refuse(replace(problem, strides=(0, 896, 64, 1)), here))
+    assert conv2d_sm90.refusal(problem, here) is None
+    assert conv2d_sm90.refusal(problem, device.nominal(80)) == "needs sm_90, not sm_80"
+    assert conv2d_sm90.refusal(replace(problem, dtype="float32"), here) == "takes x of float16 or bfloat16, not float32"
+    assert "one group, not 2" in str(
+        conv2d_sm90.refusal(replace(problem, sizes=problem.sizes._replace(groups=2)), here)
+    )
+    assert "16 channels" in str(conv2d_sm90.refusal(replace(problem, sizes=problem.sizes._replace(channels=8)), here))
+    assert "multiples of 16 channels, not 8" in str(conv2d_sm90.refusal(replace(problem, block_size=8), here))
+    assert "strides" in str(conv2d_sm90.refusal(replace(problem, strides=(0, 896, 64, 1)), here))
     far = problem.sizes._replace(dilation_h=200, dilation_w=200, pad_h=200, pad_w=200)
-    assert "shared memory" in str(conv2d_sm90.refuse(replace(problem, sizes=far), here))
+    assert "shared memory" in str(conv2d_sm90.refusal(replace(problem, sizes=far), here))
 
 
 def test_many_pixels_are_for_conv2d_sm90_large() -> None:
@@ -308,15 +310,15 @@ def test_many_pixels_are_for_conv2d_sm90_large() -> None:
         weight_offset=True,
         dtype="float16",
     )
-    assert conv2d_sm90_large.refuse(many, here) is None
+    assert conv2d_sm90_large.refusal(many, here) is None
     chosen = select.choose(many, here)
     assert chosen.name == "conv2d_sm90_large"
     assert chosen.config.halo  # type: ignore[attr-defined]
-    assert "NHWC" in str(conv2d_sm90_large.refuse(replace(many, nhwc=False), here))
-    assert "16 bytes" in str(conv2d_sm90_large.refuse(replace(many, y_aligned=False), here))
-    assert "needs sm_90" in str(conv2d_sm90_large.refuse(many, device.nominal(80)))
+    assert "NHWC" in str(conv2d_sm90_large.refusal(replace(many, nhwc=False), here))
+    assert "16 bytes" in str(conv2d_sm90_large.refusal(replace(many, y_aligned=False), here))
+    assert "needs sm_90" in str(conv2d_sm90_large.refusal(many, device.nominal(80)))
     few = many.sizes._replace(batch=1, height=15, width=17, out_h=15, out_w=17)
-    assert conv2d_sm90_large.refuse(replace(many, sizes=few), here) == "needs 256 pixels of y, not 255"
+    assert conv2d_sm90_large.refusal(replace(many, sizes=few), here) == "needs 256 pixels of y, not 255"
     assert select.choose(replace(many, sizes=few), here).name == "conv2d_sm90"
 
 
@@ -333,9 +335,9 @@ def test_every_stride_has_a_kernel(stride: int, shape: tuple[int, ...]) -> None:
     assert (chosen.name == "conv2d_sm80") == (problem.sizes.stride_w > 8)
     for tensor_map in chosen.plan.maps:
         check_map(tensor_map, 0)
-    reason = conv2d_sm90.refuse(problem, here)
+    reason = conv2d_sm90.refusal(problem, here)
     assert reason is None or "strides of up to 8 pixels" in reason
-    assert (reason is None) == (conv2d_sm90_large.refuse(problem, here) is None)
+    assert (reason is None) == (conv2d_sm90_large.refusal(problem, here) is None)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -383,20 +385,20 @@ def test_selection_splits_k_of_small_images_and_says_why_a_kernel_is_refused() -
     assert all(c.name == "conv2d_sm80" for c in chosen)
     assert chosen[0].config.split_k == 1
     assert chosen[1].config.split_k > 1
-    assert conv2d_sm80.refuse(many, device.nominal(75)) == "needs sm_80 or newer, not sm_75"
-    assert conv2d_sm80.refuse(many, h100) == "is replaced by conv2d_sm90"
-    assert conv2d_simt.refuse(many, a100) == "is replaced by the tensor-core kernels, which take this problem"
-    refuse = conv2d_sm80.refuse
-    assert refuse(replace(many, dtype="float32"), a100) == "takes x of float16 or bfloat16, not float32"
-    assert "multiple of 16 bytes" in str(refuse(replace(many, aligned=False), a100))
-    assert "multiples of 8 channels, not 12" in str(refuse(replace(many, block_size=12), a100))
+    assert conv2d_sm80.refusal(many, device.nominal(75)) == "needs sm_80 or newer, not sm_75"
+    assert conv2d_sm80.refusal(many, h100) == "is replaced by conv2d_sm90"
+    assert conv2d_simt.refusal(many, a100) == "is replaced by the tensor-core kernels, which support this problem"
+    refusal = conv2d_sm80.refusal
+    assert refusal(replace(many, dtype="float32"), a100) == "takes x of float16 or bfloat16, not float32"
+    assert "multiple of 16 bytes" in str(refusal(replace(many, aligned=False), a100))
+    assert "multiples of 8 channels, not 12" in str(refusal(replace(many, block_size=12), a100))
     for family in (conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large):
-        reason = family.refuse(replace(many, activation="silu"), h100)
+        reason = family.refusal(replace(many, activation="silu"), h100)
         assert reason == "has no activation silu, only clamp"
     depthwise = with_strides(
         ConvolutionSizes(1, 8, 8, 1, 1, 32, 3, 3, 6, 6), block_size=1, bits=8, weight_offset=False, dtype="float16"
     )
-    assert refuse(depthwise, a100) == "needs groups of a multiple of 8 channels, not 1"
+    assert refusal(depthwise, a100) == "needs groups of a multiple of 8 channels, not 1"
     assert select.choose(depthwise, h100).name == "conv2d_simt"
 
 

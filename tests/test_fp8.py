@@ -17,7 +17,7 @@ from cupy_awq.kernels import gemm_int8_sm90, quantize_fp8, select
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM80
 from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
-from cupy_awq.kernels.int8_problem import Int8Problem, fp8_block_size, refuse_fp8
+from cupy_awq.kernels.int8_problem import Int8Problem, fp8_block_size, fp8_refusal
 from cupy_awq.kernels.quantize_fp8 import Fp8Quantization, QuantizeFp8Config
 from cupy_awq.ops.quantized_linear import check_layer
 from cupy_awq.runtime import device
@@ -244,7 +244,7 @@ def test_fp8_on_gemm_int8_sm90(backend: str, case: tuple) -> None:
     """Blocks shorter and longer than a stage, pipelines that wrap around, several tiles per CTA, partial tiles."""
     m, n, k, block_size, offsets, dtype, bias, clamps, padding, cluster, ctas = case
     problem = fp8_problem(m, n, k, block_size, dtype, bias, clamps, padding)
-    assert refuse_fp8(block_size, k, facts(90, backend)) is None
+    assert fp8_refusal(block_size, k, facts(90, backend)) is None
     weight = random_weight(np.random.default_rng(m), (n, 1, 1, k), block_size, 4, offsets)
     check_fp8_product(backend, problem, gemm_int8_sm90, GemmInt8Sm90Config(cluster, ctas), weight, seed=m)
 
@@ -277,7 +277,7 @@ def test_fp8_on_gemm_int8_sm80(backend: str, arch: int, case: tuple) -> None:
     m, n, k, block_size, offsets, dtype, bias, clamps, padding, split_k = case
     problem = fp8_problem(m, n, k, block_size, dtype, bias, clamps, padding)
     config = replace(GEMM_INT8_SM80.configs(problem, device.nominal(89))[0], split_k=split_k)
-    assert refuse_fp8(block_size, k, facts(arch, backend)) is None
+    assert fp8_refusal(block_size, k, facts(arch, backend)) is None
     weight = random_weight(np.random.default_rng(m), (n, 1, 1, k), block_size, 4, offsets)
     check_fp8_product(backend, problem, GEMM_INT8_SM80, config, weight, seed=m, arch=arch)
 
@@ -288,18 +288,18 @@ def test_the_bits_of_a_4_bit_code_are_an_e4m3_number() -> None:
 
 def test_fp8_selection_and_the_reasons_of_its_refusals() -> None:
     h100 = device.nominal(90)
-    assert refuse_fp8(128, 4096, h100) is None
-    assert refuse_fp8(4096, 4096, h100) is None
-    assert refuse_fp8(16, 16, h100) is None
-    assert refuse_fp8(128, 4096, device.nominal(89)) is None
-    assert refuse_fp8(128, 4096, device.nominal(86)) == "needs sm_89 or newer, not sm_86"
-    assert refuse_fp8(8, 24, h100) == "needs a multiple of 16 columns, not 24"
-    assert refuse_fp8(48, 96, h100) == "needs blocks that are multiples of 32 columns, not 48"
+    assert fp8_refusal(128, 4096, h100) is None
+    assert fp8_refusal(4096, 4096, h100) is None
+    assert fp8_refusal(16, 16, h100) is None
+    assert fp8_refusal(128, 4096, device.nominal(89)) is None
+    assert fp8_refusal(128, 4096, device.nominal(86)) == "needs sm_89 or newer, not sm_86"
+    assert fp8_refusal(8, 24, h100) == "needs a multiple of 16 columns, not 24"
+    assert fp8_refusal(48, 96, h100) == "needs blocks that are multiples of 32 columns, not 48"
     few, many = (fp8_problem(m, 4096, 4096, 128, "float16") for m in (1, 4096))
     assert select.choose(few, h100).name == "gemm_int8_sm80"
     assert select.choose(many, h100).config == GemmInt8Sm90Config(2, 132)
     assert select.choose(many, device.nominal(89)).name == "gemm_int8_sm80"
-    assert GEMM_INT8_SM80.refuse(many, h100) == "is replaced by gemm_int8_sm90 for e4m3"
+    assert GEMM_INT8_SM80.refusal(many, h100) == "is replaced by gemm_int8_sm90 for e4m3"
     with pytest.raises(ValueError, match="gemm_int8_simt multiplies int8, not e4m3"):
         select.choose(few, device.nominal(86))
 

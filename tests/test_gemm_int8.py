@@ -20,7 +20,7 @@ from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80, GemmI
 from cupy_awq.kernels.gemm_int8_simt import GemmInt8SimtConfig
 from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
 from cupy_awq.kernels.gemv_int8 import GemvInt8Config
-from cupy_awq.kernels.int8_problem import Int8Problem, refuse_layout
+from cupy_awq.kernels.int8_problem import Int8Problem, layout_refusal
 from cupy_awq.kernels.quantize_rows import RowQuantization
 from cupy_awq.ops.quantized_linear import _in_blocks
 from cupy_awq.runtime import device
@@ -119,7 +119,7 @@ def check_product(
     bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype]) if problem.bias_dtype else None
     y = strided(np.full((problem.m, problem.n), np.nan, dtype), problem.y_row_stride - problem.n)
     plan, needs = family.plan(config, problem, gpu), family.workspace(config, problem)
-    sizes = block_check.product(*quantized, weight, x_block, bias, None)
+    sizes = block_check.validate_quantized_product(*quantized, weight, x_block, bias, None)
     assert (sizes.block_size, sizes.row_scales) == (problem.block_size, problem.row_scales)
     row_scale = quantized[1]
     if problem.row_scales:
@@ -192,13 +192,13 @@ def test_any_int8_product(backend: str, arch: int, data: st.DataObject) -> None:
     family: AnyFamily = gemm_int8_simt
     config: Config = GemmInt8SimtConfig()
     if kind == "gemv":
-        assert refuse_layout(problem) is None
+        assert layout_refusal(problem) is None
         rows = draw(st.sampled_from([rows for rows in (2, 4, 8) if rows >= problem.m]))
         family = gemv_int8
         config = GemvInt8Config(rows, draw(st.integers(1, 3)))
     elif kind == "mma":
         family = MMA[arch]
-        assert family.refuse(problem, gpu) is None
+        assert family.refusal(problem, gpu) is None
         config = draw(st.sampled_from(family.configs(problem, gpu)))
     weight_block = block * draw(st.integers(1, 2)) if block < k else k
     check_product(backend, problem, family, config, gpu, weight_block, seed=draw(st.integers(0, 99)))
@@ -257,7 +257,7 @@ def test_gemm_int8_sm90(backend: str, case: tuple) -> None:
         wide=(n + padding) * np.dtype(DTYPES[dtype]).itemsize % 16 == 0,
         y_stride=n + padding,
     )
-    assert gemm_int8_sm90.refuse_blocks(problem) is None
+    assert gemm_int8_sm90.block_refusal(problem) is None
     weight_block = k if problem.blocks == 1 else 2 * block
     config = GemmInt8Sm90Config(cluster, ctas)
     check_product(backend, problem, gemm_int8_sm90, config, facts(90, backend), weight_block, seed=m)
@@ -323,18 +323,18 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
     assert select.choose(replace(one, m=128 * 33), h100).config == GemmInt8Sm90Config(1, 132)
     assert select.choose(replace(one, m=4096, block_size=96), h100).name == "gemm_int8_sm80"
     problem = Int8Problem(1, 64, 72, 36, 4, False, True, "float16")
-    refuse = GEMM_INT8_SM75.refuse
-    assert refuse(problem, device.nominal(72)) == "needs sm_75 or newer, not sm_72"
-    assert refuse(problem, device.nominal(75)) == "needs a multiple of 16 columns, not 72"
-    assert refuse(problem, a100) == "is replaced by gemm_int8_sm80 on sm_80"
-    assert refuse_layout(replace(one, aligned=False)) == "needs xq to start at a multiple of 16 bytes"
-    assert refuse_layout(replace(problem, k=96)) == "needs blocks that are multiples of 32 columns, not 36"
-    assert refuse_layout(replace(one, activation="silu")) == "has no activation silu, only clamp"
-    assert gemm_int8_simt.refuse(replace(one, activation="silu"), h100) == "has no activation silu, only clamp"
+    refusal = GEMM_INT8_SM75.refusal
+    assert refusal(problem, device.nominal(72)) == "needs sm_75 or newer, not sm_72"
+    assert refusal(problem, device.nominal(75)) == "needs a multiple of 16 columns, not 72"
+    assert refusal(problem, a100) == "is replaced by gemm_int8_sm80 on sm_80"
+    assert layout_refusal(replace(one, aligned=False)) == "needs xq to start at a multiple of 16 bytes"
+    assert layout_refusal(replace(problem, k=96)) == "needs blocks that are multiples of 32 columns, not 36"
+    assert layout_refusal(replace(one, activation="silu")) == "has no activation silu, only clamp"
+    assert gemm_int8_simt.refusal(replace(one, activation="silu"), h100) == "has no activation silu, only clamp"
     expected = "needs blocks of 32, 64, or a multiple of 128 columns, not 96"
-    assert gemm_int8_sm90.refuse(replace(problem, m=64, k=960, block_size=96), h100) == expected
-    assert gemm_int8_sm90.refuse(one, device.nominal(100)) == "needs sm_90, not sm_100"
-    assert gemm_int8_sm90.refuse(one, h100) == "takes 64 rows or more, not 9"
+    assert gemm_int8_sm90.refusal(replace(problem, m=64, k=960, block_size=96), h100) == expected
+    assert gemm_int8_sm90.refusal(one, device.nominal(100)) == "needs sm_90, not sm_100"
+    assert gemm_int8_sm90.refusal(one, h100) == "takes 64 rows or more, not 9"
     assert select.choose(problem, h100).name == "gemm_int8_simt"
     assert select.choose(replace(problem, k=72, block_size=72), h100).name == "gemm_int8_simt"
     with pytest.raises(ValueError, match=r"^no kernel fits: gemv_int8 has no activation silu, only clamp; "):

@@ -145,7 +145,7 @@ def check_matmul(
             a.flags.writeable = name == "y"
     strides = Strides(*(0 if a is None else a.strides[0] // a.itemsize for a in arrays.values()))
     offsets = arrays["qzeros"] if problem.zeros == "float" else None
-    raw = (arrays["qweight"], arrays["scales"], offsets) if problem.raw else ()
+    raw = (arrays["qweight"], arrays["scales"], offsets) if problem.has_awq_layout else ()
     wide = (*raw, arrays["residual"], arrays["y"])
     aligned = all(a is None or a.strides[0] % 16 == 0 for a in wide)
     problem = replace(problem, strides=strides, aligned=aligned, x_aligned=arrays["x"].strides[0] % 16 == 0)
@@ -247,7 +247,7 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
     pad = data.draw(st.sampled_from([WHOLE] if problem.n % 32 else [0, 8, WHOLE]))
     here = facts(90, backend)
     family = select.FAMILIES["gemm_sm90_raw"]
-    assert family.refuse(padded(problem, pad), here) is None
+    assert family.refusal(padded(problem, pad), here) is None
     config = data.draw(st.sampled_from(family.configs(padded(problem, pad), here)))
 
     def run(plan: LaunchPlan, buffers: Buffers) -> None:

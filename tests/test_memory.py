@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,9 +21,12 @@ from cupy_awq import AwqLinear, PackedWeight, llm
 from cupy_awq.check import HOST
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Problem
+from cupy_awq.ops import gemm as launching
 from cupy_awq.runtime import compile as compiler
+from cupy_awq.runtime import launch, placement
 from cupy_awq.runtime import workspace as workspaces
 from cupy_awq.runtime.device import nominal
+from cupy_awq.tools import command_line
 from cupy_awq.tools.demo import SMOLLM2_MLP
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests import llm_models
@@ -56,37 +61,84 @@ def failing_numpy(n: int) -> Iterator[None]:
 
 @contextmanager
 def failing_cupy(n: int) -> Iterator[None]:
-    """Let the n-th device allocation of this thread fail, as if the GPU were full."""
+    """Let the n-th request for device memory fail, as if the GPU were full: for an array, a kernel, a stream, ..."""
     import cupy
+    from cuda.bindings import driver
 
     count = itertools.count()
+    out_of_memory = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+
+    def limited(real: Callable[..., Any], error: Callable[..., BaseException]) -> Callable[..., Any]:
+        def request(*arguments: Any, **options: Any) -> Any:
+            if next(count) == n:
+                raise error(*arguments)
+            return real(*arguments, **options)
+
+        return request
+
+    def status_limited(real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (out_of_memory,) if next(count) == n else real(*arguments)
+
+    def array_error(size: int) -> BaseException:
+        return cupy.cuda.memory.OutOfMemoryError(size, 0, 0)
+
+    def runtime_error(*_: Any) -> BaseException:
+        return cupy.cuda.runtime.CUDARuntimeError(out_of_memory.value)
+
+    class Pool:
+        """A memory pool, which a language model makes for its decode steps."""
+
+        def __init__(self) -> None:
+            self.malloc = limited(cupy_pool().malloc, array_error)
+
+    class Module:
+        """A module of which loading may fail."""
+
+        def __init__(self) -> None:
+            self._module = cupy_module()
+            self.load = limited(self._module.load, lambda *_: cupy.cuda.driver.CUDADriverError(out_of_memory.value))
+            self.get_function = self._module.get_function
+
+    cupy_pool, cupy_module = cupy.cuda.MemoryPool, cupy.cuda.Module
     pool = cupy.get_default_memory_pool()
-
-    def allocate(size: int) -> Any:
-        if next(count) == n:
-            raise cupy.cuda.memory.OutOfMemoryError(size, pool.total_bytes(), 0)
-        return pool.malloc(size)
-
-    with cupy.cuda.using_allocator(allocate):
+    compiler._functions.clear()
+    launch.get_launcher.cache_clear()
+    launching._launches.clear()
+    with pytest.MonkeyPatch.context() as patch, cupy.cuda.using_allocator(limited(pool.malloc, array_error)):
+        patch.setattr(cupy.cuda, "MemoryPool", Pool)
+        patch.setattr(cupy.cuda, "Module", Module)
+        for name in ("Stream", "Event", "alloc_pinned_memory"):
+            patch.setattr(cupy.cuda, name, limited(getattr(cupy.cuda, name), runtime_error))
+        for name in ("cuFuncSetAttribute", "cuLaunchKernelEx"):
+            patch.setattr(driver, name, status_limited(getattr(driver, name)))
         yield
 
 
-def fail_each_allocation(failing: Failing, make: Callable[[], Callable[[], list[bytes]]]) -> int:
-    """Fail each allocation of ``make`` and of the call that it returns, one per run; return how many there are.
+STEPS = [pytest.param(7, id="every seventh"), pytest.param(1, marks=pytest.mark.slow, id="each")]
+"""The distance of the requests for memory that fail."""
 
-    After a failed call the same object is called again, with enough memory, and must return the same bits.
+
+def fail_each_allocation(
+    failing: Failing, make: Callable[[], Callable[[], list[bytes]]], step: int = 1, message: str = ""
+) -> int:
+    """Fail each ``step``-th allocation of ``make`` and of the call that it returns, one per run; return their number.
+
+    The error's text must match ``message``. After a failed call the same object is called again, with enough memory,
+    and must return the same bits.
     """
     expected = make()()
-    for n in itertools.count():
+    for n in itertools.count(0, step):
         call = None
         try:
             with failing(n):
                 call = make()
                 call()
-        except MemoryError:
-            assert (call or make())() == expected, f"after allocation {n} had failed"
+        except MemoryError as error:
+            text = str(error)
         else:
             return n
+        assert re.search(message, text)
+        assert (call or make())() == expected, f"after allocation {n} had failed"
     raise AssertionError
 
 
@@ -151,23 +203,69 @@ def test_threads_that_share_layers_get_the_bits_of_one_thread() -> None:
 
 
 @pytest.mark.gpu
-def test_operations_on_the_gpu_work_after_any_allocation_that_fails() -> None:
-    assert fail_each_allocation(failing_cupy, lambda: make_operations(put)) > 20
+@pytest.mark.parametrize("step", STEPS)
+def test_operations_on_the_gpu_work_after_any_request_for_memory_that_fails(step: int) -> None:
+    assert fail_each_allocation(failing_cupy, lambda: make_operations(put), step, "memory") > 100
 
 
 @pytest.mark.gpu
-def test_a_language_model_on_the_gpu_generates_after_any_allocation_that_fails(tmp_path: Path) -> None:
-    _fail_generation(tmp_path, failing_cupy, None, 10)
+@pytest.mark.parametrize("step", STEPS)
+def test_a_language_model_on_the_gpu_generates_after_any_request_for_memory_that_fails(
+    tmp_path: Path, step: int
+) -> None:
+    _fail_generation(tmp_path, failing_cupy, 0, 100, step, "^GPU 0: expected enough free memory, got: ")
 
 
-def _fail_generation(tmp_path: Path, failing: Failing, device: Any, least: int) -> None:
+def _fail_generation(
+    tmp_path: Path, failing: Failing, device: Any, least: int, step: int = 1, message: str = ""
+) -> None:
     folder = llm_models.folder(tmp_path, QWEN3)
 
     def make() -> Callable[[], list[bytes]]:
         model = llm.load(folder, device=device)
         return lambda: [model.generate("abc", max_tokens=3)[0].text.encode()]
 
-    assert fail_each_allocation(failing, make) > least
+    assert fail_each_allocation(failing, make, step, message) > least
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"),
+        RuntimeError("cudaErrorMemoryAllocation: out of memory"),
+        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"),
+        MemoryError("Out of memory allocating 1,024 bytes (allocated so far: 0 bytes)."),
+    ],
+)
+def test_exhausted_gpu_memory_is_one_error_of_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The texts are those of CuPy 14 and its libraries."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    cuda = SimpleNamespace(Device=contextlib.nullcontext)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    message = f"^GPU 3: expected enough free memory, got: {re.escape(str(error))}$"
+    with pytest.raises(MemoryError, match=message) as raised, placement.use_device(3), placement.use_device(3):
+        fail()
+    assert raised.value.__cause__ is error
+    monkeypatch.setattr(placement, "resolve", fail)
+    assert command_line.main(["demo"]) == 2
+    assert capsys.readouterr().err == f"cupy_awq: error: {error}\n"
+
+
+def test_other_errors_of_the_driver_keep_their_type_and_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=contextlib.nullcontext)))
+    with pytest.raises(RuntimeError, match=r"^CUDA_ERROR_ILLEGAL_ADDRESS"), placement.use_device(0):
+        fail()
+    monkeypatch.setattr(placement, "resolve", fail)
+    with pytest.raises(RuntimeError, match=r"^CUDA_ERROR_ILLEGAL_ADDRESS"):
+        command_line.main(["demo"])
 
 
 def test_a_kernel_that_does_not_fit_on_the_gpu_is_loaded_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,15 +274,21 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_loaded_by_the_next_call(monkey
 
     failures, limits = ["module", "attribute", "workspace"], []
 
+    class CUDADriverError(RuntimeError):
+        """The error of CuPy's binding of the driver, which needs a driver."""
+
     class Module:
         def load(self, code: bytes) -> None:
             assert code[:4] == b"\x7fELF"
             if "module" in failures:
                 failures.remove("module")
-                raise MemoryError("out of device memory")
+                raise CUDADriverError("CUDA_ERROR_OUT_OF_MEMORY: out of memory")
 
         def get_function(self, name: str) -> Any:
             return SimpleNamespace(ptr=1, module=self, name=name)
+
+    class Device(contextlib.nullcontext[None]):
+        compute_capability = "80"
 
     def set_attribute(function: Any, attribute: Any, value: int) -> tuple[Any]:
         if "attribute" in failures:
@@ -196,26 +300,26 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_loaded_by_the_next_call(monkey
     def allocate(nbytes: int) -> Any:
         if "workspace" in failures:
             failures.remove("workspace")
-            raise MemoryError("out of device memory")
+            raise CUDADriverError("cudaErrorMemoryAllocation: out of memory")
         return SimpleNamespace(data=SimpleNamespace(ptr=4096))
 
     runtime = SimpleNamespace(getDevice=lambda: 0)
-    device = SimpleNamespace(compute_capability="80")
-    cuda = SimpleNamespace(runtime=runtime, Module=Module, Device=lambda index: device)
+    cuda = SimpleNamespace(runtime=runtime, Module=Module, Device=Device)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(driver, "cuFuncSetAttribute", set_attribute)
     monkeypatch.setattr(compiler, "_functions", {})
     monkeypatch.setattr(workspaces, "_workspaces", {})
     monkeypatch.setattr(workspaces, "allocate_zeros", allocate)
     kernel = select.choose(Problem(1, 256, 256, 128), nominal(80)).plan.kernel
-    with pytest.raises(MemoryError):
+    message = "^GPU 0: expected enough free memory, got: "
+    with pytest.raises(MemoryError, match=message + "CUDA_ERROR_OUT_OF_MEMORY: out of memory"):
         compiler.load_function(kernel, 50_000)
-    with pytest.raises(RuntimeError, match="cuFuncSetAttribute: expected success, got CUDA_ERROR_OUT_OF_MEMORY"):
+    with pytest.raises(MemoryError, match=message + "CUDA_ERROR_OUT_OF_MEMORY of cuFuncSetAttribute"):
         compiler.load_function(kernel, 50_000)
     function = compiler.load_function(kernel, 50_000)
     assert compiler.load_function(kernel, 40_000) is compiler.load_function(kernel, 60_000) is function
     assert limits == [50_000, 60_000]
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryError, match=message + "cudaErrorMemoryAllocation"):
         workspaces.workspace_address(0, 7)
     assert workspaces.workspace_address(0, 7) == workspaces.workspace_address(0, 7) == 4096
     assert failures == []

@@ -101,7 +101,7 @@ def test_a_captured_plan_replays_on_new_values(m: int, split_k: int) -> None:
 
 def constant(plan: cupy_awq.Plan) -> int | None:
     """Return whether the kernel may read the weight before preceding kernels finish; None if no kernel of it can."""
-    return dict(plan._launch._launcher.plan.kernel.defines).get("CONSTANT")
+    return dict(plan._launch._launcher.plan.kernel.defines).get("MAY_PREFETCH_WEIGHTS")
 
 
 @pytest.mark.gpu
@@ -114,7 +114,7 @@ def test_only_plans_prefetch_the_weight_before_the_preceding_kernel_finishes() -
     gemm_op._launches.clear()
     gemm(x, weight)
     (launch,) = gemm_op._launches.values()
-    assert dict(launch._launcher.plan.kernel.defines)["CONSTANT"] == 0
+    assert dict(launch._launcher.plan.kernel.defines)["MAY_PREFETCH_WEIGHTS"] == 0
 
 
 @pytest.mark.gpu

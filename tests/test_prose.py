@@ -27,7 +27,7 @@ FRAGMENTS = set(
 """Prepositions and relative pronouns: a docstring that starts with one is a fragment."""
 NOT_VERBS = set("A All An Any Both Each Every How Its It None Nothing One Same The These This Those Whether".split())
 """Words that start a noun phrase, which a function's docstring is not."""
-CONTRACT = {"refuse", "configs", "estimate_us", "plan", "workspace", "prepare_weight"}
+CONTRACT = {"refusal", "configs", "estimate_us", "plan", "workspace", "prepare_weight"}
 """The functions of a kernel family, which `kernels.family.Family` documents once for all families."""
 SUFFIXES = ("s", "d", "ed", "r", "er", "ing", "ion", "ation")
 

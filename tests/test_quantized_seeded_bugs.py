@@ -160,7 +160,7 @@ SEEDS = {
         "conv2d/conv2d_sm90_large.cu", "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();", RACE,
     ),
     "the next tile begins with the last box of the preceding one": (
-        "conv2d/conv2d_sm90_large.cu", "x_state.stage_idx, lane);\n    x_state.branch_to_next();",
+        "conv2d/conv2d_sm90_large.cu", "x_state.stage_idx, lane);\n    x_state.advance_by_branch();",
         "x_state.stage_idx, lane);", ("race", "race"),
     ),
     "the last box of a tile is not released": (

@@ -177,7 +177,7 @@ def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
         bias_dtype=data.draw(st.sampled_from([None, "float32"])),
         activation="silu" if gated else None,
         gated=gated,
-        raw=False,
+        has_awq_layout=False,
         repacked=True,
         fusion=Fusion(role, eps=data.draw(st.sampled_from([1e-6, 0.5]))),
     )
@@ -196,7 +196,7 @@ def test_persistent_ctas_with_stream_k(backend: str, data: st.DataObject) -> Non
     problem = any_problem(data, [40, 128, 140, 300], 704, 768)
     here = replace(facts(90, backend), sm_count=data.draw(st.sampled_from([2, 4, 7])))
     family = select.FAMILIES["gemm_sm90_large"]
-    assert family.refuse(problem, here) is None
+    assert family.refusal(problem, here) is None
     config = data.draw(st.sampled_from(sorted(family.configs(problem, here), key=lambda config: -config.split_k)))
     pad = data.draw(st.sampled_from([0, 8]))
     check_matmul(runner(backend), problem, family, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)

@@ -81,7 +81,7 @@ def test_clear_cases_choose_the_expected_kernel(
         ("gemm_sm90_raw", Problem(4, 64, 64, 64), 80, "needs sm_90, not sm_80"),
         ("gemm_sm90_raw", Problem(17, 64, 64, 64), 90, "needs M <= 16, not 17"),
         ("gemm_sm90_raw", Problem(4, 64, 64, 64, "float32"), 90, "takes x of float16 or bfloat16, not float32"),
-        ("gemm_sm90_raw", Problem(4, 64, 64, 64, repacked=True), 90, "weights without a repacked copy"),
+        ("gemm_sm90_raw", Problem(4, 64, 64, 64, repacked=True), 90, "only if the weight has no repacked copy"),
         ("gemm_sm90_raw", Problem(4, 64, 48, 48), 90, "multiple of 32, not 48"),
         ("gemm_sm90_raw", Problem(4, 64, 64, 64, x_aligned=False), 90, "multiples of 16 bytes"),
         (
@@ -117,7 +117,7 @@ def test_explain_has_a_line_for_each_kernel_and_marks_the_choice() -> None:
     assert [line[:2] for line in lines].count("->") == 1
     assert "needs sm_80 or newer" in "\n".join(lines)
     assert {line.index("modelled") for line in lines if "modelled" in line} == {header.index("time")}
-    assert {line.index("not legal") for line in lines if "not legal" in line} == {header.index("configuration")}
+    assert {line.index("needs sm_") for line in lines if "needs sm_" in line} == {header.index("configuration")}
     assert chosen == "chosen: the lowest modelled time; no tuned configuration applies"
 
 
@@ -211,7 +211,7 @@ def test_many_rows_with_short_groups_scale_the_weights(m: int, group_size: int) 
     """Kernels that scale the accumulators of each group are slower here; they are used only if float16 cannot hold the
     scales."""
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
-    problem = Problem(m, 4096, 4096, group_size, repacked=True, raw=False)
+    problem = Problem(m, 4096, 4096, group_size, repacked=True, has_awq_layout=False)
     assert getattr(select.choose(problem, here).config, "scaled", True)
     wide = replace(problem, wide_scales=True)
     assert not select.choose(wide, here).config.scaled
@@ -220,7 +220,7 @@ def test_many_rows_with_short_groups_scale_the_weights(m: int, group_size: int) 
 @pytest.mark.parametrize("m", [33, 64, 65, 128])
 def test_bfloat16_x_with_float16_scales_scales_accumulators_at_64_rows(m: int) -> None:
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
-    problem = Problem(m, 8192, 8192, 128, "bfloat16", repacked=True, raw=False)
+    problem = Problem(m, 8192, 8192, 128, "bfloat16", repacked=True, has_awq_layout=False)
     kinds = {config.scaled for config in select.FAMILIES["gemm_sm90"].configs(problem, here) if config.block_m == 64}
     assert kinds == {False}
     if m <= 64:
@@ -230,7 +230,7 @@ def test_bfloat16_x_with_float16_scales_scales_accumulators_at_64_rows(m: int) -
 @pytest.mark.parametrize("m", [65, 128, 129, 512])
 def test_split_scales_have_no_tiles_of_128_rows_and_one_m64_tile(m: int) -> None:
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
-    problem = Problem(m, 12288, 4096, 128, "bfloat16", "bfloat16", repacked=True, raw=False)
+    problem = Problem(m, 12288, 4096, 128, "bfloat16", "bfloat16", repacked=True, has_awq_layout=False)
     for scales_dtype in ("bfloat16", "float16"):
         configs = select.FAMILIES["gemm_sm90_large"].configs(replace(problem, scales_dtype=scales_dtype), here)
         narrow = any((config.block_m, config.m64_tiles) == (128, 1) for config in configs)

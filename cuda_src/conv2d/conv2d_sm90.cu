@@ -41,7 +41,7 @@
 #include "hopper/cluster_reduction.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shared_storage.cuh"
-#include "hopper/tile_scheduler.cuh"
+#include "hopper/cluster.cuh"
 #include "hopper/tma.cuh"
 #include "hopper/wgmma.cuh"
 #include "ptx/barrier.cuh"
@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
         shared.code_pipeline().producer_acquire(code_state);
         ptx::mbarrier_arrive_expect_tx(full_barrier, kCodeBytes);
         ptx::cp_async_bulk(shared.codes(code_state.stage_idx), codes + tile * kCodeTileBytes, kCodeBytes, full_barrier);
-        code_state.branch_to_next();
+        code_state.advance_by_branch();
       };
       auto copy_x = [&](const KUnit& unit) {
         const uint32_t full_barrier = shared.x_pipeline().full_barrier(x_state.stage_idx);
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
         }
         ptx::cp_async_bulk(shared.parameters(x_state.stage_idx), parameters + tile * (kParameterGroups * 64),
                            kParameterBytes, full_barrier);
-        x_state.branch_to_next();
+        x_state.advance_by_branch();
       };
       const int prefetched = min(end, begin + kCodeStages);
       for (int index = begin; index < prefetched; ++index) copy_codes(index);
@@ -269,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     unit_codes.load(memory + SharedStorage::Codes::kBegin + code_state.stage_idx * kCodeBytes + wg_co * kCodeTileBytes +
                     thread * 16);
     shared.code_pipeline().consumer_release(code_state.stage_idx, lane);
-    code_state.branch_to_next();
+    code_state.advance_by_branch();
     const int first_row = kHalo ? unit.fy * dilation_h * kBoxW + unit.fx * dilation_w : 0;
     b_begin = shared.x(x_state.stage_idx) + wg_px * kBoxBytes + first_row * 128;
   };
@@ -293,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     const int free_box = last_box;
     const bool has_box = unit.begins_box();
     last_box = has_box ? x_state.stage_idx : -1;
-    if (has_box) x_state.branch_to_next();
+    if (has_box) x_state.advance_by_branch();
     fetch(has_box);
     ptx::wgmma_wait_group<1>();
     if (free_box >= 0) shared.x_pipeline().consumer_release(free_box, lane);

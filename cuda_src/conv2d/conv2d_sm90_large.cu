@@ -33,7 +33,7 @@
 #include "hopper/cluster_reduction.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shared_storage.cuh"
-#include "hopper/tile_scheduler.cuh"
+#include "hopper/cluster.cuh"
 #include "hopper/tma.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/fence_proxy.cuh"
@@ -171,14 +171,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
               ptx::cp_async_bulk_tensor_4d(shared.x(x_state.stage_idx) + i * kBoxBytes, &x_map, unit.chunk * 64, column,
                                            row, from.x, full_barrier);
             }
-            x_state.branch_to_next();
+            x_state.advance_by_branch();
           }
           const uint32_t full_barrier = weight_pipeline.full_barrier(weight_state.stage_idx);
           weight_pipeline.producer_acquire(weight_state);
           ptx::mbarrier_arrive_expect_tx(full_barrier, kWeightBytes);
           ptx::cp_async_bulk(shared.weight(weight_state.stage_idx), source, kWeightBytes, full_barrier);
           source += static_cast<int64_t>(co_tiles) * kTileBytes;
-          weight_state.branch_to_next();
+          weight_state.advance_by_branch();
           unit.advance(kernel_h, kernel_w);
         }
       }
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KUnit unit = first_unit;
     for (int index = begin; index < end; ++index) {
       const bool is_next_box = index > begin && unit.begins_box();
-      if (is_next_box) x_state.branch_to_next();
+      if (is_next_box) x_state.advance_by_branch();
       if (is_next_box || index == begin) x_pipeline.consumer_wait(x_state);
       weight_pipeline.consumer_wait(weight_state);
       const int first_row = kHalo ? unit.fy * dilation_h * kBoxW + unit.fx * dilation_w : 0;
@@ -232,13 +232,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ptx::wgmma_wait_group<1>();
       if (index > begin) weight_pipeline.consumer_release(weight_state.previous_stage(), lane);
       if (is_next_box) x_pipeline.consumer_release(x_state.previous_stage(), lane);
-      weight_state.branch_to_next();
+      weight_state.advance_by_branch();
       unit.advance(kernel_h, kernel_w);
     }
     ptx::wgmma_wait_group<0>();
     weight_pipeline.consumer_release(weight_state.previous_stage(), lane);
     x_pipeline.consumer_release(x_state.stage_idx, lane);
-    x_state.branch_to_next();
+    x_state.advance_by_branch();
 
     // The accumulators of the pixels that this CTA stores, starting at group first_group.
     float totals[kOwnedGroups * 4];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GEMM of gemm_sm90.cuh by wgmma: operand A, the weight, in registers; operand B, x, in shared memory.
+// The GEMM of gemm_sm90.cuh with wgmma: the weight is operand A, in registers; x is operand B, in shared memory.
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //
@@ -24,7 +24,7 @@ constexpr int kWarpgroups = WARPGROUPS;
 constexpr int kM64Tiles = M64_TILES;
 constexpr bool kScaled = SCALED;
 constexpr int kXHalfBytes = kBlockM * 128;  // bytes of x per 64 k
-constexpr int kAccumulators = kBlockM / 2;  // per thread and m64 tile
+constexpr int kAccumulators = kBlockM / 2;  // number of accumulators per thread and m64 tile
 constexpr int kK16Steps = kWeightTileK / 16;
 
 static_assert(kConsumerWarps == kWarpgroups * 4, "a warpgroup is four warps");
@@ -43,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   const int warpgroup = warp % kConsumerWarps / 4;
   float accumulators[kM64Tiles][kAccumulators] = {};
 
-  // Shared addresses of this lane's operands in stage 0, in the first weight tile of its warpgroup.
+  // The shared addresses of this lane's codes, scales and zero points in stage 0, for the warpgroup's first weight
+  // tile.
   struct Operands {
     uint32_t codes, scales, zeros;
   };
@@ -53,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     return Operands{ptx::opaque(weight_tile + warp % 2 * 512 + lane * 16), ptx::opaque(scales),
                     ptx::opaque(scales + 32 - lane / 4 * 2)};
   };
-  // Returns the byte offset in a stage of the weight tile of m64 tile i at k tile `k_tile`.
+  // Returns the byte offset of a weight tile relative to stage 0: that of m64 tile i and k tile `k_tile` of a stage.
   const auto weight_tile_offset = [](uint32_t stage_offset, int i, int k_tile) {
     return stage_offset + (i * kWarpgroups * 2 * kKTiles + k_tile) * kWeightTileBytes;
   };
@@ -63,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const auto pipeline = tile.shared.pipeline();
     auto state = PipelineState<kStages>::consumer(consumer);
     const Operands mine = lane_operands(tile);
-    uint32_t preceding = 0;  // address of the next empty barrier to arrive at, or 0
+    uint32_t preceding = 0;  // shared address of the preceding stage's empty barrier if it is not yet released, else 0
     uint32_t a[2][4][4];
     const ScaledCodes<X>::Factor factor(scale_factor);
     for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {
@@ -76,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 #pragma unroll
         for (int i = 0; i < kM64Tiles; ++i) {
           const uint32_t offset = weight_tile_offset(stage_offset, i, k_tile);
-          constexpr int kHalfGroups = kGroups > 1 ? kGroups / 2 : 1;  // groups per 64 k
+          constexpr int kHalfGroups = kGroups > 1 ? kGroups / 2 : 1;  // number of groups per 64 k
           ScaledCodes<X> codes[kHalfGroups];
 #pragma unroll
           for (int k64 = 0; k64 < 2; ++k64) {
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
             ptx::wgmma_commit_group();
           }
         }
-        // The pending wgmma groups, at most two, read the current stage.
+        // At most two wgmma groups are pending, both on the current stage: the preceding stage can be released.
         if (preceding != 0) {
           pipeline.release(preceding, lane);
           preceding = 0;
@@ -117,8 +118,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
   };
 
-  // SCALED = 0: the tensor cores accumulate one group, then its scale is applied.
-  auto accumulate_exact = [&](const Tile& tile) {
+  // SCALED = 0: the tensor cores accumulate over one group; then the accumulators are multiplied by the group's scale.
+  auto accumulate_unscaled = [&](const Tile& tile) {
     const auto pipeline = tile.shared.pipeline();
     auto state = PipelineState<kStages>::consumer(consumer);
     const Operands mine = lane_operands(tile);
@@ -177,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     if constexpr (kScaled) {
       accumulate_scaled(tile);
     } else {
-      accumulate_exact(tile);
+      accumulate_unscaled(tile);
     }
   };
   auto store_all = [&](float* shared_accumulators) {
@@ -191,8 +192,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       }
     }
   };
-  // Prefetch only the x of the prologue: later copies are issued well ahead of their use, and prefetches
-  // would delay them.
+  // Only the x of the prologue is prefetched. Later copies are issued long before their use, and prefetches would delay
+  // these copies.
   auto prefetch_x = [&](const Tile& tile) {
     if (threadIdx.x >= x_boxes(m)) return;
     for (int i = tile.n_block % kXParts; i < tile.prologue_iterations(); i += kXParts) {

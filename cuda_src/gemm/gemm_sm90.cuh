@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM on the repacked weight, for any M and tuned for up to a few hundred rows of x: the code shared by gemm_sm90.cu
-// (wgmma) and gemm_sm90_mma.cu (mma, M <= 16). cuda_src/README.md follows one tile through its warps and barriers.
+// GEMM on the repacked weight, for any M but fastest for up to a few hundred rows of x: the code shared by gemm_sm90.cu
+// (wgmma) and gemm_sm90_mma.cu (mma, M <= 16). cuda_src/README.md describes the warps and barriers of one tile.
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //
@@ -9,16 +9,18 @@
 //   residual  X [m, n], row stride ldr values, or null
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
 //
-// ADD_TO_STREAM, RMS_NORM_X: the fused residual add and RMSNorm of a decoder, see hopper/residual_stream.cuh. Limits: k
-// % 64 == 0; n % 8 == 0 (gated: n % 64 == 0). ALIGNED: rows of y and of the residual start at multiples of 16 bytes.
+// ADD_TO_STREAM, RMS_NORM_X: the fused residual add and RMSNorm of a decoder layer, see hopper/residual_stream.cuh.
+//
+// Limits: k % 64 == 0; n % 8 == 0 (gated: n % 64 == 0). ALIGNED = 1 requires that the rows of y and of the residual
+// start at multiples of 16 bytes.
 //
 // The kernel computes y^T = W^T x^T: the weight is operand A, which warps dequantize in registers once for all BLOCK_M
 // rows of x; x is operand B. A cluster of SPLIT_K CTAs computes a tile of BLOCK_M rows and WEIGHT_TILES * 32 columns,
 // each CTA over its slice of K. In a CTA a producer warp copies the weight, and for wgmma also x, to STAGES stages.
 // CONSUMERS groups of warps take turns at the stages, each with accumulators of the whole tile.
 //
-// Programmatic dependent launch (PDL): before griddepcontrol.wait only the weight is read; x and the residual stream
-// are prefetched into L2.
+// Programmatic dependent launch (PDL): before griddepcontrol.wait, a CTA reads only the weight, and prefetches x and
+// the residual stream into L2.
 #pragma once
 
 #include "common/warp.cuh"
@@ -30,33 +32,33 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/setmaxnreg.cuh"
 
-// CTAs of adjacent columns share x, so each of eight prefetches one part of it. With a residual stream, the preceding
-// kernel has just written x, which is still in L2.
+// CTAs with the same rows share x, so each of eight adjacent CTAs prefetches one eighth of x. With a residual stream no
+// prefetch is needed: the preceding kernel has just written x, which is still in L2.
 constexpr int kXParts = 8;
 constexpr bool kPrefetchesX = !kAddsToStream && !kRmsNormsX;
 
-// Synchronizes all threads of the CTA. Warp roles call it from different branches, where __syncthreads is not allowed.
+// Synchronizes all threads of the CTA. Unlike __syncthreads, warps may call it from different branches.
 __device__ __forceinline__ void sync_cta() { ptx::barrier_sync(0, kThreads); }
 
-// Waits until all barriers of the cluster are initialized and missing rows of x are zeroed.
+// Waits until the barriers of all CTAs of the cluster are initialized and the missing rows of x are zeroed.
 __device__ __forceinline__ void sync_setup(int m) {
-  if (kSplitK == 1 || zeroes_x(m)) sync_cta();
+  if (kSplitK == 1 || has_rows_to_zero(m)) sync_cta();
   if constexpr (kSplitK > 1) cluster_sync_after_init<kSplitK>();
 }
 
-// The producer warp.
-//   prologue   initializes the barriers and fills each stage once. Before griddepcontrol.wait it copies the weights of
-//              all stages, with all lanes (kPrefetchWeights), or those of stage 0, with one lane; after it, one lane
-//              copies x and the remaining weights
-//   main loop  one lane refills each stage that the consumers have released
+// Runs the producer warp.
+//   prologue   initializes the barriers and fills each stage once. Before griddepcontrol.wait, the warp copies the
+//              weights of all stages (kPrefetchWeights, all lanes) or of stage 0 (one lane). After griddepcontrol.wait,
+//              one lane copies x and the remaining weights.
+//   main loop  one lane refills each stage that the consumers have released.
 __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& args) {
   const bool is_leader = ptx::elect();
   const SharedStorage& shared = tile.shared;
   const auto pipeline = shared.pipeline();
-  // A gated tile has weight tiles of the gate projection, then the matching ones of the up projection.
+  // In a gated tile, the first half of the weight tiles are of the gate projection, the others of the up projection.
   constexpr int kAdjacent = kGated ? kWeightTiles / 2 : kWeightTiles;
   const TileColumns columns(args.weight, tile.n_block * kAdjacent, tile.k_tile_begin, args.n, args.k);
-  const int x_bytes = zeroes_x(args.m) ? args.m * (kXStageBytes / kBlockM) : kXStageBytes;
+  const int x_bytes = has_rows_to_zero(args.m) ? args.m * (kXStageBytes / kBlockM) : kXStageBytes;
   auto expect = [&](int iteration, int stage_idx) {
     ptx::mbarrier_arrive_expect_tx(pipeline.full_barrier(stage_idx),
                                    kWeightTiles * tile.k_tiles(iteration) * kWeightTileBytes + x_bytes);
@@ -98,8 +100,8 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
     }
   }
   __syncwarp();
-  // A single lane would issue copies 4x faster than 32 lanes but slow down the preceding kernel, which still runs: +12%
-  // time at 4096 x 4096, 8 rows (H100).
+  // All 32 lanes issue these copies, although a single lane would issue them four times faster: that slows down the
+  // preceding kernel, which still runs, and increases the time by 12% at K = N = 4096, M = 8 on an H100.
   if constexpr (kPrefetchWeights) {
     for (int i = threadIdx.x % 32; i < prologue * kWeightTiles; i += 32) {
       copy_tile_column(i % kWeightTiles, i / kWeightTiles, i / kWeightTiles);
@@ -116,7 +118,7 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
       }
     }
   }
-  // The prologue has used each stage once without waiting, so the state starts one pass further.
+  // The prologue has filled each stage once without waiting, so the state starts one pass over the ring later.
   auto state = PipelineState<kStages>::producer();
   state.advance_by(kStages);
   for (int i = prologue; i < tile.iterations(); ++i) {
@@ -131,7 +133,7 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
   __syncwarp();
 }
 
-// Computes the RMSNorm factors of the owned rows; called by warp `warp` of WARPS.
+// Computes the RMSNorm factors of the owned rows. Each of WARPS warps calls it with its index `warp`.
 template <int WARPS>
 __device__ __forceinline__ void make_factors(const Tile& tile, const GemmArguments& args, uint8_t* memory, int warp) {
   ptx::griddepcontrol_wait();
@@ -140,50 +142,53 @@ __device__ __forceinline__ void make_factors(const Tile& tile, const GemmArgumen
                                               tile.n_block == 0);
 }
 
-// The kernel around the math: `prefetch_x(tile)` prefetches this CTA's part of x into L2, `accumulate(tile)` is the
-// main loop of a consumer, `store_all(accumulators)` stores its accumulators to shared memory. LOADS_STREAM_EARLY: load
-// the stream's operands of the thread's first output vector before the main loop, which takes 17 registers per thread.
+// Runs all of the kernel but the math, which the caller passes as functions: `prefetch_x(tile)` prefetches this CTA's
+// share of x into L2, `accumulate(tile)` is the main loop of a consumer, and `store_all(accumulators)` stores the
+// consumer's accumulators to shared memory. With LOADS_STREAM_EARLY, a thread loads the operands of its first residual
+// add before the main loop, which keeps 17 registers occupied.
 template <bool LOADS_STREAM_EARLY, class PrefetchX, class Accumulate, class StoreAll>
 __device__ __forceinline__ void run_tile(const GemmArguments& args, PrefetchX prefetch_x, Accumulate accumulate,
                                          StoreAll store_all) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Tile tile = make_tile(memory, args.m, args.k);
   if (is_padding_cta(tile, args.n)) {
-    // Stay resident until the preceding kernel ends: a free slot on this SM would attract CTAs of the next kernel.
+    // Stay resident until the preceding kernel ends: otherwise more CTAs of the next kernel start on this SM than on
+    // the others.
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
     return;
   }
   const int warp = uniform_warp();
-  // With setmaxnreg, each role must be a single branch up to the end of the kernel.
+  // With setmaxnreg, each warp role must be one branch that lasts to the end of the kernel.
   if (warp < kProducerWarp) {
     if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    if (zeroes_x(args.m)) zero_shared<kXRingBytes, kConsumerThreads>(memory);
+    if (has_rows_to_zero(args.m)) zero_shared<kXRingBytes, kConsumerThreads>(memory);
     if constexpr (kPrefetchesX) prefetch_x(tile);
     sync_setup(args.m);
     ptx::griddepcontrol_launch_dependents();
     float* accumulators = reinterpret_cast<float*>(memory);
     const OutputVector first(tile, threadIdx.x, args.m, args.n);  // this thread's first vector of the residual stream
-    // Weights loaded since the stream was written have evicted it from L2.
+    // The residual stream is no longer in L2: weights read since it was written have evicted it.
     if (kAddsToStream && first.is_valid) args.stream.prefetch(first.row, first.column, args.n);
     if constexpr (kRmsNormsX && !kHasFactorWarp) make_factors<kProducerWarp>(tile, args, memory, warp);
     ResidualStream::Part part = {};
     auto load_part = [&]() {
       ptx::griddepcontrol_wait();
-      // After the main loop, recompute the vector instead of keeping it in registers.
+      // After the main loop, recompute the position of the vector: keeping it would occupy registers.
       const OutputVector at = LOADS_STREAM_EARLY ? first : OutputVector(tile, ptx::opaque(threadIdx.x), args.m, args.n);
       if (at.is_valid) part = args.stream.part(at.row, at.column, args.n);
     };
     if constexpr (kAddsToStream && LOADS_STREAM_EARLY) load_part();
     accumulate(tile);
     if constexpr (kAddsToStream && !LOADS_STREAM_EARLY) load_part();
-    sync_cta();  // The stages are free: accumulators take their place.
+    sync_cta();  // All stages have been read, so the accumulators can overwrite them.
     store_all(accumulators);
     sync_cta();
     if constexpr (kSplitK > 1) write_partial_sums(tile, accumulators);
     if constexpr (kHasResidual) ptx::griddepcontrol_wait();
     store_tile(tile, memory, args, part);
-    if constexpr (kSplitK > 1) tile.shared.received_barrier().wait_for_all();  // Others write to this CTA until then.
+    // Do not exit while other CTAs write to this CTA's shared memory.
+    if constexpr (kSplitK > 1) tile.shared.received_barrier().wait_for_all();
   } else {
     if constexpr (kConsumerRegisters != 0) ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kProducerWarp) {

@@ -11,8 +11,8 @@
 
 #include "gemm/gemm_sm90_tile.cuh"
 
-// Stores a consumer's accumulators of 8 rows, starting at `row`, and 16 columns, starting at `column`; c
-// as in ptx/mma.cuh.
+// Stores this lane's four accumulators c (ptx/mma.cuh) of a block of 8 rows and 16 columns, which starts at `row` and
+// `column`, to the consumer's accumulators in shared memory.
 __device__ __forceinline__ void store_accumulators(float* accumulators, int consumer, int row, int column,
                                                    const float (&c)[4]) {
   const int lane = threadIdx.x % 32;
@@ -20,7 +20,7 @@ __device__ __forceinline__ void store_accumulators(float* accumulators, int cons
   store<true>(accumulators + consumer * kConsumerFloats + index, Vector<float, 4>{c[0], c[1], c[2], c[3]});
 }
 
-// Writes this CTA's partial sums to the CTAs that own their rows, as float4 of two rows and two columns.
+// Writes this CTA's partial sums to the CTAs that own the rows; a float4 holds two rows and two columns.
 __device__ __forceinline__ void write_partial_sums(const Tile& tile, const float* accumulators) {
   constexpr uint32_t kUnits = kOwnedRows / 2 * (kBlockN / 2);
   constexpr uint32_t kAll = (kSplitK - 1) * kUnits;
@@ -50,9 +50,9 @@ __device__ __forceinline__ void write_partial_sums(const Tile& tile, const float
   }
 }
 
-constexpr int kStoreN = kGated ? kBlockN / 2 : kBlockN;  // columns of y that a CTA stores
+constexpr int kStoreN = kGated ? kBlockN / 2 : kBlockN;  // number of columns of y per CTA tile
 
-// Vector `index` (8 columns of a row) of the part of y that the CTA stores.
+// The position of a vector of 8 columns of y; `index` numbers the vectors of the rows that this CTA owns, row by row.
 struct OutputVector {
   uint32_t local_row, local_column;  // row among the owned rows; column in the tile
   int row, column;
@@ -68,7 +68,7 @@ struct OutputVector {
   }
 };
 
-// The kernel arguments.
+// The kernel arguments that both kernels have in common.
 struct GemmArguments {
   const uint8_t* weight;
   const BIAS* bias;

@@ -8,21 +8,23 @@
 //   bias           BIAS [n] or null
 //   residual       X [m, n], row stride ldr values, or null
 //   y              X [m, n] (gated: [m, n / 2]), row stride ldy values
-//   partials       float32, the accumulators of shared units: see reduce_shared_unit
-//   counters       uint32, zero before and after
+//   partials       float32, accumulators of units that clusters share: see reduce_shared_unit
+//   counters       uint32, zero before and after the launch
 //   x_map          tensor map of x as [k / 64][m][64], 128-byte swizzle; boxes are [2 / CLUSTER][BLOCK_M][64], or
 //                  [1][m][64] if the tile has missing rows (tma.cuh)
 //   stream_k_units, stream_k_clusters   see StreamKTileScheduler
-//   scale_factor   a power of two that moves the scales to the middle of X's range; result_factor is its inverse
+//   scale_factor   a power of two that moves the scales to the middle of X's range
+//   result_factor  1 / scale_factor
 //
-// Limits: k % 64 == 0; n % 8 == 0 (gated: n % 64 == 0); sm_90a. ALIGNED: rows of y and of the residual start at
-// multiples of 16 bytes.
+// Limits: k % 64 == 0; n % 8 == 0 (gated: n % 64 == 0); sm_90a. ALIGNED = 1 requires that the rows of y and of the
+// residual start at multiples of 16 bytes.
 //
 // The kernel computes y^T = W^T x^T: the weight is operand A, in registers because it is dequantized there; x is
 // operand B, in shared memory. A CTA computes tiles of BLOCK_M rows and WARPGROUPS * M64_TILES * 64 columns; each
 // warpgroup has its own columns. A warpgroup dequantizes a slice of 64 columns and 64 k while the tensor cores multiply
-// the preceding slice. The producer fills stages for the next tile while the warpgroups store the current one. The CTAs
-// of a cluster compute adjacent columns of the same rows; each multicasts its part of x to all of them.
+// the preceding slice. The producer fills stages for the next tile while the warpgroups store the current tile. The
+// CTAs of a cluster compute adjacent columns of the same rows; each of two CTAs multicasts 64 of the 128 k of x per
+// stage to both.
 #include "common/warp.cuh"
 #include "gemm/gemm_sm90_large.cuh"
 #include "gemm/gemm_sm90_large_epilogue.cuh"
@@ -35,13 +37,13 @@
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_sm90_large needs sm_90a");
 
-// The producer warp: one lane issues all copies.
+// Runs the producer warp, of which one lane issues all copies.
 __device__ __forceinline__ void produce(const SharedStorage& shared, Scheduler& scheduler, const uint8_t* weight,
                                         const TensorMap* x_map, int m, int n, int k) {
   const bool is_leader = ptx::elect();
   const bool has_missing = has_missing_rows<kBlockM>(m);
   const int stage_bytes = (has_missing ? m : kBlockM) * (kXStageBytes / kBlockM) + kWeightStageBytes;
-  const int boxes = kCluster == 1 && has_missing ? 2 : 1;  // boxes of x per stage that this CTA copies
+  const int boxes = kCluster == 1 && has_missing ? 2 : 1;  // number of TMA boxes of x per stage that this CTA copies
   const int rank = cluster_rank<kCluster>();
   const auto pipeline = shared.pipeline();
   if (is_leader) ptx::prefetch_tensormap(x_map);
@@ -58,7 +60,7 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, Scheduler& 
         ptx::mbarrier_arrive_expect_tx(full_barrier, stage_bytes);
 #pragma unroll
         for (int i = 0; i < kWeightTiles; ++i) {
-          // A gated warpgroup has 64 columns of the gate, then the matching 64 columns of the up projection.
+          // In a gated problem, a warpgroup computes 64 columns of the gate and the matching 64 of the up projection.
           const int column = kGated ? i / 2 % 2 * (n / 2 / kWeightTileN) + i / 4 * 2 + i % 2 : i;
           ptx::cp_async_bulk(shared.weight(state.stage_idx) + i * kWeightTileBytes, columns.tile(column, k_tile),
                              kWeightTileBytes, full_barrier);
@@ -101,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     cluster_sync_after_init<kCluster>();
   }
   ptx::griddepcontrol_launch_dependents();
-  // Each role constructs its own scheduler after setmaxnreg: a shared one would spill.
+  // Each warp role constructs its own scheduler after setmaxnreg: one scheduler before it would spill registers.
   auto make_scheduler = [&] {
     return Scheduler(ceil_div(m, kBlockM), ceil_div(n, kBlockN * kCluster), ceil_div(k, kWeightTileK), stream_k_units,
                      stream_k_clusters);
@@ -113,12 +115,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
     if constexpr (kHasResidual) ptx::griddepcontrol_wait();
 
-    // Slice b of a stage is m64 tile b / 2 and 64 k, half b % 2. It has kSliceGroups groups, or shares one with its
-    // neighbour along k.
+    // A slice is 64 columns x 64 k: slice b of a stage is m64 tile b / 2 and half b % 2 of the 128 k. A slice has
+    // kSliceGroups groups, or shares a group with the other half.
     constexpr int kSlices = 2 * kM64Tiles;
     constexpr int kSliceGroups = kGroups > 1 ? kGroups / 2 : 1;
     const typename ScaledCodes<X>::Factor factor(scale_factor);
-    // Shared addresses of this lane's operands in stage 0.
+    // The shared addresses of this lane's codes, scales and zero points in stage 0.
     const uint32_t weight_tile = shared.weight(0) + (warpgroup * kM64Tiles * 2 + warp % 4 / 2) * kWeightTileBytes;
     const uint32_t my_codes = ptx::opaque(weight_tile + warp % 2 * 512 + lane * 16);
     const uint32_t my_scales = ptx::opaque(weight_tile + kCodeBytes + warp % 2 * kHalfGroupBytes + lane / 4 * 4);
@@ -147,14 +149,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (kHasResidual) prefetch_residual(epilogue, scheduler.tile(), warpgroup, m, n);
       Accumulators accumulators = {};
       uint32_t a[2][4][4];
-      uint32_t preceding = 0;  // address of the preceding stage's empty barrier, or 0
+      uint32_t preceding = 0;  // shared address of the preceding stage's empty barrier; 0 in the first k tile
       pipeline.consumer_wait(state);
       load_slice(state.stage_idx, 0);
       dequantize(a[0]);
       for (int k_tile = scheduler.k_tile_begin; k_tile < scheduler.k_tile_end; ++k_tile) {
         const int stage_idx = state.stage_idx;
         state.advance();
-        // With stream-K the compiler cannot see that the stage is warp-uniform.
+        // With stream-K the compiler cannot prove that the stage index is warp-uniform.
         const uint64_t x = ptx::wgmma_descriptor(uniform(shared.x(stage_idx)));
 #pragma unroll
         for (int b = 0; b < kSlices; ++b) {
@@ -164,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             wgmma<X, true>(accumulators[b / 2], a[b % 2][k16], x + b % 2 * (kXHalfBytes / 16) + k16 * 2);
           }
           ptx::wgmma_commit_group();
-          // Dequantize the next slice while the tensor cores multiply this one. After the last slice of a tile this
-          // dequantizes the same slice again, and the result is not used.
+          // Dequantize the next slice while the tensor cores multiply this one. After the last slice of a tile, the
+          // same slice is dequantized again and the result is not used.
           if (b < kSlices - 1) {
             load_slice(stage_idx, b + 1);
           } else if (k_tile + 1 < scheduler.k_tile_end) {
@@ -173,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             load_slice(state.stage_idx, 0);
           }
           ptx::wgmma_wait_group<1>();
-          // The wgmmas on the preceding stage have completed.
+          // All wgmmas on the preceding stage have completed, so it can be released.
           if (b == 0 && k_tile > scheduler.k_tile_begin) pipeline.release<kCluster>(preceding, lane);
           dequantize(a[(b + 1) % 2]);
         }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The compile-time shape of gemm_sm90_large.cu: tile, pipeline, shared memory.
+// The compile-time constants and the shared-memory layout of gemm_sm90_large.cu.
 #pragma once
 
 #include "common/epilogue.cuh"
@@ -14,8 +14,8 @@ constexpr int kStages = STAGES;
 constexpr int kCluster = CLUSTER;
 constexpr bool kStreamK = STREAM_K;      // whether clusters share units (tile_scheduler.cuh)
 constexpr int kWarpgroups = WARPGROUPS;  // number of consumer warpgroups
-constexpr int kM64Tiles = M64_TILES;     // m64 tiles (64 columns of y) per warpgroup
-constexpr int kStoreRows = STORE_ROWS;   // rows of y per pass of the store
+constexpr int kM64Tiles = M64_TILES;     // number of m64 tiles (64 columns of y each) per warpgroup
+constexpr int kStoreRows = STORE_ROWS;   // number of rows of y per store buffer
 
 constexpr int kConsumerWarps = kWarpgroups * 4;
 constexpr int kThreads = (kConsumerWarps + 4) * 32;
@@ -23,7 +23,7 @@ constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 112;
 constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 24;
 constexpr int kWeightTiles = kWarpgroups * kM64Tiles * 2;
 constexpr int kBlockN = kWeightTiles * kWeightTileN;
-constexpr int kAccumulators = kBlockM / 2;  // per thread and m64 tile
+constexpr int kAccumulators = kBlockM / 2;  // number of accumulators per thread and m64 tile
 
 static_assert(kM64Tiles * kBlockM * (kWarpgroups / 2) <= 256, "the accumulators fit in registers");
 static_assert(!kGated || kM64Tiles == 2, "a warpgroup computes both the gate and the up projection");
@@ -34,7 +34,7 @@ static_assert(kStoreRows == 16 || kStoreRows == 32, "stmatrix stores 16 rows at 
 constexpr int kXHalfBytes = kBlockM * 128;  // bytes of x per 64 k
 constexpr int kXStageBytes = 2 * kXHalfBytes;
 constexpr int kWeightStageBytes = kWeightTiles * kWeightTileBytes;
-constexpr int kStoreRowBytes = kM64Tiles * 64 * 2 + 16;  // 16 bytes of padding put 8 rows into different banks
+constexpr int kStoreRowBytes = kM64Tiles * 64 * 2 + 16;  // with 16 bytes of padding, 8 rows start in different banks
 
 struct SharedStorage {
   using XStages = SharedArray<0, kStages, kXStageBytes>;                        // [stage][k64][row][64 k], swizzled
@@ -43,7 +43,7 @@ struct SharedStorage {
   using Barriers = SharedArray<StoreBuffers::kEnd, 2 * kStages, kBarrierBytes>;
   static constexpr int kBytes = Barriers::kEnd;
 
-  uint32_t begin;  // shared address, a multiple of 1024
+  uint32_t begin;  // shared address of the first byte, a multiple of 1024
 
   __device__ __forceinline__ uint32_t x(int stage_idx) const { return XStages::at(begin, stage_idx); }
   __device__ __forceinline__ uint32_t weight(int stage_idx) const { return WeightStages::at(begin, stage_idx); }

@@ -10,15 +10,16 @@
 #include "ptx/prefetch.cuh"
 #include "ptx/stmatrix.cuh"
 
-constexpr int kStoreN = kGated ? 64 : kM64Tiles * 64;  // columns of y that a warpgroup stores
+constexpr int kStoreN = kGated ? 64 : kM64Tiles * 64;  // number of columns of y per warpgroup
 
-// Sums the accumulators of a shared unit in the order of the clusters. A CTA without the unit's last k tiles writes its
-// accumulators to `partials`, float4 [CTA][warpgroup][m64 tile][kAccumulators / 4][128 threads], and increments
-// `counters` [unit][CTA of the cluster][warpgroup], zero before and after the launch. The CTA with the last k tiles
-// waits for all others and adds their partial sums. Returns true in this CTA, which stores the tile.
+// Sums the accumulators of a unit that several clusters share, in the order of the clusters, and returns whether this
+// CTA has the total and stores the tile. A CTA without the unit's last k tile writes its accumulators to `partials`,
+// float4 [CTA][warpgroup][m64 tile][kAccumulators / 4][128 threads], and increments `counters` [unit][CTA of the
+// cluster][warpgroup]. The CTA with the last k tile waits for the others and adds their partial sums to its
+// accumulators.
 __device__ __forceinline__ bool reduce_shared_unit(Accumulators& accumulators, const Scheduler& scheduler,
                                                    int warpgroup, float* partials, uint32_t* counters) {
-  if (scheduler.begins_unit() && scheduler.ends_unit()) return true;
+  if (scheduler.has_first_k_tile() && scheduler.has_last_k_tile()) return true;
   constexpr int kVectors = kAccumulators / 4;
   const int thread = threadIdx.x % 128;
   const auto slot = [&](int cluster_idx) {
@@ -27,7 +28,7 @@ __device__ __forceinline__ bool reduce_shared_unit(Accumulators& accumulators, c
            (cta * kWarpgroups + warpgroup) * (kM64Tiles * kVectors * 128) + thread;
   };
   uint32_t* counter = counters + (scheduler.unit * kCluster + cluster_rank<kCluster>()) * kWarpgroups + warpgroup;
-  if (!scheduler.ends_unit()) {
+  if (!scheduler.has_last_k_tile()) {
     Vector<float, 4>* target = slot(scheduler.cluster_idx);
 #pragma unroll
     for (int i = 0; i < kM64Tiles; ++i) {
@@ -69,7 +70,7 @@ __device__ __forceinline__ bool reduce_shared_unit(Accumulators& accumulators, c
   return true;
 }
 
-// Prefetches the residual of a warpgroup's columns of a tile into L2.
+// Prefetches the residual into L2, for the columns of a tile that the warpgroup stores.
 __device__ __forceinline__ void prefetch_residual(const Epilogue<X>& epilogue, const TileCoordinates& tile,
                                                   int warpgroup, int m, int n) {
   constexpr int kLine = 128 / sizeof(X);
@@ -81,8 +82,9 @@ __device__ __forceinline__ void prefetch_residual(const Epilogue<X>& epilogue, c
   }
 }
 
-// Stores a warpgroup's columns of a tile. A lane's accumulators are adjacent along the rows of x, but y is stored along
-// its columns, so stmatrix transposes them into `buffer`, shared memory of kStoreRows rows of kStoreRowBytes bytes.
+// Stores a warpgroup's columns of a tile. Adjacent accumulators of a lane belong to different rows of y, but y is
+// stored row by row. So stmatrix transposes the accumulators into `buffer`, shared memory of kStoreRows rows of
+// kStoreRowBytes bytes.
 __device__ __forceinline__ void store_tile(uint8_t* buffer, const Accumulators& accumulators,
                                            const TileCoordinates& tile, int warpgroup, const Epilogue<X>& epilogue,
                                            X* y, int m, int n, int ldy, float result_factor) {
@@ -91,7 +93,7 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const Accumulators& 
   const int n_out = kGated ? n / 2 : n;
   const int column_begin = (tile.n_block * kWarpgroups + warpgroup) * kStoreN;
   const int row_begin = tile_row_begin<kBlockM>(tile.m_block, m);
-  // In accumulators[i], values with v % 4 < 2 belong to this column, the others to column + 8.
+  // accumulators[i][v] belongs to column my_column if v % 4 < 2, else to my_column + 8 (both plus 64 i).
   const int my_column = column_begin + thread / 32 * 16 + lane / 4;
   float biases[kM64Tiles][2] = {};
   if constexpr (kHasBias) {
@@ -110,14 +112,14 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const Accumulators& 
     if constexpr (kGated) value *= fmaf(accumulators[1][v], result_factor, biases[1][upper]);
     return value;
   };
-  // A chunk is kStoreRows rows. In each pass over it a thread stores 8 columns of one row.
+  // A chunk is kStoreRows rows of the tile, stored in kPasses passes; per pass a thread stores 8 columns of one row.
   constexpr int kChunks = kBlockM / kStoreRows;
   constexpr int kPasses = kStoreRows * kStoreN / 8 / 128;
   auto row = [&](int chunk, int pass) {
     return row_begin + chunk * kStoreRows + (pass * 128 + thread) / (kStoreN / 8);
   };
   auto column = [&](int pass) { return column_begin + (pass * 128 + thread) % (kStoreN / 8) * 8; };
-  // Rows above this tile belong to the preceding one, which computes and stores them, too.
+  // The first rows may belong to the preceding tile, which stores them (tma.cuh).
   auto is_stored = [&](int chunk, int pass) {
     return row(chunk, pass) >= tile.m_block * kBlockM && row(chunk, pass) < m && column(pass) < n_out;
   };

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GEMM of gemm_sm90.cuh by mma m16n8k16, for up to 16 rows of x: a wgmma takes as long for 1 row as for 16, and
-// warps that are independent of each other can each have their own slice of K.
+// The GEMM of gemm_sm90.cuh with mma m16n8k16, for up to 16 rows of x. For so few rows mma is faster: a wgmma takes as
+// long for 1 row as for 16, and warps that need no warpgroup can each compute their own slice of K.
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //
 //   weight, bias, residual, y   as in gemm_sm90.cuh
 //   x       X [m, k], row stride ldx values; rows start at multiples of 16 bytes
 //
-// Limits: those of gemm_sm90.cuh, and m <= 16; sm_90 and newer. A consumer has one warp per tile column: it computes 32
-// columns of the CTA tile for all BLOCK_M rows. Consumers copy x themselves with cp.async, which for few rows has a
-// lower latency than TMA.
+// Limits: those of gemm_sm90.cuh, and m <= 16; sm_90 and newer. A consumer has one warp per tile column; the warp
+// computes 32 columns of the CTA tile for all BLOCK_M rows. Consumers copy x themselves with cp.async, which has a
+// lower latency than TMA for few rows.
 //
-// Zero points: codes enter the mma as q plus a constant. A group's scale and zero point are applied to
-// its float32 accumulators:
+// Zero points: operand A holds q plus a constant (RawCodes). The scale and the zero point of a group are applied to its
+// float32 accumulators:
 //
 //   s * (sum of x * q - z * sum of x)
 //
-// The sum of x is computed on the tensor cores as well, as a product with ones. With one or two rows, most columns of
-// operand B are unused: they take further slices of K, so that one mma per row covers a weight tile (kSliced). Each
-// lane then accumulates s * z * sum of x over its slices up to the end of K. The float32 terms that cancel are
-// therefore sums over the consumer's K instead of one group: at most 15x (bfloat16: 143x) the sum of x * scale, an
-// error of at most 6e-4 of y's RMS for 28672 bfloat16 x that are all positive.
+// The tensor cores also compute the sum of x, as a product with ones. With one or two rows of x, most columns of
+// operand B would be unused. These columns hold other slices of K instead, so that one mma per row sums x over a whole
+// weight tile (kSliced); each lane accumulates s * z * sum of x over its slices to the end of K. The terms that cancel
+// are then sums over the consumer's K instead of a group: up to 15 times (bfloat16: 143 times) the sum of x * scale.
+// The resulting error is at most 6e-4 of the RMS of y, for K = 28672 and bfloat16 x that are all positive.
 #include "gemm/gemm_sm90.cuh"
 #include "hopper/swizzle.cuh"
 #include "ptx/cp_async.cuh"
@@ -31,16 +31,17 @@
 static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_mma needs sm_90");
 
 constexpr int kM8Tiles = kBlockM / 8;
-constexpr int kN16Tiles = 2;  // 16-column mma tiles in a weight tile
+constexpr int kN16Tiles = 2;  // number of 16-column mma tiles per weight tile
 constexpr int kUnroll = kM8Tiles == 1 && kCtasPerSm == 1 && kThreads <= 320 ? 2 : 1;
-constexpr int kXRows = X_ROWS;  // rows of x in shared memory, a power of two
+constexpr int kXRows = X_ROWS;  // number of rows of x in shared memory, a power of two
 constexpr int kStageK = kKTiles * kWeightTileK;
-constexpr int kXChunks = kStageK / 8;  // 16-byte chunks per row of x in shared memory
+constexpr int kXChunks = kStageK / 8;  // number of 16-byte chunks per row of x in shared memory
 
-// It is no faster with more rows; with more groups a lane would need the scales of each of its slices.
+// Whether unused columns of operand B hold other slices of K. This is no faster with more than two rows, and with
+// several groups per weight tile a lane would need the scales of all its slices.
 constexpr bool kSliced = kXRows <= 2 && kGroups == 1;
-constexpr int kRows = kSliced ? kXRows : 2;  // rows of x per lane, out of two
-// Whether there are registers (112 per thread, fewer for one row) to load the stream's operands along with x.
+constexpr int kRows = kSliced ? kXRows : 2;  // number of rows of y per lane in each mma tile
+// Whether a thread has enough registers (112, fewer for one row) to load the residual stream before the main loop.
 constexpr bool kLoadsStreamEarly = kXRows == 1 || (kM8Tiles == 1 && kCtasPerSm * kThreads < 512);
 
 static_assert(kXStageBytes == 0, "the consumers copy x themselves");
@@ -51,8 +52,8 @@ static_assert(kConsumerWarps == kWeightTiles, "a warp computes the columns of on
 // Returns the largest power of two up to `value`.
 __device__ constexpr int last_power_of_two(int value) { return value < 2 ? 1 : 2 * last_power_of_two(value / 2); }
 
-// One consumer's private ring of x: X_STAGES stages [row][kStageK], swizzled (swizzle.cuh) and filled by cp.async. A
-// stage has the same k as a stage of the weight.
+// The ring of x of one consumer: X_STAGES stages [row][kStageK], swizzled (swizzle.cuh) and filled by cp.async. A stage
+// of x covers the same k as a stage of the weight.
 class XRing {
  public:
   __device__ __forceinline__ XRing(const X* x, int ldx, const Tile& tile, int consumer, int m, int k)
@@ -69,14 +70,14 @@ class XRing {
     first_chunk_ = ptx::opaque((row * kXChunks + (chunk ^ swizzle_bits(row))) * 16);
   }
 
-  // Starts the copies of all stages but the last.
+  // Starts the copies to all stages but the last.
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage) copy(stage * kStageBytes);
   }
 
-  // Waits for the x of the consumer's next iteration, refills the stage that was read before, and returns the shared
-  // address of the new stage.
+  // Waits for the x of the consumer's next iteration, starts to refill the stage of the preceding iteration, and
+  // returns the shared address of the next stage.
   __device__ __forceinline__ uint32_t next() {
     ptx::cp_async_wait_group<kStages - 2>();
     if constexpr (kConsumerWarps == 1) {
@@ -90,24 +91,25 @@ class XRing {
     return begin;
   }
 
-  // Waits for the copies past the last iteration: they write zeros to memory that the accumulators are about to reuse.
+  // Waits for the copies past the last iteration, which write zeros to memory that the accumulators are about to reuse.
   __device__ __forceinline__ void end() { ptx::cp_async_wait_group<0>(); }
 
  private:
   static constexpr int kStages = X_STAGES;
   static constexpr uint32_t kStageBytes = kXRows * kXChunks * 16;
   static constexpr uint32_t kRingBytes = kStages * kStageBytes;
-  static constexpr int kConsumerSize = kConsumerWarps * 32;        // threads per consumer
-  static constexpr int kRowLanes = kXChunks < 32 ? kXChunks : 32;  // threads that copy one row
-  // Rows that the consumer copies in one pass; a power of two gives a thread's chunks a constant distance.
+  static constexpr int kConsumerSize = kConsumerWarps * 32;        // number of threads per consumer
+  static constexpr int kRowLanes = kXChunks < 32 ? kXChunks : 32;  // number of threads that copy one row together
+  // The number of rows that the consumer copies per pass: a power of two, so that the distance between the chunks of a
+  // thread is a constant.
   static constexpr int kPassRows =
       last_power_of_two(kXRows * kRowLanes < kConsumerSize ? kXRows : kConsumerSize / kRowLanes);
-  static constexpr int kCopiesNothing = -kXRows;  // less than any value of rows_left_
+  static constexpr int kCopiesNothing = -kXRows;  // rows_left_ of a thread that copies nothing
 
   static_assert(kXRingBytes == kConsumers * kRingBytes, "each consumer has a ring of its own");
   static_assert(kConsumerWarps == 1 || kConsumers < 16, "there are 16 named barriers, and sync_cta takes one");
 
-  // Starts the copies of the stage at byte `offset` in the ring.
+  // Starts the copies to the stage at byte offset `offset` of the ring.
   __device__ __forceinline__ void copy(uint32_t offset) {
     if (kPassRows * kRowLanes == kConsumerSize || rows_left_ != kCopiesNothing) {
       const uint32_t target = ring_ + offset;
@@ -127,9 +129,9 @@ class XRing {
   }
 
   int consumer_;
-  const X* x_;  // this thread's first chunk of the next stage to fill
+  const X* x_;  // this thread's first chunk for the next stage to fill
   int ldx_;
-  int rows_left_, k_left_;  // rows and k past this thread's first chunk
+  int rows_left_, k_left_;  // numbers of rows and of k from this thread's first chunk to the end of x
   uint32_t ring_;
   uint32_t first_chunk_;  // byte offset of this thread's first chunk in a stage
   uint32_t read_ = 0;     // byte offset of the next stage to read
@@ -144,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   constexpr uint32_t kOnes[4] = {RawCodes<X>::kOnes[0], RawCodes<X>::kOnes[1], RawCodes<X>::kOnes[0],
                                  RawCodes<X>::kOnes[1]};
   float accumulators[kN16Tiles][kM8Tiles][4] = {};
-  float zero_sums[kN16Tiles][4] = {};  // kSliced: s * -z * sum of x over this lane's slices
+  float zero_sums[kN16Tiles][4] = {};  // with kSliced: -s * z * sum of x over this lane's slices of K
 
   auto prefetch_x = [&](const Tile& tile) {
     constexpr int kLine = 128 / sizeof(X);
@@ -159,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   auto accumulate = [&](const Tile& tile) {
     XRing ring(x, ldx, tile, consumer, m, k);
     const auto pipeline = tile.shared.pipeline();
-    // Shared addresses of this lane's operands in stage 0, and their byte offsets in a stage of x.
+    // The shared addresses of this lane's codes, scales and zero points in stage 0, and the byte offsets of this lane's
+    // operands in a stage of x.
     const uint32_t weight_tile = tile.shared.weight(0) + warp % kConsumerWarps * kKTiles * kWeightTileBytes;
     const uint32_t my_codes = ptx::opaque(weight_tile + lane * 16);
     const uint32_t my_scales = ptx::opaque(weight_tile + kCodeBytes + lane / 4 * 4);
@@ -167,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const int x_row = min(lane % 8, kXRows - 1);
     const uint32_t my_x = ptx::opaque((x_row * kXChunks + (lane / 8 ^ swizzle_bits(x_row))) * 16);
     const uint32_t my_other_x = ptx::opaque(my_x ^ 64);
-    // kSliced: row i of an 8 x 8 matrix of operand B is row i % kXRows of x at slice i / kXRows of K, in an order
-    // without bank conflicts.
+    // With kSliced, row i of an 8 x 8 matrix of operand B is row i % kXRows of x in slice i / kXRows of K; the order of
+    // the slices avoids bank conflicts.
     const int sliced_row = lane % kXRows;
     const int sliced_chunk = kXRows == 1 ? lane % 16 : lane % 8 / kXRows * 2 + lane / 8 % 2;
     const uint32_t my_slices = (sliced_row * kXChunks + (sliced_chunk ^ swizzle_bits(sliced_row))) * 16;
@@ -183,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 #pragma unroll kUnroll
       for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
         const uint32_t offset = state.stage_idx * kWeightStageBytes + k_tile * kWeightTileBytes;
-        // Load the operands that do not depend on x first: they arrive earlier.
+        // Load the weight's operands first, because they arrive before x.
         Vector<uint32_t, 4> words[2][kN16Tiles];
         const auto load_codes = [&](int k64) {
 #pragma unroll
@@ -230,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
             }
 #pragma unroll
             for (int j = 0; j < kM8Tiles; ++j) {
-              // Four 8 x 8 matrices, for two steps of 16 k. Rows past the last row of x repeat it; the resulting
-              // columns of y^T are not stored.
+              // Load four 8 x 8 matrices, for two steps of 16 k. Lanes past the last row of x load that row again; the
+              // resulting columns of y^T are not stored.
               const uint32_t within = (k_tile * 16 + k32 / 2 * 8 + j * 8 * kXChunks) * 16;
               uint32_t b[4];
               ptx::ldmatrix_x4(b, x_begin + (k32 % 2 == 0 ? my_x : my_other_x) + within);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM on a weight in the AWQ layout, for up to 16 rows of x, by mma m16n8k16 and TMA. The weight is read once.
+// GEMM on a weight in the AWQ layout ("raw"), for up to 16 rows of x, with mma m16n8k16 and TMA. The weight is read
+// once.
 //
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
 //   or, with ZEROS = kOffset,                   (q[k, n] * s[k / group_size, n] + o[k / group_size, n])
@@ -10,28 +11,29 @@
 //   bias      BIAS [n] or null
 //   residual  X [m, n], row stride ldr values, or null
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
-//   w_map     tensor map of qweight, uint32 [k, n / 8], as [8 of i][k / 8][n / 8], where i = row % 8
-//   x_map     tensor map of x as [k / 32][m][32]; one box has all rows
+//   w_map     tensor map of qweight, uint32 [k, n / 8], as [row % 8][row / 8][n / 8]
+//   x_map     tensor map of x as [k / 32][m][32]; a box has all rows
 //
 // Limits: m <= ROWS; k and group_size are multiples of 32, n of 8 * WORDS (gated: of 16 * WORDS); addresses and row
 // strides of all matrices, and the first up column of a gated weight, are multiples of 16 bytes. sm_90 and newer.
 //
-// The kernel computes y^T = W^T x^T with the weight as operand A of mma (ptx/mma.cuh). A row of A may be any column of
-// the weight, and a k of A any k, provided that x has the same order. A cluster of SPLIT_K CTAs computes 64 * WORDS
-// columns; each of its warps has a contiguous range of K. In a step of 32 k, lane 4g + t takes WORDS adjacent words,
-// the g-th run of WORDS words of the tile, of rows 8t .. 8t + 7, and the same k of rows g, g + 8 of x:
-//   (lane, word, nibble i of 4) -> operand A's row g: column 2i of the word, row g + 8: column 2i + 1
-//   (t, k16 j of 2, register pair p of A, register p of B) -> k 8t + 4j + 2p, 8t + 4j + 2p + 1
-// RawCodes takes the low halves (even columns) or the high halves (odd columns) of the words of two adjacent k,
-// combined into one register.
+// The kernel computes y^T = W^T x^T with the weight as operand A of mma (ptx/mma.cuh). Any column of the weight may be
+// any row of A, and any k of the weight any k of A, provided that x has the same order of k. A cluster of SPLIT_K CTAs
+// computes 64 * WORDS columns; each warp of the cluster has a contiguous range of K. In a step of 32 k, lane 4g + t
+// loads the WORDS adjacent words from word g * WORDS of the tile, for weight rows 8t .. 8t + 7, and the same k of rows
+// g and g + 8 of x. The map from words to fragments is:
+//   (lane, word, nibble pair i of 4) -> row g of A: column 2i of the word; row g + 8: column 2i + 1
+//   (t, k16 step j of 2, register pair p of A, register p of B) -> k 8t + 4j + 2p, 8t + 4j + 2p + 1
+// RawCodes converts a register that holds the low halves (even columns) or the high halves (odd columns) of the words
+// of two adjacent k.
 //
-// Each warp is producer and consumer of its own ring of STAGES stages, one step each: it copies words and x by TMA and
-// refills a stage once all its lanes have read it. With one warp in both roles, stages need full barriers but no empty
-// ones. Words arrive as [i][t][word], so that lanes read different banks.
+// Each warp is producer and consumer of its own ring of STAGES stages, each of one step: the warp copies words and x by
+// TMA and refills a stage once all lanes have read it. Since one warp has both roles, stages have full barriers but no
+// empty barriers. Words are stored as [row % 8][t][word], so that lanes read different banks.
 //
-// Programmatic dependent launch (PDL): with CONSTANT, no kernel in flight writes the weight, so the first stages of
-// words and the first group are read before griddepcontrol.wait. Without CONSTANT nothing is read before it, and only
-// the scales are prefetched into L2.
+// Programmatic dependent launch (PDL): with MAY_PREFETCH_WEIGHTS, no kernel in flight writes the weight, so the words
+// of all stages and the parameters of the first group are read before griddepcontrol.wait. Otherwise, nothing is read
+// before griddepcontrol.wait; only scales and zero points are prefetched into L2.
 #include "common/epilogue.cuh"
 #include "common/warp.cuh"
 #include "common/mma.cuh"
@@ -52,27 +54,27 @@ constexpr Zeros kZeros = Zeros::ZEROS;
 constexpr int kRows = ROWS;
 constexpr int kWords = WORDS;
 constexpr int kWarps = WARPS;
-constexpr int kStages = STAGES;  // stages per warp
+constexpr int kStages = STAGES;  // number of stages per warp
 constexpr int kSplitK = SPLIT_K;
-constexpr bool kConstant = CONSTANT;
+constexpr bool kMayPrefetchWeights = MAY_PREFETCH_WEIGHTS;
 
 constexpr int kThreads = kWarps * 32;
 constexpr int kBlockN = 64 * kWords;
 constexpr int kStepK = 32;
 constexpr int kTilesM = ceil_div(kRows, 8);
-constexpr int kOdd = kRows == 1 ? 1 : 2;  // rows per lane in each tile of 8 rows
+constexpr int kOdd = kRows == 1 ? 1 : 2;  // number of rows per lane in each tile of 8 rows
 
-// A gated tile has two column ranges: gate columns and the matching up columns.
-constexpr int kParts = kGated ? 2 : 1;
-constexpr int kPartWords = 8 * kWords / kParts;
-constexpr int kPartBytes = kStepK * kPartWords * 4;
-constexpr int kWordBytes = kParts * kPartBytes;
+// A gated tile has two column ranges: columns of the gate and the matching columns of the up projection.
+constexpr int kColumnRanges = kGated ? 2 : 1;
+constexpr int kRangeWords = 8 * kWords / kColumnRanges;
+constexpr int kRangeBytes = kStepK * kRangeWords * 4;
+constexpr int kWordBytes = kColumnRanges * kRangeBytes;
 constexpr int kXTileBytes = 8 * kStepK * 2;
 constexpr int kXBytes = kRows * kStepK * 2;
 constexpr int kStepBytes = kWordBytes + (kXBytes > 128 ? kXBytes : 128);
 
-// Each warp has a ring of stages: words [part][i of 8][t of 4][kPartWords] and x [row][32]. After the main loop its
-// accumulators, float [row][kSumStride], take the place of the ring.
+// Each warp has a ring of stages; a stage holds words [column range][row % 8][t of 4][kRangeWords] and x [row][32].
+// After the main loop, the warp's accumulators, float [row][kSumStride], overwrite the ring.
 constexpr int kSumStride = kBlockN + 4;
 constexpr int kTileFloats = kRows * kSumStride;
 constexpr int kRingFloats = kStages * kStepBytes / 4;
@@ -80,7 +82,7 @@ constexpr int kWarpFloats = kRingFloats > kTileFloats ? kRingFloats : ceil_div(k
 
 struct SharedStorage {
   using Warps = SharedArray<0, kWarps, kWarpFloats * 4>;
-  // The partial sums of every CTA, in CTA 0 of the cluster.
+  // The partial sums of all CTAs of the cluster; only used in CTA 0.
   using Partials = SharedArray<Warps::kEnd, kSplitK, kTileFloats * 4>;
   using PartialBarrier = SharedArray<Partials::kEnd, 1, kBarrierBytes>;
   using FullBarriers = SharedArray<PartialBarrier::kEnd, kWarps, kStages * kBarrierBytes>;
@@ -104,11 +106,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   const int t = lane % 4;
   const int split = kSplitK == 1 ? 0 : ptx::cluster_ctarank();
   const int tile = blockIdx.x / kSplitK;
-  const int part = split * kWarps + warp;
+  const int slice = split * kWarps + warp;
   const int steps = k / kStepK;
-  const int step_begin = steps * part / (kSplitK * kWarps);
-  const int step_end = steps * (part + 1) / (kSplitK * kWarps);
-  // A lane past n reads the scales of the last columns; its accumulators are not stored.
+  const int step_begin = steps * slice / (kSplitK * kWarps);
+  const int step_end = steps * (slice + 1) / (kSplitK * kWarps);
+  // A lane whose columns lie past n reads the scales of the last columns; the lane's accumulators are not stored.
   const int column = min(weight_column<kBlockN>(tile, g * kWords * 8, n), n - 8 * kWords);
 
   if constexpr (kSplitK > 1) {
@@ -124,9 +126,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
 
   const uint32_t ring = ptx::opaque(shared_begin + warp * (kWarpFloats * 4));
   const uint32_t full_barriers = ptx::opaque(SharedStorage::FullBarriers::at(shared_begin, warp));
-  const int my_word = g * kWords;  // index of the lane's first word in a row of the tile
+  const int my_word = g * kWords;  // index of the lane's first word within a row of the tile
   const uint32_t my_words =
-      ptx::opaque(ring + my_word / kPartWords * kPartBytes + (t * kPartWords + my_word % kPartWords) * 4);
+      ptx::opaque(ring + my_word / kRangeWords * kRangeBytes + (t * kRangeWords + my_word % kRangeWords) * 4);
   const uint32_t my_x = ptx::opaque(ring + kWordBytes + (kRows == 1 ? t : lane) * 16);
   const int first_word = weight_column<kBlockN>(tile, 0, n) / 8;
   const bool leader = ptx::elect();
@@ -134,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     if (words) {
       ptx::mbarrier_arrive_expect_tx(full_barrier, kWordBytes + m * (kStepK * 2));
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-        const uint32_t target = ring + stage_offset + i * kPartBytes;
+      for (int i = 0; i < kColumnRanges; ++i) {
+        const uint32_t target = ring + stage_offset + i * kRangeBytes;
         ptx::cp_async_bulk_tensor_3d(target, &w_map, first_word + i * (n / 16), step * (kStepK / 8), 0, full_barrier);
       }
     }
@@ -154,8 +156,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(full_barriers + i * kBarrierBytes, 1);
     ptx::fence_mbarrier_init();
   }
-  if constexpr (kConstant) copy_first(true, false);
-  // TMA does not fill rows past m. Zero them, because mma reads them; their results are not stored.
+  if constexpr (kMayPrefetchWeights) copy_first(true, false);
+  // TMA does not fill rows past m. Zero these rows, because mma reads them; the resulting rows of y are not stored.
   if constexpr (kRows > 1) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
@@ -168,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   }
   __syncwarp();
   if (lane % 4 == 0 && (g % 2 == 0 ? step_begin : (group + 1) * group_steps) < step_end) {
-    // Prefetch the first two groups; each lane takes a quarter of the tile's columns.
+    // Prefetch the scales and zero points of the warp's first two groups; each lane takes a quarter of the columns.
     const int index = group + g % 2;
     const int first = weight_column<kBlockN>(tile, g / 2 * (kBlockN / 4), n);
     if (first < n) {
@@ -181,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   ptx::griddepcontrol_launch_dependents();
   if constexpr (kSplitK > 1) ptx::barrier_cluster_wait_acquire();
 
-  // [word][nibble][tile of 8 rows]; group_sums are the accumulators of the current group, in units of RawCodes::kUnits.
+  // The accumulators of all groups before the current one, and of the current group, both [word][nibble pair][tile of 8
+  // rows]; values are in units of RawCodes::kUnits.
   float accumulators[kWords][4][kTilesM][2][kOdd] = {};
   float group_sums[kWords][4][kTilesM][4] = {};
   float x_sums[kTilesM][4] = {};
@@ -232,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     for (int k16 = 0; k16 < 2; ++k16) {
       uint32_t words[4][kWords];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ptx::ld_shared(words[i], my_words + stage_offset + (k16 * 4 + i) * (kPartBytes / 8));
+      for (int i = 0; i < 4; ++i) ptx::ld_shared(words[i], my_words + stage_offset + (k16 * 4 + i) * (kRangeBytes / 8));
       auto multiply_by = [&](int j, float (&c)[4], const uint32_t (&a)[4]) {
         mma<X>(c, a, x_step[j][2 * k16], x_step[j][2 * k16 + 1]);
       };
@@ -240,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
       for (int j = 0; j < kTilesM; ++j) multiply_by(j, x_sums[j], kOnes);
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        uint32_t codes[4][4];  // [register of A][nibble]
+        uint32_t codes[4][4];  // [register of A][nibble pair]
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32_t pair = __byte_perm(words[i / 2 * 2][w], words[i / 2 * 2 + 1][w], i % 2 ? 0x7632 : 0x5410);
@@ -259,10 +262,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   auto fetch_first_group = [&] {
     if (step_begin < step_end) fetch_group();
   };
-  if constexpr (kConstant) fetch_first_group();
+  if constexpr (kMayPrefetchWeights) fetch_first_group();
   ptx::griddepcontrol_wait();
-  copy_first(!kConstant, true);
-  if constexpr (!kConstant) fetch_first_group();
+  copy_first(!kMayPrefetchWeights, true);
+  if constexpr (!kMayPrefetchWeights) fetch_first_group();
   PipelineAddresses<kStages, kStepBytes> state{0, full_barriers, 0};
   for (int step = step_begin; step < step_end; ++step) {
     if (step == (group + 1) * group_steps) {
@@ -298,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   }
   __syncthreads();
 
-  // Returns the sum of `count` partial sums, `stride` floats apart, for four columns of a row.
+  // Returns the sum of `count` float4 in shared memory, the first at index `begin`, `stride` floats apart.
   auto add_up = [&](int begin, int stride, int count) {
     Vector<float, 4> total = {};
 #pragma unroll

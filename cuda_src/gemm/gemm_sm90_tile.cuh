@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The compile-time shape of gemm_sm90.cu and gemm_sm90_mma.cu, their shared memory, and the tile of a CTA.
+// The compile-time constants, the shared-memory layout and the CTA tile of gemm_sm90.cu and gemm_sm90_mma.cu.
 #pragma once
 
 #include "common/epilogue.cuh"
@@ -14,38 +14,38 @@
 
 constexpr bool kAligned = ALIGNED;
 constexpr int kBlockM = BLOCK_M;
-constexpr int kWeightTiles = WEIGHT_TILES;      // number of weight tiles along n in the CTA tile
-constexpr int kConsumers = CONSUMERS;           // number of warp groups that take turns at the stages
-constexpr int kConsumerWarps = CONSUMER_WARPS;  // warps per consumer
+constexpr int kWeightTiles = WEIGHT_TILES;      // number of weight tiles along n per CTA tile
+constexpr int kConsumers = CONSUMERS;           // number of consumers, which take turns at the stages
+constexpr int kConsumerWarps = CONSUMER_WARPS;  // number of warps per consumer
 constexpr int kStages = STAGES;
-constexpr int kKTiles = K_TILES;  // weight tiles along k per stage, one copy per tile column
-constexpr int kSplitK = SPLIT_K;  // CTAs of a cluster, which split the K of a tile
+constexpr int kKTiles = K_TILES;  // number of weight tiles along k per stage, copied together for each tile column
+constexpr int kSplitK = SPLIT_K;  // number of CTAs per cluster; each computes the tile over its slice of K
 constexpr int kCtasPerSm = CTAS_PER_SM;
 constexpr int kXStageBytes = X_STAGE_BYTES;  // bytes of x that the producer copies per stage; 0: the consumers copy x
 constexpr int kXRingBytes = X_RING_BYTES;    // bytes of all stages of x
-// Whether the weights of all stages are copied before griddepcontrol.wait, or only those of the first stage. TMA serves
-// copies in order, so x is queued after every weight copied before it. Copying all suits a CTA that starts long before
-// the preceding kernel ends; a CTA that starts at its end needs x soon.
+// Whether the weights of all stages, or only those of the first stage, are copied before griddepcontrol.wait. TMA
+// serves copies in order, so x arrives after all weights that were copied before it. Copying all of them suits a CTA
+// that starts long before the preceding kernel ends; a CTA that starts later needs x earlier.
 constexpr bool kPrefetchWeights = PREFETCH_WEIGHTS;
-// Registers per consumer thread after setmaxnreg has moved registers from the producer's warpgroup. 0: no setmaxnreg,
-// the producer is a single warp.
+// The number of registers per consumer thread after setmaxnreg has moved registers from the producer's warpgroup, or 0
+// without setmaxnreg. In the latter case the producer is a single warp, not a warpgroup.
 constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kProducerRegisters = 40;
 
 constexpr int kBlockN = kWeightTiles * kWeightTileN;
 constexpr int kProducerWarp = kConsumers * kConsumerWarps;  // warps 0 .. kProducerWarp - 1 are consumers
 constexpr int kConsumerThreads = kProducerWarp * 32;
-// Whether the warp after the producer computes the RMSNorm factors. Where the producer copies x, M may be large, and
-// the consumers compute them while they wait for x.
+// Whether an additional warp computes the RMSNorm factors (gemm_sm90_mma). In gemm_sm90, where M may be large, all
+// consumer warps compute the factors while they wait for x.
 constexpr bool kHasFactorWarp = kRmsNormsX && kXStageBytes == 0;
 constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : kHasFactorWarp ? 64 : 32);
-// Rows of the tile that a CTA of the cluster sums and stores; the last CTAs own fewer or none if it does not divide.
+// The number of rows of the tile that a CTA stores; the last CTAs of the cluster store fewer, or none.
 constexpr int kOwnedRows = ceil_div(kBlockM / 2, kSplitK) * 2;
 constexpr bool kOwnsEvenly = kOwnedRows * kSplitK == kBlockM;
 
 static_assert(kBlockM % 8 == 0, "mma and wgmma take 8 rows of x at a time");
 static_assert(kSplitK <= 8, "larger clusters are not portable");
-// A consumer that skips a use of a stage could mistake its phase: see pipeline.cuh.
+// Each stage needs a fixed consumer, which waits for every phase of the stage: see pipeline.cuh.
 static_assert(kStages % kConsumers == 0, "a stage belongs to one consumer");
 // setmaxnreg.inc blocks forever if the CTA has too few registers at launch.
 static_assert(kProducerWarp / 4 * kConsumerRegisters + (kConsumerRegisters != 0 ? kProducerRegisters : 0) <=
@@ -57,9 +57,10 @@ static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(!kAddsToStream || (!kGated && !kHasResidual && kAligned),
               "only a plain, aligned y can be added to the residual stream");
 
-// Accumulators in shared memory, in blocks of 8 rows and 16 columns as the lanes hold them after mma and wgmma: float4
-// [column % 8][ROW_PAIRS], each the values (row, column), (row + 1, column), (row, column + 8), (row + 1, column + 8).
-// Padding of 8 floats puts the same column % 8 of adjacent blocks into different banks.
+// The layout of accumulators in shared memory: blocks of 2 * ROW_PAIRS rows and 16 columns. A block is float4
+// [column % 8][ROW_PAIRS]; a float4 holds (row, column), (row + 1, column), (row, column + 8), (row + 1, column + 8),
+// which are the four values of a lane after mma or wgmma. 8 floats of padding per block put the same column % 8 of
+// adjacent blocks into different banks.
 template <int ROW_PAIRS>
 struct AccumulatorBlocks {
   static constexpr int kRowPairs = ROW_PAIRS;
@@ -71,35 +72,36 @@ struct AccumulatorBlocks {
     const uint32_t block = row / (2 * ROW_PAIRS) * (kBlockN / 16) + column / 16;
     return block * kFloats + column % 8 * kColumnFloats + row / 2 % ROW_PAIRS * 4;
   }
-  // Adds 8 columns of a row, starting at a multiple of 8, to `out`.
+  // Adds to `out` the accumulators of `row` in the 8 columns from `column`, which is a multiple of 8.
   static __device__ __forceinline__ void add(float (&out)[8], const float* blocks, uint32_t row, uint32_t column) {
     const float* source = blocks + index(row, column) + column / 8 % 2 * 2 + row % 2;
 #pragma unroll
     for (int i = 0; i < 8; ++i) out[i] += source[i * kColumnFloats];
   }
 };
-using ConsumerBlocks = AccumulatorBlocks<4>;  // one consumer's, of all rows
-// One other CTA's, of the owned rows: as many row pairs per block as divide them.
+// The accumulators of one consumer, for all rows of the tile.
+using ConsumerBlocks = AccumulatorBlocks<4>;
+// The partial sums received from one other CTA, for the owned rows.
 using ReceivedBlocks = AccumulatorBlocks<(kOwnedRows % 8 == 0 ? 4 : kOwnedRows % 4 == 0 ? 2 : 1)>;
 constexpr int kConsumerFloats = kBlockM / 8 * (kBlockN / 16) * ConsumerBlocks::kFloats;
 constexpr int kReceivedFloats = kOwnedRows / (2 * ReceivedBlocks::kRowPairs) * (kBlockN / 16) * ReceivedBlocks::kFloats;
 constexpr int kWeightStageBytes = kWeightTiles * kKTiles * kWeightTileBytes;
 
 struct SharedStorage {
-  // During the main loop.
+  // Used during the main loop.
   using XRing = SharedArray<0, 1, kXRingBytes>;
   using WeightStages = SharedArray<XRing::kEnd, kStages, kWeightStageBytes>;  // [stage][tile column][k tile]
   using Barriers = SharedArray<WeightStages::kEnd, 2 * kStages, kBarrierBytes>;
-  // After the main loop, in place of the stages.
+  // Used after the main loop, in the memory of the stages.
   using Accumulators = SharedArray<0, kConsumers, kConsumerFloats * 4>;
-  // During the whole kernel, because other CTAs may be ahead of this one.
+  // Not shared with the stages, because other CTAs may write their partial sums while this CTA is in the main loop.
   static constexpr int kOverlaidEnd = Barriers::kEnd > Accumulators::kEnd ? Barriers::kEnd : Accumulators::kEnd;
   using ReceivedBarrier = SharedArray<kOverlaidEnd, kSplitK == 1 ? 0 : 1, 16>;
   using Received = SharedArray<ReceivedBarrier::kEnd, kSplitK - 1, kReceivedFloats * 4>;
-  using Factors = SharedArray<Received::kEnd, kRmsNormsX ? kOwnedRows : 0, 4>;  // RMSNorm factors
+  using Factors = SharedArray<Received::kEnd, kRmsNormsX ? kOwnedRows : 0, 4>;  // RMSNorm factors of the owned rows
   static constexpr int kBytes = Factors::kEnd;
 
-  uint32_t begin;  // a shared address, a multiple of 1024
+  uint32_t begin;  // shared address of the first byte, a multiple of 1024
 
   __device__ __forceinline__ uint32_t x(int stage_idx) const { return begin + stage_idx * kXStageBytes; }
   __device__ __forceinline__ uint32_t weight(int stage_idx) const { return WeightStages::at(begin, stage_idx); }
@@ -108,14 +110,14 @@ struct SharedStorage {
 };
 ASSERT_SHARED_BYTES(SharedStorage);
 
-// The work of one CTA: kBlockM rows, kBlockN columns and k tiles [k_tile_begin, k_tile_end). An iteration of the main
-// loop consumes one stage: kKTiles k tiles, or fewer at the end of K.
+// The work of one CTA: kBlockM rows, kBlockN columns, and the k tiles [k_tile_begin, k_tile_end). An iteration of the
+// main loop consumes one stage: kKTiles k tiles, or fewer in the last iteration.
 struct Tile {
   SharedStorage shared;
   int n_block;
-  int m_begin;      // the first row of x in the tile
-  int store_begin;  // the first row that is stored; the preceding tile stores rows above it (tma.cuh)
-  uint32_t split;   // the CTA's rank in its cluster
+  int m_begin;      // first row of x in the tile
+  int store_begin;  // first row that this tile stores; rows m_begin .. store_begin - 1 belong to the preceding tile
+  uint32_t split;   // rank of the CTA in its cluster
   int k_tile_begin;
   int k_tile_end;
 
@@ -125,7 +127,7 @@ struct Tile {
     return min(kOwnedRows, max(0, kBlockM - static_cast<int>(rank) * kOwnedRows));
   }
   __device__ __forceinline__ int iterations() const { return ceil_div(k_tile_end - k_tile_begin, kKTiles); }
-  // Returns the number of iterations in the prologue, each the first use of a stage.
+  // Returns the number of iterations whose stages the prologue fills: the first use of each stage.
   __device__ __forceinline__ int prologue_iterations() const { return min(iterations(), kStages); }
   __device__ __forceinline__ int k_tiles(int iteration) const {
     return kKTiles == 1 ? 1 : min(kKTiles, k_tile_end - k_tile_begin - iteration * kKTiles);
@@ -154,14 +156,14 @@ __device__ __forceinline__ Tile make_tile(uint8_t* memory, int m, int k) {
 }
 
 // Returns whether this is a padding CTA, which has no tile. Padding CTAs make the grid a multiple of the SM count, so
-// that every SM has the same number of free slots for the next kernel; otherwise two of its CTAs may share an SM and
-// delay the launch.
+// that every SM has as many free slots for CTAs of the next kernel. Otherwise two of these CTAs may share an SM while
+// another SM has none.
 __device__ __forceinline__ bool is_padding_cta(const Tile& tile, int n) {
   return gridDim.y == 1 && tile.n_block >= ceil_div(n, kBlockN);
 }
 
-// Returns whether the consumers zero x because the tile has missing rows (tma.cuh).
-__device__ __forceinline__ bool zeroes_x(int m) { return kXStageBytes != 0 && has_missing_rows<kBlockM>(m); }
+// Returns whether the consumers must zero the missing rows of x, which TMA does not fill (tma.cuh).
+__device__ __forceinline__ bool has_rows_to_zero(int m) { return kXStageBytes != 0 && has_missing_rows<kBlockM>(m); }
 
-// Returns the number of boxes of x per stage: one, or one per 64 k if rows are missing.
-__device__ __forceinline__ int x_boxes(int m) { return zeroes_x(m) ? 2 * kKTiles : 1; }
+// Returns the number of TMA boxes of x per stage: one, or one per 64 k if the tile has missing rows.
+__device__ __forceinline__ int x_boxes(int m) { return has_rows_to_zero(m) ? 2 * kKTiles : 1; }

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The repacked layout of a weight for sm_90: everything in the order in which the tensor cores consume it.
+// The repacked layout of a weight for sm_90: codes, scales and zero points in the order in which tensor cores consume
+// them.
 //
-// A weight tile is 32 columns x 128 k, contiguous in memory. The tiles of a tile column follow each other along k, so a
-// CTA's range of k in a tile column is contiguous, too:
+// A weight tile is 32 columns x 128 k, contiguous in memory. The weight tiles of the same columns (a tile column) are
+// adjacent in the order of k, so one copy can load several k tiles of a tile column:
 //
 //   weight [ceil(n / 128) * 4 tile columns][ceil(k / 128)] weight tiles
 //
 // A weight tile is
 //
-//   codes   uint32 [2 of k64][2 of 16 columns][32 lanes][4 of k16]: 16 bytes per lane. With g = lane / 4, t = lane % 4
-//           a word holds, at bits 4 i and 16 + 4 i, the codes of register i of operand A
-//           of wgmma and mma (ptx/mma.cuh):
+//   codes   uint32 [2 of k64][2 of 16 columns][32 lanes][4 of k16]: 16 bytes per lane and k64. With g = lane / 4 and
+//           t = lane % 4, a word holds register i of operand A of wgmma and mma (ptx/mma.cuh) as two codes, at bits 4 i
+//           and 16 + 4 i:
 //             i = 0: column g,     k 2t     and 2t + 1
 //             i = 1: column g + 8, k 2t     and 2t + 1
 //             i = 2: column g,     k 2t + 8 and 2t + 9
@@ -18,8 +19,9 @@
 //   groups  [GROUPS][2 of 16 columns]: SCALE [8 of g][2: columns g, g + 8], then, with packed zero points,
 //           uint8 [8 of g][2: columns g, g + 8]
 //
-// GROUPS is 128 / group_size, or 1 if a group spans several weight tiles, each of which then has a copy of its
-// parameters. Columns past n and rows past k have codes and scales of zero.
+// GROUPS is the number of groups per weight tile, 128 / group_size. If a group spans several weight tiles, GROUPS is 1
+// and each of the tiles has a copy of the scales and zero points. Columns past n and rows past k have codes and scales
+// of zero.
 //
 // Constants: SCALE, ZEROS, GROUPS, from `RepackedLayout` in kernels/repack.py.
 #pragma once
@@ -33,19 +35,20 @@ constexpr Zeros kZeros = Zeros::ZEROS;
 constexpr int kWeightTileN = 32;
 constexpr int kWeightTileK = 128;
 constexpr int kCodeBytes = kWeightTileN * kWeightTileK / 2;
-constexpr int kHalfGroupBytes = kZeros == Zeros::kPacked ? 48 : 32;  // scales and zero points of 16 columns
+constexpr int kHalfGroupBytes = kZeros == Zeros::kPacked ? 48 : 32;  // bytes of scales and zero points per 16 columns
 constexpr int kGroupBytes = 2 * kHalfGroupBytes;
 constexpr int kWeightTileBytes = kCodeBytes + kGroups * kGroupBytes;
 
 static_assert(kZeros != Zeros::kOffset, "float offsets cannot be repacked");
 static_assert(sizeof(SCALE) == 2, "scales are 16-bit values");
 
-// Addresses of weight tiles in global memory, relative to a first tile column and k tile. Columns are clamped to the
-// last tile column: a CTA whose tile extends past n copies it again, and does not store the results.
+// The global addresses of a CTA's weight tiles, indexed relative to the CTA's first tile column and k tile. An index
+// past the last tile column is clamped: a CTA tile that extends past n copies the last tile column again and does not
+// store the results.
 struct TileColumns {
-  int last;  // last tile column, relative to the first
-  int64_t column_bytes;
-  const uint8_t* begin;
+  int last;              // index of the last tile column, relative to the CTA's first one
+  int64_t column_bytes;  // size of a tile column
+  const uint8_t* begin;  // address of the CTA's first weight tile
 
   __device__ __forceinline__ TileColumns(const uint8_t* weight, int first_column, int first_k_tile, int n, int k)
       : last(ceil_div(n, kWeightTileN) - 1 - first_column),
@@ -56,12 +59,13 @@ struct TileColumns {
   }
 };
 
-// A lane's scales and zero points of one group, for columns g and g + 8 of 16.
+// The scales and zero points of one group for the two columns of a lane: g and g + 8 of 16 columns.
 struct Group {
   uint32_t scales;  // two values of type SCALE
-  uint32_t zeros;   // two zero points, a byte each
+  uint32_t zeros;   // two zero points of one byte each
 
-  // `scales` and `zeros` are shared addresses of this lane's values in the weight tile's first group.
+  // Loads group `group` of a weight tile. `scales` and `zeros` are the shared addresses of this lane's values of the
+  // tile's first group.
   static __device__ __forceinline__ Group load_shared(uint32_t scales, uint32_t zeros, int group) {
     return {ptx::ld_shared_u32(scales + group * kGroupBytes),
             kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + group * kGroupBytes) : 0x0808u};
@@ -72,22 +76,22 @@ struct Group {
   __device__ __forceinline__ float zero(int upper) const { return static_cast<float>((zeros >> (8 * upper)) & 255u); }
 };
 
-// Converts codes to the registers of operand A as (q - z) / kUnit, exactly. The zero points of a lane's two columns are
-// passed as pairs of T.
+// Converts codes to operand A without rounding: a value is (q - z) / kUnit. The zero points of a lane's two columns are
+// passed as two values of type T in one register.
 template <class T>
 struct ExactCodes;
 
 template <>
 struct ExactCodes<half_t> {
-  // A code in the lowest four bits of a float16 is the subnormal q * 2^-24; four bits higher it is q * 2^-20. One fma
-  // scales it to q * 2^-9 and subtracts the zero point.
+  // As the bits of a float16, a code in the lowest four bits is the subnormal q * 2^-24, a code four bits higher is
+  // q * 2^-20. One fma scales either of them to q * 2^-9 and subtracts z * 2^-9.
   static constexpr float kUnit = 512.0f;
   static constexpr uint32_t k2Pow15 = 0x78007800u;
   static constexpr uint32_t k2Pow11 = 0x68006800u;
   static constexpr uint32_t kMinus2PowMinus9 = 0x98009800u;
   static constexpr uint32_t kTwo = 0x40004000u;
 
-  // Converts two bytes z to (1024 + z) * -2^-9 + 2 = -z * 2^-9.
+  // Converts two zero points z (bytes) to float16 -z * 2^-9 = (1024 + z) * -2^-9 + 2.
   static __device__ __forceinline__ uint32_t zeros(uint32_t bytes) {
     return ptx::fma_f16x2(__byte_perm(bytes, 0x64u, 0x4140), kMinus2PowMinus9, kTwo);
   }
@@ -103,11 +107,11 @@ struct ExactCodes<half_t> {
 
 template <>
 struct ExactCodes<bfloat16_t> {
-  // bfloat16 cannot hold q at two bit positions, and its subnormals are too small. So q is OR-ed into 128, and 128 + z
-  // is subtracted: see int4.cuh.
+  // The method of float16 fails for bfloat16: its mantissa is too short for a code at two bit positions, and its
+  // subnormals are too small. So q is OR-ed into the bits of 128, and 128 + z is subtracted: see int4.cuh.
   static constexpr float kUnit = 1.0f;
 
-  // Converts two bytes z to -(128 + z).
+  // Converts two zero points z (bytes) to bfloat16 -(128 + z).
   static __device__ __forceinline__ uint32_t zeros(uint32_t bytes) { return __byte_perm(bytes, 0xc3u, 0x4140); }
   static __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word, uint32_t zeros) {
 #pragma unroll
@@ -118,8 +122,8 @@ struct ExactCodes<bfloat16_t> {
   }
 };
 
-// Converts codes to the registers of operand A as (q - z) * scale * factor, rounded once. `factor` is a power of two
-// that moves all scales into T's normal range; for float16 scales it is at most 2^15.
+// Converts codes to operand A with one rounding: a value is (q - z) * scale * factor. `factor` is a power of two that
+// moves all scales into T's normal range, at most 2^15 if the scales are float16.
 template <class T>
 struct ScaledCodes;
 
@@ -177,8 +181,8 @@ struct ScaledCodes<bfloat16_t> {
   __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
       : zeros(ExactCodes<bfloat16_t>::zeros(group.zeros)) {
     if constexpr (kIsHalf<SCALE>) {
-      // A float16 scale has 11 significant bits: one bfloat16 holds the upper eight, a second one the lower three. The
-      // products of q - z with either are exact, so their sum is rounded once.
+      // A float16 scale has 11 significant bits: one bfloat16 holds the upper eight, another one the lower three. Both
+      // products with q - z are exact, so only their sum is rounded.
       uint32_t heads[2], tails[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {

@@ -1,10 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Barriers over the CTAs of a cluster; for a cluster of one CTA they synchronize its threads.
+// The rank of a CTA in its cluster, and barriers over all threads of a cluster. In a cluster of one CTA the barriers
+// are __syncthreads.
 #pragma once
 
 #include "ptx/cluster.cuh"
 
-// Synchronizes all threads of the cluster and orders their writes to shared memory.
+// Returns the rank of this CTA in a cluster of kClusterSize CTAs.
+template <int kClusterSize>
+__device__ __forceinline__ int cluster_rank() {
+  return kClusterSize == 1 ? 0 : static_cast<int>(ptx::cluster_ctarank());
+}
+
+// Synchronizes all threads of the cluster and makes their writes to shared memory visible to each other.
 template <int kClusterSize>
 __device__ __forceinline__ void cluster_sync() {
   if constexpr (kClusterSize == 1) {
@@ -15,8 +22,8 @@ __device__ __forceinline__ void cluster_sync() {
   }
 }
 
-// Synchronizes the cluster after mbarrier.init and fence_mbarrier_init. The arrival is relaxed: it orders no other
-// writes, for which cluster_sync would have to wait.
+// Synchronizes the cluster after mbarrier.init and fence_mbarrier_init. The relaxed arrive
+// orders only the initialization (by fence_mbarrier_init) and, unlike cluster_sync, does not wait for other writes.
 template <int kClusterSize>
 __device__ __forceinline__ void cluster_sync_after_init() {
   if constexpr (kClusterSize == 1) {
@@ -27,7 +34,7 @@ __device__ __forceinline__ void cluster_sync_after_init() {
   }
 }
 
-// Keeps this CTA alive until the DSMEM writes of all CTAs of the cluster have landed.
+// Keeps this CTA alive until all CTAs of the cluster have completed their accesses to its shared memory (DSMEM).
 template <int kClusterSize>
 __device__ __forceinline__ void cluster_sync_before_exit() {
   if constexpr (kClusterSize > 1) cluster_sync<kClusterSize>();

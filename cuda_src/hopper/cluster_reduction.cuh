@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Split-K over DSMEM: the CTAs of a cluster compute one tile, each over a slice of K, and exchange partial sums through
 // each other's shared memory. Partial sums are added in the order of the CTA ranks, so results are bit-identical from
-// run to run.
+// run to run. There are two ways to wait for the partial sums:
 //
-//   PartialSumBarrier      an mbarrier in the receiving CTA counts the bytes; only the receiver waits
-//   reduce_scatter_groups  every CTA writes to every other one and the cluster synchronizes; simplest, for short tiles
+//   PartialSumBarrier      an mbarrier of the receiving CTA counts the bytes, and only this CTA waits
+//   reduce_scatter_groups  the whole cluster synchronizes after all writes; simpler, and fast enough for small tiles
 #pragma once
 
 #include "common/types.cuh"
@@ -16,24 +16,25 @@
 // An mbarrier that counts the bytes of partial sums written by other CTAs to this CTA's shared memory. It completes one
 // phase per launch, phase 0, so its phase never flips.
 struct PartialSumBarrier {
-  uint32_t barrier;
+  uint32_t barrier;  // shared address of the mbarrier
 
-  // One thread initializes the barrier, calls fence_mbarrier_init and sets the expected byte count. The cluster must
-  // synchronize before the first write.
+  // Initialization by one thread: init, fence_mbarrier_init, then expect with the number of bytes that other CTAs write
+  // to this CTA. The cluster must synchronize before the first write.
   __device__ __forceinline__ void init() const { ptx::mbarrier_init(barrier, 1); }
   __device__ __forceinline__ void expect(int bytes) const { ptx::mbarrier_arrive_expect_tx(barrier, bytes); }
-  // Writes four values to a shared address of CTA `rank` and completes their 16 bytes on its barrier.
+  // Writes four values to the shared memory of CTA `rank`, at this CTA's address `shared_address`, and completes their
+  // 16 bytes on the barrier of that CTA.
   __device__ __forceinline__ void write(uint32_t rank, uint32_t shared_address, const float (&values)[4]) const {
     ptx::st_async(ptx::mapa(shared_address, rank), values, ptx::mapa(barrier, rank));
   }
-  // Blocks until all expected bytes have landed. Call it before the CTA exits, because other CTAs write to
-  // its shared memory.
+  // Blocks until all expected bytes have landed. A CTA must not exit before, because other CTAs still write to its
+  // shared memory.
   __device__ __forceinline__ void wait_for_all() const { wait(barrier, 0); }
 };
 
-// Sums the accumulators of a cluster's kClusterSize CTAs. CTA `rank` ends with the totals of kOwnedGroups groups,
-// starting at group rank * kOwnedGroups; a thread has 4 accumulators in each of kNumGroups groups. `memory` is float4
-// [kClusterSize][kNumWarpgroups][kOwnedGroups][128], at the shared address `begin` in every CTA.
+// Sums the accumulators of the kClusterSize CTAs of a cluster. Each thread has kNumGroups groups of 4 accumulators.
+// Afterwards CTA `rank` has the totals of kOwnedGroups groups, from group rank * kOwnedGroups. `memory` is shared
+// memory float4 [kClusterSize][kNumWarpgroups][kOwnedGroups][128], at the shared address `begin` in every CTA.
 template <int kClusterSize, int kNumWarpgroups, int kNumGroups, int kOwnedGroups>
 __device__ __forceinline__ void reduce_scatter_groups(float (&totals)[kOwnedGroups * 4], const float* accumulators,
                                                       uint8_t* memory, uint32_t begin, int rank, int warpgroup) {

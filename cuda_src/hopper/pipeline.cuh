@@ -4,9 +4,9 @@
 // kNumStages stages form a ring. Each stage has two mbarriers; shared memory holds full [kNumStages], then
 // empty [kNumStages]:
 //
-//   barrier  a phase completes when                                              who arrives       who waits
-//   full     the producer has arrived and all bytes that it expects have landed  producer          consumers
-//   empty    every consumer warp has released the stage                          consumer warps    producer
+//   barrier  a phase completes when                                       who arrives       who waits
+//   full     the producer has arrived and all expected bytes have landed  producer          consumers
+//   empty    every consumer warp has released the stage                   consumer warps    producer
 //
 // Phases. A wait names the parity of a phase and returns once this phase has completed. A barrier counts its phases
 // from 0, so the parity of the phase in progress starts at 0 and flips with each completed phase:
@@ -27,8 +27,10 @@
 // No wait misses its phase: phase i + 1 of a full barrier needs the producer, which waits for phase i of the empty
 // barrier, which needs every consumer warp to have passed its wait for phase i of the full barrier.
 //
-// Phases flip in PipelineState::advance, advance_by and branch_to_next and in PipelineAddresses::advance, and nowhere
-// else. The only mbarrier outside of a ring is PartialSumBarrier (cluster_reduction.cuh): it has one phase, phase 0.
+// Phases flip only in the advance functions of PipelineState and PipelineAddresses. The only mbarrier that belongs to
+// no ring is PartialSumBarrier (cluster_reduction.cuh), which completes a single phase, phase 0.
+//
+// Usage:
 //
 //   Pipeline<kStages, Barriers::kBegin> pipeline{shared_begin};
 //
@@ -51,7 +53,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 
-// Blocks until the phase of this parity has completed.
+// Blocks until the phase with parity `phase` (0 or 1) of the mbarrier at shared address `barrier` has completed.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t phase) {
   while (!ptx::mbarrier_try_wait_parity(barrier, phase)) {
   }
@@ -69,15 +71,15 @@ struct PipelineState {
   // Returns the initial state of a warp that waits on full barriers.
   static __device__ constexpr PipelineState consumer(int stage_idx = 0) { return {stage_idx, 0}; }
 
-  // advance, branch_to_next and advance_by apply the same rule: after the last stage the index wraps to 0 and the phase
-  // flips. ptxas allocates different registers for them, so each kernel uses only one.
+  // In advance, advance_by_branch and advance_by, after the last stage the index wraps to 0 and the phase flips. ptxas
+  // allocates different numbers of registers for the three, so each kernel uses the one that suits its main loop.
   //
   // Advances to the next stage.
   __device__ __forceinline__ constexpr void advance() {
     *this = stage_idx + 1 == kNumStages ? PipelineState{0, phase ^ 1u} : PipelineState{stage_idx + 1, phase};
   }
-  // Like advance(), with a branch instead of a select: it costs the convolutions fewer registers.
-  __device__ __forceinline__ void branch_to_next() {
+  // Advances to the next stage with a branch instead of a select, which needs fewer registers in the convolutions.
+  __device__ __forceinline__ void advance_by_branch() {
     if (++stage_idx == kNumStages) {
       stage_idx = 0;
       phase ^= 1u;
@@ -97,8 +99,8 @@ struct PipelineState {
 
 constexpr int kBarrierBytes = 8;
 
-// A PipelineState for full barriers that holds the stage's byte offset and the barrier's address instead of an index,
-// for loops that have no registers left for address arithmetic.
+// The PipelineState of a consumer with the byte offset of the stage and the address of its full barrier in place of the
+// stage index, for loops without registers to compute these addresses.
 template <int kNumStages, int kStageBytes>
 struct PipelineAddresses {
   uint32_t stage_offset;
@@ -122,7 +124,7 @@ template <int kNumStages, int kOffset>
 struct Pipeline {
   using State = PipelineState<kNumStages>;
 
-  uint32_t shared_begin;
+  uint32_t shared_begin;  // shared address of the first byte of dynamic shared memory
 
   __device__ __forceinline__ uint32_t full_barrier(int stage_idx) const {
     return shared_begin + kOffset + stage_idx * kBarrierBytes;
@@ -133,13 +135,13 @@ struct Pipeline {
 
   // Initializes the barriers of one stage. `full_arrivals` is 1 for the producer, plus 1 for each warp that fills
   // the stage with its own stores. `empty_arrivals` is the number of consumer warps in all CTAs that receive this
-  // CTA's copies. Afterwards call fence_mbarrier_init, then synchronize the CTA or, if other CTAs signal these
-  // barriers, the cluster.
+  // CTA's copies. Before the first use, fence_mbarrier_init must follow and the CTA must synchronize; the whole
+  // cluster if other CTAs signal these barriers.
   __device__ __forceinline__ void init_stage(int stage_idx, int full_arrivals, int empty_arrivals) const {
     ptx::mbarrier_init(full_barrier(stage_idx), full_arrivals);
     ptx::mbarrier_init(empty_barrier(stage_idx), empty_arrivals);
   }
-  // Initializes the barriers of all stages. One thread calls it.
+  // Initializes the barriers of all stages; called by one thread.
   __device__ __forceinline__ void init(int full_arrivals, int empty_arrivals) const {
 #pragma unroll
     for (int stage_idx = 0; stage_idx < kNumStages; ++stage_idx) init_stage(stage_idx, full_arrivals, empty_arrivals);
@@ -159,14 +161,14 @@ struct Pipeline {
     release(empty_barrier(stage_idx), lane);
   }
 
-  // Returns the address of the empty barriers [kNumStages] at which this lane arrives when the stages are filled by
-  // multicast copies of kClusterSize CTAs: lane i arrives in CTA i of the cluster.
+  // Returns the address of the empty barriers [kNumStages] at which lane `lane` arrives if kClusterSize CTAs fill the
+  // stages by multicast: lane i arrives at the barriers of CTA i of the cluster.
   template <int kClusterSize>
   __device__ __forceinline__ uint32_t cluster_empty_barriers(int lane) const {
     return kClusterSize == 1 ? empty_barrier(0) : ptx::mapa(empty_barrier(0), lane % kClusterSize);
   }
-  // Arrives at an empty barrier once all lanes of the warp have read the stage: in this CTA, or with kClusterSize > 1
-  // in each CTA of the cluster, at an address from cluster_empty_barriers.
+  // Arrives at an empty barrier once all lanes of the warp have read the stage. With kClusterSize > 1, lane i arrives
+  // in CTA i, and `barrier` is an address from cluster_empty_barriers.
   template <int kClusterSize = 1>
   static __device__ __forceinline__ void release(uint32_t barrier, int lane) {
     __syncwarp();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The residual add and the RMSNorm of a decoder, fused into the GEMMs before and after them. Let acc be the GEMM's
-// accumulators and width the number of columns of the residual stream h: N with ADD_TO_STREAM, K with RMS_NORM_X.
+// The residual add and the RMSNorm of a decoder layer, fused into the GEMMs before and after them. acc are the
+// accumulators of a GEMM; width is the number of columns of the residual stream h: N with ADD_TO_STREAM, K with
+// RMS_NORM_X.
 //
 //   ADD_TO_STREAM, the GEMM that ends an attention or MLP block:
 //     h[m, i] += epilogue(acc[m, i])
@@ -14,13 +15,13 @@
 //   h                     float32 [m, width]; null with RMS_NORM_X
 //   norm_weight           float32 [width]; null with RMS_NORM_X
 //   square_sums           float32 [m, ceil(width / 32)]
-//   previous_inverse_rms  float32 [m]: inverse_rms of the preceding RMSNorm
+//   previous_inverse_rms  float32 [m]: the inverse_rms of the preceding RMSNorm
 //   inverse_rms           float32 [m]; null with ADD_TO_STREAM
 //
-// The RMS of a row is known only after all CTAs of the first GEMM have finished, so that GEMM scales its y by the RMS
-// of the preceding norm, and the second GEMM replaces it by the new one. With a norm_weight of ones, float16 y
-// overflows where an element exceeds 4e6 times the previous RMS of its row, and loses bits to subnormals where the RMS
-// of the row falls below 1/300 of the previous one. A smaller norm_weight scales both limits.
+// The RMS of a row is known only after all CTAs of the first GEMM have finished. So the first GEMM scales y by the
+// inverse RMS of the preceding RMSNorm, and the second GEMM replaces this factor by the current inverse RMS. With
+// norm_weight = 1, float16 y overflows where an element exceeds 4e6 times the previous RMS of its row, and becomes
+// subnormal where the RMS of a row falls below 1/300 of the previous one. Both limits scale with 1 / norm_weight.
 #pragma once
 
 #include "ptx/prefetch.cuh"
@@ -39,8 +40,8 @@
 
 constexpr bool kAddsToStream = ADD_TO_STREAM;
 constexpr bool kRmsNormsX = RMS_NORM_X;
-constexpr float kHeadroom = 0.015625f;    // y stays in float16's range while a row's RMS grows up to 64x; exact
-constexpr int kSquareSumColumns = 4 * 8;  // four lanes, eight columns each
+constexpr float kHeadroom = 0.015625f;    // 2^-6: y stays in float16's range if the RMS of a row grows up to 64x
+constexpr int kSquareSumColumns = 4 * 8;  // columns per square sum: four lanes, eight columns each
 
 struct ResidualStream {
   float* h;
@@ -50,7 +51,7 @@ struct ResidualStream {
   float* inverse_rms;
   float eps;
 
-  // The operands of the residual add for eight columns of a row, loaded before the accumulators are complete.
+  // The operands of the residual add for eight columns of a row, which are loaded before the main loop ends.
   struct Part {
     Vector<float, 8> h, norm_weight;
     float previous_inverse_rms;
@@ -82,8 +83,8 @@ struct ResidualStream {
     return total;
   }
 
-  // Stores one element of square_sums. Four adjacent lanes call it together, each with the `total` of its eight
-  // columns; `valid` is false if this lane's columns lie past the end of the row.
+  // Stores one element of square_sums: the sum of `total` over four adjacent lanes, which call this together. `total`
+  // is the lane's sum over eight columns; `valid` is false if these columns lie past the end of the row.
   __device__ __forceinline__ void store_square_sum(float total, bool valid, int row, int column, int n) const {
     const uint32_t four = 15u << (threadIdx.x % 32 / 4 * 4);
     total += __shfl_xor_sync(four, total, 1);
@@ -93,9 +94,9 @@ struct ResidualStream {
     }
   }
 
-  // Computes the RMSNorm factors of rows [row, row + ROWS) into shared memory, with WARPS warps; if `writes`, the CTA
-  // also stores inverse_rms. k is the width of the stream. A warp issues the loads of up to eight rows before it
-  // reduces any of them: reducing row by row costs 0.8 us per row on an H100.
+  // Stores the factors of RMS_NORM_X for rows [row, row + ROWS) to `factors` in shared memory, with WARPS warps; if
+  // `writes`, also stores inverse_rms. k is the width of the stream. A warp issues the loads of up to eight rows before
+  // it reduces any of these rows: with one row at a time, each row takes 0.8 us on an H100.
   template <int ROWS, int WARPS>
   __device__ __forceinline__ void make_factors(float* factors, int warp, int row, int m, int k, bool writes) const {
     constexpr int kRowsAtOnce = ceil_div(ROWS, WARPS) < 8 ? ceil_div(ROWS, WARPS) : 8;

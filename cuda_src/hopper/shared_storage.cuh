@@ -13,13 +13,13 @@
 //   };
 //   ASSERT_SHARED_BYTES(SharedStorage);
 //
-// The host computes the size from the configuration and passes it as the constant SHARED_BYTES; a layout of another
-// size fails to compile.
+// The host computes the size from the configuration and passes it as the constant SHARED_BYTES; the kernel does not
+// compile if kBytes differs.
 #pragma once
 
 #include "common/types.cuh"
 
-// An array of kCount elements of kElementBytes bytes each at byte offset kFirst of shared memory.
+// An array in shared memory: kCount elements of kElementBytes bytes each, from byte offset kFirst.
 template <int kFirst, int kCount, int kElementBytes>
 struct SharedArray {
   static constexpr int kBegin = kFirst;

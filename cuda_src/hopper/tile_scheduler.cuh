@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // The order in which CTAs take the tiles of y.
 //
-// Rasterization: tiles are numbered column by column within a band of rows of tiles, band after band. CTAs that run at
-// the same time then share few rows of x and few columns of the weight, which stay in L2. For a band of 2 rows:
+// Rasterization: tiles are numbered column by column within a band of kBandRows tile rows, and band after band. CTAs
+// that run at the same time then share a few rows of x and a few columns of the weight, which stay in L2. With 3 x 3
+// tiles and bands of 2 tile rows:
 //
 //             n_block 0  1  2
 //   m_block 0         0  2  4
 //           1         1  3  5
-//           2         6  7  8    the last band may have fewer rows
+//           2         6  7  8    the last band may have fewer tile rows
 #pragma once
 
 #include "common/types.cuh"
-#include "ptx/cluster.cuh"
+#include "hopper/cluster.cuh"
 
-// The number of rows of tiles in a band, summed over the CTAs of a cluster; a multiple of the cluster size.
+// The number of tile rows per band; a multiple of the cluster size of gemm_int8_sm90, whose clusters have a tile row
+// per CTA.
 constexpr int kBandRows = 8;
 
 struct TileCoordinates {
@@ -29,14 +31,8 @@ __device__ __forceinline__ TileCoordinates rasterize(int tile_idx, int m_blocks,
   return {band * kRows + within % height, within / height};
 }
 
-// Returns the rank of this CTA in a cluster of kClusterSize CTAs.
-template <int kClusterSize>
-__device__ __forceinline__ int cluster_rank() {
-  return kClusterSize == 1 ? 0 : static_cast<int>(ptx::cluster_ctarank());
-}
-
-// The tile scheduler of a persistent cluster of kClusterSize CTAs. A unit is one tile for each CTA of the cluster;
-// units are distributed round robin over the clusters.
+// The tile scheduler of a persistent cluster of kClusterSize CTAs. A unit (work unit) is one tile per CTA of the
+// cluster; units are distributed round-robin over the clusters. Usage:
 //
 //   for (PersistentTileScheduler<kClusterSize> scheduler(units); scheduler.is_valid(); scheduler.advance())
 template <int kClusterSize>
@@ -50,24 +46,26 @@ struct PersistentTileScheduler {
   __device__ __forceinline__ void advance() { unit += gridDim.x / kClusterSize; }
 };
 
-// A persistent tile scheduler with stream-K: `stream_k_clusters` clusters divide the k tiles of the first
-// `stream_k_units` units evenly, so that no SM idles in the last wave. Each other unit is computed by one cluster.
+// A persistent tile scheduler with stream-K: the k tiles of the first `stream_k_units` units are divided evenly among
+// `stream_k_clusters` clusters, so that no SM idles in the last wave. Each of the other units is computed by a single
+// cluster. Example with 2 units of 6 k tiles each and 3 clusters:
 //
-//   cluster   0         1         2           each gets 4 of the 2 * 6 k tiles; clusters 0 and 1 share unit 0
-//   k tiles   0 1 2 3 | 4 5 0 1 | 2 3 4 5     k tile of unit 0, then of unit 1
+//   cluster   0         1         2           4 k tiles each; clusters 0 and 1 share unit 0, 1 and 2 share unit 1
+//   unit      0 0 0 0 | 0 0 1 1 | 1 1 1 1
+//   k tile    0 1 2 3 | 4 5 0 1 | 2 3 4 5
 //
-// A cluster processes its share from the last unit to the first. It so begins with the first k tiles of a unit that
-// another cluster finishes, and their partial sums are ready early.
+// A cluster processes its share from the last unit to the first. So it starts with the unit that a later cluster
+// finishes, and the partial sums are ready when that cluster adds them.
 template <int kClusterSize, bool kUseStreamK>
 struct StreamKTileScheduler {
-  int m_blocks, n_blocks;  // the matrix of units
-  int k_tiles;
+  int m_blocks, n_blocks;  // numbers of units along m and n
+  int k_tiles;             // number of k tiles per unit
   int cluster_idx;
   int stream_k_units, stream_k_clusters;
-  int low, high;        // the rest of this cluster's share, [low, high) of all shared (unit, k tile) pairs
-  int next_whole_unit;  // the next unit that this cluster computes alone
+  int low, high;      // what is left of this cluster's share: [low, high) of all shared (unit, k tile) pairs
+  int next_own_unit;  // the next unit that this cluster computes without stream-K
 
-  // The current work, set by advance(): k tiles [k_tile_begin, k_tile_end) of a unit.
+  // The current work, set by advance(): k tiles [k_tile_begin, k_tile_end) of `unit`.
   int unit;
   int k_tile_begin, k_tile_end;
 
@@ -81,13 +79,13 @@ struct StreamKTileScheduler {
         stream_k_clusters(stream_k_clusters),
         low(share_begin(cluster_idx)),
         high(share_begin(cluster_idx + 1)),
-        next_whole_unit(stream_k_units + cluster_idx) {}
+        next_own_unit(stream_k_units + cluster_idx) {}
 
-  // Returns the first (unit, k tile) pair of a cluster's share.
+  // Returns the index of the first (unit, k tile) pair of a cluster's share: unit * k_tiles + k tile.
   __device__ __forceinline__ int share_begin(int cluster) const {
     return stream_k_units * k_tiles * min(cluster, stream_k_clusters) / max(stream_k_clusters, 1);
   }
-  // Advances to the next work; returns false if there is none.
+  // Advances to the cluster's next unit; returns false if there is none.
   __device__ __forceinline__ bool advance() {
     if (kUseStreamK && high > low) {
       unit = (high - 1) / k_tiles;
@@ -96,15 +94,15 @@ struct StreamKTileScheduler {
       k_tile_begin = high - unit * k_tiles;
       return true;
     }
-    unit = next_whole_unit;
+    unit = next_own_unit;
     k_tile_begin = 0;
     k_tile_end = k_tiles;
-    next_whole_unit += gridDim.x / kClusterSize;
+    next_own_unit += gridDim.x / kClusterSize;
     return unit < m_blocks * n_blocks;
   }
-  __device__ __forceinline__ bool begins_unit() const { return k_tile_begin == 0; }
-  __device__ __forceinline__ bool ends_unit() const { return k_tile_end == k_tiles; }
-  // Returns the coordinates of this CTA's tile: the CTAs of a cluster have adjacent columns.
+  __device__ __forceinline__ bool has_first_k_tile() const { return k_tile_begin == 0; }
+  __device__ __forceinline__ bool has_last_k_tile() const { return k_tile_end == k_tiles; }
+  // Returns the coordinates of this CTA's tile in the current unit; the tiles of a cluster are adjacent along n.
   __device__ __forceinline__ TileCoordinates tile() const {
     const TileCoordinates at = rasterize(unit, m_blocks, n_blocks);
     return {at.m_block, at.n_block * kClusterSize + cluster_rank<kClusterSize>()};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// TMA: tensor maps, and boxes of x that extend past its last row. The copy instructions are in ptx/bulk_copy.cuh:
-// cp.async.bulk copies contiguous bytes, cp.async.bulk.tensor a box of a tensor map; both complete bytes on a full
-// barrier of pipeline.cuh.
+// TMA: tensor maps, multicast, and boxes that extend past the last row of x. The copy instructions are in
+// ptx/bulk_copy.cuh: cp.async.bulk copies contiguous bytes, cp.async.bulk.tensor a box of a tensor map. Both complete
+// their bytes on a full barrier (pipeline.cuh).
 #pragma once
 
 #include "common/types.cuh"
@@ -25,10 +25,12 @@ __device__ __forceinline__ void tma_multicast_3d(uint32_t shared_address, const 
   }
 }
 
-// The rows of a tile of x. TMA is slow if a box extends far beyond the tensor map (17.4 instead of 10.2 us for 65 rows
-// in a box of 128, 4096 x 4096, H100), so boxes extend at most 15 rows beyond it:
-//   - The last of several tiles ends with the last row of x. Rows of the preceding tile are recomputed, but not stored.
-//   - If M is a single tile that lacks 16 rows or more, boxes have m rows, and the missing rows are zeroed once.
+// Which rows of x a tile covers. TMA is slow if a box extends far past the tensor map (17.4 instead of 10.2 us for 65
+// rows in a box of 128, K = N = 4096, H100), so a box extends past the last row of x by at most 15 rows:
+//   - The last of several tiles ends with the last row of x. It recomputes rows of the preceding tile and does not
+//     store them.
+//   - If a single tile covers x and has at least 16 rows past M (missing rows), the box has m rows, and the kernel
+//     zeroes the missing rows once.
 
 // Returns the first row of x in a tile.
 template <int kTileM>
@@ -36,14 +38,14 @@ __device__ __forceinline__ int tile_row_begin(int m_block, int m) {
   return min(m_block * kTileM, max(m - kTileM, 0));
 }
 
-// Returns whether M is a single partial tile with at least 16 missing rows, which TMA does not fill.
+// Returns whether a single tile covers x and has at least 16 missing rows, which TMA does not fill.
 template <int kTileM>
 __device__ __forceinline__ bool has_missing_rows(int m) {
   return m <= kTileM - 16;
 }
 
-// Zeroes kBytes of shared memory with kNumThreads threads and makes the zeros visible to wgmma and TMA. The threads and
-// the producer must synchronize afterwards.
+// Zeroes kBytes of shared memory with kNumThreads threads, and orders the stores before later accesses by wgmma and TMA
+// (async proxy). The threads must synchronize with the producer before the first copy.
 template <int kBytes, int kNumThreads>
 __device__ __forceinline__ void zero_shared(uint8_t* shared) {
   for (int i = threadIdx.x; i < kBytes / 16; i += kNumThreads) {

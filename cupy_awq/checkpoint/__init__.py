@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints as NumPy arrays: `read` returns packed weights by module name.
 
-`cupy_awq.load` places the weights on a device. To add a format, write a class that implements `module.Format`, such as
-`autoawq_gemv.Gemv`, and add its configuration reader to `detect.METHODS`. If its tensors of codes are named
-``qweight``, also add its name to `detect.SHAPE_CHECKS`.
+`cupy_awq.load` copies the weights to a device. To add a format, follow "How to add a checkpoint format" in
+``.github/CONTRIBUTING.md``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ HQQ_FILE = "qmodel.pt"
 def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> Contents:
     """Open a checkpoint and return its quantized modules and plain tensors by name.
 
-    Headers, scales and permutations are validated here. The codes of a module are repacked each time that the module is
+    This function validates headers, scales and permutations. The codes of a module are repacked whenever the module is
     accessed. Plain tensors, and modules in AutoAWQ's "gemm" format, are views of the memory-mapped files.
 
     Args:
@@ -37,7 +36,8 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
             a configuration); otherwise None.
 
     Raises:
-        CheckpointError: (a ValueError) the format is not supported, or the files are damaged or contradict each other.
+        CheckpointError: the format is not supported, or the files are damaged or contradict each other. It is a
+            subclass of ValueError.
         OSError: a file cannot be opened.
         TypeError: ``path`` is neither a str nor an os.PathLike.
         ValueError: ``path`` is empty.

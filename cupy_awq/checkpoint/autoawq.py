@@ -28,10 +28,10 @@ class AutoAwq:
 
     Attributes:
         group_size: the configured number of rows of W per group, which the shapes must match; -1 means K, None accepts
-            any.
-        zero_point: True requires zero points in every module; False drops zero points that are all 8; None keeps them.
+            any group size.
+        zero_point: True requires zero points in every module; False drops zero points that are all 8; None keeps all.
         source: the path of the configuration file, for error messages.
-        rules: settings of single modules (``extra_config`` of auto-round).
+        rules: the per-module settings (``extra_config`` of auto-round).
     """
 
     group_size: int | None = None

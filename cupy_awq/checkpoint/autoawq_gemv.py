@@ -6,8 +6,8 @@
     gemv_fast  qweight [N/4, K] int16 in the order of `nibbles.convert_interleaved_words`; offsets -(s z), named qzeros
                by AutoAWQ and scaled_zeros by llm-awq, and scales, both [8 zw, N] float16 or bfloat16
 
-zw is the number of words that hold the zero points of K/G groups, plus the packer's padding (`count_zero_words`). The
-tensors do not record the group size G.
+zw is the number of 32-bit words per column for the zero points of K/G groups, including padding (`count_zero_words`).
+The tensors do not record the group size G.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from cupy_awq.weight import PackedWeight
 INT16 = (np.dtype(np.int16),)
 
 CANDIDATES = (32, 64, 128)
-"""The group sizes, besides K, that are tried for a file without a configuration."""
+"""The group sizes that are tried for a file without a configuration, in addition to K."""
 
 
 def count_zero_words(k: int, group_size: int) -> int:
-    """Return zw: the number of 32-bit words for the zero points of K / group_size groups, with the packer's padding.
+    """Return zw: the number of 32-bit words for the zero points of K / group_size groups, including AutoAWQ's padding.
 
     >>> count_zero_words(4096, 128), count_zero_words(4096, 64), count_zero_words(4096, 32)
     (4, 8, 16)
@@ -136,7 +136,7 @@ def _convert_fast(qweight: Array, scales: Array, offsets: Array, bias: Array | N
 def _find_group_size(tensors: ModuleTensors, k: int, group_size: int | None, scales: Array) -> int:
     """Return the configured ``group_size``, or infer it from the zero rows that pad ``scales`` [8 zw, N].
 
-    Raises CheckpointError if no candidate or several fit, or if the configured one is not supported.
+    Raises CheckpointError if not exactly one candidate fits, or if the configured group size is not supported.
     """
     if group_size is None:
         sizes = {size for size in (*CANDIDATES, k) if k % size == 0 and _fits(scales, k, size)}
@@ -150,7 +150,7 @@ def _find_group_size(tensors: ModuleTensors, k: int, group_size: int | None, sca
 
 
 def _fits(scales: Array, k: int, size: int) -> bool:
-    """Return whether ``scales`` [8 zw, N] fit a group size: K / size rows with a nonzero value, then rows of zeros."""
+    """Return whether ``scales`` [8 zw, N] fit a group size: K / size rows with a nonzero value, then padding rows."""
     groups = k // size
     if len(scales) != 8 * count_zero_words(k, size):
         return False

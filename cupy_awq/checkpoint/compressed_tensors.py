@@ -40,7 +40,7 @@ from cupy_awq.weight import PackedWeight
 FORMAT = "pack-quantized"
 
 PRESETS = {"W4A16": True, "W4A16_ASYM": False}
-"""The named presets for 4-bit weights in groups of 128 rows; the value is True for symmetric ones."""
+"""The presets for 4-bit weights in groups of 128 rows by name; the value is True if the preset is symmetric."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class CompressedTensors:
     """The compressed-tensors format with the settings of one checkpoint.
 
     Attributes:
-        schemes: for each entry of ``config_groups`` its scheme, the module names and classes that it targets, and the
-            regular expressions that it targets.
+        schemes: (scheme, targeted names of modules and classes, targeted regular expressions) for each entry of
+            ``config_groups``.
         warning: a warning about the configuration for the user, or "".
     """
 
@@ -78,8 +78,9 @@ class CompressedTensors:
         return True
 
     def find_scheme(self, tensors: ModuleTensors) -> Scheme:
-        """Return the scheme that targets a module by its name, else by an expression, else by the class "Linear".
+        """Return the scheme of a module.
 
+        A target that is the module's name takes precedence over a regular expression, and that over the class "Linear".
         Raises CheckpointError if no target matches.
         """
         if len({scheme for scheme, _, _ in self.schemes}) == 1:
@@ -121,13 +122,14 @@ class CompressedTensors:
         return Pending(spec, partial(_convert, packed, zeros, scales, bias, groups, k), self.warning)
 
     def _read_zeros(self, tensors: ModuleTensors, scheme: Scheme, n: int, count: int) -> Array | None:
-        """Return the validated zero points: packed int32 [N/8, groups], int8 [N, groups] minus 8, or None if all are 8.
+        """Return the validated zero points as stored, or None if all are 8.
 
-        Raises CheckpointError for another dtype or shape, and for zero points other than 8 in a symmetric scheme.
+        They are packed int32 [N/8, groups], or int8 [N, groups] with 8 subtracted. Raises CheckpointError for another
+        dtype or shape, and for zero points other than 8 in a symmetric scheme.
         """
         name = "weight_zero_point"
         if name not in tensors:
-            return None  # up to 0.9.2, writers also omit the tensor of an asymmetric module if it is all zeros
+            return None  # up to version 0.9.2, the tensor of an asymmetric module is also omitted if it is all zeros
         if tensors.raw(name).dtype == np.int8:
             zeros = tensors.array(name, (np.dtype(np.int8),), "[N, ceil(K/G)]", (n, count))
             if zeros.min() < -8 or zeros.max() > 7:
@@ -166,7 +168,7 @@ UNCONFIGURED = CompressedTensors(((Scheme(False, None), (), ()),))
 
 
 def read_config(table: Mapping[str, Any], where: str) -> CompressedTensors:
-    """Return the format that the ``quantization_config`` ``table`` describes.
+    """Return the format with the settings of ``table``, the ``quantization_config`` of a configuration.
 
     Raises CheckpointError, whose message starts with ``where``, unless weights have 4 bits and activations are not
     quantized.
@@ -239,7 +241,7 @@ def _read_scheme(weights: Mapping[str, Any], where: str) -> Scheme:
 
 
 def _split_targets(targets: Any, where: str) -> tuple[tuple[str, ...], tuple[Pattern, ...]]:
-    """Split the targets of a configuration group into names (of modules or classes) and regular expressions ("re:...").
+    """Split the targets of an entry of ``config_groups`` into names and regular expressions, which start with "re:".
 
     Raises CheckpointError, whose message starts with ``where``, for malformed targets.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantization entry of a checkpoint folder's configuration files.
 
-``config.json`` holds the entry under ``quantization`` (MLX) or ``quantization_config`` (other formats),
-for a multimodal model also inside ``text_config``. Older AutoGPTQ and AutoAWQ folders have a separate file.
+``config.json`` holds the entry under ``quantization`` (MLX) or ``quantization_config`` (other formats); in a multimodal
+model, ``quantization_config`` may be inside ``text_config``. Older AutoGPTQ and AutoAWQ folders have a separate file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from cupy_awq.checkpoint.files import CheckpointError, read_object
 
 FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
-"""The names of files that contain nothing but the entry, in order of precedence."""
+"""The names of separate files that contain only the entry, in order of precedence."""
 
 MLX = "quantization"
 HUGGING_FACE = "quantization_config"

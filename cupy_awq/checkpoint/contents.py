@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contents of a checkpoint: validated modules, which are repacked on access, and plain tensors."""
+"""The contents of a checkpoint: validated modules, whose codes are repacked on access, and plain tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cupy_awq.checkpoint.module import Array, Format, ModuleSpec, Pending
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
 RUN_TIME_SCALES = "act.scales"
-"""The ending of the names of AutoAWQ's activation scales.
+"""The end of the names of AutoAWQ's activation scales.
 
-They are plain tensors, although they share the suffix "scales" with the scales of quantized modules.
+Activation scales are plain tensors, although their suffix "scales" is that of the scales of quantized modules.
 """
 
 
@@ -32,7 +32,7 @@ class Contents(Mapping[str, Module | Tensor]):
 
     Args:
         entries: the modules and plain tensors by name.
-        found: the sentence that states the format and the evidence for it.
+        found: a sentence that states the format and the evidence for it.
         format_name: the name of the format.
     """
 
@@ -46,7 +46,7 @@ class Contents(Mapping[str, Module | Tensor]):
 
     @property
     def specs(self) -> dict[str, ModuleSpec]:
-        """The specs of the modules that are quantized in the files, including those that become dense tensors."""
+        """The properties of all modules that are quantized in the files, even if they are read as dense tensors."""
         pending = {name: entry.spec for name, entry in self._entries.items() if isinstance(entry, Pending)}
         return {name: spec for name, spec in pending.items() if spec.bits < 16}
 
@@ -107,7 +107,7 @@ class Summary:
 
 
 def summarize(contents: Contents) -> Summary:
-    """Return the description of a checkpoint that the command ``info`` prints, without converting any module."""
+    """Return a description of a checkpoint for the command ``info``, without converting any module."""
     specs = contents.specs
     forms = Counter((spec.bits, spec.group_size, str(spec.dtype)) for spec in specs.values())
     bits, group_size, dtype = forms.most_common(1)[0][0] if forms else (None, None, "")
@@ -138,8 +138,9 @@ def summarize(contents: Contents) -> Summary:
 def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending | Tensor]:
     """Group ``tensors`` into validated modules of the format ``layout`` and return them with the remaining tensors.
 
-    Issues the first of the modules' warnings and their number. Raises CheckpointError if a module's tensors
-    contradict each other or the configuration, if scales or zero points have no codes, or if a name occurs twice.
+    If modules have warnings, the first one is issued together with their number. Raises CheckpointError if the tensors
+    of a module contradict each other or the configuration, if scales or zero points have no codes, or if a name occurs
+    twice.
 
     Returns:
         The modules (`Pending`), followed by the plain tensors, by name.
@@ -182,7 +183,7 @@ def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending |
 
 
 def _find_user_level() -> int:
-    """Return the ``stacklevel`` for `warnings.warn` in the caller that attributes the warning to the user's code."""
+    """Return the ``stacklevel`` with which the caller's `warnings.warn` attributes the warning to the user's code."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("cupy_awq."):
         level, frame = level + 1, frame.f_back

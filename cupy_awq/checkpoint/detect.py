@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detection of a checkpoint's format from its configuration or, without one, from the names and shapes of its tensors.
 
-The configuration names the format. The tensors determine which modules are quantized, and their shapes must be those of
-the format. Each format is one module of this package. Its configuration reader is an entry of `METHODS` (MLX, which has
-no ``quant_method``, is recognized by its configuration key); files without a configuration are recognized by
-`_detect_from_tensors`.
+The configuration names the format. The tensors determine which modules are quantized, and their shapes must fit the
+format. Each format is one module of this package. Its configuration reader is an entry of `METHODS`, except for MLX,
+whose configuration has no ``quant_method``. `_detect_from_tensors` recognizes files without a configuration.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Detected(NamedTuple):
 
 
 def detect(tensors: Tensors, entry: Entry | None, group_size: int | None = None) -> Detected:
-    """Detect the format of a checkpoint from its configuration, or from its tensors without one.
+    """Detect the format of a checkpoint from its configuration, or from its tensors if there is no configuration.
 
     Args:
         tensors: all tensors by name.
@@ -85,7 +84,10 @@ def _detect_from_config(tensors: Tensors, entry: Entry) -> tuple[Format, str]:
 
 
 def _detect_without_method(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
-    """Return format and evidence for an entry without ``quant_method``: older AutoAWQ, MLX or older AutoGPTQ."""
+    """Detect the format for an entry without ``quant_method``, as older AutoAWQ, MLX and older AutoGPTQ write it.
+
+    Returns the format and a phrase that states the evidence for it, as the readers in `METHODS` do.
+    """
     if "version" in table or "w_bit" in table or "q_group_size" in table:
         return _read_awq(tensors, table, where)
     if "bits" in table and "group_size" in table:
@@ -205,7 +207,7 @@ def _read_group_size(table: Mapping[str, Any], where: str, *keys: str) -> int:
 
 
 def _detect_from_tensors(tensors: Tensors, group_size: int | None) -> tuple[Format, str]:
-    """Return format and evidence for tensors without a configuration."""
+    """Return the format of tensors without a configuration, and a phrase that states the evidence for it."""
     for name, tensor in tensors.items():
         suffix = name.rpartition(".")[2]
         reason = f"tensor {name!r:.200} in {tensor.file}"
@@ -229,9 +231,9 @@ def _detect_from_tensors(tensors: Tensors, group_size: int | None) -> tuple[Form
 
 
 def _find_gptq_version(tensors: Tensors, file: Path) -> int:
-    """Return the GPTQ version of tensors whose zero points are all 8.
+    """Return the GPTQ version, 1 or 2, in which every zero point of the tensors is 8. Version 1 stores it as 7.
 
-    Raises CheckpointError if the zero points are all 8 in neither version, because the version is then ambiguous.
+    Raises CheckpointError if there is no such version: only a configuration can tell the versions apart.
     """
     words = {1: np.uint32(SYMMETRIC - ONES), 2: np.uint32(SYMMETRIC)}
     zeros = [tensor.array for name, tensor in tensors.items() if name.rpartition(".")[2] == "qzeros"]
@@ -242,7 +244,7 @@ def _find_gptq_version(tensors: Tensors, file: Path) -> int:
 
 
 def _find_codes(tensors: Tensors) -> list[tuple[str, Tensor, Array | None]]:
-    """Return (name, tensor, scales or None) for every tensor of codes named ``qweight``."""
+    """Return (name, codes, scales or None) for every tensor of codes, which is named ``<module>.qweight``."""
     found = []
     for name, tensor in tensors.items():
         if name.rpartition(".")[2] == "qweight":
@@ -268,17 +270,21 @@ SHAPE_CHECKS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     "awq gemm": lambda codes, scales: 8 * codes[1] == scales[1],
     "gptq": lambda codes, scales: codes[1] == scales[1],
     "awq gemv": lambda codes, scales: codes[0] == scales[0],
-    "awq gemv_fast": lambda codes, scales: False,  # its codes are int16
+    "awq gemv_fast": lambda codes, scales: False,  # its codes are int16, which `_match_layout` recognizes first
 }
-"""The formats with codes named ``qweight``, and whether the 2-D shapes of int32 codes and of scales fit each."""
+"""The formats with codes named ``qweight``, each with a function that compares two shapes.
+
+The function takes the last two axes of the codes' and of the scales' shape, and returns whether they fit the format.
+"""
 
 
 def _check_layout(tensors: Tensors, layout: Format, reason: str) -> None:
-    """Raise CheckpointError if a module's shapes fit another format but not ``layout``, which ``reason`` gives.
+    """Raise CheckpointError if a module's shapes fit another format but not the format ``layout``.
 
-    A format with codes named ``qweight`` that has no entry in `SHAPE_CHECKS` is a KeyError.
+    The message contains ``reason``, the evidence for ``layout``. Raises KeyError if the codes are named ``qweight`` but
+    the format is missing in `SHAPE_CHECKS`.
     """
-    if layout.codes_suffix != "qweight":  # a suffix that identifies the format
+    if layout.codes_suffix != "qweight":  # no other format uses this suffix, so there is nothing to confuse
         return
     expected = layout.name.removesuffix(" v1").removesuffix(" v2")
     fits = SHAPE_CHECKS[expected]

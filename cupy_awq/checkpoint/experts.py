@@ -21,11 +21,11 @@ from cupy_awq.checkpoint.tensors import Module, Tensor
 Array = npt.NDArray[Any]
 
 FUSED = ("switch_mlp", "experts")
-"""The name components of fused modules, which hold all experts of a layer."""
+"""The name components that mark a fused module, which holds all experts of a layer."""
 
 
 def name_expert(name: str, expert: int) -> str | None:
-    """Return the module name of expert number ``expert`` of the fused module ``name``, or None if it is not fused.
+    """Return the module name of one expert of the fused module ``name``, or None if ``name`` is not a fused module.
 
     >>> name_expert("model.layers.0.mlp.switch_mlp.up_proj", 3)
     'model.layers.0.mlp.experts.3.up_proj'
@@ -47,7 +47,8 @@ def split(name: str, file: Path, tensors: Mapping[str, Tensor], codes: str) -> I
         codes: the suffix of the codes.
 
     Raises:
-        CheckpointError: the first axes of the tensors differ, or codes of three axes are not those of a fused module.
+        CheckpointError: the first axes of the tensors differ, or the name of a module whose codes have three axes is
+            not that of a fused module.
     """
     array = tensors[codes].array
     if array.ndim != 3:

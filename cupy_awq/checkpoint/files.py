@@ -18,19 +18,19 @@ MAX_JSON_DEPTH = 100
 """The deepest nesting of arrays and objects that is accepted in a JSON text."""
 
 MAX_JSON_VALUES = 1 << 22
-"""The largest number of values that is accepted in a JSON text: that of a safetensors header of 400,000 tensors.
+"""The largest number of values that is accepted in a JSON text, enough for a safetensors header of 400,000 tensors.
 
-A parsed value takes about 80 bytes, so this bounds the memory to about 340 MB.
+A parsed value takes about 80 bytes, so the limit bounds the memory to about 340 MB.
 """
 
 _SCAN_BYTES = 1 << 24
-"""The size in bytes of the chunks of a JSON text in which `check_json` scans."""
+"""The number of bytes of a JSON text that `check_json` scans at a time."""
 
 
 class CheckpointError(ValueError):
-    """The error for an unsupported or damaged checkpoint; its message names the file and, if known, tensor or module.
+    """The error for an unsupported or damaged checkpoint. The message names the file and, if known, tensor or module.
 
-    Names in files are untrusted: control characters and line ends in the message are escaped.
+    Names in files are untrusted, so control characters and line ends in the message are escaped.
     """
 
     def __init__(self, message: str) -> None:
@@ -51,8 +51,8 @@ def printable(text: str) -> str:
 def check_path(path: str | os.PathLike[str]) -> Path:
     """Return ``path`` as a Path.
 
-    Raises TypeError unless it is a str or an os.PathLike, ValueError if it is empty (the current folder for `Path`) or
-    cannot be a file name.
+    Raises TypeError unless ``path`` is a str or an os.PathLike, ValueError if it is empty (`Path` would take that for
+    the current folder) or cannot be a file name.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")
@@ -63,7 +63,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
         raise ValueError("path: expected a file or a folder, got an empty string")
     try:
         has_nul = b"\0" in os.fsencode(text)
-    except UnicodeEncodeError:  # a lone surrogate that represents no byte
+    except UnicodeEncodeError:  # the text has a lone surrogate that does not stand for a byte
         has_nul = True
     if has_nul:
         raise ValueError(f"path: expected a name that the file system can hold, got {text!a:.200}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GGUF format: tensors under their Hugging Face names.
+"""The GGUF format. Tensors are renamed to their Hugging Face names.
 
 Linear layers in Q4_0, Q4_1 and Q4_K stay 4-bit; other quantized tensors become dense float16.
 """
@@ -24,7 +24,7 @@ from cupy_awq.checkpoint.tensors import Module, Tensor
 Array = npt.NDArray[Any]
 
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-"""The Hugging Face name for each GGUF tensor name outside of the layers, without suffixes."""
+"""The Hugging Face name for each GGUF tensor name outside the layers, both without the suffix ".weight"."""
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -36,10 +36,10 @@ LAYER_NAMES = {
     "ffn_gate_inp": "mlp.gate",
     **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
 }
-"""The Hugging Face name within ``model.layers.<i>`` for each GGUF tensor name within ``blk.<i>``, without suffixes."""
+"""The Hugging Face name in ``model.layers.<i>`` for each GGUF name in ``blk.<i>``, both without the suffix."""
 
 EXPERT_NAMES = {f"ffn_{p}_exps": f"{p}_proj" for p in ("gate", "up", "down")}
-"""The projection for each GGUF tensor name that holds all experts of a layer [E, N, K]."""
+"""The projection for each GGUF name of a tensor [E, N, K] of all E experts of a layer."""
 
 PACKED_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 """The GGML types of linear layers that stay 4-bit."""
@@ -54,9 +54,9 @@ def read(path: Path) -> Contents:
 
 
 def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> Contents:
-    """Return the modules and tensors of a GGUF file by Hugging Face name; tensors without one keep their GGUF name.
+    """Return the modules and tensors of a GGUF file by Hugging Face name; an unknown tensor keeps its GGUF name.
 
-    The rows of the q and k projections get Hugging Face's order, and each expert becomes a module.
+    The rows of the q and k projections are permuted to Hugging Face's order, and each expert becomes a module.
 
     Args:
         path: the path of the file, for error messages.
@@ -85,13 +85,13 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
 
 
 def _find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of heads of each projection with permuted rows: "attn_q" and "attn_k" for Llama, else none.
+    """Return the number of heads by name of the projections whose rows GGUF permutes.
 
-    Llama's GGUF files interleave the two halves of each head of q and k, for a RoPE that rotates adjacent pairs. Raises
-    CheckpointError for a malformed number of heads.
+    These are "attn_q" and "attn_k" of Llama models: GGUF files interleave the two halves of each head, for a RoPE that
+    rotates adjacent pairs. Other models have none. Raises CheckpointError for a malformed number of heads.
     """
     arch = metadata.get("general.architecture")
-    if not isinstance(arch, str) or arch != "llama":  # an array has no truth value
+    if not isinstance(arch, str) or arch != "llama":  # an array from a damaged file cannot be compared
         return {}
     heads = metadata.get("llama.attention.head_count")
     counts = {"attn_q": heads, "attn_k": metadata.get("llama.attention.head_count_kv", heads)}
@@ -103,7 +103,10 @@ def _find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, i
 
 
 def _name_tensors(name: str, block: Blocks, heads: Mapping[str, int]) -> list[tuple[str, Blocks, int | None]]:
-    """Return (Hugging Face name, blocks, number of permuted heads or None) for a tensor, or for each of its experts."""
+    """Return (Hugging Face name, blocks, number of permuted heads or None) for a tensor.
+
+    A tensor of all experts of a layer gives one such item for each expert.
+    """
     stem, _, suffix = name.rpartition(".")
     if stem in NAMES:
         return [(f"{NAMES[stem]}.{suffix}", block, None)]
@@ -131,9 +134,9 @@ def _open_tensor(
     """Return a 4-bit module, a dense tensor that is converted on access, or a view of the file.
 
     Args:
-        path: the file.
+        path: the path of the file.
         block: the tensor's quantization blocks.
-        key: the Hugging Face name.
+        key: the Hugging Face name of the tensor.
         heads: the number of heads whose rows are permuted, or None.
         bias: the bias of the module, or None.
         where: the start of error messages.
@@ -170,7 +173,10 @@ def _convert_dense(path: Path, block: Blocks, heads: int | None, where: str) -> 
 
 
 def _deinterleave(rows: Array, heads: int | None) -> Array:
-    """Return rows [N, ...] where rows 2i and 2i + 1 of each head move to i and i + head_dim / 2; unchanged for None."""
+    """Return ``rows`` [N, ...] with rows 2i and 2i + 1 of each head moved to i and i + head_dim / 2.
+
+    If ``heads`` is None, return ``rows`` unchanged.
+    """
     if heads is None:
         return rows
     n, *rest = rows.shape

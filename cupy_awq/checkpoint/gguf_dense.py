@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of GGUF tensors that cannot stay packed 4-bit weights to dense float16.
+"""Conversion to dense float16 of GGUF tensors that cannot stay packed 4-bit weights.
 
-The common GGML types are converted here with NumPy; all others need the package ``gguf``.
+The common GGML types are converted here with NumPy; all other types need the package ``gguf``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupy_awq.checkpoint.gguf_file import Blocks
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[Any]
-"""Quantization blocks, uint8 [rows, blocks per row, bytes per block], or uint8 codes unpacked from them."""
+"""An array of quantization blocks, uint8 [rows, blocks per row, bytes per block], or of unpacked codes, uint8."""
 
 CHUNK = 1 << 20
 """The number of values that are converted at a time."""
@@ -29,14 +29,15 @@ PLAIN: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
-"""The NumPy dtype for each GGML type whose values are returned as views of the file."""
+"""The NumPy dtype for each GGML type that needs no conversion: its values are returned as views of the file."""
 
 
 def read_values(block: Blocks, where: str) -> Array:
-    """Return the values of a tensor in its shape: float32 and float64 as views of the file, all others in float16.
+    """Return the values of a tensor, in its shape.
 
-    Raises CheckpointError, whose message starts with ``where``, if the type is not supported or needs the package
-    ``gguf``, which is not installed.
+    Types in `PLAIN` are returned as views of the file, all others are converted to float16. Raises CheckpointError,
+    whose message starts with ``where``, if the type is not supported, or needs the package ``gguf`` and that is not
+    installed.
     """
     if block.kind in PLAIN:
         return block.data.view(PLAIN[block.kind]).reshape(block.shape)
@@ -44,7 +45,7 @@ def read_values(block: Blocks, where: str) -> Array:
     rows, columns = len(block.data), block.shape[-1]
     out = np.empty((rows, columns), np.float16)
     step = max(1, CHUNK // columns)
-    with np.errstate(over="ignore", invalid="ignore"):  # the scales of a damaged file
+    with np.errstate(over="ignore", invalid="ignore"):  # a damaged file can have scales of infinity or NaN
         for start in range(0, rows, step):
             chunk = block.data[start : start + step]
             out[start : start + step] = convert(chunk).reshape(len(chunk), columns)
@@ -52,7 +53,7 @@ def read_values(block: Blocks, where: str) -> Array:
 
 
 def _find_converter(kind: str, where: str) -> Callable[[Bytes], Array]:
-    """Return the function that converts rows of blocks of the GGML type ``kind``, uint8 [rows, bytes], to float32."""
+    """Return the function that converts rows of blocks, uint8 [rows, bytes], of the GGML type ``kind`` to float32."""
     if kind in CONVERTERS:
         block_bytes, convert = CONVERTERS[kind]
         return lambda rows: convert(rows.reshape(len(rows), -1, block_bytes))
@@ -100,7 +101,7 @@ def _dequantize_q4_1(blocks: Bytes) -> Array:
 def _unpack_five_bits(blocks: Bytes, start: int) -> Array:
     """Return the 32 codes of each Q5_0 or Q5_1 block as float32.
 
-    Byte ``start`` of a block begins 4 bytes with the fifth bits, followed by 16 bytes of nibbles.
+    At byte ``start`` of a block, 4 bytes hold the fifth bit of each code; the next 16 bytes hold the low nibbles.
     """
     high = np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little")
     codes: Array = _unpack_nibbles(blocks[..., start + 4 :]) | high << 4
@@ -121,8 +122,8 @@ def _dequantize_q8_0(blocks: Bytes) -> Array:
 
 
 def unpack_scales(blocks: Bytes) -> tuple[Array, Array]:
-    """Return the 6-bit scales sc and minima m of Q4_K or Q5_K super-blocks [..., bytes]: two float32 [8, ...]."""
-    packed = np.ascontiguousarray(np.moveaxis(blocks[..., 4:16], -1, 0))  # the long axis last, for NumPy's inner loop
+    """Return the 6-bit scales sc and minima m of Q4_K or Q5_K super-blocks [..., bytes], each as float32 [8, ...]."""
+    packed = np.ascontiguousarray(np.moveaxis(blocks[..., 4:16], -1, 0))  # long axis last, to vectorize NumPy's loops
     low, mid, high = packed[:4], packed[4:8], packed[8:]
     sc, m = (np.empty((8, *packed.shape[1:]), np.float32) for _ in range(2))
     sc[:4], m[:4] = low & 63, mid & 63
@@ -174,4 +175,4 @@ CONVERTERS: dict[str, tuple[int, Callable[[Bytes], Array]]] = {
     "Q5_K": (176, _dequantize_q5_k),
     "Q6_K": (210, _dequantize_q6_k),
 }
-"""The converters by GGML type: bytes per block, and the conversion of blocks [rows, blocks, bytes] to float32."""
+"""(bytes per block, function from blocks [rows, blocks, bytes] to float32 values) for each GGML type."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GGUF container: metadata, and tensors as views of the memory-mapped file.
 
-The header is untrusted: every count and length is checked against the remaining bytes before use. (The reader of the
-package ``gguf`` has no such check; a huge array length keeps it busy for hours.)
+The header is untrusted: every count and length is checked against the number of remaining bytes before use. (The
+reader of the package ``gguf`` has no such check; a huge array length keeps it busy for hours.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cupy_awq.checkpoint.files import CheckpointError
 MAGIC = b"GGUF"
 
 SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""The `struct` format for each scalar type of metadata values."""
+"""The `struct` format character for each scalar metadata type."""
 
 STRING_TYPE, ARRAY_TYPE = 8, 9
 VERSIONS = (2, 3)
@@ -62,7 +62,7 @@ TYPES = {
     39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
 }
-"""The GGML types by number in the file: (name, values per block, bytes per block)."""
+"""(name, values per block, bytes per block) for each GGML type number."""
 
 
 class Blocks(NamedTuple):
@@ -71,7 +71,8 @@ class Blocks(NamedTuple):
     Attributes:
         kind: the name of the GGML quantization type, such as "Q4_0" or "F16".
         shape: the shape of the tensor, outermost axis first.
-        data: uint8 [rows, bytes per row], a view of the mapped file; rows is the product of all axes but the last.
+        data: the blocks, uint8 [rows, bytes per row], a view of the memory-mapped file; the number of rows is the
+            product of all axes of ``shape`` but the last.
     """
 
     kind: str
@@ -82,7 +83,7 @@ class Blocks(NamedTuple):
 class _Cursor:
     """A read position in the bytes of a file.
 
-    Every read checks that enough bytes remain, advances the position, and raises CheckpointError otherwise.
+    Every read advances the position, or raises CheckpointError if too few bytes remain.
     """
 
     def __init__(self, data: memoryview, path: Path) -> None:
@@ -167,7 +168,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
 
 
 def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Read the header entry of a tensor: name, shape (outermost axis first), GGML type, byte offset in the data."""
+    """Read a tensor's header entry: name, shape (outermost axis first), GGML type, byte offset in the data section."""
     name, rank = cursor.text(), cursor.scalar("I")
     if not 1 <= rank <= MAX_RANK:
         raise CheckpointError(f"{cursor.path}: tensor {name!r:.200}: expected 1 to {MAX_RANK} axes, got {rank}")
@@ -176,9 +177,10 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _blocks(mapped: mmap.mmap, where: str, shape: tuple[int, ...], kind: int, start: int) -> Blocks:
-    """Return the tensor of GGML type ``kind`` at byte ``start`` of the file as a view.
+    """Return a view of the tensor of GGML type number ``kind`` at byte offset ``start`` of the file.
 
-    Raises CheckpointError, whose message starts with ``where``, for an unknown type or a shape that does not fit.
+    Raises CheckpointError, whose message starts with ``where``, for an unknown type, a row that is not a whole number
+    of blocks, or a tensor that exceeds the file.
     """
     if kind not in TYPES:
         raise CheckpointError(f"{where}: expected a known quantization type, got {kind}")

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of GGUF's 4-bit types to packed weights with groups of 32 rows of W; the codes are unchanged.
 
-Q4_0 and Q4_1: a block of 32 values is a float16 scale d, for Q4_1 also a float16 offset m, and 16 bytes of codes; byte
-i holds values i (low nibble) and i + 16. Q4_0 is W = (q - 8) * d, Q4_1 is W = q * d + m; both conversions are exact.
+Q4_0 and Q4_1: a block of 32 values consists of a float16 scale d, for Q4_1 also a float16 offset m, and 16 bytes of
+codes; byte i holds the codes of values i (low nibble) and i + 16. For Q4_0, W = (q - 8) * d; for Q4_1, W = q * d + m.
+Both conversions are exact.
 
-Q4_K: a super-block of 256 values is float16 d and dmin, 12 bytes with the 6-bit scales sc and minima m of 8 groups, and
-128 bytes of codes; byte 32c + i holds element i of group 2c (low nibble) and of group 2c + 1. W = (d * sc) * q - dmin *
-m. Both products need 17 bits and are rounded to float16, which changes a weight by at most 2^-11 * (15 d sc + dmin m).
+Q4_K: a super-block of 256 values consists of float16 d and dmin, 12 bytes with the 6-bit scales sc and minima m of 8
+groups, and 128 bytes of codes; byte 32c + i holds element i of group 2c (low nibble) and of group 2c + 1.
+W = (d * sc) * q - (dmin * m). The products d * sc and dmin * m need up to 17 bits and are rounded to float16, which
+changes a weight by at most 2^-11 * (15 * d * sc + dmin * m).
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ HEADER_BYTES = {"Q4_0": 2, "Q4_1": 4}
 ROUNDING = "scales d sc and offsets -dmin m, rounded to float16"
 
 CHUNK_BLOCKS = 1 << 14
-"""The number of super-blocks whose scales are converted at a time."""
+"""The number of super-blocks whose scales are computed at a time."""
 
 
 def open_module(block: Blocks, where: str, bias: Array | None = None) -> Pending:
-    """Return the module of a matrix of type Q4_0, Q4_1 or Q4_K, with ``bias`` [N] or None.
+    """Validate a matrix of type Q4_0, Q4_1 or Q4_K and return it as a module, with ``bias`` [N] or None.
 
     Raises the same errors as `open_q4` and `open_q4_k`.
     """
@@ -47,10 +49,11 @@ def open_module(block: Blocks, where: str, bias: Array | None = None) -> Pending
 
 
 def open_q4(kind: str, data: npt.NDArray[np.uint8], where: str, bias: Array | None = None) -> Pending:
-    """Return the module of rows of blocks: uint8 [N, K/32 * 18] for kind "Q4_0", [N, K/32 * 20] for "Q4_1".
+    """Validate rows of Q4_0 or Q4_1 blocks and return them as a module.
 
-    Raises CheckpointError, whose message starts with ``where``, for another dtype or shape or N % 8 != 0. The scales
-    are not checked here: converting the module raises CheckpointError if one is not finite.
+    ``data`` is uint8 [N, K/32 * 18] for kind "Q4_0" and [N, K/32 * 20] for "Q4_1". Raises CheckpointError, whose
+    message starts with ``where``, for another dtype or shape or N % 8 != 0. The scales are validated later: the
+    conversion of the module raises CheckpointError if a scale is not finite.
     """
     block_bytes = HEADER_BYTES[kind] + GROUP // 2
     n, blocks = _check_rows(data, f"K/{GROUP} * {block_bytes}", block_bytes, where)
@@ -67,7 +70,7 @@ def _convert_q4(kind: str, data: npt.NDArray[np.uint8], where: str, bias: Array 
     words = np.ascontiguousarray(blocks[:, :, header:]).view(np.uint32)
     out = np.empty((count, 2, 4, 4, n // 8), np.int32)
     target = out.view(np.uint32)
-    # Byte t of word v holds value 4v + t in its low nibble and value 4v + t + 16 in its high nibble.
+    # Byte t of 32-bit word v holds value 4v + t of the block (low nibble) and value 4v + t + 16 (high nibble).
     nibbles.transpose_columns(words, [target[:, half, :, t] for t in range(4) for half in range(2)])
     floats = np.ascontiguousarray(blocks[:, :, :header]).view(np.float16)
     scales, *offsets = (nibbles.transpose_matrix(floats[:, :, i]) for i in range(header // 2))
@@ -77,7 +80,10 @@ def _convert_q4(kind: str, data: npt.NDArray[np.uint8], where: str, bias: Array 
 
 
 def _check_rows(data: npt.NDArray[np.uint8], layout: str, block_bytes: int, where: str) -> tuple[int, int]:
-    """Return (N, blocks per row) of rows of blocks. Raises CheckpointError unless they are uint8 [N, ``layout``]."""
+    """Return (N, blocks per row). Raises CheckpointError unless ``data`` is uint8 [N, bytes] with rows of whole blocks.
+
+    ``layout`` describes the bytes per row in the error message, such as "K/32 * 18".
+    """
     n, row_bytes = data.shape if data.ndim == 2 else (0, 0)
     if data.dtype != np.uint8 or not n or not row_bytes or row_bytes % block_bytes:
         raise CheckpointError(f"{where}: expected uint8 [N, {layout}], got {data.dtype} {list(data.shape)}")
@@ -87,10 +93,10 @@ def _check_rows(data: npt.NDArray[np.uint8], layout: str, block_bytes: int, wher
 
 
 def open_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None = None) -> Pending:
-    """Return the module whose rows of Q4_K super-blocks are ``data``, uint8 [N, K/256 * 144].
+    """Validate rows of Q4_K super-blocks, uint8 [N, K/256 * 144], and return them as a module.
 
     Raises CheckpointError, whose message starts with ``where``, for another dtype or shape or N % 8 != 0. The scales
-    are not checked here: converting the module raises CheckpointError if one is not finite in float16.
+    are validated later: the conversion of the module raises CheckpointError if a scale is not finite in float16.
     """
     layout = f"K/{SUPER_BLOCK} * {SUPER_BLOCK_BYTES}"
     n, blocks = _check_rows(data, layout, SUPER_BLOCK_BYTES, where)
@@ -106,7 +112,7 @@ def _convert_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None) -
     words = blocks.view(np.uint32)[:, :, 4:].reshape(n, 4 * count, 8)
     out = np.empty((4 * count, 2, 8, 4, n // 8), np.int32)
     target = out.view(np.uint32)
-    # Byte t of word v holds element 4v + t of the first group (low nibble) and of the second one (high nibble).
+    # Byte t of 32-bit word v holds element 4v + t of the first group (low nibble) and of the second (high nibble).
     nibbles.transpose_columns(words, [target[:, half, :, t] for t in range(4) for half in range(2)])
     scales: Array
     offsets: Array
@@ -124,7 +130,7 @@ def _convert_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None) -
 
 
 def _convert_scales(blocks: npt.NDArray[np.uint8]) -> tuple[Array, Array]:
-    """Return d * sc and -dmin * m of super-blocks uint8 [n, blocks, 144]: two float16 [8 groups, n, blocks]."""
+    """Return d * sc and -dmin * m of super-blocks, uint8 [n, blocks, 144], as two float16 [8 groups, n, blocks]."""
     header = np.ascontiguousarray(blocks[:, :, :4]).view(np.float16).astype(np.float32)
     sc, m = unpack_scales(blocks)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks for infinity and NaN

@@ -3,7 +3,7 @@
 
 qweight [K/8, N] int32: nibble k % 8 of word [k // 8, n] is the code of W[k, n]
 qzeros [ceil(K/G), N/8] int32: nibble n % 8 of word [g, n // 8] is the zero point of group g in column n; version 1
-    subtracts 0x11111111 from each word
+    stores each word minus 0x11111111
 scales [ceil(K/G), N] float16 or bfloat16
 g_idx [K] int32: the group index of each row of W; if absent, row k belongs to group k // G
 """
@@ -45,9 +45,9 @@ class Gptq:
     """The GPTQ format with the settings of one checkpoint.
 
     Attributes:
-        version: 1 if words of zero points are stored minus 0x11111111, 2 if as they are.
+        version: 1 if 0x11111111 is subtracted from the stored words of zero points, else 2.
         group_size: the configured number of rows of W per group; -1 means K, None infers it from each module's shapes.
-        rules: settings of single modules (``dynamic`` or ``extra_config``).
+        rules: the per-module settings (``dynamic`` or ``extra_config``).
         is_default: whether the shapes of a module take precedence over ``group_size`` (auto-round).
         checks_zeros: whether to warn about zero points that AutoGPTQ's packer may have corrupted.
     """
@@ -115,7 +115,8 @@ def _convert(
     if groups.order is not None:
         nibbles.take_rows(words, groups.order)
     if qzeros is not None:
-        # Version 1 subtracts from whole words, and a zero point of 0 borrows from its neighbour: add to whole words.
+        # Version 1 subtracts 1 from all nibbles at once, so a zero point of 0 borrows from the next nibble. Adding to
+        # the whole word, not to each nibble, undoes that.
         true = qzeros.view(np.uint32) + np.uint32(ONES if version == 1 else 0)
         qzeros = groups.expand(nibbles.reorder_columns(true))
     return Module(PackedWeight(words, groups.expand(scales), qzeros), bias, groups.order)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HQQ format with groups along K (axis 1): W = (q - zero) * scale with float zero points.
 
-The codes are a matrix [R, G] of R = N * K/G groups; row n * K/G + g is group g of column n of W.
+The codes form a matrix C [R, G] of R = N * K/G groups; row n * K/G + g of C is group g of column n of W.
 
-    W_q [R/2, G] uint8: row j holds row j of the matrix in the high nibbles and row j + R/2 in the low nibbles; with
-        view_as_float, the same bytes as a float dtype
+    W_q [R/2, G] uint8: row j holds row j of C in the high nibbles and row j + R/2 in the low nibbles; with the setting
+        view_as_float, the same bytes with a float dtype
     scale, zero [R, 1] float16 or bfloat16
     shape [2] int64: N, K
-    nbits, axis, group_size, packing, ...: each setting is one tensor
+    nbits, axis, group_size, packing, ...: one tensor for each setting
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PACKING = "4bit_u8"
 """The supported value of the setting ``packing``: two codes per byte."""
 
 ROUNDING = "offsets -zero * scale, rounded once"
-"""The rounding of a module with fractional zero points, as in `ModuleSpec.rounding`."""
+"""The value of `ModuleSpec.rounding` for a module with fractional zero points."""
 
 
 @dataclass(frozen=True)
 class Hqq:
-    """The HQQ format. It has no settings per checkpoint: the tensors of each module include its settings."""
+    """The HQQ format. A checkpoint has no common settings: the tensors of each module include its settings."""
 
     name = "hqq"
     codes_suffix = "W_q"
@@ -74,7 +74,7 @@ class Hqq:
         if integral:
             packed = pack_int4(exact.astype(np.uint8))
         else:
-            # float32 holds the product of two float16 or two bfloat16 values exactly.
+            # float32 represents the product of two float16 or two bfloat16 values exactly.
             with np.errstate(over="ignore"):
                 packed = (-(exact * scales.astype(np.float32))).astype(scales.dtype)
             tensors.finite("zero", packed)
@@ -114,9 +114,9 @@ def _convert(codes: Array, scales: Array, zeros: Array, bias: Array | None) -> M
 
 
 def read_config(table: Mapping[str, Any], where: str) -> Hqq:
-    """Return the format that the ``quantization_config`` ``table`` describes.
+    """Return the format after validating ``table``, the ``quantization_config`` of a configuration.
 
-    Raises CheckpointError, whose message starts with ``where``, unless all settings have nbits 4 and axis 1.
+    Raises CheckpointError, whose message starts with ``where``, unless every entry has nbits 4 and axis 1.
     """
     settings = table.get("quant_config")
     if not isinstance(settings, dict):

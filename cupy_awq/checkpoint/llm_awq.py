@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of llm-awq: a ``.pt`` file without a configuration, in one of three AutoAWQ formats.
+"""Detection of the format of an llm-awq file: a ``.pt`` file without a configuration, in one of three AutoAWQ formats.
 
-The formats are "gemm" (the first release), "gemv" (v1) and "gemv_fast" (v2), whose tensor of offsets is named
+The formats are "gemm" (the first release), "gemv" (v1) and "gemv_fast" (v2). In v2, the offsets are named
 ``scaled_zeros``. For v1 and v2, the group size is inferred from the padding of the scales.
 """
 
@@ -20,13 +20,19 @@ from cupy_awq.checkpoint.module import Format
 from cupy_awq.checkpoint.tensors import Tensor
 
 SCALED = ".act.scales"
-"""The ending of the names of activation scales: in models with GELU, x is divided by them at run time."""
+"""The end of the names of activation scales, by which models with GELU divide x at run time."""
 
 
 def detect(path: Path, tensors: Mapping[str, Tensor], group_size: int | None) -> Detected:
-    """Detect the format of a file from its tensors by name; ``group_size`` None infers the group size.
+    """Detect the format of a file from its tensors.
 
-    Raises CheckpointError if the file has activation scales, which are not supported.
+    Args:
+        path: the path of the file, for error messages.
+        tensors: the tensors by name.
+        group_size: the number of rows of W per group; None infers it.
+
+    Raises:
+        CheckpointError: the file has activation scales, which are not supported.
     """
     for name in tensors:
         if name.endswith(SCALED):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MLX format, mode "affine": W = q * s + b in groups of 32, 64 or 128 rows of W.
 
-    weight [N, K * bits / 32] uint32: 32 / bits codes per word, the first in the lowest bits
+    weight [N, K * bits / 32] uint32: 32 / bits codes per word, the first code in the lowest bits
     scales, biases [N, K/G] float16 or bfloat16: s and b; scales may be negative
 
 4-bit modules are converted exactly; their biases become float offsets. Modules with 2 or 8 bits or N % 8 != 0 become
-dense tensors [N, K], rounded once.
+dense tensors [N, K], whose values are rounded once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from cupy_awq.weight import PackedWeight
 UINT32 = (np.dtype(np.uint32),)
 
 WIDTHS = (2, 4, 8)
-"""The supported numbers of bits per code. All divide 32, so no code crosses a word boundary."""
+"""The supported numbers of bits per code. They divide 32, so no code crosses a word boundary."""
 
 CHUNK = 1 << 18
-"""The number of codes of a dense weight that are converted at a time."""
+"""The number of codes that are converted to dense values at a time."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _convert_dense(tensors: ModuleTensors, weight: Array, scales: Array, biases:
     codes_of = np.arange(0, 32, bits, dtype=np.uint32)
     for rows in (slice(start, start + max(1, CHUNK // k)) for start in range(0, n, max(1, CHUNK // k))):
         codes = (weight[rows, :, None] >> codes_of) & np.uint32(2**bits - 1)
-        # float64 holds the product and the sum exactly, so the only rounding is that to the scales' dtype.
+        # The product and the sum are exact in float64, so only the conversion to the scales' dtype rounds.
         values = codes.reshape(-1, groups, k // groups).astype(np.float64)
         values *= scales[rows, :, None].astype(np.float64)
         values += biases[rows, :, None].astype(np.float64)
@@ -112,15 +112,15 @@ def _convert_dense(tensors: ModuleTensors, weight: Array, scales: Array, biases:
 
 
 def round_once(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Round float64 values to float16 or bfloat16, to nearest, ties to even; values beyond its range become infinite.
+    """Round float64 values to float16 or bfloat16 (to nearest, ties to even); values beyond the range become infinite.
 
     >>> round_once(np.array([1 + 2**-8 + 2**-40]), check.BFLOAT16)
     array([1.00781], dtype=bfloat16)
     """
     with np.errstate(over="ignore"):
         if dtype == check.BFLOAT16:
-            # ml_dtypes rounds to float32 first, and rounding twice to nearest can be wrong. Round to float32 by
-            # round-to-odd; the rounding to bfloat16 is then correct.
+            # ml_dtypes rounds to float32 first, and rounding to nearest twice can give a wrong result. With
+            # round-to-odd as the first rounding, the second one is correct.
             short = values.astype(np.float32)
             bits = short.view(np.uint32)
             bits -= np.abs(short) > np.abs(values)
@@ -130,7 +130,7 @@ def round_once(values: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def read_config(table: Mapping[str, Any], where: str) -> Mlx:
-    """Return the format that the ``quantization`` object ``table`` describes.
+    """Return the format with the settings of ``table``, the value of ``quantization`` in a configuration.
 
     Raises CheckpointError, whose message starts with ``where``, for a mode other than "affine", and for bits or group
     sizes that are not positive integers.

@@ -27,7 +27,7 @@ UINT8 = (np.dtype(np.uint8),)
 SCALES = check.SCALES
 
 _EXPONENTS = {np.dtype(np.float16): 0x7C00, check.BFLOAT16: 0x7F80}
-"""The bits of the exponent of 16-bit floats; infinity and NaN have all of them set."""
+"""The bit mask of the exponent for each 16-bit float dtype: infinity and NaN have all of these bits set."""
 
 _CHUNK = 1 << 20
 """The number of values that `is_finite` tests at a time."""
@@ -35,7 +35,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """The shape and form of a quantized module, known before its codes are repacked.
+    """The properties of a quantized module that are known before its codes are repacked.
 
     Attributes:
         k: the number of rows of W [K, N], the in features.
@@ -62,7 +62,7 @@ class ModuleSpec:
 
     @property
     def nbytes(self) -> int:
-        """The size of the packed weight, the bias and the order in bytes."""
+        """The size of the packed weight, the bias and the permutation of x, in bytes."""
         groups, itemsize = self.k // self.group_size, self.dtype.itemsize
         zeros = {"symmetric": 0, "packed": groups * self.n // 2, "float": groups * self.n * itemsize}[self.zeros]
         bias = 0 if self.bias_dtype is None else self.n * self.bias_dtype.itemsize
@@ -73,7 +73,7 @@ class Pending(NamedTuple):
     """A validated module whose codes have not been repacked yet."""
 
     spec: ModuleSpec
-    """The shape and form of the module."""
+    """The properties of the module."""
     convert: Callable[[], Module | Tensor]
     """A function that repacks the codes and returns the module, or a Tensor if ``is_dense``."""
     warning: str = ""
@@ -91,7 +91,7 @@ class Format(Protocol):
         name: the name of the format for messages, such as "gptq v1".
         codes_suffix: the suffix of the tensor of codes, such as "qweight".
         other_suffixes: the suffixes of all other tensors that a module may have.
-        dependent_suffixes: the suffixes of tensors that are an error without codes.
+        dependent_suffixes: the suffixes of tensors that are allowed only in a module with codes.
     """
 
     @property
@@ -104,7 +104,7 @@ class Format(Protocol):
     def dependent_suffixes(self) -> Sequence[str]: ...
 
     def is_quantized(self, array: Array) -> bool:
-        """Return whether a tensor with the codes' suffix is quantized; MLX uses the same suffix for dense weights."""
+        """Return whether the tensor named ``codes_suffix`` holds codes; in MLX, it can also be a dense weight."""
         ...
 
     def open_module(self, tensors: ModuleTensors) -> Pending:
@@ -141,7 +141,7 @@ class ModuleTensors:
         return suffix in self._tensors
 
     def error(self, text: str) -> CheckpointError:
-        """Return a CheckpointError, to be raised, whose message is the place of this module followed by ``text``."""
+        """Return a CheckpointError whose message names the file and the module, followed by ``text``."""
         return CheckpointError(f"{self.where}: {text}")
 
     def raw(self, suffix: str) -> Array:
@@ -154,9 +154,9 @@ class ModuleTensors:
         return array
 
     def matrix(self, suffix: str, dtypes: Sequence[np.dtype[Any]], layout: str) -> Array:
-        """Return a required tensor of rank 2, contiguous. Raises CheckpointError for another dtype or rank.
+        """Return a required matrix as a contiguous array. Raises CheckpointError for another dtype or rank.
 
-        ``layout``, such as "[K, N/8]", names the axes in the message.
+        ``layout`` describes the axes in the error message, such as "[K, N/8]".
         """
         array = self.raw(suffix)
         if array.dtype not in dtypes or array.ndim != 2:
@@ -164,9 +164,9 @@ class ModuleTensors:
         return np.ascontiguousarray(array)
 
     def array(self, suffix: str, dtypes: Sequence[np.dtype[Any]], layout: str, shape: tuple[int, ...]) -> Array:
-        """Return a required tensor of ``shape``, contiguous. Raises CheckpointError for another dtype or shape.
+        """Return a required tensor as a contiguous array. Raises CheckpointError for another dtype or shape.
 
-        ``layout``, such as "[K, N/8]", names the axes in the message.
+        ``layout`` describes the axes in the error message, such as "[K, N/8]".
         """
         array = self.raw(suffix)
         if array.dtype not in dtypes or array.shape != shape:
@@ -181,7 +181,7 @@ class ModuleTensors:
         return self.finite("bias", self.array("bias", check.FLOATS, "[N]", (n,)))
 
     def finite(self, suffix: str, values: Array) -> Array:
-        """Return ``values``, derived from the tensor ``suffix``. Raises CheckpointError if one is NaN or infinite."""
+        """Return ``values``, computed from the tensor ``suffix``. Raises CheckpointError if one is NaN or infinite."""
         if not is_finite(values):
             raise self.error(f"{suffix}: expected finite values, got NaN or infinity")
         return values
@@ -191,7 +191,7 @@ class ModuleTensors:
         return self._tensors["bias"].array.dtype if "bias" in self._tensors else None
 
     def integer(self, suffix: str) -> int:
-        """Return the value of a required tensor of one integer. Raises CheckpointError for another dtype or size."""
+        """Return the integer that a required tensor holds. Raises CheckpointError for another dtype or size."""
         array = self.raw(suffix)
         if array.size != 1 or array.dtype.kind not in "iu":
             raise self.error(f"{suffix}: expected one integer, got {_describe(array)}")
@@ -199,7 +199,7 @@ class ModuleTensors:
 
 
 def check_columns(tensors: ModuleTensors, n: int) -> int:
-    """Return ``n``. Raises CheckpointError unless 8 divides it."""
+    """Return ``n``, the number of columns of W. Raises CheckpointError unless it is a multiple of 8."""
     if n % 8:
         raise tensors.error(f"N={n} is not a multiple of 8")
     return n
@@ -218,7 +218,7 @@ def resolve_group_size(tensors: ModuleTensors, k: int, group_size: int | None) -
 
 
 def is_finite(values: Array) -> bool:
-    """Return whether all values are finite. Chunks keep the temporary arrays small.
+    """Return whether all values are finite, testing one chunk at a time to keep the temporary arrays small.
 
     >>> is_finite(np.array([1, np.inf], np.float16))
     False
@@ -242,9 +242,9 @@ class Groups(NamedTuple):
     size: int
     """The number of rows of W per group in the packed weight."""
     repeats: tuple[int, int] | None
-    """(number of parts per group of the file, number of groups of the packed weight); None if no group is split."""
+    """(number of packed groups per group of the file, total number of packed groups); None if no group is split."""
     order: npt.NDArray[np.int32] | None
-    """The permutation of x [..., K] (activation order), int32 [K]; or None."""
+    """The permutation of the last axis of x (activation order), int32 [K]; None without one."""
 
     def expand(self, values: Array) -> Array:
         """Return scales or zero points [groups in the file, ...] as [groups of the packed weight, ...]."""
@@ -285,7 +285,7 @@ def _find_order(
     if low < 0 or high >= count:
         raise tensors.error(f"{name}: expected groups 0 to {count - 1}, got {low if low < 0 else high}")
     if high == 0 or np.array_equal(g_idx, np.arange(k, dtype=np.int64) // group_size):
-        return None  # old files without activation order store zeros
+        return None  # no activation order; older files then store a g_idx of zeros
     sizes = np.bincount(g_idx, minlength=count)
     if (sizes != group_size).any():
         found = f"{sizes.min()} and {sizes.max()} rows"

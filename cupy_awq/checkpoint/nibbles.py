@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion between the 4-bit words of other formats and the AWQ layout of `PackedWeight`.
 
-Every format packs eight codes into a 32-bit word, either from eight rows of W or from eight columns. So eight words
-hold 8 x 8 codes, and every conversion is a transposition of such blocks of 8 x 8 nibbles (`transpose`). The formats
-differ only in which eight words form a block, and in the position of the transposed words in W.
+Every format packs the codes of eight rows or of eight columns of W into a 32-bit word. So eight words hold a block of
+8 x 8 codes, and every conversion transposes such blocks (`transpose`). The formats differ in which eight words form a
+block and where the transposed words are stored.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Array = npt.NDArray[Any]
 Words = npt.NDArray[np.uint32]
 
 CHUNK_BYTES = 1 << 19
-"""The size in bytes of the chunks of `transpose`; a chunk and its temporary array fit in the L2 cache of a core."""
+"""The number of bytes that `transpose` converts at a time; two chunks fit in the L2 cache of a CPU core."""
 
 GATHER_BYTES = 1 << 23
-"""The size in bytes of the chunks of `take_rows`; long rows are copied faster, so it exceeds `CHUNK_BYTES`."""
+"""The number of bytes that `take_rows` copies at a time. It exceeds `CHUNK_BYTES` because long rows copy faster."""
 
 LINE_WORDS = 16
-"""The number of 32-bit words per cache line. A chunk writes at least this many adjacent words, each line only once."""
+"""The number of 32-bit words per cache line. Chunks write whole lines, so that each line is written only once."""
 
 
 def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
-    """Transpose 8 x 8 nibbles: nibble p of ``targets[j][i]`` = nibble j of ``sources[p][i]``, for all i, j, p.
+    """Transpose blocks of 8 x 8 nibbles: nibble p of ``targets[j][i]`` = nibble j of ``sources[p][i]`` for all i, j, p.
 
     Args:
-        sources: eight arrays [A, ...] of 32-bit words, any strides.
-        targets: eight arrays of the same shape to write, any strides.
+        sources: eight arrays [A, ...] of 32-bit words with any strides.
+        targets: eight output arrays of the same shape with any strides.
     """
     length, *rest = sources[0].shape
     width = 32 * int(np.prod(rest, dtype=np.int64))
@@ -55,7 +55,7 @@ def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
 
 
 def _transpose_block(words: Words, scratch: Words) -> None:
-    """Transpose words [8, ...] as 8 x 8 nibbles in place: swap off-diagonal 4 x 4 blocks, 2 x 2 blocks, nibbles."""
+    """Transpose words [8, ...] as 8 x 8 nibbles in place, swapping off-diagonal 4 x 4 blocks, 2 x 2 blocks, nibbles."""
     for distance, bits, mask in ((4, 16, 0x0000FFFF), (2, 8, 0x00FF00FF), (1, 4, 0x0F0F0F0F)):
         pairs = words.reshape(4 // distance, 2, distance, *words.shape[1:])
         first, second = pairs[:, 0], pairs[:, 1]
@@ -96,9 +96,10 @@ def convert_column_words(words: Array) -> Array:
 
 
 def transpose_columns(words: Array, targets: Sequence[Array]) -> None:
-    """Write the codes in nibble j of words [N, ...], one word per column of W, to AWQ words ``targets[j]`` [..., N/8].
+    """Transpose words [N, ...], each of which holds eight codes of one column of W, to AWQ words.
 
-    Each AWQ word packs the codes of eight adjacent columns in the order `PACK_ORDER`.
+    The codes in nibble j of the words become the AWQ words ``targets[j]`` [..., N/8], each of which packs the codes of
+    eight adjacent columns in the order `PACK_ORDER`.
     """
     n, *rest = words.shape
     columns = words.view(np.uint32).reshape(n // 8, 8, *rest)
@@ -138,11 +139,11 @@ def convert_to_column_words(words: Array) -> Array:
 
 
 def convert_interleaved_words(words: Array) -> Array:
-    """Convert int16 [N/4, K] in the order of AutoAWQ's "gemv_fast" (llm-awq v2) to AWQ words [K, N/8].
+    """Convert the codes of AutoAWQ's "gemv_fast" (llm-awq v2), int16 [N/4, K], to AWQ words [K, N/8].
 
-    A row of the input holds four columns of W, in blocks of 64 rows of W: 16 int16 (8 words of 32 bits) per column and
-    block. The first four words are rows 0..31 of the block, the others rows 32..63; nibble 4c + a of word b of such a
-    half is row 8a + 2b + c of the half.
+    Each input row holds four columns of W. It is a sequence of blocks of 64 rows of W, with 16 int16 (8 32-bit words)
+    per column and block. The first four words hold rows 0..31 of the block, the last four rows 32..63. In each half,
+    nibble 4c + a of word b is the code of row 8a + 2b + c of the half.
     """
     rows, k = words.shape
     n = 4 * rows
@@ -155,25 +156,25 @@ def convert_interleaved_words(words: Array) -> Array:
 
 
 def convert_byte_halves(codes: npt.NDArray[np.uint8]) -> Array:
-    """Convert bytes [N/2, K] to AWQ words [K, N/8]: high nibbles are columns 0..N/2-1 of W, low nibbles the others.
+    """Convert bytes [N/2, K] to AWQ words [K, N/8]: high nibbles hold columns 0..N/2-1 of W, low nibbles the others.
 
     >>> hex(convert_byte_halves(np.array([[0x04], [0x15], [0x26], [0x37]], np.uint8))[0, 0])
     '0x75316420'
     """
     half, k = codes.shape
-    if half % 8 or k % 4:  # an AWQ word would mix both halves, or the rows are not whole words
+    if half % 8 or k % 4:  # an AWQ word would contain columns of both halves, or rows are not whole 32-bit words
         high, low = codes >> np.uint8(4), codes & np.uint8(15)
         words: Array = pack_int4(np.ascontiguousarray(np.concatenate([high, low]).T))
         return words
     out = np.empty((k // 4, 4, 2, half // 8), np.int32)
     target = out.view(np.uint32)
-    # Nibble j of a word is the low (j even) or high (j odd) nibble of byte j // 2.
+    # Nibble j of a 32-bit word is the low (j even) or high (j odd) nibble of byte j // 2.
     transpose_columns(np.ascontiguousarray(codes).view(np.uint32), [target[:, j // 2, 1 - j % 2] for j in range(8)])
     return out.reshape(k, half // 4)
 
 
 def reorder_columns(words: Array) -> Array:
-    """Convert words whose nibble i is column i of eight to AWQ order (`PACK_ORDER`).
+    """Convert words whose nibble i is the code of column i of eight to AWQ order (`PACK_ORDER`).
 
     >>> hex(reorder_columns(np.array([0x76543210], np.int32))[0])
     '0x75316420'
@@ -187,7 +188,7 @@ def reorder_columns(words: Array) -> Array:
 
 
 def restore_columns(words: Array) -> Array:
-    """Convert words in AWQ order to words whose nibble i is column i of eight: the inverse of `reorder_columns`.
+    """Convert words in AWQ order to words whose nibble i is the code of column i: the inverse of `reorder_columns`.
 
     >>> hex(restore_columns(np.array([0x75316420], np.int32))[0])
     '0x76543210'
@@ -200,7 +201,7 @@ def restore_columns(words: Array) -> Array:
 
 
 def take_rows(words: Array, order: npt.NDArray[np.int32]) -> None:
-    """Permute words [K, N/8] to ``words[order]`` in place, in chunks of columns to bound the temporary copy."""
+    """Replace words [K, N/8] by ``words[order]`` in place, a chunk of columns at a time to bound the temporary copy."""
     k, n = words.shape
     step = max(LINE_WORDS, GATHER_BYTES // (4 * k))
     for start in range(0, n, step):

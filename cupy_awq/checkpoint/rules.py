@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of single modules in a configuration, selected by regular expressions that are matched in polynomial time.
+"""Per-module settings of a configuration, selected by regular expressions that are matched in polynomial time.
 
 A configuration is untrusted, and Python's backtracking matcher takes exponential time for some expressions. `Pattern`
-walks the same syntax tree, but tracks the set of all positions in the name that the expression can have reached.
+interprets Python's syntax tree of the expression, but tracks the set of all positions that a match can have reached.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Pattern:
             raise CheckpointError(f"expected a regular expression of few groups, got {self._text!r:.80}") from None
 
     def _walk(self, tree: Any, name: str, positions: frozenset[int]) -> frozenset[int]:
-        """Return the end positions of all matches in ``name`` of a node sequence that start at one of ``positions``."""
+        """Match a sequence of nodes against ``name`` from each start position; return the set of end positions."""
         for op, value in tree:
             positions = self._step(op, value, name, positions)
             if not positions:
@@ -96,7 +96,7 @@ class Pattern:
 
     def _repeat(self, low: int, high: int, tree: Any, name: str, positions: frozenset[int]) -> frozenset[int]:
         reached = positions if low == 0 else frozenset()
-        for count in range(1, int(high) + 1):  # ends early: positions never decrease, so the sets converge
+        for count in range(1, int(high) + 1):  # terminates early: the set of reached positions converges
             following = self._walk(tree, name, positions)
             if count >= low:
                 if following <= reached:
@@ -135,7 +135,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Rules:
-    """The settings of single modules in a configuration, such as GPTQModel's ``dynamic``.
+    """The per-module settings of a configuration, such as GPTQModel's ``dynamic``.
 
     Attributes:
         key: the key of the settings in the configuration, for error messages.
@@ -148,7 +148,7 @@ class Rules:
     patterns: tuple[tuple[Pattern, Mapping[str, Any]], ...] = ()
 
     def settings(self, tensors: ModuleTensors) -> Mapping[str, Any]:
-        """Return the settings of a module, {} if none apply. Raises CheckpointError if ``bits`` is not 4."""
+        """Return the settings of a module, or {} if it has none. Raises CheckpointError if ``bits`` is not 4."""
         found = self.exact.get(tensors.name)
         if found is None:
             found = next((settings for pattern, settings in self.patterns if pattern.match(tensors.name)), {})
@@ -159,10 +159,17 @@ class Rules:
 
 
 def read_rules(table: Any, key: str, where: str) -> Rules:
-    """Parse ``table`` {module name or expression: settings}, the value of ``dynamic`` or ``extra_config``.
+    """Parse the per-module settings of a configuration: ``table`` maps a module name or expression to settings.
 
     The prefix "+:" of a name is ignored. The prefix "-:" excludes modules from quantization; their settings are empty.
-    Raises CheckpointError, whose message starts with ``where``, for a malformed table.
+
+    Args:
+        table: the value of ``key`` in the configuration, as parsed from JSON.
+        key: the key, "dynamic" or "extra_config", for error messages.
+        where: the path of the configuration, for error messages.
+
+    Raises:
+        CheckpointError: the table is malformed.
     """
     if not table:
         return Rules(key)

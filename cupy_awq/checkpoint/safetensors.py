@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The safetensors container: the header length (8 bytes), a JSON header, then the bytes of all tensors.
 
-The header is untrusted and validated completely before any tensor is returned: the number of bytes of each tensor must
+The header is untrusted and completely validated before any tensor is returned: the number of bytes of each tensor must
 match its dtype and shape, and the tensors must cover the data without overlaps or gaps. Tensors are read-only views of
 the memory-mapped file, so the only copy is the upload to a GPU. The package ``safetensors`` is not used because it
-copies each tensor and most of its errors do not name the tensor.
+copies each tensor, and most of its errors do not name the tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from cupy_awq.checkpoint.files import MAX_JSON_BYTES, CheckpointError, parse_object
 
 MAX_RANK = 32
-"""The largest number of axes of a tensor that is accepted."""
+"""The largest accepted number of axes of a tensor."""
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -44,7 +44,7 @@ DTYPES = {
     "F64": np.dtype(np.float64),
     "C64": np.dtype(np.complex64),
 }
-"""The NumPy dtype for each dtype name of the format."""
+"""The NumPy dtype for each safetensors dtype name."""
 
 
 def read(path: Path) -> dict[str, npt.NDArray[Any]]:
@@ -128,12 +128,12 @@ def _naturals(value: Any) -> bool:
 
 
 def write(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write tensors by name to a safetensors file; the data of each is aligned to its item size.
+    """Write tensors by name to a safetensors file, the data of each tensor aligned to its item size.
 
     Raises OSError if the file cannot be written.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    # Sorted by decreasing item size, tensors are aligned without gaps, which the format forbids.
+    # Sorted by decreasing item size, tensors are aligned without padding between them, which the format forbids.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0

@@ -14,17 +14,17 @@ from cupy_awq.checkpoint.files import CheckpointError, read_object
 from cupy_awq.weight import PackedWeight
 
 MAX_NAME_BYTES = 255
-"""The largest length of a file name in bytes on common file systems."""
+"""The maximum length of a file name on common file systems, in bytes."""
 
 INDEX = "model.safetensors.index.json"
 """The name of the file that maps the tensors of a sharded checkpoint to their shards."""
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint: a plain tensor, or one of the tensors that a quantized module is made from."""
+    """A tensor of a checkpoint: a plain tensor, or a part of a quantized module, such as its scales."""
 
     array: npt.NDArray[Any]
-    """The values: a read-only view of the mapped file, or an array if they were converted."""
+    """The values: a read-only view of the memory-mapped file, or a new array if they were converted."""
     file: Path
     """The path of the file, for error messages."""
 
@@ -33,7 +33,7 @@ class Module(NamedTuple):
     """A quantized linear module on the CPU."""
 
     weight: PackedWeight
-    """The weight [K, N]; its arrays are views of the mapped file if the format needs no conversion."""
+    """The weight [K, N]; its arrays are views of the memory-mapped file if the format needs no conversion."""
     bias: npt.NDArray[Any] | None
     """The bias [N], or None without a bias."""
     order: npt.NDArray[np.int32] | None = None
@@ -41,9 +41,10 @@ class Module(NamedTuple):
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Return all tensors by name of a safetensors file, or of a folder with one such file or with shards and an index.
+    """Return all tensors of a checkpoint by name.
 
-    Raises CheckpointError if files are missing, ambiguous or damaged, and OSError if one cannot be opened.
+    ``path`` is a safetensors file, or a folder with either one such file or shards and their index. Raises
+    CheckpointError if files are missing, ambiguous or damaged, and OSError if one cannot be opened.
     """
     if not path.is_dir():
         return _read_file(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reader of ``torch.save`` files that needs no torch and never executes the pickle.
+"""A reader of ``torch.save`` files that does not need PyTorch and never executes the pickle.
 
 The file is an uncompressed zip archive: ``<root>/data.pkl`` describes a flat dictionary of tensors, and
 ``<root>/data/<number>`` holds the bytes of each storage. A stack machine interprets the few opcodes that such a
@@ -29,10 +29,10 @@ SUFFIXES = (".pt", ".pth", ".bin")
 MAX_RANK = 8
 
 MAX_PICKLE_BYTES = 1 << 24
-"""The largest size of the pickle in bytes; that of 62,000 tensors has 9 MB."""
+"""The largest accepted size of the pickle in bytes. A pickle of 62,000 tensors has 9 MB."""
 
 MAX_STACK = 1 << 16
-"""The largest number of items on the stack; torch.save adds items to a dictionary in batches of 1000."""
+"""The largest accepted number of stack items. torch.save needs few: it adds items to a dictionary 1000 at a time."""
 
 STORAGES = {
     "torch HalfStorage": np.dtype(np.float16),
@@ -60,7 +60,7 @@ class _Global(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """A storage that the pickle refers to.
+    """A tensor storage that the pickle refers to.
 
     Attributes:
         dtype: the dtype of the elements.
@@ -77,10 +77,10 @@ class _Description(NamedTuple):
     """The unvalidated arguments that describe a tensor in the pickle.
 
     Attributes:
-        storage: the storage.
+        storage: the storage of the tensor's elements.
         offset: the index of the first element in the storage.
-        size: the shape.
-        stride: the strides in elements.
+        size: the shape of the tensor.
+        stride: the strides of the tensor in elements.
     """
 
     storage: _Storage
@@ -120,13 +120,16 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     for name, description in table.items():
         tensors[name] = _view_tensor(mapped, entries, root, description, f"{path}: tensor {name!r:.200}")
         total += tensors[name].nbytes
-    if total > 2 * len(mapped):  # tied weights share a storage; more sharing would expand a small file
+    if total > 2 * len(mapped):  # allow tied weights, which share a storage, but not a small file that expands a lot
         raise CheckpointError(f"{path}: expected tensors of at most twice the file's {len(mapped)} bytes, got {total}")
     return tensors
 
 
 def _list_entries(path: Path, mapped: mmap.mmap) -> dict[str, tuple[int, int]]:
-    """Return (offset, size) in bytes of the data of each entry. Raises CheckpointError unless all are uncompressed."""
+    """Return (offset, size) in bytes of the data of each archive entry by name.
+
+    Raises CheckpointError if an entry is compressed, encrypted, out of bounds or not unique.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             infos = archive.infolist()
@@ -155,7 +158,7 @@ def _list_entries(path: Path, mapped: mmap.mmap) -> dict[str, tuple[int, int]]:
 def _view_tensor(
     mapped: mmap.mmap, entries: dict[str, tuple[int, int]], root: str, description: Any, where: str
 ) -> npt.NDArray[Any]:
-    """Return the view of the file that a `_Description` describes. Raises CheckpointError if it is out of bounds."""
+    """Return a tensor as a view of the file. Raises CheckpointError if its `_Description` is out of bounds."""
     storage, offset, size, stride = description
     dtype, key, elements = storage
     if not key.isascii() or not key.isdigit() or f"{root}data/{key}" not in entries:
@@ -165,11 +168,11 @@ def _view_tensor(
         raise CheckpointError(f"{where}: storage {key}: expected {elements} {dtype}, got {nbytes} bytes")
     naturals = all(type(item) is int and 0 <= item < 2**63 for item in (offset, *size, *stride))
     if not naturals or len(size) != len(stride) or len(size) > MAX_RANK:
-        # No repr: a pickle can nest tuples so that the text of one takes all memory.
+        # The message has no repr of the values: that of nested tuples from a hostile pickle could exhaust the memory.
         raise CheckpointError(f"{where}: expected an offset, a size and a stride of integers >= 0, got others")
     count = math.prod(size)
     last = offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
-    # A stride of 0 repeats elements: without this limit, a small storage could become an array of any size.
+    # A stride of 0 repeats elements: without this limit, a small storage could expand to an array of any size.
     if count > elements or (count and last >= elements):
         raise CheckpointError(f"{where}: expected elements within {elements}, got {list(size)} with {list(stride)}")
     if not count:
@@ -179,7 +182,7 @@ def _view_tensor(
 
 
 def _unpickle(text: bytes, path: Path) -> dict[str, Any]:
-    """Return the flat dictionary of tensor descriptions that a pickle makes."""
+    """Interpret a pickle and return the flat dictionary of tensor descriptions that it builds."""
     machine = _Machine(path)
     try:
         for opcode, argument, _ in pickletools.genops(text):
@@ -245,7 +248,7 @@ class _Machine:
         elif name == "REDUCE":
             arguments, function = self.stack.pop(), self.stack.pop()
             push(self._call(function, arguments))
-        elif name == "BUILD":  # the attribute _metadata of an OrderedDict
+        elif name == "BUILD":  # sets the attribute _metadata of an OrderedDict, which is ignored
             self.stack.pop()
         elif name not in ("PROTO", "STOP"):
             raise CheckpointError(f"{self.path}: data.pkl: expected a pickle of tensors, got the opcode {name}")
@@ -289,9 +292,9 @@ class _Machine:
 
 
 def _read_storage(identity: Any) -> _Storage:
-    """Return the storage of a persistent id ("storage", class, key, location, number of elements).
+    """Return the storage for a persistent id of the form ("storage", class, key, location, number of elements).
 
-    Raises ValueError for any other persistent id.
+    Raises ValueError for a persistent id of another form.
     """
     if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
         raise ValueError("a persistent id that is no storage")

@@ -27,7 +27,7 @@ from cupy_awq.checkpoint.tensors import INDEX, Module, Tensor
 Array = npt.NDArray[Any]
 
 SHARD_BYTES = 5_000_000_000
-"""The largest size of a file in bytes; more tensors are split into several files."""
+"""The largest size of a safetensors file in bytes; larger checkpoints are split into shards."""
 
 SYMMETRIC = -0x77777778
 """The packed word, as int32, of eight zero points that are all 8."""
@@ -35,12 +35,12 @@ SYMMETRIC = -0x77777778
 
 @dataclass(frozen=True)
 class Writer:
-    """The functions and properties that describe how to write a format.
+    """The functions that write one format.
 
     Attributes:
-        pack: a function from a module to its tensors by suffix.
-        configure: a function from the specs of all quantized modules by name, and a list of the names of dense modules,
-            to the ``quantization_config``.
+        pack: returns the tensors of a module by suffix.
+        configure: returns the ``quantization_config``, given the properties of all quantized modules by name and a list
+            of the names of dense modules.
         holds_order: whether the format can store an activation order.
     """
 
@@ -52,8 +52,8 @@ class Writer:
 def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /) -> None:
     """Write a checkpoint folder: safetensors files, an index if there are several, and config.json.
 
-    An existing config.json in the folder keeps its other keys. Modules are converted one by one, so the peak memory is
-    about one shard (`SHARD_BYTES`).
+    If the folder has a config.json, only its key "quantization_config" is replaced. Modules are converted one by one,
+    so the peak memory is about one shard (`SHARD_BYTES`).
 
     Args:
         folder: the folder, which is created if it does not exist.
@@ -61,7 +61,7 @@ def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /
         format_name: "autoawq", "compressed-tensors" or "gptq".
 
     Raises:
-        ValueError: the format is unknown or cannot represent a module. The error occurs before anything is written.
+        ValueError: the format is unknown or cannot represent a module. In this case nothing is written.
     """
     if format_name not in WRITERS:
         raise ValueError(f"format_name: expected {', '.join(WRITERS)}, got {format_name!r:.80}")
@@ -116,7 +116,7 @@ def _check(name: str, spec: ModuleSpec, format_name: str, writer: Writer) -> Non
 
 
 def _pack_zeros(module: Module) -> Array:
-    """Return the packed zero points of a module, int32 [K/G, N/8]; zero points of 8 if it is symmetric."""
+    """Return the packed zero points of a module, int32 [K/G, N/8]; for a symmetric module all of them are 8."""
     weight = module.weight
     if weight.qzeros is not None:
         return np.asarray(weight.qzeros)
@@ -124,7 +124,7 @@ def _pack_zeros(module: Module) -> Array:
 
 
 def _restore_rows(module: Module) -> Array:
-    """Return the AWQ words [K, N/8] of a module with its activation order undone: row k belongs to column k of x."""
+    """Return the codes of a module as AWQ words [K, N/8], with rows in the order of the columns of x."""
     words = np.asarray(module.weight.qweight)
     if module.order is None:
         return words
@@ -134,7 +134,7 @@ def _restore_rows(module: Module) -> Array:
 
 
 def _group_rows(module: Module) -> npt.NDArray[np.int32]:
-    """Return the group index for each column of x (before the activation order), int32 [K]."""
+    """Return the group index for each column of x before it is permuted, int32 [K]."""
     k, group_size = module.weight.shape[0], module.weight.group_size
     groups = np.arange(k, dtype=np.int32) // np.int32(group_size)
     if module.order is None:

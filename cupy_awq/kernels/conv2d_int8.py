@@ -66,7 +66,7 @@ class Conv2dInt8Config:
     split_k = 1
 
 
-def refuse(problem: Int8Convolution, device: Device) -> str | None:
+def refusal(problem: Int8Convolution, device: Device) -> str | None:
     """Return None, since the family solves every problem."""
     return None
 

@@ -148,14 +148,14 @@ class Convolution:
         return (*map(np.int64, self.strides[:strides]), np.int32(block_size), *map(np.int32, self.sizes), *limits)
 
 
-def refuse_activation(problem: Convolution) -> str | None:
+def activation_refusal(problem: Convolution) -> str | None:
     """Return the reason if no convolution kernel supports the problem's activation, else None."""
     if problem.activation not in EPILOGUE_ACTIVATIONS:
         return f"has no activation {problem.activation}, only clamp"
     return None
 
 
-def refuse_tensor_cores(problem: Convolution, device: Device) -> str | None:
+def tensor_core_refusal(problem: Convolution, device: Device) -> str | None:
     """Return why no tensor-core kernel can solve the problem, or None if one may."""
     sizes = problem.sizes
     if device.arch < MMA_ARCH:
@@ -170,7 +170,7 @@ def refuse_tensor_cores(problem: Convolution, device: Device) -> str | None:
         return f"needs groups of a multiple of {VECTOR_CHANNELS} channels, not {sizes.channels}"
     if problem.block_size % VECTOR_CHANNELS and problem.block_size < sizes.channels:
         return f"needs blocks that are multiples of {VECTOR_CHANNELS} channels, not {problem.block_size}"
-    return refuse_activation(problem)
+    return activation_refusal(problem)
 
 
 def output_grid(sizes: ConvolutionSizes, threads: int) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.conv2d_problem import Convolution, output_grid, refuse_activation, refuse_tensor_cores
+from cupy_awq.kernels.conv2d_problem import Convolution, activation_refusal, output_grid, tensor_core_refusal
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import ceil_div
 from cupy_awq.packing import namespace
@@ -38,11 +38,11 @@ class Conv2dSimtConfig:
     split_k = 1
 
 
-def refuse(problem: Convolution, device: Device) -> str | None:
+def refusal(problem: Convolution, device: Device) -> str | None:
     """Return why the family cannot solve the problem or which family supersedes it; None if neither."""
-    if refuse_tensor_cores(problem, device) is None:
-        return "is replaced by the tensor-core kernels, which take this problem"
-    return refuse_activation(problem)
+    if tensor_core_refusal(problem, device) is None:
+        return "is replaced by the tensor-core kernels, which support this problem"
+    return activation_refusal(problem)
 
 
 def configs(problem: Convolution, device: Device) -> list[Conv2dSimtConfig]:

@@ -10,7 +10,7 @@ import numpy as np
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels import conv2d_sm90
-from cupy_awq.kernels.conv2d_problem import VECTOR_CHANNELS, Convolution, refuse_tensor_cores, rounded_parameters
+from cupy_awq.kernels.conv2d_problem import VECTOR_CHANNELS, Convolution, rounded_parameters, tensor_core_refusal
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import ceil_div, split_counts
 from cupy_awq.packing import namespace, pack_int4, pack_int8
@@ -84,10 +84,10 @@ class Conv2dSm80Config:
         return STAGE_ROW_BYTES * (self.stages * self.block_m + 2 * self.block_n)
 
 
-def refuse(problem: Convolution, device: Device) -> str | None:
+def refusal(problem: Convolution, device: Device) -> str | None:
     """Return why the family cannot solve the problem or which family supersedes it; None if neither."""
-    reason = refuse_tensor_cores(problem, device)
-    if reason is None and conv2d_sm90.refuse(problem, device) is None:
+    reason = tensor_core_refusal(problem, device)
+    if reason is None and conv2d_sm90.refusal(problem, device) is None:
         return f"is replaced by {conv2d_sm90.NAME}"
     return reason
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.conv2d_problem import Convolution, ConvolutionSizes, refuse_tensor_cores
+from cupy_awq.kernels.conv2d_problem import Convolution, ConvolutionSizes, tensor_core_refusal
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import ceil_div
 from cupy_awq.packing import namespace
@@ -222,12 +222,12 @@ class Conv2dSm90Config:
         return ceil_div(pixel_tiles, self.wg_px) * (co_tiles(problem.sizes.outputs) // self.wg_co)
 
 
-def refuse(problem: Convolution, device: Device) -> str | None:
+def refusal(problem: Convolution, device: Device) -> str | None:
     """Return why the family cannot solve the problem, or None if it can."""
     sizes = problem.sizes
     if device.arch != 90:
         return f"needs sm_90, not sm_{device.arch}"
-    reason = refuse_tensor_cores(problem, device)
+    reason = tensor_core_refusal(problem, device)
     if reason:
         return reason
     if sizes.groups > 1:

@@ -147,9 +147,9 @@ class Conv2dSm90LargeConfig:
         return ceil_div(pixel_tiles, self.wg_px * self.parts) * (co_tiles(problem.sizes.outputs) // self.wg_co)
 
 
-def refuse(problem: Convolution, device: Device) -> str | None:
+def refusal(problem: Convolution, device: Device) -> str | None:
     """Return why the family cannot solve the problem, or None if it can."""
-    reason = conv2d_sm90.refuse(problem, device)
+    reason = conv2d_sm90.refusal(problem, device)
     if reason:
         return reason
     if problem.sizes.pixels < MIN_PIXELS:

@@ -50,7 +50,7 @@ class ConvertConfig:
     split_k = 1
 
 
-def refuse(problem: Conversion, device: Device) -> str | None:
+def refusal(problem: Conversion, device: Device) -> str | None:
     return None
 
 

@@ -60,7 +60,7 @@ class DequantizeConfig:
     split_k = 1
 
 
-def refuse(problem: Dequantization, device: Device) -> str | None:
+def refusal(problem: Dequantization, device: Device) -> str | None:
     return None
 
 

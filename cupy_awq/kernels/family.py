@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of a kernel family, through which kernels are chosen, explained, tuned, timed and compiled.
 
-A family is a module of this package, or an object with the same attributes where one module holds two families. Its
-functions are pure: they need a problem and a `Device`, and no GPU. `cupy_awq.kernels.select` lists the families for
-each type of problem.
+A family is a module of this package, or an object with the same attributes where one module holds two families. The
+functions of a family are pure: they take a problem and a `Device` and need no GPU. `cupy_awq.kernels.select` lists the
+families for each type of problem.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Workspace(NamedTuple):
     """The device memory through which the CTAs of a split-K launch exchange partial sums.
 
     Attributes:
-        partial_bytes: size in bytes of the float32 partial sums, which need no initialization.
-        counters: number of 32-bit counters; they are zero before and after the launch.
+        partial_bytes: size of the float32 partial sums in bytes; the memory need not be initialized.
+        counters: number of 32-bit counters, which are zero before and after the launch.
     """
 
     partial_bytes: int = 0
@@ -32,8 +32,8 @@ class TuningKey(NamedTuple):
 
     Attributes:
         shapes: keys of the shape, the most specific first, such as ``("4096x12288",)`` for K = 4096, N = 12288.
-        m: the size that varies from call to call: the number of rows of x, or the batch size of a convolution.
-        tuned_m: the m at which `tune` measures the configuration that is used for ``m``.
+        m: number of rows of x, or batch size of a convolution.
+        tuned_m: number of rows or batch size at which `tune` measures the configuration that is used for ``m``.
     """
 
     shapes: tuple[str, ...]
@@ -42,22 +42,22 @@ class TuningKey(NamedTuple):
 
 
 class KernelProblem(Protocol):
-    """A validated operation to be solved by a kernel: a frozen dataclass whose ``str`` is its equation with sizes."""
+    """A validated operation, for which a kernel is chosen: a frozen dataclass whose ``str`` states its equation."""
 
     @property
     def tuning_key(self) -> TuningKey | None:
-        """The key of the problem in the tuned tables; None if its families have nothing to tune."""
+        """The key of the problem in the tuned tables, or None if no family of this problem type is tuned."""
         ...
 
     def __hash__(self) -> int: ...
 
 
 class Config(Protocol):
-    """A kernel configuration: a frozen dataclass of numbers that determine constants, grid and shared memory."""
+    """A kernel configuration: a frozen dataclass that determines compile-time constants, grid and shared memory."""
 
     @property
     def split_k(self) -> int:
-        """The split-K factor: the number of CTAs that divide K of one output tile among them."""
+        """The split-K factor: the number of CTAs that compute one output tile, each over its slice of K."""
         ...
 
 
@@ -70,19 +70,22 @@ class Family(Protocol[ProblemT, ConfigT]):
 
     @property
     def NAME(self) -> str:
-        """The name by which ``kernel=`` forces the family and `explain` lists it."""
+        """The name of the family, which ``kernel=`` accepts and `explain` prints."""
         ...
 
-    def refuse(self, problem: ProblemT, device: Device) -> str | None:
-        """Return why the family cannot solve the problem on this device, or None if it can."""
+    def refusal(self, problem: ProblemT, device: Device) -> str | None:
+        """Return the reason why the family cannot solve the problem on this device, or None if it can.
+
+        The reason is a predicate such as "needs M <= 16, not 32", to which messages add the name of the family.
+        """
         ...
 
     def configs(self, problem: ProblemT, device: Device) -> Sequence[ConfigT]:
-        """Return every legal configuration of a problem that is not refused."""
+        """Return every legal configuration for a problem that the family can solve."""
         ...
 
     def estimate_us(self, config: ConfigT, problem: ProblemT, device: Device) -> float:
-        """Return the run time that the cost model predicts, in microseconds; it is meant for ranking configurations."""
+        """Return the run time in microseconds that the cost model predicts; it serves to rank configurations."""
         ...
 
     def plan(self, config: ConfigT, problem: ProblemT, device: Device) -> LaunchPlan:
@@ -90,7 +93,7 @@ class Family(Protocol[ProblemT, ConfigT]):
         ...
 
     def workspace(self, config: ConfigT, problem: ProblemT) -> Workspace:
-        """Return the size of the split-K workspace of a configuration."""
+        """Return the split-K workspace that a configuration needs."""
         ...
 
 

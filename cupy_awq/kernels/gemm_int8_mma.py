@@ -9,7 +9,7 @@ from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels import gemm_int8_sm90, int8_problem
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.int8_problem import BLOCK_K, FP8_ARCH, Int8Problem, refuse_layout
+from cupy_awq.kernels.int8_problem import BLOCK_K, FP8_ARCH, Int8Problem, layout_refusal
 from cupy_awq.kernels.problem import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -86,16 +86,16 @@ class GemmInt8Mma:
         self._arch = arch
         self._stages = stages
 
-    def refuse(self, problem: Int8Problem, device: Device) -> str | None:
+    def refusal(self, problem: Int8Problem, device: Device) -> str | None:
         """Return why the family cannot solve the problem or which family supersedes it; None if neither."""
         least = FP8_ARCH if problem.fp8 else self._arch
         if device.arch < least:
             return f"needs sm_{least} or newer, not sm_{device.arch}"
         if self is GEMM_INT8_SM75 and device.arch >= GEMM_INT8_SM80._arch:
             return f"is replaced by {GEMM_INT8_SM80.NAME} on sm_{device.arch}"
-        if problem.fp8 and gemm_int8_sm90.refuse(problem, device) is None:
+        if problem.fp8 and gemm_int8_sm90.refusal(problem, device) is None:
             return f"is replaced by {gemm_int8_sm90.NAME} for e4m3"
-        return refuse_layout(problem)
+        return layout_refusal(problem)
 
     def configs(self, problem: Int8Problem, device: Device) -> list[GemmInt8MmaConfig]:
         """Return every legal configuration, best first, because the cost model estimates the same time for all.

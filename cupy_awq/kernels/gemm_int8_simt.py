@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.int8_problem import STEP_K, Int8Problem, prepare_weight, refuse_activation
+from cupy_awq.kernels.int8_problem import STEP_K, Int8Problem, activation_refusal, prepare_weight
 from cupy_awq.kernels.problem import ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
-__all__ = ["NAME", "GemmInt8SimtConfig", "configs", "estimate_us", "plan", "prepare_weight", "refuse", "workspace"]
+__all__ = ["NAME", "GemmInt8SimtConfig", "configs", "estimate_us", "plan", "prepare_weight", "refusal", "workspace"]
 
 NAME = "gemm_int8_simt"
 
@@ -44,11 +44,11 @@ class GemmInt8SimtConfig:
     split_k = 1
 
 
-def refuse(problem: Int8Problem, device: Device) -> str | None:
+def refusal(problem: Int8Problem, device: Device) -> str | None:
     """Return why the family cannot solve the problem, or None if it can."""
     if problem.fp8:
         return "multiplies int8, not e4m3"
-    return refuse_activation(problem)
+    return activation_refusal(problem)
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemmInt8SimtConfig]:

@@ -12,7 +12,7 @@ import numpy as np
 from cupy_awq.block_weight import MAX_ZERO_POINT, BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, block_parameters, refuse_layout
+from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, block_parameters, layout_refusal
 from cupy_awq.kernels.problem import ITEMSIZE, ceil_div
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
@@ -67,20 +67,20 @@ class GemmInt8Sm90Config:
     split_k = 1
 
 
-def refuse(problem: Int8Problem, device: Device) -> str | None:
+def refusal(problem: Int8Problem, device: Device) -> str | None:
     """Return why the family cannot solve the problem, or None if it can."""
     if device.arch != 90:
         return f"needs sm_90, not sm_{device.arch}"
     if problem.m < MIN_ROWS:
         return f"takes {MIN_ROWS} rows or more, not {problem.m}"
-    return refuse_blocks(problem)
+    return block_refusal(problem)
 
 
-def refuse_blocks(problem: Int8Problem) -> str | None:
+def block_refusal(problem: Int8Problem) -> str | None:
     """Return why the kernel does not support the problem's blocks and alignment, or None if it does."""
     if problem.block_size not in (32, 64) and problem.block_size % BLOCK_K and problem.blocks > 1:
         return f"needs blocks of 32, 64, or a multiple of {BLOCK_K} columns, not {problem.block_size}"
-    return refuse_layout(problem)
+    return layout_refusal(problem)
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemmInt8Sm90Config]:

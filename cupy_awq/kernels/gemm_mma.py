@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.problem import Problem, ceil_div, plan_awq_layout, refuse_awq_layout, split_counts
+from cupy_awq.kernels.problem import Problem, awq_layout_refusal, ceil_div, plan_awq_layout, split_counts
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
@@ -92,8 +92,8 @@ class GemmMma:
         self._dtypes = dtypes
         self._stages = stages
 
-    def refuse(self, problem: Problem, device: Device) -> str | None:
-        reason = refuse_awq_layout(problem)
+    def refusal(self, problem: Problem, device: Device) -> str | None:
+        reason = awq_layout_refusal(problem)
         if reason is not None:
             return reason
         if device.arch < self._arch:

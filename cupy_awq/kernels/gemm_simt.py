@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.problem import Problem, ceil_div, plan_awq_layout, refuse_awq_layout, split_counts
+from cupy_awq.kernels.problem import Problem, awq_layout_refusal, ceil_div, plan_awq_layout, split_counts
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
@@ -46,8 +46,8 @@ class GemmSimtConfig:
     split_k: int
 
 
-def refuse(problem: Problem, device: Device) -> str | None:
-    return refuse_awq_layout(problem)
+def refusal(problem: Problem, device: Device) -> str | None:
+    return awq_layout_refusal(problem)
 
 
 def configs(problem: Problem, device: Device) -> list[GemmSimtConfig]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``gemm_sm90_large``: GEMM on Hopper's tensor cores with a repacked weight, for large M.
 
-A unit is the output of one cluster: one CTA tile per CTA, along n.
+A unit (work unit) is the output that a cluster computes at a time: one CTA tile per CTA, adjacent along n.
 """
 
 from __future__ import annotations
@@ -12,17 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.hopper import (
-    has_split_scales,
-    power_limited_us,
-    repacked_defines,
-    x_tensor_map,
-)
-from cupy_awq.kernels.hopper import (
-    prepare_weight as prepare_weight,
-)
+from cupy_awq.kernels.hopper import has_split_scales, power_limited_us, repacked_defines, x_tensor_map
+from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
 from cupy_awq.kernels.problem import Problem, ceil_div
-from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout, refuse_repacked
+from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout, repacked_refusal
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
@@ -34,22 +27,22 @@ MAX_STAGES = 6
 MAX_HEIGHTS = 5
 """The largest number of tile heights to try for one kind of tile."""
 MIN_M = 33
-"""The smallest M. For smaller M `gemm` guarantees unrounded weights; this kernel rounds the scaled weights."""
+"""The smallest M; for smaller M, `gemm` guarantees unrounded weights, while this kernel rounds scaled weights."""
 
 
 @dataclass(frozen=True)
 class GemmSm90LargeCosts:
     """Constants of the cost model, fitted on an H100 to 21 problems with 64 <= M <= 4096 and 52 with M >= 256.
 
-    The RMS error is 5%. The configuration that the model ranks first is 3% slower than the best one (geometric mean; at
-    most 14%). Repeated measurements differ by 5%.
+    The RMS error is 5%, as large as the difference between repeated measurements. The configuration that the model
+    ranks first is 3% slower than the fastest one (geometric mean; at most 14%).
 
     Attributes:
         column_us: time per k tile and 128 columns of a CTA tile, in microseconds.
         row_us: increase of ``column_us`` per row of the CTA tile, in microseconds, by ``m64_tiles``.
         reduction_us: fixed time of the stream-K reduction, in microseconds.
-        reduction_split_us: time of the stream-K reduction per cluster that shares a unit, in microseconds.
-        reduction_fraction: further time of the stream-K reduction, as a fraction of the compute time.
+        reduction_split_us: additional time of the reduction per cluster that shares a unit, in microseconds.
+        reduction_fraction: additional time of the reduction, as a fraction of the compute time.
     """
 
     column_us: float = 0.28
@@ -67,11 +60,11 @@ class GemmSm90LargeConfig:
     """A configuration of ``gemm_sm90_large.cu``, whose persistent clusters compute one unit after another.
 
     Attributes:
-        cluster: number of CTAs per cluster, which compute adjacent columns of the same rows.
-        ctas: number of CTAs.
-        stream_k_units: number of units, counted from the first, that are computed with stream-K; the others are each
-            computed by one cluster. See ``StreamKTileScheduler``.
-        stream_k_clusters: number of clusters that divide the k tiles of the stream-K units among them.
+        cluster: number of CTAs per cluster; the CTAs compute adjacent columns of the same rows.
+        ctas: number of CTAs of the launch.
+        stream_k_units: number of units that are computed with stream-K, counted from the first; each of the others is
+            computed by one cluster. See ``StreamKTileScheduler`` in ``cuda_src/hopper/tile_scheduler.cuh``.
+        stream_k_clusters: number of clusters among which the k tiles of the stream-K units are divided.
         block_m: number of rows per CTA tile.
         warpgroups: number of consumer warpgroups per CTA.
         m64_tiles: number of wgmma m64 tiles (64 columns of y each) per warpgroup.
@@ -87,7 +80,7 @@ class GemmSm90LargeConfig:
 
     @property
     def split_k(self) -> int:
-        """The average number of clusters that share a stream-K unit, rounded up; 1 without stream-K."""
+        """The average number of clusters per stream-K unit, rounded up; 1 without stream-K."""
         return ceil_div(self.stream_k_clusters, self.stream_k_units) if self.stream_k_units else 1
 
     @property
@@ -101,16 +94,16 @@ class GemmSm90LargeConfig:
 
     @property
     def store_row_bytes(self) -> int:
-        """The size in bytes of one row of y in the store buffers of all warpgroups, with padding."""
+        """The size in bytes of one row of the store buffers of all warpgroups, including padding."""
         return 2 * (self.block_n + 8 * self.warpgroups)
 
     def stage_bytes(self, problem: Problem) -> int:
-        """Return the size in bytes of a pipeline stage: one k tile of x and weight, and two mbarriers."""
+        """Return the size of a pipeline stage in bytes: one k tile of x and of the weight, and two mbarriers."""
         weight = self.block_n // WEIGHT_TILE_N * RepackedLayout.of(problem).weight_tile_bytes
         return self.block_m * WEIGHT_TILE_K * 2 + weight + 16
 
     def stages(self, problem: Problem) -> int:
-        """Return the number of pipeline stages: as many as fit in shared memory with store buffers of 16 rows."""
+        """Return the number of pipeline stages: as many as fit in shared memory beside store buffers of 16 rows."""
         return min(MAX_STAGES, (SHARED_BYTES_PER_CTA - 16 * self.store_row_bytes) // self.stage_bytes(problem))
 
     def store_rows(self, problem: Problem) -> int:
@@ -123,14 +116,14 @@ class GemmSm90LargeConfig:
         return self.stages(problem) * self.stage_bytes(problem) + self.store_rows(problem) * self.store_row_bytes
 
 
-def refuse(problem: Problem, device: Device) -> str | None:
+def refusal(problem: Problem, device: Device) -> str | None:
     if problem.fusion:
         return "cannot fuse the residual add or RMSNorm of a decoder"
     if problem.m < MIN_M:
         return f"needs M >= {MIN_M}, not {problem.m}"
     if problem.dtype == "float16" and problem.wide_scales:
         return "needs scales whose range float16 can hold"
-    return refuse_repacked(problem, device)
+    return repacked_refusal(problem, device)
 
 
 def configs(problem: Problem, device: Device) -> list[GemmSm90LargeConfig]:
@@ -159,7 +152,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
         )
         units = config.units(problem)
         yield replace(config, ctas=min(units, clusters) * cluster)
-        # Try stream-K for the units of the last, partial wave, and for those of the last two waves.
+        # Try stream-K for as many units as the last, partial wave has, and for as many as the last two waves have.
         left = units % clusters
         for shared in sorted({left, left + clusters if units > clusters else left} - {0}):
             for sharers in sorted({min(clusters, 2 * shared), min(clusters, 4 * shared), clusters}):
@@ -184,7 +177,7 @@ def tile_heights(m: int, most: int) -> list[int]:
 def plan(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
-    Its buffers are weight (`RepackedLayout`), bias, residual, y, partials, counters and x.
+    The buffers are weight (`RepackedLayout`), bias, residual, y, partials, counters and x.
     """
     defines: tuple[tuple[str, int | str], ...] = (
         *repacked_defines(problem),
@@ -223,7 +216,10 @@ def workspace(config: GemmSm90LargeConfig, problem: Problem) -> Workspace:
 
 
 def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> float:
-    """Return the run time in microseconds: the k tiles of the busiest cluster and the stream-K reduction."""
+    """Return the run time in microseconds: compute time or weight read time, if longer, plus the stream-K reduction.
+
+    The compute time is that of the cluster with the most k tiles.
+    """
     clusters = config.ctas // config.cluster
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     waves = ceil_div(config.units(problem) - config.stream_k_units, clusters)

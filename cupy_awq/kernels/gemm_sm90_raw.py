@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_sm90_raw``: GEMM on Hopper's tensor cores with a weight in the AWQ layout, for M <= 16."""
+"""``gemm_sm90_raw``: GEMM on Hopper's tensor cores that reads the weight in the AWQ layout ("raw"), for M <= 16."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div, refuse_awq_layout
+from cupy_awq.kernels.problem import ITEMSIZE, Problem, awq_layout_refusal, ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
@@ -18,7 +18,7 @@ ARCH = 90
 MAX_M = 16
 """The largest M."""
 STEP_K = 32
-"""The K extent of a pipeline stage, which one warp computes in one step."""
+"""The number of rows of W per pipeline stage, which one warp computes in one step of the main loop."""
 SPLIT_K = (1, 2, 3, 4, 6)
 """The split-K factors to try."""
 
@@ -28,22 +28,22 @@ Shape = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class GemmSm90RawCosts:
-    """Constants of the cost model for one `Shape` and value of ``rows``, fitted on an H100.
+    """Constants of the cost model for one `Shape` and one value of ``rows``, fitted on an H100.
 
-    All are fitted to 494 measured times of ten problems with M = 1, 8 and 16 and group size 128. The RMS error is 3%
-    for configurations within 15% of the fastest one. The configuration that the model ranks first is 1.6% slower than
-    the fastest one (geometric mean; at most 13%). Half of the times were measured with ``may_prefetch_weights``, which
-    saves 0.68 us per launch; the model ignores that, so that `gemm` and a `Plan` choose the same kernel and return
-    bit-identical results.
+    The model is fitted to 494 measured times of ten problems with M = 1, 8 and 16 and group size 128. The RMS error is
+    3% for configurations that are at most 15% slower than the fastest one. The configuration that the model ranks first
+    is 1.6% slower than the fastest one (geometric mean; at most 13%). Half of the times were measured with
+    ``may_prefetch_weights``, which saves 0.68 us per launch. The model ignores ``may_prefetch_weights``, so that `gemm`
+    and a `Plan` choose the same kernel and return bit-identical results.
 
     Attributes:
-        step_ns: time of one step (32 k) of a warp, in nanoseconds.
-        busy_ns: time of one step and 64 columns on an SM with many warps, in nanoseconds.
+        step_ns: latency of one step (32 k) of a warp, in nanoseconds.
+        sm_step_ns: time per step and 64 columns of an SM with all its warps resident, in nanoseconds.
         launch_us: launch overhead, in microseconds.
     """
 
     step_ns: float
-    busy_ns: float
+    sm_step_ns: float
     launch_us: float
 
 
@@ -64,13 +64,14 @@ COSTS: dict[int, dict[Shape, GemmSm90RawCosts]] = {
         (2, 4, 3, 2): GemmSm90RawCosts(516, 29.0, 2.91),
     },
 }
-"""The constants of the cost model by ``rows``, then by `Shape`; its keys are the configurations to try."""
+"""The constants of the cost model by ``rows``, then by `Shape`; the keys are also the configurations to try."""
 REDUCTION_US, REDUCTION_SPLIT_US = 0.17, 0.06
-"""The time of the split-K reduction on an H100, and its increase per CTA of the cluster, in microseconds."""
+"""The fixed time of the split-K reduction, and its additional time per CTA of the cluster, in microseconds (H100)."""
 GROUP_FRACTION = 0.15
-"""The fraction of a step's time that is spent on scaling accumulators at group size 128, on an H100."""
+"""The fraction of a step's time that is spent on scaling accumulators, at group size 128 on an H100."""
 LARGE_CLUSTER, LARGE_CLUSTER_OCCUPANCY = 4, 0.9
-"""The smallest cluster that cannot occupy all SMs, since it must lie within a GPC; the fraction that it occupies."""
+"""The smallest number of CTAs per cluster for which some SMs stay empty, because a cluster must fit in a GPC, and the
+fraction of SMs that such clusters occupy."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,12 @@ class GemmSm90RawConfig:
 
     Attributes:
         rows: number of rows per CTA tile: 1, 8 or 16.
-        words: number of adjacent words of 8 columns per lane; a CTA tile has 64 * words columns.
-        warps: number of warps per CTA, which divide K among them.
+        words: number of adjacent 32-bit words (8 columns each) per lane; a CTA tile has 64 * words columns.
+        warps: number of warps per CTA; each computes the CTA tile over its slice of K.
         stages: number of pipeline stages per warp, each of 32 k.
-        ctas_per_sm: largest number of resident CTAs per SM, enforced by the size of the dynamic shared memory.
-            Otherwise CTAs are placed unevenly while the preceding kernel occupies some SMs, which costs 40%.
-        split_k: number of CTAs per cluster, which divide K of one tile among them.
+        ctas_per_sm: largest number of resident CTAs per SM, enforced by the size of the dynamic shared memory. Without
+            a limit, CTAs are distributed unevenly while the preceding kernel occupies some SMs: up to 40% slower.
+        split_k: number of CTAs per cluster; each computes the CTA tile over its slice of K.
     """
 
     rows: int
@@ -101,30 +102,30 @@ class GemmSm90RawConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
+        """The shared memory that the kernel uses per CTA, in bytes; SharedStorage in CUDA static_asserts this value."""
         accumulators = self.rows * (self.block_n + 4) * 4
         stage = self.words * 1024 + max(128, 64 * self.rows)
         warp = max(self.stages * stage, ceil_div(accumulators, 128) * 128)
         return self.warps * (warp + self.stages * 8) + self.split_k * accumulators + 8
 
     def ctas(self, problem: Problem) -> int:
-        """Return the number of CTAs."""
+        """Return the number of CTAs of the launch."""
         return ceil_div(problem.n, self.block_n) * self.split_k
 
     def capacity(self, device: Device) -> int:
-        """Return the largest number of CTAs that are resident at the same time."""
+        """Return the largest number of CTAs that the GPU can hold at the same time."""
         occupancy = LARGE_CLUSTER_OCCUPANCY if self.split_k >= LARGE_CLUSTER else 1.0
         return int(device.sm_count * self.ctas_per_sm * occupancy)
 
 
-def refuse(problem: Problem, device: Device) -> str | None:
-    reason = refuse_awq_layout(problem)
+def refusal(problem: Problem, device: Device) -> str | None:
+    reason = awq_layout_refusal(problem)
     if reason is not None:
         return reason
     if device.arch != ARCH:
         return f"needs sm_{ARCH}, not sm_{device.arch}"
     if problem.repacked:
-        return "is for weights without a repacked copy"
+        return "is used only if the weight has no repacked copy"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"takes x of float16 or bfloat16, not {problem.dtype}"
     if problem.m > MAX_M:
@@ -146,7 +147,7 @@ def configs(problem: Problem, device: Device) -> list[GemmSm90RawConfig]:
 
 
 def _is_legal(config: GemmSm90RawConfig, problem: Problem, device: Device) -> bool:
-    """Return whether a configuration is legal and useful: split-K is useful only if all CTAs run in one wave."""
+    """Return whether a configuration is legal and, if it uses split-K, runs all its CTAs in one wave."""
     if config.split_k > 1 and config.ctas(problem) > config.capacity(device):
         return False
     if config.split_k > max(1, problem.k // STEP_K // config.warps):
@@ -157,7 +158,7 @@ def _is_legal(config: GemmSm90RawConfig, problem: Problem, device: Device) -> bo
 
 
 def plan(config: GemmSm90RawConfig, problem: Problem, device: Device) -> LaunchPlan:
-    """Return the launch plan. Its buffers are scales, qzeros, bias, residual, y, qweight and x."""
+    """Return the launch plan; the buffers are scales, qzeros, bias, residual, y, qweight and x."""
     defines = (
         *problem.defines(),
         ("ROWS", config.rows),
@@ -167,7 +168,7 @@ def plan(config: GemmSm90RawConfig, problem: Problem, device: Device) -> LaunchP
         ("CTAS_PER_SM", config.ctas_per_sm),
         ("SPLIT_K", config.split_k),
         ("SHARED_BYTES", config.shared_bytes),
-        ("CONSTANT", int(problem.may_prefetch_weights)),
+        ("MAY_PREFETCH_WEIGHTS", int(problem.may_prefetch_weights)),
     )
     strides = problem.row_strides
     words = TensorMap(
@@ -207,8 +208,8 @@ def workspace(config: GemmSm90RawConfig, problem: Problem) -> Workspace:
 def estimate_us(config: GemmSm90RawConfig, problem: Problem, device: Device) -> float:
     """Return the run time in microseconds: launch overhead, split-K reduction, and the longest of three times.
 
-    These are the latency of a warp's steps, the compute time of an SM and the time to read the weight; their maximum is
-    smooth. Compute time is averaged over all SMs, since the next launch uses the idle ones.
+    The three are the latency of all steps of a warp, the compute time of an SM and the time to read the weight; a
+    smooth maximum combines them. The compute time is the average over all SMs, because the next kernel uses idle SMs.
     """
     costs = COSTS[config.rows][config.words, config.warps, config.stages, config.ctas_per_sm]
     ctas = config.ctas(problem)
@@ -216,7 +217,7 @@ def estimate_us(config: GemmSm90RawConfig, problem: Problem, device: Device) -> 
     steps = ceil_div(problem.k, STEP_K)
     factor = (1 - GROUP_FRACTION + GROUP_FRACTION * 128 / problem.group_size) * 1e-3
     chain = waves * ceil_div(steps, config.split_k * config.warps) * costs.step_ns * factor
-    work = ctas * steps / config.split_k * config.words * costs.busy_ns * factor / device.sm_count
+    work = ctas * steps / config.split_k * config.words * costs.sm_step_ns * factor / device.sm_count
     stream = problem.weight_bytes / (device.read_gbs * 1e3)
     reduction = REDUCTION_SPLIT_US * config.split_k + (REDUCTION_US if config.split_k > 1 else 0.0)
     return float(costs.launch_us + reduction + (chain**3 + work**3 + stream**3) ** (1 / 3))

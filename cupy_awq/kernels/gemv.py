@@ -10,10 +10,10 @@ from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import (
     PTX_ARCH,
     Problem,
+    awq_layout_refusal,
     ceil_div,
     next_power_of_two,
     plan_awq_layout,
-    refuse_awq_layout,
     split_counts,
 )
 from cupy_awq.runtime.device import Device
@@ -82,8 +82,8 @@ class GemvFamily:
         self._min_m = min_m
         self._max_m = max_m
 
-    def refuse(self, problem: Problem, device: Device) -> str | None:
-        reason = refuse_awq_layout(problem)
+    def refusal(self, problem: Problem, device: Device) -> str | None:
+        reason = awq_layout_refusal(problem)
         if reason is None and not self._min_m <= problem.m <= self._max_m:
             rows = "one row" if self._max_m == 1 else f"{self._min_m} to {self._max_m} rows"
             reason = f"takes {rows} of x, not M={problem.m}"

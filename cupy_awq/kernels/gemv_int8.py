@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.int8_problem import Int8Problem, prepare_weight, refuse_layout
+from cupy_awq.kernels.int8_problem import Int8Problem, layout_refusal, prepare_weight
 from cupy_awq.kernels.problem import ceil_div, split_counts
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
-__all__ = ["NAME", "GemvInt8Config", "configs", "estimate_us", "plan", "prepare_weight", "refuse", "workspace"]
+__all__ = ["NAME", "GemvInt8Config", "configs", "estimate_us", "plan", "prepare_weight", "refusal", "workspace"]
 
 NAME = "gemv_int8"
 MAX_ROWS = 8
@@ -59,13 +59,13 @@ class GemvInt8Config:
     split_k: int
 
 
-def refuse(problem: Int8Problem, device: Device) -> str | None:
+def refusal(problem: Int8Problem, device: Device) -> str | None:
     """Return why the family cannot solve the problem, or None if it can."""
     if problem.fp8:
         return "multiplies int8, not e4m3"
     if problem.m > MAX_ROWS:
         return f"takes up to {MAX_ROWS} rows, not {problem.m}"
-    return refuse_layout(problem)
+    return layout_refusal(problem)
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemvInt8Config]:

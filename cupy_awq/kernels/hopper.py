@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host code shared by ``gemm_sm90`` and ``gemm_sm90_large``: tensor map of x, constants, power-limited time."""
+"""Host code shared by ``gemm_sm90`` and ``gemm_sm90_large``: tensor map of x, defines, time at the power limit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ POWER_LIMITED_TFLOPS = 877.0
 
 
 def x_tensor_map(problem: Problem, block_m: int, boxes: int) -> TensorMap:
-    """Return the tensor map of x, viewed as [k / 64][m][64], with boxes of [boxes][block_m][64].
+    """Return the tensor map of x, viewed as [k / 64][m][64], with TMA boxes of shape [boxes][block_m][64].
 
-    If m <= block_m - 16, the boxes are [1][m][64]: see ``has_missing_rows`` in ``cuda_src/hopper/tma.cuh``.
+    If m <= block_m - 16, the box is [1][m][64]: see ``has_missing_rows`` in ``cuda_src/hopper/tma.cuh``.
     """
     m, itemsize = problem.m, ITEMSIZE[problem.dtype]
     return TensorMap(
@@ -31,7 +31,7 @@ def x_tensor_map(problem: Problem, block_m: int, boxes: int) -> TensorMap:
 
 
 def repacked_defines(problem: Problem) -> tuple[tuple[str, int | str], ...]:
-    """Return the compile-time constants (name, value) of a problem for all kernels that read the repacked layout."""
+    """Return the compile-time constants (name, value) of a problem for the kernels that read the repacked layout."""
     return (
         *(item for item in problem.defines() if item[0] not in ("SCALE", "ZEROS")),
         *RepackedLayout.of(problem).defines(),
@@ -45,10 +45,10 @@ def prepare_weight(problem: Problem, device: Device, strides: tuple[int, int, in
 
 
 def power_limited_us(work_us: float, problem: Problem) -> float:
-    """Return the run time under the power limit, in microseconds, of work that takes ``work_us`` at full clock.
+    """Return the run time in microseconds, under the power limit, of work that takes ``work_us`` at full clock.
 
-    The result is a smooth maximum of ``work_us`` and the time at the power limit, because the clock of the busy SMs
-    rises while other SMs are idle.
+    The result is a smooth maximum of ``work_us`` and the time at POWER_LIMITED_TFLOPS: the clock rises while some SMs
+    are idle, so the limit is gradual.
     """
     power_us = 2 * problem.m * problem.n * problem.k / (POWER_LIMITED_TFLOPS * 1e6)
     return float((work_us**3 + power_us**3) ** (1 / 3))
@@ -64,5 +64,5 @@ def resident_clusters(device: Device, size: int, ctas_per_sm: int = 1) -> int:
 
 
 def has_split_scales(problem: Problem) -> bool:
-    """Return whether each float16 scale is split into two bfloat16 values, which costs two more instructions."""
+    """Return whether each float16 scale is split into two bfloat16 values; two more instructions per weight pair."""
     return (problem.dtype, problem.scales_dtype) == ("bfloat16", "float16")

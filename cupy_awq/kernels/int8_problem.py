@@ -126,14 +126,14 @@ class Int8Problem:
         return (*buffers, *map(np.int32, sizes), *map(np.float32, self.limits))
 
 
-def refuse_activation(problem: Int8Problem) -> str | None:
+def activation_refusal(problem: Int8Problem) -> str | None:
     """Return the reason if no integer kernel supports the problem's activation, else None."""
     if problem.activation not in EPILOGUE_ACTIVATIONS:
         return f"has no activation {problem.activation}, only clamp"
     return None
 
 
-def refuse_layout(problem: Int8Problem) -> str | None:
+def layout_refusal(problem: Int8Problem) -> str | None:
     """Return why kernels with 16-byte loads cannot read x or the weight, or None if they can."""
     if problem.k % 16:
         return f"needs a multiple of 16 columns, not {problem.k}"
@@ -141,7 +141,7 @@ def refuse_layout(problem: Int8Problem) -> str | None:
         return "needs xq to start at a multiple of 16 bytes"
     if problem.block_size % STEP_K and problem.blocks > 1:
         return f"needs blocks that are multiples of {STEP_K} columns, not {problem.block_size}"
-    return refuse_activation(problem)
+    return activation_refusal(problem)
 
 
 def fp8_block_size(block_size: int, k: int) -> int:
@@ -149,7 +149,7 @@ def fp8_block_size(block_size: int, k: int) -> int:
     return math.gcd(block_size, BLOCK_K) if block_size < k else BLOCK_K
 
 
-def refuse_fp8(block_size: int, k: int, device: Device) -> str | None:
+def fp8_refusal(block_size: int, k: int, device: Device) -> str | None:
     """Return why no kernel multiplies e4m3 by a weight with k columns and this block size, or None if one does."""
     if device.arch < FP8_ARCH:
         return f"needs sm_{FP8_ARCH} or newer, not sm_{device.arch}"

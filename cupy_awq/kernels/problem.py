@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GEMM problem y = epilogue(x @ W) with a 4-bit weight, and helper functions of its kernel families."""
+"""The GEMM problem y = epilogue(x @ W) with a 4-bit weight, and functions that its kernel families share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_SPLITS = 64
 """The largest split-K factor."""
 
 PTX_ARCH = 75
-"""The oldest architecture for which kernels use inline PTX; older ones get plain CUDA C++."""
+"""The oldest architecture (10 x compute capability) whose kernels use inline PTX; older ones use plain CUDA C++."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -53,7 +53,7 @@ def split_counts(limit: int) -> list[int]:
 
 
 class Strides(NamedTuple):
-    """The row stride of each array, in elements (in 32-bit words for qweight and packed zero points)."""
+    """The row strides of the arrays in elements; an element of qweight or of packed zero points is a 32-bit word."""
 
     x: int
     qweight: int
@@ -70,10 +70,11 @@ class Fusion:
     ``cuda_src/hopper/residual_stream.cuh`` has the formulas and the buffers.
 
     Attributes:
-        role: "add_to_stream": the GEMM adds its result to the residual stream and writes the next GEMM's x, which is
-            the stream times the RMSNorm weight, not yet divided by the root mean square (RMS) of each row.
-            "rms_norm_x": x was written by such a GEMM, and this GEMM divides its accumulators by the RMS of each row.
-        eps: the epsilon of the RMSNorm; used only by "rms_norm_x".
+        role: "add_to_stream": the GEMM adds its result to the residual stream and writes the next GEMM's x: the stream
+            times the RMSNorm weight, without the division by the root mean square (RMS) of each row.
+            "rms_norm_x": x was written by a GEMM with "add_to_stream", and this GEMM divides its accumulators by the
+            RMS of each row.
+        eps: epsilon of the RMSNorm; used only by "rms_norm_x".
     """
 
     role: Literal["add_to_stream", "rms_norm_x"]
@@ -84,27 +85,27 @@ class Fusion:
 class Problem:
     """A validated matrix product y [m, n] = epilogue(x [m, k] @ W [k, n]).
 
-    A problem holds everything on which the code and the launch of a kernel depend. Dtypes are given by name.
+    The fields determine a kernel's code and launch, except the addresses of the arrays. Dtypes are NumPy names.
 
     Attributes:
         m: number of rows of x and y.
         n: number of columns of W; also of y, unless the problem is gated (n / 2).
         k: number of columns of x and rows of W.
-        group_size: number of rows of W per scale.
+        group_size: number of rows of W that share scales and zero points.
         dtype: dtype of x and y.
         scales_dtype: dtype of the scales.
         zeros: "packed" (4-bit zero points), "symmetric" (all 8) or "float" (offsets, W = q * s + o).
-        bias_dtype: dtype of the bias, None without a bias.
+        bias_dtype: dtype of the bias, or None without a bias.
         residual: whether the epilogue adds a residual.
-        activation: kind of the `Activation`, None without one.
+        activation: kind of the `Activation`, or None without an activation.
         limits: lower and upper bound of the activation "clamp".
         gated: whether y = activation(gate) * up, where gate and up are the first and second half of W's columns.
         aligned: whether all rows of the weight arrays, the residual and y start at multiples of 16 bytes.
         x_aligned: whether all rows of x start at multiples of 16 bytes.
-        raw: whether the weight is available in the AWQ layout.
+        has_awq_layout: whether the weight is available in the AWQ layout.
         repacked: whether the weight is available in the repacked layout (`RepackedLayout`).
-        scale_exponent: the scales times 2**scale_exponent are at most 64.
-        wide_scales: whether float16 cannot represent all scales times 2**scale_exponent without loss.
+        scale_exponent: exponent such that every scale times 2**scale_exponent is at most 64.
+        wide_scales: whether some scale times 2**scale_exponent would lose bits in float16.
         fusion: residual add or RMSNorm that is fused into the GEMM, or None.
         may_prefetch_weights: whether the weight may be read before the preceding kernel finishes (PDL), because no
             kernel that is still running writes it.
@@ -125,7 +126,7 @@ class Problem:
     gated: bool = False
     aligned: bool = True
     x_aligned: bool = True
-    raw: bool = True
+    has_awq_layout: bool = True
     repacked: bool = False
     scale_exponent: int = 0
     wide_scales: bool = False
@@ -138,14 +139,14 @@ class Problem:
 
     @property
     def tuning_key(self) -> TuningKey:
-        """The tuning key: shape "KxN", after "KxN stream" for a GEMM with a `Fusion`; M is tuned at powers of two."""
+        """The tuning key: "KxN" (first "KxN stream" for a GEMM with a `Fusion`), and M rounded up to a power of two."""
         shape = f"{self.k}x{self.n}"
         shapes = (f"{shape} stream", shape) if self.fusion else (shape,)
         return TuningKey(shapes, self.m, next_power_of_two(self.m))
 
     @property
     def row_strides(self) -> Strides:
-        """The row strides in elements, those of contiguous arrays if ``strides`` is None."""
+        """The row strides in elements: ``strides``, or those of contiguous arrays if ``strides`` is None."""
         if self.strides is not None:
             return self.strides
         n_out = self.n // 2 if self.gated else self.n
@@ -154,28 +155,28 @@ class Problem:
 
     @property
     def adds_to_stream(self) -> bool:
-        """True if the epilogue adds y to the residual stream."""
+        """Whether the epilogue adds y to the residual stream."""
         return self.fusion is not None and self.fusion.role == "add_to_stream"
 
     @property
     def rms_norms_x(self) -> bool:
-        """True if the epilogue divides by the root mean square of each row of x."""
+        """Whether the epilogue divides by the root mean square of each row of x."""
         return self.fusion is not None and self.fusion.role == "rms_norm_x"
 
     @property
     def wide(self) -> bool:
-        """True if weight loads can be 16 bytes wide: they are aligned and never straddle gate and up columns."""
+        """Whether 16-byte loads of the weight are aligned and never span both gate and up columns."""
         return self.aligned and not (self.gated and self.n % 64)
 
     @property
     def weight_bytes(self) -> int:
-        """The size in bytes of codes, scales and zero points, each of which is read at least once."""
+        """The total size of codes, scales and zero points in bytes: the least that a kernel reads of the weight."""
         groups = self.k // self.group_size
         zeros = {"packed": self.n // 2, "symmetric": 0, "float": 2 * self.n}[self.zeros]
         return self.k * self.n // 2 + groups * (2 * self.n + zeros)
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
-        """Return the compile-time constants (name, value) of the problem for all GEMM kernels."""
+        """Return the compile-time constants (name, value) of the problem that all GEMM kernels have."""
         return (
             ("X", TYPES[self.dtype]),
             ("SCALE", TYPES[self.scales_dtype]),
@@ -194,11 +195,11 @@ class Problem:
         return (*buffers, *(np.int32(size) for size in sizes), *(np.float32(limit) for limit in self.limits))
 
 
-def refuse_awq_layout(problem: Problem) -> str | None:
-    """Return why no kernel that reads the AWQ layout can solve the problem, or None if one may."""
+def awq_layout_refusal(problem: Problem) -> str | None:
+    """Return the reason why kernels that read the AWQ layout cannot solve the problem, or None."""
     if problem.fusion:
         return "cannot fuse the residual add or RMSNorm of a decoder"
-    if not problem.raw:
+    if not problem.has_awq_layout:
         return "needs the weight in the AWQ layout, which AwqLinear(keep_weight=False) has freed"
     return None
 
@@ -213,6 +214,11 @@ def plan_awq_layout(
     threads: int,
     shared_bytes: int = 0,
 ) -> LaunchPlan:
-    """Return the launch plan of a kernel that reads the AWQ layout."""
+    """Return the launch plan of a kernel that reads the AWQ layout and takes `Problem.arguments`.
+
+    ``source`` is the path of the .cu file in ``cuda_src``, ``entry`` the kernel's name, ``defines`` its compile-time
+    constants besides those of the problem, ``threads`` the number of threads per CTA, and ``shared_bytes`` its dynamic
+    shared memory in bytes.
+    """
     kernel = Kernel(source, entry, (*problem.defines(), *defines), device.target)
     return LaunchPlan(kernel, grid, (threads, 1, 1), problem.arguments(), shared_bytes)

@@ -58,7 +58,7 @@ class QuantizeFp8Config:
     split_k = 1
 
 
-def refuse(problem: Fp8Quantization, device: Device) -> str | None:
+def refusal(problem: Fp8Quantization, device: Device) -> str | None:
     """Return why the family cannot solve the problem, or None if it can."""
     return None if device.arch >= FP8_ARCH else f"needs sm_{FP8_ARCH} or newer, not sm_{device.arch}"
 

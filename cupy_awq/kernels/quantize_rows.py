@@ -71,7 +71,7 @@ class QuantizeRowsConfig:
     split_k = 1
 
 
-def refuse(problem: RowQuantization, device: Device) -> str | None:
+def refusal(problem: RowQuantization, device: Device) -> str | None:
     """Return None, since the family solves every problem."""
     return None
 

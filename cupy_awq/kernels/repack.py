@@ -52,7 +52,7 @@ class RepackedLayout:
         """Return the repacked layout of the weight of a problem."""
         return cls(problem.k, problem.n, problem.group_size, problem.scales_dtype, problem.zeros)
 
-    def refuse(self) -> str | None:
+    def refusal(self) -> str | None:
         """Return why the weight cannot be repacked, or None if it can."""
         if self.zeros == "float":
             return "needs zero points as 4-bit codes or none, not float offsets"
@@ -151,7 +151,7 @@ class RepackedLayout:
         return flat[: self.k, : self.n], scales[first, : self.n], None if zeros is None else zeros[first, : self.n]
 
 
-def refuse_repacked(problem: Problem, device: Device) -> str | None:
+def repacked_refusal(problem: Problem, device: Device) -> str | None:
     """Return why no kernel that reads the repacked layout can solve the problem, or None if one may."""
     if device.arch != 90:
         return f"needs sm_90, not sm_{device.arch}"
@@ -163,4 +163,4 @@ def refuse_repacked(problem: Problem, device: Device) -> str | None:
         return "needs rows of x that start at multiples of 16 bytes"
     if problem.gated and problem.n % (2 * WEIGHT_TILE_N):
         return f"needs N to be a multiple of {2 * WEIGHT_TILE_N} when gated, not {problem.n}"
-    return RepackedLayout.of(problem).refuse()
+    return RepackedLayout.of(problem).refusal()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of a kernel and its configuration for a problem.
 
-`choose` takes the tuned configuration if there is one, else the legal configuration of any family with the lowest time
-by cost model. The functions are pure and serve every type of problem.
+`choose` returns the tuned configuration if there is one, and otherwise the legal configuration with the lowest time by
+cost model, over all families. The functions are pure and serve every type of problem.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _REGISTERED: dict[type, tuple[AnyFamily, ...]] = {
 FAMILIES_OF: dict[type, dict[str, AnyFamily]] = {
     problem: {family.NAME: family for family in some} for problem, some in _REGISTERED.items()
 }
-"""The kernel families for each type of problem, by name."""
+"""The kernel families by problem type, then by name."""
 
 FAMILIES: dict[str, AnyFamily] = {name: family for some in FAMILIES_OF.values() for name, family in some.items()}
 """All kernel families, by name."""
@@ -82,14 +82,20 @@ ONE_TILE_M = 128
 """The largest M that fits in one CTA tile of most configurations."""
 
 TUNED_LIMIT = 0.9
-"""The ratio of modelled times below which the best configuration replaces one that was tuned at another M.
+"""The largest ratio of modelled times, best to tuned, at which the best configuration replaces one tuned at another M.
 
-These replacements save 13% of the run time (geometric mean over ten shapes on an H100).
+Replacing saves 13% of the run time (geometric mean over ten shapes on an H100).
 """
 
 
 class Candidate(NamedTuple):
-    """A legal configuration of a family, and its run time ``us`` by cost model, in microseconds."""
+    """A legal configuration of a kernel family.
+
+    Attributes:
+        family: the kernel family.
+        config: the configuration.
+        us: run time by the family's cost model, in microseconds.
+    """
 
     family: AnyFamily
     config: Config
@@ -98,14 +104,14 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that is chosen for a problem.
+    """The kernel and configuration chosen for a problem.
 
     Attributes:
         problem: the problem.
         family: the kernel family.
         config: the configuration of the family.
         plan: the launch plan of the configuration.
-        tuned: the entry of a tuned table if it determined the choice, None if the cost models did.
+        tuned: the entry of a tuned table that determined the choice, or None if the cost models did.
     """
 
     problem: KernelProblem
@@ -126,10 +132,13 @@ def families(problem: KernelProblem) -> dict[str, AnyFamily]:
 
 
 def candidates(problem: KernelProblem, device: Device, split_k: int | None = None) -> dict[str, list[Candidate] | str]:
-    """Return, by family, its legal configurations (lowest modelled time first) or the reason why it has none."""
+    """Return, by family name, the legal configurations (lowest modelled time first), or the reason why there are none.
+
+    With ``split_k``, only configurations with this split-K factor are legal.
+    """
     found: dict[str, list[Candidate] | str] = {}
     for name, family in families(problem).items():
-        reason = family.refuse(problem, device)
+        reason = family.refusal(problem, device)
         if reason is not None:
             found[name] = reason
             continue
@@ -150,11 +159,11 @@ def _fits_workspace(family: AnyFamily, config: Config, problem: KernelProblem) -
 
 @dataclass
 class _Trial:
-    """The state that `forced` and `recorded` pass to `choose`.
+    """The state through which `forced` and `recorded` change what `choose` does.
 
     Attributes:
-        candidate: the candidate that `choose` must return; None to choose normally.
-        choices: all choices that `choose` has returned.
+        candidate: the candidate that `choose` must return, or None to choose normally.
+        choices: all choices that `choose` has returned in the context.
     """
 
     candidate: Candidate | None = None
@@ -166,7 +175,7 @@ _trial: ContextVar[_Trial | None] = ContextVar("trial", default=None)
 
 @contextlib.contextmanager
 def forced(candidate: Candidate) -> Iterator[None]:
-    """Make `choose` return ``candidate`` for each problem of its type, so that `tune` can time any configuration."""
+    """Make `choose` return ``candidate`` for every problem of its family's type, so that `tune` can time it."""
     token = _trial.set(_Trial(candidate))
     try:
         yield
@@ -176,7 +185,7 @@ def forced(candidate: Candidate) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Choice]]:
-    """Collect all choices that `choose` returns in the context, so that `bench` and `tune` know what is launched."""
+    """Collect all choices that `choose` returns in the context: `bench` and `tune` print the launched kernels."""
     trial = _Trial()
     token = _trial.set(trial)
     try:
@@ -186,16 +195,16 @@ def recorded() -> Iterator[list[Choice]]:
 
 
 def choose(problem: KernelProblem, device: Device, kernel: str | None = None, split_k: int | None = None) -> Choice:
-    """Return the tuned configuration of a problem if there is one, else the fastest one by cost model.
+    """Return the tuned configuration of a problem if there is one, else the one with the lowest modelled time.
 
     Args:
         problem: a problem of any type in FAMILIES_OF.
         device: the GPU.
-        kernel: name of the only family to consider; None for all.
-        split_k: the only split-K factor to consider; None for all.
+        kernel: name of the only family to consider, or None for all families.
+        split_k: the only split-K factor to consider, or None for all factors.
 
     Raises:
-        ValueError: no kernel has this name, or none is legal; the message gives each family's reason.
+        ValueError: no family has this name, or none can solve the problem; the message gives each family's reason.
     """
     trial = _trial.get()
     if trial is None:
@@ -235,18 +244,19 @@ def _planned(candidate: Candidate, problem: KernelProblem, device: Device, entry
 
 
 def _applies(key: TuningKey, candidate: Candidate, best: Candidate) -> bool:
-    """Return whether a configuration that was tuned at ``key.tuned_m`` is also used at ``key.m``.
+    """Return whether ``candidate``, which was tuned at ``key.tuned_m``, is used at ``key.m``.
 
-    A smaller M may have fewer tiles, so that another configuration utilizes the SMs better.
+    For M > ONE_TILE_M, ``key.m`` may have fewer tiles than ``key.tuned_m``, so that ``best``, the candidate with the
+    lowest modelled time, utilizes the SMs better; see TUNED_LIMIT.
     """
     return key.m <= ONE_TILE_M or key.m == key.tuned_m or best.us >= TUNED_LIMIT * candidate.us
 
 
 def explain(problem: KernelProblem, device: Device) -> str:
-    """Return a table with the best configuration of each family and its time, or why the family is not a candidate.
+    """Return a table with each family's best configuration and its time, or the reason why the family has none.
 
-    ``->`` marks the choice. Its time is "measured" if a tuned table has recorded it; all others are "modelled" by the
-    family's cost model. The last line says whether a tuned table or the cost models determined the choice.
+    ``->`` marks the choice. The choice's time is "measured" if a tuned table records it; all other times are "modelled"
+    by the cost models. The last line says whether a tuned table or the cost models determined the choice.
     """
     choice = choose(problem, device)
     width = max(map(len, families(problem)))
@@ -254,7 +264,7 @@ def explain(problem: KernelProblem, device: Device) -> str:
     lines.append(f"   {'kernel':{width}}       us  time      configuration")
     for name, some in candidates(problem, device).items():
         if isinstance(some, str):
-            lines.append(f"   {name:{width}}        -  -         not legal: {some}")
+            lines.append(f"   {name:{width}}        -  -         {some}")
             continue
         chosen = name == choice.name
         config, us = next((c.config, c.us) for c in some if not chosen or c.config == choice.config)

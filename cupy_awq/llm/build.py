@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Construction of a `Model` from model files and a back end."""
+"""Construction of a `Model`: reading of all tensors, and their preparation by a back end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupy_awq.llm.ops import DecoderOps, Projection
 
 
 def build_model(files: ModelFiles, ops: DecoderOps, progress: Progress | None = None) -> Model:
-    """Read all tensors of a model and return it on the device of ``ops``.
+    """Read all tensors of a model and return the `Model` on the device of ``ops``.
 
     Raises:
         CheckpointError: a tensor is missing or does not have the shape that the configuration requires.
@@ -23,7 +23,7 @@ def build_model(files: ModelFiles, ops: DecoderOps, progress: Progress | None = 
 
 
 class _Builder:
-    """The state of `build_model`: files, back end, and the total size of the weights read so far in bytes."""
+    """The state of `build_model`: the files, the back end, and the size in bytes of all weights read so far."""
 
     def __init__(self, files: ModelFiles, ops: DecoderOps) -> None:
         self._files, self._ops, self._config = files, ops, files.config
@@ -82,7 +82,7 @@ class _Builder:
         return self._ops.prepare_tensor(self._files.read_tensor(f"{name}.weight", (size,)))
 
     def _projection(self, *linears: tuple[str, int, int], gated: bool = False) -> Projection:
-        """Return one projection for linear layers (name, K, N) that share x."""
+        """Return one projection for several linear layers (name, K, N) that share x."""
         parts = [self._files.read_linear(*linear) for linear in linears]
         self._weight_bytes += sum(part.weight.nbytes for part in parts)
         return self._ops.make_projection(parts, gated=gated)

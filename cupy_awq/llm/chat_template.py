@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates: jinja2 programs from untrusted files, rendered in a sandbox with limits on work and text size.
 
-jinja2's immutable sandbox keeps a template from reaching Python's objects, but not from filling the memory or running
-for days. Here every loop iteration, call, filter, test and operator, and the size of its operands and its result, is
-charged to one account; each text and the output are limited as well. Filters, methods and globals are those on lists:
-all others can make a large value of small ones in one step.
+jinja2's immutable sandbox denies a template access to Python's internals, but not the use of any amount of memory and
+time. Here every loop iteration, call, filter, test and operator is charged to a work counter (`Account`) by the size of
+its operands and its result; the sizes of each text and of the output are also limited. Only the listed filters and
+methods are allowed, because others can create a large value from small ones in a single step.
 """
 
 from __future__ import annotations
@@ -21,34 +21,39 @@ from cupy_awq.checkpoint.files import printable
 from cupy_awq.llm.extra import import_extra
 
 MAX_TEMPLATE_CHARACTERS = 1 << 17
-"""The largest length of a template, in characters; common models have at most 20,000."""
+"""The largest length of a template in characters. Templates of common models have at most 20,000."""
 
 MAX_CHARACTERS = 1 << 22
-"""The largest length of an intermediate text in characters, plus four times the length of the messages."""
+"""The largest length of an intermediate text in characters; four times the length of the messages is added."""
 
 MAX_OUTPUT_CHARACTERS = 1 << 18
-"""The longest output, beside four times the length of the messages: it is also encoded."""
+"""The largest length of the output in characters; four times the length of the messages is added.
+
+It is smaller than `MAX_CHARACTERS` because the output is also tokenized.
+"""
 
 MAX_WORK = 1 << 27
-"""The largest work of one rendering: characters that are handled, and STEP for each step, beside 1024 times the length
-of the messages. It takes a few seconds."""
+"""The largest work of one rendering, which takes a few seconds; 1024 times the length of the messages is added.
+
+One unit of work is the processing of one character. Each operation also counts as `STEP` units.
+"""
 
 STEP = 256
-"""The work of an iteration, call, filter, test, operator or element of a list: about as slow as so many characters."""
+"""The work of one iteration, call, filter, test, operator or list element: about the time of this many characters."""
 
 MAX_INTEGER_BITS = 256
-"""The largest size of an integer, in bits."""
+"""The largest size of an integer in bits."""
 
 FILTERS = (
     "abs capitalize count d default dictsort first float groupby int items last length list lower map max min reject"
     " rejectattr replace reverse round select selectattr sort string title trim truncate unique upper urlencode"
     " wordcount join tojson indent safe attr format"
 ).split()
-"""The filters that a template may use; those of jinja2 that are not here can make much of little, or print HTML."""
+"""The filters that a template may use. Others can create a large value from small ones, or emit HTML."""
 
 QUICK = frozenset("length count first last default d defined undefined none string mapping sequence iterable".split())
 QUICK |= frozenset("boolean number integer float even odd true false callable sameas".split())
-"""The filters and tests whose run time does not depend on the size of the operand."""
+"""The filters and tests whose run time does not depend on the size of their operand."""
 
 TEXT_METHODS = (
     "capitalize count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric"
@@ -66,7 +71,7 @@ class LimitError(ValueError):
 
 
 class Account:
-    """The work counter of one rendering, with limits that grow with ``characters``, the length of the messages."""
+    """The work counter of one rendering, with limits that depend on ``characters``, the length of the messages."""
 
     def __init__(self, characters: int) -> None:
         self._left = MAX_WORK + 1024 * characters
@@ -74,15 +79,16 @@ class Account:
         self.max_output = MAX_OUTPUT_CHARACTERS + 4 * characters
 
     def spend(self, work: int) -> None:
-        """Count ``work``. Raises LimitError if the total exceeds the limit."""
+        """Add ``work`` to the counter. Raises LimitError if the total exceeds the limit."""
         self._left -= work
         if self._left < 0:
             raise LimitError("expected a template that ends soon, got one that exceeds the limit of work")
 
     def charge(self, value: Any) -> Any:
-        """Count the size of a value, as a tree in which shared parts count each time, and return the value.
+        """Add the size of a value to the counter and return the value.
 
-        A generator is returned with its elements counted as they are made.
+        An object that a container holds several times counts several times. The elements of a generator are counted
+        when they are generated. Raises LimitError if a limit is exceeded.
         """
         if isinstance(value, types.GeneratorType):
             return self.iterate(value)
@@ -111,12 +117,12 @@ class Account:
         return value
 
     def charge_slice(self, value: Any) -> Any:
-        """Count the copy of a slice, whose elements are not copied, and return the slice."""
+        """Add the cost of a slice to the counter and return the slice; its elements are not counted again."""
         self.spend(len(value) if isinstance(value, str) else STEP * len(value))
         return value
 
     def iterate(self, values: Any) -> Iterator[Any]:
-        """Yield the elements of an iterable, counting one step of work for each."""
+        """Yield the elements of an iterable, and count one `STEP` of work for each."""
         for value in values:
             self.spend(STEP)
             yield value
@@ -126,10 +132,10 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
     """Return the text of a conversation up to the beginning of the assistant's answer.
 
     Args:
-        template: the jinja2 program.
+        template: the source text of the template.
         messages: the conversation.
-        special: the variables "bos_token" and "eos_token".
-        where: the beginning of error messages: the file.
+        special: the values of the variables "bos_token" and "eos_token".
+        where: the path of the file, for error messages.
 
     Raises:
         CheckpointError: the template is invalid, exceeds a limit, or fails for these messages.
@@ -153,7 +159,7 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
             if characters > account.max_output:
                 raise LimitError(f"expected an output of at most {account.max_output} characters, got more")
         return "".join(pieces)
-    except Exception as error:  # a template can make jinja2 and Python's functions raise almost anything
+    except Exception as error:  # a template can make jinja2 and Python's functions raise almost any exception
         detail = f"{type(error).__name__}: {printable(str(error)):.300}"
         raise CheckpointError(f"{where}: chat template: expected valid jinja2, got {detail}") from None
 
@@ -161,7 +167,8 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
 def _environment(jinja2: Any, account: Account, source_length: int) -> Any:
     """Return the jinja2 sandbox environment for one rendering.
 
-    ``source_length`` is the work of an iteration or a call of a macro beside STEP: its constant text.
+    ``source_length`` is the length of the template: an iteration or a macro call can output that many constant
+    characters, so its work is ``STEP + source_length``.
     """
     nodes, runtime = import_extra("jinja2.nodes"), import_extra("jinja2.runtime")
     base: Any = import_extra("jinja2.sandbox").ImmutableSandboxedEnvironment
@@ -178,7 +185,7 @@ def _environment(jinja2: Any, account: Account, source_length: int) -> Any:
         return "".join(map(str, values))
 
     class Transformer(visitor):  # type: ignore[misc]
-        """Adds the accounting to loops, literals, slices, comparisons and concatenations."""
+        """A syntax tree transformer that charges loops, literals, slices, comparisons and concatenations."""
 
         def visit_For(self, node: Any) -> Any:
             self.generic_visit(node)
@@ -228,7 +235,7 @@ def _environment(jinja2: Any, account: Account, source_length: int) -> Any:
             return account.charge(super().call_binop(context, operator, left, right))
 
         def wrap_str_format(self, value: Any) -> Any:
-            """Refuse "{:1000000000}".format(1), which jinja2 would allow."""
+            """Reject calls such as "{:1000000000}".format(1), which jinja2 allows."""
             if getattr(value, "__name__", "") in ("format", "format_map"):
                 _check_text_method("", value.__name__, ())
             return None
@@ -248,7 +255,7 @@ def _environment(jinja2: Any, account: Account, source_length: int) -> Any:
             return account.charge(super().call(__context, __obj, *args, **kwargs))
 
     class Generation(extension):  # type: ignore[misc]
-        """The tag {% generation %}, which marks what a model is trained on and prints its body."""
+        """The tag {% generation %}, which marks the text that a model is trained on. Here it only emits its body."""
 
         tags = frozenset({"generation"})
 
@@ -257,7 +264,10 @@ def _environment(jinja2: Any, account: Account, source_length: int) -> Any:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter or a test whose operands and result are charged; it keeps jinja2's marks of arguments."""
+        """Return a filter or test that charges its operands and its result to the account.
+
+        It keeps jinja2's attribute ``jinja_pass_arg``, which requests an additional argument.
+        """
         checks: dict[str, Callable[..., None]] = {"replace": _check_replace, "round": _check_round}
         check = checks.get(name)
 
@@ -300,7 +310,7 @@ def _environment(jinja2: Any, account: Account, source_length: int) -> Any:
 
 
 def _check_operands(operator: str, left: Any, right: Any) -> None:
-    """Raise LimitError for an operation whose result may be much larger than its operands."""
+    """Raise LimitError if the result of a binary operator could be much larger than its operands."""
     texts = isinstance(left, (str, list, tuple)), isinstance(right, (str, list, tuple))
     if operator == "*" and any(texts):
         sequence, count = (left, right) if texts[0] else (right, left)
@@ -316,7 +326,7 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return the text of a value that is already charged: its repr is at most a few times as large."""
+    """Return a text, or the repr of another value. The value is already charged, which bounds the size of its repr."""
     return value if isinstance(value, str) else repr(value)
 
 
@@ -346,7 +356,7 @@ def _check_round(value: Any, precision: int = 0, method: str = "common") -> None
 
 
 def _join(values: Any, separator: str = "", attribute: str | None = None) -> str:
-    """Return the texts of values, or of their entries ``attribute`` if given, joined by a separator."""
+    """Return the texts of values, or of the values' entries named ``attribute``, joined by a separator."""
     values = list(values)
     _check_join(values, separator)
     if attribute is not None:
@@ -355,7 +365,7 @@ def _join(values: Any, separator: str = "", attribute: str | None = None) -> str
 
 
 def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Return a text with every line but the first indented."""
+    """Return a text whose lines are indented by ``width``: all but the first, and blank lines only if ``blank``."""
     space = " " * min(width, MAX_CHARACTERS) if isinstance(width, int) else width
     lines = str(text).splitlines()
     if len(space) * (len(lines) + 1) > MAX_CHARACTERS:
@@ -365,7 +375,7 @@ def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = 
 
 
 def _format(text: Any, *args: Any, **kwargs: Any) -> str:
-    """Return a text formatted by the operator %."""
+    """Return ``text % args``, or ``text % kwargs`` if there are keyword arguments."""
     values = kwargs or args
     _check_operands("%", str(text), values)
     return str(text) % values
@@ -374,7 +384,7 @@ def _format(text: Any, *args: Any, **kwargs: Any) -> str:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return the JSON text of a value, as transformers defines this filter."""
+    """Return the JSON text of a value, like the filter ``tojson`` of transformers."""
     if indent is not None and not (type(indent) is int and 0 <= indent <= 16):
         raise LimitError(f"expected an indent of 0 to 16, got {indent!r:.80}")
     if separators is not None and sum(map(len, separators)) > 16:

@@ -16,7 +16,7 @@ from cupy_awq.checkpoint import CheckpointError
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 LIMITS = {"layers": 1 << 10, "heads": 1 << 10, "head_dim": 1 << 10, "hidden": 1 << 17, "intermediate": 1 << 19}
 LIMITS |= {"kv_heads": 1 << 10, "vocab": 1 << 22, "context": 1 << 25}
-"""The largest accepted sizes, far above those of any model: a larger size indicates a damaged file."""
+"""The largest accepted value of each size, far above that of any model: a larger value indicates a damaged file."""
 
 ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -27,19 +27,19 @@ ROPE_KEYS: dict[str, frozenset[str]] = {
         | {"mscale", "mscale_all_dim", "truncate"}
     ),
 }
-"""The supported keys for each type of RoPE scaling, in addition to `COMMON_ROPE_KEYS`."""
+"""The supported keys of ``rope_scaling`` for each type of RoPE scaling, in addition to `COMMON_ROPE_KEYS`."""
 
 COMMON_ROPE_KEYS = frozenset({"type", "rope_type", "rope_theta"})
-"""The keys that every type of RoPE scaling supports."""
+"""The keys of ``rope_scaling`` that every type of RoPE scaling supports."""
 
 REQUIRED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "partial_rotary_factor": 1.0}
-"""The only supported values of entries of config.json that change the architecture; they are also the defaults."""
+"""The only supported value for each entry of config.json that changes the architecture, which is also its default."""
 
 DEFAULTS: dict[str, dict[str, int]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
-"""The defaults of transformers for sizes that are missing in config.json, by model type."""
+"""The default values of sizes that config.json may omit, as in transformers, by model type."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,13 @@ class ModelConfig:
         vocab: the number of tokens in the vocabulary.
         context: the context length that the model was trained for, in tokens.
         eps: the epsilon of RMSNorm.
-        rope_theta, rope_scaling: the RoPE parameters of a Hugging Face configuration; ``rope_scaling["rope_type"]`` is
-            "default", "linear", "llama3" or "yarn"; its other keys are those in `ROPE_KEYS`.
-        rope_factors: the head_dim / 2 divisors of the RoPE frequencies (GGUF), or () for no division.
-        tied: True if the output head shares its weight with the embedding table.
-        qk_norm: True if an RMSNorm is applied to each head of q and k before RoPE.
-        biases: the names of the projections with a bias, such as "q_proj"; None if any bias in the file applies (GGUF).
+        rope_theta: the base of the RoPE frequencies.
+        rope_scaling: the parameters of RoPE scaling, as in a Hugging Face configuration; ``rope_scaling["rope_type"]``
+            is "default", "linear", "llama3" or "yarn", which may have the keys in `ROPE_KEYS`.
+        rope_factors: the divisors of the RoPE frequencies, one for each of head_dim / 2 (GGUF); or () without divisors.
+        tied: whether the output head shares its weight with the embedding table.
+        qk_norm: whether an RMSNorm is applied to each head of q and k before RoPE.
+        biases: the names of the projections with a bias, such as "q_proj"; None to apply all biases in the file (GGUF).
 
     Raises:
         ValueError: a size is out of range, or rope_scaling is unknown or incomplete, or has an unknown key.
@@ -105,18 +106,18 @@ class ModelConfig:
 
     @property
     def q_width(self) -> int:
-        """The total width of all query heads, in elements."""
+        """The total width of all query heads in elements, heads * head_dim."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """The total width of all key heads, in elements; that of all value heads is the same."""
+        """The total width of all key heads, which is also that of all value heads, in elements: kv_heads * head_dim."""
         return self.kv_heads * self.head_dim
 
     def rope_frequencies(self) -> tuple[npt.NDArray[np.float64], float]:
-        """Return the RoPE frequencies in radians per position, float64 [head_dim / 2], and the factor of cos and sin.
+        """Return the RoPE frequencies in radians per position, float64 [head_dim / 2], and a factor for cos and sin.
 
-        The factor is 1 except for YaRN. Raises ValueError for invalid RoPE parameters.
+        The factor differs from 1 only with YaRN. Raises ValueError for invalid RoPE parameters.
         """
         kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type", "default"))
         if not isinstance(kind, str) or kind not in ROPE_KEYS:
@@ -147,7 +148,7 @@ class ModelConfig:
         return self._yarn(plain, self._yarn_factor(original), original)
 
     def _yarn_factor(self, original: float) -> float:
-        """Return YaRN's scaling factor; null means context / original context, as in transformers."""
+        """Return YaRN's scaling factor, which defaults to context / ``original`` context, as in transformers."""
         if "factor" not in self.rope_scaling:
             raise ValueError("rope_scaling: factor: expected a positive number, got none")
         return self._rope_number("factor", self.context / original)
@@ -155,18 +156,18 @@ class ModelConfig:
     def _llama3(
         self, plain: npt.NDArray[np.float64], factor: float, original: float
     ) -> tuple[npt.NDArray[np.float64], float]:
-        """Return Llama 3.1's frequencies and 1: low ones are divided by ``factor``, high ones kept."""
+        """Return Llama 3.1's RoPE frequencies, and 1: ``factor`` divides low frequencies but not high ones."""
         low, high = self._rope_number("low_freq_factor"), self._rope_number("high_freq_factor")
         if low >= high:
             raise ValueError(f"low_freq_factor: expected less than high_freq_factor={high}, got {low}")
-        turns = original * plain / (2 * math.pi)  # full turns over the original context
+        turns = original * plain / (2 * math.pi)  # number of periods in the original context
         kept = np.clip((turns - low) / (high - low), 0, 1)
         return (1 - kept) * plain / factor + kept * plain, 1.0
 
     def _yarn(
         self, plain: npt.NDArray[np.float64], factor: float, original: float
     ) -> tuple[npt.NDArray[np.float64], float]:
-        """Return YaRN's frequencies and factor of cos and sin (arXiv 2309.00071), computed as in transformers."""
+        """Return YaRN's frequencies and its factor for cos and sin (arXiv 2309.00071), computed as in transformers."""
         if self.rope_theta <= 1:
             raise ValueError(f"rope_theta: expected above 1 for rope_type 'yarn', got {self.rope_theta}")
         truncate = self.rope_scaling.get("truncate", True)
@@ -174,7 +175,7 @@ class ModelConfig:
             raise ValueError(f"rope_scaling: truncate: expected true or false, got {truncate!r:.80}")
 
         def pair(turns: float) -> float:
-            """Return the (fractional) index of the frequency with ``turns`` full turns over the original context."""
+            """Return the fractional index of the frequency that has ``turns`` periods in the original context."""
             waves = original / (turns * 2 * math.pi)
             if not _is_positive(waves):
                 raise ValueError(f"rope_scaling: beta_fast, beta_slow: expected numbers of turns, got {turns}")
@@ -184,7 +185,7 @@ class ModelConfig:
         if truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.head_dim - 1)
-        width = high - low or 0.001  # can be negative if beta_slow < 1, as in transformers
+        width = high - low or 0.001  # like transformers, accepts a negative width, which beta_slow < 1 can give
         ramp = np.clip((np.arange(plain.size) - low) / width, 0, 1)
         scale, scale_all = (self._rope_number(name, 0.0) for name in ("mscale", "mscale_all_dim"))
         log_factor = 0.1 * math.log(max(factor, 1.0))
@@ -192,7 +193,10 @@ class ModelConfig:
         return plain * (1 - ramp) + plain / factor * ramp, self._rope_number("attention_factor", ratio)
 
     def _rope_number(self, name: str, default: float | None = None) -> float:
-        """Return a positive number of rope_scaling, or the default for null (mscale*: or 0). Raises ValueError."""
+        """Return the positive number ``rope_scaling[name]``, or ``default`` if it is null.
+
+        0 also means the default if ``name`` starts with "mscale". Raises ValueError for any other value.
+        """
         value = self.rope_scaling.get(name)
         if value is None or (name.startswith("mscale") and _is_number(value) and value == 0):
             value = default
@@ -202,9 +206,9 @@ class ModelConfig:
 
 
 def from_hugging_face(table: Mapping[str, Any], where: str) -> ModelConfig:
-    """Return the configuration for a parsed config.json ``table``.
+    """Return the configuration for ``table``, a parsed config.json.
 
-    Raises CheckpointError, whose message starts with ``where``, if it is invalid or the model is not supported.
+    Raises CheckpointError, whose message starts with ``where``, if the table is invalid or the model not supported.
     """
     for name, supported in REQUIRED.items():
         if table.get(name, supported) != supported:
@@ -222,7 +226,10 @@ def from_hugging_face(table: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _from_tables(table: Mapping[str, Any], rope: Mapping[str, Any]) -> ModelConfig:
-    """Return the configuration for a config.json ``table`` with RoPE parameters ``rope``. Raises ValueError."""
+    """Return the configuration for ``table``, a parsed config.json, and the RoPE parameters ``rope``.
+
+    Raises ValueError if a value is invalid or not supported.
+    """
     model_type = table.get("model_type")
     if model_type not in MODEL_TYPES:
         raise ValueError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {model_type!r:.80}")

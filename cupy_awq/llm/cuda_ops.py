@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU back end of the decoder: activations in 16 bits, the residual stream and the logits in float32.
+"""The GPU back end of the decoder: 16-bit activations, float32 residual stream and logits.
 
-Intermediate arrays come from CuPy's memory pool, so one forward pass serves every shape. A decode step is one CUDA
+Intermediate arrays are allocated from CuPy's memory pool, so any batch and chunk size works. A decode step is one CUDA
 graph, launched one step ahead of the host.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     import cupy
 
 RESERVED_BYTES = 1 << 29
-"""The free memory in bytes that a KV cache leaves for the intermediate arrays of a forward pass."""
+"""The size in bytes of the free memory that a KV cache leaves for the intermediate arrays of a forward pass."""
 
 
 class CudaOps(DecoderOps):
@@ -43,7 +44,7 @@ class CudaOps(DecoderOps):
 
     Args:
         config: the configuration of the model.
-        device_index: the device ordinal; this device must be current here and at every call.
+        device_index: the device ordinal; this device must be current at construction and at every call.
         dtype: the dtype of activations and of the KV cache: float16 or bfloat16.
 
     Raises:
@@ -68,8 +69,8 @@ class CudaOps(DecoderOps):
     def decode_stream(self) -> tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool]:
         """The CUDA stream of all decode steps, and the memory pool for their intermediate arrays.
 
-        Both live as long as the model: the workspace of a stream is never freed, and a dropped pool does not return all
-        of its device memory, so a new pair for each text would leak.
+        Both are kept as long as the model. A new pair for each text would leak device memory: the workspace of a stream
+        is never freed, and a deleted pool does not return all of its memory.
         """
         import cupy
 
@@ -137,10 +138,10 @@ class CudaOps(DecoderOps):
     def norm_and_project(
         self, stream: ResidualStream, norm_weight: Array, projection: Projection
     ) -> tuple[ResidualStream, Array]:
-        """See `DecoderOps`. One GEMM includes the division by the RMS if `project_and_add` deferred it."""
+        """See `DecoderOps`. If `project_and_add` deferred the division by the RMS, the GEMM includes it."""
         if stream.unnormalized_x is not None:
             m = stream.unnormalized_x.size // self.config.hidden
-            plan = self._fused_plan(projection, m, Fusion("rms_norm_x", self.config.eps))
+            plan = self._plan_fused(projection, m, Fusion("rms_norm_x", self.config.eps))
             if plan is not None:
                 inverse_rms = self._empty((m,), np.float32)
                 read = {"square_sums": stream.square_sums, "previous_inverse_rms": stream.inverse_rms}
@@ -153,9 +154,9 @@ class CudaOps(DecoderOps):
     def project_and_add(
         self, stream: ResidualStream, x: Array, projection: Projection, next_norm_weight: Array | None
     ) -> ResidualStream:
-        """See `DecoderOps`. If supported, one GEMM adds its result to h and multiplies by the next norm's weight."""
+        """See `DecoderOps`. If supported, the GEMM also adds to h and multiplies h by the weight of the next norm."""
         *rows, width = stream.h.shape
-        plan = self._fused_plan(projection, x.size // x.shape[-1], Fusion("add_to_stream"))
+        plan = self._plan_fused(projection, x.size // x.shape[-1], Fusion("add_to_stream"))
         if plan is None or next_norm_weight is None:
             return ResidualStream(stream.h, delta=projection(x))
         square_sums = self._empty((*rows, ceil_div(width, SQUARE_SUM_COLUMNS)), np.float32)
@@ -193,15 +194,15 @@ class CudaOps(DecoderOps):
         return host
 
     def run(self, plan: LaunchPlan, **buffers: Array | None) -> None:
-        """Launch a plan on the current stream. ``buffers`` are its arrays by name; None is a null pointer."""
+        """Launch a plan on the current stream. ``buffers`` maps argument names to arrays; None is a null pointer."""
         import cupy
 
         launcher = launch.get_launcher(plan, self.device_index)
         addresses = tuple(arrays.address(buffers[name]) for name in launcher.buffers)
         launcher(addresses, cupy.cuda.get_current_stream().ptr)
 
-    def _fused_plan(self, projection: Projection, m: int, fusion: Fusion) -> FusedPlan | None:
-        return projection.fused_plan(m, fusion, dtype=self.dtype) if isinstance(projection, AwqLinear) else None
+    def _plan_fused(self, projection: Projection, m: int, fusion: Fusion) -> FusedPlan | None:
+        return projection.plan_fused(m, fusion, dtype=self.dtype) if isinstance(projection, AwqLinear) else None
 
     def _run_fused(self, plan: FusedPlan, x: Array, **buffers: Array | None) -> Array:
         y = self._empty((*x.shape[:-1], plan.out_features))
@@ -225,7 +226,7 @@ class CudaOps(DecoderOps):
         return cupy.empty(shape, self.dtype if dtype is None else dtype)
 
     def _concatenated(self, parts: Sequence[Module], activation: str | None) -> AwqLinear:
-        """Return one layer whose columns are those of all parts, concatenated."""
+        """Return one layer for several linear layers that share x, their weights concatenated along N."""
         linears: list[AwqLinear | PackedWeight] = []
         for part in parts:
             weight = _upload_weight(part.weight)
@@ -233,7 +234,7 @@ class CudaOps(DecoderOps):
         return AwqLinear.concatenate(linears, activation=activation, keep_weight=False)
 
     def _dense(self, part: DenseLinear, out_dtype: np.dtype[Any] | None = None) -> Projection:
-        """Return the projection of a dense layer. A weight that is the embedding table shares its device memory."""
+        """Return the projection of a dense layer. If its weight is the embedding table, both share device memory."""
         import cupy
 
         tied = part.weight is self._host_table
@@ -264,21 +265,21 @@ class CudaOps(DecoderOps):
 class CudaDecodeLoop(DecodeLoop):
     """A decode loop that keeps tokens, positions and the tokens seen so far on the device.
 
-    The first step runs eagerly, which loads every kernel; the second is captured into a CUDA graph, and each further
-    step is one graph launch. The graph of a step is launched before the host has read the tokens of the preceding one,
-    so the GPU never waits for the host. The last launch is speculative: it writes after the tokens that
-    `KvCache.tokens` records, and `close` waits for it.
+    The first step runs eagerly, which loads every kernel; the second step is captured into a CUDA graph, and each later
+    step is one graph launch. The graph of a step is launched before the host has read the tokens of the preceding step,
+    so the GPU never waits for the host. The last launch is therefore speculative: it appends to the KV cache after the
+    tokens that `KvCache.tokens` records, and `close` waits for it.
 
-    The kernel `choose` also writes its tokens to pinned host memory, so that only an event separates two graphs. Arrays
-    allocated during capture live as long as the loop.
+    The kernel ``choose`` also writes the new tokens to pinned host memory, so consecutive graph launches are separated
+    only by an event. Arrays allocated during capture are kept as long as the loop.
     """
 
     def __init__(self, ops: CudaOps, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
         import cupy
 
         self._stream, self._pool = ops.decode_stream
-        # Wait for the speculative step of the preceding text: the allocator may already reuse its memory, and the
-        # prompts of this text, on another stream, use the same attention counters.
+        # Wait for the speculative step of the preceding text: its memory may be reused from here on, and the prompts of
+        # this text run on another stream but use the same attention counters.
         self._stream.synchronize()
         sequences, vocab = len(cache.tokens), ops.config.vocab
         self._ops, self._step_logits, self._cache, self._sampling = ops, step_logits, cache, sampling
@@ -292,8 +293,8 @@ class CudaDecodeLoop(DecodeLoop):
         self._steps = 0
         self._graph: Any = None
         self._graph_memory: list[Any] = []
-        # The newest tokens of each sequence at even and at odd positions: the next step may write one of them while the
-        # host reads the other. Under unified addressing the device uses the host's address of pinned memory.
+        # Two buffers for the newest tokens, used by even and by odd steps: the next step may write one buffer while the
+        # host reads the other. With unified addressing, the device address of pinned memory is the host address.
         pinned = cupy.cuda.alloc_pinned_memory(8 * sequences)
         host_tokens = np.frombuffer(pinned, np.int32, 2 * sequences).reshape(sequences, 2)
         self._host_tokens: npt.NDArray[np.int32] = host_tokens
@@ -319,8 +320,11 @@ class CudaDecodeLoop(DecodeLoop):
                 try:
                     with cupy.cuda.using_allocator(self._allocate_for_graph):
                         self._forward_and_choose()
-                finally:
-                    self._graph = self._stream.end_capture()
+                except BaseException:
+                    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # the capture may be invalid by now
+                        self._stream.end_capture()
+                    raise
+                self._graph = self._stream.end_capture()
             if self._graph is None:
                 self._forward_and_choose()
             elif self._steps == 1:
@@ -341,7 +345,7 @@ class CudaDecodeLoop(DecodeLoop):
         self._stream.synchronize()
 
     def _allocate_for_graph(self, size: int) -> Any:
-        """Allocate memory that stays reserved for this loop, because its graph writes there at every launch."""
+        """Allocate device memory that is kept as long as the loop, because every launch of the graph writes to it."""
         memory = self._pool.malloc(size)
         self._graph_memory.append(memory)
         return memory
@@ -350,7 +354,7 @@ class CudaDecodeLoop(DecodeLoop):
         self._choose(self._step_logits(self._tokens), slice(None), advance=True)
 
     def _choose(self, logits: Array, sequences: slice, *, advance: bool) -> None:
-        """Choose the next token of each of ``sequences`` from logits [B, V]; ``advance`` increments their lengths."""
+        """Choose the next token of each sequence of a slice from logits [B, V]; ``advance`` increments its length."""
         sampling, ops = self._sampling, self._ops
         gpu, (m, vocab) = ops.device, logits.shape
         seen, limits = (None if a is None else a[sequences] for a in (self._seen, self._limits))
@@ -387,13 +391,13 @@ def _upload_weight(weight: PackedWeight) -> PackedWeight:
 
 
 def _form(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the properties that weights must have in common to be concatenated."""
+    """Return the properties of a weight that must be equal for two weights to be concatenated."""
     spec = weight.spec
     return spec.k, spec.group_size, spec.dtype, spec.zeros
 
 
 def _checked(token: int) -> int:
-    """Return ``token``. Raises ValueError if it is -1, which the kernel `choose` writes if the logits contain NaN."""
+    """Return ``token``. Raises ValueError if it is -1, which the kernel ``choose`` writes if the logits contain NaN."""
     if token < 0:
         raise ValueError(NAN_LOGITS)
     return token

@@ -30,7 +30,7 @@ PRE_TOKENIZERS = {
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""The regular expression that splits text into words before BPE, by ``tokenizer.ggml.pre``; None means GPT-2's."""
+"""The regular expression that splits text into words before BPE, by ``tokenizer.ggml.pre``; None for that of GPT-2."""
 
 
 def read(path: Path) -> ModelFiles:
@@ -109,7 +109,7 @@ def _config(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> ModelC
 
 
 def _shown(value: Any) -> str:
-    """Return a metadata value for an error message; arrays by their length, as they may hold anything."""
+    """Return a metadata value as text for an error message; of an array, which may be huge, only its length."""
     return f"{len(value)} values" if isinstance(value, (list, np.ndarray)) else f"{value!r:.80}"
 
 
@@ -133,7 +133,7 @@ def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     for name in ("bos", "eos"):
         i = metadata.get(f"tokenizer.ggml.{name}_token_id")
         texts[f"{name}_token"] = str(tokens[i]) if type(i) is int and 0 <= i < len(tokens) else ""
-    # Without the field add_bos_token, llama-bpe adds BOS and the others do not.
+    # If the field add_bos_token is missing, only the pre-tokenizer llama-bpe implies a BOS token.
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") is True and type(bos) is int
     with guarded(str(path)):
         inner = _build(pre, tokens, types, merges)
@@ -153,14 +153,14 @@ def _build(pre: str, tokens: list[str], types: Any, merges: list[str]) -> Any:
     inner.decoder = tokenizers.decoders.ByteLevel()
     if pre == "qwen2":
         inner.normalizer = tokenizers.normalizers.NFC()
-    for special, token_type in ((True, 3), (False, 4)):  # control tokens, then user-defined ones
+    for special, token_type in ((True, 3), (False, 4)):  # control tokens (type 3), user-defined tokens (type 4)
         ids = np.flatnonzero(types == token_type).tolist()
         inner.add_tokens([tokenizers.AddedToken(tokens[i], special=special, normalized=False) for i in ids])
     return inner
 
 
 def _pre_tokenizer(tokenizers: Any, pre: str) -> Any:
-    """Return the `tokenizers` pre-tokenizer for ``tokenizer.ggml.pre``: text to words to bytes."""
+    """Return the pre-tokenizer for ``tokenizer.ggml.pre``, which splits text into words and words into bytes."""
     steps = tokenizers.pre_tokenizers
     pattern, to_bytes = PRE_TOKENIZERS[pre], partial(steps.ByteLevel, add_prefix_space=False)
     if pattern is not None:

@@ -34,7 +34,7 @@ def read(path: Path) -> ModelFiles:
 
 
 def read_stop_ids(path: Path, table: dict[str, Any]) -> tuple[int, ...]:
-    """Return the ids in ``eos_token_id`` of generation_config.json, else of the parsed config.json ``table``."""
+    """Return the stop ids: ``eos_token_id`` of generation_config.json, or else of ``table``, the parsed config.json."""
     file = path / "generation_config.json"
     generation = read_object(file) if file.is_file() else {}
     ids = generation.get("eos_token_id", table.get("eos_token_id"))
@@ -43,7 +43,7 @@ def read_stop_ids(path: Path, table: dict[str, Any]) -> tuple[int, ...]:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a folder with its chat template. Raises CheckpointError if it is missing or damaged."""
+    """Return the tokenizer and chat template of a folder. Raises CheckpointError if a file is missing or damaged."""
     file = path / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(f"{path}: expected a tokenizer.json, got none")
@@ -51,7 +51,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     template = settings.get("chat_template")
     if (path / "chat_template.jinja").is_file():
         template = _read_template(path / "chat_template.jinja")
-    if isinstance(template, list):  # a list of named templates
+    if isinstance(template, list):  # several templates with names; "default" is the chat template
         entries = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
         template = next((entry.get("template") for entry in entries), None)
     if not isinstance(template, str | None):
@@ -70,6 +70,6 @@ def _read_template(file: Path) -> str:
 
 
 def _token_text(value: Any) -> str:
-    """Return the text of a special token from its JSON value, text or {"content": text}; "" for any other value."""
+    """Return the text of a special token, given its JSON value: text, or {"content": text}; else return ""."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else ""

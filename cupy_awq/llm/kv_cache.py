@@ -19,8 +19,8 @@ class KvCache:
 
     Attributes:
         k, v: the keys and values, [layers, sequences, kv_heads, capacity, head_dim] in the back end's dtype.
-        lengths: int32 [sequences], the number of tokens of each sequence: the position of its next token.
-        cos, sin: float32 [capacity, head_dim / 2], the RoPE factors of every position.
+        lengths: int32 [sequences], the number of cached tokens per sequence, which is the position of the next token.
+        cos, sin: float32 [capacity, head_dim / 2], the RoPE factors for every position.
         tokens: for each sequence, the ids of the tokens whose keys and values are in the cache, in order.
     """
 
@@ -37,14 +37,14 @@ class KvCache:
         return int(self.k.shape[3])
 
     def select_sequence(self, i: int) -> KvCache:
-        """Return sequence ``i`` as a cache of batch size 1 that shares the memory of this one."""
+        """Return sequence ``i`` as a cache of batch size 1 that shares the memory of this cache."""
         one = slice(i, i + 1)
         return KvCache(self.k[:, one], self.v[:, one], self.lengths[one], self.cos, self.sin, self.tokens[one])
 
     def reuse_prefix(self, i: int, prompt: Sequence[int]) -> int:
         """Truncate sequence ``i`` to the longest prefix that it shares with ``prompt`` and return its length.
 
-        The prefix never includes the last token of the prompt: its logits are not cached, so the model must run it.
+        The prefix never includes the last token of the prompt: logits are not cached, so the model must run this token.
         """
         known = self.tokens[i]
         most = min(len(known), len(prompt) - 1)
@@ -70,7 +70,7 @@ def allocate(config: ModelConfig, sequences: int, capacity: int, dtype: Any, xp:
         free_bytes: the largest size of the cache in bytes.
 
     Raises:
-        ValueError: the cache needs more than ``free_bytes``. The error occurs before anything is allocated.
+        ValueError: the cache needs more than ``free_bytes``. In this case nothing is allocated.
     """
     needed_bytes = cache_bytes(config, sequences, capacity, np.dtype(dtype).itemsize)
     if needed_bytes > free_bytes:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LanguageModel`: text in, text out.
 
-The life of a prompt: the tokenizer turns it into tokens; the KV cache keeps the prefix that it already holds;
-`Model.prefill` runs the other tokens; a `DecodeLoop` generates one token after the other; a `Detokenizer` turns them
-into text, up to a stop token or stop string.
+The life of a prompt: the tokenizer converts it to tokens; tokens that the KV cache already contains are skipped;
+`Model.prefill` runs the others; a `DecodeLoop` generates one token after the other; a `Detokenizer` converts the tokens
+to text, up to a stop token or stop string.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCORE_ROWS = 64
 
 
 class ContextFullError(ValueError):
-    """The error for a conversation that exceeds its capacity; `Chat.say` with ``drop_oldest`` avoids it."""
+    """The error for a conversation that exceeds its capacity; ``drop_oldest=True`` of `Chat.say` avoids it."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Completion:
     Attributes:
         text: the text, without special tokens and without the stop string.
         tokens: the ids of all generated tokens, including a stop token.
-        reason: why the completion ended: "stop" for a stop token or stop string, "length" for the limit of tokens.
+        reason: why the completion ended: "stop" for a stop token or stop string, "length" for the token limit.
     """
 
     text: str = ""
@@ -60,12 +60,12 @@ class Stats:
     """The token counts and times of one `generate` or `Chat.say` call.
 
     Attributes:
-        prompt_tokens: the number of prompt tokens that the model ran, without those reused from the KV cache.
-        prompt_seconds: the time of the prompts in seconds, including the first token of each completion.
+        prompt_tokens: the number of prompt tokens that the model ran; tokens reused from the KV cache do not count.
+        prompt_seconds: the prefill time in seconds, including the choice of each completion's first token.
         tokens: the number of tokens from decode steps, which excludes the first token of each completion.
-        steps: the number of decode steps; each generates one token of every unfinished sequence.
-        seconds: the time from the end of the prompts to the end of the last step, including the caller's time between
-            pieces of text, during which a GPU runs ahead.
+        steps: the number of decode steps; each step generates one token for every unfinished sequence.
+        seconds: the time in seconds from the end of the prefill to the end of the last step. It includes the time that
+            the caller spends between pieces of text, during which a GPU already runs the next step.
     """
 
     prompt_tokens: int = 0
@@ -94,14 +94,14 @@ class Score:
 
 
 class LanguageModel:
-    """A model with its tokenizer on one device, made by `load`. It is not thread-safe.
+    """A model with its tokenizer on one device, created by `load`. It is not thread-safe.
 
     Attributes:
         config: the sizes and constants of the model.
         model: the decoder.
         tokenizer: the tokenizer with its chat template.
         stop_ids: the ids of the tokens that end a text.
-        stats: the number of tokens and the time of the last `generate` or `Chat.say`.
+        stats: the token counts and times of the last `generate` or `Chat.say` call.
     """
 
     def __init__(self, config: ModelConfig, model: Model, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
@@ -125,13 +125,13 @@ class LanguageModel:
 
         Args:
             prompts: a text or a list of messages, or a list of such prompts. A text is a user's message.
-            raw: True to complete the texts themselves, without a chat template.
-            special_tokens: True to recognize special tokens such as "<|im_end|>" in prompts, False to take them for
-                plain text, so that a text cannot end its turn or begin another one; by default True only with ``raw``.
-            max_tokens: the largest number of tokens of each completion.
-            sampling: the rule that chooses tokens; by default the most likely one.
-            stop: texts that end a completion.
-            on_text: a callback that takes the index of a prompt and the next piece of its completion.
+            raw: True to continue the texts as they are, without a chat template.
+            special_tokens: True to recognize special tokens such as "<|im_end|>" in prompts, False to encode them as
+                plain text, so that a prompt cannot forge a turn; by default True only with ``raw``.
+            max_tokens: the largest number of tokens per completion.
+            sampling: the sampling parameters; by default greedy.
+            stop: stop strings, which end a completion.
+            on_text: a callback (index of the prompt, next piece of its completion).
 
         Returns:
             One `Completion` for each prompt.
@@ -139,8 +139,9 @@ class LanguageModel:
         Raises:
             TypeError: ``stop`` is not a list of texts, or ``max_tokens`` not an integer.
             ValueError: a prompt is empty or longer than the context, the KV cache needs more memory than is free, or
-                the logits hold NaN.
-            CheckpointError: (a ValueError) there is no chat template, or it fails.
+                the logits contain NaN.
+            CheckpointError: the chat template is missing or fails. It is a subclass of ValueError.
+            MemoryError: the memory of the GPU, or of the host, is exhausted. The model can still be used.
 
         Example::
 
@@ -165,7 +166,7 @@ class LanguageModel:
             capacity: the largest number of tokens of the conversation; by default 8192, or the model's context if that
                 is smaller.
             system: the system message; by default that of the chat template, if it has one.
-            special_tokens: True to recognize special tokens in messages, which then can forge turns.
+            special_tokens: True to recognize special tokens in messages, so that a message can forge turns.
 
         Raises:
             TypeError: the capacity is not an integer.
@@ -181,9 +182,10 @@ class LanguageModel:
         return Chat(self, capacity, system, special_tokens)
 
     def score(self, text: str, /) -> Score:
-        """Return the log-likelihood of a text, given its first token, in windows of at most SCORE_WINDOW tokens.
+        """Return the log-likelihood of a text given its first token.
 
-        Raises ValueError if the text has fewer than two tokens, or if the logits hold NaN.
+        Texts of more than `SCORE_WINDOW` tokens are scored in windows. Raises ValueError if the text has fewer than two
+        tokens, or if the logits contain NaN.
         """
         ids = self.tokenizer.encode(text)
         if len(ids) < 2:
@@ -216,7 +218,7 @@ class LanguageModel:
         return Score(count, total)
 
     def encode(self, prompt: Prompt, *, raw: bool = False, special_tokens: bool | None = None) -> list[int]:
-        """Return the token ids of a prompt as `generate` encodes it; the arguments mean the same as there."""
+        """Return the token ids of a prompt, encoded as in `generate`, whose arguments have the same meaning."""
         special_tokens = raw if special_tokens is None else special_tokens
         if raw and not isinstance(prompt, str):
             raise ValueError("prompt: expected a text with raw=True, got messages")
@@ -229,7 +231,7 @@ class LanguageModel:
         return ids
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the model's device is current. It is left before text is yielded to the caller."""
+        """Return a context manager that makes the model's device current; exit it before yielding to the caller."""
         return placement.use_device(self.model.ops.device_index)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
@@ -239,7 +241,7 @@ class LanguageModel:
             raise ValueError(f"prompt: expected tokens below the vocabulary size {self.config.vocab}, got {max(ids)}")
 
     def _limit(self, ids: Sequence[Sequence[int]], max_tokens: int) -> int:
-        """Return the largest number of tokens of a completion: ``max_tokens``, or fewer if the context is too short."""
+        """Return the largest number of tokens per completion: ``max_tokens``, or fewer if the context ends before."""
         _check_max_tokens(max_tokens)
         if not ids:
             raise ValueError("prompts: expected at least one prompt, got none")
@@ -257,7 +259,7 @@ class LanguageModel:
         stop: Sequence[str],
         completions: Sequence[Completion],
     ) -> Iterator[tuple[int, str]]:
-        """Generate all completions: yield (index of a prompt, next piece of its text) and fill ``completions``."""
+        """Generate all completions: yield (index of a prompt, next piece of its text), and fill ``completions``."""
         model, stats = self.model, Stats()
         self.stats = stats
 
@@ -305,7 +307,7 @@ class Chat:
     """A conversation that keeps its KV cache, so that each turn runs only its new tokens.
 
     Attributes:
-        messages: the conversation so far.
+        messages: all messages so far.
     """
 
     def __init__(self, model: LanguageModel, capacity: int, system: str | None, special_tokens: bool = False) -> None:
@@ -331,8 +333,8 @@ class Chat:
     ) -> Iterator[str]:
         """Yield the answer to ``text``, piece by piece.
 
-        Both join the conversation when the answer is complete or its iterator is closed. If the next turn begins
-        before, the iterator of this answer ends, and neither joins.
+        ``text`` and the answer are added to the conversation when the answer is complete or its iterator is closed. If
+        `say` is called again before that, this iterator ends and nothing is added.
 
         Args:
             text: the user's message.
@@ -342,7 +344,7 @@ class Chat:
         Raises:
             TypeError: ``stop`` is not a list of texts, or ``max_tokens`` not an integer.
             ValueError: ``max_tokens`` is below 1.
-            ContextFullError: (a ValueError) the conversation exceeds its capacity and stays as it was.
+            ContextFullError: the conversation exceeds its capacity; it is not changed. A subclass of ValueError.
         """
         _check_max_tokens(max_tokens)
         return self._say(text, max_tokens, sampling or Sampling(), _check_stop(stop), drop_oldest)
@@ -372,14 +374,14 @@ class Chat:
             for _, piece in pieces:
                 yield piece
                 if turn != self._turn:
-                    break  # the next turn has taken over the KV cache
+                    break  # the KV cache now belongs to a later call of `say`
         finally:
             if completion.tokens and turn == self._turn:
                 self.messages = [*messages, {"role": "assistant", "content": completion.text}]
 
 
 class Detokenizer:
-    """An incremental detokenizer for one completion. It holds back text that may be the start of a stop string.
+    """An incremental detokenizer for one completion. It retains text that may be the start of a stop string.
 
     Attributes:
         stopped: True once a stop string is complete.
@@ -392,7 +394,7 @@ class Detokenizer:
         self.stopped = False
 
     def step(self, token: int) -> str:
-        """Add a token and return the new text, without text that may belong to a stop string."""
+        """Add a token and return the new text, except for text that may be the start of a stop string."""
         text = self._held + self._stream.step(token)
         ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:
@@ -404,13 +406,13 @@ class Detokenizer:
         return text[: len(text) - len(self._held)]
 
     def flush(self) -> str:
-        """Return the text that is still held back; call it after the last token."""
+        """Return the retained text. Call this function after the last token."""
         held, self._held = self._held, ""
         return held
 
 
 def _check_stop(stop: Sequence[str]) -> Sequence[str]:
-    """Return the stop texts as a tuple. Raises TypeError for anything else."""
+    """Return the stop strings as a tuple. Raises TypeError unless ``stop`` is an iterable of texts."""
     if isinstance(stop, (str, bytes)) or not isinstance(stop, Iterable):
         kind = f"the text {stop!r:.80}" if isinstance(stop, str) else type(stop).__name__
         raise TypeError(f"stop: expected a list of texts, got {kind}")

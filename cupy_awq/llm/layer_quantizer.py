@@ -33,11 +33,11 @@ from cupy_awq.weight import PackedWeight
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 ATTENTION_OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
 SITES = {"qkv": QKV, "o": (ATTENTION_OUT,), "gate_up": (GATE, UP), "down": (DOWN,)}
-"""The linear layers that share an input, by the name of the input."""
+"""The four inputs (sites) of a decoder layer's linear layers: the names of the linear layers that share each input."""
 ATTENTION_NORM, MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 CHECKED_SEQUENCES = 2
-"""The number of calibration sequences on which the output error of a whole layer is measured."""
+"""The number of calibration sequences on which the output error of a decoder layer is measured."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,13 @@ class QuantizedLayer:
     """A quantized decoder layer.
 
     Attributes:
-        index: the number of the layer.
+        index: the index of the layer in the model.
         linears: the quantized linear layers by name, such as "mlp.up_proj".
-        norms: the RMSNorm weights by name, in their stored dtype; scales are folded into them.
-        errors: (round-to-nearest's, this one's) squared error of a linear layer's output on the calibration tokens,
-            relative to its squared output, by name.
-        output_error: |f_q(h) - f(h)| / |f(h) - h| of the layer f and its quantized form f_q, on original inputs h.
+        norms: the RMSNorm weights by name, in their stored dtype, with the channel scales folded in.
+        errors: |x (W_q - W)|^2 / |x W|^2 on the calibration tokens x by name of the linear layer, as a pair: for W_q
+            rounded to nearest, and for W_q as quantized here.
+        output_error: |f_q(h) - f(h)| / |f(h) - h| for the layer f and the quantized layer f_q, on the inputs h that the
+            layer has in the original model.
     """
 
     index: int
@@ -65,8 +66,8 @@ class _Weights:
     """The dense weights of a decoder layer.
 
     Attributes:
-        linears: (weight float32 [N, K], bias or None) by name.
-        norms: RMSNorm weights in their stored dtype by name.
+        linears: (weight float32 [N, K], bias or None) by name of the linear layer.
+        norms: the RMSNorm weights by name, in their stored dtype.
     """
 
     linears: Mapping[str, tuple[Array, Array | None]]
@@ -82,22 +83,22 @@ def quantize_layers(
     first: int = 0,
     xp: Any = np,
 ) -> Iterator[QuantizedLayer]:
-    """Yield the quantized decoder layers of a model, from the first to the last.
+    """Quantize the decoder layers of a model and yield them, from the first to the last.
 
-    Every layer is calibrated on its inputs in the original model. Memory holds one layer in float32, the second moments
-    of its four inputs, and the hidden states of all calibration tokens.
+    Every layer is calibrated on its inputs in the original model. The memory holds one layer in float32, the second
+    moments of its four inputs, and the hidden states of all calibration tokens.
 
     Args:
         files: a model with dense linear layers.
-        sequences: calibration texts as token ids, each a sequence of its own; not longer than the context.
-        recipe: the settings of every linear layer.
-        scales: whether AWQ's channel scales are searched and folded.
-        first: the number of the first layer to quantize; earlier ones only compute its inputs.
-        xp: the array module to compute with, NumPy or CuPy (on its current GPU).
+        sequences: the token ids of each calibration sequence, none longer than the model's context.
+        recipe: the quantization settings for every linear layer.
+        scales: whether to search AWQ's channel scales and fold them into the weights.
+        first: the index of the first layer to quantize; earlier layers are only run, to compute its inputs.
+        xp: the array module, NumPy, or CuPy to compute on its current GPU.
 
     Raises:
         CheckpointError: a tensor is missing or damaged.
-        ValueError: a linear layer is quantized already, there is no token, or activations hold NaN or infinity.
+        ValueError: a linear layer is already quantized, all sequences are empty, or activations have NaN or infinity.
 
     Example::
 
@@ -137,7 +138,7 @@ def quantize_layers(
 
 
 def _read(files: ModelFiles, index: int, xp: Any) -> _Weights:
-    """Return the dense weights of a layer. Raises ValueError if one is quantized already."""
+    """Return the dense weights of layer ``index``. Raises ValueError if a linear layer is already quantized."""
     config, at = files.config, f"model.layers.{index}"
     sizes = dict.fromkeys(QKV, (config.hidden, config.kv_width)) | {QKV[0]: (config.hidden, config.q_width)}
     sizes |= dict.fromkeys((GATE, UP), (config.hidden, config.intermediate))
@@ -156,7 +157,7 @@ def _read(files: ModelFiles, index: int, xp: Any) -> _Weights:
 
 
 def _build(ops: NumpyOps, weights: _Weights, sums: Mapping[str, MomentSum]) -> Layer:
-    """Return a layer that runs; its inputs are added to the sums of their sites."""
+    """Return a runnable layer. Each of its forward passes adds the inputs of its linear layers to ``sums``, by site."""
     norms = {name: ops.prepare_tensor(a) for name, a in weights.norms.items()}
 
     def project(site: str) -> Projection:
@@ -178,7 +179,7 @@ def _build(ops: NumpyOps, weights: _Weights, sums: Mapping[str, MomentSum]) -> L
 
 
 def _record(projection: Projection, add: Callable[[Array], None]) -> Projection:
-    """Return a projection that hands its inputs to ``add``."""
+    """Return a projection that calls ``add`` with its input before it computes the output."""
 
     def project(x: Array) -> Array:
         add(x)
@@ -188,7 +189,7 @@ def _record(projection: Projection, add: Callable[[Array], None]) -> Projection:
 
 
 def _run(ops: NumpyOps, layer: Layer, h: Array, cache: KvCache) -> Array:
-    """Return the output [1, S, hidden] of a layer for the hidden states h of one sequence, which are not modified."""
+    """Return the output [1, S, hidden] of a layer for the hidden states of one sequence. ``h`` is not modified."""
     cache.lengths[:] = 0
     stream, qkv = ops.norm_and_project(ResidualStream(h.copy()), layer.attention_norm, layer.qkv)
     attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, 0)
@@ -200,7 +201,7 @@ def _run(ops: NumpyOps, layer: Layer, h: Array, cache: KvCache) -> Array:
 def _fold(
     config: ModelConfig, weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe
 ) -> tuple[_Weights, dict[str, Moments]]:
-    """Return the weights with channel scales folded in, and the moments of their inputs."""
+    """Search and fold AWQ's channel scales; return the scaled weights and the moments of their scaled inputs."""
     tied = config.kv_heads, config.heads // config.kv_heads, config.head_dim
     scales = {
         site: search_channel_scales(
@@ -228,13 +229,17 @@ def _fold(
 def _quantize(
     index: int, weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe
 ) -> tuple[QuantizedLayer, _Weights]:
-    """Return the quantized layer on the host, without its output error, and its dequantized weights."""
+    """Quantize the linear layers of a decoder layer.
+
+    Returns:
+        The quantized layer on the host, whose output error is still 0, and the dequantized weights on the device.
+    """
     linears, rounded, errors = {}, {}, {}
     for site, names in SITES.items():
         second = moments[site].second
         for name in names:
             w, bias = weights.linears[name]
-            bias = None if bias is None else bias.astype(weights.norms[ATTENTION_NORM].dtype)  # the model's dtype
+            bias = None if bias is None else bias.astype(weights.norms[ATTENTION_NORM].dtype)  # dtype of the model
             rows = quantize_rows(w, moments[site], recipe)
             packed = rows.pack()
             arrays = (to_host(a) for a in (packed.qweight, packed.scales, packed.qzeros))
@@ -249,5 +254,5 @@ def _quantize(
 
 
 def to_host(a: Any) -> np.ndarray[Any, Any]:
-    """Return a NumPy array of the elements of a NumPy or CuPy array."""
+    """Return a NumPy or CuPy array as a NumPy array."""
     return a if isinstance(a, np.ndarray) else np.asarray(a.get())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder of Llama, Qwen2 and Qwen3: the forward pass, written with the operations of a back end (`DecoderOps`)."""
+"""The decoder of Llama, Qwen2 and Qwen3: a forward pass composed of the operations of a back end (`DecoderOps`)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from cupy_awq.llm.ops import DecoderOps, Projection
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one decoder layer, in the form that the back end uses.
+    """The weights of one decoder layer, prepared by the back end.
 
-    A projection is given as width of its input -> width of its output.
+    Projections are described as input width -> output width.
 
     Attributes:
         attention_norm, mlp_norm: float32 [hidden], the weights of the RMSNorms before attention and before the MLP.
-        qkv: hidden -> (heads + 2 * kv_heads) * head_dim: queries, keys and values, concatenated.
-        q_norm, k_norm: float32 [head_dim], the weights of the RMSNorms on each head (Qwen3), or None without them.
-        o: heads * head_dim -> hidden: the output projection of attention.
-        gate_up: hidden -> intermediate: gate and up projection with SwiGLU, silu(gate) * up.
-        down: intermediate -> hidden: the down projection of the MLP.
+        qkv: the concatenated projections to queries, keys and values: hidden -> (heads + 2 * kv_heads) * head_dim.
+        q_norm, k_norm: float32 [head_dim], the weights of the RMSNorms of each head (Qwen3), or None without them.
+        o: the output projection of attention: heads * head_dim -> hidden.
+        gate_up: the gate and up projections with SwiGLU, silu(gate) * up: hidden -> intermediate.
+        down: the down projection of the MLP: intermediate -> hidden.
     """
 
     attention_norm: Array
@@ -38,15 +38,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder with its weights on a device; made by `build.build_model`.
+    """A decoder with its weights on a device, created by `build.build_model`.
 
     Attributes:
         ops: the operations of the back end that holds the weights.
         embedding: the embedding table [V, hidden].
         layers: the decoder layers in the order of execution.
         norm: float32 [hidden], the weight of the final RMSNorm.
-        head: hidden -> logits, float32 [.., V].
-        weight_bytes: the size in bytes of the weights that a decode step reads: all projections and the head.
+        head: the projection from hidden states [.., hidden] to logits, float32 [.., V].
+        weight_bytes: the size in bytes of the weights that a decode step reads: those of all projections and the head.
     """
 
     ops: DecoderOps
@@ -57,9 +57,10 @@ class Model:
     weight_bytes: int
 
     def forward(self, tokens: Array, cache: KvCache) -> Array:
-        """Run new tokens [B, S], one row per sequence of the cache, and return their hidden states [B, S, hidden].
+        """Run the forward pass on new tokens [B, S] and return their hidden states [B, S, hidden].
 
-        Writes their keys and values to the cache. The caller must then advance `cache.lengths` by S.
+        Row b holds the new tokens of sequence b of the cache. Their keys and values are written to the cache; the
+        caller then adds S to `cache.lengths`.
         """
         ops = self.ops
         stream = ops.embed(self.embedding, tokens)
@@ -73,7 +74,7 @@ class Model:
         return ops.rms_norm(stream, self.norm)
 
     def prefill(self, cache: KvCache, sequence: int, tokens: Sequence[int]) -> Iterator[Array]:
-        """Append tokens to one sequence of the cache and yield the hidden states [1, S, hidden] of each chunk."""
+        """Append tokens to one sequence of the cache, in chunks; yield the hidden states [1, S, hidden] per chunk."""
         view, chunk = cache.select_sequence(sequence), self.ops.prefill_chunk
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ModelFiles`, the result of all readers: the configuration of a model, and its tensors by Hugging Face name."""
+"""`ModelFiles`, which every reader returns: the configuration of a model, and its tensors by Hugging Face name."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class DenseLinear:
     """A linear layer that is not quantized, y = x @ weight.T + bias.
 
     Attributes:
-        weight: [N, K] of any float dtype.
-        bias: [N] of any float dtype, or None without a bias.
+        weight: the weight [N, K] in any float dtype.
+        bias: the bias [N] in any float dtype, or None without a bias.
     """
 
     weight: Array
@@ -44,8 +44,8 @@ class ModelFiles:
     Attributes:
         path: the path of the file or folder, for error messages.
         config: the configuration of the model.
-        tensors: functions that read a quantized layer or a plain tensor, by Hugging Face name of the layer
-            (``model.layers.0.mlp.up_proj``) or of the tensor (``model.norm.weight``).
+        tensors: by Hugging Face name, a function that reads a quantized layer (``model.layers.0.mlp.up_proj``) or a
+            plain tensor (``model.norm.weight``).
         load_tokenizer: a function that returns the tokenizer. It raises CheckpointError if the files have none.
         stop_ids: the ids of the tokens that end a text.
     """
@@ -63,7 +63,7 @@ class ModelFiles:
         vector with NaN or infinity.
         """
         module = name.removesuffix(".weight")
-        if name not in self.tensors and module in self.tensors:  # MLX quantizes the embedding table
+        if name not in self.tensors and module in self.tensors:  # MLX quantizes even the embedding table
             value: Module | Array = _dequantized(self._read(module))
         else:
             value = self._read(name)
@@ -71,14 +71,14 @@ class ModelFiles:
             raise CheckpointError(f"{self.path}: {name}: expected a plain tensor, got a quantized layer")
         if value.shape != shape:
             raise CheckpointError(f"{self.path}: {name}: expected shape {shape}, got {value.shape}")
-        if value.dtype.kind not in "fV":  # kind V: bfloat16
+        if value.dtype.kind not in "fV":  # bfloat16 has kind V
             raise CheckpointError(f"{self.path}: {name}: expected a float dtype, got {value.dtype}")
         if value.ndim == 1:
             self._check_finite(value, name)
         return value
 
     def read_linear(self, name: str, k: int, n: int) -> Module | DenseLinear:
-        """Read the linear layer ``name`` with k in features and n out features, quantized or not.
+        """Read the linear layer ``name``, quantized or dense, with ``k`` in features and ``n`` out features.
 
         Raises the same errors as `read_tensor`, and CheckpointError for an activation order or an unexpected bias.
         """
@@ -106,7 +106,7 @@ class ModelFiles:
         return read()
 
     def _check_bias(self, bias: Array | None, name: str) -> None:
-        """Raise CheckpointError if a bias is missing, or unexpected and not 0 (GPTQ stores zeros for no bias)."""
+        """Raise CheckpointError if a bias is missing, or unexpected and not 0 (GPTQ files store a bias of zeros)."""
         biases = self.config.biases
         expected = biases is not None and name.rpartition(".")[2] in biases
         if expected and bias is None:
@@ -115,7 +115,7 @@ class ModelFiles:
             raise CheckpointError(f"{self.path}: {name}: expected no bias as in the configuration, got one")
 
     def _check_finite(self, values: Array, name: str) -> None:
-        # The maximum propagates NaN and infinity.
+        # The maximum of the absolute values is NaN or infinity if any value is.
         with np.errstate(invalid="ignore"):
             largest = float(abs(values).max()) if values.size else 0.0
         if not np.isfinite(largest):
@@ -123,7 +123,7 @@ class ModelFiles:
 
 
 def _dequantized(layer: Module | Array) -> Module | Array:
-    """Dequantize a layer without bias or order to its weight [N, K]; return anything else unchanged."""
+    """Return the dequantized weight [N, K] of a layer without bias and permutation; return anything else unchanged."""
     if not isinstance(layer, Module) or layer.bias is not None or layer.order is not None:
         return layer
     k, n = layer.weight.shape

@@ -34,14 +34,14 @@ METHODS: Mapping[str, tuple[bool, Mapping[str, Any]]] = {
     "gptq": (False, {}),
     "awq+gptq": (True, {}),
 }
-"""Whether a method searches channel scales, and its fields of `Recipe`."""
+"""The settings of each quantization method: (whether to search channel scales, keyword arguments of `Recipe`)."""
 NEEDED_TOKENS = 4096
-"""The smallest number of calibration tokens, unless fewer are asked for."""
+"""The smallest number of calibration tokens, unless ``samples * sequence_length`` is smaller."""
 SETTINGS = "settings.json"
-"""The file in a folder of unfinished work that records which model and settings the work belongs to."""
+"""The name of the file that records the model and the settings in a folder of unfinished work."""
 
 LayerProgress = Callable[[int, int, "Mapping[str, Any] | None"], None]
-"""A callback that takes the number of finished layers, their total, and the report of the last one."""
+"""A callback (number of finished layers, number of all layers, report of the last finished layer or None)."""
 
 
 def quantize(
@@ -62,30 +62,31 @@ def quantize(
 ) -> list[dict[str, Any]]:
     """Quantize the decoder layers of a model to 4 bits and write it to a new folder.
 
-    Unfinished work is kept in a folder beside it, whose name ends in ".partial"; the folder itself appears when it is
-    complete. The embedding table and the output head stay as they are.
+    Unfinished work is kept in ``<folder>.partial``; ``folder`` is created when the model is complete. The embedding
+    table and the output head are not quantized.
 
     Args:
         path: a Hugging Face folder of a model with dense weights.
-        folder: where to write; it must not exist, or be empty.
-        texts: calibration documents, of the kinds that the model is used for.
+        folder: the folder to write, which must be empty if it exists.
+        texts: calibration documents, similar to the texts for which the model is used.
         method: "rtn" (round to nearest), "awq" (channel scales and clipping), "gptq" (clipping, error compensation and
             refinement) or "awq+gptq".
         group_size: the number of input channels that share a scale.
         symmetric: whether every zero point is 8.
-        samples, sequence_length: the largest number of calibration sequences, and their tokens.
+        samples: the largest number of calibration sequences.
+        sequence_length: the number of tokens per calibration sequence.
         format_name: "autoawq" or "compressed-tensors".
-        device: "cpu", a device ordinal, or None for CuPy's current device, or the CPU without a GPU.
-        resume: True to continue unfinished work of the same settings.
-        progress: called after each layer.
+        device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
+        resume: True to continue unfinished work that has the same settings.
+        progress: a callback that is called at the start and after each layer; see `LayerProgress`.
 
     Returns:
         A report for each layer: its "errors" and "output_error", as `QuantizedLayer` describes them.
 
     Raises:
-        CheckpointError: (a ValueError) the model is damaged, of an unsupported kind, or quantized already.
+        CheckpointError: the model is damaged, not supported, or already quantized. It is a subclass of ValueError.
         OSError: a file cannot be read or written, or the folder is not empty.
-        ValueError: a setting is not supported, the texts are too short, or the tokenizer loses text.
+        ValueError: a setting is not supported, the texts are too short, or the tokenizer does not preserve a text.
 
     Example::
 
@@ -131,7 +132,7 @@ def quantize(
     built = partial_folder / "model"
     shutil.rmtree(built, ignore_errors=True)
     built.mkdir()
-    for file in source.iterdir():  # the tokenizer, its templates, the generation settings
+    for file in source.iterdir():  # copy the files of the tokenizer, chat templates and the generation settings
         if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name:
             shutil.copy(file, built)
     checkpoint.save(built, _merge(contents, partial_folder, total, recipe), format_name)
@@ -143,7 +144,7 @@ def quantize(
 
 
 def check_group_size(config: ModelConfig, group_size: int) -> None:
-    """Raise ValueError unless the group size divides the inputs of every linear layer."""
+    """Raise ValueError unless the group size divides the number of in features of every linear layer."""
     sizes = config.hidden, config.q_width, config.intermediate
     most = math.gcd(*sizes)
     if type(group_size) is not int or group_size < 1 or most % group_size:
@@ -157,8 +158,8 @@ def check_group_size(config: ModelConfig, group_size: int) -> None:
 def cut_sequences(tokenizer: Tokenizer, texts: Sequence[str], samples: int, sequence_length: int) -> list[list[int]]:
     """Return calibration sequences: at most ``samples`` blocks of ``sequence_length`` tokens, spread over all texts.
 
-    Raises ValueError if the texts are too short, or if decoding the tokens of a text does not give it back, which is
-    the sign of a broken tokenizer.
+    Raises ValueError if the texts are too short, or if the tokens of a text do not decode to the text, which indicates
+    a broken tokenizer.
     """
     if samples < 1 or sequence_length < 1:
         raise ValueError(f"samples, sequence_length: expected positive integers, got {samples} and {sequence_length}")
@@ -182,9 +183,9 @@ def _normalize(text: str) -> str:
 
 
 def _open_partial(folder: Path, settings: dict[str, Any], resume: bool) -> list[dict[str, Any]]:
-    """Create the folder of unfinished work, or check that of an earlier run, and return the reports of its layers.
+    """Create or reopen the folder of unfinished work; return the reports of the layers that are finished.
 
-    Raises FileExistsError if there is one and ``resume`` is False, ValueError if it has other settings.
+    Raises FileExistsError if the folder exists and ``resume`` is False, ValueError if its settings differ.
     """
     file = folder / SETTINGS
     if not folder.exists():
@@ -203,7 +204,7 @@ def _open_partial(folder: Path, settings: dict[str, Any], resume: bool) -> list[
 
 
 def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
-    """Write a layer and then its report, which makes it count as finished; return the report."""
+    """Write a layer and then its report, whose existence marks the layer as finished; return the report."""
     tensors = {f"norm/{name}": a for name, a in layer.norms.items()}
     for name, module in layer.linears.items():
         weight = module.weight
@@ -219,7 +220,10 @@ def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
 
 
 def _merge(contents: Contents, folder: Path, layers: int, recipe: Recipe) -> Contents:
-    """Return the contents of the quantized model: the source's, with the layers of a folder in place of its own."""
+    """Return the contents of the quantized model: those of the source, with its layers replaced by the quantized ones.
+
+    ``folder`` is the folder of unfinished work, which holds the quantized layers.
+    """
     entries: dict[str, Pending | Tensor] = {name: Tensor(contents.read(name), folder) for name in contents}  # type: ignore[arg-type]
     for index in range(layers):
         file, at = folder / f"layer-{index:05}.safetensors", f"model.layers.{index}"

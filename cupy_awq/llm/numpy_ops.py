@@ -24,7 +24,7 @@ from cupy_awq.llm.sampling import Sampling, choose_token
 Array = npt.NDArray[Any]
 
 STREAMED_VALUES = 1 << 22
-"""The number of elements of a dense weight that are converted to float32 at a time if weights are streamed."""
+"""The number of elements of a dense weight that are converted to float32 at a time if weights are not expanded."""
 
 
 class NumpyOps(DecoderOps):
@@ -32,10 +32,10 @@ class NumpyOps(DecoderOps):
 
     Args:
         config: the configuration of the model.
-        expand_weights: True to keep all weights in float32, which is faster; False to convert them block by block in
-            each product. By default True if float32 weights take at most half of the machine's memory.
-        xp: the array module; CuPy runs the same operations in float32 on its current GPU, with expanded weights, for
-            calibration.
+        expand_weights: True to keep all weights in float32, which is faster; False to convert the weights block by
+            block in each GEMM. By default True if float32 weights take at most half of the machine's memory.
+        xp: the array module. With CuPy, which calibration uses, the same operations run in float32 on the current GPU
+            with expanded weights.
     """
 
     device_index = HOST
@@ -102,14 +102,14 @@ class NumpyOps(DecoderOps):
         return a
 
     def _attention(self, q: Array, cache: KvCache, layer: int) -> Array:
-        """Return causal attention [B, S, q_width] of rotated queries q [B, S, heads, head_dim]."""
+        """Return the causal attention [B, S, q_width] of queries q [B, S, heads, head_dim] after RoPE."""
         b, s, heads, head_dim = q.shape
         kv_heads = self.config.kv_heads
         xp = self.xp
         out: Array = xp.empty((b, s, heads * head_dim), np.float32)
         for i, start in enumerate(cache.lengths.tolist()):
             keys, values = cache.k[layer, i, :, : start + s], cache.v[layer, i, :, : start + s]
-            # Group the query heads that share a key head: [kv_heads, group * S, head_dim].
+            # Group the query heads that share a key head: [kv_heads, heads / kv_heads * S, head_dim].
             grouped = q[i].swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
             scores = grouped @ keys.swapaxes(1, 2)
             scores *= np.float32(head_dim**-0.5)
@@ -124,8 +124,8 @@ class NumpyOps(DecoderOps):
         return out
 
     def _expanded(self, parts: Sequence[Module | DenseLinear]) -> Projection:
-        """Return the projection with all parts concatenated into one float32 matrix."""
-        weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)  # on the device of the parts
+        """Return the projection whose weight is the concatenation of all parts as one float32 matrix."""
+        weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)  # may be a CuPy array
         sizes = [_out_features(part) for part in parts]
         xp = self.xp
         biases = [xp.zeros(n) if p.bias is None else p.bias for p, n in zip(parts, sizes, strict=True)]
@@ -140,7 +140,7 @@ class NumpyOps(DecoderOps):
         return project
 
     def _streamed(self, parts: Sequence[Module | DenseLinear]) -> Projection:
-        """Return the projection that converts the weights of the parts to float32 block by block in each call."""
+        """Return the projection that converts the weights of all parts to float32 block by block at each call."""
         linears: list[Projection] = [
             AwqLinear(part.weight, bias=part.bias) if isinstance(part, Module) else _streamed_dense(part)
             for part in parts
@@ -153,7 +153,7 @@ class NumpyOps(DecoderOps):
 
 
 class NumpyDecodeLoop(DecodeLoop):
-    """The decode loop on the CPU. It is synchronous: a step is complete when it returns."""
+    """The decode loop on the CPU. It is synchronous: all work is complete when `step` returns."""
 
     def __init__(self, vocab: int, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
         sequences = len(cache.tokens)
@@ -205,7 +205,7 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 def _swiglu(y: Array) -> Array:
     gate, up = np.split(y, 2, axis=-1)
-    with np.errstate(over="ignore"):  # exp(-gate) = inf gives 0, the correct limit
+    with np.errstate(over="ignore"):  # if exp(-gate) overflows to inf, the result is 0, the correct limit
         result: Array = gate / (np.float32(1) + np.exp(-gate)) * up
     return result
 

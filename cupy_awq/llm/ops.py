@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of the decoder's back ends, `DecoderOps`, which `Model` calls.
 
-In shapes, B is the number of sequences in the batch, S the number of new tokens per sequence, V the vocabulary size.
+In shapes, B is the number of sequences in the batch, S the number of new tokens per sequence and V the vocabulary size.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ StepLogits = Callable[[Array], Array]
 class ResidualStream:
     """The residual stream of the decoder, h + delta, float32 [B, S, hidden].
 
-    The fields are private to the back end that made the stream. A back end may defer the sum h + delta or the RMSNorm
-    of h to the next operation, to fuse them.
+    The fields are private to the back end that created the stream. To fuse operations, a back end may defer the sum
+    h + delta or the RMSNorm of h to the next operation.
 
     Attributes:
         h: float32 [B, S, hidden]. Operations may overwrite the array, so only the newest stream is valid.
-        delta: [B, S, hidden] of the activations' dtype: the output of the last projection if it is not yet added to h,
-            else None.
-        inverse_rms: float32 [B * S], 1 / RMS of each row of h at the last RMSNorm; None before the first.
-        unnormalized_x: [B, S, hidden] of the activations' dtype: h times the next RMSNorm's weight, to be divided by
-            the RMS of each row by a GEMM with ``Fusion("rms_norm_x")``; None if a separate kernel computes that norm.
-        square_sums: float32 [B * S, ceil(hidden / 32)]: the sums of h^2 over 32 columns each, from which that GEMM
+        delta: the output of the last projection, [B, S, hidden] in the dtype of activations, if it has not been added
+            to h yet; else None.
+        inverse_rms: float32 [B * S], 1 / RMS of each row of h at the last RMSNorm; None before the first RMSNorm.
+        unnormalized_x: h times the weight of the next RMSNorm, [B, S, hidden] in the dtype of activations. The GEMM
+            with ``Fusion("rms_norm_x")`` divides its rows by their RMS. None if a separate kernel computes the RMSNorm.
+        square_sums: float32 [B * S, ceil(hidden / 32)], the sums of h^2 over blocks of 32 columns, from which the GEMM
             computes the RMS; None without ``unnormalized_x``.
     """
 
@@ -55,13 +55,13 @@ class DecodeLoop(Protocol):
     """The autoregressive loop: each step generates the next token of every sequence of a KV cache."""
 
     def start(self, sequence: int, logits: Array) -> int:
-        """Choose and return the first token of ``sequence`` from the logits [V] of the last token of its prompt."""
+        """Choose and return the first new token of ``sequence``, given the logits [V] of its last prompt token."""
         ...
 
     def step(self) -> list[int]:
-        """Run the newest token of every sequence through the model and return the next token of each.
+        """Run the newest token of every sequence through the model and return the next token of every sequence.
 
-        Raises ValueError if the logits hold NaN.
+        Raises ValueError if the logits contain NaN.
         """
         ...
 
@@ -79,7 +79,7 @@ class DecoderOps(Protocol):
     """The largest number of prompt tokens per forward pass."""
 
     def prepare_tensor(self, a: npt.NDArray[Any]) -> Array:
-        """Copy the weight of a norm [size] or an embedding table [V, hidden] to the device, in the back end's dtype."""
+        """Copy the weight [size] of an RMSNorm or an embedding table [V, hidden] to the device; convert its dtype."""
         ...
 
     def prepare_tokens(self, ids: Sequence[int]) -> Array:
@@ -87,9 +87,9 @@ class DecoderOps(Protocol):
         ...
 
     def make_projection(self, parts: Sequence[Module | DenseLinear], *, gated: bool = False) -> Projection:
-        """Return the projection from x to the concatenated outputs of the parts.
+        """Return the projection from x to the concatenated outputs of all ``parts``.
 
-        With ``gated``, the parts are (gate, up) and the output is silu(gate) * up.
+        If ``gated``, the parts are the gate and the up projection, and the output is silu(gate) * up.
         """
         ...
 
@@ -98,21 +98,21 @@ class DecoderOps(Protocol):
         ...
 
     def make_cache(self, sequences: int, capacity: int) -> KvCache:
-        """Allocate a KV cache of ``sequences`` x ``capacity`` tokens. Raises ValueError without enough memory."""
+        """Allocate a KV cache of ``sequences`` x ``capacity`` tokens. Raises ValueError if memory is insufficient."""
         ...
 
     def make_decode_loop(self, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> DecodeLoop:
-        """Return a decode loop over ``cache``: call `start` once per sequence, then `step` repeatedly, then `close`."""
+        """Return a decode loop over ``cache``. Call `start` once per sequence, `step` for each token, then `close`."""
         ...
 
     def embed(self, table: Array, tokens: Array) -> ResidualStream:
-        """Return the residual stream that starts as the rows of the embedding table [V, hidden] for tokens [B, S]."""
+        """Return a new residual stream: the rows of the embedding table [V, hidden] for tokens [B, S]."""
         ...
 
     def norm_and_project(
         self, stream: ResidualStream, norm_weight: Array, projection: Projection
     ) -> tuple[ResidualStream, Array]:
-        """Return the stream, and y = projection(RMSNorm(stream) * norm_weight), [B, S, N]."""
+        """Return the stream and y = projection(RMSNorm(stream) * norm_weight), [B, S, N]."""
         ...
 
     def project_and_add(
@@ -120,8 +120,8 @@ class DecoderOps(Protocol):
     ) -> ResidualStream:
         """Return the stream plus projection(x).
 
-        ``next_norm_weight`` is the ``norm_weight`` of the following `norm_and_project`, so that both can be fused; None
-        if the following operation is not `norm_and_project`.
+        ``next_norm_weight`` is the ``norm_weight`` of the next `norm_and_project`, so that the back end can fuse both
+        operations; None if another operation is next.
         """
         ...
 
@@ -133,9 +133,9 @@ class DecoderOps(Protocol):
         """Append the new tokens to one layer of the cache and return their causal attention [B, S, q_width].
 
         Args:
-            qkv: [B, S, (heads + 2 * kv_heads) * head_dim]. Each head of q and k is normalized (if there are weights)
-                and rotated by RoPE; k and v are written to the cache after the past tokens of their sequence.
-            q_norm, k_norm: float32 [head_dim], RMSNorm weights of the heads, or None.
+            qkv: [B, S, (heads + 2 * kv_heads) * head_dim]. Each head of q and k is normalized (given its weights) and
+                rotated by RoPE; k and v are appended to the cached tokens of their sequence.
+            q_norm, k_norm: float32 [head_dim], the RMSNorm weights of each head, or None.
         """
         ...
 

@@ -17,18 +17,20 @@ NAN_LOGITS = "logits: expected finite values, got NaN: the weights are damaged, 
 
 
 GREEDY_BELOW = 1e-6
-"""The temperature below which sampling is greedy, because logits divided by less could overflow float32."""
+"""The temperature below which sampling is greedy, because dividing logits by it could overflow float32."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The parameters that select the next token; by default greedy: the most likely token, the smallest id among ties.
+    """The sampling parameters of the next token. The default is greedy: the most likely token, or the first of several.
 
     Attributes:
-        temperature: the divisor of the logits; 0, and any value below `GREEDY_BELOW`, is greedy and ignores top_k,
-            top_p and min_p.
-        top_k: the number of most likely tokens to keep, plus ties with the last of them; 0 keeps all.
-        top_p: the share of the remaining probability that the smallest set of most likely tokens to keep must reach.
+        temperature: the divisor of the logits. Below `GREEDY_BELOW`, sampling is greedy and ignores top_k, top_p and
+            min_p.
+        top_k: the number of most likely tokens to keep; tokens that tie with the last of them are also kept. 0 keeps
+            all tokens.
+        top_p: the probability, relative to the tokens that top_k keeps, that the smallest set of most likely tokens
+            must reach; the tokens of this set are kept.
         min_p: the smallest probability of a token to keep, as a fraction of the highest probability.
         repetition_penalty: the divisor of positive logits, and the factor of negative logits, of tokens already in the
             text.
@@ -79,11 +81,11 @@ def choose_token(logits: Array, sampling: Sampling, *, seen: Array, sequence: in
     """Return the next token of one sequence.
 
     Args:
-        logits: float32 [V].
+        logits: the logits of the next token, float32 [V].
         sampling: the sampling parameters.
         seen: bool [V], True for tokens already in the text; used only for the repetition penalty.
-        sequence, position: the index of the sequence in its batch and the position of the new token. The choice depends
-            only on these, the seed and the logits.
+        sequence: the index of the sequence in its batch, from which the random numbers are derived.
+        position: the position of the new token, from which the random numbers are derived.
 
     Raises:
         ValueError: the logits contain NaN.
@@ -94,7 +96,7 @@ def choose_token(logits: Array, sampling: Sampling, *, seen: Array, sequence: in
     if sampling.repetition_penalty != 1:
         penalty = np.float32(sampling.repetition_penalty)
         logits = np.where(seen, np.where(logits > 0, logits / penalty, logits * penalty), logits)
-    best = int(logits.argmax())  # argmax returns the index of a NaN if one exists
+    best = int(logits.argmax())  # argmax returns the index of a NaN if there is one
     if np.isnan(logits[best]):
         raise ValueError(NAN_LOGITS)
     if sampling.temperature == 0:
@@ -111,15 +113,15 @@ def choose_token(logits: Array, sampling: Sampling, *, seen: Array, sequence: in
     if sampling.min_p > 0:
         limit = max(limit, top + np.float32(math.log(sampling.min_p)))
     ids = np.flatnonzero(scaled >= limit)
-    # The Gumbel-max trick: the argmax of logit + noise is a token with its softmax probability.
+    # The Gumbel-max trick: the argmax of logits + Gumbel noise is distributed as softmax(logits).
     return int(ids[(scaled[ids] + gumbel_noise(sampling.seed, sequence, position, ids)).argmax()])
 
 
 def gumbel_noise(seed: int, sequence: int, position: int, ids: Array) -> Array:
-    """Return deterministic Gumbel noise, float32 [len(ids)], for the tokens ``ids`` at a position of a sequence."""
+    """Return Gumbel noise, float32 [len(ids)], as a deterministic function of all arguments."""
     key = _mix(np.array([seed], np.uint64) + np.array([sequence << 32 | position], np.uint64) * _STEP)
     bits = _mix(key + ids.astype(np.uint64) * _STEP) >> np.uint64(41)
-    uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-23)  # in (0, 1), exact
+    uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-23)  # in (0, 1), without rounding
     noise: Array = -np.log(-np.log(uniform))
     return noise
 

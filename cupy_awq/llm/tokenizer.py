@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Tokenizer`: text to token ids and back, with the package ``tokenizers``, and chat templates."""
+"""`Tokenizer`: text to token ids and back, by the package ``tokenizers``, and conversations to token ids."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ MAX_GROWTH = 64
 """The largest factor by which the normalizer in a tokenizer.json may lengthen a text."""
 
 OPEN, CLOSE = "\ue000", "\ue001"
-"""The private-use characters around the index that replaces a special token's text in a template's input."""
+"""The private-use characters that enclose an index in a template's input.
+
+The index stands for the text of a special token, which the template must not see.
+"""
 
 
 class Tokenizer:
     """A tokenizer and a chat template.
 
     Args:
-        inner: a ``tokenizers.Tokenizer``.
-        template: the chat template as jinja2 text, or None.
+        inner: the ``tokenizers.Tokenizer``.
+        template: the source text of the chat template (jinja2), or None.
         special: the values of the template's variables "bos_token" and "eos_token".
-        bos: the id of the BOS token to prepend to texts that are not from a template; None if the model has none or
-            ``inner`` adds it.
-        where: the beginning of error messages: the file.
+        bos: the id of the BOS token to prepend to texts that are not rendered by the template; None if the model has no
+            BOS token or ``inner`` adds it.
+        where: the path of the file, for error messages.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class Tokenizer:
     def from_file(cls, file: Path, template: str | None, special: Mapping[str, str]) -> Tokenizer:
         """Load a tokenizer.json. Its truncation and padding are ignored, as in transformers.
 
-        Raises CheckpointError if the library cannot read it, or if it would lengthen texts without limit.
+        Raises CheckpointError if the package ``tokenizers`` cannot read the file, or if the tokenizer could lengthen a
+        text without limit.
         """
         tokenizers = import_extra("tokenizers")
         _check_pipeline(read_object(file), str(file))
@@ -85,7 +89,11 @@ class Tokenizer:
         return [self._bos, *ids] if add_special_tokens and self._bos is not None else ids
 
     def _encode_piece(self, text: str, is_plain: bool, add_special_tokens: bool = False) -> list[int]:
-        """Encode a text. If ``is_plain``, it is a special token's text, which is split so that it is not recognized."""
+        """Return the token ids of ``text``.
+
+        If ``is_plain``, ``text`` is that of a special token and is encoded in two parts, so that the token is not
+        recognized.
+        """
         with guarded(self._where):
             if not is_plain:
                 ids: list[int] = self.inner.encode(_encodable(text), add_special_tokens=add_special_tokens).ids
@@ -105,7 +113,7 @@ class Tokenizer:
         return text
 
     def stream(self) -> DecodeStream:
-        """Return a decoder for tokens that arrive one by one."""
+        """Return an incremental decoder, which takes one token at a time."""
         return DecodeStream(self.inner, self._where)
 
     def encode_chat(self, messages: Sequence[Message], *, special_tokens: bool = False) -> list[int]:
@@ -113,8 +121,8 @@ class Tokenizer:
 
         Args:
             messages: the conversation.
-            special_tokens: recognizes special tokens in the texts of messages, too. By default only those of the
-                template are: a text cannot end its turn or begin another one.
+            special_tokens: True to recognize special tokens in messages; by default only special tokens that the
+                template writes are recognized, so that a message cannot forge a turn.
 
         Raises:
             CheckpointError: there is no chat template, or it fails for these messages.
@@ -140,9 +148,10 @@ class Tokenizer:
         return ids
 
     def _mask(self, message: Message, plain: list[str]) -> dict[str, str]:
-        """Return a message whose special tokens are replaced by indices into ``plain``, to which their texts are added.
+        """Replace the special tokens in a message by indices into ``plain``, and append their texts to ``plain``.
 
-        For users, tokens that the template itself writes count as special, whatever the tokenizer says.
+        In a user's message, tokens that the template writes are also replaced, even if they are not special tokens of
+        the tokenizer.
         """
         pattern = self._always_plain if message.get("role") == "assistant" else self._plain_for_users
 
@@ -157,14 +166,14 @@ class Tokenizer:
 
 
 class DecodeStream:
-    """An incremental decoder: a character that spans several tokens is emitted with the last of them."""
+    """An incremental decoder. A character that spans several tokens is emitted with its last token."""
 
     def __init__(self, inner: Any, where: str) -> None:
         self._inner, self._where = inner, where
         self._decoder = import_extra("tokenizers.decoders").DecodeStream(skip_special_tokens=True)
 
     def step(self, token: int) -> str:
-        """Return the text that one more token adds, which may be empty."""
+        """Return the text that the next token adds, which may be empty."""
         with guarded(self._where):
             text: str | None = self._decoder.step(self._inner, token)
         return text or ""
@@ -172,7 +181,7 @@ class DecodeStream:
 
 @contextlib.contextmanager
 def guarded(where: str) -> Iterator[None]:
-    """Convert any error of the library, including a Rust panic (a BaseException), to a CheckpointError."""
+    """Convert any error of ``tokenizers``, including a Rust panic (a BaseException), to a CheckpointError."""
     try:
         yield
     except (CheckpointError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -182,20 +191,21 @@ def guarded(where: str) -> Iterator[None]:
 
 
 def _encodable(text: str) -> str:
-    """Replace the lone surrogates in a text, which UTF-8 cannot encode."""
+    """Return a text whose lone surrogates, which UTF-8 cannot encode, are replaced."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:
-    """Return a regular expression with one group that matches any of the texts, longest first."""
+    """Return a regular expression whose only group matches any of the texts, preferring longer texts."""
     words = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
     return re.compile(f"({words})" if words else "((?!))")
 
 
 def _check_pipeline(table: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError if a tokenizer.json has parts that can abort the process or exhaust its memory.
+    """Raise CheckpointError if a tokenizer.json has components that can exhaust the memory or abort the process.
 
-    Texts of a few characters would become gigabytes by replacements, and damaged data of "Precompiled" end the process.
+    Replacement rules can expand a few characters to gigabytes, and damaged data of the normalizer "Precompiled" abort
+    the process.
     """
     growth, pending = 1.0, [table.get("normalizer"), table.get("decoder")]
     while pending:

@@ -19,7 +19,7 @@ from cupy_awq.kernels.conv2d_problem import (
     VECTOR_CHANNELS,
     Convolution,
     ConvolutionSizes,
-    refuse_tensor_cores,
+    tensor_core_refusal,
 )
 from cupy_awq.ops import execute
 from cupy_awq.runtime import device, placement
@@ -71,15 +71,15 @@ def conv2d(
            [6., 9., 6.],
            [4., 6., 4.]], dtype=float32)
     """
-    weight = block_check.block_weight(weight)
+    weight = block_check.validate_block_weight(weight)
     x, bias, out = views(x=x, bias=bias, out=out)
-    block_check.float_x(x, weight)
-    shape = block_check.convolution(x.shape, weight.shape, stride, padding, dilation, groups, layout)
-    epilogue = block_check.activation(activation, EPILOGUE_ACTIVATIONS)
+    block_check.validate_float_x(x, weight)
+    shape = block_check.validate_convolution(x.shape, weight.shape, stride, padding, dilation, groups, layout)
+    epilogue = block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
     if bias is not None:
-        check.bias(bias, shape.outputs, device=weight.device)
+        check.validate_bias(bias, shape.outputs, device=weight.device)
     if out is not None:
-        check.out(out, shape.y_shape, x.dtype, weight.device)
+        check.validate_out(out, shape.y_shape, x.dtype, weight.device)
     if weight.device == HOST:
         target = np.empty(shape.y_shape, x.dtype) if out is None else out
         return block_reference.conv2d(x, weight, shape, bias, epilogue, target)
@@ -142,12 +142,12 @@ def _conv2d_on_gpu(
                 y_aligned=y.data.ptr % 16 == 0,
             )
             problem = given.without_stride()
-            if refuse_tensor_cores(problem, gpu):
+            if tensor_core_refusal(problem, gpu):
                 # The tensor cores may be able to read a contiguous NHWC copy.
                 channels = -(-shape.channels // VECTOR_CHANNELS) * VECTOR_CHANNELS
                 strides = shape.height * shape.width * channels, shape.width * channels, channels, 1
                 copied = replace(given, strides=strides, aligned=True).without_stride()
-                if not refuse_tensor_cores(copied, gpu):
+                if not tensor_core_refusal(copied, gpu):
                     x, problem = _to_nhwc(x, shape, channels), copied
             chosen = select.choose(problem, gpu)
             buffers = execute.weight_buffers(chosen, weight, problem) | {"x": x, "bias": bias, "y": y}

@@ -82,20 +82,26 @@ def conv2d_int8(
     ):
         if a is None and name == "bias":
             continue
-        check.on_device(a, name, where, "x")
+        check.validate_device(a, name, where, "x")
         if a.dtype != dtype:
             raise TypeError(f"{name}: expected {dtype}, got {a.dtype}")
     if len(codes.shape) != 4 or 0 in codes.shape:
         raise ValueError(f"codes: expected a non-empty [Co, Kh, Kw, Ci/groups], got shape {codes.shape}")
-    shape = block_check.convolution(x.shape, codes.shape, stride, padding, dilation, groups, layout)
+    shape = block_check.validate_convolution(x.shape, codes.shape, stride, padding, dilation, groups, layout)
     for name, a in (("weight_scale", weight_scale), ("bias", bias)):
         if a is not None and a.shape != (shape.outputs,):
             raise ValueError(f"{name}: expected [Co] = [{shape.outputs}], got shape {a.shape}")
-    scales = check_scalar.positive_scale(x_scale, "x_scale"), check_scalar.positive_scale(out_scale, "out_scale")
-    zeros = check_scalar.integer(x_zero, "x_zero", -128, 127), check_scalar.integer(out_zero, "out_zero", -128, 127)
-    limits = _limits(block_check.activation(activation, ACTIVATIONS), scales[1], zeros[1])
+    scales = (
+        check_scalar.validate_positive_scale(x_scale, "x_scale"),
+        check_scalar.validate_positive_scale(out_scale, "out_scale"),
+    )
+    zeros = (
+        check_scalar.validate_integer(x_zero, "x_zero", -128, 127),
+        check_scalar.validate_integer(out_zero, "out_zero", -128, 127),
+    )
+    limits = _limits(block_check.validate_supported_activation(activation, ACTIVATIONS), scales[1], zeros[1])
     if out is not None:
-        check.out(out, shape.y_shape, check.INT8, where)
+        check.validate_out(out, shape.y_shape, check.INT8, where)
     host = [a if a is None or where == HOST else a.get() for a in (codes, weight_scale, bias)]
     fused, multiplier = _channel_parameters(host[0], host[1], host[2], *scales, *zeros)
     if where == HOST:

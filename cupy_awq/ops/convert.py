@@ -59,11 +59,11 @@ def int8_to_fp16(words: Array, /, *, out: Array | None = None) -> Array:
 def _convert(words: Array, out: Array | None, entry: str, values: int) -> Array:
     """Convert words of ``values`` values each to float16, with the kernel ``entry`` or on the CPU."""
     words, out = arrays.views(words=words, out=out)
-    check.packable(words, "words", check.INT32, 1)
+    check.validate_packable(words, "words", check.INT32, 1)
     shape = (*words.shape[:-1], values * words.shape[-1])
     index = check.device_id(words, "words")
     if out is not None:
-        check.out(out, shape, check.FLOAT16, index)
+        check.validate_out(out, shape, check.FLOAT16, index)
     if index == HOST:
         y = reference.dequantize_s4_to_fp16x2(words) if values == 8 else reference.int8_to_fp16(words)
         if out is None:

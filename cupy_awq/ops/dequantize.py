@@ -40,12 +40,12 @@ def dequantize(
     array([-8., -7., -6., -5.], dtype=float16)
     """
     qweight, scales, qzeros, out = arrays.views(qweight=qweight, scales=scales, qzeros=qzeros, out=out)
-    spec = check.weight(qweight, scales, qzeros)
+    spec = check.validate_weight(qweight, scales, qzeros)
     if spec.device == check.HOST:
         return reference.dequantize(qweight, scales, qzeros, dtype=dtype, out=out)
-    to = spec.dtype if dtype is None else check.float_dtype(dtype)
+    to = spec.dtype if dtype is None else check.validate_float_dtype(dtype)
     if out is not None:
-        check.out(out, (spec.k, spec.n), to, spec.device)
+        check.validate_out(out, (spec.k, spec.n), to, spec.device)
     import cupy
 
     with placement.use_device(spec.device):

@@ -72,6 +72,7 @@ def gemm(
     Raises:
         TypeError, ValueError: an array has a wrong dtype, shape or device, or the kernel is unknown or cannot solve the
             problem. The error is raised before anything is launched or allocated.
+        MemoryError: the memory of the GPU is exhausted.
 
     >>> import numpy as np
     >>> import cupy_awq
@@ -188,11 +189,15 @@ def explain(
     >>> [line.split()[1] for line in lines if line.startswith("->")]
     ['gemm_sm90']
     """
-    m, k, n = (check_scalar.integer(size, name, 1) for name, size in (("m", m), ("k", k), ("n", n)))
-    layer = check_scalar.flag(layer, "layer")
+    m, k, n = (check_scalar.validate_integer(size, name, 1) for name, size in (("m", m), ("k", k), ("n", n)))
+    layer = check_scalar.validate_flag(layer, "layer")
     if n % 8:
         raise ValueError(f"n: expected a multiple of 8, got {n}")
-    size, element = check_scalar.group_size(k, group_size), check.float_dtype(dtype)
-    gpu = device.nominal(check_scalar.integer(arch, "arch", 0)) if arch is not None else device.current_or_nominal()
-    repacked = layer and gpu.arch == 90 and RepackedLayout(k, n, size).refuse() is None
+    size, element = check_scalar.validate_group_size(k, group_size), check.validate_float_dtype(dtype)
+    gpu = (
+        device.nominal(check_scalar.validate_integer(arch, "arch", 0))
+        if arch is not None
+        else device.current_or_nominal()
+    )
+    repacked = layer and gpu.arch == 90 and RepackedLayout(k, n, size).refusal() is None
     return select.explain(Problem(m, n, k, size, element.name, repacked=repacked), gpu)

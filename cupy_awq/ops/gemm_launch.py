@@ -31,7 +31,7 @@ class GemmLaunch:
     Args:
         x, residual, out: example arrays of a call; without ``out``, y is contiguous.
         weight, bias: example arrays that are the same for all calls.
-        product: result of `check.product` for these arrays.
+        product: result of `check.validate_product` for these arrays.
         kernel, split_k: as in `gemm`.
         may_prefetch_weights: whether a kernel may read the weight before the preceding kernel finishes (PDL).
 
@@ -108,7 +108,10 @@ class GemmLaunch:
             return None
         x_begin, residual_begin = x.data.ptr, 0 if residual is None else residual.data.ptr
         if out is None:
-            y = cupy.empty(self.shape, x.dtype)
+            try:
+                y = cupy.empty(self.shape, x.dtype)
+            except MemoryError as error:
+                raise placement.memory_error(index, error) from error
             y_begin = y.data.ptr
         else:
             y = out
@@ -146,7 +149,7 @@ def gemm_problem(
     spec = weight.spec
     if isinstance(weight, RepackedWeight):
         fields |= {
-            "raw": weight.has_original,
+            "has_awq_layout": weight.has_original,
             "repacked": True,
             "scale_exponent": weight.scale_exponent,
             "wide_scales": weight.wide_scales,
@@ -184,7 +187,9 @@ def run_gemm(
     The launch is None on the CPU, if M = 0, or if an array had to be copied.
     """
     x, bias, residual, out = arrays.views(x=x, bias=bias, residual=residual, out=out)
-    product = check.product(x, weight.spec, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype)
+    product = check.validate_product(
+        x, weight.spec, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype
+    )
     check_choice(kernel, split_k)
     index = weight.spec.device
     if index == HOST:

@@ -63,7 +63,7 @@ class Plan:
         kernel: str | None,
         split_k: int | None,
     ) -> None:
-        product = check.product(x, weight.spec, residual=residual, out=out, **options)
+        product = check.validate_product(x, weight.spec, residual=residual, out=out, **options)
         check_choice(kernel, split_k)
         self._weight, self._options = weight, options
         self.kernel, self.shape, self.workspace_bytes = "numpy", product.shape, 0
@@ -128,7 +128,7 @@ class Plan:
                 expected, found = ("None", "an array") if planned is None else ("an array", "None")
                 raise ValueError(f"{name}: expected {expected}, as planned, got {found}")
             return
-        check.on_device(a, name, planned[3], "the plan")
+        check.validate_device(a, name, planned[3], "the plan")
         found = self._layout(a)
         width = arrays.vector_bytes(a)
         if found[:4] != planned[:4] or (found[4] % width and not planned[4] % width):
@@ -183,7 +183,7 @@ def plan(
     index = weight.spec.device
     with placement.use_device(index):
         if isinstance(x, tuple):
-            x, dtype = _empty(x, "x", check.float_dtype("float16" if dtype is None else dtype), index), None
+            x, dtype = _empty(x, "x", check.validate_float_dtype("float16" if dtype is None else dtype), index), None
         x, bias = arrays.views(x=x, bias=bias)
         element = getattr(x, "dtype", None)
         residual, out = (
@@ -215,7 +215,7 @@ def _empty(shape: tuple[Any, ...], name: str, dtype: Any, index: int) -> Array:
     Raises:
         TypeError, ValueError: the shape is not valid; the message names the argument ``name``.
     """
-    shape = check_scalar.shape(shape, name)
+    shape = check_scalar.validate_shape(shape, name)
     if index == HOST:
         return np.empty(shape, dtype)
     import cupy
@@ -225,7 +225,7 @@ def _empty(shape: tuple[Any, ...], name: str, dtype: Any, index: int) -> Array:
 
 def _workspace(memory: Array, nbytes: int, index: int) -> Array:
     """Return ``memory`` if it can serve as a plan's workspace, else raise TypeError or ValueError."""
-    check.on_device(memory, "workspace", index, "the plan")
+    check.validate_device(memory, "workspace", index, "the plan")
     if not memory.flags.c_contiguous or memory.data.ptr % 16:
         raise ValueError("workspace: expected a contiguous array that starts at a multiple of 16 bytes, got another")
     if memory.nbytes < nbytes:

@@ -50,8 +50,8 @@ def quantize_activations(
     array([[-127,   32,  127]], dtype=int8)
     """
     (x,) = views(x=x)
-    size = min(block_check.x_block_size(x, block_size), max(1, x.shape[1]))
-    symmetric = check_scalar.flag(symmetric, "symmetric")
+    size = min(block_check.validate_x_block_size(x, block_size), max(1, x.shape[1]))
+    symmetric = check_scalar.validate_flag(symmetric, "symmetric")
     if not (isinstance(rounding, str) and rounding in ("half_away", "half_even")):
         raise ValueError(f"rounding: expected 'half_away' or 'half_even', got {rounding!r}")
     if check.device_id(x, "x") == HOST:
@@ -97,12 +97,12 @@ def gemm_int8(
     >>> gemm_int8(*quantize_activations(np.array([[1, 2, 3, 4]], np.float32)), weight)
     array([[5.]], dtype=float32)
     """
-    weight = block_check.block_weight(weight)
+    weight = block_check.validate_block_weight(weight)
     xq, x_scale, x_offset, x_sums, bias, out = views(
         xq=xq, x_scale=x_scale, x_offset=x_offset, x_sums=x_sums, bias=bias, out=out
     )
-    product = block_check.product(xq, x_scale, x_offset, x_sums, weight, block_size, bias, out)
-    epilogue = block_check.activation(activation, EPILOGUE_ACTIVATIONS)
+    product = block_check.validate_quantized_product(xq, x_scale, x_offset, x_sums, weight, block_size, bias, out)
+    epilogue = block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
     if weight.device == HOST:
         target = np.empty((product.m, product.n), product.dtype) if out is None else out
         if product.row_scales:
@@ -142,10 +142,10 @@ def linear_int8(
     >>> linear_int8(np.array([[127, 2, 3, 4]], np.float16), weight)
     array([[68.]], dtype=float16)
     """
-    weight = block_check.block_weight(weight)
+    weight = block_check.validate_block_weight(weight)
     x, bias, out = views(x=x, bias=bias, out=out)
-    product = block_check.float_product(x, weight, bias, out)
-    block_check.activation(activation, EPILOGUE_ACTIVATIONS)
+    product = block_check.validate_float_product(x, weight, bias, out)
+    block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
     block_size = min(weight.block_size, product.k)
     quantized = quantize_activations(x, block_size=block_size, symmetric=True)
     if out is None:
@@ -190,12 +190,12 @@ def linear_fp8(
     >>> linear_fp8(np.array([[448, 17, 3, 4]], np.float16), weight)  # 17 is half-way between 16 and 18
     array([[235.5]], dtype=float16)
     """
-    weight = block_check.block_weight(weight)
+    weight = block_check.validate_block_weight(weight)
     x, bias, out = views(x=x, bias=bias, out=out)
-    product = block_check.float_product(x, weight, bias, out)
+    product = block_check.validate_float_product(x, weight, bias, out)
     if weight.bits != 4:
         raise ValueError(f"weight: expected 4 bits for a float8 product, got {weight.bits}")
-    epilogue = block_check.activation(activation, EPILOGUE_ACTIVATIONS)
+    epilogue = block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
     if weight.device == HOST:
         target = np.empty((product.m, product.n), product.dtype) if out is None else out
         return block_reference.linear_fp8(x, weight, product, bias, epilogue, target)
@@ -209,9 +209,9 @@ def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> 
     Raises:
         TypeError, ValueError: the operation does not support one of them; the message gives the reason.
     """
-    block_check.activation(activation, EPILOGUE_ACTIVATIONS)
+    block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
     if x_dtype == "fp8" and weight.device != HOST:
-        reason = int8_problem.refuse_fp8(weight.block_size, weight.shape[3], device.of(weight.device))
+        reason = int8_problem.fp8_refusal(weight.block_size, weight.shape[3], device.of(weight.device))
         if reason:
             raise ValueError(f"weight: expected one that a float8 kernel takes, got one that {reason}")
 

@@ -61,7 +61,7 @@ def repack(weight: PackedWeight) -> PackedWeight:
     if spec.device == HOST or device.of(spec.device).arch != 90:
         return weight
     layout = RepackedLayout(spec.k, spec.n, spec.group_size, spec.dtype.name, spec.zeros)
-    if layout.refuse() is not None:
+    if layout.refusal() is not None:
         return weight
     import cupy
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cupy_awq.runtime import disk_cache, sources
+from cupy_awq.runtime import disk_cache, placement, sources
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
@@ -65,7 +65,7 @@ class Binary:
 
 
 def _check(status: Any, function: str) -> None:
-    """Raise RuntimeError if a function of NVRTC or the driver returned an error status."""
+    """Raise RuntimeError if a function of NVRTC returned an error status."""
     if int(status) != 0:
         raise RuntimeError(f"{function}: expected success, got {status.name}")
 
@@ -217,7 +217,8 @@ _functions_lock = threading.Lock()
 def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
     """Return the kernel as a CuPy function on the current device; it is loaded on the first call.
 
-    The function's limit of dynamic shared memory is at least ``shared_bytes``.
+    The function's limit of dynamic shared memory is at least ``shared_bytes``. Raises MemoryError if the kernel does
+    not fit into the memory of the GPU.
     """
     import cupy
     from cuda.bindings import driver
@@ -229,14 +230,16 @@ def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
             native = cupy.cuda.Device(index).compute_capability
             # The cubin is used only on its own architecture; PTX also runs on newer ones.
             form = "cubin" if nearest_target(kernel.arch).rstrip("a") == native else "ptx"
-            module = cupy.cuda.Module()
-            module.load(build(kernel, form).code)
-            _functions[key] = module.get_function(kernel.entry), 0
+            code = build(kernel, form).code
+            with placement.use_device(index):
+                module = cupy.cuda.Module()
+                module.load(code)
+                _functions[key] = module.get_function(kernel.entry), 0
         function, limit = _functions[key]
         # Never lower the limit, since all plans of a kernel share the function.
         if shared_bytes > limit:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (status,) = driver.cuFuncSetAttribute(driver.CUfunction(function.ptr), attribute, shared_bytes)
-            _check(status, "cuFuncSetAttribute")
+            placement.check_status(status, "cuFuncSetAttribute")
             _functions[key] = function, shared_bytes
         return function

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cupy_awq.runtime import compile as compiler
+from cupy_awq.runtime import placement
 from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 
 MAP_BYTES = 128
@@ -60,8 +61,7 @@ def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
         getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{tensor_map.promotion}B"),
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    if status != 0:
-        raise RuntimeError(f"cuTensorMapEncodeTiled: expected success, got {status.name} for {tensor_map}")
+    placement.check_status(status, "cuTensorMapEncodeTiled", f" for {tensor_map}")
     return ctypes.string_at(encoded.getPtr(), MAP_BYTES)
 
 
@@ -107,7 +107,8 @@ class Launcher:
 
     Raises:
         CompileError: the kernel does not compile.
-        RuntimeError: in a call, if the driver reports an error.
+        MemoryError: the memory of the GPU is exhausted.
+        RuntimeError: in a call, if the driver reports another error.
     """
 
     def __init__(self, plan: LaunchPlan) -> None:
@@ -162,7 +163,7 @@ class Launcher:
             arguments.set_map(i, address)
         (status,) = self._driver.cuLaunchKernelEx(config, self._function, arguments.address, 0)
         if status != 0:
-            raise RuntimeError(f"cuLaunchKernelEx: expected success, got {status.name} for {self.plan}")
+            placement.check_status(status, "cuLaunchKernelEx", f" for {self.plan}")
 
 
 def launch(plan: LaunchPlan, buffers: Mapping[str, Any]) -> None:

@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device selection by ordinal: resolve a user's choice, make a GPU current, copy arrays to a GPU."""
+"""Device selection by ordinal: resolve a user's choice, make a GPU current, report that its memory is exhausted."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 from cupy_awq.check import HOST, Array
+
+OUT_OF_MEMORY = (
+    "Out of memory allocating",
+    "cudaErrorMemoryAllocation",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+"""The texts that mark errors of exhausted GPU memory, of CuPy, the CUDA runtime, the driver and cuBLAS."""
 
 
 def resolve(device: Any = None) -> int:
@@ -19,6 +28,7 @@ def resolve(device: Any = None) -> int:
     Raises:
         TypeError: ``device`` has another type.
         ValueError: ``device`` is another string, or the GPU does not exist.
+        MemoryError: the memory of the GPU is exhausted.
 
     >>> resolve("cpu")
     -1
@@ -39,25 +49,54 @@ def resolve(device: Any = None) -> int:
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs that CuPy can use; 0 without CuPy or a driver."""
+    """Return the number of GPUs that CuPy can use, 0 without CuPy or a driver. Raises MemoryError as `resolve` does."""
     try:
         import cupy
     except ImportError:
         return 0
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError:  # no driver, or one that is too old
-        return 0
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if is_out_of_memory(error):
+            raise MemoryError(f"GPU: expected enough free memory, got {error}") from error
+        return 0  # no driver, or one that is too old
 
 
 def use_device(index: int) -> AbstractContextManager[Any]:
-    """Return a context manager that makes GPU ``index`` CuPy's current device; for ``check.HOST`` it does nothing."""
-    if index == HOST:
-        return nullcontext()
-    import cupy
+    """Return a context manager that makes GPU ``index`` CuPy's current device; for ``check.HOST`` it does nothing.
 
-    device: AbstractContextManager[Any] = cupy.cuda.Device(index)
-    return device
+    An error in the block of exhausted GPU memory, of whatever library, becomes a MemoryError that names the GPU.
+    """
+    return nullcontext() if index == HOST else _Current(index)
+
+
+class _Current:
+    """The context of `use_device`."""
+
+    def __init__(self, index: int) -> None:
+        import cupy
+
+        self._index, self._device = index, cupy.cuda.Device(index)
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._device.__exit__(kind, error, traceback)
+        if error is not None and is_out_of_memory(error):
+            raise memory_error(self._index, error) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error of CuPy or of a CUDA library says that GPU memory is exhausted."""
+    return isinstance(error, (RuntimeError, MemoryError)) and str(error).startswith(OUT_OF_MEMORY)
+
+
+def memory_error(index: int, error: object) -> MemoryError:
+    """Return the MemoryError that reports ``error`` about the memory of GPU ``index``."""
+    return MemoryError(f"GPU {index}: expected enough free memory, got: {error}")
 
 
 def to_device(array: Array, index: int) -> Array:
@@ -68,6 +107,15 @@ def to_device(array: Array, index: int) -> Array:
 
     with use_device(index):
         return cupy.asarray(array)
+
+
+def check_status(status: Any, function: str, detail: str = "") -> None:
+    """Raise RuntimeError, or MemoryError for exhausted GPU memory, if a function of the driver returned an error."""
+    if status == 0:
+        return
+    if status.name in OUT_OF_MEMORY:
+        raise memory_error(_current(), f"{status.name} of {function}")
+    raise RuntimeError(f"{function}: expected success, got {status.name}{detail}")
 
 
 def device_name(index: int) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from cupy_awq.runtime import placement
+
 if TYPE_CHECKING:
     import cupy
 
@@ -40,7 +42,8 @@ def workspace_address(index: int, stream: int) -> int:
     """Return the address of the workspace of a stream on the current GPU, whose device ordinal is ``index``.
 
     The workspace is allocated on first use. Launches on one stream run in order and can share a workspace; launches on
-    different streams cannot. A workspace is never freed, because a captured CUDA graph may hold its address.
+    different streams cannot. A workspace is never freed, because a captured CUDA graph may hold its address. Raises
+    MemoryError if the GPU has no memory for it.
     """
     key = index, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0
     found = _workspaces.get(key)
@@ -48,6 +51,7 @@ def workspace_address(index: int, stream: int) -> int:
         with _workspaces_lock:
             found = _workspaces.get(key)
             if found is None:
-                memory = allocate_zeros(COUNTER_BYTES + WORKSPACE_BYTES)
+                with placement.use_device(index):
+                    memory = allocate_zeros(COUNTER_BYTES + WORKSPACE_BYTES)
                 found = _workspaces[key] = memory, int(memory.data.ptr)
     return found[1]

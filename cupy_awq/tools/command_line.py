@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not placement.is_out_of_memory(error):
+            raise
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"cupy_awq: error: {printable(message)}", file=sys.stderr)
         return 2

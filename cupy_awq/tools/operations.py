@@ -135,7 +135,7 @@ class Gemm:
         k, n = shape
         if k == 0 or n == 0 or n % 8:
             raise ValueError(f"shape {k}x{n}: expected K > 0 and N > 0, a multiple of 8")
-        check_scalar.group_size(k, settings.group_size)
+        check_scalar.validate_group_size(k, settings.group_size)
 
     @functools.cached_property
     def _layers(self) -> list[AwqLinear]:
@@ -281,7 +281,7 @@ def typical_problem(op: str, shape: Shape, m: int, settings: Settings) -> Kernel
     if op == "conv2d":
         return nhwc_problem(m, settings.image, *shape, settings.window)
     k, n = shape
-    block_size = check_scalar.group_size(k, settings.group_size)
+    block_size = check_scalar.validate_group_size(k, settings.group_size)
     return Int8Problem(m, n, k, block_size, 4, False, True, settings.dtype, zero_points=True)
 
 

@@ -58,7 +58,7 @@ def random_weight(
     >>> random_weight(np.random.default_rng(0), 64, 16, 32, zeros="symmetric")
     PackedWeight(K=64, N=16, group_size=32, float16, symmetric zeros, 576 B)
     """
-    groups = k // check_scalar.group_size(k, group_size)
+    groups = k // check_scalar.validate_group_size(k, group_size)
     qweight = pack_int4(rng.integers(0, 16, (k, n), np.uint8))
     scales = (rng.uniform(0.5, 1.5, (groups, n)) / (8 * np.sqrt(k))).astype(dtype)
     qzeros = None

@@ -348,7 +348,9 @@ def main():
     if arguments.random is not None:
         shapes, ms = random_problems.shapes(arguments.random, arguments.count), random_problems.rows(arguments.random)
     if "ours" in names:
-        random_problems.compile_chosen([(k, n, m) for k, n in shapes for m in ms])
+        from cupy_awq.runtime import device
+
+        random_problems.compile_chosen([(k, n, m) for k, n in shapes for m in ms], device.current())
     read_gbs = (1 << 30) / read_us(1 << 30) / 1e3
     fp16_tflops = measure_fp16_tflops()
     gpu = torch.cuda.get_device_name()

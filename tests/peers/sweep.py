@@ -92,7 +92,7 @@ class Gemm:
         weight = repack(packed_weight(k, n))
         assert isinstance(weight, RepackedWeight)
         fields = {"scale_exponent": weight.scale_exponent, "wide_scales": weight.wide_scales}
-        self.problem = Problem(m, n, k, 128, raw=False, repacked=True, **fields)
+        self.problem = Problem(m, n, k, 128, has_awq_layout=False, repacked=True, **fields)
         self.count = copies(weight.repacked.nbytes)
         weights = [weight.repacked.copy() for _ in range(self.count)]
         xs = [activations(m, k) for _ in range(copies(m * k * 2, self.count))]

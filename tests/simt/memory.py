@@ -37,7 +37,7 @@ Chunks = Iterator[tuple["Buffer", Array, Any]]
 
 
 CONSTANT = frozenset(("qweight", "scales", "qzeros"))
-"""The names of the buffers that a kernel compiled with CONSTANT may read before the preceding kernel has finished."""
+"""The names of the buffers that a kernel with MAY_PREFETCH_WEIGHTS may read before the preceding kernel has ended."""
 FRESH = CONSTANT | {"x", "h", "delta", "residual", "square_sums", "previous_inverse_rms", "qkv"}
 """The names of the buffers that the preceding kernel may write: a dependent launch waits before it reads them."""
 

@@ -73,7 +73,7 @@ def execute(program: Program, plan: Any, buffers: Buffers, *, landing: str = "la
             parameters,
             maps,
             dependent=plan.dependent,
-            constant=("CONSTANT", 1) in plan.kernel.defines,
+            constant=("MAY_PREFETCH_WEIGHTS", 1) in plan.kernel.defines,
             races=races,
             landing=landing,
         )

@@ -319,11 +319,11 @@ SEEDS = {
         {"block_m": 64},
     ),
     "gemm_sm90: missing rows of x are not zeroed": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (zeroes_x(args.m)) zero_shared<", "if (false) zero_shared<",
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (has_rows_to_zero(args.m)) zero_shared<", "if (false) zero_shared<",
         ("uninitialised", "uninitialised"), REPACKED_MANY, {"block_m": 128},
     ),
     "gemm_sm90: the producer does not wait for the zeros of x": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (kSplitK == 1 || zeroes_x(m))", "if (kSplitK == 1)", RACE, REPACKED_MANY,
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (kSplitK == 1 || has_rows_to_zero(m))", "if (kSplitK == 1)", RACE, REPACKED_MANY,
         {"block_m": 128, "split_k": 2},
     ),
     "gemm_sm90_large: the last tile stores rows of its neighbour": Seed(
@@ -368,7 +368,7 @@ SEEDS = {
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "  ptx::griddepcontrol_wait();\n", "", ("early", "early"), FEW,
     ),
     "gemm_sm90_raw: a weight that may change is read before the preceding kernel has finished": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kConstant = CONSTANT;", "kConstant = true;", ("early", "early"), FEW,
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kMayPrefetchWeights = MAY_PREFETCH_WEIGHTS;", "kMayPrefetchWeights = true;", ("early", "early"), FEW,
     ),
     "gemm_sm90_raw: x is copied early with a constant weight": Seed(
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "copy_first(true, false)", "copy_first(true, true)",

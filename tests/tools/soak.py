@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run layers from many threads for a long time, under memory pressure, and compare each result with the first one.
+"""Call operations from many threads for a long time, under memory pressure, and compare each result with the first one.
 
     python -m tests.tools.soak --seconds 600
     python -m tests.tools.soak --seconds 20 --threads 2 --device cpu
 
-Each thread picks a layer, a number of rows and a way to call it at random: the layer, `gemm`, a plan, or on a GPU a
-captured graph; on a GPU each thread has a stream. One allocation in `--failures` fails; the call must raise MemoryError
-or return the right bits. The exit code is 1 if any result has other bits, any other error is raised, or memory grows.
+Each thread picks an operation, a weight, a number of rows and a stream at random: a layer (also a new one), `gemm`, a
+plan, on a GPU a CUDA graph (also a new one), an int8 or float8 layer, `dequantize`, a convolution, or `generate` with a
+small language model. One allocation in `--failures` fails; the call must raise MemoryError or return the right bits.
+The exit code is 1 if a result has other bits, any other error is raised, or memory grows. Only the memory of this
+process is judged, so that other processes may use the same GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -25,41 +27,50 @@ from typing import Any
 import numpy as np
 
 import cupy_awq
-from cupy_awq import AwqLinear, PackedWeight
+from cupy_awq import AwqLinear, BlockQuantizedWeight, PackedWeight, llm
 from cupy_awq.check import HOST
+from cupy_awq.runtime import device as devices
 from cupy_awq.runtime import placement
 from cupy_awq.tools.testing import random_activations, random_weight
+from tests import llm_models
 
 SHAPES = ((128, 64, 32), (576, 1536, 64), (1536, 576, 64), (4096, 1024, 128))
 """The weights' (K, N, group size)."""
 ROWS = (1, 2, 5, 16, 33, 100, 300)
+STREAMS = 2
+"""The number of streams of each thread, beside the default stream, which all threads share."""
 MAX_GROWTH_BYTES = 64 * 2**20
-"""The memory that may be in use after the second half of the run, above that after the first half."""
+"""The largest amount by which the peak of the second half of a run may exceed that of the first half."""
 
 Call = Callable[[], Any]
 
 
 class Job:
-    """One combination of a weight, rows and a way to call, with the bits of its first result."""
+    """One combination of a weight, rows and an operation, with the bits of its first result."""
 
     def __init__(self, name: str, call: Call) -> None:
         self.name = name
         self.call = call
         self.expected = to_bytes(call())
 
+    @property
+    def operation(self) -> str:
+        """The name without the sizes."""
+        return self.name.partition(" of ")[0]
+
 
 def to_bytes(y: Any) -> bytes:
     """Return the bits of a result; on a GPU this waits for the current stream."""
-    return (y.get() if hasattr(y, "get") else y).tobytes()
+    return y.encode() if isinstance(y, str) else (y.get() if hasattr(y, "get") else y).tobytes()
 
 
 def make_jobs(device: int, seed: int) -> list[Job]:
-    """Return jobs for all shapes, with weights and arrays of their own."""
+    """Return jobs of all operations and shapes, with weights, arrays and a model of their own."""
     rng = np.random.default_rng(seed)
-    jobs = []
+    jobs = [*_make_convolutions(device, rng), *_make_generation(device, seed)]
     for k, n, group_size in SHAPES:
         weight = PackedWeight(*(_place(a, device) for a in _tensors(random_weight(rng, k, n, group_size))))
-        jobs += jobs_of(weight, device, rng)
+        jobs += _make_products(weight, device, rng)
     return jobs
 
 
@@ -71,39 +82,62 @@ def _place(a: Any, device: int) -> Any:
     return placement.to_device(a, device)
 
 
-def jobs_of(weight: PackedWeight, device: int, rng: np.random.Generator) -> list[Job]:
+def _make_products(weight: PackedWeight, device: int, rng: np.random.Generator) -> list[Job]:
     """Return a weight's jobs for all rows."""
     layer = AwqLinear(weight, activation="silu")
-    int8 = AwqLinear(weight, x_dtype="int8")
-    jobs = []
+    integer = {"int8": AwqLinear(weight, x_dtype="int8")}
+    if device == HOST or devices.of(device).arch >= 89:
+        integer["fp8"] = AwqLinear(weight, x_dtype="fp8")
+    jobs = [Job(f"dequantize of {weight}", lambda: cupy_awq.dequantize(*_tensors(weight)))]
     for m in ROWS if device != HOST else ROWS[:4]:
         x = _place(random_activations(rng, m, weight.shape[0]), device)
         out = _place(np.zeros((m, weight.shape[1]), np.float16), device)
         calls: dict[str, Call] = {
             "layer": lambda x=x: layer(x),
             "layer into out": lambda x=x, out=out: layer(x, out=out),
-            "int8": lambda x=x: int8(x),
+            "new layer": lambda x=x: AwqLinear(weight)(x),
             "gemm": lambda x=x: cupy_awq.gemm(x, *_tensors(weight)),
             "plan": lambda x=x, out=out: cupy_awq.plan(x, weight)(x, out),
+            **{name: lambda x=x, quantized=quantized: quantized(x) for name, quantized in integer.items()},
         }
         if device != HOST:
-            calls["graph"] = capture(weight, x, out)
+            calls["graph"] = _capture(weight, x, out)
+            calls["new graph"] = lambda x=x, out=out: _capture(weight, x, out)()
         jobs += [Job(f"{name} of {m} x {weight}", call) for name, call in calls.items()]
     return jobs
 
 
-def capture(weight: PackedWeight, x: Any, out: Any) -> Call:
+def _make_convolutions(device: int, rng: np.random.Generator) -> list[Job]:
+    codes = rng.integers(0, 16, (32, 3, 3, 16), np.uint8)
+    filters = BlockQuantizedWeight(_place(codes, device), _place(np.ones((32, 1), np.float16), device), None)
+    images = rng.standard_normal((2, 16, 14, 14))
+    x, x_int8 = _place(images.astype(np.float16), device), _place((50 * images).astype(np.int8), device)
+    codes_int8, scale = _place(codes.view(np.int8), device), _place(np.ones(32, np.float32), device)
+    return [
+        Job("conv2d of 14 x 14", lambda: cupy_awq.conv2d(x, filters, padding=1)),
+        Job("conv2d_int8 of 14 x 14", lambda: cupy_awq.conv2d_int8(x_int8, codes_int8, scale, x_scale=1, out_scale=99)),
+    ]
+
+
+def _make_generation(device: int, seed: int) -> list[Job]:
+    with tempfile.TemporaryDirectory() as folder:
+        model = llm.load(llm_models.folder(Path(folder), llm_models.QWEN3), device="cpu" if device == HOST else device)
+    prompts = [f"{seed} abc", "a longer prompt than the first"]
+    return [Job("generate of 2", lambda: repr([found.tokens for found in model.generate(prompts, max_tokens=6)]))]
+
+
+def _capture(weight: PackedWeight, x: Any, out: Any) -> Call:
     """Return a replay of a captured plan, whose workspace is its own."""
     import cupy
 
     plan = cupy_awq.plan(x, weight, out=out)
-    stream = cupy.cuda.get_current_stream()
-    stream.begin_capture()
-    plan(x, out)
-    graph = stream.end_capture()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        plan(x, out)
+        graph = stream.end_capture()
 
     def replay(plan: Any = plan) -> Any:  # the plan's workspace must live as long as the graph
-        graph.launch()
+        graph.launch(cupy.cuda.get_current_stream())
         return out
 
     return replay
@@ -128,26 +162,16 @@ def failing_allocations(device: int, every: int, random: np.random.Generator) ->
         yield
 
 
-@contextmanager
-def on_a_stream(device: int) -> Iterator[None]:
-    """Make a new stream of the device current."""
-    if device == HOST:
-        yield
-        return
-    import cupy
-
-    with cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True):
-        yield
-
-
-def used_bytes(device: int) -> int:
-    """Return the bytes in use: of CuPy's pool, or of this process on the CPU."""
+def used_bytes(device: int) -> dict[str, int]:
+    """Return the memory of this process in bytes by kind: resident on the host, and on a GPU that of CuPy's pool."""
+    status = Path("/proc/self/statm")
+    used = {"host": int(status.read_text().split()[1]) * 4096 if status.exists() else 0}
     if device != HOST:
         import cupy
 
-        return int(cupy.get_default_memory_pool().used_bytes())
-    status = Path("/proc/self/statm")
-    return int(status.read_text().split()[1]) * 4096 if status.exists() else 0
+        pool = cupy.get_default_memory_pool()
+        used |= {"arrays": int(pool.used_bytes()), "pool": int(pool.total_bytes())}
+    return used
 
 
 class Soak:
@@ -155,20 +179,28 @@ class Soak:
 
     Attributes:
         counts: the calls by their outcome.
+        operations: the right results by operation.
         faults: what went wrong, in words.
+        growth: by kind of memory, the peak of the second half less that of the first half, in bytes.
     """
 
     def __init__(self, device: int, failures: int) -> None:
         self.device, self.failures = device, failures
         self.counts: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
         self.faults: list[str] = []
+        self.growth: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._shared = make_jobs(device, 0)
+        with self._on_device():
+            self._shared = make_jobs(device, 0)
         self._ready: threading.Barrier | None = None
         self._end = 0.0
 
+    def _on_device(self) -> Any:
+        return placement.use_device(self.device)
+
     def run(self, threads: int, seconds: float) -> None:
-        """Run the threads for some seconds and compare the memory in use at half time and at the end."""
+        """Run the threads for some seconds, with a progress line now and then on stderr."""
         self._ready = threading.Barrier(threads + 1)
         workers = [threading.Thread(target=self._work, args=(seed,), daemon=True) for seed in range(1, threads + 1)]
         for worker in workers:
@@ -177,28 +209,55 @@ class Soak:
         self._ready.wait()
         start = time.monotonic()
         self._end = start + seconds
-        time.sleep(seconds / 2)
-        half = used_bytes(self.device)
+        peaks: list[Counter[str]] = [Counter(), Counter()]
+        shown = 0.0
+        while (elapsed := time.monotonic() - start) < seconds:
+            peaks[elapsed > seconds / 2] |= Counter(used_bytes(self.device))
+            if elapsed - shown >= max(2.0, seconds / 40):
+                shown = elapsed
+                print(f"soak: {elapsed:.0f} of {seconds:g} s: {self.describe()}", file=sys.stderr, flush=True)
+            time.sleep(min(0.2, seconds / 20))
         for worker in workers:
             worker.join()
-        growth = used_bytes(self.device) - half
-        print(f"memory in use: {half / 1e6:.1f} MB at half time, {growth / 1e6:+.1f} MB at the end")
-        if growth > MAX_GROWTH_BYTES:
-            self.faults.append(f"memory: expected growth of at most {MAX_GROWTH_BYTES} bytes, got {growth}")
+        self.growth = {kind: peak - peaks[0][kind] for kind, peak in peaks[1].items()}
+        for kind, growth in self.growth.items():
+            if growth > MAX_GROWTH_BYTES:
+                self.faults.append(f"{kind} memory: expected growth of at most {MAX_GROWTH_BYTES} bytes, got {growth}")
+
+    def describe(self) -> str:
+        """Return the counts and the memory in one line."""
+        with self._lock:
+            counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.counts.items()))
+            faults = len(self.faults)
+        used = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in used_bytes(self.device).items())
+        return f"{counts}, {faults} faults; {used}"
 
     def _work(self, seed: int) -> None:
         random = np.random.default_rng(seed)
         assert self._ready is not None
-        with on_a_stream(self.device):
+        with self._on_device():
             try:
-                with self._lock:  # no thread may allocate while another one captures
+                with self._lock:  # the first calls of all threads would compile the same kernels
                     own = make_jobs(self.device, seed)
-                # Graphs and outputs belong to one thread; a layer without an ``out`` serves all threads.
-                jobs = own + [job for job in self._shared if job.name.startswith(("layer of", "int8", "gemm"))]
+                # Graphs, outputs and models belong to one thread; a layer without an ``out`` serves all threads.
+                alone = {"layer into out", "plan", "graph", "new graph", "generate"}
+                jobs: dict[str, list[Job]] = {}
+                for job in own + [job for job in self._shared if job.operation not in alone]:
+                    jobs.setdefault(job.operation, []).append(job)
+                streams = self._make_streams()
             finally:
                 self._ready.wait()
-            for _ in itertools.takewhile(lambda _: time.monotonic() < self._end, itertools.count()):
-                self._call(jobs[int(random.integers(len(jobs)))], random)
+            while time.monotonic() < self._end:
+                choices = jobs[list(jobs)[random.integers(len(jobs))]]
+                with streams[random.integers(len(streams))]:
+                    self._call(choices[random.integers(len(choices))], random)
+
+    def _make_streams(self) -> list[Any]:
+        if self.device == HOST:
+            return [placement.use_device(HOST)]
+        import cupy
+
+        return [cupy.cuda.Stream.null, *(cupy.cuda.Stream(non_blocking=True) for _ in range(STREAMS))]
 
     def _call(self, job: Job, random: np.random.Generator) -> None:
         fault = ""
@@ -213,23 +272,30 @@ class Soak:
             outcome, fault = "error", f"{job.name}: expected a result or MemoryError, got {error!r}"
         with self._lock:
             self.counts[outcome] += 1
+            self.operations[job.operation] += outcome == "right"
             self.faults += [fault] if fault else []
 
 
 def main() -> int:
     """Parse the arguments, run, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, required=True, help="how long to run")
+    parser.add_argument("--seconds", type=float, required=True, help="how long to run, after the first calls")
     parser.add_argument("--threads", type=int, default=8, help="(default: 8)")
     parser.add_argument("--failures", type=int, default=50, help="one allocation in this many fails (default: 50)")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="(default: the GPU if there is one)")
     arguments = parser.parse_args()
     device = placement.resolve("cpu" if arguments.device == "cpu" else None)
+    if arguments.device == "gpu" and device == HOST:
+        parser.error("--device gpu: expected an NVIDIA GPU, found none")
     soak = Soak(device, arguments.failures)
     soak.run(arguments.threads, arguments.seconds)
-    print(f"{placement.device_name(device)}, {arguments.threads} threads, {arguments.seconds:g} s: {dict(soak.counts)}")
-    print("\n".join(soak.faults[:20]))
-    return 1 if soak.faults or not soak.counts["right"] else 0
+    growth = ", ".join(f"{kind} {size / 1e6:+.1f} MB" for kind, size in soak.growth.items())
+    print("right results:", ", ".join(f"{count} {name}" for name, count in sorted(soak.operations.items())))
+    for fault in soak.faults[:20]:
+        print(fault)
+    where = f"{placement.device_name(device)}, {arguments.threads} threads, {arguments.seconds:g} s"
+    print(f"soak: {where}: {soak.describe()}; growth {growth}")
+    return 1 if soak.faults or not soak.operations.total() else 0
 
 
 if __name__ == "__main__":
