@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """AWQ INT4 weight-only linear algebra for NVIDIA GPUs, with no PyTorch.
 
-y = x @ W for x [..., K] in float16, bfloat16 or float32 and W [K, N] as 4-bit codes with a scale and a zero point for
-each group of ``group_size`` rows. NumPy arrays are computed on the CPU, CuPy arrays on their GPU.
+The operations compute y = x @ W for x [..., K] in float16, bfloat16 or float32, and W [K, N] as 4-bit codes with a
+scale and a zero point for each column and group of ``group_size`` rows. They run on the CPU for NumPy arrays, and on
+the GPU for CuPy arrays.
 
-A public name is imported from its module when it is first used, so that importing one part of the package, such as
-``cupy_awq.checkpoint``, loads that part alone.
+A public name is imported from its module at its first use, so importing one part of the package, such as
+``cupy_awq.checkpoint``, does not load the others.
 """
 
 import importlib
@@ -60,5 +61,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, whether imported yet or not."""
+    """Return all public names, including those not imported yet."""
     return sorted({*globals(), *_MODULES, *_SUBMODULES})

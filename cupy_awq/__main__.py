@@ -5,7 +5,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # Until `main` can handle KeyboardInterrupt, an interrupt ends the process at once and without a traceback.
+    # Until `main` handles KeyboardInterrupt, Ctrl-C ends the process immediately and without a traceback.
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The activations of GEMM epilogues: their public names, and their formulas in float32 NumPy for the CPU path.
 
-This table is the source of the names. To add an activation, add its formula to `FUNCTIONS`, its enumerator ("silu" is
-``kSilu``) and its case to ``cuda_src/common/epilogue.cuh``, and its name to the docstrings of `cupy_awq.gemm`,
-`AwqLinear` and `reference.matmul`. The operations on block-quantized weights support only "clamp" and raise ValueError
-for all others.
+To add an activation, follow "How to add an activation to every kernel" in ``.github/CONTRIBUTING.md``. Operations on
+block-quantized weights support only "clamp" and raise ValueError for all others.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ class Activation(NamedTuple):
     """The activation that an epilogue applies to x @ W + bias, with its parameters."""
 
     kind: str | None = None
-    """The function: a key of `FUNCTIONS`, "clamp" (to ``limits``), or None for the identity."""
+    """The name of the function: a key of `FUNCTIONS`, "clamp" (to ``limits``), or None for the identity."""
     limits: tuple[float, float] = (0.0, 0.0)
     """The bounds (low, high) of "clamp"; unused by other kinds."""
     gated: bool = False
@@ -48,7 +46,7 @@ def _silu(v: Any) -> Any:
 
 
 def _gelu(v: Any) -> Any:
-    """Return GELU of v in the tanh approximation."""
+    """Return GELU(v) in the tanh approximation."""
     inner = F32(0.7978845608028654) * (v + F32(0.044715) * v * v * v)
     return F32(0.5) * v * (F32(1) + np.tanh(inner))
 
@@ -62,7 +60,7 @@ ACTIVATIONS = {
     **{name: Activation(name) for name in FUNCTIONS},
     "swiglu": Activation("silu", gated=True),
 }
-"""The activations by public name."""
+"""The activations by the name that users pass."""
 
 
 def enumerator(kind: str | None) -> str:

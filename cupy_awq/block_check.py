@@ -242,7 +242,7 @@ def validate_float_product(
 ) -> QuantizedProduct:
     """Validate the arguments of `cupy_awq.linear_int8` and return the sizes of the GEMM.
 
-    x is not quantized yet; the returned block size is the weight's.
+    x is not quantized yet, so the returned block size is that of the weight.
 
     Raises:
         TypeError, ValueError: an argument is invalid or contradicts another; the message names it.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NumPy reference of convolutions and int8 and FP8 GEMMs.
+"""The NumPy reference implementation of convolutions and of int8 and FP8 GEMMs.
 
-Sums of integers are exact, and the remaining arithmetic is float64 unless a docstring says otherwise.
+Sums of integers are exact; all other arithmetic is float64 unless a docstring states otherwise.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Array = npt.NDArray[Any]
 F32 = np.float32
 
 SMALLEST_SCALE = F32(1e-5)
-"""The scale (a threshold from MNN) at or below which an asymmetric block gets scale 1 and its maximum as offset."""
+"""The largest scale that counts as zero, as in MNN. An asymmetric block then gets scale 1 and its maximum as offset."""
 SMALLEST_WEIGHT_SCALE = F32(1e-6)
-"""The lower bound (from MNN) to which `conv2d_int8` raises smaller weight scales."""
+"""The smallest weight scale of `conv2d_int8`, as in MNN; smaller scales are replaced by this one."""
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 SMALLEST_FP8_ROW = F32(2.0**-100)
-"""The lower bound of max|x| of a row when its e4m3 scale is computed."""
+"""The smallest max|x| from which the e4m3 scale of a row is computed; a smaller maximum is replaced by this one."""
 
 
 def quantize(x: Array, block_size: int, symmetric: bool, rounding: str) -> tuple[Array, Array, Array | None, Array]:
-    """Compute `cupy_awq.quantize_activations` in float32, rounded after each operation."""
+    """Return the result of `cupy_awq.quantize_activations`, computed in float32, rounding after each operation."""
     m, k = x.shape
     blocks = -(-k // block_size)
     codes, sums = np.empty((m, k), np.int8), np.empty((m, blocks), np.int32)
@@ -69,8 +69,8 @@ def quantize_fp8(x: Array, block_size: int) -> tuple[Array, Array, Array]:
         scale = max|x| / 448,  code = e4m3(x * (448 / max|x|)), rounded to float32 after each operation
 
     Returns:
-        The bits of the codes, uint8 [M, K]; the scale of each row, float32 [M]; and the sums of the code values over
-        each block of ``block_size`` columns, float32 [M, blocks]. A row with infinity or NaN has scale NaN and codes 0.
+        The bits of the codes, uint8 [M, K]; the scale of each row, float32 [M]; and the sum of the e4m3 values in each
+        block of ``block_size`` columns, float32 [M, blocks]. A row with infinity or NaN has scale NaN and codes 0.
     """
     rows = x.astype(F32)
     largest = np.abs(rows).max(1, keepdims=True)
@@ -90,7 +90,7 @@ def linear_fp8(
     activation: Activation,
     out: Array,
 ) -> Array:
-    """Compute `cupy_awq.linear_fp8` into ``out``: quantization as in `quantize_fp8`, the GEMM in float64."""
+    """Compute `cupy_awq.linear_fp8`: quantize x as in `quantize_fp8`, multiply in float64, and write y to ``out``."""
     codes, scale, sums = quantize_fp8(x, product.block_size)
     scales = np.broadcast_to(scale[:, None], sums.shape)
     return gemm(codes.view(E4M3), scales, None, sums, weight, product, bias, activation, out)
@@ -108,15 +108,15 @@ def gemm(
     activation: Activation,
     out: Array,
 ) -> Array:
-    """Compute `cupy_awq.gemm_int8` into ``out`` in float64.
+    """Compute `cupy_awq.gemm_int8` in float64 and write y to ``out``.
 
         y = sum over blocks b of  s_x * (C * s_w + sum_x * o_w) + o_x * (sum_w * s_w + size * o_w)
 
-    s and o are the scales and offsets of block b, C the exact integer product of the codes, sum_x and sum_w the sums of
-    the codes in the block, and size its number of columns.
+    In block b, s and o are the scales and offsets, C is the exact integer product of the codes, sum_x and sum_w are the
+    sums of the codes, and size is the number of columns.
     """
     codes = weight.codes.reshape(product.n, product.k).astype(np.float64) - 2.0 ** (weight.bits - 1)
-    rows = xq.astype(np.float64)  # float64 holds sums of products below 2**53 exactly
+    rows = xq.astype(np.float64)  # sums of products are below 2**53, so float64 represents them exactly
     scales = weight.scale.astype(np.float64)
     offsets = None if weight.offset is None else weight.offset.astype(np.float64)
     y = np.zeros((product.m, product.n))
@@ -145,7 +145,7 @@ def conv2d(
     activation: Activation,
     out: Array,
 ) -> Array:
-    """Compute `cupy_awq.conv2d` into ``out`` in float64."""
+    """Compute `cupy_awq.conv2d` in float64 and write y to ``out``."""
     codes = weight.codes.astype(np.float64) - 2.0 ** (weight.bits - 1)
     at = np.arange(weight.shape[3]) // weight.block_size
     values = codes * weight.scale.astype(np.float64)[:, None, None, at]
@@ -166,15 +166,15 @@ def conv2d_int8(
     limits: tuple[int, int],
     out: Array,
 ) -> Array:
-    """Compute `cupy_awq.conv2d_int8` into ``out``.
+    """Compute `cupy_awq.conv2d_int8` and write y to ``out``.
 
     Args:
         x: the input, int8.
         codes: the weight codes [Co, Kh, Kw, Ci/groups].
         shape: the sizes of the convolution.
-        fused: int32 per output channel to add to the accumulators: bias and zero-point corrections.
-        multiplier: float32 per output channel from accumulators to output codes.
-        x_zero: the zero point of x, with which the padding is filled.
+        fused: int32 [Co], the bias and the zero-point correction, which are added to the accumulators.
+        multiplier: float32 [Co], the factor that converts accumulators to output codes.
+        x_zero: the zero point of x, which is also the value of the padding.
         limits: the bounds (low, high) of the output codes.
         out: the output, int8.
     """
@@ -186,7 +186,10 @@ def conv2d_int8(
 
 
 def correlate(x: Array, w: Array, shape: ConvolutionShape, fill: float) -> Array:
-    """Return the correlation of x, padded with ``fill``, and w [Co, Kh, Kw, Ci/groups] as float64 [batch, *out, Co]."""
+    """Return the convolution of x, padded with ``fill``, and w [Co, Kh, Kw, Ci/groups].
+
+    The result is float64 [batch, height, width, Co].
+    """
     pixels = x if shape.nhwc else x.transpose(0, 2, 3, 1)
     pixels = np.pad(pixels, ((0, 0), *shape.padding, (0, 0)), constant_values=fill)
     groups = shape.groups
@@ -199,7 +202,10 @@ def correlate(x: Array, w: Array, shape: ConvolutionShape, fill: float) -> Array
 
 
 def _taps(pixels: Array, shape: ConvolutionShape) -> Iterator[tuple[tuple[int, int], Array]]:
-    """Yield ((row, column) of a filter tap, view of the padded pixels that it multiplies [batch, *out, Ci])."""
+    """Yield ((row, column) of a filter tap, pixels that the tap multiplies).
+
+    The pixels are a view [batch, height, width, Ci] of the padded input.
+    """
     (sy, sx), (wide_y, wide_x), (oh, ow) = shape.stride, shape.dilation, shape.out
     for dy in range(shape.kernel[0]):
         for dx in range(shape.kernel[1]):
@@ -212,7 +218,7 @@ def _per_output(bias: Array | None, shape: ConvolutionShape) -> Array | None:
 
 
 def finish(y: Array, bias: Array | None, activation: Activation, out: Array) -> Array:
-    """Add the bias to y, apply the activation, and write the result to ``out``, rounded once; return ``out``."""
+    """Add the bias to y, apply the activation, write the result to ``out`` with one rounding, and return ``out``."""
     if bias is not None:
         y = y + bias.astype(np.float64)
     if activation.kind == "clamp":

@@ -16,27 +16,27 @@ from cupy_awq.packing import namespace, pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight, check_packed
 
 MAX_ZERO_POINT = 8
-"""The largest magnitude of a zero point, for which (4-bit code - 8) + zero point stays within -16 .. 15."""
+"""The largest magnitude of a zero point: (4-bit code - 8) + zero point is then within -16 .. 15."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class BlockQuantizedWeight:
-    """A weight [Co, Kh, Kw, Ci/groups] of 4- or 8-bit codes, with a scale and an offset for each block of channels.
+    """A weight [Co, Kh, Kw, Ci/groups] of 4- or 8-bit codes with a scale and an offset per block of input channels.
 
         value[co, y, x, ci] = (code[co, y, x, ci] - 2**(bits - 1)) * scale[co, b] + offset[co, b],  b = ci // block_size
 
-    A linear layer of K in features and N out features is [N, 1, 1, K]. 4-bit codes are stored eight to a word.
+    The weight of a linear layer with K in features and N out features has the shape [N, 1, 1, K].
 
     Args:
-        codes: [Co, Kh, Kw, Ci/groups] uint8, one code per element, below 2**bits.
-        scale: [Co, blocks] float16, bfloat16 or float32.
-        offset: an array of the shape and dtype of scale, or None if all offsets are 0.
-        bits: 4 or 8.
-        block_size: the number of input channels (within their group) that share a scale; the last block may be
-            shorter. By default ceil(Ci/groups / blocks).
+        codes: the codes, uint8 [Co, Kh, Kw, Ci/groups], each below 2**bits.
+        scale: the scales, float16, bfloat16 or float32 [Co, blocks].
+        offset: the offsets, an array of the shape and dtype of ``scale``; None if all are 0.
+        bits: the number of bits per code, 4 or 8.
+        block_size: the number of input channels per block; the last block of a channel group may be shorter. By default
+            ceil(Ci/groups / blocks).
 
-    All arrays are NumPy arrays, or CuPy arrays on one GPU. Do not modify them afterwards: kernels read layouts that
-    are derived from them at the first use.
+    All arrays are NumPy arrays, or CuPy arrays on one GPU. Do not modify them: at the first use, layouts for the
+    kernels are derived from the arrays and cached.
 
     Raises:
         TypeError: an argument is not an array, lies on another device than the others, or has an unsupported dtype.
@@ -48,8 +48,11 @@ class BlockQuantizedWeight:
     """
 
     stored: Array
-    """The codes: for 8 bits uint8 [Co, Kh, Kw, Ci/groups]; for 4 bits int32 [Kh * Kw * Ci/groups, ceil(Co / 8)], words
-    in AWQ order as in `PackedWeight.qweight`."""
+    """The codes as they are stored.
+
+    8-bit codes are uint8 [Co, Kh, Kw, Ci/groups]. 4-bit codes are words in AWQ order, as in `PackedWeight.qweight`:
+    int32 [Kh * Kw * Ci/groups, ceil(Co / 8)].
+    """
     shape: tuple[int, int, int, int]
     """The shape of the weight, (Co, Kh, Kw, Ci/groups)."""
     scale: Array
@@ -59,7 +62,7 @@ class BlockQuantizedWeight:
     bits: int
     """The number of bits per code, 4 or 8."""
     block_size: int
-    """The number of input channels per block; the channels of a block share one scale and offset per output channel."""
+    """The number of input channels per block. A block has one scale and one offset for each output channel."""
     device: int
     """The device ordinal, or `check.HOST`."""
 
@@ -103,15 +106,15 @@ class BlockQuantizedWeight:
 
     @cached_property
     def zero_points(self) -> Array | None:
-        """The zero points offset / scale, int8 [Co, blocks], if all are integers in -8 .. 8, as in AWQ; else None.
+        """The zero points offset / scale, int8 [Co, blocks]; None unless all are integers in -8 .. 8, as in AWQ.
 
-        With zero points, a value is (code - 8 + zero_point) * scale, without an offset. None for 8-bit weights.
+        With zero points, a value is (code - 8 + zero_point) * scale, without an offset. 8-bit weights have None.
         """
         if self.bits == 8 or self.offset is None:
             return None
         xp = namespace(self.scale)
         scale, offset = self.scale.astype(np.float32), self.offset.astype(np.float32)
-        with np.errstate(all="ignore"):  # scales and offsets that are not finite yield None
+        with np.errstate(all="ignore"):  # scales and offsets that are not finite give None without a warning
             quotient = xp.rint(offset / xp.where(scale == 0, np.float32(1), scale))
             quotient = xp.clip(quotient, -MAX_ZERO_POINT, MAX_ZERO_POINT)
             zero_points = quotient.astype(np.int8)
@@ -119,11 +122,11 @@ class BlockQuantizedWeight:
 
     @cached_property
     def layouts(self) -> dict[Any, Any]:
-        """The cache of derived weight layouts that kernels read, by the keys passed to `layout`."""
+        """The cached layouts of the weight that kernels read, by the key that is passed to `layout`."""
         return {}
 
     def layout(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the cached layout of ``key``; at the first use, make it with ``make()``."""
+        """Return the layout with the key ``key``; at the first call, create it by ``make()`` and cache it."""
         if key not in self.layouts:
             self.layouts[key] = make()
         return self.layouts[key]
@@ -141,16 +144,17 @@ class BlockQuantizedWeight:
 def from_mnn(
     packed: Array, scale: Array, offset: Array | None, /, *, kernel: tuple[int, int], in_channels: int, bits: int = 4
 ) -> BlockQuantizedWeight:
-    """Return a weight from MNN's layout for weight-only convolutions.
+    """Convert a weight in MNN's layout for weight-only quantized convolutions.
 
     Args:
-        packed: for bits=4 uint8 [Co_p, Kh*Kw, Ci_p/2], where byte s holds channel 2s in its high nibble and channel
-            2s + 1 in its low nibble, each as q + 8; for bits=8 int8 [Co_p, Kh*Kw, Ci_p]. Co_p and Ci_p are Co and Ci
-            rounded up to multiples of 8.
-        scale, offset: [Co, blocks] as in `BlockQuantizedWeight`; ``in_channels`` is a multiple of blocks.
-        kernel: (Kh, Kw).
-        in_channels: Ci, without padding.
-        bits: 4 or 8.
+        packed: the codes q. For 4 bits, q + 8 as uint8 [Co_p, Kh*Kw, Ci_p/2], where byte s holds channel 2s in its high
+            nibble and channel 2s + 1 in its low nibble; for 8 bits, q as int8 [Co_p, Kh*Kw, Ci_p]. Co_p and Ci_p are Co
+            and Ci rounded up to multiples of 8.
+        scale, offset: the scales and offsets [Co, blocks], as in `BlockQuantizedWeight`; ``in_channels`` must be a
+            multiple of blocks.
+        kernel: the filter size (Kh, Kw).
+        in_channels: the number of input channels Ci, without padding.
+        bits: the number of bits per code, 4 or 8.
 
     Raises:
         TypeError, ValueError: an argument is invalid or contradicts another; the message names it.
@@ -188,9 +192,9 @@ def from_mnn(
 
 
 def from_packed(weight: PackedWeight, /) -> BlockQuantizedWeight:
-    """Convert an AWQ weight [K, N] to [N, 1, 1, K] for `gemm_int8`, with the same values and its groups as blocks.
+    """Convert an AWQ weight [K, N] to a block-quantized weight [N, 1, 1, K] with the same values; groups become blocks.
 
-    The codes are shared, not copied. Scales and offsets become float32, in which (8 - zero) * scale is exact.
+    The codes are not copied but shared. Scales and offsets become float32, in which (8 - zero) * scale is exact.
 
     Raises:
         TypeError: ``weight`` is not a `PackedWeight`.
@@ -221,9 +225,9 @@ def _check_bits(bits: Any) -> None:
 def _checked_block_size(
     shape: tuple[int, ...], scale: Array, offset: Array | None, block_size: int | None, device: int
 ) -> int:
-    """Return the block size, ``block_size`` or inferred from the scales, for codes of ``shape``.
+    """Return the block size for codes of ``shape``: ``block_size``, or by default the one inferred from the scales.
 
-    Raises TypeError or ValueError if scale, offset or block size do not fit the codes.
+    Raises TypeError or ValueError if scales, offsets or block size do not fit the codes.
     """
     outputs, channels = shape[0], shape[3]
     check.validate_device(scale, "scale", device, "codes")
@@ -255,5 +259,5 @@ def _packed(codes: Array) -> Array:
     columns[:, :outputs] = codes.reshape(outputs, -1).T
     words = pack_int4(columns)
     if xp is not np:
-        xp.cuda.get_current_stream().synchronize()  # other streams may use the weight next
+        xp.cuda.get_current_stream().synchronize()  # the weight may be used by other streams without synchronization
     return words

@@ -61,7 +61,7 @@ SCALES = (FLOAT16, BFLOAT16)
 _DTYPE_NAMES = {name: dtype for dtype in FLOATS for name in (dtype.name, dtype.str, dtype.str[1:], dtype.char)}
 _DTYPE_NAMES |= {"half": FLOAT16, "single": FLOAT32}
 
-_DLPACK_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
+_DLPACK_CUDA = (2, 13)  # the device types kDLCUDA and kDLCUDAManaged of dlpack.h
 
 
 class WeightSpec(NamedTuple):
@@ -170,7 +170,7 @@ def validate_float_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
     if isinstance(dtype, str):
         found = _DTYPE_NAMES.get(dtype)
     elif isinstance(dtype, (type, np.dtype)):
-        with contextlib.suppress(TypeError):  # raised by np.dtype for a type that is not a NumPy scalar type
+        with contextlib.suppress(TypeError):  # np.dtype raises TypeError for a type without a dtype
             found = np.dtype(dtype)
     if found not in FLOATS:
         raise TypeError(f"{name}: expected {_names(FLOATS)}, got {check_scalar.shorten(dtype)}")
@@ -292,7 +292,7 @@ def validate_activation(activation: Any) -> Activation:
     try:
         with np.errstate(over="ignore"):
             low, high = (float(np.float32(limit)) for limit in pair)  # kernels clamp in float32, where 1e300 is inf
-    except OverflowError:  # raised by np.float32 for an integer beyond the range of float64
+    except OverflowError:  # np.float32 raises it for an integer beyond the range of float64
         low, high = np.nan, np.nan
     if not low <= high:
         raise ValueError(f"activation: expected (low, high) with low <= high, got {got}")

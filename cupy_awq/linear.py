@@ -24,37 +24,41 @@ if TYPE_CHECKING:
     from cupy_awq.block_weight import BlockQuantizedWeight
 
 MAX_LAUNCHES = 256
-"""The largest number of launches that a layer caches, one per layout of the arguments; each batch size is a layout."""
+"""The largest number of launches that a layer caches, one for each set of shapes, strides and dtypes of arguments."""
 
 
 class AwqLinear:
     """A linear layer y = activation(x @ W + bias) with a `PackedWeight`, on the device of the weight.
 
-    ``layer(x, out=None, residual=None, dtype=None)`` returns activation(x @ W + bias) + residual: [..., N] of x's dtype
-    for x [..., K] in float16, bfloat16 or float32; N/2 columns with "swiglu". The arguments mean the same as in `gemm`.
-    The launch for each layout of the arguments is cached, so later calls with the same layouts skip validation and
-    kernel selection. Threads and streams may share a layer.
+    ``layer(x, out=None, residual=None, dtype=None)`` returns activation(x @ W + bias) + residual. For x [..., K] in
+    float16, bfloat16 or float32, y is [..., N] in the dtype of x; with "swiglu" it has N/2 columns. The arguments have
+    the same meaning as in `gemm`. Launches are cached: a call with the shapes, strides and dtypes of an earlier call
+    skips validation and kernel selection. Threads and streams may share a layer.
 
-    On a Hopper GPU the layer makes a copy of the weight in the repacked layout, which its fastest kernels read. There,
-    a GEMM of 33 or more rows may round each weight to x's dtype before it multiplies, as `dequantize` does.
+    On a Hopper GPU the layer also stores the weight in the repacked layout, which the fastest kernels read. There, a
+    GEMM of 33 or more rows may round each dequantized weight to the dtype of x, as `dequantize` does.
 
     Args:
         weight: the weight [K, N], on the CPU or on a GPU.
-        bias: [N] float16, bfloat16 or float32 on the weight's device, or None.
+        bias: float16, bfloat16 or float32 [N] on the device of the weight, or None.
         activation: None, "relu", "relu6", (low, high), "silu", "gelu" or "swiglu", as in `gemm`.
-        x_dtype: None to multiply x as it is, or the dtype to which each call quantizes x, for 8-bit tensor cores.
+        x_dtype: None to multiply x as it is, or the dtype to which each call quantizes x, to use 8-bit tensor cores.
             With "int8" (W4A8), each group of a row of x has one scale, and an element of y changes by at most the sum
             over the groups of max|x| / 254 * sum|W|; see `linear_int8`. With "fp8" (e4m3), each row of x has one scale,
             and an element of y changes by at most the sum over K of |x| |W| / 17, and by more where |x| is below
             1/28672 of its row's maximum; see `linear_fp8`, also for the GPUs that support it. Such a layer supports
             the activations None, "relu", "relu6" and (low, high), and no residual.
-        keep_weight: False to free the AWQ tensors after they are repacked, which halves the memory of the layer. Such a
-            layer accepts only float16 and bfloat16 x, and cannot be copied, pickled or concatenated. A layer without a
-            repacked copy, or with an ``x_dtype``, keeps its weight.
+        keep_weight: False to free the AWQ tensors after repacking, which halves the memory of the layer. The layer then
+            accepts x only in float16 and bfloat16, and cannot be copied, pickled or concatenated. A layer without a
+            repacked copy, or with an ``x_dtype``, always keeps its AWQ tensors.
+        batch_invariant: True to give each row of y the same bits whatever the other rows of x and their number, also in
+            a `plan`: one order of additions along K for every M, which K, N, the group size, the dtypes and the GPU
+            determine. On a Hopper GPU a GEMM of any M may then round each dequantized weight to the dtype of x. Not
+            with an ``x_dtype``.
 
     Raises:
-        TypeError, ValueError: an argument does not fit the weight. A call raises them for x, out, residual and dtype.
-        MemoryError: the memory of the GPU is exhausted, here or in a call; the layer can still be used.
+        TypeError, ValueError: an argument does not fit the weight; in a call: x, out, residual or dtype.
+        MemoryError: the GPU memory is exhausted, at construction or in a call; the layer can still be used.
 
     >>> import numpy as np
     >>> import cupy_awq
@@ -66,6 +70,7 @@ class AwqLinear:
 
     __slots__ = (
         "_activation",
+        "_batch_invariant",
         "_bias",
         "_launches",
         "_operand",
@@ -85,6 +90,7 @@ class AwqLinear:
         activation: Any = None,
         x_dtype: str | None = None,
         keep_weight: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         check_packed(weight)
         (bias,) = arrays.views(bias=bias)
@@ -100,10 +106,14 @@ class AwqLinear:
         if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8")):
             raise ValueError(f"x_dtype: expected None, 'int8' or 'fp8', got {x_dtype!r}")
         self._x_dtype = x_dtype
+        self._batch_invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
+        if x_dtype is not None and batch_invariant:
+            raise ValueError(f"batch_invariant: expected False for a layer with x_dtype={x_dtype!r}, got True")
         with placement.use_device(spec.device):
             self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype is None else weight
-        # Kernels of the repacked layout need gate and up in whole weight tiles; others need the AWQ tensors.
+        # Kernels for the repacked layout need gate and up to be whole numbers of weight tiles; else the AWQ tensors
+        # are needed.
         has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0
         frees_weight = not check_scalar.validate_flag(keep_weight, "keep_weight")
         if frees_weight and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
@@ -119,16 +129,17 @@ class AwqLinear:
         activation: Any = None,
         x_dtype: str | None = None,
         keep_weight: bool = True,
+        batch_invariant: bool = False,
     ) -> AwqLinear:
         """Concatenate layers that share x, such as the query, key and value projections of attention, into one layer.
 
-        The weights and biases are copied and concatenated along N; a missing bias counts as zeros. `split` divides y
-        among the parts. [gate, up] with ``activation="swiglu"`` makes a gated layer.
+        The weights and biases are copied and concatenated along N; a missing bias counts as zeros. `split` splits y
+        into the results of the parts. The parts [gate, up] with ``activation="swiglu"`` become a gated layer.
 
         Args:
-            parts: layers without an activation and x_dtype, or weights, equal in K, group size, dtype, form of zero
-                points and device.
-            activation, x_dtype, keep_weight: settings of the new layer, as in `AwqLinear`.
+            parts: weights, or layers without activation and x_dtype. All must have the same K, group size, dtype, form
+                of zero points and device.
+            activation, x_dtype, keep_weight, batch_invariant: the settings of the new layer, as in `AwqLinear`.
 
         Raises:
             TypeError: a part is neither a layer nor a weight.
@@ -173,6 +184,7 @@ class AwqLinear:
             qzeros = None if first.zeros == "symmetric" else _joined([w.qzeros for w in weights])
             bias = _joined_bias(weights, [None if layer is None else layer.bias for layer in layers])
             options = {"activation": activation, "x_dtype": x_dtype, "keep_weight": keep_weight}
+            options["batch_invariant"] = batch_invariant
             whole = cls(PackedWeight(qweight, scales, qzeros), bias=bias, **options)
         if len(whole.splits) == 1 and whole.splits[0] == whole.shape[1]:
             whole._splits = tuple(weight.shape[1] for weight in weights)
@@ -203,22 +215,27 @@ class AwqLinear:
         return self._x_dtype
 
     @property
+    def batch_invariant(self) -> bool:
+        """True if the bits of a row of y do not depend on the other rows of x and their number."""
+        return self._batch_invariant
+
+    @property
     def shape(self) -> tuple[int, int]:
         """The shape (K, N) of the weight; y of a gated layer has N/2 columns."""
         return self._weight.shape
 
     @property
     def group_size(self) -> int:
-        """The number of rows of W per group; a group has one scale per column."""
+        """The number of rows of W per group; each column of a group has one scale."""
         return self._weight.group_size
 
     @property
     def splits(self) -> tuple[int, ...]:
-        """The number of columns of y for each part of a concatenated layer; of a layer with one part, all columns."""
+        """The number of columns of y for each part of a concatenated layer; a layer of one part has one entry."""
         return self._splits
 
     def split(self, y: Array, /) -> list[Array]:
-        """Split y [..., sum(splits)] into one view per part of a concatenated layer.
+        """Split y [..., sum(splits)] into views, one for each part of a concatenated layer.
 
         Raises:
             TypeError: y is not an array.
@@ -241,19 +258,19 @@ class AwqLinear:
     ) -> Array:
         if self._quantized is not None:
             return self._multiply_quantized(self._quantized, x, out, residual, dtype)
-        # Validation and kernel selection depend only on the layouts, so a cached launch needs neither.
+        # Validation and kernel selection depend only on shapes, strides and dtypes, so a cached launch needs neither.
         key: Any
         try:
             key = arrays.layout_key(x), arrays.layout_key(out), arrays.layout_key(residual), dtype
             launch = self._launches.get(key)
-        except (AttributeError, ValueError, TypeError):  # not CuPy arrays, or an unhashable dtype
+        except (AttributeError, ValueError, TypeError):  # arguments are not CuPy arrays, or dtype is not hashable
             key = launch = None
         if launch is not None:
             y = launch.run(x, residual, out, self._pointers)
             if y is not None:
                 return y
         options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
-        y, launch = gemm_launch.run_gemm(x, self._operand, **options)
+        y, launch = gemm_launch.run_gemm(x, self._operand, **options, batch_invariant=self._batch_invariant)
         if launch is not None and key is not None:
             gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
         return y
@@ -261,7 +278,7 @@ class AwqLinear:
     def _multiply_quantized(
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
     ) -> Array:
-        """Quantize x to ``x_dtype``, multiply by ``weight``, and return y, which is ``out`` unless that is None."""
+        """Quantize x to ``x_dtype``, multiply it by ``weight``, and return y (``out``, unless ``out`` is None)."""
         from cupy_awq.ops.quantized_linear import linear_fp8, linear_int8
 
         for name, value in (("residual", residual), ("dtype", dtype)):
@@ -294,9 +311,9 @@ class AwqLinear:
         out: Array | tuple[int, ...] | None = None,
         dtype: Any = None,
     ) -> planning.Plan:
-        """Return a `Plan` of this layer for arrays of fixed layouts, with a separate workspace.
+        """Return a `Plan` of this layer for arguments of fixed shapes, strides and dtypes, with a workspace of its own.
 
-        The arguments mean the same as in `cupy_awq.plan`.
+        The arguments have the same meaning as in `cupy_awq.plan`.
 
         Raises:
             TypeError, ValueError: an argument does not fit the weight, or the layer has an ``x_dtype``.
@@ -312,13 +329,15 @@ class AwqLinear:
                 f"x_dtype: expected None for a plan, which is one launch, got {self._x_dtype!r}, which takes two"
             )
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
+        options["batch_invariant"] = self._batch_invariant
         return planning.plan(x, self._operand, residual=residual, out=out, **options)
 
     def plan_fused(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
-        """Return a plan of this layer's GEMM fused with a residual add or RMSNorm of a decoder block.
+        """Return a plan of this layer's GEMM that is fused with the residual add or the RMSNorm of a decoder layer.
 
-        Return None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
-        the activation of the layer is not supported.
+        Returns None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
+        the activation of the layer is not supported; or if the layer is batch-invariant, because a fused GEMM rounds
+        its result in other places.
 
         Args:
             m: the number of rows of x.
@@ -334,10 +353,12 @@ class AwqLinear:
         """
         m = check_scalar.validate_integer(m, "m", 1)
         element, form = check.validate_float_dtype(dtype), check.validate_activation(self._activation)
+        if self._batch_invariant:
+            return None
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
-        """Return the name of the kernel that runs for ``m`` rows of contiguous x; "numpy" on the CPU.
+        """Return the name of the kernel that runs for a contiguous x of ``m`` rows; "numpy" on the CPU.
 
         Args:
             m: the number of rows of x.
@@ -356,23 +377,24 @@ class AwqLinear:
         if self._x_dtype is not None:
             return f"gemm_{self._x_dtype}"
         bias_dtype = None if self._bias is None else self._bias.dtype.name
-        problem = gemm_launch.gemm_problem(self._operand, form, m, element, bias_dtype=bias_dtype)
+        fields = {"bias_dtype": bias_dtype, "batch_invariant": self._batch_invariant}
+        problem = gemm_launch.gemm_problem(self._operand, form, m, element, **fields)
         return select.choose(problem, device.of(index)).name
 
     def __repr__(self) -> str:
         activation = f", activation={self._activation!r}" if self._activation is not None else ""
         x_dtype = f", x_dtype={self.x_dtype!r}" if self.x_dtype else ""
-        return f"AwqLinear({self._weight}{', bias' if self._bias is not None else ''}{activation}{x_dtype})"
+        invariant = ", batch_invariant=True" if self._batch_invariant else ""
+        return f"AwqLinear({self._weight}{', bias' if self._bias is not None else ''}{activation}{x_dtype}{invariant})"
 
     def __reduce__(self) -> Any:
-        return _restored, (self.weight, self._bias, self._activation, self.x_dtype, self._splits)
+        settings = {"activation": self._activation, "x_dtype": self.x_dtype, "batch_invariant": self._batch_invariant}
+        return _restored, (self.weight, self._bias, settings, self._splits)
 
 
-def _restored(
-    weight: PackedWeight, bias: Array | None, activation: Any, x_dtype: str | None, splits: tuple[int, ...]
-) -> AwqLinear:
-    """Rebuild a copied or unpickled layer. Cached launches are not copied: they belong to one process and device."""
-    layer = AwqLinear(weight, bias=bias, activation=activation, x_dtype=x_dtype)
+def _restored(weight: PackedWeight, bias: Array | None, settings: dict[str, Any], splits: tuple[int, ...]) -> AwqLinear:
+    """Recreate a copied or unpickled layer, without cached launches, which belong to one process and device."""
+    layer = AwqLinear(weight, bias=bias, **settings)
     layer._splits = splits
     return layer
 
@@ -393,7 +415,11 @@ def _joined(arrays: Sequence[Array]) -> Array:
 
 
 def _joined_bias(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> Array | None:
-    """Concatenate biases in their common dtype, else in float32; a missing bias is zeros. None if all are missing."""
+    """Concatenate biases along N; a missing bias counts as zeros.
+
+    Returns:
+        The bias in the common dtype of all biases, or in float32 if they differ; None if all are missing.
+    """
     types = {bias.dtype for bias in biases if bias is not None}
     if not types:
         return None

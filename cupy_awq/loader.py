@@ -15,10 +15,10 @@ from cupy_awq.weight import PackedWeight
 
 
 class Checkpoint(Mapping[str, AwqLinear | Array]):
-    """A mapping, returned by `load`, that copies layers and tensors of a checkpoint to a device at the first access.
+    """The layers and tensors of a checkpoint by name, each copied to a device at its first access; returned by `load`.
 
-    The name of a quantized module maps to an `AwqLinear`, the name of a plain tensor to an array. Later accesses return
-    the same object. Deleting the mapping frees all objects that are not referenced elsewhere.
+    A quantized module is an `AwqLinear`, a plain tensor an array. Later accesses return the same object. Deleting the
+    mapping frees all objects that are not referenced elsewhere.
 
     >>> from cupy_awq import load
     >>> from cupy_awq.tools.demo import SMOLLM2_MLP
@@ -33,7 +33,7 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
 
     def __getitem__(self, name: str) -> AwqLinear | Array:
         if name not in self._placed:
-            # If two threads race to place a tensor, setdefault returns the object that was stored first to both.
+            # If two threads create the same object, setdefault returns the one that was stored first to both threads.
             return self._placed.setdefault(name, self._place(name))
         return self._placed[name]
 
@@ -71,24 +71,24 @@ def load(path: str | os.PathLike[str], /, *, device: object = None, group_size: 
     """Open a 4-bit checkpoint as a mapping from names to `AwqLinear` layers (quantized modules) and arrays (tensors).
 
     The supported formats are AutoAWQ ("gemm", "gemv", "gemv_fast"), llm-awq, GPTQ and auto-round, compressed-tensors
-    "pack-quantized", MLX, HQQ and GGUF. All headers and scales are read and validated here. A module is read from the
-    memory-mapped file when its key is first accessed, repacked unless its format is AutoAWQ's "gemm", and copied to the
-    device once. On the CPU, layers from "gemm" files use the memory-mapped file without a copy.
+    "pack-quantized", MLX, HQQ and GGUF. All headers and scales are validated by this call. A module is read from the
+    memory-mapped file at the first access of its name, repacked unless its format is AutoAWQ's "gemm", and copied to
+    the device once. On the CPU, layers from "gemm" files use the memory-mapped file without a copy.
+
+    A module without ``qzeros`` is symmetric (every zero point is 8). A module that is not quantized appears as plain
+    tensors in their original dtype.
 
     Args:
         path: a folder with ``config.json`` (or an older file with the quantization settings) and ``model.safetensors``
             (or shards and an index); or one safetensors file, ``.gguf`` file, or ``.pt`` file of llm-awq.
-        device: "cpu", a device ordinal, or a cupy.cuda.Device. None means CuPy's current device, or the CPU without a
-            GPU.
+        device: "cpu", a device ordinal, or a cupy.cuda.Device; None for CuPy's current device (the CPU if there is no
+            GPU).
         group_size: the number of rows of W per group, for files that do not record it ("gemv" formats without a
             configuration); otherwise None.
 
-    A module without ``qzeros`` is symmetric (every zero point is 8). A module that is not quantized appears as
-    plain tensors in their original dtype.
-
     Raises:
-        CheckpointError: (a ValueError) the format is not supported, or the files are damaged or contradict each other.
-            The message names the file and the tensor. The error occurs before anything is allocated on the device.
+        CheckpointError: the format is not supported, or the files are damaged or contradict each other. The message
+            names the file and the tensor. It is a subclass of ValueError, raised before device memory is allocated.
         OSError: a file cannot be opened.
         TypeError: ``path`` or ``device`` has an unsupported type.
         ValueError: ``device`` does not exist.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing of 4-bit and 8-bit integers into 32-bit words: AWQ's INT4 order, and an INT8 order for PRMT conversion."""
+"""Packing of 4- and 8-bit integers into 32-bit words: AWQ's INT4 order, and an INT8 order for conversion by PRMT."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNPACK_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble that holds each column (0..7 within the word): the inverse of `PACK_ORDER`."""
 
 INT8_ORDER = (0, 2, 1, 3)
-"""The element (0..3 within the word) that each byte holds; the permutation is its own inverse."""
+"""The element (0..3 within the word) that each byte holds. This permutation is its own inverse."""
 
 
 def namespace(a: Array) -> Any:
@@ -31,7 +31,7 @@ def namespace(a: Array) -> Any:
 
 
 def pack_int4(codes: Array, /) -> Array:
-    """Pack codes [..., N] uint8, each from 0 to 15, into words [..., N/8] int32 in AWQ order.
+    """Pack codes, uint8 [..., N] from 0 to 15, into words, int32 [..., N/8], in AWQ order.
 
     Args:
         codes: a NumPy or CuPy array; N divisible by 8.
@@ -53,7 +53,7 @@ def pack_int4(codes: Array, /) -> Array:
 
 
 def unpack_int4(words: Array, /) -> Array:
-    """Unpack words [..., N/8] int32 in AWQ order into codes [..., N] uint8: the inverse of `pack_int4`.
+    """Unpack words in AWQ order, int32 [..., N/8], into codes, uint8 [..., N]: the inverse of `pack_int4`.
 
     Args:
         words: a NumPy or CuPy array.
@@ -68,14 +68,14 @@ def unpack_int4(words: Array, /) -> Array:
     check.validate_packable(words, "words", check.INT32, 1)
     codes = namespace(words).empty((*words.shape, 8), np.uint8)
     for column, nibble in enumerate(UNPACK_ORDER):
-        codes[..., column] = (words >> np.int32(4 * nibble)) & np.int32(15)  # clears the sign extension
+        codes[..., column] = (words >> np.int32(4 * nibble)) & np.int32(15)  # the mask clears the sign extension
     return codes.reshape(*words.shape[:-1], 8 * words.shape[-1])
 
 
 def pack_int8(values: Array, /) -> Array:
-    """Pack values [..., N] int8 into words [..., N/4] int32: bytes value + 128, elements in the order 0, 2, 1, 3.
+    """Pack values, int8 [..., N], into words, int32 [..., N/4], as bytes value + 128 in the order `INT8_ORDER`.
 
-    One byte permute (PRMT) of a word with bytes 0x64 converts two elements to float16 values 1024 + byte.
+    A kernel can convert two elements with one PRMT instruction: a byte b with 0x64 above it is the float16 1024 + b.
 
     Args:
         values: a NumPy or CuPy array; N divisible by 4.
@@ -90,13 +90,13 @@ def pack_int8(values: Array, /) -> Array:
     check.validate_packable(values, "values", check.INT8, 4)
     words = namespace(values).zeros((*values.shape[:-1], values.shape[-1] // 4), np.uint32)
     for byte, element in enumerate(INT8_ORDER):
-        biased = values[..., element::4].view(np.uint8) ^ np.uint8(128)  # ^ 128 adds 128 modulo 256
+        biased = values[..., element::4].view(np.uint8) ^ np.uint8(128)  # XOR with 128 adds 128 modulo 256
         words |= biased.astype(np.uint32) << np.uint32(8 * byte)
     return words.view(np.int32)
 
 
 def unpack_int8(words: Array, /) -> Array:
-    """Unpack words [..., N/4] int32 into values [..., N] int8: the inverse of `pack_int8`.
+    """Unpack words, int32 [..., N/4], into values, int8 [..., N]: the inverse of `pack_int8`.
 
     Args:
         words: a NumPy or CuPy array.

@@ -27,27 +27,28 @@ def quantize(
     symmetric: bool = False,
     inputs: Array | None = None,
 ) -> PackedWeight:
-    """Quantize a dense weight W [K, N] to 4 bits, with one scale and zero point per column and `group_size` rows.
+    """Quantize a dense weight W [K, N] to 4 bits, with one scale and zero point per column and group of rows.
 
-    Each scale s is rounded to its dtype first; zero points z and codes q are computed with the rounded scale:
+    Each scale s is first rounded to its dtype. Zero points z and codes q are computed with the rounded scale:
 
-    - asymmetric: s = (max - min) / 15, z = round(-min / s), q = round(w / s) + z, where max and min of a group include
-      0. AutoAWQ's quantizer does not include 0, and saturates groups of one sign.
+    - asymmetric: s = (max - min) / 15, z = round(-min / s), q = round(w / s) + z, where max and min are those of the
+      group and 0. (AutoAWQ's quantizer does not include 0, and clips groups whose weights have one sign.)
     - symmetric: z = 8 (stored), s = max(max / 7, -min / 8), the smallest scale for which [-8 s, 7 s] covers the group.
 
     The error |W - dequantize(...)| is at most s/2, plus 1% of s (bfloat16: 6%) for the rounding of s. It is at most s
     where s is a subnormal float16 number, or where the outermost code would exceed the range of the scales' dtype. A
-    group of zeros gets the smallest scale and dequantizes to zeros.
+    group of zeros has the smallest scale and dequantizes to zeros.
 
     Args:
-        w: [K, N] float16, bfloat16, float32 or float64, NumPy or CuPy, any strides; N divisible by 8.
+        w: a NumPy or CuPy array, float16, bfloat16, float32 or float64 [K, N] with any strides; N divisible by 8.
         group_size: the number of rows of W per group, a divisor of K; -1 means K.
         bits: the number of bits per code; only 4 is supported.
-        symmetric: True for symmetric quantization, where every zero point is 8.
-        inputs: [..., K] calibration inputs of the layer, floats on the device of `w`, or None.
+        symmetric: whether every zero point is 8.
+        inputs: calibration inputs of the layer, floats [..., K] on the device of `w`, which minimize the error of the
+            output instead (see `cupy_awq.quantization`); None to round to nearest.
 
     Returns:
-        The weight, on the device of `w`: codes, scales (bfloat16 for a bfloat16 w, else float16) and zero points.
+        The quantized weight on the device of `w`. Its scales are bfloat16 for a bfloat16 `w`, else float16.
 
     Raises:
         TypeError: w is not an array of floats, or group_size is not an integer.
@@ -104,7 +105,7 @@ def _quantize_calibrated(w: Any, inputs: Array, recipe: Recipe) -> PackedWeight:
 
 
 def _check_inputs(inputs: Array, k: int, w: Array) -> None:
-    """Raise TypeError or ValueError unless calibration inputs are floats [..., K] on the device of w."""
+    """Raise TypeError or ValueError unless ``inputs`` are floats [..., K], not empty, on the device of ``w``."""
     if check.device_id(inputs, "inputs") != check.device_id(w, "w"):
         raise TypeError("inputs: expected an array on the device of w, got one on another device")
     dtypes = *check.FLOATS, check.FLOAT64
@@ -116,14 +117,15 @@ def _check_inputs(inputs: Array, k: int, w: Array) -> None:
 
 
 def _quantize_groups(w: Array, scale_dtype: np.dtype[Any], symmetric: bool, xp: Any) -> tuple[Array, Array, Array]:
-    """Quantize groups w [groups, group_size, n] with the array module `xp`.
+    """Quantize groups of weights, ``w`` [groups, group_size, n], with the array module ``xp``.
 
     Returns:
-        Codes uint8 [groups, group_size, n], scales `scale_dtype` [groups, n] and zero points uint8 [groups, n].
+        The codes, uint8 [groups, group_size, n], the scales, ``scale_dtype`` [groups, n], and the zero points, uint8
+        [groups, n].
     """
     w = w.astype(np.float64 if w.dtype == np.float64 else np.float32)
     high, low = w.max(axis=1).astype(np.float64), w.min(axis=1).astype(np.float64)
-    if not bool((xp.isfinite(high) & xp.isfinite(low)).all()):  # a NaN or infinity in w propagates to max or min
+    if not bool((xp.isfinite(high) & xp.isfinite(low)).all()):  # NaN and infinity in w propagate to max or min
         raise ValueError("w: expected finite values, got NaN or infinity")
     grid = fit_grid(low, high, scale_dtype, symmetric=symmetric)
     codes = grid.expand(1, w.dtype).nearest_codes(w)

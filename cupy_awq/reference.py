@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NumPy implementation of the operations: the reference for all kernels, and the implementation for the CPU.
 
-Codes are unpacked in plane order instead of column order: the low nibbles of all bytes of a row, followed by the high
-nibbles. Plane order takes two contiguous passes of byte arithmetic, column order eight strided passes. Column i = 4a +
-2b + d of a word (a, b, d are bits) is nibble UNPACK_ORDER[i] = 4d + 2a + b, which is plane b of byte 2d + a. So the two
-orders differ by a transposition of the axes (word, a, b, d). Only scales, zero points and results are transposed.
+For speed, codes are unpacked in plane order instead of column order: the low nibbles of all bytes of a row, followed by
+the high nibbles. Plane order takes two contiguous passes over the bytes, column order eight strided passes. Column
+i = 4a + 2b + d of a word (a, b, d are bits) is nibble UNPACK_ORDER[i] = 4d + 2a + b, that is, plane b of byte 2d + a.
+So the two orders differ by a transposition of the axes (word, a, b, d), which is applied to the scales, the zero points
+and the results, but not to the codes.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from cupy_awq.packing import unpack_int4, unpack_int8
 
 Array = npt.NDArray[Any]
 
-# The number of weights that are dequantized at a time: with up to _FEW_ROWS rows of x, as many as fit in the cache of a
-# core; with more rows, more, because larger matrix products are faster.
+# The number of weights that are dequantized at a time. _BLOCK, for up to _FEW_ROWS rows of x, fits in the cache of a
+# core; _LARGE_BLOCK is for more rows of x, where larger matrix products are faster.
 _BLOCK = 1 << 18
 _LARGE_BLOCK = 1 << 21
 _FEW_ROWS = 8
 
-# Overflow yields infinity or NaN without a warning, as on a GPU.
+# An overflow gives infinity or NaN without a warning, as on a GPU.
 _quiet = np.errstate(over="ignore", invalid="ignore")
 
 
@@ -38,7 +39,7 @@ def dequantize(
     """Dequantize a weight: W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size, rounded once to `dtype`.
 
     Args:
-        qweight, scales, qzeros: NumPy arrays as in `PackedWeight`; with float offsets o, W = q * s + o.
+        qweight, scales, qzeros: NumPy arrays as in `PackedWeight`. If qzeros are float offsets o, W = q * s + o.
         dtype: the dtype of W: float16, bfloat16 or float32; None for the dtype of the scales.
         out: an array [K, N] of `dtype` to fill and return, or None.
 
@@ -56,7 +57,7 @@ def dequantize(
         out = np.empty((spec.k, spec.n), to)
     else:
         check.validate_out(out, (spec.k, spec.n), to, check.HOST)
-    # q * s + o is exact in float64; float32 would add a rounding before the rounding to `dtype`.
+    # q * s + o is exact in float64. In float32 it would be rounded, and then rounded again to `dtype`.
     exact = np.float64 if spec.zeros == "float" and to != check.FLOAT32 else np.float32
     _, columns = _orders(spec.n)
     for rows, block in _blocks(qweight, scales, qzeros, spec, _BLOCK, exact):
@@ -77,10 +78,11 @@ def matmul(
     residual: Array | None = None,
     out: Array | None = None,
     dtype: Any = None,
+    batch_invariant: bool = False,
 ) -> Array:
     """Return y = activation(x @ W + bias) + residual, rounded once to x's dtype.
 
-    W, the accumulators and the epilogue are float32, which holds (q - z) * s exactly. The activations of a value v:
+    W, accumulators and epilogue are float32, which represents (q - z) * s exactly. The activations of a value v are:
 
         "relu"       max(v, 0); "relu6" clamps to 0 and 6, and (low, high) to its limits; NaN stays NaN
         "silu"       v / (1 + exp(-v))
@@ -88,14 +90,15 @@ def matmul(
         "swiglu"     silu(gate) * up, where the first half of the columns of x @ W + bias is gate, the second half up
 
     Args:
-        x: [..., K] float16, bfloat16 or float32, any strides; or uint16 that holds the bits of bfloat16, with
+        x: float16, bfloat16 or float32 [..., K] with any strides; or uint16 that holds the bits of bfloat16, with
             `dtype=bfloat16`.
         qweight, scales, qzeros: NumPy arrays as in `PackedWeight`.
-        bias: [N] float16, bfloat16 or float32, or None.
+        bias: float16, bfloat16 or float32 [N], or None.
         activation: None, one of these names, or (low, high).
         residual: an array of y's shape and dtype, any strides, or None.
         out: an array of y's shape and dtype to fill and return, any strides, or None.
         dtype: bfloat16 for a uint16 x; else None or x's dtype.
+        batch_invariant: True to give each row of y the same bits whatever the other rows of x; slower for many rows.
 
     Returns:
         y [..., N] of x's dtype; [..., N/2] for "swiglu".
@@ -117,9 +120,10 @@ def matmul(
     m = len(rows_of_x)
     total = np.zeros((m, spec.n), np.float32)
     if m:
-        size = _BLOCK if m <= _FEW_ROWS else _LARGE_BLOCK
+        size = _BLOCK if m <= _FEW_ROWS or batch_invariant else _LARGE_BLOCK
+        multiply = multiply_rows if batch_invariant else np.matmul
         for rows, block in _blocks(qweight, scales, qzeros, spec, size, np.float32):
-            total += rows_of_x[:, rows] @ block
+            total += multiply(rows_of_x[:, rows], block)
     y = total.take(_orders(spec.n)[1], axis=1)
     if bias is not None and bias_dtype is not None:
         y += bias.view(bias_dtype)
@@ -130,8 +134,21 @@ def matmul(
     return out
 
 
+def multiply_rows(x: Array, w: Array) -> Array:
+    """Return x @ w for matrices, one vector-matrix product per row of x, so that no row affects the bits of another.
+
+    A matrix-matrix product of BLAS adds in an order that may depend on the number of rows.
+    """
+    y = np.empty((len(x), w.shape[1]), w.dtype)
+    row = np.empty(x.shape[1], x.dtype)  # the same alignment for all rows
+    for i in range(len(x)):
+        row[:] = x[i]
+        y[i] = row @ w
+    return y
+
+
 def dequantize_s4_to_fp16x2(words: Array, /) -> Array:
-    """Unpack words [..., N/8] int32 in AWQ order into their codes, 0 to 15, as float16 [..., N].
+    """Unpack words in AWQ order, int32 [..., N/8], and return their codes, 0 to 15, as float16 [..., N].
 
     Raises:
         TypeError, ValueError: words is not an int32 array, or has no axis.
@@ -144,7 +161,7 @@ def dequantize_s4_to_fp16x2(words: Array, /) -> Array:
 
 
 def int8_to_fp16(words: Array, /) -> Array:
-    """Unpack words [..., N/4] int32 of `cupy_awq.packing.pack_int8` into their int8 values as float16 [..., N].
+    """Unpack words packed by `cupy_awq.packing.pack_int8`, int32 [..., N/4], and return float16 values [..., N].
 
     Raises:
         TypeError, ValueError: words is not an int32 array, or has no axis.
@@ -164,9 +181,10 @@ def _blocks(
     size: int,
     exact: type[np.floating[Any]],
 ) -> Iterator[tuple[slice, Array]]:
-    """Yield (rows, W[rows]) for consecutive slices of rows of a weight, dequantized.
+    """Dequantize a weight in consecutive slices of rows; yield (rows, W[rows]).
 
-    W[rows] is of dtype `exact`, in plane order. A slice has about `size` weights: whole groups, or a part of one group.
+    W[rows] has the dtype `exact` and its columns are in plane order. A slice has about `size` weights: whole groups, or
+    a part of one group.
     """
     k, n, group_size = spec.k, spec.n, spec.group_size
     groups = k // group_size
@@ -197,7 +215,7 @@ def _blocks(
 
 
 def _planes(words: Array) -> Array:
-    """Unpack little-endian words [..., N/8] into codes int8 [..., N] in plane order."""
+    """Unpack little-endian words [..., N/8] into codes, int8 [..., N], in plane order."""
     data = words.view(np.uint8)
     codes = np.empty((*words.shape[:-1], 2, data.shape[-1]), np.uint8)
     np.bitwise_and(data, 15, out=codes[..., 0, :])
@@ -207,17 +225,17 @@ def _planes(words: Array) -> Array:
 
 @lru_cache(maxsize=16)
 def _orders(n: int) -> tuple[Array, Array]:
-    """Return the permutations of N columns (column order to plane order, plane order to column order)."""
-    columns = np.arange(n).reshape(n // 8, 2, 2, 2)  # axes word, a, b, d
-    planes = columns.transpose(2, 0, 3, 1).reshape(n)  # axes b, word, d, a
+    """Return two permutations of N columns: from column order to plane order, and from plane order to column order."""
+    columns = np.arange(n).reshape(n // 8, 2, 2, 2)  # column order: axes (word, a, b, d)
+    planes = columns.transpose(2, 0, 3, 1).reshape(n)  # plane order: axes (b, word, d, a)
     return planes, np.argsort(planes)
 
 
 def _round(a: Array, dtype: np.dtype[Any]) -> Array:
     """Return `a` converted to `dtype`, rounded once to nearest, ties to even."""
     if a.dtype == np.float64 and dtype == check.BFLOAT16:
-        # ml_dtypes converts through float32, and rounding twice to nearest can be wrong. Round to float32 by
-        # round-to-odd: truncate, and set the last bit if inexact. The rounding to bfloat16 is then correct.
+        # ml_dtypes rounds to float32 first, and rounding to nearest twice can give a wrong result. With round-to-odd as
+        # the first rounding (truncate, and set the last bit if inexact), the second one is correct.
         short = a.astype(np.float32)
         bits = short.view(np.uint32)
         away = np.abs(short) > np.abs(a)

@@ -14,7 +14,7 @@ from cupy_awq.check import Array, StridedArray
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, init=False)
 class PackedWeight:
-    """A weight W [K, N] as 4-bit codes with scales and zero points, in AutoAWQ's "gemm" layout.
+    """A weight W [K, N] as 4-bit codes q with scales s and zero points z, in AutoAWQ's "gemm" layout.
 
         W[k, n] = (q[k, n] - z[g, n]) * s[g, n],  g = k // group_size
 
@@ -22,15 +22,15 @@ class PackedWeight:
     tensors; only the last axis must be contiguous.
 
     Args:
-        qweight: [K, N/8] int32. Bits 4p..4p+3 of word c are the code, 0 to 15, of column 8c + PACK_ORDER[p], where
-            `cupy_awq.packing.PACK_ORDER` is (0, 2, 4, 6, 1, 3, 5, 7).
-        scales: [K/G, N] float16 or bfloat16; the group size G is K divided by the number of rows.
-        qzeros: [K/G, N/8] int32 zero points, packed like the codes; None if every zero point is 8; or [K/G, N] offsets
-            o of the scales' dtype, for W = q * s + o.
+        qweight: the codes, int32 [K, N/8]. Bits 4p..4p+3 of word c of a row are the code, 0 to 15, of column
+            8c + PACK_ORDER[p], where `cupy_awq.packing.PACK_ORDER` is (0, 2, 4, 6, 1, 3, 5, 7).
+        scales: the scales, float16 or bfloat16 [K/G, N]. They determine the group size G.
+        qzeros: the zero points, int32 [K/G, N/8], packed like the codes; None if every zero point is 8; or offsets o
+            [K/G, N] in the dtype of the scales, for W = q * s + o.
 
     Attributes:
         qweight, scales, qzeros: the arrays.
-        spec: the `check.WeightSpec` of the arrays: K, N, group size, form of the zero points, dtype and device.
+        spec: the properties of the arrays: K, N, group size, form of the zero points, dtype and device.
 
     Raises:
         TypeError: an argument is not an array, lies on another device than the others, or has another dtype.
@@ -48,7 +48,7 @@ class PackedWeight:
     qzeros: Array | None
     spec: check.WeightSpec
 
-    __array_ufunc__ = None  # makes NumPy and CuPy defer `x @ weight` to __rmatmul__
+    __array_ufunc__ = None  # makes NumPy and CuPy call __rmatmul__ for `x @ weight`
 
     def __init__(self, qweight: StridedArray, scales: StridedArray, qzeros: StridedArray | None, /) -> None:
         spec = check.validate_weight(qweight, scales, qzeros)
@@ -62,7 +62,7 @@ class PackedWeight:
 
     @property
     def group_size(self) -> int:
-        """The number of rows of W per group; the rows of a group share one scale and one zero point per column."""
+        """The number of rows of W per group; each column of a group has one scale and one zero point."""
         return self.spec.group_size
 
     @property
@@ -77,7 +77,7 @@ class PackedWeight:
         return int(self.qweight.nbytes + self.scales.nbytes + zeros)
 
     def __rmatmul__(self, x: Array) -> Array:
-        import cupy_awq  # imported here because `gemm` depends on this module
+        import cupy_awq  # imported here, since `gemm` imports this module
 
         return cupy_awq.gemm(x, self.qweight, self.scales, self.qzeros)
 

@@ -16,8 +16,7 @@ from cupy_awq import block_reference
 from cupy_awq.block_check import ConvolutionShape
 from cupy_awq.kernels import conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large, select
 from cupy_awq.kernels.conv2d_int8 import Int8Convolution
-from cupy_awq.kernels.conv2d_problem import Convolution, ConvolutionSizes, tensor_core_refusal
-from cupy_awq.kernels.conv2d_simt import Conv2dSimtConfig
+from cupy_awq.kernels.conv2d_problem import Convolution, ConvolutionSizes, SimtConfig, tensor_core_refusal
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.ops.conv2d import x_strides
 from cupy_awq.runtime import device
@@ -27,7 +26,7 @@ from tests.simt.bulk import check_map
 from tests.test_kernels import ARCHS, DTYPES, facts
 
 F32 = np.float32
-SIMT = (conv2d_simt, Conv2dSimtConfig())
+SIMT = (conv2d_simt, SimtConfig())
 
 
 def pixels(rng: np.random.Generator, sizes: ConvolutionSizes, dtype: Any, padded: int = 0) -> np.ndarray:

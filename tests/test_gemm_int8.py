@@ -16,12 +16,13 @@ from cupy_awq import BlockQuantizedWeight, block_check, block_reference, gemm_in
 from cupy_awq.activation import Activation
 from cupy_awq.kernels import gemm_int8_simt, gemm_int8_sm90, gemv_int8, quantize_rows, select
 from cupy_awq.kernels.family import AnyFamily, Config
-from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80, GemmInt8MmaConfig
+from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
 from cupy_awq.kernels.gemm_int8_simt import GemmInt8SimtConfig
 from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
 from cupy_awq.kernels.gemv_int8 import GemvInt8Config
 from cupy_awq.kernels.int8_problem import Int8Problem, layout_refusal
 from cupy_awq.kernels.quantize_rows import RowQuantization
+from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.ops.quantized_linear import _in_blocks
 from cupy_awq.runtime import device
 from tests.backends import BACKENDS, LANDINGS, runner
@@ -315,8 +316,8 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
     h100, a100 = device.nominal(90), device.nominal(80)
     one = Int8Problem(9, 4096, 4096, 128, 4, False, True, "float16")
     few, many = select.choose(one, h100).config, select.choose(replace(one, m=4096), a100).config
-    assert isinstance(few, GemmInt8MmaConfig)
-    assert isinstance(many, GemmInt8MmaConfig)
+    assert isinstance(few, WarpTileConfig)
+    assert isinstance(many, WarpTileConfig)
     assert (few.block_m, few.split_k) == (16, 8)
     assert (many.block_m, many.block_n, many.split_k) == (128, 128, 1)
     assert select.choose(replace(one, m=4096), h100).config == GemmInt8Sm90Config(2, 132)

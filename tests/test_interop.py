@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from cupy_awq import AwqLinear, PackedWeight
 from cupy_awq.runtime import arrays
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests.products import FLOAT16, check_product, nan_like, put, tensors
+from tests.test_api_abuse import CALLS, Call
 
 
 class Interface:
@@ -81,6 +83,46 @@ class FullCpuDLPack(CpuDLPack):
         return self._a.__dlpack_device__()
 
 
+KINDS = [
+    "unversioned",
+    "versioned",
+    "with a device",
+    *(["torch"] if importlib.util.find_spec("torch") else []),
+]
+"""The producers of DLPack; CPU tensors of PyTorch where it is installed."""
+
+REFUSED = {
+    *("AwqLinear.split", "BlockQuantizedWeight", "PackedWeight", "from_mnn", "pack_int4", "pack_int8", "quantize"),
+    *("unpack_int4", "unpack_int8"),
+}
+"""The functions and classes that take arrays of NumPy and CuPy only, and name the function that views others."""
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray)
+
+
+def _arguments(call: Call) -> list[Any]:
+    return [*call.arguments.values(), *call.options.values()]
+
+
+def _make_foreign(kind: str, a: Any) -> Any:
+    """Return an array of another library that shares the memory of a NumPy array."""
+    if kind == "torch":
+        return importlib.import_module("torch").from_numpy(a)
+    return FullCpuDLPack(a, True) if kind == "with a device" else CpuDLPack(a, kind == "versioned")
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_functions_that_take_only_numpy_and_cupy_name_the_view(name: str) -> None:
+    call = CALLS[name]
+    arguments = [CpuDLPack(value, True) if _is_array(value) else value for value in call.arguments.values()]
+    with pytest.raises(
+        TypeError, match=r"^\w+: expected a NumPy or CuPy array, got CpuDLPack; numpy\.from_dlpack views"
+    ):
+        call.function(*arguments, **call.options)
+
+
 @pytest.mark.parametrize("versioned", [False, True])
 @pytest.mark.parametrize("kind", [CpuDLPack, FullCpuDLPack])
 def test_operations_accept_cpu_arrays_that_support_dlpack(kind: Any, versioned: bool) -> None:
@@ -103,6 +145,51 @@ def test_operations_accept_cpu_arrays_that_support_dlpack(kind: Any, versioned: 
     quantized = [foreign(a) for a in cupy_awq.quantize_activations(foreign(x), block_size=16)]
     expected = cupy_awq.gemm_int8(*cupy_awq.quantize_activations(x, block_size=16), blocks, block_size=16)
     assert cupy_awq.gemm_int8(*quantized, blocks, block_size=16).tobytes() == expected.tobytes()
+
+
+VIEWED = [name for name, call in CALLS.items() if not REFUSED & {name} and any(map(_is_array, _arguments(call)))]
+
+
+@pytest.mark.parametrize("name", VIEWED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_function_gives_the_bits_of_numpy_for_cpu_arrays_of_other_libraries(name: str, kind: str) -> None:
+    """Each array argument alone, and all of them."""
+    call = CALLS[name]
+    arrays = [key for key, value in {**call.arguments, **call.options}.items() if _is_array(value)]
+
+    def run(foreign: set[str], kind: str = "") -> tuple[Any, Any]:
+        def make(key: str, value: Any) -> Any:
+            copied = value.copy() if _is_array(value) else value
+            return _make_foreign(kind, copied) if key in foreign else copied
+
+        out = make("out", call.options.get("out", call.arguments.get("out")))
+        options = {key: out if key == "out" else make(key, value) for key, value in call.options.items()}
+        arguments = [out if key == "out" else make(key, value) for key, value in call.arguments.items()]
+        return call.function(*arguments, **options), out
+
+    expected, _ = run(set())
+    for foreign in [{key} for key in arrays] + [set(arrays)]:
+        found, out = run(foreign, kind)
+        if isinstance(expected, (np.ndarray, tuple)):
+            results = zip(*((y if isinstance(y, tuple) else (y,)) for y in (expected, found)), strict=True)
+            assert all(type(b) is type(a) and (a is None or a.tobytes() == b.tobytes()) for a, b in results)
+        if "out" in foreign and isinstance(expected, np.ndarray):
+            assert np.from_dlpack(out).tobytes() == expected.tobytes()
+
+
+def test_tensors_of_pytorch_that_are_no_plain_memory_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    weight = random_weight(np.random.default_rng(0), 64, 32, 16)
+    layer, ones = AwqLinear(weight), torch.ones(2, 64, dtype=torch.float16)
+    expected = layer(ones.numpy())
+    assert layer(ones.T.contiguous().T).tobytes() == layer(ones[:1].expand(2, 64)).tobytes() == expected.tobytes()
+    with pytest.raises(TypeError, match=r"^x: expected an array that NumPy can view, got Tensor: .*requires? grad"):
+        layer(ones.requires_grad_())
+    for x in (torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(2, 64).to_sparse(), ones.to("meta")):
+        with pytest.raises(TypeError, match=r"^x: expected an array that NumPy can view, got Tensor: "):
+            layer(x)
+    bits = torch.ones(2, 64, dtype=torch.bfloat16).view(torch.uint16)
+    assert layer(bits, dtype="bfloat16").shape == (2, 32)
 
 
 def test_cpu_arrays_that_numpy_cannot_view_or_write_are_refused() -> None:

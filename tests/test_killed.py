@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -18,7 +19,9 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from cupy_awq import llm
+from cupy_awq import atomic, llm
+from cupy_awq.checkpoint import CheckpointError, Contents, Module, read, save
+from cupy_awq.checkpoint import write as checkpoint_write
 from cupy_awq.kernels import tuned
 from cupy_awq.llm import ak48
 from cupy_awq.runtime import compile as compiler
@@ -27,6 +30,9 @@ from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.runtime.launch_plan import Kernel
 from tests import llm_models
 from tests.llm_models import QWEN3
+from tests.packers import Packed
+from tests.test_formats_write import open_weight
+from tests.test_llm_quantize import OPTIONS, TEXT, dense_folder
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 
@@ -36,7 +42,7 @@ LONGEST_S = 0.03
 """The longest time that a child writes."""
 
 
-def kill_during(write: Callable[[int], object], seed: int) -> None:
+def kill_during(write: Callable[[int], object], seed: int, longest_s: float = LONGEST_S) -> None:
     """Call ``write(0)``, ``write(1)``, ... in a child process and kill it after a random time."""
     ready, started = os.pipe()
     child = os.fork()
@@ -45,7 +51,7 @@ def kill_during(write: Callable[[int], object], seed: int) -> None:
     os.close(started)
     os.read(ready, 1)
     os.close(ready)
-    time.sleep(random.Random(seed).uniform(0, LONGEST_S))
+    time.sleep(random.Random(seed).uniform(0, longest_s))
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the child ended before it was killed"
 
@@ -86,7 +92,7 @@ def test_a_killed_compilation_leaves_no_kernel_that_is_loaded(
         found = [compiler.build(kernel) for kernel in kernels]
         assert [binary.code for binary in found] == codes
         assert all(compiler.build(kernel).newly_compiled is False for kernel in kernels)
-        for path in tmp_path.glob("*.tmp"):
+        for path in tmp_path.glob(f"*{atomic.SUFFIX}"):
             path.unlink()
 
 
@@ -129,3 +135,80 @@ def test_a_killed_conversion_leaves_no_model_or_a_whole_one(tmp_path: Path, loop
         ak48.write(files, out)
         assert out.read_bytes() == whole
         out.unlink()
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder in one step, so that a killed process does not leave half of it under its name."""
+    if folder.exists():
+        shutil.rmtree(folder.rename(folder.with_name(f"{random.random()}")))
+
+
+def _describe(contents: Contents) -> dict[str, bytes]:
+    """Return the bytes of every tensor of a checkpoint by name."""
+    found: dict[str, bytes] = {}
+    for name, item in contents.items():
+        if isinstance(item, Module):
+            weight = item.weight
+            found |= {f"{name}.{part}": np.asarray(getattr(weight, part)).tobytes() for part in ("qweight", "scales")}
+        else:
+            found[name] = item.array.tobytes()
+    return found
+
+
+@pytest.mark.parametrize("loops", LOOPS)
+def test_a_killed_save_leaves_no_checkpoint_or_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loops: int
+) -> None:
+    """Two checkpoints with the same names, of several shards or one file, replace each other or none."""
+    both = []
+    for value in (1, 2):
+        weight = Packed(
+            np.full((64, 16), value, np.uint8),
+            np.ones((4, 16), np.uint8),
+            np.full((4, 16), value, np.float16),
+            16,
+            np.arange(64) // 16,
+        )
+        plain = {f"t{i}": np.full(600, value, np.float32) for i in range(4)}
+        both.append(open_weight(tmp_path / f"in{value}", weight, **plain))
+    wanted = [_describe(contents) for contents in both]
+    out = tmp_path / "out"
+
+    def write(i: int) -> None:
+        if i % 3 == 0:
+            discard(out)
+        checkpoint_write.SHARD_BYTES = 3000 if i % 2 else 10**9
+        save(out, both[i % 2], ("autoawq", "gptq", "compressed-tensors")[i % 3])
+
+    for seed in range(loops):
+        kill_during(write, seed)
+        try:
+            found = read(out)
+        except (CheckpointError, FileNotFoundError):
+            pass
+        else:
+            assert _describe(found) in wanted
+        save(out, both[seed % 2], "gptq")
+        assert _describe(read(out)) == wanted[seed % 2]
+
+
+@pytest.mark.parametrize("loops", LOOPS)
+def test_a_killed_quantization_leaves_no_model_or_a_whole_one_and_can_resume(tmp_path: Path, loops: int) -> None:
+    model, out = dense_folder(tmp_path / "dense", llm_models.LLAMA), tmp_path / "out"
+    options = {**OPTIONS, "method": "rtn"}
+    start = time.monotonic()
+    llm.quantize(model, tmp_path / "whole", [TEXT], **options)
+    elapsed = time.monotonic() - start
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
+
+    def write(i: int) -> None:
+        llm.quantize(model, out, [TEXT], resume=True, **options)
+        discard(out)
+
+    for seed in range(loops):
+        kill_during(write, seed, longest_s=1.2 * elapsed)
+        if seed % 2 and not out.exists():
+            llm.quantize(model, out, [TEXT], resume=True, **options)
+        if out.exists():
+            assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
+            discard(out)

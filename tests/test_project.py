@@ -26,7 +26,7 @@ CUDA = ROOT / "cuda_src"
 PEERS = ROOT / "tests" / "peers"
 
 ORDER = (
-    "__init__ activation check_scalar check packing weight block_weight reference block_check block_reference"
+    "__init__ atomic activation check_scalar check packing weight block_weight reference block_check block_reference"
     " quantization quantizer checkpoint runtime kernels ops linear loader llm tools __main__"
 ).split()
 """The layers, the lowest first; a module imports from its own and lower ones.
@@ -120,7 +120,7 @@ def test_reading_checkpoints_loads_neither_cupy_nor_the_gpu_layers() -> None:
     )
     loaded = [name.split(".") for name in python("-c", program).split()]
     own = {".".join(parts[:2]) for parts in loaded if parts[0] not in sys.stdlib_module_names}
-    names = "checkpoint weight packing check check_scalar activation".split()
+    names = "atomic checkpoint weight packing check check_scalar activation".split()
     assert own <= {"cupy_awq", *(f"cupy_awq.{name}" for name in names)}
 
 

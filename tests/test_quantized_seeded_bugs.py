@@ -24,10 +24,11 @@ from cupy_awq.kernels.conv2d_problem import ConvolutionSizes
 from cupy_awq.kernels.conv2d_sm80 import Conv2dSm80Config
 from cupy_awq.kernels.conv2d_sm90 import Conv2dSm90Config
 from cupy_awq.kernels.conv2d_sm90_large import Conv2dSm90LargeConfig
-from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM80, GemmInt8MmaConfig
+from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM80
 from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
 from cupy_awq.kernels.gemv_int8 import GemvInt8Config
 from cupy_awq.kernels.int8_problem import Int8Problem
+from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.runtime import device
 from tests import simt
 from tests.block_weights import random_weight
@@ -141,7 +142,7 @@ SEEDS = {
         "    if constexpr (kClusterSize == 1) {", RACE,
     ),
     "a tap of the halo begins in the wrong row of the box": (
-        "conv2d/conv2d_sm90.cu", "unit.fy * dilation_h * kBoxW", "unit.fy * dilation_h * kTileW", VALUES,
+        "conv2d/conv2d_sm90.cu", "k_chunk.fy * dilation_h * kBoxW", "k_chunk.fy * dilation_h * kTileW", VALUES,
     ),
     "every box takes the parameters of the first channels": (
         "conv2d/conv2d_sm90.cu", "x_state.stage_idx * kParameterBytes) +", "0 * kParameterBytes) +", VALUES,
@@ -168,7 +169,7 @@ SEEDS = {
         ("deadlock", "deadlock"),
     ),
     "the second part is stored in place of the first": (
-        "conv2d/conv2d_sm90_large.cu", "corner = corners[part];", "corner = corners[0];", VALUES,
+        "conv2d/conv2d_sm90_large.cu", "corner = corners[pixel_tile];", "corner = corners[0];", VALUES,
     ),
     "partial sums overwrite stages that another CTA still reads": (
         "conv2d/conv2d_sm90_large.cu", "      cluster_sync<kSplitK>();\n      reduce_scatter",
@@ -209,7 +210,7 @@ def outcome(file: str, landing: str) -> str:
         elif file.endswith("fp8"):
             weight = random_weight(np.random.default_rng(0), (40, 1, 1, 272), 64)
             problem = Int8Problem(20, 40, 272, 64, 4, False, True, "float16", fp8=True)
-            mma = GemmInt8MmaConfig(16, 1, 4, 2, 1)
+            mma = WarpTileConfig(16, 1, 4, 2, 1)
             check_fp8_product(landing, problem, GEMM_INT8_SM80, mma, weight, seed=0, arch=89)
         elif file == "int8/quantize_fp8.cu":
             check_fp8_quantization(landing, 1, 2064, 128, "float16", 8)
@@ -221,7 +222,7 @@ def outcome(file: str, landing: str) -> str:
             # Two splits of five stages: a block of 96 belongs to both, a block of 64 to one.
             for block_size in (64, 96):
                 problem = Int8Problem(20, 150, 640, block_size, 4, True, True, "float16")
-                mma = GemmInt8MmaConfig(16, 1, 4, 3, 2)
+                mma = WarpTileConfig(16, 1, 4, 3, 2)
                 check_product(landing, problem, GEMM_INT8_SM80, mma, a100, block_size, seed=0)
     except simt.Fault as fault:
         return fault.kind

@@ -1,8 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
-// The split-K reduction through global memory, in a fixed order: results are bit-identical from run to run.
+// The sum over the slices of K of a tile, in a fixed order: results are bit-identical from run to run. Either one CTA per
+// slice adds to global memory (split-K: reduce_split_k), or a single CTA computes all slices, one after the other
+// (SliceSums). Both give the same bits, so a batch-invariant GEMM uses the former for few tiles, the latter for many.
 #pragma once
 
 #include "common/types.cuh"
+
+// The sum over the completed slices, for COUNT accumulators per thread. With one slice (kSlices == 1) it does nothing.
+template <int COUNT, int kSlices>
+struct SliceSums {
+  int tiles;  // number of k tiles
+  int next = 1;
+  int next_begin;  // the first k tile of slice `next`
+  float sums[kSlices == 1 ? 1 : COUNT];
+
+  explicit __device__ __forceinline__ SliceSums(int tiles)
+      : tiles(tiles), next_begin(static_cast<int>(static_cast<int64_t>(tiles) / kSlices)), sums{} {}
+
+  // Returns whether k tile `tile` begins another slice.
+  __device__ __forceinline__ bool begins_next(int tile) const { return kSlices > 1 && tile == next_begin; }
+  // Adds the accumulators of the completed slice and clears them.
+  __device__ __forceinline__ void end_slice(float (&accumulators)[COUNT]) {
+    ++next;
+    next_begin = static_cast<int>(static_cast<int64_t>(tiles) * next / kSlices);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      sums[i] += accumulators[i];
+      accumulators[i] = 0.0f;
+    }
+  }
+  // Adds the sums to the accumulators of the last slice.
+  __device__ __forceinline__ void add_to(float (&accumulators)[COUNT]) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      if constexpr (kSlices > 1) accumulators[i] = sums[i] + accumulators[i];
+    }
+  }
+};
 
 // Sums COUNT accumulators per thread over the `split_k` CTAs of a tile, where thread i of each CTA holds the same
 // elements. Every CTA writes its accumulators to `partials` (float32 [tiles, split_k, COUNT, THREADS_PER_CTA]); the

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sizes of a convolution, used by all of its kernels:
+// The sizes and the formula of a convolution, which all kernels except those for sm_90 include:
 //   y[b, i, j, co] = activation(bias[co] + sum over fy, fx, c of
 //                               x[b, i*stride_h - pad_h + fy*dilation_h, j*stride_w - pad_w + fx*dilation_w, c]
 //                               * w[co, fy, fx, c])
-// Elements outside x are 0 (in conv2d_int8 the zero point of x). With groups, c runs over the channels of co's group.
+// Elements outside x are 0, or the zero point of x in conv2d_int8. With several channel groups, c runs over the input
+// channels of the group of co.
 #pragma once
 
 #include "common/types.cuh"
 
-// The sizes; `channels` and `outputs` are input and output channels per group.
+// The sizes; `channels` and `outputs` are the numbers of input and output channels per group.
 struct Sizes {
   int batch, height, width, channels;
   int outputs, groups, kernel_h, kernel_w, out_h, out_w;
@@ -29,7 +30,7 @@ struct Output {
   int b, i, j, co;
 };
 
-// Returns the coordinates of the element at a flat index of y, in memory order, so that adjacent threads
+// Returns the coordinates of element `index` of y in memory order. If a thread's index is its element, adjacent threads
 // store adjacent elements.
 __device__ __forceinline__ Output output_of(int64_t index, const Sizes& s) {
   const int all = s.outputs * s.groups;

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
+// Convolution of int8 x with int8 codes and int8 output, for any sizes and architecture; one thread per element of y.
+//
 //   y = clamp(rint((sum of x * code + fused[co]) * multiplier[co]), low, high)
-// where the int32 sum is that of conv2d.cuh over int8 x and codes; elements outside x are x_zero. Any sizes, any
-// architecture. One thread per element of y.
+//
+// The int32 sum is the sum of conv2d.cuh over taps and channels; elements outside x are x_zero.
 //
 //   x       int8, strides x_batch, x_row, x_pixel, x_channel in elements
 //   codes   int8 [groups * outputs, kernel_h, kernel_w, channels]
-//   fused   int32 [groups * outputs]; multiplier float32 [groups * outputs]
+//   fused       int32 [groups * outputs], bias and zero-point correction
+//   multiplier  float32 [groups * outputs]
 //   y       int8, contiguous, NHWC or NCHW
 #include "conv2d/conv2d.cuh"
 

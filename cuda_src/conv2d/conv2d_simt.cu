@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The convolution of conv2d.cuh on CUDA cores, one thread per element of y: any sizes, groups and architecture. The
-// sums of x * code and of x over each block of channels are float32, so weights are not rounded.
+// The convolution of conv2d.cuh on CUDA cores, for any sizes, groups and architecture; one thread per element of y. For
+// each quantization block, x * code and x are summed in float32 and then multiplied by scale and offset, so weights are
+// not rounded.
 //
 //   x           X, strides x_batch, x_row, x_pixel, x_channel in elements
-//   codes       uint8 [groups * outputs, kernel_h, kernel_w, channels], which stand for code - ZERO
-//   parameters  float32 [2, groups * outputs, blocks]: scale, offset
+//   codes       uint8 [groups * outputs, kernel_h, kernel_w, channels]; the signed code is code - ZERO
+//   parameters  float32 [2, groups * outputs, blocks]: scales, then offsets
 //   bias        BIAS [groups * outputs] or null
 //   y           X, contiguous, NHWC or NCHW
 #include "conv2d/conv2d.cuh"

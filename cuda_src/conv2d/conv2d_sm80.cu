@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The convolution of conv2d.cuh by mma.sync, for sm_80 and newer: an implicit GEMM of pixels [batch * out_h * out_w, K]
-// and weights [outputs, K]. K consists of units; a unit is one tap of the filter and 8 channels. Pixels are copied from
-// x tap by tap; weights are dequantized on their way to shared memory, rounded once to X.
+// The convolution of conv2d.cuh with mma.sync, for sm_80 and newer: an implicit GEMM of pixels [batch * out_h * out_w,
+// K] and weights [outputs, K]. K is processed in vectors: a vector is one filter tap x 8 channels (16 bytes of x).
+// cp.async copies the pixels of each tap from x; weights are dequantized in registers, rounded once to X, and stored to
+// shared memory.
 //
 //   x       X [batch, height, width, groups * channels], contiguous channels, strides that are multiples of 8 elements
-//   codes   BITS 4: one word, BITS 8: two words per unit, [groups * outputs, taps * units of a tap]; the nibbles in AWQ
-//           order (int4.cuh), the bytes of each word in the order 0, 2, 1, 3, both with the zero point added
-//   scales, offsets  X [groups * outputs, blocks], offsets null without WEIGHT_OFFSET; a block has block_units units
+//   codes   uint32 [groups * outputs, taps, vectors per tap, BITS / 4]. BITS = 4: the nibbles are in AWQ order
+//           (int4.cuh), each the signed code + 8. BITS = 8: the bytes of a word are in the order 0, 2, 1, 3, each the
+//           signed code + 128.
+//   scales, offsets  X [groups * outputs, blocks]; offsets are null without WEIGHT_OFFSET
+//   block_vectors    number of vectors per quantization block
 //   bias    BIAS [groups * outputs] or null
 //   y       X, contiguous, NHWC or NCHW
 //   partials, counters   the split-K workspace (common/reduce.cuh)
 //
-// A CTA has WARPS_M x WARPS_N warps, each with WARP_M pixels and 32 outputs. Shared memory: STAGES stages of pixels
-// [BLOCK_M][64], then two buffers of weights [BLOCK_N][64]; the 16-byte chunk c of row r is stored at chunk c ^ r % 8.
+// A CTA has WARPS_M x WARPS_N warps, each with WARP_M pixels and 32 outputs. Shared memory holds STAGES stages of
+// pixels [BLOCK_M][64], then two buffers of weights [BLOCK_N][64]; vector v of row r is stored as vector v ^ (r % 8).
 #include "conv2d/conv2d.cuh"
 #include "common/epilogue.cuh"
 #include "dequant/int4.cuh"
@@ -26,25 +29,25 @@ static_assert(__CUDA_ARCH__ >= 800, "conv2d_sm80 needs sm_80 or newer");
 
 constexpr bool kWeightOffset = WEIGHT_OFFSET;
 constexpr bool kHalf = Codes<X>::kMagic == Codes<half_t>::kMagic;
-constexpr int kWords = BITS / 4;  // words of codes per unit
+constexpr int kWords = BITS / 4;  // number of 32-bit words of codes per vector
 constexpr int kTilesM = WARP_M / 16;
 constexpr int kTilesN = 4;
 constexpr int kStages = STAGES;
 constexpr int kThreads = WARPS_M * WARPS_N * 32;
 constexpr int kBlockM = WARPS_M * WARP_M;
 constexpr int kBlockN = WARPS_N * kTilesN * 8;
-constexpr int kUnits = 8;  // units per stage
-constexpr int kRowStep = kThreads / kUnits;
+constexpr int kVectors = 8;  // number of vectors per stage
+constexpr int kRowStep = kThreads / kVectors;
 constexpr int kXCopies = kBlockM / kRowStep;
 constexpr int kWeightCopies = kBlockN / kRowStep;
-constexpr int kXBytes = kBlockM * kUnits * 16;
-constexpr int kWeightBytes = kBlockN * kUnits * 16;
+constexpr int kXBytes = kBlockM * kVectors * 16;
+constexpr int kWeightBytes = kBlockN * kVectors * 16;
 constexpr int kAccumulators = kTilesM * kTilesN * 4;
 
 static_assert(kBlockM % kRowStep == 0 && kBlockN % kRowStep == 0, "the copies divide evenly");
 
-// One unit of the weight for one output: 8 codes and their parameters.
-struct Unit {
+// A vector of the weight for one output: 8 codes, and their scale and offset.
+struct WeightVector {
   uint32_t words[kWords];
   X scale;
   X offset;
@@ -79,15 +82,15 @@ struct Unit {
   }
 };
 
-// A thread's position in K: the unit, and its tap and channels.
-struct Place {
-  int unit, channel, fy, fx;
+// A position in K: the index of the vector, and the vector's channels (in units of 8) and filter tap.
+struct KPosition {
+  int vector, channel, fy, fx;
 
-  __device__ __forceinline__ void advance(int count, int channel_units, int kernel_w) {
-    unit += count;
+  __device__ __forceinline__ void advance(int count, int channel_vectors, int kernel_w) {
+    vector += count;
     channel += count;
-    while (channel >= channel_units) {
-      channel -= channel_units;
+    while (channel >= channel_vectors) {
+      channel -= channel_vectors;
       if (++fx == kernel_w) {
         fx = 0;
         ++fy;
@@ -98,7 +101,7 @@ struct Place {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     conv2d_sm80(const X* x, const uint32_t* codes, const X* scales, const X* offsets, const BIAS* bias, X* y,
-                float* partials, uint32_t* counters, int64_t x_batch, int64_t x_row, int64_t x_pixel, int block_units,
+                float* partials, uint32_t* counters, int64_t x_batch, int64_t x_row, int64_t x_pixel, int block_vectors,
                 SIZES, float low, float high) {
   extern __shared__ __align__(128) uint8_t shared[];
   const Sizes s SIZES_GIVEN;
@@ -113,17 +116,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int tiles_n = ceil_div(s.outputs, kBlockN);
   const int group = blockIdx.y / tiles_n;
   const int n_begin = blockIdx.y % tiles_n * kBlockN;
-  const int channel_units = ceil_div(s.channels, 8);
-  const int blocks = ceil_div(channel_units, block_units);
-  const int units = s.kernel_h * s.kernel_w * channel_units;
-  const int tiles = ceil_div(units, kUnits);
+  const int channel_vectors = ceil_div(s.channels, 8);
+  const int blocks = ceil_div(channel_vectors, block_vectors);
+  const int vectors = s.kernel_h * s.kernel_w * channel_vectors;
+  const int tiles = ceil_div(vectors, kVectors);
   const int tile_begin = static_cast<int>(static_cast<int64_t>(tiles) * blockIdx.z / gridDim.z);
   const int tile_end = static_cast<int>(static_cast<int64_t>(tiles) * (blockIdx.z + 1) / gridDim.z);
 
-  // A thread copies chunk `unit` of rows `row`, `row` + kRowStep, ... of both operands.
-  const int unit = threadIdx.x % kUnits;
-  const int row = threadIdx.x / kUnits;
-  const uint32_t target = (row * kUnits + (unit ^ (row % 8))) * 16;
+  // A thread copies vector `vector` of rows `row`, `row` + kRowStep, ... of both operands.
+  const int vector = threadIdx.x % kVectors;
+  const int row = threadIdx.x / kVectors;
+  const uint32_t target = (row * kVectors + (vector ^ (row % 8))) * 16;
   static_assert(kRowStep % 8 == 0, "all rows of a thread have the same swizzle");
   int top[kXCopies];
   int left[kXCopies];
@@ -132,51 +135,52 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kXCopies; ++i) {
     const int index = m_begin + row + i * kRowStep;
     const int pixel = index % pixels;
-    // Rows past the last pixel are treated as outside x.
+    // Rows of the tile past the last pixel get coordinates outside of x, so zeros are copied.
     top[i] = index < m ? pixel / s.out_w * s.stride_h - s.pad_h : s.height;
     left[i] = pixel % s.out_w * s.stride_w - s.pad_w;
     corner[i] = x + index / pixels * x_batch + top[i] * x_row + left[i] * x_pixel + group * s.channels;
   }
   const int64_t weight_row = group * s.outputs + n_begin + row;
 
-  Place x_place{0, 0, 0, 0};
-  x_place.advance(tile_begin * kUnits + unit, channel_units, s.kernel_w);
-  Place weight_place = x_place;
+  KPosition x_position{0, 0, 0, 0};
+  x_position.advance(tile_begin * kVectors + vector, channel_vectors, s.kernel_w);
+  KPosition weight_position = x_position;
 
   auto start_pixels = [&](int stage) {
-    const int dy = x_place.fy * s.dilation_h;
-    const int dx = x_place.fx * s.dilation_w;
-    const int64_t step = dy * x_row + dx * x_pixel + x_place.channel * 8;
+    const int dy = x_position.fy * s.dilation_h;
+    const int dx = x_position.fx * s.dilation_w;
+    const int64_t step = dy * x_row + dx * x_pixel + x_position.channel * 8;
 #pragma unroll
     for (int i = 0; i < kXCopies; ++i) {
-      const bool valid = x_place.unit < units && static_cast<unsigned>(top[i] + dy) < static_cast<unsigned>(s.height) &&
+      const bool valid = x_position.vector < vectors &&
+                         static_cast<unsigned>(top[i] + dy) < static_cast<unsigned>(s.height) &&
                          static_cast<unsigned>(left[i] + dx) < static_cast<unsigned>(s.width);
-      ptx::cp_async_16(shared_begin + stage * kXBytes + target + i * kRowStep * kUnits * 16,
+      ptx::cp_async_16(shared_begin + stage * kXBytes + target + i * kRowStep * kVectors * 16,
                        valid ? corner[i] + step : x, valid ? 16 : 0);
     }
-    x_place.advance(kUnits, channel_units, s.kernel_w);
+    x_position.advance(kVectors, channel_vectors, s.kernel_w);
   };
 
-  Unit fetched[kWeightCopies];
+  WeightVector fetched[kWeightCopies];
   auto fetch_weight = [&] {
 #pragma unroll
     for (int i = 0; i < kWeightCopies; ++i) {
-      const bool valid = weight_place.unit < units && n_begin + row + i * kRowStep < s.outputs;
+      const bool valid = weight_position.vector < vectors && n_begin + row + i * kRowStep < s.outputs;
       const int64_t from = valid ? weight_row + i * kRowStep : 0;
-      const int64_t at = from * units + (valid ? weight_place.unit : 0);
-      const int64_t parameter = from * blocks + (valid ? weight_place.channel / block_units : 0);
+      const int64_t at = from * vectors + (valid ? weight_position.vector : 0);
+      const int64_t parameter = from * blocks + (valid ? weight_position.channel / block_vectors : 0);
 #pragma unroll
       for (int word = 0; word < kWords; ++word) fetched[i].words[word] = codes[at * kWords + word];
-      // Zero scale and offset make rows and units past the end zero.
+      // With scale and offset zero, weights past the last output or past the end of K are zero.
       fetched[i].scale = valid ? scales[parameter] : X{0};
       fetched[i].offset = kWeightOffset && valid ? offsets[parameter] : X{0};
     }
-    weight_place.advance(kUnits, channel_units, s.kernel_w);
+    weight_position.advance(kVectors, channel_vectors, s.kernel_w);
   };
   auto store_weight = [&](int buffer) {
 #pragma unroll
     for (int i = 0; i < kWeightCopies; ++i) {
-      const int at = kStages * kXBytes + buffer * kWeightBytes + target + i * kRowStep * kUnits * 16;
+      const int at = kStages * kXBytes + buffer * kWeightBytes + target + i * kRowStep * kVectors * 16;
       *reinterpret_cast<Vector<uint32_t, 4>*>(shared + at) = fetched[i].dequantize();
     }
   };
@@ -187,21 +191,23 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     uint32_t b[kTilesN][2];
 #pragma unroll
     for (int pair = 0; pair < kTilesN / 2; ++pair) {
-      // ldmatrix: matrices 0 and 1 are outputs 0 .. 7 at k 0 .. 7 and k 8 .. 15; matrices 2 and 3 are outputs 8 .. 15.
+      // ldmatrix loads matrices 0 and 1 from outputs 0 .. 7 at k 0 .. 7 and k 8 .. 15, and matrices 2 and 3 from
+      // outputs 8 .. 15 at the same k.
       const int from = warp_n + pair * 16 + lane / 16 * 8 + lane % 8;
       const int at = step * 2 + lane / 8 % 2;
       uint32_t words[4];
-      ptx::ldmatrix_x4(words, weight_begin + buffer * kWeightBytes + (from * kUnits + (at ^ (from % 8))) * 16);
+      ptx::ldmatrix_x4(words, weight_begin + buffer * kWeightBytes + (from * kVectors + (at ^ (from % 8))) * 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) b[pair * 2 + i / 2][i % 2] = words[i];
     }
 #pragma unroll
     for (int i = 0; i < kTilesM; ++i) {
-      // ldmatrix: matrices 0 and 1 are pixels 0 .. 7 and 8 .. 15 at k 0 .. 7; matrices 2 and 3 are at k 8 .. 15.
+      // ldmatrix loads matrices 0 and 1 from pixels 0 .. 7 and 8 .. 15 at k 0 .. 7, and matrices 2 and 3 from the same
+      // pixels at k 8 .. 15.
       const int from = warp_m + i * 16 + lane % 16;
       const int at = step * 2 + lane / 16;
       uint32_t a[4];
-      ptx::ldmatrix_x4(a, shared_begin + stage * kXBytes + (from * kUnits + (at ^ (from % 8))) * 16);
+      ptx::ldmatrix_x4(a, shared_begin + stage * kXBytes + (from * kVectors + (at ^ (from % 8))) * 16);
 #pragma unroll
       for (int j = 0; j < kTilesN; ++j) {
         if constexpr (kHalf) {
@@ -225,13 +231,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     ptx::cp_async_wait_group<kStages - 2>();
     __syncthreads();
-    // All warps have finished reading the preceding stage and buffer: refill them.
+    // All warps have finished reading the preceding stage and weight buffer, so both can be refilled.
     if (tile + kStages - 1 < tile_end) start_pixels(stage == 0 ? kStages - 1 : stage - 1);
     ptx::cp_async_commit_group();
     const bool has_next = tile + 1 < tile_end;
     if (has_next) fetch_weight();
 #pragma unroll
-    for (int step = 0; step < kUnits / 2; ++step) matmul(stage, buffer, step);
+    for (int step = 0; step < kVectors / 2; ++step) matmul(stage, buffer, step);
     buffer ^= 1;
     if (has_next) store_weight(buffer);
     stage = stage + 1 == kStages ? 0 : stage + 1;

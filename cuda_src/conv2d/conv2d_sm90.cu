@@ -1,38 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
+// Convolution with wgmma on sm_90a; the weight is dequantized in registers.
+//
 //   y[b, i, j, co] = activation(bias[co] + sum over taps and channels of x * w), as in conv2d.cuh
-// by wgmma on sm_90a; weights are dequantized in registers. Operand A is the weight [64 outputs, k]; operand B is x
-// [k, pixels], in the order in which TMA copies pixels. K consists of units (conv2d_sm90.cuh).
 //
-//   codes       uint32 [unit][64-output tile][BITS / 4][128 threads][4]. With g = lane / 4 and t = lane % 4, a thread
-//               of warp w has rows 16 w + g and 16 w + g + 8. BITS 4: word s is for the s-th 16 k of the unit; its
-//               bits 4 i and 16 + 4 i hold
-//                 i = 0: row g, k 2t and 2t + 1       i = 1: row g + 8, same k
-//                 i = 2: row g, k 2t + 8 and 2t + 9   i = 3: row g + 8, same k
-//               BITS 8: words 2 s (i = 0, 1) and 2 s + 1 (i = 2, 3); the bytes are the lower k of both i, then the
-//               higher k of both; each is code + 128.
-//   parameters  uint32 [chunk][64-output tile][PARAMETER_GROUPS][64]: an output's scale, and its offset in the high
-//               half, both X
+// Operand A is the weight [64 outputs, k]; operand B is x [k, pixels], in the order in which TMA copies pixels. K is
+// processed in K chunks of one filter tap x 64 channels (conv2d_sm90.cuh).
+//
+//   codes       uint32 [K chunk][64-output tile][BITS / 4][128 threads][4]. With g = lane / 4 and t = lane % 4, a
+//               thread of warp w has outputs 16 w + g and 16 w + g + 8 of the tile. With BITS = 4, word s holds the
+//               codes of k 16 s .. 16 s + 15 of the K chunk; its bits 4 i and 16 + 4 i are
+//                 i = 0: output g, k 2t and 2t + 1       i = 1: output g + 8, same k
+//                 i = 2: output g, k 2t + 8 and 2t + 9   i = 3: output g + 8, same k
+//               With BITS = 8, word 2 s holds i = 0 and 1, word 2 s + 1 holds i = 2 and 3; the bytes of a word are the
+//               lower k of both i, then the higher k of both i. A byte is the signed code + 128.
+//   parameters  uint32 [64 channels][64-output tile][PARAMETER_GROUPS][64 outputs]: the scale in the low half and the
+//               offset in the high half, both of type X
 //   bias        BIAS [outputs] or null
-//   y           X, contiguous, NHWC or NCHW; ALIGNED: outputs and the address are multiples of 8 elements
+//   y           X, contiguous, NHWC or NCHW; with ALIGNED, `outputs` and the address are multiples of 8 elements
 //   x_map       tensor map of x, X [batch][height][width][channels], boxes of [1][BOX_H][BOX_W][64], 128-byte swizzle;
-//               elements outside x are the padding
-//   parts       number of pixel tiles per image; parts_w: along its width; co_blocks: number of tiles of WG_CO * 64
-//               outputs; units: number of units of K
+//               out-of-bounds elements are the zero padding
+//   image_tiles number of pixel tiles per image
+//   tiles_w     number of pixel tiles along the width of an image
+//   co_blocks   number of tiles of WG_CO * 64 outputs
+//   k_chunks    number of K chunks
 //
-// Limits: one group, at least 16 channels, blocks of a multiple of 16 channels, strides of at most 8.
+// Limits: one channel group, at least 16 input channels, quantization blocks of a multiple of 16 channels, strides of
+// at most 8 pixels.
 //
 // A CTA has WG_CO * WG_PX consumer warpgroups, each with 64 outputs and a pixel tile of TILE_H * TILE_W pixels. With
-// HALO, one box of x with a border serves all taps of its channels: each tap starts at another row of B. B's rows come
-// in groups of 8 pixels: 8 pixels of one row of the box (TILE_W = 8), or any 8 adjacent ones (TILE_H = 1). Without HALO
-// each unit has its own box, and the tensor map has the stride of the convolution.
+// HALO, one TMA box of x with a border serves all taps of 64 channels: each tap starts at a different row of B. wgmma
+// reads the rows of B in groups of 8 pixels: 8 pixels of one row of the box (TILE_W = 8), or any 8 adjacent pixels
+// (TILE_H = 1). Without HALO, each K chunk has its own box, and the tensor map has the stride of the convolution.
 //
-// Split-K: the SPLIT_K CTAs of a cluster divide the units of a tile and add their partial sums through DSMEM.
+// Split-K: the SPLIT_K CTAs of a cluster compute one CTA tile, each over a slice of the K chunks, and add their partial
+// sums through DSMEM.
 //
 // Only the weight is read before griddepcontrol.wait.
 //
-// On an H100 with 32 images, for 3x3 layers from 64 channels at 56 x 56 to 512 at 7 x 7, two warpgroups per SM
-// leave the tensor cores idle for a third of the time: a warpgroup dequantizes the next unit only after it has
-// issued its wgmmas.
+// With two warpgroups per SM, the tensor cores idle for a third of the time, because a warpgroup dequantizes the next K
+// chunk only after it has issued its wgmmas (H100, 32 images, 3x3 layers of ResNet-50).
 #include "common/epilogue.cuh"
 #include "common/warp.cuh"
 #include "conv2d/conv2d_sm90.cuh"
@@ -65,25 +71,25 @@ constexpr int kSplitK = SPLIT_K;
 constexpr int kWarpgroups = kWgCo * kWgPx;
 constexpr int kConsumerWarps = kWarpgroups * 4;
 constexpr int kThreads = kConsumerWarps * 32 + 32;
-constexpr int kSteps = STEPS;             // wgmma instructions per unit, 16 channels each
-constexpr int kPixels = kTileH * kTileW;  // output pixels per warpgroup
+constexpr int kSteps = STEPS;             // number of wgmma instructions per K chunk, each of 16 channels
+constexpr int kPixels = kTileH * kTileW;  // number of output pixels per warpgroup
 constexpr int kPixelGroups = kPixels / 8;
 constexpr int kOwnedGroups = ceil_div(kPixelGroups, kSplitK);
 constexpr int kAccumulators = kPixels / 2;
-constexpr int kGroupStrideBytes = (kTileH == 1 ? 8 : kBoxW) * 128;  // bytes from 8 pixels of B to the next 8
+constexpr int kGroupStrideBytes = (kTileH == 1 ? 8 : kBoxW) * 128;  // distance in bytes of adjacent 8-pixel groups of B
 
 constexpr int kBoxBytes = ceil_div(BOX_H * kBoxW * 128, 1024) * 1024;
 constexpr int kCodeTileBytes = 512 * BITS;
 constexpr int kCodeBytes = kWgCo * kCodeTileBytes;
 constexpr int kParameterBytes = kWgCo * kParameterGroups * 256;
-constexpr int kStoreRowBytes = 64 * 2 + 16;  // padded by 16 bytes: 8 rows lie in different banks
+constexpr int kStoreRowBytes = 64 * 2 + 16;  // with 16 bytes of padding, 8 rows start in different banks
 constexpr int kStoreRows = ceil_div(kOwnedGroups, 2) * 16;
 constexpr int kStoreBytes = kWarpgroups * kStoreRows * kStoreRowBytes;
 
-static_assert(kTileH == 1 || kTileW == 8, "groups of 8 pixels lie at one distance");
+static_assert(kTileH == 1 || kTileW == 8, "8-pixel groups have a constant distance in shared memory");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 
-// The output tile, [warpgroup][pixel][kStoreRowBytes], reuses the memory of the stages.
+// The output tile, [warpgroup][pixel][kStoreRowBytes], overwrites the stages.
 struct SharedStorage {
   using Boxes = SharedArray<0, kXStages, kWgPx * kBoxBytes>;
   using Codes = SharedArray<Boxes::kEnd, kCodeStages, kCodeBytes>;
@@ -104,7 +110,7 @@ struct SharedStorage {
 };
 ASSERT_SHARED_BYTES(SharedStorage);
 
-// Scales and offsets of a lane's rows g and g + 8, each duplicated into both halves of a register.
+// The scales and offsets of a lane's outputs g and g + 8; each register holds the same value in both halves.
 struct Parameters {
   uint32_t scales[kParameterGroups][2];
   uint32_t offsets[kParameterGroups][2];
@@ -122,32 +128,33 @@ struct Parameters {
   }
 };
 
-// A thread's codes of one unit.
-struct UnitCodes {
-  Vector<uint32_t, 4> parts[BITS / 4];
+// A thread's codes of one K chunk.
+struct ChunkCodes {
+  Vector<uint32_t, 4> vectors[BITS / 4];
 
   __device__ __forceinline__ void load(const uint8_t* source) {
 #pragma unroll
-    for (int part = 0; part < BITS / 4; ++part) {
-      parts[part] = reinterpret_cast<const Vector<uint32_t, 4>*>(source)[part * 128];
+    for (int i = 0; i < BITS / 4; ++i) {
+      vectors[i] = reinterpret_cast<const Vector<uint32_t, 4>*>(source)[i * 128];
     }
   }
-  // Dequantizes operand A of 16 k, number `step` of the unit, with one rounding per weight.
+  // Dequantizes operand A of the 16 k from 16 * step of the K chunk, with one rounding per weight.
   __device__ __forceinline__ void dequantize(uint32_t (&a)[4], int step, const Parameters& parameters) const {
     if constexpr (BITS == 4) {
-      // Codes::zero_low and zero_high of zero point 8 as constants; the compiler would recompute them each time.
+      // These are Codes::zero_low and zero_high of zero point 8, as constants because the compiler would compute them
+      // each time.
       constexpr uint32_t kLow = kIsHalf<X> ? 0x64086408u : 0xc308c308u;
       constexpr uint32_t kHigh = kIsHalf<X> ? 0xd480d480u : 0xc308c308u;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t word = parts[0].values[step] >> (i / 2 * 8);
+        const uint32_t word = vectors[0].values[step] >> (i / 2 * 8);
         a[i] = i % 2 ? Codes<X>::high(word, kHigh) : Codes<X>::low(word, kLow);
       }
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t pairs[2];
-        unpack_bytes<X>(pairs, parts[step / 2].values[step % 2 * 2 + half]);
+        unpack_bytes<X>(pairs, vectors[step / 2].values[step % 2 * 2 + half]);
         a[half * 2] = pairs[0];
         a[half * 2 + 1] = pairs[1];
       }
@@ -162,27 +169,27 @@ struct UnitCodes {
 
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     conv2d_sm90(const uint8_t* codes, const uint32_t* parameters, const BIAS* bias, X* y,
-                const __grid_constant__ TensorMap x_map, int parts, int parts_w, int co_blocks, int units, int batch,
-                int outputs, int kernel_h, int kernel_w, int out_h, int out_w, int stride_h, int stride_w, int pad_h,
-                int pad_w, int dilation_h, int dilation_w, float low, float high) {
+                const __grid_constant__ TensorMap x_map, int image_tiles, int tiles_w, int co_blocks, int k_chunks,
+                int batch, int outputs, int kernel_h, int kernel_w, int out_h, int out_w, int stride_h, int stride_w,
+                int pad_h, int pad_w, int dilation_h, int dilation_w, float low, float high) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const SharedStorage shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
   const int warp = uniform_warp();
   const int lane = threadIdx.x % 32;
   const int rank = cluster_rank<kSplitK>();
   const int co_tiles = co_blocks * kWgCo;
-  const int begin = kSplitK == 1 ? 0 : units * rank / kSplitK;
-  const int end = kSplitK == 1 ? units : units * (rank + 1) / kSplitK;
+  const int begin = kSplitK == 1 ? 0 : k_chunks * rank / kSplitK;
+  const int end = kSplitK == 1 ? k_chunks : k_chunks * (rank + 1) / kSplitK;
   const int taps = kernel_h * kernel_w;
-  const KUnit first_unit =
-      kSplitK == 1 ? KUnit{0, 0, 0} : KUnit{begin / taps, begin % taps / kernel_w, begin % kernel_w};
+  const KChunk first_chunk =
+      kSplitK == 1 ? KChunk{0, 0, 0} : KChunk{begin / taps, begin % taps / kernel_w, begin % kernel_w};
 
-  // CTAs of the same pixels are adjacent in the grid. Returns the first 64-output tile of this CTA.
+  // Returns the index of this CTA's first 64-output tile. CTAs with the same pixels are adjacent in the grid.
   auto co_begin = [&] { return blockIdx.x / kSplitK % co_blocks * kWgCo; };
-  // Returns the image, row and pixel of y at which pixel tile `index` of the CTA begins.
-  auto part_begin = [&](int index) {
-    const int part = blockIdx.x / kSplitK / co_blocks * kWgPx + index;
-    return int3{part / parts, part % parts / parts_w * kTileH, part % parts_w * kTileW};
+  // Returns the coordinates (image, row, column of y) of the first pixel of the CTA's pixel tile `index`.
+  auto pixel_tile_begin = [&](int index) {
+    const int at = blockIdx.x / kSplitK / co_blocks * kWgPx + index;
+    return int3{at / image_tiles, at % image_tiles / tiles_w * kTileH, at % tiles_w * kTileW};
   };
 
   if (warp == kConsumerWarps) {
@@ -213,18 +220,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
         ptx::cp_async_bulk(shared.codes(code_state.stage_idx), codes + tile * kCodeTileBytes, kCodeBytes, full_barrier);
         code_state.advance_by_branch();
       };
-      auto copy_x = [&](const KUnit& unit) {
+      auto copy_x = [&](const KChunk& k_chunk) {
         const uint32_t full_barrier = shared.x_pipeline().full_barrier(x_state.stage_idx);
-        const int tile = unit.chunk * co_tiles + co_begin();
+        const int tile = k_chunk.channel_chunk * co_tiles + co_begin();
         shared.x_pipeline().producer_acquire(x_state);
         ptx::mbarrier_arrive_expect_tx(full_barrier, kWgPx * BOX_H * kBoxW * 128 + kParameterBytes);
 #pragma unroll
         for (int i = 0; i < kWgPx; ++i) {
-          const int3 at = part_begin(i);
-          const int row = at.y * stride_h - pad_h + (kHalo ? 0 : unit.fy * dilation_h);
-          const int column = at.z * stride_w - pad_w + (kHalo ? 0 : unit.fx * dilation_w);
-          ptx::cp_async_bulk_tensor_4d(shared.x(x_state.stage_idx) + i * kBoxBytes, &x_map, unit.chunk * 64, column,
-                                       row, at.x, full_barrier);
+          const int3 at = pixel_tile_begin(i);
+          const int row = at.y * stride_h - pad_h + (kHalo ? 0 : k_chunk.fy * dilation_h);
+          const int column = at.z * stride_w - pad_w + (kHalo ? 0 : k_chunk.fx * dilation_w);
+          ptx::cp_async_bulk_tensor_4d(shared.x(x_state.stage_idx) + i * kBoxBytes, &x_map, k_chunk.channel_chunk * 64,
+                                       column, row, at.x, full_barrier);
         }
         ptx::cp_async_bulk(shared.parameters(x_state.stage_idx), parameters + tile * (kParameterGroups * 64),
                            kParameterBytes, full_barrier);
@@ -233,11 +240,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
       const int prefetched = min(end, begin + kCodeStages);
       for (int index = begin; index < prefetched; ++index) copy_codes(index);
       ptx::griddepcontrol_wait();
-      KUnit unit = first_unit;
+      KChunk k_chunk = first_chunk;
       for (int index = begin; index < end; ++index) {
-        if (index == begin || unit.begins_box()) copy_x(unit);
+        if (index == begin || k_chunk.needs_box()) copy_x(k_chunk);
         if (index >= prefetched) copy_codes(index);
-        unit.advance(kernel_h, kernel_w);
+        k_chunk.advance(kernel_h, kernel_w);
       }
     }
     __syncwarp();
@@ -252,30 +259,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   const int row = warp % 4 * 16 + lane / 4;
   auto x_state = PipelineState<kXStages>::consumer();
   auto code_state = PipelineState<kCodeStages>::consumer();
-  KUnit unit = first_unit;
-  Parameters unit_parameters;
-  UnitCodes unit_codes;
-  uint32_t b_begin;  // shared address of the current unit's operand B
+  KChunk k_chunk = first_chunk;
+  Parameters chunk_parameters;
+  ChunkCodes chunk_codes;
+  uint32_t b_begin;  // shared address of operand B of the current K chunk
   float accumulators[kAccumulators] = {};
 
   auto fetch = [&](bool has_box) {
     if (has_box) {
       shared.x_pipeline().consumer_wait(x_state);
-      unit_parameters.load(reinterpret_cast<const uint32_t*>(memory + SharedStorage::Parameters::kBegin +
-                                                             x_state.stage_idx * kParameterBytes) +
-                           wg_co * kParameterGroups * 64 + row);
+      chunk_parameters.load(reinterpret_cast<const uint32_t*>(memory + SharedStorage::Parameters::kBegin +
+                                                              x_state.stage_idx * kParameterBytes) +
+                            wg_co * kParameterGroups * 64 + row);
     }
     shared.code_pipeline().consumer_wait(code_state);
-    unit_codes.load(memory + SharedStorage::Codes::kBegin + code_state.stage_idx * kCodeBytes + wg_co * kCodeTileBytes +
-                    thread * 16);
+    chunk_codes.load(memory + SharedStorage::Codes::kBegin + code_state.stage_idx * kCodeBytes +
+                     wg_co * kCodeTileBytes + thread * 16);
     shared.code_pipeline().consumer_release(code_state.stage_idx, lane);
     code_state.advance_by_branch();
-    const int first_row = kHalo ? unit.fy * dilation_h * kBoxW + unit.fx * dilation_w : 0;
+    const int first_row = kHalo ? k_chunk.fy * dilation_h * kBoxW + k_chunk.fx * dilation_w : 0;
     b_begin = shared.x(x_state.stage_idx) + wg_px * kBoxBytes + first_row * 128;
   };
   auto dequantize = [&](uint32_t (&a)[kSteps][4]) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) unit_codes.dequantize(a[step], step, unit_parameters);
+    for (int step = 0; step < kSteps; ++step) chunk_codes.dequantize(a[step], step, chunk_parameters);
   };
   auto matmul = [&](const uint32_t (&a)[kSteps][4]) {
     const uint64_t b = ptx::wgmma_descriptor<kGroupStrideBytes>(b_begin);
@@ -284,14 +291,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     for (int step = 0; step < kSteps; ++step) wgmma<X, true>(accumulators, a[step], b + step * 2);
     ptx::wgmma_commit_group();
   };
-  // Issues the wgmmas of a unit and dequantizes the next unit meanwhile. wait_group<1> after the first unit of a box
-  // guarantees that all wgmmas on the preceding box have completed; then that box is released.
+  // Issues the wgmmas of a K chunk and dequantizes the next K chunk at the same time. After the first K chunk of a box,
+  // wait_group<1> guarantees that all wgmmas on the preceding box have completed, so that box is released.
   int last_box = -1;
   auto advance = [&](const uint32_t (&a)[kSteps][4], uint32_t (&next)[kSteps][4]) {
     matmul(a);
-    unit.advance(kernel_h, kernel_w);
+    k_chunk.advance(kernel_h, kernel_w);
     const int free_box = last_box;
-    const bool has_box = unit.begins_box();
+    const bool has_box = k_chunk.needs_box();
     last_box = has_box ? x_state.stage_idx : -1;
     if (has_box) x_state.advance_by_branch();
     fetch(has_box);
@@ -326,23 +333,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   }
   ptx::wgmma_wait_group<0>();
 
-  // The accumulators of the pixels that this CTA stores, starting at group first_group.
+  // The accumulators of the 8-pixel groups that this CTA owns, from group first_group, summed over the cluster.
   float totals[kOwnedGroups * 4];
   const int first_group = rank * kOwnedGroups;
   if constexpr (kSplitK == 1) {
 #pragma unroll
     for (int i = 0; i < kOwnedGroups * 4; ++i) totals[i] = accumulators[i];
-    // All warps have finished reading the stages; the output tile takes their place.
+    // Wait until all warps have finished reading the stages, which the output tile overwrites.
     ptx::barrier_sync(1, kConsumerWarps * 32);
   } else {
     reduce_scatter_groups<kSplitK, kWarpgroups, kPixelGroups, kOwnedGroups>(
         totals, accumulators, memory + SharedStorage::PartialSums::kBegin,
         shared.begin + SharedStorage::PartialSums::kBegin, rank, warpgroup);
   }
-  // In a group, values 0 and 1 belong to one output, values 2 and 3 to output + 8.
+  // Of the 4 accumulators per group, 0 and 1 belong to one output, 2 and 3 to that output + 8.
   auto finish = [&](int index) { return from_float<X>(epilogue.activate(totals[index] + biases[index / 2 % 2])); };
-  const int3 tile_begin = part_begin(wg_px);
-  // Computes where an owned pixel lies in y; returns false if it lies outside.
+  const int3 tile_begin = pixel_tile_begin(wg_px);
+  // Computes the coordinates `at` in y of the CTA's owned pixel `pixel`; returns false if it lies outside of y.
   auto find_pixel = [&](int pixel, int3& at) {
     const int index = first_group * 8 + pixel;
     at = {tile_begin.x, tile_begin.y + index / kTileW, tile_begin.z + index % kTileW};

@@ -4,17 +4,18 @@
 
 constexpr bool kHalo = HALO;
 
-// A unit of K: one tap of the filter and a chunk of 64 channels. All taps of a chunk are adjacent.
-struct KUnit {
-  int chunk, fy, fx;
+// A K chunk: one filter tap (fy, fx) x 64 input channels, from channel 64 * channel_chunk. K chunks are ordered by
+// channels first, so all taps of the same channels are adjacent.
+struct KChunk {
+  int channel_chunk, fy, fx;
 
   __device__ __forceinline__ void advance(int kernel_h, int kernel_w) {
     if (++fx < kernel_w) return;
     fx = 0;
     if (++fy < kernel_h) return;
     fy = 0;
-    ++chunk;
+    ++channel_chunk;
   }
-  // Returns whether the unit needs a new box of x: with HALO one box serves all taps of a chunk.
-  __device__ __forceinline__ bool begins_box() const { return !kHalo || (fy | fx) == 0; }
+  // Returns whether the K chunk needs a new TMA box of x: with HALO, one box serves all taps of 64 channels.
+  __device__ __forceinline__ bool needs_box() const { return !kHalo || (fy | fx) == 0; }
 };

@@ -1,32 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
-//   y[b, i, j, co] = activation(bias[co] + sum over taps and channels of x * w), as in conv2d.cuh
-// by wgmma on sm_90a for many pixels, with a weight dequantized to memory beforehand: weights [64 outputs, k] are
-// operand A, pixels of x [k, pixels] are operand B, both in shared memory. K consists of units (conv2d_sm90.cuh).
+// Convolution with wgmma on sm_90a for many output pixels, with a weight dequantized to device memory beforehand.
 //
-//   weight   X [unit][64-output tile][64][64 channels], with the 128-byte swizzle: chunk c (8 channels) of output i
-//            is stored at chunk c ^ i % 8
+//   y[b, i, j, co] = activation(bias[co] + sum over taps and channels of x * w), as in conv2d.cuh
+//
+// The weight [64 outputs, k] is operand A, and x [k, pixels] is operand B, both in shared memory. K is processed in K
+// chunks of one filter tap x 64 channels (conv2d_sm90.cuh).
+//
+//   weight   X [K chunk][64-output tile][64][64 channels], with the 128-byte swizzle: the vector v of 8 channels of
+//            output i is stored as vector v ^ (i % 8)
 //   bias     BIAS [outputs] or null
 //   y        X, contiguous, NHWC, each pixel at a multiple of 16 bytes
 //   x_map    tensor map of x, X [batch][height][width][channels], boxes of [TILE_N][BOX_H][BOX_W][64], 128-byte
-//            swizzle; elements outside x are the padding, and the tensor map has the stride of the convolution
-//   tiles    number of tiles of WG_CO * 64 outputs and WG_PX * PARTS pixel tiles; co_blocks: along the outputs
-//   parts_h, parts_w   number of pixel tiles along the height and the width of an image; units: number of units of K
+//            swizzle; out-of-bounds elements are the zero padding, and the element strides are those of the convolution
+//   tiles    number of CTA tiles of WG_CO * 64 outputs and WG_PX * PIXEL_TILES pixel tiles
+//   co_blocks          number of CTA tiles along the outputs
+//   tiles_h, tiles_w   number of pixel tiles along the height and the width of an image
+//   k_chunks           number of K chunks
 //
 // Limits: as for conv2d_sm90, and outputs % 8 == 0.
 //
-// A CTA has WG_CO * WG_PX = 2 consumer warpgroups, each with 64 outputs and PARTS pixel tiles of TILE_N * TILE_H *
-// TILE_W pixels. A wgmma takes PIXELS rows of B: a pixel tile, and possibly rows past it. With HALO, one box of x with
-// a border serves all taps of its channels: each tap starts at another row of B, and TILE_W = 8. Without HALO each
-// unit has its own box. CTAs are persistent: the producer fills stages for the next tile while the warpgroups store
-// the current one.
+// A CTA has WG_CO * WG_PX = 2 consumer warpgroups. Each computes 64 outputs of PIXEL_TILES pixel tiles; a pixel tile is
+// TILE_N * TILE_H * TILE_W pixels. A wgmma reads PIXELS rows of B: a pixel tile and, if PIXELS is larger, rows of
+// zeros. With HALO, one TMA box of x with a border serves all taps of 64 channels: each tap starts at a different row
+// of B, and TILE_W = 8. Without HALO, each K chunk has its own box. CTAs are persistent: the producer fills stages for
+// the next CTA tile while the warpgroups store the current CTA tile.
 //
-// Split-K: the SPLIT_K CTAs of a cluster, which has a single tile, divide its units and add their partial
+// Split-K: the SPLIT_K CTAs of a cluster compute one CTA tile, each over a slice of the K chunks, and add their partial
 // sums through DSMEM.
 //
-// Nothing is read before griddepcontrol.wait: prefetching the weight costs single layers 2 to 20% on an H100.
+// Nothing is read before griddepcontrol.wait: prefetching the weight slows down single layers by 2 to 20% on an H100.
 //
-// An H100 SM copies 53 bytes per clock from L2, so tiles of 128 outputs and at least 112 pixels are tensor-core bound
-// only if a box serves several taps.
+// An SM of an H100 copies 53 bytes per clock from L2. So tiles of 128 outputs and at least 112 pixels are limited by
+// the tensor cores only if a box serves several taps.
 #include "common/epilogue.cuh"
 #include "common/warp.cuh"
 #include "conv2d/conv2d_sm90.cuh"
@@ -46,13 +51,13 @@ static_assert(__CUDA_ARCH__ == 900, "conv2d_sm90_large needs sm_90a");
 
 constexpr int kWgCo = WG_CO;
 constexpr int kWgPx = WG_PX;
-constexpr int kParts = PARTS;
+constexpr int kPixelTiles = PIXEL_TILES;
 constexpr int kPixels = PIXELS;
 constexpr int kTileN = TILE_N;
 constexpr int kTileH = TILE_H;
 constexpr int kTileW = TILE_W;
 constexpr int kBoxW = BOX_W;
-constexpr int kSteps = STEPS;  // wgmma instructions per unit, 16 channels each
+constexpr int kSteps = STEPS;  // number of wgmma instructions per K chunk, each of 16 channels
 constexpr int kXStages = X_STAGES;
 constexpr int kWeightStages = WEIGHT_STAGES;
 constexpr int kSplitK = SPLIT_K;
@@ -60,27 +65,27 @@ constexpr int kSplitK = SPLIT_K;
 constexpr int kWarpgroups = kWgCo * kWgPx;
 constexpr int kConsumerWarps = kWarpgroups * 4;
 constexpr int kThreads = kConsumerWarps * 32 + 32;
-constexpr int kBoxes = kWgPx * kParts;
-constexpr int kPartPixels = kTileN * kTileH * kTileW;
+constexpr int kBoxes = kWgPx * kPixelTiles;
+constexpr int kTilePixels = kTileN * kTileH * kTileW;
 constexpr int kBoxRows = kTileN * BOX_H * kBoxW;
-constexpr int kGroupStrideBytes = kHalo ? kBoxW * 128 : 1024;  // bytes from 8 pixels of B to the next 8
+constexpr int kGroupStrideBytes = kHalo ? kBoxW * 128 : 1024;  // distance in bytes of adjacent 8-pixel groups of B
 constexpr int kAccumulators = kPixels / 2;
 constexpr int kPixelGroups = kPixels / 8;
-constexpr int kOwnedGroups = ceil_div(kParts * kPixelGroups, kSplitK);
+constexpr int kOwnedGroups = ceil_div(kPixelTiles * kPixelGroups, kSplitK);
 
 constexpr int kBoxBytes = ceil_div((kPixels > kBoxRows ? kPixels : kBoxRows) * 128, 1024) * 1024;
 constexpr int kTileBytes = 64 * 128;
 constexpr int kWeightBytes = kWgCo * kTileBytes;
 constexpr int kStoreRows = 32;
-constexpr int kStoreRowBytes = 64 * 2 + 16;  // padded by 16 bytes: 8 rows lie in different banks
+constexpr int kStoreRowBytes = 64 * 2 + 16;  // with 16 bytes of padding, 8 rows start in different banks
 
 static_assert(kWarpgroups == 2, "two warpgroups share the tensor cores");
-static_assert(kPartPixels <= kPixels, "a wgmma takes a part");
-static_assert(!kHalo || (kTileN == 1 && kTileW == 8 && kPartPixels == kPixels),
-              "groups of 8 pixels lie at one distance");
+static_assert(kTilePixels <= kPixels, "a wgmma covers a pixel tile");
+static_assert(!kHalo || (kTileN == 1 && kTileW == 8 && kTilePixels == kPixels),
+              "8-pixel groups have a constant distance in shared memory");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 
-// The partial sums of split-K, float4 [rank][warpgroup][owned group][128], reuse the memory of the stages.
+// The partial sums of split-K, float4 [rank][warpgroup][owned group][128], overwrite the stages.
 struct SharedStorage {
   using Boxes = SharedArray<0, kXStages, kBoxes * kBoxBytes>;
   using Weights = SharedArray<Boxes::kEnd, kWeightStages, kWeightBytes>;
@@ -103,7 +108,7 @@ static_assert(kSplitK == 1 || kSplitK * kWarpgroups * kOwnedGroups * 2048 <= Sha
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     conv2d_sm90_large(const uint8_t* weight, const BIAS* bias, X* y, const __grid_constant__ TensorMap x_map, int tiles,
-                      int co_blocks, int parts_h, int parts_w, int units, int batch, int outputs, int kernel_h,
+                      int co_blocks, int tiles_h, int tiles_w, int k_chunks, int batch, int outputs, int kernel_h,
                       int kernel_w, int out_h, int out_w, int stride_h, int stride_w, int pad_h, int pad_w,
                       int dilation_h, int dilation_w, float low, float high) {
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -113,17 +118,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   const int rank = cluster_rank<kSplitK>();
-  const int begin = units * rank / kSplitK;
-  const int end = units * (rank + 1) / kSplitK;
+  const int begin = k_chunks * rank / kSplitK;
+  const int end = k_chunks * (rank + 1) / kSplitK;
 
   const int first_tile = blockIdx.x / kSplitK;
   const int taps = kernel_h * kernel_w;
-  const KUnit first_unit{begin / taps, begin % taps / kernel_w, begin % kernel_w};
+  const KChunk first_chunk{begin / taps, begin % taps / kernel_w, begin % kernel_w};
 
-  // Returns the image, row and pixel of y at which pixel tile `index` of a tile begins.
-  auto part_begin = [&](int tile, int index) {
-    const int part = tile / co_blocks * kBoxes + index;
-    return int3{part / (parts_h * parts_w) * kTileN, part / parts_w % parts_h * kTileH, part % parts_w * kTileW};
+  // Returns the coordinates (image, row, column of y) of the first pixel of pixel tile `index` of CTA tile `tile`.
+  auto pixel_tile_begin = [&](int tile, int index) {
+    const int at = tile / co_blocks * kBoxes + index;
+    return int3{at / (tiles_h * tiles_w) * kTileN, at / tiles_w % tiles_h * kTileH, at % tiles_w * kTileW};
   };
 
   if (warp == kConsumerWarps) {
@@ -136,11 +141,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     ptx::fence_mbarrier_init();
   }
-  if constexpr (kPartPixels < kPixels) {
-    // Zero the rows of B past each pixel tile, which wgmma reads, too.
-    constexpr int kLeft = kPartPixels < kPixels ? (kPixels - kPartPixels) * 8 : 1;
+  if constexpr (kTilePixels < kPixels) {
+    // Zero the rows of B past each pixel tile: TMA does not write them, but wgmma reads them.
+    constexpr int kLeft = kTilePixels < kPixels ? (kPixels - kTilePixels) * 8 : 1;
     for (int i = threadIdx.x; i < kXStages * kBoxes * kLeft; i += kThreads) {
-      const int at = i / kLeft * kBoxBytes + kPartPixels * 128 + i % kLeft * 16;
+      const int at = i / kLeft * kBoxBytes + kTilePixels * 128 + i % kLeft * 16;
       *reinterpret_cast<Vector<uint32_t, 4>*>(memory + at) = {};
     }
     ptx::fence_proxy_async();
@@ -157,19 +162,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int tile = first_tile; tile < tiles; tile += gridDim.x / kSplitK) {
         const int co_tiles = co_blocks * kWgCo;
         const uint8_t* source = weight + static_cast<int64_t>(begin * co_tiles + tile % co_blocks * kWgCo) * kTileBytes;
-        KUnit unit = first_unit;
+        KChunk k_chunk = first_chunk;
         for (int index = begin; index < end; ++index) {
-          if (index == begin || unit.begins_box()) {
+          if (index == begin || k_chunk.needs_box()) {
             const uint32_t full_barrier = x_pipeline.full_barrier(x_state.stage_idx);
             x_pipeline.producer_acquire(x_state);
             ptx::mbarrier_arrive_expect_tx(full_barrier, kBoxes * kBoxRows * 128);
 #pragma unroll
             for (int i = 0; i < kBoxes; ++i) {
-              const int3 from = part_begin(tile, i);
-              const int row = from.y * stride_h - pad_h + (kHalo ? 0 : unit.fy * dilation_h);
-              const int column = from.z * stride_w - pad_w + (kHalo ? 0 : unit.fx * dilation_w);
-              ptx::cp_async_bulk_tensor_4d(shared.x(x_state.stage_idx) + i * kBoxBytes, &x_map, unit.chunk * 64, column,
-                                           row, from.x, full_barrier);
+              const int3 from = pixel_tile_begin(tile, i);
+              const int row = from.y * stride_h - pad_h + (kHalo ? 0 : k_chunk.fy * dilation_h);
+              const int column = from.z * stride_w - pad_w + (kHalo ? 0 : k_chunk.fx * dilation_w);
+              ptx::cp_async_bulk_tensor_4d(shared.x(x_state.stage_idx) + i * kBoxBytes, &x_map,
+                                           k_chunk.channel_chunk * 64, column, row, from.x, full_barrier);
             }
             x_state.advance_by_branch();
           }
@@ -179,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           ptx::cp_async_bulk(shared.weight(weight_state.stage_idx), source, kWeightBytes, full_barrier);
           source += static_cast<int64_t>(co_tiles) * kTileBytes;
           weight_state.advance_by_branch();
-          unit.advance(kernel_h, kernel_w);
+          k_chunk.advance(kernel_h, kernel_w);
         }
       }
     }
@@ -203,57 +208,57 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   auto x_state = PipelineState<kXStages>::consumer();
   auto weight_state = PipelineState<kWeightStages>::consumer();
   for (int tile = first_tile; tile < tiles; tile += gridDim.x / kSplitK) {
-    float accumulators[kParts][kAccumulators] = {};
-    KUnit unit = first_unit;
+    float accumulators[kPixelTiles][kAccumulators] = {};
+    KChunk k_chunk = first_chunk;
     for (int index = begin; index < end; ++index) {
-      const bool is_next_box = index > begin && unit.begins_box();
+      const bool is_next_box = index > begin && k_chunk.needs_box();
       if (is_next_box) x_state.advance_by_branch();
       if (is_next_box || index == begin) x_pipeline.consumer_wait(x_state);
       weight_pipeline.consumer_wait(weight_state);
-      const int first_row = kHalo ? unit.fy * dilation_h * kBoxW + unit.fx * dilation_w : 0;
+      const int first_row = kHalo ? k_chunk.fy * dilation_h * kBoxW + k_chunk.fx * dilation_w : 0;
       const uint64_t a = ptx::wgmma_descriptor(shared.weight(weight_state.stage_idx) + wg_co * kTileBytes);
       const uint64_t b = ptx::wgmma_descriptor<kGroupStrideBytes>(shared.x(x_state.stage_idx) +
-                                                                  wg_px * kParts * kBoxBytes + first_row * 128);
+                                                                  wg_px * kPixelTiles * kBoxBytes + first_row * 128);
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          const uint64_t at = b + part * (kBoxBytes / 16) + step * 2;
+        for (int pixel_tile = 0; pixel_tile < kPixelTiles; ++pixel_tile) {
+          const uint64_t at = b + pixel_tile * (kBoxBytes / 16) + step * 2;
           if constexpr (kIsHalf<X>) {
-            ptx::wgmma_f16(accumulators[part], a + step * 2, at);
+            ptx::wgmma_f16(accumulators[pixel_tile], a + step * 2, at);
           } else {
-            ptx::wgmma_bf16(accumulators[part], a + step * 2, at);
+            ptx::wgmma_bf16(accumulators[pixel_tile], a + step * 2, at);
           }
         }
       }
       ptx::wgmma_commit_group();
-      // The wgmmas of the preceding unit have completed: release its stages.
+      // All wgmmas on the preceding K chunk have completed, so its stages can be released.
       ptx::wgmma_wait_group<1>();
       if (index > begin) weight_pipeline.consumer_release(weight_state.previous_stage(), lane);
       if (is_next_box) x_pipeline.consumer_release(x_state.previous_stage(), lane);
       weight_state.advance_by_branch();
-      unit.advance(kernel_h, kernel_w);
+      k_chunk.advance(kernel_h, kernel_w);
     }
     ptx::wgmma_wait_group<0>();
     weight_pipeline.consumer_release(weight_state.previous_stage(), lane);
     x_pipeline.consumer_release(x_state.stage_idx, lane);
     x_state.advance_by_branch();
 
-    // The accumulators of the pixels that this CTA stores, starting at group first_group.
+    // The accumulators of the 8-pixel groups that this CTA owns, from group first_group, summed over the cluster.
     float totals[kOwnedGroups * 4];
     const int first_group = rank * kOwnedGroups;
     if constexpr (kSplitK == 1) {
 #pragma unroll
       for (int i = 0; i < kOwnedGroups * 4; ++i) totals[i] = accumulators[i / kAccumulators][i % kAccumulators];
     } else {
-      // All CTAs have finished reading their stages; the partial sums take their place.
+      // All CTAs have finished reading their stages, so the partial sums can overwrite them.
       cluster_sync<kSplitK>();
-      reduce_scatter_groups<kSplitK, kWarpgroups, kParts * kPixelGroups, kOwnedGroups>(
+      reduce_scatter_groups<kSplitK, kWarpgroups, kPixelTiles * kPixelGroups, kOwnedGroups>(
           totals, &accumulators[0][0], memory, shared.begin, rank, warpgroup);
     }
 
-    // In a group, values 0 and 1 belong to one output, values 2 and 3 to output + 8.
+    // Of the 4 accumulators per group, 0 and 1 belong to one output, 2 and 3 to that output + 8.
     const int co = (tile % co_blocks * kWgCo + wg_co) * 64;
     float biases[2] = {};
     if constexpr (kHasBias) {
@@ -266,9 +271,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     auto finish = [&](int index) {
       return uint32_t{from_float<X>(epilogue.activate(totals[index] + biases[index / 2 % 2])).bits};
     };
-    int3 corners[kParts];
+    int3 corners[kPixelTiles];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) corners[part] = part_begin(tile, wg_px * kParts + part);
+    for (int i = 0; i < kPixelTiles; ++i) corners[i] = pixel_tile_begin(tile, wg_px * kPixelTiles + i);
     const int output = co + thread % 8 * 8;
 #pragma unroll
     for (int chunk = 0; chunk < ceil_div(kOwnedGroups * 8, kStoreRows); ++chunk) {
@@ -291,12 +296,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int owned = chunk * kStoreRows + row;
         const int index = first_group * 8 + owned;
         const int pixel = index % kPixels;
-        if (owned >= kOwnedGroups * 8 || index >= kParts * kPixels || pixel >= kPartPixels || output >= outputs)
+        if (owned >= kOwnedGroups * 8 || index >= kPixelTiles * kPixels || pixel >= kTilePixels || output >= outputs)
           continue;
         int3 corner = corners[0];
 #pragma unroll
-        for (int part = 1; part < kParts; ++part) {
-          if (index >= part * kPixels) corner = corners[part];
+        for (int pixel_tile = 1; pixel_tile < kPixelTiles; ++pixel_tile) {
+          if (index >= pixel_tile * kPixels) corner = corners[pixel_tile];
         }
         const int image = corner.x + pixel / (kTileH * kTileW);
         const int y_row = corner.y + pixel / kTileW % kTileH;

@@ -51,6 +51,7 @@ constexpr int kBlockM = BLOCK_M;
 constexpr int kWarps = WARPS;
 constexpr int kStages = STAGES;
 constexpr bool kGroupInTile = GROUP_IN_TILE;  // whether a group may end within a k tile
+constexpr int kSlices = SLICES;               // slices of K that the CTA sums (common/reduce.cuh); 1 with split-K
 
 constexpr int kThreads = kWarps * 32;
 constexpr int kWarpN = 32;
@@ -189,6 +190,8 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   float accumulators[kTilesN][kTilesM][4] = {};
   float group_accumulators[kTilesN][kTilesM][4] = {};
   float x_sums[kTilesM][4] = {};
+  auto& flat = reinterpret_cast<float (&)[kAccumulators]>(accumulators);
+  SliceSums<kAccumulators, kSlices> slices(tiles);
   auto close_group = [&] {
 #pragma unroll
     for (int j = 0; j < kTilesM; ++j) {
@@ -213,12 +216,15 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   fetch_group(group_index);
   convert_group();
   fetch_group(group_index + 1);
-  auto change_group = [&] {
-    close_group();
+  auto open_next_group = [&] {
     convert_group();
     ++group_index;
     group_end += group_size;
     fetch_group(group_index + 1);
+  };
+  auto change_group = [&] {
+    close_group();
+    open_next_group();
   };
 
   auto matmul = [&](int stage, int step) {
@@ -271,6 +277,11 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     const int tile_ahead = tile + kStages - 1;
     if (tile_ahead < tile_end) start_stage(tile_ahead, stage == 0 ? kStages - 1 : stage - 1);
     copy.commit();
+    if (slices.begins_next(tile)) {
+      close_group();
+      slices.end_slice(flat);
+      if (tile * kBlockK >= group_end) open_next_group();
+    }
     if (!kGroupInTile && tile * kBlockK >= group_end) change_group();
 #pragma unroll
     for (int step = 0; step < kBlockK / kStepK; ++step) {
@@ -284,9 +295,9 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   close_group();
+  slices.add_to(flat);
 
   const int tile = blockIdx.y * gridDim.x + blockIdx.x;
-  auto& flat = reinterpret_cast<float (&)[kAccumulators]>(accumulators);
   if (!reduce_split_k<kAccumulators, kThreads>(flat, partials, counters, tile, blockIdx.z, gridDim.z)) return;
 
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};

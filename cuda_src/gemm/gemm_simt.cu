@@ -23,6 +23,7 @@
 #include "common/reduce.cuh"
 
 constexpr Zeros kZeros = Zeros::ZEROS;
+constexpr int kSlices = SLICES;  // slices of K that the CTA sums (common/reduce.cuh); 1 with split-K
 constexpr int kBlockM = 64;
 constexpr int kBlockN = 64;
 constexpr int kBlockK = 16;
@@ -103,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int m_local = threadIdx.x / (kBlockN / kThreadN) * kThreadM;
   const int n_local = threadIdx.x % (kBlockN / kThreadN) * kThreadN;
   float accumulators[kThreadM * kThreadN] = {};
+  SliceSums<kThreadM * kThreadN, kSlices> slices(steps);
   if (step_begin < step_end) {
     fetch(step_begin);
     keep(shared.steps[step_begin & 1]);
@@ -110,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   for (int step = step_begin; step < step_end; ++step) {
     const Step& current = shared.steps[step & 1];
+    if (slices.begins_next(step)) slices.end_slice(accumulators);
     if (step + 1 < step_end) fetch(step + 1);
 #pragma unroll
     for (int i = 0; i < kBlockK; ++i) {
@@ -126,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __syncthreads();
   }
 
+  slices.add_to(accumulators);
   const int tile = blockIdx.y * gridDim.x + blockIdx.x;
   if (!reduce_split_k<kThreadM * kThreadN, kThreads>(accumulators, partials, counters, tile, blockIdx.z, gridDim.z))
     return;

@@ -33,15 +33,15 @@ constexpr int kStepK = 32;
 // The k interval at which a block may end; with one block per stage only the end of the stage.
 constexpr int kCheckSteps = X_BLOCKS == 1 ? kBlockK / kStepK : 1;
 constexpr int kXBytes = kBlockM * kBlockK;
-constexpr int kUnitsN = kBits;  // 16-byte chunks per row of the weight
-constexpr int kWeightBytes = kBlockN * kUnitsN * 16;
+constexpr int kChunksN = kBits;  // 16-byte chunks per row of the weight
+constexpr int kWeightBytes = kBlockN * kChunksN * 16;
 constexpr int kXParameters = kXBytes + kWeightBytes;  // byte offset of sA, oA, sumA in a stage
 constexpr int kWeightParameters = kXParameters + kXBlocks * 3 * kBlockM * 4;
 constexpr int kStageBytes = kWeightParameters + kXBlocks * 3 * kBlockN * 4;
 constexpr int kAccumulators = kTilesM * kTilesN * 4;
 
 static_assert(!(kFp8 && kShortBlocks), "magic_to_float needs integer products");
-static_assert(kBlockM * 8 % kThreads == 0 && kBlockN * kUnitsN % kThreads == 0, "the copies divide evenly");
+static_assert(kBlockM * 8 % kThreads == 0 && kBlockN * kChunksN % kThreads == 0, "the copies divide evenly");
 
 // Converts a product to float32. The products of a short block are below 2^22 in magnitude.
 __device__ __forceinline__ float to_product(Product value) {
@@ -74,22 +74,22 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     for (int i = 0; i < kBlockM * 8 / kThreads; ++i) {
       const int index = i * kThreads + threadIdx.x;
       const int row = index / 8;
-      const int unit = index % 8;
-      const int at = tile * kBlockK + unit * 16;
+      const int chunk = index % 8;
+      const int at = tile * kBlockK + chunk * 16;
       const bool valid = m_begin + row < m && at < k;
       const int8_t* source = valid ? xq + static_cast<int64_t>(m_begin + row) * k + at : xq;
-      copies.start_16(begin + (row * 8 + (unit ^ (row % 8))) * 16, source, valid);
+      copies.start_16(begin + (row * 8 + (chunk ^ (row % 8))) * 16, source, valid);
     }
 #pragma unroll
-    for (int i = 0; i < kBlockN * kUnitsN / kThreads; ++i) {
+    for (int i = 0; i < kBlockN * kChunksN / kThreads; ++i) {
       const int index = i * kThreads + threadIdx.x;
-      const int row = index / kUnitsN;
-      const int unit = index % kUnitsN;
-      const int at = (tile * kUnitsN + unit) * 16;
+      const int row = index / kChunksN;
+      const int chunk = index % kChunksN;
+      const int at = (tile * kChunksN + chunk) * 16;
       const bool valid = n_begin + row < n && at < row_bytes;
       const uint8_t* source = valid ? codes + static_cast<int64_t>(n_begin + row) * row_bytes + at : codes;
-      const int place = kBits == 8 ? unit ^ (row % 8) : unit ^ (row / 2 % 4);
-      copies.start_16(begin + kXBytes + (row * kUnitsN + place) * 16, source, valid);
+      const int swizzled = kBits == 8 ? chunk ^ (row % 8) : chunk ^ (row / 2 % 4);
+      copies.start_16(begin + kXBytes + (row * kChunksN + swizzled) * 16, source, valid);
     }
     const int first = tile * kBlockK / block_size;
     for (int index = threadIdx.x; index < kXBlocks * kBlockM; index += kThreads) {
@@ -186,9 +186,9 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
       for (int pair = 0; pair < kTilesN / 2; ++pair) {
         // ldmatrix: matrices 0 and 1 are columns 0 .. 7 at k 0 .. 15 and 16 .. 31; 2 and 3 are columns 8 .. 15.
         const int row = warp_n + pair * 16 + lane / 16 * 8 + lane % 8;
-        const int unit = step * 2 + lane / 8 % 2;
+        const int chunk = step * 2 + lane / 8 % 2;
         uint32_t words[4];
-        ptx::ldmatrix_x4(words, weight_begin + (row * 8 + (unit ^ (row % 8))) * 16);
+        ptx::ldmatrix_x4(words, weight_begin + (row * 8 + (chunk ^ (row % 8))) * 16);
 #pragma unroll
         for (int i = 0; i < 4; ++i) b[pair * 2 + i / 2][i % 2] = words[i];
       }
@@ -206,9 +206,9 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     for (int i = 0; i < kTilesM; ++i) {
       // ldmatrix: matrices 0 and 1 are rows 0 .. 7 and 8 .. 15 at k 0 .. 15; matrices 2 and 3 are at k 16 .. 31.
       const int row = warp_m + i * 16 + lane % 16;
-      const int unit = step * 2 + lane / 16;
+      const int chunk = step * 2 + lane / 16;
       uint32_t a[4];
-      ptx::ldmatrix_x4(a, x_begin + (row * 8 + (unit ^ (row % 8))) * 16);
+      ptx::ldmatrix_x4(a, x_begin + (row * 8 + (chunk ^ (row % 8))) * 16);
 #pragma unroll
       for (int j = 0; j < kTilesN; ++j) mma(products[i][j], a, b[j][0], b[j][1]);
     }

@@ -98,7 +98,7 @@ template <class T>
 __device__ __forceinline__ void store_tile(uint8_t* memory, const float (&accumulators)[kM64Tiles][kAccumulators],
                                            const TileCoordinates& tile, const Epilogue<T>& epilogue, T* y, int m, int n,
                                            int ldy, bool aligned) {
-  constexpr int kUnit = 16 / sizeof(T);
+  constexpr int kVectorColumns = 16 / sizeof(T);
   // Read %tid again, so that values derived from it hold no registers during the main loop.
   const int index = ptx::thread_index_now();
   const int warpgroup = index / 128;
@@ -147,20 +147,20 @@ __device__ __forceinline__ void store_tile(uint8_t* memory, const float (&accumu
     }
     ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll
-    for (int pass = 0; pass < kStoreRows * kBlockN / kUnit / 128; ++pass) {
+    for (int pass = 0; pass < kStoreRows * kBlockN / kVectorColumns / 128; ++pass) {
       const int index = pass * 128 + thread;
-      const int local_row = index / (kBlockN / kUnit);
-      const int local_column = index % (kBlockN / kUnit) * kUnit;
+      const int local_row = index / (kBlockN / kVectorColumns);
+      const int local_column = index % (kBlockN / kVectorColumns) * kVectorColumns;
       const int row = row_begin + chunk * kStoreRows + local_row;
       const int column = column_begin + local_column;
       if (row < m && column < n) {
         T* target = y + static_cast<int64_t>(row) * ldy + column;
         const T* values = reinterpret_cast<const T*>(buffer + local_row * kStoreRowBytes) + local_column;
-        if (aligned && column + kUnit <= n) {
-          store<true>(target, *reinterpret_cast<const Vector<T, kUnit>*>(values));
+        if (aligned && column + kVectorColumns <= n) {
+          store<true>(target, *reinterpret_cast<const Vector<T, kVectorColumns>*>(values));
         } else {
 #pragma unroll 1
-          for (int i = 0; i < min(kUnit, n - column); ++i) target[i] = values[i];
+          for (int i = 0; i < min(kVectorColumns, n - column); ++i) target[i] = values[i];
         }
       }
     }

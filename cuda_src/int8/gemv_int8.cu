@@ -30,7 +30,7 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kColumns = 16;
 constexpr int kStep = 32;  // k per lane and chunk
 constexpr int kChunk = 4 * kStep;
-constexpr int kUnits = kBits / 4;  // 16-byte vectors of codes per column and step
+constexpr int kVectors = kBits / 4;  // 16-byte vectors of codes per column and step
 constexpr int kWords = kStep / 4;
 constexpr int kSteps = 4 * kPrefetchedChunks;  // steps per warp and load of x
 constexpr int kOutputs = kRows * kColumns;
@@ -49,7 +49,7 @@ struct XPart {
 
 // A lane's part of the weight in one chunk.
 struct WeightPart {
-  Vector<uint32_t, 4> codes[2][kUnits];
+  Vector<uint32_t, 4> codes[2][kVectors];
   float scale[2];
   float offset[2];
   float column[2];
@@ -81,9 +81,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
 
   // Columns past n repeat the last one and are not stored.
   const float* of_column = parameters + n_begin + lane / 4;
-  uint32_t column_units[2];
+  uint32_t column_vectors[2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) column_units[half] = min(n_begin + half * 8 + lane / 4, n - 1) * steps * kUnits;
+  for (int half = 0; half < 2; ++half)
+    column_vectors[half] = min(n_begin + half * 8 + lane / 4, n - 1) * steps * kVectors;
   auto fetch_weight = [&](WeightPart& part, int chunk) {
     if (chunk >= chunk_end) return;
     // Past k the codes of x are zero. The parameters must be zero, too, because they might not be finite.
@@ -94,9 +95,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-        const int64_t unit = column_units[half] + clamped_step * kUnits + i;
-        load<true>(part.codes[half][i], reinterpret_cast<const uint32_t*>(codes + unit * 16));
+      for (int i = 0; i < kVectors; ++i) {
+        const int64_t vector = column_vectors[half] + clamped_step * kVectors + i;
+        load<true>(part.codes[half][i], reinterpret_cast<const uint32_t*>(codes + vector * 16));
       }
       part.scale[half] = valid ? of_block[half * 8] : 0.0f;
       if constexpr (kWeightOffset) part.offset[half] = valid ? of_block[plane + half * 8] : 0.0f;
@@ -111,14 +112,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
 #pragma unroll
     for (int begin = 0; begin < kRows * kPrefetchedChunks * 8; begin += 32) {
       const int row = (begin + lane) / (kPrefetchedChunks * 8);
-      const int unit = (begin + lane) % (kPrefetchedChunks * 8);
+      const int vector = (begin + lane) % (kPrefetchedChunks * 8);
       if (row >= kRows) break;
-      const int at = (first + unit / 8 * kWarps) * kChunk + unit % 8 * 16;
+      const int at = (first + vector / 8 * kWarps) * kChunk + vector % 8 * 16;
       Vector<uint32_t, 4> words = {};
       if (at < k_end) {
         load<true>(words, reinterpret_cast<const uint32_t*>(xq + static_cast<int64_t>(min(row, m - 1)) * k + at));
       }
-      *reinterpret_cast<Vector<uint32_t, 4>*>(&part.codes[row][unit * 16]) = words;
+      *reinterpret_cast<Vector<uint32_t, 4>*>(&part.codes[row][vector * 16]) = words;
     }
 #pragma unroll
     for (int begin = 0; begin < kRows * kSteps; begin += 32) {
@@ -172,9 +173,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
         uint32_t a[4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const auto& units = weight.codes[half];
-          a[half] = kBits == 8 ? units[0].values[word] : low_nibbles(units[0].values[word]);
-          a[half + 2] = kBits == 8 ? units[kUnits - 1].values[word] : high_nibbles(units[0].values[word]);
+          const auto& vectors = weight.codes[half];
+          a[half] = kBits == 8 ? vectors[0].values[word] : low_nibbles(vectors[0].values[word]);
+          a[half + 2] = kBits == 8 ? vectors[kVectors - 1].values[word] : high_nibbles(vectors[0].values[word]);
         }
         if constexpr (kTensor) {
           mma(products, a, x_words[0][0].values[word], x_words[0][1].values[word]);

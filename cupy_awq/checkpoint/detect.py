@@ -270,7 +270,7 @@ SHAPE_CHECKS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     "awq gemm": lambda codes, scales: 8 * codes[1] == scales[1],
     "gptq": lambda codes, scales: codes[1] == scales[1],
     "awq gemv": lambda codes, scales: codes[0] == scales[0],
-    "awq gemv_fast": lambda codes, scales: False,  # its codes are int16, which `_match_layout` recognizes first
+    "awq gemv_fast": lambda codes, scales: False,  # the codes of this format are int16, as `_match_layout` checks
 }
 """The formats with codes named ``qweight``, each with a function that compares two shapes.
 

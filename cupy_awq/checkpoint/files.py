@@ -76,7 +76,7 @@ def check_json(text: bytes, where: str) -> None:
     depth, values, in_string = 0, 1, 0
     for start in range(0, len(plain), _SCAN_BYTES):
         part = np.frombuffer(plain, np.uint8, min(_SCAN_BYTES, len(plain) - start), start)
-        quotes = np.cumsum(part == ord('"'), dtype=np.uint8)  # uint8 overflow preserves the parity
+        quotes = np.cumsum(part == ord('"'), dtype=np.uint8)  # uint8 sums wrap around, which preserves their parity
         outside = (quotes + np.uint8(in_string)) % 2 == 0
         in_string = (in_string + int(quotes[-1])) % 2
         step = _STEPS[part[(_KINDS[part] != 0) & outside]]

@@ -91,7 +91,7 @@ def _find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, i
     rotates adjacent pairs. Other models have none. Raises CheckpointError for a malformed number of heads.
     """
     arch = metadata.get("general.architecture")
-    if not isinstance(arch, str) or arch != "llama":  # an array from a damaged file cannot be compared
+    if not isinstance(arch, str) or arch != "llama":  # arch may be an array in a damaged file
         return {}
     heads = metadata.get("llama.attention.head_count")
     counts = {"attn_q": heads, "attn_k": metadata.get("llama.attention.head_count_kv", heads)}

@@ -123,7 +123,7 @@ def _dequantize_q8_0(blocks: Bytes) -> Array:
 
 def unpack_scales(blocks: Bytes) -> tuple[Array, Array]:
     """Return the 6-bit scales sc and minima m of Q4_K or Q5_K super-blocks [..., bytes], each as float32 [8, ...]."""
-    packed = np.ascontiguousarray(np.moveaxis(blocks[..., 4:16], -1, 0))  # long axis last, to vectorize NumPy's loops
+    packed = np.ascontiguousarray(np.moveaxis(blocks[..., 4:16], -1, 0))  # NumPy vectorizes along the last, long axis
     low, mid, high = packed[:4], packed[4:8], packed[8:]
     sc, m = (np.empty((8, *packed.shape[1:]), np.float32) for _ in range(2))
     sc[:4], m[:4] = low & 63, mid & 63
@@ -148,7 +148,7 @@ def _dequantize_q4_k(blocks: Bytes) -> Array:
 def _dequantize_q5_k(blocks: Bytes) -> Array:
     pairs = np.ascontiguousarray(blocks[..., 48:]).reshape(*blocks.shape[:-1], 4, 1, 32)
     codes = np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*blocks.shape[:-1], 8, 32)
-    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]  # bit j belongs to group j
+    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]  # bit j of a byte is for a code of group j
     return _scale_groups(blocks, codes | (high & 1) << 4)
 
 

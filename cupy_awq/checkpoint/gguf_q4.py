@@ -133,7 +133,7 @@ def _convert_scales(blocks: npt.NDArray[np.uint8]) -> tuple[Array, Array]:
     """Return d * sc and -dmin * m of super-blocks, uint8 [n, blocks, 144], as two float16 [8 groups, n, blocks]."""
     header = np.ascontiguousarray(blocks[:, :, :4]).view(np.float16).astype(np.float32)
     sc, m = unpack_scales(blocks)
-    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks for infinity and NaN
+    with np.errstate(over="ignore", invalid="ignore"):  # `_convert_q4_k` raises the error for infinity and NaN
         sc *= header[..., 0]
         m *= -header[..., 1]
         return sc.astype(np.float16), m.astype(np.float16)

@@ -39,7 +39,7 @@ def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
     length, *rest = sources[0].shape
     width = 32 * int(np.prod(rest, dtype=np.int64))
     step = max(1, CHUNK_BYTES // width)
-    if targets[0].strides[0] == 4:  # chunks split the contiguous axis of the targets
+    if targets[0].strides[0] == 4:  # a chunk is a slice of the contiguous axis: write whole cache lines
         step = -(-step // LINE_WORDS) * LINE_WORDS
     step = min(step, length)
     block = np.empty((8, step, *rest), np.uint32)

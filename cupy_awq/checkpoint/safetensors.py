@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cupy_awq import atomic
 from cupy_awq.checkpoint.files import MAX_JSON_BYTES, CheckpointError, parse_object
 
 MAX_RANK = 32
@@ -128,9 +129,9 @@ def _naturals(value: Any) -> bool:
 
 
 def write(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write tensors by name to a safetensors file, the data of each tensor aligned to its item size.
+    """Write tensors by name to a safetensors file, atomically, the data of each tensor aligned to its item size.
 
-    Raises OSError if the file cannot be written.
+    Raises OSError, which names the file, if it cannot be written.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     # Sorted by decreasing item size, tensors are aligned without padding between them, which the format forbids.
@@ -143,7 +144,7 @@ def write(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         position += array.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    with atomic.create(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, array in ordered:
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ MAX_NAME_BYTES = 255
 
 INDEX = "model.safetensors.index.json"
 """The name of the file that maps the tensors of a sharded checkpoint to their shards."""
+
+SHARD = re.compile(r"-\d{5}(?:-of-0*(\d+))?\.safetensors$")
+"""The end of the name of a shard; its group is the number of shards, if the name has it."""
 
 
 class Tensor(NamedTuple):
@@ -56,6 +60,8 @@ def read(path: Path) -> dict[str, Tensor]:
         files = sorted(path.glob("*.safetensors"))
     if len(files) != 1:
         raise CheckpointError(f"{path}: expected model.safetensors, {INDEX} or one safetensors file, got {len(files)}")
+    if (shard := SHARD.search(files[0].name)) and shard[1] != "1":
+        raise CheckpointError(f"{files[0]}: expected all shards and {INDEX}, got one shard")
     return _read_file(files[0])
 
 

@@ -248,7 +248,7 @@ class _Machine:
         elif name == "REDUCE":
             arguments, function = self.stack.pop(), self.stack.pop()
             push(self._call(function, arguments))
-        elif name == "BUILD":  # sets the attribute _metadata of an OrderedDict, which is ignored
+        elif name == "BUILD":  # BUILD sets the attribute _metadata of an OrderedDict, which is not needed
             self.stack.pop()
         elif name not in ("PROTO", "STOP"):
             raise CheckpointError(f"{self.path}: data.pkl: expected a pickle of tensors, got the opcode {name}")

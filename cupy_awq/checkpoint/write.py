@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupy_awq import atomic
 from cupy_awq.checkpoint import nibbles, safetensors
 from cupy_awq.checkpoint.contents import Contents
-from cupy_awq.checkpoint.files import read_object
+from cupy_awq.checkpoint.files import check_path, read_object
 from cupy_awq.checkpoint.module import ModuleSpec
 from cupy_awq.checkpoint.tensors import INDEX, Module, Tensor
 
@@ -28,6 +30,9 @@ Array = npt.NDArray[Any]
 
 SHARD_BYTES = 5_000_000_000
 """The largest size of a safetensors file in bytes; larger checkpoints are split into shards."""
+
+OWN_FILE = re.compile(r"model(-\d{5})?\.safetensors|" + re.escape(INDEX))
+"""The names of the files with tensors, and of their index, that `save` writes."""
 
 SYMMETRIC = -0x77777778
 """The packed word, as int32, of eight zero points that are all 8."""
@@ -53,14 +58,18 @@ def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /
     """Write a checkpoint folder: safetensors files, an index if there are several, and config.json.
 
     If the folder has a config.json, only its key "quantization_config" is replaced. Modules are converted one by one,
-    so the peak memory is about one shard (`SHARD_BYTES`).
+    so the peak memory is about one shard (`SHARD_BYTES`). All files are written to a new folder inside, whose name ends
+    in ".part", and moved when they are complete: after a kill, `read` refuses the folder or finds a whole checkpoint.
 
     Args:
-        folder: the folder, which is created if it does not exist.
-        contents: a checkpoint from `cupy_awq.checkpoint.read`.
+        folder: the folder, which is created if it does not exist. An earlier checkpoint of `save` in it is replaced.
+        contents: a checkpoint from `cupy_awq.checkpoint.read`, also of the same folder.
         format_name: "autoawq", "compressed-tensors" or "gptq".
 
     Raises:
+        CheckpointError: (a ValueError) config.json is damaged, or a module cannot be read.
+        FileExistsError: the folder holds safetensors files or an index that `save` would not replace.
+        OSError: a file cannot be written.
         ValueError: the format is unknown or cannot represent a module. In this case nothing is written.
     """
     if format_name not in WRITERS:
@@ -70,9 +79,35 @@ def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /
     for name, spec in specs.items():
         _check(name, spec, format_name, writer)
     settings = writer.configure(specs, _list_dense_modules(contents))
-    path = Path(folder)
+    path = check_path(folder)
     path.mkdir(parents=True, exist_ok=True)
+    earlier = _list_earlier_files(path)
     config = read_object(path / "config.json") if (path / "config.json").is_file() else {}
+    aside = atomic.name_aside(path / "model")
+    aside.mkdir()
+    try:
+        _write_json(aside / "config.json", {**config, "quantization_config": settings})
+        last = _write_tensors(aside, contents, writer)
+        # Without `last`, `read` refuses the folder: it goes first and comes back last.
+        for file in sorted(earlier, key=lambda file: file.name.startswith("model-")):
+            file.unlink()
+        for part in sorted(aside.iterdir(), key=lambda part: part.name == last):
+            part.replace(path / part.name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _list_earlier_files(path: Path) -> list[Path]:
+    """Return the files of an earlier `save` in a folder. Raises FileExistsError for another one's checkpoint."""
+    found = [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")]
+    for file in found:
+        if not OWN_FILE.fullmatch(file.name):
+            raise FileExistsError(f"{file}: expected a folder without safetensors files of another checkpoint, got one")
+    return found
+
+
+def _write_tensors(path: Path, contents: Contents, writer: Writer) -> str:
+    """Write the shards and their index, or one file of all tensors; return the name of the index or of the file."""
     shard: dict[str, Array] = {}
     files: dict[str, str] = {}
     for name, array in _convert_tensors(contents, writer):
@@ -80,12 +115,17 @@ def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /
             _write_shard(path, shard, files)
             shard = {}
         shard[name] = array
-    if files:
-        _write_shard(path, shard, files)
-        (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    else:
+    if not files:
         safetensors.write(path / "model.safetensors", shard)
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}, indent=2) + "\n")
+        return "model.safetensors"
+    _write_shard(path, shard, files)
+    _write_json(path / INDEX, {"metadata": {}, "weight_map": files})
+    return INDEX
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    with atomic.create(file) as opened:
+        opened.write(json.dumps(value, indent=2).encode() + b"\n")
 
 
 def _convert_tensors(contents: Contents, writer: Writer) -> Iterator[tuple[str, Array]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Convolution`, a 2-D convolution with a block-quantized weight, and helpers of its kernel families."""
+"""`Convolution`, a 2-D convolution with a block-quantized weight, and functions that its kernel families share."""
 
 from __future__ import annotations
 
@@ -19,15 +19,22 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument
 
 EPILOGUE_ACTIVATIONS = (None, "clamp")
-"""The kinds of activation (see `cupy_awq.activation`) that these kernels support."""
+"""The kinds of activation (see `cupy_awq.activation`) that the convolution kernels support."""
 VECTOR_CHANNELS = 8
 """The number of 16-bit channels in a 16-byte copy of the tensor-core kernels."""
 MMA_ARCH = 80
 """The oldest architecture with a tensor-core convolution kernel."""
 
+RESIDENT_THREADS = 2048
+"""The number of resident threads per SM that `simt_estimate_us` assumes."""
+LAUNCH_US = 2.0
+"""The launch overhead of `simt_estimate_us`, in microseconds; an assumption, not a measurement."""
+MULTIPLY_ADD_US = 0.02
+"""The time in microseconds in which each resident thread of an SM does one multiply-add; an assumption."""
+
 
 class ConvolutionSizes(NamedTuple):
-    """The sizes of a convolution, in the order of the kernels' arguments."""
+    """The sizes of a convolution, in the order of the kernel arguments."""
 
     batch: int
     """The number of images."""
@@ -42,9 +49,9 @@ class ConvolutionSizes(NamedTuple):
     groups: int
     """The number of channel groups."""
     kernel_h: int
-    """The filter height."""
+    """The filter height, in filter taps."""
     kernel_w: int
-    """The filter width."""
+    """The filter width, in filter taps."""
     out_h: int
     """The output height in pixels."""
     out_w: int
@@ -64,7 +71,7 @@ class ConvolutionSizes(NamedTuple):
 
     @property
     def pixels(self) -> int:
-        """The number of output pixels of all images."""
+        """The total number of output pixels of all images."""
         return self.batch * self.out_h * self.out_w
 
 
@@ -74,13 +81,13 @@ class Convolution:
 
     Attributes:
         sizes: sizes of x, the filter and y.
-        block_size: number of input channels per scale, within one group.
+        block_size: number of input channels per quantization block, which has one scale; blocks do not span groups.
         bits: bits per code, 4 or 8.
-        weight_offset: whether the weight has offsets.
+        weight_offset: whether the weight has an offset per quantization block.
         dtype: dtype of x and y.
         strides: strides of x along batch, height, width and channels, in elements.
-        nhwc: whether y is [batch, height, width, channels], else [batch, channels, height, width].
-        bias_dtype: dtype of the bias; None without a bias.
+        nhwc: whether y is [batch, height, width, channels]; otherwise y is [batch, channels, height, width].
+        bias_dtype: dtype of the bias, or None without a bias.
         activation: kind of activation, one of `EPILOGUE_ACTIVATIONS`.
         limits: lower and upper bound of the activation "clamp".
         aligned: whether x starts at a multiple of 16 bytes.
@@ -110,7 +117,7 @@ class Convolution:
 
     @property
     def tuning_key(self) -> TuningKey:
-        """The tuning key, made of the layer's sizes and bits; every batch size is tuned separately."""
+        """The tuning key: the sizes of the layer and the bits per code, and the batch size, which is not rounded."""
         s = self.sizes
         layer = f"conv2d {s.channels * s.groups}x{s.outputs * s.groups} {s.kernel_h}x{s.kernel_w}"
         steps = f"stride {s.stride_h}x{s.stride_w} dilation {s.dilation_h}x{s.dilation_w} groups {s.groups}"
@@ -118,7 +125,10 @@ class Convolution:
         return TuningKey((shape,), s.batch, s.batch)
 
     def without_stride(self) -> Convolution:
-        """Return an equal 1x1 convolution with stride 1 over a strided view of x, or ``self`` if there is none."""
+        """Return a 1x1 convolution with stride 1 over a strided view of x that has the same result.
+
+        Returns ``self`` if the filter is not 1x1, the stride is already 1, or the convolution has padding.
+        """
         sizes = self.sizes
         last = (sizes.out_h - 1) * sizes.stride_h, (sizes.out_w - 1) * sizes.stride_w
         has_padding = sizes.pad_h or sizes.pad_w or last[0] >= sizes.height or last[1] >= sizes.width
@@ -130,7 +140,7 @@ class Convolution:
         return replace(self, sizes=dense, strides=strides)
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
-        """Return the compile-time constants (name, value) that all convolution families share."""
+        """Return the compile-time constants (name, value) that all convolution families have."""
         return (
             ("X", TYPES[self.dtype]),
             ("NHWC", int(self.nhwc)),
@@ -149,14 +159,14 @@ class Convolution:
 
 
 def activation_refusal(problem: Convolution) -> str | None:
-    """Return the reason if no convolution kernel supports the problem's activation, else None."""
+    """Return the reason why convolution kernels do not support the problem's activation, or None if they do."""
     if problem.activation not in EPILOGUE_ACTIVATIONS:
         return f"has no activation {problem.activation}, only clamp"
     return None
 
 
 def tensor_core_refusal(problem: Convolution, device: Device) -> str | None:
-    """Return why no tensor-core kernel can solve the problem, or None if one may."""
+    """Return the reason why tensor-core kernels cannot solve the problem, or None."""
     sizes = problem.sizes
     if device.arch < MMA_ARCH:
         return f"needs sm_{MMA_ARCH} or newer, not sm_{device.arch}"
@@ -173,13 +183,33 @@ def tensor_core_refusal(problem: Convolution, device: Device) -> str | None:
     return activation_refusal(problem)
 
 
+@dataclass(frozen=True)
+class SimtConfig:
+    """A configuration of a convolution kernel on CUDA cores, which has one thread per element of y.
+
+    Attributes:
+        threads: number of threads per CTA.
+    """
+
+    threads: int = 256
+
+    split_k = 1
+
+
+def simt_estimate_us(sizes: ConvolutionSizes, device: Device) -> float:
+    """Return the run time of a kernel with `SimtConfig` in microseconds: the multiply-adds of all waves of threads."""
+    elements = sizes.pixels * sizes.outputs * sizes.groups
+    multiply_adds = sizes.kernel_h * sizes.kernel_w * sizes.channels
+    return LAUNCH_US + ceil_div(elements, device.sm_count * RESIDENT_THREADS) * multiply_adds * MULTIPLY_ADD_US
+
+
 def output_grid(sizes: ConvolutionSizes, threads: int) -> tuple[int, int, int]:
     """Return the grid of a kernel with one thread per element of y and ``threads`` threads per CTA."""
     return ceil_div(sizes.pixels * sizes.outputs * sizes.groups, threads), 1, 1
 
 
 def rounded_parameters(weight: BlockQuantizedWeight, dtype: np.dtype[Any]) -> tuple[Array, Array | None]:
-    """Return scale and offset (or None) [Co, blocks], contiguous and rounded to ``dtype``, the dtype of x."""
+    """Return the scales and the offsets (or None) [Co, blocks], contiguous and rounded to ``dtype``, the dtype of x."""
 
     def rounded() -> tuple[Array, Array | None]:
         xp = namespace(weight.scale)
@@ -202,7 +232,7 @@ def nhwc_problem(
 
 
 def common_problems() -> Iterator[Convolution]:
-    """Yield convolutions of common layers, for precompilation."""
+    """Yield convolutions of common layers, which the compile command compiles in advance."""
     for dtype in ("float16", "bfloat16", "float32"):
         for bits in (4, 8):
             problem = nhwc_problem(1, 56, 64, 64, 3, bits, dtype)

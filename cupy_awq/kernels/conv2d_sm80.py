@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from cupy_awq.kernels import conv2d_sm90
 from cupy_awq.kernels.conv2d_problem import VECTOR_CHANNELS, Convolution, rounded_parameters, tensor_core_refusal
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import ceil_div, split_counts
+from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.packing import namespace, pack_int4, pack_int8
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -21,7 +23,7 @@ NAME = "conv2d_sm80"
 STAGE_VECTORS = 8
 """The number of 8-channel (16-byte) vectors along K per pipeline stage."""
 STAGE_ROW_BYTES = STAGE_VECTORS * VECTOR_CHANNELS * 2
-"""The size in bytes of one row (a pixel or an output channel) of a pipeline stage."""
+"""The size in bytes of one pixel or output channel in a pipeline stage."""
 TILES = ((64, 2, 4), (64, 2, 2), (32, 2, 2))
 """The CTA tiles, largest first: (pixels per warp, warps along pixels, warps along output channels)."""
 STAGES = 3
@@ -30,62 +32,35 @@ STAGES = 3
 
 @dataclass(frozen=True)
 class Conv2dSm80Costs:
-    """Constants of the cost model, which ranks configurations and is not fitted to measurements.
+    """Constants of the cost model, which only ranks configurations; they are not fitted to measurements."""
 
-    The unit of cost is the time to multiply 32 pixels by 32 output channels over 64 input channels.
-    """
-
-    unit_us: float = 0.07
-    """The time of one unit of cost, in microseconds."""
-    stage: float = 6.0
-    """The fixed cost per pipeline stage, in units."""
-    cta: float = 20.0
-    """The prologue and epilogue of a CTA, in units."""
-    split: float = 30.0
-    """The fixed cost of the split-K reduction, in units."""
-    each_split: float = 2.0
-    """The cost of the split-K reduction per split, in units."""
+    product_us: float = 0.07
+    """The time to multiply 32 pixels by 32 output channels over 64 input channels, in microseconds."""
+    stage_products: float = 6.0
+    """The fixed time per pipeline stage, as a multiple of ``product_us``."""
+    cta_products: float = 20.0
+    """The time of the prologue and epilogue of a CTA, as a multiple of ``product_us``."""
+    reduction_products: float = 30.0
+    """The fixed time of the split-K reduction, as a multiple of ``product_us``."""
+    split_products: float = 2.0
+    """The additional time of the split-K reduction per split, as a multiple of ``product_us``."""
 
 
 COSTS = Conv2dSm80Costs()
 
 
 @dataclass(frozen=True)
-class Conv2dSm80Config:
-    """A configuration of ``conv2d_sm80``, with CTA tiles of ``warps_m * warp_m`` pixels x ``32 * warps_n`` channels.
-
-    Attributes:
-        warp_m: number of output pixels per warp; a warp computes 32 output channels.
-        warps_m: number of warps along pixels.
-        warps_n: number of warps along output channels.
-        stages: number of pipeline stages of x, each of 64 input channels.
-        split_k: number of CTAs that divide K of one tile among them.
-    """
-
-    warp_m: int
-    warps_m: int
-    warps_n: int
-    stages: int
-    split_k: int
-
-    @property
-    def block_m(self) -> int:
-        """The number of output pixels per CTA tile."""
-        return self.warp_m * self.warps_m
-
-    @property
-    def block_n(self) -> int:
-        """The number of output channels per CTA tile."""
-        return 32 * self.warps_n
+class Conv2dSm80Config(WarpTileConfig):
+    """A configuration of ``conv2d_sm80``; see `WarpTileConfig`. A pipeline stage holds 64 input channels of x."""
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory per CTA in bytes: all stages of x and two buffers of weights."""
+        """The shared memory per CTA in bytes: all stages of x and two buffers of dequantized weights."""
         return STAGE_ROW_BYTES * (self.stages * self.block_m + 2 * self.block_n)
 
 
 def refusal(problem: Convolution, device: Device) -> str | None:
-    """Return why the family cannot solve the problem or which family supersedes it; None if neither."""
+    """Return the reason why the family cannot or need not solve the problem, or None."""
     reason = tensor_core_refusal(problem, device)
     if reason is None and conv2d_sm90.refusal(problem, device) is None:
         return f"is replaced by {conv2d_sm90.NAME}"
@@ -93,7 +68,7 @@ def refusal(problem: Convolution, device: Device) -> str | None:
 
 
 def configs(problem: Convolution, device: Device) -> list[Conv2dSm80Config]:
-    """Return every CTA tile that fits in shared memory, with every split-K factor."""
+    """Return a configuration for each split-K factor and each CTA tile that fits in shared memory."""
     found = [
         Conv2dSm80Config(warp_m, warps_m, warps_n, STAGES, split_k)
         for warp_m, warps_m, warps_n in TILES
@@ -103,18 +78,19 @@ def configs(problem: Convolution, device: Device) -> list[Conv2dSm80Config]:
 
 
 def estimate_us(config: Conv2dSm80Config, problem: Convolution, device: Device) -> float:
-    """Return the run time in microseconds: the pipeline stages of one CTA, once for each wave of CTAs."""
+    """Return the run time in microseconds: the time of one CTA per wave of CTAs, and the split-K reduction."""
     rows, columns = _tiles(config, problem)
     waves = ceil_div(rows * columns * config.split_k, device.sm_count)
     products = config.block_m * config.block_n / 1024
-    cost = waves * ((COSTS.stage + products) * ceil_div(_stages_of_k(problem), config.split_k) + COSTS.cta)
+    stages = ceil_div(_stages_of_k(problem), config.split_k)
+    cost = waves * ((COSTS.stage_products + products) * stages + COSTS.cta_products)
     if config.split_k > 1:
-        cost += COSTS.split + COSTS.each_split * config.split_k
-    return cost * COSTS.unit_us
+        cost += COSTS.reduction_products + COSTS.split_products * config.split_k
+    return cost * COSTS.product_us
 
 
 def plan(config: Conv2dSm80Config, problem: Convolution, device: Device) -> LaunchPlan:
-    """Return the launch plan. Its buffers are x, codes, scales, offsets, bias, y, partials and counters."""
+    """Return the launch plan; the buffers are x, codes, scales, offsets, bias, y, partials and counters."""
     defines = (
         *problem.defines(),
         ("BITS", problem.bits),
@@ -134,11 +110,7 @@ def plan(config: Conv2dSm80Config, problem: Convolution, device: Device) -> Laun
 
 
 def workspace(config: Conv2dSm80Config, problem: Convolution) -> Workspace:
-    """Return the split-K workspace: one float32 per split and element of a tile, and one counter per tile."""
-    if config.split_k == 1:
-        return Workspace()
-    rows, columns = _tiles(config, problem)
-    return Workspace(rows * columns * config.split_k * config.block_m * config.block_n * 4, rows * columns)
+    return config.workspace(math.prod(_tiles(config, problem)))
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array | None]:
@@ -156,7 +128,7 @@ def _words(weight: BlockQuantizedWeight) -> Array:
 
 
 def _tiles(config: Conv2dSm80Config, problem: Convolution) -> tuple[int, int]:
-    """Return the number of CTA tiles along pixels and along the output channels of all groups."""
+    """Return the numbers of CTA tiles along pixels and along the output channels of all groups."""
     sizes = problem.sizes
     return ceil_div(sizes.pixels, config.block_m), ceil_div(sizes.outputs, config.block_n) * sizes.groups
 

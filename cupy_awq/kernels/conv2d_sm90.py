@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``conv2d_sm90``: convolution with wgmma over NHWC images; the weight is dequantized in registers.
 
-K is processed in units of one filter tap x 64 input channels. A pixel tile is a rectangle of the output.
+K is processed in chunks of one filter tap x 64 input channels (K chunks). A pixel tile is a rectangle of the output.
 """
 
 from __future__ import annotations
@@ -27,61 +27,60 @@ NAME = "conv2d_sm90"
 TILE_CO = 64
 """The number of output channels per warpgroup (wgmma's M)."""
 CHUNK = 64
-"""The number of input channels per unit of K, which is one filter tap x 64 channels."""
+"""The number of input channels per K chunk."""
 MIN_CHANNELS = 16
 """The smallest number of input channels."""
 PIXELS = (32, 56, 64, 112, 128)
 """The candidates for the number of output pixels per warpgroup (wgmma's N)."""
 CLUSTERS = (1, 2, 4, 8)
-"""The candidates for the number of CTAs per cluster, which is the split-K factor."""
+"""The candidates for the number of CTAs per cluster, which is also the split-K factor."""
 MAX_BOX = 256
-"""The largest extent of a TMA box along an axis of x, in pixels."""
+"""The largest height and width of a TMA box, in pixels of x."""
 MAX_BOX_STRIDE = 8
-"""The largest element stride of a tensor map."""
+"""The largest element stride of a tensor map (``elementStrides``), in elements."""
 STORE_ROW_BYTES = TILE_CO * 2 + 16
-"""The size in bytes of one pixel of the output tile in shared memory, with 16 bytes of padding."""
+"""The size of one pixel of the output tile in shared memory in bytes, including 16 bytes of padding."""
 
 
 @dataclass(frozen=True)
 class Conv2dSm90Costs:
     """Constants of the cost model, fitted to 151 measured times on an H100; RMS error 15%.
 
-    The configuration that the model ranks first is 2% slower than the best one (geometric mean). ``scale`` makes the
-    estimates comparable with those of `conv2d_sm90_large`. The tensor cores idle while a single warpgroup dequantizes;
-    three warpgroups per SM keep them busy.
+    The configuration that the model ranks first is 2% slower than the fastest one (geometric mean). With a single
+    warpgroup per SM, the tensor cores idle while the warpgroup dequantizes; with three, they are always occupied.
     """
 
     scale: float = 1.1
-    """The factor by which the whole estimate is multiplied."""
+    """The factor on the estimate that makes it comparable with the estimates of `conv2d_sm90_large`."""
     cycles_per_us: float = 1700.0
-    """The SM clock in MHz."""
-    product_cycles: float = 0.87
-    """The ratio of measured to nominal tensor-core cycles per unit of K, on an SM with several warpgroups."""
-    min_unit_cycles: float = 180.0
-    """The minimum number of cycles per unit of K and warpgroup."""
+    """The SM clock in cycles per microsecond."""
+    product_factor: float = 0.87
+    """The ratio of measured to nominal tensor-core cycles per K chunk, on an SM with several warpgroups."""
+    min_chunk_cycles: float = 180.0
+    """The smallest number of cycles per K chunk and warpgroup."""
     conversion_cycles: float = 386.0
-    """The number of cycles in which a warpgroup that is alone on its SM dequantizes the weights of one unit of K."""
+    """The number of cycles in which the only warpgroup of an SM dequantizes the weights of one K chunk."""
     tile_us: float = 1.14
     """The fixed time of the epilogue per CTA tile, in microseconds."""
     pixel_us: float = 0.0033
-    """The time of the epilogue per output pixel of all warpgroups of an SM, in microseconds."""
+    """The additional time of the epilogue in microseconds per output pixel of all warpgroups of an SM."""
     l2_bytes_per_us: float = 5.7e6
     """The L2 bandwidth of all SMs together, in bytes per microsecond."""
     overlap: float = 0.4
-    """The fraction of the shorter one of compute and memory time that the longer one does not hide."""
+    """The fraction of the shorter of compute and memory time that does not overlap with the longer one."""
     split_us: float = 0.8
     """The fixed time of the split-K reduction, in microseconds."""
     each_split_us: float = 0.25
-    """The time of the split-K reduction per split, in microseconds."""
-    fitting_clusters: float = 0.85
-    """The fraction of SMs that clusters of 4 or more CTAs can occupy; 32 clusters of 4 do not fit on an H100."""
+    """The additional time of the split-K reduction per CTA of the cluster, in microseconds."""
+    cluster_occupancy: float = 0.85
+    """The fraction of SMs that clusters of 4 or more CTAs can occupy, because a cluster must fit in a GPC."""
 
 
 COSTS = Conv2dSm90Costs()
 
 
 class ImageView(NamedTuple):
-    """The image sizes that the kernel uses: a 1x1 convolution may treat all images as one row of pixels."""
+    """The image sizes as the kernel sees them: for a 1x1 filter, the pixels of all images may form a single row."""
 
     batch: int
     """The number of images."""
@@ -94,11 +93,11 @@ class ImageView(NamedTuple):
     out_w: int
     """The output width in pixels."""
     flat: bool
-    """True if the pixels of all images form one row."""
+    """Whether the pixels of all images form a single row."""
 
 
 def image_view(problem: Convolution) -> ImageView:
-    """Return the image sizes of a problem; one row of pixels if the filter is 1x1 and the strides of x permit it."""
+    """Return the image sizes as the kernel sees them: a single row of pixels if filter and strides permit it."""
     sizes = problem.sizes
     batch, row, pixel, _ = problem.strides
     pointwise = (sizes.kernel_h, sizes.kernel_w, sizes.stride_h, sizes.stride_w) == (1, 1, 1, 1)
@@ -111,33 +110,33 @@ def image_view(problem: Convolution) -> ImageView:
 
 
 def co_tiles(outputs: int) -> int:
-    """Return the number of weight tiles of 64 output channels: 1, or an even number for pairs of warpgroups."""
+    """Return the number of tiles of 64 output channels: 1, or an even number because two warpgroups take a pair."""
     tiles = ceil_div(outputs, TILE_CO)
     return tiles if tiles == 1 else tiles + tiles % 2
 
 
 def parameter_groups(block_size: int, channels: int) -> int:
-    """Return the number of (scale, offset) pairs per output channel and chunk of 64 input channels."""
+    """Return the number of (scale, offset) pairs per output channel and 64 input channels."""
     return 1 if block_size >= channels else CHUNK // math.gcd(block_size, CHUNK)
 
 
-def k_units(sizes: ConvolutionSizes) -> int:
-    """Return the number of units of K, each of one filter tap x 64 input channels."""
+def k_chunks(sizes: ConvolutionSizes) -> int:
+    """Return the number of K chunks, each of one filter tap x 64 input channels."""
     return sizes.kernel_h * sizes.kernel_w * ceil_div(sizes.channels, CHUNK)
 
 
 def with_halo(sizes: ConvolutionSizes, height: int, width: int) -> tuple[int, int]:
-    """Return (height, width) of the input that all filter taps read for an output rectangle, at stride 1."""
+    """Return (height, width) in pixels of the input that an output rectangle needs for all filter taps, at stride 1."""
     return height + (sizes.kernel_h - 1) * sizes.dilation_h, width + (sizes.kernel_w - 1) * sizes.dilation_w
 
 
-def exceeds_box(sizes: ConvolutionSizes, height: int, width: int) -> bool:
-    """Return whether a TMA box of ``height`` x ``width`` output pixels would exceed the limit MAX_BOX."""
+def is_box_too_large(sizes: ConvolutionSizes, height: int, width: int) -> bool:
+    """Return whether the TMA box of x for ``height`` x ``width`` output pixels would exceed MAX_BOX."""
     return max((height - 1) * sizes.stride_h, (width - 1) * sizes.stride_w) >= MAX_BOX
 
 
 def x_map(problem: Convolution, images: int, height: int, width: int) -> TensorMap:
-    """Return the tensor map of x with boxes of ``images`` x ``height`` x ``width`` x 64 channels."""
+    """Return the tensor map of x with boxes of ``images`` x ``height`` x ``width`` pixels x 64 channels."""
     sizes, image = problem.sizes, image_view(problem)
     batch, row, pixel, _ = problem.strides
     return TensorMap(
@@ -153,7 +152,7 @@ def x_map(problem: Convolution, images: int, height: int, width: int) -> TensorM
 
 def reachable_sms(device: Device, split_k: int) -> int:
     """Return the number of SMs that clusters of ``split_k`` CTAs can occupy."""
-    return device.sm_count if split_k < 4 else int(device.sm_count * COSTS.fitting_clusters)
+    return device.sm_count if split_k < 4 else int(device.sm_count * COSTS.cluster_occupancy)
 
 
 @dataclass(frozen=True)
@@ -167,11 +166,11 @@ class Conv2dSm90Config:
         wg_px: number of warpgroups along pixels.
         tile_h: height of a pixel tile.
         tile_w: width of a pixel tile.
-        halo: whether one TMA box of x with a halo serves all filter taps; else each tap has its own box.
+        halo: whether one TMA box of x with a halo serves all filter taps; otherwise each tap has its own box.
         x_stages: number of pipeline stages of x.
-        code_stages: number of pipeline stages of codes.
-        split_k: number of CTAs per cluster, which divide K among them.
-        ctas_per_sm: number of resident CTAs per SM.
+        code_stages: number of pipeline stages of the weight's codes.
+        split_k: number of CTAs per cluster; each computes a slice of K.
+        ctas_per_sm: number of resident CTAs per SM for which the kernel is compiled.
     """
 
     wg_co: int
@@ -191,7 +190,7 @@ class Conv2dSm90Config:
 
     @property
     def threads(self) -> int:
-        """The number of threads per CTA: the consumer warpgroups and one producer warp."""
+        """The number of threads per CTA: those of the consumer warpgroups and of one producer warp."""
         return self.warpgroups * 128 + 32
 
     @property
@@ -210,20 +209,20 @@ class Conv2dSm90Config:
         parameter_bytes = self.wg_co * parameter_groups(problem.block_size, problem.sizes.channels) * TILE_CO * 4
         code_bytes = self.wg_co * TILE_CO * CHUNK * problem.bits // 8
         stage_bytes = self.x_stages * (x_bytes + parameter_bytes) + self.code_stages * code_bytes
-        owned_groups = ceil_div(self.pixels // 8, self.split_k)  # number of groups of 8 pixels that each CTA stores
+        owned_groups = ceil_div(self.pixels // 8, self.split_k)  # number of 8-pixel groups that a CTA sums and stores
         store_bytes = self.warpgroups * ceil_div(owned_groups, 2) * 16 * STORE_ROW_BYTES
         partial_bytes = 0 if self.split_k == 1 else self.split_k * self.warpgroups * owned_groups * 2048
         return max(stage_bytes, store_bytes) + partial_bytes + 16 * (self.x_stages + self.code_stages)
 
     def tiles(self, problem: Convolution) -> int:
-        """Return the number of CTA tiles of y; one cluster computes each."""
+        """Return the number of CTA tiles of y, each of which is computed by one cluster."""
         image = image_view(problem)
         pixel_tiles = image.batch * ceil_div(image.out_h, self.tile_h) * ceil_div(image.out_w, self.tile_w)
         return ceil_div(pixel_tiles, self.wg_px) * (co_tiles(problem.sizes.outputs) // self.wg_co)
 
 
 def refusal(problem: Convolution, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or None if it can."""
+    """Return the reason why the family cannot solve the problem, or None if it can."""
     sizes = problem.sizes
     if device.arch != 90:
         return f"needs sm_90, not sm_{device.arch}"
@@ -251,22 +250,22 @@ def configs(problem: Convolution, device: Device) -> list[Conv2dSm90Config]:
 
 
 def estimate_us(config: Conv2dSm90Config, problem: Convolution, device: Device) -> float:
-    """Return the run time in microseconds: the longer one of compute and memory time, plus a fraction of the other."""
+    """Return the run time in microseconds: the longer of compute and memory time plus a fraction of the shorter one."""
     sizes = problem.sizes
     box_h, box_w = config.box(sizes)
     ctas = config.tiles(problem) * config.split_k
-    cta_units = ceil_div(k_units(sizes), config.split_k)
+    cta_chunks = ceil_div(k_chunks(sizes), config.split_k)
     waves = ceil_div(ctas, reachable_sms(device, config.split_k) * config.ctas_per_sm)
     warpgroups_per_sm = config.ctas_per_sm * config.warpgroups
     wgmma_cycles = ceil_div(min(sizes.channels, CHUNK), 16) * config.pixels / 2
-    busy_cycles = warpgroups_per_sm * max(COSTS.product_cycles * wgmma_cycles, COSTS.min_unit_cycles)
-    unit_us = max(busy_cycles, wgmma_cycles + COSTS.conversion_cycles) / COSTS.cycles_per_us
-    work_us = waves * (cta_units * unit_us + COSTS.tile_us + COSTS.pixel_us * warpgroups_per_sm * config.pixels)
+    sm_cycles = warpgroups_per_sm * max(COSTS.product_factor * wgmma_cycles, COSTS.min_chunk_cycles)
+    chunk_us = max(sm_cycles, wgmma_cycles + COSTS.conversion_cycles) / COSTS.cycles_per_us
+    work_us = waves * (cta_chunks * chunk_us + COSTS.tile_us + COSTS.pixel_us * warpgroups_per_sm * config.pixels)
     y_bytes = sizes.pixels * sizes.outputs * 2
     x_bytes = sizes.batch * sizes.height * sizes.width * sizes.channels * 2
-    boxes = ceil_div(cta_units, sizes.kernel_h * sizes.kernel_w) if config.halo else cta_units
+    boxes = ceil_div(cta_chunks, sizes.kernel_h * sizes.kernel_w) if config.halo else cta_chunks
     box_bytes = config.wg_px * box_h * box_w * CHUNK * 2
-    cta_bytes = box_bytes * boxes + cta_units * config.wg_co * TILE_CO * CHUNK * problem.bits / 8
+    cta_bytes = box_bytes * boxes + cta_chunks * config.wg_co * TILE_CO * CHUNK * problem.bits / 8
     l2_us = (ctas * cta_bytes + y_bytes) / COSTS.l2_bytes_per_us
     traffic_us = max(l2_us, (x_bytes + y_bytes) / (device.read_gbs * 1e3))
     split_us = COSTS.split_us + COSTS.each_split_us * config.split_k if config.split_k > 1 else 0.0
@@ -274,7 +273,7 @@ def estimate_us(config: Conv2dSm90Config, problem: Convolution, device: Device) 
 
 
 def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> LaunchPlan:
-    """Return the launch plan. Its buffers are codes, parameters, bias, y and x."""
+    """Return the launch plan; the buffers are codes, parameters, bias, y and x."""
     sizes, image = problem.sizes, image_view(problem)
     box_h, box_w = config.box(sizes)
     defines = (
@@ -298,7 +297,7 @@ def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> Laun
     )
     tiles_h, tiles_w = ceil_div(image.out_h, config.tile_h), ceil_div(image.out_w, config.tile_w)
     co_blocks = co_tiles(sizes.outputs) // config.wg_co
-    counts = tiles_h * tiles_w, tiles_w, co_blocks, k_units(sizes), image.batch, sizes.outputs
+    counts = tiles_h * tiles_w, tiles_w, co_blocks, k_chunks(sizes), image.batch, sizes.outputs
     numbers = (*counts, sizes.kernel_h, sizes.kernel_w, image.out_h, image.out_w, *sizes[10:])
     x = x_map(problem, 1, box_h, box_w)
     return LaunchPlan(
@@ -318,7 +317,7 @@ def workspace(config: Conv2dSm90Config, problem: Convolution) -> Workspace:
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array]:
-    """Return the weight buffers "codes" and "parameters" in the layout of ``cuda_src/conv2d/conv2d_sm90.cu``."""
+    """Return the weight buffers "codes" and "parameters"; ``cuda_src/conv2d/conv2d_sm90.cu`` has their layouts."""
     dtype = np.dtype(problem.dtype)
     return {
         "codes": weight.layout("conv2d sm90 codes", lambda: _codes(weight)),
@@ -332,22 +331,23 @@ def _codes(weight: BlockQuantizedWeight) -> Array:
     tiles, chunks = co_tiles(co), ceil_div(ci, CHUNK)
     padded = xp.zeros((tiles * TILE_CO, kh * kw, chunks * CHUNK), np.uint8)
     padded[:co, :, :ci] = weight.codes.reshape(co, kh * kw, ci)
-    # Axes 0 to 9 are (tile, warp, row half, g, tap, chunk, k16, k half, t, pair).
+    # The axes are (tile, warp, row half, g, tap, chunk, k16, k half, t, pair), where g and t are the row and column
+    # groups of an mma fragment and "chunk" is 64 channels.
     axes = padded.reshape(tiles, 4, 2, 8, kh * kw, chunks, 4, 2, 4, 2)
     if weight.bits == 4:
-        # [chunk, tap, tile, warp, g, t, k16][pair, k half, row half], where the last three axes are the nibbles of a
-        # word, lowest first.
+        # The order is [chunk, tap, tile, warp, g, t, k16][pair, k half, row half]; the last three axes are the nibbles
+        # of a word, lowest first.
         nibbles = axes.transpose(5, 4, 0, 1, 3, 8, 6, 9, 7, 2).reshape(-1, 8)
         words = nibbles[:, ::2] | nibbles[:, 1::2] << np.uint8(4)
     else:
-        # [chunk, tap, tile, two k16, warp, g, t, k16][k half][pair, row half]
+        # The order is [chunk, tap, tile, pair of k16, warp, g, t, k16][k half][pair, row half].
         axes = axes.reshape(tiles, 4, 2, 8, kh * kw, chunks, 2, 2, 2, 4, 2)
         words = axes.transpose(5, 4, 0, 6, 1, 3, 9, 7, 8, 10, 2)
     return xp.ascontiguousarray(words)
 
 
 def _parameters(weight: BlockQuantizedWeight, dtype: np.dtype[np.generic]) -> Array:
-    """Return (scale, offset) pairs [chunks, tiles, groups, 64, 2], rounded to ``dtype``, the dtype of x."""
+    """Return the (scale, offset) pairs [ceil(Ci / 64), tiles, groups, 64, 2], rounded to ``dtype``, the dtype of x."""
     co, _, _, ci = weight.shape
     xp = namespace(weight.scale)
     tiles, chunks = co_tiles(co), ceil_div(ci, CHUNK)
@@ -368,30 +368,32 @@ def _configs(problem: Convolution, device: Device) -> Iterator[Conv2dSm90Config]
     warpgroups = [(1, 1), (1, 2)] if co_tiles(sizes.outputs) == 1 else [(1, 1), (2, 1)]
     for pixels, (wg_co, wg_px), split_k in itertools.product(PIXELS, warpgroups, CLUSTERS):
         tile = (1, pixels) if image.flat else (pixels // 8, 8)
-        cta_units = ceil_div(k_units(sizes), split_k)
-        if split_k > min(k_units(sizes), pixels // 8):
+        cta_chunks = ceil_div(k_chunks(sizes), split_k)
+        if split_k > min(k_chunks(sizes), pixels // 8):
             continue
-        # With larger CTAs fewer clusters of 4 or more CTAs are resident.
+        # Clusters of 4 or more CTAs are tried only with the smallest CTAs: with larger CTAs too few are resident.
         if split_k > 2 and (wg_co, wg_px) != (1, 1):
             continue
-        # A box that serves a single unit is released only after the second next one has arrived.
-        x_stages = min(2, ceil_div(cta_units + taps - 1, taps)) if halo and taps > 1 else min(4, cta_units)
-        for code_stages in dict.fromkeys((min(cta_units, 8), min(cta_units, 4))):
+        # One stage is not enough without a halo, where each box serves one K chunk: a stage is released only after the
+        # next but one box has arrived.
+        x_stages = min(2, ceil_div(cta_chunks + taps - 1, taps)) if halo and taps > 1 else min(4, cta_chunks)
+        for code_stages in dict.fromkeys((min(cta_chunks, 8), min(cta_chunks, 4))):
             config = Conv2dSm90Config(wg_co, wg_px, *tile, halo, x_stages, code_stages, split_k, 1)
             ctas_per_sm = _max_ctas_per_sm(config, problem, device)
-            # Two warpgroups with small tiles leave the tensor cores idle unless the SM holds a second CTA.
+            # Two warpgroups with small tiles keep the tensor cores occupied only if the SM holds a second CTA.
             if ctas_per_sm >= (2 if wg_co * wg_px == 2 and pixels < 112 else 1):
                 yield replace(config, ctas_per_sm=ctas_per_sm)
                 break
 
 
 def _max_ctas_per_sm(config: Conv2dSm90Config, problem: Convolution, device: Device) -> int:
-    """Return the largest number of resident CTAs per SM, at most 3; 0 if a CTA does not fit."""
+    """Return the number of resident CTAs per SM, at most 3, or 0 if a CTA does not fit on an SM."""
     sizes = problem.sizes
     shared_bytes = config.shared_bytes(problem)
-    if shared_bytes > device.shared_bytes_per_block or exceeds_box(sizes, *config.box(sizes)):
+    if shared_bytes > device.shared_bytes_per_block or is_box_too_large(sizes, *config.box(sizes)):
         return 0
-    # Registers per thread: accumulators, operand A of two units, and others. Each of an SM's 4 schedulers has 16384.
+    # A thread needs registers for accumulators, operand A of two K chunks, and about 62 others. Each of the four
+    # schedulers of an SM has 16384 registers.
     registers = ceil_div(config.pixels // 2 + 62 + problem.bits + config.split_k, 8) * 8
     warps = 4 * (16384 // (32 * registers))
     # The driver reserves 1 KiB of shared memory for each CTA.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``conv2d_sm90_large``: convolution of many pixels with wgmma; the weight is dequantized to memory beforehand.
+"""``conv2d_sm90_large``: convolution of many pixels with wgmma; the weight is dequantized to device memory beforehand.
 
-Units of K and pixel tiles are those of `conv2d_sm90`, except that a pixel tile may span several images.
+K chunks and pixel tiles are those of `conv2d_sm90`, except that a pixel tile may span several images.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from cupy_awq.kernels.conv2d_sm90 import (
     TILE_CO,
     ImageView,
     co_tiles,
-    exceeds_box,
     image_view,
-    k_units,
+    is_box_too_large,
+    k_chunks,
     reachable_sms,
     with_halo,
     x_map,
@@ -38,46 +38,47 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "conv2d_sm90_large"
 MIN_PIXELS = 256
-"""The smallest number of output pixels for which dequantizing the weight to memory is worthwhile."""
+"""The smallest number of output pixels for which the dequantized weight in device memory is worthwhile."""
 WARPGROUPS = 2
 """The number of consumer warpgroups per CTA."""
 PIXELS = (112, 128, 200, 256)
-"""The candidates for wgmma's N (output pixels) without a halo, where each filter tap has its own TMA box."""
+"""The candidates for wgmma's N (output pixels) if each filter tap has its own TMA box of x."""
 HALO_PIXELS = ((56, 1), (56, 2), (64, 1), (64, 2), (112, 1), (112, 2))
-"""The candidates for (wgmma's N, pixel tiles per warpgroup) with a halo, where one TMA box serves all filter taps."""
+"""The candidates for (wgmma's N, pixel tiles per warpgroup) if one TMA box with a halo serves all filter taps."""
 SPLITS = (1, 2, 4)
 """The split-K factors to try."""
 STORE_BYTES = WARPGROUPS * 32 * (TILE_CO * 2 + 16)
-"""The size in bytes of the store buffers of all warpgroups: 32 padded pixels each."""
+"""The size in bytes of the store buffers of all warpgroups, each for 32 pixels with padding."""
 TILE_BYTES = TILE_CO * CHUNK * 2
-"""The size in bytes of a weight tile of 64 output x 64 input channels."""
+"""The size in bytes of a weight tile of 64 output channels x 64 input channels."""
 
 
 @dataclass(frozen=True)
 class Conv2dSm90LargeCosts:
     """Constants of the cost model, fitted to 600 measured times of 30 layers (most of ResNet-50) on an H100.
 
-    The RMS error is 8%. The configuration that the model ranks first is 2% slower than the best one (geometric mean).
+    The RMS error is 8%. The configuration that the model ranks first is 2% slower than the fastest one (geometric
+    mean).
     """
 
     launch_us: float = 1.2
     """The launch overhead, in microseconds."""
     cycles_per_us: float = 1760.0
-    """The SM clock in MHz."""
+    """The SM clock in cycles per microsecond."""
     copied_bytes_per_us: float = 89.7e3
-    """The bandwidth of copies to shared memory per SM, in bytes per microsecond."""
+    """The bandwidth of one SM for copies to shared memory, in bytes per microsecond."""
     copy_overlap: float = 0.145
-    """The fraction of the shorter one of tensor-core and copy time that the longer one does not hide."""
+    """The fraction of the shorter of tensor-core and copy time that does not overlap with the longer one."""
     tile_us: float = 0.54
     """The fixed time of the epilogue per CTA tile, in microseconds."""
     pixel_us: float = 0.0052
-    """The time of the epilogue per output pixel of a warpgroup, in microseconds."""
+    """The additional time of the epilogue per output pixel of a warpgroup, in microseconds."""
     split_us: float = 1.28
     """The fixed time of the split-K reduction, in microseconds."""
     split_pixel_us: float = 0.0177
-    """The time to exchange partial sums, in microseconds per pixel of a warpgroup that another CTA stores."""
+    """The additional time of the split-K reduction in microseconds per pixel of a warpgroup that another CTA stores."""
     traffic_overlap: float = 0.24
-    """The fraction of the shorter one of compute and memory time that the longer one does not hide."""
+    """The fraction of the shorter of compute and memory time that does not overlap with the longer one."""
 
 
 COSTS = Conv2dSm90LargeCosts()
@@ -87,23 +88,23 @@ COSTS = Conv2dSm90LargeCosts()
 class Conv2dSm90LargeConfig:
     """A configuration of ``conv2d_sm90_large``, with two consumer warpgroups per CTA.
 
-    Each warpgroup computes 64 output channels of ``parts`` pixel tiles.
+    Each warpgroup computes 64 output channels of ``pixel_tiles`` pixel tiles.
 
     Attributes:
         wg_co: number of warpgroups along output channels, 1 or 2.
-        pixels: wgmma's N, at least the number of pixels of a pixel tile.
-        part: (images, rows, pixels per row) of a pixel tile.
-        parts: number of pixel tiles per warpgroup.
-        halo: whether one TMA box of x with a halo serves all filter taps; else each tap has its own box.
+        pixels: wgmma's N; at least the number of pixels of a pixel tile.
+        pixel_tile: size of a pixel tile: (images, rows, pixels per row).
+        pixel_tiles: number of pixel tiles per warpgroup.
+        halo: whether one TMA box of x with a halo serves all filter taps; otherwise each tap has its own box.
         x_stages: number of pipeline stages of x.
         weight_stages: number of pipeline stages of the weight.
-        split_k: number of CTAs per cluster, which divide K among them.
+        split_k: number of CTAs per cluster; each computes a slice of K.
     """
 
     wg_co: int
     pixels: int
-    part: tuple[int, int, int]
-    parts: int
+    pixel_tile: tuple[int, int, int]
+    pixel_tiles: int
     halo: bool
     x_stages: int
     weight_stages: int
@@ -116,39 +117,39 @@ class Conv2dSm90LargeConfig:
 
     @property
     def weight_bytes(self) -> int:
-        """The size in bytes of the weight in one pipeline stage."""
+        """The size of the weight in one pipeline stage, in bytes."""
         return self.wg_co * TILE_BYTES
 
     def box(self, sizes: ConvolutionSizes) -> tuple[int, int, int]:
         """Return (images, rows, pixels per row) of the TMA box of x."""
-        images, height, width = self.part
-        return (images, *with_halo(sizes, height, width)) if self.halo else self.part
+        images, height, width = self.pixel_tile
+        return (images, *with_halo(sizes, height, width)) if self.halo else self.pixel_tile
 
     def x_bytes(self, sizes: ConvolutionSizes) -> int:
-        """Return the size in bytes of x in one pipeline stage."""
+        """Return the size of x in one pipeline stage, in bytes."""
         rows = max(self.pixels, math.prod(self.box(sizes)))
-        return self.wg_px * self.parts * ceil_div(rows * CHUNK * 2, 1024) * 1024
+        return self.wg_px * self.pixel_tiles * ceil_div(rows * CHUNK * 2, 1024) * 1024
 
     def shared_bytes(self, sizes: ConvolutionSizes) -> int:
-        """Return the shared memory per CTA in bytes."""
+        """Return the shared memory per CTA in bytes: pipeline stages with two mbarriers each, and store buffers."""
         x_bytes, weight_bytes = self.x_bytes(sizes) + 16, self.weight_bytes + 16
         return self.x_stages * x_bytes + self.weight_stages * weight_bytes + STORE_BYTES
 
-    def image_parts(self, problem: Convolution) -> tuple[int, int, int]:
-        """Return the number of pixel tiles along batch, height and width."""
+    def image_tiles(self, problem: Convolution) -> tuple[int, int, int]:
+        """Return the numbers of pixel tiles along batch, height and width."""
         image = image_view(problem)
         sizes = image.batch, image.out_h, image.out_w
-        images, height, width = (ceil_div(size, part) for size, part in zip(sizes, self.part, strict=True))
+        images, height, width = (ceil_div(size, tile) for size, tile in zip(sizes, self.pixel_tile, strict=True))
         return images, height, width
 
     def tiles(self, problem: Convolution) -> int:
-        """Return the number of CTA tiles of y; one cluster computes each."""
-        pixel_tiles = math.prod(self.image_parts(problem))
-        return ceil_div(pixel_tiles, self.wg_px * self.parts) * (co_tiles(problem.sizes.outputs) // self.wg_co)
+        """Return the number of CTA tiles of y, each of which is computed by one cluster."""
+        pixel_tiles = math.prod(self.image_tiles(problem))
+        return ceil_div(pixel_tiles, self.wg_px * self.pixel_tiles) * (co_tiles(problem.sizes.outputs) // self.wg_co)
 
 
 def refusal(problem: Convolution, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or None if it can."""
+    """Return the reason why the family cannot solve the problem, or None if it can."""
     reason = conv2d_sm90.refusal(problem, device)
     if reason:
         return reason
@@ -167,17 +168,17 @@ def configs(problem: Convolution, device: Device) -> list[Conv2dSm90LargeConfig]
 
 
 def estimate_us(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) -> float:
-    """Return the run time in microseconds: the longer one of compute and memory time, plus a fraction of the other."""
+    """Return the run time in microseconds: the longer of compute and memory time plus a fraction of the shorter one."""
     sizes = problem.sizes
     waves = ceil_div(config.tiles(problem) * config.split_k, reachable_sms(device, config.split_k))
-    cta_units = ceil_div(k_units(sizes), config.split_k)
-    boxes = ceil_div(cta_units, sizes.kernel_h * sizes.kernel_w) if config.halo else cta_units
-    pixels = config.parts * config.pixels
-    wgmma_cycles = cta_units * WARPGROUPS * ceil_div(min(sizes.channels, CHUNK), 16) * pixels / 2
+    cta_chunks = ceil_div(k_chunks(sizes), config.split_k)
+    boxes = ceil_div(cta_chunks, sizes.kernel_h * sizes.kernel_w) if config.halo else cta_chunks
+    pixels = config.pixel_tiles * config.pixels
+    wgmma_cycles = cta_chunks * WARPGROUPS * ceil_div(min(sizes.channels, CHUNK), 16) * pixels / 2
     products_us = wgmma_cycles / COSTS.cycles_per_us
-    copies_us = (cta_units * config.weight_bytes + boxes * config.x_bytes(sizes)) / COSTS.copied_bytes_per_us
-    units_us = max(products_us, copies_us) + COSTS.copy_overlap * min(products_us, copies_us)
-    work_us = waves * (units_us + COSTS.tile_us + COSTS.pixel_us * pixels)
+    copies_us = (cta_chunks * config.weight_bytes + boxes * config.x_bytes(sizes)) / COSTS.copied_bytes_per_us
+    chunks_us = max(products_us, copies_us) + COSTS.copy_overlap * min(products_us, copies_us)
+    work_us = waves * (chunks_us + COSTS.tile_us + COSTS.pixel_us * pixels)
     if config.split_k > 1:
         work_us += COSTS.split_us + COSTS.split_pixel_us * pixels * (config.split_k - 1) / config.split_k
     values = sizes.batch * sizes.height * sizes.width * sizes.channels + sizes.pixels * sizes.outputs
@@ -186,16 +187,16 @@ def estimate_us(config: Conv2dSm90LargeConfig, problem: Convolution, device: Dev
 
 
 def plan(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) -> LaunchPlan:
-    """Return the launch plan. Its buffers are weight, bias, y and x."""
+    """Return the launch plan; the buffers are weight, bias, y and x."""
     sizes, image = problem.sizes, image_view(problem)
-    images, tile_h, tile_w = config.part
+    images, tile_h, tile_w = config.pixel_tile
     _, box_h, box_w = config.box(sizes)
     defines = (
         *(item for item in problem.defines() if item[0] not in ("WEIGHT_OFFSET", "NHWC")),
         ("HALO", int(config.halo)),
         ("WG_CO", config.wg_co),
         ("WG_PX", config.wg_px),
-        ("PARTS", config.parts),
+        ("PIXEL_TILES", config.pixel_tiles),
         ("PIXELS", config.pixels),
         ("TILE_N", images),
         ("TILE_H", tile_h),
@@ -208,8 +209,8 @@ def plan(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) ->
         ("SPLIT_K", config.split_k),
         ("SHARED_BYTES", config.shared_bytes(sizes)),
     )
-    tiles, (_, parts_h, parts_w) = config.tiles(problem), config.image_parts(problem)
-    counts = tiles, co_tiles(sizes.outputs) // config.wg_co, parts_h, parts_w, k_units(sizes), image.batch
+    tiles, (_, tiles_h, tiles_w) = config.tiles(problem), config.image_tiles(problem)
+    counts = tiles, co_tiles(sizes.outputs) // config.wg_co, tiles_h, tiles_w, k_chunks(sizes), image.batch
     numbers = (*counts, sizes.outputs, sizes.kernel_h, sizes.kernel_w, image.out_h, image.out_w, *sizes[10:])
     clusters = tiles if config.split_k > 1 else min(tiles, device.sm_count)
     x = x_map(problem, images, box_h, box_w)
@@ -230,12 +231,12 @@ def workspace(config: Conv2dSm90LargeConfig, problem: Convolution) -> Workspace:
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array]:
-    """Return the weight buffer "weight", dequantized, in the layout of ``cuda_src/conv2d/conv2d_sm90_large.cu``."""
+    """Return the buffer "weight", the dequantized weight; ``cuda_src/conv2d/conv2d_sm90_large.cu`` has the layout."""
     return {"weight": weight.layout(("dense", problem.dtype), lambda: _dense(weight, np.dtype(problem.dtype)))}
 
 
 def _dense(weight: BlockQuantizedWeight, dtype: np.dtype[np.generic]) -> Array:
-    """Return the dequantized weight as the bits of ``dtype``: uint16 [chunks, taps, tiles, 64, 64], swizzled."""
+    """Return the dequantized weight [ceil(Ci / 64), taps, tiles, 64, 64] as uint16 bits of ``dtype``, swizzled."""
     co, kh, kw, ci = weight.shape
     xp = namespace(weight.stored)
     tiles, chunks = co_tiles(co), ceil_div(ci, CHUNK)
@@ -259,24 +260,27 @@ def _dense(weight: BlockQuantizedWeight, dtype: np.dtype[np.generic]) -> Array:
 def _configs(problem: Convolution, device: Device) -> Iterator[Conv2dSm90LargeConfig]:
     sizes, image = problem.sizes, image_view(problem)
     wg_co = 1 if co_tiles(sizes.outputs) == 1 else 2
-    shapes = [(pixels, _part(image, sizes, pixels), 1, False) for pixels in PIXELS]
-    # With 128 accumulators, a thread has no registers left to mask the pixels past a pixel tile.
+    shapes = [(pixels, _pixel_tile(image, sizes, pixels), 1, False) for pixels in PIXELS]
+    # With N = 256 (128 accumulators) a thread has no registers to mask pixels, so the pixel tile must have N pixels.
     shapes = [shape for shape in shapes if shape[0] <= 200 or math.prod(shape[1]) == shape[0]]
     if sizes.kernel_h * sizes.kernel_w > 1 and (sizes.stride_h, sizes.stride_w) == (1, 1):
-        shapes += [(pixels, (1, pixels // 8, 8), parts, True) for pixels, parts in HALO_PIXELS]
-    for (pixels, part, parts, halo), split_k in itertools.product(shapes, SPLITS):
-        if split_k > k_units(sizes):
+        shapes += [(pixels, (1, pixels // 8, 8), tiles, True) for pixels, tiles in HALO_PIXELS]
+    for (pixels, tile, tiles, halo), split_k in itertools.product(shapes, SPLITS):
+        if split_k > k_chunks(sizes):
             continue
-        config = Conv2dSm90LargeConfig(wg_co, pixels, part, parts, halo, 2, 2, split_k)
+        config = Conv2dSm90LargeConfig(wg_co, pixels, tile, tiles, halo, 2, 2, split_k)
         stages = _max_stages(config, problem, device)
         if stages is not None:
             yield replace(config, x_stages=stages[0], weight_stages=stages[1])
 
 
 def _max_stages(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) -> tuple[int, int] | None:
-    """Return the number of stages of x and of the weight that fit; None if fewer than 2 do or a box is too large."""
+    """Return the numbers of stages of x and of the weight that fit in shared memory.
+
+    Returns None if fewer than 2 stages of either fit, or if a TMA box would be too large.
+    """
     sizes = problem.sizes
-    if exceeds_box(sizes, *config.box(sizes)[1:]):
+    if is_box_too_large(sizes, *config.box(sizes)[1:]):
         return None
     free_bytes = device.shared_bytes_per_block - STORE_BYTES
     x_bytes, weight_bytes = config.x_bytes(sizes) + 16, config.weight_bytes + 16
@@ -286,21 +290,21 @@ def _max_stages(config: Conv2dSm90LargeConfig, problem: Convolution, device: Dev
         stages = (min(free_bytes // (x_bytes + weight_bytes), 6),) * 2
     if min(stages) < 2:
         return None
-    groups = ceil_div(config.parts * config.pixels // 8, config.split_k)
+    groups = ceil_div(config.pixel_tiles * config.pixels // 8, config.split_k)
     partial_bytes = config.split_k * groups * WARPGROUPS * 2048 if config.split_k > 1 else 0
     return stages if partial_bytes <= stages[0] * (x_bytes - 16) + stages[1] * (weight_bytes - 16) else None
 
 
-def _part(image: ImageView, sizes: ConvolutionSizes, pixels: int) -> tuple[int, int, int]:
-    """Return (images, rows, pixels per row) of a pixel tile of at most ``pixels`` pixels, of whole rows if possible."""
+def _pixel_tile(image: ImageView, sizes: ConvolutionSizes, pixels: int) -> tuple[int, int, int]:
+    """Return (images, rows, pixels per row) of a tile of at most ``pixels`` pixels, of whole rows if possible."""
     if image.flat:
         return 1, 1, pixels
-    width = _even_part(image.out_w, min(pixels, (MAX_BOX - 1) // sizes.stride_w + 1))
-    height = _even_part(image.out_h, min(pixels // width, (MAX_BOX - 1) // sizes.stride_h + 1))
+    width = _even_tile(image.out_w, min(pixels, (MAX_BOX - 1) // sizes.stride_w + 1))
+    height = _even_tile(image.out_h, min(pixels // width, (MAX_BOX - 1) // sizes.stride_h + 1))
     is_whole = (height, width) == (image.out_h, image.out_w)
-    return _even_part(image.batch, pixels // (height * width)) if is_whole else 1, height, width
+    return _even_tile(image.batch, pixels // (height * width)) if is_whole else 1, height, width
 
 
-def _even_part(size: int, most: int) -> int:
-    """Return the tile size, at most ``most``, that covers ``size`` with the fewest tiles of about equal size."""
+def _even_tile(size: int, most: int) -> int:
+    """Return the tile size that divides ``size`` into the fewest tiles of at most ``most``, as evenly as possible."""
     return ceil_div(size, ceil_div(size, most))

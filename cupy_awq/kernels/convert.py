@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``convert``: packed 4-bit or 8-bit integers to float16, without zero point and scale."""
+"""``convert``: conversion of packed 4-bit or 8-bit integers to float16, without zero points and scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "convert"
 VALUES = {"s4_to_fp16x2": 8, "int8_to_fp16": 4}
-"""The number of values per 32-bit word, by entry point of ``cuda_src/dequant/convert.cu``."""
+"""The number of values per 32-bit word, by kernel of ``cuda_src/dequant/convert.cu``."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Conversion:
     """A validated conversion of ``count`` 32-bit words to float16.
 
     Attributes:
-        entry: entry point of the kernel, a key of VALUES.
-        count: number of words.
+        entry: name of the kernel, a key of VALUES.
+        count: number of 32-bit words.
         aligned: whether the result starts at a multiple of 16 bytes.
     """
 
@@ -39,7 +39,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """A configuration of ``convert``, which has one thread per word.
+    """A configuration of ``convert``, which has one thread per 32-bit word.
 
     Attributes:
         threads: number of threads per CTA.
@@ -59,7 +59,7 @@ def configs(problem: Conversion, device: Device) -> list[ConvertConfig]:
 
 
 def estimate_us(config: ConvertConfig, problem: Conversion, device: Device) -> float:
-    """Return the time of the memory traffic at the nominal bandwidth, in microseconds."""
+    """Return the run time in microseconds: the memory traffic at the nominal bandwidth."""
     return problem.count * (4 + 2 * VALUES[problem.entry]) / (device.read_gbs * 1e3)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dequantize``: a 4-bit weight to floating point."""
+"""``dequantize``: dequantization of a 4-bit weight in the AWQ layout to a floating-point matrix."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class Dequantization:
     Attributes:
         k: number of rows of W.
         n: number of columns of W.
-        group_size: number of rows of W per scale.
+        group_size: number of rows of W that share scales and zero points.
         scales_dtype: dtype of the scales.
         zeros: kind of zero points, as in `Problem`.
         dtype: dtype of W.
-        aligned: whether all rows of scales, offsets and out start at multiples of 16 bytes.
-        strides: row strides of qweight, scales, qzeros and out, in elements (in words for packed arrays).
+        aligned: whether all rows of the scales, the offsets and W start at multiples of 16 bytes.
+        strides: row strides of qweight, scales, qzeros and W in elements; an element of qweight or of packed zero
+            points is a 32-bit word.
     """
 
     k: int
@@ -50,7 +51,7 @@ class DequantizeConfig:
     """A configuration of ``dequantize``.
 
     Attributes:
-        rows: number of rows of W per thread, which writes 8 columns of each.
+        rows: number of rows of W per thread; a thread writes 8 columns of each row.
         threads: number of threads per CTA.
     """
 
@@ -69,7 +70,7 @@ def configs(problem: Dequantization, device: Device) -> list[DequantizeConfig]:
 
 
 def estimate_us(config: DequantizeConfig, problem: Dequantization, device: Device) -> float:
-    """Return the time of the memory traffic at the nominal bandwidth, in microseconds."""
+    """Return the run time in microseconds: the memory traffic at the nominal bandwidth."""
     nbytes = problem.k * problem.n * (0.5 + ITEMSIZE[problem.dtype])
     return nbytes / (device.read_gbs * 1e3)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cupy_awq.block_weight import BlockQuantizedWeight
@@ -11,6 +12,7 @@ from cupy_awq.kernels import gemm_int8_sm90, int8_problem
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.int8_problem import BLOCK_K, FP8_ARCH, Int8Problem, layout_refusal
 from cupy_awq.kernels.problem import ceil_div
+from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
@@ -49,35 +51,6 @@ class GemmInt8MmaCosts:
 COSTS = GemmInt8MmaCosts()
 
 
-@dataclass(frozen=True)
-class GemmInt8MmaConfig:
-    """A configuration with CTA tiles of ``warp_m * warps_m`` rows x ``32 * warps_n`` columns.
-
-    Attributes:
-        warp_m: number of rows per warp; a warp computes 32 columns.
-        warps_m: number of warps along m.
-        warps_n: number of warps along n.
-        stages: number of pipeline stages, each of 128 k.
-        split_k: number of CTAs that divide K of one tile among them.
-    """
-
-    warp_m: int
-    warps_m: int
-    warps_n: int
-    stages: int
-    split_k: int
-
-    @property
-    def block_m(self) -> int:
-        """The number of rows per CTA tile."""
-        return self.warp_m * self.warps_m
-
-    @property
-    def block_n(self) -> int:
-        """The number of columns per CTA tile."""
-        return 32 * self.warps_n
-
-
 class GemmInt8Mma:
     """A kernel family for one architecture; the two differ in their mma and copy instructions."""
 
@@ -87,7 +60,7 @@ class GemmInt8Mma:
         self._stages = stages
 
     def refusal(self, problem: Int8Problem, device: Device) -> str | None:
-        """Return why the family cannot solve the problem or which family supersedes it; None if neither."""
+        """Return the reason why the family cannot or need not solve the problem, or None."""
         least = FP8_ARCH if problem.fp8 else self._arch
         if device.arch < least:
             return f"needs sm_{least} or newer, not sm_{device.arch}"
@@ -97,7 +70,7 @@ class GemmInt8Mma:
             return f"is replaced by {gemm_int8_sm90.NAME} for e4m3"
         return layout_refusal(problem)
 
-    def configs(self, problem: Int8Problem, device: Device) -> list[GemmInt8MmaConfig]:
+    def configs(self, problem: Int8Problem, device: Device) -> list[WarpTileConfig]:
         """Return every legal configuration, best first, because the cost model estimates the same time for all.
 
         The best one has the smallest tile that holds all rows, or else the largest tile, and the largest split-K factor
@@ -106,7 +79,7 @@ class GemmInt8Mma:
         found = []
         for warp_m, warps_m, warps_n in self._tiles(problem):
             for split_k in SPLITS:
-                options = [GemmInt8MmaConfig(warp_m, warps_m, warps_n, stages, split_k) for stages in self._stages]
+                options = [WarpTileConfig(warp_m, warps_m, warps_n, stages, split_k) for stages in self._stages]
                 fitting = [c for c in options if _shared_bytes(c, problem) <= device.shared_bytes_per_block]
                 rows, columns = _grid(options[0], problem)
                 fills = rows * columns * split_k <= CTAS_PER_SM * device.sm_count
@@ -114,7 +87,7 @@ class GemmInt8Mma:
                     found += fitting[:1]
         return sorted(found, key=lambda config: (*_weight_reads(config.block_m, problem), -config.split_k))
 
-    def estimate_us(self, config: GemmInt8MmaConfig, problem: Int8Problem, device: Device) -> float:
+    def estimate_us(self, config: WarpTileConfig, problem: Int8Problem, device: Device) -> float:
         """Return the run time of the best configuration in microseconds, whichever ``config`` is."""
         if problem.m <= 16:
             weight_bytes = problem.n * (problem.k * problem.bits / 8 + 4 * problem.parameters * problem.blocks)
@@ -124,8 +97,8 @@ class GemmInt8Mma:
             time_us = COSTS.launch_us + 2 * tiles * block_m * problem.n * problem.k / COSTS.operations_per_us
         return time_us * COSTS.copy_direct_factor if self is GEMM_INT8_SM75 else time_us
 
-    def plan(self, config: GemmInt8MmaConfig, problem: Int8Problem, device: Device) -> LaunchPlan:
-        """Return the launch plan. Its buffers are those of `Int8Problem.arguments`."""
+    def plan(self, config: WarpTileConfig, problem: Int8Problem, device: Device) -> LaunchPlan:
+        """Return the launch plan; the buffers are those of `Int8Problem.arguments`."""
         defines = (
             *problem.defines(weight_offset=problem.weight_offset or problem.fp8),
             ("WARP_M", config.warp_m),
@@ -141,12 +114,8 @@ class GemmInt8Mma:
         threads = 32 * config.warps_m * config.warps_n
         return LaunchPlan(kernel, grid, (threads, 1, 1), problem.arguments(), _shared_bytes(config, problem))
 
-    def workspace(self, config: GemmInt8MmaConfig, problem: Int8Problem) -> Workspace:
-        """Return the split-K workspace: one float32 per split and element of a tile, and one counter per tile."""
-        if config.split_k == 1:
-            return Workspace()
-        rows, columns = _grid(config, problem)
-        return Workspace(rows * columns * config.split_k * config.block_m * config.block_n * 4, rows * columns)
+    def workspace(self, config: WarpTileConfig, problem: Int8Problem) -> Workspace:
+        return config.workspace(math.prod(_grid(config, problem)))
 
     def prepare_weight(self, weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
         """Return the weight buffers "codes" and "parameters"."""
@@ -165,7 +134,7 @@ def _weight_reads(block_m: int, problem: Int8Problem) -> tuple[int, int]:
     return ceil_div(problem.m, block_m), block_m
 
 
-def _grid(config: GemmInt8MmaConfig, problem: Int8Problem) -> tuple[int, int]:
+def _grid(config: WarpTileConfig, problem: Int8Problem) -> tuple[int, int]:
     return ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n)
 
 
@@ -176,7 +145,7 @@ def _blocks_in_stage(problem: Int8Problem) -> int:
     return 1 if problem.block_size % BLOCK_K == 0 else 2
 
 
-def _shared_bytes(config: GemmInt8MmaConfig, problem: Int8Problem) -> int:
+def _shared_bytes(config: WarpTileConfig, problem: Int8Problem) -> int:
     codes_bytes = BLOCK_K * config.block_m + BLOCK_K * problem.bits // 8 * config.block_n
     parameter_bytes = 12 * _blocks_in_stage(problem) * (config.block_m + config.block_n)
     return config.stages * (codes_bytes + parameter_bytes)

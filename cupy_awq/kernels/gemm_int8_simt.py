@@ -45,7 +45,7 @@ class GemmInt8SimtConfig:
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or None if it can."""
+    """Return the reason why the family cannot solve the problem, or None if it can."""
     if problem.fp8:
         return "multiplies int8, not e4m3"
     return activation_refusal(problem)
@@ -64,7 +64,7 @@ def estimate_us(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device
 
 
 def plan(config: GemmInt8SimtConfig, problem: Int8Problem, device: Device) -> LaunchPlan:
-    """Return the launch plan. Its buffers are those of `Int8Problem.arguments`."""
+    """Return the launch plan; the buffers are those of `Int8Problem.arguments`."""
     whole_steps = problem.block_size % STEP_K == 0 or problem.blocks == 1
     aligned = problem.aligned and whole_steps and problem.k % 8 == 0
     defines = (*problem.defines(weight_offset=problem.weight_offset), ("ALIGNED", int(aligned)))

@@ -68,7 +68,7 @@ class GemmInt8Sm90Config:
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or None if it can."""
+    """Return the reason why the family cannot solve the problem, or None if it can."""
     if device.arch != 90:
         return f"needs sm_90, not sm_{device.arch}"
     if problem.m < MIN_ROWS:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import Problem, awq_layout_refusal, ceil_div, plan_awq_layout, split_counts
+from cupy_awq.kernels.reduction import Reduction, slice_begins
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
@@ -16,6 +17,8 @@ MMA_K = 16
 """The K extent of one mma instruction; the group size must be a multiple of it."""
 WARP_N = 32
 """The number of columns of y per warp."""
+SLICES_BLOCK_M = 32
+"""The largest ``block_m`` with several slices, whose sums take as many registers as the accumulators."""
 REGISTERS = {16: 96, 32: 150, 64: 232}
 """The number of registers per thread, by ``block_m``."""
 
@@ -60,13 +63,15 @@ class GemmMmaConfig:
         block_m: number of rows per CTA tile.
         warps: number of warps per CTA, all along n.
         stages: number of pipeline stages, each of BLOCK_K rows of the weight.
-        split_k: number of CTAs that divide K of one tile among them.
+        split_k: number of CTAs per tile; each computes a slice of K.
+        slices: number of slices of K that a CTA computes one after the other; 1 with split-K.
     """
 
     block_m: int
     warps: int
     stages: int
     split_k: int
+    slices: int = 1
 
     @property
     def block_n(self) -> int:
@@ -110,7 +115,14 @@ class GemmMma:
         rows = [block_m for block_m in (16, 32, 64) if block_m == 16 or problem.m > block_m // 2]
         splits = split_counts(ceil_div(problem.k, BLOCK_K))
         found = [GemmMmaConfig(m, w, self._stages, s) for m in rows for w in (2, 4) for s in splits]
+        if problem.batch_invariant:
+            some = [config for config in found if config.split_k > 1 and config.block_m <= SLICES_BLOCK_M]
+            found += [replace(config, split_k=1, slices=config.split_k) for config in some]
         return [config for config in found if config.shared_bytes <= device.shared_bytes_per_block]
+
+    def reduction(self, config: GemmMmaConfig, problem: Problem) -> Reduction:
+        slices = slice_begins(ceil_div(problem.k, BLOCK_K), config.split_k * config.slices)
+        return Reduction(self.NAME, slices=slices)
 
     def estimate_us(self, config: GemmMmaConfig, problem: Problem, device: Device) -> float:
         """Return the run time in microseconds: launch overhead, all waves of CTAs and the split-K reduction.
@@ -141,6 +153,7 @@ class GemmMma:
             ("BLOCK_M", config.block_m),
             ("WARPS", config.warps),
             ("STAGES", config.stages),
+            ("SLICES", config.slices),
             ("GROUP_IN_TILE", int(problem.group_size % BLOCK_K != 0)),
         )
         grid = (ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n), config.split_k)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import Problem, awq_layout_refusal, ceil_div, plan_awq_layout, split_counts
+from cupy_awq.kernels.reduction import Reduction, slice_begins
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
@@ -17,7 +18,7 @@ BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 64, 64, 16, 256
 
 @dataclass(frozen=True)
 class GemmSimtCosts:
-    """Constants of the cost model, fitted to measured times on an H200, in microseconds.
+    """Constants of the cost model, fitted to measured times on an H200; all in microseconds.
 
     Attributes:
         k_tile_us: time of a k tile of one CTA; CTAs on the same SM add up.
@@ -40,10 +41,12 @@ class GemmSimtConfig:
     """A configuration of ``gemm_simt``.
 
     Attributes:
-        split_k: number of CTAs that divide K of one tile among them.
+        split_k: number of CTAs per tile; each computes a slice of K.
+        slices: number of slices of K that a CTA computes one after the other; 1 with split-K.
     """
 
     split_k: int
+    slices: int = 1
 
 
 def refusal(problem: Problem, device: Device) -> str | None:
@@ -51,7 +54,14 @@ def refusal(problem: Problem, device: Device) -> str | None:
 
 
 def configs(problem: Problem, device: Device) -> list[GemmSimtConfig]:
-    return [GemmSimtConfig(split_k) for split_k in split_counts(ceil_div(problem.k, BLOCK_K))]
+    found = [GemmSimtConfig(split_k) for split_k in split_counts(ceil_div(problem.k, BLOCK_K))]
+    if problem.batch_invariant:
+        found += [GemmSimtConfig(1, config.split_k) for config in found if config.split_k > 1]
+    return found
+
+
+def reduction(config: GemmSimtConfig, problem: Problem) -> Reduction:
+    return Reduction("fma", slices=slice_begins(ceil_div(problem.k, BLOCK_K), config.split_k * config.slices))
 
 
 def estimate_us(config: GemmSimtConfig, problem: Problem, device: Device) -> float:
@@ -64,7 +74,8 @@ def estimate_us(config: GemmSimtConfig, problem: Problem, device: Device) -> flo
 
 def plan(config: GemmSimtConfig, problem: Problem, device: Device) -> LaunchPlan:
     grid = (ceil_div(problem.m, BLOCK_M), ceil_div(problem.n, BLOCK_N), config.split_k)
-    return plan_awq_layout("gemm/gemm_simt.cu", NAME, (), problem, device, grid, THREADS)
+    defines = (("SLICES", config.slices),)
+    return plan_awq_layout("gemm/gemm_simt.cu", NAME, defines, problem, device, grid, THREADS)
 
 
 def workspace(config: GemmSimtConfig, problem: Problem) -> Workspace:

@@ -66,7 +66,7 @@ class GemvConfig:
     Attributes:
         rows: number of rows of x for which the kernel is compiled, a power of two.
         chunk: number of rows of the weight that a lane loads at once.
-        split_k: number of CTAs that divide K of one tile among them.
+        split_k: number of CTAs per tile; each computes a slice of K.
     """
 
     rows: int

@@ -52,7 +52,7 @@ class GemvInt8Config:
 
     Attributes:
         rows: number of rows of x for which the kernel is compiled: 2, 4 or 8.
-        split_k: number of CTAs that divide K of one tile among them.
+        split_k: number of CTAs per tile; each computes a slice of K.
     """
 
     rows: int
@@ -60,7 +60,7 @@ class GemvInt8Config:
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or None if it can."""
+    """Return the reason why the family cannot solve the problem, or None if it can."""
     if problem.fp8:
         return "multiplies int8, not e4m3"
     if problem.m > MAX_ROWS:
@@ -91,7 +91,7 @@ def estimate_us(config: GemvInt8Config, problem: Int8Problem, device: Device) ->
 
 
 def plan(config: GemvInt8Config, problem: Int8Problem, device: Device) -> LaunchPlan:
-    """Return the launch plan. Its buffers are those of `Int8Problem.arguments`."""
+    """Return the launch plan; the buffers are those of `Int8Problem.arguments`."""
     defines = (
         *problem.defines(weight_offset=problem.weight_offset),
         ("ROWS", config.rows),

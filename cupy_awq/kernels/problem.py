@@ -110,6 +110,7 @@ class Problem:
         may_prefetch_weights: whether the weight may be read before the preceding kernel finishes (PDL), because no
             kernel that is still running writes it.
         strides: row strides in elements; None if all arrays are contiguous.
+        batch_invariant: whether the bits of a row of y must not depend on m (`cupy_awq.kernels.reduction`).
     """
 
     m: int
@@ -133,6 +134,7 @@ class Problem:
     fusion: Fusion | None = None
     may_prefetch_weights: bool = False
     strides: Strides | None = None
+    batch_invariant: bool = False
 
     def __str__(self) -> str:
         return f"x[{self.m}, {self.k}] {self.dtype} @ W[{self.k}, {self.n}] group size {self.group_size}"

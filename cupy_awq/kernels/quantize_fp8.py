@@ -59,7 +59,7 @@ class QuantizeFp8Config:
 
 
 def refusal(problem: Fp8Quantization, device: Device) -> str | None:
-    """Return why the family cannot solve the problem, or None if it can."""
+    """Return the reason why the family cannot solve the problem, or None if it can."""
     return None if device.arch >= FP8_ARCH else f"needs sm_{FP8_ARCH} or newer, not sm_{device.arch}"
 
 
@@ -74,7 +74,7 @@ def estimate_us(config: QuantizeFp8Config, problem: Fp8Quantization, device: Dev
 
 
 def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> LaunchPlan:
-    """Return the launch plan. Its buffers are x, codes, scale and sums."""
+    """Return the launch plan; the buffers are x, codes, scale and sums."""
     defines = ("X", TYPES[problem.dtype]), ("ROUNDS", ceil_div(problem.k, config.threads * VALUES))
     kernel = Kernel("int8/quantize_fp8.cu", NAME, defines, device.target)
     sizes = map(np.int32, (problem.k, problem.block_size, problem.x_stride))
@@ -87,6 +87,6 @@ def workspace(config: QuantizeFp8Config, problem: Fp8Quantization) -> Workspace:
 
 
 def common_problems() -> Iterator[Fp8Quantization]:
-    """Yield quantizations of common layers, for precompilation."""
+    """Yield quantizations of common layers, which the compile command compiles in advance."""
     for dtype in ("float16", "bfloat16"):
         yield Fp8Quantization(1, 4096, 128, dtype, 4096)

@@ -91,7 +91,7 @@ def estimate_us(config: QuantizeRowsConfig, problem: RowQuantization, device: De
 
 
 def plan(config: QuantizeRowsConfig, problem: RowQuantization, device: Device) -> LaunchPlan:
-    """Return the launch plan. Its buffers are x, codes, scale, offset and sums."""
+    """Return the launch plan; the buffers are x, codes, scale, offset and sums."""
     defines = (
         ("X", TYPES[problem.dtype]),
         ("LANES", config.lanes),
@@ -115,7 +115,7 @@ def workspace(config: QuantizeRowsConfig, problem: RowQuantization) -> Workspace
 
 
 def common_problems() -> Iterator[RowQuantization]:
-    """Yield quantizations of common layers, for precompilation."""
+    """Yield quantizations of common layers, which the compile command compiles in advance."""
     for dtype in ("float16", "bfloat16", "float32"):
         for block_size, symmetric in ((128, False), (128, True), (32, True), (4096, False)):
             yield RowQuantization(1, 4096, block_size, dtype, symmetric, False, True, 4096)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cupy_awq.kernels import (
@@ -45,6 +45,7 @@ from cupy_awq.kernels.int8_problem import Int8Problem
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.kernels.quantize_fp8 import Fp8Quantization
 from cupy_awq.kernels.quantize_rows import RowQuantization
+from cupy_awq.kernels.reduction import Reduction, reduction_of
 from cupy_awq.kernels.tuned import TunedConfig
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -80,6 +81,9 @@ FAMILIES: dict[str, AnyFamily] = {name: family for some in FAMILIES_OF.values() 
 
 ONE_TILE_M = 128
 """The largest M that fits in one CTA tile of most configurations."""
+
+SAMPLED_M = (1, 8, 32, 64, 512)
+"""The values of M at which `choose_reduction` compares run times; tiles differ up to 16, 32 and 64 rows, and above."""
 
 TUNED_LIMIT = 0.9
 """The largest ratio of modelled times, best to tuned, at which the best configuration replaces one tuned at another M.
@@ -137,24 +141,85 @@ def candidates(problem: KernelProblem, device: Device, split_k: int | None = Non
     With ``split_k``, only configurations with this split-K factor are legal.
     """
     found: dict[str, list[Candidate] | str] = {}
+    reduction = None
+    if isinstance(problem, Problem) and problem.batch_invariant:
+        reduction = choose_reduction(problem, device)
     for name, family in families(problem).items():
         reason = family.refusal(problem, device)
         if reason is not None:
             found[name] = reason
             continue
         legal = [
-            Candidate(family, config, family.estimate_us(config, problem, device))
-            for config in family.configs(problem, device)
-            if split_k in (None, config.split_k) and _fits_workspace(family, config, problem)
+            candidate
+            for candidate in _legal(family, problem, device)
+            if split_k in (None, candidate.config.split_k)
+            and reduction in (None, reduction_of(family, candidate.config, problem))
         ]
         legal.sort(key=lambda candidate: candidate.us)
+        if reduction is not None:
+            found[name] = legal or "has no configuration with the batch-invariant order of additions along K"
+            continue
         found[name] = legal or (f"has no configuration with split_k={split_k}" if split_k else "has no configuration")
     return found
+
+
+def _legal(family: AnyFamily, problem: KernelProblem, device: Device) -> Iterator[Candidate]:
+    for config in family.configs(problem, device):
+        if _fits_workspace(family, config, problem):
+            yield Candidate(family, config, family.estimate_us(config, problem, device))
 
 
 def _fits_workspace(family: AnyFamily, config: Config, problem: KernelProblem) -> bool:
     partial_bytes, counters = family.workspace(config, problem)
     return partial_bytes <= WORKSPACE_BYTES and counters <= COUNTERS
+
+
+def choose_reduction(problem: Problem, device: Device) -> Reduction:
+    """Return the reduction of the batch-invariant GEMMs with the weight of ``problem``.
+
+    The result depends on the weight, the dtype of x and the device, and neither on M nor on the epilogue. It is the
+    reduction whose largest slowdown over all M of SAMPLED_M is the smallest, by cost model.
+    """
+    weight = Problem(
+        m=1,
+        n=problem.n,
+        k=problem.k,
+        group_size=problem.group_size,
+        dtype=problem.dtype,
+        scales_dtype=problem.scales_dtype,
+        zeros=problem.zeros,
+        gated=problem.gated,
+        has_awq_layout=problem.has_awq_layout,
+        repacked=problem.repacked,
+        wide_scales=problem.wide_scales,
+        batch_invariant=True,
+    )
+    return _choose_reduction(weight, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose_reduction(weight: Problem, device: Device) -> Reduction:
+    tables = [_reduction_times(replace(weight, m=m), device) for m in SAMPLED_M]
+    common = [reduction for reduction in tables[0] if all(reduction in table for table in tables)]
+    fastest = [min(table[reduction] for reduction in common) for table in tables]
+
+    def slowdown(reduction: Reduction) -> float:
+        return max(table[reduction] / us for table, us in zip(tables, fastest, strict=True))
+
+    return min(common, key=slowdown)
+
+
+def _reduction_times(problem: Problem, device: Device) -> dict[Reduction, float]:
+    """Return the lowest modelled time of each reduction, in microseconds."""
+    times: dict[Reduction, float] = {}
+    for family in families(problem).values():
+        if family.refusal(problem, device) is not None:
+            continue
+        for _, config, us in _legal(family, problem, device):
+            reduction = reduction_of(family, config, problem)
+            if reduction is not None:
+                times[reduction] = min(us, times.get(reduction, us))
+    return times
 
 
 @dataclass
@@ -276,4 +341,6 @@ def explain(problem: KernelProblem, device: Device) -> str:
         lines.append(f"chosen: the tuned configuration, measured at M={choice.tuned.m} ({choice.tuned.origin})")
     else:
         lines.append("chosen: the lowest modelled time; no tuned configuration applies")
+    if isinstance(problem, Problem) and problem.batch_invariant:
+        lines.append(f"batch-invariant for every M: {choose_reduction(problem, device)}")
     return "\n".join(lines)

@@ -27,8 +27,8 @@ from cupy_awq.runtime.device import Device
 SHIPPED = Path(__file__).parents[1] / "data" / "tuned"
 """The folder of the shipped tables."""
 
-DERIVED_FIELDS = ("stages",)
-"""The configuration fields that labels omit, because the other fields and the size of the scales determine them."""
+DERIVED_FIELDS = ("stages", "slices")
+"""The configuration fields that labels omit, because the other fields and the problem determine them."""
 
 Table = dict[str, dict[str, str]]
 """The content of a table: a mapping from shape to a mapping from M to the entry."""

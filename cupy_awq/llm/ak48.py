@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupy_awq import atomic
 from cupy_awq.checkpoint import CheckpointError, Module
 from cupy_awq.llm import hugging_face
 from cupy_awq.llm.config import ModelConfig
@@ -184,18 +184,13 @@ def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> No
     group_size = _group_size(files, next(entry for entry in entries if isinstance(entry, QuantizedEntry)))
     sizes = config.hidden, config.intermediate, config.layers, config.heads, config.kv_heads, config.vocab
     header = HEADER.pack(MAGIC, VERSION, *sizes, config.context, config.tied, config.head_dim, group_size)
-    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
-    try:
-        with open(part, "xb") as file:
-            file.write(header.ljust(HEADER_BYTES, b"\0"))
-            for done, entry in enumerate(entries):
-                for array in _arrays(files, entry, group_size):
-                    file.write(np.ascontiguousarray(array).data)
-                if progress is not None:
-                    progress(done + 1, len(entries))
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with atomic.create(path) as file:
+        file.write(header.ljust(HEADER_BYTES, b"\0"))
+        for done, entry in enumerate(entries):
+            for array in _arrays(files, entry, group_size):
+                file.write(np.ascontiguousarray(array).data)
+            if progress is not None:
+                progress(done + 1, len(entries))
 
 
 def _group_size(files: ModelFiles, entry: QuantizedEntry) -> int:

@@ -321,7 +321,7 @@ class CudaDecodeLoop(DecodeLoop):
                     with cupy.cuda.using_allocator(self._allocate_for_graph):
                         self._forward_and_choose()
                 except BaseException:
-                    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # the capture may be invalid by now
+                    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # an invalid capture
                         self._stream.end_capture()
                     raise
                 self._graph = self._stream.end_capture()

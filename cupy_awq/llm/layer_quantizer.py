@@ -239,7 +239,8 @@ def _quantize(
         second = moments[site].second
         for name in names:
             w, bias = weights.linears[name]
-            bias = None if bias is None else bias.astype(weights.norms[ATTENTION_NORM].dtype)  # dtype of the model
+            # Biases are stored in the dtype of the model.
+            bias = None if bias is None else bias.astype(weights.norms[ATTENTION_NORM].dtype)
             rows = quantize_rows(w, moments[site], recipe)
             packed = rows.pack()
             arrays = (to_host(a) for a in (packed.qweight, packed.scales, packed.qzeros))

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import check, checkpoint
+from cupy_awq import atomic, check, checkpoint
 from cupy_awq.checkpoint import CheckpointError, Module, ModuleSpec, Tensor, safetensors
 from cupy_awq.checkpoint.contents import Contents
+from cupy_awq.checkpoint.files import read_object
 from cupy_awq.checkpoint.module import Pending
 from cupy_awq.llm import hugging_face
 from cupy_awq.llm.config import ModelConfig
@@ -71,7 +72,7 @@ def quantize(
         texts: calibration documents, similar to the texts for which the model is used.
         method: "rtn" (round to nearest), "awq" (channel scales and clipping), "gptq" (clipping, error compensation and
             refinement) or "awq+gptq".
-        group_size: the number of input channels that share a scale.
+        group_size: the number of input channels per group.
         symmetric: whether every zero point is 8.
         samples: the largest number of calibration sequences.
         sequence_length: the number of tokens per calibration sequence.
@@ -188,19 +189,22 @@ def _open_partial(folder: Path, settings: dict[str, Any], resume: bool) -> list[
     Raises FileExistsError if the folder exists and ``resume`` is False, ValueError if its settings differ.
     """
     file = folder / SETTINGS
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        file.write_text(json.dumps(settings))
-        return []
-    if not resume:
+    if folder.exists() and not resume:
         raise FileExistsError(f"{folder}: expected no unfinished work, got some: resume it or delete the folder")
-    found = json.loads(file.read_text()) if file.is_file() else None
-    if found != settings:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not file.is_file():
+        _write_json(file, settings)
+    if (found := read_object(file)) != settings:
         raise ValueError(f"{folder}: expected unfinished work with the settings {settings}, got {found}")
     reports: list[dict[str, Any]] = []
     while (report := folder / f"layer-{len(reports):05}.json").is_file():
-        reports.append(json.loads(report.read_text()))
+        reports.append(read_object(report))
     return reports
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    with atomic.create(file) as opened:
+        opened.write(json.dumps(value).encode())
 
 
 def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
@@ -213,9 +217,7 @@ def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
     file = folder / f"layer-{layer.index:05}"
     safetensors.write(file.with_suffix(".safetensors"), tensors)
     report = {"layer": layer.index, "errors": dict(layer.errors), "output_error": layer.output_error}
-    aside = file.with_suffix(".tmp")
-    aside.write_text(json.dumps(report))
-    aside.rename(file.with_suffix(".json"))
+    _write_json(file.with_suffix(".json"), report)
     return report
 
 

@@ -125,7 +125,7 @@ class NumpyOps(DecoderOps):
 
     def _expanded(self, parts: Sequence[Module | DenseLinear]) -> Projection:
         """Return the projection whose weight is the concatenation of all parts as one float32 matrix."""
-        weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)  # may be a CuPy array
+        weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)  # also concatenates CuPy arrays
         sizes = [_out_features(part) for part in parts]
         xp = self.xp
         biases = [xp.zeros(n) if p.bias is None else p.bias for p, n in zip(parts, sizes, strict=True)]

@@ -35,6 +35,7 @@ def gemm(
     dtype: Any = None,
     kernel: str | None = None,
     split_k: int | None = None,
+    batch_invariant: bool = False,
 ) -> Array:
     """Return y = activation(x @ W + bias) + residual for a weight in the AWQ layout.
 
@@ -60,6 +61,9 @@ def gemm(
         dtype: element type of x if x is uint16.
         kernel: name of the kernel to use; by default the one that `explain` marks.
         split_k: split-K factor, a power of two; by default that of the chosen configuration.
+        batch_invariant: True to give each row of y the same bits whatever the other rows of x and their number: one
+            order of additions along K for all M, which the weight, the dtype of x and the GPU determine. ``kernel`` and
+            ``split_k`` must be None.
 
     All arrays are in host memory (NumPy), or all on one GPU (CuPy, or any with ``__cuda_array_interface__`` or
     ``__dlpack__``, which are not copied). Kernels are launched on CuPy's current stream of that GPU. All calls on a
@@ -87,7 +91,7 @@ def gemm(
     operands = x, qweight, scales, qzeros, bias, residual, out
     key: Any
     try:
-        key = *map(arrays.layout_key, operands), activation, dtype, kernel, split_k
+        key = *map(arrays.layout_key, operands), activation, dtype, kernel, split_k, batch_invariant
         launch = _launches.get(key)
     except (AttributeError, ValueError, TypeError):  # arrays of other libraries, or options that are not hashable
         key = launch = None
@@ -106,6 +110,7 @@ def gemm(
         dtype=dtype,
         kernel=kernel,
         split_k=split_k,
+        batch_invariant=batch_invariant,
     )
     if launch is not None and key is not None:
         cache_launch(_launches, key, launch, MAX_LAUNCHES)
@@ -163,6 +168,7 @@ def explain(
     *,
     arch: int | None = None,
     layer: bool = False,
+    batch_invariant: bool = False,
 ) -> str:
     """Return a table of the kernels for x [M, K] @ W [K, N]: the best configuration and time of each, or why none.
 
@@ -178,6 +184,8 @@ def explain(
             if there is no GPU.
         layer: True for the kernels of `AwqLinear`, which repacks its weight on Hopper; False for those of `gemm`,
             which reads the AWQ layout.
+        batch_invariant: True for the kernels of the batch-invariant mode; then a last line gives the order of additions
+            along K, which is the same for every M.
 
     Raises:
         TypeError: a size is not an integer, or the dtype is not supported.
@@ -191,6 +199,7 @@ def explain(
     """
     m, k, n = (check_scalar.validate_integer(size, name, 1) for name, size in (("m", m), ("k", k), ("n", n)))
     layer = check_scalar.validate_flag(layer, "layer")
+    batch_invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
     if n % 8:
         raise ValueError(f"n: expected a multiple of 8, got {n}")
     size, element = check_scalar.validate_group_size(k, group_size), check.validate_float_dtype(dtype)
@@ -200,4 +209,5 @@ def explain(
         else device.current_or_nominal()
     )
     repacked = layer and gpu.arch == 90 and RepackedLayout(k, n, size).refusal() is None
-    return select.explain(Problem(m, n, k, size, element.name, repacked=repacked), gpu)
+    problem = Problem(m, n, k, size, element.name, repacked=repacked, batch_invariant=batch_invariant)
+    return select.explain(problem, gpu)

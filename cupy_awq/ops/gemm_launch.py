@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_awq import check, reference
+from cupy_awq import check, check_scalar, reference
 from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
@@ -34,6 +34,7 @@ class GemmLaunch:
         product: result of `check.validate_product` for these arrays.
         kernel, split_k: as in `gemm`.
         may_prefetch_weights: whether a kernel may read the weight before the preceding kernel finishes (PDL).
+        batch_invariant: as in `gemm`.
 
     Attributes:
         kernel: name of the kernel.
@@ -54,6 +55,7 @@ class GemmLaunch:
         kernel: str | None,
         split_k: int | None,
         may_prefetch_weights: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         qweight, scales, qzeros = weight.qweight, weight.scales, weight.qzeros
         offsets = qzeros if weight.spec.zeros == "float" else None
@@ -77,6 +79,7 @@ class GemmLaunch:
             x_aligned=arrays.is_aligned(x),
             may_prefetch_weights=may_prefetch_weights,
             strides=strides,
+            batch_invariant=batch_invariant,
         )
         self._index = weight.spec.device
         choice = select.choose(problem, device.of(self._index), kernel, split_k)
@@ -181,6 +184,7 @@ def run_gemm(
     dtype: Any = None,
     kernel: str | None = None,
     split_k: int | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Array, GemmLaunch | None]:
     """Validate and compute y = activation(x @ W + bias) + residual; return y and the launch, which can be reused.
 
@@ -190,12 +194,12 @@ def run_gemm(
     product = check.validate_product(
         x, weight.spec, bias=bias, activation=activation, residual=residual, out=out, dtype=dtype
     )
-    check_choice(kernel, split_k)
+    check_choice(kernel, split_k, batch_invariant)
     index = weight.spec.device
     if index == HOST:
         tensors = weight.qweight, weight.scales, weight.qzeros
         options = {"bias": bias, "activation": activation, "residual": residual, "out": out, "dtype": dtype}
-        return reference.matmul(x, *tensors, **options), None
+        return reference.matmul(x, *tensors, **options, batch_invariant=batch_invariant), None
     import cupy
 
     with placement.use_device(index):
@@ -205,10 +209,11 @@ def run_gemm(
         added = residual if residual is None or arrays.row_stride(residual) is not None else residual.copy(order="C")
         target = out if out is not None and arrays.row_stride(out) is not None else None
         constants = weight_pointers(weight, bias)
-        launch = GemmLaunch(source, weight, product, bias, added, target, kernel, split_k)
+        options = {"batch_invariant": batch_invariant}
+        launch = GemmLaunch(source, weight, product, bias, added, target, kernel, split_k, **options)
         y = launch.run(source, added, target, constants)
         if y is None:  # out overlaps an input
-            into_new = GemmLaunch(source, weight, product, bias, added, None, kernel, split_k)
+            into_new = GemmLaunch(source, weight, product, bias, added, None, kernel, split_k, **options)
             y = into_new.run(source, added, None, constants)
         is_direct = source is x and added is residual and target is out
         if out is None:
@@ -225,8 +230,12 @@ def cache_launch(launches: dict[Any, GemmLaunch], key: Any, launch: GemmLaunch, 
     launches[key] = launch
 
 
-def check_choice(kernel: str | None, split_k: int | None) -> None:
-    """Raise ValueError for an unknown kernel or a split-K factor that is no power of two, on the CPU as well."""
+def check_choice(kernel: str | None, split_k: int | None, batch_invariant: bool) -> None:
+    """Raise TypeError or ValueError unless the options that choose a kernel are valid, on the CPU as well."""
+    if check_scalar.validate_flag(batch_invariant, "batch_invariant"):
+        for name, value in (("kernel", kernel), ("split_k", split_k)):
+            if value is not None:
+                raise ValueError(f"{name}: expected None with batch_invariant=True, got {value!r}")
     if kernel is not None and not (isinstance(kernel, str) and kernel in select.FAMILIES_OF[Problem]):
         raise ValueError(f"kernel: expected one of {', '.join(select.FAMILIES_OF[Problem])}, got {kernel!r}")
     if split_k is not None and (not isinstance(split_k, int) or split_k < 1 or split_k & (split_k - 1)):

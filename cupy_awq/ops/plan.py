@@ -38,10 +38,13 @@ class Plan:
         shape: shape of y.
         workspace_bytes: size in bytes of the split-K workspace, which the plan owns. Calls that may run concurrently on
             several streams each need their own ``workspace``: a contiguous array of at least this many bytes, zero
-            before its first use. Plans that run in order can share one workspace.
+            before its first use. Plans that run in order can share one workspace. As any CuPy array, the plan's own
+            workspace belongs to the stream that was current when the plan was created: keep the plan until its calls on
+            other streams have finished.
     """
 
     __slots__ = (
+        "_batch_invariant",
         "_constants",
         "_launch",
         "_layouts",
@@ -62,9 +65,11 @@ class Plan:
         out: Array | None,
         kernel: str | None,
         split_k: int | None,
+        batch_invariant: bool,
     ) -> None:
         product = check.validate_product(x, weight.spec, residual=residual, out=out, **options)
-        check_choice(kernel, split_k)
+        check_choice(kernel, split_k, batch_invariant)
+        self._batch_invariant = batch_invariant
         self._weight, self._options = weight, options
         self.kernel, self.shape, self.workspace_bytes = "numpy", product.shape, 0
         self._launch: GemmLaunch | None = None
@@ -78,11 +83,12 @@ class Plan:
                     if a is not None and arrays.row_stride(a) is None:
                         raise ValueError(f"{name}: expected contiguous rows with one stride, got strides {a.strides}")
                 may_prefetch = _synchronize()
-                launch = GemmLaunch(x, weight, product, options["bias"], residual, out, kernel, split_k, may_prefetch)
+                how = kernel, split_k, may_prefetch, batch_invariant
+                launch = GemmLaunch(x, weight, product, options["bias"], residual, out, *how)
                 self._launch, self.kernel, self.workspace_bytes = launch, launch.kernel, launch.workspace_bytes
             self._constants = weight_pointers(weight, options["bias"])
             if self.workspace_bytes:
-                self._memory = workspaces.allocate_zeros(self.workspace_bytes)
+                self._memory = workspaces.allocate_zeros(self.workspace_bytes, on_current_stream=may_prefetch)
         self._layouts = self._layout(x), self._layout(out), self._layout(residual)
 
     def __call__(
@@ -99,7 +105,8 @@ class Plan:
         if self.kernel == "numpy":
             weight = self._weight
             tensors = weight.qweight, weight.scales, weight.qzeros
-            return reference.matmul(x, *tensors, residual=residual, out=out, **self._options)
+            options = self._options | {"batch_invariant": self._batch_invariant}
+            return reference.matmul(x, *tensors, residual=residual, out=out, **options)
         if self._launch is None:
             return out
         import cupy
@@ -148,6 +155,7 @@ def plan(
     dtype: Any = None,
     kernel: str | None = None,
     split_k: int | None = None,
+    batch_invariant: bool = False,
 ) -> Plan:
     """Validate a GEMM y = activation(x @ W + bias) + residual, and return a `Plan` whose calls only launch the kernel.
 
@@ -159,7 +167,7 @@ def plan(
         residual: example array of a call, or its shape; None for no residual.
         out: example array of a call, or its shape; by default contiguous.
         dtype: dtype of x if x is a shape, by default float16; "bfloat16" if x is uint16 with the bits of bfloat16.
-        kernel, split_k: as in `gemm`.
+        kernel, split_k, batch_invariant: as in `gemm`.
 
     Returns:
         The plan, with its kernel loaded and its workspace allocated. `plan` synchronizes the current stream, except
@@ -192,7 +200,7 @@ def plan(
         )
         residual, out = arrays.views(residual=residual, out=out)
         options = {"bias": bias, "activation": activation, "dtype": dtype}
-        return Plan(x, weight, options, residual, out, kernel, split_k)
+        return Plan(x, weight, options, residual, out, kernel, split_k, batch_invariant)
 
 
 def _synchronize() -> bool:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantization to 4 bits with calibration data, as pure functions of NumPy or CuPy arrays.
 
-Weights are float32 [N, K], in the orientation of ``nn.Linear``; a group is G consecutive inputs of an output row.
-No function modifies a weight.
+Weights W are float32 [N, K] in the orientation of ``nn.Linear``: row n holds the weights of output n. A group is G
+consecutive weights of a row, which share a scale and a zero point. No function modifies a weight.
+
+All searches minimize the output error trace(D H D^T) (`output_error`), where D [N, K] is the quantized weight minus W,
+and H [K, K] are the second moments of the inputs (`Moments`).
 """
 
 from cupy_awq.quantization.channel_scales import ChannelScales, search_channel_scales

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AWQ's search of a scale t for each input channel: quantize W * t and feed it x / t.
+"""AWQ's search for a scale t of each input channel: W * t is quantized, and its input is x / t.
 
-The loss is exact for a linear layer whose output is compared; for layers that share an input it is their sum.
+The loss is the squared error of a linear layer's output, summed over all linear layers that share the input.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from cupy_awq.quantization.grid import fit_rows
 from cupy_awq.quantization.moments import Moments, row_blocks
 
 FLOOR = 1e-4
-"""The smallest t before normalization, and the smallest denominator, as in AutoAWQ."""
+"""The smallest t before normalization, and the number added to denominators against division by 0, as in AutoAWQ."""
 COARSE, FINE = 0.1, (0.05, 0.025)
-"""The step of the exponents r from 0 to 1 in the first pass, and the steps around the best one afterwards."""
+"""The step of the exponent r in the first pass, from 0 to 1, and the steps around the best r in the later passes."""
 
 
 class ChannelScales(NamedTuple):
     """The result of `search_channel_scales`."""
 
     t: Array
-    """float32 [K], positive; 1 for channels whose inputs are all 0."""
+    """The channel scales, float32 [K], positive; 1 for channels whose inputs are all 0."""
     loss: float
-    """The summed squared error of the outputs per token with t, trace(D H D^T)."""
+    """The squared error of the outputs with these scales, trace(D H D^T), summed over the layers that share x."""
     identity_loss: float
-    """The same without scales (t = 1), that is, of round-to-nearest."""
+    """The loss without scales (t = 1), which is that of rounding to nearest."""
 
 
 def search_channel_scales(
@@ -42,20 +42,20 @@ def search_channel_scales(
     symmetric: bool = False,
     tied: tuple[int, int, int] | None = None,
 ) -> ChannelScales:
-    """Return the channel scales t with the least error of the outputs, among the identity, x^r and x^r / w^(1 - r).
+    """Search the channel scales t with the smallest output error among t = 1, x^r and x^r / w^(1 - r).
 
-    x is the mean of |inputs| of a channel, w the mean of |weight| / (largest |weight| of its group). A search over r in
-    steps of 0.1 is refined around its best r in steps of 0.05 and 0.025. The first of equal losses wins, so the loss
-    never exceeds that of round-to-nearest.
+    x is the mean of a channel's |inputs|, w the mean of its |weight| / (largest |weight| in the group). The exponents r
+    are 0 to 1 in steps of 0.1, then the neighbors of the best r at distances 0.05 and 0.025. t = 1 is tried first and
+    replaced only by a smaller loss, so the loss never exceeds that of rounding to nearest.
 
     Args:
-        weights: the weights [N, K] of all linear layers that share the input, float32; they are not modified.
+        weights: the weights of all linear layers that share the input, float32 [N, K]; they are not modified.
         moments: the moments of the input.
-        group_size: a divisor of K.
+        group_size: the number of input channels per group, a divisor of K.
         scale_dtype: the stored dtype of scales, float16 or bfloat16.
         symmetric: whether every zero point is 8.
-        tied: (kv_heads, heads per kv_head, head_dim), whose product is K, if t is to be the same for all query heads
-            of a key-value head, so that it can be divided out of v_proj.
+        tied: (kv_heads, query heads per key-value head, head_dim), whose product is K, to give all query heads of a
+            key-value head the same t, so that v_proj can be divided by t; None for independent channels.
 
     Example::
 
@@ -91,7 +91,9 @@ def search_channel_scales(
 
 
 def candidate(x_mean: Array, w_mean: Array, is_live: Array, r: float, *, duo: bool) -> Array:
-    """Return AWQ's scales t [K], normalized to sqrt(max * min) = 1 over live channels; 1 for all others.
+    """Return AWQ's channel scales t [K] for the exponent r: x^r, or x^r / w^(1 - r) if ``duo``.
+
+    The scales are normalized to sqrt(max * min) = 1. Channels that are not live, whose inputs are all 0, have t = 1.
 
     >>> one = np.ones(2, np.float32)
     >>> candidate(np.array([4.0, 1.0], np.float32), one, one > 0, 0.5, duo=False).tolist()
@@ -110,7 +112,7 @@ def candidate(x_mean: Array, w_mean: Array, is_live: Array, r: float, *, duo: bo
 
 
 def mean_magnitude(weights: Sequence[Array], group_size: int) -> Array:
-    """Return the mean over all rows of |w| / (largest |w| of its group + 1e-6), float32 [K]."""
+    """Return the mean of |w| / (largest |w| in the group + 1e-6) over all rows of all weights, float32 [K]."""
     xp = namespace(weights[0])
     k = weights[0].shape[1]
     total = xp.zeros(k, np.float32)
@@ -125,7 +127,10 @@ def mean_magnitude(weights: Sequence[Array], group_size: int) -> Array:
 def rounding_error(
     w: Array, t: Array, second: Array, group_size: int, scale_dtype: np.dtype[Any], *, symmetric: bool
 ) -> float:
-    """Return trace(D H D^T) of D = Q(W * t) - W * t, for a weight W [N, K] and second moments H of x / t."""
+    """Return trace(D H D^T) for D = Q(W * t) - W * t, where Q rounds to nearest.
+
+    ``w`` is the weight W [N, K], and ``second`` the second moments H of the scaled inputs x / t.
+    """
     xp = namespace(w)
     total = 0.0
     for rows in row_blocks(w):
@@ -141,13 +146,13 @@ def rounding_error(
 
 
 def _coarse_points() -> list[tuple[bool, float]]:
-    """Return (duo, r) of the first pass; without duo, r = 0 is the identity."""
+    """Return (duo, r) for all candidates of the first pass, except for t = 1 (r = 0 without duo)."""
     count = round(1 / COARSE)
     return [(False, i * COARSE) for i in range(1, count + 1)] + [(True, i * COARSE) for i in range(count + 1)]
 
 
 def _share(a: Array, tied: tuple[int, int, int]) -> Array:
-    """Return the mean of a [K] over the heads of each key-value head, repeated to [K]."""
+    """Return ``a`` [K] with each value replaced by the mean over all query heads of its key-value head."""
     xp = namespace(a)
     shared = a.reshape(tied).mean(axis=1, keepdims=True)
     return xp.ascontiguousarray(xp.broadcast_to(shared, tied)).reshape(-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search of a clipped range for each group: a smaller scale for most weights, at the cost of a few large ones."""
+"""The search of a clipped range for each group: a smaller scale for most weights, but larger errors of extreme ones."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from cupy_awq.quantization.grid import Grid, fit_grid
 from cupy_awq.quantization.moments import Moments, row_blocks
 
 FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
-"""The factors of the ends of an asymmetric range: of both together first, then of each end alone."""
+"""The factors by which asymmetric ranges are reduced: at both ends together, then at each end alone."""
 SYMMETRIC_FACTORS = (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85, 0.825, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55)
-"""The factors of a symmetric range."""
+"""The factors by which symmetric ranges are reduced."""
 
 
 def search_clipping(
     w: Array, moments: Moments, *, group_size: int, scale_dtype: np.dtype[Any], symmetric: bool = False
 ) -> Grid:
-    """Return the grid [N, K/G] whose clipped ranges give the least error of each group's part of the output.
+    """Search the range of each group that minimizes the group's output error; return the grids [N, K/G].
 
-    The error of a group is d^T H_g d, with the group's rounding differences d and the block H_g of H on the diagonal;
-    it never exceeds the error with the full range. An asymmetric range shrinks at both ends together, then at each end
-    alone.
+    The output error of a group is d^T H_g d, where d are the rounding errors of its weights and H_g is its diagonal
+    block of H. The error never exceeds that of the full range. An asymmetric range is reduced at both ends together,
+    then at each end alone.
 
     Args:
-        w: float32 [N, K]; it is not modified.
-        moments: the moments of the inputs of w.
-        group_size: a divisor of K.
+        w: the weight, float32 [N, K]; it is not modified.
+        moments: the moments of the inputs.
+        group_size: the number of input channels per group, a divisor of K.
         scale_dtype: the stored dtype of scales, float16 or bfloat16.
         symmetric: whether every zero point is 8.
     """
@@ -39,20 +39,23 @@ def search_clipping(
     blocks = diagonal_blocks(moments.second, group_size)
     parts = []
     for rows in row_blocks(w):
-        grouped = xp.ascontiguousarray(w[rows].reshape(-1, groups, group_size).swapaxes(0, 1))  # [K/G, n, G]
+        grouped = xp.ascontiguousarray(w[rows].reshape(-1, groups, group_size).swapaxes(0, 1))  # contiguous [K/G, n, G]
         parts.append(_search(grouped, blocks, scale_dtype, symmetric))
     return Grid(*(xp.ascontiguousarray(xp.concatenate([part[i] for part in parts], axis=1).T) for i in range(4)))
 
 
 def diagonal_blocks(second: Array, group_size: int) -> Array:
-    """Return the blocks [K/G, G, G] on the diagonal of H [K, K]."""
+    """Return the diagonal blocks [K/G, G, G] of H [K, K]."""
     xp = namespace(second)
     starts = range(0, len(second), group_size)
     return xp.stack([second[i : i + group_size, i : i + group_size] for i in starts])
 
 
 def group_errors(grouped: Array, blocks: Array, grid: Grid) -> Array:
-    """Return d^T H_g d, float32 [K/G, n], of weights [K/G, n, G] rounded to a grid [K/G, n]."""
+    """Return the output error d^T H_g d of each group, float32 [K/G, n], of weights rounded to their grids.
+
+    ``grouped`` are the weights [K/G, n, G], ``blocks`` the H_g [K/G, G, G], and ``grid`` the grids [K/G, n].
+    """
     expanded = grid.expand(-1, np.float32)
     d = expanded.nearest_codes(grouped)
     d -= expanded.zero
@@ -89,7 +92,7 @@ def _search(grouped: Array, blocks: Array, scale_dtype: np.dtype[Any], symmetric
 
 
 def _select(condition: Array, a: Array, b: Array) -> Array:
-    """Return a where the condition holds, else b, for any dtype of 2 or 8 bytes, also bfloat16."""
+    """Return ``where(condition, a, b)`` for any dtype of 2 or 8 bytes, including bfloat16."""
     xp = namespace(a)
     if a.dtype.itemsize != 2:
         return xp.where(condition, a, b)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTQ's error compensation: each rounded channel's error is taken up by the channels that are still unrounded.
+"""GPTQ's error compensation: after a channel is rounded, the channels not yet rounded are changed to reduce the error.
 
-Grids are fixed beforehand ("static groups"), so channels can be rounded in any order and keep their place in storage.
+Grids are computed in advance ("static groups"), so channels can be rounded in any order without reordering the stored
+weight.
 """
 
 from __future__ import annotations
@@ -13,26 +14,25 @@ from cupy_awq.packing import namespace
 from cupy_awq.quantization.grid import Grid, QuantizedRows
 
 BLOCK = 64
-"""The number of channels rounded between two updates of all later channels."""
+"""The number of channels that are rounded between two updates of all channels not yet rounded."""
 
 
 def compensate_errors(w: Array, second: Array, grid: Grid) -> QuantizedRows:
-    """Return a weight rounded to a grid by GPTQ, which reduces trace(D H D^T).
+    """Round a weight to its grids by GPTQ, which reduces the output error trace(D H D^T).
 
-    Channels are rounded in falling order of the diagonal of H. After channel j, rounded with the error
-    e_j = (w_j - q_j) / U_jj, every later channel w_k is reduced by e_j * U_jk; U is the upper Cholesky factor of
-    H^-1.
+    Input channels are rounded in decreasing order of diag H. After channel j is rounded to q_j, every later channel w_k
+    is reduced by (w_j - q_j) / U_jj * U_jk, where U is the upper Cholesky factor of H^-1.
 
     Args:
-        w: float32 [N, K]; it is not modified.
+        w: the weight, float32 [N, K]; it is not modified.
         second: the second moments H of the inputs, float32 [K, K], positive definite (`Moments.damp`).
-        grid: the grid [N, K/G] of w.
+        grid: the grids [N, K/G] of all groups.
     """
     xp = namespace(w)
     n, k = w.shape
     order = xp.argsort(-xp.diagonal(second), kind="stable")
     factor = inverse_factor(second[order][:, order])
-    work = xp.ascontiguousarray(w.T[order])  # [K, N], a channel in a contiguous row
+    work = xp.ascontiguousarray(w.T[order])  # [K, N]: each input channel is a contiguous row
     steps, group_size = transpose_grid(grid), k // grid.zero.shape[1]
     groups = (order // group_size).tolist()
     codes = xp.empty((k, n), np.uint8)
@@ -53,18 +53,18 @@ def compensate_errors(w: Array, second: Array, grid: Grid) -> QuantizedRows:
 
 
 def inverse_factor(second: Array) -> Array:
-    """Return the upper Cholesky factor U of H^-1 = U^T U, float32 [K, K], computed in float64.
+    """Return the upper Cholesky factor U of H^-1 = U^T U for H [K, K], as float32 computed in float64.
 
     >>> inverse_factor(np.diag([4.0, 1.0])).tolist()
     [[0.5, 0.0], [0.0, 1.0]]
     """
     xp = namespace(second)
-    # With J the reversal of rows and columns, J H J = L L^T gives U = J L^-1 J.
+    # Let J be the matrix that reverses the order of rows. If J H J = L L^T, then U = J L^-1 J.
     lower = xp.linalg.cholesky(second[::-1, ::-1].astype(np.float64))
     return xp.ascontiguousarray(xp.linalg.inv(lower)[::-1, ::-1].astype(np.float32))
 
 
 def transpose_grid(grid: Grid) -> Grid:
-    """Return a grid [N, K/G] as float32 [K/G, N]."""
+    """Return grids [N, K/G] with all arrays transposed to [K/G, N] in float32."""
     xp = namespace(grid.zero)
     return Grid(*(xp.ascontiguousarray(a.T.astype(np.float32)) for a in grid))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact folding of channel scales t into neighboring layers, so that no division is left at run time.
+"""Exact folding of channel scales t into adjacent layers, so that x is not divided by t at run time.
 
-A linear layer that gets x / t needs W * t (`scale_columns`). The layer that produces x is divided by t: a norm's weight
-elementwise, a linear layer by its last rows (`divide_rows`).
+A linear layer whose input is x / t needs the weight W * t (`scale_columns`). The layer that computes x is divided by t:
+an RMSNorm by its weight (`divide_norm`), a linear layer by its last rows (`divide_rows`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from cupy_awq.packing import namespace
 
 
 def scale_columns(w: Array, t: Array) -> Array:
-    """Return W * t, float32 [N, K], for scales t [K] of the input channels."""
+    """Return the weight W * t, float32 [N, K], for channel scales t [K]."""
     result: Array = w.astype(np.float32) * t
     return result
 
 
 def divide_norm(norm_weight: Array, t: Array, dtype: Any) -> tuple[Array, Array]:
-    """Return a norm's weight divided by t and rounded to the stored dtype, and the t that this rounded weight has.
+    """Return the weight of an RMSNorm divided by t and rounded to ``dtype``, and the exact t of the rounded weight.
 
-    Scaling the following layers by the returned t makes the folding exact in spite of the rounding. Channels whose
-    norm weight is 0, or would become 0 or infinite, keep t = 1.
+    If the layers that follow are scaled by the returned t, the rounding does not make the folding inexact. Channels
+    whose norm weight is 0, or would become 0 or infinite, keep t = 1.
 
     >>> weight, t = divide_norm(np.ones(2, np.float32), np.array([4.0, 0.5], np.float32), np.float16)
     >>> weight.tolist(), t.tolist()
@@ -35,7 +35,7 @@ def divide_norm(norm_weight: Array, t: Array, dtype: Any) -> tuple[Array, Array]
     original = norm_weight.astype(np.float32)
     with np.errstate(over="ignore"):
         divided = (original / t).astype(dtype).astype(np.float32)
-    # A subnormal float16 weight has lost digits, but t follows them.
+    # A subnormal float16 result is imprecise but usable: the returned t is computed from the rounded value.
     is_usable = (divided != 0) & xp.isfinite(divided)
     divided = xp.where(is_usable, divided, original.astype(dtype).astype(np.float32))
     exact_t = xp.where(is_usable, original / xp.where(is_usable, divided, 1), 1).astype(np.float32)
@@ -43,9 +43,9 @@ def divide_norm(norm_weight: Array, t: Array, dtype: Any) -> tuple[Array, Array]
 
 
 def divide_rows(w: Array, bias: Array | None, t: Array) -> tuple[Array, Array | None]:
-    """Return a weight [N, K] and bias [N] in float32 with the last len(t) outputs divided by t.
+    """Return a weight [N, K] and a bias [N] in float32 with their last len(t) rows divided by t.
 
-    In a merged QKV projection the last rows are those of v.
+    The last rows of a merged QKV projection are those of v.
     """
     result = w.astype(np.float32)
     result[-len(t) :] /= t[:, None]
@@ -57,9 +57,10 @@ def divide_rows(w: Array, bias: Array | None, t: Array) -> tuple[Array, Array | 
 
 
 def value_scales(t: Array, tied: tuple[int, int, int]) -> Array:
-    """Return the scales [kv_heads * head_dim] of v_proj's rows that belong to the scales t [K] of o_proj's inputs.
+    """Return the scales [kv_heads * head_dim] for the rows of v_proj, given the channel scales t [K] of o_proj.
 
-    ``tied`` is (kv_heads, heads per kv_head, head_dim); the heads of a key-value head have equal scales.
+    ``tied`` is (kv_heads, query heads per key-value head, head_dim). All query heads of a key-value head must have
+    equal scales.
 
     >>> value_scales(np.array([1.0, 2.0, 1.0, 2.0]), (1, 2, 2)).tolist()
     [1.0, 2.0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 4-bit grid of a group of weights: a scale in its stored dtype, a zero point, and rounding to the grid."""
+"""The 4-bit grid of a group of weights, that is, its scale in the stored dtype and its zero point; rounding to it."""
 
 from __future__ import annotations
 
@@ -16,31 +16,37 @@ SYMMETRIC_ZERO = 8
 """The zero point of every group of a symmetric weight."""
 
 LIMITS = {check.FLOAT16: (2.0**-24, 65504.0), check.BFLOAT16: (2.0**-126, (2 - 2.0**-7) * 2.0**127)}
-"""The (smallest scale, largest finite value) of each dtype of scales.
+"""(smallest scale, largest finite value) for each dtype of scales.
 
-The smallest bfloat16 scale is a normal number, because GPU arithmetic may flush bfloat16 subnormals to zero.
+The smallest bfloat16 scale is a normal number, because GPUs may flush bfloat16 subnormals to zero.
 """
 
 
 class Grid(NamedTuple):
-    """The representable values (q - zero) * scale of groups of weights, one group for each element of these arrays."""
+    """The grids of several groups: arrays of one shape with one element per group.
+
+    The representable values of a group are (q - zero) * scale for codes q from ``bottom`` to ``top``.
+    """
 
     scale: Array
-    """float16 or bfloat16, the dtype that the weight stores."""
+    """The scales in the dtype in which they are stored, float16 or bfloat16."""
     zero: Array
-    """float64 integers from 0 to 15."""
+    """The zero points, integers from 0 to 15 in float64."""
     bottom: Array
-    """float64, the smallest code q whose value is finite in the dtype of the scales; nearly always 0."""
+    """The smallest code whose value is finite in the dtype of the scales, nearly always 0, in float64."""
     top: Array
-    """float64, the largest code q whose value is finite; nearly always 15."""
+    """The largest code whose value is finite in the dtype of the scales, nearly always 15, in float64."""
 
     def expand(self, axis: int, dtype: Any) -> Grid:
-        """Return the grid in a float dtype, with an axis of length 1 for the weights of a group."""
+        """Return the grids in a float dtype, with an additional axis of length 1 to broadcast over weights."""
         xp = namespace(self.zero)
         return Grid(*(xp.expand_dims(a.astype(np.float64).astype(dtype), axis) for a in self))
 
     def nearest_codes(self, w: Array) -> Array:
-        """Return the nearest codes of weights as floats, on a grid that broadcasts with w and has its dtype."""
+        """Return the codes, as floats, of the representable values nearest to ``w``.
+
+        The arrays of this grid must have the dtype of ``w`` and broadcast to its shape.
+        """
         xp = namespace(w)
         codes = w / self.scale
         xp.rint(codes, out=codes)
@@ -49,12 +55,12 @@ class Grid(NamedTuple):
 
 
 def fit_grid(low: Array, high: Array, scale_dtype: np.dtype[Any], *, symmetric: bool) -> Grid:
-    """Return the grids of groups whose weights reach from low to high; both ranges are widened to include 0.
+    """Return the grids of groups, given the range of the weights in each group. Ranges are extended to include 0.
 
-    The scale is rounded to its dtype first; the zero point is nearest for the rounded scale.
+    The scale is rounded to its dtype first; the zero point is then computed from the rounded scale.
 
     Args:
-        low, high: finite floats of any shape, the smallest and largest weight of each group.
+        low, high: the smallest and the largest weight of each group, finite floats of any shape.
         scale_dtype: float16 or bfloat16.
         symmetric: True to make every zero point 8.
 
@@ -74,8 +80,8 @@ def fit_grid(low: Array, high: Array, scale_dtype: np.dtype[Any], *, symmetric: 
             f"w: expected values with scales up to {largest:.3g} ({scale_dtype}), got a scale of {most:.3g}"
         )
     s = xp.maximum(ideal, smallest).astype(np.float32).astype(scale_dtype)
-    # A scale rounded down by 1/32 or more would saturate the outermost code by half a step (15 steps are 15.5 of the
-    # smaller scale), so take the next larger one. Only float16 subnormals are that coarse.
+    # If rounding reduces a scale by more than 1/32, the outermost weight is clipped by about half a step: take the next
+    # larger scale instead. Only subnormal float16 scales are that coarse.
     coarse = s.astype(np.float64) * 32 < ideal * 31
     s = (s.view(np.uint16) + coarse.astype(np.uint16)).view(scale_dtype)
     step = s.astype(np.float64)
@@ -84,23 +90,23 @@ def fit_grid(low: Array, high: Array, scale_dtype: np.dtype[Any], *, symmetric: 
 
 
 def make_grid(scale: Array, zero: Array) -> Grid:
-    """Return the grid of stored scales and zero points (float64 integers from 0 to 15)."""
+    """Return the grids for scales in their stored dtype and zero points (integers from 0 to 15 in float64)."""
     xp = namespace(zero)
-    # With a scale that was rounded up, 15 steps may exceed the range of its dtype: clip the codes to fewer steps.
+    # If the scale was rounded up, 15 steps may exceed the range of its dtype: allow fewer codes.
     reach = xp.floor(LIMITS[scale.dtype][1] / scale.astype(np.float64))
     return Grid(scale, zero, xp.maximum(zero - reach, 0), xp.minimum(zero + reach, 15))
 
 
 class QuantizedRows(NamedTuple):
-    """A quantized weight [N, K] in the orientation of ``nn.Linear``, unpacked."""
+    """A quantized weight [N, K] in the orientation of ``nn.Linear``, with one code per byte."""
 
     codes: Array
-    """uint8 [N, K], from 0 to 15."""
+    """The codes, uint8 [N, K], from 0 to 15."""
     grid: Grid
-    """The grid [N, K/G] of the groups."""
+    """The grids [N, K/G] of all groups."""
 
     def dequantize(self) -> Array:
-        """Return the weight, float32 [N, K]."""
+        """Return the dequantized weight, float32 [N, K]."""
         n, k = self.codes.shape
         grid = self.grid.expand(-1, np.float32)
         codes = self.codes.reshape(n, grid.scale.shape[1], -1).astype(np.float32)
@@ -108,7 +114,7 @@ class QuantizedRows(NamedTuple):
         return result
 
     def pack(self) -> PackedWeight:
-        """Return the weight [K, N] in the AWQ layout; N divisible by 8."""
+        """Return the weight in the AWQ layout, [K, N]. N must be a multiple of 8."""
         xp = namespace(self.codes)
         zeros = self.grid.zero.astype(np.uint8)
         qweight, qzeros = (pack_int4(xp.ascontiguousarray(a.T)) for a in (self.codes, zeros))
@@ -116,13 +122,13 @@ class QuantizedRows(NamedTuple):
 
 
 def fit_rows(w: Array, group_size: int, scale_dtype: np.dtype[Any], *, symmetric: bool) -> Grid:
-    """Return the grid [N, K/G] of the full range of each group of a weight [N, K]."""
+    """Return the grids [N, K/G] that cover the full range of each group of a weight [N, K]."""
     grouped = w.reshape(len(w), -1, group_size)
     return fit_grid(grouped.min(axis=-1), grouped.max(axis=-1), scale_dtype, symmetric=symmetric)
 
 
 def round_rows(w: Array, grid: Grid) -> QuantizedRows:
-    """Return a weight float32 [N, K] rounded to the nearest values of a grid [N, K/G].
+    """Round a weight, float32 [N, K], to the nearest values of its grids [N, K/G].
 
     >>> w = np.linspace(-1, 2, 16, dtype=np.float32).reshape(1, 16)
     >>> rows = round_rows(w, fit_rows(w, 16, np.dtype(np.float16), symmetric=False))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of the inputs of a linear layer, summed over calibration tokens.
+"""Statistics of the inputs of a linear layer over all calibration tokens.
 
-With the second moments H = X^T X / tokens and D = W_quantized - W [N, K], the mean squared error of the outputs is
-trace(D H D^T) / N: the searches need H alone, not the activations.
+With the second moments H = X^T X / tokens of inputs X [tokens, K] and D = W_quantized - W [N, K], the mean squared
+error of the outputs is trace(D H D^T) / N. So the searches need only H, not the activations.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from cupy_awq.check import Array
 from cupy_awq.packing import namespace
 
 HOST_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 25
-"""The number of weights processed at a time: temporaries stay in a CPU core's L2 cache, or fill a GPU."""
+"""The number of weights processed at a time on the CPU (temporaries fit in a core's L2 cache) and on a GPU."""
 
 
 class Moments(NamedTuple):
-    """The moments of the inputs x [tokens, K] of linear layers."""
+    """The moments of the inputs X [tokens, K] of one or several linear layers."""
 
     second: Array
-    """float32 [K, K], H = X^T X / tokens."""
+    """The second moments H = X^T X / tokens, float32 [K, K]."""
     absolute: Array
-    """float32 [K], the mean of |x|."""
+    """The mean of |X| for each input channel, float32 [K]."""
     tokens: int
     """The number of tokens."""
 
     def rescale(self, t: Array) -> Moments:
-        """Return the moments of x / t, for t float32 [K]."""
+        """Return the moments of the inputs X / t for channel scales t, float32 [K]."""
         return Moments(self.second / t / t[:, None], self.absolute / t, self.tokens)
 
     def damp(self, damping: float) -> Array:
@@ -41,7 +41,7 @@ class Moments(NamedTuple):
 
 
 class MomentSum:
-    """The running sums behind `Moments`: call `add` for each batch of inputs, then `mean`.
+    """An accumulator of `Moments`: call `add` for each batch of inputs, then `mean`.
 
     >>> sums = MomentSum()
     >>> sums.add(np.array([[1.0, -2.0], [3.0, 0.0]], np.float32))
@@ -56,9 +56,9 @@ class MomentSum:
         self._tokens = 0
 
     def add(self, x: Array) -> None:
-        """Add inputs [..., K] of any float dtype.
+        """Add inputs [..., K] of any float dtype to the sums.
 
-        Raises ValueError if they hold NaN or infinity, or if their squares overflow float32.
+        Raises ValueError if inputs are NaN or infinite, or if sums of their squares overflow float32.
         """
         xp = namespace(x)
         rows = x.reshape(-1, x.shape[-1]).astype(np.float32)
@@ -71,7 +71,7 @@ class MomentSum:
         self._tokens += len(rows)
 
     def mean(self) -> Moments:
-        """Return the moments of all inputs so far. Raises ValueError if there are none."""
+        """Return the moments of all inputs added so far. Raises ValueError if there are none."""
         if self._second is None or self._absolute is None or not self._tokens:
             raise ValueError("inputs: expected at least one token, got 0")
         count = np.float32(self._tokens)
@@ -79,14 +79,14 @@ class MomentSum:
 
 
 def row_blocks(w: Array) -> Iterator[slice]:
-    """Yield slices of the rows of a weight [N, K], each of a block's number of weights."""
+    """Yield slices of rows of a weight [N, K], each with about `HOST_BLOCK` (or, for CuPy, `DEVICE_BLOCK`) weights."""
     step = max(1, (HOST_BLOCK if namespace(w) is np else DEVICE_BLOCK) // w.shape[1])
     for start in range(0, len(w), step):
         yield slice(start, min(start + step, len(w)))
 
 
 def output_error(difference: Array, second: Array) -> float:
-    """Return trace(D H D^T) of a difference D [N, K] of weights and second moments H [K, K].
+    """Return the output error trace(D H D^T) for D = W_quantized - W [N, K] and second moments H [K, K].
 
     >>> output_error(np.array([[1.0, 1.0]]), np.array([[5.0, -1.0], [-1.0, 2.0]]))
     5.0

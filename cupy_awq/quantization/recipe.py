@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantization of one linear layer: the range, the rounding and the refinement that a `Recipe` names."""
+"""The quantization of one linear layer by a `Recipe`: search of clipped ranges, rounding and refinement."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class Recipe:
     """The settings of a quantization to 4 bits.
 
     Attributes:
-        group_size: the number of input channels that share a scale, a divisor of K.
+        group_size: the number of input channels per group, a divisor of K.
         symmetric: whether every zero point is 8.
         scale_dtype: the stored dtype of scales, float16 or bfloat16.
-        clips: whether the range of each group is searched (`clipping`).
-        compensates: whether codes are rounded with GPTQ's error compensation (`error_compensation`).
-        passes: the number of passes of `refinement`.
-        damping: the part of mean(diag H) that is added to the diagonal of H for the last two.
+        clips: whether to search a clipped range for each group (`clipping`).
+        compensates: whether to round with GPTQ's error compensation (`error_compensation`).
+        passes: the number of passes of coordinate descent after rounding (`refinement`).
+        damping: the value added to the diagonal of H, as a fraction of mean(diag H), for error compensation and
+            refinement.
     """
 
     group_size: int
@@ -41,9 +42,10 @@ class Recipe:
 
 
 def quantize_rows(w: Array, moments: Moments | None, recipe: Recipe) -> QuantizedRows:
-    """Return a weight float32 [N, K] quantized by a recipe; without moments, rounded to nearest.
+    """Quantize a weight ``w``, float32 [N, K], as ``recipe`` states; without moments, round to nearest.
 
-    The error trace(D H D^T) never exceeds that of round-to-nearest, which is the result if no search beats it.
+    The output error trace(D H D^T) never exceeds that of rounding to nearest, whose result is returned if the recipe
+    gives a larger error.
 
     >>> w = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
     >>> quantize_rows(w, None, Recipe(group_size=16)).codes.shape
@@ -64,6 +66,6 @@ def quantize_rows(w: Array, moments: Moments | None, recipe: Recipe) -> Quantize
 
 
 def choose_rows(w: Array, second: Array, rows: QuantizedRows, other: QuantizedRows) -> QuantizedRows:
-    """Return ``rows``, or ``other`` if its trace(D H D^T) is smaller."""
+    """Return ``rows``, or ``other`` if the output error trace(D H D^T) of ``other`` is smaller."""
     error, other_error = (output_error(quantized.dequantize() - w, second) for quantized in (rows, other))
     return rows if error <= other_error else other

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coordinate descent on trace(D H D^T) after rounding: over each group's scale and zero point, and over each code.
+"""Coordinate descent on the output error trace(D H D^T) after rounding, over scales, zero points and codes.
 
-Each step is the exact minimum over one coordinate, on the stored grid, so the error never increases.
+Each step finds the exact minimum along one coordinate, among values that can be stored, so the error never increases.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from cupy_awq.quantization.grid import LIMITS, SYMMETRIC_ZERO, Grid, QuantizedRo
 
 
 def refine(w: Array, second: Array, rows: QuantizedRows, *, passes: int, symmetric: bool) -> QuantizedRows:
-    """Return a quantized weight with a smaller trace(D H D^T): scales, zero points and codes are adjusted in turn.
+    """Reduce the output error trace(D H D^T) of a quantized weight by adjusting scales, zero points and codes in turn.
 
     Args:
-        w: the weight float32 [N, K]; it is not modified.
+        w: the weight, float32 [N, K]; it is not modified.
         second: the second moments H of the inputs, float32 [K, K], with a positive diagonal (`Moments.damp`).
-        rows: w, quantized.
+        rows: the quantized weight; it is not modified.
         passes: the number of passes over all groups and all codes.
         symmetric: whether every zero point is 8.
     """
@@ -31,21 +31,21 @@ def refine(w: Array, second: Array, rows: QuantizedRows, *, passes: int, symmetr
     for _ in range(passes):
         gradient = second @ (_dequantize(codes, grid) - dense)
         grid = refine_grid(codes, gradient, second, grid, symmetric=symmetric)
-        gradient = second @ (_dequantize(codes, grid) - dense)  # anew, so that rounding errors do not add up
+        gradient = second @ (_dequantize(codes, grid) - dense)  # recomputed, so that rounding errors do not accumulate
         refine_codes(codes, gradient, second, grid)
     return QuantizedRows(xp.ascontiguousarray(codes.T.astype(np.uint8)), grid)
 
 
 def refine_grid(codes: Array, gradient: Array, second: Array, grid: Grid, *, symmetric: bool) -> Grid:
-    """Return a grid with the least-squares scale, and the best zero point, of one group after the other.
+    """Return grids with the best scale and zero point of each group, given the codes; groups are updated in order.
 
-    Each scale is rounded to its stored dtype before it is compared.
+    For each zero point, the least-squares scale is rounded to its stored dtype before the errors are compared.
 
     Args:
-        codes: float32 [K, N].
-        gradient: H D^T, float32 [K, N]; updated in place.
-        second: H, float32 [K, K].
-        grid: the present grid [N, K/G].
+        codes: the codes, float32 [K, N].
+        gradient: H D^T, float32 [K, N], half the gradient of the output error; updated in place.
+        second: the second moments H, float32 [K, K].
+        grid: the current grids [N, K/G].
         symmetric: whether every zero point is 8.
     """
     xp = namespace(codes)
@@ -60,19 +60,20 @@ def refine_grid(codes: Array, gradient: Array, second: Array, grid: Grid, *, sym
         part = slice(g * group_size, (g + 1) * group_size)
         block, q, slope = second[part, part], codes[part], gradient[part]
         curved = block @ q
-        # Sums over the group, float64 [N]: q H q, q H 1, gradient q and gradient 1; and the number 1 H 1.
+        # For each output, the quadratic forms q H q and q H 1 of the group's codes q, float64 [N]; then the products of
+        # the gradient with q and with ones. The scalar 1 H 1 is the sum of the block of H.
         qq, q1 = (curved * q).sum(axis=0, dtype=np.float64), curved.sum(axis=0, dtype=np.float64)
         rq, r1 = (slope * q).sum(axis=0, dtype=np.float64), slope.sum(axis=0, dtype=np.float64)
         ones = float(block.sum(dtype=np.float64))
         s, z = scale[:, g].astype(np.float64), zero[:, g]
-        # Along y = q - z' the error is least at s' = (s * y_old H y - gradient y) / (y H y).
+        # For a zero point z' and y = q - z', the best scale is s' = (s * (q - z) H y - gradient y) / (y H y).
         curvature = qq - 2 * candidates * q1 + candidates**2 * ones
         mixed = qq - (candidates + z) * q1 + candidates * z * ones
         best = (s * mixed - (rq - candidates * r1)) / xp.maximum(curvature, 1e-300)
         is_valid = (best >= smallest) & (best * 15 <= largest) & (curvature > 0)
         stored = xp.where(is_valid, best, s).astype(np.float32).astype(scale.dtype)
         rounded = stored.astype(np.float64)
-        # The change of the error by the step a * q - b.
+        # The change of the error if a * q - b is added to the dequantized weights of the group.
         a, b = rounded - s, rounded * candidates - s * z
         change = a * a * qq - 2 * a * b * q1 + b * b * ones + 2 * a * rq - 2 * b * r1
         change = xp.where(is_valid, change, np.inf)
@@ -88,13 +89,13 @@ def refine_grid(codes: Array, gradient: Array, second: Array, grid: Grid, *, sym
 
 
 def refine_codes(codes: Array, gradient: Array, second: Array, grid: Grid) -> None:
-    """Set each code to its best value, one channel after the other, given all other codes.
+    """Set each code to its best value given all other codes, one input channel after the other.
 
     Args:
-        codes: float32 [K, N]; updated in place.
-        gradient: H D^T, float32 [K, N]; overwritten.
-        second: H, float32 [K, K].
-        grid: the grid [N, K/G].
+        codes: the codes, float32 [K, N]; updated in place.
+        gradient: H D^T, float32 [K, N], half the gradient of the output error; overwritten.
+        second: the second moments H, float32 [K, K].
+        grid: the grids [N, K/G].
     """
     xp = namespace(codes)
     k, n = codes.shape
@@ -112,11 +113,11 @@ def refine_codes(codes: Array, gradient: Array, second: Array, grid: Grid) -> No
             xp.multiply(best - codes[j], step.scale, out=change)
             codes[j] = best
             gradient[j:stop] += second[j:stop, j, None] * change
-        gradient[stop:] += second[stop:, start:stop] @ changes  # no later channel reads the rows before
+        gradient[stop:] += second[stop:, start:stop] @ changes  # rows of `gradient` before `stop` are not read again
 
 
 def _dequantize(codes: Array, grid: Grid) -> Array:
-    """Return the weight float32 [K, N] of codes float32 [K, N] on a grid [N, K/G]."""
+    """Return the dequantized weight, float32 [K, N], for codes, float32 [K, N], and grids [N, K/G]."""
     xp = namespace(codes)
     steps = transpose_grid(grid)
     repeats = len(codes) // len(steps.scale)

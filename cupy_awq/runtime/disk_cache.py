@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import sys
 import threading
 import warnings
 from pathlib import Path
+
+from cupy_awq import atomic
 
 VARIABLE = "CUPY_AWQ_CACHE_DIR"
 """The environment variable that sets the cache folder."""
@@ -50,15 +50,8 @@ def write(path: Path, content: bytes) -> None:
         OSError: the folder is not writable, or the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    with atomic.create(path) as file:
+        file.write(content)
 
 
 def try_write(path: Path, content: bytes) -> bool:

@@ -36,7 +36,7 @@ def resolve(device: Any = None) -> int:
     if isinstance(device, str):
         if device == "cpu":
             return HOST
-        raise ValueError(f"device: expected 'cpu', a GPU's number or None, got {device!r}")
+        raise ValueError(f"device: expected 'cpu', a device ordinal or None, got {device!r}")
     index = getattr(device, "id", device)  # the attribute of cupy.cuda.Device
     if index is not None and type(index) is not int:
         raise TypeError(f"device: expected None, 'cpu', an int or a cupy.cuda.Device, got {type(device).__name__}")

@@ -22,12 +22,17 @@ PER_THREAD_STREAM = 2
 """The value of cudaStreamPerThread, the handle of the calling thread's default stream."""
 
 
-def allocate_zeros(nbytes: int) -> cupy.ndarray:
-    """Return zero-filled device memory, usable from any stream, also during stream capture."""
+def allocate_zeros(nbytes: int, *, on_current_stream: bool = False) -> cupy.ndarray:
+    """Return zero-filled device memory, usable from any stream.
+
+    With ``on_current_stream``, which is not possible during stream capture, CuPy's memory pool gives the memory to
+    later arrays of the current stream once it is freed. Else it stays reserved for a stream that no longer exists, so
+    only memory that is never freed should be allocated like this.
+    """
     import cupy
 
-    # Run the memset on its own stream and wait for it, so that no capture records it and no stream races with it.
-    stream = cupy.cuda.Stream(non_blocking=True)
+    # Wait for the memset, so that no stream races with it. On its own stream, no capture records it.
+    stream = cupy.cuda.get_current_stream() if on_current_stream else cupy.cuda.Stream(non_blocking=True)
     with stream:
         memory = cupy.zeros(nbytes, cupy.uint8)
     stream.synchronize()

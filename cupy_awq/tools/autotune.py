@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measurement of tuned configurations on this GPU: ``python -m cupy_awq tune 4096x12288``.
 
-For each shape and M, the configurations with the lowest modelled times are timed in turns, with weights that are cold
-in L2. `select.forced` makes the calls of an operation use a given configuration. The fastest configuration is stored in
-the user's cache folder, from which `cupy_awq.kernels.tuned` reads it.
+For each shape and M, the configurations with the lowest modelled times are timed in alternation, with weights that are
+cold in L2. `select.forced` makes an operation use a given configuration. The fastest configuration is stored in the
+user's cache folder, from which `cupy_awq.kernels.tuned` reads it.
+
+Any operation of `operations.OPERATIONS` whose problem has a `tuning_key` can be tuned.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from cupy_awq.tools import table, timing
 from cupy_awq.tools.operations import OPERATIONS, Operation, Settings, Shape
 
 FINAL_ROUNDS = 3
-"""The number of additional rounds for the last two configurations."""
+"""The number of additional rounds in which the two fastest configurations are timed."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,11 @@ class Row:
     """The fastest configuration for one shape and M.
 
     Attributes:
-        key: key in the tables of tuned configurations.
-        best: fastest configuration, with its modelled time.
-        us: measured time of the fastest configuration, in microseconds.
-        modelled_us: measured time of the configuration that the cost models rank first, in microseconds.
-        tried: number of configurations that were timed.
+        key: the key of shape and M in the tables of tuned configurations.
+        best: the fastest configuration, with its modelled time.
+        us: the measured time of the fastest configuration, in microseconds.
+        modelled_us: the measured time of the configuration that the cost models rank first, in microseconds.
+        tried: the number of configurations that were timed.
     """
 
     key: TuningKey
@@ -52,9 +54,9 @@ class Row:
 def run(
     op: str, shapes: Sequence[Shape], ms: Sequence[int], settings: Settings, tries: int, progress: Callable[[str], None]
 ) -> list[Row]:
-    """Time the ``tries`` configurations with the lowest modelled times for every shape and M, and return the fastest.
+    """Return the fastest of the ``tries`` configurations with the lowest modelled times, for every shape and M.
 
-    ``settings.cached`` must be False. ``progress`` is called with a line of text before each step.
+    ``settings.cached`` must be False. ``progress`` is a callback that receives a line of text before each step.
     """
     make, device = OPERATIONS[op], settings.device
     for shape in shapes:
@@ -78,7 +80,7 @@ def run(
 
 
 def _problem(operation: Operation, m: int) -> KernelProblem:
-    """Return the problem that a call of the operation with M = ``m`` solves."""
+    """Return the problem that one call of the operation with M = ``m`` passes to kernel selection."""
     with select.recorded() as choices:
         operation.calls(m)[0]()
     return choices[-1].problem
@@ -145,7 +147,7 @@ def fastest(timers: Sequence[Callable[[], float]]) -> tuple[int, list[float]]:
 
 
 def keep(rows: Sequence[Row], device: int) -> Path:
-    """Store the configurations in the user's table, which processes read at start, and return its path."""
+    """Add the configurations to the user's tuning table, which each process reads once; return its path."""
     found: tuned.Table = {}
     for row in rows:
         label = tuned.label(row.best.family, row.best.config)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of the operations for shapes given on the command line: ``python -m cupy_awq bench 4096x12288 --m 1,16,64``.
+"""The command ``python -m cupy_awq bench 4096x12288 --m 1,16,64``: time operations on given shapes.
 
-The roofline of an operation is max(bytes / read bandwidth, flops / fp16 rate), where the bytes are those of the weight,
-x and y, and both ceilings are measured in the same run; without cuBLAS the fp16 rate is the nominal one of the chip.
+The roofline time of an operation is max(bytes / read bandwidth, flops / fp16 throughput), where the bytes are those of
+the weight, x and y. Both ceilings are measured in the same run; without cuBLAS, the fp16 throughput is the nominal one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ FP16_FLOPS_PER_SM_CLOCK = {
     100: 8192,
     120: 1024,
 }
-"""The float16 operations per SM and clock, by architecture; an unlisted architecture has those of the preceding one."""
+"""The number of float16 operations per SM and clock, by architecture; others have that of the next lower one."""
 
 SIDE = 8192
-"""The number of rows and of columns of the square matrices of the GEMM that measures the fp16 throughput."""
+"""M, N and K of the GEMM that measures the fp16 throughput."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Ceilings:
     """The two ceilings of the roofline.
 
     Attributes:
-        read_gbs: read bandwidth in GB/s.
-        tflops: fp16 throughput in TFLOP/s.
-        measured: whether the fp16 throughput is measured; else it is nominal.
+        read_gbs: the read bandwidth in GB/s.
+        tflops: the fp16 throughput in TFLOP/s.
+        measured: whether the fp16 throughput was measured; if False, it is nominal.
     """
 
     read_gbs: float
@@ -53,7 +53,7 @@ class Ceilings:
     measured: bool
 
     def roofline_us(self, nbytes: int, flops: int) -> float:
-        """Return the roofline time in microseconds for this memory traffic and number of operations.
+        """Return the roofline time in microseconds for memory traffic in bytes and a number of operations.
 
         >>> Ceilings(read_gbs=3000, tflops=600, measured=True).roofline_us(3_000_000, 0)
         1.0
@@ -66,17 +66,17 @@ class Row:
     """The time of one operation at one M.
 
     Attributes:
-        op: name of the operation, a key of OPERATIONS.
-        shape: shape of the weight, as shown in the table.
-        weight: description of the kind of weight.
-        m: number of rows of x, or batch size of a convolution.
-        dtype: dtype of x.
-        kernel: name of the kernel, "numpy" on the CPU.
-        us: time of a call in microseconds.
-        nbytes: total size of W, x and y in bytes.
-        flops: number of operations; a multiply-add is two.
-        roofline_us: roofline time in microseconds; None if unknown.
-        other_us: times of alternative implementations in microseconds, by name; None if one is not available.
+        op: the name of the operation, a key of OPERATIONS.
+        shape: the shape of the weight as text.
+        weight: the dtype and quantization of the weight as text.
+        m: the number of rows of x, or the batch size of a convolution.
+        dtype: the dtype of x.
+        kernel: the name of the kernel, or "numpy" on the CPU.
+        us: the median time per call in microseconds.
+        nbytes: the total size of W, x and y in bytes.
+        flops: the number of operations; a multiply-add is two.
+        roofline_us: the roofline time in microseconds; None if unknown.
+        other_us: the times of alternative implementations in microseconds, by name; None if one is not available.
     """
 
     op: str
@@ -93,7 +93,7 @@ class Row:
 
     @property
     def gbs(self) -> float:
-        """The achieved memory bandwidth in GB/s, if each byte of W, x and y moves once."""
+        """The achieved memory bandwidth in GB/s, counting each byte of W, x and y once."""
         return self.nbytes / self.us / 1e3
 
     @property
@@ -103,9 +103,9 @@ class Row:
 
     @property
     def over_roofline(self) -> float | None:
-        """The time divided by the roofline time; None if that is unknown.
+        """The time divided by the roofline time; None if the roofline time is unknown.
 
-        It can be slightly below 1, since the measured ceilings vary with the clock.
+        The ratio can be slightly below 1, since the measured ceilings vary with the clock frequency.
         """
         return None if self.roofline_us is None else self.us / self.roofline_us
 
@@ -130,8 +130,8 @@ def run(
 ) -> tuple[list[Row], Ceilings | None]:
     """Time an operation for every shape and M; return the rows, and the ceilings of the roofline (None on the CPU).
 
-    Raises ValueError for a shape that the operation cannot have, before anything is timed, and for one that a forced
-    kernel cannot solve.
+    Raises ValueError before the first measurement if the operation does not support a shape, and ValueError if a forced
+    kernel does not support a problem.
     """
     make, device = OPERATIONS[op], settings.device
     for shape in shapes:
@@ -170,7 +170,7 @@ def run(
 
 
 def _ceilings(device: int) -> Ceilings:
-    """Return the measured ceilings of the current GPU."""
+    """Measure the memory bandwidth and the fp16 throughput of the current GPU and return them."""
     read_gbs = _read_gbs()
     if timing.cublas():
         return Ceilings(read_gbs, _matmul_tflops(device), measured=True)
@@ -181,7 +181,7 @@ def _ceilings(device: int) -> Ceilings:
 
 
 def _read_gbs() -> float:
-    """Return the memory bandwidth in GB/s: the larger one of a copy (bytes read plus written) and of a sum."""
+    """Return the memory bandwidth in GB/s: the larger of that of a copy (bytes read plus written) and of a sum."""
     import cupy
 
     free, _ = cupy.cuda.runtime.memGetInfo()
@@ -193,7 +193,7 @@ def _read_gbs() -> float:
 
 
 def _matmul_tflops(device: int) -> float:
-    """Return the throughput of a large square float16 GEMM on random values, since zeros would draw less power."""
+    """Return the throughput of a large float16 GEMM in TFLOP/s. Its values are random, since zeros draw less power."""
     import cupy
 
     tile = np.random.default_rng(0).standard_normal((SIDE, 256), np.float32).astype(np.float16)
@@ -209,7 +209,7 @@ def nominal_tflops(gpu: devices.Device, hertz: float) -> float:
 
 
 def to_json(rows: Sequence[Row], ceilings: Ceilings | None, device: int) -> dict[str, Any]:
-    """Return the run as a JSON object: the device, its ceilings and the rows."""
+    """Return the results as a JSON object: the device, its ceilings and the rows."""
     return {
         "device": placement.device_name(device),
         "ceilings": None if ceilings is None else asdict(ceilings),
@@ -240,7 +240,7 @@ def render(rows: Sequence[Row], ceilings: Ceilings | None, device: int) -> str:
 
 
 def new_figure() -> Any:
-    """Return an empty matplotlib figure; raise ValueError if matplotlib is not installed."""
+    """Return an empty matplotlib figure. Raises ValueError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -249,7 +249,10 @@ def new_figure() -> Any:
 
 
 def draw(figure: Any, rows: Sequence[Row], device_name: str) -> None:
-    """Plot time over M, one line per shape (fp16: dashed), relative to the roofline if known, else in microseconds."""
+    """Plot times over M, with one line per shape and a dashed line for fp16.
+
+    Times are relative to the roofline time, or in microseconds if it is unknown.
+    """
     relative = all(row.roofline_us for row in rows)
     axes = figure.add_subplot()
     for shape in dict.fromkeys(row.shape for row in rows):

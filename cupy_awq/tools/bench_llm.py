@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``python -m cupy_awq bench --model``: time language models of published shapes with random weights."""
+"""The command ``python -m cupy_awq bench --model``: time published language models with random weights."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ SHAPES = {
     "llama-3-70b": ModelConfig("llama", 8192, 28672, 80, 64, 8, 128, 128256, 8192, 1e-5, 5e5),
     "llama-3.2-1b": ModelConfig("llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072, 1e-5, 5e5, _LLAMA3_2, tied=True),
 }
-"""The published model configurations, by name."""
+"""The published model configurations by name."""
 
 _POOL_BYTES = 1 << 24
-"""The size in bytes of the random data that is repeated in all weights of a synthetic model."""
+"""The size in bytes of the random data of a synthetic model, which is repeated to fill all weights."""
 
 WARM_UP_STEPS = 3
-"""The number of warm-up decode steps: one without a CUDA graph, one that captures the graph, and one replay."""
+"""The number of warm-up decode steps: an eager step, the step that captures the CUDA graph, and a graph launch."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Speed:
     """The times of one model and batch size.
 
     Attributes:
-        model: the name of the model in SHAPES.
+        model: the name of the model, a key of SHAPES.
         batch: the number of sequences.
-        prompt_tokens: the number of tokens of each prompt.
-        prompt_seconds: the time of one prompt, including its first new token.
-        step_seconds: the time of one decode step of the whole batch.
-        step_bytes: the bytes of weights, keys and values that a decode step must read.
+        prompt_tokens: the number of tokens per prompt.
+        prompt_seconds: the prefill time of one prompt in seconds, including the choice of its first new token.
+        step_seconds: the time of one decode step of the whole batch in seconds.
+        step_bytes: the size in bytes of the weights, keys and values that a decode step must read.
     """
 
     model: str
@@ -69,14 +69,14 @@ class Speed:
 
     @property
     def gbs(self) -> float:
-        """The bandwidth of a decode step: ``step_bytes`` per second, in GB/s."""
+        """The memory bandwidth of a decode step in GB/s, ``step_bytes / step_seconds``."""
         return self.step_bytes / self.step_seconds / 1e9
 
 
 def synthetic(config: ModelConfig, group_size: int = 128, xp: Any = np) -> ModelFiles:
     """Return a model with random AWQ weights, a float16 LM head and embedding, and no tokenizer.
 
-    ``xp`` is the array module: NumPy, or CuPy to make the weights on the current GPU.
+    ``xp`` is the array module: NumPy, or CuPy to create the weights on the current GPU.
 
     >>> files = synthetic(ModelConfig("llama", 64, 128, 1, 2, 2, 32, 96, 256), group_size=32)
     >>> files.read_linear("model.layers.0.mlp.up_proj", 64, 128).weight
@@ -128,15 +128,15 @@ def measure(
     index: int | None = None,
     progress: Progress | None = None,
 ) -> list[Speed]:
-    """Return the speed of a model of SHAPES on random weights, for each batch size.
+    """Time a model with random weights for each batch size.
 
     Args:
-        name: a key of SHAPES.
+        name: the name of the model, a key of SHAPES.
         batches: the batch sizes.
-        prompt_tokens: the number of tokens of each prompt.
-        steps: the number of decode steps that are timed, after the prompts and three warm-up steps.
-        index: device ordinal, or `check.HOST`; by default the current GPU, or the CPU if there is none.
-        progress: a callback that takes the number of finished steps and their total, called while weights are made.
+        prompt_tokens: the number of tokens per prompt.
+        steps: the number of timed decode steps, which follow the prefill and `WARM_UP_STEPS` warm-up steps.
+        index: the device ordinal, or `check.HOST`; by default the current GPU, or the CPU if there is none.
+        progress: a callback (number of finished steps, total number of steps), called while the weights are created.
 
     Raises:
         ValueError: the name is unknown, or the model needs more memory than is free.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``python -m cupy_awq COMMAND``. `llm_commands` has the commands of language models.
+"""The command line, ``python -m cupy_awq COMMAND``. The commands for language models are in `llm_commands`.
 
-Shapes are KxN as in W [K, N], and --m are the rows of x, everywhere. A user's mistake is one line on stderr and exit
-code 2.
+In all commands, shapes are KxN as in W [K, N], and --m is the number of rows of x. A user error prints one line to
+stderr and exits with code 2.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(arguments)
         code: int = args.run(args)
-        sys.stdout.flush()  # here, where a closed pipe can still be handled
+        sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, and not at exit
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would fail once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lets the flush at exit succeed
         return 1
     except KeyboardInterrupt:
         return 130
@@ -59,11 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Replace closed standard streams, and make all streams escape characters that their encoding lacks."""
+    """Replace closed standard streams; make all of them escape characters that their encoding cannot represent."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # for the whole process
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # stays open until exit
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if name == "stdin" else "backslashreplace")
 
@@ -93,8 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     demo = command("demo", _demo, "run a real quantized layer, check and time it", DEMO, ["", "--json"])
     demo.add_argument("--json", action="store_true", help="print a list of objects instead of text")
 
-    info = command("info", _info, "print what a checkpoint holds", INFO, ["Qwen3-8B-AWQ/", "model.safetensors --json"])
-    info.add_argument("path", metavar="PATH", help="folder or safetensors file in the AutoAWQ gemm format")
+    info = command(
+        "info", _info, "list the layers of a checkpoint", INFO, ["Qwen3-8B-AWQ/", "model.safetensors --json"]
+    )
+    info.add_argument("path", metavar="PATH", help="folder, or safetensors, GGUF or PyTorch file, as for cupy_awq.load")
     info.add_argument("--json", action="store_true", help="print an object instead of text")
 
     examples = [
@@ -108,15 +110,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_operation(bench, nargs="*", ms=[1, 16, 64])
     _add_dtype(bench)
     bench.add_argument(
-        "--kernel", metavar="NAME", help="gemm: force this kernel on the AWQ layout (default: AwqLinear and its choice)"
+        "--kernel", metavar="NAME", help="gemm: force this kernel for the AWQ layout (default: AwqLinear selects one)"
     )
-    bench.add_argument("--plan", action="store_true", help="gemm: time a cupy_awq.plan instead of the layer")
+    bench.add_argument("--plan", action="store_true", help="gemm: time a cupy_awq.plan instead of an AwqLinear")
     bench.add_argument("--json", action="store_true", help="print an object instead of text")
     bench.add_argument(
         "--plot", metavar="FILE.png", type=Path, help="also draw time / roofline over M (needs matplotlib)"
     )
     bench.add_argument(
-        "--model", metavar="NAME", help="time a whole model of random weights, such as qwen3-8b, after 1024 tokens"
+        "--model",
+        metavar="NAME",
+        help="time a model with random weights, such as qwen3-8b, after a prompt of 1024 tokens",
     )
 
     examples = ["4096x12288 12288x4096", "4096x12288 --op gemm_int8 --m 1,64", "64x64 --op conv2d --m 1,8"]
@@ -135,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         "4096x12288 --m 16 --arch 90 --layer",
         "64x256 --op conv2d --image 14 --arch 90",
     ]
-    explain = command("explain", _explain, "print each kernel, its time or why it is not legal", EXPLAIN, examples)
+    explain = command("explain", _explain, "print each kernel's time, or why it is not legal", EXPLAIN, examples)
     _add_operation(explain, nargs="+", ms=[1, 16, 64])
     _add_dtype(explain)
     explain.add_argument(
@@ -144,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--layer",
         action="store_true",
-        help="gemm: kernels of AwqLinear, which repacks on Hopper (default: those on the AWQ layout)",
+        help="gemm: kernels of AwqLinear, which repacks weights on Hopper (default: those for the AWQ layout)",
     )
     llm_commands.add(command)
     quantize_command.add(command)
@@ -152,23 +156,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: list[int] | None) -> None:
-    """Add the arguments for the operation and its sizes, in the order of x[M, K] @ W[K, N]."""
+    """Add the arguments for the operation and its sizes to ``parser``."""
     parser.add_argument(
-        "shapes", metavar="KxN", nargs=nargs, type=_shape, help="W [K, N]: in features x out features, as 4096x12288"
+        "shapes", metavar="KxN", nargs=nargs, type=_shape, help="shape of W: in features x out features, as 4096x12288"
     )
     default = "the powers of two up to 4096; conv2d: to 32" if ms is None else ",".join(map(str, ms))
     parser.add_argument("--m", metavar="M,M,...", type=_counts, default=ms, help=f"rows of x (default: {default})")
     parser.add_argument(
-        "--group-size", metavar="G", type=int, default=128, help="rows of W that share a scale, -1 for K (default: 128)"
+        "--group-size", metavar="G", type=int, default=128, help="rows of W per group, -1 for K (default: 128)"
     )
     parser.add_argument(
         "--op",
         choices=OPS,
         default="gemm",
-        help="gemm (default); gemm_int8 (W4A8); conv2d, whose KxN are input x output channels and whose M are images",
+        help="gemm (default); gemm_int8 (W4A8); conv2d: KxN is input x output channels, M is the number of images",
     )
     parser.add_argument("--image", metavar="S", type=int, default=56, help="conv2d: S x S pixels (default: 56)")
-    parser.add_argument("--window", metavar="S", type=int, default=3, help="conv2d: S x S kernel (default: 3)")
+    parser.add_argument("--window", metavar="S", type=int, default=3, help="conv2d: S x S filter (default: 3)")
 
 
 def _add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -179,39 +183,39 @@ DEMO = """
 
 Loads the MLP of layer 0 of SmolLM2-135M-Instruct, which the package contains, and
 runs it at M = 1, 16 and 256 on the GPU if there is one, else on the CPU. fp16_us is
-the time of the unquantized product: cupy.matmul in float16 (null without cuBLAS),
-or NumPy in float32 on the CPU."""
+the time with unquantized weights: cupy.matmul in float16 (null without cuBLAS), or
+NumPy in float32 on the CPU."""
 
 INFO = """
 
-Reads only the headers. The ratio is the size over that of the same weights in fp16."""
+Reads only the headers. The ratio is the size divided by that of the same weights in fp16."""
 
 BENCH = """
 
 On a GPU: the median of seven CUDA graph replays with weights that are cold in L2.
-GB/s counts the bytes of W, x and y. us / roofline: 1 is the best possible; the
-roofline is max(bytes / read bandwidth, flops / fp16 rate), measured in the same run.
-fp16 / us: the speedup over cupy.matmul with fp16 weights (needs cuBLAS).
+GB/s counts the bytes of W, x and y. us / roofline: 1 is the best possible, where the
+roofline is max(bytes / read bandwidth, flops / fp16 throughput), measured in the same
+run. fp16 / us: the speedup over cupy.matmul with fp16 weights (needs cuBLAS).
 Without a GPU, the NumPy path is timed."""
 
 TUNE = """
 
-Times the configurations that the cost models rank first, with weights that are cold
-in L2, and keeps the fastest for each shape and M in the user's cache
-(CUPY_AWQ_CACHE_DIR), for processes that start later. A gemm uses it for every group
-size and dtype; with another M it uses the configuration of the next power of two."""
+Times the configurations with the lowest modelled times, with weights that are cold
+in L2, and stores the fastest for each shape and M in the user's cache
+(CUPY_AWQ_CACHE_DIR), from which processes that start later read it. A gemm uses it
+for every group size and dtype, and for all M above the preceding power of two."""
 
 COMPILE = """
 
-Fills the cache of compiled kernels (CUPY_AWQ_CACHE_DIR), to warm a container image
-or to check a build. Prints registers, shared memory and spills. The exit code is 1
-if a kernel spills registers or if the compiler serializes its wgmma instructions."""
+Fills the cache of compiled kernels (CUPY_AWQ_CACHE_DIR), for example of a container
+image. Prints registers, shared memory and spills. The exit code is 1 if a kernel
+spills registers or if the compiler serializes its wgmma instructions."""
 
 EXPLAIN = """
 
 "->" marks the kernel that is chosen. Its time is "measured" if `tune` recorded it for
-this GPU model; all others are "modelled" by the kernel's cost model. The last line says
-whether the cost models or a table of tuned configurations determined the choice."""
+this GPU model; all others are "modelled" by the kernel's cost model. The last line
+states whether the cost models or a table of tuned configurations determined the choice."""
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -257,7 +261,7 @@ def _bench(args: argparse.Namespace) -> int:
         return _bench_model(args)
     if args.op != "gemm" and (args.kernel or args.plan or args.dtype != "float16"):
         raise ValueError(f"bench: --op {args.op} takes no --kernel, --plan or --dtype")
-    figure = bench.new_figure() if args.plot else None  # fail before the benchmark if matplotlib is missing
+    figure = bench.new_figure() if args.plot else None  # raises before the benchmark if matplotlib is missing
     if args.plot and not (args.plot.suffix == ".png" and args.plot.absolute().parent.is_dir()):
         raise ValueError(f"--plot: expected FILE.png in a folder that exists, got {args.plot}")
     device = placement.resolve()
@@ -312,7 +316,7 @@ def _tune(args: argparse.Namespace) -> int:
     settings = _settings(args, device, cached=False)
     rows = autotune.run(args.op, args.shapes, ms, settings, args.tries, progress=lambda text: _progress("tune", text))
     print(autotune.render(rows))
-    print(f"kept in {autotune.keep(rows, device)}")
+    print(f"stored in {autotune.keep(rows, device)}")
     return 0
 
 
@@ -335,7 +339,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _explain_problem(args: argparse.Namespace) -> int:
-    """Explain an operation other than gemm, for contiguous arrays."""
+    """Print the explanation for an operation other than gemm, assuming contiguous arrays."""
     from cupy_awq.kernels import select
     from cupy_awq.runtime import device
     from cupy_awq.tools.operations import typical_problem

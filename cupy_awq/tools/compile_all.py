@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``python -m cupy_awq compile --arch 90a``: compile all kernels for some architectures, without a GPU.
+"""The command ``python -m cupy_awq compile --arch 90a``: compile all kernels for given architectures, without a GPU.
 
-It fills the cache of a container image, and it checks a build: it prints registers, shared memory and spills of each
-kernel, and fails if one spills or if the compiler serializes its wgmma instructions.
+The command fills the compile cache, for example of a container image, and checks the kernels: it prints the registers,
+shared memory and spills of each kernel, and fails if a kernel spills or if the compiler serializes its wgmma
+instructions.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from cupy_awq.runtime.launch_plan import Kernel
 from cupy_awq.tools.table import render
 
 SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (8192, 28672), (28672, 8192))
-"""The shapes (K, N) of the linear layers of 8B and 70B models."""
+"""The shapes (K, N) of linear layers for which kernels are compiled: those of models with 8 and 70 billion weights."""
 REPACKED_MS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 """The values of M for which the kernels that read the repacked layout are compiled."""
 SHARED_CONSTANTS = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")
-"""The compile-time constants that the table omits."""
+"""The compile-time constants that are omitted in the printed table."""
 
 
 def kernels(arch: int) -> list[Kernel]:
-    """Return the kernels of common layers for an architecture, without duplicates."""
+    """Return the kernels that common layers use on an architecture, without duplicates."""
     gpu = device.nominal(arch)
     found = [*_conversions(gpu), *_awq_layout(gpu), *_quantized(gpu), *llm.kernels(gpu)]
     if arch == 90:
@@ -53,7 +54,7 @@ def kernels(arch: int) -> list[Kernel]:
 
 
 def _configurations(problem: KernelProblem, gpu: device.Device, families: Iterable[str]) -> Iterator[Kernel]:
-    """Yield the kernels of all legal configurations of some families."""
+    """Yield the kernels of all legal configurations of the given families."""
     for name, some in select.candidates(problem, gpu).items():
         if name in families and not isinstance(some, str):
             yield from (family.plan(config, problem, gpu).kernel for family, config, _ in some)
@@ -75,7 +76,7 @@ def _awq_layout(gpu: device.Device) -> Iterator[Kernel]:
     k, n = SHAPES[0]
     families = set(select.FAMILIES_OF[Problem])
     if gpu.arch >= 80:
-        families.remove("gemm_sm75")  # legal, but used only with kernel="gemm_sm75"
+        families.remove("gemm_sm75")  # legal, but selected only by kernel="gemm_sm75"
     for dtype, group_size, m, may_prefetch in itertools.product(
         ("float16", "bfloat16", "float32"), (128, 32), (1, 2, 4, 8, 16, 64), (False, True)
     ):
@@ -86,7 +87,10 @@ def _awq_layout(gpu: device.Device) -> Iterator[Kernel]:
 
 
 def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
-    """Yield the kernels that read the repacked layout; only in chosen configurations, since all would be too many."""
+    """Yield the kernels that read the repacked layout, in the configurations selected for `SHAPES` and `REPACKED_MS`.
+
+    All legal configurations would be too many.
+    """
     for dtype, m, (k, n) in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES):
         problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
         yield gemm_sm90.prepare_weight(problem, gpu).kernel
@@ -109,15 +113,15 @@ def _quantized(gpu: device.Device) -> Iterator[Kernel]:
 
 
 def run(archs: list[str]) -> int:
-    """Compile the kernels for each of ``archs`` ("75", "90a", ...) and print them.
+    """Compile the kernels for all architectures ``archs``, such as "75" and "90a", and print a table of them.
 
-    An architecture that the compiler does not know is replaced by the nearest one.
+    An architecture that the compiler does not support is replaced by the nearest supported one.
 
     Returns:
         1 if a kernel spills or has its wgmma serialized, else 0.
 
     Raises:
-        ValueError: an arch that is no compute capability from 60 on.
+        ValueError: an architecture is unknown or below compute capability 6.0.
     """
     for arch in archs:
         if not re.fullmatch(r"\d{2,3}a?", arch) or int(arch.rstrip("a")) < min(device.NOMINAL):

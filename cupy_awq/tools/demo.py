@@ -3,8 +3,8 @@
 
 The package contains the MLP of layer 0 of SmolLM2-135M-Instruct as an AutoAWQ folder. The demo measures the error of
 each GEMM on random x. The quantization error norm(W_awq - W) / norm(W) was measured when the folder was built and is
-recorded in its ``config.json``, since the folder does not contain the original weights. W is the weight of the public
-GGUF file, which is quantized too (Q4_1: 4-bit codes in blocks of 32).
+stored in its ``config.json``, since the folder does not contain the original weights. W is the weight of the public
+GGUF file, which is itself quantized (Q4_1: 4-bit codes in blocks of 32).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Row:
     """The result of one layer at one M.
 
     Attributes:
-        layer: name of the layer.
-        m: number of rows of x.
-        kernel: name of the kernel.
-        error: relative error of y against the float64 product of the same 4-bit weights.
-        quantization_error: relative error of the 4-bit weights.
-        us: time of a call in microseconds.
-        fp16_us: time of the same GEMM with unquantized weights in microseconds; None without cuBLAS.
+        layer: the name of the layer.
+        m: the number of rows of x.
+        kernel: the name of the kernel, or "numpy" on the CPU.
+        error: the relative error of y compared to the float64 product with the same 4-bit weights.
+        quantization_error: the relative error of the 4-bit weights, norm(W_awq - W) / norm(W).
+        us: the median time per call in microseconds.
+        fp16_us: the median time of the same GEMM with unquantized weights in microseconds; None without cuBLAS.
     """
 
     layer: str
@@ -60,7 +60,7 @@ class Row:
 
 
 def measure(device: int) -> list[Row]:
-    """Run, check and time every layer of SMOLLM2_MLP on a device; return one row per layer and M."""
+    """Run, check and time every layer of `SMOLLM2_MLP` on a device; return one row per layer and M."""
     errors = read_object(SMOLLM2_MLP / "config.json")["quantization_error"]
     layers = load(SMOLLM2_MLP, device=device if device != HOST else "cpu")
     weights = load(SMOLLM2_MLP, device="cpu")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``python -m cupy_awq info PATH``: list the content of a checkpoint, read from its headers alone."""
+"""The command ``python -m cupy_awq info PATH``: list the contents of a checkpoint, reading only its headers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cupy_awq.tools import table
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the format, layers, other tensors and totals of a checkpoint as a JSON object.
 
-    ``fp16_bytes`` is the size of a layer without quantization, at two bytes per weight; ``ratio`` is bytes divided by
-    fp16_bytes. The function raises the same errors as `checkpoint.read`.
+    ``fp16_bytes`` is the size of the same layer in float16, and ``ratio`` the size of the quantized layer divided by
+    ``fp16_bytes``. Raises the same errors as `checkpoint.read`.
     """
     layers: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
@@ -57,7 +57,7 @@ def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
 
 
 def render(content: dict[str, Any]) -> str:
-    """Return the result of `describe` as text; names from files are escaped, as they may hold terminal escapes."""
+    """Return the result of `describe` as text. Names from files may contain terminal escapes and are escaped."""
     lines = [*_format_lines(content["format"]), ""] if content["format"]["format"] else []
     layers, others, total = content["layers"], content["others"], content["total"]
     if layers:
@@ -76,7 +76,7 @@ def render(content: dict[str, Any]) -> str:
 
 
 def _format_lines(summary: dict[str, Any]) -> list[str]:
-    """Return one line each for the format, the most common parameters, every exception and every rounding."""
+    """Return the lines of text for the format, the most common parameters, every exception and every rounding."""
     zeros = {True: "symmetric", False: "asymmetric", None: "symmetric and asymmetric modules"}[summary["symmetric"]]
     order = ", activation order" if summary["act_order"] else ""
     lines = [summary["found"], f"{summary['bits']} bits, group size {summary['group_size']}, {zeros}{order}"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands ``generate``, ``chat``, ``score`` and ``convert`` of language models."""
+"""The commands for language models: ``generate``, ``chat``, ``score`` and ``convert``."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Each line is a message. An empty line or Ctrl-D ends the conversation, Ctrl-C st
 
 CONVERT = """
 
-The file holds no tokenizer: put tokenizer.json and tokenizer_config.json beside it."""
+The file contains no tokenizer: put tokenizer.json and tokenizer_config.json into its folder."""
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the commands; ``command`` makes the parser of (name, function to run, summary, more text, examples)."""
+    """Add the commands. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
     question = 'smollm2 "What is the capital of France?"'
     generate = command(
         "generate", _generate, "complete prompts", "", [question, f"{question} --temperature 0.7 --seed 1"]
@@ -38,7 +38,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     generate.add_argument(
         "prompts", metavar="PROMPT", nargs="+", type=_text, help="a user's message; several run as one batch"
     )
-    generate.add_argument("--raw", action="store_true", help="complete the text itself, without a chat template")
+    generate.add_argument("--raw", action="store_true", help="continue the text as it is, without a chat template")
     generate.add_argument(
         "--special-tokens",
         action=argparse.BooleanOptionalAction,
@@ -71,7 +71,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _text(argument: str) -> str:
-    """Return an argument that is text: bytes that the locale cannot decode are read as UTF-8, else become U+FFFD."""
+    """Return a text argument. Bytes that the locale cannot decode are decoded as UTF-8; invalid ones become U+FFFD."""
     try:
         argument.encode("utf-8")
     except UnicodeEncodeError:
@@ -83,7 +83,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="cpu|N",
-        help="the CPU or the number of a GPU (default: the current GPU, or the CPU if there is none)",
+        help="the CPU, or a device ordinal (default: the current GPU, or the CPU if there is none)",
     )
 
 
@@ -91,13 +91,13 @@ def _add_choices(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     def number(name: str, kind: type, default: Any, text: str) -> None:
         parser.add_argument(name, metavar="X", type=kind, default=default, help=f"{text} (default: {default})")
 
-    number("--max-tokens", int, max_tokens, "the largest number of tokens of an answer")
-    number("--temperature", float, 0.0, "the divisor of the logits; 0 always takes the most likely token")
+    number("--max-tokens", int, max_tokens, "the largest number of tokens per answer")
+    number("--temperature", float, 0.0, "the divisor of the logits; 0: always take the most likely token")
     number("--top-k", int, 0, "keep the X most likely tokens; 0 keeps all")
-    number("--top-p", float, 1.0, "keep the most likely tokens that together hold this probability")
+    number("--top-p", float, 1.0, "keep the most likely tokens whose total probability reaches X")
     number("--min-p", float, 0.0, "keep tokens at least X times as likely as the most likely one")
-    number("--repetition-penalty", float, 1.0, "above 1, make tokens of the text so far less likely")
-    number("--seed", int, 0, "the seed of the random choice")
+    number("--repetition-penalty", float, 1.0, "above 1: make tokens that are already in the text less likely")
+    number("--seed", int, 0, "the seed of the random numbers")
     parser.add_argument(
         "--stop", metavar="TEXT", type=_text, action="append", default=[], help="a text that ends an answer; repeatable"
     )
@@ -154,7 +154,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _read_line(question: str) -> str:
-    """Return the next line of standard input, "" at its end."""
+    """Prompt with ``question`` and return the next line of standard input, or "" at its end."""
     try:
         return input(question)
     except EOFError:
@@ -162,13 +162,13 @@ def _read_line(question: str) -> str:
 
 
 def _answer(chat: Chat, text: str, args: argparse.Namespace, sampling: Sampling, drop_oldest: bool) -> None:
-    """Print the answer to a message as it is generated; Ctrl-C ends it and keeps what was printed."""
+    """Print the answer to a message while it is generated. Ctrl-C stops the answer; the printed part is kept."""
     options = {"max_tokens": args.max_tokens, "sampling": sampling, "stop": args.stop, "drop_oldest": drop_oldest}
     try:
         for piece in chat.say(text, **options):
             _write(0, piece)
     except KeyboardInterrupt:
-        pass  # the answer so far is part of the conversation
+        pass  # the part generated so far stays in the conversation
     print()
 
 
@@ -187,7 +187,7 @@ def _score(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, text: str) -> int:
-    """Print a table of the models' scores; the last column is the loss per token above the first model's."""
+    """Print a table of the models' scores. The last column is the loss per token minus that of the first model."""
     width = max(map(len, args.models))
     print(f"{'model':{width}}  tokens  perplexity  nats/token    loss")
     first = None
@@ -235,7 +235,7 @@ def _progress(done: int, total: int) -> None:
 
 
 def _write(_: int, text: str) -> None:
-    if sys.stdout.isatty():  # a model may write terminal escapes; line ends and tabs are harmless
+    if sys.stdout.isatty():  # escape control characters that a model generates, except for line ends and tabs
         text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: ascii(match[0])[1:-1], text)
     print(text, end="", flush=True)
 

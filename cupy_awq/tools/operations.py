@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that `bench` and `tune` time on random data; `OPERATIONS` maps the names of ``--op`` to them.
+"""The operations that `bench` and `tune` time on random data, by the name that the option ``--op`` takes.
 
-On a GPU the weights are cold in L2: an operation has copies of its weight that together exceed three times the L2
-cache, and one call per copy. All calls share x, which is therefore warm in L2, as after a preceding layer.
+On a GPU the weights are cold in L2: an operation has one call for each of several copies of its weight, which together
+exceed three times the size of the L2 cache. All calls share x, which is therefore warm in L2, as after a preceding
+layer. To add an operation, write a class that implements `Operation` and add it to `OPERATIONS`.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """The dtypes of x, by name."""
 
 MAX_COPIES = 512
-"""The largest number of copies of a weight; the limit affects only weights far smaller than those of real layers."""
+"""The largest number of copies of a weight, which is reached only for weights far smaller than those of real layers."""
 
 CONVOLUTION_BLOCK = 32
-"""The number of input channels per scale in the weight of a convolution."""
+"""The number of input channels per quantization block in the weight of a convolution."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,15 @@ class Settings:
     """The options of an operation to time.
 
     Attributes:
-        device: device ordinal, or HOST.
-        group_size: number of rows of W per scale, -1 for K.
-        dtype: dtype of x, a key of DTYPES.
-        kernel: name of the kernel that `gemm` is forced to use; None to time `AwqLinear` with its own choice.
-        planned: whether to time a `Plan`.
-        image: height and width of the images of a convolution, in pixels.
-        window: height and width of the filter of a convolution.
-        cached: whether calls cache their launches, as users' calls do; must be False if the kernel changes between
-            calls.
+        device: the device ordinal, or HOST.
+        group_size: the number of rows of W per group; -1 means K.
+        dtype: the name of the dtype of x, a key of DTYPES.
+        kernel: the name of the kernel to force in calls of `gemm`; None to time `AwqLinear` with the selected kernel.
+        planned: whether to time calls of a `Plan`.
+        image: the height and width of the images of a convolution, in pixels.
+        window: the height and width of the filter of a convolution.
+        cached: whether calls cache their launches, as users' calls do. Must be False if different kernels are forced in
+            turn.
     """
 
     device: int
@@ -82,9 +83,9 @@ class Operation(Protocol):
     """An operation with random weights of one shape.
 
     Attributes:
-        is_fp16: whether the roofline uses the fp16 throughput, because the operation multiplies floats.
-        label: shape, as shown in tables.
-        weight: description of the kind of weight.
+        is_fp16: whether the operation multiplies floats, so that the fp16 throughput bounds its roofline.
+        label: the shape of the weight as text.
+        weight: the dtype and quantization of the weight as text.
     """
 
     is_fp16: bool
@@ -99,7 +100,7 @@ class Operation(Protocol):
         ...
 
     def calls(self, m: int) -> list[Call]:
-        """Return one call per copy of the weight, with m rows of x, or a batch of m images."""
+        """Return one function per copy of the weight; each runs the operation on ``m`` rows of x or ``m`` images."""
         ...
 
     def nbytes(self, m: int) -> int:
@@ -116,7 +117,7 @@ class Operation(Protocol):
 
 
 class Gemm:
-    """x [M, K] @ W [K, N] by AwqLinear, by `gemm` with a forced kernel, or by a `Plan` of either."""
+    """The GEMM x [M, K] @ W [K, N] by `AwqLinear`, by `gemm` with a forced kernel, or by a `Plan` of either."""
 
     is_fp16 = True
 
@@ -185,7 +186,7 @@ class Gemm:
 
 
 class GemmInt8(Gemm):
-    """W4A8: x [M, K] @ W [K, N] for x that is already quantized to int8."""
+    """The W4A8 GEMM x [M, K] @ W [K, N] with x already quantized to int8."""
 
     is_fp16 = False
 
@@ -216,7 +217,7 @@ class GemmInt8(Gemm):
 
 
 class Conv2d:
-    """A 2-D convolution Ci x Co over NHWC images in float16, stride 1, padding "same", with a 4-bit weight."""
+    """A 2-D convolution with a 4-bit weight, Ci to Co channels, over float16 NHWC images; stride 1, padding "same"."""
 
     is_fp16 = True
 
@@ -236,7 +237,7 @@ class Conv2d:
             raise ValueError("conv2d: expected at least one channel, one pixel and a window of one")
 
     def _with_bits(self, bits: int) -> list[BlockQuantizedWeight]:
-        """Return copies of the weight with 4- or 8-bit codes."""
+        """Return copies of the weight with codes of ``bits`` bits, 4 or 8."""
         if bits not in self._weights:
             rng, window, device = np.random.default_rng(0), self._settings.window, self._settings.device
             block = min(CONVOLUTION_BLOCK, self._ci)
@@ -276,7 +277,7 @@ class Conv2d:
 
 
 def typical_problem(op: str, shape: Shape, m: int, settings: Settings) -> KernelProblem:
-    """Return the problem of "gemm_int8" or "conv2d" for contiguous arrays, for `explain` without a GPU."""
+    """Return the problem of a "gemm_int8" or "conv2d" with contiguous arrays, which `explain` uses without a GPU."""
     OPERATIONS[op].check(shape, settings)
     if op == "conv2d":
         return nhwc_problem(m, settings.image, *shape, settings.window)
@@ -289,7 +290,7 @@ OPERATIONS: dict[str, type[Operation]] = {"gemm": Gemm, "gemm_int8": GemmInt8, "
 
 
 class Fp16:
-    """The baseline cupy.matmul in float16, with copies of the dequantized weight that are cold in L2."""
+    """The float16 baseline: cupy.matmul, with copies of the dequantized weight that are cold in L2."""
 
     def __init__(self, weight: PackedWeight, device: int) -> None:
         import cupy
@@ -307,14 +308,14 @@ class Fp16:
 
 
 def cold_copies(nbytes: int, device: int) -> int:
-    """Return the number of copies of a weight with which each copy is cold in L2 when it is used; 1 on the CPU."""
+    """Return the number of copies of a weight of ``nbytes`` bytes for which each is cold in L2 at use; 1 on the CPU."""
     if device == HOST:
         return 1
     return min(MAX_COPIES, max(2, math.ceil(3 * devices.of(device).l2_bytes / nbytes)))
 
 
 def cold_weights(weight: PackedWeight, device: int) -> list[PackedWeight]:
-    """Return the copies of a weight on a device."""
+    """Return copies of a weight on a device, as many as `cold_copies` gives."""
     if device == HOST:
         return [weight]
     import cupy

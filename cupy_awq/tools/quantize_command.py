@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``quantize``: a model with dense weights to a folder with 4-bit weights."""
+"""The command ``quantize``, which reads a model with dense weights and writes a folder with 4-bit weights."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 MORE = """
 
-SRC is a Hugging Face folder with dense weights. A run that was stopped continues with --resume. Take calibration text
-of the kinds that the model is used for, and none of the text that you evaluate it on."""
+SRC is a Hugging Face folder with dense weights. --resume continues a run that was stopped. Use calibration text similar
+to the texts that the model is used for, but none of the text that it is evaluated on."""
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command; ``command`` makes the parser of (name, function to run, summary, more text, examples)."""
+    """Add the command. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
     example = "SmolLM2-135M/ SmolLM2-135M-AWQ/ --calibration texts/ --group-size 64"
     parser = command("quantize", _quantize, "quantize a model to 4 bits", MORE, [example])
     parser.add_argument("source", metavar="SRC", type=Path, help="a Hugging Face folder with dense weights")
-    parser.add_argument("target", metavar="DST", type=Path, help="the folder to write; new or empty")
+    parser.add_argument("target", metavar="DST", type=Path, help="the folder to write, new or empty")
     parser.add_argument(
         "--calibration",
         metavar="PATH",
@@ -30,23 +30,30 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         help="a text file in UTF-8, or a folder of .txt and .md files",
     )
     parser.add_argument("--method", default="awq+gptq", choices=("rtn", "awq", "gptq", "awq+gptq"))
-    parser.add_argument("--group-size", metavar="G", type=int, default=128, help="input channels that share a scale")
-    zeros = parser.add_mutually_exclusive_group()
-    zeros.add_argument("--symmetric", action="store_true", help="make every zero point 8")
-    zeros.add_argument("--asymmetric", dest="symmetric", action="store_false", help="search zero points (default)")
-    parser.add_argument("--samples", metavar="N", type=int, default=128, help="calibration sequences (default: 128)")
-    parser.add_argument("--sequence-length", metavar="N", type=int, default=512, help="their tokens (default: 512)")
-    parser.add_argument("--format", default="autoawq", choices=("autoawq", "compressed-tensors"))
     parser.add_argument(
-        "--device", metavar="cpu|N", default="cpu", help="the CPU or the number of a GPU (default: cpu)"
+        "--group-size", metavar="G", type=int, default=128, help="input channels per group (default: 128)"
     )
+    zeros = parser.add_mutually_exclusive_group()
+    zeros.add_argument("--symmetric", action="store_true", help="use the zero point 8 everywhere")
+    zeros.add_argument(
+        "--asymmetric",
+        dest="symmetric",
+        action="store_false",
+        help="compute a zero point per group and column (default)",
+    )
+    parser.add_argument("--samples", metavar="N", type=int, default=128, help="calibration sequences (default: 128)")
+    parser.add_argument(
+        "--sequence-length", metavar="N", type=int, default=512, help="tokens per calibration sequence (default: 512)"
+    )
+    parser.add_argument("--format", default="autoawq", choices=("autoawq", "compressed-tensors"))
+    parser.add_argument("--device", metavar="cpu|N", default="cpu", help="the CPU, or a device ordinal (default: cpu)")
     parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
 
 
 def read_texts(path: Path) -> list[str]:
-    """Return the text of a file, or of the .txt and .md files of a folder in the order of their names.
+    """Return the text of a file, or the texts of all .txt and .md files of a folder, sorted by name.
 
-    Raises OSError for a file that cannot be read, ValueError for one that is not UTF-8 and for a folder without text.
+    Raises OSError if a file cannot be read, ValueError if a file is not UTF-8 or a folder contains no text.
     """
     files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
     if not files:
@@ -87,7 +94,7 @@ def _quantize(args: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """A progress line on stderr with the time that is left."""
+    """A progress line on stderr that shows the remaining time."""
 
     def __init__(self) -> None:
         self._start, self._first = time.monotonic(), 0

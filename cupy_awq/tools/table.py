@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Return a text table; the first ``left`` columns are left-aligned, the others (numbers) right-aligned.
+    """Return a text table whose first ``left`` columns are left-aligned and whose other columns are right-aligned.
 
     >>> print(render(["layer", "M"], [["gate_proj", "1"], ["up", "256"]]))
     layer        M

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error metric and random test data of the tests, the demo and the benchmarks."""
+"""The error metric and the random data that the tests, the demo and the benchmarks use."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def relative_error(y: Array, x: Array, weight: PackedWeight, /) -> float:
 def random_weight(
     rng: np.random.Generator, k: int, n: int, group_size: int, /, *, dtype: Any = np.float16, zeros: str = "packed"
 ) -> PackedWeight:
-    """Return a random weight [K, N] with ``zeros`` "packed", "symmetric" or "float"; x @ W is about as large as x.
+    """Return a random weight [K, N] with zero points of the form ``zeros``: "packed", "symmetric" or "float".
+
+    The weight is scaled so that elements of x @ W are about as large as those of x.
 
     >>> random_weight(np.random.default_rng(0), 64, 16, 32, zeros="symmetric")
     PackedWeight(K=64, N=16, group_size=32, float16, symmetric zeros, 576 B)

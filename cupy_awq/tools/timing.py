@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing of calls: the median over CUDA graph replays on a GPU, or over single calls on the CPU."""
+"""Timing of functions: the median over CUDA graph replays on a GPU, or over single calls on the CPU."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from cupy_awq.check import HOST
 Call = Callable[[], object]
 
 SAMPLES = 7
-"""The number of samples of which the median is returned (on the CPU the minimum number)."""
+"""The number of samples whose median is returned; on the CPU, the smallest number of samples."""
 WARM_MS = 60.0
-"""The warm-up time in milliseconds, for which the timed work runs before the first sample to raise the GPU's clocks."""
+"""The warm-up time in milliseconds: the timed work runs this long before the first sample, so that GPU clocks rise."""
 CPU_SECONDS = 0.2
 """The minimum total time of all samples on the CPU, in seconds."""
 
@@ -29,7 +29,7 @@ def time_calls(calls: Sequence[Call], device: int) -> float:
 
 
 def on_cpu(calls: Sequence[Call]) -> float:
-    """Return the median time per call on the CPU in microseconds; the calls run in turns.
+    """Return the median time per call on the CPU in microseconds; the functions are called in alternation.
 
     >>> on_cpu([lambda: sum(range(1000))]) > 0
     True
@@ -47,10 +47,10 @@ def on_cpu(calls: Sequence[Call]) -> float:
 def on_gpu(calls: Sequence[Call], *, graph: bool = True) -> float:
     """Return the median time per call on the current GPU in microseconds.
 
-    The calls run in turns, in a batch of at least 20 (fewer if one takes 1 ms or more) that is captured as one CUDA
-    graph. They must not allocate memory. Since CuPy cannot capture cuBLAS, ``graph=False`` uses no graph: a host
-    function blocks the stream until the whole batch is queued, which excludes host time as well, but the gaps between
-    kernels are slightly longer.
+    The functions are called in alternation. A batch of at least 20 calls (fewer if a call takes 1 ms or more) is
+    captured as one CUDA graph, so calls must not allocate memory. CuPy cannot capture cuBLAS; for that, ``graph=False``
+    uses no graph: a host function blocks the stream until the whole batch is queued. This also excludes the host time,
+    but the gaps between kernels are slightly longer.
     """
     import cupy
 
@@ -59,7 +59,7 @@ def on_gpu(calls: Sequence[Call], *, graph: bool = True) -> float:
     stream = _stream(device.id)
     with stream:
         for call in calls:
-            call()  # the first call compiles and allocates
+            call()  # the first call compiles kernels and allocates memory
         begin = stream.record()
         for call in calls:
             call()
@@ -71,7 +71,7 @@ def on_gpu(calls: Sequence[Call], *, graph: bool = True) -> float:
 
 @functools.cache
 def _stream(device: int) -> Any:
-    """Return the stream of all measurements on a GPU; with one stream, memory pools and workspaces are reused."""
+    """Return the stream for all measurements on a GPU; using a single stream reuses memory pools and workspaces."""
     import cupy
 
     return cupy.cuda.Stream(non_blocking=True)
@@ -89,7 +89,7 @@ def _warm_runs(once: float) -> int:
 
 
 def _replayed(stream: Any, batch: Sequence[Call]) -> list[float]:
-    """Return the times of graph replays in milliseconds; each is launched while the previous one is running."""
+    """Return the times of graph replays in milliseconds; each replay is launched while the preceding one runs."""
     stream.begin_capture()
     for call in batch:
         call()
@@ -107,11 +107,11 @@ def _replayed(stream: Any, batch: Sequence[Call]) -> list[float]:
 
 
 def _queued(stream: Any, batch: Sequence[Call]) -> list[float]:
-    """Return the times of the batch in milliseconds; each is queued while a host function blocks the stream."""
+    """Return the times of the batch in milliseconds; a host function blocks the stream until the batch is queued."""
 
     def sample() -> float:
         launched = threading.Event()
-        # The timeout of one second avoids a deadlock if a launch itself waits for the stream.
+        # The timeout of one second prevents a deadlock if a launch itself waits for the stream.
         stream.launch_host_func(lambda _: launched.wait(1.0), None)
         begin = stream.record()
         for call in batch:

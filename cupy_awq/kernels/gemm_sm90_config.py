@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configurations of ``gemm_sm90``: what follows from their fields, and how many CTAs an SM holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cupy_awq.kernels.problem import Problem, ceil_div
+from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout
+from cupy_awq.runtime.device import Device
+
+WGMMA, MMA = "gemm_sm90", "gemm_sm90_mma"
+"""The names of the family's two kernels: wgmma and mma.sync."""
+REGISTERS_PER_SM, THREADS_PER_SM = 65536, 2048
+"""The number of 32-bit registers per SM, and the largest number of resident threads per SM."""
+RESERVED_BYTES = 1024
+"""The shared memory that the CUDA driver reserves per CTA, in bytes."""
+
+
+@dataclass(frozen=True)
+class GemmSm90Config:
+    """A configuration of ``gemm_sm90.cu`` or ``gemm_sm90_mma.cu``.
+
+    Attributes:
+        name: name of the kernel, WGMMA or MMA.
+        block_m: number of rows per CTA tile.
+        weight_tiles: number of weight tiles along n per CTA tile, each of 32 columns.
+        m64_tiles: number of wgmma m64 tiles (64 columns of y each) per warpgroup; 1 with mma.
+        consumers: number of consumers, which are groups of warps that take turns at the pipeline stages.
+        stages: number of pipeline stages.
+        split_k: number of CTAs per cluster; each computes the CTA tile over its slice of K.
+        k_tiles: number of weight tiles along k per pipeline stage, each of 128 rows of W.
+        ctas_per_sm: number of resident CTAs per SM for which the kernel is compiled (``__launch_bounds__``).
+        x_rows: (mma) number of rows of x in shared memory, a power of two; 0 with wgmma.
+        x_stages: (mma) number of pipeline stages of x per consumer; 0 with wgmma.
+        scaled: (wgmma) whether weights are multiplied by their scale and rounded before the wgmma; otherwise the
+            accumulators of each group are multiplied by the scale after the wgmma.
+        prefetch_weights: whether the weights of all stages are copied before the wait for the preceding kernel (PDL);
+            otherwise only those of the first stage. Copies of x are queued after these copies, which delays a CTA that
+            starts late.
+    """
+
+    name: str
+    block_m: int
+    weight_tiles: int
+    m64_tiles: int
+    consumers: int
+    stages: int
+    split_k: int
+    k_tiles: int = 1
+    ctas_per_sm: int = 1
+    x_rows: int = 0
+    x_stages: int = 0
+    scaled: bool = False
+    prefetch_weights: bool = True
+
+    @property
+    def block_n(self) -> int:
+        """The number of columns per CTA tile."""
+        return self.weight_tiles * WEIGHT_TILE_N
+
+    @property
+    def consumer_warps(self) -> int:
+        """The number of warps per consumer."""
+        return self.weight_tiles if self.name == MMA else self.weight_tiles // (2 * self.m64_tiles) * 4
+
+    @property
+    def consumer_registers(self) -> int:
+        """The number of registers per consumer thread after setmaxnreg, or 0 if the kernel does not use setmaxnreg."""
+        if self.name == MMA or self.block_m <= 32:
+            return 0
+        return {8: 232, 12: 152}.get(self.consumers * self.consumer_warps, 0)
+
+    @property
+    def x_stage_bytes(self) -> int:
+        """The size of x per pipeline stage in bytes; 0 with mma, whose consumers copy x to stages of their own."""
+        return 0 if self.name == MMA else self.block_m * self.k_tiles * WEIGHT_TILE_K * 2
+
+    @property
+    def x_ring_bytes(self) -> int:
+        """The total size of all pipeline stages of x, in bytes."""
+        if self.name == MMA:
+            return self.consumers * self.x_stages * self.x_rows * self.k_tiles * WEIGHT_TILE_K * 2
+        return self.stages * self.x_stage_bytes
+
+    def threads(self, problem: Problem) -> int:
+        """Return the number of threads per CTA: consumers, producer and, with mma, one warp for the RMSNorm factors."""
+        others = 4 if self.consumer_registers else 2 if self.name == MMA and problem.rms_norms_x else 1
+        return (self.consumers * self.consumer_warps + others) * 32
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
+        stage = self.weight_tiles * self.k_tiles * RepackedLayout.of(problem).weight_tile_bytes + 16
+        stages = self.x_ring_bytes + self.stages * stage
+        accumulators = self.consumers * self._accumulator_bytes(self.block_m)
+        owned = ceil_div(self.block_m // 2, self.split_k) * 2
+        received = 16 + (self.split_k - 1) * self._accumulator_bytes(owned) if self.split_k > 1 else 0
+        return max(stages, accumulators) + received + (owned * 4 if problem.rms_norms_x else 0)
+
+    def _accumulator_bytes(self, rows: int) -> int:
+        """Return the size of the accumulators of ``rows`` rows in bytes, in the layout AccumulatorBlocks of CUDA."""
+        row_pairs = math.gcd(4, rows // 2)
+        return rows // (2 * row_pairs) * (self.block_n // 16) * (8 * row_pairs * 4 + 8) * 4
+
+    def tiles(self, problem: Problem) -> tuple[int, int]:
+        """Return the numbers of CTA tiles along m and along n."""
+        return ceil_div(problem.m, self.block_m), ceil_div(problem.n, self.block_n)
+
+    def grid(self, problem: Problem, device: Device) -> tuple[int, int, int]:
+        """Return the grid: the CTAs of all tiles, padded to the number of SMs if they are up to 10% fewer.
+
+        Padding CTAs have no tile. With 128 tiles on the 132 SMs of an H100, they speed up K = N = 4096, M = 8 by 16%.
+        Clusters of more than two CTAs do not fill all SMs, so they get none.
+        """
+        m_blocks, n_blocks = self.tiles(problem)
+        ctas, whole = n_blocks * self.split_k, device.sm_count // self.split_k * self.split_k
+        is_padded = m_blocks == 1 and self.split_k <= 2 and 0.9 * whole < ctas < whole
+        return whole if is_padded else ctas, m_blocks, 1
+
+    @property
+    def registers(self) -> int:
+        """The number of registers that a consumer thread needs."""
+        if self.name == MMA:
+            return 72 if self.x_rows <= 8 else 112
+        if self.scaled:
+            # With fewer than 90 additional registers for two m64 tiles, ptxas serializes the wgmmas.
+            return self.block_m * self.m64_tiles // 2 + (86 if self.m64_tiles == 1 else 90)
+        # The registers hold the accumulators of y and of one group, operand A of one group, and 30 others.
+        return self.block_m * (self.m64_tiles + 1) // 2 + 62
+
+    def resident(self, problem: Problem, device: Device) -> int:
+        """Return the largest number of resident CTAs per SM."""
+        threads = self.threads(problem)
+        fitting = device.shared_bytes_per_sm // (self.shared_bytes(problem) + RESERVED_BYTES)
+        registers = self.ctas_per_sm if self.consumer_registers else available_ctas(threads, self.registers)
+        return max(1, min(fitting, THREADS_PER_SM // threads, registers))
+
+
+def available_ctas(threads: int, registers: int) -> int:
+    """Return the number of CTAs with ``threads`` threads of ``registers`` registers each for which an SM has registers.
+
+    An SM allocates registers for a multiple of four warps, one per scheduler, and of 8 registers per thread.
+
+    >>> available_ctas(288, 72), available_ctas(544, 72)
+    (2, 1)
+    """
+    return REGISTERS_PER_SM // (ceil_div(threads, 128) * 128 * (ceil_div(registers, 8) * 8))

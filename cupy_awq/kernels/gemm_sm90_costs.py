@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost models of ``gemm_sm90``: the run time of a launch in a chain of dependent launches (PDL).
+
+Each model adds fixed times of a launch to the p-norm of times that overlap: computation on the busiest SM, the loop of
+its slowest consumer, the copies, and reading the weight from device memory. A p-norm is a smooth maximum.
+
+The constants are fitted on an H100 to 14350 measured times of 92 random problems (``tests/peers/sweep.py``, group size
+128), 3210 of them for the mma kernel. The RMS error is 10% (mma) and 9% (wgmma), where faster configurations have a
+larger weight. If one half of the problems is left out of the fit, the configuration that the models rank first there is
+slower than the fastest one by 9% for M <= 16, 4% for M <= 128, and 2% above (geometric mean).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from cupy_awq.kernels.gemm_sm90_config import GemmSm90Config
+from cupy_awq.kernels.hopper import power_limited_us, resident_clusters
+from cupy_awq.kernels.problem import Problem, ceil_div
+from cupy_awq.kernels.repack import WEIGHT_TILE_K
+from cupy_awq.runtime.device import Device
+
+CLOCK_MHZ = 1750
+"""The SM clock in MHz that converts cycles to time."""
+SCHEDULERS = 4
+"""The number of warp schedulers per SM."""
+MIN_TENSOR_CYCLES = 13
+"""The smallest number of tensor-core cycles of one wgmma, however few rows it has."""
+
+
+@dataclass(frozen=True)
+class MmaCosts:
+    """Constants of the cost model of the mma kernel.
+
+    Attributes:
+        launch_us: time from the end of the preceding kernel to the end of the launch that nothing else accounts for.
+        nonresident_us: delay if less than half of the next kernel's CTAs can become resident during the launch.
+        wave_us: additional time per additional wave of CTAs.
+        reduction_us: time of the split-K reduction.
+        consumer_us: time per consumer to add up the accumulators of a CTA.
+        uneven_us: additional time if the warps of a consumer are no power of two and copy x in several passes.
+        stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
+        norm: exponent of the p-norm.
+        latency_ns: time of a warp per weight tile if it is alone on its scheduler, by ``x_rows``.
+        issue_ns: time of a scheduler per weight tile, by ``x_rows``.
+    """
+
+    launch_us: float = 1.21
+    nonresident_us: float = 0.83
+    wave_us: float = 1.24
+    reduction_us: float = 0.155
+    consumer_us: float = 0.0143
+    uneven_us: float = 0.304
+    stream_factor: float = 1.014
+    norm: float = 2.1
+    latency_ns: dict[int, int] = field(default_factory=lambda: {1: 260, 2: 311, 4: 251, 8: 311, 16: 145})
+    issue_ns: dict[int, int] = field(default_factory=lambda: {1: 119, 2: 117, 4: 150, 8: 142, 16: 275})
+
+
+@dataclass(frozen=True)
+class WgmmaCosts:
+    """Constants of the cost model of the wgmma kernel. Cycles are per k tile and m64 tile (128 k and 64 columns).
+
+    Attributes:
+        launch_us, nonresident_us, wave_us, stream_factor, norm: as in `MmaCosts`.
+        late_us: ``nonresident_us`` without ``prefetch_weights``, for any number of resident CTAs.
+        reduction_us: fixed time of the split-K reduction.
+        exchange_ns: time of the split-K reduction per accumulator that a CTA sends, in nanoseconds.
+        consumer_ns: time to add up the accumulators of a CTA, per consumer and accumulator, in nanoseconds.
+        store_ns: time to store y, per accumulator of a CTA, in nanoseconds.
+        tensor_factor: fraction of the tensor-core cycles that does not overlap with issuing other instructions.
+        dequantize_cycles: issue cycles to dequantize weights.
+        scale_cycles: additional issue cycles to scale weights, with ``scaled``.
+        accumulate_cycles: issue cycles per row to scale accumulators, without ``scaled``.
+        iteration_cycles: cycles per k tile of a consumer that is alone on its SM, for any number of m64 tiles.
+        consumer_cycles: cycles of this consumer.
+        consumer_row_cycles: cycles of this consumer per row.
+        unscaled_row_cycles: additional cycles of this consumer per row, without ``scaled``.
+        refill_us: time from the release of a stage until its next copies have landed.
+        copy_bytes_per_cycle: bandwidth of copies to the shared memory of an SM, in bytes per cycle.
+    """
+
+    launch_us: float = 1.48
+    nonresident_us: float = 0.69
+    late_us: float = 0.3
+    wave_us: float = 2.07
+    reduction_us: float = 0.007
+    exchange_ns: float = 0.126
+    consumer_ns: float = 0.0268
+    store_ns: float = 0.0036
+    stream_factor: float = 1.16
+    norm: float = 3.67
+    tensor_factor: float = 0.8
+    dequantize_cycles: float = 114.0
+    scale_cycles: float = 55.0
+    accumulate_cycles: float = 0.89
+    iteration_cycles: float = 64.5
+    consumer_cycles: float = 241.0
+    consumer_row_cycles: float = 2.0
+    unscaled_row_cycles: float = 1.98
+    refill_us: float = 0.623
+    copy_bytes_per_cycle: float = 98.6
+
+
+MMA_COSTS, WGMMA_COSTS = MmaCosts(), WgmmaCosts()
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """How the CTAs of a launch occupy the GPU.
+
+    Attributes:
+        resident: largest number of resident CTAs per SM.
+        busiest: number of CTAs on the SM that gets most of them.
+        waves: number of CTAs that the busiest SM runs one after the other.
+        concurrent: number of CTAs that the busiest SM runs at the same time.
+        used: fraction of the GPU's places for CTAs that the launch takes; more than 1 if it has several waves.
+        nonresident: fraction (0 to 1) of half of the next kernel's CTAs that cannot become resident during the launch.
+    """
+
+    resident: int
+    busiest: int
+    waves: int
+    concurrent: int
+    used: float
+    nonresident: float
+
+    @classmethod
+    def of(cls, config: GemmSm90Config, problem: Problem, device: Device) -> Occupancy:
+        """Return the occupancy of a configuration's launch."""
+        ctas, resident = math.prod(config.grid(problem, device)), config.resident(problem, device)
+        sms = resident_clusters(device, config.split_k) * config.split_k
+        busiest = ceil_div(ctas, sms)
+        used = ctas / (resident * sms)
+        nonresident = 1 - min(1.0, max(0.0, 2 / used - 2))
+        return cls(resident, busiest, ceil_div(busiest, resident), min(busiest, resident), used, nonresident)
+
+
+def _norm(times: tuple[float, ...], exponent: float) -> float:
+    return float(sum(time**exponent for time in times) ** (1 / exponent))
+
+
+def _k_tiles(config: GemmSm90Config, problem: Problem) -> tuple[int, int]:
+    """Return the number of k tiles per CTA, and of those that its busiest consumer computes."""
+    k_tiles = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.split_k)
+    return k_tiles, ceil_div(ceil_div(k_tiles, config.k_tiles), config.consumers) * config.k_tiles
+
+
+def estimate_mma_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
+    """Return the run time of the mma kernel in microseconds."""
+    costs, at = MMA_COSTS, Occupancy.of(config, problem, device)
+    _, mine = _k_tiles(config, problem)
+    warps = at.concurrent * config.consumers * config.consumer_warps
+    overlapping = (
+        at.waves * ceil_div(warps, SCHEDULERS) * mine * costs.issue_ns[config.x_rows] * 1e-3,
+        at.waves * mine * costs.latency_ns[config.x_rows] * 1e-3,
+        costs.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
+    )
+    us = costs.launch_us + costs.nonresident_us * at.nonresident + costs.wave_us * max(0.0, at.used - 1)
+    us += costs.reduction_us if config.split_k > 1 else 0.0
+    us += costs.consumer_us * config.consumers
+    us += costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0
+    return us + _norm(overlapping, costs.norm)
+
+
+def estimate_wgmma_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
+    """Return the run time of the wgmma kernel in microseconds."""
+    costs, at = WGMMA_COSTS, Occupancy.of(config, problem, device)
+    k_tiles, mine = _k_tiles(config, problem)
+    rows, columns = config.block_m, config.block_n
+    tensor_cycles = costs.tensor_factor * max(rows / 2, MIN_TENSOR_CYCLES) * (WEIGHT_TILE_K // 16)
+    issue_cycles = costs.dequantize_cycles
+    issue_cycles += costs.scale_cycles if config.scaled else costs.accumulate_cycles * rows
+    row_cycles = costs.consumer_row_cycles + (0.0 if config.scaled else costs.unscaled_row_cycles)
+    loop_cycles = costs.iteration_cycles + config.m64_tiles * (costs.consumer_cycles + row_cycles * rows)
+    k_tile_bytes = 2 * WEIGHT_TILE_K * rows + problem.weight_bytes / problem.k / problem.n * WEIGHT_TILE_K * columns
+    copy_us = k_tile_bytes / (costs.copy_bytes_per_cycle * CLOCK_MHZ)
+    # With `scaled`, a consumer releases a stage one iteration later.
+    free_stages = max(config.stages - (config.consumers if config.scaled else 0), 0.5)
+    overlapping = (
+        at.busiest * k_tiles * columns / 64 * (tensor_cycles + issue_cycles) / CLOCK_MHZ,
+        at.waves * mine * loop_cycles / CLOCK_MHZ,
+        at.busiest * k_tiles * copy_us,
+        at.waves * k_tiles * (costs.refill_us / config.k_tiles + at.concurrent * copy_us) / free_stages,
+        costs.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
+    )
+    accumulators = rows * columns
+    us = costs.launch_us + costs.wave_us * (at.waves - 1)
+    us += costs.nonresident_us * at.nonresident if config.prefetch_weights else costs.late_us
+    if config.split_k > 1:
+        sent = accumulators * (config.split_k - 1) / config.split_k
+        us += costs.reduction_us + costs.exchange_ns * sent * 1e-3
+    us += (costs.consumer_ns * config.consumers + costs.store_ns) * accumulators * 1e-3
+    return us + power_limited_us(_norm(overlapping, costs.norm), problem)
