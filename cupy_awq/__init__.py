@@ -41,10 +41,10 @@ _MODULES = {
     "quantize_activations": "ops.quantized_linear",
     "unpack_int4": "packing",
 }
-"""The module of each public name; ``__init__.pyi`` declares the same names for type checkers."""
+"""The module that defines each public name; ``__init__.pyi`` declares the same names for type checkers."""
 
 _SUBMODULES = ("checkpoint", "llm", "packing", "reference")
-"""The public submodules, as attributes of the package."""
+"""The names of the public submodules, which are attributes of the package."""
 
 __all__ = sorted(_MODULES)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic writing of files: a reader finds the whole new file or the one before it, even if the writer is killed."""
+"""Atomic writing of files: a reader sees either the complete new file or the old file, even if the writer is killed."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import BinaryIO
 
 SUFFIX = ".part"
-"""The end of the names of unfinished files and folders, which no reader opens."""
+"""The suffix of the names of unfinished files and folders, which readers do not open."""
 
 
 def name_aside(path: Path) -> Path:
-    """Return a new random name in the same folder, for what will get the name ``path`` when it is complete."""
+    """Return a random temporary name in the folder of ``path``, for a file or folder to be renamed to ``path``."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}{SUFFIX}")
 
 
 @contextlib.contextmanager
 def create(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file for writing that gets the name ``path`` at the end of the block, in place of an older file.
+    """Open a temporary file for writing; at the end of the block, rename it to ``path``, replacing an existing file.
 
-    After an error in the block, the new file is removed and the older one remains. A killed process leaves the new file
-    under the name of `name_aside`.
+    If the block raises an error, the temporary file is removed and the existing file is kept. If the process is killed,
+    the temporary file is left behind, with the suffix `SUFFIX`.
 
     Raises:
         OSError: the file cannot be written; the error names ``path``.
     """
     aside = name_aside(path)
     try:
-        file = aside.open("xb")  # "x": an existing file of this name would not be ours to remove
+        file = aside.open("xb")  # mode x fails if the file exists: another process's file must not be removed below
         try:
             with file:
                 yield file
@@ -44,5 +44,5 @@ def create(path: Path) -> Iterator[BinaryIO]:
             raise
     except OSError as error:
         if error.errno is None or error.filename not in (None, str(aside)):
-            raise  # an error of another file
+            raise  # the error is about another file
         raise OSError(error.errno, error.strerror, str(path)) from None

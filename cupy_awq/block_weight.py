@@ -104,6 +104,11 @@ class BlockQuantizedWeight:
         dtype: np.dtype[Any] = self.scale.dtype
         return dtype
 
+    @property
+    def nbytes(self) -> int:
+        """The total size of codes, scales and offsets in bytes."""
+        return int(self.stored.nbytes + self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes))
+
     @cached_property
     def zero_points(self) -> Array | None:
         """The zero points offset / scale, int8 [Co, blocks]; None unless all are integers in -8 .. 8, as in AWQ.

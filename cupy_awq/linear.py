@@ -13,10 +13,10 @@ from cupy_awq.check import Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Fusion
 from cupy_awq.kernels.repack import WEIGHT_TILE_N
-from cupy_awq.ops import gemm_launch
+from cupy_awq.ops import concatenation, gemm_launch
 from cupy_awq.ops import plan as planning
+from cupy_awq.ops.gather_columns import check_order, gather_columns
 from cupy_awq.ops.repack import RepackedWeight, repack
-from cupy_awq.packing import namespace
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.weight import PackedWeight, check_packed
 
@@ -51,10 +51,13 @@ class AwqLinear:
         keep_weight: False to free the AWQ tensors after repacking, which halves the memory of the layer. The layer then
             accepts x only in float16 and bfloat16, and cannot be copied, pickled or concatenated. A layer without a
             repacked copy, or with an ``x_dtype``, always keeps its AWQ tensors.
-        batch_invariant: True to give each row of y the same bits whatever the other rows of x and their number, also in
-            a `plan`: one order of additions along K for every M, which K, N, the group size, the dtypes and the GPU
-            determine. On a Hopper GPU a GEMM of any M may then round each dequantized weight to the dtype of x. Not
-            with an ``x_dtype``.
+        batch_invariant: True to make the bits of each row of y independent of the other rows of x and of their number,
+            also in a `plan`. The order of additions along K is then the same for every M; it depends only on K, N, the
+            group size, the dtypes and the GPU. On a Hopper GPU, a GEMM of any M may then round each dequantized weight
+            to the dtype of x. Not supported with an ``x_dtype``.
+        order: int32 [K], a permutation of 0 to K - 1 on the weight's device, for y = activation(x[..., order] @ W +
+            bias): the activation order of a weight whose rows are sorted by group, as GPTQ's ``desc_act`` makes. None
+            for x as it is. A GPU gathers the columns of x in one additional launch.
 
     Raises:
         TypeError, ValueError: an argument does not fit the weight; in a call: x, out, residual or dtype.
@@ -74,6 +77,7 @@ class AwqLinear:
         "_bias",
         "_launches",
         "_operand",
+        "_order",
         "_pointers",
         "_quantized",
         "_splits",
@@ -91,9 +95,10 @@ class AwqLinear:
         x_dtype: str | None = None,
         keep_weight: bool = True,
         batch_invariant: bool = False,
+        order: Array | None = None,
     ) -> None:
         check_packed(weight)
-        (bias,) = arrays.views(bias=bias)
+        bias, order = arrays.views(bias=bias, order=order)
         spec = weight.spec
         if bias is not None:
             check.validate_bias(bias, spec.n, None, spec.device)
@@ -101,6 +106,7 @@ class AwqLinear:
         self._splits: tuple[int, ...] = (check.out_features(spec.n, form),)
         self._weight = weight
         self._bias = bias
+        self._order = None if order is None else check_order(order, spec.k, spec.device)
         self._activation = activation
         self._launches: dict[Any, gemm_launch.GemmLaunch] = {}
         if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8")):
@@ -138,7 +144,7 @@ class AwqLinear:
 
         Args:
             parts: weights, or layers without activation and x_dtype. All must have the same K, group size, dtype, form
-                of zero points and device.
+                of zero points, device and `order`, which the new layer keeps.
             activation, x_dtype, keep_weight, batch_invariant: the settings of the new layer, as in `AwqLinear`.
 
         Raises:
@@ -179,11 +185,14 @@ class AwqLinear:
                 raise ValueError(f"parts[{i}]: expected a layer without an activation, got {layer.activation!r}")
             if layer.x_dtype is not None:
                 raise ValueError(f"parts[{i}]: expected a layer without an x_dtype, got {layer.x_dtype!r}")
+        order = concatenation.common_order([None if layer is None else layer.order for layer in layers])
         with placement.use_device(first.device):
-            qweight, scales = (_joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales"))
-            qzeros = None if first.zeros == "symmetric" else _joined([w.qzeros for w in weights])
-            bias = _joined_bias(weights, [None if layer is None else layer.bias for layer in layers])
-            options = {"activation": activation, "x_dtype": x_dtype, "keep_weight": keep_weight}
+            qweight, scales = (
+                concatenation.joined([getattr(w, name) for w in weights]) for name in ("qweight", "scales")
+            )
+            qzeros = None if first.zeros == "symmetric" else concatenation.joined([w.qzeros for w in weights])
+            bias = concatenation.joined_bias(weights, [None if layer is None else layer.bias for layer in layers])
+            options = {"activation": activation, "x_dtype": x_dtype, "keep_weight": keep_weight, "order": order}
             options["batch_invariant"] = batch_invariant
             whole = cls(PackedWeight(qweight, scales, qzeros), bias=bias, **options)
         if len(whole.splits) == 1 and whole.splits[0] == whole.shape[1]:
@@ -216,8 +225,13 @@ class AwqLinear:
 
     @property
     def batch_invariant(self) -> bool:
-        """True if the bits of a row of y do not depend on the other rows of x and their number."""
+        """Whether the bits of each row of y are independent of the other rows of x and of their number."""
         return self._batch_invariant
+
+    @property
+    def order(self) -> Array | None:
+        """The activation order, int32 [K] for y = x[..., order] @ W, or None without one. Do not modify the array."""
+        return self._order
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -256,6 +270,11 @@ class AwqLinear:
     def __call__(
         self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
     ) -> Array:
+        if self._order is not None:
+            (x,) = arrays.views(x=x)
+            spec = self._weight.spec
+            check.validate_x(x, spec.k, dtype, spec.device)
+            x = gather_columns(x, self._order)
         if self._quantized is not None:
             return self._multiply_quantized(self._quantized, x, out, residual, dtype)
         # Validation and kernel selection depend only on shapes, strides and dtypes, so a cached launch needs neither.
@@ -330,14 +349,14 @@ class AwqLinear:
             )
         options = {"bias": self._bias, "activation": self._activation, "dtype": dtype}
         options["batch_invariant"] = self._batch_invariant
-        return planning.plan(x, self._operand, residual=residual, out=out, **options)
+        return planning.make_plan(x, self._operand, self._order, residual, out, **options)
 
     def plan_fused(self, m: int, fusion: Fusion, /, *, dtype: Any = "float16") -> planning.FusedPlan | None:
         """Return a plan of this layer's GEMM that is fused with the residual add or the RMSNorm of a decoder layer.
 
         Returns None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
-        the activation of the layer is not supported; or if the layer is batch-invariant, because a fused GEMM rounds
-        its result in other places.
+        the activation of the layer is not supported. Also returns None for a batch-invariant layer, because a fused
+        GEMM rounds intermediate results differently. The plan takes x in the layer's `order`.
 
         Args:
             m: the number of rows of x.
@@ -385,11 +404,12 @@ class AwqLinear:
         activation = f", activation={self._activation!r}" if self._activation is not None else ""
         x_dtype = f", x_dtype={self.x_dtype!r}" if self.x_dtype else ""
         invariant = ", batch_invariant=True" if self._batch_invariant else ""
-        return f"AwqLinear({self._weight}{', bias' if self._bias is not None else ''}{activation}{x_dtype}{invariant})"
+        parts = f"{', bias' if self._bias is not None else ''}{', order' if self._order is not None else ''}"
+        return f"AwqLinear({self._weight}{parts}{activation}{x_dtype}{invariant})"
 
     def __reduce__(self) -> Any:
         settings = {"activation": self._activation, "x_dtype": self.x_dtype, "batch_invariant": self._batch_invariant}
-        return _restored, (self.weight, self._bias, settings, self._splits)
+        return _restored, (self.weight, self._bias, settings | {"order": self._order}, self._splits)
 
 
 def _restored(weight: PackedWeight, bias: Array | None, settings: dict[str, Any], splits: tuple[int, ...]) -> AwqLinear:
@@ -407,26 +427,3 @@ def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> Block
     block_weight = from_packed(weight)
     check_layer(block_weight, activation, x_dtype)
     return block_weight
-
-
-def _joined(arrays: Sequence[Array]) -> Array:
-    """Concatenate arrays along the last axis."""
-    return namespace(arrays[0]).concatenate(arrays, axis=-1)
-
-
-def _joined_bias(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> Array | None:
-    """Concatenate biases along N; a missing bias counts as zeros.
-
-    Returns:
-        The bias in the common dtype of all biases, or in float32 if they differ; None if all are missing.
-    """
-    types = {bias.dtype for bias in biases if bias is not None}
-    if not types:
-        return None
-    dtype = types.pop() if len(types) == 1 else check.FLOAT32
-    columns = [weight.shape[1] for weight in weights]
-    whole = namespace(weights[0].qweight).zeros(sum(columns), dtype)
-    for bias, size, end in zip(biases, columns, np.cumsum(columns).tolist(), strict=True):
-        if bias is not None:
-            whole[end - size : end] = bias
-    return whole

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from cupy_awq import checkpoint
 from cupy_awq.check import Array
-from cupy_awq.checkpoint import CheckpointError, Contents, Tensor
+from cupy_awq.checkpoint import Contents, Tensor
 from cupy_awq.linear import AwqLinear
 from cupy_awq.runtime import placement
 from cupy_awq.weight import PackedWeight
@@ -45,12 +45,10 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
 
         if isinstance(item, Tensor):
             return place(item.array)
-        if item.order is not None:
-            raise CheckpointError(f"module {name!r:.200}: expected no activation order, got one")
         weight = item.weight
         with placement.use_device(self._device):
             placed = PackedWeight(place(weight.qweight), place(weight.scales), place(weight.qzeros))
-            return AwqLinear(placed, bias=place(item.bias))
+            return AwqLinear(placed, bias=place(item.bias), order=place(item.order))
 
     def __contains__(self, name: object) -> bool:
         return name in self._contents
@@ -75,8 +73,9 @@ def load(path: str | os.PathLike[str], /, *, device: object = None, group_size: 
     memory-mapped file at the first access of its name, repacked unless its format is AutoAWQ's "gemm", and copied to
     the device once. On the CPU, layers from "gemm" files use the memory-mapped file without a copy.
 
-    A module without ``qzeros`` is symmetric (every zero point is 8). A module that is not quantized appears as plain
-    tensors in their original dtype.
+    A module with an activation order (``g_idx`` of GPTQ or compressed-tensors) has its rows sorted by group, and its
+    layer has an `AwqLinear.order`. A module without ``qzeros`` is symmetric (every zero point is 8). A module that is
+    not quantized appears as plain tensors in their original dtype.
 
     Args:
         path: a folder with ``config.json`` (or an older file with the quantization settings) and ``model.safetensors``

@@ -98,7 +98,7 @@ def matmul(
         residual: an array of y's shape and dtype, any strides, or None.
         out: an array of y's shape and dtype to fill and return, any strides, or None.
         dtype: bfloat16 for a uint16 x; else None or x's dtype.
-        batch_invariant: True to give each row of y the same bits whatever the other rows of x; slower for many rows.
+        batch_invariant: True to make the bits of each row of y independent of the other rows; slower for many rows.
 
     Returns:
         y [..., N] of x's dtype; [..., N/2] for "swiglu".
@@ -135,12 +135,12 @@ def matmul(
 
 
 def multiply_rows(x: Array, w: Array) -> Array:
-    """Return x @ w for matrices, one vector-matrix product per row of x, so that no row affects the bits of another.
+    """Return x @ w, computed by one vector-matrix product per row of x, so that no row affects the bits of another.
 
-    A matrix-matrix product of BLAS adds in an order that may depend on the number of rows.
+    In a matrix-matrix product, BLAS may choose the order of additions by the number of rows.
     """
     y = np.empty((len(x), w.shape[1]), w.dtype)
-    row = np.empty(x.shape[1], x.dtype)  # the same alignment for all rows
+    row = np.empty(x.shape[1], x.dtype)  # one buffer, so that all rows have the same alignment
     for i in range(len(x)):
         row[:] = x[i]
         y[i] = row @ w

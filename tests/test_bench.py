@@ -92,7 +92,7 @@ def test_bench_without_a_gpu_times_numpy_and_says_so(capsys: pytest.CaptureFixtu
         [shape, "numpy", m] for shape in ("128x16", "64x8") for m in ("1", "4")
     ]
     assert all(line.split()[-3:] == ["-", "-", "-"] for line in rows)
-    assert note.startswith("No GPU here")
+    assert note.startswith("No GPU: ")
     assert "bench: 64x8: M=4" in captured.err.splitlines()
 
 

@@ -31,11 +31,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def numbers(tensors: dict[str, Array], name: str) -> Packed:
+def numbers(tensors: dict[str, Array], name: str, group: int = GROUP) -> Packed:
     """The numbers of a layer in AutoAWQ's layout."""
     codes, zeros = (unpack_int4(tensors[f"{name}.{part}"]) for part in ("qweight", "qzeros"))
-    groups = np.arange(len(codes), dtype=np.int32) // GROUP
-    return Packed(codes, zeros, tensors[f"{name}.scales"], GROUP, groups)
+    groups = np.arange(len(codes), dtype=np.int32) // group
+    return Packed(codes, zeros, tensors[f"{name}.scales"], group, groups)
 
 
 def parts_of(layout: str, w: Packed) -> dict[str, Array]:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.family import AnyFamily, Config
-from cupy_awq.kernels.gemm_sm90 import FUSION_BUFFERS
 from cupy_awq.kernels.problem import Problem, Strides
 from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.runtime import device
@@ -100,12 +99,14 @@ def repack(run: Run, problem: Problem, weight: PackedWeight, facts: device.Devic
 
 def residual_stream(problem: Problem, rng: np.random.Generator) -> dict[str, np.ndarray | None]:
     """Return random buffers of a problem's fusion, with NaN wherever the kernel must write."""
-    stream: dict[str, np.ndarray | None] = dict.fromkeys(FUSION_BUFFERS)
+    stream: dict[str, np.ndarray | None] = dict.fromkeys(problem.fusion.buffers if problem.fusion else ())
     stream["previous_inverse_rms"] = rng.uniform(16, 640, problem.m).astype(np.float32)
     if problem.adds_to_stream:
         stream["h"] = rng.standard_normal((problem.m, problem.n)).astype(np.float32)
         stream["norm_weight"] = (1 + rng.standard_normal(problem.n) / 4).astype(np.float32)
         stream["square_sums"] = np.full((problem.m, -(-problem.n // 32)), np.nan, np.float32)
+        if problem.orders_y:
+            stream["positions"] = rng.permutation(problem.n).astype(np.int32)
     elif problem.rms_norms_x:
         stream["square_sums"] = rng.uniform(1, 50, (problem.m, -(-problem.k // 32))).astype(np.float32)
         stream["inverse_rms"] = np.full(problem.m, np.nan, np.float32)
@@ -160,6 +161,8 @@ def check_matmul(
         x *= (inverse_rms / given["previous_inverse_rms"] * 64)[:, None]
     reference, size = expected(problem, x, w, bias, residual)
     if problem.adds_to_stream:
+        if stream.get("positions") is not None:
+            y = y[:, stream["positions"]]
         # Its bits follow from those of h, which stands for all of y.
         h, factor = stream["h"].astype(np.float64), given["norm_weight"] * given["previous_inverse_rms"][:, None] / 64
         np.testing.assert_allclose(y, h * factor, rtol=2 * BOUNDS[problem.dtype], atol=1e-7)

@@ -153,11 +153,11 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
     def forward(ops: DecoderOps) -> list[np.ndarray]:
         stream = ResidualStream(start.copy())
         stream, x = ops.norm_and_project(stream, first, enter)
-        stream = ops.project_and_add(stream, x, leave, second)
+        stream = ops.project_and_add(stream, x, leave, second, enter)
         stream, y = ops.norm_and_project(stream, second, enter)
-        stream = ops.project_and_add(stream, y, leave, first)
+        stream = ops.project_and_add(stream, y, leave, first, None)
         stream, z = ops.norm_and_project(stream, first, lambda x: x)  # not a GEMM that could divide by the RMS
-        last = ops.rms_norm(ops.project_and_add(stream, y, leave, None), second)
+        last = ops.rms_norm(ops.project_and_add(stream, y, leave, None, None), second)
         return [a.astype(np.float32) for a in (y, z, last)]
 
     found, wanted = forward(ops), forward(plain)

@@ -256,6 +256,25 @@ def test_dense_gemm_matches_the_float64_product(
         check_close(y, x.astype(np.float64) @ w.astype(np.float64).T + (added if bias else 0), bound)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 50, 96), (17, 33, 64), (16, 20, 4640), (3, 1100, 544), (2, 30, 2080)])
+def test_dense_gemm_of_8_bit_codes_multiplies_the_rounded_weight(
+    backend: str, arch: int, dtype: str, block: int, m: int, n: int, k: int
+) -> None:
+    rng = np.random.default_rng(m)
+    x, scales = normal(rng, m, k, dtype=DTYPES[dtype]), normal(rng, n, k // block, dtype=DTYPES[dtype])
+    codes, bias = rng.integers(0, 256, (n, k), dtype=np.uint8), normal(rng, n)
+    w = (np.repeat(scales.astype(np.float32), block, axis=1) * (codes.astype(np.float32) - 128)).astype(x.dtype)
+    for out, bound in ((dtype, BOUNDS[dtype]), ("float32", 2e-6)):
+        y = nan(m, n, dtype=DTYPES[out])
+        plan = llm.plan_dense(facts(arch, backend), m, n, k, dtype, out, bias=True, block=block)
+        runner(backend)(plan, {**frozen(x=x, codes=codes, code_scales=scales, bias=bias), "y": y})
+        check_close(y, x.astype(np.float64) @ w.astype(np.float64).T + bias, bound)
+
+
 VOCAB = 3001  # odd, so that rows begin at each of the four alignments modulo 16 bytes
 
 

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cupy_awq import llm
+from cupy_awq import PackedWeight, llm, quantize
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm import layer_quantizer, model_quantizer
 from cupy_awq.quantization import Recipe
+from cupy_awq.tools import quantize_command
 from cupy_awq.tools.command_line import main
 from tests import llm_models
 
@@ -23,14 +26,14 @@ TEXT = "The quick brown fox jumps over the lazy dog. 0123456789, and so on; agai
 OPTIONS: dict[str, Any] = {"group_size": 16, "samples": 4, "sequence_length": 64}
 
 
-def dense_folder(path: Path, config: dict[str, Any]) -> Path:
+def dense_folder(path: Path, config: dict[str, Any], dtype: Any = np.float16) -> Path:
     """Write a folder of a model with dense weights, some of whose channels have large activations."""
     path.mkdir()
     tensors = llm_models.tensors(config, plain=("proj",))
     for name, a in tensors.items():
         if name.endswith("layernorm.weight"):
             a[::7] *= 6
-    save_file(tensors, path / "model.safetensors")
+    save_file({name: a.astype(dtype) for name, a in tensors.items()}, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": llm_models.TEMPLATE}))
     llm_models.tokenizer().save(str(path / "tokenizer.json"))
@@ -51,22 +54,42 @@ def sequences(files: llm.ModelFiles) -> list[list[int]]:
     return model_quantizer.cut_sequences(files.load_tokenizer(), [TEXT], 4, 64)
 
 
-def test_folded_layer_gives_the_outputs_of_the_original(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", llm_models.FAMILIES)
+def test_folded_layer_gives_the_outputs_of_the_original(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Replaces the quantization by the folded weights themselves, so that only the folding is left."""
-    files = llm.read(model)
+    files = llm.read(dense_folder(tmp_path / "dense", llm_models.FAMILIES[family], np.float32))
 
-    changes = []
+    changes: list[float] = []
+    fold = layer_quantizer._fold
 
-    def keep(index: int, folded: Any, moments: Any, recipe: Any) -> Any:
-        for name, (w, _) in folded.linears.items():
-            original = files.tensors[f"model.layers.{index}.{name}.weight"]()
-            changes.append(np.abs(w - original).max())
-        return layer_quantizer.QuantizedLayer(index, {}, {}, {}, 0.0), folded
+    def record(config: Any, weights: Any, *others: Any) -> Any:
+        folded = fold(config, weights, *others)
+        changes.extend(np.abs(w - weights.linears[name][0]).max() for name, (w, _) in folded[0].linears.items())
+        return folded
 
+    def keep(folded: Any, *others: Any) -> Any:
+        return {name: Unquantized(w) for name, (w, _) in folded.linears.items()}
+
+    monkeypatch.setattr(layer_quantizer, "_fold", record)
     monkeypatch.setattr(layer_quantizer, "_quantize", keep)
     for layer in layer_quantizer.quantize_layers(files, sequences(files), Recipe(16)):
         assert layer.output_error < 1e-5
-    assert min(changes) > 0.001
+        assert all(error < 1e-9 for _, error in layer.errors.values())
+    assert np.mean(np.array(changes) > 0.001) > 0.7  # the identity may be the best
+
+
+class Unquantized(NamedTuple):
+    """A weight in the place of its quantized form."""
+
+    w: np.ndarray
+
+    def dequantize(self) -> np.ndarray:
+        return self.w
+
+    def pack(self) -> PackedWeight:
+        return quantize(self.w.T, group_size=16)
 
 
 def test_every_linear_layer_has_at_most_the_error_of_round_to_nearest(model: Path) -> None:
@@ -83,8 +106,8 @@ def test_every_linear_layer_has_at_most_the_error_of_round_to_nearest(model: Pat
 @pytest.mark.parametrize("format_name", ["autoawq", "compressed-tensors"])
 def test_written_folder_runs_and_is_the_same_each_time(model: Path, tmp_path: Path, format_name: str) -> None:
     for name in ("first", "second"):
-        reports = llm.quantize(model, tmp_path / name, [TEXT], format_name=format_name, **OPTIONS)
-        assert [report["layer"] for report in reports] == [0, 1]
+        report = llm.quantize(model, tmp_path / name, [TEXT], format_name=format_name, **OPTIONS)
+        assert [layer["layer"] for layer in report.layers] == [0, 1]
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
     assert first == second
     settings = json.loads((tmp_path / "first" / "config.json").read_text())["quantization_config"]
@@ -115,10 +138,76 @@ def test_killed_run_resumes_with_the_same_result(llama: Path, tmp_path: Path) ->
     assert whole == parts
 
 
+@pytest.mark.parametrize("format_name", ["autoawq", "compressed-tensors"])
+def test_ignored_layers_stay_dense_and_the_model_runs(model: Path, tmp_path: Path, format_name: str) -> None:
+    pattern = r"layers\.0\.(self_attn\.[qkv]|mlp\.up)|down_proj"
+    report = llm.quantize(model, tmp_path / "new", [TEXT], ignore=pattern, format_name=format_name, **OPTIONS)
+    assert list(report.layers[0]["errors"]) == ["self_attn.o_proj", "mlp.gate_proj"]
+    assert "mlp.down_proj" not in report.layers[1]["errors"]
+    settings = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    dense = settings["modules_to_not_convert" if format_name == "autoawq" else "ignore"]
+    linears = [name for name in dense if "layers" in name]
+    assert len(linears) == 6
+    assert all(re.search(pattern, name) for name in linears)
+    scores = [llm.load(folder, device="cpu").score(TEXT[:200]) for folder in (model, tmp_path / "new")]
+    assert scores[1].log_likelihood == pytest.approx(scores[0].log_likelihood, rel=0.05)
+
+
+def test_ignoring_everything_keeps_the_model(llama: Path, tmp_path: Path) -> None:
+    report = llm.quantize(llama, tmp_path / "new", [TEXT], ignore="", **OPTIONS)
+    assert all(layer["errors"] == {} and layer["output_error"] == 0 for layer in report.layers)
+
+
+def test_report_compares_layers_and_perplexities(llama: Path, tmp_path: Path) -> None:
+    report = llm.quantize(llama, tmp_path / "new", [TEXT], evaluate=TEXT[:200], **OPTIONS)
+    assert list(report.perplexities) == ["16-bit", "rtn", "result"]
+    for name, folder in (("16-bit", llama), ("result", tmp_path / "new")):
+        assert report.perplexities[name] == llm.load(folder, device="cpu").score(TEXT[:200]).perplexity
+    options = {**OPTIONS, "samples": 1, "sequence_length": 8}
+    llm.quantize(llama, tmp_path / "rtn", [TEXT], method="rtn", **options)
+    assert report.perplexities["rtn"] == llm.load(tmp_path / "rtn", device="cpu").score(TEXT[:200]).perplexity
+    stored = json.loads((tmp_path / "new" / "quantization_report.json").read_text())
+    assert stored["perplexities"] == report.perplexities
+    assert [layer["output_error"] < layer["nearest_output_error"] for layer in stored["layers"]] == [True, True]
+    assert stored["memory_bytes"]["cpu"] > 1e6
+    lines = (tmp_path / "new" / "quantization_report.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["Error", "layer", "0", "1", *["perplexity"] * 3, "awq+gptq,"]
+    assert (tmp_path / "new" / "quantization_report.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "new", "rtn"]
+
+
+def test_report_has_no_plot_without_matplotlib(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    llm.quantize(llama, tmp_path / "new", [TEXT], **OPTIONS)
+    assert not (tmp_path / "new" / "quantization_report.png").exists()
+    assert (tmp_path / "new" / "quantization_report.txt").exists()
+
+
+def test_full_disk_leaves_no_folder_and_the_run_resumes(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = model_quantizer.safetensors.write
+
+    def fail(path: Path, tensors: Any) -> None:
+        if "00001" in path.name:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device", str(path))
+        write(path, tensors)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model_quantizer.safetensors, "write", fail)
+        with pytest.raises(OSError, match="No space left on device"):
+            llm.quantize(llama, tmp_path / "new", [TEXT], **OPTIONS)
+    assert not (tmp_path / "new").exists()
+    report = llm.quantize(llama, tmp_path / "new", [TEXT], resume=True, **OPTIONS)
+    assert len(report.layers) == 2
+
+
 def invalid() -> Iterator[Any]:
     yield {"method": "best"}, ValueError, r"^method: expected one of rtn"
     yield {"format_name": "gguf"}, ValueError, r"^format_name: expected autoawq"
     yield {"group_size": 24}, ValueError, r"^group_size: expected a divisor of .* such as 32, got 24$"
+    yield {"ignore": "("}, ValueError, r"^ignore: expected a regular expression, got '\('"
     yield {"samples": 0}, ValueError, r"^samples, sequence_length: expected positive"
     yield {"samples": 128}, ValueError, r"^texts: expected at least 4096 tokens, got \d+$"
 
@@ -164,13 +253,33 @@ def test_command_quantizes_a_folder(llama: Path, tmp_path: Path, capsys: pytest.
     arguments = ["quantize", str(llama), str(tmp_path / "new"), "--calibration", str(tmp_path / "texts"), *options]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4
-    assert lines[-1].startswith(f"{tmp_path / 'new'}: awq+gptq, group size 16, ")
+    assert lines[-2].startswith("awq+gptq, group size 16, ")
+    assert lines[-1] == f"{tmp_path / 'new'}: written"
     assert main(arguments) == 2
     assert "expected a new or empty folder" in capsys.readouterr().err
     (tmp_path / "texts" / "a.txt").unlink()
     assert main([*arguments[:2], str(tmp_path / "other"), *arguments[3:]]) == 2
     assert "expected a folder of .txt or .md files, got none" in capsys.readouterr().err
+
+
+def test_command_without_calibration_says_what_it_needs(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", str(llama), str(tmp_path / "new")]) == 2
+    assert "--calibration: expected a text file or a folder of .txt and .md files, with" in capsys.readouterr().err
+    missing = str(tmp_path / "missing.txt")
+    assert main(["quantize", str(llama), str(tmp_path / "new"), "--calibration", missing]) == 2
+    assert "missing.txt" in capsys.readouterr().err
+
+
+def test_progress_bar_tells_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = quantize_command._Progress()
+    for done in range(4):
+        progress(done + 1, 4, None if done == 0 else {})
+    shown = capsys.readouterr().err.split("\r")
+    assert shown[1].startswith("[#######.......................] layer 1 of 4 ")
+    assert shown[2].startswith("[###############...............] layer 2 of 4, 0:00 left")
+    assert shown[-1].endswith("layer 4 of 4, 0:00 left   \n")
 
 
 def test_score_compares_models_in_a_table(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

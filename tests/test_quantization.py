@@ -153,7 +153,7 @@ def brute_gptq(w: np.ndarray, second: np.ndarray, scale: np.ndarray, zero: np.nd
     """Return the values of GPTQ, channel by channel, with the inverse Hessian updated by elimination."""
     w, inverse = w.astype(np.float64), np.linalg.inv(second.astype(np.float64))
     result = np.empty_like(w)
-    for j in np.argsort(-np.diagonal(second), kind="stable"):
+    for j in range(len(second)):
         s, z = scale[:, j // group_size].astype(np.float64), zero[:, j // group_size]
         result[:, j] = (np.clip(np.rint(w[:, j] / s) + z, 0, 15) - z) * s
         w -= np.outer((w[:, j] - result[:, j]) / inverse[j, j], inverse[j])
@@ -166,7 +166,7 @@ def test_error_compensation_equals_the_formula_channel_by_channel() -> None:
     rng = np.random.default_rng(1)
     w = rng.standard_normal((24, 160)).astype(np.float32)
     x = (rng.standard_normal((400, 160)) @ rng.standard_normal((160, 160)) * 0.1).astype(np.float32)
-    second = calibrate(x).damp(0.05)
+    second = calibrate(x).regularize(0.1, 0.05).second
     grid = fit_rows(w, 32, FLOAT16, symmetric=False)
     found = compensate_errors(w, second, grid).dequantize()
     expected = brute_gptq(w, second, grid.scale, grid.zero, 32)
@@ -179,7 +179,7 @@ def test_error_compensation_equals_the_formula_channel_by_channel() -> None:
 @settings(deadline=None)
 def test_refinement_never_increases_the_error(layer: Any, symmetric: bool) -> None:
     w, x, group_size = layer
-    second = calibrate(x).damp(0.05)
+    second = calibrate(x).regularize(0.1, 0.05).second
     start = round_rows(w, fit_rows(w, group_size, FLOAT16, symmetric=symmetric))
     errors = [output_error(start.dequantize() - w, second)]
     for passes in (1, 2, 4):
@@ -219,8 +219,10 @@ def test_calibrated_weight_is_never_worse_than_round_to_nearest(
     assert rows.codes.dtype == np.uint8
     assert rows.codes.max() <= 15
     assert np.isfinite(rows.dequantize().astype(dtype)).all()
-    errors = [brute_error(w, q.dequantize(), x) for q in (rows, nearest)]
-    assert errors[0] <= errors[1] * 1.001 + 1e-6
+    for row in range(len(w)):
+        one = slice(row, row + 1)
+        errors = [brute_error(w[one], q.dequantize()[one], x) for q in (rows, nearest)]
+        assert errors[0] <= errors[1] * 1.001 + 1e-6
     again = quantize_rows(w, moments, recipe)
     np.testing.assert_array_equal(again.codes, rows.codes)
     np.testing.assert_array_equal(again.grid.scale.view(np.uint16), rows.grid.scale.view(np.uint16))
@@ -330,11 +332,11 @@ def test_scales_are_those_of_a_plain_exponent_for_one_outlier_channel() -> None:
 
 
 def test_inverse_factor_is_the_cholesky_factor_of_the_inverse() -> None:
-    a = np.random.default_rng(6).standard_normal((20, 12))
+    a = np.random.default_rng(6).standard_normal((800, 600))  # large enough to be inverted in blocks
     second = a.T @ a
     u = inverse_factor(second)
     assert (np.tril(u, -1) == 0).all()
-    np.testing.assert_allclose(u.T @ u, np.linalg.inv(second), rtol=1e-4)
+    np.testing.assert_allclose(u.T @ u, np.linalg.inv(second), rtol=1e-4, atol=1e-7)
 
 
 def test_one_sided_ranges_include_zero() -> None:

@@ -216,7 +216,11 @@ def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
         gated=gated,
         has_awq_layout=False,
         repacked=True,
-        fusion=Fusion(role, eps=data.draw(st.sampled_from([1e-6, 0.5]))),
+        fusion=Fusion(
+            role,
+            eps=data.draw(st.sampled_from([1e-6, 0.5])),
+            orders_y=role == "add_to_stream" and data.draw(st.booleans()),
+        ),
     )
     here = facts(90, backend)
     (found,) = candidates(problem, here)

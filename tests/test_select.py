@@ -181,7 +181,7 @@ def test_explain_takes_integers_of_numpy() -> None:
 
 def test_the_table_of_operators_names_existing_tests() -> None:
     folder = Path(__file__).parent
-    for named in (*operator_table.TESTS.values(), *(test for _, test in operator_table.OTHERS.values())):
+    for named in (*operator_table.TESTS.values(), *(operation.test for operation in operator_table.OTHERS.values())):
         file, names = named.split("::")
         source = (folder / file).read_text(encoding="utf-8")
         assert [name for name in names.split(", ") if f"def {name}(" not in source] == []

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies of 16 or 4 bytes from global to shared memory, for pipeline stages; zero-filled where the predicate is false.
+// Copies of 16 or 4 bytes from global to shared memory, for pipeline stages. If `valid` is false, zeros are written and
+// nothing is read.
 #pragma once
 
 #include "ptx/cp_async.cuh"
 #include "common/types.cuh"
 
-// Copies through registers, for architectures without cp.async. They have landed after the next CTA barrier.
+// Copies through registers, for architectures without cp.async. The data is visible after the next CTA barrier.
 struct CopyDirect {
   template <class T>
   __device__ __forceinline__ void start(uint32_t shared_address, const void* source, bool valid) const {
@@ -24,7 +25,7 @@ struct CopyDirect {
   __device__ __forceinline__ void wait() const {}
 };
 
-// Copies by cp.async; sm_80 and newer.
+// Copies with cp.async; sm_80 and newer.
 struct CopyAsync {
   __device__ __forceinline__ void start_16(uint32_t shared_address, const void* source, bool valid) const {
     ptx::cp_async_16(shared_address, source, valid ? 16 : 0);

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of every kernel, in float32, rounded once:
+// The epilogue of every GEMM and convolution kernel, computed in float32 and rounded once:
 //   y = activation(accumulator + bias) + residual
 //   y = activation(gate accumulator + gate bias) * (up accumulator + up bias) + residual      if GATED
 //
-// Compile-time constants: ACTIVATION (an enumerator of Activation), GATED, HAS_BIAS, BIAS (its type), HAS_RESIDUAL.
+// Compile-time constants: ACTIVATION (an enumerator of Activation), GATED, HAS_BIAS, BIAS (type of the bias),
+// HAS_RESIDUAL.
 //
-// To add an activation, add an enumerator here, its case in activate(), and its entry in
-// FUNCTIONS of cupy_awq/activation.py.
+// To add an activation, add an enumerator to Activation, a case to activate(), and an entry to FUNCTIONS in
+// cupy_awq/activation.py.
 #pragma once
 
 #include "common/types.cuh"
@@ -56,8 +57,8 @@ struct Epilogue {
     return kHasResidual ? value + to_float(residual[static_cast<int64_t>(row) * ldr + column]) : value;
   }
 
-  // Returns eight adjacent values of the residual, or zeros without a residual. WHOLE: they start at a multiple
-  // of 16 bytes.
+  // Returns eight adjacent values of the residual, or zeros without a residual. WHOLE: the address of the values is a
+  // multiple of 16 bytes.
   template <bool WHOLE>
   __device__ __forceinline__ Vector<T, 8> residuals(int row, int column) const {
     Vector<T, 8> out = {};
@@ -65,24 +66,24 @@ struct Epilogue {
     return out;
   }
 
-  // Returns activation(gate) * up of a gate and an up accumulator, biases included.
+  // Returns activation(gate + gate bias) * (up + up bias) for a gate and an up accumulator.
   __device__ __forceinline__ float product(float gate, float up, int column) const {
     return activate(biased(gate, column)) * biased(up, column + n / 2);
   }
 
-  // Returns y of one accumulator.
+  // Returns the element of y for an accumulator.
   __device__ __forceinline__ T finish(float accumulator, int row, int column) const {
     return from_float<T>(with_residual(activate(biased(accumulator, column)), row, column));
   }
 
-  // Returns y of a gate and an up accumulator.
+  // Returns the element of y for a gate and an up accumulator.
   __device__ __forceinline__ T finish_gated(float gate, float up, int row, int column) const {
     return from_float<T>(with_residual(product(gate, up, column), row, column));
   }
 };
 
-// Returns the weight column of a local column of a CTA tile, or at least n past the last column. A gated tile has
-// BLOCK_WIDTH / 2 gate columns, then the matching up columns.
+// Returns the weight column of column `local` of a CTA tile; a value >= n if there is none. A gated tile has
+// BLOCK_WIDTH / 2 columns of the gate, then the matching columns of the up projection.
 template <int BLOCK_WIDTH>
 __device__ __forceinline__ int weight_column(int tile, int local, int n) {
   if constexpr (!kGated) return tile * BLOCK_WIDTH + local;

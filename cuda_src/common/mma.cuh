@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// mma.m16n8k16 by operand type; sm_80 and newer.
+// mma.m16n8k16 for both operand types, float16 and bfloat16; sm_80 and newer.
 #pragma once
 
 #include "ptx/mma.cuh"
@@ -18,7 +18,7 @@ __device__ __forceinline__ void mma<bfloat16_t>(float (&c)[4], const uint32_t (&
   ptx::mma_m16n8k16_bf16(c, a, b0, b1);
 }
 
-// Returns two values, each rounded once, in one register.
+// Returns two values, each rounded to T, in one register.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   return from_float<T>(low).bits | static_cast<uint32_t>(from_float<T>(high).bits) << 16;

@@ -40,8 +40,9 @@ struct SliceSums {
 
 // Sums COUNT accumulators per thread over the `split_k` CTAs of a tile, where thread i of each CTA holds the same
 // elements. Every CTA writes its accumulators to `partials` (float32 [tiles, split_k, COUNT, THREADS_PER_CTA]); the
-// last CTA to arrive adds them in the order of the splits. Returns true in the threads of that CTA only. `counters`
-// (uint32 [tiles]) must be zero before and is zero afterwards. All threads of the CTA must call it.
+// last CTA to arrive adds all accumulators in the order of the splits. Returns whether this is the last CTA, which then
+// has the totals in `values`. `counters` (uint32 [tiles]) is zero before and after the launch. All threads of the CTA
+// must call this function.
 template <int COUNT, int THREADS_PER_CTA>
 __device__ __forceinline__ bool reduce_split_k(float (&values)[COUNT], float* partials, uint32_t* counters, int tile,
                                                int split, int split_k) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integer and 16-bit floating-point types for NVRTC. Without headers of the CUDA toolkit, kernels compile in a fraction
-// of the time and need only the compiler.
+// Integer and 16-bit floating-point types for NVRTC. Without headers of the CUDA toolkit, kernels compile several times
+// faster, and only the compiler must be installed.
 #pragma once
 
 #include "ptx/cvt.cuh"
@@ -29,7 +29,7 @@ __device__ __forceinline__ float to_float(half_t value) { return ptx::cvt_f32_f1
 __device__ __forceinline__ float to_float(bfloat16_t value) { return __uint_as_float(uint32_t{value.bits} << 16); }
 __device__ __forceinline__ float to_float(float value) { return value; }
 
-// Converts with one rounding, to nearest even.
+// Converts a float32 to T, rounded to nearest even.
 template <class T>
 __device__ __forceinline__ T from_float(float value);
 
@@ -55,13 +55,13 @@ __device__ __forceinline__ float from_float<float>(float value) {
   return value;
 }
 
-// COUNT adjacent values, loaded or stored by a single access if their address is a multiple of their size.
+// COUNT adjacent values, which a single instruction loads or stores if the address is a multiple of the vector's size.
 template <class T, int COUNT>
 struct alignas(sizeof(T) * COUNT) Vector {
   T values[COUNT];
 };
 
-// Loads or stores a vector: with a single access if WHOLE, else value by value.
+// Loads a vector, with a single instruction if WHOLE, otherwise value by value.
 template <bool WHOLE, class T, int COUNT>
 __device__ __forceinline__ void load(Vector<T, COUNT>& out, const T* source) {
   if constexpr (WHOLE) {
@@ -72,6 +72,7 @@ __device__ __forceinline__ void load(Vector<T, COUNT>& out, const T* source) {
   }
 }
 
+// Stores a vector, with a single instruction if WHOLE, otherwise value by value.
 template <bool WHOLE, class T, int COUNT>
 __device__ __forceinline__ void store(T* target, const Vector<T, COUNT>& values) {
   if constexpr (WHOLE) {

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warp-wide functions: every lane returns the same bits.
+// Warp-wide functions; every lane gets the same, bit-identical result.
 #pragma once
 
 #include "common/types.cuh"
 
 constexpr uint32_t kFullWarp = 0xffffffffu;
 
-// Returns a warp-uniform value in a form that the compiler knows to be uniform, so that values derived from it can stay
-// in uniform registers. Do not call it inside a divergent branch.
+// Returns `value`, which must be the same in all lanes, in a form that the compiler knows to be warp-uniform, so that
+// derived values can stay in uniform registers. It must not be called inside a divergent branch.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(kFullWarp, value, 0); }
 
-// Returns the index of this thread's warp in its CTA, warp-uniform.
+// Returns the index of this thread's warp in the CTA, as a warp-uniform value.
 __device__ __forceinline__ int uniform_warp() { return uniform(threadIdx.x / 32); }
 
-// Returns the sum of all lanes' values.
+// Returns the sum of `value` over all lanes.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kFullWarp, value, step);
   return value;
 }
 
-// Returns the maximum of all lanes' values.
+// Returns the maximum of `value` over all lanes.
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, step));

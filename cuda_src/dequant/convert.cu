@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversion of packed integers to float16, exactly:
+// Exact conversion of packed integers to float16:
+//
 //   s4_to_fp16x2:  out[8 i + c] = code of column c in words[i], 0 .. 15
 //   int8_to_fp16:  out[4 i + e] = value of element e in words[i], -128 .. 127
 //
-//   words  uint32 [count]: eight codes in AWQ order (int4.cuh), or four bytes value + 128 of elements 0, 2, 1, 3
+//   words  uint32 [count]: eight codes in AWQ order (int4.cuh), or the bytes value + 128 of elements 0, 2, 1, 3
 //   out    half_t [8 * count] or [4 * count]
 //
-// Any count, any architecture. ALIGNED: out starts at a multiple of 16 bytes. PTX_PATH: convert pairs of values through
-// the mantissa of 1024 (int4.cuh); otherwise through float32, with the same bits. Each thread converts one word.
+// Any count, any architecture. ALIGNED: out starts at a multiple of 16 bytes. PTX_PATH: pairs of values are converted
+// through the mantissa of 1024 (int4.cuh); otherwise each value is converted through float32, with the same result.
+// Each thread converts one word.
 #include "dequant/int4.cuh"
 
 constexpr bool kAligned = ALIGNED;
@@ -44,8 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) s4_to_fp16x2(const uint32_
 extern "C" __global__ void __launch_bounds__(THREADS) int8_to_fp16(const uint32_t* words, half_t* out, int64_t count) {
   auto elements = [](Vector<half_t, 4>& values, uint32_t word) {
     if constexpr (kPtxPath) {
-      // The bytes 0x64, b form the float16 1024 + b, where b = value + 128. Selector digits 0 .. 3 select bytes of the
-      // word, digits 4 .. 7 bytes of kMagic: bytes 0 and 2 of the word, then 1 and 3, each below a 0x64.
+      // The bytes 0x64, b form the float16 1024 + b, where b = value + 128. The selectors pair bytes 0 and 2 of the
+      // word (digits 0, 2), then bytes 1 and 3 (digits 1, 3), each below a byte 0x64 of kMagic (digit 5).
       constexpr uint32_t kMagic = 0x64646464u;
       constexpr uint32_t kBias = 0x64806480u;  // float16 1152 = 1024 + 128: removes exponent and sign bias
       auto* pairs = reinterpret_cast<uint32_t*>(&values);

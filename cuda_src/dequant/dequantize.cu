@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dequantization of a weight, with one rounding, to the type of out:
-//   out[k, n] = (q[k, n] - z[k / group_size, n]) * s[k / group_size, n]        or q * s + o for kOffset
+// Dequantization of a weight in the AWQ layout, with one rounding to the type of out:
+//
+//   out[k, n] = (q[k, n] - z[k / group_size, n]) * s[k / group_size, n]
+//   or, with ZEROS = kOffset, q[k, n] * s[k / group_size, n] + o[k / group_size, n]
 //
 //   qweight  uint32 [k, n / 8] in AWQ order (int4.cuh), row stride ldq words
 //   scales   SCALE [groups, n], row stride lds values
@@ -9,12 +11,12 @@
 //   out      OUT [k, n], row stride ldo values
 //
 // Limits: n % 8 == 0. Any k, any group_size, any architecture. ALIGNED: rows of scales, offsets and out start at
-// multiples of 16 bytes. PTX_PATH: convert and multiply pairs of 16-bit values (SCALE and OUT are the same type;
-// bfloat16 needs sm_80); otherwise float32, with the same bits.
+// multiples of 16 bytes. PTX_PATH: pairs of 16-bit values are converted and multiplied together (SCALE and OUT are the
+// same type; bfloat16 needs sm_80); otherwise each value is converted in float32, with the same result.
 //
-// A thread converts one word column of ROWS rows: it issues all loads before the first conversion and reads the
-// parameters of a group once; a warp writes 512 adjacent bytes per row. Consecutive CTAs are adjacent along a row, so
-// that DRAM is written in long contiguous ranges (6% faster on an H100 than CTAs down a column).
+// A thread converts one word (8 columns) of each of ROWS rows. It issues all loads before the first conversion and
+// reads the parameters of a group once; a warp writes 512 adjacent bytes per row. Consecutive CTAs are adjacent along a
+// row, so that DRAM is written in long contiguous ranges, which is 6% faster on an H100 than CTAs adjacent along k.
 #include "gemm/group.cuh"
 
 constexpr bool kAligned = ALIGNED;
@@ -44,8 +46,8 @@ struct Group : WordGroup<SCALE, kZeros, kAligned> {
       for (int i = 0; i < 8; ++i) {
         const float scale = to_float(scales.values[i]);
         const float difference = static_cast<float>(static_cast<int32_t>(code(word, i) - code(zeros, i)));
-        // A 4-bit integer times a 16-bit float is exact in float32, so only the conversion rounds. Adding an offset may
-        // take more bits than float32 has and would round twice.
+        // The product of a 4-bit integer and a 16-bit float is exact in float32, so only the conversion to OUT rounds.
+        // The sum with an offset may need more bits than float32 has, so round_sum avoids a second rounding.
         if constexpr (kZeros == Zeros::kOffset) {
           row.values[i] = round_sum<OUT>(difference * scale, to_float(offsets.values[i]));
         } else {
@@ -56,7 +58,7 @@ struct Group : WordGroup<SCALE, kZeros, kAligned> {
     return row;
   }
 
-  // Returns a + b, rounded once to T: the float32 sum is rounded to odd, so that rounding it to T gives the
+  // Returns a + b, rounded once to T. The float32 sum is rounded to odd, so that the second rounding, to T, gives the
   // correctly rounded result.
   template <class T>
   static __device__ __forceinline__ T round_sum(float a, float b) {
@@ -67,7 +69,7 @@ struct Group : WordGroup<SCALE, kZeros, kAligned> {
     const uint32_t bits = __float_as_uint(sum);
     const bool inexact = error > 0.0f || error < 0.0f;  // false if the sum is infinite, where error is NaN
     if (!inexact || bits & 1u) return from_float<T>(sum);
-    // If the rounded sum is even, take its odd neighbour on the side of the exact sum.
+    // If the rounded sum is inexact and even, take its odd neighbour in the direction of the exact sum.
     const bool away = (error > 0.0f) == (sum > 0.0f);
     return from_float<T>(__uint_as_float(away ? bits + 1u : bits - 1u));
   }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM on tensor cores (mma.sync) for a weight in the AWQ layout, shared by gemm_sm75.cu and gemm_sm80.cu:
+// GEMM on tensor cores (mma.sync) for a weight in the AWQ layout; the code shared by gemm_sm75.cu and gemm_sm80.cu:
+//
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
-// with q * s + o instead of (q - z) * s for kOffset.
+//   or, with ZEROS = kOffset,                   (q[k, n] * s[k / group_size, n] + o[k / group_size, n])
 //
 //   x         X [m, k], row stride ldx values
 //   qweight   uint32 [k, n / 8] in AWQ order (dequant/int4.cuh), row stride ldq words
@@ -14,23 +15,23 @@
 //   partials, counters    the split-K workspace (common/reduce.cuh), unused with one split
 //
 // Limits: group_size is a multiple of 16 and divides k; n % 8 == 0 (gated: n % 16 == 0); rows of x start at multiples
-// of 16 bytes. ALIGNED: so do those of qweight, scales, offsets and y, and no 16-byte chunk of qweight holds both gate
-// and up columns.
+// of 16 bytes. ALIGNED: rows of qweight, scales, offsets and y also start at multiples of 16 bytes, and no 16-byte
+// chunk of qweight holds both gate and up columns.
 //
 // Grid: (tiles of BLOCK_M rows, tiles of WARPS * 32 columns, split_k). The kernel computes y^T = W^T x^T: the weight is
 // operand A, which a warp loads from shared memory and dequantizes in registers once for all rows of the tile; x is
-// operand B, loaded by ldmatrix. q - z is a small integer, exact in 16 bits, and the float32 accumulators of a group
-// are multiplied by its scale. So only the accumulation rounds, whatever the range of the scales.
+// operand B, loaded by ldmatrix. Operand A is q - z, a small integer that 16 bits represent exactly, and the float32
+// accumulators of a group are multiplied by the group's scale. So only the accumulation rounds, for any scales.
 //
-// A warp computes 32 columns. Lane 4 g + t owns columns 4 g .. 4 g + 3: bytes g % 2 and 2 + g % 2 of word g / 2. For
-// rows k = 2 t, 2 t + 1 (and 2 t + 8, 2 t + 9) __byte_perm takes that byte of both words, and a mask leaves two
-// adjacent k of one column, as the fragment of A needs them (ptx/mma.cuh):
+// A warp computes 32 columns. Lane 4 g + t has columns 4 g .. 4 g + 3: bytes g % 2 and 2 + g % 2 of word g / 2. From
+// the words of rows k = 2 t and 2 t + 1 (and 2 t + 8 and 2 t + 9), __byte_perm takes the same byte, and a mask leaves
+// two adjacent k of one column, which are a register of the fragment of A (ptx/mma.cuh):
 //   mma tile 0: rows (g, g + 8) -> columns (4 g, 4 g + 1);   mma tile 1: -> columns (4 g + 2, 4 g + 3)
 //
-// Shared memory of a pipeline stage:
-//   x        [BLOCK_M][64] 16-bit values, swizzled (hopper/swizzle.cuh): 16-byte chunk c of row r is stored at chunk
-//            c ^ r % 8, so that neither the copies nor ldmatrix have bank conflicts
-//   weight   [warp][64] chunks of four words: row k of a step of 16 is stored at chunk
+// The shared memory of a pipeline stage holds:
+//   x        [BLOCK_M][64] 16-bit values, swizzled (hopper/swizzle.cuh): the 16-byte chunk c of row r is stored as
+//            chunk c ^ (r % 8), so that neither the copies nor ldmatrix have bank conflicts
+//   weight   [warp][64] chunks of four words; within a step of 16 rows, row k is stored as chunk
 //            k % 8 / 2 + 4 * (k % 2) + 8 * (k / 8), so that the lanes t of one load read adjacent chunks
 #pragma once
 
@@ -40,10 +41,10 @@
 #include "ptx/ldmatrix.cuh"
 #include "common/reduce.cuh"
 
-// The file of an architecture defines two objects:
-//   copy   as in common/copy_to_shared.cuh: start_16 and start_4 start a copy, commit() closes the group of a stage,
-//          wait<PENDING>() waits until all but the last PENDING groups have landed
-//   mma    mma(c, a, b0, b1): c += a * b for m16n8k16 with the fragments of ptx/mma.cuh
+// The kernel of each architecture passes two function objects to gemm_mma:
+//   copy   CopyDirect or CopyAsync of common/copy_to_shared.cuh: start_16 and start_4 start a copy, commit() ends the
+//          group of a stage, and wait<PENDING>() waits until all but the last PENDING groups have landed
+//   mma    mma(c, a, b0, b1) computes c += a * b for m16n8k16, with the fragments of ptx/mma.cuh
 
 constexpr bool kAligned = ALIGNED;
 constexpr Zeros kZeros = Zeros::ZEROS;
@@ -72,15 +73,14 @@ static_assert(kBlockM % kXRowStep == 0, "the copies of x are divided evenly");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(!kGated || kWarps % 2 == 0, "half of the warps compute the gate");
 
-// The parameters of one group for a lane's four columns. Zero points have the form that Codes::zero_low
-// and zero_high return.
+// The parameters of one group for a lane's four columns; zero points are results of Codes::zero_low and zero_high.
 struct Group {
   float scales[4];
   float offsets[4];
   uint32_t zeros[4];
 };
 
-// The parameters of the next group as stored in memory, prefetched while the current group is computed.
+// The parameters of the next group as they are stored in global memory, loaded while the current group is computed.
 struct NextGroup {
   Vector<SCALE, 4> scales;
   Vector<SCALE, 4> offsets;
@@ -103,7 +103,8 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   const int tile_begin = static_cast<int>(static_cast<int64_t>(tiles) * blockIdx.z / gridDim.z);
   const int tile_end = static_cast<int>(static_cast<int64_t>(tiles) * (blockIdx.z + 1) / gridDim.z);
 
-  // The lane's columns of the weight, clamped to the last ones past n, where nothing is stored.
+  // The lane's first column, and the first column that it reads: past n, the last columns, whose results are not
+  // stored.
   const int column = weight_column<kBlockN>(blockIdx.y, warp * kWarpN + g * 4, n);
   const int column_read = min(column, n - 4);
 
@@ -124,7 +125,8 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
 
   auto start_stage = [&](int tile, int stage) {
     const uint32_t begin = shared_begin + stage * kStageBytes;
-    // The number of weight rows in this k tile: K ends within a k tile only if groups do.
+    // The number of weight rows in this k tile. K, a multiple of the group size, ends within a k tile only if groups
+    // do.
     const int rows = kGroupInTile ? min(k - tile * kBlockK, kBlockK) : kBlockK;
 #pragma unroll
     for (int i = 0; i < kXCopies; ++i) {
@@ -165,9 +167,9 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     }
   };
 
-  // Selectors of __byte_perm that move one byte of the first word to bit 0 and the same byte of the second word to
-  // bit 16; masks clear the other bits later. A lane's even columns are in byte 0 or 1 of its word, its odd ones in
-  // byte 2 or 3.
+  // These selectors of __byte_perm move one byte of the first word to bit 0 and the same byte of the second word to bit
+  // 16; masks clear the other bits later. A lane's even columns are in byte 0 or 1 of a word, its odd columns in byte 2
+  // or 3.
   const uint32_t even_bytes = 0x0400u + (column_read / 4 % 2) * 0x0101u;
   const uint32_t odd_bytes = even_bytes + 0x0202u;
   Group group;
@@ -185,8 +187,8 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     }
   };
 
-  // [mma tile along n][mma tile along m][value of the fragment]; group_accumulators are those of the current
-  // group, before scaling.
+  // The scaled accumulators of all groups, and the unscaled accumulators of the current group; both [mma tile along n]
+  // [mma tile along m][value of the fragment].
   float accumulators[kTilesN][kTilesM][4] = {};
   float group_accumulators[kTilesN][kTilesM][4] = {};
   float x_sums[kTilesM][4] = {};
@@ -245,7 +247,8 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
     }
 #pragma unroll
     for (int pair = 0; pair < kTilesM / 2; ++pair) {
-      // ldmatrix: matrices 0 and 1 are rows 0 .. 7 of x at k 0 .. 7 and k 8 .. 15; matrices 2 and 3 are rows 8 .. 15.
+      // ldmatrix loads matrices 0 and 1 from rows 0 .. 7 of x at k 0 .. 7 and k 8 .. 15, and matrices 2 and 3 from rows
+      // 8 .. 15 at the same k.
       const int row = pair * 16 + lane / 16 * 8 + lane % 8;
       const int chunk = step * 2 + lane / 8 % 2;
       uint32_t b[4];
@@ -255,7 +258,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
 #pragma unroll
         for (int i = 0; i < kTilesN; ++i) mma(group_accumulators[i][pair * 2 + j], a[i], b[j * 2], b[j * 2 + 1]);
         if constexpr (kZeros == Zeros::kOffset) {
-          // The term of the offset is offset * sum of x over the group; the sum is an mma with a weight of ones.
+          // The offset adds offset * (sum of x over the group); the sum is an mma with operand A of ones.
           constexpr uint32_t kOne = sizeof(X) == 2 && Codes<X>::kMagic == 0x64006400u ? 0x3c003c00u : 0x3f803f80u;
           const uint32_t ones[4] = {kOne, kOne, kOne, kOne};
           mma(x_sums[pair * 2 + j], ones, b[j * 2], b[j * 2 + 1]);
@@ -273,7 +276,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     copy.template wait<kStages - 2>();
     __syncthreads();
-    // All warps have finished reading the preceding stage.
+    // All warps have finished reading the preceding stage, so it can be refilled.
     const int tile_ahead = tile + kStages - 1;
     if (tile_ahead < tile_end) start_stage(tile_ahead, stage == 0 ? kStages - 1 : stage - 1);
     copy.commit();
@@ -286,7 +289,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
 #pragma unroll
     for (int step = 0; step < kBlockK / kStepK; ++step) {
       if constexpr (kGroupInTile) {
-        // K may end within a k tile, too.
+        // Like a group, K may end within a k tile.
         if (tile * kBlockK + step * kStepK >= k) break;
         if (tile * kBlockK + step * kStepK >= group_end) change_group();
       }
@@ -303,7 +306,8 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
   float* exchange = reinterpret_cast<float*>(shared);
   if constexpr (kGated) {
-    // The second half of the warps holds the up columns that match the gate columns of the first half.
+    // The second half of the warps has the columns of the up projection, and passes them to the first half, which has
+    // the matching columns of the gate.
     copy.template wait<0>();
     __syncthreads();
     if (warp >= kWarps / 2) {

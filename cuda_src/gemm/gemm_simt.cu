@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // GEMM on CUDA cores, in float32; the fallback for problems that no tensor-core kernel supports:
+//
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
-// with q * s + o instead of (q - z) * s for kOffset.
+//   or, with ZEROS = kOffset,                   (q[k, n] * s[k / group_size, n] + o[k / group_size, n])
 //
 //   x         X [m, k], row stride ldx values
 //   qweight   uint32 [k, n / 8] in AWQ order (dequant/int4.cuh), row stride ldq words
@@ -31,13 +32,13 @@ constexpr int kThreads = 256;
 constexpr int kThreadM = 4;
 constexpr int kThreadN = 4;
 constexpr int kXValues = kBlockM * kBlockK / kThreads;
-constexpr int kWordThreads = kBlockK * kBlockN / 8;  // threads that load one word each
+constexpr int kWordThreads = kBlockK * kBlockN / 8;  // number of threads that load one word of the weight each
 
 static_assert(kBlockM / kThreadM * (kBlockN / kThreadN) == kThreads, "the threads cover the tile");
 static_assert(kWordThreads <= kThreads, "a k tile has at most one word per thread");
 
 struct Step {
-  // Padded by four values, because threads store x by columns.
+  // Four values of padding avoid bank conflicts when adjacent threads store a column of the tile.
   float x[kBlockK][kBlockM + 4];
   float w[kBlockK][kBlockN];
 };
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int step_begin = static_cast<int>(static_cast<int64_t>(steps) * blockIdx.z / gridDim.z);
   const int step_end = static_cast<int>(static_cast<int64_t>(steps) * (blockIdx.z + 1) / gridDim.z);
 
-  // Thread i loads column i % 16 of x in rows i / 16, i / 16 + 16, ..., and word i % 8 of row i / 8 of the weight.
+  // Thread i loads column i % 16 of rows i / 16, i / 16 + 16, ... of x, and word i % 8 of row i / 8 of the weight.
   const int x_k = threadIdx.x % kBlockK;
   const int x_m = threadIdx.x / kBlockK;
   const int w_k = threadIdx.x / (kBlockN / 8);
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   };
 
-  // The thread computes rows m_local .. m_local + 3, columns n_local .. n_local + 3 of the tile.
+  // A thread computes rows m_local .. m_local + 3 and columns n_local .. n_local + 3 of the tile.
   const int m_local = threadIdx.x / (kBlockN / kThreadN) * kThreadM;
   const int n_local = threadIdx.x % (kBlockN / kThreadN) * kThreadN;
   float accumulators[kThreadM * kThreadN] = {};

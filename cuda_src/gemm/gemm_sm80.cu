@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GEMM of gemm_mma.cuh, y = epilogue(x @ W), for sm_80 and newer: float16 or bfloat16 x, mma m16n8k16, a pipeline
-// of STAGES cp.async stages. gemm_mma.cuh documents the arguments.
+// The GEMM of gemm_mma.cuh, y = epilogue(x @ W), for sm_80 and newer: with float16 or bfloat16 x, mma m16n8k16, and a
+// pipeline of STAGES stages filled by cp.async. gemm_mma.cuh describes the arguments.
 #include "common/copy_to_shared.cuh"
 #include "gemm/gemm_mma.cuh"
 #include "ptx/mma.cuh"

@@ -131,7 +131,13 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* memo
         if constexpr (kHasResidual) total[i] += to_float(residual.values[i]);
         out.values[i] = from_float<X>(total[i]);
       }
-      store<kAligned>(args.y + static_cast<int64_t>(at.row) * args.ldy + at.column, out);
+      X* y_row = args.y + static_cast<int64_t>(at.row) * args.ldy;
+      if constexpr (kOrdersY) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y_row[part.positions.values[i]] = out.values[i];
+      } else {
+        store<kAligned>(y_row + at.column, out);
+      }
     }
     if constexpr (kAddsToStream) args.stream.store_square_sum(square_sum, at.is_valid, at.row, at.column, args.n);
   }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMV, and GEMM for few rows, on CUDA cores in float32; each weight is read once:
+// GEMV, and GEMM for m <= ROWS, on CUDA cores in float32; each weight is read once:
+//
 //   y[m, n] = epilogue(sum over k of x[m, k] * (q[k, n] - z[k / group_size, n]) * s[k / group_size, n])
-// for m <= ROWS, with q * s + o instead of (q - z) * s for kOffset.
+//   or, with ZEROS = kOffset,                   (q[k, n] * s[k / group_size, n] + o[k / group_size, n])
 //
 //   x         X [m, k], row stride ldx values
 //   qweight   uint32 [k, n / 8] in AWQ order (dequant/int4.cuh), row stride ldq words
@@ -14,11 +15,12 @@
 //   partials, counters    the split-K workspace (common/reduce.cuh), unused with one split
 //
 // Limits: k and group_size are multiples of CHUNK, n of 8 (gated: of 16). Any architecture. ALIGNED: rows of scales and
-// offsets start at multiples of 16 bytes; X_ALIGNED: so do rows of x. PTX_PATH: convert pairs of codes with lop3.
+// offsets start at multiples of 16 bytes. X_ALIGNED: rows of x start at multiples of 16 bytes. PTX_PATH: pairs of codes
+// are converted with lop3.
 //
-// Grid: (tiles of 128 columns, split_k). A slice is 16 adjacent lanes, which own one word of a row each. The slices of
-// all splits divide K into contiguous ranges of whole chunks (CHUNK rows). A lane accumulates x * (q - z) over a chunk,
-// where q - z is a small integer, and multiplies the partial sum by s once per chunk.
+// Grid: (tiles of 128 columns, split_k). 16 adjacent lanes (a slice) read a row of the tile, one word per lane. Each
+// slice of each split has a contiguous range of K, in whole chunks of CHUNK rows. A lane accumulates x * (q - z) over a
+// chunk and multiplies the partial sum by s once per chunk.
 #include "common/epilogue.cuh"
 #include "gemm/group.cuh"
 #include "common/reduce.cuh"
@@ -37,7 +39,7 @@ constexpr int kWarps = kThreads / 32;
 
 static_assert(kZeros == Zeros::kOffset || sizeof(SCALE) == 2, "scales are 16-bit values");
 
-// Computes q - z for the eight codes of a word, exactly.
+// Computes q - z exactly for the eight codes of a word.
 __device__ __forceinline__ void differences(float (&out)[8], uint32_t word, uint32_t zeros) {
   if constexpr (kPtxPath) {
     using C = Codes<half_t>;
@@ -57,7 +59,8 @@ __device__ __forceinline__ void differences(float (&out)[8], uint32_t word, uint
   }
 }
 
-// Five CTAs per SM: without a bound the compiler targets 72 registers for one row on sm_80 to sm_89, and spills.
+// The bound of five CTAs per SM avoids spills: without it, on sm_80 to sm_89 the compiler limits a thread to 72
+// registers if there is one row.
 extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
     gemv(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
          const X* residual, X* y, float* partials, uint32_t* counters, int m, int n, int k, int group_size, int ldx,
@@ -69,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
   const int k_begin = static_cast<int>(static_cast<int64_t>(chunks) * slice / slices) * kChunk;
   const int k_end = static_cast<int>(static_cast<int64_t>(chunks) * (slice + 1) / slices) * kChunk;
 
-  // A lane past n reads the last word; its results are not stored.
+  // A lane whose columns lie past n reads the last word of a row; the lane's results are not stored.
   const int first = min(weight_column<kBlockN>(blockIdx.x, lane * 8, n), n - 8);
   float accumulators[kRows][8] = {};
   uint32_t words[kChunk];
@@ -79,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
   };
 
   WordGroup<SCALE, kZeros, kAligned> group;
-  int group_end = k_begin;  // no group has been loaded
+  int group_end = k_begin;  // so that the first iteration loads a group
   if (k_begin < k_end) fetch_words(k_begin);
   for (int row = k_begin; row < k_end; row += kChunk) {
     if (row >= group_end) {
@@ -118,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
     }
   }
 
-  // Sum over the slices of the CTA, then over the splits: thread i ends with column i of the tile.
+  // Sum over the slices of the CTA, then over the splits. Thread i has the totals of column i of the tile.
   __shared__ float tile[kWarps][kBlockN];
   float totals[kRows];
 #pragma unroll

@@ -4,14 +4,14 @@
 
 #include "dequant/int4.cuh"
 
-// WHOLE: the rows of scales and offsets start at multiples of 16 bytes.
+// The scales, zero points and offsets of one group. WHOLE: rows of scales and offsets start at multiples of 16 bytes.
 template <class S, Zeros FORM, bool WHOLE>
 struct WordGroup {
   Vector<S, 8> scales;
   Vector<S, 8> offsets;
   uint32_t zeros;
 
-  // Loads group `index` for columns `column` .. `column` + 7; the other arguments are those of the kernel.
+  // Loads group `index` for columns `column` .. `column` + 7; the other arguments are arguments of the kernel.
   __device__ __forceinline__ void fetch(const S* all_scales, const void* all_zeros, int index, int lds, int ldz,
                                         int column) {
     load<WHOLE>(scales, all_scales + static_cast<int64_t>(index) * lds + column);

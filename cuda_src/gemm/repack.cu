@@ -8,9 +8,9 @@
 //   zeros    uint32 [groups, n / 8], row stride ldz words; or null
 //   out      weight tiles [ceil(n / BLOCK_N) * BLOCK_N / 32][ceil(k / 128)]
 //
-// Limits: k % 64 == 0; see RepackedLayout.refuse in kernels/repack.py. sm_60 and newer. Grid: (k tiles, blocks of
-// BLOCK_N columns). A CTA repacks 128 k x BLOCK_N columns through shared memory. The four t of a warp read four rows of
-// one column of words; an odd row pitch in words puts them into different banks.
+// Limits: k % 64 == 0, and those of RepackedLayout.refusal in kernels/repack.py. sm_60 and newer. Grid: (k tiles,
+// blocks of BLOCK_N columns). A CTA repacks 128 k x BLOCK_N columns through shared memory. Lanes with different t =
+// lane % 4 read the same word of different rows; an odd row pitch in words puts these words into different banks.
 #include "gemm/repacked_layout.cuh"
 
 constexpr int kThreads = 256;
@@ -18,7 +18,7 @@ constexpr int kBlockN = BLOCK_N;
 constexpr int kWords = kBlockN / 8;
 constexpr int kRowWords = kWords + 1;
 constexpr int kWeightTiles = kBlockN / kWeightTileN;
-constexpr int kLanes = kWeightTileN * kWeightTileK / 32;  // 16-byte vectors of codes per weight tile
+constexpr int kLanes = kWeightTileN * kWeightTileK / 32;  // number of 16-byte vectors of codes per weight tile
 
 static_assert(kWords % 2 == 0, "a row's words plus one must be odd");
 
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       uint32_t word = 0;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        // Bit 0 of i selects the odd k, bit 1 column g + 8, bit 2 k + 8.
+        // Bit 0 of i is set for the odd k, bit 1 for column g + 8, and bit 2 for k + 8.
         const int row = k64 * 64 + k16 * 16 + t * 2 + i % 2 + i / 4 * 8;
         const int source = row * kRowWords + index / kLanes * 4 + tile * 2 + i / 2 % 2;
         word |= ((rows[source] >> shift) & 15u) << (i % 2 * 16 + i / 2 * 4 % 8 + i / 4 * 8);

@@ -7,6 +7,7 @@
 //     h[m, i] += epilogue(acc[m, i])
 //     square_sums[m, i / 32] = sum of h[m, i]^2 over 32 adjacent columns
 //     y[m, i] = h[m, i] * norm_weight[i] * previous_inverse_rms[m] * kHeadroom         the x of the next GEMM
+//     ORDER_Y: y[m, positions[i]] in place of y[m, i], for a next GEMM that takes its x in an activation order
 //
 //   RMS_NORM_X, the GEMM that begins the next block:
 //     inverse_rms[m] = 1 / sqrt(sum of square_sums[m, :] / width + eps)
@@ -17,6 +18,8 @@
 //   square_sums           float32 [m, ceil(width / 32)]
 //   previous_inverse_rms  float32 [m]: the inverse_rms of the preceding RMSNorm
 //   inverse_rms           float32 [m]; null with ADD_TO_STREAM
+//   positions             int32 [width], with ORDER_Y only: the inverse of the permutation order of the next GEMM,
+//                         positions[order[i]] = i
 //
 // The RMS of a row is known only after all CTAs of the first GEMM have finished. So the first GEMM scales y by the
 // inverse RMS of the preceding RMSNorm, and the second GEMM replaces this factor by the current inverse RMS. With
@@ -29,17 +32,26 @@
 #include "common/warp.cuh"
 
 // The additional kernel parameters of a fused GEMM.
+#if ORDER_Y
+#define POSITIONS_PARAMETER const int32_t *positions,
+#define POSITIONS_ARGUMENT positions
+#else
+#define POSITIONS_PARAMETER
+#define POSITIONS_ARGUMENT nullptr
+#endif
 #if ADD_TO_STREAM || RMS_NORM_X
-#define FUSION_PARAMETERS \
-  float *h, const float *norm_weight, float *square_sums, const float *previous_inverse_rms, float *inverse_rms,
-#define FUSION_ARGUMENTS h, norm_weight, square_sums, previous_inverse_rms, inverse_rms
+#define FUSION_PARAMETERS                                                                                        \
+  float *h, const float *norm_weight, float *square_sums, const float *previous_inverse_rms, float *inverse_rms, \
+      POSITIONS_PARAMETER
+#define FUSION_ARGUMENTS h, norm_weight, square_sums, previous_inverse_rms, inverse_rms, POSITIONS_ARGUMENT
 #else
 #define FUSION_PARAMETERS
-#define FUSION_ARGUMENTS nullptr, nullptr, nullptr, nullptr, nullptr
+#define FUSION_ARGUMENTS nullptr, nullptr, nullptr, nullptr, nullptr, nullptr
 #endif
 
 constexpr bool kAddsToStream = ADD_TO_STREAM;
 constexpr bool kRmsNormsX = RMS_NORM_X;
+constexpr bool kOrdersY = ORDER_Y;
 constexpr float kHeadroom = 0.015625f;    // 2^-6: y stays in float16's range if the RMS of a row grows up to 64x
 constexpr int kSquareSumColumns = 4 * 8;  // columns per square sum: four lanes, eight columns each
 
@@ -49,18 +61,21 @@ struct ResidualStream {
   float* square_sums;
   const float* previous_inverse_rms;
   float* inverse_rms;
+  const int32_t* positions;
   float eps;
 
   // The operands of the residual add for eight columns of a row, which are loaded before the main loop ends.
   struct Part {
     Vector<float, 8> h, norm_weight;
     float previous_inverse_rms;
+    Vector<int32_t, 8> positions;
   };
   __device__ __forceinline__ Part part(int row, int column, int n) const {
     Part out;
     load<true>(out.h, h + static_cast<int64_t>(row) * n + column);
     load<true>(out.norm_weight, norm_weight + column);
     out.previous_inverse_rms = previous_inverse_rms[row];
+    if constexpr (kOrdersY) load<true>(out.positions, positions + column);
     return out;
   }
 

@@ -1,46 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operands and the arithmetic of gemm_int8_simt, gemm_int8_sm75, gemm_int8_sm80 and gemv_int8:
-//   y[m, n] = activation(sum over quantization blocks b of sA*(C*sB + sumA*oB) + oA*(sumB*sB + k_b*oB) + bias[n]),
+//
+//   y[m, n] = activation(sum over quantization blocks b of sA*(C*sB + sumA*oB) + oA*(sumB*sB + k_b*oB) + bias[n])
 //   C = sum over the k_b columns of b of a * w, in int32
-// This is the product of A = a*sA + oA and B = w*sB + oB; only the float32 sums over blocks round. "Block" below means
-// a quantization block: block_size columns of k that share their parameters.
+//
+// This is the product of A = a*sA + oA and W = w*sB + oB. Only the float32 sums over the blocks are rounded. "Block"
+// means a quantization block: block_size columns of A and W with the same scale and offset.
 //
 //   xq          int8 [m, k]
 //   x_scale     float32 [m, blocks], sA
 //   x_offset    float32 [m, blocks], oA; null without X_OFFSET
 //   x_sums      int32 [m, blocks], sumA, the sum of a
-//   codes       w, padded with zeros to k_padded, k rounded up to 32. BITS 8: int8 [n, k_padded]. BITS 4: bytes
-//               [n, k_padded / 2]: of 32 k, byte i of 16 holds k = i in its low nibble and k = 16 + i in its high
-//               nibble, both in two's complement
-//   parameters  float32 [3, blocks, n_padded], n rounded up to 128: sB, oB, sumB*sB. For 4 bits sB is divided by 16,
-//               because nibbles are used in the high half of a byte, where they are worth 16 times as much
+//   codes       w, padded with zeros to k_padded, which is k rounded up to 32. BITS = 8: int8 [n, k_padded]. BITS = 4:
+//               bytes [n, k_padded / 2]; byte i of the 16 bytes of 32 k holds k = i in its low nibble and k = 16 + i in
+//               its high nibble, both in two's complement
+//   parameters  float32 [3, blocks, n_padded], where n_padded is n rounded up to 128: sB, oB, sumB*sB. With BITS = 4,
+//               sB is divided by 16, because the kernels use a nibble as the high half of a byte, which is 16 times w
 //   bias        BIAS [n] or null
 //   y           Y [m, n], row stride ldy
 //   partials, counters   the split-K workspace (common/reduce.cuh)
 //
-// FP8: xq is e4m3 with one scale per row, x_scale [m]; x_sums are float32 sums of xq's values. The 4-bit codes are
-// unsigned and used in the low half of a byte, which as e4m3 is code * 2^-9; sB and oB account for it.
+// FP8: xq is e4m3 with one scale per row, x_scale [m], and x_sums are float32 sums of the values of xq. The 4-bit codes
+// are unsigned. The kernels use a code as the low half of a byte, which is code * 2^-9 as e4m3; sB and oB include this
+// factor and the zero point.
 #pragma once
 
 #include "common/epilogue.cuh"
+#include "int8/products.cuh"
 #include "ptx/mma_e4m3.cuh"
 #include "ptx/mma_s8.cuh"
 
 using int8_t = signed char;
-#if FP8
-using Product = float;
-#else
-using Product = int32_t;
-#endif
-
-constexpr bool kFp8 = FP8;
 constexpr int kBits = BITS;
-constexpr bool kXOffset = X_OFFSET;
-constexpr bool kWeightOffset = WEIGHT_OFFSET;
 constexpr uint32_t kHighNibbles = 0xf0f0f0f0u;
 constexpr uint32_t kLowNibbles = 0x0f0f0f0fu;
 
-// Returns the low or high nibbles of four bytes, in the half of each byte where mma uses them.
+// These return the low or the high nibbles of four bytes, in that half of each byte in which mma uses them: the high
+// half for int8, the low half for FP8.
 __device__ __forceinline__ uint32_t low_nibbles(uint32_t word) {
   return kFp8 ? word & kLowNibbles : (word << 4) & kHighNibbles;
 }
@@ -48,7 +44,7 @@ __device__ __forceinline__ uint32_t high_nibbles(uint32_t word) {
   return kFp8 ? (word >> 4) & kLowNibbles : word & kHighNibbles;
 }
 
-// Returns c plus the dot product of four pairs of int8.
+// Returns c plus the dot product of two vectors of four int8.
 __device__ __forceinline__ int32_t dot(uint32_t a, uint32_t b, int32_t c) {
 #if __CUDA_ARCH__ >= 610
   return __dp4a(static_cast<int>(a), static_cast<int>(b), c);
@@ -75,12 +71,14 @@ __device__ __forceinline__ void mma(int32_t (&c)[4], const uint32_t (&a)[4], uin
   }
 }
 
-// An int32 sum of magnitude below 2^22 that starts from kMagicBits, the bits of the float 1.5 * 2^23, ends as the bits
-// of 1.5 * 2^23 + sum. Subtracting 1.5 * 2^23 converts it to float32, which is faster than cvt.
+// kMagicBits are the bits of the float32 1.5 * 2^23. If an int32 sum of magnitude below 2^22 is accumulated on top of
+// kMagicBits, the result is the bits of 1.5 * 2^23 + sum. Subtracting 1.5 * 2^23 then converts the sum to float32,
+// which is faster than cvt.
 constexpr int32_t kMagicBits = 0x4b400000;
 __device__ __forceinline__ float magic_to_float(int32_t value) { return __int_as_float(value) - 12582912.0f; }
 
-// Returns a block's contribution to an accumulator. `product` is C; `row` is row_term, sA*sumA + k_b*oA.
+// These add a block's terms to an accumulator. `product` is C, `row` is row_term = sA*sumA + k_b*oA, and `column` is
+// sumB*sB.
 __device__ __forceinline__ float add_block(float sum, float product, float x_scale, float scale) {
   return fmaf(product, x_scale * scale, sum);
 }

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer GEMM of gemm_int8.cuh by mma.sync, for any way of copying stages. One launch computes all quantization
-// blocks: their int32 products are scaled and added to float32 accumulators in registers.
+// The integer GEMM of gemm_int8.cuh with mma.sync; the caller passes the way of copying (common/copy_to_shared.cuh).
+// The int32 products of each quantization block are scaled and added to float32 accumulators in registers.
 //
 // Limits: k % 16 == 0; block_size % 32 == 0 or block_size == k; xq starts at a multiple of 16 bytes. EVEN: rows of y
-// start at multiples of two elements. X_BLOCKS is the largest number of blocks that overlap the 128 k of a stage.
+// start at multiples of two elements. X_BLOCKS: the largest number of blocks that overlap the 128 k of a stage.
 //
-// A CTA of WARPS_M x WARPS_N warps, each with WARP_M rows and 32 columns of y, pipelines 128 k per stage through STAGES
-// stages of shared memory:
-//   x [BLOCK_M][128] bytes; the 16-byte chunk c of row r is stored at chunk c ^ r % 8
-//   weight [BLOCK_N][128] bytes, swizzled likewise, or for 4 bits [BLOCK_N][64], chunk c at chunk c ^ r / 2 % 4
+// A CTA has WARPS_M x WARPS_N warps, each with WARP_M rows and 32 columns of y. It has STAGES pipeline stages of 128 k
+// in shared memory. A stage holds:
+//   x [BLOCK_M][128] bytes; the 16-byte chunk c of row r is stored as chunk c ^ (r % 8)
+//   weight [BLOCK_N][128] bytes with the same swizzle; for 4 bits [BLOCK_N][64] with chunk c as chunk c ^ (r / 2 % 4)
 //   sA, oA, sumA [X_BLOCKS][3][BLOCK_M] and sB, oB, sumB*sB [X_BLOCKS][3][BLOCK_N]
 #pragma once
 
@@ -19,21 +19,21 @@
 
 constexpr int kWarpsM = WARPS_M;
 constexpr int kWarpsN = WARPS_N;
-constexpr int kTilesM = WARP_M / 16;  // mma tiles per warp along m
+constexpr int kTilesM = WARP_M / 16;  // number of mma tiles per warp along m
 constexpr int kTilesN = 4;
 constexpr int kStages = STAGES;
 constexpr int kXBlocks = X_BLOCKS;
-constexpr bool kShortBlocks = SHORT_BLOCKS;  // blocks have at most 256 columns
+constexpr bool kShortBlocks = SHORT_BLOCKS;  // whether blocks have at most 256 columns
 
 constexpr int kThreads = kWarpsM * kWarpsN * 32;
 constexpr int kBlockM = kWarpsM * WARP_M;
 constexpr int kBlockN = kWarpsN * kTilesN * 8;
 constexpr int kBlockK = 128;
 constexpr int kStepK = 32;
-// The k interval at which a block may end; with one block per stage only the end of the stage.
+// The number of steps after which a block may end: one, or all steps of a stage if a stage lies in one block.
 constexpr int kCheckSteps = X_BLOCKS == 1 ? kBlockK / kStepK : 1;
 constexpr int kXBytes = kBlockM * kBlockK;
-constexpr int kChunksN = kBits;  // 16-byte chunks per row of the weight
+constexpr int kChunksN = kBits;  // number of 16-byte chunks per row of the weight in a stage
 constexpr int kWeightBytes = kBlockN * kChunksN * 16;
 constexpr int kXParameters = kXBytes + kWeightBytes;  // byte offset of sA, oA, sumA in a stage
 constexpr int kWeightParameters = kXParameters + kXBlocks * 3 * kBlockM * 4;
@@ -43,7 +43,7 @@ constexpr int kAccumulators = kTilesM * kTilesN * 4;
 static_assert(!(kFp8 && kShortBlocks), "magic_to_float needs integer products");
 static_assert(kBlockM * 8 % kThreads == 0 && kBlockN * kChunksN % kThreads == 0, "the copies divide evenly");
 
-// Converts a product to float32. The products of a short block are below 2^22 in magnitude.
+// Converts a product to float32. The products of a short block have a magnitude below 2^22 (magic_to_float).
 __device__ __forceinline__ float to_product(Product value) {
   return kShortBlocks ? magic_to_float(value) : static_cast<float>(value);
 }
@@ -111,7 +111,8 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     }
   };
 
-  // [mma tile along m][mma tile along n][value of the fragment]
+  // The accumulators of all blocks, and the products of the current block; both [mma tile along m][mma tile along n]
+  // [value of the fragment].
   float accumulators[kTilesM][kTilesN][4] = {};
   Product products[kTilesM][kTilesN][4];
   auto clear = [&] {
@@ -125,7 +126,8 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     }
   };
 
-  // Adds the scaled products of block `b` to the accumulators and, at the end of the block, its offset terms.
+  // Adds the scaled products of block `b`, which is block `within` of the stage, to the accumulators. At the end of the
+  // block (`is_end`), also adds the terms of the offsets.
   auto close_block = [&](int stage, int within, int b, bool is_end) {
     const auto* of_x = reinterpret_cast<const float*>(shared + stage * kStageBytes + kXParameters) +
                        within * 3 * kBlockM + warp_m + lane / 4;
@@ -184,7 +186,8 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     if constexpr (kBits == 8) {
 #pragma unroll
       for (int pair = 0; pair < kTilesN / 2; ++pair) {
-        // ldmatrix: matrices 0 and 1 are columns 0 .. 7 at k 0 .. 15 and 16 .. 31; 2 and 3 are columns 8 .. 15.
+        // ldmatrix loads matrices 0 and 1 from columns 0 .. 7 at k 0 .. 15 and k 16 .. 31, and matrices 2 and 3 from
+        // columns 8 .. 15 at the same k.
         const int row = warp_n + pair * 16 + lane / 16 * 8 + lane % 8;
         const int chunk = step * 2 + lane / 8 % 2;
         uint32_t words[4];
@@ -204,7 +207,8 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
     }
 #pragma unroll
     for (int i = 0; i < kTilesM; ++i) {
-      // ldmatrix: matrices 0 and 1 are rows 0 .. 7 and 8 .. 15 at k 0 .. 15; matrices 2 and 3 are at k 16 .. 31.
+      // ldmatrix loads matrices 0 and 1 from rows 0 .. 7 and 8 .. 15 at k 0 .. 15, and matrices 2 and 3 from the same
+      // rows at k 16 .. 31.
       const int row = warp_m + i * 16 + lane % 16;
       const int chunk = step * 2 + lane / 16;
       uint32_t a[4];
@@ -224,7 +228,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     copies.template wait<kStages - 2>();
     __syncthreads();
-    // All warps have finished reading the preceding stage: refill it.
+    // All warps have finished reading the preceding stage, so it can be refilled.
     const int tile_ahead = tile + kStages - 1;
     if (tile_ahead < tile_end) start_stage(tile_ahead, stage == 0 ? kStages - 1 : stage - 1);
     copies.commit();
@@ -236,7 +240,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
       const int step_end = tile * kBlockK + (step + 1) * kStepK;
       matmul(stage, step);
       if ((step + 1) % kCheckSteps != 0) continue;
-      // Past k all codes and products are 0.
+      // A block that ends within a step, at the end of K, is closed after that step: past k, all codes are 0.
       const bool is_end = step_end >= block_end && step_end - kCheckSteps * kStepK < block_end;
       const bool is_last = step == kBlockK / kStepK - 1 && tile + 1 == tile_end;
       if (is_end || is_last) {

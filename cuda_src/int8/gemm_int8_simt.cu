@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer GEMM of gemm_int8.cuh on CUDA cores, with the arguments described there; any k, any block_size, any
-// architecture. ALIGNED: blocks begin at multiples of 32 columns, and rows of xq at multiples of 8 bytes.
+// The integer GEMM of gemm_int8.cuh, which describes the arguments, on CUDA cores; any k, any block_size, any
+// architecture. ALIGNED: quantization blocks begin at multiples of 32 columns, and rows of xq at multiples of 8 bytes.
 //
-// A CTA of 256 threads computes a 64 x 64 tile, 4 x 4 accumulators per thread. Shared memory holds 32 k of one block at
-// a time, in words of four codes.
+// A CTA of 256 threads computes a 64 x 64 tile; a thread has 4 x 4 accumulators. Shared memory holds 32 k of one
+// quantization block at a time, in words of four codes.
 #include "int8/gemm_int8.cuh"
 
 constexpr bool kAligned = ALIGNED;
@@ -11,7 +11,7 @@ constexpr int kTile = 64;
 constexpr int kStep = 32;
 constexpr int kThreads = 256;
 constexpr int kWords = kStep / 4;
-constexpr int kRow = kWords + 1;  // padded by one word: rows lie in different banks
+constexpr int kRow = kWords + 1;  // row pitch in words; with one word of padding, rows start in different banks
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     gemm_int8_simt(const int8_t* xq, const float* x_scale, const float* x_offset, const int32_t* x_sums,
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int blocks = ceil_div(k, block_size);
   const int k_padded = ceil_div(k, kStep) * kStep;
 
-  // A thread copies 8 codes of one row of each operand, starting at k `load_k` of the step.
+  // A thread copies 8 codes of one row of each operand, from column `load_k` of the 32 k.
   const int load_row = threadIdx.x / 4;
   const int load_k = threadIdx.x % 4 * 8;
   const int8_t* x_row = xq + static_cast<int64_t>(min(m_begin + load_row, m - 1)) * k;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer GEMM of gemm_int8.cuh for sm_75: mma m8n8k16 (gemm_int8_mma.cuh), copies through registers.
+// The integer GEMM of gemm_int8.cuh for sm_75, with mma m8n8k16 and copies through registers; see gemm_int8_mma.cuh.
 #include "int8/gemm_int8_mma.cuh"
 
 static_assert(__CUDA_ARCH__ >= 750, "gemm_int8_sm75 needs sm_75 or newer");

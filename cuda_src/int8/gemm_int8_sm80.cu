@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer GEMM of gemm_int8.cuh for sm_80 and newer (FP8: sm_89): mma m16n8k32 (gemm_int8_mma.cuh), cp.async.
+// The integer GEMM of gemm_int8.cuh for sm_80 and newer (FP8: sm_89 and newer), with mma m16n8k32 and cp.async; see
+// gemm_int8_mma.cuh.
 #include "int8/gemm_int8_mma.cuh"
 
 static_assert(__CUDA_ARCH__ >= (FP8 ? 890 : 800), "gemm_int8_sm80 needs sm_80, and for FP8 sm_89, or newer");

@@ -1,26 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
+// GEMM of 8-bit rows A and a weight W with one byte per code, with wgmma on sm_90a, for hundreds of rows and more:
+//
 //   y[m, n] = activation(sum over quantization blocks b of A_b[m] . W_b[n] + bias[n])
-// for 8-bit rows A and an 8-bit weight W, with parameters per block as in gemm_int8.cuh; by wgmma on sm_90a, for
-// hundreds of rows and more. Each block's int32 products are scaled and added to float32 accumulators in registers.
+//
+// The scales and offsets of a block are those of gemm_int8.cuh. The int32 products of each block are scaled and added
+// to float32 accumulators in registers.
 //
 //   w_map       tensor map of the weight's codes, int8 [1][n][k], boxes of [1][256 / CLUSTER][128], 128-byte swizzle
 //   parameters  float32 [ceil(n / 64)][ceil(k / 128)][X_BLOCKS][parameter][warp][8 g][2], for columns 16 warp + g and
 //               16 warp + g + 8 of 64: the scale; with WEIGHT_OFFSET the offset; with X_OFFSET the sum of the
-//               dequantized weights of the block. The last two are zero except in the last 128 k of a block.
+//               dequantized weights of the block. Offset and sum are zero except in the last 128 k of a block.
 //   x_map       tensor map of xq, int8 [1][m][k], boxes of [1][128][128], 128-byte swizzle
 //   x_scale, x_offset, x_sums   as in gemm_int8.cuh; with ROW_SCALES x_scale is [m], one scale per row
 //   bias        BIAS [n] or null
-//   y           Y [m, n], row stride ldy; `aligned`: its rows start at multiples of 16 bytes
+//   y           Y [m, n], row stride ldy; `aligned`: whether the rows of y start at multiples of 16 bytes
 //
 // Limits: k % 16 == 0; block_size is 32, 64, a multiple of 128, or k. X_BLOCKS is the number of blocks per 128 k.
 //
-// W is operand A of wgmma and x is B, so the accumulators hold y^T: 64 columns of y by 64 rows. Codes take one byte
-// each even for 4 bits, because wgmma reads bytes from shared memory; operand A in registers would stall a warp until
-// the preceding wgmma has started. A byte has room for code - zero point, so a weight whose offsets are multiples of
+// W is operand A of wgmma and x is operand B, so the accumulators hold y^T: 64 columns by 64 rows of y. A 4-bit code
+// takes one byte, because wgmma reads bytes from shared memory; operand A in registers would stall a warp until the
+// preceding wgmma has started. A byte can hold code - zero point, so a weight whose offsets are integer multiples of
 // its scales needs no WEIGHT_OFFSET.
 //
-// FP8: xq and the codes are e4m3, x_sums and the products float32; implies ROW_SCALES. ROW_SCALES applies the scale of
-// x to the final accumulators, which saves a multiplication per product.
+// ROW_SCALES: x has one scale per row, which multiplies the final accumulators; this saves a multiplication per
+// product. FP8: xq and the codes are e4m3, x_sums and the products are float32; implies ROW_SCALES.
 //
 // A CTA computes tiles of 128 rows and 256 columns with two consumer warpgroups of 64 rows each. A warpgroup scales the
 // products of one m64 tile (64 columns) while the tensor cores compute the next one; its four m64 tiles share the
@@ -38,7 +41,7 @@
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_int8_sm90 needs sm_90a");
 
-// The producer warp: copies xq, and the codes and parameters of the weight.
+// Runs the producer warp, which copies xq and the codes and parameters of the weight.
 __device__ __forceinline__ void produce(const SharedStorage& shared, const TensorMap* w_map, const uint8_t* parameters,
                                         const TensorMap* x_map, int m_blocks, int n_blocks, int n, int k) {
   const auto pipeline = shared.pipeline();
@@ -53,7 +56,7 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, const Tenso
   State state = State::producer();
   for (TileScheduler scheduler(m_blocks, n_blocks); scheduler.is_valid(); scheduler.advance()) {
     const TileCoordinates tile = scheduler.tile();
-    // m64 tiles past n read the parameters of the last one; their results are not stored.
+    // For m64 tiles past n, the parameters of the last m64 tile are copied; the results are not stored.
     const int64_t n64_block = min(tile.n_block * kM64Tiles + lane % kM64Tiles, ceil_div(n, 64) - 1);
     const uint8_t* source = parameters + n64_block * k_tiles * kParameterTileBytes;
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
@@ -83,7 +86,7 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, const Tenso
   __syncwarp();
 }
 
-// The warps that copy the parameters of x; each lane copies those of two adjacent rows.
+// Runs the warps that copy the parameters of x; each lane copies those of two adjacent rows.
 __device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared, uint8_t* memory, const float* x_scale,
                                                      const float* x_offset, const Product* x_sums, int m_blocks,
                                                      int n_blocks, int m, int k, int block_size) {
@@ -91,7 +94,7 @@ __device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared
   const int lane = threadIdx.x % 32;
   const int local_row = (threadIdx.x / 32 - kConsumerWarps - 1) * (kBlockM / kXParameterWarps) + lane * 2;
   const int blocks = ceil_div(k, block_size);
-  // A span is 128 k, or with X_BLOCKS > 1 one block.
+  // A span is the k of one set of parameters in a stage: 128 k, or one quantization block if a stage has several.
   const int spans = ceil_div(k, kBlockK) * kXBlocks;
   const int block_spans = kXBlocks == 1 ? max(block_size / kBlockK, 1) : 1;
   ptx::griddepcontrol_wait();
@@ -197,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  source + (b * kParameters + parameter) * kBlockM + warpgroup * kWarpgroupM + j * 8 + lane % 4 * 2);
       return values;
     };
-    // Releases a stage in every CTA of the cluster, because their multicast copies filled it.
+    // Releases a stage in every CTA of the cluster, because multicast copies of all of them have filled the stage.
     auto release = [&](int stage_idx) {
       __syncwarp();
       if constexpr (kClusterSize == 1) {
@@ -252,8 +255,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             if (is_last && b == 0) pipeline.consumer_wait(state);
             start((i + 1) % kM64Tiles);
           }
-          // Always true. The branch keeps all scaling before the wait for the next products; the compiler would move
-          // half of it after the wait.
+          // This condition is always true. The branch keeps all scaling before the wait for the next products; without
+          // it, the compiler moves half of the scaling after the wait.
           if (m > 0) {
 #pragma unroll
             for (int j = 0; j < kAccumulators / 4; ++j) {

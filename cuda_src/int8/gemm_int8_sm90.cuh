@@ -1,25 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile shape, shared memory, tile scheduler and epilogue of gemm_int8_sm90.
+// The compile-time constants, shared memory, tile scheduler and epilogue of gemm_int8_sm90.
 #pragma once
 
 #include "common/epilogue.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shared_storage.cuh"
 #include "hopper/tile_scheduler.cuh"
+#include "int8/products.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/thread_index.cuh"
 
-#if FP8
-using Product = float;
-#else
-using Product = int32_t;
-#endif
-
-constexpr bool kFp8 = FP8;
 constexpr bool kRowScales = ROW_SCALES;
-constexpr bool kXOffset = X_OFFSET;
-constexpr bool kWeightOffset = WEIGHT_OFFSET;
 constexpr int kXBlocks = X_BLOCKS;
 constexpr int kStages = STAGES;
 constexpr int kClusterSize = CLUSTER;
@@ -35,21 +27,21 @@ constexpr int kBlockM = 128;
 constexpr int kBlockN = kM64Tiles * 64;
 constexpr int kBlockK = 128;
 constexpr int kWarpgroupM = kBlockM / kWarpgroups;
-constexpr int kAccumulators = kWarpgroupM / 2;  // per thread and m64 tile
+constexpr int kAccumulators = kWarpgroupM / 2;  // number of accumulators per thread and m64 tile
 // The number of wgmma instructions (32 k each) per quantization block of a stage.
 constexpr int kBlockSteps = kBlockK / 32 / kXBlocks;
-// The number of spans of k for which a lane loads the parameters of x at once: latencies overlap as far
-// as registers allow.
+// The number of spans (see produce_x_parameters) whose parameters of x a lane loads at once, to overlap latencies; as
+// many as registers allow.
 constexpr int kLoadedSpans = X_OFFSET ? 1 : 2;
 
-constexpr int kParameters = 1 + kWeightOffset + kXOffset;  // parameters per column and block
+constexpr int kParameters = 1 + kWeightOffset + kXOffset;  // number of parameters per column and quantization block
 constexpr int kOffsetParameter = 1;
 constexpr int kSumParameter = 1 + kWeightOffset;
 constexpr int kParameterTileBytes = kXBlocks * kParameters * 64 * 4;
 constexpr int kXParameterBytes = kXBlocks * kParameters * kBlockM * 4;
 
 constexpr int kStoreRows = sizeof(Y) == 2 ? 16 : 8;
-constexpr int kStoreRowBytes = kBlockN * sizeof(Y) + 16;  // padded by 16 bytes: 8 rows lie in different banks
+constexpr int kStoreRowBytes = kBlockN * sizeof(Y) + 16;  // with 16 bytes of padding, 8 rows start in different banks
 
 static_assert(kRowScales || !kFp8, "FP8 implies ROW_SCALES");
 static_assert(!kRowScales || !(kXOffset || (kWeightOffset && !kFp8)), "ROW_SCALES excludes offsets");
@@ -79,9 +71,9 @@ using State = PipelineState<kStages>;
 
 static_assert(kBandRows % kClusterSize == 0, "a band has whole rows of units");
 
-// The tile scheduler of a persistent cluster, whose CTAs have adjacent rows.
+// The tile scheduler of a persistent cluster, whose CTAs compute adjacent tiles along m.
 struct TileScheduler : PersistentTileScheduler<kClusterSize> {
-  int m_blocks, n_blocks;  // the matrix of units; a unit is a tile of each CTA
+  int m_blocks, n_blocks;  // numbers of units along m and n; a unit is one tile per CTA
 
   __device__ __forceinline__ TileScheduler(int m_blocks, int n_blocks)
       : PersistentTileScheduler(m_blocks * n_blocks), m_blocks(m_blocks), n_blocks(n_blocks) {}
@@ -92,14 +84,14 @@ struct TileScheduler : PersistentTileScheduler<kClusterSize> {
   }
 };
 
-// Stores a warpgroup's rows of a tile through shared memory: a thread's accumulators are adjacent along the rows of y,
-// but 16-byte stores run along its columns.
+// Stores a warpgroup's rows of a tile through shared memory: adjacent accumulators of a thread belong to different rows
+// of y, but a 16-byte store writes adjacent columns of one row.
 template <class T>
 __device__ __forceinline__ void store_tile(uint8_t* memory, const float (&accumulators)[kM64Tiles][kAccumulators],
                                            const TileCoordinates& tile, const Epilogue<T>& epilogue, T* y, int m, int n,
                                            int ldy, bool aligned) {
   constexpr int kVectorColumns = 16 / sizeof(T);
-  // Read %tid again, so that values derived from it hold no registers during the main loop.
+  // Read %tid here, so that values derived from the thread index occupy no registers during the main loop.
   const int index = ptx::thread_index_now();
   const int warpgroup = index / 128;
   const int thread = index % 128;
@@ -107,7 +99,7 @@ __device__ __forceinline__ void store_tile(uint8_t* memory, const float (&accumu
   const int row_begin = tile.m_block * kBlockM + warpgroup * kWarpgroupM;
   const int column_begin = tile.n_block * kBlockN;
   uint8_t* buffer = memory + SharedStorage::Store::kBegin + warpgroup * kStoreRows * kStoreRowBytes;
-  // In accumulators[i], values v = 0, 1 belong to this column of m64 tile i, values 2, 3 to column + 8.
+  // accumulators[i][v] belongs to column my_column of m64 tile i if v % 4 < 2, else to column my_column + 8.
   const int my_column = thread / 32 * 16 + lane / 4;
   float biases[kM64Tiles][2] = {};
   if constexpr (kHasBias) {

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer GEMM of gemm_int8.cuh for up to ROWS rows; each weight is read once. Any architecture: mma on sm_75 and
-// newer, else dp4a.
+// The integer GEMM of gemm_int8.cuh for up to ROWS rows of x; each weight is read once. Any architecture: the kernel
+// uses mma on sm_75 and newer, dp4a on older ones.
 //
 // Limits: m <= ROWS; k % 16 == 0; block_size % 32 == 0 or block_size == k; xq starts at a multiple of 16 bytes.
 //
-// A CTA of WARPS warps computes 16 columns of y. Its warps, and the splits of the grid, take turns at chunks of 128 k.
-// With g = lane / 4 and t = lane % 4, a lane computes columns g and g + 8 over the t-th 32 k of a chunk, which lie in
-// one block: 16 adjacent bytes of 4-bit codes. Lanes stay independent until the final reduction, so blocks of 32 cost
-// no more than longer ones.
+// A CTA of WARPS warps computes 16 columns of y. K is divided into chunks of 128 k; each split of the grid has a
+// contiguous range of chunks, at which the warps of the CTA take turns. With g = lane / 4 and t = lane % 4, a lane
+// computes columns g and g + 8 over the t-th step (32 k) of a chunk. A step lies in one quantization block and has 16
+// adjacent bytes of 4-bit codes. Lanes add up separate products until the final reduction, so blocks of 32 columns take
+// no longer than larger ones.
 //
-// An mma, however, sums over the k of four lanes. So each column of operand B stands for one row of x and one lane:
-// column 2 u + r holds row r for the k of lanes t = u and zeros for the other lanes, and C gives each lane the products
-// of its own k with two rows. Three quarters of the products are with zeros, but the tensor cores are idle otherwise;
-// with dp4a, 8 rows would take longer than the loads.
+// An mma, however, sums over the k of four lanes. To separate these sums, each column of operand B holds one row of x
+// for the k of one lane: column 2 u + r holds row r for the k of lanes t = u, and zeros for the k of the other lanes.
+// Then C gives each lane the products of its own k with two rows. Three quarters of the multiplications are by zero,
+// but the tensor cores would be idle otherwise; with dp4a, 8 rows would take longer than the loads.
 //
 // Each warp prefetches PREFETCHED_CHUNKS chunks. Only the weight is read before griddepcontrol.wait (sm_90 and newer).
 #include "int8/gemm_int8.cuh"
@@ -28,40 +29,40 @@ constexpr bool kTensor = __CUDA_ARCH__ >= 750;
 constexpr bool kDependent = __CUDA_ARCH__ >= 900;
 constexpr int kThreads = kWarps * 32;
 constexpr int kColumns = 16;
-constexpr int kStep = 32;  // k per lane and chunk
+constexpr int kStep = 32;  // number of k per lane and chunk
 constexpr int kChunk = 4 * kStep;
-constexpr int kVectors = kBits / 4;  // 16-byte vectors of codes per column and step
+constexpr int kVectors = kBits / 4;  // number of 16-byte vectors of codes per column and step
 constexpr int kWords = kStep / 4;
-constexpr int kSteps = 4 * kPrefetchedChunks;  // steps per warp and load of x
+constexpr int kSteps = 4 * kPrefetchedChunks;  // number of steps in the prefetched chunks of a warp
 constexpr int kOutputs = kRows * kColumns;
 
 static_assert(kRows % 2 == 0, "an mma multiplies two rows");
 static_assert(kOutputs <= kThreads, "a thread stores at most one output");
 
-// A warp's part of x for its prefetched chunks, padded so that rows lie in different banks. `row` (row_term) and
-// `offset` are nonzero only in the first step of a block, so that they are added once.
-struct XPart {
+// The x of a warp's prefetched chunks; padding puts rows into different banks. `row` (see row_term) and `offset` are
+// nonzero only in the first step of a quantization block, so that they are added once per block.
+struct XChunks {
   alignas(16) uint8_t codes[kRows][kPrefetchedChunks * kChunk + 16];
   float scale[kRows][kSteps];
   float row[kRows][kSteps];
   float offset[kRows][kSteps];
 };
 
-// A lane's part of the weight in one chunk.
-struct WeightPart {
+// The codes and parameters of one chunk of the weight that a lane holds.
+struct WeightChunk {
   Vector<uint32_t, 4> codes[2][kVectors];
   float scale[2];
   float offset[2];
   float column[2];
 };
 
-// Two CTAs per SM, so that one loads weights while the other finishes. Without dp4a (below sm_61) the registers suffice
-// for one only.
+// Two CTAs per SM, so that one loads weights while the other reduces. Without dp4a (below sm_61) a thread needs too
+// many registers for two CTAs.
 extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 : 1)
     gemv_int8(const int8_t* xq, const float* x_scale, const float* x_offset, const int32_t* x_sums,
               const uint8_t* codes, const float* parameters, const BIAS* bias, Y* y, float* partials,
               uint32_t* counters, int m, int n, int k, int block_size, int n_padded, int ldy, float low, float high) {
-  __shared__ XPart x_parts[kWarps];
+  __shared__ XChunks x_chunks[kWarps];
   __shared__ float warp_sums[kWarps][kOutputs];
   if constexpr (kDependent) ptx::griddepcontrol_launch_dependents();
   const int lane = threadIdx.x % 32;
@@ -75,19 +76,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
   const int chunk_end = static_cast<int>(static_cast<int64_t>(chunks) * (blockIdx.z + 1) / gridDim.z);
   const int64_t plane = static_cast<int64_t>(blocks) * n_padded;
 
-  // Returns the block of a step without a division; exact for k < 2^27.
+  // Returns the index of the quantization block of a step without an integer division; exact for k < 2^27.
   const float blocks_per_step = __frcp_rn(static_cast<float>(ceil_div(block_size, kStep)));
   auto block_of = [&](int step) { return static_cast<int>((static_cast<float>(step) + 0.5f) * blocks_per_step); };
 
-  // Columns past n repeat the last one and are not stored.
+  // Lanes whose columns lie past n read the last column again; the results are not stored.
   const float* of_column = parameters + n_begin + lane / 4;
   uint32_t column_vectors[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     column_vectors[half] = min(n_begin + half * 8 + lane / 4, n - 1) * steps * kVectors;
-  auto fetch_weight = [&](WeightPart& part, int chunk) {
+  auto fetch_weight = [&](WeightChunk& target, int chunk) {
     if (chunk >= chunk_end) return;
-    // Past k the codes of x are zero. The parameters must be zero, too, because they might not be finite.
+    // Past k the codes of x are zero. The parameters are set to zero as well: those of the last block, which are read
+    // there, may be infinite, and zero times infinity is NaN.
     const int step = chunk * 4 + t;
     const bool valid = step < steps;
     const int clamped_step = min(step, steps - 1);
@@ -97,17 +99,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int64_t vector = column_vectors[half] + clamped_step * kVectors + i;
-        load<true>(part.codes[half][i], reinterpret_cast<const uint32_t*>(codes + vector * 16));
+        load<true>(target.codes[half][i], reinterpret_cast<const uint32_t*>(codes + vector * 16));
       }
-      part.scale[half] = valid ? of_block[half * 8] : 0.0f;
-      if constexpr (kWeightOffset) part.offset[half] = valid ? of_block[plane + half * 8] : 0.0f;
-      if constexpr (kXOffset) part.column[half] = valid ? of_block[2 * plane + half * 8] : 0.0f;
+      target.scale[half] = valid ? of_block[half * 8] : 0.0f;
+      if constexpr (kWeightOffset) target.offset[half] = valid ? of_block[plane + half * 8] : 0.0f;
+      if constexpr (kXOffset) target.column[half] = valid ? of_block[2 * plane + half * 8] : 0.0f;
     }
   };
 
-  // Rows past m repeat the last one and are not stored.
+  // Rows past m are read from the last row; the results are not stored.
   auto fetch_x = [&](int first) {
-    XPart& part = x_parts[warp];
+    XChunks& target = x_chunks[warp];
     const int k_end = min(k, chunk_end * kChunk);
 #pragma unroll
     for (int begin = 0; begin < kRows * kPrefetchedChunks * 8; begin += 32) {
@@ -119,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
       if (at < k_end) {
         load<true>(words, reinterpret_cast<const uint32_t*>(xq + static_cast<int64_t>(min(row, m - 1)) * k + at));
       }
-      *reinterpret_cast<Vector<uint32_t, 4>*>(&part.codes[row][vector * 16]) = words;
+      *reinterpret_cast<Vector<uint32_t, 4>*>(&target.codes[row][vector * 16]) = words;
     }
 #pragma unroll
     for (int begin = 0; begin < kRows * kSteps; begin += 32) {
@@ -140,22 +142,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
             row_sum = row_term(scale, x_sums[at], offset, min(block_size, k - b * block_size));
         }
       }
-      part.scale[row][index] = scale;
-      if constexpr (kWeightOffset) part.row[row][index] = row_sum;
-      if constexpr (kXOffset) part.offset[row][index] = offset;
+      target.scale[row][index] = scale;
+      if constexpr (kWeightOffset) target.row[row][index] = row_sum;
+      if constexpr (kXOffset) target.offset[row][index] = offset;
     }
   };
 
   float sums[2][kRows] = {};
-  auto matmul = [&](const WeightPart& weight, int depth) {
-    const XPart& x = x_parts[warp];
+  auto matmul = [&](const WeightChunk& weight, int depth) {
+    const XChunks& x = x_chunks[warp];
     const int index = depth * 4 + t;
 #pragma unroll
     for (int pair = 0; pair < kRows; pair += 2) {
-      // The other lanes have stored their part of x. Synchronize again every four rows: otherwise the compiler hoists
-      // loads of x and runs out of registers.
+      // Wait until the other lanes have stored their x. The barriers for every further four rows only keep the compiler
+      // from hoisting loads of x, for which it has no registers.
       if (pair % 4 == 0) __syncwarp();
-      // Words of four codes of x: of the column of B that this lane holds (mma), or of two rows (dp4a).
+      // x as words of four codes: with mma, of the column of operand B that this lane holds; with dp4a, of two rows.
       constexpr int kXRows = kTensor ? 1 : 2;
       Vector<uint32_t, kWords / 2> x_words[kXRows][2] = {};
       if (!kTensor || lane / 8 == t) {
@@ -169,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
       int32_t products[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};  // [half][row]
 #pragma unroll
       for (int word = 0; word < kWords / 2; ++word) {
-        // Two words of each column: k starting at 4 * word and at 16 + 4 * word.
+        // Two words of each column, for four k each: from k 4 * word and from k 16 + 4 * word.
         uint32_t a[4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -199,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
     }
   };
 
-  WeightPart weight[kPrefetchedChunks];
+  WeightChunk weight[kPrefetchedChunks];
 #pragma unroll
   for (int i = 0; i < kPrefetchedChunks; ++i) fetch_weight(weight[i], chunk_begin + i * kWarps);
   if constexpr (kDependent) ptx::griddepcontrol_wait();
@@ -215,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
     __syncwarp();
   }
 
-  // Reduce over the four lanes of a column, the warps and the splits: thread i ends with output i.
+  // Sum over the four lanes of a column, then over the warps, then over the splits. Thread i has the total of output i.
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll

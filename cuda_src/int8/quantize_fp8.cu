@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
+// Quantization of x to e4m3 with one scale per row:
+//
 //   scale[m] = max(max|x[m]|, 2^-100) / 448
-//   codes[m, k] = e4m3(x[m, k] * (448 / max(max|x[m]|, 2^-100))), to nearest even
+//   codes[m, k] = x[m, k] * (448 / max(max|x[m]|, 2^-100)), rounded to the nearest e4m3, ties to even
 //   sums[m, b] = sum of the values of the codes in block b of block_size columns
+//
 // Every operation is rounded to float32, without FMA. A row with a NaN or an infinity has scale NaN and codes 0.
 //
 //   x        X [m, k], row stride ldx, rows at multiples of 16 bytes
 //   codes    e4m3 [m, k]
 //   scale    float32 [m]
-//   sums     float32 [m, ceil(k / block_size)], exact below 2^15
+//   sums     float32 [m, ceil(k / block_size)]; sums below 2^15 are exact
 //
 // Limits: sm_89 and newer; k % 8 == 0; block_size is 8, 16, 32, 64, 128 or 256.
 //
-// A CTA quantizes one row in ROUNDS rounds of 8 elements per thread. The row stays in registers between the two passes
-// (maximum, codes) if it fits, else it is read twice.
+// A CTA quantizes one row in ROUNDS rounds of 8 elements per thread, in two passes: maximum, then codes. Between the
+// passes the row stays in registers if it fits there; otherwise it is read twice.
 #include "ptx/cvt_e4m3.cuh"
 #include "common/types.cuh"
 
@@ -36,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int begin = threadIdx.x * kValues;
 
   Values kept[kKept];
-  uint32_t largest = 0;  // |x| as integer bits, which order like floats, with infinity and NaN on top
+  uint32_t largest = 0;  // max |x| as integer bits, whose order is that of floats, with infinity and NaN last
 #pragma unroll(kKept)
   for (int round = 0; round < kRounds; ++round) {
     const int i = begin + round * kStride;

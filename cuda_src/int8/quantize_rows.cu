@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
+// Quantization of x to int8 with a scale and an offset per block of block_size columns:
+//
 //   codes[m, k] = clamp(round((x[m, k] - offset[m, b]) / scale[m, b]), -128, 127),  b = k / block_size
 //   sums[m, b] = sum of the codes of block b
-// with scale = (max - min) / 255 and offset = max - 127 * scale over the block, or scale = 1 and offset = max if that
-// scale is at most 1e-5. SYMMETRIC: scale = max|x| / 127 and no offset. Every operation is rounded to float32,
-// without FMA. A block with a NaN or an infinity has scale NaN and codes 0. If max - min overflows, scale = max / 255
-// - min / 255.
+//
+// scale = (max - min) / 255 and offset = max - 127 * scale, where max and min are those of the block; if this scale is
+// at most 1e-5, scale = 1 and offset = max. SYMMETRIC: scale = max|x| / 127, without an offset. Every operation is
+// rounded to float32, without FMA. A block with a NaN or an infinity has scale NaN and codes 0. If max - min overflows,
+// scale = max / 255 - min / 255.
 //
 //   x        X [m, k], row stride ldx
 //   codes    int8 [m, k]
 //   scale, offset, sums  float32, float32 (null if SYMMETRIC), int32 [m, blocks]
 //
-// Any k, block_size and architecture. WIDE: k, block_size and all rows allow aligned accesses of 8 elements.
+// Any k, block_size and architecture. WIDE: k, block_size and the addresses of all rows allow aligned accesses of 8
+// elements.
 //
 // LANES adjacent threads quantize a block in ROUNDS rounds of 8 (or 1) elements per thread. CTA (i, j, l) of the grid
 // quantizes the i-th THREADS / LANES blocks of row l * gridDim.y + j.
@@ -23,16 +27,16 @@ constexpr bool kSymmetric = SYMMETRIC;
 constexpr bool kHalfEven = HALF_EVEN;
 constexpr int kWarps = kLanes / 32;
 constexpr int kStride = kLanes * kValues;
-constexpr int kRounds = ROUNDS;  // rounds in which LANES lanes cover a block
+constexpr int kRounds = ROUNDS;  // number of rounds in which kLanes lanes cover a block
 constexpr int kKept = kRounds <= 4 ? kRounds : 1;
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds a value to an integer in the low mantissa bits
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: value + kMagic has the rounded value in its low mantissa bits
 
 static_assert(kLanes <= 32 ? 32 % kLanes == 0 : kLanes == kThreads, "the lanes are part of a warp, or the whole CTA");
 
 using int8_t = signed char;
 using Values = Vector<X, kValues>;
 
-// Reduces a value over the lanes of a block of x. All threads of the CTA must call it.
+// Reduces a value over the lanes of a block of x; called by all threads of the CTA.
 template <class T, class Op>
 __device__ __forceinline__ T reduce(T value, Op op, T* shared) {
 #pragma unroll
@@ -66,8 +70,8 @@ __device__ __forceinline__ int32_t add_codes(uint32_t word, int32_t sum) {
 #endif
 }
 
-// Calls body(i, values) for each 8 (or 1) elements of a lane, starting at column i: from registers if the
-// block fits there.
+// Calls body(i, values) for each vector of 8 (or 1) elements of a lane; i is the column of the first element. The
+// vectors come from registers (`kept`) if the block fits there, otherwise from memory.
 template <class Body>
 __device__ __forceinline__ void for_each(Values (&kept)[kKept], const X* source, int begin, int end, Body body) {
   if constexpr (kKept == kRounds) {
@@ -83,13 +87,13 @@ __device__ __forceinline__ void for_each(Values (&kept)[kKept], const X* source,
   }
 }
 
-// With the register limit of older architectures, kernels for sm_100 and newer spill.
+// The number of threads per SM for which registers are limited; with 1536, kernels for sm_100 and newer spill.
 constexpr int kResidentThreads = __CUDA_ARCH__ >= 1000 ? 1024 : 1536;
 
 extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS)
     quantize_rows(const X* __restrict__ x, int8_t* __restrict__ codes, float* scale, float* offset, int32_t* sums,
                   int m, int k, int block_size, int ldx) {
-  // One array per reduction, so that no warp overwrites values that another warp still reads.
+  // Each reduction has its own array, so that no warp overwrites values that another warp still reads.
   __shared__ float shared_high[32];
   __shared__ float shared_low[32];
   __shared__ uint32_t shared_largest[32];
@@ -112,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
   const float infinity = __uint_as_float(0x7f800000u);
   float high = -infinity;
   float low = infinity;
-  uint32_t largest = 0;  // |x| as integer bits, which order like floats, with infinity and NaN on top
+  uint32_t largest = 0;  // max |x| as integer bits, whose order is that of floats, with infinity and NaN last
   for_each(kept, source, begin, end, [&](int i, const Values& values) {
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
@@ -141,8 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
   const bool is_finite = largest < 0x7f800000u && step < infinity;
   const bool has_codes = is_finite && step > 0.0f;
 
-  // x * (1 / scale) differs from the rounded quotient by less than 1e-4, so the code is the same unless the ratio is
-  // close to half-way between two codes; only then divide.
+  // x * (1 / scale) differs from the rounded quotient by less than 1e-4, so the code is the same unless the quotient is
+  // almost half-way between two codes. Only in this case the slower division is used.
   const float reciprocal = __fdiv_rn(1.0f, step);
   const bool has_normal_step = has_codes && step > 1e-30f && step < 1e30f;
   int8_t* target = codes + static_cast<int64_t>(row) * k;
@@ -156,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
       for (int v = 0; v < 8; ++v) {
         float ratio = __fsub_rn(to_float(values.values[v]), origin) * reciprocal;
         if constexpr (!kSymmetric) ratio = fminf(fmaxf(ratio, -128.0f), 127.0f);
-        // The low bits hold the rounded integer.
+        // The low bits of `shifted` are the rounded ratio in two's complement.
         const float shifted = ratio + kMagic;
         bits[v] = __float_as_uint(shifted);
         is_exact &= fabsf(ratio - (shifted - kMagic)) < 0.4999f;

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Causal attention over prompts without tensor cores, for problems that attention_sm80 does not support:
+// Causal attention in prefill without tensor cores, for problems that attention_sm80 does not support:
 //
 //   out[m, head, :] = sum over p of softmax(scale * q[m, head, :] . k[p, :])[p] * v[p, :]
 //
-// Row m = b * steps + s is token s of sequence b; it attends to the keys p = 0 .. lengths[b] + s of its sequence. Query
-// head h reads KV head h / (heads / kv_heads).
+// Row m = b * steps + s is new token s of sequence b, which attends to the keys p = 0 .. lengths[b] + s of the
+// sequence. Query head h reads KV head h / (heads / kv_heads).
 //
 //   q, out   X [m, heads, HEAD_DIM]
-//   k, v     X [sequences, kv_heads, capacity, HEAD_DIM], sequence_stride values from one sequence to the next
-//   lengths  int32 [sequences], the number of tokens before the first new one
+//   k, v     X [sequences, kv_heads, capacity, HEAD_DIM], stride between sequences: sequence_stride values
+//   lengths  int32 [sequences], the number of tokens of a sequence before its first new token
 //
-// Limits: HEAD_DIM a multiple of 8 up to 256. Architectures: all.
-// Grid (heads / HEADS, m): a CTA takes one row and HEADS query heads that share a KV head. Each group of LANES lanes
-// keeps an online softmax over its own keys. Groups and then warps are merged in a fixed order, so results are
+// Limits: HEAD_DIM is a multiple of 8 up to 256. Architectures: all.
+// Grid (heads / HEADS, m): a CTA computes one row for HEADS query heads that share a KV head. Each group of LANES lanes
+// updates an online softmax over its share of the keys. Groups, then warps, are merged in a fixed order, so results are
 // bit-identical from run to run.
 #include "llm/online_softmax.cuh"
 

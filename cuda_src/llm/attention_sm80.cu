@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Causal attention over prompts on tensor cores:
+// Causal attention in prefill on tensor cores:
 //
 //   out[m, head, :] = sum over p of softmax(scale * q[m, head, :] . k[p, :])[p] * v[p, :]
 //
-// Row m = b * steps + s is token s of sequence b; it attends to the keys p = 0 .. lengths[b] + s of its sequence. Query
-// head h reads KV head h / (heads / kv_heads).
+// Row m = b * steps + s is new token s of sequence b, which attends to the keys p = 0 .. lengths[b] + s of the
+// sequence. Query head h reads KV head h / (heads / kv_heads).
 //
 //   q, out   X [m, heads, HEAD_DIM]
-//   k, v     X [sequences, kv_heads, capacity, HEAD_DIM], sequence_stride values from one sequence to the next
-//   lengths  int32 [sequences], the number of tokens before the first new one
+//   k, v     X [sequences, kv_heads, capacity, HEAD_DIM], stride between sequences: sequence_stride values
+//   lengths  int32 [sequences], the number of tokens of a sequence before its first new token
 //
-// Limits: HEAD_DIM a multiple of 16 up to 128. Architectures: sm_80 and newer.
-// Grid (ceil(steps / 64), heads, sequences): a CTA takes a tile of 64 queries, each of its four warps 16 of them. Tiles
-// of 64 keys and values pass through a two-stage cp.async pipeline. Scores stay in registers: rounded to X, the
-// accumulators of q k^T are the A operand of the product with v (FlashAttention-2).
+// Limits: HEAD_DIM is a multiple of 16 up to 128. Architectures: sm_80 and newer.
+// Grid (ceil(steps / 64), heads, sequences): a CTA computes a tile of 64 queries, and each of its four warps 16 of
+// them. Tiles of 64 keys and values pass through a two-stage cp.async pipeline. Scores stay in registers: the
+// accumulators of q k^T, rounded to X, are operand A of the product with v (FlashAttention-2).
 #include "llm/dependent_launch.cuh"
 #include "common/mma.cuh"
 #include "ptx/cp_async.cuh"
@@ -25,9 +25,9 @@ constexpr int kBlockN = 64;
 constexpr int kThreads = 128;
 constexpr int kPitch = kHeadDim + 8;  // row pitch in shared memory; 16 bytes of padding avoid bank conflicts
 constexpr int kTileValues = kBlockN * kPitch;
-constexpr int kKSteps = kHeadDim / 16;    // k steps of q k^T
-constexpr int kScoreTiles = kBlockN / 8;  // n8 tiles of q k^T
-constexpr int kOutTiles = kHeadDim / 8;   // n8 tiles of p v
+constexpr int kKSteps = kHeadDim / 16;    // number of k16 steps of q k^T
+constexpr int kScoreTiles = kBlockN / 8;  // number of n8 tiles of q k^T
+constexpr int kOutTiles = kHeadDim / 8;   // number of n8 tiles of p v
 constexpr float kMinScore = -1e30f;       // finite, so that kMinScore - kMinScore is 0 and not NaN
 
 static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "the accumulators of a wider head do not fit the registers");
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   X* const shared = reinterpret_cast<X*>(dynamic_shared);  // [stage][k, v][kBlockN][kPitch]
   const auto shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   launch_dependents_and_wait();
-  // Tiles of later queries attend to more keys, so their CTAs start first.
+  // Later queries attend to more keys, so the CTAs of later tiles start first.
   const int m_begin = (gridDim.x - 1 - blockIdx.x) * kBlockM;
   const int head = blockIdx.y, sequence = blockIdx.z;
   const int cached = lengths[sequence];
@@ -51,11 +51,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const X* const q_rows = q + static_cast<int64_t>(sequence) * steps * pitch + head * kHeadDim;
 
   auto fetch = [&](int tile) {
-    constexpr int kChunks = kHeadDim / 8;  // 16-byte chunks of a row
+    constexpr int kChunks = kHeadDim / 8;  // number of 16-byte chunks per row
     for (int i = threadIdx.x; i < kBlockN * kChunks; i += kThreads) {
       const int row = i / kChunks, chunk = i % kChunks;
       const int key = tile * kBlockN + row;
-      const uint32_t bytes = key < keys ? 16 : 0;  // zero-fill the rest: 0 * v must not be NaN
+      const uint32_t bytes = key < keys ? 16 : 0;  // zeros past the last key, because 0 * v must not be NaN
       const int64_t source = cache_offset + static_cast<int64_t>(key < keys ? key : 0) * kHeadDim + chunk * 8;
       const uint32_t target = shared_address + 2 * ((tile & 1) * 2 * kTileValues + row * kPitch + chunk * 8);
       ptx::cp_async_16(target, k + source, bytes);
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int tiles = ceil_div(keys, kBlockN);
   for (int tile = 0; tile < tiles; ++tile) {
     ptx::cp_async_wait_group<0>();
-    __syncthreads();  // the tile has landed, and all warps have finished reading the other stage
+    __syncthreads();  // The tile has landed, and all warps have finished reading the other stage.
     if (tile + 1 < tiles) fetch(tile + 1);
     const uint32_t k_sh = shared_address + 2 * (tile & 1) * 2 * kTileValues;
     const uint32_t v_sh = k_sh + 2 * kTileValues;
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         mma<X>(scores[2 * pair + 1], queries[step], b[2], b[3]);
       }
     }
-    // Accumulator fragment: (lane, i) -> (row g + 8 (i / 2), key 2t + i % 2).
+    // The accumulator fragment maps (lane, i) to (row g + 8 (i / 2), key 2t + i % 2).
     float new_max[2] = {row_max[0], row_max[1]};
 #pragma unroll
     for (int j = 0; j < kScoreTiles; ++j) {

@@ -3,11 +3,12 @@
 //
 //   out[b, head, :] = sum over p <= lengths[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
 //
-// after RoPE of q and k and the append of k and v to the KV cache. decode_step.cuh describes arguments, grid and PDL.
+// The kernel first applies RoPE to q and k and appends k and v to the KV cache. decode_step.cuh describes arguments,
+// grid and PDL.
 //
-// Limits: HEAD_DIM a multiple of 8 up to 256. Architectures: all.
-// A CTA loads each key once for the HEADS query heads that share it. Each group of LANES lanes keeps an online softmax
-// over its own keys.
+// Limits: HEAD_DIM is a multiple of 8 up to 256. Architectures: all.
+// A CTA loads each key once for the HEADS query heads that share the key. Each group of LANES lanes updates an online
+// softmax over its share of the keys.
 #include "llm/decode_step.cuh"
 #include "llm/online_softmax.cuh"
 

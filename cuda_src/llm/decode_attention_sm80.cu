@@ -3,30 +3,30 @@
 //
 //   out[b, head, :] = sum over p <= lengths[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
 //
-// after RoPE of q and k and the append of k and v to the KV cache. decode_step.cuh describes arguments, grid and PDL;
-// sequences of up to UNSPLIT_KEYS keys have a single split.
+// The kernel first applies RoPE to q and k and appends k and v to the KV cache. decode_step.cuh describes arguments,
+// grid and PDL. Sequences of up to UNSPLIT_KEYS keys have a single split.
 //
-// Limits: HEAD_DIM a multiple of 64 up to 256; HEADS <= 16 query heads that share a KV head. Architectures: sm_80 and
+// Limits: HEAD_DIM is a multiple of 64 up to 256; HEADS <= 16 query heads share a KV head. Architectures: sm_80 and
 // newer. q and the probabilities p are rounded to X, as in attention_sm80.
 //
 // The warps of a CTA take turns at blocks of WARP_KEYS keys; a warp loads its next block while it computes. Operands
 // are loaded from global memory straight to registers, 16 bytes per load, for mma.m16n8k16 with lane = 4 g + t:
-//   scores [16 heads, 8 keys] = q k^T. The sum over dims may have any order, so lane t of a key loads the adjacent dims
-//     8t .. 8t + 7 of 32; their four pairs take the places of the pairs at 2t and 2t + 8 of two mma. q is stored in
+//   scores [16 heads, 8 keys] = q k^T. The sum over the dims may have any order. So the lane loads the adjacent dims
+//     8t .. 8t + 7 of 32, and their four pairs are used as the pairs at 2t and 2t + 8 of two mma. q is stored in
 //     shared memory in the same order.
-//   acc^T [16 dims, 8 heads] = v^T p^T. Rounded to X, the accumulators of the scores are operand p^T; transposed, up to
-//     8 heads take half the registers of 16. Lane (g, t) loads dims 8g .. 8g + 7 of 64 for the keys 2t, 2t + 1, 2t + 8
-//     and 2t + 9; row g of mma j is dim 8g + 2j, row g + 8 is dim 8g + 2j + 1.
+//   acc^T [16 dims, 8 heads] = v^T p^T. The accumulators of the scores, rounded to X, are operand p^T. The product is
+//     transposed because up to 8 heads then need half the registers of 16 heads. The lane loads dims 8g .. 8g + 7 of
+//     64 for the keys 2t, 2t + 1, 2t + 8 and 2t + 9; row g of mma j is dim 8g + 2j, row g + 8 is dim 8g + 2j + 1.
 #include "llm/decode_step.cuh"
 #include "common/mma.cuh"
 #include "ptx/ld.cuh"
 #include "ptx/prefetch.cuh"
 
 constexpr int kWarpKeys = WARP_KEYS;
-constexpr int kKeySteps = kWarpKeys / 16;        // k steps of p v
-constexpr int kKeyChunks = kHeadDim / 32;        // chunks of a key: four lanes load 16 bytes each
-constexpr int kValueChunks = kHeadDim / 64;      // chunks of a value: eight lanes load 16 bytes each
-constexpr int kHeadTiles = ceil_div(kHeads, 8);  // n8 tiles of acc^T
+constexpr int kKeySteps = kWarpKeys / 16;        // number of k16 steps of p v
+constexpr int kKeyChunks = kHeadDim / 32;        // number of 16-byte chunks of a key per lane; four lanes load a key
+constexpr int kValueChunks = kHeadDim / 64;      // number of 16-byte chunks of a value per lane; eight lanes load it
+constexpr int kHeadTiles = ceil_div(kHeads, 8);  // number of n8 tiles of acc^T
 
 static_assert(kWarpKeys % 16 == 0 && MIN_SPLIT_KEYS % kWarpKeys == 0, "one mma sums over 16 keys");
 static_assert(kHeadDim % 64 == 0 && kHeads <= 16, "lanes load whole chunks, and one mma has rows for 16 heads");
@@ -54,8 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   const int kv_head = head_block * kHeads / (heads / kv_heads);
   const int64_t cache_offset = row * sequence_stride + static_cast<int64_t>(kv_head) * capacity * kHeadDim;
 
-  // Loads past the last cached key of this split repeat that key; the repeated keys are masked, or replaced by
-  // the new key.
+  // Lanes whose keys lie past the last cached key of this split load the last key again. The repeated keys are masked
+  // later, or replaced by the new key.
   const int last = min(cached, key_end) - 1;
   const X* const k_rows = k + cache_offset + 8 * t;
   const X* const v_rows = v + cache_offset + 8 * g;
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     fetch_values(base);
   }
   if constexpr (DEPENDENT) {
-    // Prefetch the second block of each warp into L2 while the preceding kernel finishes.
+    // Prefetch the second block of keys and values of each warp into L2 while the preceding kernel finishes.
     constexpr int kLine = 128 / sizeof(X), kBlockValues = kWarps * kWarpKeys * kHeadDim;
     const int64_t block_offset = cache_offset + static_cast<int64_t>(key_begin) * kHeadDim;
     const int count = min((last + 1 - key_begin) * kHeadDim, 2 * kBlockValues);
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   __syncthreads();
 
   float acc[kHeadTiles][kHeadDim / 16][4] = {};
-  float row_max[kHeadTiles], row_sum[kHeadTiles];  // of head g of each tile; row_sum covers only this lane's keys
+  float row_max[kHeadTiles], row_sum[kHeadTiles];  // for head g of each tile; row_sum covers only this lane's keys
 #pragma unroll
   for (int tile = 0; tile < kHeadTiles; ++tile) {
     row_max[tile] = kMinScore;
@@ -126,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   const float scale_log2 = scale * 1.4426950408889634f;  // exp(x) = 2^(x log2(e))
   for (; base < key_end; base += kWarps * kWarpKeys) {
     const int next_base = base + kWarps * kWarpKeys;
-    if (appends && base + kWarpKeys > cached) {  // insert the new key and value; values of masked keys must be finite
+    // Insert the new key and value, also in place of all later, masked keys, because masked values must be finite.
+    if (appends && base + kWarpKeys > cached) {
 #pragma unroll
       for (int j = 0; j < 2 * kKeySteps; ++j) {
 #pragma unroll
@@ -155,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     }
     if (next_base < key_end) fetch_keys(next_base);
 
-    // Score fragment: (lane, 2 tile + e) -> (head 8 tile + g, key 2t + e).
+    // The score fragment maps (lane, 2 tile + e) to (head 8 tile + g, key 2t + e).
     uint32_t weights[kHeadTiles][2 * kKeySteps];
 #pragma unroll
     for (int tile = 0; tile < kHeadTiles; ++tile) {
@@ -215,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       warp_softmaxes.row_max[warp][8 * tile + g] = row_max[tile];
       warp_softmaxes.row_sum[warp][8 * tile + g] = row_sum[tile];
     }
-    // Accumulator fragment: (lane, 2 r + e) -> (dim 8g + 2 (i % 4) + r of 64, head 2t + e).
+    // The accumulator fragment maps (lane, 2 r + e) to (dim 8g + 2 (i % 4) + r of 64, head 2t + e).
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int head = 8 * tile + 2 * t + e;

@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// The code shared by both decode_attention kernels. For one new token of each of m sequences:
+// The code shared by the decode_attention kernels. For one new token of each of m sequences, they compute:
 //
 //   q, k = RoPE(RMSNorm(q)), RoPE(RMSNorm(k))          rope.cuh; RMSNorm only with QK_NORM
-//   append k and v to the KV cache at position lengths[b]
+//   k[b, lengths[b], :], v[b, lengths[b], :] = k, v    appends to the KV cache
 //   out[b, head, :] = sum over p <= lengths[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
 //
 //   qkv             X [m, heads + 2 * kv_heads, HEAD_DIM]: q, k and v of the new tokens
 //   q_norm, k_norm  float32 [HEAD_DIM], or null
 //   cos, sin        float32 [capacity, HEAD_DIM / 2], the RoPE factors of every position
-//   lengths         int32 [m], the positions of the new tokens; a token at or beyond the capacity is not appended
-//   k, v            X [m, kv_heads, capacity, HEAD_DIM], sequence_stride values from one sequence to the next
+//   lengths         int32 [m], the positions of the new tokens; a token at a position >= capacity is not appended
+//   k, v            X [m, kv_heads, capacity, HEAD_DIM], stride between sequences: sequence_stride values
 //   out             X [m, heads, HEAD_DIM]
 //   partials        float32 [m, heads / HEADS, MAX_SPLITS, HEADS, HEAD_DIM + 2]: acc, row_max and row_sum of the splits
 //   counters        uint32 [m, heads / HEADS], zero before and after the launch
 //
-// Grid (splits, heads / HEADS, m): the CTAs along x split the keys of a sequence. A split takes at least MIN_SPLIT_KEYS
-// keys; CTAs without keys exit, so one captured launch serves every length. Warps and then splits are merged in a fixed
-// order, so results are bit-identical from run to run.
+// Grid (splits, heads / HEADS, m): the keys of a sequence are split among the CTAs along x. A split has at least
+// MIN_SPLIT_KEYS keys, and CTAs without keys exit, so a captured launch can be replayed for any length. Warps, then
+// splits, are merged in a fixed order, so results are bit-identical from run to run.
 //
-// PDL: `lengths` and the cached keys and values are read before griddepcontrol.wait. This is safe because a step begins
-// with `embed`, which starts only after all preceding kernels have finished.
+// PDL: `lengths` and the cached keys and values are read before griddepcontrol.wait. This is safe because a decode step
+// starts with `embed`, which is launched without PDL after all preceding kernels have finished.
 #pragma once
 
 #include "llm/softmax_merge.cuh"
@@ -28,11 +28,11 @@
 
 constexpr int kWarps = THREADS / 32;
 constexpr int kMaxSplits = MAX_SPLITS;
-constexpr int kSplitFloats = kHeadDim + 2;  // acc, row_max and row_sum of a head
+constexpr int kSplitFloats = kHeadDim + 2;  // number of floats per head and split: acc, row_max, row_sum
 
 static_assert(kMaxSplits <= 32, "one lane of a warp computes the factor of one split");
 
-// The factors of RoPE and RMSNorm for the new token, loaded before griddepcontrol.wait.
+// The RoPE factors and RMSNorm weights for the new token, loaded before griddepcontrol.wait.
 struct TokenFactors {
   Pairs rotation, q_weight = {}, k_weight = {};
 
@@ -44,8 +44,9 @@ struct TokenFactors {
     }
   }
 
-  // Rotates the query heads of this CTA, one per warp in turn, and passes them to take(head, pairs). If `appends`, also
-  // writes the new key and value to shared memory (new_key, new_value) and to the cache (k, v).
+  // Applies RMSNorm and RoPE to the query heads of this CTA, each warp to one head at a time, and passes the results to
+  // take(head, pairs). If `appends`, also writes the new key and value to shared memory (new_key, new_value) and to the
+  // cache (k, v).
   template <class Take>
   __device__ __forceinline__ void rotate_and_append(const X* qkv, int heads, int kv_heads, int head_block, int kv_head,
                                                     float eps, bool appends, X* new_key, X* new_value, X* k, X* v,
@@ -66,9 +67,9 @@ struct TokenFactors {
   }
 };
 
-// Counts this CTA and returns how many CTAs arrived before it. One thread calls it between two CTA barriers: what
-// the CTA wrote before becomes visible to CTAs that arrive later, and after the second barrier the CTA sees what
-// earlier ones wrote.
+// Increments `counter` and returns the number of CTAs that arrived earlier. One thread calls it between two CTA
+// barriers. Writes of the CTA before the first barrier become visible to CTAs that arrive later; writes of CTAs that
+// arrived earlier are visible to this CTA after the second barrier.
 __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
 #if __CUDA_ARCH__ >= 750
   return ptx::atom_add_acq_rel(counter, 1u);
@@ -80,8 +81,8 @@ __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
 #endif
 }
 
-// Writes the results of the CTA's heads to `out` if there is a single split. Otherwise writes the split's softmaxes to
-// `partials`; the last split to arrive merges all of them.
+// Merges the softmaxes of the warps. With a single split, writes the results of the CTA's heads to `out`. Otherwise
+// writes the softmaxes of the split to `partials`, and the last CTA to arrive merges all splits.
 __device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes, int split, int splits, X* out,
                                              float* partials, uint32_t* counter) {
   __shared__ float factors[kHeads][kMaxSplits];

@@ -8,8 +8,8 @@
 //   bias  float32 [n] (HAS_BIAS), or null
 //   y     Y [m, n]
 //
-// Limits: k a multiple of 8. Architectures: all; on sm_80 and newer dense_sm80 runs if k is a multiple of 32. Each warp
-// computes one element of y.
+// Limits: k is a multiple of 8. Architectures: all; on sm_80 and newer, dense_sm80 is used if k is a multiple of 32.
+// Each warp computes one element of y.
 #include "llm/dependent_launch.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)

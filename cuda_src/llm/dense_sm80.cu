@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A GEMM with an unquantized weight, on tensor cores:
+// A GEMM with an unquantized weight, on tensor cores (dense_sm80.cuh):
 //
 //   y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n]
 //
@@ -8,100 +8,26 @@
 //   bias  float32 [n] (HAS_BIAS), or null
 //   y     Y [m, n]
 //
-// Limits: k a multiple of 32. Architectures: sm_80 and newer.
-// Grid (CTAs, ceil(m / 16)): for up to 16 rows of x, w is read once.
-//
-// A persistent CTA iterates over tiles of 8 * TILES columns. Its warps split K and take STEPS steps of 32 k at a time,
-// so that a CTA reads whole, adjacent rows of w; reading parts of many rows loses a third of the bandwidth. Operands
-// are loaded from global memory straight to registers. The sum over k may have any order, so lane t of a row loads 16
-// adjacent bytes, k 8t .. 8t + 7 of 32, whose four pairs take the places of the pairs at 2t and 2t + 8 of two mma; x is
-// loaded in the same order. Loads of w bypass L1, which keeps x.
-//
-// PDL: the first elements of w are loaded before griddepcontrol.wait.
-#include "llm/dependent_launch.cuh"
-#include "common/mma.cuh"
-#include "ptx/ld.cuh"
+// Limits: k is a multiple of 32. Architectures: sm_80 and newer.
+#include "llm/dense_sm80.cuh"
 
-constexpr int kTiles = TILES;
-constexpr int kSteps = STEPS;
-constexpr int kWarps = THREADS / 32;
-constexpr int kColumns = 8 * kTiles;
-constexpr int kWarpK = 32 * kSteps;
-constexpr int kPassK = kWarps * kWarpK;  // k per pass of all warps
+struct Weight {
+  static constexpr int kLaneK = 8;
+  using Loaded = Chunk;
 
-using Chunk = Vector<uint32_t, 4>;  // 8 values of type X
+  __device__ __forceinline__ void load(Loaded& out, int column, int k_begin) const {
+    ptx::ld_global_no_allocate(out.values, w + static_cast<int64_t>(column) * k + k_begin);
+  }
+  __device__ __forceinline__ void pairs(uint32_t (&out)[2], const Loaded& loaded, int i) const {
+    out[0] = loaded.values[2 * i];
+    out[1] = loaded.values[2 * i + 1];
+  }
+
+  const X* w;
+  int k;
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_sm80(const X* x, const X* w, const float* bias, Y* y, int m, int n, int k) {
-  __shared__ alignas(16) float partial_sums[kWarps][16][kColumns];
-  if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int m_begin = blockIdx.y * 16;
-  const int passes = ceil_div(k, kPassK);
-  // Each lane holds two rows of x.
-  const X* const x_low = x + static_cast<int64_t>(m_begin + g) * k;
-  const X* const x_high = x_low + static_cast<int64_t>(8) * k;
-  const bool has_low = m_begin + g < m, has_high = m_begin + 8 + g < m;
-
-  Chunk b[kSteps][kTiles];
-  auto fetch = [&](int tile, int pass) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const int k_begin = pass * kPassK + warp * kWarpK + s * 32 + t * 8;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        const int column = tile * kColumns + j * 8 + g;
-        b[s][j] = {};
-        if (column >= n || k_begin >= k) continue;
-        ptx::ld_global_no_allocate(b[s][j].values, w + static_cast<int64_t>(column) * k + k_begin);
-      }
-    }
-  };
-  int tile = blockIdx.x, pass = 0;
-  fetch(tile, pass);
-  if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
-  float acc[kTiles][4] = {};
-  while (tile * kColumns < n) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const int k_begin = pass * kPassK + warp * kWarpK + s * 32 + t * 8;
-      Chunk low = {}, high = {};
-      if (has_low && k_begin < k) low = *reinterpret_cast<const Chunk*>(x_low + k_begin);
-      if (has_high && k_begin < k) high = *reinterpret_cast<const Chunk*>(x_high + k_begin);
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        const uint32_t a[4] = {low.values[i], high.values[i], low.values[i + 1], high.values[i + 1]};
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) mma<X>(acc[j], a, b[s][j].values[i], b[s][j].values[i + 1]);
-      }
-    }
-    // Start the loads of the next pass or tile before reducing this tile.
-    const int finished_tile = tile;
-    const bool is_complete = ++pass == passes;
-    if (is_complete) {
-      pass = 0;
-      tile += gridDim.x;
-    }
-    fetch(tile, pass);
-    if (!is_complete) continue;
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        partial_sums[warp][i / 2 * 8 + g][j * 8 + 2 * t + i % 2] = acc[j][i];
-        acc[j][i] = 0.0f;
-      }
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < 16 * kColumns; i += THREADS) {
-      const int row = m_begin + i / kColumns, column = finished_tile * kColumns + i % kColumns;
-      if (row >= m || column >= n) continue;
-      float value = 0.0f;
-#pragma unroll
-      for (int other = 0; other < kWarps; ++other) value += partial_sums[other][i / kColumns][i % kColumns];
-      if (HAS_BIAS) value += bias[column];
-      y[static_cast<int64_t>(row) * n + column] = from_float<Y>(value);
-    }
-    __syncthreads();
-  }
+  multiply_dense(x, Weight{w, k}, bias, y, m, n, k);
 }

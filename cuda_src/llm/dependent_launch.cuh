@@ -5,8 +5,8 @@
 #include "ptx/griddepcontrol.cuh"
 #include "common/warp.cuh"
 
-// Lets the dependent kernel's CTAs start as SMs become free, and waits until the writes of all preceding kernels are
-// visible. A kernel that prefetches constant data issues the two instructions itself, with its loads in between.
+// Lets CTAs of the dependent kernel start as SMs become free, and waits until the writes of all preceding kernels are
+// visible. Kernels that prefetch weights issue the two instructions themselves, with the prefetches in between.
 __device__ __forceinline__ void launch_dependents_and_wait() {
   if constexpr (DEPENDENT) {
     ptx::griddepcontrol_launch_dependents();

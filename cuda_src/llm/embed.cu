@@ -7,8 +7,8 @@
 //   table   TABLE [vocab, width]
 //   h       float32 [m, width]
 //
-// Limits: width a multiple of 4. Architectures: all. Each CTA copies one row.
-// PDL: this kernel starts only after all preceding kernels have finished, so later kernels may read results of the
+// Limits: width is a multiple of 4. Architectures: all. Each CTA copies one row.
+// PDL: this kernel starts only after all preceding kernels have finished. So later kernels may read the results of the
 // preceding decode step before griddepcontrol.wait.
 #include "llm/dependent_launch.cuh"
 

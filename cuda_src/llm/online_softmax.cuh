@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The online softmax (softmax_merge.cuh) that a group of LANES lanes updates key by key for HEADS query heads. Lane l
-// of the group holds dims 8 l .. 8 l + 7 of a head of HEAD_DIM dims.
+// An online softmax (softmax_merge.cuh) for HEADS query heads, which a group of LANES lanes updates key by key. Lane l
+// of the group holds dims 8 l .. 8 l + 7 of the HEAD_DIM dims of a head.
 #pragma once
 
 #include "llm/softmax_merge.cuh"
@@ -26,8 +26,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Adds COUNT keys of each group, masked by is_valid. `query` is premultiplied by scale * log2(e). All lanes of a warp
-  // must call it.
+  // Adds COUNT keys and values to the softmax of each group; keys with is_valid = false are masked. `query` is
+  // premultiplied by scale * log2(e). All lanes of a warp must call this function.
   template <int COUNT>
   __device__ __forceinline__ void add(const float (&query)[kHeads][8], const Chunk (&keys)[COUNT],
                                       const Chunk (&values)[COUNT], const bool (&is_valid)[COUNT]) {
@@ -60,7 +60,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Merges the groups of a warp; every group gets the result.
+  // Merges the softmaxes of all groups of a warp; every group gets the result.
   __device__ __forceinline__ void merge_groups() {
 #pragma unroll
     for (int step = kLanes; step < 32; step *= 2) {
@@ -80,7 +80,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Stores the warp's softmax to shared memory; its first group does so.
+  // Stores the merged softmax of the warp to shared memory; only the first group of the warp stores.
   __device__ __forceinline__ void store(WarpSoftmaxes& out) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane >= kLanes) return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The residual add and the RMSNorm:
+// The residual add and the RMSNorm of a decoder:
 //
 //   h[m, i] += delta[m, i]                                    (HAS_DELTA)
 //   inverse_rms[m] = 1 / sqrt(mean of h[m, :]^2 + eps)
@@ -11,8 +11,8 @@
 //   x            X [m, width]
 //   inverse_rms  float32 [m]
 //
-// Limits: width a multiple of 4 up to THREADS * 4 * VECTORS; arrays aligned to 16 bytes. Architectures: all.
-// Each CTA takes one row. PDL: `weight` is loaded before griddepcontrol.wait.
+// Limits: width is a multiple of 4 up to THREADS * 4 * VECTORS; arrays are aligned to 16 bytes. Architectures: all.
+// Each CTA computes one row. PDL: `weight` is loaded before griddepcontrol.wait.
 #include "llm/dependent_launch.cuh"
 
 constexpr int kWarps = THREADS / 32;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMSNorm (QK_NORM) and RoPE of one head of q or k, which a warp holds as pairs (i, i + HEAD_DIM / 2):
+// RMSNorm (with QK_NORM) and RoPE of one head of q or k, whose elements a warp holds as pairs (i, i + HEAD_DIM / 2):
 //
 //   n[i] = x[i] * weight[i] / sqrt(mean of x^2 + eps)
 //   out[i]        = n[i] * cos[i] - n[i + half] * sin[i]
@@ -10,12 +10,12 @@
 
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kHalf = kHeadDim / 2;
-constexpr int kPairs = ceil_div(kHalf, 32);  // pairs per lane
+constexpr int kPairs = ceil_div(kHalf, 32);  // number of pairs per lane
 constexpr bool kNorm = QK_NORM;
 
 static_assert(kHeadDim % 2 == 0, "RoPE rotates pairs");
 
-// Two arrays of kHalf values, distributed over a warp: (lane, j) -> i = lane + 32 j.
+// Two arrays of kHalf values, distributed over a warp: element j of a lane is element i = lane + 32 j of the array.
 struct Pairs {
   float first[kPairs], second[kPairs];
 
@@ -30,7 +30,7 @@ struct Pairs {
     }
     return pairs;
   }
-  // Calls take(i, value) for each value of this lane.
+  // Calls take(i, value) for each value of this lane, where i is the dim of the head.
   template <class Take>
   __device__ __forceinline__ void for_each(Take take) const {
 #pragma unroll

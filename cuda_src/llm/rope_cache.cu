@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMSNorm (QK_NORM) and RoPE of the heads of q and k of a prompt (formulas: rope.cuh), and the append of k and v to the
-// KV cache. For a decode step, decode_attention does both.
+// Applies RMSNorm (with QK_NORM) and RoPE to the heads of q and k in prefill (rope.cuh has the formulas), and appends k
+// and v to the KV cache. In a decode step, decode_attention does this.
 //
 //   qkv             X [m, heads + 2 * kv_heads, HEAD_DIM]; row m = b * steps + s is token s of sequence b
 //   q_norm, k_norm  float32 [HEAD_DIM], or null
 //   cos, sin        float32 [capacity, HEAD_DIM / 2], the RoPE factors of every position
-//   lengths         int32 [sequences], the position of the first of these tokens
+//   lengths         int32 [sequences], the position of the first new token of a sequence
 //   q               X [m, heads, HEAD_DIM]
-//   k, v            X [sequences, kv_heads, capacity, HEAD_DIM], sequence_stride values from one sequence to the next
+//   k, v            X [sequences, kv_heads, capacity, HEAD_DIM], stride between sequences: sequence_stride values
 //
-// Limits: HEAD_DIM even. Tokens at or beyond the capacity are not written. Architectures: all.
-// Each warp takes one head of one row.
+// Limits: HEAD_DIM is even. Tokens at positions >= capacity are not written. Architectures: all.
+// Each warp computes one head of one row.
 #include "llm/rope.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)

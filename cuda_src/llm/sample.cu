@@ -1,36 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 // Selects the next token of each sequence:
 //
-//   penalized = logit / penalty if positive, else logit * penalty, for seen tokens; logit for others     (PENALTY)
-//   choose, greedy:        token = argmax of penalized, the smallest token among equal values
-//   choose with SAMPLES:   token = argmax of scaled + noise over scaled >= limit,     scaled = penalized / temperature
-//   choose_limit:          limit = the smallest of the scaled values that top-k, then top-p, then min-p keep
+//   penalized = logit > 0 ? logit / penalty : logit * penalty, for seen tokens (PENALTY); logit for other tokens
+//   scaled = penalized / temperature
+//   sample_token without SAMPLES   token = argmax of penalized; of several, the smallest token
+//   sample_token with SAMPLES      token = argmax of scaled + noise over all tokens with scaled >= limit
+//   sampling_threshold             limit = the smallest scaled value that top-k, then top-p, then min-p keep
 //
-// noise = -log(-log(u)) is Gumbel noise from a hash of seed, sequence, position and token; the argmax is a sample
-// from the softmax.
+// noise = -log(-log(u)) is Gumbel noise; u is a hash of seed, sequence, position and token. The argmax is then a sample
+// from the softmax of the scaled values.
 //
 //   logits       float32 [sequences, vocab]
-//   seen         uint8 [sequences, vocab], 1 for the tokens of the text so far; choose marks its token
-//   limits       float32 [sequences], or null for choose without limits
-//   tokens       int32 [sequences], written by choose; -1 if the logits hold NaN
-//   lengths      int32 [sequences], the position of the new token; with ADVANCE the position less 1, and choose adds 1
+//   seen         uint8 [sequences, vocab], 1 for the tokens of the text so far; sample_token also sets the new token
+//   limits       float32 [sequences]; null if sample_token may sample every token
+//   tokens       int32 [sequences], the new tokens; -1 if the logits contain NaN
+//   lengths      int32 [sequences], the position of the new token; with ADVANCE the position - 1, which sample_token
+//                increments
 //   partials     uint64 [sequences, CTAs], the maximum of each CTA
 //   counters     uint32 [sequences], zero before and after the launch
-//   host_tokens  int32 [sequences, 2] in pinned host memory, written with ADVANCE: the token at [.., position % 2],
-//                where it stays for two steps
+//   host_tokens  int32 [sequences, 2] in pinned host memory; with ADVANCE, the new token is written at index
+//                position % 2, where it stays for two steps
 //
 // Limits: none. Architectures: all.
-// Grids: choose (CTAs, sequences), where first_sequence is the batch index of the first one;
-// choose_limit (1, sequences).
+// Grids: (CTAs, sequences) for sample_token, where first_sequence is the index in the batch of the first sequence;
+// (1, sequences) for sampling_threshold.
 #include "llm/dependent_launch.cuh"
 
 constexpr bool kSamples = SAMPLES;
 constexpr bool kPenalty = PENALTY;
 constexpr bool kAdvance = ADVANCE;
 constexpr int kWarps = THREADS / 32;
-constexpr int kVectors = kSamples || kPenalty ? 1 : 3;  // loads in flight per thread; more would spill
+constexpr int kVectors = kSamples || kPenalty ? 1 : 3;  // number of loads in flight per thread; more would spill
 
-// Returns a key that orders like the value, with NaN above all.
+// Returns an integer whose order is that of the values, with NaN as the largest.
 __device__ __forceinline__ uint32_t key_of(float value) {
   const uint32_t bits = __float_as_uint(value);
   if (value != value) return 0xffffffffu;
@@ -75,7 +77,7 @@ __device__ __forceinline__ uint64_t warp_max(uint64_t value) {
   return value;
 }
 
-// Returns the maximum over the CTA to all its threads.
+// Returns the maximum of `value` over the CTA, in all threads.
 __device__ __forceinline__ uint64_t cta_max(uint64_t value, uint64_t* shared) {
   value = warp_max(value);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
@@ -88,9 +90,9 @@ __device__ __forceinline__ uint64_t cta_max(uint64_t value, uint64_t* shared) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    choose(const float* logits, uint8_t* seen, const float* limits, int32_t* tokens, int32_t* lengths,
-           uint64_t* partials, uint32_t* counters, int32_t* host_tokens, int vocab, int first_sequence, uint64_t seed,
-           float temperature, float penalty) {
+    sample_token(const float* logits, uint8_t* seen, const float* limits, int32_t* tokens, int32_t* lengths,
+                 uint64_t* partials, uint32_t* counters, int32_t* host_tokens, int vocab, int first_sequence,
+                 uint64_t seed, float temperature, float penalty) {
   __shared__ uint64_t shared[kWarps];
   __shared__ bool is_last;
   launch_dependents_and_wait();
@@ -110,11 +112,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const float uniform = (static_cast<float>(bits) + 0.5f) * 1.1920928955078125e-7f;  // 2^-23
       value += -logf(-logf(uniform));
     }
-    // The low word prefers the smallest token among equal values.
+    // Among equal values, the low word of the key makes the smallest token win.
     const uint64_t key = static_cast<uint64_t>(key_of(value)) << 32 | (0xffffffffu - static_cast<uint32_t>(token));
     best = key > best ? key : best;
   };
-  // Load four tokens at a time, starting at the last 16-byte boundary at or before the row.
+  // Load the logits of four tokens at a time, from the last 16-byte boundary at or before the start of the row.
   const int misaligned = static_cast<int>(reinterpret_cast<uint64_t>(values.row) / sizeof(float) % 4);
   const int step = 4 * THREADS * ctas;
   for (int first = 4 * (blockIdx.x * THREADS + threadIdx.x) - misaligned; first < vocab; first += kVectors * step) {
@@ -208,8 +210,8 @@ __device__ __forceinline__ float find_threshold(const Logits& values, int vocab,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    choose_limit(const float* logits, uint8_t* seen, float* limits, int vocab, int top_k, float temperature,
-                 float penalty, float top_p, float log_min_p) {
+    sampling_threshold(const float* logits, uint8_t* seen, float* limits, int vocab, int top_k, float temperature,
+                       float penalty, float top_p, float log_min_p) {
   __shared__ uint64_t shared[kWarps];
   __shared__ RadixSelect radix_select;
   launch_dependents_and_wait();
@@ -227,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     limit = find_threshold(values, vocab, top_k, [](float) { return 1ull; }, radix_select);
   }
   if (top_p < 1.0f) {
-    // The probability relative to the highest one, as an integer in units of 2^-40.
+    // Returns the probability relative to the highest probability, as an integer in units of 2^-40.
     auto mass = [&](float value) {
       return value >= limit ? static_cast<unsigned long long>(expf(value - top) * 1.099511627776e12f) : 0ull;
     };

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Merges the online softmaxes of a CTA's warps. A softmax over some keys is (row_max, row_sum, acc), with
-//   row_max = max score, row_sum = sum of 2^(score - row_max), acc[d] = sum of 2^(score - row_max) * v[d]
-// where scores are premultiplied by log2(e), so that exp2 replaces exp. Its result is acc / row_sum.
+// Merges the online softmaxes of a CTA's warps. The state of an online softmax over some keys is:
+//
+//   row_max = max of score,  row_sum = sum of 2^(score - row_max),  acc[d] = sum of 2^(score - row_max) * v[d]
+//
+// Scores are premultiplied by log2(e), so that exp2 replaces exp. The result of attention is acc / row_sum.
 #pragma once
 
 #include "llm/dependent_launch.cuh"
@@ -14,7 +16,7 @@ struct WarpSoftmaxes {
   float row_max[kWarps][kHeads], row_sum[kWarps][kHeads];
   alignas(16) float acc[kWarps][kHeads][HEAD_DIM + 4];  // 16 bytes of padding avoid bank conflicts between heads
 
-  // Returns acc[d] and acc[d + 1] of a head, merged over all warps, with their row_max and row_sum.
+  // Returns acc[d] and acc[d + 1] of a head, merged over all warps; also computes the merged row_max and row_sum.
   __device__ __forceinline__ Vector<float, 2> merge(int head, int d, float& merged_max, float& merged_sum) const {
     merged_max = kMinScore;
 #pragma unroll

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gated activation of an MLP whose gate and up projections are unquantized (quantized layers fuse it
-// into the GEMM):
+// SwiGLU, the gated activation of an MLP, for unquantized gate and up projections; the GEMM of quantized projections
+// includes the activation:
 //
 //   y[m, i] = gate / (1 + exp(-gate)) * up,    gate = x[m, i], up = x[m, width + i]
 //

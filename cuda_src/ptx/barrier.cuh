@@ -5,7 +5,7 @@
 namespace ptx {
 
 // barrier.sync: waits until `threads` threads of the CTA, in whole warps, have arrived at barrier `index` (0 .. 15).
-// Barrier 0 is that of __syncthreads.
+// __syncthreads uses barrier 0.
 __device__ __forceinline__ void barrier_sync(int index, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
 }

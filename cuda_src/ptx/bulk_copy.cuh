@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // PTX ISA: "Data Movement and Conversion Instructions: Bulk copy", "Tensor copy". TMA copies from global to shared
-// memory; an mbarrier counts their bytes. sm_90 and newer.
+// memory; an mbarrier counts the bytes that have landed. sm_90 and newer.
 #pragma once
 
 namespace ptx {
 
-// cp.async.bulk: copies `bytes`, a multiple of 16; both addresses are multiples of 16.
+// cp.async.bulk: copies `bytes` contiguous bytes; `bytes` and both addresses are multiples of 16.
 __device__ __forceinline__ void cp_async_bulk(unsigned shared_address, const void* source, unsigned bytes,
                                               unsigned barrier) {
   asm volatile(
@@ -14,7 +14,8 @@ __device__ __forceinline__ void cp_async_bulk(unsigned shared_address, const voi
       : "memory");
 }
 
-// cp.async.bulk.tensor.3d: copies the box of a tensor map at (x, y, z), x innermost; elements out of bounds are zero.
+// cp.async.bulk.tensor.3d: copies the box at (x, y, z) of a tensor map, where x is the innermost coordinate;
+// out-of-bounds elements are filled with zeros.
 __device__ __forceinline__ void cp_async_bulk_tensor_3d(unsigned shared_address, const void* map, int x, int y, int z,
                                                         unsigned barrier) {
   asm volatile(
@@ -24,7 +25,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d(unsigned shared_address,
       : "memory");
 }
 
-// cp.async.bulk.tensor.4d: copies the box at (x, y, z, w).
+// cp.async.bulk.tensor.4d: copies the box at (x, y, z, w) of a tensor map.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d(unsigned shared_address, const void* map, int x, int y, int z,
                                                         int w, unsigned barrier) {
   asm volatile(
@@ -46,7 +47,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d_multicast(unsigned share
       : "memory");
 }
 
-// cp.async.bulk.prefetch.tensor.3d: prefetches the box into L2.
+// cp.async.bulk.prefetch.tensor.3d: prefetches the box at (x, y, z) of a tensor map into L2.
 __device__ __forceinline__ void cp_async_bulk_prefetch_tensor_3d(const void* map, int x, int y, int z) {
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
                : "memory");

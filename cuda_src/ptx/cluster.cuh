@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "barrier.cluster", "mapa", "st.async", "Special Registers: %cluster_ctarank". CTAs of a cluster and their
-// distributed shared memory (DSMEM); sm_90 and newer.
+// PTX ISA: "barrier.cluster", "mapa", "st.async", "Special Registers: %cluster_ctarank". Synchronization of a cluster
+// and access to its distributed shared memory (DSMEM); sm_90 and newer.
 #pragma once
 
 namespace ptx {
@@ -12,12 +12,13 @@ __device__ __forceinline__ unsigned cluster_ctarank() {
   return rank;
 }
 
-// barrier.cluster.arrive.release: arrives and releases this thread's writes to the threads that wait.
+// barrier.cluster.arrive.release: arrives at the cluster barrier and releases this thread's writes to waiting threads.
 __device__ __forceinline__ void barrier_cluster_arrive_release() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
 
-// barrier.cluster.arrive.relaxed: arrives and orders only mbarrier.init that fence.mbarrier_init follows.
+// barrier.cluster.arrive.relaxed: arrives at the cluster barrier without releasing writes; only mbarrier.init followed
+// by fence.mbarrier_init is ordered before it.
 __device__ __forceinline__ void barrier_cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
@@ -27,21 +28,21 @@ __device__ __forceinline__ void barrier_cluster_wait_acquire() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// mapa: returns the shared::cluster address of the same variable of the CTA `rank`.
+// mapa: returns the shared::cluster address, in CTA `rank` of the cluster, that corresponds to `shared_address`.
 __device__ __forceinline__ unsigned mapa(unsigned shared_address, unsigned rank) {
   unsigned out;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out) : "r"(shared_address), "r"(rank));
   return out;
 }
 
-// st.shared::cluster.v4.f32: stores four values in the DSMEM of a CTA; the address is a multiple of 16.
+// st.shared::cluster.v4.f32: stores four values to the shared memory of a CTA; the address is a multiple of 16.
 __device__ __forceinline__ void st_shared_cluster(unsigned cluster_address, const float (&values)[4]) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address), "f"(values[0]),
                "f"(values[1]), "f"(values[2]), "f"(values[3])
                : "memory");
 }
 
-// st.async: stores four values in the DSMEM of a CTA and completes 16 bytes of an mbarrier of that CTA.
+// st.async: stores four values to the shared memory of a CTA and completes 16 bytes on an mbarrier of that CTA.
 __device__ __forceinline__ void st_async(unsigned cluster_address, const float (&values)[4], unsigned cluster_barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                    cluster_address),

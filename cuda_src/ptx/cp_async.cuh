@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // PTX ISA: "Asynchronous copy: cp.async". Copies from global to shared memory; sm_80 and newer. Only the first `bytes`
-// are read, and the rest is zero-filled; with 0 bytes nothing is read.
+// bytes are read, and the rest is filled with zeros; with bytes = 0 nothing is read.
 #pragma once
 
 namespace ptx {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void cp_async_4(unsigned shared_address, const void* 
 // cp.async.commit_group: commits this thread's copies since the last call as one group.
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// cp.async.wait_group: waits until at most PENDING of this thread's groups are pending.
+// cp.async.wait_group: waits until at most the last PENDING groups of this thread are pending.
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

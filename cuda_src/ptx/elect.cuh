@@ -4,8 +4,8 @@
 
 namespace ptx {
 
-// elect.sync: returns true in one lane of the warp, always the same; all lanes must call it. In a branch on it ptxas
-// emits a TMA copy without a loop over the lanes.
+// elect.sync: returns true in exactly one lane of the warp, the same lane in every call; all lanes must call it. In a
+// branch on the result, ptxas emits a TMA copy without a loop over the lanes.
 __device__ __forceinline__ bool elect() {
   unsigned out;
   asm volatile(

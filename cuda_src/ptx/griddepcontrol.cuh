@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // PTX ISA: "Parallel Synchronization and Communication Instructions: griddepcontrol". Programmatic dependent launch
-// (PDL); sm_90 and newer. Without effect in a launch that is not dependent.
+// (PDL); sm_90 and newer. Both instructions have no effect in a launch without the PDL attribute.
 #pragma once
 
 namespace ptx {
 
-// griddepcontrol.launch_dependents: lets the dependent grid start once every CTA has called it or exited.
+// griddepcontrol.launch_dependents: lets the dependent grid start once every CTA has executed it or has exited.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

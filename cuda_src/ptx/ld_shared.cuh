@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Data Movement and Conversion Instructions: ld" from shared memory, by 32-bit addresses: under register
-// pressure the compiler recomputes generic pointers to shared memory, including the CTA's rank in its cluster.
+// PTX ISA: "Data Movement and Conversion Instructions: ld" from shared memory. Addresses are 32-bit shared addresses
+// instead of generic pointers, which the compiler recomputes under register pressure.
 #pragma once
 
 namespace ptx {
 
-// mov.u32: returns the value, opaque to the compiler, which keeps it in a register instead of recomputing it.
+// mov.u32: returns `value` in a form that is opaque to the compiler, which then keeps the value in a register instead
+// of recomputing it.
 __device__ __forceinline__ unsigned opaque(unsigned value) {
   asm volatile("mov.u32 %0, %1;" : "=r"(value) : "r"(value));
   return value;
 }
 
-// ld.shared.u16 and ld.shared.u32: load 16 or 32 bits.
+// ld.shared.u16 and ld.shared.u32: return the 16 or 32 bits at a shared address.
 __device__ __forceinline__ unsigned ld_shared_u16(unsigned address) {
   unsigned short out;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(out) : "r"(address) : "memory");

@@ -4,7 +4,7 @@
 
 namespace ptx {
 
-// lop3.b32: (a & b) | c. The look-up table is the operation applied to a = 0xF0, b = 0xCC, c = 0xAA:
+// lop3.b32: returns (a & b) | c. The immediate is the result of the operation for a = 0xF0, b = 0xCC and c = 0xAA:
 // (0xF0 & 0xCC) | 0xAA = 0xEA.
 __device__ __forceinline__ unsigned lop3_and_or(unsigned a, unsigned b, unsigned c) {
   unsigned out;

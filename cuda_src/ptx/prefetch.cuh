@@ -4,7 +4,7 @@
 
 namespace ptx {
 
-// prefetch.global.L2: prefetches the cache line of an address into L2.
+// prefetch.global.L2: prefetches the cache line that contains a global address into L2.
 __device__ __forceinline__ void prefetch_global_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }

@@ -4,7 +4,7 @@
 
 namespace ptx {
 
-// %tid.x: reads the thread index again at each call, so that the compiler holds no value that depends on it.
+// %tid.x: returns the thread index, read anew in each call, so that the compiler keeps no derived value in registers.
 __device__ __forceinline__ unsigned thread_index_now() {
   unsigned index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));

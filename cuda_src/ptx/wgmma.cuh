@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" (wgmma). A in registers, B in shared
-// memory with K contiguous, float32 accumulators; sm_90a only.
+// PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" (wgmma), with A in registers, B in
+// shared memory with K contiguous, and float32 accumulators; sm_90a only.
 //
-// Warp w of the warpgroup holds rows 16 w .. 16 w + 15 of the 64 rows of A and D. Its fragments of them are those of
-// mma m16n8k16 (ptx/mma.cuh): a[0 .. 3], and d[4 j .. 4 j + 3] for columns 8 j .. 8 j + 7.
+// Warp w of the warpgroup holds rows 16 w .. 16 w + 15 of the 64 rows of A and D, in the fragments of mma m16n8k16
+// (ptx/mma.cuh): a[0 .. 3], and d[4 j .. 4 j + 3] for columns 8 j .. 8 j + 7.
 //
-// B is N rows of 128 bytes (64 k) with the 128-byte swizzle of TMA. `b` is its matrix descriptor, plus 2 for each 16 k
-// within the 128 bytes. The hardware swizzles by address bits, so B may start at any row of a TMA box that starts at a
-// multiple of 1024 bytes, and STRIDE may be any number of rows. Descriptors are 64-bit integers, because adding to one
-// takes a single instruction on uniform registers; assembling one from two words takes three.
+// B is N rows of 128 bytes (64 k) with the 128-byte swizzle of TMA. `b` is the matrix descriptor of B, plus 2 for each
+// 16 k within the 128 bytes. The hardware swizzles by address bits, so B may start at any row of a TMA box that starts
+// at a multiple of 1024 bytes, and STRIDE may be any number of rows. A descriptor is a 64-bit integer, because adding
+// to it takes one instruction on uniform registers; assembling it from two words takes three.
 #pragma once
 
 namespace ptx {
@@ -16,17 +16,18 @@ namespace ptx {
 // wgmma.fence: orders this warpgroup's register accesses before those of the following wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// wgmma.commit_group: commits the wgmma since the last call as one group.
+// wgmma.commit_group: commits all wgmma instructions since the last call as one group.
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// wgmma.wait_group: waits until at most PENDING groups are pending.
+// wgmma.wait_group: waits until at most the last PENDING groups are pending.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Returns the matrix descriptor for a shared address, a multiple of 16: address / 16 in bits 0 .. 13, STRIDE / 16 in
-// bits 32 .. 45 (STRIDE bytes from 8 rows to the next 8), and 1 in bits 62 .. 63 for the 128-byte swizzle.
+// Returns the matrix descriptor of a matrix at a shared address, which is a multiple of 16. STRIDE is the distance in
+// bytes from 8 rows to the next 8. The fields are address / 16 in bits 0 .. 13, STRIDE / 16 in bits 32 .. 45, and 1 in
+// bits 62 .. 63 for the 128-byte swizzle.
 template <unsigned STRIDE = 1024>
 __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address) {
   return 1ull << 62 | static_cast<unsigned long long>(STRIDE / 16) << 32 | address / 16;

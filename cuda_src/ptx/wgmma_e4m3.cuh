@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" (wgmma) of 8-bit floats of type e4m3:
-// operands and fragments as in ptx/wgmma_s8.cuh, float32 accumulators; sm_90a only.
+// PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" (wgmma), with e4m3 (8-bit float)
+// operands and float32 accumulators; sm_90a only. Operands and fragments are those of ptx/wgmma_s8.cuh.
 #pragma once
 
 namespace ptx {
 
 // clang-format off
-// wgmma.mma_async.m64n64k32, e4m3: d = a * b.
+// wgmma.mma_async.m64n64k32 with e4m3: computes d = a * b.
 __device__ __forceinline__ void wgmma_e4m3_first(float (&d)[32], unsigned long long a, unsigned long long b) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, 0, 0;"
     "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
@@ -20,7 +20,7 @@ __device__ __forceinline__ void wgmma_e4m3_first(float (&d)[32], unsigned long l
     : "l"(a), "l"(b));
 }
 
-// wgmma.mma_async.m64n64k32, e4m3: d += a * b.
+// wgmma.mma_async.m64n64k32 with e4m3: computes d += a * b.
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[32], unsigned long long a, unsigned long long b) {
   asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;"
     "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" (wgmma) of 8-bit integers: both
-// operands in shared memory with K contiguous, int32 accumulators; sm_90a only. Fences and groups: ptx/wgmma.cuh.
+// PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" (wgmma), with both int8 operands in
+// shared memory with K contiguous, and int32 accumulators; sm_90a only. ptx/wgmma.cuh has the fences and groups.
 //
-// A is 64 rows and B is N rows of 128 bytes (128 k) with the 128-byte swizzle of TMA. `a` and `b` are their matrix
-// descriptors (wgmma_descriptor), plus 2 for each 32 k within the 128 bytes. Warp w of the warpgroup holds rows
-// 16 w .. 16 w + 15 of D: d[4 j .. 4 j + 3] for columns 8 j .. 8 j + 7, as in mma m16n8k32 (ptx/mma_s8.cuh).
+// A has 64 rows and B has N rows, each of 128 bytes (128 k) with the 128-byte swizzle of TMA. `a` and `b` are the
+// matrix descriptors (wgmma_descriptor) of A and B, plus 2 for each 32 k within the 128 bytes. Warp w of the warpgroup
+// holds rows 16 w .. 16 w + 15 of D: d[4 j .. 4 j + 3] for columns 8 j .. 8 j + 7, as in mma m16n8k32 (ptx/mma_s8.cuh).
 #pragma once
 
 namespace ptx {
 
 // clang-format off
-// wgmma.mma_async.m64n64k32, s8: d = a * b.
+// wgmma.mma_async.m64n64k32 with int8: computes d = a * b.
 __device__ __forceinline__ void wgmma_s8_first(int (&d)[32], unsigned long long a, unsigned long long b) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, 0, 0;"
     "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"
@@ -24,7 +24,7 @@ __device__ __forceinline__ void wgmma_s8_first(int (&d)[32], unsigned long long 
     : "l"(a), "l"(b));
 }
 
-// wgmma.mma_async.m64n64k32, s8: d += a * b.
+// wgmma.mma_async.m64n64k32 with int8: computes d += a * b.
 __device__ __forceinline__ void wgmma_s8(int (&d)[32], unsigned long long a, unsigned long long b) {
   asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;"
     "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": wgmma as in ptx/wgmma.cuh, but with
-// both operands in shared memory; sm_90a only. A is 64 rows and B is N rows of 128 bytes (64 k) with the 128-byte
-// swizzle of TMA. `a` and `b` are their matrix descriptors, plus 2 for each 16 k within the 128 bytes.
+// both operands in shared memory; sm_90a only. A has 64 rows and B has N rows, each of 128 bytes (64 k) with the
+// 128-byte swizzle of TMA. `a` and `b` are the matrix descriptors of A and B, plus 2 for each 16 k within the 128
+// bytes.
 #pragma once
 
 #include "ptx/wgmma.cuh"
@@ -27,7 +28,7 @@ namespace ptx {
   "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, " \
   "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// The accumulators as asm operands.
+// The accumulators as operands of the asm statement.
 #define PTX_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PTX_12(i) PTX_4(i), PTX_4(i + 4), PTX_4(i + 8)
 #define PTX_D28 PTX_4(0), PTX_12(4), PTX_12(16)
@@ -37,8 +38,8 @@ namespace ptx {
 #define PTX_D100 PTX_D64, PTX_12(64), PTX_12(76), PTX_12(88)
 #define PTX_D128 PTX_D100, PTX_12(100), PTX_12(112), PTX_4(124)
 
-// wgmma.mma_async.m64nNk16: d = a * b + d. N is 2 * COUNT, where COUNT is the number of accumulators; A and B are the
-// names of the two operands that follow the accumulators.
+// wgmma.mma_async.m64nNk16: computes d += a * b. COUNT is the number of accumulators per thread, so N = 2 * COUNT; A
+// and B are the asm names of the two descriptors, which follow the accumulators.
 #define PTX_WGMMA(TYPE, N, COUNT, A, B)                                                                            \
   __device__ __forceinline__ void wgmma_##TYPE(float (&d)[COUNT], unsigned long long a, unsigned long long b) {    \
     asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;"                                                             \

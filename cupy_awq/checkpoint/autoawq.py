@@ -19,7 +19,7 @@ from cupy_awq.checkpoint.tensors import Module
 from cupy_awq.weight import PackedWeight
 
 SYMMETRIC = 0x88888888
-"""The packed word of eight zero points that are all 8."""
+"""The 32-bit word that packs eight zero points of 8."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Linear layers in Q4_0, Q4_1 and Q4_K stay 4-bit; other quantized tensors become 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,23 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
         entries.pop(f"{name}.bias", None)
     kinds = sorted({block.kind for block in blocks.values()})
     return Contents(entries, f"Format gguf: types {', '.join(kinds)} in {path}.", "gguf")
+
+
+def rename_tensors(
+    path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]
+) -> Iterator[tuple[str, Blocks, int | None]]:
+    """Yield (Hugging Face name, blocks, number of heads with permuted rows or None) for every tensor and expert.
+
+    `restore_rows` undoes the permutation. Raises CheckpointError if the metadata has a malformed number of heads.
+    """
+    heads = _find_permuted_heads(path, metadata)
+    for name, block in blocks.items():
+        yield from _name_tensors(name, block, heads)
+
+
+def restore_rows(block: Blocks, heads: int | None) -> Blocks:
+    """Return a tensor with its rows in Hugging Face's order; ``heads`` as `rename_tensors` yields it."""
+    return block._replace(data=_deinterleave(block.data, heads))
 
 
 def _find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
@@ -164,8 +181,7 @@ def _open_tensor(
 
 
 def _convert_module(block: Blocks, heads: int, where: str, bias: Array | None) -> Module | Tensor:
-    rows = block._replace(data=_deinterleave(block.data, heads))
-    return gguf_q4.open_module(rows, where, bias).convert()
+    return gguf_q4.open_module(restore_rows(block, heads), where, bias).convert()
 
 
 def _convert_dense(path: Path, block: Blocks, heads: int | None, where: str) -> Tensor:

@@ -108,7 +108,10 @@ class Format(Protocol):
         ...
 
     def open_module(self, tensors: ModuleTensors) -> Pending:
-        """Validate the tensors of a module. Raises CheckpointError if they contradict each other or the settings."""
+        """Validate the tensors of a module and return it, its codes not yet repacked.
+
+        Raises CheckpointError if the tensors contradict each other or the settings.
+        """
         ...
 
 
@@ -237,7 +240,7 @@ def is_finite(values: Array) -> bool:
 
 
 class Groups(NamedTuple):
-    """The groups and the order of the rows of W in a packed weight, compared to those in the file."""
+    """The groups of a packed weight and the order of its rows, in relation to those of the file."""
 
     size: int
     """The number of rows of W per group in the packed weight."""
@@ -247,7 +250,7 @@ class Groups(NamedTuple):
     """The permutation of the last axis of x (activation order), int32 [K]; None without one."""
 
     def expand(self, values: Array) -> Array:
-        """Return scales or zero points [groups in the file, ...] as [groups of the packed weight, ...]."""
+        """Return scales or zero points [groups of the file, ...], repeated to [groups of the packed weight, ...]."""
         if self.repeats is None:
             return values
         times, rows = self.repeats

@@ -129,9 +129,9 @@ def _naturals(value: Any) -> bool:
 
 
 def write(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write tensors by name to a safetensors file, atomically, the data of each tensor aligned to its item size.
+    """Write tensors by name to a safetensors file, with the data of each tensor aligned to its item size.
 
-    Raises OSError, which names the file, if it cannot be written.
+    The file is written atomically. Raises OSError, which names the file, if the file cannot be written.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     # Sorted by decreasing item size, tensors are aligned without padding between them, which the format forbids.

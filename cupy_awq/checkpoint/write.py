@@ -32,10 +32,10 @@ SHARD_BYTES = 5_000_000_000
 """The largest size of a safetensors file in bytes; larger checkpoints are split into shards."""
 
 OWN_FILE = re.compile(r"model(-\d{5})?\.safetensors|" + re.escape(INDEX))
-"""The names of the files with tensors, and of their index, that `save` writes."""
+"""The regular expression for the names of the safetensors files and the index that `save` writes."""
 
 SYMMETRIC = -0x77777778
-"""The packed word, as int32, of eight zero points that are all 8."""
+"""The 32-bit word that packs eight zero points of 8, as int32."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,18 @@ def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /
     """Write a checkpoint folder: safetensors files, an index if there are several, and config.json.
 
     If the folder has a config.json, only its key "quantization_config" is replaced. Modules are converted one by one,
-    so the peak memory is about one shard (`SHARD_BYTES`). All files are written to a new folder inside, whose name ends
-    in ".part", and moved when they are complete: after a kill, `read` refuses the folder or finds a whole checkpoint.
+    so the peak memory is about one shard (`SHARD_BYTES`). All files are written to a temporary subfolder, whose name
+    ends in ".part", and moved to ``folder`` when they are complete. If the process is killed, `read` either finds a
+    complete checkpoint or raises CheckpointError.
 
     Args:
-        folder: the folder, which is created if it does not exist. An earlier checkpoint of `save` in it is replaced.
-        contents: a checkpoint from `cupy_awq.checkpoint.read`, also of the same folder.
+        folder: the folder, which is created if it does not exist. A checkpoint in it that `save` wrote is replaced.
+        contents: a checkpoint from `cupy_awq.checkpoint.read`, which may have been read from ``folder``.
         format_name: "autoawq", "compressed-tensors" or "gptq".
 
     Raises:
-        CheckpointError: (a ValueError) config.json is damaged, or a module cannot be read.
-        FileExistsError: the folder holds safetensors files or an index that `save` would not replace.
+        CheckpointError: config.json is damaged, or a module cannot be read. It is a subclass of ValueError.
+        FileExistsError: the folder contains safetensors files or an index that `save` did not write.
         OSError: a file cannot be written.
         ValueError: the format is unknown or cannot represent a module. In this case nothing is written.
     """
@@ -88,7 +89,8 @@ def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /
     try:
         _write_json(aside / "config.json", {**config, "quantization_config": settings})
         last = _write_tensors(aside, contents, writer)
-        # Without `last`, `read` refuses the folder: it goes first and comes back last.
+        # `read` raises CheckpointError if the file `last` is missing. So the old one is removed first and the new one
+        # is moved last: no reader sees a mixture of both checkpoints.
         for file in sorted(earlier, key=lambda file: file.name.startswith("model-")):
             file.unlink()
         for part in sorted(aside.iterdir(), key=lambda part: part.name == last):
@@ -98,7 +100,7 @@ def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /
 
 
 def _list_earlier_files(path: Path) -> list[Path]:
-    """Return the files of an earlier `save` in a folder. Raises FileExistsError for another one's checkpoint."""
+    """Return the files in a folder that an earlier `save` wrote. Raises FileExistsError for those of other programs."""
     found = [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")]
     for file in found:
         if not OWN_FILE.fullmatch(file.name):
@@ -107,7 +109,7 @@ def _list_earlier_files(path: Path) -> list[Path]:
 
 
 def _write_tensors(path: Path, contents: Contents, writer: Writer) -> str:
-    """Write the shards and their index, or one file of all tensors; return the name of the index or of the file."""
+    """Write all tensors to one file, or to shards with an index; return the name of the file or of the index."""
     shard: dict[str, Array] = {}
     files: dict[str, str] = {}
     for name, array in _convert_tensors(contents, writer):

@@ -121,6 +121,7 @@ class GemmMma:
         return [config for config in found if config.shared_bytes <= device.shared_bytes_per_block]
 
     def reduction(self, config: GemmMmaConfig, problem: Problem) -> Reduction:
+        """Return the order of the additions along K; it is the same with split-K and with several slices per CTA."""
         slices = slice_begins(ceil_div(problem.k, BLOCK_K), config.split_k * config.slices)
         return Reduction(self.NAME, slices=slices)
 

@@ -61,6 +61,7 @@ def configs(problem: Problem, device: Device) -> list[GemmSimtConfig]:
 
 
 def reduction(config: GemmSimtConfig, problem: Problem) -> Reduction:
+    """Return the order in which a configuration adds up an element of y."""
     return Reduction("fma", slices=slice_begins(ceil_div(problem.k, BLOCK_K), config.split_k * config.slices))
 
 

@@ -40,8 +40,6 @@ MAX_FUSED_ROWS = 32
 """The largest M of a GEMM with a `Fusion`; at M = 32 fusion saves only 1% of a decoder layer's time on an H100."""
 SQUARE_SUM_COLUMNS = 32
 """The number of residual-stream columns per element of ``square_sums``; kSquareSumColumns in CUDA must be equal."""
-FUSION_BUFFERS = ("h", "norm_weight", "square_sums", "previous_inverse_rms", "inverse_rms")
-"""The additional buffers of a launch with a `Fusion`; ``cuda_src/hopper/residual_stream.cuh`` describes them."""
 
 
 def refusal(problem: Problem, device: Device) -> str | None:
@@ -53,8 +51,9 @@ def refusal(problem: Problem, device: Device) -> str | None:
 
 
 def reduction(config: GemmSm90Config, problem: Problem) -> Reduction | None:
+    """Return the order in which a configuration adds up an element of y; None for mma, which supports few rows only."""
     if config.name != WGMMA:
-        return None  # mma supports few rows only
+        return None
     stages, turns = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.k_tiles), (config.split_k, config.consumers)
     return wgmma_reduction(config, stages, config.k_tiles, *turns, scaled=config.scaled)
 
@@ -164,7 +163,7 @@ def _with_stages(config: GemmSm90Config, ctas_per_sm: int, stages_each: int) -> 
 def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
-    The buffers are weight (`RepackedLayout`), bias, residual, y, x and, for a `Fusion`, FUSION_BUFFERS.
+    The buffers are weight (`RepackedLayout`), bias, residual, y, x and `Fusion.buffers`.
     """
     defines: tuple[tuple[str, int | str], ...] = (
         *repacked_defines(problem),
@@ -183,6 +182,7 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
         ("SHARED_BYTES", config.shared_bytes(problem)),
         ("ADD_TO_STREAM", int(problem.adds_to_stream)),
         ("RMS_NORM_X", int(problem.rms_norms_x)),
+        ("ORDER_Y", int(problem.orders_y)),
     )
     strides = problem.row_strides
     sizes: tuple[int, ...] = (problem.m, problem.n, problem.k, strides.residual, strides.y)
@@ -201,7 +201,7 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
         x = x_tensor_map(problem, config.block_m, 2 * config.k_tiles)
     eps = problem.fusion.eps if problem.fusion else 0.0
     scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, eps, *factors)))
-    fusion_buffers = FUSION_BUFFERS if problem.fusion else ()
+    fusion_buffers = problem.fusion.buffers if problem.fusion else ()
     return LaunchPlan(
         Kernel(f"gemm/{config.name}.cu", config.name, defines, device.target),
         config.grid(problem, device),

@@ -132,7 +132,7 @@ def refusal(problem: Problem, device: Device) -> str | None:
 
 
 def reduction(config: GemmSm90LargeConfig, problem: Problem) -> Reduction | None:
-    """Return the reduction, the same as that of ``gemm_sm90.cu`` with one consumer; None with stream-K."""
+    """Return the order of the additions along K, that of ``gemm_sm90.cu`` with one consumer; None with stream-K."""
     if config.stream_k_units:
         return None
     return wgmma_reduction(config, ceil_div(problem.k, WEIGHT_TILE_K), 1)

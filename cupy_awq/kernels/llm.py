@@ -27,7 +27,7 @@ TENSOR_CORE_ARCH = 80
 THREADS = 256
 """The default number of threads per CTA."""
 MAX_SAMPLE_CTAS = 128
-"""The largest number of CTAs of ``choose`` per sequence."""
+"""The largest number of CTAs of ``sample_token`` per sequence."""
 MAX_SPLITS = 32
 """The largest number of CTAs that divide the keys of one sequence among them in ``decode_attention``."""
 MAX_COUNTERS = 1 << 16
@@ -187,22 +187,34 @@ def attention_workspace(plan: LaunchPlan, head_dim: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_dense(device: Device, m: int, n: int, k: int, dtype: str, out_dtype: str, *, bias: bool) -> LaunchPlan:
-    """Return the plan of a GEMM with an unquantized weight: y [m, n] = x [m, k] @ w [n, k]^T + bias."""
+def plan_dense(
+    device: Device, m: int, n: int, k: int, dtype: str, out_dtype: str, *, bias: bool, block: int | None = None
+) -> LaunchPlan:
+    """Return the plan of a GEMM with a weight in 16 or 8 bits: y [m, n] = x [m, k] @ w [n, k]^T + bias.
+
+    With ``block``, the number of values along k per scale (a multiple of 16), the weight is given by the buffers
+    ``codes``, uint8 [n, k], and ``code_scales`` [n, k / block] of ``dtype``; else by ``w`` [n, k] of ``dtype``.
+    """
     defines: dict[str, int | str] = {"X": TYPES[dtype], "Y": TYPES[out_dtype], "HAS_BIAS": int(bias)}
-    buffers = ("x", "w", "bias", "y")
+    buffers: tuple[str, ...]
+    if block is None:
+        name, buffers, step_values = "dense", ("x", "w", "bias", "y"), 1
+    else:
+        name, buffers, step_values = "dense_int8", ("x", "codes", "code_scales", "bias", "y"), 2
+        defines |= {"BLOCK": block}
     if device.arch >= TENSOR_CORE_ARCH and k % 32 == 0:
         threads = 512
-        # A step loads `threads` values of each row of w. More than 64 KiB of loads in flight per CTA slow down LM heads
-        # by 1 to 4% on an H100.
-        steps = ceil_div(k, threads * ceil_div(k, 4 * threads))
+        # A step loads 2 * `threads` bytes of each row of w. More than 64 KiB of loads in flight per CTA slow down LM
+        # heads by 1 to 4% on an H100.
+        step_k = step_values * threads
+        steps = ceil_div(k, step_k * ceil_div(k, 4 * step_k))
         tiles = min(4, 8 // steps)
         grid = (min(ceil_div(n, 8 * tiles), device.sm_count), ceil_div(m, DENSE_BLOCK_M), 1)
         defines |= {"TILES": tiles, "STEPS": steps}
-        plan = _plan(device, "dense_sm80", defines, grid, threads, (*buffers, *_int32s(m, n, k)))
+        plan = _plan(device, f"{name}_sm80", defines, grid, threads, (*buffers, *_int32s(m, n, k)))
         return replace(plan, prefers_l1=True)
     grid = (ceil_div(n, THREADS // 32), m, 1)
-    return _plan(device, "dense", defines, grid, THREADS, (*buffers, *_int32s(n, k)))
+    return _plan(device, name, defines, grid, THREADS, (*buffers, *_int32s(n, k)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -217,7 +229,7 @@ def plan_sample_token(
     penalty: float = 1.0,
     advance: bool = False,
 ) -> LaunchPlan:
-    """Return the plan of ``choose``, which samples the next token of m sequences of a batch.
+    """Return the plan of ``sample_token``, which samples the next token of m sequences of a batch.
 
     The sequences are first_sequence to first_sequence + m - 1; all buffers start at the first of them. With
     ``advance``, the kernel also increments their lengths and writes the tokens to host memory. The buffer ``limits`` is
@@ -230,7 +242,7 @@ def plan_sample_token(
     defines = _sampling_constants(temperature, penalty) | {"ADVANCE": int(advance)}
     resident_ctas = 1024 // THREADS * device.sm_count
     ctas = max(1, min(MAX_SAMPLE_CTAS, resident_ctas // m))
-    return _plan(device, "choose", defines, (ctas, m, 1), THREADS, arguments, source="sample")
+    return _plan(device, "sample_token", defines, (ctas, m, 1), THREADS, arguments, source="sample")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -245,14 +257,14 @@ def plan_sampling_threshold(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> LaunchPlan:
-    """Return the plan of ``choose_limit``: the smallest logit that top-k, top-p and min-p keep, per sequence."""
+    """Return the plan of ``sampling_threshold``: the smallest logit that top-k, top-p and min-p keep, per sequence."""
     log_min_p = np.log(np.float32(min_p)) if min_p > 0 else np.float32(-np.inf)
     arguments = (
         *("logits", "seen", "limits", np.int32(vocab), np.int32(top_k)),
         *(np.float32(temperature), np.float32(penalty), np.float32(top_p), np.float32(log_min_p)),
     )
     defines = _sampling_constants(temperature, penalty) | {"ADVANCE": 0}
-    return _plan(device, "choose_limit", defines, (1, m, 1), 1024, arguments, source="sample")
+    return _plan(device, "sampling_threshold", defines, (1, m, 1), 1024, arguments, source="sample")
 
 
 def kernels(device: Device) -> Iterator[Kernel]:
@@ -271,6 +283,8 @@ def kernels(device: Device) -> Iterator[Kernel]:
                 yield plan_attention(device, 2, 2, group, 1, head_dim, 8, 8, dtype).kernel
         for k, out_dtype in ((64, dtype), *((k, "float32") for k in (64, 896, 1536, 4096, 72))):
             yield plan_dense(device, 1, 8, k, dtype, out_dtype, bias=False).kernel
+        for block, k, out_dtype in ((32, 4096, dtype), (16, 4096, "float32"), (16, 144, dtype)):
+            yield plan_dense(device, 1, 8, k, dtype, out_dtype, bias=False, block=block).kernel
     for temperature, penalty in ((0.0, 1.0), (0.0, 1.1), (0.8, 1.0), (0.8, 1.1)):
         for advance in (False, True):
             yield plan_sample_token(device, 1, 8, temperature=temperature, penalty=penalty, advance=advance).kernel

@@ -75,10 +75,18 @@ class Fusion:
             "rms_norm_x": x was written by a GEMM with "add_to_stream", and this GEMM divides its accumulators by the
             RMS of each row.
         eps: epsilon of the RMSNorm; used only by "rms_norm_x".
+        orders_y: whether "add_to_stream" writes the columns of the next GEMM's x in that GEMM's activation order.
     """
 
     role: Literal["add_to_stream", "rms_norm_x"]
     eps: float = 0.0
+    orders_y: bool = False
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """The additional buffers of a launch; ``cuda_src/hopper/residual_stream.cuh`` describes them."""
+        stream = "h", "norm_weight", "square_sums", "previous_inverse_rms", "inverse_rms"
+        return (*stream, "positions") if self.orders_y else stream
 
 
 @dataclass(frozen=True)
@@ -159,6 +167,11 @@ class Problem:
     def adds_to_stream(self) -> bool:
         """Whether the epilogue adds y to the residual stream."""
         return self.fusion is not None and self.fusion.role == "add_to_stream"
+
+    @property
+    def orders_y(self) -> bool:
+        """True if the epilogue writes y in the activation order of the next GEMM."""
+        return self.fusion is not None and self.fusion.orders_y
 
     @property
     def rms_norms_x(self) -> bool:

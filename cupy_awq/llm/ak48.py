@@ -204,9 +204,15 @@ def _arrays(files: ModelFiles, entry: QuantizedEntry | TensorEntry, group_size: 
     if isinstance(entry, TensorEntry):
         return [_float16(files.read_tensor(entry.name, entry.shape), entry.name)]
     layer = files.read_linear(entry.name, entry.k, entry.n)
-    if not isinstance(layer, Module) or layer.bias is not None or layer.weight.spec.zeros == "float":
+    if (
+        not isinstance(layer, Module)
+        or layer.bias is not None
+        or layer.order is not None
+        or layer.weight.spec.zeros == "float"
+    ):
         raise ValueError(
-            f"{entry.name}: expected a quantized layer with integer zero points and no bias for an ak48 file"
+            f"{entry.name}: expected a quantized layer with integer zero points, without bias and activation order, for"
+            " an ak48 file"
         )
     weight = layer.weight
     if weight.group_size != group_size:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
-from cupy_awq.check import Array
+from cupy_awq.check import HOST, Array
 from cupy_awq.checkpoint import CheckpointError, Module
 from cupy_awq.llm.model import Layer, Model
-from cupy_awq.llm.model_files import DenseLinear, ModelFiles, Progress
+from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear, ModelFiles, Progress
 from cupy_awq.llm.ops import DecoderOps, Projection
 
 
@@ -43,9 +46,10 @@ class _Builder:
         norm = self._vector("model.norm", config.hidden)
         if config.tied:
             self._check_tied(table)
-            head: Module | DenseLinear = DenseLinear(table, None)
+            tied = self._read_int8("model.embed_tokens", config.hidden, config.vocab)
+            head: Linear = tied or DenseLinear(table, None)
         else:
-            head = files.read_linear("lm_head", config.hidden, config.vocab)
+            head = self._read("lm_head", config.hidden, config.vocab)
         model = Model(ops, embedding, layers, norm, ops.make_head(head), self._weight_bytes + head.weight.nbytes)
         if progress is not None:
             progress(config.layers + 1, config.layers + 1)
@@ -65,24 +69,33 @@ class _Builder:
     def _layer(self, name: str) -> Layer:
         config, attention, mlp = self._config, f"{name}.self_attn", f"{name}.mlp"
         d, q_width, kv_width, intermediate = config.hidden, config.q_width, config.kv_width, config.intermediate
-        qkv = (f"{attention}.q_proj", d, q_width), *((f"{attention}.{p}_proj", d, kv_width) for p in "kv")
-        gate_up = (f"{mlp}.gate_proj", d, intermediate), (f"{mlp}.up_proj", d, intermediate)
-        return Layer(
-            attention_norm=self._vector(f"{name}.input_layernorm", d),
-            qkv=self._projection(*qkv),
-            q_norm=self._vector(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
-            k_norm=self._vector(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
-            o=self._projection((f"{attention}.o_proj", q_width, d)),
-            mlp_norm=self._vector(f"{name}.post_attention_layernorm", d),
-            gate_up=self._projection(*gate_up, gated=True),
-            down=self._projection((f"{mlp}.down_proj", intermediate, d)),
+        read = self._read
+        attention_norm = self._vector(f"{name}.input_layernorm", d)
+        qkv = self._projection(
+            [read(f"{attention}.q_proj", d, q_width), *(read(f"{attention}.{p}_proj", d, kv_width) for p in "kv")]
         )
+        q_norm = self._vector(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None
+        k_norm = self._vector(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None
+        o = self._projection([read(f"{attention}.o_proj", q_width, d)])
+        mlp_norm = self._vector(f"{name}.post_attention_layernorm", d)
+        parts = [read(f"{mlp}.{p}_proj", d, intermediate) for p in ("gate", "up")]
+        down, down_order = read(f"{mlp}.down_proj", intermediate, d), None
+        if isinstance(down, Module):  # gate and up produce their columns in the order in which down takes them
+            down, down_order = down._replace(order=None), down.order
+        gate_up = self._projection(parts, gated=True, column_order=down_order)
+        return Layer(attention_norm, qkv, q_norm, k_norm, o, mlp_norm, gate_up, self._projection([down]))
 
     def _vector(self, name: str, size: int) -> Array:
         return self._ops.prepare_tensor(self._files.read_tensor(f"{name}.weight", (size,)))
 
-    def _projection(self, *linears: tuple[str, int, int], gated: bool = False) -> Projection:
-        """Return one projection for several linear layers (name, K, N) that share x."""
-        parts = [self._files.read_linear(*linear) for linear in linears]
+    def _read_int8(self, name: str, k: int, n: int) -> Int8Linear | None:
+        """Read a linear layer in 8 bits for a GPU, or return None; the CPU expands weights anyway."""
+        return None if self._ops.device_index == HOST else self._files.read_int8_linear(name, k, n)
+
+    def _read(self, name: str, k: int, n: int) -> Linear:
+        return self._read_int8(name, k, n) or self._files.read_linear(name, k, n)
+
+    def _projection(self, parts: Sequence[Linear], **options: Any) -> Projection:
+        """Return one projection for several linear layers that share x; options as in `DecoderOps.make_projection`."""
         self._weight_bytes += sum(part.weight.nbytes for part in parts)
-        return self._ops.make_projection(parts, gated=gated)
+        return self._ops.make_projection(parts, **options)

@@ -21,12 +21,13 @@ from cupy_awq.kernels import llm as kernels
 from cupy_awq.kernels.gemm_sm90 import SQUARE_SUM_COLUMNS
 from cupy_awq.kernels.problem import Fusion, ceil_div
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm import kv_cache
+from cupy_awq.llm import kv_cache, upload
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.kv_cache import KvCache
-from cupy_awq.llm.model_files import DenseLinear
+from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear
 from cupy_awq.llm.ops import DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
 from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
+from cupy_awq.ops.gather_columns import gather_columns
 from cupy_awq.ops.plan import FusedPlan
 from cupy_awq.runtime import arrays, device, launch, workspace
 from cupy_awq.runtime.launch_plan import LaunchPlan
@@ -46,6 +47,8 @@ class CudaOps(DecoderOps):
         config: the configuration of the model.
         device_index: the device ordinal; this device must be current at construction and at every call.
         dtype: the dtype of activations and of the KV cache: float16 or bfloat16.
+        batch_invariant: as in `cupy_awq.llm.load`. GEMMs are not fused with the residual add and RMSNorm, and a decode
+            step runs the attention kernel of a prompt, whose order of additions depends only on a token's position.
 
     Raises:
         ValueError: the kernels do not support the sizes of the model.
@@ -53,15 +56,19 @@ class CudaOps(DecoderOps):
 
     prefill_chunk = 2048
 
-    def __init__(self, config: ModelConfig, device_index: int, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, config: ModelConfig, device_index: int, dtype: np.dtype[Any], *, batch_invariant: bool = False
+    ) -> None:
         if config.head_dim % 8 or config.head_dim > 256:
             raise ValueError(f"head_dim: expected a multiple of 8 up to 256 on a GPU, got {config.head_dim}")
         if config.hidden % 8:
             raise ValueError(f"hidden: expected a multiple of 8 on a GPU, got {config.hidden}")
         self.config, self.device_index, self.dtype = config, device_index, dtype
+        self._batch_invariant = batch_invariant
         self.device = device.of(device_index)
         self._host_table: npt.NDArray[Any] | None = None
         self._table: Array = None
+        self._positions: dict[Projection | None, Array] = {}  # the inverse of each layer's activation order
         self._attention_counters = workspace.allocate_zeros(4 * kernels.MAX_COUNTERS)
         self._decode_stream: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
 
@@ -93,11 +100,23 @@ class CudaOps(DecoderOps):
 
         return cupy.asarray(np.array(ids, np.int32))
 
-    def make_projection(self, parts: Sequence[Module | DenseLinear], *, gated: bool = False) -> Projection:
+    def make_projection(
+        self,
+        parts: Sequence[Linear],
+        *,
+        gated: bool = False,
+        column_order: npt.NDArray[np.int32] | None = None,
+    ) -> Projection:
         quantized = [part for part in parts if isinstance(part, Module)]
-        if 1 < len(quantized) == len(parts) and len({_form(part.weight) for part in quantized}) == 1:
-            return self._concatenated(quantized, "swiglu" if gated else None)
-        linears = [self._dense(part) if isinstance(part, DenseLinear) else _awq_linear(part) for part in parts]
+        if 1 < len(quantized) == len(parts) and len({upload.form(part) for part in quantized}) == 1:
+            uploaded = [upload.to_gpu(part, column_order) for part in quantized]
+            return self._concatenated(uploaded, "swiglu" if gated else None, quantized[0].order)
+        linears = [
+            upload.awq_linear(upload.to_gpu(part, column_order), self._batch_invariant)
+            if isinstance(part, Module)
+            else self._dense(upload.take_columns(part, column_order))
+            for part in parts
+        ]
         if len(linears) == 1 and not gated:
             return linears[0]
 
@@ -109,10 +128,10 @@ class CudaOps(DecoderOps):
 
         return project
 
-    def make_head(self, part: Module | DenseLinear) -> Projection:
-        if isinstance(part, DenseLinear):
+    def make_head(self, part: Linear) -> Projection:
+        if not isinstance(part, Module):
             return self._dense(part, np.dtype(np.float32))
-        linear = _awq_linear(part)
+        linear = upload.awq_linear(upload.to_gpu(part), self._batch_invariant)
         return lambda x: linear(x).astype(np.float32, copy=False)
 
     def make_cache(self, sequences: int, capacity: int) -> KvCache:
@@ -139,7 +158,7 @@ class CudaOps(DecoderOps):
         self, stream: ResidualStream, norm_weight: Array, projection: Projection
     ) -> tuple[ResidualStream, Array]:
         """See `DecoderOps`. If `project_and_add` deferred the division by the RMS, the GEMM includes it."""
-        if stream.unnormalized_x is not None:
+        if stream.unnormalized_x is not None and _order(projection) is stream.x_order:
             m = stream.unnormalized_x.size // self.config.hidden
             plan = self._plan_fused(projection, m, Fusion("rms_norm_x", self.config.eps))
             if plan is not None:
@@ -152,17 +171,32 @@ class CudaOps(DecoderOps):
         return ResidualStream(stream.h, inverse_rms=inverse_rms), projection(x)
 
     def project_and_add(
-        self, stream: ResidualStream, x: Array, projection: Projection, next_norm_weight: Array | None
+        self,
+        stream: ResidualStream,
+        x: Array,
+        projection: Projection,
+        next_norm_weight: Array | None,
+        next_projection: Projection | None,
     ) -> ResidualStream:
-        """See `DecoderOps`. If supported, the GEMM also adds to h and multiplies h by the weight of the next norm."""
+        """See `DecoderOps`. If supported, the GEMM also adds to h and multiplies h by the weight of the next norm.
+
+        The GEMM writes that product in the activation order of ``next_projection``.
+        """
         *rows, width = stream.h.shape
-        plan = self._plan_fused(projection, x.size // x.shape[-1], Fusion("add_to_stream"))
+        positions = self._positions.get(next_projection)
+        fusion = Fusion("add_to_stream", orders_y=positions is not None)
+        plan = self._plan_fused(projection, x.size // x.shape[-1], fusion)
         if plan is None or next_norm_weight is None:
             return ResidualStream(stream.h, delta=projection(x))
         square_sums = self._empty((*rows, ceil_div(width, SQUARE_SUM_COLUMNS)), np.float32)
         read = {"norm_weight": next_norm_weight, "previous_inverse_rms": stream.inverse_rms, "inverse_rms": None}
+        if positions is not None:
+            read["positions"] = positions
+        order = _order(projection)
+        x = x if order is None else gather_columns(x, order)
         y = self._run_fused(plan, x, h=stream.h, square_sums=square_sums, **read)
-        return ResidualStream(stream.h, None, stream.inverse_rms, unnormalized_x=y, square_sums=square_sums)
+        x_order = None if positions is None else _order(next_projection)
+        return ResidualStream(stream.h, None, stream.inverse_rms, y, square_sums, x_order)
 
     def rms_norm(self, stream: ResidualStream, norm_weight: Array) -> Array:
         return self._rms_norm(stream, norm_weight)[0]
@@ -177,7 +211,7 @@ class CudaOps(DecoderOps):
         out = self._empty((b, s, config.q_width))
         cached = {"lengths": cache.lengths, "k": cache.k[layer], "v": cache.v[layer]}
         new = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cache.cos, "sin": cache.sin}
-        if s == 1:
+        if s == 1 and not self._batch_invariant:
             plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, config.eps, norm=has_norm)
             partials, _ = kernels.attention_workspace(plan, config.head_dim)
             scratch = {"partials": self._empty((partials,), np.float32), "counters": self._attention_counters}
@@ -225,22 +259,40 @@ class CudaOps(DecoderOps):
 
         return cupy.empty(shape, self.dtype if dtype is None else dtype)
 
-    def _concatenated(self, parts: Sequence[Module], activation: str | None) -> AwqLinear:
-        """Return one layer for several linear layers that share x, their weights concatenated along N."""
-        linears: list[AwqLinear | PackedWeight] = []
-        for part in parts:
-            weight = _upload_weight(part.weight)
-            linears.append(weight if part.bias is None else AwqLinear(weight, bias=_upload(part.bias)))
-        return AwqLinear.concatenate(linears, activation=activation, keep_weight=False)
-
-    def _dense(self, part: DenseLinear, out_dtype: np.dtype[Any] | None = None) -> Projection:
-        """Return the projection of a dense layer. If its weight is the embedding table, both share device memory."""
+    def _concatenated(
+        self, parts: Sequence[Module], activation: str | None, order: npt.NDArray[np.int32] | None
+    ) -> AwqLinear:
+        """Return one layer for linear layers that share x and its activation order, concatenated along N."""
         import cupy
 
-        tied = part.weight is self._host_table
-        w = self._table if tied else cupy.asarray(part.weight.astype(self.dtype, copy=False))
+        linears: list[AwqLinear | PackedWeight] = []
+        for part in parts:
+            is_weight = part.bias is None and part.order is None
+            linears.append(part.weight if is_weight else AwqLinear(part.weight, bias=part.bias, order=part.order))
+        invariant = self._batch_invariant
+        layer = AwqLinear.concatenate(linears, activation=activation, keep_weight=False, batch_invariant=invariant)
+        if order is not None:
+            self._positions[layer] = cupy.asarray(np.argsort(order).astype(np.int32))
+        return layer
+
+    def _dense(self, part: DenseLinear | Int8Linear, out_dtype: np.dtype[Any] | None = None) -> Projection:
+        """Return the projection of a layer without 4-bit codes; a weight that is the embedding table shares its memory.
+
+        8-bit codes stay 8-bit for float16 activations, and the products are those of the weight rounded to float16.
+        """
+        import cupy
+
+        if isinstance(part, Int8Linear) and self.dtype != check.FLOAT16:
+            part = part.dequantize()
+        block = part.weight.block_size if isinstance(part, Int8Linear) else None
+        n, k = part.weight.shape[0], part.weight.shape[-1]
+        if isinstance(part, Int8Linear):
+            weight = {"codes": cupy.asarray(part.weight.stored), "code_scales": cupy.asarray(part.weight.scale)}
+        elif part.weight is self._host_table:
+            weight = {"w": self._table}
+        else:
+            weight = {"w": cupy.asarray(part.weight.astype(self.dtype, copy=False))}
         bias = None if part.bias is None else cupy.asarray(part.bias.astype(np.float32))
-        n, k = w.shape
         if k % 8:
             raise ValueError(f"K of a linear layer: expected a multiple of 8 on a GPU, got {k}")
         y_dtype = out_dtype or self.dtype
@@ -249,8 +301,8 @@ class CudaOps(DecoderOps):
             x = cupy.ascontiguousarray(x)
             y = self._empty((*x.shape[:-1], n), y_dtype)
             dtypes = self.dtype.name, y_dtype.name
-            plan = kernels.plan_dense(self.device, x.size // k, n, k, *dtypes, bias=bias is not None)
-            self.run(plan, x=x, w=w, bias=bias, y=y)
+            plan = kernels.plan_dense(self.device, x.size // k, n, k, *dtypes, bias=bias is not None, block=block)
+            self.run(plan, x=x, **weight, bias=bias, y=y)
             return y
 
         return project
@@ -371,29 +423,14 @@ class CudaDecodeLoop(DecodeLoop):
         ops.run(plan, logits=logits, seen=seen, limits=limits, **buffers)
 
 
-def activation_dtype(part: Module | DenseLinear) -> np.dtype[Any]:
+def activation_dtype(part: Linear) -> np.dtype[Any]:
     """Return the dtype of a model's activations, given one layer: bfloat16 for bfloat16 weights, else float16."""
     return check.BFLOAT16 if part.weight.dtype == check.BFLOAT16 else check.FLOAT16
 
 
-def _awq_linear(part: Module) -> AwqLinear:
-    return AwqLinear(_upload_weight(part.weight), bias=_upload(part.bias), keep_weight=False)
-
-
-def _upload(a: npt.NDArray[Any] | None) -> Any:
-    import cupy
-
-    return None if a is None else cupy.asarray(a)
-
-
-def _upload_weight(weight: PackedWeight) -> PackedWeight:
-    return PackedWeight(_upload(weight.qweight), _upload(weight.scales), _upload(weight.qzeros))
-
-
-def _form(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the properties of a weight that must be equal for two weights to be concatenated."""
-    spec = weight.spec
-    return spec.k, spec.group_size, spec.dtype, spec.zeros
+def _order(projection: Projection | None) -> Array | None:
+    """Return the activation order of a projection that is one layer, or None."""
+    return projection.order if isinstance(projection, AwqLinear) else None
 
 
 def _checked(token: int) -> int:

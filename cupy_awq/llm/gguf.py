@@ -6,20 +6,25 @@ The tensors are converted by `cupy_awq.checkpoint.gguf`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.checkpoint import CheckpointError, gguf, gguf_file
 from cupy_awq.checkpoint.gguf_dense import read_values
 from cupy_awq.checkpoint.gguf_file import Blocks
+from cupy_awq.llm import gguf_int8
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.extra import import_extra
 from cupy_awq.llm.model_files import ModelFiles
 from cupy_awq.llm.tokenizer import Tokenizer, guarded
+
+INT8_NAMES = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
+"""The ends of the names of weights that a GPU multiplies in 8 bits; the embedding is a tied output head."""
 
 PRE_TOKENIZERS = {
     "gpt-2": None,
@@ -49,7 +54,23 @@ def read(path: Path) -> ModelFiles:
     tensors = {name: partial(contents.read, name) for name in contents}
     stop = metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")
     stop_ids = tuple(i for i in stop if type(i) is int)
-    return ModelFiles(path, config, tensors, partial(load_tokenizer, path, metadata), stop_ids)
+    tokenizer = partial(load_tokenizer, path, metadata)
+    return ModelFiles(path, config, tensors, tokenizer, stop_ids, _int8_weights(path, metadata, blocks))
+
+
+def _int8_weights(
+    path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]
+) -> dict[str, Callable[[], BlockQuantizedWeight]]:
+    """Return the functions that read the linear layers and the embedding of types in `gguf_int8.CONVERTERS`."""
+    return {
+        key.removesuffix(".weight"): partial(_read_int8, block, heads, f"{path}: tensor {key!r:.200}")
+        for key, block, heads in gguf.rename_tensors(path, metadata, blocks)
+        if block.kind in gguf_int8.CONVERTERS and len(block.shape) == 2 and key.endswith(INT8_NAMES)
+    }
+
+
+def _read_int8(block: Blocks, heads: int | None, where: str) -> BlockQuantizedWeight:
+    return gguf_int8.read_weight(gguf.restore_rows(block, heads), where)
 
 
 ROPE_SCALING = frozenset({"type", "factor", "original_context_length", "finetuned"})

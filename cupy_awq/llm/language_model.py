@@ -141,7 +141,7 @@ class LanguageModel:
             ValueError: a prompt is empty or longer than the context, the KV cache needs more memory than is free, or
                 the logits contain NaN.
             CheckpointError: the chat template is missing or fails. It is a subclass of ValueError.
-            MemoryError: the memory of the GPU, or of the host, is exhausted. The model can still be used.
+            MemoryError: the memory of the GPU or of the host is exhausted. The model can still be used.
 
         Example::
 

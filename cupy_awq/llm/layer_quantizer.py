@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from cupy_awq.llm.model import Layer
 from cupy_awq.llm.model_files import DenseLinear, ModelFiles
 from cupy_awq.llm.numpy_ops import NumpyOps
 from cupy_awq.llm.ops import Projection, ResidualStream
+from cupy_awq.packing import namespace
 from cupy_awq.quantization import (
     Moments,
     MomentSum,
@@ -27,7 +29,7 @@ from cupy_awq.quantization import (
     quantize_rows,
     search_channel_scales,
 )
-from cupy_awq.quantization.grid import fit_rows, round_rows
+from cupy_awq.quantization.grid import Grid, QuantizedRows
 from cupy_awq.weight import PackedWeight
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -46,19 +48,21 @@ class QuantizedLayer:
 
     Attributes:
         index: the index of the layer in the model.
-        linears: the quantized linear layers by name, such as "mlp.up_proj".
+        linears: the linear layers by name, such as "mlp.up_proj"; ignored layers are dense.
         norms: the RMSNorm weights by name, in their stored dtype, with the channel scales folded in.
         errors: |x (W_q - W)|^2 / |x W|^2 on the calibration tokens x by name of the linear layer, as a pair: for W_q
             rounded to nearest, and for W_q as quantized here.
         output_error: |f_q(h) - f(h)| / |f(h) - h| for the layer f and the quantized layer f_q, on the inputs h that the
             layer has in the original model.
+        nearest_output_error: the same error for the layer rounded to nearest.
     """
 
     index: int
-    linears: Mapping[str, Module]
+    linears: Mapping[str, Module | DenseLinear]
     norms: Mapping[str, Array]
     errors: Mapping[str, tuple[float, float]]
     output_error: float
+    nearest_output_error: float
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ def quantize_layers(
     recipe: Recipe,
     *,
     scales: bool = True,
+    ignore: str | None = None,
     first: int = 0,
     xp: Any = np,
 ) -> Iterator[QuantizedLayer]:
@@ -93,6 +98,8 @@ def quantize_layers(
         sequences: the token ids of each calibration sequence, none longer than the model's context.
         recipe: the quantization settings for every linear layer.
         scales: whether to search AWQ's channel scales and fold them into the weights.
+        ignore: a regular expression; linear layers whose name, such as "model.layers.0.mlp.up_proj", has a match stay
+            dense.
         first: the index of the first layer to quantize; earlier layers are only run, to compute its inputs.
         xp: the array module, NumPy, or CuPy to compute on its current GPU.
 
@@ -126,14 +133,28 @@ def quantize_layers(
         layer = _build(ops, weights, sums)
         outputs = [_run(ops, layer, h, cache) for h in hidden]
         moments = {site: total.mean() for site, total in sums.items()}
-        folded, moments = _fold(config, weights, moments, recipe) if scales else (weights, moments)
-        quantized, rounded = _quantize(index, folded, moments, recipe)
-        quantized_layer = _build(ops, rounded, {})
-        moved = total = 0.0
+        sites = _list_quantized(f"model.layers.{index}", ignore)
+        folded, folded_moments, found = weights, moments, _Scales({}, {})
+        if scales:
+            folded, folded_moments, found = _fold(config, weights, moments, recipe, sites)
+        quantized = _quantize(folded, folded_moments, recipe, sites)
+        nearest = _quantize(weights, {}, recipe, sites)
+        dtype = weights.norms[ATTENTION_NORM].dtype
+        results = [_dequantize(folded, quantized, dtype), _dequantize(weights, nearest, dtype)]
+        layers, moved, total = [_build(ops, result, {}) for result in results], [0.0, 0.0], 0.0
         for h, y in zip(hidden[:CHECKED_SEQUENCES], outputs, strict=False):
-            moved += float(np.square(_run(ops, quantized_layer, h, cache) - y).sum(dtype=np.float64))
+            for i, layer in enumerate(layers):
+                moved[i] += float(np.square(_run(ops, layer, h, cache) - y).sum(dtype=np.float64))
             total += float(np.square(y - h).sum(dtype=np.float64))
-        yield dataclasses.replace(quantized, output_error=(moved / max(total, 1e-300)) ** 0.5)
+        output_error, nearest_error = ((error / max(total, 1e-300)) ** 0.5 for error in moved)
+        yield QuantizedLayer(
+            index,
+            {name: _pack(linear, quantized.get(name), dtype) for name, linear in results[0].linears.items()},
+            {name: to_host(a) for name, a in folded.norms.items()},
+            _compare_errors(weights, moments, quantized, nearest, found),
+            output_error,
+            nearest_error,
+        )
         hidden = outputs
 
 
@@ -149,7 +170,7 @@ def _read(files: ModelFiles, index: int, xp: Any) -> _Weights:
         if isinstance(part, Module):
             raise ValueError(f"{files.path}: {at}.{name}: expected a dense layer, got a quantized one")
         bias = None if part.bias is None else xp.asarray(part.bias)
-        linears[name] = xp.asarray(part.weight.astype(np.float32)), bias
+        linears[name] = xp.asarray(part.weight).astype(np.float32), bias
     norms = {name: files.read_tensor(f"{at}.{name}", (config.hidden,)) for name in (ATTENTION_NORM, MLP_NORM)}
     if config.qk_norm:
         norms |= {name: files.read_tensor(f"{at}.{name}", (config.head_dim,)) for name in HEAD_NORMS}
@@ -193,65 +214,125 @@ def _run(ops: NumpyOps, layer: Layer, h: Array, cache: KvCache) -> Array:
     cache.lengths[:] = 0
     stream, qkv = ops.norm_and_project(ResidualStream(h.copy()), layer.attention_norm, layer.qkv)
     attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, 0)
-    stream = ops.project_and_add(stream, attended, layer.o, layer.mlp_norm)
+    stream = ops.project_and_add(stream, attended, layer.o, layer.mlp_norm, layer.gate_up)
     stream, activated = ops.norm_and_project(stream, layer.mlp_norm, layer.gate_up)
-    return ops.project_and_add(stream, activated, layer.down, None).h
+    return ops.project_and_add(stream, activated, layer.down, None, None).h
+
+
+class _Scales(NamedTuple):
+    """The channel scales of a layer."""
+
+    columns: Mapping[str, Array]
+    """float32 [K], the factors of the columns of the linear layers at a site, by the name of the site."""
+    rows: Mapping[str, Array]
+    """float32 [N], the divisors of the rows of a linear layer, by its name."""
+
+    def unfold(self, site: str, name: str, w: Array) -> Array:
+        """Return a weight [N, K] with its columns and rows as they were before folding."""
+        result: Array = w / self.columns[site] if site in self.columns else w
+        return result * self.rows[name][:, None] if name in self.rows else result
+
+
+def _list_quantized(layer: str, ignore: str | None) -> dict[str, list[str]]:
+    """Return the names of the linear layers to quantize by the name of their input; inputs without any are left out."""
+    names = {
+        site: [name for name in names if ignore is None or not re.search(ignore, f"{layer}.{name}")]
+        for site, names in SITES.items()
+    }
+    return {site: found for site, found in names.items() if found}
 
 
 def _fold(
-    config: ModelConfig, weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe
-) -> tuple[_Weights, dict[str, Moments]]:
-    """Search and fold AWQ's channel scales; return the scaled weights and the moments of their scaled inputs."""
+    config: ModelConfig,
+    weights: _Weights,
+    moments: Mapping[str, Moments],
+    recipe: Recipe,
+    sites: Mapping[str, Sequence[str]],
+) -> tuple[_Weights, dict[str, Moments], _Scales]:
+    """Search and fold AWQ's channel scales; return the weights, the moments of their scaled inputs, and the scales."""
     tied = config.kv_heads, config.heads // config.kv_heads, config.head_dim
-    scales = {
+    columns = {
         site: search_channel_scales(
             [weights.linears[name][0] for name in names],
-            moments[site],
+            moments[site].regularize(recipe.shrinkage, recipe.damping),
             group_size=recipe.group_size,
             scale_dtype=recipe.scale_dtype,
             symmetric=recipe.symmetric,
             tied=tied if site == "o" else None,
         ).t
-        for site, names in SITES.items()
+        for site, names in sites.items()
     }
-    norms, linears = dict(weights.norms), dict(weights.linears)
+    norms, linears, rows = dict(weights.norms), dict(weights.linears), {}
     for site, norm in (("qkv", ATTENTION_NORM), ("gate_up", MLP_NORM)):
-        norms[norm], scales[site] = folding.divide_norm(norms[norm], scales[site], norms[norm].dtype)
-    for site, names in SITES.items():
-        for name in names:
-            linears[name] = folding.scale_columns(linears[name][0], scales[site]), linears[name][1]
-    rows = {QKV[2]: folding.value_scales(scales["o"], tied), UP: scales["down"]}
+        if site in columns:
+            norms[norm], columns[site] = folding.divide_norm(norms[norm], columns[site], norms[norm].dtype)
+    for site, t in columns.items():
+        for name in SITES[site]:
+            linears[name] = folding.scale_columns(linears[name][0], t), linears[name][1]
+    if "o" in columns:
+        rows[QKV[2]] = folding.value_scales(columns["o"], tied)
+    if "down" in columns:
+        rows[UP] = columns["down"]
     for name, t in rows.items():
         linears[name] = folding.divide_rows(*linears[name], t)
-    return _Weights(linears, norms), {site: moments[site].rescale(scales[site]) for site in SITES}
+    folded = {site: moments[site].rescale(t) for site, t in columns.items()}
+    return _Weights(linears, norms), folded, _Scales(columns, rows)
 
 
 def _quantize(
-    index: int, weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe
-) -> tuple[QuantizedLayer, _Weights]:
-    """Quantize the linear layers of a decoder layer.
+    weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe, sites: Mapping[str, Sequence[str]]
+) -> dict[str, QuantizedRows]:
+    """Return the quantized weights of a layer by name; without moments, rounded to nearest."""
+    result = {}
+    for site, names in sites.items():
+        parts = [weights.linears[name][0] for name in names]
+        stacked = namespace(parts[0]).concatenate(parts)  # the rows of layers with one input are quantized at once
+        quantized = quantize_rows(stacked, moments.get(site), recipe)
+        start = 0
+        for name, part in zip(names, parts, strict=True):
+            rows = slice(start, start := start + len(part))
+            result[name] = QuantizedRows(quantized.codes[rows], Grid(*(a[rows] for a in quantized.grid)))
+    return result
 
-    Returns:
-        The quantized layer on the host, whose output error is still 0, and the dequantized weights on the device.
-    """
-    linears, rounded, errors = {}, {}, {}
+
+def _dequantize(weights: _Weights, quantized: Mapping[str, QuantizedRows], dtype: Any) -> _Weights:
+    """Return the weights as the written model has them: quantized, or rounded to its dtype."""
+    linears = {}
+    for name, (w, bias) in weights.linears.items():
+        values = quantized[name].dequantize() if name in quantized else w.astype(dtype).astype(np.float32)
+        linears[name] = values, None if bias is None else bias.astype(dtype)
+    return _Weights(linears, weights.norms)
+
+
+def _compare_errors(
+    original: _Weights,
+    moments: Mapping[str, Moments],
+    quantized: Mapping[str, QuantizedRows],
+    nearest: Mapping[str, QuantizedRows],
+    scales: _Scales,
+) -> dict[str, tuple[float, float]]:
+    """Return `QuantizedLayer.errors`, in terms of the original weights and inputs."""
+    errors = {}
     for site, names in SITES.items():
         second = moments[site].second
-        for name in names:
-            w, bias = weights.linears[name]
-            # Biases are stored in the dtype of the model.
-            bias = None if bias is None else bias.astype(weights.norms[ATTENTION_NORM].dtype)
-            rows = quantize_rows(w, moments[site], recipe)
-            packed = rows.pack()
-            arrays = (to_host(a) for a in (packed.qweight, packed.scales, packed.qzeros))
-            linears[name] = Module(PackedWeight(*arrays), None if bias is None else to_host(bias))
-            rounded[name] = rows.dequantize(), bias
-            nearest = round_rows(w, fit_rows(w, recipe.group_size, recipe.scale_dtype, symmetric=recipe.symmetric))
+        for name in (name for name in names if name in quantized):
+            w = original.linears[name][0]
+            candidates = nearest[name].dequantize(), scales.unfold(site, name, quantized[name].dequantize())
             energy = max(output_error(w, second), 1e-300)
-            error, nearest_error = (output_error(q.dequantize() - w, second) / energy for q in (rows, nearest))
+            nearest_error, error = (output_error(candidate - w, second) / energy for candidate in candidates)
             errors[name] = nearest_error, error
-    norms = {name: to_host(a) for name, a in weights.norms.items()}
-    return QuantizedLayer(index, linears, norms, errors, 0.0), _Weights(rounded, weights.norms)
+    return errors
+
+
+def _pack(linear: tuple[Array, Array | None], rows: QuantizedRows | None, dtype: Any) -> Module | DenseLinear:
+    """Return a linear layer on the host, quantized if there are rows."""
+    w, bias = linear
+    bias = None if bias is None else to_host(bias)
+    if rows is None:
+        return DenseLinear(to_host(w.astype(dtype)), bias)
+    packed = rows.pack()
+    arrays = (to_host(a) for a in (packed.qweight, packed.scales, packed.qzeros))
+    return Module(PackedWeight(*arrays), bias)
 
 
 def to_host(a: Any) -> np.ndarray[Any, Any]:

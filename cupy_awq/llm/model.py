@@ -67,10 +67,11 @@ class Model:
         for i, layer in enumerate(self.layers):
             stream, qkv = ops.norm_and_project(stream, layer.attention_norm, layer.qkv)
             attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, i)
-            stream = ops.project_and_add(stream, attended, layer.o, layer.mlp_norm)
+            stream = ops.project_and_add(stream, attended, layer.o, layer.mlp_norm, layer.gate_up)
             stream, activated = ops.norm_and_project(stream, layer.mlp_norm, layer.gate_up)
-            next_norm = self.layers[i + 1].attention_norm if i + 1 < len(self.layers) else None
-            stream = ops.project_and_add(stream, activated, layer.down, next_norm)
+            after = self.layers[i + 1] if i + 1 < len(self.layers) else None
+            follower = (after.attention_norm, after.qkv) if after else (None, None)
+            stream = ops.project_and_add(stream, activated, layer.down, *follower)
         return ops.rms_norm(stream, self.norm)
 
     def prefill(self, cache: KvCache, sequence: int, tokens: Sequence[int]) -> Iterator[Array]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq import reference
+from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.checkpoint import CheckpointError, Module
 from cupy_awq.llm.config import ModelConfig
 
@@ -38,6 +39,30 @@ class DenseLinear:
 
 
 @dataclass(frozen=True)
+class Int8Linear:
+    """A linear layer whose weight has 8-bit codes, y = x @ weight.T + bias.
+
+    Attributes:
+        weight: a weight [N, 1, 1, K] of 8 bits with float16 scales and no offsets.
+        bias: [N] of any float dtype, or None without a bias.
+    """
+
+    weight: BlockQuantizedWeight
+    bias: Array | None
+
+    def dequantize(self) -> DenseLinear:
+        """Return the layer with its weight in float16, each value rounded once."""
+        n, _, _, k = self.weight.shape
+        codes = self.weight.stored.reshape(n, -1, self.weight.block_size).astype(np.float32) - 128
+        dense = (codes * self.weight.scale[:, :, None].astype(np.float32)).astype(np.float16)
+        return DenseLinear(dense.reshape(n, k), self.bias)
+
+
+Linear = Module | DenseLinear | Int8Linear
+"""A linear layer of a model: with 4-bit codes, unquantized, or with 8-bit codes."""
+
+
+@dataclass(frozen=True)
 class ModelFiles:
     """The opened files of a model, with validated headers. Tensors are read when they are needed.
 
@@ -48,6 +73,8 @@ class ModelFiles:
             plain tensor (``model.norm.weight``).
         load_tokenizer: a function that returns the tokenizer. It raises CheckpointError if the files have none.
         stop_ids: the ids of the tokens that end a text.
+        int8_weights: functions that read the weight of a dense linear layer in 8 bits, by Hugging Face name of the
+            layer, for those whose file has at most 8 bits per weight; ``tensors`` has all of them in 16 bits.
     """
 
     path: Path
@@ -55,6 +82,7 @@ class ModelFiles:
     tensors: Mapping[str, Callable[[], Module | Array]]
     load_tokenizer: Callable[[], Tokenizer]
     stop_ids: tuple[int, ...] = ()
+    int8_weights: Mapping[str, Callable[[], BlockQuantizedWeight]] = field(default_factory=dict)
 
     def read_tensor(self, name: str, shape: tuple[int, ...]) -> Array:
         """Read the plain tensor ``name`` with the expected ``shape``.
@@ -80,7 +108,7 @@ class ModelFiles:
     def read_linear(self, name: str, k: int, n: int) -> Module | DenseLinear:
         """Read the linear layer ``name``, quantized or dense, with ``k`` in features and ``n`` out features.
 
-        Raises the same errors as `read_tensor`, and CheckpointError for an activation order or an unexpected bias.
+        Raises the same errors as `read_tensor`, and CheckpointError for an unexpected bias.
         """
         if name not in self.tensors:
             file_bias = f"{name}.bias"
@@ -91,13 +119,27 @@ class ModelFiles:
         if not isinstance(layer, Module) or layer.weight.shape != (k, n):
             found = layer.weight.shape if isinstance(layer, Module) else layer.shape
             raise CheckpointError(f"{self.path}: {name}: expected a weight [K, N] = {[k, n]}, got {list(found)}")
-        if layer.order is not None:
-            raise CheckpointError(f"{self.path}: {name}: expected no activation order, got one")
         for part in (layer.weight.scales, layer.weight.qzeros, layer.bias):
             if part is not None and part.dtype != np.int32:
                 self._check_finite(part, name)
         self._check_bias(layer.bias, name)
         return layer
+
+    def read_int8_linear(self, name: str, k: int, n: int) -> Int8Linear | None:
+        """Read the linear layer ``name`` in 8 bits, or return None if the files have it in another form.
+
+        Raises the same errors as `read_linear`.
+        """
+        if name not in self.int8_weights:
+            return None
+        weight = self.int8_weights[name]()
+        if weight.shape != (n, 1, 1, k):
+            found = weight.shape[0], weight.shape[3]
+            raise CheckpointError(f"{self.path}: {name}.weight: expected shape {(n, k)}, got {found}")
+        file_bias = f"{name}.bias"
+        bias = self.read_tensor(file_bias, (n,)) if file_bias in self.tensors else None
+        self._check_bias(bias, name)
+        return Int8Linear(weight, bias)
 
     def _read(self, name: str) -> Module | Array:
         read = self.tensors.get(name)

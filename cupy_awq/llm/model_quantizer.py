@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantization of a model's folder: calibration text to token sequences, layers to files, files to a new folder."""
+"""The quantization of a model folder: tokenize calibration texts, quantize layer by layer, and write a new folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
+import time
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,6 +26,9 @@ from cupy_awq.checkpoint.module import Pending
 from cupy_awq.llm import hugging_face
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.layer_quantizer import SITES, QuantizedLayer, quantize_layers
+from cupy_awq.llm.loading import load
+from cupy_awq.llm.model_files import DenseLinear
+from cupy_awq.llm.quantization_report import Report, peak_memory
 from cupy_awq.llm.tokenizer import Tokenizer
 from cupy_awq.quantization import Recipe
 from cupy_awq.runtime import placement
@@ -56,12 +61,14 @@ def quantize(
     symmetric: bool = False,
     samples: int = 128,
     sequence_length: int = 512,
+    ignore: str | None = None,
+    evaluate: str | None = None,
     format_name: str = "autoawq",
     device: Any = "cpu",
     resume: bool = False,
     progress: LayerProgress | None = None,
-) -> list[dict[str, Any]]:
-    """Quantize the decoder layers of a model to 4 bits and write it to a new folder.
+) -> Report:
+    """Quantize the decoder layers of a model to 4 bits and write it, with a report, to a new folder.
 
     Unfinished work is kept in ``<folder>.partial``; ``folder`` is created when the model is complete. The embedding
     table and the output head are not quantized.
@@ -76,13 +83,14 @@ def quantize(
         symmetric: whether every zero point is 8.
         samples: the largest number of calibration sequences.
         sequence_length: the number of tokens per calibration sequence.
+        ignore: a regular expression; linear layers whose name, such as "model.layers.0.mlp.down_proj", has a match stay
+            dense.
+        evaluate: a text on which the report compares the perplexities of the model, of round-to-nearest and of the
+            result; it should not be part of the calibration.
         format_name: "autoawq" or "compressed-tensors".
         device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
         resume: True to continue unfinished work that has the same settings.
         progress: a callback that is called at the start and after each layer; see `LayerProgress`.
-
-    Returns:
-        A report for each layer: its "errors" and "output_error", as `QuantizedLayer` describes them.
 
     Raises:
         CheckpointError: the model is damaged, not supported, or already quantized. It is a subclass of ValueError.
@@ -91,12 +99,14 @@ def quantize(
 
     Example::
 
-        cupy_awq.llm.quantize("SmolLM2-135M", "SmolLM2-135M-AWQ", [text], group_size=64)
+        cupy_awq.llm.quantize("SmolLM2-135M", "SmolLM2-135M-AWQ", [text], group_size=64).text()
     """
+    start = time.monotonic()
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r:.80}")
     if format_name not in ("autoawq", "compressed-tensors"):
         raise ValueError(f"format_name: expected autoawq or compressed-tensors, got {format_name!r:.80}")
+    check_pattern(ignore)
     index = placement.resolve(device)
     source, target = Path(path), Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -116,6 +126,7 @@ def quantize(
         "source": str(source.resolve()),
         "method": method,
         "recipe": repr(recipe),
+        "ignore": ignore,
         "sequences": [len(sequences), sum(map(sum, sequences))],
     }
     reports = _open_partial(partial_folder, settings, resume)
@@ -125,8 +136,9 @@ def quantize(
     if len(reports) < total:
         with placement.use_device(index):
             xp = np if index == check.HOST else importlib.import_module("cupy")
-            layers = quantize_layers(files, sequences, recipe, scales=has_scales, first=len(reports), xp=xp)
-            for layer in layers:
+            for layer in quantize_layers(
+                files, sequences, recipe, scales=has_scales, ignore=ignore, first=len(reports), xp=xp
+            ):
                 reports.append(_save_layer(partial_folder, layer))
                 if progress is not None:
                     progress(layer.index + 1, total, reports[-1])
@@ -137,11 +149,48 @@ def quantize(
         if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name:
             shutil.copy(file, built)
     checkpoint.save(built, _merge(contents, partial_folder, total, recipe), format_name)
+    seconds, memory = time.monotonic() - start, peak_memory(on_gpu=index != check.HOST)
+    perplexities = {}
+    if evaluate is not None:
+        nearest = built
+        if method != "rtn":
+            nearest = partial_folder / "rtn"
+            for left in (nearest, partial_folder / "rtn.partial"):
+                shutil.rmtree(left, ignore_errors=True)
+            quantize(
+                source,
+                nearest,
+                texts,
+                method="rtn",
+                group_size=group_size,
+                symmetric=symmetric,
+                samples=1,  # no search needs any
+                ignore=ignore,
+                format_name=format_name,
+                device=device,
+            )
+        folders = {"16-bit": source, "rtn": nearest, "result": built}
+        perplexities = {name: _perplexity(each, evaluate, index) for name, each in folders.items()}
+    report = Report(method, group_size, reports, perplexities, seconds, memory)
+    report.write(built)
     if target.exists():
         target.rmdir()
     built.rename(target)
     shutil.rmtree(partial_folder)
-    return reports
+    return report
+
+
+def _perplexity(folder: Path, text: str, index: int) -> float:
+    """Return a text's perplexity under the model of a folder."""
+    return load(folder, device="cpu" if index == check.HOST else index).score(text).perplexity
+
+
+def check_pattern(pattern: str | None) -> None:
+    """Raise ValueError unless a pattern is None or a regular expression."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ValueError(f"ignore: expected a regular expression, got {pattern!r:.80}: {error}") from None
 
 
 def check_group_size(config: ModelConfig, group_size: int) -> None:
@@ -210,13 +259,21 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
 def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
     """Write a layer and then its report, whose existence marks the layer as finished; return the report."""
     tensors = {f"norm/{name}": a for name, a in layer.norms.items()}
-    for name, module in layer.linears.items():
-        weight = module.weight
-        parts = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros, "bias": module.bias}
+    for name, linear in layer.linears.items():
+        if isinstance(linear, DenseLinear):
+            parts = {"weight": linear.weight, "bias": linear.bias}
+        else:
+            weight = linear.weight
+            parts = {"qweight": weight.qweight, "scales": weight.scales, "qzeros": weight.qzeros, "bias": linear.bias}
         tensors |= {f"{name}/{part}": a for part, a in parts.items() if a is not None}
     file = folder / f"layer-{layer.index:05}"
     safetensors.write(file.with_suffix(".safetensors"), tensors)
-    report = {"layer": layer.index, "errors": dict(layer.errors), "output_error": layer.output_error}
+    report = {
+        "layer": layer.index,
+        "errors": dict(layer.errors),
+        "output_error": layer.output_error,
+        "nearest_output_error": layer.nearest_output_error,
+    }
     _write_json(file.with_suffix(".json"), report)
     return report
 
@@ -232,6 +289,9 @@ def _merge(contents: Contents, folder: Path, layers: int, recipe: Recipe) -> Con
         tensors = safetensors.read(file)
         for name in (name for names in SITES.values() for name in names):
             parts = {part.rpartition("/")[2]: a for part, a in tensors.items() if part.startswith(f"{name}/")}
+            if "weight" in parts:
+                entries |= {f"{at}.{name}.{part}": Tensor(a, file) for part, a in parts.items()}
+                continue
             k, n = parts["qweight"].shape[0], 8 * parts["qweight"].shape[1]
             bias = parts.get("bias")
             zeros = "symmetric" if recipe.symmetric else "packed"

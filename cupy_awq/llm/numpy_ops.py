@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from cupy_awq.linear import AwqLinear
 from cupy_awq.llm import kv_cache
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.kv_cache import KvCache
-from cupy_awq.llm.model_files import DenseLinear
+from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear
 from cupy_awq.llm.ops import DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
 from cupy_awq.llm.sampling import Sampling, choose_token
 
@@ -36,13 +36,23 @@ class NumpyOps(DecoderOps):
             block in each GEMM. By default True if float32 weights take at most half of the machine's memory.
         xp: the array module. With CuPy, which calibration uses, the same operations run in float32 on the current GPU
             with expanded weights.
+        batch_invariant: as in `cupy_awq.llm.load`. Each token is multiplied and attends on its own.
     """
 
     device_index = HOST
     prefill_chunk = 512
 
-    def __init__(self, config: ModelConfig, *, expand_weights: bool | None = None, xp: Any = np) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        expand_weights: bool | None = None,
+        xp: Any = np,
+        batch_invariant: bool = False,
+    ) -> None:
         self.config, self.xp = config, xp
+        self._batch_invariant = batch_invariant
+        self._multiply = reference.multiply_rows if batch_invariant else xp.matmul
         per_layer = config.hidden * (2 * config.q_width + 2 * config.kv_width + 3 * config.intermediate)
         float32_bytes = 4 * (config.layers * per_layer + config.vocab * config.hidden)
         self._expands = float32_bytes <= _memory_bytes() // 2 if expand_weights is None else expand_weights
@@ -53,11 +63,23 @@ class NumpyOps(DecoderOps):
     def prepare_tokens(self, ids: Sequence[int]) -> Array:
         return np.array(ids, np.int64)
 
-    def make_projection(self, parts: Sequence[Module | DenseLinear], *, gated: bool = False) -> Projection:
-        project = self._expanded(parts) if self._expands else self._streamed(parts)
-        return (lambda x: _swiglu(project(x))) if gated else project
+    def make_projection(
+        self,
+        parts: Sequence[Linear],
+        *,
+        gated: bool = False,
+        column_order: npt.NDArray[np.int32] | None = None,
+    ) -> Projection:
+        plain = [part.dequantize() if isinstance(part, Int8Linear) else part for part in parts]
+        project = self._expanded(plain) if self._expands else self._streamed(plain)
+        activate: Projection = _swiglu if gated else lambda y: y
+        if column_order is None:
+            return lambda x: activate(project(x))
+        offsets = np.cumsum([0, *map(_out_features, plain)])[:-1, None]
+        columns = (offsets + column_order).reshape(-1)
+        return lambda x: activate(project(x)[..., columns])
 
-    def make_head(self, part: Module | DenseLinear) -> Projection:
+    def make_head(self, part: Linear) -> Projection:
         return self.make_projection([part])
 
     def make_cache(self, sequences: int, capacity: int) -> KvCache:
@@ -75,7 +97,12 @@ class NumpyOps(DecoderOps):
         return stream, projection(self.rms_norm(stream, norm_weight))
 
     def project_and_add(
-        self, stream: ResidualStream, x: Array, projection: Projection, next_norm_weight: Array | None
+        self,
+        stream: ResidualStream,
+        x: Array,
+        projection: Projection,
+        next_norm_weight: Array | None,
+        next_projection: Projection | None,
     ) -> ResidualStream:
         np.add(stream.h, projection(x), out=stream.h)
         return stream
@@ -104,24 +131,33 @@ class NumpyOps(DecoderOps):
     def _attention(self, q: Array, cache: KvCache, layer: int) -> Array:
         """Return the causal attention [B, S, q_width] of queries q [B, S, heads, head_dim] after RoPE."""
         b, s, heads, head_dim = q.shape
-        kv_heads = self.config.kv_heads
-        xp = self.xp
-        out: Array = xp.empty((b, s, heads * head_dim), np.float32)
+        step = 1 if self._batch_invariant else s
+        out: Array = self.xp.empty((b, s, heads * head_dim), np.float32)
         for i, start in enumerate(cache.lengths.tolist()):
-            keys, values = cache.k[layer, i, :, : start + s], cache.v[layer, i, :, : start + s]
-            # Group the query heads that share a key head: [kv_heads, heads / kv_heads * S, head_dim].
-            grouped = q[i].swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
-            scores = grouped @ keys.swapaxes(1, 2)
-            scores *= np.float32(head_dim**-0.5)
-            if s > 1:
-                is_future = xp.arange(start + s) > start + xp.arange(s)[:, None]
-                scores.reshape(heads, s, -1)[:, is_future] = -np.inf
-            scores -= scores.max(axis=-1, keepdims=True)
-            np.exp(scores, out=scores)
-            mixed = scores @ values
-            mixed /= scores.sum(axis=-1, keepdims=True)
-            out[i] = mixed.reshape(heads, s, head_dim).swapaxes(0, 1).reshape(s, -1)
+            for first in range(0, s, step):
+                known = slice(start + first + step)
+                keys, values = cache.k[layer, i, :, known], cache.v[layer, i, :, known]
+                out[i, first : first + step] = self._attend(q[i, first : first + step], keys, values)
         return out
+
+    def _attend(self, q: Array, keys: Array, values: Array) -> Array:
+        """Return the attention [S, q_width] of the last S of T tokens; keys and values are [kv_heads, T, head_dim]."""
+        s, heads, head_dim = q.shape
+        kv_heads, t, _ = keys.shape
+        xp = self.xp
+        # Group the query heads that share a key head: [kv_heads, heads / kv_heads * S, head_dim].
+        grouped = q.swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
+        scores = grouped @ keys.swapaxes(1, 2)
+        scores *= np.float32(head_dim**-0.5)
+        if s > 1:
+            is_future = xp.arange(t) > t - s + xp.arange(s)[:, None]
+            scores.reshape(heads, s, -1)[:, is_future] = -np.inf
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        mixed = scores @ values
+        mixed /= scores.sum(axis=-1, keepdims=True)
+        attended: Array = mixed.reshape(heads, s, head_dim).swapaxes(0, 1).reshape(s, -1)
+        return attended
 
     def _expanded(self, parts: Sequence[Module | DenseLinear]) -> Projection:
         """Return the projection whose weight is the concatenation of all parts as one float32 matrix."""
@@ -132,7 +168,7 @@ class NumpyOps(DecoderOps):
         bias = np.concatenate(biases).astype(np.float32) if any(part.bias is not None for part in parts) else None
 
         def project(x: Array) -> Array:
-            y: Array = (x.reshape(-1, x.shape[-1]) @ weight).reshape(*x.shape[:-1], -1)
+            y: Array = self._multiply(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
             if bias is not None:
                 y += bias
             return y
@@ -142,7 +178,9 @@ class NumpyOps(DecoderOps):
     def _streamed(self, parts: Sequence[Module | DenseLinear]) -> Projection:
         """Return the projection that converts the weights of all parts to float32 block by block at each call."""
         linears: list[Projection] = [
-            AwqLinear(part.weight, bias=part.bias) if isinstance(part, Module) else _streamed_dense(part)
+            AwqLinear(part.weight, bias=part.bias, order=part.order, batch_invariant=self._batch_invariant)
+            if isinstance(part, Module)
+            else _streamed_dense(part, self._multiply)
             for part in parts
         ]
 
@@ -219,17 +257,23 @@ def _float32_weight(part: Module | DenseLinear) -> Array:
     if isinstance(part, DenseLinear):
         return part.weight.T.astype(np.float32)
     weight = part.weight
-    return reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
+    rows = reference.dequantize(weight.qweight, weight.scales, weight.qzeros, dtype=np.float32)
+    if part.order is None:
+        return rows
+    w = np.empty_like(rows)
+    w[part.order] = rows
+    return w
 
 
-def _streamed_dense(part: DenseLinear) -> Projection:
+def _streamed_dense(part: DenseLinear, multiply: Callable[[Array, Array], Array]) -> Projection:
     """Return the projection of a dense layer that converts `STREAMED_VALUES` elements to float32 at a time."""
     weight = part.weight
     rows = max(1, STREAMED_VALUES // weight.shape[1])
 
     def project(x: Array) -> Array:
-        blocks = [x @ weight[i : i + rows].astype(np.float32).T for i in range(0, len(weight), rows)]
-        y = np.concatenate(blocks, axis=-1)
+        flat = x.reshape(-1, x.shape[-1])
+        blocks = [multiply(flat, weight[i : i + rows].astype(np.float32).T) for i in range(0, len(weight), rows)]
+        y = np.concatenate(blocks, axis=-1).reshape(*x.shape[:-1], -1)
         return y if part.bias is None else y + part.bias.astype(np.float32)
 
     return project

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy_awq.check import Array
-from cupy_awq.checkpoint import Module
 from cupy_awq.llm.kv_cache import KvCache
-from cupy_awq.llm.model_files import DenseLinear
+from cupy_awq.llm.model_files import Linear
 from cupy_awq.llm.sampling import Sampling
 
 Projection = Callable[[Array], Array]
@@ -42,6 +41,7 @@ class ResidualStream:
             with ``Fusion("rms_norm_x")`` divides its rows by their RMS. None if a separate kernel computes the RMSNorm.
         square_sums: float32 [B * S, ceil(hidden / 32)], the sums of h^2 over blocks of 32 columns, from which the GEMM
             computes the RMS; None without ``unnormalized_x``.
+        x_order: int32 [hidden], the activation order in which ``unnormalized_x`` has its columns, or None.
     """
 
     h: Array
@@ -49,6 +49,7 @@ class ResidualStream:
     inverse_rms: Array | None = None
     unnormalized_x: Array | None = None
     square_sums: Array | None = None
+    x_order: Array | None = None
 
 
 class DecodeLoop(Protocol):
@@ -86,14 +87,21 @@ class DecoderOps(Protocol):
         """Copy token ids to the device as integers [len(ids)]."""
         ...
 
-    def make_projection(self, parts: Sequence[Module | DenseLinear], *, gated: bool = False) -> Projection:
+    def make_projection(
+        self,
+        parts: Sequence[Linear],
+        *,
+        gated: bool = False,
+        column_order: npt.NDArray[np.int32] | None = None,
+    ) -> Projection:
         """Return the projection from x to the concatenated outputs of all ``parts``.
 
-        If ``gated``, the parts are the gate and the up projection, and the output is silu(gate) * up.
+        If ``gated``, the parts are the gate and the up projection, and the output is silu(gate) * up. The columns of
+        each part are taken in ``column_order``, so that the next layer can have this activation order.
         """
         ...
 
-    def make_head(self, part: Module | DenseLinear) -> Projection:
+    def make_head(self, part: Linear) -> Projection:
         """Return the projection from hidden states [.., hidden] to float32 logits [.., V]."""
         ...
 
@@ -116,12 +124,17 @@ class DecoderOps(Protocol):
         ...
 
     def project_and_add(
-        self, stream: ResidualStream, x: Array, projection: Projection, next_norm_weight: Array | None
+        self,
+        stream: ResidualStream,
+        x: Array,
+        projection: Projection,
+        next_norm_weight: Array | None,
+        next_projection: Projection | None,
     ) -> ResidualStream:
         """Return the stream plus projection(x).
 
-        ``next_norm_weight`` is the ``norm_weight`` of the next `norm_and_project`, so that the back end can fuse both
-        operations; None if another operation is next.
+        ``next_norm_weight`` and ``next_projection`` are arguments of the next `norm_and_project`, so that the back end
+        can fuse both operations; None if another operation is next.
         """
         ...
 
@@ -140,5 +153,5 @@ class DecoderOps(Protocol):
         ...
 
     def to_numpy(self, a: Array) -> npt.NDArray[np.float32]:
-        """Copy float32 logits to the host."""
+        """Return float32 logits as a NumPy array."""
         ...

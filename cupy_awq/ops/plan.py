@@ -15,41 +15,49 @@ from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Fusion, Problem
+from cupy_awq.ops.gather_columns import prepare_gather
 from cupy_awq.ops.gemm_launch import GemmLaunch, check_choice, gemm_problem, weight_pointers
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime import workspace as workspaces
 from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch import Launcher
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.weight import PackedWeight, check_packed
+
+GATHERED_ALIGNMENT = 32
+"""The alignment in bytes of x in its activation order, in a plan's workspace."""
 
 
 class Plan:
     """A GEMM y = activation(x @ W + bias) + residual for arrays of one layout, created by `plan`.
 
     ``plan(x, out, residual=None, workspace=None)`` fills ``out`` and returns it. On a GPU it is one launch on the
-    current stream, with no allocation, copy or synchronization, so it can be captured into a CUDA graph. x, out and the
-    residual must have the planned shape, strides, dtype, device and alignment, else the call raises TypeError or
-    ValueError. out must not overlap x; it may be the residual. A plan may read its weight before the preceding kernel
-    finishes (PDL), so do not modify the weight.
+    current stream (two for a layer with an activation order), with no allocation, copy or synchronization, so it can be
+    captured into a CUDA graph. x, out and the residual must have the planned shape, strides, dtype, device and
+    alignment, else the call raises TypeError or ValueError. out must not overlap x; it may be the residual. A plan may
+    read its weight before the preceding kernel finishes (PDL), so do not modify the weight.
 
     Attributes:
         kernel: name of the kernel; "numpy" on the CPU, "none" on a GPU if M = 0.
         shape: shape of y.
-        workspace_bytes: size in bytes of the split-K workspace, which the plan owns. Calls that may run concurrently on
-            several streams each need their own ``workspace``: a contiguous array of at least this many bytes, zero
-            before its first use. Plans that run in order can share one workspace. As any CuPy array, the plan's own
-            workspace belongs to the stream that was current when the plan was created: keep the plan until its calls on
-            other streams have finished.
+        workspace_bytes: size in bytes of the workspace, which the plan owns: memory for split-K, and for x in its
+            activation order. Calls that may run concurrently on several streams each need their own ``workspace``: a
+            contiguous array of at least this many bytes, zero before its first use. Plans that run in order can share
+            one workspace. As any CuPy array, the plan's own workspace belongs to the stream that was current when the
+            plan was created: keep the plan until its calls on other streams have finished.
     """
 
     __slots__ = (
         "_batch_invariant",
         "_constants",
+        "_gather",
+        "_gathered_begin",
         "_launch",
         "_layouts",
         "_memory",
         "_options",
+        "_order",
         "_weight",
         "kernel",
         "shape",
@@ -66,13 +74,16 @@ class Plan:
         kernel: str | None,
         split_k: int | None,
         batch_invariant: bool,
+        order: Array | None,
     ) -> None:
         product = check.validate_product(x, weight.spec, residual=residual, out=out, **options)
         check_choice(kernel, split_k, batch_invariant)
         self._batch_invariant = batch_invariant
-        self._weight, self._options = weight, options
+        self._weight, self._options, self._order = weight, options, order
         self.kernel, self.shape, self.workspace_bytes = "numpy", product.shape, 0
         self._launch: GemmLaunch | None = None
+        self._gather: Launcher | None = None
+        self._gathered_begin = 0  # after the counters, which must stay zero for other plans of a shared workspace
         self._memory: Array | None = None
         if out is None:
             out = _empty(product.shape, "out", x.dtype, weight.spec.device)
@@ -83,9 +94,16 @@ class Plan:
                     if a is not None and arrays.row_stride(a) is None:
                         raise ValueError(f"{name}: expected contiguous rows with one stride, got strides {a.strides}")
                 may_prefetch = _synchronize()
+                source = x
+                if order is not None:
+                    self._gather = prepare_gather(x, weight.spec.device)
+                    source = _empty(x.shape, "x", x.dtype, weight.spec.device)
                 how = kernel, split_k, may_prefetch, batch_invariant
-                launch = GemmLaunch(x, weight, product, options["bias"], residual, out, *how)
+                launch = GemmLaunch(source, weight, product, options["bias"], residual, out, *how)
                 self._launch, self.kernel, self.workspace_bytes = launch, launch.kernel, launch.workspace_bytes
+                if order is not None:
+                    self._gathered_begin = max(launch.workspace_bytes, workspaces.COUNTER_BYTES)
+                    self.workspace_bytes = self._gathered_begin + x.size * x.dtype.itemsize + GATHERED_ALIGNMENT
             self._constants = weight_pointers(weight, options["bias"])
             if self.workspace_bytes:
                 self._memory = workspaces.allocate_zeros(self.workspace_bytes, on_current_stream=may_prefetch)
@@ -104,6 +122,7 @@ class Plan:
                 self._check(name, a, planned)
         if self.kernel == "numpy":
             weight = self._weight
+            x = x if self._order is None else x[..., self._order]
             tensors = weight.qweight, weight.scales, weight.qzeros
             options = self._options | {"batch_invariant": self._batch_invariant}
             return reference.matmul(x, *tensors, residual=residual, out=out, **options)
@@ -120,7 +139,13 @@ class Plan:
             memory = _workspace(workspace, self.workspace_bytes, index)
         stream = cupy.cuda.get_current_stream().ptr
         address = arrays.address
-        self._launch(address(x), address(residual), address(out), self._constants, address(memory), stream)
+        source = address(x)
+        if self._gather is not None:
+            begin = address(memory) + self._gathered_begin
+            gathered = begin + -begin % GATHERED_ALIGNMENT
+            self._gather((source, address(self._order), gathered), stream)
+            source = gathered
+        self._launch(source, address(residual), address(out), self._constants, address(memory), stream)
         return out
 
     def _layout(self, a: Array | None) -> Any:
@@ -187,6 +212,25 @@ def plan(
     >>> plan(np.ones((2, 32), np.float16), y)[:, 0]
     array([1., 1.], dtype=float16)
     """
+    options = {"bias": bias, "activation": activation, "dtype": dtype, "batch_invariant": batch_invariant}
+    return make_plan(x, weight, None, residual, out, kernel, split_k, **options)
+
+
+def make_plan(
+    x: Array | tuple[int, ...],
+    weight: PackedWeight,
+    order: Array | None,
+    residual: Array | tuple[int, ...] | None,
+    out: Array | tuple[int, ...] | None,
+    kernel: str | None = None,
+    split_k: int | None = None,
+    *,
+    bias: Array | None,
+    activation: Any,
+    dtype: Any,
+    batch_invariant: bool,
+) -> Plan:
+    """Return the plan of `plan` for x[..., order]; ``order`` is a result of `check_order`, or None for x as it is."""
     check_packed(weight)
     index = weight.spec.device
     with placement.use_device(index):
@@ -200,7 +244,7 @@ def plan(
         )
         residual, out = arrays.views(residual=residual, out=out)
         options = {"bias": bias, "activation": activation, "dtype": dtype}
-        return Plan(x, weight, options, residual, out, kernel, split_k, batch_invariant)
+        return Plan(x, weight, options, residual, out, kernel, split_k, batch_invariant, order)
 
 
 def _synchronize() -> bool:

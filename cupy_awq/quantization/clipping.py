@@ -9,7 +9,7 @@ import numpy as np
 
 from cupy_awq.check import Array
 from cupy_awq.packing import namespace
-from cupy_awq.quantization.grid import Grid, fit_grid
+from cupy_awq.quantization.grid import Grid, fit_grid, select_grid
 from cupy_awq.quantization.moments import Moments, row_blocks
 
 FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
@@ -77,7 +77,7 @@ def _search(grouped: Array, blocks: Array, scale_dtype: np.dtype[Any], symmetric
         grid = fit_grid(low * lows, high * highs, scale_dtype, symmetric=symmetric)
         error = group_errors(grouped, blocks, grid)
         is_better = error < best_error
-        best = Grid(*(_select(is_better, new, old) for new, old in zip(grid, best, strict=True)))
+        best = select_grid(is_better, grid, best)
         best_error = xp.where(is_better, error, best_error)
         low_factor, high_factor = xp.where(is_better, lows, low_factor), xp.where(is_better, highs, high_factor)
 
@@ -89,11 +89,3 @@ def _search(grouped: Array, blocks: Array, scale_dtype: np.dtype[Any], symmetric
         for factor in map(np.float32, FACTORS):
             try_factors(low_factor, factor)
     return best
-
-
-def _select(condition: Array, a: Array, b: Array) -> Array:
-    """Return ``where(condition, a, b)`` for any dtype of 2 or 8 bytes, including bfloat16."""
-    xp = namespace(a)
-    if a.dtype.itemsize != 2:
-        return xp.where(condition, a, b)
-    return xp.where(condition, a.view(np.uint16), b.view(np.uint16)).view(a.dtype)

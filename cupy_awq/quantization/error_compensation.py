@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPTQ's error compensation: after a channel is rounded, the channels not yet rounded are changed to reduce the error.
 
-Grids are computed in advance ("static groups"), so channels can be rounded in any order without reordering the stored
-weight.
+Grids are computed in advance ("static groups"), and channels are rounded in storage order.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -14,42 +15,69 @@ from cupy_awq.packing import namespace
 from cupy_awq.quantization.grid import Grid, QuantizedRows
 
 BLOCK = 64
-"""The number of channels that are rounded between two updates of all channels not yet rounded."""
+"""The largest number of channels that are rounded between two updates of all channels not yet rounded."""
+SMALLEST = 256
+"""The largest number of rows of a triangular matrix that is inverted without splitting it into blocks."""
 
 
 def compensate_errors(w: Array, second: Array, grid: Grid) -> QuantizedRows:
     """Round a weight to its grids by GPTQ, which reduces the output error trace(D H D^T).
 
-    Input channels are rounded in decreasing order of diag H. After channel j is rounded to q_j, every later channel w_k
-    is reduced by (w_j - q_j) / U_jj * U_jk, where U is the upper Cholesky factor of H^-1.
+    After channel j is rounded to q_j, every later channel w_k is reduced by (w_j - q_j) / U_jj * U_jk, where U is the
+    upper Cholesky factor of H^-1.
 
     Args:
         w: the weight, float32 [N, K]; it is not modified.
-        second: the second moments H of the inputs, float32 [K, K], positive definite (`Moments.damp`).
+        second: the second moments H of the inputs, float32 [K, K], positive definite (`Moments.regularize`).
         grid: the grids [N, K/G] of all groups.
     """
     xp = namespace(w)
     n, k = w.shape
-    order = xp.argsort(-xp.diagonal(second), kind="stable")
-    factor = inverse_factor(second[order][:, order])
-    work = xp.ascontiguousarray(w.T[order])  # [K, N]: each input channel is a contiguous row
-    steps, group_size = transpose_grid(grid), k // grid.zero.shape[1]
-    groups = (order // group_size).tolist()
+    factor = inverse_factor(second)
+    factor /= xp.diagonal(factor)[:, None].copy()  # U_jk / U_jj
+    work = xp.ascontiguousarray(w.T)  # [K, N]: each input channel is a contiguous row
     codes = xp.empty((k, n), np.uint8)
-    ranks = order.tolist()
-    for start in range(0, k, BLOCK):
-        stop = min(start + BLOCK, k)
-        errors = xp.empty((stop - start, n), np.float32)
-        for j in range(start, stop):
-            g = groups[j]
-            step = Grid(*(a[g] for a in steps))
-            rounded = step.nearest_codes(work[j])
-            codes[ranks[j]] = rounded.astype(np.uint8)
-            error = (work[j] - (rounded - step.zero) * step.scale) / factor[j, j]
-            work[j + 1 : stop] -= factor[j, j + 1 : stop, None] * error
-            errors[j - start] = error
-        work[stop:] -= factor[start:stop, stop:].T @ errors
+    for block, step in channel_blocks(k, transpose_grid(grid)):
+        target = work[block] / step.scale
+        target += step.zero
+        rounded, change = round_channels(target, target, -factor[block, block].T, step)
+        codes[block] = rounded.astype(np.uint8)
+        change *= step.scale
+        work[block.stop :] += factor[block, block.stop :].T @ change
     return QuantizedRows(xp.ascontiguousarray(codes.T), grid)
+
+
+def round_channels(target: Array, old: Array, weights: Array, step: Grid) -> tuple[Array, Array]:
+    """Round the targets of a block of B channels one after the other; return (codes, changes), both float32 [B, N].
+
+    The change of channel j is its code minus ``old[j]``. It reduces the target of every later channel k by
+    weights[k, j] * change.
+
+    Args:
+        target: the codes before rounding, float32 [B, N]; updated in place.
+        old: float32 [B, N]; may be ``target`` itself.
+        weights: float32 [B, B].
+        step: the grids [N] of the block.
+    """
+    xp = namespace(target)
+    codes, changes = xp.empty_like(target), xp.empty_like(target)
+    columns = xp.ascontiguousarray(weights.T)[:, :, None]
+    for j, (row, code, change) in enumerate(zip(target, codes, changes, strict=True)):
+        xp.rint(row, out=code)
+        xp.clip(code, step.bottom, step.top, out=code)
+        xp.subtract(code, old[j], out=change)
+        target[j + 1 :] -= columns[j, j + 1 :] * change
+    return codes, changes
+
+
+def channel_blocks(k: int, steps: Grid) -> Iterator[tuple[slice, Grid]]:
+    """Yield all blocks of at most `BLOCK` channels of one group as (slice, grids [N]), for the grids [K/G, N]."""
+    groups = len(steps.zero)
+    group_size = k // groups
+    for g in range(groups):
+        for start in range(0, group_size, BLOCK):
+            stop = min(start + BLOCK, group_size)
+            yield slice(g * group_size + start, g * group_size + stop), Grid(*(a[g] for a in steps))
 
 
 def inverse_factor(second: Array) -> Array:
@@ -61,7 +89,26 @@ def inverse_factor(second: Array) -> Array:
     xp = namespace(second)
     # Let J be the matrix that reverses the order of rows. If J H J = L L^T, then U = J L^-1 J.
     lower = xp.linalg.cholesky(second[::-1, ::-1].astype(np.float64))
-    return xp.ascontiguousarray(xp.linalg.inv(lower)[::-1, ::-1].astype(np.float32))
+    invert_triangle(lower)
+    return xp.ascontiguousarray(lower[::-1, ::-1].astype(np.float32))
+
+
+def invert_triangle(lower: Array) -> None:
+    """Replace a lower triangular matrix by its inverse, in place.
+
+    >>> lower = np.array([[2.0, 0.0], [1.0, 4.0]])
+    >>> invert_triangle(lower)
+    >>> lower.tolist()
+    [[0.5, 0.0], [-0.125, 0.25]]
+    """
+    half = len(lower) // 2
+    if len(lower) <= SMALLEST:
+        lower[:] = namespace(lower).linalg.inv(lower)
+        return
+    first, last, below = lower[:half, :half], lower[half:, half:], lower[half:, :half]
+    invert_triangle(first)
+    invert_triangle(last)
+    below[:] = -(last @ below @ first)
 
 
 def transpose_grid(grid: Grid) -> Grid:

@@ -97,6 +97,14 @@ def make_grid(scale: Array, zero: Array) -> Grid:
     return Grid(scale, zero, xp.maximum(zero - reach, 0), xp.minimum(zero + reach, 15))
 
 
+def select_grid(condition: Array, grid: Grid, other: Grid) -> Grid:
+    """Return a grid's values where the condition holds, and another grid's elsewhere."""
+    xp = namespace(condition)
+    bits = xp.where(condition, grid.scale.view(np.uint16), other.scale.view(np.uint16))
+    rest = (xp.where(condition, a, b) for a, b in zip(grid[1:], other[1:], strict=True))
+    return Grid(bits.view(grid.scale.dtype), *rest)
+
+
 class QuantizedRows(NamedTuple):
     """A quantized weight [N, K] in the orientation of ``nn.Linear``, with one code per byte."""
 

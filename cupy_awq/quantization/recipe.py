@@ -10,10 +10,11 @@ import numpy as np
 
 from cupy_awq import check
 from cupy_awq.check import Array
+from cupy_awq.packing import namespace
 from cupy_awq.quantization.clipping import search_clipping
 from cupy_awq.quantization.error_compensation import compensate_errors
-from cupy_awq.quantization.grid import QuantizedRows, fit_rows, round_rows
-from cupy_awq.quantization.moments import Moments, output_error
+from cupy_awq.quantization.grid import QuantizedRows, fit_rows, round_rows, select_grid
+from cupy_awq.quantization.moments import Moments, row_errors
 from cupy_awq.quantization.refinement import refine
 
 
@@ -28,8 +29,8 @@ class Recipe:
         clips: whether to search a clipped range for each group (`clipping`).
         compensates: whether to round with GPTQ's error compensation (`error_compensation`).
         passes: the number of passes of coordinate descent after rounding (`refinement`).
-        damping: the value added to the diagonal of H, as a fraction of mean(diag H), for error compensation and
-            refinement.
+        shrinkage: the fraction of H that is replaced by its diagonal in all searches.
+        damping: the value added to the diagonal of H in all searches, as a fraction of mean(diag H).
     """
 
     group_size: int
@@ -37,15 +38,16 @@ class Recipe:
     scale_dtype: np.dtype[Any] = check.FLOAT16
     clips: bool = True
     compensates: bool = True
-    passes: int = 1
+    passes: int = 2
+    shrinkage: float = 0.5
     damping: float = 0.5
 
 
 def quantize_rows(w: Array, moments: Moments | None, recipe: Recipe) -> QuantizedRows:
     """Quantize a weight ``w``, float32 [N, K], as ``recipe`` states; without moments, round to nearest.
 
-    The output error trace(D H D^T) never exceeds that of rounding to nearest, whose result is returned if the recipe
-    gives a larger error.
+    No row's output error, its element of the diagonal of D H D^T, exceeds that of rounding to nearest: a row for which
+    the recipe gives a larger error is rounded to nearest.
 
     >>> w = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
     >>> quantize_rows(w, None, Recipe(group_size=16)).codes.shape
@@ -55,17 +57,19 @@ def quantize_rows(w: Array, moments: Moments | None, recipe: Recipe) -> Quantize
     nearest = round_rows(w, fit_rows(w, group_size, scale_dtype, symmetric=symmetric))
     if moments is None or not (recipe.clips or recipe.compensates or recipe.passes):
         return nearest
+    regular = moments.regularize(recipe.shrinkage, recipe.damping)
     grid = nearest.grid
     if recipe.clips:
-        grid = search_clipping(w, moments, group_size=group_size, scale_dtype=scale_dtype, symmetric=symmetric)
-    second = moments.damp(recipe.damping)
-    rows = compensate_errors(w, second, grid) if recipe.compensates else round_rows(w, grid)
+        grid = search_clipping(w, regular, group_size=group_size, scale_dtype=scale_dtype, symmetric=symmetric)
+    rows = compensate_errors(w, regular.second, grid) if recipe.compensates else round_rows(w, grid)
     if recipe.passes:
-        rows = refine(w, second, rows, passes=recipe.passes, symmetric=symmetric)
+        rows = refine(w, regular.second, rows, passes=recipe.passes, symmetric=symmetric)
     return choose_rows(w, moments.second, rows, nearest)
 
 
 def choose_rows(w: Array, second: Array, rows: QuantizedRows, other: QuantizedRows) -> QuantizedRows:
-    """Return ``rows``, or ``other`` if the output error trace(D H D^T) of ``other`` is smaller."""
-    error, other_error = (output_error(quantized.dequantize() - w, second) for quantized in (rows, other))
-    return rows if error <= other_error else other
+    """Return each row of ``rows``, or of ``other`` if its element of the diagonal of D H D^T is smaller there."""
+    error, other_error = (row_errors(quantized.dequantize() - w, second) for quantized in (rows, other))
+    is_better = (error <= other_error)[:, None]
+    codes = namespace(w).where(is_better, rows.codes, other.codes)
+    return QuantizedRows(codes, select_grid(is_better, rows.grid, other.grid))

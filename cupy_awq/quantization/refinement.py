@@ -10,7 +10,7 @@ import numpy as np
 
 from cupy_awq.check import Array
 from cupy_awq.packing import namespace
-from cupy_awq.quantization.error_compensation import BLOCK, transpose_grid
+from cupy_awq.quantization.error_compensation import channel_blocks, round_channels, transpose_grid
 from cupy_awq.quantization.grid import LIMITS, SYMMETRIC_ZERO, Grid, QuantizedRows, make_grid
 
 
@@ -98,22 +98,20 @@ def refine_codes(codes: Array, gradient: Array, second: Array, grid: Grid) -> No
         grid: the grids [N, K/G].
     """
     xp = namespace(codes)
-    k, n = codes.shape
-    group_size = k // grid.zero.shape[1]
-    steps = transpose_grid(grid)
     curvatures = xp.diagonal(second)
-    for start in range(0, k, BLOCK):
-        stop = min(start + BLOCK, k)
-        changes = xp.empty((stop - start, n), np.float32)
-        for j in range(start, stop):
-            step = Grid(*(a[j // group_size] for a in steps))
-            target = codes[j] - gradient[j] / (curvatures[j] * step.scale)
-            best = xp.clip(xp.rint(target), step.bottom, step.top)
-            change = changes[j - start]
-            xp.multiply(best - codes[j], step.scale, out=change)
-            codes[j] = best
-            gradient[j:stop] += second[j:stop, j, None] * change
-        gradient[stop:] += second[stop:, start:stop] @ changes  # rows of `gradient` before `stop` are not read again
+    for block, step in channel_blocks(len(codes), transpose_grid(grid)):
+        # A code's best value is its value minus gradient / H_jj, in units of the scale.
+        inverse = (1 / curvatures[block])[:, None]
+        distance = gradient[block] * inverse
+        with np.errstate(over="ignore"):  # infinite for the smallest scale, that of a group of zeros
+            distance /= step.scale
+        old = codes[block]
+        rounded, change = round_channels(old - distance, old, second[block, block] * inverse, step)
+        codes[block] = rounded
+        change *= step.scale
+        gradient[block.stop :] += (
+            second[block.stop :, block] @ change
+        )  # rows of `gradient` before the block's end are not read again
 
 
 def _dequantize(codes: Array, grid: Grid) -> Array:

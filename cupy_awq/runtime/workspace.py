@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The split-K workspace of each stream: counters and partial sums that all launches on the stream share."""
+"""Device memory that launches share: the split-K workspace of each stream, and scratch arrays between two launches."""
 
 from __future__ import annotations
 
@@ -60,3 +60,19 @@ def workspace_address(index: int, stream: int) -> int:
                     memory = allocate_zeros(COUNTER_BYTES + WORKSPACE_BYTES)
                 found = _workspaces[key] = memory, int(memory.data.ptr)
     return found[1]
+
+
+_scratch: dict[tuple[int, int, int], list[cupy.ndarray]] = {}
+
+
+def scratch_array(index: int, stream: int, nbytes: int) -> cupy.ndarray:
+    """Return at least ``nbytes`` bytes, uint8, of GPU ``index`` for the launches of this thread on a stream.
+
+    The array passes data from one launch to the next one of the same operation; later operations overwrite it. Like a
+    workspace it is never freed. Raises MemoryError if the GPU has no memory for it.
+    """
+    arrays = _scratch.setdefault((index, stream, threading.get_ident()), [])  # another thread may interleave launches
+    if not arrays or arrays[-1].nbytes < nbytes:
+        with placement.use_device(index):
+            arrays.append(allocate_zeros(1 << (nbytes - 1).bit_length()))
+    return arrays[-1]

@@ -231,7 +231,7 @@ def render(rows: Sequence[Row], ceilings: Ceilings | None, device: int) -> str:
     weights = ", ".join(dict.fromkeys(row.weight for row in rows))
     head = f"{placement.device_name(device)}: {first.op}, x {first.dtype}, {weights}"
     if ceilings is None:
-        note = "No GPU here: times of the NumPy path, weights warm; no roofline and no fp16 product."
+        note = "No GPU: times of the NumPy path with warm weights, without a roofline and an fp16 GEMM."
     else:
         how = "by cupy.matmul" if ceilings.measured else "nominal (cuBLAS, the extra blas, is needed to measure it)"
         roofline = f"read {ceilings.read_gbs:.0f} GB/s, fp16 {ceilings.tflops:.0f} TFLOP/s {how}"

@@ -113,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         "--kernel", metavar="NAME", help="gemm: force this kernel for the AWQ layout (default: AwqLinear selects one)"
     )
     bench.add_argument("--plan", action="store_true", help="gemm: time a cupy_awq.plan instead of an AwqLinear")
+    bench.add_argument("--batch-invariant", action="store_true", help="gemm: time AwqLinear(batch_invariant=True)")
     bench.add_argument("--json", action="store_true", help="print an object instead of text")
     bench.add_argument(
         "--plot", metavar="FILE.png", type=Path, help="also draw time / roofline over M (needs matplotlib)"
@@ -149,6 +150,9 @@ def _parser() -> argparse.ArgumentParser:
         "--layer",
         action="store_true",
         help="gemm: kernels of AwqLinear, which repacks weights on Hopper (default: those for the AWQ layout)",
+    )
+    explain.add_argument(
+        "--batch-invariant", action="store_true", help="gemm: kernels that give a row the same bits for every M"
     )
     llm_commands.add(command)
     quantize_command.add(command)
@@ -259,13 +263,16 @@ def _bench(args: argparse.Namespace) -> int:
         raise ValueError("bench: expected shapes KxN or a --model")
     if args.model is not None:
         return _bench_model(args)
-    if args.op != "gemm" and (args.kernel or args.plan or args.dtype != "float16"):
-        raise ValueError(f"bench: --op {args.op} takes no --kernel, --plan or --dtype")
+    if args.op != "gemm" and (args.kernel or args.plan or args.batch_invariant or args.dtype != "float16"):
+        raise ValueError(f"bench: --op {args.op} takes no --kernel, --plan, --batch-invariant or --dtype")
+    if args.kernel and args.batch_invariant:
+        raise ValueError("bench: expected --kernel or --batch-invariant, got both")
     figure = bench.new_figure() if args.plot else None  # raises before the benchmark if matplotlib is missing
     if args.plot and not (args.plot.suffix == ".png" and args.plot.absolute().parent.is_dir()):
         raise ValueError(f"--plot: expected FILE.png in a folder that exists, got {args.plot}")
     device = placement.resolve()
-    settings = _settings(args, device, dtype=args.dtype, kernel=args.kernel, planned=args.plan)
+    options = {"kernel": args.kernel, "planned": args.plan, "batch_invariant": args.batch_invariant}
+    settings = _settings(args, device, dtype=args.dtype, **options)
     rows, ceilings = bench.run(args.op, args.shapes, args.m, settings, lambda text: _progress("bench", text))
     if figure:
         bench.draw(figure, rows, placement.device_name(device))
@@ -329,11 +336,8 @@ def _compile(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     if args.op != "gemm":
         return _explain_problem(args)
-    tables = [
-        cupy_awq.explain(m, k, n, args.group_size, args.dtype, arch=args.arch, layer=args.layer)
-        for k, n in args.shapes
-        for m in args.m
-    ]
+    options = {"arch": args.arch, "layer": args.layer, "batch_invariant": args.batch_invariant}
+    tables = [cupy_awq.explain(m, k, n, args.group_size, args.dtype, **options) for k, n in args.shapes for m in args.m]
     print("\n\n".join(tables))
     return 0
 

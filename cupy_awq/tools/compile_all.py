@@ -19,6 +19,7 @@ from dataclasses import replace
 from cupy_awq.kernels import (
     conv2d_int8,
     conv2d_problem,
+    gather_columns,
     gemm_sm90,
     int8_problem,
     llm,
@@ -47,7 +48,7 @@ SHARED_CONSTANTS = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")
 def kernels(arch: int) -> list[Kernel]:
     """Return the kernels that common layers use on an architecture, without duplicates."""
     gpu = device.nominal(arch)
-    found = [*_conversions(gpu), *_awq_layout(gpu), *_quantized(gpu), *llm.kernels(gpu)]
+    found = [*_conversions(gpu), *_awq_layout(gpu), *_quantized(gpu), *llm.kernels(gpu), *gather_columns.kernels(gpu)]
     if arch == 90:
         found += _repacked_layout(gpu)
     return list(dict.fromkeys(found))

@@ -118,20 +118,18 @@ def render(rows: list[Row], device: int) -> str:
         for row in rows
     ]
     if cpu:
-        baseline = "fp32 us: the product with unquantized weights, NumPy in float32"
+        baseline = "fp32 us: the GEMM with unquantized weights, NumPy in float32"
     elif rows[0].fp16_us is None:
         baseline = "fp16 us: needs cuBLAS, pip install cupy-awq[blas]"
     else:
-        baseline = (
-            "fp16 us: the product with unquantized weights, cupy.matmul (cuBLAS); all weights are in the L2 cache"
-        )
+        baseline = "fp16 us: the GEMM with unquantized weights, cupy.matmul (cuBLAS); all weights are in the L2 cache"
     return "\n".join(
         [
             f"SmolLM2-135M-Instruct, MLP of layer 0, AWQ INT4, group size 64, on {placement.device_name(device)}",
             "",
             table.render(header, cells, left=2),
             "",
-            "error: against the float64 product of the same 4-bit weights; quantization error: of those weights",
+            "error: y compared to the float64 product with the same 4-bit weights; quantization error: of the weights",
             baseline,
         ]
     )

@@ -62,6 +62,7 @@ class Settings:
         group_size: the number of rows of W per group; -1 means K.
         dtype: the name of the dtype of x, a key of DTYPES.
         kernel: the name of the kernel to force in calls of `gemm`; None to time `AwqLinear` with the selected kernel.
+        batch_invariant: whether to time the batch-invariant mode of `AwqLinear`; only with ``kernel`` None.
         planned: whether to time calls of a `Plan`.
         image: the height and width of the images of a convolution, in pixels.
         window: the height and width of the filter of a convolution.
@@ -73,6 +74,7 @@ class Settings:
     group_size: int = 128
     dtype: str = "float16"
     kernel: str | None = None
+    batch_invariant: bool = False
     planned: bool = False
     image: int = 56
     window: int = 3
@@ -140,7 +142,7 @@ class Gemm:
 
     @functools.cached_property
     def _layers(self) -> list[AwqLinear]:
-        return [AwqLinear(weight) for weight in self._copies]
+        return [AwqLinear(weight, batch_invariant=self._settings.batch_invariant) for weight in self._copies]
 
     @functools.cached_property
     def _repacked(self) -> list[PackedWeight]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,24 +13,31 @@ from typing import Any
 
 MORE = """
 
-SRC is a Hugging Face folder with dense weights. --resume continues a run that was stopped. Use calibration text similar
-to the texts that the model is used for, but none of the text that it is evaluated on."""
+SRC is a Hugging Face folder with dense weights. DST becomes a folder of the same files with 4-bit weights, and with a
+report: quantization_report.json, .txt and .png. A run that was stopped continues with --resume. Take calibration text
+of the kinds that the model is used for, at least 4096 tokens, and none of the text that you evaluate it on."""
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
-    example = "SmolLM2-135M/ SmolLM2-135M-AWQ/ --calibration texts/ --group-size 64"
-    parser = command("quantize", _quantize, "quantize a model to 4 bits", MORE, [example])
+    examples = [
+        "SmolLM2-135M/ SmolLM2-135M-AWQ/ --calibration texts/ --group-size 64",
+        "Qwen3-8B/ Qwen3-8B-AWQ/ --calibration news.txt --evaluate manual.txt --device cuda",
+        r"Qwen3-8B/ Qwen3-8B-AWQ/ --calibration news.txt --ignore 'layers\.0\.|down_proj'",
+    ]
+    parser = command("quantize", _quantize, "quantize a model to 4 bits", MORE, examples)
     parser.add_argument("source", metavar="SRC", type=Path, help="a Hugging Face folder with dense weights")
     parser.add_argument("target", metavar="DST", type=Path, help="the folder to write, new or empty")
     parser.add_argument(
-        "--calibration",
-        metavar="PATH",
-        type=Path,
-        required=True,
-        help="a text file in UTF-8, or a folder of .txt and .md files",
+        "--calibration", metavar="PATH", type=Path, help="a text file in UTF-8, or a folder of .txt and .md files"
     )
-    parser.add_argument("--method", default="awq+gptq", choices=("rtn", "awq", "gptq", "awq+gptq"))
+    parser.add_argument(
+        "--method",
+        default="awq+gptq",
+        choices=("rtn", "awq", "gptq", "awq+gptq"),
+        help="rtn: round to nearest; awq: channel scales and clipping; gptq: clipping and error compensation; "
+        "awq+gptq: all of them (default)",
+    )
     parser.add_argument(
         "--group-size", metavar="G", type=int, default=128, help="input channels per group (default: 128)"
     )
@@ -45,8 +53,29 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--sequence-length", metavar="N", type=int, default=512, help="tokens per calibration sequence (default: 512)"
     )
-    parser.add_argument("--format", default="autoawq", choices=("autoawq", "compressed-tensors"))
-    parser.add_argument("--device", metavar="cpu|N", default="cpu", help="the CPU, or a device ordinal (default: cpu)")
+    parser.add_argument(
+        "--ignore",
+        metavar="REGEX",
+        help="keep linear layers dense whose name, such as model.layers.0.mlp.up_proj, has a match",
+    )
+    parser.add_argument(
+        "--evaluate",
+        metavar="FILE",
+        type=Path,
+        help="also report the perplexities of SRC, of round-to-nearest and of DST on this text",
+    )
+    parser.add_argument(
+        "--format",
+        default="autoawq",
+        choices=("autoawq", "compressed-tensors"),
+        help="the format to write (default: autoawq)",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="cpu|cuda|N",
+        default="cpu",
+        help="the CPU, the first GPU, or a device ordinal (default: cpu)",
+    )
     parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
 
 
@@ -70,8 +99,12 @@ def read_texts(path: Path) -> list[str]:
 def _quantize(args: argparse.Namespace) -> int:
     from cupy_awq import llm
 
-    start = time.monotonic()
-    reports = llm.quantize(
+    if args.calibration is None:
+        raise ValueError(
+            "--calibration: expected a text file or a folder of .txt and .md files, with at least 4096 tokens of the"
+            " kinds of text that the model is used for, got none"
+        )
+    report = llm.quantize(
         args.source,
         args.target,
         read_texts(args.calibration),
@@ -80,30 +113,37 @@ def _quantize(args: argparse.Namespace) -> int:
         symmetric=args.symmetric,
         samples=args.samples,
         sequence_length=args.sequence_length,
+        ignore=args.ignore,
+        evaluate=None if args.evaluate is None else "\n".join(read_texts(args.evaluate)),
         format_name=args.format,
-        device=int(args.device) if args.device.isdecimal() else args.device,
+        device=0 if args.device == "cuda" else int(args.device) if args.device.isdecimal() else args.device,
         resume=args.resume,
         progress=_Progress() if sys.stderr.isatty() else None,
     )
-    print("layer  output error  linear layers: round to nearest -> result (relative squared error)")
-    for report in reports:
-        nearest, result = (sum(pair[i] for pair in report["errors"].values()) / 7 for i in (0, 1))
-        print(f"{report['layer']:5}  {report['output_error']:12.2%}  {nearest:.5f} -> {result:.5f}")
-    print(f"{args.target}: {args.method}, group size {args.group_size}, {time.monotonic() - start:.0f} s")
+    print(report.text(), end="")
+    print(f"{args.target}: written")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("quantization_report.png: not drawn without matplotlib (extra: plot)", file=sys.stderr)
     return 0
 
 
 class _Progress:
-    """A progress line on stderr that shows the remaining time."""
+    """A progress bar on stderr with the time that is left."""
+
+    WIDTH = 30
+    """The number of characters of the bar."""
 
     def __init__(self) -> None:
         self._start, self._first = time.monotonic(), 0
 
     def __call__(self, done: int, total: int, report: Mapping[str, Any] | None) -> None:
+        left = ""
         if report is None:
             self._first = done
-            return
-        left_s = (time.monotonic() - self._start) / (done - self._first) * (total - done)
+        else:
+            seconds = round((time.monotonic() - self._start) / (done - self._first) * (total - done))
+            left = f", {seconds // 60}:{seconds % 60:02} left"
+        full = self.WIDTH * done // total
         end = "\n" if done == total else ""
-        sys.stderr.write(f"\rlayer {done}/{total}, {left_s:.0f} s left   {end}")
+        sys.stderr.write(f"\r[{'#' * full}{'.' * (self.WIDTH - full)}] layer {done} of {total}{left}   {end}")
         sys.stderr.flush()

@@ -58,6 +58,9 @@ def read_checkpoint(path: Path) -> None:
 
 def read_model(path: Path) -> None:
     files = llm.read(path)
+    for name in files.int8_weights:
+        n, k = files.tensors[f"{name}.weight"]().shape
+        files.read_int8_linear(name, k, n)
     build_model(files, NumpyOps(files.config, expand_weights=False))
 
 

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the table of operators: the dtypes of x that each kernel takes on each architecture path, and its tests.
+"""Print the table of operators: the dtypes of x that each kernel supports on each architecture path, and its tests.
 
 python -m tests.tools.operator_table
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from cupy_awq.kernels import select
+from cupy_awq.kernels.conv2d_problem import Convolution
+from cupy_awq.kernels.convert import Conversion
 from cupy_awq.kernels.family import AnyFamily
+from cupy_awq.kernels.int8_problem import Int8Problem
 from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.quantize_fp8 import Fp8Quantization
+from cupy_awq.kernels.quantize_rows import RowQuantization
 from cupy_awq.runtime import device
 
 PATHS = {60: "below sm_75", 75: "sm_75", 80: "sm_80 and newer", 90: "sm_90"}
@@ -24,21 +31,69 @@ TESTS = {
     "gemm_sm90": "test_repacked_kernels.py::test_any_repacked_problem, test_any_problem_with_a_fusion",
     "gemm_sm90_large": "test_repacked_kernels.py::test_persistent_ctas_with_stream_k",
 }
+
+
+class Operation(NamedTuple):
+    """An operation other than a GEMM with float x.
+
+    Attributes:
+        problem: the type of its problem, whose kernels the table lists; None if the operation is a kernel itself.
+        rows: the rows of x that it takes, or "-" without x.
+        dtypes: the dtypes of x, or of the result without x.
+        test: the file and the name of its test.
+        first_path: the lowest architecture path that has the operation.
+    """
+
+    problem: type | None
+    rows: str
+    dtypes: str
+    test: str
+    first_path: int = 60
+
+
+FLOATS = "fp16 bf16 fp32"
 OTHERS = {
-    "dequantize": ("fp16 bf16 fp32", "test_kernels.py::test_dequantize_gives_the_formulas_bits"),
-    "repack": (None, "test_repacked_kernels.py::test_repacking_keeps_every_code_scale_and_zero"),
-    "quantize_activations": ("fp16 bf16 fp32", "test_gemm_int8.py::test_quantize_rows_gives_the_bits_of_the_reference"),
-    "gemm_int8": ("fp16 bf16 fp32", "test_gemm_int8.py::test_any_int8_product"),
-    "conv2d": ("fp16 bf16 fp32", "test_conv2d.py::test_any_convolution"),
-    "conv2d_int8": ("int8", "test_conv2d.py::test_conv2d_int8_gives_the_bits_of_the_reference"),
-    "dequantize_s4_to_fp16x2, int8_to_fp16": ("fp16", "test_ops.py::test_conversion_kernels"),
+    "dequantize": Operation(None, "-", FLOATS, "test_kernels.py::test_dequantize_gives_the_formulas_bits"),
+    "gather_columns": Operation(
+        None,
+        "any",
+        FLOATS,
+        "test_activation_order.py::test_the_kernel_gathers_columns_of_strided_rows, test_any_gather_on_the_simulator",
+    ),
+    "repack": Operation(
+        None,
+        "-",
+        "fp16 bf16",
+        "test_repacked_kernels.py::test_repacking_keeps_every_code_scale_and_zero",
+        first_path=90,
+    ),
+    "quantize_activations": Operation(
+        RowQuantization, "any", FLOATS, "test_gemm_int8.py::test_quantize_rows_gives_the_bits_of_the_reference"
+    ),
+    "gemm_int8, linear_int8": Operation(Int8Problem, "any", FLOATS, "test_gemm_int8.py::test_any_int8_product"),
+    "linear_fp8": Operation(
+        Fp8Quantization,
+        "any",
+        FLOATS + " (sm_89 and newer)",
+        "test_fp8.py::test_quantize_fp8_gives_the_bits_of_the_reference, test_fp8_on_gemm_int8_sm90,"
+        " test_fp8_on_gemm_int8_sm80",
+        first_path=80,
+    ),
+    "conv2d": Operation(
+        Convolution,
+        "any",
+        FLOATS,
+        "test_conv2d.py::test_any_convolution, test_any_sm90_convolution, test_any_sm90_large_convolution",
+    ),
+    "conv2d_int8": Operation(None, "any", "int8", "test_conv2d.py::test_conv2d_int8_gives_the_bits_of_the_reference"),
+    "dequantize_s4_to_fp16x2, int8_to_fp16": Operation(Conversion, "-", "fp16", "test_ops.py::test_conversion_kernels"),
 }
 
 
 def table() -> str:
     """Return the table in Markdown."""
     lines = [
-        f"| kernel | rows of x | {' | '.join(PATHS.values())} | tests |",
+        f"| operation: kernels | rows of x | {' | '.join(PATHS.values())} | tests |",
         f"|{'---|' * (len(PATHS) + 3)}",
     ]
     for name, family in select.FAMILIES_OF[Problem].items():
@@ -48,10 +103,11 @@ def table() -> str:
             " ".join(short for dtype, short in DTYPES.items() if _legal(family, rows[0], arch, dtype)) or "-"
             for arch in PATHS
         ]
-        lines.append(f"| `{name}` | {span} | {' | '.join(cells)} | `{TESTS[name]}` |")
-    for name, (dtypes, test) in OTHERS.items():
-        cells = [dtypes or ("fp16 bf16" if arch == 90 else "-") for arch in PATHS]
-        lines.append(f"| `{name}` | - | {' | '.join(cells)} | `{test}` |")
+        lines.append(f"| `gemm`: `{name}` | {span} | {' | '.join(cells)} | `{TESTS[name]}` |")
+    for name, operation in OTHERS.items():
+        families = "" if operation.problem is None else f": `{', '.join(select.FAMILIES_OF[operation.problem])}`"
+        cells = [operation.dtypes if arch >= operation.first_path else "-" for arch in PATHS]
+        lines.append(f"| `{name}`{families} | {operation.rows} | {' | '.join(cells)} | `{operation.test}` |")
     return "\n".join(lines)
 
 

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// A GEMM with a weight [n, k] of 16-bit values or of 8-bit codes, on tensor cores; sm_80 and newer.
+//
+//   y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n]
+//
+// Grid (CTAs, ceil(m / 16)): w is read once per 16 rows of x.
+//
+// A persistent CTA iterates over tiles of 8 * TILES columns. Each warp computes a slice of K, STEPS steps at a time, so
+// that a CTA reads whole, adjacent rows of w; reading pieces of many rows would lose a third of the bandwidth. Operands
+// are loaded from global memory straight to registers. The sum over k may have any order. So lane 4 g + t loads 16
+// adjacent bytes of a row, Weight::kLaneK values from k = kLaneK * t on, and every four of their pairs are used as the
+// pairs at 2t and 2t + 8 of two mma; x is loaded in the same order. Loads of w bypass L1, so that x stays there.
+//
+// PDL: the elements of w of the first pass are loaded before griddepcontrol.wait.
+#pragma once
+
+#include "llm/dependent_launch.cuh"
+#include "common/mma.cuh"
+#include "ptx/ld.cuh"
+
+constexpr int kTiles = TILES;
+constexpr int kSteps = STEPS;
+constexpr int kWarps = THREADS / 32;
+constexpr int kColumns = 8 * kTiles;
+
+using Chunk = Vector<uint32_t, 4>;  // 16 bytes
+
+// Weight has kLaneK, the number of values per lane and step, load(column, k_begin), which returns a lane's part of w as
+// a type that is zero by default, and pairs(out, loaded, i), which converts values 4i .. 4i + 3 of it to pairs of X.
+template <class Weight>
+__device__ __forceinline__ void multiply_dense(const X* x, const Weight& weight, const float* bias, Y* y, int m, int n,
+                                               int k) {
+  constexpr int kStepK = 4 * Weight::kLaneK;
+  constexpr int kWarpK = kStepK * kSteps;
+  constexpr int kPassK = kWarps * kWarpK;  // number of k that all warps together compute per pass
+  __shared__ alignas(16) float partial_sums[kWarps][16][kColumns];
+  if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int m_begin = blockIdx.y * 16;
+  const int passes = ceil_div(k, kPassK);
+  // A lane loads rows g and g + 8 of the tile of x.
+  const X* const x_low = x + static_cast<int64_t>(m_begin + g) * k;
+  const X* const x_high = x_low + static_cast<int64_t>(8) * k;
+  const bool has_low = m_begin + g < m, has_high = m_begin + 8 + g < m;
+
+  typename Weight::Loaded b[kSteps][kTiles];
+  auto fetch = [&](int tile, int pass) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int k_begin = pass * kPassK + warp * kWarpK + s * kStepK + t * Weight::kLaneK;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        const int column = tile * kColumns + j * 8 + g;
+        b[s][j] = {};
+        if (column >= n || k_begin >= k) continue;
+        weight.load(b[s][j], column, k_begin);
+      }
+    }
+  };
+  int tile = blockIdx.x, pass = 0;
+  fetch(tile, pass);
+  if constexpr (DEPENDENT) ptx::griddepcontrol_wait();
+  float acc[kTiles][4] = {};
+  while (tile * kColumns < n) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int part = 0; part < Weight::kLaneK / 8; ++part) {
+        const int k_begin = pass * kPassK + warp * kWarpK + s * kStepK + t * Weight::kLaneK + part * 8;
+        Chunk low = {}, high = {};
+        if (has_low && k_begin < k) low = *reinterpret_cast<const Chunk*>(x_low + k_begin);
+        if (has_high && k_begin < k) high = *reinterpret_cast<const Chunk*>(x_high + k_begin);
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          const uint32_t a[4] = {low.values[i], high.values[i], low.values[i + 1], high.values[i + 1]};
+#pragma unroll
+          for (int j = 0; j < kTiles; ++j) {
+            uint32_t pairs[2];
+            weight.pairs(pairs, b[s][j], part * 2 + i / 2);
+            mma<X>(acc[j], a, pairs[0], pairs[1]);
+          }
+        }
+      }
+    }
+    // Start the loads of the next pass or tile before the reduction of this tile.
+    const int finished_tile = tile;
+    const bool is_complete = ++pass == passes;
+    if (is_complete) {
+      pass = 0;
+      tile += gridDim.x;
+    }
+    fetch(tile, pass);
+    if (!is_complete) continue;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        partial_sums[warp][i / 2 * 8 + g][j * 8 + 2 * t + i % 2] = acc[j][i];
+        acc[j][i] = 0.0f;
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 16 * kColumns; i += THREADS) {
+      const int row = m_begin + i / kColumns, column = finished_tile * kColumns + i % kColumns;
+      if (row >= m || column >= n) continue;
+      float value = 0.0f;
+#pragma unroll
+      for (int other = 0; other < kWarps; ++other) value += partial_sums[other][i / kColumns][i % kColumns];
+      if (HAS_BIAS) value += bias[column];
+      y[static_cast<int64_t>(row) * n + column] = from_float<Y>(value);
+    }
+    __syncthreads();
+  }
+}

