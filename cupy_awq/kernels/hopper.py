@@ -8,7 +8,7 @@ from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 
-CLUSTER_SMS = {1: 1.0, 2: 1.0, 3: 0.96, 4: 0.91, 5: 0.83, 6: 0.82, 7: 0.8, 8: 0.85}
+CLUSTER_SMS = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 7: 0.8, 8: 0.91}
 """The fraction of an H100's SMs that clusters of 1 to 8 CTAs can occupy at the same time."""
 POWER_LIMITED_TFLOPS = 877.0
 """The throughput in TFLOPS at which an H100 or H200 reaches its power limit of 700 W."""
