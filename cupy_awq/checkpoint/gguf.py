@@ -94,7 +94,7 @@ def rename_tensors(
 ) -> Iterator[tuple[str, Blocks, int | None]]:
     """Yield (Hugging Face name, blocks, number of heads with permuted rows or None) for every tensor and expert.
 
-    `restore_rows` undoes the permutation. Raises CheckpointError if the metadata has a malformed number of heads.
+    `restore_rows` reverses the permutation. Raises CheckpointError if the metadata has a malformed number of heads.
     """
     heads = find_permuted_heads(path, metadata)
     for name, block in blocks.items():
@@ -102,7 +102,7 @@ def rename_tensors(
 
 
 def restore_rows(block: Blocks, heads: int | None) -> Blocks:
-    """Return a tensor with its rows in Hugging Face's order; ``heads`` as `rename_tensors` yields it."""
+    """Return a tensor with its rows in Hugging Face's order. ``heads`` is the value that `rename_tensors` yields."""
     return block._replace(data=_deinterleave(block.data, heads))
 
 

@@ -275,7 +275,8 @@ class Groups(NamedTuple):
 def regroup(tensors: ModuleTensors, k: int, group_size: int, g_idx: Array | None, name: str) -> Groups:
     """Return the groups that a packed weight needs to represent the groups of a file exactly.
 
-    If the last group is short, all groups are split into groups of gcd(G, K mod G) rows.
+    If the last group is short, all groups are split into groups of gcd(G, K mod G) rows. For G = 128 these have 64 rows
+    where K is a multiple of 64, which the fastest kernels support; 16 or 32 rows where K is a multiple of 16 or 32.
 
     Args:
         tensors: the module, for error messages.

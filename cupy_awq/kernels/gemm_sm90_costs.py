@@ -7,7 +7,7 @@ its slowest consumer, the copies, and reading the weight from device memory. A p
 The constants are fitted on an H100 to 14350 measured times of 92 random problems (``tests/peers/sweep.py``, group size
 128), 3210 of them for the mma kernel. The RMS error is 10% (mma) and 9% (wgmma), where faster configurations have a
 larger weight. If one half of the problems is left out of the fit, the configuration that the models rank first there is
-slower than the fastest one by 9% for M <= 16, 4% for M <= 128, and 2% above (geometric mean).
+slower than the fastest one by 8% for M <= 16, 4% for M <= 128, and 2% above (geometric mean).
 """
 
 from __future__ import annotations
@@ -40,22 +40,28 @@ class MmaCosts:
         reduction_us: time of the split-K reduction.
         consumer_us: time per consumer to add up the accumulators of a CTA.
         uneven_us: additional time if the warps of a consumer are no power of two and copy x in several passes.
+        shared_us: time saved if an SM holds several CTAs, as one computes while another starts or ends.
+        long_us: read time of the weight, in microseconds, from which this saves ``shared_us``; proportional below.
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
+        refill_us: time from the release of a stage until its next copies have landed.
         norm: exponent of the p-norm.
         latency_ns: time of a warp per weight tile if it is alone on its scheduler, by ``x_rows``.
         issue_ns: time of a scheduler per weight tile, by ``x_rows``.
     """
 
-    launch_us: float = 1.21
-    nonresident_us: float = 0.83
-    wave_us: float = 1.24
-    reduction_us: float = 0.155
-    consumer_us: float = 0.0143
-    uneven_us: float = 0.304
-    stream_factor: float = 1.014
-    norm: float = 2.1
-    latency_ns: dict[int, int] = field(default_factory=lambda: {1: 260, 2: 311, 4: 251, 8: 311, 16: 145})
-    issue_ns: dict[int, int] = field(default_factory=lambda: {1: 119, 2: 117, 4: 150, 8: 142, 16: 275})
+    launch_us: float = 1.03
+    nonresident_us: float = 0.92
+    wave_us: float = 1.01
+    reduction_us: float = 0.152
+    consumer_us: float = 0.0069
+    uneven_us: float = 0.333
+    shared_us: float = 0.174
+    long_us: float = 6.0
+    stream_factor: float = 0.932
+    refill_us: float = 1.08
+    norm: float = 1.68
+    latency_ns: dict[int, int] = field(default_factory=lambda: {1: 196, 2: 259, 4: 199, 8: 262, 16: 151})
+    issue_ns: dict[int, int] = field(default_factory=lambda: {1: 107, 2: 100, 4: 128, 8: 109, 16: 246})
 
 
 @dataclass(frozen=True)
@@ -149,17 +155,20 @@ def _k_tiles(config: GemmSm90Config, problem: Problem) -> tuple[int, int]:
 def estimate_mma_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
     """Return the run time of the mma kernel in microseconds."""
     costs, at = MMA_COSTS, Occupancy.of(config, problem, device)
-    _, mine = _k_tiles(config, problem)
+    k_tiles, mine = _k_tiles(config, problem)
+    stream = problem.weight_bytes / (device.read_gbs * 1e3)
     warps = at.concurrent * config.consumers * config.consumer_warps
     overlapping = (
         at.waves * ceil_div(warps, SCHEDULERS) * mine * costs.issue_ns[config.x_rows] * 1e-3,
         at.waves * mine * costs.latency_ns[config.x_rows] * 1e-3,
-        costs.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
+        at.waves * k_tiles / (config.stages * config.k_tiles) * costs.refill_us,
+        costs.stream_factor * stream,
     )
     us = costs.launch_us + costs.nonresident_us * at.nonresident + costs.wave_us * max(0.0, at.used - 1)
     us += costs.reduction_us if config.split_k > 1 else 0.0
     us += costs.consumer_us * config.consumers
     us += costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0
+    us -= costs.shared_us * min(1.0, stream / costs.long_us) if at.resident > 1 else 0.0
     return us + _norm(overlapping, costs.norm)
 
 

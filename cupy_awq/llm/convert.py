@@ -11,8 +11,8 @@ from cupy_awq import atomic, checkpoint
 from cupy_awq.checkpoint import Contents, Tensor, gguf_file, gguf_write, write
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.llm import ak48, gguf_metadata, hugging_face
-from cupy_awq.llm.loading import locate, read
 from cupy_awq.llm.model_files import Progress
+from cupy_awq.llm.readers import locate, read
 
 ROPE_FREQS = "rope_freqs.weight"
 """The GGUF tensor of divisors of the RoPE frequencies."""

@@ -21,7 +21,7 @@ from cupy_awq.llm.gguf_tokenizer import load_tokenizer, show
 from cupy_awq.llm.model_files import ModelFiles
 
 INT8_NAMES = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
-"""The ends of the names of weights that a GPU multiplies in 8 bits; the embedding is a tied output head."""
+"""The ends of the names of weights that a GPU can keep in 8 bits. The embedding table can be a tied output head."""
 
 
 def read(path: Path) -> ModelFiles:
@@ -47,7 +47,7 @@ def read(path: Path) -> ModelFiles:
 def _int8_weights(
     path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]
 ) -> dict[str, Callable[[], BlockQuantizedWeight]]:
-    """Return the functions that read the linear layers and the embedding of types in `gguf_int8.CONVERTERS`."""
+    """Return `ModelFiles.int8_weights`: functions that read weights of the types in `gguf_int8.CONVERTERS`, by name."""
     return {
         key.removesuffix(".weight"): partial(_read_int8, block, heads, f"{path}: tensor {key!r:.200}")
         for key, block, heads in gguf.rename_tensors(path, metadata, blocks)

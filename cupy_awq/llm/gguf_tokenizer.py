@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cupy_awq.checkpoint import CheckpointError
 from cupy_awq.llm.extra import import_extra
-from cupy_awq.llm.tokenizer import Tokenizer, guarded
+from cupy_awq.llm.tokenizer import Tokenizer, check_size, guarded
 
 Array = npt.NDArray[Any]
 
@@ -25,6 +25,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 SPACE = "\u2581"
 """The character that stands for a space in the tokens of SentencePiece."""
+
+MAX_SPLITS = 1 << 21
+"""The largest number of ways to split all tokens of SentencePiece in two, enough for 2**18 tokens of 9 characters."""
 
 MAX_TOKEN_CHARACTERS = 256
 """The largest length of a token of SentencePiece that is accepted; its trainer's default limit is 16."""
@@ -54,6 +57,9 @@ def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         raise CheckpointError(f"{path}: expected tokenizer.ggml.tokens and a token_type for each, got others")
     if len(tokens) != len(types):
         raise CheckpointError(f"{path}: expected a token_type for each of {len(tokens)} tokens, got {len(types)}")
+    merges = metadata.get("tokenizer.ggml.merges")
+    added = [tokens[i] for i in np.flatnonzero((types == CONTROL) | (types == USER_DEFINED))]
+    check_size(str(path), len(tokens), len(merges) if isinstance(merges, list) else 0, added)
     template = metadata.get("tokenizer.chat_template")
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     texts = {}
@@ -114,6 +120,11 @@ def _build_sentence_piece(path: Path, metadata: Mapping[str, Any], tokens: list[
         longest = max(map(len, tokens))
         raise CheckpointError(
             f"{path}: tokenizer.ggml.tokens: expected at most {MAX_TOKEN_CHARACTERS} characters, got {longest}"
+        )
+    splits = sum(map(len, tokens)) - len(tokens)
+    if splits > MAX_SPLITS:
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.tokens: expected at most {MAX_SPLITS} ways to split them in two, got {splits}"
         )
     tokenizers = import_extra("tokenizers")
     unknown = np.flatnonzero(types == UNKNOWN)

@@ -154,7 +154,9 @@ def _parser() -> argparse.ArgumentParser:
         help="gemm: kernels of AwqLinear, which repacks weights on Hopper (default: those for the AWQ layout)",
     )
     explain.add_argument(
-        "--batch-invariant", action="store_true", help="gemm: kernels that give a row the same bits for every M"
+        "--batch-invariant",
+        action="store_true",
+        help="gemm: configurations for which the bits of a row of y do not depend on M",
     )
     llm_commands.add(command)
     quantize_command.add(command)

@@ -89,7 +89,7 @@ def measure(index: int) -> list[list[Any]]:
 
 
 def compare_reductions(index: int) -> str:
-    """Return a table of the times of the best configuration of each reduction of `AwqLinear`, by cost model."""
+    """Return a table of the times of the best configuration of each scaled reduction of `AwqLinear`, by cost model."""
     import cupy
 
     here = device.of(index)
@@ -104,7 +104,7 @@ def compare_reductions(index: int) -> str:
                 for config in family.configs(problem, here):
                     reduction = reduction_of(family, config, problem)
                     us = family.estimate_us(config, problem, here)
-                    if reduction is None or "wgmma" not in reduction.math or reduction.turn > 1:
+                    if reduction is None or "scaled weights" not in reduction.math or reduction.turn > 1:
                         continue
                     if reduction not in found or us < found[reduction].us:
                         found[reduction] = select.Candidate(family, config, us)
@@ -126,9 +126,9 @@ def compare_reductions(index: int) -> str:
             for reduction, candidate in best[k, n, m].items():
                 with select.forced(candidate):
                     us = timing.on_gpu([functools.partial(run_gemm, x, w, out=y) for w in weights])
-                kind = "scaled weights" in reduction.math
-                label = f"{'S' if kind else 'E'} slices={len(reduction.slices)} accumulators={reduction.accumulators}"
+                label = f"{len(reduction.slices)} slices, {reduction.accumulators} accumulators"
                 lines.append((f"{k}x{n}", str(m), label, f"{us:.2f}", f"{candidate.us:.2f}"))
+                print(*lines[-1], file=sys.stderr, flush=True)
     return render(("shape", "M", "reduction", "us", "model us"), lines, left=1)
 
 
