@@ -2,7 +2,8 @@
 """The activations of GEMM epilogues: their public names, and their formulas in float32 NumPy for the CPU path.
 
 To add an activation, follow "How to add an activation to every kernel" in ``.github/CONTRIBUTING.md``. Operations on
-block-quantized weights support only "clamp" and raise ValueError for all others.
+block-quantized weights support the activations in ``EPILOGUE_ACTIVATIONS`` of their problem and raise ValueError for
+all others.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def is_device_array(a: object) -> bool:
         return True
     try:
         return int(a.__dlpack_device__()[0]) in _DLPACK_CUDA  # type: ignore[attr-defined]
-    except Exception:  # `a` has no __dlpack_device__, or another library's implementation raises any error
+    except Exception:  # no __dlpack_device__, or it failed: a foreign library may raise any exception
         return False
 
 
@@ -406,10 +406,9 @@ def _like_result(a: StridedArray, name: str, shape: tuple[int, ...], dtype: np.d
 
 
 def _matrix(a: StridedArray, name: str, dtypes: tuple[np.dtype[Any], ...], layout: str) -> tuple[int, int]:
-    """Return the shape of a matrix `a`.
+    """Return the shape of the matrix `a`, whose axes `layout` names in error messages, such as "[K, N/8]".
 
-    Raises TypeError for another dtype, ValueError for another rank or rows that are not contiguous. The error message
-    contains `layout`, the names of the axes, such as "[K, N/8]".
+    Raises TypeError if the dtype is not in `dtypes`, and ValueError if `a` is not 2-D or its rows are not contiguous.
     """
     dtype = a.dtype
     if dtype not in dtypes or len(a.shape) != 2:

@@ -182,10 +182,10 @@ UNCONFIGURED = CompressedTensors(((Scheme(False, None), (), ()),))
 
 
 def read_config(table: Mapping[str, Any], where: str) -> CompressedTensors:
-    """Return the format with the settings of ``table``, the ``quantization_config`` of a configuration.
+    """Parse ``table``, the ``quantization_config`` of a model's configuration.
 
-    Raises CheckpointError, whose message starts with ``where``, unless weights have 4 bits and activations are not
-    quantized.
+    Raises CheckpointError, with a message that starts with ``where``, if ``table`` is malformed or describes anything
+    but dense 4-bit integer weights, per channel or group and without rotations, and activations without quantization.
     """
     default = table.get("format")
     if default not in (FORMAT, "mixed-precision"):

@@ -208,7 +208,10 @@ class ModuleTensors:
         return self._tensors["bias"].array.dtype if "bias" in self._tensors else None
 
     def integer(self, suffix: str) -> int:
-        """Return the integer that a required tensor holds. Raises CheckpointError for another dtype or size."""
+        """Return the value of a required integer tensor of one element.
+
+        Raises CheckpointError if the dtype is not an integer type or the tensor does not have exactly one element.
+        """
         array = self.raw(suffix)
         if array.size != 1 or array.dtype.kind not in "iu":
             raise self.error(f"{suffix}: expected one integer, got {_describe(array)}")
@@ -259,7 +262,10 @@ class Groups(NamedTuple):
     size: int
     """The number of rows of W per group in the packed weight."""
     repeats: tuple[int, int] | None
-    """(number of packed groups per group of the file, total number of packed groups); None if no group is split."""
+    """How each group of the file is split into smaller groups of the packed weight; None if the groups are not split.
+
+    The pair is (packed groups per group of the file, number of packed groups in total).
+    """
     order: npt.NDArray[np.int32] | None
     """The permutation of the last axis of x (activation order), int32 [K]; None without one."""
 

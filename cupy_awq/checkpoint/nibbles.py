@@ -63,7 +63,7 @@ def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
         return
     step = max(1, CHUNK_BYTES // (32 * width))
     multiple = 1
-    if targets[0].strides[0] == 4:  # chunks split the contiguous axis of the targets
+    if targets[0].strides[0] == 4:  # The split axis is contiguous: chunks of whole cache lines write no line twice.
         multiple = LINE_WORDS
         step = -(-step // LINE_WORDS) * LINE_WORDS
 
@@ -196,7 +196,7 @@ def convert_byte_halves(codes: npt.NDArray[np.uint8]) -> Array:
     '0x75316420'
     """
     half, k = codes.shape
-    if half % 8 or k % 4:  # an AWQ word would contain columns of both halves, or rows are not whole 32-bit words
+    if half % 8 or k % 4:  # slow path: a half is not whole AWQ words, or a row is not whole 32-bit words
         high, low = codes >> np.uint8(4), codes & np.uint8(15)
         words: Array = pack_int4(namespace(codes).concatenate([high, low]).T.copy())
         return words

@@ -365,7 +365,10 @@ def _join(values: Any, separator: str = "", attribute: str | None = None) -> str
 
 
 def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Return a text whose lines are indented by ``width``: all but the first, and blank lines only if ``blank``."""
+    """Return ``text`` with its lines indented by ``width``, as jinja2's filter ``indent`` does.
+
+    The first line is indented only if ``first``, and blank lines only if ``blank``.
+    """
     space = " " * min(width, MAX_CHARACTERS) if isinstance(width, int) else width
     lines = str(text).splitlines()
     if len(space) * (len(lines) + 1) > MAX_CHARACTERS:

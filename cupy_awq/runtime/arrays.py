@@ -57,7 +57,8 @@ def _view(a: Any, name: str) -> Any:
             return cupy.from_dlpack(a)
         pointer, read_only = interface["data"]
         if pointer and not (read_only and name == "out"):
-            # If the interface names no stream, only DLPack makes this stream wait for writes to the array.
+            # Without a stream in __cuda_array_interface__, cupy.asarray cannot wait for the kernels that write the
+            # array; DLPack's exchange of streams can.
             if interface.get("stream") is None and hasattr(a, "__dlpack__"):
                 return cupy.from_dlpack(a)
             # cupy.asarray copies an array that is not on the current device.

@@ -32,7 +32,10 @@ FP16_FLOPS_PER_SM_CLOCK = {
     100: 8192,
     120: 1024,
 }
-"""The number of float16 operations per SM and clock, by architecture; others have that of the next lower one."""
+"""The peak float16 tensor-core operations per SM and clock cycle, by architecture.
+
+An architecture that is not listed has the value of the closest lower one in the table.
+"""
 
 SIDE = 8192
 """M, N and K of the GEMM that measures the fp16 throughput."""
