@@ -80,8 +80,8 @@ class CompressedTensors:
     def find_scheme(self, tensors: ModuleTensors) -> Scheme:
         """Return the scheme of a module.
 
-        A target that is the module's name takes precedence over a regular expression, and that over the class "Linear".
-        Raises CheckpointError if no target matches.
+        A target that is the module's name takes precedence over a regular expression, which takes precedence over the
+        class "Linear". Raises CheckpointError if no target matches.
         """
         if self._only_scheme is not None:
             return self._only_scheme
@@ -138,7 +138,7 @@ class CompressedTensors:
     def _read_zeros(self, tensors: ModuleTensors, scheme: Scheme, n: int, count: int) -> Array | None:
         """Return the validated zero points as stored, or None if all are 8.
 
-        They are packed int32 [N/8, groups], or int8 [N, groups] with 8 subtracted. Raises CheckpointError for another
+        They are packed int32 [N/8, groups], or int8 [N, groups] with 8 subtracted. Raises CheckpointError for any other
         dtype or shape, and for zero points other than 8 in a symmetric scheme.
         """
         name = "weight_zero_point"

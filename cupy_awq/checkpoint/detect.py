@@ -284,7 +284,7 @@ def _check_layout(tensors: Tensors, layout: Format, reason: str) -> None:
     The message contains ``reason``, the evidence for ``layout``. Raises KeyError if the codes are named ``qweight`` but
     the format is missing in `SHAPE_CHECKS`.
     """
-    if layout.codes_suffix != "qweight":  # no other format uses this suffix, so there is nothing to confuse
+    if layout.codes_suffix != "qweight":  # a suffix that no other format uses
         return
     expected = layout.name.removesuffix(" v1").removesuffix(" v2")
     fits = SHAPE_CHECKS[expected]

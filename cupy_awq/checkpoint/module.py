@@ -171,7 +171,9 @@ class ModuleTensors:
         return array
 
     def matrix(self, suffix: str, dtypes: Sequence[np.dtype[Any]], layout: str) -> Array:
-        """Return a required matrix as a contiguous array. Raises CheckpointError for another dtype or rank.
+        """Return a required matrix as a contiguous array.
+
+        Raises CheckpointError if the dtype is not in ``dtypes`` or the tensor is not 2-D.
 
         ``layout`` describes the axes in the error message, such as "[K, N/8]".
         """
@@ -181,7 +183,9 @@ class ModuleTensors:
         return np.ascontiguousarray(array)
 
     def array(self, suffix: str, dtypes: Sequence[np.dtype[Any]], layout: str, shape: tuple[int, ...]) -> Array:
-        """Return a required tensor as a contiguous array. Raises CheckpointError for another dtype or shape.
+        """Return a required tensor as a contiguous array.
+
+        Raises CheckpointError if the dtype is not in ``dtypes`` or the shape is not ``shape``.
 
         ``layout`` describes the axes in the error message, such as "[K, N/8]".
         """
@@ -192,7 +196,11 @@ class ModuleTensors:
         return np.ascontiguousarray(array)
 
     def bias(self, n: int) -> Array | None:
-        """Return the bias [N] or None. Raises CheckpointError for another shape or dtype, NaN or infinity."""
+        """Return the bias [N], or None without a bias.
+
+        Raises CheckpointError if the shape is not [N], the dtype is not a supported float, or a value is NaN or
+        infinite.
+        """
         if "bias" not in self._tensors:
             return None
         return self.finite("bias", self.array("bias", check.FLOATS, "[N]", (n,)))
@@ -257,7 +265,7 @@ def is_finite(values: Array) -> bool:
 
 
 class Groups(NamedTuple):
-    """The groups of a packed weight and the order of its rows, in relation to those of the file."""
+    """The groups and the row order of a packed weight, and how they follow from the groups of the file."""
 
     size: int
     """The number of rows of W per group in the packed weight."""

@@ -78,7 +78,7 @@ def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
 
 
 def _transpose_chunk(sources: Sequence[Array], targets: Sequence[Array], words: Words, scratch: Words) -> None:
-    """Transpose 8 x 8 nibbles as `transpose`, with temporary words [8, ...] and [4, ...]."""
+    """Do the work of `transpose` for one chunk, with temporary words [8, ...] and [4, ...]."""
     for p, source in enumerate(sources):
         words[p] = source
     _transpose_block(words, scratch)
@@ -136,7 +136,7 @@ def transpose_columns(words: Array, targets: Sequence[Array]) -> None:
     """
     n, *rest = words.shape
     columns = words.view(np.uint32).reshape(n // 8, 8, *rest)
-    axes = len(rest), *range(len(rest))  # numpy.moveaxis(target, -1, 0), which is slow for small arrays
+    axes = len(rest), *range(len(rest))  # as numpy.moveaxis(target, -1, 0), which is slow for small arrays
     transpose([columns[:, p] for p in PACK_ORDER], [target.transpose(axes) for target in targets])
 
 

@@ -326,7 +326,10 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return a text, or the repr of another value. The value is already charged, which bounds the size of its repr."""
+    """Return ``value`` if it is a str, else its repr.
+
+    The value is already charged, which bounds the size of the repr.
+    """
     return value if isinstance(value, str) else repr(value)
 
 

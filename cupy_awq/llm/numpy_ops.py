@@ -191,7 +191,7 @@ class NumpyOps(DecoderOps):
         return project
 
     def _streamed(self, parts: Sequence[Module | DenseLinear]) -> Projection:
-        """Return the projection that converts the weights of all parts to float32 block by block at each call."""
+        """Return a projection for all parts that converts their weights to float32 block by block at each call."""
         linears: list[Projection] = [
             AwqLinear(part.weight, bias=part.bias, order=part.order, batch_invariant=self._batch_invariant)
             if isinstance(part, Module)

@@ -102,7 +102,7 @@ def layout_key(a: Array | None) -> Any:
     A launch can be reused for all arrays with equal keys. The key of None is None.
 
     Raises:
-        AttributeError: ``a`` is an array of another library.
+        AttributeError: ``a`` is not a CuPy array.
         ValueError: ``a`` is a NumPy array of bfloat16, whose memory NumPy cannot export.
     """
     if a is None:

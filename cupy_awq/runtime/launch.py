@@ -105,7 +105,7 @@ class Launcher:
     Raises:
         CompileError: the kernel does not compile.
         MemoryError: the memory of the GPU is exhausted.
-        RuntimeError: in a call, if the driver reports another error.
+        RuntimeError: in a call, if the driver reports any other error.
     """
 
     def __init__(self, plan: LaunchPlan) -> None:
