@@ -16,7 +16,13 @@ from cupy_awq import block_reference
 from cupy_awq.block_check import ConvolutionShape
 from cupy_awq.kernels import conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large, select
 from cupy_awq.kernels.conv2d_int8 import Int8Convolution
-from cupy_awq.kernels.conv2d_problem import Convolution, ConvolutionSizes, SimtConfig, tensor_core_refusal
+from cupy_awq.kernels.conv2d_problem import (
+    EPILOGUE_ACTIVATIONS,
+    Convolution,
+    ConvolutionSizes,
+    SimtConfig,
+    tensor_core_refusal,
+)
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.ops.conv2d import x_strides
 from cupy_awq.runtime import device
@@ -148,7 +154,7 @@ def test_any_convolution(backend: str, arch: int, data: st.DataObject) -> None:
         dtype=draw(st.sampled_from(["float16", "bfloat16"] if tensor else list(DTYPES))),
         nhwc=draw(st.booleans()),
         bias_dtype=draw(st.sampled_from([None, *DTYPES])),
-        activation=draw(st.sampled_from([None, "clamp"])),
+        activation=draw(st.sampled_from(EPILOGUE_ACTIVATIONS)),
         limits=(-0.5, 0.75),
     )
     here = facts(arch, backend)
@@ -220,7 +226,7 @@ def draw_sm90_problem(draw: Any, side: int, outputs: list[int], batches: int, **
         weight_offset=draw(st.booleans()),
         dtype=draw(st.sampled_from(["float16", "bfloat16"])),
         bias_dtype=draw(st.sampled_from([None, *DTYPES])),
-        activation=draw(st.sampled_from([None, "clamp"])),
+        activation=draw(st.sampled_from(EPILOGUE_ACTIVATIONS)),
         limits=(-0.5, 0.75),
         **options,
     )
