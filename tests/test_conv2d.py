@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import block_reference
+from cupy_awq.activation import Activation
 from cupy_awq.block_check import ConvolutionShape
 from cupy_awq.kernels import conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large, select
 from cupy_awq.kernels.conv2d_int8 import Int8Convolution
@@ -95,8 +96,7 @@ def check_convolution(
     wanted = block_reference.correlate(x64, values, convolution_shape(sizes), 0.0)
     if bias is not None:
         wanted = wanted + bias.astype(np.float64)
-    if problem.activation:
-        wanted = np.clip(wanted, *problem.limits)
+    wanted = Activation(problem.activation, problem.limits)(wanted)
     got = (y if problem.nhwc else y.transpose(0, 2, 3, 1)).astype(np.float64)
     eps = float(ml_dtypes.finfo(dtype).eps)
     # A weight that is rounded through float32 may differ in its last bit.
