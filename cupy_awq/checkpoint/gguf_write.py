@@ -256,7 +256,7 @@ def _pack_module(module: Module, where: str) -> Array:
 
 
 def _compute_offsets(module: Module, scales: Array, where: str) -> Array:
-    """Return the offsets of a module, float16 [K/G, N]: those of its weight, or -scale * zero point."""
+    """Return the offsets of a module, float16 [K/G, N]: its weight's float offsets, or -scale * zero point."""
     zeros: Any = module.weight.qzeros
     if module.weight.spec.zeros == "float":
         return _to_float16(zeros, f"{where}: offsets")

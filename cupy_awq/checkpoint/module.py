@@ -82,7 +82,7 @@ class Pending(NamedTuple):
     is_dense: bool = False
     """Whether ``repack`` returns a dense Tensor [N, K]."""
     arrays: tuple[Array | None, ...] = ()
-    """The arrays that ``repack`` takes and that may lie on a GPU; () if it works on the CPU alone."""
+    """The arrays that ``repack`` takes, on the CPU or a GPU; () if ``repack`` supports only the CPU."""
 
     def convert(self, place: Callable[[Array], Array] | None = None) -> Module | Tensor:
         """Return the module, or a Tensor if ``is_dense``, with its codes repacked.
@@ -122,7 +122,7 @@ class Format(Protocol):
         ...
 
     def open_module(self, tensors: ModuleTensors) -> Pending:
-        """Validate the tensors of a module and return it, its codes not yet repacked.
+        """Validate the tensors of a module and return the module, whose codes are not repacked yet.
 
         Raises CheckpointError if the tensors contradict each other or the settings.
         """

@@ -194,7 +194,7 @@ def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> No
 
 
 def _group_size(files: ModelFiles, entry: QuantizedEntry) -> int:
-    """Return the group size of a weight, or 0 if it is not quantized, for which `_arrays` then raises the error."""
+    """Return the group size of a weight, or 0 for a dense weight, for which `_arrays` raises an error later."""
     layer = files.read_linear(entry.name, entry.k, entry.n)
     return layer.weight.group_size if isinstance(layer, Module) else 0
 

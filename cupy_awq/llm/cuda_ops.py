@@ -192,7 +192,7 @@ class CudaOps(DecoderOps):
         *rows, width = stream.h.shape
         positions = self._positions.get(next_projection)
         fusion = Fusion("add_to_stream", orders_y=positions is not None)
-        # A fused GEMM takes x as it is.
+        # A fused GEMM does not permute x.
         has_order = _order(projection) is not None
         plan = None if has_order else self._plan_fused(projection, x.size // x.shape[-1], fusion)
         if plan is None or next_norm_weight is None:
@@ -293,7 +293,8 @@ class CudaOps(DecoderOps):
     def _dense(self, part: DenseLinear | Int8Linear, out_dtype: np.dtype[Any] | None = None) -> Projection:
         """Return the projection of a dense or 8-bit layer. A weight that is the embedding table shares its memory.
 
-        8-bit codes stay 8-bit if activations are float16. The results are those of the weight rounded to float16.
+        8-bit codes stay 8-bit if activations are float16. The results are the same as with the weight rounded to
+        float16.
         """
         import cupy
 

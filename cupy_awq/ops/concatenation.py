@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays of a concatenated layer, from those of its parts."""
+"""The arrays of a concatenated layer, computed from the arrays of its parts."""
 
 from __future__ import annotations
 
