@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight, llm
+from cupy_awq.kernels import llm as kernels
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm_sm90 import GemmSm90Config
 from cupy_awq.kernels.problem import Problem, ceil_div
@@ -332,6 +333,46 @@ def test_a_choice_of_split_k_by_m_is_caught() -> None:
     assert (alone[0] != batch[3]).any()
 
 
+def attend(run: Run, here: device.Device, q: Any, cache: Any, starts: list[int], steps: int) -> np.ndarray:
+    """Return the attention of ``steps`` tokens per sequence, from the positions ``starts`` on."""
+    _, kv_heads, capacity, head_dim = cache[0].shape
+    sizes = kv_heads, head_dim, capacity, kv_heads * capacity * head_dim
+    plan = kernels.plan_attention(here, len(starts) * steps, steps, q.shape[1], *sizes, q.dtype.name)
+    some = np.concatenate([q[start : start + steps] for start in starts])
+    out = np.full_like(some, np.nan)
+    run(plan, {"q": some, "k": cache[0], "v": cache[1], "lengths": np.array(starts, np.int32), "out": out})
+    return out
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim"), [(60, "float16", 16), (80, "float16", 64), (90, "bfloat16", 128)]
+)
+def test_attention_depends_on_the_position_only(backend: str, arch: int, dtype: str, head_dim: int) -> None:
+    """A prompt as a whole, in chunks, and tokens one by one, on both sides of tiles of keys."""
+    rng, run, here = np.random.default_rng(0), runner(backend), facts(arch, backend)
+    length, capacity, heads, kv_heads = 300, 520, 2, 1
+    q = random_activations(rng, length, heads, head_dim, dtype=DTYPES[dtype])
+    k, v = (random_activations(rng, 2, kv_heads, capacity, head_dim, dtype=DTYPES[dtype]) for _ in "kv")
+    k[1], v[1] = k[0], v[0]
+    k[:, :, length:] = v[:, :, length:] = np.nan
+    whole = attend(run, here, q, (k[:1], v[:1]), [0], length)
+    for start in (0, 1, 63, 64, 250, 298):
+        steps = min(49, length - start)
+        np.testing.assert_array_equal(
+            bits(attend(run, here, q, (k[:1], v[:1]), [start], steps)), bits(whole[start : start + steps])
+        )
+    for pair in ([0, 299], [63, 64], [255, 256], [257, 5]):
+        np.testing.assert_array_equal(bits(attend(run, here, q, (k, v), pair, 1)), bits(whole[pair]))
+    for row in (0, 64, 299):
+        keys, values = (a[0, 0, : row + 1].astype(np.float64) for a in (k, v))
+        for head in range(heads):
+            scores = keys @ q[row, head].astype(np.float64) * head_dim**-0.5
+            weights = np.exp(scores - scores.max())
+            wanted = weights @ values / weights.sum()
+            assert np.abs(whole[row, head] - wanted).max() <= (0.002 if dtype == "float16" else 0.02)
+
+
 PROMPT = [int(i) for i in np.random.default_rng(5).integers(0, llm_models.VOCAB - 8, 90)]
 
 
@@ -387,7 +428,8 @@ def test_greedy_texts_are_equal_alone_in_a_batch_and_in_any_chunks(tmp_path: Pat
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", list(llm_models.FAMILIES))
 def test_logits_on_the_gpu_do_not_depend_on_the_batch_and_the_chunks(tmp_path: Path, family: str) -> None:
-    folder = llm_models.folder(tmp_path, {**llm_models.FAMILIES[family], "hidden_size": 128}, group=64)
+    config = {**llm_models.FAMILIES[family], "hidden_size": 128, "intermediate_size": 128}
+    folder = llm_models.folder(tmp_path, config, group=64)
     model = llm.load(folder, device=0, batch_invariant=True).model
     alone = prompt_logits(model, PROMPT, [])
     for chunks, sequences, at in (([1] * 90, 1, 0), ([2, 64, 7], 3, 1), ([33, 1, 1, 40], 5, 4)):

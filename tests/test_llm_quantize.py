@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from cupy_awq import PackedWeight, llm, quantize
 from cupy_awq.checkpoint import CheckpointError
@@ -55,19 +55,26 @@ def sequences(files: llm.ModelFiles) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", llm_models.FAMILIES)
-def test_folded_layer_gives_the_outputs_of_the_original(
+def test_folded_model_gives_the_logits_of_the_original(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replaces the quantization by the folded weights themselves, so that only the folding is left."""
-    files = llm.read(dense_folder(tmp_path / "dense", llm_models.FAMILIES[family], np.float32))
-
+    config = llm_models.FAMILIES[family]
+    files = llm.read(dense_folder(tmp_path / "dense", config, np.float32))
+    tensors = load_file(tmp_path / "dense" / "model.safetensors")
     changes: list[float] = []
     fold = layer_quantizer._fold
 
     def record(config: Any, weights: Any, *others: Any) -> Any:
-        folded = fold(config, weights, *others)
-        changes.extend(np.abs(w - weights.linears[name][0]).max() for name, (w, _) in folded[0].linears.items())
-        return folded
+        folded, *rest = fold(config, weights, *others)
+        at = f"model.layers.{len(changes) // 7}"
+        for name, (w, bias) in folded.linears.items():
+            changes.append(np.abs(w - weights.linears[name][0]).max())
+            tensors[f"{at}.{name}.weight"] = w
+            if bias is not None:
+                tensors[f"{at}.{name}.bias"] = bias
+        tensors.update({f"{at}.{name}": a for name, a in folded.norms.items()})
+        return folded, *rest
 
     def keep(folded: Any, *others: Any) -> Any:
         return {name: Unquantized(w) for name, (w, _) in folded.linears.items()}
@@ -78,6 +85,16 @@ def test_folded_layer_gives_the_outputs_of_the_original(
         assert layer.output_error < 1e-5
         assert all(error < 1e-9 for _, error in layer.errors.values())
     assert np.mean(np.array(changes) > 0.001) > 0.7  # the identity may be the best
+    dense_folder(tmp_path / "folded", config)
+    save_file(tensors, tmp_path / "folded" / "model.safetensors")
+    logits = [all_logits(llm.load(tmp_path / name, device="cpu")) for name in ("dense", "folded")]
+    assert np.abs(logits[1] - logits[0]).max() <= 1e-5 * np.abs(logits[0]).max()
+
+
+def all_logits(model: llm.LanguageModel) -> np.ndarray:
+    ids = model.tokenizer.encode(TEXT[:100])
+    cache = model.model.ops.make_cache(1, len(ids))
+    return np.concatenate([model.model.logits(hidden)[0] for hidden in model.model.prefill(cache, 0, ids)])
 
 
 class Unquantized(NamedTuple):
@@ -159,7 +176,8 @@ def test_ignoring_everything_keeps_the_model(llama: Path, tmp_path: Path) -> Non
 
 
 def test_report_compares_layers_and_perplexities(llama: Path, tmp_path: Path) -> None:
-    report = llm.quantize(llama, tmp_path / "new", [TEXT], evaluate=TEXT[:200], **OPTIONS)
+    short = {**OPTIONS, "samples": 1}  # round-to-nearest must not need more
+    report = llm.quantize(llama, tmp_path / "new", [TEXT[:80]], evaluate=TEXT[:200], **short)
     assert list(report.perplexities) == ["16-bit", "rtn", "result"]
     for name, folder in (("16-bit", llama), ("result", tmp_path / "new")):
         assert report.perplexities[name] == llm.load(folder, device="cpu").score(TEXT[:200]).perplexity
@@ -208,6 +226,7 @@ def invalid() -> Iterator[Any]:
     yield {"format_name": "gguf"}, ValueError, r"^format_name: expected autoawq"
     yield {"group_size": 24}, ValueError, r"^group_size: expected a divisor of .* such as 32, got 24$"
     yield {"ignore": "("}, ValueError, r"^ignore: expected a regular expression, got '\('"
+    yield {"evaluate": ""}, ValueError, r"^evaluate: expected a text of at least 2 tokens, got \d$"
     yield {"samples": 0}, ValueError, r"^samples, sequence_length: expected positive"
     yield {"samples": 128}, ValueError, r"^texts: expected at least 4096 tokens, got \d+$"
 
@@ -227,6 +246,15 @@ def test_quantized_models_and_full_folders_are_refused(tmp_path: Path) -> None:
         llm.quantize(quantized, tmp_path / "new", [TEXT], **OPTIONS)
     with pytest.raises(FileExistsError, match="expected a new or empty folder"):
         llm.quantize(quantized, quantized, [TEXT], **OPTIONS)
+
+
+def test_layer_with_nan_is_named(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.weight"][3, 5] = np.nan
+    save_file(tensors, llama / "model.safetensors")
+    message = r"dense: model\.layers\.1: inputs: expected finite values with finite squares, got NaN"
+    with pytest.raises(ValueError, match=message):
+        llm.quantize(llama, tmp_path / "new", [TEXT], **OPTIONS)
 
 
 def test_tokenizer_that_loses_text_is_refused(llama: Path, tmp_path: Path) -> None:

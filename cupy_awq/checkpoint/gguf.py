@@ -46,7 +46,7 @@ PACKED_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 """The GGML types of linear layers that stay 4-bit."""
 
 LINEAR_ENDINGS = ("_proj.weight", "lm_head.weight")
-"""The endings of the Hugging Face names of linear layers."""
+"""The ends of the Hugging Face names of linear layers."""
 
 
 def read(path: Path) -> Contents:
@@ -208,9 +208,9 @@ def _deinterleave(rows: Array, heads: int | None) -> Array:
 
 
 def interleave(rows: Array, heads: int | None) -> Array:
-    """Return rows [N, ...] where rows i and i + head_dim / 2 of each head move to 2i and 2i + 1; unchanged for None.
+    """Return ``rows`` [N, ...] with rows i and i + head_dim / 2 of each head moved to 2i and 2i + 1.
 
-    The inverse of the order in which this module reads the rows of Llama's q and k.
+    This is GGUF's order of the rows of q and k in Llama models. If ``heads`` is None, return ``rows`` unchanged.
 
     >>> import numpy as np
     >>> interleave(np.arange(8), heads=2).tolist()

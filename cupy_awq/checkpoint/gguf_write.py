@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing of GGUF files: 4-bit modules as Q4_0 or Q4_1, all other tensors in their own dtype.
 
-Both types have groups of 32 rows of W; a group size that is a multiple of 32 is split by repeating its scales. Q4_0
-holds a symmetric weight, Q4_1 one with offsets. Scales and offsets are float16. No value is rounded: a weight whose
-scales or products of scale and zero point need more bits is refused.
+Both types have groups of 32 rows of W. Larger groups, whose size must be a multiple of 32, are split by repeating their
+scales. Symmetric weights become Q4_0, all others Q4_1 with offsets. Scales and offsets are float16 and never rounded:
+ValueError is raised for a weight whose scales, or products of scale and zero point, need more bits.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Array = npt.NDArray[Any]
 VERSION, ALIGNMENT = 3, 32
 
 CHUNK_COLUMNS = 256
-"""The number of columns of W whose blocks are packed at a time."""
+"""The number of columns of W that are packed into blocks at a time."""
 
 KINDS = {name: (kind, values, size) for kind, (name, values, size) in TYPES.items()}
-"""The GGML types by name: (number in the file, values per block, bytes per block)."""
+"""(type number, values per block, bytes per block) for each GGML type name."""
 
 DENSE_KINDS: dict[np.dtype[Any], str] = {
     FLOAT16: "F16",
@@ -45,10 +45,10 @@ DENSE_KINDS: dict[np.dtype[Any], str] = {
     **{np.dtype(f"float{bits}"): f"F{bits}" for bits in (32, 64)},
     **{np.dtype(f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)},
 }
-"""The GGML type of a dense tensor with two or more axes by dtype."""
+"""The GGML type of dense tensors with two or more axes, by their dtype."""
 
 ARRAY_TYPES = {np.dtype(form): number for number, form in SCALAR_FORMATS.items()}
-"""The type number of the elements of a metadata array by dtype."""
+"""The GGUF type number of the elements of a metadata array, by their dtype."""
 
 _SCALAR_NUMBERS = {form: number for number, form in SCALAR_FORMATS.items()}
 
@@ -62,7 +62,7 @@ class _Entry(NamedTuple):
         name: the GGUF name.
         kind: the name of the GGML type.
         shape: the shape, outermost axis first.
-        sources: the names in the checkpoint: one, or one per expert.
+        sources: the names of the tensors in the checkpoint: one per expert for a tensor of experts, else one.
         heads: the number of heads whose rows are interleaved, or None.
     """
 
@@ -87,7 +87,7 @@ def write(
     in ``metadata`` is "llama". Modules are converted one by one. No partial file remains after an error.
 
     Args:
-        path: the file; an existing one is replaced.
+        path: the path of the file, which is replaced if it exists.
         contents: a checkpoint from `cupy_awq.checkpoint.read`.
         metadata: the metadata fields by key.
         progress: a callback (number of the current tensor, total number), or None.
@@ -109,7 +109,7 @@ def write(
 
 
 def name_tensor(name: str) -> tuple[str, int | None]:
-    """Return the GGUF name of a tensor with a Hugging Face name, and the index of its expert or None.
+    """Return the GGUF name for the Hugging Face name of a tensor, and the index of its expert or None.
 
     >>> name_tensor("model.layers.3.self_attn.q_proj.weight")
     ('blk.3.attn_q.weight', None)
@@ -137,7 +137,7 @@ _GGUF_EXPERT_NAMES = {name: part for part, name in EXPERT_NAMES.items()}
 
 
 def _plan_entries(path: Path, contents: Contents, metadata: Metadata) -> Iterator[_Entry]:
-    """Yield the tensors of the file in order; all experts of a projection are one tensor [E, N, K]."""
+    """Yield the tensors in file order. All experts of a projection form one tensor [E, N, K]."""
     heads = find_permuted_heads(path, metadata)
     forms, specs = _choose_forms(contents), contents.specs
     experts: dict[str, dict[int, str]] = {}
@@ -165,7 +165,7 @@ def _plan_entries(path: Path, contents: Contents, metadata: Metadata) -> Iterato
 
 
 def _choose_forms(contents: Contents) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the GGML type and the shape of each tensor by name. Raises ValueError if there is none."""
+    """Return (GGML type, shape) of each tensor by name. Raises ValueError if no type can represent a tensor."""
     specs = contents.specs
     forms: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name in contents:
@@ -177,7 +177,7 @@ def _choose_forms(contents: Contents) -> dict[str, tuple[str, tuple[int, ...]]]:
         shape, dtype = contents.dense_form(name)
         if dtype not in DENSE_KINDS or not 1 <= len(shape) <= MAX_RANK or 0 in shape:
             raise ValueError(f"{name:.200}: expected a float or int tensor of 1 to 4 axes, got {dtype} {list(shape)}")
-        # llama.cpp adds and multiplies vectors in float32.
+        # Vectors are stored in float32, the dtype in which llama.cpp adds and multiplies them.
         is_short_vector = len(shape) == 1 and dtype in (FLOAT16, BFLOAT16)
         forms[name] = "F32" if is_short_vector else DENSE_KINDS[dtype], shape
     return forms
@@ -226,7 +226,7 @@ def _encode_field(value: str | bool | int | float | list[str] | Array) -> bytes:
 
 
 def _pack_rows(contents: Contents, source: str, entry: _Entry) -> Array:
-    """Return the rows of a tensor as they are written: blocks uint8 [N, bytes], or values of the entry's dtype."""
+    """Return the rows of a tensor for writing: blocks, uint8 [N, bytes], or values in the dtype of the entry."""
     item = contents.read(source)
     if isinstance(item, Module):
         if entry.kind == "F32":
@@ -236,7 +236,7 @@ def _pack_rows(contents: Contents, source: str, entry: _Entry) -> Array:
 
 
 def _pack_module(module: Module, where: str) -> Array:
-    """Return the blocks of a module as Q4_0 (symmetric) or Q4_1, uint8 [N, K/32 * bytes per block]."""
+    """Return a module as blocks of Q4_0 (if symmetric) or Q4_1, uint8 [N, K/32 * bytes per block]."""
     weight = module.weight
     k, n = weight.shape
     floats = [_to_float16(weight.scales, f"{where}: scales")]
@@ -256,16 +256,16 @@ def _pack_module(module: Module, where: str) -> Array:
 
 
 def _compute_offsets(module: Module, scales: Array, where: str) -> Array:
-    """Return the offsets float16 [K/G, N]: those of the weight, or minus the products of scales and zero points."""
+    """Return the offsets of a module, float16 [K/G, N]: those of its weight, or -scale * zero point."""
     zeros: Any = module.weight.qzeros
     if module.weight.spec.zeros == "float":
         return _to_float16(zeros, f"{where}: offsets")
-    products = -scales.astype(np.float32) * unpack_int4(zeros)  # 11 + 4 bits: exact
+    products = -scales.astype(np.float32) * unpack_int4(zeros)  # exact: 11 + 4 bits
     return _to_float16(products, f"{where}: products of scale and zero point")
 
 
 def _to_float16(values: Array, where: str) -> Array:
-    """Convert to float16. Raises ValueError if a value changes."""
+    """Convert values to float16. Raises ValueError if a value changes."""
     with np.errstate(over="ignore"):
         converted: Array = values.astype(FLOAT16)
     if not np.array_equal(converted.astype(np.float32), values.astype(np.float32)):

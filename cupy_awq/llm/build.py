@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.check import HOST, Array
+from cupy_awq.check import Array
 from cupy_awq.checkpoint import CheckpointError, Module
 from cupy_awq.llm.model import Layer, Model
 from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear, ModelFiles, Progress
@@ -92,8 +92,8 @@ class _Builder:
         return self._ops.prepare_tensor(self._files.read_tensor(f"{name}.weight", (size,)))
 
     def _read_int8(self, name: str, k: int, n: int) -> Int8Linear | None:
-        """Read a linear layer with 8-bit codes; return None without them, or on the CPU, which dequantizes weights."""
-        return None if self._ops.device_index == HOST else self._files.read_int8_linear(name, k, n)
+        """Read a linear layer with 8-bit codes; return None without them, or if the back end would dequantize them."""
+        return None if k < self._ops.int8_min_k else self._files.read_int8_linear(name, k, n)
 
     def _read(self, name: str, k: int, n: int) -> Linear:
         return self._read_int8(name, k, n) or self._files.read_linear(name, k, n)

@@ -15,25 +15,25 @@ from cupy_awq.llm.model_files import Progress
 from cupy_awq.llm.readers import locate, read
 
 ROPE_FREQS = "rope_freqs.weight"
-"""The GGUF tensor of divisors of the RoPE frequencies."""
+"""The name of the GGUF tensor that contains the divisors of the RoPE frequencies."""
 
 
 def convert(source: str, target: Path, format_name: str, progress: Progress | None = None) -> None:
-    """Write a checkpoint in another format; codes, scales and zero points keep their values.
+    """Write a checkpoint in another format, with the same codes, scales and zero points.
 
-    A model keeps its configuration, its tokenizer and its chat template. An ak48 file has none of them.
+    The configuration, the tokenizer and the chat template of a model are also written, but not to an ak48 file.
 
     Args:
         source: a folder, a file or the name of a packaged model, as in `cupy_awq.llm.read` and `checkpoint.read`.
-        target: the file to write for "gguf" and "ak48", else a folder, new or empty.
+        target: the file to write for "gguf" and "ak48", else the folder to write, new or empty.
         format_name: "autoawq", "compressed-tensors", "gptq", "gguf" or "ak48".
-        progress: a callback (number of finished steps, total number), or None.
+        progress: a callback (number of finished steps, total number of steps), or None.
 
     Raises:
-        CheckpointError: (a ValueError) the source is damaged or not supported.
+        CheckpointError: the source is damaged or not supported. It is a subclass of ValueError.
         OSError: a file cannot be read or written, or the folder is not empty.
-        ValueError: the format cannot represent the model; the message names the module and the reason. Nothing is
-            left behind.
+        ValueError: the format cannot represent the model; the message names the module and the reason. In this case no
+            file remains.
     """
     path = locate(source)
     if format_name == "ak48":
@@ -46,7 +46,7 @@ def convert(source: str, target: Path, format_name: str, progress: Progress | No
 
 
 def _describe(path: Path) -> tuple[Contents, dict[str, Any]]:
-    """Return the contents and the GGUF metadata of a checkpoint; tensors without a model have no metadata."""
+    """Return the contents and the GGUF metadata of a checkpoint. A checkpoint that is not a model has no metadata."""
     contents = checkpoint.read(path)
     if path.suffix == ".gguf":
         return contents, {key: value for key, value in gguf_file.read(path)[0].items() if key not in FILE_FIELDS}
@@ -61,11 +61,11 @@ def _describe(path: Path) -> tuple[Contents, dict[str, Any]]:
 
 
 FILE_FIELDS = ("general.alignment", "general.file_type")
-"""The metadata fields that describe how a GGUF file is written, not the model."""
+"""The metadata fields that describe a GGUF file instead of the model, and are not copied."""
 
 
 def _is_model(path: Path) -> bool:
-    """Return whether a checkpoint is a model: a folder with a model type, or a GGUF file with an architecture."""
+    """Return whether a checkpoint is a model: config.json has a model type, or the GGUF metadata an architecture."""
     if path.suffix == ".gguf":
         return "general.architecture" in gguf_file.read(path)[0]
     return (path / "config.json").is_file() and "model_type" in read_object(path / "config.json")

@@ -16,7 +16,7 @@ from cupy_awq.llm.gguf_tokenizer import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED,
 from cupy_awq.llm.tokenizer import Tokenizer
 
 SAMPLE = "Hello  world, it's 12345 \n\n\t(x) don't ÉTÉ 你好 résumé... \r\n  a_b! ３４ \U0001f600 end "
-"""A text that every pre-tokenizer of `PRE_TOKENIZERS` splits differently, except for names of one pre-tokenizer."""
+"""A text that distinguishes the pre-tokenizers in `PRE_TOKENIZERS`: any two different ones split it differently."""
 
 Metadata = dict[str, Any]
 
@@ -24,7 +24,7 @@ Metadata = dict[str, Any]
 def describe_model(config: ModelConfig) -> tuple[Metadata, npt.NDArray[np.float32] | None]:
     """Return the metadata fields of a model, and the divisors of its RoPE frequencies [head_dim / 2] or None.
 
-    Raises ValueError for RoPE parameters that GGUF has no fields for.
+    Raises ValueError for RoPE parameters for which GGUF has no fields.
     """
     arch = config.model_type
     fields: Metadata = {
@@ -66,9 +66,9 @@ def describe_tokenizer(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]
     Args:
         tokenizer: the tokenizer.
         vocab: the number of rows of the embedding table; ids without a token become unused tokens.
-        stop_ids: the ids of the tokens that end a text; GGUF holds at most two.
+        stop_ids: the ids of the tokens that end a text, of which GGUF can store two.
 
-    Raises ValueError for another kind of tokenizer, or for a split into words that GGUF has no name for.
+    Raises ValueError for another kind of tokenizer, or for a pre-tokenizer for which GGUF has no name.
     """
     table = json.loads(tokenizer.inner.to_str())
     model = table["model"]
@@ -108,7 +108,7 @@ def describe_tokenizer(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]
 
 
 def _find_pre_tokenizer(tokenizer: Tokenizer) -> str:
-    """Return the value of ``tokenizer.ggml.pre`` whose pre-tokenizer splits `SAMPLE` as ``tokenizer`` does."""
+    """Return the value of ``tokenizer.ggml.pre`` whose pre-tokenizer splits `SAMPLE` like ``tokenizer``."""
     tokenizers = import_extra("tokenizers")
     own = tokenizer.inner.pre_tokenizer
     words = None if own is None else own.pre_tokenize_str(SAMPLE)

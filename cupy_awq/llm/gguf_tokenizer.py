@@ -30,7 +30,7 @@ MAX_SPLITS = 1 << 21
 """The largest number of ways to split all tokens of SentencePiece in two, enough for 2**18 tokens of 9 characters."""
 
 MAX_TOKEN_CHARACTERS = 256
-"""The largest length of a token of SentencePiece that is accepted; its trainer's default limit is 16."""
+"""The largest accepted length of a SentencePiece token in characters. SentencePiece's trainer has a default of 16."""
 
 PRE_TOKENIZERS = {
     "gpt-2": None,
@@ -41,7 +41,7 @@ PRE_TOKENIZERS = {
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""The regular expression that splits text into words before BPE, by ``tokenizer.ggml.pre``; None means GPT-2's."""
+"""The regular expression that splits text into words before BPE, by ``tokenizer.ggml.pre``; None for that of GPT-2."""
 
 
 def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -58,7 +58,7 @@ def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     if len(tokens) != len(types):
         raise CheckpointError(f"{path}: expected a token_type for each of {len(tokens)} tokens, got {len(types)}")
     merges = metadata.get("tokenizer.ggml.merges")
-    added = [tokens[i] for i in np.flatnonzero((types == CONTROL) | (types == USER_DEFINED))]
+    added = [tokens[i] for i in np.flatnonzero(np.isin(types, (UNKNOWN, CONTROL, USER_DEFINED)))]
     check_size(str(path), len(tokens), len(merges) if isinstance(merges, list) else 0, added)
     template = metadata.get("tokenizer.chat_template")
     bos = metadata.get("tokenizer.ggml.bos_token_id")
@@ -66,7 +66,7 @@ def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     for name in ("bos", "eos"):
         i = metadata.get(f"tokenizer.ggml.{name}_token_id")
         texts[f"{name}_token"] = str(tokens[i]) if type(i) is int and 0 <= i < len(tokens) else ""
-    # Without the field add_bos_token, SentencePiece and llama-bpe add BOS and the others do not.
+    # If the field add_bos_token is missing, only SentencePiece and the pre-tokenizer llama-bpe imply a BOS token.
     adds_by_default = kind == SENTENCE_PIECE or pre == "llama-bpe"
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", adds_by_default) is True and type(bos) is int
     with guarded(str(path)):
@@ -80,9 +80,9 @@ def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _build_byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str], types: Array, pre: str) -> Any:
-    """Return a ``tokenizers.Tokenizer`` of byte-level BPE: GPT-2's, with another split into words.
+    """Return a ``tokenizers.Tokenizer`` for byte-level BPE, as in GPT-2, with the pre-tokenizer ``pre``.
 
-    Raises CheckpointError without merges, and the library's errors unchanged.
+    Raises CheckpointError if there are no merges; errors of the package ``tokenizers`` are raised unchanged.
     """
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
@@ -101,14 +101,14 @@ def _build_byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str]
 
 
 def _build_sentence_piece(path: Path, metadata: Mapping[str, Any], tokens: list[str], types: Array) -> tuple[Any, Any]:
-    """Return a ``tokenizers.Tokenizer`` of SentencePiece BPE, as Llama 2 has, and the normalizer of continued texts.
+    """Return a ``tokenizers.Tokenizer`` for SentencePiece BPE, as in Llama 2, and the normalizer of continued texts.
 
-    SentencePiece merges the two neighbors whose concatenation is the token of the largest score, first of all single
-    characters. `tokenizers` takes pairs in order of rank instead: every pair of tokens whose concatenation is a token,
-    ordered by its score. Spaces become U+2581, with one more before the text and after special tokens
-    (``add_space_prefix``); a character without a token becomes the tokens of its UTF-8 bytes.
+    Starting from single characters, SentencePiece repeatedly merges the two adjacent tokens whose concatenation is the
+    token with the largest score. `tokenizers` needs a ranked list of merges instead: all pairs of tokens whose
+    concatenation is a token, ordered by its score. Spaces become U+2581, and one is added before the text and after
+    special tokens (``add_space_prefix``). A character that is not a token becomes the tokens of its UTF-8 bytes.
 
-    Raises CheckpointError unless every token has a finite score, and the library's errors unchanged.
+    Raises CheckpointError unless every token has a finite score; errors of ``tokenizers`` are raised unchanged.
     """
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens) or not np.isfinite(scores).all():
@@ -146,7 +146,7 @@ def _build_sentence_piece(path: Path, metadata: Mapping[str, Any], tokens: list[
 
 
 def _list_pairs(tokens: list[str], types: Array, scores: Array) -> list[tuple[str, str]]:
-    """Return the pairs of tokens whose concatenation is a token, in decreasing order of its score."""
+    """Return all pairs of tokens whose concatenation is a token, in decreasing order of that token's score."""
     ids = np.flatnonzero((types == NORMAL) | (types == USER_DEFINED))
     known = {tokens[i] for i in ids}
     pairs = []
@@ -158,7 +158,7 @@ def _list_pairs(tokens: list[str], types: Array, scores: Array) -> list[tuple[st
 
 
 def _add_tokens(inner: Any, tokens: list[str], types: Array, special: tuple[int, ...]) -> None:
-    """Add the tokens that are recognized in a text before it is split: those of the types ``special``, then others."""
+    """Add the tokens that are recognized before the text is split: first those of the types ``special``."""
     tokenizers = import_extra("tokenizers")
     for is_special, kinds in ((True, special), (False, (USER_DEFINED,))):
         ids = np.flatnonzero(np.isin(types, kinds)).tolist()
@@ -166,7 +166,7 @@ def _add_tokens(inner: Any, tokens: list[str], types: Array, special: tuple[int,
 
 
 def make_pre_tokenizer(tokenizers: Any, pre: str) -> Any:
-    """Return the `tokenizers` pre-tokenizer for ``tokenizer.ggml.pre``: text to words to bytes."""
+    """Return the pre-tokenizer for ``tokenizer.ggml.pre``, which splits text into words and words into bytes."""
     steps = tokenizers.pre_tokenizers
     pattern, to_bytes = PRE_TOKENIZERS[pre], partial(steps.ByteLevel, add_prefix_space=False)
     if pattern is not None:
@@ -176,5 +176,5 @@ def make_pre_tokenizer(tokenizers: Any, pre: str) -> Any:
 
 
 def show(value: Any) -> str:
-    """Return a metadata value for an error message; arrays by their length, as they may hold anything."""
+    """Return a metadata value as text for an error message; of an array, which may be huge, only its length."""
     return f"{len(value)} values" if isinstance(value, (list, np.ndarray)) else f"{value!r:.80}"

@@ -17,7 +17,7 @@ from cupy_awq.llm.model_files import ModelFiles
 from cupy_awq.llm.tokenizer import Tokenizer
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""The class in transformers by model type."""
+"""The class name in transformers for each model type."""
 
 
 def read(path: Path) -> ModelFiles:
@@ -40,7 +40,7 @@ def read(path: Path) -> ModelFiles:
 def write_settings(files: ModelFiles, folder: Path) -> None:
     """Write config.json, tokenizer.json and tokenizer_config.json of a model to a folder.
 
-    Raises ValueError for RoPE divisors (GGUF's ``rope_freqs``), which config.json has no key for.
+    Raises ValueError for divisors of RoPE frequencies (``rope_freqs`` of GGUF), which config.json cannot represent.
     """
     settings = files.config
     if settings.rope_factors:

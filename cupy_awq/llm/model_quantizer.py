@@ -111,13 +111,17 @@ def quantize(
     index = placement.resolve(device)
     source, target = Path(path), Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target}: expected a new or empty folder, got one with files")
+        found = "one with files" if target.is_dir() else "a file"
+        raise FileExistsError(f"{target}: expected a new or empty folder, got {found}")
     files = hugging_face.read(source)
     contents = checkpoint.read(source)
     if contents.specs:
         raise CheckpointError(f"{source}: expected a model with dense weights, got a quantized one")
     check_group_size(files.config, group_size)
-    sequences = cut_sequences(files.load_tokenizer(), texts, samples, min(sequence_length, files.config.context))
+    tokenizer = files.load_tokenizer()
+    sequences = cut_sequences(tokenizer, texts, samples, min(sequence_length, files.config.context))
+    if evaluate is not None and (count := len(tokenizer.encode(evaluate))) < 2:
+        raise ValueError(f"evaluate: expected a text of at least 2 tokens, got {count}")
     has_scales, fields = METHODS[method]
     dtype = contents.dense_form("model.layers.0.self_attn.q_proj.weight")[1]
     scale_dtype = dtype if format_name == "compressed-tensors" and dtype == check.BFLOAT16 else check.FLOAT16
@@ -164,6 +168,7 @@ def quantize(
                 group_size=group_size,
                 symmetric=symmetric,
                 samples=1,  # rounding to nearest needs no calibration
+                sequence_length=1,
                 ignore=ignore,
                 format_name=format_name,
                 device=device,

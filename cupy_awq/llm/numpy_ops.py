@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ class NumpyOps(DecoderOps):
     """
 
     device_index = HOST
+    int8_min_k = sys.maxsize
     prefill_chunk = 512
 
     def __init__(

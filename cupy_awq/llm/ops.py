@@ -86,6 +86,8 @@ class DecoderOps(Protocol):
 
     device_index: int
     """The device ordinal, or `check.HOST`."""
+    int8_min_k: int
+    """The smallest K for which the back end multiplies by 8-bit codes; it dequantizes other layers."""
     prefill_chunk: int
     """The largest number of prompt tokens per forward pass."""
 

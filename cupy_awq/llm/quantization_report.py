@@ -58,6 +58,7 @@ class Report:
         (folder / f"{NAME}.txt").write_text(self.text())
         try:
             from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
         except ImportError:
             return
         figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
@@ -68,6 +69,7 @@ class Report:
             ("output_error", self.method, "black"),
         ):
             axes.plot(numbers, [100 * layer[key] for layer in self.layers], marker="o", color=color, label=label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(bottom=0)
         axes.set_xlabel("decoder layer")
         axes.set_ylabel("relative error of the output, %")

@@ -98,7 +98,7 @@ def _cuda_ops(files: ModelFiles, index: int) -> Callable[..., DecoderOps]:
 
 
 def locate(path: str | os.PathLike[str], /) -> Path:
-    """Return the path of a model's folder or file: ``path`` itself, or the file of the package that it names.
+    """Return the path of a model's folder or file: ``path`` itself, or the file in a package if ``path`` names a model.
 
     Raises TypeError and ValueError as `read` does.
     """

@@ -66,7 +66,8 @@ def round_channels(target: Array, old: Array, weights: Array, step: Grid) -> tup
         xp.rint(row, out=code)
         xp.clip(code, step.bottom, step.top, out=code)
         xp.subtract(code, old[j], out=change)
-        target[j + 1 :] -= columns[j, j + 1 :] * change
+        later = target[j + 1 :]
+        later -= columns[j, j + 1 :] * change
     return codes, changes
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``convert``: a 4-bit checkpoint in another format."""
+"""The command ``convert``, which writes a 4-bit checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupy_awq.tools.progress import show_bar
 
 FORMATS = ("autoawq", "compressed-tensors", "gptq", "gguf", "ak48")
 SUFFIXES = {".gguf": "gguf", ".ak48": "ak48"}
-"""The format of a file by its suffix."""
+"""The format by the suffix of the file to write."""
 
 MORE = """
 
@@ -30,7 +30,7 @@ DST is a file for gguf and ak48, else a folder, new or empty.
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command; ``command`` makes the parser of (name, function to run, summary, more text, examples)."""
+    """Add the command. ``command`` creates a parser from (name, function to run, summary, help text, examples)."""
     examples = [
         "Qwen3-8B-GPTQ/ Qwen3-8B-CT/ --format compressed-tensors",
         "model-v2.pt folder/ --format autoawq",

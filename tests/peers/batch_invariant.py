@@ -37,10 +37,10 @@ SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 28672))
 """The shapes (K, N) to time."""
 ROWS = (1, 8, 64, 512)
 """The numbers of rows of x to time."""
-TEXT = """\
-Microseconds with the default order of additions along K, microseconds with batch_invariant=True, and their ratio.
-AwqLinear reads its repacked weight, gemm the AWQ tensors.
-"""
+TEXT = (
+    "Microseconds per call with the default order of additions along K and with batch_invariant=True, and their ratio."
+    " AwqLinear reads its repacked weight, gemm the AWQ tensors."
+)
 
 Call = Callable[[], object]
 
@@ -146,9 +146,9 @@ def main() -> None:
             "title": "Batch-invariant mode",
             "gpu": placement.device_name(index),
             "commands": ["python tests/peers/batch_invariant.py --json tests/peers/tables/batch_invariant.json"],
-            "text": " ".join(TEXT.split()),
+            "text": TEXT,
             "columns": columns,
-            "rows": rows,
+            "rows": sorted(rows, key=lambda row: str(row[0])),
         }
         args.json.write_text(json.dumps(table, indent=1) + "\n")
     if args.reductions:
