@@ -35,8 +35,9 @@ class AwqLinear:
     the same meaning as in `gemm`. Launches are cached: a call with the shapes, strides and dtypes of an earlier call
     skips validation and kernel selection. Threads and streams may share a layer.
 
-    On a Hopper GPU the layer also stores the weight in the repacked layout, which the fastest kernels read. There, a
-    GEMM of 33 or more rows may round each dequantized weight to the dtype of x, as `dequantize` does.
+    On a Hopper GPU the layer also stores the weight in the repacked layout, which the fastest kernels read, if K is a
+    multiple of 64, the group size is 32, 64, K or a multiple of 128, and the zero points are integers. There, a GEMM of
+    33 or more rows may round each dequantized weight to the dtype of x, as `dequantize` does.
 
     Args:
         weight: the weight [K, N], on the CPU or on a GPU.
@@ -55,9 +56,9 @@ class AwqLinear:
             also in a `plan`. The order of additions along K is then the same for every M; it depends only on K, N, the
             group size, the dtypes and the GPU. On a Hopper GPU, a GEMM of any M may then round each dequantized weight
             to the dtype of x. Not supported with an ``x_dtype``.
-        order: int32 [K], a permutation of 0 to K - 1 on the weight's device, for y = activation(x[..., order] @ W +
-            bias): the activation order of a weight whose rows are sorted by group, as GPTQ's ``desc_act`` makes. None
-            for x as it is. A GPU gathers the columns of x in one additional launch.
+        order: the permutation of x for a weight whose rows are sorted by group (activation order, GPTQ's ``desc_act``),
+            int32 [K] on the device of the weight: y = activation(x[..., order] @ W + bias). None for no permutation.
+            On a GPU, one additional launch gathers the columns of x.
 
     Raises:
         TypeError, ValueError: an argument does not fit the weight; in a call: x, out, residual or dtype.
@@ -144,7 +145,7 @@ class AwqLinear:
 
         Args:
             parts: weights, or layers without activation and x_dtype. All must have the same K, group size, dtype, form
-                of zero points, device and `order`, which the new layer keeps.
+                of zero points, device and `order`, which the new layer also has.
             activation, x_dtype, keep_weight, batch_invariant: the settings of the new layer, as in `AwqLinear`.
 
         Raises:
@@ -230,7 +231,7 @@ class AwqLinear:
 
     @property
     def order(self) -> Array | None:
-        """The activation order, int32 [K] for y = x[..., order] @ W, or None without one. Do not modify the array."""
+        """The permutation of x, y = x[..., order] @ W, int32 [K]; None without one. Do not modify the array."""
         return self._order
 
     @property
@@ -356,7 +357,7 @@ class AwqLinear:
 
         Returns None if no kernel supports the fusion: the layer is not on a Hopper GPU, m is too large, or the shape or
         the activation of the layer is not supported. Also returns None for a batch-invariant layer, because a fused
-        GEMM rounds intermediate results differently. The plan takes x in the layer's `order`.
+        GEMM rounds intermediate results differently. The columns of the plan's x are in the layer's `order`.
 
         Args:
             m: the number of rows of x.

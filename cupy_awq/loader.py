@@ -38,15 +38,14 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
         return self._placed[name]
 
     def _place(self, name: str) -> AwqLinear | Array:
-        item = self._contents[name]
-
         def place(array: Array) -> Array:
             return None if array is None else placement.to_device(array, self._device)
 
-        if isinstance(item, Tensor):
-            return place(item.array)
-        weight = item.weight
         with placement.use_device(self._device):
+            item = self._contents.convert(name, place)
+            if isinstance(item, Tensor):
+                return place(item.array)
+            weight = item.weight
             placed = PackedWeight(place(weight.qweight), place(weight.scales), place(weight.qzeros))
             return AwqLinear(placed, bias=place(item.bias), order=place(item.order))
 

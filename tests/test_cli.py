@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 import cupy_awq
 from cupy_awq.runtime import placement
-from cupy_awq.tools import table, testing, timing
+from cupy_awq.tools import table, timing
 from cupy_awq.tools.command_line import main
 from cupy_awq.tools.demo import SMOLLM2_MLP
 
@@ -154,7 +153,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "COMMAND"),
         (["train"], "'train'"),
         (["demo", "--fast"], "--fast"),
-        (["info"], "PATH"),
+        (["info"], "info: expected a PATH, or --formats alone"),
+        (["info", "x", "--formats"], "info: expected a PATH, or --formats alone"),
         (["explain"], "KxN"),
         (["explain", "16", "12288", "4096"], "expected KxN such as 4096x12288, got '16'"),
         (["explain", "64x9", "--group-size", "64"], "n: expected a multiple of 8, got 9"),
@@ -279,78 +279,6 @@ def test_demo_on_a_gpu_uses_kernels(capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < row["us"] < 1000
         assert (row["fp16_us"] is not None) == timing.cublas()
     assert placement.device_name(0) in output(capsys, "demo")
-
-
-# info
-
-
-def test_info_counts_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    weight = testing.random_weight(np.random.default_rng(0), 64, 16, 32)
-    tensors = {
-        "a.qweight": weight.qweight,
-        "a.scales": weight.scales,
-        "a.qzeros": weight.qzeros,
-        "a.bias": np.ones(16, np.float16),
-        "head": np.ones((3, 5), ml_dtypes.bfloat16),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    facts = json.loads(output(capsys, "info", str(tmp_path), "--json"))
-    nbytes = 64 * 8 + 2 * 16 * 2 + 2 * 8 + 16 * 2
-    sizes = {"bytes": nbytes, "fp16_bytes": 64 * 16 * 2 + 32, "ratio": nbytes / (64 * 16 * 2 + 32)}
-    layer = {"name": "a", "k": 64, "n": 16, "group_size": 32, "zeros": "packed", "dtype": "float16", "bias": True}
-    found = facts.pop("format")
-    assert found.pop("found").startswith("Format awq gemm: int32 [64, 2] of 'a.qweight' in ")
-    form = {"format": "awq gemm", "bits": 4, "group_size": 32, "symmetric": False, "act_order": False}
-    assert found == form | {"exceptions": {}, "roundings": {}}
-    assert facts == {
-        "path": str(tmp_path),
-        "layers": [layer | sizes],
-        "others": [{"name": "head", "shape": [3, 5], "dtype": "bfloat16", "bytes": 30}],
-        "total": {"layers": sizes, "other_bytes": 30},
-    }
-    text = output(capsys, "info", str(tmp_path))
-    assert "1 quantized layer: 624 B, 0.300 of the 2.08 kB in fp16\n1 other tensor: 30 B\ntotal: 654 B\n" in text
-
-
-def test_info_of_the_shipped_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    text = output(capsys, "info", str(SMOLLM2_MLP))
-    found, form, _, header, *rows, _, total = text.splitlines()
-    assert found.startswith("Format awq gemm: version 'gemm' in ")
-    assert form == "4 bits, group size 64, asymmetric"
-    assert header.split() == "layer zeros scales bias K N group size bytes ratio to fp16".split()
-    assert [row.split()[4:] for row in rows] == [
-        ["1536", "576", "64", "477", "kB", "0.270"],
-        ["576", "1536", "64", "477", "kB", "0.270"],
-        ["576", "1536", "64", "477", "kB", "0.270"],
-    ]
-    assert total == "3 quantized layers: 1.43 MB, 0.270 of the 5.31 MB in fp16"
-
-
-def test_info_names_modules_that_differ_and_what_is_rounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = {}
-    for name, words in (("a", 8), ("b", 8), ("gate", 16)):
-        tensors[f"{name}.weight"] = np.zeros((16, words), np.uint32)
-        tensors |= {f"{name}.{part}": np.ones((16, 2), np.float16) for part in ("scales", "biases")}
-    save_file(tensors, tmp_path / "model.safetensors")
-    quantization = {"bits": 4, "group_size": 32, "gate": {"bits": 8, "group_size": 32}}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization": quantization}))
-    lines = output(capsys, "info", str(tmp_path)).splitlines()
-    assert lines[0].startswith("Format mlx: quantization with 4 bits in ")
-    assert lines[1:4] == [
-        "4 bits, group size 32, asymmetric",
-        "exception: gate.weight: 8 bits",
-        "rounded: 8-bit codes to dense float16 (1 module)",
-    ]
-
-
-def test_info_of_a_file_without_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_file({}, tmp_path / "f")
-    assert output(capsys, "info", str(tmp_path / "f")) == "0 quantized layers: 0 B\n"
-
-
-def test_info_of_a_damaged_file_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "f").write_bytes(b"12345678901234567890")
-    assert str(tmp_path / "f") in mistake(capsys, "info", str(tmp_path / "f"))
 
 
 def test_line_breaks_in_names_cannot_split_the_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

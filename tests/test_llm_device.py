@@ -97,6 +97,26 @@ def test_sequences_of_a_batch_do_not_see_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_batch_invariant_logits_have_the_same_bits_in_any_chunks(tmp_path: Path, family: str) -> None:
+    """RMSNorm, RoPE, attention and dense layers, for a prompt as a whole, in two parts, and token by token."""
+    files = llm.read(llm_models.folder(tmp_path, FAMILIES[family], plain=("0.self_attn.k_proj", "1.mlp.up_proj")))
+    model = build_model(files, SimulatedOps(files.config, 0, FLOAT16, batch_invariant=True))
+    whole = simulated_logits(model, IDS, len(IDS))
+    for prompt in (6, 1):
+        np.testing.assert_array_equal(simulated_logits(model, IDS, prompt).view(np.uint32), whole.view(np.uint32))
+    assert np.abs(whole - llm_models.forward(files, IDS)).max() <= 0.01 * np.abs(whole).max()
+
+
+@pytest.mark.usefixtures("simulated")
+def test_default_logits_depend_on_the_chunks(tmp_path: Path) -> None:
+    """So the test of the batch-invariant mode can fail."""
+    files = llm.read(llm_models.folder(tmp_path, LLAMA))
+    model = build_model(files, SimulatedOps(files.config, 0, FLOAT16))
+    assert (simulated_logits(model, IDS, 1) != simulated_logits(model, IDS, len(IDS))).any()
+
+
+@pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(
     ("hidden", "head_dim", "message"),
     [

@@ -77,6 +77,7 @@ def test_every_8_bit_layer_of_a_file_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
 def test_a_gpu_multiplies_by_8_bit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
     llm_models.gguf_file(tmp_path / "m.gguf", KINDS)
+    monkeypatch.setattr(CudaOps, "int8_min_k", 0)
     entries, run = set(), SimulatedOps.run
 
     def recorded(ops: SimulatedOps, plan: Any, **arrays: Any) -> None:
@@ -90,8 +91,23 @@ def test_a_gpu_multiplies_by_8_bit_codes(tmp_path: Path, monkeypatch: pytest.Mon
     assert ("dense_int8_sm80" in entries, "dense_sm80" in entries) == (dtype == FLOAT16, dtype == BFLOAT16)
 
 
+@pytest.mark.usefixtures("simulated")
+def test_a_layer_with_a_small_k_is_dequantized(tmp_path: Path) -> None:
+    llm_models.gguf_file(tmp_path / "m.gguf", KINDS)
+    files = llm.read(tmp_path / "m.gguf")
+
+    class Ops(SimulatedOps):
+        def _dense(self, part: Any, *rest: Any) -> Any:
+            assert not isinstance(part, Int8Linear)
+            return super()._dense(part, *rest)
+
+    build_model(files, Ops(files.config, 0, FLOAT16))
+    assert max(files.config.hidden, files.config.intermediate) < CudaOps.int8_min_k < 4096
+
+
 @pytest.mark.gpu
-def test_the_gpu_gives_the_logits_of_the_cpu(tmp_path: Path) -> None:
+def test_the_gpu_gives_the_logits_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaOps, "int8_min_k", 0)
     llm_models.gguf_file(tmp_path / "m.gguf", KINDS)
     found = logits(tmp_path / "m.gguf", CudaOps, device_index=0, dtype=FLOAT16)
     wanted = logits(tmp_path / "m.gguf", NumpyOps)

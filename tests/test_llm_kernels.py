@@ -188,7 +188,7 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
     backend: str, arch: int, dtype: str, heads: int, kv_heads: int, head_dim: int, norm: bool
 ) -> None:
     """One split, several, and CTAs without keys. Keys and values after the last one are NaN and must not count. A full
-    sequence leaves its cache unchanged, and its result is finite.
+    sequence leaves its cache unchanged, and its result is finite. An even number of heads is stored in another order.
     """
     rng = np.random.default_rng(heads + head_dim)
     capacity, element = llm.UNSPLIT_KEYS + 44, DTYPES[dtype]
@@ -205,12 +205,16 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
     out = nan(m, heads, head_dim, dtype=element)
     stride = kv_heads * capacity * head_dim
     sizes = m, heads, kv_heads, head_dim, capacity, stride
-    plan = llm.plan_decode_attention(facts(arch, backend), *sizes, dtype, 1e-6, norm=norm)
+    positions = rng.permutation(heads * head_dim).astype(np.int32)
+    is_ordered = heads % 2 == 0
+    plan = llm.plan_decode_attention(facts(arch, backend), *sizes, dtype, 1e-6, norm=norm, orders_out=is_ordered)
     partials, counters = llm.attention_workspace(plan, head_dim)
     arrays = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
     read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
-    runner(backend)(plan, {**read, "k": k, "v": v, "out": out, **arrays})
+    runner(backend)(plan, {**read, "k": k, "v": v, "out": out, "positions": positions, **arrays})
     assert not arrays["counters"].any(), "the counters must be zero after the launch"
+    if is_ordered:
+        out = out.reshape(m, -1)[:, positions].reshape(out.shape)
     new_q, new_k, new_v = np.split(qkv, [heads, heads + kv_heads], axis=1)
     for i, length in enumerate(lengths):
         if length == capacity:

@@ -362,7 +362,7 @@ def test_the_convert_command_writes_a_file_that_generates_the_same_text(
         (["generate", "MODEL", "x", "--top-p", "2"], "top_p: expected above 0 and at most 1, got 2.0"),
         (["generate", "MODEL", "x", "--device", "gpu"], "device: expected 'cpu', a device ordinal or None"),
         (["score", "MODEL", "nothing.txt"], "nothing.txt"),
-        (["convert", "MODEL", "out.gguf"], "OUT: expected a file name that ends in .ak48, got out.gguf"),
+        (["convert", "MODEL", "out"], "--format: expected one of autoawq"),
     ],
 )
 def test_a_wrong_argument_is_one_line_on_stderr(

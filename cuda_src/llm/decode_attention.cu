@@ -18,8 +18,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
                                                       : kHeads > 4  ? 2
                                                                     : 3)
     decode_attention(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
-                     const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters, int heads,
-                     int kv_heads, int capacity, int64_t sequence_stride, float scale, float eps) {
+                     const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters,
+                     POSITIONS_PARAMETER int heads, int kv_heads, int capacity, int64_t sequence_stride, float scale,
+                     float eps) {
   __shared__ WarpSoftmaxes warp_softmaxes;
   __shared__ alignas(16) float queries[kHeads][kHeadDim];
   __shared__ alignas(16) X new_key[kHeadDim];
@@ -95,8 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1
   softmax.merge_groups();
   softmax.store(warp_softmaxes);
   __syncthreads();
-  merge_splits(warp_softmaxes, split, splits,
-               out + (static_cast<int64_t>(row) * heads + head_block * kHeads) * kHeadDim,
+  merge_splits(warp_softmaxes, split, splits, Output(out, POSITIONS_ARGUMENT, row, heads, head_block),
                partials + static_cast<int64_t>(head_block_index) * kMaxSplits * kHeads * kSplitFloats,
                counters + head_block_index);
 }

@@ -35,8 +35,9 @@ using Chunk = Vector<uint32_t, 4>;  // 8 values of type X
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     decode_attention_sm80(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
-                          const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters, int heads,
-                          int kv_heads, int capacity, int64_t sequence_stride, float scale, float eps) {
+                          const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters,
+                          POSITIONS_PARAMETER int heads, int kv_heads, int capacity, int64_t sequence_stride,
+                          float scale, float eps) {
   __shared__ WarpSoftmaxes warp_softmaxes;
   __shared__ Chunk queries[2 * kKeyChunks][32];  // [k step][lane]: the A operand of q k^T
   __shared__ alignas(16) X new_key[kHeadDim];
@@ -230,8 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     }
   }
   __syncthreads();
-  merge_splits(warp_softmaxes, split, splits,
-               out + (static_cast<int64_t>(row) * heads + head_block * kHeads) * kHeadDim,
+  merge_splits(warp_softmaxes, split, splits, Output(out, POSITIONS_ARGUMENT, row, heads, head_block),
                partials + static_cast<int64_t>(head_block_index) * kMaxSplits * kHeads * kSplitFloats,
                counters + head_block_index);
 }

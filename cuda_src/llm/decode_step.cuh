@@ -10,7 +10,8 @@
 //   cos, sin        float32 [capacity, HEAD_DIM / 2], the RoPE factors of every position
 //   lengths         int32 [m], the positions of the new tokens; a token at a position >= capacity is not appended
 //   k, v            X [m, kv_heads, capacity, HEAD_DIM], stride between sequences: sequence_stride values
-//   out             X [m, heads, HEAD_DIM]
+//   out             X [m, heads * HEAD_DIM]; with ORDER_OUT, column i of a row is stored at positions[i]
+//   positions       int32 [heads * HEAD_DIM], a permutation; with ORDER_OUT only
 //   partials        float32 [m, heads / HEADS, MAX_SPLITS, HEADS, HEAD_DIM + 2]: acc, row_max and row_sum of the splits
 //   counters        uint32 [m, heads / HEADS], zero before and after the launch
 //
@@ -25,6 +26,14 @@
 #include "llm/softmax_merge.cuh"
 #include "llm/rope.cuh"
 #include "ptx/atom.cuh"
+
+#if ORDER_OUT
+#define POSITIONS_PARAMETER const int32_t *positions,
+#define POSITIONS_ARGUMENT positions
+#else
+#define POSITIONS_PARAMETER
+#define POSITIONS_ARGUMENT nullptr
+#endif
 
 constexpr int kWarps = THREADS / 32;
 constexpr int kMaxSplits = MAX_SPLITS;
@@ -81,22 +90,39 @@ __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
 #endif
 }
 
+// The columns of `out` for the heads of a CTA.
+struct Output {
+  __device__ __forceinline__ Output(X* out, const int32_t* positions, int row, int heads, int head_block)
+      : begin(out + (static_cast<int64_t>(row) * heads + (ORDER_OUT ? 0 : head_block * kHeads)) * kHeadDim),
+        positions(positions + head_block * kHeads * kHeadDim) {}
+
+  // Stores columns i and i + 1 of the CTA.
+  __device__ __forceinline__ void store_pair(int i, float first, float second) const {
+    if constexpr (ORDER_OUT) {
+      begin[positions[i]] = from_float<X>(first);
+      begin[positions[i + 1]] = from_float<X>(second);
+    } else {
+      store<true>(begin + i, Vector<X, 2>{from_float<X>(first), from_float<X>(second)});
+    }
+  }
+
+  X* begin;
+  const int32_t* positions;
+};
+
 // Merges the softmaxes of the warps. With a single split, writes the results of the CTA's heads to `out`. Otherwise
 // writes the softmaxes of the split to `partials`, and the last CTA to arrive merges all splits.
-__device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes, int split, int splits, X* out,
-                                             float* partials, uint32_t* counter) {
+__device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes, int split, int splits,
+                                             const Output& out, float* partials, uint32_t* counter) {
   __shared__ float factors[kHeads][kMaxSplits];
   __shared__ bool is_last;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  auto store_result = [&](int i, float first, float second) {
-    store<true>(out + i, Vector<X, 2>{from_float<X>(first), from_float<X>(second)});
-  };
   for (int i = 2 * threadIdx.x; i < kHeads * kHeadDim; i += 2 * THREADS) {
     const int head = i / kHeadDim, d = i % kHeadDim;
     float row_max, row_sum;
     const Vector<float, 2> acc = warp_softmaxes.merge(head, d, row_max, row_sum);
     if (splits == 1) {
-      store_result(i, acc.values[0] / row_sum, acc.values[1] / row_sum);
+      out.store_pair(i, acc.values[0] / row_sum, acc.values[1] / row_sum);
       continue;
     }
     float* partial = partials + (split * kHeads + head) * kSplitFloats;
@@ -140,6 +166,6 @@ __device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes
       merged.x += factor * acc[other].x;
       merged.y += factor * acc[other].y;
     }
-    store_result(i, merged.x, merged.y);
+    out.store_pair(i, merged.x, merged.y);
   }
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 from cupy_awq.checkpoint import config, detect, gguf, gguf_file, llm_awq, tensors, torch_file
 from cupy_awq.checkpoint.contents import Contents, Summary, gather, summarize
 from cupy_awq.checkpoint.detect import Detected
-from cupy_awq.checkpoint.files import CheckpointError, check_path
+from cupy_awq.checkpoint.files import CheckpointError, check_path, paused_collector
 from cupy_awq.checkpoint.module import ModuleSpec
 from cupy_awq.checkpoint.tensors import Module, Tensor
 from cupy_awq.checkpoint.write import save
@@ -47,7 +47,8 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
     PackedWeight(K=576, N=1536, group_size=64, float16, packed zeros, 0.48 MB)
     """
     found = check_path(path)
-    return _read_folder(found, group_size) if found.is_dir() else _read_file(found, group_size)
+    with paused_collector():
+        return _read_folder(found, group_size) if found.is_dir() else _read_file(found, group_size)
 
 
 def _read_folder(folder: Path, group_size: int | None) -> Contents:
@@ -66,8 +67,18 @@ def _read_file(file: Path, group_size: int | None) -> Contents:
     if file.suffix in torch_file.SUFFIXES or magic.startswith(torch_file.MAGIC):
         arrays = {name: Tensor(array, file) for name, array in torch_file.read(file).items()}
         return _open_modules(arrays, llm_awq.detect(file, arrays, group_size))
+    if file.suffix not in ("", ".safetensors") and not _has_safetensors_header(file):
+        expected = "a folder, or a safetensors, GGUF or llm-awq (.pt) file"
+        raise CheckpointError(f"{file}: expected {expected}, got a file that begins with {magic!r}")
     arrays = tensors.read(file)
     return _open_modules(arrays, detect.detect(arrays, None, group_size))
+
+
+def _has_safetensors_header(file: Path) -> bool:
+    """Return whether a file begins like a safetensors file: the length of a header within the file, then "{"."""
+    with open(file, "rb") as opened:
+        begin = opened.read(9)
+    return len(begin) == 9 and begin.endswith(b"{") and int.from_bytes(begin[:8], "little") < file.stat().st_size
 
 
 def _open_modules(arrays: dict[str, Tensor], detected: Detected) -> Contents:

@@ -69,6 +69,9 @@ class AutoAwq:
             stated = f"{expected!r:.80} as in {self.source}"
             raise tensors.error(f"group_size: expected {stated}, got {weight.group_size} from the shapes")
         bias = tensors.bias(n)
-        module = Module(weight, bias)
         spec = ModuleSpec(k, n, weight.group_size, weight.spec.zeros, weight.dtype, bias_dtype=tensors.bias_dtype())
-        return Pending(spec, lambda: module)
+        return Pending(spec, _make_module, arrays=(qweight, scales, qzeros, bias))
+
+
+def _make_module(qweight: Array, scales: Array, qzeros: Array | None, bias: Array | None) -> Module:
+    return Module(PackedWeight(qweight, scales, qzeros), bias)

@@ -77,10 +77,10 @@ class Gemv:
         qzeros = tensors.array("qzeros", INT32, "[N, zw]", (n, width))
         bias = tensors.bias(n)
         spec = ModuleSpec(k, n, group_size, "packed", scales.dtype, bias_dtype=tensors.bias_dtype())
-        return Pending(spec, partial(_convert_gemv, qweight, qzeros, scales, bias, k // group_size))
+        return Pending(spec, partial(_convert_gemv, k // group_size), arrays=(qweight, qzeros, scales, bias))
 
 
-def _convert_gemv(qweight: Array, qzeros: Array, scales: Array, bias: Array | None, groups: int) -> Module:
+def _convert_gemv(groups: int, qweight: Array, qzeros: Array, scales: Array, bias: Array | None) -> Module:
     zeros = nibbles.convert_column_words(qzeros)[:groups]
     weight = PackedWeight(nibbles.convert_column_words(qweight), nibbles.transpose_matrix(scales[:, :groups]), zeros)
     return Module(weight, bias)
@@ -126,7 +126,7 @@ class GemvFast:
         bias = tensors.bias(n)
         groups = k // group_size
         spec = ModuleSpec(k, n, group_size, "float", scales.dtype, bias_dtype=tensors.bias_dtype())
-        return Pending(spec, partial(_convert_fast, qweight, scales[:groups], offsets[:groups], bias))
+        return Pending(spec, _convert_fast, arrays=(qweight, scales[:groups], offsets[:groups], bias))
 
 
 def _convert_fast(qweight: Array, scales: Array, offsets: Array, bias: Array | None) -> Module:

@@ -10,9 +10,9 @@ weight_g_idx [K] int32: the group index of each row of W; only with activation o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from cupy_awq.checkpoint.module import (
     regroup,
     resolve_group_size,
 )
-from cupy_awq.checkpoint.rules import Pattern
+from cupy_awq.checkpoint.rules import Budget, Pattern
 from cupy_awq.checkpoint.tensors import Module
 from cupy_awq.packing import pack_int4
 from cupy_awq.weight import PackedWeight
@@ -83,18 +83,32 @@ class CompressedTensors:
         A target that is the module's name takes precedence over a regular expression, and that over the class "Linear".
         Raises CheckpointError if no target matches.
         """
-        if len({scheme for scheme, _, _ in self.schemes}) == 1:
-            return self.schemes[0][0]
-        for scheme, names, _ in self.schemes:
-            if tensors.name in names:
-                return scheme
-        for scheme, _, patterns in self.schemes:
-            if any(pattern.match(tensors.name) for pattern in patterns):
-                return scheme
-        for scheme, names, _ in self.schemes:
-            if "Linear" in names:
-                return scheme
-        raise tensors.error("config_groups: expected a target that matches this module, got none")
+        if self._only_scheme is not None:
+            return self._only_scheme
+        found = self._by_name.get(tensors.name)
+        try:
+            found = found or next((scheme for scheme, pattern in self._by_pattern if pattern.match(tensors.name)), None)
+        except CheckpointError as error:
+            raise tensors.error(f"config_groups: targets: {error}") from None
+        found = found or self._by_name.get("Linear")
+        if found is None:
+            raise tensors.error("config_groups: expected a target that matches this module, got none")
+        return found
+
+    @cached_property
+    def _only_scheme(self) -> Scheme | None:
+        """The scheme of all modules if the configuration has only one, else None."""
+        distinct = {scheme for scheme, _, _ in self.schemes}
+        return distinct.pop() if len(distinct) == 1 else None
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Scheme]:
+        """The first scheme that targets each name."""
+        return {name: scheme for scheme, names, _ in reversed(self.schemes) for name in names}
+
+    @cached_property
+    def _by_pattern(self) -> Sequence[tuple[Scheme, Pattern]]:
+        return [(scheme, pattern) for scheme, _, patterns in self.schemes for pattern in patterns]
 
     def open_module(self, tensors: ModuleTensors) -> Pending:
         scheme = self.find_scheme(tensors)
@@ -119,7 +133,7 @@ class CompressedTensors:
         spec = ModuleSpec(
             k, n, groups.size, form, scales.dtype, has_order=groups.order is not None, bias_dtype=tensors.bias_dtype()
         )
-        return Pending(spec, partial(_convert, packed, zeros, scales, bias, groups, k), self.warning)
+        return Pending(spec, partial(_convert, groups, k), self.warning, arrays=(packed, zeros, scales, bias))
 
     def _read_zeros(self, tensors: ModuleTensors, scheme: Scheme, n: int, count: int) -> Array | None:
         """Return the validated zero points as stored, or None if all are 8.
@@ -150,7 +164,7 @@ def _read_g_idx(tensors: ModuleTensors, k: int, count: int) -> Array | None:
     return None if count == 1 or bool((g_idx == -1).all()) else g_idx
 
 
-def _convert(packed: Array, zeros: Array | None, scales: Array, bias: Array | None, groups: Groups, k: int) -> Module:
+def _convert(groups: Groups, k: int, packed: Array, zeros: Array | None, scales: Array, bias: Array | None) -> Module:
     words = nibbles.convert_column_words(packed)[:k]
     if groups.order is not None:
         nibbles.take_rows(words, groups.order)
@@ -189,8 +203,10 @@ def read_config(table: Mapping[str, Any], where: str) -> CompressedTensors:
     groups = table.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise CheckpointError(f"{where}: config_groups: expected an object of groups, got {groups!r:.80}")
+    budget = Budget()
     schemes = tuple(
-        _read_group(name, group, default, f"{where}: config_groups: {name!s:.80}") for name, group in groups.items()
+        _read_group(name, group, default, f"{where}: config_groups: {name!s:.80}", budget)
+        for name, group in groups.items()
     )
     warning = ""
     if table.get("kv_cache_scheme"):
@@ -198,11 +214,13 @@ def read_config(table: Mapping[str, Any], where: str) -> CompressedTensors:
     return CompressedTensors(schemes, warning)
 
 
-def _read_group(name: str, group: Any, default: str, where: str) -> tuple[Scheme, tuple[str, ...], tuple[Pattern, ...]]:
+def _read_group(
+    name: str, group: Any, default: str, where: str, budget: Budget
+) -> tuple[Scheme, tuple[str, ...], tuple[Pattern, ...]]:
     if isinstance(group, list):
         if name not in PRESETS:
             raise CheckpointError(f"{where}: expected the preset {' or '.join(PRESETS)}, got {name!r:.80}")
-        return Scheme(PRESETS[name], 128), *_split_targets(group, where)
+        return Scheme(PRESETS[name], 128), *_split_targets(group, where, budget)
     if not isinstance(group, dict):
         raise CheckpointError(f"{where}: expected an object, got {group!r:.80}")
     layout = group.get("format") or default
@@ -214,7 +232,7 @@ def _read_group(name: str, group: Any, default: str, where: str) -> tuple[Scheme
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise CheckpointError(f"{where}: weights: expected an object, got {weights!r:.80}")
-    return _read_scheme(weights, f"{where}: weights"), *_split_targets(group.get("targets"), where)
+    return _read_scheme(weights, f"{where}: weights"), *_split_targets(group.get("targets"), where, budget)
 
 
 def _read_scheme(weights: Mapping[str, Any], where: str) -> Scheme:
@@ -240,7 +258,7 @@ def _read_scheme(weights: Mapping[str, Any], where: str) -> Scheme:
     return Scheme(symmetric, group_size)
 
 
-def _split_targets(targets: Any, where: str) -> tuple[tuple[str, ...], tuple[Pattern, ...]]:
+def _split_targets(targets: Any, where: str, budget: Budget) -> tuple[tuple[str, ...], tuple[Pattern, ...]]:
     """Split the targets of an entry of ``config_groups`` into names and regular expressions, which start with "re:".
 
     Raises CheckpointError, whose message starts with ``where``, for malformed targets.
@@ -248,7 +266,7 @@ def _split_targets(targets: Any, where: str) -> tuple[tuple[str, ...], tuple[Pat
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise CheckpointError(f"{where}: targets: expected a list of names, got {targets!r:.80}")
     try:
-        patterns = tuple(Pattern(target[3:]) for target in targets if target.startswith("re:"))
+        patterns = tuple(Pattern(target[3:], budget) for target in targets if target.startswith("re:"))
     except CheckpointError as error:
         raise CheckpointError(f"{where}: targets: {error}") from None
     return tuple(target for target in targets if not target.startswith("re:")), patterns

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,10 @@ class Contents(Mapping[str, Module | Tensor]):
         pending = {name: entry.spec for name, entry in self._entries.items() if isinstance(entry, Pending)}
         return {name: spec for name, spec in pending.items() if spec.bits < 16}
 
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Contents:
+        """Return these contents with ``tensors`` added; a tensor replaces the entry of the same name."""
+        return Contents({**self._entries, **tensors}, self.found, self.format_name or "")
+
     def is_module(self, name: str) -> bool:
         """Return whether ``name`` is a module that stays quantized, so that ``self[name]`` is a `Module`."""
         entry = self._entries.get(name)
@@ -65,6 +69,14 @@ class Contents(Mapping[str, Module | Tensor]):
     def __getitem__(self, name: str) -> Module | Tensor:
         entry = self._entries[name]
         return entry.convert() if isinstance(entry, Pending) else entry
+
+    def convert(self, name: str, place: Callable[[Array], Array]) -> Module | Tensor:
+        """Return the module or the tensor ``name``, with its codes repacked on the device to which ``place`` copies.
+
+        Formats whose codes are repacked on the CPU alone return NumPy arrays. Raises KeyError for an unknown name.
+        """
+        entry = self._entries[name]
+        return entry.convert(place) if isinstance(entry, Pending) else entry
 
     def read(self, name: str) -> Module | Array:
         """Return the module ``name``, or the array of a plain tensor ``name``. Raises KeyError for an unknown name."""
@@ -176,10 +188,15 @@ def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending |
         if name in entries:
             raise CheckpointError(f"{tensor.file}: tensor {name!r:.200}: expected a unique name, got that of a module")
         entries[name] = tensor
+    warn_first(notes)
+    return entries
+
+
+def warn_first(notes: Sequence[str]) -> None:
+    """Issue the first of the warnings ``notes`` about modules with their number; nothing without notes."""
     if notes:
         more = f" ({len(notes)} modules)" if len(notes) > 1 else ""
         warnings.warn(notes[0] + more, stacklevel=_find_user_level())
-    return entries
 
 
 def _find_user_level() -> int:

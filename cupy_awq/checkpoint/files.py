@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,9 @@ MAX_JSON_VALUES = 1 << 22
 
 A parsed value takes about 80 bytes, so the limit bounds the memory to about 340 MB.
 """
+
+MAX_JSON_NAMES = 1 << 21
+"""The largest number of names, the keys of objects, that is accepted in a JSON text; a name takes about 200 bytes."""
 
 _SCAN_BYTES = 1 << 24
 """The number of bytes of a JSON text that `check_json` scans at a time."""
@@ -71,9 +77,9 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 
 
 def check_json(text: bytes, where: str) -> None:
-    """Raise CheckpointError if a JSON text exceeds `MAX_JSON_VALUES` values or a nesting depth of `MAX_JSON_DEPTH`."""
+    """Raise CheckpointError if a JSON text exceeds `MAX_JSON_VALUES`, `MAX_JSON_NAMES` or `MAX_JSON_DEPTH`."""
     plain = text.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in text else text
-    depth, values, in_string = 0, 1, 0
+    depth, values, names, in_string = 0, 1, 0, 0
     for start in range(0, len(plain), _SCAN_BYTES):
         part = np.frombuffer(plain, np.uint8, min(_SCAN_BYTES, len(plain) - start), start)
         quotes = np.cumsum(part == ord('"'), dtype=np.uint8)  # uint8 sums wrap around, which preserves their parity
@@ -81,6 +87,7 @@ def check_json(text: bytes, where: str) -> None:
         in_string = (in_string + int(quotes[-1])) % 2
         step = _STEPS[part[(_KINDS[part] != 0) & outside]]
         values += int(np.count_nonzero(step >= 0))
+        names += int(np.count_nonzero((part == ord(":")) & outside))
         depths = depth + np.cumsum(step, dtype=np.int64)
         if depths.size:
             if depths.max() > MAX_JSON_DEPTH:
@@ -90,6 +97,8 @@ def check_json(text: bytes, where: str) -> None:
             depth = int(depths[-1])
         if values > MAX_JSON_VALUES:
             raise CheckpointError(f"{where}: expected JSON of at most {MAX_JSON_VALUES} values, got more")
+        if names > MAX_JSON_NAMES:
+            raise CheckpointError(f"{where}: expected JSON of at most {MAX_JSON_NAMES} names, got more")
 
 
 def _byte_table(values: dict[str, int]) -> npt.NDArray[np.int8]:
@@ -104,6 +113,18 @@ _KINDS = _byte_table({"[{]},": 1})
 _STEPS = _byte_table({"[{": 1, "]}": -1})
 
 
+@contextlib.contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pause Python's garbage collector, which would scan all objects again and again while many are created."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
     """Parse ``text`` as a JSON object.
 
@@ -113,15 +134,16 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     check_json(text, where)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in table:
-                raise ValueError(f"duplicate key {name!r:.200}")
-            table[name] = value
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            seen: set[str] = set()
+            name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+            raise ValueError(f"duplicate key {name!r:.200}")
         return table
 
     try:
-        value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique)
+        with paused_collector():
+            value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: expected JSON, got {error!s:.400}") from None
     if not isinstance(value, dict):

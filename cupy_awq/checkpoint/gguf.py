@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.check import FLOAT16
+from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint import gguf_dense, gguf_file, gguf_q4
-from cupy_awq.checkpoint.contents import Contents
+from cupy_awq.checkpoint.contents import Contents, warn_first
 from cupy_awq.checkpoint.files import CheckpointError
 from cupy_awq.checkpoint.gguf_file import Blocks
 from cupy_awq.checkpoint.module import ModuleSpec, Pending
@@ -44,6 +45,9 @@ EXPERT_NAMES = {f"ffn_{p}_exps": f"{p}_proj" for p in ("gate", "up", "down")}
 PACKED_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 """The GGML types of linear layers that stay 4-bit."""
 
+LINEAR_ENDINGS = ("_proj.weight", "lm_head.weight")
+"""The ends of the Hugging Face names of linear layers."""
+
 
 def read(path: Path) -> Contents:
     """Open a GGUF file and return its modules and tensors.
@@ -66,7 +70,7 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
     Raises:
         CheckpointError: tensors or metadata contradict each other, or two tensors get the same name.
     """
-    heads = _find_permuted_heads(path, metadata)
+    heads = find_permuted_heads(path, metadata)
     entries: dict[str, Pending | Tensor] = {}
     for name, block in blocks.items():
         for key, part, count in _name_tensors(name, block, heads):
@@ -80,6 +84,7 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
             entries[key] = entry
     for name in [name for name, entry in entries.items() if isinstance(entry, Pending) and entry.spec.bias_dtype]:
         entries.pop(f"{name}.bias", None)
+    warn_first([entry.warning for entry in entries.values() if isinstance(entry, Pending) and entry.warning])
     kinds = sorted({block.kind for block in blocks.values()})
     return Contents(entries, f"Format gguf: types {', '.join(kinds)} in {path}.", "gguf")
 
@@ -89,19 +94,19 @@ def rename_tensors(
 ) -> Iterator[tuple[str, Blocks, int | None]]:
     """Yield (Hugging Face name, blocks, number of heads with permuted rows or None) for every tensor and expert.
 
-    `restore_rows` undoes the permutation. Raises CheckpointError if the metadata has a malformed number of heads.
+    `restore_rows` reverses the permutation. Raises CheckpointError if the metadata has a malformed number of heads.
     """
-    heads = _find_permuted_heads(path, metadata)
+    heads = find_permuted_heads(path, metadata)
     for name, block in blocks.items():
         yield from _name_tensors(name, block, heads)
 
 
 def restore_rows(block: Blocks, heads: int | None) -> Blocks:
-    """Return a tensor with its rows in Hugging Face's order; ``heads`` as `rename_tensors` yields it."""
+    """Return a tensor with its rows in Hugging Face's order. ``heads`` is the value that `rename_tensors` yields."""
     return block._replace(data=_deinterleave(block.data, heads))
 
 
-def _find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
+def find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of heads by name of the projections whose rows GGUF permutes.
 
     These are "attn_q" and "attn_k" of Llama models: GGUF files interleave the two halves of each head, for a RoPE that
@@ -164,28 +169,31 @@ def _open_tensor(
     if heads is not None and block.shape[0] % (2 * heads):
         raise CheckpointError(f"{where}: expected rows in multiples of {2 * heads}, got {block.shape[0]}")
     n, k = block.shape[0], block.shape[-1]
-    if block.kind in PACKED_TYPES and len(block.shape) == 2 and n % 8 == 0 and key.endswith("_proj.weight"):
+    is_packed = block.kind in PACKED_TYPES and len(block.shape) == 2 and n % 8 == 0 and key.endswith(LINEAR_ENDINGS)
+    overflows = is_packed and block.kind == "Q4_K" and gguf_q4.overflows(block.data)
+    if is_packed and not overflows:
         values = None if bias is None else _deinterleave(gguf_dense.read_values(bias, where), heads)
         if values is not None and values.shape != (n,):
             raise CheckpointError(f"{where}: bias: expected [N] = [{n}], got {list(values.shape)}")
         pending = gguf_q4.open_module(block, where, values)
         if heads is None:
             return pending
-        return pending._replace(convert=partial(_convert_module, block, heads, where, values))
+        return pending._replace(repack=partial(_convert_module, block, heads, where, values))
     if block.kind in gguf_dense.PLAIN and heads is None:
         return Tensor(gguf_dense.read_values(block, where), path)
     bits = 8 * block.data.shape[-1] // k
-    dtype, rounding = gguf_dense.PLAIN.get(block.kind, FLOAT16), f"{block.kind} to dense float16"
-    spec = ModuleSpec(k, n, k, "symmetric", dtype, bits=bits, rounding=rounding)
-    return Pending(spec, partial(_convert_dense, path, block, heads, where), is_dense=True)
+    dtype = BFLOAT16 if overflows else gguf_dense.PLAIN.get(block.kind, FLOAT16)
+    spec = ModuleSpec(k, n, k, "symmetric", dtype, bits=bits, rounding=f"{block.kind} to dense {dtype}")
+    warning = f"{where}: scales beyond the range of float16; the weight becomes dense bfloat16" if overflows else ""
+    return Pending(spec, partial(_convert_dense, path, block, heads, where, dtype), warning, is_dense=True)
 
 
 def _convert_module(block: Blocks, heads: int, where: str, bias: Array | None) -> Module | Tensor:
     return gguf_q4.open_module(restore_rows(block, heads), where, bias).convert()
 
 
-def _convert_dense(path: Path, block: Blocks, heads: int | None, where: str) -> Tensor:
-    return Tensor(_deinterleave(gguf_dense.read_values(block, where), heads), path)
+def _convert_dense(path: Path, block: Blocks, heads: int | None, where: str, dtype: np.dtype[Any]) -> Tensor:
+    return Tensor(_deinterleave(gguf_dense.read_values(block, where, dtype), heads), path)
 
 
 def _deinterleave(rows: Array, heads: int | None) -> Array:
@@ -197,3 +205,18 @@ def _deinterleave(rows: Array, heads: int | None) -> Array:
         return rows
     n, *rest = rows.shape
     return rows.reshape(heads, n // heads // 2, 2, *rest).swapaxes(1, 2).reshape(n, *rest)
+
+
+def interleave(rows: Array, heads: int | None) -> Array:
+    """Return ``rows`` [N, ...] with rows i and i + head_dim / 2 of each head moved to 2i and 2i + 1.
+
+    This is GGUF's order of the rows of q and k in Llama models. If ``heads`` is None, return ``rows`` unchanged.
+
+    >>> import numpy as np
+    >>> interleave(np.arange(8), heads=2).tolist()
+    [0, 2, 1, 3, 4, 6, 5, 7]
+    """
+    if heads is None:
+        return rows
+    n, *rest = rows.shape
+    return rows.reshape(heads, 2, n // heads // 2, *rest).swapaxes(1, 2).reshape(n, *rest)

@@ -10,18 +10,19 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cupy_awq.check import FLOAT16
 from cupy_awq.checkpoint.files import CheckpointError
 from cupy_awq.checkpoint.gguf_file import Blocks
+from cupy_awq.checkpoint.threads import run_ranges
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[Any]
 """An array of quantization blocks, uint8 [rows, blocks per row, bytes per block], or of unpacked codes, uint8."""
 
-CHUNK = 1 << 20
+CHUNK = 1 << 17
 """The number of values that are converted at a time."""
 
 PLAIN: dict[str, np.dtype[Any]] = {
@@ -32,7 +33,7 @@ PLAIN: dict[str, np.dtype[Any]] = {
 """The NumPy dtype for each GGML type that needs no conversion: its values are returned as views of the file."""
 
 
-def read_values(block: Blocks, where: str) -> Array:
+def read_values(block: Blocks, where: str, dtype: np.dtype[Any] = FLOAT16) -> Array:
     """Return the values of a tensor, in its shape.
 
     Types in `PLAIN` are returned as views of the file, all others are converted to float16. Raises CheckpointError,
@@ -43,12 +44,16 @@ def read_values(block: Blocks, where: str) -> Array:
         return block.data.view(PLAIN[block.kind]).reshape(block.shape)
     convert = _find_converter(block.kind, where)
     rows, columns = len(block.data), block.shape[-1]
-    out = np.empty((rows, columns), np.float16)
+    out = np.empty((rows, columns), dtype)
     step = max(1, CHUNK // columns)
-    with np.errstate(over="ignore", invalid="ignore"):  # a damaged file can have scales of infinity or NaN
-        for start in range(0, rows, step):
-            chunk = block.data[start : start + step]
-            out[start : start + step] = convert(chunk).reshape(len(chunk), columns)
+
+    def run(start: int, stop: int) -> None:
+        with np.errstate(over="ignore", invalid="ignore"):  # a damaged file can have scales of infinity or NaN
+            for first in range(start, stop, step):
+                chunk = block.data[first : min(first + step, stop)]
+                out[first : first + len(chunk)] = convert(chunk).reshape(len(chunk), columns)
+
+    run_ranges(run, rows, out.nbytes if block.kind in CONVERTERS else 0)  # the package gguf caches tables: one thread
     return out.reshape(block.shape)
 
 
@@ -86,8 +91,9 @@ def _unpack_nibbles(codes: Bytes) -> Bytes:
 
 
 def _dequantize_bf16(blocks: Bytes) -> Array:
-    values: Array = np.ascontiguousarray(blocks).view(ml_dtypes.bfloat16)
-    return values.astype(np.float32)
+    bits: Array = np.ascontiguousarray(blocks).view(np.uint16)
+    values: Array = np.left_shift(bits, np.uint32(16), dtype=np.uint32).view(np.float32)  # faster than ml_dtypes
+    return values
 
 
 def _dequantize_q4_0(blocks: Bytes) -> Array:

@@ -27,6 +27,12 @@ STRING_TYPE, ARRAY_TYPE = 8, 9
 VERSIONS = (2, 3)
 MAX_RANK = 4
 
+MAX_ENTRIES, MAX_TEXTS = 1 << 16, 1 << 21
+"""The largest numbers of metadata fields and of tensors, and of texts in all arrays of a file.
+
+The tokenizer of Gemma 3, the largest in use, has 777,050 texts.
+"""
+
 TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -88,6 +94,7 @@ class _Cursor:
 
     def __init__(self, data: memoryview, path: Path) -> None:
         self.data, self.position, self.path = data, 0, path
+        self._texts = 0
 
     def require(self, count: int) -> None:
         """Raise CheckpointError unless ``count`` more bytes remain."""
@@ -108,6 +115,24 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{self.path}: expected UTF-8 before byte {self.position}, got {error}") from None
 
+    def _read_texts(self, count: int) -> list[str]:
+        """Read an array of ``count`` texts, as `text` reads each."""
+        self._texts += count
+        if self._texts > MAX_TEXTS:
+            raise CheckpointError(f"{self.path}: expected at most {MAX_TEXTS} texts in arrays, got {self._texts}")
+        data, end, read_length = self.data, self.position, struct.Struct("<Q").unpack_from
+        texts = []
+        try:
+            for _ in range(count):
+                begin = end + 8
+                end = begin + read_length(data, end)[0]
+                texts.append(str(data[begin:end], "utf-8"))
+        except (struct.error, OverflowError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self.path}: expected UTF-8 before byte {begin}, got {error}") from None
+        self.require(end - self.position)
+        self.position = end
+        return texts
+
     def value(self) -> Any:
         """Read a metadata value: a scalar, a str, a NumPy array of scalars or a list of str."""
         kind = self.scalar("I")
@@ -122,7 +147,7 @@ class _Cursor:
         item, count = self.scalar("I"), self.scalar("Q")
         if item == STRING_TYPE:
             self.require(8 * count)
-            return [self.text() for _ in range(count)]
+            return self._read_texts(count)
         if item not in SCALAR_FORMATS:
             raise CheckpointError(f"{self.path}: expected a known array type before byte {self.position}, got {item}")
         form = np.dtype(SCALAR_FORMATS[item]).newbyteorder("<")
@@ -147,6 +172,9 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
     version, tensor_count, field_count = cursor.scalar("I"), cursor.scalar("Q"), cursor.scalar("Q")
     if version not in VERSIONS:
         raise CheckpointError(f"{path}: expected GGUF version 2 or 3, got {version}")
+    if max(field_count, tensor_count) > MAX_ENTRIES:
+        got = f"{field_count} and {tensor_count}"
+        raise CheckpointError(f"{path}: expected at most {MAX_ENTRIES} metadata fields and tensors each, got {got}")
     cursor.require(12 * field_count + 24 * tensor_count)  # a field takes at least 12 bytes, a tensor 24
     metadata: dict[str, Any] = {}
     for _ in range(field_count):

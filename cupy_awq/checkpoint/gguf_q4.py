@@ -25,6 +25,7 @@ from cupy_awq.checkpoint.gguf_dense import unpack_scales
 from cupy_awq.checkpoint.gguf_file import Blocks
 from cupy_awq.checkpoint.module import Array, ModuleSpec, Pending, is_finite
 from cupy_awq.checkpoint.tensors import Module
+from cupy_awq.checkpoint.threads import run_ranges
 from cupy_awq.weight import PackedWeight
 
 SUPER_BLOCK = 256
@@ -33,6 +34,12 @@ GROUP = 32
 HEADER_BYTES = {"Q4_0": 2, "Q4_1": 4}
 
 ROUNDING = "scales d sc and offsets -dmin m, rounded to float16"
+
+INFINITY = 0x7C00
+"""The bits of the infinity of float16; NaN has larger ones without its sign."""
+
+LARGEST_SAFE = int(np.float16(65504 / 63).view(np.uint16)) - 1
+"""The bits of a float16 whose products with all 6-bit numbers are below 65504, the largest float16."""
 
 CHUNK_BLOCKS = 1 << 14
 """The number of super-blocks whose scales are computed at a time."""
@@ -60,10 +67,10 @@ def open_q4(kind: str, data: npt.NDArray[np.uint8], where: str, bias: Array | No
     zeros = "symmetric" if kind == "Q4_0" else "float"
     bias_dtype = None if bias is None else bias.dtype
     spec = ModuleSpec(GROUP * blocks, n, GROUP, zeros, FLOAT16, bias_dtype=bias_dtype)
-    return Pending(spec, partial(_convert_q4, kind, data, where, bias))
+    return Pending(spec, partial(_convert_q4, kind, where, data, bias))
 
 
-def _convert_q4(kind: str, data: npt.NDArray[np.uint8], where: str, bias: Array | None) -> Module:
+def _convert_q4(kind: str, where: str, data: npt.NDArray[np.uint8], bias: Array | None) -> Module:
     n, header = len(data), HEADER_BYTES[kind]
     blocks = np.ascontiguousarray(data).reshape(n, -1, header + GROUP // 2)
     count = blocks.shape[1]
@@ -102,10 +109,10 @@ def open_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None = None
     n, blocks = _check_rows(data, layout, SUPER_BLOCK_BYTES, where)
     k = SUPER_BLOCK * blocks
     spec = ModuleSpec(k, n, GROUP, "float", FLOAT16, bias_dtype=None if bias is None else bias.dtype, rounding=ROUNDING)
-    return Pending(spec, partial(_convert_q4_k, data, where, bias))
+    return Pending(spec, partial(_convert_q4_k, where, data, bias))
 
 
-def _convert_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None) -> Module:
+def _convert_q4_k(where: str, data: npt.NDArray[np.uint8], bias: Array | None) -> Module:
     n = len(data)
     blocks = np.ascontiguousarray(data).reshape(n, -1, SUPER_BLOCK_BYTES)
     count = blocks.shape[1]
@@ -118,10 +125,14 @@ def _convert_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None) -
     offsets: Array
     scales, offsets = (np.empty((count, 8, n), np.float16) for _ in range(2))
     step = max(1, CHUNK_BLOCKS // count)
-    for start in range(0, n, step):
-        rows = slice(start, start + step)
-        factors, minima = _convert_scales(blocks[rows])
-        scales[:, :, rows], offsets[:, :, rows] = factors.transpose(2, 0, 1), minima.transpose(2, 0, 1)
+
+    def convert_scales(start: int, stop: int) -> None:
+        for first in range(start, stop, step):
+            rows = slice(first, min(first + step, stop))
+            factors, minima = _convert_scales(blocks[rows])
+            scales[:, :, rows], offsets[:, :, rows] = factors.transpose(2, 0, 1), minima.transpose(2, 0, 1)
+
+    run_ranges(convert_scales, n, blocks.nbytes)
     scales, offsets = scales.reshape(8 * count, n), offsets.reshape(8 * count, n)
     for name, values in (("d * sc", scales), ("dmin * m", offsets)):
         if not is_finite(values):
@@ -129,9 +140,25 @@ def _convert_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None) -
     return Module(PackedWeight(out.reshape(SUPER_BLOCK * count, n // 8), scales, offsets), bias)
 
 
+def overflows(data: npt.NDArray[np.uint8]) -> bool:
+    """Return whether float16 cannot hold d * sc or dmin * m of rows of super-blocks, although d and dmin are finite."""
+    blocks = data.reshape(len(data), -1, SUPER_BLOCK_BYTES)
+    step = max(1, CHUNK_BLOCKS // blocks.shape[1])
+    chunks = [blocks[start : start + step] for start in range(0, len(blocks), step)]
+    largest = max(int((_read_header(chunk) & np.uint16(0x7FFF)).max()) for chunk in chunks)
+    if not LARGEST_SAFE < largest < INFINITY:
+        return False
+    return not all(is_finite(values) for chunk in chunks for values in _convert_scales(chunk))
+
+
+def _read_header(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
+    """Return the bits of d and dmin of super-blocks, uint8 [n, blocks, 144], as uint16 [n, blocks, 2]."""
+    return np.ascontiguousarray(blocks[:, :, :4]).view(np.uint16)
+
+
 def _convert_scales(blocks: npt.NDArray[np.uint8]) -> tuple[Array, Array]:
     """Return d * sc and -dmin * m of super-blocks, uint8 [n, blocks, 144], as two float16 [8 groups, n, blocks]."""
-    header = np.ascontiguousarray(blocks[:, :, :4]).view(np.float16).astype(np.float32)
+    header = _read_header(blocks).view(np.float16).astype(np.float32)
     sc, m = unpack_scales(blocks)
     with np.errstate(over="ignore", invalid="ignore"):  # `_convert_q4_k` raises the error for infinity and NaN
         sc *= header[..., 0]

@@ -94,7 +94,7 @@ class Gptq:
             k, n, groups.size, zeros, scales.dtype, has_order=groups.order is not None, bias_dtype=tensors.bias_dtype()
         )
         stored = None if zeros == "symmetric" else qzeros
-        return Pending(spec, partial(_convert, qweight, stored, scales, bias, groups, self.version), warning)
+        return Pending(spec, partial(_convert, groups, self.version), warning, arrays=(qweight, stored, scales, bias))
 
     def _find_group_size(self, tensors: ModuleTensors, k: int, count: int, settings: Mapping[str, Any]) -> int:
         configured = settings.get("group_size", self.group_size)
@@ -109,7 +109,7 @@ class Gptq:
 
 
 def _convert(
-    qweight: Array, qzeros: Array | None, scales: Array, bias: Array | None, groups: Groups, version: int
+    groups: Groups, version: int, qweight: Array, qzeros: Array | None, scales: Array, bias: Array | None
 ) -> Module:
     words = nibbles.convert_row_words(qweight)
     if groups.order is not None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,7 +80,7 @@ class Hqq:
         form = "packed" if integral else "float"
         rounding = "" if integral else ROUNDING
         spec = ModuleSpec(k, n, group_size, form, scales.dtype, bias_dtype=tensors.bias_dtype(), rounding=rounding)
-        return Pending(spec, partial(_convert, codes.reshape(n // 2, k), scales, packed, bias))
+        return Pending(spec, _convert, arrays=(codes.reshape(n // 2, k), scales, packed, bias))
 
     def _check_settings(self, tensors: ModuleTensors) -> None:
         """Raise CheckpointError for settings that a `PackedWeight` cannot represent."""

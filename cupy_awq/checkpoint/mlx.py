@@ -89,7 +89,7 @@ class Mlx:
             return Pending(spec, partial(_convert_dense, tensors, weight, scales, biases, k, bits), is_dense=True)
         bias = tensors.bias(n)
         spec = ModuleSpec(k, n, group_size, "float", scales.dtype, bias_dtype=tensors.bias_dtype())
-        return Pending(spec, partial(_convert, weight, scales, biases, bias))
+        return Pending(spec, _convert, arrays=(weight, scales, biases, bias))
 
 
 def _convert(weight: Array, scales: Array, biases: Array, bias: Array | None) -> Module:

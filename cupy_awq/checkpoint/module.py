@@ -18,6 +18,7 @@ import numpy.typing as npt
 from cupy_awq import check
 from cupy_awq.checkpoint.files import CheckpointError
 from cupy_awq.checkpoint.tensors import Module, Tensor
+from cupy_awq.packing import namespace
 
 Array = npt.NDArray[Any]
 
@@ -73,13 +74,26 @@ class Pending(NamedTuple):
     """A validated module whose codes have not been repacked yet."""
 
     spec: ModuleSpec
-    """The properties of the module."""
-    convert: Callable[[], Module | Tensor]
-    """A function that repacks the codes and returns the module, or a Tensor if ``is_dense``."""
+    """The shape and form of the module."""
+    repack: Callable[..., Module | Tensor]
+    """A function of ``arrays`` that repacks the codes and returns the module, or a Tensor if ``is_dense``."""
     warning: str = ""
     """A warning about the file for the user, or ""."""
     is_dense: bool = False
-    """Whether ``convert`` returns a dense Tensor [N, K]."""
+    """Whether ``repack`` returns a dense Tensor [N, K]."""
+    arrays: tuple[Array | None, ...] = ()
+    """The arrays that ``repack`` takes and that may lie on a GPU; () if it works on the CPU alone."""
+
+    def convert(self, place: Callable[[Array], Array] | None = None) -> Module | Tensor:
+        """Return the module, or a Tensor if ``is_dense``, with its codes repacked.
+
+        Args:
+            place: a function that copies an array to the device on which the codes are to be repacked; None for the
+                CPU.
+        """
+        if place is None:
+            return self.repack(*self.arrays)
+        return self.repack(*(None if array is None else place(array) for array in self.arrays))
 
 
 class Format(Protocol):
@@ -254,13 +268,15 @@ class Groups(NamedTuple):
         if self.repeats is None:
             return values
         times, rows = self.repeats
-        return np.repeat(values, times, axis=0)[:rows]
+        repeated: Array = namespace(values).repeat(values, times, axis=0)
+        return repeated[:rows]
 
 
 def regroup(tensors: ModuleTensors, k: int, group_size: int, g_idx: Array | None, name: str) -> Groups:
     """Return the groups that a packed weight needs to represent the groups of a file exactly.
 
-    If the last group is short, all groups are split into groups of gcd(G, K mod G) rows.
+    If the last group is short, all groups are split into groups of gcd(G, K mod G) rows. For G = 128 these have 64 rows
+    where K is a multiple of 64, which the fastest kernels support; 16 or 32 rows where K is a multiple of 16 or 32.
 
     Args:
         tensors: the module, for error messages.

@@ -8,13 +8,16 @@ block and where the transposed words are stored.
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cupy_awq.packing import PACK_ORDER, pack_int4
+from cupy_awq.checkpoint.threads import run_ranges
+from cupy_awq.packing import PACK_ORDER, namespace, pack_int4
 
 Array = npt.NDArray[Any]
 Words = npt.NDArray[np.uint32]
@@ -29,43 +32,73 @@ LINE_WORDS = 16
 """The number of 32-bit words per cache line. Chunks write whole lines, so that each line is written only once."""
 
 
+class _Buffers(threading.local):
+    """The temporary words of one thread, kept so that a module of few chunks pays for no page faults."""
+
+    def __init__(self) -> None:
+        self.words = np.empty(0, np.uint32)
+
+    def take(self, size: int) -> Words:
+        """Return ``size`` uninitialized words, which are valid until the next call on this thread."""
+        if self.words.size < size:
+            self.words = np.empty(size, np.uint32)
+        return self.words[:size]
+
+
+_BUFFERS = _Buffers()
+
+
 def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
-    """Transpose blocks of 8 x 8 nibbles: nibble p of ``targets[j][i]`` = nibble j of ``sources[p][i]`` for all i, j, p.
+    """Transpose 8 x 8 nibbles: nibble p of ``targets[j][i]`` = nibble j of ``sources[p][i]``, for all i, j, p.
 
     Args:
-        sources: eight arrays [A, ...] of 32-bit words with any strides.
-        targets: eight output arrays of the same shape with any strides.
+        sources: eight NumPy or CuPy arrays [A, ...] of 32-bit words, any strides.
+        targets: eight arrays of the same shape to write, any strides.
     """
     length, *rest = sources[0].shape
-    width = 32 * int(np.prod(rest, dtype=np.int64))
-    step = max(1, CHUNK_BYTES // width)
-    if targets[0].strides[0] == 4:  # a chunk is a slice of the contiguous axis: write whole cache lines
+    width = math.prod(rest)
+    if namespace(sources[0]) is not np:
+        words = namespace(sources[0]).empty((12, length, *rest), np.uint32)
+        _transpose_chunk(sources, targets, words[:8], words[8:])
+        return
+    step = max(1, CHUNK_BYTES // (32 * width))
+    multiple = 1
+    if targets[0].strides[0] == 4:  # chunks split the contiguous axis of the targets
+        multiple = LINE_WORDS
         step = -(-step // LINE_WORDS) * LINE_WORDS
-    step = min(step, length)
-    block = np.empty((8, step, *rest), np.uint32)
-    scratch = np.empty((4, step, *rest), np.uint32)
-    for start in range(0, length, step):
-        size = min(step, length - start)
-        words, spare = block[:, :size], scratch[:, :size]
-        for p, source in enumerate(sources):
-            words[p] = source[start : start + size]
-        _transpose_block(words, spare)
-        for j, target in enumerate(targets):
-            target[start : start + size] = words[j]
+
+    def run(start: int, stop: int) -> None:
+        for first in range(start, stop, step):
+            size = min(step, stop - first)
+            words = _BUFFERS.take(12 * size * width).reshape(12, size, *rest)
+            chunk = slice(first, first + size)
+            _transpose_chunk([a[chunk] for a in sources], [a[chunk] for a in targets], words[:8], words[8:])
+
+    run_ranges(run, length, 32 * length * width, multiple)
+
+
+def _transpose_chunk(sources: Sequence[Array], targets: Sequence[Array], words: Words, scratch: Words) -> None:
+    """Transpose 8 x 8 nibbles as `transpose`, with temporary words [8, ...] and [4, ...]."""
+    for p, source in enumerate(sources):
+        words[p] = source
+    _transpose_block(words, scratch)
+    for j, target in enumerate(targets):
+        target[...] = words[j]
 
 
 def _transpose_block(words: Words, scratch: Words) -> None:
-    """Transpose words [8, ...] as 8 x 8 nibbles in place, swapping off-diagonal 4 x 4 blocks, 2 x 2 blocks, nibbles."""
+    """Transpose words [8, ...] as 8 x 8 nibbles in place: swap off-diagonal 4 x 4 blocks, 2 x 2 blocks, nibbles."""
+    xp = namespace(words)
     for distance, bits, mask in ((4, 16, 0x0000FFFF), (2, 8, 0x00FF00FF), (1, 4, 0x0F0F0F0F)):
         pairs = words.reshape(4 // distance, 2, distance, *words.shape[1:])
         first, second = pairs[:, 0], pairs[:, 1]
         swapped = scratch.reshape(first.shape)
-        np.right_shift(first, np.uint32(bits), out=swapped)
-        np.bitwise_xor(swapped, second, out=swapped)
-        np.bitwise_and(swapped, np.uint32(mask), out=swapped)
-        np.bitwise_xor(second, swapped, out=second)
-        np.left_shift(swapped, np.uint32(bits), out=swapped)
-        np.bitwise_xor(first, swapped, out=first)
+        xp.right_shift(first, np.uint32(bits), out=swapped)
+        xp.bitwise_xor(swapped, second, out=swapped)
+        xp.bitwise_and(swapped, np.uint32(mask), out=swapped)
+        xp.bitwise_xor(second, swapped, out=second)
+        xp.left_shift(swapped, np.uint32(bits), out=swapped)
+        xp.bitwise_xor(first, swapped, out=first)
 
 
 def convert_row_words(words: Array) -> Array:
@@ -75,7 +108,7 @@ def convert_row_words(words: Array) -> Array:
     ['0x75316420', '0x0', '0x0', '0x0', '0x0', '0x0', '0x0', '0x0']
     """
     rows, n = words.shape
-    out = np.empty((rows, 8, n // 8), np.int32)
+    out: Array = namespace(words).empty((rows, 8, n // 8), np.int32)
     unsigned, target = words.view(np.uint32), out.view(np.uint32)
     transpose([unsigned[:, p::8] for p in PACK_ORDER], [target[:, j] for j in range(8)])
     return out.reshape(8 * rows, n // 8)
@@ -89,7 +122,7 @@ def convert_column_words(words: Array) -> Array:
     ['0xea62c840', '0xfb73d951']
     """
     n, groups = words.shape
-    out = np.empty((groups, 8, n // 8), np.int32)
+    out: Array = namespace(words).empty((groups, 8, n // 8), np.int32)
     target = out.view(np.uint32)
     transpose_columns(words, [target[:, j] for j in range(8)])
     return out.reshape(8 * groups, n // 8)
@@ -103,7 +136,8 @@ def transpose_columns(words: Array, targets: Sequence[Array]) -> None:
     """
     n, *rest = words.shape
     columns = words.view(np.uint32).reshape(n // 8, 8, *rest)
-    transpose([columns[:, p] for p in PACK_ORDER], [np.moveaxis(target, -1, 0) for target in targets])
+    axes = len(rest), *range(len(rest))  # numpy.moveaxis(target, -1, 0), which is slow for small arrays
+    transpose([columns[:, p] for p in PACK_ORDER], [target.transpose(axes) for target in targets])
 
 
 def convert_to_row_words(words: Array) -> Array:
@@ -147,11 +181,11 @@ def convert_interleaved_words(words: Array) -> Array:
     """
     rows, k = words.shape
     n = 4 * rows
-    blocks = np.ascontiguousarray(words).view(np.uint32).reshape(n // 8, 2, k // 64, 4, 8)
-    out = np.empty((k // 64, 2, 4, 4, 2, n // 8), np.int32)
+    blocks = words.view(np.uint32).reshape(n // 8, 2, k // 64, 4, 8)
+    out: Array = namespace(words).empty((k // 64, 2, 4, 4, 2, n // 8), np.int32)
     target = out.view(np.uint32)
     sources = [blocks[:, p // 4, :, p % 4].reshape(n // 8, k // 64, 2, 4) for p in PACK_ORDER]
-    transpose(sources, [np.moveaxis(target[:, :, a, :, c], -1, 0) for c in range(2) for a in range(4)])
+    transpose(sources, [target[:, :, a, :, c].transpose(3, 0, 1, 2) for c in range(2) for a in range(4)])
     return out.reshape(k, n // 8)
 
 
@@ -164,12 +198,12 @@ def convert_byte_halves(codes: npt.NDArray[np.uint8]) -> Array:
     half, k = codes.shape
     if half % 8 or k % 4:  # an AWQ word would contain columns of both halves, or rows are not whole 32-bit words
         high, low = codes >> np.uint8(4), codes & np.uint8(15)
-        words: Array = pack_int4(np.ascontiguousarray(np.concatenate([high, low]).T))
+        words: Array = pack_int4(namespace(codes).concatenate([high, low]).T.copy())
         return words
-    out = np.empty((k // 4, 4, 2, half // 8), np.int32)
+    out: Array = namespace(codes).empty((k // 4, 4, 2, half // 8), np.int32)
     target = out.view(np.uint32)
     # Nibble j of a 32-bit word is the low (j even) or high (j odd) nibble of byte j // 2.
-    transpose_columns(np.ascontiguousarray(codes).view(np.uint32), [target[:, j // 2, 1 - j % 2] for j in range(8)])
+    transpose_columns(codes.view(np.uint32), [target[:, j // 2, 1 - j % 2] for j in range(8)])
     return out.reshape(k, half // 4)
 
 
@@ -202,6 +236,9 @@ def restore_columns(words: Array) -> Array:
 
 def take_rows(words: Array, order: npt.NDArray[np.int32]) -> None:
     """Replace words [K, N/8] by ``words[order]`` in place, a chunk of columns at a time to bound the temporary copy."""
+    if namespace(words) is not np:
+        words[...] = words[namespace(words).asarray(order)]
+        return
     k, n = words.shape
     step = max(LINE_WORDS, GATHER_BYTES // (4 * k))
     for start in range(0, n, step):
@@ -216,4 +253,4 @@ def transpose_matrix(array: Array) -> Array:
     (3, 1)
     """
     bits = array.view(f"u{array.dtype.itemsize}")  # NumPy copies integers faster than bfloat16
-    return np.ascontiguousarray(bits.T).view(array.dtype)
+    return bits.T.copy().view(array.dtype)

@@ -7,6 +7,7 @@ interprets Python's syntax tree of the expression, but tracks the set of all pos
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Mapping
@@ -29,6 +30,26 @@ MAX_PATTERN = 500
 MAX_NAME = 500
 """The largest length of a module name that is matched, in characters."""
 
+MAX_STEPS = 1 << 20
+"""The largest work of all matches of one configuration, in nodes of expressions: seconds."""
+
+
+class Budget:
+    """The work that is left for all matches of one configuration.
+
+    Attributes:
+        left: the number of steps.
+    """
+
+    def __init__(self) -> None:
+        self.left = MAX_STEPS
+
+    def spend(self, steps: int = 1) -> None:
+        """Count steps. Raises CheckpointError if too few are left."""
+        self.left -= steps
+        if self.left < 0:
+            raise CheckpointError(f"expected patterns that match all names in {MAX_STEPS} steps, got slower ones")
+
 
 class Pattern:
     """A regular expression that is matched without backtracking.
@@ -36,13 +57,17 @@ class Pattern:
     Raises CheckpointError if the expression is malformed, longer than `MAX_PATTERN` or has flags. Unsupported syntax,
     such as back references, is found by `match`.
 
+    Args:
+        text: the expression.
+        budget: the work that this pattern shares with the others of its configuration; by default its own.
+
     >>> Pattern(r"model\\.layers\\.\\d+\\.mlp").match("model.layers.12.mlp.up_proj")
     True
     >>> Pattern("(a+)+$").match("a" * 300 + "b")
     False
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, budget: Budget | None = None) -> None:
         if len(text) > MAX_PATTERN:
             raise CheckpointError(f"expected a pattern of at most {MAX_PATTERN} characters, got {len(text)}")
         try:
@@ -52,21 +77,24 @@ class Pattern:
         if self._tree.state.flags & ~re.UNICODE:
             raise CheckpointError(f"expected a regular expression without flags, got {text!r:.80}")
         self._text = text
+        self._budget = budget or Budget()
 
     def match(self, name: str) -> bool:
         """Return whether the expression matches at the start of ``name``.
 
-        Raises CheckpointError if the name is longer than `MAX_NAME`, the expression is nested too deeply, or it has
-        unsupported syntax.
+        Raises CheckpointError if the name is longer than `MAX_NAME`, the expression is nested too deeply or has
+        unsupported syntax, or no work is left.
         """
         if len(name) > MAX_NAME:
             raise CheckpointError(f"expected names of at most {MAX_NAME} characters, got {len(name)}")
         try:
-            return bool(self._walk(self._tree, name, frozenset([0])))
+            return bool(self._walk(self._tree, name, 1))
         except RecursionError:
             raise CheckpointError(f"expected a regular expression of few groups, got {self._text!r:.80}") from None
 
-    def _walk(self, tree: Any, name: str, positions: frozenset[int]) -> frozenset[int]:
+    # A set of positions is an integer: bit i is set if a match can have reached the position before name[i].
+
+    def _walk(self, tree: Any, name: str, positions: int) -> int:
         """Match a sequence of nodes against ``name`` from each start position; return the set of end positions."""
         for op, value in tree:
             positions = self._step(op, value, name, positions)
@@ -74,11 +102,15 @@ class Pattern:
                 break
         return positions
 
-    def _step(self, op: Any, value: Any, name: str, positions: frozenset[int]) -> frozenset[int]:
+    def _step(self, op: Any, value: Any, name: str, positions: int) -> int:
+        self._budget.spend()
         if op in (ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN):
-            return frozenset(i + 1 for i in positions if i < len(name) and self._accepts(op, value, name[i]))
+            return (positions & self._accepted(op, value, name)) << 1
         if op is ops.BRANCH:
-            return frozenset().union(*(self._walk(branch, name, positions) for branch in value[1]))
+            ends = 0
+            for branch in value[1]:
+                ends |= self._walk(branch, name, positions)
+            return ends
         if op is ops.SUBPATTERN and not value[1] and not value[2]:
             return self._walk(value[-1], name, positions)
         if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
@@ -86,20 +118,28 @@ class Pattern:
             return self._repeat(low, high, body, name, positions)
         if op is ops.AT:
             if value in (ops.AT_BEGINNING, ops.AT_BEGINNING_STRING):
-                return positions & {0}
+                return positions & 1
             if value in (ops.AT_END, ops.AT_END_STRING):
-                return positions & {len(name)}
+                return positions & 1 << len(name)
         if op in (ops.ASSERT, ops.ASSERT_NOT) and value[0] == 1:
             wanted = op is ops.ASSERT
-            return frozenset(i for i in positions if bool(self._walk(value[1], name, frozenset([i]))) == wanted)
+            self._budget.spend(len(name))
+            starts = (1 << i for i in range(len(name) + 1) if positions >> i & 1)
+            return sum(start for start in starts if bool(self._walk(value[1], name, start)) == wanted)
         raise CheckpointError(f"expected a regular expression without {str(op).lower()}, got {self._text!r:.80}")
 
-    def _repeat(self, low: int, high: int, tree: Any, name: str, positions: frozenset[int]) -> frozenset[int]:
-        reached = positions if low == 0 else frozenset()
+    def _repeat(self, low: int, high: int, tree: Any, name: str, positions: int) -> int:
+        op, value = tree[0] if len(tree) == 1 else (None, None)
+        if low < 2 and high is ops.MAXREPEAT and op in (ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN):
+            accepted = self._accepted(op, value, name)
+            starts = positions if low == 0 else (positions & accepted) << 1
+            # The carries of the addition run through adjacent accepted characters ("MatchStar" of Parabix).
+            return (((starts & accepted) + accepted) ^ accepted) | starts
+        reached = positions if low == 0 else 0
         for count in range(1, int(high) + 1):  # terminates early: the set of reached positions converges
             following = self._walk(tree, name, positions)
             if count >= low:
-                if following <= reached:
+                if not following & ~reached:
                     break
                 reached |= following
             elif following == positions:
@@ -109,21 +149,31 @@ class Pattern:
             positions = following
         return reached
 
-    def _accepts(self, op: Any, value: Any, char: str) -> bool:
+    def _accepted(self, op: Any, value: Any, name: str) -> int:
+        """Return the set of the positions before characters that a node matches."""
+        masks = _masks_by_character(name)
+        whole = (1 << len(name)) - 1
         if op is ops.LITERAL:
-            return bool(ord(char) == value)
+            return masks.get(value, 0)
         if op is ops.NOT_LITERAL:
-            return bool(ord(char) != value)
+            return whole & ~masks.get(value, 0)
         if op is ops.ANY:
-            return char != "\n"
+            return whole & ~masks.get(ord("\n"), 0)
         negated = bool(value) and value[0][0] is ops.NEGATE
-        return negated != any(self._in_class(kind, item, char) for kind, item in value if kind is not ops.NEGATE)
+        accepted = 0
+        for kind, item in value:
+            if kind is not ops.NEGATE:
+                self._budget.spend()
+                for code, mask in masks.items():
+                    accepted |= mask if self._in_class(kind, item, code) else 0
+        return whole & ~accepted if negated else accepted
 
-    def _in_class(self, op: Any, value: Any, char: str) -> bool:
+    def _in_class(self, op: Any, value: Any, code: int) -> bool:
+        char = chr(code)
         if op is ops.LITERAL:
-            return bool(ord(char) == value)
+            return bool(code == value)
         if op is ops.RANGE:
-            return bool(value[0] <= ord(char) <= value[1])
+            return bool(value[0] <= code <= value[1])
         if value in (ops.CATEGORY_WORD, ops.CATEGORY_NOT_WORD):
             return bool((char.isalnum() or char == "_") == (value is ops.CATEGORY_WORD))
         if value in (ops.CATEGORY_DIGIT, ops.CATEGORY_NOT_DIGIT):
@@ -131,6 +181,15 @@ class Pattern:
         if value in (ops.CATEGORY_SPACE, ops.CATEGORY_NOT_SPACE):
             return bool(char.isspace() == (value is ops.CATEGORY_SPACE))
         raise CheckpointError(f"expected a regular expression of plain classes, got {self._text!r:.80}")
+
+
+@functools.lru_cache(maxsize=4)  # all patterns are matched against one name after the other
+def _masks_by_character(name: str) -> Mapping[int, int]:
+    """Return for each character of a name, by its code point, the set of the positions before it."""
+    masks: dict[int, int] = {}
+    for i, char in enumerate(name):
+        masks[ord(char)] = masks.get(ord(char), 0) | 1 << i
+    return masks
 
 
 @dataclass(frozen=True)
@@ -148,10 +207,16 @@ class Rules:
     patterns: tuple[tuple[Pattern, Mapping[str, Any]], ...] = ()
 
     def settings(self, tensors: ModuleTensors) -> Mapping[str, Any]:
-        """Return the settings of a module, or {} if it has none. Raises CheckpointError if ``bits`` is not 4."""
+        """Return the settings of a module, or {} if it has none.
+
+        Raises CheckpointError if ``bits`` is not 4, or if a pattern cannot be matched against the module's name.
+        """
         found = self.exact.get(tensors.name)
         if found is None:
-            found = next((settings for pattern, settings in self.patterns if pattern.match(tensors.name)), {})
+            try:
+                found = next((settings for pattern, settings in self.patterns if pattern.match(tensors.name)), {})
+            except CheckpointError as error:
+                raise tensors.error(f"{self.key}: {error}") from None
         bits = found.get("bits", 4)
         if bits != 4:
             raise tensors.error(f"{self.key}: bits: expected 4, got {bits!r:.80}")
@@ -177,6 +242,7 @@ def read_rules(table: Any, key: str, where: str) -> Rules:
         raise CheckpointError(f"{where}: {key}: expected an object, got {table!r:.80}")
     exact: dict[str, Mapping[str, Any]] = {}
     patterns = []
+    budget = Budget()
     for name, settings in table.items():
         excludes = name.startswith("-:")
         if not isinstance(settings, dict) and not excludes:
@@ -185,7 +251,7 @@ def read_rules(table: Any, key: str, where: str) -> Rules:
         values: Mapping[str, Any] = {} if excludes else settings
         exact.setdefault(text, values)
         try:
-            patterns.append((Pattern(text), values))
+            patterns.append((Pattern(text, budget), values))
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {key}: {error}") from None
     return Rules(key, exact, tuple(patterns))

@@ -74,26 +74,23 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     start = 8 + length
     spans, views = [], {}
     for name, entry in header.items():
-        where = f"{path}: tensor {name!r:.200}"
-        dtype, shape, begin, end = _entry(entry, where)
-        if end > size - start:
-            raise CheckpointError(
-                f"{where}: expected data within {size - start} bytes, got data_offsets [{begin}, {end}]"
-            )
-        expected = math.prod(shape) * dtype.itemsize
-        if end - begin != expected:
-            raise CheckpointError(f"{where}: expected {expected} bytes for {dtype} {list(shape)}, got {end - begin}")
+        try:
+            dtype, shape, begin, end = _entry(entry, size - start)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: tensor {name!r:.200}: {error}") from None
         try:
             views[name] = np.ndarray(shape, dtype, mapped, start + begin)
         except (ValueError, OverflowError) as error:
+            where = f"{path}: tensor {name!r:.200}"
             raise CheckpointError(
                 f"{where}: expected a shape that NumPy supports, got {list(shape)}: {error}"
             ) from None
-        spans.append((begin, end, where))
+        spans.append((begin, end, name))
     position = 0
-    for begin, end, where in sorted(spans):
+    for begin, end, name in sorted(spans):
         if begin != position:
             kind = "an overlap" if begin < position else "a gap"
+            where = f"{path}: tensor {name!r:.200}"
             raise CheckpointError(f"{where}: expected data_offsets from {position} on, got {begin}: {kind}")
         position = end
     if position != size - start:
@@ -101,31 +98,35 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     return views
 
 
-def _entry(entry: Any, where: str) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
-    """Parse the header entry of a tensor: dtype, shape, and offsets [begin, end) in bytes.
+def _entry(entry: Any, data_bytes: int) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
+    """Parse the header entry of a tensor: dtype, shape, and offsets [begin, end) in the ``data_bytes`` of the file.
 
-    Raises CheckpointError, whose message starts with ``where``, for a malformed entry.
+    Raises ValueError for a malformed entry.
     """
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{where}: expected an object with dtype, shape and data_offsets, got {entry!r:.80}")
+        raise ValueError(f"expected an object with dtype, shape and data_offsets, got {entry!r:.80}")
     name: Any = entry.get("dtype")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
     dtype = DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
-        raise CheckpointError(f"{where}: expected a dtype of {', '.join(DTYPES)}, got {name!r:.80}")
+        raise ValueError(f"expected a dtype of {', '.join(DTYPES)}, got {name!r:.80}")
     if not _naturals(shape) or len(shape) > MAX_RANK:
-        raise CheckpointError(f"{where}: expected a shape of at most {MAX_RANK} int64 >= 0, got {shape!r:.80}")
+        raise ValueError(f"expected a shape of at most {MAX_RANK} int64 >= 0, got {shape!r:.80}")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(
-            f"{where}: expected data_offsets [begin, end] in int64, 0 <= begin <= end, got {offsets!r:.80}"
-        )
-    return dtype, tuple(shape), offsets[0], offsets[1]
+        raise ValueError(f"expected data_offsets [begin, end] in int64, 0 <= begin <= end, got {offsets!r:.80}")
+    begin, end = offsets
+    if end > data_bytes:
+        raise ValueError(f"expected data within {data_bytes} bytes, got data_offsets [{begin}, {end}]")
+    expected = math.prod(shape) * dtype.itemsize
+    if end - begin != expected:
+        raise ValueError(f"expected {expected} bytes for {dtype} {list(shape)}, got {end - begin}")
+    return dtype, tuple(shape), begin, end
 
 
 def _naturals(value: Any) -> bool:
     """Return whether a JSON value is a list of integers in 0..2**63-1."""
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    return isinstance(value, list) and not [item for item in value if type(item) is not int or not 0 <= item < 2**63]
 
 
 def write(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:

@@ -59,7 +59,9 @@ def read(path: Path) -> dict[str, Tensor]:
     if not files[0].is_file():
         files = sorted(path.glob("*.safetensors"))
     if len(files) != 1:
-        raise CheckpointError(f"{path}: expected model.safetensors, {INDEX} or one safetensors file, got {len(files)}")
+        others = sorted(file.name for file in path.iterdir() if file.suffix in (".gguf", ".pt", ".bin", ".pth"))
+        found = f"{len(files)} of them" + (f" and {', '.join(others[:3])}; give the path of the file" if others else "")
+        raise CheckpointError(f"{path}: expected model.safetensors, {INDEX} or one safetensors file, got {found}")
     if (shard := SHARD.search(files[0].name)) and shard[1] != "1":
         raise CheckpointError(f"{files[0]}: expected all shards and {INDEX}, got one shard")
     return _read_file(files[0])

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from cupy_awq import atomic
 from cupy_awq.checkpoint import nibbles, safetensors
+from cupy_awq.checkpoint.config import FILES, HUGGING_FACE, MLX
 from cupy_awq.checkpoint.contents import Contents
 from cupy_awq.checkpoint.files import check_path, read_object
 from cupy_awq.checkpoint.module import ModuleSpec
@@ -54,10 +55,17 @@ class Writer:
     holds_order: bool
 
 
-def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /) -> None:
+def save(
+    folder: str | os.PathLike[str],
+    contents: Contents,
+    format_name: str,
+    /,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
     """Write a checkpoint folder: safetensors files, an index if there are several, and config.json.
 
-    If the folder has a config.json, only its key "quantization_config" is replaced. Modules are converted one by one,
+    If the folder has a config.json, only its quantization is replaced. Modules are converted one by one,
     so the peak memory is about one shard (`SHARD_BYTES`). All files are written to a temporary subfolder, whose name
     ends in ".part", and moved to ``folder`` when they are complete. If the process is killed, `read` either finds a
     complete checkpoint or raises CheckpointError.
@@ -66,6 +74,7 @@ def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /
         folder: the folder, which is created if it does not exist. A checkpoint in it that `save` wrote is replaced.
         contents: a checkpoint from `cupy_awq.checkpoint.read`, which may have been read from ``folder``.
         format_name: "autoawq", "compressed-tensors" or "gptq".
+        progress: a callback (number of modules and tensors converted, total number), or None.
 
     Raises:
         CheckpointError: config.json is damaged, or a module cannot be read. It is a subclass of ValueError.
@@ -87,8 +96,8 @@ def save(folder: str | os.PathLike[str], contents: Contents, format_name: str, /
     aside = atomic.name_aside(path / "model")
     aside.mkdir()
     try:
-        _write_json(aside / "config.json", {**config, "quantization_config": settings})
-        last = _write_tensors(aside, contents, writer)
+        _write_json(aside / "config.json", {**_without_quantization(config), HUGGING_FACE: settings})
+        last = _write_tensors(aside, contents, writer, progress)
         # `read` raises CheckpointError if the file `last` is missing. So the old one is removed first and the new one
         # is moved last: no reader sees a mixture of both checkpoints.
         for file in sorted(earlier, key=lambda file: file.name.startswith("model-")):
@@ -108,11 +117,11 @@ def _list_earlier_files(path: Path) -> list[Path]:
     return found
 
 
-def _write_tensors(path: Path, contents: Contents, writer: Writer) -> str:
+def _write_tensors(path: Path, contents: Contents, writer: Writer, progress: Callable[[int, int], None] | None) -> str:
     """Write all tensors to one file, or to shards with an index; return the name of the file or of the index."""
     shard: dict[str, Array] = {}
     files: dict[str, str] = {}
-    for name, array in _convert_tensors(contents, writer):
+    for name, array in _convert_tensors(contents, writer, progress):
         if shard and sum(part.nbytes for part in shard.values()) + array.nbytes > SHARD_BYTES:
             _write_shard(path, shard, files)
             shard = {}
@@ -130,8 +139,28 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
         opened.write(json.dumps(value, indent=2).encode() + b"\n")
 
 
-def _convert_tensors(contents: Contents, writer: Writer) -> Iterator[tuple[str, Array]]:
-    for name, item in contents.items():
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without the entries, also those of its text model, that describe a quantization."""
+    kept = {key: value for key, value in config.items() if key not in (MLX, HUGGING_FACE)}
+    if isinstance(kept.get("text_config"), dict):
+        kept["text_config"] = _without_quantization(kept["text_config"])
+    return kept
+
+
+def copy_model_files(source: Path, folder: Path) -> None:
+    """Copy a model's configuration, tokenizer, templates and generation settings, but no weights, to ``folder``."""
+    for file in source.iterdir():
+        is_settings = file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name
+        if file.is_file() and is_settings and file.name not in FILES:
+            shutil.copy(file, folder)
+
+
+def _convert_tensors(
+    contents: Contents, writer: Writer, progress: Callable[[int, int], None] | None
+) -> Iterator[tuple[str, Array]]:
+    for done, (name, item) in enumerate(contents.items()):
+        if progress is not None:
+            progress(done + 1, len(contents))
         if isinstance(item, Tensor):
             yield name, item.array
         else:

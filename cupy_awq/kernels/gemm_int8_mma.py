@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_int8_sm75`` and ``gemm_int8_sm80``: integer GEMM with mma.sync and, on sm_89 and newer, e4m3 GEMM."""
+"""``gemm_int8_sm75`` and ``gemm_int8_sm80``: GEMM with mma.sync of int8 or, on sm_89 and newer, e4m3 activations."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 SHORT_BLOCK = 256
-"""The largest block whose int32 dot products fit in the mantissa of a float32, so that their conversion is cheaper."""
+"""The largest block size for which int32 dot products fit in a float32 mantissa, which makes conversion cheap."""
 SPLITS = (1, 2, 4, 8)
 """The split-K factors to try."""
 CTAS_PER_SM = 2
-"""The largest number of CTAs per SM with split-K; K is not split further if CTAs would then run in several waves."""
+"""The number of CTAs per SM up to which K is split; with more CTAs, they would run in several waves."""
 TILES_SM75 = ((32, 2, 4), (32, 1, 4), (16, 1, 4))
-"""The CTA tiles on sm_75 and for e4m3, where 64 rows per warp would spill registers; as in TILES_SM80."""
+"""The CTA tiles, in the form of TILES_SM80, for sm_75 and for e4m3, where 64 rows per warp would spill registers."""
 TILES_SM80 = ((64, 2, 4), (64, 1, 4), (32, 1, 4), (16, 1, 4))
-"""The CTA tiles on sm_80 and newer: (rows per warp, warps along m, warps along n)."""
+"""The CTA tiles for sm_80 and newer: (rows per warp, warps along m, warps along n)."""
 
 
 @dataclass(frozen=True)
 class GemmInt8MmaCosts:
-    """Constants of the cost model, for gemm_int8_sm80 on an H100.
+    """Constants of the cost model, measured for gemm_int8_sm80 on an H100.
 
-    For M <= 16 the kernel is memory-bound; the error is 5 to 13% over 12 measured times. The throughput is that of
-    128 x 128 tiles that fill the GPU.
+    For M <= 16 the kernel is memory-bound; the model is 5 to 13% off for 12 measured times.
     """
 
     few_rows_launch_us: float = 5.0
@@ -43,16 +42,16 @@ class GemmInt8MmaCosts:
     launch_us: float = 4.0
     """The launch overhead for larger M, in microseconds."""
     operations_per_us: float = 305e6
-    """The throughput of the GPU, in operations per microsecond; a multiply-add is two operations."""
+    """The throughput of the GPU with 128 x 128 tiles, in operations per microsecond; a multiply-add is two."""
     copy_direct_factor: float = 2.0
-    """The slowdown of gemm_int8_sm75, which copies through registers; assumed, not measured."""
+    """The factor on the time of gemm_int8_sm75, which copies through registers; an assumption, not a measurement."""
 
 
 COSTS = GemmInt8MmaCosts()
 
 
 class GemmInt8Mma:
-    """A kernel family for one architecture; the two differ in their mma and copy instructions."""
+    """A kernel family for one architecture; the families differ in their mma and copy instructions."""
 
     def __init__(self, name: str, arch: int, stages: tuple[int, ...]) -> None:
         self.NAME = name
@@ -71,10 +70,10 @@ class GemmInt8Mma:
         return layout_refusal(problem)
 
     def configs(self, problem: Int8Problem, device: Device) -> list[WarpTileConfig]:
-        """Return every legal configuration, best first, because the cost model estimates the same time for all.
+        """Return every legal configuration, best first, because the cost model estimates the same time for all of them.
 
-        The best one has the smallest tile that holds all rows, or else the largest tile, and the largest split-K factor
-        whose CTAs run in one wave.
+        The best configuration has the smallest tile that holds all rows (or the largest tile if none does), and the
+        largest split-K factor for which all CTAs run in one wave.
         """
         found = []
         for warp_m, warps_m, warps_n in self._tiles(problem):
@@ -88,7 +87,7 @@ class GemmInt8Mma:
         return sorted(found, key=lambda config: (*_weight_reads(config.block_m, problem), -config.split_k))
 
     def estimate_us(self, config: WarpTileConfig, problem: Int8Problem, device: Device) -> float:
-        """Return the run time of the best configuration in microseconds, whichever ``config`` is."""
+        """Return the run time of the best configuration in microseconds; the estimate does not depend on ``config``."""
         if problem.m <= 16:
             weight_bytes = problem.n * (problem.k * problem.bits / 8 + 4 * problem.parameters * problem.blocks)
             time_us = COSTS.few_rows_launch_us + weight_bytes / (COSTS.bytes_per_us_per_gbs * device.read_gbs)
@@ -130,7 +129,7 @@ GEMM_INT8_SM80 = GemmInt8Mma("gemm_int8_sm80", 80, stages=(4, 3, 2))
 
 
 def _weight_reads(block_m: int, problem: Int8Problem) -> tuple[int, int]:
-    """Return the number of tiles along m, each of which reads the whole weight, and the number of rows per tile."""
+    """Return the number of tiles along m, which is how often the weight is read, and the number of rows per tile."""
     return ceil_div(problem.m, block_m), block_m
 
 
@@ -139,7 +138,7 @@ def _grid(config: WarpTileConfig, problem: Int8Problem) -> tuple[int, int]:
 
 
 def _blocks_in_stage(problem: Int8Problem) -> int:
-    """Return the largest number of blocks of x that a pipeline stage of 128 k overlaps."""
+    """Return the largest number of quantization blocks of x that overlap a pipeline stage of 128 k."""
     if BLOCK_K % problem.block_size == 0:
         return BLOCK_K // problem.block_size
     return 1 if problem.block_size % BLOCK_K == 0 else 2

@@ -18,12 +18,12 @@ NAME = "gemm_int8_simt"
 
 @dataclass(frozen=True)
 class GemmInt8SimtCosts:
-    """Constants of the cost model, assuming one eighth of the peak throughput of dp4a; not fitted to measurements."""
+    """Constants of the cost model, which assume one eighth of the peak dp4a throughput; not fitted to measurements."""
 
     launch_us: float = 20.0
     """The launch overhead and pipeline fill, in microseconds."""
     operations_per_us_per_sm: float = 0.1e6
-    """The throughput of one SM, in operations per microsecond; a multiply-add is two operations."""
+    """The throughput of one SM, in operations per microsecond; a multiply-add counts as two operations."""
 
 
 COSTS = GemmInt8SimtCosts()
@@ -34,7 +34,7 @@ class GemmInt8SimtConfig:
     """A configuration of ``gemm_int8_simt``, with square CTA tiles.
 
     Attributes:
-        tile: number of rows and of columns per CTA tile.
+        tile: number of rows, and number of columns, per CTA tile.
         threads: number of threads per CTA.
     """
 

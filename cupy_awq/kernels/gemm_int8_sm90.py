@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_int8_sm90``: integer and e4m3 GEMM of many rows with wgmma; the weight has one byte per code."""
+"""``gemm_int8_sm90``: GEMM with wgmma of many rows of int8 or e4m3 activations and a weight with one byte per code."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
 NAME = "gemm_int8_sm90"
 MIN_ROWS = 64
-"""The smallest M for which the 128-row tiles can be worthwhile."""
+"""The smallest M for which tiles of 128 rows can be worthwhile."""
 TILE_M, TILE_N = 128, 256
-"""The number of rows and of columns per CTA tile."""
+"""The numbers of rows and of columns per CTA tile."""
 THREADS = 384
 """The number of threads per CTA."""
 MAX_STAGES = 6
 """The largest number of pipeline stages."""
 PARAMETER_TILE_N = 64
-"""The number of columns of y per parameter tile, as many as wgmma's M."""
+"""The number of columns of y whose scales and offsets are adjacent in memory; equal to wgmma's M."""
 LEAST_CODE = -8 - MAX_ZERO_POINT
-"""The smallest sum of a signed 4-bit code and a zero point."""
+"""The smallest value of a signed 4-bit code plus a zero point."""
 E4M3_BITS = np.arange(LEAST_CODE, -LEAST_CODE).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-"""The e4m3 bits of the integers from -16 to 15, all of which e4m3 represents exactly."""
+"""The e4m3 bits of the integers LEAST_CODE to -LEAST_CODE - 1, all of which e4m3 represents exactly."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class GemmInt8Sm90Costs:
     launch_us: float = 0.7
     """The launch overhead, in microseconds."""
     stage_us: float = 0.53
-    """The tensor-core time of a tile per 128 k, in microseconds."""
+    """The tensor-core time per CTA tile and 128 k, in microseconds."""
     scaling_us: float = 0.27
-    """The time to apply one parameter to the accumulators of a tile, per block in 128 k, in microseconds."""
+    """The time to apply one parameter of one quantization block to the accumulators of a tile, in microseconds."""
     fixed_parameters: float = 1.5
-    """The fixed cost of scaling the accumulators, as a number of parameters."""
+    """The fixed time of scaling the accumulators per quantization block, as a multiple of ``scaling_us``."""
 
 
 COSTS = GemmInt8Sm90Costs()
@@ -57,8 +57,9 @@ class GemmInt8Sm90Config:
     """A configuration of ``gemm_int8_sm90``, with persistent CTAs that compute tiles of 128 x 256.
 
     Attributes:
-        cluster: number of CTAs per cluster, 1 or 2; they compute adjacent rows, and copies of the weight are multicast.
-        ctas: number of CTAs.
+        cluster: number of CTAs per cluster, 1 or 2; the CTAs compute adjacent tiles along m and share copies of the
+            weight by multicast.
+        ctas: number of CTAs of the launch.
     """
 
     cluster: int
@@ -77,14 +78,14 @@ def refusal(problem: Int8Problem, device: Device) -> str | None:
 
 
 def block_refusal(problem: Int8Problem) -> str | None:
-    """Return why the kernel does not support the problem's blocks and alignment, or None if it does."""
+    """Return the reason why the kernel does not support the block size or the alignment, or None if it does."""
     if problem.block_size not in (32, 64) and problem.block_size % BLOCK_K and problem.blocks > 1:
         return f"needs blocks of 32, 64, or a multiple of {BLOCK_K} columns, not {problem.block_size}"
     return layout_refusal(problem)
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemmInt8Sm90Config]:
-    """Return a configuration for each cluster size, largest first, so that it wins a tie of the estimated times."""
+    """Return a configuration for each cluster size; the largest comes first, so that it wins if times are equal."""
     return [
         GemmInt8Sm90Config(
             cluster, min(device.sm_count // cluster, math.prod(cluster_tiles(cluster, problem))) * cluster
@@ -94,12 +95,12 @@ def configs(problem: Int8Problem, device: Device) -> list[GemmInt8Sm90Config]:
 
 
 def cluster_tiles(cluster: int, problem: Int8Problem) -> tuple[int, int]:
-    """Return the number of cluster tiles (``cluster`` * 128 rows, 256 columns) along m and n."""
+    """Return the numbers of cluster tiles (``cluster`` * 128 rows, 256 columns) along m and n."""
     return ceil_div(problem.m, TILE_M * cluster), ceil_div(problem.n, TILE_N)
 
 
 def estimate_us(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> float:
-    """Return the run time in microseconds: the launch overhead and all tiles of the busiest cluster."""
+    """Return the run time in microseconds: launch overhead, and all tiles of the cluster with the most tiles."""
     waves = ceil_div(math.prod(cluster_tiles(config.cluster, problem)), config.ctas // config.cluster)
     scaling_us = COSTS.scaling_us * _blocks_in_stage(problem) * (COSTS.fixed_parameters + problem.parameters)
     return COSTS.launch_us + waves * ceil_div(problem.k, BLOCK_K) * (COSTS.stage_us + scaling_us)
@@ -108,10 +109,10 @@ def estimate_us(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device
 def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
-    Its buffers are x_scale (or x_row_scale), x_offset, x_sums, parameters, bias, y, xq and codes.
+    The buffers are x_scale (or x_row_scale), x_offset, x_sums, parameters, bias, y, xq and codes.
     """
     weight_offset = _has_weight_offset(problem)
-    # The scale of a row multiplies the final accumulators, which is impossible if either operand has an offset.
+    # Row scales multiply the final accumulators. This is impossible if x or the weight has offsets.
     row_scales = problem.fp8 or (problem.row_scales and not problem.x_offset and not weight_offset)
     x_blocks = _blocks_in_stage(problem)
     stage_bytes = (TILE_M + TILE_N) * (BLOCK_K + 4 * x_blocks * (1 + weight_offset + problem.x_offset)) + 16
@@ -159,7 +160,7 @@ def workspace(config: GemmInt8Sm90Config, problem: Int8Problem) -> Workspace:
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
-    """Return the weight buffers "codes" and "parameters" in the layout of ``cuda_src/int8/gemm_int8_sm90.cu``."""
+    """Return the weight buffers "codes" and "parameters"; ``cuda_src/int8/gemm_int8_sm90.cu`` has their layouts."""
     return {
         "codes": weight.layout(("sm90 bytes", problem.fp8), lambda: _bytes(weight, problem.fp8)),
         "parameters": weight.layout(
@@ -169,28 +170,28 @@ def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[s
 
 
 def _has_weight_offset(problem: Int8Problem) -> bool:
-    """Return whether the kernel applies offsets of the weight; zero points are added to the codes instead."""
+    """Return whether the kernel applies offsets of the weight. Integer zero points are added to the codes instead."""
     return problem.weight_offset and not problem.zero_points
 
 
 def _blocks_in_stage(problem: Int8Problem) -> int:
-    """Return the number of blocks of x in a pipeline stage of 128 k."""
+    """Return the number of quantization blocks of x per pipeline stage of 128 k, at least 1."""
     return BLOCK_K // problem.block_size if problem.block_size < BLOCK_K and problem.blocks > 1 else 1
 
 
 def _bytes(weight: BlockQuantizedWeight, fp8: bool) -> Array:
-    """Return the sum of each signed code and its zero point, [N, K]: int8, or the e4m3 bits if ``fp8``."""
+    """Return signed code + zero point of each weight, [N, K]: as int8, or as e4m3 bits if ``fp8``."""
     n, _, _, k = weight.shape
     xp = namespace(weight.stored)
     codes = xp.ascontiguousarray(weight.codes.reshape(n, k))
-    codes = (codes - np.uint8(1 << (weight.bits - 1))).view(np.int8)  # wraps to signed codes
+    codes = (codes - np.uint8(1 << (weight.bits - 1))).view(np.int8)  # The unsigned difference wraps to signed codes.
     if weight.zero_points is not None:
         codes = codes + weight.zero_points.take(xp.arange(k) // weight.block_size, axis=1)
     return xp.asarray(E4M3_BITS)[codes - np.int8(LEAST_CODE)] if fp8 else codes
 
 
 def _parameters(weight: BlockQuantizedWeight, problem: Int8Problem) -> Array:
-    """Return the parameters, float32 [ceil(N / 64), ceil(K / 128), values per parameter tile]."""
+    """Return the parameters, float32 [ceil(N / 64), ceil(K / 128), parameters per 64 columns and 128 k]."""
     n, _, _, k = weight.shape
     block_size = problem.block_size
     xp = namespace(weight.scale)
@@ -203,7 +204,7 @@ def _parameters(weight: BlockQuantizedWeight, problem: Int8Problem) -> Array:
         rows.append(offset)
     if problem.x_offset:
         rows.append(sums * scale + (0 if offset is None else columns * offset))
-    # Every stage has a scale; the other parameters of a block are applied once, in its last stage.
+    # Every stage of a block has the scale; offset and sum are applied once, in the last stage of the block.
     blocks = BLOCK_K // block_size if block_size < BLOCK_K and len(scale) > 1 else 1
     span = BLOCK_K // blocks
     parameters = xp.zeros((len(rows), stages * blocks, tiles * PARAMETER_TILE_N), np.float32)
@@ -212,6 +213,7 @@ def _parameters(weight: BlockQuantizedWeight, problem: Int8Problem) -> Array:
     parameters[0, inside, :n] = rows[0][span_begins[inside] // block_size]
     for part, values in zip(parameters[1:], rows[1:], strict=True):
         part[(xp.minimum(begins[:, 0] + block_size, k) - 1) // span, :n] = values
-    # [part][stage, block][tile, warp, row half, g] -> [tile][stage][block][part][warp][g][row half]
+    # Transpose [parameter][stage, block][tile, warp, row half, g] to [tile][stage][block][parameter][warp][g][row
+    # half].
     parameters = parameters.reshape(len(rows), stages, blocks, tiles, 4, 2, 8).transpose(3, 1, 2, 0, 4, 6, 5)
     return xp.ascontiguousarray(parameters).reshape(tiles, stages, -1)

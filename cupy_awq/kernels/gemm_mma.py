@@ -12,9 +12,9 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
 BLOCK_K = 64
-"""The K extent of one pipeline stage."""
+"""The number of k per pipeline stage."""
 MMA_K = 16
-"""The K extent of one mma instruction; the group size must be a multiple of it."""
+"""The number of k per mma instruction; the group size must be a multiple of MMA_K."""
 WARP_N = 32
 """The number of columns of y per warp."""
 SLICES_BLOCK_M = 32
@@ -29,15 +29,15 @@ class GemmMmaCosts:
 
     Attributes:
         start_ns: start-up time of a CTA, in nanoseconds.
-        latency_ns: latency per k tile of a CTA that is alone on its SM, in nanoseconds.
-        latency_row_ns: increase of that latency per row of the CTA tile, in nanoseconds.
+        latency_ns: latency per k tile (64 k) of the only CTA of an SM, in nanoseconds.
+        latency_row_ns: increase of ``latency_ns`` per row of the CTA tile, in nanoseconds.
         mma_rate: tensor-core throughput of an SM, in multiply-adds per nanosecond.
         convert_ns: time to dequantize one weight, in nanoseconds.
         bandwidth: achieved fraction of the nominal memory bandwidth.
-        two_stages: factor on the latency with two stages, whose copies through registers hardly overlap with mma.
+        two_stages: factor on the latency with two stages, because copies through registers hardly overlap with mma.
         launch_us: launch overhead and epilogue, in microseconds.
         reduction_us: fixed time of the split-K reduction, in microseconds.
-        reduction_split_us: time of the split-K reduction per split, in microseconds.
+        reduction_split_us: additional time of the split-K reduction per split, in microseconds.
     """
 
     start_ns: int = 4700
@@ -61,8 +61,8 @@ class GemmMmaConfig:
 
     Attributes:
         block_m: number of rows per CTA tile.
-        warps: number of warps per CTA, all along n.
-        stages: number of pipeline stages, each of BLOCK_K rows of the weight.
+        warps: number of warps per CTA, side by side along n.
+        stages: number of pipeline stages, each of BLOCK_K rows of W.
         split_k: number of CTAs per tile; each computes a slice of K.
         slices: number of slices of K that a CTA computes one after the other; 1 with split-K.
     """
@@ -89,7 +89,7 @@ class GemmMmaConfig:
 
 
 class GemmMma:
-    """A kernel family of ``cuda_src/gemm/gemm_mma.cuh``; the two differ in their mma and copy instructions."""
+    """A kernel family for one architecture; the families differ in their mma and copy instructions."""
 
     def __init__(self, name: str, arch: int, dtypes: tuple[str, ...], stages: int) -> None:
         self.NAME = name
@@ -128,8 +128,8 @@ class GemmMma:
     def estimate_us(self, config: GemmMmaConfig, problem: Problem, device: Device) -> float:
         """Return the run time in microseconds: launch overhead, all waves of CTAs and the split-K reduction.
 
-        The time of a k tile is the longest one of its latency, the compute time of all CTAs on the SM, and the time to
-        load their weights.
+        The time per k tile is the longest of three: the latency of the k tile, the compute time of all CTAs of an SM,
+        and the time to load the weights of these CTAs.
         """
         k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
         ctas = config.tiles(problem) * config.split_k

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_simt``: the fallback for any problem, in float32 on CUDA cores; also the reference for other kernels."""
+"""``gemm_simt``: the fallback for any problem, in float32 on CUDA cores; also the reference for the other kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupy_awq.runtime.launch_plan import LaunchPlan
 
 NAME = "gemm_simt"
 BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 64, 64, 16, 256
-"""The extents of a CTA tile along m, n and k, and the number of threads per CTA."""
+"""The size of a CTA tile along m, n and k, and the number of threads per CTA."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class GemmSimtCosts:
     """Constants of the cost model, fitted to measured times on an H200; all in microseconds.
 
     Attributes:
-        k_tile_us: time of a k tile of one CTA; CTAs on the same SM add up.
+        k_tile_us: time per k tile (16 k) of one CTA; the times of the CTAs of an SM add up.
         launch_us: launch overhead and epilogue.
         reduction_us: fixed time of the split-K reduction.
-        reduction_split_us: time of the split-K reduction per split.
+        reduction_split_us: additional time of the split-K reduction per split.
     """
 
     k_tile_us: float = 1.1
@@ -66,7 +66,7 @@ def reduction(config: GemmSimtConfig, problem: Problem) -> Reduction:
 
 
 def estimate_us(config: GemmSimtConfig, problem: Problem, device: Device) -> float:
-    """Return the run time in microseconds: launch overhead, k tiles of the busiest SM, and split-K reduction."""
+    """Return the run time in microseconds: launch overhead, k tiles of the SM with the most CTAs, split-K reduction."""
     ctas = _tiles(problem) * config.split_k
     k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
     reduction = COSTS.reduction_us + COSTS.reduction_split_us * config.split_k if config.split_k > 1 else 0.0

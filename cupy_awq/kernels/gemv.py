@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemv`` and ``gemm_small``: M <= 16 on CUDA cores of any architecture; each weight is read once."""
+"""``gemv`` and ``gemm_small``: GEMM for M <= 16 on CUDA cores of any architecture; each weight is read once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
 MAX_M = 16
-"""The largest M: a thread holds accumulators for this many rows."""
+"""The largest M; a thread holds the accumulators of all rows."""
 LANES = 16
-"""The number of lanes along N, each with one word of 8 codes; a warp covers two slices of K."""
+"""The number of lanes per slice of K, side by side along N; each lane reads words of 8 codes."""
 BLOCK_N = THREADS = LANES * 8
-"""The number of columns, and of threads, per CTA."""
+"""The number of columns per CTA, which is also the number of threads."""
 SLICES = THREADS // LANES
 """The number of slices into which the threads of a CTA divide K."""
 REGISTERS = {1: 80, 2: 128, 4: 154, 8: 192, 16: 248}
@@ -36,14 +36,14 @@ class GemvCosts:
     """Constants of the cost model, fitted to 150 measured times on an H100.
 
     Attributes:
-        chunk_ns: latency of one chunk of K of a lane, in nanoseconds.
-        chunk_row_ns: increase of that latency per row of x, in nanoseconds.
+        chunk_ns: latency per chunk (`GemvConfig.chunk`), in nanoseconds.
+        chunk_row_ns: increase of ``chunk_ns`` per row of x, in nanoseconds.
         issue_cycles: number of instructions per weight.
-        issue_row_cycles: increase of that number per row of x.
+        issue_row_cycles: increase of ``issue_cycles`` per row of x.
         issue_rate: issue throughput of an SM, in thread instructions per nanosecond.
         bandwidth: achieved fraction of the nominal memory bandwidth.
         reduction_us: fixed time of the split-K reduction, in microseconds.
-        reduction_split_us: time of the split-K reduction per split, in microseconds.
+        reduction_split_us: additional time of the split-K reduction per split, in microseconds.
     """
 
     chunk_ns: int = 530
@@ -65,7 +65,7 @@ class GemvConfig:
 
     Attributes:
         rows: number of rows of x for which the kernel is compiled, a power of two.
-        chunk: number of rows of the weight that a lane loads at once.
+        chunk: number of rows of W that a lane loads at once.
         split_k: number of CTAs per tile; each computes a slice of K.
     """
 
@@ -75,7 +75,7 @@ class GemvConfig:
 
 
 class GemvFamily:
-    """The kernel ``gemv.cu`` for a range of M; each range is a kernel family of its own."""
+    """A kernel family: the kernel of ``gemv.cu`` for a range of M."""
 
     def __init__(self, name: str, min_m: int, max_m: int) -> None:
         self.NAME = name
@@ -97,7 +97,7 @@ class GemvFamily:
     def estimate_us(self, config: GemvConfig, problem: Problem, device: Device) -> float:
         """Return the run time in microseconds: all waves of CTAs and the split-K reduction.
 
-        A wave is bound by latency, by instruction issue, or by memory bandwidth.
+        The time of a wave is the longest of latency, instruction issue, and reading the weights.
         """
         ctas = ceil_div(problem.n, BLOCK_N) * config.split_k
         ctas_per_sm = 65536 // (REGISTERS[config.rows] * THREADS)

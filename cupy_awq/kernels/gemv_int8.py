@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemv_int8``: integer GEMM for M <= 8 on CUDA cores of any architecture; each weight is read once."""
+"""``gemv_int8``: GEMM of int8 activations for M <= 8 on any architecture; each weight is read once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_ROWS = 8
 WARPS = 8
 """The number of warps per CTA."""
 CHUNK = 128
-"""The K extent of one iteration of a warp."""
+"""The number of k per iteration of a warp."""
 COLUMNS = 16
 """The number of columns of y per CTA."""
 
@@ -40,7 +40,7 @@ class GemvInt8Costs:
     weights_per_us: float = 256e3
     """The throughput of one SM, in multiply-adds per microsecond."""
     free_rows: float = 0.2
-    """The number of rows of x whose arithmetic is hidden by the loads."""
+    """The number of rows of x whose multiply-adds overlap entirely with the loads."""
 
 
 COSTS = GemvInt8Costs()
@@ -75,14 +75,14 @@ def configs(problem: Int8Problem, device: Device) -> list[GemvInt8Config]:
 
 
 def estimate_us(config: GemvInt8Config, problem: Int8Problem, device: Device) -> float:
-    """Return the run time in microseconds: launch overhead, and load, math and reduction time of the busiest SM."""
+    """Return the run time in microseconds: launch overhead, and load, math and reduction time of all waves of CTAs."""
     cta_weights = COLUMNS * problem.k / config.split_k
     parameter_bytes = COLUMNS * 4 * problem.parameters * problem.blocks / config.split_k
     loaded_bytes = cta_weights * problem.bits / 8 + parameter_bytes
     load_us = loaded_bytes * device.sm_count / (COSTS.bytes_per_us_per_gbs * device.read_gbs)
     multiply_us = cta_weights * (config.rows - COSTS.free_rows) / COSTS.weights_per_us
     ctas_per_sm = ceil_div(problem.n, COLUMNS) * config.split_k / device.sm_count
-    # In a partial last wave, each CTA gets a larger share of the memory bandwidth.
+    # A partial last wave takes less time than a full one, because each CTA gets a larger share of the bandwidth.
     waves = (math.ceil(ctas_per_sm) + max(ctas_per_sm, 1)) / 2
     launch_us, reduction_us = COSTS.launch_us, 0.0
     if config.split_k > 1:
@@ -104,7 +104,7 @@ def plan(config: GemvInt8Config, problem: Int8Problem, device: Device) -> Launch
 
 
 def workspace(config: GemvInt8Config, problem: Int8Problem) -> Workspace:
-    """Return the split-K workspace: one float32 per split and thread, and one counter per tile of 16 columns."""
+    """Return the split-K workspace: one float32 per thread of each CTA, and one counter per tile of 16 columns."""
     if config.split_k == 1:
         return Workspace()
     tiles = ceil_div(problem.n, COLUMNS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Int8Problem`, a GEMM of 8-bit activations and a block-quantized weight, and helpers of its kernel families."""
+"""`Int8Problem`, a GEMM of 8-bit activations and a block-quantized weight, and functions that its families share."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument
 
 EPILOGUE_ACTIVATIONS = (None, "clamp")
-"""The kinds of activation (see `cupy_awq.activation`) that these kernels support."""
+"""The kinds of activation (see `cupy_awq.activation`) that the kernels of `Int8Problem` support."""
 STEP_K = 32
-"""The K extent of one tensor-core instruction."""
+"""The number of k per tensor-core instruction."""
 BLOCK_K = 128
-"""The K extent of one pipeline stage."""
+"""The number of k per pipeline stage."""
 PADDED_N = 128
-"""The multiple to which N is padded in the parameter arrays, so that kernels read whole tiles."""
+"""The number to a multiple of which N is padded in the parameter arrays, so that kernels read whole tiles."""
 FP8_ARCH = 89
 """The oldest architecture whose tensor cores multiply e4m3."""
 FP8_CODE_SCALE = 512
-"""The factor that restores a 4-bit code c whose bits are read as an e4m3 number, which has the value c * 2**-9."""
+"""The factor that restores a 4-bit code c from the e4m3 number with the same bits, whose value is c / 512."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class Int8Problem:
         m: number of rows of A and y.
         n: number of rows of W and columns of y.
         k: number of columns of A and W.
-        block_size: number of columns per quantization block of A; of W if ``row_scales``.
+        block_size: number of columns per quantization block of A, or of W if ``row_scales``.
         bits: bits per code of W, 4 or 8.
-        x_offset: whether A has offsets.
-        weight_offset: whether W has offsets.
+        x_offset: whether A has an offset per quantization block.
+        weight_offset: whether W has an offset per quantization block.
         dtype: dtype of y.
-        bias_dtype: dtype of the bias [n]; None without a bias.
+        bias_dtype: dtype of the bias [n], or None without a bias.
         activation: kind of activation, one of `EPILOGUE_ACTIVATIONS`.
         limits: lower and upper bound of the activation "clamp".
         aligned: whether the codes of A start at a multiple of 16 bytes.
         even: whether all rows of y start at a multiple of two elements.
         wide: whether all rows of y start at a multiple of 16 bytes.
-        y_stride: row stride of y in elements; None if y is contiguous.
-        fp8: whether A is e4m3 with one scale per row, as in `Fp8Quantization`; else A is int8.
-        row_scales: whether A has one block per row while W has several.
+        y_stride: row stride of y in elements, or None if y is contiguous.
+        fp8: whether A is e4m3 with one scale per row, as in `Fp8Quantization`; otherwise A is int8.
+        row_scales: whether each row of A is one quantization block while W has several blocks per row.
         zero_points: whether the offsets of W are integer multiples of its scales (`BlockQuantizedWeight.zero_points`).
     """
 
@@ -82,7 +82,7 @@ class Int8Problem:
 
     @property
     def tuning_key(self) -> TuningKey:
-        """The tuning key, made of K, N, the bits and the block size; M is tuned at powers of two."""
+        """The tuning key: K, N, bits per code and block size, and M rounded up to a power of two."""
         op = "gemm_fp8" if self.fp8 else "gemm_int8"
         shape = f"{op} {self.k}x{self.n} {self.bits} bits in blocks of {self.block_size}"
         return TuningKey((shape,), self.m, next_power_of_two(self.m))
@@ -94,16 +94,16 @@ class Int8Problem:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters per block and row of W, of: scale, offset, and sum of codes times scale."""
+        """The number of parameters per quantization block and row of W, of scale, offset, and sum of codes * scale."""
         return 1 + (self.weight_offset or self.fp8) + self.x_offset
 
     @property
     def y_row_stride(self) -> int:
-        """The row stride of y in elements."""
+        """The row stride of y in elements: ``y_stride``, or that of a contiguous y."""
         return self.n if self.y_stride is None else self.y_stride
 
     def defines(self, *, weight_offset: bool) -> tuple[tuple[str, int | str], ...]:
-        """Return the compile-time constants (name, value) that all integer GEMM families share."""
+        """Return the compile-time constants (name, value) that all 8-bit GEMM families have."""
         return (
             ("Y", TYPES[self.dtype]),
             ("BITS", self.bits),
@@ -118,7 +118,7 @@ class Int8Problem:
         )
 
     def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments of the kernels that read the weight buffers of `prepare_weight`."""
+        """Return the kernel arguments of the families that use `int8_problem.prepare_weight`."""
         x_scale = "x_row_scale" if self.fp8 else "x_scale"
         buffers = ("xq", x_scale, "x_offset", "x_sums", "codes", "parameters", "bias", "y", "partials", "counters")
         padded_n = ceil_div(self.n, PADDED_N) * PADDED_N
@@ -127,14 +127,14 @@ class Int8Problem:
 
 
 def activation_refusal(problem: Int8Problem) -> str | None:
-    """Return the reason if no integer kernel supports the problem's activation, else None."""
+    """Return the reason why 8-bit GEMM kernels do not support the problem's activation, or None if they do."""
     if problem.activation not in EPILOGUE_ACTIVATIONS:
         return f"has no activation {problem.activation}, only clamp"
     return None
 
 
 def layout_refusal(problem: Int8Problem) -> str | None:
-    """Return why kernels with 16-byte loads cannot read x or the weight, or None if they can."""
+    """Return the reason why kernels with 16-byte loads cannot solve the problem, or None if they can."""
     if problem.k % 16:
         return f"needs a multiple of 16 columns, not {problem.k}"
     if not problem.aligned:
@@ -145,12 +145,12 @@ def layout_refusal(problem: Int8Problem) -> str | None:
 
 
 def fp8_block_size(block_size: int, k: int) -> int:
-    """Return the number of columns per sum of `quantize_fp8`: a divisor of 128 and of the weight's block size."""
+    """Return the number of columns per sum of codes for `quantize_fp8`: it divides 128 and the weight's block size."""
     return math.gcd(block_size, BLOCK_K) if block_size < k else BLOCK_K
 
 
 def fp8_refusal(block_size: int, k: int, device: Device) -> str | None:
-    """Return why no kernel multiplies e4m3 by a weight with k columns and this block size, or None if one does."""
+    """Return the reason why no kernel supports e4m3 activations for this K and block size of the weight, or None."""
     if device.arch < FP8_ARCH:
         return f"needs sm_{FP8_ARCH} or newer, not sm_{device.arch}"
     if k % 16:
@@ -161,9 +161,9 @@ def fp8_refusal(block_size: int, k: int, device: Device) -> str | None:
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
-    """Return the weight buffers "codes" and "parameters" of all families but `gemm_int8_sm90`.
+    """Return the weight buffers "codes" and "parameters" for all families except `gemm_int8_sm90`.
 
-    ``cuda_src/int8/gemm_int8.cuh`` describes both.
+    ``cuda_src/int8/gemm_int8.cuh`` has the layouts of both buffers.
     """
     return {
         "codes": weight.layout(("int8 codes", problem.fp8), lambda: _codes(weight, problem.fp8)),
@@ -175,13 +175,13 @@ def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[s
 
 
 def _codes(weight: BlockQuantizedWeight, fp8: bool) -> Array:
-    """Return the codes, uint8 [N, bytes], with K padded to a multiple of 32 and two 4-bit codes packed per byte.
+    """Return the codes, uint8 [N, bytes per row], with K padded to a multiple of 32; a byte holds two 4-bit codes.
 
-    The codes are two's complement, or unsigned for e4m3.
+    The codes are in two's complement, or unsigned if ``fp8``.
     """
     n, _, _, k = weight.shape
     codes = namespace(weight.stored).zeros((n, ceil_div(k, STEP_K) * STEP_K), np.uint8)
-    # Flipping the highest bit of an unsigned code gives the two's complement of code - 2**(bits - 1).
+    # An unsigned code with its highest bit flipped is code - 2**(bits - 1) in two's complement.
     codes[:, :k] = weight.codes.reshape(n, k) ^ np.uint8(0 if fp8 else 1 << (weight.bits - 1))
     if weight.bits == 8:
         return codes
@@ -190,7 +190,7 @@ def _codes(weight: BlockQuantizedWeight, fp8: bool) -> Array:
 
 
 def _parameters(weight: BlockQuantizedWeight, block_size: int, fp8: bool) -> Array:
-    """Return scale, offset, and sum of the codes times scale (zeros for e4m3): float32 [3, blocks of A, padded N]."""
+    """Return scale, offset, and sum of codes * scale (zero if ``fp8``) as float32 [3, blocks of A, padded N]."""
     n = weight.shape[0]
     scale, offset, sums = block_parameters(weight, block_size)
     parameters = namespace(weight.scale).zeros((3, len(scale), ceil_div(n, PADDED_N) * PADDED_N), np.float32)
@@ -198,7 +198,7 @@ def _parameters(weight: BlockQuantizedWeight, block_size: int, fp8: bool) -> Arr
         parameters[0, :, :n] = FP8_CODE_SCALE * scale
         parameters[1, :, :n] = -8 * scale
     else:
-        # The kernels multiply a 4-bit code in the high half of a byte, that is, 16 times its value.
+        # The kernels use a 4-bit code as the high half of a byte, which is 16 times the code.
         parameters[0, :, :n] = scale / 16 if weight.bits == 4 else scale
         parameters[2, :, :n] = sums * scale
     if offset is not None:
@@ -207,7 +207,10 @@ def _parameters(weight: BlockQuantizedWeight, block_size: int, fp8: bool) -> Arr
 
 
 def block_parameters(weight: BlockQuantizedWeight, block_size: int) -> tuple[Array, Array | None, Array]:
-    """Return scale (float32), offset (float32 or None) and sum of the signed codes (int64), each [blocks of A, N]."""
+    """Return, for the blocks of A, the weight's scales, offsets and sums of signed codes, each [blocks of A, N].
+
+    Scales and offsets are float32 (offsets may be None), sums are int64.
+    """
     n, _, _, k = weight.shape
     xp = namespace(weight.scale)
     begins = range(0, k, block_size)
@@ -225,7 +228,10 @@ def block_parameters(weight: BlockQuantizedWeight, block_size: int) -> tuple[Arr
 
 
 def common_problems() -> Iterator[Int8Problem]:
-    """Yield GEMMs of common layers, for precompilation: small and large M, and each supported kind of operands."""
+    """Yield GEMMs of common layers, which the compile command compiles in advance.
+
+    They have small and large M and all supported kinds of operands.
+    """
     w4a8 = ("float16", 4, 128, False, True)
     for dtype, bits, block_size, x_offset, weight_offset in (
         w4a8,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch plans of a decoder's kernels in ``cuda_src/llm``: everything except the quantized GEMMs.
+"""The launch plans of the kernels in ``cuda_src/llm``: all kernels of a decoder except the quantized GEMMs.
 
 Every ``plan_*`` function is pure and returns the `LaunchPlan` of one kernel. Common arguments are:
 
-- ``m``: number of rows of the activations, one per token;
+- ``m``: number of rows of the activations; each row is one token;
 - ``dtype``: dtype of the activations, "float16" or "bfloat16";
 - ``eps``: epsilon of RMSNorm;
 - ``capacity``: largest number of tokens per sequence in the KV cache;
@@ -27,27 +27,27 @@ TENSOR_CORE_ARCH = 80
 THREADS = 256
 """The default number of threads per CTA."""
 MAX_SAMPLE_CTAS = 128
-"""The largest number of CTAs of ``sample_token`` per sequence."""
+"""The largest number of CTAs per sequence in ``sample_token``."""
 MAX_SPLITS = 32
-"""The largest number of CTAs that divide the keys of one sequence among them in ``decode_attention``."""
+"""The largest number of splits of ``decode_attention``: CTAs among which the keys of a sequence are divided."""
 MAX_COUNTERS = 1 << 16
-"""The number of counters of ``decode_attention``, an upper bound of rows times query heads."""
+"""The number of counters that ``decode_attention`` can use; m * heads must not exceed it."""
 MAX_SIMT_HEADS = 8
 """The largest number of query heads per CTA in attention without tensor cores."""
 DENSE_BLOCK_M = 16
 """The number of rows of x per CTA tile of ``dense_sm80``."""
 PREFILL_TILE = 64
-"""The number of queries, and of keys, per tile of ``attention_sm80``."""
+"""The number of queries, and the number of keys, per tile of ``attention_sm80``."""
 MIN_SPLIT_KEYS = 64
 """The smallest number of keys per split of ``decode_attention``."""
 UNSPLIT_KEYS = 256
-"""The number of keys up to which ``decode_attention_sm80`` uses one split; merging costs 1.5 us on an H100."""
+"""The largest number of keys for which ``decode_attention_sm80`` uses one split; merging splits takes 1.5 us (H100)."""
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_embed(device: Device, m: int, vocab: int, width: int, table_dtype: str) -> LaunchPlan:
     """Return the plan of ``embed``: h [m, width] = table[tokens], with a table [vocab, width]."""
-    threads = 1024  # one load per thread covers a row of up to 4096 values
+    threads = 1024  # With one load of 4 values per thread, a CTA covers a row of up to 4096 values.
     arguments = ("tokens", "table", "h", *_int32s(vocab, width))
     plan = _plan(device, "embed", {"TABLE": TYPES[table_dtype]}, (m, 1, 1), threads, arguments)
     return replace(plan, dependent=False)
@@ -55,7 +55,7 @@ def plan_embed(device: Device, m: int, vocab: int, width: int, table_dtype: str)
 
 @functools.lru_cache(maxsize=1024)
 def plan_rms_norm(device: Device, m: int, width: int, dtype: str, eps: float, *, delta: bool) -> LaunchPlan:
-    """Return the plan of ``rms_norm`` of h [m, width]; with ``delta``, a block's output is added to h first."""
+    """Return the plan of ``rms_norm`` of h [m, width]; with ``delta``, delta [m, width] is added to h first."""
     threads = 256 if width <= 4096 else 1024
     vectors = ceil_div(width, 4 * threads)
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HAS_DELTA": int(delta), "VECTORS": vectors}
@@ -141,18 +141,21 @@ def plan_decode_attention(
     eps: float,
     *,
     norm: bool,
+    orders_out: bool = False,
 ) -> LaunchPlan:
     """Return the plan of attention in a decode step, for one new token of each of m sequences.
 
     The kernel applies RoPE, appends k and v to the KV cache, and computes attention. It is ``decode_attention_sm80``
     (tensor cores) where it supports the architecture and head_dim, else ``decode_attention``. The grid does not depend
-    on the lengths of the sequences, so a captured CUDA graph can be replayed for any length.
+    on the lengths of the sequences, so a captured CUDA graph can be replayed for any length. With ``orders_out``, the
+    kernel stores column i of a row at column ``positions[i]``.
     """
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
+    defines |= {"ORDER_OUT": int(orders_out)}
     defines |= {"MAX_SPLITS": MAX_SPLITS, "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS}
     if device.arch >= TENSOR_CORE_ARCH and head_dim % 64 == 0 and head_dim <= 256:
         entry = "decode_attention_sm80"
-        # The registers hold the accumulators of at most 16 heads of 128, or 8 heads of 256.
+        # The registers hold the accumulators of at most 16 heads of up to 128 dims, or of 8 heads of 256 dims.
         cta_heads = _cta_heads(heads // kv_heads, 16 if head_dim <= 128 else 8)
         threads = _attention_threads(cta_heads, head_dim)
         ctas_per_sm = 256 // threads
@@ -162,15 +165,18 @@ def plan_decode_attention(
         entry = "decode_attention"
         cta_heads, threads, constants = _simt_heads(heads, kv_heads, head_dim)
         if 4 * m * heads // cta_heads > device.sm_count:
-            threads = 128  # more CTAs per SM, which overlap loads with arithmetic
+            threads = 128  # Smaller CTAs, so that an SM holds several, which overlap loads with arithmetic.
         ctas_per_sm = 2 if threads > 128 else 3
         defines |= constants
     splits = max(1, min(MAX_SPLITS, ctas_per_sm * device.sm_count // (m * heads // cta_heads)))
-    # Claim half of the shared memory to limit residency to one CTA per SM. With two, CTAs are placed unevenly while the
-    # preceding kernel occupies some SMs (a layer of Llama-3.2-1B with 16 sequences on an H100: 47.1 against 41.9 us).
+    # Request half of the shared memory to limit residency to one CTA per SM. With two CTAs per SM, CTAs are distributed
+    # unevenly while the preceding kernel occupies some SMs: a layer of Llama-3.2-1B with 16 sequences takes 47.1
+    # instead of 41.9 us on an H100.
     spread = ctas_per_sm == 1 and head_dim < 128 and splits == 1 and m * heads // cta_heads <= device.sm_count
     shared_bytes = device.shared_bytes_per_sm // 2 if spread else 0
-    buffers = ("qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters")
+    buffers = ["qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters"]
+    if orders_out:
+        buffers.append("positions")
     sizes = _int32s(heads, kv_heads, capacity)
     scalars = np.int64(sequence_stride), np.float32(head_dim**-0.5), np.float32(eps)
     grid, arguments = (splits, heads // cta_heads, m), (*buffers, *sizes, *scalars)
@@ -204,8 +210,8 @@ def plan_dense(
         defines |= {"BLOCK": block}
     if device.arch >= TENSOR_CORE_ARCH and k % 32 == 0:
         threads = 512
-        # A step loads 2 * `threads` bytes of each row of w. More than 64 KiB of loads in flight per CTA slow down LM
-        # heads by 1 to 4% on an H100.
+        # A step loads 2 * `threads` bytes of each row of w. The number of steps limits the loads in flight per CTA to
+        # 64 KiB; more slow down LM heads by 1 to 4% on an H100.
         step_k = step_values * threads
         steps = ceil_div(k, step_k * ceil_div(k, 4 * step_k))
         tiles = min(4, 8 // steps)
@@ -231,9 +237,9 @@ def plan_sample_token(
 ) -> LaunchPlan:
     """Return the plan of ``sample_token``, which samples the next token of m sequences of a batch.
 
-    The sequences are first_sequence to first_sequence + m - 1; all buffers start at the first of them. With
-    ``advance``, the kernel also increments their lengths and writes the tokens to host memory. The buffer ``limits`` is
-    a null pointer if every token may be sampled.
+    The sequences are first_sequence to first_sequence + m - 1 of the batch; all buffers start at sequence
+    first_sequence. With ``advance``, the kernel also increments the lengths of the sequences and writes the tokens to
+    host memory. The buffer ``limits`` is a null pointer if every token may be sampled.
     """
     arguments = (
         *("logits", "seen", "limits", "tokens", "lengths", "partials", "counters", "host_tokens"),
@@ -257,7 +263,10 @@ def plan_sampling_threshold(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> LaunchPlan:
-    """Return the plan of ``sampling_threshold``: the smallest logit that top-k, top-p and min-p keep, per sequence."""
+    """Return the plan of ``sampling_threshold``, which computes per sequence the smallest logit that sampling may keep.
+
+    That is the smallest logit, divided by the temperature, that passes top-k, top-p and min-p.
+    """
     log_min_p = np.log(np.float32(min_p)) if min_p > 0 else np.float32(-np.inf)
     arguments = (
         *("logits", "seen", "limits", np.int32(vocab), np.int32(top_k)),
@@ -268,7 +277,7 @@ def plan_sampling_threshold(
 
 
 def kernels(device: Device) -> Iterator[Kernel]:
-    """Yield the kernels of common models: head_dim 64 and 128, and 1, 3, 4 and 8 query heads per KV head."""
+    """Yield the kernels of common models, with head_dim 64 and 128 and 1, 3, 4 and 8 query heads per KV head."""
     for dtype in ("float16", "bfloat16"):
         yield plan_embed(device, 1, 8, 8, dtype).kernel
         yield plan_swiglu(device, 1, 8, dtype).kernel
@@ -303,7 +312,7 @@ def _plan(
     source: str | None = None,
     shared_bytes: int = 0,
 ) -> LaunchPlan:
-    """Return the plan of kernel ``entry``, with programmatic dependent launch (PDL) on sm_90 and newer."""
+    """Return the plan of kernel ``entry``; on sm_90 and newer, it uses programmatic dependent launch (PDL)."""
     dependent = device.arch >= 90
     constants = (*defines.items(), ("DEPENDENT", int(dependent)), ("THREADS", threads))
     kernel = Kernel(f"llm/{source or entry}.cu", entry, constants, device.target)
@@ -315,12 +324,12 @@ def _int32s(*values: int) -> tuple[Argument, ...]:
 
 
 def _cta_heads(heads_per_kv_head: int, most: int) -> int:
-    """Return the number of query heads per CTA, the largest divisor of ``heads_per_kv_head`` up to ``most``."""
+    """Return the number of query heads per CTA: the largest divisor of ``heads_per_kv_head`` up to ``most``."""
     return max(i for i in range(1, most + 1) if heads_per_kv_head % i == 0)
 
 
 def _attention_threads(cta_heads: int, head_dim: int) -> int:
-    """Return the number of threads per CTA of attention; the accumulators of all warps must fit in shared memory."""
+    """Return the number of threads per CTA of attention; shared memory must hold the accumulators of all warps."""
     return 256 if cta_heads * head_dim <= 1024 else 128
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``quantize_fp8``: quantize x to e4m3 with one scale per row, on sm_89 and newer."""
+"""``quantize_fp8``: quantization of x to e4m3 with one scale per row, on sm_89 and newer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "quantize_fp8"
 VALUES = 8
-"""The number of elements per load of a thread."""
+"""The number of elements that a thread loads at once."""
 LAUNCH_US = 2.0
-"""The launch overhead in the cost model, in microseconds; not fitted to measurements."""
+"""The launch overhead in the cost model, in microseconds; an assumption, not a measurement."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Fp8Quantization:
     Attributes:
         m: number of rows of x.
         k: number of columns of x, a multiple of 8.
-        block_size: number of columns per sum of codes: 8, 16, 32, 64, 128 or 256.
+        block_size: number of columns whose codes are summed: 8, 16, 32, 64, 128 or 256.
         dtype: dtype of x.
         x_stride: row stride of x in elements.
     """
@@ -69,7 +69,7 @@ def configs(problem: Fp8Quantization, device: Device) -> list[QuantizeFp8Config]
 
 
 def estimate_us(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> float:
-    """Return the run time in microseconds: launch overhead, and x and the codes at the nominal bandwidth."""
+    """Return the run time in microseconds: launch overhead plus memory traffic at the nominal bandwidth."""
     return LAUNCH_US + problem.m * problem.k * (ITEMSIZE[problem.dtype] + 1) / (device.read_gbs * 1e3)
 
 

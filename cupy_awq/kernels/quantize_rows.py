@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``quantize_rows``: quantize x to int8 with parameters for each block of columns, on any architecture."""
+"""``quantize_rows``: quantization of x to int8 with a scale and an offset per block of columns, on any architecture."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ NAME = "quantize_rows"
 MAX_THREADS = 256
 """The largest number of threads per CTA."""
 MAX_GRID = 65535
-"""The largest gridDim.y and gridDim.z."""
+"""The largest value of gridDim.y and gridDim.z."""
 MAX_WARP_ROUNDS = 8
-"""The largest number of loads per lane for which one warp reads a block; beyond it a whole CTA does."""
+"""The largest number of loads per lane with which a single warp reads a block; a whole CTA reads larger blocks."""
 LAUNCH_US = 2.0
-"""The launch overhead in the cost model, in microseconds; not fitted to measurements."""
+"""The launch overhead in the cost model, in microseconds; an assumption, not a measurement."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class RowQuantization:
         block_size: number of columns per block.
         dtype: dtype of x.
         symmetric: whether blocks have no offset.
-        half_even: whether halves are rounded to even; else away from zero.
-        wide: whether x is aligned so that a thread can load 8 elements at once.
+        half_even: whether halves are rounded to even; otherwise they are rounded away from zero.
+        wide: whether the alignment of x permits loads of 8 elements.
         x_stride: row stride of x in elements.
     """
 
@@ -59,8 +59,8 @@ class QuantizeRowsConfig:
     """A configuration of ``quantize_rows``.
 
     Attributes:
-        lanes: number of adjacent threads per block of x.
-        rounds: number of loads per thread and block, each of 8 elements if x is ``wide``, else of 1.
+        lanes: number of adjacent threads per quantization block.
+        rounds: number of loads per thread and block; a load has 8 elements if the problem is ``wide``, else 1.
         threads: number of threads per CTA.
     """
 
@@ -72,7 +72,7 @@ class QuantizeRowsConfig:
 
 
 def refusal(problem: RowQuantization, device: Device) -> str | None:
-    """Return None, since the family solves every problem."""
+    """Return None, since the family can solve every problem."""
     return None
 
 
@@ -86,7 +86,7 @@ def configs(problem: RowQuantization, device: Device) -> list[QuantizeRowsConfig
 
 
 def estimate_us(config: QuantizeRowsConfig, problem: RowQuantization, device: Device) -> float:
-    """Return the run time in microseconds: launch overhead, and x and the codes at the nominal bandwidth."""
+    """Return the run time in microseconds: launch overhead plus memory traffic at the nominal bandwidth."""
     return LAUNCH_US + problem.m * problem.k * (ITEMSIZE[problem.dtype] + 1) / (device.read_gbs * 1e3)
 
 

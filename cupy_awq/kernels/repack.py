@@ -20,9 +20,9 @@ Bits: TypeAlias = np.ndarray[Any, Any]
 THREADS = 256
 """The number of threads per CTA."""
 BLOCK_N = 128
-"""The number of columns per CTA; the repacked layout pads N to a multiple of it."""
+"""The number of columns per CTA; the repacked layout pads N to a multiple of BLOCK_N."""
 WEIGHT_TILE_N, WEIGHT_TILE_K = 32, 128
-"""The number of columns and of rows of W per weight tile."""
+"""The numbers of columns and of rows of W per weight tile."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RepackedLayout:
     Attributes:
         k: number of rows of the weight.
         n: number of columns of the weight.
-        group_size: number of rows per scale.
+        group_size: number of rows that share scales and zero points.
         scales_dtype: dtype of the scales.
         zeros: kind of zero points, as in `Problem`.
 
@@ -53,7 +53,7 @@ class RepackedLayout:
         return cls(problem.k, problem.n, problem.group_size, problem.scales_dtype, problem.zeros)
 
     def refusal(self) -> str | None:
-        """Return why the weight cannot be repacked, or None if it can."""
+        """Return the reason why the weight cannot be repacked, or None if it can."""
         if self.zeros == "float":
             return "needs zero points as 4-bit codes or none, not float offsets"
         if self.k % 64:
@@ -65,17 +65,17 @@ class RepackedLayout:
 
     @property
     def groups(self) -> int:
-        """The number of groups per weight tile, at least 1; each has its own scales."""
+        """The number of groups per weight tile; 1 if a group spans several weight tiles."""
         return max(1, WEIGHT_TILE_K // self.group_size)
 
     @property
     def group_bytes(self) -> int:
-        """The size in bytes of one group's scales and zero points in a weight tile."""
+        """The size in bytes of the scales and zero points of one group in a weight tile."""
         return 96 if self.zeros == "packed" else 64
 
     @property
     def weight_tile_bytes(self) -> int:
-        """The size in bytes of a weight tile: codes, scales and zero points."""
+        """The size of a weight tile in bytes: codes, scales and zero points."""
         return WEIGHT_TILE_N * WEIGHT_TILE_K // 2 + self.groups * self.group_bytes
 
     @property
@@ -90,22 +90,23 @@ class RepackedLayout:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of the repacked weight."""
+        """The size of the repacked weight in bytes."""
         return self.tile_columns * self.k_tiles * self.weight_tile_bytes
 
     def defines(self) -> tuple[tuple[str, int | str], ...]:
-        """Return the compile-time constants (name, value) of ``cuda_src/gemm/repacked_layout.cuh``."""
+        """Return the compile-time constants (name, value) that ``cuda_src/gemm/repacked_layout.cuh`` needs."""
         return ("SCALE", TYPES[self.scales_dtype]), ("ZEROS", ZEROS[self.zeros]), ("GROUPS", self.groups)
 
     def plan(self, device: Device, strides: tuple[int, int, int] | None = None) -> LaunchPlan:
         """Return the launch plan that repacks a weight.
 
-        Its buffers are ``qweight``, ``scales``, ``qzeros`` and ``out``, which has ``nbytes`` bytes aligned to 16.
-        GEMM kernels may read ``out`` before the preceding kernel finishes (PDL), so synchronize once after this launch.
+        The buffers are ``qweight``, ``scales``, ``qzeros`` and ``out``; ``out`` has ``nbytes`` bytes and starts at a
+        multiple of 16 bytes. GEMM kernels may read ``out`` before the preceding kernel finishes (PDL), so synchronize
+        once after the launch.
 
         Args:
             device: the GPU.
-            strides: row strides of ``qweight``, ``scales`` and ``qzeros`` in elements; None if they are contiguous.
+            strides: row strides of ``qweight``, ``scales`` and ``qzeros`` in elements, or None if all are contiguous.
         """
         kernel = Kernel("gemm/repack.cu", "repack", (*self.defines(), ("BLOCK_N", BLOCK_N)), device.target)
         sizes = (self.n, self.k, self.group_size, *(strides or (self.n // 8, self.n, self.n // 8)))
@@ -114,7 +115,7 @@ class RepackedLayout:
         return LaunchPlan(kernel, grid, (THREADS, 1, 1), arguments)
 
     def unpack(self, out: Bits, /) -> tuple[Bits, Bits, Bits | None]:
-        """Unpack a repacked weight with NumPy, the inverse of the kernel.
+        """Unpack a repacked weight with NumPy: the inverse of the kernel ``repack``.
 
         Args:
             out: the repacked weight, ``nbytes`` bytes.
@@ -133,26 +134,26 @@ class RepackedLayout:
         for i in range(8):
             odd, column, upper = i % 2, i // 2 % 2, i // 4
             nibbles = (words >> (16 * odd + 4 * column + 8 * upper)) & 15
-            # [n, k, k64, half, g, t, k16] -> [k, k64, k16, (upper), t, (odd), n, half, (column), g]
+            # Transpose [n, k, k64, half, g, t, k16] to [k, k64, k16, (upper), t, (odd), n, half, (column), g].
             codes[:, :, :, upper, :, odd, :, :, column] = nibbles.transpose(1, 2, 6, 5, 0, 3, 4)
         flat = codes.reshape(self.k_tiles * WEIGHT_TILE_K, self.tile_columns * WEIGHT_TILE_N)
 
         groups = tiles[:, :, code_bytes:].reshape(self.tile_columns, self.k_tiles, self.groups, 2, -1)
         scales = groups[..., :32].copy().view("<u2").reshape(*groups.shape[:4], 8, 2)
-        by_row = 1, 2, 0, 3, 5, 4  # [n, k, group, half, g, column] -> [k, group, n, half, column, g]
+        by_row = 1, 2, 0, 3, 5, 4  # from [n, k, group, half, g, column] to [k, group, n, half, column, g]
         scales = scales.transpose(by_row).reshape(-1, flat.shape[1])
         zeros = None
         if self.zeros == "packed":
             zeros = groups[..., 32:].reshape(*groups.shape[:4], 8, 2).transpose(by_row).reshape(-1, flat.shape[1])
         if flat[self.k :].any() or flat[:, self.n :].any() or scales[:, self.n :].any():
             raise ValueError("out: expected zeros in the padding, got other values")
-        # The scales of a group that spans several weight tiles are stored in each of them.
+        # If a group spans several weight tiles, each of these tiles has a copy of the scales; the first copy is read.
         first = np.arange(self.k // self.group_size) * max(1, self.group_size // WEIGHT_TILE_K)
         return flat[: self.k, : self.n], scales[first, : self.n], None if zeros is None else zeros[first, : self.n]
 
 
 def repacked_refusal(problem: Problem, device: Device) -> str | None:
-    """Return why no kernel that reads the repacked layout can solve the problem, or None if one may."""
+    """Return the reason why kernels that read the repacked layout cannot solve the problem, or None."""
     if device.arch != 90:
         return f"needs sm_90, not sm_{device.arch}"
     if not problem.repacked:

@@ -298,7 +298,7 @@ def _choose(problem: KernelProblem, device: Device, kernel: str | None, split_k:
     key, entry = problem.tuning_key, tuned.lookup(problem, device)
     if key is not None and entry is not None:
         for candidate in legal:
-            if tuned.label(candidate.family, candidate.config) == entry.label and _applies(key, candidate, best):
+            if _has_label(key, candidate, entry.label) and _applies(key, candidate, best):
                 return _planned(candidate, problem, device, entry)
     return _planned(best, problem, device)
 
@@ -306,6 +306,13 @@ def _choose(problem: KernelProblem, device: Device, kernel: str | None, split_k:
 def _planned(candidate: Candidate, problem: KernelProblem, device: Device, entry: TunedConfig | None = None) -> Choice:
     family, config, _ = candidate
     return Choice(problem, family, config, family.plan(config, problem, device), entry)
+
+
+def _has_label(key: TuningKey, candidate: Candidate, label: str) -> bool:
+    """Return whether a tuned label means a configuration; the height of a single tile may differ from the tuned one."""
+    if key.m == key.tuned_m or key.m > ONE_TILE_M:
+        return tuned.label(candidate.family, candidate.config) == label
+    return label in tuned.labels(candidate.family, candidate.config)
 
 
 def _applies(key: TuningKey, candidate: Candidate, best: Candidate) -> bool:

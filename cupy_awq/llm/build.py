@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from cupy_awq.check import HOST, Array
+from cupy_awq.check import Array
 from cupy_awq.checkpoint import CheckpointError, Module
 from cupy_awq.llm.model import Layer, Model
 from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear, ModelFiles, Progress
@@ -76,26 +77,33 @@ class _Builder:
         )
         q_norm = self._vector(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None
         k_norm = self._vector(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None
-        o = self._projection([read(f"{attention}.o_proj", q_width, d)])
+        # Attention, and gate and up, produce their columns in the order in which o and down take them.
+        o, o_order = _split_order(read(f"{attention}.o_proj", q_width, d))
+        o_projection = self._projection([o])
         mlp_norm = self._vector(f"{name}.post_attention_layernorm", d)
         parts = [read(f"{mlp}.{p}_proj", d, intermediate) for p in ("gate", "up")]
-        down, down_order = read(f"{mlp}.down_proj", intermediate, d), None
-        if isinstance(down, Module):  # gate and up produce their columns in the order in which down takes them
-            down, down_order = down._replace(order=None), down.order
+        down, down_order = _split_order(read(f"{mlp}.down_proj", intermediate, d))
         gate_up = self._projection(parts, gated=True, column_order=down_order)
-        return Layer(attention_norm, qkv, q_norm, k_norm, o, mlp_norm, gate_up, self._projection([down]))
+        order = None if o_order is None else self._ops.prepare_order(o_order)
+        down_projection = self._projection([down])
+        return Layer(attention_norm, qkv, q_norm, k_norm, o_projection, mlp_norm, gate_up, down_projection, order)
 
     def _vector(self, name: str, size: int) -> Array:
         return self._ops.prepare_tensor(self._files.read_tensor(f"{name}.weight", (size,)))
 
     def _read_int8(self, name: str, k: int, n: int) -> Int8Linear | None:
-        """Read a linear layer in 8 bits for a GPU, or return None; the CPU expands weights anyway."""
-        return None if self._ops.device_index == HOST else self._files.read_int8_linear(name, k, n)
+        """Read a linear layer with 8-bit codes; return None without them, or if the back end would dequantize them."""
+        return None if k < self._ops.int8_min_k else self._files.read_int8_linear(name, k, n)
 
     def _read(self, name: str, k: int, n: int) -> Linear:
         return self._read_int8(name, k, n) or self._files.read_linear(name, k, n)
 
     def _projection(self, parts: Sequence[Linear], **options: Any) -> Projection:
-        """Return one projection for several linear layers that share x; options as in `DecoderOps.make_projection`."""
+        """Return one projection for several linear layers that share x; options are those of `make_projection`."""
         self._weight_bytes += sum(part.weight.nbytes for part in parts)
         return self._ops.make_projection(parts, **options)
+
+
+def _split_order(part: Linear) -> tuple[Linear, npt.NDArray[np.int32] | None]:
+    """Return a linear layer without its activation order, and the order."""
+    return (part._replace(order=None), part.order) if isinstance(part, Module) else (part, None)

@@ -25,7 +25,7 @@ from cupy_awq.llm import kv_cache, upload
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.kv_cache import KvCache
 from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear
-from cupy_awq.llm.ops import DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
+from cupy_awq.llm.ops import ColumnOrder, DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
 from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
 from cupy_awq.ops.gather_columns import gather_columns
 from cupy_awq.ops.plan import FusedPlan
@@ -47,13 +47,15 @@ class CudaOps(DecoderOps):
         config: the configuration of the model.
         device_index: the device ordinal; this device must be current at construction and at every call.
         dtype: the dtype of activations and of the KV cache: float16 or bfloat16.
-        batch_invariant: as in `cupy_awq.llm.load`. GEMMs are not fused with the residual add and RMSNorm, and a decode
-            step runs the attention kernel of a prompt, whose order of additions depends only on a token's position.
+        batch_invariant: the option of `cupy_awq.llm.load`. If True, GEMMs are not fused with the residual add and
+            RMSNorm, and decode steps use the attention kernel for prompts, whose order of additions depends only on the
+            position of a token.
 
     Raises:
         ValueError: the kernels do not support the sizes of the model.
     """
 
+    int8_min_k = 2048  # on an H100, 8 bits are faster than float16 for K = 4096, but not for K = 576 and 1536
     prefill_chunk = 2048
 
     def __init__(
@@ -68,7 +70,7 @@ class CudaOps(DecoderOps):
         self.device = device.of(device_index)
         self._host_table: npt.NDArray[Any] | None = None
         self._table: Array = None
-        self._positions: dict[Projection | None, Array] = {}  # the inverse of each layer's activation order
+        self._positions: dict[Projection | None, Array] = {}  # by layer, the inverse of its activation order
         self._attention_counters = workspace.allocate_zeros(4 * kernels.MAX_COUNTERS)
         self._decode_stream: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
 
@@ -94,6 +96,11 @@ class CudaOps(DecoderOps):
             return cupy.asarray(a.astype(np.float32))
         self._host_table, self._table = a, cupy.asarray(a.astype(self.dtype, copy=False))
         return self._table
+
+    def prepare_order(self, order: npt.NDArray[np.int32]) -> ColumnOrder:
+        import cupy
+
+        return ColumnOrder(cupy.asarray(order), cupy.asarray(np.argsort(order).astype(np.int32)))
 
     def prepare_tokens(self, ids: Sequence[int]) -> cupy.ndarray:
         import cupy
@@ -180,20 +187,20 @@ class CudaOps(DecoderOps):
     ) -> ResidualStream:
         """See `DecoderOps`. If supported, the GEMM also adds to h and multiplies h by the weight of the next norm.
 
-        The GEMM writes that product in the activation order of ``next_projection``.
+        The product's columns are written in the activation order of ``next_projection``.
         """
         *rows, width = stream.h.shape
         positions = self._positions.get(next_projection)
         fusion = Fusion("add_to_stream", orders_y=positions is not None)
-        plan = self._plan_fused(projection, x.size // x.shape[-1], fusion)
+        # A fused GEMM takes x as it is.
+        has_order = _order(projection) is not None
+        plan = None if has_order else self._plan_fused(projection, x.size // x.shape[-1], fusion)
         if plan is None or next_norm_weight is None:
             return ResidualStream(stream.h, delta=projection(x))
         square_sums = self._empty((*rows, ceil_div(width, SQUARE_SUM_COLUMNS)), np.float32)
         read = {"norm_weight": next_norm_weight, "previous_inverse_rms": stream.inverse_rms, "inverse_rms": None}
         if positions is not None:
             read["positions"] = positions
-        order = _order(projection)
-        x = x if order is None else gather_columns(x, order)
         y = self._run_fused(plan, x, h=stream.h, square_sums=square_sums, **read)
         x_order = None if positions is None else _order(next_projection)
         return ResidualStream(stream.h, None, stream.inverse_rms, y, square_sums, x_order)
@@ -201,7 +208,15 @@ class CudaOps(DecoderOps):
     def rms_norm(self, stream: ResidualStream, norm_weight: Array) -> Array:
         return self._rms_norm(stream, norm_weight)[0]
 
-    def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: KvCache, layer: int) -> Array:
+    def attend(
+        self,
+        qkv: Array,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        cache: KvCache,
+        layer: int,
+        order: ColumnOrder | None,
+    ) -> Array:
         """See `DecoderOps`. A decode step (S = 1) launches one kernel, a prompt two."""
         config, dtype = self.config, self.dtype.name
         b, s, _ = qkv.shape
@@ -212,16 +227,18 @@ class CudaOps(DecoderOps):
         cached = {"lengths": cache.lengths, "k": cache.k[layer], "v": cache.v[layer]}
         new = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cache.cos, "sin": cache.sin}
         if s == 1 and not self._batch_invariant:
-            plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, config.eps, norm=has_norm)
+            options = {"norm": has_norm, "orders_out": order is not None}
+            plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, config.eps, **options)
             partials, _ = kernels.attention_workspace(plan, config.head_dim)
             scratch = {"partials": self._empty((partials,), np.float32), "counters": self._attention_counters}
-            self.run(plan, **cached, **new, **scratch, out=out)
+            positions = None if order is None else order.positions
+            self.run(plan, **cached, **new, **scratch, out=out, positions=positions)
             return out
         q = self._empty((b, s, config.q_width))
         plan = kernels.plan_rope_cache(self.device, b * s, s, *sizes, dtype, config.eps, norm=has_norm)
         self.run(plan, **cached, **new, q=q)
         self.run(kernels.plan_attention(self.device, b * s, s, *sizes, dtype), **cached, q=q, out=out)
-        return out
+        return out if order is None else gather_columns(out, order.order)
 
     def to_numpy(self, a: Array) -> npt.NDArray[np.float32]:
         host: npt.NDArray[np.float32] = a.get()
@@ -263,8 +280,6 @@ class CudaOps(DecoderOps):
         self, parts: Sequence[Module], activation: str | None, order: npt.NDArray[np.int32] | None
     ) -> AwqLinear:
         """Return one layer for linear layers that share x and its activation order, concatenated along N."""
-        import cupy
-
         linears: list[AwqLinear | PackedWeight] = []
         for part in parts:
             is_weight = part.bias is None and part.order is None
@@ -272,13 +287,13 @@ class CudaOps(DecoderOps):
         invariant = self._batch_invariant
         layer = AwqLinear.concatenate(linears, activation=activation, keep_weight=False, batch_invariant=invariant)
         if order is not None:
-            self._positions[layer] = cupy.asarray(np.argsort(order).astype(np.int32))
+            self._positions[layer] = self.prepare_order(order).positions
         return layer
 
     def _dense(self, part: DenseLinear | Int8Linear, out_dtype: np.dtype[Any] | None = None) -> Projection:
-        """Return the projection of a layer without 4-bit codes; a weight that is the embedding table shares its memory.
+        """Return the projection of a dense or 8-bit layer. A weight that is the embedding table shares its memory.
 
-        8-bit codes stay 8-bit for float16 activations, and the products are those of the weight rounded to float16.
+        8-bit codes stay 8-bit if activations are float16. The results are those of the weight rounded to float16.
         """
         import cupy
 
@@ -423,13 +438,8 @@ class CudaDecodeLoop(DecodeLoop):
         ops.run(plan, logits=logits, seen=seen, limits=limits, **buffers)
 
 
-def activation_dtype(part: Linear) -> np.dtype[Any]:
-    """Return the dtype of a model's activations, given one layer: bfloat16 for bfloat16 weights, else float16."""
-    return check.BFLOAT16 if part.weight.dtype == check.BFLOAT16 else check.FLOAT16
-
-
 def _order(projection: Projection | None) -> Array | None:
-    """Return the activation order of a projection that is one layer, or None."""
+    """Return the activation order of a projection that is an `AwqLinear`, or None."""
     return projection.order if isinstance(projection, AwqLinear) else None
 
 

@@ -11,31 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.checkpoint import CheckpointError, gguf, gguf_file
 from cupy_awq.checkpoint.gguf_dense import read_values
 from cupy_awq.checkpoint.gguf_file import Blocks
 from cupy_awq.llm import gguf_int8
 from cupy_awq.llm.config import ModelConfig
-from cupy_awq.llm.extra import import_extra
+from cupy_awq.llm.gguf_tokenizer import load_tokenizer, show
 from cupy_awq.llm.model_files import ModelFiles
-from cupy_awq.llm.tokenizer import Tokenizer, guarded
 
 INT8_NAMES = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
-"""The ends of the names of weights that a GPU multiplies in 8 bits; the embedding is a tied output head."""
-
-PRE_TOKENIZERS = {
-    "gpt-2": None,
-    "default": None,
-    "smollm": None,
-    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+",
-    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
-"""The regular expression that splits text into words before BPE, by ``tokenizer.ggml.pre``; None for that of GPT-2."""
+"""The ends of the names of weights that a GPU can keep in 8 bits. The embedding table can be a tied output head."""
 
 
 def read(path: Path) -> ModelFiles:
@@ -61,7 +47,7 @@ def read(path: Path) -> ModelFiles:
 def _int8_weights(
     path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]
 ) -> dict[str, Callable[[], BlockQuantizedWeight]]:
-    """Return the functions that read the linear layers and the embedding of types in `gguf_int8.CONVERTERS`."""
+    """Return `ModelFiles.int8_weights`: functions that read weights of the types in `gguf_int8.CONVERTERS`, by name."""
     return {
         key.removesuffix(".weight"): partial(_read_int8, block, heads, f"{path}: tensor {key!r:.200}")
         for key, block, heads in gguf.rename_tensors(path, metadata, blocks)
@@ -81,12 +67,12 @@ def _config(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> ModelC
     """Return the configuration for GGUF metadata. Raises ValueError if a value is invalid or not supported."""
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
-        raise ValueError(f"general.architecture: expected text, got {_shown(arch)}")
+        raise ValueError(f"general.architecture: expected text, got {show(arch)}")
 
     def get(name: str, kinds: tuple[type, ...], default: Any = None) -> Any:
         value = metadata.get(f"{arch}.{name}", default)
         if type(value) not in kinds:
-            raise ValueError(f"{arch}.{name}: expected {kinds[0].__name__}, got {_shown(value)}")
+            raise ValueError(f"{arch}.{name}: expected {kinds[0].__name__}, got {show(value)}")
         return value
 
     heads, hidden = get("attention.head_count", (int,)), get("embedding_length", (int,))
@@ -127,64 +113,3 @@ def _config(metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]) -> ModelC
         tied="output.weight" not in blocks,
         qk_norm=arch == "qwen3",
     )
-
-
-def _shown(value: Any) -> str:
-    """Return a metadata value as text for an error message; of an array, which may be huge, only its length."""
-    return f"{len(value)} values" if isinstance(value, (list, np.ndarray)) else f"{value!r:.80}"
-
-
-def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer in the metadata of a file. Raises CheckpointError if it is missing or not supported."""
-    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-    if not isinstance(kind, str) or kind != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
-        raise CheckpointError(
-            f"{path}: expected tokenizer.ggml.model gpt2 with pre one of {known}, got {_shown(kind)} with {_shown(pre)}"
-        )
-    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not (isinstance(tokens, list) and isinstance(merges, list) and isinstance(types, np.ndarray)):
-        raise CheckpointError(f"{path}: expected tokenizer.ggml.tokens, a token_type for each, and merges")
-    if len(tokens) != len(types):
-        raise CheckpointError(f"{path}: expected a token_type for each of {len(tokens)} tokens, got {len(types)}")
-    template = metadata.get("tokenizer.chat_template")
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    texts = {}
-    for name in ("bos", "eos"):
-        i = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        texts[f"{name}_token"] = str(tokens[i]) if type(i) is int and 0 <= i < len(tokens) else ""
-    # If the field add_bos_token is missing, only the pre-tokenizer llama-bpe implies a BOS token.
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") is True and type(bos) is int
-    with guarded(str(path)):
-        inner = _build(pre, tokens, types, merges)
-        return Tokenizer(
-            inner, template if isinstance(template, str) else None, texts, bos if adds_bos else None, str(path)
-        )
-
-
-def _build(pre: str, tokens: list[str], types: Any, merges: list[str]) -> Any:
-    """Return a ``tokenizers.Tokenizer`` for a vocabulary and its merges. Raises the library's errors unchanged."""
-    tokenizers = import_extra("tokenizers")
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    bpe = tokenizers.models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe")
-    inner = tokenizers.Tokenizer(bpe)
-    inner.pre_tokenizer = _pre_tokenizer(tokenizers, pre)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    if pre == "qwen2":
-        inner.normalizer = tokenizers.normalizers.NFC()
-    for special, token_type in ((True, 3), (False, 4)):  # control tokens (type 3), user-defined tokens (type 4)
-        ids = np.flatnonzero(types == token_type).tolist()
-        inner.add_tokens([tokenizers.AddedToken(tokens[i], special=special, normalized=False) for i in ids])
-    return inner
-
-
-def _pre_tokenizer(tokenizers: Any, pre: str) -> Any:
-    """Return the pre-tokenizer for ``tokenizer.ggml.pre``, which splits text into words and words into bytes."""
-    steps = tokenizers.pre_tokenizers
-    pattern, to_bytes = PRE_TOKENIZERS[pre], partial(steps.ByteLevel, add_prefix_space=False)
-    if pattern is not None:
-        return steps.Sequence([steps.Split(tokenizers.Regex(pattern), "isolated"), to_bytes(use_regex=False)])
-    digits = [steps.Digits(individual_digits=True)] if pre == "smollm" else []
-    return steps.Sequence([*digits, to_bytes(use_regex=True)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF weights that stay 8-bit on a GPU: codes with one scale per block of 32 values, of Q6_K 16.
+"""GGUF weights that stay 8-bit on a GPU: codes with one scale per block of 32 values (Q6_K: 16 values).
 
 Q8_0, Q5_0 and IQ4_NL are d * q with a float16 scale d and a code q from -128 to 127, so their conversion is exact. In
 Q6_K, a block of 16 values has the scale d * sc with a 6-bit q and an 8-bit sc; the product is rounded to float16, which
@@ -25,13 +25,13 @@ Bytes = npt.NDArray[Any]
 
 IQ4_NL_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
-)  # kvalues_iq4nl of llama.cpp's ggml-common.h
+)  # kvalues_iq4nl in ggml-common.h of llama.cpp
 BIAS = 128
-"""The difference between a stored code, uint8, and its value."""
+"""The number that is added to a code, int8, for storage as uint8."""
 
 
 def read_weight(block: Blocks, where: str) -> BlockQuantizedWeight:
-    """Return a matrix [N, K] of a type in CONVERTERS as a weight [N, 1, 1, K] of 8-bit codes with float16 scales.
+    """Convert a matrix [N, K] of a type in `CONVERTERS` to a weight [N, 1, 1, K] of 8-bit codes with float16 scales.
 
     Raises CheckpointError, whose message starts with ``where``, if a scale is not finite.
     """
@@ -39,7 +39,7 @@ def read_weight(block: Blocks, where: str) -> BlockQuantizedWeight:
     block_bytes, values, convert = CONVERTERS[block.kind]
     codes, scales = np.empty((n, k), np.uint8), np.empty((n, k // values), np.float16)
     step = max(1, CHUNK // k)
-    with np.errstate(over="ignore", invalid="ignore"):  # checked below
+    with np.errstate(over="ignore", invalid="ignore"):  # non-finite scales raise an error below
         for start in range(0, n, step):
             rows = slice(start, start + step)
             part = np.ascontiguousarray(block.data[rows])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from cupy_awq.llm import config
 from cupy_awq.llm.chat_template import MAX_TEMPLATE_CHARACTERS
 from cupy_awq.llm.model_files import ModelFiles
 from cupy_awq.llm.tokenizer import Tokenizer
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""The class name in transformers for each model type."""
 
 
 def read(path: Path) -> ModelFiles:
@@ -31,6 +35,62 @@ def read(path: Path) -> ModelFiles:
     tensors = {name: partial(contents.read, name) for name in contents}
     model_config = config.from_hugging_face(table, str(file))
     return ModelFiles(path, model_config, tensors, partial(load_tokenizer, path), read_stop_ids(path, table))
+
+
+def write_settings(files: ModelFiles, folder: Path) -> None:
+    """Write config.json, tokenizer.json and tokenizer_config.json of a model to a folder.
+
+    Raises ValueError for divisors of RoPE frequencies (``rope_freqs`` of GGUF), which config.json cannot represent.
+    """
+    settings = files.config
+    if settings.rope_factors:
+        raise ValueError(f"{files.path}: rope_freqs.weight: expected none for a Hugging Face folder, got divisors")
+    biases = settings.biases if settings.biases is not None else _find_biases(files)
+    expected = {"qwen2": frozenset({"q_proj", "k_proj", "v_proj"})}.get(settings.model_type, frozenset())
+    with_all = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+    if biases not in (expected, with_all):
+        raise ValueError(f"{files.path}: expected biases as {settings.model_type} has, got {', '.join(sorted(biases))}")
+    table = {
+        "model_type": settings.model_type,
+        "architectures": [ARCHITECTURES[settings.model_type]],
+        "hidden_size": settings.hidden,
+        "intermediate_size": settings.intermediate,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.kv_heads,
+        "head_dim": settings.head_dim,
+        "vocab_size": settings.vocab,
+        "max_position_embeddings": settings.context,
+        "rms_norm_eps": settings.eps,
+        "rope_theta": settings.rope_theta,
+        "rope_scaling": dict(settings.rope_scaling) or None,
+        "attention_bias": settings.model_type != "qwen2" and biases == with_all,
+        "tie_word_embeddings": settings.tied,
+        "hidden_act": "silu",
+        "torch_dtype": "float16",
+        "eos_token_id": list(files.stop_ids),
+    }
+    (folder / "config.json").write_text(json.dumps(table, indent=2) + "\n")
+    tokenizer = files.load_tokenizer()
+    tokenizer.inner.save(str(folder / "tokenizer.json"))
+    special = {name: text for name, text in tokenizer.special.items() if text}
+    template = {} if tokenizer.template is None else {"chat_template": tokenizer.template}
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", **special, **template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n")
+
+
+def _find_biases(files: ModelFiles) -> frozenset[str]:
+    """Return the names of the projections of layer 0 that have a bias."""
+    config, found = files.config, set()
+    for name, k, n in (
+        ("q_proj", config.hidden, config.q_width),
+        ("k_proj", config.hidden, config.kv_width),
+        ("v_proj", config.hidden, config.kv_width),
+        ("o_proj", config.q_width, config.hidden),
+    ):
+        if files.read_linear(f"model.layers.0.self_attn.{name}", k, n).bias is not None:
+            found.add(name)
+    return frozenset(found)
 
 
 def read_stop_ids(path: Path, table: dict[str, Any]) -> tuple[int, ...]:

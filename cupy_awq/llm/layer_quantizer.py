@@ -48,13 +48,13 @@ class QuantizedLayer:
 
     Attributes:
         index: the index of the layer in the model.
-        linears: the linear layers by name, such as "mlp.up_proj"; ignored layers are dense.
+        linears: the linear layers by name, such as "mlp.up_proj". Layers that are not quantized are dense.
         norms: the RMSNorm weights by name, in their stored dtype, with the channel scales folded in.
         errors: |x (W_q - W)|^2 / |x W|^2 on the calibration tokens x by name of the linear layer, as a pair: for W_q
             rounded to nearest, and for W_q as quantized here.
         output_error: |f_q(h) - f(h)| / |f(h) - h| for the layer f and the quantized layer f_q, on the inputs h that the
             layer has in the original model.
-        nearest_output_error: the same error for the layer rounded to nearest.
+        nearest_output_error: the value of ``output_error`` for rounding to nearest.
     """
 
     index: int
@@ -98,8 +98,8 @@ def quantize_layers(
         sequences: the token ids of each calibration sequence, none longer than the model's context.
         recipe: the quantization settings for every linear layer.
         scales: whether to search AWQ's channel scales and fold them into the weights.
-        ignore: a regular expression; linear layers whose name, such as "model.layers.0.mlp.up_proj", has a match stay
-            dense.
+        ignore: a regular expression. Linear layers with a match in their name, such as "model.layers.0.mlp.up_proj",
+            stay dense. None quantizes all.
         first: the index of the first layer to quantize; earlier layers are only run, to compute its inputs.
         xp: the array module, NumPy, or CuPy to compute on its current GPU.
 
@@ -237,7 +237,7 @@ def _run(ops: NumpyOps, layer: Layer, h: Array, cache: KvCache) -> Array:
     """Return the output [1, S, hidden] of a layer for the hidden states of one sequence. ``h`` is not modified."""
     cache.lengths[:] = 0
     stream, qkv = ops.norm_and_project(ResidualStream(h.copy()), layer.attention_norm, layer.qkv)
-    attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, 0)
+    attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, 0, None)
     stream = ops.project_and_add(stream, attended, layer.o, layer.mlp_norm, layer.gate_up)
     stream, activated = ops.norm_and_project(stream, layer.mlp_norm, layer.gate_up)
     return ops.project_and_add(stream, activated, layer.down, None, None).h
@@ -247,18 +247,18 @@ class _Scales(NamedTuple):
     """The channel scales of a layer."""
 
     columns: Mapping[str, Array]
-    """float32 [K], the factors of the columns of the linear layers at a site, by the name of the site."""
+    """The factors of the columns of the linear layers that share an input, float32 [K], by site."""
     rows: Mapping[str, Array]
-    """float32 [N], the divisors of the rows of a linear layer, by its name."""
+    """The divisors of the rows of a linear layer, float32 [N], by name of the layer."""
 
     def unfold(self, site: str, name: str, w: Array) -> Array:
-        """Return a weight [N, K] with its columns and rows as they were before folding."""
+        """Return a weight [N, K] without the folded scales."""
         result: Array = w / self.columns[site] if site in self.columns else w
         return result * self.rows[name][:, None] if name in self.rows else result
 
 
 def _list_quantized(layer: str, ignore: str | None) -> dict[str, list[str]]:
-    """Return the names of the linear layers to quantize by the name of their input; inputs without any are left out."""
+    """Return the names of the linear layers to quantize by site, without sites that have none."""
     names = {
         site: [name for name in names if ignore is None or not re.search(ignore, f"{layer}.{name}")]
         for site, names in SITES.items()
@@ -306,11 +306,11 @@ def _fold(
 def _quantize(
     weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe, sites: Mapping[str, Sequence[str]]
 ) -> dict[str, QuantizedRows]:
-    """Return the quantized weights of a layer by name; without moments, rounded to nearest."""
+    """Return the quantized weights of a decoder layer by name; without moments, they are rounded to nearest."""
     result = {}
     for site, names in sites.items():
         parts = [weights.linears[name][0] for name in names]
-        stacked = namespace(parts[0]).concatenate(parts)  # the rows of layers with one input are quantized at once
+        stacked = namespace(parts[0]).concatenate(parts)  # layers that share an input are quantized together
         quantized = quantize_rows(stacked, moments.get(site), recipe)
         start = 0
         for name, part in zip(names, parts, strict=True):
@@ -320,7 +320,7 @@ def _quantize(
 
 
 def _dequantize(weights: _Weights, quantized: Mapping[str, QuantizedRows], dtype: Any) -> _Weights:
-    """Return the weights as the written model has them: quantized, or rounded to its dtype."""
+    """Return the weights of the written model: dequantized, or rounded to the model's dtype if not quantized."""
     linears = {}
     for name, (w, bias) in weights.linears.items():
         values = quantized[name].dequantize() if name in quantized else w.astype(dtype).astype(np.float32)
@@ -335,7 +335,7 @@ def _compare_errors(
     nearest: Mapping[str, QuantizedRows],
     scales: _Scales,
 ) -> dict[str, tuple[float, float]]:
-    """Return `QuantizedLayer.errors`, in terms of the original weights and inputs."""
+    """Return `QuantizedLayer.errors`, computed from the weights and inputs of the original model."""
     errors = {}
     for site, names in SITES.items():
         second = moments[site].second
@@ -349,7 +349,7 @@ def _compare_errors(
 
 
 def _pack(linear: tuple[Array, Array | None], rows: QuantizedRows | None, dtype: Any) -> Module | DenseLinear:
-    """Return a linear layer on the host, quantized if there are rows."""
+    """Return a linear layer on the host: quantized, or dense if it has no quantized rows."""
     w, bias = linear
     bias = None if bias is None else to_host(bias.astype(dtype))
     if rows is None:

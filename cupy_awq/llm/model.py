@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cupy_awq.check import Array
 from cupy_awq.llm.kv_cache import KvCache
-from cupy_awq.llm.ops import DecoderOps, Projection
+from cupy_awq.llm.ops import ColumnOrder, DecoderOps, Projection
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Layer:
         qkv: the concatenated projections to queries, keys and values: hidden -> (heads + 2 * kv_heads) * head_dim.
         q_norm, k_norm: float32 [head_dim], the weights of the RMSNorms of each head (Qwen3), or None without them.
         o: the output projection of attention: heads * head_dim -> hidden.
+        o_order: the activation order of the output projection, in which attention writes its result, or None.
         gate_up: the gate and up projections with SwiGLU, silu(gate) * up: hidden -> intermediate.
         down: the down projection of the MLP: intermediate -> hidden.
     """
@@ -34,6 +35,7 @@ class Layer:
     mlp_norm: Array
     gate_up: Projection
     down: Projection
+    o_order: ColumnOrder | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Model:
         stream = ops.embed(self.embedding, tokens)
         for i, layer in enumerate(self.layers):
             stream, qkv = ops.norm_and_project(stream, layer.attention_norm, layer.qkv)
-            attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, i)
+            attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, i, layer.o_order)
             stream = ops.project_and_add(stream, attended, layer.o, layer.mlp_norm, layer.gate_up)
             stream, activated = ops.norm_and_project(stream, layer.mlp_norm, layer.gate_up)
             after = self.layers[i + 1] if i + 1 < len(self.layers) else None

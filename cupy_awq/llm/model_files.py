@@ -43,15 +43,15 @@ class Int8Linear:
     """A linear layer whose weight has 8-bit codes, y = x @ weight.T + bias.
 
     Attributes:
-        weight: a weight [N, 1, 1, K] of 8 bits with float16 scales and no offsets.
-        bias: [N] of any float dtype, or None without a bias.
+        weight: the weight [N, 1, 1, K] with 8-bit codes, float16 scales and no offsets.
+        bias: the bias [N] in any float dtype, or None without a bias.
     """
 
     weight: BlockQuantizedWeight
     bias: Array | None
 
     def dequantize(self) -> DenseLinear:
-        """Return the layer with its weight in float16, each value rounded once."""
+        """Return the layer with its weight dequantized to float16, each value rounded once."""
         n, _, _, k = self.weight.shape
         codes = self.weight.stored.reshape(n, -1, self.weight.block_size).astype(np.float32) - 128
         dense = (codes * self.weight.scale[:, :, None].astype(np.float32)).astype(np.float16)
@@ -59,7 +59,7 @@ class Int8Linear:
 
 
 Linear = Module | DenseLinear | Int8Linear
-"""A linear layer of a model: with 4-bit codes, unquantized, or with 8-bit codes."""
+"""A linear layer of a model with 4-bit codes, a dense weight or 8-bit codes."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class ModelFiles:
             plain tensor (``model.norm.weight``).
         load_tokenizer: a function that returns the tokenizer. It raises CheckpointError if the files have none.
         stop_ids: the ids of the tokens that end a text.
-        int8_weights: functions that read the weight of a dense linear layer in 8 bits, by Hugging Face name of the
-            layer, for those whose file has at most 8 bits per weight; ``tensors`` has all of them in 16 bits.
+        int8_weights: by Hugging Face name, a function that reads the weight of a linear layer with 8-bit codes.
+            ``tensors`` also contains these layers, as dense 16-bit weights.
     """
 
     path: Path
@@ -126,7 +126,7 @@ class ModelFiles:
         return layer
 
     def read_int8_linear(self, name: str, k: int, n: int) -> Int8Linear | None:
-        """Read the linear layer ``name`` in 8 bits, or return None if the files have it in another form.
+        """Read the linear layer ``name`` with 8-bit codes; return None if the files do not have it in `int8_weights`.
 
         Raises the same errors as `read_linear`.
         """

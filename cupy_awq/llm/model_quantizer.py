@@ -23,12 +23,13 @@ from cupy_awq.checkpoint import CheckpointError, Module, ModuleSpec, Tensor, saf
 from cupy_awq.checkpoint.contents import Contents
 from cupy_awq.checkpoint.files import read_object
 from cupy_awq.checkpoint.module import Pending
+from cupy_awq.checkpoint.write import copy_model_files
 from cupy_awq.llm import hugging_face
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.layer_quantizer import SITES, QuantizedLayer, quantize_layers
 from cupy_awq.llm.model_files import DenseLinear
-from cupy_awq.llm.model_loader import load
 from cupy_awq.llm.quantization_report import Report, peak_memory
+from cupy_awq.llm.readers import load
 from cupy_awq.llm.tokenizer import Tokenizer
 from cupy_awq.quantization import Recipe
 from cupy_awq.runtime import placement
@@ -83,10 +84,10 @@ def quantize(
         symmetric: whether every zero point is 8.
         samples: the largest number of calibration sequences.
         sequence_length: the number of tokens per calibration sequence.
-        ignore: a regular expression; linear layers whose name, such as "model.layers.0.mlp.down_proj", has a match stay
-            dense.
-        evaluate: a text on which the report compares the perplexities of the model, of round-to-nearest and of the
-            result; it should not be part of the calibration.
+        ignore: a regular expression. Linear layers with a match in their name, such as "model.layers.0.mlp.down_proj",
+            stay dense. None quantizes all.
+        evaluate: a text, not used for calibration, on which the report compares the perplexities of the original model,
+            of rounding to nearest and of the result; None for no comparison.
         format_name: "autoawq" or "compressed-tensors".
         device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
         resume: True to continue unfinished work that has the same settings.
@@ -149,9 +150,7 @@ def quantize(
     built = partial_folder / "model"
     shutil.rmtree(built, ignore_errors=True)
     built.mkdir()
-    for file in source.iterdir():  # copy the files of the tokenizer, chat templates and the generation settings
-        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name:
-            shutil.copy(file, built)
+    copy_model_files(source, built)
     checkpoint.save(built, _merge(contents, partial_folder, total, recipe), format_name)
     seconds, memory = time.monotonic() - start, peak_memory(on_gpu=index != check.HOST)
     perplexities = {}
@@ -186,12 +185,12 @@ def quantize(
 
 
 def _perplexity(folder: Path, text: str, index: int) -> float:
-    """Return a text's perplexity under the model of a folder."""
+    """Return the perplexity of a text for the model in a folder."""
     return load(folder, device="cpu" if index == check.HOST else index).score(text).perplexity
 
 
 def check_pattern(pattern: str | None) -> None:
-    """Raise ValueError unless a pattern is None or a regular expression."""
+    """Raise ValueError unless ``pattern`` is None or a regular expression."""
     try:
         re.compile(pattern or "")
     except re.error as error:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from cupy_awq.llm import kv_cache
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.kv_cache import KvCache
 from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear
-from cupy_awq.llm.ops import DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
+from cupy_awq.llm.ops import ColumnOrder, DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
 from cupy_awq.llm.sampling import Sampling, choose_token
 
 Array = npt.NDArray[Any]
@@ -36,10 +37,12 @@ class NumpyOps(DecoderOps):
             block in each GEMM. By default True if float32 weights take at most half of the machine's memory.
         xp: the array module. With CuPy, which calibration uses, the same operations run in float32 on the current GPU
             with expanded weights.
-        batch_invariant: as in `cupy_awq.llm.load`. Each token is multiplied and attends on its own.
+        batch_invariant: the option of `cupy_awq.llm.load`. If True, GEMMs and attention are computed for each token
+            separately.
     """
 
     device_index = HOST
+    int8_min_k = sys.maxsize
     prefill_chunk = 512
 
     def __init__(
@@ -59,6 +62,9 @@ class NumpyOps(DecoderOps):
 
     def prepare_tensor(self, a: Array) -> Array:
         return self.xp.asarray(a.astype(np.float32)) if a.ndim == 1 else a
+
+    def prepare_order(self, order: npt.NDArray[np.int32]) -> ColumnOrder:
+        return ColumnOrder(self.xp.asarray(order), self.xp.argsort(self.xp.asarray(order)).astype(np.int32))
 
     def prepare_tokens(self, ids: Sequence[int]) -> Array:
         return np.array(ids, np.int64)
@@ -110,7 +116,15 @@ class NumpyOps(DecoderOps):
     def rms_norm(self, stream: ResidualStream, norm_weight: Array) -> Array:
         return _rms_norm(stream.h, norm_weight, self.config.eps)
 
-    def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: KvCache, layer: int) -> Array:
+    def attend(
+        self,
+        qkv: Array,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        cache: KvCache,
+        layer: int,
+        order: ColumnOrder | None,
+    ) -> Array:
         config = self.config
         b, s, _ = qkv.shape
         heads = qkv.reshape(b, s, config.heads + 2 * config.kv_heads, config.head_dim)
@@ -123,7 +137,8 @@ class NumpyOps(DecoderOps):
         for i, start in enumerate(cache.lengths.tolist()):
             cache.k[layer, i, :, start : start + s] = rotated[i].swapaxes(0, 1)
             cache.v[layer, i, :, start : start + s] = v[i].swapaxes(0, 1)
-        return self._attention(_rotate(q, cos, sin), cache, layer)
+        out = self._attention(_rotate(q, cos, sin), cache, layer)
+        return out if order is None else out[..., order.order]
 
     def to_numpy(self, a: Array) -> Array:
         return a
@@ -141,7 +156,7 @@ class NumpyOps(DecoderOps):
         return out
 
     def _attend(self, q: Array, keys: Array, values: Array) -> Array:
-        """Return the attention [S, q_width] of the last S of T tokens; keys and values are [kv_heads, T, head_dim]."""
+        """Return the causal attention [S, q_width] of the last S of T tokens; keys, values: [kv_heads, T, head_dim]."""
         s, heads, head_dim = q.shape
         kv_heads, t, _ = keys.shape
         xp = self.xp

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,16 @@ from cupy_awq.llm.sampling import Sampling
 
 Projection = Callable[[Array], Array]
 """A linear layer, or several concatenated ones that share x: a function from x [B, S, K] to y [B, S, N]."""
+
+
+class ColumnOrder(NamedTuple):
+    """A permutation of columns on a device: column i of the result is column order[i] of the operand."""
+
+    order: Array
+    """The permutation, int32 [K]."""
+    positions: Array
+    """The inverse of the permutation, int32 [K]: column i of the operand is column positions[i] of the result."""
+
 
 StepLogits = Callable[[Array], Array]
 """The forward pass of a decode step: a function from integer tokens [B] to float32 logits [B, V]."""
@@ -41,7 +51,7 @@ class ResidualStream:
             with ``Fusion("rms_norm_x")`` divides its rows by their RMS. None if a separate kernel computes the RMSNorm.
         square_sums: float32 [B * S, ceil(hidden / 32)], the sums of h^2 over blocks of 32 columns, from which the GEMM
             computes the RMS; None without ``unnormalized_x``.
-        x_order: int32 [hidden], the activation order in which ``unnormalized_x`` has its columns, or None.
+        x_order: the activation order of the columns of ``unnormalized_x``, int32 [hidden]; None without one.
     """
 
     h: Array
@@ -76,11 +86,17 @@ class DecoderOps(Protocol):
 
     device_index: int
     """The device ordinal, or `check.HOST`."""
+    int8_min_k: int
+    """The smallest K for which the back end multiplies by 8-bit codes; it dequantizes other layers."""
     prefill_chunk: int
     """The largest number of prompt tokens per forward pass."""
 
     def prepare_tensor(self, a: npt.NDArray[Any]) -> Array:
         """Copy the weight [size] of an RMSNorm or an embedding table [V, hidden] to the device; convert its dtype."""
+        ...
+
+    def prepare_order(self, order: npt.NDArray[np.int32]) -> ColumnOrder:
+        """Copy an activation order, a permutation int32 [K], to the device."""
         ...
 
     def prepare_tokens(self, ids: Sequence[int]) -> Array:
@@ -97,7 +113,7 @@ class DecoderOps(Protocol):
         """Return the projection from x to the concatenated outputs of all ``parts``.
 
         If ``gated``, the parts are the gate and the up projection, and the output is silu(gate) * up. The columns of
-        each part are taken in ``column_order``, so that the next layer can have this activation order.
+        each part are permuted by ``column_order``, the activation order of the next layer, unless that is None.
         """
         ...
 
@@ -142,13 +158,23 @@ class DecoderOps(Protocol):
         """Return RMSNorm(stream) * norm_weight [B, S, hidden]."""
         ...
 
-    def attend(self, qkv: Array, q_norm: Array | None, k_norm: Array | None, cache: KvCache, layer: int) -> Array:
+    def attend(
+        self,
+        qkv: Array,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        cache: KvCache,
+        layer: int,
+        order: ColumnOrder | None,
+    ) -> Array:
         """Append the new tokens to one layer of the cache and return their causal attention [B, S, q_width].
 
         Args:
             qkv: [B, S, (heads + 2 * kv_heads) * head_dim]. Each head of q and k is normalized (given its weights) and
                 rotated by RoPE; k and v are appended to the cached tokens of their sequence.
             q_norm, k_norm: float32 [head_dim], the RMSNorm weights of each head, or None.
+            cache, layer: the cache, and the index of its layer.
+            order: the order in which the columns of the result are taken, or None.
         """
         ...
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a quantization: errors of each layer, perplexities, seconds and memory, as JSON, text and a plot."""
+"""The report of a quantization as JSON, text and a plot: errors of each layer, perplexities, run time and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "quantization_report"
-"""The name of the report's files, without their endings."""
+"""The name of the report's files without the suffix."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,13 @@ class Report:
     """The report of a quantization.
 
     Attributes:
-        method, group_size: the settings.
-        layers: for each layer, its "layer" number, the relative "errors" (round-to-nearest's, the result's) of its
-            linear layers, its "output_error" and that of round-to-nearest, "nearest_output_error".
-        perplexities: the perplexity of the evaluation text by "16-bit", "rtn" and "result"; empty without a text.
-        seconds: the time of the quantization, evaluation not included; since the resumption if it was resumed.
-        memory_bytes: the peak memory of the process, by "cpu" and, on a GPU, "gpu"; None if the system does not tell.
+        method, group_size: the settings of `quantize`.
+        layers: a dictionary for each layer: its index "layer", and the "errors", "output_error" and
+            "nearest_output_error" of `QuantizedLayer`.
+        perplexities: the perplexity of the evaluation text for the models "16-bit", "rtn" and "result"; empty without
+            a text.
+        seconds: the run time in seconds without the evaluation, counted from the start or the resumption.
+        memory_bytes: the peak memory of the process in bytes, by "cpu" and, on a GPU, "gpu"; None if it is unknown.
     """
 
     method: str
@@ -52,7 +53,7 @@ class Report:
         return "\n".join([*lines, ", ".join(parts)]) + "\n"
 
     def write(self, folder: Path) -> None:
-        """Write the report's files to a folder; without matplotlib, no plot."""
+        """Write the report as JSON and text to a folder, and as a plot if matplotlib is installed."""
         (folder / f"{NAME}.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
         (folder / f"{NAME}.txt").write_text(self.text())
         try:
@@ -79,7 +80,7 @@ class Report:
 
 
 def peak_memory(on_gpu: bool) -> dict[str, int | None]:
-    """Return the peak memory of this process in bytes: of the CPU, and of CuPy's memory pool on the current GPU."""
+    """Return the peak memory of this process in bytes: on the CPU, and in CuPy's memory pool on the current GPU."""
     found: dict[str, int | None] = {"cpu": _peak_host_bytes()}
     if on_gpu:
         import cupy
@@ -89,7 +90,7 @@ def peak_memory(on_gpu: bool) -> dict[str, int | None]:
 
 
 def _peak_host_bytes() -> int | None:
-    """Return the largest resident size of this process, or None on systems that do not report it."""
+    """Return the largest resident set size of this process in bytes, or None if the system does not report it."""
     try:
         import resource
     except ImportError:

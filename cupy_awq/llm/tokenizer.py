@@ -18,6 +18,18 @@ from cupy_awq.llm.extra import import_extra
 MAX_GROWTH = 64
 """The largest factor by which the normalizer in a tokenizer.json may lengthen a text."""
 
+MAX_PARTS = 2000
+"""The largest number of JSON values in a tokenizer.json from the normalizer to the decoder; Llama 3 has 100."""
+
+MAX_TOKENS, MAX_MERGES = 1 << 19, 1 << 20
+"""The largest sizes of a vocabulary and of its list of merges; Gemma 3 has 262,144 and 514,906."""
+
+MAX_UNIGRAM = 256
+"""The largest length in characters of a token in the vocabulary of a Unigram model."""
+
+MAX_ADDED_TOKENS, MAX_ADDED_CHARACTERS = 1 << 14, 1 << 20
+"""The largest number of added tokens, such as special tokens, and their largest total length in characters."""
+
 OPEN, CLOSE = "\ue000", "\ue001"
 """The private-use characters that enclose an index in a template's input.
 
@@ -35,6 +47,8 @@ class Tokenizer:
         bos: the id of the BOS token to prepend to texts that are not rendered by the template; None if the model has no
             BOS token or ``inner`` adds it.
         where: the path of the file, for error messages.
+        continued: the normalizer for a text that continues another one, which gets no leading space (SentencePiece);
+            None if it is that of ``inner``.
     """
 
     def __init__(
@@ -44,16 +58,19 @@ class Tokenizer:
         special: Mapping[str, str],
         bos: int | None = None,
         where: str = "tokenizer",
+        continued: Any = None,
     ) -> None:
         self.inner = inner
         self.template = template
-        self._special = dict(special)
+        self.special = dict(special)
         self._bos = bos
         self._where = where
+        self._continued = continued
         inner.no_truncation()
         inner.no_padding()
-        texts = [token.content for token in inner.get_added_tokens_decoder().values() if token.content]
-        marks = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
+        added = inner.get_added_tokens_decoder().values()
+        texts = [token.content for token in added if token.content]
+        marks = {token.content for token in added if token.special}
         self._always_plain = _any_of(marks)
         self._plain_for_users = _any_of({text for text in texts if text in marks or text in (template or "")})
 
@@ -85,26 +102,39 @@ class Tokenizer:
             pieces = [(piece, bool(i % 2)) for i, piece in enumerate(self._always_plain.split(text))]
         ids: list[int] = []
         for i, (piece, is_plain) in enumerate(pieces):
-            ids += self._encode_piece(piece, is_plain, add_special_tokens and i == 0)
+            ids += self._encode_piece(piece, is_plain, bool(ids), add_special_tokens and i == 0)
         return [self._bos, *ids] if add_special_tokens and self._bos is not None else ids
 
-    def _encode_piece(self, text: str, is_plain: bool, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of ``text``.
+    def _encode_piece(
+        self, text: str, is_plain: bool, continues: bool = False, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Return the token ids of a piece of a text.
 
-        If ``is_plain``, ``text`` is that of a special token and is encoded in two parts, so that the token is not
-        recognized.
+        Args:
+            text: the piece.
+            is_plain: whether it is the text of a special token, which is split so that it is not recognized.
+            continues: whether another piece precedes it.
+            add_special_tokens: True to add the tokens that start a text.
         """
         with guarded(self._where):
             if not is_plain:
-                ids: list[int] = self.inner.encode(_encodable(text), add_special_tokens=add_special_tokens).ids
-                return ids
+                return self._encode(_encodable(text), continues, add_special_tokens)
             self.inner.encode_special_tokens = True
             try:
-                return [
-                    i for part in (text[:1], text[1:]) for i in self.inner.encode(part, add_special_tokens=False).ids
-                ]
+                return self._encode(text[:1], continues) + self._encode(text[1:], continues=True)
             finally:
                 self.inner.encode_special_tokens = False
+
+    def _encode(self, text: str, continues: bool, add_special_tokens: bool = False) -> list[int]:
+        normalizer = self.inner.normalizer
+        if continues and self._continued is not None:
+            self.inner.normalizer = self._continued
+        try:
+            ids: list[int] = self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        finally:
+            if continues and self._continued is not None:
+                self.inner.normalizer = normalizer
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
@@ -134,17 +164,14 @@ class Tokenizer:
         plain: list[str] = []
         if not special_tokens:
             messages = [self._mask(message, plain) for message in messages]
-        text = chat_template.render(self.template, messages, self._special, self._where)
+        text = chat_template.render(self.template, messages, self.special, self._where)
         if not plain:
             return self._encode_piece(text, False)
         ids: list[int] = []
         for i, piece in enumerate(re.split(f"{OPEN}([0-9]+){CLOSE}", text)):
             number = int(piece) if i % 2 and len(piece) < 10 else 0
-            ids += (
-                self._encode_piece(plain[number] if number < len(plain) else "", True)
-                if i % 2
-                else (self._encode_piece(piece, False))
-            )
+            text = plain[number] if i % 2 and number < len(plain) else "" if i % 2 else piece
+            ids += self._encode_piece(text, bool(i % 2), continues=bool(ids))
         return ids
 
     def _mask(self, message: Message, plain: list[str]) -> dict[str, str]:
@@ -201,28 +228,62 @@ def _any_of(texts: set[str]) -> re.Pattern[str]:
     return re.compile(f"({words})" if words else "((?!))")
 
 
-def _check_pipeline(table: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError if a tokenizer.json has components that can exhaust the memory or abort the process.
+def check_size(where: str, tokens: int, merges: int, added: Sequence[str]) -> None:
+    """Raise CheckpointError unless tokens, merges and the texts of added tokens can be loaded within seconds."""
+    if tokens > MAX_TOKENS or merges > MAX_MERGES:
+        raise CheckpointError(
+            f"{where}: expected at most {MAX_TOKENS} tokens and {MAX_MERGES} merges, got {tokens} and {merges}"
+        )
+    characters = sum(map(len, added))
+    if len(added) > MAX_ADDED_TOKENS or characters > MAX_ADDED_CHARACTERS:
+        raise CheckpointError(
+            f"{where}: expected at most {MAX_ADDED_TOKENS} added tokens of {MAX_ADDED_CHARACTERS} characters, got"
+            f" {len(added)} of {characters}"
+        )
 
-    Replacement rules can expand a few characters to gigabytes, and damaged data of the normalizer "Precompiled" abort
-    the process.
+
+def _check_pipeline(table: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError if a tokenizer.json has components that can exhaust time or memory or abort the process.
+
+    Replacement rules, repeated byte encoding and templates of special tokens can expand a few characters to gigabytes,
+    and damaged data of the normalizer "Precompiled" abort the process.
     """
-    growth, pending = 1.0, [table.get("normalizer"), table.get("decoder")]
+    model = table.get("model")
+    vocabulary, merges = (model.get(name) if isinstance(model, dict) else None for name in ("vocab", "merges"))
+    tokens, pairs = (len(part) if isinstance(part, (dict, list)) else 0 for part in (vocabulary, merges))
+    added = table.get("added_tokens")
+    entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
+    check_size(where, tokens, pairs, [str(entry.get("content")) for entry in entries])
+    if isinstance(vocabulary, list):  # that of Unigram, whose time is proportional to the length of the longest token
+        texts = (entry[0] for entry in vocabulary if isinstance(entry, list) and entry)
+        longest = max((len(text) for text in texts if isinstance(text, str)), default=0)
+        if longest > MAX_UNIGRAM:
+            raise CheckpointError(f"{where}: vocab: expected tokens of at most {MAX_UNIGRAM} characters, got {longest}")
+    growth, parts = 1.0, 0
+    pending = [table.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
     while pending:
         part = pending.pop()
+        parts += 1
+        if parts > MAX_PARTS:
+            raise CheckpointError(f"{where}: expected at most {MAX_PARTS} values of normalizer to decoder, got more")
         if isinstance(part, list):
             pending.extend(part)
         if not isinstance(part, dict):
             continue
         pending.extend(part.values())
-        if part.get("type") == "Precompiled":
+        kind = part.get("type")
+        if kind == "Precompiled":
             raise CheckpointError(f"{where}: normalizer: expected one without precompiled tables, got 'Precompiled'")
-        if part.get("type") in ("Replace", "Prepend"):
+        if kind == "ByteLevel":
+            growth *= 2
+        if kind in ("Replace", "Prepend"):
             pattern = part.get("pattern")
             old = pattern.get("String") if isinstance(pattern, dict) else None
             new = part.get("content", part.get("prepend"))
             shortest = len(old) if isinstance(old, str) and old else 1
             growth *= max(1.0, (len(new) if isinstance(new, str) else 0) / shortest + (not old))
+        if isinstance(single := part.get("single"), list):  # a template: the text and special tokens around it
+            growth *= max(1, sum(isinstance(item, dict) and "Sequence" in item for item in single))
         if growth > MAX_GROWTH:
             raise CheckpointError(
                 f"{where}: normalizer: expected one that lengthens a text at most {MAX_GROWTH} times, got {growth:.0f}"

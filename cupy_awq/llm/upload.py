@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of model files on the GPU, perhaps with their columns in the activation order of the next layer."""
+"""Upload of linear layers to the GPU, optionally with their columns in the activation order of the next layer."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupy_awq import check
 from cupy_awq.checkpoint import Module
 from cupy_awq.linear import AwqLinear
-from cupy_awq.llm.model_files import DenseLinear, Int8Linear
+from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear
 from cupy_awq.packing import pack_int4, unpack_int4
 from cupy_awq.weight import PackedWeight
 
 
 def awq_linear(part: Module, batch_invariant: bool) -> AwqLinear:
-    """Return the layer of a module whose arrays are on the GPU; its AWQ tensors are freed once they are repacked."""
+    """Return the layer for a module whose arrays are on the GPU. If it is repacked, its AWQ tensors are freed."""
     weight, bias, order = part.weight, part.bias, part.order
     return AwqLinear(weight, bias=bias, keep_weight=False, batch_invariant=batch_invariant, order=order)
 
 
 def take_columns(part: DenseLinear | Int8Linear, order: npt.NDArray[np.int32] | None) -> DenseLinear | Int8Linear:
-    """Return a layer without 4-bit codes whose columns of y are taken in an order."""
+    """Return a dense or 8-bit layer whose columns of y are permuted by ``order``; None keeps their order."""
     if order is None:
         return part
     dense = part.dequantize() if isinstance(part, Int8Linear) else part  # no format has both 8-bit codes and an order
@@ -30,7 +31,7 @@ def take_columns(part: DenseLinear | Int8Linear, order: npt.NDArray[np.int32] | 
 
 
 def to_gpu(part: Module, column_order: npt.NDArray[np.int32] | None = None) -> Module:
-    """Return a quantized layer with its arrays on the GPU, and with its columns in an order."""
+    """Return a quantized layer with its arrays on the GPU and its columns permuted by ``column_order``."""
     import cupy
 
     columns = None if column_order is None else cupy.asarray(column_order)
@@ -51,3 +52,8 @@ def form(part: Module) -> tuple[Any, ...]:
     """Return the properties of a layer that must be equal for two layers to be concatenated."""
     spec = part.weight.spec
     return spec.k, spec.group_size, spec.dtype, spec.zeros, None if part.order is None else part.order.tobytes()
+
+
+def activation_dtype(part: Linear) -> np.dtype[Any]:
+    """Return the dtype of a model's activations, given one layer: bfloat16 for bfloat16 weights, else float16."""
+    return check.BFLOAT16 if part.weight.dtype == check.BFLOAT16 else check.FLOAT16

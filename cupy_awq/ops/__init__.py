@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public operations, one module each: check the arguments, select a kernel, plan the launch, launch it.
+"""The public operations. Each validates its arguments, selects a kernel, plans the launch and launches the kernel.
 
-Arrays in host memory go to `cupy_awq.reference`. Arrays on a GPU go to its kernels, on the current stream, without a
-copy to the host and without synchronization.
+For arrays in host memory, `cupy_awq.reference` computes the result. For arrays on a GPU, kernels run on the current
+stream, without a copy to the host and without synchronization.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`conv2d`: convolutions with 4- and 8-bit weights."""
+"""`conv2d`: 2-D convolution with 4- and 8-bit weights."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ def conv2d(
                                     x[b, c, i*stride + y*dilation - top, j*stride + x*dilation - left] * w[co, y, x, c])
 
     Args:
-        x: float16, bfloat16 or float32, [batch, Ci, height, width], or [batch, height, width, Ci] for layout "NHWC".
+        x: [batch, Ci, height, width] float16, bfloat16 or float32; [batch, height, width, Ci] if ``layout="NHWC"``.
         weight: [Co, Kh, Kw, Ci/groups].
         bias: [Co] float16, bfloat16 or float32.
-        stride, dilation: a number or (vertical, horizontal).
-        padding: a number, (vertical, horizontal), ((top, bottom), (left, right)), or "same": ceil(size / stride)
-            outputs, with an odd pixel of padding at the bottom and the right.
+        stride, dilation: number of pixels, or (vertical, horizontal).
+        padding: number of pixels; (vertical, horizontal); ((top, bottom), (left, right)); or "same", which gives y
+            ceil(size / stride) pixels per axis, with an odd pixel of padding at the bottom or the right.
         groups: number of channel groups; Ci for a depthwise convolution.
         activation: None, "relu", "relu6", or (low, high) to clamp.
         layout: memory layout of x and y, "NCHW" or "NHWC".
-        out: array of x's dtype to fill and return.
+        out: array with the shape and dtype of y to fill and return.
 
     Returns:
         y in the layout and dtype of x.
 
-    On a GPU, float16 and bfloat16 use tensor cores, with weights that are rounded to the dtype of x.
+    On a GPU, float16 and bfloat16 x use tensor cores, and dequantized weights are rounded to the dtype of x.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or value; the message names the argument.
@@ -87,7 +87,7 @@ def conv2d(
 
 
 def kernel_sizes(shape: ConvolutionShape) -> ConvolutionSizes:
-    """Return the sizes of a validated convolution in the form that kernels take."""
+    """Return the sizes of a validated convolution as `ConvolutionSizes`."""
     (top, _), (left, _) = shape.padding
     return ConvolutionSizes(
         shape.batch,
@@ -109,7 +109,7 @@ def x_strides(x: Array, nhwc: bool) -> tuple[int, int, int, int]:
     """Return the strides of x along batch, height, width and channels, in elements."""
     batch, *others = (int(stride) // x.dtype.itemsize for stride in x.strides)
     if len(x) == 1:
-        batch = others[0] * x.shape[1]  # the stride of an axis of length 1 is arbitrary, possibly 0
+        batch = others[0] * x.shape[1]  # The stride of an axis of length 1 is arbitrary; kernels need a positive one.
     return (batch, *others) if nhwc else (batch, *others[1:], others[0])
 
 
@@ -143,7 +143,7 @@ def _conv2d_on_gpu(
             )
             problem = given.without_stride()
             if tensor_core_refusal(problem, gpu):
-                # The tensor cores may be able to read a contiguous NHWC copy.
+                # Tensor-core kernels may support a contiguous NHWC copy of x.
                 channels = -(-shape.channels // VECTOR_CHANNELS) * VECTOR_CHANNELS
                 strides = shape.height * shape.width * channels, shape.width * channels, channels, 1
                 copied = replace(given, strides=strides, aligned=True).without_stride()
@@ -156,7 +156,7 @@ def _conv2d_on_gpu(
 
 
 def _to_nhwc(x: Array, shape: ConvolutionShape, channels: int) -> Array:
-    """Return a contiguous NHWC copy of x, padded with zeros to ``channels``."""
+    """Return a contiguous NHWC copy of x, padded with zeros to ``channels`` channels."""
     import cupy
 
     pixels = x if shape.nhwc else x.transpose(0, 2, 3, 1)

@@ -19,9 +19,9 @@ from cupy_awq.runtime import device, placement
 from cupy_awq.runtime.arrays import views
 
 LIMITS = np.finfo(np.float32)
-"""The limits of float32."""
+"""The largest and the smallest normal float32, among other properties of float32."""
 MULTIPLIER = "x_scale * weight_scale / out_scale"
-"""The formula of M in error messages."""
+"""The formula of the multiplier M, for error messages."""
 
 
 def conv2d_int8(
@@ -47,18 +47,18 @@ def conv2d_int8(
 
         M = x_scale * weight_scale / out_scale
         fused = trunc(bias / (x_scale * weight_scale)) - x_zero * sum(codes) + trunc(out_zero / M)
-        y = clamp(rint_even((sum of x * codes + fused) * M), low, high), in float32 from the int32 sum on
+        y = clamp(rint_even((sum of x * codes + fused) * M), low, high), where the sum is int32, the rest float32
 
     Args:
         x: int8 in ``layout``; the real value of an element is (x - x_zero) * x_scale.
         codes: [Co, Kh, Kw, Ci/groups] int8; the real value of a weight is code * weight_scale.
         weight_scale: [Co] float32; magnitudes below 1e-6 are replaced by 1e-6.
-        x_scale, out_scale: positive scales of x and y; M is a normal float32.
+        x_scale, out_scale: positive scales of x and y, such that M is a normal float32.
         x_zero, out_zero: zero points of x and y, from -128 to 127. x is padded with x_zero, whose real value is 0.
-        bias: [Co] float32, in real values; ``fused`` and all sums must be within int32.
+        bias: [Co] float32, in real values; ``fused`` and all sums must fit in int32.
         stride, padding, dilation, groups, layout: as in `conv2d`.
-        activation: None, "relu", "relu6", or (low, high), in real values.
-        out: int8 array to fill and return.
+        activation: None, "relu", "relu6", or (low, high) to clamp, in real values.
+        out: int8 array with the shape of y to fill and return.
 
     Returns:
         y, int8 in ``layout``; the real value of an element is (y - out_zero) * out_scale.
@@ -66,7 +66,8 @@ def conv2d_int8(
     Raises:
         TypeError, ValueError: an argument has a wrong type or value; the message names the argument.
 
-    Source of the formula: MNN's ConvInt8, with the bias term of its CPU form and clamps that include the zero point.
+    Source of the formula: MNN's ConvInt8, with the bias term of MNN's CPU backend, and limits to which the zero point
+    is added.
 
     >>> x, codes = np.full((1, 2, 1, 1), 10, np.int8), np.full((1, 1, 1, 2), 3, np.int8)
     >>> conv2d_int8(x, codes, np.ones(1, np.float32), x_scale=0.5, out_scale=2.0)
@@ -122,7 +123,7 @@ def conv2d_int8(
 def _channel_parameters(
     codes: Array, weight_scale: Array, bias: Array | None, x_scale: Any, out_scale: Any, x_zero: int, out_zero: int
 ) -> tuple[Array, Array]:
-    """Return ``fused``, int32 [Co], and M, float32 [Co], of the formula of `conv2d_int8`.
+    """Return ``fused``, int32 [Co], and M, float32 [Co], which `conv2d_int8` defines.
 
     Raises:
         ValueError: a scale or a bias is not finite, M is not a normal float32, or a sum may exceed int32.
@@ -158,7 +159,7 @@ def _channel_parameters(
 
 
 def _limits(activation: Activation, out_scale: Any, out_zero: int) -> tuple[int, int]:
-    """Return the lower and upper bound of y as int8 codes."""
+    """Return the lower and upper bound that an activation gives y, as int8 codes."""
     if activation.kind is None:
         return -128, 127
     if activation.kind != "clamp":

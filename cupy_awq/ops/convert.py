@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dequantize_s4_to_fp16x2`` and ``int8_to_fp16``: packed integers to float16, without zero point and scale."""
+"""``dequantize_s4_to_fp16x2`` and ``int8_to_fp16``: conversion of packed integers to float16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cupy_awq.runtime import arrays, device, launch, placement
 
 
 def dequantize_s4_to_fp16x2(words: Array, /, *, out: Array | None = None) -> Array:
-    """Return the codes 0 .. 15 of AWQ words as float16, exactly, without zero point and scale.
+    """Return the codes (0 .. 15) of AWQ words as float16; zero points and scales are not applied.
 
     Args:
         words: [..., N/8] int32, codes in AWQ order: nibbles i and i + 4 of a word are columns 2 i and 2 i + 1.
@@ -23,8 +23,8 @@ def dequantize_s4_to_fp16x2(words: Array, /, *, out: Array | None = None) -> Arr
     Raises:
         TypeError, ValueError: an array has a wrong dtype, shape or device; the message names the array.
 
-    The method is that of SGLang's function of the same name: a nibble q OR-ed into the mantissa of the float16 1024
-    gives 1024 + q (four bits higher: 1024 + 16 q), from which 1024 is subtracted.
+    The method is that of SGLang's function of the same name: a nibble q that is OR-ed into the mantissa of the float16
+    1024 gives 1024 + q (four bits higher: 1024 + 16 q), and 1024 is subtracted.
 
     >>> import numpy as np
     >>> dequantize_s4_to_fp16x2(np.array([0x75316420], np.int32))
@@ -34,11 +34,11 @@ def dequantize_s4_to_fp16x2(words: Array, /, *, out: Array | None = None) -> Arr
 
 
 def int8_to_fp16(words: Array, /, *, out: Array | None = None) -> Array:
-    """Return packed int8 values as float16, exactly, by byte permutation.
+    """Return packed int8 values as float16.
 
     Args:
-        words: [..., N/4] int32; the bytes of a word are value + 128 of elements 0, 2, 1, 3
-            (`cupy_awq.packing.pack_int8`).
+        words: [..., N/4] int32; the bytes of a word are value + 128 for the elements 0, 2, 1, 3 (see
+            `cupy_awq.packing.pack_int8`).
         out: [..., N] float16 array to fill and return.
 
     Returns:
@@ -47,7 +47,8 @@ def int8_to_fp16(words: Array, /, *, out: Array | None = None) -> Array:
     Raises:
         TypeError, ValueError: an array has a wrong dtype, shape or device; the message names the array.
 
-    The method is that of FasterTransformer's interleaved conversion: the bytes 0x64, b are the float16 1024 + b.
+    The method is that of FasterTransformer's interleaved conversion: a byte b is combined with the byte 0x64 to the
+    float16 1024 + b, and 1024 + 128 is subtracted.
 
     >>> import numpy as np
     >>> int8_to_fp16(np.array([-8421376], np.int32))  # 0xff7f8000
@@ -57,7 +58,7 @@ def int8_to_fp16(words: Array, /, *, out: Array | None = None) -> Array:
 
 
 def _convert(words: Array, out: Array | None, entry: str, values: int) -> Array:
-    """Convert words of ``values`` values each to float16, with the kernel ``entry`` or on the CPU."""
+    """Convert words with ``values`` values each to float16: on a GPU with the kernel ``entry``, or on the CPU."""
     words, out = arrays.views(words=words, out=out)
     check.validate_packable(words, "words", check.INT32, 1)
     shape = (*words.shape[:-1], values * words.shape[-1])

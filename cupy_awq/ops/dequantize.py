@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dequantize``: a 4-bit weight to floating point."""
+"""``dequantize``: dequantization of a 4-bit weight in the AWQ layout to a floating-point matrix."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def dequantize(
     Args:
         qweight: [K, N/8] int32, codes in AWQ order (see `PackedWeight`).
         scales: [K/G, N] float16 or bfloat16.
-        qzeros: [K/G, N/8] int32 zero points; None if all are 8; or [K/G, N] offsets o of the scales' dtype, for
-            W = q * s + o.
-        dtype: dtype of W: float16, bfloat16 or float32; by default that of the scales.
+        qzeros: [K/G, N/8] int32 zero points; None if all zero points are 8; or [K/G, N] offsets o with the dtype of the
+            scales, for W = q * s + o.
+        dtype: dtype of W: float16, bfloat16 or float32; by default the dtype of the scales.
         out: [K, N] array of ``dtype`` to fill and return.
 
-    All arrays are in host memory (NumPy), or all on one GPU. Any row stride is supported, so slices are not copied.
+    Either all arrays are in host memory (NumPy), or all are on one GPU. Slices are not copied, because any row stride
+    is supported.
 
     Returns:
         W: a NumPy array, or a CuPy array on the GPU.

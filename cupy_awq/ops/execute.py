@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last steps of operations on block-quantized weights: prepare the weight, launch the plan, return the result."""
+"""The last steps of operations on block-quantized weights: weight buffers, launch, and copy of the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace_address
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: int) -> Array:
-    """Return an uninitialized array on a GPU, or a NumPy array for `check.HOST`."""
+    """Return an uninitialized array on the GPU with ordinal ``device``, or a NumPy array for `check.HOST`."""
     if device == check.HOST:
         return np.empty(shape, dtype)
     import cupy
@@ -33,14 +33,14 @@ def empty(shape: tuple[int, ...], dtype: Any, device: int) -> Array:
 def weight_buffers(choice: Choice, weight: BlockQuantizedWeight, problem: KernelProblem) -> dict[str, Array | None]:
     """Return the weight buffers in the layout of the chosen kernel, which is created on first use and then cached.
 
-    After creating a layout the function synchronizes the current stream, because other streams may use the layout next.
-    During stream capture that fails, and the layout is not cached.
+    After it has created a layout, the function synchronizes the current stream, because other streams may use the
+    layout next. During stream capture the synchronization fails, and the layout is not cached.
     """
     import cupy
 
     known = set(weight.layouts)
     try:
-        family: Any = choice.family  # `Family` has no prepare_weight, since some families have no weight
+        family: Any = choice.family  # The protocol `Family` lacks prepare_weight, since some families have no weight.
         buffers: dict[str, Array | None] = family.prepare_weight(weight, problem)
         if len(weight.layouts) > len(known):
             cupy.cuda.get_current_stream().synchronize()
@@ -52,7 +52,7 @@ def weight_buffers(choice: Choice, weight: BlockQuantizedWeight, problem: Kernel
 
 
 def launch(plan: LaunchPlan, buffers: Mapping[str, Any], device: int) -> None:
-    """Launch a plan on the current stream, with counters and partial sums in the stream's workspace."""
+    """Launch a plan on the current stream; its counters and partial sums are in the stream's workspace."""
     import cupy
 
     stream = cupy.cuda.get_current_stream().ptr
@@ -66,7 +66,7 @@ def launch(plan: LaunchPlan, buffers: Mapping[str, Any], device: int) -> None:
 
 
 def deliver(y: Array, out: Array | None) -> Array:
-    """Return ``y`` if ``out`` is None, else ``out``, to which y is copied if they differ."""
+    """Return ``y`` if ``out`` is None; otherwise copy ``y`` to ``out`` if they differ, and return ``out``."""
     if out is None:
         return y
     if out is not y:

@@ -15,7 +15,7 @@ from cupy_awq.runtime import arrays, device
 from cupy_awq.weight import PackedWeight
 
 MAX_LAUNCHES = 4096
-"""The largest number of cached launches, one per combination of array layouts and options."""
+"""The largest number of cached launches; there is one per combination of array layouts and options."""
 
 _launches: dict[Any, GemmLaunch] = {}
 """The cached launches of `gemm`, by array layouts and options."""
@@ -39,36 +39,36 @@ def gemm(
 ) -> Array:
     """Return y = activation(x @ W + bias) + residual for a weight in the AWQ layout.
 
-    W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size. q - z is exact, accumulation and epilogue are
-    float32, and y is rounded once. The result is bit-identical from run to run. Products of float16 and bfloat16 x are
-    exact on tensor cores; float32 x is multiplied on CUDA cores. An Inf or NaN in x affects its entire row of y and no
-    other row; an element that should be Inf may be NaN, since some kernels accumulate x * q and x * z, or q * s and o,
-    separately.
+    W[k, n] = (q[k, n] - z[g, n]) * s[g, n] with g = k // group_size. q - z is exact, accumulation and epilogue are in
+    float32, and y is rounded once. The result is bit-identical from run to run. float16 and bfloat16 x are multiplied
+    on tensor cores, whose products are exact; float32 x is multiplied on CUDA cores. An infinity or NaN in a row of x
+    affects the whole row of y and no other row. An element of y that should be infinite may be NaN, because some
+    kernels accumulate x * q and x * z, or x * q * s and x * o, separately.
 
     Args:
         x: [..., K] float16, bfloat16 or float32 with any strides; or uint16 with the bits of bfloat16, if
-            ``dtype="bfloat16"``. Rows that are not contiguous, or not aligned to 16 bytes, are copied first.
+            ``dtype="bfloat16"``. If rows are not contiguous, or not aligned to 16 bytes, x is copied first.
         qweight: [K, N/8] int32, codes in AWQ order (see `PackedWeight`).
         scales: [K/G, N] float16 or bfloat16.
-        qzeros: [K/G, N/8] int32 zero points; None if all are 8; or [K/G, N] offsets o of the scales' dtype, for
-            W = q * s + o.
+        qzeros: [K/G, N/8] int32 zero points; None if all zero points are 8; or [K/G, N] offsets o with the dtype of the
+            scales, for W = q * s + o.
         bias: [N] float16, bfloat16 or float32.
-        activation: None; "relu"; "relu6"; (low, high) to clamp; "silu"; "gelu" (tanh form); or "swiglu", which is
-            silu(gate) * up for the gate x @ W[:, : N/2] and up x @ W[:, N/2 :], so that y has N/2 columns.
+        activation: None; "relu"; "relu6"; (low, high) to clamp; "silu"; "gelu" (tanh form); or "swiglu":
+            silu(gate) * up with gate = x @ W[:, : N/2] and up = x @ W[:, N/2 :], so that y has N/2 columns.
             `cupy_awq.reference.matmul` has the formulas.
         residual: array with the shape and dtype of y and any strides; it may be ``out``.
         out: array with the shape and dtype of y to fill and return.
-        dtype: element type of x if x is uint16.
-        kernel: name of the kernel to use; by default the one that `explain` marks.
-        split_k: split-K factor, a power of two; by default that of the chosen configuration.
-        batch_invariant: True to give each row of y the same bits whatever the other rows of x and their number: one
-            order of additions along K for all M, which the weight, the dtype of x and the GPU determine. ``kernel`` and
-            ``split_k`` must be None.
+        dtype: dtype of the elements of x if x is uint16.
+        kernel: name of the kernel to use; by default the kernel that `explain` marks.
+        split_k: split-K factor, a power of two; by default the factor of the chosen configuration.
+        batch_invariant: True to give each row of y the same bits whatever the other rows of x and their number: the
+            order of additions along K is the same for every M, and depends only on the weight, the dtype of x and the
+            GPU. ``kernel`` and ``split_k`` must be None.
 
-    All arrays are in host memory (NumPy), or all on one GPU (CuPy, or any with ``__cuda_array_interface__`` or
-    ``__dlpack__``, which are not copied). Kernels are launched on CuPy's current stream of that GPU. All calls on a
-    stream share one split-K workspace, so a CUDA graph that captured calls must be replayed on the same stream, or
-    while that stream is idle. A `plan` has its own workspace and no such restriction.
+    Either all arrays are in host memory (NumPy), or all are on one GPU: CuPy arrays, or any arrays with
+    ``__cuda_array_interface__`` or ``__dlpack__``, which are not copied. Kernels are launched on CuPy's current stream
+    of that GPU. All calls on a stream share one split-K workspace, so a CUDA graph with captured calls must be replayed
+    on the same stream, or while that stream is idle. A `plan` has its own workspace and does not have this restriction.
 
     Returns:
         [..., N] of x's dtype: a NumPy array, or a CuPy array on the GPU.
@@ -87,13 +87,13 @@ def gemm(
     >>> cupy_awq.gemm(x, weight.qweight, weight.scales, weight.qzeros, activation=(-1, 2))[:, 0]
     array([ 2., -1.], dtype=float16)
     """
-    # Checks and the choice of a kernel depend on the layouts alone, so a cached launch for these layouts skips both.
+    # Validation and kernel choice depend only on the array layouts, so a cached launch for these layouts skips both.
     operands = x, qweight, scales, qzeros, bias, residual, out
     key: Any
     try:
         key = *map(arrays.layout_key, operands), activation, dtype, kernel, split_k, batch_invariant
         launch = _launches.get(key)
-    except (AttributeError, ValueError, TypeError):  # arrays of other libraries, or options that are not hashable
+    except (AttributeError, ValueError, TypeError):  # An array is of another library, or an option is not hashable.
         key = launch = None
     if launch is not None:
         y = launch.run(x, residual, out, constant_pointers(qweight, scales, qzeros, None, bias))
@@ -170,22 +170,23 @@ def explain(
     layer: bool = False,
     batch_invariant: bool = False,
 ) -> str:
-    """Return a table of the kernels for x [M, K] @ W [K, N]: the best configuration and time of each, or why none.
+    """Return a table of the kernels for x [M, K] @ W [K, N], with each kernel's best configuration and time.
 
-    ``->`` marks the choice. Its time is "measured" if `python -m cupy_awq tune` recorded it for this GPU model; all
-    other times are "modelled" by the kernel's cost model. The last line says whether the cost models or a table of
-    tuned configurations determined the choice.
+    For a kernel that cannot solve the problem, the table gives the reason. ``->`` marks the kernel that is chosen. The
+    time of the chosen kernel is "measured" if `python -m cupy_awq tune` recorded it for this GPU model; all other times
+    are "modelled" by cost models. The last line says whether the cost models or a table of tuned configurations
+    determined the choice.
 
     Args:
         m, k, n: sizes, in the order of x [M, K] @ W [K, N].
-        group_size: number of rows of W per scale; -1 for K.
+        group_size: number of rows of W that share scales and zero points; -1 for K.
         dtype: dtype of x: float16, bfloat16 or float32.
         arch: target architecture such as 80, for which a typical GPU is assumed; by default the current GPU, or an H100
             if there is no GPU.
-        layer: True for the kernels of `AwqLinear`, which repacks its weight on Hopper; False for those of `gemm`,
-            which reads the AWQ layout.
-        batch_invariant: True for the kernels of the batch-invariant mode; then a last line gives the order of additions
-            along K, which is the same for every M.
+        layer: True for the kernels that `AwqLinear` can use, which repacks its weight on Hopper; False for the kernels
+            that `gemm` can use, which read the AWQ layout.
+        batch_invariant: True for the kernels of the batch-invariant mode; then the last line of the table gives the
+            order of additions along K, which is the same for every M.
 
     Raises:
         TypeError: a size is not an integer, or the dtype is not supported.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common path of all GEMMs: choose a kernel, load it, collect the buffer addresses, launch."""
+"""The code that `gemm`, `AwqLinear` and `plan` share: kernel choice, buffer addresses, launch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from cupy_awq.runtime.launch import get_launcher
 from cupy_awq.weight import PackedWeight
 
 BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "weight", "bias")
-"""The buffers of a GEMM: the arrays of one call, its workspace, then the arrays that are the same for all calls."""
+"""The buffers of a GEMM: the arrays of a call, the workspace, then the arrays that are the same for all calls."""
 
 
 class GemmLaunch:
-    """A validated GEMM with its kernel loaded; a call takes only buffer addresses and a stream.
+    """A validated GEMM whose kernel is loaded; a call takes only buffer addresses and a stream.
 
     A launch can be used for all arrays whose layouts (`arrays.layout_key`) equal those of the constructor's arguments.
 
     Args:
-        x, residual, out: example arrays of a call; without ``out``, y is contiguous.
-        weight, bias: example arrays that are the same for all calls.
+        x, residual, out: example arrays of a call; y is contiguous if ``out`` is None.
+        weight, bias: arrays that are the same for all calls.
         product: result of `check.validate_product` for these arrays.
         kernel, split_k: as in `gemm`.
         may_prefetch_weights: whether a kernel may read the weight before the preceding kernel finishes (PDL).
@@ -94,15 +94,18 @@ class GemmLaunch:
         self._in_place = strides.residual == strides.y
 
     def __call__(self, x: int, residual: int, y: int, constants: tuple[int, ...], workspace: int, stream: int) -> None:
-        """Launch the kernel with these buffer addresses (0: null pointer); ``constants`` are `constant_pointers`."""
+        """Launch the kernel; all arguments but ``stream`` are buffer addresses, and 0 is a null pointer.
+
+        ``constants`` is a result of `constant_pointers`.
+        """
         pointers = (x, residual, y, workspace + workspaces.COUNTER_BYTES, workspace, *constants)
         self._launcher(self._order(pointers), stream)
 
     def run(self, x: Array, residual: Array | None, out: Array | None, constants: tuple[int, ...]) -> Array | None:
         """Launch the kernel on the current stream with the stream's workspace, and return y.
 
-        Return None without a launch if another GPU is current or ``out`` overlaps an input. ``out`` may be the residual
-        itself, since each of its elements is read and written by the same thread.
+        Returns None, without a launch, if another GPU is current or ``out`` overlaps an input. ``out`` may be the
+        residual itself, because each element of the residual is read by the thread that writes it.
         """
         import cupy
 
@@ -148,7 +151,7 @@ def weight_pointers(weight: PackedWeight, bias: Array | None) -> tuple[int, ...]
 def gemm_problem(
     weight: PackedWeight, activation: Activation, m: int, element: np.dtype[Any], **fields: Any
 ) -> Problem:
-    """Return the problem for m rows of x and a weight; ``fields`` are further fields of `Problem`."""
+    """Return the `Problem` for m rows of x and a weight; ``fields`` are the fields that this function does not set."""
     spec = weight.spec
     if isinstance(weight, RepackedWeight):
         fields |= {
@@ -186,9 +189,9 @@ def run_gemm(
     split_k: int | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Array, GemmLaunch | None]:
-    """Validate and compute y = activation(x @ W + bias) + residual; return y and the launch, which can be reused.
+    """Compute y = activation(x @ W + bias) + residual; return y and the launch, which can be reused.
 
-    The launch is None on the CPU, if M = 0, or if an array had to be copied.
+    The arguments are validated. The launch is None on the CPU, if M = 0, or if an array had to be copied.
     """
     x, bias, residual, out = arrays.views(x=x, bias=bias, residual=residual, out=out)
     product = check.validate_product(
@@ -212,7 +215,7 @@ def run_gemm(
         options = {"batch_invariant": batch_invariant}
         launch = GemmLaunch(source, weight, product, bias, added, target, kernel, split_k, **options)
         y = launch.run(source, added, target, constants)
-        if y is None:  # out overlaps an input
+        if y is None:  # `out` overlaps an input.
             into_new = GemmLaunch(source, weight, product, bias, added, None, kernel, split_k, **options)
             y = into_new.run(source, added, None, constants)
         is_direct = source is x and added is residual and target is out
@@ -224,14 +227,17 @@ def run_gemm(
 
 
 def cache_launch(launches: dict[Any, GemmLaunch], key: Any, launch: GemmLaunch, limit: int) -> None:
-    """Cache a launch for the layouts ``key``; a cache with ``limit`` entries is cleared first."""
+    """Add a launch to a cache, under the array layouts ``key``; a cache with ``limit`` entries is cleared first."""
     if len(launches) >= limit:
         launches.clear()
     launches[key] = launch
 
 
 def check_choice(kernel: str | None, split_k: int | None, batch_invariant: bool) -> None:
-    """Raise TypeError or ValueError unless the options that choose a kernel are valid, on the CPU as well."""
+    """Raise TypeError or ValueError if an option that determines the choice of a kernel is not valid.
+
+    The check is also made for arrays on the CPU, for which no kernel is chosen.
+    """
     if check_scalar.validate_flag(batch_invariant, "batch_invariant"):
         for name, value in (("kernel", kernel), ("split_k", split_k)):
             if value is not None:

@@ -32,20 +32,21 @@ GATHERED_ALIGNMENT = 32
 class Plan:
     """A GEMM y = activation(x @ W + bias) + residual for arrays of one layout, created by `plan`.
 
-    ``plan(x, out, residual=None, workspace=None)`` fills ``out`` and returns it. On a GPU it is one launch on the
-    current stream (two for a layer with an activation order), with no allocation, copy or synchronization, so it can be
-    captured into a CUDA graph. x, out and the residual must have the planned shape, strides, dtype, device and
-    alignment, else the call raises TypeError or ValueError. out must not overlap x; it may be the residual. A plan may
-    read its weight before the preceding kernel finishes (PDL), so do not modify the weight.
+    ``plan(x, out, residual=None, workspace=None)`` fills ``out`` and returns it. On a GPU, a call is one launch on the
+    current stream (two for a layer with an activation order), without allocation, copy or synchronization, so calls can
+    be captured into a CUDA graph. x, out and the residual must have the planned shape, strides, dtype, device and
+    alignment; otherwise the call raises TypeError or ValueError. ``out`` must not overlap x, but may be the residual. A
+    plan may read the weight before the preceding kernel finishes (PDL), so do not modify the weight.
 
     Attributes:
         kernel: name of the kernel; "numpy" on the CPU, "none" on a GPU if M = 0.
         shape: shape of y.
-        workspace_bytes: size in bytes of the workspace, which the plan owns: memory for split-K, and for x in its
-            activation order. Calls that may run concurrently on several streams each need their own ``workspace``: a
-            contiguous array of at least this many bytes, zero before its first use. Plans that run in order can share
-            one workspace. As any CuPy array, the plan's own workspace belongs to the stream that was current when the
-            plan was created: keep the plan until its calls on other streams have finished.
+        workspace_bytes: size in bytes of the workspace, for partial sums of split-K and for x in its activation order.
+            The plan owns a workspace. If calls may run concurrently on several streams, each stream needs another
+            ``workspace``: a contiguous array of at least ``workspace_bytes`` bytes that is zero before its first use.
+            Plans whose calls run in order can share it. As any CuPy array, the plan's own workspace belongs to the
+            stream that was current when the plan was created: keep the plan until its calls on other streams have
+            finished.
     """
 
     __slots__ = (
@@ -88,7 +89,7 @@ class Plan:
         if out is None:
             out = _empty(product.shape, "out", x.dtype, weight.spec.device)
         if weight.spec.device != HOST:
-            self.kernel = "none"  # M = 0
+            self.kernel = "none"  # The value for M = 0.
             if x.size:
                 for name, a in (("x", x), ("out", out), ("residual", residual)):
                     if a is not None and arrays.row_stride(a) is None:
@@ -114,7 +115,7 @@ class Plan:
     ) -> Array:
         try:
             fits = (self._layout(x), self._layout(out), self._layout(residual)) == self._layouts
-        except (AttributeError, ValueError):  # an array of another library, or none
+        except (AttributeError, ValueError):  # An argument is an array of another library, or not an array.
             fits = False
         if not fits:
             x, out, residual, workspace = arrays.views(x=x, out=out, residual=residual, workspace=workspace)
@@ -150,11 +151,11 @@ class Plan:
 
     def _layout(self, a: Array | None) -> Any:
         if a is not None and self.kernel == "numpy":
-            return a.shape, None, a.dtype, HOST, 0  # the CPU supports any strides and alignment
+            return a.shape, None, a.dtype, HOST, 0  # The CPU supports any strides and alignment.
         return arrays.layout_key(a)
 
     def _check(self, name: str, a: Array | None, planned: Any) -> None:
-        """Raise TypeError or ValueError unless an array has the planned layout, or a better alignment."""
+        """Raise TypeError or ValueError unless an array has the planned layout; a better alignment is accepted."""
         if a is None or planned is None:
             if a is not planned:
                 expected, found = ("None", "an array") if planned is None else ("an array", "None")
@@ -186,17 +187,18 @@ def plan(
 
     Args:
         x: example array [..., K] of a call; or its shape, for contiguous arrays of ``dtype``.
-        weight: the weight. Its arrays must not be modified or freed while the plan is in use, and kernels that write
-            them on another stream must have finished. On a GPU, all calls run on the GPU of the weight.
+        weight: the weight. The arrays of the weight must not be modified or freed while the plan is in use, and kernels
+            on other streams that write these arrays must have finished. On a GPU, all calls run on the weight's GPU.
         bias, activation: as in `gemm`; the bias is the same for all calls.
-        residual: example array of a call, or its shape; None for no residual.
-        out: example array of a call, or its shape; by default contiguous.
+        residual: example array of a call, or its shape, or None for calls without a residual.
+        out: example array of a call, or its shape; by default, ``out`` is contiguous.
         dtype: dtype of x if x is a shape, by default float16; "bfloat16" if x is uint16 with the bits of bfloat16.
         kernel, split_k, batch_invariant: as in `gemm`.
 
     Returns:
-        The plan, with its kernel loaded and its workspace allocated. `plan` synchronizes the current stream, except
-        during stream capture, since on Hopper a kernel may read the weight before the preceding kernel finishes (PDL).
+        The plan, whose kernel is loaded and whose workspace is allocated. `plan` synchronizes the current stream,
+        except during stream capture, because on Hopper the kernel may read the weight before the preceding kernel
+        finishes (PDL).
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or value, the rows of an array are not contiguous or not
@@ -248,21 +250,21 @@ def make_plan(
 
 
 def _synchronize() -> bool:
-    """Synchronize the current stream and return True; return False during stream capture, which cannot wait."""
+    """Synchronize the current stream and return True; during stream capture, where this is impossible, return False."""
     import cupy
 
     stream = cupy.cuda.get_current_stream()
     try:
         if stream.is_capturing():
             return False
-    except cupy.cuda.runtime.CUDARuntimeError:  # the default stream while a blocking stream is captured
+    except cupy.cuda.runtime.CUDARuntimeError:  # This is the default stream, and a blocking stream is being captured.
         return False
     stream.synchronize()
     return True
 
 
 def _empty(shape: tuple[Any, ...], name: str, dtype: Any, index: int) -> Array:
-    """Return an uninitialized array on the current GPU, whose ordinal is ``index``, or in host memory.
+    """Return an uninitialized array on the current GPU, whose ordinal is ``index``, or in host memory for `HOST`.
 
     Raises:
         TypeError, ValueError: the shape is not valid; the message names the argument ``name``.
@@ -276,7 +278,7 @@ def _empty(shape: tuple[Any, ...], name: str, dtype: Any, index: int) -> Array:
 
 
 def _workspace(memory: Array, nbytes: int, index: int) -> Array:
-    """Return ``memory`` if it can serve as a plan's workspace, else raise TypeError or ValueError."""
+    """Return ``memory`` if a plan can use it as its workspace; otherwise raise TypeError or ValueError."""
     check.validate_device(memory, "workspace", index, "the plan")
     if not memory.flags.c_contiguous or memory.data.ptr % 16:
         raise ValueError("workspace: expected a contiguous array that starts at a multiple of 16 bytes, got another")
@@ -287,12 +289,12 @@ def _workspace(memory: Array, nbytes: int, index: int) -> Array:
 
 @dataclass(frozen=True)
 class FusedPlan:
-    """A GEMM with a `Fusion`: its launch plan, and the arrays of its layer.
+    """A GEMM with a `Fusion`: the launch plan, and the arrays of the linear layer.
 
     Attributes:
-        launch: launch plan. In addition to ``arrays``, it takes the buffers x [m, K] and y [m, N] (gated: [m, N/2]),
-            contiguous and of the planned dtype, and those of ``cuda_src/hopper/residual_stream.cuh``.
-        arrays: arrays of the layer, by buffer name; None is a null pointer.
+        launch: launch plan. Besides ``arrays``, the buffers are x [m, K] and y [m, N] (gated: [m, N/2]), contiguous and
+            of the planned dtype, and the buffers that ``cuda_src/hopper/residual_stream.cuh`` describes.
+        arrays: arrays of the linear layer, by buffer name; None is a null pointer.
         out_features: number of columns of y.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quantize_activations`, `gemm_int8`, `linear_int8` and `linear_fp8`: GEMMs of quantized activations and weights."""
+"""`quantize_activations`, `gemm_int8`, `linear_int8`, `linear_fp8`: GEMMs of quantized activations and weights."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def quantize_activations(
 ) -> tuple[Array, Array, Array | None, Array]:
     """Quantize rows to int8 codes with a scale and an offset for each block of columns: x ~ code * scale + offset.
 
-        asymmetric  scale = (max - min) / 255, offset = max - 127 * scale; a scale of 1e-5 or less becomes 1, with
-                    offset = max (MNN's on-line quantization); max / 255 - min / 255 where max - min overflows
-        symmetric   scale = max|x| / 127, no offset (with block_size=32 llama.cpp's q8_1)
+        asymmetric  scale = (max - min) / 255, or max / 255 - min / 255 if max - min overflows
+                    offset = max - 127 * scale
+                    If this scale is at most 1e-5, scale = 1 and offset = max. (Source: MNN's on-line quantization.)
+        symmetric   scale = max|x| / 127, without an offset (with block_size=32: llama.cpp's q8_1)
 
-        code = clamp(round((x - offset) / scale), -128, 127), with a rounding to float32 at every operation
+        code = clamp(round((x - offset) / scale), -128, 127), where every operation is rounded to float32
 
     Args:
         x: [M, K] float16, bfloat16 or float32.
@@ -44,7 +45,7 @@ def quantize_activations(
         and the sums of the codes, int32 [M, blocks]. A block with an infinity or a NaN has scale NaN and codes 0.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; the message names it.
+        TypeError, ValueError: an argument has a wrong type or value; the message names the argument.
 
     >>> quantize_activations(np.array([[-1.0, 0.25, 1.0]], np.float32), symmetric=True)[0]
     array([[-127,   32,  127]], dtype=int8)
@@ -72,24 +73,25 @@ def gemm_int8(
     activation: Any = None,
     out: Array | None = None,
 ) -> Array:
-    """Compute y [M, N] = activation(A @ B^T + bias) for quantized activations A and a weight B with an integer GEMM.
+    """Compute y [M, N] = activation(A @ W^T + bias) for quantized activations A and a quantized weight W.
 
-        y = sum over blocks of sA*(C*sB + sumA*oB) + oA*(sumB*sB + k*oB),  C = A_q B_q^T in int32
+        A @ W^T = sum over blocks of sA*(C*sW + sumA*oW) + oA*(sumW*sW + k*oW),  C = A_q W_q^T in int32
 
-    This equals the product of the dequantized operands, up to the rounding of float32 sums over blocks.
+    s are scales, o offsets and sum the sums of the codes of a block of k columns. The result equals the product of the
+    dequantized operands, except for the rounding of the float32 sum over blocks.
 
     Args:
-        xq, x_scale, x_offset, x_sums: the results of `quantize_activations`; None for x_offset means zeros.
-        weight: [N, 1, 1, K], 4 or 8 bits.
-        block_size: the block size of xq; by default K if it has one block, else the weight's. Unless xq is one block,
-            it must divide the weight's block size if the weight has several blocks.
+        xq, x_scale, x_offset, x_sums: the results of `quantize_activations`; if x_offset is None, all offsets are 0.
+        weight: [N, 1, 1, K] of 4 or 8 bits.
+        block_size: block size of xq; by default K if each row of xq is one block, otherwise the weight's block size. If
+            the rows of xq and of the weight both have several blocks, it must divide the weight's block size.
         bias: [N] float16, bfloat16 or float32.
-        activation: None, "relu", "relu6", or (low, high).
+        activation: None, "relu", "relu6", or (low, high) to clamp.
         out: [M, N] float16, bfloat16 or float32 array to fill and return; by default y has the dtype of the weight's
             scale.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; the message names it.
+        TypeError, ValueError: an argument has a wrong type or value; the message names the argument.
 
     Source of the formula: MNN's DequantAndAcc.
 
@@ -122,21 +124,21 @@ def linear_int8(
 ) -> Array:
     """Compute a W4A8 or W8A8 linear layer, y [M, N] = activation(x @ W^T + bias), with x quantized to int8.
 
-    x is quantized symmetrically in blocks of the weight's block size, so each element is off by at most half of its
-    block's scale max|x| / 127. An element of y is off by at most the sum over blocks of max|x| / 254 times the sum of
-    |W|; for normally distributed x and W, y has a relative error of about 1/200.
+    x is quantized symmetrically in blocks of the weight's block size. The error of an element of x is at most half of
+    the block's scale, max|x| / 254. The error of an element of y is at most the sum over blocks of max|x| / 254 times
+    the sum of |W| over the block; for normally distributed x and W, the relative error of y is about 1/200.
 
     Args:
         x: [M, K] float16, bfloat16 or float32.
-        weight: [N, 1, 1, K]; `from_packed` makes it from an AWQ weight.
+        weight: [N, 1, 1, K]; `from_packed` converts an AWQ weight to this form.
         bias, activation: as in `gemm_int8`.
-        out: array of x's dtype to fill and return.
+        out: [M, N] array of x's dtype to fill and return.
 
     Returns:
-        y, of x's dtype; on a GPU by two launches.
+        y with the dtype of x; on a GPU, two kernels compute it.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; the message names it.
+        TypeError, ValueError: an argument has a wrong type or value; the message names the argument.
 
     >>> weight = BlockQuantizedWeight(np.full((1, 1, 1, 4), 9, np.uint8), np.full((1, 1), 0.5, np.float32), None)
     >>> linear_int8(np.array([[127, 2, 3, 4]], np.float16), weight)
@@ -162,29 +164,33 @@ def linear_fp8(
     activation: Any = None,
     out: Array | None = None,
 ) -> Array:
-    """Compute a linear layer of INT4 weights, y [M, N] = activation(x @ W^T + bias), with x rounded to float8 (e4m3).
+    """Compute a linear layer with INT4 weights, y [M, N] = activation(x @ W^T + bias), with x rounded to e4m3 (float8).
 
-    Each row of x has a scale, max|x| / 448 (at least 2**-100 / 448). Each element is off by at most 1/17 of itself or
-    2**-10 scales, whichever is larger, and an element of y by the sum over k of that error times |W|. For normally
-    distributed x and W, y has a relative error of about 1/38: more than with `linear_int8`, but small elements of x
-    keep their precision beside elements a thousand times as large.
+    Each row of x has a scale, max|x| / 448 (at least 2**-100 / 448). The error of an element of x is at most 1/17 of
+    the element or 2**-10 times the scale, whichever is larger. The error of an element of y is at most the sum over k
+    of this error times |W|. For normally distributed x and W, the relative error of y is about 1/38: larger than with
+    `linear_int8`, but small elements of x keep their precision next to elements that are a thousand times as large.
 
-    Hopper's tensor cores align the products that they add to the largest and keep about 14 bits of them (DeepSeek-V3
-    Technical Report, 3.5.2). These products have 8 significant bits, and at most 128 columns are added before the sum
-    moves to float32: a simulation of it gives y a further relative error of 1/4000.
+    Hopper's tensor cores shift all products of a sum to the exponent of the largest one and keep about 14 bits
+    (DeepSeek-V3 Technical Report, 3.5.2). The products of this operation have 8 significant bits, and at most 128 of
+    them are added before the sum is added to a float32 accumulator. In a simulation, this adds a relative error of
+    1/4000 to y.
 
     Args:
-        x: [M, K] float16, bfloat16 or float32. A row with an infinity or a NaN gives a row of NaN.
-        weight: [N, 1, 1, K] of 4 bits; `from_packed` makes it from an AWQ weight.
+        x: [M, K] float16, bfloat16 or float32. A row with an infinity or a NaN gives a row of NaN in y.
+        weight: [N, 1, 1, K] of 4 bits; `from_packed` converts an AWQ weight to this form.
         bias, activation: as in `gemm_int8`.
-        out: array of x's dtype to fill and return.
+        out: [M, N] array of x's dtype to fill and return.
 
     Returns:
-        y, of x's dtype. A GPU must be sm_89 or newer; K must be a multiple of 16 there, and the weight's block size of
-        32 if it is less than K. It takes two launches.
+        y with the dtype of x; on a GPU, two kernels compute it.
+
+    A GPU must be sm_89 or newer. On a GPU, K must be a multiple of 16, and the weight's block size a multiple of 32
+    unless it is at least K.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, or a GPU without such a kernel; the message names it.
+        TypeError, ValueError: an argument has a wrong type or value, or the GPU has no kernel for the weight; the
+            message names the argument.
 
     >>> weight = BlockQuantizedWeight(np.full((1, 1, 1, 4), 9, np.uint8), np.full((1, 1), 0.5, np.float32), None)
     >>> linear_fp8(np.array([[448, 17, 3, 4]], np.float16), weight)  # 17 is half-way between 16 and 18
@@ -204,10 +210,10 @@ def linear_fp8(
 
 
 def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> None:
-    """Check that `linear_int8` (x_dtype "int8") or `linear_fp8` ("fp8") supports the activation, weight and GPU.
+    """Check that `linear_int8` (x_dtype "int8") or `linear_fp8` ("fp8") supports an activation, a weight and its GPU.
 
     Raises:
-        TypeError, ValueError: the operation does not support one of them; the message gives the reason.
+        TypeError, ValueError: the activation, the weight or the GPU is not supported; the message gives the reason.
     """
     block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
     if x_dtype == "fp8" and weight.device != HOST:
@@ -251,7 +257,7 @@ def _multiply_on_gpu(
     *,
     fp8: bool = False,
 ) -> Array:
-    """Compute `gemm_int8` on the GPU; with ``fp8``, xq is e4m3, x_scale is [M], and x_sums is float32."""
+    """Compute `gemm_int8` on the GPU; if ``fp8``, xq is e4m3, x_scale is [M], and x_sums is float32."""
     import cupy
 
     with placement.use_device(weight.device):
@@ -318,7 +324,7 @@ def _linear_fp8_on_gpu(
 
 
 def _in_blocks(xq: Array, x_scale: Array, x_offset: Array | None, size: int) -> tuple[Array, Array | None, Array]:
-    """Return x_scale, x_offset and x_sums [M, blocks] for blocks of ``size`` columns of rows quantized as one block."""
+    """Return x_scale, x_offset and x_sums [M, blocks] for blocks of ``size`` columns, from those of whole rows."""
     xp = namespace(xq)
     m, k = xq.shape
     blocks = -(-k // size)

@@ -15,12 +15,12 @@ from cupy_awq.weight import PackedWeight
 
 
 class RepackedWeight(PackedWeight):
-    """A `PackedWeight` with a repacked copy, and possibly without the original arrays.
+    """A `PackedWeight` with a repacked copy; the original arrays may have been freed.
 
     Attributes:
-        repacked: weight in the repacked layout (`RepackedLayout`), uint8.
-        scale_exponent: as in `Problem`.
-        wide_scales: as in `Problem`.
+        repacked: weight in the repacked layout (`RepackedLayout`), as a uint8 array.
+        scale_exponent: the field of `Problem` with this name.
+        wide_scales: the field of `Problem` with this name.
     """
 
     __slots__ = ("repacked", "scale_exponent", "wide_scales")
@@ -37,16 +37,16 @@ class RepackedWeight(PackedWeight):
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of the arrays in the AWQ layout, or of the repacked copy if these have been freed."""
+        """The size in bytes of the arrays in the AWQ layout, or of the repacked copy if these arrays are freed."""
         return int(super().nbytes if self.has_original else self.repacked.nbytes)
 
     @property
     def has_original(self) -> bool:
-        """True if the weight still has its arrays in the AWQ layout."""
+        """Whether the weight still has its arrays in the AWQ layout."""
         return self.qweight is not None
 
     def without_original(self) -> RepackedWeight:
-        """Return the weight without its arrays in the AWQ layout, which are freed unless referenced elsewhere."""
+        """Return the weight without the arrays in the AWQ layout, which are freed unless referenced elsewhere."""
         weight = object.__new__(RepackedWeight)
         for name in ("spec", *RepackedWeight.__slots__):
             object.__setattr__(weight, name, getattr(self, name))
@@ -56,7 +56,7 @@ class RepackedWeight(PackedWeight):
 
 
 def repack(weight: PackedWeight) -> PackedWeight:
-    """Return the weight with a repacked copy, or unchanged if its GPU is not sm_90 or it cannot be repacked."""
+    """Return the weight with a repacked copy, or the unchanged weight if it cannot be repacked or is not on sm_90."""
     spec = weight.spec
     if spec.device == HOST or device.of(spec.device).arch != 90:
         return weight
@@ -74,12 +74,14 @@ def repack(weight: PackedWeight) -> PackedWeight:
             arrays.leading_dimension(weight.qzeros),
         )
         launch(layout.plan(device.of(spec.device), strides), {**buffers, "out": out})
-        # Kernels prefetch the repacked weight before the preceding kernel finishes (PDL), so wait for the repacking:
-        # this copy to the host synchronizes. (CuPy's own reductions import SciPy, which takes 0.6 s.)
+        # Kernels may read the repacked weight before the preceding kernel finishes (PDL), so wait for the repacking:
+        # this copy to the host synchronizes. The extremes are computed with NumPy, because CuPy's reductions import
+        # SciPy, which takes 0.6 s.
         magnitudes = weight.scales.get().view(np.uint16) & 0x7FFF
-    # Less 1, the bits of a zero wrap to the largest integer, so the minimum is that of the nonzero scales.
+    # Minus 1, the bits of a zero wrap to the largest integer, so the minimum is that of the nonzero scales.
     extremes = np.array([magnitudes.max(), min((magnitudes - np.uint16(1)).min(), 0x7FFE) + 1], np.uint16)
-    max_exponent = 15 if spec.dtype == np.float16 else 127  # sufficient for float16 scales; the limit of float32
+    # 15 suffices for any float16 scale; 127 is the limit of a float32 factor.
+    max_exponent = 15 if spec.dtype == np.float16 else 127
     largest, smallest = map(float, extremes.view(spec.dtype))
     return RepackedWeight(weight, out, *scale_range(largest, smallest, max_exponent))
 
@@ -88,8 +90,8 @@ def scale_range(largest: float, smallest: float, max_exponent: int) -> tuple[int
     """Return ``scale_exponent`` and ``wide_scales`` of `Problem` for a weight.
 
     The exponent is the largest one, up to ``max_exponent``, for which the largest scale times 2**exponent is at most
-    64. A nonzero weight has the magnitude of 1 to 15 scales, so float16 represents all weights if the smallest nonzero
-    scale times 2**exponent is a normal number, at least 2**-14.
+    64. The magnitude of a nonzero weight is 1 to 15 times the scale, so float16 represents all weights as normal
+    numbers if the smallest nonzero scale times 2**exponent is at least 2**-14.
 
     Args:
         largest: magnitude of the largest scale.

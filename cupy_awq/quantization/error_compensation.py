@@ -34,7 +34,7 @@ def compensate_errors(w: Array, second: Array, grid: Grid) -> QuantizedRows:
     xp = namespace(w)
     n, k = w.shape
     factor = inverse_factor(second)
-    factor /= xp.diagonal(factor)[:, None].copy()  # U_jk / U_jj
+    factor /= xp.diagonal(factor)[:, None].copy()  # element (j, k) is now U_jk / U_jj
     work = xp.ascontiguousarray(w.T)  # [K, N]: each input channel is a contiguous row
     codes = xp.empty((k, n), np.uint8)
     for block, step in channel_blocks(k, transpose_grid(grid)):
@@ -55,8 +55,8 @@ def round_channels(target: Array, old: Array, weights: Array, step: Grid) -> tup
 
     Args:
         target: the codes before rounding, float32 [B, N]; updated in place.
-        old: float32 [B, N]; may be ``target`` itself.
-        weights: float32 [B, B].
+        old: the codes that changes refer to, float32 [B, N]; may be ``target`` itself.
+        weights: the factors of the changes, float32 [B, B].
         step: the grids [N] of the block.
     """
     xp = namespace(target)
@@ -72,7 +72,7 @@ def round_channels(target: Array, old: Array, weights: Array, step: Grid) -> tup
 
 
 def channel_blocks(k: int, steps: Grid) -> Iterator[tuple[slice, Grid]]:
-    """Yield all blocks of at most `BLOCK` channels of one group as (slice, grids [N]), for the grids [K/G, N]."""
+    """Split K channels into blocks of at most `BLOCK` channels of one group; yield (slice, grids [N]) per block."""
     groups = len(steps.zero)
     group_size = k // groups
     for g in range(groups):

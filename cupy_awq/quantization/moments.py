@@ -36,7 +36,8 @@ class Moments(NamedTuple):
     def regularize(self, shrinkage: float, damping: float) -> Moments:
         """Return the moments with H = (1 - shrinkage) * H + shrinkage * diag(H) + damping * mean(diag H) * I.
 
-        Few calibration tokens of one kind overstate how channels correlate. H is positive definite for damping > 0.
+        The correlations of channels on few, similar calibration tokens are larger than those on other texts, so
+        shrinkage reduces them. The result is positive definite for damping > 0.
 
         >>> Moments(np.array([[5.0, -1.0], [-1.0, 3.0]], np.float32), None, 2).regularize(0.5, 0.25).second.tolist()
         [[6.0, -0.5], [-0.5, 4.0]]
@@ -99,7 +100,7 @@ def row_blocks(w: Array) -> Iterator[slice]:
 
 
 def row_errors(difference: Array, second: Array) -> Array:
-    """Return the diagonal of D H D^T, float32 [N], of a difference D [N, K] of weights and second moments H [K, K].
+    """Return the output error of each row, diag(D H D^T) as float32 [N], for D = W_quantized - W and second moments H.
 
     >>> row_errors(np.array([[1.0, 1.0], [0.0, 2.0]]), np.array([[5.0, -1.0], [-1.0, 2.0]])).tolist()
     [5.0, 8.0]

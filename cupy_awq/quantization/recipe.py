@@ -46,8 +46,8 @@ class Recipe:
 def quantize_rows(w: Array, moments: Moments | None, recipe: Recipe) -> QuantizedRows:
     """Quantize a weight ``w``, float32 [N, K], as ``recipe`` states; without moments, round to nearest.
 
-    No row's output error, its element of the diagonal of D H D^T, exceeds that of rounding to nearest: a row for which
-    the recipe gives a larger error is rounded to nearest.
+    The output error of a row is its element of diag(D H D^T). A row for which the recipe gives a larger output error
+    than rounding to nearest is rounded to nearest instead.
 
     >>> w = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
     >>> quantize_rows(w, None, Recipe(group_size=16)).codes.shape
@@ -68,7 +68,7 @@ def quantize_rows(w: Array, moments: Moments | None, recipe: Recipe) -> Quantize
 
 
 def choose_rows(w: Array, second: Array, rows: QuantizedRows, other: QuantizedRows) -> QuantizedRows:
-    """Return each row of ``rows``, or of ``other`` if its element of the diagonal of D H D^T is smaller there."""
+    """Return, for each row, that of ``rows`` or of ``other``, whichever has the smaller output error diag(D H D^T)."""
     error, other_error = (row_errors(quantized.dequantize() - w, second) for quantized in (rows, other))
     is_better = (error <= other_error)[:, None]
     codes = namespace(w).where(is_better, rows.codes, other.codes)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runtime: GPU properties, NVRTC compilation, disk cache, kernel launches, array views and split-K workspaces.
 
-The runtime does not depend on AWQ. CuPy and the CUDA bindings are imported only inside functions, so no module of the
-package needs either one to be imported.
+The runtime does not depend on AWQ. CuPy and the CUDA bindings are imported only inside functions, so all modules can be
+imported without them.
 """

@@ -15,17 +15,17 @@ from cupy_awq.runtime import placement
 def views(**arrays: Any) -> list[Any]:
     """Return all arguments in order, with arrays of other libraries replaced by NumPy or CuPy views.
 
-    An argument that is no array is returned unchanged; `cupy_awq.check` rejects it later.
+    An argument that is not an array is returned unchanged; `cupy_awq.check` rejects it later.
 
     Raises:
-        TypeError: NumPy or CuPy cannot view an array.
+        TypeError: NumPy or CuPy cannot create a view of an array.
         ValueError: an array has a null pointer, or ``out`` is read-only.
     """
     return [_view(a, name) for name, a in arrays.items()]
 
 
 class _Writable:
-    """An array interface that exposes the memory of a read-only NumPy view as writable."""
+    """An object whose ``__array_interface__`` exposes the memory of a read-only NumPy view as writable."""
 
     def __init__(self, view: np.ndarray[Any, Any]) -> None:
         self.view = view
@@ -33,13 +33,13 @@ class _Writable:
 
 
 def _host_view(a: Any, name: str) -> Any:
-    """Return a NumPy view of an array in CPU memory that supports DLPack."""
+    """Return a NumPy view of an array in host memory that supports DLPack; raise TypeError if NumPy cannot view it."""
     try:
         view = np.from_dlpack(a)
         if name == "out" and not view.flags.writeable:
-            a.__dlpack__()  # succeeds for writable memory only, as DLPack before version 1 has no read-only arrays
+            a.__dlpack__()  # Fails for read-only memory, since DLPack before version 1 has no read-only arrays.
             view = np.asarray(_Writable(view))
-    except Exception as error:  # a foreign library may raise anything
+    except Exception as error:  # Another library may raise any exception.
         raise TypeError(f"{name}: expected an array that NumPy can view, got {type(a).__name__}: {error}") from error
     return view
 
@@ -57,14 +57,14 @@ def _view(a: Any, name: str) -> Any:
             return cupy.from_dlpack(a)
         pointer, read_only = interface["data"]
         if pointer and not (read_only and name == "out"):
-            # If the interface names no stream, only DLPack orders this stream after the writes to the array.
+            # If the interface names no stream, only DLPack makes this stream wait for writes to the array.
             if interface.get("stream") is None and hasattr(a, "__dlpack__"):
                 return cupy.from_dlpack(a)
             # cupy.asarray copies an array that is not on the current device.
             with placement.use_device(cupy.cuda.runtime.pointerGetAttributes(pointer).device):
                 return cupy.asarray(a)
         is_empty = 0 in interface["shape"]
-    except Exception as error:  # a foreign library or CuPy may raise anything
+    except Exception as error:  # Another library or CuPy may raise any exception.
         raise TypeError(f"{name}: expected an array that CuPy can view, got {type(a).__name__}: {error}") from error
     if pointer:
         raise ValueError(f"{name}: expected a writable array, got a read-only {type(a).__name__}")
@@ -74,12 +74,12 @@ def _view(a: Any, name: str) -> Any:
 
 
 def address(a: Array | None) -> int:
-    """Return the address of a CuPy array's first element, 0 for None."""
+    """Return the address of the first element of a CuPy array, or 0 for None."""
     return 0 if a is None else int(a.data.ptr)
 
 
 def vector_bytes(a: StridedArray) -> int:
-    """Return the alignment in bytes that kernels need for vector accesses: 32 for float32 (8 values), else 16."""
+    """Return the alignment in bytes that vector accesses to ``a`` require: 32 for float32 (8 values), otherwise 16."""
     return 32 if a.dtype == np.float32 else 16
 
 
@@ -96,9 +96,9 @@ def _row_stride_bytes(a: StridedArray) -> int:
 
 
 def layout_key(a: Array | None) -> Any:
-    """Return a hashable key of all properties of a CuPy array on which validation and kernel selection depend.
+    """Return a hashable key: all properties of a CuPy array on which validation and kernel selection depend.
 
-    A prepared launch can be reused for all arrays with equal keys. The key of None is None.
+    A launch can be reused for all arrays with equal keys. The key of None is None.
 
     Raises:
         AttributeError: ``a`` is an array of another library.
@@ -111,7 +111,7 @@ def layout_key(a: Array | None) -> Any:
 
 
 def count_rows(a: StridedArray) -> int:
-    """Return M, the number of rows of [..., N].
+    """Return M, the number of rows of an array [..., N].
 
     >>> count_rows(np.zeros((4, 6, 8)))
     24
@@ -120,9 +120,9 @@ def count_rows(a: StridedArray) -> int:
 
 
 def row_stride(a: StridedArray) -> int | None:
-    """Return the row stride of [..., N] in elements, or None if no kernel can read the rows in place.
+    """Return the row stride of an array [..., N] in elements, or None if kernels cannot read the rows in place.
 
-    Kernels need contiguous rows and the same stride >= 0 between all adjacent rows.
+    Kernels require contiguous rows and the same stride >= 0 between all adjacent rows.
 
     >>> x = np.zeros((4, 6, 8), np.float16)
     >>> row_stride(x), row_stride(x[:, 0]), row_stride(x[..., 2:4]), row_stride(x[:, :3]), row_stride(x[..., ::2])
@@ -148,7 +148,7 @@ def row_stride(a: StridedArray) -> int | None:
 
 
 def has_readable_rows(a: Array) -> bool:
-    """Return whether kernels can read the rows of [..., N] in place and a copy would not be better aligned.
+    """Return whether kernels can read the rows of an array [..., N] in place and a copy would not be better aligned.
 
     The result is False for overlapping rows, which a tensor map cannot describe.
     """
@@ -158,7 +158,7 @@ def has_readable_rows(a: Array) -> bool:
 
 
 def leading_dimension(a: StridedArray | None) -> int:
-    """Return the row stride of a matrix in elements, which may be negative; 0 for None.
+    """Return the row stride of a matrix in elements, which may be negative, or 0 for None.
 
     >>> leading_dimension(np.zeros((4, 8))[::-2])
     -16

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compilation of kernels with NVRTC into the disk cache, and loading of the binaries.
 
-A kernel is compiled to a cubin, or to PTX for a GPU newer than its target. The file name holds a digest of the sources,
-the constants, the options and NVRTC's version, so that later processes find the binary and compile nothing.
+A kernel is compiled to a cubin, or to PTX for a GPU that is newer than the kernel's target. The name of the file in the
+cache contains a digest of the sources, the constants, the options and NVRTC's version, so that later processes find the
+binary and compile nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from cupy_awq.runtime import disk_cache, placement, sources
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
-"""The NVRTC options of every compilation. Line info has no run-time cost and serves profilers and compute-sanitizer."""
+"""The NVRTC options of every compilation; the line info, for profilers and compute-sanitizer, costs no run time."""
 
 
 class CompileError(RuntimeError):
-    """An error of NVRTC; the message holds the compilation log, with files and lines."""
+    """A compilation error of NVRTC; the message contains the compilation log with files and lines."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Resources:
 
     Attributes:
         registers: number of registers per thread.
-        shared_bytes: static shared memory per CTA.
-        spill_bytes: spill stores plus spill loads per thread.
-        stack_bytes: stack frame per thread.
-        serialized: whether ptxas serialized the wgmma instructions, which makes them slow.
+        shared_bytes: static shared memory per CTA, in bytes.
+        spill_bytes: spill stores plus spill loads per thread, in bytes.
+        stack_bytes: size of the stack frame per thread, in bytes.
+        serialized: whether ptxas serialized the wgmma instructions, which makes the kernel slow.
     """
 
     registers: int
@@ -52,10 +53,10 @@ class Binary:
     """A compiled kernel.
 
     Attributes:
-        code: cubin or PTX.
-        path: file in the disk cache; None if the cache folder is not writable.
-        resources: resource usage; None for PTX, which the driver compiles at load time.
-        newly_compiled: True if this call compiled the kernel, False if the kernel was in the cache.
+        code: content of the cubin, or the PTX.
+        path: path of the file in the disk cache, or None if the cache folder is not writable.
+        resources: resource usage, or None for PTX, which the driver compiles when it loads the kernel.
+        newly_compiled: whether this call compiled the kernel; False if the kernel was in the cache.
     """
 
     code: bytes
@@ -65,14 +66,18 @@ class Binary:
 
 
 def _check(status: Any, function: str) -> None:
-    """Raise RuntimeError if a function of NVRTC returned an error status."""
+    """Raise RuntimeError if ``status``, which the NVRTC function named ``function`` returned, is an error."""
     if int(status) != 0:
         raise RuntimeError(f"{function}: expected success, got {status.name}")
 
 
 @functools.cache
 def nvrtc_version_and_archs() -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Return NVRTC's version and its supported architectures in ascending order; raise OSError without NVRTC."""
+    """Return NVRTC's version (major, minor) and its supported architectures in ascending order.
+
+    Raises:
+        OSError: NVRTC is not installed or cannot be loaded.
+    """
     try:
         from cuda.bindings import nvrtc
 
@@ -88,7 +93,7 @@ def nvrtc_version_and_archs() -> tuple[tuple[int, int], tuple[int, ...]]:
 
 
 def nearest_target(arch: str) -> str:
-    """Return ``arch`` if NVRTC supports it, else the closest older architecture, or the oldest one if all are newer."""
+    """Return ``arch`` if NVRTC supports it, else the next older supported one, or the oldest if all are newer."""
     known = nvrtc_version_and_archs()[1]
     number = int(arch.rstrip("af"))
     if number in known:
@@ -97,7 +102,7 @@ def nearest_target(arch: str) -> str:
 
 
 def _compile(kernel: Kernel, arch: str, texts: Mapping[str, str], form: str) -> tuple[bytes, str]:
-    """Return the cubin or PTX (``form``) of a kernel, and NVRTC's log; raise CompileError if NVRTC fails."""
+    """Return the cubin or PTX (``form``) of a kernel, and NVRTC's log; raise CompileError if compilation fails."""
     from cuda.bindings import nvrtc
 
     (source, text), *headers = texts.items()
@@ -128,7 +133,7 @@ def _compile(kernel: Kernel, arch: str, texts: Mapping[str, str], form: str) -> 
 
 
 def _read(program: Any, size: Any, content: Any) -> bytes:
-    """Return an output of an NVRTC program, given NVRTC's functions for its size and its content."""
+    """Return an output of an NVRTC program, for which ``size`` and ``content`` are the NVRTC functions."""
     status, length = size(program)
     _check(status, size.__name__)
     buffer = bytes(length)
@@ -153,15 +158,16 @@ def _resources(log: str) -> Resources:
 
 
 def ptx(plan: LaunchPlan) -> str:
-    """Return the PTX of a plan's kernel; no GPU is needed."""
+    """Return the PTX of the kernel of a launch plan; no GPU is needed."""
     return build(plan.kernel, "ptx").code.decode()
 
 
 def build(kernel: Kernel, form: str = "cubin") -> Binary:
     """Return a kernel compiled to a ``"cubin"`` or to ``"ptx"``, from the disk cache if possible.
 
-    A damaged cache entry is recompiled and replaced. If the cache folder is not writable, the function warns once and
-    keeps the kernels in memory. No GPU is needed. Threads and processes may build the same kernel concurrently.
+    A damaged cache entry is replaced by a newly compiled one. If the cache folder is not writable, the function warns
+    once per process and keeps the kernels in memory. No GPU is needed. Threads and processes may build the same kernel
+    concurrently.
 
     Raises:
         CompileError: the kernel does not compile.
@@ -179,7 +185,7 @@ def build(kernel: Kernel, form: str = "cubin") -> Binary:
         return found
     code, log = _compile(kernel, arch, texts, form)
     resources = _resources(log) if form == "cubin" else None
-    # Write the JSON entry last: code without an entry that holds its digest is ignored.
+    # Write the JSON entry last: without an entry with the digest of the code, the code is ignored.
     if disk_cache.try_write(path, code) and disk_cache.try_write(path.with_suffix(".json"), _entry(code, resources)):
         return Binary(code, path, resources, newly_compiled=True)
     _unsaved[path] = Binary(code, None, resources, newly_compiled=False)
@@ -187,11 +193,11 @@ def build(kernel: Kernel, form: str = "cubin") -> Binary:
 
 
 _unsaved: dict[Path, Binary] = {}
-"""The kernels that could not be written to the disk cache, by file path."""
+"""The kernels that could not be written to the disk cache, by path in the cache."""
 
 
 def _entry(code: bytes, resources: Resources | None) -> bytes:
-    """Return the JSON entry of compiled code in the disk cache: its resources, and a digest of code and resources."""
+    """Return the JSON entry of a kernel in the disk cache: the resources, and a digest of code and resources."""
     digest = hashlib.sha256(code + repr(resources).encode()).hexdigest()
     return json.dumps({"sha256": digest, "resources": resources and asdict(resources)}).encode()
 
@@ -210,15 +216,15 @@ def _find(path: Path) -> Binary | None:
 
 
 _functions: dict[tuple[int, Kernel], tuple[Any, int]] = {}
-"""The loaded function and its limit of dynamic shared memory in bytes, by (device ordinal, kernel)."""
+"""The loaded function and its maximum dynamic shared memory in bytes, by (device ordinal, kernel)."""
 _functions_lock = threading.Lock()
 
 
 def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
-    """Return the kernel as a CuPy function on the current device; it is loaded on the first call.
+    """Return the kernel as a CuPy function on the current device; the first call loads the kernel.
 
-    The function's limit of dynamic shared memory is at least ``shared_bytes``. Raises MemoryError if the kernel does
-    not fit into the memory of the GPU.
+    The function's maximum dynamic shared memory is at least ``shared_bytes``. Raises MemoryError if the memory of the
+    GPU is exhausted.
     """
     import cupy
     from cuda.bindings import driver
@@ -228,7 +234,7 @@ def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
     with _functions_lock:
         if key not in _functions:
             native = cupy.cuda.Device(index).compute_capability
-            # The cubin is used only on its own architecture; PTX also runs on newer ones.
+            # A cubin is used only on the architecture for which it was compiled; PTX also runs on newer architectures.
             form = "cubin" if nearest_target(kernel.arch).rstrip("a") == native else "ptx"
             code = build(kernel, form).code
             with placement.use_device(index):
@@ -236,7 +242,7 @@ def load_function(kernel: Kernel, shared_bytes: int = 0) -> Any:
                 module.load(code)
                 _functions[key] = module.get_function(kernel.entry), 0
         function, limit = _functions[key]
-        # Never lower the limit, since all plans of a kernel share the function.
+        # Never lower the maximum, because all launch plans of a kernel share the function.
         if shared_bytes > limit:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (status,) = driver.cuFuncSetAttribute(driver.CUfunction(function.ptr), attribute, shared_bytes)

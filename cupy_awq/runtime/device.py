@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU properties that kernel selection needs, read from the driver or, without a GPU, from a table."""
+"""The properties of a GPU on which kernel selection depends, from the driver or, without a GPU, from a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from cupy_awq.runtime import placement
 
 ARCH_VARIABLE = "CUPY_AWQ_ARCH"
-"""The environment variable that sets the target architecture, to use the kernels of an older GPU."""
+"""The environment variable that sets an older target architecture, so that the kernels of an older GPU are used."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,13 @@ class Device:
 
     Attributes:
         name: model name.
-        arch: target architecture, 10 * compute capability; less than ``native`` if CUPY_AWQ_ARCH is set.
-        native: the GPU's own architecture, 10 * compute capability.
+        arch: target architecture (10 * compute capability) for which kernels are chosen and compiled; less than
+            ``native`` if CUPY_AWQ_ARCH sets an older one.
+        native: architecture of the GPU (10 * compute capability).
         sm_count: number of SMs.
-        shared_bytes_per_block: largest dynamic shared memory per CTA.
-        shared_bytes_per_sm: shared memory per SM.
-        l2_bytes: size of the L2 cache.
+        shared_bytes_per_block: largest dynamic shared memory per CTA, in bytes.
+        shared_bytes_per_sm: shared memory per SM, in bytes.
+        l2_bytes: size of the L2 cache in bytes.
         read_gbs: nominal memory bandwidth in GB/s.
     """
 
@@ -39,7 +40,7 @@ class Device:
 
     @property
     def target(self) -> str:
-        """The compiler target: "90a" for sm_90, which wgmma requires; else ``arch``."""
+        """The compiler target: ``arch``, but "90a" for sm_90, because wgmma requires it."""
         return "90a" if self.arch == 90 else str(self.arch)
 
 
@@ -83,7 +84,11 @@ def nominal(arch: int) -> Device:
 
 
 def forced_arch() -> int | None:
-    """Return the target architecture set by ``CUPY_AWQ_ARCH``, or None if unset; raise ValueError if malformed."""
+    """Return the target architecture that ``CUPY_AWQ_ARCH`` sets, or None if the variable is not set.
+
+    Raises:
+        ValueError: the value is not a compute capability such as 75.
+    """
     text = os.environ.get(ARCH_VARIABLE)
     if not text:
         return None
@@ -93,7 +98,7 @@ def forced_arch() -> int | None:
 
 
 def current() -> Device:
-    """Return the properties of CuPy's current GPU; ``arch`` is ``CUPY_AWQ_ARCH`` if set."""
+    """Return the properties of CuPy's current GPU; ``arch`` is ``CUPY_AWQ_ARCH`` if the variable is set."""
     import cupy
 
     return of(cupy.cuda.runtime.getDevice())
@@ -106,7 +111,7 @@ def current_or_nominal() -> Device:
 
 @functools.cache
 def of(index: int) -> Device:
-    """Return the properties of the GPU with device ordinal ``index``; ``arch`` is ``CUPY_AWQ_ARCH`` if set.
+    """Return the properties of the GPU with ordinal ``index``; ``arch`` is ``CUPY_AWQ_ARCH`` if the variable is set.
 
     Raises:
         ValueError: ``CUPY_AWQ_ARCH`` is malformed or newer than the GPU.
@@ -128,6 +133,6 @@ def of(index: int) -> Device:
         shared_bytes_per_block=attributes["MaxSharedMemoryPerBlockOptin"],
         shared_bytes_per_sm=attributes["MaxSharedMemoryPerMultiprocessor"],
         l2_bytes=attributes["L2CacheSize"],
-        # The clock is in kHz, the bus width in bits, and DRAM transfers data twice per clock.
+        # The clock is in kHz, the bus width in bits, and DRAM transfers data twice per clock cycle.
         read_gbs=attributes["MemoryClockRate"] * 2e3 * attributes["GlobalMemoryBusWidth"] / 8e9,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's cache folder, which holds compiled kernels and tuned configurations."""
+"""The user's cache folder, which contains compiled kernels and tuned configurations."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ def folder() -> Path:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(base).expanduser() / "cupy_awq"
-    except RuntimeError:  # The user has no home folder. A path below the null device fails every read and write.
+    except RuntimeError:  # The user has no home folder; below the null device, every read and write fails.
         return Path(os.devnull) / "cupy_awq"
 
 
 def read(path: Path) -> bytes | None:
-    """Return the content of a file, or None if it does not exist or cannot be read (with one warning per process)."""
+    """Return the content of a file, or None if the file does not exist or cannot be read.
+
+    The first file that exists but cannot be read causes a warning, once per process.
+    """
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -55,7 +58,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def try_write(path: Path, content: bytes) -> bool:
-    """Write a file as `write` does and return True; on failure warn once per process and return False."""
+    """Write a file with `write` and return True; on failure, warn once per process and return False."""
     try:
         write(path, content)
     except OSError as error:
@@ -65,7 +68,7 @@ def try_write(path: Path, content: bytes) -> bool:
 
 
 def _warn(error: OSError) -> None:
-    """Warn that the cache folder cannot be used, once per process."""
+    """Warn, once per process, that the cache folder cannot be used."""
     global _has_warned
     with _warning_lock:
         if _has_warned:

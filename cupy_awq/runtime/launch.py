@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel launches with ``cuLaunchKernelEx``: encode tensor maps, set launch attributes, pass arguments."""
+"""Kernel launches with ``cuLaunchKernelEx``: tensor maps, launch attributes and kernel arguments."""
 
 from __future__ import annotations
 
@@ -25,18 +25,15 @@ MAP_TYPES = {
     "uint8": "UINT8",
     "uint32": "UINT32",
 }
-"""The CUtensorMapDataType of each `TensorMap.dtype`. INT8 does not exist; UINT8 serves, since TMA copies raw bytes."""
+"""The CUtensorMapDataType of each `TensorMap.dtype`; int8 has none, but UINT8 works, since TMA converts no values."""
 
 L1_SHARED_PERCENT = 25
-"""The shared-memory carveout of kernels with ``prefers_l1``, in percent of the unified L1 and shared memory.
-
-Other kernels may run with the carveout of the preceding kernel.
-"""
+"""The shared-memory carveout for kernels with ``prefers_l1``, in percent of the largest shared memory per SM."""
 
 
 @functools.lru_cache(maxsize=4096)
 def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
-    """Return the bytes of the CUtensorMap of a buffer at ``address``, a multiple of 16.
+    """Return the bytes of the CUtensorMap for a buffer at ``address``, which must be a multiple of 16.
 
     Raises:
         RuntimeError: the driver rejects the tensor map.
@@ -66,14 +63,14 @@ def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
 
 
 class _Arguments(threading.local):
-    """The kernel arguments of a plan in host memory, one copy per thread.
+    """The kernel arguments of a launch plan in host memory, with one copy per thread.
 
-    The driver takes an array of pointers to the arguments. Between launches only buffer addresses and tensor maps
-    change.
+    The driver takes an array of pointers to the arguments. Only buffer addresses and tensor maps change between
+    launches.
 
     Attributes:
         address: address of the array of pointers.
-        set_pointers: function that stores the addresses of all buffers that are passed by address.
+        set_pointers: function that stores the addresses of the buffers; its arguments are the addresses in order.
     """
 
     def __init__(self, pointers: int, maps: tuple[TensorMap, ...], scalars: tuple[bytes, ...]) -> None:
@@ -98,12 +95,12 @@ class _Arguments(threading.local):
 class Launcher:
     """A launch plan whose kernel is loaded on the current device; each call launches the kernel.
 
-    ``launcher(pointers, stream)`` takes the addresses of the plan's buffers in the order of ``launcher.buffers``, and a
-    stream handle. Threads may share a launcher, and a CUDA graph may capture its calls.
+    ``launcher(pointers, stream)`` takes the addresses of the plan's buffers in the order of ``launcher.buffers``, and
+    a stream handle. Threads may share a launcher, and its calls can be captured into a CUDA graph.
 
     Attributes:
         plan: the launch plan.
-        buffers: names of the plan's buffers; those of tensor maps come last.
+        buffers: names of the plan's buffers; the buffers of tensor maps come last.
 
     Raises:
         CompileError: the kernel does not compile.
@@ -118,17 +115,17 @@ class Launcher:
         self.buffers = plan.buffers
         self._pointer_count = len(plan.pointers)
         self._arguments = _Arguments(self._pointer_count, plan.maps, tuple(scalar.tobytes() for scalar in plan.scalars))
-        # This reference to the CuPy function keeps the module loaded.
+        # Keep a reference to the CuPy function, because the module is unloaded without it.
         self._cupy_function = compiler.load_function(plan.kernel, plan.shared_bytes)
         self._function = driver.CUfunction(self._cupy_function.ptr)
         if plan.prefers_l1:
             carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-            driver.cuFuncSetAttribute(self._function, carveout, L1_SHARED_PERCENT)  # a hint, which may fail
+            driver.cuFuncSetAttribute(self._function, carveout, L1_SHARED_PERCENT)  # The status of a hint is ignored.
         self._driver = driver
         self._configs: dict[int, Any] = {}
 
     def _make_config(self, stream: int) -> Any:
-        """Return a launch configuration for a stream; each stream has its own, so that threads never modify one."""
+        """Return a new launch configuration for a stream; there is one per stream, so that none is ever modified."""
         driver, plan = self._driver, self.plan
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid
@@ -152,7 +149,7 @@ class Launcher:
         return config
 
     def __call__(self, pointers: tuple[int, ...], stream: int) -> None:
-        """Launch the kernel on the stream with handle ``stream``; ``pointers`` are the addresses of `buffers`."""
+        """Launch the kernel on the stream with handle ``stream``; ``pointers`` are the addresses of ``buffers``."""
         config = self._configs.get(stream)
         if config is None:
             config = self._configs[stream] = self._make_config(stream)
@@ -167,7 +164,7 @@ class Launcher:
 
 
 def launch(plan: LaunchPlan, buffers: Mapping[str, Any]) -> None:
-    """Launch a plan once on CuPy's current device and stream.
+    """Execute a launch plan once on CuPy's current device and stream.
 
     Args:
         plan: the launch plan.
@@ -182,5 +179,5 @@ def launch(plan: LaunchPlan, buffers: Mapping[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def get_launcher(plan: LaunchPlan, index: int) -> Launcher:
-    """Return the launcher of a plan on the current GPU, whose device ordinal is ``index``; equal plans share one."""
+    """Return the launcher of a plan on the current GPU, whose ordinal is ``index``; equal plans share a launcher."""
     return Launcher(plan)

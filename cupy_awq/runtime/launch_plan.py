@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch plans: descriptions of kernel launches that `cupy_awq.runtime.launch` executes and the tests simulate."""
+"""Launch plans: descriptions of kernel launches, which `cupy_awq.runtime.launch` executes and the tests simulate."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Dim3 = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tiled TMA tensor map of a buffer, from which the launch encodes a CUtensorMap.
+    """A tiled TMA tensor map of a buffer, which is encoded as a CUtensorMap at launch.
 
-    The innermost (contiguous) axis comes first.
+    The innermost (contiguous) axis comes first in all fields.
 
     Attributes:
         buffer: name of the buffer.
         dtype: element type, a key of `cupy_awq.runtime.launch.MAP_TYPES`.
         dims: size of each axis, in elements.
         strides: stride of each axis except the innermost one, in bytes.
-        box: number of elements that one copy moves along each axis.
+        box: number of elements along each axis that one copy loads.
         swizzle: width of the shared-memory swizzle in bytes: 0 (none), 32, 64 or 128.
         steps: element stride of the box along each axis; () means 1 for all axes.
-        promotion: L2 promotion in bytes: 64, 128 or 256.
+        promotion: L2 promotion size in bytes: 64, 128 or 256.
     """
 
     buffer: str
@@ -47,7 +47,7 @@ class Kernel:
     """A kernel with its compile-time constants and target architecture.
 
     Attributes:
-        source: source file, relative to ``cuda_src``.
+        source: path of the source file, relative to ``cuda_src``.
         entry: name of the ``extern "C"`` function.
         defines: macros (name, value) that are set with ``-D``.
         arch: target architecture without the prefix "sm_", such as ``"75"`` or ``"90a"``.
@@ -68,13 +68,13 @@ class LaunchPlan:
         grid: grid size in CTAs.
         block: CTA size in threads.
         arguments: kernel arguments: buffer names first, then tensor maps, then scalars.
-        shared_bytes: dynamic shared memory per CTA.
+        shared_bytes: dynamic shared memory per CTA, in bytes.
         cluster: cluster size in CTAs.
         dependent: whether the kernel may start before the preceding kernel finishes (programmatic dependent launch).
-        prefers_l1: whether the kernel benefits from a large L1 cache and a small shared-memory carveout.
+        prefers_l1: whether to request a small shared-memory carveout, so that the L1 cache is large.
 
     Raises:
-        ValueError: the arguments are in another order.
+        ValueError: the arguments are not in this order.
     """
 
     kernel: Kernel
@@ -98,15 +98,15 @@ class LaunchPlan:
 
     @property
     def maps(self) -> tuple[TensorMap, ...]:
-        """The arguments that are tensor maps."""
+        """The tensor maps among the arguments."""
         return tuple(argument for argument in self.arguments if isinstance(argument, TensorMap))
 
     @property
     def scalars(self) -> tuple[np.generic, ...]:
-        """The arguments that are passed by value."""
+        """The scalars among the arguments."""
         return tuple(argument for argument in self.arguments if isinstance(argument, np.generic))
 
     @property
     def buffers(self) -> list[str]:
-        """The names of all buffers; those of tensor maps come last."""
+        """The names of all buffers; the buffers of tensor maps come last."""
         return [*self.pointers, *(tensor_map.buffer for tensor_map in self.maps)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device selection by ordinal: resolve a user's choice, make a GPU current, report that its memory is exhausted."""
+"""Device selection by ordinal, and errors about exhausted GPU memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ OUT_OF_MEMORY = (
     "CUDA_ERROR_OUT_OF_MEMORY",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""The texts that mark errors of exhausted GPU memory, of CuPy, the CUDA runtime, the driver and cuBLAS."""
+"""The beginnings of the messages with which CuPy, the CUDA runtime, the driver and cuBLAS report exhausted memory."""
 
 
 def resolve(device: Any = None) -> int:
     """Return the ordinal of the GPU that ``device`` selects, or ``check.HOST`` for the CPU.
 
     Args:
-        device: an ordinal or a ``cupy.cuda.Device``; "cpu"; or None for CuPy's current GPU, or the CPU if CuPy has no
-            usable GPU.
+        device: an ordinal or a ``cupy.cuda.Device``; "cpu"; or None, which selects CuPy's current GPU, or the CPU if
+            CuPy has no usable GPU.
 
     Raises:
-        TypeError: ``device`` has another type.
-        ValueError: ``device`` is another string, or the GPU does not exist.
+        TypeError: ``device`` is none of these types.
+        ValueError: ``device`` is a string other than "cpu", or the GPU does not exist.
         MemoryError: the memory of the GPU is exhausted.
 
     >>> resolve("cpu")
@@ -37,7 +37,7 @@ def resolve(device: Any = None) -> int:
         if device == "cpu":
             return HOST
         raise ValueError(f"device: expected 'cpu', a device ordinal or None, got {device!r}")
-    index = getattr(device, "id", device)  # the attribute of cupy.cuda.Device
+    index = getattr(device, "id", device)  # A cupy.cuda.Device has the attribute `id`.
     if index is not None and type(index) is not int:
         raise TypeError(f"device: expected None, 'cpu', an int or a cupy.cuda.Device, got {type(device).__name__}")
     count = gpu_count()
@@ -49,7 +49,11 @@ def resolve(device: Any = None) -> int:
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs that CuPy can use, 0 without CuPy or a driver. Raises MemoryError as `resolve` does."""
+    """Return the number of GPUs that CuPy can use; 0 without CuPy or a driver.
+
+    Raises:
+        MemoryError: the memory of the GPU is exhausted.
+    """
     try:
         import cupy
     except ImportError:
@@ -59,19 +63,20 @@ def gpu_count() -> int:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         if is_out_of_memory(error):
             raise MemoryError(f"GPU: expected enough free memory, got {error}") from error
-        return 0  # no driver, or one that is too old
+        return 0  # There is no driver, or the driver is too old.
 
 
 def use_device(index: int) -> AbstractContextManager[Any]:
     """Return a context manager that makes GPU ``index`` CuPy's current device; for ``check.HOST`` it does nothing.
 
-    An error in the block of exhausted GPU memory, of whatever library, becomes a MemoryError that names the GPU.
+    If the code in the context raises an error about exhausted GPU memory, of any CUDA library, the error becomes a
+    MemoryError that names the GPU.
     """
     return nullcontext() if index == HOST else _Current(index)
 
 
 class _Current:
-    """The context of `use_device`."""
+    """The context manager that `use_device` returns for a GPU."""
 
     def __init__(self, index: int) -> None:
         import cupy
@@ -90,12 +95,12 @@ class _Current:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error of CuPy or of a CUDA library says that GPU memory is exhausted."""
+    """Return whether an error of CuPy or of a CUDA library reports exhausted GPU memory."""
     return isinstance(error, (RuntimeError, MemoryError)) and str(error).startswith(OUT_OF_MEMORY)
 
 
 def memory_error(index: int, error: object) -> MemoryError:
-    """Return the MemoryError that reports ``error`` about the memory of GPU ``index``."""
+    """Return a MemoryError which says that the memory of GPU ``index`` is exhausted; ``error`` is the cause."""
     return MemoryError(f"GPU {index}: expected enough free memory, got: {error}")
 
 
@@ -110,7 +115,7 @@ def to_device(array: Array, index: int) -> Array:
 
 
 def check_status(status: Any, function: str, detail: str = "") -> None:
-    """Raise RuntimeError, or MemoryError for exhausted GPU memory, if a function of the driver returned an error."""
+    """Raise RuntimeError, or MemoryError for exhausted memory, if a driver function returned the status of an error."""
     if status == 0:
         return
     if status.name in OUT_OF_MEMORY:
@@ -119,7 +124,7 @@ def check_status(status: Any, function: str, detail: str = "") -> None:
 
 
 def device_name(index: int) -> str:
-    """Return the model name of GPU ``index`` for table headings, or the CPU's architecture for ``check.HOST``."""
+    """Return the model name of GPU ``index``, or "CPU" and its architecture for ``check.HOST``."""
     if index == HOST:
         import platform
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA sources: the folder of all files, and the include closure of a file."""
+"""The CUDA sources: their folder, and the include closure of a source file."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import re
 from pathlib import Path
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
-"""The pattern of an include directive; its group is the name of the included file."""
+"""The regular expression of an include directive; its group is the name of the included file."""
 
 
 @functools.cache
 def folder() -> Path:
-    """Return the folder of the CUDA sources, which is inside an installed package but next to it in a checkout."""
+    """Return the folder of the CUDA sources: inside an installed package, or next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "cuda_src"
     return inside if inside.is_dir() else package.parent / "cuda_src"
 
 
 def include_closure(source: str, root: Path | None = None) -> dict[str, str]:
-    """Return the texts of ``source`` and of all files that it includes transitively, by name; ``source`` comes first.
+    """Return the texts of ``source`` and of all directly and indirectly included files, by name; ``source`` is first.
 
-    All names are relative to ``root`` (by default `folder`), not to the including file. NVRTC gets these texts and no
-    include path, so a kernel depends on no other file.
+    All names are relative to ``root`` (by default `folder`), not to the including file. NVRTC gets only these texts and
+    no include path, so a kernel cannot depend on other files.
     """
     root = root or folder()
     texts: dict[str, str] = {}

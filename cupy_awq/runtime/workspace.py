@@ -12,26 +12,26 @@ if TYPE_CHECKING:
     import cupy
 
 WORKSPACE_BYTES = 32 * 2**20
-"""The size in bytes of the partial sums in a stream's workspace; configurations that need more are not legal."""
+"""The size of a workspace's partial sums in bytes; configurations that need more are not legal."""
 COUNTERS = 4096
-"""The number of counters in a stream's workspace; configurations that need more are not legal."""
+"""The number of counters per workspace; configurations that need more are not legal."""
 COUNTER_BYTES = 4 * COUNTERS
-"""The size in bytes of the counters. They precede the partial sums, and every kernel leaves them zero for the next."""
+"""The size of a workspace's counters in bytes; the counters precede the partial sums and are zero between launches."""
 
 PER_THREAD_STREAM = 2
-"""The value of cudaStreamPerThread, the handle of the calling thread's default stream."""
+"""The value of cudaStreamPerThread: the stream handle that stands for the calling thread's default stream."""
 
 
 def allocate_zeros(nbytes: int, *, on_current_stream: bool = False) -> cupy.ndarray:
     """Return zero-filled device memory, usable from any stream.
 
-    With ``on_current_stream``, which is not possible during stream capture, CuPy's memory pool gives the memory to
-    later arrays of the current stream once it is freed. Else it stays reserved for a stream that no longer exists, so
-    only memory that is never freed should be allocated like this.
+    With ``on_current_stream``, which is impossible during stream capture, freed memory returns to CuPy's memory pool
+    for later arrays of the current stream. Otherwise, freed memory stays reserved for a stream that no longer exists,
+    so only memory that is never freed should be allocated in this way.
     """
     import cupy
 
-    # Wait for the memset, so that no stream races with it. On its own stream, no capture records it.
+    # Wait for the memset, so that other streams see the zeros. A memset on a stream of its own is not captured.
     stream = cupy.cuda.get_current_stream() if on_current_stream else cupy.cuda.Stream(non_blocking=True)
     with stream:
         memory = cupy.zeros(nbytes, cupy.uint8)
@@ -46,9 +46,12 @@ _workspaces_lock = threading.Lock()
 def workspace_address(index: int, stream: int) -> int:
     """Return the address of the workspace of a stream on the current GPU, whose device ordinal is ``index``.
 
-    The workspace is allocated on first use. Launches on one stream run in order and can share a workspace; launches on
-    different streams cannot. A workspace is never freed, because a captured CUDA graph may hold its address. Raises
-    MemoryError if the GPU has no memory for it.
+    The workspace is allocated on first use. Launches on one stream run in order, so they can share a workspace;
+    launches on different streams cannot. A workspace is never freed, because a captured CUDA graph may contain its
+    address.
+
+    Raises:
+        MemoryError: the memory of the GPU is exhausted.
     """
     key = index, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0
     found = _workspaces.get(key)

@@ -77,7 +77,7 @@ def _awq_layout(gpu: device.Device) -> Iterator[Kernel]:
     k, n = SHAPES[0]
     families = set(select.FAMILIES_OF[Problem])
     if gpu.arch >= 80:
-        families.remove("gemm_sm75")  # legal, but selected only by kernel="gemm_sm75"
+        families.remove("gemm_sm75")  # gemm_sm75 is legal here, but selected only by kernel="gemm_sm75"
     for dtype, group_size, m, may_prefetch in itertools.product(
         ("float16", "bfloat16", "float32"), (128, 32), (1, 2, 4, 8, 16, 64), (False, True)
     ):
@@ -102,7 +102,9 @@ def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
                 fused = replace(fused, gated=True, activation="silu")
             yield select.choose(fused, gpu).plan.kernel
         if m >= 256:
-            yield from _configurations(problem, gpu, ["gemm_sm90_large"])
+            large = _configurations(problem, gpu, ["gemm_sm90_large"])
+            # Tiles of other heights are compiled on first use, as they are for other M.
+            yield from (kernel for kernel in large if int(dict(kernel.defines)["BLOCK_M"]) % 128 == 0)
 
 
 def _quantized(gpu: device.Device) -> Iterator[Kernel]:

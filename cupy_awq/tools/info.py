@@ -5,12 +5,22 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from cupy_awq import checkpoint
+from cupy_awq.checkpoint import ModuleSpec, formats
 from cupy_awq.checkpoint.files import printable
+from cupy_awq.kernels import select
+from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.repack import RepackedLayout
+from cupy_awq.runtime import device
 from cupy_awq.tools import table
+
+ROWS = (1, 512)
+"""The numbers of rows of x for which kernels are listed: a decoding step, and a prompt."""
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -48,8 +58,43 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         "layers": _sizes(sum(item["bytes"] for item in layers), sum(item["fp16_bytes"] for item in layers)),
         "other_bytes": other_bytes,
     }
-    summary = asdict(checkpoint.summarize(contents))
-    return {"path": os.fspath(path), "format": summary, "layers": layers, "others": others, "total": total}
+    return {
+        "path": os.fspath(path),
+        "format": asdict(checkpoint.summarize(contents)),
+        "layers": layers,
+        "others": others,
+        "total": total,
+        "kernels": list_kernels([spec for name, spec in specs.items() if contents.is_module(name)]),
+    }
+
+
+def list_kernels(specs: Sequence[ModuleSpec]) -> dict[str, Any]:
+    """Return the kernels of `AwqLinear` for x of `ROWS` rows in the dtype of the scales, by shape and form of weights.
+
+    The GPU is the current one, or a typical H100 without a GPU. Modules of one shape and form count as ``layers``.
+    """
+    gpu = device.current_or_nominal()
+    shapes = []
+    forms = Counter((spec.k, spec.n, spec.group_size, spec.zeros, str(spec.dtype)) for spec in specs)
+    for (k, n, group_size, zeros, dtype), layers in forms.items():
+        repacked = gpu.arch == 90 and RepackedLayout(k, n, group_size, dtype, zeros).refusal() is None
+        names = {}
+        for m in ROWS:
+            problem = Problem(m, n, k, group_size, dtype, scales_dtype=dtype, zeros=zeros, repacked=repacked)
+            names[str(m)] = select.choose(problem, gpu).name
+        form = {"k": k, "n": n, "group_size": group_size, "zeros": zeros, "dtype": dtype, "layers": layers}
+        shapes.append({**form, "kernels": names})
+    return {"gpu": gpu.name, "shapes": shapes}
+
+
+def render_formats() -> str:
+    """Return the table of supported formats as text."""
+    header = ["format", "recognized by", "activation order", "weights", "convert --format"]
+    rows = [
+        [row.name, row.recognized, "yes" if row.order else "-", row.rounding or "exact", row.writer or "-"]
+        for row in formats.FORMATS
+    ]
+    return table.render(header, rows, left=len(header))
 
 
 def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
@@ -59,6 +104,8 @@ def _sizes(nbytes: int, fp16_bytes: int) -> dict[str, Any]:
 def render(content: dict[str, Any]) -> str:
     """Return the result of `describe` as text. Names from files may contain terminal escapes and are escaped."""
     lines = [*_format_lines(content["format"]), ""] if content["format"]["format"] else []
+    if not lines and content["others"]:
+        lines = [f"{content['format']['found']} `info --formats` lists what is supported.", ""]
     layers, others, total = content["layers"], content["others"], content["total"]
     if layers:
         header = ["layer", "zeros", "scales", "bias", "K", "N", "group size", "bytes", "ratio to fp16"]
@@ -72,6 +119,8 @@ def render(content: dict[str, Any]) -> str:
     if others:
         lines.append(f"{_count(len(others), 'other tensor')}: {table.size(total['other_bytes'])}")
         lines.append(f"total: {table.size(sums['bytes'] + total['other_bytes'])}")
+    if layers:
+        lines += ["", *_kernel_lines(content["kernels"])]
     return "\n".join(lines)
 
 
@@ -83,6 +132,16 @@ def _format_lines(summary: dict[str, Any]) -> list[str]:
     lines += [f"exception: {name}: {text}" for name, text in summary["exceptions"].items()]
     lines += [f"rounded: {text} ({_count(count, 'module')})" for text, count in summary["roundings"].items()]
     return [printable(line) for line in lines]
+
+
+def _kernel_lines(kernels: dict[str, Any]) -> list[str]:
+    """Return a table of the kernels that run for each shape and form of the weights."""
+    header = ["KxN", "zeros", "scales", *(f"{m} row{'s' * (m > 1)}" for m in ROWS), "group size", "layers"]
+    rows = [
+        [f"{i['k']}x{i['n']}", i["zeros"], i["dtype"], *i["kernels"].values(), str(i["group_size"]), str(i["layers"])]
+        for i in kernels["shapes"]
+    ]
+    return [f"kernels on {kernels['gpu']}:", table.render(header, rows, left=5)]
 
 
 def _numbers(item: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_awq.check import HOST
 from cupy_awq.runtime import device
+from cupy_awq.tools.progress import show_bar
 
 if TYPE_CHECKING:
     from cupy_awq.llm import Chat, LanguageModel, Sampling
@@ -22,10 +23,6 @@ MODEL = "a Hugging Face folder, a .gguf or .ak48 file, or the name smollm2"
 CHAT = """
 
 Each line is a message. An empty line or Ctrl-D ends the conversation, Ctrl-C stops an answer."""
-
-CONVERT = """
-
-The file contains no tokenizer: put tokenizer.json and tokenizer_config.json into its folder."""
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -65,9 +62,6 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     score.add_argument("models", metavar="MODEL", nargs="+", help=f"{MODEL}; several are compared in a table")
     score.add_argument("text", metavar="FILE", type=Path, help="a text file in UTF-8")
     _add_device(score)
-    convert = command("convert", _convert, "write a Qwen3 model as an ak48 file", CONVERT, ["Qwen3-8B-AWQ/ qwen3.ak48"])
-    convert.add_argument("model", metavar="IN", help=MODEL)
-    convert.add_argument("out", metavar="OUT.ak48", type=Path, help="the file to write")
 
 
 def _text(argument: str) -> str:
@@ -201,17 +195,6 @@ def _compare(args: argparse.Namespace, text: str) -> int:
     return 0
 
 
-def _convert(args: argparse.Namespace) -> int:
-    from cupy_awq import llm
-    from cupy_awq.llm import ak48
-
-    if args.out.suffix != ".ak48":
-        raise ValueError(f"OUT: expected a file name that ends in .ak48, got {args.out}")
-    ak48.write(llm.read(args.model), args.out, _progress if sys.stderr.isatty() else None)
-    print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
-    return 0
-
-
 def _sampling(args: argparse.Namespace) -> Sampling:
     from cupy_awq.llm import Sampling
 
@@ -224,14 +207,7 @@ def _load(path: str, place: Any) -> LanguageModel:
 
     if place is not None and place.isdecimal():
         place = int(place)
-    return llm.load(path, device=place, progress=_progress if sys.stderr.isatty() else None)
-
-
-def _progress(done: int, total: int) -> None:
-    width = 30
-    filled = width * done // total
-    end = "\r\033[K" if done == total else ""
-    print(f"\r[{'#' * filled}{' ' * (width - filled)}] {end}", end="", file=sys.stderr, flush=True)
+    return llm.load(path, device=place, progress=show_bar if sys.stderr.isatty() else None)
 
 
 def _write(_: int, text: str) -> None:

@@ -56,13 +56,13 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--ignore",
         metavar="REGEX",
-        help="keep linear layers dense whose name, such as model.layers.0.mlp.up_proj, has a match",
+        help="keep linear layers dense that have a match in their name, such as model.layers.0.mlp.up_proj",
     )
     parser.add_argument(
         "--evaluate",
         metavar="FILE",
         type=Path,
-        help="also report the perplexities of SRC, of round-to-nearest and of DST on this text",
+        help="report the perplexities of SRC, of rounding to nearest and of DST on this text",
     )
     parser.add_argument(
         "--format",
@@ -128,10 +128,10 @@ def _quantize(args: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """A progress bar on stderr with the time that is left."""
+    """A progress bar on stderr that shows the remaining time."""
 
     WIDTH = 30
-    """The number of characters of the bar."""
+    """The width of the bar in characters."""
 
     def __init__(self) -> None:
         self._start, self._first = time.monotonic(), 0

@@ -37,10 +37,10 @@ SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 28672))
 """The shapes (K, N) to time."""
 ROWS = (1, 8, 64, 512)
 """The numbers of rows of x to time."""
-TEXT = """\
-Microseconds with the default order of additions along K, microseconds with batch_invariant=True, and their ratio.
-AwqLinear reads its repacked weight, gemm the AWQ tensors.
-"""
+TEXT = (
+    "Microseconds per call with the default order of additions along K and with batch_invariant=True, and their ratio."
+    " AwqLinear reads its repacked weight, gemm the AWQ tensors."
+)
 
 Call = Callable[[], object]
 
@@ -89,7 +89,7 @@ def measure(index: int) -> list[list[Any]]:
 
 
 def compare_reductions(index: int) -> str:
-    """Return a table of the times of the best configuration of each reduction of `AwqLinear`, by cost model."""
+    """Return a table of the times of the best configuration of each scaled reduction of `AwqLinear`, by cost model."""
     import cupy
 
     here = device.of(index)
@@ -104,7 +104,7 @@ def compare_reductions(index: int) -> str:
                 for config in family.configs(problem, here):
                     reduction = reduction_of(family, config, problem)
                     us = family.estimate_us(config, problem, here)
-                    if reduction is None or "wgmma" not in reduction.math or reduction.turn > 1:
+                    if reduction is None or "scaled weights" not in reduction.math or reduction.turn > 1:
                         continue
                     if reduction not in found or us < found[reduction].us:
                         found[reduction] = select.Candidate(family, config, us)
@@ -126,9 +126,9 @@ def compare_reductions(index: int) -> str:
             for reduction, candidate in best[k, n, m].items():
                 with select.forced(candidate):
                     us = timing.on_gpu([functools.partial(run_gemm, x, w, out=y) for w in weights])
-                kind = "scaled weights" in reduction.math
-                label = f"{'S' if kind else 'E'} slices={len(reduction.slices)} accumulators={reduction.accumulators}"
+                label = f"{len(reduction.slices)} slices, {reduction.accumulators} accumulators"
                 lines.append((f"{k}x{n}", str(m), label, f"{us:.2f}", f"{candidate.us:.2f}"))
+                print(*lines[-1], file=sys.stderr, flush=True)
     return render(("shape", "M", "reduction", "us", "model us"), lines, left=1)
 
 
@@ -146,9 +146,9 @@ def main() -> None:
             "title": "Batch-invariant mode",
             "gpu": placement.device_name(index),
             "commands": ["python tests/peers/batch_invariant.py --json tests/peers/tables/batch_invariant.json"],
-            "text": " ".join(TEXT.split()),
+            "text": TEXT,
             "columns": columns,
-            "rows": rows,
+            "rows": sorted(rows, key=lambda row: str(row[0])),
         }
         args.json.write_text(json.dumps(table, indent=1) + "\n")
     if args.reductions:

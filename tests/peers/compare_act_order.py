@@ -33,8 +33,8 @@ ROWS = (1, 4, 16, 128)
 TITLE = "Activation order"
 TEXT = (
     "Plans of AwqLinear without and with an activation order, in microseconds. The order adds one launch, which gathers"
-    " the columns of x. In a language model, the norms and the up projection write their results in the order of the"
-    " layer that follows."
+    " the columns of x. A decode step of a language model on a Hopper GPU, for up to 32 sequences, gathers only after"
+    " its first norm: norms, attention, gate and up store their results in the order of the layer that follows."
 )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.simt.bulk import CHUNK, swizzle
-from tests.simt.warp import elements
+from tests.simt.warp import elements, matmul
 
 if TYPE_CHECKING:
     from tests.simt.machine import Machine
@@ -76,7 +76,7 @@ class Warpgroups:
         else:
             left = self._tile(a, groups, ROWS, shape.depth, shape.left, shape.transposed[0], False, at)
         right = self._tile(b, groups, shape.columns, shape.depth, shape.right, shape.transposed[1], True, at)
-        product = left @ right.swapaxes(1, 2)
+        product = matmul(left, right)
         if shape.negative[0] != shape.negative[1]:
             product = -product
         if np.ndim(accumulate) or not accumulate:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`read` and `load`: the files of a model of any format, and a model that is ready to generate text."""
+"""`read`, which opens the files of a model in any format, and `load`, which returns a model ready to generate text."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def read(path: str | os.PathLike[str], /) -> ModelFiles:
         TypeError: ``path`` is neither a str nor an os.PathLike.
         ValueError: ``path`` is empty, or a package is not installed.
     """
-    is_name = isinstance(path, str) and path in PACKAGED_MODELS
-    found = _packaged_file(PACKAGED_MODELS[str(path)]) if is_name else check_path(path)
+    found = locate(path)
     if found.is_dir():
         return hugging_face.read(found)
     readers = {".gguf": gguf.read, ".ak48": ak48.read}
@@ -62,16 +61,16 @@ def load(
 ) -> LanguageModel:
     """Load a model with its tokenizer onto a device, ready to generate text.
 
-    Linear layers in 4-bit formats stay 4-bit. Of a GGUF file, a GPU also multiplies Q8_0, Q6_K, Q5_0 and IQ4_NL weights
-    in 8 bits, with the results of the same weights in float16; all other types become 16-bit.
+    Linear layers in 4-bit formats stay 4-bit. On a GPU, weights of the GGUF types Q8_0, Q6_K, Q5_0 and IQ4_NL are
+    stored with 8-bit codes, which gives the same results as these weights in float16. All other types become 16-bit.
 
     Args:
         path: a folder, file or model name, as in `read`.
         device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
         progress: a callback (number of finished steps, total number of steps), called while tensors are read; or None.
-        batch_invariant: True to give the logits of a token the same bits whatever the other sequences of the batch are
-            and in whatever chunks a prompt is processed, so that greedy texts are equal alone and in a batch. Decoding
-            is slower, mostly for long contexts.
+        batch_invariant: True to make the bits of a token's logits independent of the other sequences of the batch and
+            of the chunks in which a prompt is processed, so that a greedy completion is the same alone and in a batch.
+            Decoding is slower, mostly for long contexts.
 
     Raises:
         CheckpointError, OSError, TypeError, ValueError: the same errors as `read`; also ValueError if the device does
@@ -90,11 +89,22 @@ def load(
 
 
 def _cuda_ops(files: ModelFiles, index: int) -> Callable[..., DecoderOps]:
-    from cupy_awq.llm.cuda_ops import CudaOps, activation_dtype  # imported here: the CPU path must work without CuPy
+    from cupy_awq.llm.cuda_ops import CudaOps  # imported here: the CPU path must work without CuPy
+    from cupy_awq.llm.upload import activation_dtype
 
     config = files.config
     first = files.read_linear("model.layers.0.self_attn.q_proj", config.hidden, config.q_width)
     return functools.partial(CudaOps, config, index, activation_dtype(first))
+
+
+def locate(path: str | os.PathLike[str], /) -> Path:
+    """Return the path of a model's folder or file: ``path`` itself, or the file in a package if ``path`` names a model.
+
+    Raises TypeError and ValueError as `read` does.
+    """
+    if isinstance(path, str) and path in PACKAGED_MODELS:
+        return _packaged_file(PACKAGED_MODELS[path])
+    return check_path(path)
 
 
 def _packaged_file(package: str) -> Path:

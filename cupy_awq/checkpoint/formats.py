@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of supported checkpoint formats, for the command ``info --formats`` and the README."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """One format of checkpoints.
+
+    Attributes:
+        name: the name that the format's writers use.
+        recognized: the entry of the configuration, or the tensors, that identify the format.
+        rounding: "" if every weight is read exactly, else what is rounded once.
+        order: whether modules may permute x (activation order).
+        writer: the value of ``convert --format`` that writes the format, or "".
+    """
+
+    name: str
+    recognized: str
+    rounding: str = ""
+    order: bool = False
+    writer: str = ""
+
+
+FORMATS = (
+    Row("AutoAWQ gemm", "quant_method awq, version gemm", writer="autoawq"),
+    Row("AutoAWQ gemv", "quant_method awq, version gemv or gemv_fast"),
+    Row("llm-awq", "one .pt file with qweight, scales and qzeros or scaled_zeros"),
+    Row("GPTQ", "quant_method gptq, checkpoint_format gptq or gptq_v2", order=True, writer="gptq"),
+    Row("auto-round", "quant_method auto-round, or gptq or awq by provider auto-round"),
+    Row("compressed-tensors", "format pack-quantized, 4 bits", order=True, writer="compressed-tensors"),
+    Row("MLX", "quantization with 4 bits, mode affine; modules of 2 or 8 bits become dense"),
+    Row("GGUF Q4_0, Q4_1", "types of a .gguf file", writer="gguf"),
+    Row("GGUF Q4_K", "type of a .gguf file; all others become 16-bit", "scales and offsets to float16"),
+    Row("HQQ", "quant_method hqq, axis 1, safetensors", "offsets, unless zero points are integers"),
+)
+"""The formats, those that are read exactly first."""
+
+
+def list_readme_rows() -> list[str]:
+    """Return the rows of the README's table of what is supported that list the formats."""
+    exact, rounded = (", ".join(row.name for row in FORMATS if bool(row.rounding) == flag) for flag in (False, True))
+    writers = ", ".join(row.writer for row in FORMATS if row.writer)
+    return [f"| 4-bit, exact | {exact} |", f"| 4-bit, rounded once | {rounded}; `convert` writes {writers}, ak48 |"]
