@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cupy_awq import load
+from cupy_awq import load, loader
 from cupy_awq.checkpoint import Module, gguf_dense, nibbles, read, threads
 from cupy_awq.checkpoint.gguf_file import Blocks
 from tests import packers, test_formats
@@ -72,6 +72,9 @@ def test_placed_arrays_are_repacked_to_the_same_module(tmp_path: Path) -> None:
     assert isinstance(first, Module)
     assert isinstance(second, Module)
     assert [array.shape for array in placed] == [(32, 24), (8, 3), (8, 24)]  # no bias
+    placed.clear()
+    assert isinstance(contents.convert("m", place, min_bytes=1 << 20), Module)
+    assert not placed
     for a, b in zip(arrays_of(first), arrays_of(second), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -122,13 +125,16 @@ def test_the_synthetic_checkpoint_has_the_modules_of_an_index(tmp_path: Path) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*CASES, "order", "short group"])
-def test_codes_are_repacked_on_a_gpu_to_the_bits_of_the_cpu(tmp_path: Path, name: str) -> None:
+def test_codes_are_repacked_on_a_gpu_to_the_bits_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     import cupy
 
     if name in CASES:
         test_formats.saved(tmp_path, CASES[name])
     else:
         {"order": ordered, "short group": short_group}[name](tmp_path)
+    monkeypatch.setattr(loader, "REPACK_BYTES", 0)
     contents, layers = read(tmp_path), load(tmp_path, device=0)
     for key in contents:
         module = contents[key]
