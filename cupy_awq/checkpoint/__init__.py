@@ -62,6 +62,8 @@ def _read_folder(folder: Path, group_size: int | None) -> Contents:
 
 
 def _read_file(file: Path, group_size: int | None) -> Contents:
+    if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+        raise CheckpointError(f"{file}: expected a folder or a regular file, got neither")
     with open(file, "rb") as opened:
         magic = opened.read(4)
     if magic == gguf_file.MAGIC:
