@@ -16,7 +16,7 @@ import pytest
 
 from tests import llm_models
 from tests.checkpoint_files import raw
-from tests.format_files import global_name, pickled, save_zip, tensor
+from tests.format_files import global_name, pickled, save_folder, save_zip, tensor
 from tests.tools import fuzz
 from tests.tools.fuzz_readers import READERS, Reader, read_checkpoint, read_model, read_tokenizer
 
@@ -108,6 +108,48 @@ def read_file(path: Path) -> None:
     read_checkpoint(path / "f")
 
 
+def put_pattern(path: Path, *patterns: str, modules: int = 1) -> None:
+    """Write GPTQ modules with long names, and a configuration whose patterns are matched against all names."""
+    tensors: dict[str, Any] = {}
+    for i in range(modules):
+        name = "a" * 300 + str(i)
+        parts: dict[str, Any] = {"qweight": np.zeros((1, 8), np.int32), "qzeros": np.zeros((1, 1), np.int32)}
+        parts |= {"scales": np.ones((1, 8), np.float16), "g_idx": np.zeros(8, np.int32)}
+        tensors |= {f"{name}.{part}": array for part, array in parts.items()}
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 8, "dynamic": {text: {} for text in patterns}}
+    save_folder(path, tensors, {"quantization_config": settings})
+
+
+def put_directory(path: Path, entries: int) -> None:
+    """Write a zip archive whose directory lists one entry many times."""
+    save_zip(path, {"a/data.pkl": pickled({})})
+    body, _, _ = path.read_bytes().partition(b"PK\1\2")
+    entry = struct.pack("<4s6H3I5H2I", b"PK\1\2", *[0] * 9, 1, *[0] * 6) + b"a"
+    size = entries * len(entry)
+    end = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, size, len(body))
+    end += struct.pack(
+        "<4sIQI4s4H2IH", b"PK\6\7", 0, len(body) + size, 1, b"PK\5\6", 0, 0, *[2**16 - 1] * 2, *[2**32 - 1] * 2, 0
+    )
+    path.write_bytes(body + entry * entries + end)
+
+
+def put_model(path: Path, **model: Any) -> None:
+    """Change entries of the model in a tokenizer.json."""
+    llm_models.folder(path, llm_models.LLAMA)
+    table = json.loads((path / "tokenizer.json").read_text())
+    put_json(path, "tokenizer.json", model={**table["model"], **model})
+
+
+SPECIAL_TOKEN = {"id": "<|end|>", "ids": [256], "tokens": ["<|end|>"]}
+TEMPLATE_OF_TOKENS = {
+    "type": "TemplateProcessing",
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}] + [{"SpecialToken": {"id": "<|end|>", "type_id": 0}}] * 400_000,
+    "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+    "special_tokens": {"<|end|>": SPECIAL_TOKEN},
+}
+ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
 GROWS = {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "l"}, "content": "l" * 60}] * 5}
 
 BOMBS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
@@ -181,6 +223,81 @@ BOMBS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
     "chat template of 90 MB": (
         lambda path: put_bytes(path, "chat_template.jinja", b"{{ messages }}" * 6_500_000),
         read_tokenizer,
+    ),
+    "safetensors of 4 million names": (
+        lambda path: raw(path / "f", b"{" + b",".join(b'"%d":0' % i for i in range(4_000_000)) + b"}", b""),
+        read_file,
+    ),
+    "GGUF with 8 million texts": (
+        lambda path: (path / "f").write_bytes(
+            GGUF_BEGIN
+            + struct.pack("<QQ", 0, 1)
+            + gguf_string(b"a")
+            + struct.pack("<IIQ", 9, 8, 8_000_000)
+            + bytes(64_000_000)
+        ),
+        read_file,
+    ),
+    "GGUF with 4 million tensors": (
+        lambda path: (path / "f").write_bytes(GGUF_BEGIN + struct.pack("<QQ", 4_000_000, 0) + bytes(100_000_000)),
+        read_file,
+    ),
+    "torch.save with 10 million opcodes": (
+        lambda path: save_zip(path / "f", {"a/data.pkl": b"\x80\x02)" + b"\x85" * 10_000_000 + b"."}),
+        read_file,
+    ),
+    "torch.save with 3 million entries": (lambda path: put_directory(path / "f", 3_000_000), read_file),
+    "tokenizer.json with 700,000 tokens": (
+        lambda path: put_model(path, vocab={f"{i:x}": i for i in range(700_000)}),
+        read_tokenizer,
+    ),
+    "tokenizer.json with 1.2 million merges": (
+        lambda path: put_model(path, merges=["a b"] * 1_200_000),
+        read_tokenizer,
+    ),
+    "tokenizer.json with 100,000 special tokens": (
+        lambda path: put_json(
+            path, "tokenizer.json", added_tokens=[{**ADDED, "id": i, "content": f"<{i}>"} for i in range(100_000)]
+        ),
+        read_tokenizer,
+    ),
+    "tokenizer.json with a long special token": (
+        lambda path: put_json(path, "tokenizer.json", added_tokens=[{**ADDED, "id": 256, "content": "y" * 50_000_000}]),
+        read_tokenizer,
+    ),
+    "tokenizer.json that adds 400,000 tokens": (
+        lambda path: put_json(path, "tokenizer.json", post_processor=TEMPLATE_OF_TOKENS),
+        read_tokenizer,
+    ),
+    "tokenizer.json that repeats the text": (
+        lambda path: put_json(
+            path,
+            "tokenizer.json",
+            post_processor={**TEMPLATE_OF_TOKENS, "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 200},
+        ),
+        read_tokenizer,
+    ),
+    "tokenizer.json that encodes bytes 30 times": (
+        lambda path: put_json(
+            path, "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": [BYTES] * 30}
+        ),
+        read_tokenizer,
+    ),
+    "tokenizer.json of a long Unigram": (
+        lambda path: put_model(path, type="Unigram", unk_id=0, vocab=[["x" * i, -1.0] for i in range(1, 3000)]),
+        read_tokenizer,
+    ),
+    "pattern of nested repetitions": (
+        lambda path: put_pattern(path, "+:" + "(" * 40 + "a?" + "){1,99}" * 40 + "b"),
+        read_checkpoint,
+    ),
+    "pattern of nested look-aheads": (
+        lambda path: put_pattern(path, "+:" + "(?=.*" * 60 + "a" + ")" * 60 + "b"),
+        read_checkpoint,
+    ),
+    "3000 patterns for 1000 modules": (
+        lambda path: put_pattern(path, *(f"+:.*(b|c)+{i}$" for i in range(3000)), modules=1000),
+        read_checkpoint,
     ),
     "shard with a long name": (
         lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "' + "x" * 5000 + '"}}'),

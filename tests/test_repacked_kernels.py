@@ -70,7 +70,7 @@ def test_sums_of_x_in_slices_with_one_group_per_weight_tile(backend: str, m: int
     family = select.FAMILIES["gemm_sm90"]
     configs = {(c.k_tiles, c.split_k): c for c in family.configs(problem, here) if c.weight_tiles == 2}
     assert {k_tiles for k_tiles, _ in configs} >= {1, 2}
-    assert {split_k for _, split_k in configs} == {1, 2}
+    assert {split_k for _, split_k in configs} >= {1, 2}
     for config in configs.values():
         check_matmul(runner(backend), problem, family, config, here, seed=k)
 
@@ -134,6 +134,43 @@ def test_a_ring_of_very_few_stages_wraps_and_k_ends_within_a_stage(
         if (c.split_k, c.scaled) == (1, scaled)
     }
     assert {k_tiles for k_tiles, _ in configs} == k_tile_counts
+    for config in configs.values():
+        check_matmul(runner(backend), problem, family, config, here, seed=m)
+
+
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
+@pytest.mark.parametrize(
+    ("m", "name", "split_k"),
+    [
+        (1, "gemm_sm90_mma", 3),
+        (5, "gemm_sm90_mma", 8),
+        (16, "gemm_sm90_mma", 5),
+        (12, "gemm_sm90", 3),
+        (24, "gemm_sm90", 4),
+        (40, "gemm_sm90", 6),
+        (104, "gemm_sm90", 3),
+        (136, "gemm_sm90", 5),
+    ],
+)
+def test_clusters_of_any_size_share_the_rows_of_a_tile(backend: str, m: int, name: str, split_k: int) -> None:
+    """CTAs that own fewer rows than others, or none; at M = 136 several tiles, of which the last one overlaps."""
+    problem = Problem(m, 200, 1152, 128, repacked=True)
+    here = facts(90, backend)
+    family = select.FAMILIES["gemm_sm90"]
+    configs = [c for c in family.configs(problem, here) if (c.name, c.split_k) == (name, split_k)]
+    config = min(configs, key=lambda c: (c.weight_tiles, -c.consumers))
+    check_matmul(runner(backend), problem, family, config, here, seed=m)
+
+
+@pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
+@pytest.mark.parametrize("m", [48, 80, 136, 200])
+def test_tiles_of_every_height_of_many_rows(backend: str, m: int) -> None:
+    """Heights that are no powers of two, with store buffers of 16 rows where 32 do not divide them."""
+    problem = Problem(m, 200, 256, 128, repacked=True)
+    here = replace(facts(90, backend), sm_count=4)
+    family = select.FAMILIES["gemm_sm90_large"]
+    configs = {(c.block_m, c.warpgroups, c.m64_tiles, c.cluster): c for c in family.configs(problem, here)}
+    assert any(config.block_m % 32 == 16 for config in configs.values())
     for config in configs.values():
         check_matmul(runner(backend), problem, family, config, here, seed=m)
 

@@ -121,6 +121,19 @@ def test_explain_has_a_line_for_each_kernel_and_marks_the_choice() -> None:
     assert chosen == "chosen: the lowest modelled time; no tuned configuration applies"
 
 
+def test_explain_gives_the_parts_of_the_time_of_gemm_sm90() -> None:
+    """The fixed parts and the largest overlapping part are at most the time."""
+    text = cupy_awq.explain(48, 17152, 1408, 128, arch=90, layer=True)
+    (line,) = re.findall(r"^modelled parts in us: (.*)$", text, re.MULTILINE)
+    fixed, overlapping = (
+        [float(x) for x in re.findall(r" (\d+\.\d)", part)] for part in f" {line}".split("overlapping:")
+    )
+    (us,) = re.findall(r"^-> gemm_sm90 +(\S+)", text, re.MULTILINE)
+    assert len(fixed) >= 2
+    assert len(overlapping) == 5
+    assert sum(fixed) + max(overlapping) <= float(us) + 0.3 <= sum(fixed) + sum(overlapping)
+
+
 def test_explain_takes_sizes_in_the_order_of_x_at_w() -> None:
     """M, K, N as in x[M, K] @ W[K, N], by position and by name."""
     text = cupy_awq.explain(3, 256, 512, arch=80)
@@ -221,7 +234,7 @@ def test_many_rows_with_short_groups_scale_the_weights(m: int, group_size: int) 
 def test_bfloat16_x_with_float16_scales_scales_accumulators_at_64_rows(m: int) -> None:
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     problem = Problem(m, 8192, 8192, 128, "bfloat16", repacked=True, has_awq_layout=False)
-    kinds = {config.scaled for config in select.FAMILIES["gemm_sm90"].configs(problem, here) if config.block_m == 64}
+    kinds = {config.scaled for config in select.FAMILIES["gemm_sm90"].configs(problem, here) if config.block_m <= 64}
     assert kinds == {False}
     if m <= 64:
         assert not select.choose(problem, here).config.scaled
@@ -233,5 +246,5 @@ def test_split_scales_have_no_tiles_of_128_rows_and_one_m64_tile(m: int) -> None
     problem = Problem(m, 12288, 4096, 128, "bfloat16", "bfloat16", repacked=True, has_awq_layout=False)
     for scales_dtype in ("bfloat16", "float16"):
         configs = select.FAMILIES["gemm_sm90_large"].configs(replace(problem, scales_dtype=scales_dtype), here)
-        narrow = any((config.block_m, config.m64_tiles) == (128, 1) for config in configs)
+        narrow = any(config.block_m <= 128 and config.m64_tiles == 1 for config in configs)
         assert narrow == (m <= 128 or scales_dtype == "bfloat16")

@@ -91,7 +91,9 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
     pipeline.init(1, kConsumerWarps);
     if constexpr (kSplitK > 1) shared.received_barrier().init();
     ptx::fence_mbarrier_init();
-    if constexpr (kSplitK > 1) shared.received_barrier().expect((kSplitK - 1) * kOwnedRows * kBlockN * 4);
+    if constexpr (kSplitK > 1) {
+      shared.received_barrier().expect((kSplitK - 1) * Tile::owned_rows(tile.split) * kBlockN * 4);
+    }
     for (int i = 0; i < prologue; ++i) {
       expect(i, i);
       if (!kPrefetchWeights && i == 0) copy_weight(i, i);

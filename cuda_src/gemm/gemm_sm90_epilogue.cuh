@@ -31,7 +31,8 @@ __device__ __forceinline__ void write_partial_sums(const Tile& tile, const float
     if (kAll % kConsumerThreads != 0 && index >= kAll) break;
     const uint32_t owner = (tile.split + 1 + index / kUnits) % kSplitK;
     const uint32_t unit = index % kUnits;
-    const uint32_t row = unit % kPairs * 2 + unit / (kPairs * (kBlockN / 2)) * 8;
+    const uint32_t row = unit % kPairs * 2 + unit / (kPairs * (kBlockN / 2)) * (2 * kPairs);
+    if (!kOwnsEvenly && owner * kOwnedRows + row >= kBlockM) continue;
     const uint32_t column = unit / kPairs % 8 + unit / (kPairs * 8) % (kBlockN / 16) * 16;
     const float* source = accumulators + ConsumerBlocks::index(owner * kOwnedRows + row, column);
     float total[4] = {};
@@ -63,6 +64,7 @@ struct OutputVector {
     row = tile.m_begin + tile.split * kOwnedRows + local_row;
     column = tile.n_block * kStoreN + local_column;
     is_valid = index < kOwnedRows * (kStoreN / 8) && row >= tile.store_begin && row < m && column < n_out;
+    if (!kOwnsEvenly) is_valid = is_valid && tile.split * kOwnedRows + local_row < kBlockM;
   }
 };
 

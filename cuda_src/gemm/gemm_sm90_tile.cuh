@@ -39,10 +39,12 @@ constexpr int kConsumerThreads = kProducerWarp * 32;
 // consumer warps compute the factors while they wait for x.
 constexpr bool kHasFactorWarp = kRmsNormsX && kXStageBytes == 0;
 constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : kHasFactorWarp ? 64 : 32);
-constexpr int kOwnedRows = kBlockM / kSplitK;  // number of rows of the tile that this CTA stores
+// The number of rows of the tile that a CTA stores; the last CTAs of the cluster store fewer, or none.
+constexpr int kOwnedRows = ceil_div(kBlockM / 2, kSplitK) * 2;
+constexpr bool kOwnsEvenly = kOwnedRows * kSplitK == kBlockM;
 
 static_assert(kBlockM % 8 == 0, "mma and wgmma take 8 rows of x at a time");
-static_assert(kBlockM % (2 * kSplitK) == 0, "every CTA of a cluster owns the same number of row pairs");
+static_assert(kSplitK <= 8, "larger clusters are not portable");
 // Each stage needs a fixed consumer, which waits for every phase of the stage: see pipeline.cuh.
 static_assert(kStages % kConsumers == 0, "a stage belongs to one consumer");
 // setmaxnreg.inc blocks forever if the CTA has too few registers at launch.
@@ -80,9 +82,9 @@ struct AccumulatorBlocks {
 // The accumulators of one consumer, for all rows of the tile.
 using ConsumerBlocks = AccumulatorBlocks<4>;
 // The partial sums received from one other CTA, for the owned rows.
-using ReceivedBlocks = AccumulatorBlocks<(kOwnedRows < 8 ? kOwnedRows / 2 : 4)>;
+using ReceivedBlocks = AccumulatorBlocks<(kOwnedRows % 8 == 0 ? 4 : kOwnedRows % 4 == 0 ? 2 : 1)>;
 constexpr int kConsumerFloats = kBlockM / 8 * (kBlockN / 16) * ConsumerBlocks::kFloats;
-constexpr int kReceivedFloats = ceil_div(kOwnedRows, 8) * (kBlockN / 16) * ReceivedBlocks::kFloats;
+constexpr int kReceivedFloats = kOwnedRows / (2 * ReceivedBlocks::kRowPairs) * (kBlockN / 16) * ReceivedBlocks::kFloats;
 constexpr int kWeightStageBytes = kWeightTiles * kKTiles * kWeightTileBytes;
 
 struct SharedStorage {
@@ -119,6 +121,11 @@ struct Tile {
   int k_tile_begin;
   int k_tile_end;
 
+  // Returns the number of rows that CTA `rank` of the cluster owns.
+  static __device__ __forceinline__ int owned_rows(uint32_t rank) {
+    if constexpr (kOwnsEvenly) return kOwnedRows;
+    return min(kOwnedRows, max(0, kBlockM - static_cast<int>(rank) * kOwnedRows));
+  }
   __device__ __forceinline__ int iterations() const { return ceil_div(k_tile_end - k_tile_begin, kKTiles); }
   // Returns the number of iterations whose stages the prologue fills: the first use of each stage.
   __device__ __forceinline__ int prologue_iterations() const { return min(iterations(), kStages); }

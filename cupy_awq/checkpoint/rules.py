@@ -30,7 +30,7 @@ MAX_PATTERN = 500
 MAX_NAME = 500
 """The largest length of a module name that is matched, in characters."""
 
-MAX_STEPS = 1 << 21
+MAX_STEPS = 1 << 20
 """The largest work of all matches of one configuration, in nodes of expressions: seconds."""
 
 
@@ -44,9 +44,9 @@ class Budget:
     def __init__(self) -> None:
         self.left = MAX_STEPS
 
-    def spend(self) -> None:
-        """Count one step. Raises CheckpointError if none is left."""
-        self.left -= 1
+    def spend(self, steps: int = 1) -> None:
+        """Count steps. Raises CheckpointError if too few are left."""
+        self.left -= steps
         if self.left < 0:
             raise CheckpointError(f"expected patterns that match all names in {MAX_STEPS} steps, got slower ones")
 
@@ -123,6 +123,7 @@ class Pattern:
                 return positions & 1 << len(name)
         if op in (ops.ASSERT, ops.ASSERT_NOT) and value[0] == 1:
             wanted = op is ops.ASSERT
+            self._budget.spend(len(name))
             starts = (1 << i for i in range(len(name) + 1) if positions >> i & 1)
             return sum(start for start in starts if bool(self._walk(value[1], name, start)) == wanted)
         raise CheckpointError(f"expected a regular expression without {str(op).lower()}, got {self._text!r:.80}")

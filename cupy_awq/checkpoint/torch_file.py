@@ -9,8 +9,10 @@ calls a name from the pickle.
 
 from __future__ import annotations
 
+import io
 import math
 import mmap
+import os
 import pickletools
 import struct
 import zipfile
@@ -30,6 +32,12 @@ MAX_RANK = 8
 
 MAX_PICKLE_BYTES = 1 << 24
 """The largest accepted size of the pickle in bytes. A pickle of 62,000 tensors has 9 MB."""
+
+MAX_OPCODES = 1 << 20
+"""The largest accepted number of opcodes in the pickle: that of about 25,000 tensors. A million take seconds."""
+
+MAX_DIRECTORY_BYTES = 1 << 23
+"""The largest accepted size of the zip archive's directory in bytes: that of about 100,000 entries."""
 
 MAX_STACK = 1 << 16
 """The largest accepted number of stack items. torch.save needs few: it adds items to a dictionary 1000 at a time."""
@@ -125,13 +133,24 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     return tensors
 
 
+class _ShortReads(io.FileIO):
+    """A file whose reads are limited to `MAX_DIRECTORY_BYTES`: zipfile reads the whole directory at once."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            size = os.fstat(self.fileno()).st_size - self.tell()
+        if size > MAX_DIRECTORY_BYTES:
+            raise ValueError(f"a directory of more than {MAX_DIRECTORY_BYTES} bytes")
+        return super().read(size) or b""
+
+
 def _list_entries(path: Path, mapped: mmap.mmap) -> dict[str, tuple[int, int]]:
     """Return (offset, size) in bytes of the data of each archive entry by name.
 
     Raises CheckpointError if an entry is compressed, encrypted, out of bounds or not unique.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with _ShortReads(path) as file, zipfile.ZipFile(file) as archive:
             infos = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: expected a zip archive, got {error}") from None
@@ -185,7 +204,9 @@ def _unpickle(text: bytes, path: Path) -> dict[str, Any]:
     """Interpret a pickle and return the flat dictionary of tensor descriptions that it builds."""
     machine = _Machine(path)
     try:
-        for opcode, argument, _ in pickletools.genops(text):
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(text)):
+            if count == MAX_OPCODES:
+                raise ValueError(f"more than {MAX_OPCODES} opcodes")
             if machine.execute(opcode.name, argument):
                 break
     except CheckpointError:

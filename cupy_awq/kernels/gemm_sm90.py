@@ -16,12 +16,12 @@ import numpy as np
 
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.gemm_sm90_config import MMA, RESERVED_BYTES, WGMMA, GemmSm90Config, available_ctas
-from cupy_awq.kernels.gemm_sm90_costs import estimate_mma_us, estimate_wgmma_us
+from cupy_awq.kernels.gemm_sm90_costs import TimeParts, mma_time, wgmma_time
 from cupy_awq.kernels.hopper import has_split_scales, repacked_defines, x_tensor_map
 from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
 from cupy_awq.kernels.problem import Problem, ceil_div, next_power_of_two
 from cupy_awq.kernels.reduction import Reduction, wgmma_reduction
-from cupy_awq.kernels.repack import WEIGHT_TILE_K, repacked_refusal
+from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, repacked_refusal
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
@@ -30,6 +30,12 @@ MMA_MAX_M = 16
 """The largest M that the mma kernel supports."""
 WGMMA_MIN_M = 9
 """The smallest M for the wgmma kernel; below it the mma kernel is faster."""
+WGMMA_MAX_BLOCK_M = 128
+"""The largest ``block_m`` of the wgmma kernel."""
+SCALED_MIN_M = 33
+"""The smallest M with ``scaled``, which rounds the scaled weights: for smaller M, `gemm` guarantees unrounded ones."""
+SPLITS = (1, 2, 3, 4, 5, 6, 8)
+"""The split-K factors to try."""
 MAX_FUSED_ROWS = 32
 """The largest M of a GEMM with a `Fusion`; at M = 32 fusion saves only 1% of a decoder layer's time on an H100."""
 SQUARE_SUM_COLUMNS = 32
@@ -59,11 +65,31 @@ def configs(problem: Problem, device: Device) -> list[GemmSm90Config]:
     return [config for config in found if not (problem.gated and config.weight_tiles % 2)]
 
 
+def tile_heights(m: int) -> list[int]:
+    """Return the values of ``block_m`` to try for the wgmma kernel: multiples of 8 that divide M rows evenly.
+
+    >>> tile_heights(20), tile_heights(48), tile_heights(96), tile_heights(200), tile_heights(1000)
+    ([24], [48], [96, 48], [104, 72, 56], [128, 112, 64])
+    """
+    if m <= WGMMA_MAX_BLOCK_M // 2:
+        return [max(MMA_MAX_M, ceil_div(m, 8) * 8)]
+    fewest = ceil_div(m, WGMMA_MAX_BLOCK_M)
+    counts = (fewest, fewest + 1, 2 * fewest)
+    return list(dict.fromkeys(ceil_div(ceil_div(m, count), 8) * 8 for count in counts))
+
+
+def is_excessive(split_k: int, tiles: int, device: Device) -> bool:
+    """Return whether a cluster of more than two CTAs is pointless, because fewer CTAs per tile occupy all SMs."""
+    return split_k > 2 and tiles * split_k > device.sm_count
+
+
 def _mma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
     if problem.m > MMA_MAX_M:
         return
     all_k_tiles, x_rows = ceil_div(problem.k, WEIGHT_TILE_K), next_power_of_two(problem.m)
-    for weight_tiles, split_k, warps, k_tiles in itertools.product((1, 2, 3, 4, 6, 7, 8), (1, 2), (16, 8), (1, 2, 4)):
+    for weight_tiles, split_k, warps, k_tiles in itertools.product((1, 2, 3, 4, 6, 7, 8), SPLITS, (16, 8), (1, 2, 4)):
+        if is_excessive(split_k, ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N), device):
+            continue
         consumers = max(1, min(warps // weight_tiles, all_k_tiles // split_k // k_tiles))
         x_stages = 4 if k_tiles == 1 else 2
         config = GemmSm90Config(
@@ -75,29 +101,30 @@ def _mma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
 def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
     if problem.m < WGMMA_MIN_M and not problem.batch_invariant:
         return
-    all_k_tiles, rows = ceil_div(problem.k, WEIGHT_TILE_K), max(16, next_power_of_two(problem.m))
-    for block_m in (16, 32, 64, 128):
-        if block_m > rows or block_m < min(rows, 64):
-            continue
+    all_k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
+    for block_m in tile_heights(problem.m):
         k_tile_counts = (1, 2, 4) if block_m == 16 else (1, 2) if block_m <= 64 else (1,)
-        # Clusters of 4 CTAs are not tried: an H100 holds only 30 of them. Multicast of x to 2 CTAs gains nothing.
+        # Multicast of x to 2 CTAs gains nothing.
         for m64_tiles, warpgroups, consumers, split_k, k_tiles in itertools.product(
-            (1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2), k_tile_counts
+            (1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), SPLITS, k_tile_counts
         ):
             if k_tiles == 4 and (m64_tiles, warpgroups, consumers) != (1, 2, 1):
                 continue  # These shapes are up to 28% slower.
             if consumers * split_k * k_tiles > all_k_tiles:
                 continue
             weight_tiles = warpgroups * m64_tiles * 2
+            tiles = ceil_div(problem.m, block_m) * ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N)
+            if is_excessive(split_k, tiles, device):
+                continue
             config = GemmSm90Config(WGMMA, block_m, weight_tiles, m64_tiles, consumers, 0, split_k, k_tiles)
-            can_scale = block_m >= 64 or problem.batch_invariant
+            can_scale = problem.m >= SCALED_MIN_M or problem.batch_invariant
             can_scale = can_scale and not (problem.dtype == "float16" and problem.wide_scales)
             # With several groups per weight tile, unscaled weights need a wgmma wait per group: up to 39% slower.
             has_short_groups = problem.group_size < WEIGHT_TILE_K
             if not (can_scale and has_short_groups):
                 yield from _with_most_stages(config, problem, device)
             # Split scales cost two more instructions per pair of weights: up to 23% slower with block_m = 64.
-            is_costly = has_split_scales(problem) and not has_short_groups and block_m == 64
+            is_costly = has_split_scales(problem) and not has_short_groups and block_m <= 64
             if can_scale and not (has_short_groups and k_tiles > 1) and not is_costly:
                 yield from _with_most_stages(replace(config, scaled=True), problem, device)
 
@@ -190,7 +217,11 @@ def workspace(config: GemmSm90Config, problem: Problem) -> Workspace:
     return Workspace()
 
 
+def time_parts(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
+    """Return the modelled run time and its parts, which `explain` prints."""
+    find = mma_time if config.name == MMA else wgmma_time
+    return find(config, problem, device)
+
+
 def estimate_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
-    if config.name == MMA:
-        return estimate_mma_us(config, problem, device)
-    return estimate_wgmma_us(config, problem, device)
+    return time_parts(config, problem, device).us

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cupy_awq.kernels.problem import Problem, ceil_div
@@ -67,7 +68,7 @@ class GemmSm90Config:
     @property
     def consumer_registers(self) -> int:
         """The number of registers per consumer thread after setmaxnreg, or 0 if the kernel does not use setmaxnreg."""
-        if self.name == MMA or self.block_m < 64:
+        if self.name == MMA or self.block_m <= 32:
             return 0
         return {8: 232, 12: 152}.get(self.consumers * self.consumer_warps, 0)
 
@@ -93,13 +94,14 @@ class GemmSm90Config:
         stage = self.weight_tiles * self.k_tiles * RepackedLayout.of(problem).weight_tile_bytes + 16
         stages = self.x_ring_bytes + self.stages * stage
         accumulators = self.consumers * self._accumulator_bytes(self.block_m)
-        owned = self.block_m // self.split_k
+        owned = ceil_div(self.block_m // 2, self.split_k) * 2
         received = 16 + (self.split_k - 1) * self._accumulator_bytes(owned) if self.split_k > 1 else 0
         return max(stages, accumulators) + received + (owned * 4 if problem.rms_norms_x else 0)
 
     def _accumulator_bytes(self, rows: int) -> int:
         """Return the size of the accumulators of ``rows`` rows in bytes, in the layout AccumulatorBlocks of CUDA."""
-        return ceil_div(rows, 8) * (self.block_n // 16) * (8 * min(4, rows // 2) * 4 + 8) * 4
+        row_pairs = math.gcd(4, rows // 2)
+        return rows // (2 * row_pairs) * (self.block_n // 16) * (8 * row_pairs * 4 + 8) * 4
 
     def tiles(self, problem: Problem) -> tuple[int, int]:
         """Return the numbers of CTA tiles along m and along n."""
@@ -109,10 +111,12 @@ class GemmSm90Config:
         """Return the grid: the CTAs of all tiles, padded to the number of SMs if they are up to 10% fewer.
 
         Padding CTAs have no tile. With 128 tiles on the 132 SMs of an H100, they speed up K = N = 4096, M = 8 by 16%.
+        Clusters of more than two CTAs do not fill all SMs, so they get none.
         """
         m_blocks, n_blocks = self.tiles(problem)
         ctas, whole = n_blocks * self.split_k, device.sm_count // self.split_k * self.split_k
-        return whole if m_blocks == 1 and 0.9 * whole < ctas < whole else ctas, m_blocks, 1
+        is_padded = m_blocks == 1 and self.split_k <= 2 and 0.9 * whole < ctas < whole
+        return whole if is_padded else ctas, m_blocks, 1
 
     @property
     def registers(self) -> int:

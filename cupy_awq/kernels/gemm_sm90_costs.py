@@ -4,19 +4,20 @@
 Each model adds fixed times of a launch to the p-norm of times that overlap: computation on the busiest SM, the loop of
 its slowest consumer, the copies, and reading the weight from device memory. A p-norm is a smooth maximum.
 
-The constants are fitted on an H100 to 14350 measured times of 92 random problems (``tests/peers/sweep.py``, group size
-128), 3210 of them for the mma kernel. The RMS error is 10% (mma) and 9% (wgmma), where faster configurations have a
-larger weight. If one half of the problems is left out of the fit, the configuration that the models rank first there is
-slower than the fastest one by 8% for M <= 16, 4% for M <= 128, and 2% above (geometric mean).
+The constants are fitted on an H100 to 15544 measured times of 103 random problems (``tests/peers/sweep.py``, group size
+128), 3594 of them for the mma kernel. The RMS error is 11% (mma) and 9% (wgmma), where faster configurations have a
+larger weight. If some problems are left out of the fit, the configuration that the models rank first there is slower
+than the fastest one by 8% for M <= 16, 4% for M <= 128, and 2% above (geometric mean).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cupy_awq.kernels.gemm_sm90_config import GemmSm90Config
-from cupy_awq.kernels.hopper import power_limited_us
+from cupy_awq.kernels.hopper import power_limited_us, resident_clusters
 from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.repack import WEIGHT_TILE_K
 from cupy_awq.runtime.device import Device
@@ -38,6 +39,7 @@ class MmaCosts:
         nonresident_us: delay if less than half of the next kernel's CTAs can become resident during the launch.
         wave_us: additional time per additional wave of CTAs.
         reduction_us: time of the split-K reduction.
+        cluster_us: additional time of the reduction per CTA of a cluster beyond two.
         consumer_us: time per consumer to add up the accumulators of a CTA.
         uneven_us: additional time if the warps of a consumer are no power of two and copy x in several passes.
         shared_us: time saved if an SM holds several CTAs, as one computes while another starts or ends.
@@ -49,19 +51,20 @@ class MmaCosts:
         issue_ns: time of a scheduler per weight tile, by ``x_rows``.
     """
 
-    launch_us: float = 1.03
-    nonresident_us: float = 0.92
-    wave_us: float = 1.01
-    reduction_us: float = 0.152
-    consumer_us: float = 0.0069
-    uneven_us: float = 0.333
-    shared_us: float = 0.174
+    launch_us: float = 1.01
+    nonresident_us: float = 0.27
+    wave_us: float = 1.12
+    reduction_us: float = 0.155
+    cluster_us: float = 0.156
+    consumer_us: float = 0.0159
+    uneven_us: float = 0.326
+    shared_us: float = 0.152
     long_us: float = 6.0
-    stream_factor: float = 0.932
-    refill_us: float = 1.08
-    norm: float = 1.68
-    latency_ns: dict[int, int] = field(default_factory=lambda: {1: 196, 2: 259, 4: 199, 8: 262, 16: 151})
-    issue_ns: dict[int, int] = field(default_factory=lambda: {1: 107, 2: 100, 4: 128, 8: 109, 16: 246})
+    stream_factor: float = 1.006
+    refill_us: float = 0.997
+    norm: float = 1.77
+    latency_ns: dict[int, int] = field(default_factory=lambda: {1: 223, 2: 271, 4: 197, 8: 278, 16: 155})
+    issue_ns: dict[int, int] = field(default_factory=lambda: {1: 83, 2: 104, 4: 124, 8: 111, 16: 259})
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class WgmmaCosts:
         launch_us, nonresident_us, wave_us, stream_factor, norm: as in `MmaCosts`.
         late_us: ``nonresident_us`` without ``prefetch_weights``, for any number of resident CTAs.
         reduction_us: fixed time of the split-K reduction.
+        cluster_us: as in `MmaCosts`.
         exchange_ns: time of the split-K reduction per accumulator that a CTA sends, in nanoseconds.
         consumer_ns: time to add up the accumulators of a CTA, per consumer and accumulator, in nanoseconds.
         store_ns: time to store y, per accumulator of a CTA, in nanoseconds.
@@ -87,26 +91,27 @@ class WgmmaCosts:
         copy_bytes_per_cycle: bandwidth of copies to the shared memory of an SM, in bytes per cycle.
     """
 
-    launch_us: float = 1.48
-    nonresident_us: float = 0.69
+    launch_us: float = 1.47
+    nonresident_us: float = 0.72
     late_us: float = 0.3
-    wave_us: float = 2.07
-    reduction_us: float = 0.007
-    exchange_ns: float = 0.126
-    consumer_ns: float = 0.0268
-    store_ns: float = 0.0036
+    wave_us: float = 2.06
+    reduction_us: float = 0.0075
+    cluster_us: float = 0.107
+    exchange_ns: float = 0.128
+    consumer_ns: float = 0.0272
+    store_ns: float = 0.0032
     stream_factor: float = 1.16
-    norm: float = 3.67
-    tensor_factor: float = 0.8
-    dequantize_cycles: float = 114.0
-    scale_cycles: float = 55.0
-    accumulate_cycles: float = 0.89
-    iteration_cycles: float = 64.5
-    consumer_cycles: float = 241.0
-    consumer_row_cycles: float = 2.0
+    norm: float = 3.69
+    tensor_factor: float = 0.777
+    dequantize_cycles: float = 120.0
+    scale_cycles: float = 54.5
+    accumulate_cycles: float = 0.884
+    iteration_cycles: float = 69.5
+    consumer_cycles: float = 240.0
+    consumer_row_cycles: float = 1.96
     unscaled_row_cycles: float = 1.98
-    refill_us: float = 0.623
-    copy_bytes_per_cycle: float = 98.6
+    refill_us: float = 0.652
+    copy_bytes_per_cycle: float = 101.9
 
 
 MMA_COSTS, WGMMA_COSTS = MmaCosts(), WgmmaCosts()
@@ -136,14 +141,36 @@ class Occupancy:
     def of(cls, config: GemmSm90Config, problem: Problem, device: Device) -> Occupancy:
         """Return the occupancy of a configuration's launch."""
         ctas, resident = math.prod(config.grid(problem, device)), config.resident(problem, device)
-        busiest = ceil_div(ctas, device.sm_count)
-        used = ctas / (resident * device.sm_count)
+        sms = resident_clusters(device, config.split_k) * config.split_k
+        busiest = ceil_div(ctas, sms)
+        used = ctas / (resident * sms)
         nonresident = 1 - min(1.0, max(0.0, 2 / used - 2))
         return cls(resident, busiest, ceil_div(busiest, resident), min(busiest, resident), used, nonresident)
 
 
-def _norm(times: tuple[float, ...], exponent: float) -> float:
-    return float(sum(time**exponent for time in times) ** (1 / exponent))
+class TimeParts(NamedTuple):
+    """A modelled run time and its parts, in microseconds.
+
+    Attributes:
+        us: run time.
+        fixed: parts that are added.
+        overlapping: parts that overlap, of which the p-norm is added.
+    """
+
+    us: float
+    fixed: dict[str, float]
+    overlapping: dict[str, float]
+
+    def __str__(self) -> str:
+        fixed, overlapping = (
+            ", ".join(f"{name} {us:.1f}" for name, us in parts.items() if abs(us) >= 0.05)
+            for parts in (self.fixed, self.overlapping)
+        )
+        return f"{fixed}; overlapping: {overlapping}"
+
+
+def _norm(parts: dict[str, float], exponent: float) -> float:
+    return float(sum(us**exponent for us in parts.values()) ** (1 / exponent))
 
 
 def _k_tiles(config: GemmSm90Config, problem: Problem) -> tuple[int, int]:
@@ -152,28 +179,31 @@ def _k_tiles(config: GemmSm90Config, problem: Problem) -> tuple[int, int]:
     return k_tiles, ceil_div(ceil_div(k_tiles, config.k_tiles), config.consumers) * config.k_tiles
 
 
-def estimate_mma_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
-    """Return the run time of the mma kernel in microseconds."""
+def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
+    """Return the modelled run time of the mma kernel."""
     costs, at = MMA_COSTS, Occupancy.of(config, problem, device)
     k_tiles, mine = _k_tiles(config, problem)
     stream = problem.weight_bytes / (device.read_gbs * 1e3)
     warps = at.concurrent * config.consumers * config.consumer_warps
-    overlapping = (
-        at.waves * ceil_div(warps, SCHEDULERS) * mine * costs.issue_ns[config.x_rows] * 1e-3,
-        at.waves * mine * costs.latency_ns[config.x_rows] * 1e-3,
-        at.waves * k_tiles / (config.stages * config.k_tiles) * costs.refill_us,
-        costs.stream_factor * stream,
-    )
-    us = costs.launch_us + costs.nonresident_us * at.nonresident + costs.wave_us * max(0.0, at.used - 1)
-    us += costs.reduction_us if config.split_k > 1 else 0.0
-    us += costs.consumer_us * config.consumers
-    us += costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0
-    us -= costs.shared_us * min(1.0, stream / costs.long_us) if at.resident > 1 else 0.0
-    return us + _norm(overlapping, costs.norm)
+    overlapping = {
+        "SM": at.waves * ceil_div(warps, SCHEDULERS) * mine * costs.issue_ns[config.x_rows] * 1e-3,
+        "consumer": at.waves * mine * costs.latency_ns[config.x_rows] * 1e-3,
+        "stages": at.waves * k_tiles / (config.stages * config.k_tiles) * costs.refill_us,
+        "weight": costs.stream_factor * stream,
+    }
+    shared = costs.shared_us * min(1.0, stream / costs.long_us) if at.resident > 1 else 0.0
+    fixed = {
+        "launch": costs.launch_us + costs.nonresident_us * at.nonresident - shared,
+        "waves": costs.wave_us * max(0.0, at.used - 1),
+        "split-K": costs.reduction_us + costs.cluster_us * (config.split_k - 2) if config.split_k > 1 else 0.0,
+        "consumers": costs.consumer_us * config.consumers,
+        "x": costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0,
+    }
+    return TimeParts(sum(fixed.values()) + _norm(overlapping, costs.norm), fixed, overlapping)
 
 
-def estimate_wgmma_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
-    """Return the run time of the wgmma kernel in microseconds."""
+def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
+    """Return the modelled run time of the wgmma kernel."""
     costs, at = WGMMA_COSTS, Occupancy.of(config, problem, device)
     k_tiles, mine = _k_tiles(config, problem)
     rows, columns = config.block_m, config.block_n
@@ -186,18 +216,25 @@ def estimate_wgmma_us(config: GemmSm90Config, problem: Problem, device: Device) 
     copy_us = k_tile_bytes / (costs.copy_bytes_per_cycle * CLOCK_MHZ)
     # With `scaled`, a consumer releases a stage one iteration later.
     free_stages = max(config.stages - (config.consumers if config.scaled else 0), 0.5)
-    overlapping = (
-        at.busiest * k_tiles * columns / 64 * (tensor_cycles + issue_cycles) / CLOCK_MHZ,
-        at.waves * mine * loop_cycles / CLOCK_MHZ,
-        at.busiest * k_tiles * copy_us,
-        at.waves * k_tiles * (costs.refill_us / config.k_tiles + at.concurrent * copy_us) / free_stages,
-        costs.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
-    )
-    accumulators = rows * columns
-    us = costs.launch_us + costs.wave_us * (at.waves - 1)
-    us += costs.nonresident_us * at.nonresident if config.prefetch_weights else costs.late_us
+    overlapping = {
+        "SM": at.busiest * k_tiles * columns / 64 * (tensor_cycles + issue_cycles) / CLOCK_MHZ,
+        "consumer": at.waves * mine * loop_cycles / CLOCK_MHZ,
+        "copies": at.busiest * k_tiles * copy_us,
+        "stages": at.waves * k_tiles * (costs.refill_us / config.k_tiles + at.concurrent * copy_us) / free_stages,
+        "weight": costs.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
+    }
+    accumulators = rows * columns * 1e-3
+    late = costs.nonresident_us * at.nonresident if config.prefetch_weights else costs.late_us
+    split = 0.0
     if config.split_k > 1:
         sent = accumulators * (config.split_k - 1) / config.split_k
-        us += costs.reduction_us + costs.exchange_ns * sent * 1e-3
-    us += (costs.consumer_ns * config.consumers + costs.store_ns) * accumulators * 1e-3
-    return us + power_limited_us(_norm(overlapping, costs.norm), problem)
+        split = costs.reduction_us + costs.cluster_us * (config.split_k - 2) + costs.exchange_ns * sent
+    fixed = {
+        "launch": costs.launch_us + late,
+        "waves": costs.wave_us * (at.waves - 1),
+        "split-K": split,
+        "consumers": costs.consumer_ns * config.consumers * accumulators,
+        "y": costs.store_ns * accumulators,
+    }
+    us = sum(fixed.values()) + power_limited_us(_norm(overlapping, costs.norm), problem)
+    return TimeParts(us, fixed, overlapping)

@@ -8,6 +8,8 @@ from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 
+CLUSTER_SMS = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 7: 0.8, 8: 0.91}
+"""The fraction of an H100's SMs that clusters of 1 to 8 CTAs can occupy at the same time."""
 POWER_LIMITED_TFLOPS = 877.0
 """The throughput in TFLOPS at which an H100 or H200 reaches its power limit of 700 W."""
 
@@ -50,6 +52,14 @@ def power_limited_us(work_us: float, problem: Problem) -> float:
     """
     power_us = 2 * problem.m * problem.n * problem.k / (POWER_LIMITED_TFLOPS * 1e6)
     return float((work_us**3 + power_us**3) ** (1 / 3))
+
+
+def resident_clusters(device: Device, size: int) -> int:
+    """Return the number of clusters of ``size`` CTAs that can be resident if each SM holds one CTA.
+
+    A cluster stays within one GPC, so large clusters do not fill all SMs.
+    """
+    return max(1, int(CLUSTER_SMS[size] * device.sm_count) // size)
 
 
 def has_split_scales(problem: Problem) -> bool:

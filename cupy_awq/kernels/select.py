@@ -298,7 +298,7 @@ def _choose(problem: KernelProblem, device: Device, kernel: str | None, split_k:
     key, entry = problem.tuning_key, tuned.lookup(problem, device)
     if key is not None and entry is not None:
         for candidate in legal:
-            if tuned.label(candidate.family, candidate.config) == entry.label and _applies(key, candidate, best):
+            if _has_label(key, candidate, entry.label) and _applies(key, candidate, best):
                 return _planned(candidate, problem, device, entry)
     return _planned(best, problem, device)
 
@@ -306,6 +306,13 @@ def _choose(problem: KernelProblem, device: Device, kernel: str | None, split_k:
 def _planned(candidate: Candidate, problem: KernelProblem, device: Device, entry: TunedConfig | None = None) -> Choice:
     family, config, _ = candidate
     return Choice(problem, family, config, family.plan(config, problem, device), entry)
+
+
+def _has_label(key: TuningKey, candidate: Candidate, label: str) -> bool:
+    """Return whether a tuned label means a configuration; the height of a single tile may differ from the tuned one."""
+    if key.m == key.tuned_m or key.m > ONE_TILE_M:
+        return tuned.label(candidate.family, candidate.config) == label
+    return label in tuned.labels(candidate.family, candidate.config)
 
 
 def _applies(key: TuningKey, candidate: Candidate, best: Candidate) -> bool:
@@ -321,7 +328,8 @@ def explain(problem: KernelProblem, device: Device) -> str:
     """Return a table with each family's best configuration and its time, or the reason why the family has none.
 
     ``->`` marks the choice. The choice's time is "measured" if a tuned table records it; all other times are "modelled"
-    by the cost models. The last line says whether a tuned table or the cost models determined the choice.
+    by the cost models. A line gives the parts of the modelled time if the family has ``time_parts``. The last line says
+    whether a tuned table or the cost models determined the choice.
     """
     choice = choose(problem, device)
     width = max(map(len, families(problem)))
@@ -337,6 +345,9 @@ def explain(problem: KernelProblem, device: Device) -> str:
         if chosen and choice.tuned is not None and choice.tuned.us is not None:
             us, source = choice.tuned.us, "measured"
         lines.append(f"{'->' if chosen else '  '} {name:{width}} {us:8.1f}  {source:8}  {tuned.fields(config)}")
+    time_parts = getattr(choice.family, "time_parts", None)
+    if time_parts is not None:
+        lines.append(f"modelled parts in us: {time_parts(choice.config, problem, device)}")
     if choice.tuned is not None:
         lines.append(f"chosen: the tuned configuration, measured at M={choice.tuned.m} ({choice.tuned.origin})")
     else:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem
+from cupy_awq.kernels.problem import next_power_of_two
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.runtime.device import Device
 
@@ -57,9 +58,25 @@ def label(family: AnyFamily, config: Config) -> str:
     return f"{family.NAME}({fields(config, DERIVED_FIELDS)})"
 
 
+def labels(family: AnyFamily, config: Config) -> set[str]:
+    """Return the labels in a table that mean a configuration: its own, and that with ``block_m`` as at a tuned M.
+
+    The heights of tiles divide M evenly, and tuned M are powers of two: the configuration for M = 48 that corresponds
+    to tiles of 64 rows at M = 64 has tiles of 48 rows.
+    """
+    values = {name: value for name, value in vars(config).items() if name not in DERIVED_FIELDS}
+    if "block_m" in values:
+        values["block_m"] = next_power_of_two(values["block_m"])
+    return {label(family, config), f"{family.NAME}({_text(values)})"}
+
+
 def fields(config: Config, without: Sequence[str] = ()) -> str:
-    """Return the fields of a configuration as ``name=value``, separated by commas; ``without`` names omitted fields."""
-    return ", ".join(f"{name}={value}" for name, value in vars(config).items() if name not in without)
+    """Return the fields of a configuration, except ``without``, as ``name=value`` separated by commas."""
+    return _text({name: value for name, value in vars(config).items() if name not in without})
+
+
+def _text(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def entry(label: str, us: float) -> str:

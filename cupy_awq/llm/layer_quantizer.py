@@ -126,39 +126,60 @@ def quantize_layers(
     for index in range(config.layers):
         weights = _read(files, index, xp)
         if index < first:
-            layer = _build(ops, weights, {})
-            hidden = [_run(ops, layer, h, cache) for h in hidden]
+            _advance(ops, weights, hidden, cache, {})
             continue
-        sums = {site: MomentSum() for site in SITES}
-        layer = _build(ops, weights, sums)
+        checked = hidden[:CHECKED_SEQUENCES]
         try:
-            outputs = [_run(ops, layer, h, cache) for h in hidden]
+            moments = _calibrate(ops, weights, hidden, cache)
         except ValueError as error:  # from MomentSum.add
             raise ValueError(f"{files.path}: model.layers.{index}: {error}") from None
-        moments = {site: total.mean() for site, total in sums.items()}
         sites = _list_quantized(f"model.layers.{index}", ignore)
         folded, folded_moments, found = weights, moments, _Scales({}, {})
         if scales:
             folded, folded_moments, found = _fold(config, weights, moments, recipe, sites)
         quantized = _quantize(folded, folded_moments, recipe, sites)
+        del folded_moments  # the largest arrays; release them before copies of the weights are made
         nearest = _quantize(weights, {}, recipe, sites)
         dtype = weights.norms[ATTENTION_NORM].dtype
-        results = [_dequantize(folded, quantized, dtype), _dequantize(weights, nearest, dtype)]
-        layers, moved, total = [_build(ops, result, {}) for result in results], [0.0, 0.0], 0.0
-        for h, y in zip(hidden[:CHECKED_SEQUENCES], outputs, strict=False):
-            for i, layer in enumerate(layers):
-                moved[i] += float(np.square(_run(ops, layer, h, cache) - y).sum(dtype=np.float64))
-            total += float(np.square(y - h).sum(dtype=np.float64))
-        output_error, nearest_error = ((error / max(total, 1e-300)) ** 0.5 for error in moved)
+        moved = [
+            _output_error(ops, _dequantize(dense, rows, dtype), checked, hidden, cache)
+            for dense, rows in ((folded, quantized), (weights, nearest))
+        ]
         yield QuantizedLayer(
             index,
-            {name: _pack(linear, quantized.get(name), dtype) for name, linear in results[0].linears.items()},
+            {name: _pack(linear, quantized.get(name), dtype) for name, linear in folded.linears.items()},
             {name: to_host(a) for name, a in folded.norms.items()},
             _compare_errors(weights, moments, quantized, nearest, found),
-            output_error,
-            nearest_error,
+            *moved,
         )
-        hidden = outputs
+
+
+def _advance(
+    ops: NumpyOps, weights: _Weights, hidden: list[Array], cache: KvCache, sums: Mapping[str, MomentSum]
+) -> None:
+    """Replace each sequence's hidden states by the layer's output; add the inputs of its linear layers to ``sums``."""
+    layer = _build(ops, weights, sums)
+    for i, h in enumerate(hidden):
+        hidden[i] = _run(ops, layer, h, cache)
+
+
+def _calibrate(ops: NumpyOps, weights: _Weights, hidden: list[Array], cache: KvCache) -> dict[str, Moments]:
+    """Replace each sequence's hidden states by the layer's output; return the moments of all inputs by site."""
+    sums = {site: MomentSum() for site in SITES}
+    _advance(ops, weights, hidden, cache, sums)
+    return {site: total.mean() for site, total in sums.items()}
+
+
+def _output_error(
+    ops: NumpyOps, weights: _Weights, inputs: Sequence[Array], outputs: Sequence[Array], cache: KvCache
+) -> float:
+    """Return |f_q(h) - y| / |y - h| of the layer f_q with these weights, for the inputs h and original outputs y."""
+    layer = _build(ops, weights, {})
+    moved = total = 0.0
+    for h, y in zip(inputs, outputs, strict=False):
+        moved += float(np.square(_run(ops, layer, h, cache) - y).sum(dtype=np.float64))
+        total += float(np.square(y - h).sum(dtype=np.float64))
+    return float((moved / max(total, 1e-300)) ** 0.5)
 
 
 def _read(files: ModelFiles, index: int, xp: Any) -> _Weights:
@@ -330,7 +351,7 @@ def _compare_errors(
 def _pack(linear: tuple[Array, Array | None], rows: QuantizedRows | None, dtype: Any) -> Module | DenseLinear:
     """Return a linear layer on the host: quantized, or dense if it has no quantized rows."""
     w, bias = linear
-    bias = None if bias is None else to_host(bias)
+    bias = None if bias is None else to_host(bias.astype(dtype))
     if rows is None:
         return DenseLinear(to_host(w.astype(dtype)), bias)
     packed = rows.pack()

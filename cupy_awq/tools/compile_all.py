@@ -102,7 +102,9 @@ def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
                 fused = replace(fused, gated=True, activation="silu")
             yield select.choose(fused, gpu).plan.kernel
         if m >= 256:
-            yield from _configurations(problem, gpu, ["gemm_sm90_large"])
+            large = _configurations(problem, gpu, ["gemm_sm90_large"])
+            # Tiles of other heights are compiled on first use, as they are for other M.
+            yield from (kernel for kernel in large if int(dict(kernel.defines)["BLOCK_M"]) % 128 == 0)
 
 
 def _quantized(gpu: device.Device) -> Iterator[Kernel]:

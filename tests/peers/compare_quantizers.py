@@ -14,6 +14,7 @@ import argparse
 import bz2
 import importlib.util
 import json
+import math
 import os
 import platform
 import pydoc_data.topics
@@ -123,10 +124,11 @@ def row(
     group_size: Any, method: str, found: list[float], original: list[float], nearest: list[float] | None, seconds: Any
 ) -> list[Any]:
     """Return a row of the table from nats per token."""
-    perplexities = [round(2.718281828459045**loss, 2) for loss in (*found, sum(found) / 2)]
+    perplexities = [math.exp(loss) for loss in (*found, sum(found) / 2)]
+    base = math.exp(sum(original) / 2)
+    removed = "" if nearest is None else f"{1 - (perplexities[2] - base) / (math.exp(sum(nearest) / 2) - base):.0%}"
     loss = sum(found) / 2 - sum(original) / 2
-    removed = "" if nearest is None else f"{1 - loss / (sum(nearest) / 2 - sum(original) / 2):.0%}"
-    return [group_size, method, *perplexities, round(loss, 4), removed, seconds]
+    return [group_size, method, *(round(value, 2) for value in perplexities), round(loss, 4), removed, seconds]
 
 
 def describe(rows: list[list[Any]]) -> dict[str, Any]:
@@ -139,7 +141,8 @@ def describe(rows: list[list[Any]]) -> dict[str, Any]:
         f" 4-bit weights, calibrated on {CALIBRATION_BLOCKS * BLOCK} tokens of news (gensim's lee_background) and"
         f" evaluated on {2 * (EVALUATED - 1)} predictions: Wikipedia articles (gensim's enwiki) and Python"
         f" {platform.python_version()}'s manual (pydoc_data.topics). Loss: nats per token above the 16-bit model."
-        " Differences under 1% of perplexity are noise. awq+gptq is the default.",
+        " RTN's loss is its perplexity above that of the 16-bit model. Differences of perplexity under 1% are noise."
+        " awq+gptq is the default.",
         "columns": list(COLUMNS),
         "rows": rows,
     }

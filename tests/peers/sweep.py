@@ -4,6 +4,7 @@
     python -m tests.peers.sweep --seconds 240 --json sweep.jsonl
     python -m tests.peers.sweep --op gemm_int8 --rows 17-512 --seconds 60 --json int8.jsonl
     python -m tests.peers.sweep --summary sweep.jsonl
+    python -m tests.peers.fit sweep.jsonl --model wgmma
 
 Each line of the file is one configuration: op, problem, family, config, us (measured), estimate_us (cost model).
 Problems are drawn as by `compare.py --random`, but each has its own shape and M; 1x1 convolutions have 7x7 to 56x56
@@ -43,6 +44,10 @@ COLD_BYTES = 170e6
 """Weights rotate over copies of more bytes than this, several times the L2 cache."""
 MAX_FLOPS = 8e11
 """The largest number of operations of a problem: about 1 ms."""
+MAX_ERROR = 0.02
+"""The relative difference from the first configuration's result above which a configuration is wrong."""
+MOST_CHECKED = 1 << 22
+"""The largest number of elements of y that are compared."""
 REPLAYS = 3
 """The number of timed replays of a graph."""
 LEAST_CALLS = 20
@@ -230,6 +235,27 @@ def measure_us(launches: list[tuple[Any, Buffers]], stream: Any, limit_us: float
     return statistics.median(elapsed_us(replay, length) for _ in range(REPLAYS))
 
 
+def error(launches: list[tuple[Any, Buffers]], stream: Any, expected: Any) -> tuple[float, Any]:
+    """Return the relative difference of the first launch's y from ``expected`` (None: 0), and y."""
+    import cupy
+
+    plan, buffers = launches[0]
+    y = buffers["y"]
+    y.fill(math.nan)
+    begin = workspace_address(0, stream.ptr)
+    launcher = get_launcher(plan, 0)
+    addresses = {"counters": begin, "partials": begin + COUNTER_BYTES}
+    pointers = (
+        addresses[name] if name in addresses else 0 if buffers[name] is None else buffers[name].data.ptr
+        for name in launcher.buffers
+    )
+    launcher(tuple(pointers), stream.ptr)
+    found = y.ravel()[:MOST_CHECKED].astype(cupy.float32)
+    if expected is None:
+        return (0.0 if bool(cupy.isfinite(found).all()) else math.nan), found
+    return float(cupy.linalg.norm(found - expected) / cupy.linalg.norm(expected)), found
+
+
 def draw(op: str, rng: random.Random, low: int, high: int) -> Any:
     """Return a random operation whose problem takes at most MAX_FLOPS operations."""
     while True:
@@ -241,14 +267,15 @@ def draw(op: str, rng: random.Random, low: int, high: int) -> Any:
             return OPERATIONS[op](rng, m)
 
 
-def legal(problem: Any) -> list[Candidate]:
-    """Return the legal configurations of all families, lowest modelled time first."""
+def legal(problem: Any, within: float) -> list[Candidate]:
+    """Return the legal configurations with at most ``within`` times the lowest modelled time, in ascending order."""
     found = select.candidates(problem, gpu()).values()
     some = [candidate for listed in found if not isinstance(listed, str) for candidate in listed]
-    return sorted(some, key=lambda candidate: candidate.us)
+    least = min(candidate.us for candidate in some)
+    return sorted((c for c in some if c.us <= within * least), key=lambda candidate: candidate.us)
 
 
-def sweep(op: str, seed: int, low: int, high: int, seconds: float) -> Iterator[list[dict[str, Any]]]:
+def sweep(op: str, seed: int, low: int, high: int, seconds: float, within: float) -> Iterator[list[dict[str, Any]]]:
     """Yield the records of one problem after the other, one per configuration, until ``seconds`` have passed."""
     import cupy
 
@@ -264,7 +291,7 @@ def sweep(op: str, seed: int, low: int, high: int, seconds: float) -> Iterator[l
                 open_futures = [future for future in futures.values() if not future.done()]
                 if len(open_futures) < 64 and len(queue) < 4:
                     operation = draw(op, rng, low, high)
-                    candidates = legal(operation.problem)
+                    candidates = legal(operation.problem, within)
                     mine = []
                     for candidate in candidates:
                         kernel = candidate.family.plan(candidate.config, operation.problem, gpu()).kernel
@@ -280,10 +307,21 @@ def sweep(op: str, seed: int, low: int, high: int, seconds: float) -> Iterator[l
                 operation, candidates, _ = queue.popleft()
                 best = math.inf
                 found = []
+                expected = None
                 for candidate in candidates:
                     if time.monotonic() > deadline:
                         return
-                    us = measure_us(operation.launches(candidate), stream, 2 * best)
+                    launches = operation.launches(candidate)
+                    try:
+                        difference, y = error(launches, stream, expected)
+                    except RuntimeError as failure:
+                        print(f"{failure}: {operation.problem} {candidate.config}", flush=True)
+                        continue
+                    if expected is None:
+                        expected = y
+                    if not difference <= MAX_ERROR:
+                        print(f"WRONG by {difference}: {operation.problem} {candidate.config}", flush=True)
+                    us = measure_us(launches, stream, 2 * best)
                     best = min(best, us)
                     record = {
                         "op": op,
@@ -334,6 +372,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rows", default=f"{ROWS[0]}-{ROWS[1]}", help="range of M (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument(
+        "--within", type=float, default=math.inf, help="largest modelled time to measure, relative to the lowest one"
+    )
     parser.add_argument("--json", metavar="FILE", help="append the records to this file")
     parser.add_argument("--summary", metavar="FILE", help="print the summary of a file, and measure nothing")
     arguments = parser.parse_args()
@@ -342,7 +383,7 @@ def main() -> None:
         return
     low, high = map(int, arguments.rows.split("-"))
     records = []
-    for found in sweep(arguments.op, arguments.seed, low, high, arguments.seconds):
+    for found in sweep(arguments.op, arguments.seed, low, high, arguments.seconds, arguments.within):
         records += found
         if arguments.json:
             with open(arguments.json, "a", encoding="utf-8") as file:

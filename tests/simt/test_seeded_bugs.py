@@ -151,8 +151,8 @@ SEEDS = {
         {"split_k": 2},
     ),
     "gemm_sm90: a CTA expects its own partial sums, too": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "(kSplitK - 1) * kOwnedRows * kBlockN * 4",
-        "kSplitK * kOwnedRows * kBlockN * 4", DEADLOCK, REPACKED, {"split_k": 2},
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "(kSplitK - 1) * Tile::owned_rows",
+        "kSplitK * Tile::owned_rows", DEADLOCK, REPACKED, {"split_k": 2},
     ),
     "gemm_sm90: accumulators are added before all consumers have stored theirs": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "{ ptx::barrier_sync(0, kThreads); }", "{}", RACE, REPACKED, {"split_k": 2},

@@ -44,7 +44,8 @@ SMALL = {
     "num_attention_heads": 8,
     "max_position_embeddings": 1024,
 }
-STEPS = ("_read", "_run", "_fold", "_quantize", "_compare_errors")
+STEPS = ("_read", "_calibrate", "_fold", "_quantize", "_output_error", "_compare_errors")
+"""The functions of `layer_quantizer` that are timed."""
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
