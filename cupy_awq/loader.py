@@ -13,6 +13,9 @@ from cupy_awq.linear import AwqLinear
 from cupy_awq.runtime import placement
 from cupy_awq.weight import PackedWeight
 
+REPACK_BYTES = 1 << 22
+"""The smallest size of a module that a GPU repacks; the launches for a smaller one take longer than the CPU does."""
+
 
 class Checkpoint(Mapping[str, AwqLinear | Array]):
     """The layers and tensors of a checkpoint by name, each copied to a device at its first access; returned by `load`.
@@ -42,7 +45,7 @@ class Checkpoint(Mapping[str, AwqLinear | Array]):
             return None if array is None else placement.to_device(array, self._device)
 
         with placement.use_device(self._device):
-            item = self._contents.convert(name, place)
+            item = self._contents.convert(name, place, min_bytes=REPACK_BYTES)
             if isinstance(item, Tensor):
                 return place(item.array)
             weight = item.weight

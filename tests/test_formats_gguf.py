@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import gguf.constants
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -116,6 +117,46 @@ def test_load_gives_hugging_face_names_layers_and_dense_tensors(tmp_path: Path) 
     layers = load(path, device="cpu")
     assert layers["model.layers.3.mlp.down_proj"].shape == (96, 16)
     assert repr(layers).startswith("Checkpoint(2 quantized modules, 5 other tensors")
+
+
+@pytest.mark.parametrize("part", ["d", "dmin"])
+def test_scales_beyond_float16_make_the_weight_dense_with_one_warning(tmp_path: Path, part: str) -> None:
+    data = random_blocks("Q4_K", 8, 512).reshape(8, 2, 144)
+    data[:, :, 4:16] = 0xFF  # every sc and m is 63
+    start = {"d": 0, "dmin": 2}[part]
+    largest = np.array([1039, 1040], np.float16).view(np.uint8).reshape(2, 2)  # 63 times 1040 rounds to infinity
+    data[:, 0, start : start + 2] = largest[0]
+    packed, dense = data.copy(), data
+    dense[5, 1, start : start + 2] = largest[1]
+    tensors = {
+        "blk.0.ffn_up.weight": ("Q4_K", packed.reshape(8, -1)),
+        "blk.0.ffn_down.weight": ("Q4_K", dense.reshape(8, -1)),
+        "blk.0.ffn_down.bias": ("F32", np.ones(8, np.float32)),
+        "blk.0.attn_q.weight": ("Q4_K", dense.reshape(8, -1)),
+    }
+    write(tmp_path / "m.gguf", tensors, attention__head_count=1, attention__head_count_kv=1)
+    with pytest.warns(
+        UserWarning, match=r"ffn_down.*beyond the range of float16.*dense bfloat16 \(2 modules\)"
+    ) as caught:
+        contents = read(tmp_path / "m.gguf")
+    assert len(caught) == 1
+    assert isinstance(contents["model.layers.0.mlp.up_proj"], Module)
+    weight = contents.read("model.layers.0.mlp.down_proj.weight")
+    assert weight.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(weight, values_of(dense.reshape(8, -1), "Q4_K").astype(ml_dtypes.bfloat16))
+    assert contents.read("model.layers.0.mlp.down_proj.bias").sum() == 8
+    order = np.arange(8).reshape(1, 4, 2).swapaxes(1, 2).reshape(-1)
+    np.testing.assert_array_equal(contents.read("model.layers.0.self_attn.q_proj.weight"), weight[order])
+    assert "Q4_K to dense bfloat16" in summarize(contents).roundings
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    data = random_blocks("Q4_K", 8, 256).reshape(8, 1, 144)
+    data[2, 0, 0:2] = np.array([value], np.float16).view(np.uint8)
+    contents = read(write(tmp_path / "m.gguf", {"blk.0.ffn_up.weight": ("Q4_K", data.reshape(8, -1))}, **HEADS))
+    with pytest.raises(CheckpointError, match=r"ffn_up\.weight.*: d \* sc: expected finite"):
+        contents["model.layers.0.mlp.up_proj"]
 
 
 def test_experts_have_a_key_each(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cupy_awq import load
+from cupy_awq import load, loader
 from cupy_awq.checkpoint import Module, gguf_dense, nibbles, read, threads
 from cupy_awq.checkpoint.gguf_file import Blocks
 from tests import packers, test_formats
@@ -72,6 +73,9 @@ def test_placed_arrays_are_repacked_to_the_same_module(tmp_path: Path) -> None:
     assert isinstance(first, Module)
     assert isinstance(second, Module)
     assert [array.shape for array in placed] == [(32, 24), (8, 3), (8, 24)]  # no bias
+    placed.clear()
+    assert isinstance(contents.convert("m", place, min_bytes=1 << 20), Module)
+    assert not placed
     for a, b in zip(arrays_of(first), arrays_of(second), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -122,13 +126,16 @@ def test_the_synthetic_checkpoint_has_the_modules_of_an_index(tmp_path: Path) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*CASES, "order", "short group"])
-def test_codes_are_repacked_on_a_gpu_to_the_bits_of_the_cpu(tmp_path: Path, name: str) -> None:
+def test_codes_are_repacked_on_a_gpu_to_the_bits_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     import cupy
 
     if name in CASES:
         test_formats.saved(tmp_path, CASES[name])
     else:
         {"order": ordered, "short group": short_group}[name](tmp_path)
+    monkeypatch.setattr(loader, "REPACK_BYTES", 0)
     contents, layers = read(tmp_path), load(tmp_path, device=0)
     for key in contents:
         module = contents[key]
@@ -143,3 +150,35 @@ def test_codes_are_repacked_on_a_gpu_to_the_bits_of_the_cpu(tmp_path: Path, name
                 np.testing.assert_array_equal(cupy.asnumpy(b).view(f"u{a.itemsize}"), a.view(f"u{a.itemsize}"))
         assert isinstance(found.weight.qweight, cupy.ndarray)
         assert layers[key].shape == module.weight.shape
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors", "gptq with an order", "mlx"])
+def test_loading_needs_little_memory_beside_the_model(tmp_path: Path, name: str) -> None:
+    """Beside the layers, the peak is below 1.2 times the largest module."""
+    rng = np.random.default_rng(3)
+    k = n = 2048
+    tensors: dict[str, Array] = {}
+    for module in "abc":
+        codes, scales = rng.integers(0, 2**32, (n, k // 8), np.uint32), np.ones((n, k // 128), np.float16)
+        if name == "mlx":
+            parts = {"weight": codes, "scales": scales, "biases": scales}
+        elif name == "compressed-tensors":
+            parts = {"weight_packed": codes.view(np.int32), "weight_scale": scales}
+            parts["weight_shape"] = np.array([n, k], np.int64)
+        else:
+            parts = {"qweight": codes.view(np.int32).reshape(k // 8, n), "scales": scales.reshape(k // 128, n)}
+            parts["qzeros"] = np.zeros((k // 128, n // 8), np.int32)
+            parts["g_idx"] = rng.permutation(np.arange(k, dtype=np.int32) // 128)
+        tensors |= {f"{module}.{part}": array for part, array in parts.items()}
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "gptq_v2"}
+    config = {"quantization_config": gptq} if "gptq" in name else {}
+    contents = read(save_folder(tmp_path, tensors, config))
+    tracemalloc.start()
+    try:
+        modules = [contents[key] for key in contents]
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    sizes = [sum(a.nbytes for a in arrays_of(module) if a is not None) for module in modules]
+    assert kept > 0.8 * sum(sizes)
+    assert peak - kept < 1.2 * max(sizes)

@@ -70,13 +70,16 @@ class Contents(Mapping[str, Module | Tensor]):
         entry = self._entries[name]
         return entry.convert() if isinstance(entry, Pending) else entry
 
-    def convert(self, name: str, place: Callable[[Array], Array]) -> Module | Tensor:
+    def convert(self, name: str, place: Callable[[Array], Array], *, min_bytes: int = 0) -> Module | Tensor:
         """Return the module or the tensor ``name``, with its codes repacked on the device to which ``place`` copies.
 
-        Formats whose codes are repacked on the CPU alone return NumPy arrays. Raises KeyError for an unknown name.
+        A module of fewer than ``min_bytes`` bytes, or of a format that only the CPU repacks, has NumPy arrays. Raises
+        KeyError for an unknown name.
         """
         entry = self._entries[name]
-        return entry.convert(place) if isinstance(entry, Pending) else entry
+        if not isinstance(entry, Pending):
+            return entry
+        return entry.convert(place if entry.spec.nbytes >= min_bytes else None)
 
     def read(self, name: str) -> Module | Array:
         """Return the module ``name``, or the array of a plain tensor ``name``. Raises KeyError for an unknown name."""

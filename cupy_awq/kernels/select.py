@@ -328,7 +328,8 @@ def explain(problem: KernelProblem, device: Device) -> str:
     """Return a table with each family's best configuration and its time, or the reason why the family has none.
 
     ``->`` marks the choice. The choice's time is "measured" if a tuned table records it; all other times are "modelled"
-    by the cost models. The last line says whether a tuned table or the cost models determined the choice.
+    by the cost models. A line gives the parts of the modelled time if the family has ``time_parts``. The last line says
+    whether a tuned table or the cost models determined the choice.
     """
     choice = choose(problem, device)
     width = max(map(len, families(problem)))
@@ -344,6 +345,9 @@ def explain(problem: KernelProblem, device: Device) -> str:
         if chosen and choice.tuned is not None and choice.tuned.us is not None:
             us, source = choice.tuned.us, "measured"
         lines.append(f"{'->' if chosen else '  '} {name:{width}} {us:8.1f}  {source:8}  {tuned.fields(config)}")
+    time_parts = getattr(choice.family, "time_parts", None)
+    if time_parts is not None:
+        lines.append(f"modelled parts in us: {time_parts(choice.config, problem, device)}")
     if choice.tuned is not None:
         lines.append(f"chosen: the tuned configuration, measured at M={choice.tuned.m} ({choice.tuned.origin})")
     else:

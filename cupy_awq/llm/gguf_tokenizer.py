@@ -26,6 +26,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
 """The character that stands for a space in the tokens of SentencePiece."""
 
+MAX_SPLITS = 1 << 21
+"""The largest number of ways to split all tokens of SentencePiece in two, enough for 2**18 tokens of 9 characters."""
+
 MAX_TOKEN_CHARACTERS = 256
 """The largest accepted length of a SentencePiece token in characters. SentencePiece's trainer has a default of 16."""
 
@@ -117,6 +120,11 @@ def _build_sentence_piece(path: Path, metadata: Mapping[str, Any], tokens: list[
         longest = max(map(len, tokens))
         raise CheckpointError(
             f"{path}: tokenizer.ggml.tokens: expected at most {MAX_TOKEN_CHARACTERS} characters, got {longest}"
+        )
+    splits = sum(map(len, tokens)) - len(tokens)
+    if splits > MAX_SPLITS:
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.tokens: expected at most {MAX_SPLITS} ways to split them in two, got {splits}"
         )
     tokenizers = import_extra("tokenizers")
     unknown = np.flatnonzero(types == UNKNOWN)
