@@ -351,6 +351,15 @@ def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
         load(tmp_path / "absent.safetensors", device="cpu")
 
 
+@pytest.mark.parametrize("name", ["m.safetensors", INDEX])
+def test_a_folder_with_a_pipe_or_a_device_in_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    for kind, make in (("pipe", os.mkfifo), ("device", lambda path: os.symlink("/dev/zero", path))):
+        (tmp_path / kind).mkdir()
+        make(tmp_path / kind / name)
+        with pytest.raises(CheckpointError, match=r"expected model\.safetensors, .* or one safetensors file, got 0"):
+            load(tmp_path / kind, device="cpu")
+
+
 def test_nesting_is_counted_across_the_parts_of_a_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_SCAN_BYTES", 7)
     value = {"[[[[[[[[[": [[["]]]", {"a": ["{" * 200]}]]]}
