@@ -118,7 +118,7 @@ def test_explain_has_a_line_for_each_kernel_and_marks_the_choice() -> None:
     assert "needs sm_80 or newer" in "\n".join(lines)
     assert {line.index("modelled") for line in lines if "modelled" in line} == {header.index("time")}
     assert {line.index("needs sm_") for line in lines if "needs sm_" in line} == {header.index("configuration")}
-    assert chosen == "chosen: the lowest modelled time; no tuned configuration applies"
+    assert chosen == "chosen: the lowest modelled time; there is no table of tuned configurations for Tesla T4"
 
 
 def test_explain_gives_the_parts_of_the_time_of_gemm_sm90() -> None:

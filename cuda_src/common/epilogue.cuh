@@ -6,8 +6,7 @@
 // Compile-time constants: ACTIVATION (an enumerator of Activation), GATED, HAS_BIAS, BIAS (type of the bias),
 // HAS_RESIDUAL.
 //
-// To add an activation, add an enumerator to Activation, a case to activate(), and an entry to FUNCTIONS in
-// cupy_awq/activation.py.
+// To add an activation, follow "How to add an activation to every kernel" in .github/CONTRIBUTING.md.
 #pragma once
 
 #include "common/types.cuh"

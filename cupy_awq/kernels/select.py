@@ -351,7 +351,23 @@ def explain(problem: KernelProblem, device: Device) -> str:
     if choice.tuned is not None:
         lines.append(f"chosen: the tuned configuration, measured at M={choice.tuned.m} ({choice.tuned.origin})")
     else:
-        lines.append("chosen: the lowest modelled time; no tuned configuration applies")
+        lines.append(f"chosen: the lowest modelled time; {_explain_untuned(problem, device)}")
     if isinstance(problem, Problem) and problem.batch_invariant:
         lines.append(f"batch-invariant for every M: {choose_reduction(problem, device)}")
     return "\n".join(lines)
+
+
+def _explain_untuned(problem: KernelProblem, device: Device) -> str:
+    """Return why no tuned configuration determines the choice for ``problem``."""
+    key, entry = problem.tuning_key, tuned.lookup(problem, device)
+    if key is None:
+        return "kernels of this operation are not tuned"
+    if entry is None:
+        return tuned.explain_missing(key, device)
+    legal = [
+        candidate for some in candidates(problem, device).values() if not isinstance(some, str) for candidate in some
+    ]
+    found = f"{entry.label}, tuned at M={entry.m} ({entry.origin}),"
+    if any(_has_label(key, candidate, entry.label) for candidate in legal):
+        return f"{found} is modelled to be slower than this one at M={key.m}"
+    return f"{found} is not among the legal configurations"
