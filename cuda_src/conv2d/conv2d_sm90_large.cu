@@ -245,7 +245,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     x_pipeline.consumer_release(x_state.stage_idx, lane);
     x_state.advance_by_branch();
 
-    // The accumulators of the 8-pixel groups that this CTA owns, from group first_group, summed over the cluster.
+    // The accumulators of the 8-pixel groups that this CTA owns (first_group, first_group + 1, ...), reduced over the
+    // CTAs of the cluster.
     float totals[kOwnedGroups * 4];
     const int first_group = rank * kOwnedGroups;
     if constexpr (kSplitK == 1) {
@@ -258,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           totals, &accumulators[0][0], memory, shared.begin, rank, warpgroup);
     }
 
-    // Of the 4 accumulators per group, 0 and 1 belong to one output, 2 and 3 to that output + 8.
+    // A group has 4 accumulators: in warp w, 0 and 1 belong to output 16 w + g, 2 and 3 to output 16 w + g + 8.
     const int co = (tile % co_blocks * kWgCo + wg_co) * 64;
     float biases[2] = {};
     if constexpr (kHasBias) {

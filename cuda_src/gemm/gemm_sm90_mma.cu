@@ -104,7 +104,7 @@ class XRing {
   // thread is a constant.
   static constexpr int kPassRows =
       last_power_of_two(kXRows * kRowLanes < kConsumerSize ? kXRows : kConsumerSize / kRowLanes);
-  static constexpr int kCopiesNothing = -kXRows;  // rows_left_ of a thread that copies nothing
+  static constexpr int kCopiesNothing = -kXRows;  // value of rows_left_ in a thread that copies nothing
 
   static_assert(kXRingBytes == kConsumers * kRingBytes, "each consumer has a ring of its own");
   static_assert(kConsumerWarps == 1 || kConsumers < 16, "there are 16 named barriers, and sync_cta takes one");
@@ -131,7 +131,7 @@ class XRing {
   int consumer_;
   const X* x_;  // this thread's first chunk for the next stage to fill
   int ldx_;
-  int rows_left_, k_left_;  // numbers of rows and of k from this thread's first chunk to the end of x
+  int rows_left_, k_left_;  // numbers of rows and of columns of x from this thread's first chunk on
   uint32_t ring_;
   uint32_t first_chunk_;  // byte offset of this thread's first chunk in a stage
   uint32_t read_ = 0;     // byte offset of the next stage to read

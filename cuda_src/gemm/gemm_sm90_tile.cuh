@@ -24,11 +24,11 @@ constexpr int kCtasPerSm = CTAS_PER_SM;
 constexpr int kXStageBytes = X_STAGE_BYTES;  // bytes of x that the producer copies per stage; 0: the consumers copy x
 constexpr int kXRingBytes = X_RING_BYTES;    // bytes of all stages of x
 // Whether the weights of all stages, or only those of the first stage, are copied before griddepcontrol.wait. TMA
-// serves copies in order, so x arrives after all weights that were copied before it. Copying all of them suits a CTA
-// that starts long before the preceding kernel ends; a CTA that starts later needs x earlier.
+// serves copies in order, so x arrives after all weights that were copied before it. Copying the weights of all stages
+// suits a CTA that starts long before the preceding kernel ends; a CTA that starts later needs x earlier.
 constexpr bool kPrefetchWeights = PREFETCH_WEIGHTS;
 // The number of registers per consumer thread after setmaxnreg has moved registers from the producer's warpgroup, or 0
-// without setmaxnreg. In the latter case the producer is a single warp, not a warpgroup.
+// if the kernel does not use setmaxnreg; the producer is then a single warp, not a warpgroup.
 constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kProducerRegisters = 40;
 

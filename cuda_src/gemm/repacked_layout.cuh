@@ -64,8 +64,8 @@ struct Group {
   uint32_t scales;  // two values of type SCALE
   uint32_t zeros;   // two zero points of one byte each
 
-  // Loads group `group` of a weight tile. `scales` and `zeros` are the shared addresses of this lane's values of the
-  // tile's first group.
+  // Loads group `group` of a weight tile. `scales` and `zeros` are the shared addresses of this lane's values in the
+  // first group of the tile.
   static __device__ __forceinline__ Group load_shared(uint32_t scales, uint32_t zeros, int group) {
     return {ptx::ld_shared_u32(scales + group * kGroupBytes),
             kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + group * kGroupBytes) : 0x0808u};

@@ -94,7 +94,8 @@ __device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared
   const int lane = threadIdx.x % 32;
   const int local_row = (threadIdx.x / 32 - kConsumerWarps - 1) * (kBlockM / kXParameterWarps) + lane * 2;
   const int blocks = ceil_div(k, block_size);
-  // A span is the k of one set of parameters in a stage: 128 k, or one quantization block if a stage has several.
+  // A span is the part of a stage that shares one set of parameters: all 128 k, or one quantization block if a stage
+  // holds several.
   const int spans = ceil_div(k, kBlockK) * kXBlocks;
   const int block_spans = kXBlocks == 1 ? max(block_size / kBlockK, 1) : 1;
   ptx::griddepcontrol_wait();
@@ -200,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  source + (b * kParameters + parameter) * kBlockM + warpgroup * kWarpgroupM + j * 8 + lane % 4 * 2);
       return values;
     };
-    // Releases a stage in every CTA of the cluster, because multicast copies of all of them have filled the stage.
+    // Releases a stage in every CTA of the cluster, because multicast copies from all CTAs have filled the stage.
     auto release = [&](int stage_idx) {
       __syncwarp();
       if constexpr (kClusterSize == 1) {

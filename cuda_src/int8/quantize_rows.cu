@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
   const float infinity = __uint_as_float(0x7f800000u);
   float high = -infinity;
   float low = infinity;
-  uint32_t largest = 0;  // max |x| as integer bits, whose order is that of floats, with infinity and NaN last
+  uint32_t largest = 0;  // bits of max |x|; as integers they are ordered like the floats, infinity and NaN last
   for_each(kept, source, begin, end, [&](int i, const Values& values) {
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
