@@ -11,7 +11,8 @@
 //   bias     BIAS [outputs] or null
 //   y        X, contiguous, NHWC, each pixel at a multiple of 16 bytes
 //   x_map    tensor map of x, X [batch][height][width][channels], boxes of [TILE_N][BOX_H][BOX_W][64], 128-byte
-//            swizzle; out-of-bounds elements are the zero padding, and the element strides are those of the convolution
+//            swizzle; out-of-bounds elements are the zero padding, and the element strides are the strides of the
+//            convolution
 //   tiles    number of CTA tiles of WG_CO * 64 outputs and WG_PX * PIXEL_TILES pixel tiles
 //   co_blocks          number of CTA tiles along the outputs
 //   tiles_h, tiles_w   number of pixel tiles along the height and the width of an image

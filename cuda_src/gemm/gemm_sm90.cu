@@ -13,7 +13,7 @@
 //   SCALED = 1   operand A holds (q - z) * s * scale_factor, rounded once; the accumulators over all of K are
 //                multiplied by result_factor at the end (both factors are powers of two)
 //
-// Limits: those of gemm_sm90.cuh; sm_90a. A consumer is WARPGROUPS warpgroups. Each computes M64_TILES * 64 columns of
+// Limits: as for gemm_sm90.cuh; sm_90a. A consumer is WARPGROUPS warpgroups. Each computes M64_TILES * 64 columns of
 // the CTA tile for all BLOCK_M rows, which are wgmma's N.
 #include "gemm/gemm_sm90.cuh"
 #include "hopper/wgmma.cuh"
@@ -194,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       }
     }
   };
-  // Only the x of the prologue is prefetched. Later copies are issued long before their use, and prefetches would delay
-  // these copies.
+  // Only the part of x that the prologue copies is prefetched. Later copies are issued long before their use, and
+  // prefetches would delay these copies.
   auto prefetch_x = [&](const Tile& tile) {
     if (threadIdx.x >= x_boxes(m)) return;
     for (int i = tile.n_block % kXParts; i < tile.prologue_iterations(); i += kXParts) {

@@ -7,7 +7,7 @@
 //   weight, bias, residual, y   as in gemm_sm90.cuh
 //   x       X [m, k], row stride ldx values; rows start at multiples of 16 bytes
 //
-// Limits: those of gemm_sm90.cuh, and m <= 16; sm_90 and newer. A consumer has one warp per tile column; the warp
+// Limits: as for gemm_sm90.cuh, and m <= 16; sm_90 and newer. A consumer has one warp per tile column; the warp
 // computes 32 columns of the CTA tile for all BLOCK_M rows. Consumers copy x themselves with cp.async, which has a
 // lower latency than TMA for few rows.
 //
@@ -233,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
             }
 #pragma unroll
             for (int j = 0; j < kM8Tiles; ++j) {
-              // Load four 8 x 8 matrices, for two steps of 16 k. Lanes past the last row of x load that row again; the
-              // resulting columns of y^T are not stored.
+              // Load four 8 x 8 matrices, for two steps of 16 along k. Lanes past the last row of x load that row
+              // again; the resulting columns of y^T are not stored.
               const uint32_t within = (k_tile * 16 + k32 / 2 * 8 + j * 8 * kXChunks) * 16;
               uint32_t b[4];
               ptx::ldmatrix_x4(b, x_begin + (k32 % 2 == 0 ? my_x : my_other_x) + within);

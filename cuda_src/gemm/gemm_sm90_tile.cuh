@@ -165,5 +165,5 @@ __device__ __forceinline__ bool is_padding_cta(const Tile& tile, int n) {
 // Returns whether the consumers must zero the missing rows of x, which TMA does not fill (tma.cuh).
 __device__ __forceinline__ bool has_rows_to_zero(int m) { return kXStageBytes != 0 && has_missing_rows<kBlockM>(m); }
 
-// Returns the number of TMA boxes of x per stage: one, or one per 64 k if the tile has missing rows.
+// Returns the number of TMA boxes of x per stage: one, or one per 64 columns of x if the tile has missing rows.
 __device__ __forceinline__ int x_boxes(int m) { return has_rows_to_zero(m) ? 2 * kKTiles : 1; }

@@ -181,7 +181,7 @@ struct ScaledCodes<bfloat16_t> {
   __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
       : zeros(ExactCodes<bfloat16_t>::zeros(group.zeros)) {
     if constexpr (kIsHalf<SCALE>) {
-      // A float16 scale has 11 significant bits: one bfloat16 holds the upper eight, another one the lower three. Both
+      // A float16 scale has 11 significant bits: one bfloat16 holds the upper eight, a second one the lower three. Both
       // products with q - z are exact, so only their sum is rounded.
       uint32_t heads[2], tails[2];
 #pragma unroll

@@ -55,7 +55,7 @@ __device__ __forceinline__ int32_t dot(uint32_t a, uint32_t b, int32_t c) {
 #endif
 }
 
-// Computes c += a * b for 16 rows, 8 columns and 32 k, with the fragments of ptx/mma_s8.cuh.
+// Computes c += a * b with m = 16, n = 8 and k = 32, with the fragments of ptx/mma_s8.cuh.
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   ptx::mma_m16n8k32_e4m3(c, a, b0, b1);
 }

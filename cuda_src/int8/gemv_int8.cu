@@ -29,7 +29,7 @@ constexpr bool kTensor = __CUDA_ARCH__ >= 750;
 constexpr bool kDependent = __CUDA_ARCH__ >= 900;
 constexpr int kThreads = kWarps * 32;
 constexpr int kColumns = 16;
-constexpr int kStep = 32;  // number of k per lane and chunk
+constexpr int kStep = 32;  // extent along k of a lane's part of a chunk
 constexpr int kChunk = 4 * kStep;
 constexpr int kVectors = kBits / 4;  // number of 16-byte vectors of codes per column and step
 constexpr int kWords = kStep / 4;

@@ -138,7 +138,7 @@ def _grid(config: WarpTileConfig, problem: Int8Problem) -> tuple[int, int]:
 
 
 def _blocks_in_stage(problem: Int8Problem) -> int:
-    """Return the largest number of quantization blocks of x that overlap a pipeline stage of 128 k."""
+    """Return the largest number of quantization blocks of x that overlap a pipeline stage (128 columns of x)."""
     if BLOCK_K % problem.block_size == 0:
         return BLOCK_K // problem.block_size
     return 1 if problem.block_size % BLOCK_K == 0 else 2

@@ -99,7 +99,7 @@ class Int8Problem:
 
     @property
     def y_row_stride(self) -> int:
-        """The row stride of y in elements: ``y_stride``, or that of a contiguous y."""
+        """The row stride of y in elements: ``y_stride``, or N if y is contiguous."""
         return self.n if self.y_stride is None else self.y_stride
 
     def defines(self, *, weight_offset: bool) -> tuple[tuple[str, int | str], ...]:
