@@ -6,8 +6,8 @@ its slowest consumer, the copies, and reading the weight from device memory. A p
 
 The constants are fitted on an H100 to 15544 measured times of 103 random problems (``tests/peers/sweep.py``, group size
 128), 3594 of them for the mma kernel. The RMS error is 11% (mma) and 9% (wgmma), where faster configurations have a
-larger weight. If some problems are left out of the fit, the configuration that the models rank first there is slower
-than the fastest one by 8% for M <= 16, 4% for M <= 128, and 2% above (geometric mean).
+larger weight. For problems that are left out of the fit, the configuration that the models rank first is slower than
+the fastest one by 8% for M <= 16, 4% for M <= 128, and 2% for larger M (geometric mean).
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ class MmaCosts:
     """Constants of the cost model of the mma kernel.
 
     Attributes:
-        launch_us: time from the end of the preceding kernel to the end of the launch that nothing else accounts for.
-        nonresident_us: delay if less than half of the next kernel's CTAs can become resident during the launch.
+        launch_us: fixed time of a launch, counted from the end of the preceding kernel.
+        nonresident_us: delay if none of the next kernel's CTAs can become resident during the launch.
         wave_us: additional time per additional wave of CTAs.
         reduction_us: time of the split-K reduction.
         cluster_us: additional time of the reduction per CTA of a cluster beyond two.
         consumer_us: time per consumer to add up the accumulators of a CTA.
-        uneven_us: additional time if the warps of a consumer are no power of two and copy x in several passes.
+        uneven_us: additional time if the number of warps per consumer is not a power of two, so that they copy x in
+            several passes.
         shared_us: time saved if an SM holds several CTAs, as one computes while another starts or ends.
-        long_us: read time of the weight, in microseconds, from which this saves ``shared_us``; proportional below.
+        long_us: time to read the weight from which ``shared_us`` is saved; for shorter times, the saving is
+            proportional.
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
         refill_us: time from the release of a stage until its next copies have landed.
         norm: exponent of the p-norm.
-        latency_ns: time of a warp per weight tile if it is alone on its scheduler, by ``x_rows``.
-        issue_ns: time of a scheduler per weight tile, by ``x_rows``.
+        latency_ns: time per weight tile of a warp that is alone on its scheduler, by ``x_rows``.
+        issue_ns: time per weight tile of a scheduler with several warps, by ``x_rows``.
     """
 
     launch_us: float = 1.01
@@ -82,11 +84,11 @@ class WgmmaCosts:
         tensor_factor: fraction of the tensor-core cycles that does not overlap with issuing other instructions.
         dequantize_cycles: issue cycles to dequantize weights.
         scale_cycles: additional issue cycles to scale weights, with ``scaled``.
-        accumulate_cycles: issue cycles per row to scale accumulators, without ``scaled``.
+        accumulate_cycles: issue cycles to scale accumulators, per row of the CTA tile, without ``scaled``.
         iteration_cycles: cycles per k tile of a consumer that is alone on its SM, for any number of m64 tiles.
-        consumer_cycles: cycles of this consumer.
-        consumer_row_cycles: cycles of this consumer per row.
-        unscaled_row_cycles: additional cycles of this consumer per row, without ``scaled``.
+        consumer_cycles: cycles per m64 tile of a consumer that is alone on its SM.
+        consumer_row_cycles: increase of ``consumer_cycles`` per row of the CTA tile.
+        unscaled_row_cycles: further increase per row of the CTA tile, without ``scaled``.
         refill_us: time from the release of a stage until its next copies have landed.
         copy_bytes_per_cycle: bandwidth of copies to the shared memory of an SM, in bytes per cycle.
     """
@@ -123,11 +125,12 @@ class Occupancy:
 
     Attributes:
         resident: largest number of resident CTAs per SM.
-        busiest: number of CTAs on the SM that gets most of them.
+        busiest: number of CTAs on the SM with the most CTAs.
         waves: number of CTAs that the busiest SM runs one after the other.
         concurrent: number of CTAs that the busiest SM runs at the same time.
-        used: fraction of the GPU's places for CTAs that the launch takes; more than 1 if it has several waves.
-        nonresident: fraction (0 to 1) of half of the next kernel's CTAs that cannot become resident during the launch.
+        used: ratio of the launch's CTAs to those that can be resident at once; more than 1 with several waves.
+        nonresident: 0 if half of the next kernel's CTAs can become resident during the launch, 1 if none can, linear
+            between.
     """
 
     resident: int
@@ -174,7 +177,7 @@ def _norm(parts: dict[str, float], exponent: float) -> float:
 
 
 def _k_tiles(config: GemmSm90Config, problem: Problem) -> tuple[int, int]:
-    """Return the number of k tiles per CTA, and of those that its busiest consumer computes."""
+    """Return the number of k tiles per CTA, and the number of k tiles that the CTA's busiest consumer computes."""
     k_tiles = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.split_k)
     return k_tiles, ceil_div(ceil_div(k_tiles, config.k_tiles), config.consumers) * config.k_tiles
 
