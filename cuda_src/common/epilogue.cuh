@@ -32,7 +32,7 @@ struct Epilogue {
 
   __device__ __forceinline__ float activate(float value) const {
     if constexpr (kActivation == Activation::kClamp) {
-      // These comparisons propagate NaN.
+      // Unlike fminf and fmaxf, these comparisons propagate NaN.
       value = value < low ? low : value;
       return value > high ? high : value;
     } else if constexpr (kActivation == Activation::kSilu) {
@@ -41,7 +41,7 @@ struct Epilogue {
       const float inner = 0.7978845608028654f * (value + 0.044715f * value * value * value);
       return 0.5f * value * (1.0f + tanhf(inner));
     } else {
-      // sizeof(T) defers the check until instantiation, which skips discarded branches.
+      // The condition depends on T, so it is checked only if this branch is instantiated.
       static_assert(sizeof(T) != 0 && kActivation == Activation::kNone, "activate() lacks a case of Activation");
       return value;
     }
@@ -81,8 +81,8 @@ struct Epilogue {
   }
 };
 
-// Returns the weight column of column `local` of a CTA tile; a value >= n if there is none. A gated tile has
-// BLOCK_WIDTH / 2 columns of the gate, then the matching columns of the up projection.
+// Returns the index of the weight column that column `local` of a CTA tile holds, or a value >= n if there is no such
+// column. A gated tile has BLOCK_WIDTH / 2 columns of the gate, then the matching columns of the up projection.
 template <int BLOCK_WIDTH>
 __device__ __forceinline__ int weight_column(int tile, int local, int n) {
   if constexpr (!kGated) return tile * BLOCK_WIDTH + local;

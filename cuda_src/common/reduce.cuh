@@ -1,25 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sum over the slices of K of a tile, in a fixed order: results are bit-identical from run to run. Either one CTA per
-// slice adds to global memory (split-K: reduce_split_k), or a single CTA computes all slices, one after the other
-// (SliceSums). Both give the same bits, so a batch-invariant GEMM uses the former for few tiles, the latter for many.
+// Sums the accumulators of a tile over slices of K in a fixed order, so results are bit-identical from run to run. With
+// split-K (reduce_split_k), each slice is computed by a CTA of its own, and the accumulators pass through global
+// memory. With SliceSums, a single CTA computes all slices, one after the other. Both give the same bits, so a
+// batch-invariant GEMM uses split-K if it has few tiles, and SliceSums if it has many.
 #pragma once
 
 #include "common/types.cuh"
 
-// The sum over the completed slices, for COUNT accumulators per thread. With one slice (kSlices == 1) it does nothing.
+// Running sums of a thread's COUNT accumulators over the completed slices. With one slice (kSlices == 1), all functions
+// of this struct do nothing.
 template <int COUNT, int kSlices>
 struct SliceSums {
   int tiles;  // number of k tiles
   int next = 1;
-  int next_begin;  // the first k tile of slice `next`
+  int next_begin;  // index of the first k tile of slice `next`
   float sums[kSlices == 1 ? 1 : COUNT];
 
   explicit __device__ __forceinline__ SliceSums(int tiles)
       : tiles(tiles), next_begin(static_cast<int>(static_cast<int64_t>(tiles) / kSlices)), sums{} {}
 
-  // Returns whether k tile `tile` begins another slice.
+  // Returns whether k tile `tile` is the first one of slice `next`.
   __device__ __forceinline__ bool begins_next(int tile) const { return kSlices > 1 && tile == next_begin; }
-  // Adds the accumulators of the completed slice and clears them.
+  // Adds the accumulators of the completed slice to the sums, and zeroes the accumulators for the next slice.
   __device__ __forceinline__ void end_slice(float (&accumulators)[COUNT]) {
     ++next;
     next_begin = static_cast<int>(static_cast<int64_t>(tiles) * next / kSlices);
@@ -29,7 +31,7 @@ struct SliceSums {
       accumulators[i] = 0.0f;
     }
   }
-  // Adds the sums to the accumulators of the last slice.
+  // Adds the sums to the accumulators of the last slice, which then hold the totals.
   __device__ __forceinline__ void add_to(float (&accumulators)[COUNT]) const {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
@@ -40,9 +42,9 @@ struct SliceSums {
 
 // Sums COUNT accumulators per thread over the `split_k` CTAs of a tile, where thread i of each CTA holds the same
 // elements. Every CTA writes its accumulators to `partials` (float32 [tiles, split_k, COUNT, THREADS_PER_CTA]); the
-// last CTA to arrive adds all accumulators in the order of the splits. Returns whether this is the last CTA, which then
-// has the totals in `values`. `counters` (uint32 [tiles]) is zero before and after the launch. All threads of the CTA
-// must call this function.
+// last CTA to arrive adds the accumulators of all CTAs in the order of `split`. Returns whether this CTA is the last
+// one, whose `values` then hold the totals. `counters` (uint32 [tiles]) is zero before and after the launch. All
+// threads of the CTA must call this function.
 template <int COUNT, int THREADS_PER_CTA>
 __device__ __forceinline__ bool reduce_split_k(float (&values)[COUNT], float* partials, uint32_t* counters, int tile,
                                                int split, int split_k) {

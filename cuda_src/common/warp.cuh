@@ -7,7 +7,7 @@
 constexpr uint32_t kFullWarp = 0xffffffffu;
 
 // Returns `value`, which must be the same in all lanes, in a form that the compiler knows to be warp-uniform, so that
-// derived values can stay in uniform registers. It must not be called inside a divergent branch.
+// derived values can stay in uniform registers. Warps must not call this function inside a divergent branch.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(kFullWarp, value, 0); }
 
 // Returns the index of this thread's warp in the CTA, as a warp-uniform value.

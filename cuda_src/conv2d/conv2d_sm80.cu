@@ -82,7 +82,7 @@ struct WeightVector {
   }
 };
 
-// A position in K: the index of the vector, and the vector's channels (in units of 8) and filter tap.
+// A position along K: the index of a vector, its first channel divided by 8, and its filter tap (fy, fx).
 struct KPosition {
   int vector, channel, fy, fx;
 

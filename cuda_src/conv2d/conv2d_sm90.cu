@@ -128,7 +128,7 @@ struct Parameters {
   }
 };
 
-// A thread's codes of one K chunk.
+// The codes of one K chunk that a thread holds.
 struct ChunkCodes {
   Vector<uint32_t, 4> vectors[BITS / 4];
 
@@ -138,11 +138,11 @@ struct ChunkCodes {
       vectors[i] = reinterpret_cast<const Vector<uint32_t, 4>*>(source)[i * 128];
     }
   }
-  // Dequantizes operand A of the 16 k from 16 * step of the K chunk, with one rounding per weight.
+  // Dequantizes operand A for k 16 * step .. 16 * step + 15 of the K chunk, with one rounding per weight.
   __device__ __forceinline__ void dequantize(uint32_t (&a)[4], int step, const Parameters& parameters) const {
     if constexpr (BITS == 4) {
-      // These are Codes::zero_low and zero_high of zero point 8, as constants because the compiler would compute them
-      // each time.
+      // The results of Codes::zero_low and Codes::zero_high for zero point 8. They are constants because the compiler
+      // would otherwise compute them in every call.
       constexpr uint32_t kLow = kIsHalf<X> ? 0x64086408u : 0xc308c308u;
       constexpr uint32_t kHigh = kIsHalf<X> ? 0xd480d480u : 0xc308c308u;
 #pragma unroll
@@ -333,7 +333,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   }
   ptx::wgmma_wait_group<0>();
 
-  // The accumulators of the 8-pixel groups that this CTA owns, from group first_group, summed over the cluster.
+  // The accumulators of the 8-pixel groups that this CTA owns (first_group, first_group + 1, ...), reduced over the
+  // CTAs of the cluster.
   float totals[kOwnedGroups * 4];
   const int first_group = rank * kOwnedGroups;
   if constexpr (kSplitK == 1) {
@@ -346,10 +347,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
         totals, accumulators, memory + SharedStorage::PartialSums::kBegin,
         shared.begin + SharedStorage::PartialSums::kBegin, rank, warpgroup);
   }
-  // Of the 4 accumulators per group, 0 and 1 belong to one output, 2 and 3 to that output + 8.
+  // A group has 4 accumulators: in warp w, 0 and 1 belong to output 16 w + g, 2 and 3 to output 16 w + g + 8.
   auto finish = [&](int index) { return from_float<X>(epilogue.activate(totals[index] + biases[index / 2 % 2])); };
   const int3 tile_begin = pixel_tile_begin(wg_px);
-  // Computes the coordinates `at` in y of the CTA's owned pixel `pixel`; returns false if it lies outside of y.
+  // Sets `at` to the coordinates in y of pixel `pixel`, counted from the first pixel that this CTA owns. Returns false
+  // if the pixel lies outside of y.
   auto find_pixel = [&](int pixel, int3& at) {
     const int index = first_group * 8 + pixel;
     at = {tile_begin.x, tile_begin.y + index / kTileW, tile_begin.z + index % kTileW};

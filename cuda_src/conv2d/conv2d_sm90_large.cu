@@ -11,7 +11,8 @@
 //   bias     BIAS [outputs] or null
 //   y        X, contiguous, NHWC, each pixel at a multiple of 16 bytes
 //   x_map    tensor map of x, X [batch][height][width][channels], boxes of [TILE_N][BOX_H][BOX_W][64], 128-byte
-//            swizzle; out-of-bounds elements are the zero padding, and the element strides are those of the convolution
+//            swizzle; out-of-bounds elements are the zero padding, and the element strides are the strides of the
+//            convolution
 //   tiles    number of CTA tiles of WG_CO * 64 outputs and WG_PX * PIXEL_TILES pixel tiles
 //   co_blocks          number of CTA tiles along the outputs
 //   tiles_h, tiles_w   number of pixel tiles along the height and the width of an image
@@ -245,7 +246,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     x_pipeline.consumer_release(x_state.stage_idx, lane);
     x_state.advance_by_branch();
 
-    // The accumulators of the 8-pixel groups that this CTA owns, from group first_group, summed over the cluster.
+    // The accumulators of the 8-pixel groups that this CTA owns (first_group, first_group + 1, ...), reduced over the
+    // CTAs of the cluster.
     float totals[kOwnedGroups * 4];
     const int first_group = rank * kOwnedGroups;
     if constexpr (kSplitK == 1) {
@@ -258,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           totals, &accumulators[0][0], memory, shared.begin, rank, warpgroup);
     }
 
-    // Of the 4 accumulators per group, 0 and 1 belong to one output, 2 and 3 to that output + 8.
+    // A group has 4 accumulators: in warp w, 0 and 1 belong to output 16 w + g, 2 and 3 to output 16 w + g + 8.
     const int co = (tile % co_blocks * kWgCo + wg_co) * 64;
     float biases[2] = {};
     if constexpr (kHasBias) {

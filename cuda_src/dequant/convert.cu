@@ -28,8 +28,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) s4_to_fp16x2(const uint32_
   auto codes = [](Vector<half_t, 8>& values, uint32_t word) {
     if constexpr (kPtxPath) {
       using C = Codes<half_t>;
-      constexpr uint32_t kZeroLow = C::kMagic;     // 1024 + z for z = 0
-      constexpr uint32_t kZeroHigh = 0xd400d400u;  // -(64 + z) for z = 0
+      constexpr uint32_t kZeroLow = C::kMagic;     // 1024 + z for zero point z = 0
+      constexpr uint32_t kZeroHigh = 0xd400d400u;  // -(64 + z) for zero point z = 0
       auto* pairs = reinterpret_cast<uint32_t*>(&values);
       pairs[0] = C::low(word, kZeroLow);
       pairs[1] = C::high(word, kZeroHigh);

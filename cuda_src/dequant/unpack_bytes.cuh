@@ -13,8 +13,8 @@ __device__ __forceinline__ void unpack_bytes(uint32_t (&pairs)[2], uint32_t word
     pairs[0] = ptx::sub_f16x2(__byte_perm(word, 0x64646464u, 0x5250), 0x64806480u);
     pairs[1] = ptx::sub_f16x2(__byte_perm(word, 0x64646464u, 0x5351), 0x64806480u);
   } else {
-    // The bytes 0x4b, 0, 0, b form the float32 2^23 + b. Minus 2^23 + 128 it is an 8-bit integer, which needs only the
-    // upper 16 bits of a float32.
+    // The bytes 0x4b, 0, 0, b form the float32 2^23 + b. Subtracting 2^23 + 128 leaves an integer from -128 to 127,
+    // which needs only the upper 16 bits of a float32.
     uint32_t values[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The x of a GEMM whose weight has its rows sorted by group (activation order):
+// Gathers the columns of x in the order in which a weight's rows are sorted by group (activation order):
 //
 //   y[m, i] = x[m, order[i]]
 //
@@ -9,9 +9,10 @@
 //
 // Limits: none. Architectures: all. WIDE: k is a multiple of 8, so a thread gathers and stores 8 values at once.
 //
-// CTA (i, j) takes the rows j, j + gridDim.y, ... With STAGED, the CTA copies each row to shared memory and gathers all
-// of its columns from there, which reads global memory once and in order; X_ALIGNED: rows of x allow loads of 8 values.
-// Without STAGED, which has a lower latency for few rows, a thread gathers its columns from global memory.
+// CTA (i, j) computes rows j, j + gridDim.y, ... of y. With STAGED, the CTA copies each row of x to shared memory and
+// gathers all columns from there, so that global memory is read once and in order; X_ALIGNED: the alignment of x
+// permits loads of 8 values. Without STAGED, each thread gathers its columns from global memory, which has a lower
+// latency for few rows.
 // PDL: a thread's first indices are loaded before griddepcontrol.wait.
 #include "ptx/griddepcontrol.cuh"
 #include "common/types.cuh"
@@ -54,6 +55,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int j = 0; j < kValues; ++j) values.values[j] = source[indices.values[j]];
       store<true>(y + static_cast<int64_t>(row) * k + i * kValues, values);
     }
-    if constexpr (kStaged) __syncthreads();  // the next row overwrites the staged one
+    if constexpr (kStaged) __syncthreads();  // wait for all threads: the next row overwrites the staged one
   }
 }

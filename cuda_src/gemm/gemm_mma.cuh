@@ -52,7 +52,7 @@ constexpr int kBlockM = BLOCK_M;
 constexpr int kWarps = WARPS;
 constexpr int kStages = STAGES;
 constexpr bool kGroupInTile = GROUP_IN_TILE;  // whether a group may end within a k tile
-constexpr int kSlices = SLICES;               // slices of K that the CTA sums (common/reduce.cuh); 1 with split-K
+constexpr int kSlices = SLICES;               // number of slices of K that a CTA computes (reduce.cuh); 1 with split-K
 
 constexpr int kThreads = kWarps * 32;
 constexpr int kWarpN = 32;
@@ -73,7 +73,8 @@ static_assert(kBlockM % kXRowStep == 0, "the copies of x are divided evenly");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(!kGated || kWarps % 2 == 0, "half of the warps compute the gate");
 
-// The parameters of one group for a lane's four columns; zero points are results of Codes::zero_low and zero_high.
+// The scales, offsets and zero points of one group for a lane's four columns. The zero points are stored in the form
+// that Codes::zero_low and Codes::zero_high return.
 struct Group {
   float scales[4];
   float offsets[4];
@@ -103,8 +104,8 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   const int tile_begin = static_cast<int>(static_cast<int64_t>(tiles) * blockIdx.z / gridDim.z);
   const int tile_end = static_cast<int>(static_cast<int64_t>(tiles) * (blockIdx.z + 1) / gridDim.z);
 
-  // The lane's first column, and the first column that it reads: past n, the last columns, whose results are not
-  // stored.
+  // The lane's first column, and the first column that the lane reads. A lane whose columns lie past n reads the last
+  // columns instead; its results are not stored.
   const int column = weight_column<kBlockN>(blockIdx.y, warp * kWarpN + g * 4, n);
   const int column_read = min(column, n - 4);
 
@@ -125,8 +126,8 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
 
   auto start_stage = [&](int tile, int stage) {
     const uint32_t begin = shared_begin + stage * kStageBytes;
-    // The number of weight rows in this k tile. K, a multiple of the group size, ends within a k tile only if groups
-    // do.
+    // The number of weight rows in this k tile. Only the last k tile can be partial, and only if groups are smaller
+    // than a k tile: otherwise K, a multiple of the group size, is a multiple of kBlockK.
     const int rows = kGroupInTile ? min(k - tile * kBlockK, kBlockK) : kBlockK;
 #pragma unroll
     for (int i = 0; i < kXCopies; ++i) {
@@ -258,7 +259,8 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
 #pragma unroll
         for (int i = 0; i < kTilesN; ++i) mma(group_accumulators[i][pair * 2 + j], a[i], b[j * 2], b[j * 2 + 1]);
         if constexpr (kZeros == Zeros::kOffset) {
-          // The offset adds offset * (sum of x over the group); the sum is an mma with operand A of ones.
+          // An offset contributes offset * (sum of x over the group) to y. An mma whose operand A is all ones computes
+          // this sum.
           constexpr uint32_t kOne = sizeof(X) == 2 && Codes<X>::kMagic == 0x64006400u ? 0x3c003c00u : 0x3f803f80u;
           const uint32_t ones[4] = {kOne, kOne, kOne, kOne};
           mma(x_sums[pair * 2 + j], ones, b[j * 2], b[j * 2 + 1]);
@@ -289,7 +291,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
 #pragma unroll
     for (int step = 0; step < kBlockK / kStepK; ++step) {
       if constexpr (kGroupInTile) {
-        // Like a group, K may end within a k tile.
+        // K, like a group, may end within a k tile; the steps past the end of K are skipped.
         if (tile * kBlockK + step * kStepK >= k) break;
         if (tile * kBlockK + step * kStepK >= group_end) change_group();
       }

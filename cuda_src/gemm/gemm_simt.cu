@@ -24,7 +24,7 @@
 #include "common/reduce.cuh"
 
 constexpr Zeros kZeros = Zeros::ZEROS;
-constexpr int kSlices = SLICES;  // slices of K that the CTA sums (common/reduce.cuh); 1 with split-K
+constexpr int kSlices = SLICES;  // number of slices of K that a CTA computes (reduce.cuh); 1 with split-K
 constexpr int kBlockM = 64;
 constexpr int kBlockN = 64;
 constexpr int kBlockK = 16;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GEMM of gemm_mma.cuh, y = epilogue(x @ W), for sm_75: with float16 x, two mma m16n8k8 per 16 k, and copies
-// through registers. gemm_mma.cuh describes the arguments.
+// The GEMM of gemm_mma.cuh, y = epilogue(x @ W), for sm_75: with float16 x, two mma m16n8k8 per step of 16 along k, and
+// copies through registers. gemm_mma.cuh describes the arguments.
 #include "common/copy_to_shared.cuh"
 #include "gemm/gemm_mma.cuh"
 #include "ptx/mma.cuh"

@@ -13,7 +13,7 @@
 //   SCALED = 1   operand A holds (q - z) * s * scale_factor, rounded once; the accumulators over all of K are
 //                multiplied by result_factor at the end (both factors are powers of two)
 //
-// Limits: those of gemm_sm90.cuh; sm_90a. A consumer is WARPGROUPS warpgroups. Each computes M64_TILES * 64 columns of
+// Limits: as for gemm_sm90.cuh; sm_90a. A consumer is WARPGROUPS warpgroups. Each computes M64_TILES * 64 columns of
 // the CTA tile for all BLOCK_M rows, which are wgmma's N.
 #include "gemm/gemm_sm90.cuh"
 #include "hopper/wgmma.cuh"
@@ -23,7 +23,7 @@ static_assert(__CUDA_ARCH__ == 900, "gemm_sm90 needs sm_90a");
 constexpr int kWarpgroups = WARPGROUPS;
 constexpr int kM64Tiles = M64_TILES;
 constexpr bool kScaled = SCALED;
-constexpr int kXHalfBytes = kBlockM * 128;  // bytes of x per 64 k
+constexpr int kXHalfBytes = kBlockM * 128;  // bytes of BLOCK_M rows x 64 k of x
 constexpr int kAccumulators = kBlockM / 2;  // number of accumulators per thread and m64 tile
 constexpr int kK16Steps = kWeightTileK / 16;
 
@@ -54,12 +54,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     return Operands{ptx::opaque(weight_tile + warp % 2 * 512 + lane * 16), ptx::opaque(scales),
                     ptx::opaque(scales + 32 - lane / 4 * 2)};
   };
-  // Returns the byte offset of a weight tile relative to stage 0: that of m64 tile i and k tile `k_tile` of a stage.
+  // Returns the number of bytes to add to the addresses of `Operands` for m64 tile i and k tile `k_tile` of the stage
+  // at `stage_offset`.
   const auto weight_tile_offset = [](uint32_t stage_offset, int i, int k_tile) {
     return stage_offset + (i * kWarpgroups * 2 * kKTiles + k_tile) * kWeightTileBytes;
   };
 
-  // SCALED = 1: the warpgroup dequantizes the next 64 k while the tensor cores multiply the current 64 k.
+  // SCALED = 1: the warpgroup dequantizes the next slice (64 columns x 64 k) of the weight while the tensor cores
+  // multiply the current slice.
   auto accumulate_scaled = [&](const Tile& tile) {
     const auto pipeline = tile.shared.pipeline();
     auto state = PipelineState<kStages>::consumer(consumer);
@@ -77,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 #pragma unroll
         for (int i = 0; i < kM64Tiles; ++i) {
           const uint32_t offset = weight_tile_offset(stage_offset, i, k_tile);
-          constexpr int kHalfGroups = kGroups > 1 ? kGroups / 2 : 1;  // number of groups per 64 k
+          constexpr int kHalfGroups = kGroups > 1 ? kGroups / 2 : 1;  // number of groups per slice of 64 k
           ScaledCodes<X> codes[kHalfGroups];
 #pragma unroll
           for (int k64 = 0; k64 < 2; ++k64) {
@@ -192,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       }
     }
   };
-  // Only the x of the prologue is prefetched. Later copies are issued long before their use, and prefetches would delay
-  // these copies.
+  // Only the part of x that the prologue copies is prefetched. Later copies are issued long before their use, and
+  // prefetches would delay these copies.
   auto prefetch_x = [&](const Tile& tile) {
     if (threadIdx.x >= x_boxes(m)) return;
     for (int i = tile.n_block % kXParts; i < tile.prologue_iterations(); i += kXParts) {

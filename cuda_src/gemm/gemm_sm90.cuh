@@ -100,8 +100,8 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
     }
   }
   __syncwarp();
-  // All 32 lanes issue these copies, although a single lane would issue them four times faster: that slows down the
-  // preceding kernel, which still runs, and increases the time by 12% at K = N = 4096, M = 8 on an H100.
+  // All 32 lanes issue these copies, although a single lane would issue them four times faster: faster copies slow down
+  // the preceding kernel, which is still running, and increase the total time by 12% at K = N = 4096, M = 8 on an H100.
   if constexpr (kPrefetchWeights) {
     for (int i = threadIdx.x % 32; i < prologue * kWeightTiles; i += 32) {
       copy_tile_column(i % kWeightTiles, i / kWeightTiles, i / kWeightTiles);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
   __syncwarp();
 }
 
-// Computes the RMSNorm factors of the owned rows. Each of WARPS warps calls it with its index `warp`.
+// Computes the RMSNorm factors of the owned rows. Each of WARPS warps calls this function with its index `warp`.
 template <int WARPS>
 __device__ __forceinline__ void make_factors(const Tile& tile, const GemmArguments& args, uint8_t* memory, int warp) {
   ptx::griddepcontrol_wait();

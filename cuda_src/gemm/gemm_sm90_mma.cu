@@ -7,7 +7,7 @@
 //   weight, bias, residual, y   as in gemm_sm90.cuh
 //   x       X [m, k], row stride ldx values; rows start at multiples of 16 bytes
 //
-// Limits: those of gemm_sm90.cuh, and m <= 16; sm_90 and newer. A consumer has one warp per tile column; the warp
+// Limits: as for gemm_sm90.cuh, and m <= 16; sm_90 and newer. A consumer has one warp per tile column; the warp
 // computes 32 columns of the CTA tile for all BLOCK_M rows. Consumers copy x themselves with cp.async, which has a
 // lower latency than TMA for few rows.
 //
@@ -104,7 +104,7 @@ class XRing {
   // thread is a constant.
   static constexpr int kPassRows =
       last_power_of_two(kXRows * kRowLanes < kConsumerSize ? kXRows : kConsumerSize / kRowLanes);
-  static constexpr int kCopiesNothing = -kXRows;  // rows_left_ of a thread that copies nothing
+  static constexpr int kCopiesNothing = -kXRows;  // value of rows_left_ in a thread that copies nothing
 
   static_assert(kXRingBytes == kConsumers * kRingBytes, "each consumer has a ring of its own");
   static_assert(kConsumerWarps == 1 || kConsumers < 16, "there are 16 named barriers, and sync_cta takes one");
@@ -131,7 +131,7 @@ class XRing {
   int consumer_;
   const X* x_;  // this thread's first chunk for the next stage to fill
   int ldx_;
-  int rows_left_, k_left_;  // numbers of rows and of k from this thread's first chunk to the end of x
+  int rows_left_, k_left_;  // numbers of rows and of columns of x from this thread's first chunk on
   uint32_t ring_;
   uint32_t first_chunk_;  // byte offset of this thread's first chunk in a stage
   uint32_t read_ = 0;     // byte offset of the next stage to read
@@ -233,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
             }
 #pragma unroll
             for (int j = 0; j < kM8Tiles; ++j) {
-              // Load four 8 x 8 matrices, for two steps of 16 k. Lanes past the last row of x load that row again; the
-              // resulting columns of y^T are not stored.
+              // Load four 8 x 8 matrices, for two steps of 16 along k. Lanes past the last row of x load that row
+              // again; the resulting columns of y^T are not stored.
               const uint32_t within = (k_tile * 16 + k32 / 2 * 8 + j * 8 * kXChunks) * 16;
               uint32_t b[4];
               ptx::ldmatrix_x4(b, x_begin + (k32 % 2 == 0 ? my_x : my_other_x) + within);

@@ -24,11 +24,11 @@ constexpr int kCtasPerSm = CTAS_PER_SM;
 constexpr int kXStageBytes = X_STAGE_BYTES;  // bytes of x that the producer copies per stage; 0: the consumers copy x
 constexpr int kXRingBytes = X_RING_BYTES;    // bytes of all stages of x
 // Whether the weights of all stages, or only those of the first stage, are copied before griddepcontrol.wait. TMA
-// serves copies in order, so x arrives after all weights that were copied before it. Copying all of them suits a CTA
-// that starts long before the preceding kernel ends; a CTA that starts later needs x earlier.
+// serves copies in order, so x arrives after all weights that were copied before it. Copying the weights of all stages
+// suits a CTA that starts long before the preceding kernel ends; a CTA that starts later needs x earlier.
 constexpr bool kPrefetchWeights = PREFETCH_WEIGHTS;
 // The number of registers per consumer thread after setmaxnreg has moved registers from the producer's warpgroup, or 0
-// without setmaxnreg. In the latter case the producer is a single warp, not a warpgroup.
+// if the kernel does not use setmaxnreg; the producer is then a single warp, not a warpgroup.
 constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kProducerRegisters = 40;
 
@@ -165,5 +165,5 @@ __device__ __forceinline__ bool is_padding_cta(const Tile& tile, int n) {
 // Returns whether the consumers must zero the missing rows of x, which TMA does not fill (tma.cuh).
 __device__ __forceinline__ bool has_rows_to_zero(int m) { return kXStageBytes != 0 && has_missing_rows<kBlockM>(m); }
 
-// Returns the number of TMA boxes of x per stage: one, or one per 64 k if the tile has missing rows.
+// Returns the number of TMA boxes of x per stage: one, or one per 64 columns of x if the tile has missing rows.
 __device__ __forceinline__ int x_boxes(int m) { return has_rows_to_zero(m) ? 2 * kKTiles : 1; }

@@ -59,7 +59,7 @@ __device__ __forceinline__ void differences(float (&out)[8], uint32_t word, uint
   }
 }
 
-// The bound of five CTAs per SM avoids spills: without it, on sm_80 to sm_89 the compiler limits a thread to 72
+// The bound of five CTAs per SM avoids spills: without this bound, on sm_80 to sm_89 the compiler limits a thread to 72
 // registers if there is one row.
 extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
     gemv(const X* x, const uint32_t* qweight, const SCALE* scales, const void* zeros, const BIAS* bias,
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRows == 1 ? 5 : 1)
   };
 
   WordGroup<SCALE, kZeros, kAligned> group;
-  int group_end = k_begin;  // so that the first iteration loads a group
+  int group_end = k_begin;  // the first iteration ends an empty group and loads the first one
   if (k_begin < k_end) fetch_words(k_begin);
   for (int row = k_begin; row < k_end; row += kChunk) {
     if (row >= group_end) {

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Repacks a weight from the AWQ layout to the layout of repacked_layout.cuh, once per layer.
 //
-//   out[tile column, k tile] = codes, scales and zero points of 32 columns and 128 k
+//   out[tile column, k tile] = codes, scales and zero points of 32 columns x 128 rows of W
 //
 //   qweight  uint32 [k, n / 8], row stride ldq words
 //   scales   SCALE [groups, n], row stride lds values
 //   zeros    uint32 [groups, n / 8], row stride ldz words; or null
 //   out      weight tiles [ceil(n / BLOCK_N) * BLOCK_N / 32][ceil(k / 128)]
 //
-// Limits: k % 64 == 0, and those of RepackedLayout.refusal in kernels/repack.py. sm_60 and newer. Grid: (k tiles,
-// blocks of BLOCK_N columns). A CTA repacks 128 k x BLOCK_N columns through shared memory. Lanes with different t =
+// Limits: k % 64 == 0; RepackedLayout.refusal in kernels/repack.py has the others. sm_60 and newer. Grid: (k tiles,
+// blocks of BLOCK_N columns). A CTA repacks 128 rows x BLOCK_N columns through shared memory. Lanes with different t =
 // lane % 4 read the same word of different rows; an odd row pitch in words puts these words into different banks.
 #include "gemm/repacked_layout.cuh"
 

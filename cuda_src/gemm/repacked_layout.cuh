@@ -64,8 +64,8 @@ struct Group {
   uint32_t scales;  // two values of type SCALE
   uint32_t zeros;   // two zero points of one byte each
 
-  // Loads group `group` of a weight tile. `scales` and `zeros` are the shared addresses of this lane's values of the
-  // tile's first group.
+  // Loads group `group` of a weight tile. `scales` and `zeros` are the shared addresses of this lane's values in the
+  // first group of the tile.
   static __device__ __forceinline__ Group load_shared(uint32_t scales, uint32_t zeros, int group) {
     return {ptx::ld_shared_u32(scales + group * kGroupBytes),
             kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + group * kGroupBytes) : 0x0808u};
@@ -181,7 +181,7 @@ struct ScaledCodes<bfloat16_t> {
   __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
       : zeros(ExactCodes<bfloat16_t>::zeros(group.zeros)) {
     if constexpr (kIsHalf<SCALE>) {
-      // A float16 scale has 11 significant bits: one bfloat16 holds the upper eight, another one the lower three. Both
+      // A float16 scale has 11 significant bits: one bfloat16 holds the upper eight, a second one the lower three. Both
       // products with q - z are exact, so only their sum is rounded.
       uint32_t heads[2], tails[2];
 #pragma unroll

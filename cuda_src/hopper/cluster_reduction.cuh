@@ -14,7 +14,7 @@
 #include "ptx/mbarrier.cuh"
 
 // An mbarrier that counts the bytes of partial sums written by other CTAs to this CTA's shared memory. It completes one
-// phase per launch, phase 0, so its phase never flips.
+// phase per launch, phase 0, so waits always expect parity 0.
 struct PartialSumBarrier {
   uint32_t barrier;  // shared address of the mbarrier
 

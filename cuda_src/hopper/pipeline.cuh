@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // The pipeline between a producer warp, which issues copies to shared memory, and its consumer warps.
 //
-// kNumStages stages form a ring. Each stage has two mbarriers; shared memory holds full [kNumStages], then
-// empty [kNumStages]:
+// kNumStages stages form a ring. Each stage has two mbarriers (only `full` in gemm_sm90_raw, see below); shared memory
+// holds full [kNumStages], then empty [kNumStages]:
 //
 //   barrier  a phase completes when                                       who arrives       who waits
 //   full     the producer has arrived and all expected bytes have landed  producer          consumers
 //   empty    every consumer warp has released the stage                   consumer warps    producer
 //
-// Phases. A wait names the parity of a phase and returns once this phase has completed. A barrier counts its phases
-// from 0, so the parity of the phase in progress starts at 0 and flips with each completed phase:
+// Phases. The hardware counts the phases of a barrier from 0 and starts the next phase when one completes. A wait names
+// the parity of the phase that it expects, and returns once this phase has completed. The expected parity is a variable
+// of the waiting warp (`phase` of PipelineState), which flips with each pass over the ring:
 //
 //   use of the stage      1st   2nd   3rd
 //   full: consumers wait   0     1     0     ...  the copies of this use have landed
@@ -22,13 +23,18 @@
 // No wait passes early. Phases i and i - 2 have the same parity, so a wait for phase i returns at once, wrongly, while
 // phase i - 1 is in progress. That cannot happen: every waiting warp waits for each phase of its stage in turn, so it
 // has seen phase i - 1 complete. This requires that each stage has a fixed set of consumer warps; kernels whose
-// consumers take turns at the stages static_assert kNumStages % CONSUMERS == 0.
+// consumers take turns at the stages static_assert kNumStages % CONSUMERS == 0. A producer whose prologue fills every
+// stage without a wait (gemm_sm90) skips only the wait for the phase before phase 0, which is complete by definition.
 //
 // No wait misses its phase: phase i + 1 of a full barrier needs the producer, which waits for phase i of the empty
 // barrier, which needs every consumer warp to have passed its wait for phase i of the full barrier.
 //
-// Phases flip only in the advance functions of PipelineState and PipelineAddresses. The only mbarrier that belongs to
-// no ring is PartialSumBarrier (cluster_reduction.cuh), which completes a single phase, phase 0.
+// gemm_sm90_raw has full barriers only, because each warp is the producer and the consumer of its own ring. Both
+// arguments hold without empty barriers: only the warp that waits for phase i starts the copies of phase i + 1, after
+// this wait and after a __syncwarp. So phase i + 1 cannot complete before all lanes have seen phase i complete.
+//
+// The expected parity flips only in the advance functions of PipelineState and PipelineAddresses. The only mbarrier
+// that belongs to no ring is PartialSumBarrier (cluster_reduction.cuh), which completes a single phase, phase 0.
 //
 // Usage:
 //
@@ -59,7 +65,7 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t phase) {
   }
 }
 
-// A position in the ring: the stage, and the parity of the phase to wait for.
+// A position in the ring: the stage, and `phase`, the expected parity of the stage's barrier.
 template <int kNumStages>
 struct PipelineState {
   int stage_idx;
@@ -71,8 +77,9 @@ struct PipelineState {
   // Returns the initial state of a warp that waits on full barriers.
   static __device__ constexpr PipelineState consumer(int stage_idx = 0) { return {stage_idx, 0}; }
 
-  // In advance, advance_by_branch and advance_by, after the last stage the index wraps to 0 and the phase flips. ptxas
-  // allocates different numbers of registers for the three, so each kernel uses the one that suits its main loop.
+  // In advance, advance_by_branch and advance_by, after the last stage the index wraps to 0 and the expected parity
+  // flips. ptxas allocates different numbers of registers for the three, so each kernel uses the one that suits its
+  // main loop.
   //
   // Advances to the next stage.
   __device__ __forceinline__ constexpr void advance() {

@@ -98,8 +98,8 @@ struct ResidualStream {
     return total;
   }
 
-  // Stores one element of square_sums: the sum of `total` over four adjacent lanes, which call this together. `total`
-  // is the lane's sum over eight columns; `valid` is false if these columns lie past the end of the row.
+  // Stores one element of square_sums: the sum of `total` over four adjacent lanes, which call this function together.
+  // `total` is the lane's sum over eight columns; `valid` is false if these columns lie past the end of the row.
   __device__ __forceinline__ void store_square_sum(float total, bool valid, int row, int column, int n) const {
     const uint32_t four = 15u << (threadIdx.x % 32 / 4 * 4);
     total += __shfl_xor_sync(four, total, 1);

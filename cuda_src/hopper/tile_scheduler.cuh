@@ -31,8 +31,8 @@ __device__ __forceinline__ TileCoordinates rasterize(int tile_idx, int m_blocks,
   return {band * kRows + within % height, within / height};
 }
 
-// The tile scheduler of a persistent cluster of kClusterSize CTAs. A unit (work unit) is one tile per CTA of the
-// cluster; units are distributed round-robin over the clusters. Usage:
+// The tile scheduler of a persistent cluster of kClusterSize CTAs. A work unit (`unit` in names) is one tile per CTA of
+// the cluster; units are distributed round-robin over the clusters. Usage:
 //
 //   for (PersistentTileScheduler<kClusterSize> scheduler(units); scheduler.is_valid(); scheduler.advance())
 template <int kClusterSize>
@@ -62,7 +62,7 @@ struct StreamKTileScheduler {
   int k_tiles;             // number of k tiles per unit
   int cluster_idx;
   int stream_k_units, stream_k_clusters;
-  int low, high;      // what is left of this cluster's share: [low, high) of all shared (unit, k tile) pairs
+  int low, high;      // remaining share of this cluster: indices [low, high) of (unit, k tile) pairs
   int next_own_unit;  // the next unit that this cluster computes without stream-K
 
   // The current work, set by advance(): k tiles [k_tile_begin, k_tile_end) of `unit`.

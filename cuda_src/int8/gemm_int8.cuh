@@ -35,8 +35,8 @@ constexpr int kBits = BITS;
 constexpr uint32_t kHighNibbles = 0xf0f0f0f0u;
 constexpr uint32_t kLowNibbles = 0x0f0f0f0fu;
 
-// These return the low or the high nibbles of four bytes, in that half of each byte in which mma uses them: the high
-// half for int8, the low half for FP8.
+// Return the low or the high nibbles of four bytes, each moved to the half of its byte that mma needs: the high half
+// for int8, the low half for FP8.
 __device__ __forceinline__ uint32_t low_nibbles(uint32_t word) {
   return kFp8 ? word & kLowNibbles : (word << 4) & kHighNibbles;
 }
@@ -55,7 +55,7 @@ __device__ __forceinline__ int32_t dot(uint32_t a, uint32_t b, int32_t c) {
 #endif
 }
 
-// Computes c += a * b for 16 rows, 8 columns and 32 k, with the fragments of ptx/mma_s8.cuh.
+// Computes c += a * b with m = 16, n = 8 and k = 32, with the fragments of ptx/mma_s8.cuh.
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   ptx::mma_m16n8k32_e4m3(c, a, b0, b1);
 }
@@ -77,8 +77,8 @@ __device__ __forceinline__ void mma(int32_t (&c)[4], const uint32_t (&a)[4], uin
 constexpr int32_t kMagicBits = 0x4b400000;
 __device__ __forceinline__ float magic_to_float(int32_t value) { return __int_as_float(value) - 12582912.0f; }
 
-// These add a block's terms to an accumulator. `product` is C, `row` is row_term = sA*sumA + k_b*oA, and `column` is
-// sumB*sB.
+// add_block and add_offsets add the terms of one quantization block to an accumulator `sum`: `product` is C, `row` is
+// sA*sumA + k_b*oA (row_term), and `column` is sumB*sB.
 __device__ __forceinline__ float add_block(float sum, float product, float x_scale, float scale) {
   return fmaf(product, x_scale * scale, sum);
 }

@@ -3,10 +3,10 @@
 // The int32 products of each quantization block are scaled and added to float32 accumulators in registers.
 //
 // Limits: k % 16 == 0; block_size % 32 == 0 or block_size == k; xq starts at a multiple of 16 bytes. EVEN: rows of y
-// start at multiples of two elements. X_BLOCKS: the largest number of blocks that overlap the 128 k of a stage.
+// start at multiples of two elements. X_BLOCKS: the largest number of blocks that overlap a stage.
 //
-// A CTA has WARPS_M x WARPS_N warps, each with WARP_M rows and 32 columns of y. It has STAGES pipeline stages of 128 k
-// in shared memory. A stage holds:
+// A CTA has WARPS_M x WARPS_N warps, each with WARP_M rows and 32 columns of y. It has STAGES pipeline stages in shared
+// memory, each of 128 columns of A and W. A stage holds:
 //   x [BLOCK_M][128] bytes; the 16-byte chunk c of row r is stored as chunk c ^ (r % 8)
 //   weight [BLOCK_N][128] bytes with the same swizzle; for 4 bits [BLOCK_N][64] with chunk c as chunk c ^ (r / 2 % 4)
 //   sA, oA, sumA [X_BLOCKS][3][BLOCK_M] and sB, oB, sumB*sB [X_BLOCKS][3][BLOCK_N]

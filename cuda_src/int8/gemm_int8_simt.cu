@@ -2,8 +2,8 @@
 // The integer GEMM of gemm_int8.cuh, which describes the arguments, on CUDA cores; any k, any block_size, any
 // architecture. ALIGNED: quantization blocks begin at multiples of 32 columns, and rows of xq at multiples of 8 bytes.
 //
-// A CTA of 256 threads computes a 64 x 64 tile; a thread has 4 x 4 accumulators. Shared memory holds 32 k of one
-// quantization block at a time, in words of four codes.
+// A CTA of 256 threads computes a 64 x 64 tile; a thread has 4 x 4 accumulators. Shared memory holds 32 columns of A
+// and W at a time, all of one quantization block, in words of four codes.
 #include "int8/gemm_int8.cuh"
 
 constexpr bool kAligned = ALIGNED;
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int blocks = ceil_div(k, block_size);
   const int k_padded = ceil_div(k, kStep) * kStep;
 
-  // A thread copies 8 codes of one row of each operand, from column `load_k` of the 32 k.
+  // A thread copies 8 codes of one row of each operand, from column `load_k` of the 32 columns.
   const int load_row = threadIdx.x / 4;
   const int load_k = threadIdx.x % 4 * 8;
   const int8_t* x_row = xq + static_cast<int64_t>(min(m_begin + load_row, m - 1)) * k;

@@ -9,13 +9,14 @@
 //   w_map       tensor map of the weight's codes, int8 [1][n][k], boxes of [1][256 / CLUSTER][128], 128-byte swizzle
 //   parameters  float32 [ceil(n / 64)][ceil(k / 128)][X_BLOCKS][parameter][warp][8 g][2], for columns 16 warp + g and
 //               16 warp + g + 8 of 64: the scale; with WEIGHT_OFFSET the offset; with X_OFFSET the sum of the
-//               dequantized weights of the block. Offset and sum are zero except in the last 128 k of a block.
+//               dequantized weights of the block. Offset and sum are zero except in the last 128 columns of a block.
 //   x_map       tensor map of xq, int8 [1][m][k], boxes of [1][128][128], 128-byte swizzle
 //   x_scale, x_offset, x_sums   as in gemm_int8.cuh; with ROW_SCALES x_scale is [m], one scale per row
 //   bias        BIAS [n] or null
 //   y           Y [m, n], row stride ldy; `aligned`: whether the rows of y start at multiples of 16 bytes
 //
-// Limits: k % 16 == 0; block_size is 32, 64, a multiple of 128, or k. X_BLOCKS is the number of blocks per 128 k.
+// Limits: k % 16 == 0; block_size is 32, 64, a multiple of 128, or k. X_BLOCKS is the number of blocks per 128 columns
+// of A and W.
 //
 // W is operand A of wgmma and x is operand B, so the accumulators hold y^T: 64 columns by 64 rows of y. A 4-bit code
 // takes one byte, because wgmma reads bytes from shared memory; operand A in registers would stall a warp until the
@@ -86,7 +87,7 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, const Tenso
   __syncwarp();
 }
 
-// Runs the warps that copy the parameters of x; each lane copies those of two adjacent rows.
+// Runs the warps that copy the parameters of x; each lane copies the parameters of two adjacent rows.
 __device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared, uint8_t* memory, const float* x_scale,
                                                      const float* x_offset, const Product* x_sums, int m_blocks,
                                                      int n_blocks, int m, int k, int block_size) {
@@ -94,7 +95,8 @@ __device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared
   const int lane = threadIdx.x % 32;
   const int local_row = (threadIdx.x / 32 - kConsumerWarps - 1) * (kBlockM / kXParameterWarps) + lane * 2;
   const int blocks = ceil_div(k, block_size);
-  // A span is the k of one set of parameters in a stage: 128 k, or one quantization block if a stage has several.
+  // A span is the part of a stage that shares one set of parameters: all 128 k, or one quantization block if a stage
+  // holds several.
   const int spans = ceil_div(k, kBlockK) * kXBlocks;
   const int block_spans = kXBlocks == 1 ? max(block_size / kBlockK, 1) : 1;
   ptx::griddepcontrol_wait();
@@ -200,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  source + (b * kParameters + parameter) * kBlockM + warpgroup * kWarpgroupM + j * 8 + lane % 4 * 2);
       return values;
     };
-    // Releases a stage in every CTA of the cluster, because multicast copies of all of them have filled the stage.
+    // Releases a stage in every CTA of the cluster, because multicast copies from all CTAs have filled the stage.
     auto release = [&](int stage_idx) {
       __syncwarp();
       if constexpr (kClusterSize == 1) {

@@ -28,7 +28,7 @@ constexpr int kBlockN = kM64Tiles * 64;
 constexpr int kBlockK = 128;
 constexpr int kWarpgroupM = kBlockM / kWarpgroups;
 constexpr int kAccumulators = kWarpgroupM / 2;  // number of accumulators per thread and m64 tile
-// The number of wgmma instructions (32 k each) per quantization block of a stage.
+// The number of wgmma instructions per quantization block of a stage; each multiplies 32 columns of A and W.
 constexpr int kBlockSteps = kBlockK / 32 / kXBlocks;
 // The number of spans (see produce_x_parameters) whose parameters of x a lane loads at once, to overlap latencies; as
 // many as registers allow.

@@ -29,7 +29,7 @@ constexpr bool kTensor = __CUDA_ARCH__ >= 750;
 constexpr bool kDependent = __CUDA_ARCH__ >= 900;
 constexpr int kThreads = kWarps * 32;
 constexpr int kColumns = 16;
-constexpr int kStep = 32;  // number of k per lane and chunk
+constexpr int kStep = 32;  // extent along k of a lane's part of a chunk
 constexpr int kChunk = 4 * kStep;
 constexpr int kVectors = kBits / 4;  // number of 16-byte vectors of codes per column and step
 constexpr int kWords = kStep / 4;
@@ -155,9 +155,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
 #pragma unroll
     for (int pair = 0; pair < kRows; pair += 2) {
       // Wait until the other lanes have stored their x. The barriers for every further four rows only keep the compiler
-      // from hoisting loads of x, for which it has no registers.
+      // from hoisting loads of x, for which a thread has no registers.
       if (pair % 4 == 0) __syncwarp();
-      // x as words of four codes: with mma, of the column of operand B that this lane holds; with dp4a, of two rows.
+      // Words of four codes of x: with mma, from the column of operand B that this lane holds; with dp4a, from two
+      // rows.
       constexpr int kXRows = kTensor ? 1 : 2;
       Vector<uint32_t, kWords / 2> x_words[kXRows][2] = {};
       if (!kTensor || lane / 8 == t) {

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int begin = threadIdx.x * kValues;
 
   Values kept[kKept];
-  uint32_t largest = 0;  // max |x| as integer bits, whose order is that of floats, with infinity and NaN last
+  uint32_t largest = 0;  // bits of max |x|; as integers they are ordered like the floats, infinity and NaN last
 #pragma unroll(kKept)
   for (int round = 0; round < kRounds; ++round) {
     const int i = begin + round * kStride;

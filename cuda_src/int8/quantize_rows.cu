@@ -4,8 +4,8 @@
 //   codes[m, k] = clamp(round((x[m, k] - offset[m, b]) / scale[m, b]), -128, 127),  b = k / block_size
 //   sums[m, b] = sum of the codes of block b
 //
-// scale = (max - min) / 255 and offset = max - 127 * scale, where max and min are those of the block; if this scale is
-// at most 1e-5, scale = 1 and offset = max. SYMMETRIC: scale = max|x| / 127, without an offset. Every operation is
+// scale = (max - min) / 255 and offset = max - 127 * scale, where max and min are taken over the block; if this scale
+// is at most 1e-5, scale = 1 and offset = max. SYMMETRIC: scale = max|x| / 127, without an offset. Every operation is
 // rounded to float32, without FMA. A block with a NaN or an infinity has scale NaN and codes 0. If max - min overflows,
 // scale = max / 255 - min / 255.
 //
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
   const float infinity = __uint_as_float(0x7f800000u);
   float high = -infinity;
   float low = infinity;
-  uint32_t largest = 0;  // max |x| as integer bits, whose order is that of floats, with infinity and NaN last
+  uint32_t largest = 0;  // bits of max |x|; as integers they are ordered like the floats, infinity and NaN last
   for_each(kept, source, begin, end, [&](int i, const Values& values) {
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {

@@ -11,9 +11,9 @@
 //
 // The warps of a CTA take turns at blocks of WARP_KEYS keys; a warp loads its next block while it computes. Operands
 // are loaded from global memory straight to registers, 16 bytes per load, for mma.m16n8k16 with lane = 4 g + t:
-//   scores [16 heads, 8 keys] = q k^T. The sum over the dims may have any order. So the lane loads the adjacent dims
-//     8t .. 8t + 7 of 32, and their four pairs are used as the pairs at 2t and 2t + 8 of two mma. q is stored in
-//     shared memory in the same order.
+//   scores [16 heads, 8 keys] = q k^T. The order of the dims within an mma is free if q and k agree. So the lane loads
+//     the adjacent dims 8t .. 8t + 7 of 32. Two pairs of them are the lane's fragment of operand B of one mma, in
+//     place of dims 2t, 2t + 1, 2t + 8 and 2t + 9. q is stored in shared memory in the same order.
 //   acc^T [16 dims, 8 heads] = v^T p^T. The accumulators of the scores, rounded to X, are operand p^T. The product is
 //     transposed because up to 8 heads then need half the registers of 16 heads. The lane loads dims 8g .. 8g + 7 of
 //     64 for the keys 2t, 2t + 1, 2t + 8 and 2t + 9; row g of mma j is dim 8g + 2j, row g + 8 is dim 8g + 2j + 1.
@@ -25,7 +25,7 @@
 constexpr int kWarpKeys = WARP_KEYS;
 constexpr int kKeySteps = kWarpKeys / 16;        // number of k16 steps of p v
 constexpr int kKeyChunks = kHeadDim / 32;        // number of 16-byte chunks of a key per lane; four lanes load a key
-constexpr int kValueChunks = kHeadDim / 64;      // number of 16-byte chunks of a value per lane; eight lanes load it
+constexpr int kValueChunks = kHeadDim / 64;      // number of 16-byte chunks of a value per lane, loaded by 8 lanes
 constexpr int kHeadTiles = ceil_div(kHeads, 8);  // number of n8 tiles of acc^T
 
 static_assert(kWarpKeys % 16 == 0 && MIN_SPLIT_KEYS % kWarpKeys == 0, "one mma sums over 16 keys");

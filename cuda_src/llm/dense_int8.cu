@@ -9,7 +9,7 @@
 //   bias         float32 [n] (HAS_BIAS), or null
 //   y            Y [m, n]
 //
-// Each weight is rounded once to X, so y is that of dense for the dequantized weight.
+// Each weight is rounded once to X, so y equals the result of dense with the dequantized weight.
 // Limits: k a multiple of BLOCK, BLOCK a multiple of 8. Architectures: all; on sm_80 and newer dense_int8_sm80 runs.
 // Each warp computes one element of y.
 #include "llm/dependent_launch.cuh"

@@ -9,7 +9,7 @@
 //   bias         float32 [n] (HAS_BIAS), or null
 //   y            Y [m, n]
 //
-// Each weight is rounded once to X, so y is that of dense_sm80 for the dequantized weight.
+// Each weight is rounded once to X, so y equals the result of dense_sm80 with the dequantized weight.
 // Limits: k a multiple of BLOCK, BLOCK a multiple of 16. Architectures: sm_80 and newer.
 #include "llm/dense_sm80.cuh"
 #include "dequant/unpack_bytes.cuh"

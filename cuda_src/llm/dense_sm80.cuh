@@ -7,9 +7,10 @@
 //
 // A persistent CTA iterates over tiles of 8 * TILES columns. Each warp computes a slice of K, STEPS steps at a time, so
 // that a CTA reads whole, adjacent rows of w; reading pieces of many rows would lose a third of the bandwidth. Operands
-// are loaded from global memory straight to registers. The sum over k may have any order. So lane 4 g + t loads 16
-// adjacent bytes of a row, Weight::kLaneK values from k = kLaneK * t on, and every four of their pairs are used as the
-// pairs at 2t and 2t + 8 of two mma; x is loaded in the same order. Loads of w bypass L1, so that x stays there.
+// are loaded from global memory straight to registers. The order of k within an mma is free if w and x agree. So lane 4
+// g + t loads 16 adjacent bytes of row g of w: the Weight::kLaneK values from k = kLaneK * t on. Two pairs of them
+// (four values) are the lane's fragment of operand B of one mma, in place of the values at k = 2t, 2t + 1, 2t + 8 and
+// 2t + 9; operand A is loaded from x at the same k. Loads of w bypass L1, so that x stays there.
 //
 // PDL: the elements of w of the first pass are loaded before griddepcontrol.wait.
 #pragma once
@@ -25,14 +26,15 @@ constexpr int kColumns = 8 * kTiles;
 
 using Chunk = Vector<uint32_t, 4>;  // 16 bytes
 
-// Weight has kLaneK, the number of values per lane and step, load(column, k_begin), which returns a lane's part of w as
-// a type that is zero by default, and pairs(out, loaded, i), which converts values 4i .. 4i + 3 of it to pairs of X.
+// Weight has kLaneK, the number of values per lane and step, load(column, k_begin), which loads a lane's part of w into
+// `out`, of type Weight::Loaded, and pairs(out, loaded, i), which converts values 4i .. 4i + 3 of `loaded` to two pairs
+// of X.
 template <class Weight>
 __device__ __forceinline__ void multiply_dense(const X* x, const Weight& weight, const float* bias, Y* y, int m, int n,
                                                int k) {
   constexpr int kStepK = 4 * Weight::kLaneK;
   constexpr int kWarpK = kStepK * kSteps;
-  constexpr int kPassK = kWarps * kWarpK;  // number of k that all warps together compute per pass
+  constexpr int kPassK = kWarps * kWarpK;  // extent along k of a pass, over all warps
   __shared__ alignas(16) float partial_sums[kWarps][16][kColumns];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

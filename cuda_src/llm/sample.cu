@@ -32,7 +32,7 @@ constexpr bool kAdvance = ADVANCE;
 constexpr int kWarps = THREADS / 32;
 constexpr int kVectors = kSamples || kPenalty ? 1 : 3;  // number of loads in flight per thread; more would spill
 
-// Returns an integer whose order is that of the values, with NaN as the largest.
+// Returns an integer key of a value: keys are ordered like the values, with NaN as the largest.
 __device__ __forceinline__ uint32_t key_of(float value) {
   const uint32_t bits = __float_as_uint(value);
   if (value != value) return 0xffffffffu;

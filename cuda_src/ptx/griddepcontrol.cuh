@@ -5,7 +5,8 @@
 
 namespace ptx {
 
-// griddepcontrol.launch_dependents: lets the dependent grid start once every CTA has executed it or has exited.
+// griddepcontrol.launch_dependents: lets the dependent grid start once every CTA has executed this instruction or has
+// exited.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

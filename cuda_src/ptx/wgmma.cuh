@@ -5,10 +5,11 @@
 // Warp w of the warpgroup holds rows 16 w .. 16 w + 15 of the 64 rows of A and D, in the fragments of mma m16n8k16
 // (ptx/mma.cuh): a[0 .. 3], and d[4 j .. 4 j + 3] for columns 8 j .. 8 j + 7.
 //
-// B is N rows of 128 bytes (64 k) with the 128-byte swizzle of TMA. `b` is the matrix descriptor of B, plus 2 for each
-// 16 k within the 128 bytes. The hardware swizzles by address bits, so B may start at any row of a TMA box that starts
-// at a multiple of 1024 bytes, and STRIDE may be any number of rows. A descriptor is a 64-bit integer, because adding
-// to it takes one instruction on uniform registers; assembling it from two words takes three.
+// B is N rows of 128 bytes (64 values along k) with the 128-byte swizzle of TMA. `b` is the matrix descriptor of B,
+// plus 2 for each step of 16 along k within the 128 bytes. The hardware swizzles by address bits, so B may start at any
+// row of a TMA box that starts at a multiple of 1024 bytes, and STRIDE may be any number of rows. A descriptor is a
+// 64-bit integer, because adding to it takes one instruction on uniform registers; assembling it from two words takes
+// three.
 #pragma once
 
 namespace ptx {

@@ -2,9 +2,10 @@
 // PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" (wgmma), with both int8 operands in
 // shared memory with K contiguous, and int32 accumulators; sm_90a only. ptx/wgmma.cuh has the fences and groups.
 //
-// A has 64 rows and B has N rows, each of 128 bytes (128 k) with the 128-byte swizzle of TMA. `a` and `b` are the
-// matrix descriptors (wgmma_descriptor) of A and B, plus 2 for each 32 k within the 128 bytes. Warp w of the warpgroup
-// holds rows 16 w .. 16 w + 15 of D: d[4 j .. 4 j + 3] for columns 8 j .. 8 j + 7, as in mma m16n8k32 (ptx/mma_s8.cuh).
+// A has 64 rows and B has N rows, each of 128 bytes (128 values along k) with the 128-byte swizzle of TMA. `a` and `b`
+// are the matrix descriptors (wgmma_descriptor) of A and B, plus 2 for each step of 32 along k within the 128 bytes.
+// Warp w of the warpgroup holds rows 16 w .. 16 w + 15 of D: d[4 j .. 4 j + 3] for columns 8 j .. 8 j + 7, as in mma
+// m16n8k32 (ptx/mma_s8.cuh).
 #pragma once
 
 namespace ptx {

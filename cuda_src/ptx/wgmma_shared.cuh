@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": wgmma as in ptx/wgmma.cuh, but with
-// both operands in shared memory; sm_90a only. A has 64 rows and B has N rows, each of 128 bytes (64 k) with the
-// 128-byte swizzle of TMA. `a` and `b` are the matrix descriptors of A and B, plus 2 for each 16 k within the 128
-// bytes.
+// both operands in shared memory; sm_90a only. A has 64 rows and B has N rows, each of 128 bytes (64 values along k)
+// with the 128-byte swizzle of TMA. `a` and `b` are the matrix descriptors of A and B, plus 2 for each step of 16 along
+// k within the 128 bytes.
 #pragma once
 
 #include "ptx/wgmma.cuh"

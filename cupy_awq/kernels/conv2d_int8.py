@@ -15,7 +15,7 @@ from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 NAME = "conv2d_int8"
 ACTIVATIONS = (None, "clamp")
-"""The kinds of activation that the operation supports; the kernel clamps to ``Int8Convolution.limits`` in any case."""
+"""The kinds of activation that the operation supports; the kernel always clamps to ``Int8Convolution.limits``."""
 
 
 @dataclass(frozen=True)

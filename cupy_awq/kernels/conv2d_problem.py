@@ -117,7 +117,7 @@ class Convolution:
 
     @property
     def tuning_key(self) -> TuningKey:
-        """The tuning key: the sizes of the layer and the bits per code, and the batch size, which is not rounded."""
+        """The tuning key: the layer's sizes and bits per code as the shape, and the unrounded batch size as M."""
         s = self.sizes
         layer = f"conv2d {s.channels * s.groups}x{s.outputs * s.groups} {s.kernel_h}x{s.kernel_w}"
         steps = f"stride {s.stride_h}x{s.stride_w} dilation {s.dilation_h}x{s.dilation_w} groups {s.groups}"
@@ -197,7 +197,7 @@ class SimtConfig:
 
 
 def simt_estimate_us(sizes: ConvolutionSizes, device: Device) -> float:
-    """Return the run time of a kernel with `SimtConfig` in microseconds: the multiply-adds of all waves of threads."""
+    """Return the run time in microseconds of a kernel with `SimtConfig`: the multiply-adds of all waves of CTAs."""
     elements = sizes.pixels * sizes.outputs * sizes.groups
     multiply_adds = sizes.kernel_h * sizes.kernel_w * sizes.channels
     return LAUNCH_US + ceil_div(elements, device.sm_count * RESIDENT_THREADS) * multiply_adds * MULTIPLY_ADD_US

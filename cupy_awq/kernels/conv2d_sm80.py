@@ -78,7 +78,7 @@ def configs(problem: Convolution, device: Device) -> list[Conv2dSm80Config]:
 
 
 def estimate_us(config: Conv2dSm80Config, problem: Convolution, device: Device) -> float:
-    """Return the run time in microseconds: the time of one CTA per wave of CTAs, and the split-K reduction."""
+    """Return the run time in microseconds: the time of a CTA for each wave of CTAs, plus the split-K reduction."""
     rows, columns = _tiles(config, problem)
     waves = ceil_div(rows * columns * config.split_k, device.sm_count)
     products = config.block_m * config.block_n / 1024

@@ -51,7 +51,7 @@ class Conv2dSm90Costs:
     """
 
     scale: float = 1.1
-    """The factor on the estimate that makes it comparable with the estimates of `conv2d_sm90_large`."""
+    """The factor that makes the estimates of this model comparable with those of `conv2d_sm90_large`."""
     cycles_per_us: float = 1700.0
     """The SM clock in cycles per microsecond."""
     product_factor: float = 0.87
@@ -110,7 +110,7 @@ def image_view(problem: Convolution) -> ImageView:
 
 
 def co_tiles(outputs: int) -> int:
-    """Return the number of tiles of 64 output channels: 1, or an even number because two warpgroups take a pair."""
+    """Return the number of 64-channel tiles of the output: 1, or an even number, because a CTA may take two tiles."""
     tiles = ceil_div(outputs, TILE_CO)
     return tiles if tiles == 1 else tiles + tiles % 2
 
@@ -374,8 +374,8 @@ def _configs(problem: Convolution, device: Device) -> Iterator[Conv2dSm90Config]
         # Clusters of 4 or more CTAs are tried only with the smallest CTAs: with larger CTAs too few are resident.
         if split_k > 2 and (wg_co, wg_px) != (1, 1):
             continue
-        # One stage is not enough without a halo, where each box serves one K chunk: a stage is released only after the
-        # next but one box has arrived.
+        # One stage is not enough without a halo, where each box serves one K chunk: a stage is released only after
+        # the second of the following boxes has arrived.
         x_stages = min(2, ceil_div(cta_chunks + taps - 1, taps)) if halo and taps > 1 else min(4, cta_chunks)
         for code_stages in dict.fromkeys((min(cta_chunks, 8), min(cta_chunks, 4))):
             config = Conv2dSm90Config(wg_co, wg_px, *tile, halo, x_stages, code_stages, split_k, 1)

@@ -14,7 +14,7 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "convert"
 VALUES = {"s4_to_fp16x2": 8, "int8_to_fp16": 4}
-"""The number of values per 32-bit word, by kernel of ``cuda_src/dequant/convert.cu``."""
+"""The number of values per 32-bit word, by the names of the kernels in ``cuda_src/dequant/convert.cu``."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gather_columns``: the columns of x in the order of the rows of a weight (activation order)."""
+"""``gather_columns``: gather the columns of x in the order in which a weight's rows are sorted (activation order)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 
 NAME = "gather_columns"
 DIRECT_ROWS = 16
-"""The largest number of rows that are gathered from global memory; more rows are staged in shared memory."""
+"""The largest M for which columns are gathered from global memory; for larger M, rows are staged in shared memory."""
 DIRECT_THREADS, STAGED_THREADS = 64, 512
-"""The number of threads per CTA without and with staging."""
+"""The numbers of threads per CTA without and with staging in shared memory."""
 MAX_GRID = 65535
-"""The largest gridDim.y."""
+"""The largest value of gridDim.y."""
 THREADS_PER_SM = 2048
-"""The number of resident threads per SM."""
+"""The number of resident threads per SM for which the grid is sized."""
 
 
 @functools.lru_cache(maxsize=1024)
 def plan(device: Device, m: int, k: int, dtype: str, x_stride: int, *, x_aligned: bool) -> LaunchPlan:
     """Return the launch plan of y [m, k] = x [m, order].
 
-    Its buffers are ``x``, ``order`` (int32 [k], a permutation) and ``y`` (contiguous), the last two aligned to 32
-    bytes.
+    The buffers are ``x``, ``order`` (int32 [k], a permutation) and ``y`` (contiguous); ``order`` and ``y`` are aligned
+    to 32 bytes.
 
     Args:
         device: the GPU.

@@ -21,9 +21,9 @@ SHORT_BLOCK = 256
 SPLITS = (1, 2, 4, 8)
 """The split-K factors to try."""
 CTAS_PER_SM = 2
-"""The number of CTAs per SM up to which K is split; with more CTAs, they would run in several waves."""
+"""The largest number of CTAs per SM that split-K may create; more CTAs would run in several waves."""
 TILES_SM75 = ((32, 2, 4), (32, 1, 4), (16, 1, 4))
-"""The CTA tiles, in the form of TILES_SM80, for sm_75 and for e4m3, where 64 rows per warp would spill registers."""
+"""The CTA tiles (see TILES_SM80) for sm_75 and for e4m3, where 64 rows per warp would spill registers."""
 TILES_SM80 = ((64, 2, 4), (64, 1, 4), (32, 1, 4), (16, 1, 4))
 """The CTA tiles for sm_80 and newer: (rows per warp, warps along m, warps along n)."""
 
@@ -129,7 +129,7 @@ GEMM_INT8_SM80 = GemmInt8Mma("gemm_int8_sm80", 80, stages=(4, 3, 2))
 
 
 def _weight_reads(block_m: int, problem: Int8Problem) -> tuple[int, int]:
-    """Return the number of tiles along m, which is how often the weight is read, and the number of rows per tile."""
+    """Return the number of tiles along m, each of which reads the whole weight, and the number of rows per tile."""
     return ceil_div(problem.m, block_m), block_m
 
 
@@ -138,7 +138,7 @@ def _grid(config: WarpTileConfig, problem: Int8Problem) -> tuple[int, int]:
 
 
 def _blocks_in_stage(problem: Int8Problem) -> int:
-    """Return the largest number of quantization blocks of x that overlap a pipeline stage of 128 k."""
+    """Return the largest number of quantization blocks of x that overlap a pipeline stage (128 columns of x)."""
     if BLOCK_K % problem.block_size == 0:
         return BLOCK_K // problem.block_size
     return 1 if problem.block_size % BLOCK_K == 0 else 2

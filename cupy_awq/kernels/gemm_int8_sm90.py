@@ -42,7 +42,7 @@ class GemmInt8Sm90Costs:
     launch_us: float = 0.7
     """The launch overhead, in microseconds."""
     stage_us: float = 0.53
-    """The tensor-core time per CTA tile and 128 k, in microseconds."""
+    """The tensor-core time per CTA tile and pipeline stage (128 along k), in microseconds."""
     scaling_us: float = 0.27
     """The time to apply one parameter of one quantization block to the accumulators of a tile, in microseconds."""
     fixed_parameters: float = 1.5
@@ -175,7 +175,7 @@ def _has_weight_offset(problem: Int8Problem) -> bool:
 
 
 def _blocks_in_stage(problem: Int8Problem) -> int:
-    """Return the number of quantization blocks of x per pipeline stage of 128 k, at least 1."""
+    """Return the number of quantization blocks of x per pipeline stage (128 columns of x), at least 1."""
     return BLOCK_K // problem.block_size if problem.block_size < BLOCK_K and problem.blocks > 1 else 1
 
 
@@ -191,7 +191,7 @@ def _bytes(weight: BlockQuantizedWeight, fp8: bool) -> Array:
 
 
 def _parameters(weight: BlockQuantizedWeight, problem: Int8Problem) -> Array:
-    """Return the parameters, float32 [ceil(N / 64), ceil(K / 128), parameters per 64 columns and 128 k]."""
+    """Return the parameters, float32 [ceil(N / 64), ceil(K / 128), parameters of 64 rows x 128 columns of W]."""
     n, _, _, k = weight.shape
     block_size = problem.block_size
     xp = namespace(weight.scale)

@@ -12,15 +12,15 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
 BLOCK_K = 64
-"""The number of k per pipeline stage."""
+"""The extent of a pipeline stage along K: its number of rows of W."""
 MMA_K = 16
-"""The number of k per mma instruction; the group size must be a multiple of MMA_K."""
+"""The extent of an mma instruction along K; the group size must be a multiple of MMA_K."""
 WARP_N = 32
 """The number of columns of y per warp."""
 SLICES_BLOCK_M = 32
-"""The largest ``block_m`` with several slices, whose sums take as many registers as the accumulators."""
+"""The largest ``block_m`` with several slices per CTA; their sums take as many registers as the accumulators."""
 REGISTERS = {16: 96, 32: 150, 64: 232}
-"""The number of registers per thread, by ``block_m``."""
+"""The number of registers per thread for each ``block_m``."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class GemmMmaCosts:
 
     Attributes:
         start_ns: start-up time of a CTA, in nanoseconds.
-        latency_ns: latency per k tile (64 k) of the only CTA of an SM, in nanoseconds.
+        latency_ns: latency per k tile (64 rows of W) of a CTA that is alone on its SM, in nanoseconds.
         latency_row_ns: increase of ``latency_ns`` per row of the CTA tile, in nanoseconds.
         mma_rate: tensor-core throughput of an SM, in multiply-adds per nanosecond.
         convert_ns: time to dequantize one weight, in nanoseconds.
@@ -121,7 +121,7 @@ class GemmMma:
         return [config for config in found if config.shared_bytes <= device.shared_bytes_per_block]
 
     def reduction(self, config: GemmMmaConfig, problem: Problem) -> Reduction:
-        """Return the order of the additions along K; it is the same with split-K and with several slices per CTA."""
+        """Return the order of the additions along K: split-K and several slices per CTA add in the same order."""
         slices = slice_begins(ceil_div(problem.k, BLOCK_K), config.split_k * config.slices)
         return Reduction(self.NAME, slices=slices)
 

@@ -13,7 +13,7 @@ from cupy_awq.runtime.launch_plan import LaunchPlan
 
 NAME = "gemm_simt"
 BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 64, 64, 16, 256
-"""The size of a CTA tile along m, n and k, and the number of threads per CTA."""
+"""The extents of a CTA tile along m, n and k, and the number of threads per CTA."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class GemmSimtCosts:
     """Constants of the cost model, fitted to measured times on an H200; all in microseconds.
 
     Attributes:
-        k_tile_us: time per k tile (16 k) of one CTA; the times of the CTAs of an SM add up.
+        k_tile_us: time per k tile (16 rows of W) of a CTA; the times of CTAs on the same SM add up.
         launch_us: launch overhead and epilogue.
         reduction_us: fixed time of the split-K reduction.
         reduction_split_us: additional time of the split-K reduction per split.

@@ -16,7 +16,7 @@ import numpy as np
 
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.gemm_sm90_config import MMA, RESERVED_BYTES, WGMMA, GemmSm90Config, available_ctas
-from cupy_awq.kernels.gemm_sm90_costs import estimate_mma_us, estimate_wgmma_us
+from cupy_awq.kernels.gemm_sm90_costs import TimeParts, mma_time, wgmma_time
 from cupy_awq.kernels.hopper import has_split_scales, repacked_defines, x_tensor_map
 from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
 from cupy_awq.kernels.problem import Problem, ceil_div, next_power_of_two
@@ -33,7 +33,7 @@ WGMMA_MIN_M = 9
 WGMMA_MAX_BLOCK_M = 128
 """The largest ``block_m`` of the wgmma kernel."""
 SCALED_MIN_M = 33
-"""The smallest M with ``scaled``, which rounds the scaled weights: for smaller M, `gemm` guarantees unrounded ones."""
+"""The smallest M with ``scaled``, which rounds scaled weights: for smaller M, `gemm` guarantees unrounded weights."""
 SPLITS = (1, 2, 3, 4, 5, 6, 8)
 """The split-K factors to try."""
 MAX_FUSED_ROWS = 32
@@ -51,7 +51,7 @@ def refusal(problem: Problem, device: Device) -> str | None:
 
 
 def reduction(config: GemmSm90Config, problem: Problem) -> Reduction | None:
-    """Return the order in which a configuration adds up an element of y; None for mma, which supports few rows only."""
+    """Return the order in which a configuration adds up an element of y, or None for the mma kernel (M <= 16)."""
     if config.name != WGMMA:
         return None
     stages, turns = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.k_tiles), (config.split_k, config.consumers)
@@ -104,12 +104,12 @@ def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]
     all_k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     for block_m in tile_heights(problem.m):
         k_tile_counts = (1, 2, 4) if block_m == 16 else (1, 2) if block_m <= 64 else (1,)
-        # Multicast of x to 2 CTAs gains nothing.
+        # Clusters only split K: multicast of x to 2 CTAs with the same rows gains nothing.
         for m64_tiles, warpgroups, consumers, split_k, k_tiles in itertools.product(
             (1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), SPLITS, k_tile_counts
         ):
             if k_tiles == 4 and (m64_tiles, warpgroups, consumers) != (1, 2, 1):
-                continue  # These shapes are up to 28% slower.
+                continue  # other CTA tiles with 4 k tiles per stage: up to 28% slower
             if consumers * split_k * k_tiles > all_k_tiles:
                 continue
             weight_tiles = warpgroups * m64_tiles * 2
@@ -217,7 +217,11 @@ def workspace(config: GemmSm90Config, problem: Problem) -> Workspace:
     return Workspace()
 
 
+def time_parts(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
+    """Return the modelled run time and its parts, which `explain` prints."""
+    find = mma_time if config.name == MMA else wgmma_time
+    return find(config, problem, device)
+
+
 def estimate_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
-    if config.name == MMA:
-        return estimate_mma_us(config, problem, device)
-    return estimate_wgmma_us(config, problem, device)
+    return time_parts(config, problem, device).us

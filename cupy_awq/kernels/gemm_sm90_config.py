@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations of ``gemm_sm90``: what follows from their fields, and how many CTAs an SM holds."""
+"""`GemmSm90Config`: the fields of a configuration of ``gemm_sm90``, and its grid, memory and resident CTAs per SM."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class GemmSm90Config:
         return max(stages, accumulators) + received + (owned * 4 if problem.rms_norms_x else 0)
 
     def _accumulator_bytes(self, rows: int) -> int:
-        """Return the size of the accumulators of ``rows`` rows in bytes, in the layout AccumulatorBlocks of CUDA."""
+        """Return the size of the accumulators of ``rows`` rows in bytes, in the layout of AccumulatorBlocks in CUDA."""
         row_pairs = math.gcd(4, rows // 2)
         return rows // (2 * row_pairs) * (self.block_n // 16) * (8 * row_pairs * 4 + 8) * 4
 
@@ -108,10 +108,10 @@ class GemmSm90Config:
         return ceil_div(problem.m, self.block_m), ceil_div(problem.n, self.block_n)
 
     def grid(self, problem: Problem, device: Device) -> tuple[int, int, int]:
-        """Return the grid: the CTAs of all tiles, padded to the number of SMs if they are up to 10% fewer.
+        """Return the grid: ``split_k`` CTAs per tile, padded to the SM count if they are up to 10% fewer.
 
         Padding CTAs have no tile. With 128 tiles on the 132 SMs of an H100, they speed up K = N = 4096, M = 8 by 16%.
-        Clusters of more than two CTAs do not fill all SMs, so they get none.
+        Clusters of more than two CTAs cannot fill all SMs, so their grids are not padded.
         """
         m_blocks, n_blocks = self.tiles(problem)
         ctas, whole = n_blocks * self.split_k, device.sm_count // self.split_k * self.split_k
@@ -138,7 +138,7 @@ class GemmSm90Config:
 
 
 def available_ctas(threads: int, registers: int) -> int:
-    """Return the number of CTAs with ``threads`` threads of ``registers`` registers each for which an SM has registers.
+    """Return how many CTAs an SM has registers for, with ``threads`` threads per CTA and ``registers`` per thread.
 
     An SM allocates registers for a multiple of four warps, one per scheduler, and of 8 registers per thread.
 

@@ -6,14 +6,15 @@ its slowest consumer, the copies, and reading the weight from device memory. A p
 
 The constants are fitted on an H100 to 15544 measured times of 103 random problems (``tests/peers/sweep.py``, group size
 128), 3594 of them for the mma kernel. The RMS error is 11% (mma) and 9% (wgmma), where faster configurations have a
-larger weight. If some problems are left out of the fit, the configuration that the models rank first there is slower
-than the fastest one by 8% for M <= 16, 4% for M <= 128, and 2% above (geometric mean).
+larger weight. For problems that are left out of the fit, the configuration that the models rank first is slower than
+the fastest one by 8% for M <= 16, 4% for M <= 128, and 2% for larger M (geometric mean).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cupy_awq.kernels.gemm_sm90_config import GemmSm90Config
 from cupy_awq.kernels.hopper import power_limited_us, resident_clusters
@@ -34,20 +35,22 @@ class MmaCosts:
     """Constants of the cost model of the mma kernel.
 
     Attributes:
-        launch_us: time from the end of the preceding kernel to the end of the launch that nothing else accounts for.
-        nonresident_us: delay if less than half of the next kernel's CTAs can become resident during the launch.
+        launch_us: fixed time of a launch, counted from the end of the preceding kernel.
+        nonresident_us: delay if none of the next kernel's CTAs can become resident during the launch.
         wave_us: additional time per additional wave of CTAs.
         reduction_us: time of the split-K reduction.
         cluster_us: additional time of the reduction per CTA of a cluster beyond two.
         consumer_us: time per consumer to add up the accumulators of a CTA.
-        uneven_us: additional time if the warps of a consumer are no power of two and copy x in several passes.
+        uneven_us: additional time if the number of warps per consumer is not a power of two, so that they copy x in
+            several passes.
         shared_us: time saved if an SM holds several CTAs, as one computes while another starts or ends.
-        long_us: read time of the weight, in microseconds, from which this saves ``shared_us``; proportional below.
+        long_us: time to read the weight from which ``shared_us`` is saved; for shorter times, the saving is
+            proportional.
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
         refill_us: time from the release of a stage until its next copies have landed.
         norm: exponent of the p-norm.
-        latency_ns: time of a warp per weight tile if it is alone on its scheduler, by ``x_rows``.
-        issue_ns: time of a scheduler per weight tile, by ``x_rows``.
+        latency_ns: time per weight tile of a warp that is alone on its scheduler, by ``x_rows``.
+        issue_ns: time per weight tile of a scheduler with several warps, by ``x_rows``.
     """
 
     launch_us: float = 1.01
@@ -81,11 +84,11 @@ class WgmmaCosts:
         tensor_factor: fraction of the tensor-core cycles that does not overlap with issuing other instructions.
         dequantize_cycles: issue cycles to dequantize weights.
         scale_cycles: additional issue cycles to scale weights, with ``scaled``.
-        accumulate_cycles: issue cycles per row to scale accumulators, without ``scaled``.
+        accumulate_cycles: issue cycles to scale accumulators, per row of the CTA tile, without ``scaled``.
         iteration_cycles: cycles per k tile of a consumer that is alone on its SM, for any number of m64 tiles.
-        consumer_cycles: cycles of this consumer.
-        consumer_row_cycles: cycles of this consumer per row.
-        unscaled_row_cycles: additional cycles of this consumer per row, without ``scaled``.
+        consumer_cycles: cycles per m64 tile of a consumer that is alone on its SM.
+        consumer_row_cycles: increase of ``consumer_cycles`` per row of the CTA tile.
+        unscaled_row_cycles: further increase per row of the CTA tile, without ``scaled``.
         refill_us: time from the release of a stage until its next copies have landed.
         copy_bytes_per_cycle: bandwidth of copies to the shared memory of an SM, in bytes per cycle.
     """
@@ -122,11 +125,12 @@ class Occupancy:
 
     Attributes:
         resident: largest number of resident CTAs per SM.
-        busiest: number of CTAs on the SM that gets most of them.
+        busiest: number of CTAs on the SM with the most CTAs.
         waves: number of CTAs that the busiest SM runs one after the other.
         concurrent: number of CTAs that the busiest SM runs at the same time.
-        used: fraction of the GPU's places for CTAs that the launch takes; more than 1 if it has several waves.
-        nonresident: fraction (0 to 1) of half of the next kernel's CTAs that cannot become resident during the launch.
+        used: ratio of the launch's CTAs to those that can be resident at once; more than 1 with several waves.
+        nonresident: 0 if half of the next kernel's CTAs can become resident during the launch, 1 if none can, linear
+            between.
     """
 
     resident: int
@@ -147,38 +151,62 @@ class Occupancy:
         return cls(resident, busiest, ceil_div(busiest, resident), min(busiest, resident), used, nonresident)
 
 
-def _norm(times: tuple[float, ...], exponent: float) -> float:
-    return float(sum(time**exponent for time in times) ** (1 / exponent))
+class TimeParts(NamedTuple):
+    """A modelled run time and its parts, in microseconds.
+
+    Attributes:
+        us: run time.
+        fixed: parts that are added.
+        overlapping: parts that overlap, of which the p-norm is added.
+    """
+
+    us: float
+    fixed: dict[str, float]
+    overlapping: dict[str, float]
+
+    def __str__(self) -> str:
+        fixed, overlapping = (
+            ", ".join(f"{name} {us:.1f}" for name, us in parts.items() if abs(us) >= 0.05)
+            for parts in (self.fixed, self.overlapping)
+        )
+        return f"{fixed}; overlapping: {overlapping}"
+
+
+def _norm(parts: dict[str, float], exponent: float) -> float:
+    return float(sum(us**exponent for us in parts.values()) ** (1 / exponent))
 
 
 def _k_tiles(config: GemmSm90Config, problem: Problem) -> tuple[int, int]:
-    """Return the number of k tiles per CTA, and of those that its busiest consumer computes."""
+    """Return the number of k tiles per CTA, and the number of k tiles that the CTA's busiest consumer computes."""
     k_tiles = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.split_k)
     return k_tiles, ceil_div(ceil_div(k_tiles, config.k_tiles), config.consumers) * config.k_tiles
 
 
-def estimate_mma_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
-    """Return the run time of the mma kernel in microseconds."""
+def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
+    """Return the modelled run time of the mma kernel."""
     costs, at = MMA_COSTS, Occupancy.of(config, problem, device)
     k_tiles, mine = _k_tiles(config, problem)
     stream = problem.weight_bytes / (device.read_gbs * 1e3)
     warps = at.concurrent * config.consumers * config.consumer_warps
-    overlapping = (
-        at.waves * ceil_div(warps, SCHEDULERS) * mine * costs.issue_ns[config.x_rows] * 1e-3,
-        at.waves * mine * costs.latency_ns[config.x_rows] * 1e-3,
-        at.waves * k_tiles / (config.stages * config.k_tiles) * costs.refill_us,
-        costs.stream_factor * stream,
-    )
-    us = costs.launch_us + costs.nonresident_us * at.nonresident + costs.wave_us * max(0.0, at.used - 1)
-    us += costs.reduction_us + costs.cluster_us * (config.split_k - 2) if config.split_k > 1 else 0.0
-    us += costs.consumer_us * config.consumers
-    us += costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0
-    us -= costs.shared_us * min(1.0, stream / costs.long_us) if at.resident > 1 else 0.0
-    return us + _norm(overlapping, costs.norm)
+    overlapping = {
+        "SM": at.waves * ceil_div(warps, SCHEDULERS) * mine * costs.issue_ns[config.x_rows] * 1e-3,
+        "consumer": at.waves * mine * costs.latency_ns[config.x_rows] * 1e-3,
+        "stages": at.waves * k_tiles / (config.stages * config.k_tiles) * costs.refill_us,
+        "weight": costs.stream_factor * stream,
+    }
+    shared = costs.shared_us * min(1.0, stream / costs.long_us) if at.resident > 1 else 0.0
+    fixed = {
+        "launch": costs.launch_us + costs.nonresident_us * at.nonresident - shared,
+        "waves": costs.wave_us * max(0.0, at.used - 1),
+        "split-K": costs.reduction_us + costs.cluster_us * (config.split_k - 2) if config.split_k > 1 else 0.0,
+        "consumers": costs.consumer_us * config.consumers,
+        "x": costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0,
+    }
+    return TimeParts(sum(fixed.values()) + _norm(overlapping, costs.norm), fixed, overlapping)
 
 
-def estimate_wgmma_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
-    """Return the run time of the wgmma kernel in microseconds."""
+def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
+    """Return the modelled run time of the wgmma kernel."""
     costs, at = WGMMA_COSTS, Occupancy.of(config, problem, device)
     k_tiles, mine = _k_tiles(config, problem)
     rows, columns = config.block_m, config.block_n
@@ -191,18 +219,25 @@ def estimate_wgmma_us(config: GemmSm90Config, problem: Problem, device: Device) 
     copy_us = k_tile_bytes / (costs.copy_bytes_per_cycle * CLOCK_MHZ)
     # With `scaled`, a consumer releases a stage one iteration later.
     free_stages = max(config.stages - (config.consumers if config.scaled else 0), 0.5)
-    overlapping = (
-        at.busiest * k_tiles * columns / 64 * (tensor_cycles + issue_cycles) / CLOCK_MHZ,
-        at.waves * mine * loop_cycles / CLOCK_MHZ,
-        at.busiest * k_tiles * copy_us,
-        at.waves * k_tiles * (costs.refill_us / config.k_tiles + at.concurrent * copy_us) / free_stages,
-        costs.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
-    )
-    accumulators = rows * columns
-    us = costs.launch_us + costs.wave_us * (at.waves - 1)
-    us += costs.nonresident_us * at.nonresident if config.prefetch_weights else costs.late_us
+    overlapping = {
+        "SM": at.busiest * k_tiles * columns / 64 * (tensor_cycles + issue_cycles) / CLOCK_MHZ,
+        "consumer": at.waves * mine * loop_cycles / CLOCK_MHZ,
+        "copies": at.busiest * k_tiles * copy_us,
+        "stages": at.waves * k_tiles * (costs.refill_us / config.k_tiles + at.concurrent * copy_us) / free_stages,
+        "weight": costs.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
+    }
+    accumulators = rows * columns * 1e-3
+    late = costs.nonresident_us * at.nonresident if config.prefetch_weights else costs.late_us
+    split = 0.0
     if config.split_k > 1:
         sent = accumulators * (config.split_k - 1) / config.split_k
-        us += costs.reduction_us + costs.cluster_us * (config.split_k - 2) + costs.exchange_ns * sent * 1e-3
-    us += (costs.consumer_ns * config.consumers + costs.store_ns) * accumulators * 1e-3
-    return us + power_limited_us(_norm(overlapping, costs.norm), problem)
+        split = costs.reduction_us + costs.cluster_us * (config.split_k - 2) + costs.exchange_ns * sent
+    fixed = {
+        "launch": costs.launch_us + late,
+        "waves": costs.wave_us * (at.waves - 1),
+        "split-K": split,
+        "consumers": costs.consumer_ns * config.consumers * accumulators,
+        "y": costs.store_ns * accumulators,
+    }
+    us = sum(fixed.values()) + power_limited_us(_norm(overlapping, costs.norm), problem)
+    return TimeParts(us, fixed, overlapping)

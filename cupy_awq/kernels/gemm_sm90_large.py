@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``gemm_sm90_large``: GEMM on Hopper's tensor cores with a repacked weight, for large M.
 
-A unit (work unit) is the output that a cluster computes at a time: one CTA tile per CTA, adjacent along n.
+A work unit (``unit`` in names) is what a cluster computes in one iteration of the persistent loop: one CTA tile per CTA
+of the cluster, adjacent along n.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SHARED_BYTES_PER_CTA = 232448
 MAX_STAGES = 6
 """The largest number of pipeline stages; more gain nothing."""
 MAX_HEIGHTS = 5
-"""The largest number of tile heights to try for one kind of tile."""
+"""The largest number of values of ``block_m`` to try for one CTA tile width."""
 MIN_M = 33
 """The smallest M; for smaller M, `gemm` guarantees unrounded weights, while this kernel rounds scaled weights."""
 
@@ -35,12 +36,12 @@ MIN_M = 33
 class GemmSm90LargeCosts:
     """Constants of the cost model, fitted on an H100 to 714 measured times of 57 random problems.
 
-    The RMS error is 6%, where faster configurations have a larger weight. If one half of the problems is left out of
-    the fit, the configuration that the model ranks first there is 2% slower than the fastest one (geometric mean).
+    The RMS error is 6%, where faster configurations have a larger weight. For problems that are left out of the fit
+    (one half), the configuration that the model ranks first is 2% slower than the fastest one (geometric mean).
 
     Attributes:
         launch_us: launch overhead, in microseconds.
-        column_us: compute time per k tile (128 k) and 128 columns of a CTA tile, in microseconds.
+        column_us: compute time per k tile (128 rows of W) and 128 columns of a CTA tile, in microseconds.
         row_us: additional compute time per row of the CTA tile, in microseconds, by ``m64_tiles``.
         store_ns: time to store y, per element of a CTA tile, in nanoseconds.
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
@@ -132,7 +133,7 @@ def refusal(problem: Problem, device: Device) -> str | None:
 
 
 def reduction(config: GemmSm90LargeConfig, problem: Problem) -> Reduction | None:
-    """Return the order of the additions along K, that of ``gemm_sm90.cu`` with one consumer; None with stream-K."""
+    """Return the order of the additions along K: as in ``gemm_sm90.cu`` with one consumer, or None with stream-K."""
     if config.stream_k_units:
         return None
     return wgmma_reduction(config, ceil_div(problem.k, WEIGHT_TILE_K), 1)
@@ -152,7 +153,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
         if m <= 64:
             shapes += [(1, height, 4, 1) for height in tile_heights(m, 64)]
         elif m <= 128 or not has_split_scales(problem):
-            # This tile dequantizes a weight again for every 128 rows: with split scales up to 10% slower at M = 512.
+            # This tile dequantizes each weight once per 128 rows of x: with split scales up to 10% slower at M = 512.
             shapes += [(1, height, 2, 1) for height in tile_heights(m, 128)]
         if m > 128:
             heights = [height for height in tile_heights(m, 256) if height > 128]

@@ -37,7 +37,7 @@ class GemmSm90RawCosts:
     and a `Plan` choose the same kernel and return bit-identical results.
 
     Attributes:
-        step_ns: latency of one step (32 k) of a warp, in nanoseconds.
+        step_ns: latency of one step (32 rows of W) of a warp, in nanoseconds.
         sm_step_ns: time per step and 64 columns of an SM with all its warps resident, in nanoseconds.
         launch_us: launch overhead, in microseconds.
     """
@@ -82,7 +82,7 @@ class GemmSm90RawConfig:
         rows: number of rows per CTA tile: 1, 8 or 16.
         words: number of adjacent 32-bit words (8 columns each) per lane; a CTA tile has 64 * words columns.
         warps: number of warps per CTA; each computes the CTA tile over its slice of K.
-        stages: number of pipeline stages per warp, each of 32 k.
+        stages: number of pipeline stages per warp, each of 32 rows of W.
         ctas_per_sm: largest number of resident CTAs per SM, enforced by the size of the dynamic shared memory. Without
             a limit, CTAs are distributed unevenly while the preceding kernel occupies some SMs: up to 40% slower.
         split_k: number of CTAs per cluster; each computes the CTA tile over its slice of K.

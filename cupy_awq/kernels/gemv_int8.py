@@ -20,7 +20,7 @@ MAX_ROWS = 8
 WARPS = 8
 """The number of warps per CTA."""
 CHUNK = 128
-"""The number of k per iteration of a warp."""
+"""The extent along k of one iteration of a warp."""
 COLUMNS = 16
 """The number of columns of y per CTA."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host code shared by ``gemm_sm90`` and ``gemm_sm90_large``: tensor map of x, defines, time at the power limit."""
+"""Host code shared by ``gemm_sm90`` and ``gemm_sm90_large``: tensor map of x, constants, power limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 
 CLUSTER_SMS = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 7: 0.8, 8: 0.91}
-"""The fraction of an H100's SMs that clusters of 1 to 8 CTAs can occupy at the same time."""
+"""The fraction of an H100's SMs that clusters can occupy at the same time, by CTAs per cluster."""
 POWER_LIMITED_TFLOPS = 877.0
 """The throughput in TFLOPS at which an H100 or H200 reaches its power limit of 700 W."""
 
@@ -63,5 +63,5 @@ def resident_clusters(device: Device, size: int) -> int:
 
 
 def has_split_scales(problem: Problem) -> bool:
-    """Return whether each float16 scale is split into two bfloat16 values; two more instructions per weight pair."""
+    """Return whether each float16 scale is split into two bfloat16 values, at two more instructions per weight pair."""
     return (problem.dtype, problem.scales_dtype) == ("bfloat16", "float16")

@@ -21,15 +21,15 @@ from cupy_awq.runtime.launch_plan import Argument
 EPILOGUE_ACTIVATIONS = (None, "clamp")
 """The kinds of activation (see `cupy_awq.activation`) that the kernels of `Int8Problem` support."""
 STEP_K = 32
-"""The number of k per tensor-core instruction."""
+"""The extent of a tensor-core instruction along k."""
 BLOCK_K = 128
-"""The number of k per pipeline stage."""
+"""The extent of a pipeline stage along k."""
 PADDED_N = 128
-"""The number to a multiple of which N is padded in the parameter arrays, so that kernels read whole tiles."""
+"""The granularity of N in the parameter arrays: N is padded to a multiple, so that kernels read whole tiles."""
 FP8_ARCH = 89
 """The oldest architecture whose tensor cores multiply e4m3."""
 FP8_CODE_SCALE = 512
-"""The factor that restores a 4-bit code c from the e4m3 number with the same bits, whose value is c / 512."""
+"""The ratio of a 4-bit code c to the e4m3 number with the same bits, whose value is c / 512."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class Int8Problem:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters per quantization block and row of W, of scale, offset, and sum of codes * scale."""
+        """The number of parameters (scale, offset, sum of codes * scale) per quantization block and row of W."""
         return 1 + (self.weight_offset or self.fp8) + self.x_offset
 
     @property
     def y_row_stride(self) -> int:
-        """The row stride of y in elements: ``y_stride``, or that of a contiguous y."""
+        """The row stride of y in elements: ``y_stride``, or N if y is contiguous."""
         return self.n if self.y_stride is None else self.y_stride
 
     def defines(self, *, weight_offset: bool) -> tuple[tuple[str, int | str], ...]:

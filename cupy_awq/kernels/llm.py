@@ -121,7 +121,7 @@ def plan_attention(
     arguments = ("q", "k", "v", "lengths", "out", *scalars)
     if device.arch >= TENSOR_CORE_ARCH and head_dim % 16 == 0 and head_dim <= 128:
         grid = (ceil_div(steps, PREFILL_TILE), heads, m // steps)
-        stages, tensors, padded_row_bytes = 2, 2, 2 * (head_dim + 8)  # k and v
+        stages, tensors, padded_row_bytes = 2, 2, 2 * (head_dim + 8)  # the two tensors are k and v
         shared_bytes = stages * tensors * PREFILL_TILE * padded_row_bytes
         return _plan(device, "attention_sm80", defines, grid, 128, arguments, shared_bytes=shared_bytes)
     cta_heads, threads, constants = _simt_heads(heads, kv_heads, head_dim)
@@ -165,7 +165,7 @@ def plan_decode_attention(
         entry = "decode_attention"
         cta_heads, threads, constants = _simt_heads(heads, kv_heads, head_dim)
         if 4 * m * heads // cta_heads > device.sm_count:
-            threads = 128  # Smaller CTAs, so that an SM holds several, which overlap loads with arithmetic.
+            threads = 128  # Use smaller CTAs, so that an SM holds several CTAs, which overlap loads with arithmetic.
         ctas_per_sm = 2 if threads > 128 else 3
         defines |= constants
     splits = max(1, min(MAX_SPLITS, ctas_per_sm * device.sm_count // (m * heads // cta_heads)))
@@ -265,7 +265,7 @@ def plan_sampling_threshold(
 ) -> LaunchPlan:
     """Return the plan of ``sampling_threshold``, which computes per sequence the smallest logit that sampling may keep.
 
-    That is the smallest logit, divided by the temperature, that passes top-k, top-p and min-p.
+    The kernel divides the logits by the temperature first; top-k, top-p and min-p then determine this logit.
     """
     log_min_p = np.log(np.float32(min_p)) if min_p > 0 else np.float32(-np.inf)
     arguments = (

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Reduction`: the order in which a GEMM kernel adds products along K.
 
-A row of y has the same bits for every M if all M use the same reduction. `select.choose_reduction` chooses it for a
-batch-invariant weight, among those that a kernel family reports by ``reduction(config, problem)``. Configurations of
-other families, or with the reduction None, are not used.
+A row of y has the same bits for every M if the kernels for all M use the same reduction. For a batch-invariant weight,
+`select.choose_reduction` chooses one reduction, and only configurations with this reduction are used. A kernel family
+returns the reduction of a configuration by the function ``reduction(config, problem)``; configurations of families
+without this function, and those whose reduction is None, are not used for batch-invariant weights.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ WGMMA_FIELDS = frozenset(
 class Reduction(NamedTuple):
     """The arithmetic of one element of y: its rounding, and the order of the additions along K.
 
-    A slice is a contiguous range of K. Its products are added to one accumulator, or to several by turns. The
-    accumulators of a slice are added first, then the slices, both in a fixed order.
+    A slice is a contiguous range of K. The products of a slice are added to one accumulator, or to several accumulators
+    in turn. The accumulators of each slice are added up first, then the sums of all slices, both in a fixed order.
 
     Attributes:
-        math: name of the instruction, and of the way in which scales are applied.
+        math: name of the instruction, and how scales are applied.
         slices: the first k tile of each slice.
         accumulators: number of accumulators per slice.
         turn: number of successive k tiles that are added to the same accumulator; 0 with one accumulator.
@@ -58,12 +59,12 @@ def wgmma_reduction(
 ) -> Reduction | None:
     """Return the reduction of a wgmma kernel for the repacked layout.
 
-    Return None if ``config`` has a field that is not in WGMMA_FIELDS and differs from its default, because it may
-    change the order; and with three slices, whose order would depend on the row of the tile.
+    Return None with more than two slices, whose order depends on the row of the tile; and if a field of ``config`` that
+    is not in WGMMA_FIELDS differs from its default, because such a field may change the order.
 
     Args:
         config: the configuration.
-        stages: number of pipeline stages that hold all of K.
+        stages: number of stages of ``k_tiles`` k tiles that cover K.
         k_tiles: number of k tiles per stage.
         split_k: number of slices.
         consumers: number of consumers, which take turns at the stages.
@@ -84,7 +85,7 @@ def has_only(config: Config, known: Collection[str]) -> bool:
 
 
 def reduction_of(family: AnyFamily, config: Config, problem: KernelProblem) -> Reduction | None:
-    """Return the reduction of a configuration, or None if no kernel of the family keeps it for every M."""
+    """Return the reduction of a configuration, or None if the family does not guarantee one for every M."""
     find = getattr(family, "reduction", None)
     found: Reduction | None = None if find is None else find(config, problem)
     return found

@@ -49,7 +49,7 @@ class RepackedLayout:
 
     @classmethod
     def of(cls, problem: Problem) -> RepackedLayout:
-        """Return the repacked layout of the weight of a problem."""
+        """Return the repacked layout of a problem's weight."""
         return cls(problem.k, problem.n, problem.group_size, problem.scales_dtype, problem.zeros)
 
     def refusal(self) -> str | None:

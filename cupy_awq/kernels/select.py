@@ -83,10 +83,10 @@ ONE_TILE_M = 128
 """The largest M that fits in one CTA tile of most configurations."""
 
 SAMPLED_M = (1, 8, 32, 64, 512)
-"""The values of M at which `choose_reduction` compares run times; tiles differ up to 16, 32 and 64 rows, and above."""
+"""The values of M at which `choose_reduction` compares run times: one for each range with tiles of its own."""
 
 TUNED_LIMIT = 0.9
-"""The largest ratio of modelled times, best to tuned, at which the best configuration replaces one tuned at another M.
+"""The ratio of modelled times, best to tuned, below which the best configuration replaces one tuned at a larger M.
 
 Replacing saves 13% of the run time (geometric mean over ten shapes on an H100).
 """
@@ -177,8 +177,8 @@ def _fits_workspace(family: AnyFamily, config: Config, problem: KernelProblem) -
 def choose_reduction(problem: Problem, device: Device) -> Reduction:
     """Return the reduction of the batch-invariant GEMMs with the weight of ``problem``.
 
-    The result depends on the weight, the dtype of x and the device, and neither on M nor on the epilogue. It is the
-    reduction whose largest slowdown over all M of SAMPLED_M is the smallest, by cost model.
+    The result depends on the weight, the dtype of x and the device, and neither on M nor on the epilogue: it minimizes
+    the largest modelled slowdown over SAMPLED_M.
     """
     weight = Problem(
         m=1,
@@ -309,7 +309,7 @@ def _planned(candidate: Candidate, problem: KernelProblem, device: Device, entry
 
 
 def _has_label(key: TuningKey, candidate: Candidate, label: str) -> bool:
-    """Return whether a tuned label means a configuration; the height of a single tile may differ from the tuned one."""
+    """Return whether a tuned label denotes a candidate; ``block_m`` may differ if one tile holds all rows."""
     if key.m == key.tuned_m or key.m > ONE_TILE_M:
         return tuned.label(candidate.family, candidate.config) == label
     return label in tuned.labels(candidate.family, candidate.config)
@@ -328,7 +328,8 @@ def explain(problem: KernelProblem, device: Device) -> str:
     """Return a table with each family's best configuration and its time, or the reason why the family has none.
 
     ``->`` marks the choice. The choice's time is "measured" if a tuned table records it; all other times are "modelled"
-    by the cost models. The last line says whether a tuned table or the cost models determined the choice.
+    by the cost models. A line gives the parts of the modelled time if the family has ``time_parts``. The last line says
+    whether a tuned table or the cost models determined the choice.
     """
     choice = choose(problem, device)
     width = max(map(len, families(problem)))
@@ -344,6 +345,9 @@ def explain(problem: KernelProblem, device: Device) -> str:
         if chosen and choice.tuned is not None and choice.tuned.us is not None:
             us, source = choice.tuned.us, "measured"
         lines.append(f"{'->' if chosen else '  '} {name:{width}} {us:8.1f}  {source:8}  {tuned.fields(config)}")
+    time_parts = getattr(choice.family, "time_parts", None)
+    if time_parts is not None:
+        lines.append(f"modelled parts in us: {time_parts(choice.config, problem, device)}")
     if choice.tuned is not None:
         lines.append(f"chosen: the tuned configuration, measured at M={choice.tuned.m} ({choice.tuned.origin})")
     else:

@@ -59,7 +59,7 @@ def label(family: AnyFamily, config: Config) -> str:
 
 
 def labels(family: AnyFamily, config: Config) -> set[str]:
-    """Return the labels in a table that mean a configuration: its own, and that with ``block_m`` as at a tuned M.
+    """Return the labels that denote a configuration: its own, and that with ``block_m`` rounded up to a power of two.
 
     The heights of tiles divide M evenly, and tuned M are powers of two: the configuration for M = 48 that corresponds
     to tiles of 64 rows at M = 64 has tiles of 48 rows.
