@@ -293,8 +293,7 @@ class CudaOps(DecoderOps):
     def _dense(self, part: DenseLinear | Int8Linear, out_dtype: np.dtype[Any] | None = None) -> Projection:
         """Return the projection of a dense or 8-bit layer. A weight that is the embedding table shares its memory.
 
-        8-bit codes stay 8-bit if activations are float16. The results are the same as with the weight rounded to
-        float16.
+        8-bit codes stay 8-bit if activations are float16. The results equal those with a float16 weight.
         """
         import cupy
 
