@@ -87,7 +87,9 @@ def _convert_q4(kind: str, where: str, data: npt.NDArray[np.uint8], bias: Array 
 
 
 def _check_rows(data: npt.NDArray[np.uint8], layout: str, block_bytes: int, where: str) -> tuple[int, int]:
-    """Return (N, blocks per row). Raises CheckpointError unless ``data`` is uint8 [N, bytes] with rows of whole blocks.
+    """Return (N, blocks per row).
+
+    Raises CheckpointError unless ``data`` is uint8 [N, bytes] with rows of whole blocks and N is a multiple of 8.
 
     ``layout`` describes the bytes per row in the error message, such as "K/32 * 18".
     """

@@ -260,7 +260,7 @@ def _compute_offsets(module: Module, scales: Array, where: str) -> Array:
     zeros: Any = module.weight.qzeros
     if module.weight.spec.zeros == "float":
         return _to_float16(zeros, f"{where}: offsets")
-    products = -scales.astype(np.float32) * unpack_int4(zeros)  # exact: 11 + 4 bits
+    products = -scales.astype(np.float32) * unpack_int4(zeros)  # exact: 11 + 4 significant bits
     return _to_float16(products, f"{where}: products of scale and zero point")
 
 

@@ -162,7 +162,7 @@ class ModuleTensors:
         return CheckpointError(f"{self.where}: {text}")
 
     def raw(self, suffix: str) -> Array:
-        """Return a required tensor by suffix. Raises CheckpointError if it is missing or empty."""
+        """Return a required tensor by suffix. Raises CheckpointError if the tensor is missing or empty."""
         if suffix not in self._tensors:
             raise self.error(f"{suffix}: expected a tensor beside {self._codes}, got none")
         array = self._tensors[suffix].array
@@ -206,7 +206,7 @@ class ModuleTensors:
         return self.finite("bias", self.array("bias", check.FLOATS, "[N]", (n,)))
 
     def finite(self, suffix: str, values: Array) -> Array:
-        """Return ``values``, computed from the tensor ``suffix``. Raises CheckpointError if one is NaN or infinite."""
+        """Return ``values``, computed from the tensor ``suffix``. Raises CheckpointError for a NaN or an infinity."""
         if not is_finite(values):
             raise self.error(f"{suffix}: expected finite values, got NaN or infinity")
         return values
@@ -227,7 +227,7 @@ class ModuleTensors:
 
 
 def check_columns(tensors: ModuleTensors, n: int) -> int:
-    """Return ``n``, the number of columns of W. Raises CheckpointError unless it is a multiple of 8."""
+    """Return ``n``, the number of columns of W. Raises CheckpointError unless ``n`` is a multiple of 8."""
     if n % 8:
         raise tensors.error(f"N={n} is not a multiple of 8")
     return n

@@ -124,7 +124,7 @@ def read(path: Path) -> ModelFiles:
 
 
 def _header(data: bytes, path: Path) -> tuple[ModelConfig, int]:
-    """Parse a header into the configuration and the group size. Raises CheckpointError if it is invalid."""
+    """Parse a header into the configuration and the group size. Raises CheckpointError if the header is invalid."""
     magic, version, *sizes, shared, head_dim, group_size = HEADER.unpack(data)
     if magic != MAGIC or version != VERSION:
         raise CheckpointError(f"{path}: expected magic {MAGIC:#x} and version {VERSION}, got {magic:#x} and {version}")

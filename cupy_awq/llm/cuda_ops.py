@@ -388,7 +388,7 @@ class CudaDecodeLoop(DecodeLoop):
                     with cupy.cuda.using_allocator(self._allocate_for_graph):
                         self._forward_and_choose()
                 except BaseException:
-                    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # an invalid capture
+                    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # the capture may be invalid
                         self._stream.end_capture()
                     raise
                 self._graph = self._stream.end_capture()
@@ -444,7 +444,7 @@ def _order(projection: Projection | None) -> Array | None:
 
 
 def _checked(token: int) -> int:
-    """Return ``token``. Raises ValueError if it is -1, which the kernel ``choose`` writes if the logits contain NaN."""
+    """Return ``token``. Raises ValueError for -1, which the kernel ``choose`` writes if the logits contain NaN."""
     if token < 0:
         raise ValueError(NAN_LOGITS)
     return token

@@ -131,7 +131,7 @@ def quantize_layers(
         checked = hidden[:CHECKED_SEQUENCES]
         try:
             moments = _calibrate(ops, weights, hidden, cache)
-        except ValueError as error:  # from MomentSum.add
+        except ValueError as error:  # MomentSum.add does not know the layer
             raise ValueError(f"{files.path}: model.layers.{index}: {error}") from None
         sites = _list_quantized(f"model.layers.{index}", ignore)
         folded, folded_moments, found = weights, moments, _Scales({}, {})
