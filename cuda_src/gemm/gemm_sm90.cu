@@ -23,7 +23,7 @@ static_assert(__CUDA_ARCH__ == 900, "gemm_sm90 needs sm_90a");
 constexpr int kWarpgroups = WARPGROUPS;
 constexpr int kM64Tiles = M64_TILES;
 constexpr bool kScaled = SCALED;
-constexpr int kXHalfBytes = kBlockM * 128;  // bytes of BLOCK_M rows x 64 k of x
+constexpr int kXHalfBytes = kBlockM * 128;  // bytes of BLOCK_M rows x 64 columns of x
 constexpr int kAccumulators = kBlockM / 2;  // number of accumulators per thread and m64 tile
 constexpr int kK16Steps = kWeightTileK / 16;
 

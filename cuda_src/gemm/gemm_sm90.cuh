@@ -55,7 +55,8 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
   const bool is_leader = ptx::elect();
   const SharedStorage& shared = tile.shared;
   const auto pipeline = shared.pipeline();
-  // In a gated tile, the first half of the weight tiles are of the gate projection, the others of the up projection.
+  // In a gated tile, the first half of the weight tiles belongs to the gate projection, the second half to the up
+  // projection.
   constexpr int kAdjacent = kGated ? kWeightTiles / 2 : kWeightTiles;
   const TileColumns columns(args.weight, tile.n_block * kAdjacent, tile.k_tile_begin, args.n, args.k);
   const int x_bytes = has_rows_to_zero(args.m) ? args.m * (kXStageBytes / kBlockM) : kXStageBytes;

@@ -94,7 +94,8 @@ struct SharedStorage {
   using Barriers = SharedArray<WeightStages::kEnd, 2 * kStages, kBarrierBytes>;
   // Used after the main loop, in the memory of the stages.
   using Accumulators = SharedArray<0, kConsumers, kConsumerFloats * 4>;
-  // Not shared with the stages, because other CTAs may write their partial sums while this CTA is in the main loop.
+  // These arrays have memory of their own, because other CTAs may write partial sums while this CTA is in its main
+  // loop.
   static constexpr int kOverlaidEnd = Barriers::kEnd > Accumulators::kEnd ? Barriers::kEnd : Accumulators::kEnd;
   using ReceivedBarrier = SharedArray<kOverlaidEnd, kSplitK == 1 ? 0 : 1, 16>;
   using Received = SharedArray<ReceivedBarrier::kEnd, kSplitK - 1, kReceivedFloats * 4>;

@@ -88,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
     column_vectors[half] = min(n_begin + half * 8 + lane / 4, n - 1) * steps * kVectors;
   auto fetch_weight = [&](WeightChunk& target, int chunk) {
     if (chunk >= chunk_end) return;
-    // Past k the codes of x are zero. The parameters are set to zero as well: those of the last block, which are read
-    // there, may be infinite, and zero times infinity is NaN.
+    // Past k the codes of x are zero. The parameters are set to zero as well: a step past k reads the parameters of the
+    // last block, which may be infinite, and zero times infinity is NaN.
     const int step = chunk * 4 + t;
     const bool valid = step < steps;
     const int clamped_step = min(step, steps - 1);

@@ -126,7 +126,7 @@ def k_chunks(sizes: ConvolutionSizes) -> int:
 
 
 def with_halo(sizes: ConvolutionSizes, height: int, width: int) -> tuple[int, int]:
-    """Return (height, width) in pixels of the input that an output rectangle needs for all filter taps, at stride 1."""
+    """Return (height, width) of the input rectangle that all filter taps of an output rectangle read, at stride 1."""
     return height + (sizes.kernel_h - 1) * sizes.dilation_h, width + (sizes.kernel_w - 1) * sizes.dilation_w
 
 

@@ -49,7 +49,7 @@ class MmaCosts:
         refill_us: time from the release of a stage until its next copies have landed.
         norm: exponent of the p-norm.
         latency_ns: time per weight tile of a warp that is alone on its scheduler, by ``x_rows``.
-        issue_ns: time per weight tile of a scheduler with several warps, by ``x_rows``.
+        issue_ns: time in which a scheduler issues the instructions of one warp for a weight tile, by ``x_rows``.
     """
 
     launch_us: float = 1.01

@@ -25,7 +25,7 @@ NAME = "gemm_sm90_large"
 SHARED_BYTES_PER_CTA = 232448
 """The largest dynamic shared memory per CTA on sm_90, in bytes."""
 MAX_STAGES = 6
-"""The largest number of pipeline stages; more gain nothing."""
+"""The largest number of pipeline stages; more stages gain nothing."""
 MAX_HEIGHTS = 5
 """The largest number of values of ``block_m`` to try for one CTA tile width."""
 MIN_M = 33
@@ -165,7 +165,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
         )
         units = config.units(problem)
         yield replace(config, ctas=min(units, clusters) * cluster)
-        # Try stream-K for as many units as the last, partial wave has, and for as many as the last two waves have.
+        # Try stream-K for the units of the last, partial wave, and for the units of the last two waves.
         left = units % clusters
         for shared in sorted({left, left + clusters if units > clusters else left} - {0}):
             for sharers in sorted({min(clusters, 2 * shared), min(clusters, 4 * shared), clusters}):

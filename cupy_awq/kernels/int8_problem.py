@@ -25,7 +25,7 @@ STEP_K = 32
 BLOCK_K = 128
 """The extent of a pipeline stage along k."""
 PADDED_N = 128
-"""The granularity of N in the parameter arrays: N is padded to a multiple, so that kernels read whole tiles."""
+"""The granularity of parameter arrays: N is rounded up to a multiple of PADDED_N, so that kernels read whole tiles."""
 FP8_ARCH = 89
 """The oldest architecture whose tensor cores multiply e4m3."""
 FP8_CODE_SCALE = 512

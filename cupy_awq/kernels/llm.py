@@ -211,7 +211,7 @@ def plan_dense(
     if device.arch >= TENSOR_CORE_ARCH and k % 32 == 0:
         threads = 512
         # A step loads 2 * `threads` bytes of each row of w. The number of steps limits the loads in flight per CTA to
-        # 64 KiB; more slow down LM heads by 1 to 4% on an H100.
+        # 64 KiB; more loads in flight slow down LM heads by 1 to 4% on an H100.
         step_k = step_values * threads
         steps = ceil_div(k, step_k * ceil_div(k, 4 * step_k))
         tiles = min(4, 8 // steps)
@@ -329,7 +329,7 @@ def _cta_heads(heads_per_kv_head: int, most: int) -> int:
 
 
 def _attention_threads(cta_heads: int, head_dim: int) -> int:
-    """Return the number of threads per CTA of attention; shared memory must hold the accumulators of all warps."""
+    """Return the number of threads per attention CTA for which shared memory can hold the accumulators of all warps."""
     return 256 if cta_heads * head_dim <= 1024 else 128
 
 

@@ -170,7 +170,7 @@ class Problem:
 
     @property
     def orders_y(self) -> bool:
-        """True if the epilogue writes y in the activation order of the next GEMM."""
+        """Whether the epilogue writes y in the activation order of the next GEMM."""
         return self.fusion is not None and self.fusion.orders_y
 
     @property
