@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The activations of GEMM epilogues: their public names, and their formulas in float32 NumPy for the CPU path.
+"""The activations of GEMM epilogues: their public names, and their NumPy formulas for the CPU path.
 
 To add an activation, follow "How to add an activation to every kernel" in ``.github/CONTRIBUTING.md``. Operations on
-block-quantized weights support only "clamp" and raise ValueError for all others.
+block-quantized weights support the activations in ``EPILOGUE_ACTIVATIONS`` of their problem and raise ValueError for
+all others.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Activation(NamedTuple):
     """Whether the result is activation(first half of the columns) * (second half of the columns)."""
 
     def __call__(self, v: Any) -> Any:
-        """Apply the activation to float32 values [M, N] and return [M, N], or [M, N/2] if gated.
+        """Apply the activation to float32 or float64 values and return [..., N]; if gated, [M, N] gives [M, N/2].
 
         >>> Activation("clamp", (0.0, 6.0))(np.array([[-1.0, 7.0]], np.float32))
         array([[0., 6.]], dtype=float32)

@@ -89,7 +89,7 @@ def validate_convolution(
     The arguments have the meaning that they have in `cupy_awq.conv2d`.
 
     Raises:
-        TypeError, ValueError: an argument is invalid or contradicts another; the message names it.
+        TypeError, ValueError: an argument is invalid, or two arguments contradict each other; the message names one.
 
     >>> validate_convolution((1, 8, 7, 7), (16, 3, 3, 8), 2, "same", 1, 1, "NCHW").out
     (4, 4)
@@ -192,8 +192,8 @@ def validate_quantized_product(
     """Validate the arguments of `cupy_awq.gemm_int8` and return its sizes.
 
     Raises:
-        TypeError, ValueError: an argument is invalid or contradicts another, or a quantization block of x spans several
-            blocks of the weight; the message names the argument.
+        TypeError, ValueError: an argument is invalid, two arguments contradict each other, or a quantization block of x
+            spans several blocks of the weight; the message names the argument.
     """
     check.validate_device(xq, "xq", weight.device, "the weight")
     n, k = _matrix_shape(weight)
@@ -245,7 +245,7 @@ def validate_float_product(
     x is not quantized yet, so the returned block size is that of the weight.
 
     Raises:
-        TypeError, ValueError: an argument is invalid or contradicts another; the message names it.
+        TypeError, ValueError: an argument is invalid, or two arguments contradict each other; the message names one.
     """
     validate_float_x(x, weight)
     validate_x_block_size(x, None)

@@ -221,9 +221,5 @@ def finish(y: Array, bias: Array | None, activation: Activation, out: Array) -> 
     """Add the bias to y, apply the activation, write the result to ``out`` with one rounding, and return ``out``."""
     if bias is not None:
         y = y + bias.astype(np.float64)
-    if activation.kind == "clamp":
-        y = np.clip(y, *activation.limits)
-    elif activation.kind is not None:
-        raise ValueError(f"activation: expected a clamp or None, got {activation.kind!r}")
-    out[...] = _round(y, out.dtype)
+    out[...] = _round(activation(y), out.dtype)
     return out

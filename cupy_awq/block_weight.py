@@ -162,7 +162,7 @@ def from_mnn(
         bits: the number of bits per code, 4 or 8.
 
     Raises:
-        TypeError, ValueError: an argument is invalid or contradicts another; the message names it.
+        TypeError, ValueError: an argument is invalid, or two arguments contradict each other; the message names one.
 
     >>> packed = np.full((8, 1, 4), 0x98, np.uint8)  # q = 1 for even channels, 0 for odd ones
     >>> from_mnn(packed, np.ones((2, 1), np.float16), None, kernel=(1, 1), in_channels=4).codes[:, 0, 0]

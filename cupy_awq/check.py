@@ -110,7 +110,7 @@ def is_device_array(a: object) -> bool:
         return True
     try:
         return int(a.__dlpack_device__()[0]) in _DLPACK_CUDA  # type: ignore[attr-defined]
-    except Exception:  # `a` has no __dlpack_device__, or another library's implementation raises any error
+    except Exception:  # no __dlpack_device__, or it failed: a foreign library may raise any exception
         return False
 
 
@@ -181,7 +181,7 @@ def validate_weight(qweight: StridedArray, scales: StridedArray, qzeros: Strided
     """Validate the arrays of a weight in the layout of `PackedWeight` and return its properties.
 
     Raises:
-        TypeError: an argument is not an array, lies on another device or has another dtype.
+        TypeError: an argument is not an array, lies on another device than `qweight`, or has an unsupported dtype.
         ValueError: shapes contradict each other, or a last axis is not contiguous (rows may have any stride).
 
     >>> validate_weight(np.zeros((64, 2), np.int32), np.ones((4, 16), np.float16), None)[:4]
@@ -222,7 +222,8 @@ def validate_x(x: StridedArray, k: int, dtype: Any = None, device: int | None = 
     the weight's device, or None for any device. Any strides are accepted.
 
     Raises:
-        TypeError: x is not an array, lies on another device or has another dtype, or `dtype` contradicts it.
+        TypeError: x is not an array, does not lie on `device`, or has a dtype that is unsupported or contradicts
+        `dtype`.
         ValueError: the length of the last axis is not `k`.
 
     >>> validate_x(np.zeros((3, 64), np.float16), 64)
@@ -242,8 +243,8 @@ def validate_bias(bias: StridedArray, n: int, dtype: Any = None, device: int | N
     bfloat16. `device` is the ordinal of the weight's device, or None for any device.
 
     Raises:
-        TypeError: the bias is not an array, lies on another device or has another dtype.
-        ValueError: the bias has another shape, or is not contiguous.
+        TypeError: the bias is not an array, does not lie on `device`, or has an unsupported dtype.
+        ValueError: the shape is not [N], or the bias is not contiguous.
 
     >>> validate_bias(np.zeros(16, np.float32), 16)
     dtype('float32')
@@ -263,7 +264,8 @@ def validate_bias(bias: StridedArray, n: int, dtype: Any = None, device: int | N
 def validate_out(out: StridedArray, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> None:
     """Check that `out` has the given shape, dtype and device. Any strides are accepted.
 
-    Raises TypeError for another type, dtype or device, ValueError for another shape or a read-only NumPy array.
+    Raises TypeError if the type, the dtype or the device differs, and ValueError if the shape differs or `out` is a
+    read-only NumPy array.
 
     >>> validate_out(np.empty((3, 16), np.float16), (3, 16), np.dtype(np.float16), HOST)
     """
@@ -275,7 +277,8 @@ def validate_out(out: StridedArray, shape: tuple[int, ...], dtype: np.dtype[Any]
 def validate_activation(activation: Any) -> Activation:
     """Return the `Activation` for a name in `ACTIVATIONS`, a pair of bounds (low, high) or None.
 
-    Raises TypeError for another type, ValueError for an unknown name or unless low <= high.
+    Raises TypeError for a value of any other type, and ValueError for an unknown name or for a low that is NaN or above
+    high.
 
     >>> validate_activation((0, 6)) == validate_activation("relu6")
     True
@@ -292,7 +295,7 @@ def validate_activation(activation: Any) -> Activation:
     try:
         with np.errstate(over="ignore"):
             low, high = (float(np.float32(limit)) for limit in pair)  # kernels clamp in float32, where 1e300 is inf
-    except OverflowError:  # np.float32 raises it for an integer beyond the range of float64
+    except OverflowError:  # the integer is beyond the range of float64
         low, high = np.nan, np.nan
     if not low <= high:
         raise ValueError(f"activation: expected (low, high) with low <= high, got {got}")
@@ -354,7 +357,7 @@ def validate_dense_weight(w: StridedArray) -> tuple[int, int]:
     `w` is float16, bfloat16, float32 or float64 [K, N] with any strides.
 
     Raises:
-        TypeError: w is not an array, or has another dtype.
+        TypeError: w is not an array of one of these dtypes.
         ValueError: w does not have two axes, has no elements, or N is not a multiple of 8.
 
     >>> validate_dense_weight(np.zeros((64, 16), np.float32))
@@ -372,7 +375,7 @@ def validate_dense_weight(w: StridedArray) -> tuple[int, int]:
 def validate_packable(a: StridedArray, name: str, dtype: np.dtype[Any], multiple: int) -> None:
     """Check that `a`, the argument called `name`, is an array [..., N] of `dtype` with N divisible by `multiple`.
 
-    Raises TypeError for another type or dtype, ValueError for another shape.
+    Raises TypeError if `a` is not an array of `dtype`, and ValueError if it has no axis or N is not divisible.
 
     >>> validate_packable(np.zeros((2, 16), np.uint8), "codes", UINT8, 8)
     """
@@ -406,10 +409,9 @@ def _like_result(a: StridedArray, name: str, shape: tuple[int, ...], dtype: np.d
 
 
 def _matrix(a: StridedArray, name: str, dtypes: tuple[np.dtype[Any], ...], layout: str) -> tuple[int, int]:
-    """Return the shape of a matrix `a`.
+    """Return the shape of the matrix `a`, whose axes `layout` names in error messages, such as "[K, N/8]".
 
-    Raises TypeError for another dtype, ValueError for another rank or rows that are not contiguous. The error message
-    contains `layout`, the names of the axes, such as "[K, N/8]".
+    Raises TypeError if the dtype is not in `dtypes`, and ValueError if `a` is not 2-D or its rows are not contiguous.
     """
     dtype = a.dtype
     if dtype not in dtypes or len(a.shape) != 2:

@@ -77,7 +77,7 @@ def validate_positive_scale(value: Any, name: str) -> np.float32:
     limits = np.finfo(np.float32)
     try:
         number = float(value)
-    except OverflowError:  # float() raises it for an integer beyond the range of float64
+    except OverflowError:  # the integer is beyond the range of float64
         number = math.inf
     if not float(limits.tiny) <= number <= float(limits.max):
         raise ValueError(f"{name}: expected a number from {limits.tiny:.4g} to {limits.max:.4g}, got {shorten(value)}")

@@ -33,7 +33,7 @@ class PackedWeight:
         spec: the properties of the arrays: K, N, group size, form of the zero points, dtype and device.
 
     Raises:
-        TypeError: an argument is not an array, lies on another device than the others, or has another dtype.
+        TypeError: an argument is not an array, lies on another device than the others, or has an unsupported dtype.
         ValueError: the shapes contradict each other, or the last axis of an array is not contiguous.
 
     >>> weight = PackedWeight(np.zeros((64, 2), np.int32), np.ones((4, 16), np.float16), None)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight, llm
+from cupy_awq.activation import FUNCTIONS
 from cupy_awq.kernels import llm as kernels
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm_sm90 import GemmSm90Config
@@ -26,6 +27,7 @@ from cupy_awq.kernels.reduction import Reduction, reduction_of, wgmma_reduction
 from cupy_awq.llm.build import build_model
 from cupy_awq.llm.numpy_ops import NumpyOps
 from cupy_awq.runtime import device
+from cupy_awq.tools.command_line import main
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests import llm_models
 from tests.backends import BACKENDS, Run, runner
@@ -130,7 +132,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend: str, arch: int,
         zeros=data.draw(st.sampled_from(["packed", "symmetric"] if is_repacked else ZEROS)),
         bias_dtype=data.draw(st.sampled_from([None, "float32"])),
         residual=data.draw(st.booleans()),
-        activation=data.draw(st.sampled_from([None, "silu", "gelu"])),
+        activation=data.draw(st.sampled_from([None, *FUNCTIONS])),
         gated=gated,
         repacked=is_repacked,
         wide_scales=data.draw(st.booleans()),
@@ -301,21 +303,19 @@ def test_options_that_would_choose_another_kernel_are_refused(options: dict[str,
         gemm(np.ones((2, 64), np.float16), weight, batch_invariant=1)
 
 
-def test_a_layer_reports_copies_and_explains_its_mode() -> None:
+def test_a_layer_reports_copies_and_explains_its_mode(capsys: pytest.CaptureFixture[str]) -> None:
     weight = random_weight(np.random.default_rng(0), 64, 16, 32)
     layer = copy.deepcopy(AwqLinear(weight, batch_invariant=True))
     assert layer.batch_invariant
     assert repr(layer).endswith(", batch_invariant=True)")
     assert AwqLinear.concatenate([layer, layer], batch_invariant=True).batch_invariant
     assert not AwqLinear.concatenate([layer, layer]).batch_invariant
-    lines = {
-        m: cupy_awq.explain(m, 4096, 4096, arch=90, layer=True, batch_invariant=True).splitlines() for m in (1, 512)
-    }
-    assert lines[1][-1] == lines[512][-1]
-    assert lines[1][-1].startswith(
-        "batch-invariant for every M: wgmma with scaled weights, slices of K that begin at k"
-    )
+    few, many = (cupy_awq.explain(m, 4096, 4096, arch=90, layer=True, batch_invariant=True) for m in (1, 512))
+    assert few.splitlines()[-1] == many.splitlines()[-1]
+    assert few.splitlines()[-1].startswith("batch-invariant for every M: wgmma with ")
     assert "batch-invariant" not in cupy_awq.explain(1, 4096, 4096, arch=90, layer=True)
+    assert main(["explain", "4096x4096", "--m", "1", "--arch", "90", "--layer", "--batch-invariant"]) == 0
+    assert capsys.readouterr().out == few + "\n"
 
 
 def test_a_choice_of_split_k_by_m_is_caught() -> None:

@@ -93,7 +93,9 @@ def test_unquantized_folder_without_a_configuration_gives_its_tensors(tmp_path: 
     assert load(tmp_path, device="cpu")["t"].tolist() == [1, 1, 1]
 
 
-def test_a_further_format_is_an_entry_of_two_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_that_a_configuration_names_needs_entries_of_two_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Transposed(AutoAwq):
         name = "transposed"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -340,6 +341,23 @@ def test_header_that_would_take_minutes_or_gigabytes_is_refused_at_once(
 def test_brackets_and_quotes_inside_strings_are_not_counted() -> None:
     value = {"[" * 200 + '"' + "\\" * 3: ["{" * 200, '\\"[', "]" * 300]}
     assert files.parse_object(json.dumps(value).encode(), "f") == value
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.safetensors")
+    with pytest.raises(CheckpointError, match=r"m\.safetensors: expected a folder or a regular file, got neither$"):
+        load(tmp_path / "m.safetensors", device="cpu")
+    with pytest.raises((CheckpointError, FileNotFoundError)):
+        load(tmp_path / "absent.safetensors", device="cpu")
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", INDEX])
+def test_a_folder_with_a_pipe_or_a_device_in_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    for kind, make in (("pipe", os.mkfifo), ("device", lambda path: os.symlink("/dev/zero", path))):
+        (tmp_path / kind).mkdir()
+        make(tmp_path / kind / name)
+        with pytest.raises(CheckpointError, match=r"expected model\.safetensors, .* or one safetensors file, got 0"):
+            load(tmp_path / kind, device="cpu")
 
 
 def test_nesting_is_counted_across_the_parts_of_a_scan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq import block_reference
+from cupy_awq.activation import Activation
 from cupy_awq.block_check import ConvolutionShape
 from cupy_awq.kernels import conv2d_simt, conv2d_sm80, conv2d_sm90, conv2d_sm90_large, select
 from cupy_awq.kernels.conv2d_int8 import Int8Convolution
-from cupy_awq.kernels.conv2d_problem import Convolution, ConvolutionSizes, SimtConfig, tensor_core_refusal
+from cupy_awq.kernels.conv2d_problem import (
+    EPILOGUE_ACTIVATIONS,
+    Convolution,
+    ConvolutionSizes,
+    SimtConfig,
+    tensor_core_refusal,
+)
 from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.ops.conv2d import x_strides
 from cupy_awq.runtime import device
@@ -89,8 +96,7 @@ def check_convolution(
     wanted = block_reference.correlate(x64, values, convolution_shape(sizes), 0.0)
     if bias is not None:
         wanted = wanted + bias.astype(np.float64)
-    if problem.activation:
-        wanted = np.clip(wanted, *problem.limits)
+    wanted = Activation(problem.activation, problem.limits)(wanted)
     got = (y if problem.nhwc else y.transpose(0, 2, 3, 1)).astype(np.float64)
     eps = float(ml_dtypes.finfo(dtype).eps)
     # A weight that is rounded through float32 may differ in its last bit.
@@ -148,7 +154,7 @@ def test_any_convolution(backend: str, arch: int, data: st.DataObject) -> None:
         dtype=draw(st.sampled_from(["float16", "bfloat16"] if tensor else list(DTYPES))),
         nhwc=draw(st.booleans()),
         bias_dtype=draw(st.sampled_from([None, *DTYPES])),
-        activation=draw(st.sampled_from([None, "clamp"])),
+        activation=draw(st.sampled_from(EPILOGUE_ACTIVATIONS)),
         limits=(-0.5, 0.75),
     )
     here = facts(arch, backend)
@@ -220,7 +226,7 @@ def draw_sm90_problem(draw: Any, side: int, outputs: list[int], batches: int, **
         weight_offset=draw(st.booleans()),
         dtype=draw(st.sampled_from(["float16", "bfloat16"])),
         bias_dtype=draw(st.sampled_from([None, *DTYPES])),
-        activation=draw(st.sampled_from([None, "clamp"])),
+        activation=draw(st.sampled_from(EPILOGUE_ACTIVATIONS)),
         limits=(-0.5, 0.75),
         **options,
     )

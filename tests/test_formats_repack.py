@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,35 @@ def test_codes_are_repacked_on_a_gpu_to_the_bits_of_the_cpu(
                 np.testing.assert_array_equal(cupy.asnumpy(b).view(f"u{a.itemsize}"), a.view(f"u{a.itemsize}"))
         assert isinstance(found.weight.qweight, cupy.ndarray)
         assert layers[key].shape == module.weight.shape
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors", "gptq with an order", "mlx"])
+def test_loading_needs_little_memory_beside_the_model(tmp_path: Path, name: str) -> None:
+    """Beside the layers, the peak is below 1.2 times the largest module."""
+    rng = np.random.default_rng(3)
+    k = n = 2048
+    tensors: dict[str, Array] = {}
+    for module in "abc":
+        codes, scales = rng.integers(0, 2**32, (n, k // 8), np.uint32), np.ones((n, k // 128), np.float16)
+        if name == "mlx":
+            parts = {"weight": codes, "scales": scales, "biases": scales}
+        elif name == "compressed-tensors":
+            parts = {"weight_packed": codes.view(np.int32), "weight_scale": scales}
+            parts["weight_shape"] = np.array([n, k], np.int64)
+        else:
+            parts = {"qweight": codes.view(np.int32).reshape(k // 8, n), "scales": scales.reshape(k // 128, n)}
+            parts["qzeros"] = np.zeros((k // 128, n // 8), np.int32)
+            parts["g_idx"] = rng.permutation(np.arange(k, dtype=np.int32) // 128)
+        tensors |= {f"{module}.{part}": array for part, array in parts.items()}
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "gptq_v2"}
+    config = {"quantization_config": gptq} if "gptq" in name else {}
+    contents = read(save_folder(tmp_path, tensors, config))
+    tracemalloc.start()
+    try:
+        modules = [contents[key] for key in contents]
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    sizes = [sum(a.nbytes for a in arrays_of(module) if a is not None) for module in modules]
+    assert kept > 0.8 * sum(sizes)
+    assert peak - kept < 1.2 * max(sizes)

@@ -20,7 +20,7 @@ from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM75, GEMM_INT8_SM80
 from cupy_awq.kernels.gemm_int8_simt import GemmInt8SimtConfig
 from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
 from cupy_awq.kernels.gemv_int8 import GemvInt8Config
-from cupy_awq.kernels.int8_problem import Int8Problem, layout_refusal
+from cupy_awq.kernels.int8_problem import EPILOGUE_ACTIVATIONS, Int8Problem, layout_refusal
 from cupy_awq.kernels.quantize_rows import RowQuantization
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.ops.quantized_linear import _in_blocks
@@ -184,7 +184,7 @@ def test_any_int8_product(backend: str, arch: int, data: st.DataObject) -> None:
         weight_offset=draw(st.booleans()),
         dtype=draw(st.sampled_from(list(DTYPES))),
         bias_dtype=draw(st.sampled_from([None, *DTYPES])),
-        activation=draw(st.sampled_from([None, "clamp"])),
+        activation=draw(st.sampled_from(EPILOGUE_ACTIVATIONS)),
         limits=(-0.5, 0.75),
     )
     stride = problem.n + draw(st.sampled_from([0, 1, 2]))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cupy_awq.activation import FUNCTIONS
 from cupy_awq.kernels import select
 from cupy_awq.kernels.dequantize import Dequantization
 from cupy_awq.kernels.family import AnyFamily, Config
@@ -21,7 +22,7 @@ from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
 from tests.backends import BACKENDS, HOPPER, LANDINGS, Buffers, Run, runner
-from tests.test_reference import float64_weight
+from tests.test_reference import FORMULAS, float64_weight
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 BOUNDS = {"float16": 5e-4, "bfloat16": 4e-3, "float32": 2e-6}
@@ -72,11 +73,7 @@ def expected(problem: Problem, x: np.ndarray, w: np.ndarray, bias: np.ndarray | 
     def activate(v: np.ndarray) -> np.ndarray:
         if problem.activation == "clamp":
             return np.clip(v, *problem.limits)
-        if problem.activation == "silu":
-            return v / (1 + np.exp(-v))
-        if problem.activation == "gelu":
-            return 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
-        return v
+        return v if problem.activation is None else FORMULAS[problem.activation](v)
 
     if problem.gated:
         gate, up = np.split(y, 2, axis=1)
@@ -215,7 +212,7 @@ def test_any_problem_on_any_kernel(backend: str, arch: int, data: st.DataObject)
         zeros=data.draw(st.sampled_from(["packed", "symmetric", "float"])),
         bias_dtype=data.draw(st.sampled_from([None, *DTYPES])),
         residual=data.draw(st.booleans()),
-        activation=data.draw(st.sampled_from([None, "clamp", "silu", "gelu"])),
+        activation=data.draw(st.sampled_from([None, "clamp", *FUNCTIONS])),
         limits=(-0.5, 0.75),
         gated=gated,
     )
@@ -242,7 +239,7 @@ def test_few_rows_of_any_problem(backend: str, data: st.DataObject) -> None:
         zeros=data.draw(st.sampled_from(["packed", "symmetric", "float"])),
         bias_dtype=data.draw(st.sampled_from([None, "float16", "float32"])),
         residual=data.draw(st.booleans()),
-        activation=data.draw(st.sampled_from([None, "clamp", "silu", "gelu"])),
+        activation=data.draw(st.sampled_from([None, "clamp", *FUNCTIONS])),
         limits=(-0.5, 0.75),
         gated=gated,
         may_prefetch_weights=data.draw(st.booleans()),

@@ -199,7 +199,12 @@ def test_a_killed_quantization_leaves_no_model_or_a_whole_one_and_can_resume(tmp
     start = time.monotonic()
     llm.quantize(model, tmp_path / "whole", [TEXT], **options)
     elapsed = time.monotonic() - start
-    whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
+
+    def read_files(folder: Path) -> dict[str, bytes]:
+        """Return the contents of all files, of the reports, which have times, only that they are there."""
+        return {file.name: b"" if "report" in file.name else file.read_bytes() for file in folder.iterdir()}
+
+    whole = read_files(tmp_path / "whole")
 
     def write(i: int) -> None:
         llm.quantize(model, out, [TEXT], resume=True, **options)
@@ -210,5 +215,5 @@ def test_a_killed_quantization_leaves_no_model_or_a_whole_one_and_can_resume(tmp
         if seed % 2 and not out.exists():
             llm.quantize(model, out, [TEXT], resume=True, **options)
         if out.exists():
-            assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
+            assert read_files(out) == whole
             discard(out)

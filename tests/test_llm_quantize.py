@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -286,6 +287,7 @@ def test_command_quantizes_a_folder(llama: Path, tmp_path: Path, capsys: pytest.
     assert main(arguments) == 2
     assert "expected a new or empty folder" in capsys.readouterr().err
     (tmp_path / "texts" / "a.txt").unlink()
+    os.mkfifo(tmp_path / "texts" / "b.txt")  # reading it would never end
     assert main([*arguments[:2], str(tmp_path / "other"), *arguments[3:]]) == 2
     assert "expected a folder of .txt or .md files, got none" in capsys.readouterr().err
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_awq import reference
+from cupy_awq.activation import FUNCTIONS
 from cupy_awq.tools.testing import random_activations, random_weight, relative_error
 from cupy_awq.weight import PackedWeight
 
@@ -136,21 +138,26 @@ def test_matmul_is_the_float64_product(
     assert np.all(error <= bound), f"largest error / bound: {np.max(error / bound)}"
 
 
+FORMULAS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "silu": lambda v: v / (1 + np.exp(-v)),
+    "gelu": lambda v: 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3))),
+}
+"""The float64 formula of each entry of `cupy_awq.activation.FUNCTIONS`, for all tests of epilogues."""
+
+
 def float64_epilogue(v: np.ndarray, activation: Any, residual: np.ndarray | float = 0.0) -> np.ndarray:
     """Return activation(v) + residual by the formulas, in float64."""
     if activation == "swiglu":
         gate, up = np.split(v, 2, axis=-1)
-        v = gate / (1 + np.exp(-gate)) * up
-    elif activation == "silu":
-        v = v / (1 + np.exp(-v))
-    elif activation == "gelu":
-        v = 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
+        v = FORMULAS["silu"](gate) * up
+    elif activation in FUNCTIONS:
+        v = FORMULAS[activation](v)
     elif activation is not None:
         v = np.clip(v, *{"relu": (0, np.inf), "relu6": (0, 6)}.get(activation, activation))
     return v + residual
 
 
-ACTIVATIONS = [None, "relu", "relu6", "silu", "gelu", (-0.5, 0.75), "swiglu"]
+ACTIVATIONS = [None, "relu", "relu6", *FUNCTIONS, (-0.5, 0.75), "swiglu"]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cupy_awq.activation import FUNCTIONS
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import Fusion, Problem
 from cupy_awq.kernels.repack import RepackedLayout
@@ -36,7 +37,7 @@ def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) 
         zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
         bias_dtype=data.draw(st.sampled_from([None, "float16", "float32"])),
         residual=data.draw(st.booleans()),
-        activation=data.draw(st.sampled_from([None, "clamp", "silu", "gelu"])),
+        activation=data.draw(st.sampled_from([None, "clamp", *FUNCTIONS])),
         limits=(-0.5, 0.75),
         gated=gated,
         repacked=True,

@@ -118,7 +118,20 @@ def test_explain_has_a_line_for_each_kernel_and_marks_the_choice() -> None:
     assert "needs sm_80 or newer" in "\n".join(lines)
     assert {line.index("modelled") for line in lines if "modelled" in line} == {header.index("time")}
     assert {line.index("needs sm_") for line in lines if "needs sm_" in line} == {header.index("configuration")}
-    assert chosen == "chosen: the lowest modelled time; no tuned configuration applies"
+    assert chosen == "chosen: the lowest modelled time; there is no table of tuned configurations for Tesla T4"
+
+
+def test_explain_gives_the_parts_of_the_time_of_gemm_sm90() -> None:
+    """The fixed parts and the largest overlapping part are at most the time."""
+    text = cupy_awq.explain(48, 17152, 1408, 128, arch=90, layer=True)
+    (line,) = re.findall(r"^modelled parts in us: (.*)$", text, re.MULTILINE)
+    fixed, overlapping = (
+        [float(x) for x in re.findall(r" (\d+\.\d)", part)] for part in f" {line}".split("overlapping:")
+    )
+    (us,) = re.findall(r"^-> gemm_sm90 +(\S+)", text, re.MULTILINE)
+    assert len(fixed) >= 2
+    assert len(overlapping) == 5
+    assert sum(fixed) + max(overlapping) <= float(us) + 0.3 <= sum(fixed) + sum(overlapping)
 
 
 def test_explain_takes_sizes_in_the_order_of_x_at_w() -> None:

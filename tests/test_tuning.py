@@ -14,7 +14,9 @@ import pytest
 from cupy_awq.check import HOST
 from cupy_awq.kernels import select, tuned
 from cupy_awq.kernels.dequantize import Dequantization
+from cupy_awq.kernels.family import KernelProblem
 from cupy_awq.kernels.problem import Fusion, Problem, next_power_of_two
+from cupy_awq.kernels.quantize_rows import RowQuantization
 from cupy_awq.runtime import device, placement
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.tools import autotune as tune
@@ -93,6 +95,32 @@ def test_a_tuned_configuration_applies_to_smaller_m_unless_the_model_knows_a_muc
         assert (shipped[str(next_power_of_two(m))] in labels(choice.family, choice.config)) == measured
         assert (choice.tuned is not None) == measured
         assert measured or choice.family.estimate_us(choice.config, problem, here) == first
+
+
+def test_explain_says_why_no_tuned_configuration_determines_the_choice(folder: Path) -> None:
+    here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
+    table = f"(shipped table {tuned.file_name(here)})"
+    problem = Problem(600, 12288, 4096, 128, repacked=True)
+
+    def reason(problem: KernelProblem, here: device.Device) -> str:
+        return select.explain(problem, here).splitlines()[-1].removeprefix("chosen: the lowest modelled time; ")
+
+    assert reason(replace(problem, k=5120, n=17408), here) == f"no tuned configuration for 5120x17408 {table}"
+    missing = reason(replace(problem, m=100_000), here)
+    assert missing.startswith("no tuned configuration for 4096x12288 at M=131072, only at M=1, 2, 4, ")
+    assert missing.endswith(table)
+    assert reason(problem, here).endswith(f", tuned at M=1024 {table}, is not among the legal configurations")
+    assert "CUPY_AWQ_ARCH selects sm_80" in reason(replace(problem, repacked=False), replace(here, arch=80))
+    assert reason(problem, device.nominal(75)) == "there is no table of tuned configurations for Tesla T4"
+    assert (
+        reason(RowQuantization(8, 256, 128, "float16", True, False, True, 256), here)
+        == "kernels of this operation are not tuned"
+    )
+    candidates = [c for some in select.candidates(problem, here).values() if not isinstance(some, str) for c in some]
+    slowest = max(candidates, key=lambda candidate: candidate.us)
+    tuned.write(here, {"4096x12288": {"1024": tuned.label(slowest.family, slowest.config)}})
+    forget()
+    assert reason(problem, here).endswith(", is modelled to be slower than this one at M=600")
 
 
 @pytest.mark.parametrize("op", ["gemm_int8", "conv2d"])

@@ -6,7 +6,7 @@
 // Compile-time constants: ACTIVATION (an enumerator of Activation), GATED, HAS_BIAS, BIAS (type of the bias),
 // HAS_RESIDUAL.
 //
-// CONTRIBUTING.md lists the steps to add an activation.
+// To add an activation, follow "How to add an activation to every kernel" in .github/CONTRIBUTING.md.
 #pragma once
 
 #include "common/types.cuh"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cupy_awq.checkpoint import config, detect, gguf, gguf_file, llm_awq, tensors, torch_file
+from cupy_awq.checkpoint import config, detect, experts, gguf, gguf_file, llm_awq, tensors, torch_file
 from cupy_awq.checkpoint.contents import Contents, Summary, gather, summarize
 from cupy_awq.checkpoint.detect import Detected
 from cupy_awq.checkpoint.files import CheckpointError, check_path, paused_collector
@@ -56,10 +56,14 @@ def _read_folder(folder: Path, group_size: int | None) -> Contents:
         raise CheckpointError(f"{folder / HQQ_FILE}: expected safetensors, got hqq's own pickle; save as safetensors")
     entry = config.read(folder)
     arrays = tensors.read(folder)
+    renamed = experts.rename_fused(arrays)
+    arrays = {renamed.get(name, name): tensor for name, tensor in arrays.items()}
     return _open_modules(arrays, detect.detect(arrays, entry, group_size))
 
 
 def _read_file(file: Path, group_size: int | None) -> Contents:
+    if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+        raise CheckpointError(f"{file}: expected a folder or a regular file, got neither")
     with open(file, "rb") as opened:
         magic = opened.read(4)
     if magic == gguf_file.MAGIC:

@@ -80,8 +80,8 @@ class CompressedTensors:
     def find_scheme(self, tensors: ModuleTensors) -> Scheme:
         """Return the scheme of a module.
 
-        A target that is the module's name takes precedence over a regular expression, and that over the class "Linear".
-        Raises CheckpointError if no target matches.
+        A target that is the module's name takes precedence over a regular expression, which takes precedence over the
+        class "Linear". Raises CheckpointError if no target matches.
         """
         if self._only_scheme is not None:
             return self._only_scheme
@@ -138,7 +138,7 @@ class CompressedTensors:
     def _read_zeros(self, tensors: ModuleTensors, scheme: Scheme, n: int, count: int) -> Array | None:
         """Return the validated zero points as stored, or None if all are 8.
 
-        They are packed int32 [N/8, groups], or int8 [N, groups] with 8 subtracted. Raises CheckpointError for another
+        They are packed int32 [N/8, groups], or int8 [N, groups] with 8 subtracted. Raises CheckpointError for any other
         dtype or shape, and for zero points other than 8 in a symmetric scheme.
         """
         name = "weight_zero_point"
@@ -182,10 +182,10 @@ UNCONFIGURED = CompressedTensors(((Scheme(False, None), (), ()),))
 
 
 def read_config(table: Mapping[str, Any], where: str) -> CompressedTensors:
-    """Return the format with the settings of ``table``, the ``quantization_config`` of a configuration.
+    """Parse ``table``, the ``quantization_config`` of a model's configuration.
 
-    Raises CheckpointError, whose message starts with ``where``, unless weights have 4 bits and activations are not
-    quantized.
+    Raises CheckpointError, with a message that starts with ``where``, if ``table`` is malformed or describes anything
+    but dense 4-bit integer weights, per channel or group and without rotations, and activations without quantization.
     """
     default = table.get("format")
     if default not in (FORMAT, "mixed-precision"):

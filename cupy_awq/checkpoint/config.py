@@ -37,7 +37,10 @@ class Entry:
 
 
 def read(folder: Path) -> Entry | None:
-    """Return the quantization entry of a folder, or None without one. Raises CheckpointError if it is malformed."""
+    """Return the quantization entry of a folder, or None without one.
+
+    Raises CheckpointError if the entry is malformed.
+    """
     if (file := folder / "config.json").is_file():
         table = read_object(file)
         text = table.get("text_config")

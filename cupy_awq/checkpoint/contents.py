@@ -18,9 +18,9 @@ from cupy_awq.checkpoint.module import Array, Format, ModuleSpec, Pending
 from cupy_awq.checkpoint.tensors import Module, Tensor
 
 RUN_TIME_SCALES = "act.scales"
-"""The end of the names of AutoAWQ's activation scales.
+"""The ending of the tensor names of AutoAWQ's activation scales.
 
-Activation scales are plain tensors, although their suffix "scales" is that of the scales of quantized modules.
+Activation scales are plain tensors, although their names end in "scales" like the scales of quantized modules.
 """
 
 
@@ -196,7 +196,7 @@ def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending |
 
 
 def warn_first(notes: Sequence[str]) -> None:
-    """Issue the first of the warnings ``notes`` about modules with their number; nothing without notes."""
+    """Issue the first of the warnings ``notes`` (one per module) with their number; do nothing without notes."""
     if notes:
         more = f" ({len(notes)} modules)" if len(notes) > 1 else ""
         warnings.warn(notes[0] + more, stacklevel=_find_user_level())

@@ -7,7 +7,7 @@ experts, named ``<layer>.switch_mlp.<projection>`` (MLX) or ``<layer>.experts.<p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +20,29 @@ from cupy_awq.checkpoint.tensors import Module, Tensor
 
 Array = npt.NDArray[Any]
 
+FUSED_PARTS = ("packed", "scale", "zero_point", "shape", "g_idx")
+"""The suffixes of the tensors of a fused module that join module and part with an underscore."""
+
 FUSED = ("switch_mlp", "experts")
 """The name components that mark a fused module, which holds all experts of a layer."""
+
+
+def rename_fused(names: Iterable[str]) -> dict[str, str]:
+    """Return the usual names of fused tensors by names that join module and part with an underscore.
+
+    compressed-tensors has written ``experts.gate_up_proj_packed`` for ``experts.gate_up_proj.weight_packed``.
+
+    >>> rename_fused(["mlp.experts.down_proj_packed", "mlp.gate_scale"])
+    {'mlp.experts.down_proj_packed': 'mlp.experts.down_proj.weight_packed'}
+    """
+    parts: dict[str, tuple[str, str]] = {}
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        if parent.rpartition(".")[2] == "experts":
+            for part in FUSED_PARTS:
+                if last.endswith(f"_{part}"):
+                    parts[name] = name.removesuffix(f"_{part}"), part
+    return {name: f"{module}.weight_{part}" for name, (module, part) in parts.items() if f"{module}_packed" in parts}
 
 
 def name_expert(name: str, expert: int) -> str | None:

@@ -102,7 +102,7 @@ def check_json(text: bytes, where: str) -> None:
 
 
 def _byte_table(values: dict[str, int]) -> npt.NDArray[np.int8]:
-    """Return a lookup table int8 [256] from ``values`` {characters: value of each}; other characters map to 0."""
+    """Return a lookup table int8 [256]; ``values`` maps texts to the value of their characters, all others have 0."""
     table = np.zeros(256, np.int8)
     for characters, value in values.items():
         table[list(characters.encode())] = value

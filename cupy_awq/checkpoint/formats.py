@@ -40,7 +40,7 @@ FORMATS = (
 
 
 def list_readme_rows() -> list[str]:
-    """Return the rows of the README's table of what is supported that list the formats."""
+    """Return the rows that list the checkpoint formats in the README's table of supported features."""
     exact, rounded = (", ".join(row.name for row in FORMATS if bool(row.rounding) == flag) for flag in (False, True))
     writers = ", ".join(row.writer for row in FORMATS if row.writer)
     return [f"| 4-bit, exact | {exact} |", f"| 4-bit, rounded once | {rounded}; `convert` writes {writers}, ak48 |"]

@@ -107,7 +107,7 @@ def restore_rows(block: Blocks, heads: int | None) -> Blocks:
 
 
 def find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of heads by name of the projections whose rows GGUF permutes.
+    """Return the number of heads of each projection whose rows GGUF permutes, by the GGUF name of the projection.
 
     These are "attn_q" and "attn_k" of Llama models: GGUF files interleave the two halves of each head, for a RoPE that
     rotates adjacent pairs. Other models have none. Raises CheckpointError for a malformed number of heads.

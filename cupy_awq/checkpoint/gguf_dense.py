@@ -154,7 +154,7 @@ def _dequantize_q4_k(blocks: Bytes) -> Array:
 def _dequantize_q5_k(blocks: Bytes) -> Array:
     pairs = np.ascontiguousarray(blocks[..., 48:]).reshape(*blocks.shape[:-1], 4, 1, 32)
     codes = np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*blocks.shape[:-1], 8, 32)
-    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]  # bit j of a byte is for a code of group j
+    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]  # bit j belongs to group j
     return _scale_groups(blocks, codes | (high & 1) << 4)
 
 

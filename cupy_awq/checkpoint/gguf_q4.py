@@ -36,7 +36,7 @@ HEADER_BYTES = {"Q4_0": 2, "Q4_1": 4}
 ROUNDING = "scales d sc and offsets -dmin m, rounded to float16"
 
 INFINITY = 0x7C00
-"""The bits of the infinity of float16; NaN has larger ones without its sign."""
+"""The bits of float16 infinity. The bits of a NaN are larger, once its sign bit is cleared."""
 
 LARGEST_SAFE = int(np.float16(65504 / 63).view(np.uint16)) - 1
 """The bits of a float16 whose products with all 6-bit numbers are below 65504, the largest float16."""
@@ -59,8 +59,8 @@ def open_q4(kind: str, data: npt.NDArray[np.uint8], where: str, bias: Array | No
     """Validate rows of Q4_0 or Q4_1 blocks and return them as a module.
 
     ``data`` is uint8 [N, K/32 * 18] for kind "Q4_0" and [N, K/32 * 20] for "Q4_1". Raises CheckpointError, whose
-    message starts with ``where``, for another dtype or shape or N % 8 != 0. The scales are validated later: the
-    conversion of the module raises CheckpointError if a scale is not finite.
+    message starts with ``where``, if ``data`` has any other dtype or shape, or if N is not a multiple of 8. The scales
+    are validated later: the conversion of the module raises CheckpointError if a scale is not finite.
     """
     block_bytes = HEADER_BYTES[kind] + GROUP // 2
     n, blocks = _check_rows(data, f"K/{GROUP} * {block_bytes}", block_bytes, where)
@@ -102,8 +102,9 @@ def _check_rows(data: npt.NDArray[np.uint8], layout: str, block_bytes: int, wher
 def open_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None = None) -> Pending:
     """Validate rows of Q4_K super-blocks, uint8 [N, K/256 * 144], and return them as a module.
 
-    Raises CheckpointError, whose message starts with ``where``, for another dtype or shape or N % 8 != 0. The scales
-    are validated later: the conversion of the module raises CheckpointError if a scale is not finite in float16.
+    Raises CheckpointError, whose message starts with ``where``, if ``data`` has any other dtype or shape, or if N is
+    not a multiple of 8. The scales are validated later: the conversion of the module raises CheckpointError if a scale
+    is not finite in float16.
     """
     layout = f"K/{SUPER_BLOCK} * {SUPER_BLOCK_BYTES}"
     n, blocks = _check_rows(data, layout, SUPER_BLOCK_BYTES, where)

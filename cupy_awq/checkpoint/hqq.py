@@ -99,7 +99,10 @@ class Hqq:
             raise tensors.error(f"packing: expected {PACKING!r}, got {packing!r}")
 
     def _read_codes(self, tensors: ModuleTensors) -> Array:
-        """Return W_q as uint8 [R/2, G]. Raises CheckpointError for another dtype or rank."""
+        """Return W_q as uint8 [R/2, G].
+
+        Raises CheckpointError unless W_q is 2-D with the dtype uint8, or with a float dtype if view_as_float is set.
+        """
         codes = tensors.raw("W_q")
         floats = "view_as_float" in tensors and bool(tensors.integer("view_as_float"))
         if codes.ndim != 2 or (codes.dtype.kind not in "fV" if floats else codes.dtype != np.uint8):

@@ -171,7 +171,9 @@ class ModuleTensors:
         return array
 
     def matrix(self, suffix: str, dtypes: Sequence[np.dtype[Any]], layout: str) -> Array:
-        """Return a required matrix as a contiguous array. Raises CheckpointError for another dtype or rank.
+        """Return a required matrix as a contiguous array.
+
+        Raises CheckpointError if the dtype is not in ``dtypes`` or the tensor is not 2-D.
 
         ``layout`` describes the axes in the error message, such as "[K, N/8]".
         """
@@ -181,7 +183,9 @@ class ModuleTensors:
         return np.ascontiguousarray(array)
 
     def array(self, suffix: str, dtypes: Sequence[np.dtype[Any]], layout: str, shape: tuple[int, ...]) -> Array:
-        """Return a required tensor as a contiguous array. Raises CheckpointError for another dtype or shape.
+        """Return a required tensor as a contiguous array.
+
+        Raises CheckpointError if the dtype is not in ``dtypes`` or the shape is not ``shape``.
 
         ``layout`` describes the axes in the error message, such as "[K, N/8]".
         """
@@ -192,7 +196,11 @@ class ModuleTensors:
         return np.ascontiguousarray(array)
 
     def bias(self, n: int) -> Array | None:
-        """Return the bias [N] or None. Raises CheckpointError for another shape or dtype, NaN or infinity."""
+        """Return the bias [N], or None without a bias.
+
+        Raises CheckpointError if the shape is not [N], the dtype is not a supported float, or a value is NaN or
+        infinite.
+        """
         if "bias" not in self._tensors:
             return None
         return self.finite("bias", self.array("bias", check.FLOATS, "[N]", (n,)))
@@ -208,7 +216,10 @@ class ModuleTensors:
         return self._tensors["bias"].array.dtype if "bias" in self._tensors else None
 
     def integer(self, suffix: str) -> int:
-        """Return the integer that a required tensor holds. Raises CheckpointError for another dtype or size."""
+        """Return the value of a required integer tensor of one element.
+
+        Raises CheckpointError if the dtype is not an integer type or the tensor does not have exactly one element.
+        """
         array = self.raw(suffix)
         if array.size != 1 or array.dtype.kind not in "iu":
             raise self.error(f"{suffix}: expected one integer, got {_describe(array)}")
@@ -254,12 +265,15 @@ def is_finite(values: Array) -> bool:
 
 
 class Groups(NamedTuple):
-    """The groups of a packed weight and the order of its rows, in relation to those of the file."""
+    """The groups and the row order of a packed weight, and how they follow from the groups of the file."""
 
     size: int
     """The number of rows of W per group in the packed weight."""
     repeats: tuple[int, int] | None
-    """(number of packed groups per group of the file, total number of packed groups); None if no group is split."""
+    """How each group of the file is split into smaller groups of the packed weight; None if the groups are not split.
+
+    The pair is (packed groups per group of the file, number of packed groups in total).
+    """
     order: npt.NDArray[np.int32] | None
     """The permutation of the last axis of x (activation order), int32 [K]; None without one."""
 

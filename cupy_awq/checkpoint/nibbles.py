@@ -63,7 +63,7 @@ def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
         return
     step = max(1, CHUNK_BYTES // (32 * width))
     multiple = 1
-    if targets[0].strides[0] == 4:  # chunks split the contiguous axis of the targets
+    if targets[0].strides[0] == 4:  # The split axis is contiguous: chunks of whole cache lines write no line twice.
         multiple = LINE_WORDS
         step = -(-step // LINE_WORDS) * LINE_WORDS
 
@@ -78,7 +78,7 @@ def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
 
 
 def _transpose_chunk(sources: Sequence[Array], targets: Sequence[Array], words: Words, scratch: Words) -> None:
-    """Transpose 8 x 8 nibbles as `transpose`, with temporary words [8, ...] and [4, ...]."""
+    """Do the work of `transpose` for one chunk, with temporary words [8, ...] and [4, ...]."""
     for p, source in enumerate(sources):
         words[p] = source
     _transpose_block(words, scratch)
@@ -136,7 +136,7 @@ def transpose_columns(words: Array, targets: Sequence[Array]) -> None:
     """
     n, *rest = words.shape
     columns = words.view(np.uint32).reshape(n // 8, 8, *rest)
-    axes = len(rest), *range(len(rest))  # numpy.moveaxis(target, -1, 0), which is slow for small arrays
+    axes = len(rest), *range(len(rest))  # as numpy.moveaxis(target, -1, 0), which is slow for small arrays
     transpose([columns[:, p] for p in PACK_ORDER], [target.transpose(axes) for target in targets])
 
 
@@ -196,7 +196,7 @@ def convert_byte_halves(codes: npt.NDArray[np.uint8]) -> Array:
     '0x75316420'
     """
     half, k = codes.shape
-    if half % 8 or k % 4:  # an AWQ word would contain columns of both halves, or rows are not whole 32-bit words
+    if half % 8 or k % 4:  # slow path: a half is not whole AWQ words, or a row is not whole 32-bit words
         high, low = codes >> np.uint8(4), codes & np.uint8(15)
         words: Array = pack_int4(namespace(codes).concatenate([high, low]).T.copy())
         return words

@@ -31,21 +31,21 @@ MAX_NAME = 500
 """The largest length of a module name that is matched, in characters."""
 
 MAX_STEPS = 1 << 20
-"""The largest work of all matches of one configuration, in nodes of expressions: seconds."""
+"""The largest number of steps (expression nodes visited) for all matches of one configuration; they take seconds."""
 
 
 class Budget:
-    """The work that is left for all matches of one configuration.
+    """A limit on the total work of all matches of one configuration.
 
     Attributes:
-        left: the number of steps.
+        left: the number of steps that are left.
     """
 
     def __init__(self) -> None:
         self.left = MAX_STEPS
 
     def spend(self, steps: int = 1) -> None:
-        """Count steps. Raises CheckpointError if too few are left."""
+        """Subtract ``steps`` from the steps that are left. Raises CheckpointError if too few are left."""
         self.left -= steps
         if self.left < 0:
             raise CheckpointError(f"expected patterns that match all names in {MAX_STEPS} steps, got slower ones")
@@ -59,7 +59,7 @@ class Pattern:
 
     Args:
         text: the expression.
-        budget: the work that this pattern shares with the others of its configuration; by default its own.
+        budget: the work limit, which all patterns of a configuration share; by default, the pattern has its own.
 
     >>> Pattern(r"model\\.layers\\.\\d+\\.mlp").match("model.layers.12.mlp.up_proj")
     True
@@ -150,7 +150,7 @@ class Pattern:
         return reached
 
     def _accepted(self, op: Any, value: Any, name: str) -> int:
-        """Return the set of the positions before characters that a node matches."""
+        """Return the set of positions (bit i: before name[i]) whose next character the node matches."""
         masks = _masks_by_character(name)
         whole = (1 << len(name)) - 1
         if op is ops.LITERAL:
@@ -183,9 +183,9 @@ class Pattern:
         raise CheckpointError(f"expected a regular expression of plain classes, got {self._text!r:.80}")
 
 
-@functools.lru_cache(maxsize=4)  # all patterns are matched against one name after the other
+@functools.lru_cache(maxsize=4)  # each name is matched against all patterns before the next name
 def _masks_by_character(name: str) -> Mapping[int, int]:
-    """Return for each character of a name, by its code point, the set of the positions before it."""
+    """Return, by code point, the set of the positions in a name whose next character has this code point."""
     masks: dict[int, int] = {}
     for i, char in enumerate(name):
         masks[ord(char)] = masks.get(ord(char), 0) | 1 << i

@@ -52,12 +52,12 @@ def read(path: Path) -> dict[str, Tensor]:
     """
     if not path.is_dir():
         return _read_file(path)
-    indices = [path / INDEX] if (path / INDEX).is_file() else sorted(path.glob("*.safetensors.index.json"))
+    indices = [path / INDEX] if (path / INDEX).is_file() else _list_files(path, "*.safetensors.index.json")
     if len(indices) == 1:  # AutoGPTQ names files after the settings: gptq_model-4bit-128g.safetensors.index.json
         return _read_shards(indices[0])
     files = [path / "model.safetensors"]
     if not files[0].is_file():
-        files = sorted(path.glob("*.safetensors"))
+        files = _list_files(path, "*.safetensors")
     if len(files) != 1:
         others = sorted(file.name for file in path.iterdir() if file.suffix in (".gguf", ".pt", ".bin", ".pth"))
         found = f"{len(files)} of them" + (f" and {', '.join(others[:3])}; give the path of the file" if others else "")
@@ -65,6 +65,11 @@ def read(path: Path) -> dict[str, Tensor]:
     if (shard := SHARD.search(files[0].name)) and shard[1] != "1":
         raise CheckpointError(f"{files[0]}: expected all shards and {INDEX}, got one shard")
     return _read_file(files[0])
+
+
+def _list_files(path: Path, pattern: str) -> list[Path]:
+    """Return the regular files of a folder that match a pattern; reading a pipe or a device might never end."""
+    return sorted(file for file in path.glob(pattern) if file.is_file())
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:

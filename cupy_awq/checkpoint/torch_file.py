@@ -34,10 +34,10 @@ MAX_PICKLE_BYTES = 1 << 24
 """The largest accepted size of the pickle in bytes. A pickle of 62,000 tensors has 9 MB."""
 
 MAX_OPCODES = 1 << 20
-"""The largest accepted number of opcodes in the pickle: that of about 25,000 tensors. A million take seconds."""
+"""The largest accepted number of opcodes in the pickle, enough for about 25,000 tensors. A million take seconds."""
 
 MAX_DIRECTORY_BYTES = 1 << 23
-"""The largest accepted size of the zip archive's directory in bytes: that of about 100,000 entries."""
+"""The largest accepted size of the zip archive's directory in bytes, enough for about 100,000 entries."""
 
 MAX_STACK = 1 << 16
 """The largest accepted number of stack items. torch.save needs few: it adds items to a dictionary 1000 at a time."""
@@ -315,7 +315,7 @@ class _Machine:
 def _read_storage(identity: Any) -> _Storage:
     """Return the storage for a persistent id of the form ("storage", class, key, location, number of elements).
 
-    Raises ValueError for a persistent id of another form.
+    Raises ValueError for a persistent id of any other form.
     """
     if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
         raise ValueError("a persistent id that is no storage")

@@ -109,7 +109,10 @@ def save(
 
 
 def _list_earlier_files(path: Path) -> list[Path]:
-    """Return the files in a folder that an earlier `save` wrote. Raises FileExistsError for those of other programs."""
+    """Return the files in a folder that an earlier `save` wrote.
+
+    Raises FileExistsError if the folder has safetensors files or an index that `save` did not write.
+    """
     found = [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")]
     for file in found:
         if not OWN_FILE.fullmatch(file.name):

@@ -161,7 +161,7 @@ class Convolution:
 def activation_refusal(problem: Convolution) -> str | None:
     """Return the reason why convolution kernels do not support the problem's activation, or None if they do."""
     if problem.activation not in EPILOGUE_ACTIVATIONS:
-        return f"has no activation {problem.activation}, only clamp"
+        return f"has no activation {problem.activation}, only {', '.join(filter(None, EPILOGUE_ACTIVATIONS))}"
     return None
 
 

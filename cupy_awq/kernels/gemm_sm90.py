@@ -16,7 +16,7 @@ import numpy as np
 
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.gemm_sm90_config import MMA, RESERVED_BYTES, WGMMA, GemmSm90Config, available_ctas
-from cupy_awq.kernels.gemm_sm90_costs import estimate_mma_us, estimate_wgmma_us
+from cupy_awq.kernels.gemm_sm90_costs import TimeParts, mma_time, wgmma_time
 from cupy_awq.kernels.hopper import has_split_scales, repacked_defines, x_tensor_map
 from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
 from cupy_awq.kernels.problem import Problem, ceil_div, next_power_of_two
@@ -217,7 +217,11 @@ def workspace(config: GemmSm90Config, problem: Problem) -> Workspace:
     return Workspace()
 
 
+def time_parts(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
+    """Return the modelled run time and its parts, which `explain` prints."""
+    find = mma_time if config.name == MMA else wgmma_time
+    return find(config, problem, device)
+
+
 def estimate_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
-    if config.name == MMA:
-        return estimate_mma_us(config, problem, device)
-    return estimate_wgmma_us(config, problem, device)
+    return time_parts(config, problem, device).us

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cupy_awq.kernels.gemm_sm90_config import GemmSm90Config
 from cupy_awq.kernels.hopper import power_limited_us, resident_clusters
@@ -150,8 +151,29 @@ class Occupancy:
         return cls(resident, busiest, ceil_div(busiest, resident), min(busiest, resident), used, nonresident)
 
 
-def _norm(times: tuple[float, ...], exponent: float) -> float:
-    return float(sum(time**exponent for time in times) ** (1 / exponent))
+class TimeParts(NamedTuple):
+    """A modelled run time and its parts, in microseconds.
+
+    Attributes:
+        us: run time.
+        fixed: parts that are added.
+        overlapping: parts that overlap, of which the p-norm is added.
+    """
+
+    us: float
+    fixed: dict[str, float]
+    overlapping: dict[str, float]
+
+    def __str__(self) -> str:
+        fixed, overlapping = (
+            ", ".join(f"{name} {us:.1f}" for name, us in parts.items() if abs(us) >= 0.05)
+            for parts in (self.fixed, self.overlapping)
+        )
+        return f"{fixed}; overlapping: {overlapping}"
+
+
+def _norm(parts: dict[str, float], exponent: float) -> float:
+    return float(sum(us**exponent for us in parts.values()) ** (1 / exponent))
 
 
 def _k_tiles(config: GemmSm90Config, problem: Problem) -> tuple[int, int]:
@@ -160,28 +182,31 @@ def _k_tiles(config: GemmSm90Config, problem: Problem) -> tuple[int, int]:
     return k_tiles, ceil_div(ceil_div(k_tiles, config.k_tiles), config.consumers) * config.k_tiles
 
 
-def estimate_mma_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
-    """Return the run time of the mma kernel in microseconds."""
+def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
+    """Return the modelled run time of the mma kernel."""
     costs, at = MMA_COSTS, Occupancy.of(config, problem, device)
     k_tiles, mine = _k_tiles(config, problem)
     stream = problem.weight_bytes / (device.read_gbs * 1e3)
     warps = at.concurrent * config.consumers * config.consumer_warps
-    overlapping = (
-        at.waves * ceil_div(warps, SCHEDULERS) * mine * costs.issue_ns[config.x_rows] * 1e-3,
-        at.waves * mine * costs.latency_ns[config.x_rows] * 1e-3,
-        at.waves * k_tiles / (config.stages * config.k_tiles) * costs.refill_us,
-        costs.stream_factor * stream,
-    )
-    us = costs.launch_us + costs.nonresident_us * at.nonresident + costs.wave_us * max(0.0, at.used - 1)
-    us += costs.reduction_us + costs.cluster_us * (config.split_k - 2) if config.split_k > 1 else 0.0
-    us += costs.consumer_us * config.consumers
-    us += costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0
-    us -= costs.shared_us * min(1.0, stream / costs.long_us) if at.resident > 1 else 0.0
-    return us + _norm(overlapping, costs.norm)
+    overlapping = {
+        "SM": at.waves * ceil_div(warps, SCHEDULERS) * mine * costs.issue_ns[config.x_rows] * 1e-3,
+        "consumer": at.waves * mine * costs.latency_ns[config.x_rows] * 1e-3,
+        "stages": at.waves * k_tiles / (config.stages * config.k_tiles) * costs.refill_us,
+        "weight": costs.stream_factor * stream,
+    }
+    shared = costs.shared_us * min(1.0, stream / costs.long_us) if at.resident > 1 else 0.0
+    fixed = {
+        "launch": costs.launch_us + costs.nonresident_us * at.nonresident - shared,
+        "waves": costs.wave_us * max(0.0, at.used - 1),
+        "split-K": costs.reduction_us + costs.cluster_us * (config.split_k - 2) if config.split_k > 1 else 0.0,
+        "consumers": costs.consumer_us * config.consumers,
+        "x": costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0,
+    }
+    return TimeParts(sum(fixed.values()) + _norm(overlapping, costs.norm), fixed, overlapping)
 
 
-def estimate_wgmma_us(config: GemmSm90Config, problem: Problem, device: Device) -> float:
-    """Return the run time of the wgmma kernel in microseconds."""
+def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
+    """Return the modelled run time of the wgmma kernel."""
     costs, at = WGMMA_COSTS, Occupancy.of(config, problem, device)
     k_tiles, mine = _k_tiles(config, problem)
     rows, columns = config.block_m, config.block_n
@@ -194,18 +219,25 @@ def estimate_wgmma_us(config: GemmSm90Config, problem: Problem, device: Device) 
     copy_us = k_tile_bytes / (costs.copy_bytes_per_cycle * CLOCK_MHZ)
     # With `scaled`, a consumer releases a stage one iteration later.
     free_stages = max(config.stages - (config.consumers if config.scaled else 0), 0.5)
-    overlapping = (
-        at.busiest * k_tiles * columns / 64 * (tensor_cycles + issue_cycles) / CLOCK_MHZ,
-        at.waves * mine * loop_cycles / CLOCK_MHZ,
-        at.busiest * k_tiles * copy_us,
-        at.waves * k_tiles * (costs.refill_us / config.k_tiles + at.concurrent * copy_us) / free_stages,
-        costs.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
-    )
-    accumulators = rows * columns
-    us = costs.launch_us + costs.wave_us * (at.waves - 1)
-    us += costs.nonresident_us * at.nonresident if config.prefetch_weights else costs.late_us
+    overlapping = {
+        "SM": at.busiest * k_tiles * columns / 64 * (tensor_cycles + issue_cycles) / CLOCK_MHZ,
+        "consumer": at.waves * mine * loop_cycles / CLOCK_MHZ,
+        "copies": at.busiest * k_tiles * copy_us,
+        "stages": at.waves * k_tiles * (costs.refill_us / config.k_tiles + at.concurrent * copy_us) / free_stages,
+        "weight": costs.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
+    }
+    accumulators = rows * columns * 1e-3
+    late = costs.nonresident_us * at.nonresident if config.prefetch_weights else costs.late_us
+    split = 0.0
     if config.split_k > 1:
         sent = accumulators * (config.split_k - 1) / config.split_k
-        us += costs.reduction_us + costs.cluster_us * (config.split_k - 2) + costs.exchange_ns * sent * 1e-3
-    us += (costs.consumer_ns * config.consumers + costs.store_ns) * accumulators * 1e-3
-    return us + power_limited_us(_norm(overlapping, costs.norm), problem)
+        split = costs.reduction_us + costs.cluster_us * (config.split_k - 2) + costs.exchange_ns * sent
+    fixed = {
+        "launch": costs.launch_us + late,
+        "waves": costs.wave_us * (at.waves - 1),
+        "split-K": split,
+        "consumers": costs.consumer_ns * config.consumers * accumulators,
+        "y": costs.store_ns * accumulators,
+    }
+    us = sum(fixed.values()) + power_limited_us(_norm(overlapping, costs.norm), problem)
+    return TimeParts(us, fixed, overlapping)

@@ -129,7 +129,7 @@ class Int8Problem:
 def activation_refusal(problem: Int8Problem) -> str | None:
     """Return the reason why 8-bit GEMM kernels do not support the problem's activation, or None if they do."""
     if problem.activation not in EPILOGUE_ACTIVATIONS:
-        return f"has no activation {problem.activation}, only clamp"
+        return f"has no activation {problem.activation}, only {', '.join(filter(None, EPILOGUE_ACTIVATIONS))}"
     return None
 
 

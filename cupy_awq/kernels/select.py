@@ -328,7 +328,8 @@ def explain(problem: KernelProblem, device: Device) -> str:
     """Return a table with each family's best configuration and its time, or the reason why the family has none.
 
     ``->`` marks the choice. The choice's time is "measured" if a tuned table records it; all other times are "modelled"
-    by the cost models. The last line says whether a tuned table or the cost models determined the choice.
+    by the cost models. A line gives the parts of the modelled time if the family has ``time_parts``. The last line says
+    whether a tuned table or the cost models determined the choice.
     """
     choice = choose(problem, device)
     width = max(map(len, families(problem)))
@@ -344,10 +345,29 @@ def explain(problem: KernelProblem, device: Device) -> str:
         if chosen and choice.tuned is not None and choice.tuned.us is not None:
             us, source = choice.tuned.us, "measured"
         lines.append(f"{'->' if chosen else '  '} {name:{width}} {us:8.1f}  {source:8}  {tuned.fields(config)}")
+    time_parts = getattr(choice.family, "time_parts", None)
+    if time_parts is not None:
+        lines.append(f"modelled parts in us: {time_parts(choice.config, problem, device)}")
     if choice.tuned is not None:
         lines.append(f"chosen: the tuned configuration, measured at M={choice.tuned.m} ({choice.tuned.origin})")
     else:
-        lines.append("chosen: the lowest modelled time; no tuned configuration applies")
+        lines.append(f"chosen: the lowest modelled time; {_explain_untuned(problem, device)}")
     if isinstance(problem, Problem) and problem.batch_invariant:
         lines.append(f"batch-invariant for every M: {choose_reduction(problem, device)}")
     return "\n".join(lines)
+
+
+def _explain_untuned(problem: KernelProblem, device: Device) -> str:
+    """Return why no tuned configuration determines the choice for ``problem``."""
+    key, entry = problem.tuning_key, tuned.lookup(problem, device)
+    if key is None:
+        return "kernels of this operation are not tuned"
+    if entry is None:
+        return tuned.explain_missing(key, device)
+    legal = [
+        candidate for some in candidates(problem, device).values() if not isinstance(some, str) for candidate in some
+    ]
+    found = f"{entry.label}, tuned at M={entry.m} ({entry.origin}),"
+    if any(_has_label(key, candidate, entry.label) for candidate in legal):
+        return f"{found} is modelled to be slower than this one at M={key.m}"
+    return f"{found} is not among the legal configurations"

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem
+from cupy_awq.kernels.family import AnyFamily, Config, KernelProblem, TuningKey
 from cupy_awq.kernels.problem import next_power_of_two
 from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.runtime.device import Device
@@ -115,6 +115,18 @@ def lookup(problem: KernelProblem, device: Device) -> TunedConfig | None:
                 name, us = match.groups() if match else (table[shape][m], None)
                 return TunedConfig(name, None if us is None else float(us), key.tuned_m, origin)
     return None
+
+
+def explain_missing(key: TuningKey, device: Device) -> str:
+    """Return why `lookup` finds no tuned configuration for a problem with the tuning key ``key``."""
+    if device.arch != device.native:
+        return f"tuned configurations are not used, because CUPY_AWQ_ARCH selects sm_{device.arch}"
+    tables = {origin: table for origin, table in _tables(device).items() if table}
+    if not tables:
+        return f"there is no table of tuned configurations for {device.name}"
+    tuned_ms = sorted({int(m) for table in tables.values() for shape in key.shapes for m in table.get(shape, {})})
+    at = f" at M={key.tuned_m}, only at M={', '.join(map(str, tuned_ms))}" if tuned_ms else ""
+    return f"no tuned configuration for {key.shapes[-1]}{at} ({', '.join(tables)})"
 
 
 @functools.cache

@@ -84,7 +84,7 @@ def _kinds(config: ModelConfig) -> list[QuantizedEntry | TensorEntry]:
 
 
 def _entries(config: ModelConfig) -> Iterator[QuantizedEntry | TensorEntry]:
-    """Yield all entries of the body in file order, their names with the layer index filled in."""
+    """Yield all entries of the body in file order, with the layer index filled in in their names."""
     for kind in _kinds(config):
         for layer in range(config.layers) if "{}" in kind.name else (0,):
             yield kind._replace(name=kind.name.format(layer))
@@ -168,8 +168,8 @@ def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> No
 
     Raises:
         ValueError: the format cannot represent the model: it is not a Qwen3 with theta 1e6, epsilon 1e-6 and unscaled
-            RoPE, or a linear layer is not quantized, has a bias or float offsets, or has another group size than the
-            others.
+            RoPE, a linear layer is not quantized or has a bias or float offsets, or two linear layers have different
+            group sizes.
         CheckpointError, OSError: the model cannot be read or the file cannot be written. No partial file remains.
     """
     config = files.config

@@ -326,7 +326,10 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return a text, or the repr of another value. The value is already charged, which bounds the size of its repr."""
+    """Return ``value`` if it is a str, else its repr.
+
+    The value is already charged, which bounds the size of the repr.
+    """
     return value if isinstance(value, str) else repr(value)
 
 
@@ -365,7 +368,10 @@ def _join(values: Any, separator: str = "", attribute: str | None = None) -> str
 
 
 def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Return a text whose lines are indented by ``width``: all but the first, and blank lines only if ``blank``."""
+    """Return ``text`` with its lines indented by ``width``, as jinja2's filter ``indent`` does.
+
+    The first line is indented only if ``first``, and blank lines only if ``blank``.
+    """
     space = " " * min(width, MAX_CHARACTERS) if isinstance(width, int) else width
     lines = str(text).splitlines()
     if len(space) * (len(lines) + 1) > MAX_CHARACTERS:

@@ -111,7 +111,7 @@ class ModelConfig:
 
     @property
     def kv_width(self) -> int:
-        """The total width of all key heads, which is also that of all value heads, in elements: kv_heads * head_dim."""
+        """The total width of all key heads (and of all value heads) in elements, kv_heads * head_dim."""
         return self.kv_heads * self.head_dim
 
     def rope_frequencies(self) -> tuple[npt.NDArray[np.float64], float]:
@@ -156,7 +156,7 @@ class ModelConfig:
     def _llama3(
         self, plain: npt.NDArray[np.float64], factor: float, original: float
     ) -> tuple[npt.NDArray[np.float64], float]:
-        """Return Llama 3.1's RoPE frequencies, and 1: ``factor`` divides low frequencies but not high ones."""
+        """Return Llama 3.1's RoPE frequencies and the factor 1 for cos and sin; only low frequencies are divided."""
         low, high = self._rope_number("low_freq_factor"), self._rope_number("high_freq_factor")
         if low >= high:
             raise ValueError(f"low_freq_factor: expected less than high_freq_factor={high}, got {low}")

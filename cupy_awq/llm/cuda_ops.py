@@ -70,7 +70,7 @@ class CudaOps(DecoderOps):
         self.device = device.of(device_index)
         self._host_table: npt.NDArray[Any] | None = None
         self._table: Array = None
-        self._positions: dict[Projection | None, Array] = {}  # by layer, the inverse of its activation order
+        self._positions: dict[Projection | None, Array] = {}  # the inverse activation order, by layer
         self._attention_counters = workspace.allocate_zeros(4 * kernels.MAX_COUNTERS)
         self._decode_stream: tuple[cupy.cuda.Stream, cupy.cuda.MemoryPool] | None = None
 

@@ -27,7 +27,7 @@ IQ4_NL_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )  # kvalues_iq4nl in ggml-common.h of llama.cpp
 BIAS = 128
-"""The number that is added to a code, int8, for storage as uint8."""
+"""The offset that is added to a signed 8-bit code to store it as uint8."""
 
 
 def read_weight(block: Blocks, where: str) -> BlockQuantizedWeight:

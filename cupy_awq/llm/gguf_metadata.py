@@ -68,7 +68,7 @@ def describe_tokenizer(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]
         vocab: the number of rows of the embedding table; ids without a token become unused tokens.
         stop_ids: the ids of the tokens that end a text, of which GGUF can store two.
 
-    Raises ValueError for another kind of tokenizer, or for a pre-tokenizer for which GGUF has no name.
+    Raises ValueError if the tokenizer is not byte-level BPE, or if GGUF has no name for its pre-tokenizer.
     """
     table = json.loads(tokenizer.inner.to_str())
     model = table["model"]

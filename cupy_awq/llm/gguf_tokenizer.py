@@ -41,7 +41,7 @@ PRE_TOKENIZERS = {
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""The regular expression that splits text into words before BPE, by ``tokenizer.ggml.pre``; None for that of GPT-2."""
+"""The regular expression that splits text into words before BPE, by ``tokenizer.ggml.pre``; None for GPT-2's."""
 
 
 def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -176,5 +176,5 @@ def make_pre_tokenizer(tokenizers: Any, pre: str) -> Any:
 
 
 def show(value: Any) -> str:
-    """Return a metadata value as text for an error message; of an array, which may be huge, only its length."""
+    """Return a metadata value as text for an error message; for an array, which may be huge, return only its length."""
     return f"{len(value)} values" if isinstance(value, (list, np.ndarray)) else f"{value!r:.80}"

@@ -130,6 +130,6 @@ def _read_template(file: Path) -> str:
 
 
 def _token_text(value: Any) -> str:
-    """Return the text of a special token, given its JSON value: text, or {"content": text}; else return ""."""
+    """Return the text of a special token, given as text or as {"content": text} in JSON; "" for any other value."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else ""

@@ -50,8 +50,8 @@ class QuantizedLayer:
         index: the index of the layer in the model.
         linears: the linear layers by name, such as "mlp.up_proj". Layers that are not quantized are dense.
         norms: the RMSNorm weights by name, in their stored dtype, with the channel scales folded in.
-        errors: |x (W_q - W)|^2 / |x W|^2 on the calibration tokens x by name of the linear layer, as a pair: for W_q
-            rounded to nearest, and for W_q as quantized here.
+        errors: the relative squared error |x (W_q - W)|^2 / |x W|^2 on the calibration tokens x, by name of the linear
+            layer; a pair: for W_q rounded to nearest, and for W_q as quantized here.
         output_error: |f_q(h) - f(h)| / |f(h) - h| for the layer f and the quantized layer f_q, on the inputs h that the
             layer has in the original model.
         nearest_output_error: the value of ``output_error`` for rounding to nearest.
@@ -258,7 +258,7 @@ class _Scales(NamedTuple):
 
 
 def _list_quantized(layer: str, ignore: str | None) -> dict[str, list[str]]:
-    """Return the names of the linear layers to quantize by site, without sites that have none."""
+    """Return the names of the linear layers to quantize, by site; a site without such layers is omitted."""
     names = {
         site: [name for name in names if ignore is None or not re.search(ignore, f"{layer}.{name}")]
         for site, names in SITES.items()

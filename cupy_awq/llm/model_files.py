@@ -165,7 +165,10 @@ class ModelFiles:
 
 
 def _dequantized(layer: Module | Array) -> Module | Array:
-    """Return the dequantized weight [N, K] of a layer without bias and permutation; return anything else unchanged."""
+    """Dequantize a 4-bit layer that has neither a bias nor an activation order to a dense weight [N, K].
+
+    Any other layer is returned unchanged.
+    """
     if not isinstance(layer, Module) or layer.bias is not None or layer.order is not None:
         return layer
     k, n = layer.weight.shape

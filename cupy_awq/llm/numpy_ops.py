@@ -191,7 +191,7 @@ class NumpyOps(DecoderOps):
         return project
 
     def _streamed(self, parts: Sequence[Module | DenseLinear]) -> Projection:
-        """Return the projection that converts the weights of all parts to float32 block by block at each call."""
+        """Return a projection for all parts that converts their weights to float32 block by block at each call."""
         linears: list[Projection] = [
             AwqLinear(part.weight, bias=part.bias, order=part.order, batch_invariant=self._batch_invariant)
             if isinstance(part, Module)
@@ -281,7 +281,10 @@ def _float32_weight(part: Module | DenseLinear) -> Array:
 
 
 def _streamed_dense(part: DenseLinear, multiply: Callable[[Array, Array], Array]) -> Projection:
-    """Return the projection of a dense layer that converts `STREAMED_VALUES` elements to float32 at a time."""
+    """Return a function that multiplies x by the weight of a dense layer and adds the bias.
+
+    The function converts about `STREAMED_VALUES` elements of the weight to float32 at a time, to save memory.
+    """
     weight = part.weight
     rows = max(1, STREAMED_VALUES // weight.shape[1])
 

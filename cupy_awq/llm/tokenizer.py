@@ -47,8 +47,8 @@ class Tokenizer:
         bos: the id of the BOS token to prepend to texts that are not rendered by the template; None if the model has no
             BOS token or ``inner`` adds it.
         where: the path of the file, for error messages.
-        continued: the normalizer for a text that continues another one, which gets no leading space (SentencePiece);
-            None if it is that of ``inner``.
+        continued: the normalizer for a text that continues an earlier text and so gets no leading space
+            (SentencePiece); None to use the normalizer of ``inner``.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Tokenizer:
 
         Args:
             text: the piece.
-            is_plain: whether it is the text of a special token, which is split so that it is not recognized.
-            continues: whether another piece precedes it.
+            is_plain: whether the piece is the text of a special token, which is split so that it is not recognized.
+            continues: whether another piece of the same text precedes this piece.
             add_special_tokens: True to add the tokens that start a text.
         """
         with guarded(self._where):
@@ -254,7 +254,7 @@ def _check_pipeline(table: Mapping[str, Any], where: str) -> None:
     added = table.get("added_tokens")
     entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
     check_size(where, tokens, pairs, [str(entry.get("content")) for entry in entries])
-    if isinstance(vocabulary, list):  # that of Unigram, whose time is proportional to the length of the longest token
+    if isinstance(vocabulary, list):  # a Unigram model; its encoding time is proportional to its longest token
         texts = (entry[0] for entry in vocabulary if isinstance(entry, list) and entry)
         longest = max((len(text) for text in texts if isinstance(text, str)), default=0)
         if longest > MAX_UNIGRAM:

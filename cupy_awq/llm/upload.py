@@ -17,7 +17,7 @@ from cupy_awq.weight import PackedWeight
 
 
 def awq_linear(part: Module, batch_invariant: bool) -> AwqLinear:
-    """Return the layer for a module whose arrays are on the GPU. If it is repacked, its AWQ tensors are freed."""
+    """Return the layer for a module whose arrays are on the GPU; a repacked layer does not keep its AWQ tensors."""
     weight, bias, order = part.weight, part.bias, part.order
     return AwqLinear(weight, bias=bias, keep_weight=False, batch_invariant=batch_invariant, order=order)
 
@@ -49,7 +49,7 @@ def to_gpu(part: Module, column_order: npt.NDArray[np.int32] | None = None) -> M
 
 
 def form(part: Module) -> tuple[Any, ...]:
-    """Return the properties of a layer that must be equal for two layers to be concatenated."""
+    """Return the properties of a layer; only layers with equal properties can be concatenated."""
     spec = part.weight.spec
     return spec.k, spec.group_size, spec.dtype, spec.zeros, None if part.order is None else part.order.tobytes()
 

@@ -19,7 +19,7 @@ from cupy_awq.runtime import device, placement
 from cupy_awq.runtime.arrays import views
 
 LIMITS = np.finfo(np.float32)
-"""The largest and the smallest normal float32, among other properties of float32."""
+"""The properties of float32, such as its largest and its smallest normal number."""
 MULTIPLIER = "x_scale * weight_scale / out_scale"
 """The formula of the multiplier M, for error messages."""
 

@@ -66,7 +66,7 @@ def launch(plan: LaunchPlan, buffers: Mapping[str, Any], device: int) -> None:
 
 
 def deliver(y: Array, out: Array | None) -> Array:
-    """Return ``y`` if ``out`` is None; otherwise copy ``y`` to ``out`` if they differ, and return ``out``."""
+    """Return ``out``, after copying ``y`` to it unless both are the same object; return ``y`` if ``out`` is None."""
     if out is None:
         return y
     if out is not y:

@@ -20,7 +20,7 @@ def check_order(order: Array, k: int, index: int) -> Array:
     the host synchronizes.
 
     Raises:
-        TypeError: the order is not an array, lies on another device, or is not int32.
+        TypeError: the order is not an int32 array on device ``index``.
         ValueError: the shape is not [K], or the values are not a permutation.
 
     >>> check_order(np.array([1, 0, 2], np.int32), 3, HOST)
@@ -66,7 +66,7 @@ def gather_columns(x: Array, order: Array) -> Array:
 
 
 def prepare_gather(x: Array, index: int) -> Launcher:
-    """Return the launch of `gather_columns` for arrays of the layout of x, whose rows have one stride.
+    """Return a launch of `gather_columns` for arrays with the layout of x, whose rows are equally spaced.
 
     A call takes the addresses of x, of the order and of y (contiguous, aligned to 32 bytes), and a stream of the
     current GPU, whose ordinal is ``index``.

@@ -93,7 +93,7 @@ def gemm(
     try:
         key = *map(arrays.layout_key, operands), activation, dtype, kernel, split_k, batch_invariant
         launch = _launches.get(key)
-    except (AttributeError, ValueError, TypeError):  # An array is of another library, or an option is not hashable.
+    except (AttributeError, ValueError, TypeError):  # An operand is not a CuPy array, or an option is not hashable.
         key = launch = None
     if launch is not None:
         y = launch.run(x, residual, out, constant_pointers(qweight, scales, qzeros, None, bias))

@@ -42,11 +42,11 @@ class Plan:
         kernel: name of the kernel; "numpy" on the CPU, "none" on a GPU if M = 0.
         shape: shape of y.
         workspace_bytes: size in bytes of the workspace, for partial sums of split-K and for x in its activation order.
-            The plan owns a workspace. If calls may run concurrently on several streams, each stream needs another
-            ``workspace``: a contiguous array of at least ``workspace_bytes`` bytes that is zero before its first use.
-            Plans whose calls run in order can share it. As any CuPy array, the plan's own workspace belongs to the
-            stream that was current when the plan was created: keep the plan until its calls on other streams have
-            finished.
+            The plan owns a workspace. If calls may run concurrently on several streams, each stream needs a
+            ``workspace`` of its own: a contiguous array of at least ``workspace_bytes`` bytes that is zero before its
+            first use. Plans whose calls run in order can share it. As any CuPy array, the plan's own workspace belongs
+            to the stream that was current when the plan was created: keep the plan until its calls on other streams
+            have finished.
     """
 
     __slots__ = (
@@ -89,7 +89,7 @@ class Plan:
         if out is None:
             out = _empty(product.shape, "out", x.dtype, weight.spec.device)
         if weight.spec.device != HOST:
-            self.kernel = "none"  # The value for M = 0.
+            self.kernel = "none"  # the name if M = 0 and nothing is launched
             if x.size:
                 for name, a in (("x", x), ("out", out), ("residual", residual)):
                     if a is not None and arrays.row_stride(a) is None:
@@ -232,7 +232,7 @@ def make_plan(
     dtype: Any,
     batch_invariant: bool,
 ) -> Plan:
-    """Return the plan of `plan` for x[..., order]; ``order`` is a result of `check_order`, or None for x as it is."""
+    """Create the plan that `plan` returns, for x[..., order]; ``order`` comes from `check_order`; None for x itself."""
     check_packed(weight)
     index = weight.spec.device
     with placement.use_device(index):

@@ -30,7 +30,7 @@ class ChannelScales(NamedTuple):
     loss: float
     """The squared error of the outputs with these scales, trace(D H D^T), summed over the layers that share x."""
     identity_loss: float
-    """The loss without scales (t = 1), which is that of rounding to nearest."""
+    """The loss without scales (t = 1): the loss of rounding to nearest."""
 
 
 def search_channel_scales(

@@ -98,7 +98,7 @@ def make_grid(scale: Array, zero: Array) -> Grid:
 
 
 def select_grid(condition: Array, grid: Grid, other: Grid) -> Grid:
-    """Return the grids ``grid`` where the condition holds and ``other`` elsewhere."""
+    """Return ``grid`` for the groups for which the condition holds, and ``other`` for all other groups."""
     xp = namespace(condition)
     bits = xp.where(condition, grid.scale.view(np.uint16), other.scale.view(np.uint16))
     rest = (xp.where(condition, a, b) for a, b in zip(grid[1:], other[1:], strict=True))

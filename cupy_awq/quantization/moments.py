@@ -36,8 +36,8 @@ class Moments(NamedTuple):
     def regularize(self, shrinkage: float, damping: float) -> Moments:
         """Return the moments with H = (1 - shrinkage) * H + shrinkage * diag(H) + damping * mean(diag H) * I.
 
-        The correlations of channels on few, similar calibration tokens are larger than those on other texts, so
-        shrinkage reduces them. The result is positive definite for damping > 0.
+        Few, similar calibration tokens overestimate the correlations of channels, so shrinkage reduces the
+        correlations. The result is positive definite for damping > 0.
 
         >>> Moments(np.array([[5.0, -1.0], [-1.0, 3.0]], np.float32), None, 2).regularize(0.5, 0.25).second.tolist()
         [[6.0, -0.5], [-0.5, 4.0]]

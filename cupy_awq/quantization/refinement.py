@@ -19,7 +19,7 @@ def refine(w: Array, second: Array, rows: QuantizedRows, *, passes: int, symmetr
 
     Args:
         w: the weight, float32 [N, K]; it is not modified.
-        second: the second moments H of the inputs, float32 [K, K], with a positive diagonal (`Moments.damp`).
+        second: the second moments H of the inputs, float32 [K, K], with a positive diagonal (`Moments.regularize`).
         rows: the quantized weight; it is not modified.
         passes: the number of passes over all groups and all codes.
         symmetric: whether every zero point is 8.

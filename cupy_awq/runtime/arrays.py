@@ -57,7 +57,8 @@ def _view(a: Any, name: str) -> Any:
             return cupy.from_dlpack(a)
         pointer, read_only = interface["data"]
         if pointer and not (read_only and name == "out"):
-            # If the interface names no stream, only DLPack makes this stream wait for writes to the array.
+            # Without a stream in __cuda_array_interface__, cupy.asarray cannot wait for the kernels that write the
+            # array; DLPack's exchange of streams can.
             if interface.get("stream") is None and hasattr(a, "__dlpack__"):
                 return cupy.from_dlpack(a)
             # cupy.asarray copies an array that is not on the current device.
@@ -101,7 +102,7 @@ def layout_key(a: Array | None) -> Any:
     A launch can be reused for all arrays with equal keys. The key of None is None.
 
     Raises:
-        AttributeError: ``a`` is an array of another library.
+        AttributeError: ``a`` is not a CuPy array.
         ValueError: ``a`` is a NumPy array of bfloat16, whose memory NumPy cannot export.
     """
     if a is None:

@@ -19,7 +19,10 @@ _warning_lock = threading.Lock()
 
 
 def folder() -> Path:
-    """Return the cache folder: ``$CUPY_AWQ_CACHE_DIR``, or ``cupy_awq`` in the user's cache folder of the platform."""
+    """Return the cache folder: ``$CUPY_AWQ_CACHE_DIR`` if set, else ``cupy_awq`` in the platform's user cache folder.
+
+    The user cache folder is ``$XDG_CACHE_HOME`` or ``~/.cache``, and ``%LOCALAPPDATA%`` on Windows.
+    """
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)
     if sys.platform == "win32":

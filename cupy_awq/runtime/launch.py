@@ -105,7 +105,7 @@ class Launcher:
     Raises:
         CompileError: the kernel does not compile.
         MemoryError: the memory of the GPU is exhausted.
-        RuntimeError: in a call, if the driver reports another error.
+        RuntimeError: in a call, if the driver reports any other error.
     """
 
     def __init__(self, plan: LaunchPlan) -> None:
@@ -120,7 +120,7 @@ class Launcher:
         self._function = driver.CUfunction(self._cupy_function.ptr)
         if plan.prefers_l1:
             carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-            driver.cuFuncSetAttribute(self._function, carveout, L1_SHARED_PERCENT)  # The status of a hint is ignored.
+            driver.cuFuncSetAttribute(self._function, carveout, L1_SHARED_PERCENT)  # only a hint: errors are ignored
         self._driver = driver
         self._configs: dict[int, Any] = {}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device selection by ordinal, and errors about exhausted GPU memory."""
+"""Device selection by ordinal, and out-of-memory errors."""
 
 from __future__ import annotations
 

@@ -32,7 +32,10 @@ FP16_FLOPS_PER_SM_CLOCK = {
     100: 8192,
     120: 1024,
 }
-"""The number of float16 operations per SM and clock, by architecture; others have that of the next lower one."""
+"""The peak float16 tensor-core operations per SM and clock cycle, by architecture.
+
+An architecture that is not listed has the value of the closest lower one in the table.
+"""
 
 SIDE = 8192
 """M, N and K of the GEMM that measures the fp16 throughput."""
@@ -181,7 +184,7 @@ def _ceilings(device: int) -> Ceilings:
 
 
 def _read_gbs() -> float:
-    """Return the memory bandwidth in GB/s: the larger of that of a copy (bytes read plus written) and of a sum."""
+    """Return the memory bandwidth in GB/s: the higher one of a copy (bytes read plus written) and a sum."""
     import cupy
 
     free, _ = cupy.cuda.runtime.memGetInfo()
@@ -203,7 +206,7 @@ def _matmul_tflops(device: int) -> float:
 
 
 def nominal_tflops(gpu: devices.Device, hertz: float) -> float:
-    """Return the nominal float16 throughput of a GPU in TFLOP/s at a clock in Hz."""
+    """Return the nominal float16 throughput of a GPU in TFLOP/s at the clock frequency ``hertz``."""
     known = max((arch for arch in FP16_FLOPS_PER_SM_CLOCK if arch <= gpu.native), default=60)
     return FP16_FLOPS_PER_SM_CLOCK[known] * gpu.sm_count * hertz / 1e12
 

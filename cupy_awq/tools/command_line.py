@@ -302,8 +302,9 @@ def _bench_model(args: argparse.Namespace) -> int:
     from cupy_awq.tools import bench_llm as speed
     from cupy_awq.tools.table import render
 
-    if args.kernel or args.plan or args.plot or args.dtype != "float16" or args.op != "gemm":
-        raise ValueError("bench: --model takes no --kernel, --plan, --plot, --dtype or --op")
+    given = args.kernel or args.plan or args.batch_invariant or args.plot
+    if given or args.dtype != "float16" or args.op != "gemm":
+        raise ValueError("bench: --model takes no --kernel, --plan, --batch-invariant, --plot, --dtype or --op")
     rows = speed.measure(args.model, progress=lambda done, total: _progress("bench", f"layer {done} of {total}"))
     lines = [
         [

@@ -181,7 +181,7 @@ def _score(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, text: str) -> int:
-    """Print a table of the models' scores. The last column is the loss per token minus that of the first model."""
+    """Print a table of the models' scores. The last column is the loss per token minus the first model's."""
     width = max(map(len, args.models))
     print(f"{'model':{width}}  tokens  perplexity  nats/token    loss")
     first = None

@@ -84,7 +84,9 @@ def read_texts(path: Path) -> list[str]:
 
     Raises OSError if a file cannot be read, ValueError if a file is not UTF-8 or a folder contains no text.
     """
-    files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md") and file.is_file())
     if not files:
         raise ValueError(f"{path}: expected a folder of .txt or .md files, got none")
     texts = []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,20 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from cupy_awq import checkpoint, llm
+from cupy_awq.checkpoint import gguf_write
 from cupy_awq.llm import ak48
 from cupy_awq.llm.build import build_model
 from cupy_awq.llm.numpy_ops import NumpyOps
-from tests import checkpoint_files, llm_models, test_formats, test_formats_gguf
+from tests import (
+    checkpoint_files,
+    format_files,
+    llm_models,
+    packers,
+    test_formats,
+    test_formats_experts,
+    test_formats_gguf,
+    test_llm_sentencepiece,
+)
 
 MESSAGES = [{"role": "user", "content": "Hi <|im_end|> é"}, {"role": "assistant", "content": "Ok."}]
 
@@ -117,6 +128,28 @@ def _write_gguf_kinds(path: Path) -> None:
     test_formats_gguf.write(path / "m.gguf", tensors, **test_formats_gguf.HEADS)
 
 
+def _write_sentence_piece(path: Path) -> None:
+    test_llm_sentencepiece.model_file(path / "m.gguf")
+
+
+def _write_fused(path: Path) -> None:
+    """Write experts as fused tensors in compressed-tensors' format."""
+    packed = [packers.compressed_tensors(w) for w in test_formats_experts.WEIGHTS]
+    tensors = {f"mlp.experts.up_proj_{part[7:]}": np.stack([parts[part] for parts in packed]) for part in packed[0]}
+    format_files.save_folder(path, tensors, {"quantization_config": test_formats_experts.COMPRESSED})
+
+
+def _write_converted(path: Path) -> None:
+    """Write a GGUF file by `gguf_write`."""
+    packed = {f"model.layers.0.mlp.up_proj.{part}": a for part, a in packers.compressed_tensors(_SYMMETRIC).items()}
+    config = {"quantization_config": packers.compressed_tensors_config(_SYMMETRIC)}
+    contents = checkpoint.read(format_files.save_folder(path / "source", packed, config))
+    gguf_write.write(path / "m.gguf", contents, {"general.architecture": "qwen2"})
+
+
+_SYMMETRIC = dataclasses.replace(test_formats_experts.WEIGHTS[0], zeros=np.full((2, 16), 8, np.uint8))
+
+
 def _first_cases() -> dict[str, dict[str, Any]]:
     """Return the first recorded checkpoint of each format."""
     cases: dict[str, dict[str, Any]] = {}
@@ -150,7 +183,10 @@ def _all_readers() -> list[Reader]:
         Reader("template", _write_template, ("chat_template.jinja",), read_tokenizer),
         Reader("gguf", _write_gguf, ("m.gguf",), lambda path: read_model(path / "m.gguf")),
         Reader("gguf tokenizer", _write_gguf, ("m.gguf",), lambda path: read_tokenizer(path / "m.gguf")),
+        Reader("gguf sentencepiece", _write_sentence_piece, ("m.gguf",), lambda path: read_tokenizer(path / "m.gguf")),
         Reader("gguf types", _write_gguf_kinds, ("m.gguf",), lambda path: read_checkpoint(path / "m.gguf")),
+        Reader("fused experts", _write_fused, ("config.json", "model.safetensors"), read_checkpoint),
+        Reader("gguf written", _write_converted, ("m.gguf",), lambda path: read_checkpoint(path / "m.gguf")),
         Reader("ak48", _write_ak48, ("m.ak48",), lambda path: read_model(path / "m.ak48")),
         *(_format_reader(name, case) for name, case in _first_cases().items()),
     ]
