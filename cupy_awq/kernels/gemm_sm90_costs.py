@@ -156,8 +156,8 @@ class TimeParts(NamedTuple):
 
     Attributes:
         us: run time.
-        fixed: parts that are added.
-        overlapping: parts that overlap, of which the p-norm is added.
+        fixed: times that do not overlap, by name; their sum is a part of ``us``.
+        overlapping: times that overlap, by name; their p-norm is the rest of ``us``, under the power limit for wgmma.
     """
 
     us: float
