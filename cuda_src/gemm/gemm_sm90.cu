@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const auto pipeline = tile.shared.pipeline();
     auto state = PipelineState<kStages>::consumer(consumer);
     const Operands mine = lane_operands(tile);
-    uint32_t preceding = 0;  // shared address of the preceding stage's empty barrier if it is not yet released, else 0
+    uint32_t preceding = 0;  // empty barrier (shared address) of the preceding stage if not yet released, else 0
     uint32_t a[2][4][4];
     const ScaledCodes<X>::Factor factor(scale_factor);
     for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {

@@ -37,7 +37,7 @@
 constexpr int kXParts = 8;
 constexpr bool kPrefetchesX = !kAddsToStream && !kRmsNormsX;
 
-// Synchronizes all threads of the CTA. Unlike __syncthreads, warps may call it from different branches.
+// Synchronizes all threads of the CTA. Unlike __syncthreads, warps may call this function from different branches.
 __device__ __forceinline__ void sync_cta() { ptx::barrier_sync(0, kThreads); }
 
 // Waits until the barriers of all CTAs of the cluster are initialized and the missing rows of x are zeroed.
@@ -169,7 +169,7 @@ __device__ __forceinline__ void run_tile(const GemmArguments& args, PrefetchX pr
     ptx::griddepcontrol_launch_dependents();
     float* accumulators = reinterpret_cast<float*>(memory);
     const OutputVector first(tile, threadIdx.x, args.m, args.n);  // this thread's first vector of the residual stream
-    // The residual stream is no longer in L2: weights read since it was written have evicted it.
+    // The residual stream is no longer in L2: weights that were read later have evicted the stream.
     if (kAddsToStream && first.is_valid) args.stream.prefetch(first.row, first.column, args.n);
     if constexpr (kRmsNormsX && !kHasFactorWarp) make_factors<kProducerWarp>(tile, args, memory, warp);
     ResidualStream::Part part = {};

@@ -157,8 +157,8 @@ __device__ __forceinline__ Tile make_tile(uint8_t* memory, int m, int k) {
 }
 
 // Returns whether this is a padding CTA, which has no tile. Padding CTAs make the grid a multiple of the SM count, so
-// that every SM has as many free slots for CTAs of the next kernel. Otherwise two of these CTAs may share an SM while
-// another SM has none.
+// that every SM has as many free slots for CTAs of the next kernel. Without padding, two CTAs of the next kernel may
+// share one SM while another SM has none.
 __device__ __forceinline__ bool is_padding_cta(const Tile& tile, int n) {
   return gridDim.y == 1 && tile.n_block >= ceil_div(n, kBlockN);
 }

@@ -71,8 +71,8 @@ struct PipelineState {
   int stage_idx;
   uint32_t phase;
 
-  // Returns the initial state of a warp that waits on empty barriers: it does not block in the first pass
-  // over the ring.
+  // Returns the initial state of a warp that waits on empty barriers: the warp does not block in the first pass over
+  // the ring.
   static __device__ constexpr PipelineState producer() { return {0, 1}; }
   // Returns the initial state of a warp that waits on full barriers.
   static __device__ constexpr PipelineState consumer(int stage_idx = 0) { return {stage_idx, 0}; }
