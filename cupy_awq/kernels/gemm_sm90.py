@@ -29,7 +29,7 @@ NAME = "gemm_sm90"
 MMA_MAX_M = 16
 """The largest M that the mma kernel supports."""
 WGMMA_MIN_M = 9
-"""The smallest M for the wgmma kernel; below it the mma kernel is faster."""
+"""The smallest M for the wgmma kernel; for smaller M, the mma kernel is faster."""
 WGMMA_MAX_BLOCK_M = 128
 """The largest ``block_m`` of the wgmma kernel."""
 SCALED_MIN_M = 33

@@ -27,7 +27,7 @@ CLOCK_MHZ = 1750
 SCHEDULERS = 4
 """The number of warp schedulers per SM."""
 MIN_TENSOR_CYCLES = 13
-"""The smallest number of tensor-core cycles of one wgmma, however few rows it has."""
+"""The smallest number of tensor-core cycles per wgmma, reached with few rows of x."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class MmaCosts:
 
 @dataclass(frozen=True)
 class WgmmaCosts:
-    """Constants of the cost model of the wgmma kernel. Cycles are per k tile and m64 tile (128 k and 64 columns).
+    """Constants of the cost model of the wgmma kernel. Cycles are per k tile and m64 tile (128 x 64 weights).
 
     Attributes:
         launch_us, nonresident_us, wave_us, stream_factor, norm: as in `MmaCosts`.

@@ -177,7 +177,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
 def tile_heights(m: int, most: int) -> list[int]:
     """Return the values of ``block_m`` to try, multiples of 16 up to ``most``: those that divide M rows evenly.
 
-    Lower tiles are tried down to half of ``most``, since another number of tiles may fill the SMs better.
+    Values down to half of ``most`` are included, since a larger number of lower tiles may fill the SMs better.
 
     >>> tile_heights(48, 64), tile_heights(200, 256), tile_heights(700, 256), tile_heights(700, 128)
     ([48], [208], [240, 176, 144], [128, 112, 96, 80])
@@ -231,7 +231,7 @@ def workspace(config: GemmSm90LargeConfig, problem: Problem) -> Workspace:
 def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> float:
     """Return the run time in microseconds: launch, the larger of compute and weight read time, stream-K reduction.
 
-    The compute time is that of the cluster with the most k tiles. The maximum is smooth (a p-norm).
+    The compute time is the time of the cluster with the most k tiles. The maximum is smooth (a p-norm).
     """
     clusters = config.ctas // config.cluster
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)

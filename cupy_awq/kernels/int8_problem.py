@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Int8Problem`, a GEMM of 8-bit activations and a block-quantized weight, and functions that its families share."""
+"""`Int8Problem`, a GEMM of 8-bit activations and a block-quantized weight, and functions shared by kernel families."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def layout_refusal(problem: Int8Problem) -> str | None:
 
 
 def fp8_block_size(block_size: int, k: int) -> int:
-    """Return the number of columns per sum of codes for `quantize_fp8`: it divides 128 and the weight's block size."""
+    """Return the number of columns per sum of codes for `quantize_fp8`, a divisor of 128 and the weight's block size."""
     return math.gcd(block_size, BLOCK_K) if block_size < k else BLOCK_K
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a kernel and its configuration for a problem.
+"""The choice of a kernel and a configuration for a problem.
 
 `choose` returns the tuned configuration if there is one, and otherwise the legal configuration with the lowest time by
 cost model, over all families. The functions are pure and serve every type of problem.
