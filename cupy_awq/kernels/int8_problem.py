@@ -145,7 +145,7 @@ def layout_refusal(problem: Int8Problem) -> str | None:
 
 
 def fp8_block_size(block_size: int, k: int) -> int:
-    """Return the number of columns per sum of codes for `quantize_fp8`, a divisor of 128 and the weight's block size."""
+    """Return the columns per sum of codes for `quantize_fp8`, a divisor of 128 and the weight's block size."""
     return math.gcd(block_size, BLOCK_K) if block_size < k else BLOCK_K
 
 
