@@ -67,8 +67,8 @@ struct Codes<bfloat16_t> {
   // bfloat16 has 7 mantissa bits, so the last mantissa bit of 128 = 2^7 has the value 1. 128 has exponent 7 + 127 = 134
   // and mantissa 0: 134 << 7 = 0x4300. A code four bits higher would overlap the exponent, so `high` shifts the word.
   static constexpr uint32_t kMagic = 0x43004300u;
-  static constexpr uint32_t kOne = 0x3f803f80u;    // 1.0: exponent 127, 127 << 7
-  static constexpr uint32_t kSigns = 0x80008000u;  // the sign bits
+  static constexpr uint32_t kOne = 0x3f803f80u;    // 1.0: exponent 127, 127 << 7 = 0x3f80
+  static constexpr uint32_t kSigns = 0x80008000u;  // sign bits of both halves
 
   // Returns -(128 + z).
   static __device__ __forceinline__ uint32_t zero_low(uint32_t word) {

@@ -278,7 +278,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     copy.template wait<kStages - 2>();
     __syncthreads();
-    // All warps have finished reading the preceding stage, so it can be refilled.
+    // All warps have finished reading the preceding stage, which can now be refilled.
     const int tile_ahead = tile + kStages - 1;
     if (tile_ahead < tile_end) start_stage(tile_ahead, stage == 0 ? kStages - 1 : stage - 1);
     copy.commit();

@@ -23,7 +23,7 @@ static_assert(__CUDA_ARCH__ == 900, "gemm_sm90 needs sm_90a");
 constexpr int kWarpgroups = WARPGROUPS;
 constexpr int kM64Tiles = M64_TILES;
 constexpr bool kScaled = SCALED;
-constexpr int kXHalfBytes = kBlockM * 128;  // bytes of BLOCK_M rows x 64 k of x
+constexpr int kXHalfBytes = kBlockM * 128;  // bytes of BLOCK_M rows x 64 columns of x
 constexpr int kAccumulators = kBlockM / 2;  // number of accumulators per thread and m64 tile
 constexpr int kK16Steps = kWeightTileK / 16;
 
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const auto pipeline = tile.shared.pipeline();
     auto state = PipelineState<kStages>::consumer(consumer);
     const Operands mine = lane_operands(tile);
-    uint32_t preceding = 0;  // shared address of the preceding stage's empty barrier if it is not yet released, else 0
+    uint32_t preceding = 0;  // empty barrier (shared address) of the preceding stage if not yet released, else 0
     uint32_t a[2][4][4];
     const ScaledCodes<X>::Factor factor(scale_factor);
     for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {

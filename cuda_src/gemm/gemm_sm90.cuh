@@ -37,7 +37,7 @@
 constexpr int kXParts = 8;
 constexpr bool kPrefetchesX = !kAddsToStream && !kRmsNormsX;
 
-// Synchronizes all threads of the CTA. Unlike __syncthreads, warps may call it from different branches.
+// Synchronizes all threads of the CTA. Unlike __syncthreads, warps may call this function from different branches.
 __device__ __forceinline__ void sync_cta() { ptx::barrier_sync(0, kThreads); }
 
 // Waits until the barriers of all CTAs of the cluster are initialized and the missing rows of x are zeroed.
@@ -55,7 +55,8 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
   const bool is_leader = ptx::elect();
   const SharedStorage& shared = tile.shared;
   const auto pipeline = shared.pipeline();
-  // In a gated tile, the first half of the weight tiles are of the gate projection, the others of the up projection.
+  // In a gated tile, the first half of the weight tiles belongs to the gate projection, the second half to the up
+  // projection.
   constexpr int kAdjacent = kGated ? kWeightTiles / 2 : kWeightTiles;
   const TileColumns columns(args.weight, tile.n_block * kAdjacent, tile.k_tile_begin, args.n, args.k);
   const int x_bytes = has_rows_to_zero(args.m) ? args.m * (kXStageBytes / kBlockM) : kXStageBytes;
@@ -168,7 +169,7 @@ __device__ __forceinline__ void run_tile(const GemmArguments& args, PrefetchX pr
     ptx::griddepcontrol_launch_dependents();
     float* accumulators = reinterpret_cast<float*>(memory);
     const OutputVector first(tile, threadIdx.x, args.m, args.n);  // this thread's first vector of the residual stream
-    // The residual stream is no longer in L2: weights read since it was written have evicted it.
+    // The residual stream is no longer in L2: weights that were read later have evicted the stream.
     if (kAddsToStream && first.is_valid) args.stream.prefetch(first.row, first.column, args.n);
     if constexpr (kRmsNormsX && !kHasFactorWarp) make_factors<kProducerWarp>(tile, args, memory, warp);
     ResidualStream::Part part = {};

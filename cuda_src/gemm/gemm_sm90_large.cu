@@ -103,7 +103,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     cluster_sync_after_init<kCluster>();
   }
   ptx::griddepcontrol_launch_dependents();
-  // Each warp role constructs its own scheduler after setmaxnreg: one scheduler before it would spill registers.
+  // Each warp role constructs its own scheduler after setmaxnreg: one scheduler before setmaxnreg would spill
+  // registers.
   auto make_scheduler = [&] {
     return Scheduler(ceil_div(m, kBlockM), ceil_div(n, kBlockN * kCluster), ceil_div(k, kWeightTileK), stream_k_units,
                      stream_k_clusters);
@@ -175,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             load_slice(state.stage_idx, 0);
           }
           ptx::wgmma_wait_group<1>();
-          // All wgmmas on the preceding stage have completed, so it can be released.
+          // All wgmmas on the preceding stage have completed, so this stage can be released.
           if (b == 0 && k_tile > scheduler.k_tile_begin) pipeline.release<kCluster>(preceding, lane);
           dequantize(a[(b + 1) % 2]);
         }

@@ -31,7 +31,7 @@ static_assert(kCluster == 1 || kCluster == 2, "a stage of x has two halves to mu
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(kStoreRows == 16 || kStoreRows == 32, "stmatrix stores 16 rows at a time");
 
-constexpr int kXHalfBytes = kBlockM * 128;  // bytes of half a stage of x: BLOCK_M rows x 64 k, 2 bytes each
+constexpr int kXHalfBytes = kBlockM * 128;  // bytes of half a stage of x: BLOCK_M rows x 64 columns
 constexpr int kXStageBytes = 2 * kXHalfBytes;
 constexpr int kWeightStageBytes = kWeightTiles * kWeightTileBytes;
 constexpr int kStoreRowBytes = kM64Tiles * 64 * 2 + 16;  // with 16 bytes of padding, 8 rows start in different banks

@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const Accumulators& 
     return row_begin + chunk * kStoreRows + (pass * 128 + thread) / (kStoreN / 8);
   };
   auto column = [&](int pass) { return column_begin + (pass * 128 + thread) % (kStoreN / 8) * 8; };
-  // The first rows may belong to the preceding tile, which stores them (tma.cuh).
+  // The first rows may belong to the preceding tile, which stores these rows (tma.cuh).
   auto is_stored = [&](int chunk, int pass) {
     return row(chunk, pass) >= tile.m_block * kBlockM && row(chunk, pass) < m && column(pass) < n_out;
   };

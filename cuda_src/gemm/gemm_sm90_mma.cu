@@ -37,8 +37,8 @@ constexpr int kXRows = X_ROWS;  // number of rows of x in shared memory, a power
 constexpr int kStageK = kKTiles * kWeightTileK;
 constexpr int kXChunks = kStageK / 8;  // number of 16-byte chunks per row of x in shared memory
 
-// Whether unused columns of operand B hold other slices of K. This is no faster with more than two rows, and with
-// several groups per weight tile a lane would need the scales of all its slices.
+// Whether unused columns of operand B hold other slices of K. Such slices are no faster with more than two rows of x,
+// and with several groups per weight tile a lane would need the scales of all its slices.
 constexpr bool kSliced = kXRows <= 2 && kGroups == 1;
 constexpr int kRows = kSliced ? kXRows : 2;  // number of rows of y per lane in each mma tile
 // Whether a thread has enough registers (112, fewer for one row) to load the residual stream before the main loop.
@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 #pragma unroll kUnroll
       for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
         const uint32_t offset = state.stage_idx * kWeightStageBytes + k_tile * kWeightTileBytes;
-        // Load the weight's operands first, because they arrive before x.
+        // Load the operands of the weight first, because the weight arrives before x.
         Vector<uint32_t, 4> words[2][kN16Tiles];
         const auto load_codes = [&](int k64) {
 #pragma unroll

@@ -94,7 +94,8 @@ struct SharedStorage {
   using Barriers = SharedArray<WeightStages::kEnd, 2 * kStages, kBarrierBytes>;
   // Used after the main loop, in the memory of the stages.
   using Accumulators = SharedArray<0, kConsumers, kConsumerFloats * 4>;
-  // Not shared with the stages, because other CTAs may write their partial sums while this CTA is in the main loop.
+  // These arrays have memory of their own, because other CTAs may write partial sums while this CTA is in its main
+  // loop.
   static constexpr int kOverlaidEnd = Barriers::kEnd > Accumulators::kEnd ? Barriers::kEnd : Accumulators::kEnd;
   using ReceivedBarrier = SharedArray<kOverlaidEnd, kSplitK == 1 ? 0 : 1, 16>;
   using Received = SharedArray<ReceivedBarrier::kEnd, kSplitK - 1, kReceivedFloats * 4>;
@@ -156,8 +157,8 @@ __device__ __forceinline__ Tile make_tile(uint8_t* memory, int m, int k) {
 }
 
 // Returns whether this is a padding CTA, which has no tile. Padding CTAs make the grid a multiple of the SM count, so
-// that every SM has as many free slots for CTAs of the next kernel. Otherwise two of these CTAs may share an SM while
-// another SM has none.
+// that every SM has as many free slots for CTAs of the next kernel. Without padding, two CTAs of the next kernel may
+// share one SM while another SM has none.
 __device__ __forceinline__ bool is_padding_cta(const Tile& tile, int n) {
   return gridDim.y == 1 && tile.n_block >= ceil_div(n, kBlockN);
 }

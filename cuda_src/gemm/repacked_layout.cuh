@@ -107,7 +107,7 @@ struct ExactCodes<half_t> {
 
 template <>
 struct ExactCodes<bfloat16_t> {
-  // The method of float16 fails for bfloat16: its mantissa is too short for a code at two bit positions, and its
+  // The method of float16 fails for bfloat16, whose mantissa is too short for a code at two bit positions and whose
   // subnormals are too small. So q is OR-ed into the bits of 128, and 128 + z is subtracted: see int4.cuh.
   static constexpr float kUnit = 1.0f;
 

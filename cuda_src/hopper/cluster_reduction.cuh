@@ -22,13 +22,13 @@ struct PartialSumBarrier {
   // to this CTA. The cluster must synchronize before the first write.
   __device__ __forceinline__ void init() const { ptx::mbarrier_init(barrier, 1); }
   __device__ __forceinline__ void expect(int bytes) const { ptx::mbarrier_arrive_expect_tx(barrier, bytes); }
-  // Writes four values to the shared memory of CTA `rank`, at this CTA's address `shared_address`, and completes their
-  // 16 bytes on the barrier of that CTA.
+  // Writes four values to the shared memory of CTA `rank`, at the address that corresponds to `shared_address` in this
+  // CTA, and completes their 16 bytes on the barrier of CTA `rank`.
   __device__ __forceinline__ void write(uint32_t rank, uint32_t shared_address, const float (&values)[4]) const {
     ptx::st_async(ptx::mapa(shared_address, rank), values, ptx::mapa(barrier, rank));
   }
-  // Blocks until all expected bytes have landed. A CTA must not exit before, because other CTAs still write to its
-  // shared memory.
+  // Blocks until all expected bytes have landed. A CTA must not exit before this wait, because other CTAs still write
+  // to its shared memory.
   __device__ __forceinline__ void wait_for_all() const { wait(barrier, 0); }
 };
 

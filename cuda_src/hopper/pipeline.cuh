@@ -26,8 +26,9 @@
 // consumers take turns at the stages static_assert kNumStages % CONSUMERS == 0. A producer whose prologue fills every
 // stage without a wait (gemm_sm90) skips only the wait for the phase before phase 0, which is complete by definition.
 //
-// No wait misses its phase: phase i + 1 of a full barrier needs the producer, which waits for phase i of the empty
-// barrier, which needs every consumer warp to have passed its wait for phase i of the full barrier.
+// No wait misses its phase: phase i + 1 of a full barrier completes only after the producer has arrived. Before this
+// arrival, the producer waits for a release of the stage by every consumer warp, and a consumer warp releases the stage
+// only after its wait for phase i of the full barrier.
 //
 // gemm_sm90_raw has full barriers only, because each warp is the producer and the consumer of its own ring. Both
 // arguments hold without empty barriers: only the warp that waits for phase i starts the copies of phase i + 1, after
@@ -71,8 +72,8 @@ struct PipelineState {
   int stage_idx;
   uint32_t phase;
 
-  // Returns the initial state of a warp that waits on empty barriers: it does not block in the first pass
-  // over the ring.
+  // Returns the initial state of a warp that waits on empty barriers: the warp does not block in the first pass over
+  // the ring.
   static __device__ constexpr PipelineState producer() { return {0, 1}; }
   // Returns the initial state of a warp that waits on full barriers.
   static __device__ constexpr PipelineState consumer(int stage_idx = 0) { return {stage_idx, 0}; }

@@ -54,8 +54,8 @@ struct PersistentTileScheduler {
 //   unit      0 0 0 0 | 0 0 1 1 | 1 1 1 1
 //   k tile    0 1 2 3 | 4 5 0 1 | 2 3 4 5
 //
-// A cluster processes its share from the last unit to the first. So it starts with the unit that a later cluster
-// finishes, and the partial sums are ready when that cluster adds them.
+// A cluster processes its share from the last unit to the first. So the cluster starts with the unit that a later
+// cluster finishes, and its partial sums are ready when the later cluster adds them.
 template <int kClusterSize, bool kUseStreamK>
 struct StreamKTileScheduler {
   int m_blocks, n_blocks;  // numbers of units along m and n

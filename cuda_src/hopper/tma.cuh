@@ -27,8 +27,8 @@ __device__ __forceinline__ void tma_multicast_3d(uint32_t shared_address, const 
 
 // The rows of x that a tile covers. TMA is slow if a box extends far past the tensor map (17.4 instead of 10.2 us for
 // 65 rows in a box of 128, K = N = 4096, H100), so a box extends past the last row of x by at most 15 rows:
-//   - The last of several tiles ends with the last row of x. It recomputes rows of the preceding tile and does not
-//     store them.
+//   - The last of several tiles ends with the last row of x. This tile recomputes rows of the preceding tile and
+//     does not store these rows.
 //   - If a single tile covers x and has at least 16 rows past M (missing rows), the box has m rows, and the kernel
 //     zeroes the missing rows once.
 

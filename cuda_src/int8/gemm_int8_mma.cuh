@@ -228,7 +228,7 @@ __device__ __forceinline__ void gemm_int8_mma(const int8_t* xq, const float* x_s
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     copies.template wait<kStages - 2>();
     __syncthreads();
-    // All warps have finished reading the preceding stage, so it can be refilled.
+    // All warps have finished reading the preceding stage, which can now be refilled.
     const int tile_ahead = tile + kStages - 1;
     if (tile_ahead < tile_end) start_stage(tile_ahead, stage == 0 ? kStages - 1 : stage - 1);
     copies.commit();

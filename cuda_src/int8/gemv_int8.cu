@@ -40,7 +40,7 @@ static_assert(kRows % 2 == 0, "an mma multiplies two rows");
 static_assert(kOutputs <= kThreads, "a thread stores at most one output");
 
 // The x of a warp's prefetched chunks; padding puts rows into different banks. `row` (see row_term) and `offset` are
-// nonzero only in the first step of a quantization block, so that they are added once per block.
+// nonzero only in the first step of a quantization block, so that both are added once per block.
 struct XChunks {
   alignas(16) uint8_t codes[kRows][kPrefetchedChunks * kChunk + 16];
   float scale[kRows][kSteps];
@@ -88,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
     column_vectors[half] = min(n_begin + half * 8 + lane / 4, n - 1) * steps * kVectors;
   auto fetch_weight = [&](WeightChunk& target, int chunk) {
     if (chunk >= chunk_end) return;
-    // Past k the codes of x are zero. The parameters are set to zero as well: those of the last block, which are read
-    // there, may be infinite, and zero times infinity is NaN.
+    // Past k the codes of x are zero. The parameters are set to zero as well: a step past k reads the parameters of the
+    // last block, which may be infinite, and zero times infinity is NaN.
     const int step = chunk * 4 + t;
     const bool valid = step < steps;
     const int clamped_step = min(step, steps - 1);
@@ -154,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
     const int index = depth * 4 + t;
 #pragma unroll
     for (int pair = 0; pair < kRows; pair += 2) {
-      // Wait until the other lanes have stored their x. The barriers for every further four rows only keep the compiler
-      // from hoisting loads of x, for which a thread has no registers.
+      // Wait until the other lanes have stored their values of x. The barriers for every further four rows only keep
+      // the compiler from hoisting loads of x, for which a thread has no registers.
       if (pair % 4 == 0) __syncwarp();
       // Words of four codes of x: with mma, from the column of operand B that this lane holds; with dp4a, from two
       // rows.

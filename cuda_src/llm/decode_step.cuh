@@ -76,9 +76,9 @@ struct TokenFactors {
   }
 };
 
-// Increments `counter` and returns the number of CTAs that arrived earlier. One thread calls it between two CTA
-// barriers. Writes of the CTA before the first barrier become visible to CTAs that arrive later; writes of CTAs that
-// arrived earlier are visible to this CTA after the second barrier.
+// Increments `counter` and returns the number of CTAs that arrived earlier. One thread calls this function between two
+// CTA barriers. Writes of the CTA before the first barrier become visible to CTAs that arrive later; writes of CTAs
+// that arrived earlier are visible to this CTA after the second barrier.
 __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
 #if __CUDA_ARCH__ >= 750
   return ptx::atom_add_acq_rel(counter, 1u);

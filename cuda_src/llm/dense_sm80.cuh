@@ -26,9 +26,9 @@ constexpr int kColumns = 8 * kTiles;
 
 using Chunk = Vector<uint32_t, 4>;  // 16 bytes
 
-// Weight has kLaneK, the number of values per lane and step, load(column, k_begin), which loads a lane's part of w into
-// `out`, of type Weight::Loaded, and pairs(out, loaded, i), which converts values 4i .. 4i + 3 of `loaded` to two pairs
-// of X.
+// The class Weight defines kLaneK, the number of values per lane and step; Loaded, a lane's part of w; load(out,
+// column, k_begin), which loads this part; and pairs(out, loaded, i), which converts values 4i .. 4i + 3 of `loaded` to
+// two pairs of X.
 template <class Weight>
 __device__ __forceinline__ void multiply_dense(const X* x, const Weight& weight, const float* bias, Y* y, int m, int n,
                                                int k) {

@@ -8,8 +8,8 @@
 // B is N rows of 128 bytes (64 values along k) with the 128-byte swizzle of TMA. `b` is the matrix descriptor of B,
 // plus 2 for each step of 16 along k within the 128 bytes. The hardware swizzles by address bits, so B may start at any
 // row of a TMA box that starts at a multiple of 1024 bytes, and STRIDE may be any number of rows. A descriptor is a
-// 64-bit integer, because adding to it takes one instruction on uniform registers; assembling it from two words takes
-// three.
+// 64-bit integer, because an addition then takes one instruction on uniform registers; assembling a descriptor from two
+// words takes three.
 #pragma once
 
 namespace ptx {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Convolution`, a 2-D convolution with a block-quantized weight, and functions that its kernel families share."""
+"""`Convolution`, a 2-D convolution with a block-quantized weight, and functions shared by kernel families."""
 
 from __future__ import annotations
 

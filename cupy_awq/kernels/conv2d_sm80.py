@@ -32,7 +32,7 @@ STAGES = 3
 
 @dataclass(frozen=True)
 class Conv2dSm80Costs:
-    """Constants of the cost model, which only ranks configurations; they are not fitted to measurements."""
+    """Constants of the cost model, which only ranks configurations; not fitted to measurements."""
 
     product_us: float = 0.07
     """The time to multiply 32 pixels by 32 output channels over 64 input channels, in microseconds."""

@@ -47,7 +47,8 @@ class Conv2dSm90Costs:
     """Constants of the cost model, fitted to 151 measured times on an H100; RMS error 15%.
 
     The configuration that the model ranks first is 2% slower than the fastest one (geometric mean). With a single
-    warpgroup per SM, the tensor cores idle while the warpgroup dequantizes; with three, they are always occupied.
+    warpgroup per SM, the tensor cores idle while the warpgroup dequantizes; with three warpgroups, the tensor cores are
+    always occupied.
     """
 
     scale: float = 1.1
@@ -126,7 +127,7 @@ def k_chunks(sizes: ConvolutionSizes) -> int:
 
 
 def with_halo(sizes: ConvolutionSizes, height: int, width: int) -> tuple[int, int]:
-    """Return (height, width) in pixels of the input that an output rectangle needs for all filter taps, at stride 1."""
+    """Return (height, width) of the input rectangle that all filter taps of an output rectangle read, at stride 1."""
     return height + (sizes.kernel_h - 1) * sizes.dilation_h, width + (sizes.kernel_w - 1) * sizes.dilation_w
 
 
@@ -190,7 +191,7 @@ class Conv2dSm90Config:
 
     @property
     def threads(self) -> int:
-        """The number of threads per CTA: those of the consumer warpgroups and of one producer warp."""
+        """The number of threads per CTA: the consumer warpgroups and one producer warp."""
         return self.warpgroups * 128 + 32
 
     @property
@@ -317,7 +318,7 @@ def workspace(config: Conv2dSm90Config, problem: Convolution) -> Workspace:
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Convolution) -> dict[str, Array]:
-    """Return the weight buffers "codes" and "parameters"; ``cuda_src/conv2d/conv2d_sm90.cu`` has their layouts."""
+    """Return the weight buffers "codes" and "parameters", in the layouts of ``cuda_src/conv2d/conv2d_sm90.cu``."""
     dtype = np.dtype(problem.dtype)
     return {
         "codes": weight.layout("conv2d sm90 codes", lambda: _codes(weight)),

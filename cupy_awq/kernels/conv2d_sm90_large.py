@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``conv2d_sm90_large``: convolution of many pixels with wgmma; the weight is dequantized to device memory beforehand.
 
-K chunks and pixel tiles are those of `conv2d_sm90`, except that a pixel tile may span several images.
+K chunks and pixel tiles are defined as for `conv2d_sm90`, except that a pixel tile may span several images.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Conv2dSm90LargeCosts:
     split_us: float = 1.28
     """The fixed time of the split-K reduction, in microseconds."""
     split_pixel_us: float = 0.0177
-    """The additional time of the split-K reduction in microseconds per pixel of a warpgroup that another CTA stores."""
+    """The additional time of the split-K reduction, in microseconds per pixel that a warpgroup sends to other CTAs."""
     traffic_overlap: float = 0.24
     """The fraction of the shorter of compute and memory time that does not overlap with the longer one."""
 

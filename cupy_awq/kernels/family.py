@@ -85,7 +85,7 @@ class Family(Protocol[ProblemT, ConfigT]):
         ...
 
     def estimate_us(self, config: ConfigT, problem: ProblemT, device: Device) -> float:
-        """Return the run time in microseconds that the cost model predicts; it serves to rank configurations."""
+        """Return the run time in microseconds that the cost model predicts, which ranks configurations."""
         ...
 
     def plan(self, config: ConfigT, problem: ProblemT, device: Device) -> LaunchPlan:

@@ -85,7 +85,7 @@ def block_refusal(problem: Int8Problem) -> str | None:
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemmInt8Sm90Config]:
-    """Return a configuration for each cluster size; the largest comes first, so that it wins if times are equal."""
+    """Return a configuration for each cluster size; the largest size comes first and wins if times are equal."""
     return [
         GemmInt8Sm90Config(
             cluster, min(device.sm_count // cluster, math.prod(cluster_tiles(cluster, problem))) * cluster
@@ -160,7 +160,7 @@ def workspace(config: GemmInt8Sm90Config, problem: Int8Problem) -> Workspace:
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
-    """Return the weight buffers "codes" and "parameters"; ``cuda_src/int8/gemm_int8_sm90.cu`` has their layouts."""
+    """Return the weight buffers "codes" and "parameters", in the layouts of ``cuda_src/int8/gemm_int8_sm90.cu``."""
     return {
         "codes": weight.layout(("sm90 bytes", problem.fp8), lambda: _bytes(weight, problem.fp8)),
         "parameters": weight.layout(

@@ -18,7 +18,7 @@ MMA_K = 16
 WARP_N = 32
 """The number of columns of y per warp."""
 SLICES_BLOCK_M = 32
-"""The largest ``block_m`` with several slices per CTA; their sums take as many registers as the accumulators."""
+"""The largest ``block_m`` with several slices per CTA; sums of slices take as many registers as the accumulators."""
 REGISTERS = {16: 96, 32: 150, 64: 232}
 """The number of registers per thread for each ``block_m``."""
 

@@ -29,7 +29,7 @@ NAME = "gemm_sm90"
 MMA_MAX_M = 16
 """The largest M that the mma kernel supports."""
 WGMMA_MIN_M = 9
-"""The smallest M for the wgmma kernel; below it the mma kernel is faster."""
+"""The smallest M for the wgmma kernel; for smaller M, the mma kernel is faster."""
 WGMMA_MAX_BLOCK_M = 128
 """The largest ``block_m`` of the wgmma kernel."""
 SCALED_MIN_M = 33
@@ -136,7 +136,7 @@ def _with_most_stages(config: GemmSm90Config, problem: Problem, device: Device) 
     SM has too few registers are left out.
     """
     all_k_tiles = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.split_k)
-    # Each stage belongs to one consumer, which needs no more stages than it has iterations.
+    # Each stage belongs to one consumer, and a consumer needs no more stages than iterations.
     enough = ceil_div(all_k_tiles, config.consumers * config.k_tiles)
     stages_each = range(1 if config.consumers > 1 and not config.scaled else 2, max(3, enough + 1))
     for ctas_per_sm in (2, 1):

@@ -74,7 +74,7 @@ class GemmSm90Config:
 
     @property
     def x_stage_bytes(self) -> int:
-        """The size of x per pipeline stage in bytes; 0 with mma, whose consumers copy x to stages of their own."""
+        """The size of x per pipeline stage in bytes; 0 with mma, where the consumers copy x to stages of their own."""
         return 0 if self.name == MMA else self.block_m * self.k_tiles * WEIGHT_TILE_K * 2
 
     @property
@@ -108,10 +108,10 @@ class GemmSm90Config:
         return ceil_div(problem.m, self.block_m), ceil_div(problem.n, self.block_n)
 
     def grid(self, problem: Problem, device: Device) -> tuple[int, int, int]:
-        """Return the grid: ``split_k`` CTAs per tile, padded to the SM count if they are up to 10% fewer.
+        """Return the grid: ``split_k`` CTAs per tile, padded to the SM count if at most 10% of the SMs would get none.
 
-        Padding CTAs have no tile. With 128 tiles on the 132 SMs of an H100, they speed up K = N = 4096, M = 8 by 16%.
-        Clusters of more than two CTAs cannot fill all SMs, so their grids are not padded.
+        Padding CTAs have no tile. With 128 tiles on the 132 SMs of an H100, padding speeds up K = N = 4096, M = 8 by
+        16%. Clusters of more than two CTAs cannot fill all SMs, so their grids are not padded.
         """
         m_blocks, n_blocks = self.tiles(problem)
         ctas, whole = n_blocks * self.split_k, device.sm_count // self.split_k * self.split_k

@@ -27,7 +27,7 @@ CLOCK_MHZ = 1750
 SCHEDULERS = 4
 """The number of warp schedulers per SM."""
 MIN_TENSOR_CYCLES = 13
-"""The smallest number of tensor-core cycles of one wgmma, however few rows it has."""
+"""The smallest number of tensor-core cycles per wgmma, reached with few rows of x."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MmaCosts:
         refill_us: time from the release of a stage until its next copies have landed.
         norm: exponent of the p-norm.
         latency_ns: time per weight tile of a warp that is alone on its scheduler, by ``x_rows``.
-        issue_ns: time per weight tile of a scheduler with several warps, by ``x_rows``.
+        issue_ns: time in which a scheduler issues the instructions of one warp for a weight tile, by ``x_rows``.
     """
 
     launch_us: float = 1.01
@@ -71,7 +71,7 @@ class MmaCosts:
 
 @dataclass(frozen=True)
 class WgmmaCosts:
-    """Constants of the cost model of the wgmma kernel. Cycles are per k tile and m64 tile (128 k and 64 columns).
+    """Constants of the cost model of the wgmma kernel. Cycles are per k tile and m64 tile (128 x 64 weights).
 
     Attributes:
         launch_us, nonresident_us, wave_us, stream_factor, norm: as in `MmaCosts`.
@@ -156,8 +156,8 @@ class TimeParts(NamedTuple):
 
     Attributes:
         us: run time.
-        fixed: parts that are added.
-        overlapping: parts that overlap, of which the p-norm is added.
+        fixed: times that do not overlap, by name; their sum is a part of ``us``.
+        overlapping: times that overlap, by name; their p-norm is the rest of ``us``, under the power limit for wgmma.
     """
 
     us: float

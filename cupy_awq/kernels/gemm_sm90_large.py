@@ -25,7 +25,7 @@ NAME = "gemm_sm90_large"
 SHARED_BYTES_PER_CTA = 232448
 """The largest dynamic shared memory per CTA on sm_90, in bytes."""
 MAX_STAGES = 6
-"""The largest number of pipeline stages; more gain nothing."""
+"""The largest number of pipeline stages; more stages gain nothing."""
 MAX_HEIGHTS = 5
 """The largest number of values of ``block_m`` to try for one CTA tile width."""
 MIN_M = 33
@@ -165,7 +165,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
         )
         units = config.units(problem)
         yield replace(config, ctas=min(units, clusters) * cluster)
-        # Try stream-K for as many units as the last, partial wave has, and for as many as the last two waves have.
+        # Try stream-K for the units of the last, partial wave, and for the units of the last two waves.
         left = units % clusters
         for shared in sorted({left, left + clusters if units > clusters else left} - {0}):
             for sharers in sorted({min(clusters, 2 * shared), min(clusters, 4 * shared), clusters}):
@@ -177,7 +177,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
 def tile_heights(m: int, most: int) -> list[int]:
     """Return the values of ``block_m`` to try, multiples of 16 up to ``most``: those that divide M rows evenly.
 
-    Lower tiles are tried down to half of ``most``, since another number of tiles may fill the SMs better.
+    Values down to half of ``most`` are included, since a larger number of lower tiles may fill the SMs better.
 
     >>> tile_heights(48, 64), tile_heights(200, 256), tile_heights(700, 256), tile_heights(700, 128)
     ([48], [208], [240, 176, 144], [128, 112, 96, 80])
@@ -231,7 +231,7 @@ def workspace(config: GemmSm90LargeConfig, problem: Problem) -> Workspace:
 def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> float:
     """Return the run time in microseconds: launch, the larger of compute and weight read time, stream-K reduction.
 
-    The compute time is that of the cluster with the most k tiles. The maximum is smooth (a p-norm).
+    The compute time is the time of the cluster with the most k tiles. The maximum is smooth (a p-norm).
     """
     clusters = config.ctas // config.cluster
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)

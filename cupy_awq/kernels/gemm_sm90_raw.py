@@ -66,7 +66,7 @@ COSTS: dict[int, dict[Shape, GemmSm90RawCosts]] = {
 }
 """The constants of the cost model by ``rows``, then by `Shape`; the keys are also the configurations to try."""
 REDUCTION_US, REDUCTION_SPLIT_US = 0.17, 0.06
-"""The fixed time of the split-K reduction, and its additional time per CTA of the cluster, in microseconds (H100)."""
+"""The fixed time of the split-K reduction, and the additional time per CTA of the cluster, in microseconds (H100)."""
 GROUP_FRACTION = 0.15
 """The fraction of a step's time that is spent on scaling accumulators, at group size 128 on an H100."""
 LARGE_CLUSTER, LARGE_CLUSTER_OCCUPANCY = 4, 0.9
@@ -147,7 +147,7 @@ def configs(problem: Problem, device: Device) -> list[GemmSm90RawConfig]:
 
 
 def _is_legal(config: GemmSm90RawConfig, problem: Problem, device: Device) -> bool:
-    """Return whether a configuration is legal and, if it uses split-K, runs all its CTAs in one wave."""
+    """Return whether a configuration is legal: with split-K, all CTAs must also run in one wave."""
     if config.split_k > 1 and config.ctas(problem) > config.capacity(device):
         return False
     if config.split_k > max(1, problem.k // STEP_K // config.warps):

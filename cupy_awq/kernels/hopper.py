@@ -11,7 +11,7 @@ from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
 CLUSTER_SMS = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 7: 0.8, 8: 0.91}
 """The fraction of an H100's SMs that clusters can occupy at the same time, by CTAs per cluster."""
 POWER_LIMITED_TFLOPS = 877.0
-"""The throughput in TFLOPS at which an H100 or H200 reaches its power limit of 700 W."""
+"""The throughput in TFLOPS at which an H100 or H200 reaches the power limit of 700 W."""
 
 
 def x_tensor_map(problem: Problem, block_m: int, boxes: int) -> TensorMap:

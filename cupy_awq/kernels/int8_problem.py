@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Int8Problem`, a GEMM of 8-bit activations and a block-quantized weight, and functions that its families share."""
+"""`Int8Problem`, a GEMM of 8-bit activations and a block-quantized weight, and functions shared by kernel families."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEP_K = 32
 BLOCK_K = 128
 """The extent of a pipeline stage along k."""
 PADDED_N = 128
-"""The granularity of N in the parameter arrays: N is padded to a multiple, so that kernels read whole tiles."""
+"""The granularity of parameter arrays: N is rounded up to a multiple of PADDED_N, so that kernels read whole tiles."""
 FP8_ARCH = 89
 """The oldest architecture whose tensor cores multiply e4m3."""
 FP8_CODE_SCALE = 512
@@ -145,7 +145,7 @@ def layout_refusal(problem: Int8Problem) -> str | None:
 
 
 def fp8_block_size(block_size: int, k: int) -> int:
-    """Return the number of columns per sum of codes for `quantize_fp8`: it divides 128 and the weight's block size."""
+    """Return the columns per sum of codes for `quantize_fp8`, a divisor of 128 and the weight's block size."""
     return math.gcd(block_size, BLOCK_K) if block_size < k else BLOCK_K
 
 

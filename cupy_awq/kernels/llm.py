@@ -113,7 +113,7 @@ def plan_attention(
 ) -> LaunchPlan:
     """Return the plan of causal attention in prefill: ``steps`` new tokens of each of m / steps sequences.
 
-    The kernel is ``attention_sm80`` (tensor cores) where it supports the architecture and head_dim, else ``attention``.
+    The kernel is ``attention_sm80`` (tensor cores) if the architecture and head_dim permit, else ``attention``.
     """
     sizes = _int32s(steps, heads, kv_heads, capacity)
     scalars = (*sizes, np.int64(sequence_stride), np.float32(head_dim**-0.5))
@@ -145,10 +145,10 @@ def plan_decode_attention(
 ) -> LaunchPlan:
     """Return the plan of attention in a decode step, for one new token of each of m sequences.
 
-    The kernel applies RoPE, appends k and v to the KV cache, and computes attention. It is ``decode_attention_sm80``
-    (tensor cores) where it supports the architecture and head_dim, else ``decode_attention``. The grid does not depend
-    on the lengths of the sequences, so a captured CUDA graph can be replayed for any length. With ``orders_out``, the
-    kernel stores column i of a row at column ``positions[i]``.
+    The kernel applies RoPE, appends k and v to the KV cache, and computes attention. The kernel is
+    ``decode_attention_sm80`` (tensor cores) if the architecture and head_dim permit, else ``decode_attention``. The
+    grid does not depend on the lengths of the sequences, so a captured CUDA graph can be replayed for any length. With
+    ``orders_out``, the kernel stores column i of a row at column ``positions[i]``.
     """
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
     defines |= {"ORDER_OUT": int(orders_out)}
@@ -211,7 +211,7 @@ def plan_dense(
     if device.arch >= TENSOR_CORE_ARCH and k % 32 == 0:
         threads = 512
         # A step loads 2 * `threads` bytes of each row of w. The number of steps limits the loads in flight per CTA to
-        # 64 KiB; more slow down LM heads by 1 to 4% on an H100.
+        # 64 KiB; more loads in flight slow down LM heads by 1 to 4% on an H100.
         step_k = step_values * threads
         steps = ceil_div(k, step_k * ceil_div(k, 4 * step_k))
         tiles = min(4, 8 // steps)
@@ -312,7 +312,7 @@ def _plan(
     source: str | None = None,
     shared_bytes: int = 0,
 ) -> LaunchPlan:
-    """Return the plan of kernel ``entry``; on sm_90 and newer, it uses programmatic dependent launch (PDL)."""
+    """Return the plan of kernel ``entry``, with programmatic dependent launch (PDL) on sm_90 and newer."""
     dependent = device.arch >= 90
     constants = (*defines.items(), ("DEPENDENT", int(dependent)), ("THREADS", threads))
     kernel = Kernel(f"llm/{source or entry}.cu", entry, constants, device.target)
@@ -329,7 +329,7 @@ def _cta_heads(heads_per_kv_head: int, most: int) -> int:
 
 
 def _attention_threads(cta_heads: int, head_dim: int) -> int:
-    """Return the number of threads per CTA of attention; shared memory must hold the accumulators of all warps."""
+    """Return the number of threads per attention CTA for which shared memory can hold the accumulators of all warps."""
     return 256 if cta_heads * head_dim <= 1024 else 128
 
 

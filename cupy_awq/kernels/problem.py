@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GEMM problem y = epilogue(x @ W) with a 4-bit weight, and functions that its kernel families share."""
+"""The GEMM problem y = epilogue(x @ W) with a 4-bit weight, and functions shared by kernel families."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Problem:
 
     @property
     def row_strides(self) -> Strides:
-        """The row strides in elements: ``strides``, or those of contiguous arrays if ``strides`` is None."""
+        """The row strides in elements: ``strides``, or the strides of contiguous arrays if ``strides`` is None."""
         if self.strides is not None:
             return self.strides
         n_out = self.n // 2 if self.gated else self.n
@@ -170,7 +170,7 @@ class Problem:
 
     @property
     def orders_y(self) -> bool:
-        """True if the epilogue writes y in the activation order of the next GEMM."""
+        """Whether the epilogue writes y in the activation order of the next GEMM."""
         return self.fusion is not None and self.fusion.orders_y
 
     @property

@@ -29,7 +29,7 @@ class Reduction(NamedTuple):
     in turn. The accumulators of each slice are added up first, then the sums of all slices, both in a fixed order.
 
     Attributes:
-        math: name of the instruction, and how scales are applied.
+        math: text that names the instruction and says how scales are applied.
         slices: the first k tile of each slice.
         accumulators: number of accumulators per slice.
         turn: number of successive k tiles that are added to the same accumulator; 0 with one accumulator.

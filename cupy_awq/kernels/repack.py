@@ -27,7 +27,7 @@ WEIGHT_TILE_N, WEIGHT_TILE_K = 32, 128
 
 @dataclass(frozen=True)
 class RepackedLayout:
-    """The repacked layout of a weight [k, n]: weight tiles of 128 k x 32 columns, ordered along k first, then along n.
+    """The repacked layout of a weight [k, n]: weight tiles of 128 rows x 32 columns, first along k, then along n.
 
     Attributes:
         k: number of rows of the weight.

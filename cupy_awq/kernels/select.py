@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a kernel and its configuration for a problem.
+"""The choice of a kernel and a configuration for a problem.
 
 `choose` returns the tuned configuration if there is one, and otherwise the legal configuration with the lowest time by
 cost model, over all families. The functions are pure and serve every type of problem.
@@ -83,7 +83,7 @@ ONE_TILE_M = 128
 """The largest M that fits in one CTA tile of most configurations."""
 
 SAMPLED_M = (1, 8, 32, 64, 512)
-"""The values of M at which `choose_reduction` compares run times: one for each range with tiles of its own."""
+"""The values of M at which `choose_reduction` compares run times, one per range of M with tiles of its own."""
 
 TUNED_LIMIT = 0.9
 """The ratio of modelled times, best to tuned, below which the best configuration replaces one tuned at a larger M.
@@ -328,8 +328,8 @@ def explain(problem: KernelProblem, device: Device) -> str:
     """Return a table with each family's best configuration and its time, or the reason why the family has none.
 
     ``->`` marks the choice. The choice's time is "measured" if a tuned table records it; all other times are "modelled"
-    by the cost models. A line gives the parts of the modelled time if the family has ``time_parts``. The last line says
-    whether a tuned table or the cost models determined the choice.
+    by the cost models. If the family has a function ``time_parts``, a line lists the parts of the modelled time. The
+    last line says whether a tuned table or the cost models determined the choice.
     """
     choice = choose(problem, device)
     width = max(map(len, families(problem)))

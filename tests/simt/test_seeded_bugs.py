@@ -258,6 +258,7 @@ SEEDS = {
     "gemm_sm90_large: the stage in use is released instead of the preceding one": Seed(
         "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "scheduler.k_tile_begin) pipeline.release<kCluster>(preceding, lane);",
         "scheduler.k_tile_begin) pipeline.release<kCluster>(my_empty_barriers + stage_idx * 8, lane);", DEADLOCK, REPACKED_MANY,
+        {"ctas": 2},
     ),
     "gemm_sm90_large: a stage is read before its copies have landed": Seed(
         "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu",
@@ -328,7 +329,7 @@ SEEDS = {
     ),
     "gemm_sm90_large: the last tile stores rows of its neighbour": Seed(
         "gemm_sm90_large", 90, "gemm/gemm_sm90_large_epilogue.cuh", "row(chunk, pass) >= tile.m_block * kBlockM && row", "row", RACE,
-        replace(REPACKED_MANY, m=140), {"block_m": 128},
+        replace(REPACKED_MANY, m=140), {"block_m": 80},
     ),
     "gemm_sm90_large: missing rows of x are not zeroed": Seed(
         "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "zero_shared<kStages * kXStageBytes, kThreads>(memory);", "",
@@ -403,15 +404,15 @@ SEEDS = {
 
 
 def configuration(seed: Seed) -> tuple[AnyFamily, Config, device.Device]:
-    """The kernel's family and its last legal configuration with the values that the seed asks for."""
+    """Return the kernel's family and its last configuration with the values that the seed asks for.
+
+    If no configuration that is tried by default has them, such as a tile far higher than M, the last one gets them.
+    """
     here = device.nominal(seed.arch)
     family = select.FAMILIES[seed.kernel.removesuffix("_mma")]
-    configs = [
-        config
-        for config in family.configs(seed.problem, here)
-        if all(getattr(config, name) == value for name, value in seed.config.items())
-    ]
-    return family, configs[-1], here
+    configs = list(family.configs(seed.problem, here))
+    suited = [c for c in configs if all(getattr(c, name) == value for name, value in seed.config.items())]
+    return family, suited[-1] if suited else replace(configs[-1], **seed.config), here
 
 
 def outcome(seed: Seed, landing: str) -> str:
