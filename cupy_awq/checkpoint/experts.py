@@ -21,14 +21,14 @@ from cupy_awq.checkpoint.tensors import Module, Tensor
 Array = npt.NDArray[Any]
 
 FUSED_PARTS = ("packed", "scale", "zero_point", "shape", "g_idx")
-"""The suffixes of the tensors of a fused module that join module and part with an underscore."""
+"""The suffixes of fused tensors whose names join module and part with an underscore instead of a dot."""
 
 FUSED = ("switch_mlp", "experts")
 """The name components that mark a fused module, which holds all experts of a layer."""
 
 
 def rename_fused(names: Iterable[str]) -> dict[str, str]:
-    """Return the usual names of fused tensors by names that join module and part with an underscore.
+    """Map the names of fused tensors that join module and part with an underscore to the usual names, with a dot.
 
     compressed-tensors has written ``experts.gate_up_proj_packed`` for ``experts.gate_up_proj.weight_packed``.
 

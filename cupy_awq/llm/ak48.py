@@ -84,7 +84,7 @@ def _kinds(config: ModelConfig) -> list[QuantizedEntry | TensorEntry]:
 
 
 def _entries(config: ModelConfig) -> Iterator[QuantizedEntry | TensorEntry]:
-    """Yield all entries of the body in file order, with the layer index filled in in their names."""
+    """Yield all entries of the body in file order, with the layer index inserted into their names."""
     for kind in _kinds(config):
         for layer in range(config.layers) if "{}" in kind.name else (0,):
             yield kind._replace(name=kind.name.format(layer))

@@ -156,7 +156,7 @@ class ModelConfig:
     def _llama3(
         self, plain: npt.NDArray[np.float64], factor: float, original: float
     ) -> tuple[npt.NDArray[np.float64], float]:
-        """Return Llama 3.1's RoPE frequencies and the factor 1 for cos and sin; only low frequencies are divided."""
+        """Return Llama 3.1's RoPE frequencies, the low ones divided by ``factor``, and 1 (for cos and sin)."""
         low, high = self._rope_number("low_freq_factor"), self._rope_number("high_freq_factor")
         if low >= high:
             raise ValueError(f"low_freq_factor: expected less than high_freq_factor={high}, got {low}")

@@ -291,7 +291,7 @@ class CudaOps(DecoderOps):
         return layer
 
     def _dense(self, part: DenseLinear | Int8Linear, out_dtype: np.dtype[Any] | None = None) -> Projection:
-        """Return the projection of a dense or 8-bit layer. A weight that is the embedding table shares its memory.
+        """Return the projection of a dense or 8-bit layer. A tied output head shares the embedding table's memory.
 
         8-bit codes stay 8-bit if activations are float16. The results equal those with a float16 weight.
         """

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a broken pipe must raise here, where it is handled, and not at exit
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit succeeds
         return 1
     except KeyboardInterrupt:
         return 130
