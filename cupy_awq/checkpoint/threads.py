@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads for conversions: NumPy releases the interpreter lock in the loops over a chunk."""
+"""Threads for NumPy conversions: NumPy releases the global interpreter lock while it processes a chunk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_THREADS = 8
 """The largest number of threads; conversions of this many chunks reach the memory bandwidth of most hosts."""
 
 MIN_BYTES = 1 << 21
-"""The smallest number of bytes per thread, which takes ten times as long as the start of a thread."""
+"""The smallest number of bytes per thread; their conversion takes ten times as long as the start of a thread."""
 
 
 def run_ranges(function: Callable[[int, int], object], length: int, nbytes: int, multiple: int = 1) -> None:

@@ -166,7 +166,7 @@ class LanguageModel:
             capacity: the largest number of tokens of the conversation; by default 8192, or the model's context if that
                 is smaller.
             system: the system message; by default the chat template's own system message, if it has one.
-            special_tokens: True to recognize special tokens in messages, so that a message can forge turns.
+            special_tokens: True to recognize special tokens in messages; a message can then forge turns.
 
         Raises:
             TypeError: the capacity is not an integer.
