@@ -44,5 +44,5 @@ def create(path: Path) -> Iterator[BinaryIO]:
             raise
     except OSError as error:
         if error.errno is None or error.filename not in (None, str(aside)):
-            raise  # not about the temporary file: keep the name that the error has
+            raise  # the error names a file other than the temporary one
         raise OSError(error.errno, error.strerror, str(path)) from None

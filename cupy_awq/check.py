@@ -375,7 +375,7 @@ def validate_dense_weight(w: StridedArray) -> tuple[int, int]:
 def validate_packable(a: StridedArray, name: str, dtype: np.dtype[Any], multiple: int) -> None:
     """Check that `a`, the argument called `name`, is an array [..., N] of `dtype` with N divisible by `multiple`.
 
-    Raises TypeError if `a` is not an array of `dtype`, and ValueError if it has no axis or N is not divisible.
+    Raises TypeError if `a` is not an array of `dtype`, and ValueError if `a` has no axis or N is not divisible.
 
     >>> validate_packable(np.zeros((2, 16), np.uint8), "codes", UINT8, 8)
     """

@@ -202,7 +202,7 @@ class AwqLinear:
 
     @property
     def weight(self) -> PackedWeight:
-        """The weight [K, N]. Raises ValueError if it is freed (``keep_weight=False``)."""
+        """The weight [K, N]. Raises ValueError if the weight is freed (``keep_weight=False``)."""
         if isinstance(self._weight, RepackedWeight):
             raise ValueError(
                 "weight: expected a layer with keep_weight=True, got one with keep_weight=False, whose weight is freed"

@@ -81,7 +81,8 @@ class CompressedTensors:
         """Return the scheme of a module.
 
         A target that is the module's name takes precedence over a regular expression, which takes precedence over the
-        class "Linear". Raises CheckpointError if no target matches.
+        class "Linear". Raises CheckpointError if no target matches, or if a regular expression is not supported or too
+        slow.
         """
         if self._only_scheme is not None:
             return self._only_scheme

@@ -68,8 +68,8 @@ def split(name: str, file: Path, tensors: Mapping[str, Tensor], codes: str) -> I
         codes: the suffix of the codes.
 
     Raises:
-        CheckpointError: the first axes of the tensors differ, or the name of a module whose codes have three axes is
-            not that of a fused module.
+        CheckpointError: the first axes of the tensors differ, or the codes have three axes, but ``name`` is not the
+            name of a fused module.
     """
     array = tensors[codes].array
     if array.ndim != 3:

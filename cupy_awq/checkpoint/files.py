@@ -57,8 +57,8 @@ def printable(text: str) -> str:
 def check_path(path: str | os.PathLike[str]) -> Path:
     """Return ``path`` as a Path.
 
-    Raises TypeError unless ``path`` is a str or an os.PathLike, ValueError if it is empty (`Path` would take that for
-    the current folder) or cannot be a file name.
+    Raises TypeError unless ``path`` is a str or an os.PathLike, ValueError if it is empty (`Path` would take an empty
+    path for the current folder) or cannot be a file name.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")

@@ -92,7 +92,7 @@ def _unpack_nibbles(codes: Bytes) -> Bytes:
 
 def _dequantize_bf16(blocks: Bytes) -> Array:
     bits: Array = np.ascontiguousarray(blocks).view(np.uint16)
-    values: Array = np.left_shift(bits, np.uint32(16), dtype=np.uint32).view(np.float32)  # faster than ml_dtypes
+    values: Array = np.left_shift(bits, np.uint32(16), dtype=np.uint32).view(np.float32)  # faster than astype
     return values
 
 
@@ -154,7 +154,7 @@ def _dequantize_q4_k(blocks: Bytes) -> Array:
 def _dequantize_q5_k(blocks: Bytes) -> Array:
     pairs = np.ascontiguousarray(blocks[..., 48:]).reshape(*blocks.shape[:-1], 4, 1, 32)
     codes = np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*blocks.shape[:-1], 8, 32)
-    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]  # bit j belongs to group j
+    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]  # bit j: group j
     return _scale_groups(blocks, codes | (high & 1) << 4)
 
 

@@ -175,7 +175,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
     if max(field_count, tensor_count) > MAX_ENTRIES:
         got = f"{field_count} and {tensor_count}"
         raise CheckpointError(f"{path}: expected at most {MAX_ENTRIES} metadata fields and tensors each, got {got}")
-    cursor.require(12 * field_count + 24 * tensor_count)  # a field takes at least 12 bytes, a tensor 24
+    cursor.require(12 * field_count + 24 * tensor_count)  # the smallest sizes of a field and of a tensor entry
     metadata: dict[str, Any] = {}
     for _ in range(field_count):
         key = cursor.text()

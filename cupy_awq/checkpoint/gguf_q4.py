@@ -46,7 +46,7 @@ CHUNK_BLOCKS = 1 << 14
 
 
 def open_module(block: Blocks, where: str, bias: Array | None = None) -> Pending:
-    """Validate a matrix of type Q4_0, Q4_1 or Q4_K and return it as a module, with ``bias`` [N] or None.
+    """Validate a matrix of type Q4_0, Q4_1 or Q4_K and return a module with this weight and ``bias`` ([N] or None).
 
     Raises the same errors as `open_q4` and `open_q4_k`.
     """
@@ -56,7 +56,7 @@ def open_module(block: Blocks, where: str, bias: Array | None = None) -> Pending
 
 
 def open_q4(kind: str, data: npt.NDArray[np.uint8], where: str, bias: Array | None = None) -> Pending:
-    """Validate rows of Q4_0 or Q4_1 blocks and return them as a module.
+    """Validate rows of Q4_0 or Q4_1 blocks and return a module with this weight.
 
     ``data`` is uint8 [N, K/32 * 18] for kind "Q4_0" and [N, K/32 * 20] for "Q4_1". Raises CheckpointError, whose
     message starts with ``where``, if ``data`` has any other dtype or shape, or if N is not a multiple of 8. The scales
@@ -87,7 +87,9 @@ def _convert_q4(kind: str, where: str, data: npt.NDArray[np.uint8], bias: Array 
 
 
 def _check_rows(data: npt.NDArray[np.uint8], layout: str, block_bytes: int, where: str) -> tuple[int, int]:
-    """Return (N, blocks per row). Raises CheckpointError unless ``data`` is uint8 [N, bytes] with rows of whole blocks.
+    """Return (N, blocks per row).
+
+    Raises CheckpointError unless ``data`` is uint8 [N, bytes] with rows of whole blocks and N is a multiple of 8.
 
     ``layout`` describes the bytes per row in the error message, such as "K/32 * 18".
     """
@@ -100,7 +102,7 @@ def _check_rows(data: npt.NDArray[np.uint8], layout: str, block_bytes: int, wher
 
 
 def open_q4_k(data: npt.NDArray[np.uint8], where: str, bias: Array | None = None) -> Pending:
-    """Validate rows of Q4_K super-blocks, uint8 [N, K/256 * 144], and return them as a module.
+    """Validate rows of Q4_K super-blocks, uint8 [N, K/256 * 144], and return a module with this weight.
 
     Raises CheckpointError, whose message starts with ``where``, if ``data`` has any other dtype or shape, or if N is
     not a multiple of 8. The scales are validated later: the conversion of the module raises CheckpointError if a scale

@@ -256,11 +256,11 @@ def _pack_module(module: Module, where: str) -> Array:
 
 
 def _compute_offsets(module: Module, scales: Array, where: str) -> Array:
-    """Return the offsets of a module, float16 [K/G, N]: those of its weight, or -scale * zero point."""
+    """Return the offsets of a module, float16 [K/G, N]: its weight's float offsets, or -scale * zero point."""
     zeros: Any = module.weight.qzeros
     if module.weight.spec.zeros == "float":
         return _to_float16(zeros, f"{where}: offsets")
-    products = -scales.astype(np.float32) * unpack_int4(zeros)  # exact: 11 + 4 bits
+    products = -scales.astype(np.float32) * unpack_int4(zeros)  # exact: 11 + 4 significant bits
     return _to_float16(products, f"{where}: products of scale and zero point")
 
 

@@ -82,7 +82,7 @@ class Pending(NamedTuple):
     is_dense: bool = False
     """Whether ``repack`` returns a dense Tensor [N, K]."""
     arrays: tuple[Array | None, ...] = ()
-    """The arrays that ``repack`` takes and that may lie on a GPU; () if it works on the CPU alone."""
+    """The arrays that ``repack`` takes, on the CPU or a GPU; () if ``repack`` supports only the CPU."""
 
     def convert(self, place: Callable[[Array], Array] | None = None) -> Module | Tensor:
         """Return the module, or a Tensor if ``is_dense``, with its codes repacked.
@@ -122,7 +122,7 @@ class Format(Protocol):
         ...
 
     def open_module(self, tensors: ModuleTensors) -> Pending:
-        """Validate the tensors of a module and return it, its codes not yet repacked.
+        """Validate the tensors of a module and return the module, whose codes are not repacked yet.
 
         Raises CheckpointError if the tensors contradict each other or the settings.
         """
@@ -162,7 +162,7 @@ class ModuleTensors:
         return CheckpointError(f"{self.where}: {text}")
 
     def raw(self, suffix: str) -> Array:
-        """Return a required tensor by suffix. Raises CheckpointError if it is missing or empty."""
+        """Return a required tensor by suffix. Raises CheckpointError if the tensor is missing or empty."""
         if suffix not in self._tensors:
             raise self.error(f"{suffix}: expected a tensor beside {self._codes}, got none")
         array = self._tensors[suffix].array
@@ -206,7 +206,7 @@ class ModuleTensors:
         return self.finite("bias", self.array("bias", check.FLOATS, "[N]", (n,)))
 
     def finite(self, suffix: str, values: Array) -> Array:
-        """Return ``values``, computed from the tensor ``suffix``. Raises CheckpointError if one is NaN or infinite."""
+        """Return ``values``, computed from the tensor ``suffix``. Raises CheckpointError for a NaN or an infinity."""
         if not is_finite(values):
             raise self.error(f"{suffix}: expected finite values, got NaN or infinity")
         return values
@@ -227,7 +227,7 @@ class ModuleTensors:
 
 
 def check_columns(tensors: ModuleTensors, n: int) -> int:
-    """Return ``n``, the number of columns of W. Raises CheckpointError unless it is a multiple of 8."""
+    """Return ``n``, the number of columns of W. Raises CheckpointError unless ``n`` is a multiple of 8."""
     if n % 8:
         raise tensors.error(f"N={n} is not a multiple of 8")
     return n

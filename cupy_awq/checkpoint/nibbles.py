@@ -63,7 +63,7 @@ def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
         return
     step = max(1, CHUNK_BYTES // (32 * width))
     multiple = 1
-    if targets[0].strides[0] == 4:  # The split axis is contiguous: chunks of whole cache lines write no line twice.
+    if targets[0].strides[0] == 4:  # the split axis is contiguous: chunks of whole cache lines write no line twice
         multiple = LINE_WORDS
         step = -(-step // LINE_WORDS) * LINE_WORDS
 

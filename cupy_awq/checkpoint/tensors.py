@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 """The name of the file that maps the tensors of a sharded checkpoint to their shards."""
 
 SHARD = re.compile(r"-\d{5}(?:-of-0*(\d+))?\.safetensors$")
-"""The regular expression for the end of a shard's file name; its group is the number of shards, if the name has it."""
+"""The regular expression for the end of a shard's file name; its group is the number of shards, if stated."""
 
 
 class Tensor(NamedTuple):

@@ -128,7 +128,7 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     for name, description in table.items():
         tensors[name] = _view_tensor(mapped, entries, root, description, f"{path}: tensor {name!r:.200}")
         total += tensors[name].nbytes
-    if total > 2 * len(mapped):  # allow tied weights, which share a storage, but not a small file that expands a lot
+    if total > 2 * len(mapped):  # tied weights may share a storage, but a small file must not describe many gigabytes
         raise CheckpointError(f"{path}: expected tensors of at most twice the file's {len(mapped)} bytes, got {total}")
     return tensors
 
@@ -187,7 +187,7 @@ def _view_tensor(
         raise CheckpointError(f"{where}: storage {key}: expected {elements} {dtype}, got {nbytes} bytes")
     naturals = all(type(item) is int and 0 <= item < 2**63 for item in (offset, *size, *stride))
     if not naturals or len(size) != len(stride) or len(size) > MAX_RANK:
-        # The message has no repr of the values: that of nested tuples from a hostile pickle could exhaust the memory.
+        # The message has no repr of the values: the repr of nested tuples in a hostile pickle could exhaust the memory.
         raise CheckpointError(f"{where}: expected an offset, a size and a stride of integers >= 0, got others")
     count = math.prod(size)
     last = offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))

@@ -143,7 +143,7 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
 
 
 def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json without the entries, also those of its text model, that describe a quantization."""
+    """Return a config.json without quantization entries, at its top level and in ``text_config``."""
     kept = {key: value for key, value in config.items() if key not in (MLX, HUGGING_FACE)}
     if isinstance(kept.get("text_config"), dict):
         kept["text_config"] = _without_quantization(kept["text_config"])
@@ -208,7 +208,7 @@ def _restore_rows(module: Module) -> Array:
 
 
 def _group_rows(module: Module) -> npt.NDArray[np.int32]:
-    """Return the group index for each column of x before it is permuted, int32 [K]."""
+    """Return the group index for each column of x before x is permuted, int32 [K]."""
     k, group_size = module.weight.shape[0], module.weight.group_size
     groups = np.arange(k, dtype=np.int32) // np.int32(group_size)
     if module.order is None:

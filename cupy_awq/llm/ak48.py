@@ -124,7 +124,7 @@ def read(path: Path) -> ModelFiles:
 
 
 def _header(data: bytes, path: Path) -> tuple[ModelConfig, int]:
-    """Parse a header into the configuration and the group size. Raises CheckpointError if it is invalid."""
+    """Parse a header into the configuration and the group size. Raises CheckpointError if the header is invalid."""
     magic, version, *sizes, shared, head_dim, group_size = HEADER.unpack(data)
     if magic != MAGIC or version != VERSION:
         raise CheckpointError(f"{path}: expected magic {MAGIC:#x} and version {VERSION}, got {magic:#x} and {version}")
@@ -194,7 +194,7 @@ def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> No
 
 
 def _group_size(files: ModelFiles, entry: QuantizedEntry) -> int:
-    """Return the group size of a weight, or 0 if it is not quantized, for which `_arrays` then raises the error."""
+    """Return the group size of a weight, or 0 for a dense weight, for which `_arrays` raises an error later."""
     layer = files.read_linear(entry.name, entry.k, entry.n)
     return layer.weight.group_size if isinstance(layer, Module) else 0
 

@@ -77,7 +77,7 @@ class _Builder:
         )
         q_norm = self._vector(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None
         k_norm = self._vector(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None
-        # Attention, and gate and up, produce their columns in the order in which o and down take them.
+        # Attention and gate/up write their columns in the activation orders of o and down.
         o, o_order = _split_order(read(f"{attention}.o_proj", q_width, d))
         o_projection = self._projection([o])
         mlp_norm = self._vector(f"{name}.post_attention_layernorm", d)
@@ -92,14 +92,14 @@ class _Builder:
         return self._ops.prepare_tensor(self._files.read_tensor(f"{name}.weight", (size,)))
 
     def _read_int8(self, name: str, k: int, n: int) -> Int8Linear | None:
-        """Read a linear layer with 8-bit codes; return None without them, or if the back end would dequantize them."""
+        """Read a linear layer with 8-bit codes; return None for other codes, or if the back end would dequantize."""
         return None if k < self._ops.int8_min_k else self._files.read_int8_linear(name, k, n)
 
     def _read(self, name: str, k: int, n: int) -> Linear:
         return self._read_int8(name, k, n) or self._files.read_linear(name, k, n)
 
     def _projection(self, parts: Sequence[Linear], **options: Any) -> Projection:
-        """Return one projection for several linear layers that share x; options are those of `make_projection`."""
+        """Return one projection for several linear layers that share x; see `make_projection` for the options."""
         self._weight_bytes += sum(part.weight.nbytes for part in parts)
         return self._ops.make_projection(parts, **options)
 

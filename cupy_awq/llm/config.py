@@ -160,7 +160,7 @@ class ModelConfig:
         low, high = self._rope_number("low_freq_factor"), self._rope_number("high_freq_factor")
         if low >= high:
             raise ValueError(f"low_freq_factor: expected less than high_freq_factor={high}, got {low}")
-        turns = original * plain / (2 * math.pi)  # number of periods in the original context
+        turns = original * plain / (2 * math.pi)  # periods of each frequency in the original context
         kept = np.clip((turns - low) / (high - low), 0, 1)
         return (1 - kept) * plain / factor + kept * plain, 1.0
 

@@ -192,7 +192,7 @@ class CudaOps(DecoderOps):
         *rows, width = stream.h.shape
         positions = self._positions.get(next_projection)
         fusion = Fusion("add_to_stream", orders_y=positions is not None)
-        # A fused GEMM takes x as it is.
+        # A fused GEMM does not permute x.
         has_order = _order(projection) is not None
         plan = None if has_order else self._plan_fused(projection, x.size // x.shape[-1], fusion)
         if plan is None or next_norm_weight is None:
@@ -293,7 +293,7 @@ class CudaOps(DecoderOps):
     def _dense(self, part: DenseLinear | Int8Linear, out_dtype: np.dtype[Any] | None = None) -> Projection:
         """Return the projection of a dense or 8-bit layer. A weight that is the embedding table shares its memory.
 
-        8-bit codes stay 8-bit if activations are float16. The results are those of the weight rounded to float16.
+        8-bit codes stay 8-bit if activations are float16. The results equal those with a float16 weight.
         """
         import cupy
 
@@ -388,7 +388,7 @@ class CudaDecodeLoop(DecodeLoop):
                     with cupy.cuda.using_allocator(self._allocate_for_graph):
                         self._forward_and_choose()
                 except BaseException:
-                    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # an invalid capture
+                    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # the capture may be invalid
                         self._stream.end_capture()
                     raise
                 self._graph = self._stream.end_capture()
@@ -444,7 +444,7 @@ def _order(projection: Projection | None) -> Array | None:
 
 
 def _checked(token: int) -> int:
-    """Return ``token``. Raises ValueError if it is -1, which the kernel ``choose`` writes if the logits contain NaN."""
+    """Return ``token``. Raises ValueError for -1, which the kernel ``choose`` writes if the logits contain NaN."""
     if token < 0:
         raise ValueError(NAN_LOGITS)
     return token

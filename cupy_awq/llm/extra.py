@@ -8,7 +8,7 @@ from typing import Any
 
 
 def import_extra(name: str) -> Any:
-    """Import and return the module ``name``. Raises ValueError with the pip command if it is not installed."""
+    """Import and return the module ``name``. Raises ValueError with the pip command if the module is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

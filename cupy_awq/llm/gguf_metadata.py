@@ -16,7 +16,7 @@ from cupy_awq.llm.gguf_tokenizer import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED,
 from cupy_awq.llm.tokenizer import Tokenizer
 
 SAMPLE = "Hello  world, it's 12345 \n\n\t(x) don't ÉTÉ 你好 résumé... \r\n  a_b! ３４ \U0001f600 end "
-"""A text that distinguishes the pre-tokenizers in `PRE_TOKENIZERS`: any two different ones split it differently."""
+"""A text that the pre-tokenizers in `PRE_TOKENIZERS` split differently, so that the words identify one of them."""
 
 Metadata = dict[str, Any]
 

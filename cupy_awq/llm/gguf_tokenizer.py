@@ -45,7 +45,7 @@ PRE_TOKENIZERS = {
 
 
 def load_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer in the metadata of a file. Raises CheckpointError if it is missing or not supported."""
+    """Return the tokenizer in the metadata of a file. Raises CheckpointError for a missing or unsupported tokenizer."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(kind, str) or kind not in KINDS:
         raise CheckpointError(f"{path}: tokenizer.ggml.model: expected {' or '.join(KINDS)}, got {show(kind)}")

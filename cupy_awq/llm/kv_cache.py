@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache: the keys and values of all past tokens of a batch of sequences."""
+"""The KV cache: the keys and values of the past tokens of every sequence in a batch."""
 
 from __future__ import annotations
 

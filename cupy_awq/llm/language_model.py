@@ -165,7 +165,7 @@ class LanguageModel:
         Args:
             capacity: the largest number of tokens of the conversation; by default 8192, or the model's context if that
                 is smaller.
-            system: the system message; by default that of the chat template, if it has one.
+            system: the system message; by default the chat template's own system message, if it has one.
             special_tokens: True to recognize special tokens in messages, so that a message can forge turns.
 
         Raises:

@@ -131,14 +131,14 @@ def quantize_layers(
         checked = hidden[:CHECKED_SEQUENCES]
         try:
             moments = _calibrate(ops, weights, hidden, cache)
-        except ValueError as error:  # from MomentSum.add
+        except ValueError as error:  # MomentSum.add does not know the layer
             raise ValueError(f"{files.path}: model.layers.{index}: {error}") from None
         sites = _list_quantized(f"model.layers.{index}", ignore)
         folded, folded_moments, found = weights, moments, _Scales({}, {})
         if scales:
             folded, folded_moments, found = _fold(config, weights, moments, recipe, sites)
         quantized = _quantize(folded, folded_moments, recipe, sites)
-        del folded_moments  # the largest arrays; release them before copies of the weights are made
+        del folded_moments  # the moments are the largest arrays: free them before the weights are copied
         nearest = _quantize(weights, {}, recipe, sites)
         dtype = weights.norms[ATTENTION_NORM].dtype
         moved = [
@@ -349,7 +349,7 @@ def _compare_errors(
 
 
 def _pack(linear: tuple[Array, Array | None], rows: QuantizedRows | None, dtype: Any) -> Module | DenseLinear:
-    """Return a linear layer on the host: quantized, or dense if it has no quantized rows."""
+    """Return a linear layer on the host: quantized, or dense if ``rows`` is None."""
     w, bias = linear
     bias = None if bias is None else to_host(bias.astype(dtype))
     if rows is None:

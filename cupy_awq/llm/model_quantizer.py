@@ -69,7 +69,7 @@ def quantize(
     resume: bool = False,
     progress: LayerProgress | None = None,
 ) -> Report:
-    """Quantize the decoder layers of a model to 4 bits and write it, with a report, to a new folder.
+    """Quantize the decoder layers of a model to 4 bits and write the model, with a report, to a new folder.
 
     Unfinished work is kept in ``<folder>.partial``; ``folder`` is created when the model is complete. The embedding
     table and the output head are not quantized.
@@ -283,7 +283,7 @@ def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
 
 
 def _merge(contents: Contents, folder: Path, layers: int, recipe: Recipe) -> Contents:
-    """Return the contents of the quantized model: those of the source, with its layers replaced by the quantized ones.
+    """Return the contents of the quantized model: the source's contents with quantized instead of dense layers.
 
     ``folder`` is the folder of unfinished work, which holds the quantized layers.
     """

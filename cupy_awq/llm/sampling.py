@@ -17,7 +17,7 @@ NAN_LOGITS = "logits: expected finite values, got NaN: the weights are damaged, 
 
 
 GREEDY_BELOW = 1e-6
-"""The temperature below which sampling is greedy, because dividing logits by it could overflow float32."""
+"""The temperature below which sampling is greedy, because logits / temperature could overflow float32."""
 
 
 @dataclass(frozen=True)

@@ -282,7 +282,7 @@ def _check_pipeline(table: Mapping[str, Any], where: str) -> None:
             new = part.get("content", part.get("prepend"))
             shortest = len(old) if isinstance(old, str) and old else 1
             growth *= max(1.0, (len(new) if isinstance(new, str) else 0) / shortest + (not old))
-        if isinstance(single := part.get("single"), list):  # a template: the text and special tokens around it
+        if isinstance(single := part.get("single"), list):  # a template may repeat the text ("Sequence")
             growth *= max(1, sum(isinstance(item, dict) and "Sequence" in item for item in single))
         if growth > MAX_GROWTH:
             raise CheckpointError(

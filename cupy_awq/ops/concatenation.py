@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays of a concatenated layer, from those of its parts."""
+"""The arrays of a concatenated layer, computed from the arrays of its parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cupy_awq.weight import PackedWeight
 
 
 def common_order(orders: Sequence[Array | None]) -> Array | None:
-    """Return the activation order that all parts of a concatenated layer share. Raises ValueError if they differ."""
+    """Return the activation order that all parts of a concatenated layer share. Raises ValueError if orders differ."""
     first = orders[0]
     for i, order in enumerate(orders):
         if (order is None) != (first is None) or (order is not None and not bool((order == first).all())):

@@ -26,7 +26,7 @@ BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "q
 class GemmLaunch:
     """A validated GEMM whose kernel is loaded; a call takes only buffer addresses and a stream.
 
-    A launch can be used for all arrays whose layouts (`arrays.layout_key`) equal those of the constructor's arguments.
+    A launch can be used for all arrays with the same layouts (`arrays.layout_key`) as the constructor's arguments.
 
     Args:
         x, residual, out: example arrays of a call; y is contiguous if ``out`` is None.

@@ -84,7 +84,7 @@ class Plan:
         self.kernel, self.shape, self.workspace_bytes = "numpy", product.shape, 0
         self._launch: GemmLaunch | None = None
         self._gather: Launcher | None = None
-        self._gathered_begin = 0  # after the counters, which must stay zero for other plans of a shared workspace
+        self._gathered_begin = 0  # after the counters: plans that share a workspace need counters of zero
         self._memory: Array | None = None
         if out is None:
             out = _empty(product.shape, "out", x.dtype, weight.spec.device)

@@ -17,7 +17,7 @@ from cupy_awq.quantization.grid import Grid, QuantizedRows
 BLOCK = 64
 """The largest number of channels that are rounded between two updates of all channels not yet rounded."""
 SMALLEST = 256
-"""The largest number of rows of a triangular matrix that is inverted without splitting it into blocks."""
+"""The largest triangular matrix, in rows, that is inverted without being split into blocks."""
 
 
 def compensate_errors(w: Array, second: Array, grid: Grid) -> QuantizedRows:

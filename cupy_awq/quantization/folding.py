@@ -45,7 +45,7 @@ def divide_norm(norm_weight: Array, t: Array, dtype: Any) -> tuple[Array, Array]
 def divide_rows(w: Array, bias: Array | None, t: Array) -> tuple[Array, Array | None]:
     """Return a weight [N, K] and a bias [N] in float32 with their last len(t) rows divided by t.
 
-    The last rows of a merged QKV projection are those of v.
+    The last rows of a merged QKV projection are the rows of v.
     """
     result = w.astype(np.float32)
     result[-len(t) :] /= t[:, None]

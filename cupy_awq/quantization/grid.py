@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 4-bit grid of a group of weights, that is, its scale in the stored dtype and its zero point; rounding to it."""
+"""The 4-bit grid of a group of weights (the scale in the stored dtype and the zero point), and rounding to the grid."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class MomentSum:
         self._tokens += len(rows)
 
     def mean(self) -> Moments:
-        """Return the moments of all inputs added so far. Raises ValueError if there are none."""
+        """Return the moments of all inputs added so far. Raises ValueError if no inputs were added."""
         if self._second is None or self._absolute is None or not self._tokens:
             raise ValueError("inputs: expected at least one token, got 0")
         count = np.float32(self._tokens)

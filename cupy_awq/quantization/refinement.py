@@ -103,7 +103,7 @@ def refine_codes(codes: Array, gradient: Array, second: Array, grid: Grid) -> No
         # A code's best value is its value minus gradient / H_jj, in units of the scale.
         inverse = (1 / curvatures[block])[:, None]
         distance = gradient[block] * inverse
-        with np.errstate(over="ignore"):  # inf for the smallest scale, which a group of zeros has
+        with np.errstate(over="ignore"):  # inf for the tiny scale of a group of zeros
             distance /= step.scale
         old = codes[block]
         rounded, change = round_channels(old - distance, old, second[block, block] * inverse, step)

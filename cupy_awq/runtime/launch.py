@@ -120,7 +120,8 @@ class Launcher:
         self._function = driver.CUfunction(self._cupy_function.ptr)
         if plan.prefers_l1:
             carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-            driver.cuFuncSetAttribute(self._function, carveout, L1_SHARED_PERCENT)  # only a hint: errors are ignored
+            # The carveout is only a hint, so errors are ignored.
+            driver.cuFuncSetAttribute(self._function, carveout, L1_SHARED_PERCENT)
         self._driver = driver
         self._configs: dict[int, Any] = {}
 

@@ -15,7 +15,7 @@ OUT_OF_MEMORY = (
     "CUDA_ERROR_OUT_OF_MEMORY",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""The beginnings of the messages with which CuPy, the CUDA runtime, the driver and cuBLAS report exhausted memory."""
+"""The prefixes of the out-of-memory messages of CuPy, the CUDA runtime, the driver and cuBLAS."""
 
 
 def resolve(device: Any = None) -> int:
@@ -69,8 +69,7 @@ def gpu_count() -> int:
 def use_device(index: int) -> AbstractContextManager[Any]:
     """Return a context manager that makes GPU ``index`` CuPy's current device; for ``check.HOST`` it does nothing.
 
-    If the code in the context raises an error about exhausted GPU memory, of any CUDA library, the error becomes a
-    MemoryError that names the GPU.
+    An out-of-memory error of any CUDA library in the context becomes a MemoryError that names the GPU.
     """
     return nullcontext() if index == HOST else _Current(index)
 
@@ -95,7 +94,7 @@ class _Current:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error of CuPy or of a CUDA library reports exhausted GPU memory."""
+    """Return whether an error of CuPy or of a CUDA library is an out-of-memory error."""
     return isinstance(error, (RuntimeError, MemoryError)) and str(error).startswith(OUT_OF_MEMORY)
 
 

@@ -72,9 +72,10 @@ def scratch_array(index: int, stream: int, nbytes: int) -> cupy.ndarray:
     """Return at least ``nbytes`` bytes, uint8, of GPU ``index`` for the launches of this thread on a stream.
 
     The array passes data from one launch to the next one of the same operation; later operations overwrite it. Like a
-    workspace it is never freed. Raises MemoryError if the GPU has no memory for it.
+    workspace, the array is never freed. Raises MemoryError if the GPU has no memory for it.
     """
-    arrays = _scratch.setdefault((index, stream, threading.get_ident()), [])  # another thread may interleave launches
+    # One array per thread, because other threads may launch on the same stream between the two launches.
+    arrays = _scratch.setdefault((index, stream, threading.get_ident()), [])
     if not arrays or arrays[-1].nbytes < nbytes:
         with placement.use_device(index):
             arrays.append(allocate_zeros(1 << (nbytes - 1).bit_length()))

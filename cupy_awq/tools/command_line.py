@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(arguments)
         code: int = args.run(args)
-        sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, and not at exit
+        sys.stdout.flush()  # a broken pipe must raise here, where it is handled, and not at exit
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lets the flush at exit succeed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 1
     except KeyboardInterrupt:
         return 130

@@ -38,7 +38,7 @@ from cupy_awq.runtime.launch_plan import Kernel
 from cupy_awq.tools.table import render
 
 SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (8192, 28672), (28672, 8192))
-"""The shapes (K, N) of linear layers for which kernels are compiled: those of models with 8 and 70 billion weights."""
+"""The shapes (K, N) of linear layers for which kernels are compiled: from models with 8 and 70 billion weights."""
 REPACKED_MS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 """The values of M for which the kernels that read the repacked layout are compiled."""
 SHARED_CONSTANTS = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")

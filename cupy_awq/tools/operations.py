@@ -47,7 +47,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """The dtypes of x, by name."""
 
 MAX_COPIES = 512
-"""The largest number of copies of a weight, which is reached only for weights far smaller than those of real layers."""
+"""The largest number of copies of a weight; only weights far smaller than a real layer's need that many."""
 
 CONVOLUTION_BLOCK = 32
 """The number of input channels per quantization block in the weight of a convolution."""
