@@ -226,7 +226,7 @@ SEEDS = {
     ),
     "residual_stream: a thread's second place has what the first one adds to": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "if (index != threadIdx.x) part =", "if (false) part =", VALUES,
-        Problem(32, 192, 1024, 128, repacked=True, fusion=Fusion("add_to_stream")),
+        Problem(32, 192, 1024, 128, repacked=True, fusion=Fusion("add_to_stream")), {"split_k": 2},
     ),
     "gemm_sm90: the full barriers expect one arrival too many": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh",
@@ -253,7 +253,7 @@ SEEDS = {
     "gemm_sm90: a stage is released while wgmma reads it": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cu", "if (preceding != 0) {",
         "preceding = pipeline.empty_barrier(state.stage_idx);\n      {", RACE,
-        REPACKED_MANY, {"split_k": 1, "scaled": True},
+        REPACKED_MANY, {"split_k": 1, "scaled": True, "k_tiles": 1},
     ),
     "gemm_sm90_large: the stage in use is released instead of the preceding one": Seed(
         "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "scheduler.k_tile_begin) pipeline.release<kCluster>(preceding, lane);",
@@ -317,7 +317,7 @@ SEEDS = {
     ),
     "gemm_sm90: the last tile stores rows of its neighbour": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90_epilogue.cuh", "row >= tile.store_begin && row < m", "row < m", RACE, REPACKED_MANY,
-        {"block_m": 64},
+        {"block_m": 64, "split_k": 2},
     ),
     "gemm_sm90: missing rows of x are not zeroed": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (has_rows_to_zero(args.m)) zero_shared<", "if (false) zero_shared<",
