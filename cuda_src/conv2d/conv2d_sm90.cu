@@ -44,10 +44,10 @@
 #include "conv2d/conv2d_sm90.cuh"
 #include "dequant/int4.cuh"
 #include "dequant/unpack_bytes.cuh"
+#include "hopper/cluster.cuh"
 #include "hopper/cluster_reduction.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shared_storage.cuh"
-#include "hopper/cluster.cuh"
 #include "hopper/tma.cuh"
 #include "hopper/wgmma.cuh"
 #include "ptx/barrier.cuh"
@@ -76,7 +76,8 @@ constexpr int kPixels = kTileH * kTileW;  // number of output pixels per warpgro
 constexpr int kPixelGroups = kPixels / 8;
 constexpr int kOwnedGroups = ceil_div(kPixelGroups, kSplitK);
 constexpr int kAccumulators = kPixels / 2;
-constexpr int kGroupStrideBytes = (kTileH == 1 ? 8 : kBoxW) * 128;  // distance in bytes of adjacent 8-pixel groups of B
+// The stride in bytes between adjacent 8-pixel groups of B (the stride byte offset of the matrix descriptor).
+constexpr int kGroupStrideBytes = (kTileH == 1 ? 8 : kBoxW) * 128;
 
 constexpr int kBoxBytes = ceil_div(BOX_H * kBoxW * 128, 1024) * 1024;
 constexpr int kCodeTileBytes = 512 * BITS;

@@ -36,10 +36,10 @@
 #include "common/epilogue.cuh"
 #include "common/warp.cuh"
 #include "conv2d/conv2d_sm90.cuh"
+#include "hopper/cluster.cuh"
 #include "hopper/cluster_reduction.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shared_storage.cuh"
-#include "hopper/cluster.cuh"
 #include "hopper/tma.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/fence_proxy.cuh"
@@ -69,7 +69,8 @@ constexpr int kThreads = kConsumerWarps * 32 + 32;
 constexpr int kBoxes = kWgPx * kPixelTiles;
 constexpr int kTilePixels = kTileN * kTileH * kTileW;
 constexpr int kBoxRows = kTileN * BOX_H * kBoxW;
-constexpr int kGroupStrideBytes = kHalo ? kBoxW * 128 : 1024;  // distance in bytes of adjacent 8-pixel groups of B
+// The stride in bytes between adjacent 8-pixel groups of B (the stride byte offset of the matrix descriptor).
+constexpr int kGroupStrideBytes = kHalo ? kBoxW * 128 : 1024;
 constexpr int kAccumulators = kPixels / 2;
 constexpr int kPixelGroups = kPixels / 8;
 constexpr int kOwnedGroups = ceil_div(kPixelTiles * kPixelGroups, kSplitK);

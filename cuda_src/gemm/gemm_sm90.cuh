@@ -46,7 +46,7 @@ __device__ __forceinline__ void sync_setup(int m) {
   if constexpr (kSplitK > 1) cluster_sync_after_init<kSplitK>();
 }
 
-// Runs the producer warp.
+// The role of the producer warp.
 //   prologue   initializes the barriers and fills each stage once. Before griddepcontrol.wait, the warp copies the
 //              weights of all stages (kPrefetchWeights, all lanes) or of stage 0 (one lane). After griddepcontrol.wait,
 //              one lane copies x and the remaining weights.

@@ -37,7 +37,7 @@
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_sm90_large needs sm_90a");
 
-// Runs the producer warp, of which one lane issues all copies.
+// The role of the producer warp, of which one lane issues all copies.
 __device__ __forceinline__ void produce(const SharedStorage& shared, Scheduler& scheduler, const uint8_t* weight,
                                         const TensorMap* x_map, int m, int n, int k) {
   const bool is_leader = ptx::elect();

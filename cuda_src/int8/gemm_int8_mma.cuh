@@ -43,7 +43,8 @@ constexpr int kAccumulators = kTilesM * kTilesN * 4;
 static_assert(!(kFp8 && kShortBlocks), "magic_to_float needs integer products");
 static_assert(kBlockM * 8 % kThreads == 0 && kBlockN * kChunksN % kThreads == 0, "the copies divide evenly");
 
-// Converts a product to float32. The products of a short block have a magnitude below 2^22 (magic_to_float).
+// Converts a product to float32. In a block of at most 256 columns (kShortBlocks), its magnitude is below 2^22, as
+// magic_to_float requires.
 __device__ __forceinline__ float to_product(Product value) {
   return kShortBlocks ? magic_to_float(value) : static_cast<float>(value);
 }

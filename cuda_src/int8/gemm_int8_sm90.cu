@@ -42,7 +42,7 @@
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_int8_sm90 needs sm_90a");
 
-// Runs the producer warp, which copies xq and the codes and parameters of the weight.
+// The role of the producer warp, which copies xq and the codes and parameters of the weight.
 __device__ __forceinline__ void produce(const SharedStorage& shared, const TensorMap* w_map, const uint8_t* parameters,
                                         const TensorMap* x_map, int m_blocks, int n_blocks, int n, int k) {
   const auto pipeline = shared.pipeline();
@@ -87,7 +87,7 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, const Tenso
   __syncwarp();
 }
 
-// Runs the warps that copy the parameters of x; each lane copies the parameters of two adjacent rows.
+// The role of the warps that copy the parameters of x: each lane copies those of two adjacent rows.
 __device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared, uint8_t* memory, const float* x_scale,
                                                      const float* x_offset, const Product* x_sums, int m_blocks,
                                                      int n_blocks, int m, int k, int block_size) {

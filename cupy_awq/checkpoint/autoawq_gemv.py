@@ -134,7 +134,7 @@ def _convert_fast(qweight: Array, scales: Array, offsets: Array, bias: Array | N
 
 
 def _find_group_size(tensors: ModuleTensors, k: int, group_size: int | None, scales: Array) -> int:
-    """Return the configured ``group_size``, or infer it from the zero rows that pad ``scales`` [8 zw, N].
+    """Return the configured ``group_size``, or infer it from the rows of zeros that pad ``scales`` [8 zw, N].
 
     Raises CheckpointError if not exactly one candidate fits, or if the configured group size is not supported.
     """
@@ -150,7 +150,10 @@ def _find_group_size(tensors: ModuleTensors, k: int, group_size: int | None, sca
 
 
 def _fits(scales: Array, k: int, size: int) -> bool:
-    """Return whether ``scales`` [8 zw, N] fit a group size: K / size rows with a nonzero value, then padding rows."""
+    """Return whether ``scales`` [8 zw, N] have the padding that ``size``, a group size, implies.
+
+    K / size rows with a nonzero value are followed by rows of zeros. zw is the result of `count_zero_words`.
+    """
     groups = k // size
     if len(scales) != 8 * count_zero_words(k, size):
         return False

@@ -84,7 +84,9 @@ def _detect_from_config(tensors: Tensors, entry: Entry) -> tuple[Format, str]:
 
 
 def _detect_without_method(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[Format, str]:
-    """Detect the format for an entry without ``quant_method``, as older AutoAWQ, MLX and older AutoGPTQ write it.
+    """Detect the format from a quantization configuration without ``quant_method``.
+
+    Older AutoAWQ, MLX and older AutoGPTQ write such configurations.
 
     Returns the format and a phrase that states the evidence for it, as the readers in `METHODS` do.
     """

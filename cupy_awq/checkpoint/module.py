@@ -74,7 +74,7 @@ class Pending(NamedTuple):
     """A validated module whose codes have not been repacked yet."""
 
     spec: ModuleSpec
-    """The shape and form of the module."""
+    """The shape, group size and dtypes of the module."""
     repack: Callable[..., Module | Tensor]
     """A function of ``arrays`` that repacks the codes and returns the module, or a Tensor if ``is_dense``."""
     warning: str = ""
@@ -97,7 +97,7 @@ class Pending(NamedTuple):
 
 
 class Format(Protocol):
-    """A checkpoint format with the settings of one checkpoint.
+    """A reader of one checkpoint format, configured with the settings of one checkpoint.
 
     The tensors of a module are named ``<module>.<suffix>``.
 
@@ -265,14 +265,14 @@ def is_finite(values: Array) -> bool:
 
 
 class Groups(NamedTuple):
-    """The groups and the row order of a packed weight, and how they follow from the groups of the file."""
+    """The groups and the row order of a packed weight, and the mapping from the file's groups to them."""
 
     size: int
     """The number of rows of W per group in the packed weight."""
     repeats: tuple[int, int] | None
-    """How each group of the file is split into smaller groups of the packed weight; None if the groups are not split.
+    """(The number of packed groups per group of the file, the total number of packed groups).
 
-    The pair is (packed groups per group of the file, number of packed groups in total).
+    None if the groups of the file are not split into smaller groups of the packed weight.
     """
     order: npt.NDArray[np.int32] | None
     """The permutation of the last axis of x (activation order), int32 [K]; None without one."""

@@ -134,6 +134,6 @@ def _tiles(config: Conv2dSm80Config, problem: Convolution) -> tuple[int, int]:
 
 
 def _stages_of_k(problem: Convolution) -> int:
-    """Return the number of pipeline stages that cover K."""
+    """Return the number of main-loop iterations along K; each consumes one pipeline stage."""
     sizes = problem.sizes
     return ceil_div(sizes.kernel_h * sizes.kernel_w * ceil_div(sizes.channels, VECTOR_CHANNELS), STAGE_VECTORS)

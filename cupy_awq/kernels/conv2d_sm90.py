@@ -375,8 +375,8 @@ def _configs(problem: Convolution, device: Device) -> Iterator[Conv2dSm90Config]
         # Clusters of 4 or more CTAs are tried only with the smallest CTAs: with larger CTAs too few are resident.
         if split_k > 2 and (wg_co, wg_px) != (1, 1):
             continue
-        # One stage is not enough without a halo, where each box serves one K chunk: a stage is released only after
-        # the second of the following boxes has arrived.
+        # Without a halo, each K chunk has a box of its own, and the stage of box i is released only after box i + 2 has
+        # arrived. So at least three stages are needed, or one per K chunk.
         x_stages = min(2, ceil_div(cta_chunks + taps - 1, taps)) if halo and taps > 1 else min(4, cta_chunks)
         for code_stages in dict.fromkeys((min(cta_chunks, 8), min(cta_chunks, 4))):
             config = Conv2dSm90Config(wg_co, wg_px, *tile, halo, x_stages, code_stages, split_k, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gemm_int8_sm90``: GEMM with wgmma of many rows of int8 or e4m3 activations and a weight with one byte per code."""
+"""``gemm_int8_sm90``: a wgmma GEMM for large M, with int8 or e4m3 activations and a weight of one byte per code."""
 
 from __future__ import annotations
 
@@ -204,7 +204,8 @@ def _parameters(weight: BlockQuantizedWeight, problem: Int8Problem) -> Array:
         rows.append(offset)
     if problem.x_offset:
         rows.append(sums * scale + (0 if offset is None else columns * offset))
-    # Every stage of a block has the scale; offset and sum are applied once, in the last stage of the block.
+    # A block's scale is stored for each of its stages; its offset and sum, which are applied once, only for its last
+    # stage.
     blocks = BLOCK_K // block_size if block_size < BLOCK_K and len(scale) > 1 else 1
     span = BLOCK_K // blocks
     parameters = xp.zeros((len(rows), stages * blocks, tiles * PARAMETER_TILE_N), np.float32)

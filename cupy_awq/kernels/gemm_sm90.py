@@ -66,7 +66,9 @@ def configs(problem: Problem, device: Device) -> list[GemmSm90Config]:
 
 
 def tile_heights(m: int) -> list[int]:
-    """Return the values of ``block_m`` to try for the wgmma kernel: multiples of 8 that divide M rows evenly.
+    """Return the values of ``block_m`` to try for the wgmma kernel.
+
+    The values are multiples of 8 that split M rows into tiles of nearly equal height.
 
     >>> tile_heights(20), tile_heights(48), tile_heights(96), tile_heights(200), tile_heights(1000)
     ([24], [48], [96, 48], [104, 72, 56], [128, 112, 64])

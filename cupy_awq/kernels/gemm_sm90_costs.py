@@ -121,7 +121,7 @@ MMA_COSTS, WGMMA_COSTS = MmaCosts(), WgmmaCosts()
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How the CTAs of a launch occupy the GPU.
+    """The occupancy of the GPU by the CTAs of a launch.
 
     Attributes:
         resident: largest number of resident CTAs per SM.

@@ -175,9 +175,10 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
 
 
 def tile_heights(m: int, most: int) -> list[int]:
-    """Return the values of ``block_m`` to try, multiples of 16 up to ``most``: those that divide M rows evenly.
+    """Return the values of ``block_m`` to try for a tile of at most ``most`` rows.
 
-    Values down to half of ``most`` are included, since a larger number of lower tiles may fill the SMs better.
+    The values are multiples of 16 that split M rows into tiles of nearly equal height. Values down to half of ``most``
+    are included, since a larger number of lower tiles may fill the SMs better.
 
     >>> tile_heights(48, 64), tile_heights(200, 256), tile_heights(700, 256), tile_heights(700, 128)
     ([48], [208], [240, 176, 144], [128, 112, 96, 80])

@@ -61,8 +61,8 @@ def label(family: AnyFamily, config: Config) -> str:
 def labels(family: AnyFamily, config: Config) -> set[str]:
     """Return the labels that denote a configuration: its own, and that with ``block_m`` rounded up to a power of two.
 
-    The heights of tiles divide M evenly, and tuned M are powers of two: the configuration for M = 48 that corresponds
-    to tiles of 64 rows at M = 64 has tiles of 48 rows.
+    Kernels split M rows into tiles of nearly equal height, and tuned M are powers of two: the configuration for M = 48
+    that corresponds to tiles of 64 rows at M = 64 has tiles of 48 rows.
     """
     values = {name: value for name, value in vars(config).items() if name not in DERIVED_FIELDS}
     if "block_m" in values:

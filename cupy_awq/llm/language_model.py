@@ -412,7 +412,7 @@ class Detokenizer:
 
 
 def _check_stop(stop: Sequence[str]) -> Sequence[str]:
-    """Return the stop strings as a tuple. Raises TypeError unless ``stop`` is an iterable of texts."""
+    """Return the stop strings as a tuple. Raises TypeError unless ``stop`` is an iterable of strings, not a string."""
     if isinstance(stop, (str, bytes)) or not isinstance(stop, Iterable):
         kind = f"the text {stop!r:.80}" if isinstance(stop, str) else type(stop).__name__
         raise TypeError(f"stop: expected a list of texts, got {kind}")

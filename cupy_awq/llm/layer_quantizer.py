@@ -247,9 +247,9 @@ class _Scales(NamedTuple):
     """The channel scales of a layer."""
 
     columns: Mapping[str, Array]
-    """The factors of the columns of the linear layers that share an input, float32 [K], by site."""
+    """The factor of each column of the weights [N, K] of linear layers that share an input, float32 [K], by site."""
     rows: Mapping[str, Array]
-    """The divisors of the rows of a linear layer, float32 [N], by name of the layer."""
+    """The divisor of each row of the weight [N, K] of a linear layer, float32 [N], by name of the layer."""
 
     def unfold(self, site: str, name: str, w: Array) -> Array:
         """Return a weight [N, K] without the folded scales."""

@@ -31,7 +31,8 @@ def allocate_zeros(nbytes: int, *, on_current_stream: bool = False) -> cupy.ndar
     """
     import cupy
 
-    # Wait for the memset, so that other streams see the zeros. A memset on a stream of its own is not captured.
+    # Wait for the memset, so that other streams see the zeros. By default, the memset runs on a new
+    # stream to stay out of a graph that the current stream captures.
     stream = cupy.cuda.get_current_stream() if on_current_stream else cupy.cuda.Stream(non_blocking=True)
     with stream:
         memory = cupy.zeros(nbytes, cupy.uint8)

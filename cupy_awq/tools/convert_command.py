@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from cupy_awq.checkpoint.write import WRITERS
 from cupy_awq.tools.progress import show_bar
 
-FORMATS = ("autoawq", "compressed-tensors", "gptq", "gguf", "ak48")
 SUFFIXES = {".gguf": "gguf", ".ak48": "ak48"}
 """The format by the suffix of the file to write."""
+CHOICES = (*WRITERS, *SUFFIXES.values())
+"""The accepted values of ``--format``."""
 
 MORE = """
 
@@ -40,7 +42,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command("convert", _convert, "write a 4-bit checkpoint in another format", MORE, examples)
     parser.add_argument("source", metavar="SRC", help="folder or file of a 4-bit checkpoint, or the name smollm2")
     parser.add_argument("target", metavar="DST", type=Path, help="the folder or file to write")
-    parser.add_argument("--format", choices=FORMATS, help="default: that of the suffix .gguf or .ak48 of DST")
+    parser.add_argument("--format", choices=CHOICES, help="default: that of the suffix .gguf or .ak48 of DST")
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -49,7 +51,7 @@ def _convert(args: argparse.Namespace) -> int:
     suffix = SUFFIXES.get(args.target.suffix)
     name = args.format or suffix
     if name is None:
-        raise ValueError(f"--format: expected one of {', '.join(FORMATS)} for the folder {args.target}, got none")
+        raise ValueError(f"--format: expected one of {', '.join(CHOICES)} for the folder {args.target}, got none")
     if suffix != (name if name in SUFFIXES.values() else None):
         wanted = f"a file name that ends in .{name}" if name in SUFFIXES.values() else f"a folder for {name}"
         raise ValueError(f"DST: expected {wanted}, got {args.target}")
