@@ -26,9 +26,9 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Returns the matrix descriptor of a matrix at a shared address, which is a multiple of 16. STRIDE is the distance in
-// bytes from 8 rows to the next 8. The fields are address / 16 in bits 0 .. 13, STRIDE / 16 in bits 32 .. 45, and 1 in
-// bits 62 .. 63 for the 128-byte swizzle.
+// Returns the matrix descriptor of a matrix at a shared address, which is a multiple of 16. STRIDE is the stride byte
+// offset: the stride in bytes between adjacent groups of 8 rows. The fields are address / 16 in bits 0 .. 13,
+// STRIDE / 16 in bits 32 .. 45, and 1 in bits 62 .. 63 for the 128-byte swizzle.
 template <unsigned STRIDE = 1024>
 __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address) {
   return 1ull << 62 | static_cast<unsigned long long>(STRIDE / 16) << 32 | address / 16;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The activation order of a weight: its validation, and x [..., K] with its columns in that order."""
+"""The validation of a weight's activation order, and the permutation of the columns of x [..., K] to that order."""
 
 from __future__ import annotations
 
