@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -83,13 +82,12 @@ class FullCpuDLPack(CpuDLPack):
         return self._a.__dlpack_device__()
 
 
-KINDS = [
-    "unversioned",
-    "versioned",
-    "with a device",
-    *(["torch"] if importlib.util.find_spec("torch") else []),
-]
-"""The producers of DLPack; CPU tensors of PyTorch where it is installed."""
+PRODUCERS: dict[str, Callable[[Any], Any]] = {
+    "unversioned": lambda a: CpuDLPack(a, False),
+    "versioned": lambda a: CpuDLPack(a, True),
+    "with a device": lambda a: FullCpuDLPack(a, True),
+}
+"""Functions that return an array of another library, by name; it shares the memory of the NumPy array."""
 
 REFUSED = {
     *("AwqLinear.split", "BlockQuantizedWeight", "PackedWeight", "from_mnn", "pack_int4", "pack_int8", "quantize"),
@@ -104,13 +102,6 @@ def _is_array(value: Any) -> bool:
 
 def _arguments(call: Call) -> list[Any]:
     return [*call.arguments.values(), *call.options.values()]
-
-
-def _make_foreign(kind: str, a: Any) -> Any:
-    """Return an array of another library that shares the memory of a NumPy array."""
-    if kind == "torch":
-        return importlib.import_module("torch").from_numpy(a)
-    return FullCpuDLPack(a, True) if kind == "with a device" else CpuDLPack(a, kind == "versioned")
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -151,7 +142,7 @@ VIEWED = [name for name, call in CALLS.items() if not REFUSED & {name} and any(m
 
 
 @pytest.mark.parametrize("name", VIEWED)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PRODUCERS)
 def test_every_function_gives_the_bits_of_numpy_for_cpu_arrays_of_other_libraries(name: str, kind: str) -> None:
     """Each array argument alone, and all of them."""
     call = CALLS[name]
@@ -160,7 +151,7 @@ def test_every_function_gives_the_bits_of_numpy_for_cpu_arrays_of_other_librarie
     def run(foreign: set[str], kind: str = "") -> tuple[Any, Any]:
         def make(key: str, value: Any) -> Any:
             copied = value.copy() if _is_array(value) else value
-            return _make_foreign(kind, copied) if key in foreign else copied
+            return PRODUCERS[kind](copied) if key in foreign else copied
 
         out = make("out", call.options.get("out", call.arguments.get("out")))
         options = {key: out if key == "out" else make(key, value) for key, value in call.options.items()}
@@ -175,21 +166,6 @@ def test_every_function_gives_the_bits_of_numpy_for_cpu_arrays_of_other_librarie
             assert all(type(b) is type(a) and (a is None or a.tobytes() == b.tobytes()) for a, b in results)
         if "out" in foreign and isinstance(expected, np.ndarray):
             assert np.from_dlpack(out).tobytes() == expected.tobytes()
-
-
-def test_tensors_of_pytorch_that_are_no_plain_memory_are_refused() -> None:
-    torch = pytest.importorskip("torch")
-    weight = random_weight(np.random.default_rng(0), 64, 32, 16)
-    layer, ones = AwqLinear(weight), torch.ones(2, 64, dtype=torch.float16)
-    expected = layer(ones.numpy())
-    assert layer(ones.T.contiguous().T).tobytes() == layer(ones[:1].expand(2, 64)).tobytes() == expected.tobytes()
-    with pytest.raises(TypeError, match=r"^x: expected an array that NumPy can view, got Tensor: .*requires? grad"):
-        layer(ones.requires_grad_())
-    for x in (torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(2, 64).to_sparse(), ones.to("meta")):
-        with pytest.raises(TypeError, match=r"^x: expected an array that NumPy can view, got Tensor: "):
-            layer(x)
-    bits = torch.ones(2, 64, dtype=torch.bfloat16).view(torch.uint16)
-    assert layer(bits, dtype="bfloat16").shape == (2, 32)
 
 
 def test_cpu_arrays_that_numpy_cannot_view_or_write_are_refused() -> None:
