@@ -95,7 +95,7 @@ class GemmSm90LargeConfig:
         return self.warpgroups * self.m64_tiles * 64
 
     def units(self, problem: Problem) -> int:
-        """Return the number of units of the problem."""
+        """Return the number of work units into which the clusters divide y."""
         return ceil_div(problem.m, self.block_m) * ceil_div(problem.n, self.block_n * self.cluster)
 
     @property

@@ -16,7 +16,7 @@ NAME = "gemm_sm90_raw"
 ARCH = 90
 """The only architecture that the family supports."""
 MAX_M = 16
-"""The largest M."""
+"""The largest M that the family supports."""
 STEP_K = 32
 """The number of rows of W per pipeline stage, which one warp computes in one step of the main loop."""
 SPLIT_K = (1, 2, 3, 4, 6)

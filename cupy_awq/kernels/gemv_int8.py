@@ -16,7 +16,7 @@ __all__ = ["NAME", "GemvInt8Config", "configs", "estimate_us", "plan", "prepare_
 
 NAME = "gemv_int8"
 MAX_ROWS = 8
-"""The largest M."""
+"""The largest M that the family supports."""
 WARPS = 8
 """The number of warps per CTA."""
 CHUNK = 128
