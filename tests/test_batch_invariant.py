@@ -281,7 +281,8 @@ def test_all_kernels_of_a_layer_with_the_same_reduction_agree(dtype: str, k: int
     problem = replace(problem, gated=gated, repacked=here.arch == 90, batch_invariant=True)
     found = results(Product(problem, runner("gpu"), here, m), problem, here, 8)
     assert all(len(some) == 1 for some in found.values())
-    assert len(set().union(*found.values())) > 1
+    # The order of additions matters for these values, but the few of one row may all round to the same bits.
+    assert m == 1 or len(set().union(*found.values())) > 1
 
 
 @pytest.mark.parametrize(
