@@ -11,10 +11,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from cupy_awq.check import Array
+from cupy_awq.kernels.round_channels import MAX_CHANNELS
+from cupy_awq.ops.round_channels import round_channels as device_round_channels
 from cupy_awq.packing import namespace
 from cupy_awq.quantization.grid import Grid, QuantizedRows
 
-BLOCK = 64
+BLOCK = MAX_CHANNELS
 """The largest number of channels that are rounded between two updates of all channels not yet rounded."""
 SMALLEST = 256
 """The largest triangular matrix, in rows, that is inverted without being split into blocks."""
@@ -54,18 +56,19 @@ def round_channels(target: Array, old: Array, weights: Array, step: Grid) -> tup
     weights[k, j] * change.
 
     Args:
-        target: the codes before rounding, float32 [B, N]; updated in place.
-        old: the codes that changes refer to, float32 [B, N]; may be ``target`` itself.
+        target: the codes before rounding, float32 [B, N]; on the CPU, overwritten by the reduced targets.
+        old: the codes that changes refer to, float32 [B, N]; ``target`` itself for the reduced targets.
         weights: the factors of the changes, float32 [B, B].
         step: the grids [N] of the block.
     """
-    xp = namespace(target)
-    codes, changes = xp.empty_like(target), xp.empty_like(target)
-    columns = xp.ascontiguousarray(weights.T)[:, :, None]
+    if namespace(target) is not np:
+        return device_round_channels(target, old, weights.T, step.bottom, step.top)
+    codes, changes = np.empty_like(target), np.empty_like(target)
+    columns = np.ascontiguousarray(weights.T)[:, :, None]
     for j, (row, code, change) in enumerate(zip(target, codes, changes, strict=True)):
-        xp.rint(row, out=code)
-        xp.clip(code, step.bottom, step.top, out=code)
-        xp.subtract(code, old[j], out=change)
+        np.rint(row, out=code)
+        np.clip(code, step.bottom, step.top, out=code)
+        np.subtract(code, old[j], out=change)
         later = target[j + 1 :]
         later -= columns[j, j + 1 :] * change
     return codes, changes
