@@ -12,7 +12,7 @@ import numpy as np
 
 from cupy_awq.check import Array
 from cupy_awq.kernels.round_channels import MAX_CHANNELS
-from cupy_awq.ops.round_channels import round_channels as device_round_channels
+from cupy_awq.ops import rounding as device
 from cupy_awq.packing import namespace
 from cupy_awq.quantization.grid import Grid, QuantizedRows
 
@@ -62,7 +62,7 @@ def round_channels(target: Array, old: Array, weights: Array, step: Grid) -> tup
         step: the grids [N] of the block.
     """
     if namespace(target) is not np:
-        return device_round_channels(target, old, weights.T, step.bottom, step.top)
+        return device.round_channels(target, old, weights, step.bottom, step.top)
     codes, changes = np.empty_like(target), np.empty_like(target)
     columns = np.ascontiguousarray(weights.T)[:, :, None]
     for j, (row, code, change) in enumerate(zip(target, codes, changes, strict=True)):

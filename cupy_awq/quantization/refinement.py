@@ -6,9 +6,12 @@ Each step finds the exact minimum along one coordinate, among values that can be
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cupy_awq.check import Array
+from cupy_awq.ops import rounding as device
 from cupy_awq.packing import namespace
 from cupy_awq.quantization.error_compensation import channel_blocks, round_channels, transpose_grid
 from cupy_awq.quantization.grid import LIMITS, SYMMETRIC_ZERO, Grid, QuantizedRows, make_grid
@@ -48,44 +51,69 @@ def refine_grid(codes: Array, gradient: Array, second: Array, grid: Grid, *, sym
         grid: the current grids [N, K/G].
         symmetric: whether every zero point is 8.
     """
-    xp = namespace(codes)
     k, groups = len(codes), grid.zero.shape[1]
     group_size = k // groups
     scale, zero = grid.scale.copy(), grid.zero.copy()
-    smallest, largest = LIMITS[scale.dtype]
-    zeros = xp.arange(16, dtype=np.float64)[:, None]
-    candidates = zeros[SYMMETRIC_ZERO : SYMMETRIC_ZERO + 1] if symmetric else zeros
-    columns = xp.arange(codes.shape[1])
     for g in range(groups):
         part = slice(g * group_size, (g + 1) * group_size)
-        block, q, slope = second[part, part], codes[part], gradient[part]
-        curved = block @ q
-        # For each output, the quadratic forms q H q and q H 1 of the group's codes q, float64 [N]; then the products of
-        # the gradient with q and with ones. The scalar 1 H 1 is the sum of the block of H.
-        qq, q1 = (curved * q).sum(axis=0, dtype=np.float64), curved.sum(axis=0, dtype=np.float64)
-        rq, r1 = (slope * q).sum(axis=0, dtype=np.float64), slope.sum(axis=0, dtype=np.float64)
-        ones = float(block.sum(dtype=np.float64))
-        s, z = scale[:, g].astype(np.float64), zero[:, g]
-        # For a zero point z' and y = q - z', the best scale is s' = (s * (q - z) H y - gradient y) / (y H y).
-        curvature = qq - 2 * candidates * q1 + candidates**2 * ones
-        mixed = qq - (candidates + z) * q1 + candidates * z * ones
-        best = (s * mixed - (rq - candidates * r1)) / xp.maximum(curvature, 1e-300)
-        is_valid = (best >= smallest) & (best * 15 <= largest) & (curvature > 0)
-        stored = xp.where(is_valid, best, s).astype(np.float32).astype(scale.dtype)
-        rounded = stored.astype(np.float64)
-        # The change of the error if a * q - b is added to the dequantized weights of the group.
-        a, b = rounded - s, rounded * candidates - s * z
-        change = a * a * qq - 2 * a * b * q1 + b * b * ones + 2 * a * rq - 2 * b * r1
-        change = xp.where(is_valid, change, np.inf)
-        choice = change.argmin(axis=0)
-        is_better = change[choice, columns] < 0
-        a, b = (xp.where(is_better, c[choice, columns], 0).astype(np.float32) for c in (a, b))
-        new_zero = xp.broadcast_to(candidates, change.shape)[choice, columns]
-        zero[:, g] = xp.where(is_better, new_zero, z)
-        old = scale[:, g].view(np.uint16)
-        scale[:, g] = xp.where(is_better, stored.view(np.uint16)[choice, columns], old).view(scale.dtype)
-        gradient += second[:, part] @ (a * q - b)
+        block = second[part, part]
+        step = refine_group(
+            codes[part],
+            block @ codes[part],
+            gradient[part],
+            block.sum(dtype=np.float64),
+            scale[:, g],
+            zero[:, g],
+            symmetric=symmetric,
+        )
+        gradient += second[:, part] @ step
     return make_grid(scale, zero)
+
+
+def refine_group(
+    codes: Array, curved: Array, gradient: Array, total: Any, scale: Array, zero: Array, *, symmetric: bool
+) -> Array:
+    """Update the scales and zero points of one group; return the change of the dequantized weights, float32 [G, N].
+
+    Args:
+        codes: the codes of the group, float32 [G, N].
+        curved: H_g @ codes for the diagonal block H_g of the group, float32 [G, N].
+        gradient: the rows of H D^T of the group, float32 [G, N].
+        total: the sum of the elements of H_g in float64, an array [] or a scalar.
+        scale: the scales in their stored dtype [N]; updated in place.
+        zero: the zero points, float64 [N]; updated in place.
+        symmetric: whether every zero point is 8.
+    """
+    smallest, largest = LIMITS[scale.dtype]
+    if namespace(codes) is not np:
+        limits = smallest, largest
+        return device.refine_group(codes, curved, gradient, total, scale, zero, limits, symmetric=symmetric)
+    # For each output, the quadratic forms q H q and q H 1 of the codes q, float64 [N]; then the products of the
+    # gradient with q and with ones. The scalar 1 H 1 is `total`.
+    qq, q1 = (curved * codes).sum(axis=0, dtype=np.float64), curved.sum(axis=0, dtype=np.float64)
+    rq, r1 = (gradient * codes).sum(axis=0, dtype=np.float64), gradient.sum(axis=0, dtype=np.float64)
+    ones = float(total)
+    s, z = scale.astype(np.float64), zero.copy()
+    zeros = np.arange(16, dtype=np.float64)[:, None]
+    candidates = zeros[SYMMETRIC_ZERO : SYMMETRIC_ZERO + 1] if symmetric else zeros
+    # For a zero point z' and y = q - z', the best scale is s' = (s * (q - z) H y - gradient y) / (y H y).
+    curvature = qq - 2 * candidates * q1 + candidates**2 * ones
+    mixed = qq - (candidates + z) * q1 + candidates * z * ones
+    best = (s * mixed - (rq - candidates * r1)) / np.maximum(curvature, 1e-300)
+    is_valid = (best >= smallest) & (best * 15 <= largest) & (curvature > 0)
+    stored = np.where(is_valid, best, s).astype(np.float32).astype(scale.dtype)
+    rounded = stored.astype(np.float64)
+    # The change of the error if a * q - b is added to the dequantized weights of the group.
+    a, b = rounded - s, rounded * candidates - s * z
+    change = a * a * qq - 2 * a * b * q1 + b * b * ones + 2 * a * rq - 2 * b * r1
+    change = np.where(is_valid, change, np.inf)
+    choice, columns = change.argmin(axis=0), np.arange(len(z))
+    is_better = change[choice, columns] < 0
+    a, b = (np.where(is_better, c[choice, columns], 0).astype(np.float32) for c in (a, b))
+    zero[:] = np.where(is_better, candidates[choice, 0], z)
+    scale[is_better] = stored[choice, columns][is_better]
+    result: Array = a * codes - b
+    return result
 
 
 def refine_codes(codes: Array, gradient: Array, second: Array, grid: Grid) -> None:
