@@ -128,30 +128,47 @@ def quantize_layers(
         if index < first:
             _advance(ops, weights, hidden, cache, {})
             continue
-        checked = hidden[:CHECKED_SEQUENCES]
+        sites = _list_quantized(f"model.layers.{index}", ignore)
         try:
-            moments = _calibrate(ops, weights, hidden, cache)
+            layer = _quantize_layer(ops, index, weights, hidden, cache, recipe, sites, scales=scales)
         except ValueError as error:  # MomentSum.add does not know the layer
             raise ValueError(f"{files.path}: model.layers.{index}: {error}") from None
-        sites = _list_quantized(f"model.layers.{index}", ignore)
-        folded, folded_moments, found = weights, moments, _Scales({}, {})
-        if scales:
-            folded, folded_moments, found = _fold(config, weights, moments, recipe, sites)
-        quantized = _quantize(folded, folded_moments, recipe, sites)
-        del folded_moments  # the moments are the largest arrays: free them before the weights are copied
-        nearest = _quantize(weights, {}, recipe, sites)
-        dtype = weights.norms[ATTENTION_NORM].dtype
-        moved = [
-            _output_error(ops, _dequantize(dense, rows, dtype), checked, hidden, cache)
-            for dense, rows in ((folded, quantized), (weights, nearest))
-        ]
-        yield QuantizedLayer(
-            index,
-            {name: _pack(linear, quantized.get(name), dtype) for name, linear in folded.linears.items()},
-            {name: to_host(a) for name, a in folded.norms.items()},
-            _compare_errors(weights, moments, quantized, nearest, found),
-            *moved,
-        )
+        del weights  # free the memory before the next layer is read
+        yield layer
+
+
+def _quantize_layer(
+    ops: NumpyOps,
+    index: int,
+    weights: _Weights,
+    hidden: list[Array],
+    cache: KvCache,
+    recipe: Recipe,
+    sites: Mapping[str, Sequence[str]],
+    *,
+    scales: bool,
+) -> QuantizedLayer:
+    """Quantize a decoder layer and replace each sequence's hidden states by the output of the original layer."""
+    checked = hidden[:CHECKED_SEQUENCES]
+    moments = _calibrate(ops, weights, hidden, cache)
+    folded, folded_moments, found = weights, moments, _Scales({}, {})
+    if scales:
+        folded, folded_moments, found = _fold(ops.config, weights, moments, recipe, sites)
+    quantized = _quantize(folded, folded_moments, recipe, sites)
+    del folded_moments  # the moments are the largest arrays: free them before the weights are copied
+    nearest = _quantize(weights, {}, recipe, sites)
+    dtype = weights.norms[ATTENTION_NORM].dtype
+    moved = [
+        _output_error(ops, _dequantize(dense, rows, dtype), checked, hidden, cache)
+        for dense, rows in ((folded, quantized), (weights, nearest))
+    ]
+    return QuantizedLayer(
+        index,
+        {name: _pack(linear, quantized.get(name), dtype) for name, linear in folded.linears.items()},
+        {name: to_host(a) for name, a in folded.norms.items()},
+        _compare_errors(weights, moments, quantized, nearest, found),
+        *moved,
+    )
 
 
 def _advance(

@@ -30,11 +30,13 @@ def refine(w: Array, second: Array, rows: QuantizedRows, *, passes: int, symmetr
     xp = namespace(w)
     codes = xp.ascontiguousarray(rows.codes.T.astype(np.float32))
     dense = xp.ascontiguousarray(w.T)
+    gradient = xp.empty_like(dense)
     grid = rows.grid
     for _ in range(passes):
-        gradient = second @ (_dequantize(codes, grid) - dense)
+        xp.matmul(second, _subtract(codes, grid, dense), out=gradient)
         grid = refine_grid(codes, gradient, second, grid, symmetric=symmetric)
-        gradient = second @ (_dequantize(codes, grid) - dense)  # recomputed, so that rounding errors do not accumulate
+        # Recompute the gradient, so that rounding errors do not accumulate.
+        xp.matmul(second, _subtract(codes, grid, dense), out=gradient)
         refine_codes(codes, gradient, second, grid)
     return QuantizedRows(xp.ascontiguousarray(codes.T.astype(np.uint8)), grid)
 
@@ -142,10 +144,14 @@ def refine_codes(codes: Array, gradient: Array, second: Array, grid: Grid) -> No
         )  # rows of `gradient` before the block's end are not read again
 
 
-def _dequantize(codes: Array, grid: Grid) -> Array:
-    """Return the dequantized weight, float32 [K, N], for codes, float32 [K, N], and grids [N, K/G]."""
-    xp = namespace(codes)
-    steps = transpose_grid(grid)
-    repeats = len(codes) // len(steps.scale)
-    result: Array = (codes - xp.repeat(steps.zero, repeats, axis=0)) * xp.repeat(steps.scale, repeats, axis=0)
+def _subtract(codes: Array, grid: Grid, dense: Array) -> Array:
+    """Return the dequantized weight minus the dense one, float32 [K, N], for codes, float32 [K, N], and grids [N, K/G].
+
+    ``dense`` is the transposed weight, float32 [K, N].
+    """
+    steps = transpose_grid(grid).expand(1, np.float32)
+    difference = codes.reshape(len(steps.zero), -1, codes.shape[1]) - steps.zero
+    difference *= steps.scale
+    result: Array = difference.reshape(codes.shape)
+    result -= dense
     return result
