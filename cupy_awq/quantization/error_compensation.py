@@ -19,7 +19,7 @@ from cupy_awq.quantization.grid import Grid, QuantizedRows
 BLOCK = MAX_CHANNELS
 """The largest number of channels that are rounded between two updates of all channels not yet rounded."""
 SMALLEST = 256
-"""The largest triangular matrix, in rows, that is inverted without being split into blocks."""
+"""The largest matrix, in rows, whose Cholesky factor is inverted without splitting the matrix into blocks."""
 
 
 def compensate_errors(w: Array, second: Array, grid: Grid) -> QuantizedRows:
@@ -92,27 +92,31 @@ def inverse_factor(second: Array) -> Array:
     """
     xp = namespace(second)
     # Let J be the matrix that reverses the order of rows. If J H J = L L^T, then U = J L^-1 J.
-    lower = xp.linalg.cholesky(second[::-1, ::-1].astype(np.float64))
-    invert_triangle(lower)
-    return xp.ascontiguousarray(lower[::-1, ::-1].astype(np.float32))
+    reversed_second = second[::-1, ::-1].astype(np.float64, order="C")
+    invert_cholesky(reversed_second)
+    return xp.ascontiguousarray(reversed_second[::-1, ::-1].astype(np.float32))
 
 
-def invert_triangle(lower: Array) -> None:
-    """Replace a lower triangular matrix by its inverse, in place.
+def invert_cholesky(matrix: Array) -> None:
+    """Replace a symmetric positive definite matrix L L^T by L^-1, in place, which needs half the memory of a copy.
 
-    >>> lower = np.array([[2.0, 0.0], [1.0, 4.0]])
-    >>> invert_triangle(lower)
-    >>> lower.tolist()
+    >>> matrix = np.array([[4.0, 2.0], [2.0, 17.0]])
+    >>> invert_cholesky(matrix)
+    >>> matrix.tolist()
     [[0.5, 0.0], [-0.125, 0.25]]
     """
-    half = len(lower) // 2
-    if len(lower) <= SMALLEST:
-        lower[:] = namespace(lower).linalg.inv(lower)
+    half = len(matrix) // 2
+    if len(matrix) <= SMALLEST:
+        linalg = namespace(matrix).linalg
+        matrix[:] = linalg.inv(linalg.cholesky(matrix))
         return
-    first, last, below = lower[:half, :half], lower[half:, half:], lower[half:, :half]
-    invert_triangle(first)
-    invert_triangle(last)
+    first, last, below = matrix[:half, :half], matrix[half:, half:], matrix[half:, :half]
+    invert_cholesky(first)
+    below[:] = below @ first.T
+    last -= below @ below.T
+    invert_cholesky(last)
     below[:] = -(last @ below @ first)
+    matrix[:half, half:] = 0
 
 
 def transpose_grid(grid: Grid) -> Grid:

@@ -48,7 +48,7 @@ def refine_grid(codes: Array, gradient: Array, second: Array, grid: Grid, *, sym
 
     Args:
         codes: the codes, float32 [K, N].
-        gradient: H D^T, float32 [K, N], half the gradient of the output error; updated in place.
+        gradient: H D^T, float32 [K, N], half the gradient of the output error; overwritten.
         second: the second moments H, float32 [K, K].
         grid: the current grids [N, K/G].
         symmetric: whether every zero point is 8.
@@ -68,7 +68,8 @@ def refine_grid(codes: Array, gradient: Array, second: Array, grid: Grid, *, sym
             zero[:, g],
             symmetric=symmetric,
         )
-        gradient += second[:, part] @ step
+        # Rows of the gradient before the group's end are not read again.
+        gradient[part.stop :] += second[part.stop :, part] @ step
     return make_grid(scale, zero)
 
 
@@ -139,9 +140,8 @@ def refine_codes(codes: Array, gradient: Array, second: Array, grid: Grid) -> No
         rounded, change = round_channels(old - distance, old, second[block, block] * inverse, step)
         codes[block] = rounded
         change *= step.scale
-        gradient[block.stop :] += (
-            second[block.stop :, block] @ change
-        )  # rows of `gradient` before the block's end are not read again
+        # Rows of the gradient before the block's end are not read again.
+        gradient[block.stop :] += second[block.stop :, block] @ change
 
 
 def _subtract(codes: Array, grid: Grid, dense: Array) -> Array:
