@@ -17,15 +17,15 @@
 // Limits: k % 16 == 0; block_size is a multiple of 128, or k.
 //
 // The kernel computes y^T = W^T A^T: W is operand A of wgmma, in registers, so 4-bit codes stay packed until a warp has
-// loaded them; A is operand B. For int8, bytes hold q - z. FP8: a byte is the code q, which is q * 2^-9 as e4m3, and the
-// term of z is -z * sW times the sum of A's values. The products of a k tile are scaled and added to float32
+// loaded them; A is operand B. For int8, bytes hold q - z. FP8: a byte is the code q, which is q * 2^-9 as e4m3, and
+// the term of z is -z * sW times the sum of A's values. The products of a k tile are scaled and added to float32
 // accumulators.
 //
 // SPLIT_K CTAs compute a tile of BLOCK_M rows and WARPGROUPS * M64_TILES * 64 columns, each over its slice of K. A
 // cluster computes SHARE_X tiles with the same rows, and the CTAs of a slice share the copies of A by multicast. In a
-// CTA, a producer warp copies the weight and A, another warp the values of A per row, to STAGES stages. CONSUMERS groups
-// of WARPGROUPS warpgroups take turns at the stages. While one warpgroup dequantizes or scales, others keep the tensor
-// cores busy.
+// CTA, a producer warp copies the weight and A, another warp the values of A per row, to STAGES stages. CONSUMERS
+// groups of WARPGROUPS warpgroups take turns at the stages. While one warpgroup dequantizes or scales, others keep the
+// tensor cores busy.
 #include "common/warp.cuh"
 #include "hopper/tma.cuh"
 #include "int8/gemm_w4a8_sm90.cuh"
