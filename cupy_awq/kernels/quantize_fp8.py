@@ -82,8 +82,13 @@ def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) ->
     )
     kernel = Kernel("int8/quantize_fp8.cu", NAME, defines, device.target)
     sizes = map(np.int32, (problem.k, problem.block_size, problem.x_stride))
-    arguments = ("x", "codes", "scale", "sums", *sizes)
-    return LaunchPlan(kernel, (problem.m, 1, 1), (config.threads, 1, 1), arguments, dependent=device.arch >= 90)
+    return LaunchPlan(
+        kernel,
+        (problem.m, 1, 1),
+        (config.threads, 1, 1),
+        ("x", "codes", "scale", "sums", *sizes),
+        dependent=device.arch >= 90,
+    )
 
 
 def workspace(config: QuantizeFp8Config, problem: Fp8Quantization) -> Workspace:

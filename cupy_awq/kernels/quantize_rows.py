@@ -107,8 +107,13 @@ def plan(config: QuantizeRowsConfig, problem: RowQuantization, device: Device) -
     layers = ceil_div(problem.m, MAX_GRID)
     grid = ceil_div(blocks * config.lanes, config.threads), ceil_div(problem.m, layers), layers
     sizes = map(np.int32, (problem.m, problem.k, problem.block_size, problem.x_stride))
-    arguments = ("x", "codes", "scale", "offset", "sums", *sizes)
-    return LaunchPlan(kernel, grid, (config.threads, 1, 1), arguments, dependent=device.arch >= 90)
+    return LaunchPlan(
+        kernel,
+        grid,
+        (config.threads, 1, 1),
+        ("x", "codes", "scale", "offset", "sums", *sizes),
+        dependent=device.arch >= 90,
+    )
 
 
 def workspace(config: QuantizeRowsConfig, problem: RowQuantization) -> Workspace:
