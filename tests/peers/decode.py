@@ -2,7 +2,7 @@
 """Time decode steps of models with random weights for many batch sizes, and write the table of RESULTS.md.
 
     python tests/peers/decode.py --json tests/peers/tables/decode.json
-    python tests/peers/decode.py --models qwen3-8b --batches 1 16 --parts
+    python tests/peers/decode.py --models qwen3-8b --parts 1 16
 
 A model is built with a few of its layers. The time of a layer is the difference between steps with many and with few
 layers, divided by the difference of their numbers; a step has all layers of the model. Weights are cold in L2.
@@ -163,11 +163,12 @@ def fill(array: Array) -> None:
         flat[begin : begin + some.size] = some[: flat.size - begin]
 
 
-def measure(name: str, index: int, batches: list[int], parts: bool) -> list[dict[str, Any]]:
+def measure(name: str, index: int, batches: list[int], parts: list[int]) -> list[dict[str, Any]]:
     """Return the times of a model by batch size, in microseconds.
 
     A row has the keys "model", "batch", "layer", "others" (the kernels outside of the layers), "step", "tokens/s",
-    "roofline" (its fraction) and, with ``parts``, the time that a layer takes less without each element of PARTS.
+    "roofline" (its fraction) and, for the batch sizes ``parts``, the time that a layer takes less without each element
+    of PARTS.
     """
     config = SHAPES[name]
     compile_all(config, index, batches)
@@ -194,7 +195,7 @@ def measure(name: str, index: int, batches: list[int], parts: bool) -> list[dict
         read += cache_bytes(config, batch, CONTEXT + STEPS * REPEATS // 2, 2)
         row: dict[str, Any] = {"model": name, "batch": batch, "layer": layer, "others": others, "step": us}
         row |= {"tokens/s": batch / us * 1e6, "roofline": read / READ_GBS / 1e3 / us}
-        if parts:
+        if batch in parts:
             row |= {part: layer - layer_and_others(part)[0] for part in PARTS}
         rows.append(row)
         figures = [f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()]
@@ -230,7 +231,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time decode steps of models with random weights.")
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["qwen3-8b", "llama-3.2-1b"])
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--parts", action="store_true", help="also leave out one kernel of a layer at a time")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        type=int,
+        default=[],
+        help="batch sizes at which to leave out one kernel of a layer at a time",
+    )
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args()
     index = placement.resolve()
