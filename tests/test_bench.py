@@ -197,11 +197,12 @@ def test_time_on_the_gpu_is_that_of_the_work_and_not_of_the_host() -> None:
         us = timing.on_gpu([lambda: cupy.copyto(target[:n], source[:n])], graph=graph)
         return 2 * n * 4 / us / 1e3
 
+    # Other tests use the same GPU at the same time, so the best of some measurements counts.
     for graph in (True, False):
-        assert 0.5 * nominal < gbs(256, graph) < nominal
+        assert 0.5 * nominal < max(gbs(256, graph) for _ in range(8)) < nominal
     # An element-wise kernel takes the host several times longer to launch than the GPU to run.
     tiny = cupy.zeros(8, cupy.float32)
-    assert timing.on_gpu([lambda: cupy.add(tiny, 1, out=tiny)], graph=False) < 5
+    assert min(timing.on_gpu([lambda: cupy.add(tiny, 1, out=tiny)], graph=False) for _ in range(8)) < 5
 
 
 @pytest.mark.gpu
@@ -218,10 +219,15 @@ def test_capture_leaves_the_results_of_the_calls() -> None:
 @pytest.mark.parametrize("kernel", [None, "gemm_simt"])
 def test_bench_on_a_gpu_fills_every_column(kernel: str | None, planned: bool) -> None:
     settings = Settings(device=0, kernel=kernel, planned=planned)
-    rows, ceilings = bench.run("gemm", [(1024, 2048)], [2, 64], settings, progress=lambda text: None)
     nominal = bench.devices.of(0).read_gbs
-    assert ceilings is not None
-    assert 0.5 * nominal < ceilings.read_gbs < nominal
+    # Other tests use the same GPU at the same time, so one undisturbed measurement of the read bandwidth is enough.
+    for _ in range(8):
+        rows, ceilings = bench.run("gemm", [(1024, 2048)], [2, 64], settings, progress=lambda text: None)
+        assert ceilings is not None
+        assert ceilings.read_gbs < nominal
+        if ceilings.read_gbs > 0.5 * nominal:
+            break
+    assert ceilings.read_gbs > 0.5 * nominal
     assert ceilings.measured == timing.cublas()
     for found in rows:
         assert found.over_roofline is not None

@@ -148,7 +148,9 @@ def make_operations(copy: Callable[[Any], Any]) -> Callable[[], list[bytes]]:
     weight = PackedWeight(*map(copy, tensors(random_weight(rng, 128, 64, 32))))
     layer = AwqLinear(weight, bias=copy(np.ones(64, np.float16)), activation="silu")
     whole = AwqLinear.concatenate([layer.weight, weight])
-    int8, fp8 = (AwqLinear(weight, x_dtype=x_dtype) for x_dtype in ("int8", "fp8"))
+    quantized = [AwqLinear(weight, x_dtype="int8")]
+    if isinstance(weight.qweight, np.ndarray) or _has_fp8():
+        quantized.append(AwqLinear(weight, x_dtype="fp8"))
     plan = cupy_awq.plan((3, 128), weight)
     rows = [copy(random_activations(rng, m, 128)) for m in ROWS]
     codes = rng.integers(0, 16, (16, 3, 3, 8), np.uint8)
@@ -158,10 +160,9 @@ def make_operations(copy: Callable[[Any], Any]) -> Callable[[], list[bytes]]:
     out = copy(np.zeros((3, 64), np.float16))
 
     def call() -> list[bytes]:
-        results = [operation(x) for x in rows for operation in (layer, whole, int8)]
-        if not hasattr(rows[0], "get") or _has_fp8():
-            results += map(fp8, rows)
-        results += [cupy_awq.gemm(rows[2], weight.qweight, weight.scales, weight.qzeros, residual=results[6][:, :64])]
+        results = [operation(x) for x in rows for operation in (layer, whole, *quantized)]
+        residual = copy(np.ones((len(rows[2]), 64), np.float16))
+        results += [cupy_awq.gemm(rows[2], weight.qweight, weight.scales, weight.qzeros, residual=residual)]
         results += [cupy_awq.dequantize(weight.qweight, weight.scales, weight.qzeros), plan(rows[1], out)]
         results += [cupy_awq.conv2d(images, filters, padding=1)]
         results += [cupy_awq.conv2d_int8(images.astype(np.int8), codes_int8, ones, x_scale=1, out_scale=9)]
