@@ -16,8 +16,11 @@
 //
 // A CTA quantizes one row in ROUNDS rounds of 8 elements per thread, in two passes: maximum, then codes. Between the
 // passes the row stays in registers if it fits there; otherwise it is read twice.
+//
+// DEPENDENT (sm_90 and newer): the GEMM that follows may start early, to copy its weight while x is quantized (PDL).
 #include "ptx/cvt_e4m3.cuh"
 #include "common/types.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kValues = 8;
@@ -38,6 +41,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const X* source = x + row * ldx;
   const int begin = threadIdx.x * kValues;
 
+  if constexpr (DEPENDENT) {
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+  }
   Values kept[kKept];
   uint32_t largest = 0;  // bits of max |x|; as integers they are ordered like the floats, infinity and NaN last
 #pragma unroll(kKept)

@@ -18,7 +18,10 @@
 //
 // LANES adjacent threads quantize a block in ROUNDS rounds of 8 (or 1) elements per thread. CTA (i, j, l) of the grid
 // quantizes the i-th THREADS / LANES blocks of row l * gridDim.y + j.
+//
+// DEPENDENT (sm_90 and newer): the GEMM that follows may start early, to copy its weight while x is quantized (PDL).
 #include "common/types.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 constexpr int kLanes = LANES;
 constexpr int kThreads = THREADS;
@@ -106,6 +109,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS
   const int end = is_valid ? min(index * block_size + block_size, k) : 0;
   const X* source = x + static_cast<int64_t>(row) * ldx;
 
+  if constexpr (DEPENDENT) {
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+  }
   Values kept[kKept];
   if constexpr (kKept == kRounds) {
 #pragma unroll

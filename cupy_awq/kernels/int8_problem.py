@@ -55,6 +55,7 @@ class Int8Problem:
         fp8: whether A is e4m3 with one scale per row, as in `Fp8Quantization`; otherwise A is int8.
         row_scales: whether each row of A is one quantization block while W has several blocks per row.
         zero_points: whether the offsets of W are integer multiples of its scales (`BlockQuantizedWeight.zero_points`).
+        scale_dtype: dtype of the scales of W, or a wider one.
     """
 
     m: int
@@ -75,6 +76,7 @@ class Int8Problem:
     fp8: bool = False
     row_scales: bool = False
     zero_points: bool = False
+    scale_dtype: str = "float32"
 
     def __str__(self) -> str:
         x = "e4m3" if self.fp8 else "int8"

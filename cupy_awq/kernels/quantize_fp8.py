@@ -75,10 +75,20 @@ def estimate_us(config: QuantizeFp8Config, problem: Fp8Quantization, device: Dev
 
 def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> LaunchPlan:
     """Return the launch plan; the buffers are x, codes, scale and sums."""
-    defines = ("X", TYPES[problem.dtype]), ("ROUNDS", ceil_div(problem.k, config.threads * VALUES))
+    defines = (
+        ("X", TYPES[problem.dtype]),
+        ("ROUNDS", ceil_div(problem.k, config.threads * VALUES)),
+        ("DEPENDENT", int(device.arch >= 90)),
+    )
     kernel = Kernel("int8/quantize_fp8.cu", NAME, defines, device.target)
     sizes = map(np.int32, (problem.k, problem.block_size, problem.x_stride))
-    return LaunchPlan(kernel, (problem.m, 1, 1), (config.threads, 1, 1), ("x", "codes", "scale", "sums", *sizes))
+    return LaunchPlan(
+        kernel,
+        (problem.m, 1, 1),
+        (config.threads, 1, 1),
+        ("x", "codes", "scale", "sums", *sizes),
+        dependent=device.arch >= 90,
+    )
 
 
 def workspace(config: QuantizeFp8Config, problem: Fp8Quantization) -> Workspace:

@@ -100,13 +100,20 @@ def plan(config: QuantizeRowsConfig, problem: RowQuantization, device: Device) -
         ("WIDE", int(problem.wide)),
         ("SYMMETRIC", int(problem.symmetric)),
         ("HALF_EVEN", int(problem.half_even)),
+        ("DEPENDENT", int(device.arch >= 90)),
     )
     kernel = Kernel("int8/quantize_rows.cu", NAME, defines, device.target)
     blocks = ceil_div(problem.k, problem.block_size)
     layers = ceil_div(problem.m, MAX_GRID)
     grid = ceil_div(blocks * config.lanes, config.threads), ceil_div(problem.m, layers), layers
     sizes = map(np.int32, (problem.m, problem.k, problem.block_size, problem.x_stride))
-    return LaunchPlan(kernel, grid, (config.threads, 1, 1), ("x", "codes", "scale", "offset", "sums", *sizes))
+    return LaunchPlan(
+        kernel,
+        grid,
+        (config.threads, 1, 1),
+        ("x", "codes", "scale", "offset", "sums", *sizes),
+        dependent=device.arch >= 90,
+    )
 
 
 def workspace(config: QuantizeRowsConfig, problem: RowQuantization) -> Workspace:

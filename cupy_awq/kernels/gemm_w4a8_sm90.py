@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gemm_w4a8_sm90``: a wgmma GEMM of int8 or e4m3 activations and packed 4-bit codes, for M up to hundreds."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.check import Array
+from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.gemm_sm90_config import RESERVED_BYTES, available_ctas
+from cupy_awq.kernels.hopper import resident_clusters
+from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, layout_refusal
+from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
+from cupy_awq.packing import namespace
+from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
+
+NAME = "gemm_w4a8_sm90"
+TILE_N = 64
+"""The number of columns of y per weight tile; equal to wgmma's M."""
+MAX_BLOCK_M = 128
+"""The largest number of rows per CTA tile."""
+SPLITS = (1, 2, 3, 4, 6, 8)
+"""The split-K factors to try."""
+SYMMETRIC_ZERO = 8
+"""The code of zero of a weight without offsets."""
+
+
+@dataclass(frozen=True)
+class GemmW4A8Costs:
+    """Constants of the cost model. Cycles are per k tile and weight tile (128 x 64 weights).
+
+    Attributes:
+        clock_mhz: SM clock in MHz that converts cycles to time.
+        launch_us: fixed time of a launch.
+        wave_us: additional time per additional wave of CTAs.
+        reduction_us: fixed time of the split-K reduction.
+        cluster_us: additional time of the reduction per CTA of a cluster beyond two.
+        exchange_ns: time of the split-K reduction per accumulator that a CTA sends, in nanoseconds.
+        consumer_ns: time to add up the accumulators of a CTA, per consumer and accumulator, in nanoseconds.
+        tensor_factor: fraction of the tensor-core cycles that does not overlap with issuing other instructions.
+        dequantize_cycles: issue cycles to dequantize weights, for int8 and e4m3.
+        product_cycles: issue cycles per row and instruction that scales a product.
+        consumer_cycles: cycles of a warpgroup that is alone on its SM, apart from ``row_cycles``.
+        row_cycles: increase of ``consumer_cycles`` per row of the CTA tile.
+        refill_us: time from the release of a stage until its next copies have landed.
+        copy_bytes_per_cycle: bandwidth of copies to the shared memory of an SM, in bytes per cycle.
+        l2_bytes_per_us: bandwidth of copies from L2 to all SMs, in bytes per microsecond.
+        stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
+        norm: exponent of the p-norm of times that overlap.
+    """
+
+    clock_mhz: float = 1750.0
+    launch_us: float = 1.5
+    wave_us: float = 1.5
+    reduction_us: float = 0.3
+    cluster_us: float = 0.1
+    exchange_ns: float = 0.13
+    consumer_ns: float = 0.03
+    tensor_factor: float = 0.75
+    dequantize_cycles: tuple[float, float] = (75.0, 45.0)
+    product_cycles: float = 0.55
+    consumer_cycles: float = 320.0
+    row_cycles: float = 3.2
+    refill_us: float = 0.7
+    copy_bytes_per_cycle: float = 60.0
+    l2_bytes_per_us: float = 5.5e6
+    stream_factor: float = 1.1
+    norm: float = 3.0
+
+
+COSTS = GemmW4A8Costs()
+
+
+@dataclass(frozen=True)
+class GemmW4A8Config:
+    """A configuration of ``gemm_w4a8_sm90``.
+
+    Attributes:
+        block_m: number of rows per CTA tile, which are wgmma's N.
+        warpgroups: number of warpgroups per consumer.
+        m64_tiles: number of m64 tiles (64 columns of y each) per warpgroup.
+        consumers: number of consumers, which take turns at the pipeline stages.
+        stages: number of pipeline stages.
+        k_tiles: number of k tiles (128 rows of W) per stage.
+        split_k: number of CTAs per tile; each computes the CTA tile over its slice of K.
+        ctas_per_sm: number of resident CTAs per SM for which the kernel is compiled (``__launch_bounds__``).
+        share_x: number of CTAs with the same rows and adjacent columns that share the copies of x by multicast; a
+            cluster has ``split_k * share_x`` CTAs.
+    """
+
+    block_m: int
+    warpgroups: int
+    m64_tiles: int
+    consumers: int
+    stages: int
+    k_tiles: int
+    split_k: int
+    ctas_per_sm: int = 1
+    share_x: int = 1
+
+    @property
+    def block_n(self) -> int:
+        """The number of columns per CTA tile."""
+        return self.warpgroups * self.m64_tiles * TILE_N
+
+    @property
+    def all_warpgroups(self) -> int:
+        """The number of warpgroups of all consumers."""
+        return self.warpgroups * self.consumers
+
+    @property
+    def registers(self) -> int:
+        """The number of registers that a consumer thread needs: accumulators of y and of a k tile, and 32 others."""
+        return self.block_m * (self.m64_tiles + 1) // 2 + 32
+
+    @property
+    def fits_registers(self) -> bool:
+        """Whether an SM has enough registers."""
+        return available_ctas(self.all_warpgroups * 128 + 64, self.registers) >= self.ctas_per_sm
+
+    def threads(self, problem: Int8Problem) -> int:
+        """Return the number of threads per CTA: consumers, producer, and the warp that copies values per row of x."""
+        return (self.all_warpgroups * 4 + (2 if has_x_parameters(problem) else 1)) * 32
+
+    def shared_bytes(self, problem: Int8Problem) -> int:
+        """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
+        x_tile = self.block_m * (BLOCK_K + 4 * has_x_parameters(problem))
+        stage = self.k_tiles * (self.warpgroups * self.m64_tiles * weight_tile_bytes(problem) + x_tile) + 16
+        row_bytes = (self.block_n + 4) * 4
+        received = 0
+        if self.split_k > 1:
+            received = 16 + (self.split_k - 1) * ceil_div(self.block_m, self.split_k) * row_bytes
+        return max(self.stages * stage, self.consumers * self.block_m * row_bytes) + received
+
+    def tiles(self, problem: Int8Problem) -> tuple[int, int]:
+        """Return the numbers of CTA tiles along m and along n; CTAs that share x have a tile each, even if past N."""
+        return ceil_div(problem.m, self.block_m), ceil_div(problem.n, self.block_n * self.share_x) * self.share_x
+
+
+def has_x_parameters(problem: Int8Problem) -> bool:
+    """Return whether products of a k tile are scaled with a value per row of x: its scale, or the sum of its codes."""
+    return problem.fp8 or not problem.row_scales
+
+
+def weight_tile_bytes(problem: Int8Problem) -> int:
+    """Return the size in bytes of the codes, scales and zero points of 64 columns x 128 k of W."""
+    return TILE_N * (BLOCK_K // 2 + ITEMSIZE[problem.scale_dtype] + 1)
+
+
+def refusal(problem: Int8Problem, device: Device) -> str | None:
+    """Return the reason why the family cannot solve the problem, or None if it can."""
+    if device.arch != 90:
+        return f"needs sm_90, not sm_{device.arch}"
+    if problem.bits != 4:
+        return f"needs 4-bit weights, not {problem.bits} bits"
+    if problem.x_offset:
+        return "needs activations without offsets"
+    if problem.weight_offset and not problem.zero_points:
+        return "needs offsets of the weight that are integer multiples of its scales"
+    if problem.block_size % BLOCK_K and problem.blocks > 1:
+        return f"needs blocks of a multiple of {BLOCK_K} columns, not {problem.block_size}"
+    return layout_refusal(problem)
+
+
+def tile_heights(problem: Int8Problem) -> list[int]:
+    """Return the values of ``block_m`` to try: valid values of wgmma's N that split M into tiles of similar height."""
+    fewest = ceil_div(problem.m, MAX_BLOCK_M)
+    counts = (1,) if problem.m <= 32 else (fewest, fewest + 1, 2 * fewest)
+    found = (ceil_div(ceil_div(problem.m, count), 8) * 8 for count in counts)
+    # An integer wgmma has N = 8, 24 or a multiple of 16.
+    return list(dict.fromkeys(height if problem.fp8 or height <= 24 else ceil_div(height, 16) * 16 for height in found))
+
+
+def configs(problem: Int8Problem, device: Device) -> list[GemmW4A8Config]:
+    """Return every legal configuration."""
+    all_k_tiles = ceil_div(problem.k, BLOCK_K)
+    found: list[GemmW4A8Config] = []
+    for block_m, warpgroups, m64_tiles, consumers, k_tiles, split_k, share_x in itertools.product(
+        tile_heights(problem), (1, 2, 3, 4), (1, 2), (1, 2, 3, 4), (1, 2), SPLITS, (1, 2, 4)
+    ):
+        if share_x > 1 and (block_m < 64 or block_m % (8 * share_x) or share_x * split_k > 8):
+            continue
+        if warpgroups * consumers > 4 or consumers * split_k * k_tiles > all_k_tiles or (k_tiles > 1 and block_m > 64):
+            continue
+        config = GemmW4A8Config(block_m, warpgroups, m64_tiles, consumers, consumers, k_tiles, split_k, 1, share_x)
+        if split_k > 2 and math.prod(config.tiles(problem)) * split_k > device.sm_count:
+            continue  # fewer CTAs per tile occupy all SMs
+        found += _with_most_stages(config, problem, device)
+    return found
+
+
+def _with_most_stages(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Iterator[GemmW4A8Config]:
+    """Yield, for 2 and for 1 resident CTAs per SM, the configuration with the most stages that fit in shared memory."""
+    # Each stage belongs to one consumer, and a consumer needs no more stages than iterations.
+    enough = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k * config.consumers * config.k_tiles)
+    counts = range(1 if config.consumers > 1 else 2, max(3, enough + 1))
+    for ctas_per_sm in (2, 1):
+        if not replace(config, ctas_per_sm=ctas_per_sm).fits_registers:
+            continue
+        limit = min(device.shared_bytes_per_sm // ctas_per_sm - RESERVED_BYTES, device.shared_bytes_per_block)
+        with_stages = functools.partial(_with_stages, config, ctas_per_sm)
+        fitting = bisect.bisect_right(counts, limit, key=lambda count: with_stages(count).shared_bytes(problem))
+        if fitting:
+            yield with_stages(counts[fitting - 1])
+
+
+def _with_stages(config: GemmW4A8Config, ctas_per_sm: int, count: int) -> GemmW4A8Config:
+    """Return the configuration with ``count`` stages per consumer."""
+    return replace(config, stages=count * config.consumers, ctas_per_sm=ctas_per_sm)
+
+
+def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> float:
+    """Return the run time in microseconds: fixed times, and the p-norm of times that overlap."""
+    rows, clock = config.block_m, COSTS.clock_mhz
+    ctas = math.prod(config.tiles(problem)) * config.split_k
+    cluster = config.split_k * config.share_x
+    sms = resident_clusters(device, cluster) * cluster
+    busiest = ceil_div(ctas, sms)
+    waves, concurrent = ceil_div(busiest, config.ctas_per_sm), min(busiest, config.ctas_per_sm)
+    k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
+    mine = ceil_div(ceil_div(k_tiles, config.k_tiles), config.consumers) * config.k_tiles
+    instructions = 2.6 if problem.fp8 else 2 if problem.row_scales else 3.4
+    issue_cycles = COSTS.dequantize_cycles[problem.fp8] + COSTS.product_cycles * instructions * rows
+    tensor_cycles = COSTS.tensor_factor * 4 * max(rows / 2, 13)
+    loop_cycles = config.m64_tiles * (COSTS.consumer_cycles + COSTS.row_cycles * rows)
+    column_tiles = config.warpgroups * config.m64_tiles
+    k_tile_bytes = rows * BLOCK_K / config.share_x + column_tiles * weight_tile_bytes(problem)
+    copy_us = k_tile_bytes / (COSTS.copy_bytes_per_cycle * clock)
+    weight_bytes = ceil_div(problem.n, TILE_N) * ceil_div(problem.k, BLOCK_K) * weight_tile_bytes(problem)
+    overlapping = (
+        busiest * k_tiles * column_tiles * (tensor_cycles + issue_cycles) / clock,
+        waves * mine * loop_cycles / clock,
+        busiest * k_tiles * copy_us,
+        waves * k_tiles * (COSTS.refill_us / config.k_tiles + concurrent * copy_us) / config.stages,
+        ctas * k_tiles * k_tile_bytes / COSTS.l2_bytes_per_us,
+        COSTS.stream_factor * weight_bytes / (device.read_gbs * 1e3),
+    )
+    accumulators = rows * config.block_n * 1e-3
+    fixed = COSTS.launch_us + COSTS.wave_us * (waves - 1) + COSTS.consumer_ns * config.consumers * accumulators
+    if config.split_k > 1:
+        sent = accumulators * (config.split_k - 1) / config.split_k
+        fixed += COSTS.reduction_us + COSTS.cluster_us * (config.split_k - 2) + COSTS.exchange_ns * sent
+    return fixed + float(sum(us**COSTS.norm for us in overlapping) ** (1 / COSTS.norm))
+
+
+def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> LaunchPlan:
+    """Return the launch plan; the buffers are x_row_scale or x_scale, x_sums, weight, bias, y and xq."""
+    # x_offset is null, as the family takes no activations with offsets.
+    x_row_scale = "x_row_scale" if problem.row_scales or problem.fp8 else "x_offset"
+    x_values = "x_sums" if problem.fp8 else "x_offset" if problem.row_scales else "x_scale"
+    defines = (
+        *(item for item in problem.defines(weight_offset=False) if item[0] != "BITS"),
+        ("SCALE", TYPES[problem.scale_dtype]),
+        ("ROW_SCALES", int(problem.row_scales or problem.fp8)),
+        ("BLOCK_M", config.block_m),
+        ("WARPGROUPS", config.warpgroups),
+        ("M64_TILES", config.m64_tiles),
+        ("CONSUMERS", config.consumers),
+        ("STAGES", config.stages),
+        ("K_TILES", config.k_tiles),
+        ("SPLIT_K", config.split_k),
+        ("SHARE_X", config.share_x),
+        ("CTAS_PER_SM", config.ctas_per_sm),
+        ("SHARED_BYTES", config.shared_bytes(problem)),
+    )
+    x_map = TensorMap(
+        "xq",
+        "int8",
+        dims=(problem.k, problem.m, 1),
+        strides=(problem.k, problem.k * problem.m),
+        box=(BLOCK_K, config.block_m // config.share_x, 1),
+        swizzle=128,
+    )
+    m_blocks, n_blocks = config.tiles(problem)
+    sizes = (problem.m, problem.n, problem.k, problem.block_size, m_blocks, problem.y_row_stride, problem.wide)
+    scalars = (*map(np.int32, sizes), *map(np.float32, problem.limits))
+    return LaunchPlan(
+        Kernel("int8/gemm_w4a8_sm90.cu", NAME, defines, device.target),
+        (m_blocks * n_blocks * config.split_k, 1, 1),
+        (config.threads(problem), 1, 1),
+        (x_row_scale, x_values, "weight", "bias", "y", x_map, *scalars),
+        config.shared_bytes(problem),
+        cluster=(config.split_k * config.share_x, 1, 1),
+        dependent=True,
+    )
+
+
+def workspace(config: GemmW4A8Config, problem: Int8Problem) -> Workspace:
+    """Return an empty workspace, since the CTAs of a cluster exchange partial sums through shared memory."""
+    return Workspace()
+
+
+def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
+    """Return the weight buffer "weight", in the layout of ``cuda_src/int8/gemm_w4a8_sm90.cu``."""
+    key = "w4a8 tiles", problem.scale_dtype
+    return {"weight": weight.layout(key, lambda: _tiles(weight, problem.scale_dtype))}
+
+
+def _tiles(weight: BlockQuantizedWeight, scale_dtype: str) -> Array:
+    """Return the weight tiles, uint8 [ceil(N / 64), ceil(K / 128), bytes of a tile]."""
+    n, _, _, k = weight.shape
+    xp = namespace(weight.stored)
+    columns, k_tiles = ceil_div(n, TILE_N), ceil_div(k, BLOCK_K)
+    codes = xp.zeros((columns * TILE_N, k_tiles * BLOCK_K), np.uint8)
+    codes[:n, :k] = weight.codes.reshape(n, k)
+    # [tile][warp][column half][g][k tile][k64][k32][nibble][t][byte]
+    codes = codes.reshape(columns, 4, 2, 8, k_tiles, 2, 2, 2, 4, 4)
+    words = codes[:, :, :, :, :, :, :, 0] | codes[:, :, :, :, :, :, :, 1] << np.uint8(4)
+    words = words.transpose(0, 4, 5, 1, 3, 7, 6, 2, 8)  # [tile][k tile][k64][warp][g][t][k32][column half][byte]
+    blocks = xp.minimum(xp.arange(k_tiles) * BLOCK_K // weight.block_size, weight.blocks - 1)
+    if weight.zero_points is None:
+        zeros = xp.full(weight.scale.shape, SYMMETRIC_ZERO, np.uint8)
+    else:
+        zeros = (SYMMETRIC_ZERO - weight.zero_points).astype(np.uint8)
+    scale = weight.scale if weight.dtype.name == scale_dtype else weight.scale.astype(np.float32)
+    parts = [words.reshape(columns, k_tiles, -1)]
+    for values in (scale.view(f"u{scale.dtype.itemsize}"), zeros):
+        padded = xp.zeros((columns * TILE_N, k_tiles), values.dtype)
+        padded[:n] = values.take(blocks, axis=1)
+        # [tile][warp][column half][g][k tile] to [tile][k tile][warp][g][column half]
+        ordered = padded.reshape(columns, 4, 2, 8, k_tiles).transpose(0, 4, 1, 3, 2)
+        parts.append(xp.ascontiguousarray(ordered).reshape(columns, k_tiles, TILE_N).view(np.uint8))
+    return xp.ascontiguousarray(xp.concatenate(parts, axis=2))

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gemm_w4a8_sm90`, run from its launch plans on the simulator and on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cupy_awq import BlockQuantizedWeight
+from cupy_awq.kernels import gemm_w4a8_sm90
+from cupy_awq.kernels.gemm_w4a8_sm90 import GemmW4A8Config
+from cupy_awq.kernels.int8_problem import Int8Problem
+from tests.backends import LANDINGS
+from tests.test_fp8 import check_fp8_product, fp8_problem
+from tests.test_gemm_int8 import check_product
+from tests.test_kernels import DTYPES, facts
+
+# m, n, k, x's block size, weight's block size, dtype, bias, zero points, then block_m, warpgroups, m64_tiles,
+# consumers, stages, k_tiles, split_k, ctas_per_sm, share_x
+CASES = (
+    (1, 64, 128, 128, 128, "float16", None, True, 8, 1, 1, 1, 2, 1, 1),
+    (5, 200, 1168, 128, 256, "float16", "float16", True, 8, 1, 1, 3, 6, 1, 2),
+    (24, 70, 656, 256, 256, "bfloat16", None, False, 24, 2, 1, 1, 2, 2, 1),
+    (40, 264, 784, 128, 128, "float32", "float32", True, 48, 1, 2, 2, 2, 1, 3),
+    (100, 130, 528, 528, 528, "float16", None, True, 64, 2, 1, 2, 4, 1, 1),
+    (129, 128, 1040, 128, 128, "float16", None, True, 80, 1, 1, 2, 4, 2, 4),
+    (128, 72, 272, 128, 128, "bfloat16", "float16", True, 128, 1, 1, 1, 2, 1, 1),
+    (60, 200, 656, 128, 128, "float16", None, True, 64, 1, 1, 2, 4, 1, 1, 1, 2),
+    (70, 130, 784, 128, 128, "float16", "float16", True, 80, 1, 1, 1, 2, 1, 3, 1, 2),
+    (64, 300, 400, 128, 128, "float16", None, True, 64, 1, 1, 1, 2, 2, 2, 1, 4),
+)
+
+
+def problem_of(case: tuple, kind: str) -> tuple[Int8Problem, GemmW4A8Config, int]:
+    """Return the problem, the configuration and the weight's block size of a case."""
+    m, n, k, block, weight_block, dtype, bias, zero_points, *config = case
+    rows = kind == "rows" and k > weight_block
+    problem = Int8Problem(
+        *(m, n, k, weight_block if rows else block, 4, False, zero_points, dtype, bias),
+        activation="clamp" if bias else None,
+        limits=(-0.5, 0.75),
+        wide=n * np.dtype(DTYPES[dtype]).itemsize % 16 == 0,
+        row_scales=rows,
+        zero_points=zero_points,
+    )
+    return problem, GemmW4A8Config(*config), weight_block
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
+@pytest.mark.parametrize("kind", ["blocks", "rows"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_int8(backend: str, kind: str, case: tuple) -> None:
+    """Partial tiles, pipelines that wrap around, slices of different lengths, rows that no CTA owns, several tiles."""
+    problem, config, weight_block = problem_of(case, kind)
+    gpu = facts(90, backend)
+    assert gemm_w4a8_sm90.refusal(problem, gpu) is None
+    check_product(backend, problem, gemm_w4a8_sm90, config, gpu, weight_block, seed=problem.m)
+
+
+@pytest.mark.parametrize("backend", LANDINGS)
+@pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fp8(backend: str, scale_dtype: str, case: tuple) -> None:
+    m, n, k, _, weight_block, dtype, bias, zero_points, *config = case
+    rng = np.random.default_rng(m)
+    codes = rng.integers(0, 16, (n, 1, 1, k), dtype=np.uint8)
+    shape = n, -(-k // weight_block)
+    # Powers of two and products with small integers are exact in each dtype.
+    scale = (2.0 ** rng.integers(-3, 3, shape) * rng.choice([-1, 1], shape)).astype(DTYPES[scale_dtype])
+    offset = rng.integers(-8, 9, shape).astype(scale.dtype) * scale if zero_points else None
+    weight = BlockQuantizedWeight(codes, scale, offset, block_size=weight_block)
+    problem = replace(fp8_problem(m, n, k, weight_block, dtype, bias, bias is not None), scale_dtype=scale_dtype)
+    assert gemm_w4a8_sm90.refusal(replace(problem, zero_points=True), facts(90, backend)) is None
+    check_fp8_product(backend, problem, gemm_w4a8_sm90, GemmW4A8Config(*config), weight, seed=m)
