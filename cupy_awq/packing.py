@@ -42,13 +42,22 @@ def to_host(a: Array) -> Any:
 def find_maximum(a: Array) -> Any:
     """Return the largest element of an array, as a NumPy scalar.
 
-    CuPy takes 5 s to compile a maximum over all axes, and a fraction of a second for the first axis alone, so the rest
-    is done on the host.
+    CuPy takes 5 s to compile a reduction over all axes, and a fraction of a second for the first axis alone, so the
+    rest is done on the host.
 
     >>> int(find_maximum(np.arange(6).reshape(2, 3)))
     5
     """
     return to_host(a.max(axis=0, keepdims=True)).max()
+
+
+def is_finite(a: Array) -> bool:
+    """Return whether all elements of an array of floats are finite; see `find_maximum` for the axes.
+
+    >>> is_finite(np.array([1.0, np.inf]))
+    False
+    """
+    return bool(to_host(namespace(a).isfinite(a).all(axis=0, keepdims=True)).all())
 
 
 def pack_int4(codes: Array, /) -> Array:
