@@ -149,9 +149,18 @@ def test_killed_run_resumes_with_the_same_result(llama: Path, tmp_path: Path) ->
         llm.quantize(llama, tmp_path / "parts", [TEXT], **OPTIONS)
     with pytest.raises(ValueError, match="expected unfinished work with the settings"):
         llm.quantize(llama, tmp_path / "parts", [TEXT], resume=True, method="rtn", **OPTIONS)
-    seen: list[int] = []
-    llm.quantize(llama, tmp_path / "parts", [TEXT], resume=True, progress=lambda done, *_: seen.append(done), **OPTIONS)
-    assert seen == [1, 2]
+    seen: list[int | str] = []
+    llm.quantize(
+        llama,
+        tmp_path / "parts",
+        [TEXT],
+        resume=True,
+        progress=lambda done, *_: seen.append(done),
+        on_step=seen.append,
+        **OPTIONS,
+    )
+    steps = ["read", "calibrate", "search scales", "quantize", "compare errors"]
+    assert seen == [1, "read", "run", *steps, 2, "write files"]
     whole, parts = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
     assert whole == parts
 
@@ -303,13 +312,17 @@ def test_command_without_calibration_says_what_it_needs(
 
 
 def test_progress_bar_tells_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = quantize_command._Progress()
+    progress = quantize_command._Progress(is_shown=True)
     for done in range(4):
-        progress(done + 1, 4, None if done == 0 else {})
-    shown = capsys.readouterr().err.split("\r")
-    assert shown[1].startswith("[#######.......................] layer 1 of 4 ")
-    assert shown[2].startswith("[###############...............] layer 2 of 4, 0:00 left")
-    assert shown[-1].endswith("layer 4 of 4, 0:00 left   \n")
+        progress.show_layer(done + 1, 4, None if done == 0 else {})
+    progress.show_step("write files")
+    progress.close()
+    shown = [line.rstrip(" ") for line in capsys.readouterr().err.split("\r")]
+    assert shown[1] == "[#######.......................] layer 1 of 4"
+    assert shown[2] == "[###############...............] layer 2 of 4, 0:00 left"
+    assert shown[5] == f"{'[' + 30 * '#' + ']'} layer 4 of 4, 0:00 left: write files"
+    assert shown[6].split("]")[1].split() == "layer 4 of 4, 0:00 left".split()
+    assert shown[6].endswith("\n")
 
 
 def test_score_compares_models_in_a_table(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

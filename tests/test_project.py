@@ -27,7 +27,7 @@ PEERS = ROOT / "tests" / "peers"
 
 ORDER = (
     "__init__ atomic activation check_scalar check packing weight block_weight reference block_check block_reference"
-    " quantization quantizer checkpoint runtime kernels ops linear loader llm tools __main__"
+    " checkpoint runtime kernels ops quantization quantizer linear loader llm tools __main__"
 ).split()
 """The layers, the lowest first; a module imports from its own and lower ones.
 

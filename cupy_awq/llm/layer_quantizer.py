@@ -87,6 +87,7 @@ def quantize_layers(
     ignore: str | None = None,
     first: int = 0,
     xp: Any = np,
+    on_step: Callable[[str], None] = lambda step: None,
 ) -> Iterator[QuantizedLayer]:
     """Quantize the decoder layers of a model and yield them, from the first to the last.
 
@@ -102,6 +103,7 @@ def quantize_layers(
             stay dense. None quantizes all.
         first: the index of the first layer to quantize; earlier layers are only run, to compute its inputs.
         xp: the array module, NumPy, or CuPy to compute on its current GPU.
+        on_step: a callback that is called with the name of each step of a layer before the step starts.
 
     Raises:
         CheckpointError: a tensor is missing or damaged.
@@ -124,34 +126,58 @@ def quantize_layers(
     hidden = [ops.embed(table, ops.prepare_tokens(ids)[None]).h for ids in sequences if len(ids)]
     cache = ops.make_cache(1, max(h.shape[1] for h in hidden))
     for index in range(config.layers):
+        on_step("read")
         weights = _read(files, index, xp)
         if index < first:
+            on_step("run")
             _advance(ops, weights, hidden, cache, {})
             continue
-        checked = hidden[:CHECKED_SEQUENCES]
+        sites = _list_quantized(f"model.layers.{index}", ignore)
         try:
-            moments = _calibrate(ops, weights, hidden, cache)
+            layer = _quantize_layer(ops, index, weights, hidden, cache, recipe, sites, on_step, scales=scales)
         except ValueError as error:  # MomentSum.add does not know the layer
             raise ValueError(f"{files.path}: model.layers.{index}: {error}") from None
-        sites = _list_quantized(f"model.layers.{index}", ignore)
-        folded, folded_moments, found = weights, moments, _Scales({}, {})
-        if scales:
-            folded, folded_moments, found = _fold(config, weights, moments, recipe, sites)
-        quantized = _quantize(folded, folded_moments, recipe, sites)
-        del folded_moments  # the moments are the largest arrays: free them before the weights are copied
-        nearest = _quantize(weights, {}, recipe, sites)
-        dtype = weights.norms[ATTENTION_NORM].dtype
-        moved = [
-            _output_error(ops, _dequantize(dense, rows, dtype), checked, hidden, cache)
-            for dense, rows in ((folded, quantized), (weights, nearest))
-        ]
-        yield QuantizedLayer(
-            index,
-            {name: _pack(linear, quantized.get(name), dtype) for name, linear in folded.linears.items()},
-            {name: to_host(a) for name, a in folded.norms.items()},
-            _compare_errors(weights, moments, quantized, nearest, found),
-            *moved,
-        )
+        del weights  # free the memory before the next layer is read
+        yield layer
+
+
+def _quantize_layer(
+    ops: NumpyOps,
+    index: int,
+    weights: _Weights,
+    hidden: list[Array],
+    cache: KvCache,
+    recipe: Recipe,
+    sites: Mapping[str, Sequence[str]],
+    on_step: Callable[[str], None],
+    *,
+    scales: bool,
+) -> QuantizedLayer:
+    """Quantize a decoder layer and replace each sequence's hidden states by the output of the original layer."""
+    checked = hidden[:CHECKED_SEQUENCES]
+    on_step("calibrate")
+    moments = _calibrate(ops, weights, hidden, cache)
+    folded, folded_moments, found = weights, moments, _Scales({}, {})
+    if scales:
+        on_step("search scales")
+        folded, folded_moments, found = _fold(ops.config, weights, moments, recipe, sites)
+    on_step("quantize")
+    quantized = _quantize(folded, folded_moments, recipe, sites)
+    del folded_moments  # the moments are the largest arrays: free them before the weights are copied
+    nearest = _quantize(weights, {}, recipe, sites)
+    on_step("compare errors")
+    dtype = weights.norms[ATTENTION_NORM].dtype
+    moved = [
+        _output_error(ops, _dequantize(dense, rows, dtype), checked, hidden, cache)
+        for dense, rows in ((folded, quantized), (weights, nearest))
+    ]
+    return QuantizedLayer(
+        index,
+        {name: _pack(linear, quantized.get(name), dtype) for name, linear in folded.linears.items()},
+        {name: to_host(a) for name, a in folded.norms.items()},
+        _compare_errors(weights, moments, quantized, nearest, found),
+        *moved,
+    )
 
 
 def _advance(

@@ -68,6 +68,7 @@ def quantize(
     device: Any = "cpu",
     resume: bool = False,
     progress: LayerProgress | None = None,
+    on_step: Callable[[str], None] = lambda step: None,
 ) -> Report:
     """Quantize the decoder layers of a model to 4 bits and write the model, with a report, to a new folder.
 
@@ -92,6 +93,7 @@ def quantize(
         device: "cpu", a device ordinal, or None for CuPy's current device (the CPU if there is no GPU).
         resume: True to continue unfinished work that has the same settings.
         progress: a callback that is called at the start and after each layer; see `LayerProgress`.
+        on_step: a callback that is called with the name of each step, such as "calibrate", before the step starts.
 
     Raises:
         CheckpointError: the model is damaged, not supported, or already quantized. It is a subclass of ValueError.
@@ -142,11 +144,12 @@ def quantize(
         with placement.use_device(index):
             xp = np if index == check.HOST else importlib.import_module("cupy")
             for layer in quantize_layers(
-                files, sequences, recipe, scales=has_scales, ignore=ignore, first=len(reports), xp=xp
+                files, sequences, recipe, scales=has_scales, ignore=ignore, first=len(reports), xp=xp, on_step=on_step
             ):
                 reports.append(_save_layer(partial_folder, layer))
                 if progress is not None:
                     progress(layer.index + 1, total, reports[-1])
+    on_step("write files")
     built = partial_folder / "model"
     shutil.rmtree(built, ignore_errors=True)
     built.mkdir()
@@ -155,6 +158,7 @@ def quantize(
     seconds, memory = time.monotonic() - start, peak_memory(on_gpu=index != check.HOST)
     perplexities = {}
     if evaluate is not None:
+        on_step("evaluate")
         nearest = built
         if method != "rtn":
             nearest = partial_folder / "rtn"

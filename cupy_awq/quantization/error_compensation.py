@@ -11,13 +11,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from cupy_awq.check import Array
+from cupy_awq.kernels.round_channels import MAX_CHANNELS
+from cupy_awq.ops import rounding as device
 from cupy_awq.packing import namespace
 from cupy_awq.quantization.grid import Grid, QuantizedRows
 
-BLOCK = 64
+BLOCK = MAX_CHANNELS
 """The largest number of channels that are rounded between two updates of all channels not yet rounded."""
 SMALLEST = 256
-"""The largest triangular matrix, in rows, that is inverted without being split into blocks."""
+"""The largest matrix, in rows, whose Cholesky factor is inverted without splitting the matrix into blocks."""
 
 
 def compensate_errors(w: Array, second: Array, grid: Grid) -> QuantizedRows:
@@ -54,18 +56,19 @@ def round_channels(target: Array, old: Array, weights: Array, step: Grid) -> tup
     weights[k, j] * change.
 
     Args:
-        target: the codes before rounding, float32 [B, N]; updated in place.
-        old: the codes that changes refer to, float32 [B, N]; may be ``target`` itself.
+        target: the codes before rounding, float32 [B, N]; on the CPU, overwritten by the reduced targets.
+        old: the codes that changes refer to, float32 [B, N]; ``target`` itself for the reduced targets.
         weights: the factors of the changes, float32 [B, B].
         step: the grids [N] of the block.
     """
-    xp = namespace(target)
-    codes, changes = xp.empty_like(target), xp.empty_like(target)
-    columns = xp.ascontiguousarray(weights.T)[:, :, None]
+    if namespace(target) is not np:
+        return device.round_channels(target, old, weights, step.bottom, step.top)
+    codes, changes = np.empty_like(target), np.empty_like(target)
+    columns = np.ascontiguousarray(weights.T)[:, :, None]
     for j, (row, code, change) in enumerate(zip(target, codes, changes, strict=True)):
-        xp.rint(row, out=code)
-        xp.clip(code, step.bottom, step.top, out=code)
-        xp.subtract(code, old[j], out=change)
+        np.rint(row, out=code)
+        np.clip(code, step.bottom, step.top, out=code)
+        np.subtract(code, old[j], out=change)
         later = target[j + 1 :]
         later -= columns[j, j + 1 :] * change
     return codes, changes
@@ -89,27 +92,31 @@ def inverse_factor(second: Array) -> Array:
     """
     xp = namespace(second)
     # Let J be the matrix that reverses the order of rows. If J H J = L L^T, then U = J L^-1 J.
-    lower = xp.linalg.cholesky(second[::-1, ::-1].astype(np.float64))
-    invert_triangle(lower)
-    return xp.ascontiguousarray(lower[::-1, ::-1].astype(np.float32))
+    reversed_second = second[::-1, ::-1].astype(np.float64, order="C")
+    invert_cholesky(reversed_second)
+    return xp.ascontiguousarray(reversed_second[::-1, ::-1].astype(np.float32))
 
 
-def invert_triangle(lower: Array) -> None:
-    """Replace a lower triangular matrix by its inverse, in place.
+def invert_cholesky(matrix: Array) -> None:
+    """Replace a symmetric positive definite matrix L L^T by L^-1, in place, which needs half the memory of a copy.
 
-    >>> lower = np.array([[2.0, 0.0], [1.0, 4.0]])
-    >>> invert_triangle(lower)
-    >>> lower.tolist()
+    >>> matrix = np.array([[4.0, 2.0], [2.0, 17.0]])
+    >>> invert_cholesky(matrix)
+    >>> matrix.tolist()
     [[0.5, 0.0], [-0.125, 0.25]]
     """
-    half = len(lower) // 2
-    if len(lower) <= SMALLEST:
-        lower[:] = namespace(lower).linalg.inv(lower)
+    half = len(matrix) // 2
+    if len(matrix) <= SMALLEST:
+        linalg = namespace(matrix).linalg
+        matrix[:] = linalg.inv(linalg.cholesky(matrix))
         return
-    first, last, below = lower[:half, :half], lower[half:, half:], lower[half:, :half]
-    invert_triangle(first)
-    invert_triangle(last)
+    first, last, below = matrix[:half, :half], matrix[half:, half:], matrix[half:, :half]
+    invert_cholesky(first)
+    below[:] = below @ first.T
+    last -= below @ below.T
+    invert_cholesky(last)
     below[:] = -(last @ below @ first)
+    matrix[:half, half:] = 0
 
 
 def transpose_grid(grid: Grid) -> Grid:

@@ -25,6 +25,8 @@ from cupy_awq.kernels import (
     llm,
     quantize_fp8,
     quantize_rows,
+    refine_group,
+    round_channels,
     select,
 )
 from cupy_awq.kernels.convert import VALUES, Conversion
@@ -49,6 +51,7 @@ def kernels(arch: int) -> list[Kernel]:
     """Return the kernels that common layers use on an architecture, without duplicates."""
     gpu = device.nominal(arch)
     found = [*_conversions(gpu), *_awq_layout(gpu), *_quantized(gpu), *llm.kernels(gpu), *gather_columns.kernels(gpu)]
+    found += [*round_channels.kernels(gpu), *refine_group.kernels(gpu)]
     if arch == 90:
         found += _repacked_layout(gpu)
     return list(dict.fromkeys(found))

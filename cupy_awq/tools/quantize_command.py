@@ -101,6 +101,7 @@ def read_texts(path: Path) -> list[str]:
 def _quantize(args: argparse.Namespace) -> int:
     from cupy_awq import llm
 
+    bar = _Progress(is_shown=sys.stderr.isatty())
     if args.calibration is None:
         raise ValueError(
             "--calibration: expected a text file or a folder of .txt and .md files, with at least 4096 tokens of the"
@@ -120,8 +121,10 @@ def _quantize(args: argparse.Namespace) -> int:
         format_name=args.format,
         device=0 if args.device == "cuda" else int(args.device) if args.device.isdecimal() else args.device,
         resume=args.resume,
-        progress=_Progress() if sys.stderr.isatty() else None,
+        progress=bar.show_layer,
+        on_step=bar.show_step,
     )
+    bar.close()
     print(report.text(), end="")
     print(f"{args.target}: written")
     if importlib.util.find_spec("matplotlib") is None:
@@ -130,15 +133,20 @@ def _quantize(args: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """A progress bar on stderr that shows the remaining time."""
+    """A progress bar on stderr that shows the remaining time and the current step; nothing unless ``is_shown``."""
 
     WIDTH = 30
     """The width of the bar in characters."""
+    COLUMNS = 79
+    """The width of the line in characters, so that each line overwrites the previous one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shown: bool) -> None:
+        self._is_shown = is_shown
         self._start, self._first = time.monotonic(), 0
+        self._line = ""
 
-    def __call__(self, done: int, total: int, report: Mapping[str, Any] | None) -> None:
+    def show_layer(self, done: int, total: int, report: Mapping[str, Any] | None) -> None:
+        """Show the number of finished layers; see `cupy_awq.llm.model_quantizer.LayerProgress`."""
         left = ""
         if report is None:
             self._first = done
@@ -146,6 +154,17 @@ class _Progress:
             seconds = round((time.monotonic() - self._start) / (done - self._first) * (total - done))
             left = f", {seconds // 60}:{seconds % 60:02} left"
         full = self.WIDTH * done // total
-        end = "\n" if done == total else ""
-        sys.stderr.write(f"\r[{'#' * full}{'.' * (self.WIDTH - full)}] layer {done} of {total}{left}   {end}")
-        sys.stderr.flush()
+        self._line = f"[{'#' * full}{'.' * (self.WIDTH - full)}] layer {done} of {total}{left}"
+        self._write(self._line)
+
+    def show_step(self, step: str) -> None:
+        """Show the name of the current step."""
+        self._write(f"{self._line}: {step}")
+
+    def close(self) -> None:
+        """End the line of the bar."""
+        self._write(self._line, end="\n")
+
+    def _write(self, line: str, end: str = "") -> None:
+        if self._is_shown:
+            print(f"\r{line:<{self.COLUMNS}}", end=end, file=sys.stderr, flush=True)

@@ -9,9 +9,9 @@
 Each line of the file is one configuration: op, problem, family, config, us (measured), estimate_us (cost model).
 Problems are drawn as by `compare.py --random`, but each has its own shape and M; 1x1 convolutions have 7x7 to 56x56
 images, and their M counts pixels. Weights and x rotate over copies of more than 170 MB in total, so that they come from
-HBM. A time is the median of 3 replays of a CUDA graph of at least 20 launches; the replays follow each other without a
-pause, and configurations more than twice as slow as the best so far are timed once. Kernels are compiled by one process
-per core while others are timed. The file holds whole problems only.
+HBM. A time is the median of 5 replays of a CUDA graph of about 240 us. All replays are queued before the first one
+ends: an event recorded on an idle stream would count the time that the CPU takes to launch the graph. Kernels are
+compiled by one process per core while others are timed. The file holds whole problems only.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ MAX_ERROR = 0.02
 """The relative difference from the first configuration's result above which a configuration is wrong."""
 MOST_CHECKED = 1 << 22
 """The largest number of elements of y that are compared."""
-REPLAYS = 3
-"""The number of timed replays of a graph."""
-LEAST_CALLS = 20
-"""The smallest number of launches per graph, unless they take long."""
-LONG_US = 400.0
-"""The time of a launch from which a graph holds as few launches as weight copies."""
+REPLAYS = 5
+"""The number of timed replays of a graph, after one that is not timed."""
+GRAPH_US = 240.0
+"""The approximate time of a graph in microseconds: longer than the CPU takes to launch the graph."""
+MAX_CALLS = 80
+"""The largest number of launches per graph."""
 
 Buffers = dict[str, Any]
 
@@ -190,49 +190,36 @@ def gpu() -> Any:
     return device.current()
 
 
-def measure_us(launches: list[tuple[Any, Buffers]], stream: Any, limit_us: float) -> float:
-    """Return the median time of one launch in microseconds, from one replay if it exceeds ``limit_us``."""
+def measure_us(launches: list[tuple[Any, Buffers]], stream: Any, estimate_us: float) -> float:
+    """Return the median time of one launch in microseconds; ``estimate_us`` sets the number of launches per graph."""
     import cupy
 
-    offsets = {"counters": 0, "partials": COUNTER_BYTES}
     begin = workspace_address(0, stream.ptr)
+    offsets = {"counters": begin, "partials": begin + COUNTER_BYTES}
 
     def address(name: str, buffers: Buffers) -> int:
         if name in offsets:
-            return begin + offsets[name]
+            return offsets[name]
         return 0 if buffers[name] is None else int(buffers[name].data.ptr)
 
     ready = [
         (get_launcher(plan, 0), tuple(address(name, buffers) for name in get_launcher(plan, 0).buffers))
         for plan, buffers in launches
     ]
-
-    def elapsed_us(run: Callable[[], None], count: int) -> float:
-        start = stream.record()
-        run()
-        end = stream.record()
-        end.synchronize()
-        return float(cupy.cuda.get_elapsed_time(start, end)) / count * 1e3
-
-    def first() -> None:
-        ready[0][0](ready[0][1], stream.ptr)
-
-    first()
-    guess = elapsed_us(first, 1)
-    length = len(ready) * (math.ceil(LEAST_CALLS / len(ready)) if guess < LONG_US else 1)
+    ready[0][0](ready[0][1], stream.ptr)
+    length = max(2, min(MAX_CALLS, math.ceil(GRAPH_US / estimate_us)))
     stream.begin_capture()
-    for i in range(length):
-        launcher, pointers = ready[i % len(ready)]
+    for launcher, pointers in itertools.islice(itertools.cycle(ready), length):
         launcher(pointers, stream.ptr)
     graph = stream.end_capture()
-
-    def replay() -> None:
+    graph.launch(stream)
+    events = [stream.record()]
+    for _ in range(REPLAYS):
         graph.launch(stream)
-
-    us = elapsed_us(replay, length)
-    if us > limit_us:
-        return us
-    return statistics.median(elapsed_us(replay, length) for _ in range(REPLAYS))
+        events.append(stream.record())
+    events[-1].synchronize()
+    pairs = itertools.pairwise(events)
+    return statistics.median(float(cupy.cuda.get_elapsed_time(start, end)) / length * 1e3 for start, end in pairs)
 
 
 def error(launches: list[tuple[Any, Buffers]], stream: Any, expected: Any) -> tuple[float, Any]:
@@ -305,7 +292,6 @@ def sweep(op: str, seed: int, low: int, high: int, seconds: float, within: float
                     wait(waiting, timeout=deadline - time.monotonic(), return_when=FIRST_COMPLETED)
                     continue
                 operation, candidates, _ = queue.popleft()
-                best = math.inf
                 found = []
                 expected = None
                 for candidate in candidates:
@@ -321,8 +307,7 @@ def sweep(op: str, seed: int, low: int, high: int, seconds: float, within: float
                         expected = y
                     if not difference <= MAX_ERROR:
                         print(f"WRONG by {difference}: {operation.problem} {candidate.config}", flush=True)
-                    us = measure_us(launches, stream, 2 * best)
-                    best = min(best, us)
+                    us = measure_us(launches, stream, candidate.us)
                     record = {
                         "op": op,
                         "problem": asdict(operation.problem),

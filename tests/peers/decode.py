@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time decode steps of models with random weights for many batch sizes, and write the table of RESULTS.md.
+
+    python tests/peers/decode.py --json tests/peers/tables/decode.json
+    python tests/peers/decode.py --models qwen3-8b --parts 1 16
+
+A model is built with a few of its layers. The time of a layer is the difference between steps with many and with few
+layers, divided by the difference of their numbers; a step has all layers of the model. Weights are cold in L2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from cupy_awq.check import Array
+from cupy_awq.llm.build import build_model
+from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.cuda_ops import CudaDecodeLoop, CudaOps
+from cupy_awq.llm.kv_cache import KvCache, cache_bytes
+from cupy_awq.llm.model import Model
+from cupy_awq.llm.sampling import Sampling
+from cupy_awq.ops import gemm_launch
+from cupy_awq.runtime import compile as compiler
+from cupy_awq.runtime import launch, placement
+from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
+from cupy_awq.tools.bench_llm import SHAPES, synthetic
+from cupy_awq.tools.table import render
+
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""The numbers of sequences to time."""
+FEW_LAYERS, MANY_LAYERS = 2, 8
+"""The numbers of layers of the two timed models; the weights of two layers exceed L2."""
+CONTEXT = 1024
+"""The number of cached tokens per sequence."""
+STEPS, REPEATS = 12, 5
+"""The number of steps per timing, and the number of timings, of which the median counts."""
+READ_GBS = 3136
+"""The read bandwidth of an H100 in GB/s, as in RESULTS.md."""
+PARTS = ("qkv", "attention", "o", "gate_up", "down")
+"""The kernels of a layer."""
+
+
+def part_of(plan: LaunchPlan, config: ModelConfig) -> str | None:
+    """Return the element of PARTS that a launch computes, or None for other kernels."""
+    if plan.kernel.entry.startswith("decode_attention"):
+        return "attention"
+    hidden, wide = config.hidden, config.q_width
+    sizes = {
+        (wide + 2 * config.kv_width, hidden): "qkv",
+        (hidden, wide): "o",
+        (2 * config.intermediate, hidden): "gate_up",
+        (hidden, config.intermediate): "down",
+    }
+    return sizes.get(tuple(map(int, plan.scalars[1:3]))) if plan.kernel.entry.startswith("gemm_sm90") else None
+
+
+class NoLaunch:
+    """A launcher that records the kernel of its plan and launches nothing."""
+
+    def __init__(self, kernels: dict[Kernel, None], plan: LaunchPlan, index: int) -> None:
+        kernels[plan.kernel] = None
+        self.buffers = plan.buffers
+
+    def __call__(self, *arguments: Any) -> None:
+        pass
+
+
+def compile_all(config: ModelConfig, index: int, batches: list[int]) -> None:
+    """Compile the kernels of all decode steps with one thread per core."""
+    kernels: dict[Kernel, None] = {}
+    model = make_model(replace(config, layers=2), index)
+    record = functools.partial(NoLaunch, kernels)
+    with mock.patch.object(launch, "get_launcher", record), mock.patch.object(gemm_launch, "get_launcher", record):
+        for batch in batches:
+            cache, tokens = model.ops.make_cache(batch, CONTEXT + 1), model.ops.prepare_tokens([0] * batch)
+            model.logits(model.forward(tokens[:, None], cache))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compiler.build, kernels))
+
+
+def make_model(config: ModelConfig, index: int) -> Model:
+    """Return a model of random weights."""
+    import cupy
+
+    return build_model(synthetic(config, xp=cupy), CudaOps(config, index, np.dtype(np.float16)))
+
+
+@contextmanager
+def without(ops: CudaOps, part: str | None) -> Iterator[None]:
+    """Leave out the launches of one element of PARTS; None leaves out nothing."""
+
+    def run(plan: LaunchPlan, **buffers: Array | None) -> None:
+        if part is None or part_of(plan, ops.config) != part:
+            CudaOps.run(ops, plan, **buffers)
+
+    with mock.patch.object(ops, "run", run):
+        yield
+
+
+def step_us(model: Model, cache: KvCache) -> float:
+    """Return the time of a decode step, which is a CUDA graph, in microseconds."""
+    import cupy
+
+    loop = model.ops.make_decode_loop(lambda tokens: tokens, cache, Sampling())
+    assert isinstance(loop, CudaDecodeLoop)
+    tokens = cupy.zeros(len(cache.tokens), np.int32)
+    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+    cache.lengths[:] = CONTEXT
+    cupy.cuda.get_current_stream().synchronize()
+
+    def step() -> None:
+        logits = model.logits(model.forward(tokens[:, None], cache))[:, -1]
+        loop._choose(logits, slice(None), advance=True)
+
+    kept = []
+
+    def keep(size: int) -> Any:
+        kept.append(pool.malloc(size))
+        return kept[-1]
+
+    with stream:
+        with cupy.cuda.using_allocator(pool.malloc):
+            step()
+        stream.begin_capture()
+        with cupy.cuda.using_allocator(keep):
+            step()
+        graph = stream.end_capture()
+        graph.launch(stream)
+        times = []
+        for _ in range(REPEATS):
+            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+            begin.record()
+            for _ in range(STEPS):
+                graph.launch(stream)
+            end.record()
+            end.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(begin, end) / STEPS * 1e3)
+        cache.lengths[:] = CONTEXT
+        stream.synchronize()
+    return statistics.median(times)
+
+
+def fill(array: Array) -> None:
+    """Fill an array with random float16 values from -1 to 1."""
+    import cupy
+
+    some = cupy.asarray(np.random.default_rng(0).uniform(-1, 1, 1 << 20).astype(np.float16))
+    flat = array.reshape(-1)
+    for begin in range(0, flat.size, some.size):
+        flat[begin : begin + some.size] = some[: flat.size - begin]
+
+
+def measure(name: str, index: int, batches: list[int], parts: list[int]) -> list[dict[str, Any]]:
+    """Return the times of a model by batch size, in microseconds.
+
+    A row has the keys "model", "batch", "layer", "others" (the kernels outside of the layers), "step", "tokens/s",
+    "roofline" (its fraction) and, for the batch sizes ``parts``, the time that a layer takes less without each element
+    of PARTS.
+    """
+    config = SHAPES[name]
+    compile_all(config, index, batches)
+    print(f"{name}: compiled", flush=True)
+    many = make_model(replace(config, layers=MANY_LAYERS), index)
+    few = replace(many, layers=many.layers[:FEW_LAYERS])
+    layer_bytes = (many.weight_bytes - config.vocab * config.hidden * 2) / MANY_LAYERS
+    rows = []
+    for batch in batches:
+        cache = many.ops.make_cache(batch, CONTEXT + 2 + (REPEATS + 1) * STEPS)
+        fill(cache.k)
+        fill(cache.v)
+
+        def layer_and_others(part: str | None = None, cache: KvCache = cache) -> tuple[float, float]:
+            assert isinstance(many.ops, CudaOps)
+            with without(many.ops, part):
+                us = [step_us(model, cache) for model in (few, many)]
+            layer = (us[1] - us[0]) / (MANY_LAYERS - FEW_LAYERS)
+            return layer, us[0] - FEW_LAYERS * layer
+
+        layer, others = layer_and_others()
+        us = config.layers * layer + others
+        read = config.layers * layer_bytes + config.vocab * config.hidden * 2
+        read += cache_bytes(config, batch, CONTEXT + STEPS * REPEATS // 2, 2)
+        row: dict[str, Any] = {"model": name, "batch": batch, "layer": layer, "others": others, "step": us}
+        row |= {"tokens/s": batch / us * 1e6, "roofline": read / READ_GBS / 1e3 / us}
+        if batch in parts:
+            row |= {part: layer - layer_and_others(part)[0] for part in PARTS}
+        rows.append(row)
+        figures = [f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()]
+        print(*figures, flush=True)
+    return rows
+
+
+def over_line(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
+    """Return the step time over the line between the neighbouring powers of two; None for a power of two."""
+    batch = row["batch"]
+    low = 1 << (batch.bit_length() - 1)
+    steps = {other["batch"]: other["step"] for other in rows if other["model"] == row["model"]}
+    if batch == low or low not in steps or 2 * low not in steps:
+        return None
+    line = steps[low] + (steps[2 * low] - steps[low]) * (batch - low) / low
+    return float(row["step"] / line)
+
+
+def table(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return the rows of the table of RESULTS.md."""
+    found = []
+    for row in rows:
+        over = over_line(rows, row)
+        figures = [round(row["layer"], 1), round(row["step"]), round(row["tokens/s"]), f"{row['roofline']:.0%}"]
+        found.append([row["model"], row["batch"], *figures, "" if over is None else f"{over:.2f}"])
+    return found
+
+
+HEAD = ["model", "batch", "us per layer", "us per step", "tokens/s", "of the roofline", "over the line"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time decode steps of models with random weights.")
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["qwen3-8b", "llama-3.2-1b"])
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        type=int,
+        default=[],
+        help="batch sizes at which to leave out one kernel of a layer at a time",
+    )
+    parser.add_argument("--json", type=Path, help="write the table to this file")
+    options = parser.parse_args()
+    index = placement.resolve()
+    rows = [row for name in options.models for row in measure(name, index, options.batches, options.parts)]
+    print(render(HEAD, [list(map(str, cells)) for cells in table(rows)]))
+    if options.json:
+        options.json.write_text(json.dumps(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
