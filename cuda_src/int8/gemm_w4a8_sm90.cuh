@@ -50,12 +50,12 @@ struct SharedStorage {
   using X = SharedArray<0, kStages, kKTiles * kXTileBytes>;  // [k tile][row][128 k], swizzled
   using Weight = SharedArray<X::kEnd, kStages, kColumnTiles * kKTiles * kWeightTileBytes>;  // [column tile][k tile]
   using XParameters = SharedArray<Weight::kEnd, kStages, kHasXParameters ? kKTiles * kBlockM * 4 : 0>;  // [k tile][row]
-  using Barriers = SharedArray<XParameters::kEnd, 2 * kStages, kBarrierBytes>;
   // Used after the main loop, in the memory of the stages: the accumulators of each consumer, [row][column].
   using Accumulators = SharedArray<0, kConsumers, kBlockM * kRowFloats * 4>;
-  // Other CTAs may write partial sums while this CTA is in its main loop.
-  static constexpr int kOverlaidEnd = Barriers::kEnd > Accumulators::kEnd ? Barriers::kEnd : Accumulators::kEnd;
-  using ReceivedBarrier = SharedArray<kOverlaidEnd, kSplitK == 1 ? 0 : 1, 16>;
+  static constexpr int kOverlaidEnd = XParameters::kEnd > Accumulators::kEnd ? XParameters::kEnd : Accumulators::kEnd;
+  // Other CTAs may release stages and write partial sums at any time.
+  using Barriers = SharedArray<kOverlaidEnd, 2 * kStages, kBarrierBytes>;
+  using ReceivedBarrier = SharedArray<Barriers::kEnd, kSplitK == 1 ? 0 : 1, 16>;
   using Received = SharedArray<ReceivedBarrier::kEnd, kSplitK - 1, kOwnedRows * kRowFloats * 4>;
   static constexpr int kBytes = Received::kEnd;
 

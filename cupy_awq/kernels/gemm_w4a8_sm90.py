@@ -134,12 +134,12 @@ class GemmW4A8Config:
     def shared_bytes(self, problem: Int8Problem) -> int:
         """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
         x_tile = self.block_m * (BLOCK_K + 4 * has_x_parameters(problem))
-        stage = self.k_tiles * (self.warpgroups * self.m64_tiles * weight_tile_bytes(problem) + x_tile) + 16
+        stage = self.k_tiles * (self.warpgroups * self.m64_tiles * weight_tile_bytes(problem) + x_tile)
         row_bytes = (self.block_n + 4) * 4
         received = 0
         if self.split_k > 1:
             received = 16 + (self.split_k - 1) * ceil_div(self.block_m, self.split_k) * row_bytes
-        return max(self.stages * stage, self.consumers * self.block_m * row_bytes) + received
+        return max(self.stages * stage, self.consumers * self.block_m * row_bytes) + self.stages * 16 + received
 
     def tiles(self, problem: Int8Problem) -> tuple[int, int]:
         """Return the numbers of CTA tiles along m and along n; CTAs that share x have a tile each, even if past N."""
