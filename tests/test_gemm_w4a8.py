@@ -67,10 +67,19 @@ def test_fp8(backend: str, scale_dtype: str, case: tuple) -> None:
     rng = np.random.default_rng(m)
     codes = rng.integers(0, 16, (n, 1, 1, k), dtype=np.uint8)
     shape = n, -(-k // weight_block)
-    # Powers of two and products with small integers are exact in each dtype.
-    scale = (2.0 ** rng.integers(-3, 3, shape) * rng.choice([-1, 1], shape)).astype(DTYPES[scale_dtype])
+    scale = rng.uniform(-1, 1, shape).astype(DTYPES[scale_dtype]).astype(np.float32)
+    if scale_dtype == "bfloat16":
+        scale[0, 0] = 2.0**-30  # not in the range of float16
     offset = rng.integers(-8, 9, shape).astype(scale.dtype) * scale if zero_points else None
     weight = BlockQuantizedWeight(codes, scale, offset, block_size=weight_block)
+    assert weight.exact_scale_dtype == scale_dtype
     problem = replace(fp8_problem(m, n, k, weight_block, dtype, bias, bias is not None), scale_dtype=scale_dtype)
     assert gemm_w4a8_sm90.refusal(replace(problem, zero_points=True), facts(90, backend)) is None
     check_fp8_product(backend, problem, gemm_w4a8_sm90, GemmW4A8Config(*config), weight, seed=m)
+
+
+def test_scales_of_16_bits_are_kept() -> None:
+    scale = np.ones((2, 1), np.float16)
+    for dtype in DTYPES.values():
+        weight = BlockQuantizedWeight(np.zeros((2, 1, 1, 4), np.uint8), scale.astype(dtype), None)
+        assert weight.exact_scale_dtype == ("float16" if dtype == np.float32 else np.dtype(dtype).name)

@@ -321,12 +321,20 @@ def _tiles(weight: BlockQuantizedWeight, scale_dtype: str) -> Array:
         zeros = xp.full(weight.scale.shape, SYMMETRIC_ZERO, np.uint8)
     else:
         zeros = (SYMMETRIC_ZERO - weight.zero_points).astype(np.uint8)
-    scale = weight.scale if weight.dtype.name == scale_dtype else weight.scale.astype(np.float32)
     parts = [words.reshape(columns, k_tiles, -1)]
-    for values in (scale.view(f"u{scale.dtype.itemsize}"), zeros):
+    for values in (_scale_bits(weight.scale, scale_dtype), zeros):
         padded = xp.zeros((columns * TILE_N, k_tiles), values.dtype)
         padded[:n] = values.take(blocks, axis=1)
         # [tile][warp][column half][g][k tile] to [tile][k tile][warp][g][column half]
         ordered = padded.reshape(columns, 4, 2, 8, k_tiles).transpose(0, 4, 1, 3, 2)
         parts.append(xp.ascontiguousarray(ordered).reshape(columns, k_tiles, TILE_N).view(np.uint8))
     return xp.ascontiguousarray(xp.concatenate(parts, axis=2))
+
+
+def _scale_bits(scale: Array, dtype: str) -> Array:
+    """Return the bits of scales in ``dtype``, which represents them exactly, as uint16 or uint32."""
+    if scale.dtype.name == dtype:
+        return scale.view(f"u{scale.dtype.itemsize}")
+    if dtype == "bfloat16":
+        return (scale.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return scale.astype(dtype).view(f"u{ITEMSIZE[dtype]}")
