@@ -95,6 +95,8 @@ class GemmW4A8Config:
         ctas_per_sm: number of resident CTAs per SM for which the kernel is compiled (``__launch_bounds__``).
         share_x: number of CTAs with the same rows and adjacent columns that share the copies of x by multicast; a
             cluster has ``split_k * share_x`` CTAs.
+        prefetch_weights: whether the weights of all stages are copied before the wait for the preceding kernel (PDL);
+            otherwise only those of the first stage. Copies of x are queued after these copies.
     """
 
     block_m: int
@@ -106,6 +108,7 @@ class GemmW4A8Config:
     split_k: int
     ctas_per_sm: int = 1
     share_x: int = 1
+    prefetch_weights: bool = True
 
     @property
     def block_n(self) -> int:
@@ -210,7 +213,8 @@ def _with_most_stages(config: GemmW4A8Config, problem: Int8Problem, device: Devi
         with_stages = functools.partial(_with_stages, config, ctas_per_sm)
         fitting = bisect.bisect_right(counts, limit, key=lambda count: with_stages(count).shared_bytes(problem))
         if fitting:
-            yield with_stages(counts[fitting - 1])
+            yield (chosen := with_stages(counts[fitting - 1]))
+            yield replace(chosen, prefetch_weights=False)
 
 
 def _with_stages(config: GemmW4A8Config, ctas_per_sm: int, count: int) -> GemmW4A8Config:
@@ -269,6 +273,7 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
         ("K_TILES", config.k_tiles),
         ("SPLIT_K", config.split_k),
         ("SHARE_X", config.share_x),
+        ("PREFETCH_WEIGHTS", int(config.prefetch_weights)),
         ("CTAS_PER_SM", config.ctas_per_sm),
         ("SHARED_BYTES", config.shared_bytes(problem)),
     )
