@@ -94,3 +94,26 @@ def test_layers_that_are_not_quantized_are_not_tuned(problem: Problem) -> None:
     assert list(tuned) == ["mlp.up_proj"]
     assert problem.loss(tuned) < problem.loss(few)
     assert problem.tune({}) == {}
+
+
+@pytest.mark.gpu
+def test_tuning_on_the_gpu_is_as_good_as_on_the_cpu(problem: Problem) -> None:
+    import cupy
+
+    def move(a: Any) -> Any:
+        return None if a is None else cupy.asarray(a)
+
+    quantized = {
+        name: QuantizedRows(move(rows.codes), type(rows.grid)(*map(move, rows.grid)))
+        for name, rows in problem.quantized.items()
+    }
+    cache = NumpyOps(dataclasses.replace(problem.config, layers=1), expand_weights=True, xp=cupy).make_cache(1, 24)
+    linears = {name: (move(w), move(bias)) for name, (w, bias) in problem.weights.linears.items()}
+    norms = {name: move(a) for name, a in problem.weights.norms.items()}
+    hidden = [[move(h) for h in each] for each in (problem.inputs, problem.outputs)]
+    tuned = layer_tuning.tune_layer(problem.config, linears, norms, quantized, *hidden, cache)
+    result = {
+        name: QuantizedRows(rows.codes.get(), type(rows.grid)(*(a.get() for a in rows.grid)))
+        for name, rows in tuned.items()
+    }
+    assert problem.loss(result) == pytest.approx(problem.loss(problem.tune(problem.quantized)), rel=0.05)
