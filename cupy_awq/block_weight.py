@@ -126,6 +126,17 @@ class BlockQuantizedWeight:
             return zero_points if bool((quotient * scale == offset).all()) else None
 
     @cached_property
+    def exact_scale_dtype(self) -> str:
+        """The narrowest of float16, bfloat16 and float32 that represents all scales exactly."""
+        if self.dtype.itemsize == 2:
+            return self.dtype.name
+        with np.errstate(over="ignore"):
+            if bool((self.scale.astype(np.float16) == self.scale).all()):
+                return "float16"
+        # The upper half of a float32 is a bfloat16.
+        return "bfloat16" if bool((self.scale.view(np.uint16)[..., ::2] == 0).all()) else "float32"
+
+    @cached_property
     def layouts(self) -> dict[Any, Any]:
         """The cached layouts of the weight that kernels read, by the key that is passed to `layout`."""
         return {}

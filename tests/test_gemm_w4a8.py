@@ -18,17 +18,17 @@ from tests.test_gemm_int8 import check_product
 from tests.test_kernels import DTYPES, facts
 
 # m, n, k, x's block size, weight's block size, dtype, bias, zero points, then block_m, warpgroups, m64_tiles,
-# consumers, stages, k_tiles, split_k, ctas_per_sm, share_x
+# consumers, stages, k_tiles, split_k, ctas_per_sm, share_x, prefetch_weights
 CASES = (
     (1, 64, 128, 128, 128, "float16", None, True, 8, 1, 1, 1, 2, 1, 1),
     (5, 200, 1168, 128, 256, "float16", "float16", True, 8, 1, 1, 3, 6, 1, 2),
     (24, 70, 656, 256, 256, "bfloat16", None, False, 24, 2, 1, 1, 2, 2, 1),
     (40, 264, 784, 128, 128, "float32", "float32", True, 48, 1, 2, 2, 2, 1, 3),
     (100, 130, 528, 528, 528, "float16", None, True, 64, 2, 1, 2, 4, 1, 1),
-    (129, 128, 1040, 128, 128, "float16", None, True, 80, 1, 1, 2, 4, 2, 4),
+    (129, 128, 1040, 128, 128, "float16", None, True, 80, 1, 1, 2, 4, 2, 4, 1, 1, False),
     (128, 72, 272, 128, 128, "bfloat16", "float16", True, 128, 1, 1, 1, 2, 1, 1),
     (60, 200, 656, 128, 128, "float16", None, True, 64, 1, 1, 2, 4, 1, 1, 1, 2),
-    (70, 130, 784, 128, 128, "float16", "float16", True, 80, 1, 1, 1, 2, 1, 3, 1, 2),
+    (70, 130, 784, 128, 128, "float16", "float16", True, 80, 1, 1, 1, 2, 1, 3, 1, 2, False),
     (64, 300, 400, 128, 128, "float16", None, True, 64, 1, 1, 1, 2, 2, 2, 1, 4),
 )
 
@@ -67,10 +67,19 @@ def test_fp8(backend: str, scale_dtype: str, case: tuple) -> None:
     rng = np.random.default_rng(m)
     codes = rng.integers(0, 16, (n, 1, 1, k), dtype=np.uint8)
     shape = n, -(-k // weight_block)
-    # Powers of two and products with small integers are exact in each dtype.
-    scale = (2.0 ** rng.integers(-3, 3, shape) * rng.choice([-1, 1], shape)).astype(DTYPES[scale_dtype])
+    scale = rng.uniform(-1, 1, shape).astype(DTYPES[scale_dtype]).astype(np.float32)
+    if scale_dtype == "bfloat16":
+        scale[0, 0] = 2.0**-18 * (1 + 2.0**-7)  # float16 has fewer bits for numbers as small as this one
     offset = rng.integers(-8, 9, shape).astype(scale.dtype) * scale if zero_points else None
     weight = BlockQuantizedWeight(codes, scale, offset, block_size=weight_block)
+    assert weight.exact_scale_dtype == scale_dtype
     problem = replace(fp8_problem(m, n, k, weight_block, dtype, bias, bias is not None), scale_dtype=scale_dtype)
     assert gemm_w4a8_sm90.refusal(replace(problem, zero_points=True), facts(90, backend)) is None
     check_fp8_product(backend, problem, gemm_w4a8_sm90, GemmW4A8Config(*config), weight, seed=m)
+
+
+def test_scales_of_16_bits_are_kept() -> None:
+    scale = np.ones((2, 1), np.float16)
+    for dtype in DTYPES.values():
+        weight = BlockQuantizedWeight(np.zeros((2, 1, 1, 4), np.uint8), scale.astype(dtype), None)
+        assert weight.exact_scale_dtype == ("float16" if dtype == np.float32 else np.dtype(dtype).name)

@@ -165,6 +165,18 @@ def test_killed_run_resumes_with_the_same_result(llama: Path, tmp_path: Path) ->
     assert whole == parts
 
 
+@pytest.mark.gpu
+def test_quantizing_a_model_on_the_gpu_is_as_good_as_on_the_cpu(model: Path, tmp_path: Path) -> None:
+    reports = [llm.quantize(model, tmp_path / str(at), [TEXT], device=at, **OPTIONS) for at in ("cpu", 0)]
+    assert (reports[1].memory_bytes["gpu"] or 0) > 0
+    for on_cpu, on_gpu in zip(*(report.layers for report in reports), strict=True):
+        for name, (nearest, error) in on_cpu["errors"].items():
+            assert on_gpu["errors"][name][0] == pytest.approx(nearest, rel=0.01)
+            assert on_gpu["errors"][name][1] == pytest.approx(error, rel=0.03)
+        assert on_gpu["nearest_output_error"] == pytest.approx(on_cpu["nearest_output_error"], rel=0.01)
+        assert on_gpu["output_error"] == pytest.approx(on_cpu["output_error"], rel=0.03)
+
+
 @pytest.mark.parametrize("format_name", ["autoawq", "compressed-tensors"])
 def test_ignored_layers_stay_dense_and_the_model_runs(model: Path, tmp_path: Path, format_name: str) -> None:
     pattern = r"layers\.0\.(self_attn\.[qkv]|mlp\.up)|down_proj"

@@ -19,6 +19,9 @@ constexpr int kKTiles = K_TILES;  // number of k tiles per stage
 constexpr int kSplitK = SPLIT_K;  // number of CTAs per tile; each computes the tile over its slice of K
 constexpr int kShareX = SHARE_X;  // number of CTAs with adjacent columns that share the copies of A by multicast
 constexpr int kClusterSize = kSplitK * kShareX;
+// The number of stages whose weights are copied before griddepcontrol.wait. TMA serves copies in order, so A arrives
+// after all weights that were copied before it.
+constexpr int kPrefetchedStages = PREFETCH_WEIGHTS ? kStages : 1;
 
 constexpr int kBlockK = 128;
 constexpr int kColumnTiles = kWarpgroups * kM64Tiles;  // number of weight tiles along n per CTA tile
@@ -50,12 +53,12 @@ struct SharedStorage {
   using X = SharedArray<0, kStages, kKTiles * kXTileBytes>;  // [k tile][row][128 k], swizzled
   using Weight = SharedArray<X::kEnd, kStages, kColumnTiles * kKTiles * kWeightTileBytes>;  // [column tile][k tile]
   using XParameters = SharedArray<Weight::kEnd, kStages, kHasXParameters ? kKTiles * kBlockM * 4 : 0>;  // [k tile][row]
-  using Barriers = SharedArray<XParameters::kEnd, 2 * kStages, kBarrierBytes>;
   // Used after the main loop, in the memory of the stages: the accumulators of each consumer, [row][column].
   using Accumulators = SharedArray<0, kConsumers, kBlockM * kRowFloats * 4>;
-  // Other CTAs may write partial sums while this CTA is in its main loop.
-  static constexpr int kOverlaidEnd = Barriers::kEnd > Accumulators::kEnd ? Barriers::kEnd : Accumulators::kEnd;
-  using ReceivedBarrier = SharedArray<kOverlaidEnd, kSplitK == 1 ? 0 : 1, 16>;
+  static constexpr int kOverlaidEnd = XParameters::kEnd > Accumulators::kEnd ? XParameters::kEnd : Accumulators::kEnd;
+  // Other CTAs may release stages and write partial sums at any time.
+  using Barriers = SharedArray<kOverlaidEnd, 2 * kStages, kBarrierBytes>;
+  using ReceivedBarrier = SharedArray<Barriers::kEnd, kSplitK == 1 ? 0 : 1, 16>;
   using Received = SharedArray<ReceivedBarrier::kEnd, kSplitK - 1, kOwnedRows * kRowFloats * 4>;
   static constexpr int kBytes = Received::kEnd;
 

@@ -12,6 +12,7 @@ import numpy as np
 from cupy_awq.block_weight import MAX_ZERO_POINT, BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.hopper import resident_clusters
 from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, block_parameters, layout_refusal
 from cupy_awq.kernels.problem import ITEMSIZE, ceil_div
 from cupy_awq.packing import namespace
@@ -25,6 +26,8 @@ TILE_M, TILE_N = 128, 256
 """The numbers of rows and of columns per CTA tile."""
 THREADS = 384
 """The number of threads per CTA."""
+SPLITS: tuple[int, ...] = ()
+"""The split-K factors to try."""
 MAX_STAGES = 6
 """The largest number of pipeline stages."""
 PARAMETER_TILE_N = 64
@@ -41,6 +44,8 @@ class GemmInt8Sm90Costs:
 
     launch_us: float = 0.7
     """The launch overhead, in microseconds."""
+    split_us: float = 3.0
+    """The time of the split-K reduction and of the first copies that no other tile hides, in microseconds."""
     stage_us: float = 0.53
     """The tensor-core time per CTA tile and pipeline stage (128 along k), in microseconds."""
     scaling_us: float = 0.27
@@ -60,12 +65,12 @@ class GemmInt8Sm90Config:
         cluster: number of CTAs per cluster, 1 or 2; the CTAs compute adjacent tiles along m and share copies of the
             weight by multicast.
         ctas: number of CTAs of the launch.
+        split_k: number of CTAs per cluster and tile; each computes the tile over its slice of K. 1 if ``cluster`` is 2.
     """
 
     cluster: int
     ctas: int
-
-    split_k = 1
+    split_k: int = 1
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
@@ -85,13 +90,18 @@ def block_refusal(problem: Int8Problem) -> str | None:
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemmInt8Sm90Config]:
-    """Return a configuration for each cluster size; the largest size comes first and wins if times are equal."""
-    return [
+    """Return every legal configuration; the larger cluster comes first and wins if times are equal."""
+    found = [
         GemmInt8Sm90Config(
             cluster, min(device.sm_count // cluster, math.prod(cluster_tiles(cluster, problem))) * cluster
         )
         for cluster in (2, 1)
     ]
+    tiles = math.prod(cluster_tiles(1, problem))
+    for split_k in SPLITS:
+        if tiles <= resident_clusters(device, split_k) and split_k <= ceil_div(problem.k, BLOCK_K):
+            found.append(GemmInt8Sm90Config(1, tiles * split_k, split_k))
+    return found
 
 
 def cluster_tiles(cluster: int, problem: Int8Problem) -> tuple[int, int]:
@@ -101,9 +111,11 @@ def cluster_tiles(cluster: int, problem: Int8Problem) -> tuple[int, int]:
 
 def estimate_us(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> float:
     """Return the run time in microseconds: launch overhead, and all tiles of the cluster with the most tiles."""
-    waves = ceil_div(math.prod(cluster_tiles(config.cluster, problem)), config.ctas // config.cluster)
+    waves = ceil_div(math.prod(cluster_tiles(config.cluster, problem)), config.ctas // config.cluster // config.split_k)
     scaling_us = COSTS.scaling_us * _blocks_in_stage(problem) * (COSTS.fixed_parameters + problem.parameters)
-    return COSTS.launch_us + waves * ceil_div(problem.k, BLOCK_K) * (COSTS.stage_us + scaling_us)
+    k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
+    split_us = COSTS.split_us if config.split_k > 1 else 0.0
+    return COSTS.launch_us + split_us + waves * k_tiles * (COSTS.stage_us + scaling_us)
 
 
 def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> LaunchPlan:
@@ -124,6 +136,7 @@ def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> La
         ("X_BLOCKS", x_blocks),
         ("STAGES", stages),
         ("CLUSTER", config.cluster),
+        ("SPLIT_K", config.split_k),
         ("ROW_SCALES", int(row_scales)),
         ("SHARED_BYTES", stages * stage_bytes + store_bytes),
     )
@@ -149,13 +162,13 @@ def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> La
         (THREADS, 1, 1),
         (x_scale, "x_offset", "x_sums", "parameters", "bias", "y", xq, codes, *scalars),
         stages * stage_bytes + store_bytes,
-        cluster=(config.cluster, 1, 1),
+        cluster=(config.cluster * config.split_k, 1, 1),
         dependent=True,
     )
 
 
 def workspace(config: GemmInt8Sm90Config, problem: Int8Problem) -> Workspace:
-    """Return an empty workspace, since K is not split."""
+    """Return an empty workspace, since the CTAs of a cluster exchange partial sums through shared memory."""
     return Workspace()
 
 

@@ -95,6 +95,8 @@ class GemmW4A8Config:
         ctas_per_sm: number of resident CTAs per SM for which the kernel is compiled (``__launch_bounds__``).
         share_x: number of CTAs with the same rows and adjacent columns that share the copies of x by multicast; a
             cluster has ``split_k * share_x`` CTAs.
+        prefetch_weights: whether the weights of all stages are copied before the wait for the preceding kernel (PDL);
+            otherwise only those of the first stage. Copies of x are queued after these copies.
     """
 
     block_m: int
@@ -106,6 +108,7 @@ class GemmW4A8Config:
     split_k: int
     ctas_per_sm: int = 1
     share_x: int = 1
+    prefetch_weights: bool = True
 
     @property
     def block_n(self) -> int:
@@ -134,12 +137,12 @@ class GemmW4A8Config:
     def shared_bytes(self, problem: Int8Problem) -> int:
         """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
         x_tile = self.block_m * (BLOCK_K + 4 * has_x_parameters(problem))
-        stage = self.k_tiles * (self.warpgroups * self.m64_tiles * weight_tile_bytes(problem) + x_tile) + 16
+        stage = self.k_tiles * (self.warpgroups * self.m64_tiles * weight_tile_bytes(problem) + x_tile)
         row_bytes = (self.block_n + 4) * 4
         received = 0
         if self.split_k > 1:
             received = 16 + (self.split_k - 1) * ceil_div(self.block_m, self.split_k) * row_bytes
-        return max(self.stages * stage, self.consumers * self.block_m * row_bytes) + received
+        return max(self.stages * stage, self.consumers * self.block_m * row_bytes) + self.stages * 16 + received
 
     def tiles(self, problem: Int8Problem) -> tuple[int, int]:
         """Return the numbers of CTA tiles along m and along n; CTAs that share x have a tile each, even if past N."""
@@ -210,7 +213,8 @@ def _with_most_stages(config: GemmW4A8Config, problem: Int8Problem, device: Devi
         with_stages = functools.partial(_with_stages, config, ctas_per_sm)
         fitting = bisect.bisect_right(counts, limit, key=lambda count: with_stages(count).shared_bytes(problem))
         if fitting:
-            yield with_stages(counts[fitting - 1])
+            yield (chosen := with_stages(counts[fitting - 1]))
+            yield replace(chosen, prefetch_weights=False)
 
 
 def _with_stages(config: GemmW4A8Config, ctas_per_sm: int, count: int) -> GemmW4A8Config:
@@ -269,6 +273,7 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
         ("K_TILES", config.k_tiles),
         ("SPLIT_K", config.split_k),
         ("SHARE_X", config.share_x),
+        ("PREFETCH_WEIGHTS", int(config.prefetch_weights)),
         ("CTAS_PER_SM", config.ctas_per_sm),
         ("SHARED_BYTES", config.shared_bytes(problem)),
     )
@@ -321,12 +326,20 @@ def _tiles(weight: BlockQuantizedWeight, scale_dtype: str) -> Array:
         zeros = xp.full(weight.scale.shape, SYMMETRIC_ZERO, np.uint8)
     else:
         zeros = (SYMMETRIC_ZERO - weight.zero_points).astype(np.uint8)
-    scale = weight.scale if weight.dtype.name == scale_dtype else weight.scale.astype(np.float32)
     parts = [words.reshape(columns, k_tiles, -1)]
-    for values in (scale.view(f"u{scale.dtype.itemsize}"), zeros):
+    for values in (_scale_bits(weight.scale, scale_dtype), zeros):
         padded = xp.zeros((columns * TILE_N, k_tiles), values.dtype)
         padded[:n] = values.take(blocks, axis=1)
         # [tile][warp][column half][g][k tile] to [tile][k tile][warp][g][column half]
         ordered = padded.reshape(columns, 4, 2, 8, k_tiles).transpose(0, 4, 1, 3, 2)
         parts.append(xp.ascontiguousarray(ordered).reshape(columns, k_tiles, TILE_N).view(np.uint8))
     return xp.ascontiguousarray(xp.concatenate(parts, axis=2))
+
+
+def _scale_bits(scale: Array, dtype: str) -> Array:
+    """Return the bits of scales in ``dtype``, which represents them exactly, as uint16 or uint32."""
+    if scale.dtype.name == dtype:
+        return scale.view(f"u{scale.dtype.itemsize}")
+    if dtype == "bfloat16":
+        return (scale.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return scale.astype(dtype).view(f"u{ITEMSIZE[dtype]}")

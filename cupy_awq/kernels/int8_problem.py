@@ -55,7 +55,7 @@ class Int8Problem:
         fp8: whether A is e4m3 with one scale per row, as in `Fp8Quantization`; otherwise A is int8.
         row_scales: whether each row of A is one quantization block while W has several blocks per row.
         zero_points: whether the offsets of W are integer multiples of its scales (`BlockQuantizedWeight.zero_points`).
-        scale_dtype: dtype of the scales of W, or a wider one.
+        scale_dtype: a dtype that represents the scales of W exactly (`BlockQuantizedWeight.exact_scale_dtype`).
     """
 
     m: int

@@ -19,7 +19,7 @@ from cupy_awq.llm.model import Layer
 from cupy_awq.llm.model_files import DenseLinear, ModelFiles
 from cupy_awq.llm.numpy_ops import NumpyOps
 from cupy_awq.llm.ops import Projection, ResidualStream
-from cupy_awq.packing import namespace
+from cupy_awq.packing import namespace, to_host
 from cupy_awq.quantization import (
     Moments,
     MomentSum,
@@ -203,9 +203,15 @@ def _output_error(
     layer = _build(ops, weights, {})
     moved = total = 0.0
     for h, y in zip(inputs, outputs, strict=False):
-        moved += float(np.square(_run(ops, layer, h, cache) - y).sum(dtype=np.float64))
-        total += float(np.square(y - h).sum(dtype=np.float64))
+        moved += _sum_squares(_run(ops, layer, h, cache) - y)
+        total += _sum_squares(y - h)
     return float((moved / max(total, 1e-300)) ** 0.5)
+
+
+def _sum_squares(a: Array) -> float:
+    """Return the sum of all squared elements of an array, added up in float64."""
+    columns = np.square(a.reshape(-1, a.shape[-1])).sum(axis=0, dtype=np.float64)
+    return float(to_host(columns).sum())  # CuPy compiles a sum of all elements for several seconds
 
 
 def _read(files: ModelFiles, index: int, xp: Any) -> _Weights:
@@ -383,8 +389,3 @@ def _pack(linear: tuple[Array, Array | None], rows: QuantizedRows | None, dtype:
     packed = rows.pack()
     arrays = (to_host(a) for a in (packed.qweight, packed.scales, packed.qzeros))
     return Module(PackedWeight(*arrays), bias)
-
-
-def to_host(a: Any) -> np.ndarray[Any, Any]:
-    """Return a NumPy or CuPy array as a NumPy array."""
-    return a if isinstance(a, np.ndarray) else np.asarray(a.get())

@@ -286,7 +286,7 @@ def _multiply_on_gpu(
                 fp8=fp8,
                 row_scales=product.row_scales,
                 zero_points=weight.zero_points is not None,
-                scale_dtype=weight.dtype.name,
+                scale_dtype=weight.exact_scale_dtype,
             )
             chosen = select.choose(problem, device.current())
             buffers = execute.weight_buffers(chosen, weight, problem)
