@@ -26,7 +26,7 @@ MARGIN = 0.45
 DECAYS = 0.9, 0.95
 """Adam's decay rates of the means of gradients and of squared gradients."""
 EPSILON = 1e-18
-"""The number that Adam adds to denominators, below any gradient that matters and above the root of the smallest float32."""
+"""The number that Adam adds to denominators: less than any gradient that matters, more than squares that underflow."""
 
 Backward = Callable[[Array], Array]
 """A function that returns the gradient of an operation's input, given the gradient of its output."""
