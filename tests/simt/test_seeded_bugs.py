@@ -182,6 +182,11 @@ SEEDS = {
     "gemm_sm90_mma: x is read before the preceding kernel has finished": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "    ptx::griddepcontrol_wait();\n", "", ("early", "early"), REPACKED_FEW,
     ),
+    "gemm_sm90_mma: columns are gathered before all threads have copied their part of x": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu",
+        "wait_group<0>();\n    ptx::barrier_sync(kBarrier, kConsumerThreads);", "wait_group<0>();", RACE,
+        Problem(3, 192, 1024, 128, repacked=True, gathers_x=True),
+    ),
     "gemm_sm90_mma: zero points are subtracted for the slices of two lanes only": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "zero_sums[i][v] += __shfl_xor_sync(kFullWarp, zero_sums[i][v], 2);", "",
         VALUES, REPACKED_ONE,

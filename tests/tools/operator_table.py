@@ -58,7 +58,8 @@ OTHERS = {
         None,
         "any",
         FLOATS,
-        "test_activation_order.py::test_the_kernel_gathers_columns_of_strided_rows, test_any_gather_on_the_simulator",
+        "test_activation_order.py::test_the_kernel_gathers_columns_of_strided_rows, test_any_gather_on_the_simulator,"
+        " test_repacked_kernels.py::test_any_problem_whose_kernel_gathers_x",
     ),
     "repack": Operation(
         None,
