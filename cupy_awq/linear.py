@@ -11,7 +11,7 @@ import numpy as np
 from cupy_awq import check, check_scalar
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Fusion
+from cupy_awq.kernels.problem import NO_PREFETCH, Fusion, NextWeight
 from cupy_awq.kernels.repack import WEIGHT_TILE_N
 from cupy_awq.ops import concatenation, gemm_launch
 from cupy_awq.ops import plan as planning
@@ -48,7 +48,9 @@ class AwqLinear:
             over the groups of max|x| / 254 * sum|W|; see `linear_int8`. With "fp8" (e4m3), each row of x has one scale,
             and an element of y changes by at most the sum over K of |x| |W| / 17, and by more where |x| is below
             1/28672 of its row's maximum; see `linear_fp8`, also for the GPUs that support it. Such a layer supports
-            the activations None, "relu", "relu6" and (low, high), and no residual.
+            the activations None, "relu", "relu6" and (low, high), and no residual. With "auto", a call quantizes x to
+            int8 if the cost models expect this to be faster than multiplying x as it is, and if ``residual`` and
+            ``dtype`` are None; the layer stores the layouts of both ways.
         keep_weight: False to free the AWQ tensors after repacking, which halves the memory of the layer. The layer then
             accepts x only in float16 and bfloat16, and cannot be copied, pickled or concatenated. A layer without a
             repacked copy, or with an ``x_dtype``, always keeps its AWQ tensors.
@@ -58,7 +60,7 @@ class AwqLinear:
             to the dtype of x. Not supported with an ``x_dtype``.
         order: the permutation of x for a weight whose rows are sorted by group (activation order, GPTQ's ``desc_act``),
             int32 [K] on the device of the weight: y = activation(x[..., order] @ W + bias). None for no permutation.
-            On a GPU, the GEMM of a few rows gathers the columns of x; otherwise, one additional launch does.
+            On a GPU, some GEMMs of up to 4 rows gather the columns of x; for others, one additional launch does.
 
     Raises:
         TypeError, ValueError: an argument does not fit the weight; in a call: x, out, residual or dtype.
@@ -110,24 +112,22 @@ class AwqLinear:
         self._order = None if order is None else ActivationOrder.of(order, spec.k, spec.device)
         self._activation = activation
         self._launches: dict[Any, gemm_launch.GemmLaunch] = {}
-        if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8")):
-            raise ValueError(f"x_dtype: expected None, 'int8' or 'fp8', got {x_dtype!r}")
+        if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8", "auto")):
+            raise ValueError(f"x_dtype: expected None, 'int8', 'fp8' or 'auto', got {x_dtype!r}")
         self._x_dtype = x_dtype
         self._batch_invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
         if x_dtype is not None and batch_invariant:
             raise ValueError(f"batch_invariant: expected False for a layer with x_dtype={x_dtype!r}, got True")
         with placement.use_device(spec.device):
             self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
-        self._operand = repack(weight) if x_dtype is None else weight
+        self._operand = repack(weight) if x_dtype in (None, "auto") else weight
         # Kernels for the repacked layout need gate and up to be whole numbers of weight tiles; else the AWQ tensors
         # are needed.
         has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0
         frees_weight = not check_scalar.validate_flag(keep_weight, "keep_weight")
-        if frees_weight and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
+        if frees_weight and x_dtype is None and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
             self._weight = self._operand = self._operand.without_original()
-        self._pointers = (
-            gemm_launch.weight_pointers(self._operand, bias, self._order) if spec.device != check.HOST else ()
-        )
+        self._pointers = () if spec.device == check.HOST else gemm_launch.weight_pointers(self._operand, bias, self._order)
 
     @classmethod
     def concatenate(
@@ -223,7 +223,7 @@ class AwqLinear:
 
     @property
     def x_dtype(self) -> str | None:
-        """The dtype to which each call quantizes x, "int8" or "fp8"; None if x is not quantized."""
+        """The dtype to which calls quantize x, "int8" or "fp8"; "auto"; or None if x is not quantized."""
         return self._x_dtype
 
     @property
@@ -273,7 +273,7 @@ class AwqLinear:
     def __call__(
         self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
     ) -> Array:
-        if self._quantized is not None:
+        if self._quantized is not None and (self._x_dtype != "auto" or self._prefers_int8(x, residual, dtype)):
             return self._multiply_quantized(self._quantized, x, out, residual, dtype)
         # Validation and kernel selection depend only on shapes, strides and dtypes, so a cached launch needs neither.
         key: Any
@@ -287,11 +287,20 @@ class AwqLinear:
             if y is not None:
                 return y
         options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
-        options |= {"batch_invariant": self._batch_invariant, "order": self._order}
-        y, launch = gemm_launch.run_gemm(x, self._operand, **options)
+        fixed = {"batch_invariant": self._batch_invariant, "order": self._order}
+        y, launch = gemm_launch.run_gemm(x, self._operand, **options, **fixed)
         if launch is not None and key is not None:
             gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
         return y
+
+    def _prefers_int8(self, x: Array, residual: Array | None, dtype: Any) -> bool:
+        """Return whether an "auto" layer quantizes x."""
+        from cupy_awq.ops.quantized_linear import prefers_int8
+
+        if residual is not None or dtype is not None or self._quantized is None:
+            return False
+        (x,) = arrays.views(x=x)
+        return prefers_int8(x, self._operand, self._quantized, self._bias, self._activation)
 
     def _multiply_quantized(
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
@@ -314,7 +323,7 @@ class AwqLinear:
         in_place = out is not None and out.flags.c_contiguous
         target = out.reshape(-1, spec.n) if in_place else None
         rows = x.reshape(-1, spec.k)
-        linear = linear_int8 if self._x_dtype == "int8" else linear_fp8
+        linear = linear_fp8 if self._x_dtype == "fp8" else linear_int8
         y = linear(rows, weight, bias=self._bias, activation=self._activation, out=target).reshape(shape)
         if out is None:
             return y
@@ -377,6 +386,21 @@ class AwqLinear:
             return None
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
+    def plan_prefetch(self, begin: float, end: float) -> tuple[Array | None, NextWeight]:
+        """Return the array of this layer's repacked weight from the fraction ``begin`` on, and the part up to ``end``.
+
+        The result is (None, `NO_PREFETCH`) if the layer is not gated or not on a Hopper GPU.
+
+        >>> import numpy as np
+        >>> import cupy_awq
+        >>> layer = AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
+        >>> layer.plan_prefetch(0, 0.5)
+        (None, NextWeight(nbytes=0, up_offset=0))
+        """
+        if not check.validate_activation(self._activation).gated:
+            return None, NO_PREFETCH
+        return planning.plan_prefetch(self._operand, begin, end)
+
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
         """Return the name of the kernel that runs for a contiguous x of ``m`` rows; "numpy" on the CPU.
 
@@ -394,7 +418,7 @@ class AwqLinear:
         index = self._weight.spec.device
         if index == check.HOST:
             return "numpy"
-        if self._x_dtype is not None:
+        if self._x_dtype in ("int8", "fp8"):
             return f"gemm_{self._x_dtype}"
         bias_dtype = None if self._bias is None else self._bias.dtype.name
         fields = {"bias_dtype": bias_dtype, "batch_invariant": self._batch_invariant}

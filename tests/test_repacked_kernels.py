@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq.activation import FUNCTIONS
-from cupy_awq.kernels import gather_columns, select
-from cupy_awq.kernels.problem import Fusion, Problem
+from cupy_awq.kernels import gather_columns, gemm_sm90_config, select
+from cupy_awq.kernels.problem import Fusion, NextWeight, Problem
 from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.packing import unpack_int4
 from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
 from tests.backends import BACKENDS, HOPPER, LANDINGS, runner
+from tests.simt.kernels import patched
+from tests.simt.test_seeded_bugs import Seed, outcome
 from tests.test_kernels import DTYPES, candidates, check_matmul, facts, repack, rounded_once
 from tests.test_reference import float64_weight
 
@@ -104,6 +107,16 @@ def test_any_problem_whose_kernel_gathers_x(backend: str, data: st.DataObject) -
     config = configs[data.draw(st.sampled_from(sorted(configs)))]
     pad = data.draw(st.sampled_from([0, 8]))
     check_matmul(runner(backend), problem, family, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+
+
+@pytest.mark.slow
+def test_columns_gathered_before_all_threads_have_copied_their_part_of_x_are_caught() -> None:
+    wait, barrier = "wait_group<0>();", "\n    ptx::barrier_sync(kBarrier, kConsumerThreads);"
+    problem = Problem(3, 192, 1024, 128, repacked=True, gathers_x=True)
+    seed = Seed("gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", wait + barrier, wait, ("race", "race"), problem)
+    assert outcome(seed, "latest") == "nothing"
+    with patched(seed.file, seed.old, seed.new):
+        assert (outcome(seed, "latest"), outcome(seed, "earliest")) == seed.caught
 
 
 @pytest.mark.parametrize(
@@ -257,13 +270,16 @@ def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
             role,
             eps=data.draw(st.sampled_from([1e-6, 0.5])),
             orders_y=role == "add_to_stream" and data.draw(st.booleans()),
+            next_weight=NextWeight(data.draw(st.sampled_from([0, 1 << 20])), up_offset=1 << 20),
         ),
     )
     here = facts(90, backend)
     (found,) = candidates(problem, here)
     family, config, _ = data.draw(st.sampled_from(found))
     assert family.NAME == "gemm_sm90"
-    check_matmul(runner(backend), problem, family, config, here, seed=data.draw(st.integers(0, 99)))
+    window_bytes = data.draw(st.sampled_from([1, 10000, gemm_sm90_config.WINDOW_BYTES]))
+    with mock.patch.object(gemm_sm90_config, "WINDOW_BYTES", window_bytes):
+        check_matmul(runner(backend), problem, family, config, here, seed=data.draw(st.integers(0, 99)))
 
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
