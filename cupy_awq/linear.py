@@ -11,7 +11,7 @@ import numpy as np
 from cupy_awq import check, check_scalar
 from cupy_awq.check import Array
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Fusion
+from cupy_awq.kernels.problem import NO_PREFETCH, Fusion, NextWeight
 from cupy_awq.kernels.repack import WEIGHT_TILE_N
 from cupy_awq.ops import concatenation, gemm_launch
 from cupy_awq.ops import plan as planning
@@ -387,6 +387,21 @@ class AwqLinear:
         if self._batch_invariant:
             return None
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
+
+    def plan_prefetch(self, begin: float, end: float) -> tuple[Array | None, NextWeight]:
+        """Return the array of this layer's repacked weight from the fraction ``begin`` on, and the part up to ``end``.
+
+        The result is (None, `NO_PREFETCH`) if the layer is not gated or not on a Hopper GPU.
+
+        >>> import numpy as np
+        >>> import cupy_awq
+        >>> layer = AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
+        >>> layer.plan_prefetch(0, 0.5)
+        (None, NextWeight(nbytes=0, up_offset=0))
+        """
+        if not check.validate_activation(self._activation).gated:
+            return None, NO_PREFETCH
+        return planning.plan_prefetch(self._operand, begin, end)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
         """Return the name of the kernel that runs for a contiguous x of ``m`` rows; "numpy" on the CPU.

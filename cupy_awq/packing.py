@@ -30,6 +30,36 @@ def namespace(a: Array) -> Any:
     return np if isinstance(a, np.ndarray) else sys.modules["cupy"]
 
 
+def to_host(a: Array) -> Any:
+    """Return a NumPy or CuPy array as a NumPy array; the copy of a CuPy array synchronizes with its stream.
+
+    >>> to_host(np.arange(3)).tolist()
+    [0, 1, 2]
+    """
+    return a if isinstance(a, np.ndarray) else a.get()
+
+
+def find_maximum(a: Array) -> Any:
+    """Return the largest element of an array, as a NumPy scalar.
+
+    CuPy takes 5 s to compile a reduction over all axes, and a fraction of a second for the first axis alone, so the
+    rest is done on the host.
+
+    >>> int(find_maximum(np.arange(6).reshape(2, 3)))
+    5
+    """
+    return to_host(a.max(axis=0, keepdims=True)).max()
+
+
+def is_finite(a: Array) -> bool:
+    """Return whether all elements of an array of floats are finite; see `find_maximum` for the axes.
+
+    >>> is_finite(np.array([1.0, np.inf]))
+    False
+    """
+    return bool(to_host(namespace(a).isfinite(a).all(axis=0, keepdims=True)).all())
+
+
 def pack_int4(codes: Array, /) -> Array:
     """Pack codes, uint8 [..., N] from 0 to 15, into words, int32 [..., N/8], in AWQ order.
 
@@ -44,7 +74,7 @@ def pack_int4(codes: Array, /) -> Array:
     ['0x75316420']
     """
     check.validate_packable(codes, "codes", check.UINT8, 8)
-    if codes.size and (top := int(codes.max())) > 15:
+    if codes.size and (top := int(find_maximum(codes))) > 15:
         raise ValueError(f"codes: expected values from 0 to 15, got {top}")
     words = namespace(codes).zeros((*codes.shape[:-1], codes.shape[-1] // 8), np.uint32)
     for column, nibble in enumerate(UNPACK_ORDER):

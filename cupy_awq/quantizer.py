@@ -9,7 +9,7 @@ import numpy as np
 
 from cupy_awq import check, check_scalar
 from cupy_awq.check import Array, StridedArray
-from cupy_awq.packing import namespace, pack_int4
+from cupy_awq.packing import is_finite, namespace, pack_int4
 from cupy_awq.quantization import MomentSum, Recipe, quantize_rows
 from cupy_awq.quantization.grid import fit_grid
 from cupy_awq.weight import PackedWeight
@@ -86,7 +86,7 @@ def quantize(
             words = slice(column // 8, (column + step_n) // 8)
             block = w[rows, columns]
             block = block.reshape(-1, group_size, block.shape[1])
-            codes, s, zeros = _quantize_groups(block, scale_dtype, symmetric, xp)
+            codes, s, zeros = _quantize_groups(block, scale_dtype, symmetric)
             qweight[rows, words] = pack_int4(codes.reshape(-1, codes.shape[2]))
             scales[g : g + step_g, columns] = s
             qzeros[g : g + step_g, words] = pack_int4(zeros)
@@ -94,9 +94,8 @@ def quantize(
 
 
 def _quantize_calibrated(w: Any, inputs: Array, recipe: Recipe) -> PackedWeight:
-    xp = namespace(w)
-    dense = xp.ascontiguousarray(w.T).astype(np.float32)
-    if not bool(xp.isfinite(dense).all()):
+    dense = namespace(w).ascontiguousarray(w.T).astype(np.float32)
+    if not is_finite(dense):
         raise ValueError("w: expected finite values, got NaN or infinity")
     _check_inputs(inputs, dense.shape[1], w)
     sums = MomentSum()
@@ -116,8 +115,8 @@ def _check_inputs(inputs: Array, k: int, w: Array) -> None:
         raise ValueError(f"inputs: expected [..., K] with K = {k} and at least one token, got {found}")
 
 
-def _quantize_groups(w: Array, scale_dtype: np.dtype[Any], symmetric: bool, xp: Any) -> tuple[Array, Array, Array]:
-    """Quantize groups of weights, ``w`` [groups, group_size, n], with the array module ``xp``.
+def _quantize_groups(w: Array, scale_dtype: np.dtype[Any], symmetric: bool) -> tuple[Array, Array, Array]:
+    """Quantize groups of weights, ``w`` [groups, group_size, n].
 
     Returns:
         The codes, uint8 [groups, group_size, n], the scales, ``scale_dtype`` [groups, n], and the zero points, uint8
@@ -125,7 +124,7 @@ def _quantize_groups(w: Array, scale_dtype: np.dtype[Any], symmetric: bool, xp: 
     """
     w = w.astype(np.float64 if w.dtype == np.float64 else np.float32)
     high, low = w.max(axis=1).astype(np.float64), w.min(axis=1).astype(np.float64)
-    if not bool((xp.isfinite(high) & xp.isfinite(low)).all()):  # NaN and infinity in w propagate to max or min
+    if not (is_finite(high) and is_finite(low)):  # NaN and infinity in w propagate to max or min
         raise ValueError("w: expected finite values, got NaN or infinity")
     grid = fit_grid(low, high, scale_dtype, symmetric=symmetric)
     codes = grid.expand(1, w.dtype).nearest_codes(w)

@@ -17,7 +17,8 @@ from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.llm import LanguageModel, ModelConfig, Sampling
 from cupy_awq.llm.build import build_model
-from cupy_awq.llm.cuda_ops import CudaDecodeLoop, CudaOps
+from cupy_awq.llm.cuda_ops import CudaOps
+from cupy_awq.llm.decode_loop import CudaDecodeLoop
 from cupy_awq.llm.model import Model
 from cupy_awq.llm.numpy_ops import NumpyOps
 from cupy_awq.llm.ops import DecoderOps, ResidualStream
@@ -160,10 +161,15 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
     leave = layer(128, 192)
     config = ModelConfig("llama", 192, 96, 1, 2, 2, 16, 264, 256)
     ops, plain = SimulatedOps(config, 0, dtype), NumpyOps(config)
-    entries, run = [], ops.run
+    entries, prefetches, run = [], [], ops.run
 
     def recorded(plan: Any, **arrays: Any) -> None:
         entries.append(plan.kernel.entry)
+        prefetches.append(arrays.get("next_weight") is not None)
+        if prefetches[-1]:
+            share, up_offset = map(int, plan.scalars[-2:])
+            assert share > 0
+            assert up_offset + share * plan.grid[0] <= arrays["next_weight"].nbytes
         run(plan, **arrays)
 
     monkeypatch.setattr(ops, "run", recorded)
@@ -183,6 +189,7 @@ def test_small_batches_fuse_the_residual_add_and_rms_norm_into_gemms(
     found, wanted = forward(ops), forward(plain)
     gemm = "gemm_sm90_mma" if m <= 8 else "gemm_sm90"
     assert entries == ["rms_norm", *(["rms_norm"] if m > 32 else [gemm] * 3), "rms_norm", "rms_norm"]
+    assert sum(prefetches) == (gated and m <= 8), "the GEMM before a gated one prefetches the weight"
     for simulated_y, y in zip(found, wanted, strict=True):
         assert np.abs(simulated_y - y).max() <= (3e-3 if dtype == FLOAT16 else 3e-2) * np.abs(y).max()
 

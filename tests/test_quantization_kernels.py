@@ -14,7 +14,9 @@ from cupy_awq.kernels import round_channels as block_kernel
 from cupy_awq.quantization.error_compensation import round_channels
 from cupy_awq.quantization.grid import LIMITS, Grid
 from cupy_awq.quantization.refinement import refine_group
+from tests import simt
 from tests.backends import BACKENDS, runner
+from tests.simt.kernels import patched
 from tests.test_kernels import ARCHS, facts
 
 SCALE_DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -108,3 +110,45 @@ def test_groups_are_refined_like_by_numpy(backend: str, arch: int, dtype: np.dty
 @given(st.sampled_from(ARCHS), st.integers(1, 40), st.integers(2, 150), st.integers(0, 2**32 - 1), st.booleans())
 def test_any_group_on_the_simulator(arch: int, group_size: int, n: int, seed: int, symmetric: bool) -> None:
     check_group("latest", arch, group_size, n, SCALE_DTYPES[seed % 2], seed, symmetric=symmetric)
+
+
+BUGS = {
+    "factors are read before other threads have stored them": ("round_channels", "  __syncthreads();\n", "", "race"),
+    "the last CTA rounds columns past n": ("round_channels", "if (column >= n) return;", "", "out of bounds"),
+    "factors past the last channel are loaded": (
+        "round_channels",
+        "k < kChannels ? factors[j * kChannels + k] : 0.0f",
+        "factors[j * kChannels + k]",
+        "out of bounds",
+    ),
+    "old codes past the last channel are loaded": ("round_channels", " && j + 1 < kChannels)", ")", "out of bounds"),
+    "a product is not rounded before the subtraction": (
+        "round_channels",
+        "__fsub_rn(targets[4 * v + i + 1], __fmul_rn(factor.values[i], change))",
+        "fmaf(-factor.values[i], change, targets[4 * v + i + 1])",
+        "values",
+    ),
+    "the last CTA refines columns past n": ("refine_group", "if (column >= n) return;", "", "out of bounds"),
+    "the old zero point is left out": ("refine_group", "(c + z) * q1", "c * q1", "values"),
+    "an invalid scale is taken": ("refine_group", "if (!is_valid) continue;", "", "values"),
+}
+"""Planted bugs: (kernel, text, its replacement, the check that catches the bug)."""
+
+
+def check_kernel(kernel: str) -> None:
+    """Check blocks of channels or groups, on the simulator."""
+    if kernel == "round_channels":
+        for has_old in (True, False):
+            check_block("latest", 80, 30, 90, 0, has_old=has_old)
+    else:
+        for dtype in SCALE_DTYPES:
+            check_group("latest", 80, 32, 200, dtype, 1, symmetric=False)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_caught(name: str) -> None:
+    kernel, old, new, caught = BUGS[name]
+    check_kernel(kernel)
+    with patched(f"quantization/{kernel}.cu", old, new), pytest.raises((simt.Fault, AssertionError)) as found:
+        check_kernel(kernel)
+    assert getattr(found.value, "kind", "values") == caught

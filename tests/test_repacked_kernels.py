@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq.activation import FUNCTIONS
-from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Fusion, Problem
+from cupy_awq.kernels import gemm_sm90_config, select
+from cupy_awq.kernels.problem import Fusion, NextWeight, Problem
 from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.packing import unpack_int4
 from cupy_awq.tools.testing import random_activations, random_weight
@@ -221,13 +222,16 @@ def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
             role,
             eps=data.draw(st.sampled_from([1e-6, 0.5])),
             orders_y=role == "add_to_stream" and data.draw(st.booleans()),
+            next_weight=NextWeight(data.draw(st.sampled_from([0, 1 << 20])), up_offset=1 << 20),
         ),
     )
     here = facts(90, backend)
     (found,) = candidates(problem, here)
     family, config, _ = data.draw(st.sampled_from(found))
     assert family.NAME == "gemm_sm90"
-    check_matmul(runner(backend), problem, family, config, here, seed=data.draw(st.integers(0, 99)))
+    window_bytes = data.draw(st.sampled_from([1, 10000, gemm_sm90_config.WINDOW_BYTES]))
+    with mock.patch.object(gemm_sm90_config, "WINDOW_BYTES", window_bytes):
+        check_matmul(runner(backend), problem, family, config, here, seed=data.draw(st.integers(0, 99)))
 
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])

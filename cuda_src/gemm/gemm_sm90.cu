@@ -35,8 +35,9 @@ static_assert(kWeightTiles == kWarpgroups * kM64Tiles * 2, "a wgmma tile has 64 
 
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     gemm_sm90(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
-              FUSION_PARAMETERS const __grid_constant__ TensorMap x_map, int m, int n, int k, int ldr, int ldy,
-              float low, float high, float eps, float scale_factor, float result_factor) {
+              FUSION_PARAMETERS NEXT_WEIGHT_PARAMETER const __grid_constant__ TensorMap x_map, int m, int n, int k,
+              int ldr, int ldy, float low, float high, float eps, float scale_factor,
+              float result_factor NEXT_WEIGHT_SCALARS) {
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   const int consumer = warp / kConsumerWarps;
@@ -203,6 +204,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       ptx::cp_async_bulk_prefetch_tensor_3d(&x_map, 0, tile.m_begin, k64);
     }
   };
-  const GemmArguments args{weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, {FUSION_ARGUMENTS, eps}};
+  const ResidualStream stream{FUSION_ARGUMENTS, eps};
+  const NextWeight next{NEXT_WEIGHT_ARGUMENTS};
+  const GemmArguments args{weight, bias, residual, y, &x_map, m, n, k, ldr, ldy, low, high, stream, next};
   run_tile<true>(args, prefetch_x, accumulate, store_all);
 }

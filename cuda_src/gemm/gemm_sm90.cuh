@@ -51,6 +51,9 @@ __device__ __forceinline__ void sync_setup(int m) {
 //              weights of all stages (kPrefetchWeights, all lanes) or of stage 0 (one lane). After griddepcontrol.wait,
 //              one lane copies x and the remaining weights.
 //   main loop  one lane refills each stage that the consumers have released.
+//   end        all lanes prefetch this CTA's share of the next weight into L2.
+// With kWindow < kStages, the warp waits until the copies of iteration i - kWindow have landed before it issues those of
+// iteration i. The wait cannot miss a phase, because only this warp starts the next phase of a stage.
 __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& args) {
   const bool is_leader = ptx::elect();
   const SharedStorage& shared = tile.shared;
@@ -104,7 +107,8 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
   // All 32 lanes issue these copies, although a single lane would issue them four times faster: faster copies slow down
   // the preceding kernel, which is still running, and increase the total time by 12% at K = N = 4096, M = 8 on an H100.
   if constexpr (kPrefetchWeights) {
-    for (int i = threadIdx.x % 32; i < prologue * kWeightTiles; i += 32) {
+    const int first = kWindow < kStages ? min(kWindow, prologue) : prologue;
+    for (int i = threadIdx.x % 32; i < first * kWeightTiles; i += 32) {
       copy_tile_column(i % kWeightTiles, i / kWeightTiles, i / kWeightTiles);
     }
   }
@@ -119,10 +123,23 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
       }
     }
   }
+  auto landed = PipelineState<kStages>::consumer();  // the first stage whose copies may be in flight
+  if constexpr (kWindow < kStages) {
+    for (int i = kWindow; i < prologue; ++i) {
+      pipeline.consumer_wait(landed);
+      landed.advance_by(1);
+      if (threadIdx.x % 32 < kWeightTiles) copy_tile_column(threadIdx.x % 32, i, i);
+    }
+    __syncwarp();
+  }
   // The prologue has filled each stage once without waiting, so the state starts one pass over the ring later.
   auto state = PipelineState<kStages>::producer();
   state.advance_by(kStages);
   for (int i = prologue; i < tile.iterations(); ++i) {
+    if constexpr (kWindow < kStages) {
+      pipeline.consumer_wait(landed);
+      landed.advance_by(1);
+    }
     pipeline.producer_acquire(state);
     if (is_leader) {
       expect(i, state.stage_idx);
@@ -132,6 +149,7 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
     state.advance_by(1);
   }
   __syncwarp();
+  if constexpr (kAddsToStream) args.next_weight.prefetch(blockIdx.x);
 }
 
 // Computes the RMSNorm factors of the owned rows. Each of WARPS warps calls this function with its index `warp`.

@@ -78,6 +78,7 @@ struct GemmArguments {
   int m, n, k, ldr, ldy;
   float low, high;
   ResidualStream stream;
+  NextWeight next_weight;
 };
 
 // Stores the rows that this CTA owns. `part` holds the residual stream's operands for the thread's first output vector.

@@ -138,8 +138,9 @@ class XRing {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
-    gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y, FUSION_PARAMETERS const X* x, int m,
-                  int n, int k, int ldr, int ldy, int ldx, float low, float high, float eps) {
+    gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
+                  FUSION_PARAMETERS NEXT_WEIGHT_PARAMETER const X* x, int m, int n, int k, int ldr, int ldy, int ldx,
+                  float low, float high, float eps NEXT_WEIGHT_SCALARS) {
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   const int consumer = warp / kConsumerWarps;
@@ -302,6 +303,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       }
     }
   };
-  const GemmArguments args{weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, {FUSION_ARGUMENTS, eps}};
+  const ResidualStream stream{FUSION_ARGUMENTS, eps};
+  const NextWeight next{NEXT_WEIGHT_ARGUMENTS};
+  const GemmArguments args{weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, stream, next};
   run_tile<kLoadsStreamEarly>(args, prefetch_x, accumulate, store_all);
 }

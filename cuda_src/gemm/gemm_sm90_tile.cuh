@@ -5,6 +5,7 @@
 #include "common/epilogue.cuh"
 #include "gemm/repacked_layout.cuh"
 #include "hopper/cluster_reduction.cuh"
+#include "hopper/next_weight.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/residual_stream.cuh"
 #include "hopper/shared_storage.cuh"
@@ -27,6 +28,9 @@ constexpr int kXRingBytes = X_RING_BYTES;    // bytes of all stages of x
 // serves copies in order, so x arrives after all weights that were copied before it. Copying the weights of all stages
 // suits a CTA that starts long before the preceding kernel ends; a CTA that starts later needs x earlier.
 constexpr bool kPrefetchWeights = PREFETCH_WEIGHTS;
+// The largest number of stages in flight. The loads of the preceding kernel, which may still be running, and the loads of
+// x queue behind the copies in flight.
+constexpr int kWindow = WINDOW;
 // The number of registers per consumer thread after setmaxnreg has moved registers from the producer's warpgroup, or 0
 // if the kernel does not use setmaxnreg; the producer is then a single warp, not a warpgroup.
 constexpr int kConsumerRegisters = CONSUMER_REGISTERS;
@@ -53,6 +57,8 @@ static_assert(kProducerWarp / 4 * kConsumerRegisters + (kConsumerRegisters != 0 
               "setmaxnreg takes registers from those that the CTA starts with");
 static_assert(!kGated || kWeightTiles % 2 == 0, "the gate has half of the weight tiles");
 static_assert(kPrefetchWeights || kXStageBytes != 0, "only the producer of x can copy the weight after the wait");
+static_assert(kWindow == kStages || (kPrefetchWeights && kXStageBytes == 0 && kWindow < kStages),
+              "a stage that also holds x does not land before the preceding kernel ends");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(!kAddsToStream || (!kGated && !kHasResidual && kAligned),
               "only a plain, aligned y can be added to the residual stream");

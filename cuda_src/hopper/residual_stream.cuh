@@ -20,6 +20,7 @@
 //   inverse_rms           float32 [m]; null with ADD_TO_STREAM
 //   positions             int32 [width], with ORDER_Y only: the inverse of the permutation order of the next GEMM,
 //                         positions[order[i]] = i
+//   next_weight           with ADD_TO_STREAM only: a weight of which a part is prefetched (next_weight.cuh), or null
 //
 // The RMS of a row is known only after all CTAs of the first GEMM have finished. So the first GEMM scales y by the
 // inverse RMS of the preceding RMSNorm, and the second GEMM replaces this factor by the current inverse RMS. With
@@ -47,6 +48,15 @@
 #else
 #define FUSION_PARAMETERS
 #define FUSION_ARGUMENTS nullptr, nullptr, nullptr, nullptr, nullptr, nullptr
+#endif
+#if ADD_TO_STREAM
+#define NEXT_WEIGHT_PARAMETER const uint8_t *next_weight,
+#define NEXT_WEIGHT_SCALARS , int next_share_bytes, int next_up_offset
+#define NEXT_WEIGHT_ARGUMENTS next_weight, next_share_bytes, next_up_offset
+#else
+#define NEXT_WEIGHT_PARAMETER
+#define NEXT_WEIGHT_SCALARS
+#define NEXT_WEIGHT_ARGUMENTS nullptr, 0, 0
 #endif
 
 constexpr bool kAddsToStream = ADD_TO_STREAM;

@@ -53,6 +53,11 @@ __device__ __forceinline__ void cp_async_bulk_prefetch_tensor_3d(const void* map
                : "memory");
 }
 
+// cp.async.bulk.prefetch.L2: prefetches `bytes` contiguous bytes into L2; `bytes` and the address are multiples of 16.
+__device__ __forceinline__ void cp_async_bulk_prefetch_l2(const void* source, unsigned bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 // prefetch.tensormap: prefetches a tensor map, which is a kernel parameter, into the descriptor cache.
 __device__ __forceinline__ void prefetch_tensormap(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

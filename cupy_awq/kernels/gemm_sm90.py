@@ -178,6 +178,7 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
         ("SPLIT_K", config.split_k),
         ("CTAS_PER_SM", config.ctas_per_sm),
         ("PREFETCH_WEIGHTS", int(config.prefetch_weights)),
+        ("WINDOW", config.window(problem)),
         ("CONSUMER_REGISTERS", config.consumer_registers),
         ("X_STAGE_BYTES", config.x_stage_bytes),
         ("X_RING_BYTES", config.x_ring_bytes),
@@ -203,10 +204,13 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
         x = x_tensor_map(problem, config.block_m, 2 * config.k_tiles)
     eps = problem.fusion.eps if problem.fusion else 0.0
     scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, eps, *factors)))
+    grid = config.grid(problem, device)
+    if problem.fusion and problem.adds_to_stream:
+        scalars += problem.fusion.next_weight.scalars(grid[0])
     fusion_buffers = problem.fusion.buffers if problem.fusion else ()
     return LaunchPlan(
         Kernel(f"gemm/{config.name}.cu", config.name, defines, device.target),
-        config.grid(problem, device),
+        grid,
         (config.threads(problem), 1, 1),
         ("weight", "bias", "residual", "y", *fusion_buffers, x, *scalars),
         config.shared_bytes(problem),

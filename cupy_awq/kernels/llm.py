@@ -13,12 +13,13 @@ Every ``plan_*`` function is pure and returns the `LaunchPlan` of one kernel. Co
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from cupy_awq.kernels.problem import TYPES, ceil_div
+from cupy_awq.kernels.problem import NO_PREFETCH, TYPES, NextWeight, ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Dim3, Kernel, LaunchPlan
 
@@ -142,13 +143,15 @@ def plan_decode_attention(
     *,
     norm: bool,
     orders_out: bool = False,
+    next_weight: NextWeight = NO_PREFETCH,
 ) -> LaunchPlan:
     """Return the plan of attention in a decode step, for one new token of each of m sequences.
 
     The kernel applies RoPE, appends k and v to the KV cache, and computes attention. The kernel is
     ``decode_attention_sm80`` (tensor cores) if the architecture and head_dim permit, else ``decode_attention``. The
     grid does not depend on the lengths of the sequences, so a captured CUDA graph can be replayed for any length. With
-    ``orders_out``, the kernel stores column i of a row at column ``positions[i]``.
+    ``orders_out``, the kernel stores column i of a row at column ``positions[i]``. ``decode_attention_sm80`` prefetches
+    ``next_weight`` on sm_90 and newer.
     """
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
     defines |= {"ORDER_OUT": int(orders_out)}
@@ -177,9 +180,13 @@ def plan_decode_attention(
     buffers = ["qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters"]
     if orders_out:
         buffers.append("positions")
-    sizes = _int32s(heads, kv_heads, capacity)
-    scalars = np.int64(sequence_stride), np.float32(head_dim**-0.5), np.float32(eps)
-    grid, arguments = (splits, heads // cta_heads, m), (*buffers, *sizes, *scalars)
+    grid = splits, heads // cta_heads, m
+    scalars = [*_int32s(heads, kv_heads, capacity), np.int64(sequence_stride)]
+    scalars += [np.float32(head_dim**-0.5), np.float32(eps)]
+    if entry == "decode_attention_sm80":
+        buffers.append("next_weight")
+        scalars += next_weight.scalars(math.prod(grid))
+    arguments = *buffers, *scalars
     return _plan(device, entry, defines, grid, threads, arguments, shared_bytes=shared_bytes)
 
 

@@ -64,6 +64,31 @@ class Strides(NamedTuple):
 
 
 @dataclass(frozen=True)
+class NextWeight:
+    """The part of the repacked gate and up projections that an earlier kernel of a decode step prefetches into L2.
+
+    Attributes:
+        nbytes: number of bytes of the gate projection, and as many of the up projection.
+        up_offset: distance in bytes from the gate projection to the up projection.
+    """
+
+    nbytes: int
+    up_offset: int
+
+    def scalars(self, ctas: int) -> tuple[np.int32, np.int32]:
+        """Return the kernel arguments ``share_bytes`` and ``up_offset`` of a launch with ``ctas`` CTAs.
+
+        >>> NextWeight(1 << 20, up_offset=1 << 22).scalars(132)
+        (np.int32(7936), np.int32(4194304))
+        """
+        return np.int32(self.nbytes // ctas // 16 * 16), np.int32(self.up_offset)
+
+
+NO_PREFETCH = NextWeight(0, 0)
+"""The `NextWeight` of a kernel that prefetches nothing."""
+
+
+@dataclass(frozen=True)
 class Fusion:
     """A residual add or RMSNorm of a decoder layer that is fused into a GEMM.
 
@@ -76,17 +101,21 @@ class Fusion:
             RMS of each row.
         eps: epsilon of the RMSNorm; used only by "rms_norm_x".
         orders_y: whether "add_to_stream" writes the columns of the next GEMM's x in that GEMM's activation order.
+        next_weight: with "add_to_stream", the part of the next GEMM's weight to prefetch.
     """
 
     role: Literal["add_to_stream", "rms_norm_x"]
     eps: float = 0.0
     orders_y: bool = False
+    next_weight: NextWeight = NO_PREFETCH
 
     @property
     def buffers(self) -> tuple[str, ...]:
         """The additional buffers of a launch; ``cuda_src/hopper/residual_stream.cuh`` describes them."""
         stream = "h", "norm_weight", "square_sums", "previous_inverse_rms", "inverse_rms"
-        return (*stream, "positions") if self.orders_y else stream
+        if self.role == "rms_norm_x":
+            return stream
+        return (*stream, "positions", "next_weight") if self.orders_y else (*stream, "next_weight")
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU back end of the decoder: 16-bit activations, float32 residual stream and logits.
 
-Intermediate arrays are allocated from CuPy's memory pool, so any batch and chunk size works. A decode step is one CUDA
-graph, launched one step ahead of the host.
+Intermediate arrays are allocated from CuPy's memory pool, so any batch and chunk size works.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +17,15 @@ from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.kernels import llm as kernels
 from cupy_awq.kernels.gemm_sm90 import SQUARE_SUM_COLUMNS
-from cupy_awq.kernels.problem import Fusion, ceil_div
+from cupy_awq.kernels.problem import NO_PREFETCH, Fusion, NextWeight, ceil_div
 from cupy_awq.linear import AwqLinear
 from cupy_awq.llm import kv_cache, upload
 from cupy_awq.llm.config import ModelConfig
+from cupy_awq.llm.decode_loop import CudaDecodeLoop
 from cupy_awq.llm.kv_cache import KvCache
 from cupy_awq.llm.model_files import DenseLinear, Int8Linear, Linear
 from cupy_awq.llm.ops import ColumnOrder, DecodeLoop, DecoderOps, Projection, ResidualStream, StepLogits
-from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
+from cupy_awq.llm.sampling import Sampling
 from cupy_awq.ops.gather_columns import gather_columns
 from cupy_awq.ops.plan import FusedPlan
 from cupy_awq.runtime import arrays, device, launch, workspace
@@ -38,6 +37,12 @@ if TYPE_CHECKING:
 
 RESERVED_BYTES = 1 << 29
 """The size in bytes of the free memory that a KV cache leaves for the intermediate arrays of a forward pass."""
+
+PREFETCHED_BY_ATTENTION, PREFETCHED_BY_OUTPUT = (0.0, 0.12), (0.12, 0.24)
+"""The parts of the gate and up projections, as fractions (begin, end), that attention and the output projection
+prefetch into L2. On an H100, larger parts delay loads that are needed earlier."""
+MAX_PREFETCH_ROWS = 8
+"""The largest number of sequences in a decode step with such prefetches; with 16 they gain nothing on an H100."""
 
 
 class CudaOps(DecoderOps):
@@ -191,14 +196,16 @@ class CudaOps(DecoderOps):
         """
         *rows, width = stream.h.shape
         positions = self._positions.get(next_projection)
-        fusion = Fusion("add_to_stream", orders_y=positions is not None)
+        m = x.size // x.shape[-1]
+        next_weight, part = _plan_prefetch(next_projection, m, *PREFETCHED_BY_OUTPUT)
+        fusion = Fusion("add_to_stream", orders_y=positions is not None, next_weight=part)
         # A fused GEMM does not permute x.
-        has_order = _order(projection) is not None
-        plan = None if has_order else self._plan_fused(projection, x.size // x.shape[-1], fusion)
+        plan = None if _order(projection) is not None else self._plan_fused(projection, m, fusion)
         if plan is None or next_norm_weight is None:
             return ResidualStream(stream.h, delta=projection(x))
         square_sums = self._empty((*rows, ceil_div(width, SQUARE_SUM_COLUMNS)), np.float32)
         read = {"norm_weight": next_norm_weight, "previous_inverse_rms": stream.inverse_rms, "inverse_rms": None}
+        read["next_weight"] = next_weight
         if positions is not None:
             read["positions"] = positions
         y = self._run_fused(plan, x, h=stream.h, square_sums=square_sums, **read)
@@ -216,6 +223,7 @@ class CudaOps(DecoderOps):
         cache: KvCache,
         layer: int,
         order: ColumnOrder | None,
+        later_projection: Projection | None = None,
     ) -> Array:
         """See `DecoderOps`. A decode step (S = 1) launches one kernel, a prompt two."""
         config, dtype = self.config, self.dtype.name
@@ -227,12 +235,13 @@ class CudaOps(DecoderOps):
         cached = {"lengths": cache.lengths, "k": cache.k[layer], "v": cache.v[layer]}
         new = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cache.cos, "sin": cache.sin}
         if s == 1 and not self._batch_invariant:
-            options = {"norm": has_norm, "orders_out": order is not None}
+            next_weight, part = _plan_prefetch(later_projection, b, *PREFETCHED_BY_ATTENTION)
+            options = {"norm": has_norm, "orders_out": order is not None, "next_weight": part}
             plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, config.eps, **options)
             partials, _ = kernels.attention_workspace(plan, config.head_dim)
             scratch = {"partials": self._empty((partials,), np.float32), "counters": self._attention_counters}
             positions = None if order is None else order.positions
-            self.run(plan, **cached, **new, **scratch, out=out, positions=positions)
+            self.run(plan, **cached, **new, **scratch, out=out, positions=positions, next_weight=next_weight)
             return out
         q = self._empty((b, s, config.q_width))
         plan = kernels.plan_rope_cache(self.device, b * s, s, *sizes, dtype, config.eps, norm=has_norm)
@@ -329,122 +338,13 @@ class CudaOps(DecoderOps):
         return y
 
 
-class CudaDecodeLoop(DecodeLoop):
-    """A decode loop that keeps tokens, positions and the tokens seen so far on the device.
-
-    The first step runs eagerly, which loads every kernel; the second step is captured into a CUDA graph, and each later
-    step is one graph launch. The graph of a step is launched before the host has read the tokens of the preceding step,
-    so the GPU never waits for the host. The last launch is therefore speculative: it appends to the KV cache after the
-    tokens that `KvCache.tokens` records, and `close` waits for it.
-
-    The kernel ``choose`` also writes the new tokens to pinned host memory, so consecutive graph launches are separated
-    only by an event. Arrays allocated during capture are kept as long as the loop.
-    """
-
-    def __init__(self, ops: CudaOps, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
-        import cupy
-
-        self._stream, self._pool = ops.decode_stream
-        # Wait for the speculative step of the preceding text: its memory may be reused from here on, and the prompts of
-        # this text run on another stream but use the same attention counters.
-        self._stream.synchronize()
-        sequences, vocab = len(cache.tokens), ops.config.vocab
-        self._ops, self._step_logits, self._cache, self._sampling = ops, step_logits, cache, sampling
-        self._next = [0] * sequences
-        self._tokens = cupy.zeros(sequences, np.int32)
-        self._seen = cupy.zeros((sequences, vocab), np.uint8) if sampling.repetition_penalty != 1 else None
-        has_filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        self._limits = cupy.zeros(sequences, np.float32) if has_filters and sampling.temperature > 0 else None
-        self._partials = cupy.zeros((sequences, kernels.MAX_SAMPLE_CTAS), np.uint64)
-        self._counters = cupy.zeros(sequences, np.uint32)
-        self._steps = 0
-        self._graph: Any = None
-        self._graph_memory: list[Any] = []
-        # Two buffers for the newest tokens, used by even and by odd steps: the next step may write one buffer while the
-        # host reads the other. With unified addressing, the device address of pinned memory is the host address.
-        pinned = cupy.cuda.alloc_pinned_memory(8 * sequences)
-        host_tokens = np.frombuffer(pinned, np.int32, 2 * sequences).reshape(sequences, 2)
-        self._host_tokens: npt.NDArray[np.int32] = host_tokens
-        memory = cupy.cuda.UnownedMemory(pinned.ptr, 8 * sequences, pinned, ops.device_index)
-        self._host_tokens_view = cupy.ndarray((sequences, 2), np.int32, cupy.cuda.MemoryPointer(memory, 0))
-        self._tokens_written = cupy.cuda.Event(disable_timing=True)
-
-    def start(self, sequence: int, logits: Array) -> int:
-        one = slice(sequence, sequence + 1)
-        if self._seen is not None:
-            self._seen[sequence, self._ops.prepare_tokens(self._cache.tokens[sequence])] = 1
-        self._choose(logits[None], one, advance=False)
-        token = _checked(int(self._tokens[sequence]))
-        self._next[sequence] = token
-        return token
-
-    def step(self) -> list[int]:
-        import cupy
-
-        with self._stream, cupy.cuda.using_allocator(self._pool.malloc):
-            if self._steps == 1:
-                self._stream.begin_capture()
-                try:
-                    with cupy.cuda.using_allocator(self._allocate_for_graph):
-                        self._forward_and_choose()
-                except BaseException:
-                    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # the capture may be invalid
-                        self._stream.end_capture()
-                    raise
-                self._graph = self._stream.end_capture()
-            if self._graph is None:
-                self._forward_and_choose()
-            elif self._steps == 1:
-                self._graph.launch(self._stream)
-            self._tokens_written.record()
-            if self._graph is not None:
-                self._graph.launch(self._stream)
-        self._tokens_written.synchronize()
-        self._steps += 1
-        for known, token in zip(self._cache.tokens, self._next, strict=True):
-            known.append(token)
-        positions = map(len, self._cache.tokens)
-        self._next = [_checked(pair[at % 2]) for pair, at in zip(self._host_tokens.tolist(), positions, strict=True)]
-        return list(self._next)
-
-    def close(self) -> None:
-        """Wait for the discarded speculative step; it still uses the KV cache, whose memory is about to be reused."""
-        self._stream.synchronize()
-
-    def _allocate_for_graph(self, size: int) -> Any:
-        """Allocate device memory that is kept as long as the loop, because every launch of the graph writes to it."""
-        memory = self._pool.malloc(size)
-        self._graph_memory.append(memory)
-        return memory
-
-    def _forward_and_choose(self) -> None:
-        self._choose(self._step_logits(self._tokens), slice(None), advance=True)
-
-    def _choose(self, logits: Array, sequences: slice, *, advance: bool) -> None:
-        """Choose the next token of each sequence of a slice from logits [B, V]; ``advance`` increments its length."""
-        sampling, ops = self._sampling, self._ops
-        gpu, (m, vocab) = ops.device, logits.shape
-        seen, limits = (None if a is None else a[sequences] for a in (self._seen, self._limits))
-        options = {"temperature": sampling.temperature, "penalty": sampling.repetition_penalty}
-        if limits is not None:
-            filters = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-            plan = kernels.plan_sampling_threshold(gpu, m, vocab, **options, **filters)
-            ops.run(plan, logits=logits, seen=seen, limits=limits)
-        options |= {"first_sequence": sequences.start or 0, "seed": sampling.seed}
-        plan = kernels.plan_sample_token(gpu, m, vocab, **options, advance=advance)
-        buffers = {"tokens": self._tokens[sequences], "lengths": self._cache.lengths[sequences]}
-        buffers |= {"partials": self._partials[sequences], "counters": self._counters[sequences]}
-        buffers |= {"host_tokens": self._host_tokens_view[sequences]}
-        ops.run(plan, logits=logits, seen=seen, limits=limits, **buffers)
+def _plan_prefetch(projection: Projection | None, m: int, begin: float, end: float) -> tuple[Array | None, NextWeight]:
+    """Return the array and the part of a later projection that a kernel of a step of m sequences prefetches."""
+    if m > MAX_PREFETCH_ROWS or not isinstance(projection, AwqLinear):
+        return None, NO_PREFETCH
+    return projection.plan_prefetch(begin, end)
 
 
 def _order(projection: Projection | None) -> Array | None:
     """Return the activation order of a projection that is an `AwqLinear`, or None."""
     return projection.order if isinstance(projection, AwqLinear) else None
-
-
-def _checked(token: int) -> int:
-    """Return ``token``. Raises ValueError for -1, which the kernel ``choose`` writes if the logits contain NaN."""
-    if token < 0:
-        raise ValueError(NAN_LOGITS)
-    return token

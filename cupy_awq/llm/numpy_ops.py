@@ -124,6 +124,7 @@ class NumpyOps(DecoderOps):
         cache: KvCache,
         layer: int,
         order: ColumnOrder | None,
+        later_projection: Projection | None = None,
     ) -> Array:
         config = self.config
         b, s, _ = qkv.shape

@@ -166,6 +166,7 @@ class DecoderOps(Protocol):
         cache: KvCache,
         layer: int,
         order: ColumnOrder | None,
+        later_projection: Projection | None = None,
     ) -> Array:
         """Append the new tokens to one layer of the cache and return their causal attention [B, S, q_width].
 
@@ -175,6 +176,7 @@ class DecoderOps(Protocol):
             q_norm, k_norm: float32 [head_dim], the RMSNorm weights of each head, or None.
             cache, layer: the cache, and the index of its layer.
             order: the order in which the columns of the result are taken, or None.
+            later_projection: the `Layer.gate_up` of the layer, of which the back end may prefetch a part, or None.
         """
         ...
 

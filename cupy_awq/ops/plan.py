@@ -14,7 +14,8 @@ from cupy_awq import check, check_scalar, reference
 from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
-from cupy_awq.kernels.problem import Fusion, Problem
+from cupy_awq.kernels.problem import NO_PREFETCH, Fusion, NextWeight, Problem
+from cupy_awq.kernels.repack import WEIGHT_TILE_N, RepackedLayout
 from cupy_awq.ops.gather_columns import prepare_gather
 from cupy_awq.ops.gemm_launch import GemmLaunch, check_choice, gemm_problem, weight_pointers
 from cupy_awq.ops.repack import RepackedWeight
@@ -27,6 +28,9 @@ from cupy_awq.weight import PackedWeight, check_packed
 
 GATHERED_ALIGNMENT = 32
 """The alignment in bytes of x in its activation order, in a plan's workspace."""
+
+PREFETCH_ALIGNMENT = 128
+"""The alignment in bytes of the parts of a weight that are prefetched into L2: a cache line."""
 
 
 class Plan:
@@ -328,3 +332,14 @@ def _fused_launch(problem: Problem, gpu: Device) -> LaunchPlan | None:
     if all(isinstance(found, str) for found in select.candidates(problem, gpu).values()):
         return None
     return select.choose(problem, gpu).plan
+
+
+def plan_prefetch(weight: PackedWeight, begin: float, end: float) -> tuple[Array | None, NextWeight]:
+    """Return a part of a repacked weight that consists of a gate and an up projection, as fractions of each of them."""
+    if not isinstance(weight, RepackedWeight):
+        return None, NO_PREFETCH
+    spec = weight.spec
+    layout = RepackedLayout(spec.k, spec.n, spec.group_size, spec.dtype.name, spec.zeros)
+    nbytes = spec.n // 2 // WEIGHT_TILE_N * layout.k_tiles * layout.weight_tile_bytes
+    first, last = (int(fraction * nbytes) // PREFETCH_ALIGNMENT * PREFETCH_ALIGNMENT for fraction in (begin, end))
+    return weight.repacked[first:], NextWeight(last - first, nbytes)

@@ -6,13 +6,13 @@ The loss is the squared error of a linear layer's output, summed over all linear
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupy_awq.check import Array
-from cupy_awq.packing import namespace
+from cupy_awq.packing import namespace, to_host
 from cupy_awq.quantization.grid import fit_rows
 from cupy_awq.quantization.moments import Moments, row_blocks
 
@@ -20,6 +20,9 @@ FLOOR = 1e-4
 """The smallest t before normalization, and the number added to denominators against division by 0, as in AutoAWQ."""
 COARSE, FINE = 0.1, (0.05, 0.025)
 """The step of the exponent r in the first pass, from 0 to 1, and the steps around the best r in the later passes."""
+
+PARTS = 4
+"""The number of blocks of rows and columns of H: with 4, 10 of 16 blocks are multiplied."""
 
 
 class ChannelScales(NamedTuple):
@@ -63,17 +66,22 @@ def search_channel_scales(
         norm_weight / found.t, wq * found.t
     """
     xp = namespace(moments.second)
-    x_mean, is_live = moments.absolute, moments.absolute > 0
-    w_mean = mean_magnitude(weights, group_size)
+    x_mean, w_mean = to_host(moments.absolute), to_host(mean_magnitude(weights, group_size))
+    is_live = x_mean > 0
     if tied is not None:
         x_mean, w_mean = (_share(a, tied) for a in (x_mean, w_mean))
         is_live = x_mean > 0
 
-    def loss_of(t: Array) -> float:
-        second = moments.second / t / t[:, None]
-        return sum(rounding_error(w, t, second, group_size, scale_dtype, symmetric=symmetric) for w in weights)
+    upper = moments.second.copy()  # see `rounding_error`
+    for start, stop in _column_blocks(len(upper)):
+        upper[:start, start:stop] *= 2
 
-    best_t = xp.ones(len(x_mean), np.float32)
+    def loss_of(t: Array) -> float:
+        device_t = xp.asarray(t)
+        scaled = upper / device_t / device_t[:, None]
+        return sum(rounding_error(w, device_t, scaled, group_size, scale_dtype, symmetric=symmetric) for w in weights)
+
+    best_t = np.ones(len(x_mean), np.float32)
     identity_loss = best_loss = loss_of(best_t)
     best_point: tuple[bool, float] | None = None
     points = _coarse_points()
@@ -87,11 +95,11 @@ def search_channel_scales(
             break
         duo, r = best_point
         points = [(duo, near) for near in (r - step, r + step) if 0 <= near <= 1]
-    return ChannelScales(best_t, best_loss, identity_loss)
+    return ChannelScales(xp.asarray(best_t), best_loss, identity_loss)
 
 
 def candidate(x_mean: Array, w_mean: Array, is_live: Array, r: float, *, duo: bool) -> Array:
-    """Return AWQ's channel scales t [K] for the exponent r: x^r, or x^r / w^(1 - r) if ``duo``.
+    """Return AWQ's channel scales t [K] for the exponent r: x^r, or x^r / w^(1 - r) if ``duo``. All arrays are NumPy's.
 
     The scales are normalized to sqrt(max * min) = 1. Channels that are not live, whose inputs are all 0, have t = 1.
 
@@ -99,15 +107,14 @@ def candidate(x_mean: Array, w_mean: Array, is_live: Array, r: float, *, duo: bo
     >>> candidate(np.array([4.0, 1.0], np.float32), one, one > 0, 0.5, duo=False).tolist()
     [1.4142135381698608, 0.7071067690849304]
     """
-    xp = namespace(x_mean)
-    t = xp.where(is_live, x_mean, 1).astype(np.float32) ** np.float32(r)
+    t = np.where(is_live, x_mean, 1).astype(np.float32) ** np.float32(r)
     if duo:
         t /= w_mean ** np.float32(1 - r) + np.float32(FLOOR)
-    t = xp.maximum(t, np.float32(FLOOR))
+    t = np.maximum(t, np.float32(FLOOR))
     if not bool(is_live.any()):
-        return xp.ones_like(t)
-    most, least = xp.where(is_live, t, 0).max(), xp.where(is_live, t, np.inf).min()
-    result: Array = xp.where(is_live, t / xp.sqrt(most * least), 1).astype(np.float32)
+        return np.ones_like(t)
+    most, least = np.where(is_live, t, 0).max(), np.where(is_live, t, np.inf).min()
+    result: Array = np.where(is_live, t / np.sqrt(most * least), 1).astype(np.float32)
     return result
 
 
@@ -125,11 +132,12 @@ def mean_magnitude(weights: Sequence[Array], group_size: int) -> Array:
 
 
 def rounding_error(
-    w: Array, t: Array, second: Array, group_size: int, scale_dtype: np.dtype[Any], *, symmetric: bool
+    w: Array, t: Array, upper: Array, group_size: int, scale_dtype: np.dtype[Any], *, symmetric: bool
 ) -> float:
     """Return trace(D H D^T) for D = Q(W * t) - W * t, where Q rounds to nearest.
 
-    ``w`` is the weight W [N, K], and ``second`` the second moments H of the scaled inputs x / t.
+    ``w`` is the weight W [N, K], and ``upper`` the second moments H of the scaled inputs x / t. Only the blocks on and
+    above the diagonal are read; the blocks above the diagonal are doubled, because H is symmetric.
     """
     xp = namespace(w)
     total = 0.0
@@ -141,8 +149,16 @@ def rounding_error(
         d *= grid.scale
         d = d.reshape(scaled.shape)
         d -= scaled
-        total += float(xp.vdot(d @ second, d))
+        parts = [d[:, :stop] @ upper[:stop, start:stop] for start, stop in _column_blocks(len(upper))]
+        total += float(xp.vdot(xp.concatenate(parts, axis=1), d))
     return total
+
+
+def _column_blocks(k: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each of at most `PARTS` blocks of K columns."""
+    size = -(-k // PARTS)
+    for start in range(0, k, size):
+        yield start, min(start + size, k)
 
 
 def _coarse_points() -> list[tuple[bool, float]]:
@@ -153,6 +169,5 @@ def _coarse_points() -> list[tuple[bool, float]]:
 
 def _share(a: Array, tied: tuple[int, int, int]) -> Array:
     """Return ``a`` [K] with each value replaced by the mean over all query heads of its key-value head."""
-    xp = namespace(a)
     shared = a.reshape(tied).mean(axis=1, keepdims=True)
-    return xp.ascontiguousarray(xp.broadcast_to(shared, tied)).reshape(-1)
+    return np.ascontiguousarray(np.broadcast_to(shared, tied)).reshape(-1)

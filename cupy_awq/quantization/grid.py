@@ -9,7 +9,7 @@ import numpy as np
 
 from cupy_awq import check
 from cupy_awq.check import Array
-from cupy_awq.packing import namespace, pack_int4
+from cupy_awq.packing import find_maximum, namespace, pack_int4
 from cupy_awq.weight import PackedWeight
 
 SYMMETRIC_ZERO = 8
@@ -75,7 +75,7 @@ def fit_grid(low: Array, high: Array, scale_dtype: np.dtype[Any], *, symmetric: 
     high, low = xp.maximum(high.astype(np.float64), 0), xp.minimum(low.astype(np.float64), 0)
     ideal = xp.maximum(high / 7, low / -8) if symmetric else high / 15 - low / 15
     smallest, largest = LIMITS[scale_dtype]
-    if ideal.size and (most := float(ideal.max())) > largest:
+    if ideal.size and (most := float(find_maximum(ideal))) > largest:
         raise ValueError(
             f"w: expected values with scales up to {largest:.3g} ({scale_dtype}), got a scale of {most:.3g}"
         )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cupy_awq.check import Array
-from cupy_awq.packing import namespace
+from cupy_awq.packing import is_finite, namespace, to_host
 
 HOST_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 25
 """The number of weights processed at a time on the CPU (temporaries fit in a core's L2 cache) and on a GPU."""
@@ -75,7 +75,7 @@ class MomentSum:
         rows = x.reshape(-1, x.shape[-1]).astype(np.float32)
         second = rows.T @ rows
         absolute = xp.abs(rows).sum(axis=0)
-        if not bool(xp.isfinite(xp.diagonal(second)).all()):
+        if not is_finite(to_host(xp.diagonal(second))):
             raise ValueError("inputs: expected finite values with finite squares, got NaN, infinity or an overflow")
         if self._second is None or self._absolute is None:
             self._second, self._absolute = second, absolute
@@ -117,4 +117,4 @@ def output_error(difference: Array, second: Array) -> float:
     >>> output_error(np.array([[1.0, 1.0]]), np.array([[5.0, -1.0], [-1.0, 2.0]]))
     5.0
     """
-    return float(row_errors(difference, second).sum(dtype=np.float64))
+    return float(to_host(row_errors(difference, second)).sum(dtype=np.float64))

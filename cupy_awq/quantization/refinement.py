@@ -102,7 +102,8 @@ def refine_group(
     # For a zero point z' and y = q - z', the best scale is s' = (s * (q - z) H y - gradient y) / (y H y).
     curvature = qq - 2 * candidates * q1 + candidates**2 * ones
     mixed = qq - (candidates + z) * q1 + candidates * z * ones
-    best = (s * mixed - (rq - candidates * r1)) / np.maximum(curvature, 1e-300)
+    with np.errstate(over="ignore"):  # where y H y is 0, for which no scale is valid
+        best = (s * mixed - (rq - candidates * r1)) / np.maximum(curvature, 1e-300)
     is_valid = (best >= smallest) & (best * 15 <= largest) & (curvature > 0)
     stored = np.where(is_valid, best, s).astype(np.float32).astype(scale.dtype)
     rounded = stored.astype(np.float64)

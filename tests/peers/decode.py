@@ -28,7 +28,8 @@ import numpy as np
 from cupy_awq.check import Array
 from cupy_awq.llm.build import build_model
 from cupy_awq.llm.config import ModelConfig
-from cupy_awq.llm.cuda_ops import CudaDecodeLoop, CudaOps
+from cupy_awq.llm.cuda_ops import CudaOps
+from cupy_awq.llm.decode_loop import CudaDecodeLoop
 from cupy_awq.llm.kv_cache import KvCache, cache_bytes
 from cupy_awq.llm.model import Model
 from cupy_awq.llm.sampling import Sampling
@@ -214,17 +215,22 @@ def over_line(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
     return float(row["step"] / line)
 
 
-def table(rows: list[dict[str, Any]]) -> list[list[Any]]:
-    """Return the rows of the table of RESULTS.md."""
+def cells(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return the rows of the table of RESULTS.md, with the columns HEAD."""
     found = []
     for row in rows:
         over = over_line(rows, row)
-        figures = [round(row["layer"], 1), round(row["step"]), round(row["tokens/s"]), f"{row['roofline']:.0%}"]
+        figures = [round(row["layer"], 1), round(row["step"]), round(row["tokens/s"]), f"{row['roofline']:.1%}"]
         found.append([row["model"], row["batch"], *figures, "" if over is None else f"{over:.2f}"])
     return found
 
 
 HEAD = ["model", "batch", "us per layer", "us per step", "tokens/s", "of the roofline", "over the line"]
+TEXT = (
+    f"A decode step of models with random weights, {CONTEXT:,} tokens of context, timed on the GPU. The roofline is the"
+    f" bytes of weights, head, keys and values over {READ_GBS} GB/s. Over the line: the time of a step over the line"
+    " between those of the neighbouring powers of two."
+)
 
 
 def main() -> None:
@@ -242,9 +248,17 @@ def main() -> None:
     options = parser.parse_args()
     index = placement.resolve()
     rows = [row for name in options.models for row in measure(name, index, options.batches, options.parts)]
-    print(render(HEAD, [list(map(str, cells)) for cells in table(rows)]))
+    print(render(HEAD, [list(map(str, row)) for row in cells(rows)]))
     if options.json:
-        options.json.write_text(json.dumps(rows) + "\n")
+        table = {
+            "title": "Decode steps by batch size",
+            "gpu": placement.device_name(index),
+            "commands": ["python tests/peers/decode.py --json tests/peers/tables/decode.json"],
+            "text": TEXT,
+            "columns": HEAD,
+            "rows": cells(rows),
+        }
+        options.json.write_text(json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":

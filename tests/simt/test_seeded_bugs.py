@@ -143,8 +143,7 @@ SEEDS = {
         "stage_idx -= kNumStages;", ("barrier", "values"), REPACKED, {"split_k": 1},
     ),
     "gemm_sm90: a CTA does not wait for the partial sums of the other": Seed(
-        "gemm_sm90", 90, "hopper/cluster_reduction.cuh", "{ wait(barrier, 0); }", "{}", RACE, REPACKED,
-        {"split_k": 2},
+        "gemm_sm90", 90, "hopper/cluster_reduction.cuh", "{ wait(barrier, 0); }", "{}", RACE, REPACKED, {"split_k": 2},
     ),
     "gemm_sm90: partial sums signal a barrier that may not be initialized": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "cluster_sync_after_init<kSplitK>();", "sync_cta();", RACE, REPACKED,
@@ -181,6 +180,15 @@ SEEDS = {
     ),
     "gemm_sm90_mma: x is read before the preceding kernel has finished": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "    ptx::griddepcontrol_wait();\n", "", ("early", "early"), REPACKED_FEW,
+    ),
+    "gemm_sm90_mma: a stage waits for its own copies before they are issued": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "consumer();  // the first", "consumer(kWindow);  // the first", DEADLOCK,
+        NORMED, {"name": "gemm_sm90_mma", "weight_tiles": 4, "split_k": 1, "k_tiles": 2},
+    ),
+    "gemm_sm90_mma: the copies of a paced stage go to the stage before it": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "copy_tile_column(threadIdx.x % 32, i, i);",
+        "copy_tile_column(threadIdx.x % 32, i, i - 1);", RACE, NORMED,
+        {"name": "gemm_sm90_mma", "weight_tiles": 4, "split_k": 1, "k_tiles": 2},
     ),
     "gemm_sm90_mma: zero points are subtracted for the slices of two lanes only": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "zero_sums[i][v] += __shfl_xor_sync(kFullWarp, zero_sums[i][v], 2);", "",
