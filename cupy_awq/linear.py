@@ -48,7 +48,9 @@ class AwqLinear:
             over the groups of max|x| / 254 * sum|W|; see `linear_int8`. With "fp8" (e4m3), each row of x has one scale,
             and an element of y changes by at most the sum over K of |x| |W| / 17, and by more where |x| is below
             1/28672 of its row's maximum; see `linear_fp8`, also for the GPUs that support it. Such a layer supports
-            the activations None, "relu", "relu6" and (low, high), and no residual.
+            the activations None, "relu", "relu6" and (low, high), and no residual. With "auto", a call quantizes x to
+            int8 if the cost models expect this to be faster than multiplying x as it is, and if ``residual`` and
+            ``dtype`` are None; the layer stores the layouts of both ways.
         keep_weight: False to free the AWQ tensors after repacking, which halves the memory of the layer. The layer then
             accepts x only in float16 and bfloat16, and cannot be copied, pickled or concatenated. A layer without a
             repacked copy, or with an ``x_dtype``, always keeps its AWQ tensors.
@@ -110,20 +112,20 @@ class AwqLinear:
         self._order = None if order is None else check_order(order, spec.k, spec.device)
         self._activation = activation
         self._launches: dict[Any, gemm_launch.GemmLaunch] = {}
-        if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8")):
-            raise ValueError(f"x_dtype: expected None, 'int8' or 'fp8', got {x_dtype!r}")
+        if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8", "auto")):
+            raise ValueError(f"x_dtype: expected None, 'int8', 'fp8' or 'auto', got {x_dtype!r}")
         self._x_dtype = x_dtype
         self._batch_invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
         if x_dtype is not None and batch_invariant:
             raise ValueError(f"batch_invariant: expected False for a layer with x_dtype={x_dtype!r}, got True")
         with placement.use_device(spec.device):
             self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
-        self._operand = repack(weight) if x_dtype is None else weight
+        self._operand = repack(weight) if x_dtype in (None, "auto") else weight
         # Kernels for the repacked layout need gate and up to be whole numbers of weight tiles; else the AWQ tensors
         # are needed.
         has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0
         frees_weight = not check_scalar.validate_flag(keep_weight, "keep_weight")
-        if frees_weight and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
+        if frees_weight and x_dtype is None and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
             self._weight = self._operand = self._operand.without_original()
         self._pointers = gemm_launch.weight_pointers(self._operand, bias) if spec.device != check.HOST else ()
 
@@ -221,7 +223,7 @@ class AwqLinear:
 
     @property
     def x_dtype(self) -> str | None:
-        """The dtype to which each call quantizes x, "int8" or "fp8"; None if x is not quantized."""
+        """The dtype to which calls quantize x, "int8" or "fp8"; "auto"; or None if x is not quantized."""
         return self._x_dtype
 
     @property
@@ -276,7 +278,7 @@ class AwqLinear:
             spec = self._weight.spec
             check.validate_x(x, spec.k, dtype, spec.device)
             x = gather_columns(x, self._order)
-        if self._quantized is not None:
+        if self._quantized is not None and (self._x_dtype != "auto" or self._prefers_int8(x, residual, dtype)):
             return self._multiply_quantized(self._quantized, x, out, residual, dtype)
         # Validation and kernel selection depend only on shapes, strides and dtypes, so a cached launch needs neither.
         key: Any
@@ -294,6 +296,15 @@ class AwqLinear:
         if launch is not None and key is not None:
             gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
         return y
+
+    def _prefers_int8(self, x: Array, residual: Array | None, dtype: Any) -> bool:
+        """Return whether an "auto" layer quantizes x."""
+        from cupy_awq.ops.quantized_linear import prefers_int8
+
+        if residual is not None or dtype is not None or self._quantized is None:
+            return False
+        (x,) = arrays.views(x=x)
+        return prefers_int8(x, self._operand, self._quantized, self._bias, self._activation)
 
     def _multiply_quantized(
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
@@ -314,7 +325,7 @@ class AwqLinear:
         in_place = out is not None and out.flags.c_contiguous
         target = out.reshape(-1, spec.n) if in_place else None
         rows = x.reshape(-1, spec.k)
-        linear = linear_int8 if self._x_dtype == "int8" else linear_fp8
+        linear = linear_fp8 if self._x_dtype == "fp8" else linear_int8
         y = linear(rows, weight, bias=self._bias, activation=self._activation, out=target).reshape(shape)
         if out is None:
             return y
@@ -409,7 +420,7 @@ class AwqLinear:
         index = self._weight.spec.device
         if index == check.HOST:
             return "numpy"
-        if self._x_dtype is not None:
+        if self._x_dtype in ("int8", "fp8"):
             return f"gemm_{self._x_dtype}"
         bias_dtype = None if self._bias is None else self._bias.dtype.name
         fields = {"bias_dtype": bias_dtype, "batch_invariant": self._batch_invariant}

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_awq import AwqLinear, PackedWeight
+from cupy_awq import AwqLinear, PackedWeight, from_packed
+from cupy_awq.ops import quantized_linear
+from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_activations, random_weight
 from tests.products import ZEROS, put, tensors
 from tests.test_reference import float64_epilogue, float64_weight
@@ -73,10 +75,38 @@ def check_bound(
     assert again.x_dtype == x_dtype
 
 
+def test_auto_multiplies_x_as_it_is_on_the_cpu() -> None:
+    weight = random_weight(np.random.default_rng(0), 128, 40, 32)
+    x = random_activations(np.random.default_rng(1), 33, 128)
+    layer = AwqLinear(weight, x_dtype="auto", keep_weight=False)
+    np.testing.assert_array_equal(layer(x), AwqLinear(weight)(x))
+    assert (layer.x_dtype, pickle.loads(pickle.dumps(layer)).x_dtype, layer.kernel_for(8)) == ("auto", "auto", "numpy")
+
+
+@pytest.mark.parametrize(("m", "expected"), [(1, False), (16, False), (4096, True)])
+def test_auto_quantizes_many_rows_on_hopper(monkeypatch: pytest.MonkeyPatch, m: int, expected: bool) -> None:
+    weight = random_weight(np.random.default_rng(0), 4096, 4096, 128)
+    monkeypatch.setattr(quantized_linear, "HOST", -2)
+    monkeypatch.setattr(quantized_linear.device, "of", lambda index: device.nominal(90))
+    x = np.broadcast_to(np.float16(1), (m, 4096))
+    assert quantized_linear.prefers_int8(x, weight, from_packed(weight), None, "relu") == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_auto_on_a_gpu_gives_the_bits_of_the_faster_layer() -> None:
+    weight = PackedWeight(*map(put, tensors(random_weight(np.random.default_rng(0), 1024, 1024, 128))))
+    few, many = (put(random_activations(np.random.default_rng(1), m, 1024)) for m in (2, 8192))
+    auto = AwqLinear(weight, x_dtype="auto")
+    np.testing.assert_array_equal(auto(few).get(), AwqLinear(weight)(few).get())
+    np.testing.assert_array_equal(auto(many, residual=many).get(), AwqLinear(weight)(many, residual=many).get())
+    np.testing.assert_array_equal(auto(many).get(), AwqLinear(weight, x_dtype="int8")(many).get())
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda w, x: AwqLinear(w, x_dtype="int4"), "x_dtype: expected None, 'int8' or 'fp8', got 'int4'"),
+        (lambda w, x: AwqLinear(w, x_dtype="int4"), "x_dtype: expected None, 'int8', 'fp8' or 'auto', got 'int4'"),
         (
             lambda w, x: AwqLinear(w, x_dtype="fp8", activation="silu"),
             "activation: expected None, 'relu', 'relu6' or (low, high), got 'silu'",

@@ -82,7 +82,7 @@ def test_folded_model_gives_the_logits_of_the_original(
 
     monkeypatch.setattr(layer_quantizer, "_fold", record)
     monkeypatch.setattr(layer_quantizer, "_quantize", keep)
-    for layer in layer_quantizer.quantize_layers(files, sequences(files), Recipe(16)):
+    for layer in layer_quantizer.quantize_layers(files, sequences(files), Recipe(16), tunes=False):
         assert layer.output_error < 1e-5
         assert all(error < 1e-9 for _, error in layer.errors.values())
     assert np.mean(np.array(changes) > 0.001) > 0.7  # the identity may be the best
@@ -159,7 +159,7 @@ def test_killed_run_resumes_with_the_same_result(llama: Path, tmp_path: Path) ->
         on_step=seen.append,
         **OPTIONS,
     )
-    steps = ["read", "calibrate", "search scales", "quantize", "compare errors"]
+    steps = ["read", "calibrate", "search scales", "quantize", "tune", "compare errors"]
     assert seen == [1, "read", "run", *steps, 2, "write files"]
     whole, parts = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
     assert whole == parts
@@ -208,7 +208,8 @@ def test_report_compares_layers_and_perplexities(llama: Path, tmp_path: Path) ->
     assert report.perplexities["rtn"] == llm.load(tmp_path / "rtn", device="cpu").score(TEXT[:200]).perplexity
     stored = json.loads((tmp_path / "new" / "quantization_report.json").read_text())
     assert stored["perplexities"] == report.perplexities
-    assert [layer["output_error"] < layer["nearest_output_error"] for layer in stored["layers"]] == [True, True]
+    first, _ = stored["layers"]  # the second layer corrects the first one's errors, so its own may increase
+    assert first["output_error"] < first["nearest_output_error"]
     assert stored["memory_bytes"]["cpu"] > 1e6
     lines = (tmp_path / "new" / "quantization_report.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["Error", "layer", "0", "1", *["perplexity"] * 3, "awq+gptq,"]

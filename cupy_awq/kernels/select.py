@@ -283,6 +283,12 @@ def choose(problem: KernelProblem, device: Device, kernel: str | None = None, sp
     return choice
 
 
+def modelled_us(problem: KernelProblem, device: Device) -> float:
+    """Return the modelled run time of the configuration that `choose` returns, in microseconds."""
+    choice = _choose(problem, device, None, None)
+    return choice.family.estimate_us(choice.config, problem, device)
+
+
 @functools.lru_cache(maxsize=4096)
 def _choose(problem: KernelProblem, device: Device, kernel: str | None, split_k: int | None) -> Choice:
     if kernel is not None and kernel not in families(problem):

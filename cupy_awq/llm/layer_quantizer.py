@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupy_awq import reference
 from cupy_awq.check import Array
 from cupy_awq.checkpoint import Module
 from cupy_awq.llm.config import ModelConfig
 from cupy_awq.llm.kv_cache import KvCache
+from cupy_awq.llm.layer_tuning import STEPS, tune_layer
 from cupy_awq.llm.model import Layer
 from cupy_awq.llm.model_files import DenseLinear, ModelFiles
 from cupy_awq.llm.numpy_ops import NumpyOps
@@ -84,24 +86,27 @@ def quantize_layers(
     recipe: Recipe,
     *,
     scales: bool = True,
+    tunes: bool = True,
     ignore: str | None = None,
-    first: int = 0,
+    finished: Iterable[QuantizedLayer] = (),
     xp: Any = np,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Iterator[QuantizedLayer]:
-    """Quantize the decoder layers of a model and yield them, from the first to the last.
+    """Quantize the decoder layers of a model after those in ``finished`` and yield them, from the first to the last.
 
-    Every layer is calibrated on its inputs in the original model. The memory holds one layer in float32, the second
-    moments of its four inputs, and the hidden states of all calibration tokens.
+    Every layer is calibrated on its inputs in the original model; scales and codes are then tuned on its inputs in the
+    quantized model. The memory holds one layer in float32, the second moments of its four inputs, and the hidden
+    states of all calibration tokens.
 
     Args:
         files: a model with dense linear layers.
         sequences: the token ids of each calibration sequence, none longer than the model's context.
         recipe: the quantization settings for every linear layer.
         scales: whether to search AWQ's channel scales and fold them into the weights.
+        tunes: whether to tune scales and codes on the output of the decoder layer (`layer_tuning`).
         ignore: a regular expression. Linear layers with a match in their name, such as "model.layers.0.mlp.up_proj",
             stay dense. None quantizes all.
-        first: the index of the first layer to quantize; earlier layers are only run, to compute its inputs.
+        finished: the first layers if they are quantized already; they are only run, to compute the inputs of the rest.
         xp: the array module, NumPy, or CuPy to compute on its current GPU.
         on_step: a callback that is called with the name of each step of a layer before the step starts.
 
@@ -124,17 +129,20 @@ def quantize_layers(
     ops = NumpyOps(one_layer, expand_weights=True, xp=xp)
     table = ops.prepare_tensor(files.read_tensor("model.embed_tokens.weight", (config.vocab, config.hidden)))
     hidden = [ops.embed(table, ops.prepare_tokens(ids)[None]).h for ids in sequences if len(ids)]
+    tuned = hidden[:STEPS] if tunes else []  # the hidden states in the quantized model
     cache = ops.make_cache(1, max(h.shape[1] for h in hidden))
+    done = iter(finished)
     for index in range(config.layers):
         on_step("read")
         weights = _read(files, index, xp)
-        if index < first:
+        if (earlier := next(done, None)) is not None:
             on_step("run")
             _advance(ops, weights, hidden, cache, {})
+            _advance(ops, _restore(earlier, xp), tuned, cache, {})
             continue
         sites = _list_quantized(f"model.layers.{index}", ignore)
         try:
-            layer = _quantize_layer(ops, index, weights, hidden, cache, recipe, sites, on_step, scales=scales)
+            layer = _quantize_layer(ops, index, weights, hidden, tuned, cache, recipe, sites, on_step, scales=scales)
         except ValueError as error:  # MomentSum.add does not know the layer
             raise ValueError(f"{files.path}: model.layers.{index}: {error}") from None
         del weights  # free the memory before the next layer is read
@@ -146,6 +154,7 @@ def _quantize_layer(
     index: int,
     weights: _Weights,
     hidden: list[Array],
+    tuned: list[Array],
     cache: KvCache,
     recipe: Recipe,
     sites: Mapping[str, Sequence[str]],
@@ -153,7 +162,11 @@ def _quantize_layer(
     *,
     scales: bool,
 ) -> QuantizedLayer:
-    """Quantize a decoder layer and replace each sequence's hidden states by the output of the original layer."""
+    """Quantize a decoder layer and replace each sequence's hidden states by the output of the original layer.
+
+    ``tuned`` are hidden states in the quantized model, which are replaced by the output of the quantized layer; the
+    list is empty without tuning.
+    """
     checked = hidden[:CHECKED_SEQUENCES]
     on_step("calibrate")
     moments = _calibrate(ops, weights, hidden, cache)
@@ -164,9 +177,13 @@ def _quantize_layer(
     on_step("quantize")
     quantized = _quantize(folded, folded_moments, recipe, sites)
     del folded_moments  # the moments are the largest arrays: free them before the weights are copied
+    dtype = weights.norms[ATTENTION_NORM].dtype
+    if tuned:
+        on_step("tune")
+        quantized = tune_layer(ops.config, folded.linears, folded.norms, quantized, tuned, hidden, cache)
+        _advance(ops, _dequantize(folded, quantized, dtype), tuned, cache, {})
     nearest = _quantize(weights, {}, recipe, sites)
     on_step("compare errors")
-    dtype = weights.norms[ATTENTION_NORM].dtype
     moved = [
         _output_error(ops, _dequantize(dense, rows, dtype), checked, hidden, cache)
         for dense, rows in ((folded, quantized), (weights, nearest))
@@ -358,6 +375,19 @@ def _dequantize(weights: _Weights, quantized: Mapping[str, QuantizedRows], dtype
         values = quantized[name].dequantize() if name in quantized else w.astype(dtype).astype(np.float32)
         linears[name] = values, None if bias is None else bias.astype(dtype)
     return _Weights(linears, weights.norms)
+
+
+def _restore(layer: QuantizedLayer, xp: Any) -> _Weights:
+    """Return the dequantized weights of a finished layer."""
+    linears = {}
+    for name, part in layer.linears.items():
+        if isinstance(part, Module):
+            packed = part.weight
+            w = reference.dequantize(packed.qweight, packed.scales, packed.qzeros, dtype=np.float32).T
+        else:
+            w = part.weight.astype(np.float32)
+        linears[name] = xp.asarray(w), None if part.bias is None else xp.asarray(part.bias)
+    return _Weights(linears, {name: xp.asarray(a) for name, a in layer.norms.items()})
 
 
 def _compare_errors(

@@ -35,15 +35,20 @@ from cupy_awq.quantization import Recipe
 from cupy_awq.runtime import placement
 from cupy_awq.weight import PackedWeight
 
-METHODS: Mapping[str, tuple[bool, Mapping[str, Any]]] = {
-    "rtn": (False, {"clips": False, "compensates": False, "passes": 0}),
-    "awq": (True, {"compensates": False, "passes": 0}),
-    "gptq": (False, {}),
-    "awq+gptq": (True, {}),
+METHODS: Mapping[str, tuple[bool, bool, Mapping[str, Any]]] = {
+    "rtn": (False, False, {"clips": False, "compensates": False, "passes": 0}),
+    "awq": (True, False, {"compensates": False, "passes": 0}),
+    "gptq": (False, False, {}),
+    "awq+gptq": (True, True, {}),
 }
-"""The settings of each quantization method: (whether to search channel scales, keyword arguments of `Recipe`)."""
+"""The settings of each quantization method.
+
+Each is (whether to search channel scales, whether to tune each layer, keyword arguments of `Recipe`).
+"""
 NEEDED_TOKENS = 4096
 """The smallest number of calibration tokens, unless ``samples * sequence_length`` is smaller."""
+LINEARS = [name for names in SITES.values() for name in names]
+"""The names of a decoder layer's linear layers."""
 SETTINGS = "settings.json"
 """The name of the file that records the model and the settings in a folder of unfinished work."""
 
@@ -80,7 +85,7 @@ def quantize(
         folder: the folder to write, which must be empty if it exists.
         texts: calibration documents, similar to the texts for which the model is used.
         method: "rtn" (round to nearest), "awq" (channel scales and clipping), "gptq" (clipping, error compensation and
-            refinement) or "awq+gptq".
+            refinement) or "awq+gptq" (all of them, then tuning of scales and codes on the output of each layer).
         group_size: the number of input channels per group.
         symmetric: whether every zero point is 8.
         samples: the largest number of calibration sequences.
@@ -124,7 +129,7 @@ def quantize(
     sequences = cut_sequences(tokenizer, texts, samples, min(sequence_length, files.config.context))
     if evaluate is not None and (count := len(tokenizer.encode(evaluate))) < 2:
         raise ValueError(f"evaluate: expected a text of at least 2 tokens, got {count}")
-    has_scales, fields = METHODS[method]
+    has_scales, is_tuned, fields = METHODS[method]
     dtype = contents.dense_form("model.layers.0.self_attn.q_proj.weight")[1]
     scale_dtype = dtype if format_name == "compressed-tensors" and dtype == check.BFLOAT16 else check.FLOAT16
     recipe = Recipe(group_size, symmetric=symmetric, scale_dtype=scale_dtype, **fields)
@@ -144,7 +149,15 @@ def quantize(
         with placement.use_device(index):
             xp = np if index == check.HOST else importlib.import_module("cupy")
             for layer in quantize_layers(
-                files, sequences, recipe, scales=has_scales, ignore=ignore, first=len(reports), xp=xp, on_step=on_step
+                files,
+                sequences,
+                recipe,
+                scales=has_scales,
+                tunes=is_tuned,
+                ignore=ignore,
+                finished=(_load_layer(partial_folder, report) for report in [*reports]),
+                xp=xp,
+                on_step=on_step,
             ):
                 reports.append(_save_layer(partial_folder, layer))
                 if progress is not None:
@@ -286,6 +299,24 @@ def _save_layer(folder: Path, layer: QuantizedLayer) -> dict[str, Any]:
     return report
 
 
+def _load_layer(folder: Path, report: Mapping[str, Any]) -> QuantizedLayer:
+    """Return a finished layer that `_save_layer` wrote."""
+    tensors = safetensors.read(folder / f"layer-{report['layer']:05}.safetensors")
+    linears: dict[str, Module | DenseLinear] = {}
+    for name in LINEARS:
+        parts = _list_parts(tensors, name)
+        is_dense = "weight" in parts
+        linears[name] = DenseLinear(parts["weight"], parts.get("bias")) if is_dense else _module(parts, symmetric=False)
+    norms = {name.removeprefix("norm/"): a for name, a in tensors.items() if name.startswith("norm/")}
+    errors = report["errors"], report["output_error"], report["nearest_output_error"]
+    return QuantizedLayer(report["layer"], linears, norms, *errors)
+
+
+def _list_parts(tensors: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the tensors of a linear layer by the last part of their names, such as "qweight"."""
+    return {part.rpartition("/")[2]: a for part, a in tensors.items() if part.startswith(f"{name}/")}
+
+
 def _merge(contents: Contents, folder: Path, layers: int, recipe: Recipe) -> Contents:
     """Return the contents of the quantized model: the source's contents with quantized instead of dense layers.
 
@@ -295,8 +326,8 @@ def _merge(contents: Contents, folder: Path, layers: int, recipe: Recipe) -> Con
     for index in range(layers):
         file, at = folder / f"layer-{index:05}.safetensors", f"model.layers.{index}"
         tensors = safetensors.read(file)
-        for name in (name for names in SITES.values() for name in names):
-            parts = {part.rpartition("/")[2]: a for part, a in tensors.items() if part.startswith(f"{name}/")}
+        for name in LINEARS:
+            parts = _list_parts(tensors, name)
             if "weight" in parts:
                 entries |= {f"{at}.{name}.{part}": Tensor(a, file) for part, a in parts.items()}
                 continue
@@ -307,13 +338,13 @@ def _merge(contents: Contents, folder: Path, layers: int, recipe: Recipe) -> Con
             spec = ModuleSpec(k, n, recipe.group_size, zeros, parts["scales"].dtype, bias_dtype=bias_dtype)
             entries.pop(f"{at}.{name}.weight")
             entries.pop(f"{at}.{name}.bias", None)
-            entries[f"{at}.{name}"] = Pending(spec, partial(_module, parts, recipe.symmetric))
+            entries[f"{at}.{name}"] = Pending(spec, partial(_module, parts, symmetric=recipe.symmetric))
         for name, array in tensors.items():
             if name.startswith("norm/"):
                 entries[f"{at}.{name.removeprefix('norm/')}"] = Tensor(array, file)
     return Contents(entries, "Quantized by cupy_awq.", "autoawq")
 
 
-def _module(parts: Mapping[str, np.ndarray[Any, Any]], symmetric: bool) -> Module:
+def _module(parts: Mapping[str, np.ndarray[Any, Any]], *, symmetric: bool) -> Module:
     zeros = None if symmetric else parts["qzeros"]
     return Module(PackedWeight(parts["qweight"], parts["scales"], zeros), parts.get("bias"))

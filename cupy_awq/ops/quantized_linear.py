@@ -14,12 +14,14 @@ from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import int8_problem, select
 from cupy_awq.kernels.int8_problem import EPILOGUE_ACTIVATIONS, Int8Problem
+from cupy_awq.kernels.problem import ITEMSIZE
 from cupy_awq.kernels.quantize_fp8 import Fp8Quantization
 from cupy_awq.kernels.quantize_rows import RowQuantization
-from cupy_awq.ops import execute
+from cupy_awq.ops import execute, gemm_launch
 from cupy_awq.packing import namespace
 from cupy_awq.runtime import device, placement
 from cupy_awq.runtime.arrays import row_stride, views
+from cupy_awq.weight import PackedWeight
 
 
 def quantize_activations(
@@ -220,6 +222,36 @@ def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> 
         reason = int8_problem.fp8_refusal(weight.block_size, weight.shape[3], device.of(weight.device))
         if reason:
             raise ValueError(f"weight: expected one that a float8 kernel takes, got one that {reason}")
+
+
+def prefers_int8(
+    x: Array, operand: PackedWeight, weight: BlockQuantizedWeight, bias: Array | None, activation: Any
+) -> bool:
+    """Return whether the cost models expect `linear_int8` to take less time than `gemm` for x [..., K].
+
+    Args:
+        x: the activations; False is returned if they are on the CPU, or if neither operation supports their dtype.
+        operand, weight: the same weight for `gemm` and for `linear_int8`.
+        bias, activation: as in `gemm`.
+    """
+    if weight.device == HOST or x.dtype.name not in ITEMSIZE or not x.size:
+        return False
+    form = block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
+    n, _, _, k = weight.shape
+    m, dtype, block_size = x.size // k, x.dtype, min(weight.block_size, k)
+    bias_dtype = None if bias is None else bias.dtype.name
+    gemm = gemm_launch.gemm_problem(operand, form, m, dtype, bias_dtype=bias_dtype)
+    wide = k % 8 == 0 and block_size % 8 == 0
+    quantization = RowQuantization(m, k, block_size, dtype.name, symmetric=True, half_even=False, wide=wide, x_stride=k)
+    product = Int8Problem(
+        *(m, n, k, block_size, weight.bits, False, weight.offset is not None, dtype.name, bias_dtype),
+        activation=form.kind,
+        limits=form.limits,
+        zero_points=weight.zero_points is not None,
+        scale_dtype=weight.exact_scale_dtype,
+    )
+    gpu = device.of(weight.device)
+    return select.modelled_us(quantization, gpu) + select.modelled_us(product, gpu) < select.modelled_us(gemm, gpu)
 
 
 def _quantize_on_gpu(

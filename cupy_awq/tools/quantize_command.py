@@ -36,7 +36,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         default="awq+gptq",
         choices=("rtn", "awq", "gptq", "awq+gptq"),
         help="rtn: round to nearest; awq: channel scales and clipping; gptq: clipping and error compensation; "
-        "awq+gptq: all of them (default)",
+        "awq+gptq: all of them, then gradient descent on the output of each layer (default)",
     )
     parser.add_argument(
         "--group-size", metavar="G", type=int, default=128, help="input channels per group (default: 128)"

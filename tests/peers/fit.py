@@ -3,11 +3,17 @@
 
     python -m tests.peers.fit sweep.jsonl --model wgmma
     python -m tests.peers.fit sweep.jsonl other.jsonl --model mma --steps 30
+    python -m tests.peers.fit sweep.jsonl --model all --steps 80
 
 Prints the constants in the order of the dataclass that holds them, and for each range of M the ratio of the first
 choice to the fastest configuration of the model's kernel, before and after. The fit minimizes squared logarithms of
 estimate / time by Levenberg-Marquardt, in the logarithms of the constants. A configuration x% slower than the fastest
 one of its problem has the weight exp(-x / 12) + 0.01.
+
+With ``--model all``, the constants of wgmma and of gemm_sm90_large, and those of mma for more than 8 rows, start
+halfway between the present ones and such a fit. Then Adam minimizes the expected logarithm of the time of the first
+choice of all kernels over the fastest time, plus the mean square above. The probability of a choice is a softmax of
+-log(estimate) at the temperature TEMPERATURE. Files need clean times: sweep.py queues its replays for this reason.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -38,17 +45,23 @@ MODELS: dict[str, tuple[ModuleType, str, ModuleType, str | None]] = {
 """By model: the module and the name of its constants, the kernel family, and the kernel (None: the only one)."""
 PRIOR = 0.03
 """The weight of the distance to the present constants, which keeps those that the times do not determine."""
+TEMPERATURE = 0.03
+"""The error of log(estimate) that the expected time of a first choice assumes."""
+RATE = 0.02
+"""The learning rate of Adam at the start; it falls to 30% of this value."""
 
 
 class Times:
     """Measured times: arrays of times ``us`` and of problem numbers, and the configurations and problems of each."""
 
-    def __init__(self, paths: list[str], family: ModuleType, kernel: str | None) -> None:
+    def __init__(
+        self, paths: list[str], family: ModuleType, kernel: str | None, numbers: dict[Problem, int] | None = None
+    ) -> None:
         self.family = family
         kind = GemmSm90Config if kernel else gemm_sm90_large.GemmSm90LargeConfig
         self.rows: list[tuple[Any, Problem]] = []
         known = {f.name for f in fields(Problem)} - {"limits"}
-        numbers: dict[Problem, int] = {}
+        numbers = {} if numbers is None else numbers
         times, ids = [], []
         for record in (json.loads(line) for path in paths for line in Path(path).read_text().splitlines()):
             if record["family"] != family.NAME or record["config"].get("name") != kernel:
@@ -58,7 +71,9 @@ class Times:
             times.append(record["us"])
             ids.append(numbers.setdefault(problem, len(numbers)))
         self.us, self.ids = np.array(times), np.array(ids)
-        self.best = np.array([self.us[self.ids == i].min() for i in range(len(numbers))])[self.ids]
+        best = np.full(len(numbers), np.inf)
+        np.minimum.at(best, self.ids, self.us)
+        self.best = best[self.ids]
         self.weights = np.sqrt(np.exp(-(self.us / self.best - 1) / 0.12) + 0.01)
 
     def estimates(self) -> np.ndarray:
@@ -68,7 +83,7 @@ class Times:
 
     def first_choices(self, estimates: np.ndarray) -> Iterator[tuple[int, float]]:
         """Yield, for each problem, M and the time of the first choice over that of the fastest configuration."""
-        for i in range(self.ids.max() + 1):
+        for i in np.unique(self.ids):
             mine = np.flatnonzero(self.ids == i)
             yield self.rows[mine[0]][1].m, self.us[mine[np.argmin(estimates[mine])]] / self.us[mine].min()
 
@@ -119,6 +134,75 @@ def fit(times: Times, module: ModuleType, name: str, steps: int) -> Any:
     return unflat(costs, at)
 
 
+class AllTimes(Times):
+    """The times of all models' kernels; ``parts`` holds those of each model, in the order of MODELS."""
+
+    def __init__(self, paths: list[str]) -> None:
+        numbers: dict[Problem, int] = {}
+        self.parts = {model: Times(paths, *MODELS[model][2:], numbers) for model in MODELS}
+        parts = list(self.parts.values())
+        self.rows = [row for part in parts for row in part.rows]
+        self.us, self.ids = (np.concatenate([getattr(part, name) for part in parts]) for name in ("us", "ids"))
+        best = np.full(len(numbers), np.inf)
+        np.minimum.at(best, self.ids, self.us)
+        self.best = best[self.ids]
+        self.weights = np.sqrt(np.exp(-(self.us / self.best - 1) / 0.12) + 0.01)
+
+    def estimates(self) -> np.ndarray:
+        """Return the modelled time of each row."""
+        return np.concatenate([part.estimates() for part in self.parts.values()])
+
+    def loss(self, logarithms: np.ndarray) -> float:
+        """Return the expected log(time of the first choice / fastest time) of a problem plus the mean square error."""
+        least = np.full(self.ids.max() + 1, np.inf)
+        np.minimum.at(least, self.ids, logarithms)
+        chances = np.exp((least[self.ids] - logarithms) / TEMPERATURE)
+        lost = np.bincount(self.ids, chances * np.log(self.us / self.best)) / np.bincount(self.ids, chances)
+        squares = self.weights**2 * (logarithms - np.log(self.us)) ** 2
+        return float(lost.mean() + squares.sum() / (self.weights**2).sum())
+
+
+def is_free(model: str, costs: Any) -> np.ndarray:
+    """Return which constants `fit_choices` changes: of mma, which alone serves M <= 8, those for 16 rows."""
+    values = [getattr(costs, f.name) for f in fields(costs)]
+    keys = [key for v in values for key in (v if isinstance(v, dict) else [None])]
+    return np.array([model != "mma" or key == 16 for key in keys])
+
+
+def fit_choices(times: AllTimes, steps: int) -> dict[str, Any]:
+    """Return the constants of all models, fitted for the time of the first choice."""
+    costs = {model: getattr(*MODELS[model][:2]) for model in MODELS}
+    at = {}
+    for model, (module, name, *_) in MODELS.items():
+        begin = flat(costs[model])
+        at[model] = np.where(
+            is_free(model, costs[model]), (begin + flat(fit(times.parts[model], module, name, 8))) / 2, begin
+        )
+
+    def logarithms(model: str, values: np.ndarray) -> np.ndarray:
+        module, name, *_ = MODELS[model]
+        with mock.patch.object(module, name, unflat(costs[model], values)):
+            return np.log(times.parts[model].estimates())
+
+    means = {model: (np.zeros(len(v)), np.zeros(len(v))) for model, v in at.items()}
+    for step in range(steps):
+        now = {model: logarithms(model, values) for model, values in at.items()}
+        loss = times.loss(np.concatenate(list(now.values())))
+        print(f"step {step}: loss {loss:.5f}", flush=True)
+        changes = {}
+        for model, values in at.items():
+            gradient = np.zeros(len(values))
+            for i in np.flatnonzero(is_free(model, costs[model])):
+                other = {**now, model: logarithms(model, values + 1e-3 * np.eye(len(values))[i])}
+                gradient[i] = (times.loss(np.concatenate(list(other.values()))) - loss) / 1e-3
+            first, second = (0.9 * means[model][0] + 0.1 * gradient, 0.98 * means[model][1] + 0.02 * gradient**2)
+            means[model] = first, second
+            size = np.sqrt(second / (1 - 0.98 ** (step + 1))) + 1e-6
+            changes[model] = RATE * (1 - 0.7 * step / steps) * first / (1 - 0.9 ** (step + 1)) / size
+        at = {model: values - changes[model] for model, values in at.items()}
+    return {model: unflat(costs[model], values) for model, values in at.items()}
+
+
 def show(times: Times, title: str) -> None:
     """Print the RMS error and the ratios of first choices."""
     estimates = times.estimates()
@@ -136,20 +220,31 @@ def main() -> None:
     """Fit and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", help="JSON lines of sweep.py")
-    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--model", choices=[*MODELS, "all"], required=True)
     parser.add_argument("--steps", type=int, default=20, help="largest number of steps (default: %(default)s)")
     arguments = parser.parse_args()
-    module, name, family, kernel = MODELS[arguments.model]
-    times = Times(arguments.files, family, kernel)
-    print(f"{len(times.us)} times of {times.ids.max() + 1} problems")
+    if arguments.model == "all":
+        times: Times = (everything := AllTimes(arguments.files))
+    else:
+        times = Times(arguments.files, *MODELS[arguments.model][2:])
+    print(f"{len(times.us)} times of {len(np.unique(times.ids))} problems")
     show(times, "before")
-    found = fit(times, module, name, arguments.steps)
-    with mock.patch.object(module, name, found):
+    if arguments.model == "all":
+        found = fit_choices(everything, arguments.steps)
+    else:
+        found = {arguments.model: fit(times, *MODELS[arguments.model][:2], arguments.steps)}
+    with ExitStack() as stack:
+        for model, costs in found.items():
+            stack.enter_context(mock.patch.object(*MODELS[model][:2], costs))
         show(times, "after")
-    for f in fields(found):
-        value = getattr(found, f.name)
-        rounded = {k: float(f"{v:.4g}") for k, v in value.items()} if isinstance(value, dict) else float(f"{value:.4g}")
-        print(f"    {f.name} = {rounded}")
+    for model, costs in found.items():
+        print(model)
+        for f in fields(costs):
+            value = getattr(costs, f.name)
+            rounded = (
+                {k: float(f"{v:.4g}") for k, v in value.items()} if isinstance(value, dict) else float(f"{value:.4g}")
+            )
+            print(f"    {f.name} = {rounded}")
 
 
 if __name__ == "__main__":

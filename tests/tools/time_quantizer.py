@@ -47,7 +47,7 @@ SMALL = {
     "num_attention_heads": 8,
     "max_position_embeddings": 1024,
 }
-STEPS = ("_read", "_calibrate", "_fold", "_quantize", "_output_error", "_compare_errors")
+STEPS = ("_read", "_calibrate", "_fold", "_quantize", "tune_layer", "_output_error", "_compare_errors")
 """The functions of `layer_quantizer` that are timed."""
 SLOWEST = 8
 """The number of compilations per layer that are printed: those that took longest."""
