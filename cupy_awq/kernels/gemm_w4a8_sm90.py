@@ -30,6 +30,8 @@ MAX_BLOCK_M = 128
 """The largest number of rows per CTA tile."""
 SPLITS = (1, 2, 3, 4, 6, 8)
 """The split-K factors to try."""
+MIN_TENSOR_CYCLES = 13
+"""The smallest number of tensor-core cycles per wgmma, reached with few rows of x."""
 SYMMETRIC_ZERO = 8
 """The code of zero of a weight without offsets."""
 
@@ -41,40 +43,38 @@ class GemmW4A8Costs:
     Attributes:
         clock_mhz: SM clock in MHz that converts cycles to time.
         launch_us: fixed time of a launch.
+        prefetch_us: additional time with ``prefetch_weights``, per microsecond to read the copied weights.
         wave_us: additional time per additional wave of CTAs.
         reduction_us: fixed time of the split-K reduction.
-        cluster_us: additional time of the reduction per CTA of a cluster beyond two.
         exchange_ns: time of the split-K reduction per accumulator that a CTA sends, in nanoseconds.
         consumer_ns: time to add up the accumulators of a CTA, per consumer and accumulator, in nanoseconds.
-        tensor_factor: fraction of the tensor-core cycles that does not overlap with issuing other instructions.
-        dequantize_cycles: issue cycles to dequantize weights, for int8 and e4m3.
+        tensor_factor: tensor-core cycles per wgmma, relative to the nominal ones.
+        dequantize_cycles: issue cycles to dequantize weights.
         product_cycles: issue cycles per row and instruction that scales a product.
         consumer_cycles: cycles of a warpgroup that is alone on its SM, apart from ``row_cycles``.
         row_cycles: increase of ``consumer_cycles`` per row of the CTA tile.
         refill_us: time from the release of a stage until its next copies have landed.
-        copy_bytes_per_cycle: bandwidth of copies to the shared memory of an SM, in bytes per cycle.
         l2_bytes_per_us: bandwidth of copies from L2 to all SMs, in bytes per microsecond.
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
         norm: exponent of the p-norm of times that overlap.
     """
 
     clock_mhz: float = 1750.0
-    launch_us: float = 1.5
-    wave_us: float = 1.5
-    reduction_us: float = 0.3
-    cluster_us: float = 0.1
-    exchange_ns: float = 0.13
-    consumer_ns: float = 0.03
-    tensor_factor: float = 0.75
-    dequantize_cycles: tuple[float, float] = (75.0, 45.0)
-    product_cycles: float = 0.55
-    consumer_cycles: float = 320.0
-    row_cycles: float = 3.2
-    refill_us: float = 0.7
-    copy_bytes_per_cycle: float = 60.0
-    l2_bytes_per_us: float = 5.5e6
-    stream_factor: float = 1.1
-    norm: float = 3.0
+    launch_us: float = 2.44
+    prefetch_us: float = 0.1
+    wave_us: float = 1.9
+    reduction_us: float = 0.16
+    exchange_ns: float = 0.123
+    consumer_ns: float = 0.081
+    tensor_factor: float = 1.25
+    dequantize_cycles: float = 27.0
+    product_cycles: float = 0.71
+    consumer_cycles: float = 184.0
+    row_cycles: float = 3.9
+    refill_us: float = 1.7
+    l2_bytes_per_us: float = 8.5e6
+    stream_factor: float = 1.01
+    norm: float = 3.1
 
 
 COSTS = GemmW4A8Costs()
@@ -225,34 +225,31 @@ def _with_stages(config: GemmW4A8Config, ctas_per_sm: int, count: int) -> GemmW4
 def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> float:
     """Return the run time in microseconds: fixed times, and the p-norm of times that overlap."""
     rows, clock = config.block_m, COSTS.clock_mhz
-    ctas = math.prod(config.tiles(problem)) * config.split_k
-    cluster = config.split_k * config.share_x
-    sms = resident_clusters(device, cluster) * cluster
-    busiest = ceil_div(ctas, sms)
-    waves, concurrent = ceil_div(busiest, config.ctas_per_sm), min(busiest, config.ctas_per_sm)
+    ctas, cluster = math.prod(config.tiles(problem)) * config.split_k, config.split_k * config.share_x
+    busiest = ceil_div(ctas, resident_clusters(device, cluster) * cluster)
+    waves = ceil_div(busiest, config.ctas_per_sm)
     k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
     mine = ceil_div(ceil_div(k_tiles, config.k_tiles), config.consumers) * config.k_tiles
     instructions = 2.6 if problem.fp8 else 2 if problem.row_scales else 3.4
-    issue_cycles = COSTS.dequantize_cycles[problem.fp8] + COSTS.product_cycles * instructions * rows
-    tensor_cycles = COSTS.tensor_factor * 4 * max(rows / 2, 13)
-    loop_cycles = config.m64_tiles * (COSTS.consumer_cycles + COSTS.row_cycles * rows)
+    issue_cycles = COSTS.dequantize_cycles + COSTS.product_cycles * instructions * rows
+    tensor_cycles = COSTS.tensor_factor * 4 * max(rows / 2, MIN_TENSOR_CYCLES)
     column_tiles = config.warpgroups * config.m64_tiles
-    k_tile_bytes = rows * BLOCK_K / config.share_x + column_tiles * weight_tile_bytes(problem)
-    copy_us = k_tile_bytes / (COSTS.copy_bytes_per_cycle * clock)
-    weight_bytes = ceil_div(problem.n, TILE_N) * ceil_div(problem.k, BLOCK_K) * weight_tile_bytes(problem)
+    column_bytes = column_tiles * weight_tile_bytes(problem)
+    stream_us_per_byte = COSTS.stream_factor / (device.read_gbs * 1e3)
     overlapping = (
         busiest * k_tiles * column_tiles * (tensor_cycles + issue_cycles) / clock,
-        waves * mine * loop_cycles / clock,
-        busiest * k_tiles * copy_us,
-        waves * k_tiles * (COSTS.refill_us / config.k_tiles + concurrent * copy_us) / config.stages,
-        ctas * k_tiles * k_tile_bytes / COSTS.l2_bytes_per_us,
-        COSTS.stream_factor * weight_bytes / (device.read_gbs * 1e3),
+        waves * mine * config.m64_tiles * (COSTS.consumer_cycles + COSTS.row_cycles * rows) / clock,
+        waves * k_tiles / config.k_tiles * COSTS.refill_us / config.stages,
+        ctas * k_tiles * (rows * BLOCK_K / config.share_x + column_bytes) / COSTS.l2_bytes_per_us,
+        problem.n * problem.k * weight_tile_bytes(problem) / (TILE_N * BLOCK_K) * stream_us_per_byte,
     )
     accumulators = rows * config.block_n * 1e-3
     fixed = COSTS.launch_us + COSTS.wave_us * (waves - 1) + COSTS.consumer_ns * config.consumers * accumulators
+    if config.prefetch_weights:
+        copied = ctas / waves * min(config.stages * config.k_tiles, k_tiles) * column_bytes
+        fixed += COSTS.prefetch_us * copied * stream_us_per_byte
     if config.split_k > 1:
-        sent = accumulators * (config.split_k - 1) / config.split_k
-        fixed += COSTS.reduction_us + COSTS.cluster_us * (config.split_k - 2) + COSTS.exchange_ns * sent
+        fixed += COSTS.reduction_us + COSTS.exchange_ns * accumulators * (1 - 1 / config.split_k)
     return fixed + float(sum(us**COSTS.norm for us in overlapping) ** (1 / COSTS.norm))
 
 
