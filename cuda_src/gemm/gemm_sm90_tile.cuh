@@ -21,6 +21,7 @@ constexpr int kConsumerWarps = CONSUMER_WARPS;  // number of warps per consumer
 constexpr int kStages = STAGES;
 constexpr int kKTiles = K_TILES;  // number of weight tiles along k per stage, copied together for each tile column
 constexpr int kSplitK = SPLIT_K;  // number of CTAs per cluster; each computes the tile over its slice of K
+constexpr bool kRankOrder = RANK_ORDER;  // whether partial sums are added by rank of the CTA (gemm_sm90_epilogue.cuh)
 constexpr int kCtasPerSm = CTAS_PER_SM;
 constexpr int kXStageBytes = X_STAGE_BYTES;  // bytes of x that the producer copies per stage; 0: the consumers copy x
 constexpr int kXRingBytes = X_RING_BYTES;    // bytes of all stages of x

@@ -82,7 +82,7 @@ FAMILIES: dict[str, AnyFamily] = {name: family for some in FAMILIES_OF.values() 
 ONE_TILE_M = 128
 """The largest M that fits in one CTA tile of most configurations."""
 
-SAMPLED_M = (1, 8, 32, 64, 512)
+SAMPLED_M = (1, 8, 16, 64, 512, 2048)
 """The values of M at which `choose_reduction` compares run times, one per range of M with tiles of its own."""
 
 TUNED_LIMIT = 0.9
@@ -178,7 +178,7 @@ def choose_reduction(problem: Problem, device: Device) -> Reduction:
     """Return the reduction of the batch-invariant GEMMs with the weight of ``problem``.
 
     The result depends on the weight, the dtype of x and the device, and neither on M nor on the epilogue: it minimizes
-    the largest modelled slowdown over SAMPLED_M.
+    the largest modelled slowdown over SAMPLED_M, compared with a problem that is not batch-invariant.
     """
     weight = Problem(
         m=1,
@@ -199,26 +199,33 @@ def choose_reduction(problem: Problem, device: Device) -> Reduction:
 
 @functools.lru_cache(maxsize=1024)
 def _choose_reduction(weight: Problem, device: Device) -> Reduction:
-    tables = [_reduction_times(replace(weight, m=m), device) for m in SAMPLED_M]
+    problems = [replace(weight, m=m) for m in SAMPLED_M]
+    tables = [_reduction_times(problem, device) for problem in problems]
     common = [reduction for reduction in tables[0] if all(reduction in table for table in tables)]
-    fastest = [min(table[reduction] for reduction in common) for table in tables]
+    default = [
+        min(candidate.us for candidate in _all_legal(replace(problem, batch_invariant=False), device))
+        for problem in problems
+    ]
 
     def slowdown(reduction: Reduction) -> float:
-        return max(table[reduction] / us for table, us in zip(tables, fastest, strict=True))
+        return max(table[reduction] / us for table, us in zip(tables, default, strict=True))
 
     return min(common, key=slowdown)
+
+
+def _all_legal(problem: Problem, device: Device) -> Iterator[Candidate]:
+    for family in families(problem).values():
+        if family.refusal(problem, device) is None:
+            yield from _legal(family, problem, device)
 
 
 def _reduction_times(problem: Problem, device: Device) -> dict[Reduction, float]:
     """Return the lowest modelled time of each reduction, in microseconds."""
     times: dict[Reduction, float] = {}
-    for family in families(problem).values():
-        if family.refusal(problem, device) is not None:
-            continue
-        for _, config, us in _legal(family, problem, device):
-            reduction = reduction_of(family, config, problem)
-            if reduction is not None:
-                times[reduction] = min(us, times.get(reduction, us))
+    for family, config, us in _all_legal(problem, device):
+        reduction = reduction_of(family, config, problem)
+        if reduction is not None:
+            times[reduction] = min(us, times.get(reduction, us))
     return times
 
 

@@ -131,11 +131,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_operation(tune, nargs="+", ms=None)
     tune.add_argument("--tries", metavar="T", type=int, default=12, help="configurations to time per M (default: 12)")
 
-    examples = ["--arch 90a", "--arch 80 --arch 89"]
+    examples = ["--arch 90a", "--arch 80 --arch 89", "--arch 90a --batch-invariant"]
     compile_ = command("compile", _compile, "compile every kernel, without a GPU", COMPILE, examples)
     compile_.add_argument(
         "--arch", metavar="ARCH", action="append", required=True, help="compute capability: 75, 90a, ...; repeatable"
     )
+    compile_.add_argument("--batch-invariant", action="store_true", help="also the kernels of batch_invariant=True")
 
     examples = [
         "4096x12288 --m 1,16 --arch 90",
@@ -343,7 +344,7 @@ def _tune(args: argparse.Namespace) -> int:
 def _compile(args: argparse.Namespace) -> int:
     from cupy_awq.tools import compile_all
 
-    return compile_all.run(args.arch)
+    return compile_all.run(args.arch, args.batch_invariant)
 
 
 def _explain(args: argparse.Namespace) -> int:
