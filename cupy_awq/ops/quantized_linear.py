@@ -10,7 +10,7 @@ import numpy as np
 from cupy_awq import block_check, block_reference, check, check_scalar
 from cupy_awq.activation import Activation
 from cupy_awq.block_check import QuantizedProduct
-from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import int8_problem, select
 from cupy_awq.kernels.int8_problem import EPILOGUE_ACTIVATIONS, Int8Problem
@@ -209,6 +209,13 @@ def linear_fp8(
         return block_reference.linear_fp8(x, weight, product, bias, epilogue, target)
     check_layer(weight, activation, "fp8")
     return _linear_fp8_on_gpu(x, weight, product, bias, epilogue, out)
+
+
+def convert_weight(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
+    """Convert a weight for `linear_int8` or `linear_fp8`. Raises the same errors as `check_layer`."""
+    block_weight = from_packed(weight)
+    check_layer(block_weight, activation, x_dtype)
+    return block_weight
 
 
 def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> None:
