@@ -36,6 +36,8 @@ FP8_CODE_SCALE = 512
 class Int8Problem:
     """A GEMM y [m, n] = activation(A @ W^T + bias) of quantized rows A [m, k] and a block-quantized weight W [n, k].
 
+    In messages, `str` writes W with the shape of its transpose, [k, n], as for 4-bit weights.
+
     Attributes:
         m: number of rows of A and y.
         n: number of rows of W and columns of y.
