@@ -122,8 +122,7 @@ class AwqLinear:
         if x_dtype is not None:
             from cupy_awq.ops.quantized_linear import convert_weight
 
-            with placement.use_device(spec.device):
-                self._quantized = convert_weight(weight, activation, x_dtype)
+            self._quantized = convert_weight(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype in (None, "auto") else weight
         # Kernels for the repacked layout need gate and up to be whole numbers of weight tiles; else the AWQ tensors
         # are needed.
@@ -278,8 +277,9 @@ class AwqLinear:
     def __call__(
         self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
     ) -> Array:
-        if self._quantized is not None and (self._x_dtype != "auto" or self._prefers_int8(x, residual, dtype)):
-            return self._multiply_quantized(self._quantized, x, out, residual, dtype)
+        weight = self._quantized
+        if weight is not None and (self._x_dtype != "auto" or self._prefers_int8(weight, x, residual, dtype)):
+            return self._multiply_quantized(weight, x, out, residual, dtype)
         # Validation and kernel selection depend only on shapes, strides and dtypes, so a cached launch needs neither.
         key: Any
         try:
@@ -298,14 +298,12 @@ class AwqLinear:
             gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
         return y
 
-    def _prefers_int8(self, x: Array, residual: Array | None, dtype: Any) -> bool:
+    def _prefers_int8(self, weight: BlockQuantizedWeight, x: Array, residual: Array | None, dtype: Any) -> bool:
         """Return whether an "auto" layer quantizes x."""
         from cupy_awq.ops.quantized_linear import prefers_int8
 
-        if residual is not None or dtype is not None or self._quantized is None:
-            return False
-        (x,) = arrays.views(x=x)
-        return prefers_int8(x, self._operand, self._quantized, self._bias, self._activation)
+        is_plain = residual is None and dtype is None
+        return is_plain and prefers_int8(x, self._operand, weight, self._bias, self._activation)
 
     def _multiply_quantized(
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any

@@ -212,8 +212,9 @@ def linear_fp8(
 
 
 def convert_weight(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
-    """Convert a weight for `linear_int8` or `linear_fp8`. Raises the same errors as `check_layer`."""
-    block_weight = from_packed(weight)
+    """Convert a weight for a layer with this ``x_dtype``. Raises the same errors as `check_layer`."""
+    with placement.use_device(weight.spec.device):
+        block_weight = from_packed(weight)
     check_layer(block_weight, activation, x_dtype)
     return block_weight
 
@@ -241,6 +242,7 @@ def prefers_int8(
         operand, weight: the same weight for `gemm` and for `linear_int8`.
         bias, activation: as in `gemm`.
     """
+    (x,) = views(x=x)
     if weight.device == HOST or x.dtype.name not in ITEMSIZE or not x.size:
         return False
     form = block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
