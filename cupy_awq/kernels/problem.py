@@ -178,7 +178,10 @@ class Problem:
 
     @property
     def tuning_key(self) -> TuningKey:
-        """The tuning key: "KxN" (first "KxN stream" for a GEMM with a `Fusion`), and M rounded up to a power of two."""
+        """The tuning key: the shapes to look up in turn, M, and M rounded up to a power of two.
+
+        The shape is "KxN"; for a GEMM with a `Fusion`, "KxN stream" is looked up before "KxN".
+        """
         shape = f"{self.k}x{self.n}"
         shapes = (f"{shape} stream", shape) if self.fusion else (shape,)
         return TuningKey(shapes, self.m, next_power_of_two(self.m))

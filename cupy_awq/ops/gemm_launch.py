@@ -143,7 +143,7 @@ def constant_pointers(
 
 
 def weight_pointers(weight: PackedWeight, bias: Array | None) -> tuple[int, ...]:
-    """Return the `constant_pointers` of a weight and its bias."""
+    """Return the `constant_pointers` of a weight and a bias, which may be None."""
     repacked = weight.repacked if isinstance(weight, RepackedWeight) else None
     return constant_pointers(weight.qweight, weight.scales, weight.qzeros, repacked, bias)
 
