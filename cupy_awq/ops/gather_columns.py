@@ -44,8 +44,8 @@ class ActivationOrder:
 def check_order(order: Array, k: int, index: int) -> Array:
     """Return a contiguous copy of ``order``, a permutation of 0 to k - 1 on device ``index``.
 
-    Kernels use the order as an index, so nobody else may hold the validated array. On a GPU, the copy of the order to
-    the host synchronizes.
+    Kernels use the order as an index without bounds checks, so the validated array must not be shared with callers, who
+    could modify it. On a GPU, the copy of the order to the host synchronizes.
 
     Raises:
         TypeError: the order is not an int32 array on device ``index``.

@@ -238,7 +238,7 @@ def prefers_int8(
     """Return whether the cost models expect `linear_int8` to take less time than `gemm` for x [..., K].
 
     Args:
-        x: the activations; False is returned if they are on the CPU, or if neither operation supports their dtype.
+        x: the activations; the result is False if x is on the CPU or empty, or has an unsupported dtype.
         operand, weight: the same weight for `gemm` and for `linear_int8`.
         bias, activation: as in `gemm`.
     """
