@@ -87,7 +87,8 @@ static_assert(!kHalo || (kTileN == 1 && kTileW == 8 && kTilePixels == kPixels),
               "8-pixel groups have a constant distance in shared memory");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 
-// The partial sums of split-K, float4 [rank][warpgroup][owned group][128], overwrite the stages.
+// After the main loop, the partial sums of split-K, float4 [rank][warpgroup][owned group][128], overwrite Boxes and
+// Weights.
 struct SharedStorage {
   using Boxes = SharedArray<0, kXStages, kBoxes * kBoxBytes>;
   using Weights = SharedArray<Boxes::kEnd, kWeightStages, kWeightBytes>;

@@ -19,6 +19,7 @@ static_assert(kXRows <= kBlockM, "a tile has no more rows of x");
 // Returns the largest power of two up to `value`.
 __device__ constexpr int last_power_of_two(int value) { return value < 2 ? 1 : 2 * last_power_of_two(value / 2); }
 
+#if !GATHER_X
 // The ring of x of one consumer: X_STAGES stages [row][kStageK], swizzled (swizzle.cuh) and filled by cp.async. A stage
 // of x covers the same k as a stage of the weight.
 class XRing {
@@ -67,8 +68,8 @@ class XRing {
   static constexpr uint32_t kRingBytes = kStages * kStageBytes;
   static constexpr int kConsumerSize = kConsumerWarps * 32;        // number of threads per consumer
   static constexpr int kRowLanes = kXChunks < 32 ? kXChunks : 32;  // number of threads that copy one row together
-  // The number of rows that the consumer copies per pass: a power of two, so that the distance between the chunks of a
-  // thread is a constant.
+  // The number of rows that the consumer copies per pass: a power of two, so that the swizzled offsets of a thread's
+  // rows differ by a compile-time XOR.
   static constexpr int kPassRows =
       last_power_of_two(kXRows * kRowLanes < kConsumerSize ? kXRows : kConsumerSize / kRowLanes);
   static constexpr int kCopiesNothing = -kXRows;  // value of rows_left_ in a thread that copies nothing
@@ -103,6 +104,7 @@ class XRing {
   uint32_t first_chunk_;  // byte offset of this thread's first chunk in a stage
   uint32_t read_ = 0;     // byte offset of the next stage to read
 };
+#endif
 
 // Prefetches this CTA's share of x into L2.
 __device__ __forceinline__ void prefetch_x(const Tile& tile, const X* x, int ldx, int m, int k) {

@@ -32,7 +32,7 @@ class GemmMmaCosts:
         latency_ns: latency per k tile (64 rows of W) of a CTA that is alone on its SM, in nanoseconds.
         latency_row_ns: increase of ``latency_ns`` per row of the CTA tile, in nanoseconds.
         mma_rate: tensor-core throughput of an SM, in multiply-adds per nanosecond.
-        convert_ns: time to dequantize one weight, in nanoseconds.
+        convert_ns: time in which an SM dequantizes one weight, in nanoseconds.
         bandwidth: achieved fraction of the nominal memory bandwidth.
         two_stages: factor on the latency with two stages, because copies through registers hardly overlap with mma.
         shared_sums_ns: time per slice to add the accumulators of a CTA to sums in shared memory, per element of the CTA
@@ -94,7 +94,10 @@ class GemmMmaConfig:
 
 
 class GemmMma:
-    """A kernel family for one architecture; the families differ in their mma and copy instructions."""
+    """A GEMM family with mma.sync; ``arch`` is the oldest architecture.
+
+    `GEMM_SM75` and `GEMM_SM80` differ in their mma and copy instructions.
+    """
 
     def __init__(self, name: str, arch: int, dtypes: tuple[str, ...], stages: int) -> None:
         self.NAME = name

@@ -28,6 +28,7 @@ from cupy_awq.kernels import (
     gemm_sm90,
     gemm_sm90_large,
     gemm_sm90_raw,
+    gemm_w4a8_sm90,
     gemv_int8,
     quantize_fp8,
     quantize_rows,
@@ -64,7 +65,7 @@ _REGISTERED: dict[type, tuple[AnyFamily, ...]] = {
     ),
     Dequantization: (dequantize,),
     Conversion: (convert,),
-    Int8Problem: (gemv_int8, GEMM_INT8_SM75, GEMM_INT8_SM80, gemm_int8_sm90, gemm_int8_simt),
+    Int8Problem: (gemv_int8, GEMM_INT8_SM75, GEMM_INT8_SM80, gemm_w4a8_sm90, gemm_int8_sm90, gemm_int8_simt),
     RowQuantization: (quantize_rows,),
     Fp8Quantization: (quantize_fp8,),
     Convolution: (conv2d_sm90, conv2d_sm90_large, conv2d_sm80, conv2d_simt),
@@ -83,7 +84,7 @@ ONE_TILE_M = 128
 """The largest M that fits in one CTA tile of most configurations."""
 
 SAMPLED_M = (1, 8, 16, 64, 512, 2048)
-"""The values of M at which `choose_reduction` compares run times, one per range of M with tiles of its own."""
+"""The values of M at which `choose_reduction` compares run times, each stands for M with similar CTA tiles."""
 
 TUNED_LIMIT = 0.9
 """The ratio of modelled times, best to tuned, below which the best configuration replaces one tuned at a larger M.
@@ -257,7 +258,7 @@ def forced(candidate: Candidate) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Choice]]:
-    """Collect all choices that `choose` returns in the context: `bench` and `tune` print the launched kernels."""
+    """Collect all choices that `choose` returns in the context, so that `bench` and `tune` know the launches."""
     trial = _Trial()
     token = _trial.set(trial)
     try:

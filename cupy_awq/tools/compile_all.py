@@ -104,6 +104,9 @@ def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
         problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
         yield gemm_sm90.prepare_weight(problem, gpu).kernel
         yield select.choose(problem, gpu, "gemm_sm90").plan.kernel
+        gathering = replace(problem, gathers_x=True)
+        if gather_columns.is_fused(gathering, gpu):
+            yield select.choose(gathering, gpu).plan.kernel
         if m <= gemm_sm90.MAX_FUSED_ROWS:
             fused = replace(problem, fusion=Fusion("add_to_stream" if k >= n else "rms_norm_x"))
             if n > 3 * k:
@@ -111,7 +114,7 @@ def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
             yield select.choose(fused, gpu).plan.kernel
         if m >= 256:
             large = _configurations(problem, gpu, ["gemm_sm90_large"])
-            # Tiles of other heights are compiled on first use, as they are for other M.
+            # Kernels with other tile heights, which serve other M, are compiled on first use.
             yield from (kernel for kernel in large if int(dict(kernel.defines)["BLOCK_M"]) % 128 == 0)
 
 
