@@ -42,6 +42,8 @@ ROWS_TO_BLOCKS_US = 7.5
 class Int8Problem:
     """A GEMM y [m, n] = activation(A @ W^T + bias) of quantized rows A [m, k] and a block-quantized weight W [n, k].
 
+    In messages, `str` writes W with the shape of its transpose, [k, n], as for 4-bit weights.
+
     Attributes:
         m: number of rows of A and y.
         n: number of rows of W and columns of y.

@@ -25,8 +25,8 @@ MARGIN = 0.45
 """The largest distance of a code before rounding from the code, at the start."""
 DECAYS = 0.9, 0.95
 """Adam's decay rates of the means of gradients and of squared gradients."""
-EPSILON = 1e-20
-"""The number that Adam adds to denominators, below any gradient that matters."""
+EPSILON = 1e-18
+"""The number that Adam adds to denominators: less than any gradient that matters, more than squares that underflow."""
 
 Backward = Callable[[Array], Array]
 """A function that returns the gradient of an operation's input, given the gradient of its output."""

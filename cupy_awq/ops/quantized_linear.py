@@ -211,6 +211,14 @@ def linear_fp8(
     return _linear_fp8_on_gpu(x, weight, product, bias, epilogue, out)
 
 
+def convert_weight(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
+    """Convert a weight for a layer with this ``x_dtype``. Raises the same errors as `check_layer`."""
+    with placement.use_device(weight.spec.device):
+        block_weight = from_packed(weight)
+    check_layer(block_weight, activation, x_dtype)
+    return block_weight
+
+
 def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> None:
     """Check that `linear_int8` (x_dtype "int8") or `linear_fp8` ("fp8") supports an activation, a weight and its GPU.
 
@@ -222,14 +230,6 @@ def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> 
         reason = int8_problem.fp8_refusal(weight.block_size, weight.shape[3], device.of(weight.device))
         if reason:
             raise ValueError(f"weight: expected one that a float8 kernel takes, got one that {reason}")
-
-
-def layer_weight(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
-    """Convert a weight for a layer with this ``x_dtype``. Raises the same errors as `check_layer`."""
-    with placement.use_device(weight.spec.device):
-        block_weight = from_packed(weight)
-    check_layer(block_weight, activation, x_dtype)
-    return block_weight
 
 
 def prefers_int8(

@@ -28,7 +28,8 @@ TESTS = {
     "gemm_sm75": RAW,
     "gemm_sm80": RAW,
     "gemm_sm90_raw": RAW + ", test_few_rows_of_any_problem",
-    "gemm_sm90": "test_repacked_kernels.py::test_any_repacked_problem, test_any_problem_with_a_fusion",
+    "gemm_sm90": "test_repacked_kernels.py::test_any_repacked_problem, test_any_problem_with_a_fusion,"
+    " test_any_problem_whose_kernel_gathers_x",
     "gemm_sm90_large": "test_repacked_kernels.py::test_persistent_ctas_with_stream_k",
 }
 
