@@ -39,7 +39,7 @@ INFINITY = 0x7C00
 """The bits of positive infinity in float16. Those of a NaN without its sign bit are larger, as integers."""
 
 LARGEST_SAFE = int(np.float16(65504 / 63).view(np.uint16)) - 1
-"""The bits of the largest integer in float16 (1039) whose products with all 6-bit numbers are at most 65504."""
+"""The bits of the largest float16 value (1039) whose products with all 6-bit numbers are at most 65504."""
 
 CHUNK_BLOCKS = 1 << 14
 """The number of super-blocks whose scales are computed at a time."""

@@ -37,7 +37,7 @@ SCORE_ROWS = 64
 
 
 class ContextFullError(ValueError):
-    """The error for a conversation that exceeds its capacity. With ``drop_oldest``, `Chat.say` first drops turns."""
+    """The error for a conversation that exceeds its capacity. `Chat.say` can drop old turns (``drop_oldest``)."""
 
 
 @dataclass
