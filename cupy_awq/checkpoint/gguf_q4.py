@@ -87,7 +87,7 @@ def _convert_q4(kind: str, where: str, data: npt.NDArray[np.uint8], bias: Array 
 
 
 def _check_rows(data: npt.NDArray[np.uint8], layout: str, block_bytes: int, where: str) -> tuple[int, int]:
-    """Return (N, blocks per row).
+    """Return (N, blocks per row) of the rows ``data`` of a tensor.
 
     Raises CheckpointError unless ``data`` is uint8 [N, bytes] with rows of whole blocks and N is a multiple of 8.
 

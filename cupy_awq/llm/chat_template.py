@@ -117,7 +117,7 @@ class Account:
         return value
 
     def charge_slice(self, value: Any) -> Any:
-        """Add the cost of a slice to the counter and return the slice; its elements are not counted again."""
+        """Add the cost of a slice to the counter and return the slice; the contents of its elements are not counted."""
         self.spend(len(value) if isinstance(value, str) else STEP * len(value))
         return value
 

@@ -26,7 +26,7 @@ MARGIN = 0.45
 DECAYS = 0.9, 0.95
 """Adam's decay rates of the means of gradients and of squared gradients."""
 EPSILON = 1e-18
-"""The number that Adam adds to denominators: less than any gradient that matters, more than squares that underflow."""
+"""The number that Adam adds to denominators: negligible, but not 0 where the squares of all gradients underflow."""
 
 Backward = Callable[[Array], Array]
 """A function that returns the gradient of an operation's input, given the gradient of its output."""
@@ -72,7 +72,7 @@ def tune_layer(
 
 
 class _Adam:
-    """Adam's running means of an array's gradient and of its square."""
+    """Adam's running means of the gradient of an array and of the square of this gradient."""
 
     def __init__(self, like: Array) -> None:
         xp = namespace(like)
