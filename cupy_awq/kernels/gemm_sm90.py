@@ -29,11 +29,11 @@ NAME = "gemm_sm90"
 MMA_MAX_M = 16
 """The largest M that the mma kernel supports."""
 WGMMA_MIN_M = 9
-"""The smallest M for the wgmma kernel; for smaller M, the mma kernel is faster."""
+"""The smallest M for the wgmma kernel, unless batch-invariant; for smaller M, the mma kernel is faster."""
 WGMMA_MAX_BLOCK_M = 128
 """The largest ``block_m`` of the wgmma kernel."""
 SCALED_MIN_M = 33
-"""The smallest M with ``scaled``, which rounds scaled weights: for smaller M, `gemm` guarantees unrounded weights."""
+"""The smallest M with ``scaled``, unless batch-invariant; for smaller M, `gemm` guarantees unrounded weights."""
 SPLITS = (1, 2, 3, 4, 5, 6, 8)
 """The split-K factors to try."""
 MAX_FUSED_ROWS = 32

@@ -94,9 +94,10 @@ class GemmLaunch:
         self._in_place = strides.residual == strides.y
 
     def __call__(self, x: int, residual: int, y: int, constants: tuple[int, ...], workspace: int, stream: int) -> None:
-        """Launch the kernel; all arguments but ``stream`` are buffer addresses, and 0 is a null pointer.
+        """Launch the kernel on the stream with handle ``stream``.
 
-        ``constants`` is a result of `constant_pointers`.
+        The other arguments are buffer addresses, and 0 is a null pointer; ``constants`` is a result of
+        `constant_pointers`.
         """
         pointers = (x, residual, y, workspace + workspaces.COUNTER_BYTES, workspace, *constants)
         self._launcher(self._order(pointers), stream)
@@ -105,7 +106,7 @@ class GemmLaunch:
         """Launch the kernel on the current stream with the stream's workspace, and return y.
 
         Returns None, without a launch, if another GPU is current or ``out`` overlaps an input. ``out`` may be the
-        residual itself, because each element of the residual is read by the thread that writes it.
+        residual itself, because each element of the residual is read by the thread that writes the same element of y.
         """
         import cupy
 
