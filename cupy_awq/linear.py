@@ -15,7 +15,7 @@ from cupy_awq.kernels.problem import NO_PREFETCH, Fusion, NextWeight
 from cupy_awq.kernels.repack import WEIGHT_TILE_N
 from cupy_awq.ops import concatenation, gemm_launch
 from cupy_awq.ops import plan as planning
-from cupy_awq.ops.gather_columns import check_order, gather_columns
+from cupy_awq.ops.gather_columns import ActivationOrder, gather_columns
 from cupy_awq.ops.repack import RepackedWeight, repack
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.weight import PackedWeight, check_packed
@@ -60,7 +60,7 @@ class AwqLinear:
             to the dtype of x. Not supported with an ``x_dtype``.
         order: the permutation of x for a weight whose rows are sorted by group (activation order, GPTQ's ``desc_act``),
             int32 [K] on the device of the weight: y = activation(x[..., order] @ W + bias). None for no permutation.
-            On a GPU, one additional launch gathers the columns of x.
+            On a GPU, some GEMMs of up to 4 rows gather the columns of x; for others, one additional launch does.
 
     Raises:
         TypeError, ValueError: an argument does not fit the weight; in a call: x, out, residual or dtype.
@@ -109,7 +109,7 @@ class AwqLinear:
         self._splits: tuple[int, ...] = (check.out_features(spec.n, form),)
         self._weight = weight
         self._bias = bias
-        self._order = None if order is None else check_order(order, spec.k, spec.device)
+        self._order = None if order is None else ActivationOrder.of(order, spec.k, spec.device)
         self._activation = activation
         self._launches: dict[Any, gemm_launch.GemmLaunch] = {}
         if x_dtype is not None and not (isinstance(x_dtype, str) and x_dtype in ("int8", "fp8", "auto")):
@@ -118,8 +118,11 @@ class AwqLinear:
         self._batch_invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
         if x_dtype is not None and batch_invariant:
             raise ValueError(f"batch_invariant: expected False for a layer with x_dtype={x_dtype!r}, got True")
-        with placement.use_device(spec.device):
-            self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
+        self._quantized: BlockQuantizedWeight | None = None
+        if x_dtype is not None:
+            from cupy_awq.ops.quantized_linear import convert_weight
+
+            self._quantized = convert_weight(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype in (None, "auto") else weight
         # Kernels for the repacked layout need gate and up to be whole numbers of weight tiles; else the AWQ tensors
         # are needed.
@@ -127,7 +130,8 @@ class AwqLinear:
         frees_weight = not check_scalar.validate_flag(keep_weight, "keep_weight")
         if frees_weight and x_dtype is None and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
             self._weight = self._operand = self._operand.without_original()
-        self._pointers = gemm_launch.weight_pointers(self._operand, bias) if spec.device != check.HOST else ()
+        pointers = gemm_launch.weight_pointers
+        self._pointers = pointers(self._operand, bias, self._order) if spec.device != check.HOST else ()
 
     @classmethod
     def concatenate(
@@ -234,7 +238,7 @@ class AwqLinear:
     @property
     def order(self) -> Array | None:
         """The permutation of x, y = x[..., order] @ W, int32 [K]; None without one. Do not modify the array."""
-        return self._order
+        return None if self._order is None else self._order.columns
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -273,13 +277,9 @@ class AwqLinear:
     def __call__(
         self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
     ) -> Array:
-        if self._order is not None:
-            (x,) = arrays.views(x=x)
-            spec = self._weight.spec
-            check.validate_x(x, spec.k, dtype, spec.device)
-            x = gather_columns(x, self._order)
-        if self._quantized is not None and (self._x_dtype != "auto" or self._prefers_int8(x, residual, dtype)):
-            return self._multiply_quantized(self._quantized, x, out, residual, dtype)
+        weight = self._quantized
+        if weight is not None and (self._x_dtype != "auto" or self._prefers_int8(weight, x, residual, dtype)):
+            return self._multiply_quantized(weight, x, out, residual, dtype)
         # Validation and kernel selection depend only on shapes, strides and dtypes, so a cached launch needs neither.
         key: Any
         try:
@@ -292,19 +292,18 @@ class AwqLinear:
             if y is not None:
                 return y
         options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
-        y, launch = gemm_launch.run_gemm(x, self._operand, **options, batch_invariant=self._batch_invariant)
+        options |= {"batch_invariant": self._batch_invariant, "order": self._order}
+        y, launch = gemm_launch.run_gemm(x, self._operand, **options)
         if launch is not None and key is not None:
             gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
         return y
 
-    def _prefers_int8(self, x: Array, residual: Array | None, dtype: Any) -> bool:
+    def _prefers_int8(self, weight: BlockQuantizedWeight, x: Array, residual: Array | None, dtype: Any) -> bool:
         """Return whether an "auto" layer quantizes x."""
         from cupy_awq.ops.quantized_linear import prefers_int8
 
-        if residual is not None or dtype is not None or self._quantized is None:
-            return False
-        (x,) = arrays.views(x=x)
-        return prefers_int8(x, self._operand, self._quantized, self._bias, self._activation)
+        is_plain = residual is None and dtype is None
+        return is_plain and prefers_int8(x, self._operand, weight, self._bias, self._activation)
 
     def _multiply_quantized(
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
@@ -319,6 +318,8 @@ class AwqLinear:
         x, out = arrays.views(x=x, out=out)
         spec = self._weight.spec
         check.validate_x(x, spec.k, device=spec.device)
+        if self._order is not None:
+            x = gather_columns(x, self._order.columns)
         shape = *x.shape[:-1], spec.n
         if out is not None:
             check.validate_out(out, shape, x.dtype, spec.device)
@@ -436,7 +437,7 @@ class AwqLinear:
 
     def __reduce__(self) -> Any:
         settings = {"activation": self._activation, "x_dtype": self.x_dtype, "batch_invariant": self._batch_invariant}
-        return _restored, (self.weight, self._bias, settings | {"order": self._order}, self._splits)
+        return _restored, (self.weight, self._bias, settings | {"order": self.order}, self._splits)
 
 
 def _restored(weight: PackedWeight, bias: Array | None, settings: dict[str, Any], splits: tuple[int, ...]) -> AwqLinear:
@@ -444,13 +445,3 @@ def _restored(weight: PackedWeight, bias: Array | None, settings: dict[str, Any]
     layer = AwqLinear(weight, bias=bias, **settings)
     layer._splits = splits
     return layer
-
-
-def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
-    """Convert a weight for `linear_int8` or `linear_fp8`. Raises the same errors as `check_layer`."""
-    from cupy_awq.block_weight import from_packed
-    from cupy_awq.ops.quantized_linear import check_layer
-
-    block_weight = from_packed(weight)
-    check_layer(block_weight, activation, x_dtype)
-    return block_weight

@@ -21,7 +21,7 @@ import cupy_awq
 from cupy_awq import AwqLinear, PackedWeight, llm
 from cupy_awq.check import BFLOAT16, FLOAT16
 from cupy_awq.checkpoint import Module
-from cupy_awq.kernels import gather_columns
+from cupy_awq.kernels import gather_columns, gemm_sm90
 from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.llm.build import build_model
 from cupy_awq.llm.cuda_ops import CudaOps
@@ -305,7 +305,7 @@ def test_load_gives_layers_with_an_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 5, 16, 70, 513])
+@pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 17, 40, 513])
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
 @pytest.mark.parametrize(("k", "group"), [(256, 128), (72, 8)])
 def test_layers_and_plans_with_an_order_on_the_gpu(m: int, element: np.dtype[Any], k: int, group: int) -> None:
@@ -325,6 +325,29 @@ def test_layers_and_plans_with_an_order_on_the_gpu(m: int, element: np.dtype[Any
     alone = AwqLinear(layer.weight, order=layer.order, keep_weight=False)
     if element != np.float32:
         assert alone(put(x)).get().tobytes() == planned.get().tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+@pytest.mark.parametrize("element", [FLOAT16, BFLOAT16], ids=str)
+def test_layers_whose_gemm_gathers_x_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, m: int, element: np.dtype[Any]
+) -> None:
+    """Contiguous and strided rows, and unaligned rows, for which a launch gathers."""
+    monkeypatch.setattr(gather_columns, "is_fused", lambda problem, gpu: gemm_sm90.refusal(problem, gpu) is None)
+    rng, k, n = np.random.default_rng(m), 1088, 72
+    weight, order = ordered(rng, k, n, 64, dtype=element)
+    x, residual = random_activations(rng, m, k, dtype=element), rng.standard_normal((m, n)).astype(element)
+    layer = AwqLinear(put(weight), order=put(order))
+    unaligned = put(np.concatenate([x[:1, :1].reshape(-1), x.reshape(-1)]))[1:].reshape(m, k)
+    for a in (put(x), put(np.concatenate([x, x], axis=1))[:, :k], unaligned):
+        plan = layer.plan(a, residual=put(residual))
+        assert (plan.workspace_bytes == 0) == (a is not unaligned)
+        for run in (layer, layer, plan):
+            out = nan_like((m, n), element)
+            y = run(a, out=out, residual=put(residual)) if run is layer else plan(a, out, residual=put(residual))
+            check_product(y, x[:, order], weight, residual=residual)
 
 
 @pytest.mark.gpu

@@ -122,6 +122,7 @@ def check_matmul(
     weight = random_weight(rng, problem.k, problem.n, problem.group_size, dtype=scales_dtype, zeros=problem.zeros)
     x = random_activations(rng, problem.m, problem.k, dtype=dtype)
     stream = residual_stream(problem, rng)
+    order = rng.permutation(problem.k) if problem.gathers_x else np.arange(problem.k)
     n_out = problem.n // 2 if problem.gated else problem.n
     bias = None
     if problem.bias_dtype:
@@ -152,9 +153,10 @@ def check_matmul(
     problem = replace(problem, strides=strides, aligned=aligned, x_aligned=arrays["x"].strides[0] % 16 == 0)
     scratch = {"partials": np.full(partial_bytes // 4, np.nan, np.float32), "counters": np.zeros(counters, np.uint32)}
     given = {name: None if a is None else a.astype(np.float64) for name, a in stream.items()}
-    run(family.plan(config, problem, facts), {**arrays, **stream, "bias": bias, "weight": repacked, **scratch})
+    operands = {**arrays, **stream, "bias": bias, "weight": repacked, "order": order.astype(np.uint16), **scratch}
+    run(family.plan(config, problem, facts), operands)
     y = arrays["y"].astype(np.float64)
-    w, x = float64_weight(weight.qweight, weight.scales, weight.qzeros), x.astype(np.float64)
+    w, x = float64_weight(weight.qweight, weight.scales, weight.qzeros), x.astype(np.float64)[:, order]
     if problem.rms_norms_x:
         inverse_rms = 1 / np.sqrt(given["square_sums"].sum(1) / problem.k + problem.fusion.eps)
         np.testing.assert_allclose(stream["inverse_rms"], inverse_rms, rtol=1e-5)

@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_awq.activation import FUNCTIONS
-from cupy_awq.kernels import gemm_sm90_config, select
+from cupy_awq.kernels import gather_columns, gemm_sm90_config, select
 from cupy_awq.kernels.problem import Fusion, NextWeight, Problem
 from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.packing import unpack_int4
 from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
 from tests.backends import BACKENDS, HOPPER, LANDINGS, runner
+from tests.simt.kernels import patched
+from tests.simt.test_seeded_bugs import Seed, outcome
 from tests.test_kernels import DTYPES, candidates, check_matmul, facts, repack, rounded_once
 from tests.test_reference import float64_weight
 
@@ -91,6 +93,52 @@ def test_consumers_of_every_number_of_warps_copy_all_rows_of_x(
     assert set(configs) == {1, 2, 3, 4, 6, 7, 8}
     for config in configs.values():
         check_matmul(runner(backend), problem, family, config, here, seed=m)
+
+
+@pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])
+@given(data=st.data())
+@settings(max_examples=10)
+def test_any_problem_whose_kernel_gathers_x(backend: str, data: st.DataObject) -> None:
+    """K that ends within a weight tile, consumers of every number of warps, strided rows, all epilogues."""
+    problem = replace(any_problem(data, [1, 2, 3, 4], 320, 1152), gathers_x=True)
+    here = facts(90, backend)
+    family = select.FAMILIES["gemm_sm90"]
+    configs = {(c.weight_tiles, c.split_k, c.k_tiles, c.ctas_per_sm): c for c in family.configs(problem, here)}
+    config = configs[data.draw(st.sampled_from(sorted(configs)))]
+    pad = data.draw(st.sampled_from([0, 8]))
+    check_matmul(runner(backend), problem, family, config, here, seed=data.draw(st.integers(0, 99)), pad=pad)
+
+
+@pytest.mark.slow
+def test_columns_gathered_before_all_threads_have_copied_their_part_of_x_are_caught() -> None:
+    wait, barrier = "wait_group<0>();", "\n    ptx::barrier_sync(kBarrier, kConsumerThreads);"
+    problem = Problem(3, 192, 1024, 128, repacked=True, gathers_x=True)
+    seed = Seed("gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", wait + barrier, wait, ("race", "race"), problem)
+    assert outcome(seed, "latest") == "nothing"
+    with patched(seed.file, seed.old, seed.new):
+        assert (outcome(seed, "latest"), outcome(seed, "earliest")) == seed.caught
+
+
+@pytest.mark.parametrize(
+    ("change", "is_fused"),
+    [
+        ({}, True),
+        ({"m": 2}, True),
+        ({"m": 4}, False),  # copies of x to every SM take longer than a launch
+        ({"m": 4, "n": 28672, "k": 4096}, True),
+        ({"m": 5, "n": 28672, "k": 4096}, False),
+        ({"k": 4096}, False),  # a short GEMM does not hide the copies
+        ({"k": 16384 + 128}, False),
+        ({"batch_invariant": True}, False),
+        ({"x_aligned": False}, False),
+        ({"repacked": False}, False),
+        ({"dtype": "float32"}, False),
+    ],
+)
+def test_the_gemm_gathers_few_rows_of_x_where_this_is_faster(change: dict[str, int | str], is_fused: bool) -> None:
+    problem = replace(Problem(1, 4096, 12288, 128, repacked=True, gathers_x=True), **change)
+    assert gather_columns.is_fused(problem, facts(90, "latest")) == is_fused
+    assert not gather_columns.is_fused(problem, facts(80, "latest"))
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])

@@ -6,10 +6,12 @@
 //
 //   weight, bias, residual, y   as in gemm_sm90.cuh
 //   x       X [m, k], row stride ldx values; rows start at multiples of 16 bytes
+//   order   with GATHER_X: uint16 [k], a permutation, aligned to 16 bytes; the kernel multiplies x[m, order[k]]
 //
 // Limits: as for gemm_sm90.cuh, and m <= 16; sm_90 and newer. A consumer has one warp per tile column; the warp
 // computes 32 columns of the CTA tile for all BLOCK_M rows. Consumers copy x themselves with cp.async, which has a
-// lower latency than TMA for few rows.
+// lower latency than TMA for few rows. With GATHER_X, each CTA copies whole rows of x to shared memory, from where its
+// consumers gather their columns.
 //
 // Zero points: operand A holds q plus a constant (RawCodes). The scale and the zero point of a group are applied to its
 // float32 accumulators:
@@ -25,10 +27,18 @@
 #include "hopper/swizzle.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/ld_shared.cuh"
 #include "ptx/prefetch.cuh"
+#include "ptx/st_shared.cuh"
 #include "common/warp.cuh"
 
 static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_mma needs sm_90");
+
+#if GATHER_X
+#define ORDER_PARAMETER const uint16_t *order,
+#else
+#define ORDER_PARAMETER
+#endif
 
 constexpr int kM8Tiles = kBlockM / 8;
 constexpr int kN16Tiles = 2;  // number of 16-column mma tiles per weight tile
@@ -52,6 +62,7 @@ static_assert(kConsumerWarps == kWeightTiles, "a warp computes the columns of on
 // Returns the largest power of two up to `value`.
 __device__ constexpr int last_power_of_two(int value) { return value < 2 ? 1 : 2 * last_power_of_two(value / 2); }
 
+#if !GATHER_X
 // The ring of x of one consumer: X_STAGES stages [row][kStageK], swizzled (swizzle.cuh) and filled by cp.async. A stage
 // of x covers the same k as a stage of the weight.
 class XRing {
@@ -137,10 +148,95 @@ class XRing {
   uint32_t read_ = 0;     // byte offset of the next stage to read
 };
 
+#else
+// The x of a CTA's slice of K in its activation order. After SharedStorage, shared memory holds
+//
+//   | x [m][k] | order uint16 [slice of K] | gathered [iteration][row][kStageK], swizzled (swizzle.cuh) |
+//
+// A thread copies and uses the same indices, so the threads synchronize only twice: before and after the gather.
+class GatheredX {
+ public:
+  // Starts to copy the order, which no preceding kernel writes. The caller has not started to copy weights yet, because
+  // memory serves the copies in order.
+  static __device__ __forceinline__ void copy_order(const uint16_t* order, const Tile& tile, int m, int k) {
+    const int k_begin = tile.k_tile_begin * kWeightTileK;
+    for (int column = threadIdx.x * 8; column < slice_columns(tile, k); column += kConsumerThreads * 8) {
+      ptx::cp_async_16(order_address(tile, m, k, column), order + k_begin + column, 16);
+    }
+  }
+
+  // Copies and gathers the x of all consumers.
+  __device__ __forceinline__ GatheredX(const X* x, int ldx, const Tile& tile, int consumer, int m, int k) {
+    const uint32_t rows = tile.shared.begin + kRowsBegin;
+    for (int row = 0; row < m; ++row) {
+      for (int column = threadIdx.x * 8; column < k; column += kConsumerThreads * 8) {
+        ptx::cp_async_16(rows + (row * k + column) * sizeof(X), x + static_cast<int64_t>(row) * ldx + column, 16);
+      }
+    }
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<0>();
+    ptx::barrier_sync(kBarrier, kConsumerThreads);
+    const int columns = slice_columns(tile, k);
+    const uint32_t gathered = order_address(tile, m, k, columns);
+    // The last weight tile may be longer than the slice; zeros fill it.
+    for (int column = threadIdx.x * 8; column < ceil_div(columns, kWeightTileK) * kWeightTileK;
+         column += kConsumerThreads * 8) {
+      uint32_t indices[4] = {};  // pairs of indices
+      if (column < columns) ptx::ld_shared(indices, order_address(tile, m, k, column));
+      uint32_t words[kXRows][4] = {};
+#pragma unroll
+      for (int row = 0; row < kXRows; ++row) {
+        if (row >= m || column >= columns) break;
+        const uint32_t source = rows + row * k * sizeof(X);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t low = ptx::ld_shared_u16(source + (indices[i] & 0xffff) * sizeof(X));
+          words[row][i] = low | ptx::ld_shared_u16(source + (indices[i] >> 16) * sizeof(X)) << 16;
+        }
+      }
+      const uint32_t target = gathered + column / kStageK * kStageBytes;
+      const int chunk = column % kStageK / 8;
+#pragma unroll
+      for (int row = 0; row < kXRows; ++row) {
+        if (row >= m) break;
+        ptx::st_shared(target + (row * kXChunks + (chunk ^ swizzle_bits(row))) * 16, words[row]);
+      }
+    }
+    ptx::barrier_sync(kBarrier, kConsumerThreads);
+    next_ = gathered + consumer * kStageBytes;
+  }
+
+  // Returns the shared address of the x of the consumer's next iteration.
+  __device__ __forceinline__ uint32_t next() {
+    const uint32_t begin = next_;
+    next_ += kConsumers * kStageBytes;
+    return begin;
+  }
+
+ private:
+  static constexpr uint32_t kStageBytes = kXRows * kXChunks * 16;
+  static constexpr int kRowsBegin = ceil_div(SharedStorage::kBytes, 16) * 16;
+  static constexpr int kBarrier = 1;  // named barrier of the consumers; sync_cta takes barrier 0
+
+  static_assert(kM8Tiles == 1, "lanes past the last row of x load that row again");
+
+  // Returns the number of columns of x in this CTA's slice of K.
+  static __device__ __forceinline__ int slice_columns(const Tile& tile, int k) {
+    return min(k, tile.k_tile_end * kWeightTileK) - tile.k_tile_begin * kWeightTileK;
+  }
+  // Returns the shared address of the index of a column of the slice.
+  static __device__ __forceinline__ uint32_t order_address(const Tile& tile, int m, int k, int column) {
+    return tile.shared.begin + kRowsBegin + m * k * sizeof(X) + column * sizeof(uint16_t);
+  }
+
+  uint32_t next_;
+};
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     gemm_sm90_mma(const uint8_t* weight, const BIAS* bias, const X* residual, X* y,
-                  FUSION_PARAMETERS NEXT_WEIGHT_PARAMETER const X* x, int m, int n, int k, int ldr, int ldy, int ldx,
-                  float low, float high, float eps NEXT_WEIGHT_SCALARS) {
+                  FUSION_PARAMETERS NEXT_WEIGHT_PARAMETER const X* x, ORDER_PARAMETER int m, int n, int k, int ldr,
+                  int ldy, int ldx, float low, float high, float eps NEXT_WEIGHT_SCALARS) {
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
   const int consumer = warp / kConsumerWarps;
@@ -150,6 +246,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   float zero_sums[kN16Tiles][4] = {};  // with kSliced: -s * z * sum of x over this lane's slices of K
 
   auto prefetch_x = [&](const Tile& tile) {
+#if GATHER_X
+    GatheredX::copy_order(order, tile, m, k);
+#endif
     constexpr int kLine = 128 / sizeof(X);
     const int k_end = min(k, tile.k_tile_end * kWeightTileK);
     for (int part = tile.n_block % kXParts + threadIdx.x * kXParts;; part += kConsumerThreads * kXParts) {
@@ -160,7 +259,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
   };
   auto accumulate = [&](const Tile& tile) {
+#if !GATHER_X
     XRing ring(x, ldx, tile, consumer, m, k);
+#endif
     const auto pipeline = tile.shared.pipeline();
     // The shared addresses of this lane's codes, scales and zero points in stage 0, and the byte offsets of this lane's
     // operands in a stage of x.
@@ -168,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const uint32_t my_codes = ptx::opaque(weight_tile + lane * 16);
     const uint32_t my_scales = ptx::opaque(weight_tile + kCodeBytes + lane / 4 * 4);
     const uint32_t my_zeros = ptx::opaque(weight_tile + kCodeBytes + 32 + lane / 4 * 2);
-    const int x_row = min(lane % 8, kXRows - 1);
+    const int x_row = min(lane % 8, (GATHER_X ? m : kXRows) - 1);
     const uint32_t my_x = ptx::opaque((x_row * kXChunks + (lane / 8 ^ swizzle_bits(x_row))) * 16);
     const uint32_t my_other_x = ptx::opaque(my_x ^ 64);
     // With kSliced, row i of an 8 x 8 matrix of operand B is row i % kXRows of x in slice i / kXRows of K; the order of
@@ -177,7 +278,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const int sliced_chunk = kXRows == 1 ? lane % 16 : lane % 8 / kXRows * 2 + lane / 8 % 2;
     const uint32_t my_slices = (sliced_row * kXChunks + (sliced_chunk ^ swizzle_bits(sliced_row))) * 16;
     ptx::griddepcontrol_wait();
+#if GATHER_X
+    GatheredX ring(x, ldx, tile, consumer, m, k);
+#else
     ring.begin();
+#endif
 
     auto state = PipelineState<kStages>::consumer(consumer);
     for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {
@@ -277,7 +382,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       pipeline.consumer_release(state.stage_idx, lane);
       state.advance_by(kConsumers);
     }
+#if !GATHER_X
     ring.end();
+#endif
 #pragma unroll
     for (int i = 0; i < kN16Tiles; ++i) {
 #pragma unroll

@@ -29,8 +29,8 @@
 //
 // Each warp is producer and consumer of its own ring of STAGES stages, each of one step: the warp copies words and x by
 // TMA and refills a stage once all lanes have read it. Since one warp has both roles, stages have full barriers but no
-// empty barriers; hopper/pipeline.cuh explains why no wait passes early. Words are stored as [row % 8][t][word], so that
-// lanes read different banks.
+// empty barriers; hopper/pipeline.cuh explains why no wait passes early. Words are stored as [row % 8][t][word], so
+// that lanes read different banks.
 //
 // Programmatic dependent launch (PDL): with MAY_PREFETCH_WEIGHTS, no kernel in flight writes the weight, so the words
 // of all stages and the parameters of the first group are read before griddepcontrol.wait. Otherwise, nothing is read

@@ -28,6 +28,8 @@ from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 NAME = "gemm_sm90"
 MMA_MAX_M = 16
 """The largest M that the mma kernel supports."""
+GATHER_MAX_M, GATHER_MAX_K = 4, 16384
+"""The largest M and K for which the mma kernel gathers the columns of x; beyond, a launch before the GEMM is faster."""
 WGMMA_MIN_M = 9
 """The smallest M for the wgmma kernel, unless batch-invariant; for smaller M, the mma kernel is faster."""
 WGMMA_MAX_BLOCK_M = 128
@@ -47,6 +49,8 @@ def refusal(problem: Problem, device: Device) -> str | None:
         return f"fuses the residual stream only for M <= {MAX_FUSED_ROWS}, not {problem.m}"
     if problem.adds_to_stream and (problem.gated or problem.residual or not problem.aligned):
         return "cannot add a gated, unaligned or residual result to the residual stream"
+    if problem.gathers_x and (problem.m > GATHER_MAX_M or problem.k > GATHER_MAX_K or problem.fusion):
+        return f"gathers the columns of x only for M <= {GATHER_MAX_M} and K <= {GATHER_MAX_K}, without a fusion"
     return repacked_refusal(problem, device)
 
 
@@ -101,7 +105,7 @@ def _mma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
 
 
 def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
-    if problem.m < WGMMA_MIN_M and not problem.batch_invariant:
+    if problem.gathers_x or (problem.m < WGMMA_MIN_M and not problem.batch_invariant):
         return
     all_k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     for block_m in tile_heights(problem.m):
@@ -165,7 +169,8 @@ def _with_stages(config: GemmSm90Config, ctas_per_sm: int, stages_each: int) -> 
 def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan:
     """Return the launch plan.
 
-    The buffers are weight (`RepackedLayout`), bias, residual, y, x and `Fusion.buffers`.
+    The buffers are weight (`RepackedLayout`), bias, residual, y, x, `Fusion.buffers` and, with ``gathers_x``, order:
+    uint16 [k], a permutation, aligned to 16 bytes.
     """
     defines: tuple[tuple[str, int | str], ...] = (
         *repacked_defines(problem),
@@ -181,8 +186,8 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
         ("WINDOW", config.window(problem)),
         ("CONSUMER_REGISTERS", config.consumer_registers),
         ("X_STAGE_BYTES", config.x_stage_bytes),
-        ("X_RING_BYTES", config.x_ring_bytes),
-        ("SHARED_BYTES", config.shared_bytes(problem)),
+        ("X_RING_BYTES", 0 if problem.gathers_x else config.x_ring_bytes),
+        ("SHARED_BYTES", config.storage_bytes(problem)),
         ("ADD_TO_STREAM", int(problem.adds_to_stream)),
         ("RMS_NORM_X", int(problem.rms_norms_x)),
         ("ORDER_Y", int(problem.orders_y)),
@@ -192,7 +197,7 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
     x: Argument = "x"
     factors: tuple[float, ...] = ()
     if config.name == MMA:
-        defines += (("X_ROWS", config.x_rows), ("X_STAGES", config.x_stages))
+        defines += (("X_ROWS", config.x_rows), ("X_STAGES", config.x_stages), ("GATHER_X", int(problem.gathers_x)))
         sizes += (strides.x,)
     else:
         defines += (
@@ -212,7 +217,7 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
         Kernel(f"gemm/{config.name}.cu", config.name, defines, device.target),
         grid,
         (config.threads(problem), 1, 1),
-        ("weight", "bias", "residual", "y", *fusion_buffers, x, *scalars),
+        ("weight", "bias", "residual", "y", *fusion_buffers, x, *(("order",) if problem.gathers_x else ()), *scalars),
         config.shared_bytes(problem),
         cluster=(config.split_k, 1, 1),
         dependent=True,

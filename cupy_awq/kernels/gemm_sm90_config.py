@@ -110,9 +110,21 @@ class GemmSm90Config:
         return min(self.stages, max(1, WINDOW_BYTES // stage_bytes))
 
     def shared_bytes(self, problem: Problem) -> int:
-        """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
+        """Return the dynamic shared memory per CTA in bytes."""
+        if not problem.gathers_x:
+            return self.storage_bytes(problem)
+        iterations = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), self.k_tiles)
+        columns = ceil_div(iterations, self.split_k) * self.k_tiles * WEIGHT_TILE_K
+        gathered = problem.m * problem.k + (1 + self.x_rows) * columns
+        return ceil_div(self.storage_bytes(problem), 16) * 16 + gathered * 2
+
+    def storage_bytes(self, problem: Problem) -> int:
+        """Return the dynamic shared memory per CTA in bytes, without what a kernel that gathers x adds.
+
+        SharedStorage in CUDA static_asserts the same value.
+        """
         stage = self.weight_tiles * self.k_tiles * RepackedLayout.of(problem).weight_tile_bytes + 16
-        stages = self.x_ring_bytes + self.stages * stage
+        stages = (0 if problem.gathers_x else self.x_ring_bytes) + self.stages * stage
         accumulators = self.consumers * self._accumulator_bytes(self.block_m)
         owned = ceil_div(self.block_m // 2, self.split_k) * 2
         received = 16 + (self.split_k - 1) * self._accumulator_bytes(owned) if self.split_k > 1 else 0

@@ -51,6 +51,9 @@ class MmaCosts:
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
         refill_us: time from the release of a stage until its next copies have landed.
         norm: exponent of the p-norm that combines the times that overlap.
+        gather_us: fixed time to gather the columns of x, with ``gathers_x``.
+        gather_kib_us: further time per KiB of x that the CTAs of an SM copy, with ``gathers_x``.
+        gather_split_us: further time with ``gathers_x`` and split-K.
         latency_ns: time per weight tile of a warp that is alone on its scheduler, by ``x_rows``.
         issue_ns: time in which a scheduler issues the instructions of one warp for a weight tile, by ``x_rows``.
     """
@@ -67,6 +70,9 @@ class MmaCosts:
     stream_factor: float = 1.006
     refill_us: float = 0.997
     norm: float = 1.77
+    gather_us: float = 1.0
+    gather_kib_us: float = 0.02
+    gather_split_us: float = 0.34
     latency_ns: dict[int, int] = field(default_factory=lambda: {1: 223, 2: 271, 4: 197, 8: 278, 16: 545})
     issue_ns: dict[int, int] = field(default_factory=lambda: {1: 83, 2: 104, 4: 124, 8: 111, 16: 333})
 
@@ -204,6 +210,9 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
         "consumers": costs.consumer_us * config.consumers,
         "x": costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0,
     }
+    if problem.gathers_x:
+        x_kib = at.concurrent * problem.m * problem.k * 2 / 1024
+        fixed["gather"] = costs.gather_us + costs.gather_kib_us * x_kib + costs.gather_split_us * (config.split_k > 1)
     return TimeParts(sum(fixed.values()) + _norm(overlapping, costs.norm), fixed, overlapping)
 
 

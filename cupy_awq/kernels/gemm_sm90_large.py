@@ -127,6 +127,8 @@ class GemmSm90LargeConfig:
 def refusal(problem: Problem, device: Device) -> str | None:
     if problem.fusion:
         return "cannot fuse the residual add or RMSNorm of a decoder"
+    if problem.gathers_x:
+        return "cannot gather the columns of x"
     if problem.m < MIN_M:
         return f"needs M >= {MIN_M}, not {problem.m}"
     if problem.dtype == "float16" and problem.wide_scales:

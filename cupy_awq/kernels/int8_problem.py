@@ -32,9 +32,17 @@ FP8_CODE_SCALE = 512
 """The ratio of a 4-bit code c to the e4m3 number with the same bits, whose value is c / 512."""
 
 
+EARLY_START_M = 128
+"""The largest M for which the product may start while x is quantized (PDL): 2 to 25% less time for both on an H100."""
+ROWS_TO_BLOCKS_US = 7.5
+"""The time on an H100 to expand one scale per row of x to one per block, for kernels that take no scales of rows."""
+
+
 @dataclass(frozen=True)
 class Int8Problem:
     """A GEMM y [m, n] = activation(A @ W^T + bias) of quantized rows A [m, k] and a block-quantized weight W [n, k].
+
+    In messages, `str` writes W with the shape of its transpose, [k, n], as for 4-bit weights.
 
     Attributes:
         m: number of rows of A and y.
@@ -126,6 +134,11 @@ class Int8Problem:
         padded_n = ceil_div(self.n, PADDED_N) * PADDED_N
         sizes = (self.m, self.n, self.k, self.block_size, padded_n, self.y_row_stride)
         return (*buffers, *map(np.int32, sizes), *map(np.float32, self.limits))
+
+
+def is_dependent(m: int, device: Device) -> bool:
+    """Return whether the quantization of M rows is a dependent launch that lets the product start early (PDL)."""
+    return device.arch >= 90 and m <= EARLY_START_M
 
 
 def activation_refusal(problem: Int8Problem) -> str | None:

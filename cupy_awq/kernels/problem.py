@@ -147,6 +147,7 @@ class Problem:
         may_prefetch_weights: whether the weight may be read before the preceding kernel finishes (PDL), because no
             kernel that is still running writes it.
         strides: row strides in elements; None if all arrays are contiguous.
+        gathers_x: whether the kernel gathers the columns of x in an activation order.
         batch_invariant: whether the bits of a row of y must not depend on m (`cupy_awq.kernels.reduction`).
     """
 
@@ -171,6 +172,7 @@ class Problem:
     fusion: Fusion | None = None
     may_prefetch_weights: bool = False
     strides: Strides | None = None
+    gathers_x: bool = False
     batch_invariant: bool = False
 
     def __str__(self) -> str:
@@ -181,9 +183,10 @@ class Problem:
         """The tuning key: the shapes to look up in turn, M, and M rounded up to a power of two.
 
         The shape is "KxN"; for a GEMM with a `Fusion`, "KxN stream" is looked up before "KxN".
+        A kernel that gathers x is not tuned: configurations that are the fastest without a gather are not with one.
         """
         shape = f"{self.k}x{self.n}"
-        shapes = (f"{shape} stream", shape) if self.fusion else (shape,)
+        shapes = (f"{shape} gather",) if self.gathers_x else (f"{shape} stream", shape) if self.fusion else (shape,)
         return TuningKey(shapes, self.m, next_power_of_two(self.m))
 
     @property
@@ -246,6 +249,8 @@ def awq_layout_refusal(problem: Problem) -> str | None:
     """Return the reason why kernels that read the AWQ layout cannot solve the problem, or None."""
     if problem.fusion:
         return "cannot fuse the residual add or RMSNorm of a decoder"
+    if problem.gathers_x:
+        return "cannot gather the columns of x"
     if not problem.has_awq_layout:
         return "needs the weight in the AWQ layout, which AwqLinear(keep_weight=False) has freed"
     return None

@@ -3,14 +3,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from cupy_awq import check
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import gather_columns as kernel
+from cupy_awq.kernels.gemm_sm90 import GATHER_MAX_K
 from cupy_awq.packing import namespace
 from cupy_awq.runtime import arrays, device, placement, workspace
 from cupy_awq.runtime.launch import Launcher, get_launcher
+
+
+@dataclass(frozen=True)
+class ActivationOrder:
+    """A validated activation order of a layer: x[..., columns] is multiplied by the weight.
+
+    Attributes:
+        columns: int32 [K], a permutation of 0 to K - 1, contiguous.
+        short: ``columns`` as uint16, for GEMM kernels that gather the columns of x; None on the CPU and for large K.
+    """
+
+    columns: Array
+    short: Array | None
+
+    @classmethod
+    def of(cls, order: Array, k: int, index: int) -> ActivationOrder:
+        """Validate and copy ``order``; see `check_order`.
+
+        Kernels may read ``short`` before the preceding kernel finishes (PDL), so the stream must be synchronized before
+        the first launch. The constructor of `AwqLinear` calls `repack` afterwards, which synchronizes.
+        """
+        columns = check_order(order, k, index)
+        with placement.use_device(index):
+            short = columns.astype(np.uint16) if index != HOST and k <= GATHER_MAX_K else None
+        return cls(columns, short)
 
 
 def check_order(order: Array, k: int, index: int) -> Array:
@@ -66,10 +94,10 @@ def gather_columns(x: Array, order: Array) -> Array:
 
 
 def prepare_gather(x: Array, index: int) -> Launcher:
-    """Return a launcher of the kernel ``gather_columns`` for arrays with the layout of x, whose rows are equally spaced.
+    """Return a launcher of the kernel ``gather_columns`` for arrays with the layout of x: rows are equally spaced.
 
-    A call of the launcher takes the addresses of x, of the order and of y (contiguous, aligned to 32 bytes), and a stream of the
-    current GPU, whose ordinal is ``index``.
+    A call of the launcher takes the addresses of x, of the order and of y (contiguous, aligned to 32 bytes), and a
+    stream of the current GPU, whose ordinal is ``index``.
     """
     m, k = arrays.count_rows(x), x.shape[-1]
     dtype = "float32" if x.dtype.itemsize == 4 else "float16"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,16 @@ import numpy as np
 from cupy_awq import check, check_scalar, reference
 from cupy_awq.activation import Activation
 from cupy_awq.check import HOST, Array
-from cupy_awq.kernels import select
+from cupy_awq.kernels import gather_columns, select
 from cupy_awq.kernels.problem import Problem, Strides
+from cupy_awq.ops.gather_columns import ActivationOrder, prepare_gather
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime import workspace as workspaces
-from cupy_awq.runtime.launch import get_launcher
+from cupy_awq.runtime.launch import Launcher, get_launcher
 from cupy_awq.weight import PackedWeight
 
-BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "weight", "bias")
+BUFFERS = ("x", "residual", "y", "partials", "counters", "qweight", "scales", "qzeros", "weight", "bias", "order")
 """The buffers of a GEMM: the arrays of a call, the workspace, then the arrays that are the same for all calls."""
 
 
@@ -35,14 +37,29 @@ class GemmLaunch:
         kernel, split_k: as in `gemm`.
         may_prefetch_weights: whether a kernel may read the weight before the preceding kernel finishes (PDL).
         batch_invariant: as in `gemm`.
+        order: activation order of x, or None.
 
     Attributes:
         kernel: name of the kernel.
         shape: shape of y.
         workspace_bytes: size of the split-K workspace in bytes; 0 if none is needed.
+        gathered_bytes: size in bytes of x in its activation order, which a launch before the GEMM writes; 0 if there is
+            no such launch.
     """
 
-    __slots__ = ("_extents", "_in_place", "_index", "_launcher", "_order", "kernel", "shape", "workspace_bytes")
+    __slots__ = (
+        "_columns",
+        "_extents",
+        "_gather",
+        "_in_place",
+        "_index",
+        "_launcher",
+        "_order",
+        "gathered_bytes",
+        "kernel",
+        "shape",
+        "workspace_bytes",
+    )
 
     def __init__(
         self,
@@ -56,6 +73,7 @@ class GemmLaunch:
         split_k: int | None,
         may_prefetch_weights: bool = False,
         batch_invariant: bool = False,
+        order: ActivationOrder | None = None,
     ) -> None:
         qweight, scales, qzeros = weight.qweight, weight.scales, weight.qzeros
         offsets = qzeros if weight.spec.zeros == "float" else None
@@ -79,10 +97,19 @@ class GemmLaunch:
             x_aligned=arrays.is_aligned(x),
             may_prefetch_weights=may_prefetch_weights,
             strides=strides,
+            gathers_x=order is not None,
             batch_invariant=batch_invariant,
         )
         self._index = weight.spec.device
-        choice = select.choose(problem, device.of(self._index), kernel, split_k)
+        gpu = device.of(self._index)
+        self._gather: Launcher | None = None
+        self._columns = self.gathered_bytes = 0
+        if order is not None and not gather_columns.is_fused(problem, gpu):
+            self._gather, self._columns = prepare_gather(x, self._index), arrays.address(order.columns)
+            self.gathered_bytes = x.size * x.dtype.itemsize
+            gathered = strides._replace(x=problem.k)
+            problem = replace(problem, gathers_x=False, x_aligned=True, strides=gathered)
+        choice = select.choose(problem, gpu, kernel, split_k)
         partial_bytes = choice.family.workspace(choice.config, problem).partial_bytes
         self._launcher = get_launcher(choice.plan, self._index)
         self.kernel = choice.name
@@ -93,12 +120,18 @@ class GemmLaunch:
         self._extents = tuple(((m - 1) * stride + width) * x.dtype.itemsize for stride, width in widths)
         self._in_place = strides.residual == strides.y
 
-    def __call__(self, x: int, residual: int, y: int, constants: tuple[int, ...], workspace: int, stream: int) -> None:
+    def __call__(
+        self, x: int, residual: int, y: int, constants: tuple[int, ...], workspace: int, gathered: int, stream: int
+    ) -> None:
         """Launch the kernel on the stream with handle ``stream``.
 
         The other arguments are buffer addresses, and 0 is a null pointer; ``constants`` is a result of
-        `constant_pointers`.
+        `constant_pointers`. ``gathered`` is the address of ``gathered_bytes`` bytes of scratch memory, a multiple of
+        32.
         """
+        if self._gather is not None:
+            self._gather((x, self._columns, gathered), stream)
+            x = gathered
         pointers = (x, residual, y, workspace + workspaces.COUNTER_BYTES, workspace, *constants)
         self._launcher(self._order(pointers), stream)
 
@@ -132,21 +165,29 @@ class GemmLaunch:
                 return None
         stream = cupy.cuda.get_current_stream().ptr
         workspace = workspaces.workspace_address(index, stream) if self.workspace_bytes else 0
-        self(x_begin, residual_begin, y_begin, constants, workspace, stream)
+        gathered_bytes = self.gathered_bytes
+        gathered = workspaces.scratch_array(index, stream, gathered_bytes).data.ptr if gathered_bytes else 0
+        self(x_begin, residual_begin, y_begin, constants, workspace, gathered, stream)
         return y
 
 
 def constant_pointers(
-    qweight: Array, scales: Array, qzeros: Array | None, repacked: Array | None, bias: Array | None
+    qweight: Array,
+    scales: Array,
+    qzeros: Array | None,
+    repacked: Array | None,
+    bias: Array | None,
+    order: Array | None = None,
 ) -> tuple[int, ...]:
     """Return the addresses of the arrays that are the same for all calls, in the order of BUFFERS."""
-    return tuple(map(arrays.address, (qweight, scales, qzeros, repacked, bias)))
+    return tuple(map(arrays.address, (qweight, scales, qzeros, repacked, bias, order)))
 
 
-def weight_pointers(weight: PackedWeight, bias: Array | None) -> tuple[int, ...]:
-    """Return the `constant_pointers` of a weight and a bias, which may be None."""
+def weight_pointers(weight: PackedWeight, bias: Array | None, order: ActivationOrder | None = None) -> tuple[int, ...]:
+    """Return the `constant_pointers` of a weight, its bias and its activation order."""
     repacked = weight.repacked if isinstance(weight, RepackedWeight) else None
-    return constant_pointers(weight.qweight, weight.scales, weight.qzeros, repacked, bias)
+    short = None if order is None else order.short
+    return constant_pointers(weight.qweight, weight.scales, weight.qzeros, repacked, bias, short)
 
 
 def gemm_problem(
@@ -189,10 +230,12 @@ def run_gemm(
     kernel: str | None = None,
     split_k: int | None = None,
     batch_invariant: bool = False,
+    order: ActivationOrder | None = None,
 ) -> tuple[Array, GemmLaunch | None]:
     """Compute y = activation(x @ W + bias) + residual; return y and the launch, which can be reused.
 
-    The arguments are validated. The launch is None on the CPU, if M = 0, or if an array had to be copied.
+    With ``order``, x[..., order] is multiplied. The arguments are validated. The launch is None on the CPU, if M = 0,
+    or if an array had to be copied.
     """
     x, bias, residual, out = arrays.views(x=x, bias=bias, residual=residual, out=out)
     product = check.validate_product(
@@ -202,6 +245,7 @@ def run_gemm(
     index = weight.spec.device
     if index == HOST:
         tensors = weight.qweight, weight.scales, weight.qzeros
+        x = x if order is None else x[..., order.columns]
         options = {"bias": bias, "activation": activation, "residual": residual, "out": out, "dtype": dtype}
         return reference.matmul(x, *tensors, **options, batch_invariant=batch_invariant), None
     import cupy
@@ -209,11 +253,13 @@ def run_gemm(
     with placement.use_device(index):
         if x.size == 0:
             return cupy.empty(product.shape, x.dtype) if out is None else out, None
-        source = x if arrays.has_readable_rows(x) else cupy.array(x, order="C")
+        # A gather reads rows of any alignment.
+        is_readable = arrays.has_readable_rows(x) if order is None else arrays.row_stride(x) is not None
+        source = x if is_readable else cupy.array(x, order="C")
         added = residual if residual is None or arrays.row_stride(residual) is not None else residual.copy(order="C")
         target = out if out is not None and arrays.row_stride(out) is not None else None
-        constants = weight_pointers(weight, bias)
-        options = {"batch_invariant": batch_invariant}
+        constants = weight_pointers(weight, bias, order)
+        options = {"batch_invariant": batch_invariant, "order": order}
         launch = GemmLaunch(source, weight, product, bias, added, target, kernel, split_k, **options)
         y = launch.run(source, added, target, constants)
         if y is None:  # `out` overlaps an input.

@@ -16,13 +16,12 @@ from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import select
 from cupy_awq.kernels.problem import NO_PREFETCH, Fusion, NextWeight, Problem
 from cupy_awq.kernels.repack import WEIGHT_TILE_N, RepackedLayout
-from cupy_awq.ops.gather_columns import prepare_gather
+from cupy_awq.ops.gather_columns import ActivationOrder
 from cupy_awq.ops.gemm_launch import GemmLaunch, check_choice, gemm_problem, weight_pointers
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import arrays, device, placement
 from cupy_awq.runtime import workspace as workspaces
 from cupy_awq.runtime.device import Device
-from cupy_awq.runtime.launch import Launcher
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.weight import PackedWeight, check_packed
 
@@ -37,8 +36,8 @@ class Plan:
     """A GEMM y = activation(x @ W + bias) + residual for arrays of one layout, created by `plan`.
 
     ``plan(x, out, residual=None, workspace=None)`` fills ``out`` and returns it. On a GPU, a call is one launch on the
-    current stream (two for a layer with an activation order), without allocation, copy or synchronization, so calls can
-    be captured into a CUDA graph. x, out and the residual must have the planned shape, strides, dtype, device and
+    current stream (two for some layers with an activation order), without allocation, copy or synchronization, so calls
+    can be captured into a CUDA graph. x, out and the residual must have the planned shape, strides, dtype, device and
     alignment; otherwise the call raises TypeError or ValueError. ``out`` must not overlap x, but may be the residual. A
     plan may read the weight before the preceding kernel finishes (PDL), so do not modify the weight.
 
@@ -56,7 +55,6 @@ class Plan:
     __slots__ = (
         "_batch_invariant",
         "_constants",
-        "_gather",
         "_gathered_begin",
         "_launch",
         "_layouts",
@@ -79,7 +77,7 @@ class Plan:
         kernel: str | None,
         split_k: int | None,
         batch_invariant: bool,
-        order: Array | None,
+        order: ActivationOrder | None,
     ) -> None:
         product = check.validate_product(x, weight.spec, residual=residual, out=out, **options)
         check_choice(kernel, split_k, batch_invariant)
@@ -87,7 +85,6 @@ class Plan:
         self._weight, self._options, self._order = weight, options, order
         self.kernel, self.shape, self.workspace_bytes = "numpy", product.shape, 0
         self._launch: GemmLaunch | None = None
-        self._gather: Launcher | None = None
         self._gathered_begin = 0  # offset of the copy of x in the workspace; past the counters, which must stay 0
         self._memory: Array | None = None
         if out is None:
@@ -99,17 +96,13 @@ class Plan:
                     if a is not None and arrays.row_stride(a) is None:
                         raise ValueError(f"{name}: expected contiguous rows with one stride, got strides {a.strides}")
                 may_prefetch = _synchronize()
-                source = x
-                if order is not None:
-                    self._gather = prepare_gather(x, weight.spec.device)
-                    source = _empty(x.shape, "x", x.dtype, weight.spec.device)
-                how = kernel, split_k, may_prefetch, batch_invariant
-                launch = GemmLaunch(source, weight, product, options["bias"], residual, out, *how)
+                how = kernel, split_k, may_prefetch, batch_invariant, order
+                launch = GemmLaunch(x, weight, product, options["bias"], residual, out, *how)
                 self._launch, self.kernel, self.workspace_bytes = launch, launch.kernel, launch.workspace_bytes
-                if order is not None:
+                if launch.gathered_bytes:
                     self._gathered_begin = max(launch.workspace_bytes, workspaces.COUNTER_BYTES)
-                    self.workspace_bytes = self._gathered_begin + x.size * x.dtype.itemsize + GATHERED_ALIGNMENT
-            self._constants = weight_pointers(weight, options["bias"])
+                    self.workspace_bytes = self._gathered_begin + launch.gathered_bytes + GATHERED_ALIGNMENT
+            self._constants = weight_pointers(weight, options["bias"], order)
             if self.workspace_bytes:
                 self._memory = workspaces.allocate_zeros(self.workspace_bytes, on_current_stream=may_prefetch)
         self._layouts = self._layout(x), self._layout(out), self._layout(residual)
@@ -127,7 +120,7 @@ class Plan:
                 self._check(name, a, planned)
         if self.kernel == "numpy":
             weight = self._weight
-            x = x if self._order is None else x[..., self._order]
+            x = x if self._order is None else x[..., self._order.columns]
             tensors = weight.qweight, weight.scales, weight.qzeros
             options = self._options | {"batch_invariant": self._batch_invariant}
             return reference.matmul(x, *tensors, residual=residual, out=out, **options)
@@ -144,13 +137,9 @@ class Plan:
             memory = _workspace(workspace, self.workspace_bytes, index)
         stream = cupy.cuda.get_current_stream().ptr
         address = arrays.address
-        source = address(x)
-        if self._gather is not None:
-            begin = address(memory) + self._gathered_begin
-            gathered = begin + -begin % GATHERED_ALIGNMENT
-            self._gather((source, address(self._order), gathered), stream)
-            source = gathered
-        self._launch(source, address(residual), address(out), self._constants, address(memory), stream)
+        begin = address(memory) + self._gathered_begin
+        gathered = begin + -begin % GATHERED_ALIGNMENT
+        self._launch(address(x), address(residual), address(out), self._constants, address(memory), gathered, stream)
         return out
 
     def _layout(self, a: Array | None) -> Any:
@@ -225,7 +214,7 @@ def plan(
 def make_plan(
     x: Array | tuple[int, ...],
     weight: PackedWeight,
-    order: Array | None,
+    order: ActivationOrder | None,
     residual: Array | tuple[int, ...] | None,
     out: Array | tuple[int, ...] | None,
     kernel: str | None = None,
@@ -236,7 +225,7 @@ def make_plan(
     dtype: Any,
     batch_invariant: bool,
 ) -> Plan:
-    """Create the plan that `plan` returns, for x[..., order]; ``order`` is a result of `check_order`, or None for x."""
+    """Create the plan that `plan` returns, for x[..., order]; ``order`` is None for x itself."""
     check_packed(weight)
     index = weight.spec.device
     with placement.use_device(index):

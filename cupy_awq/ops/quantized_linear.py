@@ -10,7 +10,7 @@ import numpy as np
 from cupy_awq import block_check, block_reference, check, check_scalar
 from cupy_awq.activation import Activation
 from cupy_awq.block_check import QuantizedProduct
-from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import int8_problem, select
 from cupy_awq.kernels.int8_problem import EPILOGUE_ACTIVATIONS, Int8Problem
@@ -211,6 +211,14 @@ def linear_fp8(
     return _linear_fp8_on_gpu(x, weight, product, bias, epilogue, out)
 
 
+def convert_weight(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
+    """Convert a weight for a layer with this ``x_dtype``. Raises the same errors as `check_layer`."""
+    with placement.use_device(weight.spec.device):
+        block_weight = from_packed(weight)
+    check_layer(block_weight, activation, x_dtype)
+    return block_weight
+
+
 def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> None:
     """Check that `linear_int8` (x_dtype "int8") or `linear_fp8` ("fp8") supports an activation, a weight and its GPU.
 
@@ -234,6 +242,7 @@ def prefers_int8(
         operand, weight: the same weight for `gemm` and for `linear_int8`.
         bias, activation: as in `gemm`.
     """
+    (x,) = views(x=x)
     if weight.device == HOST or x.dtype.name not in ITEMSIZE or not x.size:
         return False
     form = block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)

@@ -16,7 +16,7 @@ from cupy_awq.check import Array
 from cupy_awq.packing import is_finite, namespace, to_host
 
 HOST_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 25
-"""The number of weights processed at a time on the CPU (temporaries fit in a core's L2 cache) and on a GPU."""
+"""The number of weights processed at a time: on the CPU, where temporaries fit in a core's L2 cache, and on a GPU."""
 
 
 class Moments(NamedTuple):

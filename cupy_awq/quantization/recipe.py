@@ -44,7 +44,7 @@ class Recipe:
 
 
 def quantize_rows(w: Array, moments: Moments | None, recipe: Recipe) -> QuantizedRows:
-    """Quantize a weight ``w``, float32 [N, K], as ``recipe`` states; without moments, round to nearest.
+    """Quantize a weight ``w``, float32 [N, K], as ``recipe`` states, or round it to nearest if ``moments`` is None.
 
     The output error of a row is its element of diag(D H D^T). A row for which the recipe gives a larger output error
     than rounding to nearest is rounded to nearest instead.

@@ -99,6 +99,9 @@ def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
         problem = Problem(m, n, k, 128, dtype, dtype, repacked=True)
         yield gemm_sm90.prepare_weight(problem, gpu).kernel
         yield select.choose(problem, gpu, "gemm_sm90").plan.kernel
+        gathering = replace(problem, gathers_x=True)
+        if gather_columns.is_fused(gathering, gpu):
+            yield select.choose(gathering, gpu).plan.kernel
         if m <= gemm_sm90.MAX_FUSED_ROWS:
             fused = replace(problem, fusion=Fusion("add_to_stream" if k >= n else "rms_norm_x"))
             if n > 3 * k:

@@ -28,34 +28,39 @@ from cupy_awq.runtime import device
 from cupy_awq.tools import bench_llm, timing
 from cupy_awq.tools.testing import random_activations, random_weight
 
-SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096))
-ROWS = (1, 4, 16, 128)
+SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (4096, 28672), (14336, 4096))
+ROWS = (1, 2, 4, 16)
 TITLE = "Activation order"
 TEXT = (
-    "Plans of AwqLinear without and with an activation order, in microseconds. The order adds one launch, which gathers"
-    " the columns of x. A decode step of a language model on a Hopper GPU, for up to 32 sequences, gathers only after"
-    " its first norm: norms, attention, gate and up store their results in the order of the layer that follows."
+    "Plans of AwqLinear without and with an activation order, in microseconds, and who gathers the columns of x: the"
+    " GEMM, or a launch before the GEMM, whichever the cost models expect to be faster. A decode step of a language"
+    " model on a Hopper GPU, for up to 32 sequences, gathers only after its first norm: norms, attention, gate and up"
+    " store their results in the order of the layer that follows."
 )
 
 
-def plans(k: int, n: int, m: int, order: Any) -> list[Callable[[], object]]:
-    """Return a call per copy of a weight; the copies together are four times the L2 cache."""
-    weight = random_weight(np.random.default_rng(0), k, n, 128)
+def copies(weight: PackedWeight, order: Any) -> list[AwqLinear]:
+    """Return layers whose repacked weights together are four times the L2 cache."""
     count = max(2, -(-4 * device.current().l2_bytes // weight.nbytes))
-    x, y = cupy.asarray(random_activations(np.random.default_rng(1), m, k)), cupy.empty((m, n), np.float16)
-    arrays = weight.qweight, weight.scales, weight.qzeros
-    layers = [AwqLinear(PackedWeight(*map(cupy.asarray, arrays)), order=order) for _ in range(count)]
-    return [functools.partial(layer.plan(x, out=y), x, y) for layer in layers]
+    return [AwqLinear(weight, order=order) for _ in range(count)]
 
 
 def layers() -> list[list[Any]]:
-    """Return the rows of the table: shape, M, microseconds without and with an order, and their ratio."""
+    """Return the rows of the table: shape, M, microseconds without and with an order, their ratio, and who gathers."""
     rows = []
     for k, n in SHAPES:
         order = cupy.asarray(np.random.default_rng(2).permutation(k).astype(np.int32))
+        weight = random_weight(np.random.default_rng(0), k, n, 128)
+        weight = PackedWeight(*map(cupy.asarray, (weight.qweight, weight.scales, weight.qzeros)))
+        without, having = copies(weight, None), copies(weight, order)
         for m in ROWS:
-            without, having = (timing.on_gpu(plans(k, n, m, o)) for o in (None, order))
-            rows.append([f"{k}x{n}", m, round(without, 2), round(having, 2), round(having / without, 3)])
+            x, y = cupy.asarray(random_activations(np.random.default_rng(1), m, k)), cupy.empty((m, n), np.float16)
+            times = []
+            for some in (without, having):
+                plans = [layer.plan((m, k)) for layer in some]
+                times.append(timing.on_gpu([functools.partial(plan, x, y) for plan in plans]))
+            by = "a launch" if plans[0].workspace_bytes else "the GEMM"
+            rows.append([f"{k}x{n}", m, *(round(us, 2) for us in times), round(times[1] / times[0], 3), by])
             print(*rows[-1], flush=True)
     return rows
 
@@ -104,7 +109,7 @@ def main() -> None:
             "gpu": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
             "commands": ["python -m tests.peers.compare_act_order --json tests/peers/tables/act_order.json"],
             "text": TEXT,
-            "columns": ["layer", "M", "without", "with", "with / without"],
+            "columns": ["layer", "M", "without", "with", "with / without", "gathered by"],
             "rows": rows,
         }
         arguments.json.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

@@ -142,7 +142,7 @@ def describe(rows: list[list[Any]]) -> dict[str, Any]:
         f" evaluated on {2 * (EVALUATED - 1)} predictions: Wikipedia articles (gensim's enwiki) and Python"
         f" {platform.python_version()}'s manual (pydoc_data.topics). Loss: nats per token above the 16-bit model."
         " RTN's loss is its perplexity above that of the 16-bit model. Differences of perplexity under 1% are noise."
-        " awq+gptq is the default.",
+        " awq+gptq is the default; it also tunes the scales and codes of each decoder layer.",
         "columns": list(COLUMNS),
         "rows": rows,
     }

@@ -28,7 +28,8 @@ TESTS = {
     "gemm_sm75": RAW,
     "gemm_sm80": RAW,
     "gemm_sm90_raw": RAW + ", test_few_rows_of_any_problem",
-    "gemm_sm90": "test_repacked_kernels.py::test_any_repacked_problem, test_any_problem_with_a_fusion",
+    "gemm_sm90": "test_repacked_kernels.py::test_any_repacked_problem, test_any_problem_with_a_fusion,"
+    " test_any_problem_whose_kernel_gathers_x",
     "gemm_sm90_large": "test_repacked_kernels.py::test_persistent_ctas_with_stream_k",
 }
 
@@ -70,7 +71,9 @@ OTHERS = {
     "quantize_activations": Operation(
         RowQuantization, "any", FLOATS, "test_gemm_int8.py::test_quantize_rows_gives_the_bits_of_the_reference"
     ),
-    "gemm_int8, linear_int8": Operation(Int8Problem, "any", FLOATS, "test_gemm_int8.py::test_any_int8_product"),
+    "gemm_int8, linear_int8": Operation(
+        Int8Problem, "any", FLOATS, "test_gemm_int8.py::test_any_int8_product, test_gemm_w4a8.py::test_int8, test_fp8"
+    ),
     "linear_fp8": Operation(
         Fp8Quantization,
         "any",
