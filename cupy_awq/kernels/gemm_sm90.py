@@ -31,11 +31,11 @@ MMA_MAX_M = 16
 GATHER_MAX_M, GATHER_MAX_K = 4, 16384
 """The largest M and K for which the mma kernel gathers the columns of x; beyond, a launch before the GEMM is faster."""
 WGMMA_MIN_M = 9
-"""The smallest M for the wgmma kernel; for smaller M, the mma kernel is faster."""
+"""The smallest M for the wgmma kernel, unless batch-invariant; for smaller M, the mma kernel is faster."""
 WGMMA_MAX_BLOCK_M = 128
 """The largest ``block_m`` of the wgmma kernel."""
 SCALED_MIN_M = 33
-"""The smallest M with ``scaled``, which rounds scaled weights: for smaller M, `gemm` guarantees unrounded weights."""
+"""The smallest M with ``scaled``, unless batch-invariant; for smaller M, `gemm` guarantees unrounded weights."""
 SPLITS = (1, 2, 3, 4, 5, 6, 8)
 """The split-K factors to try."""
 MAX_FUSED_ROWS = 32

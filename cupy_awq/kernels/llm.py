@@ -30,7 +30,7 @@ THREADS = 256
 MAX_SAMPLE_CTAS = 128
 """The largest number of CTAs per sequence in ``sample_token``."""
 MAX_SPLITS = 32
-"""The largest number of splits of ``decode_attention``: CTAs among which the keys of a sequence are divided."""
+"""The largest number of splits, the CTAs among which ``decode_attention`` divides the keys of a sequence."""
 MAX_COUNTERS = 1 << 16
 """The number of counters that ``decode_attention`` can use; m * heads must not exceed it."""
 MAX_SIMT_HEADS = 8

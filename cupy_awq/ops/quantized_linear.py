@@ -366,7 +366,7 @@ def _linear_fp8_on_gpu(
 
 
 def _in_blocks(xq: Array, x_scale: Array, x_offset: Array | None, size: int) -> tuple[Array, Array | None, Array]:
-    """Return x_scale, x_offset and x_sums [M, blocks] for blocks of ``size`` columns, from those of whole rows."""
+    """Return x_scale, x_offset and x_sums [M, blocks] for blocks of ``size`` columns; blocks have their row's scale."""
     xp = namespace(xq)
     m, k = xq.shape
     blocks = -(-k // size)

@@ -127,7 +127,7 @@ def run(archs: list[str]) -> int:
     An architecture that the compiler does not support is replaced by the nearest supported one.
 
     Returns:
-        1 if a kernel spills or has its wgmma serialized, else 0.
+        1 if a kernel spills registers or has serialized wgmma instructions, else 0.
 
     Raises:
         ValueError: an architecture is unknown or below compute capability 6.0.
