@@ -182,8 +182,8 @@ class Problem:
     def tuning_key(self) -> TuningKey:
         """The tuning key: the shapes to look up in turn, M, and M rounded up to a power of two.
 
-        The shape is "KxN"; for a GEMM with a `Fusion`, "KxN stream" is looked up before "KxN".
-        A kernel that gathers x is not tuned: configurations that are the fastest without a gather are not with one.
+        The shape is "KxN"; for a GEMM with a `Fusion`, "KxN stream" is looked up before "KxN". With ``gathers_x`` it is
+        "KxN gather", which is not in the shipped tables: the fastest configuration for "KxN" is not the fastest then.
         """
         shape = f"{self.k}x{self.n}"
         shapes = (f"{shape} gather",) if self.gathers_x else (f"{shape} stream", shape) if self.fusion else (shape,)
