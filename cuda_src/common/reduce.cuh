@@ -7,8 +7,8 @@
 
 #include "common/types.cuh"
 
-// Running sums of a thread's COUNT accumulators over the completed slices. With one slice (kSlices == 1), all functions
-// of this struct do nothing.
+// Running sums of a thread's COUNT accumulators over the completed slices. With one slice (kSlices == 1), begins_next
+// returns false and add_to does nothing.
 template <int COUNT, int kSlices>
 struct SliceSums {
   int tiles;  // number of k tiles

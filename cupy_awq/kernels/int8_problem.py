@@ -33,9 +33,9 @@ FP8_CODE_SCALE = 512
 
 
 EARLY_START_M = 128
-"""The largest M for which the product may start while x is quantized (PDL): 2 to 25% less time for both on an H100."""
+"""The largest M for which the GEMM may start while x is quantized (PDL), which saves 2 to 25% of both on an H100."""
 ROWS_TO_BLOCKS_US = 7.5
-"""The time on an H100 to expand one scale per row of x to one per block, for kernels that take no scales of rows."""
+"""The time in microseconds (H100) to repeat the scale of each row of x per block, for kernels without row scales."""
 
 
 @dataclass(frozen=True)

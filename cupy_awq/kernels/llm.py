@@ -271,9 +271,10 @@ def plan_sampling_threshold(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> LaunchPlan:
-    """Return the plan of ``sampling_threshold``, which computes per sequence the smallest logit that sampling may keep.
+    """Return the plan of ``sampling_threshold``, which computes the smallest logit per sequence that may be sampled.
 
-    The kernel divides the logits by the temperature first; top-k, top-p and min-p then determine this logit.
+    The kernel applies the penalty and the temperature to the logits first; top-k, top-p and min-p then determine the
+    smallest one.
     """
     log_min_p = np.log(np.float32(min_p)) if min_p > 0 else np.float32(-np.inf)
     arguments = (

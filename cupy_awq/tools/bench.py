@@ -184,7 +184,7 @@ def _ceilings(device: int) -> Ceilings:
 
 
 def _read_gbs() -> float:
-    """Return the memory bandwidth in GB/s: that of a copy (bytes read plus written) or that of a sum, if higher."""
+    """Return the memory bandwidth in GB/s: the higher of those of a copy (bytes read plus written) and of a sum."""
     import cupy
 
     free, _ = cupy.cuda.runtime.memGetInfo()
