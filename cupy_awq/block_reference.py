@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 F32 = np.float32
 
 SMALLEST_SCALE = F32(1e-5)
-"""The largest scale that counts as zero, as in MNN. An asymmetric block then gets scale 1 and its maximum as offset."""
+"""The threshold for asymmetric blocks, as in MNN: a block with no larger scale gets scale 1 and offset max(x)."""
 SMALLEST_WEIGHT_SCALE = F32(1e-6)
 """The smallest weight scale of `conv2d_int8`, as in MNN; smaller scales are replaced by this one."""
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -111,8 +111,8 @@ class XRing {
   static constexpr uint32_t kRingBytes = kStages * kStageBytes;
   static constexpr int kConsumerSize = kConsumerWarps * 32;        // number of threads per consumer
   static constexpr int kRowLanes = kXChunks < 32 ? kXChunks : 32;  // number of threads that copy one row together
-  // The number of rows that the consumer copies per pass: a power of two, so that the distance between the chunks of a
-  // thread is a constant.
+  // The number of rows that the consumer copies per pass: a power of two, so that the swizzled offsets of a thread's
+  // rows differ by a compile-time XOR.
   static constexpr int kPassRows =
       last_power_of_two(kXRows * kRowLanes < kConsumerSize ? kXRows : kConsumerSize / kRowLanes);
   static constexpr int kCopiesNothing = -kXRows;  // value of rows_left_ in a thread that copies nothing

@@ -51,7 +51,10 @@ COSTS = GemmInt8MmaCosts()
 
 
 class GemmInt8Mma:
-    """A kernel family for one architecture; the families differ in their mma and copy instructions."""
+    """An 8-bit GEMM family with mma.sync; ``arch`` is the oldest architecture for int8.
+
+    `GEMM_INT8_SM75` and `GEMM_INT8_SM80` differ in their mma and copy instructions.
+    """
 
     def __init__(self, name: str, arch: int, stages: tuple[int, ...]) -> None:
         self.NAME = name

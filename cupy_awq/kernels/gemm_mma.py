@@ -18,7 +18,7 @@ MMA_K = 16
 WARP_N = 32
 """The number of columns of y per warp."""
 SLICES_BLOCK_M = 32
-"""The largest ``block_m`` with several slices per CTA; sums of slices take as many registers as the accumulators."""
+"""The largest ``block_m`` with several slices per CTA: the sums of slices take as many registers as accumulators."""
 REGISTERS = {16: 96, 32: 150, 64: 232}
 """The number of registers per thread for each ``block_m``."""
 
@@ -32,7 +32,7 @@ class GemmMmaCosts:
         latency_ns: latency per k tile (64 rows of W) of a CTA that is alone on its SM, in nanoseconds.
         latency_row_ns: increase of ``latency_ns`` per row of the CTA tile, in nanoseconds.
         mma_rate: tensor-core throughput of an SM, in multiply-adds per nanosecond.
-        convert_ns: time to dequantize one weight, in nanoseconds.
+        convert_ns: time in which an SM dequantizes one weight, in nanoseconds.
         bandwidth: achieved fraction of the nominal memory bandwidth.
         two_stages: factor on the latency with two stages, because copies through registers hardly overlap with mma.
         launch_us: launch overhead and epilogue, in microseconds.
@@ -89,7 +89,10 @@ class GemmMmaConfig:
 
 
 class GemmMma:
-    """A kernel family for one architecture; the families differ in their mma and copy instructions."""
+    """A GEMM family with mma.sync; ``arch`` is the oldest architecture.
+
+    `GEMM_SM75` and `GEMM_SM80` differ in their mma and copy instructions.
+    """
 
     def __init__(self, name: str, arch: int, dtypes: tuple[str, ...], stages: int) -> None:
         self.NAME = name

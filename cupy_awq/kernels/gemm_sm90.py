@@ -31,11 +31,11 @@ MMA_MAX_M = 16
 GATHER_MAX_M, GATHER_MAX_K = 4, 16384
 """The largest M and K for which the mma kernel gathers the columns of x; beyond, a launch before the GEMM is faster."""
 WGMMA_MIN_M = 9
-"""The smallest M for the wgmma kernel; for smaller M, the mma kernel is faster."""
+"""The smallest M for the wgmma kernel, unless batch-invariant; for smaller M, the mma kernel is faster."""
 WGMMA_MAX_BLOCK_M = 128
 """The largest ``block_m`` of the wgmma kernel."""
 SCALED_MIN_M = 33
-"""The smallest M with ``scaled``, which rounds scaled weights: for smaller M, `gemm` guarantees unrounded weights."""
+"""The smallest M with ``scaled``, unless batch-invariant; for smaller M, `gemm` guarantees unrounded weights."""
 SPLITS = (1, 2, 3, 4, 5, 6, 8)
 """The split-K factors to try."""
 MAX_FUSED_ROWS = 32
@@ -85,7 +85,7 @@ def tile_heights(m: int) -> list[int]:
 
 
 def is_excessive(split_k: int, tiles: int, device: Device) -> bool:
-    """Return whether a cluster of more than two CTAs is pointless, because fewer CTAs per tile occupy all SMs."""
+    """Return whether clusters of more than two CTAs are pointless: the launch would have more CTAs than SMs."""
     return split_k > 2 and tiles * split_k > device.sm_count
 
 
@@ -115,7 +115,7 @@ def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]
             (1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), SPLITS, k_tile_counts
         ):
             if k_tiles == 4 and (m64_tiles, warpgroups, consumers) != (1, 2, 1):
-                continue  # other CTA tiles with 4 k tiles per stage: up to 28% slower
+                continue  # 4 k tiles per stage make all other shapes up to 28% slower than fewer k tiles
             if consumers * split_k * k_tiles > all_k_tiles:
                 continue
             weight_tiles = warpgroups * m64_tiles * 2

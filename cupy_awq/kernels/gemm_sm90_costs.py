@@ -46,11 +46,11 @@ class MmaCosts:
         uneven_us: additional time if the number of warps per consumer is not a power of two, so that they copy x in
             several passes.
         shared_us: time saved if an SM holds several CTAs, as one computes while another starts or ends.
-        long_us: time to read the weight from which ``shared_us`` is saved; for shorter times, the saving is
-            proportional.
+        long_us: shortest time to read the weight with which all of ``shared_us`` is saved; with shorter times, the
+            saving is proportional to the time.
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
         refill_us: time from the release of a stage until its next copies have landed.
-        norm: exponent of the p-norm.
+        norm: exponent of the p-norm that combines the times that overlap.
         gather_us: fixed time to gather the columns of x, with ``gathers_x``.
         gather_kib_us: further time per KiB of x that the CTAs of an SM copy, with ``gathers_x``.
         gather_split_us: further time with ``gathers_x`` and split-K.
@@ -134,8 +134,8 @@ class Occupancy:
     Attributes:
         resident: largest number of resident CTAs per SM.
         busiest: number of CTAs on the SM with the most CTAs.
-        waves: number of CTAs that the busiest SM runs one after the other.
-        concurrent: number of CTAs that the busiest SM runs at the same time.
+        waves: number of waves of up to ``resident`` CTAs in which the busiest SM runs its CTAs.
+        concurrent: largest number of CTAs that the busiest SM runs at the same time.
         used: ratio of the launch's CTAs to those that can be resident at once; more than 1 with several waves.
         nonresident: 0 if half of the next kernel's CTAs can become resident during the launch, 1 if none can, linear
             between.
@@ -165,7 +165,7 @@ class TimeParts(NamedTuple):
     Attributes:
         us: run time.
         fixed: times that do not overlap, by name; their sum is a part of ``us``.
-        overlapping: times that overlap, by name; their p-norm is the rest of ``us``, under the power limit for wgmma.
+        overlapping: times that overlap, by name. The rest of ``us`` is their p-norm, with wgmma under the power limit.
     """
 
     us: float
@@ -177,7 +177,7 @@ class TimeParts(NamedTuple):
             ", ".join(f"{name} {us:.1f}" for name, us in parts.items() if abs(us) >= 0.05)
             for parts in (self.fixed, self.overlapping)
         )
-        return f"{fixed}; overlapping: {overlapping}"
+        return f"{fixed}, overlapping parts {self.us - sum(self.fixed.values()):.1f} (p-norm of {overlapping})"
 
 
 def _norm(parts: dict[str, float], exponent: float) -> float:

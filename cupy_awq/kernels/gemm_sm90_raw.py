@@ -38,7 +38,7 @@ class GemmSm90RawCosts:
 
     Attributes:
         step_ns: latency of one step (32 rows of W) of a warp, in nanoseconds.
-        sm_step_ns: time per step and 64 columns of an SM with all its warps resident, in nanoseconds.
+        sm_step_ns: time in which an SM with all its warps resident computes one step of 64 columns, in nanoseconds.
         launch_us: launch overhead, in microseconds.
     """
 

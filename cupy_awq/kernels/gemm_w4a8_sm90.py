@@ -196,7 +196,7 @@ def configs(problem: Int8Problem, device: Device) -> list[GemmW4A8Config]:
             continue
         config = GemmW4A8Config(block_m, warpgroups, m64_tiles, consumers, consumers, k_tiles, split_k, 1, share_x)
         if split_k > 2 and math.prod(config.tiles(problem)) * split_k > device.sm_count:
-            continue  # fewer CTAs per tile occupy all SMs
+            continue  # more CTAs than SMs: larger clusters are pointless
         found += _with_most_stages(config, problem, device)
     return found
 

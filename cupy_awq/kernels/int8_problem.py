@@ -160,7 +160,10 @@ def layout_refusal(problem: Int8Problem) -> str | None:
 
 
 def fp8_block_size(block_size: int, k: int) -> int:
-    """Return the columns per sum of codes for `quantize_fp8`, a divisor of 128 and the weight's block size."""
+    """Return the number of columns per sum of codes in `quantize_fp8`: a divisor of 128.
+
+    If the weight has several blocks per row, the number also divides the weight's block size.
+    """
     return math.gcd(block_size, BLOCK_K) if block_size < k else BLOCK_K
 
 
@@ -176,7 +179,7 @@ def fp8_refusal(block_size: int, k: int, device: Device) -> str | None:
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
-    """Return the weight buffers "codes" and "parameters" for all families except `gemm_int8_sm90`.
+    """Return the weight buffers "codes" and "parameters" for the families without a weight layout of their own.
 
     ``cuda_src/int8/gemm_int8.cuh`` has the layouts of both buffers.
     """

@@ -30,7 +30,7 @@ THREADS = 256
 MAX_SAMPLE_CTAS = 128
 """The largest number of CTAs per sequence in ``sample_token``."""
 MAX_SPLITS = 32
-"""The largest number of splits of ``decode_attention``: CTAs among which the keys of a sequence are divided."""
+"""The largest number of splits, the CTAs among which ``decode_attention`` divides the keys of a sequence."""
 MAX_COUNTERS = 1 << 16
 """The number of counters that ``decode_attention`` can use; m * heads must not exceed it."""
 MAX_SIMT_HEADS = 8
@@ -149,9 +149,9 @@ def plan_decode_attention(
 
     The kernel applies RoPE, appends k and v to the KV cache, and computes attention. The kernel is
     ``decode_attention_sm80`` (tensor cores) if the architecture and head_dim permit, else ``decode_attention``. The
-    grid does not depend on the lengths of the sequences, so a captured CUDA graph can be replayed for any length. With
-    ``orders_out``, the kernel stores column i of a row at column ``positions[i]``. ``decode_attention_sm80`` prefetches
-    ``next_weight`` on sm_90 and newer.
+    grid does not depend on the lengths of the sequences, so a captured CUDA graph can be replayed for any length. If
+    ``orders_out``, the columns of the output are permuted: column i is stored at column ``positions[i]`` (a buffer of
+    the kernel). ``decode_attention_sm80`` prefetches ``next_weight`` on sm_90 and newer.
     """
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
     defines |= {"ORDER_OUT": int(orders_out)}

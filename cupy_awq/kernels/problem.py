@@ -180,8 +180,9 @@ class Problem:
 
     @property
     def tuning_key(self) -> TuningKey:
-        """The tuning key: "KxN" (first "KxN stream" for a GEMM with a `Fusion`), and M rounded up to a power of two.
+        """The tuning key: the shapes to look up in turn, M, and M rounded up to a power of two.
 
+        The shape is "KxN"; for a GEMM with a `Fusion`, "KxN stream" is looked up before "KxN".
         A kernel that gathers x is not tuned: configurations that are the fastest without a gather are not with one.
         """
         shape = f"{self.k}x{self.n}"

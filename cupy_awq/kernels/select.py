@@ -84,7 +84,7 @@ ONE_TILE_M = 128
 """The largest M that fits in one CTA tile of most configurations."""
 
 SAMPLED_M = (1, 8, 32, 64, 512)
-"""The values of M at which `choose_reduction` compares run times, one per range of M with tiles of its own."""
+"""The values of M at which `choose_reduction` compares run times; each stands for M with similar CTA tiles."""
 
 TUNED_LIMIT = 0.9
 """The ratio of modelled times, best to tuned, below which the best configuration replaces one tuned at a larger M.
@@ -251,7 +251,7 @@ def forced(candidate: Candidate) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Choice]]:
-    """Collect all choices that `choose` returns in the context: `bench` and `tune` print the launched kernels."""
+    """Collect all choices that `choose` returns in the context, so that `bench` and `tune` know the launches."""
     trial = _Trial()
     token = _trial.set(trial)
     try:
@@ -335,8 +335,8 @@ def explain(problem: KernelProblem, device: Device) -> str:
     """Return a table with each family's best configuration and its time, or the reason why the family has none.
 
     ``->`` marks the choice. The choice's time is "measured" if a tuned table records it; all other times are "modelled"
-    by the cost models. If the family has a function ``time_parts``, a line lists the parts of the modelled time. The
-    last line says whether a tuned table or the cost models determined the choice.
+    by the cost models. If the family has a function ``time_parts``, a line gives the parts that add up to the
+    modelled time. The last line says whether a tuned table or the cost models determined the choice.
     """
     choice = choose(problem, device)
     width = max(map(len, families(problem)))

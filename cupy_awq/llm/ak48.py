@@ -61,7 +61,7 @@ class TensorEntry(NamedTuple):
 
 
 def _kinds(config: ModelConfig) -> list[QuantizedEntry | TensorEntry]:
-    """Return the kinds of entries in file order; the names of those within a layer contain ``{}`` for its index."""
+    """Return the body's entries in file order; one entry, with ``{}`` in its name, stands for those of all layers."""
     d, i, wide, narrow = config.hidden, config.intermediate, config.q_width, config.kv_width
     attention, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
     head = [] if config.tied else [TensorEntry("lm_head.weight", (config.vocab, d))]

@@ -20,9 +20,9 @@ from cupy_awq.quantization.grid import LIMITS, QuantizedRows, make_grid
 STEPS = 28
 """The number of steps of gradient descent. Each step takes one sequence; sequences are repeated if there are fewer."""
 SCALE_RATE, CODE_RATE = 3e-3, 0.01
-"""The learning rates of the first step, as a fraction of a scale and of the distance of two codes; they fall to 0."""
+"""The learning rates of the first step: relative to a scale, and in units of a code. They decrease linearly to 0."""
 MARGIN = 0.45
-"""The largest distance of a code before rounding from the code, at the start."""
+"""The largest initial distance between a code and its value before rounding."""
 DECAYS = 0.9, 0.95
 """Adam's decay rates of the means of gradients and of squared gradients."""
 EPSILON = 1e-18

@@ -22,7 +22,7 @@ GREEDY_BELOW = 1e-6
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling parameters of the next token. By default greedy: the first of the most likely tokens.
+    """The sampling parameters of the next token. By default, the most likely token is taken (greedy sampling).
 
     Attributes:
         temperature: the divisor of the logits. Below `GREEDY_BELOW`, sampling is greedy and ignores top_k, top_p and

@@ -241,7 +241,7 @@ def prefers_int8(
     """Return whether the cost models expect `linear_int8` to take less than WORTHWHILE of the time of `gemm` for x.
 
     Args:
-        x: the activations [..., K]; False is returned if they are on the CPU, or if neither operation supports their dtype.
+        x: the activations [..., K]; the result is False if x is on the CPU or empty, or has an unsupported dtype.
         operand, weight: the same weight for `gemm` and for `linear_int8`.
         bias, activation: as in `gemm`.
     """
@@ -370,7 +370,7 @@ def _linear_fp8_on_gpu(
 
 
 def _in_blocks(xq: Array, x_scale: Array, x_offset: Array | None, size: int) -> tuple[Array, Array | None, Array]:
-    """Return x_scale, x_offset and x_sums [M, blocks] for blocks of ``size`` columns, from those of whole rows."""
+    """Return x_scale, x_offset and x_sums [M, blocks] for blocks of ``size`` columns; blocks have their row's scale."""
     xp = namespace(xq)
     m, k = xq.shape
     blocks = -(-k // size)

@@ -172,7 +172,11 @@ def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: list[int] | 
     default = "the powers of two up to 4096; conv2d: to 32" if ms is None else ",".join(map(str, ms))
     parser.add_argument("--m", metavar="M,M,...", type=_counts, default=ms, help=f"rows of x (default: {default})")
     parser.add_argument(
-        "--group-size", metavar="G", type=int, default=128, help="rows of W per group, -1 for K (default: 128)"
+        "--group-size",
+        metavar="G",
+        type=int,
+        default=128,
+        help="rows of W per group, -1 for K (default: 128); not for conv2d",
     )
     parser.add_argument(
         "--op",

@@ -109,7 +109,7 @@ def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
             yield select.choose(fused, gpu).plan.kernel
         if m >= 256:
             large = _configurations(problem, gpu, ["gemm_sm90_large"])
-            # Tiles of other heights are compiled on first use, as they are for other M.
+            # Kernels with other tile heights, which serve other M, are compiled on first use.
             yield from (kernel for kernel in large if int(dict(kernel.defines)["BLOCK_M"]) % 128 == 0)
 
 
@@ -127,7 +127,7 @@ def run(archs: list[str]) -> int:
     An architecture that the compiler does not support is replaced by the nearest supported one.
 
     Returns:
-        1 if a kernel spills or has its wgmma serialized, else 0.
+        1 if a kernel spills registers or has serialized wgmma instructions, else 0.
 
     Raises:
         ValueError: an architecture is unknown or below compute capability 6.0.
