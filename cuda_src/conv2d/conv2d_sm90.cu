@@ -293,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     ptx::wgmma_commit_group();
   };
   // Issues the wgmmas of a K chunk and dequantizes the next K chunk at the same time. After the first K chunk of a box,
-  // wait_group<1> guarantees that all wgmmas on the preceding box have completed, so that box is released.
+  // wait_group<1> guarantees that all wgmmas on the preceding box have completed, so the stage of that box is released.
   int last_box = -1;
   auto advance = [&](const uint32_t (&a)[kSteps][4], uint32_t (&next)[kSteps][4]) {
     matmul(a);

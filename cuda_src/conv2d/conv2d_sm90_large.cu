@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
       }
       ptx::wgmma_commit_group();
-      // All wgmmas on the preceding K chunk have completed, so the stages of this K chunk can be released.
+      // All wgmmas on the preceding K chunk have completed, so its stages can be released.
       ptx::wgmma_wait_group<1>();
       if (index > begin) weight_pipeline.consumer_release(weight_state.previous_stage(), lane);
       if (is_next_box) x_pipeline.consumer_release(x_state.previous_stage(), lane);

@@ -33,7 +33,8 @@
 //
 // Each warp is producer and consumer of its own ring of STAGES stages, each of one step: the warp copies words and x by
 // TMA and refills a stage once all lanes have read it. Since one warp has both roles, stages have full barriers but no
-// empty barriers; hopper/pipeline.cuh explains why no wait passes early. Words are stored as [row % 8][t][word], so that lanes read different banks.
+// empty barriers; hopper/pipeline.cuh explains why no wait passes early. Words are stored as [row % 8][t][word], so
+// that lanes read different banks.
 //
 // Programmatic dependent launch (PDL): with MAY_PREFETCH_WEIGHTS, no kernel in flight writes the weight, so the words
 // of all stages and the parameters of the first group are read before griddepcontrol.wait. Otherwise, nothing is read
@@ -182,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   }
   __syncwarp();
   if (lane % 4 == 0 && (g % 2 == 0 ? step_begin : (group + 1) * group_steps) < step_end) {
-    // Prefetch the scales and zero points of the warp's first two groups; each lane takes a quarter of the columns.
+    // Prefetch the scales and zero points of the warp's first two groups; each of eight lanes takes a quarter of the
+    // columns of one group.
     const int index = group + g % 2;
     const int first = weight_column<kBlockN>(tile, g / 2 * (kBlockN / 4), n);
     if (first < n) {

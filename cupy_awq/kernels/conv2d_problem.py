@@ -153,7 +153,7 @@ class Convolution:
         )
 
     def scalars(self, strides: int, block_size: int) -> tuple[Argument, ...]:
-        """Return the scalar arguments: the first strides of x (``strides`` many), block size, sizes and limits."""
+        """Return the scalar arguments: the first ``strides`` of the four strides of x, block size, sizes and limits."""
         limits = map(np.float32, self.limits)
         return (*map(np.int64, self.strides[:strides]), np.int32(block_size), *map(np.int32, self.sizes), *limits)
 

@@ -253,7 +253,7 @@ def configs(problem: Convolution, device: Device) -> list[Conv2dSm90Config]:
 def estimate_us(config: Conv2dSm90Config, problem: Convolution, device: Device) -> float:
     """Return the run time in microseconds: compute time, memory time and split-K reduction.
 
-    The longer one of compute and memory time counts fully; ``overlap`` is the fraction of the shorter one that counts.
+    The longer of compute and memory time counts fully, and the fraction ``COSTS.overlap`` of the shorter one.
     """
     sizes = problem.sizes
     box_h, box_w = config.box(sizes)

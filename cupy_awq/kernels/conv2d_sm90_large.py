@@ -170,8 +170,8 @@ def configs(problem: Convolution, device: Device) -> list[Conv2dSm90LargeConfig]
 def estimate_us(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) -> float:
     """Return the run time in microseconds: launch overhead, compute time and memory time.
 
-    The longer one of compute and memory time counts fully; ``traffic_overlap`` is the fraction of the shorter one that
-    counts. The compute time includes copies to shared memory, epilogue and split-K reduction.
+    The longer of compute and memory time counts fully, and the fraction ``COSTS.traffic_overlap`` of the shorter one.
+    The compute time includes copies to shared memory, epilogue and split-K reduction.
     """
     sizes = problem.sizes
     waves = ceil_div(config.tiles(problem) * config.split_k, reachable_sms(device, config.split_k))

@@ -43,7 +43,7 @@ WGMMA_MIN_M = 9
 WGMMA_MAX_BLOCK_M = 128
 """The largest ``block_m`` of the wgmma kernel."""
 SCALED_MIN_M = 33
-"""The smallest M with ``scaled``, which rounds scaled weights: for smaller M, `gemm` guarantees unrounded weights."""
+"""The smallest M with ``scaled``, unless batch-invariant; for smaller M, `gemm` guarantees unrounded weights."""
 SPLITS = (1, 2, 3, 4, 5, 6, 8)
 """The split-K factors to try."""
 MAX_FUSED_ROWS = 32

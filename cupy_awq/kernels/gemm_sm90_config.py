@@ -121,9 +121,9 @@ class GemmSm90Config:
         return ceil_div(self.storage_bytes(problem), 16) * 16 + gathered * 2
 
     def storage_bytes(self, problem: Problem) -> int:
-        """Return the dynamic shared memory per CTA in bytes, without what a kernel that gathers x adds.
+        """Return the size of SharedStorage in CUDA in bytes, which static_asserts the same value.
 
-        SharedStorage in CUDA static_asserts the same value.
+        With ``gathers_x``, the rows, the order and the gathered columns of x are stored behind it.
         """
         stage = self.weight_tiles * self.k_tiles * RepackedLayout.of(problem).weight_tile_bytes + 16
         stages = (0 if problem.gathers_x else self.x_ring_bytes) + self.stages * stage

@@ -30,7 +30,7 @@ THREADS = 256
 MAX_SAMPLE_CTAS = 128
 """The largest number of CTAs per sequence in ``sample_token``."""
 MAX_SPLITS = 32
-"""The largest number of splits of ``decode_attention``: CTAs among which the keys of a sequence are divided."""
+"""The largest number of splits, the CTAs among which ``decode_attention`` divides the keys of a sequence."""
 MAX_COUNTERS = 1 << 16
 """The number of counters that ``decode_attention`` can use; m * heads must not exceed it."""
 MAX_SIMT_HEADS = 8
@@ -271,9 +271,10 @@ def plan_sampling_threshold(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> LaunchPlan:
-    """Return the plan of ``sampling_threshold``, which computes per sequence the smallest logit that sampling may keep.
+    """Return the plan of ``sampling_threshold``, which computes the smallest logit per sequence that may be sampled.
 
-    The kernel divides the logits by the temperature first; top-k, top-p and min-p then determine this logit.
+    The kernel applies the penalty and the temperature to the logits first; top-k, top-p and min-p then determine the
+    smallest one.
     """
     log_min_p = np.log(np.float32(min_p)) if min_p > 0 else np.float32(-np.inf)
     arguments = (

@@ -342,8 +342,8 @@ def explain(problem: KernelProblem, device: Device) -> str:
     """Return a table with each family's best configuration and its time, or the reason why the family has none.
 
     ``->`` marks the choice. The choice's time is "measured" if a tuned table records it; all other times are "modelled"
-    by the cost models. If the family has a function ``time_parts``, a line lists the parts of the modelled time. The
-    last line says whether a tuned table or the cost models determined the choice.
+    by the cost models. If the family has a function ``time_parts``, a line gives the parts that add up to the
+    modelled time. The last line says whether a tuned table or the cost models determined the choice.
     """
     choice = choose(problem, device)
     width = max(map(len, families(problem)))

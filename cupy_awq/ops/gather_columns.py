@@ -94,10 +94,10 @@ def gather_columns(x: Array, order: Array) -> Array:
 
 
 def prepare_gather(x: Array, index: int) -> Launcher:
-    """Return a launch of `gather_columns` for arrays with the layout of x, whose rows are equally spaced.
+    """Return a launcher of the kernel ``gather_columns`` for arrays with the layout of x: rows are equally spaced.
 
-    A call takes the addresses of x, of the order and of y (contiguous, aligned to 32 bytes), and a stream of the
-    current GPU, whose ordinal is ``index``.
+    A call of the launcher takes the addresses of x, of the order and of y (contiguous, aligned to 32 bytes), and a
+    stream of the current GPU, whose ordinal is ``index``.
     """
     m, k = arrays.count_rows(x), x.shape[-1]
     dtype = "float32" if x.dtype.itemsize == 4 else "float16"

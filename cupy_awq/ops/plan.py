@@ -324,7 +324,7 @@ def _fused_launch(problem: Problem, gpu: Device) -> LaunchPlan | None:
 
 
 def plan_prefetch(weight: PackedWeight, begin: float, end: float) -> tuple[Array | None, NextWeight]:
-    """Return the part of a gate and an up projection to prefetch: the weight from its first byte on, and its size.
+    """Return the repacked weight from the first byte to prefetch on, and the `NextWeight` of a gate and up projection.
 
     ``begin`` and ``end`` are fractions of the gate projection, and also of the up projection. Without a repacked copy
     of the weight, nothing is prefetched.

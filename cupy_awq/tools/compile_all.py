@@ -141,7 +141,7 @@ def run(archs: list[str], batch_invariant: bool = False) -> int:
     the option of `kernels`.
 
     Returns:
-        1 if a kernel spills or has its wgmma serialized, else 0.
+        1 if a kernel spills registers or has serialized wgmma instructions, else 0.
 
     Raises:
         ValueError: an architecture is unknown or below compute capability 6.0.

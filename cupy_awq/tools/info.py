@@ -126,7 +126,7 @@ def render(content: dict[str, Any]) -> str:
 
 
 def _format_lines(summary: dict[str, Any]) -> list[str]:
-    """Return lines for the format, the most common parameters, the modules with others, and the roundings."""
+    """Return lines for the format, the most common parameters, the modules with other parameters, and roundings."""
     zeros = {True: "symmetric", False: "asymmetric", None: "symmetric and asymmetric modules"}[summary["symmetric"]]
     order = ", activation order" if summary["act_order"] else ""
     lines = [summary["found"], f"{summary['bits']} bits, group size {summary['group_size']}, {zeros}{order}"]

@@ -71,9 +71,7 @@ OTHERS = {
     "quantize_activations": Operation(
         RowQuantization, "any", FLOATS, "test_gemm_int8.py::test_quantize_rows_gives_the_bits_of_the_reference"
     ),
-    "gemm_int8, linear_int8": Operation(
-        Int8Problem, "any", FLOATS, "test_gemm_int8.py::test_any_int8_product, test_gemm_w4a8.py::test_int8, test_fp8"
-    ),
+    "gemm_int8, linear_int8": Operation(Int8Problem, "any", FLOATS, "test_gemm_int8.py::test_any_int8_product"),
     "linear_fp8": Operation(
         Fp8Quantization,
         "any",
