@@ -116,7 +116,7 @@ def gemm(
     sums of the codes, and size is the number of columns.
     """
     codes = weight.codes.reshape(product.n, product.k).astype(np.float64) - 2.0 ** (weight.bits - 1)
-    rows = xq.astype(np.float64)  # sums of products are below 2**53, so float64 represents them exactly
+    rows = xq.astype(np.float64)  # sums of products of int8 codes are below 2**53, so float64 is exact
     scales = weight.scale.astype(np.float64)
     offsets = None if weight.offset is None else weight.offset.astype(np.float64)
     y = np.zeros((product.m, product.n))

@@ -223,7 +223,7 @@ def validate_x(x: StridedArray, k: int, dtype: Any = None, device: int | None = 
 
     Raises:
         TypeError: x is not an array, does not lie on `device`, or has a dtype that is unsupported or contradicts
-        `dtype`.
+            `dtype`.
         ValueError: the length of the last axis is not `k`.
 
     >>> validate_x(np.zeros((3, 64), np.float16), 64)

@@ -28,7 +28,7 @@ class Contents(Mapping[str, Module | Tensor]):
     """A read-only mapping from names to the quantized modules and plain tensors of a checkpoint, on the CPU.
 
     All headers and scales are validated. A module is repacked at each access and not cached. Plain tensors are
-    read-only views of the mapped files.
+    read-only views of the mapped files, unless they are converted from quantized ones, also at each access.
 
     Args:
         entries: the modules and plain tensors by name.

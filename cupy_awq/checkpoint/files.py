@@ -18,16 +18,16 @@ MAX_JSON_BYTES = 100_000_000
 """The largest size in bytes of a header, index or configuration file: the limit of the safetensors format."""
 
 MAX_JSON_DEPTH = 100
-"""The deepest nesting of arrays and objects that is accepted in a JSON text."""
+"""The deepest accepted nesting of arrays and objects in a JSON text."""
 
 MAX_JSON_VALUES = 1 << 22
-"""The largest number of values that is accepted in a JSON text, enough for a safetensors header of 400,000 tensors.
+"""The largest accepted number of values in a JSON text, enough for a safetensors header of 400,000 tensors.
 
 A parsed value takes about 80 bytes, so the limit bounds the memory to about 340 MB.
 """
 
 MAX_JSON_NAMES = 1 << 21
-"""The largest number of names, the keys of objects, that is accepted in a JSON text; a name takes about 200 bytes."""
+"""The largest accepted number of object keys in a JSON text. A parsed key takes about 200 bytes."""
 
 _SCAN_BYTES = 1 << 24
 """The number of bytes of a JSON text that `check_json` scans at a time."""

@@ -110,7 +110,7 @@ def restore_rows(block: Blocks, heads: int | None) -> Blocks:
 
 
 def find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
-    """Return the projections whose rows GGUF permutes: their numbers of heads by GGUF name.
+    """Return the number of heads, by GGUF name, of every projection that GGUF files store with permuted rows.
 
     In Llama models, these are "attn_q" and "attn_k": GGUF files interleave the two halves of each head, for a RoPE that
     rotates adjacent pairs. Other models have none. Raises CheckpointError for a malformed number of heads.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of GGUF tensors that cannot stay packed 4-bit weights to dense arrays, in general of float16.
+"""Conversion of GGUF tensors that cannot stay packed 4-bit weights to dense arrays, usually float16.
 
 The common GGML types are converted here with NumPy; all other types need the package ``gguf``.
 """
@@ -53,7 +53,7 @@ def read_values(block: Blocks, where: str, dtype: np.dtype[Any] = FLOAT16) -> Ar
                 chunk = block.data[first : min(first + step, stop)]
                 out[first : first + len(chunk)] = convert(chunk).reshape(len(chunk), columns)
 
-    run_ranges(run, rows, out.nbytes if block.kind in CONVERTERS else 0)  # the package gguf caches tables: one thread
+    run_ranges(run, rows, out.nbytes if block.kind in CONVERTERS else 0)  # one thread for gguf, which caches tables
     return out.reshape(block.shape)
 
 

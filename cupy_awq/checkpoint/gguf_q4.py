@@ -39,7 +39,7 @@ INFINITY = 0x7C00
 """The bits of positive infinity in float16. Those of a NaN without its sign bit are larger, as integers."""
 
 LARGEST_SAFE = int(np.float16(65504 / 63).view(np.uint16)) - 1
-"""The bits of the largest integer in float16 (1039) whose products with all 6-bit numbers are at most 65504."""
+"""The bits of the largest float16 value (1039) whose products with all 6-bit numbers are at most 65504."""
 
 CHUNK_BLOCKS = 1 << 14
 """The number of super-blocks whose scales are computed at a time."""
@@ -87,7 +87,7 @@ def _convert_q4(kind: str, where: str, data: npt.NDArray[np.uint8], bias: Array 
 
 
 def _check_rows(data: npt.NDArray[np.uint8], layout: str, block_bytes: int, where: str) -> tuple[int, int]:
-    """Return (N, blocks per row).
+    """Return (N, blocks per row) of the rows ``data`` of a tensor.
 
     Raises CheckpointError unless ``data`` is uint8 [N, bytes] with rows of whole blocks and N is a multiple of 8.
 

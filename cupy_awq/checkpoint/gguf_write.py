@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing of GGUF files: 4-bit modules as Q4_0 or Q4_1, all other tensors in their own dtype.
+"""Writing of GGUF files: 4-bit modules as Q4_0 or Q4_1, 16-bit vectors as F32, all other tensors in their own dtype.
 
 Both types have groups of 32 rows of W. Larger groups, whose size must be a multiple of 32, are split by repeating their
 scales. Symmetric weights become Q4_0, all others Q4_1 with offsets. Scales and offsets are float16 and never rounded:

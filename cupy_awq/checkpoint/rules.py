@@ -136,7 +136,7 @@ class Pattern:
             # The carries of the addition run through adjacent accepted characters ("MatchStar" of Parabix).
             return (((starts & accepted) + accepted) ^ accepted) | starts
         reached = positions if low == 0 else 0
-        for count in range(1, int(high) + 1):  # terminates early: the set of reached positions converges
+        for count in range(1, int(high) + 1):  # ends early, since the set of reached positions converges
             following = self._walk(tree, name, positions)
             if count >= low:
                 if not following & ~reached:

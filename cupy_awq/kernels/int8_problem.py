@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -267,4 +267,7 @@ def common_problems() -> Iterator[Int8Problem]:
     for dtype in ("float16", "bfloat16"):
         for m in (1, 1024):
             yield Int8Problem(m, 4096, 4096, 128, 4, False, True, dtype, fp8=True)
+    for m in (1, 16, 64, 128, 256):
+        blocks = Int8Problem(m, 4096, 4096, 128, 4, False, True, "float16", zero_points=True, scale_dtype="float16")
+        yield from (blocks, replace(blocks, row_scales=True), replace(blocks, fp8=True))
     yield Int8Problem(1, 64, 66, 66, 4, True, True, "float16")

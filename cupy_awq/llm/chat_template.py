@@ -24,22 +24,22 @@ MAX_TEMPLATE_CHARACTERS = 1 << 17
 """The largest length of a template in characters. Templates of common models have at most 20,000."""
 
 MAX_CHARACTERS = 1 << 22
-"""The largest length of an intermediate text in characters, to which four times the length of messages is added."""
+"""The largest length of an intermediate text in characters, to which four times the messages' length is added."""
 
 MAX_OUTPUT_CHARACTERS = 1 << 18
-"""The largest length of the output in characters, to which four times the length of messages is added.
+"""The largest length of the output in characters, to which four times the messages' length is added.
 
 The limit is lower than `MAX_CHARACTERS` because the output is also tokenized.
 """
 
 MAX_WORK = 1 << 27
-"""The largest work of one rendering, a few seconds; 1024 times the length of messages is added to this limit.
+"""The largest work of one rendering, a few seconds; 1024 times the messages' length is added to this limit.
 
 One unit of work is the processing of one character. Each operation also counts as `STEP` units.
 """
 
 STEP = 256
-"""The units of work that an iteration, a call, a filter, a test, an operator or an element of a list counts as."""
+"""The number of units of work for an iteration, a call, a filter, a test, an operator or an element of a list."""
 
 MAX_INTEGER_BITS = 256
 """The largest size of an integer in bits."""
@@ -117,7 +117,7 @@ class Account:
         return value
 
     def charge_slice(self, value: Any) -> Any:
-        """Add the cost of a slice to the counter and return the slice; its elements are not counted again."""
+        """Add the cost of a slice to the counter and return the slice; the contents of its elements are not counted."""
         self.spend(len(value) if isinstance(value, str) else STEP * len(value))
         return value
 

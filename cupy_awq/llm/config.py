@@ -65,7 +65,7 @@ class ModelConfig:
         biases: the names of the projections with a bias, such as "q_proj"; None to apply all biases in the file (GGUF).
 
     Raises:
-        ValueError: a size is out of range, or rope_scaling is unknown or incomplete, or has an unknown key.
+        ValueError: a field is out of range or not supported, or rope_scaling is incomplete or has an unknown key.
 
     >>> ModelConfig("llama", 64, 128, 2, 4, 2, 16, 100, 512).heads
     4
@@ -283,7 +283,7 @@ def _integer(table: Mapping[str, Any], name: str) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a finite float or an integer that float64 can represent."""
+    """Return whether a value is a finite float, or an integer within the range of float64."""
     return (type(value) is int and abs(value) < 1 << 1023) or (type(value) is float and math.isfinite(value))
 
 

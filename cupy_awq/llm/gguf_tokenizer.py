@@ -27,7 +27,7 @@ SPACE = "\u2581"
 """The character that stands for a space in the tokens of SentencePiece."""
 
 MAX_SPLITS = 1 << 21
-"""The largest number of ways to split a token in two, over all SentencePiece tokens: 2**18 tokens of 9 characters."""
+"""The largest total number of ways to split SentencePiece tokens in two, enough for 2**18 tokens of 9 characters."""
 
 MAX_TOKEN_CHARACTERS = 256
 """The largest accepted length of a SentencePiece token in characters. SentencePiece's trainer has a default of 16."""

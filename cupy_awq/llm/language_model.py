@@ -37,7 +37,7 @@ SCORE_ROWS = 64
 
 
 class ContextFullError(ValueError):
-    """The error for a conversation that exceeds its capacity. With ``drop_oldest``, `Chat.say` first drops turns."""
+    """The error for a conversation that exceeds its capacity. `Chat.say` can drop old turns (``drop_oldest``)."""
 
 
 @dataclass
@@ -241,7 +241,7 @@ class LanguageModel:
             raise ValueError(f"prompt: expected tokens below the vocabulary size {self.config.vocab}, got {max(ids)}")
 
     def _limit(self, ids: Sequence[Sequence[int]], max_tokens: int) -> int:
-        """Return the largest number of tokens per completion: ``max_tokens``, or what the longest prompt leaves."""
+        """Return the largest number of tokens per completion: ``max_tokens``, or fewer if the context is full."""
         _check_max_tokens(max_tokens)
         if not ids:
             raise ValueError("prompts: expected at least one prompt, got none")

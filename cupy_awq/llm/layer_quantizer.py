@@ -52,8 +52,8 @@ class QuantizedLayer:
         index: the index of the layer in the model.
         linears: the linear layers by name, such as "mlp.up_proj". Layers that are not quantized are dense.
         norms: the RMSNorm weights by name, in their stored dtype, with the channel scales folded in.
-        errors: the relative squared error |x (W_q - W)|^2 / |x W|^2 on the calibration tokens x, by name of the linear
-            layer; a pair: for W_q rounded to nearest, and for W_q as quantized here.
+        errors: by name of the linear layer, two relative squared errors |x (W_q - W)|^2 / |x W|^2 on the calibration
+            tokens x: that of W_q rounded to nearest, and that of W_q as quantized here.
         output_error: |f_q(h) - f(h)| / |f(h) - h| for the layer f and the quantized layer f_q, on the inputs h that the
             layer has in the original model.
         nearest_output_error: the value of ``output_error`` for rounding to nearest.

@@ -148,7 +148,7 @@ class ModelFiles:
         return read()
 
     def _check_bias(self, bias: Array | None, name: str) -> None:
-        """Raise CheckpointError if an expected bias is missing, or an unexpected one is not 0 (as in GPTQ files)."""
+        """Raise CheckpointError if an expected bias is missing, or an unexpected one is not 0 (GPTQ stores zeros)."""
         biases = self.config.biases
         expected = biases is not None and name.rpartition(".")[2] in biases
         if expected and bias is None:

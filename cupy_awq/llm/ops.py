@@ -51,7 +51,7 @@ class ResidualStream:
             with ``Fusion("rms_norm_x")`` divides its rows by their RMS. None if a separate kernel computes the RMSNorm.
         square_sums: float32 [B * S, ceil(hidden / 32)], the sums of h^2 over blocks of 32 columns, from which the GEMM
             computes the RMS; None without ``unnormalized_x``.
-        x_order: the activation order in which ``unnormalized_x`` has its columns, int32 [hidden]; None if in order.
+        x_order: the activation order in which ``unnormalized_x`` has its columns, int32 [hidden], or None.
     """
 
     h: Array
@@ -176,7 +176,7 @@ class DecoderOps(Protocol):
             q_norm, k_norm: float32 [head_dim], the RMSNorm weights of every head, or None.
             cache, layer: the cache, and the index of its layer.
             order: the permutation of the columns of the result, or None.
-            later_projection: the `Layer.gate_up` of the layer, of which the back end may prefetch a part, or None.
+            later_projection: the layer's `Layer.gate_up`, a part of which the back end may prefetch into L2, or None.
         """
         ...
 

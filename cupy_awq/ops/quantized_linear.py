@@ -23,6 +23,9 @@ from cupy_awq.runtime import device, placement
 from cupy_awq.runtime.arrays import row_stride, views
 from cupy_awq.weight import PackedWeight
 
+WORTHWHILE = 0.95
+"""The ratio of modelled times below which an "auto" layer quantizes x, which makes y less accurate."""
+
 
 def quantize_activations(
     x: Array, /, *, block_size: int | None = None, symmetric: bool = False, rounding: str = "half_away"
@@ -235,10 +238,10 @@ def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> 
 def prefers_int8(
     x: Array, operand: PackedWeight, weight: BlockQuantizedWeight, bias: Array | None, activation: Any
 ) -> bool:
-    """Return whether the cost models expect `linear_int8` to take less time than `gemm` for x [..., K].
+    """Return whether the cost models expect `linear_int8` to take less than WORTHWHILE of the time of `gemm` for x.
 
     Args:
-        x: the activations; the result is False if x is on the CPU or empty, or has an unsupported dtype.
+        x: the activations [..., K]; the result is False if x is on the CPU or empty, or has an unsupported dtype.
         operand, weight: the same weight for `gemm` and for `linear_int8`.
         bias, activation: as in `gemm`.
     """
@@ -260,7 +263,8 @@ def prefers_int8(
         scale_dtype=weight.exact_scale_dtype,
     )
     gpu = device.of(weight.device)
-    return select.modelled_us(quantization, gpu) + select.modelled_us(product, gpu) < select.modelled_us(gemm, gpu)
+    quantized_us = select.modelled_us(quantization, gpu) + select.modelled_us(product, gpu)
+    return quantized_us < WORTHWHILE * select.modelled_us(gemm, gpu)
 
 
 def _quantize_on_gpu(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AWQ's search for a scale t of each input channel: W * t is quantized, and its input is x / t.
+"""AWQ's search for a scale t of each input channel: the quantized layer has the weight W * t and the input x / t.
 
 The loss is the squared error of a linear layer's output, summed over all linear layers that share the input.
 """

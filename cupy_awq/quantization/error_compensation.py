@@ -99,7 +99,7 @@ def inverse_factor(second: Array) -> Array:
 
 
 def invert_cholesky(matrix: Array) -> None:
-    """Replace a symmetric positive definite matrix L L^T by L^-1, in place, which needs half the memory of a copy.
+    """Replace a symmetric positive definite matrix L L^T by L^-1 in place, to save the memory of a copy.
 
     >>> matrix = np.array([[4.0, 2.0], [2.0, 17.0]])
     >>> invert_cholesky(matrix)
