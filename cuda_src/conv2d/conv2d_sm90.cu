@@ -90,7 +90,7 @@ constexpr int kStoreBytes = kWarpgroups * kStoreRows * kStoreRowBytes;
 static_assert(kTileH == 1 || kTileW == 8, "8-pixel groups have a constant distance in shared memory");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 
-// The output tile, [warpgroup][pixel][kStoreRowBytes], overwrites the stages.
+// After the main loop, the output tile, [warpgroup][pixel][kStoreRowBytes], overwrites the stages.
 struct SharedStorage {
   using Boxes = SharedArray<0, kXStages, kWgPx * kBoxBytes>;
   using Codes = SharedArray<Boxes::kEnd, kCodeStages, kCodeBytes>;
