@@ -28,7 +28,7 @@ class Activation(NamedTuple):
     """Whether the result is activation(first half of the columns) * (second half of the columns)."""
 
     def __call__(self, v: Any) -> Any:
-        """Apply the activation to float32 or float64 values and return [..., N]; if gated, [M, N] gives [M, N/2].
+        """Apply the activation to float32 or float64 values [..., N]. If it is gated, [M, N] becomes [M, N/2].
 
         >>> Activation("clamp", (0.0, 6.0))(np.array([[-1.0, 7.0]], np.float32))
         array([[0., 6.]], dtype=float32)

@@ -15,7 +15,7 @@ SUFFIX = ".part"
 
 
 def name_aside(path: Path) -> Path:
-    """Return a random temporary name in the folder of ``path``, for a file or folder to be renamed to ``path``."""
+    """Return a random temporary path beside ``path``, for a file or folder that is renamed to ``path`` later."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}{SUFFIX}")
 
 

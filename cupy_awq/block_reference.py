@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 F32 = np.float32
 
 SMALLEST_SCALE = F32(1e-5)
-"""The largest scale that counts as zero, as in MNN. An asymmetric block then gets scale 1 and its maximum as offset."""
+"""The threshold for asymmetric blocks, as in MNN: a block with no larger scale gets scale 1 and offset max(x)."""
 SMALLEST_WEIGHT_SCALE = F32(1e-6)
 """The smallest weight scale of `conv2d_int8`, as in MNN; smaller scales are replaced by this one."""
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -116,7 +116,7 @@ def gemm(
     sums of the codes, and size is the number of columns.
     """
     codes = weight.codes.reshape(product.n, product.k).astype(np.float64) - 2.0 ** (weight.bits - 1)
-    rows = xq.astype(np.float64)  # sums of products are below 2**53, so float64 represents them exactly
+    rows = xq.astype(np.float64)  # sums of products of int8 codes are below 2**53, so float64 is exact
     scales = weight.scale.astype(np.float64)
     offsets = None if weight.offset is None else weight.offset.astype(np.float64)
     y = np.zeros((product.m, product.n))

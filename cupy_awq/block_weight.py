@@ -166,8 +166,8 @@ def from_mnn(
         packed: the codes q. For 4 bits, q + 8 as uint8 [Co_p, Kh*Kw, Ci_p/2], where byte s holds channel 2s in its high
             nibble and channel 2s + 1 in its low nibble; for 8 bits, q as int8 [Co_p, Kh*Kw, Ci_p]. Co_p and Ci_p are Co
             and Ci rounded up to multiples of 8.
-        scale, offset: the scales and offsets [Co, blocks], as in `BlockQuantizedWeight`; ``in_channels`` must be a
-            multiple of blocks.
+        scale, offset: the scales and offsets [Co, blocks], as in `BlockQuantizedWeight`; the number of blocks must
+            divide ``in_channels``.
         kernel: the filter size (Kh, Kw).
         in_channels: the number of input channels Ci, without padding.
         bits: the number of bits per code, 4 or 8.
@@ -210,7 +210,8 @@ def from_mnn(
 def from_packed(weight: PackedWeight, /) -> BlockQuantizedWeight:
     """Convert an AWQ weight [K, N] to a block-quantized weight [N, 1, 1, K] with the same values; groups become blocks.
 
-    The codes are not copied but shared. Scales and offsets become float32, in which (8 - zero) * scale is exact.
+    The codes are not copied but shared. Scales and offsets become float32, in which (8 - zero) * scale is exact. A
+    float offset o becomes o + 8 * scale, rounded to float32.
 
     Raises:
         TypeError: ``weight`` is not a `PackedWeight`.
@@ -275,5 +276,5 @@ def _packed(codes: Array) -> Array:
     columns[:, :outputs] = codes.reshape(outputs, -1).T
     words = pack_int4(columns)
     if xp is not np:
-        xp.cuda.get_current_stream().synchronize()  # the weight may be used by other streams without synchronization
+        xp.cuda.get_current_stream().synchronize()  # other streams may read the weight without synchronizing
     return words

@@ -139,7 +139,7 @@ def device_id(a: Any, name: str) -> int:
 def validate_device(a: Any, name: str, device: int | None, like: str) -> None:
     """Raise TypeError unless `a` is a NumPy or CuPy array on `device`, an ordinal or `HOST`; None accepts any device.
 
-    The error message contains `name`, the argument's name, and `like`, the array on whose device `a` has to be.
+    The error message contains `name`, the name of `a`, and `like`, the name of the array that is on `device`.
 
     >>> validate_device(np.zeros(3), "bias", HOST, "the weight")
     """
@@ -223,7 +223,7 @@ def validate_x(x: StridedArray, k: int, dtype: Any = None, device: int | None = 
 
     Raises:
         TypeError: x is not an array, does not lie on `device`, or has a dtype that is unsupported or contradicts
-        `dtype`.
+            `dtype`.
         ValueError: the length of the last axis is not `k`.
 
     >>> validate_x(np.zeros((3, 64), np.float16), 64)
@@ -328,7 +328,7 @@ def validate_product(
     out: StridedArray | None = None,
     dtype: Any = None,
 ) -> Product:
-    """Validate the arguments of y = activation(x @ W + bias) + residual and return the dtypes and shape of y.
+    """Validate the arguments of y = activation(x @ W + bias) + residual and return the properties of the product.
 
     `weight` has the properties of W; the other arguments have the meaning that they have in `cupy_awq.gemm`.
 
@@ -409,7 +409,7 @@ def _like_result(a: StridedArray, name: str, shape: tuple[int, ...], dtype: np.d
 
 
 def _matrix(a: StridedArray, name: str, dtypes: tuple[np.dtype[Any], ...], layout: str) -> tuple[int, int]:
-    """Return the shape of the matrix `a`, whose axes `layout` names in error messages, such as "[K, N/8]".
+    """Return the shape of the matrix `a`. `layout` describes its axes in error messages, such as "[K, N/8]".
 
     Raises TypeError if the dtype is not in `dtypes`, and ValueError if `a` is not 2-D or its rows are not contiguous.
     """

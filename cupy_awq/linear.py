@@ -118,8 +118,11 @@ class AwqLinear:
         self._batch_invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
         if x_dtype is not None and batch_invariant:
             raise ValueError(f"batch_invariant: expected False for a layer with x_dtype={x_dtype!r}, got True")
-        with placement.use_device(spec.device):
-            self._quantized = None if x_dtype is None else _for_quantized(weight, activation, x_dtype)
+        self._quantized: BlockQuantizedWeight | None = None
+        if x_dtype is not None:
+            from cupy_awq.ops.quantized_linear import convert_weight
+
+            self._quantized = convert_weight(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype in (None, "auto") else weight
         # Kernels for the repacked layout need gate and up to be whole numbers of weight tiles; else the AWQ tensors
         # are needed.
@@ -127,7 +130,8 @@ class AwqLinear:
         frees_weight = not check_scalar.validate_flag(keep_weight, "keep_weight")
         if frees_weight and x_dtype is None and isinstance(self._operand, RepackedWeight) and has_whole_tiles:
             self._weight = self._operand = self._operand.without_original()
-        self._pointers = () if spec.device == check.HOST else gemm_launch.weight_pointers(self._operand, bias, self._order)
+        pointers = gemm_launch.weight_pointers
+        self._pointers = pointers(self._operand, bias, self._order) if spec.device != check.HOST else ()
 
     @classmethod
     def concatenate(
@@ -273,8 +277,9 @@ class AwqLinear:
     def __call__(
         self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
     ) -> Array:
-        if self._quantized is not None and (self._x_dtype != "auto" or self._prefers_int8(x, residual, dtype)):
-            return self._multiply_quantized(self._quantized, x, out, residual, dtype)
+        weight = self._quantized
+        if weight is not None and (self._x_dtype != "auto" or self._prefers_int8(weight, x, residual, dtype)):
+            return self._multiply_quantized(weight, x, out, residual, dtype)
         # Validation and kernel selection depend only on shapes, strides and dtypes, so a cached launch needs neither.
         key: Any
         try:
@@ -287,20 +292,18 @@ class AwqLinear:
             if y is not None:
                 return y
         options = {"bias": self._bias, "activation": self._activation, "residual": residual, "out": out, "dtype": dtype}
-        fixed = {"batch_invariant": self._batch_invariant, "order": self._order}
-        y, launch = gemm_launch.run_gemm(x, self._operand, **options, **fixed)
+        options |= {"batch_invariant": self._batch_invariant, "order": self._order}
+        y, launch = gemm_launch.run_gemm(x, self._operand, **options)
         if launch is not None and key is not None:
             gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
         return y
 
-    def _prefers_int8(self, x: Array, residual: Array | None, dtype: Any) -> bool:
+    def _prefers_int8(self, weight: BlockQuantizedWeight, x: Array, residual: Array | None, dtype: Any) -> bool:
         """Return whether an "auto" layer quantizes x."""
         from cupy_awq.ops.quantized_linear import prefers_int8
 
-        if residual is not None or dtype is not None or self._quantized is None:
-            return False
-        (x,) = arrays.views(x=x)
-        return prefers_int8(x, self._operand, self._quantized, self._bias, self._activation)
+        is_plain = residual is None and dtype is None
+        return is_plain and prefers_int8(x, self._operand, weight, self._bias, self._activation)
 
     def _multiply_quantized(
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any
@@ -442,13 +445,3 @@ def _restored(weight: PackedWeight, bias: Array | None, settings: dict[str, Any]
     layer = AwqLinear(weight, bias=bias, **settings)
     layer._splits = splits
     return layer
-
-
-def _for_quantized(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
-    """Convert a weight for `linear_int8` or `linear_fp8`. Raises the same errors as `check_layer`."""
-    from cupy_awq.block_weight import from_packed
-    from cupy_awq.ops.quantized_linear import check_layer
-
-    block_weight = from_packed(weight)
-    check_layer(block_weight, activation, x_dtype)
-    return block_weight

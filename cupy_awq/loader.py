@@ -14,7 +14,7 @@ from cupy_awq.runtime import placement
 from cupy_awq.weight import PackedWeight
 
 REPACK_BYTES = 1 << 22
-"""The smallest size of a module that a GPU repacks; the launches for a smaller one take longer than the CPU does."""
+"""The size in bytes from which a module is repacked on the GPU; for smaller ones, launches take longer than the CPU."""
 
 
 class Checkpoint(Mapping[str, AwqLinear | Array]):

@@ -42,8 +42,8 @@ def to_host(a: Array) -> Any:
 def find_maximum(a: Array) -> Any:
     """Return the largest element of an array, as a NumPy scalar.
 
-    CuPy takes 5 s to compile a reduction over all axes, and a fraction of a second for the first axis alone, so the
-    rest is done on the host.
+    CuPy takes 5 s to compile a reduction over all axes, but a fraction of a second for one over the first axis, so only
+    the first axis is reduced on the GPU, and the others on the host.
 
     >>> int(find_maximum(np.arange(6).reshape(2, 3)))
     5
@@ -52,7 +52,7 @@ def find_maximum(a: Array) -> Any:
 
 
 def is_finite(a: Array) -> bool:
-    """Return whether all elements of an array of floats are finite; see `find_maximum` for the axes.
+    """Return whether all elements of an array of floats are finite, reducing the axes like `find_maximum`.
 
     >>> is_finite(np.array([1.0, np.inf]))
     False

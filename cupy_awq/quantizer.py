@@ -31,21 +31,21 @@ def quantize(
 
     Each scale s is first rounded to its dtype. Zero points z and codes q are computed with the rounded scale:
 
-    - asymmetric: s = (max - min) / 15, z = round(-min / s), q = round(w / s) + z, where max and min are those of the
+    - asymmetric: s = (max - min) / 15, z = round(-min / s), q = round(w / s) + z, where max and min are taken over the
       group and 0. (AutoAWQ's quantizer does not include 0, and clips groups whose weights have one sign.)
     - symmetric: z = 8 (stored), s = max(max / 7, -min / 8), the smallest scale for which [-8 s, 7 s] covers the group.
 
     The error |W - dequantize(...)| is at most s/2, plus 1% of s (bfloat16: 6%) for the rounding of s. It is at most s
     where s is a subnormal float16 number, or where the outermost code would exceed the range of the scales' dtype. A
-    group of zeros has the smallest scale and dequantizes to zeros.
+    group whose weights are all 0 has the smallest scale and dequantizes to 0.
 
     Args:
         w: a NumPy or CuPy array, float16, bfloat16, float32 or float64 [K, N] with any strides; N divisible by 8.
         group_size: the number of rows of W per group, a divisor of K; -1 means K.
         bits: the number of bits per code; only 4 is supported.
         symmetric: whether every zero point is 8.
-        inputs: calibration inputs of the layer, floats [..., K] on the device of `w`, which minimize the error of the
-            output instead (see `cupy_awq.quantization`); None to round to nearest.
+        inputs: calibration inputs of the layer, floats [..., K] on the device of `w`, for which the error of the output
+            is minimized instead of that of W (see `cupy_awq.quantization`); None to round to nearest.
 
     Returns:
         The quantized weight on the device of `w`. Its scales are bfloat16 for a bfloat16 `w`, else float16.
@@ -53,7 +53,7 @@ def quantize(
     Raises:
         TypeError: w is not an array of floats, or group_size is not an integer.
         ValueError: a shape, group size or number of bits is not supported; w or inputs contain NaN or infinity, or w
-            needs a scale beyond the range of its dtype.
+            needs a scale beyond the range of the scales' dtype.
 
     >>> w = np.linspace(-1, 2, 32, dtype=np.float32).reshape(4, 8)
     >>> weight = quantize(w, group_size=4)

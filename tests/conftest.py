@@ -166,7 +166,7 @@ def kernels_to_simulate() -> set[tuple[str, str]]:
     """Return (kernel, target) of every kernel that the package may launch on these architecture paths."""
     from cupy_awq.tools import compile_all
 
-    return {(kernel.entry, kernel.arch) for arch in ARCHS for kernel in compile_all.kernels(arch)}
+    return {(kernel.entry, kernel.arch) for arch in ARCHS for kernel in compile_all.kernels(arch, True)}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

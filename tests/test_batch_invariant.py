@@ -7,7 +7,6 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,19 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupy_awq
-from cupy_awq import AwqLinear, PackedWeight, llm
+from cupy_awq import AwqLinear, PackedWeight
 from cupy_awq.activation import FUNCTIONS
-from cupy_awq.kernels import llm as kernels
 from cupy_awq.kernels import select
 from cupy_awq.kernels.gemm_sm90 import GemmSm90Config
 from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.reduction import Reduction, reduction_of, wgmma_reduction
-from cupy_awq.llm.build import build_model
-from cupy_awq.llm.numpy_ops import NumpyOps
 from cupy_awq.runtime import device
 from cupy_awq.tools.command_line import main
 from cupy_awq.tools.testing import random_activations, random_weight
-from tests import llm_models
 from tests.backends import BACKENDS, Run, runner
 from tests.products import ZEROS, check_product, gemm, nan_like, put
 from tests.test_kernels import DTYPES, WHOLE, facts, padded, repack, strided
@@ -149,37 +144,58 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend: str, arch: int,
         np.testing.assert_array_equal(found[at], alone[0])
 
 
-def results(product: Product, problem: Problem, here: device.Device, most: int) -> dict[Reduction, set[bytes]]:
-    """Return all different results of a problem for four reductions, with up to ``most`` configurations of each."""
-    found: dict[Reduction, list[select.Choice]] = {}
+def results(
+    product: Product, problem: Problem, here: device.Device, most: int
+) -> tuple[dict[Reduction, set[bytes]], set[str]]:
+    """Return all different results of a problem for four reductions, and the names of the kernels.
+
+    Up to ``most`` configurations of each kernel and reduction run.
+    """
+    found: dict[Reduction, dict[str, list[select.Choice]]] = {}
     for family in select.families(problem).values():
         configs = family.configs(problem, here) if family.refusal(problem, here) is None else []
         for config in configs:
             reduction = reduction_of(family, config, problem)
             if reduction is not None:
                 choice = select.Choice(problem, family, config, family.plan(config, problem, here))
-                found.setdefault(reduction, []).append(choice)
-    rows = list(range(problem.m))
-    return {
-        reduction: {product.rows(rows, choice).tobytes() for choice in choices[:: ceil_div(len(choices), most)]}
-        for reduction, choices in list(found.items())[:: ceil_div(len(found), 4)]
-    }
+                found.setdefault(reduction, {}).setdefault(choice.plan.kernel.entry, []).append(choice)
+    # First the reductions of the most kernels, whose bits must be equal.
+    order = sorted(found, key=lambda reduction: -len(found[reduction]))
+    some = [*order[:2], *order[2 :: ceil_div(len(order), 2)]]
+    rows, different = list(range(problem.m)), {}
+    for reduction in some:
+        choices = [c for of_one in found[reduction].values() for c in of_one[:: ceil_div(len(of_one), most)]]
+        different[reduction] = {product.rows(rows, choice).tobytes() for choice in choices}
+    return different, {name for reduction in some for name in found[reduction]}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("arch", "dtype", "repacked"),
-    [(60, "float32", False), (75, "float16", False), (80, "bfloat16", False), (90, "float16", True)],
+    ("arch", "dtype", "repacked", "m", "kernels"),
+    [
+        (60, "float32", False, 34, {"gemm_simt"}),
+        (75, "float16", False, 34, {"gemm_simt", "gemm_sm75"}),
+        (80, "bfloat16", False, 34, {"gemm_simt", "gemm_sm80"}),
+        (90, "bfloat16", False, 9, {"gemm_sm80", "gemm_sm90_raw"}),
+        (90, "float16", True, 9, {"gemm_sm90", "gemm_sm90_mma_invariant"}),
+        (90, "float16", True, 34, {"gemm_sm90", "gemm_sm90_large"}),
+    ],
 )
-def test_all_kernels_with_the_same_reduction_agree(backend: str, arch: int, dtype: str, repacked: bool) -> None:
-    """Every tile, split-K and number of slices per CTA that a batch-invariant GEMM may use gives the same bits."""
+def test_all_kernels_with_the_same_reduction_agree(
+    backend: str, arch: int, dtype: str, repacked: bool, m: int, kernels: set[str]
+) -> None:
+    """Every kernel, tile, split-K and number of slices per CTA that a batch-invariant GEMM may use gives equal bits."""
     here = facts(arch, backend)
-    problem = Problem(34, 64, 416, 32, dtype, repacked=repacked, batch_invariant=True)
+    problem = Problem(m, 64, 416, 32, dtype, repacked=repacked, batch_invariant=True)
     if repacked:
         problem = replace(problem, n=128, k=512, group_size=128, gated=True, activation="silu", residual=True)
+        problem = replace(problem, has_awq_layout=False)
+    elif arch == 90:
+        problem = replace(problem, k=1536)
     product = Product(problem, runner(backend), here, 0)
-    found = results(product, problem, here, 12 if backend == "gpu" else 3)
+    found, names = results(product, problem, here, 12 if backend == "gpu" else 3)
     assert len(found) >= 3
+    assert names >= kernels
     assert all(len(some) == 1 for some in found.values())
     assert len(set().union(*found.values())) > 1  # so the order of additions matters for these values
 
@@ -208,7 +224,24 @@ def test_a_field_that_is_unknown_here_excludes_a_configuration() -> None:
     old = GemmSm90Config("gemm_sm90", 16, 2, 1, 2, 4, 2)
     assert wgmma_reduction(old, 8, 1, 2, 2) == wgmma_reduction(NewConfig(**vars(old)), 8, 1, 2, 2) is not None
     assert wgmma_reduction(NewConfig(**vars(old), work_split="even"), 8, 1, 2, 2) is None
-    assert wgmma_reduction(old, 8, 1, 3) is None  # three slices
+    default = replace(old, name="gemm_sm90_mma", x_rows=1, x_stages=2)
+    assert reduction_of(select.FAMILIES["gemm_sm90"], default, Problem(1, 64, 1024, 128, repacked=True)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [BACKENDS[0]])
+@pytest.mark.parametrize(("repacked", "dtype"), [(False, "bfloat16"), (True, "float16"), (True, "bfloat16")])
+def test_every_number_of_rows_up_to_64_and_130(backend: str, repacked: bool, dtype: str) -> None:
+    """The kernels of sm_90 that `choose` returns, on one weight."""
+    here = facts(90, backend)
+    problem = Problem(130, 128, 1536, 128, dtype, repacked=repacked, has_awq_layout=not repacked, batch_invariant=True)
+    product = Product(problem, runner(backend), here, 0)
+    whole, kernels = product.rows(list(range(130))), set()
+    for m in range(1, 65):
+        rows = list(range(m, 2 * m))
+        kernels.add(select.choose(padded(replace(problem, m=m), WHOLE), here).plan.kernel.entry)
+        np.testing.assert_array_equal(product.rows(rows), whole[rows], err_msg=f"{m} rows")
+    assert len(kernels) >= 2
 
 
 def check_rows(multiply: Callable[[Any], Any], x: Any, sizes: Iterable[int], rng: np.random.Generator) -> Any:
@@ -279,7 +312,7 @@ def test_all_kernels_of_a_layer_with_the_same_reduction_agree(dtype: str, k: int
     here = device.current()
     problem = Problem(m, n, k, 128, dtype, dtype, "packed", "float32", True, "silu" if gated else "gelu")
     problem = replace(problem, gated=gated, repacked=here.arch == 90, batch_invariant=True)
-    found = results(Product(problem, runner("gpu"), here, m), problem, here, 8)
+    found, _ = results(Product(problem, runner("gpu"), here, m), problem, here, 8)
     assert all(len(some) == 1 for some in found.values())
     # The order of additions matters for these values, but the few of one row may all round to the same bits.
     assert m == 1 or len(set().union(*found.values())) > 1
@@ -332,106 +365,3 @@ def test_a_choice_of_split_k_by_m_is_caught() -> None:
         product = Product(problem, runner("latest"), here, 0)
         alone, batch = product.rows([3]), product.rows(list(range(40)))
     assert (alone[0] != batch[3]).any()
-
-
-def attend(run: Run, here: device.Device, q: Any, cache: Any, starts: list[int], steps: int) -> np.ndarray:
-    """Return the attention of ``steps`` tokens per sequence, from the positions ``starts`` on."""
-    _, kv_heads, capacity, head_dim = cache[0].shape
-    sizes = kv_heads, head_dim, capacity, kv_heads * capacity * head_dim
-    plan = kernels.plan_attention(here, len(starts) * steps, steps, q.shape[1], *sizes, q.dtype.name)
-    some = np.concatenate([q[start : start + steps] for start in starts])
-    out = np.full_like(some, np.nan)
-    run(plan, {"q": some, "k": cache[0], "v": cache[1], "lengths": np.array(starts, np.int32), "out": out})
-    return out
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("arch", "dtype", "head_dim"), [(60, "float16", 16), (80, "float16", 64), (90, "bfloat16", 128)]
-)
-def test_attention_depends_on_the_position_only(backend: str, arch: int, dtype: str, head_dim: int) -> None:
-    """A prompt as a whole, in chunks, and tokens one by one, on both sides of tiles of keys."""
-    rng, run, here = np.random.default_rng(0), runner(backend), facts(arch, backend)
-    length, capacity, heads, kv_heads = 300, 520, 2, 1
-    q = random_activations(rng, length, heads, head_dim, dtype=DTYPES[dtype])
-    k, v = (random_activations(rng, 2, kv_heads, capacity, head_dim, dtype=DTYPES[dtype]) for _ in "kv")
-    k[1], v[1] = k[0], v[0]
-    k[:, :, length:] = v[:, :, length:] = np.nan
-    whole = attend(run, here, q, (k[:1], v[:1]), [0], length)
-    for start in (0, 1, 63, 64, 250, 298):
-        steps = min(49, length - start)
-        np.testing.assert_array_equal(
-            bits(attend(run, here, q, (k[:1], v[:1]), [start], steps)), bits(whole[start : start + steps])
-        )
-    for pair in ([0, 299], [63, 64], [255, 256], [257, 5]):
-        np.testing.assert_array_equal(bits(attend(run, here, q, (k, v), pair, 1)), bits(whole[pair]))
-    for row in (0, 64, 299):
-        keys, values = (a[0, 0, : row + 1].astype(np.float64) for a in (k, v))
-        for head in range(heads):
-            scores = keys @ q[row, head].astype(np.float64) * head_dim**-0.5
-            weights = np.exp(scores - scores.max())
-            wanted = weights @ values / weights.sum()
-            assert np.abs(whole[row, head] - wanted).max() <= (0.002 if dtype == "float16" else 0.02)
-
-
-PROMPT = [int(i) for i in np.random.default_rng(5).integers(0, llm_models.VOCAB - 8, 90)]
-
-
-def prompt_logits(model: Any, ids: list[int], chunks: list[int], sequences: int = 1, at: int = 0) -> np.ndarray:
-    """Return the logits of each token of a prompt that is run in chunks as sequence ``at`` of a batch."""
-    cache = model.ops.make_cache(sequences, len(ids) + 8)
-    for i in range(sequences):
-        if i != at:
-            list(model.prefill(cache, i, ids[i : i + 3]))
-    found, start = [], 0
-    for size in [*chunks, len(ids)]:
-        part = ids[start : start + size]
-        found += (
-            [model.ops.to_numpy(model.logits(hidden))[0] for hidden in model.prefill(cache, at, part)] if part else []
-        )
-        start += len(part)
-    return np.concatenate(found)
-
-
-def check_texts(model: llm.LanguageModel, prompts: list[str], tokens: int) -> None:
-    """Check that greedy texts are equal alone and in a batch, and for several sizes of prompt chunks."""
-    whole = model.model.ops.prefill_chunk
-    batch = [c.tokens for c in model.generate(prompts, raw=True, max_tokens=tokens)]
-    for i, prompt in enumerate(prompts):
-        model.model.ops.prefill_chunk = (whole, 1, 2, 7, 64)[i % 5]
-        assert model.generate(prompt, raw=True, max_tokens=tokens)[0].tokens == batch[i]
-    model.model.ops.prefill_chunk = whole
-
-
-@pytest.mark.parametrize("family", list(llm_models.FAMILIES))
-@pytest.mark.parametrize("expand_weights", [True, False])
-def test_logits_on_the_cpu_do_not_depend_on_the_batch_and_the_chunks(
-    tmp_path: Path, family: str, expand_weights: bool
-) -> None:
-    files = llm.read(llm_models.folder(tmp_path, llm_models.FAMILIES[family], plain=("1.mlp.up_proj",)))
-    ops = NumpyOps(files.config, expand_weights=expand_weights, batch_invariant=True)
-    model = build_model(files, ops)
-    alone = prompt_logits(model, PROMPT, [])
-    for chunks, sequences, at in (([1] * 90, 1, 0), ([2, 64, 7], 3, 1), ([33, 1, 1, 40], 5, 4)):
-        np.testing.assert_array_equal(bits(prompt_logits(model, PROMPT, chunks, sequences, at)), bits(alone))
-    assert np.abs(alone - llm_models.forward(files, PROMPT)).max() <= 1e-4 * np.abs(alone).max()
-
-
-@pytest.mark.parametrize("device_", ["cpu", pytest.param(0, marks=GPU)])
-def test_greedy_texts_are_equal_alone_in_a_batch_and_in_any_chunks(tmp_path: Path, device_: Any) -> None:
-    folder = llm_models.folder(tmp_path, {**llm_models.QWEN3, "hidden_size": 128, "eos_token_id": 263}, group=32)
-    model = llm.load(folder, device=device_, batch_invariant=True)
-    rng = np.random.default_rng(0)
-    prompts = ["".join(chr(c) for c in rng.integers(97, 123, size)) for size in rng.integers(1, 100, 16)]
-    check_texts(model, prompts, 12)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", list(llm_models.FAMILIES))
-def test_logits_on_the_gpu_do_not_depend_on_the_batch_and_the_chunks(tmp_path: Path, family: str) -> None:
-    config = {**llm_models.FAMILIES[family], "hidden_size": 128, "intermediate_size": 128}
-    folder = llm_models.folder(tmp_path, config, group=64)
-    model = llm.load(folder, device=0, batch_invariant=True).model
-    alone = prompt_logits(model, PROMPT, [])
-    for chunks, sequences, at in (([1] * 90, 1, 0), ([2, 64, 7], 3, 1), ([33, 1, 1, 40], 5, 4)):
-        np.testing.assert_array_equal(bits(prompt_logits(model, PROMPT, chunks, sequences, at)), bits(alone))

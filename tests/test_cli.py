@@ -314,15 +314,16 @@ def test_explain_lists_the_kernels_of_every_operation(op: str, kernel: str, caps
 
 def test_compile_passes_archs_on_and_returns_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_all: Any = importlib.import_module("cupy_awq.tools.compile_all")
-    seen: list[list[str]] = []
+    seen: list[tuple[list[str], bool]] = []
 
-    def fake(archs: list[str]) -> int:
-        seen.append(archs)
+    def fake(archs: list[str], batch_invariant: bool) -> int:
+        seen.append((archs, batch_invariant))
         return 1
 
     monkeypatch.setattr(compile_all, "run", fake)
     assert main(["compile", "--arch", "80", "--arch", "90a"]) == 1
-    assert seen == [["80", "90a"]]
+    assert main(["compile", "--arch", "90a", "--batch-invariant"]) == 1
+    assert seen == [(["80", "90a"], False), (["90a"], True)]
 
 
 # Tables

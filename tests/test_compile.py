@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import subprocess
 import sys
@@ -336,8 +337,12 @@ def test_ptx_is_the_text_for_the_plan(root: Path) -> None:
 @pytest.mark.parametrize("arch", [60, 75, 80, 90])
 def test_all_kernels_of_an_arch_are_listed_for_compilation(arch: int) -> None:
     """Whatever the selection may pick for a common layer is compiled ahead."""
-    listed = set(compile_all.kernels(arch))
+    listed, invariant = (set(compile_all.kernels(arch, flag)) for flag in (False, True))
+    assert listed < invariant
     facts = device.nominal(arch)
+    for m, repacked in itertools.product((1, 16, 64, 1024), {False, arch == 90}):
+        problem = Problem(m, 4096, 12288, 128, repacked=repacked, batch_invariant=True)
+        assert select.choose(problem, facts).plan.kernel in invariant
     for m in (1, 3, 12, 500):
         for shape in ((4096, 4096), (1536, 576)):
             problem = Problem(m, *shape, 128 if shape[0] == 4096 else 64)
@@ -346,7 +351,7 @@ def test_all_kernels_of_an_arch_are_listed_for_compilation(arch: int) -> None:
 
 def test_compile_fails_if_the_cache_cannot_be_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "cache").write_text("")
-    monkeypatch.setattr(compile_all, "kernels", lambda arch: [KERNEL])
+    monkeypatch.setattr(compile_all, "kernels", lambda arch, batch_invariant: [KERNEL])
     monkeypatch.setattr(cache, "_has_warned", True)
     monkeypatch.setattr(compiler, "_unsaved", {})
     with pytest.raises(OSError, match=f"{cache.VARIABLE}: expected a folder that can be written, got"):

@@ -285,26 +285,6 @@ def test_gemm_int8_sm90_adds_zero_points_to_the_codes(backend: str, x_offset: bo
     check_product(backend, problem, gemm_int8_sm90, config, facts(90, backend), 64, seed=0)
 
 
-@pytest.mark.parametrize("backend", LANDINGS)
-@pytest.mark.parametrize("split_k", [2, 4, 8])
-@pytest.mark.parametrize(
-    ("shape", "kind"),
-    [
-        ((70, 270, 1168, 128, 4, False, True, "float16", "float16"), {"wide": False, "zero_points": True}),
-        ((130, 264, 1424, 256, 4, True, True, "float32", None), {}),
-        ((65, 64, 1040, 64, 8, False, True, "bfloat16", None), {}),
-        ((66, 72, 1152, 128, 4, False, True, "float16", None), {"row_scales": True, "zero_points": True}),
-    ],
-    ids=["rows past M", "two blocks of rows", "short blocks", "one scale per row"],
-)
-def test_gemm_int8_sm90_splits_k(backend: str, split_k: int, shape: tuple, kind: dict) -> None:
-    problem = Int8Problem(*shape, **kind)
-    tiles = gemm_int8_sm90.cluster_tiles(1, problem)
-    config = GemmInt8Sm90Config(1, tiles[0] * tiles[1] * split_k, split_k)
-    weight_block = 256 if problem.block_size in (128, 256) and not problem.row_scales else problem.block_size
-    check_product(backend, problem, gemm_int8_sm90, config, facts(90, backend), weight_block, seed=split_k)
-
-
 def test_zero_points_need_whole_quotients_within_the_range_of_codes() -> None:
     codes, scale = np.zeros((2, 1, 1, 64), np.uint8), np.array([[0.5, 0.25], [0, 3]], np.float32)
     whole = np.array([[-8, 3], [0, 8]], np.float32)

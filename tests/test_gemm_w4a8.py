@@ -18,17 +18,17 @@ from tests.test_gemm_int8 import check_product
 from tests.test_kernels import DTYPES, facts
 
 # m, n, k, x's block size, weight's block size, dtype, bias, zero points, then block_m, warpgroups, m64_tiles,
-# consumers, stages, k_tiles, split_k, ctas_per_sm, share_x, prefetch_weights
+# consumers, stages, k_tiles, split_k, ctas_per_sm, share_x
 CASES = (
     (1, 64, 128, 128, 128, "float16", None, True, 8, 1, 1, 1, 2, 1, 1),
     (5, 200, 1168, 128, 256, "float16", "float16", True, 8, 1, 1, 3, 6, 1, 2),
     (24, 70, 656, 256, 256, "bfloat16", None, False, 24, 2, 1, 1, 2, 2, 1),
     (40, 264, 784, 128, 128, "float32", "float32", True, 48, 1, 2, 2, 2, 1, 3),
     (100, 130, 528, 528, 528, "float16", None, True, 64, 2, 1, 2, 4, 1, 1),
-    (129, 128, 1040, 128, 128, "float16", None, True, 80, 1, 1, 2, 4, 2, 4, 1, 1, False),
+    (129, 128, 1040, 128, 128, "float16", None, True, 80, 1, 1, 2, 4, 2, 4),
     (128, 72, 272, 128, 128, "bfloat16", "float16", True, 128, 1, 1, 1, 2, 1, 1),
     (60, 200, 656, 128, 128, "float16", None, True, 64, 1, 1, 2, 4, 1, 1, 1, 2),
-    (70, 130, 784, 128, 128, "float16", "float16", True, 80, 1, 1, 1, 2, 1, 3, 1, 2, False),
+    (70, 130, 784, 128, 128, "float16", "float16", True, 80, 1, 1, 1, 2, 1, 3, 1, 2),
     (64, 300, 400, 128, 128, "float16", None, True, 64, 1, 1, 1, 2, 2, 2, 1, 4),
 )
 

@@ -95,8 +95,8 @@ def test_auto_quantizes_many_rows_on_hopper(monkeypatch: pytest.MonkeyPatch, m: 
 @pytest.mark.gpu
 @pytest.mark.sm90
 def test_auto_on_a_gpu_gives_the_bits_of_the_faster_layer() -> None:
-    weight = PackedWeight(*map(put, tensors(random_weight(np.random.default_rng(0), 1024, 1024, 128))))
-    few, many = (put(random_activations(np.random.default_rng(1), m, 1024)) for m in (2, 8192))
+    weight = PackedWeight(*map(put, tensors(random_weight(np.random.default_rng(0), 4096, 4096, 128))))
+    few, many = (put(random_activations(np.random.default_rng(1), m, 4096)) for m in (2, 8192))
     auto = AwqLinear(weight, x_dtype="auto")
     np.testing.assert_array_equal(auto(few).get(), AwqLinear(weight)(few).get())
     np.testing.assert_array_equal(auto(many, residual=many).get(), AwqLinear(weight)(many, residual=many).get())

@@ -102,25 +102,6 @@ SEEDS = {
     "offsets of x are multiplied by the sums of another block": (
         "int8/gemm_int8_sm90.cu", "min(block, blocks - 1)", "min(block / 2, blocks - 1)", VALUES,
     ),
-    "partial sums overwrite stages of a CTA that still multiplies": (
-        "int8/gemm_int8_sm90.cu split", "        cluster_sync<kSplitK>();\n        OwnedAcc", "        OwnedAcc", RACE,
-    ),
-    "a slice of K takes the scales of the first one": (
-        "int8/gemm_int8_sm90.cu split", "n64_block * k_tiles + mine.begin", "n64_block * k_tiles", VALUES,
-    ),
-    "a slice of K takes the scales of x of the first one": (
-        "int8/gemm_int8_sm90.cu split", "int block = mine.begin * kXBlocks / block_spans;", "int block = 0;", VALUES,
-    ),
-    "a slice of K ends with a block that is not its own": (
-        "int8/gemm_int8_sm90.cuh split", "end = end * (rank + 1) / kSplitK;", "end = end * (rank + 2) / (kSplitK + 1);",
-        VALUES,
-    ),
-    "all CTAs store the first columns": (
-        "int8/gemm_int8_sm90.cu split", "rank * kOwnedGroups / kOctets, rank", "0, rank", RACE,
-    ),
-    "a CTA stores its rows in place of those of another one": (
-        "int8/gemm_int8_sm90.cu split", "rank * kOwnedGroups % kOctets);", "0);", RACE,
-    ),
     "a row of float8 is scaled with the scale of another row": (
         "int8/gemm_int8_sm90.cu fp8", "row_scales[v] = x_scale[rows[v]]", "row_scales[v] = x_scale[rows[0]]", VALUES,
     ),
@@ -222,10 +203,6 @@ def outcome(file: str, landing: str) -> str:
             for k, block_size in ((1040, 128), (272, 64)):
                 problem = Int8Problem(70, 304, k, block_size, 4, True, True, "float16")
                 check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(2, 2), h100, block_size, seed=0)
-        elif file.endswith("split"):
-            # Eight slices of one or two stages; a CTA owns a quarter of the columns and half of the rows.
-            problem = Int8Problem(70, 304, 1424, 128, 4, False, True, "float16", zero_points=True)
-            check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 16, 8), h100, 128, seed=0)
         elif file == "int8/gemm_int8_sm90.cu fp8":
             weight = random_weight(np.random.default_rng(0), (152, 1, 1, 400), 64)
             problem = Int8Problem(70, 152, 400, 64, 4, False, True, "float16", fp8=True)

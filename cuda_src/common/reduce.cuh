@@ -7,17 +7,25 @@
 
 #include "common/types.cuh"
 
-// Running sums of a thread's COUNT accumulators over the completed slices. With one slice (kSlices == 1), all functions
-// of this struct do nothing.
-template <int COUNT, int kSlices>
+// Running sums of a thread's COUNT accumulators over the completed slices: in registers, or, if the accumulators leave too
+// few registers, in shared memory at `memory`, float4 [COUNT / 4][SHARED_THREADS]. With one slice (kSlices == 1), all
+// functions of this struct do nothing.
+template <int COUNT, int kSlices, int SHARED_THREADS = 0>
 struct SliceSums {
+  static constexpr bool kIsShared = SHARED_THREADS != 0 && kSlices > 1;
   int tiles;  // number of k tiles
   int next = 1;
   int next_begin;  // index of the first k tile of slice `next`
-  float sums[kSlices == 1 ? 1 : COUNT];
+  uint8_t* memory;
+  float sums[kSlices == 1 || kIsShared ? 1 : COUNT];
 
-  explicit __device__ __forceinline__ SliceSums(int tiles)
-      : tiles(tiles), next_begin(static_cast<int>(static_cast<int64_t>(tiles) / kSlices)), sums{} {}
+  explicit __device__ __forceinline__ SliceSums(int tiles, uint8_t* memory = nullptr)
+      : tiles(tiles), next_begin(static_cast<int>(static_cast<int64_t>(tiles) / kSlices)), memory(memory), sums{} {
+    if constexpr (kIsShared) {
+#pragma unroll
+      for (int i = 0; i < COUNT / 4; ++i) store<true>(shared_sums(i), Vector<float, 4>{});
+    }
+  }
 
   // Returns whether k tile `tile` is the first one of slice `next`.
   __device__ __forceinline__ bool begins_next(int tile) const { return kSlices > 1 && tile == next_begin; }
@@ -25,18 +33,41 @@ struct SliceSums {
   __device__ __forceinline__ void end_slice(float (&accumulators)[COUNT]) {
     ++next;
     next_begin = static_cast<int>(static_cast<int64_t>(tiles) * next / kSlices);
+    if constexpr (kIsShared) {
+      add_to(accumulators);
+#pragma unroll
+      for (int i = 0; i < COUNT; i += 4) {
+        const float* mine = accumulators + i;
+        store<true>(shared_sums(i / 4), Vector<float, 4>{mine[0], mine[1], mine[2], mine[3]});
+      }
+    }
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-      sums[i] += accumulators[i];
+      if constexpr (!kIsShared) sums[i] += accumulators[i];
       accumulators[i] = 0.0f;
     }
   }
   // Adds the sums to the accumulators of the last slice, which then hold the totals.
   __device__ __forceinline__ void add_to(float (&accumulators)[COUNT]) const {
+    if constexpr (kIsShared) {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      if constexpr (kSlices > 1) accumulators[i] = sums[i] + accumulators[i];
+      for (int i = 0; i < COUNT; i += 4) {
+        Vector<float, 4> values;
+        load<true>(values, shared_sums(i / 4));
+#pragma unroll
+        for (int c = 0; c < 4; ++c) accumulators[i + c] = values.values[c] + accumulators[i + c];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        if constexpr (kSlices > 1) accumulators[i] = sums[i] + accumulators[i];
+      }
     }
+  }
+
+ private:
+  __device__ __forceinline__ float* shared_sums(int i) const {
+    return reinterpret_cast<float*>(memory) + (i * SHARED_THREADS + threadIdx.x) * 4;
   }
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sizes and the formula of a convolution, which all kernels except those for sm_90 include:
+// The sizes and the formula of a convolution; the kernels of all families except those for sm_90 include this file:
 //   y[b, i, j, co] = activation(bias[co] + sum over fy, fx, c of
 //                               x[b, i*stride_h - pad_h + fy*dilation_h, j*stride_w - pad_w + fx*dilation_w, c]
 //                               * w[co, fy, fx, c])

@@ -90,7 +90,7 @@ constexpr int kStoreBytes = kWarpgroups * kStoreRows * kStoreRowBytes;
 static_assert(kTileH == 1 || kTileW == 8, "8-pixel groups have a constant distance in shared memory");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 
-// The output tile, [warpgroup][pixel][kStoreRowBytes], overwrites the stages.
+// After the main loop, the output tile, [warpgroup][pixel][kStoreRowBytes], overwrites the stages.
 struct SharedStorage {
   using Boxes = SharedArray<0, kXStages, kWgPx * kBoxBytes>;
   using Codes = SharedArray<Boxes::kEnd, kCodeStages, kCodeBytes>;
@@ -293,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     ptx::wgmma_commit_group();
   };
   // Issues the wgmmas of a K chunk and dequantizes the next K chunk at the same time. After the first K chunk of a box,
-  // wait_group<1> guarantees that all wgmmas on the preceding box have completed, so that box is released.
+  // wait_group<1> guarantees that all wgmmas on the preceding box have completed, so the stage of that box is released.
   int last_box = -1;
   auto advance = [&](const uint32_t (&a)[kSteps][4], uint32_t (&next)[kSteps][4]) {
     matmul(a);

@@ -87,7 +87,8 @@ static_assert(!kHalo || (kTileN == 1 && kTileW == 8 && kTilePixels == kPixels),
               "8-pixel groups have a constant distance in shared memory");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 
-// The partial sums of split-K, float4 [rank][warpgroup][owned group][128], overwrite the stages.
+// After the main loop, the partial sums of split-K, float4 [rank][warpgroup][owned group][128], overwrite Boxes and
+// Weights.
 struct SharedStorage {
   using Boxes = SharedArray<0, kXStages, kBoxes * kBoxBytes>;
   using Weights = SharedArray<Boxes::kEnd, kWeightStages, kWeightBytes>;
@@ -235,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
       }
       ptx::wgmma_commit_group();
-      // All wgmmas on the preceding K chunk have completed, so the stages of this K chunk can be released.
+      // All wgmmas on the preceding K chunk have completed, so its stages can be released.
       ptx::wgmma_wait_group<1>();
       if (index > begin) weight_pipeline.consumer_release(weight_state.previous_stage(), lane);
       if (is_next_box) x_pipeline.consumer_release(x_state.previous_stage(), lane);

@@ -53,14 +53,15 @@ constexpr int kWarps = WARPS;
 constexpr int kStages = STAGES;
 constexpr bool kGroupInTile = GROUP_IN_TILE;  // whether a group may end within a k tile
 constexpr int kSlices = SLICES;               // number of slices of K that a CTA computes (reduce.cuh); 1 with split-K
+constexpr bool kSharedSums = BLOCK_M > 32;    // whether the sums of slices are in shared memory, after the stages
 
 constexpr int kThreads = kWarps * 32;
 constexpr int kWarpN = 32;
 constexpr int kBlockN = kWarps * kWarpN;
 constexpr int kBlockK = 64;
 constexpr int kStepK = 16;
-constexpr int kTilesM = kBlockM / 8;  // number of mma tiles along m
-constexpr int kTilesN = 2;            // number of mma tiles along n
+constexpr int kTilesM = kBlockM / 8;  // number of mma tiles per warp along m
+constexpr int kTilesN = 2;            // number of mma tiles per warp along n
 constexpr int kXChunks = kBlockM * kBlockK / 8;
 constexpr int kWeightChunks = kWarps * kBlockK;
 constexpr int kXRowStep = kThreads / 8;
@@ -194,7 +195,7 @@ __device__ __forceinline__ void gemm_mma(const X* x, const uint32_t* qweight, co
   float group_accumulators[kTilesN][kTilesM][4] = {};
   float x_sums[kTilesM][4] = {};
   auto& flat = reinterpret_cast<float (&)[kAccumulators]>(accumulators);
-  SliceSums<kAccumulators, kSlices> slices(tiles);
+  SliceSums<kAccumulators, kSlices, kSharedSums ? kThreads : 0> slices(tiles, shared + kStages * kStageBytes);
   auto close_group = [&] {
 #pragma unroll
     for (int j = 0; j < kTilesM; ++j) {

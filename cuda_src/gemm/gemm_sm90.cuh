@@ -52,8 +52,8 @@ __device__ __forceinline__ void sync_setup(int m) {
 //              one lane copies x and the remaining weights.
 //   main loop  one lane refills each stage that the consumers have released.
 //   end        all lanes prefetch this CTA's share of the next weight into L2.
-// With kWindow < kStages, the warp waits until the copies of iteration i - kWindow have landed before it issues those of
-// iteration i. The wait cannot miss a phase, because only this warp starts the next phase of a stage.
+// With kWindow < kStages, the warp waits until the copies of iteration i - kWindow have landed before it issues the
+// copies of iteration i. The wait cannot miss a phase, because only this warp starts the next phase of a stage.
 __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& args) {
   const bool is_leader = ptx::elect();
   const SharedStorage& shared = tile.shared;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
       }
     }
   }
-  auto landed = PipelineState<kStages>::consumer();  // the first stage whose copies may be in flight
+  auto landed = PipelineState<kStages>::consumer();  // the oldest stage whose copies may be in flight
   if constexpr (kWindow < kStages) {
     for (int i = kWindow; i < prologue; ++i) {
       pipeline.consumer_wait(landed);

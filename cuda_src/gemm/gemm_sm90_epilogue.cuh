@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue of gemm_sm90.cu and gemm_sm90_mma.cu: sums the accumulators of all consumers and all CTAs of a cluster,
-// and stores y. The order of additions is fixed: the consumers of this CTA, then the other CTAs by rank.
+// and stores y. The order of additions is fixed: the consumers of this CTA, then the other CTAs by rank. So it depends on
+// the row, unless RANK_ORDER = 1: then the partial sums of all CTAs are added by rank.
 //
 //   1. each consumer stores its accumulators to shared memory                          store_accumulators
 //   2. each CTA sums its consumers' accumulators of the rows that another CTA owns
@@ -96,9 +97,28 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const uint8_t* memo
       ConsumerBlocks::add(out, accumulators + consumer * kConsumerFloats, tile.split * kOwnedRows + row, column);
     }
     if constexpr (kSplitK > 1) tile.shared.received_barrier().wait_for_all();
+    if constexpr (kRankOrder) {
+      float mine[8];
 #pragma unroll
-    for (int other = 0; other < kSplitK - 1; ++other) {
-      ReceivedBlocks::add(out, received + other * kReceivedFloats, row, column);
+      for (int i = 0; i < 8; ++i) {
+        mine[i] = out[i];
+        out[i] = 0.0f;
+      }
+#pragma unroll
+      for (int rank = 0; rank < kSplitK; ++rank) {
+        if (rank == tile.split) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) out[i] += mine[i];
+        } else {
+          const int other = rank < tile.split ? rank : rank - 1;
+          ReceivedBlocks::add(out, received + other * kReceivedFloats, row, column);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int other = 0; other < kSplitK - 1; ++other) {
+        ReceivedBlocks::add(out, received + other * kReceivedFloats, row, column);
+      }
     }
     if constexpr (kRmsNormsX) {
 #pragma unroll

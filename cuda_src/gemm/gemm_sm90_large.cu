@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             load_slice(state.stage_idx, 0);
           }
           ptx::wgmma_wait_group<1>();
-          // All wgmmas on the preceding stage have completed, so this stage can be released.
+          // All wgmmas on the preceding stage have completed, so the preceding stage can be released.
           if (b == 0 && k_tile > scheduler.k_tile_begin) pipeline.release<kCluster>(preceding, lane);
           dequantize(a[(b + 1) % 2]);
         }

@@ -23,14 +23,10 @@
 // weight tile (kSliced); each lane accumulates s * z * sum of x over its slices to the end of K. The terms that cancel
 // are then sums over the consumer's K instead of a group: up to 15 times (bfloat16: 143 times) the sum of x * scale.
 // The resulting error is at most 6e-4 of the RMS of y, for K = 28672 and bfloat16 x that are all positive.
-#include "gemm/gemm_sm90.cuh"
-#include "hopper/swizzle.cuh"
-#include "ptx/cp_async.cuh"
+#include "gemm/gemm_sm90_x_ring.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/ld_shared.cuh"
-#include "ptx/prefetch.cuh"
 #include "ptx/st_shared.cuh"
-#include "common/warp.cuh"
 
 static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_mma needs sm_90");
 
@@ -43,9 +39,6 @@ static_assert(__CUDA_ARCH__ >= 900, "gemm_sm90_mma needs sm_90");
 constexpr int kM8Tiles = kBlockM / 8;
 constexpr int kN16Tiles = 2;  // number of 16-column mma tiles per weight tile
 constexpr int kUnroll = kM8Tiles == 1 && kCtasPerSm == 1 && kThreads <= 320 ? 2 : 1;
-constexpr int kXRows = X_ROWS;  // number of rows of x in shared memory, a power of two
-constexpr int kStageK = kKTiles * kWeightTileK;
-constexpr int kXChunks = kStageK / 8;  // number of 16-byte chunks per row of x in shared memory
 
 // Whether unused columns of operand B hold other slices of K. Such slices are no faster with more than two rows of x,
 // and with several groups per weight tile a lane would need the scales of all its slices.
@@ -54,101 +47,10 @@ constexpr int kRows = kSliced ? kXRows : 2;  // number of rows of y per lane in 
 // Whether a thread has enough registers (112, fewer for one row) to load the residual stream before the main loop.
 constexpr bool kLoadsStreamEarly = kXRows == 1 || (kM8Tiles == 1 && kCtasPerSm * kThreads < 512);
 
-static_assert(kXStageBytes == 0, "the consumers copy x themselves");
-static_assert(kXRows <= kBlockM, "a tile has no more rows of x");
 static_assert(!kSliced || kM8Tiles == 1, "zero points are added to one tile of rows");
 static_assert(kConsumerWarps == kWeightTiles, "a warp computes the columns of one weight tile");
 
-// Returns the largest power of two up to `value`.
-__device__ constexpr int last_power_of_two(int value) { return value < 2 ? 1 : 2 * last_power_of_two(value / 2); }
-
-#if !GATHER_X
-// The ring of x of one consumer: X_STAGES stages [row][kStageK], swizzled (swizzle.cuh) and filled by cp.async. A stage
-// of x covers the same k as a stage of the weight.
-class XRing {
- public:
-  __device__ __forceinline__ XRing(const X* x, int ldx, const Tile& tile, int consumer, int m, int k)
-      : consumer_(consumer) {
-    const int thread = threadIdx.x % kConsumerSize;
-    const int row = thread / kRowLanes;
-    const int chunk = thread % kRowLanes;
-    const int k_begin = tile.k_tile_begin * kWeightTileK + consumer * kStageK + chunk * 8;
-    x_ = x + static_cast<int64_t>(tile.m_begin + row) * ldx + k_begin;
-    ldx_ = ldx;
-    rows_left_ = ptx::opaque(row < kPassRows ? m - tile.m_begin - row : kCopiesNothing);
-    k_left_ = min(k, tile.k_tile_end * kWeightTileK) - k_begin;
-    ring_ = tile.shared.begin + consumer * kRingBytes;
-    first_chunk_ = ptx::opaque((row * kXChunks + (chunk ^ swizzle_bits(row))) * 16);
-  }
-
-  // Starts the copies to all stages but the last.
-  __device__ __forceinline__ void begin() {
-#pragma unroll
-    for (int stage = 0; stage < kStages - 1; ++stage) copy(stage * kStageBytes);
-  }
-
-  // Waits for the x of the consumer's next iteration, starts to refill the stage of the preceding iteration, and
-  // returns the shared address of the next stage.
-  __device__ __forceinline__ uint32_t next() {
-    ptx::cp_async_wait_group<kStages - 2>();
-    if constexpr (kConsumerWarps == 1) {
-      __syncwarp();
-    } else {
-      ptx::barrier_sync(consumer_ + 1, kConsumerSize);
-    }
-    copy((read_ + (kStages - 1) * kStageBytes) % kRingBytes);
-    const uint32_t begin = ring_ + read_;
-    read_ = (read_ + kStageBytes) % kRingBytes;
-    return begin;
-  }
-
-  // Waits for the copies past the last iteration, which write zeros to memory that the accumulators are about to reuse.
-  __device__ __forceinline__ void end() { ptx::cp_async_wait_group<0>(); }
-
- private:
-  static constexpr int kStages = X_STAGES;
-  static constexpr uint32_t kStageBytes = kXRows * kXChunks * 16;
-  static constexpr uint32_t kRingBytes = kStages * kStageBytes;
-  static constexpr int kConsumerSize = kConsumerWarps * 32;        // number of threads per consumer
-  static constexpr int kRowLanes = kXChunks < 32 ? kXChunks : 32;  // number of threads that copy one row together
-  // The number of rows that the consumer copies per pass: a power of two, so that the distance between the chunks of a
-  // thread is a constant.
-  static constexpr int kPassRows =
-      last_power_of_two(kXRows * kRowLanes < kConsumerSize ? kXRows : kConsumerSize / kRowLanes);
-  static constexpr int kCopiesNothing = -kXRows;  // value of rows_left_ in a thread that copies nothing
-
-  static_assert(kXRingBytes == kConsumers * kRingBytes, "each consumer has a ring of its own");
-  static_assert(kConsumerWarps == 1 || kConsumers < 16, "there are 16 named barriers, and sync_cta takes one");
-
-  // Starts the copies to the stage at byte offset `offset` of the ring.
-  __device__ __forceinline__ void copy(uint32_t offset) {
-    if (kPassRows * kRowLanes == kConsumerSize || rows_left_ != kCopiesNothing) {
-      const uint32_t target = ring_ + offset;
-#pragma unroll
-      for (int row = 0; row < kXRows; row += kPassRows) {
-#pragma unroll
-        for (int chunk = 0; chunk < kXChunks; chunk += kRowLanes) {
-          const bool is_valid = row < rows_left_ && chunk * 8 < k_left_;
-          ptx::cp_async_16(target + (first_chunk_ ^ swizzle_bits(row) * 16) + (row * kXChunks + chunk) * 16,
-                           x_ + static_cast<int64_t>(row) * ldx_ + chunk * 8, is_valid ? 16 : 0);
-        }
-      }
-    }
-    ptx::cp_async_commit_group();
-    x_ += kConsumers * kStageK;
-    k_left_ -= kConsumers * kStageK;
-  }
-
-  int consumer_;
-  const X* x_;  // this thread's first chunk for the next stage to fill
-  int ldx_;
-  int rows_left_, k_left_;  // numbers of rows and of columns of x from this thread's first chunk on
-  uint32_t ring_;
-  uint32_t first_chunk_;  // byte offset of this thread's first chunk in a stage
-  uint32_t read_ = 0;     // byte offset of the next stage to read
-};
-
-#else
+#if GATHER_X
 // The x of a CTA's slice of K in its activation order. After SharedStorage, shared memory holds
 //
 //   | x [m][k] | order uint16 [slice of K] | gathered [iteration][row][kStageK], swizzled (swizzle.cuh) |
@@ -245,18 +147,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   float accumulators[kN16Tiles][kM8Tiles][4] = {};
   float zero_sums[kN16Tiles][4] = {};  // with kSliced: -s * z * sum of x over this lane's slices of K
 
-  auto prefetch_x = [&](const Tile& tile) {
+  auto prefetch = [&](const Tile& tile) {
 #if GATHER_X
     GatheredX::copy_order(order, tile, m, k);
 #endif
-    constexpr int kLine = 128 / sizeof(X);
-    const int k_end = min(k, tile.k_tile_end * kWeightTileK);
-    for (int part = tile.n_block % kXParts + threadIdx.x * kXParts;; part += kConsumerThreads * kXParts) {
-      const int row = tile.m_begin + part % kXRows;
-      const int column = tile.k_tile_begin * kWeightTileK + part / kXRows * kLine;
-      if (column >= k_end) break;
-      if (row < m) ptx::prefetch_global_l2(x + static_cast<int64_t>(row) * ldx + column);
-    }
+    prefetch_x(tile, x, ldx, m, k);
   };
   auto accumulate = [&](const Tile& tile) {
 #if !GATHER_X
@@ -413,5 +308,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   const ResidualStream stream{FUSION_ARGUMENTS, eps};
   const NextWeight next{NEXT_WEIGHT_ARGUMENTS};
   const GemmArguments args{weight, bias, residual, y, nullptr, m, n, k, ldr, ldy, low, high, stream, next};
-  run_tile<kLoadsStreamEarly>(args, prefetch_x, accumulate, store_all);
+  run_tile<kLoadsStreamEarly>(args, prefetch, accumulate, store_all);
 }

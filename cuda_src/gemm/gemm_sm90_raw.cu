@@ -11,7 +11,7 @@
 //   bias      BIAS [n] or null
 //   residual  X [m, n], row stride ldr values, or null
 //   y         X [m, n] (gated: [m, n / 2]), row stride ldy values
-//   w_map     tensor map of qweight, uint32 [k, n / 8], as [row % 8][row / 8][n / 8]
+//   w_map     tensor map of qweight, uint32 [k, n / 8], as [row % 8][row / 8][n / 8]; INVARIANT: [row % 4][row / 4][n / 8]
 //   x_map     tensor map of x as [k / 32][m][32]; a box has all rows
 //
 // Limits: m <= ROWS; k and group_size are multiples of 32, n of 8 * WORDS (gated: of 16 * WORDS); addresses and row
@@ -27,9 +27,14 @@
 // RawCodes converts a register that holds the low halves (even columns) or the high halves (odd columns) of the words
 // of two adjacent k.
 //
+// INVARIANT: the arithmetic of gemm_sm80 with SPLIT_K * WARPS slices of K, for a batch-invariant GEMM. Operand A is q - z,
+// each k16 step has the same 16 k, and the accumulators of all warps of the cluster are added one after the other:
+//   (t, k16 step j of 2, register pair p of A, register p of B) -> k 16j + 4t + 2p, 16j + 4t + 2p + 1
+//
 // Each warp is producer and consumer of its own ring of STAGES stages, each of one step: the warp copies words and x by
 // TMA and refills a stage once all lanes have read it. Since one warp has both roles, stages have full barriers but no
-// empty barriers; hopper/pipeline.cuh explains why no wait passes early. Words are stored as [row % 8][t][word], so that lanes read different banks.
+// empty barriers; hopper/pipeline.cuh explains why no wait passes early. Words are stored as [row % 8][t][word], so
+// that lanes read different banks.
 //
 // Programmatic dependent launch (PDL): with MAY_PREFETCH_WEIGHTS, no kernel in flight writes the weight, so the words
 // of all stages and the parameters of the first group are read before griddepcontrol.wait. Otherwise, nothing is read
@@ -57,12 +62,15 @@ constexpr int kWarps = WARPS;
 constexpr int kStages = STAGES;  // number of stages per warp
 constexpr int kSplitK = SPLIT_K;
 constexpr bool kMayPrefetchWeights = MAY_PREFETCH_WEIGHTS;
+constexpr bool kInvariant = INVARIANT;
 
 constexpr int kThreads = kWarps * 32;
 constexpr int kBlockN = 64 * kWords;
 constexpr int kStepK = 32;
 constexpr int kTilesM = ceil_div(kRows, 8);
-constexpr int kOdd = kRows == 1 ? 1 : 2;  // number of rows per lane in each tile of 8 rows
+constexpr int kOdd = kRows == 1 ? 1 : 2;         // number of rows per lane in each tile of 8 rows
+constexpr int kLaneRows = kInvariant ? 4 : 8;    // number of adjacent rows of the weight per lane
+constexpr int kSliceSteps = kInvariant ? 2 : 1;  // number of steps of which the size of a slice is a multiple
 
 // A gated tile has two column ranges: columns of the gate and the matching columns of the up projection.
 constexpr int kColumnRanges = kGated ? 2 : 1;
@@ -73,7 +81,8 @@ constexpr int kXTileBytes = 8 * kStepK * 2;
 constexpr int kXBytes = kRows * kStepK * 2;
 constexpr int kStepBytes = kWordBytes + (kXBytes > 128 ? kXBytes : 128);
 
-// Each warp has a ring of stages; a stage holds words [column range][row % 8][t of 4][kRangeWords] and x [row][32].
+// Each warp has a ring of stages; a stage holds words [column range][row % kLaneRows][row / kLaneRows][kRangeWords] and
+// x [row][32].
 // After the main loop, the warp's accumulators, float [row][kSumStride], overwrite the ring.
 constexpr int kSumStride = kBlockN + 4;
 constexpr int kTileFloats = kRows * kSumStride;
@@ -82,8 +91,8 @@ constexpr int kWarpFloats = kRingFloats > kTileFloats ? kRingFloats : ceil_div(k
 
 struct SharedStorage {
   using Warps = SharedArray<0, kWarps, kWarpFloats * 4>;
-  // The partial sums of all CTAs of the cluster; only used in CTA 0.
-  using Partials = SharedArray<Warps::kEnd, kSplitK, kTileFloats * 4>;
+  // The partial sums of all CTAs of the cluster; only used in CTA 0. INVARIANT: of all warps of the other CTAs.
+  using Partials = SharedArray<Warps::kEnd, kInvariant ? (kSplitK - 1) * kWarps : kSplitK, kTileFloats * 4>;
   using PartialBarrier = SharedArray<Partials::kEnd, 1, kBarrierBytes>;
   using FullBarriers = SharedArray<PartialBarrier::kEnd, kWarps, kStages * kBarrierBytes>;
   static constexpr int kBytes = FullBarriers::kEnd;
@@ -108,8 +117,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   const int tile = blockIdx.x / kSplitK;
   const int slice = split * kWarps + warp;
   const int steps = k / kStepK;
-  const int step_begin = steps * slice / (kSplitK * kWarps);
-  const int step_end = steps * (slice + 1) / (kSplitK * kWarps);
+  const int units = ceil_div(steps, kSliceSteps);
+  const int step_begin = units * slice / (kSplitK * kWarps) * kSliceSteps;
+  const int slice_end = units * (slice + 1) / (kSplitK * kWarps) * kSliceSteps;
+  const int step_end = kInvariant ? min(steps, slice_end) : slice_end;
   // A lane whose columns lie past n reads the scales of the last columns; the lane's accumulators are not stored.
   const int column = min(weight_column<kBlockN>(tile, g * kWords * 8, n), n - 8 * kWords);
 
@@ -117,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     if (threadIdx.x == 0) {
       partial_barrier.init();
       ptx::fence_mbarrier_init();
-      partial_barrier.expect(kSplitK * m * kBlockN * 4);
+      partial_barrier.expect((kInvariant ? (kSplitK - 1) * kWarps : kSplitK) * m * kBlockN * 4);
     }
     ptx::barrier_cluster_arrive_relaxed();
   }
@@ -129,7 +140,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   const int my_word = g * kWords;  // index of the lane's first word within a row of the tile
   const uint32_t my_words =
       ptx::opaque(ring + my_word / kRangeWords * kRangeBytes + (t * kRangeWords + my_word % kRangeWords) * 4);
-  const uint32_t my_x = ptx::opaque(ring + kWordBytes + (kRows == 1 ? t : lane) * 16);
+  const uint32_t my_x =
+      ptx::opaque(ring + kWordBytes + (kInvariant ? (kRows == 1 ? 0 : g) * 64 + t * 8 : (kRows == 1 ? t : lane) * 16));
   const int first_word = weight_column<kBlockN>(tile, 0, n) / 8;
   const bool leader = ptx::elect();
   auto copy = [&](int step, uint32_t stage_offset, uint32_t full_barrier, bool words, bool x) {
@@ -138,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
 #pragma unroll
       for (int i = 0; i < kColumnRanges; ++i) {
         const uint32_t target = ring + stage_offset + i * kRangeBytes;
-        ptx::cp_async_bulk_tensor_3d(target, &w_map, first_word + i * (n / 16), step * (kStepK / 8), 0, full_barrier);
+        ptx::cp_async_bulk_tensor_3d(target, &w_map, first_word + i * (n / 16), step * (kStepK / kLaneRows), 0,
+                                     full_barrier);
       }
     }
     if (x) ptx::cp_async_bulk_tensor_3d(ring + stage_offset + kWordBytes, &x_map, 0, 0, step, full_barrier);
@@ -170,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   }
   __syncwarp();
   if (lane % 4 == 0 && (g % 2 == 0 ? step_begin : (group + 1) * group_steps) < step_end) {
-    // Prefetch the scales and zero points of the warp's first two groups; each lane takes a quarter of the columns.
+    // Prefetch the scales and zero points of the warp's first two groups; each of eight lanes takes a quarter of the
+    // columns of one group.
     const int index = group + g % 2;
     const int first = weight_column<kBlockN>(tile, g / 2 * (kBlockN / 4), n);
     if (first < n) {
@@ -189,9 +203,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   float group_sums[kWords][4][kTilesM][4] = {};
   float x_sums[kTilesM][4] = {};
   WordGroup<SCALE, kZeros, true> parameters[kWords];
+  // INVARIANT: the zero points in the form that Codes::low and Codes::high subtract, [word][odd column][nibble pair], and
+  // the words of zero points of the next group.
+  uint32_t group_zeros[kWords][2][4], next_zeros[kWords];
+  auto fetch_zeros = [&](int index) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      next_zeros[w] = kZeros == Zeros::kOffset ? 0 : kSymmetricZeros;
+      if constexpr (kZeros == Zeros::kPacked) {
+        const int64_t row = min(index, k / group_size - 1);
+        next_zeros[w] = static_cast<const uint32_t*>(zeros)[row * ldz + column / 8 + w];
+      }
+    }
+  };
   auto fetch_group = [&] {
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) parameters[w].fetch(scales, zeros, group, lds, ldz, column + w * 8);
+    for (int w = 0; w < kWords; ++w) {
+      parameters[w].fetch(scales, zeros, group, lds, ldz, column + w * 8);
+      if constexpr (kInvariant) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const uint32_t pair = __byte_perm(next_zeros[w], next_zeros[w], odd ? 0x3232 : 0x1010);
+          group_zeros[w][odd][0] = Codes<X>::zero_low(pair);
+          group_zeros[w][odd][1] = Codes<X>::zero_high(pair);
+          group_zeros[w][odd][2] = Codes<X>::zero_low(pair >> 8);
+          group_zeros[w][odd][3] = Codes<X>::zero_high(pair >> 8);
+        }
+      }
+    }
+    if constexpr (kInvariant) fetch_zeros(group + 1);
   };
   auto close_group = [&] {
 #pragma unroll
@@ -200,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
       for (int odd = 0; odd < kOdd; ++odd) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float x_sum = -x_sums[j][odd] / RawCodes<X>::kUnits[i % 2];
+          const float x_sum = kInvariant ? -x_sums[j][odd] : -x_sums[j][odd] / RawCodes<X>::kUnits[i % 2];
 #pragma unroll
           for (int w = 0; w < kWords; ++w) {
 #pragma unroll
@@ -209,7 +249,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
               float& sum = accumulators[w][i][j][half][odd];
               float zero = RawCodes<X>::kOffset;
               if constexpr (kZeros != Zeros::kOffset) zero += static_cast<float>(code(parameters[w].zeros, c));
-              const float difference = fmaf(zero, x_sum, group_sums[w][i][j][half * 2 + odd]);
+              const float group_sum = group_sums[w][i][j][half * 2 + odd];
+              const float difference = kInvariant ? group_sum : fmaf(zero, x_sum, group_sum);
               sum = fmaf(difference, to_float(parameters[w].scales.values[c]), sum);
               if constexpr (kZeros == Zeros::kOffset) {
                 sum = fmaf(-to_float(parameters[w].offsets.values[c]), x_sum, sum);
@@ -229,25 +270,49 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   auto multiply = [&](uint32_t stage_offset) {
     uint32_t x_step[kTilesM][4];
 #pragma unroll
-    for (int j = 0; j < kTilesM; ++j) ptx::ld_shared(x_step[j], my_x + stage_offset + j * kXTileBytes);
+    for (int j = 0; j < kTilesM; ++j) {
+      const uint32_t begin = my_x + stage_offset + j * kXTileBytes;
+      if constexpr (kInvariant) {
+        uint32_t halves[2][2];
+        ptx::ld_shared(halves[0], begin);
+        ptx::ld_shared(halves[1], begin + 32);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x_step[j][i] = halves[i / 2][i % 2];
+      } else {
+        ptx::ld_shared(x_step[j], begin);
+      }
+    }
     constexpr uint32_t kOnes[4] = {RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne, RawCodes<X>::kOne};
 #pragma unroll
     for (int k16 = 0; k16 < 2; ++k16) {
       uint32_t words[4][kWords];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ptx::ld_shared(words[i], my_words + stage_offset + (k16 * 4 + i) * (kRangeBytes / 8));
+      for (int i = 0; i < 4; ++i) {
+        const int offset =
+            kInvariant ? k16 * (kRangeBytes / 8) + i * (kRangeBytes / 4) : (k16 * 4 + i) * (kRangeBytes / 8);
+        ptx::ld_shared(words[i], my_words + stage_offset + offset);
+      }
       auto multiply_by = [&](int j, float (&c)[4], const uint32_t (&a)[4]) {
         mma<X>(c, a, x_step[j][2 * k16], x_step[j][2 * k16 + 1]);
       };
+      if constexpr (!kInvariant || kZeros == Zeros::kOffset) {
 #pragma unroll
-      for (int j = 0; j < kTilesM; ++j) multiply_by(j, x_sums[j], kOnes);
+        for (int j = 0; j < kTilesM; ++j) multiply_by(j, x_sums[j], kOnes);
+      }
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         uint32_t codes[4][4];  // [register of A][nibble pair]
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32_t pair = __byte_perm(words[i / 2 * 2][w], words[i / 2 * 2 + 1][w], i % 2 ? 0x7632 : 0x5410);
-          RawCodes<X>::convert(codes[i], pair);
+          if constexpr (kInvariant) {
+            codes[i][0] = Codes<X>::low(pair, group_zeros[w][i % 2][0]);
+            codes[i][1] = Codes<X>::high(pair, group_zeros[w][i % 2][1]);
+            codes[i][2] = Codes<X>::low(pair >> 8, group_zeros[w][i % 2][2]);
+            codes[i][3] = Codes<X>::high(pair >> 8, group_zeros[w][i % 2][3]);
+          } else {
+            RawCodes<X>::convert(codes[i], pair);
+          }
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -260,7 +325,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   };
 
   auto fetch_first_group = [&] {
-    if (step_begin < step_end) fetch_group();
+    if (step_begin >= step_end) return;
+    if constexpr (kInvariant) fetch_zeros(group);
+    fetch_group();
   };
   if constexpr (kMayPrefetchWeights) fetch_first_group();
   ptx::griddepcontrol_wait();
@@ -293,7 +360,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const int i = quad % 2 * 2 + c / 2;
-          out.values[c] = accumulators[quad / 2][i][j][c % 2][odd] * RawCodes<X>::kUnits[i % 2];
+          out.values[c] = accumulators[quad / 2][i][j][c % 2][odd];
+          if constexpr (!kInvariant) out.values[c] *= RawCodes<X>::kUnits[i % 2];
         }
         store<true>(shared + warp * kWarpFloats + row * kSumStride + g * kWords * 8 + quad * 4, out);
       }
@@ -315,6 +383,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   };
   for (int item = threadIdx.x; item < m * (kBlockN / 4); item += kThreads) {
     const int offset = item / (kBlockN / 4) * kSumStride + item % (kBlockN / 4) * 4;
+    if constexpr (kInvariant) {
+      if (split == 0) break;
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i) {
+        const int target = kPartialsBegin + ((split - 1) * kWarps + i) * kTileFloats + offset;
+        partial_barrier.write(0, shared_begin + target * 4, add_up(offset + i * kWarpFloats, 0, 1).values);
+      }
+      continue;
+    }
     const Vector<float, 4> total = add_up(offset, kWarpFloats, kWarps);
     const int target = kPartialsBegin + split * kTileFloats + offset;
     if constexpr (kSplitK == 1) {
@@ -324,11 +401,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     }
   }
   if constexpr (kSplitK == 1) {
-    __syncthreads();
+    if constexpr (!kInvariant) __syncthreads();
   } else {
     if (split != 0) return;
     partial_barrier.wait_for_all();
   }
+  auto finish_sum = [&](int offset) {
+    if constexpr (!kInvariant) return add_up(kPartialsBegin + offset, kTileFloats, kSplitK);
+    Vector<float, 4> total = add_up(offset, kWarpFloats, kWarps);
+#pragma unroll
+    for (int i = 0; i < (kSplitK - 1) * kWarps; ++i) {
+      const Vector<float, 4> partial = add_up(kPartialsBegin + i * kTileFloats + offset, 0, 1);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) total.values[c] += partial.values[c];
+    }
+    return total;
+  };
 
   const Epilogue<X> epilogue{bias, residual, low, high, n, ldr};
   constexpr int kWidth = kGated ? kBlockN / 2 : kBlockN;
@@ -337,10 +425,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     const int local = item % (kWidth / 4) * 4;
     const int out_column = tile * kWidth + local;
     if (out_column >= (kGated ? n / 2 : n)) continue;
-    const Vector<float, 4> total = add_up(kPartialsBegin + row * kSumStride + local, kTileFloats, kSplitK);
+    const Vector<float, 4> total = finish_sum(row * kSumStride + local);
     Vector<X, 4> out;
     if constexpr (kGated) {
-      const Vector<float, 4> up = add_up(kPartialsBegin + row * kSumStride + local + kWidth, kTileFloats, kSplitK);
+      const Vector<float, 4> up = finish_sum(row * kSumStride + local + kWidth);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         out.values[c] = epilogue.finish_gated(total.values[c], up.values[c], row, out_column + c);

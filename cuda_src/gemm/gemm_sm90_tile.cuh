@@ -21,6 +21,7 @@ constexpr int kConsumerWarps = CONSUMER_WARPS;  // number of warps per consumer
 constexpr int kStages = STAGES;
 constexpr int kKTiles = K_TILES;  // number of weight tiles along k per stage, copied together for each tile column
 constexpr int kSplitK = SPLIT_K;  // number of CTAs per cluster; each computes the tile over its slice of K
+constexpr bool kRankOrder = RANK_ORDER;  // whether partial sums are added by rank of the CTA (gemm_sm90_epilogue.cuh)
 constexpr int kCtasPerSm = CTAS_PER_SM;
 constexpr int kXStageBytes = X_STAGE_BYTES;  // bytes of x that the producer copies per stage; 0: the consumers copy x
 constexpr int kXRingBytes = X_RING_BYTES;    // bytes of all stages of x
@@ -28,8 +29,8 @@ constexpr int kXRingBytes = X_RING_BYTES;    // bytes of all stages of x
 // serves copies in order, so x arrives after all weights that were copied before it. Copying the weights of all stages
 // suits a CTA that starts long before the preceding kernel ends; a CTA that starts later needs x earlier.
 constexpr bool kPrefetchWeights = PREFETCH_WEIGHTS;
-// The largest number of stages in flight. The loads of the preceding kernel, which may still be running, and the loads of
-// x queue behind the copies in flight.
+// The largest number of stages in flight. The loads of the preceding kernel, which may still be running, and the loads
+// of x queue behind the copies in flight.
 constexpr int kWindow = WINDOW;
 // The number of registers per consumer thread after setmaxnreg has moved registers from the producer's warpgroup, or 0
 // if the kernel does not use setmaxnreg; the producer is then a single warp, not a warpgroup.
@@ -39,8 +40,8 @@ constexpr int kProducerRegisters = 40;
 constexpr int kBlockN = kWeightTiles * kWeightTileN;
 constexpr int kProducerWarp = kConsumers * kConsumerWarps;  // warps 0 .. kProducerWarp - 1 are consumers
 constexpr int kConsumerThreads = kProducerWarp * 32;
-// Whether an additional warp computes the RMSNorm factors (gemm_sm90_mma). In gemm_sm90, where M may be large, all
-// consumer warps compute the factors while they wait for x.
+// Whether an additional warp computes the RMSNorm factors (gemm_sm90_mma). In gemm_sm90, whose tiles have more rows,
+// all consumer warps compute the factors while they wait for x.
 constexpr bool kHasFactorWarp = kRmsNormsX && kXStageBytes == 0;
 constexpr int kThreads = kConsumerThreads + (kConsumerRegisters != 0 ? 128 : kHasFactorWarp ? 64 : 32);
 // The number of rows of the tile that a CTA stores; the last CTAs of the cluster store fewer, or none.
@@ -162,9 +163,9 @@ __device__ __forceinline__ Tile make_tile(uint8_t* memory, int m, int k) {
   return tile;
 }
 
-// Returns whether this is a padding CTA, which has no tile. Padding CTAs make the grid a multiple of the SM count, so
-// that every SM has as many free slots for CTAs of the next kernel. Without padding, two CTAs of the next kernel may
-// share one SM while another SM has none.
+// Returns whether this is a padding CTA, which has no tile. Padding CTAs extend the grid to one CTA per SM, so that all
+// SMs have equally many free slots for CTAs of the next kernel. Without padding, two CTAs of the next kernel may share
+// one SM while another SM has none.
 __device__ __forceinline__ bool is_padding_cta(const Tile& tile, int n) {
   return gridDim.y == 1 && tile.n_block >= ceil_div(n, kBlockN);
 }

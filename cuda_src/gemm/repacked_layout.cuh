@@ -107,8 +107,8 @@ struct ExactCodes<half_t> {
 
 template <>
 struct ExactCodes<bfloat16_t> {
-  // The method of float16 fails for bfloat16, whose mantissa is too short for a code at two bit positions and whose
-  // subnormals are too small. So q is OR-ed into the bits of 128, and 128 + z is subtracted: see int4.cuh.
+  // The method of float16 fails for bfloat16: with 7 mantissa bits, a code at bits 4 .. 7 would reach into the
+  // exponent. So q is OR-ed into the bits of 128, and 128 + z is subtracted: see int4.cuh.
   static constexpr float kUnit = 1.0f;
 
   // Converts two zero points z (bytes) to bfloat16 -(128 + z).

@@ -13,12 +13,12 @@
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 
-// An mbarrier that counts the bytes of partial sums written by other CTAs to this CTA's shared memory. It completes one
-// phase per launch, phase 0, so waits always expect parity 0.
+// An mbarrier that counts the bytes of partial sums that CTAs of the cluster write to this CTA's shared memory. It
+// completes one phase per launch, phase 0, so waits always expect parity 0.
 struct PartialSumBarrier {
   uint32_t barrier;  // shared address of the mbarrier
 
-  // Initialization by one thread: init, fence_mbarrier_init, then expect with the number of bytes that other CTAs write
+  // Initialization by one thread: init, fence_mbarrier_init, then expect with the number of bytes that will be written
   // to this CTA. The cluster must synchronize before the first write.
   __device__ __forceinline__ void init() const { ptx::mbarrier_init(barrier, 1); }
   __device__ __forceinline__ void expect(int bytes) const { ptx::mbarrier_arrive_expect_tx(barrier, bytes); }

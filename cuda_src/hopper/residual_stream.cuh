@@ -74,7 +74,7 @@ struct ResidualStream {
   const int32_t* positions;
   float eps;
 
-  // The operands of the residual add for eight columns of a row, which are loaded before the main loop ends.
+  // The operands of the residual add for eight columns of a row.
   struct Part {
     Vector<float, 8> h, norm_weight;
     float previous_inverse_rms;

@@ -55,7 +55,7 @@ struct PersistentTileScheduler {
 //   k tile    0 1 2 3 | 4 5 0 1 | 2 3 4 5
 //
 // A cluster processes its share from the last unit to the first. So the cluster starts with the unit that a later
-// cluster finishes, and its partial sums are ready when the later cluster adds them.
+// cluster finishes, and the partial sums of the earlier cluster are ready when the later one adds them.
 template <int kClusterSize, bool kUseStreamK>
 struct StreamKTileScheduler {
   int m_blocks, n_blocks;  // numbers of units along m and n

@@ -23,7 +23,7 @@ constexpr int kTilesM = WARP_M / 16;  // number of mma tiles per warp along m
 constexpr int kTilesN = 4;
 constexpr int kStages = STAGES;
 constexpr int kXBlocks = X_BLOCKS;
-constexpr bool kShortBlocks = SHORT_BLOCKS;  // whether blocks have at most 256 columns
+constexpr bool kShortBlocks = SHORT_BLOCKS;  // whether products are int32 and blocks have at most 256 columns
 
 constexpr int kThreads = kWarpsM * kWarpsN * 32;
 constexpr int kBlockM = kWarpsM * WARP_M;

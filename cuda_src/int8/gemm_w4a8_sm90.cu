@@ -72,7 +72,7 @@ struct Producer {
       }
     }
   }
-  // Initializes the barriers and copies the first weights.
+  // Initializes the barriers and copies the weights of the first pass over the stages.
   __device__ __forceinline__ void begin() const {
     const auto pipeline = tile.shared.pipeline();
     ptx::prefetch_tensormap(x_map);
@@ -82,17 +82,14 @@ struct Producer {
     if constexpr (kSplitK > 1) tile.shared.received_barrier().expect(tile.received_bytes());
     for (int i = 0; i < min(tile.iterations(), kStages); ++i) {
       expect(i, i);
-      if (i < kPrefetchedStages) copy_weight(i, i);
+      copy_weight(i, i);
     }
   }
-  // Copies A and the other weights for the first pass over the stages, then refills each stage that the consumers have released.
+  // Copies A for the first pass over the stages, then refills each stage that the consumers have released.
   __device__ __forceinline__ void run() const {
     const auto pipeline = tile.shared.pipeline();
     const int prologue = min(tile.iterations(), kStages);
-    for (int i = 0; i < prologue; ++i) {
-      if (i >= kPrefetchedStages) copy_weight(i, i);
-      copy_x(i, i);
-    }
+    for (int i = 0; i < prologue; ++i) copy_x(i, i);
     // The first pass has filled each stage without waiting, so the state starts one pass over the ring later.
     auto state = PipelineState<kStages>::producer();
     state.advance_by(kStages);

@@ -19,9 +19,6 @@ constexpr int kKTiles = K_TILES;  // number of k tiles per stage
 constexpr int kSplitK = SPLIT_K;  // number of CTAs per tile; each computes the tile over its slice of K
 constexpr int kShareX = SHARE_X;  // number of CTAs with adjacent columns that share the copies of A by multicast
 constexpr int kClusterSize = kSplitK * kShareX;
-// The number of stages whose weights are copied before griddepcontrol.wait. TMA serves copies in order, so A arrives
-// after all weights that were copied before it.
-constexpr int kPrefetchedStages = PREFETCH_WEIGHTS ? kStages : 1;
 
 constexpr int kBlockK = 128;
 constexpr int kColumnTiles = kWarpgroups * kM64Tiles;  // number of weight tiles along n per CTA tile

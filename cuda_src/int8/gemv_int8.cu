@@ -154,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, __CUDA_ARCH__ >= 610 ? 2 
     const int index = depth * 4 + t;
 #pragma unroll
     for (int pair = 0; pair < kRows; pair += 2) {
-      // Wait until the other lanes have stored their values of x. The barriers for every further four rows only keep
-      // the compiler from hoisting loads of x, for which a thread has no registers.
+      // Wait until the other lanes have stored their values of x. After the first barrier, the others (one per four
+      // rows) only keep the compiler from hoisting loads of x, for which a thread has no registers.
       if (pair % 4 == 0) __syncwarp();
       // Words of four codes of x: with mma, from the column of operand B that this lane holds; with dp4a, from two
       // rows.

@@ -90,7 +90,8 @@ __device__ __forceinline__ void for_each(Values (&kept)[kKept], const X* source,
   }
 }
 
-// The number of threads per SM for which registers are limited; with 1536, kernels for sm_100 and newer spill.
+// The number of threads per SM that can be resident with the registers per thread that the launch bound permits; with
+// 1536, kernels for sm_100 and newer spill.
 constexpr int kResidentThreads = __CUDA_ARCH__ >= 1000 ? 1024 : 1536;
 
 extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS)

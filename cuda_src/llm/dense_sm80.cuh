@@ -34,7 +34,7 @@ __device__ __forceinline__ void multiply_dense(const X* x, const Weight& weight,
                                                int k) {
   constexpr int kStepK = 4 * Weight::kLaneK;
   constexpr int kWarpK = kStepK * kSteps;
-  constexpr int kPassK = kWarps * kWarpK;  // extent along k of a pass, over all warps
+  constexpr int kPassK = kWarps * kWarpK;  // extent along k of a pass: kSteps steps of each warp
   __shared__ alignas(16) float partial_sums[kWarps][16][kColumns];
   if constexpr (DEPENDENT) ptx::griddepcontrol_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

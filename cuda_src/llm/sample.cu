@@ -3,7 +3,7 @@
 //
 //   penalized = logit > 0 ? logit / penalty : logit * penalty, for seen tokens (PENALTY); logit for other tokens
 //   scaled = penalized / temperature
-//   sample_token without SAMPLES   token = argmax of penalized; of several, the smallest token
+//   sample_token without SAMPLES   token = argmax of penalized; of equal values, the smallest token
 //   sample_token with SAMPLES      token = argmax of scaled + noise over all tokens with scaled >= limit
 //   sampling_threshold             limit = the smallest scaled value that top-k, then top-p, then min-p keep
 //

@@ -6,7 +6,7 @@
 //   target[k, n] -= factors[j, k] * changes[j, n]      for all k > j, before channel j + 1 is rounded
 //
 //   target       float32 [CHANNELS, n]; only read, the updated values stay in registers
-//   old          float32 [CHANNELS, n], or null: the updated target
+//   old          float32 [CHANNELS, n], or null, which stands for the updated target
 //   factors      float32 [CHANNELS, CHANNELS]
 //   bottom, top  float32 [n]
 //   codes, changes  float32 [CHANNELS, n]

@@ -28,7 +28,8 @@ def read(path: str | os.PathLike[str], /, *, group_size: int | None = None) -> C
     """Open a checkpoint and return its quantized modules and plain tensors by name.
 
     This function validates headers, scales and permutations. The codes of a module are repacked whenever the module is
-    accessed. Plain tensors, and modules in AutoAWQ's "gemm" format, are views of the memory-mapped files.
+    accessed. Plain tensors that need no conversion, and modules in AutoAWQ's "gemm" format, are views of the
+    memory-mapped files.
 
     Args:
         path: a folder, or a safetensors, GGUF or PyTorch file, as in `cupy_awq.load`.

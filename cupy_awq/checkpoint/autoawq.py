@@ -29,7 +29,8 @@ class AutoAwq:
     Attributes:
         group_size: the configured number of rows of W per group, which the shapes must match; -1 means K, None accepts
             any group size.
-        zero_point: True requires zero points in every module; False drops zero points that are all 8; None keeps all.
+        zero_point: the configured use of zero points: True requires ``qzeros`` in every module; False drops ``qzeros``
+            that hold only zero points of 8; None does neither.
         source: the path of the configuration file, for error messages.
         rules: the per-module settings (``extra_config`` of auto-round).
     """

@@ -40,7 +40,7 @@ from cupy_awq.weight import PackedWeight
 FORMAT = "pack-quantized"
 
 PRESETS = {"W4A16": True, "W4A16_ASYM": False}
-"""The presets for 4-bit weights in groups of 128 rows by name; the value is True if the preset is symmetric."""
+"""The supported presets, by name; all have 4 bits and groups of 128 rows. The value is True for a symmetric preset."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ class CompressedTensors:
 
     @cached_property
     def _only_scheme(self) -> Scheme | None:
-        """The scheme of all modules if the configuration has only one, else None."""
+        """The scheme of all modules if all entries of ``config_groups`` have the same scheme, else None."""
         distinct = {scheme for scheme, _, _ in self.schemes}
         return distinct.pop() if len(distinct) == 1 else None
 
     @cached_property
     def _by_name(self) -> Mapping[str, Scheme]:
-        """The first scheme that targets each name."""
+        """The scheme by targeted name; if several entries target a name, the scheme of the first."""
         return {name: scheme for scheme, names, _ in reversed(self.schemes) for name in names}
 
     @cached_property
@@ -139,8 +139,8 @@ class CompressedTensors:
     def _read_zeros(self, tensors: ModuleTensors, scheme: Scheme, n: int, count: int) -> Array | None:
         """Return the validated zero points as stored, or None if all are 8.
 
-        They are packed int32 [N/8, groups], or int8 [N, groups] with 8 subtracted. Raises CheckpointError for any other
-        dtype or shape, and for zero points other than 8 in a symmetric scheme.
+        The file stores them as packed int32 [N/8, groups], or as int8 [N, groups] with 8 subtracted from each. Raises
+        CheckpointError for any other dtype or shape, and for zero points other than 8 in a symmetric scheme.
         """
         name = "weight_zero_point"
         if name not in tensors:
@@ -186,7 +186,7 @@ def read_config(table: Mapping[str, Any], where: str) -> CompressedTensors:
     """Parse ``table``, the ``quantization_config`` of a model's configuration.
 
     Raises CheckpointError, with a message that starts with ``where``, if ``table`` is malformed or describes anything
-    but dense 4-bit integer weights, per channel or group and without rotations, and activations without quantization.
+    but 4-bit integer weights (per channel or per group, without sparsity and rotations) and unquantized activations.
     """
     default = table.get("format")
     if default not in (FORMAT, "mixed-precision"):

@@ -28,7 +28,7 @@ class Contents(Mapping[str, Module | Tensor]):
     """A read-only mapping from names to the quantized modules and plain tensors of a checkpoint, on the CPU.
 
     All headers and scales are validated. A module is repacked at each access and not cached. Plain tensors are
-    read-only views of the mapped files.
+    read-only views of the mapped files, unless they are converted from quantized ones, also at each access.
 
     Args:
         entries: the modules and plain tensors by name.
@@ -71,10 +71,10 @@ class Contents(Mapping[str, Module | Tensor]):
         return entry.convert() if isinstance(entry, Pending) else entry
 
     def convert(self, name: str, place: Callable[[Array], Array], *, min_bytes: int = 0) -> Module | Tensor:
-        """Return the module or the tensor ``name``, with its codes repacked on the device to which ``place`` copies.
+        """Return the module or the tensor ``name``, with codes repacked on the device to which ``place`` copies.
 
-        A module of fewer than ``min_bytes`` bytes, or of a format that only the CPU repacks, has NumPy arrays. Raises
-        KeyError for an unknown name.
+        Plain tensors, modules of fewer than ``min_bytes`` bytes and modules of a format that only the CPU repacks stay
+        on the CPU. Raises KeyError for an unknown name.
         """
         entry = self._entries[name]
         if not isinstance(entry, Pending):
@@ -105,10 +105,11 @@ class Summary:
         found: a sentence that states the format and the file and field that identify it.
         bits: the number of bits per code in most modules, or None if no module is quantized.
         group_size: the number of rows of W per group in most modules, or None if no module is quantized.
-        symmetric: whether all zero points are 8, or None if modules differ.
+        symmetric: whether all zero points are 8; None if modules differ or no module is quantized.
         act_order: whether any module permutes x (activation order).
         exceptions: a description of how a module differs from most modules, by module name.
-        roundings: the number of modules by the rounding that their conversion needs.
+        roundings: the number of modules for each description of a rounding (`ModuleSpec.rounding`); modules whose
+            conversion is exact are not counted.
     """
 
     format: str | None
@@ -153,9 +154,9 @@ def summarize(contents: Contents) -> Summary:
 def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending | Tensor]:
     """Group ``tensors`` into validated modules of the format ``layout`` and return them with the remaining tensors.
 
-    If modules have warnings, the first one is issued together with their number. Raises CheckpointError if the tensors
-    of a module contradict each other or the configuration, if scales or zero points have no codes, or if a name occurs
-    twice.
+    If modules have warnings, only the first warning is issued, with the number of such modules. Raises CheckpointError
+    if the tensors of a module contradict each other or the configuration, if a module has scales or zero points but no
+    codes, or if a name occurs twice.
 
     Returns:
         The modules (`Pending`), followed by the plain tensors, by name.
@@ -196,7 +197,7 @@ def gather(tensors: Mapping[str, Tensor], layout: Format) -> dict[str, Pending |
 
 
 def warn_first(notes: Sequence[str]) -> None:
-    """Issue the first of the warnings ``notes`` (one per module) with their number; do nothing without notes."""
+    """Issue the first of the warnings ``notes``, one per module, with their number; do nothing if there are none."""
     if notes:
         more = f" ({len(notes)} modules)" if len(notes) > 1 else ""
         warnings.warn(notes[0] + more, stacklevel=_find_user_level())

@@ -260,7 +260,7 @@ def _match_layouts(tensors: Tensors) -> list[tuple[str | None, str, Tensor]]:
 
 
 def _match_layout(codes: Array, scales: Array | None) -> str | None:
-    """Return the name of the first format whose dtype and shapes ``codes`` and ``scales`` have, or None."""
+    """Return the name of the first format that ``codes`` and ``scales`` fit by dtype and shapes, or None."""
     if codes.dtype == np.int16:
         return "awq gemv_fast"
     if scales is None or codes.ndim < 2 or scales.ndim < 2:
@@ -277,6 +277,7 @@ SHAPE_CHECKS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
 """The formats with codes named ``qweight``, each with a function that compares two shapes.
 
 The function takes the last two axes of the codes' and of the scales' shape, and returns whether they fit the format.
+`_match_layout` takes the first format that fits, so a format must precede all others that accept the same shapes.
 """
 
 

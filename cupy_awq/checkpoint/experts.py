@@ -59,12 +59,12 @@ def name_expert(name: str, expert: int) -> str | None:
 
 
 def split(name: str, file: Path, tensors: Mapping[str, Tensor], codes: str) -> Iterator[tuple[str, ModuleTensors]]:
-    """Yield (module name, tensors) for the module ``name``, or for each of its experts if its codes have three axes.
+    """Yield (module name, tensors) for the module ``name``, or for each expert if its codes are fused (three axes).
 
     Args:
         name: the name of the module.
         file: the file of its codes, for error messages.
-        tensors: the tensors of the module by suffix. The tensors of an expert are views of them.
+        tensors: the tensors of the module by suffix; each expert gets views of these tensors.
         codes: the suffix of the codes.
 
     Raises:
@@ -119,8 +119,8 @@ def stack(contents: Mapping[str, Module | Tensor], layer: str, projection: str, 
         count: the number of experts of the model; None for one more than the largest index in ``contents``.
 
     Raises:
-        CheckpointError: an expert is missing or differs from expert 0 in shape, dtype or form of its zero points or
-            bias; the message names the first such expert.
+        CheckpointError: an expert is missing, or differs from expert 0 in its shape, group size, dtype, form of the
+            zero points, or dtype of the bias; the message names the first such expert.
     """
     prefix, suffix = f"{layer}.experts.", f".{projection}"
     if count is None:

@@ -18,25 +18,26 @@ MAX_JSON_BYTES = 100_000_000
 """The largest size in bytes of a header, index or configuration file: the limit of the safetensors format."""
 
 MAX_JSON_DEPTH = 100
-"""The deepest nesting of arrays and objects that is accepted in a JSON text."""
+"""The deepest accepted nesting of arrays and objects in a JSON text."""
 
 MAX_JSON_VALUES = 1 << 22
-"""The largest number of values that is accepted in a JSON text, enough for a safetensors header of 400,000 tensors.
+"""The largest accepted number of values in a JSON text, enough for a safetensors header of 400,000 tensors.
 
 A parsed value takes about 80 bytes, so the limit bounds the memory to about 340 MB.
 """
 
 MAX_JSON_NAMES = 1 << 21
-"""The largest number of names, the keys of objects, that is accepted in a JSON text; a name takes about 200 bytes."""
+"""The largest accepted number of object keys in a JSON text. A parsed key takes about 200 bytes."""
 
 _SCAN_BYTES = 1 << 24
 """The number of bytes of a JSON text that `check_json` scans at a time."""
 
 
 class CheckpointError(ValueError):
-    """The error for an unsupported or damaged checkpoint. The message names the file and, if known, tensor or module.
+    """The error for an unsupported or damaged checkpoint.
 
-    Names in files are untrusted, so control characters and line ends in the message are escaped.
+    The message names the file and, if known, the tensor or the module. Names in files are untrusted, so control
+    characters and line ends in the message are escaped.
     """
 
     def __init__(self, message: str) -> None:
@@ -57,8 +58,8 @@ def printable(text: str) -> str:
 def check_path(path: str | os.PathLike[str]) -> Path:
     """Return ``path`` as a Path.
 
-    Raises TypeError unless ``path`` is a str or an os.PathLike, ValueError if it is empty (`Path` would take an empty
-    path for the current folder) or cannot be a file name.
+    Raises TypeError unless ``path`` is a str or an os.PathLike of text. Raises ValueError if it is empty (`Path` would
+    take an empty path for the current folder) or contains characters that a file name cannot have.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: expected a str or an os.PathLike, got {type(path).__name__}")
@@ -102,7 +103,7 @@ def check_json(text: bytes, where: str) -> None:
 
 
 def _byte_table(values: dict[str, int]) -> npt.NDArray[np.int8]:
-    """Return a lookup table int8 [256]; ``values`` maps texts to the value of their characters, all others have 0."""
+    """Return a table int8 [256] by byte: ``values[text]`` for each character of each key ``text``, 0 for all others."""
     table = np.zeros(256, np.int8)
     for characters, value in values.items():
         table[list(characters.encode())] = value
@@ -115,7 +116,7 @@ _STEPS = _byte_table({"[{": 1, "]}": -1})
 
 @contextlib.contextmanager
 def paused_collector() -> Iterator[None]:
-    """Pause Python's garbage collector, which would scan all objects again and again while many are created."""
+    """Pause Python's cyclic garbage collector, which would repeatedly scan all objects while many are created."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -11,8 +11,8 @@ class Row(NamedTuple):
 
     Attributes:
         name: the name that the format's writers use.
-        recognized: the entry of the configuration, or the tensors, that identify the format.
-        rounding: "" if every weight is read exactly, else what is rounded once.
+        recognized: the evidence that identifies the format: an entry of the configuration, the tensors or the file.
+        rounding: a description of the values that are rounded once, or "" if every 4-bit weight is read exactly.
         order: whether modules may permute x (activation order).
         writer: the value of ``convert --format`` that writes the format, or "".
     """
@@ -36,7 +36,7 @@ FORMATS = (
     Row("GGUF Q4_K", "type of a .gguf file; all others become 16-bit", "scales and offsets to float16"),
     Row("HQQ", "quant_method hqq, axis 1, safetensors", "offsets, unless zero points are integers"),
 )
-"""The formats, those that are read exactly first."""
+"""The supported formats. The README lists them in this order, in separate rows for exact and rounded reading."""
 
 
 def list_readme_rows() -> list[str]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GGUF format. Tensors are renamed to their Hugging Face names.
 
-Linear layers in Q4_0, Q4_1 and Q4_K stay 4-bit; other quantized tensors become dense float16.
+Linear layers in Q4_0, Q4_1 and Q4_K stay 4-bit if N is a multiple of 8; all other quantized tensors become dense
+float16, or dense bfloat16 if they are Q4_K with scales beyond the range of float16.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ EXPERT_NAMES = {f"ffn_{p}_exps": f"{p}_proj" for p in ("gate", "up", "down")}
 """The projection for each GGUF name of a tensor [E, N, K] of all E experts of a layer."""
 
 PACKED_TYPES = ("Q4_0", "Q4_1", "Q4_K")
-"""The GGML types of linear layers that stay 4-bit."""
+"""The GGML types whose codes stay 4-bit in linear layers."""
 
 LINEAR_ENDINGS = ("_proj.weight", "lm_head.weight")
-"""The ends of the Hugging Face names of linear layers."""
+"""The endings by which the Hugging Face name of a linear layer is recognized."""
 
 
 def read(path: Path) -> Contents:
@@ -92,9 +93,11 @@ def open_tensors(path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, B
 def rename_tensors(
     path: Path, metadata: Mapping[str, Any], blocks: Mapping[str, Blocks]
 ) -> Iterator[tuple[str, Blocks, int | None]]:
-    """Yield (Hugging Face name, blocks, number of heads with permuted rows or None) for every tensor and expert.
+    """Yield (Hugging Face name, blocks, heads) for every tensor and expert.
 
-    `restore_rows` reverses the permutation. Raises CheckpointError if the metadata has a malformed number of heads.
+    ``heads`` is None if the rows of the tensor are in Hugging Face's order, else the tensor's number of heads: GGUF
+    interleaves the rows of each head, which `restore_rows` reverses. Raises CheckpointError if the metadata has a
+    malformed number of heads.
     """
     heads = find_permuted_heads(path, metadata)
     for name, block in blocks.items():
@@ -107,9 +110,9 @@ def restore_rows(block: Blocks, heads: int | None) -> Blocks:
 
 
 def find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of heads of each projection whose rows GGUF permutes, by the GGUF name of the projection.
+    """Return the number of heads, by GGUF name, of every projection that GGUF files store with permuted rows.
 
-    These are "attn_q" and "attn_k" of Llama models: GGUF files interleave the two halves of each head, for a RoPE that
+    In Llama models, these are "attn_q" and "attn_k": GGUF files interleave the two halves of each head, for a RoPE that
     rotates adjacent pairs. Other models have none. Raises CheckpointError for a malformed number of heads.
     """
     arch = metadata.get("general.architecture")
@@ -125,9 +128,9 @@ def find_permuted_heads(path: Path, metadata: Mapping[str, Any]) -> dict[str, in
 
 
 def _name_tensors(name: str, block: Blocks, heads: Mapping[str, int]) -> list[tuple[str, Blocks, int | None]]:
-    """Return (Hugging Face name, blocks, number of permuted heads or None) for a tensor.
+    """Return (Hugging Face name, blocks, heads) for a tensor, with ``heads`` as in `rename_tensors`.
 
-    A tensor of all experts of a layer gives one such item for each expert.
+    The list has one item, or one per expert if the tensor holds all experts of a layer.
     """
     stem, _, suffix = name.rpartition(".")
     if stem in NAMES:
@@ -159,7 +162,7 @@ def _open_tensor(
         path: the path of the file.
         block: the tensor's quantization blocks.
         key: the Hugging Face name of the tensor.
-        heads: the number of heads whose rows are permuted, or None.
+        heads: the number of heads if the rows of each head are interleaved, else None.
         bias: the bias of the module, or None.
         where: the start of error messages.
 

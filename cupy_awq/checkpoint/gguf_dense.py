@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion to dense float16 of GGUF tensors that cannot stay packed 4-bit weights.
+"""Conversion of GGUF tensors that cannot stay packed 4-bit weights to dense arrays, usually float16.
 
 The common GGML types are converted here with NumPy; all other types need the package ``gguf``.
 """
@@ -30,15 +30,15 @@ PLAIN: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
-"""The NumPy dtype for each GGML type that needs no conversion: its values are returned as views of the file."""
+"""The NumPy dtype for each GGML type that needs no conversion: such tensors are returned as views of the file."""
 
 
 def read_values(block: Blocks, where: str, dtype: np.dtype[Any] = FLOAT16) -> Array:
     """Return the values of a tensor, in its shape.
 
-    Types in `PLAIN` are returned as views of the file, all others are converted to float16. Raises CheckpointError,
-    whose message starts with ``where``, if the type is not supported, or needs the package ``gguf`` and that is not
-    installed.
+    A tensor of a type in `PLAIN` is returned as a view of the file; any other is converted to ``dtype``. Raises
+    CheckpointError, whose message starts with ``where``, if the type is not supported, or if it needs the package
+    ``gguf``, which is not installed.
     """
     if block.kind in PLAIN:
         return block.data.view(PLAIN[block.kind]).reshape(block.shape)
@@ -53,7 +53,7 @@ def read_values(block: Blocks, where: str, dtype: np.dtype[Any] = FLOAT16) -> Ar
                 chunk = block.data[first : min(first + step, stop)]
                 out[first : first + len(chunk)] = convert(chunk).reshape(len(chunk), columns)
 
-    run_ranges(run, rows, out.nbytes if block.kind in CONVERTERS else 0)  # the package gguf caches tables: one thread
+    run_ranges(run, rows, out.nbytes if block.kind in CONVERTERS else 0)  # one thread for gguf, which caches tables
     return out.reshape(block.shape)
 
 

@@ -28,7 +28,7 @@ VERSIONS = (2, 3)
 MAX_RANK = 4
 
 MAX_ENTRIES, MAX_TEXTS = 1 << 16, 1 << 21
-"""The largest accepted number of metadata fields (and of tensors) of a file, and of texts in all of its arrays.
+"""The largest accepted numbers in a file: of metadata fields and of tensors each; of texts in all metadata arrays.
 
 The tokenizer of Gemma 3, the largest in use, has 777,050 texts.
 """

@@ -36,10 +36,10 @@ HEADER_BYTES = {"Q4_0": 2, "Q4_1": 4}
 ROUNDING = "scales d sc and offsets -dmin m, rounded to float16"
 
 INFINITY = 0x7C00
-"""The bits of float16 infinity. The bits of a NaN are larger, once its sign bit is cleared."""
+"""The bits of positive infinity in float16. Those of a NaN without its sign bit are larger, as integers."""
 
 LARGEST_SAFE = int(np.float16(65504 / 63).view(np.uint16)) - 1
-"""The bits of a float16 whose products with all 6-bit numbers are below 65504, the largest float16."""
+"""The bits of the largest float16 value (1039) whose products with all 6-bit numbers are at most 65504."""
 
 CHUNK_BLOCKS = 1 << 14
 """The number of super-blocks whose scales are computed at a time."""
@@ -87,7 +87,7 @@ def _convert_q4(kind: str, where: str, data: npt.NDArray[np.uint8], bias: Array 
 
 
 def _check_rows(data: npt.NDArray[np.uint8], layout: str, block_bytes: int, where: str) -> tuple[int, int]:
-    """Return (N, blocks per row).
+    """Return (N, blocks per row) of the rows ``data`` of a tensor.
 
     Raises CheckpointError unless ``data`` is uint8 [N, bytes] with rows of whole blocks and N is a multiple of 8.
 
@@ -144,7 +144,7 @@ def _convert_q4_k(where: str, data: npt.NDArray[np.uint8], bias: Array | None) -
 
 
 def overflows(data: npt.NDArray[np.uint8]) -> bool:
-    """Return whether float16 cannot hold d * sc or dmin * m of rows of super-blocks, although d and dmin are finite."""
+    """Return whether d * sc or dmin * m exceeds float16 in any super-block of ``data``, with all d and dmin finite."""
     blocks = data.reshape(len(data), -1, SUPER_BLOCK_BYTES)
     step = max(1, CHUNK_BLOCKS // blocks.shape[1])
     chunks = [blocks[start : start + step] for start in range(0, len(blocks), step)]

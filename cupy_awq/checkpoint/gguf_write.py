@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing of GGUF files: 4-bit modules as Q4_0 or Q4_1, all other tensors in their own dtype.
+"""Writing of GGUF files: 4-bit modules as Q4_0 or Q4_1, 16-bit vectors as F32, all other tensors in their own dtype.
 
 Both types have groups of 32 rows of W. Larger groups, whose size must be a multiple of 32, are split by repeating their
 scales. Symmetric weights become Q4_0, all others Q4_1 with offsets. Scales and offsets are float16 and never rounded:
@@ -45,10 +45,10 @@ DENSE_KINDS: dict[np.dtype[Any], str] = {
     **{np.dtype(f"float{bits}"): f"F{bits}" for bits in (32, 64)},
     **{np.dtype(f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)},
 }
-"""The GGML type of dense tensors with two or more axes, by their dtype."""
+"""The GGML type for each dtype of a dense tensor; 16-bit vectors are stored as F32 instead."""
 
 ARRAY_TYPES = {np.dtype(form): number for number, form in SCALAR_FORMATS.items()}
-"""The GGUF type number of the elements of a metadata array, by their dtype."""
+"""The GGUF type number for each dtype of the elements of a metadata array."""
 
 _SCALAR_NUMBERS = {form: number for number, form in SCALAR_FORMATS.items()}
 
@@ -63,7 +63,7 @@ class _Entry(NamedTuple):
         kind: the name of the GGML type.
         shape: the shape, outermost axis first.
         sources: the names of the tensors in the checkpoint: one per expert for a tensor of experts, else one.
-        heads: the number of heads whose rows are interleaved, or None.
+        heads: the number of heads if the rows of each head are to be interleaved, else None.
     """
 
     name: str

@@ -34,7 +34,7 @@ ROUNDING = "offsets -zero * scale, rounded once"
 
 @dataclass(frozen=True)
 class Hqq:
-    """The HQQ format. A checkpoint has no common settings: the tensors of each module include its settings."""
+    """The HQQ format. It has no settings that apply to a whole checkpoint: each module stores its own as tensors."""
 
     name = "hqq"
     codes_suffix = "W_q"

@@ -20,7 +20,7 @@ from cupy_awq.checkpoint.module import Format
 from cupy_awq.checkpoint.tensors import Tensor
 
 SCALED = ".act.scales"
-"""The end of the names of activation scales, by which models with GELU divide x at run time."""
+"""The ending of the names of activation scales, by which llm-awq divides x at run time in models with GELU."""
 
 
 def detect(path: Path, tensors: Mapping[str, Tensor], group_size: int | None) -> Detected:

@@ -118,7 +118,7 @@ class Format(Protocol):
     def dependent_suffixes(self) -> Sequence[str]: ...
 
     def is_quantized(self, array: Array) -> bool:
-        """Return whether the tensor named ``codes_suffix`` holds codes; in MLX, it can also be a dense weight."""
+        """Return whether ``array`` holds codes. It has the suffix `codes_suffix`, as dense weights also have in MLX."""
         ...
 
     def open_module(self, tensors: ModuleTensors) -> Pending:
@@ -137,7 +137,7 @@ class ModuleTensors:
         file: the path of the file that holds the codes.
         codes: the suffix of the codes.
         tensors: all tensors of the module by suffix, including the codes.
-        expert: the index of the expert if ``tensors`` are its slices of a fused module, else None.
+        expert: the index of the expert if ``tensors`` are the slices of a fused module for one expert, else None.
 
     Attributes:
         name: the name of the module.
@@ -206,7 +206,7 @@ class ModuleTensors:
         return self.finite("bias", self.array("bias", check.FLOATS, "[N]", (n,)))
 
     def finite(self, suffix: str, values: Array) -> Array:
-        """Return ``values``, computed from the tensor ``suffix``. Raises CheckpointError for a NaN or an infinity."""
+        """Return ``values`` unchanged. Raises CheckpointError, which names ``suffix``, for a NaN or an infinity."""
         if not is_finite(values):
             raise self.error(f"{suffix}: expected finite values, got NaN or infinity")
         return values
@@ -265,7 +265,7 @@ def is_finite(values: Array) -> bool:
 
 
 class Groups(NamedTuple):
-    """The groups and the row order of a packed weight, and the mapping from the file's groups to them."""
+    """The groups and the row order of a packed weight, and the mapping from the groups of the file to these groups."""
 
     size: int
     """The number of rows of W per group in the packed weight."""
@@ -275,7 +275,7 @@ class Groups(NamedTuple):
     None if the groups of the file are not split into smaller groups of the packed weight.
     """
     order: npt.NDArray[np.int32] | None
-    """The permutation of the last axis of x (activation order), int32 [K]; None without one."""
+    """The permutation of the last axis of x, int32 [K]; None without an activation order."""
 
     def expand(self, values: Array) -> Array:
         """Return scales or zero points [groups of the file, ...], repeated to [groups of the packed weight, ...]."""
@@ -289,8 +289,9 @@ class Groups(NamedTuple):
 def regroup(tensors: ModuleTensors, k: int, group_size: int, g_idx: Array | None, name: str) -> Groups:
     """Return the groups that a packed weight needs to represent the groups of a file exactly.
 
-    If the last group is short, all groups are split into groups of gcd(G, K mod G) rows. For G = 128 these have 64 rows
-    where K is a multiple of 64, which the fastest kernels support; 16 or 32 rows where K is a multiple of 16 or 32.
+    If the last group is short, all groups are split into groups of gcd(G, K mod G) rows. For G = 128, the new groups
+    have 64 rows, which the fastest kernels support, if K is a multiple of 64; else 32 or 16 rows if K is a multiple of
+    32 or 16.
 
     Args:
         tensors: the module, for error messages.

@@ -29,11 +29,11 @@ GATHER_BYTES = 1 << 23
 """The number of bytes that `take_rows` copies at a time. It exceeds `CHUNK_BYTES` because long rows copy faster."""
 
 LINE_WORDS = 16
-"""The number of 32-bit words per cache line. Chunks write whole lines, so that each line is written only once."""
+"""The number of 32-bit words per cache line. Chunks write whole lines, so that no line is written by two chunks."""
 
 
 class _Buffers(threading.local):
-    """The temporary words of one thread, kept so that a module of few chunks pays for no page faults."""
+    """Temporary words of one thread, reused by later calls: newly allocated pages would fault at the first write."""
 
     def __init__(self) -> None:
         self.words = np.empty(0, np.uint32)
@@ -52,8 +52,8 @@ def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
     """Transpose 8 x 8 nibbles: nibble p of ``targets[j][i]`` = nibble j of ``sources[p][i]``, for all i, j, p.
 
     Args:
-        sources: eight NumPy or CuPy arrays [A, ...] of 32-bit words, any strides.
-        targets: eight arrays of the same shape to write, any strides.
+        sources: eight NumPy or CuPy arrays of 32-bit words, all of one shape, with any strides.
+        targets: eight arrays of the same shape, with any strides, which are overwritten.
     """
     length, *rest = sources[0].shape
     width = math.prod(rest)
@@ -78,7 +78,7 @@ def transpose(sources: Sequence[Array], targets: Sequence[Array]) -> None:
 
 
 def _transpose_chunk(sources: Sequence[Array], targets: Sequence[Array], words: Words, scratch: Words) -> None:
-    """Do the work of `transpose` for one chunk, with temporary words [8, ...] and [4, ...]."""
+    """Do the work of `transpose` for one chunk; ``words`` [8, ...] and ``scratch`` [4, ...] are overwritten."""
     for p, source in enumerate(sources):
         words[p] = source
     _transpose_block(words, scratch)
@@ -143,7 +143,7 @@ def transpose_columns(words: Array, targets: Sequence[Array]) -> None:
 def convert_to_row_words(words: Array) -> Array:
     """Convert AWQ words [K, N/8] to words [K/8, N], where nibble j of word [r, n] is the code of W[8r + j, n].
 
-    The inverse of `convert_row_words`.
+    This is the inverse of `convert_row_words`.
 
     >>> words = np.arange(16, dtype=np.int32).reshape(2, 8)
     >>> bool((convert_to_row_words(convert_row_words(words)) == words).all())
@@ -159,7 +159,7 @@ def convert_to_row_words(words: Array) -> Array:
 def convert_to_column_words(words: Array) -> Array:
     """Convert AWQ words [K, N/8] to words [N, K/8], where nibble j of word [n, c] is the code of W[8c + j, n].
 
-    The inverse of `convert_column_words`.
+    This is the inverse of `convert_column_words`.
 
     >>> words = np.arange(16, dtype=np.int32).reshape(8, 2)
     >>> bool((convert_to_column_words(convert_column_words(words)) == words).all())
@@ -208,7 +208,7 @@ def convert_byte_halves(codes: npt.NDArray[np.uint8]) -> Array:
 
 
 def reorder_columns(words: Array) -> Array:
-    """Convert words whose nibble i is the code of column i of eight to AWQ order (`PACK_ORDER`).
+    """Convert words from column order (nibble i holds column i of eight columns) to AWQ order (`PACK_ORDER`).
 
     >>> hex(reorder_columns(np.array([0x76543210], np.int32))[0])
     '0x75316420'
@@ -222,7 +222,7 @@ def reorder_columns(words: Array) -> Array:
 
 
 def restore_columns(words: Array) -> Array:
-    """Convert words in AWQ order to words whose nibble i is the code of column i: the inverse of `reorder_columns`.
+    """Convert words from AWQ order to column order: the inverse of `reorder_columns`.
 
     >>> hex(restore_columns(np.array([0x75316420], np.int32))[0])
     '0x76543210'

@@ -31,7 +31,7 @@ MAX_NAME = 500
 """The largest length of a module name that is matched, in characters."""
 
 MAX_STEPS = 1 << 20
-"""The largest number of steps (expression nodes visited) for all matches of one configuration; they take seconds."""
+"""The largest number of steps (visits of expression nodes) in all matches of one configuration, which take seconds."""
 
 
 class Budget:
@@ -54,8 +54,8 @@ class Budget:
 class Pattern:
     """A regular expression that is matched without backtracking.
 
-    Raises CheckpointError if the expression is malformed, longer than `MAX_PATTERN` or has flags. Unsupported syntax,
-    such as back references, is found by `match`.
+    Raises CheckpointError if the expression is malformed, longer than `MAX_PATTERN` or has flags. For unsupported
+    syntax, such as back references, only `match` raises it.
 
     Args:
         text: the expression.
@@ -83,7 +83,7 @@ class Pattern:
         """Return whether the expression matches at the start of ``name``.
 
         Raises CheckpointError if the name is longer than `MAX_NAME`, the expression is nested too deeply or has
-        unsupported syntax, or no work is left.
+        unsupported syntax, or the budget is exhausted.
         """
         if len(name) > MAX_NAME:
             raise CheckpointError(f"expected names of at most {MAX_NAME} characters, got {len(name)}")
@@ -136,7 +136,7 @@ class Pattern:
             # The carries of the addition run through adjacent accepted characters ("MatchStar" of Parabix).
             return (((starts & accepted) + accepted) ^ accepted) | starts
         reached = positions if low == 0 else 0
-        for count in range(1, int(high) + 1):  # terminates early: the set of reached positions converges
+        for count in range(1, int(high) + 1):  # ends early, since the set of reached positions converges
             following = self._walk(tree, name, positions)
             if count >= low:
                 if not following & ~reached:

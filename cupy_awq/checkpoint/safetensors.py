@@ -99,7 +99,9 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def _entry(entry: Any, data_bytes: int) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
-    """Parse the header entry of a tensor: dtype, shape, and offsets [begin, end) in the ``data_bytes`` of the file.
+    """Parse the header entry of a tensor: return its dtype, its shape, and its offsets begin and end.
+
+    The tensor takes the bytes [begin, end) of the file's data section, which has ``data_bytes`` bytes.
 
     Raises ValueError for a malformed entry.
     """
@@ -135,7 +137,7 @@ def write(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
     The file is written atomically. Raises OSError, which names the file, if the file cannot be written.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    # Sorted by decreasing item size, tensors are aligned without padding between them, which the format forbids.
+    # The format forbids padding between tensors. Sorted by decreasing item size, all tensors are aligned without it.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0

@@ -34,14 +34,14 @@ class Tensor(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A quantized linear module on the CPU."""
+    """A quantized linear module, on the CPU unless `Contents.convert` has placed it on a GPU."""
 
     weight: PackedWeight
     """The weight [K, N]; its arrays are views of the memory-mapped file if the format needs no conversion."""
     bias: npt.NDArray[Any] | None
     """The bias [N], or None without a bias."""
     order: npt.NDArray[np.int32] | None = None
-    """The permutation of x (activation order), int32 [K]: y = x[..., order] @ weight; None without one."""
+    """The permutation of x (activation order), int32 [K]: y = x[..., order] @ W; None without an activation order."""
 
 
 def read(path: Path) -> dict[str, Tensor]:

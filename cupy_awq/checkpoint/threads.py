@@ -8,20 +8,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 MAX_THREADS = 8
-"""The largest number of threads; conversions of this many chunks reach the memory bandwidth of most hosts."""
+"""The largest number of threads: this many reach the memory bandwidth of most hosts."""
 
 MIN_BYTES = 1 << 21
-"""The smallest number of bytes per thread; their conversion takes ten times as long as the start of a thread."""
+"""The smallest number of bytes per thread: converting them takes ten times as long as starting a thread."""
 
 
 def run_ranges(function: Callable[[int, int], object], length: int, nbytes: int, multiple: int = 1) -> None:
     """Call ``function(start, stop)`` for ranges that cover ``length`` items, on several threads if that pays off.
 
     Args:
-        function: a function of a range, which may run beside calls for other ranges.
+        function: a function of a range, which several threads may call at the same time for different ranges.
         length: the number of items.
-        nbytes: the number of bytes that all items take.
-        multiple: the number of items of which every range but the last has a multiple.
+        nbytes: the size of all items in bytes.
+        multiple: a divisor of the length of every range but the last.
     """
     count = min(MAX_THREADS, count_cores(), nbytes // MIN_BYTES)
     if count < 2:

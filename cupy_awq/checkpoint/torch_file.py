@@ -34,13 +34,13 @@ MAX_PICKLE_BYTES = 1 << 24
 """The largest accepted size of the pickle in bytes. A pickle of 62,000 tensors has 9 MB."""
 
 MAX_OPCODES = 1 << 20
-"""The largest accepted number of opcodes in the pickle, enough for about 25,000 tensors. A million take seconds."""
+"""The largest accepted number of opcodes in the pickle, enough for 25,000 tensors; interpreting them takes seconds."""
 
 MAX_DIRECTORY_BYTES = 1 << 23
 """The largest accepted size of the zip archive's directory in bytes, enough for about 100,000 entries."""
 
 MAX_STACK = 1 << 16
-"""The largest accepted number of stack items. torch.save needs few: it adds items to a dictionary 1000 at a time."""
+"""The largest accepted number of stack items. torch.save needs few: it stores a dictionary in batches of 1000 items."""
 
 STORAGES = {
     "torch HalfStorage": np.dtype(np.float16),

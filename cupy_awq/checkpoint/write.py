@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing of checkpoint folders in the formats of AutoAWQ, compressed-tensors and GPTQ.
 
-Codes, scales and zero points are repacked without rounding, so reading the folder returns bitwise equal values. None
-of these formats can store float offsets.
+Codes and zero points are repacked and scales are copied, all without rounding, so reading the folder returns bitwise
+equal values. None of these formats can store float offsets.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Writer:
     """The functions that write one format.
 
     Attributes:
-        pack: returns the tensors of a module by suffix.
-        configure: returns the ``quantization_config``, given the properties of all quantized modules by name and a list
-            of the names of dense modules.
+        pack: the function that returns the tensors of a module by suffix.
+        configure: the function that returns the ``quantization_config``, given the properties of all quantized modules
+            by name and a list of the names of dense modules.
         holds_order: whether the format can store an activation order.
     """
 
@@ -198,7 +198,7 @@ def _pack_zeros(module: Module) -> Array:
 
 
 def _restore_rows(module: Module) -> Array:
-    """Return the codes of a module as AWQ words [K, N/8], with rows in the order of the columns of x."""
+    """Return the codes of a module as AWQ words [K, N/8] without activation order: row k multiplies x[..., k]."""
     words = np.asarray(module.weight.qweight)
     if module.order is None:
         return words

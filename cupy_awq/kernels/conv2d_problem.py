@@ -153,7 +153,7 @@ class Convolution:
         )
 
     def scalars(self, strides: int, block_size: int) -> tuple[Argument, ...]:
-        """Return the scalar arguments: the first ``strides`` strides of x, the block size, the sizes and the limits."""
+        """Return the scalar arguments: the first ``strides`` of the four strides of x, block size, sizes and limits."""
         limits = map(np.float32, self.limits)
         return (*map(np.int64, self.strides[:strides]), np.int32(block_size), *map(np.int32, self.sizes), *limits)
 
@@ -197,7 +197,10 @@ class SimtConfig:
 
 
 def simt_estimate_us(sizes: ConvolutionSizes, device: Device) -> float:
-    """Return the run time in microseconds of a kernel with `SimtConfig`: the multiply-adds of all waves of CTAs."""
+    """Return the run time in microseconds of a kernel with `SimtConfig`.
+
+    The time is the launch overhead plus, for each wave of threads, the multiply-adds of one element of y.
+    """
     elements = sizes.pixels * sizes.outputs * sizes.groups
     multiply_adds = sizes.kernel_h * sizes.kernel_w * sizes.channels
     return LAUNCH_US + ceil_div(elements, device.sm_count * RESIDENT_THREADS) * multiply_adds * MULTIPLY_ADD_US

@@ -58,13 +58,13 @@ class Conv2dSm90Costs:
     product_factor: float = 0.87
     """The ratio of measured to nominal tensor-core cycles per K chunk, on an SM with several warpgroups."""
     min_chunk_cycles: float = 180.0
-    """The smallest number of cycles per K chunk and warpgroup."""
+    """The lower bound of the tensor-core cycles per K chunk and warpgroup."""
     conversion_cycles: float = 386.0
-    """The number of cycles in which the only warpgroup of an SM dequantizes the weights of one K chunk."""
+    """The cycles that a warpgroup takes to dequantize the weights of a K chunk; only other warpgroups can hide them."""
     tile_us: float = 1.14
     """The fixed time of the epilogue per CTA tile, in microseconds."""
     pixel_us: float = 0.0033
-    """The additional time of the epilogue in microseconds per output pixel of all warpgroups of an SM."""
+    """The additional epilogue time per wave, in microseconds per output pixel, summed over the warpgroups of an SM."""
     l2_bytes_per_us: float = 5.7e6
     """The L2 bandwidth of all SMs together, in bytes per microsecond."""
     overlap: float = 0.4
@@ -132,7 +132,7 @@ def with_halo(sizes: ConvolutionSizes, height: int, width: int) -> tuple[int, in
 
 
 def is_box_too_large(sizes: ConvolutionSizes, height: int, width: int) -> bool:
-    """Return whether the TMA box of x for ``height`` x ``width`` output pixels would exceed MAX_BOX."""
+    """Return whether a TMA box of ``height`` x ``width`` pixels of x, spaced by the stride, would exceed MAX_BOX."""
     return max((height - 1) * sizes.stride_h, (width - 1) * sizes.stride_w) >= MAX_BOX
 
 
@@ -251,7 +251,10 @@ def configs(problem: Convolution, device: Device) -> list[Conv2dSm90Config]:
 
 
 def estimate_us(config: Conv2dSm90Config, problem: Convolution, device: Device) -> float:
-    """Return the run time in microseconds: the longer of compute and memory time plus a fraction of the shorter one."""
+    """Return the run time in microseconds: compute time, memory time and split-K reduction.
+
+    The longer of compute and memory time counts fully, and the fraction ``COSTS.overlap`` of the shorter one.
+    """
     sizes = problem.sizes
     box_h, box_w = config.box(sizes)
     ctas = config.tiles(problem) * config.split_k
@@ -393,8 +396,8 @@ def _max_ctas_per_sm(config: Conv2dSm90Config, problem: Convolution, device: Dev
     shared_bytes = config.shared_bytes(problem)
     if shared_bytes > device.shared_bytes_per_block or is_box_too_large(sizes, *config.box(sizes)):
         return 0
-    # A thread needs registers for accumulators, operand A of two K chunks, and about 62 others. Each of the four
-    # schedulers of an SM has 16384 registers.
+    # A thread needs registers for accumulators, the codes of a K chunk (``bits`` words), and about 62 others, such as
+    # operand A of two K chunks. Each of the four schedulers of an SM has 16384 registers.
     registers = ceil_div(config.pixels // 2 + 62 + problem.bits + config.split_k, 8) * 8
     warps = 4 * (16384 // (32 * registers))
     # The driver reserves 1 KiB of shared memory for each CTA.

@@ -55,7 +55,7 @@ TILE_BYTES = TILE_CO * CHUNK * 2
 
 @dataclass(frozen=True)
 class Conv2dSm90LargeCosts:
-    """Constants of the cost model, fitted to 600 measured times of 30 layers (most of ResNet-50) on an H100.
+    """Constants of the cost model, fitted on an H100 to 600 measured times of 30 layers, most of them from ResNet-50.
 
     The RMS error is 8%. The configuration that the model ranks first is 2% slower than the fastest one (geometric
     mean).
@@ -168,7 +168,11 @@ def configs(problem: Convolution, device: Device) -> list[Conv2dSm90LargeConfig]
 
 
 def estimate_us(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) -> float:
-    """Return the run time in microseconds: the longer of compute and memory time plus a fraction of the shorter one."""
+    """Return the run time in microseconds: launch overhead, compute time and memory time.
+
+    The longer of compute and memory time counts fully, and the fraction ``COSTS.traffic_overlap`` of the shorter one.
+    The compute time includes copies to shared memory, epilogue and split-K reduction.
+    """
     sizes = problem.sizes
     waves = ceil_div(config.tiles(problem) * config.split_k, reachable_sms(device, config.split_k))
     cta_chunks = ceil_div(k_chunks(sizes), config.split_k)
@@ -277,7 +281,8 @@ def _configs(problem: Convolution, device: Device) -> Iterator[Conv2dSm90LargeCo
 def _max_stages(config: Conv2dSm90LargeConfig, problem: Convolution, device: Device) -> tuple[int, int] | None:
     """Return the numbers of stages of x and of the weight that fit in shared memory.
 
-    Returns None if fewer than 2 stages of either fit, or if a TMA box would be too large.
+    Returns None if fewer than 2 stages of x or of the weight fit, if a TMA box would be too large, or if the stages
+    cannot hold the partial sums of split-K, which overwrite them.
     """
     sizes = problem.sizes
     if is_box_too_large(sizes, *config.box(sizes)[1:]):

@@ -42,7 +42,7 @@ class TuningKey(NamedTuple):
 
 
 class KernelProblem(Protocol):
-    """A validated operation, for which a kernel is chosen: a frozen dataclass whose ``str`` states its equation."""
+    """A validated operation, for which a kernel is chosen: a frozen dataclass whose ``str`` describes the operation."""
 
     @property
     def tuning_key(self) -> TuningKey | None:

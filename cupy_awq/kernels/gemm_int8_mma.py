@@ -10,7 +10,7 @@ from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels import gemm_int8_sm90, int8_problem
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.int8_problem import BLOCK_K, FP8_ARCH, Int8Problem, layout_refusal
+from cupy_awq.kernels.int8_problem import BLOCK_K, FP8_ARCH, ROWS_TO_BLOCKS_US, Int8Problem, layout_refusal
 from cupy_awq.kernels.problem import ceil_div
 from cupy_awq.kernels.warp_tiles import WarpTileConfig
 from cupy_awq.runtime.device import Device
@@ -51,7 +51,10 @@ COSTS = GemmInt8MmaCosts()
 
 
 class GemmInt8Mma:
-    """A kernel family for one architecture; the families differ in their mma and copy instructions."""
+    """An 8-bit GEMM family with mma.sync; ``arch`` is the oldest architecture for int8.
+
+    `GEMM_INT8_SM75` and `GEMM_INT8_SM80` differ in their mma and copy instructions.
+    """
 
     def __init__(self, name: str, arch: int, stages: tuple[int, ...]) -> None:
         self.NAME = name
@@ -94,7 +97,9 @@ class GemmInt8Mma:
         else:
             tiles, block_m = min(_weight_reads(warp_m * warps, problem) for warp_m, warps, _ in self._tiles(problem))
             time_us = COSTS.launch_us + 2 * tiles * block_m * problem.n * problem.k / COSTS.operations_per_us
-        return time_us * COSTS.copy_direct_factor if self is GEMM_INT8_SM75 else time_us
+        if self is GEMM_INT8_SM75:
+            time_us *= COSTS.copy_direct_factor
+        return time_us + ROWS_TO_BLOCKS_US if problem.row_scales else time_us
 
     def plan(self, config: WarpTileConfig, problem: Int8Problem, device: Device) -> LaunchPlan:
         """Return the launch plan; the buffers are those of `Int8Problem.arguments`."""

@@ -12,7 +12,6 @@ import numpy as np
 from cupy_awq.block_weight import MAX_ZERO_POINT, BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.hopper import resident_clusters
 from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, block_parameters, layout_refusal
 from cupy_awq.kernels.problem import ITEMSIZE, ceil_div
 from cupy_awq.packing import namespace
@@ -26,8 +25,6 @@ TILE_M, TILE_N = 128, 256
 """The numbers of rows and of columns per CTA tile."""
 THREADS = 384
 """The number of threads per CTA."""
-SPLITS: tuple[int, ...] = ()
-"""The split-K factors to try."""
 MAX_STAGES = 6
 """The largest number of pipeline stages."""
 PARAMETER_TILE_N = 64
@@ -40,18 +37,16 @@ E4M3_BITS = np.arange(LEAST_CODE, -LEAST_CODE).astype(ml_dtypes.float8_e4m3fn).v
 
 @dataclass(frozen=True)
 class GemmInt8Sm90Costs:
-    """Constants of the cost model, fitted to 16 measured times on an H100; RMS error 3%."""
+    """Constants of the cost model, fitted to 40 measured times on an H100; RMS error 6%."""
 
     launch_us: float = 0.7
     """The launch overhead, in microseconds."""
-    split_us: float = 3.0
-    """The time of the split-K reduction and of the first copies that no other tile hides, in microseconds."""
     stage_us: float = 0.53
     """The tensor-core time per CTA tile and pipeline stage (128 along k), in microseconds."""
     scaling_us: float = 0.27
     """The time to apply one parameter of one quantization block to the accumulators of a tile, in microseconds."""
-    fixed_parameters: float = 1.5
-    """The fixed time of scaling the accumulators per quantization block, as a multiple of ``scaling_us``."""
+    fixed_parameters: tuple[float, float] = (1.5, 0.9)
+    """The time to accumulate the products of int8 and of e4m3, as a multiple of ``scaling_us``."""
 
 
 COSTS = GemmInt8Sm90Costs()
@@ -65,12 +60,12 @@ class GemmInt8Sm90Config:
         cluster: number of CTAs per cluster, 1 or 2; the CTAs compute adjacent tiles along m and share copies of the
             weight by multicast.
         ctas: number of CTAs of the launch.
-        split_k: number of CTAs per cluster and tile; each computes the tile over its slice of K. 1 if ``cluster`` is 2.
     """
 
     cluster: int
     ctas: int
-    split_k: int = 1
+
+    split_k = 1
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
@@ -90,18 +85,13 @@ def block_refusal(problem: Int8Problem) -> str | None:
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemmInt8Sm90Config]:
-    """Return every legal configuration; the larger cluster comes first and wins if times are equal."""
-    found = [
+    """Return a configuration for each cluster size; the largest size comes first and wins if times are equal."""
+    return [
         GemmInt8Sm90Config(
             cluster, min(device.sm_count // cluster, math.prod(cluster_tiles(cluster, problem))) * cluster
         )
         for cluster in (2, 1)
     ]
-    tiles = math.prod(cluster_tiles(1, problem))
-    for split_k in SPLITS:
-        if tiles <= resident_clusters(device, split_k) and split_k <= ceil_div(problem.k, BLOCK_K):
-            found.append(GemmInt8Sm90Config(1, tiles * split_k, split_k))
-    return found
 
 
 def cluster_tiles(cluster: int, problem: Int8Problem) -> tuple[int, int]:
@@ -111,11 +101,10 @@ def cluster_tiles(cluster: int, problem: Int8Problem) -> tuple[int, int]:
 
 def estimate_us(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> float:
     """Return the run time in microseconds: launch overhead, and all tiles of the cluster with the most tiles."""
-    waves = ceil_div(math.prod(cluster_tiles(config.cluster, problem)), config.ctas // config.cluster // config.split_k)
-    scaling_us = COSTS.scaling_us * _blocks_in_stage(problem) * (COSTS.fixed_parameters + problem.parameters)
-    k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
-    split_us = COSTS.split_us if config.split_k > 1 else 0.0
-    return COSTS.launch_us + split_us + waves * k_tiles * (COSTS.stage_us + scaling_us)
+    waves = ceil_div(math.prod(cluster_tiles(config.cluster, problem)), config.ctas // config.cluster)
+    parameters = (not _has_row_scales(problem)) + _has_weight_offset(problem) + problem.x_offset
+    scaling_us = COSTS.scaling_us * _blocks_in_stage(problem) * (COSTS.fixed_parameters[problem.fp8] + parameters)
+    return COSTS.launch_us + waves * ceil_div(problem.k, BLOCK_K) * (COSTS.stage_us + scaling_us)
 
 
 def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> LaunchPlan:
@@ -124,8 +113,7 @@ def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> La
     The buffers are x_scale (or x_row_scale), x_offset, x_sums, parameters, bias, y, xq and codes.
     """
     weight_offset = _has_weight_offset(problem)
-    # Row scales multiply the final accumulators. This is impossible if x or the weight has offsets.
-    row_scales = problem.fp8 or (problem.row_scales and not problem.x_offset and not weight_offset)
+    row_scales = _has_row_scales(problem)
     x_blocks = _blocks_in_stage(problem)
     stage_bytes = (TILE_M + TILE_N) * (BLOCK_K + 4 * x_blocks * (1 + weight_offset + problem.x_offset)) + 16
     itemsize = ITEMSIZE[problem.dtype]
@@ -136,7 +124,6 @@ def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> La
         ("X_BLOCKS", x_blocks),
         ("STAGES", stages),
         ("CLUSTER", config.cluster),
-        ("SPLIT_K", config.split_k),
         ("ROW_SCALES", int(row_scales)),
         ("SHARED_BYTES", stages * stage_bytes + store_bytes),
     )
@@ -162,13 +149,13 @@ def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> La
         (THREADS, 1, 1),
         (x_scale, "x_offset", "x_sums", "parameters", "bias", "y", xq, codes, *scalars),
         stages * stage_bytes + store_bytes,
-        cluster=(config.cluster * config.split_k, 1, 1),
+        cluster=(config.cluster, 1, 1),
         dependent=True,
     )
 
 
 def workspace(config: GemmInt8Sm90Config, problem: Int8Problem) -> Workspace:
-    """Return an empty workspace, since the CTAs of a cluster exchange partial sums through shared memory."""
+    """Return an empty workspace, since K is not split."""
     return Workspace()
 
 
@@ -185,6 +172,11 @@ def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[s
 def _has_weight_offset(problem: Int8Problem) -> bool:
     """Return whether the kernel applies offsets of the weight. Integer zero points are added to the codes instead."""
     return problem.weight_offset and not problem.zero_points
+
+
+def _has_row_scales(problem: Int8Problem) -> bool:
+    """Return whether scales of rows multiply the final accumulators, which offsets of x or of the weight preclude."""
+    return problem.fp8 or (problem.row_scales and not problem.x_offset and not _has_weight_offset(problem))
 
 
 def _blocks_in_stage(problem: Int8Problem) -> int:

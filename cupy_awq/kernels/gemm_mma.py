@@ -17,8 +17,8 @@ MMA_K = 16
 """The extent of an mma instruction along K; the group size must be a multiple of MMA_K."""
 WARP_N = 32
 """The number of columns of y per warp."""
-SLICES_BLOCK_M = 32
-"""The largest ``block_m`` with several slices per CTA; sums of slices take as many registers as the accumulators."""
+REGISTER_SUMS_BLOCK_M = 32
+"""The largest ``block_m`` whose registers also hold the sums of slices; for larger tiles, shared memory holds them."""
 REGISTERS = {16: 96, 32: 150, 64: 232}
 """The number of registers per thread for each ``block_m``."""
 
@@ -32,9 +32,11 @@ class GemmMmaCosts:
         latency_ns: latency per k tile (64 rows of W) of a CTA that is alone on its SM, in nanoseconds.
         latency_row_ns: increase of ``latency_ns`` per row of the CTA tile, in nanoseconds.
         mma_rate: tensor-core throughput of an SM, in multiply-adds per nanosecond.
-        convert_ns: time to dequantize one weight, in nanoseconds.
+        convert_ns: time in which an SM dequantizes one weight, in nanoseconds.
         bandwidth: achieved fraction of the nominal memory bandwidth.
         two_stages: factor on the latency with two stages, because copies through registers hardly overlap with mma.
+        shared_sums_ns: time per slice to add the accumulators of a CTA to sums in shared memory, per element of the CTA
+            tile, in nanoseconds.
         launch_us: launch overhead and epilogue, in microseconds.
         reduction_us: fixed time of the split-K reduction, in microseconds.
         reduction_split_us: additional time of the split-K reduction per split, in microseconds.
@@ -47,6 +49,7 @@ class GemmMmaCosts:
     convert_ns: float = 0.0046
     bandwidth: float = 0.5
     two_stages: int = 2
+    shared_sums_ns: float = 0.018
     launch_us: float = 0.4
     reduction_us: float = 1.0
     reduction_split_us: float = 0.17
@@ -80,8 +83,10 @@ class GemmMmaConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """The dynamic shared memory per CTA in bytes."""
-        return self.stages * BLOCK_K * (2 * self.block_m + self.block_n // 2)
+        """The dynamic shared memory per CTA in bytes: the stages, and the sums of slices."""
+        has_sums = self.slices > 1 and self.block_m > REGISTER_SUMS_BLOCK_M
+        sums = 4 * self.block_m * self.block_n if has_sums else 0
+        return self.stages * BLOCK_K * (2 * self.block_m + self.block_n // 2) + sums
 
     def tiles(self, problem: Problem) -> int:
         """Return the number of CTA tiles of y."""
@@ -89,7 +94,10 @@ class GemmMmaConfig:
 
 
 class GemmMma:
-    """A kernel family for one architecture; the families differ in their mma and copy instructions."""
+    """A GEMM family with mma.sync; ``arch`` is the oldest architecture.
+
+    `GEMM_SM75` and `GEMM_SM80` differ in their mma and copy instructions.
+    """
 
     def __init__(self, name: str, arch: int, dtypes: tuple[str, ...], stages: int) -> None:
         self.NAME = name
@@ -116,8 +124,7 @@ class GemmMma:
         splits = split_counts(ceil_div(problem.k, BLOCK_K))
         found = [GemmMmaConfig(m, w, self._stages, s) for m in rows for w in (2, 4) for s in splits]
         if problem.batch_invariant:
-            some = [config for config in found if config.split_k > 1 and config.block_m <= SLICES_BLOCK_M]
-            found += [replace(config, split_k=1, slices=config.split_k) for config in some]
+            found += [replace(config, split_k=1, slices=config.split_k) for config in found if config.split_k > 1]
         return [config for config in found if config.shared_bytes <= device.shared_bytes_per_block]
 
     def reduction(self, config: GemmMmaConfig, problem: Problem) -> Reduction:
@@ -143,6 +150,8 @@ class GemmMma:
         stream = config.block_n * BLOCK_K / 2 * device.sm_count / (COSTS.bandwidth * device.read_gbs)
         if config.stages == 2:
             latency *= COSTS.two_stages
+        if config.slices > 1 and config.block_m > REGISTER_SUMS_BLOCK_M:
+            work += config.slices / k_tiles * COSTS.shared_sums_ns * config.block_m * config.block_n
         full = k_tiles * max(latency, ctas_per_sm * max(work, stream)) + COSTS.start_ns
         last = k_tiles * max(latency, tail * max(work, stream)) + COSTS.start_ns
         reduction = COSTS.reduction_us + COSTS.reduction_split_us * config.split_k if config.split_k > 1 else 0.0

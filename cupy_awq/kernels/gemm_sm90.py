@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``gemm_sm90``: GEMM on Hopper's tensor cores with a repacked weight, for M from 1 to a few hundred.
 
-The family has two kernels: ``gemm_sm90.cu`` (wgmma) and, for M <= 16, ``gemm_sm90_mma.cu`` (mma.sync).
+The family has three kernels: ``gemm_sm90.cu`` (wgmma) and, for M <= 16, ``gemm_sm90_mma.cu`` (mma.sync), or
+``gemm_sm90_mma_invariant.cu`` for batch-invariant GEMMs.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ from dataclasses import replace
 import numpy as np
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm_sm90_config import MMA, RESERVED_BYTES, WGMMA, GemmSm90Config, available_ctas
-from cupy_awq.kernels.gemm_sm90_costs import TimeParts, mma_time, wgmma_time
+from cupy_awq.kernels.gemm_sm90_config import (
+    MMA,
+    MMA_INVARIANT,
+    RESERVED_BYTES,
+    WGMMA,
+    GemmSm90Config,
+    available_ctas,
+)
+from cupy_awq.kernels.gemm_sm90_costs import TimeParts, mma_invariant_time, mma_time, wgmma_time
 from cupy_awq.kernels.hopper import has_split_scales, repacked_defines, x_tensor_map
 from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
 from cupy_awq.kernels.problem import Problem, ceil_div, next_power_of_two
@@ -27,15 +35,15 @@ from cupy_awq.runtime.launch_plan import Argument, Kernel, LaunchPlan
 
 NAME = "gemm_sm90"
 MMA_MAX_M = 16
-"""The largest M that the mma kernel supports."""
+"""The largest M that the mma kernels support."""
 GATHER_MAX_M, GATHER_MAX_K = 4, 16384
 """The largest M and K for which the mma kernel gathers the columns of x; beyond, a launch before the GEMM is faster."""
 WGMMA_MIN_M = 9
-"""The smallest M for the wgmma kernel; for smaller M, the mma kernel is faster."""
+"""The smallest M for the wgmma kernel; for smaller M, the mma kernels are faster."""
 WGMMA_MAX_BLOCK_M = 128
 """The largest ``block_m`` of the wgmma kernel."""
 SCALED_MIN_M = 33
-"""The smallest M with ``scaled``, which rounds scaled weights: for smaller M, `gemm` guarantees unrounded weights."""
+"""The smallest M with ``scaled``, unless batch-invariant; for smaller M, `gemm` guarantees unrounded weights."""
 SPLITS = (1, 2, 3, 4, 5, 6, 8)
 """The split-K factors to try."""
 MAX_FUSED_ROWS = 32
@@ -55,8 +63,11 @@ def refusal(problem: Problem, device: Device) -> str | None:
 
 
 def reduction(config: GemmSm90Config, problem: Problem) -> Reduction | None:
-    """Return the order in which a configuration adds up an element of y, or None for the mma kernel (M <= 16)."""
-    if config.name != WGMMA:
+    """Return the order in which a configuration adds up an element of y, or None for the kernel MMA.
+
+    The kernels WGMMA and MMA_INVARIANT give the same bits: on sm_90, mma and wgmma round alike.
+    """
+    if config.name == MMA:
         return None
     stages, turns = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.k_tiles), (config.split_k, config.consumers)
     return wgmma_reduction(config, stages, config.k_tiles, *turns, scaled=config.scaled)
@@ -64,7 +75,8 @@ def reduction(config: GemmSm90Config, problem: Problem) -> Reduction | None:
 
 def configs(problem: Problem, device: Device) -> list[GemmSm90Config]:
     # A small K limits the number of consumers, so the same configuration can be generated twice.
-    found = dict.fromkeys([*_mma_configs(problem, device), *_wgmma_configs(problem, device)])
+    few_rows = _mma_invariant_configs if problem.batch_invariant else _mma_configs
+    found = dict.fromkeys([*few_rows(problem, device), *_wgmma_configs(problem, device)])
     # In a gated problem, half of the weight tiles of a CTA tile belong to the gate, the others to the up projection.
     return [config for config in found if not (problem.gated and config.weight_tiles % 2)]
 
@@ -84,9 +96,12 @@ def tile_heights(m: int) -> list[int]:
     return list(dict.fromkeys(ceil_div(ceil_div(m, count), 8) * 8 for count in counts))
 
 
-def is_excessive(split_k: int, tiles: int, device: Device) -> bool:
-    """Return whether a cluster of more than two CTAs is pointless, because fewer CTAs per tile occupy all SMs."""
-    return split_k > 2 and tiles * split_k > device.sm_count
+def is_excessive(split_k: int, tiles: int, problem: Problem, device: Device) -> bool:
+    """Return whether clusters of more than two CTAs are pointless: the launch would have more CTAs than SMs.
+
+    A batch-invariant problem has the same split-K factor for every M.
+    """
+    return split_k > 2 and tiles * split_k > device.sm_count and not problem.batch_invariant
 
 
 def _mma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
@@ -94,7 +109,7 @@ def _mma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
         return
     all_k_tiles, x_rows = ceil_div(problem.k, WEIGHT_TILE_K), next_power_of_two(problem.m)
     for weight_tiles, split_k, warps, k_tiles in itertools.product((1, 2, 3, 4, 6, 7, 8), SPLITS, (16, 8), (1, 2, 4)):
-        if is_excessive(split_k, ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N), device):
+        if is_excessive(split_k, ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N), problem, device):
             continue
         consumers = max(1, min(warps // weight_tiles, all_k_tiles // split_k // k_tiles))
         x_stages = 4 if k_tiles == 1 else 2
@@ -104,8 +119,39 @@ def _mma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
         yield from _with_most_stages(config, problem, device)
 
 
+def _mma_invariant_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
+    if problem.m > MMA_MAX_M or problem.gathers_x:
+        return
+    all_k_tiles, x_rows = ceil_div(problem.k, WEIGHT_TILE_K), next_power_of_two(problem.m)
+    for weight_tiles, split_k, consumers, k_tiles in itertools.product(
+        (1, 2, 3, 4, 6, 8), SPLITS, (1, 2, 3, 4), (1, 2, 4)
+    ):
+        if consumers * weight_tiles > 8 or consumers * split_k * k_tiles > all_k_tiles:
+            continue
+        x_stages = 2 if k_tiles == 4 else 4
+        config = GemmSm90Config(
+            MMA_INVARIANT, max(8, x_rows), weight_tiles, 1, consumers, 0, split_k, k_tiles, 1, x_rows, x_stages
+        )
+        for scaled in _scaled_choices(problem, config.block_m, k_tiles):
+            yield from _with_most_stages(replace(config, scaled=scaled), problem, device)
+
+
+def _scaled_choices(problem: Problem, block_m: int, k_tiles: int) -> list[bool]:
+    """Return the values of ``scaled`` to try."""
+    can_scale = problem.m >= SCALED_MIN_M or problem.batch_invariant
+    can_scale = can_scale and not (problem.dtype == "float16" and problem.wide_scales)
+    # With several groups per weight tile, unscaled weights need a wgmma wait per group: up to 39% slower.
+    has_short_groups = problem.group_size < WEIGHT_TILE_K
+    choices = [] if can_scale and has_short_groups else [False]
+    # Split scales cost two more instructions per pair of weights: up to 23% slower with block_m = 64.
+    is_costly = has_split_scales(problem) and not has_short_groups and block_m <= 64
+    if can_scale and not (has_short_groups and k_tiles > 1) and not is_costly:
+        choices.append(True)
+    return choices
+
+
 def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
-    if problem.gathers_x or (problem.m < WGMMA_MIN_M and not problem.batch_invariant):
+    if problem.gathers_x or problem.m < WGMMA_MIN_M:
         return
     all_k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     for block_m in tile_heights(problem.m):
@@ -115,24 +161,16 @@ def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]
             (1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), SPLITS, k_tile_counts
         ):
             if k_tiles == 4 and (m64_tiles, warpgroups, consumers) != (1, 2, 1):
-                continue  # other CTA tiles with 4 k tiles per stage: up to 28% slower
+                continue  # 4 k tiles per stage make all other shapes up to 28% slower than fewer k tiles
             if consumers * split_k * k_tiles > all_k_tiles:
                 continue
             weight_tiles = warpgroups * m64_tiles * 2
             tiles = ceil_div(problem.m, block_m) * ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N)
-            if is_excessive(split_k, tiles, device):
+            if is_excessive(split_k, tiles, problem, device):
                 continue
             config = GemmSm90Config(WGMMA, block_m, weight_tiles, m64_tiles, consumers, 0, split_k, k_tiles)
-            can_scale = problem.m >= SCALED_MIN_M or problem.batch_invariant
-            can_scale = can_scale and not (problem.dtype == "float16" and problem.wide_scales)
-            # With several groups per weight tile, unscaled weights need a wgmma wait per group: up to 39% slower.
-            has_short_groups = problem.group_size < WEIGHT_TILE_K
-            if not (can_scale and has_short_groups):
-                yield from _with_most_stages(config, problem, device)
-            # Split scales cost two more instructions per pair of weights: up to 23% slower with block_m = 64.
-            is_costly = has_split_scales(problem) and not has_short_groups and block_m <= 64
-            if can_scale and not (has_short_groups and k_tiles > 1) and not is_costly:
-                yield from _with_most_stages(replace(config, scaled=True), problem, device)
+            for scaled in _scaled_choices(problem, block_m, k_tiles):
+                yield from _with_most_stages(replace(config, scaled=scaled), problem, device)
 
 
 def _with_most_stages(config: GemmSm90Config, problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
@@ -181,6 +219,7 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
         ("STAGES", config.stages),
         ("K_TILES", config.k_tiles),
         ("SPLIT_K", config.split_k),
+        ("RANK_ORDER", int(problem.batch_invariant and config.split_k > 2)),
         ("CTAS_PER_SM", config.ctas_per_sm),
         ("PREFETCH_WEIGHTS", int(config.prefetch_weights)),
         ("WINDOW", config.window(problem)),
@@ -196,17 +235,20 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
     sizes: tuple[int, ...] = (problem.m, problem.n, problem.k, strides.residual, strides.y)
     x: Argument = "x"
     factors: tuple[float, ...] = ()
-    if config.name == MMA:
-        defines += (("X_ROWS", config.x_rows), ("X_STAGES", config.x_stages), ("GATHER_X", int(problem.gathers_x)))
-        sizes += (strides.x,)
-    else:
+    if config.name == WGMMA:
         defines += (
             ("WARPGROUPS", config.consumer_warps // 4),
             ("M64_TILES", config.m64_tiles),
             ("SCALED", int(config.scaled)),
         )
-        factors = 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent
         x = x_tensor_map(problem, config.block_m, 2 * config.k_tiles)
+    else:
+        defines += (("X_ROWS", config.x_rows), ("X_STAGES", config.x_stages), ("GATHER_X", int(problem.gathers_x)))
+        sizes += (strides.x,)
+    if config.name == MMA_INVARIANT:
+        defines += (("SCALED", int(config.scaled)),)
+    if config.name != MMA:
+        factors = 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent
     eps = problem.fusion.eps if problem.fusion else 0.0
     scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, eps, *factors)))
     grid = config.grid(problem, device)
@@ -230,7 +272,7 @@ def workspace(config: GemmSm90Config, problem: Problem) -> Workspace:
 
 def time_parts(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
     """Return the modelled run time and its parts, which `explain` prints."""
-    find = mma_time if config.name == MMA else wgmma_time
+    find = {WGMMA: wgmma_time, MMA: mma_time, MMA_INVARIANT: mma_invariant_time}[config.name]
     return find(config, problem, device)
 
 

@@ -10,8 +10,8 @@ from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.repack import WEIGHT_TILE_K, WEIGHT_TILE_N, RepackedLayout
 from cupy_awq.runtime.device import Device
 
-WGMMA, MMA = "gemm_sm90", "gemm_sm90_mma"
-"""The names of the family's two kernels: wgmma and mma.sync."""
+WGMMA, MMA, MMA_INVARIANT = "gemm_sm90", "gemm_sm90_mma", "gemm_sm90_mma_invariant"
+"""The names of the family's kernels: wgmma, mma.sync, and mma.sync with the arithmetic of wgmma."""
 REGISTERS_PER_SM, THREADS_PER_SM = 65536, 2048
 """The number of 32-bit registers per SM, and the largest number of resident threads per SM."""
 RESERVED_BYTES = 1024
@@ -20,17 +20,17 @@ RESERVED_BYTES = 1024
 WINDOW_BYTES = 35000
 """The largest size in bytes of a CTA's weight copies in flight in a decode step; see `GemmSm90Config.window`.
 
-Measured on an H100 with 1 to 8 sequences: in steps of Qwen3-8B and Llama-3.2-1B, windows of 18 KB and all stages are
-both slower.
+On an H100, decode steps of Qwen3-8B and Llama-3.2-1B with 1 to 8 sequences are slower with a window of 18 KB, and also
+with a window of all stages.
 """
 
 
 @dataclass(frozen=True)
 class GemmSm90Config:
-    """A configuration of ``gemm_sm90.cu`` or ``gemm_sm90_mma.cu``.
+    """A configuration of ``gemm_sm90.cu``, ``gemm_sm90_mma.cu`` or ``gemm_sm90_mma_invariant.cu``.
 
     Attributes:
-        name: name of the kernel, WGMMA or MMA.
+        name: name of the kernel: WGMMA, MMA or MMA_INVARIANT.
         block_m: number of rows per CTA tile.
         weight_tiles: number of weight tiles along n per CTA tile, each of 32 columns.
         m64_tiles: number of wgmma m64 tiles (64 columns of y each) per warpgroup; 1 with mma.
@@ -41,8 +41,8 @@ class GemmSm90Config:
         ctas_per_sm: number of resident CTAs per SM for which the kernel is compiled (``__launch_bounds__``).
         x_rows: (mma) number of rows of x in shared memory, a power of two; 0 with wgmma.
         x_stages: (mma) number of pipeline stages of x per consumer; 0 with wgmma.
-        scaled: (wgmma) whether weights are multiplied by their scale and rounded before the wgmma; otherwise the
-            accumulators of each group are multiplied by the scale after the wgmma.
+        scaled: whether weights are multiplied by their scale and rounded before they are multiplied by x (never with
+            MMA); otherwise the accumulators of each group are multiplied by the scale.
         prefetch_weights: whether the weights of all stages are copied before the wait for the preceding kernel (PDL);
             otherwise only those of the first stage. Copies of x are queued after these copies, which delays a CTA that
             starts late.
@@ -70,37 +70,40 @@ class GemmSm90Config:
     @property
     def consumer_warps(self) -> int:
         """The number of warps per consumer."""
-        return self.weight_tiles if self.name == MMA else self.weight_tiles // (2 * self.m64_tiles) * 4
+        return {MMA: self.weight_tiles, MMA_INVARIANT: 2 * self.weight_tiles}.get(
+            self.name, self.weight_tiles // (2 * self.m64_tiles) * 4
+        )
 
     @property
     def consumer_registers(self) -> int:
         """The number of registers per consumer thread after setmaxnreg, or 0 if the kernel does not use setmaxnreg."""
-        if self.name == MMA or self.block_m <= 32:
+        if self.name != WGMMA or self.block_m <= 32:
             return 0
         return {8: 232, 12: 152}.get(self.consumers * self.consumer_warps, 0)
 
     @property
     def x_stage_bytes(self) -> int:
         """The size of x per pipeline stage in bytes; 0 with mma, where the consumers copy x to stages of their own."""
-        return 0 if self.name == MMA else self.block_m * self.k_tiles * WEIGHT_TILE_K * 2
+        return 0 if self.name != WGMMA else self.block_m * self.k_tiles * WEIGHT_TILE_K * 2
 
     @property
     def x_ring_bytes(self) -> int:
         """The total size of all pipeline stages of x, in bytes."""
-        if self.name == MMA:
+        if self.name != WGMMA:
             return self.consumers * self.x_stages * self.x_rows * self.k_tiles * WEIGHT_TILE_K * 2
         return self.stages * self.x_stage_bytes
 
     def threads(self, problem: Problem) -> int:
         """Return the number of threads per CTA: consumers, producer and, with mma, one warp for the RMSNorm factors."""
-        others = 4 if self.consumer_registers else 2 if self.name == MMA and problem.rms_norms_x else 1
+        others = 4 if self.consumer_registers else 2 if self.name != WGMMA and problem.rms_norms_x else 1
         return (self.consumers * self.consumer_warps + others) * 32
 
     def window(self, problem: Problem) -> int:
         """Return the largest number of pipeline stages in flight.
 
-        With mma in a decode step, it is limited by WINDOW_BYTES if the stages hold more than half of a CTA's weights.
-        Other CTAs read most of their weights while no other kernel waits for its loads.
+        With mma in a decode step, WINDOW_BYTES limits the number if the stages hold more than half of a CTA's weights:
+        these copies run while the preceding kernel loads. Other CTAs copy at least half of their weights after the
+        preceding kernel has finished, so they need no limit.
         """
         iterations = ceil_div(ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), self.split_k), self.k_tiles)
         if not problem.fusion or self.name != MMA or 2 * self.stages <= iterations:
@@ -118,9 +121,9 @@ class GemmSm90Config:
         return ceil_div(self.storage_bytes(problem), 16) * 16 + gathered * 2
 
     def storage_bytes(self, problem: Problem) -> int:
-        """Return the dynamic shared memory per CTA in bytes, without what a kernel that gathers x adds.
+        """Return the size of SharedStorage in CUDA in bytes, which static_asserts the same value.
 
-        SharedStorage in CUDA static_asserts the same value.
+        With ``gathers_x``, the rows, the order and the gathered columns of x are stored behind it.
         """
         stage = self.weight_tiles * self.k_tiles * RepackedLayout.of(problem).weight_tile_bytes + 16
         stages = (0 if problem.gathers_x else self.x_ring_bytes) + self.stages * stage
@@ -154,6 +157,8 @@ class GemmSm90Config:
         """The number of registers that a consumer thread needs."""
         if self.name == MMA:
             return 72 if self.x_rows <= 8 else 112
+        if self.name == MMA_INVARIANT:
+            return 96 if not self.scaled else 64 if self.x_rows <= 8 else 80
         if self.scaled:
             # With fewer than 90 additional registers for two m64 tiles, ptxas serializes the wgmmas.
             return self.block_m * self.m64_tiles // 2 + (86 if self.m64_tiles == 1 else 90)

@@ -41,11 +41,11 @@ class GemmSm90LargeCosts:
     Attributes:
         launch_us: launch overhead, in microseconds.
         column_us: compute time per k tile (128 rows of W) and 128 columns of a CTA tile, in microseconds.
-        row_us: additional compute time per row of the CTA tile, in microseconds, by ``m64_tiles``.
+        row_us: increase of ``column_us`` per row of the CTA tile, in microseconds, by ``m64_tiles``.
         store_ns: time to store y, per element of a CTA tile, in nanoseconds.
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
         reduction_ns: time of the stream-K reduction, per element of a CTA tile, in nanoseconds.
-        reduction_split_ns: additional time per cluster that shares a unit, in nanoseconds.
+        reduction_split_ns: increase of ``reduction_ns`` per cluster that shares a unit, in nanoseconds.
         stream_k_factor: compute time per k tile of a stream-K unit, relative to that of other units: clusters that
             share units are at different k, so that they find fewer rows of x in L2.
     """
@@ -157,7 +157,7 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
         if m <= 64:
             shapes += [(1, height, 4, 1) for height in tile_heights(m, 64)]
         elif m <= 128 or not has_split_scales(problem):
-            # This tile dequantizes each weight once per 128 rows of x: with split scales up to 10% slower at M = 512.
+            # Each weight is dequantized once per 128 rows of x, so split scales make this shape up to 10% slower.
             shapes += [(1, height, 2, 1) for height in tile_heights(m, 128)]
         if m > 128:
             heights = [height for height in tile_heights(m, 256) if height > 128]

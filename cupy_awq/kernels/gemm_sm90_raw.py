@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.problem import ITEMSIZE, Problem, awq_layout_refusal, ceil_div
+from cupy_awq.kernels.gemm_mma import BLOCK_K, GEMM_SM80
+from cupy_awq.kernels.problem import ITEMSIZE, Problem, awq_layout_refusal, ceil_div, split_counts
+from cupy_awq.kernels.reduction import Reduction, slice_begins
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
 
@@ -38,7 +40,7 @@ class GemmSm90RawCosts:
 
     Attributes:
         step_ns: latency of one step (32 rows of W) of a warp, in nanoseconds.
-        sm_step_ns: time per step and 64 columns of an SM with all its warps resident, in nanoseconds.
+        sm_step_ns: time in which an SM with all its warps resident computes one step of 64 columns, in nanoseconds.
         launch_us: launch overhead, in microseconds.
     """
 
@@ -69,6 +71,8 @@ REDUCTION_US, REDUCTION_SPLIT_US = 0.17, 0.06
 """The fixed time of the split-K reduction, and the additional time per CTA of the cluster, in microseconds (H100)."""
 GROUP_FRACTION = 0.15
 """The fraction of a step's time that is spent on scaling accumulators, at group size 128 on an H100."""
+INVARIANT_FACTOR = 1.15
+"""The time of a step with ``invariant`` over that of the default, which does not subtract zero points (H100)."""
 LARGE_CLUSTER, LARGE_CLUSTER_OCCUPANCY = 4, 0.9
 """The smallest number of CTAs per cluster for which some SMs stay empty, because a cluster must fit in a GPC, and the
 fraction of SMs that such clusters occupy."""
@@ -86,6 +90,7 @@ class GemmSm90RawConfig:
         ctas_per_sm: largest number of resident CTAs per SM, enforced by the size of the dynamic shared memory. Without
             a limit, CTAs are distributed unevenly while the preceding kernel occupies some SMs: up to 40% slower.
         split_k: number of CTAs per cluster; each computes the CTA tile over its slice of K.
+        invariant: whether the arithmetic is that of ``gemm_sm80`` with a slice of K for each warp of the cluster.
     """
 
     rows: int
@@ -94,6 +99,7 @@ class GemmSm90RawConfig:
     stages: int
     ctas_per_sm: int
     split_k: int
+    invariant: bool = False
 
     @property
     def block_n(self) -> int:
@@ -106,7 +112,8 @@ class GemmSm90RawConfig:
         accumulators = self.rows * (self.block_n + 4) * 4
         stage = self.words * 1024 + max(128, 64 * self.rows)
         warp = max(self.stages * stage, ceil_div(accumulators, 128) * 128)
-        return self.warps * (warp + self.stages * 8) + self.split_k * accumulators + 8
+        partials = (self.split_k - 1) * self.warps if self.invariant else self.split_k
+        return self.warps * (warp + self.stages * 8) + partials * accumulators + 8
 
     def ctas(self, problem: Problem) -> int:
         """Return the number of CTAs of the launch."""
@@ -142,7 +149,8 @@ def refusal(problem: Problem, device: Device) -> str | None:
 
 def configs(problem: Problem, device: Device) -> list[GemmSm90RawConfig]:
     rows = next(rows for rows in COSTS if problem.m <= rows)
-    found = [GemmSm90RawConfig(rows, *shape, split_k) for shape in COSTS[rows] for split_k in SPLIT_K]
+    splits, invariant = SPLIT_K, problem.batch_invariant
+    found = [GemmSm90RawConfig(rows, *shape, split_k, invariant) for shape in COSTS[rows] for split_k in splits]
     return [config for config in found if _is_legal(config, problem, device)]
 
 
@@ -152,9 +160,18 @@ def _is_legal(config: GemmSm90RawConfig, problem: Problem, device: Device) -> bo
         return False
     if config.split_k > max(1, problem.k // STEP_K // config.warps):
         return False
+    if config.invariant and config.split_k * config.warps not in split_counts(ceil_div(problem.k, BLOCK_K)):
+        return False
     columns = 8 * config.words * (2 if problem.gated else 1)
     available = min(device.shared_bytes_per_block, device.shared_bytes_per_sm // config.ctas_per_sm - 1024)
     return problem.n % columns == 0 and config.shared_bytes <= available
+
+
+def reduction(config: GemmSm90RawConfig, problem: Problem) -> Reduction | None:
+    """Return the order in which an ``invariant`` configuration adds up an element of y: as in ``gemm_sm80``."""
+    if not config.invariant:
+        return None
+    return Reduction(GEMM_SM80.NAME, slice_begins(ceil_div(problem.k, BLOCK_K), config.split_k * config.warps))
 
 
 def plan(config: GemmSm90RawConfig, problem: Problem, device: Device) -> LaunchPlan:
@@ -167,16 +184,18 @@ def plan(config: GemmSm90RawConfig, problem: Problem, device: Device) -> LaunchP
         ("STAGES", config.stages),
         ("CTAS_PER_SM", config.ctas_per_sm),
         ("SPLIT_K", config.split_k),
+        ("INVARIANT", int(config.invariant)),
         ("SHARED_BYTES", config.shared_bytes),
         ("MAY_PREFETCH_WEIGHTS", int(problem.may_prefetch_weights)),
     )
     strides = problem.row_strides
+    lane_rows = 4 if config.invariant else 8
     words = TensorMap(
         "qweight",
         "uint32",
-        dims=(problem.n // 8, problem.k // 8, 8),
-        strides=(32 * strides.qweight, 4 * strides.qweight),
-        box=(8 * config.words // (2 if problem.gated else 1), STEP_K // 8, 8),
+        dims=(problem.n // 8, problem.k // lane_rows, lane_rows),
+        strides=(4 * lane_rows * strides.qweight, 4 * strides.qweight),
+        box=(8 * config.words // (2 if problem.gated else 1), STEP_K // lane_rows, lane_rows),
         promotion=128,
     )
     itemsize = ITEMSIZE[problem.dtype]
@@ -216,6 +235,7 @@ def estimate_us(config: GemmSm90RawConfig, problem: Problem, device: Device) -> 
     waves = ceil_div(ctas, config.capacity(device))
     steps = ceil_div(problem.k, STEP_K)
     factor = (1 - GROUP_FRACTION + GROUP_FRACTION * 128 / problem.group_size) * 1e-3
+    factor *= INVARIANT_FACTOR if config.invariant else 1.0
     chain = waves * ceil_div(steps, config.split_k * config.warps) * costs.step_ns * factor
     work = ctas * steps / config.split_k * config.words * costs.sm_step_ns * factor / device.sm_count
     stream = problem.weight_bytes / (device.read_gbs * 1e3)

@@ -38,7 +38,7 @@ class GemvCosts:
     Attributes:
         chunk_ns: latency per chunk (`GemvConfig.chunk`), in nanoseconds.
         chunk_row_ns: increase of ``chunk_ns`` per row of x, in nanoseconds.
-        issue_cycles: number of instructions per weight.
+        issue_cycles: number of instructions per weight, not counting those per row of x.
         issue_row_cycles: increase of ``issue_cycles`` per row of x.
         issue_rate: issue throughput of an SM, in thread instructions per nanosecond.
         bandwidth: achieved fraction of the nominal memory bandwidth.

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.int8_problem import Int8Problem, layout_refusal, prepare_weight
+from cupy_awq.kernels.int8_problem import ROWS_TO_BLOCKS_US, Int8Problem, layout_refusal, prepare_weight
 from cupy_awq.kernels.problem import ceil_div, split_counts
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -87,7 +87,8 @@ def estimate_us(config: GemvInt8Config, problem: Int8Problem, device: Device) ->
     launch_us, reduction_us = COSTS.launch_us, 0.0
     if config.split_k > 1:
         launch_us, reduction_us = COSTS.split_launch_us, COSTS.reduction_us
-    return launch_us + waves * (load_us + multiply_us + reduction_us)
+    expand_us = ROWS_TO_BLOCKS_US if problem.row_scales else 0.0
+    return launch_us + waves * (load_us + multiply_us + reduction_us) + expand_us
 
 
 def plan(config: GemvInt8Config, problem: Int8Problem, device: Device) -> LaunchPlan:

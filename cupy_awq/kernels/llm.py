@@ -30,7 +30,7 @@ THREADS = 256
 MAX_SAMPLE_CTAS = 128
 """The largest number of CTAs per sequence in ``sample_token``."""
 MAX_SPLITS = 32
-"""The largest number of splits of ``decode_attention``: CTAs among which the keys of a sequence are divided."""
+"""The largest number of splits, the CTAs among which ``decode_attention`` divides the keys of a sequence."""
 MAX_COUNTERS = 1 << 16
 """The number of counters that ``decode_attention`` can use; m * heads must not exceed it."""
 MAX_SIMT_HEADS = 8
@@ -149,9 +149,9 @@ def plan_decode_attention(
 
     The kernel applies RoPE, appends k and v to the KV cache, and computes attention. The kernel is
     ``decode_attention_sm80`` (tensor cores) if the architecture and head_dim permit, else ``decode_attention``. The
-    grid does not depend on the lengths of the sequences, so a captured CUDA graph can be replayed for any length. With
-    ``orders_out``, the kernel stores column i of a row at column ``positions[i]``. ``decode_attention_sm80`` prefetches
-    ``next_weight`` on sm_90 and newer.
+    grid does not depend on the lengths of the sequences, so a captured CUDA graph can be replayed for any length. If
+    ``orders_out``, the columns of the output are permuted: column i is stored at column ``positions[i]`` (a buffer of
+    the kernel). ``decode_attention_sm80`` prefetches ``next_weight`` on sm_90 and newer.
     """
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
     defines |= {"ORDER_OUT": int(orders_out)}
@@ -271,9 +271,10 @@ def plan_sampling_threshold(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> LaunchPlan:
-    """Return the plan of ``sampling_threshold``, which computes per sequence the smallest logit that sampling may keep.
+    """Return the plan of ``sampling_threshold``, which computes the smallest logit per sequence that may be sampled.
 
-    The kernel divides the logits by the temperature first; top-k, top-p and min-p then determine this logit.
+    The kernel applies the penalty and the temperature to the logits first; top-k, top-p and min-p then determine the
+    smallest one.
     """
     log_min_p = np.log(np.float32(min_p)) if min_p > 0 else np.float32(-np.inf)
     arguments = (

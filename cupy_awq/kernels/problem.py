@@ -96,9 +96,9 @@ class Fusion:
 
     Attributes:
         role: "add_to_stream": the GEMM adds its result to the residual stream and writes the next GEMM's x: the stream
-            times the RMSNorm weight, without the division by the root mean square (RMS) of each row.
-            "rms_norm_x": x was written by a GEMM with "add_to_stream", and this GEMM divides its accumulators by the
-            RMS of each row.
+            times the RMSNorm weight, divided by each row's root mean square (RMS) at the preceding RMSNorm.
+            "rms_norm_x": x was written by a GEMM with "add_to_stream", and this GEMM multiplies its accumulators by
+            the ratio of that RMS to the current RMS of each row.
         eps: epsilon of the RMSNorm; used only by "rms_norm_x".
         orders_y: whether "add_to_stream" writes the columns of the next GEMM's x in that GEMM's activation order.
         next_weight: with "add_to_stream", the part of the next GEMM's weight to prefetch.
@@ -180,9 +180,10 @@ class Problem:
 
     @property
     def tuning_key(self) -> TuningKey:
-        """The tuning key: "KxN" (first "KxN stream" for a GEMM with a `Fusion`), and M rounded up to a power of two.
+        """The tuning key: the shapes to look up in turn, M, and M rounded up to a power of two.
 
-        A kernel that gathers x is not tuned: configurations that are the fastest without a gather are not with one.
+        The shape is "KxN"; for a GEMM with a `Fusion`, "KxN stream" is looked up before "KxN". With ``gathers_x`` it is
+        "KxN gather", which is not in the shipped tables: the fastest configuration for "KxN" is not the fastest then.
         """
         shape = f"{self.k}x{self.n}"
         shapes = (f"{shape} gather",) if self.gathers_x else (f"{shape} stream", shape) if self.fusion else (shape,)
@@ -209,7 +210,7 @@ class Problem:
 
     @property
     def rms_norms_x(self) -> bool:
-        """Whether the epilogue divides by the root mean square of each row of x."""
+        """Whether the epilogue applies the RMSNorm's division by the root mean square of each row."""
         return self.fusion is not None and self.fusion.role == "rms_norm_x"
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.int8_problem import FP8_ARCH
+from cupy_awq.kernels.int8_problem import FP8_ARCH, is_dependent
 from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -78,7 +78,7 @@ def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) ->
     defines = (
         ("X", TYPES[problem.dtype]),
         ("ROUNDS", ceil_div(problem.k, config.threads * VALUES)),
-        ("DEPENDENT", int(device.arch >= 90)),
+        ("DEPENDENT", int(is_dependent(problem.m, device))),
     )
     kernel = Kernel("int8/quantize_fp8.cu", NAME, defines, device.target)
     sizes = map(np.int32, (problem.k, problem.block_size, problem.x_stride))
@@ -87,7 +87,7 @@ def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) ->
         (problem.m, 1, 1),
         (config.threads, 1, 1),
         ("x", "codes", "scale", "sums", *sizes),
-        dependent=device.arch >= 90,
+        dependent=is_dependent(problem.m, device),
     )
 
 

@@ -59,8 +59,8 @@ def wgmma_reduction(
 ) -> Reduction | None:
     """Return the reduction of a wgmma kernel for the repacked layout.
 
-    Return None with more than two slices, whose order depends on the row of the tile; and if a field of ``config`` that
-    is not in WGMMA_FIELDS differs from its default, because such a field may change the order.
+    Return None if a field of ``config`` that is not in WGMMA_FIELDS differs from its default, because such a field may
+    change the order.
 
     Args:
         config: the configuration.
@@ -70,7 +70,7 @@ def wgmma_reduction(
         consumers: number of consumers, which take turns at the stages.
         scaled: whether weights are multiplied by their scale before the wgmma.
     """
-    if split_k > 2 or not has_only(config, WGMMA_FIELDS):
+    if not has_only(config, WGMMA_FIELDS):
         return None
     math = "wgmma with scaled weights" if scaled else "wgmma with scaled accumulators"
     begins = tuple(begin * k_tiles for begin in slice_begins(stages, split_k))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``round_channels``: the rounding of a block of input channels, each of which changes the targets of later ones."""
+"""``round_channels``: round a block of input channels in order; each rounding error changes the later targets."""
 
 from __future__ import annotations
 

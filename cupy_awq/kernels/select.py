@@ -28,6 +28,7 @@ from cupy_awq.kernels import (
     gemm_sm90,
     gemm_sm90_large,
     gemm_sm90_raw,
+    gemm_w4a8_sm90,
     gemv_int8,
     quantize_fp8,
     quantize_rows,
@@ -64,7 +65,7 @@ _REGISTERED: dict[type, tuple[AnyFamily, ...]] = {
     ),
     Dequantization: (dequantize,),
     Conversion: (convert,),
-    Int8Problem: (gemv_int8, GEMM_INT8_SM75, GEMM_INT8_SM80, gemm_int8_sm90, gemm_int8_simt),
+    Int8Problem: (gemv_int8, GEMM_INT8_SM75, GEMM_INT8_SM80, gemm_w4a8_sm90, gemm_int8_sm90, gemm_int8_simt),
     RowQuantization: (quantize_rows,),
     Fp8Quantization: (quantize_fp8,),
     Convolution: (conv2d_sm90, conv2d_sm90_large, conv2d_sm80, conv2d_simt),
@@ -82,8 +83,8 @@ FAMILIES: dict[str, AnyFamily] = {name: family for some in FAMILIES_OF.values() 
 ONE_TILE_M = 128
 """The largest M that fits in one CTA tile of most configurations."""
 
-SAMPLED_M = (1, 8, 32, 64, 512)
-"""The values of M at which `choose_reduction` compares run times, one per range of M with tiles of its own."""
+SAMPLED_M = (1, 8, 16, 64, 512, 2048)
+"""The values of M at which `choose_reduction` compares run times, each stands for M with similar CTA tiles."""
 
 TUNED_LIMIT = 0.9
 """The ratio of modelled times, best to tuned, below which the best configuration replaces one tuned at a larger M.
@@ -178,7 +179,7 @@ def choose_reduction(problem: Problem, device: Device) -> Reduction:
     """Return the reduction of the batch-invariant GEMMs with the weight of ``problem``.
 
     The result depends on the weight, the dtype of x and the device, and neither on M nor on the epilogue: it minimizes
-    the largest modelled slowdown over SAMPLED_M.
+    the largest modelled slowdown over SAMPLED_M, compared with a problem that is not batch-invariant.
     """
     weight = Problem(
         m=1,
@@ -199,26 +200,33 @@ def choose_reduction(problem: Problem, device: Device) -> Reduction:
 
 @functools.lru_cache(maxsize=1024)
 def _choose_reduction(weight: Problem, device: Device) -> Reduction:
-    tables = [_reduction_times(replace(weight, m=m), device) for m in SAMPLED_M]
+    problems = [replace(weight, m=m) for m in SAMPLED_M]
+    tables = [_reduction_times(problem, device) for problem in problems]
     common = [reduction for reduction in tables[0] if all(reduction in table for table in tables)]
-    fastest = [min(table[reduction] for reduction in common) for table in tables]
+    default = [
+        min(candidate.us for candidate in _all_legal(replace(problem, batch_invariant=False), device))
+        for problem in problems
+    ]
 
     def slowdown(reduction: Reduction) -> float:
-        return max(table[reduction] / us for table, us in zip(tables, fastest, strict=True))
+        return max(table[reduction] / us for table, us in zip(tables, default, strict=True))
 
     return min(common, key=slowdown)
+
+
+def _all_legal(problem: Problem, device: Device) -> Iterator[Candidate]:
+    for family in families(problem).values():
+        if family.refusal(problem, device) is None:
+            yield from _legal(family, problem, device)
 
 
 def _reduction_times(problem: Problem, device: Device) -> dict[Reduction, float]:
     """Return the lowest modelled time of each reduction, in microseconds."""
     times: dict[Reduction, float] = {}
-    for family in families(problem).values():
-        if family.refusal(problem, device) is not None:
-            continue
-        for _, config, us in _legal(family, problem, device):
-            reduction = reduction_of(family, config, problem)
-            if reduction is not None:
-                times[reduction] = min(us, times.get(reduction, us))
+    for family, config, us in _all_legal(problem, device):
+        reduction = reduction_of(family, config, problem)
+        if reduction is not None:
+            times[reduction] = min(us, times.get(reduction, us))
     return times
 
 
@@ -250,7 +258,7 @@ def forced(candidate: Candidate) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Choice]]:
-    """Collect all choices that `choose` returns in the context: `bench` and `tune` print the launched kernels."""
+    """Collect all choices that `choose` returns in the context, so that `bench` and `tune` know the launches."""
     trial = _Trial()
     token = _trial.set(trial)
     try:
@@ -334,8 +342,8 @@ def explain(problem: KernelProblem, device: Device) -> str:
     """Return a table with each family's best configuration and its time, or the reason why the family has none.
 
     ``->`` marks the choice. The choice's time is "measured" if a tuned table records it; all other times are "modelled"
-    by the cost models. If the family has a function ``time_parts``, a line lists the parts of the modelled time. The
-    last line says whether a tuned table or the cost models determined the choice.
+    by the cost models. If the family has a function ``time_parts``, a line gives the parts that add up to the
+    modelled time. The last line says whether a tuned table or the cost models determined the choice.
     """
     choice = choose(problem, device)
     width = max(map(len, families(problem)))

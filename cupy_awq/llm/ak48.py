@@ -61,7 +61,7 @@ class TensorEntry(NamedTuple):
 
 
 def _kinds(config: ModelConfig) -> list[QuantizedEntry | TensorEntry]:
-    """Return the kinds of entries in file order; the names of those within a layer contain ``{}`` for its index."""
+    """Return the body's entries in file order; one entry, with ``{}`` in its name, stands for those of all layers."""
     d, i, wide, narrow = config.hidden, config.intermediate, config.q_width, config.kv_width
     attention, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
     head = [] if config.tied else [TensorEntry("lm_head.weight", (config.vocab, d))]
@@ -168,8 +168,8 @@ def write(files: ModelFiles, path: Path, progress: Progress | None = None) -> No
 
     Raises:
         ValueError: the format cannot represent the model: it is not a Qwen3 with theta 1e6, epsilon 1e-6 and unscaled
-            RoPE, a linear layer is not quantized or has a bias or float offsets, or two linear layers have different
-            group sizes.
+            RoPE, a linear layer is not quantized or has a bias, an activation order or float offsets, two linear layers
+            have different group sizes, or a value is beyond the range of float16.
         CheckpointError, OSError: the model cannot be read or the file cannot be written. No partial file remains.
     """
     config = files.config

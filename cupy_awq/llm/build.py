@@ -27,7 +27,7 @@ def build_model(files: ModelFiles, ops: DecoderOps, progress: Progress | None = 
 
 
 class _Builder:
-    """The state of `build_model`: the files, the back end, and the size in bytes of all weights read so far."""
+    """The state of `build_model`: the files, the back end, and the size in bytes of the projections read so far."""
 
     def __init__(self, files: ModelFiles, ops: DecoderOps) -> None:
         self._files, self._ops, self._config = files, ops, files.config
@@ -92,7 +92,7 @@ class _Builder:
         return self._ops.prepare_tensor(self._files.read_tensor(f"{name}.weight", (size,)))
 
     def _read_int8(self, name: str, k: int, n: int) -> Int8Linear | None:
-        """Read a linear layer with 8-bit codes; return None for other codes, or if the back end would dequantize."""
+        """Read a linear layer with 8-bit codes; return None for other codes, or if the back end dequantizes it."""
         return None if k < self._ops.int8_min_k else self._files.read_int8_linear(name, k, n)
 
     def _read(self, name: str, k: int, n: int) -> Linear:
@@ -105,5 +105,5 @@ class _Builder:
 
 
 def _split_order(part: Linear) -> tuple[Linear, npt.NDArray[np.int32] | None]:
-    """Return a linear layer without its activation order, and the order."""
+    """Return a linear layer without its activation order, and this order, or None if the layer has none."""
     return (part._replace(order=None), part.order) if isinstance(part, Module) else (part, None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates: jinja2 programs from untrusted files, rendered in a sandbox with limits on work and text size.
 
-jinja2's immutable sandbox denies a template access to Python's internals, but not the use of any amount of memory and
+jinja2's immutable sandbox denies a template access to Python's internals, but does not limit its use of memory and
 time. Here every loop iteration, call, filter, test and operator is charged to a work counter (`Account`) by the size of
 its operands and its result; the sizes of each text and of the output are also limited. Only the listed filters and
 methods are allowed, because others can create a large value from small ones in a single step.
@@ -24,22 +24,22 @@ MAX_TEMPLATE_CHARACTERS = 1 << 17
 """The largest length of a template in characters. Templates of common models have at most 20,000."""
 
 MAX_CHARACTERS = 1 << 22
-"""The largest length of an intermediate text in characters; four times the length of the messages is added."""
+"""The largest length of an intermediate text in characters, to which four times the messages' length is added."""
 
 MAX_OUTPUT_CHARACTERS = 1 << 18
-"""The largest length of the output in characters; four times the length of the messages is added.
+"""The largest length of the output in characters, to which four times the messages' length is added.
 
-It is smaller than `MAX_CHARACTERS` because the output is also tokenized.
+The limit is lower than `MAX_CHARACTERS` because the output is also tokenized.
 """
 
 MAX_WORK = 1 << 27
-"""The largest work of one rendering, which takes a few seconds; 1024 times the length of the messages is added.
+"""The largest work of one rendering, a few seconds; 1024 times the messages' length is added to this limit.
 
 One unit of work is the processing of one character. Each operation also counts as `STEP` units.
 """
 
 STEP = 256
-"""The work of one iteration, call, filter, test, operator or list element: about the time of this many characters."""
+"""The number of units of work for an iteration, a call, a filter, a test, an operator or an element of a list."""
 
 MAX_INTEGER_BITS = 256
 """The largest size of an integer in bits."""
@@ -117,7 +117,7 @@ class Account:
         return value
 
     def charge_slice(self, value: Any) -> Any:
-        """Add the cost of a slice to the counter and return the slice; its elements are not counted again."""
+        """Add the cost of a slice to the counter and return the slice; the contents of its elements are not counted."""
         self.spend(len(value) if isinstance(value, str) else STEP * len(value))
         return value
 
@@ -359,7 +359,7 @@ def _check_round(value: Any, precision: int = 0, method: str = "common") -> None
 
 
 def _join(values: Any, separator: str = "", attribute: str | None = None) -> str:
-    """Return the texts of values, or of the values' entries named ``attribute``, joined by a separator."""
+    """Return all values as texts joined by ``separator``; with ``attribute``, the entry of this name of each value."""
     values = list(values)
     _check_join(values, separator)
     if attribute is not None:

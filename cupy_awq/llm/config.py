@@ -33,7 +33,7 @@ COMMON_ROPE_KEYS = frozenset({"type", "rope_type", "rope_theta"})
 """The keys of ``rope_scaling`` that every type of RoPE scaling supports."""
 
 REQUIRED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "partial_rotary_factor": 1.0}
-"""The only supported value for each entry of config.json that changes the architecture, which is also its default."""
+"""The entries of config.json that could change the architecture, each with its default, the only supported value."""
 
 DEFAULTS: dict[str, dict[str, int]] = {
     "qwen2": {"num_key_value_heads": 32},
@@ -57,15 +57,15 @@ class ModelConfig:
         context: the context length that the model was trained for, in tokens.
         eps: the epsilon of RMSNorm.
         rope_theta: the base of the RoPE frequencies.
-        rope_scaling: the parameters of RoPE scaling, as in a Hugging Face configuration; ``rope_scaling["rope_type"]``
-            is "default", "linear", "llama3" or "yarn", which may have the keys in `ROPE_KEYS`.
-        rope_factors: the divisors of the RoPE frequencies, one for each of head_dim / 2 (GGUF); or () without divisors.
+        rope_scaling: the parameters of RoPE scaling, as in a Hugging Face configuration: ``rope_type``, which is
+            "default", "linear", "llama3" or "yarn", and the keys that `ROPE_KEYS` lists for this type.
+        rope_factors: head_dim / 2 divisors, one for each RoPE frequency (``rope_freqs`` of GGUF); () without divisors.
         tied: whether the output head shares its weight with the embedding table.
         qk_norm: whether an RMSNorm is applied to each head of q and k before RoPE.
         biases: the names of the projections with a bias, such as "q_proj"; None to apply all biases in the file (GGUF).
 
     Raises:
-        ValueError: a size is out of range, or rope_scaling is unknown or incomplete, or has an unknown key.
+        ValueError: a field is out of range or not supported, or rope_scaling is incomplete or has an unknown key.
 
     >>> ModelConfig("llama", 64, 128, 2, 4, 2, 16, 100, 512).heads
     4
@@ -148,7 +148,10 @@ class ModelConfig:
         return self._yarn(plain, self._yarn_factor(original), original)
 
     def _yarn_factor(self, original: float) -> float:
-        """Return YaRN's scaling factor, which defaults to context / ``original`` context, as in transformers."""
+        """Return YaRN's scaling factor; if it is null, context / ``original``, as in transformers.
+
+        Raises ValueError if it is missing or not positive.
+        """
         if "factor" not in self.rope_scaling:
             raise ValueError("rope_scaling: factor: expected a positive number, got none")
         return self._rope_number("factor", self.context / original)
@@ -156,7 +159,7 @@ class ModelConfig:
     def _llama3(
         self, plain: npt.NDArray[np.float64], factor: float, original: float
     ) -> tuple[npt.NDArray[np.float64], float]:
-        """Return Llama 3.1's RoPE frequencies, the low ones divided by ``factor``, and 1 (for cos and sin)."""
+        """Return Llama 3.1's RoPE frequencies (low ones divided by ``factor``) and the factor 1 for cos and sin."""
         low, high = self._rope_number("low_freq_factor"), self._rope_number("high_freq_factor")
         if low >= high:
             raise ValueError(f"low_freq_factor: expected less than high_freq_factor={high}, got {low}")
@@ -185,7 +188,7 @@ class ModelConfig:
         if truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.head_dim - 1)
-        width = high - low or 0.001  # like transformers, accepts a negative width, which beta_slow < 1 can give
+        width = high - low or 0.001  # like transformers, accept a negative width (beta_slow > beta_fast)
         ramp = np.clip((np.arange(plain.size) - low) / width, 0, 1)
         scale, scale_all = (self._rope_number(name, 0.0) for name in ("mscale", "mscale_all_dim"))
         log_factor = 0.1 * math.log(max(factor, 1.0))
@@ -193,9 +196,10 @@ class ModelConfig:
         return plain * (1 - ramp) + plain / factor * ramp, self._rope_number("attention_factor", ratio)
 
     def _rope_number(self, name: str, default: float | None = None) -> float:
-        """Return the positive number ``rope_scaling[name]``, or ``default`` if it is null.
+        """Return the positive number ``rope_scaling[name]``, or ``default`` if it is missing or null.
 
-        0 also means the default if ``name`` starts with "mscale". Raises ValueError for any other value.
+        If ``name`` starts with "mscale", 0 also gives the default. Raises ValueError for any other value, and if the
+        default is needed but None.
         """
         value = self.rope_scaling.get(name)
         if value is None or (name.startswith("mscale") and _is_number(value) and value == 0):
@@ -279,7 +283,7 @@ def _integer(table: Mapping[str, Any], name: str) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a finite float or an integer that float64 can represent."""
+    """Return whether a value is a finite float, or an integer within the range of float64."""
     return (type(value) is int and abs(value) < 1 << 1023) or (type(value) is float and math.isfinite(value))
 
 

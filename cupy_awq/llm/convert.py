@@ -61,11 +61,11 @@ def _describe(path: Path) -> tuple[Contents, dict[str, Any]]:
 
 
 FILE_FIELDS = ("general.alignment", "general.file_type")
-"""The metadata fields that describe a GGUF file instead of the model, and are not copied."""
+"""The metadata fields that describe the GGUF file and not the model, so they are not copied."""
 
 
 def _is_model(path: Path) -> bool:
-    """Return whether a checkpoint is a model: config.json has a model type, or the GGUF metadata an architecture."""
+    """Return whether a checkpoint is a language model: config.json or the GGUF metadata name its architecture."""
     if path.suffix == ".gguf":
         return "general.architecture" in gguf_file.read(path)[0]
     return (path / "config.json").is_file() and "model_type" in read_object(path / "config.json")

@@ -48,8 +48,8 @@ class CudaDecodeLoop(DecodeLoop):
     so the GPU never waits for the host. The last launch is therefore speculative: it appends to the KV cache after the
     tokens that `KvCache.tokens` records, and `close` waits for it.
 
-    The kernel ``choose`` also writes the new tokens to pinned host memory, so consecutive graph launches are separated
-    only by an event. Arrays allocated during capture are kept as long as the loop.
+    The kernel ``sample_token`` also writes the new tokens to pinned host memory, so consecutive graph launches are
+    separated only by an event. Arrays allocated during capture are kept as long as the loop.
     """
 
     def __init__(self, ops: LaunchingOps, step_logits: StepLogits, cache: KvCache, sampling: Sampling) -> None:
@@ -150,7 +150,7 @@ class CudaDecodeLoop(DecodeLoop):
 
 
 def _checked(token: int) -> int:
-    """Return ``token``. Raises ValueError for -1, which the kernel ``choose`` writes if the logits contain NaN."""
+    """Return ``token``. Raises ValueError for -1, which ``sample_token`` writes if the logits contain NaN."""
     if token < 0:
         raise ValueError(NAN_LOGITS)
     return token

@@ -21,7 +21,7 @@ from cupy_awq.llm.gguf_tokenizer import load_tokenizer, show
 from cupy_awq.llm.model_files import ModelFiles
 
 INT8_NAMES = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
-"""The ends of the names of weights that a GPU can keep in 8 bits. The embedding table can be a tied output head."""
+"""The name endings of weights that a GPU can keep in 8 bits; the embedding table can also be the output head."""
 
 
 def read(path: Path) -> ModelFiles:

@@ -16,7 +16,7 @@ from cupy_awq.llm.gguf_tokenizer import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED,
 from cupy_awq.llm.tokenizer import Tokenizer
 
 SAMPLE = "Hello  world, it's 12345 \n\n\t(x) don't ÉTÉ 你好 résumé... \r\n  a_b! ３４ \U0001f600 end "
-"""A text that the pre-tokenizers in `PRE_TOKENIZERS` split differently, so that the words identify one of them."""
+"""A text that different pre-tokenizers in `PRE_TOKENIZERS` split differently, so that the words identify one."""
 
 Metadata = dict[str, Any]
 
@@ -66,7 +66,7 @@ def describe_tokenizer(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]
     Args:
         tokenizer: the tokenizer.
         vocab: the number of rows of the embedding table; ids without a token become unused tokens.
-        stop_ids: the ids of the tokens that end a text, of which GGUF can store two.
+        stop_ids: the ids of the tokens that end a text; GGUF stores only the first two.
 
     Raises ValueError if the tokenizer is not byte-level BPE, or if GGUF has no name for its pre-tokenizer.
     """

@@ -27,7 +27,7 @@ SPACE = "\u2581"
 """The character that stands for a space in the tokens of SentencePiece."""
 
 MAX_SPLITS = 1 << 21
-"""The largest number of ways to split all tokens of SentencePiece in two, enough for 2**18 tokens of 9 characters."""
+"""The largest total number of ways to split SentencePiece tokens in two, enough for 2**18 tokens of 9 characters."""
 
 MAX_TOKEN_CHARACTERS = 256
 """The largest accepted length of a SentencePiece token in characters. SentencePiece's trainer has a default of 16."""
@@ -105,10 +105,12 @@ def _build_sentence_piece(path: Path, metadata: Mapping[str, Any], tokens: list[
 
     Starting from single characters, SentencePiece repeatedly merges the two adjacent tokens whose concatenation is the
     token with the largest score. `tokenizers` needs a ranked list of merges instead: all pairs of tokens whose
-    concatenation is a token, ordered by its score. Spaces become U+2581, and one is added before the text and after
-    special tokens (``add_space_prefix``). A character that is not a token becomes the tokens of its UTF-8 bytes.
+    concatenation is a token, ordered by the score of this token. Spaces become U+2581, and one is added before the text
+    and after special tokens (``add_space_prefix``). A character that is not a token becomes the tokens of its bytes in
+    UTF-8.
 
-    Raises CheckpointError unless every token has a finite score; errors of ``tokenizers`` are raised unchanged.
+    Raises CheckpointError if a token has no finite score, a token is too long or there are too many; errors of
+    ``tokenizers`` are raised unchanged.
     """
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens) or not np.isfinite(scores).all():
@@ -158,7 +160,7 @@ def _list_pairs(tokens: list[str], types: Array, scores: Array) -> list[tuple[st
 
 
 def _add_tokens(inner: Any, tokens: list[str], types: Array, special: tuple[int, ...]) -> None:
-    """Add the tokens that are recognized before the text is split: first those of the types ``special``."""
+    """Add the tokens that are recognized before a text is split: first the types ``special``, then user-defined."""
     tokenizers = import_extra("tokenizers")
     for is_special, kinds in ((True, special), (False, (USER_DEFINED,))):
         ids = np.flatnonzero(np.isin(types, kinds)).tolist()

@@ -40,7 +40,8 @@ def read(path: Path) -> ModelFiles:
 def write_settings(files: ModelFiles, folder: Path) -> None:
     """Write config.json, tokenizer.json and tokenizer_config.json of a model to a folder.
 
-    Raises ValueError for divisors of RoPE frequencies (``rope_freqs`` of GGUF), which config.json cannot represent.
+    Raises ValueError if config.json cannot represent the model: it has divisors of RoPE frequencies (``rope_freqs`` of
+    GGUF), or biases that the model type does not support.
     """
     settings = files.config
     if settings.rope_factors:

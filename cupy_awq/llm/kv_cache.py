@@ -42,7 +42,7 @@ class KvCache:
         return KvCache(self.k[:, one], self.v[:, one], self.lengths[one], self.cos, self.sin, self.tokens[one])
 
     def reuse_prefix(self, i: int, prompt: Sequence[int]) -> int:
-        """Truncate sequence ``i`` to the longest prefix that it shares with ``prompt`` and return its length.
+        """Truncate sequence ``i`` to the longest prefix that it shares with ``prompt``; return the new length.
 
         The prefix never includes the last token of the prompt: logits are not cached, so the model must run this token.
         """

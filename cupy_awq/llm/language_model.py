@@ -37,7 +37,7 @@ SCORE_ROWS = 64
 
 
 class ContextFullError(ValueError):
-    """The error for a conversation that exceeds its capacity; ``drop_oldest=True`` of `Chat.say` avoids it."""
+    """The error for a conversation that exceeds its capacity. `Chat.say` can drop old turns (``drop_oldest``)."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Completion:
     Attributes:
         text: the text, without special tokens and without the stop string.
         tokens: the ids of all generated tokens, including a stop token.
-        reason: why the completion ended: "stop" for a stop token or stop string, "length" for the token limit.
+        reason: the cause of the end: "stop" for a stop token or a stop string, "length" for the token limit.
     """
 
     text: str = ""
@@ -80,8 +80,8 @@ class Score:
     """The log-likelihood of a text.
 
     Attributes:
-        tokens: the number of scored tokens: all but the first.
-        log_likelihood: the sum of their log-probabilities, in nats.
+        tokens: the number of scored tokens: all tokens of the text but the first.
+        log_likelihood: the sum of the log-probabilities of the scored tokens, in nats.
     """
 
     tokens: int
@@ -138,8 +138,8 @@ class LanguageModel:
 
         Raises:
             TypeError: ``stop`` is not a list of texts, or ``max_tokens`` not an integer.
-            ValueError: a prompt is empty or longer than the context, the KV cache needs more memory than is free, or
-                the logits contain NaN.
+            ValueError: a prompt is empty or leaves no room in the context, ``max_tokens`` is below 1, the KV cache
+                needs more memory than is free, or the logits contain NaN.
             CheckpointError: the chat template is missing or fails. It is a subclass of ValueError.
             MemoryError: the memory of the GPU or of the host is exhausted. The model can still be used.
 
@@ -184,8 +184,8 @@ class LanguageModel:
     def score(self, text: str, /) -> Score:
         """Return the log-likelihood of a text given its first token.
 
-        Texts of more than `SCORE_WINDOW` tokens are scored in windows. Raises ValueError if the text has fewer than two
-        tokens, or if the logits contain NaN.
+        A text longer than `SCORE_WINDOW` or the context is scored in windows, each without the tokens before it. Raises
+        ValueError if the text has fewer than two tokens, or if the logits contain NaN.
         """
         ids = self.tokenizer.encode(text)
         if len(ids) < 2:
@@ -218,7 +218,7 @@ class LanguageModel:
         return Score(count, total)
 
     def encode(self, prompt: Prompt, *, raw: bool = False, special_tokens: bool | None = None) -> list[int]:
-        """Return the token ids of a prompt, encoded as in `generate`, whose arguments have the same meaning."""
+        """Return the token ids of a prompt. The arguments have the same meaning as in `generate`."""
         special_tokens = raw if special_tokens is None else special_tokens
         if raw and not isinstance(prompt, str):
             raise ValueError("prompt: expected a text with raw=True, got messages")
@@ -241,7 +241,7 @@ class LanguageModel:
             raise ValueError(f"prompt: expected tokens below the vocabulary size {self.config.vocab}, got {max(ids)}")
 
     def _limit(self, ids: Sequence[Sequence[int]], max_tokens: int) -> int:
-        """Return the largest number of tokens per completion: ``max_tokens``, or fewer if the context ends before."""
+        """Return the largest number of tokens per completion: ``max_tokens``, or fewer if the context is full."""
         _check_max_tokens(max_tokens)
         if not ids:
             raise ValueError("prompts: expected at least one prompt, got none")
@@ -339,12 +339,13 @@ class Chat:
         Args:
             text: the user's message.
             max_tokens, sampling, stop: as for `LanguageModel.generate`.
-            drop_oldest: True to drop the oldest turns if the conversation would leave too little room for an answer.
+            drop_oldest: True to drop the oldest turns until there is room for ``max_tokens`` tokens, or for a quarter
+                of the capacity if that is less.
 
         Raises:
             TypeError: ``stop`` is not a list of texts, or ``max_tokens`` not an integer.
             ValueError: ``max_tokens`` is below 1.
-            ContextFullError: the conversation exceeds its capacity; it is not changed. A subclass of ValueError.
+            ContextFullError: the conversation would exceed its capacity and stays unchanged. A subclass of ValueError.
         """
         _check_max_tokens(max_tokens)
         return self._say(text, max_tokens, sampling or Sampling(), _check_stop(stop), drop_oldest)

@@ -37,7 +37,7 @@ from cupy_awq.weight import PackedWeight
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 ATTENTION_OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
 SITES = {"qkv": QKV, "o": (ATTENTION_OUT,), "gate_up": (GATE, UP), "down": (DOWN,)}
-"""The four inputs (sites) of a decoder layer's linear layers: the names of the linear layers that share each input."""
+"""The names of the linear layers that share an input, for each of the four such inputs (sites) of a decoder layer."""
 ATTENTION_NORM, MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 CHECKED_SEQUENCES = 2
@@ -52,8 +52,8 @@ class QuantizedLayer:
         index: the index of the layer in the model.
         linears: the linear layers by name, such as "mlp.up_proj". Layers that are not quantized are dense.
         norms: the RMSNorm weights by name, in their stored dtype, with the channel scales folded in.
-        errors: the relative squared error |x (W_q - W)|^2 / |x W|^2 on the calibration tokens x, by name of the linear
-            layer; a pair: for W_q rounded to nearest, and for W_q as quantized here.
+        errors: by name of the linear layer, two relative squared errors |x (W_q - W)|^2 / |x W|^2 on the calibration
+            tokens x: that of W_q rounded to nearest, and that of W_q as quantized here.
         output_error: |f_q(h) - f(h)| / |f(h) - h| for the layer f and the quantized layer f_q, on the inputs h that the
             layer has in the original model.
         nearest_output_error: the value of ``output_error`` for rounding to nearest.
@@ -92,7 +92,7 @@ def quantize_layers(
     xp: Any = np,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Iterator[QuantizedLayer]:
-    """Quantize the decoder layers of a model after those in ``finished`` and yield them, from the first to the last.
+    """Quantize the decoder layers of a model that follow those in ``finished``, and yield them in order.
 
     Every layer is calibrated on its inputs in the original model; scales and codes are then tuned on its inputs in the
     quantized model. The memory holds one layer in float32, the second moments of its four inputs, and the hidden
@@ -164,7 +164,7 @@ def _quantize_layer(
 ) -> QuantizedLayer:
     """Quantize a decoder layer and replace each sequence's hidden states by the output of the original layer.
 
-    ``tuned`` are hidden states in the quantized model, which are replaced by the output of the quantized layer; the
+    ``tuned`` holds hidden states in the quantized model, which are replaced by the output of the quantized layer; the
     list is empty without tuning.
     """
     checked = hidden[:CHECKED_SEQUENCES]
@@ -176,7 +176,7 @@ def _quantize_layer(
         folded, folded_moments, found = _fold(ops.config, weights, moments, recipe, sites)
     on_step("quantize")
     quantized = _quantize(folded, folded_moments, recipe, sites)
-    del folded_moments  # the moments are the largest arrays: free them before the weights are copied
+    del folded_moments  # with scales, as large as `moments`, which is needed below: free them before weights are copied
     dtype = weights.norms[ATTENTION_NORM].dtype
     if tuned:
         on_step("tune")
@@ -251,7 +251,7 @@ def _read(files: ModelFiles, index: int, xp: Any) -> _Weights:
 
 
 def _build(ops: NumpyOps, weights: _Weights, sums: Mapping[str, MomentSum]) -> Layer:
-    """Return a runnable layer. Each of its forward passes adds the inputs of its linear layers to ``sums``, by site."""
+    """Return a layer to run with `_run`, which adds the inputs of the linear layers to ``sums``, by site."""
     norms = {name: ops.prepare_tensor(a) for name, a in weights.norms.items()}
 
     def project(site: str) -> Projection:
@@ -322,7 +322,7 @@ def _fold(
     recipe: Recipe,
     sites: Mapping[str, Sequence[str]],
 ) -> tuple[_Weights, dict[str, Moments], _Scales]:
-    """Search and fold AWQ's channel scales; return the weights, the moments of their scaled inputs, and the scales."""
+    """Search and fold AWQ's channel scales; return the new weights, the moments of the scaled inputs, the scales."""
     tied = config.kv_heads, config.heads // config.kv_heads, config.head_dim
     columns = {
         site: search_channel_scales(
@@ -355,7 +355,7 @@ def _fold(
 def _quantize(
     weights: _Weights, moments: Mapping[str, Moments], recipe: Recipe, sites: Mapping[str, Sequence[str]]
 ) -> dict[str, QuantizedRows]:
-    """Return the quantized weights of a decoder layer by name; without moments, they are rounded to nearest."""
+    """Return the quantized weights of a decoder layer by name; a site without moments is rounded to nearest."""
     result = {}
     for site, names in sites.items():
         parts = [weights.linears[name][0] for name in names]
@@ -369,7 +369,7 @@ def _quantize(
 
 
 def _dequantize(weights: _Weights, quantized: Mapping[str, QuantizedRows], dtype: Any) -> _Weights:
-    """Return the weights of the written model: dequantized, or rounded to the model's dtype if not quantized."""
+    """Return the weights with which the written model computes: dequantized, or rounded to ``dtype`` if dense."""
     linears = {}
     for name, (w, bias) in weights.linears.items():
         values = quantized[name].dequantize() if name in quantized else w.astype(dtype).astype(np.float32)

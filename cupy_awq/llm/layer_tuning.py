@@ -20,13 +20,13 @@ from cupy_awq.quantization.grid import LIMITS, QuantizedRows, make_grid
 STEPS = 28
 """The number of steps of gradient descent. Each step takes one sequence; sequences are repeated if there are fewer."""
 SCALE_RATE, CODE_RATE = 3e-3, 0.01
-"""The learning rates of the first step, as a fraction of a scale and of the distance of two codes; they fall to 0."""
+"""The learning rates of the first step: relative to a scale, and in units of a code. They decrease linearly to 0."""
 MARGIN = 0.45
-"""The largest distance of a code before rounding from the code, at the start."""
+"""The largest initial distance between a code and its value before rounding."""
 DECAYS = 0.9, 0.95
 """Adam's decay rates of the means of gradients and of squared gradients."""
 EPSILON = 1e-18
-"""The number that Adam adds to denominators: less than any gradient that matters, more than squares that underflow."""
+"""The number that Adam adds to denominators: negligible, but not 0 where the squares of all gradients underflow."""
 
 Backward = Callable[[Array], Array]
 """A function that returns the gradient of an operation's input, given the gradient of its output."""
@@ -44,7 +44,7 @@ def tune_layer(
     """Tune the scales and codes of a decoder layer by Adam and return its quantized weights.
 
     The loss is the mean of |f_q(h) - y|^2 / |y|^2 over the tokens of a sequence, for the outputs y of the original
-    layer. The gradient of a code is that of its value before rounding (straight-through estimator).
+    layer. The value of a code before rounding gets the gradient of the code (straight-through estimator).
 
     Args:
         config: the configuration of the model.
@@ -72,7 +72,7 @@ def tune_layer(
 
 
 class _Adam:
-    """Adam's running means of an array's gradient and of its square."""
+    """Adam's running means of the gradient of an array and of the square of this gradient."""
 
     def __init__(self, like: Array) -> None:
         xp = namespace(like)
@@ -109,7 +109,7 @@ class _TunedLinear:
         self._factor = xp.ones_like(self._steps.scale)
         self._code_adam, self._factor_adam = _Adam(self._codes), _Adam(self._factor)
         self.gradient: Array = xp.zeros_like(w)
-        """The gradient of the loss by ``weight``, [N, K], set by the backward pass."""
+        """The gradient of the loss with respect to ``weight``, [N, K], set by the backward pass."""
         self._shape = w.shape
         self.weight = self._dequantize()
         """The dequantized weight, float32 [N, K]."""
@@ -120,7 +120,7 @@ class _TunedLinear:
         remaining = 1 - step / STEPS
         slope = (gradient * self.weight.reshape(gradient.shape)).sum(axis=-1, keepdims=True) / self._factor
         self._factor -= np.float32(SCALE_RATE * remaining) * self._factor_adam.normalize(slope, step)
-        # The gradient by a code is that by its weight times the scale, which Adam's normalization cancels.
+        # The gradient of a code is that of its weight times the scale, a factor that Adam's normalization cancels.
         self._codes -= np.float32(CODE_RATE * remaining) * self._code_adam.normalize(gradient, step)
         self.weight = self._dequantize()
 

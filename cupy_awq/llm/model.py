@@ -22,7 +22,7 @@ class Layer:
         qkv: the concatenated projections to queries, keys and values: hidden -> (heads + 2 * kv_heads) * head_dim.
         q_norm, k_norm: float32 [head_dim], the weights of the RMSNorms of each head (Qwen3), or None without them.
         o: the output projection of attention: heads * head_dim -> hidden.
-        o_order: the activation order of the output projection, in which attention writes its result, or None.
+        o_order: the activation order of the output projection, or None. Attention writes its columns in this order.
         gate_up: the gate and up projections with SwiGLU, silu(gate) * up: hidden -> intermediate.
         down: the down projection of the MLP: intermediate -> hidden.
     """

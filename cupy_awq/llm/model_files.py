@@ -85,10 +85,10 @@ class ModelFiles:
     int8_weights: Mapping[str, Callable[[], BlockQuantizedWeight]] = field(default_factory=dict)
 
     def read_tensor(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Read the plain tensor ``name`` with the expected ``shape``.
+        """Read the tensor ``name`` with the expected ``shape``; a quantized embedding table is dequantized.
 
-        Raises CheckpointError if the tensor is missing or quantized, does not have this shape or a float dtype, or is a
-        vector with NaN or infinity.
+        Raises CheckpointError if the tensor is missing, does not have this shape or a float dtype, or is a vector with
+        NaN or infinity, and for a quantized layer with a bias or an activation order.
         """
         module = name.removesuffix(".weight")
         if name not in self.tensors and module in self.tensors:  # MLX quantizes even the embedding table
@@ -148,7 +148,7 @@ class ModelFiles:
         return read()
 
     def _check_bias(self, bias: Array | None, name: str) -> None:
-        """Raise CheckpointError if a bias is missing, or unexpected and not 0 (GPTQ files store a bias of zeros)."""
+        """Raise CheckpointError if an expected bias is missing, or an unexpected one is not 0 (GPTQ stores zeros)."""
         biases = self.config.biases
         expected = biases is not None and name.rpartition(".")[2] in biases
         if expected and bias is None:

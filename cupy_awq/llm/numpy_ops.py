@@ -25,7 +25,7 @@ from cupy_awq.llm.sampling import Sampling, choose_token
 Array = npt.NDArray[Any]
 
 STREAMED_VALUES = 1 << 22
-"""The number of elements of a dense weight that are converted to float32 at a time if weights are not expanded."""
+"""The number of elements of a dense weight converted to float32 at a time if ``expand_weights`` is False."""
 
 
 class NumpyOps(DecoderOps):
@@ -176,7 +176,7 @@ class NumpyOps(DecoderOps):
         return attended
 
     def _expanded(self, parts: Sequence[Module | DenseLinear]) -> Projection:
-        """Return the projection whose weight is the concatenation of all parts as one float32 matrix."""
+        """Return a projection for all parts that keeps their concatenated weights as one float32 matrix."""
         weight = np.concatenate([_float32_weight(part) for part in parts], axis=1)  # also concatenates CuPy arrays
         sizes = [_out_features(part) for part in parts]
         xp = self.xp

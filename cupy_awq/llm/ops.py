@@ -51,7 +51,7 @@ class ResidualStream:
             with ``Fusion("rms_norm_x")`` divides its rows by their RMS. None if a separate kernel computes the RMSNorm.
         square_sums: float32 [B * S, ceil(hidden / 32)], the sums of h^2 over blocks of 32 columns, from which the GEMM
             computes the RMS; None without ``unnormalized_x``.
-        x_order: the activation order of the columns of ``unnormalized_x``, int32 [hidden]; None without one.
+        x_order: the activation order in which ``unnormalized_x`` has its columns, int32 [hidden], or None.
     """
 
     h: Array
@@ -92,7 +92,7 @@ class DecoderOps(Protocol):
     """The largest number of prompt tokens per forward pass."""
 
     def prepare_tensor(self, a: npt.NDArray[Any]) -> Array:
-        """Copy the weight [size] of an RMSNorm or an embedding table [V, hidden] to the device; convert its dtype."""
+        """Copy an RMSNorm weight [size] or an embedding table [V, hidden] to the device and convert its dtype."""
         ...
 
     def prepare_order(self, order: npt.NDArray[np.int32]) -> ColumnOrder:
@@ -171,12 +171,12 @@ class DecoderOps(Protocol):
         """Append the new tokens to one layer of the cache and return their causal attention [B, S, q_width].
 
         Args:
-            qkv: [B, S, (heads + 2 * kv_heads) * head_dim]. Each head of q and k is normalized (given its weights) and
-                rotated by RoPE; k and v are appended to the cached tokens of their sequence.
-            q_norm, k_norm: float32 [head_dim], the RMSNorm weights of each head, or None.
+            qkv: [B, S, (heads + 2 * kv_heads) * head_dim]. Each head of q and k is normalized, if ``q_norm`` and
+                ``k_norm`` are given, and rotated by RoPE; k and v are appended to the cache of their sequence.
+            q_norm, k_norm: float32 [head_dim], the RMSNorm weights of every head, or None.
             cache, layer: the cache, and the index of its layer.
-            order: the order in which the columns of the result are taken, or None.
-            later_projection: the `Layer.gate_up` of the layer, of which the back end may prefetch a part, or None.
+            order: the permutation of the columns of the result, or None.
+            later_projection: the layer's `Layer.gate_up`, a part of which the back end may prefetch into L2, or None.
         """
         ...
 

@@ -25,7 +25,8 @@ class Report:
         perplexities: the perplexity of the evaluation text for the models "16-bit", "rtn" and "result"; empty without
             a text.
         seconds: the run time in seconds without the evaluation, counted from the start or the resumption.
-        memory_bytes: the peak memory of the process in bytes, by "cpu" and, on a GPU, "gpu"; None if it is unknown.
+        memory_bytes: the peak memory of the process in bytes, by device: "cpu" and, if a GPU was used, "gpu". A value
+            is None if it is unknown.
     """
 
     method: str

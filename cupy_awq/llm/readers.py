@@ -61,8 +61,9 @@ def load(
 ) -> LanguageModel:
     """Load a model with its tokenizer onto a device, ready to generate text.
 
-    Linear layers in 4-bit formats stay 4-bit. On a GPU, weights of the GGUF types Q8_0, Q6_K, Q5_0 and IQ4_NL are
-    stored with 8-bit codes, which gives the same results as these weights in float16. All other types become 16-bit.
+    On a GPU, linear layers in 4-bit formats stay 4-bit. Weights of the GGUF types Q8_0, Q6_K, Q5_0 and IQ4_NL with at
+    least 2048 in features keep 8-bit codes, with the same results as in float16; all other weights become 16-bit. On
+    the CPU, all weights become float32 if this takes at most half of the machine's memory.
 
     Args:
         path: a folder, file or model name, as in `read`.

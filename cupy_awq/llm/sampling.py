@@ -22,15 +22,15 @@ GREEDY_BELOW = 1e-6
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling parameters of the next token. By default greedy: the first of the most likely tokens.
+    """The sampling parameters of the next token. By default, the most likely token is taken (greedy sampling).
 
     Attributes:
         temperature: the divisor of the logits. Below `GREEDY_BELOW`, sampling is greedy and ignores top_k, top_p and
             min_p.
         top_k: the number of most likely tokens to keep; tokens that tie with the last of them are also kept. 0 keeps
             all tokens.
-        top_p: the probability, relative to the tokens that top_k keeps, that the smallest set of most likely tokens
-            must reach; the tokens of this set are kept.
+        top_p: the smallest total probability of the tokens to keep, relative to those that top_k keeps. The fewest most
+            likely tokens that reach it are kept.
         min_p: the smallest probability of a token to keep, as a fraction of the highest probability.
         repetition_penalty: the divisor of positive logits, and the factor of negative logits, of tokens already in the
             text.

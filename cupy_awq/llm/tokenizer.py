@@ -19,7 +19,7 @@ MAX_GROWTH = 64
 """The largest factor by which the normalizer in a tokenizer.json may lengthen a text."""
 
 MAX_PARTS = 2000
-"""The largest number of JSON values in a tokenizer.json from the normalizer to the decoder; Llama 3 has 100."""
+"""The largest number of JSON values in normalizer, pre-tokenizer, post-processor and decoder; Llama 3 has 100."""
 
 MAX_TOKENS, MAX_MERGES = 1 << 19, 1 << 20
 """The largest sizes of a vocabulary and of its list of merges; Gemma 3 has 262,144 and 514,906."""
@@ -177,8 +177,8 @@ class Tokenizer:
     def _mask(self, message: Message, plain: list[str]) -> dict[str, str]:
         """Replace the special tokens in a message by indices into ``plain``, and append their texts to ``plain``.
 
-        In a user's message, tokens that the template writes are also replaced, even if they are not special tokens of
-        the tokenizer.
+        In messages of all roles but the assistant's, other added tokens of the tokenizer that occur in the template are
+        also replaced.
         """
         pattern = self._always_plain if message.get("role") == "assistant" else self._plain_for_users
 

@@ -49,7 +49,7 @@ def to_gpu(part: Module, column_order: npt.NDArray[np.int32] | None = None) -> M
 
 
 def form(part: Module) -> tuple[Any, ...]:
-    """Return the properties of a layer; only layers with equal properties can be concatenated."""
+    """Return the properties of a layer that must be equal for layers to be concatenated."""
     spec = part.weight.spec
     return spec.k, spec.group_size, spec.dtype, spec.zeros, None if part.order is None else part.order.tobytes()
 

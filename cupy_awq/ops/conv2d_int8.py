@@ -66,8 +66,8 @@ def conv2d_int8(
     Raises:
         TypeError, ValueError: an argument has a wrong type or value; the message names the argument.
 
-    Source of the formula: MNN's ConvInt8, with the bias term of MNN's CPU backend, and limits to which the zero point
-    is added.
+    Source of the formula: MNN's ConvInt8, with the bias term of MNN's CPU backend. ``out_zero`` is also added to the
+    bounds of the activation.
 
     >>> x, codes = np.full((1, 2, 1, 1), 10, np.int8), np.full((1, 1, 1, 2), 3, np.int8)
     >>> conv2d_int8(x, codes, np.ones(1, np.float32), x_scale=0.5, out_scale=2.0)

@@ -31,7 +31,7 @@ def empty(shape: tuple[int, ...], dtype: Any, device: int) -> Array:
 
 
 def weight_buffers(choice: Choice, weight: BlockQuantizedWeight, problem: KernelProblem) -> dict[str, Array | None]:
-    """Return the weight buffers in the layout of the chosen kernel, which is created on first use and then cached.
+    """Return the weight buffers of the chosen kernel; a layout is created on first use and cached in the weight.
 
     After it has created a layout, the function synchronizes the current stream, because other streams may use the
     layout next. During stream capture the synchronization fails, and the layout is not cached.

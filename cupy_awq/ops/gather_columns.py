@@ -44,8 +44,8 @@ class ActivationOrder:
 def check_order(order: Array, k: int, index: int) -> Array:
     """Return a contiguous copy of ``order``, a permutation of 0 to k - 1 on device ``index``.
 
-    Kernels use the order as an index, so nobody else may hold the validated array. On a GPU, the copy of the order to
-    the host synchronizes.
+    Kernels use the order as an index without bounds checks, so the validated array must not be shared with callers, who
+    could modify it. On a GPU, the copy of the order to the host synchronizes.
 
     Raises:
         TypeError: the order is not an int32 array on device ``index``.
@@ -94,10 +94,10 @@ def gather_columns(x: Array, order: Array) -> Array:
 
 
 def prepare_gather(x: Array, index: int) -> Launcher:
-    """Return a launch of `gather_columns` for arrays with the layout of x, whose rows are equally spaced.
+    """Return a launcher of the kernel ``gather_columns`` for arrays with the layout of x: rows are equally spaced.
 
-    A call takes the addresses of x, of the order and of y (contiguous, aligned to 32 bytes), and a stream of the
-    current GPU, whose ordinal is ``index``.
+    A call of the launcher takes the addresses of x, of the order and of y (contiguous, aligned to 32 bytes), and a
+    stream of the current GPU, whose ordinal is ``index``.
     """
     m, k = arrays.count_rows(x), x.shape[-1]
     dtype = "float32" if x.dtype.itemsize == 4 else "float16"

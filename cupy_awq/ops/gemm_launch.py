@@ -123,10 +123,11 @@ class GemmLaunch:
     def __call__(
         self, x: int, residual: int, y: int, constants: tuple[int, ...], workspace: int, gathered: int, stream: int
     ) -> None:
-        """Launch the kernel; all arguments but ``stream`` are buffer addresses, and 0 is a null pointer.
+        """Launch the kernel on the stream with handle ``stream``.
 
-        ``constants`` is a result of `constant_pointers`. ``gathered`` is the address of ``gathered_bytes`` bytes of
-        scratch memory, a multiple of 32.
+        The other arguments are buffer addresses, and 0 is a null pointer; ``constants`` is a result of
+        `constant_pointers`. ``gathered`` is the address of ``gathered_bytes`` bytes of scratch memory, a multiple of
+        32.
         """
         if self._gather is not None:
             self._gather((x, self._columns, gathered), stream)
@@ -138,7 +139,7 @@ class GemmLaunch:
         """Launch the kernel on the current stream with the stream's workspace, and return y.
 
         Returns None, without a launch, if another GPU is current or ``out`` overlaps an input. ``out`` may be the
-        residual itself, because each element of the residual is read by the thread that writes it.
+        residual itself, because each element of the residual is read by the thread that writes the same element of y.
         """
         import cupy
 
@@ -183,7 +184,7 @@ def constant_pointers(
 
 
 def weight_pointers(weight: PackedWeight, bias: Array | None, order: ActivationOrder | None = None) -> tuple[int, ...]:
-    """Return the `constant_pointers` of a weight, its bias and its activation order."""
+    """Return the `constant_pointers` of a weight, a bias and an activation order; the last two may be None."""
     repacked = weight.repacked if isinstance(weight, RepackedWeight) else None
     short = None if order is None else order.short
     return constant_pointers(weight.qweight, weight.scales, weight.qzeros, repacked, bias, short)

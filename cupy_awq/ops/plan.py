@@ -26,7 +26,7 @@ from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.weight import PackedWeight, check_packed
 
 GATHERED_ALIGNMENT = 32
-"""The alignment in bytes of x in its activation order, in a plan's workspace."""
+"""The alignment in bytes of the copy of x in activation order, which is in a plan's workspace."""
 
 PREFETCH_ALIGNMENT = 128
 """The alignment in bytes of the parts of a weight that are prefetched into L2: a cache line."""
@@ -44,7 +44,7 @@ class Plan:
     Attributes:
         kernel: name of the kernel; "numpy" on the CPU, "none" on a GPU if M = 0.
         shape: shape of y.
-        workspace_bytes: size in bytes of the workspace, for partial sums of split-K and for x in its activation order.
+        workspace_bytes: size in bytes of the workspace, for partial sums of split-K and x in activation order.
             The plan owns a workspace. If calls may run concurrently on several streams, each stream needs a
             ``workspace`` of its own: a contiguous array of at least ``workspace_bytes`` bytes that is zero before its
             first use. Plans whose calls run in order can share it. As any CuPy array, the plan's own workspace belongs
@@ -85,7 +85,7 @@ class Plan:
         self._weight, self._options, self._order = weight, options, order
         self.kernel, self.shape, self.workspace_bytes = "numpy", product.shape, 0
         self._launch: GemmLaunch | None = None
-        self._gathered_begin = 0  # after the counters: plans that share a workspace need counters of zero
+        self._gathered_begin = 0  # offset of the copy of x in the workspace; past the counters, which must stay 0
         self._memory: Array | None = None
         if out is None:
             out = _empty(product.shape, "out", x.dtype, weight.spec.device)
@@ -324,7 +324,11 @@ def _fused_launch(problem: Problem, gpu: Device) -> LaunchPlan | None:
 
 
 def plan_prefetch(weight: PackedWeight, begin: float, end: float) -> tuple[Array | None, NextWeight]:
-    """Return a part of a repacked weight that consists of a gate and an up projection, as fractions of each of them."""
+    """Return the repacked weight from the first byte to prefetch on, and the `NextWeight` of a gate and up projection.
+
+    ``begin`` and ``end`` are fractions of the gate projection, and also of the up projection. Without a repacked copy
+    of the weight, nothing is prefetched.
+    """
     if not isinstance(weight, RepackedWeight):
         return None, NO_PREFETCH
     spec = weight.spec

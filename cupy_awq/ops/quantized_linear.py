@@ -10,7 +10,7 @@ import numpy as np
 from cupy_awq import block_check, block_reference, check, check_scalar
 from cupy_awq.activation import Activation
 from cupy_awq.block_check import QuantizedProduct
-from cupy_awq.block_weight import BlockQuantizedWeight
+from cupy_awq.block_weight import BlockQuantizedWeight, from_packed
 from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import int8_problem, select
 from cupy_awq.kernels.int8_problem import EPILOGUE_ACTIVATIONS, Int8Problem
@@ -22,6 +22,9 @@ from cupy_awq.packing import namespace
 from cupy_awq.runtime import device, placement
 from cupy_awq.runtime.arrays import row_stride, views
 from cupy_awq.weight import PackedWeight
+
+WORTHWHILE = 0.95
+"""The ratio of modelled times below which an "auto" layer quantizes x, which makes y less accurate."""
 
 
 def quantize_activations(
@@ -211,6 +214,14 @@ def linear_fp8(
     return _linear_fp8_on_gpu(x, weight, product, bias, epilogue, out)
 
 
+def convert_weight(weight: PackedWeight, activation: Any, x_dtype: str) -> BlockQuantizedWeight:
+    """Convert a weight for a layer with this ``x_dtype``. Raises the same errors as `check_layer`."""
+    with placement.use_device(weight.spec.device):
+        block_weight = from_packed(weight)
+    check_layer(block_weight, activation, x_dtype)
+    return block_weight
+
+
 def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> None:
     """Check that `linear_int8` (x_dtype "int8") or `linear_fp8` ("fp8") supports an activation, a weight and its GPU.
 
@@ -227,13 +238,14 @@ def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> 
 def prefers_int8(
     x: Array, operand: PackedWeight, weight: BlockQuantizedWeight, bias: Array | None, activation: Any
 ) -> bool:
-    """Return whether the cost models expect `linear_int8` to take less time than `gemm` for x [..., K].
+    """Return whether the cost models expect `linear_int8` to take less than WORTHWHILE of the time of `gemm` for x.
 
     Args:
-        x: the activations; False is returned if they are on the CPU, or if neither operation supports their dtype.
+        x: the activations [..., K]; the result is False if x is on the CPU or empty, or has an unsupported dtype.
         operand, weight: the same weight for `gemm` and for `linear_int8`.
         bias, activation: as in `gemm`.
     """
+    (x,) = views(x=x)
     if weight.device == HOST or x.dtype.name not in ITEMSIZE or not x.size:
         return False
     form = block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
@@ -251,7 +263,8 @@ def prefers_int8(
         scale_dtype=weight.exact_scale_dtype,
     )
     gpu = device.of(weight.device)
-    return select.modelled_us(quantization, gpu) + select.modelled_us(product, gpu) < select.modelled_us(gemm, gpu)
+    quantized_us = select.modelled_us(quantization, gpu) + select.modelled_us(product, gpu)
+    return quantized_us < WORTHWHILE * select.modelled_us(gemm, gpu)
 
 
 def _quantize_on_gpu(
@@ -357,7 +370,7 @@ def _linear_fp8_on_gpu(
 
 
 def _in_blocks(xq: Array, x_scale: Array, x_offset: Array | None, size: int) -> tuple[Array, Array | None, Array]:
-    """Return x_scale, x_offset and x_sums [M, blocks] for blocks of ``size`` columns, from those of whole rows."""
+    """Return x_scale, x_offset and x_sums [M, blocks] for blocks of ``size`` columns; blocks have their row's scale."""
     xp = namespace(xq)
     m, k = xq.shape
     blocks = -(-k // size)

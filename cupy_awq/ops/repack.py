@@ -78,7 +78,7 @@ def repack(weight: PackedWeight) -> PackedWeight:
         # this copy to the host synchronizes. The extremes are computed with NumPy, because CuPy's reductions import
         # SciPy, which takes 0.6 s.
         magnitudes = weight.scales.get().view(np.uint16) & 0x7FFF
-    # Minus 1, the bits of a zero wrap to the largest integer, so the minimum comes from the smallest nonzero scale.
+    # Subtracting 1 wraps the bits of a zero to the largest integer, so the minimum is that of the nonzero scales.
     extremes = np.array([magnitudes.max(), min((magnitudes - np.uint16(1)).min(), 0x7FFE) + 1], np.uint16)
     # 15 suffices for any float16 scale; 127 is the limit of a float32 factor.
     max_exponent = 15 if spec.dtype == np.float16 else 127

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of the quantizer on a GPU, with the results of their NumPy implementations in `cupy_awq.quantization`."""
+"""The quantizer's loops as GPU kernels, with the same results as the NumPy versions in `cupy_awq.quantization`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization to 4 bits with calibration data, as pure functions of NumPy or CuPy arrays.
+"""Quantization to 4 bits with calibration data, for NumPy and CuPy arrays.
 
 Weights W are float32 [N, K] in the orientation of ``nn.Linear``: row n holds the weights of output n. A group is G
 consecutive weights of a row, which share a scale and a zero point. No function modifies a weight.

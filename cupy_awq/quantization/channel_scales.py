@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AWQ's search for a scale t of each input channel: W * t is quantized, and its input is x / t.
+"""AWQ's search for a scale t of each input channel: the quantized layer has the weight W * t and the input x / t.
 
 The loss is the squared error of a linear layer's output, summed over all linear layers that share the input.
 """
@@ -17,12 +17,12 @@ from cupy_awq.quantization.grid import fit_rows
 from cupy_awq.quantization.moments import Moments, row_blocks
 
 FLOOR = 1e-4
-"""The smallest t before normalization, and the number added to denominators against division by 0, as in AutoAWQ."""
+"""The smallest t before normalization, and the number added to w^(1 - r) to avoid division by 0, as in AutoAWQ."""
 COARSE, FINE = 0.1, (0.05, 0.025)
 """The step of the exponent r in the first pass, from 0 to 1, and the steps around the best r in the later passes."""
 
 PARTS = 4
-"""The number of blocks of rows and columns of H: with 4, 10 of 16 blocks are multiplied."""
+"""The number of blocks into which each axis of H is split; with 4, only 10 of the 16 blocks are multiplied."""
 
 
 class ChannelScales(NamedTuple):
@@ -57,8 +57,8 @@ def search_channel_scales(
         group_size: the number of input channels per group, a divisor of K.
         scale_dtype: the stored dtype of scales, float16 or bfloat16.
         symmetric: whether every zero point is 8.
-        tied: (kv_heads, query heads per key-value head, head_dim), whose product is K, to give all query heads of a
-            key-value head the same t, so that v_proj can be divided by t; None for independent channels.
+        tied: None for independent channels. For o_proj, (kv_heads, query heads per key-value head, head_dim), whose
+            product is K: all query heads of a key-value head get the same t, so that v_proj can be divided by t.
 
     Example::
 
@@ -99,9 +99,10 @@ def search_channel_scales(
 
 
 def candidate(x_mean: Array, w_mean: Array, is_live: Array, r: float, *, duo: bool) -> Array:
-    """Return AWQ's channel scales t [K] for the exponent r: x^r, or x^r / w^(1 - r) if ``duo``. All arrays are NumPy's.
+    """Return AWQ's channel scales t [K] for the exponent r: x^r, or x^r / w^(1 - r) if ``duo``.
 
-    The scales are normalized to sqrt(max * min) = 1. Channels that are not live, whose inputs are all 0, have t = 1.
+    x is ``x_mean`` and w is ``w_mean``; all arrays are NumPy arrays. The scales are normalized to sqrt(max * min) = 1.
+    Channels that are not live, because their inputs are all 0, have t = 1.
 
     >>> one = np.ones(2, np.float32)
     >>> candidate(np.array([4.0, 1.0], np.float32), one, one > 0, 0.5, duo=False).tolist()
@@ -136,8 +137,8 @@ def rounding_error(
 ) -> float:
     """Return trace(D H D^T) for D = Q(W * t) - W * t, where Q rounds to nearest.
 
-    ``w`` is the weight W [N, K], and ``upper`` the second moments H of the scaled inputs x / t. Only the blocks on and
-    above the diagonal are read; the blocks above the diagonal are doubled, because H is symmetric.
+    ``w`` is the weight W [N, K], and ``upper`` holds the second moments H of the scaled inputs x / t in blocks. H is
+    symmetric, so the caller has doubled the blocks above the diagonal, and the blocks below it are not read.
     """
     xp = namespace(w)
     total = 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search of a clipped range for each group: a smaller scale for most weights, but larger errors of extreme ones."""
+"""Search of a clipped range for each group: most weights get a finer scale, but extreme weights get larger errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def diagonal_blocks(second: Array, group_size: int) -> Array:
 def group_errors(grouped: Array, blocks: Array, grid: Grid) -> Array:
     """Return the output error d^T H_g d of each group, float32 [K/G, n], of weights rounded to their grids.
 
-    ``grouped`` are the weights [K/G, n, G], ``blocks`` the H_g [K/G, G, G], and ``grid`` the grids [K/G, n].
+    ``grouped`` holds the weights [K/G, n, G], ``blocks`` the matrices H_g [K/G, G, G], and ``grid`` the grids [K/G, n].
     """
     expanded = grid.expand(-1, np.float32)
     d = expanded.nearest_codes(grouped)

@@ -19,7 +19,7 @@ from cupy_awq.quantization.grid import Grid, QuantizedRows
 BLOCK = MAX_CHANNELS
 """The largest number of channels that are rounded between two updates of all channels not yet rounded."""
 SMALLEST = 256
-"""The largest matrix, in rows, whose Cholesky factor is inverted without splitting the matrix into blocks."""
+"""The largest number of rows of a matrix whose Cholesky factor is inverted without splitting it into blocks."""
 
 
 def compensate_errors(w: Array, second: Array, grid: Grid) -> QuantizedRows:
@@ -57,8 +57,9 @@ def round_channels(target: Array, old: Array, weights: Array, step: Grid) -> tup
 
     Args:
         target: the codes before rounding, float32 [B, N]; on the CPU, overwritten by the reduced targets.
-        old: the codes that changes refer to, float32 [B, N]; ``target`` itself for the reduced targets.
-        weights: the factors of the changes, float32 [B, B].
+        old: the values that are subtracted from the codes to give the changes, float32 [B, N]. If it is ``target``
+            itself, these are the reduced targets.
+        weights: the factors weights[k, j] by which a change of channel j reduces channel k, float32 [B, B].
         step: the grids [N] of the block.
     """
     if namespace(target) is not np:
@@ -85,7 +86,7 @@ def channel_blocks(k: int, steps: Grid) -> Iterator[tuple[slice, Grid]]:
 
 
 def inverse_factor(second: Array) -> Array:
-    """Return the upper Cholesky factor U of H^-1 = U^T U for H [K, K], as float32 computed in float64.
+    """Return the upper Cholesky factor U of H^-1 = U^T U for H [K, K]: computed in float64, rounded to float32.
 
     >>> inverse_factor(np.diag([4.0, 1.0])).tolist()
     [[0.5, 0.0], [0.0, 1.0]]
@@ -98,7 +99,7 @@ def inverse_factor(second: Array) -> Array:
 
 
 def invert_cholesky(matrix: Array) -> None:
-    """Replace a symmetric positive definite matrix L L^T by L^-1, in place, which needs half the memory of a copy.
+    """Replace a symmetric positive definite matrix L L^T by L^-1 in place, to save the memory of a copy.
 
     >>> matrix = np.array([[4.0, 2.0], [2.0, 17.0]])
     >>> invert_cholesky(matrix)

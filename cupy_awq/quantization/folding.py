@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact folding of channel scales t into adjacent layers, so that x is not divided by t at run time.
 
-A linear layer whose input is x / t needs the weight W * t (`scale_columns`). The layer that computes x is divided by t:
-an RMSNorm by its weight (`divide_norm`), a linear layer by its last rows (`divide_rows`).
+A linear layer whose input is x / t needs the weight W * t (`scale_columns`). The layer that computes x absorbs 1 / t:
+the weight of an RMSNorm (`divide_norm`), or the last rows of a linear layer (`divide_rows`), are divided by t.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def scale_columns(w: Array, t: Array) -> Array:
 
 
 def divide_norm(norm_weight: Array, t: Array, dtype: Any) -> tuple[Array, Array]:
-    """Return the weight of an RMSNorm divided by t and rounded to ``dtype``, and the exact t of the rounded weight.
+    """Return the weight of an RMSNorm divided by t and rounded to ``dtype``, and the t that corresponds to the result.
 
-    If the layers that follow are scaled by the returned t, the rounding does not make the folding inexact. Channels
-    whose norm weight is 0, or would become 0 or infinite, keep t = 1.
+    If the columns of the following layers are scaled by the returned t, the folding is exact in spite of the rounding.
+    Channels whose norm weight is 0, or would become 0 or infinite, are not scaled: the returned t is 1.
 
     >>> weight, t = divide_norm(np.ones(2, np.float32), np.array([4.0, 0.5], np.float32), np.float16)
     >>> weight.tolist(), t.tolist()
@@ -45,7 +45,7 @@ def divide_norm(norm_weight: Array, t: Array, dtype: Any) -> tuple[Array, Array]
 def divide_rows(w: Array, bias: Array | None, t: Array) -> tuple[Array, Array | None]:
     """Return a weight [N, K] and a bias [N] in float32 with their last len(t) rows divided by t.
 
-    The last rows of a merged QKV projection are the rows of v.
+    For a merged QKV projection, the last rows are those of v.
     """
     result = w.astype(np.float32)
     result[-len(t) :] /= t[:, None]

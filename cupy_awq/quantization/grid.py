@@ -38,7 +38,7 @@ class Grid(NamedTuple):
     """The largest code whose value is finite in the dtype of the scales, nearly always 15, in float64."""
 
     def expand(self, axis: int, dtype: Any) -> Grid:
-        """Return the grids in a float dtype, with an additional axis of length 1 to broadcast over weights."""
+        """Return the grids in a float dtype, with a new axis ``axis`` of length 1 to broadcast over the weights."""
         xp = namespace(self.zero)
         return Grid(*(xp.expand_dims(a.astype(np.float64).astype(dtype), axis) for a in self))
 
@@ -98,7 +98,7 @@ def make_grid(scale: Array, zero: Array) -> Grid:
 
 
 def select_grid(condition: Array, grid: Grid, other: Grid) -> Grid:
-    """Return ``grid`` for the groups for which the condition holds, and ``other`` for all other groups."""
+    """Return the grids of ``grid`` for groups whose ``condition`` is True, and those of ``other`` for all others."""
     xp = namespace(condition)
     bits = xp.where(condition, grid.scale.view(np.uint16), other.scale.view(np.uint16))
     rest = (xp.where(condition, a, b) for a, b in zip(grid[1:], other[1:], strict=True))

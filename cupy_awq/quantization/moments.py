@@ -16,7 +16,7 @@ from cupy_awq.check import Array
 from cupy_awq.packing import is_finite, namespace, to_host
 
 HOST_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 25
-"""The number of weights processed at a time on the CPU (temporaries fit in a core's L2 cache) and on a GPU."""
+"""The number of weights processed at a time: on the CPU, where temporaries fit in a core's L2 cache, and on a GPU."""
 
 
 class Moments(NamedTuple):
@@ -36,8 +36,8 @@ class Moments(NamedTuple):
     def regularize(self, shrinkage: float, damping: float) -> Moments:
         """Return the moments with H = (1 - shrinkage) * H + shrinkage * diag(H) + damping * mean(diag H) * I.
 
-        Few, similar calibration tokens overestimate the correlations of channels, so shrinkage reduces the
-        correlations. The result is positive definite for damping > 0.
+        Estimates from few, similar calibration tokens exaggerate the correlations of channels; shrinkage reduces
+        these. The result is positive definite for damping > 0.
 
         >>> Moments(np.array([[5.0, -1.0], [-1.0, 3.0]], np.float32), None, 2).regularize(0.5, 0.25).second.tolist()
         [[6.0, -0.5], [-0.5, 4.0]]

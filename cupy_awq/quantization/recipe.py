@@ -44,7 +44,7 @@ class Recipe:
 
 
 def quantize_rows(w: Array, moments: Moments | None, recipe: Recipe) -> QuantizedRows:
-    """Quantize a weight ``w``, float32 [N, K], as ``recipe`` states; without moments, round to nearest.
+    """Quantize a weight ``w``, float32 [N, K], as ``recipe`` states, or round it to nearest if ``moments`` is None.
 
     The output error of a row is its element of diag(D H D^T). A row for which the recipe gives a larger output error
     than rounding to nearest is rounded to nearest instead.
@@ -68,7 +68,7 @@ def quantize_rows(w: Array, moments: Moments | None, recipe: Recipe) -> Quantize
 
 
 def choose_rows(w: Array, second: Array, rows: QuantizedRows, other: QuantizedRows) -> QuantizedRows:
-    """Combine two quantizations: take each row from ``rows`` or ``other``, whichever has the smaller output error."""
+    """Combine two quantizations: take each row from the one that has the smaller output error in this row."""
     error, other_error = (row_errors(quantized.dequantize() - w, second) for quantized in (rows, other))
     is_better = (error <= other_error)[:, None]
     codes = namespace(w).where(is_better, rows.codes, other.codes)

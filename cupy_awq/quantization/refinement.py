@@ -42,9 +42,9 @@ def refine(w: Array, second: Array, rows: QuantizedRows, *, passes: int, symmetr
 
 
 def refine_grid(codes: Array, gradient: Array, second: Array, grid: Grid, *, symmetric: bool) -> Grid:
-    """Return grids with the best scale and zero point of each group, given the codes; groups are updated in order.
+    """Return grids with the best scale and zero point of each group for the given codes, updating the groups in order.
 
-    For each zero point, the least-squares scale is rounded to its stored dtype before the errors are compared.
+    For each candidate zero point, the least-squares scale is rounded to its stored dtype before errors are compared.
 
     Args:
         codes: the codes, float32 [K, N].
@@ -82,7 +82,7 @@ def refine_group(
         codes: the codes of the group, float32 [G, N].
         curved: H_g @ codes for the diagonal block H_g of the group, float32 [G, N].
         gradient: the rows of H D^T of the group, float32 [G, N].
-        total: the sum of the elements of H_g in float64, an array [] or a scalar.
+        total: the sum of the elements of H_g in float64, a scalar or a 0-d array.
         scale: the scales in their stored dtype [N]; updated in place.
         zero: the zero points, float64 [N]; updated in place.
         symmetric: whether every zero point is 8.
@@ -102,7 +102,7 @@ def refine_group(
     # For a zero point z' and y = q - z', the best scale is s' = (s * (q - z) H y - gradient y) / (y H y).
     curvature = qq - 2 * candidates * q1 + candidates**2 * ones
     mixed = qq - (candidates + z) * q1 + candidates * z * ones
-    with np.errstate(over="ignore"):  # where y H y is 0, for which no scale is valid
+    with np.errstate(over="ignore"):  # the quotient overflows where y H y is 0; `is_valid` excludes these scales
         best = (s * mixed - (rq - candidates * r1)) / np.maximum(curvature, 1e-300)
     is_valid = (best >= smallest) & (best * 15 <= largest) & (curvature > 0)
     stored = np.where(is_valid, best, s).astype(np.float32).astype(scale.dtype)
@@ -135,7 +135,7 @@ def refine_codes(codes: Array, gradient: Array, second: Array, grid: Grid) -> No
         # A code's best value is its value minus gradient / H_jj, in units of the scale.
         inverse = (1 / curvatures[block])[:, None]
         distance = gradient[block] * inverse
-        with np.errstate(over="ignore"):  # inf for the tiny scale of a group of zeros
+        with np.errstate(over="ignore"):  # if all weights of a group are 0, its tiny scale can give infinity
             distance /= step.scale
         old = codes[block]
         rounded, change = round_channels(old - distance, old, second[block, block] * inverse, step)

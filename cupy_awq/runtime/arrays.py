@@ -37,7 +37,7 @@ def _host_view(a: Any, name: str) -> Any:
     try:
         view = np.from_dlpack(a)
         if name == "out" and not view.flags.writeable:
-            a.__dlpack__()  # Fails for read-only memory, since DLPack before version 1 has no read-only arrays.
+            a.__dlpack__()  # This call fails for read-only memory, which DLPack before version 1 cannot express.
             view = np.asarray(_Writable(view))
     except Exception as error:  # Another library may raise any exception.
         raise TypeError(f"{name}: expected an array that NumPy can view, got {type(a).__name__}: {error}") from error

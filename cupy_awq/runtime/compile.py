@@ -163,7 +163,7 @@ def ptx(plan: LaunchPlan) -> str:
 
 
 def build(kernel: Kernel, form: str = "cubin") -> Binary:
-    """Return a kernel compiled to a ``"cubin"`` or to ``"ptx"``, from the disk cache if possible.
+    """Return a compiled kernel, from the disk cache if possible; ``form`` is "cubin" or "ptx".
 
     A damaged cache entry is replaced by a newly compiled one. If the cache folder is not writable, the function warns
     once per process and keeps the kernels in memory. No GPU is needed. Threads and processes may build the same kernel

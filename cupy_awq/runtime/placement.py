@@ -49,7 +49,7 @@ def resolve(device: Any = None) -> int:
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs that CuPy can use; 0 without CuPy or a driver.
+    """Return the number of GPUs that CuPy can use; 0 without CuPy, without a GPU or without a recent enough driver.
 
     Raises:
         MemoryError: the memory of the GPU is exhausted.
@@ -63,7 +63,7 @@ def gpu_count() -> int:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         if is_out_of_memory(error):
             raise MemoryError(f"GPU: expected enough free memory, got {error}") from error
-        return 0  # There is no driver, or the driver is too old.
+        return 0  # There is no GPU or no driver, or the driver is too old.
 
 
 def use_device(index: int) -> AbstractContextManager[Any]:

@@ -124,7 +124,7 @@ def fastest(timers: Sequence[Callable[[], float]]) -> tuple[int, list[float]]:
     """Return the index of the timer with the lowest median, and the medians of all timers.
 
     Each round calls the timers in order and then in reverse, since clocks drift as the GPU warms up. After each round
-    the slower half is dropped. The last two timers run additional rounds, together with the first timer as baseline.
+    the slower half is dropped. The last two timers run FINAL_ROUNDS more rounds, with the first timer as baseline.
 
     >>> fastest([lambda: 3.0, lambda: 1.0, lambda: 2.0])
     (1, [3.0, 1.0, 2.0])

@@ -114,7 +114,7 @@ class Row:
 
     @property
     def over_fp16(self) -> float | None:
-        """The speedup over cupy.matmul with fp16 weights."""
+        """The speedup over cupy.matmul with fp16 weights; None if cupy.matmul was not timed."""
         fp16_us = self.other_us.get("fp16")
         return None if fp16_us is None else fp16_us / self.us
 
@@ -184,7 +184,7 @@ def _ceilings(device: int) -> Ceilings:
 
 
 def _read_gbs() -> float:
-    """Return the memory bandwidth in GB/s: the higher one of a copy (bytes read plus written) and a sum."""
+    """Return the memory bandwidth in GB/s: the higher of those of a copy (bytes read plus written) and of a sum."""
     import cupy
 
     free, _ = cupy.cuda.runtime.memGetInfo()

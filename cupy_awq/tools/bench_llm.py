@@ -55,7 +55,7 @@ class Speed:
         model: the name of the model, a key of SHAPES.
         batch: the number of sequences.
         prompt_tokens: the number of tokens per prompt.
-        prompt_seconds: the prefill time of one prompt in seconds, including the choice of its first new token.
+        prompt_seconds: the shortest prefill time of a prompt in seconds, including the choice of the first new token.
         step_seconds: the time of one decode step of the whole batch in seconds.
         step_bytes: the size in bytes of the weights, keys and values that a decode step must read.
     """

@@ -131,11 +131,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_operation(tune, nargs="+", ms=None)
     tune.add_argument("--tries", metavar="T", type=int, default=12, help="configurations to time per M (default: 12)")
 
-    examples = ["--arch 90a", "--arch 80 --arch 89"]
+    examples = ["--arch 90a", "--arch 80 --arch 89", "--arch 90a --batch-invariant"]
     compile_ = command("compile", _compile, "compile every kernel, without a GPU", COMPILE, examples)
     compile_.add_argument(
         "--arch", metavar="ARCH", action="append", required=True, help="compute capability: 75, 90a, ...; repeatable"
     )
+    compile_.add_argument("--batch-invariant", action="store_true", help="also the kernels of batch_invariant=True")
 
     examples = [
         "4096x12288 --m 1,16 --arch 90",
@@ -172,7 +173,11 @@ def _add_operation(parser: argparse.ArgumentParser, nargs: str, ms: list[int] | 
     default = "the powers of two up to 4096; conv2d: to 32" if ms is None else ",".join(map(str, ms))
     parser.add_argument("--m", metavar="M,M,...", type=_counts, default=ms, help=f"rows of x (default: {default})")
     parser.add_argument(
-        "--group-size", metavar="G", type=int, default=128, help="rows of W per group, -1 for K (default: 128)"
+        "--group-size",
+        metavar="G",
+        type=int,
+        default=128,
+        help="rows of W per group, -1 for K (default: 128); not for conv2d",
     )
     parser.add_argument(
         "--op",
@@ -343,7 +348,7 @@ def _tune(args: argparse.Namespace) -> int:
 def _compile(args: argparse.Namespace) -> int:
     from cupy_awq.tools import compile_all
 
-    return compile_all.run(args.arch)
+    return compile_all.run(args.arch, args.batch_invariant)
 
 
 def _explain(args: argparse.Namespace) -> int:

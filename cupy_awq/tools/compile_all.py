@@ -47,13 +47,18 @@ SHARED_CONSTANTS = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")
 """The compile-time constants that are omitted in the printed table."""
 
 
-def kernels(arch: int) -> list[Kernel]:
-    """Return the kernels that common layers use on an architecture, without duplicates."""
+def kernels(arch: int, batch_invariant: bool = False) -> list[Kernel]:
+    """Return the kernels that common layers use on an architecture, without duplicates.
+
+    With ``batch_invariant``, also return those that `gemm` and `AwqLinear` use with ``batch_invariant=True``.
+    """
     gpu = device.nominal(arch)
     found = [*_conversions(gpu), *_awq_layout(gpu), *_quantized(gpu), *llm.kernels(gpu), *gather_columns.kernels(gpu)]
     found += [*round_channels.kernels(gpu), *refine_group.kernels(gpu)]
     if arch == 90:
         found += _repacked_layout(gpu)
+    if batch_invariant:
+        found += _batch_invariant(gpu)
     return list(dict.fromkeys(found))
 
 
@@ -109,8 +114,16 @@ def _repacked_layout(gpu: device.Device) -> Iterator[Kernel]:
             yield select.choose(fused, gpu).plan.kernel
         if m >= 256:
             large = _configurations(problem, gpu, ["gemm_sm90_large"])
-            # Tiles of other heights are compiled on first use, as they are for other M.
+            # Kernels with other tile heights, which serve other M, are compiled on first use.
             yield from (kernel for kernel in large if int(dict(kernel.defines)["BLOCK_M"]) % 128 == 0)
+
+
+def _batch_invariant(gpu: device.Device) -> Iterator[Kernel]:
+    """Yield the kernels of batch-invariant GEMMs that are selected for `SHAPES` and `REPACKED_MS`."""
+    for dtype, m, (k, n), repacked in itertools.product(("float16", "bfloat16"), REPACKED_MS, SHAPES, (False, True)):
+        if gpu.arch == 90 or not repacked:
+            problem = Problem(m, n, k, 128, dtype, dtype, repacked=repacked, batch_invariant=True)
+            yield select.choose(problem, gpu).plan.kernel
 
 
 def _quantized(gpu: device.Device) -> Iterator[Kernel]:
@@ -121,13 +134,14 @@ def _quantized(gpu: device.Device) -> Iterator[Kernel]:
                 yield select.choose(problem, gpu).plan.kernel
 
 
-def run(archs: list[str]) -> int:
+def run(archs: list[str], batch_invariant: bool = False) -> int:
     """Compile the kernels for all architectures ``archs``, such as "75" and "90a", and print a table of them.
 
-    An architecture that the compiler does not support is replaced by the nearest supported one.
+    An architecture that the compiler does not support is replaced by the nearest supported one. ``batch_invariant`` is
+    the option of `kernels`.
 
     Returns:
-        1 if a kernel spills or has its wgmma serialized, else 0.
+        1 if a kernel spills registers or has serialized wgmma instructions, else 0.
 
     Raises:
         ValueError: an architecture is unknown or below compute capability 6.0.
@@ -135,7 +149,7 @@ def run(archs: list[str]) -> int:
     for arch in archs:
         if not re.fullmatch(r"\d{2,3}a?", arch) or int(arch.rstrip("a")) < min(device.NOMINAL):
             raise ValueError(f"arch: expected a compute capability such as 75 or 90a, got {arch!r}")
-    listed = [kernel for arch in archs for kernel in kernels(int(arch.rstrip("a")))]
+    listed = [kernel for arch in archs for kernel in kernels(int(arch.rstrip("a")), batch_invariant)]
     spills = serialized = 0
     rows = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -43,7 +43,8 @@ class Row:
         error: the relative error of y compared to the float64 product with the same 4-bit weights.
         quantization_error: the relative error of the 4-bit weights, norm(W_awq - W) / norm(W).
         us: the median time per call in microseconds.
-        fp16_us: the median time of the same GEMM with unquantized weights in microseconds; None without cuBLAS.
+        fp16_us: the median time in microseconds of the same GEMM with float16 weights (on the CPU, float32); None on a
+            GPU without cuBLAS.
     """
 
     layer: str

@@ -71,7 +71,8 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
 def list_kernels(specs: Sequence[ModuleSpec]) -> dict[str, Any]:
     """Return the kernels of `AwqLinear` for x of `ROWS` rows in the dtype of the scales, by shape and form of weights.
 
-    The GPU is the current one, or a typical H100 without a GPU. Modules of one shape and form count as ``layers``.
+    The GPU is the current one, or a typical H100 if there is none. A form is a group size, kind of zero points and
+    dtype; ``layers`` is the number of modules with the same shape and form.
     """
     gpu = device.current_or_nominal()
     shapes = []
@@ -125,7 +126,7 @@ def render(content: dict[str, Any]) -> str:
 
 
 def _format_lines(summary: dict[str, Any]) -> list[str]:
-    """Return the lines of text for the format, the most common parameters, every exception and every rounding."""
+    """Return lines for the format, the most common parameters, the modules with other parameters, and roundings."""
     zeros = {True: "symmetric", False: "asymmetric", None: "symmetric and asymmetric modules"}[summary["symmetric"]]
     order = ", activation order" if summary["act_order"] else ""
     lines = [summary["found"], f"{summary['bits']} bits, group size {summary['group_size']}, {zeros}{order}"]

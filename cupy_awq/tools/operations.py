@@ -2,8 +2,8 @@
 """The operations that `bench` and `tune` time on random data, by the name that the option ``--op`` takes.
 
 On a GPU the weights are cold in L2: an operation has one call for each of several copies of its weight, which together
-exceed three times the size of the L2 cache. All calls share x, which is therefore warm in L2, as after a preceding
-layer. To add an operation, write a class that implements `Operation` and add it to `OPERATIONS`.
+are at least three times as large as the L2 cache. All calls share x, which is therefore warm in L2, as after a
+preceding layer. To add an operation, write a class that implements `Operation` and add it to `OPERATIONS`.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ class Fp16:
 
 
 def cold_copies(nbytes: int, device: int) -> int:
-    """Return the number of copies of a weight of ``nbytes`` bytes for which each is cold in L2 at use; 1 on the CPU."""
+    """Return how many copies of a weight of ``nbytes`` bytes to use in turn, so that all are cold in L2 (CPU: 1)."""
     if device == HOST:
         return 1
     return min(MAX_COPIES, max(2, math.ceil(3 * devices.of(device).l2_bytes / nbytes)))

@@ -48,9 +48,9 @@ def on_gpu(calls: Sequence[Call], *, graph: bool = True) -> float:
     """Return the median time per call on the current GPU in microseconds.
 
     The functions are called in alternation. A batch of at least 20 calls (fewer if a call takes 1 ms or more) is
-    captured as one CUDA graph, so calls must not allocate memory. CuPy cannot capture cuBLAS; for that, ``graph=False``
-    uses no graph: a host function blocks the stream until the whole batch is queued. This also excludes the host time,
-    but the gaps between kernels are slightly longer.
+    captured as one CUDA graph, so calls must not allocate memory. CuPy cannot capture cuBLAS calls;
+    for these, ``graph=False`` uses no graph: a host function blocks the stream until the whole batch is queued. This
+    also excludes the host time, but the gaps between kernels are slightly longer.
     """
     import cupy
 

@@ -195,11 +195,11 @@ SEEDS = {
         VALUES, REPACKED_ONE,
     ),
     "gemm_sm90_mma: the rows of the second pass are swizzled as those of the first": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "(first_chunk_ ^ swizzle_bits(row) * 16)", "first_chunk_", VALUES,
+        "gemm_sm90", 90, "gemm/gemm_sm90_x_ring.cuh", "(first_chunk_ ^ swizzle_bits(row) * 16)", "first_chunk_", VALUES,
         replace(REPACKED_FEW, m=8), {"weight_tiles": 2, "k_tiles": 1},
     ),
     "gemm_sm90_mma: threads past the rows of a pass copy, too": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "|| rows_left_ != kCopiesNothing", "|| true", RACE, REPACKED_FEW,
+        "gemm_sm90", 90, "gemm/gemm_sm90_x_ring.cuh", "|| rows_left_ != kCopiesNothing", "|| true", RACE, REPACKED_FEW,
         {"weight_tiles": 3, "k_tiles": 1},
     ),
     "gemm_sm90_mma: the second half of a weight tile is multiplied by the codes of the first": Seed(
@@ -360,7 +360,7 @@ SEEDS = {
         "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "ptx::barrier_cluster_wait_acquire();", "{}", RACE, FEW, {"split_k": 2},
     ),
     "gemm_sm90_raw: bytes of rows past m are expected": Seed(
-        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kSplitK * m * kBlockN * 4", "kSplitK * kRows * kBlockN * 4", DEADLOCK,
+        "gemm_sm90_raw", 90, "gemm/gemm_sm90_raw.cu", "kSplitK) * m * kBlockN * 4", "kSplitK) * kRows * kBlockN * 4", DEADLOCK,
         FEW, {"split_k": 2},
     ),
     "gemm_sm90_raw: the last lanes read scales past n": Seed(

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch-invariant language models: a token has the same bits alone, in any batch and in any chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_awq import llm
+from cupy_awq.kernels import llm as kernels
+from cupy_awq.llm.build import build_model
+from cupy_awq.llm.numpy_ops import NumpyOps
+from cupy_awq.runtime import device
+from cupy_awq.tools.testing import random_activations
+from tests import llm_models
+from tests.backends import BACKENDS, Run, runner
+from tests.test_batch_invariant import GPU, bits
+from tests.test_kernels import DTYPES, facts
+
+
+def attend(run: Run, here: device.Device, q: Any, cache: Any, starts: list[int], steps: int) -> np.ndarray:
+    """Return the attention of ``steps`` tokens per sequence, from the positions ``starts`` on."""
+    _, kv_heads, capacity, head_dim = cache[0].shape
+    sizes = kv_heads, head_dim, capacity, kv_heads * capacity * head_dim
+    plan = kernels.plan_attention(here, len(starts) * steps, steps, q.shape[1], *sizes, q.dtype.name)
+    some = np.concatenate([q[start : start + steps] for start in starts])
+    out = np.full_like(some, np.nan)
+    run(plan, {"q": some, "k": cache[0], "v": cache[1], "lengths": np.array(starts, np.int32), "out": out})
+    return out
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim"), [(60, "float16", 16), (80, "float16", 64), (90, "bfloat16", 128)]
+)
+def test_attention_depends_on_the_position_only(backend: str, arch: int, dtype: str, head_dim: int) -> None:
+    """A prompt as a whole, in chunks, and tokens one by one, on both sides of tiles of keys."""
+    rng, run, here = np.random.default_rng(0), runner(backend), facts(arch, backend)
+    length, capacity, heads, kv_heads = 300, 520, 2, 1
+    q = random_activations(rng, length, heads, head_dim, dtype=DTYPES[dtype])
+    k, v = (random_activations(rng, 2, kv_heads, capacity, head_dim, dtype=DTYPES[dtype]) for _ in "kv")
+    k[1], v[1] = k[0], v[0]
+    k[:, :, length:] = v[:, :, length:] = np.nan
+    whole = attend(run, here, q, (k[:1], v[:1]), [0], length)
+    for start in (0, 1, 63, 64, 250, 298):
+        steps = min(49, length - start)
+        np.testing.assert_array_equal(
+            bits(attend(run, here, q, (k[:1], v[:1]), [start], steps)), bits(whole[start : start + steps])
+        )
+    for pair in ([0, 299], [63, 64], [255, 256], [257, 5]):
+        np.testing.assert_array_equal(bits(attend(run, here, q, (k, v), pair, 1)), bits(whole[pair]))
+    for row in (0, 64, 299):
+        keys, values = (a[0, 0, : row + 1].astype(np.float64) for a in (k, v))
+        for head in range(heads):
+            scores = keys @ q[row, head].astype(np.float64) * head_dim**-0.5
+            weights = np.exp(scores - scores.max())
+            wanted = weights @ values / weights.sum()
+            assert np.abs(whole[row, head] - wanted).max() <= (0.002 if dtype == "float16" else 0.02)
+
+
+PROMPT = [int(i) for i in np.random.default_rng(5).integers(0, llm_models.VOCAB - 8, 90)]
+
+
+def prompt_logits(model: Any, ids: list[int], chunks: list[int], sequences: int = 1, at: int = 0) -> np.ndarray:
+    """Return the logits of each token of a prompt that is run in chunks as sequence ``at`` of a batch."""
+    cache = model.ops.make_cache(sequences, len(ids) + 8)
+    for i in range(sequences):
+        if i != at:
+            list(model.prefill(cache, i, ids[i : i + 3]))
+    found, start = [], 0
+    for size in [*chunks, len(ids)]:
+        part = ids[start : start + size]
+        found += (
+            [model.ops.to_numpy(model.logits(hidden))[0] for hidden in model.prefill(cache, at, part)] if part else []
+        )
+        start += len(part)
+    return np.concatenate(found)
+
+
+def check_texts(model: llm.LanguageModel, prompts: list[str], tokens: int) -> None:
+    """Check that greedy texts are equal alone and in a batch, and for several sizes of prompt chunks."""
+    whole = model.model.ops.prefill_chunk
+    batch = [c.tokens for c in model.generate(prompts, raw=True, max_tokens=tokens)]
+    for i, prompt in enumerate(prompts):
+        model.model.ops.prefill_chunk = (whole, 1, 2, 7, 64)[i % 5]
+        assert model.generate(prompt, raw=True, max_tokens=tokens)[0].tokens == batch[i]
+    model.model.ops.prefill_chunk = whole
+
+
+@pytest.mark.parametrize("family", list(llm_models.FAMILIES))
+@pytest.mark.parametrize("expand_weights", [True, False])
+def test_logits_on_the_cpu_do_not_depend_on_the_batch_and_the_chunks(
+    tmp_path: Path, family: str, expand_weights: bool
+) -> None:
+    files = llm.read(llm_models.folder(tmp_path, llm_models.FAMILIES[family], plain=("1.mlp.up_proj",)))
+    ops = NumpyOps(files.config, expand_weights=expand_weights, batch_invariant=True)
+    model = build_model(files, ops)
+    alone = prompt_logits(model, PROMPT, [])
+    for chunks, sequences, at in (([1] * 90, 1, 0), ([2, 64, 7], 3, 1), ([33, 1, 1, 40], 5, 4)):
+        np.testing.assert_array_equal(bits(prompt_logits(model, PROMPT, chunks, sequences, at)), bits(alone))
+    assert np.abs(alone - llm_models.forward(files, PROMPT)).max() <= 1e-4 * np.abs(alone).max()
+
+
+@pytest.mark.parametrize("device_", ["cpu", pytest.param(0, marks=GPU)])
+def test_greedy_texts_are_equal_alone_in_a_batch_and_in_any_chunks(tmp_path: Path, device_: Any) -> None:
+    folder = llm_models.folder(tmp_path, {**llm_models.QWEN3, "hidden_size": 128, "eos_token_id": 263}, group=32)
+    model = llm.load(folder, device=device_, batch_invariant=True)
+    rng = np.random.default_rng(0)
+    prompts = ["".join(chr(c) for c in rng.integers(97, 123, size)) for size in rng.integers(1, 100, 16)]
+    check_texts(model, prompts, 12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", list(llm_models.FAMILIES))
+def test_logits_on_the_gpu_do_not_depend_on_the_batch_and_the_chunks(tmp_path: Path, family: str) -> None:
+    config = {**llm_models.FAMILIES[family], "hidden_size": 128, "intermediate_size": 128}
+    folder = llm_models.folder(tmp_path, config, group=64)
+    model = llm.load(folder, device=0, batch_invariant=True).model
+    alone = prompt_logits(model, PROMPT, [])
+    for chunks, sequences, at in (([1] * 90, 1, 0), ([2, 64, 7], 3, 1), ([33, 1, 1, 40], 5, 4)):
+        np.testing.assert_array_equal(bits(prompt_logits(model, PROMPT, chunks, sequences, at)), bits(alone))
