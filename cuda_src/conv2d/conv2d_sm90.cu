@@ -185,7 +185,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
   const KChunk first_chunk =
       kSplitK == 1 ? KChunk{0, 0, 0} : KChunk{begin / taps, begin % taps / kernel_w, begin % kernel_w};
 
-  // Returns the index of this CTA's first 64-output tile. CTAs with the same pixels are adjacent in the grid.
+  // Returns the index of this CTA's first tile of 64 output channels. CTAs with the same pixels are adjacent in the
+  // grid.
   auto co_begin = [&] { return blockIdx.x / kSplitK % co_blocks * kWgCo; };
   // Returns the coordinates (image, row, column of y) of the first pixel of the CTA's pixel tile `index`.
   auto pixel_tile_begin = [&](int index) {

@@ -167,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             wgmma<X, true>(accumulators[b / 2], a[b % 2][k16], x + b % 2 * (kXHalfBytes / 16) + k16 * 2);
           }
           ptx::wgmma_commit_group();
-          // Dequantize the next slice while the tensor cores multiply this one. After the last slice of a tile, the
-          // same slice is dequantized again and the result is not used.
+          // Dequantize the next slice while the tensor cores multiply this one. After the last slice of the unit's last
+          // k tile, the same slice is dequantized again and the result is not used.
           if (b < kSlices - 1) {
             load_slice(stage_idx, b + 1);
           } else if (k_tile + 1 < scheduler.k_tile_end) {

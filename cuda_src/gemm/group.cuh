@@ -11,7 +11,8 @@ struct WordGroup {
   Vector<S, 8> offsets;
   uint32_t zeros;
 
-  // Loads group `index` for columns `column` .. `column` + 7; the other arguments are arguments of the kernel.
+  // Loads the scales and the zero points (or offsets) of group `index` for columns `column` .. `column` + 7. The other
+  // arguments are the kernel's arguments scales, zeros, lds and ldz.
   __device__ __forceinline__ void fetch(const S* all_scales, const void* all_zeros, int index, int lds, int ldz,
                                         int column) {
     load<WHOLE>(scales, all_scales + static_cast<int64_t>(index) * lds + column);

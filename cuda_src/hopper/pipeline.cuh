@@ -5,8 +5,12 @@
 // holds full [kNumStages], then empty [kNumStages]:
 //
 //   barrier  a phase completes when                                       who arrives       who waits
-//   full     the producer has arrived and all expected bytes have landed  producer          consumers
-//   empty    every consumer warp has released the stage                   consumer warps    producer
+//   full     each producer warp has arrived, all expected bytes landed    producer warps    consumers
+//   empty    every consumer warp has released the stage                   consumer warps    producer warps
+//
+// gemm_w4a8_sm90 and gemm_int8_sm90 have a second producer warp. The producer of gemm_sm90 also waits on the full
+// barriers if it limits the copies in flight to fewer than all stages; each of these waits precedes the next copies to
+// the stage.
 //
 // Phases. The hardware counts the phases of a barrier from 0 and starts the next phase when one completes. A wait names
 // the parity of the phase that it expects, and returns once this phase has completed. The expected parity is a variable
@@ -24,7 +28,8 @@
 // phase i - 1 is in progress. That cannot happen: every waiting warp waits for each phase of its stage in turn, so it
 // has seen phase i - 1 complete. This requires that each stage has a fixed set of consumer warps; kernels whose
 // consumers take turns at the stages static_assert kNumStages % CONSUMERS == 0. A producer whose prologue fills every
-// stage without a wait (gemm_sm90) skips only the wait for the phase before phase 0, which is complete by definition.
+// stage without a wait (gemm_sm90, gemm_w4a8_sm90) skips only the wait for the phase before phase 0, which is complete
+// by definition.
 //
 // No wait misses its phase: phase i + 1 of a full barrier completes only after the producer has arrived. Before this
 // arrival, the producer waits for a release of the stage by every consumer warp, and a consumer warp releases the stage

@@ -2,7 +2,7 @@
 """Detection of a checkpoint's format from its configuration or, without one, from the names and shapes of its tensors.
 
 The configuration names the format. The tensors determine which modules are quantized, and their shapes must fit the
-format. Each format is one module of this package. Its configuration reader is an entry of `METHODS`, except for MLX,
+format. Each format is in one module of this package. Its configuration reader is an entry of `METHODS`, except for MLX,
 whose configuration has no ``quant_method``. `_detect_from_tensors` recognizes files without a configuration.
 """
 

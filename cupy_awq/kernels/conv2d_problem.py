@@ -152,10 +152,10 @@ class Convolution:
             ("HAS_RESIDUAL", 0),
         )
 
-    def scalars(self, strides: int, block_size: int) -> tuple[Argument, ...]:
-        """Return the scalar arguments: the first ``strides`` of the four strides of x, block size, sizes and limits."""
+    def scalars(self, stride_count: int, block_size: int) -> tuple[Argument, ...]:
+        """Return the scalar arguments: the first ``stride_count`` strides of x, ``block_size``, sizes and limits."""
         limits = map(np.float32, self.limits)
-        return (*map(np.int64, self.strides[:strides]), np.int32(block_size), *map(np.int32, self.sizes), *limits)
+        return (*map(np.int64, self.strides[:stride_count]), np.int32(block_size), *map(np.int32, self.sizes), *limits)
 
 
 def activation_refusal(problem: Convolution) -> str | None:

@@ -143,7 +143,8 @@ def _scaled_choices(problem: Problem, block_m: int, k_tiles: int) -> list[bool]:
     # With several groups per weight tile, unscaled weights need a wgmma wait per group: up to 39% slower.
     has_short_groups = problem.group_size < WEIGHT_TILE_K
     choices = [] if can_scale and has_short_groups else [False]
-    # Split scales cost two more instructions per pair of weights: up to 23% slower with block_m = 64.
+    # A float16 scale split into two bfloat16 values costs two more instructions per pair of weights: up to 23% slower
+    # with block_m = 64.
     is_costly = has_split_scales(problem) and not has_short_groups and block_m <= 64
     if can_scale and not (has_short_groups and k_tiles > 1) and not is_costly:
         choices.append(True)

@@ -99,11 +99,11 @@ class GemmSm90Config:
         return (self.consumers * self.consumer_warps + others) * 32
 
     def window(self, problem: Problem) -> int:
-        """Return the largest number of pipeline stages in flight.
+        """Return the largest number of pipeline stages whose copies may be in flight.
 
-        With mma in a decode step, WINDOW_BYTES limits the number if the stages hold more than half of a CTA's weights:
-        these copies run while the preceding kernel loads. Other CTAs copy at least half of their weights after the
-        preceding kernel has finished, so they need no limit.
+        It is limited, by WINDOW_BYTES, only for `gemm_sm90_mma` in a GEMM with a `Fusion` whose stages hold more than
+        half of a CTA's weights: most of these weights are copied before the PDL wait, while the preceding kernel still
+        loads. Other CTAs copy at least half of their weights after the preceding kernel has finished.
         """
         iterations = ceil_div(ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), self.split_k), self.k_tiles)
         if not problem.fusion or self.name != MMA or 2 * self.stages <= iterations:

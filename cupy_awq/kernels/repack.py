@@ -141,7 +141,9 @@ class RepackedLayout:
 
         groups = tiles[:, :, code_bytes:].reshape(self.tile_columns, self.k_tiles, self.groups, 2, -1)
         scales = groups[..., :32].copy().view("<u2").reshape(*groups.shape[:4], 8, 2)
-        by_row = 1, 2, 0, 3, 5, 4  # from [n, k, group, half, g, column] to [k, group, n, half, column, g]
+        # From [tile column, k tile, group, 16-column half, g, upper 8 columns] to [k tile, group, tile column, half,
+        # upper, g]; g = lane / 4, as in cuda_src/gemm/repacked_layout.cuh.
+        by_row = 1, 2, 0, 3, 5, 4
         scales = scales.transpose(by_row).reshape(-1, flat.shape[1])
         zeros = None
         if self.zeros == "packed":

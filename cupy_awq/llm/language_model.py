@@ -241,7 +241,10 @@ class LanguageModel:
             raise ValueError(f"prompt: expected tokens below the vocabulary size {self.config.vocab}, got {max(ids)}")
 
     def _limit(self, ids: Sequence[Sequence[int]], max_tokens: int) -> int:
-        """Return the largest number of tokens per completion: ``max_tokens``, or fewer if the context is full."""
+        """Return the largest number of tokens per completion.
+
+        This is ``max_tokens``, or the room that the longest prompt leaves in the context, if that is smaller.
+        """
         _check_max_tokens(max_tokens)
         if not ids:
             raise ValueError("prompts: expected at least one prompt, got none")

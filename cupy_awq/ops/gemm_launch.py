@@ -184,7 +184,7 @@ def constant_pointers(
 
 
 def weight_pointers(weight: PackedWeight, bias: Array | None, order: ActivationOrder | None = None) -> tuple[int, ...]:
-    """Return the `constant_pointers` of a weight, a bias and an activation order; the last two may be None."""
+    """Return the addresses of the arrays of a weight, a bias and an activation order, in the order of BUFFERS."""
     repacked = weight.repacked if isinstance(weight, RepackedWeight) else None
     short = None if order is None else order.short
     return constant_pointers(weight.qweight, weight.scales, weight.qzeros, repacked, bias, short)

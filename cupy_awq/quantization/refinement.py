@@ -48,7 +48,8 @@ def refine_grid(codes: Array, gradient: Array, second: Array, grid: Grid, *, sym
 
     Args:
         codes: the codes, float32 [K, N].
-        gradient: H D^T, float32 [K, N], half the gradient of the output error; overwritten.
+        gradient: H D^T, float32 [K, N], half the gradient of the output error; overwritten. D [N, K] is the quantized
+            weight minus W.
         second: the second moments H, float32 [K, K].
         grid: the current grids [N, K/G].
         symmetric: whether every zero point is 8.

@@ -44,7 +44,7 @@ SHAPES = ((4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (8192, 28672
 REPACKED_MS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 """The values of M for which the kernels that read the repacked layout are compiled."""
 SHARED_CONSTANTS = ("ACTIVATION", "GATED", "HAS_BIAS", "BIAS", "HAS_RESIDUAL")
-"""The compile-time constants that are omitted in the printed table."""
+"""The compile-time constants of the epilogue, which the table that ``compile`` prints omits."""
 
 
 def kernels(arch: int, batch_invariant: bool = False) -> list[Kernel]:
