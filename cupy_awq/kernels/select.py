@@ -84,7 +84,7 @@ ONE_TILE_M = 128
 """The largest M that fits in one CTA tile of most configurations."""
 
 SAMPLED_M = (1, 8, 16, 64, 512, 2048)
-"""The values of M at which `choose_reduction` compares run times, each stands for M with similar CTA tiles."""
+"""The values of M at which `choose_reduction` compares run times; each stands for other M with similar CTA tiles."""
 
 TUNED_LIMIT = 0.9
 """The ratio of modelled times, best to tuned, below which the best configuration replaces one tuned at a larger M.

@@ -241,15 +241,15 @@ def prefers_int8(
     """Return whether the cost models expect `linear_int8` to take less than WORTHWHILE of the time of `gemm` for x.
 
     Args:
-        x: the activations [..., K]; the result is False if x is on the CPU or empty, or has an unsupported dtype.
+        x: the activations [..., K]; the result is False if x is on the CPU or empty, or has another shape or dtype.
         operand, weight: the same weight for `gemm` and for `linear_int8`.
         bias, activation: as in `gemm`.
     """
     (x,) = views(x=x)
-    if weight.device == HOST or x.dtype.name not in ITEMSIZE or not x.size:
+    n, _, _, k = weight.shape
+    if weight.device == HOST or x.dtype.name not in ITEMSIZE or not x.size or x.shape[-1:] != (k,):
         return False
     form = block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
-    n, _, _, k = weight.shape
     m, dtype, block_size = x.size // k, x.dtype, min(weight.block_size, k)
     bias_dtype = None if bias is None else bias.dtype.name
     gemm = gemm_launch.gemm_problem(operand, form, m, dtype, bias_dtype=bias_dtype)
