@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import random
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.kernels.select import choose
@@ -76,10 +76,10 @@ def compile_pool() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
 
 
-def compile_chosen(cells: Iterable[tuple[int, int, int]], device: Device) -> int:
-    """Compile, in parallel, the kernels that AwqLinear chooses for cells (K, N, M), and return their number."""
+def submit_chosen(
+    pool: ProcessPoolExecutor, cells: Iterable[tuple[int, int, int]], device: Device
+) -> list[Future[None]]:
+    """Start to compile the kernels that AwqLinear chooses for cells (K, N, M)."""
     problems = [Problem(m, n, k, 128, repacked=True) for k, n, m in cells]
-    kernels = list(dict.fromkeys(choose(problem, device).plan.kernel for problem in problems))
-    with compile_pool() as pool:
-        list(pool.map(build, kernels))
-    return len(kernels)
+    kernels = dict.fromkeys(choose(problem, device).plan.kernel for problem in problems)
+    return [pool.submit(build, kernel) for kernel in kernels]
