@@ -5,7 +5,7 @@
     python tests/peers/compare.py --libraries .peers --json tests/peers/h100.json
     python tests/peers/render.py --plot
     python tests/peers/compare.py --libraries .peers --peers fp16,marlin,ours --shapes 4096x12288 --ms 1,16,64,1024
-    python tests/peers/compare.py --libraries .peers --random 7 --json tests/peers/tables/random_h100_7.json
+    python tests/peers/compare.py --libraries .peers --random 7 --best 27 --json tests/peers/tables/random_h100_7.json
     python tests/peers/compare.py --libraries .peers --against tests/peers/h100.json
 
 It needs PyTorch 2.11 for CUDA 13 and Python 3.12, which the package itself does not.
@@ -25,7 +25,10 @@ same kind of GPU), scaled by this run's Marlin over the recorded one; it counts 
 both log-uniform in 1024..32768, K * N <= 4e8, M log-uniform in 1..4096. `floor`, which replaces `roof` on the screen
 and in the file, is max(roof, 2.2 us): an empty dependent launch and one memory round trip take that long.
 
-The file is written after each shape, so a run that ends early keeps its results.
+`--best N` also times, in N random cells, all configurations that the cost models expect to take at most 1.6 times the
+lowest time, and compares the fastest one with the first choice (first_choice.py).
+
+The file is written after each shape and cell, so a run that ends early keeps its results.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ import math
 import os
 import sys
 import time
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +47,10 @@ HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parents[1]))
 
-from tests.peers import plain_read, random_problems  # noqa: E402
+from cupy_awq.runtime import device  # noqa: E402
+from cupy_awq.tools.table import render  # noqa: E402
+from tests.peers import first_choice, interleave, plain_read, random_problems  # noqa: E402
+from tests.peers.comparison import Comparison  # noqa: E402
 
 MAX_ERROR = 2e-2
 """The relative error above which a result counts as wrong."""
@@ -77,20 +84,20 @@ class PlainRead:
             at = source + reads[i % len(reads)]
             launcher((at, at + weight_bytes, sink + writes[i % len(writes)]), torch.cuda.current_stream().cuda_stream)
 
-        return [lambda i=i: call(i) for i in range(min(160, len(reads)))]
+        return [lambda i=i: call(i) for i in range(min(interleave.MAX_CALLS, len(reads)))]
 
 
 def ceilings(plain: PlainRead) -> tuple[float, float]:
     """Return the read bandwidth in GB/s and the rate of cuBLAS in float16 for M = N = K = 8192 in TFLOP/s."""
     import torch
 
-    from tests.peers import interleave
+    from tests.peers import libraries
 
     reads = [plain.calls(READ_BYTES, 0, 16, grid) for grid in plain_read.GRIDS]
     x = torch.randn(8192, 8192, device="cuda").half()
-    times = interleave.medians_us([interleave.Graph(calls, 4) for calls in reads])
-    product = interleave.medians_us([interleave.Graph([lambda: torch.mm(x, x)], 20)])
-    return READ_BYTES / min(times) / 1e3, 2 * 8192**3 / product[0] / 1e6
+    times = libraries.times_us([libraries.capture(calls, 4) for calls in reads])
+    (product,) = libraries.times_us([libraries.capture([lambda: torch.mm(x, x)], 20)])
+    return READ_BYTES / min(times) / 1e3, 2 * 8192**3 / product / 1e6
 
 
 class Shape:
@@ -122,15 +129,15 @@ class Shape:
         """Return the rows of the file for M: the time of each library, its error, whether that is small; and `read`."""
         import torch
 
-        from tests.peers import interleave, libraries
+        from tests.peers import libraries
 
-        length = interleave.graph_length(floor_us, 2 * m * self.n, libraries.MAX_CALLS)
+        length = interleave.graph_length(floor_us, 2 * m * self.n)
         count = min(length, max(2, math.ceil(libraries.COLD_BYTES / (2 * m * self.k))))
         xs = {}
         rows: list[dict[str, Any]] = []
         graphs = []
         for grid in plain_read.GRIDS:
-            graphs.append(interleave.Graph(plain.calls(self.bytes, 2 * m * self.k, 2 * m * self.n, grid), length))
+            graphs.append(libraries.capture(plain.calls(self.bytes, 2 * m * self.k, 2 * m * self.n, grid), length))
         for name, (dtype, calls) in self._calls.items():
             if dtype not in xs:
                 x = self._x[:m].to(dtype)
@@ -138,17 +145,17 @@ class Shape:
             x, expected = xs[dtype]
             bound = [lambda call=calls[i % len(calls)], x=x[i % count]: call(x) for i in range(length)]
             try:
-                with torch.cuda.stream(interleave.STREAM):
-                    interleave.STREAM.wait_stream(torch.cuda.default_stream())
+                with torch.cuda.stream(libraries.STREAM):
+                    libraries.STREAM.wait_stream(torch.cuda.default_stream())
                     y = bound[0]()
                     error = ((y[:64].float() - expected).norm() / expected.norm()).item()
                     ok = bool(torch.isfinite(y).all()) and error < MAX_ERROR
-                graphs.append(interleave.Graph(bound, length))
+                graphs.append(libraries.capture(bound, length))
             except Exception as failure:
                 print(f"{name} {self.k}x{self.n} M={m}: {type(failure).__name__}: {failure}"[:200], flush=True)
                 continue
             rows.append(dict(k=self.k, n=self.n, m=m, peer=name, us=0.0, error=error, ok=ok))
-        times = interleave.medians_us(graphs)
+        times = libraries.times_us(graphs)
         reads = len(plain_read.GRIDS)
         for row, us in zip(rows, times[reads:], strict=True):
             row["us"] = us
@@ -181,6 +188,104 @@ def print_table(rows: list[dict[str, Any]], names: list[str], bound: str) -> Non
         )
 
 
+class Run:
+    """The results of this run: printed as they come, and written to the file after each step.
+
+    Attributes:
+        gpu, read_gbs, fp16_tflops: name and ceilings of the GPU.
+        seed: the seed of the random problems, or None.
+        rows: microseconds of every shape, M and peer.
+        choices: what first_choice.py measured.
+    """
+
+    def __init__(self, path: Path | None, seed: int | None, plain: PlainRead) -> None:
+        import torch
+
+        self._path, self._plain = path, plain
+        self.gpu = torch.cuda.get_device_name()
+        self.seed = seed
+        self.read_gbs, self.fp16_tflops = ceilings(plain)
+        self.rows: list[dict[str, Any]] = []
+        self.choices: list[dict[str, Any]] = []
+        self._recorded = json.loads((HERE / "recorded.json").read_text())
+
+    def write(self) -> Comparison:
+        """Write the file, if there is one, and return the results so far."""
+        run = {key: value for key, value in vars(self).items() if not key.startswith("_")}
+        run["command"] = " ".join(["python", *sys.argv])
+        if self._path:
+            part = self._path.with_suffix(".part")
+            part.write_text(json.dumps(run))
+            os.replace(part, self._path)
+        return Comparison(run)
+
+    def measure(self, k: int, n: int, names: list[str], ms: list[int]) -> None:
+        """Measure one shape."""
+        import cupy
+        import torch
+
+        begin = time.monotonic()
+        shape = Shape(k, n, names, ms)
+        torch.cuda.synchronize()
+        built = time.monotonic()
+        new: list[dict[str, Any]] = []
+        for m in ms:
+            roof = shape.roof_us(m, self.read_gbs, self.fp16_tflops)
+            floor = max(roof, random_problems.LATENCY_US)
+            found = shape.rows(m, floor, self._plain)
+            marlin_us = next((row["us"] for row in found if row["peer"] == "marlin" and row["ok"]), math.nan)
+            rec = recorded_us(self._recorded, f"{k}x{n}", m, marlin_us)
+            if not math.isnan(rec):
+                found.append(dict(k=k, n=n, m=m, peer="recorded", us=rec, ok=True))
+            found.append(dict(k=k, n=n, m=m, peer="roof", us=roof if self.seed is None else floor))
+            new += found
+        del shape
+        cupy.get_default_memory_pool().free_all_blocks()
+        torch.cuda.empty_cache()
+        self.rows += new
+        self.write()
+        print_table(new, names, "roof" if self.seed is None else "floor")
+        print(f"{time.monotonic() - begin:.1f} s, of which {built - begin:.1f} s to pack the weights", flush=True)
+
+    def compare_choices(self, cells: dict[first_choice.Cell, list[Any]], deadline: float) -> None:
+        """Compare the first choice with the fastest configuration in each cell whose kernels are ready in time."""
+        import cupy
+
+        stream = cupy.cuda.Stream(non_blocking=True)
+        for cell, futures in cells.items():
+            wait(futures, timeout=max(0.0, deadline - time.monotonic()))
+            if time.monotonic() > deadline:
+                print(f"no time left for {len(cells) - len(self.choices)} of {len(cells)} first choices")
+                return
+            self.choices.append(first_choice.measure(cell, stream))
+            self.write()
+            cupy.get_default_memory_pool().free_all_blocks()
+            choice = self.choices[-1]
+            print(
+                f"{choice['k']}x{choice['n']} M={choice['m']}: {choice['first']} {choice['first_us']:.2f} us,"
+                f" best of {choice['legal']}: {choice['best']} {choice['best_us']:.2f} us,"
+                f" {choice['first_us'] / choice['best_us']:.3f}",
+                flush=True,
+            )
+
+
+def print_summary(comparison: Comparison, against: Path | None) -> None:
+    """Print the tables over ranges of M, the worst cells and, if wanted, the times over those of a stored run."""
+    bound = "roof" if comparison.seed is None else "floor"
+    ratios = f"our/{bound}", "best/our"
+    tables = [
+        (("M", ratios[0], f"read/{bound}", ratios[1], "over 5% slower", "worst"), comparison.summary()),
+        (("shape", "M", "ours", "best peer", "read", bound, *ratios), comparison.worst()),
+        (("M", "cells", "first choice / fastest", "worst"), comparison.choice_summary()),
+    ]
+    if against:
+        rows = comparison.against(Comparison.read(against))
+        tables.append((("M", "cells", f"ours / {against.name}", "best peer / the same", "ours at worst"), rows))
+    for header, rows in tables:
+        if rows:
+            print(f"\n{render(header, rows, left=1)}")
+
+
 def main() -> None:
     """Measure, print and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -189,78 +294,56 @@ def main() -> None:
     parser.add_argument("--random", metavar="SEED", type=int, help="draw random shapes and values of M")
     parser.add_argument("--count", type=int, default=24, help="number of random shapes (default: %(default)s)")
     parser.add_argument("--ms", default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape after this time")
+    parser.add_argument(
+        "--best", metavar="N", type=int, default=0, help="compare the first choice with all configurations in N cells"
+    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no shape and no cell after this time")
     parser.add_argument("--json", metavar="FILE", type=Path)
+    parser.add_argument("--against", metavar="FILE", type=Path, help="also print the times over those of this file")
     parser.add_argument("--libraries", metavar="DIR", default=str(HERE), help="the folder that prepare.sh filled")
     arguments = parser.parse_args()
-    started = time.monotonic()
+    deadline = time.monotonic() + arguments.seconds
     names, ms = arguments.peers.split(","), [int(m) for m in arguments.ms.split(",")]
     shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]
     if arguments.random is not None:
         shapes, ms = random_problems.shapes(arguments.random, arguments.count), random_problems.rows(arguments.random)
+    cells = [(k, n, m) for k, n in shapes for m in ms]
+    gpu = device.current()
+    marks = [("", time.monotonic())]
 
-    from cupy_awq.runtime import device
+    def mark(step: str) -> None:
+        marks.append((f"{step} {time.monotonic() - marks[-1][1]:.1f} s", time.monotonic()))
 
-    marks = [("start", time.monotonic() - started)]
-
-    def mark(label: str) -> None:
-        marks.append((label, time.monotonic() - started - sum(seconds for _, seconds in marks)))
-
-    with random_problems.compile_pool() as pool:
-        found = random_problems.submit_chosen(pool, [(k, n, m) for k, n in shapes for m in ms], device.current())
-        found += [pool.submit(random_problems.build, kernel) for kernel in plain_read.kernels()]
-        mark("choose")
-        import cupy
+    pool = random_problems.compile_pool()
+    try:
+        chosen = random_problems.submit_chosen(pool, cells, gpu)
+        chosen += [pool.submit(random_problems.build, kernel) for kernel in plain_read.kernels()]
+        sampled = first_choice.submit(pool, first_choice.sample(cells, arguments.best, arguments.random or 0), gpu)
+        mark("choices")
         import torch
 
         from tests.peers import libraries
 
         torch.set_grad_enabled(False)
         libraries.FOLDER = arguments.libraries
-        mark("torch")
-        for future in found:
+        libraries.load(names)
+        mark("PyTorch and libraries")
+        for future in chosen:
             future.result()
-    mark("compile")
-    plain = PlainRead()
-    read_gbs, fp16_tflops = ceilings(plain)
-    mark("ceilings")
-    gpu = torch.cuda.get_device_name()
-    print(f"{gpu}: read {read_gbs:.0f} GB/s, fp16 8192^3 {fp16_tflops:.0f} TFLOP/s", flush=True)
-    print(
-        f"{len(found)} kernels; seconds: " + ", ".join(f"{label} {seconds:.1f}" for label, seconds in marks), flush=True
-    )
-    recorded = json.loads((HERE / "recorded.json").read_text())
-    rows: list[dict[str, Any]] = []
-    bound = "roof" if arguments.random is None else "floor"
-    for k, n in shapes:
-        begin = time.monotonic()
-        if begin - started > arguments.seconds:
-            print(f"{k}x{n}: no time left")
-            break
-        shape = Shape(k, n, names, ms)
-        torch.cuda.synchronize()
-        built = time.monotonic()
-        new: list[dict[str, Any]] = []
-        for m in ms:
-            roof = shape.roof_us(m, read_gbs, fp16_tflops)
-            floor = max(roof, random_problems.LATENCY_US)
-            new += shape.rows(m, floor, plain)
-            marlin_us = next((r["us"] for r in new if r["m"] == m and r["peer"] == "marlin" and r["ok"]), math.nan)
-            rec = recorded_us(recorded, f"{k}x{n}", m, marlin_us)
-            if not math.isnan(rec):
-                new.append(dict(k=k, n=n, m=m, peer="recorded", us=rec, ok=True))
-            new.append(dict(k=k, n=n, m=m, peer="roof", us=roof if arguments.random is None else floor))
-        del shape
-        cupy.get_default_memory_pool().free_all_blocks()
-        torch.cuda.empty_cache()
-        print_table(new, names, bound)
-        print(f"{time.monotonic() - begin:.1f} s, of which {built - begin:.1f} s to pack the weights", flush=True)
-        rows += new
-        if arguments.json:
-            run = dict(gpu=gpu, read_gbs=read_gbs, fp16_tflops=fp16_tflops, seed=arguments.random, rows=rows)
-            part = arguments.json.with_suffix(".part")
-            part.write_text(json.dumps(run))
-            os.replace(part, arguments.json)
+        mark(f"{len(chosen)} kernels")
+        run = Run(arguments.json, arguments.random, PlainRead())
+        mark("ceilings")
+        print(f"{run.gpu}: read {run.read_gbs:.0f} GB/s, fp16 8192^3 {run.fp16_tflops:.0f} TFLOP/s")
+        print(", ".join(text for text, _ in marks[1:]), flush=True)
+        for i, (k, n) in enumerate(shapes):
+            if time.monotonic() > deadline:
+                print(f"no time left for {len(shapes) - i} of {len(shapes)} shapes")
+                break
+            run.measure(k, n, names, ms)
+        run.compare_choices(sampled, deadline)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    print_summary(run.write(), arguments.against)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The W4A16 libraries that compare.py measures: each packs a random weight on the GPU and returns calls of its GEMM."""
+"""The W4A16 libraries that compare.py measures, and their CUDA graphs; needs PyTorch and a GPU."""
 
 import functools
 import lzma
@@ -9,6 +9,8 @@ import tempfile
 
 import torch
 
+from tests.peers.interleave import MAX_CALLS, Graph, medians_us
+
 GROUP_SIZE = 128
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 """The column that each nibble of an AWQ word holds."""
@@ -17,11 +19,15 @@ UINT4 = 1125899906843648
 """vLLM's scalar type id of unsigned 4-bit codes with zero points."""
 FOLDER = "."
 """The folder that prepare.sh filled; compare.py sets it."""
-MAX_CALLS = 160
-"""The largest number of calls per CUDA graph."""
 COLD_BYTES = 170e6
 """Weights rotate over copies of more bytes than this, several times the L2 cache."""
 DEVICE = torch.device("cuda:0")
+STREAM = torch.cuda.Stream()
+"""The stream of all measurements."""
+_anchor = torch.cuda.CUDAGraph()
+"""An empty graph that keeps the memory pool of all graphs alive; they never run at the same time, so they share it."""
+with torch.cuda.graph(_anchor, stream=STREAM):
+    torch.empty(1, device=DEVICE)
 
 
 def pack_columns(x, order=range(8)):
@@ -68,7 +74,6 @@ def count_copies(nbytes):
     return min(MAX_CALLS, max(2, math.ceil(COLD_BYTES / nbytes)))
 
 
-@functools.cache
 def load_library(name):
     """Unpack and load a library that prepare.sh made."""
     path = os.path.join(tempfile.gettempdir(), "peers_" + name)
@@ -77,6 +82,13 @@ def load_library(name):
             dst.write(src.read())
         os.rename(path + ".part", path)
     torch.ops.load_library(path)
+
+
+def load(names):
+    """Load the libraries that peers with these names need."""
+    for library, peers in (("vllm_C.so", ("marlin", "machete")), ("fbgemm_genai.so", ("fbgemm",))):
+        if set(peers) & set(names):
+            load_library(library)
 
 
 # A peer takes a problem; it returns the dtype of x and one call per copy of the weight.
@@ -98,7 +110,6 @@ def fp16_tn(p):
 
 def marlin(p):
     """Marlin of vLLM."""
-    load_library("vllm_C.so")
     ops, k, n = torch.ops._C, p.k, p.n
     none = torch.empty(0, dtype=torch.int, device=DEVICE)
     work = torch.zeros(528, dtype=torch.int, device=DEVICE)
@@ -115,7 +126,6 @@ def marlin(p):
 
 def machete(p):
     """Machete of vLLM."""
-    load_library("vllm_C.so")
     ops = torch.ops._C
     q = ops.machete_prepack_B(pack_rows(p.q).t().contiguous().t(), torch.float16, UINT4, torch.float16)
     z = (-1.0 * p.s * p.z.half()).contiguous()
@@ -133,7 +143,6 @@ def machete(p):
 
 def fbgemm(p):
     """bf16i4bf16_shuffled of FBGEMM; x is bfloat16."""
-    load_library("fbgemm_genai.so")
     ops = torch.ops.fbgemm
     w = (p.q.to(torch.int8) - 8).t().contiguous()
     w = torch.bitwise_or(torch.bitwise_and(w[:, ::2], 0xF), torch.bitwise_left_shift(w[:, 1::2], 4)).contiguous()
@@ -170,3 +179,28 @@ def ours(p):
 
 
 PEERS = {f.__name__: f for f in (fp16, fp16_tn, marlin, machete, fbgemm, ours)}
+
+
+def capture(calls, length):
+    """Return the graph of `length` calls in turns; each call has an output of its own."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(STREAM):
+        graph.capture_begin(pool=_anchor.pool(), capture_error_mode="relaxed")
+        try:
+            outputs = [calls[i % len(calls)]() for i in range(length)]
+        finally:
+            graph.capture_end()
+    del outputs  # kept until now, so that no two calls write the same memory
+    return Graph(graph.replay, length)
+
+
+def times_us(graphs):
+    """Return the median microseconds of one call of each graph."""
+
+    def mark():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(STREAM)
+        return event
+
+    with torch.cuda.stream(STREAM):
+        return medians_us(graphs, mark, lambda begin, end: begin.elapsed_time(end))
