@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupy_awq
-from cupy_awq.kernels import select
+from cupy_awq.kernels import gather_columns, select
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.runtime import device
 from cupy_awq.runtime.workspace import COUNTERS, WORKSPACE_BYTES
@@ -166,6 +166,34 @@ def test_explain_of_a_layer_that_cannot_repack_is_that_of_the_awq_layout(k: int,
 
 
 @pytest.mark.parametrize(
+    ("m", "arch", "text"),
+    [
+        (1, 90, "gathered by the GEMM; modelled: the GEMM "),
+        (12, 90, "a launch of gather_columns before the GEMM; "),
+        (600, 90, "a launch of gather_columns before the GEMM; gemm_sm90 gathers the columns of x only"),
+        (1, 80, "a launch of gather_columns before the GEMM; gemm_sm90 needs sm_90"),
+    ],
+)
+def test_explain_of_a_layer_with_an_order_says_who_gathers_x(m: int, arch: int, text: str) -> None:
+    table, line = cupy_awq.explain(m, 4096, 28672, arch=arch, layer=True, order=True).rsplit("\n", 1)
+    assert line.startswith(f"activation order: {text}")
+    problem = Problem(m, 28672, 4096, 128, repacked=arch == 90, gathers_x=True)
+    is_fused = gather_columns.is_fused(problem, device.nominal(arch))
+    assert is_fused == ("gathered by the GEMM" in line)
+    without = cupy_awq.explain(m, 4096, 28672, arch=arch, layer=True)
+    assert (table == without) == (not is_fused)
+    if is_fused:
+        fused, with_launch = map(float, re.findall(r"([\d.]+) us", line))
+        assert fused < with_launch
+        assert f" {fused} " in next(row for row in table.splitlines() if row.startswith("->"))
+
+
+def test_explain_of_a_batch_invariant_layer_with_an_order_names_the_launch() -> None:
+    text = cupy_awq.explain(1, 4096, 28672, arch=90, layer=True, order=True, batch_invariant=True)
+    assert text.endswith("before the GEMM; no batch-invariant GEMM gathers the columns of x")
+
+
+@pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
     [
         ((0, 64, 64, 64), {}, ValueError, "m: expected at least 1, got 0"),
@@ -177,6 +205,8 @@ def test_explain_of_a_layer_that_cannot_repack_is_that_of_the_awq_layout(k: int,
         ((1.0, 64, 64, 64), {}, TypeError, "m: expected an integer, got 1.0"),
         ((1, 64, 64, 64, "int8"), {}, TypeError, "dtype: expected"),
         ((1, 64, 64, 64), {"arch": 50}, ValueError, "60 or more, got 50"),
+        ((1, 64, 64, 64), {"order": True}, ValueError, "order: expected False without layer=True, got True"),
+        ((1, 64, 64, 64), {"layer": True, "order": 1}, TypeError, "order: expected"),
     ],
 )
 def test_explain_refuses(arguments: tuple[object, ...], options: dict[str, int], error: type, text: str) -> None:
