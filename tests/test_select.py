@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupy_awq
-from cupy_awq.kernels import gather_columns, select
+from cupy_awq.kernels import gather_columns, gemm_sm90_large, select
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.runtime import device
 from cupy_awq.runtime.workspace import COUNTERS, WORKSPACE_BYTES
@@ -131,6 +131,30 @@ def test_explain_gives_the_parts_of_the_time_of_gemm_sm90() -> None:
     assert len(overlapping) == 5
     assert abs(sum(added) - float(us)) <= 0.3
     assert max(overlapping) <= added[-1] <= sum(overlapping)
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(700, 4480, 17984), (155, 4224, 23360), (300, 17152, 1408)])
+def test_the_shares_of_stream_k_are_described(m: int, k: int, n: int) -> None:
+    """The clusters that compute each k tile of a unit, listed one by one, give the shares and the shared units."""
+    problem = Problem(m, n, k, 128, repacked=True)
+    configs = [c for c in gemm_sm90_large.configs(problem, device.nominal(90)) if c.stream_k_units]
+    assert configs
+    for config in configs:
+        k_tiles, shares = k // 128, config.stream_k_clusters
+        units: dict[int, set[int]] = {}
+        counts = set()
+        for cluster in range(shares):
+            begin, end = (config.stream_k_units * k_tiles * i // shares for i in (cluster, cluster + 1))
+            counts.add(end - begin)
+            for at in range(begin, end):
+                units.setdefault(at // k_tiles, set()).add(cluster)
+        text = gemm_sm90_large.describe_work(config, problem)
+        ((some, shared),) = re.findall(r"take (\S+) k tiles each of \d+ .*?tiles, (\d+) of which are shared", text)
+        assert {int(count) for count in some.split("-")} == counts
+        assert int(shared) == sum(len(clusters) > 1 for clusters in units.values())
+    for rows in 16, m:
+        text = cupy_awq.explain(rows, k, n, 128, arch=90, layer=True)
+        assert len(re.findall(r"^work: \d+ x \d+ tiles of \d+ x \d+, \d+ k tiles each; ", text, re.MULTILINE)) == 1
 
 
 def test_explain_takes_sizes_in_the_order_of_x_at_w() -> None:
