@@ -33,6 +33,7 @@ def test_each_part_of_the_range_has_a_number_of_rows(seed: int) -> None:
     rows = random_problems.rows(seed)
     assert rows == sorted(rows)
     assert rows == random_problems.rows(seed)
+    assert len(set(rows)) == 9
     assert [min(8, int(9 * math.log(m) / math.log(4096) + 1e-9)) for m in rows[3:]] == list(range(3, 9))
     assert all(1 <= m <= 4096 for m in rows)
 

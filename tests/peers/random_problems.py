@@ -48,10 +48,13 @@ def shapes(seed: int, count: int) -> list[tuple[int, int]]:
 
 
 def rows(seed: int, count: int = 9) -> list[int]:
-    """Return ``count`` values of M, log-uniform in ROWS, one from each of ``count`` equal parts of the logarithm."""
+    """Return ``count`` different values of M, log-uniform in ROWS, one from each of equal parts of the logarithm."""
     rng = random.Random(f"rows {seed}")
     ratio = ROWS[1] / ROWS[0]
-    return [round(ROWS[0] * ratio ** ((i + rng.random()) / count)) for i in range(count)]
+    while True:
+        found = [round(ROWS[0] * ratio ** ((i + rng.random()) / count)) for i in range(count)]
+        if len(set(found)) == count:
+            return found
 
 
 def band(m: int) -> tuple[int, int]:

@@ -4,8 +4,8 @@
     python tests/peers/render.py            # RESULTS.md and the table of the README
     python tests/peers/render.py --plot     # and h100.png
 
-h100.json, h200.json and random_*.json (with --random) are written by compare.py. Each file of tables/ holds one table
-that another command printed: title, gpu, commands, text, columns and rows.
+h100.json, h200.json and tables/random_*.json (with --random) are written by compare.py. Each other file of tables/
+holds one table that another command printed: title, gpu, commands, text, columns and rows.
 """
 
 from __future__ import annotations
