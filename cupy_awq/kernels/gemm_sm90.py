@@ -230,7 +230,7 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
         ("SHARED_BYTES", config.storage_bytes(problem)),
         ("ADD_TO_STREAM", int(problem.adds_to_stream)),
         ("RMS_NORM_X", int(problem.rms_norms_x)),
-        ("ORDER_Y", int(problem.orders_y)),
+        ("ORDER_OUT", int(problem.orders_y)),
     )
     strides = problem.row_strides
     sizes: tuple[int, ...] = (problem.m, problem.n, problem.k, strides.residual, strides.y)
