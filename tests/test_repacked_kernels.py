@@ -19,8 +19,7 @@ from cupy_awq.packing import unpack_int4
 from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
 from tests.backends import BACKENDS, HOPPER, LANDINGS, runner
-from tests.simt.kernels import patched
-from tests.simt.test_seeded_bugs import Seed, outcome
+from tests.simt.seeds import RACE, Seed, assert_caught
 from tests.test_kernels import DTYPES, candidates, check_matmul, facts, repack, rounded_once
 from tests.test_reference import float64_weight
 
@@ -113,10 +112,7 @@ def test_any_problem_whose_kernel_gathers_x(backend: str, data: st.DataObject) -
 def test_columns_gathered_before_all_threads_have_copied_their_part_of_x_are_caught() -> None:
     wait, barrier = "wait_group<0>();", "\n    ptx::barrier_sync(kBarrier, kConsumerThreads);"
     problem = Problem(3, 192, 1024, 128, repacked=True, gathers_x=True)
-    seed = Seed("gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", wait + barrier, wait, ("race", "race"), problem)
-    assert outcome(seed, "latest") == "nothing"
-    with patched(seed.file, seed.old, seed.new):
-        assert (outcome(seed, "latest"), outcome(seed, "earliest")) == seed.caught
+    assert_caught(Seed("gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", wait + barrier, wait, RACE, problem))
 
 
 @pytest.mark.parametrize(
