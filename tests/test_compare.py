@@ -130,7 +130,7 @@ def test_a_cut_off_run_is_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "random_h100_5.json").write_text(json.dumps(run))
     monkeypatch.setattr(render, "HERE", tmp_path)
-    text = "\n".join(render.random_section())
+    text = "\n".join(render.untuned_section())
     assert "### GPU, seed 5: 3000 GB/s read" in text
     assert "    python compare.py\n" in text
     assert "| 1-16 | 1.50 |  |  | 0 of 0 | nan |" in text

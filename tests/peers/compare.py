@@ -222,7 +222,9 @@ class Run:
     def write(self) -> Comparison:
         """Write the file, if there is one, and return the results so far."""
         run = {key: value for key, value in vars(self).items() if not key.startswith("_")}
-        run["command"] = " ".join(["python", *sys.argv])
+        # An absolute path names a folder of one machine only.
+        words = (Path(word).name if word.startswith("/") else word for word in sys.argv)
+        run["command"] = " ".join(["python", *words])
         if self._path:
             part = self._path.with_suffix(".part")
             part.write_text(json.dumps(run))

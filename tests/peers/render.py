@@ -4,8 +4,8 @@
     python tests/peers/render.py            # RESULTS.md and the table of the README
     python tests/peers/render.py --plot     # and h100.png
 
-h100.json, h200.json and tables/random_*.json (with --random) are written by compare.py. Each other file of tables/
-holds one table that another command printed: title, gpu, commands, text, columns and rows.
+h100.json, h200.json, tables/random_*.json and tables/untuned_*.json are written by compare.py. Each other file of
+tables/ holds one table that another command printed: title, gpu, commands, text, columns and rows.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ rate), both measured in the same run. "Best peer / ours" above 1 means that cupy
     python tests/peers/render.py --plot
 """
 
-RANDOM_METHOD = """\
-The same peers and method on shapes and row counts that are in no tuned table and that no cost model was fitted to: 24
-shapes per seed, K a multiple of 128, N of 64, both log-uniform in 1024..32768, K * N <= 4e8; nine row counts,
-log-uniform in 1..4096. The floor is max(roofline, 2.2 us); 2.2 us is the time of an empty dependent launch and one
-memory round trip. A plain read is the larger of two times: that of a kernel without arithmetic that reads the weight
-and x and writes as many bytes as y has, and that of the arithmetic at the fp16 rate. Means are geometric. The second
-table compares the first choice of the cost models with the fastest of all legal configurations, in random cells. The
-third one lists the five worst cells by each ratio.
+UNTUNED_METHOD = """\
+The same peers and method on shapes and row counts that are in no tuned table and that no cost model was fitted to. Of
+each seed, 24 shapes are drawn, K a multiple of 128, N of 64, both log-uniform in 1024..32768, K * N <= 4e8; and nine
+row counts, log-uniform in 1..4096. The floor is max(roofline, 2.2 us); 2.2 us is the time of an empty dependent launch
+and one memory round trip. For given shapes, the floor is the roofline. A plain read is the larger of two times: that of
+a kernel without arithmetic that reads the weight and x and writes as many bytes as y has, and that of the arithmetic at
+the fp16 rate. Means are geometric. The second table compares the first choice of the cost models with the fastest of
+all legal configurations, in random cells. The third one lists the five worst cells by each ratio.
 """
 
 
@@ -130,25 +130,28 @@ SECTIONS = {
 """The files of tables/ by section, in the order of the page."""
 
 
-RANDOM_HEADERS = (
+UNTUNED_HEADERS = (
     ("M", "ours / floor", "plain read / floor", "best peer / ours", "over 5% slower", "worst cell"),
     ("M", "cells", "first choice / fastest", "worst cell"),
     ("shape", "M", "ours", "best peer", "plain read", "floor", "ours / floor", "best peer / ours"),
 )
-"""The headers of the tables about random problems: summary, first choices, worst cells."""
+"""The headers of the tables about shapes without a tuned configuration: summary, first choices, worst cells."""
 
 
-def random_section() -> list[str]:
-    """Return the section of RESULTS.md about random problems, or nothing if none were measured."""
-    runs = [Comparison.read(path) for path in sorted((HERE / "tables").glob("random_*.json"))]
+def untuned_section() -> list[str]:
+    """Return the section of RESULTS.md about shapes without a tuned configuration, or nothing if none were measured."""
+    paths = (path for prefix in ("random", "untuned") for path in sorted((HERE / "tables").glob(f"{prefix}_*.json")))
+    runs = [Comparison.read(path) for path in paths]
     if not runs:
         return []
-    parts = ["## Random shapes and row counts\n", RANDOM_METHOD]
-    for run in sorted(runs, key=lambda run: (run.gpu, run.seed)):
+    parts = ["## Shapes and row counts without a tuned configuration\n", UNTUNED_METHOD]
+    for run in runs:
+        shapes = ", ".join(f"{k}x{n}" for k, n in dict.fromkeys((k, n) for k, n, _ in run.ratios))
+        drawn = shapes if run.seed is None else f"seed {run.seed}"
         figures = f"{run.read_gbs:.0f} GB/s read, {run.fp16_tflops:.0f} TFLOP/s fp16"
-        parts.append(f"### {run.gpu}, seed {run.seed}: {figures}\n\n    {run.command}\n")
+        parts.append(f"### {run.gpu}, {drawn}: {figures}\n\n    {run.command}\n")
         tables = (run.summary(), run.choice_summary(), run.worst())
-        parts += [markdown(header, rows) + "\n" for header, rows in zip(RANDOM_HEADERS, tables, strict=True) if rows]
+        parts += [markdown(header, rows) + "\n" for header, rows in zip(UNTUNED_HEADERS, tables, strict=True) if rows]
     return parts
 
 
@@ -156,7 +159,7 @@ def results() -> str:
     """Return RESULTS.md."""
     runs = [section(Comparison.read(HERE / f"{name}.json")) for name in ("h100", "h200")]
     parts = [INTRODUCTION, "## AwqLinear and its peers\n", METHOD, "![Time over roofline](h100.png)\n", *runs]
-    parts += random_section()
+    parts += untuned_section()
     for title, names in SECTIONS.items():
         parts += [f"## {title}\n", *(table(HERE / "tables" / f"{name}.json") for name in names)]
     return "\n".join(parts)
