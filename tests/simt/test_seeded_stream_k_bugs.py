@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from cupy_awq.kernels.problem import Problem
-from tests.simt.kernels import patched
-from tests.simt.test_seeded_bugs import RACE, VALUES, Seed, outcome
+from tests.simt.seeds import RACE, VALUES, Seed, assert_caught
 
 PROBLEM = Problem(140, 384, 768, 128, repacked=True)
 """Six tiles of 80 rows and 128 columns, with six k tiles each."""
@@ -65,8 +64,4 @@ SEEDS = {
     "name", [next(iter(SEEDS)), *(pytest.param(n, marks=pytest.mark.slow) for n in list(SEEDS)[1:])]
 )
 def test_seeded_bug_of_stream_k_is_caught(name: str) -> None:
-    seed = SEEDS[name]
-    assert outcome(seed, "latest") == "nothing", "the kernel must be right before the bug is planted"
-    with patched(seed.file, seed.old, seed.new):
-        found = outcome(seed, "latest"), outcome(seed, "earliest")
-    assert found == seed.caught
+    assert_caught(SEEDS[name])
