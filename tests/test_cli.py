@@ -159,6 +159,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "16", "12288", "4096"], "expected KxN such as 4096x12288, got '16'"),
         (["explain", "64x9", "--group-size", "64"], "n: expected a multiple of 8, got 9"),
         (["explain", "64x8", "--dtype", "int8"], "int8"),
+        (["explain", "64x8", "--group-size", "64", "--order"], "order: expected False without layer=True, got True"),
         (["explain", "64x8", "--m", "one"], "'one'"),
         (["explain", "64x8", "--group-size", "64", "--arch", "10"], "10"),
         (["tune", "64x8"], "tune: expected an NVIDIA GPU, found none"),
@@ -303,6 +304,8 @@ def test_explain_prints_what_the_function_says(capsys: pytest.CaptureFixture[str
     text = output(capsys, "explain", "4096x12288", "--m", "16", "--arch", "90", "--layer")
     assert text == cupy_awq.explain(16, 4096, 12288, 128, arch=90, layer=True) + "\n"
     assert text != output(capsys, "explain", "4096x12288", "--m", "16", "--arch", "90")
+    text = output(capsys, "explain", "12288x4096", "--m", "1", "--arch", "90", "--layer", "--order")
+    assert text == cupy_awq.explain(1, 12288, 4096, 128, arch=90, layer=True, order=True) + "\n"
 
 
 @pytest.mark.parametrize(("op", "kernel"), [("gemm_int8", "gemm_int8_sm90"), ("conv2d", "conv2d_sm90_large")])

@@ -140,6 +140,13 @@ def test_dynamic_settings_of_excluded_modules_and_other_group_sizes_hold(tmp_pat
     assert summarize(contents).exceptions in ({"s": "group size 16"}, {"m": "group size 32"})
 
 
+def test_first_match_of_dynamic_settings_wins_even_before_an_equal_name(tmp_path: Path) -> None:
+    config = GPTQ | {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+    config["dynamic"] = {"+:^m$": {"group_size": G}, "m": {"bits": 8}}
+    contents = read(save_folder(tmp_path, named(packers.gptq(WEIGHT, 2)), {"quantization_config": config}))
+    assert contents.specs["m"].group_size == G
+
+
 def test_folder_without_anything_quantized_says_so(tmp_path: Path) -> None:
     contents = read(save_folder(tmp_path, {"t": np.ones(3, np.float16)}, {}))
     assert (contents.found, contents.format_name) == ("No quantized modules.", None)

@@ -292,6 +292,14 @@ def test_gemv_without_a_configuration_needs_padding_or_a_group_size(tmp_path: Pa
     assert read(tmp_path, group_size=G).specs["m"].group_size == G
 
 
+def test_gemv_with_scales_as_wide_as_codes_is_not_taken_for_gptq(tmp_path: Path) -> None:
+    codes = np.ones((256, 64), np.uint8)
+    w = Packed(codes, codes[:8], np.ones((8, 64), np.float16), 32, np.arange(256, dtype=np.int32) // 32)
+    tensors = {f"m.{name}": array for name, array in packers.awq_gemv(w).items()}
+    assert tensors["m.qweight"].shape == tensors["m.scales"].shape
+    assert read(save_folder(tmp_path, tensors, {})).specs["m"].group_size == 32
+
+
 def test_zero_points_that_auto_gptq_lost_are_warned_of_once_a_checkpoint(tmp_path: Path) -> None:
     tensors: Tensors = {}
     for name in ("one", "two"):

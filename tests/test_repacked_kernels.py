@@ -19,15 +19,14 @@ from cupy_awq.packing import unpack_int4
 from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
 from tests.backends import BACKENDS, HOPPER, LANDINGS, runner
-from tests.simt.kernels import patched
-from tests.simt.test_seeded_bugs import Seed, outcome
+from tests.simt.seeds import RACE, Seed, assert_caught
 from tests.test_kernels import DTYPES, candidates, check_matmul, facts, repack, rounded_once
 from tests.test_reference import float64_weight
 
 
 def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) -> Problem:
     """Draw a problem with any group size, zeros, scales and epilogue that both families on the repacked layout take."""
-    group_size = data.draw(st.sampled_from([32, 64, 128, 192]))
+    group_size = data.draw(st.sampled_from([16, 32, 64, 128, 192]))
     gated = data.draw(st.booleans())
     step = 64 if gated else 8
     return Problem(
@@ -113,10 +112,7 @@ def test_any_problem_whose_kernel_gathers_x(backend: str, data: st.DataObject) -
 def test_columns_gathered_before_all_threads_have_copied_their_part_of_x_are_caught() -> None:
     wait, barrier = "wait_group<0>();", "\n    ptx::barrier_sync(kBarrier, kConsumerThreads);"
     problem = Problem(3, 192, 1024, 128, repacked=True, gathers_x=True)
-    seed = Seed("gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", wait + barrier, wait, ("race", "race"), problem)
-    assert outcome(seed, "latest") == "nothing"
-    with patched(seed.file, seed.old, seed.new):
-        assert (outcome(seed, "latest"), outcome(seed, "earliest")) == seed.caught
+    assert_caught(Seed("gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", wait + barrier, wait, RACE, problem))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +254,7 @@ def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
         m=data.draw(st.sampled_from([1, 2, 3, 7, 16, 20, 32])),
         n=data.draw(st.integers(1, 5)) * 64 if gated else data.draw(st.integers(1, 40)) * 8,
         k=k,
-        group_size=data.draw(st.sampled_from([64, k])),
+        group_size=data.draw(st.sampled_from([16, 64, k])),
         dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
         zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
         bias_dtype=data.draw(st.sampled_from([None, "float32"])),
@@ -327,7 +323,9 @@ def test_scaled_weights_are_rounded_once(backend: str, name: str, dtype: str, sc
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("zeros", ["packed", "symmetric"])
-@pytest.mark.parametrize(("k", "n", "group_size"), [(128, 128, 128), (320, 72, 64), (192, 264, 32), (192, 8, 192)])
+@pytest.mark.parametrize(
+    ("k", "n", "group_size"), [(128, 128, 128), (320, 72, 64), (192, 264, 32), (192, 8, 192), (192, 40, 16)]
+)
 def test_repacking_keeps_every_code_scale_and_zero(backend: str, zeros: str, k: int, n: int, group_size: int) -> None:
     weight = random_weight(np.random.default_rng(k), k, n, group_size, zeros=zeros)
     layout = RepackedLayout.of(Problem(1, n, k, group_size, zeros=zeros))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupy_awq
-from cupy_awq.kernels import select
+from cupy_awq.kernels import gather_columns, gemm_sm90_large, select
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.runtime import device
 from cupy_awq.runtime.workspace import COUNTERS, WORKSPACE_BYTES
@@ -133,6 +133,30 @@ def test_explain_gives_the_parts_of_the_time_of_gemm_sm90() -> None:
     assert max(overlapping) <= added[-1] <= sum(overlapping)
 
 
+@pytest.mark.parametrize(("m", "k", "n"), [(700, 4480, 17984), (155, 4224, 23360), (300, 17152, 1408)])
+def test_the_shares_of_stream_k_are_described(m: int, k: int, n: int) -> None:
+    """The clusters that compute each k tile of a unit, listed one by one, give the shares and the shared units."""
+    problem = Problem(m, n, k, 128, repacked=True)
+    configs = [c for c in gemm_sm90_large.configs(problem, device.nominal(90)) if c.stream_k_units]
+    assert configs
+    for config in configs:
+        k_tiles, shares = k // 128, config.stream_k_clusters
+        units: dict[int, set[int]] = {}
+        counts = set()
+        for cluster in range(shares):
+            begin, end = (config.stream_k_units * k_tiles * i // shares for i in (cluster, cluster + 1))
+            counts.add(end - begin)
+            for at in range(begin, end):
+                units.setdefault(at // k_tiles, set()).add(cluster)
+        text = gemm_sm90_large.describe_work(config, problem)
+        ((some, shared),) = re.findall(r"take (\S+) k tiles each of \d+ .*?tiles, (\d+) of which are shared", text)
+        assert {int(count) for count in some.split("-")} == counts
+        assert int(shared) == sum(len(clusters) > 1 for clusters in units.values())
+    for rows in 16, m:
+        text = cupy_awq.explain(rows, k, n, 128, arch=90, layer=True)
+        assert len(re.findall(r"^work: \d+ x \d+ tiles of \d+ x \d+, \d+ k tiles each; ", text, re.MULTILINE)) == 1
+
+
 def test_explain_takes_sizes_in_the_order_of_x_at_w() -> None:
     """M, K, N as in x[M, K] @ W[K, N], by position and by name."""
     text = cupy_awq.explain(3, 256, 512, arch=80)
@@ -146,7 +170,7 @@ def _chosen(text: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("k", "group_size"), [(4096, 32), (4096, 64), (4096, 128), (4096, -1), (192, 192)])
+@pytest.mark.parametrize(("k", "group_size"), [(4096, 16), (4096, 32), (4096, 64), (4096, 128), (4096, -1), (192, 192)])
 @pytest.mark.parametrize("m", [1, 16, 64, 2048])
 def test_explain_of_a_layer_chooses_a_kernel_on_the_repacked_layout(
     m: int, k: int, group_size: int, dtype: str
@@ -158,11 +182,39 @@ def test_explain_of_a_layer_chooses_a_kernel_on_the_repacked_layout(
 
 @pytest.mark.parametrize(
     ("k", "group_size", "arch"),
-    [(4096, 128, 80), (4096, 128, 89), (4096, 128, 100), (4096, 16, 90), (384, 192, 90), (96, 32, 90)],
+    [(4096, 128, 80), (4096, 128, 89), (4096, 128, 100), (4096, 8, 90), (384, 192, 90), (96, 32, 90)],
 )
 def test_explain_of_a_layer_that_cannot_repack_is_that_of_the_awq_layout(k: int, group_size: int, arch: int) -> None:
     arguments = 16, k, 4096, group_size
     assert cupy_awq.explain(*arguments, arch=arch, layer=True) == cupy_awq.explain(*arguments, arch=arch)
+
+
+@pytest.mark.parametrize(
+    ("m", "arch", "text"),
+    [
+        (1, 90, "gathered by the GEMM; modelled: the GEMM "),
+        (12, 90, "a launch of gather_columns before the GEMM; "),
+        (600, 90, "a launch of gather_columns before the GEMM; gemm_sm90 gathers the columns of x only"),
+        (1, 80, "a launch of gather_columns before the GEMM; gemm_sm90 needs sm_90"),
+    ],
+)
+def test_explain_of_a_layer_with_an_order_says_who_gathers_x(m: int, arch: int, text: str) -> None:
+    table, line = cupy_awq.explain(m, 4096, 28672, arch=arch, layer=True, order=True).rsplit("\n", 1)
+    assert line.startswith(f"activation order: {text}")
+    problem = Problem(m, 28672, 4096, 128, repacked=arch == 90, gathers_x=True)
+    is_fused = gather_columns.is_fused(problem, device.nominal(arch))
+    assert is_fused == ("gathered by the GEMM" in line)
+    without = cupy_awq.explain(m, 4096, 28672, arch=arch, layer=True)
+    assert (table == without) == (not is_fused)
+    if is_fused:
+        fused, with_launch = map(float, re.findall(r"([\d.]+) us", line))
+        assert fused < with_launch
+        assert f" {fused} " in next(row for row in table.splitlines() if row.startswith("->"))
+
+
+def test_explain_of_a_batch_invariant_layer_with_an_order_names_the_launch() -> None:
+    text = cupy_awq.explain(1, 4096, 28672, arch=90, layer=True, order=True, batch_invariant=True)
+    assert text.endswith("before the GEMM; no batch-invariant GEMM gathers the columns of x")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +229,8 @@ def test_explain_of_a_layer_that_cannot_repack_is_that_of_the_awq_layout(k: int,
         ((1.0, 64, 64, 64), {}, TypeError, "m: expected an integer, got 1.0"),
         ((1, 64, 64, 64, "int8"), {}, TypeError, "dtype: expected"),
         ((1, 64, 64, 64), {"arch": 50}, ValueError, "60 or more, got 50"),
+        ((1, 64, 64, 64), {"order": True}, ValueError, "order: expected False without layer=True, got True"),
+        ((1, 64, 64, 64), {"layer": True, "order": 1}, TypeError, "order: expected"),
     ],
 )
 def test_explain_refuses(arguments: tuple[object, ...], options: dict[str, int], error: type, text: str) -> None:

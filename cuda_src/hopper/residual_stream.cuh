@@ -7,7 +7,7 @@
 //     h[m, i] += epilogue(acc[m, i])
 //     square_sums[m, i / 32] = sum of h[m, i]^2 over 32 adjacent columns
 //     y[m, i] = h[m, i] * norm_weight[i] * previous_inverse_rms[m] * kHeadroom         the x of the next GEMM
-//     ORDER_Y: y[m, positions[i]] in place of y[m, i], for a next GEMM that takes its x in an activation order
+//     ORDER_OUT: y[m, positions[i]] in place of y[m, i], for a next GEMM that takes its x in an activation order
 //
 //   RMS_NORM_X, the GEMM that begins the next block:
 //     inverse_rms[m] = 1 / sqrt(sum of square_sums[m, :] / width + eps)
@@ -18,7 +18,7 @@
 //   square_sums           float32 [m, ceil(width / 32)]
 //   previous_inverse_rms  float32 [m]: the inverse_rms of the preceding RMSNorm
 //   inverse_rms           float32 [m]; null with ADD_TO_STREAM
-//   positions             int32 [width], with ORDER_Y only: the inverse of the permutation order of the next GEMM,
+//   positions             int32 [width], with ORDER_OUT only: the inverse of the permutation order of the next GEMM,
 //                         positions[order[i]] = i
 //   next_weight           with ADD_TO_STREAM only: a weight of which a part is prefetched (next_weight.cuh), or null
 //
@@ -29,17 +29,11 @@
 #pragma once
 
 #include "ptx/prefetch.cuh"
+#include "common/positions.cuh"
 #include "common/types.cuh"
 #include "common/warp.cuh"
 
 // The additional kernel parameters of a fused GEMM.
-#if ORDER_Y
-#define POSITIONS_PARAMETER const int32_t *positions,
-#define POSITIONS_ARGUMENT positions
-#else
-#define POSITIONS_PARAMETER
-#define POSITIONS_ARGUMENT nullptr
-#endif
 #if ADD_TO_STREAM || RMS_NORM_X
 #define FUSION_PARAMETERS                                                                                        \
   float *h, const float *norm_weight, float *square_sums, const float *previous_inverse_rms, float *inverse_rms, \
@@ -61,7 +55,7 @@
 
 constexpr bool kAddsToStream = ADD_TO_STREAM;
 constexpr bool kRmsNormsX = RMS_NORM_X;
-constexpr bool kOrdersY = ORDER_Y;
+constexpr bool kOrdersY = ORDER_OUT;
 constexpr float kHeadroom = 0.015625f;    // 2^-6: y stays in float16's range if the RMS of a row grows up to 64x
 constexpr int kSquareSumColumns = 4 * 8;  // columns per square sum: four lanes, eight columns each
 

@@ -25,15 +25,8 @@
 
 #include "llm/softmax_merge.cuh"
 #include "llm/rope.cuh"
+#include "common/positions.cuh"
 #include "ptx/atom.cuh"
-
-#if ORDER_OUT
-#define POSITIONS_PARAMETER const int32_t *positions,
-#define POSITIONS_ARGUMENT positions
-#else
-#define POSITIONS_PARAMETER
-#define POSITIONS_ARGUMENT nullptr
-#endif
 
 constexpr int kWarps = THREADS / 32;
 constexpr int kMaxSplits = MAX_SPLITS;

@@ -138,7 +138,7 @@ def _read_gptq(tensors: Tensors, table: Mapping[str, Any], where: str) -> tuple[
         if name.endswith(".B") and name.removesuffix("B") + "s" in tensors:
             raise CheckpointError(f"{tensor.file}: tensor {name!r:.200}: expected qweight, got marlin's B and s")
     group_size = _read_group_size(table, where, "group_size")
-    rules = read_rules(table.get("dynamic"), "dynamic", where)
+    rules = read_rules(table.get("dynamic"), "dynamic", where, has_names=False)
     reason = f"{key} {stated!r:.80} in {where}" if stated else f"quant_method 'gptq' in {where}"
     by_auto_gptq = "gptqmodel" not in str(table.get("meta"))[:1000] and table.get("provider") != "auto-round"
     return Gptq(version, group_size, rules, checks_zeros=version == 1 and by_auto_gptq), reason
@@ -155,7 +155,7 @@ def _read_auto_round(tensors: Tensors, table: Mapping[str, Any], where: str) -> 
     act_bits = table.get("act_bits", 16)
     if type(act_bits) is not int or act_bits < 16:
         raise CheckpointError(f"{where}: act_bits: expected 16 (weights alone are quantized), got {act_bits!r:.80}")
-    rules = read_rules(table.get("extra_config"), "extra_config", where)
+    rules = read_rules(table.get("extra_config"), "extra_config", where, has_names=True)
     version, reason = AUTO_ROUND_VERSIONS[packing], f"{key} {packing!r:.80} in {where}"
     if version is None:
         return AutoAwq(None, False if table.get("sym") else None, where, rules), reason
@@ -270,8 +270,8 @@ def _match_layout(codes: Array, scales: Array | None) -> str | None:
 
 SHAPE_CHECKS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     "awq gemm": lambda codes, scales: 8 * codes[1] == scales[1],
+    "awq gemv": lambda codes, scales: codes[0] == scales[0],  # GPTQ would have groups of 8 rows, which none writes
     "gptq": lambda codes, scales: codes[1] == scales[1],
-    "awq gemv": lambda codes, scales: codes[0] == scales[0],
     "awq gemv_fast": lambda codes, scales: False,  # the codes of this format are int16, as `_match_layout` checks
 }
 """The formats with codes named ``qweight``, each with a function that compares two shapes.

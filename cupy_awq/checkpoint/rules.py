@@ -198,7 +198,7 @@ class Rules:
 
     Attributes:
         key: the key of the settings in the configuration, for error messages.
-        exact: the settings by module name; these take precedence.
+        exact: the settings by module name; these take precedence over ``patterns``.
         patterns: pairs of an expression and the settings of modules that match it; the first match applies.
     """
 
@@ -223,7 +223,7 @@ class Rules:
         return found
 
 
-def read_rules(table: Any, key: str, where: str) -> Rules:
+def read_rules(table: Any, key: str, where: str, *, has_names: bool) -> Rules:
     """Parse the per-module settings of a configuration: ``table`` maps a module name or expression to settings.
 
     The prefix "+:" of a name is ignored. The prefix "-:" excludes modules from quantization; their settings are empty.
@@ -232,6 +232,8 @@ def read_rules(table: Any, key: str, where: str) -> Rules:
         table: the value of ``key`` in the configuration, as parsed from JSON.
         key: the key, "dynamic" or "extra_config", for error messages.
         where: the path of the configuration, for error messages.
+        has_names: whether an equal module name takes precedence over the expressions (auto-round); if False, the first
+            match in the order of the table applies (GPTQModel).
 
     Raises:
         CheckpointError: the table is malformed.
@@ -249,7 +251,8 @@ def read_rules(table: Any, key: str, where: str) -> Rules:
             raise CheckpointError(f"{where}: {key}: {name!r:.80}: expected an object, got {settings!r:.80}")
         text = name[2:] if name[:2] in ("+:", "-:") else name
         values: Mapping[str, Any] = {} if excludes else settings
-        exact.setdefault(text, values)
+        if has_names:
+            exact.setdefault(text, values)
         try:
             patterns.append((Pattern(text, budget), values))
         except CheckpointError as error:

@@ -93,10 +93,38 @@ def is_fused(problem: Problem, device: Device) -> bool:
         problem: a GEMM with ``gathers_x``.
         device: the GPU.
     """
-    if problem.batch_invariant or gemm_sm90.refusal(problem, device) is not None:
+    if refusal(problem, device) is not None:
         return False
+    fused, with_launch = _times(problem, device)
+    return fused < with_launch
+
+
+def refusal(problem: Problem, device: Device) -> str | None:
+    """Return the reason why no GEMM kernel gathers the columns of x for a problem with ``gathers_x``, or None."""
+    if problem.batch_invariant:
+        return "no batch-invariant GEMM gathers the columns of x"
+    reason = gemm_sm90.refusal(problem, device)
+    return reason and f"{gemm_sm90.NAME} {reason}"
+
+
+def _times(problem: Problem, device: Device) -> tuple[float, float]:
+    """Return the modelled microseconds of a GEMM that gathers the columns of x, and of a launch and a GEMM."""
     fused, plain = (
         min((gemm_sm90.estimate_us(config, p, device) for config in gemm_sm90.configs(p, device)), default=math.inf)
         for p in (problem, replace(problem, gathers_x=False))
     )
-    return fused < plain + estimate_added_us(problem.k, plain)
+    return fused, plain + estimate_added_us(problem.k, plain)
+
+
+def explain(problem: Problem, device: Device) -> str:
+    """Return a line that says whether the GEMM or a launch of this kernel gathers the columns of x, and why.
+
+    The arguments are those of `is_fused`.
+    """
+    reason = refusal(problem, device)
+    if reason is not None:
+        return f"activation order: a launch of {NAME} before the GEMM; {reason}"
+    fused, with_launch = _times(problem, device)
+    times = f"modelled: the GEMM {fused:.1f} us, a launch and a GEMM {with_launch:.1f} us"
+    by = "gathered by the GEMM" if is_fused(problem, device) else f"a launch of {NAME} before the GEMM"
+    return f"activation order: {by}; {times}"

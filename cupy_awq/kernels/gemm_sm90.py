@@ -218,7 +218,7 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
         ("SHARED_BYTES", config.storage_bytes(problem)),
         ("ADD_TO_STREAM", int(problem.adds_to_stream)),
         ("RMS_NORM_X", int(problem.rms_norms_x)),
-        ("ORDER_Y", int(problem.orders_y)),
+        ("ORDER_OUT", int(problem.orders_y)),
     )
     strides = problem.row_strides
     sizes: tuple[int, ...] = (problem.m, problem.n, problem.k, strides.residual, strides.y)
@@ -257,6 +257,22 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
 
 def workspace(config: GemmSm90Config, problem: Problem) -> Workspace:
     return Workspace()
+
+
+def describe_work(config: GemmSm90Config, problem: Problem) -> str:
+    """Return how the tiles of y and their k tiles are divided among the CTAs, which `explain` prints.
+
+    >>> config = GemmSm90Config(WGMMA, 112, weight_tiles=2, m64_tiles=1, consumers=2, stages=6, split_k=3)
+    >>> describe_work(config, Problem(224, 1088, 15872, 128, repacked=True))
+    '2 x 17 tiles of 112 x 64, 124 k tiles each; clusters of 3 CTAs take a tile each, at most 42 k tiles per CTA'
+    """
+    m_blocks, n_blocks = config.tiles(problem)
+    k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
+    text = f"{m_blocks} x {n_blocks} tiles of {config.block_m} x {config.block_n}, {k_tiles} k tiles each"
+    if config.split_k == 1:
+        return f"{text}; one CTA per tile"
+    share = ceil_div(k_tiles, config.split_k)
+    return f"{text}; clusters of {config.split_k} CTAs take a tile each, at most {share} k tiles per CTA"
 
 
 def time_parts(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:

@@ -7,12 +7,14 @@ of the cluster, adjacent along n.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.gemm_sm90_costs import TimeParts
 from cupy_awq.kernels.hopper import has_split_scales, power_limited_us, repacked_defines, x_tensor_map
 from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
 from cupy_awq.kernels.problem import Problem, ceil_div
@@ -233,10 +235,45 @@ def workspace(config: GemmSm90LargeConfig, problem: Problem) -> Workspace:
     return Workspace(ctas * config.block_m * config.block_n * 4, counters)
 
 
-def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> float:
-    """Return the run time in microseconds: launch, the larger of compute and weight read time, stream-K reduction.
+def describe_work(config: GemmSm90LargeConfig, problem: Problem) -> str:
+    """Return how the tiles of y and their k tiles are divided among the clusters, which `explain` prints.
 
-    The compute time is the time of the cluster with the most k tiles. The maximum is smooth (a p-norm).
+    A stream-K unit is shared if the share of one cluster ends, and that of the next begins, within its k tiles; the
+    shares are those of ``StreamKTileScheduler`` in ``cuda_src/hopper/tile_scheduler.cuh``.
+
+    >>> config = GemmSm90LargeConfig(1, 132, stream_k_units=159, stream_k_clusters=132, block_m=240, m64_tiles=1)
+    >>> describe_work(config, Problem(700, 17984, 4480, 128, repacked=True)).split("; ")  # doctest: +ELLIPSIS
+    ['3 x 141 tiles of 240 x 128, 35 k tiles each', 'stream-K: 132 CTAs take 42-43 k tiles each of 159 tiles, ...',
+     '132 CTAs take 2 of the other 264 tiles each']
+    """
+    clusters, k_tiles = config.ctas // config.cluster, ceil_div(problem.k, WEIGHT_TILE_K)
+    columns, units = ceil_div(problem.n, config.block_n), config.units(problem)
+    who, what = ("CTAs", "tiles") if config.cluster == 1 else ("pairs of CTAs", "pairs of tiles")
+    text = f"{ceil_div(problem.m, config.block_m)} x {columns} tiles of {config.block_m} x {config.block_n}"
+    text += f", {k_tiles} k tiles each"
+    shared = config.stream_k_units
+    if shared:
+        total, sharers = shared * k_tiles, config.stream_k_clusters
+        borders = [total * i // sharers for i in range(sharers + 1)]
+        shares = sorted({end - begin for begin, end in itertools.pairwise(borders)})
+        several = len({border // k_tiles for border in borders if border % k_tiles})
+        text += f"; stream-K: {sharers} {who} take {_span(shares)} k tiles each of {shared} {what}"
+        text += f", {several} of which are shared"
+    if own := units - shared:
+        counts = sorted({own // clusters, ceil_div(own, clusters)})
+        text += f"; {clusters} {who} take {_span(counts)} of the {'other ' if shared else ''}{own} {what} each"
+    return text
+
+
+def _span(values: list[int]) -> str:
+    """Return ascending values as "1" or "1-3"."""
+    return str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}"
+
+
+def time_parts(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> TimeParts:
+    """Return the modelled run time and its parts, which `explain` prints.
+
+    The time on the SMs is that of the cluster with the most k tiles; it overlaps with reading the weight.
     """
     clusters = config.ctas // config.cluster
     k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
@@ -248,8 +285,14 @@ def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -
     work = power_limited_us(
         k_tile_us * (waves * k_tiles + COSTS.stream_k_factor * share) + COSTS.store_ns * tiles * elements, problem
     )
-    stream = COSTS.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3)
+    overlapping = {"SM": work, "weight": COSTS.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3)}
     reduction = 0.0
     if config.stream_k_units:
         reduction = (COSTS.reduction_ns + COSTS.reduction_split_ns * config.split_k) * elements
-    return COSTS.launch_us + float((work**4 + stream**4) ** 0.25) + reduction
+    fixed = {"launch": COSTS.launch_us, "stream-K": reduction}
+    both = float(sum(us**4 for us in overlapping.values()) ** 0.25)
+    return TimeParts(sum(fixed.values()) + both, fixed, overlapping)
+
+
+def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> float:
+    return time_parts(config, problem, device).us

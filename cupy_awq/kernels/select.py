@@ -342,8 +342,9 @@ def explain(problem: KernelProblem, device: Device) -> str:
     """Return a table with each family's best configuration and its time, or the reason why the family has none.
 
     ``->`` marks the choice. The choice's time is "measured" if a tuned table records it; all other times are "modelled"
-    by the cost models. If the family has a function ``time_parts``, a line gives the parts that add up to the
-    modelled time. The last line says whether a tuned table or the cost models determined the choice.
+    by the cost models. If the family of the choice has a function ``describe_work`` or ``time_parts``, a line says how
+    the work is divided among the CTAs, or gives the parts that add up to the modelled time. The last line says whether
+    a tuned table or the cost models determined the choice.
     """
     choice = choose(problem, device)
     width = max(map(len, families(problem)))
@@ -359,6 +360,9 @@ def explain(problem: KernelProblem, device: Device) -> str:
         if chosen and choice.tuned is not None and choice.tuned.us is not None:
             us, source = choice.tuned.us, "measured"
         lines.append(f"{'->' if chosen else '  '} {name:{width}} {us:8.1f}  {source:8}  {tuned.fields(config)}")
+    describe_work = getattr(choice.family, "describe_work", None)
+    if describe_work is not None:
+        lines.append(f"work: {describe_work(choice.config, problem)}")
     time_parts = getattr(choice.family, "time_parts", None)
     if time_parts is not None:
         lines.append(f"modelled parts in us: {time_parts(choice.config, problem, device)}")

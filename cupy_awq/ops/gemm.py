@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from cupy_awq import check, check_scalar
 from cupy_awq.check import Array
-from cupy_awq.kernels import select
+from cupy_awq.kernels import gather_columns, select
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.ops.gemm_launch import GemmLaunch, cache_launch, constant_pointers, run_gemm
@@ -168,6 +169,7 @@ def explain(
     *,
     arch: int | None = None,
     layer: bool = False,
+    order: bool = False,
     batch_invariant: bool = False,
 ) -> str:
     """Return a table of the kernels for x [M, K] @ W [K, N], with each kernel's best configuration and time.
@@ -185,12 +187,14 @@ def explain(
             if there is no GPU.
         layer: True for the kernels that `AwqLinear` can use, which repacks its weight on Hopper; False for the kernels
             that `gemm` can use, which read the AWQ layout.
+        order: True for an `AwqLinear` with an activation order (requires ``layer``); then the last line of the table
+            says whether the GEMM gathers the columns of x or a launch before the GEMM.
         batch_invariant: True for the kernels of the batch-invariant mode; then the last line of the table gives the
             order of additions along K, which is the same for every M.
 
     Raises:
         TypeError: a size is not an integer, or the dtype is not supported.
-        ValueError: a size is not supported, or the architecture is unknown.
+        ValueError: a size is not supported, the architecture is unknown, or ``order`` is set without ``layer``.
 
     >>> print(explain(m=1, k=4096, n=12288, arch=80).splitlines()[0])
     x[1, 4096] float16 @ W[4096, 12288] group size 128 on A100 SXM 80GB (sm_80)
@@ -200,7 +204,10 @@ def explain(
     """
     m, k, n = (check_scalar.validate_integer(size, name, 1) for name, size in (("m", m), ("k", k), ("n", n)))
     layer = check_scalar.validate_flag(layer, "layer")
+    order = check_scalar.validate_flag(order, "order")
     batch_invariant = check_scalar.validate_flag(batch_invariant, "batch_invariant")
+    if order and not layer:
+        raise ValueError("order: expected False without layer=True, got True")
     if n % 8:
         raise ValueError(f"n: expected a multiple of 8, got {n}")
     size, element = check_scalar.validate_group_size(k, group_size), check.validate_float_dtype(dtype)
@@ -211,4 +218,8 @@ def explain(
     )
     repacked = layer and gpu.arch == 90 and RepackedLayout(k, n, size).refusal() is None
     problem = Problem(m, n, k, size, element.name, repacked=repacked, batch_invariant=batch_invariant)
-    return select.explain(problem, gpu)
+    if not order:
+        return select.explain(problem, gpu)
+    gathering = replace(problem, gathers_x=True)
+    is_fused = gather_columns.is_fused(gathering, gpu)
+    return f"{select.explain(gathering if is_fused else problem, gpu)}\n{gather_columns.explain(gathering, gpu)}"

@@ -141,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     examples = [
         "4096x12288 --m 1,16 --arch 90",
         "4096x12288 --m 16 --arch 90 --layer",
+        "12288x4096 --m 1 --arch 90 --layer --order",
         "64x256 --op conv2d --image 14 --arch 90",
     ]
     explain = command("explain", _explain, "print each kernel's time, or why it is not legal", EXPLAIN, examples)
@@ -153,6 +154,11 @@ def _parser() -> argparse.ArgumentParser:
         "--layer",
         action="store_true",
         help="gemm: kernels of AwqLinear, which repacks weights on Hopper (default: those for the AWQ layout)",
+    )
+    explain.add_argument(
+        "--order",
+        action="store_true",
+        help="gemm with --layer: also say who gathers the columns of x if the layer has an activation order",
     )
     explain.add_argument(
         "--batch-invariant",
@@ -354,7 +360,7 @@ def _compile(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     if args.op != "gemm":
         return _explain_problem(args)
-    options = {"arch": args.arch, "layer": args.layer, "batch_invariant": args.batch_invariant}
+    options = {"arch": args.arch, "layer": args.layer, "order": args.order, "batch_invariant": args.batch_invariant}
     tables = [cupy_awq.explain(m, k, n, args.group_size, args.dtype, **options) for k, n in args.shapes for m in args.m]
     print("\n\n".join(tables))
     return 0

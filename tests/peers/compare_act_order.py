@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,12 +49,17 @@ def copies(weight: PackedWeight, order: Any) -> list[AwqLinear]:
 
 def layers() -> list[list[Any]]:
     """Return the rows of the table: shape, M, microseconds without and with an order, their ratio, and who gathers."""
-    rows = []
+    pairs = {}
     for k, n in SHAPES:
         order = cupy.asarray(np.random.default_rng(2).permutation(k).astype(np.int32))
         weight = random_weight(np.random.default_rng(0), k, n, 128)
         weight = PackedWeight(*map(cupy.asarray, (weight.qweight, weight.scales, weight.qzeros)))
-        without, having = copies(weight, None), copies(weight, order)
+        pairs[k, n] = copies(weight, None), copies(weight, order)
+    jobs = [(some[0], (m, k)) for (k, _), pair in pairs.items() for some in pair for m in ROWS]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda job: job[0].plan(job[1]), jobs))  # compiles the kernels
+    rows = []
+    for (k, n), (without, having) in pairs.items():
         for m in ROWS:
             x, y = cupy.asarray(random_activations(np.random.default_rng(1), m, k)), cupy.empty((m, n), np.float16)
             times = []

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import random
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 
 from cupy_awq.kernels.problem import Problem
 from cupy_awq.kernels.select import choose
@@ -48,10 +48,13 @@ def shapes(seed: int, count: int) -> list[tuple[int, int]]:
 
 
 def rows(seed: int, count: int = 9) -> list[int]:
-    """Return ``count`` values of M, log-uniform in ROWS, one from each of ``count`` equal parts of the logarithm."""
+    """Return ``count`` different values of M, log-uniform in ROWS, one from each of equal parts of the logarithm."""
     rng = random.Random(f"rows {seed}")
     ratio = ROWS[1] / ROWS[0]
-    return [round(ROWS[0] * ratio ** ((i + rng.random()) / count)) for i in range(count)]
+    while True:
+        found = [round(ROWS[0] * ratio ** ((i + rng.random()) / count)) for i in range(count)]
+        if len(set(found)) == count:
+            return found
 
 
 def band(m: int) -> tuple[int, int]:
@@ -76,10 +79,10 @@ def compile_pool() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
 
 
-def compile_chosen(cells: Iterable[tuple[int, int, int]], device: Device) -> int:
-    """Compile, in parallel, the kernels that AwqLinear chooses for cells (K, N, M), and return their number."""
+def submit_chosen(
+    pool: ProcessPoolExecutor, cells: Iterable[tuple[int, int, int]], device: Device
+) -> list[Future[None]]:
+    """Start to compile the kernels that AwqLinear chooses for cells (K, N, M)."""
     problems = [Problem(m, n, k, 128, repacked=True) for k, n, m in cells]
-    kernels = list(dict.fromkeys(choose(problem, device).plan.kernel for problem in problems))
-    with compile_pool() as pool:
-        list(pool.map(build, kernels))
-    return len(kernels)
+    kernels = dict.fromkeys(choose(problem, device).plan.kernel for problem in problems)
+    return [pool.submit(build, kernel) for kernel in kernels]

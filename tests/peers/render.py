@@ -4,39 +4,29 @@
     python tests/peers/render.py            # RESULTS.md and the table of the README
     python tests/peers/render.py --plot     # and h100.png
 
-h100.json, h200.json and random_*.json (with --random) are written by compare.py. Each file of tables/ holds one table
-that another command printed: title, gpu, commands, text, columns and rows.
+h100.json, h200.json, tables/random_*.json and tables/untuned_*.json are written by compare.py. Each other file of
+tables/ holds one table that another command printed: title, gpu, commands, text, columns and rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
+import sys
 import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parents[1]))
+
+from tests.peers.comparison import BANDS_HEADER, LABELS, Comparison, markdown  # noqa: E402
+from tests.peers.random_problems import geometric_mean  # noqa: E402
+
 RESULTS = HERE / "RESULTS.md"
 README = HERE.parent.parent / "README.md"
-
-LABELS = {
-    "ours": "cupy_awq",
-    "marlin": "Marlin",
-    "machete": "Machete",
-    "fbgemm": "FBGEMM (bf16)",
-    "recorded": "best of llm-awq, Humming, TurboMind (recorded)",
-    "fp16": "cuBLAS fp16",
-}
-"""The peers as RESULTS.md and the plot name them."""
-BANDS = ((1, 16), (32, 128), (256, 1024), (2048, 8192))
-"""The ranges of M over which the summary takes geometric means."""
-RANDOM_BANDS = ((1, 16), (17, 128), (129, 1024), (1025, 4096))
-"""The ranges of M over which the summary of random problems takes geometric means."""
-BANDS_HEADER = ("M", "ours / roofline", "best peer / ours", "worst cell")
 
 INTRODUCTION = """\
 <!-- SPDX-License-Identifier: Apache-2.0 -->
@@ -60,148 +50,56 @@ rate), both measured in the same run. "Best peer / ours" above 1 means that cupy
     python tests/peers/render.py --plot
 """
 
-RANDOM_METHOD = """\
-The same peers and method on shapes and row counts that are in no tuned table and that no cost model was fitted to: 24
-shapes per seed, K a multiple of 128, N of 64, both log-uniform in 1024..32768, K * N <= 4e8; nine row counts,
-log-uniform in 1..4096. The floor is max(roofline, 2.2 us); 2.2 us is the time of an empty dependent launch and one
-memory round trip.
-
-    python tests/peers/compare.py --libraries .peers --random SEED --count 24 --json tests/peers/random_SEED.json
+UNTUNED_METHOD = """\
+The same peers and method on shapes and row counts that are in no tuned table and that no cost model was fitted to. Of
+each seed, 24 shapes are drawn, K a multiple of 128, N of 64, both log-uniform in 1024..32768, K * N <= 4e8; and nine
+row counts, log-uniform in 1..4096. The floor is max(roofline, 2.2 us); 2.2 us is the time of an empty dependent launch
+and one memory round trip. For given shapes, the floor is the roofline. A plain read is the larger of two times: that of
+a kernel without arithmetic that reads the weight and x and writes as many bytes as y has, and that of the arithmetic at
+the fp16 rate. Means are geometric. The second table compares the first choice of the cost models with the fastest of
+all legal configurations, in random cells. The third one lists the five worst cells by each ratio.
 """
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    """Return the geometric mean of positive values."""
-    logarithms = [math.log(value) for value in values]
-    return math.exp(sum(logarithms) / len(logarithms))
+def section(run: Comparison) -> str:
+    """Return the section of RESULTS.md about a run with given shapes."""
+    head = f"### {run.gpu}: {run.read_gbs:.0f} GB/s read, {run.fp16_tflops:.0f} TFLOP/s fp16"
+    ours = "Geometric mean of the peer's time over ours, and the number of cells where the peer is faster:"
+    return f"{head}\n\n{run.bands()}\n\n{ours}\n\n{run.peers()}\n\n{run.cells()}"
 
 
-def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table in Markdown."""
-    header = list(header)
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def plot(run: Comparison, path: Path) -> None:
+    """Draw the geometric mean over the shapes of time / roofline, one line per peer."""
+    from matplotlib.figure import Figure
 
-
-class Comparison:
-    """One run of compare.py.
-
-    Attributes:
-        gpu: the name of the GPU.
-        read_gbs: the measured read bandwidth, GB/s.
-        fp16_tflops: the measured rate of fp16 cuBLAS, TFLOP/s.
-        seed: the seed of the random problems; None for given shapes.
-        us: microseconds by (K, N, M, peer).
-        ratios: (ours / roofline, best peer / ours) by (K, N, M).
-    """
-
-    def __init__(self, path: Path) -> None:
-        run = json.loads(path.read_text(encoding="utf-8"))
-        self.gpu: str = run["gpu"]
-        self.read_gbs: float = run["read_gbs"]
-        self.fp16_tflops: float = run["fp16_tflops"]
-        self.seed: int | None = run.get("seed")
-        self.us: dict[tuple[int, int, int, str], float] = {
-            (row["k"], row["n"], row["m"], row["peer"]): row["us"] for row in run["rows"] if row.get("ok", True)
-        }
-        self.ratios: dict[tuple[int, int, int], tuple[float, float]] = {}
-        for k, n, m, peer in self.us:
-            if peer == "ours":
-                us = self.us[k, n, m, "ours"]
-                peers = [name for name in (*LABELS, "fp16_tn") if name != "ours" and (k, n, m, name) in self.us]
-                best = min((self.us[k, n, m, name] for name in peers), default=math.nan)
-                self.ratios[k, n, m] = us / self.us[k, n, m, "roof"], best / us
-
-    def bands(self) -> str:
-        """Return the summary by ranges of M: geometric means over all shapes, and the worst ratio to a peer."""
-        rows = []
-        for low, high in BANDS:
-            ratios = [ratio for (_, _, m), ratio in self.ratios.items() if low <= m <= high]
-            means = [geometric_mean(ratio[i] for ratio in ratios) for i in (0, 1)]
-            rows.append([f"{low}-{high}", *(f"{x:.2f}" for x in (*means, min(best for _, best in ratios)))])
-        return markdown(BANDS_HEADER, rows)
-
-    def random_bands(self) -> list[list[str]]:
-        """Return the rows of the summary of random problems: seed, cells by range of M, ratios, and slower cells."""
-        rows = []
-        for low, high in RANDOM_BANDS:
-            ratios = [ratio for (_, _, m), ratio in self.ratios.items() if low <= m <= high]
-            means = [f"{geometric_mean(ratio[i] for ratio in ratios):.2f}" for i in (0, 1)]
-            slower = sum(best < 1 / 1.05 for _, best in ratios)
-            rows.append([str(self.seed), f"{low}-{high}", *means, f"{slower} of {len(ratios)}"])
-        return rows
-
-    def peers(self) -> str:
-        """Return, by peer and range of M, the geometric mean of its time over ours and the cells where it is faster."""
-        rows = []
-        for peer, label in LABELS.items():
-            if peer == "ours":
-                continue
-            cells = []
-            for low, high in BANDS:
-                names = (peer, "fp16_tn") if peer == "fp16" else (peer,)
-                ratios = [
-                    min(self.us[k, n, m, name] for name in names if (k, n, m, name) in self.us)
-                    / self.us[k, n, m, "ours"]
-                    for k, n, m in self.ratios
-                    if low <= m <= high and (k, n, m, peer) in self.us
-                ]
-                faster = sum(ratio < 1 for ratio in ratios)
-                cells.append(f"{geometric_mean(ratios):.2f} ({faster} of {len(ratios)})" if ratios else "")
-            rows.append([label, *cells])
-        return markdown(["peer / ours", *(f"M = {low}-{high}" for low, high in BANDS)], rows)
-
-    def cells(self) -> str:
-        """Return the microseconds of every shape and number of rows."""
-        sections = []
-        for k, n in dict.fromkeys((k, n) for k, n, _ in self.ratios):
-            rows = []
-            for m in sorted(m for other_k, other_n, m in self.ratios if (other_k, other_n) == (k, n)):
-                times = [self.us.get((k, n, m, name)) for name in (*LABELS, "roof")]
-                ratios = (f"{ratio:.2f}" for ratio in self.ratios[k, n, m])
-                rows.append([str(m), *(f"{us:.1f}" if us else "" for us in times), *ratios])
-            header = ["M", *LABELS.values(), "roofline", *BANDS_HEADER[1:3]]
-            sections.append(f"#### {k}x{n}\n\n{markdown(header, rows)}\n")
-        return "\n".join(sections)
-
-    def section(self) -> str:
-        """Return the section of RESULTS.md about this run."""
-        head = f"### {self.gpu}: {self.read_gbs:.0f} GB/s read, {self.fp16_tflops:.0f} TFLOP/s fp16"
-        ours = "Geometric mean of the peer's time over ours, and the number of cells where the peer is faster:"
-        return f"{head}\n\n{self.bands()}\n\n{ours}\n\n{self.peers()}\n\n{self.cells()}"
-
-    def plot(self, path: Path) -> None:
-        """Draw the geometric mean over the shapes of time / roofline, one line per peer."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
-        axes = figure.add_subplot()
-        for peer, label in LABELS.items():
-            ratios: dict[int, list[float]] = {}
-            for (k, n, m, name), us in self.us.items():
-                if name == peer:
-                    ratios.setdefault(m, []).append(us / self.us[k, n, m, "roof"])
-            if not ratios:
-                continue
-            ms = sorted(ratios)
-            ours = {"linewidth": 2.5, "color": "black", "zorder": 3} if peer == "ours" else {"linewidth": 1.2}
-            means = [geometric_mean(ratios[m]) for m in ms]
-            axes.plot(ms, means, marker="o", markersize=4, label=label, **ours)
-        axes.axhline(1, color="gray", linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        ticks = sorted({m for _, _, m in self.ratios})
-        axes.set_xticks(ticks, [str(m) for m in ticks], fontsize=8)
-        axes.set_yticks([1, 1.5, 2, 3, 4, 6], ["1", "1.5", "2", "3", "4", "6"])
-        axes.set_ylim(0.9, 7)
-        axes.minorticks_off()
-        axes.set_xlabel("M, rows of x")
-        axes.set_ylabel("time / roofline, geometric mean over the shapes")
-        axes.set_title(f"x @ W, W in AWQ INT4, group size 128, weights cold\n{self.gpu}", loc="left", fontsize=11)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=9)
-        figure.savefig(path)
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for peer, label in LABELS.items():
+        ratios: dict[int, list[float]] = {}
+        for (k, n, m, name), us in run.us.items():
+            if name == peer:
+                ratios.setdefault(m, []).append(us / run.us[k, n, m, "roof"])
+        if not ratios:
+            continue
+        ms = sorted(ratios)
+        ours = {"linewidth": 2.5, "color": "black", "zorder": 3} if peer == "ours" else {"linewidth": 1.2}
+        means = [geometric_mean(ratios[m]) for m in ms]
+        axes.plot(ms, means, marker="o", markersize=4, label=label, **ours)
+    axes.axhline(1, color="gray", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    ticks = sorted({m for _, _, m in run.ratios})
+    axes.set_xticks(ticks, [str(m) for m in ticks], fontsize=8)
+    axes.set_yticks([1, 1.5, 2, 3, 4, 6], ["1", "1.5", "2", "3", "4", "6"])
+    axes.set_ylim(0.9, 7)
+    axes.minorticks_off()
+    axes.set_xlabel("M, rows of x")
+    axes.set_ylabel("time / roofline, geometric mean over the shapes")
+    axes.set_title(f"x @ W, W in AWQ INT4, group size 128, weights cold\n{run.gpu}", loc="left", fontsize=11)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path)
 
 
 def table(path: Path) -> str:
@@ -232,25 +130,36 @@ SECTIONS = {
 """The files of tables/ by section, in the order of the page."""
 
 
-def random_section() -> list[str]:
-    """Return the section of RESULTS.md about random problems, or nothing if none were measured."""
-    runs = [Comparison(path) for path in sorted(HERE.glob("random_*.json"))]
+UNTUNED_HEADERS = (
+    ("M", "ours / floor", "plain read / floor", "best peer / ours", "over 5% slower", "worst cell"),
+    ("M", "cells", "first choice / fastest", "worst cell"),
+    ("shape", "M", "ours", "best peer", "plain read", "floor", "ours / floor", "best peer / ours"),
+)
+"""The headers of the tables about shapes without a tuned configuration: summary, first choices, worst cells."""
+
+
+def untuned_section() -> list[str]:
+    """Return the section of RESULTS.md about shapes without a tuned configuration, or nothing if none were measured."""
+    paths = (path for prefix in ("random", "untuned") for path in sorted((HERE / "tables").glob(f"{prefix}_*.json")))
+    runs = [Comparison.read(path) for path in paths]
     if not runs:
         return []
-    header = ("seed", "M", "ours / floor", "best peer / ours", "cells over 5% slower than the best peer")
-    gpus = dict.fromkeys(run.gpu for run in runs)
-    tables = (
-        f"### {gpu}\n\n{markdown(header, [row for run in runs if run.gpu == gpu for row in run.random_bands()])}\n"
-        for gpu in gpus
-    )
-    return ["## Random shapes and row counts\n", RANDOM_METHOD, *tables]
+    parts = ["## Shapes and row counts without a tuned configuration\n", UNTUNED_METHOD]
+    for run in runs:
+        shapes = ", ".join(f"{k}x{n}" for k, n in dict.fromkeys((k, n) for k, n, _ in run.ratios))
+        drawn = shapes if run.seed is None else f"seed {run.seed}"
+        figures = f"{run.read_gbs:.0f} GB/s read, {run.fp16_tflops:.0f} TFLOP/s fp16"
+        parts.append(f"### {run.gpu}, {drawn}: {figures}\n\n    {run.command}\n")
+        tables = (run.summary(), run.choice_summary(), run.worst())
+        parts += [markdown(header, rows) + "\n" for header, rows in zip(UNTUNED_HEADERS, tables, strict=True) if rows]
+    return parts
 
 
 def results() -> str:
     """Return RESULTS.md."""
-    runs = [Comparison(HERE / f"{name}.json").section() for name in ("h100", "h200")]
+    runs = [section(Comparison.read(HERE / f"{name}.json")) for name in ("h100", "h200")]
     parts = [INTRODUCTION, "## AwqLinear and its peers\n", METHOD, "![Time over roofline](h100.png)\n", *runs]
-    parts += random_section()
+    parts += untuned_section()
     for title, names in SECTIONS.items():
         parts += [f"## {title}\n", *(table(HERE / "tables" / f"{name}.json") for name in names)]
     return "\n".join(parts)
@@ -259,7 +168,7 @@ def results() -> str:
 def with_bands(readme: str) -> str:
     """Return the README with its table of figures replaced by that of h100.json."""
     header = re.escape(f"| {' | '.join(BANDS_HEADER)} |")
-    return re.sub(rf"{header}\n(\|.*\n?)+", Comparison(HERE / "h100.json").bands() + "\n", readme)
+    return re.sub(rf"{header}\n(\|.*\n?)+", Comparison.read(HERE / "h100.json").bands() + "\n", readme)
 
 
 def main() -> None:
@@ -270,7 +179,7 @@ def main() -> None:
     RESULTS.write_text(results(), encoding="utf-8")
     README.write_text(with_bands(README.read_text(encoding="utf-8")), encoding="utf-8")
     if arguments.plot:
-        Comparison(HERE / "h100.json").plot(HERE / "h100.png")
+        plot(Comparison.read(HERE / "h100.json"), HERE / "h100.png")
 
 
 if __name__ == "__main__":

@@ -84,12 +84,11 @@ def copies(nbytes: float, at_most: int = 512) -> int:
 class Gemm:
     """W4A16 on the repacked weight, as AwqLinear(keep_weight=False) computes it."""
 
-    def __init__(self, rng: random.Random, m: int) -> None:
+    def __init__(self, k: int, n: int, m: int) -> None:
         import cupy
 
         from cupy_awq.ops.repack import RepackedWeight, repack
 
-        k, n = shape(rng)
         weight = repack(packed_weight(k, n))
         assert isinstance(weight, RepackedWeight)
         fields = {"scale_exponent": weight.scale_exponent, "wide_scales": weight.wide_scales}
@@ -175,7 +174,7 @@ def conv2d(rng: random.Random, m: int) -> Recorded:
 
 
 OPERATIONS: dict[str, Callable[[random.Random, int], Any]] = {
-    "gemm": Gemm,
+    "gemm": lambda rng, m: Gemm(*shape(rng), m),
     "gemm_int8": lambda rng, m: w4a8(rng, m, "gemm_int8"),
     "gemm_int8_rows": lambda rng, m: w4a8(rng, m, "gemm_int8_rows"),
     "linear_fp8": lambda rng, m: w4a8(rng, m, "linear_fp8"),
@@ -190,10 +189,8 @@ def gpu() -> Any:
     return device.current()
 
 
-def measure_us(launches: list[tuple[Any, Buffers]], stream: Any, estimate_us: float) -> float:
-    """Return the median time of one launch in microseconds; ``estimate_us`` sets the number of launches per graph."""
-    import cupy
-
+def capture(launches: list[tuple[Any, Buffers]], stream: Any, estimate_us: float) -> tuple[Any, int]:
+    """Return a CUDA graph of launches in turns, which takes about GRAPH_US, and the number of launches."""
     begin = workspace_address(0, stream.ptr)
     offsets = {"counters": begin, "partials": begin + COUNTER_BYTES}
 
@@ -211,7 +208,14 @@ def measure_us(launches: list[tuple[Any, Buffers]], stream: Any, estimate_us: fl
     stream.begin_capture()
     for launcher, pointers in itertools.islice(itertools.cycle(ready), length):
         launcher(pointers, stream.ptr)
-    graph = stream.end_capture()
+    return stream.end_capture(), length
+
+
+def measure_us(launches: list[tuple[Any, Buffers]], stream: Any, estimate_us: float) -> float:
+    """Return the median time of one launch in microseconds; ``estimate_us`` sets the number of launches per graph."""
+    import cupy
+
+    graph, length = capture(launches, stream, estimate_us)
     graph.launch(stream)
     events = [stream.record()]
     for _ in range(REPLAYS):

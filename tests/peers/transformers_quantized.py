@@ -11,18 +11,15 @@ transformers, safetensors and, for the second format, compressed-tensors beside 
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from cupy_awq import llm
-from tests.peers.transformers_score import our_logits, perplexity
+from tests.peers.transformers_score import compare
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of an AWQ word that holds each of its eight columns."""
@@ -80,24 +77,11 @@ def their_model(folder: Path) -> Any:
     return model.eval()
 
 
-def main() -> None:
-    """Run both and print the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a folder that quantize wrote")
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--tokens", type=int, default=500)
-    options = parser.parse_args()
-
-    ours = llm.load(options.folder, device="cpu")
-    ids = ours.tokenizer.encode(options.text.read_text())[: options.tokens]
-    mine = our_logits(ours, ids)
+def their_logits(folder: Path, ids: list[int]) -> Any:
+    """Return the logits [S, V] of transformers."""
     with torch.no_grad():
-        theirs = their_model(options.folder)(torch.tensor([ids])).logits[0].numpy()
-    print(f"transformers {transformers.__version__}, torch {torch.__version__}; {len(ids)} tokens")
-    print(f"same most likely token at {(mine.argmax(1) == theirs.argmax(1)).mean():.2%} of the positions")
-    print(f"largest difference of a logit {np.abs(mine - theirs).max():.5f}, largest logit {np.abs(theirs).max():.1f}")
-    print(f"perplexity {perplexity(mine, ids):.5f} and {perplexity(theirs, ids):.5f}")
+        return their_model(folder)(torch.tensor([ids])).logits[0].numpy()
 
 
 if __name__ == "__main__":
-    main()
+    compare(__doc__, "a folder that quantize wrote", 500, their_logits)

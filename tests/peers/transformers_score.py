@@ -10,7 +10,9 @@ both perplexities. It needs transformers, torch, gguf and accelerate beside cupy
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,24 +40,31 @@ def perplexity(logits: np.ndarray, ids: list[int]) -> float:
     return float(torch.exp(-scores[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].mean()))
 
 
-def main() -> None:
-    """Score the text and print the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a GGUF file")
+def compare(description: str | None, model: str, tokens: int, their_logits: Callable[[Path, list[int]], Any]) -> None:
+    """Parse the command line, score its text with cupy_awq and with ``their_logits``, and print the comparison.
+
+    Args:
+        description: the description of the command.
+        model: what its first argument is.
+        tokens: the default number of tokens.
+        their_logits: function of the model's path and the token ids; returns logits [S, V].
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help=model)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=tokens, help="number of tokens (default: %(default)s)")
     options = parser.parse_args()
 
-    model = llm.load(options.model, device="cpu")
-    ids = model.tokenizer.encode(options.text.read_text())[: options.tokens]
-    mine, theirs = our_logits(model, ids), their_logits(options.model, ids)
+    ours = llm.load(options.model, device="cpu")
+    ids = ours.tokenizer.encode(options.text.read_text())[: options.tokens]
+    mine, theirs = our_logits(ours, ids), their_logits(options.model, ids)
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
     print(f"{versions}; {len(ids)} tokens of {options.text.name}")
     print(f"same most likely token at {(mine.argmax(1) == theirs.argmax(1)).mean():.2%} of the positions")
-    print(f"largest difference of a logit {np.abs(mine - theirs).max():.4f}, largest logit {np.abs(theirs).max():.1f}")
+    print(f"largest difference of a logit {np.abs(mine - theirs).max():.5f}, largest logit {np.abs(theirs).max():.1f}")
     first, second = perplexity(mine, ids), perplexity(theirs, ids)
-    print(f"perplexity {first:.4f} and {second:.4f}: {first / second - 1:+.3%}")
+    print(f"perplexity {first:.5f} and {second:.5f}: {first / second - 1:+.3%}")
 
 
 if __name__ == "__main__":
-    main()
+    compare(__doc__, "a GGUF file", 2000, their_logits)

@@ -1,41 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in copies of the library's kernels: each one is caught, and this says by which check.
-
-A check is the kind of a simulator's fault, or "values" where the kernel ran to its end with a wrong result.
-"""
+"""Faults planted in copies of the library's kernels: each one is caught by the check that its seed names."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from cupy_awq.kernels import select
-from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.kernels.problem import Fusion, Problem
-from cupy_awq.runtime import device
-from tests import simt
-from tests.simt.kernels import patched
-from tests.test_kernels import check_matmul
-
-
-@dataclass(frozen=True)
-class Seed:
-    """``old`` becomes ``new`` in ``file``; ``kernel`` then runs ``problem`` on the path of ``arch``.
-
-    ``caught`` are the checks with copies that land as late, and as early, as the rules allow.
-    """
-
-    kernel: str
-    arch: int
-    file: str
-    old: str
-    new: str
-    caught: tuple[str, str]
-    problem: Problem = field(default_factory=lambda: Problem(40, 224, 320, 64))
-    config: dict[str, Any] = field(default_factory=dict)
-
+from tests.simt.seeds import DEADLOCK, OUTSIDE, RACE, VALUES, Seed, assert_caught
 
 LONG = Problem(40, 224, 640, 64)
 GEMV = Problem(1, 264, 320, 32)
@@ -48,8 +21,6 @@ REPACKED_FEW = Problem(3, 192, 1024, 128, repacked=True)
 REPACKED_ONE = Problem(1, 192, 1024, 128, repacked=True)
 ADDED = Problem(5, 192, 1024, 128, repacked=True, fusion=Fusion("add_to_stream"))
 NORMED = Problem(5, 192, 1024, 128, repacked=True, fusion=Fusion("rms_norm_x", eps=1e-6))
-RACE, VALUES = ("race", "race"), ("values", "values")
-OUTSIDE, DEADLOCK = ("out of bounds", "out of bounds"), ("deadlock", "deadlock")
 
 SEEDS = {
     # Barriers
@@ -411,40 +382,10 @@ SEEDS = {
 }  # fmt: skip
 
 
-def configuration(seed: Seed) -> tuple[AnyFamily, Config, device.Device]:
-    """Return the kernel's family and its last configuration with the values that the seed asks for.
-
-    If no configuration that is tried by default has them, such as a tile far higher than M, the last one gets them.
-    """
-    here = device.nominal(seed.arch)
-    family = select.FAMILIES[seed.kernel.removesuffix("_mma")]
-    configs = list(family.configs(seed.problem, here))
-    suited = [c for c in configs if all(getattr(c, name) == value for name, value in seed.config.items())]
-    return family, suited[-1] if suited else replace(configs[-1], **seed.config), here
-
-
-def outcome(seed: Seed, landing: str) -> str:
-    """The check that catches the seed, or "nothing"."""
-    family, config, here = configuration(seed)
-    try:
-        check_matmul(
-            lambda plan, buffers: simt.run(plan, buffers, landing=landing), seed.problem, family, config, here, seed=0
-        )
-    except simt.Fault as fault:
-        return fault.kind
-    except AssertionError:
-        return "values"
-    return "nothing"
-
-
 FIRST = {seed.kernel: name for name, seed in reversed(SEEDS.items())}.values()
 """The first bug of each kernel, which the default run plants."""
 
 
 @pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.slow) for n in SEEDS])
 def test_seeded_bug_is_caught(name: str) -> None:
-    seed = SEEDS[name]
-    assert outcome(seed, "latest") == "nothing", "the kernel must be right before the bug is planted"
-    with patched(seed.file, seed.old, seed.new):
-        found = outcome(seed, "latest"), outcome(seed, "earliest")
-    assert found == seed.caught
+    assert_caught(SEEDS[name])

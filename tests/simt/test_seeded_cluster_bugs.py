@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 
 from cupy_awq.kernels.problem import Problem
-from tests.simt.kernels import patched
-from tests.simt.test_seeded_bugs import DEADLOCK, OUTSIDE, RACE, VALUES, Seed, outcome
+from tests.simt.seeds import DEADLOCK, OUTSIDE, RACE, VALUES, Seed, assert_caught
 
 UNEVEN = Problem(20, 64, 1152, 128, repacked=True)
 """Tiles of 24 rows, of which the CTAs of a cluster of five own 6, 6, 6, 6 and none."""
@@ -53,8 +52,4 @@ SEEDS = {
     "name", [next(iter(SEEDS)), *(pytest.param(n, marks=pytest.mark.slow) for n in list(SEEDS)[1:])]
 )
 def test_seeded_bug_of_a_cluster_is_caught(name: str) -> None:
-    seed = SEEDS[name]
-    assert outcome(seed, "latest") == "nothing", "the kernel must be right before the bug is planted"
-    with patched(seed.file, seed.old, seed.new):
-        found = outcome(seed, "latest"), outcome(seed, "earliest")
-    assert found == seed.caught
+    assert_caught(SEEDS[name])

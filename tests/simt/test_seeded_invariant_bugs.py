@@ -9,8 +9,7 @@ import pytest
 
 from cupy_awq.kernels.gemm_sm90_config import MMA_INVARIANT
 from cupy_awq.kernels.problem import Problem
-from tests.simt.kernels import patched
-from tests.simt.test_seeded_bugs import DEADLOCK, VALUES, Seed, outcome
+from tests.simt.seeds import DEADLOCK, VALUES, Seed, assert_caught
 
 FEW = Problem(5, 160, 2048, 64, batch_invariant=True)
 REPACKED = Problem(3, 192, 1024, 128, repacked=True, batch_invariant=True)
@@ -122,8 +121,4 @@ SEEDS = {
     "name", [next(iter(SEEDS)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(SEEDS)[1:])]
 )
 def test_seeded_bug_is_caught(name: str) -> None:
-    seed = SEEDS[name]
-    assert outcome(seed, "latest") == "nothing", "the kernel must be right before the bug is planted"
-    with patched(seed.file, seed.old, seed.new):
-        found = outcome(seed, "latest"), outcome(seed, "earliest")
-    assert found == seed.caught
+    assert_caught(SEEDS[name])

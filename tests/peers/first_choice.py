@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the configuration that the cost models choose with the fastest one of all legal configurations.
+
+`compare.py --best N` measures N random cells in this way. Every configuration is timed once, as sweep.py does; then
+the first choice and the FINALISTS fastest ones are timed in turns, so that noise does not favour the fastest of many.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
+
+from cupy_awq.kernels import select, tuned
+from cupy_awq.kernels.problem import Problem
+from cupy_awq.kernels.select import Candidate
+from cupy_awq.runtime.device import Device
+from tests.peers import sweep
+from tests.peers.interleave import Graph, medians_us
+from tests.peers.random_problems import build
+
+WITHIN = 1.6
+"""The largest modelled time, relative to the lowest one, of the configurations to time; see EXPERIMENTS.md."""
+FINALISTS = 6
+"""The number of the fastest configurations that are timed again."""
+
+Cell = tuple[int, int, int]
+"""The sizes (K, N, M) of a product."""
+
+
+def sample(cells: list[Cell], count: int, seed: int) -> list[Cell]:
+    """Return ``count`` random cells, taken in turn from the values of M, so that each M has its share."""
+    rng = random.Random(f"first choice {seed}")
+    by_m: dict[int, list[Cell]] = {}
+    for cell in cells:
+        by_m.setdefault(cell[2], []).append(cell)
+    for some in by_m.values():
+        rng.shuffle(some)
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_m.values()))
+    return [cell for cell in in_turn if cell is not None][:count]
+
+
+def submit(pool: ProcessPoolExecutor, cells: list[Cell], device: Device) -> dict[Cell, list[Future[None]]]:
+    """Start to compile the kernels of all configurations of the cells."""
+    futures: dict[Any, Future[None]] = {}
+    found: dict[Cell, list[Future[None]]] = {}
+    for k, n, m in cells:
+        problem = Problem(m, n, k, 128, has_awq_layout=False, repacked=True)
+        kernels = [c.family.plan(c.config, problem, device).kernel for c in sweep.legal(problem, WITHIN)]
+        for kernel in kernels:
+            if kernel not in futures:
+                futures[kernel] = pool.submit(build, kernel)
+        found[k, n, m] = [futures[kernel] for kernel in kernels]
+    return found
+
+
+def measure(cell: Cell, stream: Any) -> dict[str, Any]:
+    """Return k, n, m, the number of legal configurations, and label and time of the first choice and of the fastest."""
+    import cupy
+
+    k, n, m = cell
+    with stream:
+        operation = sweep.Gemm(k, n, m)
+        candidates = sweep.legal(operation.problem, WITHIN)
+        chosen = select.choose(operation.problem, sweep.gpu())
+        first = next(i for i, c in enumerate(candidates) if (c.family, c.config) == (chosen.family, chosen.config))
+        expected = None
+        times = []
+        for candidate in candidates:
+            launches = operation.launches(candidate)
+            difference, y = sweep.error(launches, stream, expected)
+            expected = y if expected is None else expected
+            right = difference <= sweep.MAX_ERROR
+            if not right:
+                print(f"WRONG by {difference}: {operation.problem} {candidate.config}", flush=True)
+            times.append(sweep.measure_us(launches, stream, candidate.us) if right else math.inf)
+        finalists = list(dict.fromkeys([first, *sorted(range(len(times)), key=times.__getitem__)[:FINALISTS]]))
+        captured = [sweep.capture(operation.launches(candidates[i]), stream, times[i]) for i in finalists]
+        graphs = [Graph(functools.partial(graph.launch, stream), length) for graph, length in captured]
+        us = medians_us(graphs, stream.record, cupy.cuda.get_elapsed_time)
+    best = min(range(len(us)), key=us.__getitem__)
+
+    def label(candidate: Candidate) -> str:
+        return f"{candidate.family.NAME}: {tuned.label(candidate.family, candidate.config)}"
+
+    return {
+        "k": k,
+        "n": n,
+        "m": m,
+        "legal": len(candidates),
+        "first_us": round(us[0], 3),
+        "best_us": round(us[best], 3),
+        "first": label(candidates[first]),
+        "best": label(candidates[finalists[best]]),
+    }

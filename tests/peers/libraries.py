@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The W4A16 libraries that compare.py measures, and their CUDA graphs; needs PyTorch and a GPU."""
+
+import functools
+import lzma
+import math
+import os
+import tempfile
+
+import torch
+
+from tests.peers.interleave import MAX_CALLS, Graph, medians_us
+
+GROUP_SIZE = 128
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+"""The column that each nibble of an AWQ word holds."""
+MARLIN_SCALE_ORDER = [i + 8 * j for i in range(8) for j in range(8)]
+UINT4 = 1125899906843648
+"""vLLM's scalar type id of unsigned 4-bit codes with zero points."""
+FOLDER = "."
+"""The folder that prepare.sh filled; compare.py sets it."""
+COLD_BYTES = 170e6
+"""Weights rotate over copies of more bytes than this, several times the L2 cache."""
+DEVICE = torch.device("cuda:0")
+STREAM = torch.cuda.Stream()
+"""The stream of all measurements."""
+_anchor = torch.cuda.CUDAGraph()
+"""An empty graph that keeps the memory pool of all graphs alive; they never run at the same time, so they share it."""
+with torch.cuda.graph(_anchor, stream=STREAM):
+    torch.empty(1, device=DEVICE)
+
+
+def pack_columns(x, order=range(8)):
+    """Return codes [R, N] as int32 words [R, N/8], eight columns to a word."""
+    r, n = x.shape
+    x = x.view(r, n // 8, 8)[:, :, list(order)].to(torch.int32)
+    out = torch.zeros(r, n // 8, dtype=torch.int32, device=x.device)
+    for i in range(8):
+        out |= x[:, :, i] << (4 * i)
+    return out.contiguous()
+
+
+def pack_rows(x):
+    """Return codes [K, N] as int32 words [K/8, N], eight rows to a word."""
+    k, n = x.shape
+    x = x.view(k // 8, 8, n).to(torch.int32)
+    out = torch.zeros(k // 8, n, dtype=torch.int32, device=x.device)
+    for i in range(8):
+        out |= x[:, i] << (4 * i)
+    return out.contiguous()
+
+
+class Problem:
+    """Random 4-bit codes `q` [K, N], zero points `z` and scales `s` [K/G, N]; `bytes` is their packed size."""
+
+    def __init__(self, k, n):
+        g = torch.Generator(device=DEVICE)
+        g.manual_seed(k * 7 + n)
+        self.k, self.n = k, n
+        self.q = torch.randint(0, 16, (k, n), dtype=torch.uint8, device=DEVICE, generator=g)
+        self.z = torch.randint(0, 16, (k // GROUP_SIZE, n), dtype=torch.uint8, device=DEVICE, generator=g)
+        self.s = (torch.rand(k // GROUP_SIZE, n, device=DEVICE, generator=g) * 0.01 + 0.005).half()
+        self.bytes = k * n // 2 + k // GROUP_SIZE * n * 2 + k // GROUP_SIZE * n // 2
+
+    @functools.cached_property
+    def dense(self):
+        """The dequantized weight [K, N] in float16."""
+        groups = self.q.view(-1, GROUP_SIZE, self.n).float() - self.z[:, None].float()
+        return (groups * self.s[:, None].float()).half().view(self.k, self.n)
+
+
+def count_copies(nbytes):
+    """Return how many copies of `nbytes` keep weights out of L2; a graph has at most MAX_CALLS calls."""
+    return min(MAX_CALLS, max(2, math.ceil(COLD_BYTES / nbytes)))
+
+
+def load_library(name):
+    """Unpack and load a library that prepare.sh made."""
+    path = os.path.join(tempfile.gettempdir(), "peers_" + name)
+    if not os.path.exists(path):
+        with lzma.open(os.path.join(FOLDER, name + ".xz")) as src, open(path + ".part", "wb") as dst:
+            dst.write(src.read())
+        os.rename(path + ".part", path)
+    torch.ops.load_library(path)
+
+
+def load(names):
+    """Load the libraries that peers with these names need."""
+    for library, peers in (("vllm_C.so", ("marlin", "machete")), ("fbgemm_genai.so", ("fbgemm",))):
+        if set(peers) & set(names):
+            load_library(library)
+
+
+# A peer takes a problem; it returns the dtype of x and one call per copy of the weight.
+
+
+def fp16(p):
+    """cuBLAS with the weight [K, N]."""
+    w = p.dense
+    return torch.float16, [lambda x, w=w.clone(): torch.mm(x, w) for _ in range(count_copies(w.numel() * 2))]
+
+
+def fp16_tn(p):
+    """cuBLAS with the weight [N, K]."""
+    w = p.dense.t().contiguous()
+    return torch.float16, [
+        lambda x, w=w.clone(): torch.nn.functional.linear(x, w) for _ in range(count_copies(w.numel() * 2))
+    ]
+
+
+def marlin(p):
+    """Marlin of vLLM."""
+    ops, k, n = torch.ops._C, p.k, p.n
+    none = torch.empty(0, dtype=torch.int, device=DEVICE)
+    work = torch.zeros(528, dtype=torch.int, device=DEVICE)
+    q = ops.gptq_marlin_repack(pack_rows(p.q), none, k, n, 4, False)
+    s = p.s.reshape(-1, 64)[:, MARLIN_SCALE_ORDER].reshape(-1, n).contiguous()
+    z = pack_columns(p.z.reshape(-1, 64)[:, MARLIN_SCALE_ORDER].reshape(-1, n), AWQ_ORDER)
+    return torch.float16, [
+        lambda x, q=q.clone(), s=s.clone(), z=z.clone(): ops.marlin_gemm(
+            x, None, q, None, s, None, None, z, none, none, work, UINT4, x.shape[0], n, k, True, False, True, False
+        )
+        for _ in range(count_copies(p.bytes))
+    ]
+
+
+def machete(p):
+    """Machete of vLLM."""
+    ops = torch.ops._C
+    q = ops.machete_prepack_B(pack_rows(p.q).t().contiguous().t(), torch.float16, UINT4, torch.float16)
+    z = (-1.0 * p.s * p.z.half()).contiguous()
+
+    def clone(t):
+        return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=DEVICE).copy_(t)
+
+    return torch.float16, [
+        lambda x, q=clone(q), s=p.s.clone(), z=z.clone(): ops.machete_mm(
+            x, q, UINT4, None, s, z, GROUP_SIZE, None, None, None
+        )
+        for _ in range(count_copies(p.bytes))
+    ]
+
+
+def fbgemm(p):
+    """bf16i4bf16_shuffled of FBGEMM; x is bfloat16."""
+    ops = torch.ops.fbgemm
+    w = (p.q.to(torch.int8) - 8).t().contiguous()
+    w = torch.bitwise_or(torch.bitwise_and(w[:, ::2], 0xF), torch.bitwise_left_shift(w[:, 1::2], 4)).contiguous()
+    z = ((8.0 - p.z.float()) * p.s.float()).to(torch.bfloat16).contiguous()
+    torch.cuda.synchronize()
+    w, s = ops.preshuffle_i4(w, p.s.to(torch.bfloat16).contiguous())
+    torch.cuda.synchronize()
+    return torch.bfloat16, [
+        lambda x, w=w.clone(), s=s.clone(), z=z.clone(): ops.bf16i4bf16_shuffled(x, w, s, z)
+        for _ in range(count_copies(p.bytes))
+    ]
+
+
+def ours(p):
+    """cupy_awq.AwqLinear."""
+    import cupy
+
+    import cupy_awq
+
+    q, z = pack_columns(p.q, AWQ_ORDER), pack_columns(p.z, AWQ_ORDER)
+    layers = [
+        cupy_awq.AwqLinear(cupy_awq.PackedWeight(cupy.from_dlpack(q), cupy.from_dlpack(p.s), cupy.from_dlpack(z)))
+        for _ in range(count_copies(p.bytes))
+    ]
+    torch.cuda.synchronize()
+
+    def call(x, layer):
+        y = torch.empty(x.shape[0], p.n, dtype=x.dtype, device=DEVICE)
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            layer(cupy.from_dlpack(x), out=cupy.from_dlpack(y))
+        return y
+
+    return torch.float16, [lambda x, layer=layer: call(x, layer) for layer in layers]
+
+
+PEERS = {f.__name__: f for f in (fp16, fp16_tn, marlin, machete, fbgemm, ours)}
+
+
+def capture(calls, length):
+    """Return the graph of `length` calls in turns; each call has an output of its own."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(STREAM):
+        graph.capture_begin(pool=_anchor.pool(), capture_error_mode="relaxed")
+        try:
+            outputs = [calls[i % len(calls)]() for i in range(length)]
+        finally:
+            graph.capture_end()
+    del outputs  # kept until now, so that no two calls write the same memory
+    return Graph(graph.replay, length)
+
+
+def times_us(graphs):
+    """Return the median microseconds of one call of each graph."""
+
+    def mark():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(STREAM)
+        return event
+
+    with torch.cuda.stream(STREAM):
+        return medians_us(graphs, mark, lambda begin, end: begin.elapsed_time(end))

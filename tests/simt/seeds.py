@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults to plant in copies of the library's kernels, and the check that each of them is caught.
+
+A check is the kind of a simulator's fault, or "values" where the kernel ran to its end with a wrong result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cupy_awq.kernels import select
+from cupy_awq.kernels.family import AnyFamily, Config
+from cupy_awq.kernels.problem import Problem
+from cupy_awq.runtime import device
+from tests import simt
+from tests.simt.kernels import patched
+from tests.test_kernels import check_matmul
+
+RACE, VALUES = ("race", "race"), ("values", "values")
+OUTSIDE, DEADLOCK = ("out of bounds", "out of bounds"), ("deadlock", "deadlock")
+"""Pairs of checks, for copies that land as late and as early as the rules allow."""
+
+
+@dataclass(frozen=True)
+class Seed:
+    """``old`` becomes ``new`` in ``file``; ``kernel`` then runs ``problem`` on the path of ``arch``.
+
+    ``caught`` are the checks with copies that land as late, and as early, as the rules allow.
+    """
+
+    kernel: str
+    arch: int
+    file: str
+    old: str
+    new: str
+    caught: tuple[str, str]
+    problem: Problem = field(default_factory=lambda: Problem(40, 224, 320, 64))
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def configuration(seed: Seed) -> tuple[AnyFamily, Config, device.Device]:
+    """Return the kernel's family and its last configuration with the values that the seed asks for.
+
+    If no configuration that is tried by default has them, such as a tile far higher than M, the last one gets them.
+    """
+    here = device.nominal(seed.arch)
+    family = select.FAMILIES[seed.kernel.removesuffix("_mma")]
+    configs = list(family.configs(seed.problem, here))
+    suited = [c for c in configs if all(getattr(c, name) == value for name, value in seed.config.items())]
+    return family, suited[-1] if suited else replace(configs[-1], **seed.config), here
+
+
+def outcome(seed: Seed, landing: str) -> str:
+    """Return the check that catches the fault, or "nothing"."""
+    family, config, here = configuration(seed)
+    try:
+        check_matmul(
+            lambda plan, buffers: simt.run(plan, buffers, landing=landing), seed.problem, family, config, here, seed=0
+        )
+    except simt.Fault as fault:
+        return fault.kind
+    except AssertionError:
+        return "values"
+    return "nothing"
+
+
+def assert_caught(seed: Seed) -> None:
+    """Check that the kernel is right before the fault is planted, and that the expected checks catch the fault."""
+    assert outcome(seed, "latest") == "nothing", "the kernel must be right before the bug is planted"
+    with patched(seed.file, seed.old, seed.new):
+        found = outcome(seed, "latest"), outcome(seed, "earliest")
+    assert found == seed.caught, found
