@@ -18,7 +18,7 @@ from tests.test_gemm_int8 import check_product
 from tests.test_kernels import DTYPES, facts
 
 # m, n, k, x's block size, weight's block size, dtype, bias, zero points, then block_m, warpgroups, m64_tiles,
-# consumers, stages, k_tiles, split_k, ctas_per_sm, share_x
+# consumers, stages, k_tiles, split_k, ctas_per_sm, share_x, offset_tiles
 CASES = (
     (1, 64, 128, 128, 128, "float16", None, True, 8, 1, 1, 1, 2, 1, 1),
     (5, 200, 1168, 128, 256, "float16", "float16", True, 8, 1, 1, 3, 6, 1, 2),
@@ -30,6 +30,15 @@ CASES = (
     (60, 200, 656, 128, 128, "float16", None, True, 64, 1, 1, 2, 4, 1, 1, 1, 2),
     (70, 130, 784, 128, 128, "float16", "float16", True, 80, 1, 1, 1, 2, 1, 3, 1, 2),
     (64, 300, 400, 128, 128, "float16", None, True, 64, 1, 1, 1, 2, 2, 2, 1, 4),
+)
+
+# The same, with offset_tiles: two tiles of offsets, slices of K that end in or before them, partial tiles, setmaxnreg.
+OFFSET_CASES = (
+    (70, 136, 1424, 128, 128, "float16", None, True, 40, 1, 2, 2, 4, 1, 2, 1, 1, True),
+    (40, 264, 784, 128, 256, "float32", "float32", True, 48, 1, 2, 2, 2, 1, 1, 1, 1, True),
+    (64, 130, 4400, 128, 128, "bfloat16", None, True, 64, 1, 2, 1, 2, 1, 3, 1, 2, True),
+    (130, 72, 528, 528, 528, "float16", None, True, 72, 1, 1, 1, 2, 1, 2, 2, 1, True),
+    (9, 200, 1168, 128, 128, "float16", None, False, 16, 3, 1, 1, 3, 1, 1, 1, 1, True),
 )
 
 
@@ -61,7 +70,7 @@ def test_int8(backend: str, kind: str, case: tuple) -> None:
 
 @pytest.mark.parametrize("backend", LANDINGS)
 @pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + OFFSET_CASES, ids=str)
 def test_fp8(backend: str, scale_dtype: str, case: tuple) -> None:
     m, n, k, _, weight_block, dtype, bias, zero_points, *config = case
     rng = np.random.default_rng(m)

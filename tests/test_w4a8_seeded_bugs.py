@@ -7,14 +7,19 @@ result. The first one is with asynchronous copies that land as late as possible,
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
+from cupy_awq import BlockQuantizedWeight
 from cupy_awq.kernels import gemm_w4a8_sm90
 from cupy_awq.kernels.gemm_w4a8_sm90 import GemmW4A8Config
 from cupy_awq.kernels.int8_problem import Int8Problem
 from cupy_awq.runtime import device
 from tests import simt
 from tests.simt.kernels import patched
+from tests.test_fp8 import check_fp8_product, fp8_problem
 from tests.test_gemm_int8 import check_product
 
 KERNEL, HEADER = "int8/gemm_w4a8_sm90.cu", "int8/gemm_w4a8_sm90.cuh"
@@ -24,7 +29,9 @@ CONFIG = GemmW4A8Config(80, 1, 1, 2, 2, 1, 3, 1, 2)
 """Clusters of six CTAs: three slices of K, which pass the two stages twice, and two CTAs that share x."""
 
 SEEDS = {
-    "a stage is released while wgmma still reads it": (KERNEL, "          ptx::wgmma_wait_group<0>();\n", "", RACE),
+    "a stage is released while wgmma still reads it": (
+        KERNEL, "          ptx::wgmma_wait_group<0>();\n#pragma", "#pragma", RACE,
+    ),
     "a stage is refilled while the other CTA still reads it": (
         KERNEL, "kWarpgroups * 4 * kShareX);", "kWarpgroups * 4);", ("barrier", "barrier"),
     ),
@@ -65,11 +72,47 @@ SEEDS = {
     ),
 }  # fmt: skip
 
+OFFSET_PROBLEM = fp8_problem(70, 130, 1424, 128, "float16")
+OFFSET_CONFIG = GemmW4A8Config(72, 1, 1, 2, 2, 1, 2, offset_tiles=True)
+"""Two slices of K, which pass the two stages more than twice; the second slice ends with a tile of offsets."""
+DEEP_CONFIG = replace(OFFSET_CONFIG, stages=8)
+"""The same with more stages than a slice has k tiles."""
+PROLOGUE = "the prologue copies weights for a tile of offsets"
 
-def outcome(landing: str) -> str:
+OFFSET_SEEDS = {
+    "sums of x are read before the fence of the asynchronous proxy": (
+        KERNEL, "      ptx::fence_proxy_async();\n", "", RACE,
+    ),
+    "sums of x overwrite a stage that is still read": (
+        KERNEL, "      pipeline.producer_acquire(state);\n      uint8_t* target", "      uint8_t* target",
+        ("race", "deadlock"),
+    ),
+    PROLOGUE: (
+        KERNEL, "for (int i = 0; i < min(tile.weight_iterations(), kStages); ++i)",
+        "for (int i = 0; i < min(tile.iterations(), kStages); ++i)", ("out of bounds", "out of bounds"),
+    ),
+    "the stage of a tile of offsets has the phase of the preceding pass": (
+        KERNEL, "(iteration / kStages & 1u) ^ 1u}", "iteration / kStages & 1u}", ("race", "deadlock"),
+    ),
+    "a tile of offsets is released while wgmma still reads it": (
+        KERNEL, "        ptx::wgmma_wait_group<0>();\n#pragma unroll\n        for (int v", "        for (int v", RACE,
+    ),
+    "offsets are multiplied with the sums of another k tile": (
+        KERNEL, "kOffsetTileGroups + lane;", "kOffsetTileGroups + (lane ^ 1);", ("values", "values"),
+    ),
+}  # fmt: skip
+
+
+def outcome(landing: str, config: GemmW4A8Config = CONFIG) -> str:
     """Return the check that catches the planted bug, or "nothing"."""
     try:
-        check_product(landing, PROBLEM, gemm_w4a8_sm90, CONFIG, device.nominal(90), 128, seed=0)
+        if config.offset_tiles:
+            codes = np.random.default_rng(0).integers(0, 16, (130, 1, 1, 1424), dtype=np.uint8)
+            scale = np.random.default_rng(1).uniform(-1, 1, (130, 12)).astype(np.float32)
+            weight = BlockQuantizedWeight(codes, scale, -8 * scale, block_size=128)
+            check_fp8_product(landing, OFFSET_PROBLEM, gemm_w4a8_sm90, config, weight, seed=0)
+        else:
+            check_product(landing, PROBLEM, gemm_w4a8_sm90, config, device.nominal(90), 128, seed=0)
     except simt.Fault as fault:
         return fault.kind
     except AssertionError:
@@ -77,14 +120,16 @@ def outcome(landing: str) -> str:
     return "nothing"
 
 
-def test_kernel_passes_before_a_bug_is_planted() -> None:
-    assert outcome("latest") == "nothing"
+@pytest.mark.parametrize("config", [CONFIG, OFFSET_CONFIG, DEEP_CONFIG])
+def test_kernel_passes_before_a_bug_is_planted(config: GemmW4A8Config) -> None:
+    assert outcome("latest", config) == "nothing"
 
 
 @pytest.mark.parametrize(
-    "name", [next(iter(SEEDS)), *(pytest.param(n, marks=pytest.mark.slow) for n in list(SEEDS)[1:])]
+    "name", [next(iter(SEEDS)), *(pytest.param(n, marks=pytest.mark.slow) for n in [*SEEDS, *OFFSET_SEEDS][1:])]
 )
 def test_planted_bug_is_caught(name: str) -> None:
-    file, old, new, caught = SEEDS[name]
+    file, old, new, caught = (SEEDS | OFFSET_SEEDS)[name]
+    config = DEEP_CONFIG if name == PROLOGUE else OFFSET_CONFIG if name in OFFSET_SEEDS else CONFIG
     with patched(file, old, new):
-        assert (outcome("latest"), outcome("earliest")) == caught
+        assert (outcome("latest", config), outcome("earliest", config)) == caught

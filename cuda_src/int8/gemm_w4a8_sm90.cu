@@ -3,10 +3,16 @@
 //
 //   y[m, n] = activation(sum over k tiles t of A_t[m] . (q_t[n] - z_t[n]) * sW_t[n] * sA_t[m] + bias[n])
 //
+// A k tile is 128 k.
+//
 //   weight      [ceil(n / 64)][ceil(k / 128)] weight tiles. A tile has 64 columns and 128 k: codes q, then SCALE sW
 //               [warp][8 g][2], then uint8 z [warp][8 g][2], for columns 16 warp + g and 16 warp + g + 8. The codes are
 //               words [2 k64][warp][lane][2 k32][2]: byte i of a word of lane 4 g + t holds k = 64 k64 + 32 k32 + 4 t
 //               + i in its low nibble and k + 16 in its high nibble, of column 16 warp + g or 16 warp + g + 8
+//   offsets     with OFFSET_TILES float16 [ceil(n / 64)][ceil(k / 4096)] tiles of offsets: -z * sW / unit of 64 columns
+//               and 32 k tiles, in the order of operand A of a wgmma of 16 bits (ptx/wgmma.cuh): [2 k16][warp][lane][8]
+//   units       with OFFSET_TILES float32 {512 / unit, unit}: the accumulators hold y / unit. The unit is a power of two
+//               for which the offsets are within the range of float16.
 //   x_map       tensor map of A, int8 [1][m][k], boxes of [1][BLOCK_M / SHARE_X][128], 128-byte swizzle
 //   x_row_scale float32 [m], the scale of each row, with ROW_SCALES; otherwise null
 //   x_values    float32 [m, ceil(k / block_size)]: the scales sA, or with FP8 the sums of the values of A; null for
@@ -21,14 +27,21 @@
 // the term of z is -z * sW times the sum of A's values. The products of a k tile are scaled and added to float32
 // accumulators.
 //
+// OFFSET_TILES (FP8): the terms of all z are a product of 16-bit matrices, whose k is the index of the k tile: offsets
+// times the sums of A's values. wgmma adds it to the accumulators after the last k tile. Each tile of offsets takes the
+// place of a k tile in the pipeline. Without OFFSET_TILES, an FMA per product adds the term; for few rows, this is
+// cheaper than to read the offsets.
+//
 // SPLIT_K CTAs compute a tile of BLOCK_M rows and WARPGROUPS * M64_TILES * 64 columns, each over its slice of K. A
 // cluster computes SHARE_X tiles with the same rows, and the CTAs of a slice share the copies of A by multicast. In a
 // CTA, a producer warp copies the weight and A, another warp the values of A per row, to STAGES stages. CONSUMERS
 // groups of WARPGROUPS warpgroups take turns at the stages. While one warpgroup dequantizes or scales, others keep the
 // tensor cores busy.
 #include "common/warp.cuh"
+#include "hopper/swizzle.cuh"
 #include "hopper/tma.cuh"
 #include "int8/gemm_w4a8_sm90.cuh"
+#include "ptx/fence_proxy.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld_shared.cuh"
 #include "ptx/wgmma_8bit.cuh"
@@ -39,6 +52,7 @@ static_assert(__CUDA_ARCH__ == 900, "gemm_w4a8_sm90 needs sm_90a");
 struct Producer {
   const Tile& tile;
   const uint8_t* weight;
+  const uint8_t* offsets;
   const TensorMap* x_map;
   int n, k;
 
@@ -80,7 +94,7 @@ struct Producer {
     if constexpr (kSplitK > 1) tile.shared.received_barrier().init();
     ptx::fence_mbarrier_init();
     if constexpr (kSplitK > 1) tile.shared.received_barrier().expect(tile.received_bytes());
-    for (int i = 0; i < min(tile.iterations(), kStages); ++i) {
+    for (int i = 0; i < min(tile.weight_iterations(), kStages); ++i) {
       expect(i, i);
       copy_weight(i, i);
     }
@@ -88,17 +102,59 @@ struct Producer {
   // Copies A for the first pass over the stages, then refills each stage that the consumers have released.
   __device__ __forceinline__ void run() const {
     const auto pipeline = tile.shared.pipeline();
-    const int prologue = min(tile.iterations(), kStages);
+    const int prologue = min(tile.weight_iterations(), kStages);
     for (int i = 0; i < prologue; ++i) copy_x(i, i);
     // The first pass has filled each stage without waiting, so the state starts one pass over the ring later.
     auto state = PipelineState<kStages>::producer();
     state.advance_by(kStages);
-    for (int i = prologue; i < tile.iterations(); ++i) {
+    for (int i = prologue; i < tile.weight_iterations(); ++i) {
       pipeline.producer_acquire(state);
       expect(i, state.stage_idx);
       copy_weight(i, state.stage_idx);
       copy_x(i, state.stage_idx);
       state.advance();
+    }
+  }
+  // Fills the stages of the tiles of offsets: TMA copies the offsets, and the warp stores the sums of A's values in
+  // float16 to the stage of A, 32 per row.
+  __device__ __forceinline__ void produce_offsets(uint8_t* memory, const float* x_sums, int m) const {
+    constexpr int kRows = 4;  // number of rows whose sums are loaded together
+    static_assert(kBlockM % kRows == 0, "a group of rows is complete");
+    const auto pipeline = tile.shared.pipeline();
+    const int lane = threadIdx.x % 32;
+    const int offset_tiles = ceil_div(tile.weight_k_tiles, kOffsetTileGroups);
+    for (int iteration = tile.weight_iterations(); iteration < tile.iterations(); ++iteration) {
+      const PipelineState<kStages> state{iteration % kStages, (iteration / kStages & 1u) ^ 1u};
+      const int offset_tile = tile.k_tile_begin + iteration - tile.weight_k_tiles;
+      const int group = offset_tile * kOffsetTileGroups + lane;
+      pipeline.producer_acquire(state);
+      uint8_t* target = memory + SharedStorage::X::kBegin + state.stage_idx * kXTileBytes + lane % 8 * 2;
+      for (int begin = 0; begin < kBlockM; begin += kRows) {
+        float sums[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const int64_t row = min(tile.m_begin + begin + r, m - 1);
+          sums[r] = group < tile.weight_k_tiles ? x_sums[row * tile.weight_k_tiles + group] : 0.0f;
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const int chunk = (lane / 8) ^ swizzle_bits(begin + r);
+          *reinterpret_cast<half_t*>(target + (begin + r) * kBlockK + chunk * 16) = from_float<half_t>(sums[r]);
+        }
+      }
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (lane == 0) {
+        const uint32_t full_barrier = pipeline.full_barrier(state.stage_idx);
+        ptx::mbarrier_arrive_expect_tx(full_barrier, kColumnTiles * kCodeBytes);
+        for (int i = 0; i < kColumnTiles; ++i) {
+          const int64_t column_tile = min(tile.n_begin / 64 + i, ceil_div(n, 64) - 1);
+          ptx::cp_async_bulk(tile.shared.weight(state.stage_idx) + i * kWeightTileBytes,
+                             offsets + (column_tile * offset_tiles + offset_tile) * kCodeBytes, kCodeBytes,
+                             full_barrier);
+        }
+      }
+      __syncwarp();
     }
   }
 };
@@ -151,7 +207,7 @@ struct Columns {
   float offsets[2];    // FP8: the factor of the sum of A's values
   uint32_t biases[2];  // int8: 128 - z in each byte
 
-  __device__ __forceinline__ Columns(const uint8_t* weight_tile, int warp, int lane) {
+  __device__ __forceinline__ Columns(const uint8_t* weight_tile, int warp, int lane, float code_scale) {
     const int pair = (warp * 8 + lane / 4) * 2;
     Vector<SCALE, 2> scale;
     Vector<uint8_t, 2> zero;
@@ -160,7 +216,7 @@ struct Columns {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float value = to_float(scale.values[i]);
-      scales[i] = kFp8 ? value * 512.0f : value;
+      scales[i] = kFp8 ? value * code_scale : value;
       offsets[i] = -value * static_cast<float>(zero.values[i]);
       biases[i] = 0x80808080u - zero.values[i] * 0x01010101u;
     }
@@ -187,22 +243,24 @@ __device__ __forceinline__ void wgmma(Product (&d)[kAccumulators], const uint32_
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
-    gemm_w4a8_sm90(const float* x_row_scale, const float* x_values, const uint8_t* weight, const BIAS* bias, Y* y,
-                   const __grid_constant__ TensorMap x_map, int m, int n, int k, int block_size, int m_blocks, int ldy,
-                   int aligned, float low, float high) {
+    gemm_w4a8_sm90(const float* x_row_scale, const float* x_values, const uint8_t* weight, const uint8_t* offsets,
+                   const float* units, const BIAS* bias, Y* y, const __grid_constant__ TensorMap x_map, int m, int n,
+                   int k, int block_size, int m_blocks, int ldy, int aligned, float low, float high) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Tile tile(ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(memory))), k, m_blocks);
   const auto pipeline = tile.shared.pipeline();
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
-  const Producer producer{tile, weight, &x_map, n, k};
+  const Producer producer{tile, weight, offsets, &x_map, n, k};
   if (warp == kProducerWarp && lane == 0) producer.begin();
   cluster_sync_after_init<kClusterSize>();
   ptx::griddepcontrol_launch_dependents();
   if (warp == kProducerWarp) {
-    if (lane == 0) {
-      ptx::griddepcontrol_wait();
-      producer.run();
+    if (kHasOffsetTiles || lane == 0) ptx::griddepcontrol_wait();
+    if (lane == 0) producer.run();
+    if constexpr (kHasOffsetTiles) {
+      __syncwarp();
+      producer.produce_offsets(memory, x_values, m);
     }
   } else if (warp > kProducerWarp) {
     ptx::griddepcontrol_wait();
@@ -215,8 +273,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     const uint32_t empty_barriers = kShareX == 1
                                         ? pipeline.empty_barrier(0)
                                         : ptx::mapa(pipeline.empty_barrier(0), tile.split * kShareX + lane % kShareX);
+    const float code_scale = kHasOffsetTiles ? units[0] : 512.0f;
     auto state = PipelineState<kStages>::consumer(consumer);
-    for (int iteration = consumer; iteration < tile.iterations(); iteration += kConsumers) {
+    int iteration = consumer;
+    for (; iteration < tile.weight_iterations(); iteration += kConsumers) {
       pipeline.consumer_wait(state);
       const int k_tiles = tile.k_tiles(iteration);
 #pragma unroll 1
@@ -234,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
             ptx::ld_shared(words[k64].values,
                            tile.shared.weight(0) + tile_offset + k64 * (kCodeBytes / 2) + (warp % 4 * 32 + lane) * 16);
           }
-          const Columns columns(memory + SharedStorage::Weight::kBegin + tile_offset, warp % 4, lane);
+          const Columns columns(memory + SharedStorage::Weight::kBegin + tile_offset, warp % 4, lane, code_scale);
           uint32_t a[4][4];
 #pragma unroll
           for (int k32 = 0; k32 < 4; ++k32) columns.convert(a[k32], words[k32 / 2].values + k32 % 2 * 2);
@@ -254,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
               float& sum = accumulators[i][j * 4 + v];
               const auto product = static_cast<float>(products[j * 4 + v]);
               const float scale = columns.scales[v / 2];
-              if constexpr (kFp8) sum = fmaf(values.values[v % 2], columns.offsets[v / 2], sum);
+              if constexpr (kFp8 && kHasXParameters) sum = fmaf(values.values[v % 2], columns.offsets[v / 2], sum);
               sum = kRowScales ? fmaf(product, scale, sum) : fmaf(product * scale, values.values[v % 2], sum);
             }
           }
@@ -263,9 +323,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
       pipeline.release<kShareX>(empty_barriers + state.stage_idx * kBarrierBytes, lane);
       state.advance_by(kConsumers);
     }
+    // The remaining iterations are those for tiles of offsets.
+    for (; kHasOffsetTiles && iteration < tile.iterations(); iteration += kConsumers) {
+      pipeline.consumer_wait(state);
+      const uint64_t x = ptx::wgmma_descriptor(tile.shared.x(state.stage_idx));
+#pragma unroll
+      for (int i = 0; i < kM64Tiles; ++i) {
+        const int tile_offset = (state.stage_idx * kColumnTiles + i * kWarpgroups + warpgroup) * kWeightTileBytes;
+        Vector<uint32_t, 4> pairs[2];
+#pragma unroll
+        for (int k16 = 0; k16 < 2; ++k16) {
+          ptx::ld_shared(pairs[k16].values,
+                         tile.shared.weight(0) + tile_offset + k16 * (kCodeBytes / 2) + (warp % 4 * 32 + lane) * 16);
+        }
+        // With the accumulators as operand D of wgmma, ptxas would need 16 more registers.
+        float products[kAccumulators];
+        ptx::wgmma_fence();
+        ptx::wgmma_f16<false>(products, pairs[0].values, x);
+        ptx::wgmma_f16<true>(products, pairs[1].values, x + 2);
+        ptx::wgmma_commit_group();
+        ptx::wgmma_wait_group<0>();
+#pragma unroll
+        for (int v = 0; v < kAccumulators; ++v) accumulators[i][v] += products[v];
+      }
+      pipeline.release<kShareX>(empty_barriers + state.stage_idx * kBarrierBytes, lane);
+      state.advance_by(kConsumers);
+    }
     ptx::griddepcontrol_wait();
     const Epilogue<Y> epilogue{bias, nullptr, low, high, n, 0};
-    store_tile(tile, memory, accumulators, consumer, warpgroup, x_row_scale, epilogue, y, m, n, ldy, aligned != 0);
+    store_tile(tile, memory, accumulators, consumer, warpgroup, x_row_scale, kHasOffsetTiles ? units[1] : 1.0f,
+               epilogue, y, m, n, ldy, aligned != 0);
   }
   // Do not exit while other CTAs signal this CTA's barriers.
   if constexpr (kShareX > 1) {

@@ -19,13 +19,14 @@ constexpr int kKTiles = K_TILES;  // number of k tiles per stage
 constexpr int kSplitK = SPLIT_K;  // number of CTAs per tile; each computes the tile over its slice of K
 constexpr int kShareX = SHARE_X;  // number of CTAs with adjacent columns that share the copies of A by multicast
 constexpr int kClusterSize = kSplitK * kShareX;
+constexpr bool kHasOffsetTiles = OFFSET_TILES;  // FP8: whether tiles of offsets apply the zero points
 
 constexpr int kBlockK = 128;
 constexpr int kColumnTiles = kWarpgroups * kM64Tiles;  // number of weight tiles along n per CTA tile
 constexpr int kBlockN = kColumnTiles * 64;
 constexpr int kAccumulators = kBlockM / 2;  // number of accumulators per thread and m64 tile
 // Whether the products of a k tile need a parameter of each row of x: its scale, or with FP8 the sum of its values.
-constexpr bool kHasXParameters = kFp8 || !kRowScales;
+constexpr bool kHasXParameters = (kFp8 && !kHasOffsetTiles) || !kRowScales;
 constexpr int kConsumerThreads = kConsumers * kWarpgroups * 128;
 constexpr int kProducerWarp = kConsumerThreads / 32;
 constexpr int kThreads = kConsumerThreads + (kHasXParameters ? 64 : 32);
@@ -35,6 +36,7 @@ constexpr int kCodeBytes = 64 * kBlockK / 2;
 constexpr int kScaleBytes = 64 * sizeof(SCALE);
 constexpr int kWeightTileBytes = kCodeBytes + kScaleBytes + 64;
 constexpr int kXTileBytes = kBlockM * kBlockK;
+constexpr int kOffsetTileGroups = 32;  // number of k tiles whose offsets are in one tile of offsets
 
 // The number of rows of the tile that a CTA stores; the last CTAs of the cluster may store fewer, or none.
 constexpr int kOwnedRows = ceil_div(kBlockM, kSplitK);
@@ -44,6 +46,7 @@ static_assert(kBlockM % (8 * kShareX) == 0, "each CTA that shares A copies a mul
 static_assert(kClusterSize <= 8, "larger clusters are not portable");
 static_assert(kStages % kConsumers == 0, "a stage belongs to one consumer");
 static_assert(!kFp8 || kRowScales, "FP8 implies ROW_SCALES");
+static_assert(!kHasOffsetTiles || (kFp8 && kKTiles == 1), "a tile of offsets takes the place of one k tile of FP8");
 
 struct SharedStorage {
   // Used during the main loop.
@@ -68,14 +71,16 @@ struct SharedStorage {
 };
 ASSERT_SHARED_BYTES(SharedStorage);
 
-// The work of one CTA: kBlockM rows, kBlockN columns, and the k tiles [k_tile_begin, k_tile_end). An iteration of the
-// main loop consumes one stage: kKTiles k tiles, or fewer in the last iteration.
+// The work of one CTA: kBlockM rows, kBlockN columns, and the k tiles [k_tile_begin, k_tile_end), where tiles of offsets
+// follow the last k tile of the weight. An iteration of the main loop consumes one stage: kKTiles k tiles, or fewer in
+// the last iteration.
 struct Tile {
   SharedStorage shared;
   int m_begin, n_begin;
   int split;  // index of the CTA's slice of K
   int share;  // index of the CTA among those that share A; its rank in the cluster is split * kShareX + share
   int k_tile_begin, k_tile_end;
+  int weight_k_tiles;  // number of k tiles of the weight
 
   __device__ __forceinline__ Tile(uint32_t shared_begin, int k, int m_blocks) : shared{shared_begin} {
     const int rank = cluster_rank<kClusterSize>();
@@ -84,12 +89,17 @@ struct Tile {
     const int cluster_idx = blockIdx.x / kClusterSize;
     m_begin = cluster_idx % m_blocks * kBlockM;
     n_begin = (cluster_idx / m_blocks * kShareX + share) * kBlockN;
-    const int k_tiles = ceil_div(k, kBlockK);
+    weight_k_tiles = ceil_div(k, kBlockK);
+    const int k_tiles = weight_k_tiles + (kHasOffsetTiles ? ceil_div(weight_k_tiles, kOffsetTileGroups) : 0);
     const int iterations = ceil_div(k_tiles, kKTiles);
     k_tile_begin = iterations * split / kSplitK * kKTiles;
     k_tile_end = min(k_tiles, iterations * (split + 1) / kSplitK * kKTiles);
   }
   __device__ __forceinline__ int iterations() const { return ceil_div(k_tile_end - k_tile_begin, kKTiles); }
+  // Returns the number of iterations before those for tiles of offsets.
+  __device__ __forceinline__ int weight_iterations() const {
+    return kHasOffsetTiles ? max(0, min(k_tile_end, weight_k_tiles) - k_tile_begin) : iterations();
+  }
   __device__ __forceinline__ int k_tiles(int iteration) const {
     return kKTiles == 1 ? 1 : min(kKTiles, k_tile_end - k_tile_begin - iteration * kKTiles);
   }
@@ -103,11 +113,11 @@ struct Tile {
 __device__ __forceinline__ void sync_consumers() { ptx::barrier_sync(1, kConsumerThreads); }
 
 // Sums the accumulators of all consumers and all CTAs of a cluster, and stores y. The order of additions is fixed: the
-// consumers of this CTA, then the other CTAs by rank.
+// consumers of this CTA, then the other CTAs by rank. The sums are in units of `unit`.
 __device__ __forceinline__ void store_tile(const Tile& tile, uint8_t* memory,
                                            const float (&accumulators)[kM64Tiles][kAccumulators], int consumer,
-                                           int warpgroup, const float* x_row_scale, const Epilogue<Y>& epilogue, Y* y,
-                                           int m, int n, int ldy, bool aligned) {
+                                           int warpgroup, const float* x_row_scale, float unit,
+                                           const Epilogue<Y>& epilogue, Y* y, int m, int n, int ldy, bool aligned) {
   const int lane = threadIdx.x % 32;
   auto* sums = reinterpret_cast<float*>(memory);
   sync_consumers();  // All stages have been read, so the accumulators can overwrite them.
@@ -167,7 +177,7 @@ __device__ __forceinline__ void store_tile(const Tile& tile, uint8_t* memory,
         for (int i = 0; i < kVectorColumns; ++i) total[i] += received[i];
       }
     }
-    const float x_scale = kRowScales ? x_row_scale[row] : 1.0f;
+    const float x_scale = kRowScales ? x_row_scale[row] * unit : 1.0f;
     Vector<Y, kVectorColumns> out;
 #pragma unroll
     for (int i = 0; i < kVectorColumns; ++i) {

@@ -30,6 +30,12 @@ SPLITS = (1, 2, 3, 4, 6, 8)
 """The split-K factors to try."""
 MIN_TENSOR_CYCLES = 13
 """The smallest number of tensor-core cycles per wgmma, reached with few rows of x."""
+OFFSET_TILES_MIN_M = 65
+"""The smallest M for which tiles of offsets are worthwhile."""
+OFFSET_TILES_MAX_K = 5120
+"""The largest K for which tiles of offsets are worthwhile: they are prepared one after the other."""
+OFFSET_TILE_GROUPS = 32
+"""The number of k tiles whose offsets are in one tile of offsets."""
 SYMMETRIC_ZERO = 8
 """The code of zero of a weight without offsets."""
 
@@ -58,6 +64,7 @@ class GemmW4A8Costs:
         l2_bytes_per_us: bandwidth of copies from L2 to all SMs, in bytes per microsecond.
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
         norm: exponent of the p-norm of times that overlap.
+        offset_row_ns: time to prepare a row of a tile of offsets after the last k tile, in nanoseconds.
     """
 
     clock_mhz: float = 1750.0
@@ -76,6 +83,7 @@ class GemmW4A8Costs:
     l2_bytes_per_us: float = 7.8e6
     stream_factor: float = 1.005
     norm: float = 3.07
+    offset_row_ns: float = 18.9
 
 
 COSTS = GemmW4A8Costs()
@@ -96,6 +104,7 @@ class GemmW4A8Config:
         ctas_per_sm: number of resident CTAs per SM for which the kernel is compiled (``__launch_bounds__``).
         share_x: number of CTAs with the same rows and adjacent columns that share the copies of x by multicast; a
             cluster has ``split_k * share_x`` CTAs.
+        offset_tiles: whether the tensor cores add the terms of the zero points, for float8 activations.
     """
 
     block_m: int
@@ -107,6 +116,7 @@ class GemmW4A8Config:
     split_k: int
     ctas_per_sm: int = 1
     share_x: int = 1
+    offset_tiles: bool = False
 
     @property
     def block_n(self) -> int:
@@ -120,8 +130,8 @@ class GemmW4A8Config:
 
     @property
     def registers(self) -> int:
-        """The number of registers that a consumer thread needs: accumulators of y and of a k tile, and 32 others."""
-        return self.block_m * (self.m64_tiles + 1) // 2 + 32
+        """The number of registers that a consumer thread needs: accumulators of y and of a k tile, and others."""
+        return self.block_m * (self.m64_tiles + 1) // 2 + (28 if self.offset_tiles else 32)
 
     @property
     def fits_registers(self) -> bool:
@@ -130,11 +140,16 @@ class GemmW4A8Config:
 
     def threads(self, problem: Int8Problem) -> int:
         """Return the number of threads per CTA: consumers, producer, and the warp that copies values per row of x."""
-        return (self.all_warpgroups * 4 + (2 if has_x_parameters(problem) else 1)) * 32
+        others = 2 if self.has_x_parameters(problem) else 1
+        return (self.all_warpgroups * 4 + others) * 32
+
+    def has_x_parameters(self, problem: Int8Problem) -> bool:
+        """Return whether a k tile has a parameter per row of x: the scale of its products, or the sum of its codes."""
+        return not self.offset_tiles if problem.fp8 else not problem.row_scales
 
     def shared_bytes(self, problem: Int8Problem) -> int:
         """Return the dynamic shared memory per CTA in bytes; SharedStorage in CUDA static_asserts the same value."""
-        x_tile = self.block_m * (BLOCK_K + 4 * has_x_parameters(problem))
+        x_tile = self.block_m * (BLOCK_K + 4 * self.has_x_parameters(problem))
         stage = self.k_tiles * (self.warpgroups * self.m64_tiles * weight_tile_bytes(problem) + x_tile)
         row_bytes = (self.block_n + 4) * 4
         received = 0
@@ -145,11 +160,6 @@ class GemmW4A8Config:
     def tiles(self, problem: Int8Problem) -> tuple[int, int]:
         """Return the numbers of CTA tiles along m and along n; CTAs that share x have a tile each, even if past N."""
         return ceil_div(problem.m, self.block_m), ceil_div(problem.n, self.block_n * self.share_x) * self.share_x
-
-
-def has_x_parameters(problem: Int8Problem) -> bool:
-    """Return whether products of a k tile are scaled with a value per row of x: its scale, or the sum of its codes."""
-    return problem.fp8 or not problem.row_scales
 
 
 def weight_tile_bytes(problem: Int8Problem) -> int:
@@ -184,15 +194,20 @@ def tile_heights(problem: Int8Problem) -> list[int]:
 def configs(problem: Int8Problem, device: Device) -> list[GemmW4A8Config]:
     """Return every legal configuration."""
     all_k_tiles = ceil_div(problem.k, BLOCK_K)
+    is_worthwhile = problem.fp8 and problem.m >= OFFSET_TILES_MIN_M and problem.k <= OFFSET_TILES_MAX_K
     found: list[GemmW4A8Config] = []
-    for block_m, warpgroups, m64_tiles, consumers, k_tiles, split_k, share_x in itertools.product(
-        tile_heights(problem), (1, 2, 3, 4), (1, 2), (1, 2, 3, 4), (1, 2), SPLITS, (1, 2)
+    for block_m, warpgroups, m64_tiles, consumers, k_tiles, split_k, share_x, offset_tiles in itertools.product(
+        tile_heights(problem), (1, 2, 3, 4), (1, 2), (1, 2, 3, 4), (1, 2), SPLITS, (1, 2), (False, True)
     ):
+        if offset_tiles and (k_tiles > 1 or not is_worthwhile):
+            continue
         if share_x > 1 and (block_m < 64 or block_m % 16 or share_x * split_k > 8):
             continue
         if warpgroups * consumers > 4 or consumers * split_k * k_tiles > all_k_tiles or (k_tiles > 1 and block_m > 64):
             continue
-        config = GemmW4A8Config(block_m, warpgroups, m64_tiles, consumers, consumers, k_tiles, split_k, 1, share_x)
+        config = GemmW4A8Config(
+            block_m, warpgroups, m64_tiles, consumers, consumers, k_tiles, split_k, 1, share_x, offset_tiles
+        )
         if is_excessive(split_k, math.prod(config.tiles(problem)), device):
             continue
         found += _with_most_stages(config, problem, device)
@@ -224,7 +239,7 @@ def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) ->
     waves = ceil_div(busiest, config.ctas_per_sm)
     k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
     mine = ceil_div(ceil_div(k_tiles, config.k_tiles), config.consumers) * config.k_tiles
-    instructions = 2.6 if problem.fp8 else 2 if problem.row_scales else 3.4
+    instructions = 1.3 if config.offset_tiles else 2.6 if problem.fp8 else 2 if problem.row_scales else 3.4
     issue_cycles = COSTS.dequantize_cycles + COSTS.product_cycles * instructions * rows
     tensor_cycles = COSTS.tensor_factor * 4 * max(rows / 2, MIN_TENSOR_CYCLES)
     column_tiles = config.warpgroups * config.m64_tiles
@@ -241,6 +256,11 @@ def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) ->
     fixed = COSTS.launch_us + COSTS.wave_us * (waves - 1) + COSTS.consumer_ns * config.consumers * accumulators
     if not (problem.row_scales or problem.fp8):
         fixed += COSTS.block_scales_us
+    if config.offset_tiles:
+        # The CTA with the last slice of K has all tiles of offsets, except if they are more than its share.
+        all_k_tiles = ceil_div(problem.k, BLOCK_K)
+        offset_tiles = min(ceil_div(all_k_tiles, OFFSET_TILE_GROUPS), k_tiles)
+        fixed += waves * offset_tiles * rows * COSTS.offset_row_ns * 1e-3
     if config.split_k > 1:
         fixed += COSTS.reduction_us + COSTS.exchange_ns * accumulators * (1 - 1 / config.split_k)
     return fixed + float(sum(us**COSTS.norm for us in overlapping) ** (1 / COSTS.norm))
@@ -264,6 +284,7 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
         ("SPLIT_K", config.split_k),
         ("SHARE_X", config.share_x),
         ("CTAS_PER_SM", config.ctas_per_sm),
+        ("OFFSET_TILES", int(config.offset_tiles)),
         ("SHARED_BYTES", config.shared_bytes(problem)),
     )
     x_map = TensorMap(
@@ -281,7 +302,7 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
         Kernel("int8/gemm_w4a8_sm90.cu", NAME, defines, device.target),
         (m_blocks * n_blocks * config.split_k, 1, 1),
         (config.threads(problem), 1, 1),
-        (x_row_scale, x_values, "weight", "bias", "y", x_map, *scalars),
+        (x_row_scale, x_values, "weight", "offsets", "units", "bias", "y", x_map, *scalars),
         config.shared_bytes(problem),
         cluster=(config.split_k * config.share_x, 1, 1),
         dependent=True,
@@ -294,9 +315,16 @@ def workspace(config: GemmW4A8Config, problem: Int8Problem) -> Workspace:
 
 
 def prepare_weight(weight: BlockQuantizedWeight, problem: Int8Problem) -> dict[str, Array]:
-    """Return the weight buffer "weight", in the layout of ``cuda_src/int8/gemm_w4a8_sm90.cu``."""
+    """Return the weight buffers, in the layouts of ``cuda_src/int8/gemm_w4a8_sm90.cu``.
+
+    The buffers are "weight", "offsets" and "units"; only products of float8 use the last two.
+    """
     key = "w4a8 tiles", problem.scale_dtype
-    return {"weight": weight.layout(key, lambda: _tiles(weight, problem.scale_dtype))}
+    buffers = {"weight": weight.layout(key, lambda: _tiles(weight, problem.scale_dtype))}
+    if not problem.fp8:
+        return buffers | {"offsets": None, "units": None}
+    offsets = weight.layout(("w4a8 offsets",), lambda: _offset_tiles(weight))
+    return buffers | {"offsets": offsets, "units": weight.layout(("w4a8 units",), lambda: _units(weight))}
 
 
 def _tiles(weight: BlockQuantizedWeight, scale_dtype: str) -> Array:
@@ -323,6 +351,37 @@ def _tiles(weight: BlockQuantizedWeight, scale_dtype: str) -> Array:
         ordered = padded.reshape(columns, 4, 2, 8, k_tiles).transpose(0, 4, 1, 3, 2)
         parts.append(xp.ascontiguousarray(ordered).reshape(columns, k_tiles, TILE_N).view(np.uint8))
     return xp.ascontiguousarray(xp.concatenate(parts, axis=2))
+
+
+def _offsets(weight: BlockQuantizedWeight) -> Array:
+    """Return the zero points times the negative scales, float32 [N, blocks]."""
+    zeros = SYMMETRIC_ZERO if weight.zero_points is None else SYMMETRIC_ZERO - weight.zero_points.astype(np.float32)
+    return -weight.scale.astype(np.float32) * zeros
+
+
+def _units(weight: BlockQuantizedWeight) -> Array:
+    """Return float32 [2]: the scale of e4m3 codes in units of the accumulators, and this unit, a power of two.
+
+    The unit is chosen such that the largest offset is between 2^14 and 2^15 units, within the range of float16.
+    """
+    xp = namespace(weight.scale)
+    largest = xp.abs(_offsets(weight)).max()
+    exponent = xp.where(largest > 0, xp.maximum(xp.frexp(largest)[1] - 15, -100), 0).astype(np.float32)
+    return xp.stack([xp.exp2(9 - exponent), xp.exp2(exponent)]).astype(np.float32)
+
+
+def _offset_tiles(weight: BlockQuantizedWeight) -> Array:
+    """Return the tiles of offsets, float16 [ceil(N / 64), ceil(K / 4096), 64 * 32]."""
+    n, _, _, k = weight.shape
+    xp = namespace(weight.scale)
+    columns, k_tiles = ceil_div(n, TILE_N), ceil_div(k, BLOCK_K)
+    tiles = ceil_div(k_tiles, OFFSET_TILE_GROUPS)
+    blocks = xp.minimum(xp.arange(k_tiles) * BLOCK_K // weight.block_size, weight.blocks - 1)
+    offsets = xp.zeros((columns * TILE_N, tiles * OFFSET_TILE_GROUPS), np.float16)
+    offsets[:n, :k_tiles] = (_offsets(weight) / _units(weight)[1]).astype(np.float16).take(blocks, axis=1)
+    # [tile][warp][column half][g][offset tile][k16][k half][t][pair]
+    offsets = offsets.reshape(columns, 4, 2, 8, tiles, 2, 2, 4, 2).transpose(0, 4, 5, 1, 3, 7, 6, 2, 8)
+    return xp.ascontiguousarray(offsets).reshape(columns, tiles, -1)
 
 
 def _scale_bits(scale: Array, dtype: str) -> Array:
