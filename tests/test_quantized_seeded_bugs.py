@@ -102,6 +102,21 @@ SEEDS = {
     "a CTA of the cluster overwrites a stage that the other one still reads": (
         "int8/gemm_int8_sm90.cu", "kConsumerWarps * kClusterSize);", "kConsumerWarps);", ("race", "barrier"),
     ),
+    "partial sums overwrite stages that the other CTA still reads": (
+        "int8/gemm_int8_sm90.cu split", "        cluster_sync<kSplitK>();\n        OwnedAccumulators", "        OwnedAccumulators",
+        RACE,
+    ),
+    "a slice of K takes the scales of the first slice": (
+        "int8/gemm_int8_sm90.cu split", "int block = mine.begin * kXBlocks / block_spans;", "int block = 0;", VALUES,
+    ),
+    "the codes of a slice of K are those of the first slice": (
+        "int8/gemm_int8_sm90.cu split", "for (int k_tile = mine.begin; k_tile < mine.end; ++k_tile)",
+        "for (int k_tile = 0; k_tile < mine.end - mine.begin; ++k_tile)", VALUES,
+    ),
+    "a CTA stores the rows of the other CTA": (
+        "int8/gemm_int8_sm90.cu split", "rank * kOwnedGroups / kOctets, rank", "(1 - rank) * kOwnedGroups / kOctets, rank",
+        VALUES,
+    ),
     "offsets of x are multiplied by the sums of another block": (
         "int8/gemm_int8_sm90.cu", "min(block, blocks - 1)", "min(block / 2, blocks - 1)", VALUES,
     ),
@@ -214,6 +229,9 @@ def outcome(file: str, landing: str) -> str:
             for k, block_size in ((1040, 128), (272, 64)):
                 problem = Int8Problem(70, 304, k, block_size, 4, True, True, "float16")
                 check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(2, 2), h100, block_size, seed=0)
+        elif file == "int8/gemm_int8_sm90.cu split":
+            problem = Int8Problem(70, 304, 1936, 128, 4, True, True, "float16")
+            check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 4, 2), h100, 128, seed=0)
         elif file == "int8/gemm_int8_sm90.cu fp8":
             weight = random_weight(np.random.default_rng(0), (152, 1, 1, 400), 64)
             problem = Int8Problem(70, 152, 400, 64, 4, False, True, "float16", fp8=True)
