@@ -36,8 +36,8 @@ class AwqLinear:
     skips validation and kernel selection. Threads and streams may share a layer.
 
     On a Hopper GPU the layer also stores the weight in the repacked layout, which the fastest kernels read, if K is a
-    multiple of 64, the group size is 32, 64, K or a multiple of 128, and the zero points are integers. There, a GEMM of
-    33 or more rows may round each dequantized weight to the dtype of x, as `dequantize` does.
+    multiple of 64, the group size is 16, 32, 64, K or a multiple of 128, and the zero points are integers. There, a
+    GEMM of 33 or more rows may round each dequantized weight to the dtype of x, as `dequantize` does.
 
     Args:
         weight: the weight [K, N], on the CPU or on a GPU.

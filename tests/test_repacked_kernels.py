@@ -26,7 +26,7 @@ from tests.test_reference import float64_weight
 
 def any_problem(data: st.DataObject, rows: list[int], most_n: int, most_k: int) -> Problem:
     """Draw a problem with any group size, zeros, scales and epilogue that both families on the repacked layout take."""
-    group_size = data.draw(st.sampled_from([32, 64, 128, 192]))
+    group_size = data.draw(st.sampled_from([16, 32, 64, 128, 192]))
     gated = data.draw(st.booleans())
     step = 64 if gated else 8
     return Problem(
@@ -254,7 +254,7 @@ def test_any_problem_with_a_fusion(backend: str, data: st.DataObject) -> None:
         m=data.draw(st.sampled_from([1, 2, 3, 7, 16, 20, 32])),
         n=data.draw(st.integers(1, 5)) * 64 if gated else data.draw(st.integers(1, 40)) * 8,
         k=k,
-        group_size=data.draw(st.sampled_from([64, k])),
+        group_size=data.draw(st.sampled_from([16, 64, k])),
         dtype=data.draw(st.sampled_from(["float16", "bfloat16"])),
         zeros=data.draw(st.sampled_from(["packed", "symmetric"])),
         bias_dtype=data.draw(st.sampled_from([None, "float32"])),
@@ -323,7 +323,9 @@ def test_scaled_weights_are_rounded_once(backend: str, name: str, dtype: str, sc
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("zeros", ["packed", "symmetric"])
-@pytest.mark.parametrize(("k", "n", "group_size"), [(128, 128, 128), (320, 72, 64), (192, 264, 32), (192, 8, 192)])
+@pytest.mark.parametrize(
+    ("k", "n", "group_size"), [(128, 128, 128), (320, 72, 64), (192, 264, 32), (192, 8, 192), (192, 40, 16)]
+)
 def test_repacking_keeps_every_code_scale_and_zero(backend: str, zeros: str, k: int, n: int, group_size: int) -> None:
     weight = random_weight(np.random.default_rng(k), k, n, group_size, zeros=zeros)
     layout = RepackedLayout.of(Problem(1, n, k, group_size, zeros=zeros))

@@ -170,7 +170,7 @@ def _chosen(text: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("k", "group_size"), [(4096, 32), (4096, 64), (4096, 128), (4096, -1), (192, 192)])
+@pytest.mark.parametrize(("k", "group_size"), [(4096, 16), (4096, 32), (4096, 64), (4096, 128), (4096, -1), (192, 192)])
 @pytest.mark.parametrize("m", [1, 16, 64, 2048])
 def test_explain_of_a_layer_chooses_a_kernel_on_the_repacked_layout(
     m: int, k: int, group_size: int, dtype: str
@@ -182,7 +182,7 @@ def test_explain_of_a_layer_chooses_a_kernel_on_the_repacked_layout(
 
 @pytest.mark.parametrize(
     ("k", "group_size", "arch"),
-    [(4096, 128, 80), (4096, 128, 89), (4096, 128, 100), (4096, 16, 90), (384, 192, 90), (96, 32, 90)],
+    [(4096, 128, 80), (4096, 128, 89), (4096, 128, 100), (4096, 8, 90), (384, 192, 90), (96, 32, 90)],
 )
 def test_explain_of_a_layer_that_cannot_repack_is_that_of_the_awq_layout(k: int, group_size: int, arch: int) -> None:
     arguments = 16, k, 4096, group_size

@@ -44,6 +44,9 @@ constexpr int kUnroll = kM8Tiles == 1 && kCtasPerSm == 1 && kThreads <= 320 ? 2 
 // and with several groups per weight tile a lane would need the scales of all its slices.
 constexpr bool kSliced = kXRows <= 2 && kGroups == 1;
 constexpr int kRows = kSliced ? kXRows : 2;  // number of rows of y per lane in each mma tile
+// A weight tile is multiplied in parts of at least 32 k, which one ldmatrix loads; a part has one or two groups.
+constexpr int kParts = kGroups < 4 ? kGroups : 4;
+constexpr int kPartGroups = kGroups / kParts;
 // Whether a thread has enough registers (112, fewer for one row) to load the residual stream before the main loop.
 constexpr bool kLoadsStreamEarly = kXRows == 1 || (kM8Tiles == 1 && kCtasPerSm * kThreads < 512);
 
@@ -196,34 +199,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
           }
         };
         Group groups[kGroups][kN16Tiles];
-        const auto load_group = [&](int g) {
+        const auto load_groups = [&](int part) {
 #pragma unroll
-          for (int i = 0; i < kN16Tiles; ++i) {
-            const uint32_t half = offset + i * kHalfGroupBytes;
-            groups[g][i] = Group::load_shared(my_scales + half, my_zeros + half, g);
+          for (int g = part * kPartGroups; g < (part + 1) * kPartGroups; ++g) {
+#pragma unroll
+            for (int i = 0; i < kN16Tiles; ++i) {
+              const uint32_t half = offset + i * kHalfGroupBytes;
+              groups[g][i] = Group::load_shared(my_scales + half, my_zeros + half, g);
+            }
           }
         };
         load_codes(0);
         if (kGroups == 1) load_codes(1);
-        load_group(0);
+        load_groups(0);
         if (k_tile == 0) x_begin = ring.next();
 
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          if (g + 1 < kGroups) load_group(g + 1);
-          if (kGroups > 1 && g + 1 == kGroups / 2) load_codes(1);
-          float group_sums[kN16Tiles][kM8Tiles][4] = {};
-          float x_sums[kM8Tiles][4] = {};
+        for (int part = 0; part < kParts; ++part) {
+          if (part + 1 < kParts) load_groups(part + 1);
+          if (kParts > 1 && part + 1 == kParts / 2) load_codes(1);
+          float group_sums[kPartGroups][kN16Tiles][kM8Tiles][4] = {};
+          float x_sums[kPartGroups][kM8Tiles][4] = {};
           if constexpr (kSliced) {
 #pragma unroll
             for (int row = 0; row < kXRows; ++row) {
               uint32_t b[2];
               ptx::ldmatrix_x2(b, x_begin + my_slices + (k_tile * 16 + row * 8) * 16);
-              mma<X>(x_sums[0], kOnes, b[0], b[1]);
+              mma<X>(x_sums[0][0], kOnes, b[0], b[1]);
             }
           }
 #pragma unroll
-          for (int k32 = g * 4 / kGroups; k32 < (g + 1) * 4 / kGroups; ++k32) {
+          for (int k32 = part * 4 / kParts; k32 < (part + 1) * 4 / kParts; ++k32) {
             uint32_t a[2][kN16Tiles][4];
 #pragma unroll
             for (int k16 = 0; k16 < 2; ++k16) {
@@ -241,34 +247,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
               ptx::ldmatrix_x4(b, x_begin + (k32 % 2 == 0 ? my_x : my_other_x) + within);
 #pragma unroll
               for (int k16 = 0; k16 < 2; ++k16) {
-                if constexpr (!kSliced) mma<X>(x_sums[j], kOnes, b[k16 * 2], b[k16 * 2 + 1]);
+                const int g = k16 * kPartGroups / 2;
+                if constexpr (!kSliced) mma<X>(x_sums[g][j], kOnes, b[k16 * 2], b[k16 * 2 + 1]);
 #pragma unroll
                 for (int i = 0; i < kN16Tiles; ++i) {
-                  mma<X>(group_sums[i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
+                  mma<X>(group_sums[g][i][j], a[k16][i], b[k16 * 2], b[k16 * 2 + 1]);
                 }
               }
             }
           }
           if constexpr (kRows == 1) {
-            x_sums[0][0] += x_sums[0][1];
-            x_sums[0][2] += x_sums[0][3];
+            x_sums[0][0][0] += x_sums[0][0][1];
+            x_sums[0][0][2] += x_sums[0][0][3];
           }
 #pragma unroll
-          for (int i = 0; i < kN16Tiles; ++i) {
+          for (int g = 0; g < kPartGroups; ++g) {
 #pragma unroll
-            for (int v = 0; v < 4; ++v) {
-              if (v % 2 >= kRows) continue;
-              const float scale = groups[g][i].scale(v / 2);
-              const float zero = -(groups[g][i].zero(v / 2) + RawCodes<X>::kOffset);
+            for (int i = 0; i < kN16Tiles; ++i) {
+              const Group& group = groups[part * kPartGroups + g][i];
 #pragma unroll
-              for (int j = 0; j < kM8Tiles; ++j) {
-                float sum = group_sums[i][j][v];
-                if constexpr (kSliced) {
-                  zero_sums[i][v] = fmaf(zero * scale, x_sums[j][v], zero_sums[i][v]);
-                } else {
-                  sum = fmaf(zero, x_sums[j][v], sum);
+              for (int v = 0; v < 4; ++v) {
+                if (v % 2 >= kRows) continue;
+                const float scale = group.scale(v / 2);
+                const float zero = -(group.zero(v / 2) + RawCodes<X>::kOffset);
+#pragma unroll
+                for (int j = 0; j < kM8Tiles; ++j) {
+                  float sum = group_sums[g][i][j][v];
+                  if constexpr (kSliced) {
+                    zero_sums[i][v] = fmaf(zero * scale, x_sums[g][j][v], zero_sums[i][v]);
+                  } else {
+                    sum = fmaf(zero, x_sums[g][j][v], sum);
+                  }
+                  accumulators[i][j][v] = fmaf(sum, scale, accumulators[i][j][v]);
                 }
-                accumulators[i][j][v] = fmaf(sum, scale, accumulators[i][j][v]);
               }
             }
           }

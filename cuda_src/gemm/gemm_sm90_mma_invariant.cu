@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t a[4];
-          codes[k16 * kGroups / kK16Steps].convert(a, weights.word(k16 + i));
+          codes[(k16 + i) * kGroups / kK16Steps].convert(a, weights.word(k16 + i));
 #pragma unroll
           for (int j = 0; j < kM8Tiles; ++j) mma<X>(accumulators[j], a, b[j][i * 2], b[j][i * 2 + 1]);
         }
@@ -95,7 +95,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       float group_sums[kInterleaved][kGroups][kM8Tiles][4] = {};
 #pragma unroll
       for (int k16 = 0; k16 < kK16Steps; k16 += 2) {
-        const int g = k16 * kGroups / kK16Steps;
         uint32_t b[kInterleaved][kM8Tiles][4];
 #pragma unroll
         for (int tile = 0; tile < kInterleaved; ++tile) {
@@ -103,6 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+          const int g = (k16 + i) * kGroups / kK16Steps;
 #pragma unroll
           for (int tile = 0; tile < kInterleaved; ++tile) {
             if (tile >= tiles) continue;

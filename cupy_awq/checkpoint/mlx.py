@@ -103,7 +103,8 @@ def _convert_dense(tensors: ModuleTensors, weight: Array, scales: Array, biases:
     codes_of = np.arange(0, 32, bits, dtype=np.uint32)
     for rows in (slice(start, start + max(1, CHUNK // k)) for start in range(0, n, max(1, CHUNK // k))):
         codes = (weight[rows, :, None] >> codes_of) & np.uint32(2**bits - 1)
-        # The product and the sum are exact in float64, so only the conversion to the scales' dtype rounds.
+        # The product is exact in float64, and so is the sum in float16. In bfloat16, the sum can lose an offset below
+        # 2**-53 of the product, which matters only where the product is halfway between two bfloat16 values.
         values = codes.reshape(-1, groups, k // groups).astype(np.float64)
         values *= scales[rows, :, None].astype(np.float64)
         values += biases[rows, :, None].astype(np.float64)

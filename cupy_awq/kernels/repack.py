@@ -59,8 +59,8 @@ class RepackedLayout:
         if self.k % 64:
             return f"needs K to be a multiple of 64, not {self.k}"
         size = self.group_size
-        if size not in (32, 64, self.k) and size % WEIGHT_TILE_K:
-            return f"needs a group size of 32, 64, K or a multiple of {WEIGHT_TILE_K}, not {size}"
+        if size not in (16, 32, 64, self.k) and size % WEIGHT_TILE_K:
+            return f"needs a group size of 16, 32, 64, K or a multiple of {WEIGHT_TILE_K}, not {size}"
         return None
 
     @property
