@@ -82,6 +82,7 @@ class AwqLinear:
         "_operand",
         "_order",
         "_pointers",
+        "_prefers_int8",
         "_quantized",
         "_splits",
         "_weight",
@@ -124,6 +125,10 @@ class AwqLinear:
 
             self._quantized = convert_weight(weight, activation, x_dtype)
         self._operand = repack(weight) if x_dtype in (None, "auto") else weight
+        if self._quantized is not None and x_dtype == "auto":
+            from cupy_awq.ops.quantized_linear import int8_preference
+
+            self._prefers_int8 = int8_preference(self._operand, self._quantized, bias, activation)
         # Kernels for the repacked layout need gate and up to be whole numbers of weight tiles; else the AWQ tensors
         # are needed.
         has_whole_tiles = not form.gated or spec.n % (2 * WEIGHT_TILE_N) == 0
@@ -278,7 +283,8 @@ class AwqLinear:
         self, x: Array, /, *, out: Array | None = None, residual: Array | None = None, dtype: Any = None
     ) -> Array:
         weight = self._quantized
-        if weight is not None and (self._x_dtype != "auto" or self._prefers_int8(weight, x, residual, dtype)):
+        is_plain = residual is None and dtype is None
+        if weight is not None and (self._x_dtype != "auto" or (is_plain and self._prefers_int8(x))):
             return self._multiply_quantized(weight, x, out, residual, dtype)
         # Validation and kernel selection depend only on shapes, strides and dtypes, so a cached launch needs neither.
         key: Any
@@ -297,13 +303,6 @@ class AwqLinear:
         if launch is not None and key is not None:
             gemm_launch.cache_launch(self._launches, key, launch, MAX_LAUNCHES)
         return y
-
-    def _prefers_int8(self, weight: BlockQuantizedWeight, x: Array, residual: Array | None, dtype: Any) -> bool:
-        """Return whether an "auto" layer quantizes x."""
-        from cupy_awq.ops.quantized_linear import prefers_int8
-
-        is_plain = residual is None and dtype is None
-        return is_plain and prefers_int8(x, self._operand, weight, self._bias, self._activation)
 
     def _multiply_quantized(
         self, weight: BlockQuantizedWeight, x: Array, out: Array | None, residual: Array | None, dtype: Any

@@ -228,13 +228,15 @@ def fp8_problem(
     )
 
 
-# m, n, k, the weight's block size, offsets, dtype, bias, clamp, padding of y's rows, cluster, ctas
+# m, n, k, the weight's block size, offsets, dtype, bias, clamp, padding of y's rows, cluster, ctas, split_k
 CASES = (
     (70, 270, 272, 128, True, "float16", None, False, 0, 1, 4),
     (131, 300, 1040, 256, True, "float16", "float32", True, 4, 2, 2),
     (65, 41, 144, 32, False, "float32", "float16", False, 1, 1, 1),
     (3, 257, 208, 192, True, "bfloat16", None, False, 7, 1, 2),
     (1, 64, 48, 48, True, "float16", None, False, 0, 1, 1),
+    (131, 300, 1040, 256, True, "float16", "float32", True, 4, 1, 8, 2),
+    (65, 41, 144, 32, False, "float32", "float16", False, 1, 1, 2, 2),
 )
 
 
@@ -242,11 +244,11 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fp8_on_gemm_int8_sm90(backend: str, case: tuple) -> None:
     """Blocks shorter and longer than a stage, pipelines that wrap around, several tiles per CTA, partial tiles."""
-    m, n, k, block_size, offsets, dtype, bias, clamps, padding, cluster, ctas = case
+    m, n, k, block_size, offsets, dtype, bias, clamps, padding, *config = case
     problem = fp8_problem(m, n, k, block_size, dtype, bias, clamps, padding)
     assert fp8_refusal(block_size, k, facts(90, backend)) is None
     weight = random_weight(np.random.default_rng(m), (n, 1, 1, k), block_size, 4, offsets)
-    check_fp8_product(backend, problem, gemm_int8_sm90, GemmInt8Sm90Config(cluster, ctas), weight, seed=m)
+    check_fp8_product(backend, problem, gemm_int8_sm90, GemmInt8Sm90Config(*config), weight, seed=m)
 
 
 @pytest.mark.parametrize("backend", ["latest", "earliest", HOPPER])

@@ -232,7 +232,7 @@ def test_gemv_with_more_k_than_is_prefetched_at_once(backend: str, arch: int, ca
     check_product(backend, problem, gemv_int8, config, gpu, weight_block, seed=1)
 
 
-# m, n, k, block_size, bits, x_offset, weight_offset, dtype, bias, clamp, padding of y's rows, cluster, ctas
+# m, n, k, block_size, bits, x_offset, weight_offset, dtype, bias, clamp, padding of y's rows, cluster, ctas, split_k
 HOPPER = (
     (70, 270, 272, 128, 4, False, True, "float16", None, False, 0, 1, 4),
     (70, 270, 272, 128, 4, False, False, "float16", "float16", True, 2, 2, 2),
@@ -243,6 +243,8 @@ HOPPER = (
     (3, 515, 144, 32, 8, False, True, "float32", None, False, 5, 2, 4),
     (66, 72, 1040, 1040, 8, False, False, "float16", None, False, 0, 1, 1),
     (66, 72, 1040, 1040, 4, True, True, "bfloat16", None, False, 0, 1, 1),
+    (131, 300, 1040, 128, 4, False, True, "float16", None, False, 0, 1, 8, 2),
+    (70, 270, 400, 32, 4, True, True, "float32", "float32", True, 1, 1, 4, 2),
 )
 
 
@@ -250,7 +252,7 @@ HOPPER = (
 @pytest.mark.parametrize("case", HOPPER, ids=str)
 def test_gemm_int8_sm90(backend: str, case: tuple) -> None:
     """Blocks shorter and longer than a stage, pipelines that wrap around, several tiles per CTA, partial tiles."""
-    m, n, k, block, bits, x_offset, weight_offset, dtype, bias, clamps, padding, cluster, ctas = case
+    m, n, k, block, bits, x_offset, weight_offset, dtype, bias, clamps, padding, *config = case
     problem = Int8Problem(
         *(m, n, k, block, bits, x_offset, weight_offset, dtype, bias),
         activation="clamp" if clamps else None,
@@ -260,8 +262,8 @@ def test_gemm_int8_sm90(backend: str, case: tuple) -> None:
     )
     assert gemm_int8_sm90.block_refusal(problem) is None
     weight_block = k if problem.blocks == 1 else 2 * block
-    config = GemmInt8Sm90Config(cluster, ctas)
-    check_product(backend, problem, gemm_int8_sm90, config, facts(90, backend), weight_block, seed=m)
+    gpu = facts(90, backend)
+    check_product(backend, problem, gemm_int8_sm90, GemmInt8Sm90Config(*config), gpu, weight_block, seed=m)
 
 
 @pytest.mark.parametrize("backend", LANDINGS)

@@ -89,7 +89,26 @@ def test_auto_quantizes_many_rows_on_hopper(monkeypatch: pytest.MonkeyPatch, m: 
     monkeypatch.setattr(quantized_linear, "HOST", -2)
     monkeypatch.setattr(quantized_linear.device, "of", lambda index: device.nominal(90))
     x = np.broadcast_to(np.float16(1), (m, 4096))
-    assert quantized_linear.prefers_int8(x, weight, from_packed(weight), None, "relu") == expected
+    assert quantized_linear.int8_preference(weight, from_packed(weight), None, "relu")(x) == expected
+
+
+def test_cost_models_are_compared_once_per_m_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_weight(np.random.default_rng(0), 128, 64, 128)
+    estimated = []
+
+    def modelled_us(problem: Any, gpu: Any) -> float:
+        estimated.append((type(problem).__name__, problem.m, problem.dtype))
+        return 1.0
+
+    monkeypatch.setattr(quantized_linear, "HOST", -2)
+    monkeypatch.setattr(quantized_linear.device, "of", lambda index: device.nominal(90))
+    monkeypatch.setattr(quantized_linear.select, "modelled_us", modelled_us)
+    prefers_int8 = quantized_linear.int8_preference(weight, from_packed(weight), None, None)
+    for x in (np.ones((2, 3, 128), np.float16), np.zeros((6, 128), np.float16), np.ones((6, 128), np.float32)):
+        assert not prefers_int8(x)
+        assert not prefers_int8(x[..., :64])
+    families = "RowQuantization", "Int8Problem", "Problem"
+    assert estimated == [(name, 6, dtype) for dtype in ("float16", "float32") for name in families]
 
 
 @pytest.mark.gpu

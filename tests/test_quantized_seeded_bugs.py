@@ -44,6 +44,9 @@ SM90_CONVOLUTION = with_strides(
     weight_offset=True,
     dtype="float16",
 )
+STRIDED_CONVOLUTION = replace(
+    SM90_CONVOLUTION, sizes=SM90_CONVOLUTION.sizes._replace(out_h=4, out_w=4, stride_h=2, stride_w=2)
+)
 CONVOLUTION = with_strides(
     ConvolutionSizes(2, 9, 9, 40, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1),
     block_size=8,
@@ -98,6 +101,21 @@ SEEDS = {
     ),
     "a CTA of the cluster overwrites a stage that the other one still reads": (
         "int8/gemm_int8_sm90.cu", "kConsumerWarps * kClusterSize);", "kConsumerWarps);", ("race", "barrier"),
+    ),
+    "partial sums overwrite stages that the other CTA still reads": (
+        "int8/gemm_int8_sm90.cu split", "        cluster_sync<kSplitK>();\n        OwnedAccumulators", "        OwnedAccumulators",
+        RACE,
+    ),
+    "a slice of K takes the scales of the first slice": (
+        "int8/gemm_int8_sm90.cu split", "int block = mine.begin * kXBlocks / block_spans;", "int block = 0;", VALUES,
+    ),
+    "the codes of a slice of K are those of the first slice": (
+        "int8/gemm_int8_sm90.cu split", "for (int k_tile = mine.begin; k_tile < mine.end; ++k_tile)",
+        "for (int k_tile = 0; k_tile < mine.end - mine.begin; ++k_tile)", VALUES,
+    ),
+    "a CTA stores the rows of the other CTA": (
+        "int8/gemm_int8_sm90.cu split", "rank * kOwnedGroups / kOctets, rank", "(1 - rank) * kOwnedGroups / kOctets, rank",
+        VALUES,
     ),
     "offsets of x are multiplied by the sums of another block": (
         "int8/gemm_int8_sm90.cu", "min(block, blocks - 1)", "min(block / 2, blocks - 1)", VALUES,
@@ -168,6 +186,12 @@ SEEDS = {
         "conv2d/conv2d_sm90_large.cu", "    x_pipeline.consumer_release(x_state.stage_idx, lane);\n", "",
         ("deadlock", "deadlock"),
     ),
+    "a tap of a strided convolution reads the plane of another tap": (
+        "conv2d/conv2d_sm90_large.cu", "y_shift % PLANES_H * PLANES_W", "y_shift / PLANES_H * PLANES_W", VALUES,
+    ),
+    "the planes of a strided convolution start one pixel late": (
+        "conv2d/conv2d_sm90_large.cu", "plane_w - lead_w", "plane_w", VALUES,
+    ),
     "the second part is stored in place of the first": (
         "conv2d/conv2d_sm90_large.cu", "corner = corners[pixel_tile];", "corner = corners[0];", VALUES,
     ),
@@ -190,11 +214,13 @@ def outcome(file: str, landing: str) -> str:
         elif file == "conv2d/conv2d_sm90_large.cu":
             # Two tiles of three boxes by one CTA; and a box for each unit, with K whole and split in two.
             large = conv2d_sm90_large
-            halo = Conv2dSm90LargeConfig(1, 56, (1, 7, 8), 2, True, 2, 3, 1)
+            halo = Conv2dSm90LargeConfig(1, 2, 56, (1, 7, 8), 2, True, 2, 3, 1, 1)
             one_sm = replace(h100, sm_count=1)
+            strided = Conv2dSm90LargeConfig(1, 1, 56, (1, 7, 8), 1, True, 2, 3, 1, 2)
+            check_convolution(landing, STRIDED_CONVOLUTION, large, strided, one_sm, seed=0)
             check_convolution(landing, replace(SM90_CONVOLUTION, sizes=EIGHT_IMAGES), large, halo, one_sm, seed=0)
             for split_k in (1, 2):
-                boxes = Conv2dSm90LargeConfig(1, 112, (2, 7, 7), 1, False, 3, 3, split_k)
+                boxes = Conv2dSm90LargeConfig(1, 2, 112, (2, 7, 7), 1, False, 3, 3, split_k, 1)
                 check_convolution(landing, SM90_CONVOLUTION, large, boxes, h100, seed=0)
         elif file.startswith("conv2d"):
             check_convolution(landing, CONVOLUTION, conv2d_sm80, Conv2dSm80Config(32, 2, 2, 3, 1), a100, seed=0)
@@ -203,6 +229,9 @@ def outcome(file: str, landing: str) -> str:
             for k, block_size in ((1040, 128), (272, 64)):
                 problem = Int8Problem(70, 304, k, block_size, 4, True, True, "float16")
                 check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(2, 2), h100, block_size, seed=0)
+        elif file == "int8/gemm_int8_sm90.cu split":
+            problem = Int8Problem(70, 304, 1936, 128, 4, True, True, "float16")
+            check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 4, 2), h100, 128, seed=0)
         elif file == "int8/gemm_int8_sm90.cu fp8":
             weight = random_weight(np.random.default_rng(0), (152, 1, 1, 400), 64)
             problem = Int8Problem(70, 152, 400, 64, 4, False, True, "float16", fp8=True)

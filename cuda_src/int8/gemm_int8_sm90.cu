@@ -29,7 +29,8 @@
 // A CTA computes tiles of 128 rows and 256 columns with two consumer warpgroups of 64 rows each. A warpgroup scales the
 // products of one m64 tile (64 columns) while the tensor cores compute the next one; its four m64 tiles share the
 // scales of x, in registers. CTAs are persistent. The CLUSTER CTAs of a cluster have adjacent rows and share the copies
-// of the weight by multicast.
+// of the weight by multicast. With SPLIT_K > 1, the CTAs of a cluster compute one tile instead, each over a slice of K,
+// and add up their accumulators through distributed shared memory; a cluster then has a single tile.
 #include "common/warp.cuh"
 #include "hopper/cluster.cuh"
 #include "hopper/tma.cuh"
@@ -49,6 +50,7 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, const Tenso
   const int lane = threadIdx.x % 32;
   const int rank = cluster_rank<kClusterSize>();
   const int k_tiles = ceil_div(k, kBlockK);
+  const KTiles mine(k);
   if (lane == 0) {
     ptx::prefetch_tensormap(x_map);
     ptx::prefetch_tensormap(w_map);
@@ -59,8 +61,8 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, const Tenso
     const TileCoordinates tile = scheduler.tile();
     // For m64 tiles past n, the parameters of the last m64 tile are copied; the results are not stored.
     const int64_t n64_block = min(tile.n_block * kM64Tiles + lane % kM64Tiles, ceil_div(n, 64) - 1);
-    const uint8_t* source = parameters + n64_block * k_tiles * kParameterTileBytes;
-    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+    const uint8_t* source = parameters + (n64_block * k_tiles + mine.begin) * kParameterTileBytes;
+    for (int k_tile = mine.begin; k_tile < mine.end; ++k_tile) {
       const uint32_t full_barrier = pipeline.full_barrier(state.stage_idx);
       pipeline.producer_acquire(state);
       if (lane == 0) {
@@ -97,7 +99,8 @@ __device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared
   const int blocks = ceil_div(k, block_size);
   // A span is the part of a stage that shares one set of parameters: all 128 k, or one quantization block if a stage
   // holds several.
-  const int spans = ceil_div(k, kBlockK) * kXBlocks;
+  const KTiles mine(k);
+  const int spans = mine.end * kXBlocks;
   const int block_spans = kXBlocks == 1 ? max(block_size / kBlockK, 1) : 1;
   ptx::griddepcontrol_wait();
   State state = State::producer();
@@ -109,9 +112,9 @@ __device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared
 #pragma unroll
       for (int v = 0; v < 2; ++v) row_scales[v] = x_scale[rows[v]];
     }
-    int block = 0;
-    int span_in_block = 0;
-    for (int begin = 0; begin < spans; begin += kLoadedSpans) {
+    int block = mine.begin * kXBlocks / block_spans;
+    int span_in_block = mine.begin * kXBlocks % block_spans;
+    for (int begin = mine.begin * kXBlocks; begin < spans; begin += kLoadedSpans) {
       Vector<float, 2> values[kLoadedSpans][kParameters];
 #pragma unroll
       for (int i = 0; i < kLoadedSpans; ++i) {
@@ -177,13 +180,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     pipeline.init_stage(lane, 1 + kXParameterWarps, kConsumerWarps * kClusterSize);
     ptx::fence_mbarrier_init();
   }
-  cluster_sync_after_init<kClusterSize>();
+  cluster_sync_after_init<kClusterSize * kSplitK>();
   ptx::griddepcontrol_launch_dependents();
   if (warp < kConsumerWarps) {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     const int warpgroup = warp / 4;
     const int thread = threadIdx.x % 128;
-    const int k_tiles = ceil_div(k, kBlockK);
+    const KTiles mine(k);
     const Epilogue<Y> epilogue{bias, nullptr, low, high, n, 0};
 
     auto load_weight_parameter = [&](int stage_idx, int b, int tile, int parameter) {
@@ -238,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       start(0);
       load_x_scales();
       ptx::wgmma_wait_group<0>();
-      for (int blocks_left = k_tiles * kXBlocks; blocks_left > 0; --blocks_left) {
+      for (int blocks_left = (mine.end - mine.begin) * kXBlocks; blocks_left > 0; --blocks_left) {
         const int stage_idx = state.stage_idx;
         const int block = b;
 #pragma unroll
@@ -295,7 +298,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           accumulators[v / kAccumulators][v % kAccumulators] *= x_scales[v % kAccumulators / 4].values[v % 2];
         }
       }
-      store_tile(memory, accumulators, scheduler.tile(), epilogue, y, m, n, ldy, aligned != 0);
+      if constexpr (kSplitK == 1) {
+        store_tile(memory, reinterpret_cast<const OwnedAccumulators&>(accumulators), scheduler.tile(), epilogue, y, m,
+                   n, ldy, aligned != 0, 0, 0);
+      } else {
+        // All CTAs have finished reading their stages, so the partial sums can overwrite them.
+        cluster_sync<kSplitK>();
+        OwnedAccumulators totals;
+        const int rank = cluster_rank<kSplitK>();
+        reduce_scatter_groups<kSplitK, kWarpgroups, kM64Tiles * kOctets, kOwnedGroups>(
+            reinterpret_cast<float (&)[kOwnedGroups * 4]>(totals), &accumulators[0][0], memory, shared.begin, rank,
+            warpgroup);
+        store_tile(memory, totals, scheduler.tile(), epilogue, y, m, n, ldy, aligned != 0,
+                   rank * kOwnedGroups / kOctets, rank * kOwnedGroups % kOctets);
+      }
     }
     cluster_sync_before_exit<kClusterSize>();
   } else {
@@ -304,6 +320,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       produce(shared, &w_map, parameters, &x_map, m_blocks, n_blocks, n, k);
     } else if (warp <= kConsumerWarps + kXParameterWarps) {
       produce_x_parameters(shared, memory, x_scale, x_offset, x_sums, m_blocks, n_blocks, m, k, block_size);
+    }
+    if constexpr (kSplitK > 1) {
+      cluster_sync<kSplitK>();
+      cluster_sync<kSplitK>();
     }
     cluster_sync_before_exit<kClusterSize>();
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/epilogue.cuh"
+#include "hopper/cluster_reduction.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shared_storage.cuh"
 #include "hopper/tile_scheduler.cuh"
@@ -15,6 +16,7 @@ constexpr bool kRowScales = ROW_SCALES;
 constexpr int kXBlocks = X_BLOCKS;
 constexpr int kStages = STAGES;
 constexpr int kClusterSize = CLUSTER;
+constexpr int kSplitK = SPLIT_K;
 
 constexpr int kWarpgroups = 2;
 constexpr int kM64Tiles = 4;
@@ -28,6 +30,11 @@ constexpr int kBlockN = kM64Tiles * 64;
 constexpr int kBlockK = 128;
 constexpr int kWarpgroupM = kBlockM / kWarpgroups;
 constexpr int kAccumulators = kWarpgroupM / 2;  // number of accumulators per thread and m64 tile
+// With SPLIT_K, a CTA stores kOwnedOctets * 8 rows of each warpgroup, in kOwnedTiles m64 tiles.
+constexpr int kOctets = kWarpgroupM / 8;
+constexpr int kOwnedGroups = kM64Tiles * kOctets / kSplitK;
+constexpr int kOwnedTiles = kSplitK < kM64Tiles ? kM64Tiles / kSplitK : 1;
+constexpr int kOwnedOctets = kOwnedGroups / kOwnedTiles;
 // The number of wgmma instructions per quantization block of a stage; each multiplies 32 columns of A and W.
 constexpr int kBlockSteps = kBlockK / 32 / kXBlocks;
 // The number of spans (see produce_x_parameters) whose parameters of x a lane loads at once, to overlap latencies; as
@@ -45,7 +52,8 @@ constexpr int kStoreRowBytes = kBlockN * sizeof(Y) + 16;  // with 16 bytes of pa
 
 static_assert(kRowScales || !kFp8, "FP8 implies ROW_SCALES");
 static_assert(!kRowScales || !(kXOffset || (kWeightOffset && !kFp8)), "ROW_SCALES excludes offsets");
-static_assert(kClusterSize == 1 || kClusterSize == 2, "one or two CTAs share the copies of the weight");
+static_assert(kClusterSize == 1 || (kClusterSize == 2 && kSplitK == 1), "two CTAs share copies, or K is split");
+static_assert(kSplitK == 1 || kSplitK == 2 || kSplitK == 4 || kSplitK == 8, "all CTAs own equally many accumulators");
 static_assert(kWarpgroups * kConsumerRegisters + kProducerRegisters <= kThreads / 128 * (65536 / kThreads / 8 * 8),
               "setmaxnreg would wait forever for registers that the CTA does not have");
 
@@ -66,13 +74,15 @@ struct SharedStorage {
   __device__ __forceinline__ Pipeline<kStages, Barriers::kBegin> pipeline() const { return {begin}; }
 };
 ASSERT_SHARED_BYTES(SharedStorage);
+static_assert(kSplitK == 1 || kBlockM * kBlockN * 4 <= SharedStorage::Codes::kEnd,
+              "the partial sums fit in the memory of the stages");
 
 using State = PipelineState<kStages>;
 
 static_assert(kBandRows % kClusterSize == 0, "a band has whole rows of units");
 
-// The tile scheduler of a persistent cluster, whose CTAs compute adjacent tiles along m.
-struct TileScheduler : PersistentTileScheduler<kClusterSize> {
+// The tile scheduler of a persistent cluster, whose CTAs compute adjacent tiles along m, or slices of K of one tile.
+struct TileScheduler : PersistentTileScheduler<kClusterSize * kSplitK> {
   int m_blocks, n_blocks;  // numbers of units along m and n; a unit is one tile per CTA
 
   __device__ __forceinline__ TileScheduler(int m_blocks, int n_blocks)
@@ -84,27 +94,44 @@ struct TileScheduler : PersistentTileScheduler<kClusterSize> {
   }
 };
 
-// Stores a warpgroup's rows of a tile through shared memory: adjacent accumulators of a thread belong to different rows
-// of y, but a 16-byte store writes adjacent columns of one row.
+// The k tiles of a CTA: all of them, or its slice of K.
+struct KTiles {
+  int begin, end;
+
+  explicit __device__ __forceinline__ KTiles(int k) : begin(0), end(ceil_div(k, kBlockK)) {
+    if constexpr (kSplitK > 1) {
+      const int rank = cluster_rank<kSplitK>();
+      begin = end * rank / kSplitK;
+      end = end * (rank + 1) / kSplitK;
+    }
+  }
+};
+
+using OwnedAccumulators = float[kOwnedTiles][kOwnedOctets * 4];
+
+// Stores a warpgroup's owned rows of a tile through shared memory: adjacent accumulators of a thread belong to different
+// rows of y, but a 16-byte store writes adjacent columns of one row. Owned are the m64 tiles from `first_tile`, and of
+// their rows the octets from `first_octet`.
 template <class T>
-__device__ __forceinline__ void store_tile(uint8_t* memory, const float (&accumulators)[kM64Tiles][kAccumulators],
+__device__ __forceinline__ void store_tile(uint8_t* memory, const OwnedAccumulators& accumulators,
                                            const TileCoordinates& tile, const Epilogue<T>& epilogue, T* y, int m, int n,
-                                           int ldy, bool aligned) {
+                                           int ldy, bool aligned, int first_tile, int first_octet) {
+  constexpr int kColumns = kOwnedTiles * 64;
   constexpr int kVectorColumns = 16 / sizeof(T);
   // Read %tid here, so that values derived from the thread index occupy no registers during the main loop.
   const int index = ptx::thread_index_now();
   const int warpgroup = index / 128;
   const int thread = index % 128;
   const int lane = thread % 32;
-  const int row_begin = tile.m_block * kBlockM + warpgroup * kWarpgroupM;
-  const int column_begin = tile.n_block * kBlockN;
+  const int row_begin = tile.m_block * kBlockM + warpgroup * kWarpgroupM + first_octet * 8;
+  const int column_begin = tile.n_block * kBlockN + first_tile * 64;
   uint8_t* buffer = memory + SharedStorage::Store::kBegin + warpgroup * kStoreRows * kStoreRowBytes;
   // accumulators[i][v] belongs to column my_column of m64 tile i if v % 4 < 2, else to column my_column + 8.
   const int my_column = thread / 32 * 16 + lane / 4;
-  float biases[kM64Tiles][2] = {};
+  float biases[kOwnedTiles][2] = {};
   if constexpr (kHasBias) {
 #pragma unroll
-    for (int i = 0; i < kM64Tiles * 2; ++i) {
+    for (int i = 0; i < kOwnedTiles * 2; ++i) {
       const int column = column_begin + my_column + i / 2 * 64 + i % 2 * 8;
       if (column < n) biases[i / 2][i % 2] = to_float(epilogue.bias[column]);
     }
@@ -114,10 +141,10 @@ __device__ __forceinline__ void store_tile(uint8_t* memory, const float (&accumu
     return from_float<T>(epilogue.activate(value));
   };
 #pragma unroll
-  for (int chunk = 0; chunk < kWarpgroupM / kStoreRows; ++chunk) {
+  for (int chunk = 0; chunk < kOwnedOctets * 8 / kStoreRows; ++chunk) {
     ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll
-    for (int i = 0; i < kM64Tiles; ++i) {
+    for (int i = 0; i < kOwnedTiles; ++i) {
       if constexpr (sizeof(T) == 2) {
         const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
                                 (lane / 16 * 8 + lane % 8) * kStoreRowBytes +
@@ -139,10 +166,10 @@ __device__ __forceinline__ void store_tile(uint8_t* memory, const float (&accumu
     }
     ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll
-    for (int pass = 0; pass < kStoreRows * kBlockN / kVectorColumns / 128; ++pass) {
+    for (int pass = 0; pass < ceil_div(kStoreRows * kColumns / kVectorColumns, 128); ++pass) {
       const int index = pass * 128 + thread;
-      const int local_row = index / (kBlockN / kVectorColumns);
-      const int local_column = index % (kBlockN / kVectorColumns) * kVectorColumns;
+      const int local_row = index / (kColumns / kVectorColumns);
+      const int local_column = index % (kColumns / kVectorColumns) * kVectorColumns;
       const int row = row_begin + chunk * kStoreRows + local_row;
       const int column = column_begin + local_column;
       if (row < m && column < n) {

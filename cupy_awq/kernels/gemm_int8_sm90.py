@@ -12,6 +12,7 @@ import numpy as np
 from cupy_awq.block_weight import MAX_ZERO_POINT, BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import Workspace
+from cupy_awq.kernels.hopper import resident_clusters
 from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, block_parameters, layout_refusal
 from cupy_awq.kernels.problem import ITEMSIZE, ceil_div
 from cupy_awq.packing import namespace
@@ -37,7 +38,7 @@ E4M3_BITS = np.arange(LEAST_CODE, -LEAST_CODE).astype(ml_dtypes.float8_e4m3fn).v
 
 @dataclass(frozen=True)
 class GemmInt8Sm90Costs:
-    """Constants of the cost model, fitted to 40 measured times on an H100; RMS error 6%."""
+    """Constants of the cost model, fitted to measured times on an H100; RMS error 6%."""
 
     launch_us: float = 0.7
     """The launch overhead, in microseconds."""
@@ -47,6 +48,8 @@ class GemmInt8Sm90Costs:
     """The time to apply one parameter of one quantization block to the accumulators of a tile, in microseconds."""
     fixed_parameters: tuple[float, float] = (1.5, 0.9)
     """The time to accumulate the products of int8 and of e4m3, as a multiple of ``scaling_us``."""
+    split_us: float = 6.0
+    """The time of the split-K reduction, in microseconds."""
 
 
 COSTS = GemmInt8Sm90Costs()
@@ -57,15 +60,16 @@ class GemmInt8Sm90Config:
     """A configuration of ``gemm_int8_sm90``, with persistent CTAs that compute tiles of 128 x 256.
 
     Attributes:
-        cluster: number of CTAs per cluster, 1 or 2; the CTAs compute adjacent tiles along m and share copies of the
-            weight by multicast.
+        cluster: number of CTAs, 1 or 2, that compute adjacent tiles along m and share copies of the weight by
+            multicast.
         ctas: number of CTAs of the launch.
+        split_k: number of CTAs per tile, 1 or 2; each computes the tile over its slice of K. If it is 2, ``cluster`` is
+            1, and each pair of CTAs computes one tile.
     """
 
     cluster: int
     ctas: int
-
-    split_k = 1
+    split_k: int = 1
 
 
 def refusal(problem: Int8Problem, device: Device) -> str | None:
@@ -85,13 +89,20 @@ def block_refusal(problem: Int8Problem) -> str | None:
 
 
 def configs(problem: Int8Problem, device: Device) -> list[GemmInt8Sm90Config]:
-    """Return a configuration for each cluster size; the largest size comes first and wins if times are equal."""
-    return [
+    """Return the configurations: each cluster size, the largest first, which wins if times are equal; then split-K.
+
+    K is split if all tiles are computed at the same time.
+    """
+    found = [
         GemmInt8Sm90Config(
             cluster, min(device.sm_count // cluster, math.prod(cluster_tiles(cluster, problem))) * cluster
         )
         for cluster in (2, 1)
     ]
+    tiles = math.prod(cluster_tiles(1, problem))
+    if tiles <= resident_clusters(device, 2) and problem.k >= 2 * BLOCK_K:
+        found.append(GemmInt8Sm90Config(1, 2 * tiles, 2))
+    return found
 
 
 def cluster_tiles(cluster: int, problem: Int8Problem) -> tuple[int, int]:
@@ -100,11 +111,18 @@ def cluster_tiles(cluster: int, problem: Int8Problem) -> tuple[int, int]:
 
 
 def estimate_us(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> float:
-    """Return the run time in microseconds: launch overhead, and all tiles of the cluster with the most tiles."""
-    waves = ceil_div(math.prod(cluster_tiles(config.cluster, problem)), config.ctas // config.cluster)
+    """Return the run time in microseconds: launch overhead, reduction, and the root of two squared times.
+
+    These are the times to read the weight and to compute all tiles of the cluster with the most tiles.
+    """
+    clusters = config.ctas // (config.cluster * config.split_k)
+    waves = ceil_div(math.prod(cluster_tiles(config.cluster, problem)), clusters)
     parameters = (not _has_row_scales(problem)) + _has_weight_offset(problem) + problem.x_offset
     scaling_us = COSTS.scaling_us * _blocks_in_stage(problem) * (COSTS.fixed_parameters[problem.fp8] + parameters)
-    return COSTS.launch_us + waves * ceil_div(problem.k, BLOCK_K) * (COSTS.stage_us + scaling_us)
+    k_tiles = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k)
+    read_us = problem.n * problem.k / (device.read_gbs * 1e3)
+    split_us = COSTS.split_us if config.split_k > 1 else 0.0
+    return COSTS.launch_us + split_us + math.hypot(read_us, waves * k_tiles * (COSTS.stage_us + scaling_us))
 
 
 def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> LaunchPlan:
@@ -124,6 +142,7 @@ def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> La
         ("X_BLOCKS", x_blocks),
         ("STAGES", stages),
         ("CLUSTER", config.cluster),
+        ("SPLIT_K", config.split_k),
         ("ROW_SCALES", int(row_scales)),
         ("SHARED_BYTES", stages * stage_bytes + store_bytes),
     )
@@ -149,13 +168,13 @@ def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> La
         (THREADS, 1, 1),
         (x_scale, "x_offset", "x_sums", "parameters", "bias", "y", xq, codes, *scalars),
         stages * stage_bytes + store_bytes,
-        cluster=(config.cluster, 1, 1),
+        cluster=(config.cluster * config.split_k, 1, 1),
         dependent=True,
     )
 
 
 def workspace(config: GemmInt8Sm90Config, problem: Int8Problem) -> Workspace:
-    """Return an empty workspace, since K is not split."""
+    """Return an empty workspace, since CTAs that split K exchange partial sums through shared memory."""
     return Workspace()
 
 

@@ -7,8 +7,6 @@ The family has three kernels: ``gemm_sm90.cu`` (wgmma) and, for M <= 16, ``gemm_
 
 from __future__ import annotations
 
-import bisect
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,13 +17,13 @@ from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.gemm_sm90_config import (
     MMA,
     MMA_INVARIANT,
-    RESERVED_BYTES,
     WGMMA,
     GemmSm90Config,
     available_ctas,
+    most_stages,
 )
 from cupy_awq.kernels.gemm_sm90_costs import TimeParts, mma_invariant_time, mma_time, wgmma_time
-from cupy_awq.kernels.hopper import has_split_scales, repacked_defines, x_tensor_map
+from cupy_awq.kernels.hopper import has_split_scales, is_excessive, repacked_defines, x_tensor_map
 from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
 from cupy_awq.kernels.problem import Problem, ceil_div, next_power_of_two
 from cupy_awq.kernels.reduction import Reduction, wgmma_reduction
@@ -96,20 +94,12 @@ def tile_heights(m: int) -> list[int]:
     return list(dict.fromkeys(ceil_div(ceil_div(m, count), 8) * 8 for count in counts))
 
 
-def is_excessive(split_k: int, tiles: int, problem: Problem, device: Device) -> bool:
-    """Return whether clusters of more than two CTAs are pointless: the launch would have more CTAs than SMs.
-
-    A batch-invariant problem has the same split-K factor for every M.
-    """
-    return split_k > 2 and tiles * split_k > device.sm_count and not problem.batch_invariant
-
-
 def _mma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
     if problem.m > MMA_MAX_M:
         return
     all_k_tiles, x_rows = ceil_div(problem.k, WEIGHT_TILE_K), next_power_of_two(problem.m)
     for weight_tiles, split_k, warps, k_tiles in itertools.product((1, 2, 3, 4, 6, 7, 8), SPLITS, (16, 8), (1, 2, 4)):
-        if is_excessive(split_k, ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N), problem, device):
+        if is_excessive(split_k, ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N), device):
             continue
         consumers = max(1, min(warps // weight_tiles, all_k_tiles // split_k // k_tiles))
         x_stages = 4 if k_tiles == 1 else 2
@@ -167,7 +157,8 @@ def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]
                 continue
             weight_tiles = warpgroups * m64_tiles * 2
             tiles = ceil_div(problem.m, block_m) * ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N)
-            if is_excessive(split_k, tiles, problem, device):
+            # A batch-invariant problem has the same split-K factor for every M.
+            if is_excessive(split_k, tiles, device) and not problem.batch_invariant:
                 continue
             config = GemmSm90Config(WGMMA, block_m, weight_tiles, m64_tiles, consumers, 0, split_k, k_tiles)
             for scaled in _scaled_choices(problem, block_m, k_tiles):
@@ -184,25 +175,22 @@ def _with_most_stages(config: GemmSm90Config, problem: Problem, device: Device) 
     # Each stage belongs to one consumer, and a consumer needs no more stages than iterations.
     enough = ceil_div(all_k_tiles, config.consumers * config.k_tiles)
     stages_each = range(1 if config.consumers > 1 and not config.scaled else 2, max(3, enough + 1))
+
+    def shared_bytes(count: int) -> int:
+        return replace(config, stages=count * config.consumers).shared_bytes(problem)
+
     for ctas_per_sm in (2, 1):
-        limit = min(device.shared_bytes_per_sm // ctas_per_sm - RESERVED_BYTES, device.shared_bytes_per_block)
         if ctas_per_sm == 1 and config.consumer_registers:
             fits = config.registers <= config.consumer_registers
         else:
             fits = available_ctas(config.threads(problem), config.registers) >= ctas_per_sm
         if config.registers > 255 or not fits:
             continue
-        with_stages = functools.partial(_with_stages, config, ctas_per_sm)
-        fitting = bisect.bisect_right(stages_each, limit, key=lambda each: with_stages(each).shared_bytes(problem))
-        if fitting:
-            yield (chosen := with_stages(stages_each[fitting - 1]))
+        most = most_stages(stages_each, ctas_per_sm, device, shared_bytes)
+        if most is not None:
+            yield (chosen := replace(config, stages=most * config.consumers, ctas_per_sm=ctas_per_sm))
             if config.block_m > MMA_MAX_M:
                 yield replace(chosen, prefetch_weights=False)
-
-
-def _with_stages(config: GemmSm90Config, ctas_per_sm: int, stages_each: int) -> GemmSm90Config:
-    """Return the configuration with ``stages_each`` stages per consumer."""
-    return replace(config, stages=stages_each * config.consumers, ctas_per_sm=ctas_per_sm)
 
 
 def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan:

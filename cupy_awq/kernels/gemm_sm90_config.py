@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cupy_awq.kernels.problem import Problem, ceil_div
@@ -182,3 +184,13 @@ def available_ctas(threads: int, registers: int) -> int:
     (2, 1)
     """
     return REGISTERS_PER_SM // (ceil_div(threads, 128) * 128 * (ceil_div(registers, 8) * 8))
+
+
+def most_stages(counts: range, ctas_per_sm: int, device: Device, shared_bytes: Callable[[int], int]) -> int | None:
+    """Return the largest of ``counts`` with which ``ctas_per_sm`` CTAs fit in the shared memory of an SM, or None.
+
+    ``shared_bytes`` returns the shared memory per CTA for a number of stages.
+    """
+    limit = min(device.shared_bytes_per_sm // ctas_per_sm - RESERVED_BYTES, device.shared_bytes_per_block)
+    fitting = bisect.bisect_right(counts, limit, key=shared_bytes)
+    return counts[fitting - 1] if fitting else None

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import bisect
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,8 +13,8 @@ import numpy as np
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.gemm_sm90_config import RESERVED_BYTES, available_ctas
-from cupy_awq.kernels.hopper import resident_clusters
+from cupy_awq.kernels.gemm_sm90_config import available_ctas, most_stages
+from cupy_awq.kernels.hopper import is_excessive, resident_clusters
 from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, layout_refusal
 from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
 from cupy_awq.packing import namespace
@@ -195,8 +193,8 @@ def configs(problem: Int8Problem, device: Device) -> list[GemmW4A8Config]:
         if warpgroups * consumers > 4 or consumers * split_k * k_tiles > all_k_tiles or (k_tiles > 1 and block_m > 64):
             continue
         config = GemmW4A8Config(block_m, warpgroups, m64_tiles, consumers, consumers, k_tiles, split_k, 1, share_x)
-        if split_k > 2 and math.prod(config.tiles(problem)) * split_k > device.sm_count:
-            continue  # more CTAs than SMs: larger clusters are pointless
+        if is_excessive(split_k, math.prod(config.tiles(problem)), device):
+            continue
         found += _with_most_stages(config, problem, device)
     return found
 
@@ -206,19 +204,16 @@ def _with_most_stages(config: GemmW4A8Config, problem: Int8Problem, device: Devi
     # Each stage belongs to one consumer, and a consumer needs no more stages than iterations.
     enough = ceil_div(ceil_div(problem.k, BLOCK_K), config.split_k * config.consumers * config.k_tiles)
     counts = range(1 if config.consumers > 1 else 2, max(3, enough + 1))
+
+    def shared_bytes(count: int) -> int:
+        return replace(config, stages=count * config.consumers).shared_bytes(problem)
+
     for ctas_per_sm in (2, 1):
         if not replace(config, ctas_per_sm=ctas_per_sm).fits_registers:
             continue
-        limit = min(device.shared_bytes_per_sm // ctas_per_sm - RESERVED_BYTES, device.shared_bytes_per_block)
-        with_stages = functools.partial(_with_stages, config, ctas_per_sm)
-        fitting = bisect.bisect_right(counts, limit, key=lambda count: with_stages(count).shared_bytes(problem))
-        if fitting:
-            yield with_stages(counts[fitting - 1])
-
-
-def _with_stages(config: GemmW4A8Config, ctas_per_sm: int, count: int) -> GemmW4A8Config:
-    """Return the configuration with ``count`` stages per consumer."""
-    return replace(config, stages=count * config.consumers, ctas_per_sm=ctas_per_sm)
+        most = most_stages(counts, ctas_per_sm, device, shared_bytes)
+        if most is not None:
+            yield replace(config, stages=most * config.consumers, ctas_per_sm=ctas_per_sm)
 
 
 def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> float:

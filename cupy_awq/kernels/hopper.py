@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host code shared by ``gemm_sm90`` and ``gemm_sm90_large``: tensor map of x, constants, power limit."""
+"""Host code shared by the kernels for Hopper: tensor map of x, constants, power limit, clusters."""
 
 from __future__ import annotations
 
@@ -60,6 +60,11 @@ def resident_clusters(device: Device, size: int) -> int:
     A cluster stays within one GPC, so large clusters do not fill all SMs.
     """
     return max(1, int(CLUSTER_SMS[size] * device.sm_count) // size)
+
+
+def is_excessive(split_k: int, tiles: int, device: Device) -> bool:
+    """Return whether clusters of more than two CTAs are pointless: the launch would have more CTAs than SMs."""
+    return split_k > 2 and tiles * split_k > device.sm_count
 
 
 def has_split_scales(problem: Problem) -> bool:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -235,36 +237,47 @@ def check_layer(weight: BlockQuantizedWeight, activation: Any, x_dtype: str) -> 
             raise ValueError(f"weight: expected one that a float8 kernel takes, got one that {reason}")
 
 
-def prefers_int8(
-    x: Array, operand: PackedWeight, weight: BlockQuantizedWeight, bias: Array | None, activation: Any
-) -> bool:
-    """Return whether the cost models expect `linear_int8` to take less than WORTHWHILE of the time of `gemm` for x.
+def int8_preference(
+    operand: PackedWeight, weight: BlockQuantizedWeight, bias: Array | None, activation: Any
+) -> Callable[[Array], bool]:
+    """Return a function of x: whether `linear_int8` is expected to take less than WORTHWHILE of the time of `gemm`.
+
+    The function compares the cost models once per M and dtype of x. It returns False for a weight on the CPU and for an
+    x that is empty or has another shape or dtype than both operations take.
 
     Args:
-        x: the activations [..., K]; the result is False if x is on the CPU or empty, or has another shape or dtype.
         operand, weight: the same weight for `gemm` and for `linear_int8`.
         bias, activation: as in `gemm`.
     """
-    (x,) = views(x=x)
     n, _, _, k = weight.shape
-    if weight.device == HOST or x.dtype.name not in ITEMSIZE or not x.size or x.shape[-1:] != (k,):
-        return False
     form = block_check.validate_supported_activation(activation, EPILOGUE_ACTIVATIONS)
-    m, dtype, block_size = x.size // k, x.dtype, min(weight.block_size, k)
+    block_size = min(weight.block_size, k)
     bias_dtype = None if bias is None else bias.dtype.name
-    gemm = gemm_launch.gemm_problem(operand, form, m, dtype, bias_dtype=bias_dtype)
-    wide = k % 8 == 0 and block_size % 8 == 0
-    quantization = RowQuantization(m, k, block_size, dtype.name, symmetric=True, half_even=False, wide=wide, x_stride=k)
-    product = Int8Problem(
-        *(m, n, k, block_size, weight.bits, False, weight.offset is not None, dtype.name, bias_dtype),
-        activation=form.kind,
-        limits=form.limits,
-        zero_points=weight.zero_points is not None,
-        scale_dtype=weight.exact_scale_dtype,
-    )
-    gpu = device.of(weight.device)
-    quantized_us = select.modelled_us(quantization, gpu) + select.modelled_us(product, gpu)
-    return quantized_us < WORTHWHILE * select.modelled_us(gemm, gpu)
+
+    @functools.lru_cache(maxsize=1024)
+    def is_int8_faster(m: int, dtype: np.dtype[Any]) -> bool:
+        gemm = gemm_launch.gemm_problem(operand, form, m, dtype, bias_dtype=bias_dtype)
+        wide = k % 8 == 0 and block_size % 8 == 0
+        quantization = RowQuantization(
+            m, k, block_size, dtype.name, symmetric=True, half_even=False, wide=wide, x_stride=k
+        )
+        product = Int8Problem(
+            *(m, n, k, block_size, weight.bits, False, weight.offset is not None, dtype.name, bias_dtype),
+            activation=form.kind,
+            limits=form.limits,
+            zero_points=weight.zero_points is not None,
+            scale_dtype=weight.exact_scale_dtype,
+        )
+        gpu = device.of(weight.device)
+        quantized_us = select.modelled_us(quantization, gpu) + select.modelled_us(product, gpu)
+        return quantized_us < WORTHWHILE * select.modelled_us(gemm, gpu)
+
+    def prefers_int8(x: Array) -> bool:
+        (x,) = views(x=x)
+        is_valid = weight.device != HOST and x.dtype.name in ITEMSIZE and x.size > 0 and x.shape[-1:] == (k,)
+        return is_valid and is_int8_faster(x.size // k, x.dtype)
+
+    return prefers_int8
 
 
 def _quantize_on_gpu(
