@@ -247,33 +247,6 @@ def test_any_sm90_convolution(backend: str, data: st.DataObject) -> None:
 
 
 @ON_HOPPER
-@pytest.mark.parametrize(("kernel", "outputs", "dtype"), [(3, 64, "float16"), (3, 72, "bfloat16"), (1, 200, "float16")])
-def test_every_sm90_large_tile(backend: str, kernel: int, outputs: int, dtype: str) -> None:
-    """Images whose last tiles are partly empty in pixels, outputs and channels; K whole and split."""
-    sizes = ConvolutionSizes(3, 9, 9, 72, outputs, 1, kernel, kernel, 9, 9, pad_h=kernel // 2, pad_w=kernel // 2)
-    problem = with_strides(sizes, block_size=32, bits=4, weight_offset=True, dtype=dtype, bias_dtype="float32")
-    here = facts(90, backend)
-    found = conv2d_sm90_large.configs(problem, here)
-    assert {c.pixels for c in found if not c.halo} == set(conv2d_sm90_large.PIXELS[: 4 if kernel == 1 else 3])
-    assert {c.pixels for c in found if c.halo} == {pixels for pixels, _ in conv2d_sm90_large.HALO_PIXELS if kernel == 3}
-    # Each shape has three configurations, with split_k = 1, 2 and 4; the simulator runs one of them.
-    for config in [c for i, c in enumerate(found) if backend == "gpu" or (i + i // 3) % 3 == outputs % 3]:
-        check_convolution(backend, problem, conv2d_sm90_large, config, here, seed=kernel)
-
-
-@ON_HOPPER
-@given(data=st.data())
-@settings(max_examples=12)
-def test_any_sm90_large_convolution(backend: str, data: st.DataObject) -> None:
-    """Any size; more tiles than CTAs."""
-    draw = data.draw
-    problem = draw_sm90_problem(draw, 20, [8, 64, 72, 200], 5)
-    here = replace(facts(90, backend), sm_count=draw(st.sampled_from([2, 132])))
-    config = draw(st.sampled_from(conv2d_sm90_large.configs(problem, here)))
-    check_convolution(backend, problem, conv2d_sm90_large, config, here, seed=draw(st.integers(0, 99)))
-
-
-@ON_HOPPER
 @pytest.mark.parametrize("size", [(2, 1), (2, 2), (3, 2)])
 def test_strided_images_with_an_output_height_of_1(backend: str, size: tuple[int, int]) -> None:
     """The pixels of all images do not form one row: skipped rows lie between them."""

@@ -243,11 +243,31 @@ def test_the_grid_of_decode_attention_depends_on_no_length() -> None:
         assert plan.grid == (splits, 8, m)
 
 
+def test_dense_gemms_of_many_rows_share_the_reads_of_the_weight_and_fill_the_gpu() -> None:
+    """A CTA computes up to three blocks of 16 rows; up to four CTAs read the same columns of the weight."""
+    wanted = {1: (1, (1, 132, 1)), 17: (2, (1, 132, 1)), 48: (3, (1, 132, 1)), 64: (2, (2, 66, 1))}
+    wanted |= {128: (2, (4, 33, 1)), 129: (2, (3, 44, 2))}
+    for m, found in wanted.items():
+        plan = llm.plan_dense(facts(90, "latest"), m, 128256, 2048, "float16", "float32", bias=False)
+        assert (dict(plan.kernel.defines)["BLOCKS"], plan.grid) == found
+    assert llm.plan_dense(facts(90, "latest"), 40, 4096, 4096, "float16", "float16", bias=False, block=32).grid[0] == 1
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 50, 96), (17, 33, 64), (5, 130, 200), (16, 40, 4640), (3, 2200, 544), (2, 70, 1568)]
+    ("m", "n", "k"),
+    [
+        (1, 50, 96),
+        (17, 33, 64),
+        (5, 130, 200),
+        (16, 40, 4640),
+        (3, 2200, 544),
+        (2, 70, 1568),
+        (41, 50, 96),
+        (150, 40, 64),
+    ],
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_dense_gemm_matches_the_float64_product(

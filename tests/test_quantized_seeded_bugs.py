@@ -44,6 +44,9 @@ SM90_CONVOLUTION = with_strides(
     weight_offset=True,
     dtype="float16",
 )
+STRIDED_CONVOLUTION = replace(
+    SM90_CONVOLUTION, sizes=SM90_CONVOLUTION.sizes._replace(out_h=4, out_w=4, stride_h=2, stride_w=2)
+)
 CONVOLUTION = with_strides(
     ConvolutionSizes(2, 9, 9, 40, 70, 1, 3, 3, 9, 9, pad_h=1, pad_w=1),
     block_size=8,
@@ -183,6 +186,12 @@ SEEDS = {
         "conv2d/conv2d_sm90_large.cu", "    x_pipeline.consumer_release(x_state.stage_idx, lane);\n", "",
         ("deadlock", "deadlock"),
     ),
+    "a tap of a strided convolution reads the plane of another tap": (
+        "conv2d/conv2d_sm90_large.cu", "y_shift % PLANES_H * PLANES_W", "y_shift / PLANES_H * PLANES_W", VALUES,
+    ),
+    "the planes of a strided convolution start one pixel late": (
+        "conv2d/conv2d_sm90_large.cu", "plane_w - lead_w", "plane_w", VALUES,
+    ),
     "the second part is stored in place of the first": (
         "conv2d/conv2d_sm90_large.cu", "corner = corners[pixel_tile];", "corner = corners[0];", VALUES,
     ),
@@ -205,11 +214,13 @@ def outcome(file: str, landing: str) -> str:
         elif file == "conv2d/conv2d_sm90_large.cu":
             # Two tiles of three boxes by one CTA; and a box for each unit, with K whole and split in two.
             large = conv2d_sm90_large
-            halo = Conv2dSm90LargeConfig(1, 56, (1, 7, 8), 2, True, 2, 3, 1)
+            halo = Conv2dSm90LargeConfig(1, 2, 56, (1, 7, 8), 2, True, 2, 3, 1, 1)
             one_sm = replace(h100, sm_count=1)
+            strided = Conv2dSm90LargeConfig(1, 1, 56, (1, 7, 8), 1, True, 2, 3, 1, 2)
+            check_convolution(landing, STRIDED_CONVOLUTION, large, strided, one_sm, seed=0)
             check_convolution(landing, replace(SM90_CONVOLUTION, sizes=EIGHT_IMAGES), large, halo, one_sm, seed=0)
             for split_k in (1, 2):
-                boxes = Conv2dSm90LargeConfig(1, 112, (2, 7, 7), 1, False, 3, 3, split_k)
+                boxes = Conv2dSm90LargeConfig(1, 2, 112, (2, 7, 7), 1, False, 3, 3, split_k, 1)
                 check_convolution(landing, SM90_CONVOLUTION, large, boxes, h100, seed=0)
         elif file.startswith("conv2d"):
             check_convolution(landing, CONVOLUTION, conv2d_sm80, Conv2dSm80Config(32, 2, 2, 3, 1), a100, seed=0)

@@ -20,11 +20,15 @@
 //
 // Limits: as for conv2d_sm90, and outputs % 8 == 0.
 //
-// A CTA has WG_CO * WG_PX = 2 consumer warpgroups. Each computes 64 outputs of PIXEL_TILES pixel tiles; a pixel tile is
-// TILE_N * TILE_H * TILE_W pixels. A wgmma reads PIXELS rows of B: a pixel tile and, if PIXELS is larger, rows of
-// zeros. With HALO, one TMA box of x with a border serves all taps of 64 channels: each tap starts at a different row
-// of B, and TILE_W = 8. Without HALO, each K chunk has its own box. CTAs are persistent: the producer fills stages for
-// the next CTA tile while the warpgroups store the current CTA tile.
+// A CTA has WG_CO * WG_PX consumer warpgroups, 1 to 4. Each computes 64 outputs of PIXEL_TILES pixel tiles; a pixel
+// tile is TILE_N * TILE_H * TILE_W pixels. A wgmma reads PIXELS rows of B: a pixel tile and, if PIXELS is larger, rows
+// of zeros. CTAs are persistent: the producer fills stages for the next CTA tile while the warpgroups store the current
+// CTA tile.
+//
+// Without HALO, each K chunk has its own TMA box of x. With HALO, TILE_W = 8, and boxes with a border serve all taps of
+// 64 channels. There is one box for each plane, which is the pixels of x with the same row % PLANES_H and the same
+// column % PLANES_W, where PLANES_H and PLANES_W are the strides, 1 or 2. In its plane, a tap reads adjacent pixels for
+// adjacent pixels of y, so each tap only starts at a different row of B.
 //
 // Split-K: the SPLIT_K CTAs of a cluster compute one CTA tile, each over a slice of the K chunks, and add their partial
 // sums through DSMEM.
@@ -67,6 +71,7 @@ constexpr int kWarpgroups = kWgCo * kWgPx;
 constexpr int kConsumerWarps = kWarpgroups * 4;
 constexpr int kThreads = kConsumerWarps * 32 + 32;
 constexpr int kBoxes = kWgPx * kPixelTiles;
+constexpr int kPlanes = PLANES_H * PLANES_W;  // number of TMA boxes per pixel tile
 constexpr int kTilePixels = kTileN * kTileH * kTileW;
 constexpr int kBoxRows = kTileN * BOX_H * kBoxW;
 // The stride in bytes between adjacent 8-pixel groups of B (the stride byte offset of the matrix descriptor).
@@ -81,7 +86,6 @@ constexpr int kWeightBytes = kWgCo * kTileBytes;
 constexpr int kStoreRows = 32;
 constexpr int kStoreRowBytes = 64 * 2 + 16;  // with 16 bytes of padding, 8 rows start in different banks
 
-static_assert(kWarpgroups == 2, "two warpgroups share the tensor cores");
 static_assert(kTilePixels <= kPixels, "a wgmma covers a pixel tile");
 static_assert(!kHalo || (kTileN == 1 && kTileW == 8 && kTilePixels == kPixels),
               "8-pixel groups have a constant distance in shared memory");
@@ -90,7 +94,7 @@ static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 // After the main loop, the partial sums of split-K, float4 [rank][warpgroup][owned group][128], overwrite Boxes and
 // Weights.
 struct SharedStorage {
-  using Boxes = SharedArray<0, kXStages, kBoxes * kBoxBytes>;
+  using Boxes = SharedArray<0, kXStages, kBoxes * kPlanes * kBoxBytes>;
   using Weights = SharedArray<Boxes::kEnd, kWeightStages, kWeightBytes>;
   using Store = SharedArray<Weights::kEnd, kWarpgroups, kStoreRows * kStoreRowBytes>;
   using XBarriers = SharedArray<Store::kEnd, 2 * kXStages, kBarrierBytes>;
@@ -109,7 +113,7 @@ ASSERT_SHARED_BYTES(SharedStorage);
 static_assert(kSplitK == 1 || kSplitK * kWarpgroups * kOwnedGroups * 2048 <= SharedStorage::Weights::kEnd,
               "the partial sums fit in the memory of the stages");
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     conv2d_sm90_large(const uint8_t* weight, const BIAS* bias, X* y, const __grid_constant__ TensorMap x_map, int tiles,
                       int co_blocks, int tiles_h, int tiles_w, int k_chunks, int batch, int outputs, int kernel_h,
                       int kernel_w, int out_h, int out_w, int stride_h, int stride_w, int pad_h, int pad_w,
@@ -127,6 +131,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int first_tile = blockIdx.x / kSplitK;
   const int taps = kernel_h * kernel_w;
   const KChunk first_chunk{begin / taps, begin % taps / kernel_w, begin % kernel_w};
+  // The number of pixels of x by which plane 0 starts before the first pixel that filter taps read.
+  const int lead_h = kPlanes == 1 ? 0 : pad_h % PLANES_H;
+  const int lead_w = kPlanes == 1 ? 0 : pad_w % PLANES_W;
 
   // Returns the coordinates (image, row, column of y) of the first pixel of pixel tile `index` of CTA tile `tile`.
   auto pixel_tile_begin = [&](int tile, int index) {
@@ -163,19 +170,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       auto x_state = PipelineState<kXStages>::producer();
       auto weight_state = PipelineState<kWeightStages>::producer();
       for (int tile = first_tile; tile < tiles; tile += gridDim.x / kSplitK) {
-        const int co_tiles = co_blocks * kWgCo;
+        const int co_tiles = outputs <= 64 ? 1 : ceil_div(outputs, 128) * 2;  // of the stored weight
         const uint8_t* source = weight + static_cast<int64_t>(begin * co_tiles + tile % co_blocks * kWgCo) * kTileBytes;
         KChunk k_chunk = first_chunk;
         for (int index = begin; index < end; ++index) {
           if (index == begin || k_chunk.needs_box()) {
             const uint32_t full_barrier = x_pipeline.full_barrier(x_state.stage_idx);
             x_pipeline.producer_acquire(x_state);
-            ptx::mbarrier_arrive_expect_tx(full_barrier, kBoxes * kBoxRows * 128);
+            ptx::mbarrier_arrive_expect_tx(full_barrier, kBoxes * kPlanes * kBoxRows * 128);
 #pragma unroll
-            for (int i = 0; i < kBoxes; ++i) {
-              const int3 from = pixel_tile_begin(tile, i);
-              const int row = from.y * stride_h - pad_h + (kHalo ? 0 : k_chunk.fy * dilation_h);
-              const int column = from.z * stride_w - pad_w + (kHalo ? 0 : k_chunk.fx * dilation_w);
+            for (int i = 0; i < kBoxes * kPlanes; ++i) {
+              const int3 from = pixel_tile_begin(tile, i / kPlanes);
+              const int plane_h = i % kPlanes / PLANES_W, plane_w = i % PLANES_W;
+              const int row = from.y * stride_h - pad_h + (kHalo ? plane_h - lead_h : k_chunk.fy * dilation_h);
+              const int column = from.z * stride_w - pad_w + (kHalo ? plane_w - lead_w : k_chunk.fx * dilation_w);
               ptx::cp_async_bulk_tensor_4d(shared.x(x_state.stage_idx) + i * kBoxBytes, &x_map,
                                            k_chunk.channel_chunk * 64, column, row, from.x, full_barrier);
             }
@@ -199,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
 
-  const int warpgroup = warp / 4;
+  const int warpgroup = kWarpgroups == 1 ? 0 : warp / 4;
   const int wg_co = warpgroup % kWgCo;
   const int wg_px = warpgroup / kWgCo;
   const int thread = threadIdx.x % 128;
@@ -218,16 +226,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (is_next_box) x_state.advance_by_branch();
       if (is_next_box || index == begin) x_pipeline.consumer_wait(x_state);
       weight_pipeline.consumer_wait(weight_state);
-      const int first_row = kHalo ? k_chunk.fy * dilation_h * kBoxW + k_chunk.fx * dilation_w : 0;
+      int first_row = 0;
+      if constexpr (kHalo) {
+        const int y_shift = k_chunk.fy * dilation_h + lead_h, x_shift = k_chunk.fx * dilation_w + lead_w;
+        const int plane = y_shift % PLANES_H * PLANES_W + x_shift % PLANES_W;
+        first_row = plane * (kBoxBytes / 128) + y_shift / PLANES_H * kBoxW + x_shift / PLANES_W;
+      }
       const uint64_t a = ptx::wgmma_descriptor(shared.weight(weight_state.stage_idx) + wg_co * kTileBytes);
-      const uint64_t b = ptx::wgmma_descriptor<kGroupStrideBytes>(shared.x(x_state.stage_idx) +
-                                                                  wg_px * kPixelTiles * kBoxBytes + first_row * 128);
+      const uint64_t b = ptx::wgmma_descriptor<kGroupStrideBytes>(
+          shared.x(x_state.stage_idx) + wg_px * kPixelTiles * kPlanes * kBoxBytes + first_row * 128);
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
         for (int pixel_tile = 0; pixel_tile < kPixelTiles; ++pixel_tile) {
-          const uint64_t at = b + pixel_tile * (kBoxBytes / 16) + step * 2;
+          const uint64_t at = b + pixel_tile * (kPlanes * kBoxBytes / 16) + step * 2;
           if constexpr (kIsHalf<X>) {
             ptx::wgmma_f16(accumulators[pixel_tile], a + step * 2, at);
           } else {

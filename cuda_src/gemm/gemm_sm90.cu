@@ -31,6 +31,7 @@ static_assert(kConsumerWarps == kWarpgroups * 4, "a warpgroup is four warps");
 static_assert(kXStageBytes == kKTiles * 2 * kXHalfBytes && kXRingBytes == kStages * kXStageBytes,
               "the producer copies x with the weight");
 static_assert(!kScaled || kStages >= 2 * kConsumers, "a stage is released while its consumer multiplies the next one");
+static_assert(kScaled || kZeros != Zeros::kOffset, "offsets are added to scaled weights");
 static_assert(kWeightTiles == kWarpgroups * kM64Tiles * 2, "a wgmma tile has 64 columns");
 
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)

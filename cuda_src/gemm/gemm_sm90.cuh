@@ -48,8 +48,8 @@ __device__ __forceinline__ void sync_setup(int m) {
 
 // The role of the producer warp.
 //   prologue   initializes the barriers and fills each stage once. Before griddepcontrol.wait, the warp copies the
-//              weights of all stages (kPrefetchWeights, all lanes) or of stage 0 (one lane). After griddepcontrol.wait,
-//              one lane copies x and the remaining weights.
+//              weights of all stages (kPrefetchWeights, all lanes) or of the first ones (one lane). After
+//              griddepcontrol.wait, one lane copies x and the remaining weights.
 //   main loop  one lane refills each stage that the consumers have released.
 //   end        all lanes prefetch this CTA's share of the next weight into L2.
 // With kWindow < kStages, the warp waits until the copies of iteration i - kWindow have landed before it issues the
@@ -100,7 +100,7 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
     }
     for (int i = 0; i < prologue; ++i) {
       expect(i, i);
-      if (!kPrefetchWeights && i == 0) copy_weight(i, i);
+      if (!kPrefetchWeights && i < tile.stages_ahead()) copy_weight(i, i);
     }
   }
   __syncwarp();
@@ -118,7 +118,7 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
     ptx::griddepcontrol_wait();
     if (is_leader) {
       for (int i = 0; i < prologue; ++i) {
-        if (!kPrefetchWeights && i > 0) copy_weight(i, i);
+        if (!kPrefetchWeights && i >= tile.stages_ahead()) copy_weight(i, i);
         copy_x(i, i);
       }
     }

@@ -8,7 +8,7 @@
 //   bias           BIAS [n] or null
 //   residual       X [m, n], row stride ldr values, or null
 //   y              X [m, n] (gated: [m, n / 2]), row stride ldy values
-//   partials       float32, accumulators of units that clusters share: see reduce_shared_unit
+//   partials       float32, accumulators of units that clusters share: see gemm_sm90_large_epilogue.cuh
 //   counters       uint32, zero before and after the launch
 //   x_map          tensor map of x as [k / 64][m][64], 128-byte swizzle; boxes are [2 / CLUSTER][BLOCK_M][64], or
 //                  [1][m][64] if the tile has missing rows (tma.cuh)
@@ -39,7 +39,8 @@ static_assert(__CUDA_ARCH__ == 900, "gemm_sm90_large needs sm_90a");
 
 // The role of the producer warp, of which one lane issues all copies.
 __device__ __forceinline__ void produce(const SharedStorage& shared, Scheduler& scheduler, const uint8_t* weight,
-                                        const TensorMap* x_map, int m, int n, int k) {
+                                        const TensorMap* x_map, const float* partials, uint32_t* counters, int m, int n,
+                                        int k) {
   const bool is_leader = ptx::elect();
   const bool has_missing = has_missing_rows<kBlockM>(m);
   const int stage_bytes = (has_missing ? m : kBlockM) * (kXStageBytes / kBlockM) + kWeightStageBytes;
@@ -77,6 +78,9 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, Scheduler& 
         }
       }
       state.advance();
+    }
+    if constexpr (kRingReduction) {
+      if (scheduler.adds_partial_sums()) copy_partial_sums(shared, scheduler, state, partials, counters, is_leader);
     }
   }
   __syncwarp();
@@ -184,7 +188,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       ptx::wgmma_wait_group<0>();
       pipeline.release<kCluster>(preceding, lane);
-      if (!kStreamK || reduce_shared_unit(accumulators, scheduler, warpgroup, partials, counters)) {
+      bool has_total = true;
+      if constexpr (kRingReduction) {
+        if (!scheduler.has_last_k_tile()) {
+          write_partial_sums(accumulators, scheduler, warpgroup, partials);
+          has_total = false;
+        } else if (scheduler.adds_partial_sums()) {
+          add_partial_sums(accumulators, scheduler, state, pipeline, memory, my_empty_barriers, warpgroup, lane);
+        }
+      } else if constexpr (kStreamK) {
+        has_total = reduce_shared_unit(accumulators, scheduler, warpgroup, partials, counters);
+      }
+      if (has_total) {
         uint8_t* buffer = memory + SharedStorage::StoreBuffers::kBegin + warpgroup * kStoreRows * kStoreRowBytes;
         store_tile(buffer, accumulators, scheduler.tile(), warpgroup, epilogue, y, m, n, ldy, result_factor);
       }
@@ -194,7 +209,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kConsumerWarps) {
       Scheduler scheduler = make_scheduler();
-      produce(shared, scheduler, weight, &x_map, m, n, k);
+      produce(shared, scheduler, weight, &x_map, partials, counters, m, n, k);
+    } else if (kRingReduction && warp == kConsumerWarps + 1) {
+      Scheduler scheduler = make_scheduler();
+      signal_partial_sums(scheduler, counters);
     }
     cluster_sync_before_exit<kCluster>();
   }

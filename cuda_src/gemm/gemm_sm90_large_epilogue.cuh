@@ -5,6 +5,7 @@
 #include "common/epilogue.cuh"
 #include "gemm/gemm_sm90_large.cuh"
 #include "hopper/tma.cuh"
+#include "ptx/bulk_copy.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/prefetch.cuh"
@@ -12,7 +13,7 @@
 
 constexpr int kStoreN = kGated ? 64 : kM64Tiles * 64;  // number of columns of y per warpgroup
 
-// Sums the accumulators of a unit that several clusters share, in the order of the clusters, and returns whether this
+// Sums the accumulators of a unit that several clusters share (without kRingReduction), in the order of the clusters, and returns whether this
 // CTA has the total and stores the tile. A CTA without the unit's last k tile writes its accumulators to `partials`,
 // float4 [CTA][warpgroup][m64 tile][kAccumulators / 4][128 threads], and increments `counters` [unit][CTA of the
 // cluster][warpgroup]. The CTA with the last k tile waits for the others and adds their partial sums to its
@@ -45,8 +46,7 @@ __device__ __forceinline__ bool reduce_shared_unit(Accumulators& accumulators, c
     }
     return false;
   }
-  int first = scheduler.cluster_idx - 1;
-  while (scheduler.share_begin(first) > scheduler.unit * scheduler.k_tiles) --first;
+  const int first = scheduler.first_sharer();
   if (thread == 0) {
     while (*const_cast<volatile uint32_t*>(counter) != scheduler.cluster_idx - first) {
     }
@@ -68,6 +68,115 @@ __device__ __forceinline__ bool reduce_shared_unit(Accumulators& accumulators, c
     }
   }
   return true;
+}
+
+// With kRingReduction, the partial sums of units that clusters share pass through the pipeline. Each CTA without the
+// unit's last k tile writes its accumulators to `partials`, float [CTA][warpgroup][kXStageBytes / 4], and increments
+// `counters` [unit][CTA of the cluster]. In the CTA with the last k tile, the producer copies the partial sums of the
+// others, in the order of the clusters, to the stages behind this k tile: those of a warpgroup take as many bytes as a
+// stage of x. So the copies overlap with the last k tiles.
+//
+//   consumers   write their accumulators and arrive at a named barrier without waiting          write_partial_sums
+//   signaler    a warp that waits for the CTA's consumers and increments the counter            signal_partial_sums
+//   producer    waits for the counter, resets it, and copies partial sums to the stages         copy_partial_sums
+//   consumers   add the partial sums of their warpgroup                                         add_partial_sums
+constexpr int kWarpgroupSums = kXStageBytes / 4;  // number of partial sums of a warpgroup
+constexpr int kSignalBarrier = 1 + kWarpgroups;   // index of the named barrier of the signaler
+constexpr int kSignalThreads = (kConsumerWarps + 1) * 32;
+
+static_assert(kWarpgroupSums == kAccumulators * 128, "the accumulators of an m64 tile fit into a stage of x");
+
+// Returns the counter of a unit, for this CTA of the cluster.
+__device__ __forceinline__ uint32_t* unit_counter(const Scheduler& scheduler, uint32_t* counters) {
+  return counters + scheduler.unit * kCluster + cluster_rank<kCluster>();
+}
+
+// Returns the index of the first partial sum of a warpgroup of this rank's CTA in a cluster.
+__device__ __forceinline__ int64_t partial_sums(int cluster_idx, int warpgroup) {
+  const int cta = cluster_idx * kCluster + cluster_rank<kCluster>();
+  return static_cast<int64_t>(cta * kWarpgroups + warpgroup) * kWarpgroupSums;
+}
+
+// Writes the warpgroup's accumulators, float4 [kAccumulators / 4][128 threads].
+__device__ __forceinline__ void write_partial_sums(const Accumulators& accumulators, const Scheduler& scheduler,
+                                                   int warpgroup, float* partials) {
+  auto target = reinterpret_cast<Vector<float, 4>*>(partials + partial_sums(scheduler.cluster_idx, warpgroup)) +
+                threadIdx.x % 128;
+#pragma unroll
+  for (int v = 0; v < kAccumulators / 4; ++v) {
+    target[v * 128] = {accumulators[0][4 * v], accumulators[0][4 * v + 1], accumulators[0][4 * v + 2],
+                       accumulators[0][4 * v + 3]};
+  }
+  ptx::barrier_arrive(kSignalBarrier, kSignalThreads);
+}
+
+// The role of the signaler. The consumers start their next unit during its fence.
+__device__ __forceinline__ void signal_partial_sums(Scheduler& scheduler, uint32_t* counters) {
+  while (scheduler.advance()) {
+    if (scheduler.has_last_k_tile()) continue;
+    ptx::barrier_sync(kSignalBarrier, kSignalThreads);
+    if (threadIdx.x % 32 == 0) {
+      __threadfence();
+      atomicAdd(unit_counter(scheduler, counters), 1u);
+    }
+    __syncwarp();
+  }
+}
+
+// Copies the partial sums of the other clusters to the stages from `state` on; called by the producer.
+__device__ __forceinline__ void copy_partial_sums(const SharedStorage& shared, const Scheduler& scheduler,
+                                                  PipelineState<kStages>& state, const float* partials,
+                                                  uint32_t* counters, bool is_leader) {
+  const auto pipeline = shared.pipeline();
+  const int first = scheduler.first_sharer();
+  if (is_leader) {
+    uint32_t* counter = unit_counter(scheduler, counters);
+    while (*const_cast<volatile uint32_t*>(counter) != scheduler.cluster_idx - first) {
+    }
+    *counter = 0;
+    __threadfence();
+    ptx::fence_proxy_async();  // the copies read what other CTAs have stored
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (int cluster_idx = first; cluster_idx < scheduler.cluster_idx; ++cluster_idx) {
+#pragma unroll 1
+    for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
+      pipeline.producer_acquire(state);
+      if (is_leader) {
+        const uint32_t full_barrier = pipeline.full_barrier(state.stage_idx);
+        ptx::mbarrier_arrive_expect_tx(full_barrier, kXStageBytes);
+        ptx::cp_async_bulk(shared.x(state.stage_idx), partials + partial_sums(cluster_idx, warpgroup), kXStageBytes,
+                           full_barrier);
+      }
+      state.advance();
+    }
+  }
+}
+
+// Adds the partial sums of the other clusters. Every warpgroup waits for and releases each stage, but adds only its own.
+template <class Ring>
+__device__ __forceinline__ void add_partial_sums(Accumulators& accumulators, const Scheduler& scheduler,
+                                                 PipelineState<kStages>& state, const Ring& pipeline,
+                                                 const uint8_t* memory, uint32_t empty_barriers, int warpgroup,
+                                                 int lane) {
+  const int sharers = scheduler.cluster_idx - scheduler.first_sharer();
+#pragma unroll 1
+  for (int i = 0; i < sharers * kWarpgroups; ++i) {
+    pipeline.consumer_wait(state);
+    if (i % kWarpgroups == warpgroup) {
+      auto source =
+          reinterpret_cast<const Vector<float, 4>*>(memory + state.stage_idx * kXStageBytes) + threadIdx.x % 128;
+#pragma unroll
+      for (int v = 0; v < kAccumulators / 4; ++v) {
+        const Vector<float, 4> values = source[v * 128];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) accumulators[0][4 * v + e] += values.values[e];
+      }
+    }
+    pipeline.template release<kCluster>(empty_barriers + state.stage_idx * 8, lane);
+    state.advance();
+  }
 }
 
 // Prefetches the residual into L2, for the columns of a tile that the warpgroup stores.

@@ -25,9 +25,10 @@ constexpr bool kRankOrder = RANK_ORDER;  // whether partial sums are added by ra
 constexpr int kCtasPerSm = CTAS_PER_SM;
 constexpr int kXStageBytes = X_STAGE_BYTES;  // bytes of x that the producer copies per stage; 0: the consumers copy x
 constexpr int kXRingBytes = X_RING_BYTES;    // bytes of all stages of x
-// Whether the weights of all stages, or only those of the first stage, are copied before griddepcontrol.wait. TMA
-// serves copies in order, so x arrives after all weights that were copied before it. Copying the weights of all stages
-// suits a CTA that starts long before the preceding kernel ends; a CTA that starts later needs x earlier.
+// Whether the weights of all stages, or only those of the first stages (Tile::stages_ahead), are copied before
+// griddepcontrol.wait. TMA serves copies in order, so x arrives after all weights that were copied before it. Copying
+// the weights of all stages suits a CTA that starts long before the preceding kernel ends; a CTA that starts later
+// needs x earlier.
 constexpr bool kPrefetchWeights = PREFETCH_WEIGHTS;
 // The largest number of stages in flight. The loads of the preceding kernel, which may still be running, and the loads
 // of x queue behind the copies in flight.
@@ -93,6 +94,10 @@ using ReceivedBlocks = AccumulatorBlocks<(kOwnedRows % 8 == 0 ? 4 : kOwnedRows %
 constexpr int kConsumerFloats = kBlockM / 8 * (kBlockN / 16) * ConsumerBlocks::kFloats;
 constexpr int kReceivedFloats = kOwnedRows / (2 * ReceivedBlocks::kRowPairs) * (kBlockN / 16) * ReceivedBlocks::kFloats;
 constexpr int kWeightStageBytes = kWeightTiles * kKTiles * kWeightTileBytes;
+// The largest number of stages whose weights are copied before griddepcontrol.wait without kPrefetchWeights. The more
+// rows, the longer x takes to arrive; on an H100, 1.4 MB divided by the number of rows was the fastest of ten rules.
+constexpr int kMaxStagesAhead =
+    1400000 / kBlockM / kWeightStageBytes < kStages ? 1400000 / kBlockM / kWeightStageBytes : kStages;
 
 struct SharedStorage {
   // Used during the main loop.
@@ -137,6 +142,9 @@ struct Tile {
   __device__ __forceinline__ int iterations() const { return ceil_div(k_tile_end - k_tile_begin, kKTiles); }
   // Returns the number of iterations whose stages the prologue fills: the first use of each stage.
   __device__ __forceinline__ int prologue_iterations() const { return min(iterations(), kStages); }
+  // Returns the number of stages whose weights are copied before griddepcontrol.wait without kPrefetchWeights: one, or
+  // at most a quarter of the CTA's weights.
+  __device__ __forceinline__ int stages_ahead() const { return max(1, min(kMaxStagesAhead, iterations() / 4)); }
   __device__ __forceinline__ int k_tiles(int iteration) const {
     return kKTiles == 1 ? 1 : min(kKTiles, k_tile_end - k_tile_begin - iteration * kKTiles);
   }

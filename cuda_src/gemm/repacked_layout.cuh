@@ -17,7 +17,8 @@
 //             i = 2: column g,     k 2t + 8 and 2t + 9
 //             i = 3: column g + 8, k 2t + 8 and 2t + 9
 //   groups  [GROUPS][2 of 16 columns]: SCALE [8 of g][2: columns g, g + 8], then, with packed zero points,
-//           uint8 [8 of g][2: columns g, g + 8]
+//           uint8 [8 of g][2: columns g, g + 8]; or then, with offsets (ZEROS = kOffset, SCALE = X), SCALE [8 of g][2]:
+//           W[k, n] = (q[k, n] - 8) * s + o
 //
 // GROUPS is the number of groups per weight tile, 128 / group_size. If a group spans several weight tiles, GROUPS is 1
 // and each of the tiles has a copy of the scales and zero points. Columns past n and rows past k have codes and scales
@@ -35,11 +36,11 @@ constexpr Zeros kZeros = Zeros::ZEROS;
 constexpr int kWeightTileN = 32;
 constexpr int kWeightTileK = 128;
 constexpr int kCodeBytes = kWeightTileN * kWeightTileK / 2;
-constexpr int kHalfGroupBytes = kZeros == Zeros::kPacked ? 48 : 32;  // bytes of scales and zero points per 16 columns
+// The size in bytes of scales and zero points, or of scales and offsets, of 16 columns.
+constexpr int kHalfGroupBytes = kZeros == Zeros::kPacked ? 48 : kZeros == Zeros::kOffset ? 64 : 32;
 constexpr int kGroupBytes = 2 * kHalfGroupBytes;
 constexpr int kWeightTileBytes = kCodeBytes + kGroups * kGroupBytes;
 
-static_assert(kZeros != Zeros::kOffset, "float offsets cannot be repacked");
 static_assert(sizeof(SCALE) == 2, "scales are 16-bit values");
 
 // The global addresses of a CTA's weight tiles, indexed relative to the CTA's first tile column and k tile. An index
@@ -61,14 +62,16 @@ struct TileColumns {
 
 // The scales and zero points of one group for the two columns of a lane: g and g + 8 of 16 columns.
 struct Group {
-  uint32_t scales;  // two values of type SCALE
-  uint32_t zeros;   // two zero points of one byte each
+  uint32_t scales;   // two values of type SCALE
+  uint32_t zeros;    // two zero points of one byte each
+  uint32_t offsets;  // two values of type SCALE, 0 without offsets
 
   // Loads group `group` of a weight tile. `scales` and `zeros` are the shared addresses of this lane's values in the
   // first group of the tile.
   static __device__ __forceinline__ Group load_shared(uint32_t scales, uint32_t zeros, int group) {
     return {ptx::ld_shared_u32(scales + group * kGroupBytes),
-            kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + group * kGroupBytes) : 0x0808u};
+            kZeros == Zeros::kPacked ? ptx::ld_shared_u16(zeros + group * kGroupBytes) : 0x0808u,
+            kZeros == Zeros::kOffset ? ptx::ld_shared_u32(scales + 32 + group * kGroupBytes) : 0u};
   }
   __device__ __forceinline__ float scale(int upper) const {
     return to_float(SCALE{static_cast<uint16_t>(scales >> (16 * upper))});
@@ -122,8 +125,8 @@ struct ExactCodes<bfloat16_t> {
   }
 };
 
-// Converts codes to operand A with one rounding: a value is (q - z) * scale * factor. `factor` is a power of two that
-// moves all scales into T's normal range, at most 2^15 if the scales are float16.
+// Converts codes to operand A with one rounding: a value is ((q - z) * scale + offset) * factor. `factor` is a power of
+// two that moves all scales into T's normal range, at most 2^15 if the scales are float16.
 template <class T>
 struct ScaledCodes;
 
@@ -142,6 +145,7 @@ struct ScaledCodes<half_t> {
 
   uint32_t lows, highs;  // the pairs 1024 + z and -(64 + z): see int4.cuh
   uint32_t scales;
+  uint32_t offsets;
 
   ScaledCodes() = default;
   __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
@@ -152,13 +156,24 @@ struct ScaledCodes<half_t> {
       scales = from_float<half_t>(group.scale(1) * factor.value).bits * 0x10000u +
                from_float<half_t>(group.scale(0) * factor.value).bits;
     }
+    if constexpr (kZeros == Zeros::kOffset) offsets = ptx::mul_f16x2(group.offsets, factor.pair);
   }
   __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
       const uint32_t part = word >> (8 * upper);
-      a[2 * upper] = ptx::mul_f16x2(Codes<half_t>::low(part, ptx::twice<0>(lows)), ptx::twice<0>(scales));
-      a[2 * upper + 1] = ptx::mul_f16x2(Codes<half_t>::high(part, ptx::twice<1>(highs)), ptx::twice<1>(scales));
+      a[2 * upper] = scale<0>(Codes<half_t>::low(part, ptx::twice<0>(lows)));
+      a[2 * upper + 1] = scale<1>(Codes<half_t>::high(part, ptx::twice<1>(highs)));
+    }
+  }
+
+ private:
+  template <int UPPER>
+  __device__ __forceinline__ uint32_t scale(uint32_t pair) const {
+    if constexpr (kZeros == Zeros::kOffset) {
+      return ptx::fma_f16x2(pair, ptx::twice<UPPER>(scales), ptx::twice<UPPER>(offsets));
+    } else {
+      return ptx::mul_f16x2(pair, ptx::twice<UPPER>(scales));
     }
   }
 };
@@ -176,6 +191,7 @@ struct ScaledCodes<bfloat16_t> {
   uint32_t zeros;
   uint32_t scales;
   uint32_t scale_tails;
+  uint32_t offsets;
 
   ScaledCodes() = default;
   __device__ __forceinline__ ScaledCodes(const Group& group, const Factor& factor)
@@ -195,6 +211,7 @@ struct ScaledCodes<bfloat16_t> {
     } else {
       scales = Codes<bfloat16_t>::multiply(group.scales, factor.pair);
     }
+    if constexpr (kZeros == Zeros::kOffset) offsets = Codes<bfloat16_t>::multiply(group.offsets, factor.pair);
   }
   __device__ __forceinline__ void convert(uint32_t (&a)[4], uint32_t word) const {
     ExactCodes<bfloat16_t>::convert(a, word, zeros);
@@ -211,6 +228,8 @@ struct ScaledCodes<bfloat16_t> {
     if constexpr (kIsHalf<SCALE>) {
       const uint32_t tail = Codes<bfloat16_t>::multiply(pair, ptx::twice<UPPER>(scale_tails));
       pair = Codes<bfloat16_t>::multiply_add(pair, ptx::twice<UPPER>(scales), tail);
+    } else if constexpr (kZeros == Zeros::kOffset) {
+      pair = Codes<bfloat16_t>::multiply_add(pair, ptx::twice<UPPER>(scales), ptx::twice<UPPER>(offsets));
     } else {
       pair = Codes<bfloat16_t>::multiply(pair, ptx::twice<UPPER>(scales));
     }

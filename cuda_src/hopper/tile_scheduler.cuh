@@ -102,6 +102,14 @@ struct StreamKTileScheduler {
   }
   __device__ __forceinline__ bool has_first_k_tile() const { return k_tile_begin == 0; }
   __device__ __forceinline__ bool has_last_k_tile() const { return k_tile_end == k_tiles; }
+  // Returns whether other clusters compute the first k tiles of the current unit, whose last k tile is this cluster's.
+  __device__ __forceinline__ bool adds_partial_sums() const { return !has_first_k_tile() && has_last_k_tile(); }
+  // Returns the first of the clusters that share the current unit.
+  __device__ __forceinline__ int first_sharer() const {
+    int first = cluster_idx - 1;
+    while (share_begin(first) > unit * k_tiles) --first;
+    return first;
+  }
   // Returns the coordinates of this CTA's tile in the current unit; the tiles of a cluster are adjacent along n.
   __device__ __forceinline__ TileCoordinates tile() const {
     const TileCoordinates at = rasterize(unit, m_blocks, n_blocks);

@@ -133,6 +133,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   const float scale_log2 = scale * 1.4426950408889634f;  // exp(x) = 2^(x log2(e))
   for (; base < key_end; base += kWarps * kWarpKeys) {
     const int next_base = base + kWarps * kWarpKeys;
+    if constexpr (DEPENDENT && KEYS_AHEAD) {
+      // Prefetch the warp's block after the next one, whose loads then take the latency of L2.
+      constexpr int kLine = 128 / sizeof(X);
+      const int64_t block_offset = cache_offset + static_cast<int64_t>(next_base + kWarps * kWarpKeys) * kHeadDim;
+      const int count = (last + 1 - next_base - kWarps * kWarpKeys) * kHeadDim;
+#pragma unroll
+      for (int i = lane * kLine; i < kWarpKeys * kHeadDim; i += 32 * kLine) {
+        if (i < count) {
+          ptx::prefetch_global_l2(k + block_offset + i);
+          ptx::prefetch_global_l2(v + block_offset + i);
+        }
+      }
+    }
     // Insert the new key and value, also in place of all later, masked keys, because masked values must be finite.
     if (appends && base + kWarpKeys > cached) {
 #pragma unroll

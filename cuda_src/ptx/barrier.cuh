@@ -10,4 +10,9 @@ __device__ __forceinline__ void barrier_sync(int index, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
 }
 
+// barrier.arrive: arrives at named barrier `index`, which completes with `threads` threads, without waiting.
+__device__ __forceinline__ void barrier_arrive(int index, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(index), "r"(threads) : "memory");
+}
+
 }  // namespace ptx

@@ -51,8 +51,6 @@ class Conv2dSm90Costs:
     always occupied.
     """
 
-    scale: float = 1.1
-    """The factor that makes the estimates of this model comparable with those of `conv2d_sm90_large`."""
     cycles_per_us: float = 1700.0
     """The SM clock in cycles per microsecond."""
     product_factor: float = 0.87
@@ -127,8 +125,13 @@ def k_chunks(sizes: ConvolutionSizes) -> int:
 
 
 def with_halo(sizes: ConvolutionSizes, height: int, width: int) -> tuple[int, int]:
-    """Return (height, width) of the input rectangle that all filter taps of an output rectangle read, at stride 1."""
-    return height + (sizes.kernel_h - 1) * sizes.dilation_h, width + (sizes.kernel_w - 1) * sizes.dilation_w
+    """Return (height, width) in pixels of the boxes that hold the input of all filter taps of an output rectangle.
+
+    With a stride s, there is a box for each of the s * s remainders of (row, column) modulo s.
+    """
+    above, left = sizes.pad_h % sizes.stride_h, sizes.pad_w % sizes.stride_w
+    below, right = (sizes.kernel_h - 1) * sizes.dilation_h, (sizes.kernel_w - 1) * sizes.dilation_w
+    return height + (above + below) // sizes.stride_h, width + (left + right) // sizes.stride_w
 
 
 def is_box_too_large(sizes: ConvolutionSizes, height: int, width: int) -> bool:
@@ -273,7 +276,7 @@ def estimate_us(config: Conv2dSm90Config, problem: Convolution, device: Device) 
     l2_us = (ctas * cta_bytes + y_bytes) / COSTS.l2_bytes_per_us
     traffic_us = max(l2_us, (x_bytes + y_bytes) / (device.read_gbs * 1e3))
     split_us = COSTS.split_us + COSTS.each_split_us * config.split_k if config.split_k > 1 else 0.0
-    return COSTS.scale * (max(work_us, traffic_us) + COSTS.overlap * min(work_us, traffic_us) + split_us)
+    return max(work_us, traffic_us) + COSTS.overlap * min(work_us, traffic_us) + split_us
 
 
 def plan(config: Conv2dSm90Config, problem: Convolution, device: Device) -> LaunchPlan:

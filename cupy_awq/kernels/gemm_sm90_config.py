@@ -46,7 +46,7 @@ class GemmSm90Config:
         scaled: whether weights are multiplied by their scale and rounded before they are multiplied by x (never with
             MMA); otherwise the accumulators of each group are multiplied by the scale.
         prefetch_weights: whether the weights of all stages are copied before the wait for the preceding kernel (PDL);
-            otherwise only those of the first stage. Copies of x are queued after these copies, which delays a CTA that
+            otherwise only those of the first stages. Copies of x are queued after these copies, which delays a CTA that
             starts late.
     """
 

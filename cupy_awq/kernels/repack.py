@@ -70,8 +70,8 @@ class RepackedLayout:
 
     @property
     def group_bytes(self) -> int:
-        """The size in bytes of the scales and zero points of one group in a weight tile."""
-        return 96 if self.zeros == "packed" else 64
+        """The size in bytes of the scales and zero points (or offsets) of one group in a weight tile."""
+        return {"packed": 96, "symmetric": 64, "float": 128}[self.zeros]
 
     @property
     def weight_tile_bytes(self) -> int:

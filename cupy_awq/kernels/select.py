@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cupy_awq.kernels import (
+    conv2d_gemm,
     conv2d_int8,
     conv2d_simt,
     conv2d_sm80,
@@ -68,7 +69,7 @@ _REGISTERED: dict[type, tuple[AnyFamily, ...]] = {
     Int8Problem: (gemv_int8, GEMM_INT8_SM75, GEMM_INT8_SM80, gemm_w4a8_sm90, gemm_int8_sm90, gemm_int8_simt),
     RowQuantization: (quantize_rows,),
     Fp8Quantization: (quantize_fp8,),
-    Convolution: (conv2d_sm90, conv2d_sm90_large, conv2d_sm80, conv2d_simt),
+    Convolution: (conv2d_gemm, conv2d_sm90, conv2d_sm90_large, conv2d_sm80, conv2d_simt),
     Int8Convolution: (conv2d_int8,),
 }
 

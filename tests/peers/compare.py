@@ -13,15 +13,15 @@ It needs PyTorch 2.11 for CUDA 13 and Python 3.12, which the package itself does
 Shapes are KxN. The script prints microseconds per call, the roofline, and for `ours` the ratio to the roofline and to
 the best peer. Method: group size 128, zero points, random data. Weights rotate over copies of more than 170 MB in
 total, so that they come from HBM and not from L2. For each shape and M, the CUDA graphs of all libraries, each of about
-0.4 ms or more, are replayed in turns: first for 60 ms, then seven times, of which the median counts. Where arithmetic
-bounds the time, each library's graph is replayed alone for 60 ms and seven times, since the clock depends on the power
-that the kernels draw. All replays are queued before the first one ends. Each peer's first result is checked against
-float32.
+0.4 ms or more, are replayed in turns: first for 60 ms, then seven times, of which the median counts. All replays are
+queued before the first one ends. Each peer's first result is checked against float32.
 
-`roof` is max(bytes / read bandwidth, flops / fp16 rate), both measured in this run. `read` is the time of a plain
-kernel that reads the weight and x and writes as many bytes as y has, the fastest of three grids, in a chain of
-dependent launches as the GEMMs. `rec` is the best of the recorded llm-awq, Humming and TurboMind cells (recorded.json,
-same kind of GPU), scaled by this run's Marlin over the recorded one; it counts as a peer.
+`roof` is max(bytes / read bandwidth, flops / fp16 rate). The bandwidth is measured once. The fp16 rate is that of
+cuBLAS for M = N = K = 8192; where arithmetic bounds the time, it is measured in turns with the libraries, since the
+clock depends on the power that they draw. `read` is the time of a plain kernel that reads the weight and x and writes
+as many bytes as y has, the fastest of three grids, in a chain of dependent launches as the GEMMs. `rec` is the best of
+the recorded llm-awq, Humming and TurboMind cells (recorded.json, same kind of GPU), scaled by this run's Marlin over
+the recorded one; it counts as a peer.
 
 `--random SEED` draws the shapes and nine values of M as random_problems.py describes: K a multiple of 128, N of 64,
 both log-uniform in 1024..32768, K * N <= 4e8, M log-uniform in 1..4096. `floor`, which replaces `roof` on the screen
@@ -41,7 +41,9 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,55 +55,70 @@ from cupy_awq.runtime import device  # noqa: E402
 from cupy_awq.tools.table import render  # noqa: E402
 from tests.peers import first_choice, interleave, plain_read, random_problems  # noqa: E402
 from tests.peers.comparison import Comparison  # noqa: E402
+from tests.peers.interleave import Graph  # noqa: E402
 
 MAX_ERROR = 2e-2
 """The relative error above which a result counts as wrong."""
 READ_BYTES = 1 << 30
 """The size of the memory that the plain reads rotate over."""
+PRODUCT_SIZE = 8192
+"""M, N and K of the product whose rate is the arithmetic's ceiling."""
 
 
-class PlainRead:
-    """Calls of plain_read.cu on memory of random data."""
+class Ceilings:
+    """Graphs that do only a part of a GEMM's work, on random data, and the rates that they reach.
+
+    Attributes:
+        read_gbs: the read bandwidth, GB/s.
+        fp16_tflops: the rate of cuBLAS in float16 for M = N = K = PRODUCT_SIZE, TFLOP/s.
+    """
 
     def __init__(self) -> None:
         import cupy
         import torch
 
-        self.sms: int = cupy.cuda.Device().attributes["MultiProcessorCount"]
+        from tests.peers import libraries
+
+        self._sms: int = cupy.cuda.Device().attributes["MultiProcessorCount"]
         self._source = torch.randint(0, 2**31 - 1, (READ_BYTES // 4,), dtype=torch.int32, device="cuda")
         self._sink = torch.empty(READ_BYTES // 4, dtype=torch.int32, device="cuda")
+        self._x = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device="cuda").half()
+        self.read_gbs = 0.0
+        # Successive reads overlap, so they must not read the same bytes, which would come from L2.
+        for nbytes in (READ_BYTES // 4, READ_BYTES // 32):
+            us = min(libraries.times_us(self.reads(nbytes, 0, 16, 64)))
+            self.read_gbs = max(self.read_gbs, nbytes / us / 1e3)
+        (us,) = libraries.times_us([self.product(20)])
+        self.fp16_tflops = 2 * PRODUCT_SIZE**3 / us / 1e6
 
-    def calls(self, weight_bytes: int, x_bytes: int, y_bytes: int, grid: tuple[int, int]) -> list[Any]:
-        """Return calls that read and write the given numbers of bytes at rotating addresses."""
+    def product(self, length: int) -> Graph:
+        """Return the graph of ``length`` products of cuBLAS."""
+        import torch
+
+        from tests.peers import libraries
+
+        return libraries.capture([lambda: torch.mm(self._x, self._x)], length)
+
+    def reads(self, weight_bytes: int, x_bytes: int, y_bytes: int, length: int) -> list[Graph]:
+        """Return the graphs of plain reads of the given sizes at rotating addresses, one graph per grid."""
         import torch
 
         from cupy_awq.runtime.launch import get_launcher
+        from tests.peers import libraries
 
-        launcher = get_launcher(plain_read.plan(weight_bytes, x_bytes, y_bytes, self.sms, grid), 0)
         source, sink = self._source.data_ptr(), self._sink.data_ptr()
-        reads = range(0, READ_BYTES - weight_bytes - x_bytes + 1, weight_bytes + x_bytes)
-        writes = range(0, READ_BYTES - y_bytes + 1, y_bytes)
+        sources = range(source, source + READ_BYTES - weight_bytes - x_bytes + 1, weight_bytes + x_bytes)
+        sinks = range(sink, sink + READ_BYTES - y_bytes + 1, y_bytes)
 
-        def call(i: int) -> None:
-            at = source + reads[i % len(reads)]
-            launcher((at, at + weight_bytes, sink + writes[i % len(writes)]), torch.cuda.current_stream().cuda_stream)
+        def call(launcher: Callable[[tuple[int, ...], int], None], i: int) -> None:
+            weight, y = sources[i % len(sources)], sinks[i % len(sinks)]
+            launcher((weight, weight + weight_bytes, y), torch.cuda.current_stream().cuda_stream)
 
-        return [lambda i=i: call(i) for i in range(min(interleave.MAX_CALLS, len(reads)))]
-
-
-def ceilings(plain: PlainRead) -> tuple[float, float]:
-    """Return the read bandwidth in GB/s and the rate of cuBLAS in float16 for M = N = K = 8192 in TFLOP/s."""
-    import torch
-
-    from tests.peers import libraries
-
-    # Successive reads overlap, so they must not read the same bytes, which would come from L2.
-    nbytes = READ_BYTES // 4
-    reads = [plain.calls(nbytes, 0, 16, grid) for grid in plain_read.GRIDS]
-    x = torch.randn(8192, 8192, device="cuda").half()
-    times = libraries.times_us([libraries.capture(calls, 2 * len(calls)) for calls in reads])
-    (product,) = libraries.times_us([libraries.capture([lambda: torch.mm(x, x)], 20)])
-    return nbytes / min(times) / 1e3, 2 * 8192**3 / product / 1e6
+        graphs = []
+        for grid in plain_read.GRIDS:
+            launcher = get_launcher(plain_read.plan(weight_bytes, x_bytes, y_bytes, self._sms, grid), 0)
+            graphs.append(libraries.capture([partial(call, launcher, i) for i in range(length)], length))
+        return graphs
 
 
 class Shape:
@@ -124,22 +141,22 @@ class Shape:
         self._dense = self._problem.dense.float()
         self._x = torch.randn(max(ms), k, device="cuda")
 
-    def bounds_us(self, m: int, read_gbs: float, fp16_tflops: float) -> tuple[float, float]:
-        """Return the microseconds that the bytes take, and those that the arithmetic takes."""
-        nbytes = self.bytes + 2 * m * (self.k + self.n)
-        return nbytes / read_gbs / 1e3, 2 * m * self.k * self.n / fp16_tflops / 1e6
+    def rows(self, m: int, ceilings: Ceilings, least_us: float) -> list[dict[str, Any]]:
+        """Return the rows of the file for M.
 
-    def rows(self, m: int, floor_us: float, in_turns: bool, plain: PlainRead) -> list[dict[str, Any]]:
-        """Return the rows of the file for M: the time of each library, its error, whether that is small; and `read`.
-
-        With ``in_turns``, the libraries are timed in turns, else one after the other.
+        They hold the time of each library, its error, and whether that is small; and as libraries "read", the plain
+        read; "arithmetic", the arithmetic at the rate of cuBLAS; and "roof", the roofline, but at least ``least_us``.
         """
         import torch
 
         from tests.peers import libraries
 
-        length = interleave.graph_length(floor_us, 2 * m * self.n)
-        count = min(length, max(2, math.ceil(libraries.COLD_BYTES / (2 * m * self.k))))
+        k, n = self.k, self.n
+        flops, x_bytes, y_bytes = 2 * m * k * n, 2 * m * k, 2 * m * n
+        bytes_us = (self.bytes + x_bytes + y_bytes) / ceilings.read_gbs / 1e3
+        arithmetic_us = flops / ceilings.fp16_tflops / 1e6
+        length = interleave.graph_length(max(bytes_us, arithmetic_us, least_us), y_bytes)
+        count = min(length, max(2, math.ceil(libraries.COLD_BYTES / x_bytes)))
         xs = {}
         rows: list[dict[str, Any]] = []
         graphs = []
@@ -157,19 +174,21 @@ class Shape:
                     ok = bool(torch.isfinite(y).all()) and error < MAX_ERROR
                 graphs.append(libraries.capture(bound, length))
             except Exception as failure:
-                print(f"{name} {self.k}x{self.n} M={m}: {type(failure).__name__}: {failure}"[:200], flush=True)
+                print(f"{name} {k}x{n} M={m}: {type(failure).__name__}: {failure}"[:200], flush=True)
                 continue
-            rows.append(dict(k=self.k, n=self.n, m=m, peer=name, us=0.0, error=error, ok=ok))
-        reads = []
-        for grid in plain_read.GRIDS:
-            reads.append(libraries.capture(plain.calls(self.bytes, 2 * m * self.k, 2 * m * self.n, grid), length))
-        if in_turns:
-            times = libraries.times_us([*graphs, *reads])
-        else:
-            times = [libraries.times_us([graph])[0] for graph in graphs] + libraries.times_us(reads)
+            rows.append(dict(k=k, n=n, m=m, peer=name, us=0.0, error=error, ok=ok))
+        reads = ceilings.reads(self.bytes, x_bytes, y_bytes, length)
+        # The clock depends on the power that all graphs draw, so the rate of cuBLAS is measured in turns with them.
+        products = [ceilings.product(2)] if arithmetic_us > bytes_us else []
+        times = libraries.times_us([*graphs, *reads, *products])
         for row, us in zip(rows, times, strict=False):
             row["us"] = us
-        return [*rows, dict(k=self.k, n=self.n, m=m, peer="read", us=min(times[len(rows) :]))]
+        if products:
+            arithmetic_us = times[-1] * flops / (2 * PRODUCT_SIZE**3)
+        roof_us = max(bytes_us, arithmetic_us, least_us)
+        read_us = min(times[len(rows) : len(rows) + len(reads)])
+        bounds = {"read": read_us, "arithmetic": arithmetic_us, "roof": roof_us}
+        return rows + [dict(k=k, n=n, m=m, peer=name, us=us) for name, us in bounds.items()]
 
 
 def recorded_us(recorded: dict[str, Any], shape: str, m: int, marlin_us: float) -> float:
@@ -208,13 +227,13 @@ class Run:
         choices: what first_choice.py measured.
     """
 
-    def __init__(self, path: Path | None, seed: int | None, plain: PlainRead) -> None:
+    def __init__(self, path: Path | None, seed: int | None, ceilings: Ceilings) -> None:
         import torch
 
-        self._path, self._plain = path, plain
+        self._path, self._ceilings = path, ceilings
         self.gpu = torch.cuda.get_device_name()
         self.seed = seed
-        self.read_gbs, self.fp16_tflops = ceilings(plain)
+        self.read_gbs, self.fp16_tflops = ceilings.read_gbs, ceilings.fp16_tflops
         self.rows: list[dict[str, Any]] = []
         self.choices: list[dict[str, Any]] = []
         self._recorded = json.loads((HERE / "recorded.json").read_text())
@@ -242,15 +261,11 @@ class Run:
         built = time.monotonic()
         new: list[dict[str, Any]] = []
         for m in ms:
-            bytes_us, arithmetic_us = shape.bounds_us(m, self.read_gbs, self.fp16_tflops)
-            roof = max(bytes_us, arithmetic_us)
-            floor = max(roof, random_problems.LATENCY_US)
-            found = shape.rows(m, floor, arithmetic_us < bytes_us, self._plain)
+            found = shape.rows(m, self._ceilings, 0.0 if self.seed is None else random_problems.LATENCY_US)
             marlin_us = next((row["us"] for row in found if row["peer"] == "marlin" and row["ok"]), math.nan)
             rec = recorded_us(self._recorded, f"{k}x{n}", m, marlin_us)
             if not math.isnan(rec):
                 found.append(dict(k=k, n=n, m=m, peer="recorded", us=rec, ok=True))
-            found.append(dict(k=k, n=n, m=m, peer="roof", us=roof if self.seed is None else floor))
             new += found
         del shape
         cupy.get_default_memory_pool().free_all_blocks()
@@ -344,7 +359,7 @@ def main() -> None:
         for future in chosen:
             future.result()
         mark(f"{len(chosen)} kernels")
-        run = Run(arguments.json, arguments.random, PlainRead())
+        run = Run(arguments.json, arguments.random, Ceilings())
         mark("ceilings")
         print(f"{run.gpu}: read {run.read_gbs:.0f} GB/s, fp16 8192^3 {run.fp16_tflops:.0f} TFLOP/s")
         print(", ".join(text for text, _ in marks[1:]), flush=True)

@@ -3,7 +3,7 @@
 
     python tests/peers/compare_int8.py gemm       # 1024 and 4096 rows, beside cuBLAS fp16 and torch._int_mm
     python tests/peers/compare_int8.py few        # 1, 4 and 8 rows
-    python tests/peers/compare_int8.py conv2d     # layers of ResNet-50 at batch 1, 8 and 32, beside cuDNN fp16
+    python tests/peers/compare_int8.py conv2d     # layers of ResNet-50 and MobileNetV2 beside cuDNN fp16
     python tests/peers/compare_int8.py gemm --shapes 4096x12288 --ms 1024
 
 Needs PyTorch, unlike the package. Shapes are KxN. Prints a Markdown table of microseconds per call: the median of 7
@@ -50,6 +50,9 @@ IMAGES = (  # window, stride, channels in and out, pixels a side
     (1, 1, 1024, 256, 14),
     (1, 1, 512, 2048, 7),
     (1, 2, 256, 512, 56),
+    (1, 1, 24, 144, 56),
+    (1, 1, 96, 576, 14),
+    (1, 1, 320, 1280, 7),
 )
 
 

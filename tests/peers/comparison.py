@@ -92,9 +92,8 @@ class Comparison:
 
     def practical(self, cell: Cell) -> float:
         """Return the larger of a plain read and the time of the arithmetic, over the roofline; nan without a read."""
-        k, n, m = cell
-        arithmetic_us = 2 * m * k * n / self.fp16_tflops / 1e6
-        return max(self.us.get((*cell, "read"), math.nan), arithmetic_us) / self.us[(*cell, "roof")]
+        read_us, arithmetic_us = (self.us.get((*cell, name), math.nan) for name in ("read", "arithmetic"))
+        return max(read_us, arithmetic_us) / self.us[(*cell, "roof")]
 
     def summary(self) -> list[list[str]]:
         """Return a row per range of M: the geometric means over the cells, and the cells slower than the best peer.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.simt.memory import IN_FLIGHT, READY, WINDOW_BITS, Buffer
+from tests.simt.memory import IN_FLIGHT, PLAIN, READY, WINDOW_BITS, Buffer
 
 if TYPE_CHECKING:
     from tests.simt.machine import Machine
@@ -165,6 +165,7 @@ class BulkCopies:
         lanes = np.full(len(chunks), thread)
         if space == "global":
             ((buffer, position, _),) = machine.memory.globals.chunks(chunks, lanes, CHUNK, at, write=False)
+            machine.memory.globals.on_read(buffer, position, CHUNK, lanes, at, PLAIN)
             return lambda: buffer.data[position[0] : position[0] + count]
         position = machine.memory.shared.locate(chunks, lanes, CHUNK, at)
         machine.memory.shared.check_state(position, CHUNK, lanes, at)

@@ -120,6 +120,10 @@ SEEDS = {
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "cluster_sync_after_init<kSplitK>();", "sync_cta();", RACE, REPACKED,
         {"split_k": 2},
     ),
+    "gemm_sm90: the first weights behind those ahead of x are not copied": Seed(
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "i >= tile.stages_ahead()", "i > tile.stages_ahead()", DEADLOCK, REPACKED,
+        {"prefetch_weights": False, "consumers": 1, "split_k": 1, "k_tiles": 1},
+    ),
     "gemm_sm90: a CTA expects its own partial sums, too": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "(kSplitK - 1) * Tile::owned_rows",
         "kSplitK * Tile::owned_rows", DEADLOCK, REPACKED, {"split_k": 2},
@@ -142,11 +146,11 @@ SEEDS = {
         ("early", "early"), REPACKED,
     ),
     "gemm_sm90: weights that are to be copied with x are not": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (!kPrefetchWeights && i > 0) copy_weight(i, i);", "", DEADLOCK,
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (!kPrefetchWeights && i >= tile.stages_ahead()) copy_weight(i, i);", "", DEADLOCK,
         REPACKED, {"split_k": 1, "prefetch_weights": False},
     ),
     "gemm_sm90: weights that were prefetched are copied with x once more": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (!kPrefetchWeights && i > 0) copy", "if (i > 0) copy",
+        "gemm_sm90", 90, "gemm/gemm_sm90.cuh", "if (!kPrefetchWeights && i >= tile", "if (i >= tile",
         ("race", "deadlock"), REPACKED, {"split_k": 1, "prefetch_weights": True},
     ),
     "gemm_sm90_mma: x is read before the preceding kernel has finished": Seed(

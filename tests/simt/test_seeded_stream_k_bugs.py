@@ -3,19 +3,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cupy_awq.kernels.problem import Problem
-from tests.simt.seeds import RACE, VALUES, Seed, assert_caught
+from tests.simt.seeds import DEADLOCK, RACE, VALUES, Seed, assert_caught
 
 PROBLEM = Problem(140, 384, 768, 128, repacked=True)
-"""Six tiles of 80 rows and 128 columns, with six k tiles each."""
+"""Six tiles of 80 rows and 128 columns, with six k tiles each; partial sums pass through the pipeline."""
+GATED = Problem(140, 768, 768, 128, gated=True, activation="silu", repacked=True)
+"""Six tiles of 80 rows and 256 columns, with six k tiles each; warpgroups read partial sums themselves."""
 EPILOGUE = "gemm/gemm_sm90_large_epilogue.cuh"
+COPY = (
+    "      pipeline.producer_acquire(state);\n"
+    "      if (is_leader) {\n"
+    "        const uint32_t full_barrier = pipeline.full_barrier(state.stage_idx);\n"
+    "        ptx::mbarrier_arrive_expect_tx(full_barrier, kXStageBytes)"
+)
 
 
-def stream_k(old: str, new: str, caught: tuple[str, str], file: str = EPILOGUE, cluster: int = 1) -> Seed:
+WAIT = (
+    "    while (*const_cast<volatile uint32_t*>(counter) != scheduler.cluster_idx - first) {\n    }\n"
+    "    *counter = 0;\n    __threadfence();\n"
+)
+
+
+def stream_k(old: str, new: str, caught: tuple[str, str], problem: Problem = PROBLEM, cluster: int = 1) -> Seed:
     """Return a bug in a launch whose clusters share units by two and, without pairs of CTAs, also by three."""
     units, clusters = (3, 7) if cluster == 1 else (3, 4)
     config: dict[str, Any] = {
@@ -25,37 +40,63 @@ def stream_k(old: str, new: str, caught: tuple[str, str], file: str = EPILOGUE, 
         "stream_k_clusters": clusters,
         "block_m": 80,
         "warpgroups": 2,
-        "m64_tiles": 1,
+        "m64_tiles": 2 if problem.gated else 1,
     }
-    return Seed("gemm_sm90_large", 90, file, old, new, caught, PROBLEM, config)
+    return Seed("gemm_sm90_large", 90, EPILOGUE, old, new, caught, problem, config)
 
 
 SEEDS = {
-    "a warpgroup signals before all of its warps have written their partial sums": stream_k(
-        "    ptx::barrier_sync(1 + warpgroup, 128);\n    if (thread == 0) {\n      __threadfence();\n      atomicAdd",
-        "    if (thread == 0) {\n      __threadfence();\n      atomicAdd", RACE,
+    "the signal is given before all warps have written their partial sums": stream_k(
+        "    ptx::barrier_sync(kSignalBarrier, kSignalThreads);\n", "", ("values", "race"),
     ),
     "partial sums are not fenced before the signal": stream_k(
-        "      __threadfence();\n      atomicAdd", "      atomicAdd", RACE,
+        "      __threadfence();\n      atomicAdd(unit_counter", "      atomicAdd(unit_counter", RACE,
     ),
-    "partial sums are added without a wait": stream_k(
-        "while (*const_cast<volatile uint32_t*>(counter) != scheduler.cluster_idx - first) {\n    }\n", "", RACE,
+    "partial sums are copied without a wait": stream_k(
+        WAIT + "    ptx::fence", "    *counter = 0;\n    __threadfence();\n    ptx::fence", ("values", "race"),
     ),
-    "partial sums are added after the signal of the first cluster": stream_k(
-        "(counter) != scheduler.cluster_idx - first)", "(counter) == 0)", VALUES,
+    "partial sums are copied without a fence after the signal": stream_k(
+        "    __threadfence();\n    ptx::fence_proxy_async();", "    ptx::fence_proxy_async();", RACE,
     ),
-    "partial sums are read without a fence after the signal": stream_k(
-        "    *counter = 0;\n    __threadfence();\n", "    *counter = 0;\n", RACE,
+    "the counter is not left at zero": stream_k(
+        "    *counter = 0;\n    __threadfence();\n    ptx::fence", "    __threadfence();\n    ptx::fence", VALUES,
     ),
-    "warps add partial sums before the first thread has seen the signal": stream_k(
-        "  ptx::barrier_sync(1 + warpgroup, 128);\n#pragma unroll 1", "#pragma unroll 1", RACE,
+    "partial sums are copied to a stage in use": stream_k(COPY, COPY.split("\n", 1)[1], RACE, replace(PROBLEM, k=2048)),
+    "partial sums are added before they have landed": stream_k(
+        "    pipeline.consumer_wait(state);\n", "", ("uninitialised", "uninitialised"),
     ),
-    "the counter is not left at zero": stream_k("    *counter = 0;\n", "", VALUES),
-    "the partial sums of one cluster are not added": stream_k(
-        "for (int cluster_idx = first; cluster_idx <", "for (int cluster_idx = first + 1; cluster_idx <", VALUES,
+    "stages with partial sums are not released": stream_k(
+        "    pipeline.template release<kCluster>(empty_barriers + state.stage_idx * 8, lane);\n", "", DEADLOCK,
+    ),
+    "a warpgroup adds the partial sums of the other one": stream_k(
+        "i % kWarpgroups == warpgroup", "i % kWarpgroups != warpgroup", VALUES,
     ),
     "the CTAs of a pair use one slot": stream_k(
-        "cluster_idx * kCluster + cluster_rank<kCluster>();", "cluster_idx * kCluster;", RACE, cluster=2,
+        "cluster_idx * kCluster + cluster_rank<kCluster>();\n  return static_cast",
+        "cluster_idx * kCluster;\n  return static_cast", RACE, cluster=2,
+    ),
+    "gated: a warpgroup signals before all of its warps have written their partial sums": stream_k(
+        "    ptx::barrier_sync(1 + warpgroup, 128);\n    if (thread == 0) {\n      __threadfence();\n      atomicAdd",
+        "    if (thread == 0) {\n      __threadfence();\n      atomicAdd", RACE, GATED,
+    ),
+    "gated: partial sums are not fenced before the signal": stream_k(
+        "      __threadfence();\n      atomicAdd(counter", "      atomicAdd(counter", RACE, GATED,
+    ),
+    "gated: partial sums are added without a wait": stream_k(
+        WAIT + "  }", "    *counter = 0;\n    __threadfence();\n  }", RACE, GATED,
+    ),
+    "gated: partial sums are read without a fence after the signal": stream_k(
+        "    *counter = 0;\n    __threadfence();\n  }", "    *counter = 0;\n  }", RACE, GATED,
+    ),
+    "gated: warps add partial sums before the first thread has seen the signal": stream_k(
+        "  ptx::barrier_sync(1 + warpgroup, 128);\n#pragma unroll 1", "#pragma unroll 1", RACE, GATED,
+    ),
+    "gated: the counter is not left at zero": stream_k(
+        "    *counter = 0;\n    __threadfence();\n  }", "    __threadfence();\n  }", VALUES, GATED,
+    ),
+    "gated: the partial sums of one cluster are not added": stream_k(
+        "(int cluster_idx = first; cluster_idx < scheduler.cluster_idx; ++cluster_idx) {\n    const",
+        "(int cluster_idx = first + 1; cluster_idx < scheduler.cluster_idx; ++cluster_idx) {\n    const", VALUES, GATED,
     ),
 }  # fmt: skip
 

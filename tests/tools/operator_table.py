@@ -80,12 +80,7 @@ OTHERS = {
         " test_fp8_on_gemm_int8_sm80",
         first_path=80,
     ),
-    "conv2d": Operation(
-        Convolution,
-        "any",
-        FLOATS,
-        "test_conv2d.py::test_any_convolution, test_any_sm90_convolution, test_any_sm90_large_convolution",
-    ),
+    "conv2d": Operation(Convolution, "any", FLOATS, "test_conv2d.py::test_any_convolution, test_any_sm90_convolution"),
     "conv2d_int8": Operation(None, "any", "int8", "test_conv2d.py::test_conv2d_int8_gives_the_bits_of_the_reference"),
     "dequantize_s4_to_fp16x2, int8_to_fp16": Operation(Conversion, "-", "fp16", "test_ops.py::test_conversion_kernels"),
 }
