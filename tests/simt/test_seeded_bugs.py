@@ -178,8 +178,8 @@ SEEDS = {
         {"weight_tiles": 3, "k_tiles": 1},
     ),
     "gemm_sm90_mma: the second half of a weight tile is multiplied by the codes of the first": Seed(
-        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "g + 1 == kGroups / 2) load_codes(1)",
-        "g == kGroups / 2) load_codes(0)", VALUES, replace(REPACKED_FEW, group_size=32),
+        "gemm_sm90", 90, "gemm/gemm_sm90_mma.cu", "part + 1 == kParts / 2) load_codes(1)",
+        "part == kParts / 2) load_codes(0)", VALUES, replace(REPACKED_FEW, group_size=32),
     ),
     "gemm_sm90: the CTA of the last columns is taken for a padding CTA": Seed(
         "gemm_sm90", 90, "gemm/gemm_sm90_tile.cuh", "tile.n_block >= ceil_div(n, kBlockN)", "tile.n_block >= n / kBlockN", VALUES,
