@@ -15,7 +15,7 @@ import numpy as np
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels import gemm_sm90, gemm_sm90_large
-from cupy_awq.kernels.conv2d_problem import Convolution, rounded_parameters, tensor_core_refusal
+from cupy_awq.kernels.conv2d_problem import Convolution, rounded_parameters, sm90_refusal
 from cupy_awq.kernels.conv2d_sm90 import image_view
 from cupy_awq.kernels.family import AnyFamily, Workspace
 from cupy_awq.kernels.gemm_sm90_config import GemmSm90Config
@@ -64,9 +64,7 @@ def _family(config: GemmConfig) -> AnyFamily:
 def refusal(problem: Convolution, device: Device) -> str | None:
     """Return the reason why the family cannot solve the problem, or None if it can."""
     sizes = problem.sizes
-    if device.arch != 90:
-        return f"needs sm_90, not sm_{device.arch}"
-    reason = tensor_core_refusal(problem, device)
+    reason = sm90_refusal(problem, device)
     if reason:
         return reason
     if problem.bits != 4 or sizes.groups > 1:

@@ -183,6 +183,13 @@ def tensor_core_refusal(problem: Convolution, device: Device) -> str | None:
     return activation_refusal(problem)
 
 
+def sm90_refusal(problem: Convolution, device: Device) -> str | None:
+    """Return the reason why kernels for Hopper's tensor cores cannot solve the problem, or None."""
+    if device.arch != 90:
+        return f"needs sm_90, not sm_{device.arch}"
+    return tensor_core_refusal(problem, device)
+
+
 @dataclass(frozen=True)
 class SimtConfig:
     """A configuration of a convolution kernel on CUDA cores, which has one thread per element of y.

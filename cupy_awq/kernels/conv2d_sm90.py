@@ -16,7 +16,7 @@ import numpy as np
 
 from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
-from cupy_awq.kernels.conv2d_problem import Convolution, ConvolutionSizes, tensor_core_refusal
+from cupy_awq.kernels.conv2d_problem import Convolution, ConvolutionSizes, sm90_refusal
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.problem import ceil_div
 from cupy_awq.packing import namespace
@@ -228,9 +228,7 @@ class Conv2dSm90Config:
 def refusal(problem: Convolution, device: Device) -> str | None:
     """Return the reason why the family cannot solve the problem, or None if it can."""
     sizes = problem.sizes
-    if device.arch != 90:
-        return f"needs sm_90, not sm_{device.arch}"
-    reason = tensor_core_refusal(problem, device)
+    reason = sm90_refusal(problem, device)
     if reason:
         return reason
     if sizes.groups > 1:
