@@ -17,8 +17,8 @@ constexpr int kWarpgroups = WARPGROUPS;  // number of consumer warpgroups
 constexpr int kM64Tiles = M64_TILES;     // number of m64 tiles (64 columns of y each) per warpgroup
 constexpr int kStoreRows = STORE_ROWS;   // number of rows of y per store buffer
 
-// Whether the partial sums of stream-K pass through the pipeline. This slows down the main loop of two m64 tiles per
-// warpgroup by up to 10%, and four warpgroups would spill registers.
+// Whether the partial sums of stream-K pass through the pipeline. With two m64 tiles per warpgroup, such sums would slow
+// down the main loop by up to 10%; with four warpgroups, registers would spill.
 constexpr bool kRingReduction = kStreamK && kM64Tiles == 1 && kWarpgroups == 2;
 
 constexpr int kConsumerWarps = kWarpgroups * 4;

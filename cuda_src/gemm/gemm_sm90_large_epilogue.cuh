@@ -13,11 +13,11 @@
 
 constexpr int kStoreN = kGated ? 64 : kM64Tiles * 64;  // number of columns of y per warpgroup
 
-// Sums the accumulators of a unit that several clusters share (without kRingReduction), in the order of the clusters, and returns whether this
-// CTA has the total and stores the tile. A CTA without the unit's last k tile writes its accumulators to `partials`,
-// float4 [CTA][warpgroup][m64 tile][kAccumulators / 4][128 threads], and increments `counters` [unit][CTA of the
-// cluster][warpgroup]. The CTA with the last k tile waits for the others and adds their partial sums to its
-// accumulators.
+// Without kRingReduction: sums the accumulators of a unit that several clusters share, in the order of the clusters,
+// and returns whether this CTA has the total and stores the tile. A CTA without the unit's last k tile writes its
+// accumulators to `partials`, float4 [CTA][warpgroup][m64 tile][kAccumulators / 4][128 threads], and increments
+// `counters` [unit][CTA of the cluster][warpgroup]. The CTA with the last k tile waits for the others and adds their
+// partial sums to its accumulators.
 __device__ __forceinline__ bool reduce_shared_unit(Accumulators& accumulators, const Scheduler& scheduler,
                                                    int warpgroup, float* partials, uint32_t* counters) {
   if (scheduler.has_first_k_tile() && scheduler.has_last_k_tile()) return true;

@@ -157,7 +157,7 @@ def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]
                 continue
             weight_tiles = warpgroups * m64_tiles * 2
             tiles = ceil_div(problem.m, block_m) * ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N)
-            # A batch-invariant problem has the same split-K factor for every M.
+            # A batch-invariant problem keeps the split-K factor of its weight for every M, even if it is excessive.
             if is_excessive(split_k, tiles, device) and not problem.batch_invariant:
                 continue
             config = GemmSm90Config(WGMMA, block_m, weight_tiles, m64_tiles, consumers, 0, split_k, k_tiles)
