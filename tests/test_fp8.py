@@ -18,7 +18,7 @@ from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM80
 from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
 from cupy_awq.kernels.int8_problem import Int8Problem, fp8_block_size, fp8_refusal
-from cupy_awq.kernels.quantize_fp8 import Fp8Quantization, QuantizeFp8Config
+from cupy_awq.kernels.quantize_fp8 import Fp8Quantization, QuantizeFp8Config, half_sum_stride
 from cupy_awq.ops.quantized_linear import check_layer
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_weight as random_awq
@@ -147,7 +147,11 @@ def check_fp8_quantization(backend: str, m: int, k: int, block_size: int, dtype:
     problem = Fp8Quantization(m + 4, k, block_size, dtype, k + padding)
     names = ("codes", "scale", "sums")
     plan = quantize_fp8.plan(QuantizeFp8Config(), problem, facts(90, backend))
-    runner(backend)(plan, {"x": x, **dict(zip(names, out, strict=True))})
+    half_sums = np.full((m + 4, half_sum_stride(k, block_size)), 77, np.float16)
+    runner(backend)(plan, {"x": x, **dict(zip(names, out, strict=True)), "half_sums": half_sums})
+    blocks = wanted[2].shape[1]
+    np.testing.assert_array_equal(half_sums[:, :blocks], wanted[2].astype(np.float16))
+    assert (half_sums[:, blocks:] == 77).all()
     for name, got, expected in zip(names, out, wanted, strict=True):
         np.testing.assert_array_equal(got, expected, err_msg=name)
 
@@ -187,7 +191,10 @@ def check_fp8_product(
     x = (rng.standard_normal((problem.m, problem.k)) * 2.0 ** rng.integers(-3, 4, problem.k)).astype(np.float32)
     codes, scale, sums = block_reference.quantize_fp8(x, problem.block_size)
     bias = rng.standard_normal(problem.n).astype(DTYPES[problem.bias_dtype]) if problem.bias_dtype else None
+    half_sums = np.full((problem.m, half_sum_stride(problem.k, problem.block_size)), np.nan, np.float16)
+    half_sums[:, : sums.shape[1]] = sums
     buffers = {"xq": codes, "x_row_scale": scale, "x_offset": None, "x_sums": sums, "bias": bias}
+    buffers["x_half_sums"] = half_sums
     buffers |= family.prepare_weight(weight, problem)  # type: ignore[attr-defined]
     for a in buffers.values():
         if a is not None:

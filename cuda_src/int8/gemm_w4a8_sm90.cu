@@ -15,8 +15,10 @@
 //               for which the offsets are within the range of float16.
 //   x_map       tensor map of A, int8 [1][m][k], boxes of [1][BLOCK_M / SHARE_X][128], 128-byte swizzle
 //   x_row_scale float32 [m], the scale of each row, with ROW_SCALES; otherwise null
+//   sums_map    with OFFSET_TILES tensor map of the sums of the values of A per k tile, float16 [1][m][ceil(k / 128)],
+//               boxes of [1][BLOCK_M][64], 128-byte swizzle; otherwise not used
 //   x_values    float32 [m, ceil(k / block_size)]: the scales sA, or with FP8 the sums of the values of A; null for
-//               int8 with ROW_SCALES
+//               int8 with ROW_SCALES and with OFFSET_TILES
 //   bias        BIAS [n] or null
 //   y           Y [m, n], row stride ldy; `aligned`: whether the rows of y start at multiples of 16 bytes
 //
@@ -38,10 +40,8 @@
 // groups of WARPGROUPS warpgroups take turns at the stages. While one warpgroup dequantizes or scales, others keep the
 // tensor cores busy.
 #include "common/warp.cuh"
-#include "hopper/swizzle.cuh"
 #include "hopper/tma.cuh"
 #include "int8/gemm_w4a8_sm90.cuh"
-#include "ptx/fence_proxy.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld_shared.cuh"
 #include "ptx/wgmma_8bit.cuh"
@@ -54,6 +54,7 @@ struct Producer {
   const uint8_t* weight;
   const uint8_t* offsets;
   const TensorMap* x_map;
+  const TensorMap* sums_map;
   int n, k;
 
   __device__ __forceinline__ void expect(int iteration, int stage_idx) const {
@@ -115,46 +116,24 @@ struct Producer {
       state.advance();
     }
   }
-  // Fills the stages of the tiles of offsets: TMA copies the offsets, and the warp stores the sums of A's values in
-  // float16 to the stage of A, 32 per row.
-  __device__ __forceinline__ void produce_offsets(uint8_t* memory, const float* x_sums, int m) const {
-    constexpr int kRows = 4;  // number of rows whose sums are loaded together
-    static_assert(kBlockM % kRows == 0, "a group of rows is complete");
+  // Copies the tiles of offsets and the sums of A's values, 32 k tiles per stage.
+  __device__ __forceinline__ void copy_offsets() const {
     const auto pipeline = tile.shared.pipeline();
-    const int lane = threadIdx.x % 32;
     const int offset_tiles = ceil_div(tile.weight_k_tiles, kOffsetTileGroups);
     for (int iteration = tile.weight_iterations(); iteration < tile.iterations(); ++iteration) {
       const PipelineState<kStages> state{iteration % kStages, (iteration / kStages & 1u) ^ 1u};
+      const uint32_t full_barrier = pipeline.full_barrier(state.stage_idx);
       const int offset_tile = tile.k_tile_begin + iteration - tile.weight_k_tiles;
-      const int group = offset_tile * kOffsetTileGroups + lane;
       pipeline.producer_acquire(state);
-      uint8_t* target = memory + SharedStorage::X::kBegin + state.stage_idx * kXTileBytes + lane % 8 * 2;
-      for (int begin = 0; begin < kBlockM; begin += kRows) {
-        float sums[kRows];
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          const int64_t row = min(tile.m_begin + begin + r, m - 1);
-          sums[r] = group < tile.weight_k_tiles ? x_sums[row * tile.weight_k_tiles + group] : 0.0f;
-        }
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          const int chunk = (lane / 8) ^ swizzle_bits(begin + r);
-          *reinterpret_cast<half_t*>(target + (begin + r) * kBlockK + chunk * 16) = from_float<half_t>(sums[r]);
-        }
+      ptx::mbarrier_arrive_expect_tx(full_barrier, kColumnTiles * kCodeBytes + kXTileBytes);
+      ptx::cp_async_bulk_tensor_3d(tile.shared.x(state.stage_idx), sums_map, offset_tile * kOffsetTileGroups,
+                                   tile.m_begin, 0, full_barrier);
+      for (int i = 0; i < kColumnTiles; ++i) {
+        const int64_t column_tile = min(tile.n_begin / 64 + i, ceil_div(n, 64) - 1);
+        ptx::cp_async_bulk(tile.shared.weight(state.stage_idx) + i * kWeightTileBytes,
+                           offsets + (column_tile * offset_tiles + offset_tile) * kCodeBytes, kCodeBytes,
+                           full_barrier);
       }
-      ptx::fence_proxy_async();
-      __syncwarp();
-      if (lane == 0) {
-        const uint32_t full_barrier = pipeline.full_barrier(state.stage_idx);
-        ptx::mbarrier_arrive_expect_tx(full_barrier, kColumnTiles * kCodeBytes);
-        for (int i = 0; i < kColumnTiles; ++i) {
-          const int64_t column_tile = min(tile.n_begin / 64 + i, ceil_div(n, 64) - 1);
-          ptx::cp_async_bulk(tile.shared.weight(state.stage_idx) + i * kWeightTileBytes,
-                             offsets + (column_tile * offset_tiles + offset_tile) * kCodeBytes, kCodeBytes,
-                             full_barrier);
-        }
-      }
-      __syncwarp();
     }
   }
 };
@@ -244,23 +223,23 @@ __device__ __forceinline__ void wgmma(Product (&d)[kAccumulators], const uint32_
 
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     gemm_w4a8_sm90(const float* x_row_scale, const float* x_values, const uint8_t* weight, const uint8_t* offsets,
-                   const float* units, const BIAS* bias, Y* y, const __grid_constant__ TensorMap x_map, int m, int n,
-                   int k, int block_size, int m_blocks, int ldy, int aligned, float low, float high) {
+                   const float* units, const BIAS* bias, Y* y, const __grid_constant__ TensorMap x_map,
+                   const __grid_constant__ TensorMap sums_map, int m, int n, int k, int block_size, int m_blocks,
+                   int ldy, int aligned, float low, float high) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Tile tile(ptx::opaque(static_cast<uint32_t>(__cvta_generic_to_shared(memory))), k, m_blocks);
   const auto pipeline = tile.shared.pipeline();
   const int lane = threadIdx.x % 32;
   const int warp = uniform_warp();
-  const Producer producer{tile, weight, offsets, &x_map, n, k};
+  const Producer producer{tile, weight, offsets, &x_map, &sums_map, n, k};
   if (warp == kProducerWarp && lane == 0) producer.begin();
   cluster_sync_after_init<kClusterSize>();
   ptx::griddepcontrol_launch_dependents();
   if (warp == kProducerWarp) {
-    if (kHasOffsetTiles || lane == 0) ptx::griddepcontrol_wait();
-    if (lane == 0) producer.run();
-    if constexpr (kHasOffsetTiles) {
-      __syncwarp();
-      producer.produce_offsets(memory, x_values, m);
+    if (lane == 0) {
+      ptx::griddepcontrol_wait();
+      producer.run();
+      if constexpr (kHasOffsetTiles) producer.copy_offsets();
     }
   } else if (warp > kProducerWarp) {
     ptx::griddepcontrol_wait();

@@ -11,6 +11,7 @@
 //   codes    e4m3 [m, k]
 //   scale    float32 [m]
 //   sums     float32 [m, ceil(k / block_size)]; sums below 2^15 are exact
+//   half_sums  float16 [m, ld_half_sums], the sums rounded to float16; columns past the last block are not written
 //
 // Limits: sm_89 and newer; k % 8 == 0; block_size is 8, 16, 32, 64, 128 or 256.
 //
@@ -35,7 +36,8 @@ using Values = Vector<X, kValues>;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     quantize_fp8(const X* __restrict__ x, uint8_t* __restrict__ codes, float* __restrict__ scale,
-                 float* __restrict__ sums, int k, int block_size, int ldx) {
+                 float* __restrict__ sums, half_t* __restrict__ half_sums, int k, int block_size, int ldx,
+                 int ld_half_sums) {
   __shared__ uint32_t shared_largest[kThreads / 32];
   const int64_t row = blockIdx.x;
   const X* source = x + row * ldx;
@@ -91,6 +93,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       *reinterpret_cast<Vector<uint16_t, kValues / 2>*>(codes + row * k + i) = pairs;
     }
     for (int step = block_size / kValues / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (i < k && i % block_size == 0) sums[row * ceil_div(k, block_size) + i / block_size] = sum;
+    if (i < k && i % block_size == 0) {
+      sums[row * ceil_div(k, block_size) + i / block_size] = sum;
+      half_sums[row * ld_half_sums + i / block_size] = from_float<half_t>(sum);
+    }
   }
 }

@@ -17,6 +17,7 @@ from cupy_awq.kernels.gemm_sm90_config import available_ctas, most_stages
 from cupy_awq.kernels.hopper import is_excessive, resident_clusters
 from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, layout_refusal
 from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
+from cupy_awq.kernels.quantize_fp8 import half_sum_stride
 from cupy_awq.packing import namespace
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan, TensorMap
@@ -267,10 +268,10 @@ def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) ->
 
 
 def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> LaunchPlan:
-    """Return the launch plan; the buffers are x_row_scale or x_scale, x_sums, weight, bias, y and xq."""
+    """Return the launch plan; the buffers are x_row_scale or x_scale, x_sums, weight, x_half_sums, bias, y and xq."""
     # x_offset is null, as the family takes no activations with offsets.
     x_row_scale = "x_row_scale" if problem.row_scales or problem.fp8 else "x_offset"
-    x_values = "x_sums" if problem.fp8 else "x_offset" if problem.row_scales else "x_scale"
+    x_values = "x_offset" if config.offset_tiles else "x_sums" if problem.fp8 else "x_offset" if problem.row_scales else "x_scale"
     defines = (
         *(item for item in problem.defines(weight_offset=False) if item[0] != "BITS"),
         ("SCALE", TYPES[problem.scale_dtype]),
@@ -295,6 +296,17 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
         box=(BLOCK_K, config.block_m // config.share_x, 1),
         swizzle=128,
     )
+    sums_map = x_map
+    if config.offset_tiles:
+        stride = 2 * half_sum_stride(problem.k, BLOCK_K)
+        sums_map = TensorMap(
+            "x_half_sums",
+            "float16",
+            dims=(ceil_div(problem.k, BLOCK_K), problem.m, 1),
+            strides=(stride, stride * problem.m),
+            box=(64, config.block_m, 1),
+            swizzle=128,
+        )
     m_blocks, n_blocks = config.tiles(problem)
     sizes = (problem.m, problem.n, problem.k, problem.block_size, m_blocks, problem.y_row_stride, problem.wide)
     scalars = (*map(np.int32, sizes), *map(np.float32, problem.limits))
@@ -302,7 +314,7 @@ def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Launch
         Kernel("int8/gemm_w4a8_sm90.cu", NAME, defines, device.target),
         (m_blocks * n_blocks * config.split_k, 1, 1),
         (config.threads(problem), 1, 1),
-        (x_row_scale, x_values, "weight", "offsets", "units", "bias", "y", x_map, *scalars),
+        (x_row_scale, x_values, "weight", "offsets", "units", "bias", "y", x_map, sums_map, *scalars),
         config.shared_bytes(problem),
         cluster=(config.split_k * config.share_x, 1, 1),
         dependent=True,

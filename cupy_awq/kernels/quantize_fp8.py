@@ -58,6 +58,11 @@ class QuantizeFp8Config:
     split_k = 1
 
 
+def half_sum_stride(k: int, block_size: int) -> int:
+    """Return the row stride of ``half_sums`` in elements: the number of blocks, rounded up to 16 bytes for TMA."""
+    return ceil_div(ceil_div(k, block_size), 8) * 8
+
+
 def refusal(problem: Fp8Quantization, device: Device) -> str | None:
     """Return the reason why the family cannot solve the problem, or None if it can."""
     return None if device.arch >= FP8_ARCH else f"needs sm_{FP8_ARCH} or newer, not sm_{device.arch}"
@@ -74,19 +79,19 @@ def estimate_us(config: QuantizeFp8Config, problem: Fp8Quantization, device: Dev
 
 
 def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> LaunchPlan:
-    """Return the launch plan; the buffers are x, codes, scale and sums."""
+    """Return the launch plan; the buffers are x, codes, scale, sums and half_sums."""
     defines = (
         ("X", TYPES[problem.dtype]),
         ("ROUNDS", ceil_div(problem.k, config.threads * VALUES)),
         ("DEPENDENT", int(is_dependent(problem.m, device))),
     )
     kernel = Kernel("int8/quantize_fp8.cu", NAME, defines, device.target)
-    sizes = map(np.int32, (problem.k, problem.block_size, problem.x_stride))
+    sizes = map(np.int32, (problem.k, problem.block_size, problem.x_stride, half_sum_stride(problem.k, problem.block_size)))
     return LaunchPlan(
         kernel,
         (problem.m, 1, 1),
         (config.threads, 1, 1),
-        ("x", "codes", "scale", "sums", *sizes),
+        ("x", "codes", "scale", "sums", "half_sums", *sizes),
         dependent=is_dependent(problem.m, device),
     )
 

@@ -17,7 +17,7 @@ from cupy_awq.check import HOST, Array
 from cupy_awq.kernels import int8_problem, select
 from cupy_awq.kernels.int8_problem import EPILOGUE_ACTIVATIONS, Int8Problem
 from cupy_awq.kernels.problem import ITEMSIZE
-from cupy_awq.kernels.quantize_fp8 import Fp8Quantization
+from cupy_awq.kernels.quantize_fp8 import Fp8Quantization, half_sum_stride
 from cupy_awq.kernels.quantize_rows import RowQuantization
 from cupy_awq.ops import execute, gemm_launch
 from cupy_awq.packing import namespace
@@ -314,9 +314,9 @@ def _multiply_on_gpu(
     activation: Activation,
     out: Array | None,
     *,
-    fp8: bool = False,
+    half_sums: Array | None = None,
 ) -> Array:
-    """Compute `gemm_int8` on the GPU; if ``fp8``, xq is e4m3, x_scale is [M], and x_sums is float32."""
+    """Compute `gemm_int8` on the GPU; with ``half_sums`` of `quantize_fp8`, xq is e4m3, x_scale is [M], and x_sums is float32."""
     import cupy
 
     with placement.use_device(weight.device):
@@ -342,7 +342,7 @@ def _multiply_on_gpu(
                 even=y_bits % (2 * y.dtype.itemsize) == 0,
                 wide=y_bits % 16 == 0,
                 y_stride=row_stride(y),
-                fp8=fp8,
+                fp8=half_sums is not None,
                 row_scales=product.row_scales,
                 zero_points=weight.zero_points is not None,
                 scale_dtype=weight.exact_scale_dtype,
@@ -352,7 +352,7 @@ def _multiply_on_gpu(
             buffers |= {"xq": xq, "x_row_scale": x_scale, "bias": bias, "y": y}
             if product.row_scales and "x_scale" in chosen.plan.buffers:
                 x_scale, x_offset, x_sums = _in_blocks(xq, x_scale, x_offset, product.block_size)
-            buffers |= {"x_scale": x_scale, "x_offset": x_offset, "x_sums": x_sums}
+            buffers |= {"x_scale": x_scale, "x_offset": x_offset, "x_sums": x_sums, "x_half_sums": half_sums}
             execute.launch(chosen.plan, buffers, weight.device)
         return execute.deliver(y, out)
 
@@ -371,16 +371,17 @@ def _linear_fp8_on_gpu(
         m, k = product.m, product.k
         block_size = int8_problem.fp8_block_size(product.block_size, k)
         sums = cupy.empty((m, -(-k // block_size)), np.float32)
+        half_sums = cupy.empty((m, half_sum_stride(k, block_size)), np.float16)
         codes, scale = cupy.empty((m, k), np.uint8), cupy.empty(m, np.float32)
         if m:
             stride = row_stride(x)
             if stride is None or (x.data.ptr | stride * x.dtype.itemsize) % 16:
                 x, stride = cupy.array(x, order="C"), k
             problem = Fp8Quantization(m, k, block_size, x.dtype.name, stride)
-            buffers = {"x": x, "codes": codes, "scale": scale, "sums": sums}
+            buffers = {"x": x, "codes": codes, "scale": scale, "sums": sums, "half_sums": half_sums}
             execute.launch(select.choose(problem, device.current()).plan, buffers, weight.device)
         product = product._replace(block_size=block_size)
-        return _multiply_on_gpu(codes, scale, None, sums, weight, product, bias, activation, out, fp8=True)
+        return _multiply_on_gpu(codes, scale, None, sums, weight, product, bias, activation, out, half_sums=half_sums)
 
 
 def _in_blocks(xq: Array, x_scale: Array, x_offset: Array | None, size: int) -> tuple[Array, Array | None, Array]:
