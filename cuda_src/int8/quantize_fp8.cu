@@ -23,7 +23,7 @@
 #include "common/types.cuh"
 #include "ptx/griddepcontrol.cuh"
 
-constexpr int kThreads = 256;
+constexpr int kThreads = THREADS;
 constexpr int kValues = 8;
 constexpr int kStride = kThreads * kValues;
 constexpr int kRounds = ROUNDS;

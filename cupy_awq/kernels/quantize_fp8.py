@@ -82,6 +82,7 @@ def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) ->
     """Return the launch plan; the buffers are x, codes, scale, sums and half_sums."""
     defines = (
         ("X", TYPES[problem.dtype]),
+        ("THREADS", config.threads),
         ("ROUNDS", ceil_div(problem.k, config.threads * VALUES)),
         ("DEPENDENT", int(is_dependent(problem.m, device))),
     )
