@@ -18,7 +18,7 @@ from cupy_awq.kernels.family import AnyFamily, Config
 from cupy_awq.kernels.gemm_int8_mma import GEMM_INT8_SM80
 from cupy_awq.kernels.gemm_int8_sm90 import GemmInt8Sm90Config
 from cupy_awq.kernels.int8_problem import Int8Problem, fp8_block_size, fp8_refusal
-from cupy_awq.kernels.quantize_fp8 import Fp8Quantization, QuantizeFp8Config, half_sum_stride
+from cupy_awq.kernels.quantize_fp8 import Fp8Quantization, half_sum_stride
 from cupy_awq.ops.quantized_linear import check_layer
 from cupy_awq.runtime import device
 from cupy_awq.tools.testing import random_weight as random_awq
@@ -146,7 +146,8 @@ def check_fp8_quantization(backend: str, m: int, k: int, block_size: int, dtype:
     out = [np.full_like(a, 77) for a in wanted]
     problem = Fp8Quantization(m + 4, k, block_size, dtype, k + padding)
     names = ("codes", "scale", "sums")
-    plan = quantize_fp8.plan(QuantizeFp8Config(), problem, facts(90, backend))
+    (config,) = quantize_fp8.configs(problem, facts(90, backend))
+    plan = quantize_fp8.plan(config, problem, facts(90, backend))
     half_sums = np.full((m + 4, half_sum_stride(k, block_size)), 77, np.float16)
     runner(backend)(plan, {"x": x, **dict(zip(names, out, strict=True)), "half_sums": half_sums})
     blocks = wanted[2].shape[1]

@@ -72,7 +72,7 @@ SEEDS = {
     ),
 }  # fmt: skip
 
-OFFSET_PROBLEM = fp8_problem(70, 130, 1424, 128, "float16")
+OFFSET_PROBLEM = fp8_problem(76, 130, 1424, 128, "float16")
 OFFSET_CONFIG = GemmW4A8Config(72, 1, 1, 2, 2, 1, 2, offset_tiles=True)
 """Two slices of K, which pass the two stages more than twice; the second slice ends with a tile of offsets."""
 DEEP_CONFIG = replace(OFFSET_CONFIG, stages=8)
@@ -80,25 +80,29 @@ DEEP_CONFIG = replace(OFFSET_CONFIG, stages=8)
 PROLOGUE = "the prologue copies weights for a tile of offsets"
 
 OFFSET_SEEDS = {
-    "sums of x are read before the fence of the asynchronous proxy": (
-        KERNEL, "      ptx::fence_proxy_async();\n", "", RACE,
+    "the bytes of the sums of x are not expected": (
+        KERNEL, "kColumnTiles * kCodeBytes + kXTileBytes);", "kColumnTiles * kCodeBytes);", ("deadlock", "deadlock"),
     ),
     "sums of x overwrite a stage that is still read": (
-        KERNEL, "      pipeline.producer_acquire(state);\n      uint8_t* target", "      uint8_t* target",
-        ("race", "deadlock"),
+        KERNEL, "      pipeline.producer_acquire(state);\n      ptx::mbarrier_arrive_expect_tx(full_barrier, kColumn",
+        "      ptx::mbarrier_arrive_expect_tx(full_barrier, kColumn", ("barrier", "deadlock"),
+    ),
+    "the sums of x are those of the first rows": (
+        KERNEL, "                                   tile.m_begin, 0, full_barrier);\n      for",
+        "                                   0, 0, full_barrier);\n      for", ("values", "values"),
     ),
     PROLOGUE: (
         KERNEL, "for (int i = 0; i < min(tile.weight_iterations(), kStages); ++i)",
         "for (int i = 0; i < min(tile.iterations(), kStages); ++i)", ("out of bounds", "out of bounds"),
     ),
     "the stage of a tile of offsets has the phase of the preceding pass": (
-        KERNEL, "(iteration / kStages & 1u) ^ 1u}", "iteration / kStages & 1u}", ("race", "deadlock"),
+        KERNEL, "(iteration / kStages & 1u) ^ 1u}", "iteration / kStages & 1u}", ("barrier", "deadlock"),
     ),
     "a tile of offsets is released while wgmma still reads it": (
         KERNEL, "        ptx::wgmma_wait_group<0>();\n#pragma unroll\n        for (int v", "        for (int v", RACE,
     ),
     "offsets are multiplied with the sums of another k tile": (
-        KERNEL, "kOffsetTileGroups + lane;", "kOffsetTileGroups + (lane ^ 1);", ("values", "values"),
+        KERNEL, "offset_tile * kOffsetTileGroups,", "offset_tile * kOffsetTileGroups + 1,", ("values", "values"),
     ),
 }  # fmt: skip
 

@@ -131,8 +131,7 @@ struct Producer {
       for (int i = 0; i < kColumnTiles; ++i) {
         const int64_t column_tile = min(tile.n_begin / 64 + i, ceil_div(n, 64) - 1);
         ptx::cp_async_bulk(tile.shared.weight(state.stage_idx) + i * kWeightTileBytes,
-                           offsets + (column_tile * offset_tiles + offset_tile) * kCodeBytes, kCodeBytes,
-                           full_barrier);
+                           offsets + (column_tile * offset_tiles + offset_tile) * kCodeBytes, kCodeBytes, full_barrier);
       }
     }
   }

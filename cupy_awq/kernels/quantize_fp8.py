@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.int8_problem import FP8_ARCH, is_dependent
+from cupy_awq.kernels.int8_problem import FP8_ARCH
 from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
@@ -17,6 +17,10 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 NAME = "quantize_fp8"
 VALUES = 8
 """The number of elements that a thread loads at once."""
+FEW_THREADS, MANY_THREADS = 512, 1024
+"""The numbers of threads per CTA for shorter rows and for rows from ``VALUES * MANY_THREADS`` columns on."""
+EARLY_START_M = 512
+"""The largest M for which the GEMM may start while x is quantized (PDL); larger M were not measured."""
 LAUNCH_US = 2.0
 """The launch overhead in the cost model, in microseconds; an assumption, not a measurement."""
 
@@ -53,7 +57,7 @@ class QuantizeFp8Config:
         threads: number of threads per CTA.
     """
 
-    threads: int = 256
+    threads: int
 
     split_k = 1
 
@@ -70,7 +74,7 @@ def refusal(problem: Fp8Quantization, device: Device) -> str | None:
 
 def configs(problem: Fp8Quantization, device: Device) -> list[QuantizeFp8Config]:
     """Return the only configuration."""
-    return [QuantizeFp8Config()]
+    return [QuantizeFp8Config(MANY_THREADS if problem.k >= VALUES * MANY_THREADS else FEW_THREADS)]
 
 
 def estimate_us(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> float:
@@ -80,20 +84,22 @@ def estimate_us(config: QuantizeFp8Config, problem: Fp8Quantization, device: Dev
 
 def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> LaunchPlan:
     """Return the launch plan; the buffers are x, codes, scale, sums and half_sums."""
+    dependent = device.arch >= 90 and problem.m <= EARLY_START_M
     defines = (
         ("X", TYPES[problem.dtype]),
         ("THREADS", config.threads),
         ("ROUNDS", ceil_div(problem.k, config.threads * VALUES)),
-        ("DEPENDENT", int(is_dependent(problem.m, device))),
+        ("DEPENDENT", int(dependent)),
     )
     kernel = Kernel("int8/quantize_fp8.cu", NAME, defines, device.target)
-    sizes = map(np.int32, (problem.k, problem.block_size, problem.x_stride, half_sum_stride(problem.k, problem.block_size)))
+    half_stride = half_sum_stride(problem.k, problem.block_size)
+    sizes = map(np.int32, (problem.k, problem.block_size, problem.x_stride, half_stride))
     return LaunchPlan(
         kernel,
         (problem.m, 1, 1),
         (config.threads, 1, 1),
         ("x", "codes", "scale", "sums", "half_sums", *sizes),
-        dependent=is_dependent(problem.m, device),
+        dependent=dependent,
     )
 
 

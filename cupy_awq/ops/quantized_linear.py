@@ -316,7 +316,10 @@ def _multiply_on_gpu(
     *,
     half_sums: Array | None = None,
 ) -> Array:
-    """Compute `gemm_int8` on the GPU; with ``half_sums`` of `quantize_fp8`, xq is e4m3, x_scale is [M], and x_sums is float32."""
+    """Compute `gemm_int8` on the GPU.
+
+    With ``half_sums`` of the kernel `quantize_fp8`, xq is e4m3, x_scale is [M], and x_sums is float32.
+    """
     import cupy
 
     with placement.use_device(weight.device):
