@@ -16,6 +16,7 @@ from cupy_awq.kernels import gather_columns, gemm_sm90_config, select
 from cupy_awq.kernels.problem import Fusion, NextWeight, Problem
 from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.packing import unpack_int4
+from cupy_awq.runtime.device import Device
 from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
 from tests.backends import BACKENDS, HOPPER, LANDINGS, runner
@@ -140,16 +141,22 @@ def test_the_gemm_gathers_few_rows_of_x_where_this_is_faster(change: dict[str, i
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
 @pytest.mark.parametrize("m", [3, 20])
 @pytest.mark.parametrize("split_k", [1, 2])
-def test_padding_ctas_exit_without_a_tile(backend: str, m: int, split_k: int) -> None:
-    problem = Problem(m, 632, 256, 128, repacked=True)
-    here = replace(facts(90, backend), sm_count=11 * split_k)
-    family = select.FAMILIES["gemm_sm90"]
-    configs = family.configs(problem, here)
-    config = next(c for c in configs if (c.weight_tiles, c.split_k) == (2, split_k))
-    assert config.tiles(problem) == (1, 10)
-    assert family.plan(config, problem, here).grid == (11 * split_k, 1, 1)
-    assert family.plan(config, replace(problem, m=200), here).grid[0] == 10 * split_k  # several tiles of rows
-    check_matmul(runner(backend), problem, family, config, here, seed=m)
+def test_the_next_kernel_starts_late_if_an_sm_has_room_for_two_ctas_and_gets_one(
+    backend: str, m: int, split_k: int
+) -> None:
+    problem, family = Problem(m, 632, 256, 128, repacked=True), select.FAMILIES["gemm_sm90"]
+    enough = replace(facts(90, backend), sm_count=10 * split_k)
+    configs = [c for c in family.configs(problem, enough) if (c.weight_tiles, c.split_k) == (2, split_k)]
+    config = next(c for c in configs if c.resident(problem, enough) > 1)
+
+    def starts_late(here: Device) -> object:
+        return dict(family.plan(config, problem, here).kernel.defines)["START_NEXT_LATE"]
+
+    assert starts_late(enough) == 1
+    assert starts_late(replace(enough, sm_count=10 * split_k - 1)) == 0
+    assert starts_late(replace(enough, shared_bytes_per_sm=config.shared_bytes(problem) + 1024)) == 0
+    for here in (enough, replace(enough, sm_count=10 * split_k - 1)):
+        check_matmul(runner(backend), problem, family, config, here, seed=m)
 
 
 @pytest.mark.parametrize("backend", [*LANDINGS[:2], HOPPER])

@@ -20,7 +20,7 @@
 // CONSUMERS groups of warps take turns at the stages, each with accumulators of the whole tile.
 //
 // Programmatic dependent launch (PDL): before griddepcontrol.wait, a CTA reads only the weight, and prefetches x and
-// the residual stream into L2.
+// the residual stream into L2. The next kernel starts before or after the wait (kStartsNextLate).
 #pragma once
 
 #include "common/warp.cuh"
@@ -44,6 +44,17 @@ __device__ __forceinline__ void sync_cta() { ptx::barrier_sync(0, kThreads); }
 __device__ __forceinline__ void sync_setup(int m) {
   if (kSplitK == 1 || has_rows_to_zero(m)) sync_cta();
   if constexpr (kSplitK > 1) cluster_sync_after_init<kSplitK>();
+}
+
+// Lets the next kernel start, unless it starts late.
+__device__ __forceinline__ void start_next() {
+  if constexpr (!kStartsNextLate) ptx::griddepcontrol_launch_dependents();
+}
+
+// Waits for the preceding kernel, then lets the next kernel start if it starts late.
+__device__ __forceinline__ void wait_for_x() {
+  ptx::griddepcontrol_wait();
+  if constexpr (kStartsNextLate) ptx::griddepcontrol_launch_dependents();
 }
 
 // The role of the producer warp.
@@ -113,9 +124,9 @@ __device__ __forceinline__ void produce(const Tile& tile, const GemmArguments& a
     }
   }
   sync_setup(args.m);
-  ptx::griddepcontrol_launch_dependents();
+  start_next();
   if constexpr (kXStageBytes != 0) {
-    ptx::griddepcontrol_wait();
+    wait_for_x();
     if (is_leader) {
       for (int i = 0; i < prologue; ++i) {
         if (!kPrefetchWeights && i >= tile.stages_ahead()) copy_weight(i, i);
@@ -170,13 +181,6 @@ __device__ __forceinline__ void run_tile(const GemmArguments& args, PrefetchX pr
                                          StoreAll store_all) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Tile tile = make_tile(memory, args.m, args.k);
-  if (is_padding_cta(tile, args.n)) {
-    // Stay resident until the preceding kernel ends: otherwise more CTAs of the next kernel start on this SM than on
-    // the others.
-    ptx::griddepcontrol_launch_dependents();
-    ptx::griddepcontrol_wait();
-    return;
-  }
   const int warp = uniform_warp();
   // With setmaxnreg, each warp role must be one branch that lasts to the end of the kernel.
   if (warp < kProducerWarp) {
@@ -184,7 +188,7 @@ __device__ __forceinline__ void run_tile(const GemmArguments& args, PrefetchX pr
     if (has_rows_to_zero(args.m)) zero_shared<kXRingBytes, kConsumerThreads>(memory);
     if constexpr (kPrefetchesX) prefetch_x(tile);
     sync_setup(args.m);
-    ptx::griddepcontrol_launch_dependents();
+    start_next();
     float* accumulators = reinterpret_cast<float*>(memory);
     const OutputVector first(tile, threadIdx.x, args.m, args.n);  // this thread's first vector of the residual stream
     // The residual stream is no longer in L2: weights that were read later have evicted the stream.
@@ -214,7 +218,7 @@ __device__ __forceinline__ void run_tile(const GemmArguments& args, PrefetchX pr
       produce(tile, args);
     } else {
       sync_setup(args.m);
-      ptx::griddepcontrol_launch_dependents();
+      start_next();
       if (kHasFactorWarp && warp == kProducerWarp + 1) make_factors<1>(tile, args, memory, 0);
     }
     sync_cta();

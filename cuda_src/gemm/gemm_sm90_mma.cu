@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const int sliced_row = lane % kXRows;
     const int sliced_chunk = kXRows == 1 ? lane % 16 : lane % 8 / kXRows * 2 + lane / 8 % 2;
     const uint32_t my_slices = (sliced_row * kXChunks + (sliced_chunk ^ swizzle_bits(sliced_row))) * 16;
-    ptx::griddepcontrol_wait();
+    wait_for_x();
 #if GATHER_X
     GatheredX ring(x, ldx, tile, consumer, m, k);
 #else

@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         }
       }
     };
-    ptx::griddepcontrol_wait();
+    wait_for_x();
     ring.begin();
 
     auto state = PipelineState<kStages>::consumer(consumer);

@@ -30,6 +30,10 @@ constexpr int kXRingBytes = X_RING_BYTES;    // bytes of all stages of x
 // the weights of all stages suits a CTA that starts long before the preceding kernel ends; a CTA that starts later
 // needs x earlier.
 constexpr bool kPrefetchWeights = PREFETCH_WEIGHTS;
+// Whether the next kernel may start only after griddepcontrol.wait, when the preceding kernel has ended. With a free slot
+// for a CTA on each SM, an earlier start lets CTAs of three kernels meet: two CTAs of the next kernel may then share an
+// SM, which takes them up to twice as long, while other SMs have none.
+constexpr bool kStartsNextLate = START_NEXT_LATE;
 // The largest number of stages in flight. The loads of the preceding kernel, which may still be running, and the loads
 // of x queue behind the copies in flight.
 constexpr int kWindow = WINDOW;
@@ -169,13 +173,6 @@ __device__ __forceinline__ Tile make_tile(uint8_t* memory, int m, int k) {
   tile.k_tile_begin = iterations * tile.split / kSplitK * kKTiles;
   tile.k_tile_end = min(k_tiles, iterations * (tile.split + 1) / kSplitK * kKTiles);
   return tile;
-}
-
-// Returns whether this is a padding CTA, which has no tile. Padding CTAs extend the grid to one CTA per SM, so that all
-// SMs have equally many free slots for CTAs of the next kernel. Without padding, two CTAs of the next kernel may share
-// one SM while another SM has none.
-__device__ __forceinline__ bool is_padding_cta(const Tile& tile, int n) {
-  return gridDim.y == 1 && tile.n_block >= ceil_div(n, kBlockN);
 }
 
 // Returns whether the consumers must zero the missing rows of x, which TMA does not fill (tma.cuh).

@@ -212,6 +212,7 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
         ("CTAS_PER_SM", config.ctas_per_sm),
         ("PREFETCH_WEIGHTS", int(config.prefetch_weights)),
         ("WINDOW", config.window(problem)),
+        ("START_NEXT_LATE", int(config.starts_next_late(problem, device))),
         ("CONSUMER_REGISTERS", config.consumer_registers),
         ("X_STAGE_BYTES", config.x_stage_bytes),
         ("X_RING_BYTES", 0 if problem.gathers_x else config.x_ring_bytes),
@@ -240,7 +241,7 @@ def plan(config: GemmSm90Config, problem: Problem, device: Device) -> LaunchPlan
         factors = 2.0**problem.scale_exponent, 2.0**-problem.scale_exponent
     eps = problem.fusion.eps if problem.fusion else 0.0
     scalars = (*map(np.int32, sizes), *map(np.float32, (*problem.limits, eps, *factors)))
-    grid = config.grid(problem, device)
+    grid = config.grid(problem)
     if problem.fusion and problem.adds_to_stream:
         scalars += problem.fusion.next_weight.scalars(grid[0])
     fusion_buffers = problem.fusion.buffers if problem.fusion else ()

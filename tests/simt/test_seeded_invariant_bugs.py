@@ -20,7 +20,7 @@ SEEDS = {
         "gemm_sm90",
         90,
         "gemm/gemm_sm90_mma_invariant.cu",
-        "    ptx::griddepcontrol_wait();\n",
+        "    wait_for_x();\n",
         "",
         ("early", "early"),
         REPACKED,
