@@ -78,13 +78,13 @@ def test_a_kernel_is_compiled_once(root: Path, compilations: list[str]) -> None:
     assert first.resources == second.resources
     assert first.resources is not None
     assert first.resources.registers > 0
-    assert first.resources.spill_bytes == 0
+    assert first.resources.local_bytes == 0
 
 
 def test_resources_are_parsed_from_the_log_of_ptxas() -> None:
     used = "Used 168 registers, 16 bytes smem\n    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads"
     warned = "ptxas warning : Potential Performance Loss: wgmma.mma_async instructions are serialized due to"
-    assert compiler._resources(used) == compiler.Resources(168, 16, 16, 8)
+    assert compiler._resources(used) == compiler.Resources(168, 16, 8)
     assert compiler._resources(f"{warned} insufficient register resources\n{used}").serialized
 
 
@@ -136,7 +136,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
         path.with_suffix(".json").read_text().replace('"sha256": "', '"sha256": "0')
     )(path),
     "entry has other resources": lambda path: _damage_entry(
-        path.with_suffix(".json").read_text().replace('"spill_bytes": 0', '"spill_bytes": 8')
+        path.with_suffix(".json").read_text().replace('"local_bytes": 0', '"local_bytes": 8')
     )(path),
     "entry is deeply nested": _damage_entry("[" * 100_000),
     "entry is binary": lambda path: path.with_suffix(".json").write_bytes(b"\xff\xfe\x00"),
@@ -356,6 +356,20 @@ def test_compile_fails_if_the_cache_cannot_be_written(root: Path, monkeypatch: p
     monkeypatch.setattr(compiler, "_unsaved", {})
     with pytest.raises(OSError, match=f"{cache.VARIABLE}: expected a folder that can be written, got"):
         compile_all.run(["80"])
+
+
+@pytest.mark.parametrize(("index", "code"), [("i", 0), ("out[i] % 32", 1)])
+def test_compile_fails_on_local_memory(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], index: str, code: int
+) -> None:
+    loops = "for (int i = 0; i < 32; ++i) x[INDEX] += i; for (int i = 0; i < 32; ++i) out[i] += x[i];"
+    (root / "scale.cu").write_text(
+        f'extern "C" __global__ void scale(unsigned* out) {{ unsigned x[32] = {{}}; {loops} }}\n'
+    )
+    kernel = Kernel("scale.cu", "scale", (("INDEX", index),), "80")
+    monkeypatch.setattr(compile_all, "kernels", lambda arch, batch_invariant: [kernel])
+    assert compile_all.run(["80"]) == code
+    assert f"1 kernels, {code} with local memory" in capsys.readouterr().out
 
 
 def test_compile_all_refuses_an_invalid_arch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from cupy_awq.kernels import gather_columns, gemm_sm90_config, select
 from cupy_awq.kernels.problem import Fusion, NextWeight, Problem
 from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.packing import unpack_int4
+from cupy_awq.runtime import compile as compiler
 from cupy_awq.runtime.device import Device
 from cupy_awq.tools.testing import random_activations, random_weight
 from cupy_awq.weight import PackedWeight
@@ -216,16 +217,32 @@ def test_clusters_of_any_size_share_the_rows_of_a_tile(backend: str, m: int, nam
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])
+@pytest.mark.parametrize(("n", "residual"), [(224, False), (224, True), (200, True)])
 @pytest.mark.parametrize("m", [48, 80, 136, 200])
-def test_tiles_of_every_height_of_many_rows(backend: str, m: int) -> None:
-    """Heights that are no powers of two, with store buffers of 16 rows where 32 do not divide them."""
-    problem = Problem(m, 200, 256, 128, repacked=True)
+def test_tiles_of_every_height_of_many_rows(backend: str, m: int, n: int, residual: bool) -> None:
+    """Heights that are no powers of two, with and without a residual; at N = 200 the rows of y are not aligned."""
+    problem = Problem(m, n, 256, 128, repacked=True, residual=residual)
     here = replace(facts(90, backend), sm_count=4)
     family = select.FAMILIES["gemm_sm90_large"]
     configs = {(c.block_m, c.warpgroups, c.m64_tiles, c.cluster): c for c in family.configs(problem, here)}
     assert any(config.block_m % 32 == 16 for config in configs.values())
     for config in configs.values():
         check_matmul(runner(backend), problem, family, config, here, seed=m)
+
+
+@pytest.mark.parametrize("aligned", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("m", [200, pytest.param(136, marks=pytest.mark.slow)])
+def test_accumulators_of_a_tile_with_a_residual_stay_in_registers(m: int, aligned: bool) -> None:
+    """In local memory they would be stored before the wait for wgmma; the simulator, which runs PTX, cannot show it."""
+    problem = Problem(m, 256, 256, 128, repacked=True, residual=True, aligned=aligned)
+    here = facts(90, LANDINGS[0])
+    family = select.FAMILIES["gemm_sm90_large"]
+    kernels = {family.plan(config, problem, here).kernel for config in family.configs(problem, here)}
+    assert any(dict(kernel.defines)["STORE_ROWS"] == 16 for kernel in kernels)
+    for kernel in kernels:
+        resources = compiler.build(kernel).resources
+        assert resources is not None
+        assert resources.local_bytes == 0, kernel
 
 
 @pytest.mark.parametrize("backend", [LANDINGS[0], HOPPER])

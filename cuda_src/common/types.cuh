@@ -84,3 +84,12 @@ __device__ __forceinline__ void store(T* target, const Vector<T, COUNT>& values)
 }
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Calls function(0), ..., function(kCount - 1), each with a constant.
+template <int kCount, class Function, int kFirst = 0>
+__device__ __forceinline__ void for_each_constant(const Function& function) {
+  if constexpr (kFirst < kCount) {
+    function(kFirst);
+    for_each_constant<kCount, Function, kFirst + 1>(function);
+  }
+}

@@ -246,8 +246,9 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const Accumulators& 
   if constexpr (kHasResidual) load_residuals(0);
   const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
                           (lane / 16 * 8 + lane % 8) * kStoreRowBytes + (thread / 32 * 16 + lane / 8 % 2 * 8) * 2;
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
+  // No loop: with a residual and 16 rows per chunk the compiler does not unroll it, and accumulators that are indexed at
+  // run time lie in local memory, where they are stored before the wait for wgmma.
+  for_each_constant<kChunks>([&](int chunk) {
     ptx::barrier_sync(1 + warpgroup, 128);
     if constexpr (kHasResidual) {
 #pragma unroll
@@ -281,5 +282,5 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const Accumulators& 
       if (!is_stored(chunk, pass)) continue;
       store<kAligned>(y + static_cast<int64_t>(row(chunk, pass)) * ldy + column(pass), buffered(pass));
     }
-  }
+  });
 }

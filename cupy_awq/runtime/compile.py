@@ -36,15 +36,13 @@ class Resources:
     Attributes:
         registers: number of registers per thread.
         shared_bytes: static shared memory per CTA, in bytes.
-        spill_bytes: spill stores plus spill loads per thread, in bytes.
-        stack_bytes: size of the stack frame per thread, in bytes.
+        local_bytes: local memory per thread, in bytes: spilled registers and arrays that are indexed at run time.
         serialized: whether ptxas serialized the wgmma instructions, which makes the kernel slow.
     """
 
     registers: int
     shared_bytes: int
-    spill_bytes: int
-    stack_bytes: int
+    local_bytes: int
     serialized: bool = False
 
 
@@ -151,8 +149,7 @@ def _resources(log: str) -> Resources:
     return Resources(
         registers=number(r"Used (\d+) registers"),
         shared_bytes=number(r"(\d+) bytes smem"),
-        spill_bytes=number(r"(\d+) bytes spill"),
-        stack_bytes=number(r"(\d+) bytes stack frame"),
+        local_bytes=number(r"(\d+) bytes stack frame"),
         serialized="wgmma.mma_async instructions are serialized" in log,
     )
 

@@ -230,8 +230,9 @@ for every group size and dtype, and for all M above the preceding power of two."
 COMPILE = """
 
 Fills the cache of compiled kernels (CUPY_AWQ_CACHE_DIR), for example of a container
-image. Prints registers, shared memory and spills. The exit code is 1 if a kernel
-spills registers or if the compiler serializes its wgmma instructions."""
+image. Prints registers, shared memory and local memory. The exit code is 1 if a kernel
+uses local memory (spilled registers, arrays indexed at run time) or if the compiler
+serializes its wgmma instructions."""
 
 EXPLAIN = """
 

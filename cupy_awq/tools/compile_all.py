@@ -2,8 +2,9 @@
 """The command ``python -m cupy_awq compile --arch 90a``: compile all kernels for given architectures, without a GPU.
 
 The command fills the compile cache, for example of a container image, and checks the kernels: it prints the registers,
-shared memory and spills of each kernel, and fails if a kernel spills or if the compiler serializes its wgmma
-instructions.
+shared memory and local memory of each kernel, and fails if a kernel uses local memory or if the compiler serializes its
+wgmma instructions. Local memory holds spilled registers and arrays that are indexed at run time; the accumulators of
+wgmma must never lie there, because the compiler stores them before the wait for wgmma.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def run(archs: list[str], batch_invariant: bool = False) -> int:
     the option of `kernels`.
 
     Returns:
-        1 if a kernel spills registers or has serialized wgmma instructions, else 0.
+        1 if a kernel uses local memory or has serialized wgmma instructions, else 0.
 
     Raises:
         ValueError: an architecture is unknown or below compute capability 6.0.
@@ -150,7 +151,7 @@ def run(archs: list[str], batch_invariant: bool = False) -> int:
         if not re.fullmatch(r"\d{2,3}a?", arch) or int(arch.rstrip("a")) < min(device.NOMINAL):
             raise ValueError(f"arch: expected a compute capability such as 75 or 90a, got {arch!r}")
     listed = [kernel for arch in archs for kernel in kernels(int(arch.rstrip("a")), batch_invariant)]
-    spills = serialized = 0
+    local = serialized = 0
     rows = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for kernel, binary in zip(listed, pool.map(compiler.build, listed), strict=True):
@@ -167,16 +168,18 @@ def run(archs: list[str], batch_invariant: bool = False) -> int:
                     defines,
                     str(resources.registers),
                     str(resources.shared_bytes),
-                    str(resources.spill_bytes),
+                    str(resources.local_bytes),
                     "serialized" if resources.serialized else "compiled" if binary.newly_compiled else "cached",
                 )
             )
-            spills += resources.spill_bytes > 0
+            local += resources.local_bytes > 0
             serialized += resources.serialized
             _show_progress(len(rows), len(listed))
-    print(render(("kernel", "target", "constants", "registers", "shared bytes", "spill bytes", ""), rows, left=3))
-    print(f"{len(rows)} kernels, {spills} with spills, {serialized} with serialized wgmma; cache: {cache.folder()}")
-    return 1 if spills or serialized else 0
+    print(render(("kernel", "target", "constants", "registers", "shared bytes", "local bytes", ""), rows, left=3))
+    print(
+        f"{len(rows)} kernels, {local} with local memory, {serialized} with serialized wgmma; cache: {cache.folder()}"
+    )
+    return 1 if local or serialized else 0
 
 
 def _show_progress(done: int, total: int) -> None:

@@ -187,6 +187,8 @@ class BulkCopies:
     def store_tensor(self, lanes: Any, tensor: Array, coordinates: tuple[Array, ...], source: Array, at: int) -> None:
         """Copy a box from the CTA's shared memory to a tensor; parts outside the tensor are not written."""
         for thread, map_at, start, *place in self._threads(lanes, tensor, source, *coordinates):
+            if min(place) < 0:
+                self.machine.fail("invalid", f"negative coordinates {tuple(place)} of a store", at, [thread])
             box = self._box(thread, map_at, place, at, write=True)
             self._expect(start % 128 == 0, "expected a source at a multiple of 128", thread, start, at)
             self._start_store(thread, start, box.swizzled(start) - start, box.write, at)

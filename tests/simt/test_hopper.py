@@ -61,6 +61,21 @@ def test_tensor_copy_swizzles_and_fills_what_lies_outside_with_zeros(landing: st
     )
 
 
+def test_a_tensor_store_at_negative_coordinates_fails() -> None:
+    """A copy to shared memory may begin there; for a store, an H100 reports an illegal instruction."""
+    x, y, raw = np.ones((8, 32), np.uint16), np.zeros((8, 32), np.uint16), np.zeros((8, 32), np.uint16)
+    copy = plan(
+        "tensor_copy.cu", ("raw", tensor("x", x, (32, 8)), tensor("y", y, (32, 8))), arch="90a", ROWS=8, COLUMNS=32
+    )
+    with patched("tensor_copy.cu", "tensor_load(box, &x, blockIdx.x * COLUMNS", "tensor_load(box, &x, -COLUMNS"):
+        simt.run(copy, {"x": x, "y": y, "raw": raw})
+    with (
+        patched("tensor_copy.cu", "tensor_store(&y, box, blockIdx.x * COLUMNS", "tensor_store(&y, box, -COLUMNS"),
+        pytest.raises(simt.Fault, match="negative coordinates"),
+    ):
+        simt.run(copy, {"x": x, "y": y, "raw": raw})
+
+
 @LANDINGS
 def test_tensor_copy_steps_over_rows_from_where_the_box_begins(landing: str) -> None:
     """Boxes of 8 rows, every third of x from row 0, 8, 16 on; zeros beyond the last."""
