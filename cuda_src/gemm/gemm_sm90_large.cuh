@@ -34,6 +34,7 @@ static_assert(!kGated || kM64Tiles == 2, "a warpgroup computes both the gate and
 static_assert(kCluster == 1 || kCluster == 2, "a stage of x has two halves to multicast");
 static_assert(sizeof(X) == 2, "tensor cores take 16-bit x");
 static_assert(kStoreRows == 16 || kStoreRows == 32, "stmatrix stores 16 rows at a time");
+static_assert(kBlockM % 8 == 0 && (kStoreRows == 16 || kBlockM % 32 == 0), "the last chunk has 8, 16 or 32 rows");
 
 constexpr int kXHalfBytes = kBlockM * 128;  // bytes of half a stage of x: BLOCK_M rows x 64 columns
 constexpr int kXStageBytes = 2 * kXHalfBytes;

@@ -221,16 +221,17 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const Accumulators& 
     if constexpr (kGated) value *= fmaf(accumulators[1][v], result_factor, biases[1][upper]);
     return value;
   };
-  // A chunk is kStoreRows rows of the tile, stored in kPasses passes; per pass a thread stores 8 columns of one row.
-  constexpr int kChunks = kBlockM / kStoreRows;
+  // A chunk is kStoreRows rows of the tile, stored in kPasses passes; per pass a thread stores 8 columns of one row. The
+  // last of several chunks of 16 rows may have 8 rows.
+  constexpr int kChunks = ceil_div(kBlockM, kStoreRows);
   constexpr int kPasses = kStoreRows * kStoreN / 8 / 128;
-  auto row = [&](int chunk, int pass) {
-    return row_begin + chunk * kStoreRows + (pass * 128 + thread) / (kStoreN / 8);
-  };
+  auto tile_row = [&](int chunk, int pass) { return chunk * kStoreRows + (pass * 128 + thread) / (kStoreN / 8); };
+  auto row = [&](int chunk, int pass) { return row_begin + tile_row(chunk, pass); };
   auto column = [&](int pass) { return column_begin + (pass * 128 + thread) % (kStoreN / 8) * 8; };
   // The first rows may belong to the preceding tile, which stores these rows (tma.cuh).
   auto is_stored = [&](int chunk, int pass) {
-    return row(chunk, pass) >= tile.m_block * kBlockM && row(chunk, pass) < m && column(pass) < n_out;
+    return row(chunk, pass) >= tile.m_block * kBlockM && row(chunk, pass) < m && column(pass) < n_out &&
+           (kBlockM % kStoreRows == 0 || tile_row(chunk, pass) < kBlockM);
   };
   auto buffered = [&](int pass) -> Vector<X, 8>& {
     const int offset = (pass * 128 + thread) / (kStoreN / 8) * kStoreRowBytes + (column(pass) - column_begin) * 2;
@@ -266,6 +267,7 @@ __device__ __forceinline__ void store_tile(uint8_t* buffer, const Accumulators& 
 #pragma unroll
         for (int matrix = 0; matrix < 4; ++matrix) {
           const int v = (chunk * kStoreRows + rows) / 2 + matrix * 2;
+          if (v >= kAccumulators) continue;
           float low = finish(i, v), high = finish(i, v + 1);
           if constexpr (kHasResidual) {
             low += to_float(X{static_cast<uint16_t>(values[matrix])});

@@ -183,13 +183,13 @@ def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
 def tile_heights(m: int, most: int) -> list[int]:
     """Return the values of ``block_m`` to try for a tile of at most ``most`` rows.
 
-    The values are multiples of 16 that split M rows into tiles of nearly equal height. Values down to half of ``most``
+    The values are multiples of 8 that split M rows into tiles of nearly equal height. Values down to half of ``most``
     are included, since a larger number of lower tiles may fill the SMs better.
 
     >>> tile_heights(48, 64), tile_heights(200, 256), tile_heights(700, 256), tile_heights(700, 128)
-    ([48], [208], [240, 176, 144], [128, 112, 96, 80])
+    ([48], [200], [240, 176, 144], [120, 104, 88, 80, 72])
     """
-    found = [ceil_div(ceil_div(m, tiles), 16) * 16 for tiles in range(ceil_div(m, most), 2 * ceil_div(m, most) + 1)]
+    found = [ceil_div(ceil_div(m, tiles), 8) * 8 for tiles in range(ceil_div(m, most), 2 * ceil_div(m, most) + 1)]
     heights = dict.fromkeys(height for height in found if height == found[0] or height > most // 2)
     return list(heights)[:MAX_HEIGHTS]
 
