@@ -136,8 +136,7 @@ SEEDS = {
         "int8/quantize_fp8.cu", "  __syncthreads();\n", "", RACE,
     ),
     "sums of all rounds go to the blocks of the first round": (
-        "int8/quantize_fp8.cu", "ceil_div(k, block_size) + i / block_size]",
-        "ceil_div(k, block_size) + begin / block_size]", VALUES,
+        "int8/quantize_fp8.cu", "sums[sums_begin + i / kBlockSize]", "sums[sums_begin + begin / kBlockSize]", VALUES,
     ),
     "the two values of a pair are swapped": (
         "int8/quantize_fp8.cu", "e4m3x2_f32(scaled[0], scaled[1])", "e4m3x2_f32(scaled[1], scaled[0])", VALUES,
