@@ -117,4 +117,5 @@ def workspace(config: QuantizeFp8Config, problem: Fp8Quantization) -> Workspace:
 def common_problems() -> Iterator[Fp8Quantization]:
     """Yield quantizations of common layers, which the compile command compiles in advance."""
     for dtype in ("float16", "bfloat16"):
-        yield Fp8Quantization(1, 4096, 128, dtype, 4096)
+        for m in (1, 1024):
+            yield Fp8Quantization(m, 4096, 128, dtype, 4096)
