@@ -242,7 +242,7 @@ def fp8_problem(
     )
 
 
-# m, n, k, the weight's block size, offsets, dtype, bias, clamp, padding of y's rows, cluster, ctas, split_k
+# m, n, k, the weight's block size, offsets, dtype, bias, clamp, padding of y's rows, cluster, ctas, split_k, m64_tiles
 CASES = (
     (70, 270, 272, 128, True, "float16", None, False, 0, 1, 4),
     (131, 300, 1040, 256, True, "float16", "float32", True, 4, 2, 2),
@@ -251,6 +251,9 @@ CASES = (
     (1, 64, 48, 48, True, "float16", None, False, 0, 1, 1),
     (131, 300, 1040, 256, True, "float16", "float32", True, 4, 1, 8, 2),
     (65, 41, 144, 32, False, "float32", "float16", False, 1, 1, 2, 2),
+    (131, 300, 1040, 256, True, "float16", "float32", True, 4, 2, 2, 1, 3),
+    (131, 300, 1936, 128, True, "bfloat16", None, False, 4, 1, 12, 2, 2),
+    (70, 270, 784, 128, False, "float32", None, False, 0, 1, 4, 2, 3),
 )
 
 
@@ -313,7 +316,7 @@ def test_fp8_selection_and_the_reasons_of_its_refusals() -> None:
     assert fp8_refusal(48, 96, h100) == "needs blocks that are multiples of 32 columns, not 48"
     few, many = (fp8_problem(m, 4096, 4096, 128, "float16") for m in (1, 4096))
     assert select.choose(few, h100).name == "gemm_int8_sm80"
-    assert select.choose(many, h100).config == GemmInt8Sm90Config(2, 132)
+    assert select.choose(many, h100).config == GemmInt8Sm90Config(1, 132)
     assert select.choose(many, device.nominal(89)).name == "gemm_int8_sm80"
     assert GEMM_INT8_SM80.refusal(many, h100) == "is replaced by gemm_int8_sm90 for e4m3"
     with pytest.raises(ValueError, match="gemm_int8_simt multiplies int8, not e4m3"):

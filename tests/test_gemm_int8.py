@@ -232,7 +232,8 @@ def test_gemv_with_more_k_than_is_prefetched_at_once(backend: str, arch: int, ca
     check_product(backend, problem, gemv_int8, config, gpu, weight_block, seed=1)
 
 
-# m, n, k, block_size, bits, x_offset, weight_offset, dtype, bias, clamp, padding of y's rows, cluster, ctas, split_k
+# m, n, k, block_size, bits, x_offset, weight_offset, dtype, bias, clamp, padding of y's rows, cluster, ctas, split_k,
+# m64_tiles
 HOPPER = (
     (70, 270, 272, 128, 4, False, True, "float16", None, False, 0, 1, 4),
     (70, 270, 272, 128, 4, False, False, "float16", "float16", True, 2, 2, 2),
@@ -245,6 +246,9 @@ HOPPER = (
     (66, 72, 1040, 1040, 4, True, True, "bfloat16", None, False, 0, 1, 1),
     (131, 300, 1040, 128, 4, False, True, "float16", None, False, 0, 1, 8, 2),
     (70, 270, 400, 32, 4, True, True, "float32", "float32", True, 1, 1, 4, 2),
+    (131, 300, 1040, 128, 4, True, True, "float16", None, False, 0, 2, 2, 1, 2),
+    (70, 270, 784, 64, 4, False, False, "float16", "float32", False, 1, 1, 4, 2, 3),
+    (131, 140, 1040, 128, 8, False, True, "bfloat16", None, True, 0, 1, 8, 2, 2),
 )
 
 

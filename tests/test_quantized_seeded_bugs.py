@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cupy_awq import BlockQuantizedWeight
 from cupy_awq.kernels import (
     conv2d_sm80,
     conv2d_sm90,
@@ -100,7 +101,7 @@ SEEDS = {
         ("barrier", "uninitialised"),
     ),
     "a CTA of the cluster overwrites a stage that the other one still reads": (
-        "int8/gemm_int8_sm90.cu", "kConsumerWarps * kClusterSize);", "kConsumerWarps);", ("race", "barrier"),
+        "int8/gemm_int8_sm90.cu", "kConsumerWarps * kClusterSize);", "kConsumerWarps);", ("barrier", "barrier"),
     ),
     "partial sums overwrite stages that the other CTA still reads": (
         "int8/gemm_int8_sm90.cu split", "        cluster_sync<kSplitK>();\n        OwnedAccumulators", "        OwnedAccumulators",
@@ -114,7 +115,34 @@ SEEDS = {
         "for (int k_tile = 0; k_tile < mine.end - mine.begin; ++k_tile)", VALUES,
     ),
     "a CTA stores the rows of the other CTA": (
-        "int8/gemm_int8_sm90.cu split", "rank * kOwnedGroups / kOctets, rank", "(1 - rank) * kOwnedGroups / kOctets, rank",
+        "int8/gemm_int8_sm90.cu split", "rank * kOwnedOctets);", "(1 - rank) * kOwnedOctets);", VALUES,
+    ),
+    "the last tile stores the rows of the preceding tile": (
+        "int8/gemm_int8_sm90.cuh split", "row >= tile.m_block * kBlockM && ", "", RACE,
+    ),
+    "the last tile takes the scales of rows past the end": (
+        "int8/gemm_int8_sm90.cu split", "tile_row_begin<kBlockM>(scheduler.tile().m_block, m) + local_row",
+        "scheduler.tile().m_block * kBlockM + local_row", VALUES,
+    ),
+    "x is copied before the preceding kernel has written it": (
+        "int8/gemm_int8_sm90.cu", "  ptx::griddepcontrol_wait();\n  int copied", "  int copied", ("early", "early"),
+    ),
+    "the weight that was copied early is copied again": (
+        "int8/gemm_int8_sm90.cu", "int copied = early;", "int copied = 0;", ("race", "barrier"),
+    ),
+    "a CTA without a tile copies a weight": (
+        "int8/gemm_int8_sm90.cu idle", "scheduler.is_valid() ? min(kStages, mine.end - mine.begin) : 0",
+        "min(kStages, mine.end - mine.begin)", ("in flight", "nothing"),
+    ),
+    "the last stage is refilled while the scales of rows are read": (
+        "int8/gemm_int8_sm90.cu fp8", "        load_x_scales(state.previous_stage(), 0);\n        release(state.previous_stage());\n",
+        "        release(state.previous_stage());\n        load_x_scales(state.previous_stage(), 0);\n", RACE,
+    ),
+    "a warpgroup takes the parameters of the columns of the other one": (
+        "int8/gemm_int8_sm90.cu fp8", "(stage_idx * kM64Tiles + first_m64_tile + tile)", "(stage_idx * kM64Tiles + tile)", VALUES,
+    ),
+    "a warpgroup stores the columns of the other one": (
+        "int8/gemm_int8_sm90.cuh fp8", "(kHasAllRows ? warpgroup * kWarpgroupN : 0)", "(kHasAllRows ? (1 - warpgroup) * kWarpgroupN : 0)",
         VALUES,
     ),
     "offsets of x are multiplied by the sums of another block": (
@@ -136,8 +164,7 @@ SEEDS = {
         "int8/quantize_fp8.cu", "  __syncthreads();\n", "", RACE,
     ),
     "sums of all rounds go to the blocks of the first round": (
-        "int8/quantize_fp8.cu", "ceil_div(k, block_size) + i / block_size]",
-        "ceil_div(k, block_size) + begin / block_size]", VALUES,
+        "int8/quantize_fp8.cu", "sums[sums_begin + i / kBlockSize]", "sums[sums_begin + begin / kBlockSize]", VALUES,
     ),
     "the two values of a pair are swapped": (
         "int8/quantize_fp8.cu", "e4m3x2_f32(scaled[0], scaled[1])", "e4m3x2_f32(scaled[1], scaled[0])", VALUES,
@@ -229,12 +256,19 @@ def outcome(file: str, landing: str) -> str:
             for k, block_size in ((1040, 128), (272, 64)):
                 problem = Int8Problem(70, 304, k, block_size, 4, True, True, "float16")
                 check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(2, 2), h100, block_size, seed=0)
-        elif file == "int8/gemm_int8_sm90.cu split":
-            problem = Int8Problem(70, 304, 1936, 128, 4, True, True, "float16")
-            check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 4, 2), h100, 128, seed=0)
-        elif file == "int8/gemm_int8_sm90.cu fp8":
-            weight = random_weight(np.random.default_rng(0), (152, 1, 1, 400), 64)
-            problem = Int8Problem(70, 152, 400, 64, 4, False, True, "float16", fp8=True)
+        elif file.startswith("int8/gemm_int8_sm90") and file.endswith("split"):
+            # The second tile along m computes rows of the first one again.
+            problem = Int8Problem(131, 304, 1936, 128, 4, True, True, "float16")
+            check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 8, 2), h100, 128, seed=0)
+        elif file == "int8/gemm_int8_sm90.cu idle":
+            problem = Int8Problem(70, 152, 272, 128, 4, False, True, "float16")
+            check_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 2), h100, 128, seed=0)
+        elif file.startswith("int8/gemm_int8_sm90") and file.endswith("fp8"):
+            # Warpgroups with all rows of their columns; two tiles by one CTA.
+            weight = random_weight(np.random.default_rng(0), (304, 1, 1, 1040), 128)
+            zeros = np.random.default_rng(1).integers(-8, 9, weight.scale.shape).astype(weight.scale.dtype)
+            weight = BlockQuantizedWeight(weight.codes, weight.scale, zeros * weight.scale, block_size=128)
+            problem = Int8Problem(70, 304, 1040, 128, 4, False, True, "float16", fp8=True)
             check_fp8_product(landing, problem, gemm_int8_sm90, GemmInt8Sm90Config(1, 1), weight, seed=0)
         elif file.endswith("fp8"):
             weight = random_weight(np.random.default_rng(0), (40, 1, 1, 272), 64)

@@ -6,7 +6,8 @@
 // The scales and offsets of a block are those of gemm_int8.cuh. The int32 products of each block are scaled and added
 // to float32 accumulators in registers.
 //
-//   w_map       tensor map of the weight's codes, int8 [1][n][k], boxes of [1][256 / CLUSTER][128], 128-byte swizzle
+//   w_map       tensor map of the weight's codes, int8 [1][n][k], boxes of [1][64 * M64_TILES / CLUSTER][128], 128-byte
+//               swizzle
 //   parameters  float32 [ceil(n / 64)][ceil(k / 128)][X_BLOCKS][parameter][warp][8 g][2], for columns 16 warp + g and
 //               16 warp + g + 8 of 64: the scale; with WEIGHT_OFFSET the offset; with X_OFFSET the sum of the
 //               dequantized weights of the block. Offset and sum are zero except in the last 128 columns of a block.
@@ -26,14 +27,16 @@
 // ROW_SCALES: x has one scale per row, which multiplies the final accumulators; this saves a multiplication per
 // product. FP8: xq and the codes are e4m3, x_sums and the products are float32; implies ROW_SCALES.
 //
-// A CTA computes tiles of 128 rows and 256 columns with two consumer warpgroups of 64 rows each. A warpgroup scales the
-// products of one m64 tile (64 columns) while the tensor cores compute the next one; its four m64 tiles share the
-// scales of x, in registers. CTAs are persistent. The CLUSTER CTAs of a cluster have adjacent rows and share the copies
-// of the weight by multicast. With SPLIT_K > 1, the CTAs of a cluster compute one tile instead, each over a slice of K,
-// and add up their accumulators through distributed shared memory; a cluster then has a single tile.
+// A CTA computes tiles of 128 rows and M64_TILES * 64 columns with WARPGROUPS consumer warpgroups. With HAS_ALL_ROWS,
+// each has some of the m64 tiles (64 columns), and scales products while the tensor cores compute those of another
+// warpgroup. Otherwise, each has 64 rows, and scales the products of one m64 tile while the tensor cores compute the
+// next one. CTAs are persistent. The CLUSTER CTAs of a cluster have adjacent rows and share the copies of the weight by
+// multicast. With SPLIT_K > 1, the CTAs of a cluster compute one tile instead, each over a slice of K, and add up their
+// accumulators through distributed shared memory; a cluster then has a single tile.
+//
+// Programmatic dependent launch (PDL): before griddepcontrol.wait, a CTA copies only the weight.
 #include "common/warp.cuh"
 #include "hopper/cluster.cuh"
-#include "hopper/tma.cuh"
 #include "int8/gemm_int8_sm90.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -45,7 +48,7 @@ static_assert(__CUDA_ARCH__ == 900, "gemm_int8_sm90 needs sm_90a");
 
 // The role of the producer warp, which copies xq and the codes and parameters of the weight.
 __device__ __forceinline__ void produce(const SharedStorage& shared, const TensorMap* w_map, const uint8_t* parameters,
-                                        const TensorMap* x_map, int m_blocks, int n_blocks, int n, int k) {
+                                        const TensorMap* x_map, int m_blocks, int n_blocks, int m, int n, int k) {
   const auto pipeline = shared.pipeline();
   const int lane = threadIdx.x % 32;
   const int rank = cluster_rank<kClusterSize>();
@@ -55,33 +58,47 @@ __device__ __forceinline__ void produce(const SharedStorage& shared, const Tenso
     ptx::prefetch_tensormap(x_map);
     ptx::prefetch_tensormap(w_map);
   }
-  ptx::griddepcontrol_wait();
-  State state = State::producer();
-  for (TileScheduler scheduler(m_blocks, n_blocks); scheduler.is_valid(); scheduler.advance()) {
-    const TileCoordinates tile = scheduler.tile();
-    // For m64 tiles past n, the parameters of the last m64 tile are copied; the results are not stored.
-    const int64_t n64_block = min(tile.n_block * kM64Tiles + lane % kM64Tiles, ceil_div(n, 64) - 1);
-    const uint8_t* source = parameters + (n64_block * k_tiles + mine.begin) * kParameterTileBytes;
-    for (int k_tile = mine.begin; k_tile < mine.end; ++k_tile) {
-      const uint32_t full_barrier = pipeline.full_barrier(state.stage_idx);
-      pipeline.producer_acquire(state);
-      if (lane == 0) {
-        ptx::mbarrier_arrive_expect_tx(full_barrier, SharedStorage::X::kBytes / kStages +
-                                                         SharedStorage::Codes::kBytes / kStages +
-                                                         SharedStorage::Parameters::kBytes / kStages);
-      }
-      __syncwarp();
-      if (lane < kM64Tiles) {
-        ptx::cp_async_bulk(shared.parameters(state.stage_idx) + lane * kParameterTileBytes, source, kParameterTileBytes,
-                           full_barrier);
-        source += kParameterTileBytes;
-      } else if (lane == kM64Tiles) {
-        ptx::cp_async_bulk_tensor_3d(shared.x(state.stage_idx), x_map, k_tile * kBlockK, tile.m_block * kBlockM, 0,
+  // Copies the codes and parameters of a k tile.
+  auto copy_weight = [&](const TileCoordinates& tile, int k_tile, int stage_idx) {
+    const uint32_t full_barrier = pipeline.full_barrier(stage_idx);
+    if (lane == 0) {
+      ptx::mbarrier_arrive_expect_tx(full_barrier, SharedStorage::X::kBytes / kStages +
+                                                       SharedStorage::Codes::kBytes / kStages +
+                                                       SharedStorage::Parameters::kBytes / kStages);
+    }
+    __syncwarp();
+    if (lane < kM64Tiles) {
+      // For m64 tiles past n, the parameters of the last m64 tile are copied; the results are not stored.
+      const int64_t n64_block = min(tile.n_block * kM64Tiles + lane, ceil_div(n, 64) - 1);
+      ptx::cp_async_bulk(shared.parameters(stage_idx) + lane * kParameterTileBytes,
+                         parameters + (n64_block * k_tiles + k_tile) * kParameterTileBytes, kParameterTileBytes,
+                         full_barrier);
+    } else if (lane == kM64Tiles) {
+      tma_multicast_3d<kClusterSize>(shared.codes(stage_idx) + rank * (kBlockN * kBlockK / kClusterSize), w_map,
+                                     k_tile * kBlockK, tile.n_block * kBlockN + rank * (kBlockN / kClusterSize), 0,
                                      full_barrier);
-      } else if (lane == kM64Tiles + 1) {
-        tma_multicast_3d<kClusterSize>(shared.codes(state.stage_idx) + rank * (kBlockN * kBlockK / kClusterSize), w_map,
-                                       k_tile * kBlockK, tile.n_block * kBlockN + rank * (kBlockN / kClusterSize), 0,
-                                       full_barrier);
+    }
+  };
+  State state = State::producer();
+  TileScheduler scheduler(m_blocks, n_blocks);
+  // The weight does not depend on the preceding kernel.
+  const int early = scheduler.is_valid() ? min(kStages, mine.end - mine.begin) : 0;
+  for (int i = 0; i < early; ++i) copy_weight(scheduler.tile(), mine.begin + i, i);
+  ptx::griddepcontrol_wait();
+  int copied = early;  // number of coming k tiles whose weight has been copied
+  for (; scheduler.is_valid(); scheduler.advance()) {
+    const TileCoordinates tile = scheduler.tile();
+    for (int k_tile = mine.begin; k_tile < mine.end; ++k_tile) {
+      pipeline.producer_acquire(state);
+      if (copied > 0) {
+        --copied;
+      } else {
+        copy_weight(tile, k_tile, state.stage_idx);
+      }
+      if (lane == 0) {
+        ptx::cp_async_bulk_tensor_3d(shared.x(state.stage_idx), x_map, k_tile * kBlockK,
+                                     tile_row_begin<kBlockM>(tile.m_block, m), 0,
+                                     pipeline.full_barrier(state.stage_idx));
       }
       state.advance();
     }
@@ -105,7 +122,7 @@ __device__ __forceinline__ void produce_x_parameters(const SharedStorage& shared
   ptx::griddepcontrol_wait();
   State state = State::producer();
   for (TileScheduler scheduler(m_blocks, n_blocks); scheduler.is_valid(); scheduler.advance()) {
-    const int row = scheduler.tile().m_block * kBlockM + local_row;
+    const int row = tile_row_begin<kBlockM>(scheduler.tile().m_block, m) + local_row;
     const int rows[2] = {min(row, m - 1), min(row + 1, m - 1)};
     float row_scales[2];
     if constexpr (kRowScales) {
@@ -186,13 +203,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     const int warpgroup = warp / 4;
     const int thread = threadIdx.x % 128;
+    const int first_row = kHasAllRows ? 0 : warpgroup * kWarpgroupM;           // of the tile
+    const int first_m64_tile = kHasAllRows ? warpgroup * kWarpgroupTiles : 0;  // of the tile
     const KTiles mine(k);
     const Epilogue<Y> epilogue{bias, nullptr, low, high, n, 0};
 
     auto load_weight_parameter = [&](int stage_idx, int b, int tile, int parameter) {
       const auto* source =
           reinterpret_cast<const float*>(memory + SharedStorage::Parameters::kBegin +
-                                         stage_idx * (kM64Tiles * kParameterTileBytes) + tile * kParameterTileBytes);
+                                         (stage_idx * kM64Tiles + first_m64_tile + tile) * kParameterTileBytes);
       Vector<float, 2> values;
       load<true>(values, source + ((b * kParameters + parameter) * 32 + thread / 4) * 2);
       return values;
@@ -201,8 +220,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const auto* source =
           reinterpret_cast<const float*>(memory + SharedStorage::XParameters::kBegin + stage_idx * kXParameterBytes);
       Vector<float, 2> values;
-      load<true>(values,
-                 source + (b * kParameters + parameter) * kBlockM + warpgroup * kWarpgroupM + j * 8 + lane % 4 * 2);
+      load<true>(values, source + (b * kParameters + parameter) * kBlockM + first_row + j * 8 + lane % 4 * 2);
       return values;
     };
     // Releases a stage in every CTA of the cluster, because multicast copies from all CTAs have filled the stage.
@@ -217,49 +235,54 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     State state = State::consumer();
     for (TileScheduler scheduler(m_blocks, n_blocks); scheduler.is_valid(); scheduler.advance()) {
-      float accumulators[kM64Tiles][kAccumulators] = {};
-      Product products[2][kAccumulators];
+      float accumulators[kWarpgroupTiles][kAccumulators] = {};
+      Product products[kProductSets][kAccumulators];
       Vector<float, 2> x_scales[kAccumulators / 4];
       int b = 0;  // index of the quantization block in the stage
       auto start = [&](int tile) {
         const uint64_t w_begin =
-            ptx::wgmma_descriptor(shared.codes(state.stage_idx) + tile * (64 * kBlockK)) + b * kBlockSteps * 2;
-        const uint64_t x_begin =
-            ptx::wgmma_descriptor(shared.x(state.stage_idx) + warpgroup * (kWarpgroupM * kBlockK)) +
+            ptx::wgmma_descriptor(shared.codes(state.stage_idx) + (first_m64_tile + tile) * (64 * kBlockK)) +
             b * kBlockSteps * 2;
+        const uint64_t x_begin =
+            ptx::wgmma_descriptor(shared.x(state.stage_idx) + first_row * kBlockK) + b * kBlockSteps * 2;
         ptx::wgmma_fence();
-        wgmma<true>(products[tile % 2], w_begin, x_begin);
+        wgmma<true>(products[tile % kProductSets], w_begin, x_begin);
 #pragma unroll
-        for (int s = 1; s < kBlockSteps; ++s) wgmma<false>(products[tile % 2], w_begin + s * 2, x_begin + s * 2);
+        for (int s = 1; s < kBlockSteps; ++s) {
+          wgmma<false>(products[tile % kProductSets], w_begin + s * 2, x_begin + s * 2);
+        }
         ptx::wgmma_commit_group();
       };
-      auto load_x_scales = [&] {
+      auto load_x_scales = [&](int stage_idx, int block) {
 #pragma unroll
-        for (int j = 0; j < kAccumulators / 4; ++j) x_scales[j] = load_x_parameter(state.stage_idx, b, 0, j);
+        for (int j = 0; j < kAccumulators / 4; ++j) x_scales[j] = load_x_parameter(stage_idx, block, 0, j);
       };
       pipeline.consumer_wait(state);
       start(0);
-      load_x_scales();
+      if constexpr (!kRowScales) load_x_scales(state.stage_idx, b);
       ptx::wgmma_wait_group<0>();
       for (int blocks_left = (mine.end - mine.begin) * kXBlocks; blocks_left > 0; --blocks_left) {
         const int stage_idx = state.stage_idx;
         const int block = b;
 #pragma unroll
-        for (int i = 0; i < kM64Tiles; ++i) {
-          const bool is_last = i == kM64Tiles - 1;
+        for (int i = 0; i < kWarpgroupTiles; ++i) {
+          const bool is_last = i == kWarpgroupTiles - 1;
           Vector<float, 2> weight_parameters[kParameters];
 #pragma unroll
           for (int parameter = 0; parameter < kParameters; ++parameter) {
             weight_parameters[parameter] = load_weight_parameter(stage_idx, block, i, parameter);
           }
-          if (is_last && ++b == kXBlocks) {
-            b = 0;
-            state.advance();
-          }
-          if (!is_last || blocks_left > 1) {
-            if (is_last && b == 0) pipeline.consumer_wait(state);
-            start((i + 1) % kM64Tiles);
-          }
+          auto start_next = [&] {
+            if (is_last && ++b == kXBlocks) {
+              b = 0;
+              state.advance();
+            }
+            if (!is_last || blocks_left > 1) {
+              if (is_last && b == 0) pipeline.consumer_wait(state);
+              start((i + 1) % kWarpgroupTiles);
+            }
+          };
+          if constexpr (kProductSets > 1) start_next();
           // This condition is always true. The branch keeps all scaling before the wait for the next products; without
           // it, the compiler moves half of the scaling after the wait.
           if (m > 0) {
@@ -268,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
               const Vector<float, 2> x_scale = kXOffset ? load_x_parameter(stage_idx, block, 0, j) : x_scales[j];
 #pragma unroll
               for (int v = 0; v < 4; ++v) {
-                const auto product = static_cast<float>(products[i % 2][j * 4 + v]);
+                const auto product = static_cast<float>(products[i % kProductSets][j * 4 + v]);
                 const float scale = weight_parameters[0].values[v / 2];
                 float& sum = accumulators[i][j * 4 + v];
                 sum = kRowScales ? fmaf(product, scale, sum) : fmaf(product * scale, x_scale.values[v % 2], sum);
@@ -287,37 +310,48 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
               }
             }
           }
-          if (is_last && b == 0) release(stage_idx);
-          if (!kRowScales && is_last && blocks_left > 1) load_x_scales();
+          if constexpr (kProductSets == 1) start_next();
+          if (is_last && b == 0 && (!kRowScales || blocks_left > 1)) release(stage_idx);
+          if (!kRowScales && is_last && blocks_left > 1) load_x_scales(state.stage_idx, b);
           ptx::wgmma_wait_group<0>();
         }
       }
       if constexpr (kRowScales) {
+        // All stages have the scales of the rows.
+        load_x_scales(state.previous_stage(), 0);
+        release(state.previous_stage());
 #pragma unroll
-        for (int v = 0; v < kM64Tiles * kAccumulators; ++v) {
+        for (int v = 0; v < kWarpgroupTiles * kAccumulators; ++v) {
           accumulators[v / kAccumulators][v % kAccumulators] *= x_scales[v % kAccumulators / 4].values[v % 2];
         }
       }
       if constexpr (kSplitK == 1) {
         store_tile(memory, reinterpret_cast<const OwnedAccumulators&>(accumulators), scheduler.tile(), epilogue, y, m,
-                   n, ldy, aligned != 0, 0, 0);
+                   n, ldy, aligned != 0, 0);
       } else {
+        // The accumulators in the order [owner][m64 tile][octet].
+        float ordered[kWarpgroupTiles * kAccumulators];
+#pragma unroll
+        for (int v = 0; v < kWarpgroupTiles * kAccumulators; ++v) {
+          const int owner = v / (kWarpgroupTiles * kOwnedOctets * 4);
+          const int i = v / (kOwnedOctets * 4) % kWarpgroupTiles;
+          ordered[v] = accumulators[i][owner * kOwnedOctets * 4 + v % (kOwnedOctets * 4)];
+        }
         // All CTAs have finished reading their stages, so the partial sums can overwrite them.
         cluster_sync<kSplitK>();
         OwnedAccumulators totals;
         const int rank = cluster_rank<kSplitK>();
-        reduce_scatter_groups<kSplitK, kWarpgroups, kM64Tiles * kOctets, kOwnedGroups>(
-            reinterpret_cast<float (&)[kOwnedGroups * 4]>(totals), &accumulators[0][0], memory, shared.begin, rank,
-            warpgroup);
-        store_tile(memory, totals, scheduler.tile(), epilogue, y, m, n, ldy, aligned != 0,
-                   rank * kOwnedGroups / kOctets, rank * kOwnedGroups % kOctets);
+        reduce_scatter_groups<kSplitK, kWarpgroups, kWarpgroupTiles * kOctets, kWarpgroupTiles * kOwnedOctets>(
+            reinterpret_cast<float (&)[kWarpgroupTiles * kOwnedOctets * 4]>(totals), ordered, memory, shared.begin,
+            rank, warpgroup);
+        store_tile(memory, totals, scheduler.tile(), epilogue, y, m, n, ldy, aligned != 0, rank * kOwnedOctets);
       }
     }
     cluster_sync_before_exit<kClusterSize>();
   } else {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kConsumerWarps) {
-      produce(shared, &w_map, parameters, &x_map, m_blocks, n_blocks, n, k);
+      produce(shared, &w_map, parameters, &x_map, m_blocks, n_blocks, m, n, k);
     } else if (warp <= kConsumerWarps + kXParameterWarps) {
       produce_x_parameters(shared, memory, x_scale, x_offset, x_sums, m_blocks, n_blocks, m, k, block_size);
     }

@@ -7,6 +7,7 @@
 #include "hopper/pipeline.cuh"
 #include "hopper/shared_storage.cuh"
 #include "hopper/tile_scheduler.cuh"
+#include "hopper/tma.cuh"
 #include "int8/products.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/stmatrix.cuh"
@@ -17,24 +18,31 @@ constexpr int kXBlocks = X_BLOCKS;
 constexpr int kStages = STAGES;
 constexpr int kClusterSize = CLUSTER;
 constexpr int kSplitK = SPLIT_K;
+constexpr int kM64Tiles = M64_TILES;
 
-constexpr int kWarpgroups = 2;
-constexpr int kM64Tiles = 4;
+// Whether a warpgroup computes all rows of some of the columns, rather than half of the rows of all columns: wgmma with
+// N = 128 reads less shared memory than two with N = 64. Int8 needs the latter, as it converts products to float32.
+constexpr bool kHasAllRows = HAS_ALL_ROWS;
+constexpr int kWarpgroups = WARPGROUPS;  // number of consumer warpgroups
 constexpr int kConsumerWarps = kWarpgroups * 4;
 constexpr int kXParameterWarps = 2;
 constexpr int kThreads = (kConsumerWarps + 4) * 32;
-constexpr int kConsumerRegisters = 232;
-constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
+constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
 constexpr int kBlockM = 128;
 constexpr int kBlockN = kM64Tiles * 64;
 constexpr int kBlockK = 128;
-constexpr int kWarpgroupM = kBlockM / kWarpgroups;
+constexpr int kWarpgroupM = kHasAllRows ? kBlockM : kBlockM / kWarpgroups;
+constexpr int kWarpgroupTiles = kHasAllRows ? kM64Tiles / kWarpgroups : kM64Tiles;  // number of m64 tiles per warpgroup
+constexpr int kWarpgroupN = kWarpgroupTiles * 64;
 constexpr int kAccumulators = kWarpgroupM / 2;  // number of accumulators per thread and m64 tile
-// With SPLIT_K, a CTA stores kOwnedOctets * 8 rows of each warpgroup, in kOwnedTiles m64 tiles.
+// The sets of products per warpgroup. With several, which take turns, also from the last m64 tile of a k tile to the
+// first one of the next k tile, the tensor cores compute one while the warpgroup scales another. With one, the other
+// warpgroups keep the tensor cores busy.
+constexpr int kProductSets = kHasAllRows ? 1 : kM64Tiles % 2 == 0 ? 2 : kM64Tiles;
+// With SPLIT_K, a CTA stores kOwnedOctets * 8 rows of each warpgroup.
 constexpr int kOctets = kWarpgroupM / 8;
-constexpr int kOwnedGroups = kM64Tiles * kOctets / kSplitK;
-constexpr int kOwnedTiles = kSplitK < kM64Tiles ? kM64Tiles / kSplitK : 1;
-constexpr int kOwnedOctets = kOwnedGroups / kOwnedTiles;
+constexpr int kOwnedOctets = kOctets / kSplitK;
 // The number of wgmma instructions per quantization block of a stage; each multiplies 32 columns of A and W.
 constexpr int kBlockSteps = kBlockK / 32 / kXBlocks;
 // The number of spans (see produce_x_parameters) whose parameters of x a lane loads at once, to overlap latencies; as
@@ -48,12 +56,14 @@ constexpr int kParameterTileBytes = kXBlocks * kParameters * 64 * 4;
 constexpr int kXParameterBytes = kXBlocks * kParameters * kBlockM * 4;
 
 constexpr int kStoreRows = sizeof(Y) == 2 ? 16 : 8;
-constexpr int kStoreRowBytes = kBlockN * sizeof(Y) + 16;  // with 16 bytes of padding, 8 rows start in different banks
+constexpr int kStoreRowBytes = kWarpgroupN * sizeof(Y) + 16;  // 16 bytes of padding: 8 rows start in different banks
 
 static_assert(kRowScales || !kFp8, "FP8 implies ROW_SCALES");
 static_assert(!kRowScales || !(kXOffset || (kWeightOffset && !kFp8)), "ROW_SCALES excludes offsets");
+static_assert(kM64Tiles > 1 && kM64Tiles <= 4, "the accumulators and products fit in registers, products in turns");
+static_assert(kHasAllRows ? kM64Tiles % kWarpgroups == 0 : kWarpgroups == 2, "a warpgroup has whole m64 tiles");
 static_assert(kClusterSize == 1 || (kClusterSize == 2 && kSplitK == 1), "two CTAs share copies, or K is split");
-static_assert(kSplitK == 1 || kSplitK == 2 || kSplitK == 4 || kSplitK == 8, "all CTAs own equally many accumulators");
+static_assert(kSplitK == 1 || kSplitK == 2, "a CTA stores whole blocks of kStoreRows rows");
 static_assert(kWarpgroups * kConsumerRegisters + kProducerRegisters <= kThreads / 128 * (65536 / kThreads / 8 * 8),
               "setmaxnreg would wait forever for registers that the CTA does not have");
 
@@ -107,31 +117,30 @@ struct KTiles {
   }
 };
 
-using OwnedAccumulators = float[kOwnedTiles][kOwnedOctets * 4];
+using OwnedAccumulators = float[kWarpgroupTiles][kOwnedOctets * 4];
 
-// Stores a warpgroup's owned rows of a tile through shared memory: adjacent accumulators of a thread belong to different
-// rows of y, but a 16-byte store writes adjacent columns of one row. Owned are the m64 tiles from `first_tile`, and of
-// their rows the octets from `first_octet`.
+// Stores a warpgroup's owned rows of a tile, the octets from `first_octet`, through shared memory: adjacent accumulators
+// of a thread belong to different rows of y, but a 16-byte store writes adjacent columns of one row.
 template <class T>
 __device__ __forceinline__ void store_tile(uint8_t* memory, const OwnedAccumulators& accumulators,
                                            const TileCoordinates& tile, const Epilogue<T>& epilogue, T* y, int m, int n,
-                                           int ldy, bool aligned, int first_tile, int first_octet) {
-  constexpr int kColumns = kOwnedTiles * 64;
+                                           int ldy, bool aligned, int first_octet) {
   constexpr int kVectorColumns = 16 / sizeof(T);
   // Read %tid here, so that values derived from the thread index occupy no registers during the main loop.
   const int index = ptx::thread_index_now();
   const int warpgroup = index / 128;
   const int thread = index % 128;
   const int lane = thread % 32;
-  const int row_begin = tile.m_block * kBlockM + warpgroup * kWarpgroupM + first_octet * 8;
-  const int column_begin = tile.n_block * kBlockN + first_tile * 64;
+  const int row_begin =
+      tile_row_begin<kBlockM>(tile.m_block, m) + (kHasAllRows ? 0 : warpgroup * kWarpgroupM) + first_octet * 8;
+  const int column_begin = tile.n_block * kBlockN + (kHasAllRows ? warpgroup * kWarpgroupN : 0);
   uint8_t* buffer = memory + SharedStorage::Store::kBegin + warpgroup * kStoreRows * kStoreRowBytes;
   // accumulators[i][v] belongs to column my_column of m64 tile i if v % 4 < 2, else to column my_column + 8.
   const int my_column = thread / 32 * 16 + lane / 4;
-  float biases[kOwnedTiles][2] = {};
+  float biases[kWarpgroupTiles][2] = {};
   if constexpr (kHasBias) {
 #pragma unroll
-    for (int i = 0; i < kOwnedTiles * 2; ++i) {
+    for (int i = 0; i < kWarpgroupTiles * 2; ++i) {
       const int column = column_begin + my_column + i / 2 * 64 + i % 2 * 8;
       if (column < n) biases[i / 2][i % 2] = to_float(epilogue.bias[column]);
     }
@@ -144,7 +153,7 @@ __device__ __forceinline__ void store_tile(uint8_t* memory, const OwnedAccumulat
   for (int chunk = 0; chunk < kOwnedOctets * 8 / kStoreRows; ++chunk) {
     ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll
-    for (int i = 0; i < kOwnedTiles; ++i) {
+    for (int i = 0; i < kWarpgroupTiles; ++i) {
       if constexpr (sizeof(T) == 2) {
         const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) +
                                 (lane / 16 * 8 + lane % 8) * kStoreRowBytes +
@@ -166,13 +175,14 @@ __device__ __forceinline__ void store_tile(uint8_t* memory, const OwnedAccumulat
     }
     ptx::barrier_sync(1 + warpgroup, 128);
 #pragma unroll
-    for (int pass = 0; pass < ceil_div(kStoreRows * kColumns / kVectorColumns, 128); ++pass) {
+    for (int pass = 0; pass < ceil_div(kStoreRows * kWarpgroupN / kVectorColumns, 128); ++pass) {
       const int index = pass * 128 + thread;
-      const int local_row = index / (kColumns / kVectorColumns);
-      const int local_column = index % (kColumns / kVectorColumns) * kVectorColumns;
+      const int local_row = index / (kWarpgroupN / kVectorColumns);
+      const int local_column = index % (kWarpgroupN / kVectorColumns) * kVectorColumns;
       const int row = row_begin + chunk * kStoreRows + local_row;
       const int column = column_begin + local_column;
-      if (row < m && column < n) {
+      // The last tile also computes rows of the preceding tile (hopper/tma.cuh).
+      if (row >= tile.m_block * kBlockM && row < m && column < n) {
         T* target = y + static_cast<int64_t>(row) * ldy + column;
         const T* values = reinterpret_cast<const T*>(buffer + local_row * kStoreRowBytes) + local_column;
         if (aligned && column + kVectorColumns <= n) {

@@ -13,89 +13,141 @@
 //   sums     float32 [m, ceil(k / block_size)]; sums below 2^15 are exact
 //   half_sums  float16 [m, ld_half_sums], the sums rounded to float16; columns past the last block are not written
 //
-// Limits: sm_89 and newer; k % 8 == 0; block_size is 8, 16, 32, 64, 128 or 256.
+// Limits: sm_89 and newer; k % 8 == 0; block_size, BLOCK_SIZE, is 8, 16, 32, 64, 128 or 256.
 //
 // A CTA quantizes one row in ROUNDS rounds of 8 elements per thread, in two passes: maximum, then codes. Between the
 // passes the row stays in registers if it fits there; otherwise it is read twice.
 //
 // DEPENDENT (sm_90 and newer): the GEMM that follows may start early, to copy its weight while x is quantized (PDL).
-#include "ptx/cvt_e4m3.cuh"
 #include "common/types.cuh"
+#include "ptx/cvt_e4m3.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/redux.cuh"
 
 constexpr int kThreads = THREADS;
+constexpr int kWarps = kThreads / 32;
 constexpr int kValues = 8;
+constexpr int kWords = kValues * sizeof(X) / 4;
 constexpr int kStride = kThreads * kValues;
 constexpr int kRounds = ROUNDS;
+constexpr int kBlockSize = BLOCK_SIZE;
 constexpr bool kFitsRegisters = kRounds <= (sizeof(X) == 2 ? 8 : 4);
 constexpr int kKept = kFitsRegisters ? kRounds : 1;
 constexpr float kSmallest = 7.888609052210118e-31f;  // 2^-100
 constexpr float kLargestCode = 448.0f;
 
-using Values = Vector<X, kValues>;
+static_assert(kThreads % 32 == 0 && kWarps <= 32, "a warp has a lane for the largest value of each warp");
+
+using Words = Vector<uint32_t, kWords>;  // kValues elements of x
+
+// The largest magnitude, as bits of |x|: as integers they are ordered like the values, infinity and NaN last.
+struct Largest {
+  uint32_t low = 0, high = 0;  // of 16-bit elements in the low and in the high halves of words; else low has all
+
+  __device__ __forceinline__ void add(const Words& words) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (sizeof(X) == 2) {
+        low = max(low, words.values[i] & 0x7fffu);
+        high = max(high, words.values[i] & 0x7fff0000u);
+      } else {
+        low = max(low, words.values[i] & 0x7fffffffu);
+      }
+    }
+  }
+  __device__ __forceinline__ uint32_t bits() const { return max(low, high >> 16); }
+};
+
+// Returns the element with these bits.
+__device__ __forceinline__ float element(uint32_t bits) {
+  if constexpr (sizeof(X) == 2) {
+    return to_float(X{static_cast<uint16_t>(bits)});
+  } else {
+    return __uint_as_float(bits);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     quantize_fp8(const X* __restrict__ x, uint8_t* __restrict__ codes, float* __restrict__ scale,
-                 float* __restrict__ sums, half_t* __restrict__ half_sums, int k, int block_size, int ldx,
-                 int ld_half_sums) {
-  __shared__ uint32_t shared_largest[kThreads / 32];
+                 float* __restrict__ sums, half_t* __restrict__ half_sums, int k, int ldx, int ld_half_sums) {
+  __shared__ uint32_t shared_largest[kWarps];
   const int64_t row = blockIdx.x;
-  const X* source = x + row * ldx;
+  const int lane = threadIdx.x % 32;
+  const auto* source = reinterpret_cast<const uint32_t*>(x + row * ldx) + threadIdx.x * kWords;
   const int begin = threadIdx.x * kValues;
 
   if constexpr (DEPENDENT) {
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
   }
-  Values kept[kKept];
-  uint32_t largest = 0;  // bits of max |x|; as integers they are ordered like the floats, infinity and NaN last
+  // All loads precede the first use of a value, so that their latencies overlap.
+  Words kept[kKept] = {};
+  if constexpr (kFitsRegisters) {
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      if (begin + round * kStride < k) load<true>(kept[round], source + round * (kThreads * kWords));
+    }
+  }
+  Largest mine;
 #pragma unroll(kKept)
   for (int round = 0; round < kRounds; ++round) {
-    const int i = begin + round * kStride;
-    if (i >= k) break;
-    Values& values = kept[kFitsRegisters ? round : 0];
-    load<true>(values, source + i);
-#pragma unroll
-    for (int v = 0; v < kValues; ++v) largest = max(largest, __float_as_uint(fabsf(to_float(values.values[v]))));
+    if constexpr (!kFitsRegisters) {
+      if (begin + round * kStride >= k) break;
+      load<true>(kept[0], source + round * (kThreads * kWords));
+    }
+    mine.add(kept[kFitsRegisters ? round : 0]);
   }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-  if (threadIdx.x % 32 == 0) shared_largest[threadIdx.x / 32] = largest;
+  const uint32_t warp_largest = ptx::redux_sync_max(mine.bits());
+  if (lane == 0) shared_largest[threadIdx.x / 32] = warp_largest;
   __syncthreads();
-#pragma unroll
-  for (int warp = 0; warp < kThreads / 32; ++warp) largest = max(largest, shared_largest[warp]);
+  const float largest = element(ptx::redux_sync_max(lane < kWarps ? shared_largest[lane] : 0));
 
-  const bool is_finite = largest < 0x7f800000u;
-  const float size = fmaxf(__uint_as_float(largest), kSmallest);
+  const bool is_finite = __float_as_uint(largest) < 0x7f800000u;
+  const float size = fmaxf(largest, kSmallest);
   const float factor = __fdiv_rn(kLargestCode, size);
   if (threadIdx.x == 0) scale[row] = is_finite ? __fdiv_rn(size, kLargestCode) : __uint_as_float(0x7fffffffu);
+  const uint32_t code_mask = is_finite ? 0xffffffffu : 0;
+  const int64_t sums_begin = row * ceil_div(k, kBlockSize);
 
 #pragma unroll(kKept)
   for (int round = 0; round < kRounds; ++round) {
     const int i = begin + round * kStride;
+    Words& words = kept[kFitsRegisters ? round : 0];
+    if constexpr (!kFitsRegisters) {
+      words = {};
+      if (i < k) load<true>(words, source + round * (kThreads * kWords));
+    }
     float sum = 0.0f;
-    if (i < k) {
-      Values& values = kept[kFitsRegisters ? round : 0];
-      if constexpr (!kFitsRegisters) load<true>(values, source + i);
-      Vector<uint16_t, kValues / 2> pairs;
+    Vector<uint32_t, kValues / 4> out;
 #pragma unroll
-      for (int p = 0; p < kValues / 2; ++p) {
+    for (int word = 0; word < kValues / 4; ++word) {
+      uint32_t pairs[2];
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
         float scaled[2];
 #pragma unroll
         for (int v = 0; v < 2; ++v) {
-          scaled[v] = is_finite ? __fmul_rn(to_float(values.values[2 * p + v]), factor) : 0.0f;
+          const int index = word * 4 + p * 2 + v;
+          const uint32_t bits =
+              sizeof(X) == 2 ? words.values[index / 2 % kWords] >> (index % 2 * 16) : words.values[index % kWords];
+          scaled[v] = __fmul_rn(element(bits), factor);
         }
-        pairs.values[p] = ptx::cvt_rn_satfinite_e4m3x2_f32(scaled[0], scaled[1]);
-        const uint32_t halves = ptx::cvt_rn_f16x2_e4m3x2(pairs.values[p]);
+        pairs[p] = ptx::cvt_rn_satfinite_e4m3x2_f32(scaled[0], scaled[1]);
+      }
+      out.values[word] = (pairs[0] | pairs[1] << 16) & code_mask;
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        const uint32_t halves = ptx::cvt_rn_f16x2_e4m3x2(static_cast<uint16_t>(out.values[word] >> (p * 16)));
         sum += to_float(half_t{static_cast<uint16_t>(halves)});
         sum += to_float(half_t{static_cast<uint16_t>(halves >> 16)});
       }
-      *reinterpret_cast<Vector<uint16_t, kValues / 2>*>(codes + row * k + i) = pairs;
     }
-    for (int step = block_size / kValues / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (i < k && i % block_size == 0) {
-      sums[row * ceil_div(k, block_size) + i / block_size] = sum;
-      half_sums[row * ld_half_sums + i / block_size] = from_float<half_t>(sum);
+    if (i < k) store<true>(reinterpret_cast<uint32_t*>(codes + row * k + i), out);
+#pragma unroll
+    for (int step = kBlockSize / kValues / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (i < k && i % kBlockSize == 0) {
+      sums[sums_begin + i / kBlockSize] = sum;
+      half_sums[row * ld_half_sums + i / kBlockSize] = from_float<half_t>(sum);
     }
   }
 }

@@ -17,10 +17,12 @@ from cupy_awq.runtime.launch_plan import Kernel, LaunchPlan
 NAME = "quantize_fp8"
 VALUES = 8
 """The number of elements that a thread loads at once."""
-FEW_THREADS, MANY_THREADS = 512, 1024
-"""The numbers of threads per CTA for shorter rows and for rows from ``VALUES * MANY_THREADS`` columns on."""
-EARLY_START_M = 512
-"""The largest M for which the GEMM may start while x is quantized (PDL); larger M were not measured."""
+FEW_ROWS_M = 256
+"""The largest M for which a row has as many threads as its vectors of ``VALUES`` elements, for a short latency."""
+SHORT_ROW_THREADS, LONG_ROW_THREADS = 512, 1024
+"""The numbers of threads per CTA for few rows with fewer than ``VALUES * LONG_ROW_THREADS`` columns, and with more."""
+MANY_ROWS_THREADS = 384
+"""The number of threads per CTA for many rows, where throughput counts."""
 LAUNCH_US = 2.0
 """The launch overhead in the cost model, in microseconds; an assumption, not a measurement."""
 
@@ -74,7 +76,10 @@ def refusal(problem: Fp8Quantization, device: Device) -> str | None:
 
 def configs(problem: Fp8Quantization, device: Device) -> list[QuantizeFp8Config]:
     """Return the only configuration."""
-    return [QuantizeFp8Config(MANY_THREADS if problem.k >= VALUES * MANY_THREADS else FEW_THREADS)]
+    if problem.m > FEW_ROWS_M:
+        return [QuantizeFp8Config(MANY_ROWS_THREADS)]
+    is_long = problem.k >= VALUES * LONG_ROW_THREADS
+    return [QuantizeFp8Config(LONG_ROW_THREADS if is_long else SHORT_ROW_THREADS)]
 
 
 def estimate_us(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> float:
@@ -84,16 +89,17 @@ def estimate_us(config: QuantizeFp8Config, problem: Fp8Quantization, device: Dev
 
 def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) -> LaunchPlan:
     """Return the launch plan; the buffers are x, codes, scale, sums and half_sums."""
-    dependent = device.arch >= 90 and problem.m <= EARLY_START_M
+    dependent = device.arch >= 90
     defines = (
         ("X", TYPES[problem.dtype]),
         ("THREADS", config.threads),
         ("ROUNDS", ceil_div(problem.k, config.threads * VALUES)),
+        ("BLOCK_SIZE", problem.block_size),
         ("DEPENDENT", int(dependent)),
     )
     kernel = Kernel("int8/quantize_fp8.cu", NAME, defines, device.target)
     half_stride = half_sum_stride(problem.k, problem.block_size)
-    sizes = map(np.int32, (problem.k, problem.block_size, problem.x_stride, half_stride))
+    sizes = map(np.int32, (problem.k, problem.x_stride, half_stride))
     return LaunchPlan(
         kernel,
         (problem.m, 1, 1),
@@ -111,4 +117,5 @@ def workspace(config: QuantizeFp8Config, problem: Fp8Quantization) -> Workspace:
 def common_problems() -> Iterator[Fp8Quantization]:
     """Yield quantizations of common layers, which the compile command compiles in advance."""
     for dtype in ("float16", "bfloat16"):
-        yield Fp8Quantization(1, 4096, 128, dtype, 4096)
+        for m in (1, 1024):
+            yield Fp8Quantization(m, 4096, 128, dtype, 4096)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from tests.simt.machine import Machine
 
 WINDOW_BITS = 36
-SHARED_GENERIC = 1 << 32
-LOCAL_GENERIC = 2 << 32
+SHARED_GENERIC, LOCAL_GENERIC = 1 << 32, 2 << 32
 SHARED_START = 1024
 """The first address of a CTA's shared memory, as on sm_90: 0 is a null pointer."""
 RANK_BITS = 24
@@ -38,7 +37,8 @@ Chunks = Iterator[tuple["Buffer", Array, Any]]
 
 CONSTANT = frozenset(("qweight", "scales", "qzeros"))
 """The names of the buffers that a kernel with MAY_PREFETCH_WEIGHTS may read before the preceding kernel has ended."""
-FRESH = CONSTANT | {"x", "h", "delta", "residual", "square_sums", "previous_inverse_rms", "qkv"}
+QUANTIZED = frozenset(("xq", "x_scale", "x_row_scale", "x_offset", "x_sums", "x_half_sums"))
+FRESH = CONSTANT | QUANTIZED | {"x", "h", "delta", "residual", "square_sums", "previous_inverse_rms", "qkv"}
 """The names of the buffers that the preceding kernel may write: a dependent launch waits before it reads them."""
 
 
