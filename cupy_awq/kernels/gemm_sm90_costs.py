@@ -6,9 +6,10 @@ its slowest consumer, the copies, and reading the weight from device memory. A p
 
 The constants are fitted on an H100 to times of random problems (``tests/peers/sweep.py``, group size 128), so that the
 configuration that the models rank first is fast: those of mma, and ``room_us`` of wgmma, to 38454 times of 293 problems
-with 1 to 16 rows, the others of wgmma to times of 264 problems. The RMS error is 8% (mma, configurations within 15% of
-the fastest one) and 9% (wgmma). For problems that are left out of the fit, the configuration that is ranked first is
-slower than the fastest one that was measured by 5% for M <= 16, 3% for M <= 128, and 2% for larger M (geometric mean).
+with 1 to 16 rows, ``turn_cycles`` of wgmma to 278 problems with 9 to 128 rows, the others of wgmma to times of 264
+problems. The RMS error is 8% (mma, configurations within 15% of the fastest one) and 9% (wgmma). For 619 problems that
+no other constant was fitted to, the configuration that is ranked first is slower than the fastest one that was measured
+by 4% for M <= 8, 5% for M <= 40, 3% for M <= 128, and 1% for larger M (geometric mean).
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ class WgmmaCosts:
         dequantize_cycles: issue cycles to dequantize weights.
         scale_cycles: additional issue cycles to scale weights, with ``scaled``.
         accumulate_cycles: issue cycles to scale accumulators, per row of the CTA tile, without ``scaled``.
+        turn_cycles: issue cycles per pipeline stage, without ``scaled`` and without setmaxnreg, times the square of the
+            number of consumers beyond two, which take turns at the stages.
         iteration_cycles: cycles per k tile of a consumer that is alone on its SM, for any number of m64 tiles.
         consumer_cycles: cycles per m64 tile of a consumer that is alone on its SM.
         consumer_row_cycles: increase of ``consumer_cycles`` per row of the CTA tile.
@@ -149,6 +152,7 @@ class WgmmaCosts:
     dequantize_cycles: float = 144.0
     scale_cycles: float = 72.4
     accumulate_cycles: float = 1.25
+    turn_cycles: float = 21.4
     iteration_cycles: float = 137.0
     consumer_cycles: float = 377.0
     consumer_row_cycles: float = 1.14
@@ -281,6 +285,8 @@ def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> Time
     tensor_cycles = costs.tensor_factor * max(rows / 2, MIN_TENSOR_CYCLES) * (WEIGHT_TILE_K // 16)
     issue_cycles = costs.dequantize_cycles
     issue_cycles += costs.scale_cycles if config.scaled else costs.accumulate_cycles * rows
+    if not config.scaled and not config.consumer_registers:
+        issue_cycles += costs.turn_cycles * max(0, config.consumers - 2) ** 2 / config.k_tiles
     row_cycles = costs.consumer_row_cycles + (0.0 if config.scaled else costs.unscaled_row_cycles)
     loop_cycles = costs.iteration_cycles + config.m64_tiles * (costs.consumer_cycles + row_cycles * rows)
     k_tile_bytes = 2 * WEIGHT_TILE_K * rows + problem.weight_bytes / problem.k / problem.n * WEIGHT_TILE_K * columns

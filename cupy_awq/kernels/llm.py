@@ -320,7 +320,7 @@ def kernels(device: Device) -> Iterator[Kernel]:
         for k, out_dtype in ((64, dtype), *((k, "float32") for k in (64, 896, 1536, 4096, 72))):
             for m in (1, 17, 33):
                 yield plan_dense(device, m, 8, k, dtype, out_dtype, bias=False).kernel
-        for block, k, out_dtype in ((32, 4096, dtype), (16, 4096, "float32"), (16, 144, dtype)):
+        for block, k, out_dtype in ((32, 4096, dtype), (32, 2048, "float32"), (16, 4096, "float32"), (16, 144, dtype)):
             yield plan_dense(device, 1, 8, k, dtype, out_dtype, bias=False, block=block).kernel
     for temperature, penalty in ((0.0, 1.0), (0.0, 1.1), (0.8, 1.0), (0.8, 1.1)):
         for advance in (False, True):
