@@ -4,12 +4,12 @@
 Each model adds fixed times of a launch to the p-norm of times that overlap: computation on the busiest SM, the loop of
 its slowest consumer, the copies, and reading the weight from device memory. A p-norm is a smooth maximum.
 
-The constants are fitted on an H100 to times of random problems (``tests/peers/sweep.py``, group size 128), so that the
-configuration that the models rank first is fast: those of mma, and ``room_us`` of wgmma, to 38454 times of 293 problems
-with 1 to 16 rows, ``turn_cycles`` of wgmma to 278 problems with 9 to 128 rows, the others of wgmma to times of 264
-problems. The RMS error is 8% (mma, configurations within 15% of the fastest one) and 9% (wgmma). For 619 problems that
-no other constant was fitted to, the configuration that is ranked first is slower than the fastest one that was measured
-by 4% for M <= 8, 5% for M <= 40, 3% for M <= 128, and 1% for larger M (geometric mean).
+The constants are fitted on an H100 to times of random problems (``tests/peers/sweep.py``, group size 128), so that
+the configuration that the models rank first is fast: those of mma to 38454 times of 293 problems with M <= 16;
+``room_us``, ``reduction_us``, ``cluster_us`` and ``turn_cycles`` of wgmma to 422 problems with M >= 9; its others to
+264 problems. The RMS error is 8% (mma, configurations within 15% of the fastest one) and 9% (wgmma). In 619 problems
+that no other constant was fitted to, the first choice is slower than the fastest configuration that was measured by
+4% for M <= 16, 5% for M <= 40, 2.5% for M <= 128, and 1% for larger M (geometric mean).
 """
 
 from __future__ import annotations
@@ -138,11 +138,11 @@ class WgmmaCosts:
 
     launch_us: float = 1.12
     nonresident_us: float = 1.34
-    room_us: float = 0.387
+    room_us: float = 0.545
     late_us: float = 0.19
     wave_us: float = 3.35
-    reduction_us: float = 0.0366
-    cluster_us: float = 0.282
+    reduction_us: float = 0.169
+    cluster_us: float = 0.155
     exchange_ns: float = 0.156
     consumer_ns: float = 0.00926
     store_ns: float = 0.00592
@@ -152,7 +152,7 @@ class WgmmaCosts:
     dequantize_cycles: float = 144.0
     scale_cycles: float = 72.4
     accumulate_cycles: float = 1.25
-    turn_cycles: float = 21.4
+    turn_cycles: float = 12.4
     iteration_cycles: float = 137.0
     consumer_cycles: float = 377.0
     consumer_row_cycles: float = 1.14
