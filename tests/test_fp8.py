@@ -143,18 +143,19 @@ def check_fp8_quantization(backend: str, m: int, k: int, block_size: int, dtype:
     x = strided(x, padding)
     x.flags.writeable = False
     wanted = block_reference.quantize_fp8(x, block_size)
-    out = [np.full_like(a, 77) for a in wanted]
     problem = Fp8Quantization(m + 4, k, block_size, dtype, k + padding)
     names = ("codes", "scale", "sums")
     (config,) = quantize_fp8.configs(problem, facts(90, backend))
-    plan = quantize_fp8.plan(config, problem, facts(90, backend))
-    half_sums = np.full((m + 4, half_sum_stride(k, block_size)), 77, np.float16)
-    runner(backend)(plan, {"x": x, **dict(zip(names, out, strict=True)), "half_sums": half_sums})
-    blocks = wanted[2].shape[1]
-    np.testing.assert_array_equal(half_sums[:, :blocks], wanted[2].astype(np.float16))
-    assert (half_sums[:, blocks:] == 77).all()
-    for name, got, expected in zip(names, out, wanted, strict=True):
-        np.testing.assert_array_equal(got, expected, err_msg=name)
+    for threads in (config.threads, quantize_fp8.MANY_ROWS_THREADS):
+        out = [np.full_like(a, 77) for a in wanted]
+        plan = quantize_fp8.plan(quantize_fp8.QuantizeFp8Config(threads), problem, facts(90, backend))
+        half_sums = np.full((m + 4, half_sum_stride(k, block_size)), 77, np.float16)
+        runner(backend)(plan, {"x": x, **dict(zip(names, out, strict=True)), "half_sums": half_sums})
+        blocks = wanted[2].shape[1]
+        np.testing.assert_array_equal(half_sums[:, :blocks], wanted[2].astype(np.float16))
+        assert (half_sums[:, blocks:] == 77).all()
+        for name, got, expected in zip(names, out, wanted, strict=True):
+            np.testing.assert_array_equal(got, expected, err_msg=name)
 
 
 @pytest.mark.parametrize("backend", ["latest", HOPPER])
@@ -173,6 +174,21 @@ def test_quantize_fp8_gives_the_bits_of_the_reference(
 ) -> None:
     """Rows of less than a warp and of several rounds; few and many threads; rows read once and twice; short blocks."""
     check_fp8_quantization(backend, m, k, block_size, dtype, padding)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "dtype", "threads"),
+    [
+        (256, 4096, "float16", 512),
+        (256, 8192, "float16", 1024),
+        (257, 24576, "bfloat16", 384),
+        (257, 24584, "float16", 1024),
+        (257, 12296, "float32", 1024),
+    ],
+)
+def test_threads_of_quantize_fp8_keep_their_part_of_a_row(m: int, k: int, dtype: str, threads: int) -> None:
+    (config,) = quantize_fp8.configs(Fp8Quantization(m, k, 128, dtype, k), facts(90, "latest"))
+    assert config.threads == threads
 
 
 def check_fp8_product(
@@ -316,7 +332,7 @@ def test_fp8_selection_and_the_reasons_of_its_refusals() -> None:
     assert fp8_refusal(48, 96, h100) == "needs blocks that are multiples of 32 columns, not 48"
     few, many = (fp8_problem(m, 4096, 4096, 128, "float16") for m in (1, 4096))
     assert select.choose(few, h100).name == "gemm_int8_sm80"
-    assert select.choose(many, h100).config == GemmInt8Sm90Config(1, 132)
+    assert select.choose(many, h100).config == GemmInt8Sm90Config(2, 132)
     assert select.choose(many, device.nominal(89)).name == "gemm_int8_sm80"
     assert GEMM_INT8_SM80.refusal(many, h100) == "is replaced by gemm_int8_sm90 for e4m3"
     with pytest.raises(ValueError, match="gemm_int8_simt multiplies int8, not e4m3"):

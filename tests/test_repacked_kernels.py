@@ -220,7 +220,7 @@ def test_clusters_of_any_size_share_the_rows_of_a_tile(backend: str, m: int, nam
 @pytest.mark.parametrize(("n", "residual"), [(224, False), (224, True), (200, True)])
 @pytest.mark.parametrize("m", [40, 72, 136, 200])
 def test_tiles_of_every_height_of_many_rows(backend: str, m: int, n: int, residual: bool) -> None:
-    """Heights whose last 16 rows are 8, with and without a residual; at N = 200 the rows of y are not aligned."""
+    """Heights whose last 16 rows are 8, with and without a residual; at N = 200, AWQ tensors are not aligned."""
     problem = Problem(m, n, 256, 128, repacked=True, residual=residual)
     here = replace(facts(90, backend), sm_count=4)
     family = select.FAMILIES["gemm_sm90_large"]

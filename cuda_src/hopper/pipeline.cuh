@@ -28,8 +28,8 @@
 // phase i - 1 is in progress. That cannot happen: every waiting warp waits for each phase of its stage in turn, so it
 // has seen phase i - 1 complete. This requires that each stage has a fixed set of consumer warps; kernels whose
 // consumers take turns at the stages static_assert kNumStages % CONSUMERS == 0. A producer whose prologue fills every
-// stage without a wait (gemm_sm90, gemm_w4a8_sm90) skips only the wait for the phase before phase 0, which is complete
-// by definition.
+// stage without a wait (gemm_sm90, gemm_w4a8_sm90, gemm_int8_sm90) skips only the wait for the phase before phase 0,
+// which is complete by definition.
 //
 // No wait misses its phase: phase i + 1 of a full barrier completes only after the producer has arrived. Before this
 // arrival, the producer waits for a release of the stage by every consumer warp, and a consumer warp releases the stage

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM of 8-bit rows A and a weight W with one byte per code, with wgmma on sm_90a, for hundreds of rows and more:
+// GEMM of 8-bit rows A and a weight W with one byte per code, with wgmma on sm_90a, for 64 rows and more:
 //
 //   y[m, n] = activation(sum over quantization blocks b of A_b[m] . W_b[n] + bias[n])
 //

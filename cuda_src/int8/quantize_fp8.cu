@@ -7,7 +7,8 @@
 //
 // Every operation is rounded to float32, without FMA. A row with a NaN or an infinity has scale NaN and codes 0.
 //
-//   x        X [m, k], row stride ldx, rows at multiples of 16 bytes
+//   x        X [m, k], row stride ldx, rows at multiples of 16 bytes; not __restrict__, since the preceding kernel may
+//            write it while this kernel runs, and ld.global.nc need not see that
 //   codes    e4m3 [m, k]
 //   scale    float32 [m]
 //   sums     float32 [m, ceil(k / block_size)]; sums below 2^15 are exact
@@ -68,8 +69,8 @@ __device__ __forceinline__ float element(uint32_t bits) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    quantize_fp8(const X* __restrict__ x, uint8_t* __restrict__ codes, float* __restrict__ scale,
-                 float* __restrict__ sums, half_t* __restrict__ half_sums, int k, int ldx, int ld_half_sums) {
+    quantize_fp8(const X* x, uint8_t* __restrict__ codes, float* __restrict__ scale, float* __restrict__ sums,
+                 half_t* __restrict__ half_sums, int k, int ldx, int ld_half_sums) {
   __shared__ uint32_t shared_largest[kWarps];
   const int64_t row = blockIdx.x;
   const int lane = threadIdx.x % 32;

@@ -9,7 +9,8 @@
 // rounded to float32, without FMA. A block with a NaN or an infinity has scale NaN and codes 0. If max - min overflows,
 // scale = max / 255 - min / 255.
 //
-//   x        X [m, k], row stride ldx
+//   x        X [m, k], row stride ldx; not __restrict__, since the preceding kernel may write it while this kernel runs
+//            (PDL), and ld.global.nc need not see that
 //   codes    int8 [m, k]
 //   scale, offset, sums  float32, float32 (null if SYMMETRIC), int32 [m, blocks]
 //
@@ -95,8 +96,8 @@ __device__ __forceinline__ void for_each(Values (&kept)[kKept], const X* source,
 constexpr int kResidentThreads = __CUDA_ARCH__ >= 1000 ? 1024 : 1536;
 
 extern "C" __global__ void __launch_bounds__(THREADS, kResidentThreads / THREADS)
-    quantize_rows(const X* __restrict__ x, int8_t* __restrict__ codes, float* scale, float* offset, int32_t* sums,
-                  int m, int k, int block_size, int ldx) {
+    quantize_rows(const X* x, int8_t* __restrict__ codes, float* scale, float* offset, int32_t* sums, int m, int k,
+                  int block_size, int ldx) {
   // Each reduction has its own array, so that no warp overwrites values that another warp still reads.
   __shared__ float shared_high[32];
   __shared__ float shared_low[32];

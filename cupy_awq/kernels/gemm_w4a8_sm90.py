@@ -36,7 +36,7 @@ OFFSET_TILES_MIN_M = 33
 OFFSET_TILE_GROUPS = 32
 """The number of k tiles whose offsets are in one tile of offsets."""
 SPARE_BYTES = 1280
-"""The shared memory per SM that is left for a CTA of the kernel that quantizes x, in bytes.
+"""The shared memory per CTA that is left for a CTA of the kernel that quantizes x, in bytes.
 
 A CTA of the GEMM can then start beside it, and copy its weight while x is quantized (PDL).
 """

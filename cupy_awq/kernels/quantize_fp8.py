@@ -18,11 +18,13 @@ NAME = "quantize_fp8"
 VALUES = 8
 """The number of elements that a thread loads at once."""
 FEW_ROWS_M = 256
-"""The largest M for which a row has as many threads as its vectors of ``VALUES`` elements, for a short latency."""
+"""The largest M for which latency counts more than throughput."""
 SHORT_ROW_THREADS, LONG_ROW_THREADS = 512, 1024
 """The numbers of threads per CTA for few rows with fewer than ``VALUES * LONG_ROW_THREADS`` columns, and with more."""
 MANY_ROWS_THREADS = 384
-"""The number of threads per CTA for many rows, where throughput counts."""
+"""The number of threads per CTA for many rows, unless x is read twice then."""
+KEPT_BYTES = 128
+"""The bytes of x that a thread can keep in registers between its passes; kFitsRegisters in CUDA must agree."""
 LAUNCH_US = 2.0
 """The launch overhead in the cost model, in microseconds; an assumption, not a measurement."""
 
@@ -76,7 +78,8 @@ def refusal(problem: Fp8Quantization, device: Device) -> str | None:
 
 def configs(problem: Fp8Quantization, device: Device) -> list[QuantizeFp8Config]:
     """Return the only configuration."""
-    if problem.m > FEW_ROWS_M:
+    kept_columns = MANY_ROWS_THREADS * KEPT_BYTES // ITEMSIZE[problem.dtype]
+    if problem.m > FEW_ROWS_M and problem.k <= kept_columns:
         return [QuantizeFp8Config(MANY_ROWS_THREADS)]
     is_long = problem.k >= VALUES * LONG_ROW_THREADS
     return [QuantizeFp8Config(LONG_ROW_THREADS if is_long else SHORT_ROW_THREADS)]
