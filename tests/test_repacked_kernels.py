@@ -233,7 +233,7 @@ def test_tiles_of_every_height_of_many_rows(backend: str, m: int, n: int, residu
 @pytest.mark.parametrize("aligned", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("m", [200, pytest.param(136, marks=pytest.mark.slow)])
 def test_accumulators_of_a_tile_with_a_residual_stay_in_registers(m: int, aligned: bool) -> None:
-    """In local memory they would be stored before the wait for wgmma; the simulator, which runs PTX, cannot show it."""
+    """ptxas stores accumulators in local memory before wgmma.wait_group, which a simulator of PTX cannot show."""
     problem = Problem(m, 256, 256, 128, repacked=True, residual=True, aligned=aligned)
     here = facts(90, LANDINGS[0])
     family = select.FAMILIES["gemm_sm90_large"]

@@ -41,8 +41,7 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_e4m3.cuh"
-#include "ptx/wgmma_s8.cuh"
+#include "ptx/wgmma_8bit_shared.cuh"
 
 static_assert(__CUDA_ARCH__ == 900, "gemm_int8_sm90 needs sm_90a");
 

@@ -17,7 +17,7 @@
 // Limits: sm_89 and newer; k % 8 == 0; block_size, BLOCK_SIZE, is 8, 16, 32, 64, 128 or 256.
 //
 // A CTA quantizes one row in ROUNDS rounds of 8 elements per thread, in two passes: maximum, then codes. Between the
-// passes the row stays in registers if it fits there; otherwise it is read twice.
+// passes the row stays in registers with KEEPS_ROW; otherwise it is read twice.
 //
 // DEPENDENT (sm_90 and newer): the GEMM that follows may start early, to copy its weight while x is quantized (PDL).
 #include "common/types.cuh"
@@ -32,8 +32,8 @@ constexpr int kWords = kValues * sizeof(X) / 4;
 constexpr int kStride = kThreads * kValues;
 constexpr int kRounds = ROUNDS;
 constexpr int kBlockSize = BLOCK_SIZE;
-constexpr bool kFitsRegisters = kRounds <= (sizeof(X) == 2 ? 8 : 4);
-constexpr int kKept = kFitsRegisters ? kRounds : 1;
+constexpr bool kKeepsRow = KEEPS_ROW;
+constexpr int kKept = kKeepsRow ? kRounds : 1;
 constexpr float kSmallest = 7.888609052210118e-31f;  // 2^-100
 constexpr float kLargestCode = 448.0f;
 
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   // All loads precede the first use of a value, so that their latencies overlap.
   Words kept[kKept] = {};
-  if constexpr (kFitsRegisters) {
+  if constexpr (kKeepsRow) {
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       if (begin + round * kStride < k) load<true>(kept[round], source + round * (kThreads * kWords));
@@ -92,11 +92,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   Largest mine;
 #pragma unroll(kKept)
   for (int round = 0; round < kRounds; ++round) {
-    if constexpr (!kFitsRegisters) {
+    if constexpr (!kKeepsRow) {
       if (begin + round * kStride >= k) break;
       load<true>(kept[0], source + round * (kThreads * kWords));
     }
-    mine.add(kept[kFitsRegisters ? round : 0]);
+    mine.add(kept[kKeepsRow ? round : 0]);
   }
   const uint32_t warp_largest = ptx::redux_sync_max(mine.bits());
   if (lane == 0) shared_largest[threadIdx.x / 32] = warp_largest;
@@ -113,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll(kKept)
   for (int round = 0; round < kRounds; ++round) {
     const int i = begin + round * kStride;
-    Words& words = kept[kFitsRegisters ? round : 0];
-    if constexpr (!kFitsRegisters) {
+    Words& words = kept[kKeepsRow ? round : 0];
+    if constexpr (!kKeepsRow) {
       words = {};
       if (i < k) load<true>(words, source + round * (kThreads * kWords));
     }

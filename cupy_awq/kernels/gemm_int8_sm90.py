@@ -13,7 +13,7 @@ import numpy as np
 from cupy_awq.block_weight import MAX_ZERO_POINT, BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import Workspace
-from cupy_awq.kernels.hopper import resident_clusters
+from cupy_awq.kernels.hopper import p_norm, resident_clusters
 from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, block_parameters, layout_refusal
 from cupy_awq.kernels.problem import ITEMSIZE, ceil_div
 from cupy_awq.packing import namespace
@@ -170,7 +170,7 @@ def estimate_us(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device
         fixed += costs.cluster_us
     if config.split_k > 1:
         fixed += costs.split_us
-    return fixed + float(sum(us**costs.norm for us in overlapping) ** (1 / costs.norm))
+    return fixed + p_norm(overlapping, costs.norm)
 
 
 def plan(config: GemmInt8Sm90Config, problem: Int8Problem, device: Device) -> LaunchPlan:

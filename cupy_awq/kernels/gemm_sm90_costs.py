@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cupy_awq.kernels.gemm_sm90_config import GemmSm90Config
-from cupy_awq.kernels.hopper import power_limited_us, resident_clusters
+from cupy_awq.kernels.hopper import p_norm, power_limited_us, resident_clusters
 from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.repack import WEIGHT_TILE_K
 from cupy_awq.runtime.device import Device
@@ -220,10 +220,6 @@ class TimeParts(NamedTuple):
         return f"{fixed}, overlapping parts {self.us - sum(self.fixed.values()):.1f} (p-norm of {overlapping})"
 
 
-def _norm(parts: dict[str, float], exponent: float) -> float:
-    return float(sum(us**exponent for us in parts.values()) ** (1 / exponent))
-
-
 def _k_tiles(config: GemmSm90Config, problem: Problem) -> tuple[int, int]:
     """Return the number of k tiles per CTA, and the number of k tiles that the CTA's busiest consumer computes."""
     k_tiles = ceil_div(ceil_div(problem.k, WEIGHT_TILE_K), config.split_k)
@@ -253,7 +249,7 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
     if problem.gathers_x:
         x_kib = at.concurrent * problem.m * problem.k * 2 / 1024
         fixed["gather"] = costs.gather_us + costs.gather_kib_us * x_kib + costs.gather_split_us * (config.split_k > 1)
-    return TimeParts(sum(fixed.values()) + _norm(overlapping, costs.norm), fixed, overlapping)
+    return TimeParts(sum(fixed.values()) + p_norm(overlapping.values(), costs.norm), fixed, overlapping)
 
 
 def mma_invariant_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
@@ -274,7 +270,7 @@ def mma_invariant_time(config: GemmSm90Config, problem: Problem, device: Device)
         "waves": costs.wave_us * max(0.0, at.used - 1),
         "split-K": split,
     }
-    return TimeParts(sum(fixed.values()) + _norm(overlapping, costs.norm), fixed, overlapping)
+    return TimeParts(sum(fixed.values()) + p_norm(overlapping.values(), costs.norm), fixed, overlapping)
 
 
 def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
@@ -313,5 +309,5 @@ def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> Time
         "consumers": costs.consumer_ns * config.consumers * accumulators,
         "y": costs.store_ns * accumulators,
     }
-    us = sum(fixed.values()) + power_limited_us(_norm(overlapping, costs.norm), problem)
+    us = sum(fixed.values()) + power_limited_us(p_norm(overlapping.values(), costs.norm), problem)
     return TimeParts(us, fixed, overlapping)

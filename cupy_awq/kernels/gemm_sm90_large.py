@@ -15,7 +15,7 @@ import numpy as np
 
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.gemm_sm90_costs import TimeParts
-from cupy_awq.kernels.hopper import has_split_scales, power_limited_us, repacked_defines, x_tensor_map
+from cupy_awq.kernels.hopper import has_split_scales, p_norm, power_limited_us, repacked_defines, x_tensor_map
 from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
 from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.reduction import Reduction, wgmma_reduction
@@ -290,8 +290,7 @@ def time_parts(config: GemmSm90LargeConfig, problem: Problem, device: Device) ->
     if config.stream_k_units:
         reduction = (COSTS.reduction_ns + COSTS.reduction_split_ns * config.split_k) * elements
     fixed = {"launch": COSTS.launch_us, "stream-K": reduction}
-    both = float(sum(us**4 for us in overlapping.values()) ** 0.25)
-    return TimeParts(sum(fixed.values()) + both, fixed, overlapping)
+    return TimeParts(sum(fixed.values()) + p_norm(overlapping.values(), 4), fixed, overlapping)
 
 
 def estimate_us(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.gemm_mma import BLOCK_K, GEMM_SM80
+from cupy_awq.kernels.hopper import p_norm
 from cupy_awq.kernels.problem import ITEMSIZE, Problem, awq_layout_refusal, ceil_div, split_counts
 from cupy_awq.kernels.reduction import Reduction, slice_begins
 from cupy_awq.runtime.device import Device
@@ -240,4 +241,4 @@ def estimate_us(config: GemmSm90RawConfig, problem: Problem, device: Device) -> 
     work = ctas * steps / config.split_k * config.words * costs.sm_step_ns * factor / device.sm_count
     stream = problem.weight_bytes / (device.read_gbs * 1e3)
     reduction = REDUCTION_SPLIT_US * config.split_k + (REDUCTION_US if config.split_k > 1 else 0.0)
-    return float(costs.launch_us + reduction + (chain**3 + work**3 + stream**3) ** (1 / 3))
+    return float(costs.launch_us + reduction + p_norm((chain, work, stream), 3))

@@ -14,7 +14,7 @@ from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.gemm_sm90_config import available_ctas, most_stages
-from cupy_awq.kernels.hopper import is_excessive, resident_clusters
+from cupy_awq.kernels.hopper import is_excessive, p_norm, resident_clusters
 from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, layout_refusal
 from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
 from cupy_awq.kernels.quantize_fp8 import half_sum_stride
@@ -280,7 +280,7 @@ def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) ->
         fixed += costs.block_scales_us
     if config.split_k > 1:
         fixed += costs.reduction_us + costs.exchange_ns * accumulators * (1 - 1 / config.split_k)
-    return fixed + float(sum(us**costs.norm for us in overlapping) ** (1 / costs.norm))
+    return fixed + p_norm(overlapping, costs.norm)
 
 
 def plan(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> LaunchPlan:

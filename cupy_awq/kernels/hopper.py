@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cupy_awq.kernels.problem import ITEMSIZE, Problem
 from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.runtime.device import Device
@@ -44,6 +46,11 @@ def prepare_weight(problem: Problem, device: Device, strides: tuple[int, int, in
     return RepackedLayout.of(problem).plan(device, strides)
 
 
+def p_norm(values: Iterable[float], exponent: float) -> float:
+    """Return the p-norm of times that overlap, a smooth maximum."""
+    return float(sum(value**exponent for value in values) ** (1 / exponent))
+
+
 def power_limited_us(work_us: float, problem: Problem) -> float:
     """Return the run time in microseconds, under the power limit, of work that takes ``work_us`` at full clock.
 
@@ -51,7 +58,7 @@ def power_limited_us(work_us: float, problem: Problem) -> float:
     are idle, so the limit is gradual.
     """
     power_us = 2 * problem.m * problem.n * problem.k / (POWER_LIMITED_TFLOPS * 1e6)
-    return float((work_us**3 + power_us**3) ** (1 / 3))
+    return p_norm((work_us, power_us), 3)
 
 
 def resident_clusters(device: Device, size: int) -> int:

@@ -24,7 +24,7 @@ SHORT_ROW_THREADS, LONG_ROW_THREADS = 512, 1024
 MANY_ROWS_THREADS = 384
 """The number of threads per CTA for many rows, unless x is read twice then."""
 KEPT_BYTES = 128
-"""The bytes of x that a thread can keep in registers between its passes; kFitsRegisters in CUDA must agree."""
+"""The bytes of x that a thread can keep in registers between its two passes."""
 LAUNCH_US = 2.0
 """The launch overhead in the cost model, in microseconds; an assumption, not a measurement."""
 
@@ -65,6 +65,14 @@ class QuantizeFp8Config:
 
     split_k = 1
 
+    def rounds(self, problem: Fp8Quantization) -> int:
+        """Return the number of loads of ``VALUES`` elements per thread."""
+        return ceil_div(problem.k, self.threads * VALUES)
+
+    def keeps_row(self, problem: Fp8Quantization) -> bool:
+        """Return whether a row stays in registers between the two passes; otherwise it is read twice."""
+        return self.rounds(problem) * VALUES * ITEMSIZE[problem.dtype] <= KEPT_BYTES
+
 
 def half_sum_stride(k: int, block_size: int) -> int:
     """Return the row stride of ``half_sums`` in elements: the number of blocks, rounded up to 16 bytes for TMA."""
@@ -78,9 +86,9 @@ def refusal(problem: Fp8Quantization, device: Device) -> str | None:
 
 def configs(problem: Fp8Quantization, device: Device) -> list[QuantizeFp8Config]:
     """Return the only configuration."""
-    kept_columns = MANY_ROWS_THREADS * KEPT_BYTES // ITEMSIZE[problem.dtype]
-    if problem.m > FEW_ROWS_M and problem.k <= kept_columns:
-        return [QuantizeFp8Config(MANY_ROWS_THREADS)]
+    many = QuantizeFp8Config(MANY_ROWS_THREADS)
+    if problem.m > FEW_ROWS_M and many.keeps_row(problem):
+        return [many]
     is_long = problem.k >= VALUES * LONG_ROW_THREADS
     return [QuantizeFp8Config(LONG_ROW_THREADS if is_long else SHORT_ROW_THREADS)]
 
@@ -96,7 +104,8 @@ def plan(config: QuantizeFp8Config, problem: Fp8Quantization, device: Device) ->
     defines = (
         ("X", TYPES[problem.dtype]),
         ("THREADS", config.threads),
-        ("ROUNDS", ceil_div(problem.k, config.threads * VALUES)),
+        ("ROUNDS", config.rounds(problem)),
+        ("KEEPS_ROW", int(config.keeps_row(problem))),
         ("BLOCK_SIZE", problem.block_size),
         ("DEPENDENT", int(dependent)),
     )
