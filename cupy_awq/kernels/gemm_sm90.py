@@ -23,7 +23,7 @@ from cupy_awq.kernels.gemm_sm90_config import (
     most_stages,
 )
 from cupy_awq.kernels.gemm_sm90_costs import TimeParts, mma_invariant_time, mma_time, wgmma_time
-from cupy_awq.kernels.hopper import has_split_scales, is_excessive, repacked_defines, x_tensor_map
+from cupy_awq.kernels.hopper import has_split_scales, is_excessive, repacked_defines, tile_heights, x_tensor_map
 from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
 from cupy_awq.kernels.problem import Problem, ceil_div, next_power_of_two
 from cupy_awq.kernels.reduction import Reduction, wgmma_reduction
@@ -40,6 +40,8 @@ WGMMA_MIN_M = 9
 """The smallest M for the wgmma kernel; for smaller M, the mma kernels are faster."""
 WGMMA_MAX_BLOCK_M = 128
 """The largest ``block_m`` of the wgmma kernel."""
+MAX_HEIGHTS = 3
+"""The largest number of values of ``block_m`` to try for the wgmma kernel, for one tile width and split-K factor."""
 SCALED_MIN_M = 33
 """The smallest M with ``scaled``, unless batch-invariant; for smaller M, `gemm` guarantees unrounded weights."""
 SPLITS = (1, 2, 3, 4, 5, 6, 8)
@@ -77,21 +79,6 @@ def configs(problem: Problem, device: Device) -> list[GemmSm90Config]:
     found = dict.fromkeys([*few_rows(problem, device), *_wgmma_configs(problem, device)])
     # In a gated problem, half of the weight tiles of a CTA tile belong to the gate, the others to the up projection.
     return [config for config in found if not (problem.gated and config.weight_tiles % 2)]
-
-
-def tile_heights(m: int) -> list[int]:
-    """Return the values of ``block_m`` to try for the wgmma kernel.
-
-    The values are multiples of 8 that split M rows into tiles of nearly equal height.
-
-    >>> tile_heights(20), tile_heights(48), tile_heights(96), tile_heights(200), tile_heights(1000)
-    ([24], [48], [96, 48], [104, 72, 56], [128, 112, 64])
-    """
-    if m <= WGMMA_MAX_BLOCK_M // 2:
-        return [max(MMA_MAX_M, ceil_div(m, 8) * 8)]
-    fewest = ceil_div(m, WGMMA_MAX_BLOCK_M)
-    counts = (fewest, fewest + 1, 2 * fewest)
-    return list(dict.fromkeys(ceil_div(ceil_div(m, count), 8) * 8 for count in counts))
 
 
 def _mma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]:
@@ -145,19 +132,22 @@ def _wgmma_configs(problem: Problem, device: Device) -> Iterator[GemmSm90Config]
     if problem.gathers_x or problem.m < WGMMA_MIN_M:
         return
     all_k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
-    for block_m in tile_heights(problem.m):
-        k_tile_counts = (1, 2, 4) if block_m == 16 else (1, 2) if block_m <= 64 else (1,)
-        # Clusters only split K: multicast of x to 2 CTAs with the same rows gains nothing.
-        for m64_tiles, warpgroups, consumers, split_k, k_tiles in itertools.product(
-            (1, 2), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), SPLITS, k_tile_counts
-        ):
+    max_heights = 1 if problem.m <= WGMMA_MAX_BLOCK_M // 2 else MAX_HEIGHTS
+    # Clusters only split K: multicast of x to 2 CTAs with the same rows gains nothing.
+    for m64_tiles, warpgroups, split_k in itertools.product((1, 2), (1, 2, 3, 4, 6, 7), SPLITS):
+        weight_tiles = warpgroups * m64_tiles * 2
+        columns = ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N)
+        heights = tile_heights(problem.m, WGMMA_MAX_BLOCK_M, columns, max(1, device.sm_count // split_k))
+        for block_m, consumers, k_tiles in itertools.product(heights[:max_heights], (1, 2, 3, 4), (1, 2, 4)):
+            block_m = max(MMA_MAX_M, block_m)
+            if k_tiles > (4 if block_m == 16 else 2 if block_m <= 64 else 1):
+                continue
             if k_tiles == 4 and (m64_tiles, warpgroups, consumers) != (1, 2, 1):
                 continue  # 4 k tiles per stage make all other shapes up to 28% slower than fewer k tiles
             if consumers * split_k * k_tiles > all_k_tiles:
                 continue
-            weight_tiles = warpgroups * m64_tiles * 2
-            tiles = ceil_div(problem.m, block_m) * ceil_div(problem.n, weight_tiles * WEIGHT_TILE_N)
             # A batch-invariant problem keeps the split-K factor of its weight for every M, even if it is excessive.
+            tiles = ceil_div(problem.m, block_m) * columns
             if is_excessive(split_k, tiles, device) and not problem.batch_invariant:
                 continue
             config = GemmSm90Config(WGMMA, block_m, weight_tiles, m64_tiles, consumers, 0, split_k, k_tiles)

@@ -15,7 +15,14 @@ import numpy as np
 
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.gemm_sm90_costs import TimeParts
-from cupy_awq.kernels.hopper import has_split_scales, p_norm, power_limited_us, repacked_defines, x_tensor_map
+from cupy_awq.kernels.hopper import (
+    has_split_scales,
+    p_norm,
+    power_limited_us,
+    repacked_defines,
+    tile_heights,
+    x_tensor_map,
+)
 from cupy_awq.kernels.hopper import prepare_weight as prepare_weight
 from cupy_awq.kernels.problem import Problem, ceil_div
 from cupy_awq.kernels.reduction import Reduction, wgmma_reduction
@@ -29,7 +36,7 @@ SHARED_BYTES_PER_CTA = 232448
 MAX_STAGES = 6
 """The largest number of pipeline stages; more stages gain nothing."""
 MAX_HEIGHTS = 5
-"""The largest number of values of ``block_m`` to try for one CTA tile width."""
+"""The largest number of values of ``block_m`` to try for one shape of CTA tiles and clusters."""
 MIN_M = 33
 """The smallest M; for smaller M, `gemm` guarantees unrounded weights, while this kernel rounds scaled weights."""
 
@@ -150,48 +157,37 @@ def configs(problem: Problem, device: Device) -> list[GemmSm90LargeConfig]:
 
 
 def _configs(problem: Problem, device: Device) -> Iterator[GemmSm90LargeConfig]:
-    k_tiles = ceil_div(problem.k, WEIGHT_TILE_K)
     # A thread has registers for 128 accumulators, or 32 with four warpgroups. In a gated problem each warpgroup
     # computes one m64 tile of the gate and one of the up projection, so m64_tiles = 2.
     m = problem.m
-    shapes = [(1, height, 2, 2) for height in tile_heights(m, 128)]
+    shapes = [(1, 128, 2, 2)]
     if not problem.gated:
         if m <= 64:
-            shapes += [(1, height, 4, 1) for height in tile_heights(m, 64)]
+            shapes.append((1, 64, 4, 1))
         elif m <= 128 or not has_split_scales(problem):
             # Each weight is dequantized once per 128 rows of x, so split scales make this shape up to 10% slower.
-            shapes += [(1, height, 2, 1) for height in tile_heights(m, 128)]
+            shapes.append((1, 128, 2, 1))
         if m > 128:
-            heights = [height for height in tile_heights(m, 256) if height > 128]
-            shapes += [(cluster, height, 2, 1) for height in heights for cluster in (1, 2)]
-    for cluster, block_m, warpgroups, m64_tiles in shapes:
+            shapes += [(1, 256, 2, 1), (2, 256, 2, 1)]
+    for cluster, most, warpgroups, m64_tiles in shapes:
         clusters = device.sm_count // cluster
-        config = GemmSm90LargeConfig(
-            cluster, clusters * cluster, block_m=block_m, warpgroups=warpgroups, m64_tiles=m64_tiles
-        )
-        units = config.units(problem)
-        yield replace(config, ctas=min(units, clusters) * cluster)
-        # Try stream-K for the units of the last, partial wave, and for the units of the last two waves.
-        left = units % clusters
-        for shared in sorted({left, left + clusters if units > clusters else left} - {0}):
-            for sharers in sorted({min(clusters, 2 * shared), min(clusters, 4 * shared), clusters}):
-                if sharers != shared and shared * k_tiles >= 2 * sharers:
-                    ctas = (sharers if units == shared else clusters) * cluster
-                    yield replace(config, ctas=ctas, stream_k_units=shared, stream_k_clusters=sharers)
+        shape = GemmSm90LargeConfig(cluster, clusters * cluster, warpgroups=warpgroups, m64_tiles=m64_tiles)
+        highest, *others = tile_heights(m, most, ceil_div(problem.n, shape.block_n * cluster), clusters)
+        for block_m in (highest, *[height for height in others if height > most // 2][: MAX_HEIGHTS - 1]):
+            yield from _with_stream_k(replace(shape, block_m=block_m), problem, clusters)
 
 
-def tile_heights(m: int, most: int) -> list[int]:
-    """Return the values of ``block_m`` to try for a tile of at most ``most`` rows.
-
-    The values are multiples of 8 that split M rows into tiles of nearly equal height. Values down to half of ``most``
-    are included, since a larger number of lower tiles may fill the SMs better.
-
-    >>> tile_heights(48, 64), tile_heights(200, 256), tile_heights(700, 256), tile_heights(700, 128)
-    ([48], [200], [240, 176, 144], [120, 104, 88, 80, 72])
-    """
-    found = [ceil_div(ceil_div(m, tiles), 8) * 8 for tiles in range(ceil_div(m, most), 2 * ceil_div(m, most) + 1)]
-    heights = dict.fromkeys(height for height in found if height == found[0] or height > most // 2)
-    return list(heights)[:MAX_HEIGHTS]
+def _with_stream_k(config: GemmSm90LargeConfig, problem: Problem, clusters: int) -> Iterator[GemmSm90LargeConfig]:
+    """Yield the configuration for at most ``clusters`` clusters, without stream-K and with it."""
+    k_tiles, units = ceil_div(problem.k, WEIGHT_TILE_K), config.units(problem)
+    yield replace(config, ctas=min(units, clusters) * config.cluster)
+    # Try stream-K for the units of the last, partial wave, and for the units of the last two waves.
+    left = units % clusters
+    for shared in sorted({left, left + clusters if units > clusters else left} - {0}):
+        for sharers in sorted({min(clusters, 2 * shared), min(clusters, 4 * shared), clusters}):
+            if sharers != shared and shared * k_tiles >= 2 * sharers:
+                ctas = (sharers if units == shared else clusters) * config.cluster
+                yield replace(config, ctas=ctas, stream_k_units=shared, stream_k_clusters=sharers)
 
 
 def plan(config: GemmSm90LargeConfig, problem: Problem, device: Device) -> LaunchPlan:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host code shared by the kernels for Hopper: tensor map of x, constants, power limit, clusters."""
+"""Host code shared by the kernels for Hopper: tensor map of x, constants, power limit, tile heights, clusters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cupy_awq.kernels.problem import ITEMSIZE, Problem
+from cupy_awq.kernels.problem import ITEMSIZE, Problem, ceil_div
 from cupy_awq.kernels.repack import RepackedLayout
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import LaunchPlan, TensorMap
@@ -14,6 +14,8 @@ CLUSTER_SMS = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 7: 0.8, 8: 0.
 """The fraction of an H100's SMs that clusters can occupy at the same time, by CTAs per cluster."""
 POWER_LIMITED_TFLOPS = 877.0
 """The throughput in TFLOPS at which an H100 or H200 reaches the power limit of 700 W."""
+CONVERSION_ROWS = 77
+"""The number of rows of x whose wgmma instructions take as long as a tile's other work, such as converting weights."""
 
 
 def x_tensor_map(problem: Problem, block_m: int, boxes: int) -> TensorMap:
@@ -59,6 +61,33 @@ def power_limited_us(work_us: float, problem: Problem) -> float:
     """
     power_us = 2 * problem.m * problem.n * problem.k / (POWER_LIMITED_TFLOPS * 1e6)
     return p_norm((work_us, power_us), 3)
+
+
+def tile_heights(m: int, most: int, columns: int, resident: int) -> list[int]:
+    """Return the values of ``block_m`` that split M rows into tiles of nearly equal height, the most promising first.
+
+    They are multiples of 8: first the highest one, then others down to about half of it, in the order of the time of
+    all waves of tiles, which is modelled as proportional to ``block_m + CONVERSION_ROWS``.
+
+    Args:
+        m: number of rows of y.
+        most: the largest value.
+        columns: number of tiles along n.
+        resident: number of tiles that are computed at the same time.
+
+    >>> tile_heights(48, 128, 32, 132), tile_heights(200, 128, 32, 132)
+    ([48, 24], [104, 56, 72])
+    >>> tile_heights(2300, 256, 16, 132)[:3]  # 16 x 16 tiles of 144 rows, 15 x 16 tiles of 160 rows: two waves
+    [256, 144, 160]
+    """
+    fewest = ceil_div(m, most)
+    counts = range(fewest, 2 * fewest + 1)
+    highest, *others = dict.fromkeys(ceil_div(ceil_div(m, count), 8) * 8 for count in counts)
+
+    def wave_rows(height: int) -> int:
+        return ceil_div(ceil_div(m, height) * columns, resident) * (height + CONVERSION_ROWS)
+
+    return [highest, *sorted(others, key=wave_rows)]
 
 
 def resident_clusters(device: Device, size: int) -> int:
