@@ -43,6 +43,8 @@ class MmaCosts:
         wave_us: additional time per additional wave of CTAs.
         reduction_us: time of the split-K reduction.
         cluster_us: additional time of the reduction per CTA of a cluster beyond two.
+        odd_cluster_us: additional time of clusters of 3 or 5 CTAs if the next kernel starts late.
+        imbalance: additional time, relative to the p-norm, if some SMs have two CTAs and the others one.
         consumer_us: time per consumer to add up the accumulators of a CTA.
         uneven_us: additional time if the number of warps per consumer is not a power of two, so that they copy x in
             several passes.
@@ -65,6 +67,8 @@ class MmaCosts:
     wave_us: float = 1.53
     reduction_us: float = 0.236
     cluster_us: float = 0.0703
+    odd_cluster_us: float = 0.2
+    imbalance: float = 0.04
     consumer_us: float = 0.0335
     uneven_us: float = 0.265
     shared_us: float = 0.397
@@ -117,6 +121,8 @@ class WgmmaCosts:
     Attributes:
         launch_us, nonresident_us, room_us, wave_us, stream_factor, norm: as in `MmaCosts`.
         late_us: ``nonresident_us`` without ``prefetch_weights``, for any number of resident CTAs.
+        late_stream_factor: time to read the weight without ``prefetch_weights``, when all CTAs start to read at the
+            same time, relative to that with it.
         reduction_us: fixed time of the split-K reduction.
         cluster_us: as in `MmaCosts`.
         exchange_ns: time of the split-K reduction per accumulator that a CTA sends, in nanoseconds.
@@ -133,6 +139,8 @@ class WgmmaCosts:
         consumer_row_cycles: increase of ``consumer_cycles`` per row of the CTA tile.
         unscaled_row_cycles: further increase per row of the CTA tile, without ``scaled``.
         refill_us: time from the release of a stage until its next copies have landed.
+        first_stage_ns: additional time until the first stage has landed, per row and per k tile of a stage beyond the
+            first, in nanoseconds.
         copy_bytes_per_cycle: bandwidth of copies to the shared memory of an SM, in bytes per cycle.
     """
 
@@ -140,6 +148,7 @@ class WgmmaCosts:
     nonresident_us: float = 1.34
     room_us: float = 0.545
     late_us: float = 0.19
+    late_stream_factor: float = 1.1
     wave_us: float = 3.35
     reduction_us: float = 0.169
     cluster_us: float = 0.155
@@ -158,6 +167,7 @@ class WgmmaCosts:
     consumer_row_cycles: float = 1.14
     unscaled_row_cycles: float = 1.69
     refill_us: float = 1.02
+    first_stage_ns: float = 3.1
     copy_bytes_per_cycle: float = 195.0
 
 
@@ -238,18 +248,24 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
         "stages": at.waves * k_tiles / (config.stages * config.k_tiles) * costs.refill_us,
         "weight": costs.stream_factor * stream,
     }
+    overlapping_us = p_norm(overlapping.values(), costs.norm)
     shared = costs.shared_us * min(1.0, stream / costs.long_us) if at.resident > 1 else 0.0
+    split = costs.reduction_us + costs.cluster_us * (config.split_k - 2) if config.split_k > 1 else 0.0
+    if config.split_k in (3, 5) and config.starts_next_late(problem, device):
+        split += costs.odd_cluster_us
+    is_uneven = device.sm_count < math.prod(config.grid(problem)) < 2 * device.sm_count
     fixed = {
         "launch": costs.launch_us + costs.nonresident_us * at.nonresident - shared - costs.room_us * at.room,
         "waves": costs.wave_us * max(0.0, at.used - 1),
-        "split-K": costs.reduction_us + costs.cluster_us * (config.split_k - 2) if config.split_k > 1 else 0.0,
+        "imbalance": costs.imbalance * overlapping_us if is_uneven else 0.0,
+        "split-K": split,
         "consumers": costs.consumer_us * config.consumers,
         "x": costs.uneven_us if config.weight_tiles == 3 or config.weight_tiles >= 6 else 0.0,
     }
     if problem.gathers_x:
         x_kib = at.concurrent * problem.m * problem.k * 2 / 1024
         fixed["gather"] = costs.gather_us + costs.gather_kib_us * x_kib + costs.gather_split_us * (config.split_k > 1)
-    return TimeParts(sum(fixed.values()) + p_norm(overlapping.values(), costs.norm), fixed, overlapping)
+    return TimeParts(sum(fixed.values()) + overlapping_us, fixed, overlapping)
 
 
 def mma_invariant_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimeParts:
@@ -287,6 +303,7 @@ def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> Time
     loop_cycles = costs.iteration_cycles + config.m64_tiles * (costs.consumer_cycles + row_cycles * rows)
     k_tile_bytes = 2 * WEIGHT_TILE_K * rows + problem.weight_bytes / problem.k / problem.n * WEIGHT_TILE_K * columns
     copy_us = k_tile_bytes / (costs.copy_bytes_per_cycle * CLOCK_MHZ)
+    stream_factor = costs.stream_factor * (1.0 if config.prefetch_weights else costs.late_stream_factor)
     # With `scaled`, a consumer releases a stage one iteration later.
     free_stages = max(config.stages - (config.consumers if config.scaled else 0), 0.5)
     overlapping = {
@@ -294,16 +311,17 @@ def wgmma_time(config: GemmSm90Config, problem: Problem, device: Device) -> Time
         "consumer": at.waves * mine * loop_cycles / CLOCK_MHZ,
         "copies": at.busiest * k_tiles * copy_us,
         "stages": at.waves * k_tiles * (costs.refill_us / config.k_tiles + at.concurrent * copy_us) / free_stages,
-        "weight": costs.stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
+        "weight": stream_factor * problem.weight_bytes / (device.read_gbs * 1e3),
     }
     accumulators = rows * columns * 1e-3
     late = costs.nonresident_us * at.nonresident if config.prefetch_weights else costs.late_us
+    first_stage_us = costs.first_stage_ns * rows * (config.k_tiles - 1) * 1e-3
     split = 0.0
     if config.split_k > 1:
         sent = accumulators * (config.split_k - 1) / config.split_k
         split = costs.reduction_us + costs.cluster_us * (config.split_k - 2) + costs.exchange_ns * sent
     fixed = {
-        "launch": costs.launch_us + late - costs.room_us * at.room,
+        "launch": costs.launch_us + late - costs.room_us * at.room + first_stage_us,
         "waves": costs.wave_us * (at.waves - 1),
         "split-K": split,
         "consumers": costs.consumer_ns * config.consumers * accumulators,
