@@ -14,7 +14,7 @@ from cupy_awq.block_weight import BlockQuantizedWeight
 from cupy_awq.check import Array
 from cupy_awq.kernels.family import Workspace
 from cupy_awq.kernels.gemm_sm90_config import available_ctas, most_stages
-from cupy_awq.kernels.hopper import is_excessive, p_norm, resident_clusters
+from cupy_awq.kernels.hopper import is_excessive, p_norm, resident_clusters, tile_heights
 from cupy_awq.kernels.int8_problem import BLOCK_K, Int8Problem, layout_refusal
 from cupy_awq.kernels.problem import ITEMSIZE, TYPES, ceil_div
 from cupy_awq.kernels.quantize_fp8 import half_sum_stride
@@ -27,6 +27,8 @@ TILE_N = 64
 """The number of columns of y per weight tile; equal to wgmma's M."""
 MAX_BLOCK_M = 128
 """The largest number of rows per CTA tile."""
+MAX_HEIGHTS = 3
+"""The largest number of values of ``block_m`` to try, for one tile width and split-K factor."""
 SPLITS = (1, 2, 3, 4, 6, 8)
 """The split-K factors to try."""
 MIN_TENSOR_CYCLES = 13
@@ -48,10 +50,9 @@ SYMMETRIC_ZERO = 8
 class GemmW4A8Costs:
     """Constants of the cost model. Cycles are per k tile and weight tile (128 x 64 weights).
 
-    Those without tiles of offsets are fitted to 1043 measured times of 105 problems on an H100 (five shapes, 1 to 512
-    rows, group size 128). The RMS error is 10%; the configuration that the model ranks first is 5% slower than the
-    fastest measured one. Those with tiles of offsets are fitted to 746 times of 97 random problems (33 to
-    1200 rows): the RMS error is 7%, the configuration that is ranked first 2% slower than the fastest measured one.
+    Those without tiles of offsets are fitted to 1402 measured times of 195 random problems on an H100 (9 to 1500 rows,
+    group size 128), those with them to 468 times of 78 random problems (17 to 1200 rows). The RMS error is 7%; the
+    configuration that is ranked first is slower than the fastest measured one by 2% (geometric mean).
 
     Attributes:
         clock_mhz: SM clock in MHz that converts cycles to time.
@@ -59,53 +60,58 @@ class GemmW4A8Costs:
         block_scales_us: additional time if each block of x has a scale.
         wave_us: additional time per additional wave of CTAs.
         reduction_us: fixed time of the split-K reduction.
+        share_us: additional time if CTAs share the copies of x.
         exchange_ns: time of the split-K reduction per accumulator that a CTA sends, in nanoseconds.
         consumer_ns: time to add up the accumulators of a CTA, per consumer and accumulator, in nanoseconds.
         tensor_factor: tensor-core cycles per wgmma, relative to the nominal ones.
         dequantize_cycles: issue cycles to dequantize weights.
         product_cycles: issue cycles per row and instruction that scales a product.
-        consumer_cycles: cycles of a warpgroup that is alone on its SM, apart from ``row_cycles``.
+        turn_cycles: issue cycles per pipeline stage, if a k tile has parameters of rows of x, times the square of the
+            number of consumers beyond two, which take turns at the stages.
+        iteration_cycles: cycles per k tile of a warpgroup that is alone on its SM, for any number of m64 tiles.
+        consumer_cycles: cycles per m64 tile of a warpgroup that is alone on its SM, apart from ``row_cycles``.
         row_cycles: increase of ``consumer_cycles`` per row of the CTA tile.
-        refill_us: time from the release of a stage until its next copies have landed.
         l2_bytes_per_us: bandwidth of copies from L2 to all SMs, in bytes per microsecond.
         stream_factor: time to read the weight, relative to the time at the nominal bandwidth.
         norm: exponent of the p-norm of times that overlap.
     """
 
     clock_mhz: float = 1750.0
-    launch_us: float = 2.56
-    block_scales_us: float = 0.4
-    wave_us: float = 1.59
-    reduction_us: float = 0.157
-    exchange_ns: float = 0.18
-    consumer_ns: float = 0.054
-    tensor_factor: float = 1.24
-    dequantize_cycles: float = 28.0
-    product_cycles: float = 0.72
-    consumer_cycles: float = 182.0
-    row_cycles: float = 4.0
-    refill_us: float = 1.6
-    l2_bytes_per_us: float = 7.8e6
-    stream_factor: float = 1.005
-    norm: float = 3.07
+    launch_us: float = 1.816
+    block_scales_us: float = 0.362
+    wave_us: float = 4.306
+    reduction_us: float = 0.0494
+    share_us: float = 1.18
+    exchange_ns: float = 0.228
+    consumer_ns: float = 0.0486
+    tensor_factor: float = 1.0
+    dequantize_cycles: float = 75.1
+    product_cycles: float = 0.594
+    turn_cycles: float = 17.9
+    iteration_cycles: float = 319.0
+    consumer_cycles: float = 175.0
+    row_cycles: float = 1.332
+    l2_bytes_per_us: float = 1.05e7
+    stream_factor: float = 1.089
+    norm: float = 3.5
 
 
 COSTS = GemmW4A8Costs()
 OFFSET_TILE_COSTS = GemmW4A8Costs(
-    launch_us=2.127,
-    wave_us=4.565,
-    reduction_us=0.3492,
-    exchange_ns=0.02515,
-    consumer_ns=0.07189,
-    tensor_factor=1.019,
-    dequantize_cycles=60.33,
+    launch_us=2.085,
+    wave_us=5.12,
+    reduction_us=0.18,
+    exchange_ns=0.128,
+    consumer_ns=0.0591,
+    tensor_factor=0.941,
+    dequantize_cycles=73.8,
     product_cycles=0.4833,
-    consumer_cycles=249.8,
-    row_cycles=2.897,
-    refill_us=0.3657,
-    l2_bytes_per_us=1.879e7,
-    stream_factor=1.077,
-    norm=3.355,
+    iteration_cycles=165.0,
+    consumer_cycles=184.0,
+    row_cycles=2.39,
+    l2_bytes_per_us=1.615e7,
+    stream_factor=1.092,
+    norm=3.553,
 )
 
 
@@ -202,37 +208,36 @@ def refusal(problem: Int8Problem, device: Device) -> str | None:
     return layout_refusal(problem)
 
 
-def tile_heights(problem: Int8Problem) -> list[int]:
-    """Return the values of ``block_m`` to try: valid values of wgmma's N that split M into tiles of similar height."""
-    fewest = ceil_div(problem.m, MAX_BLOCK_M)
-    counts = (1,) if problem.m <= 32 else (fewest, fewest + 1, 2 * fewest)
-    found = (ceil_div(ceil_div(problem.m, count), 8) * 8 for count in counts)
-    # An integer wgmma has N = 8, 24 or a multiple of 16.
-    return list(dict.fromkeys(height if problem.fp8 or height <= 24 else ceil_div(height, 16) * 16 for height in found))
-
-
 def configs(problem: Int8Problem, device: Device) -> list[GemmW4A8Config]:
     """Return every legal configuration."""
     all_k_tiles = ceil_div(problem.k, BLOCK_K)
     has_offset_tiles = problem.fp8 and problem.m >= OFFSET_TILES_MIN_M
     found: list[GemmW4A8Config] = []
-    for block_m, warpgroups, m64_tiles, consumers, k_tiles, split_k, share_x, offset_tiles in itertools.product(
-        tile_heights(problem), (1, 2, 3, 4), (1, 2), (1, 2, 3, 4), (1, 2), SPLITS, (1, 2), (False, True)
+    for warpgroups, m64_tiles, consumers, k_tiles, split_k, share_x, offset_tiles in itertools.product(
+        (1, 2, 3, 4), (1, 2), (1, 2, 3, 4), (1, 2), SPLITS, (1, 2), (False, True)
     ):
         # Beside tiles of offsets, sharing the copies of x costs up to 26% of the time.
         if offset_tiles and (k_tiles > 1 or share_x > 1 or not has_offset_tiles):
             continue
-        if share_x > 1 and (block_m < 64 or block_m % 16 or share_x * split_k > 8):
-            continue
-        if warpgroups * consumers > 4 or consumers * split_k * k_tiles > all_k_tiles or (k_tiles > 1 and block_m > 64):
+        if warpgroups * consumers > 4 or consumers * split_k * k_tiles > all_k_tiles or share_x * split_k > 8:
             continue
         config = GemmW4A8Config(
-            block_m, warpgroups, m64_tiles, consumers, consumers, k_tiles, split_k, 1, share_x, offset_tiles
+            0, warpgroups, m64_tiles, consumers, consumers, k_tiles, split_k, 1, share_x, offset_tiles
         )
-        if is_excessive(split_k, math.prod(config.tiles(problem)), device):
-            continue
-        found += _with_most_stages(config, problem, device)
+        for block_m in _heights(problem, config.block_n, device.sm_count // split_k):
+            if (share_x > 1 and (block_m < 64 or block_m % 16)) or (k_tiles > 1 and block_m > 64):
+                continue
+            if not is_excessive(split_k, math.prod(replace(config, block_m=block_m).tiles(problem)), device):
+                found += _with_most_stages(replace(config, block_m=block_m), problem, device)
     return found
+
+
+def _heights(problem: Int8Problem, block_n: int, resident: int) -> list[int]:
+    """Return the values of ``block_m`` to try if ``resident`` tiles are computed at the same time."""
+    heights = tile_heights(problem.m, MAX_BLOCK_M, ceil_div(problem.n, block_n), resident)
+    # An integer wgmma has N = 8, 24 or a multiple of 16.
+    legal = (height if problem.fp8 or height <= 24 else ceil_div(height, 16) * 16 for height in heights)
+    return list(dict.fromkeys(legal))[: 1 if problem.m <= 32 else MAX_HEIGHTS]
 
 
 def _with_most_stages(config: GemmW4A8Config, problem: Int8Problem, device: Device) -> Iterator[GemmW4A8Config]:
@@ -263,14 +268,16 @@ def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) ->
     mine = ceil_div(ceil_div(k_tiles, config.k_tiles), config.consumers) * config.k_tiles
     instructions = 0.9 if config.offset_tiles else 2.6 if problem.fp8 else 2 if problem.row_scales else 3.4
     issue_cycles = costs.dequantize_cycles + costs.product_cycles * instructions * rows
+    if config.has_x_parameters(problem):
+        issue_cycles += costs.turn_cycles * max(0, config.consumers - 2) ** 2 / config.k_tiles
     tensor_cycles = costs.tensor_factor * 4 * max(rows / 2, MIN_TENSOR_CYCLES)
+    loop_cycles = costs.iteration_cycles + config.m64_tiles * (costs.consumer_cycles + costs.row_cycles * rows)
     column_tiles = config.warpgroups * config.m64_tiles
     column_bytes = column_tiles * weight_tile_bytes(problem)
     stream_us_per_byte = costs.stream_factor / (device.read_gbs * 1e3)
     overlapping = (
         busiest * k_tiles * column_tiles * (tensor_cycles + issue_cycles) / clock,
-        waves * mine * config.m64_tiles * (costs.consumer_cycles + costs.row_cycles * rows) / clock,
-        waves * k_tiles / config.k_tiles * costs.refill_us / config.stages,
+        waves * mine * loop_cycles / clock,
         ctas * k_tiles * (rows * BLOCK_K / config.share_x + column_bytes) / costs.l2_bytes_per_us,
         problem.n * problem.k * weight_tile_bytes(problem) / (TILE_N * BLOCK_K) * stream_us_per_byte,
     )
@@ -278,6 +285,8 @@ def estimate_us(config: GemmW4A8Config, problem: Int8Problem, device: Device) ->
     fixed = costs.launch_us + costs.wave_us * (waves - 1) + costs.consumer_ns * config.consumers * accumulators
     if not (problem.row_scales or problem.fp8):
         fixed += costs.block_scales_us
+    if config.share_x > 1:
+        fixed += costs.share_us
     if config.split_k > 1:
         fixed += costs.reduction_us + costs.exchange_ns * accumulators * (1 - 1 / config.split_k)
     return fixed + p_norm(overlapping, costs.norm)
