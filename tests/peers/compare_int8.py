@@ -3,15 +3,18 @@
 
     python tests/peers/compare_int8.py gemm       # 1024 and 4096 rows, beside cuBLAS fp16 and torch._int_mm
     python tests/peers/compare_int8.py few        # 1, 4 and 8 rows
+    python tests/peers/compare_int8.py w4a8       # 1 to 4096 rows, beside the roofline and W4A16
     python tests/peers/compare_int8.py conv2d     # layers of ResNet-50 and MobileNetV2 beside cuDNN fp16
     python tests/peers/compare_int8.py gemm --shapes 4096x12288 --ms 1024
 
 Needs PyTorch, unlike the package. Shapes are KxN. Prints a Markdown table of microseconds per call: the median of 7
-replays of a CUDA graph of at least 20 calls, after 60 ms of warm-up replays. The calls rotate over copies of the weight
-that exceed the L2 cache, at most 24. cuDNN uses its fastest algorithm (benchmark mode) and channels last.
+replays of a CUDA graph of at least 20 calls, after 60 ms of warm-up replays; the graphs of w4a8 are replayed in turns.
+The calls rotate over copies of the weight that exceed the L2 cache, at most 24. cuDNN uses its fastest algorithm
+(benchmark mode) and channels last.
 """
 
 import argparse
+import functools
 import math
 import os
 import statistics
@@ -34,8 +37,13 @@ from cupy_awq import (
     linear_int8,
     quantize_activations,
 )
+from cupy_awq.kernels import select
+from cupy_awq.ops import execute
 from cupy_awq.tools import timing
+from tests.peers import interleave, sweep
 
+READ_GBS, TFLOPS = 3185, 1213
+"""The measured read bandwidth and the measured rate of cuBLAS in float8 on an H100, which bound W4A8."""
 CHANNELS_LAST = torch.channels_last
 COLD_BYTES = 120e6
 MOST_COPIES = 24
@@ -94,6 +102,23 @@ def peer(calls):
 
 def ours(calls):
     return timing.on_gpu(calls)
+
+
+def in_turns(*functions):
+    """Return the microseconds per call of each list of calls, whose graphs are replayed in turns."""
+    stream = cp.cuda.Stream(non_blocking=True)
+    graphs = []
+    cp.cuda.Device().synchronize()
+    with stream:
+        for calls in functions:
+            batch = list(calls) * math.ceil(20 / len(calls))
+            for call in calls:
+                call()
+            stream.begin_capture()
+            for call in batch:
+                call()
+            graphs.append(interleave.Graph(functools.partial(stream.end_capture().launch, stream), len(batch)))
+        return interleave.medians_us(graphs, stream.record, cp.cuda.get_elapsed_time)
 
 
 def block_weight(n, k, block, bits, window=1):
@@ -189,6 +214,47 @@ def few(shapes, ms):
         fresh()
 
 
+def product_alone(calls):
+    """Return calls that repeat the last launch of each call: the product without the quantization of x."""
+    recorded = sweep.Recorded(calls)
+    chosen = select.choose(recorded.problem, sweep.gpu())
+    launches = recorded.launches(select.Candidate(chosen.family, chosen.config, 0.0))
+    return [functools.partial(execute.launch, plan, buffers, 0) for plan, buffers in launches]
+
+
+def w4a8(shapes, ms):
+    header(
+        "K x N",
+        "M",
+        "roofline",
+        "INT8",
+        "FP8",
+        "FP8 and quantization",
+        "W4A16",
+        "best / roofline",
+        "with quantization / FP8",
+    )
+    for k, n in shapes:
+        packed = [awq_weight(k, n, 128) for _ in range(copies(n * k / 2))]
+        layers, blocks = [cupy_awq.AwqLinear(w) for w in packed], [from_packed(w) for w in packed]
+        for m in ms:
+            x, y = cp.random.standard_normal((m, k)).astype(cp.float16), cp.empty((m, n), cp.float16)
+            rows = quantize_activations(x, block_size=None, symmetric=True)
+            nbytes = k * n // 2 + k // 128 * n * 5 // 2 + m * k + 2 * m * n
+            roofline = max(nbytes / READ_GBS / 1e3, 2 * m * k * n / TFLOPS / 1e6)
+            layer_calls = [lambda w=w: linear_fp8(x, w, out=y) for w in blocks]
+            int8, fp8, both, w4a16 = in_turns(
+                [lambda w=w: gemm_int8(*rows, w, out=y) for w in blocks],
+                product_alone(layer_calls),
+                layer_calls,
+                [lambda layer=layer: layer(x, out=y) for layer in layers],
+            )
+            ratios = f"{min(int8, fp8) / roofline:.2f}", f"{both / fp8:.2f}"
+            show(f"{k} x {n}", m, roofline, int8, fp8, both, w4a16, *ratios)
+        del packed, layers, blocks
+        fresh()
+
+
 def convolutions(batches):
     torch.backends.cudnn.benchmark = True
     header("convolution", "batch", "INT4", "INT8", "cuDNN fp16", "cuDNN / INT4")
@@ -217,19 +283,25 @@ def convolutions(batches):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["gemm", "few", "conv2d"])
-    parser.add_argument("--shapes", default="4096x4096,4096x12288,12288x4096,8192x8192", help="KxN,.. of gemm and few")
+    parser.add_argument("what", choices=["gemm", "few", "w4a8", "conv2d"])
+    parser.add_argument("--shapes", help="KxN,.. of products")
     parser.add_argument("--ms", help="rows of x, or images in a batch")
     a = parser.parse_args()
     torch.set_grad_enabled(False)
-    shapes = [tuple(map(int, shape.split("x"))) for shape in a.shapes.split(",")]
-    default = {"gemm": "1024,4096", "few": "1,4,8", "conv2d": "1,8,32"}[a.what]
+    default_shapes = "4096x4096,4096x12288,12288x4096,8192x8192" + (",8192x28672" if a.what == "w4a8" else "")
+    shapes = [tuple(map(int, shape.split("x"))) for shape in (a.shapes or default_shapes).split(",")]
+    default = {
+        "gemm": "1024,4096",
+        "few": "1,4,8",
+        "w4a8": "1,16,33,64,96,128,256,512,1024,4096",
+        "conv2d": "1,8,32",
+    }[a.what]
     ms = [int(m) for m in (a.ms or default).split(",")]
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}\n")
     if a.what == "conv2d":
         convolutions(ms)
     else:
-        {"gemm": gemm, "few": few}[a.what](shapes, ms)
+        {"gemm": gemm, "few": few, "w4a8": w4a8}[a.what](shapes, ms)
 
 
 if __name__ == "__main__":
