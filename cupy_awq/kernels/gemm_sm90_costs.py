@@ -68,7 +68,7 @@ class MmaCosts:
     reduction_us: float = 0.236
     cluster_us: float = 0.0703
     odd_cluster_us: float = 0.2
-    imbalance: float = 0.04
+    imbalance: float = 0.01
     consumer_us: float = 0.0335
     uneven_us: float = 0.265
     shared_us: float = 0.397
@@ -167,7 +167,7 @@ class WgmmaCosts:
     consumer_row_cycles: float = 1.14
     unscaled_row_cycles: float = 1.69
     refill_us: float = 1.02
-    first_stage_ns: float = 3.1
+    first_stage_ns: float = 2.2
     copy_bytes_per_cycle: float = 195.0
 
 
