@@ -7,9 +7,10 @@ its slowest consumer, the copies, and reading the weight from device memory. A p
 The constants are fitted on an H100 to times of random problems (``tests/peers/sweep.py``, group size 128), so that
 the configuration that the models rank first is fast: those of mma to 38454 times of 293 problems with M <= 16;
 ``room_us``, ``reduction_us``, ``cluster_us`` and ``turn_cycles`` of wgmma to 422 problems with M >= 9; its others to
-264 problems. The RMS error is 8% (mma, configurations within 15% of the fastest one) and 9% (wgmma). In 619 problems
-that no other constant was fitted to, the first choice is slower than the fastest configuration that was measured by
-4% for M <= 16, 5% for M <= 40, 2.5% for M <= 128, and 1% for larger M (geometric mean).
+264 problems. The RMS error is 8% (mma, configurations within 15% of the fastest one) and 9% (wgmma).
+``odd_cluster_us``, ``imbalance``, ``late_stream_factor`` and ``first_stage_ns`` are set by the choice in 424 further
+problems with M <= 128. In 80 others, the first choice is slower than the fastest configuration that was measured by 3%
+for M <= 16 and 2% for M <= 128; with larger M, in 228 problems, by 1% (geometric mean).
 """
 
 from __future__ import annotations
