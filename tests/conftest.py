@@ -61,14 +61,14 @@ def gpu() -> tuple[str, str]:
         return "none", ""
 
 
+def names_tests(config: pytest.Config) -> bool:
+    """Return whether the command names files or tests, or only lists tests."""
+    return bool(config.args != config.getini("testpaths") or config.option.keyword or config.option.collectonly)
+
+
 def is_whole_run(config: pytest.Config) -> bool:
     """Return whether all tests are run, but perhaps the slow ones, so that every kernel must be among them."""
-    restricted = config.option.keyword or config.option.collectonly
-    return bool(
-        config.args == config.getini("testpaths")
-        and not restricted
-        and config.option.markexpr in (NOT_SLOW, "slow or not slow", "")
-    )
+    return not names_tests(config) and config.option.markexpr in (NOT_SLOW, "slow or not slow", "")
 
 
 def is_worker(config: pytest.Config) -> bool:
@@ -91,7 +91,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     Tests share one GPU, and a few selected tests end before workers have started.
     """
     _, capability = gpu()
-    return 0 if capability or not is_whole_run(config) else min(os.cpu_count() or 1, MAX_WORKERS)
+    return 0 if capability or names_tests(config) else min(os.cpu_count() or 1, MAX_WORKERS)
 
 
 def pytest_configure(config: pytest.Config) -> None:
