@@ -327,6 +327,7 @@ def test_selection_fills_the_sms_and_says_why_a_kernel_is_refused() -> None:
     assert (few.block_m, few.split_k) == (16, 8)
     assert (many.block_m, many.block_n, many.split_k) == (128, 128, 1)
     assert select.choose(replace(one, m=4096), h100).config == GemmInt8Sm90Config(1, 132)
+    assert select.choose(replace(one, m=128 * 33), h100).config == GemmInt8Sm90Config(1, 132)
     # 8 x 8 tiles of 192 columns, of which two CTAs share each.
     assert select.choose(replace(one, m=948, n=1472, k=8192), h100).config == GemmInt8Sm90Config(1, 128, 2, 3)
     assert select.choose(replace(one, m=4096, block_size=96), h100).name == "gemm_int8_sm80"

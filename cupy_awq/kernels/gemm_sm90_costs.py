@@ -252,7 +252,7 @@ def mma_time(config: GemmSm90Config, problem: Problem, device: Device) -> TimePa
     overlapping_us = p_norm(overlapping.values(), costs.norm)
     shared = costs.shared_us * min(1.0, stream / costs.long_us) if at.resident > 1 else 0.0
     split = costs.reduction_us + costs.cluster_us * (config.split_k - 2) if config.split_k > 1 else 0.0
-    if config.split_k in (3, 5) and config.starts_next_late(problem, device):
+    if config.split_k in (3, 5) and at.room:
         split += costs.odd_cluster_us
     is_uneven = device.sm_count < math.prod(config.grid(problem)) < 2 * device.sm_count
     fixed = {

@@ -213,22 +213,25 @@ def configs(problem: Int8Problem, device: Device) -> list[GemmW4A8Config]:
     all_k_tiles = ceil_div(problem.k, BLOCK_K)
     has_offset_tiles = problem.fp8 and problem.m >= OFFSET_TILES_MIN_M
     found: list[GemmW4A8Config] = []
-    for warpgroups, m64_tiles, consumers, k_tiles, split_k, share_x, offset_tiles in itertools.product(
-        (1, 2, 3, 4), (1, 2), (1, 2, 3, 4), (1, 2), SPLITS, (1, 2), (False, True)
-    ):
-        # Beside tiles of offsets, sharing the copies of x costs up to 26% of the time.
-        if offset_tiles and (k_tiles > 1 or share_x > 1 or not has_offset_tiles):
-            continue
-        if warpgroups * consumers > 4 or consumers * split_k * k_tiles > all_k_tiles or share_x * split_k > 8:
-            continue
-        config = GemmW4A8Config(
-            0, warpgroups, m64_tiles, consumers, consumers, k_tiles, split_k, 1, share_x, offset_tiles
-        )
-        for block_m in _heights(problem, config.block_n, device.sm_count // split_k):
-            if (share_x > 1 and (block_m < 64 or block_m % 16)) or (k_tiles > 1 and block_m > 64):
+    for warpgroups, m64_tiles, split_k in itertools.product((1, 2, 3, 4), (1, 2), SPLITS):
+        heights = _heights(problem, warpgroups * m64_tiles * TILE_N, device.sm_count // split_k)
+        for block_m, consumers, k_tiles, share_x, offset_tiles in itertools.product(
+            heights, (1, 2, 3, 4), (1, 2), (1, 2), (False, True)
+        ):
+            # Beside tiles of offsets, sharing the copies of x costs up to 26% of the time.
+            if offset_tiles and (k_tiles > 1 or share_x > 1 or not has_offset_tiles):
                 continue
-            if not is_excessive(split_k, math.prod(replace(config, block_m=block_m).tiles(problem)), device):
-                found += _with_most_stages(replace(config, block_m=block_m), problem, device)
+            if share_x > 1 and (block_m < 64 or block_m % 16 or share_x * split_k > 8):
+                continue
+            if warpgroups * consumers > 4 or consumers * split_k * k_tiles > all_k_tiles:
+                continue
+            if k_tiles > 1 and block_m > 64:
+                continue
+            config = GemmW4A8Config(
+                block_m, warpgroups, m64_tiles, consumers, consumers, k_tiles, split_k, 1, share_x, offset_tiles
+            )
+            if not is_excessive(split_k, math.prod(config.tiles(problem)), device):
+                found += _with_most_stages(config, problem, device)
     return found
 
 
