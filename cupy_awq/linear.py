@@ -388,20 +388,20 @@ class AwqLinear:
             return None
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
-    def plan_prefetch(self, begin: float, end: float) -> tuple[Array | None, NextWeight]:
-        """Return the array of this layer's repacked weight from the fraction ``begin`` on, and the part up to ``end``.
+    def plan_prefetch(self, fraction: float) -> tuple[Array | None, NextWeight]:
+        """Return the array of this layer's repacked weight, and a part to prefetch: its first ``fraction``.
 
         The result is (None, `NO_PREFETCH`) if the layer is not gated or not on a Hopper GPU.
 
         >>> import numpy as np
         >>> import cupy_awq
         >>> layer = AwqLinear(cupy_awq.quantize(np.eye(32, 16, dtype=np.float32), group_size=16))
-        >>> layer.plan_prefetch(0, 0.5)
+        >>> layer.plan_prefetch(0.5)
         (None, NextWeight(nbytes=0, up_offset=0))
         """
         if not check.validate_activation(self._activation).gated:
             return None, NO_PREFETCH
-        return planning.plan_prefetch(self._operand, begin, end)
+        return planning.plan_prefetch(self._operand, fraction)
 
     def kernel_for(self, m: int, dtype: Any = "float16") -> str:
         """Return the name of the kernel that runs for a contiguous x of ``m`` rows; "numpy" on the CPU.

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from cupy_awq.kernels import llm
-from cupy_awq.kernels.problem import NextWeight
 from cupy_awq.llm.sampling import Sampling, choose_token
 from tests.backends import BACKENDS, runner
 from tests.test_kernels import ARCHS, BOUNDS, DTYPES, facts
@@ -208,12 +207,11 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
     sizes = m, heads, kv_heads, head_dim, capacity, stride
     positions = rng.permutation(heads * head_dim).astype(np.int32)
     is_ordered = heads % 2 == 0
-    options = {"norm": norm, "orders_out": is_ordered, "next_weight": NextWeight(1 << 16, up_offset=1 << 17)}
+    options = {"norm": norm, "orders_out": is_ordered}
     plan = llm.plan_decode_attention(facts(arch, backend), *sizes, dtype, 1e-6, **options)
     partials, counters = llm.attention_workspace(plan, head_dim)
     arrays = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
     read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
-    arrays["next_weight"] = np.empty((1 << 16) + (1 << 17), np.uint8)
     runner(backend)(plan, {**read, "k": k, "v": v, "out": out, "positions": positions, **arrays})
     assert not arrays["counters"].any(), "the counters must be zero after the launch"
     if is_ordered:

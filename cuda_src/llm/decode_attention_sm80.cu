@@ -4,8 +4,7 @@
 //   out[b, head, :] = sum over p <= lengths[b] of softmax(scale * q[b, head, :] . k[b, p, :])[p] * v[b, p, :]
 //
 // The kernel first applies RoPE to q and k and appends k and v to the KV cache. decode_step.cuh describes arguments,
-// grid and PDL. Sequences of up to UNSPLIT_KEYS keys have a single split. On sm_90 and newer, the CTAs also prefetch a
-// part of `next_weight`, the weight of a later kernel or null (hopper/next_weight.cuh).
+// grid and PDL. Sequences of up to UNSPLIT_KEYS keys have a single split.
 //
 // Limits: HEAD_DIM is a multiple of 64 up to 256; HEADS <= 16 query heads share a KV head. Architectures: sm_80 and
 // newer. q and the probabilities p are rounded to X, as in attention_sm80.
@@ -19,7 +18,6 @@
 //     transposed because up to 8 heads then need half the registers of 16 heads. The lane loads dims 8g .. 8g + 7 of
 //     64 for the keys 2t, 2t + 1, 2t + 8 and 2t + 9; row g of mma j is dim 8g + 2j, row g + 8 is dim 8g + 2j + 1.
 #include "llm/decode_step.cuh"
-#include "hopper/next_weight.cuh"
 #include "common/mma.cuh"
 #include "ptx/ld.cuh"
 #include "ptx/prefetch.cuh"
@@ -38,8 +36,8 @@ using Chunk = Vector<uint32_t, 4>;  // 8 values of type X
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     decode_attention_sm80(const X* qkv, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
                           const int32_t* lengths, X* k, X* v, X* out, float* partials, uint32_t* counters,
-                          POSITIONS_PARAMETER const uint8_t* next_weight, int heads, int kv_heads, int capacity,
-                          int64_t sequence_stride, float scale, float eps, int next_share_bytes, int next_up_offset) {
+                          POSITIONS_PARAMETER int heads, int kv_heads, int capacity, int64_t sequence_stride,
+                          float scale, float eps) {
   __shared__ WarpSoftmaxes warp_softmaxes;
   __shared__ Chunk queries[2 * kKeyChunks][32];  // [k step][lane]: the A operand of q k^T
   __shared__ alignas(16) X new_key[kHeadDim];
@@ -99,10 +97,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       ptx::prefetch_global_l2(v + block_offset + i);
     }
   }
-#if DEPENDENT
-  const int cta = (row * gridDim.y + head_block) * gridDim.x + split;
-  if (warp == 0) NextWeight{next_weight, next_share_bytes, next_up_offset}.prefetch(cta);
-#endif
   if (split >= splits) return;
   const int64_t factor_offset = static_cast<int64_t>(min(position, capacity - 1)) * kHalf;
   const TokenFactors token(cos + factor_offset, sin + factor_offset, q_norm, k_norm);

@@ -172,8 +172,12 @@ class GemmSm90Config:
         """Return whether the next kernel may start only when the preceding one has ended.
 
         That is faster if an SM has room for several CTAs and gets at most one: on an H100, 47 such configurations of
-        the mma kernel take 0.886 of the time (geometric mean). With more CTAs it is slower by 1%.
+        the mma kernel take 0.886 of the time (geometric mean). With more CTAs it is slower by 1%. A GEMM with a
+        `Fusion` is followed by a different kernel, which gains more from an early start: with an output projection that
+        starts it late, a layer of Qwen3-8B takes 0.9 us more, one of Llama-3.2-1B 1.1 us.
         """
+        if problem.fusion:
+            return False
         return math.prod(self.grid(problem)) <= device.sm_count and self.resident(problem, device) > 1
 
 

@@ -13,13 +13,12 @@ Every ``plan_*`` function is pure and returns the `LaunchPlan` of one kernel. Co
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from cupy_awq.kernels.problem import NO_PREFETCH, TYPES, NextWeight, ceil_div
+from cupy_awq.kernels.problem import TYPES, ceil_div, next_power_of_two
 from cupy_awq.runtime.device import Device
 from cupy_awq.runtime.launch_plan import Argument, Dim3, Kernel, LaunchPlan
 
@@ -145,7 +144,6 @@ def plan_decode_attention(
     *,
     norm: bool,
     orders_out: bool = False,
-    next_weight: NextWeight = NO_PREFETCH,
 ) -> LaunchPlan:
     """Return the plan of attention in a decode step, for one new token of each of m sequences.
 
@@ -153,11 +151,10 @@ def plan_decode_attention(
     ``decode_attention_sm80`` (tensor cores) if the architecture and head_dim permit, else ``decode_attention``. The
     grid does not depend on the lengths of the sequences, so a captured CUDA graph can be replayed for any length. If
     ``orders_out``, the columns of the output are permuted: column i is stored at column ``positions[i]`` (a buffer of
-    the kernel). ``decode_attention_sm80`` prefetches ``next_weight`` on sm_90 and newer.
+    the kernel).
     """
     defines: dict[str, int | str] = {"X": TYPES[dtype], "HEAD_DIM": head_dim, "QK_NORM": int(norm)}
     defines |= {"ORDER_OUT": int(orders_out)}
-    defines |= {"MAX_SPLITS": MAX_SPLITS, "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS}
     if device.arch >= TENSOR_CORE_ARCH and head_dim % 64 == 0 and head_dim <= 256:
         entry = "decode_attention_sm80"
         # The registers hold the accumulators of at most 16 heads of up to 128 dims, or of 8 heads of 256 dims.
@@ -176,6 +173,7 @@ def plan_decode_attention(
         if threads == 128 and cta_heads > 2 and dtype == "bfloat16":
             defines |= {"UNROLL": 2}  # With 4, ptxas spills registers.
     splits = max(1, min(MAX_SPLITS, ctas_per_sm * device.sm_count // (m * heads // cta_heads)))
+    defines |= {"MAX_SPLITS": next_power_of_two(splits), "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS}
     if entry == "decode_attention_sm80":
         # On an H100, this prefetch speeds up a layer of Qwen3-8B (head_dim 128) by 1 to 5% with 12 and 24 sequences of
         # 1,024 tokens, and slows down a layer of Llama-3.2-1B (head_dim 64) by 4% with 24.
@@ -191,9 +189,6 @@ def plan_decode_attention(
     grid = splits, heads // cta_heads, m
     scalars = [*_int32s(heads, kv_heads, capacity), np.int64(sequence_stride)]
     scalars += [np.float32(head_dim**-0.5), np.float32(eps)]
-    if entry == "decode_attention_sm80":
-        buffers.append("next_weight")
-        scalars += next_weight.scalars(math.prod(grid))
     arguments = *buffers, *scalars
     return _plan(device, entry, defines, grid, threads, arguments, shared_bytes=shared_bytes)
 
@@ -201,10 +196,10 @@ def plan_decode_attention(
 def attention_workspace(plan: LaunchPlan, head_dim: int) -> tuple[int, int]:
     """Return the numbers of float32 partial sums and of uint32 counters that a plan of decode attention needs."""
     splits, head_ctas, m = plan.grid
-    heads = dict(plan.kernel.defines)["HEADS"]
     if splits == 1:
         return 0, 0
-    return m * head_ctas * MAX_SPLITS * int(heads) * (head_dim + 2), m * head_ctas
+    defines = dict(plan.kernel.defines)
+    return m * head_ctas * int(defines["MAX_SPLITS"]) * int(defines["HEADS"]) * (head_dim + 2), m * head_ctas
 
 
 @functools.lru_cache(maxsize=1024)
@@ -303,7 +298,7 @@ def plan_sampling_threshold(
 
 
 def kernels(device: Device) -> Iterator[Kernel]:
-    """Yield the kernels of common models, with head_dim 64 and 128 and 1, 3, 4 and 8 query heads per KV head."""
+    """Yield the kernels of common models: head_dim 64 and 128, 8 KV heads, each with 1, 3, 4 or 8 query heads."""
     for dtype in ("float16", "bfloat16"):
         yield plan_embed(device, 1, 8, 8, dtype).kernel
         yield plan_swiglu(device, 1, 8, dtype).kernel
@@ -313,8 +308,9 @@ def kernels(device: Device) -> Iterator[Kernel]:
             for norm in (False, True):
                 yield plan_rope_cache(device, 1, 1, 4, 4, head_dim, 8, 8, dtype, 1e-6, norm=norm).kernel
                 for group in (1, 3, 4, 8):
-                    for m in (1, 512):
-                        yield plan_decode_attention(device, m, group, 1, head_dim, 8, 8, dtype, 1e-6, norm=norm).kernel
+                    for m in (1, 64):
+                        sizes = m, 8 * group, 8, head_dim, 8, 8
+                        yield plan_decode_attention(device, *sizes, dtype, 1e-6, norm=norm).kernel
             for group in (1, 3, 4, 8):
                 yield plan_attention(device, 2, 2, group, 1, head_dim, 8, 8, dtype).kernel
         for k, out_dtype in ((64, dtype), *((k, "float32") for k in (64, 896, 1536, 4096, 72))):

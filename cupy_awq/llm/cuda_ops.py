@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 RESERVED_BYTES = 1 << 29
 """The size in bytes of the free memory that a KV cache leaves for the intermediate arrays of a forward pass."""
 
-PREFETCHED_BY_ATTENTION, PREFETCHED_BY_OUTPUT = (0.0, 0.12), (0.12, 0.24)
-"""The parts of the gate and up projections, as fractions (begin, end), that attention and the output projection
-prefetch into L2. On an H100, larger parts delay loads that are needed earlier."""
+PREFETCHED_BY_OUTPUT = 0.12
+"""The part of the gate and up projections, as a fraction, that the output projection prefetches into L2.
+
+On an H100, larger parts delay loads that are needed earlier.
+"""
 MAX_PREFETCH_ROWS = 8
 """The largest number of sequences in a decode step with such prefetches; with 16 they gain nothing on an H100."""
 
@@ -197,7 +199,7 @@ class CudaOps(DecoderOps):
         *rows, width = stream.h.shape
         positions = self._positions.get(next_projection)
         m = x.size // x.shape[-1]
-        next_weight, part = _plan_prefetch(next_projection, m, *PREFETCHED_BY_OUTPUT)
+        next_weight, part = _plan_prefetch(next_projection, m)
         fusion = Fusion("add_to_stream", orders_y=positions is not None, next_weight=part)
         # A fused GEMM does not permute x.
         plan = None if _order(projection) is not None else self._plan_fused(projection, m, fusion)
@@ -223,7 +225,6 @@ class CudaOps(DecoderOps):
         cache: KvCache,
         layer: int,
         order: ColumnOrder | None,
-        later_projection: Projection | None = None,
     ) -> Array:
         """See `DecoderOps`. A decode step (S = 1) launches one kernel, a prompt two."""
         config, dtype = self.config, self.dtype.name
@@ -235,13 +236,12 @@ class CudaOps(DecoderOps):
         cached = {"lengths": cache.lengths, "k": cache.k[layer], "v": cache.v[layer]}
         new = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cache.cos, "sin": cache.sin}
         if s == 1 and not self._batch_invariant:
-            next_weight, part = _plan_prefetch(later_projection, b, *PREFETCHED_BY_ATTENTION)
-            options = {"norm": has_norm, "orders_out": order is not None, "next_weight": part}
+            options = {"norm": has_norm, "orders_out": order is not None}
             plan = kernels.plan_decode_attention(self.device, b, *sizes, dtype, config.eps, **options)
             partials, _ = kernels.attention_workspace(plan, config.head_dim)
             scratch = {"partials": self._empty((partials,), np.float32), "counters": self._attention_counters}
             positions = None if order is None else order.positions
-            self.run(plan, **cached, **new, **scratch, out=out, positions=positions, next_weight=next_weight)
+            self.run(plan, **cached, **new, **scratch, out=out, positions=positions)
             return out
         q = self._empty((b, s, config.q_width))
         plan = kernels.plan_rope_cache(self.device, b * s, s, *sizes, dtype, config.eps, norm=has_norm)
@@ -338,11 +338,11 @@ class CudaOps(DecoderOps):
         return y
 
 
-def _plan_prefetch(projection: Projection | None, m: int, begin: float, end: float) -> tuple[Array | None, NextWeight]:
-    """Return the array and the part of a later projection that a kernel of a step of m sequences prefetches."""
+def _plan_prefetch(projection: Projection | None, m: int) -> tuple[Array | None, NextWeight]:
+    """Return the array and the part of the next projection that a GEMM of a step of m sequences prefetches."""
     if m > MAX_PREFETCH_ROWS or not isinstance(projection, AwqLinear):
         return None, NO_PREFETCH
-    return projection.plan_prefetch(begin, end)
+    return projection.plan_prefetch(PREFETCHED_BY_OUTPUT)
 
 
 def _order(projection: Projection | None) -> Array | None:

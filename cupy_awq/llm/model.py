@@ -68,7 +68,7 @@ class Model:
         stream = ops.embed(self.embedding, tokens)
         for i, layer in enumerate(self.layers):
             stream, qkv = ops.norm_and_project(stream, layer.attention_norm, layer.qkv)
-            attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, i, layer.o_order, layer.gate_up)
+            attended = ops.attend(qkv, layer.q_norm, layer.k_norm, cache, i, layer.o_order)
             stream = ops.project_and_add(stream, attended, layer.o, layer.mlp_norm, layer.gate_up)
             stream, activated = ops.norm_and_project(stream, layer.mlp_norm, layer.gate_up)
             after = self.layers[i + 1] if i + 1 < len(self.layers) else None

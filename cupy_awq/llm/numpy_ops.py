@@ -124,7 +124,6 @@ class NumpyOps(DecoderOps):
         cache: KvCache,
         layer: int,
         order: ColumnOrder | None,
-        later_projection: Projection | None = None,
     ) -> Array:
         config = self.config
         b, s, _ = qkv.shape

@@ -166,7 +166,6 @@ class DecoderOps(Protocol):
         cache: KvCache,
         layer: int,
         order: ColumnOrder | None,
-        later_projection: Projection | None = None,
     ) -> Array:
         """Append the new tokens to one layer of the cache and return their causal attention [B, S, q_width].
 
@@ -176,7 +175,6 @@ class DecoderOps(Protocol):
             q_norm, k_norm: float32 [head_dim], the RMSNorm weights of every head, or None.
             cache, layer: the cache, and the index of its layer.
             order: the permutation of the columns of the result, or None.
-            later_projection: the layer's `Layer.gate_up`, a part of which the back end may prefetch into L2, or None.
         """
         ...
 

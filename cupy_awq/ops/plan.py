@@ -28,9 +28,6 @@ from cupy_awq.weight import PackedWeight, check_packed
 GATHERED_ALIGNMENT = 32
 """The alignment in bytes of the copy of x in activation order, which is in a plan's workspace."""
 
-PREFETCH_ALIGNMENT = 128
-"""The alignment in bytes of the parts of a weight that are prefetched into L2: a cache line."""
-
 
 class Plan:
     """A GEMM y = activation(x @ W + bias) + residual for arrays of one layout, created by `plan`.
@@ -323,16 +320,14 @@ def _fused_launch(problem: Problem, gpu: Device) -> LaunchPlan | None:
     return select.choose(problem, gpu).plan
 
 
-def plan_prefetch(weight: PackedWeight, begin: float, end: float) -> tuple[Array | None, NextWeight]:
-    """Return the repacked weight from the first byte to prefetch on, and the `NextWeight` of a gate and up projection.
+def plan_prefetch(weight: PackedWeight, fraction: float) -> tuple[Array | None, NextWeight]:
+    """Return the repacked weight of a gate and up projection, and its `NextWeight`: the first ``fraction`` of both.
 
-    ``begin`` and ``end`` are fractions of the gate projection, and also of the up projection. Without a repacked copy
-    of the weight, nothing is prefetched.
+    Without a repacked copy of the weight, nothing is prefetched.
     """
     if not isinstance(weight, RepackedWeight):
         return None, NO_PREFETCH
     spec = weight.spec
     layout = RepackedLayout(spec.k, spec.n, spec.group_size, spec.dtype.name, spec.zeros)
     nbytes = spec.n // 2 // WEIGHT_TILE_N * layout.k_tiles * layout.weight_tile_bytes
-    first, last = (int(fraction * nbytes) // PREFETCH_ALIGNMENT * PREFETCH_ALIGNMENT for fraction in (begin, end))
-    return weight.repacked[first:], NextWeight(last - first, nbytes)
+    return weight.repacked, NextWeight(int(fraction * nbytes), nbytes)
