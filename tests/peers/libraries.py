@@ -78,9 +78,10 @@ def load_library(name):
     """Unpack and load a library that prepare.sh made."""
     path = os.path.join(tempfile.gettempdir(), "peers_" + name)
     if not os.path.exists(path):
-        with lzma.open(os.path.join(FOLDER, name + ".xz")) as src, open(path + ".part", "wb") as dst:
+        part = f"{path}.{os.getpid()}"
+        with lzma.open(os.path.join(FOLDER, name + ".xz")) as src, open(part, "wb") as dst:
             dst.write(src.read())
-        os.rename(path + ".part", path)
+        os.rename(part, path)
     torch.ops.load_library(path)
 
 
