@@ -38,6 +38,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and 
 
 LOOPS = [pytest.param(10, id="10"), pytest.param(200, marks=pytest.mark.slow, id="200")]
 """The number of killed processes."""
+QUANTIZATIONS = [pytest.param(10, id="10"), pytest.param(60, marks=pytest.mark.slow, id="60")]
+"""The same for quantizations, each of which takes half a second."""
 LONGEST_S = 0.03
 """The longest time that a child writes."""
 
@@ -192,7 +194,7 @@ def test_a_killed_save_leaves_no_checkpoint_or_a_whole_one(
         assert _describe(read(out)) == wanted[seed % 2]
 
 
-@pytest.mark.parametrize("loops", LOOPS)
+@pytest.mark.parametrize("loops", QUANTIZATIONS)
 def test_a_killed_quantization_leaves_no_model_or_a_whole_one_and_can_resume(tmp_path: Path, loops: int) -> None:
     model, out = dense_folder(tmp_path / "dense", llm_models.LLAMA), tmp_path / "out"
     options = {**OPTIONS, "method": "rtn"}

@@ -42,6 +42,8 @@ PREFILL_TILE = 64
 """The number of queries, and the number of keys, per tile of ``attention_sm80``."""
 MIN_SPLIT_KEYS = 64
 """The smallest number of keys per split of ``decode_attention``."""
+COMMON_HEADS = ((64, False, (3, 4, 8)), (128, False, (1, 4, 8)), (128, True, (2, 4, 8)))
+"""Common values of head_dim, of whether heads are normalized (Qwen3), and of the query heads per KV head."""
 UNSPLIT_KEYS = 256
 """The largest number of keys for which ``decode_attention_sm80`` uses one split; merging splits takes 1.5 us (H100)."""
 
@@ -298,21 +300,19 @@ def plan_sampling_threshold(
 
 
 def kernels(device: Device) -> Iterator[Kernel]:
-    """Yield the kernels of common models: head_dim 64 and 128, 8 KV heads, each with 1, 3, 4 or 8 query heads."""
+    """Yield the kernels of common models, with the combinations of COMMON_HEADS and 8 KV heads."""
     for dtype in ("float16", "bfloat16"):
         yield plan_embed(device, 1, 8, 8, dtype).kernel
         yield plan_swiglu(device, 1, 8, dtype).kernel
         for width, delta in ((2048, False), (2048, True), (4096, True)):
             yield plan_rms_norm(device, 1, width, dtype, 1e-6, delta=delta).kernel
-        for head_dim in (64, 128):
-            for norm in (False, True):
-                yield plan_rope_cache(device, 1, 1, 4, 4, head_dim, 8, 8, dtype, 1e-6, norm=norm).kernel
-                for group in (1, 3, 4, 8):
-                    for m in (1, 64):
-                        sizes = m, 8 * group, 8, head_dim, 8, 8
-                        yield plan_decode_attention(device, *sizes, dtype, 1e-6, norm=norm).kernel
-            for group in (1, 3, 4, 8):
-                yield plan_attention(device, 2, 2, group, 1, head_dim, 8, 8, dtype).kernel
+        for head_dim, norm, groups in COMMON_HEADS:
+            yield plan_rope_cache(device, 1, 1, 4, 4, head_dim, 8, 8, dtype, 1e-6, norm=norm).kernel
+            for group in groups:
+                sizes = 8 * group, 8, head_dim, 8, 8, dtype
+                yield plan_attention(device, 2, 2, *sizes).kernel
+                for m in (1, 64):
+                    yield plan_decode_attention(device, m, *sizes, 1e-6, norm=norm).kernel
         for k, out_dtype in ((64, dtype), *((k, "float32") for k in (64, 896, 1536, 4096, 72))):
             for m in (1, 17, 33):
                 yield plan_dense(device, m, 8, k, dtype, out_dtype, bias=False).kernel

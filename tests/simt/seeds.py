@@ -6,8 +6,9 @@ A check is the kind of a simulator's fault, or "values" where the kernel ran to 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from cupy_awq.kernels import select
 from cupy_awq.kernels.family import AnyFamily, Config
@@ -39,8 +40,12 @@ class Seed:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-def configuration(seed: Seed) -> tuple[AnyFamily, Config, device.Device]:
-    """Return the kernel's family and its last configuration with the values that the seed asks for.
+Case: TypeAlias = tuple[AnyFamily, Config, device.Device, Problem]
+"""A launch on the simulator: the family and configuration of the kernel, the GPU, and the problem."""
+
+
+def make_case(seed: Seed) -> Case:
+    """Return what to run: the kernel's last configuration with the values that the seed asks for.
 
     If no configuration that is tried by default has them, such as a tile far higher than M, the last one gets them.
     """
@@ -48,15 +53,15 @@ def configuration(seed: Seed) -> tuple[AnyFamily, Config, device.Device]:
     family = select.FAMILIES[seed.kernel.removesuffix("_mma")]
     configs = list(family.configs(seed.problem, here))
     suited = [c for c in configs if all(getattr(c, name) == value for name, value in seed.config.items())]
-    return family, suited[-1] if suited else replace(configs[-1], **seed.config), here
+    return family, suited[-1] if suited else replace(configs[-1], **seed.config), here, seed.problem
 
 
-def outcome(seed: Seed, landing: str) -> str:
+def outcome(case: Case, landing: str) -> str:
     """Return the check that catches the fault, or "nothing"."""
-    family, config, here = configuration(seed)
+    family, config, here, problem = case
     try:
         check_matmul(
-            lambda plan, buffers: simt.run(plan, buffers, landing=landing), seed.problem, family, config, here, seed=0
+            lambda plan, buffers: simt.run(plan, buffers, landing=landing), problem, family, config, here, seed=0
         )
     except simt.Fault as fault:
         return fault.kind
@@ -65,9 +70,16 @@ def outcome(seed: Seed, landing: str) -> str:
     return "nothing"
 
 
+@functools.cache
+def is_right(case: Case) -> bool:
+    """Return whether the kernel passes as it is; seeds share cases."""
+    return outcome(case, "latest") == "nothing"
+
+
 def assert_caught(seed: Seed) -> None:
     """Check that the kernel is right before the fault is planted, and that the expected checks catch the fault."""
-    assert outcome(seed, "latest") == "nothing", "the kernel must be right before the bug is planted"
+    case = make_case(seed)
+    assert is_right(case), "the kernel must be right before the bug is planted"
     with patched(seed.file, seed.old, seed.new):
-        found = outcome(seed, "latest"), outcome(seed, "earliest")
+        found = outcome(case, "latest"), outcome(case, "earliest")
     assert found == seed.caught, found

@@ -312,7 +312,7 @@ SEEDS = {
     ),
     "gemm_sm90_large: the last tile stores rows of its neighbour": Seed(
         "gemm_sm90_large", 90, "gemm/gemm_sm90_large_epilogue.cuh", "row(chunk, pass) >= tile.m_block * kBlockM && row", "row", RACE,
-        replace(REPACKED_MANY, m=140), {"block_m": 80},
+        replace(REPACKED_MANY, m=140, k=1024), {"block_m": 80},
     ),
     "gemm_sm90_large: missing rows of x are not zeroed": Seed(
         "gemm_sm90_large", 90, "gemm/gemm_sm90_large.cu", "zero_shared<kStages * kXStageBytes, kThreads>(memory);", "",
