@@ -233,6 +233,29 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
         check_close(out[i], wanted, 2 * BOUNDS[dtype])  # tensor cores round queries and probabilities, too
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (9, 9), (28, 28)])
+def test_decode_attention_merges_many_splits(backend: str, arch: int, heads: int, kv_heads: int) -> None:
+    """On an H100, 18 splits of at least 64 keys, then 14 and 4, which fill the SMs."""
+    rng = np.random.default_rng(heads)
+    head_dim, capacity = 64, 1100
+    lengths = np.array([capacity - 1], np.int32)
+    qkv = normal(rng, 1, heads + 2 * kv_heads, head_dim, dtype=np.float16)
+    k, v = (normal(rng, 1, kv_heads, capacity, head_dim, dtype=np.float16) for _ in "kv")
+    cos, sin = np.ones((capacity, head_dim // 2), np.float32), np.zeros((capacity, head_dim // 2), np.float32)
+    out = nan(1, heads, head_dim, dtype=np.float16)
+    sizes = 1, heads, kv_heads, head_dim, capacity, kv_heads * capacity * head_dim
+    plan = llm.plan_decode_attention(facts(arch, backend), *sizes, "float16", 1e-6, norm=False)
+    partials, counters = llm.attention_workspace(plan, head_dim)
+    arrays = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
+    read = frozen(qkv=qkv, cos=cos, sin=sin, lengths=lengths)
+    runner(backend)(plan, {**read, "q_norm": None, "k_norm": None, "k": k, "v": v, "out": out, **arrays})
+    assert not arrays["counters"].any(), "the counters must be zero after the launch"
+    wanted = attention(qkv[0, :heads], k[0], v[0])
+    check_close(out[0], wanted, 2 * BOUNDS["float16"])
+
+
 def test_the_grid_of_decode_attention_depends_on_no_length() -> None:
     """One captured graph serves all lengths, and fills the GPU for one sequence and for many."""
     for m, splits in ((1, 16), (16, 1)):

@@ -156,6 +156,8 @@ def test_the_next_kernel_starts_late_if_an_sm_has_room_for_two_ctas_and_gets_one
     assert starts_late(enough) == 1
     assert starts_late(replace(enough, sm_count=10 * split_k - 1)) == 0
     assert starts_late(replace(enough, shared_bytes_per_sm=config.shared_bytes(problem) + 1024)) == 0
+    in_a_decode_step = replace(problem, fusion=Fusion("add_to_stream"))
+    assert not config.starts_next_late(in_a_decode_step, enough), "another kernel follows"
     for here in (enough, replace(enough, sm_count=10 * split_k - 1)):
         check_matmul(runner(backend), problem, family, config, here, seed=m)
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The prefetch into L2 of a part of the gate and up projections, whose GEMM runs later in a decode step.
+// The prefetch into L2 of a part of the gate and up projections, whose GEMM is the next kernel of a decode step.
 #pragma once
 
 #include "ptx/bulk_copy.cuh"

@@ -15,7 +15,8 @@
 //   partials        float32 [m, heads / HEADS, MAX_SPLITS, HEADS, HEAD_DIM + 2]: acc, row_max and row_sum of the splits
 //   counters        uint32 [m, heads / HEADS], zero before and after the launch
 //
-// Grid (splits, heads / HEADS, m): the keys of a sequence are split among the CTAs along x. A split has at least
+// Grid (splits, heads / HEADS, m): the keys of a sequence are split among the CTAs along x, and MAX_SPLITS is their
+// number, rounded up to a power of two, so that merging loops over few absent splits. A split has at least
 // MIN_SPLIT_KEYS keys, and CTAs without keys exit, so a captured launch can be replayed for any length. Warps, then
 // splits, are merged in a fixed order, so results are bit-identical from run to run.
 //
@@ -31,6 +32,8 @@
 constexpr int kWarps = THREADS / 32;
 constexpr int kMaxSplits = MAX_SPLITS;
 constexpr int kSplitFloats = kHeadDim + 2;  // number of floats per head and split: acc, row_max, row_sum
+
+static_assert(kMaxSplits <= 32, "one lane of a warp computes the factor of one split");
 
 // The RoPE factors and RMSNorm weights for the new token, loaded before griddepcontrol.wait.
 struct TokenFactors {
@@ -105,7 +108,9 @@ struct Output {
 // writes the softmaxes of the split to `partials`, and the last CTA to arrive merges all splits.
 __device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes, int split, int splits,
                                              const Output& out, float* partials, uint32_t* counter) {
+  __shared__ float factors[kHeads][kMaxSplits];
   __shared__ bool is_last;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int i = 2 * threadIdx.x; i < kHeads * kHeadDim; i += 2 * THREADS) {
     const int head = i / kHeadDim, d = i % kHeadDim;
     float row_max, row_sum;
@@ -126,27 +131,35 @@ __device__ __forceinline__ void merge_splits(const WarpSoftmaxes& warp_softmaxes
   }
   __syncthreads();
   if (!is_last) return;
-  for (int i = 2 * threadIdx.x; i < kHeads * kHeadDim; i += 2 * THREADS) {
-    float2 acc[kMaxSplits], softmax[kMaxSplits];  // softmax: row_max and row_sum
+  float2 acc[kMaxSplits];
+  auto fetch_acc = [&](int i) {
 #pragma unroll
     for (int other = 0; other < kMaxSplits; ++other) {
-      const float* partial = partials + (other * kHeads + i / kHeadDim) * kSplitFloats;
-      const bool exists = other < splits;
-      acc[other] = exists ? __ldcg(reinterpret_cast<const float2*>(partial + i % kHeadDim)) : float2{0.0f, 0.0f};
-      softmax[other] = exists ? __ldcg(reinterpret_cast<const float2*>(partial + kHeadDim)) : float2{kMinScore, 0.0f};
+      const float* partial = partials + (other * kHeads + i / kHeadDim) * kSplitFloats + i % kHeadDim;
+      acc[other] = other < splits ? __ldcg(reinterpret_cast<const float2*>(partial)) : float2{0.0f, 0.0f};
     }
-    float row_max = kMinScore;
-#pragma unroll
-    for (int other = 0; other < kMaxSplits; ++other) row_max = fmaxf(row_max, softmax[other].x);
+  };
+  const int first = 2 * threadIdx.x;
+  if (first < kHeads * kHeadDim) fetch_acc(first);
+  for (int head = warp; head < kHeads; head += kWarps) {
+    float2 softmax = {kMinScore, 0.0f};  // row_max and row_sum of this lane's split
+    if (lane < splits) {
+      softmax = __ldcg(reinterpret_cast<const float2*>(partials + (lane * kHeads + head) * kSplitFloats + kHeadDim));
+    }
+    const float factor = exp2f(softmax.x - warp_max(softmax.x));
+    const float row_sum = warp_sum(factor * softmax.y);
+    if (lane < kMaxSplits) factors[head][lane] = factor / row_sum;
+  }
+  __syncthreads();
+  for (int i = first; i < kHeads * kHeadDim; i += 2 * THREADS) {
+    if (i != first) fetch_acc(i);
     float2 merged = {0.0f, 0.0f};
-    float row_sum = 0.0f;
 #pragma unroll
     for (int other = 0; other < kMaxSplits; ++other) {
-      const float factor = exp2f(softmax[other].x - row_max);
+      const float factor = factors[i / kHeadDim][other];
       merged.x += factor * acc[other].x;
       merged.y += factor * acc[other].y;
-      row_sum += factor * softmax[other].y;
     }
-    out.store_pair(i, merged.x / row_sum, merged.y / row_sum);
+    out.store_pair(i, merged.x, merged.y);
   }
 }

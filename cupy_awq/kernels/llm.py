@@ -42,10 +42,10 @@ PREFILL_TILE = 64
 """The number of queries, and the number of keys, per tile of ``attention_sm80``."""
 MIN_SPLIT_KEYS = 64
 """The smallest number of keys per split of ``decode_attention``."""
-COMMON_HEADS = ((64, False, (3, 4, 8)), (128, False, (1, 4, 8)), (128, True, (2, 4, 8)))
-"""Common values of head_dim, of whether heads are normalized (Qwen3), and of the query heads per KV head."""
 UNSPLIT_KEYS = 256
 """The largest number of keys for which ``decode_attention_sm80`` uses one split; merging splits takes 1.5 us (H100)."""
+COMMON_HEADS = ((64, False, (1, 3, 4, 8)), (128, False, (1, 3, 4, 8)), (128, True, (2, 4, 8)))
+"""Common values of head_dim, of whether heads are normalized (Qwen3), and of the query heads per KV head."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -300,7 +300,10 @@ def plan_sampling_threshold(
 
 
 def kernels(device: Device) -> Iterator[Kernel]:
-    """Yield the kernels of common models, with the combinations of COMMON_HEADS and 8 KV heads."""
+    """Yield the kernels of common models, with the combinations of COMMON_HEADS and 8 KV heads.
+
+    Attention of decode steps is listed for 1, 4 and 64 sequences; other numbers of splits are compiled on first use.
+    """
     for dtype in ("float16", "bfloat16"):
         yield plan_embed(device, 1, 8, 8, dtype).kernel
         yield plan_swiglu(device, 1, 8, dtype).kernel
@@ -311,7 +314,7 @@ def kernels(device: Device) -> Iterator[Kernel]:
             for group in groups:
                 sizes = 8 * group, 8, head_dim, 8, 8, dtype
                 yield plan_attention(device, 2, 2, *sizes).kernel
-                for m in (1, 64):
+                for m in (1, 4, 64):
                     yield plan_decode_attention(device, m, *sizes, 1e-6, norm=norm).kernel
         for k, out_dtype in ((64, dtype), *((k, "float32") for k in (64, 896, 1536, 4096, 72))):
             for m in (1, 17, 33):
