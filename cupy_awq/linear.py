@@ -389,7 +389,7 @@ class AwqLinear:
         return planning.plan_fused(self._operand, self._bias, form, m, element, fusion)
 
     def plan_prefetch(self, fraction: float) -> tuple[Array | None, NextWeight]:
-        """Return the array of this layer's repacked weight, and a part to prefetch: its first ``fraction``.
+        """Return the array of this layer's repacked weight, and a part to prefetch: its first ``fraction``, 0 to 1.
 
         The result is (None, `NO_PREFETCH`) if the layer is not gated or not on a Hopper GPU.
 

@@ -173,6 +173,18 @@ def test_attention_of_a_prompt_is_causal_and_stays_in_its_sequence(
     check_close(out, wanted, 2 * BOUNDS[dtype])  # tensor cores round the probabilities, too
 
 
+def run_decode_attention(backend: str, arch: int, dtype: str, arrays: dict[str, Any], **options: bool) -> None:
+    """Run decode attention on its arrays by buffer name, and check that it leaves the counters at zero."""
+    m, heads, head_dim = arrays["out"].shape
+    _, kv_heads, capacity, _ = arrays["k"].shape
+    sizes = m, heads, kv_heads, head_dim, capacity, kv_heads * capacity * head_dim
+    plan = llm.plan_decode_attention(facts(arch, backend), *sizes, dtype, 1e-6, **options)
+    partials, counters = llm.attention_workspace(plan, head_dim)
+    scratch = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
+    runner(backend)(plan, {**arrays, **scratch})
+    assert not scratch["counters"].any(), "the counters must be zero after the launch"
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", SIXTEEN)
@@ -203,17 +215,11 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
         k[i, :, length:] = v[i, :, length:] = np.nan
     old_k, old_v = k.copy(), v.copy()
     out = nan(m, heads, head_dim, dtype=element)
-    stride = kv_heads * capacity * head_dim
-    sizes = m, heads, kv_heads, head_dim, capacity, stride
     positions = rng.permutation(heads * head_dim).astype(np.int32)
     is_ordered = heads % 2 == 0
-    options = {"norm": norm, "orders_out": is_ordered}
-    plan = llm.plan_decode_attention(facts(arch, backend), *sizes, dtype, 1e-6, **options)
-    partials, counters = llm.attention_workspace(plan, head_dim)
-    arrays = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
     read = frozen(qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, lengths=lengths)
-    runner(backend)(plan, {**read, "k": k, "v": v, "out": out, "positions": positions, **arrays})
-    assert not arrays["counters"].any(), "the counters must be zero after the launch"
+    arrays = {**read, "k": k, "v": v, "out": out, "positions": positions}
+    run_decode_attention(backend, arch, dtype, arrays, norm=norm, orders_out=is_ordered)
     if is_ordered:
         out = out.reshape(m, -1)[:, positions].reshape(out.shape)
     new_q, new_k, new_v = np.split(qkv, [heads, heads + kv_heads], axis=1)
@@ -237,7 +243,7 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (9, 9), (28, 28)])
 def test_decode_attention_merges_many_splits(backend: str, arch: int, heads: int, kv_heads: int) -> None:
-    """On an H100, 18 splits of at least 64 keys, then 14 and 4, which fill the SMs."""
+    """Merge 18 splits, limited by MIN_SPLIT_KEYS, and as many as the SMs of a GPU take, 14 and 4 on an H100."""
     rng = np.random.default_rng(heads)
     head_dim, capacity = 64, 1100
     lengths = np.array([capacity - 1], np.int32)
@@ -245,13 +251,9 @@ def test_decode_attention_merges_many_splits(backend: str, arch: int, heads: int
     k, v = (normal(rng, 1, kv_heads, capacity, head_dim, dtype=np.float16) for _ in "kv")
     cos, sin = np.ones((capacity, head_dim // 2), np.float32), np.zeros((capacity, head_dim // 2), np.float32)
     out = nan(1, heads, head_dim, dtype=np.float16)
-    sizes = 1, heads, kv_heads, head_dim, capacity, kv_heads * capacity * head_dim
-    plan = llm.plan_decode_attention(facts(arch, backend), *sizes, "float16", 1e-6, norm=False)
-    partials, counters = llm.attention_workspace(plan, head_dim)
-    arrays = {"partials": nan(partials, dtype=np.float32), "counters": np.zeros(counters, np.uint32)}
     read = frozen(qkv=qkv, cos=cos, sin=sin, lengths=lengths)
-    runner(backend)(plan, {**read, "q_norm": None, "k_norm": None, "k": k, "v": v, "out": out, **arrays})
-    assert not arrays["counters"].any(), "the counters must be zero after the launch"
+    arrays = {**read, "q_norm": None, "k_norm": None, "k": k, "v": v, "out": out}
+    run_decode_attention(backend, arch, "float16", arrays, norm=False)
     wanted = attention(qkv[0, :heads], k[0], v[0])
     check_close(out[0], wanted, 2 * BOUNDS["float16"])
 

@@ -160,7 +160,7 @@ def test_nothing_imports_torch() -> None:
 def test_importing_every_public_name_is_quick_and_leaves_cupy_unloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NumPy's own import, half of the total, does not count, nor does the compilation to bytecode, at the first."""
+    """NumPy's own import, half of the total, does not count. The first of three imports compiles to bytecode."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "")
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     program = (

@@ -20,9 +20,9 @@ constexpr int kClusterSize = CLUSTER;
 constexpr int kSplitK = SPLIT_K;
 constexpr int kM64Tiles = M64_TILES;
 
-// Whether the columns of a CTA tile are divided among the warpgroups, each of which computes all kBlockM rows; otherwise
-// the rows are divided, 64 per warpgroup. wgmma with N = 128 reads less shared memory than two with N = 64; int8 has the
-// latter, as it converts products to float32.
+// True if the warpgroups divide the columns of a CTA tile, and each computes kBlockM rows; false if they divide the rows,
+// 64 per warpgroup. wgmma with N = 128 reads less shared memory than two with N = 64; int8 uses N = 64, as it converts
+// its accumulators to float32.
 constexpr bool kHasAllRows = HAS_ALL_ROWS;
 constexpr int kWarpgroups = WARPGROUPS;  // number of consumer warpgroups
 constexpr int kConsumerWarps = kWarpgroups * 4;

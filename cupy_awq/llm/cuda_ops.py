@@ -44,7 +44,7 @@ PREFETCHED_BY_OUTPUT = 0.12
 On an H100, larger parts delay loads that are needed earlier.
 """
 MAX_PREFETCH_ROWS = 8
-"""The largest number of sequences in a decode step with such prefetches; with 16 they gain nothing on an H100."""
+"""The largest number of sequences in a decode step with this prefetch; with 16 it gains nothing on an H100."""
 
 
 class CudaOps(DecoderOps):

@@ -38,7 +38,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -51,6 +50,7 @@ HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parents[1]))
 
+from cupy_awq import atomic  # noqa: E402
 from cupy_awq.runtime import device  # noqa: E402
 from cupy_awq.tools.table import render  # noqa: E402
 from tests.peers import first_choice, interleave, plain_read, random_problems  # noqa: E402
@@ -245,9 +245,8 @@ class Run:
         words = (Path(word).name if word.startswith("/") else word for word in sys.argv)
         run["command"] = " ".join(["python", *words])
         if self._path:
-            part = self._path.with_suffix(".part")
-            part.write_text(json.dumps(run))
-            os.replace(part, self._path)
+            with atomic.create(self._path) as file:
+                file.write(json.dumps(run).encode())
         return Comparison(run)
 
     def measure(self, k: int, n: int, names: list[str], ms: list[int]) -> None:

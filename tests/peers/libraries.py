@@ -4,11 +4,12 @@
 import functools
 import lzma
 import math
-import os
 import tempfile
+from pathlib import Path
 
 import torch
 
+from cupy_awq import atomic
 from tests.peers.interleave import MAX_CALLS, Graph, medians_us
 
 GROUP_SIZE = 128
@@ -76,12 +77,10 @@ def count_copies(nbytes):
 
 def load_library(name):
     """Unpack and load a library that prepare.sh made."""
-    path = os.path.join(tempfile.gettempdir(), "peers_" + name)
-    if not os.path.exists(path):
-        part = f"{path}.{os.getpid()}"
-        with lzma.open(os.path.join(FOLDER, name + ".xz")) as src, open(part, "wb") as dst:
+    path = Path(tempfile.gettempdir()) / f"peers_{name}"
+    if not path.exists():
+        with lzma.open(Path(FOLDER) / f"{name}.xz") as src, atomic.create(path) as dst:
             dst.write(src.read())
-        os.rename(part, path)
     torch.ops.load_library(path)
 
 
