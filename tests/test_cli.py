@@ -163,6 +163,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "64x8", "--m", "one"], "'one'"),
         (["explain", "64x8", "--group-size", "64", "--arch", "10"], "10"),
         (["tune", "64x8"], "tune: expected an NVIDIA GPU, found none"),
+        (["tune"], "tune: expected shapes KxN or a --model"),
+        (["tune", "64x8", "--model", "qwen3-8b"], "tune: expected shapes KxN or a --model"),
         (["compile"], "--arch"),
         (["compile", "--arch", "ninety"], "ninety"),
         (["compile", "--arch", "90", "--arch", ""], "''"),

@@ -74,8 +74,8 @@ def test_a_fused_gemm_has_its_own_entries_and_falls_back_to_the_plain_ones(folde
     fused = replace(plain, fusion=Fusion("add_to_stream"))
     assert _label(plain, facts) == shipped["4096x4096"]["1"]
     assert _label(fused, facts) == shipped["4096x4096 stream"]["1"] != shipped["4096x4096"]["1"]
-    assert "32" not in shipped["12288x4096 stream"]
-    assert _label(replace(fused, m=32, k=12288), facts) == shipped["12288x4096"]["32"]
+    assert "64" not in shipped["12288x4096 stream"]
+    assert _label(replace(fused, m=64, k=12288), facts) == shipped["12288x4096"]["64"]
     tuned.write(facts, {"4096x4096": {"1": "the user's"}})
     forget()
     assert _label(fused, facts) == _label(plain, facts) == "the user's"
@@ -155,6 +155,21 @@ def test_a_forced_candidate_is_chosen_for_its_own_problems_alone() -> None:
         assert select.choose(PROBLEM, A100) == choices[0]
 
 
+def test_candidates_are_forced_by_shape() -> None:
+    here = device.nominal(90)
+    plain = Problem(1, 4096, 4096, 128, repacked=True)
+    fused = replace(plain, fusion=Fusion("add_to_stream"))
+    some = select.candidates(fused, here)["gemm_sm90"]
+    assert not isinstance(some, str)
+    before = select.choose(plain, here), select.choose(fused, here)
+    other = select.choose(replace(fused, k=8192), here)
+    with select.forced_shapes({"4096x4096 stream": some[-1]}):
+        assert select.choose(fused, here).config == some[-1].config != before[1].config
+        assert select.choose(plain, here) == before[0]
+        assert select.choose(replace(fused, k=8192), here) == other
+    assert select.choose(fused, here) == before[1]
+
+
 def test_an_illegal_or_unknown_entry_is_ignored(folder: Path) -> None:
     before = select.choose(PROBLEM, A100)
     tuned.write(A100, {"4096x4096": {"4": "GemmOfYore(tile=3)"}})
@@ -178,8 +193,9 @@ def test_a_malformed_table_is_named_and_refused(folder: Path, text: str) -> None
     assert str(path) in str(caught.value)
 
 
-def test_every_shipped_entry_is_legal_on_its_gpu(folder: Path) -> None:
-    facts = device.nominal(90)
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+def test_every_shipped_entry_is_legal_on_its_gpu(folder: Path, name: str) -> None:
+    facts = replace(device.nominal(90), name=name)
     shipped = tuned.read(tuned.SHIPPED / tuned.file_name(facts))
     assert shipped
     for shape, choices in shipped.items():

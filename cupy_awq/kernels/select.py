@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -233,14 +233,14 @@ def _reduction_times(problem: Problem, device: Device) -> dict[Reduction, float]
 
 @dataclass
 class _Trial:
-    """The state through which `forced` and `recorded` change what `choose` does.
+    """The state through which `forced`, `forced_shapes` and `recorded` change what `choose` does.
 
     Attributes:
-        candidate: the candidate that `choose` must return, or None to choose normally.
+        find: a function that returns the candidate that `choose` must return for a problem, or None to choose normally.
         choices: all choices that `choose` has returned in the context.
     """
 
-    candidate: Candidate | None = None
+    find: Callable[[KernelProblem], Candidate | None] = lambda problem: None
     choices: list[Choice] = field(default_factory=list)
 
 
@@ -250,20 +250,35 @@ _trial: ContextVar[_Trial | None] = ContextVar("trial", default=None)
 @contextlib.contextmanager
 def forced(candidate: Candidate) -> Iterator[None]:
     """Make `choose` return ``candidate`` for every problem of its family's type, so that `tune` can time it."""
-    token = _trial.set(_Trial(candidate))
-    try:
+    with _use(_Trial(lambda problem: candidate if candidate.family.NAME in families(problem) else None)):
         yield
-    finally:
-        _trial.reset(token)
+
+
+@contextlib.contextmanager
+def forced_shapes(candidates: Mapping[str, Candidate]) -> Iterator[None]:
+    """Make `choose` return ``candidates[shape]`` for problems with this shape, the first of their `TuningKey`."""
+
+    def find(problem: KernelProblem) -> Candidate | None:
+        key = problem.tuning_key
+        return None if key is None else candidates.get(key.shapes[0])
+
+    with _use(_Trial(find)):
+        yield
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Choice]]:
     """Collect all choices that `choose` returns in the context, so that `bench` and `tune` know the launches."""
     trial = _Trial()
+    with _use(trial):
+        yield trial.choices
+
+
+@contextlib.contextmanager
+def _use(trial: _Trial) -> Iterator[None]:
     token = _trial.set(trial)
     try:
-        yield trial.choices
+        yield
     finally:
         _trial.reset(token)
 
@@ -283,11 +298,8 @@ def choose(problem: KernelProblem, device: Device, kernel: str | None = None, sp
     trial = _trial.get()
     if trial is None:
         return _choose(problem, device, kernel, split_k)
-    candidate = trial.candidate
-    if candidate is None or candidate.family.NAME not in families(problem):
-        choice = _choose(problem, device, kernel, split_k)
-    else:
-        choice = _planned(candidate, problem, device)
+    candidate = trial.find(problem)
+    choice = _choose(problem, device, kernel, split_k) if candidate is None else _planned(candidate, problem, device)
     trial.choices.append(choice)
     return choice
 

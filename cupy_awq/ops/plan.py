@@ -306,18 +306,16 @@ def plan_fused(
         return None
     bias_dtype = None if bias is None else bias.dtype.name
     problem = gemm_problem(weight, activation, m, element, bias_dtype=bias_dtype, fusion=fusion)
-    launch = _fused_launch(problem, device.of(weight.spec.device))
-    if launch is None:
+    gpu = device.of(weight.spec.device)
+    if not _is_supported(problem, gpu):
         return None
     buffers = {"weight": weight.repacked, "bias": bias, "residual": None}
-    return FusedPlan(launch, buffers, check.out_features(problem.n, activation))
+    return FusedPlan(select.choose(problem, gpu).plan, buffers, check.out_features(problem.n, activation))
 
 
 @functools.lru_cache(maxsize=1024)
-def _fused_launch(problem: Problem, gpu: Device) -> LaunchPlan | None:
-    if all(isinstance(found, str) for found in select.candidates(problem, gpu).values()):
-        return None
-    return select.choose(problem, gpu).plan
+def _is_supported(problem: Problem, gpu: Device) -> bool:
+    return any(not isinstance(found, str) for found in select.candidates(problem, gpu).values())
 
 
 def plan_prefetch(weight: PackedWeight, fraction: float) -> tuple[Array | None, NextWeight]:

@@ -69,13 +69,13 @@ def run(
             operation = make(shape, settings)
             tuned_ms = sorted({_key(_problem(operation, m)).tuned_m for m in ms})
             problems = {m: _problem(operation, m) for m in tuned_ms}
-            ranked = {m: _ranked(problem, gpu, tries) for m, problem in problems.items()}
+            trials = {m: ranked(problem, gpu, tries) for m, problem in problems.items()}
             progress(f"{operation.label}: compiling")
-            _compile([c.family.plan(c.config, problems[m], gpu) for m in tuned_ms for c in ranked[m]])
+            compile_all([c.family.plan(c.config, problems[m], gpu) for m in tuned_ms for c in trials[m]])
             for m in tuned_ms:
                 progress(f"{operation.label}: M={m}")
-                best, times = fastest([_timer(operation, m, candidate) for candidate in ranked[m]])
-                rows.append(Row(_key(problems[m]), ranked[m][best], times[best], times[0], len(times)))
+                best, times = fastest([_timer(operation, m, candidate) for candidate in trials[m]])
+                rows.append(Row(_key(problems[m]), trials[m][best], times[best], times[0], len(times)))
     return rows
 
 
@@ -93,7 +93,7 @@ def _key(problem: KernelProblem) -> TuningKey:
     return key
 
 
-def _ranked(problem: KernelProblem, gpu: devices.Device, tries: int) -> list[Candidate]:
+def ranked(problem: KernelProblem, gpu: devices.Device, tries: int) -> list[Candidate]:
     """Return the ``tries`` configurations of all families with the lowest modelled times, in ascending order."""
     legal = [
         candidate
@@ -104,7 +104,8 @@ def _ranked(problem: KernelProblem, gpu: devices.Device, tries: int) -> list[Can
     return sorted(legal, key=lambda candidate: candidate.us)[:tries]
 
 
-def _compile(plans: Sequence[LaunchPlan]) -> None:
+def compile_all(plans: Sequence[LaunchPlan]) -> None:
+    """Compile the kernels of the plans with one thread per core."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda plan: compiler.build(plan.kernel), plans))
 

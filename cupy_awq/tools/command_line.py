@@ -126,10 +126,23 @@ def _parser() -> argparse.ArgumentParser:
         help="time a model with random weights, such as qwen3-8b, after a prompt of 1024 tokens",
     )
 
-    examples = ["4096x12288 12288x4096", "4096x12288 --op gemm_int8 --m 1,64", "64x64 --op conv2d --m 1,8"]
+    examples = [
+        "4096x12288 12288x4096",
+        "4096x12288 --op gemm_int8 --m 1,64",
+        "64x64 --op conv2d --m 1,8",
+        "--model Qwen3-8B-AWQ/ --m 1,4",
+    ]
     tune = command("tune", _tune, "measure the fastest configurations on this GPU", TUNE, examples)
-    _add_operation(tune, nargs="+", ms=None)
-    tune.add_argument("--tries", metavar="T", type=int, default=12, help="configurations to time per M (default: 12)")
+    _add_operation(tune, nargs="*", ms=None)
+    tune.add_argument(
+        "--tries", metavar="T", type=int, help="configurations to time per shape and M (default: 12; 60 with --model)"
+    )
+    tune.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="tune the GEMMs inside the decode steps of a model, for --m sequences (default: 1,2,4,8,16): a Hugging"
+        " Face folder, a .gguf or .ak48 file, or a name for random weights, such as qwen3-8b",
+    )
 
     examples = ["--arch 90a", "--arch 80 --arch 89", "--arch 90a --batch-invariant"]
     compile_ = command("compile", _compile, "compile every kernel, without a GPU", COMPILE, examples)
@@ -225,7 +238,9 @@ TUNE = """
 Times the configurations with the lowest modelled times, with weights that are cold
 in L2, and stores the fastest for each shape and M in the user's cache
 (CUPY_AWQ_CACHE_DIR), from which processes that start later read it. A gemm uses it
-for every group size and dtype, and for all M above the preceding power of two."""
+for every group size and dtype, and for all M above the preceding power of two.
+In a decode step the kernels of a layer overlap, so with --model (Hopper GPUs) the GEMMs
+are timed in steps of the model's first layers with 1024 cached tokens per sequence."""
 
 COMPILE = """
 
@@ -339,16 +354,42 @@ def _progress(command: str, text: str) -> None:
 def _tune(args: argparse.Namespace) -> int:
     from cupy_awq.tools import autotune
 
+    if (args.model is None) == (not args.shapes):
+        raise ValueError("tune: expected shapes KxN or a --model")
     device = placement.resolve()
     if device == HOST:
         raise ValueError("tune: expected an NVIDIA GPU, found none")
-    if args.tries < 1:
+    if args.tries is not None and args.tries < 1:
         raise ValueError(f"--tries: expected a positive integer, got {args.tries}")
+    if args.model is not None:
+        return _tune_model(args, device)
     ms = args.m or [1 << i for i in range(6 if args.op == "conv2d" else 13)]
     settings = _settings(args, device, cached=False)
-    rows = autotune.run(args.op, args.shapes, ms, settings, args.tries, progress=lambda text: _progress("tune", text))
+    tries = args.tries or 12
+    rows = autotune.run(args.op, args.shapes, ms, settings, tries, progress=lambda text: _progress("tune", text))
     print(autotune.render(rows))
     print(f"stored in {autotune.keep(rows, device)}")
+    return 0
+
+
+def _tune_model(args: argparse.Namespace, device: int) -> int:
+    from cupy_awq.tools import decode_tuning
+
+    if args.op != "gemm" or args.group_size != 128:
+        raise ValueError("tune: --model takes no --op or --group-size")
+    steps, path = [], None
+    for step in decode_tuning.run(
+        args.model,
+        args.m or decode_tuning.SEQUENCES,
+        tries=args.tries or 60,
+        index=device,
+        progress=lambda text: _progress("tune", text),
+    ):
+        steps.append(step)
+        if step.found:
+            path = decode_tuning.keep(step, device)
+    print(decode_tuning.render(steps))
+    print(f"stored in {path}" if path else "stored nothing: the present configurations are as fast")
     return 0
 
 
