@@ -4,8 +4,8 @@
     python tests/peers/decode.py --json tests/peers/tables/decode.json
     python tests/peers/decode.py --models qwen3-8b --parts 1 16
 
-A model is built with a few of its layers. The time of a layer is the difference between steps with many and with few
-layers, divided by the difference of their numbers; a step has all layers of the model. Weights are cold in L2.
+The time of a layer is the difference between steps of the model and of its first layers, divided by the difference of
+the numbers of layers. Weights are cold in L2.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from cupy_awq.tools.table import render
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """The numbers of sequences to time."""
-FEW_LAYERS, MANY_LAYERS = 2, 8
-"""The numbers of layers of the two timed models; the weights of two layers exceed L2."""
+FEW_LAYERS = 2
+"""The number of layers of the smaller of the two timed models; the output head evicts their weights from L2."""
 CONTEXT = 1024
 """The number of cached tokens per sequence."""
 STEPS, REPEATS = 12, 5
@@ -174,30 +174,27 @@ def measure(name: str, index: int, batches: list[int], parts: list[int]) -> list
     config = SHAPES[name]
     compile_all(config, index, batches)
     print(f"{name}: compiled", flush=True)
-    many = make_model(replace(config, layers=MANY_LAYERS), index)
-    few = replace(many, layers=many.layers[:FEW_LAYERS])
-    layer_bytes = (many.weight_bytes - config.vocab * config.hidden * 2) / MANY_LAYERS
+    whole = make_model(config, index)
+    few = replace(whole, layers=whole.layers[:FEW_LAYERS])
     rows = []
     for batch in batches:
-        cache = many.ops.make_cache(batch, CONTEXT + 2 + (REPEATS + 1) * STEPS)
+        cache = whole.ops.make_cache(batch, CONTEXT + 2 + (REPEATS + 1) * STEPS)
         fill(cache.k)
         fill(cache.v)
 
-        def layer_and_others(part: str | None = None, cache: KvCache = cache) -> tuple[float, float]:
-            assert isinstance(many.ops, CudaOps)
-            with without(many.ops, part):
-                us = [step_us(model, cache) for model in (few, many)]
-            layer = (us[1] - us[0]) / (MANY_LAYERS - FEW_LAYERS)
-            return layer, us[0] - FEW_LAYERS * layer
+        def layer_and_step(part: str | None = None, cache: KvCache = cache) -> tuple[float, float]:
+            assert isinstance(whole.ops, CudaOps)
+            with without(whole.ops, part):
+                short, step = (step_us(model, cache) for model in (few, whole))
+            return (step - short) / (config.layers - FEW_LAYERS), step
 
-        layer, others = layer_and_others()
-        us = config.layers * layer + others
-        read = config.layers * layer_bytes + config.vocab * config.hidden * 2
-        read += cache_bytes(config, batch, CONTEXT + STEPS * REPEATS // 2, 2)
-        row: dict[str, Any] = {"model": name, "batch": batch, "layer": layer, "others": others, "step": us}
-        row |= {"tokens/s": batch / us * 1e6, "roofline": read / READ_GBS / 1e3 / us}
+        layer, step = layer_and_step()
+        read = whole.weight_bytes + cache_bytes(config, batch, CONTEXT + STEPS * REPEATS // 2, 2)
+        others = step - config.layers * layer
+        row: dict[str, Any] = {"model": name, "batch": batch, "layer": layer, "others": others, "step": step}
+        row |= {"tokens/s": batch / step * 1e6, "roofline": read / READ_GBS / 1e3 / step}
         if batch in parts:
-            row |= {part: layer - layer_and_others(part)[0] for part in PARTS}
+            row |= {part: layer - layer_and_step(part)[0] for part in PARTS}
         rows.append(row)
         figures = [f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()]
         print(*figures, flush=True)
