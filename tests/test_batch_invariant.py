@@ -230,14 +230,16 @@ def test_a_field_that_is_unknown_here_excludes_a_configuration() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [BACKENDS[0]])
-@pytest.mark.parametrize(("repacked", "dtype"), [(False, "bfloat16"), (True, "float16"), (True, "bfloat16")])
-def test_every_number_of_rows_up_to_64_and_130(backend: str, repacked: bool, dtype: str) -> None:
-    """The kernels of sm_90 that `choose` returns, on one weight."""
+@pytest.mark.parametrize(
+    ("repacked", "dtype", "step"), [(False, "bfloat16", 3), (True, "float16", 1), (True, "bfloat16", 3)]
+)
+def test_every_number_of_rows_up_to_64_and_130(backend: str, repacked: bool, dtype: str, step: int) -> None:
+    """The kernels of sm_90 that `choose` returns, on one weight; for bfloat16, every third number."""
     here = facts(90, backend)
     problem = Problem(130, 128, 1536, 128, dtype, repacked=repacked, has_awq_layout=not repacked, batch_invariant=True)
     product = Product(problem, runner(backend), here, 0)
     whole, kernels = product.rows(list(range(130))), set()
-    for m in range(1, 65):
+    for m in range(1, 65, step):
         rows = list(range(m, 2 * m))
         kernels.add(select.choose(padded(replace(problem, m=m), WHOLE), here).plan.kernel.entry)
         np.testing.assert_array_equal(product.rows(rows), whole[rows], err_msg=f"{m} rows")
