@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,6 +15,7 @@ from cupy_awq.llm.kv_cache import KvCache
 from cupy_awq.llm.ops import DecodeLoop, DecoderOps, StepLogits
 from cupy_awq.llm.sampling import NAN_LOGITS, Sampling
 from cupy_awq.runtime.device import Device
+from cupy_awq.runtime.graph import capture
 from cupy_awq.runtime.launch_plan import LaunchPlan
 
 if TYPE_CHECKING:
@@ -94,15 +94,8 @@ class CudaDecodeLoop(DecodeLoop):
 
         with self._stream, cupy.cuda.using_allocator(self._pool.malloc):
             if self._steps == 1:
-                self._stream.begin_capture()
-                try:
-                    with cupy.cuda.using_allocator(self._allocate_for_graph):
-                        self._forward_and_choose()
-                except BaseException:
-                    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # the capture may be invalid
-                        self._stream.end_capture()
-                    raise
-                self._graph = self._stream.end_capture()
+                with cupy.cuda.using_allocator(self._allocate_for_graph):
+                    self._graph = capture(self._stream, self._forward_and_choose)
             if self._graph is None:
                 self._forward_and_choose()
             elif self._steps == 1:

@@ -10,7 +10,6 @@ then for pairs of neighbours. The result is stored in the user's table, for GEMM
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from cupy_awq.llm.model import Model
 from cupy_awq.llm.model_files import ModelFiles
 from cupy_awq.runtime import device as devices
 from cupy_awq.runtime import placement
+from cupy_awq.runtime.graph import capture
 from cupy_awq.tools import autotune, table
 from cupy_awq.tools.bench_llm import SHAPES, synthetic
 
@@ -215,14 +215,7 @@ class Step:
 
         with select.forced_shapes(candidates):
             self._run()  # loads the kernels and fills the memory pool
-            self._stream.begin_capture()
-            try:
-                self._run()
-            except BaseException:
-                with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # the capture may be invalid
-                    self._stream.end_capture()
-                raise
-            graph = self._stream.end_capture()
+            graph = capture(self._stream, self._run)
 
         def time_steps() -> float:
             begin = self._stream.record()
