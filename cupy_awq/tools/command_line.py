@@ -237,8 +237,8 @@ TUNE = """
 
 Times the configurations with the lowest modelled times, with weights that are cold
 in L2, and stores the fastest for each shape and M in the user's cache
-(CUPY_AWQ_CACHE_DIR), from which processes that start later read it. A gemm uses it
-for every group size and dtype, and for all M above the preceding power of two.
+(CUPY_AWQ_CACHE_DIR), from which processes that start later read it. A gemm of any group
+size and dtype uses the configuration of M = 16, for example, for 9 to 16 rows.
 In a decode step the kernels of a layer overlap, so with --model (Hopper GPUs) the GEMMs
 are timed in steps of the model's first layers with 1024 cached tokens per sequence."""
 
