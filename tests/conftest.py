@@ -14,12 +14,15 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import functools
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 
+from cupy_awq.kernels import select, tuned
+from cupy_awq.runtime import disk_cache
 from cupy_awq.runtime.device import forced_arch
 from cupy_awq.tools.table import render
 from tests import simt
@@ -47,6 +50,21 @@ launches: Counter[tuple[str, str]] = Counter()
 
 deselected: Counter[str] = Counter()
 """Deselected tests by reason. Every worker deselects the same tests."""
+
+
+@pytest.fixture
+def tuned_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the user's tables of tuned configurations in an empty cache."""
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path))
+    forget_tuned()
+    yield tmp_path / "tuned"
+    forget_tuned()
+
+
+def forget_tuned() -> None:
+    """Make this process read the tables of tuned configurations again."""
+    tuned._tables.cache_clear()
+    select._choose.cache_clear()
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +24,11 @@ from cupy_awq.llm.cuda_ops import CudaOps
 from cupy_awq.llm.numpy_ops import NumpyOps
 from cupy_awq.ops.repack import RepackedWeight
 from cupy_awq.runtime import device, placement
-from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.runtime.launch_plan import LaunchPlan
 from cupy_awq.tools import autotune, bench_llm, decode_tuning
 from cupy_awq.tools.command_line import main
 from tests import llm_models
+from tests.conftest import forget_tuned
 
 H100 = device.nominal(90)
 SOME = select.candidates(Problem(1, 4096, 4096, 128, repacked=True), H100)["gemm_sm90"]
@@ -99,24 +99,10 @@ def test_the_first_layers_of_a_model_are_a_model(tmp_path: Path) -> None:
     assert decode_tuning.first_layers(files, 9).config.layers == 3
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the user's tables in an empty cache."""
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
-    forget()
-    yield tmp_path / "tuned"
-    forget()
-
-
-def forget() -> None:
-    tuned._tables.cache_clear()
-    select._choose.cache_clear()
-
-
 class FakeStream:
     """A stream on which launches take no time, but graphs the sum of the ``cost`` of their launches."""
 
-    def __init__(self, cost: Callable[[LaunchPlan], float], **options: bool) -> None:
+    def __init__(self, cost: Callable[[LaunchPlan], float]) -> None:
         self.cost, self.us, self.graph = cost, 0.0, None
         self.ptr = 0
 
@@ -135,14 +121,14 @@ class FakeStream:
     def record(self) -> Any:
         return SimpleNamespace(us=self.us, synchronize=lambda: None)
 
-    def run(self, ops: CudaOps, plan: LaunchPlan, **arrays: Any) -> None:
+    def run(self, plan: LaunchPlan) -> None:
         if self.graph is not None:
             self.graph.us += self.cost(plan)
 
 
 @pytest.mark.parametrize("is_random", [True, False])
 def test_the_command_stores_the_fastest_configurations(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_random: bool
+    tuned_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_random: bool
 ) -> None:
     """Here those whose split-K factor is 2; kernels are launched on a stream that only counts the time."""
 
@@ -176,23 +162,23 @@ def test_the_command_stores_the_fastest_configurations(
         "cupy_awq.tools.autotune.compile_all": lambda plans: None,
     }.items():
         monkeypatch.setattr(name, value)
-    monkeypatch.setattr(CudaOps, "run", lambda ops, plan, **arrays: stream.run(ops, plan, **arrays))
+    monkeypatch.setattr(CudaOps, "run", lambda ops, plan, **arrays: stream.run(plan))
     monkeypatch.setattr(decode_tuning, "FINALISTS", 3)
     config = {**llm_models.QWEN3, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
-    name = str(llm_models.folder(folder.parent / "model", {**config, "num_hidden_layers": 2}, group=64))
+    name = str(llm_models.folder(tuned_folder.parent / "model", {**config, "num_hidden_layers": 2}, group=64))
     if is_random:
         tiny = ModelConfig("qwen3", 256, 512, 2, 8, 2, 32, 96, 2048, qk_norm=True, tied=True)
         monkeypatch.setitem(bench_llm.SHAPES, name := "tiny", tiny)
     assert main(["tune", "--model", name, "--m", "1,3", "--tries", "16"]) == 0
     text = capsys.readouterr()
-    assert f"stored in {folder / tuned.file_name(H100)}" in text.out
+    assert f"stored in {tuned_folder / tuned.file_name(H100)}" in text.out
     assert "4 sequences: 256x256 and 256x1024" in text.err
-    found = tuned.read(folder / tuned.file_name(H100))
+    found = tuned.read(tuned_folder / tuned.file_name(H100))
     assert found.keys() == {"256x256 stream", "256x1024 stream", "512x256 stream", "256x384 stream"}
     for entries in found.values():
         assert list(entries) == ["1", "4"]
         assert all("split_k=2" in label for label in entries.values())
-    forget()
+    forget_tuned()
     assert main(["tune", "--model", name, "--m", "1,3", "--tries", "16"]) == 0
     assert capsys.readouterr().out.endswith("stored nothing: the present configurations are as fast\n")
 
@@ -216,7 +202,7 @@ def test_arguments_that_do_not_fit_a_model_are_refused(
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_random", [True, False])
 def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_random: bool
+    tuned_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_random: bool
 ) -> None:
     """The user's table first has the slowest configurations, so that faster ones are found."""
     if is_random:
@@ -225,7 +211,7 @@ def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
     else:
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
         config = {**llm_models.QWEN3, **sizes, "num_hidden_layers": 3}
-        name = str(llm_models.folder(folder.parent / "model", config, group=128))
+        name = str(llm_models.folder(tuned_folder.parent / "model", config, group=128))
     index = placement.resolve()
     facts = device.of(index)
     arguments = ["tune", "--model", name, "--m", "1,3", "--tries", "6"]
@@ -235,7 +221,7 @@ def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
         return
 
     def choices(sequences: int) -> dict[str, select.Choice]:
-        forget()
+        forget_tuned()
         return decode_tuning.Step(*decode_tuning._load(name, index), sequences).fused_choices()
 
     slowest: tuned.Table = {}
@@ -245,10 +231,10 @@ def test_a_decode_step_is_tuned_and_uses_the_configurations_found(
             slowest.setdefault(shape, {})[str(sequences)] = tuned.label(worst.family, worst.config)
     assert len(slowest) == 4
     tuned.write(facts, slowest)
-    forget()
+    forget_tuned()
     assert main(arguments) == 0
     assert "stored in" in capsys.readouterr().out
-    found = tuned.read(folder / tuned.file_name(facts))
+    found = tuned.read(tuned_folder / tuned.file_name(facts))
     assert found.keys() == slowest.keys()
     assert found != slowest
     for sequences in (1, 4):

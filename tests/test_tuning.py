@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,26 +17,12 @@ from cupy_awq.kernels.family import KernelProblem
 from cupy_awq.kernels.problem import Fusion, Problem, next_power_of_two
 from cupy_awq.kernels.quantize_rows import RowQuantization
 from cupy_awq.runtime import device, placement
-from cupy_awq.runtime import disk_cache as cache
 from cupy_awq.tools import autotune as tune
 from cupy_awq.tools.operations import Settings, typical_problem
+from tests.conftest import forget_tuned
 
 A100 = device.nominal(80)
 PROBLEM = Problem(3, 4096, 4096, 128)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the user's tables in an empty cache."""
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
-    forget()
-    yield tmp_path / "tuned"
-    forget()
-
-
-def forget() -> None:
-    tuned._tables.cache_clear()
-    select._choose.cache_clear()
 
 
 def _label(problem: Problem, facts: device.Device) -> str:
@@ -47,15 +32,15 @@ def _label(problem: Problem, facts: device.Device) -> str:
     return found.label
 
 
-def test_a_tuned_configuration_applies_to_its_shape_m_and_gpu_only(folder: Path) -> None:
+def test_a_tuned_configuration_applies_to_its_shape_m_and_gpu_only(tuned_folder: Path) -> None:
     before = select.choose(PROBLEM, A100)
     some = select.candidates(PROBLEM, A100)["gemm_simt"]
     assert not isinstance(some, str)
     family, config, _ = some[-1]
     assert config != before.config
     path = tuned.write(A100, {"4096x4096": {"4": tuned.label(family, config)}})
-    assert path.parent == folder
-    forget()
+    assert path.parent == tuned_folder
+    forget_tuned()
     assert select.choose(PROBLEM, A100).config == config
     assert select.choose(PROBLEM, A100).name == "gemm_simt"
     text = select.explain(PROBLEM, A100)
@@ -67,7 +52,7 @@ def test_a_tuned_configuration_applies_to_its_shape_m_and_gpu_only(folder: Path)
     assert select.choose(PROBLEM, replace(device.nominal(90), arch=80)).name != "gemm_simt"  # a forced path
 
 
-def test_a_fused_gemm_has_its_own_entries_and_falls_back_to_the_plain_ones(folder: Path) -> None:
+def test_a_fused_gemm_has_its_own_entries_and_falls_back_to_the_plain_ones(tuned_folder: Path) -> None:
     facts = device.nominal(90)
     shipped = tuned.read(tuned.SHIPPED / tuned.file_name(facts))
     plain = Problem(1, 4096, 4096, 128, repacked=True)
@@ -77,11 +62,13 @@ def test_a_fused_gemm_has_its_own_entries_and_falls_back_to_the_plain_ones(folde
     assert "64" not in shipped["12288x4096 stream"]
     assert _label(replace(fused, m=64, k=12288), facts) == shipped["12288x4096"]["64"]
     tuned.write(facts, {"4096x4096": {"1": "the user's"}})
-    forget()
+    forget_tuned()
     assert _label(fused, facts) == _label(plain, facts) == "the user's"
 
 
-def test_a_tuned_configuration_applies_to_smaller_m_unless_the_model_knows_a_much_faster_one(folder: Path) -> None:
+def test_a_tuned_configuration_applies_to_smaller_m_unless_the_model_knows_a_much_faster_one(
+    tuned_folder: Path,
+) -> None:
     """On an H100 the tiles that are tuned for 4096x12288 at M = 1024 are badly filled at M = 600."""
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     shipped = tuned.read(tuned.SHIPPED / tuned.file_name(here))["4096x12288"]
@@ -96,7 +83,7 @@ def test_a_tuned_configuration_applies_to_smaller_m_unless_the_model_knows_a_muc
         assert measured or choice.family.estimate_us(choice.config, problem, here) == first
 
 
-def test_explain_says_why_no_tuned_configuration_determines_the_choice(folder: Path) -> None:
+def test_explain_says_why_no_tuned_configuration_determines_the_choice(tuned_folder: Path) -> None:
     here = replace(device.nominal(90), name="NVIDIA H100 80GB HBM3")
     table = f"(shipped table {tuned.file_name(here)})"
     problem = Problem(600, 12288, 4096, 128, repacked=True)
@@ -118,12 +105,12 @@ def test_explain_says_why_no_tuned_configuration_determines_the_choice(folder: P
     candidates = [c for some in select.candidates(problem, here).values() if not isinstance(some, str) for c in some]
     slowest = max(candidates, key=lambda candidate: candidate.us)
     tuned.write(here, {"4096x12288": {"1024": tuned.label(slowest.family, slowest.config)}})
-    forget()
+    forget_tuned()
     assert reason(problem, here).endswith(", is modelled to be slower than this one at M=600")
 
 
 @pytest.mark.parametrize("op", ["gemm_int8", "conv2d"])
-def test_a_tuned_configuration_is_chosen_whatever_the_operation(folder: Path, op: str) -> None:
+def test_a_tuned_configuration_is_chosen_whatever_the_operation(tuned_folder: Path, op: str) -> None:
     problem, here = typical_problem(op, (256, 512), 3, Settings(HOST, image=14)), device.nominal(80)
     candidates = [c for some in select.candidates(problem, here).values() if not isinstance(some, str) for c in some]
     labels = [tuned.label(candidate.family, candidate.config) for candidate in candidates]
@@ -135,7 +122,7 @@ def test_a_tuned_configuration_is_chosen_whatever_the_operation(folder: Path, op
     assert key is not None
     label = tuned.entry(tuned.label(last.family, last.config), 12.3)
     tuned.write(here, {key.shapes[0]: {str(key.tuned_m): label}})
-    forget()
+    forget_tuned()
     choice = select.choose(problem, here)
     assert (choice.family, choice.config) == (last.family, last.config)
     assert f"-> {choice.name} " in select.explain(problem, here)
@@ -170,22 +157,22 @@ def test_candidates_are_forced_by_shape() -> None:
     assert select.choose(fused, here) == before[1]
 
 
-def test_an_illegal_or_unknown_entry_is_ignored(folder: Path) -> None:
+def test_an_illegal_or_unknown_entry_is_ignored(tuned_folder: Path) -> None:
     before = select.choose(PROBLEM, A100)
     tuned.write(A100, {"4096x4096": {"4": "GemmOfYore(tile=3)"}})
-    forget()
+    forget_tuned()
     assert select.choose(PROBLEM, A100) == before
 
 
-def test_new_entries_replace_only_those_of_the_same_shape_and_m(folder: Path) -> None:
+def test_new_entries_replace_only_those_of_the_same_shape_and_m(tuned_folder: Path) -> None:
     tuned.write(A100, {"8x8": {"1": "a", "2": "b"}, "16x8": {"1": "c"}})
     path = tuned.write(A100, {"8x8": {"2": "d"}})
     assert tuned.read(path) == {"8x8": {"1": "a", "2": "d"}, "16x8": {"1": "c"}}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"8x8": 3}', '{"8x8": {"1": 2}}', "\0", '{"8x8": ["a"]}'])
-def test_a_malformed_table_is_named_and_refused(folder: Path, text: str) -> None:
-    path = folder / tuned.file_name(A100)
+def test_a_malformed_table_is_named_and_refused(tuned_folder: Path, text: str) -> None:
+    path = tuned_folder / tuned.file_name(A100)
     path.parent.mkdir()
     path.write_text(text)
     with pytest.raises(ValueError, match="tune") as caught:
@@ -194,7 +181,7 @@ def test_a_malformed_table_is_named_and_refused(folder: Path, text: str) -> None
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
-def test_every_shipped_entry_is_legal_on_its_gpu(folder: Path, name: str) -> None:
+def test_every_shipped_entry_is_legal_on_its_gpu(tuned_folder: Path, name: str) -> None:
     facts = replace(device.nominal(90), name=name)
     shipped = tuned.read(tuned.SHIPPED / tuned.file_name(facts))
     assert shipped
@@ -214,16 +201,16 @@ def test_shipped_files_are_plain_json() -> None:
 
 
 @pytest.mark.gpu
-def test_tuning_keeps_the_fastest_and_layers_use_it(folder: Path) -> None:
+def test_tuning_keeps_the_fastest_and_layers_use_it(tuned_folder: Path) -> None:
     index = placement.resolve()
     settings = Settings(device=index, cached=False)
     rows = tune.run("gemm", [(512, 256)], [1, 3], settings, tries=3, progress=lambda text: None)
     assert [(row.key.tuned_m, row.tried) for row in rows] == [(1, 3), (4, 3)]
     assert all(0 < row.us <= row.modelled_us for row in rows)
     tune.keep(rows, index)
-    forget()
+    forget_tuned()
     facts = replace(device.of(index), arch=device.of(index).native)  # what is measured serves no forced path
-    path = json.loads((folder / tuned.file_name(facts)).read_text())
+    path = json.loads((tuned_folder / tuned.file_name(facts)).read_text())
     labels = [tuned.label(row.best.family, row.best.config) for row in rows]
     entries = [tuned.entry(label, row.us) for label, row in zip(labels, rows, strict=True)]
     assert path == {"512x256": dict(zip(("1", "4"), entries, strict=True))}
@@ -236,7 +223,7 @@ def test_tuning_keeps_the_fastest_and_layers_use_it(folder: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["gemm_int8", "conv2d"])
-def test_tuning_forces_each_configuration_whatever_the_operation(folder: Path, op: str) -> None:
+def test_tuning_forces_each_configuration_whatever_the_operation(tuned_folder: Path, op: str) -> None:
     index = placement.resolve()
     settings = Settings(device=index, image=14, cached=False)
     (row,) = tune.run(op, [(256, 256)], [2], settings, tries=4, progress=lambda text: None)
@@ -244,7 +231,9 @@ def test_tuning_forces_each_configuration_whatever_the_operation(folder: Path, o
     assert row.tried <= 4
     assert 0 < row.us <= row.modelled_us
     tune.keep([row], index)
-    assert tuned.label(row.best.family, row.best.config) in (folder / tuned.file_name(device.of(index))).read_text()
+    assert (
+        tuned.label(row.best.family, row.best.config) in (tuned_folder / tuned.file_name(device.of(index))).read_text()
+    )
 
 
 def test_the_fastest_is_found_while_the_chip_slows_down_and_the_slower_half_leaves() -> None:
