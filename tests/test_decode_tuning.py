@@ -189,6 +189,7 @@ def test_the_command_stores_the_fastest_configurations(
         (["--m", "1,33"], "--m: expected at most 32 sequences with --model, got 33"),
         (["--op", "conv2d"], "tune: --model takes no --op or --group-size"),
         (["--group-size", "64"], "tune: --model takes no --op or --group-size"),
+        (["--model", "qwen9"], "qwen9: expected a file, a folder or one of smollm2, qwen3-8b, qwen3-0.6b, "),
     ],
 )
 def test_arguments_that_do_not_fit_a_model_are_refused(

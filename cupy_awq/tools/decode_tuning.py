@@ -89,6 +89,9 @@ def run(
     """
     if max(sequences) > MAX_FUSED_ROWS:
         raise ValueError(f"--m: expected at most {MAX_FUSED_ROWS} sequences with --model, got {max(sequences)}")
+    if model not in SHAPES and not readers.locate(model).exists():
+        names = ", ".join((*readers.PACKAGED_MODELS, *SHAPES))
+        raise FileNotFoundError(f"{model}: expected a file, a folder or one of {names}, got none")
     with placement.use_device(index):
         progress("loading the first layers")
         small, ops = _load(model, index)
