@@ -241,29 +241,30 @@ def test_decode_attention_covers_the_cache_and_the_new_token(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (9, 9), (28, 28)])
-def test_decode_attention_merges_many_splits(backend: str, arch: int, heads: int, kv_heads: int) -> None:
-    """Merge 18 splits, limited by MIN_SPLIT_KEYS, and as many as the SMs of a GPU take, 14 and 4 on an H100."""
+@pytest.mark.parametrize(("m", "heads", "kv_heads"), [(1, 2, 1), (1, 9, 9), (1, 28, 28), (5, 27, 27)])
+def test_decode_attention_merges_many_splits(backend: str, arch: int, m: int, heads: int, kv_heads: int) -> None:
+    """Merge 18 splits, limited by MIN_SPLIT_KEYS, and as many as the SMs of a GPU take, 14, 4 and 2 on an H100."""
     rng = np.random.default_rng(heads)
     head_dim, capacity = 64, 1100
-    lengths = np.array([capacity - 1], np.int32)
-    qkv = normal(rng, 1, heads + 2 * kv_heads, head_dim, dtype=np.float16)
-    k, v = (normal(rng, 1, kv_heads, capacity, head_dim, dtype=np.float16) for _ in "kv")
+    lengths = np.array([capacity - 1, 2 * llm.UNSPLIT_KEYS, 2 * llm.UNSPLIT_KEYS - 1, 0, 1][:m], np.int32)
+    qkv = normal(rng, m, heads + 2 * kv_heads, head_dim, dtype=np.float16)
+    k, v = (normal(rng, m, kv_heads, capacity, head_dim, dtype=np.float16) for _ in "kv")
     cos, sin = np.ones((capacity, head_dim // 2), np.float32), np.zeros((capacity, head_dim // 2), np.float32)
-    out = nan(1, heads, head_dim, dtype=np.float16)
+    out = nan(m, heads, head_dim, dtype=np.float16)
     read = frozen(qkv=qkv, cos=cos, sin=sin, lengths=lengths)
     arrays = {**read, "q_norm": None, "k_norm": None, "k": k, "v": v, "out": out}
     run_decode_attention(backend, arch, "float16", arrays, norm=False)
-    wanted = attention(qkv[0, :heads], k[0], v[0])
-    check_close(out[0], wanted, 2 * BOUNDS["float16"])
+    for i, keys in enumerate(lengths + 1):
+        check_close(out[i], attention(qkv[i, :heads], k[i, :, :keys], v[i, :, :keys]), 2 * BOUNDS["float16"])
 
 
 def test_the_grid_of_decode_attention_depends_on_no_length() -> None:
     """One captured graph serves all lengths, and fills the GPU for one sequence and for many."""
-    for m, splits in ((1, 16), (16, 1)):
-        sizes = m, 32, 8, 128, 4096, 8 * 4096 * 128
+    splits = {(1, 128): 16, (16, 128): 1, (17, 128): 1, (16, 64): 1, (17, 64): 2, (24, 64): 2, (25, 64): 1}
+    for (m, head_dim), wanted in splits.items():
+        sizes = m, 32, 8, head_dim, 4096, 8 * 4096 * head_dim
         plan = llm.plan_decode_attention(facts(90, "latest"), *sizes, "float16", 1e-6, norm=True)
-        assert plan.grid == (splits, 8, m)
+        assert plan.grid == (wanted, 8, m)
 
 
 def test_dense_gemms_of_many_rows_share_the_reads_of_the_weight_and_fill_the_gpu() -> None:

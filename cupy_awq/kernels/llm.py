@@ -163,8 +163,7 @@ def plan_decode_attention(
         cta_heads = _cta_heads(heads // kv_heads, 16 if head_dim <= 128 else 8)
         threads = _attention_threads(cta_heads, head_dim)
         ctas_per_sm = 256 // threads
-        defines |= {"HEADS": cta_heads, "WARP_KEYS": 16 * max(1, 128 // head_dim), "UNSPLIT_KEYS": UNSPLIT_KEYS}
-        defines |= {"CTAS_PER_SM": ctas_per_sm}
+        defines |= {"HEADS": cta_heads, "WARP_KEYS": 16 * max(1, 128 // head_dim), "CTAS_PER_SM": ctas_per_sm}
     else:
         entry = "decode_attention"
         cta_heads, threads, constants = _simt_heads(heads, kv_heads, head_dim)
@@ -174,16 +173,23 @@ def plan_decode_attention(
         defines |= constants
         if threads == 128 and cta_heads > 2 and dtype == "bfloat16":
             defines |= {"UNROLL": 2}  # With 4, ptxas spills registers.
-    splits = max(1, min(MAX_SPLITS, ctas_per_sm * device.sm_count // (m * heads // cta_heads)))
+    unsplit_ctas, unsplit_keys = m * heads // cta_heads, UNSPLIT_KEYS
+    splits = max(1, min(MAX_SPLITS, ctas_per_sm * device.sm_count // unsplit_ctas))
+    small = entry == "decode_attention_sm80" and ctas_per_sm == 1 and head_dim < 128  # an SM has room for two CTAs
+    if small and device.sm_count < unsplit_ctas <= device.sm_count * 3 // 2:
+        # Some SMs would have two CTAs and the others one. On an H100, a layer of Llama-3.2-1B with 17, 21 and 24
+        # sequences of 2,048 tokens takes 52.1, 57.4 and 62.1 us with two splits, and 58.9, 64.3 and 66.2 with one.
+        splits, unsplit_keys = 2, 2 * UNSPLIT_KEYS
     defines |= {"MAX_SPLITS": next_power_of_two(splits), "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS}
     if entry == "decode_attention_sm80":
+        defines |= {"UNSPLIT_KEYS": unsplit_keys}
         # On an H100, this prefetch speeds up a layer of Qwen3-8B (head_dim 128) by 1 to 5% with 12 and 24 sequences of
         # 1,024 tokens, and slows down a layer of Llama-3.2-1B (head_dim 64) by 4% with 24.
         defines |= {"KEYS_AHEAD": int(splits == 1 and head_dim >= 128)}
     # Request half of the shared memory to limit residency to one CTA per SM. With two CTAs per SM, CTAs are distributed
     # unevenly while the preceding kernel occupies some SMs: a layer of Llama-3.2-1B with 16 sequences takes 47.1
     # instead of 41.9 us on an H100.
-    spread = ctas_per_sm == 1 and head_dim < 128 and splits == 1 and m * heads // cta_heads <= device.sm_count
+    spread = small and splits == 1 and unsplit_ctas <= device.sm_count
     shared_bytes = device.shared_bytes_per_sm // 2 if spread else 0
     buffers = ["qkv", "q_norm", "k_norm", "cos", "sin", "lengths", "k", "v", "out", "partials", "counters"]
     if orders_out:
