@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare the configuration that the cost models choose with the fastest one of all legal configurations.
 
-`compare.py --best N` measures N random cells in this way. Every configuration is timed once, as sweep.py does; then
-the first choice and the FINALISTS fastest ones are timed in turns, so that noise does not favour the fastest of many.
+`compare.py --best N` measures N random cells in this way. All configurations are timed in turns, as sweep.py does; then
+the first choice and the FINALISTS fastest ones again, so that noise does not favour the fastest of many.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 import random
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
@@ -19,7 +17,6 @@ from cupy_awq.kernels.problem import Problem
 from cupy_awq.kernels.select import Candidate
 from cupy_awq.runtime.device import Device
 from tests.peers import sweep
-from tests.peers.interleave import Graph, medians_us
 from tests.peers.random_problems import build
 
 WITHIN = 1.6
@@ -59,28 +56,15 @@ def submit(pool: ProcessPoolExecutor, cells: list[Cell], device: Device) -> dict
 
 def measure(cell: Cell, stream: Any) -> dict[str, Any]:
     """Return k, n, m, the number of legal configurations, and label and time of the first choice and of the fastest."""
-    import cupy
-
     k, n, m = cell
     with stream:
         operation = sweep.Gemm(k, n, m)
         candidates = sweep.legal(operation.problem, WITHIN)
         chosen = select.choose(operation.problem, sweep.gpu())
         first = next(i for i, c in enumerate(candidates) if (c.family, c.config) == (chosen.family, chosen.config))
-        expected = None
-        times = []
-        for candidate in candidates:
-            launches = operation.launches(candidate)
-            difference, y = sweep.error(launches, stream, expected)
-            expected = y if expected is None else expected
-            right = difference <= sweep.MAX_ERROR
-            if not right:
-                print(f"WRONG by {difference}: {operation.problem} {candidate.config}", flush=True)
-            times.append(sweep.measure_us(launches, stream, candidate.us) if right else math.inf)
+        times = sweep.times_us(operation, candidates, stream)
         finalists = list(dict.fromkeys([first, *sorted(range(len(times)), key=times.__getitem__)[:FINALISTS]]))
-        captured = [sweep.capture(operation.launches(candidates[i]), stream, times[i]) for i in finalists]
-        graphs = [Graph(functools.partial(graph.launch, stream), length) for graph, length in captured]
-        us = medians_us(graphs, stream.record, cupy.cuda.get_elapsed_time)
+        us = sweep.times_us(operation, [candidates[i] for i in finalists], stream)
     best = min(range(len(us)), key=us.__getitem__)
 
     def label(candidate: Candidate) -> str:

@@ -6,14 +6,15 @@
     python -m tests.peers.fit sweep.jsonl --model all --steps 80
 
 Prints the constants in the order of the dataclass that holds them, and for each range of M the ratio of the first
-choice to the fastest configuration of the model's kernel, before and after. The fit minimizes squared logarithms of
-estimate / time by Levenberg-Marquardt, in the logarithms of the constants. A configuration x% slower than the fastest
-one of its problem has the weight exp(-x / 12) + 0.01.
+choice of all kernels to the fastest configuration, before and after. The fit minimizes squared errors by
+Levenberg-Marquardt, in the logarithms of the constants. An error is log(estimate / time) minus its mean over the
+problem: the choice depends on the ratios of times within a problem, while the clock changes from problem to problem. A
+configuration x% slower than the fastest one of its problem has the weight exp(-x / 12) + 0.01.
 
 With ``--model all``, the constants of wgmma and of gemm_sm90_large, and those of mma for more than 8 rows, start
 halfway between the present ones and such a fit. Then Adam minimizes the expected logarithm of the time of the first
-choice of all kernels over the fastest time, plus the mean square above. The probability of a choice is a softmax of
--log(estimate) at the temperature TEMPERATURE. Files need clean times: sweep.py queues its replays for this reason.
+choice over the fastest time, plus the mean square above. The probability of a choice is a softmax of -log(estimate) at
+the temperature TEMPERATURE.
 """
 
 from __future__ import annotations
@@ -52,34 +53,62 @@ RATE = 0.02
 
 
 class Times:
-    """Measured times: arrays of times ``us`` and of problem numbers, and the configurations and problems of each."""
+    """The measured times of all models' kernels: arrays of times ``us`` and of the numbers ``ids`` of their problems.
 
-    def __init__(
-        self, paths: list[str], family: ModuleType, kernel: str | None, numbers: dict[Problem, int] | None = None
-    ) -> None:
-        self.family = family
-        kind = GemmSm90Config if kernel else gemm_sm90_large.GemmSm90LargeConfig
-        self.rows: list[tuple[Any, Problem]] = []
+    Attributes:
+        rows: the configuration and the problem of each time.
+        parts: the slice of the times of each model's kernel.
+        weights: the weight of each time.
+    """
+
+    def __init__(self, paths: list[str]) -> None:
+        records = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
         known = {f.name for f in fields(Problem)} - {"limits"}
-        numbers = {} if numbers is None else numbers
-        times, ids = [], []
-        for record in (json.loads(line) for path in paths for line in Path(path).read_text().splitlines()):
-            if record["family"] != family.NAME or record["config"].get("name") != kernel:
-                continue
-            problem = Problem(**{name: value for name, value in record["problem"].items() if name in known})
-            self.rows.append((kind(**record["config"]), problem))
-            times.append(record["us"])
-            ids.append(numbers.setdefault(problem, len(numbers)))
+        numbers: dict[Problem, int] = {}
+        self.rows: list[tuple[Any, Problem]] = []
+        self.parts: dict[str, slice] = {}
+        times: list[float] = []
+        ids: list[int] = []
+        for model, (_, _, family, kernel) in MODELS.items():
+            kind = GemmSm90Config if kernel else gemm_sm90_large.GemmSm90LargeConfig
+            begin = len(times)
+            for record in records:
+                if record["family"] != family.NAME or record["config"].get("name") != kernel:
+                    continue
+                problem = Problem(**{name: value for name, value in record["problem"].items() if name in known})
+                self.rows.append((kind(**record["config"]), problem))
+                times.append(record["us"])
+                ids.append(numbers.setdefault(problem, len(numbers)))
+            self.parts[model] = slice(begin, len(times))
         self.us, self.ids = np.array(times), np.array(ids)
         best = np.full(len(numbers), np.inf)
         np.minimum.at(best, self.ids, self.us)
         self.best = best[self.ids]
-        self.weights = np.sqrt(np.exp(-(self.us / self.best - 1) / 0.12) + 0.01)
+        self.weights = np.exp(-(self.us / self.best - 1) / 0.12) + 0.01
 
-    def estimates(self) -> np.ndarray:
+    def estimates(self, model: str) -> np.ndarray:
+        """Return the modelled times of one model's kernel."""
+        device, family = nominal(90), MODELS[model][2]
+        return np.array([family.estimate_us(*row, device) for row in self.rows[self.parts[model]]])
+
+    def all_estimates(self) -> np.ndarray:
         """Return the modelled time of each row."""
-        device = nominal(90)
-        return np.array([self.family.estimate_us(config, problem, device) for config, problem in self.rows])
+        return np.concatenate([self.estimates(model) for model in self.parts])
+
+    def errors(self, estimates: np.ndarray) -> np.ndarray:
+        """Return the weighted error of each row: log(estimate / time) minus its mean over the problem."""
+        logarithms = np.log(estimates / self.us)
+        means = np.bincount(self.ids, self.weights * logarithms) / np.bincount(self.ids, self.weights)
+        return np.sqrt(self.weights) * (logarithms - means[self.ids])
+
+    def loss(self, estimates: np.ndarray) -> float:
+        """Return the expected log(time of the first choice / fastest time) of a problem plus the mean square error."""
+        logarithms = np.log(estimates)
+        least = np.full(self.ids.max() + 1, np.inf)
+        np.minimum.at(least, self.ids, logarithms)
+        chances = np.exp((least[self.ids] - logarithms) / TEMPERATURE)
+        lost = np.bincount(self.ids, chances * np.log(self.us / self.best)) / np.bincount(self.ids, chances)
+        return float(lost.mean() + (self.errors(estimates) ** 2).sum() / self.weights.sum())
 
     def first_choices(self, estimates: np.ndarray) -> Iterator[tuple[int, float]]:
         """Yield, for each problem, M and the time of the first choice over that of the fastest configuration."""
@@ -104,14 +133,16 @@ def unflat(costs: Any, logarithms: np.ndarray) -> Any:
     return replace(costs, **changed)
 
 
-def fit(times: Times, module: ModuleType, name: str, steps: int) -> Any:
-    """Return the fitted constants."""
-    costs = getattr(module, name)
+def fit(times: Times, model: str, steps: int) -> Any:
+    """Return the fitted constants of a model."""
+    module, name, *_ = MODELS[model]
+    costs, estimates = getattr(module, name), times.all_estimates()
     begin = flat(costs)
 
     def residuals(at: np.ndarray) -> np.ndarray:
         with mock.patch.object(module, name, unflat(costs, at)):
-            return np.concatenate([times.weights * np.log(times.estimates() / times.us), PRIOR * (at - begin)])
+            estimates[times.parts[model]] = times.estimates(model)
+        return np.concatenate([times.errors(estimates), PRIOR * (at - begin)])
 
     at, damping = begin, 1e-2
     now = residuals(at)
@@ -134,34 +165,6 @@ def fit(times: Times, module: ModuleType, name: str, steps: int) -> Any:
     return unflat(costs, at)
 
 
-class AllTimes(Times):
-    """The times of all models' kernels; ``parts`` holds those of each model, in the order of MODELS."""
-
-    def __init__(self, paths: list[str]) -> None:
-        numbers: dict[Problem, int] = {}
-        self.parts = {model: Times(paths, *MODELS[model][2:], numbers) for model in MODELS}
-        parts = list(self.parts.values())
-        self.rows = [row for part in parts for row in part.rows]
-        self.us, self.ids = (np.concatenate([getattr(part, name) for part in parts]) for name in ("us", "ids"))
-        best = np.full(len(numbers), np.inf)
-        np.minimum.at(best, self.ids, self.us)
-        self.best = best[self.ids]
-        self.weights = np.sqrt(np.exp(-(self.us / self.best - 1) / 0.12) + 0.01)
-
-    def estimates(self) -> np.ndarray:
-        """Return the modelled time of each row."""
-        return np.concatenate([part.estimates() for part in self.parts.values()])
-
-    def loss(self, logarithms: np.ndarray) -> float:
-        """Return the expected log(time of the first choice / fastest time) of a problem plus the mean square error."""
-        least = np.full(self.ids.max() + 1, np.inf)
-        np.minimum.at(least, self.ids, logarithms)
-        chances = np.exp((least[self.ids] - logarithms) / TEMPERATURE)
-        lost = np.bincount(self.ids, chances * np.log(self.us / self.best)) / np.bincount(self.ids, chances)
-        squares = self.weights**2 * (logarithms - np.log(self.us)) ** 2
-        return float(lost.mean() + squares.sum() / (self.weights**2).sum())
-
-
 def is_free(model: str, costs: Any) -> np.ndarray:
     """Return which constants `fit_choices` changes: of mma, which alone serves M <= 8, those for 16 rows."""
     values = [getattr(costs, f.name) for f in fields(costs)]
@@ -169,31 +172,28 @@ def is_free(model: str, costs: Any) -> np.ndarray:
     return np.array([model != "mma" or key == 16 for key in keys])
 
 
-def fit_choices(times: AllTimes, steps: int) -> dict[str, Any]:
+def fit_choices(times: Times, steps: int) -> dict[str, Any]:
     """Return the constants of all models, fitted for the time of the first choice."""
     costs = {model: getattr(*MODELS[model][:2]) for model in MODELS}
     at = {}
-    for model, (module, name, *_) in MODELS.items():
+    for model in MODELS:
         begin = flat(costs[model])
-        at[model] = np.where(
-            is_free(model, costs[model]), (begin + flat(fit(times.parts[model], module, name, 8))) / 2, begin
-        )
+        at[model] = np.where(is_free(model, costs[model]), (begin + flat(fit(times, model, 8))) / 2, begin)
 
-    def logarithms(model: str, values: np.ndarray) -> np.ndarray:
-        module, name, *_ = MODELS[model]
-        with mock.patch.object(module, name, unflat(costs[model], values)):
-            return np.log(times.parts[model].estimates())
+    def estimates(model: str, values: np.ndarray) -> np.ndarray:
+        with mock.patch.object(*MODELS[model][:2], unflat(costs[model], values)):
+            return times.estimates(model)
 
     means = {model: (np.zeros(len(v)), np.zeros(len(v))) for model, v in at.items()}
     for step in range(steps):
-        now = {model: logarithms(model, values) for model, values in at.items()}
+        now = {model: estimates(model, values) for model, values in at.items()}
         loss = times.loss(np.concatenate(list(now.values())))
         print(f"step {step}: loss {loss:.5f}", flush=True)
         changes = {}
         for model, values in at.items():
             gradient = np.zeros(len(values))
             for i in np.flatnonzero(is_free(model, costs[model])):
-                other = {**now, model: logarithms(model, values + 1e-3 * np.eye(len(values))[i])}
+                other = {**now, model: estimates(model, values + 1e-3 * np.eye(len(values))[i])}
                 gradient[i] = (times.loss(np.concatenate(list(other.values()))) - loss) / 1e-3
             first, second = (0.9 * means[model][0] + 0.1 * gradient, 0.98 * means[model][1] + 0.02 * gradient**2)
             means[model] = first, second
@@ -205,15 +205,15 @@ def fit_choices(times: AllTimes, steps: int) -> dict[str, Any]:
 
 def show(times: Times, title: str) -> None:
     """Print the RMS error and the ratios of first choices."""
-    estimates = times.estimates()
-    squares = np.sum((times.weights * np.log(estimates / times.us)) ** 2) / np.sum(times.weights**2)
+    estimates = times.all_estimates()
+    rms = math.sqrt((times.errors(estimates) ** 2).sum() / times.weights.sum())
     choices = list(times.first_choices(estimates))
     parts = []
     for low, high in BANDS:
         ratios = [ratio for m, ratio in choices if low <= m <= high]
         if ratios:
             parts.append(f"M={low}-{high} {geometric_mean(ratios):.3f} (at most {max(ratios):.2f}, {len(ratios)})")
-    print(f"{title}: RMS error {math.sqrt(squares):.1%}; first choice / fastest: {', '.join(parts)}")
+    print(f"{title}: RMS error {rms:.1%}; first choice / fastest: {', '.join(parts)}")
 
 
 def main() -> None:
@@ -223,16 +223,13 @@ def main() -> None:
     parser.add_argument("--model", choices=[*MODELS, "all"], required=True)
     parser.add_argument("--steps", type=int, default=20, help="largest number of steps (default: %(default)s)")
     arguments = parser.parse_args()
-    if arguments.model == "all":
-        times: Times = (everything := AllTimes(arguments.files))
-    else:
-        times = Times(arguments.files, *MODELS[arguments.model][2:])
+    times = Times(arguments.files)
     print(f"{len(times.us)} times of {len(np.unique(times.ids))} problems")
     show(times, "before")
     if arguments.model == "all":
-        found = fit_choices(everything, arguments.steps)
+        found = fit_choices(times, arguments.steps)
     else:
-        found = {arguments.model: fit(times, *MODELS[arguments.model][:2], arguments.steps)}
+        found = {arguments.model: fit(times, arguments.model, arguments.steps)}
     with ExitStack() as stack:
         for model, costs in found.items():
             stack.enter_context(mock.patch.object(*MODELS[model][:2], costs))

@@ -9,22 +9,23 @@
 Each line of the file is one configuration: op, problem, family, config, us (measured), estimate_us (cost model).
 Problems are drawn as by `compare.py --random`, but each has its own shape and M; 1x1 convolutions have 7x7 to 56x56
 images, and their M counts pixels. Weights and x rotate over copies of more than 170 MB in total, so that they come from
-HBM. A time is the median of 5 replays of a CUDA graph of about 240 us. All replays are queued before the first one
-ends: an event recorded on an idle stream would count the time that the CPU takes to launch the graph. Kernels are
-compiled by one process per core while others are timed. The file holds whole problems only.
+HBM. The CUDA graphs of all configurations of a problem, of about 240 us each, are replayed in turns, as interleave.py
+does, so that each runs at the clock that the power of all permits. Kernels are compiled by one process per core while
+others are timed. The file holds whole problems only.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import itertools
 import json
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +39,7 @@ from cupy_awq.kernels.select import Candidate
 from cupy_awq.runtime.launch import get_launcher
 from cupy_awq.runtime.workspace import COUNTER_BYTES, workspace_address
 from cupy_awq.weight import PackedWeight
+from tests.peers.interleave import Graph, medians_us
 from tests.peers.random_problems import BANDS, ROWS, build, compile_pool, geometric_mean, log_uniform, shape
 
 COLD_BYTES = 170e6
@@ -48,10 +50,8 @@ MAX_ERROR = 0.02
 """The relative difference from the first configuration's result above which a configuration is wrong."""
 MOST_CHECKED = 1 << 22
 """The largest number of elements of y that are compared."""
-REPLAYS = 5
-"""The number of timed replays of a graph, after one that is not timed."""
 GRAPH_US = 240.0
-"""The approximate time of a graph in microseconds: longer than the CPU takes to launch the graph."""
+"""The approximate time of a graph in microseconds."""
 MAX_CALLS = 80
 """The largest number of launches per graph."""
 
@@ -211,21 +211,6 @@ def capture(launches: list[tuple[Any, Buffers]], stream: Any, estimate_us: float
     return stream.end_capture(), length
 
 
-def measure_us(launches: list[tuple[Any, Buffers]], stream: Any, estimate_us: float) -> float:
-    """Return the median time of one launch in microseconds; ``estimate_us`` sets the number of launches per graph."""
-    import cupy
-
-    graph, length = capture(launches, stream, estimate_us)
-    graph.launch(stream)
-    events = [stream.record()]
-    for _ in range(REPLAYS):
-        graph.launch(stream)
-        events.append(stream.record())
-    events[-1].synchronize()
-    pairs = itertools.pairwise(events)
-    return statistics.median(float(cupy.cuda.get_elapsed_time(start, end)) / length * 1e3 for start, end in pairs)
-
-
 def error(launches: list[tuple[Any, Buffers]], stream: Any, expected: Any) -> tuple[float, Any]:
     """Return the relative difference of the first launch's y from ``expected`` (None: 0), and y."""
     import cupy
@@ -245,6 +230,33 @@ def error(launches: list[tuple[Any, Buffers]], stream: Any, expected: Any) -> tu
     if expected is None:
         return (0.0 if bool(cupy.isfinite(found).all()) else math.nan), found
     return float(cupy.linalg.norm(found - expected) / cupy.linalg.norm(expected)), found
+
+
+def times_us(operation: Any, candidates: Sequence[Candidate], stream: Any) -> list[float]:
+    """Return the median time of one launch of each configuration in microseconds, or infinity if its y is wrong."""
+    import cupy
+
+    graphs: dict[int, Graph] = {}
+    expected = None
+    for i, candidate in enumerate(candidates):
+        launches = operation.launches(candidate)
+        try:
+            difference, y = error(launches, stream, expected)
+        except RuntimeError as failure:
+            print(f"{failure}: {operation.problem} {candidate.config}", flush=True)
+            continue
+        if not difference <= MAX_ERROR:
+            print(f"WRONG by {difference}: {operation.problem} {candidate.config}", flush=True)
+            continue
+        expected = y if expected is None else expected
+        graph, length = capture(launches, stream, candidate.us)
+        graphs[i] = Graph(functools.partial(graph.launch, stream), length)
+    found = [math.inf] * len(candidates)
+    if graphs:
+        medians = medians_us(list(graphs.values()), stream.record, cupy.cuda.get_elapsed_time)
+        for i, us in zip(graphs, medians, strict=True):
+            found[i] = us
+    return found
 
 
 def draw(op: str, rng: random.Random, low: int, high: int) -> Any:
@@ -296,23 +308,9 @@ def sweep(op: str, seed: int, low: int, high: int, seconds: float, within: float
                     wait(waiting, timeout=deadline - time.monotonic(), return_when=FIRST_COMPLETED)
                     continue
                 operation, candidates, _ = queue.popleft()
-                found = []
-                expected = None
-                for candidate in candidates:
-                    if time.monotonic() > deadline:
-                        return
-                    launches = operation.launches(candidate)
-                    try:
-                        difference, y = error(launches, stream, expected)
-                    except RuntimeError as failure:
-                        print(f"{failure}: {operation.problem} {candidate.config}", flush=True)
-                        continue
-                    if expected is None:
-                        expected = y
-                    if not difference <= MAX_ERROR:
-                        print(f"WRONG by {difference}: {operation.problem} {candidate.config}", flush=True)
-                    us = measure_us(launches, stream, candidate.us)
-                    record = {
+                times = times_us(operation, candidates, stream)
+                found = [
+                    {
                         "op": op,
                         "problem": asdict(operation.problem),
                         "family": candidate.family.NAME,
@@ -320,7 +318,9 @@ def sweep(op: str, seed: int, low: int, high: int, seconds: float, within: float
                         "us": round(us, 3),
                         "estimate_us": round(candidate.us, 3),
                     }
-                    found.append(record)
+                    for candidate, us in zip(candidates, times, strict=True)
+                    if us < math.inf
+                ]
                 yield found
                 del operation
                 get_launcher.cache_clear()
