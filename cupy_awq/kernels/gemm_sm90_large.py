@@ -46,9 +46,9 @@ class GemmSm90LargeCosts:
     """Constants of the cost model, fitted on an H100.
 
     ``launch_us`` and ``stream_factor`` are fitted to 3155 times of 270 random problems with M = 64 to 4096, the others
-    to 7619 times of 568 with M = 129 to 4096, each of whose configurations were timed in turns. In problems left out of
-    the fit, the first choice of this kernel and gemm_sm90 is slower than the fastest configuration by 1% (geometric
-    mean).
+    to 7619 times of 568 problems with M = 129 to 4096, the configurations of each of which were timed in turns. The
+    first choice of this kernel and gemm_sm90 is slower than the fastest configuration by 1% (geometric mean over
+    problems that are left out of the fit).
 
     Attributes:
         launch_us: launch overhead, in microseconds.
