@@ -23,7 +23,7 @@ from tests.simt.wgmma import Warpgroups
 Array = Any
 Dim3 = tuple[int, int, int]
 PATIENCE = 256
-"""The number of steps after which a waiting group runs before groups at lower addresses, so that spin loops end."""
+"""The number of steps after which a waiting group runs before all others, so that every group advances."""
 STALLED = 20_000
 """The number of steps without progress (store, barrier, exit) that counts as a deadlock."""
 EVERYONE = 0xFFFFFFFF
@@ -165,15 +165,21 @@ class Machine:
         return self.bulk.land() or self.async_copies.land()
 
     def _next(self) -> int:
-        """Return the lowest basic block with threads, unless another has waited too long."""
+        """Return the lowest basic block with threads, unless another has waited too long; loops that spin come last.
+
+        Copies also land if all threads that run have been spinning for a while.
+        """
         self._step += 1
-        if self._step - self._progress > STALLED and not self._land():
+        stalled, blocks = self._step - self._progress, self.program.blocks
+        if stalled > STALLED and not self._land():
             self._deadlock()
+        if stalled > PATIENCE and all(blocks[number].spins for number in self._queue):
+            self._land()
         if len(self._queue) > 1:
             oldest = min(self._since, key=self._since.__getitem__)
             if self._step - self._since[oldest] > PATIENCE:
                 return oldest
-        return min(self._queue)
+        return min(self._queue, key=lambda number: (blocks[number].spins, number))
 
     def _execute(self, number: int, active: Array) -> None:
         block = self.program.blocks[number]

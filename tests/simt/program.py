@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,9 @@ from tests.simt.parser import TYPE_BYTES, Function, Instruction, Module, Not, Op
 
 PARAMETER_WINDOW = 1 << 16
 VARIABLE_WINDOW = PARAMETER_WINDOW + 1
+SHARED_READ = re.compile(r"ld\.(volatile|relaxed|acquire)")
+"""The loads of what other threads write."""
+WRITE = re.compile(r"st\.|atom\.|red\.")
 WIDTH = {"warp": 32, "warpgroup": 128, "blocks": 32}
 
 
@@ -27,6 +31,7 @@ class Block:
     ``width`` threads must have arrived before any of them goes on (0: each on its own); ``members`` names those of a
     warp that take part, if not all do. ``ending`` is next, branch (the function returns who jumps to ``targets[0]``),
     table (the function returns an index into ``targets``), exit, or parked (the function schedules its threads).
+    ``spins`` says whether the block is a loop that only reads what other threads write.
     """
 
     start: int
@@ -35,6 +40,7 @@ class Block:
     members: Operand | None = None
     ending: str = "next"
     targets: list[int] = field(default_factory=list)
+    spins: bool = False
     function: Callable[..., Any] = lambda *_: None
 
 
@@ -169,6 +175,9 @@ def _split(function: Function) -> list[Block]:
         if root == "bra":
             block.ending = "branch" if last.guard else "next"
             block.targets = [number[labels[targets[0]]]] + ([k + 1] if last.guard else [])
+            opcodes = [instruction.opcode for instruction in instructions[block.start : block.stop]]
+            reads = any(SHARED_READ.match(opcode) for opcode in opcodes)
+            block.spins = k in block.targets and reads and not any(WRITE.match(opcode) for opcode in opcodes)
         elif root == "brx":
             block.ending = "table"
             block.targets = [number[labels[name]] for name in function.tables[targets[0]]]
