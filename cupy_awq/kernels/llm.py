@@ -43,7 +43,10 @@ PREFILL_TILE = 64
 MIN_SPLIT_KEYS = 64
 """The smallest number of keys per split of ``decode_attention``."""
 UNSPLIT_KEYS = 256
-"""The largest number of keys for which ``decode_attention_sm80`` uses one split; merging splits takes 1.5 us (H100)."""
+"""The largest number of keys for which ``decode_attention_sm80`` uses one split; merging splits takes 1.5 us (H100).
+
+Twice as many if the two splits only balance the SMs.
+"""
 COMMON_HEADS = ((64, False, (1, 3, 4, 8)), (128, False, (1, 3, 4, 8)), (128, True, (2, 4, 8)))
 """Common values of head_dim, of whether heads are normalized (Qwen3), and of the query heads per KV head."""
 
