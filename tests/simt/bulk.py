@@ -100,11 +100,16 @@ class BulkCopies:
         machine = self.machine
         machine.memory.shared.store(target, lanes, values, at, "plain")
         size = sum(np.asarray(value).itemsize for value in values)
-        for thread, signal in self._threads(lanes, barrier):
-            lane = np.array([thread])
-            position = int(machine.memory.shared.locate(np.array([signal]), lane, 8, at)[0])
-            machine.mbarriers.find(position, lane, at)
-            machine.mbarriers.complete(position, size, machine.races.release(lane) if machine.races else None)
+        signals = list(machine.mbarriers.each(barrier, lanes, at))
+        for position, here in signals:
+            machine.mbarriers.find(position, here, at)
+        published = {}
+        if machine.races:
+            threads = np.arange(machine.threads)[lanes]
+            published = {warp: machine.races.release(threads[threads >> 5 == warp]) for warp in np.unique(threads >> 5)}
+        for position, here in signals:
+            for warp, count in zip(*np.unique(here >> 5, return_counts=True), strict=True):
+                machine.mbarriers.complete(position, size * int(count), published.get(warp))
 
     def _multicast(
         self, thread: int, to: int, offsets: Array, signal: int, ranks: int, content: Callable[[], Array], at: int

@@ -39,7 +39,7 @@ class Mbarriers:
         self.objects: dict[int, Mbarrier] = {}
         self._awaited: dict[int, int] = {}  # block of the program -> position of the last mbarrier waited for there
 
-    def _each(self, address: Array, lanes: Any, at: int) -> Iterator[tuple[int, Array]]:
+    def each(self, address: Array, lanes: Any, at: int) -> Iterator[tuple[int, Array]]:
         """Yield each position that threads address, with these threads."""
         machine = self.machine
         if isinstance(lanes, slice):
@@ -68,7 +68,7 @@ class Mbarriers:
 
     def init(self, address: Array, lanes: Any, count: Array, at: int) -> None:
         machine = self.machine
-        for position, here in self._each(address, lanes, at):
+        for position, here in self.each(address, lanes, at):
             if position in self.objects:
                 text = "an initialized mbarrier is here already; invalidate it first"
                 machine.fail("invalid", text, at, here, 0, position % machine.memory.shared.stride)
@@ -82,7 +82,7 @@ class Mbarriers:
             self.objects[position] = Mbarrier(wanted, wanted, clock)
 
     def invalidate(self, address: Array, lanes: Any, at: int) -> None:
-        for position, here in self._each(address, lanes, at):
+        for position, here in self.each(address, lanes, at):
             self.find(position, here, at)
             del self.objects[position]
             self.machine.memory.shared.mark(np.array([position]), 8, UNINITIALISED)
@@ -93,7 +93,7 @@ class Mbarriers:
         """Expect ``transfers`` more bytes, then arrive ``count`` times (0: only expect). Return the phase as state."""
         machine = self.machine
         state = np.zeros(machine.threads, np.uint64)
-        for position, here in self._each(address, lanes, at):
+        for position, here in self.each(address, lanes, at):
             barrier = self.find(position, here, at)
             arrivals = int(machine.pick(count, here).sum())
             state[here] = barrier.phase
@@ -128,7 +128,7 @@ class Mbarriers:
         """Return whether the phase of that parity (or state) is complete, per thread; these threads acquire it."""
         machine = self.machine
         done = np.zeros(machine.threads, bool)
-        for position, here in self._each(address, lanes, at):
+        for position, here in self.each(address, lanes, at):
             barrier = self.find(position, here, at)
             asked = machine.pick(phase, here).astype(np.int64)
             passed = (barrier.phase & 1) != asked if parity else barrier.phase > asked
@@ -149,7 +149,7 @@ class Mbarriers:
             machine.enqueue(following, passed)
         elif active.any():
             first = np.flatnonzero(active)[:1]
-            self._awaited[here] = next(self._each(address, first, at))[0]
+            self._awaited[here] = next(self.each(address, first, at))[0]
         machine.park(here, active & ~done)
 
     def awaited(self, here: int) -> str:

@@ -179,10 +179,9 @@ class Races:
             return
         warps, threads = users.warps, users.threads
         history = self.reads.reshape(self.columns, -1).take(grains, axis=1)
-        if (history < self._limit[warps]).all():
-            return
-        access: Array
-        for column, access in enumerate(history):
+        late = (history >= self._limit[warps]).any(axis=(1, 2))
+        for column in np.flatnonzero(late):
+            access = history[column]
             time = access >> TIME_SHIFT
             bad = time > self.known[0, warps, column]
             bad |= (column == self.column[warps]) & (thread_of(access) != threads) & (time == self.time[warps])
